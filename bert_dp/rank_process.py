@@ -24,6 +24,8 @@ from bert_dp.record import (
     LAUNCHER_START,
     LOG_DIR,
     STARTED_AGAIN,
+    STOP_SIGNALS,
+    heeded,
     hide,
     is_own_code,
     safe,
@@ -34,7 +36,6 @@ from bert_dp.record import (
 from bert_dp.record.models import FailureKind, RankError, kind_of_error
 
 LITTER = 100_000  # objects; recomputing a block leaves 7 at each call, some 0.5 KB
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class RunFailed(RuntimeError):
@@ -52,7 +53,7 @@ class Signals:
         self.received = 0
 
     def catch(self) -> None:
-        for number in STOP_SIGNALS:
+        for number in heeded(STOP_SIGNALS):
             signal.signal(number, self._remember)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:

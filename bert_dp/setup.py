@@ -57,14 +57,19 @@ def check_same_data(comm: Comm, data: Metadata) -> None:
 def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
     """The checkpoint to go on from: rank 0 chooses and verifies, all ranks follow its choice and its error.
 
-    policy: auto = the newest valid one of the run directory, if any; never; or a path. Raises ConfigError
-    when a path holds none, or when settings or data differ that may not. Collective.
+    policy: auto = the newest valid one of the run directory, if it has any at all; never; or a path. Raises
+    ConfigError when none that is there is valid, or when settings or data differ that may not. Collective.
     """
     answer: dict[str, Any] = {"path": None, "passed_over": []}
     if rank.comm.world.rank == 0 and policy != "never":
         try:
             if policy == "auto":
-                newest, answer["passed_over"] = checkpoint.newest_valid(rank.run_dir / "checkpoints")
+                newest, passed_over = checkpoint.newest_valid(rank.run_dir / "checkpoints")
+                answer["passed_over"] = passed_over
+                if newest is None and passed_over:  # a new start would take the records of this one
+                    remedy = "look at the disk and run again, or choose another --run-dir"
+                    unread = f"no checkpoint of this run can be read: {passed_over[0]}; {remedy}"
+                    raise ConfigError([unread, *passed_over[1:]])
             else:
                 newest = checkpoint.resolve(policy)
             answer["path"] = str(newest) if newest else None
@@ -197,7 +202,7 @@ def build_trainer(
         ),
         records=Records(rank.run_dir, rank.log_rank0, rank.lost_writes, directory),
         directory=directory,
-        trace=StepTrace(plan, comm, device, rank.run_dir, rank.lost_writes),
+        trace=StepTrace(plan, comm, device, rank.run_dir, rank.heartbeat, rank.lost_writes),
     )
     return trainer, state, tensors
 
@@ -218,6 +223,7 @@ def cut_records_back(trainer: Trainer, state: TrainState, resumed: Checkpoint | 
         lines = [run_dir / name for name in ("metrics.jsonl", "evals.jsonl", "noise.jsonl")]
         for path in (*lines, *steps.glob("rank-*.jsonl")):
             record.cut_back(path, state.step if resumed else -1)
+        (run_dir / "summary.json").unlink(missing_ok=True)  # of an earlier start, which this one goes beyond
         if trainer.config.log.step_times:
             steps.mkdir(exist_ok=True)
         checkpoint.set_aside_after(run_dir / "checkpoints", state.step)

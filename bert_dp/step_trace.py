@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from bert_dp import record
 from bert_dp.config.profile import ProfilePlan
 from bert_dp.dist import Comm
+from bert_dp.heartbeat import Heartbeat
 from bert_dp.lines import LostWrites
 from bert_dp.metrics import Meter
 from bert_dp.record.models import ProfiledOperator, ProfileFile
@@ -32,10 +33,11 @@ class StepTrace:
         comm: Comm,
         device: torch.device,
         run_dir: Path,
+        heartbeat: Heartbeat,
         lost_writes: LostWrites,
     ):
         self._plan, self._comm, self._device, self._folder = plan, comm, device, run_dir / "profile"
-        self._lost_writes = lost_writes
+        self._heartbeat, self._lost_writes = heartbeat, lost_writes
         self._profiler: Any = None
         self._begun_s = 0.0
         self._first: int | None = None
@@ -55,6 +57,7 @@ class StepTrace:
             due = step == plan.last or at_end
         if not due:
             return
+        self._heartbeat.enter("save", step)  # a trace of many operators takes long to write
         with meter.paused():
             if first is None:
                 self._begin(step + 1, plan)

@@ -6,7 +6,9 @@ import dataclasses
 import math
 
 from bert_dp import devices, metrics, noise, record
+from bert_dp.config import has_own_work
 from bert_dp.metrics import straggler
+from bert_dp.parallel import engine_name
 from bert_dp.record.models import DdpCounters, HeldOut, InitFrom, NoiseScale, RunStatus, Straggler, Summary
 from bert_dp.train_state import TrainState
 from bert_dp.trainer import RunResult, Trainer
@@ -34,7 +36,10 @@ def write_summary(
     status: RunStatus = "failed" if result.failure else "stopped" if result.signal else "done"
     ddp = metrics.communication_summary(trainer.model)
     scale = noise.estimate_of_run(trainer.run_dir) if trainer.config.log.noise_scale else None
-    ratio, slowest = straggler(trainer.meter.own_work_s, trainer.meter.total_steps)
+    engine = engine_name(trainer.config.parallel, trainer.comm.world.size)
+    ratio, slowest = None, None
+    if has_own_work(engine, trainer.layout.tensor):
+        ratio, slowest = straggler(trainer.meter.own_work_s, trainer.meter.total_steps)
     init = trainer.metadata["init_from"]
     heldout = HeldOut.model_validate(state.heldout) if state.heldout else None
     summary = Summary(
@@ -49,6 +54,8 @@ def write_summary(
         final_loss=state.final_loss,
         heldout_loss=heldout.loss if heldout else None,
         heldout=heldout,
+        heldout_step=state.evaluated_step,
+        since_step=state.step - trainer.meter.total_steps,
         unigram_entropy_nats=trainer.data.unigram_entropy_nats,
         uniform_entropy_nats=trainer.data.uniform_entropy_nats,
         world_size=trainer.comm.world.size,

@@ -32,10 +32,11 @@ class TrainState:
     lr: float = 0.0
     global_batch: int = 0
     logged_step: int = 0
-    evaluated_step: int | None = None
     final_loss: float | None = None
     heldout: Mapping[str, Any] | None = None
     """The last measurements on held-out data, `loss` among them."""
+    evaluated_step: int | None = None
+    """Of `heldout`."""
     eval_s: float = 0.0
     """Seconds spent in evaluations."""
     trouble: str | None = None

@@ -272,10 +272,10 @@ def _finish(trainer: Trainer, state: TrainState, clock: SharedClock, stop: Stop)
         precision, skipped = trainer.precision.name, state.skipped_steps
         nothing = anomalies.nothing_learned(trainer.config, precision, skipped, state.step)
         state.give_up(nothing, "not_finite")
-    evaluated = state.heldout is not None and state.step == state.evaluated_step
-    if not (stop or state.trouble or evaluated):
+    trouble = trainer.comm.broadcast(state.trouble)  # rank 0 alone sees that its directory is lost
+    if not (stop or trouble or state.step == state.evaluated_step):
         evaluate_and_write(trainer, state, clock)
-        if state.heldout is None:  # a signal came meanwhile, or nothing is held out
+        if state.step != state.evaluated_step:  # a signal came meanwhile, or nothing is held out
             stop = clock.poll_stop(stop_request(trainer, state))
     clock.finish()
     trainer.records.close()
@@ -335,9 +335,9 @@ def evaluate_and_write(trainer: Trainer, state: TrainState, clock: SharedClock) 
     start = clock.elapsed_s()
     measured = evaluate(trainer, lambda: bool(clock.poll_stop(stop_request(trainer, state))), trainer.run_dir)
     elapsed = clock.elapsed_s()
-    state.heldout = measured
-    state.evaluated_step = state.step
     state.eval_s += elapsed - start
+    if measured is not None:
+        state.heldout, state.evaluated_step = measured, state.step
     state.give_up(trainer.directory_lost(), "directory_lost")
     if trainer.comm.world.rank == 0 and measured and not state.trouble:
         with suppress(OSError):

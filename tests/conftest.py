@@ -1,6 +1,7 @@
 """For every test."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,10 @@ LAST = ("e2e", "faults")  # the longest files stand elsewhere: one that came las
 # a thread that waits sleeps: one that spins takes the core from the thread it waits for, and a step of one
 # rank on two busy cores took 14 times as long
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) == signal.SIG_IGN:  # in a script's background, or under nohup
+        signal.signal(number, usual)
 
 settings.register_profile("no timing decides a test", deadline=None)
 settings.load_profile("no timing decides a test")

@@ -42,7 +42,14 @@ FREE_ON_RESUME = (
     "data.sources",
 )
 
+OWN_WORK = ("single", "ddp", "zero1", "accelerate", "independent")  # whose ranks do not meet in the forward
 FREE_FROM_WEIGHTS = ("model.dropout", "model.attention_dropout", "model.norm_eps", "model.rope_theta")
+
+
+def has_own_work(engine: str, tensor: int) -> bool:
+    """Whether the time of a rank's own work, before any reduction, tells a slow rank. Under fsdp, DeepSpeed
+    and tensor parallelism the others wait for it within that time."""
+    return engine in OWN_WORK and tensor == 1
 
 
 def parallel_issues(config: Config, world_size: int) -> list[str]:

@@ -18,10 +18,11 @@ class ProfilePlan:
     last: int
     ranks: tuple[int, ...]
 
-    def options(self) -> list[str]:
-        """For the command line of a worker; `parse_profile` reads them."""
-        ranks = ",".join(map(str, self.ranks))
-        return ["--profile", f"{self.first}:{self.last + 1}", "--profile-ranks", ranks]
+    def options(self, world_size: int) -> list[str]:
+        """For the command line of a worker, which `parse_profile` reads: of the ranks that there are, which a
+        restart may have fewer of; none where none of them is left."""
+        ranks = ",".join(str(rank) for rank in self.ranks if rank < world_size)
+        return ["--profile", f"{self.first}:{self.last + 1}", "--profile-ranks", ranks] if ranks else []
 
 
 def parse_profile(steps: str, ranks: str) -> ProfilePlan:

@@ -19,9 +19,8 @@ def run_command(
 
     Errors go to stderr, a line each.
     """
-    signal.signal(signal.SIGTERM, _stop)
-    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as in a shell's background job
-        signal.signal(signal.SIGINT, _stop)
+    for number in record.heeded((signal.SIGTERM, signal.SIGINT)):
+        signal.signal(number, _stop)
     follow_launcher()
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # which a launcher lets wait until here

@@ -11,7 +11,7 @@ from bert_dp import __version__, record
 from bert_dp.export.as_function import Source
 from bert_dp.export.foreign import AUTO, OUTPUTS
 from bert_dp.record.exported import Exported
-from bert_dp.record.models import HeldOut, Summary
+from bert_dp.record.models import Summary
 
 LIBRARIES = {"hf": "transformers", "onnx": "onnx", "aoti": "pytorch"}
 TAGS = {"mlm": "fill-mask", "classifier": "text-classification", "encoder": "feature-extraction"}
@@ -76,16 +76,25 @@ def training_facts(source: Source) -> Iterator[tuple[str, str]]:
     summary = _summary(run)
     if summary is None or summary.step != source.facts.step:
         return
-    unit = (summary.heldout or HeldOut()).loss_unit
-    for name, value in (
-        ("loss of the last step", summary.final_loss),
-        ("held-out loss", summary.heldout_loss),
-        ("unigram entropy", summary.unigram_entropy_nats),
+    is_of_the_end = _is_of_the_end(summary)
+    scores = summary.heldout.scores if is_of_the_end and summary.heldout else None
+    for name, value, unit in (
+        ("loss of the last step", summary.final_loss, config.loss_unit),
+        ("held-out loss", summary.heldout_loss if is_of_the_end else None, config.loss_unit),
+        ("unigram entropy", summary.unigram_entropy_nats, "nats"),
     ):
         if value is not None:
             yield name, f"{value:.4f} {unit}"
-    for name, value in ((summary.heldout and summary.heldout.scores) or {}).items():
+    for name, value in (scores or {}).items():
         yield name, "not defined" if value is None else f"{value:.4f}"
+
+
+def _is_of_the_end(summary: Summary) -> bool:
+    """Whether what was measured on held-out data is of the last step: a signal ends a run between two.
+    An older file names no step, and only a run that is done was evaluated at its last."""
+    if summary.heldout_step is None:
+        return summary.status == "done"
+    return summary.heldout_step == summary.step
 
 
 def _summary(run: Path) -> Summary | None:

@@ -31,7 +31,7 @@ class Engine(Protocol):
     `noise_issues` and the settings without effect in `config/checks.py`), its memory (`cost.py`), its
     name for `scale` (`launcher/options.py`), where its ranks wait (`WAITS` in
     `launcher/watch/hangs.py`), whether a rank's own work ends before its ranks meet (`OWN_WORK` in
-    `launcher/scale/collect.py`), and a row of the parity matrix. A package that it wraps is an extra in
+    `config/checks.py`), and a row of the parity matrix. A package that it wraps is an extra in
     pyproject.toml, and `input_issues` in `launcher/job.py` looks for it.
     """
 

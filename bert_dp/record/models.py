@@ -256,6 +256,10 @@ class Summary(StoredFile):
     heldout_loss: FiniteOrNone = None
     heldout: HeldOut | None = None
     """`heldout_loss` with its denominator."""
+    heldout_step: int | None = None
+    """Of the evaluation: before `step` where a signal or a failure ended the run; null in older files."""
+    since_step: int | None = None
+    """Where this start began: rates, times, memory, energy are of the steps after it; null in older files."""
     unigram_entropy_nats: FiniteOrNone = None
     uniform_entropy_nats: FiniteOrNone = None
     world_size: int | None = None

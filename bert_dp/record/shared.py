@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
 import sys
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 
 # environment variables by which the launcher tells its workers what a user-started worker does without
@@ -14,6 +16,15 @@ LOG_DIR = "BERT_DP_LOG_DIR"  # where rank-N.log and rank-N.error.json go
 STARTED_AGAIN = "-- started again --"  # a line of rank-N.log
 LAUNCHER_PID = "BERT_DP_LAUNCHER_PID"
 LAUNCHER_START = "BERT_DP_LAUNCHER_START"  # see start_ticks
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""What ends a run after a checkpoint."""
+
+
+def heeded(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
+    """Those of the signals that this process was not told to ignore, as nohup does with SIGHUP and a script's
+    shell with SIGINT in the background."""
+    return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
 
 
 def start_ticks(pid: int) -> str:

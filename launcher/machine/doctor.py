@@ -137,11 +137,10 @@ def _gpu_findings(env: Environment) -> list[Finding]:
                 "end its processes (nvidia-smi); or CUDA_VISIBLE_DEVICES without it",
             )
             findings.append(low)
-    shm_gib = float("inf") if env.shm_gib is None else env.shm_gib
     findings.append(
         _finding(
-            not env.gpus or shm_gib >= 1,
-            f"shared memory (/dev/shm): {shm_gib:.2f} GiB",
+            not env.gpus or (env.shm_gib is not None and env.shm_gib >= 1),
+            f"shared memory (/dev/shm): {_size(env.shm_gib, 2)}",
             "NCCL between GPUs of one node fails with a bus error or cannot start",
             "start the container with --shm-size=8g or --ipc=host",
         )
@@ -149,8 +148,11 @@ def _gpu_findings(env: Environment) -> list[Finding]:
     return findings
 
 
+def _size(gib: float | None, decimals: int = 1) -> str:
+    return "not known" if gib is None else f"{gib:.{decimals}f} GiB"
+
+
 def _host_findings(env: Environment) -> list[Finding]:
-    disk_gib = float("inf") if env.disk_free_gib is None else env.disk_free_gib
     ranks, kind = len(env.gpus) or 2, "GPU" if env.gpus else "CPU"
     locked_mib = None if env.locked_memory_gib is None else env.locked_memory_gib * 1024
     return [
@@ -161,8 +163,8 @@ def _host_findings(env: Environment) -> list[Finding]:
             "stop other programs, raise the container's memory limit, or lower --nproc",
         ),
         _finding(
-            disk_gib >= 5,
-            f"disk: {disk_gib:.1f} GiB free",
+            env.disk_free_gib is not None and env.disk_free_gib >= 5,
+            f"disk: {_size(env.disk_free_gib)} free",
             "a checkpoint may not fit; the run stops at its first save",
             "free space, choose another --run-dir, or lower checkpoint.keep",
         ),

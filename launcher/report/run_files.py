@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from bert_dp import record
-from bert_dp.config import ConfigError, read_yaml, resolve
+from bert_dp.config import Config, ConfigError, read_yaml, resolve
 from bert_dp.config.stored import problem_lines
 from bert_dp.cost import num_parameters
 from bert_dp.record.models import HeldOut, ProfileFile, Summary
@@ -42,10 +42,13 @@ class Run:
     profiles: list[ProfileFile]
     """By rank."""
 
+    unmeasured: HeldOut
+    """What the held-out loss will be, by the configuration."""
+
     @property
     def heldout(self) -> HeldOut:
         """What the held-out loss is the mean of, as far as it is known."""
-        return self.facts.heldout or HeldOut()
+        return self.facts.heldout or self.unmeasured
 
 
 def load(run_dir: Path) -> Run:
@@ -59,18 +62,30 @@ def load(run_dir: Path) -> Run:
     summary = _summary(run_dir / "summary.json", missing)
     config = _yaml(run_dir / "config.yaml", missing)
     environment = redact(record.read_json(run_dir / "environment.json") or {})
+    resolved = None
+    with contextlib.suppress(ConfigError):
+        resolved = resolve([config])
+    logged = _logged(run_dir, metrics, evals, resolved, environment)
     return Run(
         path=run_dir,
         name=record.printable(run_dir.absolute().name),
         finished=summary is not None,
-        facts=_completed(summary, _logged(run_dir, metrics, evals, config, environment)),
+        facts=_completed(summary, logged),
         metrics=metrics,
         evals=evals,
         config=redact(config),
         environment=environment,
         missing=missing,
         profiles=_profiles(run_dir / "profile"),
+        unmeasured=_unmeasured(resolved),
     )
+
+
+def _unmeasured(config: Config | None) -> HeldOut:
+    """The unit and the kind of a loss that no evaluation has told."""
+    if config is None or config.objective.name == "mlm":
+        return HeldOut()
+    return HeldOut(loss_unit=config.loss_unit, examples=0)
 
 
 def _profiles(folder: Path) -> list[ProfileFile]:
@@ -96,9 +111,15 @@ def _summary(path: Path, missing: list[str]) -> Summary | None:
 
 
 def _completed(summary: Summary | None, logged: Summary) -> Summary:
-    """With what the logs tell and the summary does not: a rank that was killed could not write its own."""
-    if summary is None or summary.samples is not None:
-        return summary or logged
+    """With what the logs tell and the summary does not: a rank that was killed could not write its own, and
+    one that went on and was stopped before its next evaluation has no held-out loss."""
+    if summary is None:
+        return logged
+    if summary.samples is not None:
+        if summary.status == "done" or summary.heldout_loss is not None:
+            return summary
+        names = ("heldout_loss", "heldout", "heldout_step")
+        return summary.model_copy(update={name: getattr(logged, name) for name in names})
     recorded = summary.model_fields_set - {name for name, value in summary if value in (None, [], {})}
     return logged.model_copy(update={name: getattr(summary, name) for name in recorded})
 
@@ -107,7 +128,7 @@ def _logged(
     run_dir: Path,
     metrics: Sequence[dict[str, Any]],
     evals: Sequence[dict[str, Any]],
-    settings: Mapping[str, Any],
+    config: Config | None,
     environment: Mapping[str, Any],
 ) -> Summary:
     """What its other files tell of a run that left no summary, or no more than how it ended."""
@@ -115,27 +136,29 @@ def _logged(
     facts: dict[str, Any] = {key: last[key] for key in Summary.model_fields if key in last}
     facts["final_loss"] = last.get("loss")
     if evals:
-        facts |= {"heldout_loss": evals[-1].get("loss"), "heldout": evals[-1]}
+        newest = evals[-1]
+        facts |= {"heldout_loss": newest.get("loss"), "heldout": newest, "heldout_step": newest.get("step")}
     if checkpoints := record.list_checkpoints(run_dir / "checkpoints"):
         facts["checkpoint"] = f"checkpoints/{checkpoints[0].name}"
-    with contextlib.suppress(ConfigError):
-        config = resolve([dict(settings)])
-        facts["parameters"] = num_parameters(config.model, config.data.sequence_length)
-        facts["uniform_entropy_nats"] = math.log(config.model.vocab_size)
+    if config is not None:
+        if config.objective.name == "mlm":
+            facts["parameters"] = num_parameters(config.model, config.data.sequence_length)
+            facts["uniform_entropy_nats"] = math.log(config.model.vocab_size)
         worker = environment.get("worker")
         decided = worker.get("precision") if isinstance(worker, dict) else None
         facts["precision"] = decided if config.precision == "auto" else config.precision
         gpus = [] if config.run.device == "cpu" else environment.get("gpus") or []
         facts["device"] = gpus[0].get("name") if gpus else "CPU" if environment else None
     with contextlib.suppress(ValidationError, TypeError, KeyError):
-        return Summary.model_validate({"status": "stopped", **facts, "time_s": _seconds(metrics)})
+        return Summary.model_validate({"status": "stopped", **facts, "time_s": _seconds(metrics, config)})
     return Summary(status="stopped")
 
 
-def _seconds(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Of the real steps and their parts: each line's mean x the steps since the line before."""
+def _seconds(metrics: Sequence[Mapping[str, Any]], config: Config | None) -> dict[str, float]:
+    """Of the real steps and their parts: each line's mean x the steps since the line before. The first line
+    of a run that goes on from another directory's checkpoint has steps of one line before it."""
     seconds = dict.fromkeys(("train", *TRAIN_PARTS), 0.0)
-    before = 0
+    before = max(0, metrics[0]["step"] - config.log.every_steps) if metrics and config else 0
     for line in metrics:
         for part in seconds:
             seconds[part] += line["step_time_s" if part == "train" else f"{part}_s"] * (line["step"] - before)

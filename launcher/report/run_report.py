@@ -133,11 +133,15 @@ def _tiles(run: Run) -> list[Tile]:
         Tile(
             "Held-out loss",
             heldout.loss_text(facts.heldout_loss, run.heldout),
-            f"{heldout.basis(run.heldout)}; unigram entropy {entropy}",
+            f"{_measured_at(facts)}{heldout.basis(run.heldout)}; unigram entropy {entropy}",
         ),
-        Tile("Throughput", format_si(facts.tokens_per_s, "tokens/s"), f"summed over {_ranks(facts)}"),
+        Tile(
+            "Throughput",
+            format_si(facts.tokens_per_s, "tokens/s"),
+            f"summed over {_ranks(facts)}{_since(facts)}",
+        ),
         Tile(f"Per {_device(facts)}", format_si(facts.tokens_per_s_per_gpu, "tokens/s"), _ranks(facts)),
-        Tile("Peak memory", format_gib(facts.peak_memory_gib), f"greatest of {_ranks(facts)}"),
+        Tile("Peak memory", format_gib(facts.peak_memory_gib), f"greatest of {_ranks(facts)}{_since(facts)}"),
     ]
 
 
@@ -196,11 +200,12 @@ def time_split(runs: Sequence[Run]) -> Figure:
     splits = [_split(run.facts) for run in runs]
     walls = [sum(split.values()) for split in splits]
     names = ["wall of rank 0"] if len(runs) == 1 else [f"{run.name}, wall" for run in runs]
+    names = [f"{name}{_since(run.facts)}" for name, run in zip(names, runs, strict=True)]
     times = [format_duration(wall) if wall else "not recorded" for wall in walls]
     rows = [f"{name}: {text}" for name, text in zip(names, times, strict=True)]
     bars = []
-    for part in splits[0]:
-        seconds = [split[part] for split in splits]
+    for part in dict.fromkeys(part for split in splits for part in split):
+        seconds = [split.get(part, 0.0) for split in splits]
         shares = [s / wall if wall else 0.0 for s, wall in zip(seconds, walls, strict=True)]
         texts = [
             f"{format_duration(s)}, {format_percent(share)}" for s, share in zip(seconds, shares, strict=True)
@@ -223,11 +228,12 @@ def _points(run: Run, y: str, x: str = "tokens") -> tuple[list[float], list[floa
 
 
 def _split(facts: Summary) -> dict[str, float]:
-    """Seconds of each part of the wall time in its order; training is split into its own parts."""
+    """Seconds of each part of the wall time that is known, in its order; training is split into its own
+    parts."""
     seconds = {**facts.time_s, "other": other(facts.time_s)}
     names = {"setup": "setup", "compile": "compile", **TRAIN_PARTS}
     names |= {"other": "other", "eval": "eval", "save": "save"}
-    return {name: seconds.get(key, 0.0) for key, name in names.items()}
+    return {name: seconds[key] for key, name in names.items() if key in seconds}
 
 
 # --- numbers: the rows of each topic, in TOPICS
@@ -250,11 +256,13 @@ def _outcome(run: Run) -> list[Row]:
     facts, measured = run.facts, run.heldout
     loss, basis, failed = facts.heldout_loss, heldout.basis(measured), facts.status == "failed"
     interval = "; ± 95 % over sequences" if heldout.half_width(measured) is not None else ""
-    loss_note = f"mean over {basis}{interval}"
+    loss_note = f"{_measured_at(facts)}mean over {basis}{interval}"
+    ended = (facts.status, f"exit code {facts.exit_code}") if run.finished else ("no end recorded", "")
     rows = [
-        words("status", facts.status, f"exit code {facts.exit_code}", console=False),
+        words("status", *ended, console=False),
         words("cause", (facts.cause if failed else "") or "none recorded", console=False),
         *(_failure(facts) if failed else []),
+        *_restarts(facts),
         Row("held-out loss", (Cell(heldout.loss_text(loss, measured), loss_note, loss),)),
     ]
     if (accuracy := measured.masked_accuracy) is not None:
@@ -268,6 +276,28 @@ def _outcome(run: Run) -> list[Row]:
             for name, entropy, what in _entropies(facts)
         ]
     return [*rows, value("training loss, last", facts.final_loss, _unit(measured), "mean over all ranks")]
+
+
+def _measured_at(facts: Summary) -> str:
+    """Where the held-out loss is not of the run's last step."""
+    if facts.heldout_step is None or facts.heldout_step == facts.step:
+        return ""
+    return f"at step {format_count(facts.heldout_step)}, "
+
+
+def _since(facts: Summary) -> str:
+    """Of which steps rates, times and memory are, where an earlier start has taken others."""
+    return f", since step {format_count(facts.since_step)}" if facts.since_step else ""
+
+
+def _restarts(facts: Summary) -> list[Row]:
+    """How often the run was started again, and the last time why."""
+    if not facts.restarts:
+        return []
+    last = facts.restarts[-1]
+    place = f"step {format_count(last.step)}" if last.step >= 0 else "the start"
+    why = f"the last from {place} on {count_of(last.ranks, 'rank')}: {first_line(last.cause)}"
+    return [value("restarts", len(facts.restarts), "count", why)]
 
 
 def _entropies(facts: Summary) -> list[tuple[str, float | None, str]]:
@@ -303,7 +333,7 @@ def _work(run: Run) -> list[Row]:
     precision = ", ".join(filter(None, [f"precision {facts.precision or NA}", compiled]))
     spikes = value("loss spikes", facts.loss_spikes, "count", "logged losses far above the ones before")
     return [
-        value("optimizer steps", facts.step, "count", f"one step = {_batch_equation(facts)}"),
+        value("optimizer steps", facts.step, "count", _step_note(facts)),
         value("samples", facts.samples, "count", "sequences over all ranks", console=False),
         value("tokens", facts.tokens, "count", "over all ranks"),
         value("skipped steps", facts.skipped_steps, "count", lost, console=bool(facts.skipped_steps)),
@@ -316,11 +346,14 @@ def _rates(run: Run) -> list[Row]:
     facts = run.facts
     over = f"summed over {_ranks(facts)}"
     micro = f"{_product(facts)} micro batches per optimizer step"
+    if _is_ramped(facts) and facts.steps_per_s and facts.global_steps_per_s is not None:
+        mean = format_ratio(facts.global_steps_per_s / facts.steps_per_s)
+        micro = f"{mean} micro batches per optimizer step in the mean"
     of = " ".join(filter(None, [facts.precision, "peak of the device"]))
     peak = of if facts.mfu is not None else f"{of} unknown"
     profiled = f"; {_steps(facts.profiled_steps)} under the profiler" if facts.profiled_steps else ""
     rates = [
-        ("optimizer steps", facts.steps_per_s, "steps/s", f"of the whole job{profiled}"),
+        ("optimizer steps", facts.steps_per_s, "steps/s", f"of the whole job{_since(facts)}{profiled}"),
         ("global steps", facts.global_steps_per_s, "global steps/s", micro),
         ("samples", facts.samples_per_s, "samples/s", over),
         ("tokens", facts.tokens_per_s, "tokens/s", over),
@@ -350,12 +383,12 @@ def _straggler(facts: Summary) -> list[Row]:
 
 def _times(run: Run) -> list[Row]:
     """The wall time, and each of its parts: those of training on the console too."""
-    parts = run.facts.time_s
+    facts, parts = run.facts, run.facts.time_s
     wall = sum(parts[part] for part in WALL_PARTS if part in parts) or None
     named = ", ".join(f"{part} {format_duration(parts.get(part))}" for part in WALL_PARTS)
     outer = {part: parts.get(part) for part in WALL_PARTS}
     inner = {name: parts.get(key) for key, name in TRAIN_PARTS.items()} | {"other": other(parts)}
-    rows = [value("wall", wall, "duration", named)]
+    rows = [value("wall", wall, "duration", f"{named}{_since(facts)}")]
     for name, seconds in outer.items():
         rows.append(value(name, seconds, "duration", f"{_share(seconds, wall)} of wall", console=False))
     for name, seconds in inner.items() if parts else ():
@@ -365,11 +398,12 @@ def _times(run: Run) -> list[Row]:
 
 def _files(run: Run) -> list[Row]:
     facts = run.facts
-    each = format_si(facts.energy_j / facts.tokens * 1e6 if facts.energy_j and facts.tokens else None, "J")
-    energy = f"{each} per million tokens, {_ranks(facts)}"
+    tokens = (facts.tokens_per_s or 0.0) * facts.time_s.get("train", 0.0)  # of this start, as the energy is
+    each = format_si(facts.energy_j / tokens * 1e6 if facts.energy_j and tokens else None, "J")
+    energy = f"{each} per million tokens, {_ranks(facts)}{_since(facts)}"
     saves = [value("failed saves", facts.failed_saves, "count", "see the log")]
     return [
-        value("peak memory", facts.peak_memory_gib, "gib", f"greatest of {_ranks(facts)}"),
+        value("peak memory", facts.peak_memory_gib, "gib", f"greatest of {_ranks(facts)}{_since(facts)}"),
         value("energy", facts.energy_j, "energy", energy, console=facts.energy_j is not None),
         words("checkpoint", facts.checkpoint),
         *(saves if facts.failed_saves else []),
@@ -449,6 +483,19 @@ def _titled(title: str, name: str) -> str:
 def _steps(ends: Sequence[int]) -> str:
     first, last = (format_count(end) for end in ends)
     return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
+def _is_ramped(facts: Summary) -> bool:
+    """Whether its steps did not all have the global batch."""
+    whole = facts.global_batch
+    return bool(facts.samples and whole and facts.samples != facts.step * whole)
+
+
+def _step_note(facts: Summary) -> str:
+    """What a step is, in sequences."""
+    if not _is_ramped(facts) or not facts.samples or not facts.step:
+        return f"one step = {_batch_equation(facts)}"
+    return f"{facts.samples / facts.step:,.1f} sequences in the mean, at most {_batch_equation(facts)}"
 
 
 def _batch_equation(facts: Summary) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import shutil
 import signal
@@ -32,9 +33,9 @@ from launcher.watch.heartbeats import Hang, Watch
 from launcher.watch.memory import MemoryWatch
 
 POLL_S = 0.2
-KILL_AFTER_FAILURE_S = 5.0
+KILL_AFTER_FAILURE_S, SAVE_AFTER_FAILURE_S = 5.0, 25.0  # torchrun itself kills after 30
 LAUNCHER_SAID_BYTES = 2**20
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+ONE_STOP_S = 0.5  # signals this near to the first are one stop: a closing terminal sends several
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +48,19 @@ class RunResult:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Within the block stop signals are only noted, in the list that this gives."""
+    """Within the block stop signals are only noted, in the list that this gives: the first, and those that
+    come at least ONE_STOP_S after it. What this process was told to ignore, as by nohup, stays ignored."""
     came: list[int] = []
-    previous = {number: signal.signal(number, lambda n, _: came.append(n)) for number in STOP_SIGNALS}
+    first_s = math.inf
+
+    def note(number: int, frame: object) -> None:
+        nonlocal first_s
+        now = time.monotonic()
+        if not came or now - first_s >= ONE_STOP_S:
+            came.append(number)
+        first_s = min(first_s, now)
+
+    previous = {number: signal.signal(number, note) for number in record.heeded(record.STOP_SIGNALS)}
     try:
         yield came
     finally:
@@ -158,9 +169,10 @@ def _follow(
     """
     signalled: set[psutil.Process] = set()
     deadline: float | None = None
+    last_s = 0.0  # until then a save that is under way may end
     failed = False
     run_dir = directory.path
-    while (ended := process.poll()) is None or (workers.present() and -ended in STOP_SIGNALS):
+    while (ended := process.poll()) is None or (workers.present() and -ended in record.STOP_SIGNALS):
         if ended is not None and not pending:
             pending.append(-ended)
         if len(pending) >= 2 or directory.lost():
@@ -176,8 +188,10 @@ def _follow(
                     send(worker, pending[0])
         failed = failed or _has_failed(run_dir, workers)
         if deadline is None and failed:
-            deadline = time.monotonic() + KILL_AFTER_FAILURE_S
-        if deadline is not None and time.monotonic() > deadline:
+            failed_s = time.monotonic()
+            deadline, last_s = failed_s + KILL_AFTER_FAILURE_S, failed_s + SAVE_AFTER_FAILURE_S
+        is_over = deadline is not None and (now := time.monotonic()) > deadline
+        if is_over and (now > last_s or not _is_saving(run_dir)):
             return None
         if not failed:  # else the cause is told first
             on_poll()
@@ -193,10 +207,20 @@ def _follow(
 
 
 def _has_failed(run_dir: Path, workers: Workers) -> bool:
-    """Whether a rank has recorded an error, or has ended before the summary was written."""
-    if any((run_dir / "logs").glob("rank-*.error.json")):
-        return True
-    return bool(workers.departures) and not (run_dir / "summary.json").exists()
+    """Whether a rank has recorded an error, or has ended before the summary was written. Not where nothing
+    can be read now: a file server that does not answer has lost nothing."""
+    with contextlib.suppress(OSError):
+        if any((run_dir / "logs").glob("rank-*.error.json")):
+            return True
+        return bool(workers.departures) and not (run_dir / "summary.json").exists()
+    return False
+
+
+def _is_saving(run_dir: Path) -> bool:
+    """Whether a checkpoint is being written."""
+    with contextlib.suppress(OSError):
+        return any((run_dir / "checkpoints").glob("step-*.tmp-*"))
+    return False
 
 
 def _text_since(log: Path, offset: int) -> str:
@@ -245,7 +269,7 @@ def _stood_still(hang: Hang | None) -> tuple[str, ...]:
 
 def _failed_anyway(cause: Failure | None) -> bool:
     """Whether this is more than what a signal that ends ranks, or the end of their peers, leaves behind."""
-    if cause is None or cause.killed_by in STOP_SIGNALS:
+    if cause is None or cause.killed_by in record.STOP_SIGNALS:
         return False
     return cause.kind not in ("no_cause", "peer_gone")
 

@@ -181,7 +181,7 @@ def run_locked(
                 launcher=launcher,
                 on_gpu=job.gpus > 0,
                 watch=watch,
-                options=profile.options() if profile is not None else (),
+                options=profile.options(ranks) if profile is not None else (),
             )
 
     with loggers:

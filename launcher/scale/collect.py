@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bert_dp import cost
+from bert_dp.config import has_own_work
 from bert_dp.record.models import Summary
 from launcher import results, stats
 from launcher.results import Cell, GridCell, Scaling
@@ -21,7 +22,6 @@ from launcher.scale.grid import Grid, run_dir
 LOSS_TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}  # relative, over the whole run
 STRAGGLER_RATIO, STRAGGLER_STEPS = 1.2, 10  # as the worker has it
 CROSS_CHECK = 0.05  # share of a step by which two measures of one thing may differ
-OWN_WORK = ("single", "ddp", "zero1", "accelerate", "independent")  # whose ranks do not meet in the forward
 Facts = dict[str, Any]
 
 
@@ -84,7 +84,7 @@ class Measured:
     def straggler(self) -> tuple[float | None, int | None]:
         """(own work of the slowest rank over the median of the others', that rank if it is named). Unknown
         where ranks meet in the forward, under fsdp, DeepSpeed and tensor parallelism."""
-        if self.cell.world_size == 1 or self.cell.tensor > 1 or self.cell.engine not in OWN_WORK:
+        if self.cell.world_size == 1 or not has_own_work(self.cell.engine, self.cell.tensor):
             return None, None
         totals = [
             statistics.median([sum(r.parts["own_work_s"][rank]) for r in self.repeats])

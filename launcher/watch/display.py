@@ -56,12 +56,16 @@ class Tail:
             self._inode, self._offset = status.st_ino, status.st_size
 
     def lines(self) -> tuple[list[str], bool]:
-        """The new lines, and whether the file is another one than before."""
+        """The new lines, and whether the file is another one than before. None where it cannot be read now: a
+        file server that does not answer has lost nothing."""
         try:
-            file = self._path.open("rb")
+            return self._read()
         except OSError:
             return [], False
-        with file:
+
+    def _read(self) -> tuple[list[str], bool]:
+        """Raises OSError."""
+        with self._path.open("rb") as file:
             status = os.fstat(file.fileno())
             replaced = self._inode != 0 and (status.st_ino != self._inode or status.st_size < self._offset)
             if replaced or not self._inode:

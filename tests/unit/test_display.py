@@ -35,6 +35,11 @@ def test_tail_gives_whole_lines_once(tmp_path: Path) -> None:
     assert tail.lines() == (["new"], True)
 
 
+def test_a_file_that_cannot_be_read_now_has_no_new_lines() -> None:
+    """Opened, its first page gives EIO, as a file server that does not answer."""
+    assert Tail(Path("/proc/self/mem")).lines() == ([], False)
+
+
 def test_tail_can_skip_what_is_there(tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_text("old\n")

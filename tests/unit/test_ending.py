@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -126,12 +127,64 @@ def test_a_second_signal_does_not_wait(directory: HeldDirectory, clock: Clock) -
     assert clock.now < 5
 
 
+def test_signals_that_come_together_are_one_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal that closes sends SIGHUP twice, by its shell and by the kernel."""
+    times = iter([1.0, 1.1, 1.4, 1.5])
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    with processes.stop_signals() as came:
+        for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+    assert came == [signal.SIGHUP, signal.SIGINT]
+
+
+def test_what_nohup_ignores_stops_nothing() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with processes.stop_signals() as came:
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGUSR1)
+        assert came == [signal.SIGUSR1]
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_run_that_is_stopped_while_it_stands_still_says_so(directory: HeldDirectory, clock: Clock) -> None:
     watch: Any = Patience()
     watch.hang = Hang(0, "hang in step 3", "x.py:1", Path("log"), ())
     ended = processes.run(directory, 1, "none", once_ready(lambda: stop(2)), watch=watch)
     told = "it stood still: rank 0: hang in step 3 at x.py:1; stacks in hang.txt"
     assert ended.failure.explanation == (told,)
+
+
+def test_a_save_that_is_under_way_when_a_rank_fails_may_end(
+    tmp_path: Path, directory: HeldDirectory, clock: Clock
+) -> None:
+    unfinished = tmp_path / "checkpoints" / "step-00000003.tmp-0"
+    unfinished.mkdir(parents=True)
+    processes.run(directory, 1, "none", once_ready(lambda: raised(1)))
+    assert processes.SAVE_AFTER_FAILURE_S < clock.now < processes.SAVE_AFTER_FAILURE_S + 10
+
+
+def test_a_file_server_that_does_not_answer_ends_no_run(
+    tmp_path: Path, directory: HeldDirectory, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank is ended by the signal that comes later."""
+    glob, asked = Path.glob, list[str]()
+
+    def unanswered(path: Path, pattern: str) -> Iterator[Path]:
+        if pattern == "rank-*.error.json" and "rank-0" not in pattern and len(asked) < 9:
+            asked.append(pattern)
+            raise OSError(5, "Input/output error")
+        return glob(path, pattern)
+
+    def begin() -> None:
+        monkeypatch.setattr(Path, "glob", unanswered)
+        stop()
+
+    ended = processes.run(directory, 1, "none", once_ready(begin), grace_s=50.0)
+    assert len(asked) == 9
+    assert (ended.exit_code, ended.signal) == (128 + signal.SIGTERM, signal.SIGTERM)
 
 
 def test_ranks_that_outlive_a_failed_one_are_ended_soon(

@@ -226,6 +226,8 @@ def test_git_commit_and_dirty_flag(tmp_path):
     ("change", "level", "word"),
     [
         ({"shm_gib": 0.0625}, "warn", "shared memory"),
+        ({"shm_gib": None}, "warn", "shared memory (/dev/shm): not known"),
+        ({"disk_free_gib": None}, "warn", "disk: not known"),
         ({"memory_available_gib": 3.0}, "warn", "memory: 3.0 GiB"),
         ({"memory_limit_gib": 2.0}, "warn", "memory: 2.0 GiB"),
         ({"disk_free_gib": 4.0}, "warn", "disk"),

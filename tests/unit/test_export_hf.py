@@ -569,17 +569,21 @@ def test_a_run_is_found_beside_a_folder_of_the_same_name(
 
 def test_a_card_quotes_the_summary_of_its_own_step_alone(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", config_of("small-text"), step=3)
-    for step, told in ((3, True), (9, False)):
-        heldout = {"loss": 4.25, "loss_unit": "squared error", "scores": {"dev/auc": None}}
+    of_the_step = ({"status": "done"}, {"status": "stopped", "heldout_step": 3})
+    of_another = ({"step": 9}, {"status": "stopped", "heldout_step": 2}, {"status": "stopped"})
+    for changes, told in [*((each, True) for each in of_the_step), *((each, False) for each in of_another)]:
+        heldout = {"loss": 4.25, "scores": {"dev/auc": None}}
         losses = {"heldout_loss": 4.25, "final_loss": 4.5, "unigram_entropy_nats": 6.0, "heldout": heldout}
-        summary = {"status": "done", "step": step, **losses, "schema_version": 1}
+        summary = {"status": "done", "step": 3, **losses, "schema_version": 1, **changes}
         (run / "summary.json").write_text(json.dumps(summary))
         facts = dict(card.training_facts(open_run(run, encoder=False)))
         assert (facts["steps"], facts["samples"], facts["tokens"]) == ("3", "24", "3,072")
         assert ("held-out loss" in facts) == told
+        assert ("dev/auc" in facts) == told
+        assert ("loss of the last step" in facts) == ("step" not in changes)
         if told:
-            assert facts["loss of the last step"] == "4.5000 squared error"
-            assert (facts["held-out loss"], facts["dev/auc"]) == ("4.2500 squared error", "not defined")
+            assert facts["loss of the last step"] == "4.5000 nats"
+            assert (facts["held-out loss"], facts["dev/auc"]) == ("4.2500 nats", "not defined")
 
 
 @pytest.mark.parametrize(

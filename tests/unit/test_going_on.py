@@ -76,6 +76,15 @@ def test_a_checkpoint_of_other_settings_is_refused_by_a_rank_too(run_dir: Path) 
     assert line.endswith("undo it or use --resume never in another run directory")
 
 
+def test_a_run_whose_checkpoints_cannot_be_read_is_not_begun_again(run_dir: Path) -> None:
+    """A new start would cut its records back and set its checkpoints aside; one bad read is enough."""
+    weights = run_dir / "checkpoints" / "step-00000003" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    (line,) = issues_of(setup.select_checkpoint, rank_with(run_dir, "0"), "auto")
+    assert line.startswith(f"--resume: no checkpoint of this run can be read: {weights}: ")
+    assert line.endswith("look at the disk and run again, or choose another --run-dir")
+
+
 class Told(Comm):
     """The second of two ranks, and what rank 0 says."""
 
@@ -143,11 +152,13 @@ def test_no_rank_writes_before_rank_0_has_cut_the_records_back(run_dir: Path, ra
     others = [run_dir / f"{name}.jsonl" for name in ("metrics", "evals", "noise")]
     for path in (record, *others):
         write_lines(path, ({"step": step} for step in range(1, 6)))
+    (run_dir / "summary.json").write_text("{}")
     meeting = Meeting(World(rank, rank, 2, 2), record)
     trainer: Any = SimpleNamespace(run_dir=run_dir, comm=meeting, config=config())
     state = TrainState(step=3)
     resumed = setup.Checkpoint(run_dir / "checkpoints" / "step-00000003", {}, state, None, "fp32", None)
     setup.cut_records_back(trainer, state, resumed)
+    assert (run_dir / "summary.json").exists() == (rank == 1), "it told of an earlier end"
     left = [1, 2, 3] if rank == 0 else [1, 2, 3, 4, 5]
     assert meeting.seen == [left]
     assert [[line["step"] for line in read_lines(path)] for path in others] == [left] * 3

@@ -407,8 +407,30 @@ def test_a_signal_in_the_last_evaluation_stops_the_run_unless_it_has_failed(
         tmp_path, shards, clock, heartbeat=heartbeat, eval={"max_sequences": 20, "every_steps": 4}
     )
     assert (result.signal, result.failure) == (signal, failure)
-    assert (state.step, state.heldout) == (5, None), "what step 4 had is not the last step's"
+    assert (state.step, state.evaluated_step) == (5, 4), "what step 4 had is not the last step's"
     assert [line["step"] for line in read_lines(tmp_path / "evals.jsonl")] == [4]
+
+
+def test_no_rank_evaluates_once_rank_0_has_lost_its_directory(
+    tmp_path: Path, shards: Path, clock: Clock
+) -> None:
+    """It alone sees that; a rank that evaluated would wait for it."""
+
+    class Told(Comm):
+        def broadcast(self, value: Any) -> Any:
+            return "the directory is lost"
+
+    with lone_trainer(config(shards, schedule={"steps": 2}), tmp_path) as lone:
+        trainer = dataclasses.replace(
+            lone,
+            comm=Told(World(1, 1, 2, 2), None),
+            stream=SimpleNamespace(next=micro_batch, wait_s=0.0),
+            checkpointer=SlowCheckpointer(clock),
+        )
+        state = TrainState()
+        result = train(trainer, state, SharedClock(lone.comm, now=clock.read))
+    assert (result.failure, state.step) == ("the directory is lost", 2)
+    assert (state.trouble, state.evaluated_step) == (None, None)
 
 
 class SlowStream:
@@ -522,6 +544,7 @@ def test_the_summary_has_the_greatest_ranks_memory_and_everyones_energy(
     trainer = dataclasses.replace(trainer, comm=TwoRanks(World(0, 0, 2, 2), None))
     state.samples += 1000  # of an earlier start
     state.global_batch = 2  # of a step in a ramp, not the run's
+    state.step += 1000
     trainer.meter.own_work_s, trainer.meter.total_steps = [20.0, 60.0], 20
     trainer.meter.totals |= {"data_wait_s": 1.0, "forward_backward_s": 6.0, "optimizer_s": 3.0}
     trainer.checkpointer.stall_s, trainer.checkpointer.failed_saves = 4.5, 3  # type: ignore[misc]
@@ -534,6 +557,7 @@ def test_the_summary_has_the_greatest_ranks_memory_and_everyones_energy(
     assert end["energy_j"] == 150.0
     assert end["mfu"] is None
     assert end["straggler"] == {"rank": 1, "ratio": 3.0, "seconds_per_step": 2.0}
+    assert (end["step"], end["since_step"], end["heldout_step"]) == (1005, 985, 5)
     assert state.heldout is not None
     assert end["heldout_loss"] == end["heldout"]["loss"] == state.heldout["loss"]
     assert end["heldout"]["masked_tokens"] == state.heldout["masked_tokens"] > 0

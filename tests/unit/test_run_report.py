@@ -80,7 +80,7 @@ def test_every_number_stands_beside_its_denominator(tmp_path: Path) -> None:
         (time, "optimizer", "9.0 s | 9.0 % of wall, part of train"),
         (time, "other", "3.0 s | 3.0 % of wall, part of train"),
         ("Resources and files", "peak memory", "1.25 GiB | greatest of 2 CPU ranks"),
-        ("Resources and files", "energy", "4.1 kJ | 5 kJ per million tokens, 2 CPU ranks"),
+        ("Resources and files", "energy", "4.1 kJ | 3.33 kJ per million tokens, 2 CPU ranks"),
         ("Resources and files", "checkpoint", "checkpoints/step-00000100 | "),
     ]
     losses = ("final_loss", "heldout_loss", "unigram_entropy_nats", "uniform_entropy_nats")
@@ -240,6 +240,89 @@ def test_a_finetuned_run_is_told_by_its_scores(tmp_path: Path) -> None:
     assert rows["Outcome", "dev/accuracy"] == ["0.7123 | split and metric; 277 examples in all"]
     assert rows["Outcome", "held-out loss"] == ["6.25 squared error | mean over 277 examples"]
     assert rows["Outcome", "training loss, last"] == ["6.00 | mean over all ranks"]
+    assert not {("Outcome", "unigram entropy"), ("Outcome", "ln V")} & rows.keys()
+    assert figure_of(report, "Loss").y.label == "loss (squared error per example)"
+
+
+def test_a_run_that_went_on_says_of_which_steps_its_figures_are(tmp_path: Path) -> None:
+    """Rates, times, memory and energy are of the last start; steps and tokens of the whole run."""
+    report = report_of(tmp_path / "run", since_step=90, energy_j=4096.0)
+    rows = {key: cells[0] for key, cells in rows_of(report).items()}
+    assert rows["Throughput", "optimizer steps"].endswith("of the whole job, since step 90")
+    assert rows["Time (rank 0)", "wall"].endswith("save 4.0 s, since step 90")
+    assert rows["Resources and files", "peak memory"].endswith("greatest of 2 CPU ranks, since step 90")
+    # 75 s of training at 16,384 tokens/s, not the 819,200 tokens of the whole run
+    energy = "4.1 kJ | 3.33 kJ per million tokens, 2 CPU ranks, since step 90"
+    assert rows["Resources and files", "energy"] == energy
+    assert figure_of(report, "Where the time went").rows == ["wall of rank 0, since step 90: 100.0 s"]
+    assert [tile.note for tile in report.tiles if "since step 90" in tile.note] == [
+        "summed over 2 CPU ranks, since step 90",
+        "greatest of 2 CPU ranks, since step 90",
+    ]
+
+
+def test_a_ramped_batch_is_told_by_its_mean(tmp_path: Path) -> None:
+    rows = rows_of(report_of(tmp_path / "run", samples=3210, global_steps_per_s=4.2))
+    note = "32.1 sequences in the mean, at most global batch 64 = micro 16 x accumulation 2 x dp 2"
+    assert rows["Work", "optimizer steps"] == [f"100 | {note}"]
+    mean = "2.10 micro batches per optimizer step in the mean"
+    assert rows["Throughput", "global steps"] == [f"4.2 global steps/s | {mean}"]
+
+
+def test_a_loss_of_an_earlier_step_says_so(tmp_path: Path) -> None:
+    """Of a run that a signal ended between evaluations, also where this start had none yet."""
+    stopped = {"status": "stopped", "signal": 15, "step": 140}
+    rows = rows_of(report_of(tmp_path / "a", **stopped, heldout_step=100))
+    assert rows["Outcome", "held-out loss"][0].startswith(
+        "6.2500 nats ± 0.0392 | at step 100, mean over 4,096"
+    )
+    none = {"heldout": None, "heldout_loss": None, "heldout_step": None}
+    report = report_of(tmp_path / "b", **stopped, **none)
+    assert rows_of(report)["Outcome", "held-out loss"] == rows["Outcome", "held-out loss"]
+    assert report.tiles[0].note.startswith("at step 100, 4,096 masked tokens")
+
+
+def test_restarts_are_told_with_the_last_cause(tmp_path: Path) -> None:
+    restart = {"date": "2026-01-02", "step": 70, "ranks": 1, "cause": "rank 1: killed (SIGKILL)"}
+    rows = rows_of(report_of(tmp_path / "run", restarts=[{**restart, "step": -1}, restart]))
+    assert rows["Outcome", "restarts"] == ["2 | the last from step 70 on 1 rank: rank 1: killed (SIGKILL)"]
+
+
+def test_a_run_without_an_end_has_no_status_and_no_times_that_were_not_recorded(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    (run / "summary.json").unlink()
+    report = of_directories([run])
+    assert rows_of(report)["Outcome", "status"] == ["no end recorded | "]
+    parts = {bars.label for bars in figure_of(report, "Where the time went").traces}
+    assert parts == {"data wait", "forward + backward", "optimizer", "other"}
+
+
+def test_a_run_that_went_on_from_another_directory_has_no_time_of_steps_it_has_not_taken(
+    tmp_path: Path,
+) -> None:
+    config = {"log": {"every_steps": 10}, "data": {"path": "x"}, "schedule": {"steps": 20_000}}
+    run = make_run(tmp_path / "run", num_lines=0, **config)
+    (run / "summary.json").unlink()
+    for step in (10_010, 10_020):
+        record.append_line(run / "metrics.jsonl", metrics(step))
+    rows = rows_of(of_directories([run]))
+    assert rows["Time (rank 0)", "train"][0].startswith("10.0 s")  # 20 steps of 0.5 s
+
+
+def test_a_finetuned_run_without_an_evaluation_has_its_own_unit(tmp_path: Path) -> None:
+    finetune = {
+        "objective": {"name": "finetune"},
+        "finetune": {"kind": "regression"},
+        "data": {"path": "x"},
+        "schedule": {"epochs": 1},
+    }
+    run = make_run(tmp_path / "run", **finetune)
+    for name in ("summary.json", "evals.jsonl"):
+        (run / name).unlink()
+    report = of_directories([run])
+    rows = rows_of(report)
+    assert rows["Outcome", "training loss, last"] == ["6.00 | mean over all ranks"]
+    assert rows["Work", "parameters"][0].startswith("n/a")
     assert not {("Outcome", "unigram entropy"), ("Outcome", "ln V")} & rows.keys()
     assert figure_of(report, "Loss").y.label == "loss (squared error per example)"
 

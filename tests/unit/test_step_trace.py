@@ -38,7 +38,9 @@ CPU, GPU = DeviceType.CPU, DeviceType.CUDA
 def test_steps_are_first_and_end_and_ranks_a_list() -> None:
     plan = parse_profile("10:13", "1, 0,1")
     assert plan == ProfilePlan(10, 12, (0, 1))
-    assert plan.options() == ["--profile", "10:13", "--profile-ranks", "0,1"]
+    assert plan.options(2) == ["--profile", "10:13", "--profile-ranks", "0,1"]
+    assert plan.options(1) == ["--profile", "10:13", "--profile-ranks", "0"]
+    assert ProfilePlan(10, 12, (1,)).options(1) == []
     assert parse_profile("1:2", "0") == ProfilePlan(1, 1, (0,))
 
 
@@ -184,7 +186,10 @@ class Paused:
 
 def traced(plan: ProfilePlan, run_dir: Path, rank: int, steps: range, stop: int | None = None) -> StepTrace:
     """A run of `steps`, each a matrix product, that stops after step `stop`."""
-    trace = StepTrace(plan, Comm(World(rank, rank, 2, 2), None), CPU_DEVICE, run_dir, LostWrites())
+    entered: list[str] = []
+    heartbeat: Any = SimpleNamespace(enter=lambda phase, step: entered.append(phase))
+    comm = Comm(World(rank, rank, 2, 2), None)
+    trace = StepTrace(plan, comm, CPU_DEVICE, run_dir, heartbeat, LostWrites())
     meter: Any = Paused()
     trace.reached(steps.start - 1, meter)
     for step in steps:
@@ -194,6 +199,7 @@ def traced(plan: ProfilePlan, run_dir: Path, rank: int, steps: range, stop: int 
             break
     trace.reached(step, meter, at_end=True)
     assert (meter.times, meter.now) == (0 if trace.steps is None else 2, False)
+    assert entered == ["save"] * meter.times, "the launcher must not take it for a step that hangs"
     return trace
 
 

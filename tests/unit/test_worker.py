@@ -15,8 +15,8 @@ import pytest
 from bert_dp import dist, record
 from bert_dp.config import ConfigError, changed_settings, load_config, resolve
 from bert_dp.cost import num_parameters
-from bert_dp.rank_process import LITTER, STOP_SIGNALS, Signals, record_error
-from bert_dp.record import LOG_DIR
+from bert_dp.rank_process import LITTER, Signals, record_error
+from bert_dp.record import LOG_DIR, STOP_SIGNALS
 from bert_dp.worker import parse_arguments, write_collectives
 from tests.helpers import logged, read_json
 from tests.parity.runs import evals, losses, settings, summary, write_run
@@ -117,6 +117,11 @@ def test_the_first_stop_signal_is_the_one_that_counts() -> None:
         for number in (signal.SIGUSR1, signal.SIGTERM):
             os.kill(os.getpid(), number)
         assert signals.received == signal.SIGUSR1
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup starts it
+        deaf = Signals()
+        deaf.catch()
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert deaf.received == 0
     finally:
         for number, handler in zip(STOP_SIGNALS, before, strict=True):
             signal.signal(number, handler)
