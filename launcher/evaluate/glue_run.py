@@ -36,14 +36,15 @@ class Item:
 class GlueRun:
     """`lr`, `rates` and `trials` hold what has been measured, also when the evaluation is stopped."""
 
-    def __init__(self, grid: Grid, runs: Runner, log: Log):
+    def __init__(self, grid: Grid, runs: Runner, log: Log, at_a_time: int = 1):
         self.grid, self._runs, self._log = grid, runs, log
         self.lr: float | None = None if grid.options.rates else peak_lr(grid.base).value
         self.rates: list[RateScore] = []
         self.trials: dict[str, list[GlueTrial]] = {name: [] for name in grid.tasks}
         planned = [*grid.tasks.values()] * len(grid.seeds)
         planned += [*grid.rate_tasks.values()] * len(grid.options.rates)
-        self._progress = Progress([task.manifest.splits["train"].tokens for task in planned], log)
+        shares = [task.manifest.splits["train"].tokens for task in planned]
+        self._progress = Progress(shares, log, at_a_time)
 
     def run(self) -> None:
         """To the last trial. Raises Stopped for a signal, TrialsFailed."""
@@ -103,7 +104,7 @@ class GlueRun:
             if trial.name in done:
                 self._progress.had(item.share)
             else:
-                self._progress.ended(item.share, result_text(result))
+                self._progress.ended(item.share, outcome.seconds, result_text(result))
             yield item, result
 
 

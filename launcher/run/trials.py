@@ -184,10 +184,10 @@ def _outcome(trial: Trial) -> Outcome | None:
 class Progress:
     """Says each result, how many there are, and the time left by the pace of the trials of this call."""
 
-    def __init__(self, expected: Sequence[float], log: Log):
+    def __init__(self, expected: Sequence[float], log: Log, at_a_time: int = 1):
         """`expected`: of every trial that is planned, its share of the time, in any unit."""
-        self._log, self._total, self._left = log, len(expected), sum(expected)
-        self._begun, self._done, self._here = time.monotonic(), 0, 0.0
+        self._log, self._total, self._left, self._at_a_time = log, len(expected), sum(expected), at_a_time
+        self._done, self._here, self._seconds = 0, 0.0, 0.0
 
     def expect(self, share: float) -> None:
         """One more trial than was planned."""
@@ -199,11 +199,12 @@ class Progress:
         self._done += 1
         self._left -= share
 
-    def ended(self, share: float, text: str) -> None:
-        """A trial that this call has run."""
+    def ended(self, share: float, seconds: float, text: str) -> None:
+        """A trial that this call has run, and what it took."""
         self.had(share)
         self._here += share
-        pace = (time.monotonic() - self._begun) / max(self._here, 1e-9)
+        self._seconds += seconds
+        pace = self._seconds / max(self._here, 1e-9) / self._at_a_time
         left = format_eta(max(0.0, self._left) * pace)
         self._log(f"[{self._done}/{max(self._total, self._done)}] {text}; left {left}")
 

@@ -58,7 +58,7 @@ def _run_cells(grid: Grid, runs: Runner, log: Log) -> None:
         else:
             lost[cells[trial.directory].id] = trial.directory, outcome.status
             how = f"{outcome.status}: {cause(trial.directory)}"
-        progress.ended(1.0, f"{trial.name}: {how}")
+        progress.ended(1.0, outcome.seconds, f"{trial.name}: {how}")
     for name, (path, status) in lost.items():
         log(f"{name}: {status}; to run it again remove {path}")
 

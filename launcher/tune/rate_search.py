@@ -121,7 +121,7 @@ class RateSearch:
         tokens = self._settle_tokens()
         rungs = planned(self.q.settings, tokens)
         expected = [self._pace.trial_s(n, last=last) for count, n, last in rungs for _ in range(count)]
-        self._progress = Progress(expected, self._log)
+        self._progress = Progress(expected, self._log, self.q.at_a_time)
         first = self._climb(test, tokens // SHORT)
         order = ladder.ranked(first)
         if not order:
@@ -243,7 +243,8 @@ class RateSearch:
                 if trial.name in earlier:
                     self._progress.had(self._trial_s(rung))
                 else:
-                    self._progress.ended(self._trial_s(rung), result_text(result, rung))
+                    text = result_text(result, rung)
+                    self._progress.ended(self._trial_s(rung), outcome.seconds, text)
         finally:
             trials = [*rung.trials, *(done[trial.name] for trial in todo if trial.name in done)]
             rung.trials[:] = ladder.marked_diverged(trials, q.unigram)
