@@ -234,7 +234,7 @@ def make_ours(o: argparse.Namespace, mode: str) -> tuple[Callable[..., tuple[flo
     bare = build_model(model_config(o), o.sequence, o.seed).to(device)
     model: Any = bare
     if mode == "regions":
-        compile_parts(bare)
+        compile_parts(bare, o.sequence)
     if mode == "whole":
         model = torch.compile(bare, dynamic=False)
     settings = OptimConfig(

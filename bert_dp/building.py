@@ -18,7 +18,7 @@ from bert_dp.export.from_hf import modernbert_state
 from bert_dp.parallel import State
 from bert_dp.precision import Precision
 from bert_dp.record.models import InitFrom
-from bert_dp.tasks import Metadata
+from bert_dp.tasks import LENGTH_MULTIPLE, Metadata
 from bert_dp.trainable import Model
 from bert_dp.trainer import Rank
 
@@ -39,7 +39,7 @@ def prepare_model(rank: Rank, precision: Precision, compiled: bool | None) -> tu
     if rank.config.parallel.activation_checkpointing:
         recompute_blocks(model)
     if compiled:
-        compile_parts(model)
+        compile_parts(model, rank.config.data.sequence_length)
     return model, compiled
 
 
@@ -55,12 +55,12 @@ def forward_recomputed(block: nn.Module, *inputs: Any) -> Any:
     return recompute(type(block).forward, block, *inputs, use_reentrant=False)
 
 
-def compile_parts(model: Model) -> None:
+def compile_parts(model: Model, sequence_length: int) -> None:
     """torch.compile in place: names stay as they are."""
     # or inside a DDP forward Dynamo divides each part's graph at DDP's buckets, whose hooks fire as they are
     torch._dynamo.config.optimize_ddp = False
-    # lengths of finetuning are rounded up to at most 8 shapes, each in training and in evaluation
-    torch._dynamo.config.recompile_limit = 32
+    # each length of finetuning, with and without padding, in training and in evaluation
+    torch._dynamo.config.recompile_limit = max(8, 4 * -(-sequence_length // LENGTH_MULTIPLE))
     for part in model.compiled_parts():
         part.compile(dynamic=False)
 

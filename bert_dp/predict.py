@@ -277,8 +277,10 @@ def destination(out: Path | None) -> Iterator[TextIO]:
         try:
             yield sys.stdout
             sys.stdout.flush()
-        except BrokenPipeError:  # its reader has enough
+        except OSError as error:  # what is left in the buffer would fail once more at the end
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            if not isinstance(error, BrokenPipeError):  # its reader has enough
+                raise
         return
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
         path = Path(folder) / out.name

@@ -219,7 +219,7 @@ def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> RunResult:
         heartbeat.enter("data", state.step + 1)
         elapsed_s, stop = clock.exchange(stop_request(trainer, state))
         if config.parallel.engine == "independent":
-            meter.timers.restart()  # the exchange is all that copies wait for: no part of their step
+            meter.timers.restart()  # what copies wait for each other is no part of their steps
         progress = progress_at(config, state.step, state.samples, elapsed_s)
         if stop or progress >= 1.0:
             break
@@ -274,6 +274,7 @@ def _finish(trainer: Trainer, state: TrainState, clock: SharedClock, stop: Stop)
         state.give_up(nothing, "not_finite")
     trouble = trainer.comm.broadcast(state.trouble)  # rank 0 alone sees that its directory is lost
     if not (stop or trouble or state.step == state.evaluated_step):
+        save(trainer, state, clock.elapsed_s(), wait=True)  # an error in the evaluation must not cost the run
         evaluate_and_write(trainer, state, clock)
         if state.step != state.evaluated_step:  # a signal came meanwhile, or nothing is held out
             stop = clock.poll_stop(stop_request(trainer, state))

@@ -58,7 +58,7 @@ def start_module(
 
 def run_module(module: str, arguments: list[str], **kwargs: Any) -> subprocess.CompletedProcess[str]:
     """`python -m module` to its end. Ctrl-C waits until the module lets it come, and leaves no traceback of
-    its imports."""
+    its imports. Of one that a signal killed the return code is 128 + signal, and stderr says so."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         process = start_module(module, arguments, **kwargs)
@@ -74,7 +74,13 @@ def run_module(module: str, arguments: list[str], **kwargs: Any) -> subprocess.C
             except BaseException:
                 process.kill()
             raise
-    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+    code = process.returncode
+    if code < 0:
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        hint = "; memory may have been full (bert-dp doctor)" if -code == signal.SIGKILL else ""
+        sys.stderr.write(f"error: {module} was killed by {name}{hint}\n")
+        code = 128 - code
+    return subprocess.CompletedProcess(process.args, code, output, errors)
 
 
 def capture_json(module: str, arguments: list[str]) -> tuple[int, Any]:

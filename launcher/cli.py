@@ -180,7 +180,7 @@ def finetune(
     ] = None,
     dev: Annotated[str | None, typer.Option(metavar="FILE", help="Examples that are scored.")] = None,
     test: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Examples that are only predicted.")
+        str | None, typer.Option(metavar="FILE", help="Examples to predict, scored if labelled.")
     ] = None,
     text: Annotated[str | None, typer.Option(metavar="COLUMN", help="Of the text.")] = None,
     text_pair: TextPair = None,
@@ -844,7 +844,8 @@ def no_run(path: Path) -> str:
 def main() -> None:
     """Entry point. Exit codes: 0 done, 2 bad input, 1 failed, 128 + signal."""
     record.open_missing_descriptors()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what is begun is tidied up
+    for number in record.heeded((signal.SIGTERM, signal.SIGHUP)):
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))  # what is begun is tidied up
     sys.exit(exit_code(lambda: app(standalone_mode=False)))
 
 

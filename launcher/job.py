@@ -65,13 +65,13 @@ class Job:
             raise ConfigError(issues)
         return ranks
 
-    def device_issues(self, ranks: int) -> list[str]:
-        """Why this machine has no devices for so many ranks; at most one line."""
+    def device_issues(self, ranks: int, option: str = "--nproc") -> list[str]:
+        """Why this machine has no devices for so many ranks, which `option` asks for; at most one line."""
         if self.config.run.device == "cuda" and not self.gpus:
             return ["run.device: cuda, but this machine shows no GPU; use run.device=cpu or auto"]
         if self.gpus and ranks > self.gpus:
             return [
-                f"--nproc: {ranks} ranks but {self.gpus} GPUs; use --nproc {self.gpus}, or "
+                f"{option}: {ranks} ranks but {self.gpus} GPUs; use {option} {self.gpus}, or "
                 "--set run.device=cpu"
             ]
         return []

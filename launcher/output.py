@@ -11,7 +11,7 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -164,11 +164,15 @@ class Output(Generic[P]):
         """Hold the directory. Raises ConfigError."""
         return claim(self.path, ".lock", "--out", self.what)
 
-    def begin(self, config: Config) -> DataSession[P]:
-        """Prepare the data; note what is run, and where. Raises ConfigError, also when the directory was
-        begun on another machine, with other versions or other data."""
+    def begin(
+        self, config: Config, data_issues: Callable[[Manifest], list[str]] = lambda manifest: []
+    ) -> DataSession[P]:
+        """Prepare the data; note what is run, and where. Raises ConfigError, also for `data_issues`, and when
+        the directory was begun on another machine, with other versions or other data."""
         shards = prepare_data(config)
         manifest = read_manifest(shards)
+        if issues := data_issues(manifest):
+            raise ConfigError(issues)
         session = self.begin_with(manifest.hash)
         return DataSession(session.machine, session.plan, session.data_hash, shards, manifest)
 

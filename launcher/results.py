@@ -756,7 +756,7 @@ class TimedRun(StoredModel):
     """Of a step's forward and backward: the reduction that no backward pass covered, by DDP's own median; 0
     where an engine does not tell."""
     data_wait_s: list[float] = []
-    """Of each step; [] in the files of older versions."""
+    """Of each step, as far as nothing else ran; [] in the files of older versions."""
     alloc_retries: int | None = None
     """How often the GPU's allocator had to free what it kept, after the warm-up."""
 

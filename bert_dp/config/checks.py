@@ -25,6 +25,7 @@ from bert_dp.config.schema import (
 
 FREE_ON_RESUME = (
     *(f"schedule.{name}" for name in BUDGETS),
+    "batch.micro_size",
     "parallel",
     "log",
     "checkpoint",
@@ -236,7 +237,8 @@ def _is_given(config: Config, setting: str) -> bool:
 
 
 def changed_settings(old: dict[str, Any], new: Config) -> list[str]:
-    """Settings that differ and may not on resume: all but budget, N, engine, logging, place of the data."""
+    """Settings that differ and may not on resume: all but budget, N, micro batch, engine, logging and the
+    place of the data."""
     before, after = _flat(_complete(old)), _flat(new.model_dump(mode="json"))
     free = tuple(f"{name}." for name in FREE_ON_RESUME)
     return [

@@ -10,6 +10,8 @@ from bert_dp import record
 from bert_dp.config import ConfigError
 from bert_dp.rank_process import follow_launcher
 
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 
 def run_command(
     answer: Callable[[], tuple[str, int]], hint: str = "", *, stopped: str = "nothing was written"
@@ -19,7 +21,7 @@ def run_command(
 
     Errors go to stderr, a line each.
     """
-    for number in record.heeded((signal.SIGTERM, signal.SIGINT)):
+    for number in record.heeded(STOPS):
         signal.signal(number, _stop)
     follow_launcher()
     try:
@@ -40,6 +42,6 @@ def run_command(
 
 def _stop(number: int, frame: object) -> None:
     """Leave once: another signal must not disturb the removal of what is unfinished."""
-    for other in (signal.SIGINT, signal.SIGTERM):
+    for other in STOPS:
         signal.signal(other, lambda *_: None)
     raise KeyboardInterrupt(number)

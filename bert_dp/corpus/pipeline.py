@@ -129,14 +129,15 @@ def _in_thread(work: Callable[[], Tokenizer]) -> Tokenizer:
     return future.result()
 
 
-def source_record(source: inputs.Source) -> dict[str, Any]:
-    """Bytes and hash of a file; of anything else those of its text, filled in when it is read, as the number
-    of documents is."""
+def source_record(source: inputs.Source, *, hashed: bool = True) -> dict[str, Any]:
+    """Bytes and hash of a file, if it is to be `hashed`; of anything else those of its text, filled in when
+    it is read, as the number of documents is."""
     if source.path is None:
         return {"name": source.name, "bytes": 0, "sha256": "", "documents": 0}
     size = inputs.file_identity(source.path)["bytes"]
+    sha256 = inputs.file_hash(source.path) if hashed else None
     name = source.path.name  # not the directory: the same text elsewhere is the same build
-    return {"name": name, "bytes": size, "sha256": inputs.file_hash(source.path), "documents": 0}
+    return {"name": name, "bytes": size, "sha256": sha256, "documents": 0}
 
 
 def read_documents(sources: list[inputs.Source], records: list[dict[str, Any]]) -> Generator[str, None, None]:

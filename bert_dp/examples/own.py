@@ -48,6 +48,8 @@ class OwnData:
         splits = [TRAIN] if train_only else list(self.files)
         tables = {split: read_table(self.files[split], self.columns, split) for split in splits}
         names = label_names(self.kind, tables[TRAIN])
+        if "test" in tables and not {"-1", "-1.0"} & set(names):
+            tables["test"] = _unlabelled(tables["test"])
         return Labelled("own", self.kind, names, METRICS[self.kind], tables, {}, None)
 
 
@@ -81,6 +83,14 @@ def read_table(name: str, columns: Columns, split: str) -> Table:
     if source.path is None:
         return Table(name, _rows_hash(rows), rows)
     return Table(source.path.name, sources.file_hash(source.path), rows)
+
+
+def _unlabelled(table: Table) -> Table:
+    """Without labels where each of them is -1, as data sets of the hub mark a test set whose labels are not
+    public."""
+    if any(str(row.label).strip() not in ("-1", "-1.0") for row in table.rows):
+        return table
+    return dataclasses.replace(table, rows=[dataclasses.replace(row, label=None) for row in table.rows])
 
 
 def _is_label(label: Any) -> bool:

@@ -66,7 +66,7 @@ def prepare(request: Request) -> Path:
     facts = {
         "format": format_of(ExamplesManifest),
         "data": request.data.identity(),
-        "tokenizer": sources.file_identity(request.tokenizer),
+        "tokenizer": sources.file_hash(request.tokenizer),
         "length": request.length,
         "dev_share": request.dev_share,
     }

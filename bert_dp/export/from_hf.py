@@ -13,6 +13,7 @@ from bert_dp import record
 from bert_dp.config import Config, ConfigError, modernbert_issues
 from bert_dp.config.stored import sha256
 from bert_dp.parallel import State
+from bert_dp.record.exported import EXPORTED
 
 TIED = "decoder.weight"  # to the embedding
 
@@ -24,7 +25,8 @@ def modernbert_state(directory: Path, config: Config, tokenizer: str | None) -> 
     """
     issues = modernbert_issues(directory, config)
     own = directory / record.TOKENIZER
-    if tokenizer is not None and own.is_file() and sha256(own) != tokenizer:
+    known = {(record.read_json(directory / EXPORTED) or {}).get("tokenizer_sha256")}  # of our own exports
+    if tokenizer is not None and own.is_file() and tokenizer not in known | {sha256(own)}:
         issues.append(
             f"data.tokenizer: the shards have another tokenizer than {directory}; build them with "
             f"data.tokenizer={own}"

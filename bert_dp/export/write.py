@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, native_class
+from bert_dp.config.stored import sha256
 from bert_dp.corpus import tokenizer as tokens
 from bert_dp.corpus.atomic_directory import refuse_mount_point
 from bert_dp.export.as_function import Source
@@ -49,6 +50,7 @@ def describe(source: Source, form: ExportFormat, precision: ExportPrecision = "f
         run=source.run_name,
         weights_sha256=record.weights_hash(source.checkpoint),
         step=source.facts.step,
+        tokenizer_sha256=sha256(source.tokenizer_file),
         sequence_length=source.config.data.sequence_length,
         vocab_size=source.config.model.vocab_size,
         parameters=sum(p.numel() for p in source.model.parameters()),

@@ -70,24 +70,24 @@ def read(documents: Iterable[str], tokenizer: Tokenizer, special: dict[str, int]
     tokenizer.no_padding()
     tokenizer.no_truncation()
     tokenizer.encode_special_tokens = True  # "<mask>" in a text is text
-    ids, keys, words, size = [], [], [], 0
+    ordinary = (tokens.first_ordinary(tokenizer, special), tokens.size(tokenizer))
+    ids, seen, kinds, words, size = [], [], [], [], 0
     for batch in encode.in_batches(documents):
         for text, encoded in zip(batch, tokenizer.encode_batch(batch, add_special_tokens=False), strict=True):
             key = document_key(text, 0)
-            ids.append(np.array([*encoded.ids, special["sep"]], np.uint16))
-            keys.append(key)
+            ids_T = np.array([*encoded.ids, special["sep"]], np.uint16)
+            keys_T = np.full(len(ids_T), key, np.uint64)
+            seen_T, kind_T = draw_tokens(ids_T, keys_T, np.arange(len(ids_T)), special["mask"], ordinary)
+            ids.append(ids_T)
+            seen.append(seen_T)
+            kinds.append(kind_T)
             words.append(hide_words(text, encoded.offsets, key))
             size += len(text.encode())
     lengths_D = np.array([len(ids_T) for ids_T in ids], np.int64)
-    ids_T = np.concatenate(ids)
-    positions_T = np.arange(len(ids_T)) - np.repeat(np.cumsum(lengths_D) - lengths_D, lengths_D)
-    ordinary = (tokens.first_ordinary(tokenizer, special), tokens.size(tokenizer))
-    keys_T = np.repeat(np.array(keys, np.uint64), lengths_D)
-    seen_T, kind_T = draw_tokens(ids_T, keys_T, positions_T, special["mask"], ordinary)
     return Text(
-        ids_T=ids_T,
-        seen_T=seen_T,
-        kind_T=kind_T,
+        ids_T=np.concatenate(ids),
+        seen_T=np.concatenate(seen),
+        kind_T=np.concatenate(kinds),
         hidden_T=np.concatenate([np.append(each.hidden_T, False) for each in words]),
         document_T=np.repeat(np.arange(len(lengths_D), dtype=np.int32), lengths_D),
         bytes=size,

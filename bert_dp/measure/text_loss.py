@@ -44,7 +44,8 @@ def text_loss(
     Raises ConfigError for a run or text that cannot be used, RunFailed where the loss is not finite.
     """
     resolved = inputs.resolve(texts, options)
-    records = [source_record(source) for source in resolved]
+    # what is read of a source may be a small part
+    records = [source_record(source, hashed=most is None) for source in resolved]
     path = checkpoint.resolve(run)
     facts = record.read_checkpoint_facts(path)
     model, tokenizer, config = pretrained.load_with_config(path)

@@ -35,6 +35,8 @@ class Exported(StoredFile):
     """Of its checkpoint."""
     weights_sha256: Sha256
     """Of the checkpoint's model.safetensors."""
+    tokenizer_sha256: Sha256 | None = None
+    """Of the run's tokenizer.json, whose frame may be another one; null in older files."""
     sequence_length: Count
     vocab_size: Count
     parameters: Count

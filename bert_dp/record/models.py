@@ -221,7 +221,7 @@ class HeldOut(StoredModel):
     masked_tokens: int | None = None
     sequences: int | None = None
     examples: int | None = None
-    """Of finetuning: labelled ones of all splits but train."""
+    """Of finetuning: those of dev."""
     scores: dict[str, FiniteOrNone] | None = None
     """Of finetuning: "split/metric", in the metric's own unit; none where a logit was not finite, null where
     the metric is not defined, as a correlation with what is constant."""

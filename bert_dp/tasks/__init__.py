@@ -17,6 +17,8 @@ from bert_dp.dist import Comm
 from bert_dp.precision import Precision
 from bert_dp.trainable import Model
 
+LENGTH_MULTIPLE = 16  # of a padded length: few shapes to compile
+
 
 class Batch(Protocol):
     """One micro batch, on the host until `to`. Beside this only the task knows what is in it."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +26,7 @@ from bert_dp.data import TensorBatch, TrainingStream, hash64, key32, permute
 from bert_dp.examples.store import Examples
 from bert_dp.matmul import widened
 from bert_dp.scores import score
-from bert_dp.tasks import Context, Metadata
-
-LENGTH_MULTIPLE = 16  # of the padded length: few shapes to compile
+from bert_dp.tasks import LENGTH_MULTIPLE, Context, Metadata
 
 
 @dataclass(frozen=True)
@@ -93,9 +92,9 @@ class Finetuning:
         return count * (self._config.finetune.num_outputs if self._kind == "multi_label" else 1)
 
     def evaluate(self, model: nn.Module, context: Context) -> dict[str, Any] | None:
-        """Loss and scores of every split with labels, each example counted once; predictions of all splits.
+        """Scores of every split with labels, each example counted once; predictions of all splits.
 
-        `loss` is the mean over the labelled examples of all splits. Where the logits are not finite there
+        `loss` is the mean over the examples of dev (of MNLI, of both). Where the logits are not finite there
         are no scores.
         """
         logits: dict[str, NDArray[np.float64]] = {}
@@ -109,7 +108,10 @@ class Finetuning:
         if context.run_dir is not None:
             lines = (_prediction_lines(name, logits[name], each) for name, each in self._splits.items())
             text = "".join(itertools.chain.from_iterable(lines))
-            record.write_text(context.run_dir / record.PREDICTIONS, text)
+            try:
+                record.write_text(context.run_dir / record.PREDICTIONS, text)
+            except OSError as error:  # a full disk ends no run
+                sys.stdout.write(f"warning: {record.PREDICTIONS} could not be written: {error}\n")
         return measured
 
     def _measure(self, logits: Mapping[str, NDArray[np.float64]]) -> dict[str, Any] | None:
@@ -121,8 +123,9 @@ class Finetuning:
             if examples.labels is None:
                 continue
             labels = torch.from_numpy(np.asarray(examples.labels))
-            total += float(self._loss(torch.from_numpy(logits_NL), labels)) / self.num_targets(0, 1)
-            count += len(examples)
+            if name.startswith("dev"):
+                total += float(self._loss(torch.from_numpy(logits_NL), labels)) / self.num_targets(0, 1)
+                count += len(examples)
             if np.isfinite(logits_NL).all():
                 measured = score(self._manifest.metrics, self._kind, logits_NL, examples.labels)
                 scores |= {f"{name}/{metric}": value for metric, value in measured.items()}

@@ -53,7 +53,7 @@ def evaluate(
     folder = trial_job.directory(out, "eval", "glue")
     if issues := [
         *glue_grid.setting_issues(overrides, options.rates),
-        *trial_job.device_issues(options.ranks),
+        *trial_job.device_issues(options.ranks, "--ranks-per-job"),
         *job.exposure_issues(base, folder, "--out"),
     ]:
         raise ConfigError(issues)
@@ -85,6 +85,12 @@ def evaluate(
 
     log = logger(console, as_json)
     describe(grid, folder, log)
+    if grid.weights is not None and still_trains(grid.weights):
+        keep = start.config.checkpoint.keep
+        log(
+            f"warning: the run still trains and keeps its {count_of(keep, 'newest checkpoint')}: copy "
+            f"{grid.weights.name} to another place and name that, if the evaluation may take longer"
+        )
     if dry_run:
         output.print_plan(as_json=as_json)
         return 0
@@ -103,6 +109,19 @@ def start_of(start: Pretrained) -> GlueStart:
     folder = start.checkpoint.parent  # the same run whether it was named or this checkpoint of it
     run = folder.parent if folder.name == "checkpoints" else start.run
     return GlueStart(run=str(run), checkpoint=str(start.checkpoint), step=start.step, sha256=sha256)
+
+
+def still_trains(checkpoint: Path) -> bool:
+    """Whether a rank holds the run that this is a checkpoint of, and may remove it."""
+    lock = checkpoint.parent.parent / ".lock"
+    if not lock.is_file():
+        return False
+    with contextlib.suppress(OSError):
+        held = record.lock(lock)
+        if held is None:
+            return True
+        held.close()
+    return False
 
 
 def trial_issues(grid: Grid) -> list[str]:

@@ -58,7 +58,7 @@ class Evaluation:
             by_seed[trial.seed] = {
                 (line.split, line.index): (line.answer, line.label)
                 for line in read_predictions(folder)
-                if line.label is not None
+                if line.label is not None and line.split.startswith("dev")
             }
         return by_seed
 

@@ -17,16 +17,16 @@ import traceback
 from pathlib import Path
 from typing import IO
 
+from bert_dp import record
 from launcher.loggers import INCOMPLETE
 from launcher.loggers.follow import send
 
 LOG = "logs/loggers.log"
-IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # the launcher decides when to end
 
 
 def main(run_dir: Path, grace_s: float, names: list[str]) -> None:
     """Every service in a thread of its own: one that does not answer keeps no other waiting."""
-    for number in IGNORED:
+    for number in record.STOP_SIGNALS:  # the launcher decides when to end
         signal.signal(number, signal.SIG_IGN)
     os.nice(19)  # the ranks' time is not ours
     warnings = take_output(run_dir / LOG)

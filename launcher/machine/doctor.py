@@ -164,7 +164,7 @@ def _host_findings(env: Environment) -> list[Finding]:
         ),
         _finding(
             env.disk_free_gib is not None and env.disk_free_gib >= 5,
-            f"disk: {_size(env.disk_free_gib)} free",
+            f"free disk: {_size(env.disk_free_gib)}",
             "a checkpoint may not fit; the run stops at its first save",
             "free space, choose another --run-dir, or lower checkpoint.keep",
         ),

@@ -35,7 +35,7 @@ def loss_in(unit: str, loss: float | None) -> str:
 def basis(heldout: HeldOut) -> str:
     """What the loss is the mean of: `4,096 masked tokens of 216 sequences, 15.0 % masked`."""
     if heldout.examples is not None:
-        return count_of(heldout.examples, "example")
+        return count_of(heldout.examples, "example") if heldout.examples else "held-out examples"
     if heldout.masked_tokens is None:
         return "held-out masked tokens"
     sequences = f" of {count_of(heldout.sequences, 'sequence')}" if heldout.sequences else ""

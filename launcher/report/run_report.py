@@ -57,6 +57,12 @@ from launcher.report.run_files import TRAIN_PARTS, WALL_PARTS, Run, load, other
 
 PAGE = "report.html"
 NAMED_OPERATORS = 3
+SPLIT = {
+    name: text
+    for part in WALL_PARTS
+    for name, text in ({**TRAIN_PARTS, "other": "other"} if part == "train" else {part: part}).items()
+}
+"""Parts of the wall time in their order, with those of training in its place."""
 
 
 def of_directories(run_dirs: Sequence[Path]) -> Report:
@@ -204,7 +210,7 @@ def time_split(runs: Sequence[Run]) -> Figure:
     times = [format_duration(wall) if wall else "not recorded" for wall in walls]
     rows = [f"{name}: {text}" for name, text in zip(names, times, strict=True)]
     bars = []
-    for part in dict.fromkeys(part for split in splits for part in split):
+    for part in [part for part in SPLIT.values() if any(part in split for split in splits)]:
         seconds = [split.get(part, 0.0) for split in splits]
         shares = [s / wall if wall else 0.0 for s, wall in zip(seconds, walls, strict=True)]
         texts = [
@@ -231,9 +237,7 @@ def _split(facts: Summary) -> dict[str, float]:
     """Seconds of each part of the wall time that is known, in its order; training is split into its own
     parts."""
     seconds = {**facts.time_s, "other": other(facts.time_s)}
-    names = {"setup": "setup", "compile": "compile", **TRAIN_PARTS}
-    names |= {"other": "other", "eval": "eval", "save": "save"}
-    return {name: seconds[key] for key, name in names.items() if key in seconds}
+    return {name: seconds[key] for key, name in SPLIT.items() if key in seconds}
 
 
 # --- numbers: the rows of each topic, in TOPICS
@@ -373,7 +377,7 @@ def _rates(run: Run) -> list[Row]:
 def _straggler(facts: Summary) -> list[Row]:
     """The ratio, and the rank that the others wait for where there is one."""
     what = "own work of the slowest rank / median of the others, before any gradient reduction"
-    rows = [value("straggler ratio", facts.straggler_ratio, "ratio", what, console=False)]
+    rows = [value("straggler ratio", facts.straggler_ratio, "ratio", f"{what}{_since(facts)}", console=False)]
     if (slow := facts.straggler) is not None:
         lost = f"{format_duration(slow.seconds_per_step)} lost per step"
         note = f"own work {format_ratio(slow.ratio)} x the others' median, {lost}"
@@ -401,7 +405,7 @@ def _files(run: Run) -> list[Row]:
     tokens = (facts.tokens_per_s or 0.0) * facts.time_s.get("train", 0.0)  # of this start, as the energy is
     each = format_si(facts.energy_j / tokens * 1e6 if facts.energy_j and tokens else None, "J")
     energy = f"{each} per million tokens, {_ranks(facts)}{_since(facts)}"
-    saves = [value("failed saves", facts.failed_saves, "count", "see the log")]
+    saves = [value("failed saves", facts.failed_saves, "count", f"see the log{_since(facts)}")]
     return [
         value("peak memory", facts.peak_memory_gib, "gib", f"greatest of {_ranks(facts)}{_since(facts)}"),
         value("energy", facts.energy_j, "energy", energy, console=facts.energy_j is not None),

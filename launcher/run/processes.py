@@ -35,7 +35,7 @@ from launcher.watch.memory import MemoryWatch
 POLL_S = 0.2
 KILL_AFTER_FAILURE_S, SAVE_AFTER_FAILURE_S = 5.0, 25.0  # torchrun itself kills after 30
 LAUNCHER_SAID_BYTES = 2**20
-ONE_STOP_S = 0.5  # signals this near to the first are one stop: a closing terminal sends several
+ONE_STOP_S = 0.5  # a hangup this near to the first signal is the same stop: a closing terminal sends several
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,17 +48,19 @@ class RunResult:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Within the block stop signals are only noted, in the list that this gives: the first, and those that
-    come at least ONE_STOP_S after it. What this process was told to ignore, as by nohup, stays ignored."""
+    """Within the block stop signals are only noted, in the list that this gives. Where one of two is a hangup
+    and they come within ONE_STOP_S they are one. What this process was told to ignore, as by nohup, stays
+    ignored."""
     came: list[int] = []
-    first_s = math.inf
+    first_s = -math.inf
 
     def note(number: int, frame: object) -> None:
         nonlocal first_s
         now = time.monotonic()
-        if not came or now - first_s >= ONE_STOP_S:
-            came.append(number)
-        first_s = min(first_s, now)
+        if came and signal.SIGHUP in (number, came[0]) and now - first_s < ONE_STOP_S:
+            return
+        first_s = first_s if came else now
+        came.append(number)
 
     previous = {number: signal.signal(number, note) for number in record.heeded(record.STOP_SIGNALS)}
     try:
@@ -172,6 +174,7 @@ def _follow(
     last_s = 0.0  # until then a save that is under way may end
     failed = False
     run_dir = directory.path
+    left_behind = _unfinished(run_dir)
     while (ended := process.poll()) is None or (workers.present() and -ended in record.STOP_SIGNALS):
         if ended is not None and not pending:
             pending.append(-ended)
@@ -191,7 +194,7 @@ def _follow(
             failed_s = time.monotonic()
             deadline, last_s = failed_s + KILL_AFTER_FAILURE_S, failed_s + SAVE_AFTER_FAILURE_S
         is_over = deadline is not None and (now := time.monotonic()) > deadline
-        if is_over and (now > last_s or not _is_saving(run_dir)):
+        if is_over and (now > last_s or _unfinished(run_dir) <= left_behind):
             return None
         if not failed:  # else the cause is told first
             on_poll()
@@ -216,11 +219,11 @@ def _has_failed(run_dir: Path, workers: Workers) -> bool:
     return False
 
 
-def _is_saving(run_dir: Path) -> bool:
-    """Whether a checkpoint is being written."""
+def _unfinished(run_dir: Path) -> set[Path]:
+    """Checkpoints that are being written, or were when their rank was killed."""
     with contextlib.suppress(OSError):
-        return any((run_dir / "checkpoints").glob("step-*.tmp-*"))
-    return False
+        return set((run_dir / "checkpoints").glob("step-*.tmp-*"))
+    return set()
 
 
 def _text_since(log: Path, offset: int) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bert_dp.config import Config, ConfigError, batch_layout, with_budget
+from bert_dp.config import Config, ConfigError, Manifest, batch_layout, with_budget
 from launcher import job, results
 from launcher.log import Log, logger
 from launcher.output import DataSession, KeptPlan, Output, publish
@@ -94,6 +94,17 @@ def _budget_issues(config: Config, settings: LrOptions) -> list[str]:
     ]
 
 
+def _data_issues(config: Config, settings: LrOptions, manifest: Manifest) -> list[str]:
+    """Why rates cannot be searched on this data; only it tells the tokens of schedule.epochs."""
+    issues = _budget_issues(with_budget(config, manifest.train.sequences), settings)
+    if not manifest.held_out.sequences:
+        issues.append(
+            "data: no held-out documents are there, by whose loss rates are chosen; raise "
+            "data.build.held_out_fraction"
+        )
+    return issues
+
+
 def describe(
     config: Config, settings: LrOptions, ranks: int, folder: Path, log: Log, overrides: Sequence[str]
 ) -> None:
@@ -113,18 +124,8 @@ def measure(
     """tune.json and the exit code; also what there is when a signal came. Goes on where an earlier call
     ended."""
     config, out, on_gpu = setup.config, output.path, setup.gpus > 0
-    session = output.begin(config)
+    session = output.begin(config, lambda manifest: _data_issues(config, settings, manifest))
     manifest = session.manifest
-    if not manifest.held_out.sequences:
-        raise ConfigError(
-            [
-                f"data: {session.shards} holds no held-out documents, by whose loss rates are chosen; "
-                "raise data.build.held_out_fraction"
-            ]
-        )
-    budgeted = with_budget(config, manifest.train.sequences)
-    if issues := _budget_issues(budgeted, settings):  # of schedule.epochs, whose tokens only the data tells
-        raise ConfigError(issues)
     slots = trials.device_slots(
         ranks,
         gpus=setup.gpus,
@@ -132,7 +133,7 @@ def measure(
         most=max(settings.rates, ladder.FINALISTS * settings.seeds),
     )
     question = Question(
-        budgeted,
+        with_budget(config, manifest.train.sequences),
         settings,
         ranks,
         session.shards,

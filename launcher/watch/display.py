@@ -67,6 +67,7 @@ class Tail:
         """Raises OSError."""
         with self._path.open("rb") as file:
             status = os.fstat(file.fileno())
+            file.read(1)  # an error must come before anything is noted
             replaced = self._inode != 0 and (status.st_ino != self._inode or status.st_size < self._offset)
             if replaced or not self._inode:
                 self._inode, self._offset = status.st_ino, 0
@@ -179,8 +180,9 @@ class Display:
             if log.passed_over:
                 self._collapser.count(rank, log.passed_over, now)
                 log.passed_over = 0
-        if any((self._run_dir / "logs").glob("rank-*.error.json")):  # written before its traceback
-            self._collapser.drop()
+        with contextlib.suppress(OSError):  # a file server that does not answer
+            if any((self._run_dir / "logs").glob("rank-*.error.json")):  # written before its traceback
+                self._collapser.drop()
         self._release(everything=everything)
         return some
 

@@ -243,23 +243,28 @@ def examine(
 
 
 class Growth:
-    """What is added to a file from now on."""
+    """What is added to a file from now on; nothing where it cannot be read."""
 
     def __init__(self, path: Path):
         self._path = path
-        self._start = self._size = path.stat().st_size if path.exists() else 0
+        self._start = self._size = self._bytes()
+
+    def _bytes(self) -> int:
+        try:
+            return self._path.stat().st_size
+        except OSError:
+            return 0
 
     def settled(self) -> bool:
         """Whether something was added, and nothing since the last call."""
-        before, self._size = self._size, self._path.stat().st_size if self._path.exists() else 0
+        before, self._size = self._size, self._bytes()
         return self._size == before > self._start
 
     def text(self) -> str:
-        if not self._path.exists():
-            return ""
-        with self._path.open("rb") as file:
+        with contextlib.suppress(OSError), self._path.open("rb") as file:
             file.seek(self._start)
             return file.read().decode("utf-8", "replace")
+        return ""
 
 
 def _answered(run_dir: Path, rank: int) -> int:

@@ -573,6 +573,7 @@ def test_which_engine_reads_what(engine: str, read: set[str]) -> None:
         "data.path=/x",
         "data.workers=3",
         "parallel.engine=ddp",
+        "batch.micro_size=32",
         "log.every_steps=1",
         "checkpoint.keep=9",
         "eval.every_steps=5",

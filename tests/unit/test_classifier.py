@@ -213,27 +213,29 @@ def test_the_held_out_loss_of_an_ignorant_model_is_that_of_one_target(task: Fine
     assert measured["loss"] == pytest.approx(math.log(2 if task._kind == "multi_label" else labels))
 
 
-def test_the_held_out_loss_is_a_mean_over_the_labelled_examples_of_all_splits(task: Finetuning) -> None:
-    """One split is answered without an error, the other without knowledge; `test` has no labels."""
+def test_the_held_out_loss_is_a_mean_over_the_examples_of_dev(task: Finetuning) -> None:
+    """MNLI has two such sets: one is answered without an error, the other without knowledge. A test set with
+    labels is scored and has no say in the loss."""
     dev = task._splits["dev"]
     assert dev.labels is not None
     few = type(dev)(dev.ids[: dev.offsets[3]], dev.offsets[:4], dev.labels[:3])
-    task._splits["more"] = few
+    task._splits["dev_more"] = few
+    task._splits["test"] = few
     right_NL = 1e3 * np.eye(3)[dev.labels[:3]]
-    measured = task._measure({"dev": np.zeros((11, 3)), "more": right_NL, "test": np.zeros((4, 3))})
+    measured = task._measure({"dev": np.zeros((11, 3)), "dev_more": right_NL, "test": right_NL})
     assert measured is not None
     assert measured["loss"] == pytest.approx(11 * math.log(3) / 14)
     assert measured["examples"] == 14
-    assert set(measured["scores"]) == {"dev/accuracy", "more/accuracy"}
-    assert measured["scores"]["more/accuracy"] == 1.0
+    assert set(measured["scores"]) == {"dev/accuracy", "dev_more/accuracy", "test/accuracy"}
+    assert measured["scores"]["dev_more/accuracy"] == 1.0
     lost_NL = np.where(np.arange(11)[:, None] == 4, math.nan, np.zeros((11, 3)))
-    lost = task._measure({"dev": lost_NL, "more": right_NL})
+    lost = task._measure({"dev": lost_NL, "dev_more": right_NL})
     assert lost is not None
-    assert (math.isnan(lost["loss"]), set(lost["scores"])) == (True, {"more/accuracy"})
+    assert (math.isnan(lost["loss"]), set(lost["scores"])) == (True, {"dev_more/accuracy"})
 
 
 def test_predictions_are_of_every_split_with_null_for_what_is_not_known(
-    task: Finetuning, tmp_path: Path
+    task: Finetuning, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = task.build_model(0).eval()
     with torch.no_grad():
@@ -264,6 +266,11 @@ def test_predictions_are_of_every_split_with_null_for_what_is_not_known(
         tokens = torch.from_numpy(task._splits["test"].tokens(i).astype(np.int64))[None]
         with torch.no_grad():
             assert line["logits"][0] == pytest.approx(float(model(tokens)[0, 0]), abs=1e-5)
+    full = dataclasses.replace(context, run_dir=tmp_path / "gone")
+    again = task.evaluate(model, full)
+    assert again is not None
+    assert again["examples"] == measured["examples"], "a full disk ends no run"
+    assert "warning: predictions.jsonl could not be written: " in capsys.readouterr().out
     quiet = dataclasses.replace(context, run_dir=None, stopped=lambda: True)
     assert task.evaluate(model, quiet) is None
 

@@ -360,11 +360,18 @@ def test_near_dedup_without_rensa(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert list(tmp_path.iterdir()) == [Path(source)], "nothing was read or trained before"
 
 
-@pytest.mark.skipif(not os.path.ismount("/proc"), reason="needs a mount point, and /proc is none")
-def test_a_mount_point_is_refused_before_anything_is_built(tmp_path: Path) -> None:
-    source = write(tmp_path / "a.txt", prose(60))
-    with pytest.raises(ConfigError, match="--out /proc: a mount point cannot be replaced"):
-        make(source, Path("/proc"))
+def test_a_mount_point_is_refused_before_anything_is_built_and_kept_where_it_holds_the_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = write(tmp_path / "a.txt", prose(60)), tmp_path / "out"
+    built = make(source, out)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).parent == tmp_path)
+    assert make(source, out) == built
+    for place, options in ((tmp_path / "empty", {}), (out, {"seed": 1, "force": True})):
+        with pytest.raises(ConfigError, match=f"--out {place}: a mount point cannot be replaced"):
+            make(source, place, **options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "empty", "out"]
 
 
 def test_filter_drops_by_tokens_per_character(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ second signal does, and what is killed after a launcher that died."""
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -16,11 +17,13 @@ from typing import Any
 
 import psutil
 import pytest
+from rich.console import Console
 
 from bert_dp import record
 from bert_dp.config import dump_config
 from bert_dp.record import HeldDirectory
 from launcher.run import processes, reaper
+from launcher.watch.display import Display
 from launcher.watch.heartbeats import Hang
 from tests.helpers import make_config, read_json, write_files, write_lines
 
@@ -127,14 +130,27 @@ def test_a_second_signal_does_not_wait(directory: HeldDirectory, clock: Clock) -
     assert clock.now < 5
 
 
-def test_signals_that_come_together_are_one_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A terminal that closes sends SIGHUP twice, by its shell and by the kernel."""
-    times = iter([1.0, 1.1, 1.4, 1.5])
+HUP, TERM, INT = signal.SIGHUP, signal.SIGTERM, signal.SIGINT
+
+
+@pytest.mark.parametrize(
+    ("sent", "counted"),
+    [
+        ([(HUP, 1.0), (HUP, 1.1), (TERM, 1.4), (INT, 1.5)], [HUP, INT]),  # by its shell, and by the kernel
+        ([(TERM, 1.0), (HUP, 1.1), (TERM, 1.2)], [TERM, TERM]),  # systemd ends a session so
+        ([(INT, 1.0), (INT, 1.1)], [INT, INT]),  # Ctrl-C twice
+    ],
+)
+def test_a_hangup_beside_another_signal_is_one_stop(
+    monkeypatch: pytest.MonkeyPatch, sent: list[tuple[int, float]], counted: list[int]
+) -> None:
+    """A terminal that closes sends several; a user who presses twice means it."""
+    times = iter([now for _, now in sent])
     monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: next(times)))
     with processes.stop_signals() as came:
-        for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
+        for number, _ in sent:
             os.kill(os.getpid(), number)
-    assert came == [signal.SIGHUP, signal.SIGINT]
+    assert came == counted
 
 
 def test_what_nohup_ignores_stops_nothing() -> None:
@@ -160,30 +176,48 @@ def test_a_run_that_is_stopped_while_it_stands_still_says_so(directory: HeldDire
 def test_a_save_that_is_under_way_when_a_rank_fails_may_end(
     tmp_path: Path, directory: HeldDirectory, clock: Clock
 ) -> None:
-    unfinished = tmp_path / "checkpoints" / "step-00000003.tmp-0"
-    unfinished.mkdir(parents=True)
+    unfinished = [tmp_path / "checkpoints" / f"step-0000000{step}.tmp-0" for step in (2, 3)]
+    unfinished[0].mkdir(parents=True)  # left behind by a rank that was killed before
     processes.run(directory, 1, "none", once_ready(lambda: raised(1)))
-    assert processes.SAVE_AFTER_FAILURE_S < clock.now < processes.SAVE_AFTER_FAILURE_S + 10
+    soon = clock.now
+    assert soon < processes.KILL_AFTER_FAILURE_S + 10 < processes.SAVE_AFTER_FAILURE_S
+    for path in (*tmp_path.glob("logs/*.error.json"), tmp_path / "ready"):
+        path.unlink()
+
+    def fail() -> None:
+        unfinished[1].mkdir()
+        raised(1)
+
+    processes.run(directory, 1, "none", once_ready(fail))
+    took = clock.now - soon
+    assert processes.SAVE_AFTER_FAILURE_S < took < processes.SAVE_AFTER_FAILURE_S + 10
 
 
 def test_a_file_server_that_does_not_answer_ends_no_run(
-    tmp_path: Path, directory: HeldDirectory, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    directory: HeldDirectory, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rank is ended by the signal that comes later."""
+    """The rank is ended by the signal that comes when it answers again; the display looks there too."""
     glob, asked = Path.glob, list[str]()
 
     def unanswered(path: Path, pattern: str) -> Iterator[Path]:
-        if pattern == "rank-*.error.json" and "rank-0" not in pattern and len(asked) < 9:
-            asked.append(pattern)
-            raise OSError(5, "Input/output error")
-        return glob(path, pattern)
+        if pattern != "rank-*.error.json" or len(asked) >= 20:
+            return glob(path, pattern)
+        asked.append(pattern)
+        if len(asked) == 20:
+            stop()
+        raise OSError(5, "Input/output error")
 
-    def begin() -> None:
-        monkeypatch.setattr(Path, "glob", unanswered)
-        stop()
+    config = make_config("schedule.steps=9")
+    with Display(directory.path, Console(file=io.StringIO()), config, 1) as display:
+        begin = once_ready(lambda: monkeypatch.setattr(Path, "glob", unanswered))
 
-    ended = processes.run(directory, 1, "none", once_ready(begin), grace_s=50.0)
-    assert len(asked) == 9
+        def on_poll() -> None:
+            begin()
+            display.poll()
+
+        ended = processes.run(directory, 1, "none", on_poll, grace_s=50.0)
+        monkeypatch.undo()
+    assert len(asked) == 20
     assert (ended.exit_code, ended.signal) == (128 + signal.SIGTERM, signal.SIGTERM)
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -227,7 +228,7 @@ def test_git_commit_and_dirty_flag(tmp_path):
     [
         ({"shm_gib": 0.0625}, "warn", "shared memory"),
         ({"shm_gib": None}, "warn", "shared memory (/dev/shm): not known"),
-        ({"disk_free_gib": None}, "warn", "disk: not known"),
+        ({"disk_free_gib": None}, "warn", "free disk: not known"),
         ({"memory_available_gib": 3.0}, "warn", "memory: 3.0 GiB"),
         ({"memory_limit_gib": 2.0}, "warn", "memory: 2.0 GiB"),
         ({"disk_free_gib": 4.0}, "warn", "disk"),
@@ -246,7 +247,7 @@ def test_git_commit_and_dirty_flag(tmp_path):
         ({"versions": {"torch": "2.10.9"}}, "fail", "torch 2.10.9"),
         ({"shm_gib": 0.9}, "warn", "shared memory (/dev/shm): 0.90 GiB"),
         ({"memory_available_gib": 3.9}, "warn", "memory: 3.9 GiB"),
-        ({"disk_free_gib": 4.9}, "warn", "disk: 4.9 GiB"),
+        ({"disk_free_gib": 4.9}, "warn", "free disk: 4.9 GiB"),
         ({"open_files": 1023}, "warn", "open files: limit 1023"),
         ({"max_processes": 2047}, "warn", "processes: limit 2047"),
         ({"swap_used_gib": 0.6}, "warn", "swap: 0.6 GiB"),
@@ -386,6 +387,19 @@ def test_what_a_module_printed_is_its_json_whatever_its_exit_code(fake_module):
         ("raise SystemExit(2)", (2, None)),
     ):
         assert children.capture_json(fake_module(source), []) == expected
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (signal.SIGKILL, "was killed by SIGKILL; memory may have been full (bert-dp doctor)"),
+        (signal.SIGSEGV, "was killed by SIGSEGV"),
+    ],
+)
+def test_a_module_that_a_signal_killed_is_no_silent_end(fake_module, capsys, number, said):
+    name = fake_module(f"import os; os.kill(os.getpid(), {int(number)})")
+    assert children.capture_json(name, []) == (128 + number, None)
+    assert capsys.readouterr().err == f"error: {name} {said}\n"
 
 
 def test_time_that_ran_out_on_a_busy_machine_is_a_warning(fake_module, monkeypatch):

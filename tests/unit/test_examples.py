@@ -322,6 +322,19 @@ def test_a_file_is_found_without_reading_it(lab: Lab, monkeypatch: pytest.Monkey
         assert json.loads(lab.capsys.readouterr().out)["RTE"] == []
 
 
+def test_a_test_set_whose_labels_are_all_minus_one_has_none(lab: Lab) -> None:
+    """So data sets of the hub mark what is not public."""
+    few = "text,label\na cat,x\na dog,y\n"
+    hidden, known = "text,label\na cat,-1\na dog,-1\n", "text,label\na cat,-1\na dog,1\n"
+    assert lab.own({"train": few, "dev": few, "test": hidden})["test"].labels is None
+    own = lab.own({"train": known, "dev": known, "test": hidden})["test"].labels
+    assert own is not None
+    assert own.tolist() == [0, 0], "of labels -1 and 1"
+    scores = "text,label\na cat,0.5\na dog,-1\n"
+    files = lab.own({"train": scores, "dev": scores, "test": hidden}, "--kind", "regression")
+    assert files["test"].labels is None
+
+
 # --- the cache
 
 
@@ -334,7 +347,10 @@ def test_what_was_prepared_is_found_again_until_a_file_changes(lab: Lab) -> None
     assert directory.stat().st_ino == inode
     assert "train 2 of" in lab.err
     assert lab.prepare(*arguments, length=8)[0] != directory
-    lab.tokenizer = Path(lab.write("other.json", lab.tokenizer.read_text()))
+    text = lab.tokenizer.read_text()
+    lab.tokenizer = Path(lab.write("copy.json", text))  # every checkpoint has one
+    assert lab.prepare(*arguments)[0] == directory
+    lab.tokenizer = Path(lab.write("other.json", f"{text} "))
     assert lab.prepare(*arguments)[0] != directory
     lab.write_glue("g", "RTE", RTE_HEADER, train=[*RTE["train"], RTE["dev"][0]])
     assert lab.prepare(*arguments)[1].splits["train"].examples == manifest.splits["train"].examples + 1

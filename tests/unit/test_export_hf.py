@@ -294,6 +294,10 @@ def test_weights_that_cannot_be_read_or_were_made_for_other_tokens_are_refused(t
     (issue,) = issues_of(modernbert_state, tmp_path, config, "0" * 64)
     assert issue.startswith(f"data.tokenizer: the shards have another tokenizer than {tmp_path}")
     write_hf(open_run(write_run(tmp_path / "run", config), encoder=False), tmp_path)
+    (tmp_path / "export.json").write_text(
+        json.dumps({"tokenizer_sha256": "0" * 64})
+    )  # in another frame there
+    assert modernbert_state(tmp_path, config, "0" * 64)["model"]
     state = modernbert_state(tmp_path, config, sources.file_hash(tmp_path / "tokenizer.json"))
     assert state["model"].keys() == perturbed(config).state_dict().keys()
     assert state["optimizer"] == {}
@@ -448,8 +452,8 @@ def test_a_directory_says_what_it_was_made_of(tmp_path: Path) -> None:
 def test_a_foreign_tokenizer_frames_a_pair_as_examples_were_trained(tmp_path: Path) -> None:
     """RoBERTa's has </s></s> between two texts, and this one pads too."""
     run = write_run(tmp_path / "run", CONFIGS["EuroBERT"])
-    file = run / "tokenizer.json"
-    ours = file.read_bytes()
+    source, file = open_run(run, encoder=False), tmp_path / "foreign.json"
+    ours = source.tokenizer_file.read_bytes()
     foreign = Tokenizer.from_str(ours.decode())
     foreign.post_processor = processors.RobertaProcessing(("<sep>", 5), ("<cls>", 4))
     foreign.enable_padding(length=20)
@@ -458,8 +462,10 @@ def test_a_foreign_tokenizer_frames_a_pair_as_examples_were_trained(tmp_path: Pa
         file.write_text(text)
         out = tmp_path / name
         out.mkdir()
-        write_about(out, open_run(run, encoder=False), "hf", "bert-dp export")
+        write_about(out, dataclasses.replace(source, tokenizer_file=file), "hf", "bert-dp export")
     assert (tmp_path / "ours/tokenizer.json").read_bytes() == ours
+    told = read_json(tmp_path / "foreign/export.json")
+    assert told["tokenizer_sha256"] == sources.file_hash(file)
     exported = Tokenizer.from_file(str(tmp_path / "foreign/tokenizer.json"))
     wanted = Tokenizer.from_str(ours.decode()).encode("an old ship", "rain")
     got = exported.encode("an old ship", "rain")

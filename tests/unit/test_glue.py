@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
+import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -16,7 +18,7 @@ from bert_dp.config import Config, ConfigError, peak_lr
 from launcher import children, results
 from launcher.evaluate import glue, glue_grid, glue_scores
 from launcher.evaluate.glue import document, head_of, trial_issues
-from launcher.evaluate.glue_compare import Paired, compare_report, paired_difference, paired_text
+from launcher.evaluate.glue_compare import Evaluation, Paired, compare_report, paired_difference, paired_text
 from launcher.evaluate.glue_grid import Task, choose_tasks
 from launcher.evaluate.glue_predictions import write_submissions
 from launcher.evaluate.glue_report import glue_report
@@ -682,6 +684,24 @@ def test_flipped_predictions_and_pooled_accuracy_are_over_the_same_examples(tmp_
     row = next(row for row in scores.rows if row.label == "RTE accuracy")
     assert [cell.text for cell in row.cells] == ["n/a", "55.0 \u00b1 7.1", "60.0 \u00b1 10.0", "+5.0"]
     assert "STS-B Pearson" in [row.label for row in scores.rows]
+
+
+def test_labelled_test_examples_are_no_dev_examples(tmp_path: Path) -> None:
+    """MRPC's test file has a column of labels."""
+    measured(tmp_path / "a", {"MRPC": make_task("MRPC", examples=10)}, lambda *_: 0, 0)
+    (trial,) = (tmp_path / "a" / "trials").iterdir()
+    path = trial / "predictions.jsonl"
+    line = read_lines(path)[0] | {"split": "test", "index": 0}
+    path.write_text(path.read_text() + json.dumps(line) + "\n")
+    glue = results.read(tmp_path / "a" / "glue.json", Glue)
+    glue.tasks[0].trials[0] = (
+        glue.tasks[0]
+        .trials[0]
+        .model_copy(update={"predictions_sha256": hashlib.sha256(path.read_bytes()).hexdigest()})
+    )
+    answers = Evaluation(tmp_path / "a", glue).answers("MRPC")[0]
+    assert len(answers) == 10
+    assert {split for split, _ in answers} == {"dev"}
 
 
 def test_scores_are_drawn_over_the_loss_of_their_pretraining(tmp_path: Path) -> None:

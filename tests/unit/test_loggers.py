@@ -490,7 +490,7 @@ def test_a_late_service_is_named_and_left(tmp_path: Path, monkeypatch: pytest.Mo
     ended: list[int] = []
     monkeypatch.setattr(__main__, "send", lambda *_: held.wait(30))
     monkeypatch.setattr(__main__, "take_output", lambda _: warnings)
-    monkeypatch.setattr(__main__, "IGNORED", ())
+    monkeypatch.setattr(record, "STOP_SIGNALS", ())
     monkeypatch.setattr(__main__.os, "nice", lambda _: 0)
     monkeypatch.setattr(__main__.os, "_exit", ended.append)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))

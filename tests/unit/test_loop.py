@@ -332,7 +332,8 @@ def test_the_heartbeat_says_what_a_rank_does_between_steps(
         schedule={"steps": 3, "name": "constant"},
         eval={"every_steps": 2, "max_sequences": 2},
     )
-    assert phases == [(phase, step) for step in (2, 3) for phase in ("log", "evaluate", "save")]
+    on_time = [("log", 2), ("evaluate", 2), ("save", 2)]
+    assert phases == [*on_time, ("log", 3), ("save", 3), ("evaluate", 3), ("save", 3)]
 
 
 def test_rank_0_alone_fills_the_log_and_with_nothing_that_a_terminal_would_obey(
@@ -431,6 +432,22 @@ def test_no_rank_evaluates_once_rank_0_has_lost_its_directory(
         result = train(trainer, state, SharedClock(lone.comm, now=clock.read))
     assert (result.failure, state.step) == ("the directory is lost", 2)
     assert (state.trouble, state.evaluated_step) == (None, None)
+
+
+def test_a_run_is_saved_before_its_last_evaluation(
+    tmp_path: Path, shards: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else an error there would cost all that was trained since the last checkpoint."""
+    saved: list[list[int]] = []
+
+    def fails(trainer: Any, *_: Any) -> None:
+        saved.append([*trainer.checkpointer.steps])
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("bert_dp.trainer.evaluate_and_write", fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        train_here(tmp_path, shards, clock, checkpoint={"every_steps": 0})
+    assert saved == [[0, 5]]
 
 
 class SlowStream:

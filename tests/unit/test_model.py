@@ -387,7 +387,7 @@ def test_compiled_regions_keep_names_and_loss(options):
     case, parameters = make_case(), dict(model.named_parameters())
     expected = model(*case)
     expected_gradients = gradients(expected, parameters)
-    compile_parts(model)
+    compile_parts(model, 128)
     assert list(model.state_dict()) == names
     assert [name for name, _ in model.named_parameters()] == list(parameters)
     loss = model(*case)

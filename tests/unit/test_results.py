@@ -111,7 +111,7 @@ def test_the_ranks_are_started_as_the_run_is_configured(verb: Verb) -> None:
     (asked,) = verb.asked
     assert (asked["path"], asked["ranks"], asked["resume"]) == (verb.run_dir, 1, "auto")
     assert (asked["launcher"], asked["on_gpu"]) == ("accelerate", False)
-    assert list(asked["options"]) == plan.options(2)
+    assert list(asked["options"]) == ["--profile", "2:4", "--profile-ranks", "0"]
     assert (asked["watch"]._hang_after_s, asked["watch"]._end_after_s) == (7.0, 70.0)
     facts = read_json(verb.run_dir / "environment.json")
     assert (facts["launcher"], "command" in facts, "cpu_model" in facts) == ("accelerate", True, True)

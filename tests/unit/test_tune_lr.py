@@ -626,7 +626,8 @@ def test_epochs_that_are_too_few_are_refused_when_the_data_is_known(shards: Path
     items = [item for item in TINY if not item.startswith("schedule")]
     few = load_config(None, [*items, f"data.path={shards}", "schedule.epochs=0.0001"])
     with pytest.raises(ConfigError, match="schedule: 16 tokens are fewer than 8 steps of 128"):
-        search(few, tmp_path)
+        search(few, tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == [], "with more epochs the same directory will do"
 
 
 def test_data_without_held_out_documents_is_refused(tmp_path: Path) -> None:
