@@ -59,8 +59,11 @@ def compile_parts(model: Model, sequence_length: int) -> None:
     """torch.compile in place: names stay as they are."""
     # or inside a DDP forward Dynamo divides each part's graph at DDP's buckets, whose hooks fire as they are
     torch._dynamo.config.optimize_ddp = False
-    # each length of finetuning, with and without padding, in training and in evaluation
-    torch._dynamo.config.recompile_limit = max(8, 4 * -(-sequence_length // LENGTH_MULTIPLE))
+    # each length of finetuning, with and without padding, in training and in evaluation, and a first block
+    # that is not like the others
+    limit = max(8, 8 * -(-sequence_length // LENGTH_MULTIPLE))
+    torch._dynamo.config.recompile_limit = limit
+    torch._dynamo.config.accumulated_recompile_limit = max(256, limit)
     for part in model.compiled_parts():
         part.compile(dynamic=False)
 

@@ -277,8 +277,11 @@ def destination(out: Path | None) -> Iterator[TextIO]:
         try:
             yield sys.stdout
             sys.stdout.flush()
-        except OSError as error:  # what is left in the buffer would fail once more at the end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except OSError as error:
+            try:
+                sys.stdout.flush()
+            except OSError:  # it would fail once more at the end
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             if not isinstance(error, BrokenPipeError):  # its reader has enough
                 raise
         return

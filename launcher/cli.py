@@ -841,11 +841,17 @@ def no_run(path: Path) -> str:
     return f"RUN_DIR: {path} is not a run directory (no config.yaml in it){hint}"
 
 
+def _leave(number: int, frame: object) -> None:
+    """What is begun is tidied up, and a closing terminal's second hangup does not disturb that."""
+    signal.signal(signal.SIGHUP, lambda *_: None)
+    sys.exit(128 + number)
+
+
 def main() -> None:
     """Entry point. Exit codes: 0 done, 2 bad input, 1 failed, 128 + signal."""
     record.open_missing_descriptors()
     for number in record.heeded((signal.SIGTERM, signal.SIGHUP)):
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))  # what is begun is tidied up
+        signal.signal(number, _leave)
     sys.exit(exit_code(lambda: app(standalone_mode=False)))
 
 

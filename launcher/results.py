@@ -1240,7 +1240,7 @@ class TextLoss(StoredFile):
     device: str
     precision: str
     sources: list[dict[str, Any]]
-    """name, bytes, sha256 and documents of each."""
+    """name, bytes, sha256 (null with --max-bytes: no file is read whole) and documents read of each."""
     documents: Tokens
     tokens: Tokens
     """With a separator after each document."""

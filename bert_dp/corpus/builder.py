@@ -81,6 +81,8 @@ def build(request: BuildRequest, progress: Progress | None = None) -> Manifest:
     tell: Progress = progress or (lambda stage, done, total: None)
     out = Path(os.path.expanduser(request.out)).resolve()
     plan = request.resolved()
+    if not (out / Manifest.file_name).is_file():  # else it may be this very build, which is kept
+        refuse_mount_point(out)
     with locked(out, tell):
         before = [_stamp(source) for source in plan.sources]
         records = [pipeline.source_record(source) for source in plan.sources]

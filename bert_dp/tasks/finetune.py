@@ -110,7 +110,8 @@ class Finetuning:
             text = "".join(itertools.chain.from_iterable(lines))
             try:
                 record.write_text(context.run_dir / record.PREDICTIONS, text)
-            except OSError as error:  # a full disk ends no run
+            except OSError as error:  # a full disk ends no run, and older answers are not those of this model
+                (context.run_dir / record.PREDICTIONS).unlink(missing_ok=True)
                 sys.stdout.write(f"warning: {record.PREDICTIONS} could not be written: {error}\n")
         return measured
 

@@ -37,23 +37,21 @@ class MemoryCheck:
             f"{self.limit_gib:.1f} GiB; use zero1 or fsdp, more ranks, or a smaller model"
         ]
 
-    def issues(self, has_checkpoint: bool) -> list[str]:
+    def issues(self) -> list[str]:
         """Why the run must be expected to fail for want of memory; at most one line."""
         if issues := self.impossible():
             return [f"model: {issues[0]}"]
-        return self._tight(has_checkpoint) if self._times() > FAR_ABOVE else []
+        return self._tight() if self._times() > FAR_ABOVE else []
 
-    def warnings(self, has_checkpoint: bool) -> list[str]:
+    def warnings(self) -> list[str]:
         """Why it may fail; at most one line."""
-        return self._tight(has_checkpoint) if 1 < self._times() <= FAR_ABOVE else []
+        return self._tight() if 1 < self._times() <= FAR_ABOVE else []
 
     def _times(self) -> float:
         return 0.0 if self.limit_gib is None else self.total_gib / max(self.limit_gib, 1e-9)
 
-    def _tight(self, has_checkpoint: bool) -> list[str]:
-        _, fixes = advice.what_fits(
-            self.config, self.precision, self.world_size, self.limit_gib, has_checkpoint=has_checkpoint
-        )
+    def _tight(self) -> list[str]:
+        _, fixes = advice.what_fits(self.config, self.precision, self.world_size, self.limit_gib)
         return [
             f"batch.micro_size: {self.config.batch.micro_size} takes about {format_gib(self.total_gib)} a "
             f"rank (estimate), and there are {format_gib(self.limit_gib)} ({self.limit_of}); {fixes[0]}"

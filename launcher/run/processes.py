@@ -35,6 +35,7 @@ from launcher.watch.memory import MemoryWatch
 POLL_S = 0.2
 KILL_AFTER_FAILURE_S, SAVE_AFTER_FAILURE_S = 5.0, 25.0  # torchrun itself kills after 30
 LAUNCHER_SAID_BYTES = 2**20
+SAME_S = 0.05  # the same signal so soon is the same stop: `timeout` sends to a process and to its group
 ONE_STOP_S = 0.5  # a hangup this near to the first signal is the same stop: a closing terminal sends several
 
 
@@ -48,16 +49,17 @@ class RunResult:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Within the block stop signals are only noted, in the list that this gives. Where one of two is a hangup
-    and they come within ONE_STOP_S they are one. What this process was told to ignore, as by nohup, stays
-    ignored."""
+    """Within the block stop signals are only noted, in the list that this gives: a hangup within ONE_STOP_S
+    of the first, and its like within SAME_S, are that one. What this process was told to ignore, as by nohup,
+    stays ignored."""
     came: list[int] = []
     first_s = -math.inf
 
     def note(number: int, frame: object) -> None:
         nonlocal first_s
         now = time.monotonic()
-        if came and signal.SIGHUP in (number, came[0]) and now - first_s < ONE_STOP_S:
+        near = ONE_STOP_S if signal.SIGHUP in (number, *came[:1]) else SAME_S if came[:1] == [number] else 0.0
+        if came and now - first_s < near:
             return
         first_s = first_s if came else now
         came.append(number)

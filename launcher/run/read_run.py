@@ -79,7 +79,10 @@ def failure_kind(directory: Path) -> FailureKind:
 
 
 def is_whole(directory: Path, ranks: int, config: Config) -> bool:
-    """Whether the times of every step of every rank are there, where the configuration asks for them."""
+    """Whether the times of every step of every rank are there, where the configuration asks for them, and the
+    predictions of a finetuning."""
+    if config.objective.name == "finetune" and not (directory / record.PREDICTIONS).is_file():
+        return False
     if not config.log.step_times:
         return True
     try:

@@ -81,10 +81,9 @@ def train(
     checkpoint = checkpoint_to_resume(run_dir, resume)
     on_gpu, precision = job.gpus > 0, checkpoint[1].precision if checkpoint else None
     memory = check_memory(job.config, ranks, job.machine, on_gpu=on_gpu, kept=precision)
-    has_checkpoint = record.newest_checkpoint_facts(run_dir) is not None
-    too_much = memory.issues(has_checkpoint)
+    too_much = memory.issues()
     warnings = start_warnings(job, ranks, run_dir, policy, manifest)
-    warn(console, [*warnings, *memory.warnings(has_checkpoint), *(too_much if force else [])])
+    warn(console, [*warnings, *memory.warnings(), *(too_much if force else [])])
     if dry_run:
         for line in describe(job.config, layout, manifest, memory.precision):
             show(console, line, **PLAIN)

@@ -157,7 +157,7 @@ class Grid:
         """Only what cannot fit: on a GPU, where a compiled step takes less than the estimate, that is the
         weights, gradients and optimizer state alone."""
         memory = check_memory(config, layout.world_size, self._machine, on_gpu=self.on_gpu)
-        return memory.impossible() or ([] if self.on_gpu else memory.issues(has_checkpoint=False))
+        return memory.impossible() or ([] if self.on_gpu else memory.issues())
 
     def order(self) -> Iterator[tuple[GridCell, int]]:
         """(cell, repeat): every repeat runs all cells once, in an order drawn anew, so that a drift of the

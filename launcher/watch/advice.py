@@ -127,7 +127,7 @@ def _what_to_lower(
     precision = precision_of(
         config, machine.bf16_units, on_gpu=scarce == "device", kept=newest[1].precision if newest else None
     )
-    equation, fixes = what_fits(config, precision, world_size, capacity, has_checkpoint=newest is not None)
+    equation, fixes = what_fits(config, precision, world_size, capacity)
     return [*why, equation], fixes
 
 
@@ -162,7 +162,7 @@ def _host_capacity(machine: Environment, world_size: int) -> tuple[float | None,
 
 
 def what_fits(
-    config: Config, precision: str, world_size: int, capacity_gib: float | None, *, has_checkpoint: bool
+    config: Config, precision: str, world_size: int, capacity_gib: float | None
 ) -> tuple[str, list[str]]:
     """The memory equation of a rank, and the settings that bring it below `capacity_gib` with 10 % spare.
 
@@ -184,13 +184,12 @@ def what_fits(
     fixes = []
     smaller = _largest(config, precision, world_size, limit, micro - 1)
     if smaller is not None:
-        place = ", in a new --run-dir (a run keeps its micro batch)" if has_checkpoint else ""
-        fixes.append(_options(config, config, smaller, precision, world_size) + place)
-    for change in CHANGES if smaller is None or has_checkpoint else ():
+        fixes.append(_options(config, config, smaller, precision, world_size))
+    for change in CHANGES if smaller is None else ():
         parallel = config.parallel.model_copy(update=change)
         changed = config.model_copy(update={"parallel": parallel})
         largest = _largest(changed, precision, world_size, limit, micro)
-        if largest is not None and parallel != config.parallel and (largest == micro or not has_checkpoint):
+        if largest is not None and parallel != config.parallel:
             fixes.append(_options(config, changed, largest, precision, world_size))
             break
     return equation, fixes or [

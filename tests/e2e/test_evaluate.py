@@ -53,7 +53,7 @@ def test_eval_mlm_refuses(run_dir: Path, tmp_path: Path) -> None:
     bare = shutil.copytree(RUN, tmp_path / "bare")
     for arguments, said in (
         ([str(tmp_path), text], "holds no checkpoint; name a run that has saved one"),
-        ([str(bare), text], f"put that of its shards at {bare / 'tokenizer.json'}"),
+        ([str(bare), text], f"put the tokenizer.json of its shards at {bare / 'tokenizer.json'}"),
         ([str(run_dir), str(tmp_path / "none.txt")], "none.txt matches no file"),
         (
             [str(run_dir), text, "--documents", "page"],

@@ -139,6 +139,7 @@ HUP, TERM, INT = signal.SIGHUP, signal.SIGTERM, signal.SIGINT
         ([(HUP, 1.0), (HUP, 1.1), (TERM, 1.4), (INT, 1.5)], [HUP, INT]),  # by its shell, and by the kernel
         ([(TERM, 1.0), (HUP, 1.1), (TERM, 1.2)], [TERM, TERM]),  # systemd ends a session so
         ([(INT, 1.0), (INT, 1.1)], [INT, INT]),  # Ctrl-C twice
+        ([(TERM, 1.0), (TERM, 1.01), (TERM, 1.2)], [TERM, TERM]),  # timeout sends twice
     ],
 )
 def test_a_hangup_beside_another_signal_is_one_stop(

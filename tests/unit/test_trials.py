@@ -444,3 +444,13 @@ def test_the_time_left_follows_the_shares_and_the_seconds_of_this_calls_trials()
         progress.had(5.0)
         progress.ended(2.0, 60.0, "a: ok")
     assert said == ["[3/4] a: ok; left 2 min 00 s", "[3/4] a: ok; left 60.0 s"]
+
+
+def test_a_finetuning_without_its_predictions_is_run_again(tmp_path: Path) -> None:
+    """A full disk may have taken them, and the run itself ended well."""
+    finetuned = make_config(
+        "objective.name=finetune", "finetune.labels=[a,b]", "data.path=x", "log.step_times=false"
+    )
+    assert not read_run.is_whole(tmp_path, 1, finetuned)
+    (tmp_path / "predictions.jsonl").write_text("")
+    assert read_run.is_whole(tmp_path, 1, finetuned)
