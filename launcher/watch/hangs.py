@@ -23,6 +23,13 @@ UNSURE = {
 }
 
 
+# of torch.compile: a finetuning compiles each padded length when it comes, in the middle of a step
+COMPILES = (
+    "torch/_dynamo/convert_frame.py",
+    "torch/_inductor/async_compile.py",
+    "torch/_inductor/codecache.py",
+    "torch/_inductor/cpp_builder.py",
+)
 BEGUN = ("started", "completed")  # states of collectives that GPUs have; those under gloo stay "scheduled"
 UNEVEN = ("scatter", "all_to_all", "alltoall", "alltoall_base")  # whose inputs may differ by rank
 
@@ -110,6 +117,11 @@ def waits_in(stack: Sequence[Frame]) -> tuple[int, str]:
         ):
             return 2, frame.function
     return 0, ""
+
+
+def compiles(stack: Sequence[Frame]) -> bool:
+    """Whether torch.compile is at work, not what it has compiled."""
+    return any(frame.path.endswith(COMPILES) for frame in stack)
 
 
 def find_culprit(witnesses: Sequence[Witness]) -> Verdict:

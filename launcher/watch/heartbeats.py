@@ -26,6 +26,7 @@ ANSWER_S = 3.0  # for stacks and records to come
 REPORT_AT = 0.8  # share of the limit at which evidence is gathered, so that the report is out by the limit
 LOSSES_EVERY_S = 300.0  # between two lines about writes that fail
 PATIENT_S = 300.0  # where nothing beats for long though all is well
+COMPILING_S = 30.0  # until a rank that compiles is looked at again
 PATIENT = ("setup", "compile", "save", "done")
 ABSENT = Beat(*[0] * len(dataclasses.fields(Beat)))  # a rank that has not begun
 
@@ -55,7 +56,7 @@ class Watch:
 
     A rank is silent while its heartbeat shows no progress. A hang is: all are silent, or one is that is
     stopped or frozen, for max(hang_after_s, 3 median steps). In set-up, compilation and saving, and until a
-    first step is done, all may be silent for PATIENT_S.
+    first step is done, all may be silent for PATIENT_S; also while a rank compiles, as its stack shows.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Watch:
         self._completed, self._completed_s = 0, 0.0
         self.hang: Hang | None = None
         """The one that was reported, while the run stands still."""
-        self._hung_since_s = self._reported_s = 0.0
+        self._hung_since_s = self._reported_s = self._next_look_s = 0.0
         self._lost_writes, self._losses_told_s = 0, -LOSSES_EVERY_S
 
     def poll(self, workers: Mapping[int, psutil.Process], now: float | None = None) -> Hang | None:
@@ -148,7 +149,7 @@ class Watch:
 
     def _is_hung(self, workers: Mapping[int, psutil.Process]) -> bool:
         started = [rank for rank, pulse in self._pulses.items() if pulse.beat is not ABSENT]
-        if not started:
+        if not started or self._clock_s < self._next_look_s:
             return False  # nothing to go by: workers that start, or that have no place for a heartbeat
         median = statistics.median(self._steps) if self._steps else 0.0
         limit = REPORT_AT * max(self._hang_after_s, 3 * median)
@@ -170,6 +171,9 @@ class Watch:
         before = {rank: self._pulses[rank].beat.progress for rank in verdict.ranks or self._pulses}
         if any(self._beat(rank, workers[rank]).progress != count for rank, count in before.items()):
             return  # it went on while we looked
+        if any(hangs.compiles(w.stack) and w.silent_s < PATIENT_S for w in witnesses):
+            self._next_look_s = self._clock_s + COMPILING_S
+            return
         lines = hangs.report(witnesses, verdict)
         self.hang = self._hang_of(witnesses, verdict, lines)
         self._reported_s = self._clock_s

@@ -25,7 +25,7 @@ class Rank:
 
     def __init__(self, run_dir: Path, rank: int):
         self.pid, self.signals, self.goes_on_when_asked = os.getpid(), 0, False
-        self.is_deaf = False
+        self.is_deaf, self.answer = False, STACK
         self.path, self.stack = heartbeat_path(run_dir, rank), run_dir / "logs" / f"rank-{rank}.stack"
         self.path.parent.mkdir(exist_ok=True)
         self.beat = dataclasses.replace(Beat(*[0] * len(BEAT_SLOTS)), pid=self.pid)
@@ -48,7 +48,7 @@ class Rank:
         if self.is_deaf:
             return
         with self.stack.open("a") as file:
-            file.write(STACK)
+            file.write(self.answer)
         beat = read_beat(self.path)
         self.write(asked=beat.asked, answered=beat.asked)
         if self.goes_on_when_asked:
@@ -108,6 +108,15 @@ def test_healthy_ranks_are_not_reported(scene: Scene) -> None:
     scene.train(100)
     assert scene.said == []
     assert sum(rank.signals for rank in scene.ranks.values()) == 0
+
+
+def test_a_rank_that_compiles_is_given_time(scene: Scene) -> None:
+    """A padded length that comes for the first time is compiled in the middle of a step."""
+    scene.train(5)
+    scene.ranks[1].answer = STACK.replace("/p/model.py", "/p/torch/_inductor/async_compile.py")
+    assert scene.quiet(PATIENT_S - 40) is None
+    assert scene.ranks[0].signals < 12, "it is looked at again from time to time"
+    assert scene.quiet(100) is not None, "a compiler may hang too"
 
 
 def test_a_hang_is_reported_once_by_the_limit_and_its_end_too(scene: Scene, tmp_path: Path) -> None:
