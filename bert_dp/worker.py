@@ -32,6 +32,8 @@ from bert_dp.world import World, check_meeting_point, read_world
 if TYPE_CHECKING:
     from bert_dp.tasks import MakeTask
 
+DYING_S = 60.0  # for a killed process to go: it may wait for a file server or a GPU
+
 
 def main(argv: list[str] | None = None, make_task: MakeTask | None = None) -> int:
     """Exit codes: 0 done or stopped after a checkpoint, 2 bad input, 1 failed.
@@ -183,10 +185,16 @@ def write_collectives(run_dir: Path, rank: int) -> None:
 
 
 def lock_run(run_dir: Path) -> IO[str]:
-    """Hold the run directory while this process lives. Raises ConfigError when another run holds it."""
-    held = record.lock(run_dir / ".lock")
-    if held is None:
-        raise ConfigError([f"--run-dir {run_dir}: in use by another run; choose another directory"])
+    """Hold the run directory while this process lives. Raises ConfigError when another run holds it.
+
+    Our launcher holds one too: started by it this is no other run, but the rank 0 that it has just killed and
+    that the kernel has not let go yet.
+    """
+    end = time.monotonic() + (DYING_S if record.LAUNCHER_PID in os.environ else 0.0)
+    while (held := record.lock(run_dir / ".lock")) is None:
+        if time.monotonic() >= end:
+            raise ConfigError([f"--run-dir {run_dir}: in use by another run; choose another directory"])
+        time.sleep(0.2)
     return held
 
 

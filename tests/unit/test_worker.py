@@ -17,7 +17,7 @@ from bert_dp.config import ConfigError, changed_settings, load_config, resolve
 from bert_dp.cost import num_parameters
 from bert_dp.rank_process import LITTER, Signals, record_error
 from bert_dp.record import LOG_DIR, STOP_SIGNALS
-from bert_dp.worker import parse_arguments, write_collectives
+from bert_dp.worker import lock_run, parse_arguments, write_collectives
 from tests.helpers import logged, read_json
 from tests.parity.runs import evals, losses, settings, summary, write_run
 from tests.ranks import run_ranks
@@ -106,6 +106,29 @@ def test_set_up_and_dry_run_are_timed_apart(run_dir: Path) -> None:
     assert (spent["setup"], spent["compile"]) == (ASSEMBLE_S, DRY_RUN_S)
     log = (run_dir / "rank-0.log").read_text()
     assert log.count(f"ready: set-up {ASSEMBLE_S} s, dry run {DRY_RUN_S} s") == 2
+
+
+def test_a_restart_waits_for_the_rank_that_is_still_dying(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a launcher of ours, which lets no other run into the directory; alone a rank refuses at once."""
+    monkeypatch.delenv(record.LAUNCHER_PID, raising=False)
+    naps: list[float] = []
+    dying = record.lock(tmp_path / ".lock")
+    assert dying is not None
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 3:
+            dying.close()
+
+    monkeypatch.setattr("bert_dp.worker.time.sleep", nap)
+    with pytest.raises(ConfigError, match="in use by another run"):
+        lock_run(tmp_path)
+    assert naps == []
+    monkeypatch.setenv(record.LAUNCHER_PID, "1")
+    lock_run(tmp_path).close()
+    assert len(naps) == 3
 
 
 def test_the_first_stop_signal_is_the_one_that_counts() -> None:
