@@ -54,7 +54,7 @@ def supervise(
     past: list[Restart] = []
     idle = 0
     while True:
-        before = saved_step(run_dir)
+        before, newest = saved_step(run_dir), newest_checkpoint(run_dir)
         result = start(ranks, resume)
         failure = result.failure
         if failure is None or result.exit_code != 1 or result.signal or len(past) == policy.max_restarts:
@@ -72,7 +72,9 @@ def supervise(
             break
         fewer = ranks_left(config, ranks, failure) if policy.elastic else ranks
         wait_s = 2.0**idle
-        if after != before or resume == "never":  # else the one that was named has not been read yet
+        if (
+            newest_checkpoint(run_dir) != newest or resume == "never"
+        ):  # else the one that was named has not been read yet
             resume = "auto"
         place = f"step {after}" if after >= 0 else "the start"
         log(
@@ -102,6 +104,16 @@ def saved_step(run_dir: Path) -> int:
     """Step of the newest checkpoint, -1 without one."""
     newest = record.newest_checkpoint_facts(run_dir)
     return newest[1].step if newest else -1
+
+
+def newest_checkpoint(run_dir: Path) -> tuple[Path, int] | None:
+    """Its directory, and when that was made: a step may have been saved again."""
+    newest = record.newest_checkpoint_facts(run_dir)
+    if newest is None:
+        return None
+    with contextlib.suppress(OSError):
+        return newest[0], newest[0].stat().st_mtime_ns
+    return newest[0], 0
 
 
 def ranks_left(config: Config, ranks: int, failure: Failure) -> int:

@@ -35,15 +35,17 @@ class Play:
         self.started: list[tuple[int, str]] = []
         self.said: list[str] = []
         self.waits: list[float] = []
-        self.stop = self.signal = 0
+        self.stop = self.signal = self.made_ns = 0
 
     def start(self, ranks: int, resume: str) -> RunResult:
         self.started.append((ranks, resume))
         code, failure, step = self.attempts[len(self.started) - 1]
         if step is not None:
             folder = self.run_dir / "checkpoints" / f"step-{step:08d}"
-            folder.mkdir(parents=True)
+            folder.mkdir(parents=True, exist_ok=True)
             (folder / "state.json").write_text(json.dumps({**FACTS, "step": step}))
+            self.made_ns += 1
+            os.utime(folder, ns=(self.made_ns, self.made_ns))
         (self.run_dir / "summary.json").write_text(
             json.dumps({"status": "failed" if code else "done", "exit_code": code})
         )
@@ -162,6 +164,18 @@ def test_another_runs_checkpoint_is_named_again_until_there_is_an_own_one(tmp_pa
     play = Play(tmp_path, (1, RAISED, None), (1, RAISED, 5), (0, None, 9))
     play.go(Policy(9), resume="/other/run")
     assert [resume for _, resume in play.started] == ["/other/run", "/other/run", "auto"]
+
+
+def test_a_named_checkpoint_is_read_once_also_where_the_run_comes_back_to_its_last_step(
+    tmp_path: Path,
+) -> None:
+    """It began again from step 50 of a run that had step 100, and failed when it had saved 100 once more."""
+    play = Play(tmp_path, (1, RAISED, 100), (0, None, 150))
+    earlier = tmp_path / "checkpoints" / "step-00000100"
+    earlier.mkdir(parents=True)
+    (earlier / "state.json").write_text(json.dumps({**FACTS, "step": 100}))
+    play.go(Policy(9), resume="checkpoints/step-00000050")
+    assert [resume for _, resume in play.started] == ["checkpoints/step-00000050", "auto"]
 
 
 def test_an_older_checkpoint_is_named_again_until_it_was_read(tmp_path: Path) -> None:
