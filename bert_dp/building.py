@@ -61,7 +61,7 @@ def compile_parts(model: Model, sequence_length: int) -> None:
     torch._dynamo.config.optimize_ddp = False
     # each length of finetuning, with and without padding, in training and in evaluation, and a first block
     # that is not like the others
-    limit = max(8, 8 * -(-sequence_length // LENGTH_MULTIPLE))
+    limit = 8 * -(-sequence_length // LENGTH_MULTIPLE)
     torch._dynamo.config.recompile_limit = limit
     torch._dynamo.config.accumulated_recompile_limit = max(256, limit)
     for part in model.compiled_parts():

@@ -272,11 +272,10 @@ def _finish(trainer: Trainer, state: TrainState, clock: SharedClock, stop: Stop)
         precision, skipped = trainer.precision.name, state.skipped_steps
         nothing = anomalies.nothing_learned(trainer.config, precision, skipped, state.step)
         state.give_up(nothing, "not_finite")
-    is_saved, unsaved = False, None
     trouble = trainer.comm.broadcast(state.trouble)  # rank 0 alone sees that its directory is lost
-    if not (stop or trouble or state.step == state.evaluated_step):
-        unsaved = save(trainer, state, clock.elapsed_s(), wait=True)  # an error there must not cost the run
-        is_saved = True
+    is_due = not (stop or trouble or state.step == state.evaluated_step)
+    unsaved = save(trainer, state, clock.elapsed_s(), wait=True) if is_due else None
+    if is_due:  # after the save: an error here must not cost the run
         evaluate_and_write(trainer, state, clock)
         if state.step != state.evaluated_step:  # a signal came meanwhile, or nothing is held out
             stop = clock.poll_stop(stop_request(trainer, state))
@@ -284,7 +283,7 @@ def _finish(trainer: Trainer, state: TrainState, clock: SharedClock, stop: Stop)
     trainer.records.close()
     failure = trainer.comm.broadcast(state.trouble or trainer.checkpointer.gave_up)
     if not failure:  # else the state may be what made it fail, and must not push out the good ones
-        failure = unsaved if is_saved else save(trainer, state, clock.elapsed_s(), wait=True)
+        failure = unsaved if is_due else save(trainer, state, clock.elapsed_s(), wait=True)
     return RunResult(
         signal=0 if stop.failed else stop.signal,
         failure=failure,

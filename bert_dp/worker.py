@@ -191,9 +191,14 @@ def lock_run(run_dir: Path) -> IO[str]:
     that the kernel has not let go yet.
     """
     end = time.monotonic() + (DYING_S if record.LAUNCHER_PID in os.environ else 0.0)
+    is_told = False
     while (held := record.lock(run_dir / ".lock")) is None:
         if time.monotonic() >= end:
             raise ConfigError([f"--run-dir {run_dir}: in use by another run; choose another directory"])
+        if not is_told:
+            sys.stdout.write(f"{run_dir}: held by another process; waiting {DYING_S:.0f} s for its end\n")
+            sys.stdout.flush()
+            is_told = True
         time.sleep(0.2)
     return held
 

@@ -23,11 +23,10 @@ from bert_dp import record
 from bert_dp.config import ConfigError
 from bert_dp.record.models import FailureKind, Summary, kind_of_text
 from launcher import job
-from launcher.children import child_environment, launcher_marks, module_command
+from launcher.children import child_environment, ending, launcher_marks, module_command
 from launcher.report.run_report import PAGE
 from launcher.run.read_run import read_summary
 from launcher.run.reaper import reaper
-from launcher.watch.failure import ending
 
 PathLike = str | os.PathLike[str]
 ERROR, FAILED = "error: ", "failed: "  # before each line of bad input, and before the cause of a failure

@@ -76,9 +76,8 @@ def run_module(module: str, arguments: list[str], **kwargs: Any) -> subprocess.C
             raise
     code = process.returncode
     if code < 0:
-        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         hint = "; memory may have been full (bert-dp doctor)" if -code == signal.SIGKILL else ""
-        sys.stderr.write(f"error: {module} was killed by {name}{hint}\n")
+        sys.stderr.write(f"error: {module}: {ending(code, '')}{hint}\n")
         code = 128 - code
     return subprocess.CompletedProcess(process.args, code, output, errors)
 
@@ -90,6 +89,14 @@ def capture_json(module: str, arguments: list[str]) -> tuple[int, Any]:
         return done.returncode, json.loads(done.stdout)
     except ValueError:
         return done.returncode, None
+
+
+def ending(code: int, without: str) -> str:
+    """An exit code in words; -N = killed by signal N."""
+    if code >= 0:
+        return f"ended with exit code {code} {without}".rstrip()
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else "real-time"
+    return f"killed by signal {-code} ({name})"
 
 
 def check(code: int, what: str) -> None:

@@ -17,7 +17,7 @@ from launcher.evaluate.glue import document
 from launcher.evaluate.glue_grid import Grid, Task
 from launcher.evaluate.glue_run import GlueRun
 from launcher.results import Glue, GlueOptions, GlueTask, GlueTrial
-from launcher.run.trials import Ending, Outcome, Runner, Stopped, Trial, earlier_outcome
+from launcher.run.trials import Ending, Outcome, Runner, Slot, Stopped, Trial, earlier_outcome
 from tests.helpers import make_config, write_lines
 from tests.shards import SPECIAL
 
@@ -131,7 +131,7 @@ class MadeRunner(Runner):
         surface: Callable[[str, Config], float | str],
         limit: int = 10**6,
     ):
-        self.out, self.surface, self.limit = out, surface, limit
+        self.out, self.surface, self.limit, self.slots = out, surface, limit, [Slot()]
         self.tasks = {str(task.path): task for task in tasks}
         self.ran: list[Trial] = []
 

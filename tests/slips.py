@@ -363,8 +363,8 @@ SLIPS = (
     Slip(
         "restarts-without-end",
         "launcher/run/restarts.py",
-        "idle = 0 if after > before else idle + 1",
-        "idle = 0 if after >= before else idle + 1",
+        "idle = 0 if after.step > before.step else idle + 1",
+        "idle = 0 if after.step >= before.step else idle + 1",
         "tests/unit/test_restarts.py",
     ),
     Slip(

@@ -42,7 +42,11 @@ def refuse_mount_point(out: Path) -> None:
 @contextlib.contextmanager
 def replaced(out: Path) -> Iterator[Path]:
     """A new directory beside `out` that takes its place at the end; by the holder of its lock. What stands
-    there goes, and nothing stays of a directory that was not finished."""
+    there goes, and nothing stays of a directory that was not finished.
+
+    Raises ConfigError for a mount point.
+    """
+    refuse_mount_point(out)
     prefix = f".{out.name}.building-"
     for stale in [p for p in out.parent.iterdir() if p.name.startswith(prefix)]:
         shutil.rmtree(stale)  # its process is gone: this one holds the lock

@@ -89,7 +89,6 @@ def build(request: BuildRequest, progress: Progress | None = None) -> Manifest:
         if (kept := _existing(out, plan.settings, records, request.force)) is not None:
             tell(f"kept {out}: it holds this build", 0, None)
             return kept
-        refuse_mount_point(out)
         with replaced(out) as work:
             manifest = pipeline.build_in(plan, records, work, tell)
             if before != [_stamp(source) for source in plan.sources]:

@@ -5,6 +5,7 @@ Axes: B examples of a micro batch, S positions of its longest example, L labels.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import sys
@@ -111,7 +112,8 @@ class Finetuning:
             try:
                 record.write_text(context.run_dir / record.PREDICTIONS, text)
             except OSError as error:  # a full disk ends no run, and older answers are not those of this model
-                (context.run_dir / record.PREDICTIONS).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    (context.run_dir / record.PREDICTIONS).unlink(missing_ok=True)
                 sys.stdout.write(f"warning: {record.PREDICTIONS} could not be written: {error}\n")
         return measured
 

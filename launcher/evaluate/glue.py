@@ -184,7 +184,7 @@ def run_locked(
     )
     kept = KeptPlan(out / STATE, session.plan)
     with trials.runner(out, slots, launcher=grid.options.launcher, on_gpu=grid.on_gpu, log=log) as runs:
-        measured = GlueRun(grid, runs, log, len(slots))
+        measured = GlueRun(grid, runs, log)
         ending = run_to_end(measured.run, out, log)
     kept.save()
     tasks = [

@@ -36,7 +36,7 @@ class Item:
 class GlueRun:
     """`lr`, `rates` and `trials` hold what has been measured, also when the evaluation is stopped."""
 
-    def __init__(self, grid: Grid, runs: Runner, log: Log, at_a_time: int = 1):
+    def __init__(self, grid: Grid, runs: Runner, log: Log):
         self.grid, self._runs, self._log = grid, runs, log
         self.lr: float | None = None if grid.options.rates else peak_lr(grid.base).value
         self.rates: list[RateScore] = []
@@ -44,7 +44,7 @@ class GlueRun:
         planned = [*grid.tasks.values()] * len(grid.seeds)
         planned += [*grid.rate_tasks.values()] * len(grid.options.rates)
         shares = [task.manifest.splits["train"].tokens for task in planned]
-        self._progress = Progress(shares, log, at_a_time)
+        self._progress = Progress(shares, log, len(runs.slots))
 
     def run(self) -> None:
         """To the last trial. Raises Stopped for a signal, TrialsFailed."""

@@ -13,13 +13,12 @@ from types import TracebackType
 
 from bert_dp.record import start_ticks
 from launcher import results
-from launcher.children import module_command
+from launcher.children import ending, module_command
 from launcher.log import Log
 from launcher.loggers import INCOMPLETE, STATE
 from launcher.results import LoggerRun
 from launcher.run.processes import stop_signals
 from launcher.run.reaper import marked
-from launcher.watch.failure import ending
 
 GRACE_S = 9.0
 """After the end of the run, for what is not sent yet."""

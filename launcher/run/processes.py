@@ -20,7 +20,7 @@ import psutil
 from bert_dp import record
 from bert_dp.record.models import Summary
 from launcher import results
-from launcher.children import launcher_marks
+from launcher.children import ending, launcher_marks
 from launcher.log import Log, complain
 from launcher.redact import scrub, secrets
 from launcher.run.reaper import reaper
@@ -143,7 +143,7 @@ def run(
         launcher_said = _text_since(launcher_log, offset)
         unknown = Failure(
             None,
-            f"{launcher}: {failure.ending(process.returncode, 'and no summary')}",
+            f"{launcher}: {ending(process.returncode, 'and no summary')}",
             launcher_log,
             failure.tail_of(launcher_said),
             explanation=_stood_still(watch.hang if watch is not None else None),

@@ -8,6 +8,7 @@ import datetime
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, batch_layout
@@ -54,7 +55,7 @@ def supervise(
     past: list[Restart] = []
     idle = 0
     while True:
-        before, newest = saved_step(run_dir), newest_checkpoint(run_dir)
+        before = saved(run_dir)
         result = start(ranks, resume)
         failure = result.failure
         if failure is None or result.exit_code != 1 or result.signal or len(past) == policy.max_restarts:
@@ -65,18 +66,16 @@ def supervise(
         if failure.agreed:
             log("not started again: the ranks ended the run together, and would again")
             break
-        after = saved_step(run_dir)
-        idle = 0 if after > before else idle + 1
+        after = saved(run_dir)
+        idle = 0 if after.step > before.step else idle + 1
         if idle == WITHOUT_PROGRESS:
             log(f"not started again: {idle} failures without a newer checkpoint")
             break
         fewer = ranks_left(config, ranks, failure) if policy.elastic else ranks
         wait_s = 2.0**idle
-        if (
-            newest_checkpoint(run_dir) != newest or resume == "never"
-        ):  # else the one that was named has not been read yet
+        if after != before or resume == "never":  # else the one that was named has not been read yet
             resume = "auto"
-        place = f"step {after}" if after >= 0 else "the start"
+        place = f"step {after.step}" if after.step >= 0 else "the start"
         log(
             f"restart {len(past) + 1} of {policy.max_restarts} in {wait_s:.0f} s on "
             f"{count_of(fewer, 'rank')} from {place}: {first_line(failure.headline())}"
@@ -84,7 +83,7 @@ def supervise(
         past.append(
             Restart(
                 date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                step=after,
+                step=after.step,
                 ranks=fewer,
                 cause=failure.headline(),
                 failure_kind=failure.kind,
@@ -100,20 +99,21 @@ def supervise(
     return result
 
 
-def saved_step(run_dir: Path) -> int:
-    """Step of the newest checkpoint, -1 without one."""
-    newest = record.newest_checkpoint_facts(run_dir)
-    return newest[1].step if newest else -1
+class Saved(NamedTuple):
+    """The newest checkpoint."""
+
+    step: int
+    """-1: there is none."""
+    made_ns: int = 0
+    """A step may be saved again."""
 
 
-def newest_checkpoint(run_dir: Path) -> tuple[Path, int] | None:
-    """Its directory, and when that was made: a step may have been saved again."""
+def saved(run_dir: Path) -> Saved:
     newest = record.newest_checkpoint_facts(run_dir)
     if newest is None:
-        return None
-    with contextlib.suppress(OSError):
-        return newest[0], newest[0].stat().st_mtime_ns
-    return newest[0], 0
+        return Saved(-1)
+    path, facts = newest
+    return Saved(facts.step, path.stat().st_mtime_ns if path.exists() else 0)
 
 
 def ranks_left(config: Config, ranks: int, failure: Failure) -> int:

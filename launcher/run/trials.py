@@ -327,7 +327,7 @@ class Runner:
         if self.signals:
             raise Stopped(self.signals[0])
         if process.returncode:
-            complain(f"warning: {module} ended with exit code {process.returncode}")
+            complain(f"warning: {module} {children.ending(process.returncode, '')}")
         return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
     def _start(self, trial: Trial, slot: Slot) -> _Running:

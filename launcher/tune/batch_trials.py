@@ -163,12 +163,12 @@ def timed_run(trial: Trial, warm_up: int) -> TimedRun:
         forward_backward_s=repeat.parts["forward_backward_s"][0],
         peak_gib=repeat.memory_gib,
         exposed_s=statistics.median(repeat.exposed_s or [0.0]),
-        data_wait_s=_exposed_waits(repeat),
+        data_wait_s=exposed_waits(repeat),
         alloc_retries=alloc_retries(trial.directory, trial.ranks, warm_up),
     )
 
 
-def _exposed_waits(repeat: Repeat) -> list[float]:
+def exposed_waits(repeat: Repeat) -> list[float]:
     """Seconds of each of rank 0's steps in which it waited for data and nothing else: the host waits while a
     GPU still computes."""
     parts = (repeat.parts[f"{name}_s"][0] for name in ("data_wait", "step", "forward_backward", "optimizer"))

@@ -14,6 +14,7 @@ from bert_dp import record
 from bert_dp.record import is_own_code
 from bert_dp.record.models import FailureKind, RankError, kind_of_text
 from launcher import results
+from launcher.children import ending
 from launcher.watch.heartbeats import Hang
 from launcher.watch.memory import MemoryFacts
 
@@ -248,14 +249,6 @@ def _unrecorded_end(
         return None
     reported = re.search(r"exits with return code = -(\d+)", launcher_said)
     return silent[0].rank, -int(reported[1]) if reported else None
-
-
-def ending(code: int, without: str) -> str:
-    """An exit code in words; -N = killed by signal N."""
-    if code >= 0:
-        return f"ended with exit code {code} {without}".rstrip()
-    name = signal.Signals(-code).name if -code in set(signal.Signals) else "real-time"
-    return f"killed by signal {-code} ({name})"
 
 
 def crash_stack(text: str) -> tuple[str, ...]:

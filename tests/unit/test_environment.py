@@ -392,14 +392,14 @@ def test_what_a_module_printed_is_its_json_whatever_its_exit_code(fake_module):
 @pytest.mark.parametrize(
     ("number", "said"),
     [
-        (signal.SIGKILL, "was killed by SIGKILL; memory may have been full (bert-dp doctor)"),
-        (signal.SIGSEGV, "was killed by SIGSEGV"),
+        (signal.SIGKILL, "killed by signal 9 (SIGKILL); memory may have been full (bert-dp doctor)"),
+        (signal.SIGSEGV, "killed by signal 11 (SIGSEGV)"),
     ],
 )
 def test_a_module_that_a_signal_killed_is_no_silent_end(fake_module, capsys, number, said):
     name = fake_module(f"import os; os.kill(os.getpid(), {int(number)})")
     assert children.capture_json(name, []) == (128 + number, None)
-    assert capsys.readouterr().err == f"error: {name} {said}\n"
+    assert capsys.readouterr().err == f"error: {name}: {said}\n"
 
 
 def test_time_that_ran_out_on_a_busy_machine_is_a_warning(fake_module, monkeypatch):

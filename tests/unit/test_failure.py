@@ -17,6 +17,7 @@ from bert_dp import rank_process, record
 from bert_dp.config import ConfigError
 from bert_dp.record import STARTED_AGAIN
 from bert_dp.record.models import FailureKind, kind_of_text
+from launcher.children import ending
 from launcher.watch.card import CONSEQUENCES_SHOWN, card, summary_facts
 from launcher.watch.failure import (
     NO_CAUSE,
@@ -24,7 +25,6 @@ from launcher.watch.failure import (
     Failure,
     crash_stack,
     decide_cause,
-    ending,
     first_cause,
     first_line,
     lost_directory,

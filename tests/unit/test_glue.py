@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
+from bert_dp import record
 from bert_dp.config import Config, ConfigError, peak_lr
 from launcher import children, results
 from launcher.evaluate import glue, glue_grid, glue_scores
-from launcher.evaluate.glue import document, head_of, trial_issues
+from launcher.evaluate.glue import document, head_of, still_trains, trial_issues
 from launcher.evaluate.glue_compare import Evaluation, Paired, compare_report, paired_difference, paired_text
 from launcher.evaluate.glue_grid import Task, choose_tasks
 from launcher.evaluate.glue_predictions import write_submissions
@@ -684,6 +685,18 @@ def test_flipped_predictions_and_pooled_accuracy_are_over_the_same_examples(tmp_
     row = next(row for row in scores.rows if row.label == "RTE accuracy")
     assert [cell.text for cell in row.cells] == ["n/a", "55.0 \u00b1 7.1", "60.0 \u00b1 10.0", "+5.0"]
     assert "STS-B Pearson" in [row.label for row in scores.rows]
+
+
+def test_a_run_that_still_trains_is_known_by_its_lock(tmp_path: Path) -> None:
+    """It may remove the checkpoint that an evaluation begins with."""
+    checkpoint = tmp_path / "checkpoints" / "step-00000003"
+    assert not still_trains(checkpoint)
+    held = record.lock(tmp_path / ".lock")
+    assert held is not None
+    assert still_trains(checkpoint)
+    held.close()
+    assert not still_trains(checkpoint)
+    assert record.lock(tmp_path / ".lock") is not None, "and the question leaves no lock"
 
 
 def test_labelled_test_examples_are_no_dev_examples(tmp_path: Path) -> None:

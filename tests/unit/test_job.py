@@ -69,6 +69,11 @@ def test_ranks_need_devices(device: str, gpus: int, setting: str, ranks: int | s
     assert issues_of(made(device, gpus).choose_ranks, setting)[0].startswith(ranks)
 
 
+def test_too_many_ranks_are_told_by_the_option_that_asked_for_them() -> None:
+    (line,) = made("auto", 2).device_issues(3, "--ranks-per-job")
+    assert line.startswith("--ranks-per-job: 3 ranks but 2 GPUs; use --ranks-per-job 2, or ")
+
+
 RESTART, UNSAVED = "--max-restarts: checkpoint.every_steps or checkpoint.keep is 0", "checkpoint.keep is 0"
 
 

@@ -390,7 +390,7 @@ def test_a_helper_says_json_on_its_cores_and_its_failure_is_told(
         monkeypatch.setattr(trials, "time", clock)
         code += f"; open({str(said)!r}, 'w'); import time; time.sleep(15)"
         assert runs.helper("m", ["x"]) == [{"a": 1}]
-    assert capsys.readouterr().err == "warning: m ended with exit code -9\n"
+    assert capsys.readouterr().err == "warning: m killed by signal 9 (SIGKILL)\n"
 
 
 def test_a_run_tells_why_it_ended_and_of_which_kind(tmp_path: Path) -> None:
