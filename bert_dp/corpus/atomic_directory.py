@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,15 +14,20 @@ from bert_dp import record
 from bert_dp.config import ConfigError
 
 
+def _to_stderr(stage: str, done: int, total: int | None) -> None:
+    sys.stderr.write(record.printable(f"{stage}\n"))
+
+
 @contextlib.contextmanager
-def locked(out: Path, tell: Callable[[str, int, int | None], None]) -> Iterator[None]:
-    """One build of `out` at a time, by a lock file beside it that the kernel frees when its holder dies."""
+def locked(out: Path, tell: Callable[[str, int, int | None], None] = _to_stderr) -> Iterator[None]:
+    """One process at a time writes `out`, by a lock file beside it that the kernel frees when its holder
+    dies."""
     path = out.parent / f".{out.name}.lock"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         file = record.lock(path)
         if file is None:
-            tell(f"wait for another build of {out}", 0, None)
+            tell(f"wait for another process that writes {out}", 0, None)
             file = record.lock(path, wait=True)
     except OSError as error:
         raise ConfigError([f"--out {out}: {out.parent} cannot be written ({error.strerror})"]) from None

@@ -71,7 +71,7 @@ def prepare(request: Request) -> Path:
         "dev_share": request.dev_share,
     }
     directory = record.cache_root() / f"examples-{hash_json(facts)[:20]}"
-    with locked(directory, _tell):
+    with locked(directory):
         with contextlib.suppress(ConfigError):
             _verified(directory)
             return directory
@@ -80,10 +80,6 @@ def prepare(request: Request) -> Path:
             if request.data.identity() != facts["data"]:
                 raise ConfigError(["a file changed while it was read; run again"])
     return directory
-
-
-def _tell(stage: str, done: int, total: int | None) -> None:
-    sys.stderr.write(record.printable(f"{stage}\n"))
 
 
 def _verified(directory: Path) -> ExamplesManifest:

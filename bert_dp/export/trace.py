@@ -77,7 +77,7 @@ def write_onnx(source: Source, folder: Path, *, int8: bool, fused: bool | None =
     )
     assert program is not None
     path = folder / "model.onnx"
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
         whole = Path(scratch) / "model.onnx" if int8 else path
         program.save(whole, external_data=False)
         if source.config.model.norm == "rmsnorm" if fused is None else fused:

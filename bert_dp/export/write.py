@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from bert_dp import record
 from bert_dp.config import Config, ConfigError, native_class
 from bert_dp.config.stored import sha256
 from bert_dp.corpus import tokenizer as tokens
-from bert_dp.corpus.atomic_directory import refuse_mount_point
+from bert_dp.corpus.atomic_directory import locked, replaced
 from bert_dp.export.as_function import Source
 from bert_dp.export.card import card, tokenizer_files
 from bert_dp.export.hf import settings_of, tensors_of
@@ -23,21 +22,13 @@ from bert_dp.record.exported import EXPORTED, Exported, ExportFormat, ExportPrec
 
 @contextlib.contextmanager
 def new_directory(out: Path) -> Iterator[Path]:
-    """A directory that gets its name at the end. Raises ConfigError where there is one with files in it."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError([f"--out: {out} is not an empty directory; name a new one"])
-    refuse_mount_point(out)
-    try:
-        temporary = tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent)
-    except OSError as error:
-        raise ConfigError(
-            [f"--out: {out.parent} cannot be written ({error.strerror}); name a directory elsewhere"]
-        ) from None
-    with temporary as scratch:
-        folder = Path(scratch) / out.name
-        folder.mkdir()
-        yield folder
-        folder.rename(out)
+    """A directory that gets its name at the end. Raises ConfigError for a mount point, and where there is one
+    with files in it."""
+    with locked(out):
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise ConfigError([f"--out: {out} is not an empty directory; name a new one"])
+        with replaced(out) as folder:
+            yield folder
 
 
 def describe(source: Source, form: ExportFormat, precision: ExportPrecision = "fp32") -> Exported:

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +65,11 @@ def load(run_dir: Path) -> Run:
     resolved = None
     with contextlib.suppress(ConfigError):
         resolved = resolve([config])
-    logged = _logged(run_dir, metrics, evals, resolved, environment)
     return Run(
         path=run_dir,
         name=record.printable(run_dir.absolute().name),
         finished=summary is not None,
-        facts=_completed(summary, logged),
+        facts=_completed(summary, lambda: _logged(run_dir, metrics, evals, resolved, environment)),
         metrics=metrics,
         evals=evals,
         config=redact(config),
@@ -110,18 +109,20 @@ def _summary(path: Path, missing: list[str]) -> Summary | None:
     return None
 
 
-def _completed(summary: Summary | None, logged: Summary) -> Summary:
+def _completed(summary: Summary | None, logged: Callable[[], Summary]) -> Summary:
     """With what the logs tell and the summary does not: a rank that was killed could not write its own, and
     one that went on and was stopped before its next evaluation has no held-out loss."""
     if summary is None:
-        return logged
-    if summary.samples is not None:
-        if summary.status == "done" or summary.heldout_loss is not None:
-            return summary
-        names = ("heldout_loss", "heldout", "heldout_step")
-        return summary.model_copy(update={name: getattr(logged, name) for name in names})
-    recorded = summary.model_fields_set - {name for name, value in summary if value in (None, [], {})}
-    return logged.model_copy(update={name: getattr(summary, name) for name in recorded})
+        return logged()
+    if summary.samples is None:
+        recorded = summary.model_fields_set - {name for name, value in summary if value in (None, [], {})}
+        return logged().model_copy(update={name: getattr(summary, name) for name in recorded})
+    if summary.status == "done" or summary.heldout_loss is not None:
+        return summary
+    told = logged()
+    return summary.model_copy(
+        update={name: getattr(told, name) for name in ("heldout_loss", "heldout", "heldout_step")}
+    )
 
 
 def _logged(
@@ -149,21 +150,24 @@ def _logged(
         facts["precision"] = decided if config.precision == "auto" else config.precision
         gpus = [] if config.run.device == "cpu" else environment.get("gpus") or []
         facts["device"] = gpus[0].get("name") if gpus else "CPU" if environment else None
+    every = record.read_lines(run_dir / "metrics.jsonl")  # `metrics` leaves out some of a long run
     with contextlib.suppress(ValidationError, TypeError, KeyError):
-        return Summary.model_validate({"status": "stopped", **facts, "time_s": _seconds(metrics, config)})
+        return Summary.model_validate({"status": "stopped", **facts, "time_s": _seconds(every, config)})
     return Summary(status="stopped")
 
 
-def _seconds(metrics: Sequence[Mapping[str, Any]], config: Config | None) -> dict[str, float]:
+def _seconds(metrics: Iterable[Mapping[str, Any]], config: Config | None) -> dict[str, float]:
     """Of the real steps and their parts: each line's mean x the steps since the line before. The first line
     of a run that goes on from another directory's checkpoint has steps of one line before it."""
     seconds = dict.fromkeys(("train", *TRAIN_PARTS), 0.0)
-    before = max(0, metrics[0]["step"] - config.log.every_steps) if metrics and config else 0
+    before = None
     for line in metrics:
+        if before is None:
+            before = max(0, line["step"] - config.log.every_steps) if config else 0
         for part in seconds:
             seconds[part] += line["step_time_s" if part == "train" else f"{part}_s"] * (line["step"] - before)
         before = line["step"]
-    return seconds if metrics else {}
+    return {} if before is None else seconds
 
 
 def other(times: Mapping[str, float]) -> float:

@@ -323,7 +323,20 @@ def test_what_is_no_directory_of_a_modernbert_is_refused(tmp_path: Path) -> None
 
 def test_a_place_that_cannot_be_written_is_one_line() -> None:
     (line,) = issues_of(new_directory(Path("/proc/out")).__enter__)
-    assert line.startswith("--out: /proc cannot be written (")
+    assert line.startswith("--out /proc/out: /proc cannot be written (")
+
+
+def test_what_a_killed_export_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    left = tmp_path / ".out.building-killed"
+    left.mkdir()
+    (left / "model.safetensors").touch()
+    with new_directory(tmp_path / "out") as folder:
+        (folder / "README.md").touch()
+        assert not (tmp_path / "out").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["README.md"]
+    (line,) = issues_of(new_directory(tmp_path / "out").__enter__)
+    assert line == f"--out: {tmp_path / 'out'} is not an empty directory; name a new one"
 
 
 def test_a_file_that_is_not_what_config_json_says_is_refused(tmp_path: Path) -> None:
