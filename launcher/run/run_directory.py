@@ -54,9 +54,7 @@ def run_dir_issues(run_dir: Path, config: Config, resume: str) -> list[str]:
         ]
     if resume not in ("auto", "never") and record.newest_checkpoint_facts(Path(resume)) is None:
         return [f"--resume: {resume} holds no checkpoint; use auto, never, or a checkpoint's directory"]
-    if not has_run:
-        return []
-    if resume == "never":
+    if has_run and resume == "never":
         return [f"--resume never: {run_dir} already holds a run; choose another --run-dir"]
     checkpoint = checkpoint_to_resume(run_dir, resume)
     return change_issues(checkpoint[1], config, resume) if checkpoint else []

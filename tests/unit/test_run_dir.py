@@ -122,11 +122,11 @@ def test_what_a_run_may_not_change_is_told_as_it_was_and_is(tmp_path: Path) -> N
     checkpoint(tmp_path / "run")
     run, changed = tmp_path / "run", make_config("schedule.steps=1", "optim.beta1=0.5")
     line = f"optim.beta1: the run has {CONFIG.optim.beta1}, now 0.5; undo it or choose another --run-dir"
-    assert run_dir_issues(run, changed, "auto") == [line]
     for place, resume in ((run, "auto"), (tmp_path / "new", str(run))):
         assert resume_issues(place, CONFIG, resume, FACTS["data_hash"]) == []
         told = line.replace("--run-dir", "--resume") if resume != "auto" else line
         assert resume_issues(place, changed, resume, FACTS["data_hash"]) == [told]
+        assert run_dir_issues(place, changed, resume) == [told]  # known before any data is built
         (issue,) = resume_issues(place, CONFIG, resume, "1" * 64)
         assert "other data (0000000000000000, these are 1111111111111111)" in issue
     assert resume_issues(run, changed, "never", "1" * 64) == []
