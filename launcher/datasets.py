@@ -81,25 +81,29 @@ def build(
         file.flush()
         done = children.run_module("bert_dp.corpus", ["build", file.name], stdout=children.DEVNULL)
     if done.returncode == 0:
-        for line in built_lines(out, read_manifest(out), vocab_size):
+        asked = None if tokenizer else vocab_size
+        for line in built_lines(out, read_manifest(out), asked):
             show(console, line, **PLAIN)
     return done.returncode
 
 
-def built_lines(out: Path, manifest: Manifest, vocab_size: int) -> list[str]:
-    """What was made, what was left out, and how to train on it."""
+def built_lines(out: Path, manifest: Manifest, vocab_size: int | None) -> list[str]:
+    """What was made, what was left out, and how to train on it. `vocab_size`: asked of the tokenizer that was
+    trained."""
     train, held_out, length = manifest.train, manifest.held_out, manifest.sequence_length
-    fewer = "" if manifest.vocab_size == vocab_size else f" ({vocab_size:,} asked; the text has no more)"
+    is_less = vocab_size is not None and vocab_size != manifest.vocab_size
+    fewer = f" ({vocab_size:,} asked; the text has no more)" if is_less else ""
     return [
         f"{out}: {train.sequences:,} training and {held_out.sequences:,} held-out sequences of {length} "
         f"tokens, from {count_of(train.documents + held_out.documents, 'document')}",
         f"dropped: {dropped_words(manifest.dropped)}; vocabulary: {manifest.vocab_size:,} tokens{fewer}",
-        f"next: {train_command(out, length, manifest.vocab_size)}",
+        f"next: {train_command(out, manifest)}",
     ]
 
 
 def inspect(directory: Path, *, as_json: bool, console: Console) -> int:
-    """Returns 0, 1 when a hash differs, 2 when `directory` holds no shards."""
+    """Returns 0, 1 when a shard's content is not what its hash says, 2 when `directory` holds no shards or
+    lacks a part of them."""
     directory = directory.expanduser()
     code, facts = children.capture_json("bert_dp.corpus", ["inspect", str(directory)])
     if facts is None:
@@ -143,7 +147,7 @@ def shards_report(facts: Mapping[str, Any], directory: Path) -> Report:
         "bert-dp: shards",
         verdicts=damaged or [sound],
         sections=[Section("", tables=tables)],
-        next="" if damaged else train_command(directory, manifest["sequence_length"], manifest["vocab_size"]),
+        next="" if damaged else train_command(directory, Manifest.model_validate(manifest)),
     )
 
 
@@ -153,9 +157,11 @@ def dropped_words(dropped: Mapping[str, int]) -> str:
     return ", ".join(counts) or "no document"
 
 
-def train_command(directory: Path, sequence_length: int, vocab_size: int) -> str:
+def train_command(directory: Path, manifest: Manifest) -> str:
     """A run on these shards."""
-    settings = f"data.sequence_length={sequence_length} model.vocab_size={vocab_size}"
+    settings = f"data.sequence_length={manifest.sequence_length} model.vocab_size={manifest.vocab_size}"
+    if manifest.is_ordered:
+        settings += " data.shuffle=false"
     return f"bert-dp train data.path={shlex.quote(str(directory))} {settings}"
 
 

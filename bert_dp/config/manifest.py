@@ -116,6 +116,11 @@ class Manifest(HashedFile):
         return self.train.sequences
 
     @property
+    def is_ordered(self) -> bool:
+        """Whether the training sequences stand in an order that was asked for."""
+        return self.build.get("order", "none") != "none"
+
+    @property
     def shards(self) -> Iterator[Shard]:
         """Those of both splits."""
         yield from self.train.shards
@@ -186,6 +191,11 @@ class Manifest(HashedFile):
             warnings.append(
                 f"batch.global_size: {batch} is {batch / sequences:.1f} x the {sequences} training "
                 "sequences, so every step repeats them; lower it, or give more text"
+            )
+        if self.is_ordered and config.data.shuffle:
+            warnings.append(
+                f"data.shuffle: true, so the order of the shards ({self.build['order']}) has no effect; set "
+                "data.shuffle=false, or build with order=none"
             )
         return warnings
 

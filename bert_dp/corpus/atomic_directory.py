@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from bert_dp import record
 from bert_dp.config import ConfigError
+from bert_dp.corpus.command import STOPS
 
 
 def _to_stderr(stage: str, done: int, total: int | None) -> None:
@@ -27,10 +29,13 @@ def locked(out: Path, tell: Callable[[str, int, int | None], None] = _to_stderr)
         out.parent.mkdir(parents=True, exist_ok=True)
         file = record.lock(path)
         if file is None:
-            tell(f"wait for another process that writes {out}", 0, None)
+            tell(f"wait for another process that writes {out}", 0, 0)
             file = record.lock(path, wait=True)
     except OSError as error:
-        raise ConfigError([f"--out {out}: {out.parent} cannot be written ({error.strerror})"]) from None
+        setting = "BERT_DP_CACHE" if out.is_relative_to(record.cache_root()) else "--out"
+        raise ConfigError(
+            [f"{setting}: {out.parent} cannot be written ({error.strerror}); name a directory elsewhere"]
+        ) from None
     with file:
         try:
             yield
@@ -65,14 +70,30 @@ def replaced(out: Path) -> Iterator[Path]:
 
 
 def _install(work: Path, out: Path) -> None:
-    """Move the finished directory to `out`; a build that stands there goes first."""
+    """Move the finished directory to `out`; a build that stands there goes first. Signals wait meanwhile."""
     umask = os.umask(0o077)
     os.umask(umask)
     work.chmod(0o777 & ~umask)  # mkdtemp makes it private, also where the user shares
-    if out.exists():
-        old = Path(tempfile.mkdtemp(prefix=f".{out.name}.building-", dir=out.parent))
-        out.rename(old)
-        work.rename(out)
-        shutil.rmtree(old)
-    else:
-        work.rename(out)
+    with _signals_wait():
+        if out.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{out.name}.building-", dir=out.parent))
+            out.rename(old)
+            work.rename(out)
+            shutil.rmtree(old)
+        else:
+            work.rename(out)
+
+
+@contextlib.contextmanager
+def _signals_wait() -> Iterator[None]:
+    """What would stop this process does so afterwards. A mask would not do: a signal then takes any other
+    thread, and Python's handler runs in this one all the same."""
+    waiting: list[int] = []
+    before = {number: signal.signal(number, lambda n, _: waiting.append(n)) for number in STOPS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if waiting:
+            signal.raise_signal(waiting[0])

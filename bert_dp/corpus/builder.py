@@ -29,7 +29,7 @@ from bert_dp.config import (
     load_config,
     read_manifest,
 )
-from bert_dp.config.manifest import format_of, hash_json
+from bert_dp.config.manifest import SourceFile, format_of, hash_json
 from bert_dp.config.stored import problem_lines
 from bert_dp.corpus import dedup, pipeline, shards
 from bert_dp.corpus import sources as inputs
@@ -56,6 +56,11 @@ class BuildRequest(BaseModel):
     force: bool = False
     """Replace another build that stands in `out`."""
 
+    @property
+    def directory(self) -> Path:
+        """`out`, absolute."""
+        return Path(os.path.expanduser(self.out)).resolve()
+
     def resolved(self) -> pipeline.BuildPlan:
         """Raises ConfigError for sources, a tokenizer or a package that are not there."""
         if self.options.dedup == "near":
@@ -67,9 +72,8 @@ class BuildRequest(BaseModel):
             "seed": self.seed,
             "tokenizer_sha256": inputs.file_hash(Path(self.tokenizer)) if self.tokenizer else None,
         }
-        return pipeline.BuildPlan(
-            inputs.resolve(self.sources, self.options), self.options, self.tokenizer, settings, self.processes
-        )
+        sources = inputs.resolve(self.sources, self.options, self.directory)
+        return pipeline.BuildPlan(sources, self.options, self.tokenizer, settings, self.processes)
 
 
 def build(request: BuildRequest, progress: Progress | None = None) -> Manifest:
@@ -79,22 +83,21 @@ def build(request: BuildRequest, progress: Progress | None = None) -> Manifest:
     too little text, or an `out` that would be lost.
     """
     tell: Progress = progress or (lambda stage, done, total: None)
-    out = Path(os.path.expanduser(request.out)).resolve()
-    plan = request.resolved()
+    out, plan = request.directory, request.resolved()
     if not (out / Manifest.file_name).is_file():  # else it may be this very build, which is kept
         refuse_mount_point(out)
     with locked(out, tell):
         before = [_stamp(source) for source in plan.sources]
         records = [pipeline.source_record(source) for source in plan.sources]
         if (kept := _existing(out, plan.settings, records, request.force)) is not None:
-            tell(f"kept {out}: it holds this build", 0, None)
+            tell(f"kept {out}: it holds this build", 0, 0)
             return kept
         with replaced(out) as work:
             manifest = pipeline.build_in(plan, records, work, tell)
             if before != [_stamp(source) for source in plan.sources]:
                 raise ConfigError(["data.sources: a source changed while it was read; run again"])
     if warning := filter_warning(manifest):
-        tell(warning, 0, None)
+        tell(warning, 0, 0)
     return manifest
 
 
@@ -166,32 +169,39 @@ def _stamp(source: inputs.Source) -> dict[str, Any]:
 def _existing(
     out: Path, settings: dict[str, Any], records: list[dict[str, Any]], force: bool
 ) -> Manifest | None:
-    """The manifest of `out` if it is this very build; None if `out` may be (re)placed. Raises ConfigError."""
+    """The manifest of `out` if it is this very build, and sound; None if `out` may be (re)placed. Raises
+    ConfigError."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
-    manifest: Manifest | None = None
+    same = False
     with contextlib.suppress(ConfigError):
-        manifest = _verified(out)
-    if manifest is not None and manifest.build == settings and len(manifest.sources) == len(records):
-        pairs = zip(manifest.sources, records, strict=True)
-        if all(
-            old.sha256 == new["sha256"] if new["sha256"] else old.name == new["name"] for old, new in pairs
-        ):
+        manifest = read_manifest(out)
+        same = manifest.build == settings and _are_these(manifest.sources, records)
+        if same and not shards.verify(out):
             return manifest
-    own = {"manifest.json", "tokenizer.json"}
-    if not out.is_dir() or any(p.suffix != ".bin" and p.name not in own for p in out.iterdir()):
+    if not shards.are_alone(out):
         raise ConfigError([f"--out {out}: holds files that are not shards; name a new directory"])
-    if not force:
+    if not (same or force):
         raise ConfigError(
             [f"--out {out}: holds another build (options or sources differ); --force replaces it"]
         )
     return None
 
 
+def _are_these(sources: Sequence[SourceFile], records: Sequence[dict[str, Any]]) -> bool:
+    """Whether a manifest's sources are those of the records: by their hash, or by name where it has none."""
+    if len(sources) != len(records):
+        return False
+    return all(
+        old.sha256 == new["sha256"] if new["sha256"] else old.name == new["name"]
+        for old, new in zip(sources, records, strict=True)
+    )
+
+
 def filter_warning(manifest: Manifest) -> str | None:
     """What to say when the token filter took over a fifth of the documents: a small vocabulary does that."""
     filtered = manifest.dropped["tokens_per_char"]
-    total = filtered + manifest.train.documents + manifest.held_out.documents
+    total = sum(manifest.dropped.values()) + manifest.train.documents + manifest.held_out.documents
     if filtered <= 0.2 * total:
         return None
     limit = manifest.build["max_tokens_per_char"]
@@ -245,6 +255,7 @@ def shown_progress() -> Iterator[Progress]:
     """A bar when stderr is a terminal, else a line per stage and one every ten seconds."""
     if sys.stderr.isatty():
         import rich.console
+        import rich.markup
         import rich.progress
 
         console = rich.console.Console(stderr=True)
@@ -252,11 +263,15 @@ def shown_progress() -> Iterator[Progress]:
             tasks: dict[str, rich.progress.TaskID] = {}
 
             def draw(stage: str, done: int, total: int | None) -> None:
+                text = rich.markup.escape(record.printable(stage))
+                if total == 0:
+                    bars.console.print(text, soft_wrap=True, highlight=False)
+                    return
                 if stage not in tasks:
                     for before in bars.tasks:  # a stage of unknown length ends with the next one's begin
                         if before.total is None:
                             bars.update(before.id, total=1, completed=1)
-                    tasks[stage] = bars.add_task(record.printable(stage))
+                    tasks[stage] = bars.add_task(text)
                 bars.update(tasks[stage], completed=done, total=total)
 
             yield draw

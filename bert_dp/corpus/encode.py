@@ -45,7 +45,8 @@ class Encoded:
 
     ids: np.ndarray  # [T] uint16, each document followed by sep
     lengths: np.ndarray  # [D] int64, tokens with sep
-    keys: np.ndarray  # [D] uint64, hash of the text
+    keys: np.ndarray  # [D] uint64, hash of the text, which decides the split
+    contents: np.ndarray  # [D] uint64, hash of the normalised text, which duplicates share
     sketches: list[Any]  # [D] rensa.RMinHash, or empty
     read: int
     empty: int
@@ -79,6 +80,9 @@ def make_encoder(settings: Encoding) -> Callable[[list[str]], Encoded]:
     sketch = sketcher(settings.seed) if settings.near else None
     rate = settings.max_tokens_per_char
 
+    def hashes(texts: Iterable[str]) -> np.ndarray:
+        return np.array([document_key(text, settings.seed) for text in texts], np.uint64)
+
     def encode(texts: list[str]) -> Encoded:
         normalized = [normalize(text) for text in texts] if has_our_normalizer else texts
         rows = [e.ids for e in tokenizer.encode_batch_fast(normalized, add_special_tokens=False)]
@@ -88,10 +92,16 @@ def make_encoder(settings: Encoding) -> Callable[[list[str]], Encoded]:
             rows[i].append(settings.sep)
         lengths = np.fromiter((len(rows[i]) for i in kept), np.int64, len(kept))
         ids = np.fromiter(chain.from_iterable(rows[i] for i in kept), np.uint16, int(lengths.sum()))
-        keys = np.fromiter((document_key(texts[i], settings.seed) for i in kept), np.uint64, len(kept))
-        sketches = sketch([texts[i] for i in kept]) if sketch else []
+        sketches = sketch([normalized[i] for i in kept]) if sketch else []
         return Encoded(
-            ids, lengths, keys, sketches, len(texts), len(texts) - len(full), len(full) - len(kept)
+            ids,
+            lengths,
+            keys=hashes(texts[i] for i in kept),
+            contents=hashes(normalized[i] for i in kept),
+            sketches=sketches,
+            read=len(texts),
+            empty=len(texts) - len(full),
+            filtered=len(full) - len(kept),
         )
 
     return encode

@@ -42,7 +42,8 @@ WHAT_ENDS_A_DOCUMENT = {
     "blank_line": "a blank line ends a document of a text file; where it has none, use documents=line",
 }
 
-Progress = Callable[[str, int, int | None], None]  # stage, done, total (None = unknown)
+Progress = Callable[[str, int, int | None], None]
+"""Stage, done, total; None: unknown, 0: a message and no stage."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +111,10 @@ def _tokenizer(plan: BuildPlan, tell: Progress) -> tuple[str, int | None]:
     size = tokens.size(tokens.load(Path(path)))
     if size > most:
         raise ConfigError(
-            [f"data.tokenizer: {path} has {size} tokens, but model.vocab_size is {most}; raise it"]
+            [
+                f"data.tokenizer: {path} has {size} tokens, but model.vocab_size (--vocab-size) is {most}; "
+                "raise it"
+            ]
         )
     return Path(path).read_text(encoding="utf-8"), None
 
@@ -218,7 +222,7 @@ def _route(
     for batch in encoded:
         keep = np.ones(len(batch.keys), bool)
         if options.dedup != "none":
-            keep = is_new(batch.keys)
+            keep = is_new(batch.contents)
             dropped["exact_duplicate"] += int((~keep).sum())
         if is_unlike is not None:
             exact = keep.copy()
@@ -249,6 +253,11 @@ def _check_split(
     hint, share = WHAT_ENDS_A_DOCUMENT[options.documents], options.held_out_fraction
     if not train.sequences or not (held_out.sequences or share == 0):
         lost = ", ".join(f"{n} {stage}" for stage, n in dropped.items() if n) or "none"
+        if options.normalize and dropped["empty"] > train.documents + held_out.documents:
+            hint = (
+                f"{dropped['empty']} documents have no ASCII character, and others are dropped before "
+                f"tokenising: data.build.normalize=false keeps them; {hint}"
+            )
         raise ConfigError(
             [
                 f"data.sources: too little text for data.sequence_length {train.length}: training "
@@ -268,4 +277,4 @@ def _check_split(
         )
     if longest > LONG_DOCUMENT and share > 0:
         what = f"one document has {longest:.0%} of the tokens, and documents are held out whole"
-        tell(f"warning: {what}; {hint}", 0, None)
+        tell(f"warning: {what}; {hint}", 0, 0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,6 +25,7 @@ BLOCK_BYTES = 4 * 2**20  # of a shard file under one short hash in the manifest:
 SAMPLED_BLOCKS = 16  # read at the start of a run: 64 MiB however large the corpus
 TOKEN = np.dtype("<u2")
 CHUNK_SEQUENCES = 8192  # that a reader of all holds at once
+OWN_FILES = re.compile(r"(train|held_out)-\d{5,}\.bin|manifest\.json|tokenizer\.json")
 FREQUENT_TOKENS, SAMPLE_SEQUENCES = 20, 3  # that `inspect` shows
 
 
@@ -160,6 +162,11 @@ def check_blocks(directory: Path, manifest: Manifest) -> list[str]:
         elif (greatest := int(np.frombuffer(data, TOKEN).max())) >= manifest.vocab_size:
             problems.append(f"{file}: {beyond(greatest, manifest.vocab_size)}; {Manifest.remedy}")
     return problems
+
+
+def are_alone(directory: Path) -> bool:
+    """Whether it is a directory that holds nothing but what a build writes, by the names."""
+    return directory.is_dir() and all(OWN_FILES.fullmatch(path.name) for path in directory.iterdir())
 
 
 def verify(directory: Path) -> list[str]:

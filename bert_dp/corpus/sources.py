@@ -37,9 +37,14 @@ class Source:
     """What ends a document of a text file: line or blank_line."""
 
 
-def resolve(sources: Sequence[str], options: BuildConfig | None = None) -> list[Source]:
-    """Expand globs and directories. Raises ConfigError with every source that matches nothing, is no regular
-    file or has a format that is not known."""
+def resolve(
+    sources: Sequence[str], options: BuildConfig | None = None, out: Path | None = None
+) -> list[Source]:
+    """Expand globs and directories; what a directory holds in `out`, an earlier build, is no source.
+
+    Raises ConfigError with every source that matches nothing, is no regular file or has a format that is not
+    known.
+    """
     options = options or BuildConfig()
     of_format = None if options.source_format == "auto" else options.source_format
     resolved: list[Source] = []
@@ -51,7 +56,7 @@ def resolve(sources: Sequence[str], options: BuildConfig | None = None) -> list[
         if item.startswith("hub:"):
             resolved.append(Source(item, text_field=options.text_field))
             continue
-        paths = _expand(item, every_suffix=of_format is not None)
+        paths = _expand(item, out, every_suffix=of_format is not None)
         if not paths:
             issues.append(
                 f"data.sources: {item!r} matches no file; check the path (relative to {Path.cwd()})"
@@ -80,12 +85,16 @@ def _unknown_suffix(path: Path) -> str:
     )
 
 
-def _expand(item: str, *, every_suffix: bool) -> list[Path]:
-    """The files of a name, of a glob or of a directory: of those the ones with a known suffix, or all."""
+def _expand(item: str, out: Path | None, *, every_suffix: bool) -> list[Path]:
+    """The files of a name, of a glob or of a directory: of those the ones with a known suffix, or all, but
+    for what lies in `out`."""
     path = Path(os.path.expanduser(item))
     if path.is_dir():
         inside = (p for p in path.rglob("*") if p.is_file() and not _is_hidden(p.relative_to(path)))
-        return sorted(p for p in inside if every_suffix or suffixes(p)[0] in FORMATS)
+        known = [p for p in inside if every_suffix or suffixes(p)[0] in FORMATS]
+        if out is not None and out != path.resolve():
+            known = [p for p in known if not p.resolve().is_relative_to(out)]
+        return sorted(known)
     if path.exists():
         return [path]
     return sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())

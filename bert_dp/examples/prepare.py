@@ -149,7 +149,7 @@ def _write_split(
 
 def _key(row: Row) -> int:
     """64-bit hash of an example's texts: the same for texts that differ in case and white space only."""
-    return document_key("\0".join(row.texts), seed=0)
+    return document_key("\0".join(" ".join(text.split()) for text in row.texts), seed=0)
 
 
 def _with_drawn_dev(labelled: Labelled, share: float) -> Labelled:

@@ -9,6 +9,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -191,6 +192,19 @@ def test_held_out_is_disjoint_and_does_not_depend_on_order(tmp_path: Path) -> No
     assert other["build"]["seed"] == 7
     # without dedup the copies of a held-out document are held out too
     assert dedup.document_key("Some  text", 0) == dedup.document_key("some text\t", 0)
+
+
+def test_texts_that_normalise_to_the_same_are_duplicates(tmp_path: Path) -> None:
+    """A quote or an accent that the tokenizer drops would put one on either side of the split."""
+    docs = prose(200)
+    twins = [doc.replace("a", "\u00e1").replace(". ", ".\u201d ") for doc in docs]
+    options = {"held_out_fraction": 0.3}
+    alone = make(write(tmp_path / "a.txt", docs), tmp_path / "alone", **options)
+    both = make(write(tmp_path / "b.txt", docs + twins), tmp_path / "both", **options)
+    assert both["dropped"]["exact_duplicate"] == 200
+    assert both["held_out"]["documents"] == alone["held_out"]["documents"] > 0
+    kept = make(str(tmp_path / "b.txt"), tmp_path / "raw", normalize=False, **options)
+    assert kept["dropped"]["exact_duplicate"] == 0
 
 
 def test_whole_books_are_held_out_where_a_blank_line_ends_one(tmp_path: Path) -> None:
@@ -504,7 +518,7 @@ def test_given_tokenizer(tmp_path: Path) -> None:
     assert make(source, tmp_path / "whole", tokenizer=whole)["vocab_size"] == VOCAB
     for other, message in (
         (bert_like(tmp_path / "u.json", specials[:-1]), "no token <mask> or"),
-        (bert_like(tmp_path / "v.json", specials, extra=500), r"model\.vocab_size is 300"),
+        (bert_like(tmp_path / "v.json", specials, extra=500), r"model\.vocab_size \(--vocab-size\) is 300"),
         (bert_like(tmp_path / "w.json", specials, extra=70_000), "at most 65535 fit"),
         (write(tmp_path / "x.json", ["{}"]), r"not a tokenizer\.json"),
     ):
@@ -596,6 +610,9 @@ def test_too_little_text_tells_the_counts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"training \d+ sequences from \d+ documents, held-out 0 sequences"):
         make(write(tmp_path / "a.txt", prose(12)), tmp_path / "out", held_out_fraction=0.001)
     assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == []
+    chinese = write(tmp_path / "b.txt", ["\u4e2d\u6587" * (i + 1) for i in range(40)])
+    with pytest.raises(ConfigError, match=r"40 documents have no ASCII .*data\.build\.normalize=false"):
+        make(chinese, tmp_path / "out")
 
 
 def test_existing_output_is_kept_refused_or_replaced(source: str, tmp_path: Path) -> None:
@@ -618,6 +635,65 @@ def test_existing_output_is_kept_refused_or_replaced(source: str, tmp_path: Path
     with pytest.raises(ConfigError, match="not shards"):
         make(source, out, dedup="none", force=True)
     assert not list(tmp_path.glob(".*building*"))
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_damaged_build_is_made_again(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, force: bool
+) -> None:
+    """Also where a start, which samples blocks, would not find the damage."""
+    monkeypatch.setattr(shards, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(shards, "SAMPLED_BLOCKS", 0)
+    out = tmp_path / "out"
+    first = make(source, out)
+    shard = out / "train-00000.bin"
+    good = shard.read_bytes()
+    shard.write_bytes(bytes([good[0] ^ 1]) + good[1:])
+    assert make(source, out, force=force) == first
+    assert shard.read_bytes() == good
+
+
+def test_other_files_than_a_builds_are_never_replaced(source: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in ("train.bin", "val.bin"):
+        (out / name).write_bytes(b"mine")
+    for force in (False, True):
+        with pytest.raises(ConfigError, match="holds files that are not shards"):
+            make(source, out, force=force)
+    assert (out / "val.bin").read_bytes() == b"mine"
+
+
+def test_a_build_inside_its_source_can_be_repeated(tmp_path: Path) -> None:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    write(folder / "a.txt", prose(100))
+    first = make(str(folder), folder / "shards")
+    assert make(str(folder), folder / "shards") == first
+    assert make(str(folder), folder / "shards", force=True, dedup="none")["sources"] == first["sources"]
+    with pytest.raises(ConfigError, match="holds files that are not shards"):
+        make(str(folder), folder)
+
+
+def test_a_signal_waits_while_the_old_build_is_replaced(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    make(source, out)
+    remove, before = shutil.rmtree, signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+    def stopped(path: Path, **options: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        remove(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", stopped)
+    try:
+        with pytest.raises(SystemExit):
+            make(source, out, dedup="none", force=True)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert read_manifest(out).build["dedup"] == "none"
+    assert not list(tmp_path.glob(".out.*"))
 
 
 def test_damage_is_found(out: Path) -> None:
@@ -942,12 +1018,25 @@ def test_no_torch_is_imported() -> None:
 
 def test_a_filter_that_takes_much_is_told(tmp_path: Path) -> None:
     directory = write_shards(tmp_path / "s", train=65, held_out=5)
-    for count, share in ((30, "30% of the documents"), (15, None)):
+    for count, twins, share in ((30, 0, "30% of the documents"), (15, 0, None), (30, 900, None)):
         with edited_manifest(directory) as edited:
-            edited["dropped"] = {"tokens_per_char": count}
+            edited["dropped"] = {"tokens_per_char": count, "exact_duplicate": twins}
             edited["build"] = {"max_tokens_per_char": 0.25}
         warning = builder.filter_warning(read_manifest(directory))
         assert warning is None if share is None else share in (warning or "")
+
+
+def test_a_message_stands_whole_above_the_bars(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    message = f"warning: [red]{'a long way ' * 20}to what can be done"
+    with builder.shown_progress() as tell:
+        tell("read [1]", 1, 2)
+        tell(message, 0, 0)
+    told = capsys.readouterr().err
+    assert message in told
+    assert "read [1]" in told
 
 
 def test_a_bar_on_a_terminal_leaves_stdout_to_what_is_written_there(monkeypatch: pytest.MonkeyPatch) -> None:

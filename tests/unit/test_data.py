@@ -63,7 +63,7 @@ def rows_of(batch: Batch) -> list[tuple[int, bytes]]:
     positions = batch.positions_P.reshape(size, -1) - torch.arange(size)[:, None] * length
     labels = batch.labels_P.reshape(size, -1)
     return [
-        (int(s), b"|".join(t[i].numpy().tobytes() for t in (batch.ids_BS, positions, labels)))
+        (int(s), b"|".join(t[i].numpy().tobytes() for t in (batch.ids_BS, positions, labels, batch.key_B)))
         for i, s in enumerate(batch.sample_ids)
     ]
 
