@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from launcher.report.model import Report
 
 MOST_TOKENS = 1e15
+RATES, SEEDS = 5, 3  # of `tune lr`
 SHARED = ("report", "data", "export")
 """Verbs that write where the user says, with the user's umask; the others write privately."""
 
@@ -80,8 +81,8 @@ def _group(name: str, help: str) -> typer.Typer:
 
 data_app = _group("data", "Build and inspect token shards.")
 eval_app = _group("eval", "Measure a run after training.")
-export_app = _group("export", "What other programs load.")
-plan_app = _group("plan", "What a run would take, before it is bought.")
+export_app = _group("export", "Write a run as what other programs load.")
+plan_app = _group("plan", "Predict what hardware would give, before it is bought.")
 tune_app = _group("tune", "Find the micro batch and the learning rate.")
 
 
@@ -102,7 +103,7 @@ def _root(
         record.keep_private()
 
 
-@app.command()
+@app.command(short_help="Pretrain; without arguments two minutes on built-in text.")
 def train(
     words: Words = None,
     set_: Set = None,
@@ -168,7 +169,7 @@ def train(
     )
 
 
-@app.command()
+@app.command(short_help="Train a classifier or regressor from a pretrained run.")
 def finetune(
     run: Annotated[Path, typer.Argument(help="Pretrained run, or a checkpoint of one.", show_default=False)],
     words: Settings = None,
@@ -182,9 +183,9 @@ def finetune(
     test: Annotated[
         str | None, typer.Option(metavar="FILE", help="Examples to predict, scored if labelled.")
     ] = None,
-    text: Annotated[str | None, typer.Option(metavar="COLUMN", help="Of the text.")] = None,
+    text: Annotated[str | None, typer.Option(metavar="COLUMN", help="Column with the text.")] = None,
     text_pair: TextPair = None,
-    label: Annotated[str | None, typer.Option(metavar="COLUMN", help="Of the label.")] = None,
+    label: Annotated[str | None, typer.Option(metavar="COLUMN", help="Column with the label.")] = None,
     kind: Annotated[
         Literal["single_label", "multi_label", "regression"] | None,
         typer.Option(help="What a label is; default: single_label."),
@@ -227,7 +228,7 @@ def finetune(
     )
 
 
-@data_app.command("build")
+@data_app.command("build", short_help="Make token shards of text.")
 def data_build(
     sources: Annotated[list[str], typer.Argument(help=TEXTS)],
     out: Annotated[Path, typer.Option(help="Directory to write.")],
@@ -265,7 +266,7 @@ def data_build(
     )
 
 
-@data_app.command("inspect")
+@data_app.command("inspect", short_help="Verify shards and show what is in them.")
 def data_inspect(
     directory: Annotated[Path, typer.Argument(help="Directory made by data build.")], json: Json = False
 ) -> int:
@@ -275,7 +276,7 @@ def data_inspect(
     return datasets.inspect(directory, as_json=json, console=console())
 
 
-@app.command()
+@app.command(short_help="List the configurations that come with bert-dp, or print one.")
 def configs(
     name: Annotated[
         str | None,
@@ -292,7 +293,7 @@ def configs(
     complain("next: bert-dp train NAME --dry-run")
 
 
-@app.command()
+@app.command(short_help="Verify the checkpoints of a run.")
 def checkpoints(
     run: Annotated[Path, typer.Argument(metavar="RUN", show_default=False, help="Run directory.")],
     json: Json = False,
@@ -304,7 +305,7 @@ def checkpoints(
     return checkpoints.verify(run, as_json=json, console=console())
 
 
-@app.command()
+@app.command(short_help="Check this machine before a run does.")
 def doctor(
     run_dir: Annotated[Path | None, typer.Option(help="Where runs would be written; default: here.")] = None,
     json: Json = False,
@@ -325,7 +326,7 @@ def doctor(
     return 1 if any(f.level == "fail" for f in findings) else 0
 
 
-@app.command()
+@app.command(short_help="Measure how the throughput grows with the ranks.")
 def scale(
     words: Words = None,
     nproc: Annotated[
@@ -398,7 +399,7 @@ def scale(
     )
 
 
-@tune_app.command("batch")
+@tune_app.command("batch", short_help="Find the micro batch of a rank by real runs.")
 def tune_batch(
     words: Words = None,
     nproc: Annotated[
@@ -441,7 +442,7 @@ def tune_batch(
     )
 
 
-@tune_app.command("lr")
+@tune_app.command("lr", short_help="Find the learning rate by short complete runs.")
 def tune_lr(
     words: Words = None,
     nproc: Annotated[
@@ -450,17 +451,22 @@ def tune_lr(
             "--nproc", "--ranks", min=1, help="Ranks of a trial; default: as few as one replica needs."
         ),
     ] = None,
-    rates: Annotated[int, typer.Option(min=3, max=20, help="Rates of the first rung, spaced 2x.")] = 5,
-    seeds: Annotated[int, typer.Option(min=1, max=100, help="Seeds of each finalist.")] = 3,
+    rates: Annotated[int, typer.Option(min=3, max=20, help="Rates of the first rung, spaced 2x.")] = RATES,
+    seeds: Annotated[int, typer.Option(min=1, max=100, help="Seeds of each finalist.")] = SEEDS,
     tokens: Annotated[
-        float | None, typer.Option(min=1, help="Of a run in the last rung; default: of the configured run.")
+        float | None,
+        typer.Option(min=1, help="Tokens of a run in the last rung; default: of the configured run."),
     ] = None,
     budget: Annotated[
         float | None, parsed(seconds, "TIME", "90s, 30m or 2h: shorten the runs to fit.")
     ] = None,
     transfer: Annotated[
         Sequence[int] | None,
-        parsed(two_batches, "'B1->B2'", "Run nothing: the rate at global batch B1, carried to B2."),
+        parsed(
+            two_batches,
+            "'B1->B2'",
+            "Run nothing: carry the rate at global batch B1, of the configuration or of the search in --out.",
+        ),
     ] = None,
     launcher: Launcher = "torchrun",
     set_: Set = None,
@@ -480,8 +486,17 @@ def tune_lr(
     if transfer is not None:
         from launcher.tune.transfer import carry
 
+        given = {
+            "--nproc": nproc is not None,
+            "--rates": rates != RATES,
+            "--seeds": seeds != SEEDS,
+            "--tokens": tokens is not None,
+            "--budget": budget is not None,
+        }
+        if idle := [option for option, is_given in given.items() if is_given]:
+            raise ConfigError([f"{option}: --transfer runs nothing; leave {option} out" for option in idle])
         before, after = transfer
-        return carry(config, overrides, before, after, out, as_json=json, console=console())
+        return carry(config, overrides, before, after, out, dry_run=dry_run, as_json=json, console=console())
     if tokens is not None and not tokens < MOST_TOKENS:
         raise ConfigError([f"--tokens: {tokens} is not below {MOST_TOKENS:g}"])
     settings = LrOptions(
@@ -495,7 +510,7 @@ def tune_lr(
     return search.tune(config, overrides, settings, out=out, dry_run=dry_run, as_json=json, console=console())
 
 
-@plan_app.command("scaling")
+@plan_app.command("scaling", short_help="Predict step time and efficiency of N GPUs.")
 def plan_scaling(
     nproc: Annotated[
         Sequence[int],
@@ -517,7 +532,12 @@ def plan_scaling(
         str | None, typer.Option(help="Within a node: nvlink4, pcie4, ...; default: as measured.")
     ] = None,
     inter: Annotated[str | None, typer.Option(help="Between nodes: ib-ndr, ethernet100, ...")] = None,
-    gpus_per_node: Annotated[int | None, typer.Option(help="Default: 8.")] = None,
+    gpus_per_node: Annotated[
+        int | None,
+        typer.Option(
+            help="GPUs in one node; default: 8, or all of them without --inter where the link is measured."
+        ),
+    ] = None,
     nics: Annotated[int, typer.Option(help="NICs per node.")] = 1,
     engine: Annotated[str, typer.Option(help="ddp, zero1 or fsdp.")] = "ddp",
     tensor: Annotated[Sequence[int], counts_option("Tensor-parallel sizes: 1,2; default: 1.")] = (1,),
@@ -527,7 +547,9 @@ def plan_scaling(
     reduce_dtype: Annotated[
         str, typer.Option(help="What is sent of a gradient: full, bf16 or fp16.")
     ] = "full",
-    bucket_mib: Annotated[float | None, typer.Option(help="Default: 25, the first 1.")] = None,
+    bucket_mib: Annotated[
+        float | None, typer.Option(help="Size of a gradient bucket; default: 25, of ddp's first one 1.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Step time and efficiency of N GPUs from one GPU's profile, and which change would help most."""
@@ -554,10 +576,11 @@ def plan_scaling(
     if json:
         typer.echo(results.to_json(answer), nl=False)
     else:
-        show_report(console(), plan_report(answer))
+        config = model if from_ is None and model not in inputs.MODELS else None
+        show_report(console(), plan_report(answer, config))
 
 
-@eval_app.command("glue")
+@eval_app.command("glue", short_help="Finetune and score every task of GLUE with several seeds.")
 def eval_glue(
     run: Run,
     words: Settings = None,
@@ -584,7 +607,13 @@ def eval_glue(
     ] = (),
     init: Init = "checkpoint",
     ranks_per_job: Annotated[
-        int, typer.Option(min=1, help="Ranks of a run; runs go side by side on the devices that are left.")
+        int,
+        typer.Option(
+            "--ranks-per-job",
+            "--nproc",
+            min=1,
+            help="Ranks of a run; runs go side by side on the devices that are left.",
+        ),
     ] = 1,
     launcher: Launcher = "torchrun",
     out: Annotated[Path | None, out_option("eval/RUN-glue")] = None,
@@ -617,7 +646,7 @@ def eval_glue(
     )
 
 
-@eval_app.command("mlm")
+@eval_app.command("mlm", short_help="Measure the held-out loss of a run on any text.")
 def eval_mlm(
     run: Run,
     texts: Annotated[list[str], typer.Argument(metavar="TEXT...", help=TEXTS)],
@@ -640,7 +669,7 @@ def eval_mlm(
     return text_loss.evaluate(run, texts, options, max_bytes=max_bytes, as_json=json, console=console())
 
 
-@app.command()
+@app.command(short_help="Label or encode the examples of a file.")
 def predict(
     run: Run,
     file: Annotated[
@@ -651,12 +680,14 @@ def predict(
         ),
     ],
     text: Annotated[
-        str | None, typer.Option(metavar="COLUMN", help="Of the text in a table; default: text.")
+        str | None, typer.Option(metavar="COLUMN", help="Column with the text of a table; default: text.")
     ] = None,
     text_pair: TextPair = None,
     pooling: Annotated[
         Literal["mean", "cls"] | None,
-        typer.Option(help="Of a pretrained run: the mean over the tokens (the default), or the first."),
+        typer.Option(
+            help="How a pretrained run encodes: the mean over the tokens (the default), or the first."
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="File to write; default: stdout.")] = None,
     instances: Annotated[
@@ -667,7 +698,9 @@ def predict(
     ] = 1,
     threads: Annotated[
         int | None,
-        typer.Option(min=1, max=1024, metavar="T", help="Of each process; default: its share of the cores."),
+        typer.Option(
+            min=1, max=1024, metavar="T", help="CPU threads of each process; default: its share of the cores."
+        ),
     ] = None,
 ) -> int:
     """A JSON line for each example of a file: labels with probabilities by a finetuned run, or its score;
@@ -681,7 +714,7 @@ def predict(
     )
 
 
-@export_app.command("hf")
+@export_app.command("hf", short_help="Write what transformers loads.")
 def export_hf(run: Run, out: ExportOut, encoder: WithoutHead = False) -> int:
     """A directory that transformers loads without code of ours: ModernBERT, EuroBERT or RobertaPreLayerNorm,
     whichever has the run's positions and norm, with tokenizer and model card."""
@@ -690,7 +723,7 @@ def export_hf(run: Run, out: ExportOut, encoder: WithoutHead = False) -> int:
     return export.export("hf", run, out, encoder=encoder)
 
 
-@export_app.command("onnx")
+@export_app.command("onnx", short_help="Write an ONNX file.")
 def export_onnx(
     run: Run,
     out: ExportOut,
@@ -705,7 +738,7 @@ def export_onnx(
     return export.export("onnx", run, out, encoder=encoder, options=["--int8"] if int8 else [])
 
 
-@export_app.command("aoti")
+@export_app.command("aoti", short_help="Write an AOTInductor package.")
 def export_aoti(
     run: Run,
     out: ExportOut,
@@ -723,7 +756,7 @@ def export_aoti(
     return export.export("aoti", run, out, encoder=encoder, options=precision)
 
 
-@export_app.command("check")
+@export_app.command("check", short_help="Compare an exported directory with its run.")
 def export_check(
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", show_default=False, help="Made by `bert-dp export`.")
@@ -743,7 +776,7 @@ def export_check(
     return export.check(directory, run, as_json=json, console=console())
 
 
-@app.command()
+@app.command(short_help="Make the page of a run, a benchmark, a search or an evaluation.")
 def report(
     run_dirs: Annotated[
         list[Path],
@@ -766,6 +799,8 @@ def report(
     from launcher.report.run_report import PAGE
     from launcher.run.loggers import send_run
 
+    if json and out is not None:
+        raise ConfigError(["--out: --json writes no page; leave one of the two out"])
     if log_to and (others := [d for d in run_dirs if not (d / "config.yaml").exists()]):
         raise ConfigError([f"--log-to: {d} is not a run directory (no config.yaml)" for d in others])
     target = out or run_dirs[0] / PAGE
@@ -825,6 +860,15 @@ def report_of(run_dirs: Sequence[Path]) -> Report:
         return compare_report(run_dirs)
     if files:
         what, read = kinds[files[0].name]
+        unfinished = [d for d in run_dirs if not (d / evaluate.FILE).exists()]
+        if files[0].name == evaluate.FILE and unfinished:
+            raise ConfigError(
+                [
+                    f"RUN_DIR: {d} holds no finished evaluation (no {evaluate.FILE}); one that was stopped "
+                    "goes on with the same `bert-dp eval glue` command"
+                    for d in unfinished
+                ]
+            )
         if len(run_dirs) > 1:
             raise ConfigError([f"RUN_DIR: {files[0].parent} is {what}; its page is made of it alone"])
         return read(files[0])

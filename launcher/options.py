@@ -57,7 +57,7 @@ def run_dir_option(default: str) -> Any:
 
 def out_option(default: str) -> Any:
     """--out of a verb that goes on where it was ended; `default`: the path before date and time."""
-    return typer.Option(help=f"Directory; the same one goes on. Default: {default}-DATE-TIME.")
+    return typer.Option(help=f"Directory to write; named again, it goes on. Default: {default}-DATE-TIME.")
 
 
 def counts(text: str) -> tuple[int, ...]:
@@ -188,7 +188,9 @@ Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="a.b=v", help="The same as SETTING=VALUE; repeatable.")
 ]
 Nproc = Annotated[str, typer.Option(help="Ranks: auto (every GPU, or 2 CPU ranks) or a number.")]
-Launcher = Annotated[str, parsed(launcher, "NAME", "Starts the ranks: torchrun, accelerate or deepspeed.")]
+Launcher = Annotated[
+    str, parsed(launcher, "NAME", "Starts the ranks: torchrun (the default), accelerate or deepspeed.")
+]
 Resume = Annotated[str, typer.Option(help="auto, never, or the path of a checkpoint or run.")]
 MaxRestarts = Annotated[
     int, typer.Option(min=0, metavar="K", help="Start a failed run again from its newest checkpoint.")
@@ -207,9 +209,13 @@ Init = Annotated[
     Literal["checkpoint", "random"],
     typer.Option(help="random = the baseline that shows what pretraining is worth."),
 ]
-TextPair = Annotated[str | None, typer.Option(metavar="COLUMN", help="Of a second text, for pairs.")]
+TextPair = Annotated[
+    str | None, typer.Option(metavar="COLUMN", help="Column with the second text of a pair.")
+]
 TEXTS = "Files, directories, globs (text, JSONL, Parquet; .gz .xz .zst), hub:NAME, or builtin."
-Format = Annotated[str, typer.Option(help="Of every file: text, jsonl or parquet; auto goes by the suffix.")]
+Format = Annotated[
+    str, typer.Option(help="Format of all files: text, jsonl or parquet; auto goes by the suffix.")
+]
 TextKey = Annotated[
     str, typer.Option(help="Field of a JSON record or column of a Parquet file that holds the text.")
 ]

@@ -17,6 +17,7 @@ from bert_dp.config.schema import (
     MAX_VOCAB_SIZE,
     BuildConfig,
     Config,
+    FinetuneConfig,
     ModelConfig,
     Section,
     divisors,
@@ -181,9 +182,13 @@ def noise_issues(config: Config, dp: int) -> list[str]:
     return []
 
 
-def no_effect(config: Config) -> list[str]:
-    """One line for each setting that was given explicitly and changes nothing in this run."""
+def no_effect(config: Config, ranks: int | None = None) -> list[str]:
+    """One line for each setting that was given explicitly and changes nothing in this run. `ranks`: where
+    their number is known."""
     data, build, name, engine = config.data, config.data.build, config.schedule.name, config.parallel.engine
+    if engine == "auto" and ranks == 1:
+        engine = "single"
+    finetunes = config.objective.name == "finetune"
     built, from_path = data.sources is not None, data.path is not None
     own_tokenizer = built and data.tokenizer is not None
     with_engine = f"with parallel.engine: {engine}"
@@ -203,7 +208,20 @@ def no_effect(config: Config) -> list[str]:
             f"with model.position: {config.model.position}",
         ),
         ("model.norm_bias", config.model.norm == "rmsnorm", "with model.norm: rmsnorm"),
-        ("checkpoint.every_steps", config.checkpoint.keep == 0, ": checkpoint.keep is 0, nothing is saved"),
+        *(
+            (f"checkpoint.{field}", config.checkpoint.keep == 0, ": checkpoint.keep is 0, nothing is saved")
+            for field in ("every_steps", "on_error")
+        ),
+        *(
+            (f"finetune.{field}", not finetunes, f"with objective.name: {config.objective.name}")
+            for field in FinetuneConfig.model_fields
+        ),
+        *(
+            (setting, finetunes, "with objective.name: finetune")
+            for setting in ("objective.mask_rate", "data.shuffle", "eval.max_sequences")
+        ),
+        ("finetune.head_size", config.finetune.head == "native", "with finetune.head: native"),
+        *((f"data.{field}", data.synthetic, "with data.synthetic: true") for field in ("shuffle", "workers")),
         ("data.tokenizer", from_path, "with data.path: the shards carry their tokenizer"),
         *((f"data.build.{field}", from_path, "with data.path") for field in BuildConfig.model_fields),
         ("data.build.tokenizer_model", own_tokenizer, ": data.tokenizer is given"),

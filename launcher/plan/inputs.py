@@ -107,7 +107,11 @@ def find_model(name: str) -> Model:
     if name in MODELS:
         shape, length, positions, mask_rate = MODELS[name], BERT_SEQUENCE_LENGTH, POSITIONS, BERT_MASK_RATE
     else:
-        config = load_config(find_config(name))
+        try:
+            config = load_config(find_config(name))
+        except ConfigError as error:
+            also = f"; or {' or '.join(MODELS)}"
+            raise ConfigError([f"--model: {issue}{also}" for issue in error.issues]) from None
         shape, mask_rate = config.model, config.objective.mask_rate
         length = positions = config.data.sequence_length
     return Model(shape, length, num_parameters(shape, positions), flops_per_token(shape, length, mask_rate))
@@ -247,7 +251,8 @@ def from_rate(model: str, seq_per_s: float, micro: int, accumulation: int, gpu: 
     shape, length, parameters, flops = find_model(model)
     optimizer_s, device = 0.0, None
     notes = [
-        f"{seq_per_s:g} sequences/s on one rank at accumulation {accumulation}; readiness from the layers"
+        f"{seq_per_s:g} sequences/s on one rank at accumulation {accumulation}; when each gradient "
+        "is ready is estimated from the layers"
     ]
     if gpu is None:
         notes.append("optimizer time not told apart from the micro batches: give --gpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 
 from launcher.report.model import Report, Section, Table, Verdict
@@ -28,14 +29,16 @@ MEASURED = (
 )
 
 
-def plan_report(answer: Prediction) -> Report:
-    """The rows, the levers at the greatest number of GPUs, measured cells, and what was assumed."""
+def plan_report(answer: Prediction, config: str | None = None) -> Report:
+    """The rows, the levers at the greatest number of GPUs, measured cells, and what was assumed. `config`:
+    that of the model, which `scale` can measure."""
     last = max(answer.rows, key=lambda row: row.world_size)
     levers = [
-        words(lever.lever, format_change(lever.gain), "what is lost there; no setting" if lever.bound else "")
+        words(lever.lever, format_change(lever.gain), "an upper bound, no setting" if lever.bound else "")
         for lever in last.levers
     ]
     what = f"What one change would do on {count_of(last.world_size, 'GPU')}"
+    counts = ",".join(dict.fromkeys(str(row.world_size) for row in answer.rows[:4]))
     measured = [(cell.cell, cell) for cell in answer.measured]
     tables = [
         _rows(answer.rows),
@@ -46,7 +49,7 @@ def plan_report(answer: Prediction) -> Report:
         "bert-dp: predicted scaling",
         verdicts=[Verdict("warn", text) for text in answer.warnings],
         sections=[Section("", tables=tables, notes=answer.assumptions)],
-        next=f"bert-dp scale --nproc {','.join(str(row.world_size) for row in answer.rows[:4])}  measures it",
+        next="" if config is None else f"bert-dp scale {shlex.quote(config)} --nproc {counts}",
     )
 
 

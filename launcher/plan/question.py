@@ -54,6 +54,13 @@ def check(source: Source, question: Question) -> None:
     ):
         if value is not None and not value > 0:
             issues.append(f"{setting}: {value:g} is not above 0")
+    if question.reduce_dtype in ("bf16", "fp16") and question.engine != "ddp":
+        issues.append(
+            f"--reduce-dtype: {question.reduce_dtype} is sent by ddp alone, not by {question.engine}; leave "
+            "it out, or use --engine ddp"
+        )
+    if question.bucket_mib is not None and question.engine == "fsdp":
+        issues.append("--bucket-mib: fsdp has no buckets; leave it out, or use another --engine")
     for name, setting in ((question.link, "--link"), (question.inter, "--inter")):
         if name is not None:
             find_link(name, setting)

@@ -50,8 +50,8 @@ def answer(source: Source, question: Question) -> results.Prediction:
         f"weak scaling: every replica keeps its micro batch of {profile.micro_batch} and its accumulation",
         f"speed of the ranks spread by {100 * source.spread:.2g} % (standard deviation); all wait for the "
         "slowest",
-        "of the communication that runs beside the backward pass "
-        f"{100 * constant('overlap_gain'):.0f} % is gained",
+        "running communication beside the backward pass hides "
+        f"{100 * constant('overlap_gain'):.0f} % of what it ideally could (overlap_gain of hardware.yaml)",
         *_device_notes(source, question, rows),
     ]
     return results.Prediction(
@@ -203,13 +203,20 @@ def _device_notes(source: Source, question: Question, rows: Sequence[PredictedRo
 
 
 def _warnings(source: Source, question: Question) -> list[str]:
-    """That the profile of a CPU says nothing of GPUs, whose links are named."""
+    """A link between nodes that nothing crosses, and GPU links with the profile of a CPU."""
+    warnings = []
+    if question.inter is not None and max(question.gpus) <= question.per_node:
+        warnings.append(
+            f"--inter: {max(question.gpus)} GPUs stand in one node of {question.per_node}, so "
+            f"{question.inter} carries nothing; ask for more GPUs, or give --gpus-per-node."
+        )
     names = [name for name in (question.link, question.inter) if name is not None]
     of_gpus = [name for name in names if find_link(name, "--link").kind in GPU_LINKS]
     if not of_gpus or source.device is None or not source.device.name.upper().startswith("CPU"):
-        return []
+        return warnings
     return [
+        *warnings,
         f"The profile is of a CPU, whose steps are far longer than a GPU's, while {of_gpus[0]} joins GPUs: "
         "the efficiency is far too good for GPUs. Measure the profile on one GPU, or give --seq-per-s, "
-        "--micro and --gpu in place of --from."
+        "--micro and --gpu in place of --from.",
     ]

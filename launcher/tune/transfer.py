@@ -34,11 +34,12 @@ def carry(
     after: int,
     out: Path | None,
     *,
+    dry_run: bool,
     as_json: bool,
     console: Console,
 ) -> int:
     """The configuration's rate, or the one found in OUT, at global batch `before`, carried to `after`. Adds
-    it to OUT/tune.json. Returns the exit code; raises ConfigError."""
+    it to OUT/tune.json, but for a dry run. Returns the exit code; raises ConfigError."""
     config = load_config(job.find_config(name), overrides)
     if out is None:
         lr = peak_lr(with_settings(config, batch={"global_size": before})).value
@@ -62,8 +63,9 @@ def carry(
         lr = tuned.choice.lr
         carried = transfer(rate_trials.tuned_config(config, lr), lr, str(path), before, after)
         tuned = tuned.model_copy(update={"transfer": carried})
-        results.write(path, tuned)
-        write_or_warn(rate_report(tuned, out), out / PAGE)
+        if not dry_run:
+            results.write(path, tuned)
+            write_or_warn(rate_report(tuned, out), out / PAGE)
     if as_json:
         sys.stdout.write(results.to_json(carried))
     else:

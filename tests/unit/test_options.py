@@ -84,6 +84,8 @@ def test_what_is_refused(parse: Callable[[str], Any], text: str) -> None:
         ("scale --repeats 0", "--repeats: "),
         ("tune batch --budget 5", "--budget: expected a duration such as 90s, 5m or 1h, not '5'"),
         ("tune lr --transfer 5", "--transfer: '5' is not of the form '256->4096'"),
+        ("tune lr --transfer 2->8 --seeds 4", "--seeds: --transfer runs nothing; leave --seeds out"),
+        ("report r --json --out j.html", "--out: --json writes no page; leave one of the two out"),
         (
             "train --launcher mpirun",
             "--launcher: unknown launcher mpirun; choose from torchrun, accelerate, deepspeed",
@@ -165,12 +167,13 @@ def test_a_run_is_started_as_its_options_say(
         assert told["profile"] == parse_profile("2:4", "0")
 
 
-def test_every_option_of_a_prediction_counts() -> None:
+@pytest.mark.parametrize(("engine", "dtype"), [("zero1", "full"), ("ddp", "bf16")])
+def test_every_option_of_a_prediction_counts(engine: str, dtype: str) -> None:
     source = "--model bert-base --seq-per-s 400 --micro 32 --gpu V100-16G"
     fabric = "--gpus 4,16 --link nvlink2 --inter ib-hdr --gpus-per-node 4 --nics 2 --bucket-mib 50"
-    model = "--engine zero1 --tensor 2 --accumulation 3 --reduce-dtype bf16"
+    model = f"--engine {engine} --tensor 2 --accumulation 3 --reduce-dtype {dtype}"
     done = here("plan", "scaling", *f"{source} {fabric} {model}".split(), "--json")
-    asked = Question((4, 16), "nvlink2", "ib-hdr", 4, 2, "zero1", (2,), (3,), 50.0, "bf16")
+    asked = Question((4, 16), "nvlink2", "ib-hdr", 4, 2, engine, (2,), (3,), 50.0, dtype)
     expected = scaling.answer(inputs.from_rate("bert-base", 400, 32, 3, "V100-16G"), asked)
     assert done.stdout == results.to_json(expected)
 
@@ -263,11 +266,11 @@ def test_a_finetuning_begins_with_what_its_options_name(monkeypatch: pytest.Monk
             {"out": Path("o"), "fresh": True, "dry_run": True, "as_json": True},
         ),
         (
-            "tune lr quickstart optim.lr=1 --transfer 2->8 --out o --json",
+            "tune lr quickstart optim.lr=1 --transfer 2->8 --out o --dry-run --json",
             transfer,
             "carry",
             ("quickstart", ["optim.lr=1"], 2, 8, Path("o")),
-            {"as_json": True},
+            {"dry_run": True, "as_json": True},
         ),
         (
             "eval glue r optim.lr=1 --data x --data y --tasks RTE,CoLA --seeds 2 --rates 1e-4,3e-4 "

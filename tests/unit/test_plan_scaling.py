@@ -121,7 +121,8 @@ def test_levers_are_what_the_model_says_of_the_change() -> None:
     ("link", "bucket_mib"), [("ethernet10", 0.01), ("nvlink4", 0.001), ("gloo-loopback", None)]
 )
 def test_bounds_never_lose(engine: str, link: str, bucket_mib: float | None) -> None:
-    (row,) = answer(BASE, 8, link=link, gpus_per_node=8, engine=engine, bucket_mib=bucket_mib).rows
+    size = None if engine == "fsdp" else bucket_mib  # which has no buckets
+    (row,) = answer(BASE, 8, link=link, gpus_per_node=8, engine=engine, bucket_mib=size).rows
     assert all(lever.gain >= 0 for lever in row.levers if lever.bound)
 
 
@@ -133,6 +134,7 @@ def test_only_ddp_with_wider_gradients_can_send_16_bits() -> None:
     assert "16-bit gradients" in names()
     for options in ({"engine": "zero1"}, {"engine": "fsdp"}, {"reduce_dtype": "bf16"}):
         assert "16-bit gradients" not in names(**options), options
+    assert names() - names(engine="fsdp") == {"16-bit gradients", "2 x bucket size", "no overlap: one bucket"}
 
 
 # --- links and tensor parallelism
@@ -210,8 +212,10 @@ def test_what_is_assumed_is_told_with_its_numbers() -> None:
     assert "computation slowed as the measured ceiling says (2: x 1.250), beyond as the last" in notes
     assert "weak scaling: every replica keeps its micro batch of 8 and its accumulation" in notes
     assert any("spread by 1.5 %" in note for note in notes)
-    assert f"of the communication that runs beside the backward pass {gain} is gained" in notes
-    assert BASE.notes[0] == "400 sequences/s on one rank at accumulation 1; readiness from the layers"
+    hidden = f"running communication beside the backward pass hides {gain} of what it ideally could "
+    assert f"{hidden}(overlap_gain of hardware.yaml)" in notes
+    ready = "when each gradient is ready is estimated from the layers"
+    assert BASE.notes[0] == f"400 sequences/s on one rank at accumulation 1; {ready}"
     optimizer = (
         f"optimizer {1000 * BASE.profile.optimizer_s:.1f} ms: fused AdamW at V100-16G's memory bandwidth"
     )
@@ -292,7 +296,7 @@ def test_the_flops_of_a_profile_without_settings_are_of_the_named_model() -> Non
 
 def test_a_row_has_the_state_of_a_rank_and_says_whether_it_fits() -> None:
     options: dict[str, Any] = {"link": "nvlink3", "engine": "fsdp"}
-    (row,) = answer(LARGE, 4, accumulation=(2,), reduce_dtype="bf16", **options).rows
+    (row,) = answer(LARGE, 4, accumulation=(2,), **options).rows
     count = sum(g.size for g in LARGE.profile.gradients) / 4
     assert row.state_gib == pytest.approx((4 + 12 / 4) * count / 2**30)
     assert row.fits is True
@@ -325,12 +329,33 @@ def test_a_row_has_the_state_of_a_rank_and_says_whether_it_fits() -> None:
         (2, {"link": "pcie4", "gpus_per_node": -8}, "--gpus-per-node"),
         (2, {"link": "pcie4", "bucket_mib": float("nan")}, "--bucket-mib"),
         (2, {"link": "pcie4", "reduce_dtype": "int8"}, "--reduce-dtype: 'int8' is not modelled"),
+        (
+            2,
+            {"link": "pcie4", "engine": "zero1", "reduce_dtype": "bf16"},
+            "bf16 is sent by ddp alone, not by",
+        ),
+        (2, {"link": "pcie4", "engine": "fsdp", "bucket_mib": 4.0}, "--bucket-mib: fsdp has no buckets"),
     ],
 )
 def test_a_bad_question_is_refused_with_the_setting(gpus: int, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         answer(source_of(profile()), gpus, **options)
     assert message in " ".join(error.value.issues)
+
+
+def test_an_unknown_model_is_refused_with_the_names_of_all() -> None:
+    with pytest.raises(ConfigError) as error:
+        inputs.find_model("bert-bse")
+    (issue,) = error.value.issues
+    assert issue.startswith("--model: bert-bse")
+    assert issue.endswith("; or bert-base or bert-large")
+
+
+def test_a_link_that_nothing_crosses_is_warned_of() -> None:
+    options: dict[str, Any] = {"link": "nvlink4", "inter": "ib-ndr"}
+    (warning,) = answer(BASE, 8, **options).warnings
+    assert warning.startswith("--inter: 8 GPUs stand in one node of 8, so ib-ndr carries nothing; ")
+    assert answer(BASE, 8, gpus_per_node=4, **options).warnings == []
 
 
 def test_a_measured_curve_within_a_node_does_not_replace_its_link() -> None:
@@ -343,10 +368,11 @@ def test_table_shows_every_row_and_lever(columns: int) -> None:
     predicted = answer(source_of(measured(), "[bold]x\x1b[31m.json"), 1, 2, 4)
     report = plan_report(predicted)
     text = unfolded(shown(report, columns))
-    assert report.next == "bert-dp scale --nproc 1,2,4  measures it"
+    assert report.next == ""  # it has been measured
+    assert plan_report(predicted, "crammed-bert").next == "bert-dp scale crammed-bert --nproc 1,2,4"
     assert "What one change would do on 4 GPUs" in text
     bound = next(lever for lever in predicted.rows[2].levers if lever.bound)
-    assert f"{bound.lever} {100 * bound.gain:+.1f} %, what is lost there; no setting" in text
+    assert f"{bound.lever} {100 * bound.gain:+.1f} %, an upper bound, no setting" in text
     assert "\x1b" not in text
     assert "[bold]x" in text
     for lever in predicted.rows[-1].levers:

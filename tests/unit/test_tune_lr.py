@@ -575,15 +575,30 @@ def test_transfer_takes_the_rate_that_was_found(
     result = search(make(shards), tmp_path)
     options = [f"data.path={shards}", *TINY]
 
-    def carry(batches: tuple[int, int], out: Path | None, *more: str, as_json: bool = False) -> str:
+    def carry(
+        batches: tuple[int, int], out: Path | None, *more: str, as_json: bool = False, dry_run: bool = False
+    ) -> str:
         console = Console(width=200)
         assert (
-            transfer.carry("quickstart", [*options, *more], *batches, out, as_json=as_json, console=console)
+            transfer.carry(
+                "quickstart",
+                [*options, *more],
+                *batches,
+                out,
+                dry_run=dry_run,
+                as_json=as_json,
+                console=console,
+            )
             == 0
         )
         return capsys.readouterr().out
 
+    before = (tmp_path / "tune.json").read_text()
+    planned = carry((8, 32), tmp_path, as_json=True, dry_run=True)
+    assert (tmp_path / "tune.json").read_text() == before
+    assert not (tmp_path / "report.html").exists()
     printed = json.loads(carry((8, 32), tmp_path, as_json=True))
+    assert json.loads(planned) == printed
     assert printed["rules"][0]["lr"] == pytest.approx(2 * result.choice.lr)
     assert read_json(tmp_path / "tune.json")["transfer"] == printed
     assert search(make(shards), tmp_path).tune.transfer is not None
