@@ -24,8 +24,11 @@ def mix32(x: Tensor) -> Tensor:
 
 
 def subkey(key: Tensor, place: int | Tensor) -> Tensor:
-    """The key of a place below that of `key`, int32 of their broadcast shape."""
-    return mix32(key ^ mix32(torch.as_tensor(place + 1, dtype=torch.int32, device=key.device)))
+    """The key of a place below that of `key`, int32 of their broadcast shape; of places, an int32 tensor on
+    the same device, theirs."""
+    if isinstance(place, int):  # filled there: a number that is copied there makes the host wait
+        place = torch.full((), place, dtype=torch.int32, device=key.device)
+    return mix32(key ^ mix32(place + 1))
 
 
 def dropped(key: Tensor, rows: int, columns: int, p: float) -> Tensor:

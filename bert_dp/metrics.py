@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,6 +54,8 @@ class Timers:
         """A step ends here and the next begins."""
         host_s = time.perf_counter() - self._host_start
         phases, start = self._phases, self._step_start
+        if self._cuda and phases and not phases[-1][1].query():
+            host_s = 0.0  # the device has not come to the last phase: it does not wait for the host
         self._phases = []
         self.restart()
         self._finished.append((phases, start, self._step_start, host_s))
@@ -79,7 +81,8 @@ class Timers:
 
     def drain(self) -> dict[str, list[float]]:
         """Name -> seconds of each step that has ended since the last drain: TIMED, `step` (the whole step)
-        and `host` (until its last operation was enqueued). The device must be synchronised."""
+        and `host` (until its last operation was enqueued; 0 where a GPU still had most of it before it, as
+        the host may then have waited for room in its queue). The device must be synchronised."""
         steps = []
         for phases, begin, end, host_s in self._finished:
             seconds = dict.fromkeys(TIMED, 0.0) | {"step": self.between(begin, end), "host": host_s}
@@ -107,6 +110,16 @@ def straggler(own_work_s: Sequence[float], steps: int) -> tuple[float | None, di
     if ratio <= STRAGGLER_RATIO or steps < STRAGGLER_STEPS:
         return ratio, None
     return ratio, {"rank": rank, "ratio": ratio, "seconds_per_step": (slowest - others) / steps}
+
+
+def exposed_waits(waits_s: Sequence[float], phases: Mapping[str, Sequence[float]]) -> list[float]:
+    """Seconds of each step in which the device waited for data: a host waits while its GPU still computes,
+    and only what the phases leave of the step is lost. `phases`: see `Timers.drain`."""
+    busy = zip(*(phases[name] for name in PHASES), strict=True)
+    return [
+        min(wait, max(0.0, step - sum(parts)))
+        for wait, step, parts in zip(waits_s, phases["step"], busy, strict=True)
+    ]
 
 
 class Meter:
@@ -218,7 +231,7 @@ class Meter:
         """[N, 7] of every rank since the last line: loss share, peak memory in GiB, and seconds of data wait,
         TIMED and all. Leaves this rank's own steps in `steps`."""
         phases, memory_gib = self.timers.drain(), peak_memory_gib(self._device)
-        waits = [after - before for before, after in itertools.pairwise(self._waits)]
+        waits = exposed_waits([b - a for a, b in itertools.pairwise(self._waits)], phases)
         parts = {f"{name}_s": each for name, each in phases.items()}
         self.steps = {
             "step": step,
@@ -228,8 +241,7 @@ class Meter:
             "alloc_retries": alloc_retries(self._device),
         }
         sums = [sum(phases[name]) for name in TIMED]
-        wait_s = self._waits[-1] - self._waits[0]
-        return self._comm.all_gather([float(self._loss), memory_gib, wait_s, *sums, seconds])
+        return self._comm.all_gather([float(self._loss), memory_gib, sum(waits), *sums, seconds])
 
     def tokens(self, samples: int) -> int:
         """Tokens of so many samples; examples that differ in length count as if each had the mean length."""

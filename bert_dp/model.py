@@ -245,6 +245,7 @@ class Encoder(nn.Module):
         self.embeddings = Embeddings(config, sequence_length)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
         self.final_norm = make_norm(config)
+        self.has_dropout = config.dropout > 0 or config.attention_dropout > 0
         self.rope = config.position == "rope"
         if self.rope:
             head_size = config.hidden_size // config.num_heads
@@ -258,12 +259,17 @@ class Encoder(nn.Module):
     def encode(self, x_BSH: Tensor, real_BS: Tensor | None = None, key_B: Tensor | None = None) -> Tensor:
         """`x_BSH`: the looked-up tokens. `real_BS`: True for tokens, False for padding; None = all are
         tokens. `key_B`: int32 keys of the examples, for dropout in training."""
+        if not self.has_dropout:
+            key_B = None
         x_BSH = self.embeddings(x_BSH, key_B)
         real_B11S = None if real_BS is None else real_BS[:, None, None, :]
         cos, sin = (self.cos_SD, self.sin_SD) if self.rope else (None, None)
-        for i, layer in enumerate(self.layers):
-            # a key of its own, as a tensor, so that one compiled graph serves all layers
-            layer_key_B = None if key_B is None else subkey(key_B, i + 1)
+        # of each layer a key of its own, as a tensor, so that one compiled graph serves all layers
+        keys: Sequence[Tensor | None] = [None] * len(self.layers)
+        if key_B is not None:
+            place_L1 = torch.arange(1, len(keys) + 1, dtype=torch.int32, device=key_B.device)[:, None]
+            keys = subkey(key_B, place_L1).unbind()
+        for layer, layer_key_B in zip(self.layers, keys, strict=True):
             x_BSH = layer(x_BSH, cos, sin, real_B11S, layer_key_B)
         return self.final_norm(x_BSH)
 

@@ -34,7 +34,8 @@ class Checkpoint:
     tensors: parallel.State
     state: TrainState
     compiled: bool | None
-    """Whether the model was compiled; None when that was on another kind of device."""
+    """Whether the model was compiled; None where that is decided anew: on another kind of device, or by
+    compile: on or off."""
     precision: str
     """The precision in which it was trained."""
     init: InitFrom | None
@@ -96,7 +97,8 @@ def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
         raise ConfigError([f"data: the run was trained on shards {facts.data_hash[:16]}, these are {own}"])
     state = TrainState.from_checkpoint(facts)
     rank.log_rank0(f"resuming from {path.name}: {state.samples} samples seen")
-    compiled = facts.compiled if facts.device == rank.device.type else None
+    is_kept = rank.config.compile == "auto" and facts.device == rank.device.type
+    compiled = facts.compiled if is_kept else None
     return Checkpoint(path, tensors, state, compiled, facts.precision, facts.init_from)
 
 

@@ -87,6 +87,8 @@ def check_meeting_point(world: World, environ: Mapping[str, str]) -> None:
         )
 
 
-def standard_variables(world: World) -> dict[str, str]:
-    """RANK and its kin, for packages that read nothing else."""
-    return dict(zip(_SCHEMES[0], map(str, dataclasses.astuple(world)), strict=True))
+def standard_variables(world: World, gpu: int | None) -> dict[str, str]:
+    """RANK and its kin, for packages that read nothing else, and take LOCAL_RANK for the number of the GPU: 0
+    where a rank sees only its own. `gpu`: None on a CPU."""
+    named = world if gpu is None else dataclasses.replace(world, local_rank=gpu)
+    return dict(zip(_SCHEMES[0], map(str, dataclasses.astuple(named)), strict=True))

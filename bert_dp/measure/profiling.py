@@ -87,7 +87,7 @@ def measure(trainer: Trainer, clock: Timers) -> dict[str, Any]:
         with trainer.precision.context(trainer.device):
             loss = trainer.task.loss(trainer.model, batch) / num_targets
         turn = clock.mark()
-        loss.backward()
+        trainer.engine.backward(loss)
         end = clock.mark()
         trainer.engine.step(trainer.config.optim.clip)
         stepped = clock.mark()

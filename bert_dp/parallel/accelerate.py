@@ -34,7 +34,7 @@ class Engine:
         self.norm_pairs = None
         self._scaler = make_scaler(device, precision == "fp16")
         # srun and mpirun set other names than accelerate looks for; without a thread count it sets its own
-        os.environ.update(standard_variables(world))
+        os.environ.update(standard_variables(world, device.index))
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
         # 25 MiB is accelerate's default and so is not passed on: torch's own, whose first bucket is 1 MiB
         bucket = {} if config.parallel.bucket_mib is None else {"bucket_cap_mb": config.parallel.bucket_mib}

@@ -44,7 +44,7 @@ class Engine:
                 ]
             )
         # srun and mpirun set other names than DeepSpeed looks for
-        os.environ.update(standard_variables(world))
+        os.environ.update(standard_variables(world, device.index))
         if device.type == "cpu":
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
             # or it runs numactl at every reduction to count devices

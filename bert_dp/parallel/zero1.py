@@ -6,6 +6,7 @@ Tensors stay whole, so norms over a tensor (LAMB) and products with it (Muon) st
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,11 +30,13 @@ from bert_dp.world import World
 
 MIB = 2**20
 DEFAULT_BUCKET_MIB = 25.0
+ALIGNED_BYTES = 16  # where a tensor begins: a graph compiled for one layer serves those of all
 
 
 @dataclass
 class Bucket:
-    """Tensors of one owner: their weights lie in one buffer, their gradients in another."""
+    """Tensors of one owner: their weights lie in one buffer, their gradients in another, with zeros between
+    them."""
 
     owner: int
     names: list[str]
@@ -93,14 +96,13 @@ class Engine:
 
     def _make_bucket(self, names: list[str]) -> Bucket:
         parameters = [self._parameters[name] for name in names]
-        weights = torch.cat([p.detach().flatten() for p in parameters])
+        unit = ALIGNED_BYTES // parameters[0].element_size()
+        starts = [0, *itertools.accumulate(-(-p.numel() // unit) * unit for p in parameters)]
+        weights = parameters[0].new_zeros(starts[-1], requires_grad=False)
         bucket = Bucket(self._owners[names[0]], names, weights, torch.zeros_like(weights), set(names))
-        offset = 0
-        for name, p in zip(names, parameters, strict=True):
-            end = offset + p.numel()
-            p.data = weights[offset:end].view_as(p)
-            p.grad = bucket.gradients[offset:end].view_as(p)
-            offset = end
+        for name, p, start in zip(names, parameters, starts, strict=False):
+            weight, gradient = (t[start : start + p.numel()].view_as(p) for t in (weights, bucket.gradients))
+            p.data, p.grad = weight.copy_(p.detach()), gradient
 
             def arrived(_: Tensor, name: str = name, bucket: Bucket = bucket) -> None:
                 if self._last:

@@ -298,7 +298,8 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def _launch_fraction(mine: Measured, device: str | None) -> float | None:
-    """Host time to enqueue a step over the step: near 1 the device waits for the host. None on a CPU."""
+    """Host time to enqueue the steps that the device kept up with, over all steps: near 1 the device waits
+    for the host. None on a CPU."""
     return None if device in (None, "CPU") else mine.part("host_s") / mine.part("step_s")
 
 

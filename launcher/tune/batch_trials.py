@@ -16,7 +16,7 @@ from launcher import results
 from launcher.log import Log
 from launcher.report.numbers import format_gib
 from launcher.results import MemoryLineFile, SizeStatus, TimedRun
-from launcher.run.read_run import Repeat, cause, failure_kind, read_repeat
+from launcher.run.read_run import cause, failure_kind, read_repeat
 from launcher.run.trials import Runner, Trial, TrialsFailed, timed_config
 from launcher.tune.sizes import with_micro
 
@@ -163,18 +163,9 @@ def timed_run(trial: Trial, warm_up: int) -> TimedRun:
         forward_backward_s=repeat.parts["forward_backward_s"][0],
         peak_gib=repeat.memory_gib,
         exposed_s=statistics.median(repeat.exposed_s or [0.0]),
-        data_wait_s=exposed_waits(repeat),
+        data_wait_s=repeat.parts["data_wait_s"][0],
         alloc_retries=alloc_retries(trial.directory, trial.ranks, warm_up),
     )
-
-
-def exposed_waits(repeat: Repeat) -> list[float]:
-    """Seconds of each of rank 0's steps in which it waited for data and nothing else: the host waits while a
-    GPU still computes."""
-    parts = (repeat.parts[f"{name}_s"][0] for name in ("data_wait", "step", "forward_backward", "optimizer"))
-    return [
-        min(wait, max(0.0, step - passes - update)) for wait, step, passes, update in zip(*parts, strict=True)
-    ]
 
 
 def recorded_peaks(directory: Path, ranks: int) -> list[float]:

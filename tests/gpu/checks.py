@@ -98,6 +98,7 @@ def no_host_sync(place: Place) -> Found:
     problems = []
     for optimizer in ("adamw", "lamb", "muon"):
         with trainer_of(place, f"optim.name={optimizer}") as trainer:
+            steps(trainer, 1)  # the first one compiles
             if not place.short:
                 torch.cuda.set_sync_debug_mode("error")
             try:
@@ -344,7 +345,7 @@ def copy_bytes_per_s(place: Place) -> float:
 
 
 def trainer_of(place: Place, *more: str) -> Any:
-    """A trainer of one rank that has taken its first step; tiny in the short form, else eight layers."""
+    """A trainer of one rank that has taken no step; tiny in the short form, else eight layers."""
     shards = write_shards(place.folder / "shards", vocab_size=64 if place.short else 8192)
     large = ("model.vocab_size=8192", "model.num_layers=8", "data.sequence_length=16", "batch.micro_size=64")
     items = TINY if place.short else (*large, "batch.global_size=256", "schedule.steps=9")

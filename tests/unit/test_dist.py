@@ -119,8 +119,9 @@ def test_every_rank_of_a_world_reads_itself(size: int, data: st.DataObject) -> N
 
 @pytest.mark.parametrize("world", [LONE, World(5, 1, 8, 4), World(3, 0, 4, 1)])
 def test_packages_that_read_torchruns_variables_alone_are_told_the_same(world: World) -> None:
-    assert standard_variables(world).keys() == TORCHRUN.keys()
-    assert read_world({**SLURM, **standard_variables(world)}) == world
+    assert standard_variables(world, None).keys() == TORCHRUN.keys()
+    assert read_world({**SLURM, **standard_variables(world, None)}) == world
+    assert standard_variables(world, 0) == {**standard_variables(world, None), "LOCAL_RANK": "0"}
 
 
 def test_several_ranks_without_a_place_to_meet_are_refused() -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bert_dp.dropout import KeyedDropout, dropped, subkey
+from bert_dp.model import build_model
+from tests.helpers import make_config
 
 KEYS = torch.tensor([5, -7, 2**31 - 1, 0], dtype=torch.int32)
 
@@ -44,6 +49,35 @@ def test_keys_and_places_differ() -> None:
     seen = [dropped(subkey(KEYS[:1], place), 16, 16, 0.5) for place in range(6)]
     seen += [dropped(KEYS[i : i + 1], 16, 16, 0.5) for i in range(4)]
     assert len({bytes(mask.numpy().tobytes()) for mask in seen}) == 10
+
+
+def test_the_keys_of_many_places_are_those_of_each() -> None:
+    places = torch.arange(6, dtype=torch.int32)[:, None]
+    assert torch.equal(subkey(KEYS, places), torch.stack([subkey(KEYS, place) for place in range(6)]))
+
+
+def test_a_model_without_dropout_computes_nothing_for_its_keys() -> None:
+    """Small operations of every layer keep a GPU waiting for its host."""
+
+    class Count(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls: list[str] = []
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.calls.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    def calls_of(dropout: str, key_B: torch.Tensor | None) -> list[str]:
+        settings = (f"model.dropout={dropout}", "data.sequence_length=16", "model.num_layers=2")
+        config = make_config("model.vocab_size=64", "model.hidden_size=32", "model.num_heads=2", *settings)
+        model = build_model(config.model, 16, seed=0).model.train()
+        with Count() as counted:
+            model.encode(torch.zeros(4, 16, 32), None, key_B)
+        return counted.calls
+
+    assert calls_of("0.0", KEYS) == calls_of("0.0", None)
+    assert not any("scalar_tensor" in call or "_to_copy" in call for call in calls_of("0.1", KEYS))
 
 
 def test_what_is_kept_is_scaled_and_evaluation_drops_nothing() -> None:

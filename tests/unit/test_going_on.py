@@ -121,15 +121,20 @@ def test_a_path_without_a_checkpoint_is_bad_input(run_dir: Path) -> None:
     assert line == f"--resume: {run_dir / 'nowhere'}: no valid checkpoint there"
 
 
-@pytest.mark.parametrize(("device", "kept"), [("cpu", True), ("cuda", None)])
-def test_what_was_compiled_on_another_kind_of_device_is_decided_anew(
-    tmp_path: Path, device: str, kept: bool | None
+@pytest.mark.parametrize(
+    ("device", "setting", "kept"),
+    [("cpu", "auto", True), ("cuda", "auto", None), ("cpu", "off", None), ("cpu", "on", None)],
+)
+def test_a_run_stays_compiled_on_the_same_kind_of_device_unless_the_setting_says_otherwise(
+    tmp_path: Path, device: str, setting: str, kept: bool | None
 ) -> None:
     state = {"model": {"w": torch.ones(2)}, "optimizer": {"w/step": torch.tensor(3.0)}, "scaler": {}}
     facts = {**FACTS, "config": config().model_dump(mode="json"), "compiled": True, "device": device}
     (tmp_path / "checkpoints").mkdir()
     checkpoint.save(tmp_path / "checkpoints", 3, state, facts, 9)
-    resumed = setup.select_checkpoint(rank_with(tmp_path, "0"), "auto")
+    rank = rank_with(tmp_path, "0")
+    rank.config = rank.config.model_copy(update={"compile": setting})
+    resumed = setup.select_checkpoint(rank, "auto")
     assert resumed is not None
     assert resumed.compiled is kept
 

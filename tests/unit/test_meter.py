@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -191,6 +192,8 @@ class Event:
     """A CUDA event: the device's clock, in milliseconds."""
 
     now = 0.0
+    behind = 0.0
+    """By which the device is later than what was enqueued."""
 
     def __init__(self, enable_timing: bool):
         assert enable_timing
@@ -201,17 +204,31 @@ class Event:
     def elapsed_time(self, end: Event) -> float:
         return end.at - self.at
 
+    def query(self) -> bool:
+        return self.at <= Event.now - Event.behind
+
 
 def test_a_gpus_timers_read_its_own_clock_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: 3.0))
+    host = itertools.count()
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: float(next(host))))
     timers = metrics.Timers(torch.device("cuda"))
-    with timers.phase("optimizer"):
-        Event.now += 250.0
-    Event.now += 500.0
-    timers.end_step()
+    for behind in (0.0, 1000.0):
+        monkeypatch.setattr(Event, "behind", behind)
+        with timers.phase("optimizer"):
+            Event.now += 250.0
+        Event.now += 500.0
+        timers.end_step()
     drained = timers.drain()
-    assert (drained["optimizer"], drained["step"], drained["host"]) == ([0.25], [0.75], [0.0])
+    assert (drained["optimizer"], drained["step"]) == ([0.25] * 2, [0.75] * 2)
+    # the second time the device lags, and the host may have waited for room in its queue
+    assert drained["host"] == [1.0, 0.0]
+
+
+def test_a_wait_that_a_gpu_hides_is_no_wait() -> None:
+    """The host waits for data while the device still computes: only what is left of the step counts."""
+    phases = {"step": [1.0] * 3, "forward_backward": [0.5, 0.9, 0.95], "optimizer": [0.1] * 3}
+    assert metrics.exposed_waits([0.3] * 3, phases) == pytest.approx([0.3, 0.0, 0.0])
 
 
 class Counting(nn.Module):

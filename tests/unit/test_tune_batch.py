@@ -16,18 +16,16 @@ from rich.console import Console
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, dump_config, load_config
 from bert_dp.cost import GIB
-from bert_dp.record.models import Summary
 from launcher import results
 from launcher.job import Job
 from launcher.log import Log
 from launcher.machine import environment
 from launcher.output import Output
 from launcher.results import BatchMemory, MemoryLineFile, TuneBatch
-from launcher.run.read_run import Repeat
 from launcher.run.trials import Outcome, Runner, Slot, Trial
 from launcher.tune import auto, batch, cache, sizes
 from launcher.tune.batch_search import BatchSearch
-from launcher.tune.batch_trials import BatchTrials, Question, alloc_retries, exposed_waits
+from launcher.tune.batch_trials import BatchTrials, Question, alloc_retries
 from tests import tune_fixture
 from tests.e2e.cli import TINY
 from tests.helpers import TINY_MODEL, make_config, read_json
@@ -403,18 +401,6 @@ class NoisyRunner(MadeRunner):
             pair = {"step": 2, "small_batch": 1, "big_batch": 64, "small_sq": [2.0], "big_sq": [1.0]}
             record.append_line(trial.directory / "noise.jsonl", pair)
         return outcome
-
-
-def test_a_wait_that_a_gpu_hides_is_no_wait() -> None:
-    """The host waits for data while the device still computes: only what is left of the step counts."""
-    parts = {
-        "step_s": [[1.0, 1.0, 1.0]],
-        "forward_backward_s": [[0.5, 0.9, 0.95]],
-        "optimizer_s": [[0.1, 0.1, 0.1]],
-        "data_wait_s": [[0.3, 0.3, 0.3]],
-    }
-    repeat = Repeat("r", parts, [1.0], [], [], Summary(status="done"))
-    assert exposed_waits(repeat) == pytest.approx([0.3, 0.0, 0.0])
 
 
 def test_the_noise_scale_is_of_the_declared_batch_and_goodput_follows_from_it(tmp_path: Path) -> None:
