@@ -286,7 +286,7 @@ def resolve(source: str) -> Path:
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     newest, problems = newest_valid(folder)
     if newest is None:
-        raise ConfigError([f"{source}: no valid checkpoint there", *problems])
+        raise ConfigError([f"{source}: no valid checkpoint there; name a run or a checkpoint", *problems])
     return newest
 
 

@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None, make_task: MakeTask | None = None) -> in
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bert_dp.worker", description="One rank of a run.")
-    parser.add_argument("config", type=Path, help="resolved configuration, usually RUN/config.yaml")
+    parser.add_argument("config", type=Path, help="YAML file of a whole configuration")
     parser.add_argument("--run-dir", type=Path, help="default: the directory of the configuration")
     parser.add_argument("--resume", default="auto", help="auto | never | path of a checkpoint or run")
     parser.add_argument("--profile", metavar="FIRST:END", help="optimizer steps; 10:13 = 10, 11 and 12")

@@ -232,7 +232,9 @@ def finetune(
 def data_build(
     sources: Annotated[list[str], typer.Argument(help=TEXTS)],
     out: Annotated[Path, typer.Option(help="Directory to write.")],
-    vocab_size: Annotated[int, typer.Option(help="Size of the tokenizer to train.")] = 32_768,
+    vocab_size: Annotated[
+        int | None, typer.Option(help="Size of the tokenizer to train; default: 32,768.")
+    ] = None,
     sequence_length: Annotated[int, typer.Option(help="Tokens per sequence.")] = 128,
     tokenizer: Annotated[str | None, typer.Option(help="Use this tokenizer.json; train none.")] = None,
     format: Format = "auto",
@@ -720,7 +722,7 @@ def export_hf(run: Run, out: ExportOut, encoder: WithoutHead = False) -> int:
     whichever has the run's positions and norm, with tokenizer and model card."""
     from launcher.evaluate import export
 
-    return export.export("hf", run, out, encoder=encoder)
+    return export.export("hf", run, out, encoder=encoder, console=console())
 
 
 @export_app.command("onnx", short_help="Write an ONNX file.")
@@ -735,7 +737,8 @@ def export_onnx(
     """A directory with model.onnx, for any batch and any length up to the run's; of any run."""
     from launcher.evaluate import export
 
-    return export.export("onnx", run, out, encoder=encoder, options=["--int8"] if int8 else [])
+    options = ["--int8"] if int8 else []
+    return export.export("onnx", run, out, encoder=encoder, options=options, console=console())
 
 
 @export_app.command("aoti", short_help="Write an AOTInductor package.")
@@ -753,7 +756,7 @@ def export_aoti(
     from launcher.evaluate import export
 
     precision = [flag for flag, given in (("--bf16", bf16), ("--int8", int8)) if given]
-    return export.export("aoti", run, out, encoder=encoder, options=precision)
+    return export.export("aoti", run, out, encoder=encoder, options=precision, console=console())
 
 
 @export_app.command("check", short_help="Compare an exported directory with its run.")

@@ -11,8 +11,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bert_dp.config import ConfigError, Manifest, parse_overrides, read_manifest, resolve
+from bert_dp.config import (
+    MAX_VOCAB_SIZE,
+    ConfigError,
+    Manifest,
+    no_effect,
+    parse_overrides,
+    read_manifest,
+    resolve,
+)
 from launcher import children
+from launcher.errors import told_by_option
 from launcher.log import PLAIN, show
 from launcher.redact import secrets, setting_issues
 from launcher.report.console import show_report
@@ -21,6 +30,14 @@ from launcher.report.numbers import count_of, format_count, format_nats, format_
 from launcher.report.parts import cell, words
 
 MAX_PROCESSES = 4096
+VOCAB_SIZE = 32_768
+OPTIONS = {
+    "model.vocab_size": "--vocab-size",
+    "data.sequence_length": "--sequence-length",
+    "data.build.source_format": "--format",
+    "data.build.text_field": "--text-key",
+}
+"""Settings that options of `data build` give."""
 SAMPLE_CHARS = 300
 DROPPED = {
     "empty": "without a token",
@@ -37,7 +54,7 @@ def build(
     sources: Sequence[str],
     out: Path,
     *,
-    vocab_size: int,
+    vocab_size: int | None,
     sequence_length: int,
     tokenizer: str | None,
     overrides: Sequence[str],
@@ -45,32 +62,38 @@ def build(
     force: bool,
     console: Console,
 ) -> int:
-    """Returns the exit code. Raises ConfigError for an option that a run could not use."""
+    """`vocab_size`: of the tokenizer to train; None = VOCAB_SIZE, or that of the one that is given. Returns
+    the exit code. Raises ConfigError for an option that a run could not use."""
     if processes is not None and not 1 <= processes <= MAX_PROCESSES:
         raise ConfigError([f"--processes: {processes} is not a whole number of 1 to {MAX_PROCESSES}"])
+    if tokenizer is not None and vocab_size is not None:
+        raise ConfigError(["--vocab-size: --tokenizer brings its own vocabulary; leave --vocab-size out"])
+    size = vocab_size or (VOCAB_SIZE if tokenizer is None else MAX_VOCAB_SIZE)
     out, tokenizer = out.expanduser(), tokenizer and os.path.expanduser(tokenizer)
     texts = {"SOURCES": " ".join(sources), "--out": str(out), "--tokenizer": tokenizer}
     if issues := setting_issues(texts, secrets(sys.argv)):  # the manifest names them
         raise ConfigError(issues)
-    config = resolve(
-        [
-            {
-                "data": {
-                    "sources": list(sources),
-                    "tokenizer": tokenizer,
-                    "sequence_length": sequence_length,
-                    "build": parse_overrides([o.removeprefix("data.build.") for o in overrides]),
-                },
-                "model": {"vocab_size": vocab_size},
-                "schedule": {"steps": 1},
-            }
-        ]
-    )
+    asked = {
+        "data": {
+            "sources": list(sources),
+            "tokenizer": tokenizer,
+            "sequence_length": sequence_length,
+            "shuffle": False,  # an order of the shards is that of whoever trains on them
+            "build": parse_overrides([o.removeprefix("data.build.") for o in overrides]),
+        },
+        "model": {"vocab_size": size},
+        "schedule": {"steps": 1},
+    }
+    with told_by_option(OPTIONS):
+        config = resolve([asked])
+    for line in no_effect(config):
+        if line.startswith("data.build."):
+            show(console, f"warning: {line}", **PLAIN)
     options = {
         "sources": list(sources),
         "out": str(out),
         "options": config.data.build.model_dump(mode="json"),
-        "vocab_size": vocab_size,
+        "vocab_size": size,
         "sequence_length": sequence_length,
         "tokenizer": tokenizer,
         "processes": processes,
@@ -81,8 +104,7 @@ def build(
         file.flush()
         done = children.run_module("bert_dp.corpus", ["build", file.name], stdout=children.DEVNULL)
     if done.returncode == 0:
-        asked = None if tokenizer else vocab_size
-        for line in built_lines(out, read_manifest(out), asked):
+        for line in built_lines(out, read_manifest(out), None if tokenizer else size):
             show(console, line, **PLAIN)
     return done.returncode
 

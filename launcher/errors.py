@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import itertools
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import typer
@@ -29,6 +30,16 @@ SYSTEM_ERRORS = (
         (1, ": a limit of this process; see `ulimit -a`"),
     ),
 )
+
+
+@contextlib.contextmanager
+def told_by_option(options: Mapping[str, str]) -> Iterator[None]:
+    """A ConfigError of a setting becomes one of the option that gave it. `options`: setting -> option."""
+    try:
+        yield
+    except ConfigError as error:
+        parts = [issue.partition(":") for issue in error.issues]
+        raise ConfigError([f"{options.get(name, name)}{colon}{why}" for name, colon, why in parts]) from None
 
 
 def exit_code(command: Callable[[], int | None]) -> int:

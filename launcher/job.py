@@ -101,7 +101,10 @@ def output_directory(given: Path | None, folder: str, *parts: str) -> Path:
 def find_config(name: str | None, run_dir: Path | None = None) -> Path:
     """The file of this name; without a name the run's own, else quickstart.yaml. Raises ConfigError."""
     if name is not None:
-        return find_named_config(name)
+        path = find_named_config(name)
+        if (path / "config.yaml").exists():
+            raise ConfigError([f"CONFIG: {name} is a run directory; go on with it by --run-dir {name}"])
+        return path
     own = run_dir / "config.yaml" if run_dir else None
     return own if own and own.exists() else shipped_configs() / "quickstart.yaml"
 
@@ -189,6 +192,14 @@ def exposure_issues(config: Config, directory: Path, option: str) -> list[str]:
     return setting_issues(texts, secrets(sys.argv))
 
 
+def built_data(config: Config) -> Path | None:
+    """The directory of the data, if it is built. Raises ConfigError."""
+    if config.data.path is not None:
+        return Path(config.data.path)
+    found = _ask_for_data(config, "find")
+    return Path(found) if found else None
+
+
 def prepare_data(config: Config) -> Path:
     """The shards' directory, checked; built from `data.sources` on first use, with progress on our stderr.
 
@@ -196,12 +207,17 @@ def prepare_data(config: Config) -> Path:
     """
     if config.objective.name == "finetune":  # each rank verifies what it reads
         return Path(config.data.path or "")
+    return Path(_ask_for_data(config, "ensure"))
+
+
+def _ask_for_data(config: Config, verb: str) -> str:
+    """What `python -m bert_dp.corpus` answers. Raises ConfigError."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write(dump_config(config))
         file.flush()
-        done = children.run_module("bert_dp.corpus", ["ensure", file.name], stdout=subprocess.PIPE)
+        done = children.run_module("bert_dp.corpus", [verb, file.name], stdout=subprocess.PIPE)
     if done.returncode == 2:
         raise ConfigError([])  # the data room has said why
     if done.returncode:
         sys.exit(f"error: preparing the data failed with exit code {done.returncode}; its message is above")
-    return Path(done.stdout.strip())
+    return done.stdout.strip()

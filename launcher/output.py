@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from bert_dp import record
-from bert_dp.config import Config, ConfigError, read_manifest
+from bert_dp.config import Config, ConfigError, differing_settings, read_manifest
 from bert_dp.config.manifest import Manifest
 from bert_dp.record.models import StoredFile
 from launcher import results
@@ -154,8 +154,12 @@ class Output(Generic[P]):
             ]
         differ = [name for name in now if then.get(name) != now[name]]
         if changed := [n for n in differ if n not in self.grows or not _grown(then.get(n), now[n])]:
+            told = [_difference(name, then.get(name), now[name]) for name in changed if name != "config_hash"]
+            if "config_hash" in changed:
+                settings = differing_settings(before.config, self.plan.config) if before.config else []
+                told = [*[_difference(*each) for each in settings], *told] or ["another configuration"]
             return [
-                f"--out: {self.path} holds another {self.what} ({', '.join(changed)} differ); choose another "
+                f"--out: {self.path} holds another {self.what} ({'; '.join(told)}); choose another "
                 "directory, or go on with the options it was begun with"
             ]
         return []
@@ -231,6 +235,13 @@ def _flat(plan: PlanFile, fields: Sequence[str]) -> dict[str, Any]:
         value = getattr(plan, field)
         flat |= {f"{field}.{n}": v for n, v in value.items()} if isinstance(value, dict) else {field: value}
     return flat
+
+
+def _difference(name: str, then: object, now: object) -> str:
+    """In words; a long value is not shown."""
+    if isinstance(then, list | dict) or isinstance(now, list | dict):
+        return f"{name} differs"
+    return f"{name}: {then} then, {now} now"
 
 
 def _grown(then: object, now: object) -> bool:

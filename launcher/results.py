@@ -1305,6 +1305,7 @@ class PlanFile(StoredFile):
     remedy: ClassVar[str] = "choose another directory"
     schema_version: int = SCHEMA_VERSION
     config_hash: str
+    config: dict[str, Any] = {}
     machine: dict[str, Any] | None = None
     """What must be the same for figures to compare."""
 
@@ -1312,7 +1313,6 @@ class PlanFile(StoredFile):
 class GridFile(PlanFile):
     """grid.json of `scale`."""
 
-    config: dict[str, Any] = {}
     settings: dict[str, Any]
     cells: list[dict[str, Any]]
     order: list[list[Any]] = []
@@ -1339,7 +1339,6 @@ class LrPlanFile(TimedPlanFile):
     """search.json of `tune lr`; `tokens` is settled once, so that going on has the same length."""
 
     kind: Literal["lr"] = "lr"
-    config: dict[str, Any] = {}
     settings: dict[str, Any]
     tokens: int | None = None
     tokens_why: str | None = None
@@ -1349,7 +1348,6 @@ class GluePlanFile(TimedPlanFile):
     """plan.json of `eval glue`."""
 
     kind: Literal["glue"] = "glue"
-    config: dict[str, Any] = {}
     settings: dict[str, Any]
     start: dict[str, Any]
 

@@ -257,12 +257,21 @@ def _is_given(config: Config, setting: str) -> bool:
 def changed_settings(old: dict[str, Any], new: Config) -> list[str]:
     """Settings that differ and may not on resume: all but budget, N, micro batch, engine, logging and the
     place of the data."""
-    before, after = _flat(_complete(old)), _flat(new.model_dump(mode="json"))
     free = tuple(f"{name}." for name in FREE_ON_RESUME)
     return [
-        f"{key}: the run has {before.get(key)!r}, now {after.get(key)!r}"
+        f"{key}: the run has {before!r}, now {after!r}"
+        for key, before, after in differing_settings(old, new.model_dump(mode="json"))
+        if not f"{key}.".startswith(free)
+    ]
+
+
+def differing_settings(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(setting, its old value, its new value) of two saved configurations."""
+    before, after = _flat(_complete(old)), _flat(new)
+    return [
+        (key, before.get(key), after.get(key))
         for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key) and not f"{key}.".startswith(free)
+        if before.get(key) != after.get(key)
     ]
 
 

@@ -253,7 +253,8 @@ class ScheduleConfig(Section):
     hours: float | None = Field(None, gt=0, le=MAX_SECONDS / 3600)
     """Budget in hours on rank 0's clock, from the first real step."""
     epochs: float | None = Field(None, gt=0, le=MAX_STEPS)
-    """Budget in passes over the training sequences; a run's own configuration has it as tokens."""
+    """Budget in passes over the training sequences; a run's own configuration has it as tokens, of
+    finetuning as steps."""
     warmup_fraction: float = Field(0.06, ge=0, lt=1)
     """Share of the budget for linear warm-up (linear, cosine, wsd)."""
     decay_fraction: float = Field(0.2, gt=0, le=1)

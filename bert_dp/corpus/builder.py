@@ -118,6 +118,12 @@ def cache_dir(config: Config) -> Path:
     return record.cache_root() / hash_json(facts)[:20]
 
 
+def find(config: Config) -> Path | None:
+    """Where `ensure` has built the shards of `config` before; None where it has not. Raises ConfigError."""
+    directory = cache_dir(config)
+    return directory if (directory / Manifest.file_name).is_file() else None
+
+
 def ensure(config: Config, progress: Progress | None = None) -> Path:
     """The directory of shards that `config` asks for, built in the cache on first use.
 
@@ -212,18 +218,20 @@ def filter_warning(manifest: Manifest) -> str | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`build OPTIONS.json`: manifest to stdout. `ensure CONFIG.yaml`: directory. `inspect DIR`: JSON.
+    """`build OPTIONS.json`: manifest to stdout. `ensure CONFIG.yaml`: directory. `find CONFIG.yaml`: the
+    directory where it is built. `inspect DIR`: JSON.
 
     OPTIONS.json holds a BuildRequest. Progress and errors go to stderr.
     Returns the exit code: 0, 2 for bad input, 1 for a failure, 128 + signal.
     """
     parser = argparse.ArgumentParser(prog="python -m bert_dp.corpus", description="text to packed shards")
     verbs = parser.add_subparsers(dest="verb", required=True)
-    for verb, argument in (("build", "OPTIONS.json"), ("ensure", "CONFIG.yaml"), ("inspect", "DIR")):
+    arguments = {"build": "OPTIONS.json", "ensure": "CONFIG.yaml", "find": "CONFIG.yaml", "inspect": "DIR"}
+    for verb, argument in arguments.items():
         verbs.add_parser(verb).add_argument("path", type=Path, metavar=argument)
-    arguments = parser.parse_args(argv)
+    given = parser.parse_args(argv)
     hint = f"the cache is {record.cache_root()}, BERT_DP_CACHE names another"
-    return run_command(functools.partial(_answer, arguments), hint if arguments.verb == "ensure" else "")
+    return run_command(functools.partial(_answer, given), hint if given.verb == "ensure" else "")
 
 
 def _answer(arguments: argparse.Namespace) -> tuple[str, int]:
@@ -234,6 +242,8 @@ def _answer(arguments: argparse.Namespace) -> tuple[str, int]:
         if arguments.verb == "ensure":
             record.keep_private()
             return str(ensure(load_config(arguments.path), progress)), 0
+        if arguments.verb == "find":
+            return str(find(load_config(arguments.path)) or ""), 0
         facts = shards.inspect(arguments.path)
         return json.dumps(facts, indent=1), 1 if facts["problems"] else 0
 

@@ -16,6 +16,7 @@ from bert_dp.record.exported import ExportFormat, read_exported
 from launcher import children, results
 from launcher.evaluate.finetune import Pretrained, find_pretrained
 from launcher.evaluate.glue_text import glue_text
+from launcher.log import PLAIN, show
 from launcher.report.console import show_report
 from launcher.report.model import Cell, Report, Section, Table, Verdict
 from launcher.report.numbers import count_of, format_count
@@ -50,7 +51,9 @@ NOTE = (
 )
 
 
-def export(form: ExportFormat, run: Path, out: Path, *, encoder: bool, options: Sequence[str] = ()) -> int:
+def export(
+    form: ExportFormat, run: Path, out: Path, *, encoder: bool, options: Sequence[str] = (), console: Console
+) -> int:
     """`options`: of the format, as `python -m bert_dp.export` takes them. Returns the exit code. Raises
     ConfigError."""
     start = find_pretrained(run.expanduser())
@@ -66,7 +69,14 @@ def export(form: ExportFormat, run: Path, out: Path, *, encoder: bool, options: 
     command = shlex.join(["bert-dp", "export", form, start.run.name, "--out", out.name, *flags])
     facts = [f"--command={command}", f"--scores={glue_text(start)}"]
     arguments = [form, "--out", str(out), *facts, *flags, "--", str(start.run)]
-    return children.run_module("bert_dp.export", arguments).returncode
+    code = children.run_module("bert_dp.export", arguments).returncode
+    if code == 0:
+        exported = read_exported(out)
+        what = f"{exported.architecture or form}, {exported.precision}, {exported.kind}"
+        sizes = f"{format_count(exported.parameters)} parameters, step {format_count(exported.step)}"
+        show(console, f"{out}: {what}, {sizes}", **PLAIN)
+        show(console, f"next: bert-dp export check {shlex.quote(str(out))}", **PLAIN)
+    return code
 
 
 def package_issues(what: str, packages: Sequence[str], extra: str = "export") -> list[str]:

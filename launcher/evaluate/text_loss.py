@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from bert_dp.config import ConfigError, resolve
 from launcher import children, results
+from launcher.errors import told_by_option
 from launcher.evaluate.finetune import find_pretrained
 from launcher.report.console import show_report
 from launcher.report.model import Report, Section, Table
@@ -23,6 +24,12 @@ from launcher.stats import student
 if TYPE_CHECKING:
     from rich.console import Console
 
+OPTIONS = {
+    "data.build.documents": "--documents",
+    "data.build.source_format": "--format",
+    "data.build.text_field": "--text-key",
+}
+"""Settings that options of `eval mlm` give."""
 SEEN = {"all": "all of them", "mask": "<mask>", "random": "a random token", "original": "the token itself"}
 
 
@@ -51,7 +58,8 @@ def evaluate(
 ) -> int:
     """`options`: settings of data.build. Returns the exit code. Raises ConfigError."""
     settings = {"data": {"sources": list(texts), "build": dict(options)}, "schedule": {"steps": 1}}
-    build = resolve([settings]).data.build
+    with told_by_option(OPTIONS):
+        build = resolve([settings]).data.build
     start = find_pretrained(run.expanduser())
     issues = text_issues(texts)
     if start.config.objective.name != "mlm":

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from bert_dp.config import BatchLayout, Config, ExamplesManifest, Manifest, batch_at, peak_lr
 from bert_dp.cost import flops_per_token, memory_estimate_gib, num_parameters
-from launcher.report.numbers import count_of, format_percent
+from bert_dp.record import CheckpointFacts
+from launcher.report.numbers import count_of, format_duration, format_percent
+
+COMPLETE = "this run is complete: its budget is spent; raise schedule.* to go on"
 
 
 def expected_steps(config: Config) -> int | None:
@@ -37,9 +42,10 @@ def describe(
     flops = flops_per_token(config.model, sequence, config.predicted_share)
     tokens = layout.global_size * sequence
     packed = config.objective.name == "mlm"  # else examples differ in length
+    step = f"{tokens:,} tokens" if packed else f"{layout.global_size:,} examples"
     ramp = f", ramped in steps of {config.batch.ramp_quantum}" if config.batch.ramp_fraction else ""
     return [
-        f"batch   {layout} = {f'{tokens:,} tokens' if packed else 'as many examples'} a step{ramp}",
+        f"batch   {layout} = {step} a step{ramp}",
         f"data    {describe_data(config, manifest)}",
         f"model   {num_parameters(config.model, sequence):,} parameters, {flops / 1e6:.1f} MFLOP a token",
         f"memory  about {sum(memory.values()):.2f} GiB a rank (estimate, {precision}, eager: {parts})",
@@ -48,11 +54,21 @@ def describe(
     ]
 
 
+def describe_start(checkpoint: tuple[Path, CheckpointFacts] | None, *, is_done: bool) -> list[str]:
+    """Where a run would go on; nothing of a new one."""
+    if checkpoint is None:
+        return []
+    path, facts = checkpoint
+    return [f"resume  {COMPLETE if is_done else f'from step {facts.step:,}, {path.name}'}"]
+
+
 def describe_length(config: Config, step_tokens: int | None) -> str:
     """Steps, hours or epochs, and tokens where their number is known. `step_tokens`: of a whole batch; None
     where it differs from step to step."""
     schedule, steps = config.schedule, expected_steps(config)
-    length = f"{schedule.hours} h on rank 0's clock" if steps is None else count_of(steps, "step")
+    length = "" if steps is None else count_of(steps, "step")
+    if schedule.hours is not None:
+        length = f"{format_duration(schedule.hours * 3600)} ({schedule.hours:g} h) on rank 0's clock"
     if schedule.epochs is not None:
         length = f"{schedule.epochs:g} epochs of the data, which are not built yet"
     tokens = schedule.tokens

@@ -21,7 +21,7 @@ from bert_dp.config import (
     with_budget,
 )
 from bert_dp.config.profile import ProfilePlan, profile_issues
-from launcher.job import Job, prepare_data
+from launcher.job import Job, built_data, prepare_data
 from launcher.log import PLAIN, logger, show
 from launcher.machine.precision import emulated_warnings
 from launcher.output import claim
@@ -31,7 +31,7 @@ from launcher.report.html import write_or_warn
 from launcher.report.numbers import count_of
 from launcher.report.run_report import PAGE, of_directories
 from launcher.run import processes, restarts
-from launcher.run.describe import describe, describe_data, expected_steps
+from launcher.run.describe import COMPLETE, describe, describe_data, describe_start, expected_steps
 from launcher.run.loggers import Loggers
 from launcher.run.memory_check import check_memory
 from launcher.run.run_directory import (
@@ -73,8 +73,8 @@ def train(
     layout = batch_layout(job.config, ranks)
     if issues := start_issues(job, run_dir, resume):
         raise ConfigError(issues)
-    data = job.config.data.path
-    manifest = None if data is None else read_data(job.config, Path(data))
+    data = built_data(job.config) if dry_run or job.config.data.path else None
+    manifest = None if data is None else read_data(job.config, data)
     if manifest is not None:
         job = dataclasses.replace(job, config=with_budget(job.config, manifest.num_samples))
     check_profile(profile, job.config, ranks, run_dir, resume)
@@ -85,7 +85,8 @@ def train(
     warnings = start_warnings(job, ranks, run_dir, policy, manifest)
     warn(console, [*warnings, *memory.warnings(), *(too_much if force else [])])
     if dry_run:
-        for line in describe(job.config, layout, manifest, memory.precision):
+        goes_on = describe_start(checkpoint, is_done=is_complete(run_dir, job.config, resume))
+        for line in [*describe(job.config, layout, manifest, memory.precision), *goes_on]:
             show(console, line, **PLAIN)
     if too_much and not force:
         raise ConfigError([f"{line}; or --force starts anyway" for line in too_much])
@@ -149,7 +150,7 @@ def run_locked(
         raise ConfigError(issues)
     check_profile(profile, config, ranks, run_dir, resume)
     if is_complete(run_dir, config, resume):
-        log("this run is complete: its budget is spent; raise schedule.* to go on")
+        log(COMPLETE)
         show_report(console, of_directories([run_dir]))
         return 0
     if (lost := failure.lost_directory(held)) is not None:  # a corpus may have taken long

@@ -101,8 +101,8 @@ def describe(grid: Grid, folder: Path, log: Log, overrides: Sequence[str], *, co
             )
     if "weak" in settings.modes and "strong" not in settings.modes:
         log("weak scaling trains another global batch at every N: losses are not compared")
-    for name in grid.displaced(overrides):
-        log(f"warning: --set {name} has no effect: the grid sets it, or nothing is saved in a measured run")
+    for line in grid.displaced(overrides):
+        log(f"warning: {line}")
     if not grid.on_gpu and max(settings.gpus) > cores:
         log("warning: more CPU ranks than cores: efficiency says nothing about the program")
 

@@ -14,14 +14,18 @@ from launcher.results import CellKind, GridCell, Mode
 from launcher.run.memory_check import check_memory
 from launcher.run.trials import timed_config, trial_precision
 
-DISPLACED = ("checkpoint.", "eval.", "log.", "batch.ramp_")  # sections that a cell sets itself
-DISPLACED_KEYS = (
-    "parallel.engine",
-    "parallel.tensor",
-    "parallel.zero_stage",
-    "data.synthetic",
-    *(f"schedule.{name}" for name in BUDGETS),
-)
+DISPLACED = {
+    "checkpoint.": "a measured run saves nothing",
+    "eval.": "a measured run evaluates nothing",
+    "log.": "a measured run logs as the benchmark needs it",
+    "batch.ramp_": "a cell has one batch",
+    "parallel.engine": "--engines chooses it",
+    "parallel.zero_stage": "--engines chooses it",
+    "parallel.tensor": "--tensor chooses it",
+    "data.synthetic": "--synthetic chooses it",
+    **{f"schedule.{name}": "--steps chooses it" for name in BUDGETS},
+}
+"""Settings that a cell has of its own, by how their names begin, and why."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,10 +152,17 @@ class Grid:
         return self._config(cell.kind, cell.engine, cell.tensor, cell.global_batch)
 
     def displaced(self, overrides: Sequence[str]) -> list[str]:
-        """Of the user's `a.b=value` those that no cell heeds: the grid says it, or a cell saves nothing."""
-        names = (item.partition("=")[0].strip() for item in overrides)
-        batch = () if "strong" in self.settings.modes else ("batch.global_size",)
-        return [name for name in names if name.startswith(DISPLACED) or name in (*DISPLACED_KEYS, *batch)]
+        """A line for each of the user's `a.b=value` that no cell heeds."""
+        why = dict(DISPLACED)
+        if "strong" not in self.settings.modes:
+            why["batch.global_size"] = "in weak mode it follows from the micro batch and the ranks"
+        names = [item.partition("=")[0].strip() for item in overrides]
+        return [
+            f"{name} has no effect: {reason}"
+            for name in names
+            for start, reason in why.items()
+            if name.startswith(start)
+        ]
 
     def _memory_issues(self, config: Config, layout: BatchLayout) -> list[str]:
         """Only what cannot fit: on a GPU, where a compiled step takes less than the estimate, that is the

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PLAN = "plan.json"
-FIXED = tuple(name for name in BatchPlanFile.model_fields if name != "machine")
+FIXED = tuple(name for name in BatchPlanFile.model_fields if name not in ("machine", "config"))
 GROWS = ("budget_s",)
 
 
@@ -116,6 +116,7 @@ def plan_of(question: Question) -> BatchPlanFile:
     """plan.json: what a directory was begun with."""
     return BatchPlanFile(
         config_hash=question.config.hash(),
+        config=question.config.model_dump(mode="json"),
         ranks=question.ranks,
         sizes=list(question.sizes),
         budget_s=question.budget_s,
@@ -129,11 +130,11 @@ def describe(question: Question, folder: Path) -> list[str]:
     shown = sizes.thin(question.sizes, sizes.MOST)
     what = "GPUs" if question.on_gpu else "CPU ranks"
     eager = question.config.compile == "auto" and not question.on_gpu
-    how = "; trials run eager: compile=on compiles them" if eager else ""
+    how = "; trials are not compiled, compile=on compiles them" if eager else ""
     return [
         f"batch search: {folder}",
-        f"{question.ranks} {what}, global batch {question.config.batch.global_size} as declared; of "
-        f"{len(question.sizes)} micro batches that divide it, up to {', '.join(map(str, shown))}; "
+        f"{question.ranks} {what}, global batch {question.config.batch.global_size} as declared; micro "
+        f"batches to try: {', '.join(map(str, shown))}, of {len(question.sizes)} that divide it; "
         f"budget about {question.budget_s:.0f} s{how}",
     ]
 

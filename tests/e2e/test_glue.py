@@ -142,7 +142,7 @@ def test_a_whole_evaluation_runs_nothing_again_and_has_a_page(
     for words in ("WNLI accuracy (from RTE)", "recipe head, cls pooling, from step 2", "no CoLA/train.tsv"):
         assert words in shown
     other = refused(*command(run, data, out))
-    assert "holds another evaluation (settings.init_task differ)" in other
+    assert "holds another evaluation (settings.init_task differs)" in other
 
 
 def test_one_checkpoint_of_a_run_is_evaluated(run: Path, data: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -208,6 +209,18 @@ def test_ranks_started_by_hand_train_to_the_end(tmp_path: Path, shards: Path) ->
     assert [process.returncode for process in ranks] == [0, 0, 0], said
     summary = read_json(tmp_path / "run" / "summary.json")
     assert (summary["status"], summary["step"], summary["world_size"]) == ("done", 2, 3)
+
+
+def test_torchrun_starts_the_worker_as_the_documentation_says(tmp_path: Path, shards: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
+    (command,) = re.findall(r"^torchrun (.*)$", page, re.MULTILINE)
+    changes = {"8": "2", "own.yaml": str(write_config(tmp_path / "made", shards)), "runs/own": "run"}
+    words = [changes.get(word, word) for word in command.split()]
+    run = [sys.executable, "-P", "-m", "torch.distributed.run", *words]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    summary = read_json(tmp_path / "run" / "summary.json")
+    assert (summary["status"], summary["world_size"]) == ("done", 2)
 
 
 def test_ranks_started_by_hand_without_a_meeting_point_say_so(tmp_path: Path, shards: Path) -> None:

@@ -800,7 +800,9 @@ def test_ensure_builds_once_and_follows_the_source(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path / "cache"))
+    assert builder.find(config(source)) is None
     first = builder.ensure(config(source))
+    assert builder.find(config(source)) == first
     assert first == builder.cache_dir(config(source))
     assert read_manifest(first).build["vocab_size"] == VOCAB
     stamp = (first / "manifest.json").stat().st_mtime_ns

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bert_dp.config import Config, resolve
+from bert_dp.config import MAX_VOCAB_SIZE, Config, resolve
 from bert_dp.corpus.builder import BuildRequest, read_request
 from launcher import children, datasets, results
 from launcher.evaluate import export as exporting
@@ -70,7 +70,7 @@ def test_predict_shares_the_cores_between_instances(run: Path, asked: Asked) -> 
 
 
 def test_export_passes_on_its_options_and_names_them_in_the_card(run: Path, asked: Asked) -> None:
-    assert export("aoti", Path("run"), Path("out"), encoder=True, options=["--bf16"]) == 3
+    assert export("aoti", Path("run"), Path("out"), encoder=True, options=["--bf16"], console=Console()) == 3
     module, arguments = asked[-1]
     assert module == "bert_dp.export"
     assert arguments[:4] == ["aoti", "--out", str(run.parent / "out"), arguments[3]]
@@ -83,11 +83,11 @@ def test_an_export_goes_into_an_empty_directory_and_none_that_holds_something(
 ) -> None:
     out = run.parent / "out"
     out.mkdir()
-    assert export("aoti", run, out, encoder=True) == 3
+    assert export("aoti", run, out, encoder=True, console=Console()) == 3
     (out / "mine").write_text("")
     for place, said in ((out, "is not an empty directory"), (out / "mine", "is not an empty"),
                         (run.parent / "none" / "out", "none does not exist")):  # fmt: skip
-        (line,) = issues_of(export, "aoti", run, place, encoder=True)
+        (line,) = issues_of(export, "aoti", run, place, encoder=True, console=Console())
         assert said in line
     assert len(asked) == 1
 
@@ -104,7 +104,7 @@ def test_a_build_is_asked_for_as_its_options_say(
 
     monkeypatch.setattr(children, "run_module", read)
     settings = ["data.build.held_out_fraction=0.25", "dedup=none"]
-    options: dict[str, Any] = {"vocab_size": 500, "sequence_length": 64, "tokenizer": "t.json"}
+    options: dict[str, Any] = {"vocab_size": 500, "sequence_length": 64, "tokenizer": None}
     more: dict[str, Any] = {"overrides": settings, "processes": 2, "force": True, "console": Console()}
     assert datasets.build(["a.txt"], Path("out"), **options, **more) == 3
     (request,) = requests
@@ -118,6 +118,13 @@ def test_a_build_is_asked_for_as_its_options_say(
     assert (request.options.held_out_fraction, request.options.dedup) == (0.25, "none")
     none = issues_of(datasets.build, ["a.txt"], Path("out"), **options, **{**more, "processes": 0})
     assert none == ("--processes: 0 is not a whole number of 1 to 4096",)
+    (small,) = issues_of(datasets.build, ["a.txt"], Path("out"), **{**options, "vocab_size": 5}, **more)
+    assert small.startswith("--vocab-size: expected a number greater than or equal to 16")
+    given = {**options, "tokenizer": "t.json"}
+    (twice,) = issues_of(datasets.build, ["a.txt"], Path("out"), **given, **more)
+    assert twice == "--vocab-size: --tokenizer brings its own vocabulary; leave --vocab-size out"
+    assert datasets.build(["a.txt"], Path("out"), **{**given, "vocab_size": None}, **more) == 3
+    assert (requests[-1].tokenizer, requests[-1].vocab_size) == ("t.json", MAX_VOCAB_SIZE)
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,8 @@ def test_every_rank_follows_the_choice_of_rank_0_and_its_error(
 
 def test_a_path_without_a_checkpoint_is_bad_input(run_dir: Path) -> None:
     (line,) = issues_of(setup.select_checkpoint, rank_with(run_dir, "0"), str(run_dir / "nowhere"))
-    assert line == f"--resume: {run_dir / 'nowhere'}: no valid checkpoint there"
+    why = "no valid checkpoint there; name a run or a checkpoint"
+    assert line == f"--resume: {run_dir / 'nowhere'}: {why}"
 
 
 @pytest.mark.parametrize(

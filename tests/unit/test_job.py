@@ -115,15 +115,30 @@ def test_who_may_stand_where_a_verb_writes(tmp_path: Path) -> None:
     [
         ({}, None),
         ({"repeats": 5}, None),  # more of them go on in the same directory
-        ({"repeats": 2}, "holds another grid (settings.repeats differ)"),
-        ({"steps": 60}, "holds another grid (settings.steps differ)"),
-        ({"tokens": 5}, "holds another grid (settings.tokens differ)"),
+        ({"repeats": 2}, "holds another grid (settings.repeats: 3 then, 2 now)"),
+        ({"steps": 60}, "holds another grid (settings.steps: 50 then, 60 now)"),
+        ({"tokens": 5}, "holds another grid (settings.tokens: None then, 5 now)"),
     ],
 )
 def test_what_a_directory_was_begun_with(tmp_path: Path, now: dict[str, Any], words: str | None) -> None:
     results.write(tmp_path / "grid.json", plan())
     issues = output(tmp_path, **now).issues()
     assert [words is not None and words in issue for issue in issues] == ([True] if words else [])
+
+
+def test_another_configuration_is_told_by_its_settings(tmp_path: Path) -> None:
+    def begun(*settings: str) -> Output[LrPlanFile]:
+        config = make_config(*settings)
+        mine = {"config_hash": config.hash(), "config": config.model_dump(mode="json")}
+        return dataclasses.replace(output(tmp_path), plan=plan().model_copy(update=mine))
+
+    results.write(tmp_path / "grid.json", begun("optim.lr=3e-4").plan)
+    assert begun("optim.lr=3e-4").issues() == []
+    (issue,) = begun("optim.lr=1e-4", "data.shuffle=false").issues()
+    assert "another grid (data.shuffle: True then, False now; optim.lr: 0.0003 then, 0.0001 now)" in issue
+    results.write(tmp_path / "grid.json", plan())  # of an older version, without its configuration
+    (issue,) = begun("optim.lr=1e-4").issues()
+    assert "holds another grid (another configuration)" in issue
 
 
 @pytest.mark.parametrize(("then", "refused"), [([], False), (["adamw", "lamb"], True)])

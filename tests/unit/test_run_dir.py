@@ -14,6 +14,7 @@ from bert_dp import record
 from bert_dp.config import Config, dump_config
 from launcher.job import Job
 from launcher.machine import environment
+from launcher.run.describe import COMPLETE, describe_start
 from launcher.run.run_directory import is_complete, resume_issues, run_dir_issues, start_issues
 from tests.helpers import make_config
 from tests.states import FACTS
@@ -108,6 +109,14 @@ def test_a_run_is_complete_while_its_newest_checkpoint_has_spent_the_budget(tmp_
     assert not is_complete(tmp_path, CONFIG, "never")
     record.write_json(tmp_path / "summary.json", {"status": "stopped"})
     assert not is_complete(tmp_path, CONFIG, "auto")
+
+
+def test_a_dry_run_says_from_where_a_run_would_go_on(tmp_path: Path) -> None:
+    checkpoint(tmp_path, step=1234)
+    found = record.newest_checkpoint_facts(tmp_path)
+    assert describe_start(found, is_done=False) == ["resume  from step 1,234, step-00000001"]
+    assert describe_start(found, is_done=True) == [f"resume  {COMPLETE}"]
+    assert describe_start(None, is_done=False) == []
 
 
 def test_a_budget_in_hours_or_tokens_is_spent_by_its_own_measure(tmp_path: Path) -> None:

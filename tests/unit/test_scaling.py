@@ -191,9 +191,15 @@ def test_settings_that_no_cell_heeds_are_named() -> None:
         *("parallel.engine=zero1", "optim.lr=0.1", "log.step_times=false", "checkpoint.keep=5"),
         *("batch.global_size=8", "data.synthetic=true"),
     ]
-    named = ["parallel.engine", "log.step_times", "checkpoint.keep", "data.synthetic"]
+    named = [
+        "parallel.engine has no effect: --engines chooses it",
+        "log.step_times has no effect: a measured run logs as the benchmark needs it",
+        "checkpoint.keep has no effect: a measured run saves nothing",
+        "data.synthetic has no effect: --synthetic chooses it",
+    ]
     assert grid().displaced(given) == named
-    assert grid(modes=("weak",)).displaced(given) == [*named[:3], "batch.global_size", named[3]]
+    weak = "batch.global_size has no effect: in weak mode it follows from the micro batch and the ranks"
+    assert grid(modes=("weak",)).displaced(given) == [*named[:3], weak, named[3]]
 
 
 def write_run(
@@ -530,8 +536,7 @@ def test_what_is_about_to_run_is_described(tmp_path: Path) -> None:
         "  weak-ddp-n2-tp2: 2 ranks, tensor 2, global batch 8 = 4 x 2 x 1",
         "  weak-ceiling-n2: 2 ranks, global batch 16 = 4 x 2 x 2",
         "weak scaling trains another global batch at every N: losses are not compared",
-        "warning: --set checkpoint.keep has no effect: the grid sets it, or nothing is saved in a measured "
-        "run",
+        "warning: checkpoint.keep has no effect: a measured run saves nothing",
         "warning: more CPU ranks than cores: efficiency says nothing about the program",
     ]
     said.clear()

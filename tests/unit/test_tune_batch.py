@@ -117,7 +117,7 @@ def test_memory_that_is_none_is_refused(memory_gib: float) -> None:
     assert issue == f"--memory: {memory_gib} GiB is not enough for anything; give a number above 0"
 
 
-EAGER = "; trials run eager: compile=on compiles them"
+EAGER = "; trials are not compiled, compile=on compiles them"
 
 
 @pytest.mark.parametrize(
@@ -136,8 +136,8 @@ def test_what_is_about_to_be_searched_is_described(
     shown = sizes.thin(asked.sizes, 8)
     assert batch.describe(asked, Path("OUT")) == [
         "batch search: OUT",
-        f"{what}, global batch 64 as declared; of {len(asked.sizes)} micro batches that divide it, up to "
-        f"{', '.join(map(str, shown))}; budget about {asked.budget_s:.0f} s{end}",
+        f"{what}, global batch 64 as declared; micro batches to try: {', '.join(map(str, shown))}, of "
+        f"{len(asked.sizes)} that divide it; budget about {asked.budget_s:.0f} s{end}",
     ]
 
 
