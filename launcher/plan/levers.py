@@ -9,6 +9,7 @@ from launcher.plan.step_model import Profile, Scenario, predict, with_gradient_b
 from launcher.results import Lever
 
 BOUNDS = ("no stragglers", "perfect overlap")
+OF_BUCKETS = ("no overlap: one bucket", "2 x bucket size")  # which fsdp has none of
 
 
 def levers(profile: Profile, scenario: Scenario) -> list[Lever]:
@@ -21,14 +22,13 @@ def levers(profile: Profile, scenario: Scenario) -> list[Lever]:
         "2 x accumulation": (profile, change(scenario, accumulation=2 * scenario.accumulation)),
         "2 x micro batch": (with_micro_batch(profile, 2 * profile.micro_batch), scenario),
         "2 x link speed": (profile, change(scenario, fabric=_faster(scenario.fabric))),
+        "no overlap: one bucket": (profile, change(scenario, overlap=False)),
+        "2 x bucket size": (profile, change(scenario, bucket_bytes=2 * scenario.bucket_bytes)),
         "no stragglers": (profile, change(scenario, spread=0.0)),
         "perfect overlap": (profile, change(scenario, overlap=True, gain=1.0)),
     }
-    if scenario.engine != "fsdp":
-        changes |= {
-            "no overlap: one bucket": (profile, change(scenario, overlap=False)),
-            "2 x bucket size": (profile, change(scenario, bucket_bytes=2 * scenario.bucket_bytes)),
-        }
+    if scenario.engine == "fsdp":
+        changes = {name: changed for name, changed in changes.items() if name not in OF_BUCKETS}
     if profile.gradient_bytes > 2 and scenario.engine == "ddp":
         changes["16-bit gradients"] = with_gradient_bytes(profile, 2.0), scenario
     now = predict(profile, scenario).tokens_per_s

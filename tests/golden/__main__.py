@@ -41,7 +41,7 @@ def record(section: str) -> list[str]:
 def main(verb: str, sections: list[str]) -> int:
     found = []
     for section in sections or [*QUICK, *SLOW]:
-        found += check(section) if verb == "check" else record(section)
+        found += {"check": check, "record": record}[verb](section)
     print("\n".join(found))
     return bool(found)
 

@@ -97,7 +97,7 @@ def plan(root: Path) -> Any:
         "profile": "--from scale/profile.json --link pcie4 --gpus 1,2,4 --engine zero1",
         "network": f"{rate} --link nvlink3 --inter ib-hdr --nics 4 --gpus 1..64",
         "tensor": f"{rate} --link nvlink3 --gpus 2,4,8 --tensor 1,2 --accumulation 1,4",
-        "fsdp": f"{rate} --link pcie4 --gpus 8 --engine fsdp --reduce-dtype bf16",
+        "fsdp": f"{rate} --link pcie4 --gpus 8 --engine fsdp",
         "buckets": f"{rate} --link pcie4 --gpus 8 --bucket-mib 100",
     }
     return {
