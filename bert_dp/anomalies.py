@@ -22,6 +22,16 @@ def is_spike(loss: float, recent: Sequence[float]) -> bool:
     return loss > mean + SIGMAS * deviation
 
 
+def has_diverged(heldout_loss: float, step: int) -> str | None:
+    """Why the run must stop, when the loss on what it was not trained on is no number."""
+    if math.isfinite(heldout_loss):
+        return None
+    return (
+        f"the held-out loss after step {step} is {heldout_loss}: the model has diverged; lower optim.lr, or "
+        "go on from an earlier checkpoint"
+    )
+
+
 def too_many_skipped(config: Config, precision: str, in_a_row: int, step: int, lr: float) -> str | None:
     """Why the run must stop, when so many steps in a row had a gradient that is not finite, up to `step`,
     whose rate was `lr`. Asked when a line is logged, so that no step waits for the device."""

@@ -340,6 +340,7 @@ def evaluate_and_write(trainer: Trainer, state: TrainState, clock: SharedClock) 
     state.eval_s += elapsed - start
     if measured is not None:
         state.heldout, state.evaluated_step = measured, state.step
+        state.give_up(anomalies.has_diverged(measured["loss"], state.step), "not_finite")
     state.give_up(trainer.directory_lost(), "directory_lost")
     if trainer.comm.world.rank == 0 and measured and not state.trouble:
         with suppress(OSError):

@@ -33,7 +33,6 @@ from launcher.options import (
     Set,
     Settings,
     TextKey,
-    TextPair,
     WithoutHead,
     Words,
     console,
@@ -183,9 +182,19 @@ def finetune(
     test: Annotated[
         str | None, typer.Option(metavar="FILE", help="Examples to predict, scored if labelled.")
     ] = None,
-    text: Annotated[str | None, typer.Option(metavar="COLUMN", help="Column with the text.")] = None,
-    text_pair: TextPair = None,
-    label: Annotated[str | None, typer.Option(metavar="COLUMN", help="Column with the label.")] = None,
+    text: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="Column with the text; default: text.")
+    ] = None,
+    text_pair: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COLUMN",
+            help="Column with the second text of a pair; default: text_pair, where there is one.",
+        ),
+    ] = None,
+    label: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="Column with the label; default: label.")
+    ] = None,
     kind: Annotated[
         Literal["single_label", "multi_label", "regression"] | None,
         typer.Option(help="What a label is; default: single_label."),
@@ -684,7 +693,9 @@ def predict(
     text: Annotated[
         str | None, typer.Option(metavar="COLUMN", help="Column with the text of a table; default: text.")
     ] = None,
-    text_pair: TextPair = None,
+    text_pair: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="Column with the second text of a pair.")
+    ] = None,
     pooling: Annotated[
         Literal["mean", "cls"] | None,
         typer.Option(

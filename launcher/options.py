@@ -209,9 +209,6 @@ Init = Annotated[
     Literal["checkpoint", "random"],
     typer.Option(help="random = the baseline that shows what pretraining is worth."),
 ]
-TextPair = Annotated[
-    str | None, typer.Option(metavar="COLUMN", help="Column with the second text of a pair.")
-]
 TEXTS = "Files, directories, globs (text, JSONL, Parquet; .gz .xz .zst), hub:NAME, or builtin."
 Format = Annotated[
     str, typer.Option(help="Format of all files: text, jsonl or parquet; auto goes by the suffix.")

@@ -22,6 +22,7 @@ FORMATS = {
     ".tsv": "tsv",
     **{suffix: format for suffix, format in readers.FORMATS.items() if format != "text"},
 }
+PAIR = "text_pair"
 HUB_SPLITS = {TRAIN: "train", "dev": "validation", "test": "test"}
 METRICS: dict[LabelKind, tuple[Metric, ...]] = {
     "single_label": ("accuracy", "f1"),
@@ -37,16 +38,22 @@ class OwnData:
     files: dict[str, str]
     columns: Columns
     kind: LabelKind
+    finds_pair: bool = False
+    """A column PAIR of train is the second text."""
 
     def identity(self) -> dict[str, Any]:
         """What changes when a file does, without reading it. Raises ConfigError."""
         stamps = {split: sources.identity(_source(name)) for split, name in self.files.items()}
-        return {"files": stamps, "columns": dataclasses.asdict(self.columns), "kind": self.kind}
+        columns = dataclasses.asdict(self.columns)
+        return {"files": stamps, "columns": columns, "kind": self.kind, "finds_pair": self.finds_pair}
 
     def read(self, *, train_only: bool) -> Labelled:
         """Raises ConfigError naming the file and the row for what is no example."""
-        splits = [TRAIN] if train_only else list(self.files)
-        tables = {split: read_table(self.files[split], self.columns, split) for split in splits}
+        tables = {TRAIN: read_table(self.files[TRAIN], self.columns, TRAIN, finds_pair=self.finds_pair)}
+        has_pair = len(tables[TRAIN].rows[0].texts) > 1
+        columns = _paired(self.columns) if self.finds_pair and has_pair else self.columns
+        for split in [] if train_only else [name for name in self.files if name != TRAIN]:
+            tables[split] = read_table(self.files[split], columns, split)
         names = label_names(self.kind, tables[TRAIN])
         if "test" in tables and not {"-1", "-1.0"} & set(names):
             tables["test"] = _unlabelled(tables["test"])
@@ -62,13 +69,19 @@ def _source(name: str) -> sources.Source:
     return sources.Source(name, path, FORMATS.get(readers.suffixes(path)[0], "text"))
 
 
-def read_table(name: str, columns: Columns, split: str) -> Table:
-    """The rows of a file. Those of test may have no labels, but then none of them has one. Raises
-    ConfigError."""
+def _paired(columns: Columns) -> Columns:
+    return dataclasses.replace(columns, texts=(*columns.texts, PAIR))
+
+
+def read_table(name: str, columns: Columns, split: str, *, finds_pair: bool = False) -> Table:
+    """The rows of a file. Those of test may have no labels, but then none of them has one. `finds_pair`: a
+    column PAIR is the second text. Raises ConfigError."""
     source = _source(name)
     is_test = split == "test"
-    rows = []
+    rows: list[Row] = []
     for place, record in _records(source, columns, split):
+        if finds_pair and not rows and isinstance(record, dict) and PAIR in record:
+            columns = _paired(columns)
         row = make_row(name, place, record, columns, needs_label=not is_test)
         if not all(text.strip() for text in row.texts):
             raise ConfigError([f"{name}: {place}: a text is empty; drop the row"])
@@ -110,7 +123,9 @@ def _records(source: sources.Source, columns: Columns, split: str) -> Iterator[t
     """(place, record) of every row. Raises ConfigError."""
     if source.path is None or source.format in ("jsonl", "parquet"):
         needed = columns.texts if split == "test" else (*columns.texts, columns.label)
-        yield from sources.records(source, needed, [columns.label], split=HUB_SPLITS[split], fix=COLUMN_FIX)
+        yield from sources.records(
+            source, needed, [columns.label, PAIR], split=HUB_SPLITS[split], fix=COLUMN_FIX
+        )
         return
     if source.format == "text":
         raise ConfigError([f"{source.name}: not a table of a known suffix: {', '.join(FORMATS)}; convert it"])

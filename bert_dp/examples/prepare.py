@@ -199,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for split in ("train", "dev", "test"):
         verb.add_argument(f"--{split}", help="CSV, TSV, JSONL, Parquet or hub:NAME[:CONFIG]")
     verb.add_argument("--text", help="column of the text (text)")
-    verb.add_argument("--text-pair", help="column of the second text")
+    verb.add_argument("--text-pair", help="column of the second text (text_pair, where there is one)")
     verb.add_argument("--label", help="column of the label (label)")
     verb.add_argument("--kind", choices=get_args(LabelKind), help="of the labels (single_label)")
     verb.add_argument("--dev-share", type=float, default=0.0, help="of train that becomes dev")
@@ -233,5 +233,6 @@ def _data(arguments: argparse.Namespace) -> GlueData | OwnData:
     if arguments.task is None and TRAIN in files and not arguments.data:
         pair = () if arguments.text_pair is None else (arguments.text_pair,)
         columns = Columns((arguments.text or "text", *pair), arguments.label or "label")
-        return OwnData(files, columns, arguments.kind or "single_label")
+        by_name = arguments.text is None and not pair
+        return OwnData(files, columns, arguments.kind or "single_label", finds_pair=by_name)
     raise ConfigError(["name either --task with --data, or --train with --dev"])

@@ -225,6 +225,8 @@ class HeldOut(StoredModel):
     scores: dict[str, FiniteOrNone] | None = None
     """Of finetuning: "split/metric", in the metric's own unit; none where a logit was not finite, null where
     the metric is not defined, as a correlation with what is constant."""
+    one_class: list[str] = []
+    """Of finetuning: the splits whose every example gets the same class."""
 
 
 class InitFrom(StoredModel):

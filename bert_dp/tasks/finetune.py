@@ -120,6 +120,7 @@ class Finetuning:
     def _measure(self, logits: Mapping[str, NDArray[np.float64]]) -> dict[str, Any] | None:
         """See `evaluate`."""
         scores: dict[str, float] = {}
+        one_class: list[str] = []
         total, count = 0.0, 0
         for name, logits_NL in logits.items():
             examples = self._splits[name]
@@ -132,10 +133,13 @@ class Finetuning:
             if np.isfinite(logits_NL).all():
                 measured = score(self._manifest.metrics, self._kind, logits_NL, examples.labels)
                 scores |= {f"{name}/{metric}": value for metric, value in measured.items()}
+            if self._kind == "single_label" and len(set(logits_NL.argmax(axis=1).tolist())) == 1:
+                one_class.append(name)
         if not count:
             return None
         unit = self._config.loss_unit
-        return {"loss": total / count, "loss_unit": unit, "examples": count, "scores": scores}
+        more = {"one_class": one_class} if one_class else {}
+        return {"loss": total / count, "loss_unit": unit, "examples": count, "scores": scores, **more}
 
     def example_batch(self, micro_size: int) -> Batch:
         """Random tokens, the last one of each example padding, so that the mask is there."""

@@ -58,10 +58,9 @@ def source_of(
     elif not own.keys() & files.keys():
         issues.append("--task: name a GLUE task with --data, or your own files by --train and --dev")
     else:
-        required = ("train", "dev", "text", "label")
         issues += [
-            f"--{name} is missing; your own files take --train, --dev, --text and --label"
-            for name in required
+            f"--{name} is missing; your own files take --train and --dev"
+            for name in ("train", "dev")
             if name not in own
         ]
     if issues:

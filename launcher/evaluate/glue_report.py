@@ -54,6 +54,11 @@ class ScoreRow(NamedTuple):
     score: GlueScore
 
 
+def score_row(task: GlueTask, score: GlueScore) -> ScoreRow:
+    """A score of the task, with its split."""
+    return ScoreRow(task, next(split for split in task.splits if split.name == score.split), score)
+
+
 def remark(row: ScoreRow) -> str:
     """What a number must not be read without."""
     trials = row.task.trials
@@ -67,16 +72,19 @@ def remark(row: ScoreRow) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _truncated(row: ScoreRow) -> Cell:
+def truncated(row: ScoreRow) -> Cell:
+    """The share of the split's examples that lost tokens."""
     count, examples = row.split.truncated, row.split.examples
     return Cell(format_percent(count / examples), f"{format_count(count)} of {format_count(examples)}")
 
 
-def _in_train(row: ScoreRow) -> Cell:
+def in_train(row: ScoreRow) -> Cell:
+    """How many of the split's examples stand in train too."""
     return cell(row.split.in_train, "count", f"of {format_count(row.split.examples)}")
 
 
-def _seeds(row: ScoreRow) -> str:
+def every_seed(row: ScoreRow) -> str:
+    """The score of each seed, out of 100."""
     return ", ".join(map(format_points, row.score.seeds)) or "none"
 
 
@@ -85,10 +93,10 @@ SCORES = (
     Quantity("score.sd", "deviation", "points"),
     Quantity("score.majority", "majority", "points"),
     Quantity("split.examples", "dev examples", "count"),
-    Computed(_truncated, "truncated"),
-    Computed(_in_train, "also in train"),
+    Computed(truncated, "truncated"),
+    Computed(in_train, "also in train"),
     Computed(remark, "remark", "word"),
-    Computed(_seeds, "every seed", "word"),
+    Computed(every_seed, "every seed", "word"),
 )
 
 
@@ -179,10 +187,7 @@ def scores_table(
     tasks: Sequence[GlueTask], quantities: Sequence[Quantity | Computed] = SCORES, title: str = ""
 ) -> Table:
     """A row for each metric of a dev set."""
-    rows = []
-    for task in tasks:
-        splits = {split.name: split for split in task.splits}
-        rows += [(label(task, s), ScoreRow(task, splits[s.split], s)) for s in task.scores]
+    rows = [(label(task, score), score_row(task, score)) for task in tasks for score in task.scores]
     return table(rows, quantities, title=title, corner="task", empty="no task was evaluated")
 
 

@@ -121,7 +121,9 @@ def _end(run: Run) -> tuple[Level, str]:
         result += ": no better than word frequencies; train longer." if useless else "."
         if (scores := heldout.scores_text(run.heldout)) is not None:
             result = f"{scores} on {heldout.basis(run.heldout)}."
-    return "ok", f"Done after {step}: {result}"
+        if constant := run.heldout.one_class:
+            result += f" Every example of {', '.join(constant)} gets the same class."
+    return "warn" if run.heldout.one_class else "ok", f"Done after {step}: {result}"
 
 
 def _too_near(runs: Sequence[Run]) -> list[Verdict]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import bert_dp as package
 from bert_dp.record import PREDICTIONS
 from launcher import job
 from tests.e2e.cli import TINY, bert_dp, here, refused
+from tests.glue_fixture import write_two_tasks
 from tests.helpers import read_json, read_lines
 
 WORDS = "the cat sat on a mat and the dog ran off with an old red hat in the rain today".split()
@@ -69,8 +71,8 @@ REFUSED = {
     "task without data": (("--task", "RTE"), "--task: needs --data"),
     "two kinds": (("--task", "RTE", "--data", ".", "--train", "x"), "--train: goes with --train, not with"),
     "data alone": (("--data", "."), "--data: goes with --task NAME"),
-    "no label": (("--train", "train.csv", "--dev", "dev.csv", "--text", "sentence"), "--label is missing"),
-    "dev alone": (("--dev", "dev.csv"), "--train is missing; your own files take --train, --dev, --text and"),
+    "no label": (("--train", "train.csv", "--dev", "dev.csv", "--text", "sentence"), "no column 'label'"),
+    "dev alone": (("--dev", "dev.csv"), "--train is missing; your own files take --train and --dev"),
     "unknown column": ((*OWN[:-1], "colour"), "colour"),
     "missing file": (("--train", "none.csv", *OWN[2:]), "none.csv"),
     "batch": ((*OWN, "batch.global_size=7"), "batch.global_size: 7 is not a multiple"),
@@ -84,7 +86,7 @@ REFUSED = {
 }
 
 
-IN_THE_FILES = ("unknown column", "missing file")
+IN_THE_FILES = ("no label", "unknown column", "missing file")
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -101,6 +103,28 @@ def test_bad_input_is_refused_before_anything_starts(
     else:
         assert told in refused(*asked, cwd=files)
     assert not place.exists()
+
+
+def test_a_run_without_its_tokenizer_is_refused(run_dir: Path, files: Path, tmp_path: Path) -> None:
+    bare = shutil.copytree(run_dir, tmp_path / "bare")
+    for path in bare.rglob("tokenizer.json"):
+        path.unlink()
+    told = f"put the tokenizer.json of its shards at {bare / 'tokenizer.json'}"
+    write_two_tasks(tmp_path / "glue")
+    for arguments in (
+        ("finetune", str(bare), *OWN),
+        ("eval", "glue", str(bare), "--data", str(tmp_path / "glue")),
+        ("predict", str(bare), "dev.csv", "--text", "sentence"),
+    ):
+        said = refused(*arguments, cwd=files)
+        assert told in said
+        assert said.count("\n") == 1
+
+
+def test_a_vocabulary_that_does_not_fit_is_refused(run_dir: Path, files: Path, tmp_path: Path) -> None:
+    asked = ("finetune", str(run_dir), *OWN, "--init", "random", "model.vocab_size=60")
+    assert "model.vocab_size: 60" in refused(*asked, "--run-dir", str(tmp_path / "run"), cwd=files)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_that_is_none_is_refused(run_dir: Path, files: Path, tmp_path: Path) -> None:

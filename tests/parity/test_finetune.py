@@ -25,11 +25,17 @@ CELLS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero1-n2": (2, {"batch": {"micro_size": 2}, "parallel": {"engine": "zero1"}}),
     "fsdp-n2": (2, {"batch": {"micro_size": 4}, "parallel": {"engine": "fsdp"}}),
     "tensor2": (2, {"batch": {"micro_size": 8}, "parallel": {"tensor": 2}}),
+    "fsdp-n2-acc2": (2, {"batch": {"micro_size": 2}, "parallel": {"engine": "fsdp"}}),
+    "tensor2-acc2": (2, {"batch": {"micro_size": 4}, "parallel": {"tensor": 2}}),
     "recomputed": (2, {"batch": {"micro_size": 4}, "parallel": {"activation_checkpointing": True}}),
     "ddp-n4": (4, {"batch": {"micro_size": 2}}),
+    "ddp-n4-acc2": (4, {"batch": {"micro_size": 1}}),
+    "zero1-n4": (4, {"batch": {"micro_size": 2}, "parallel": {"engine": "zero1"}}),
+    "fsdp-n4": (4, {"batch": {"micro_size": 1}, "parallel": {"engine": "fsdp"}}),
     "tensor2-n4": (4, {"batch": {"micro_size": 2}, "parallel": {"tensor": 2}}),
 }
 QUICK = ("single-acc4", "ddp-n2", "tensor2")
+NARROW = ("single-acc4", "ddp-n2-acc2", "zero1-n2", "fsdp-n2", "tensor2", "ddp-n4")
 
 
 def finetuning(
@@ -71,6 +77,12 @@ def one_rank(pretrained: Path, examples: Path, tmp_path_factory: pytest.TempPath
     return train_run(tmp_path_factory.mktemp("one") / "run", finetuning(examples, pretrained))
 
 
+@pytest.fixture(scope="module")
+def one_narrow(pretrained: Path, examples: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = finetuning(examples, pretrained, precision="fp32")
+    return train_run(tmp_path_factory.mktemp("narrow") / "run", config)
+
+
 def assert_same(run: Path, base: Path, loss: float, weights: float) -> None:
     """Losses of all steps, weights, scores and predictions of all examples."""
     assert len(losses(run)) == STEPS
@@ -96,13 +108,13 @@ def test_n_ranks_finetune_what_one_rank_finetunes(
     assert_same(run, one_rank, loss=1e-12, weights=1e-12)
 
 
-def test_in_single_precision_too(pretrained: Path, examples: Path, tmp_path: Path) -> None:
-    runs = []
-    for name in ("ddp-n4", "single-acc4"):
-        ranks, sections = CELLS[name]
-        config = finetuning(examples, pretrained, precision="fp32", **sections)
-        runs.append(train_run(tmp_path / name, config, ranks))
-    assert_same(*runs, loss=1e-5, weights=1e-5)
+@pytest.mark.parametrize("name", NARROW)
+def test_in_single_precision_too(
+    name: str, pretrained: Path, examples: Path, one_narrow: Path, tmp_path: Path
+) -> None:
+    ranks, sections = CELLS[name]
+    run = train_run(tmp_path, finetuning(examples, pretrained, precision="fp32", **sections), ranks)
+    assert_same(run, one_narrow, loss=1e-5, weights=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["multi_label", "regression"])
@@ -117,8 +129,9 @@ def test_other_kinds_of_labels(kind: str, pretrained: Path, tmp_path: Path) -> N
     assert set(scores) == ({"dev/f1"} if kind == "multi_label" else {"dev/pearson", "dev/spearman"})
 
 
-def test_a_resumed_run_ends_bit_equal(pretrained: Path, examples: Path, tmp_path: Path) -> None:
-    config = finetuning(examples, pretrained, batch={"micro_size": 2})
+@pytest.mark.parametrize("name", ["ddp-n2-acc2", "zero1-n2", "fsdp-n2", "tensor2"])
+def test_a_resumed_run_ends_bit_equal(name: str, pretrained: Path, examples: Path, tmp_path: Path) -> None:
+    config = finetuning(examples, pretrained, **CELLS[name][1])
     whole = train_run(tmp_path / "whole", config, 2)
     again = train_run(tmp_path / "again", config, 2, resume=str(whole / "checkpoints" / f"step-{HALF:08d}"))
     assert bits(state(whole, STEPS)) == bits(state(again, STEPS))

@@ -28,7 +28,7 @@ from tests.helpers import read_lines
 from tests.runs_to_export import peer_of
 from tests.tensors import CPU
 
-LENGTH, VOCABULARY = 32, 64
+LENGTH, VOCABULARY = 128, 64
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 48,
@@ -189,19 +189,41 @@ def test_the_loss_depends_on_neither_padding_nor_micro_batch(
 ) -> None:
     model = task.build_model(0).double().train()
 
-    def loss(size: int) -> float:
-        batches = [task._training_batch(np.arange(m, m + size)) for m in range(0, 8, size)]
-        return sum(task.loss(model, batch).item() for batch in batches)
+    def loss(size: int) -> tuple[float, torch.Tensor]:
+        """Of eight examples, and its gradient."""
+        model.zero_grad()
+        total = 0.0
+        for start in range(0, 8, size):
+            part = task.loss(model, task._training_batch(np.arange(start, start + size)))
+            part.backward()
+            total += part.item()
+        gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        return total, torch.cat(gradients)
 
-    wanted = loss(8)
-    assert loss(8) == wanted
-    assert loss(4) == pytest.approx(wanted, rel=1e-12)
-    monkeypatch.setattr(finetune, "LENGTH_MULTIPLE", LENGTH)
-    assert loss(2) == pytest.approx(wanted, rel=1e-12)
+    wanted, gradient = loss(8)
+    assert loss(8)[0] == wanted
+    shortest = task._training_batch(np.arange(2)).ids_BS.shape[1]
+    for size, multiple in ((4, 16), (2, LENGTH)):
+        monkeypatch.setattr(finetune, "LENGTH_MULTIPLE", multiple)
+        found, other = loss(size)
+        assert found == pytest.approx(wanted, rel=1e-12)
+        torch.testing.assert_close(other, gradient, rtol=1e-10, atol=1e-12)
+    assert task._training_batch(np.arange(2)).ids_BS.shape[1] == LENGTH > shortest, "padding was added"
     task_of_another_seed = hash64(1, 4, np.arange(8))
     batch = task._training_batch(np.arange(8))
     changed = task.loss(model, type(batch)(**{**vars(batch), "key_B": key32(task_of_another_seed)}))
     assert changed.item() != pytest.approx(wanted, rel=1e-6), "dropout changes nothing here"
+
+
+def test_a_batch_of_one_length_has_no_mask(task: Finetuning) -> None:
+    """So that it takes the path of pretraining."""
+    examples, index = task._train, np.arange(2)
+    lengths = examples.lengths
+    same = next(np.array([i, i]) for i in range(len(lengths)) if lengths[i] % 16 == 0 or lengths[i] == LENGTH)
+    key = key32(hash64(0, index))
+    assert task._batch(examples, same, index, key).real_BS is None
+    shorter = int(np.argmin(lengths))
+    assert task._batch(examples, np.array([same[0], shorter]), index, key).real_BS is not None
 
 
 @pytest.mark.parametrize("task", ["single_label", "multi_label"], indirect=True)

@@ -92,6 +92,18 @@ def test_an_export_goes_into_an_empty_directory_and_none_that_holds_something(
     assert len(asked) == 1
 
 
+def test_the_recipe_is_the_protocol_of_the_crammed_paper(run: Path) -> None:
+    """GLUE_sane of the cramming code; five seeds are `eval glue`'s."""
+    recipe = finetune.configuration(finetune.find_pretrained(run), [], None)
+    optim, schedule, model, head = recipe.optim, recipe.schedule, recipe.model, recipe.finetune
+    assert (optim.name, optim.lr, optim.beta1, optim.beta2, optim.eps) == ("adamw", 4e-5, 0.9, 0.98, 1e-6)
+    assert (optim.weight_decay, optim.clip) == (0.0, 0.0)
+    assert (schedule.name, schedule.epochs, schedule.warmup_fraction) == ("cosine", 5, 0.1)
+    assert (model.dropout, model.attention_dropout, recipe.batch.global_size) == (0.1, 0.1, 16)
+    assert (head.head, head.head_size, head.pooling) == ("recipe", 1024, "cls")
+    assert (recipe.eval.every_steps, GlueOptions().seeds) == (0, 5)
+
+
 def test_a_build_is_asked_for_as_its_options_say(
     tmp_path: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -612,6 +612,21 @@ def test_every_format_gives_the_same_examples(lab: Lab) -> None:
     assert found["jsonl"][:2] == (["7", "cat", "dog"], [1, 2, 1, 0])
 
 
+def test_a_column_text_pair_is_the_second_text_where_none_is_named(lab: Lab) -> None:
+    rows = [{"text": "a cat", "text_pair": "a dog", "label": i % 2} for i in range(4)]
+    jsonl = "".join(json.dumps(row) + "\n" for row in rows)
+    files = {
+        "csv": lab.write("pair.csv", "text,text_pair,label\n" + "a cat,a dog,0\na cat,a dog,1\n" * 2),
+        "jsonl": lab.write("pair.jsonl", jsonl),
+    }
+    for file in files.values():
+        directory, manifest = lab.prepare("--train", file, "--dev", file)
+        examples = Examples.open(directory, manifest, "train")
+        assert lab.words(examples, 0) == "<cls> a cat <sep> a dog <sep>"
+        directory, manifest = lab.prepare("--train", file, "--dev", file, "--text", "text")
+        assert lab.words(Examples.open(directory, manifest, "train"), 0) == "<cls> a cat <sep>"
+
+
 def test_texts_that_the_vocabulary_has_nothing_of_are_counted_or_refused(lab: Lab) -> None:
     text = "text,label\na cat,x\n\u732b,y\n"
     train = lab.own({"train": text, "dev": text})["train"]

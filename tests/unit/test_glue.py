@@ -681,10 +681,25 @@ def test_flipped_predictions_and_pooled_accuracy_are_over_the_same_examples(tmp_
         # of the seeds of both, 0 and 1: three of 40 examples are wrong in one of two
         "b - a: -3.75, paired standard error 2.11 (40 examples, mean of 2 seeds)",
     ]
-    (scores,) = report.sections[0].tables
+    scores, seeds = report.sections[0].tables
+    row = next(row for row in seeds.rows if row.label == "RTE accuracy")
+    assert [cell.text for cell in row.cells] == ["20.0 %", "1", "50.0, 60.0", "50.0, 60.0, 70.0"]
     row = next(row for row in scores.rows if row.label == "RTE accuracy")
     assert [cell.text for cell in row.cells] == ["n/a", "55.0 \u00b1 7.1", "60.0 \u00b1 10.0", "+5.0"]
     assert "STS-B Pearson" in [row.label for row in scores.rows]
+
+
+def test_a_comparison_says_what_a_number_must_not_be_read_without(tmp_path: Path) -> None:
+    measured(tmp_path / "a", {"RTE": make_task("RTE", examples=10)}, lambda name, seed, i: i % 2, 0, 1)
+    measured(tmp_path / "b", {"RTE": make_task("RTE", examples=10)}, lambda name, seed, i: 0, 0, 1)
+    path = tmp_path / "b" / "glue.json"
+    glue = results.read(path, Glue)
+    glue.tasks[0] = glue.tasks[0].model_copy(update={"init_task": "MNLI", "official": False})
+    results.write(path, glue)
+    seeds = compare_report([tmp_path / "a", tmp_path / "b"]).sections[0].tables[1]
+    (row,) = seeds.rows
+    assert row.label == "RTE accuracy"
+    assert [cell.note for cell in row.cells[2:]] == ["", "from MNLI, subset, one answer in 2 of 2"]
 
 
 def test_a_run_that_still_trains_is_known_by_its_lock(tmp_path: Path) -> None:
@@ -755,7 +770,7 @@ def test_three_evaluations_of_one_name_share_a_task_without_failed_trials(
     results.write(folders[0] / "glue.json", glue)
     monkeypatch.chdir(folders[0])
     report = compare_report([Path(), *folders[1:]])
-    (table,) = report.sections[0].tables
+    table, _ = report.sections[0].tables
     assert [row.label for row in table.rows] == ["RTE accuracy"]
     assert [column.head for column in table.columns[:3]] == ["majority", ".", str(folders[1])]
     assert table.rows[0].cells[0].text == "25.0"

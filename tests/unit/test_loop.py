@@ -434,6 +434,17 @@ def test_no_rank_evaluates_once_rank_0_has_lost_its_directory(
     assert (state.trouble, state.evaluated_step) == (None, None)
 
 
+def test_a_run_whose_held_out_loss_is_no_number_has_failed(
+    tmp_path: Path, shards: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    diverged = {"loss": math.nan, "loss_unit": "nats"}
+    monkeypatch.setattr("bert_dp.trainer.evaluate", lambda *_: diverged)
+    _, state, result = train_here(tmp_path, shards, clock, eval={"every_steps": 0})
+    assert state.step == 5
+    assert result.failure_kind == "not_finite"
+    assert str(result.failure).startswith("the held-out loss after step 5 is nan: the model has diverged; ")
+
+
 def test_a_run_is_saved_before_its_last_evaluation(
     tmp_path: Path, shards: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -144,6 +144,11 @@ def test_what_is_unusual_moves_no_other_row(tmp_path: Path) -> None:
             "Done after step 100: dev accuracy 0.7123, test f1 0.8012 on 277 examples.",
         ),
         ({"heldout": {**SCORED, "scores": {}}}, "ok", "no score: a logit was not finite on 277 examples."),
+        (
+            {"heldout": {**SCORED, "one_class": ["dev", "test"]}},
+            "warn",
+            "on 277 examples. Every example of dev, test gets the same class.",
+        ),
     ],
 )
 def test_verdict(tmp_path: Path, change: dict[str, Any], level: str, words: str) -> None:
