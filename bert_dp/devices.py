@@ -54,6 +54,8 @@ def choose_device(setting: str, world: World) -> torch.device:
 
     Raises ConfigError, on all ranks of the machine, when there are more of them than GPUs.
     """
+    if setting != "cpu" and torch.cuda.is_available():
+        torch.cuda.init()  # before that whole GPUs are counted, also where each is divided (MIG)
     gpus, ranks = torch.cuda.device_count(), world.local_size
     if setting == "cpu" or (setting == "auto" and gpus == 0):
         return torch.device("cpu")

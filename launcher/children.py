@@ -17,6 +17,7 @@ from bert_dp.record import LAUNCHER_PID, LAUNCHER_START, start_ticks
 
 DEVNULL = subprocess.DEVNULL
 NO_ANSWER = "no answer within"  # and how long, says run_command of a time-out
+KILLED_S = 1.0  # that a command has to be gone after SIGKILL
 CLEANING_S = 10.0  # that a module has to remove its files after a signal
 
 
@@ -138,7 +139,9 @@ def run_command(argv: Sequence[str], timeout_s: float) -> tuple[str | None, str 
             os.killpg(process.pid, signal.SIGKILL)
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
-        lines = process.communicate()[1].strip().splitlines()
+        lines: list[str] = []
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver that hangs keeps its caller alive
+            lines = process.communicate(timeout=KILLED_S)[1].strip().splitlines()
         return None, " | ".join([f"{NO_ANSWER} {timeout_s:.0f} s", *lines[-3:]])
     if process.returncode:
         lines = (errors.strip() or output.strip()).splitlines()

@@ -27,8 +27,7 @@ WARM_UP = 5
 def _measure(rank: int, size: int, store: str, backend: str, sizes: Sequence[int], seconds: float) -> None:
     """One rank: about `seconds` of all-reduces of each size in bytes; rank 0 prints the results."""
     follow_launcher()
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from bert_dp.dist import TIMEOUT
 from bert_dp.world import World
 
 
@@ -27,6 +29,9 @@ class Grid:
         if tensor == 1:
             shape.pop("tp")
         self.mesh = init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+        if device.type == "cuda":  # NCCL gives groups of a mesh 10 minutes, whatever the world has
+            for group in self.mesh.get_all_groups():
+                distributed_c10d._set_pg_timeout(TIMEOUT, group)
         self.tp_group = self.mesh["tp"].get_group() if tensor > 1 else None
         self.dp_group = self.mesh["shard"].get_group()
         """The ranks that hold the same part of other replicas; with `replicas` > 1 those of one shard set."""

@@ -71,7 +71,7 @@ def doctor(run_dir: Path | None = None) -> tuple[Environment, list[Finding]]:
     findings.append(_loopback())
     findings += [_writable("run directory", target), _writable("cache directory", cache_root())]
     findings.append(checkpoint(target, (deadline - time.monotonic()) / 2))
-    findings.append(all_reduce(deadline - time.monotonic()))
+    findings.append(all_reduce(deadline - time.monotonic(), gpus=len(env.gpus)))
     if not env.gpus:
         findings.append(bf16(env, deadline - time.monotonic()))
     return env, findings
@@ -294,7 +294,7 @@ def checkpoint(target: Path, timeout_s: float, module: str = "bert_dp.measure.di
     )
 
 
-def all_reduce(timeout_s: float, module: str = "bert_dp.measure.all_reduce") -> Finding:
+def all_reduce(timeout_s: float, module: str = "bert_dp.measure.all_reduce", *, gpus: int = 0) -> Finding:
     """A short all-reduce of `python -m module`: between all GPUs if there are several, else two CPU ranks."""
     fix = f"run `python -m {module}` to see the whole message"
     if timeout_s < MIN_ALL_REDUCE_S:
@@ -309,7 +309,7 @@ def all_reduce(timeout_s: float, module: str = "bert_dp.measure.all_reduce") -> 
         return Finding("ok", what)
     except (KeyError, TypeError):
         consequence = "ranks cannot talk to each other: every run on more than one rank will fail"
-        return _unanswered("all-reduce", error, consequence, fix)
+        return _unanswered("all-reduce", error, consequence, fix, gpus=gpus)
 
 
 def bf16(env: Environment, timeout_s: float, module: str = "bert_dp.measure.bf16_ratio") -> Finding:
@@ -330,9 +330,13 @@ def bf16(env: Environment, timeout_s: float, module: str = "bert_dp.measure.bf16
     )
 
 
-def _unanswered(check: str, error: str | None, consequence: str, fix: str) -> Finding:
-    """A failure; but only a warning where time ran out while other work kept every core busy."""
+def _unanswered(check: str, error: str | None, consequence: str, fix: str, *, gpus: int = 0) -> Finding:
+    """A failure; but only a warning where time ran out while other work kept every core busy, or many GPUs
+    had to be opened."""
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if error is not None and error.startswith(NO_ANSWER) and gpus:
+        what = f"{check}: {error}; opening {gpus} GPUs takes long"
+        return Finding("warn", what, f"if not for that, {consequence}", "ask again, or train two ranks")
     if error is not None and error.startswith(NO_ANSWER) and load > cores:
         what = f"{check}: {error}; other work keeps {cores} cores busy (load {load:.1f})"
         return Finding("warn", what, f"if not for that, {consequence}", "ask again when the machine is idle")

@@ -38,18 +38,30 @@ def num_gpus(root: Path = ROOT) -> int:
 def find_gpus(root: Path) -> tuple[list[Gpu], int, str | None]:
     """Visible GPUs, the number present, and why nvidia-smi failed. Falls back to the driver's own list."""
     devices: list[tuple[Gpu, str]] = []  # with the UUID, which CUDA_VISIBLE_DEVICES may name
+    divided: list[bool] = []  # by MIG
     error: str | None = None
     if shutil.which("nvidia-smi"):
-        query = "--query-gpu=index,uuid,name,memory.total,memory.free,driver_version,pci.bus_id"
-        output, error = run_command(["nvidia-smi", query, "--format=csv,noheader,nounits"], 8)
+        facts = "index,uuid,name,memory.total,memory.free,driver_version,pci.bus_id,mig.mode.current"
+        output, error = run_command(
+            ["nvidia-smi", f"--query-gpu={facts}", "--format=csv,noheader,nounits"], 8
+        )
         for row in csv.reader((output or "").splitlines(), skipinitialspace=True):
-            if len(row) == 7 and row[0].isdigit():
+            if len(row) == 8 and row[0].isdigit():
                 total, free = (float(mib) / 1024 if mib.isdigit() else None for mib in row[3:5])
                 gpu = Gpu(int(row[0]), row[2], total, row[5], _numa_node(root, row[6]), free)
                 devices.append((gpu, row[1]))
+                divided.append(row[7] == "Enabled")
     if not devices:
         devices = _driver_gpus(root)
-    return _visible(devices, os.environ.get("CUDA_VISIBLE_DEVICES")), len(devices), error
+    selection = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if divided and all(divided) and selection is None:  # CUDA then shows one instance
+        return [_instance(devices[0][0])], len(devices), error
+    return _visible(devices, selection), len(devices), error
+
+
+def _instance(gpu: Gpu) -> Gpu:
+    """A part of a GPU, whose memory is not known."""
+    return dataclasses.replace(gpu, name=f"{gpu.name} (MIG)", memory_gib=None, free_gib=None)
 
 
 def _numa_node(root: Path, address: str) -> int | None:
@@ -79,8 +91,7 @@ def _visible(devices: list[tuple[Gpu, str]], selection: str | None) -> list[Gpu]
     chosen: list[Gpu] = []
     for entry in (e.strip() for e in selection.split(",")):
         if entry.startswith("MIG-") and devices:
-            name = f"{devices[0][0].name} (MIG)"
-            named = [dataclasses.replace(devices[0][0], name=name, memory_gib=None, free_gib=None)]
+            named = [_instance(devices[0][0])]
         elif entry.startswith("GPU-"):
             named = [gpu for gpu, uuid in devices if uuid.startswith(entry)]
         else:

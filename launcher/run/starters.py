@@ -147,6 +147,7 @@ def _recorders(logs: Path) -> dict[str, str]:
     wanted = {
         "TORCH_FR_BUFFER_SIZE": "2000",  # collectives
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_NCCL_ENABLE_TIMING": "1",  # else no record says which ones a GPU has begun
         "TORCH_FR_DUMP_TEMP_FILE": str(logs / "nccl-trace-rank-"),
     }
     return {name: os.environ.get(name, value) for name, value in wanted.items()}

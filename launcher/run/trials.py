@@ -143,7 +143,7 @@ def timed_config(
             "ramp_quantum": None,
         },
         "schedule": {"steps": steps},
-        "compile": ("on" if on_gpu else "off") if compiled == "auto" else compiled,
+        "compile": "off" if compiled == "auto" and not on_gpu else compiled,
         "checkpoint": {"keep": 0, "every_steps": 0},
         "eval": {"every_steps": 0, "max_sequences": micro_size},
         "log": {

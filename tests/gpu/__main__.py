@@ -13,6 +13,7 @@ import argparse
 import datetime
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -22,10 +23,10 @@ from typing import Any
 from bert_dp import record
 from launcher.machine.environment import versions
 from tests import resumable
-from tests.gpu.checks import CHECKS, CORRECT, Place
+from tests.gpu.checks import CHECKS, CORRECT, VERB_S, Place
 from tests.resumable import ROOT
 
-LIMIT_S = 900
+LIMIT_S = VERB_S + 300.0
 
 
 def main() -> int:
@@ -71,20 +72,24 @@ def run(name: str, out: Path, short: bool, devices: int) -> dict[str, Any]:
     folder.mkdir(parents=True)
     command = [sys.executable, "-m", "tests.gpu", "--one", name, "--devices", str(devices), "--out", str(out)]
     start = time.monotonic()
-    try:
-        done = subprocess.run(
-            [*command, *["--short"] * short],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-            env={**os.environ, "BERT_DP_CACHE": str(out / "cache")},
-        )
-        said, code = done.stdout, done.returncode
-    except subprocess.TimeoutExpired as error:
-        said, code = str(error.stdout or ""), None
+    with subprocess.Popen(
+        [*command, *["--short"] * short],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "BERT_DP_CACHE": str(out / "cache")},
+        start_new_session=True,
+    ) as process:
+        code: int | None = None
+        try:
+            said, _ = process.communicate(timeout=LIMIT_S)
+            code = process.returncode
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGTERM)  # what it has started too, which would keep the GPUs busy
+            said, _ = process.communicate()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
     found = record.read_json(folder / "found.json")
     if code != 0 or found is None:
         how = f"did not end within {LIMIT_S} s" if code is None else f"ended with exit code {code}"

@@ -22,9 +22,9 @@ from launcher.machine.gpus import Gpu, num_gpus
 from tests.e2e.cli import wait_for
 from tests.helpers import write_files
 
-CSV = """0, GPU-aaaa1111, NVIDIA H100 80GB HBM3, 81559, 81000, 570.124.06, 00000000:1A:00.0
-1, GPU-bbbb2222, NVIDIA H100 80GB HBM3, 81559, 20480, 570.124.06, 00000000:3D:00.0
-2, GPU-bbcc3333, NVIDIA H100 80GB HBM3, [N/A], [N/A], 570.124.06, 00000000:B1:00.0
+CSV = """0, GPU-aaaa1111, NVIDIA H100 80GB HBM3, 81559, 81000, 570.124.06, 00000000:1A:00.0, Disabled
+1, GPU-bbbb2222, NVIDIA H100 80GB HBM3, 81559, 20480, 570.124.06, 00000000:3D:00.0, Disabled
+2, GPU-bbcc3333, NVIDIA H100 80GB HBM3, [N/A], [N/A], 570.124.06, 00000000:B1:00.0, Disabled
 """
 
 
@@ -120,6 +120,14 @@ def test_gpus_from_nvidia_smi(smi):
     assert unknown.rank_memory(1, True) == (None, "the GPUs")
     assert facts.rank_memory(4, False)[0] == facts.usable_memory_gib / 4
     assert "GPU-aaaa" not in json.dumps(facts.to_json()["gpus"])
+
+
+def test_of_divided_gpus_cuda_shows_one_instance(smi):
+    smi(f"cat <<'END'\n{CSV.replace('Disabled', 'Enabled')}END")
+    facts = probe()
+    assert (num_gpus(), facts.gpus_present) == (1, 3)
+    (gpu,) = facts.gpus
+    assert (gpu.name, gpu.memory_gib) == ("NVIDIA H100 80GB HBM3 (MIG)", None)
 
 
 @pytest.mark.parametrize(
@@ -296,7 +304,7 @@ def test_doctor_looks_at_the_links_of_the_gpus_that_are_visible(tmp_path, monkey
     monkeypatch.setattr(doctor, "probe", lambda _: dataclasses.replace(GOOD, gpus=gpus))
     monkeypatch.setattr(doctor.gpu_links, "query", lambda: links)
     for check in ("checkpoint", "all_reduce"):
-        monkeypatch.setattr(doctor, check, lambda *_: doctor.Finding("ok", "x"))
+        monkeypatch.setattr(doctor, check, lambda *_, **__: doctor.Finding("ok", "x"))
     _, findings = doctor.doctor(tmp_path)
     assert "GPU links: one PCIe switch between 2-3" in [f.what for f in findings]
 
@@ -311,7 +319,9 @@ def test_doctor_asks_of_bf16_where_ranks_run_on_a_cpu_and_keeps_to_its_time(
     monkeypatch.setattr(doctor.gpu_links, "query", lambda: pytest.fail("one GPU has no link"))
     for check, name in (("checkpoint", "checkpoint"), ("all_reduce", "all-reduce"), ("bf16", "bf16")):
         monkeypatch.setattr(
-            doctor, check, lambda *given, name=name: asked.update({name: given}) or doctor.Finding("ok", name)
+            doctor,
+            check,
+            lambda *given, name=name, **_: asked.update({name: given}) or doctor.Finding("ok", name),
         )
     now = iter([100.0, 102.0, 110.0, 115.0])
     monkeypatch.setattr(doctor, "time", SimpleNamespace(monotonic=lambda: next(now)))
@@ -409,6 +419,9 @@ def test_time_that_ran_out_on_a_busy_machine_is_a_warning(fake_module, monkeypat
     assert finding.level == "warn"
     assert "no answer within 3 s" in finding.what
     assert "load 1000.0" in finding.what
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
+    finding = doctor.all_reduce(3, source, gpus=8)
+    assert (finding.level, finding.what.endswith("opening 8 GPUs takes long")) == ("warn", True)
     assert doctor.all_reduce(20, fake_module("raise RuntimeError('no gloo')")).level == "fail"
 
 
@@ -428,7 +441,7 @@ time.sleep(600)
 
 
 def test_doctor_names_a_directory_that_cannot_be_written(monkeypatch):
-    monkeypatch.setattr(doctor, "all_reduce", lambda timeout_s: doctor.Finding("ok", f"{timeout_s > 5}"))
+    monkeypatch.setattr(doctor, "all_reduce", lambda timeout_s, **_: doctor.Finding("ok", f"{timeout_s > 5}"))
     _, findings = doctor.doctor(Path("/proc/runs"))
     assert [f.level for f in findings if f.what.startswith("checkpoint")] == ["fail"]
     assert [f.what for f in findings if f.level == "fail" and "run directory" in f.what]
@@ -496,7 +509,7 @@ def test_doctor_tries_the_run_directory_and_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for slow in ("checkpoint", "all_reduce", "bf16"):
-        monkeypatch.setattr(doctor, slow, lambda *_: doctor.Finding("ok", "not tried"))
+        monkeypatch.setattr(doctor, slow, lambda *_, **__: doctor.Finding("ok", "not tried"))
     (tmp_path / "file").touch()
     monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path / "file"))
     for run_dir, failed in ((tmp_path, ["cache directory"]), (tmp_path / "file", ["run", "cache directory"])):

@@ -136,6 +136,11 @@ CULPRITS: dict[str, tuple[list[Witness], tuple[int, ...], str]] = {
         (1,),
         "not schedulable: stuck in the kernel in nfs_wait",
     ),
+    "ahead of one that is heard, its launch waits for room in its GPU's queue": (
+        [witness(0, WORK, step=4), witness(1, step=5, unheard_s=29.0), witness(2, step=5, unheard_s=29.0)],
+        (0,),
+        "behind the others",
+    ),
     "not begun: behind, not frozen": ([witness(0, GATHER, step=0, phase="compile"), ABSENT], (1,), "behind"),
     "the last of many places": (
         [witness(0, step=5), witness(1, phase="log"), witness(2), witness(3, phase="log")],

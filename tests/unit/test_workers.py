@@ -51,14 +51,15 @@ def test_ranks_share_the_cores_meet_on_loopback_and_have_their_time_to_save(
 def test_a_rank_records_its_collectives_unless_the_user_says_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE")
+    recorded = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_ENABLE_TIMING")
+    names = (*recorded, "TORCH_FR_DUMP_TEMP_FILE")
     for name in names:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another's")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     run_dir, scratch = tmp_path / "run", tmp_path / "scratch"
     environ = start_environment("torchrun", run_dir, scratch, 2, on_gpu=False, grace_s=1.0)
-    assert [environ[name] for name in names] == ["2000", "1", f"{run_dir}/logs/nccl-trace-rank-"]
+    assert [environ[name] for name in names] == ["2000", "1", "1", f"{run_dir}/logs/nccl-trace-rank-"]
     assert environ["BERT_DP_LOG_DIR"] == f"{run_dir}/logs"
     assert not {"TORCHELASTIC_RUN_ID", "ACCELERATE_USE_CPU", "PET_RDZV_ENDPOINT"} & environ.keys()
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
