@@ -7,11 +7,10 @@ NormPairs collects, per step, squared gradient norms at two batches; `estimate` 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 from bert_dp import record
 from bert_dp.config import Config
 from bert_dp.dist import Comm
+from bert_dp.record.models import NoiseScale
 
 WINDOW = 200  # steps that the summary's figure is of: the scale grows over a run
 MIN_STEPS = 50
@@ -129,26 +129,6 @@ def _squares(norms: Sequence[Tensor]) -> list[float]:
     return squares
 
 
-@dataclasses.dataclass(frozen=True)
-class NoiseScale:
-    """The result of `estimate`: figures from MIN_STEPS steps on, `noise_scale` and `interval` only if ok."""
-
-    steps: int
-    verdict: Literal["ok", "inconclusive"]
-    why: str | None
-    """The reason of an inconclusive verdict."""
-    noise_scale: float | None = None
-    """B_simple in sequences."""
-    interval: tuple[float, float] | None = None
-    """95 %."""
-    grad_sq: float | None = None
-    """|G|^2, the squared norm of the true gradient."""
-    grad_sq_interval: tuple[float, float] | None = None
-    """95 %."""
-    trace: float | None = None
-    """tr(Sigma), summed over parameters, of the gradient of one sequence."""
-
-
 def estimate(
     small_sq: Sequence[float], big_sq: Sequence[float], b_small: ArrayLike, b_big: ArrayLike
 ) -> NoiseScale:
@@ -175,24 +155,25 @@ def estimate(
         raise ValueError("the small batch must be below the big one")
     steps = small_N.size
     if steps < MIN_STEPS:
-        return NoiseScale(steps, "inconclusive", f"{steps} measured steps, fewer than {MIN_STEPS}")
+        why = f"{steps} measured steps, fewer than {MIN_STEPS}"
+        return NoiseScale(steps=steps, verdict="inconclusive", why=why)
     both_2N = np.stack([(B_N * big_N - b_N * small_N) / (B_N - b_N), (small_N - big_N) / (1 / b_N - 1 / B_N)])
     (grad, trace), (var, cov, var_trace) = both_2N.mean(1), _variances(both_2N)
     margin = T_95 * var**0.5
     facts: dict[str, Any] = {
         "grad_sq": float(grad),
-        "grad_sq_interval": (float(grad - margin), float(grad + margin)),
+        "grad_sq_interval": [float(grad - margin), float(grad + margin)],
         "trace": float(trace),
     }
     for name, mean, variance in (("gradient signal", grad, var), ("gradient noise", trace, var_trace)):
         if mean <= T_999 * variance**0.5:
             why = f"the {name} is too weak to measure in {steps} steps (not above 0 at 99.9 %)"
-            return NoiseScale(steps, "inconclusive", why, **facts)
+            return NoiseScale(steps=steps, verdict="inconclusive", why=why, **facts)
     # a x^2 - 2 h x + c <= 0; a > 0 after the checks above
     a, h, c = grad**2 - T_95**2 * var, grad * trace - T_95**2 * cov, trace**2 - T_95**2 * var_trace
     root = max(h**2 - a * c, 0.0) ** 0.5
-    interval = (float((h - root) / a), float((h + root) / a))
-    return NoiseScale(steps, "ok", None, float(trace / grad), interval, **facts)
+    facts |= {"noise_scale": float(trace / grad), "interval": [float((h - root) / a), float((h + root) / a)]}
+    return NoiseScale(steps=steps, verdict="ok", **facts)
 
 
 def _variances(both_2N: np.ndarray) -> tuple[float, float, float]:

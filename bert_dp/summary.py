@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 from bert_dp import devices, metrics, noise, record
 from bert_dp.config import has_own_work
 from bert_dp.metrics import straggler
 from bert_dp.parallel import engine_name
-from bert_dp.record.models import DdpCounters, HeldOut, InitFrom, NoiseScale, RunStatus, Straggler, Summary
+from bert_dp.record.models import DdpCounters, HeldOut, InitFrom, RunStatus, Straggler, Summary
 from bert_dp.train_state import TrainState
 from bert_dp.trainer import RunResult, Trainer
 
@@ -74,7 +73,7 @@ def write_summary(
         loss_spikes=state.loss_spikes,
         failed_saves=trainer.checkpointer.failed_saves,
         profiled_steps=trainer.trace.steps,
-        noise_scale=NoiseScale.model_validate(dataclasses.asdict(scale)) if scale else None,
+        noise_scale=scale,
         checkpoint=str(result.checkpoint.relative_to(trainer.run_dir)) if result.checkpoint else None,
         init_from=InitFrom.model_validate(init) if init else None,
         straggler_ratio=ratio,

@@ -216,8 +216,5 @@ def _ask_for_data(config: Config, verb: str) -> str:
         file.write(dump_config(config))
         file.flush()
         done = children.run_module("bert_dp.corpus", [verb, file.name], stdout=subprocess.PIPE)
-    if done.returncode == 2:
-        raise ConfigError([])  # the data room has said why
-    if done.returncode:
-        sys.exit(f"error: preparing the data failed with exit code {done.returncode}; its message is above")
+    children.check(done.returncode, "preparing the data")
     return done.stdout.strip()

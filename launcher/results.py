@@ -23,15 +23,7 @@ from bert_dp import record
 from bert_dp.config import ConfigError, plain_message
 from bert_dp.config.stored import read_regular
 from bert_dp.cost import GIB
-from bert_dp.record.models import (
-    FailureKind,
-    HeldOut,
-    InitFrom,
-    NoiseScale,
-    StoredFile,
-    StoredModel,
-    kind_of_old_summary,
-)
+from bert_dp.record.models import FailureKind, HeldOut, InitFrom, NoiseScale, StoredFile, StoredModel
 
 LATE = 1.05  # ready times over the backward pass: two clocks
 SCHEMA_VERSION = record.SCHEMA_VERSION
@@ -382,20 +374,6 @@ class Cell(GridCell):
     skipped_steps: int | None = None
     flags: Listed[str] = []
     """What a reader must know before quoting the cell."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_an_older_program(cls, data: Any) -> Any:
-        if (
-            isinstance(data, dict)
-            and data.get("status") in ("oom", "failed")
-            and not data.get("failure_kind")
-        ):
-            kind = kind_of_old_summary(str(data.get("cause") or ""))
-            if data["status"] == "oom" and kind not in ("device_memory", "host_memory"):
-                kind = "host_memory"
-            return {**data, "failure_kind": kind}
-        return data
 
     @model_validator(mode="after")
     def _divides(self) -> Self:

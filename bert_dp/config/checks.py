@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -267,7 +268,7 @@ def changed_settings(old: dict[str, Any], new: Config) -> list[str]:
 
 def differing_settings(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """(setting, its old value, its new value) of two saved configurations."""
-    before, after = _flat(_complete(old)), _flat(new)
+    before, after = flat(_complete(old)), flat(new)
     return [
         (key, before.get(key), after.get(key))
         for key in sorted(before.keys() | after.keys())
@@ -280,7 +281,7 @@ def init_issues(source: str, old: dict[str, Any], new: Config) -> list[str]:
 
     Shapes alone do not tell: another number of heads, or another norm, loads and means nothing.
     """
-    before, after = _flat(_complete(old)), _flat(new.model_dump(mode="json"))
+    before, after = flat(_complete(old)), flat(new.model_dump(mode="json"))
     fixed = [name for name in after if name.startswith("model.") and name not in FREE_FROM_WEIGHTS]
     if new.model.position == "learned":
         fixed.append("data.sequence_length")
@@ -301,8 +302,10 @@ def _complete(old: dict[str, Any]) -> dict[str, Any]:
     return old
 
 
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    out: dict[str, Any] = {}
+def flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """The values of nested mappings by `key.key`."""
+    leaves: dict[str, Any] = {}
     for key, value in tree.items():
-        out.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
-    return out
+        path = f"{above}{key}"
+        leaves |= flat(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
+    return leaves

@@ -26,11 +26,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bert_dp import cost, record
-from bert_dp.config import Config, ConfigError, load_config
+from bert_dp import cost
+from bert_dp.config import Config, load_config
+from bert_dp.corpus.command import run_command
 from bert_dp.parallel import engine_name
 from bert_dp.precision import Precision, choose_precision
-from bert_dp.rank_process import follow_launcher
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "other")
 STATE = PARTS[:3]
@@ -142,21 +142,10 @@ def _line(peaks: list[int], parts: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> int:
-    """Exit codes: 0 done, 2 bad input."""
-    follow_launcher()
-    try:
-        path, *numbers = argv
-        if len(numbers) != 3 or not all(n.isdecimal() for n in numbers):
-            raise ConfigError([f"{' '.join(argv)}: not CONFIG.yaml RANKS b1 b2; give three whole numbers"])
-        ranks, low, high = map(int, numbers)
-        if not (ranks >= 1 and 1 <= low < high):
-            raise ConfigError([f"RANKS b1 b2: {' '.join(numbers)}, needs 1 <= RANKS and 1 <= b1 < b2"])
-        line = memory_line(load_config(path), ranks, (low, high))
-    except ConfigError as error:
-        sys.stderr.write(record.printable(f"error: {error}\n"))
-        return 2
-    sys.stdout.write(json.dumps(line) + "\n")
-    return 0
+    """`CONFIG.yaml RANKS b1 b2`. Exit codes: 0 done, 1 failed, 2 bad input."""
+    path, ranks, low, high = argv
+    sizes = int(low), int(high)
+    return run_command(lambda: (json.dumps(memory_line(load_config(path), int(ranks), sizes)), 0))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import math
 import re
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from bert_dp.config.stored import StoredModel
 
@@ -56,16 +56,6 @@ _TEXTS: tuple[tuple[FailureKind, re.Pattern[str]], ...] = (
     ("disk", re.compile(rf"\w+: \[Errno ({'|'.join(map(str, DISK_ERRORS))})\]")),
     ("bad_input", re.compile(r"ConfigError\b")),
 )
-# what our own older programs wrote into `cause` and `explanation` of summary.json, which had no kind
-_OLD_TEXTS: tuple[tuple[FailureKind, re.Pattern[str]], ...] = (
-    ("host_memory", re.compile(r".*(host out of memory|for want of host memory)", re.DOTALL)),
-    ("not_finite", re.compile(r".*had a gradient that is not finite", re.DOTALL)),
-    ("hang", re.compile(r"hang\b")),
-    ("killed", re.compile(r"killed by signal")),
-    ("stopped", re.compile(r"SIG[A-Z0-9]+: stopped before")),
-    ("directory_lost", re.compile(r"the run directory .* was (moved|deleted)", re.DOTALL)),
-    ("no_cause", re.compile(r".*(and left no cause|without recording an error|and no summary)", re.DOTALL)),
-)
 
 
 def kind_of_text(text: str) -> FailureKind:
@@ -81,16 +71,6 @@ def kind_of_error(error: BaseException) -> FailureKind:
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         return "disk"
     return kind_of_text(f"{type(error).__name__}: {error}")
-
-
-def kind_of_old_summary(cause: str, explanation: str = "") -> FailureKind:
-    """The kind of a failure that an older program wrote down without one: `cause` and `explanation` of its
-    summary.json."""
-    cause = re.sub(r"^rank \d+: ", "", cause)
-    text = f"{cause}\n{explanation}"
-    if (kind := kind_of_text(cause)) == "error":
-        kind = next((kind for kind, pattern in _OLD_TEXTS if pattern.match(text)), kind)
-    return kind
 
 
 def _finite(value: Any) -> Any:
@@ -324,16 +304,6 @@ class Summary(StoredFile):
     """Processes that the kernel killed for want of memory; null: no counter is readable."""
     restarts: list[Restart] = []
     schema_version: int = 1
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_an_older_program(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("status") == "failed" and not data.get("failure_kind"):
-            explanation = data.get("explanation")
-            lines = explanation if isinstance(explanation, list) else []
-            kind = kind_of_old_summary(str(data.get("cause") or ""), "\n".join(map(str, lines)))
-            return {**data, "failure_kind": kind}
-        return data
 
     @property
     def out_of_memory(self) -> bool:

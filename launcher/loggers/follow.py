@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from bert_dp import record
-from bert_dp.config import ConfigError, read_yaml
+from bert_dp.config import ConfigError, flat, read_yaml
 from bert_dp.record.models import Summary
 from launcher import results
 from launcher.loggers import STATE, Beginning, MetricsWriter, Scalar, destination, open_writer
@@ -120,7 +120,7 @@ def _send_lines(
 def settings_of(run_dir: Path) -> dict[str, Scalar]:
     """config.yaml by `section.name`, lists as JSON, without what is null or a secret. Raises ConfigError."""
     config = flat(redact(read_yaml(run_dir / "config.yaml")))
-    return {k: json.dumps(v) if isinstance(v, list) else v for k, v in config.items()}
+    return {k: json.dumps(v) if isinstance(v, list) else v for k, v in config.items() if v is not None}
 
 
 def ending(run_dir: Path) -> tuple[dict[str, Scalar], int]:
@@ -129,19 +129,9 @@ def ending(run_dir: Path) -> tuple[dict[str, Scalar], int]:
     summary = results.find(run_dir / "summary.json", Summary)
     if summary is None:
         return {}, 1
-    facts = {k: v for k, v in flat(results.plain(summary)).items() if not isinstance(v, list)}
+    known = flat(results.plain(summary)).items()
+    facts = {k: v for k, v in known if v is not None and not isinstance(v, list)}
     facts["report"] = str(run_dir / "report.html")
     if summary.checkpoint:
         facts["checkpoint"] = str(run_dir / summary.checkpoint)
     return {f"summary/{key}": value for key, value in facts.items()}, summary.exit_code
-
-
-def flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """The values of nested mappings by `key.key`, without those that are null."""
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            leaves |= flat(value, f"{above}{key}.")
-        elif value is not None:
-            leaves[f"{above}{key}"] = value
-    return leaves

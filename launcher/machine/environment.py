@@ -20,11 +20,11 @@ from typing import Any, Literal
 import psutil
 
 from bert_dp.config import bf16_units, cpu_field
+from bert_dp.cost import GIB
 from launcher.children import run_command
 from launcher.machine.gpus import ROOT, Gpu, find_gpus, read_text
 from launcher.redact import redact_argv
 
-GIB = 2**30
 PACKAGES = (
     "bert-dp",
     "torch",

@@ -7,10 +7,10 @@ import itertools
 import json
 import shlex
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from bert_dp.config import flat
 from bert_dp.record.models import HeldOut, ProfileFile, Summary
 from launcher.report import heldout
 from launcher.report.model import (
@@ -427,7 +427,7 @@ TOPICS = {
 
 def _differences(runs: Sequence[Run]) -> Table:
     """The settings by their paths, as far as the runs differ in them."""
-    settings = [_flat(run.config) for run in runs]
+    settings = [flat(run.config) for run in runs]
     rows = []
     for key in sorted({key for setting in settings for key in setting}):
         values = [str(setting.get(key, NA)) for setting in settings]
@@ -548,11 +548,3 @@ def _distinct(runs: Sequence[Run]) -> list[Run]:
         dataclasses.replace(run, name=f"{run.name} ({i + 1})") if names.count(run.name) > 1 else run
         for i, run in enumerate(runs)
     ]
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, child in tree.items():
-        path = f"{prefix}{key}"
-        flat.update(_flat(child, f"{path}.") if isinstance(child, Mapping) else {path: child})
-    return flat

@@ -10,11 +10,11 @@ from typing import Any
 
 from bert_dp import record
 from launcher import results
+from launcher.output import COMPARED
 from launcher.results import BatchChoice, TuneBatch
 from launcher.tune.batch_trials import Question
 
 MORE = 1.1  # times the memory of the search that it bounded
-VERSIONS = ("torch", "accelerate", "deepspeed", "bert-dp")
 
 
 def key(question: Question, machine: Mapping[str, Any]) -> str:
@@ -24,7 +24,7 @@ def key(question: Question, machine: Mapping[str, Any]) -> str:
     gpus = [[gpu["name"], gpu["driver"], gpu["memory_gib"]] for gpu in machine["gpus"]]
     facts = {
         "devices": gpus if question.on_gpu else [machine["cpu_model"], machine["affinity_cores"]],
-        "versions": {name: machine["versions"].get(name) for name in VERSIONS},
+        "versions": {name: machine["versions"].get(name) for name in COMPARED},
         "model": config.model.model_dump(mode="json"),
         "sequence_length": config.data.sequence_length,
         "mask_rate": config.objective.mask_rate,

@@ -13,14 +13,14 @@ from typing import Any, Literal
 
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, batch_layout, divisors, load_config
-from bert_dp.cost import memory_estimate_gib
+from bert_dp.cost import GIB, memory_estimate_gib
 from bert_dp.record.models import Environment, FailureKind
 from launcher import results
 from launcher.machine.gpus import ROOT
 from launcher.machine.precision import precision_of
 from launcher.report.numbers import format_count, format_gib
 from launcher.watch.failure import Failure
-from launcher.watch.memory import GIB, MemoryFacts
+from launcher.watch.memory import MemoryFacts
 
 SPARE = 0.1  # of the memory, for what the estimate does not count: the program, buffers of collectives
 MEANING: dict[int, tuple[str, str]] = {

@@ -12,11 +12,11 @@ import yaml
 
 from bert_dp import record
 from bert_dp.config import Config, batch_layout, dump_config, load_config, shipped_configs
-from bert_dp.cost import memory_estimate_gib
+from bert_dp.cost import GIB, memory_estimate_gib
 from bert_dp.record.models import kind_of_text
 from launcher.watch.advice import SPARE, explain, what_fits
 from launcher.watch.failure import Failure
-from launcher.watch.memory import GIB, MemoryFacts
+from launcher.watch.memory import MemoryFacts
 
 NONE = MemoryFacts({}, 1.0, 0, "memory.events")
 CUDA = (

@@ -145,11 +145,3 @@ def test_main_allocates_no_model(tmp_path: Path) -> None:
     assert found["source"] == "fake tensors"
     assert found["peak_bytes"][1] > 10 * 2**30
     assert int(kib) * 1024 < 1.2 * 2**30
-
-
-@pytest.mark.parametrize("numbers", [["1", "4", "4"], ["0", "1", "2"], ["1", "2"], ["one", "1", "2"]])
-def test_bad_arguments_are_one_line(numbers: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    from bert_dp.measure.memory_line import main
-
-    assert main([str(CONFIGS / "crammed-bert.yaml"), *numbers]) == 2
-    assert capsys.readouterr().err.startswith("error: ")

@@ -384,7 +384,7 @@ def test_a_line_holds_the_steps_of_one_batch_and_the_summary_their_estimate(runs
     assert [line["big_batch"] for line in lines] == [4] * 3 + [8] * 7
     assert [line["small_batch"] for line in lines] == ([2] * 10 if ranks == 1 else [2] * 3 + [4] * 7)
     names = ("small_sq", "big_sq", "small_batch", "big_batch")
-    wanted = dataclasses.asdict(estimate(*(column(run, name) for name in names)))
+    wanted = estimate(*(column(run, name) for name in names)).model_dump()
     assert summary(run)["noise_scale"] == json.loads(json.dumps(wanted))
     assert wanted["steps"] == STEPS
 

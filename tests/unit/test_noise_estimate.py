@@ -98,7 +98,7 @@ def test_too_little_says_nothing_and_a_figure_of_nothing_neither() -> None:
     assert same.why == "the gradient noise is too weak to measure in 60 steps (not above 0 at 99.9 %)"
     assert estimate([13.0] * 50, [5.0] * 50, 2, 10).verdict == "ok"
     none = estimate([2.0] * 50, [1.0] * 50, 1, 2)  # |G|^2 = 0
-    assert (none.verdict, none.grad_sq, none.grad_sq_interval) == ("inconclusive", 0.0, (0.0, 0.0))
+    assert (none.verdict, none.grad_sq, none.grad_sq_interval) == ("inconclusive", 0.0, [0.0, 0.0])
     for big in (2, [10] * 49 + [2]):
         with pytest.raises(ValueError, match=r"^the small batch must be below the big one$"):
             estimate([13.0] * 50, [5.0] * 50, 2, big)

@@ -12,7 +12,7 @@ import pytest
 
 from bert_dp import record
 from bert_dp.config import ConfigError
-from bert_dp.record.models import FailureKind, Summary, kind_of_error, kind_of_old_summary, kind_of_text
+from bert_dp.record.models import FailureKind, Summary, kind_of_error, kind_of_text
 from launcher import results
 from tests import scaling_fixture, tune_fixture
 from tests.glue_fixture import evaluation, scored_task
@@ -170,79 +170,3 @@ def test_an_exception_is_known_by_its_own_kind_or_errno() -> None:
     known = ValueError("5 steps in a row")
     known.failure_kind = "not_finite"  # type: ignore[attr-defined]
     assert kind_of_error(known) == "not_finite"
-
-
-@pytest.mark.parametrize(
-    ("cause", "explanation", "kind"),
-    [
-        ("rank 1: OutOfMemoryError: CUDA out of memory", "", "device_memory"),
-        ("rank 0: killed by signal 9 (SIGKILL): host out of memory", "", "host_memory"),
-        (
-            "rank 0: killed by signal 9 (SIGKILL)",
-            "the kernel killed 1 process for want of host memory",
-            "host_memory",
-        ),
-        ("rank 0: killed by signal 9 (SIGKILL)", "from outside", "killed"),
-        (
-            "5 steps in a row up to step 8 had a gradient that is not finite and were skipped",
-            "",
-            "not_finite",
-        ),
-        ("rank 1: hang: rank 1 in step 3 (step): behind the others", "", "hang"),
-        ("SIGTERM: stopped before this run's next checkpoint", "", "stopped"),
-        ("the run directory /tmp/a was moved to /tmp/b during the run", "", "directory_lost"),
-        ("torchrun: ended with exit code 1 and no summary", "", "no_cause"),
-        ("rank 2: RuntimeError: Connection reset by peer", "", "peer_gone"),
-        ("rank 2: ValueError: no", "", "error"),
-        ("", "", "error"),
-    ],
-)
-def test_an_older_summary_without_a_kind_is_read_by_its_words(
-    cause: str, explanation: str, kind: FailureKind
-) -> None:
-    assert kind_of_old_summary(cause, explanation) == kind
-    facts = {"status": "failed", "exit_code": 1, "cause": cause, "explanation": [explanation]}
-    assert Summary.model_validate(facts).failure_kind == kind
-    assert Summary.model_validate({**facts, "failure_kind": "disk"}).failure_kind == "disk"
-    assert Summary.model_validate({**facts, "status": "done"}).failure_kind is None
-
-
-@pytest.mark.parametrize(
-    ("text", "kind"),
-    [
-        ("out of memory", "out_of_memory"),
-        ("failed", "failed"),
-        ("no baseline", "no_baseline"),
-        ("no claim: one repeat", "one_repeat"),
-        ("no claim: intervals overlap", "intervals_overlap"),
-        ("above 100 %", "above_baseline"),
-        ("straggler rank 3", "straggler"),
-        ("fastest of 2 at N = 4", "fastest"),
-        ("hardware ceiling", "hardware_ceiling"),
-        ("launch-bound", "launch_bound"),
-    ],
-)
-def test_an_older_verdict_without_a_kind_is_read_by_its_words(text: str, kind: str) -> None:
-    told = {"cell": "c", "verdict": text, "evidence": "e", "next": "nothing"}
-    assert results.Verdict.model_validate(told).kind == kind
-
-
-@pytest.mark.parametrize(
-    ("status", "cause", "kind"),
-    [
-        ("oom", "rank 1: OutOfMemoryError: CUDA out of memory", "device_memory"),
-        ("oom", None, "host_memory"),
-        ("failed", "rank 0: killed by signal 9 (SIGKILL)", "killed"),
-        ("ok", None, None),
-    ],
-)
-def test_an_older_cell_without_a_kind_is_read_by_its_cause(
-    status: str, cause: str | None, kind: FailureKind | None
-) -> None:
-    cell = scaling_fixture.scaling()["cells"][0] | {"status": status, "cause": cause}
-    assert results.Cell.model_validate(cell).failure_kind == kind
-
-
-def test_an_interval_of_two_repeats_that_differ_much_is_kept() -> None:
-    """Its ends may be shorter or longer than any step."""
-    assert results.StepTime(mean=1e-3, ci95=[4e-11, 3e9]).ci95 == [4e-11, 3e9]
