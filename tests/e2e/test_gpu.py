@@ -19,7 +19,7 @@ from tests.helpers import read_json
 
 ROOT = Path(__file__).parents[2]
 # the others start benchmarks, faults and searches that have tests of their own
-CHOSEN = ("lookup gradient", "engines", "no host sync", "bit-equal resume", "timers")
+CHOSEN = ("lookup gradient", "engines", "finetuning", "no host sync", "bit-equal resume", "timers")
 
 
 def gpu(*options: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -53,7 +53,7 @@ def test_the_short_form_runs_and_goes_on(tmp_path: Path) -> None:
     assert facts["engines"]["cells"] == 2
     assert facts["no host sync"]["refused_by_torch"] is False
     table = done.stdout.partition("2 x CPU, short form\n")[2].splitlines()
-    assert [line.split("  ")[0].strip() for line in table if line[0] != " "].count("right") == 5
+    assert [line.split("  ")[0].strip() for line in table if line[0] != " "].count("right") == 6
     before = (tmp_path / "results.jsonl").read_text()
     again = gpu("--short", "--out", str(tmp_path), "--only", "timers")
     assert "timers: already done" in again.stdout

@@ -28,6 +28,7 @@ from bert_dp.model import TiedLookup
 from bert_dp.trainer import Trainer
 from launcher.job import find_config
 from tests.e2e.cli import TINY, bert_dp, tiny, train
+from tests.example_files import label_names, write_examples
 from tests.faults.harness import broken
 from tests.helpers import logged, read_json
 from tests.parity import matrix
@@ -92,6 +93,40 @@ def engines(place: Place) -> Found:
         else:
             problems.append(f"{cell}: {outcome[-300:]}")
     return Found({"cells": len(cells), "weights_deviation": greatest}, problems)
+
+
+def finetuning(place: Place) -> Found:
+    """Finetuning with dropout: compiled, and under zero1 on as many devices as divide its batch, it has the
+    losses of one device that is eager (fp32)."""
+    examples = write_examples(place.folder / "examples", num_labels=2)
+    ranks = 2 ** min(3, place.devices.bit_length() - 1)
+    fixed: dict[str, Any] = {
+        "data": {"sequence_length": 32},
+        "objective": {"name": "finetune"},
+        "finetune": {"labels": label_names("single_label", 2), "head_size": 24},
+        "model": {"dropout": 0.1, "attention_dropout": 0.1},
+        "batch": {"global_size": 8, "micro_size": 1},
+        "schedule": {"name": "constant", "steps": 6 if place.short else 30},
+    }
+    mode = "off" if place.short else "on"
+    cases = {
+        "eager": (1, "single", "off"),
+        "compiled": (1, "single", mode),
+        "zero1": (ranks, "zero1" if ranks > 1 else "single", mode),
+    }
+    runs = {}
+    for name, (count, engine, compiled) in cases.items():
+        chosen = settings(examples, precision="fp32", compile=compiled, parallel={"engine": engine}, **fixed)
+        runs[name] = train_run(place.folder / name, chosen, count)
+    losses = {name: logged(path, "loss") for name, path in runs.items()}
+    far = {name: furthest(losses[name], losses["eager"]) for name in ("compiled", "zero1")}
+    limit = COMPILED_TOLERANCE["fp32"]
+    problems = [
+        f"{name}: {found:.2e} nats from eager, limit {limit}"
+        for name, found in far.items()
+        if not found <= limit
+    ]
+    return Found({"ranks": ranks, **far}, problems)
 
 
 def no_host_sync(place: Place) -> Found:
@@ -425,6 +460,7 @@ def tuned_micro(place: Place, length: int) -> int:
 CORRECT: dict[str, Check] = {
     "lookup gradient": lookup,
     "engines": engines,
+    "finetuning": finetuning,
     "no host sync": no_host_sync,
     "precisions and compile": precisions,
     "bit-equal resume": resume,

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from bert_dp.record import PREDICTIONS
 from tests.example_files import label_names, write_examples
 from tests.helpers import read_lines
-from tests.parity.runs import losses, settings, state, summary, train_run
+from tests.parity.runs import _train_all, losses, settings, state, summary, train_run, write_run
+from tests.ranks import run_ranks
 from tests.shards import write_shards
 from tests.tensors import bits, largest_relative_error
 
@@ -115,6 +117,32 @@ def test_in_single_precision_too(
     ranks, sections = CELLS[name]
     run = train_run(tmp_path, finetuning(examples, pretrained, precision="fp32", **sections), ranks)
     assert_same(run, one_narrow, loss=1e-5, weights=1e-5)
+
+
+def train_compiled(run_dirs: list[str]) -> None:
+    """By Dynamo, and then by torch's own kernels, which takes seconds (test_compiled.py)."""
+    compile_it = nn.Module.compile
+    nn.Module.compile = lambda self, **options: compile_it(self, backend="aot_eager", **options)  # type: ignore[method-assign]
+    _train_all(run_dirs, {})
+
+
+def test_compiled_ranks_finetune_what_one_rank_does(
+    pretrained: Path, examples: Path, one_rank: Path, tmp_path: Path
+) -> None:
+    """Of two padded lengths, with and without padding; under zero1 the weights lie in buckets."""
+    runs = [
+        write_run(
+            tmp_path / engine,
+            finetuning(
+                examples, pretrained, compile="on", batch={"micro_size": 2}, parallel={"engine": engine}
+            ),
+        )
+        for engine in ("ddp", "zero1")
+    ]
+    run_ranks(2, train_compiled, [str(run) for run in runs])
+    for run in runs:
+        assert summary(run)["compiled"]
+        assert_same(run, one_rank, loss=1e-10, weights=1e-10)
 
 
 @pytest.mark.parametrize("kind", ["multi_label", "regression"])
