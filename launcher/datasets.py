@@ -20,6 +20,7 @@ from bert_dp.config import (
     read_manifest,
     resolve,
 )
+from bert_dp.config.manifest import is_ordered
 from launcher import children
 from launcher.errors import told_by_option
 from launcher.log import PLAIN, show
@@ -119,7 +120,7 @@ def built_lines(out: Path, manifest: Manifest, vocab_size: int | None) -> list[s
         f"{out}: {train.sequences:,} training and {held_out.sequences:,} held-out sequences of {length} "
         f"tokens, from {count_of(train.documents + held_out.documents, 'document')}",
         f"dropped: {dropped_words(manifest.dropped)}; vocabulary: {manifest.vocab_size:,} tokens{fewer}",
-        f"next: {train_command(out, manifest)}",
+        f"next: {train_command(out, manifest.model_dump())}",
     ]
 
 
@@ -169,7 +170,7 @@ def shards_report(facts: Mapping[str, Any], directory: Path) -> Report:
         "bert-dp: shards",
         verdicts=damaged or [sound],
         sections=[Section("", tables=tables)],
-        next="" if damaged else train_command(directory, Manifest.model_validate(manifest)),
+        next="" if damaged else train_command(directory, manifest),
     )
 
 
@@ -179,10 +180,10 @@ def dropped_words(dropped: Mapping[str, int]) -> str:
     return ", ".join(counts) or "no document"
 
 
-def train_command(directory: Path, manifest: Manifest) -> str:
+def train_command(directory: Path, manifest: Mapping[str, Any]) -> str:
     """A run on these shards."""
-    settings = f"data.sequence_length={manifest.sequence_length} model.vocab_size={manifest.vocab_size}"
-    if manifest.is_ordered:
+    settings = f"data.sequence_length={manifest['sequence_length']} model.vocab_size={manifest['vocab_size']}"
+    if is_ordered(manifest.get("build", {})):
         settings += " data.shuffle=false"
     return f"bert-dp train data.path={shlex.quote(str(directory))} {settings}"
 

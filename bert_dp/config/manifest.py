@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
@@ -116,11 +116,6 @@ class Manifest(HashedFile):
         return self.train.sequences
 
     @property
-    def is_ordered(self) -> bool:
-        """Whether the training sequences stand in an order that was asked for."""
-        return self.build.get("order", "none") != "none"
-
-    @property
     def shards(self) -> Iterator[Shard]:
         """Those of both splits."""
         yield from self.train.shards
@@ -192,12 +187,17 @@ class Manifest(HashedFile):
                 f"batch.global_size: {batch} is {batch / sequences:.1f} x the {sequences} training "
                 "sequences, so every step repeats them; lower it, or give more text"
             )
-        if self.is_ordered and config.data.shuffle:
+        if is_ordered(self.build) and config.data.shuffle:
             warnings.append(
                 f"data.shuffle: true, so the order of the shards ({self.build['order']}) has no effect; set "
                 "data.shuffle=false, or build with order=none"
             )
         return warnings
+
+
+def is_ordered(build: Mapping[str, Any]) -> bool:
+    """Whether the training sequences stand in an order that was asked for. `build`: of a manifest."""
+    return bool(build.get("order", "none") != "none")
 
 
 def beyond(token: int, vocab_size: int) -> str:

@@ -68,7 +68,9 @@ def describe_length(config: Config, step_tokens: int | None) -> str:
     schedule, steps = config.schedule, expected_steps(config)
     length = "" if steps is None else count_of(steps, "step")
     if schedule.hours is not None:
-        length = f"{format_duration(schedule.hours * 3600)} ({schedule.hours:g} h) on rank 0's clock"
+        hours = f"{schedule.hours:g} h"
+        length = hours if schedule.hours >= 1 else f"{format_duration(schedule.hours * 3600)} ({hours})"
+        length += " on rank 0's clock"
     if schedule.epochs is not None:
         length = f"{schedule.epochs:g} epochs of the data, which are not built yet"
     tokens = schedule.tokens

@@ -136,10 +136,10 @@ def find_culprit(witnesses: Sequence[Witness]) -> Verdict:
             else "a signal (SIGSTOP); SIGCONT lets it go on"
         )
         return Verdict(_numbers(stopped), f"stopped by {by}")
-    # one that is further than a rank which can still be heard waits for that one, as a launch holds the GIL
+    # one that is steps further than a rank which can be heard waits for that one: a launch holds the GIL
     # while a GPU's queue is full
-    reached = min((w.beat.place for w in witnesses if not w.frozen), default=None)
-    if frozen := [w for w in witnesses if w.frozen and (reached is None or w.beat.place <= reached)]:
+    reached = min((w.beat.step for w in witnesses if not w.frozen), default=None)
+    if frozen := [w for w in witnesses if w.frozen and (reached is None or w.beat.step <= reached)]:
         return Verdict(_numbers(frozen), _why_frozen(frozen[0]))
     if len(witnesses) == 1:
         return Verdict(_numbers(witnesses), "makes no progress")

@@ -146,7 +146,7 @@ def ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Path
 NO_SPACE = ["error: /x: No space left on device"]
 CARD = ["failed: the run directory was deleted", "  fix: start again", "  | step 3"]
 HANG = {"failure_kind": "hang", "cause": "rank 1: stood still"}
-MEMORY = {"cause": "no memory", "where": "a.py:3", "fix": ["batch.micro_size=4"]}
+MEMORY = {"failure_kind": "error", "cause": "no memory", "where": "a.py:3", "fix": ["batch.micro_size=4"]}
 
 
 @pytest.mark.parametrize(

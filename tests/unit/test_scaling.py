@@ -256,7 +256,8 @@ def collected(
 
 def test_figures_and_verdicts_follow_from_the_records(tmp_path: Path) -> None:
     seconds = {"single": 1.0, "ddp": 0.625, "independent": 0.5}  # of a step on two ranks
-    failed = {"status": "failed", "cause": "rank 1: OutOfMemoryError: CUDA out of memory"}
+    memory = {"cause": "rank 1: OutOfMemoryError: CUDA out of memory", "failure_kind": "device_memory"}
+    failed = {"status": "failed", **memory}
 
     def records(cell: GridCell, repeat: int) -> dict[str, Any] | None:
         if cell.kind == "synthetic":

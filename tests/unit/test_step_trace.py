@@ -16,6 +16,7 @@ import torch
 from torch.autograd import DeviceType
 
 from bert_dp import record
+from bert_dp.config import find_config, load_config
 from bert_dp.config.profile import ProfilePlan, parse_profile, profile_issues
 from bert_dp.dist import Comm
 from bert_dp.lines import LostWrites
@@ -23,7 +24,7 @@ from bert_dp.record.models import ProfileFile
 from bert_dp.step_trace import StepTrace, idle_share, top_operators, write_trace
 from bert_dp.world import World
 from launcher.report.run_report import of_directories
-from tests.e2e.cli import refused, tiny
+from tests.e2e.cli import TINY, refused, tiny
 from tests.helpers import issues_of, read_json
 from tests.report_fixture import SUMMARY, make_run, shown, unfolded
 from tests.states import FACTS
@@ -107,7 +108,10 @@ def test_a_search_for_the_micro_batch_does_not_start_before_it_is_refused(
 def test_a_step_that_the_checkpoint_has_behind_it_is_refused(shards: Path, tmp_path: Path) -> None:
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000001"
     checkpoint.mkdir(parents=True)
-    record.write_json(checkpoint / "state.json", {**FACTS, "step": 1})
+    config = load_config(find_config("quickstart"), [*TINY, f"data.path={shards}"])
+    record.write_json(
+        checkpoint / "state.json", {**FACTS, "step": 1, "config": config.model_dump(mode="json")}
+    )
     asked = ("train", "quickstart", *tiny(shards), "--resume", str(checkpoint), "--profile")
     said = refused(*asked, "1:2", "--run-dir", str(tmp_path / "new"))
     assert "--profile: step 1 is done, the run goes on with step 2" in said
