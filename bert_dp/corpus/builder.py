@@ -121,7 +121,10 @@ def cache_dir(config: Config) -> Path:
 def find(config: Config) -> Path | None:
     """Where `ensure` has built the shards of `config` before; None where it has not. Raises ConfigError."""
     directory = cache_dir(config)
-    return directory if (directory / Manifest.file_name).is_file() else None
+    with contextlib.suppress(ConfigError):  # what is damaged is built again
+        read_manifest(directory)
+        return directory
+    return None
 
 
 def ensure(config: Config, progress: Progress | None = None) -> Path:

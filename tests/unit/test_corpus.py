@@ -811,6 +811,7 @@ def test_ensure_builds_once_and_follows_the_source(
     good = (first / "train-00000.bin").read_bytes()
     for damaged in (b"", bytes(len(good))):
         (first / "train-00000.bin").write_bytes(damaged)
+        assert builder.find(config(source)) == (first if damaged else None)
         assert shards.verify(builder.ensure(config(source))) == []  # made again
     given = config(
         source, tokenizer=bert_like(tmp_path / "t.json", ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"])
