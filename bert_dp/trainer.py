@@ -340,7 +340,6 @@ def evaluate_and_write(trainer: Trainer, state: TrainState, clock: SharedClock) 
     state.eval_s += elapsed - start
     if measured is not None:
         state.heldout, state.evaluated_step = measured, state.step
-        state.give_up(anomalies.has_diverged(measured["loss"], state.step), "not_finite")
     state.give_up(trainer.directory_lost(), "directory_lost")
     if trainer.comm.world.rank == 0 and measured and not state.trouble:
         with suppress(OSError):
@@ -352,6 +351,8 @@ def evaluate_and_write(trainer: Trainer, state: TrainState, clock: SharedClock) 
             "elapsed_s": elapsed,
         }
         trainer.records.append("evals.jsonl", line)
+    if measured is not None:
+        state.give_up(anomalies.has_diverged(measured["loss"], state.step), "not_finite")
 
 
 def save(trainer: Trainer, state: TrainState, elapsed_s: float, *, wait: bool = False) -> str | None:

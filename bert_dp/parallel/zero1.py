@@ -98,9 +98,9 @@ class Engine:
         parameters = [self._parameters[name] for name in names]
         unit = ALIGNED_BYTES // parameters[0].element_size()
         starts = [0, *itertools.accumulate(-(-p.numel() // unit) * unit for p in parameters)]
-        weights = parameters[0].new_zeros(starts[-1], requires_grad=False)
+        weights = parameters[0].new_zeros(starts[-1])
         bucket = Bucket(self._owners[names[0]], names, weights, torch.zeros_like(weights), set(names))
-        for name, p, start in zip(names, parameters, starts, strict=False):
+        for name, p, start in zip(names, parameters, starts[:-1], strict=True):
             weight, gradient = (t[start : start + p.numel()].view_as(p) for t in (weights, bucket.gradients))
             p.data, p.grad = weight.copy_(p.detach()), gradient
 

@@ -133,8 +133,8 @@ class Finetuning:
             if np.isfinite(logits_NL).all():
                 measured = score(self._manifest.metrics, self._kind, logits_NL, examples.labels)
                 scores |= {f"{name}/{metric}": value for metric, value in measured.items()}
-            if self._kind == "single_label" and len(set(logits_NL.argmax(axis=1).tolist())) == 1:
-                one_class.append(name)
+                if self._kind == "single_label" and len(set(logits_NL.argmax(axis=1).tolist())) == 1:
+                    one_class.append(name)
         if not count:
             return None
         unit = self._config.loss_unit

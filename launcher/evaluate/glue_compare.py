@@ -16,7 +16,16 @@ from bert_dp.config import ConfigError
 from launcher import results
 from launcher.evaluate import FILE
 from launcher.evaluate.glue_predictions import read_predictions
-from launcher.evaluate.glue_report import every_seed, how_text, in_train, label, remark, score_row, truncated
+from launcher.evaluate.glue_report import (
+    every_seed,
+    how_text,
+    in_train,
+    label,
+    metric_label,
+    remark,
+    score_row,
+    truncated,
+)
 from launcher.report.model import Axis, Cell, Column, Figure, Line, Report, Row, Section, Table, Verdict
 from launcher.report.numbers import NA, count_of, format_count, format_percent, format_points
 from launcher.report.parts import cell
@@ -220,8 +229,9 @@ def _scores(names: Sequence[str], tasks: Sequence[str], evaluations: Sequence[Ev
             scores = [each.tasks[name].score(score.name) for each in evaluations]
             medians = [_median(each) for each in scores]
             differences = [_difference(each, score) for each in scores[1:]]
-            name_of = label(task.model_copy(update={"init_task": None}), score)
-            rows.append(Row(name_of, [cell(score.majority, "points"), *medians, *differences]))
+            rows.append(
+                Row(metric_label(task, score), [cell(score.majority, "points"), *medians, *differences])
+            )
     heads = ["majority", *names, *(f"{name} - {names[0]}" for name in names[1:])]
     return Table(rows, [Column(head) for head in heads], corner="task")
 
@@ -234,8 +244,7 @@ def _seeds(names: Sequence[str], tasks: Sequence[str], evaluations: Sequence[Eva
         for score in of_each[0].scores:
             first = score_row(of_each[0], score)
             seeds = [_seeds_cell(task, task.score(score.name)) for task in of_each]
-            name_of = label(of_each[0].model_copy(update={"init_task": None}), score)
-            rows.append(Row(name_of, [truncated(first), in_train(first), *seeds]))
+            rows.append(Row(metric_label(of_each[0], score), [truncated(first), in_train(first), *seeds]))
     heads = [Column("truncated"), Column("also in train"), *(Column(name, text=True) for name in names)]
     return Table(rows, heads, title="Every seed", corner="task")
 

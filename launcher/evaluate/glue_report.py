@@ -125,11 +125,16 @@ def how_text(glue: Glue) -> str:
     return f"{glue.head} head, {glue.pooling} pooling, from {start}"
 
 
-def label(task: GlueTask, score: GlueScore) -> str:
-    """`RTE accuracy`, `MNLI matched accuracy`; where it starts from another task, that too."""
+def metric_label(task: GlueTask, score: GlueScore) -> str:
+    """`RTE accuracy`, `MNLI matched accuracy`."""
     part = score.split.removeprefix("dev").removeprefix("_")
-    start = f"(from {task.init_task})" if task.init_task else ""
-    return " ".join(filter(None, (task.task, part, METRICS.get(score.metric, score.metric), start)))
+    return " ".join(filter(None, (task.task, part, METRICS.get(score.metric, score.metric))))
+
+
+def label(task: GlueTask, score: GlueScore) -> str:
+    """The same, and where it starts from another task, that too."""
+    start = f" (from {task.init_task})" if task.init_task else ""
+    return f"{metric_label(task, score)}{start}"
 
 
 # --- findings

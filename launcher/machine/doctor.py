@@ -334,7 +334,7 @@ def _unanswered(check: str, error: str | None, consequence: str, fix: str, *, gp
     """A failure; but only a warning where time ran out while other work kept every core busy, or many GPUs
     had to be opened."""
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
-    if error is not None and error.startswith(NO_ANSWER) and gpus:
+    if error is not None and error.startswith(NO_ANSWER) and gpus > 1:
         what = f"{check}: {error}; opening {gpus} GPUs takes long"
         return Finding("warn", what, f"if not for that, {consequence}", "ask again, or train two ranks")
     if error is not None and error.startswith(NO_ANSWER) and load > cores:

@@ -423,6 +423,7 @@ def test_time_that_ran_out_on_a_busy_machine_is_a_warning(fake_module, monkeypat
     monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
     finding = doctor.all_reduce(3, source, gpus=8)
     assert (finding.level, finding.what.endswith("opening 8 GPUs takes long")) == ("warn", True)
+    assert doctor.all_reduce(3, source, gpus=1).level == "fail", "beside one GPU two CPU ranks are asked"
     assert doctor.all_reduce(20, fake_module("raise RuntimeError('no gloo')")).level == "fail"
 
 

@@ -443,6 +443,8 @@ def test_a_run_whose_held_out_loss_is_no_number_has_failed(
     assert state.step == 5
     assert result.failure_kind == "not_finite"
     assert str(result.failure).startswith("the held-out loss after step 5 is nan: the model has diverged; ")
+    (line,) = read_lines(tmp_path / "evals.jsonl")
+    assert (line["step"], line["loss"]) == (5, None), "and stands in the records"
 
 
 def test_a_run_is_saved_before_its_last_evaluation(
