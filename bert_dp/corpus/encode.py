@@ -92,12 +92,13 @@ def make_encoder(settings: Encoding) -> Callable[[list[str]], Encoded]:
             rows[i].append(settings.sep)
         lengths = np.fromiter((len(rows[i]) for i in kept), np.int64, len(kept))
         ids = np.fromiter(chain.from_iterable(rows[i] for i in kept), np.uint16, int(lengths.sum()))
+        keys = hashes(texts[i] for i in kept)
         sketches = sketch([normalized[i] for i in kept]) if sketch else []
         return Encoded(
             ids,
             lengths,
-            keys=hashes(texts[i] for i in kept),
-            contents=hashes(normalized[i] for i in kept),
+            keys=keys,
+            contents=hashes(normalized[i] for i in kept) if has_our_normalizer else keys,
             sketches=sketches,
             read=len(texts),
             empty=len(texts) - len(full),
