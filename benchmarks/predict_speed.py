@@ -79,7 +79,7 @@ def main() -> None:
     try:
         train, dev = sentences(o)
     except ConfigError as error:
-        sys.exit("\n".join(error.issues))
+        sys.exit("\n".join(map(str, error.issues)))
     torch.set_num_threads(o.threads)
     keep_freed_memory()  # as predict does
     with tempfile.TemporaryDirectory(prefix="predict-speed-") as scratch:

@@ -251,7 +251,7 @@ def read_texts(file: str, columns: Sequence[str]) -> Texts:
         try:
             return read_file(copy.name, columns)
         except ConfigError as error:
-            raise ConfigError([issue.replace(copy.name, "stdin") for issue in error.issues]) from None
+            raise ConfigError([str(issue).replace(copy.name, "stdin") for issue in error.issues]) from None
 
 
 def read_file(file: str, columns: Sequence[str]) -> Texts:

@@ -169,6 +169,6 @@ def _error_facts(rank: int, error: BaseException, secrets: Iterable[str]) -> Ran
         where=f"{frame.filename}:{frame.lineno}" if frame else None,
         function=frame.name if frame else None,
         source=hide(frame.line, secrets) if frame and frame.line else None,
-        bad_input=[hide(i, secrets) for i in error.issues] if isinstance(error, ConfigError) else None,
+        bad_input=[hide(str(i), secrets) for i in error.issues] if isinstance(error, ConfigError) else None,
         failure_kind=kind_of_error(error),
     )

@@ -75,7 +75,7 @@ def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
                 newest = checkpoint.resolve(policy)
             answer["path"] = str(newest) if newest else None
         except ConfigError as error:
-            answer["issues"] = list(error.issues)
+            answer["issues"] = list(map(str, error.issues))
     answer = rank.comm.broadcast(answer)
     if "issues" in answer:
         raise ConfigError([f"--resume: {issue}" for issue in answer["issues"]])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import io
 import itertools
+import json
 import re
 import sys
 import traceback
@@ -38,8 +40,9 @@ def told_by_option(options: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        parts = [issue.partition(":") for issue in error.issues]
-        raise ConfigError([f"{options.get(name, name)}{colon}{why}" for name, colon, why in parts]) from None
+        raise ConfigError(
+            [dataclasses.replace(i, setting=options.get(i.setting, i.setting)) for i in error.issues]
+        ) from None
 
 
 def exit_code(command: Callable[[], int | None]) -> int:
@@ -50,8 +53,10 @@ def exit_code(command: Callable[[], int | None]) -> int:
             raise ConfigError([f"argument {a!a} is not UTF-8" for a in not_utf8])  # no file could hold it
         return command() or 0
     except ConfigError as error:
+        if "--json" in sys.argv:
+            sys.stdout.write(json.dumps({"issues": [issue.to_json() for issue in error.issues]}) + "\n")
         for issue in error.issues:
-            complain(f"error: {' '.join(issue.splitlines())}")
+            complain(f"error: {' '.join(str(issue).splitlines())}")
         return 2
     except KeyboardInterrupt:
         return 130

@@ -25,8 +25,7 @@ def issues_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> 
     """The lines of the ConfigError that this call raises."""
     with pytest.raises(ConfigError) as caught:
         function(*arguments, **options)
-    assert str(caught.value) == "\n".join(caught.value.issues)
-    return caught.value.issues
+    return tuple(map(str, caught.value.issues))
 
 
 def write_files(root: Path, files: Mapping[str, str]) -> Path:

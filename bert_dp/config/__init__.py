@@ -10,7 +10,7 @@ from bert_dp.config.checks import (
     no_effect,
 )
 from bert_dp.config.cpu import BF16_UNITS, bf16_units, cpu_field
-from bert_dp.config.error import ConfigError, plain_message
+from bert_dp.config.error import ConfigError, Issue, IssueKind, plain_message
 from bert_dp.config.examples import ExamplesManifest, read_data, read_examples
 from bert_dp.config.extras import install_command
 from bert_dp.config.load import (

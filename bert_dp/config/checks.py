@@ -147,7 +147,7 @@ def finetune_issues(config: Config) -> list[str]:
         try:
             native_head(config.model)
         except ConfigError as error:
-            issues += error.issues
+            issues += map(str, error.issues)
     if config.batch.ramp_fraction:
         issues.append(
             f"batch.ramp_fraction: {config.batch.ramp_fraction}, but batches of finetuning are sorted by "

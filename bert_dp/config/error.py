@@ -1,8 +1,74 @@
-"""What every wrong configuration raises."""
+"""Problems of a configuration, of an option or of a file, and the exception that carries them."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Any, Literal
+
+IssueKind = Literal[
+    "missing",  # a value, file or column that is needed was not given
+    "unknown",  # no setting, task, column or format has this name
+    "wrong_type",
+    "out_of_range",
+    "conflict",  # with the setting or file in `other`
+    "no_effect",
+    "does_not_divide",
+    "not_found",  # the file or directory does not exist or cannot be opened
+    "exists",  # the output directory is in use or holds something else
+    "damaged",  # the contents of a file are not what its format requires
+    "needs_package",
+    "unsupported",  # valid, but not implemented for this combination or this machine
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Issue:
+    """One problem that the user can fix."""
+
+    setting: str
+    """Dotted setting, option or file; empty if the problem belongs to none."""
+    kind: IssueKind
+    message: str
+    value: Any = None
+    other: str | None = None
+    """The setting or file that it conflicts with."""
+    hint: str | None = None
+    """The fix."""
+
+    def __str__(self) -> str:
+        line = f"{self.setting}: {self.message}" if self.setting else self.message
+        return f"{line}; {self.hint}" if self.hint else line
+
+    def within(self, outer: str) -> Issue:
+        """Return the issue as one of `outer`, the setting or file in which it was found."""
+        inner = f"{self.setting}: {self.message}" if self.setting else self.message
+        return dataclasses.replace(self, setting=outer, message=inner)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields that are set, as JSON values."""
+        fields = {name: value for name, value in vars(self).items() if value is not None}
+        if not isinstance(self.value, str | int | float | bool | None):
+            fields["value"] = str(self.value)
+        return fields
+
+
+class ConfigError(ValueError):
+    """Input that cannot be used. `issues` holds every problem found."""
+
+    def __init__(self, issues: Sequence[Issue | str]):
+        self.issues = tuple(i if isinstance(i, Issue) else _from_line(i) for i in issues)
+        super().__init__("\n".join(map(str, self.issues)))
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Issue, ...]]]:
+        return ConfigError, (self.issues,)  # the default would pickle the joined text
+
+
+def _from_line(line: str) -> Issue:
+    """Return `setting: message` as an Issue."""
+    setting, colon, message = line.partition(": ")
+    return Issue(setting, "unsupported", message) if colon else Issue("", "unsupported", line)
+
 
 _PLAIN = (
     ("Value error, ", ""),
@@ -26,18 +92,7 @@ _PLAIN = (
 
 
 def plain_message(message: str) -> str:
-    """What pydantic says of a value, as we say it."""
+    """Reword pydantic's message about a value."""
     for theirs, ours in _PLAIN:
         message = message.replace(theirs, ours)
     return message
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot run. `issues` holds one line per problem, each with the full path."""
-
-    def __init__(self, issues: Sequence[str]):
-        self.issues = tuple(issues)
-        super().__init__("\n".join(self.issues))
-
-    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[str, ...]]]:
-        return ConfigError, (self.issues,)  # how another process gets it

@@ -174,7 +174,7 @@ def verify(directory: Path) -> list[str]:
     try:
         manifest = read_manifest(directory)
     except ConfigError as error:
-        return list(error.issues)
+        return list(map(str, error.issues))
     problems = []
     for shard in manifest.shards:
         file = directory / shard.file

@@ -133,7 +133,7 @@ def trial_issues(grid: Grid) -> list[str]:
         try:
             batch_layout(config, grid.options.ranks)
         except ConfigError as error:
-            issues += error.issues
+            issues += map(str, error.issues)
     seed, seeds = grid.base.run.seed, grid.options.seeds
     if seed + seeds > 2**63:
         issues.append(f"run.seed: {seed} leaves no room for {seeds} seeds; use less")

@@ -222,5 +222,7 @@ def _yaml(path: Path, missing: list[str]) -> dict[str, Any]:
     try:
         return {str(key): value for key, value in read_yaml(path).items()}
     except ConfigError as error:
-        missing += [f"{path.name} is damaged: {issue.removeprefix(f'{path}: ')}" for issue in error.issues]
+        missing += [
+            f"{path.name} is damaged: {str(issue).removeprefix(f'{path}: ')}" for issue in error.issues
+        ]
         return {}

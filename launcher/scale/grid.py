@@ -99,7 +99,7 @@ class Grid:
             layout = batch_layout(config, ranks)
             issues = self._memory_issues(config, layout)
         except ConfigError as error:
-            layout, issues = None, list(error.issues)
+            layout, issues = None, list(map(str, error.issues))
         if issues and kind == "ceiling":
             return None
         self.issues += [f"cell {cell_id}: {issue}" for issue in issues]

@@ -220,7 +220,7 @@ class BatchSearch:
         try:
             batch_layout(config, self.q.ranks)
         except ConfigError as error:
-            return error.issues[0]
+            return str(error.issues[0])
         if steps < FEWEST_NOISE_STEPS:
             return f"the budget leaves {steps} steps, {FEWEST_NOISE_STEPS} are needed; raise --budget"
         return None

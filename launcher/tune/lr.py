@@ -71,7 +71,7 @@ def setting_issues(config: Config, settings: LrOptions, ranks: int) -> list[str]
     try:
         batch_layout(with_settings(config, optim=rate_trials.as_it_stands(1.0)), ranks)
     except ConfigError as error:
-        issues += error.issues
+        issues += map(str, error.issues)
     if config.run.seed + settings.seeds > 2**63:
         issues.append(
             f"run.seed: {config.run.seed} leaves no room for --seeds {settings.seeds}, which count "

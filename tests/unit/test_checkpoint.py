@@ -361,7 +361,7 @@ def test_a_broken_newest_is_passed_over_and_named(
     shutil.rmtree(good)
     with pytest.raises(ConfigError, match="no valid checkpoint there") as caught:
         checkpoint.resolve(str(tmp_path / "run"))
-    assert caught.value.issues[1:] == (problem,)
+    assert list(map(str, caught.value.issues[1:])) == [problem]
 
 
 def test_all_broken_ones_are_named_newest_first(tmp_path: Path) -> None:

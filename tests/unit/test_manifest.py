@@ -238,7 +238,7 @@ def test_any_value_anywhere_gives_a_manifest_or_one_clear_error(
     try:
         read_manifest(place)
     except ConfigError as error:
-        issues = error.issues
+        issues = list(map(str, error.issues))
     assert all(issue.isprintable() for issue in issues), issues
     assert shards.verify(place) == list(issues)
     shutil.rmtree(place)

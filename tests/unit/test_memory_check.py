@@ -53,7 +53,7 @@ def dry_run(
             )
             assert code == 0
         except ConfigError as error:
-            issues = error.issues
+            issues = list(map(str, error.issues))
         assert not (tmp_path / "run").exists()
         return issues, capsys.readouterr().out
 

@@ -141,7 +141,7 @@ def test_the_process_of_an_instance_opens_its_model_once_and_answers_with_what_f
     thread.join(10)
     assert not thread.is_alive()
     assert isinstance(answers[0], ConfigError)
-    assert answers[0].issues == ("DIR: damaged",)
+    assert list(map(str, answers[0].issues)) == ["DIR: damaged"]
     assert (answers[1:], opened) == ([22, 32], [0, 1])
 
 

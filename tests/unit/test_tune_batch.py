@@ -113,7 +113,7 @@ def test_a_rank_may_use_what_is_asked_or_its_share(
 def test_memory_that_is_none_is_refused(memory_gib: float) -> None:
     with pytest.raises(ConfigError) as error:
         batch.question_of(job_of(config(64)), batch.Options("2", 90.0, memory_gib, "torchrun"))
-    (issue,) = error.value.issues
+    (issue,) = map(str, error.value.issues)
     assert issue == f"--memory: {memory_gib} GiB is not enough for anything; give a number above 0"
 
 
