@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from bert_dp import devices, metrics, noise, record
-from bert_dp.config import has_own_work
+from bert_dp.config import computes_alone
 from bert_dp.metrics import straggler
 from bert_dp.parallel import engine_name
 from bert_dp.record.models import DdpCounters, HeldOut, InitFrom, RunStatus, Straggler, Summary
@@ -37,7 +37,7 @@ def write_summary(
     scale = noise.estimate_of_run(trainer.run_dir) if trainer.config.log.noise_scale else None
     engine = engine_name(trainer.config.parallel, trainer.comm.world.size)
     ratio, slowest = None, None
-    if has_own_work(engine, trainer.layout.tensor):
+    if computes_alone(engine, trainer.layout.tensor):
         ratio, slowest = straggler(trainer.meter.own_work_s, trainer.meter.total_steps)
     init = trainer.metadata["init_from"]
     heldout = HeldOut.model_validate(state.heldout) if state.heldout else None

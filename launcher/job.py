@@ -21,6 +21,7 @@ from bert_dp.config import (
     Config,
     ConfigError,
     dump_config,
+    engine_facts,
     hf_directory,
     init_issues,
     load_config,
@@ -159,8 +160,8 @@ def input_issues(config: Config) -> list[str]:
         )
     issues += [f"log.to: {issue}" for issue in logger_issues(config.log.loggers)]
     engine = config.parallel.engine
-    if engine in ("deepspeed", "accelerate") and not has_package(engine):
-        issues.append(f"parallel.engine: {engine} needs `{install_command(engine)}`")
+    if (package := engine_facts(engine).package) is not None and not has_package(package):
+        issues.append(f"parallel.engine: {engine} needs `{install_command(package)}`")
     if config.objective.name == "finetune" and not (has_package("sklearn") and has_package("scipy")):
         issues.append(
             f"objective.name: finetune scores with scikit-learn and scipy; `{install_command('glue')}`"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from bert_dp.config import ConfigError, shipped_configs
+from bert_dp.config import ConfigError, benchmark_names, engine_facts, shipped_configs
 from bert_dp.config.extras import install_command
 from bert_dp.record import safe
 from launcher.loggers import logger_issues
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from rich.segment import Segment
 
 MAX_GPUS = 1_000_000
-ENGINES = ("ddp", "zero1", "fsdp", "accelerate", "deepspeed-0", "deepspeed-1", "deepspeed-2", "deepspeed-3")
 
 Mode = Literal["weak", "strong"]
 MODES: dict[str, tuple[Mode, ...]] = {"weak": ("weak",), "strong": ("strong",), "both": ("weak", "strong")}
@@ -90,10 +89,11 @@ def modes(text: str) -> tuple[Mode, ...]:
 
 def engines(text: str) -> tuple[str, ...]:
     """`ddp,zero1` -> ("ddp", "zero1"); the first is the one that is also run without the loader."""
-    names = ["deepspeed-1" if name == "deepspeed" else name for name in words(text)]
-    if unknown := [name or "nothing" for name in names if name not in ENGINES]:
-        raise typer.BadParameter(f"unknown engine {', '.join(unknown)}; choose from {', '.join(ENGINES)}")
-    for package in sorted({name.partition("-")[0] for name in names} & {"accelerate", "deepspeed"}):
+    known = benchmark_names()
+    names = [f"{name}-1" if f"{name}-1" in known else name for name in words(text)]
+    if unknown := [name or "nothing" for name in names if name not in known]:
+        raise typer.BadParameter(f"unknown engine {', '.join(unknown)}; choose from {', '.join(known)}")
+    for package in sorted({engine_facts(name).package or "" for name in names} - {""}):
         if importlib.util.find_spec(package) is None:
             raise typer.BadParameter(f"{package} needs `{install_command(package)}`")
     return tuple(dict.fromkeys(names))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bert_dp.config import Config, ConfigError, parse_overrides, resolve
+from bert_dp.config import Config, ConfigError, Issue, parse_overrides, resolve
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 BASE: dict[str, Any] = {"data": {"sources": ["builtin"]}, "schedule": {"steps": 10}, "precision": "fp32"}
@@ -21,11 +21,16 @@ def make_config(*settings: str, **sections: Any) -> Config:
     return resolve([BASE, sections, parse_overrides(settings)])
 
 
-def issues_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[str, ...]:
-    """The lines of the ConfigError that this call raises."""
+def raised_issues(function: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Issue, ...]:
+    """The problems of the ConfigError that this call raises."""
     with pytest.raises(ConfigError) as caught:
         function(*arguments, **options)
-    return tuple(map(str, caught.value.issues))
+    return caught.value.issues
+
+
+def issues_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[str, ...]:
+    """The lines of the ConfigError that this call raises."""
+    return tuple(map(str, raised_issues(function, *arguments, **options)))
 
 
 def write_files(root: Path, files: Mapping[str, str]) -> Path:

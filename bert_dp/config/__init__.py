@@ -1,15 +1,17 @@
 """The whole configuration of a run. Torch-free."""
 
 from bert_dp.config.batch import BatchLayout, batch_at, batch_layout, progress_at, with_budget
-from bert_dp.config.checks import (
-    changed_settings,
-    differing_settings,
-    flat,
-    has_own_work,
-    init_issues,
-    no_effect,
-)
+from bert_dp.config.checks import changed_settings, differing_settings, flat, init_issues, no_effect
 from bert_dp.config.cpu import BF16_UNITS, bf16_units, cpu_field
+from bert_dp.config.engines import (
+    ENGINES,
+    OPTIMIZERS,
+    benchmark_names,
+    computes_alone,
+    engine_facts,
+    engines_with,
+    sharded,
+)
 from bert_dp.config.error import ConfigError, Issue, IssueKind, plain_message
 from bert_dp.config.examples import ExamplesManifest, read_data, read_examples
 from bert_dp.config.extras import install_command

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict
 
 from bert_dp.config.checks import finetune_issues, noise_issues, parallel_issues
-from bert_dp.config.error import ConfigError
+from bert_dp.config.error import ConfigError, Issue
 from bert_dp.config.schema import BatchConfig, Config, divisors
 
 
@@ -39,7 +39,7 @@ def batch_layout(config: Config, world_size: int) -> BatchLayout:
     Raises ConfigError, naming the nearest batches that divide, when it does not.
     """
     batch, dp = config.batch, max(1, world_size // config.parallel.tensor)
-    issues = []
+    issues: list[Issue] = []
     micro_step = batch.micro_size * dp  # samples of one forward/backward over all replicas
     if batch.global_size % micro_step:
         low = batch.global_size // micro_step * micro_step
@@ -47,17 +47,32 @@ def batch_layout(config: Config, world_size: int) -> BatchLayout:
         or_else = (
             "the number of ranks" if batch.global_size % dp else "batch.micro_size or the number of ranks"
         )
+        message = (
+            f"{batch.global_size} is not a multiple of batch.micro_size {batch.micro_size} "
+            f"x {dp} replicas = {micro_step}"
+        )
+        hint = f"nearest that are: {near} (or change {or_else})"
         issues.append(
-            f"batch.global_size: {batch.global_size} is not a multiple of batch.micro_size "
-            f"{batch.micro_size} x {dp} replicas = {micro_step}; nearest that are: {near} "
-            f"(or change {or_else})"
+            Issue(
+                "batch.global_size", "does_not_divide", message, batch.global_size, "batch.micro_size", hint
+            )
         )
     elif batch.ramp_fraction > 0 and batch.ramp_quantum is not None and batch.ramp_quantum % micro_step:
         fits = [q for q in divisors(batch.global_size) if q % micro_step == 0]
         near = ", ".join(map(str, sorted(fits, key=lambda q: abs(q - (batch.ramp_quantum or 0)))[:2]))
+        message = (
+            f"{batch.ramp_quantum} is not a multiple of batch.micro_size {batch.micro_size} "
+            f"x {dp} replicas = {micro_step}"
+        )
         issues.append(
-            f"batch.ramp_quantum: {batch.ramp_quantum} is not a multiple of batch.micro_size "
-            f"{batch.micro_size} x {dp} replicas = {micro_step}; nearest that are: {near}"
+            Issue(
+                "batch.ramp_quantum",
+                "does_not_divide",
+                message,
+                batch.ramp_quantum,
+                "batch.micro_size",
+                f"nearest that are: {near}",
+            )
         )
     issues += parallel_issues(config, world_size)
     issues += noise_issues(config, dp) + finetune_issues(config)

@@ -10,9 +10,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from bert_dp.config.error import ConfigError
+from bert_dp.config.engines import OPTIMIZERS, EngineFacts, engine_facts, engines_with, sharded
+from bert_dp.config.error import ConfigError, Issue
 from bert_dp.config.native import native_head
-from bert_dp.config.precision import REFUSED
 from bert_dp.config.schema import (
     BUDGETS,
     MAX_VOCAB_SIZE,
@@ -45,74 +45,78 @@ FREE_ON_RESUME = (
     "data.sources",
 )
 
-OWN_WORK = ("single", "ddp", "zero1", "accelerate", "independent")  # whose ranks do not meet in the forward
 FREE_FROM_WEIGHTS = ("model.dropout", "model.attention_dropout", "model.norm_eps", "model.rope_theta")
 
 
-def has_own_work(engine: str, tensor: int) -> bool:
-    """Whether the time of a rank's own work, before any reduction, tells a slow rank. Under fsdp, DeepSpeed
-    and tensor parallelism the others wait for it within that time."""
-    return engine in OWN_WORK and tensor == 1
-
-
-def parallel_issues(config: Config, world_size: int) -> list[str]:
-    """Why this engine cannot train this model with this optimizer on `world_size` ranks; one line each."""
+def parallel_issues(config: Config, world_size: int) -> list[Issue]:
+    """Check that this engine can train this model with this optimizer on `world_size` ranks."""
     parallel, optim = config.parallel, config.optim.name
     engine, tensor = parallel.engine, parallel.tensor
+    facts = engine_facts(engine)
     issues = []
-    if engine == "single" and world_size > 1:
-        issues.append(f"parallel.engine: single runs one rank, got --nproc {world_size}; use ddp")
-    if engine == "independent" and world_size == 1:
-        issues.append("parallel.engine: independent is for two ranks and more; use single")
+    if facts.max_ranks is not None and world_size > facts.max_ranks:
+        message = f"{engine} runs one rank, got --nproc {world_size}"
+        issues.append(Issue("parallel.engine", "conflict", message, engine, "--nproc", "use ddp"))
+    if world_size < facts.min_ranks:
+        message = f"{engine} needs at least {facts.min_ranks} ranks, got --nproc {world_size}"
+        issues.append(Issue("parallel.engine", "conflict", message, engine, "--nproc", "use single"))
     if tensor > 1:
-        issues += _tensor_issues(config, world_size)
+        issues += _tensor_issues(config, facts, world_size)
     if parallel.fsdp_replicas > 1:
-        if engine != "fsdp":
-            issues.append(f"parallel.fsdp_replicas: {parallel.fsdp_replicas} needs parallel.engine: fsdp")
-        elif world_size // tensor % parallel.fsdp_replicas:
-            dp = world_size // tensor
-            issues.append(
-                f"parallel.fsdp_replicas: {parallel.fsdp_replicas} does not divide {dp} replicas; "
-                f"use {nearest_divisors(dp, parallel.fsdp_replicas)}"
-            )
-    if optim == "muon" and (engine in ("fsdp", "deepspeed") or tensor > 1):
-        what, fix = (
-            (f"parallel.engine: {engine}", "ddp or zero1")
-            if tensor == 1
-            else (f"parallel.tensor: {tensor}", "parallel.tensor: 1")
+        issues += _replica_issues(config, facts, world_size)
+    needs = OPTIMIZERS[optim].needs
+    if needs == "whole_tensors" and (tensor > 1 or not facts.whole_tensors):
+        other, hint = (
+            (f"parallel.tensor: {tensor}", "use parallel.tensor: 1")
+            if tensor > 1
+            else (f"parallel.engine: {engine}", "use ddp or zero1")
         )
-        issues.append(f"optim.name: muon multiplies whole matrices and {what} divides them; use {fix}")
-    if optim == "lamb" and engine == "deepspeed" and parallel.zero_stage > 0:
-        issues.append(
-            "optim.name: lamb needs norms of whole tensors and DeepSpeed ZeRO flattens them; use "
-            "parallel.engine: zero1, or parallel.zero_stage: 0"
-        )
-    if engine in ("auto", "ddp") and parallel.reduce_dtype == "fp16" and config.precision != "fp16":
-        issues.append(
-            f"parallel.reduce_dtype: fp16 loses small gradients without a loss scale, which precision: "
-            f"{config.precision} does not have; use parallel.reduce_dtype: bf16, or precision: fp16"
-        )
-    if config.precision in REFUSED.get(engine, ()):
-        issues.append(
-            f"precision: {config.precision} is not supported with parallel.engine: {engine}; use fp32 or bf16"
-        )
+        message = f"{optim} multiplies whole matrices and {other} divides them"
+        issues.append(Issue("optim.name", "conflict", message, optim, other.partition(":")[0], hint))
+    if needs == "tensor_norms" and facts.flattens and sharded(engine, parallel.zero_stage):
+        message = f"{optim} needs the norms of whole tensors and DeepSpeed ZeRO flattens them"
+        hint = "use parallel.engine: zero1, or parallel.zero_stage: 0"
+        issues.append(Issue("optim.name", "conflict", message, optim, "parallel.engine", hint))
+    if "reduce_dtype" in facts.settings and parallel.reduce_dtype == "fp16" and config.precision != "fp16":
+        message = f"fp16 loses small gradients without a loss scale, and precision is {config.precision}"
+        hint = "use parallel.reduce_dtype: bf16, or precision: fp16"
+        issues.append(Issue("parallel.reduce_dtype", "conflict", message, "fp16", "precision", hint))
+    if config.precision in facts.refused_precisions:
+        message = f"{config.precision} is not supported with parallel.engine: {engine}"
+        hint = "use fp32 or bf16"
+        issues.append(Issue("precision", "unsupported", message, config.precision, "parallel.engine", hint))
     return issues
 
 
-def _tensor_issues(config: Config, world_size: int) -> list[str]:
+def _replica_issues(config: Config, facts: EngineFacts, world_size: int) -> list[Issue]:
+    name, replicas = "parallel.fsdp_replicas", config.parallel.fsdp_replicas
+    if "fsdp_replicas" not in facts.settings:
+        message = f"{replicas} needs parallel.engine: fsdp"
+        return [Issue(name, "conflict", message, replicas, "parallel.engine")]
+    dp = world_size // config.parallel.tensor
+    if dp % replicas:
+        message, hint = f"{replicas} does not divide {dp} replicas", f"use {nearest_divisors(dp, replicas)}"
+        return [Issue(name, "does_not_divide", message, replicas, "--nproc", hint)]
+    return []
+
+
+def _tensor_issues(config: Config, facts: EngineFacts, world_size: int) -> list[Issue]:
     engine, tensor = config.parallel.engine, config.parallel.tensor
     issues = []
-    if engine not in ("auto", "ddp", "zero1", "fsdp"):
-        issues.append(f"parallel.tensor: {tensor} works with ddp, zero1 and fsdp, not with {engine}")
+    if not facts.tensor:
+        message = f"{tensor} works with {engines_with(tensor=True)}, not with {engine}"
+        issues.append(Issue("parallel.tensor", "unsupported", message, tensor, "parallel.engine"))
     if world_size % tensor:
-        near = nearest_divisors(world_size, tensor)
-        issues.append(f"parallel.tensor: {tensor} does not divide --nproc {world_size}; use {near}")
+        message, hint = (
+            f"{tensor} does not divide --nproc {world_size}",
+            f"use {nearest_divisors(world_size, tensor)}",
+        )
+        issues.append(Issue("parallel.tensor", "does_not_divide", message, tensor, "--nproc", hint))
     for name in ("num_heads", "intermediate_size", "vocab_size"):
         if (size := getattr(config.model, name)) % tensor:
-            issues.append(
-                f"model.{name}: {size} is not a multiple of parallel.tensor {tensor}; nearest that are: "
-                f"{_near_multiples(config.model, name, tensor)}"
-            )
+            message = f"{size} is not a multiple of parallel.tensor {tensor}"
+            hint = f"nearest that are: {_near_multiples(config.model, name, tensor)}"
+            issues.append(Issue(f"model.{name}", "does_not_divide", message, size, "parallel.tensor", hint))
     return issues
 
 
@@ -131,55 +135,72 @@ def _near_multiples(model: ModelConfig, name: str, tensor: int) -> str:
     return ", ".join(str(n) for n in multiples if 0 < n <= most) + condition
 
 
-def finetune_issues(config: Config) -> list[str]:
-    """Settings that do not go with objective.name: finetune; one line each."""
+def finetune_issues(config: Config) -> list[Issue]:
+    """Check the settings that do not go with objective.name: finetune."""
     if config.objective.name != "finetune":
         return []
     issues = []
-    if config.finetune.kind != "regression" and len(config.finetune.labels) < 1 + (
-        config.finetune.kind == "single_label"
-    ):
+    labels, kind = config.finetune.labels, config.finetune.kind
+    if kind != "regression" and len(labels) < 1 + (kind == "single_label"):
+        hint = "name them, or use `bert-dp finetune`, which takes them from the data"
         issues.append(
-            f"finetune.labels: {len(config.finetune.labels)} of a {config.finetune.kind} task; name them, "
-            "or use `bert-dp finetune`, which takes them from the data"
+            Issue("finetune.labels", "missing", f"{len(labels)} of a {kind} task", len(labels), hint=hint)
         )
     if config.finetune.head == "native":
         try:
             native_head(config.model)
         except ConfigError as error:
-            issues += map(str, error.issues)
+            issues += error.issues
     if config.batch.ramp_fraction:
+        message = (
+            f"{config.batch.ramp_fraction}, but batches of finetuning are sorted by length inside one global "
+            "batch, whose size must not change"
+        )
         issues.append(
-            f"batch.ramp_fraction: {config.batch.ramp_fraction}, but batches of finetuning are sorted by "
-            "length inside one global batch, whose size must not change; use 0"
+            Issue(
+                "batch.ramp_fraction",
+                "conflict",
+                message,
+                config.batch.ramp_fraction,
+                "objective.name",
+                "use 0",
+            )
         )
     if config.schedule.tokens is not None:
-        issues.append("schedule.tokens: examples differ in length; use schedule.epochs or schedule.steps")
+        hint = "use schedule.epochs or schedule.steps"
+        issues.append(
+            Issue(
+                "schedule.tokens",
+                "unsupported",
+                "examples differ in length",
+                config.schedule.tokens,
+                "objective.name",
+                hint,
+            )
+        )
     return issues
 
 
-def noise_issues(config: Config, dp: int) -> list[str]:
-    """Why log.noise_scale cannot be measured on `dp` replicas; at most one line."""
+def noise_issues(config: Config, dp: int) -> list[Issue]:
+    """Check that log.noise_scale can be measured on `dp` replicas."""
     parallel, batch = config.parallel, config.batch
     if not config.log.noise_scale:
         return []
-    if parallel.tensor > 1 or parallel.engine not in ("auto", "single", "ddp", "zero1"):
-        what = (
-            f"parallel.engine: {parallel.engine}"
-            if parallel.tensor == 1
-            else (f"parallel.tensor: {parallel.tensor}")
+    facts = engine_facts(parallel.engine)
+    if parallel.tensor > 1 or not facts.noise_scale:
+        name = "engine" if parallel.tensor == 1 else "tensor"
+        message = (
+            f"true, but gradients at two batch sizes are not visible under parallel.{name}: "
+            f"{getattr(parallel, name)}"
         )
-        return [
-            f"log.noise_scale: true, gradients at two batches are not seen under {what}; use ddp, zero1 "
-            "or single with parallel.tensor: 1, or log.noise_scale: false"
-        ]
+        hint = "use ddp, zero1 or single with parallel.tensor: 1, or log.noise_scale: false"
+        return [Issue("log.noise_scale", "unsupported", message, True, f"parallel.{name}", hint)]
     if dp == 1 and batch.global_size <= batch.micro_size:
         fits = [n for n in divisors(batch.global_size) if n < batch.global_size]
         fix = f"batch.micro_size: {fits[-1]}, " if fits else ""
-        return [
-            f"log.noise_scale: true, one replica with accumulation 1 has one batch and two are compared; "
-            f"use {fix}more ranks, or log.noise_scale: false"
-        ]
+        message = "true, but one replica with accumulation 1 has one batch and two are compared"
+        hint = f"use {fix}more ranks, or log.noise_scale: false"
+        return [Issue("log.noise_scale", "conflict", message, True, "batch.micro_size", hint)]
     return []
 
 
@@ -192,7 +213,8 @@ def no_effect(config: Config, ranks: int | None = None) -> list[str]:
     finetunes = config.objective.name == "finetune"
     built, from_path = data.sources is not None, data.path is not None
     own_tokenizer = built and data.tokenizer is not None
-    with_engine = f"with parallel.engine: {engine}"
+    with_engine, with_optimizer = f"with parallel.engine: {engine}", f"with optim.name: {config.optim.name}"
+    facts = engine_facts(engine)
     # setting, whether it is idle here, and why
     rules: tuple[tuple[str, bool, str], ...] = (
         ("run.init_keeps", config.run.init_from is None, "without run.init_from"),
@@ -233,11 +255,15 @@ def no_effect(config: Config, ranks: int | None = None) -> list[str]:
             built and build.dedup != "near",
             f"with data.build.dedup: {build.dedup}",
         ),
-        ("parallel.bucket_mib", engine not in ("auto", "ddp", "zero1", "accelerate"), with_engine),
-        ("parallel.reduce_dtype", engine not in ("auto", "ddp"), with_engine),
-        ("parallel.static_graph", engine not in ("auto", "ddp"), with_engine),
-        ("parallel.zero_stage", engine != "deepspeed", with_engine),
-        ("optim.momentum", config.optim.name != "muon", f"with optim.name: {config.optim.name}"),
+        *(
+            (f"parallel.{field}", field not in facts.settings, with_engine)
+            for field in ("bucket_mib", "reduce_dtype", "static_graph", "zero_stage")
+        ),
+        *(
+            (f"optim.{field}", field not in OPTIMIZERS[config.optim.name].settings, with_optimizer)
+            for row in OPTIMIZERS.values()
+            for field in row.settings
+        ),
         ("optim.lr_batch", config.optim.lr_scaling == "none", "with optim.lr_scaling: none"),
     )
     return [

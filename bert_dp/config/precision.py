@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-REFUSED = {"deepspeed": ("fp64", "fp16")}
-"""Engine -> precisions that it does not train in."""
+from bert_dp.config.engines import engine_facts
 
 
 def decide_precision(
@@ -17,6 +16,6 @@ def decide_precision(
         return setting
     if kept is not None:
         return kept
-    if has_bf16 and not any("bf16" in REFUSED.get(engine, ()) for engine in engines):
+    if has_bf16 and not any("bf16" in engine_facts(engine).refused_precisions for engine in engines):
         return "bf16"
     return "fp16" if on_gpu else "fp32"

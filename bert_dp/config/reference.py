@@ -7,9 +7,10 @@ import sys
 from collections.abc import Iterator
 from typing import Literal, TypeGuard, get_args, get_origin
 
+from pydantic import AfterValidator
 from pydantic.fields import FieldInfo
 
-from bert_dp.config.schema import Config, Section
+from bert_dp.config.schema import Config, KeyOf, Section
 
 
 def settings_reference() -> str:
@@ -49,6 +50,9 @@ def is_section(annotation: object) -> TypeGuard[type[Section]]:
 
 def values(field: FieldInfo) -> str:
     """What may be given, in words: a type with its bounds, or the names."""
+    for part in field.metadata:
+        if isinstance(part, AfterValidator) and isinstance(part.func, KeyOf):
+            return ", ".join(f"`{name}`" for name in part.func.names)
     return type_name(field.annotation) + bounds(field)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
@@ -18,6 +18,9 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
+
+from bert_dp.config.engines import ENGINES, OPTIMIZERS
 
 MAX_VOCAB_SIZE = 65_535  # token ids are stored as uint16
 # far above any use: a slip of the keyboard is refused, and no loop or product is too large for a check
@@ -43,6 +46,25 @@ def _as_tuple(value: object) -> object:
 
 
 OneOrMore = BeforeValidator(_as_tuple)
+
+
+class KeyOf:
+    """Validate that a text is a key of `table`, or `other`, at the time of validation."""
+
+    def __init__(self, table: Mapping[str, object], *other: str):
+        self._table, self._other = table, other
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self._other, *self._table)
+
+    def __call__(self, text: str) -> str:
+        if text in self.names:
+            return text
+        expected = ", ".join(map(repr, self.names))
+        raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})
+
+
 """One may stand without brackets."""
 PathText = Annotated[str, AfterValidator(_can_be_a_path)]
 
@@ -271,7 +293,7 @@ class ScheduleConfig(Section):
 
 
 class OptimConfig(Section):
-    name: Literal["adamw", "lamb", "muon"] = "adamw"
+    name: Annotated[str, AfterValidator(KeyOf(OPTIMIZERS))] = "adamw"
     """muon = Muon for the matrices of the blocks, AdamW for the rest."""
     lr: Annotated[float, Field(gt=0)] | Literal["auto"] = 1e-3
     """Peak learning rate. auto, for lamb, is the untuned rule 5e-3 sqrt(global_size / 32768)."""
@@ -314,9 +336,7 @@ class OptimConfig(Section):
 
 
 class ParallelConfig(Section):
-    engine: Literal["auto", "single", "ddp", "zero1", "fsdp", "deepspeed", "accelerate", "independent"] = (
-        "auto"
-    )
+    engine: Annotated[str, AfterValidator(KeyOf(ENGINES, "auto"))] = "auto"
     """auto = single on one rank, ddp on more. independent = every rank a model of its own, nothing reduced:
     the ceiling that `scale` measures, refused by `train`."""
     tensor: int = Field(1, ge=1, le=MAX_RANKS)

@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from bert_dp import cost
-from bert_dp.config import Config, load_config
+from bert_dp.config import Config, load_config, sharded
 from bert_dp.corpus.command import run_command
 from bert_dp.parallel import engine_name
 from bert_dp.precision import Precision, choose_precision
@@ -35,7 +35,6 @@ from bert_dp.precision import Precision, choose_precision
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "other")
 STATE = PARTS[:3]
 FAR = 16  # the line is the one that leads at this many times b2
-WHOLE = ("single", "independent", "ddp", "accelerate")  # engines whose ranks hold the whole state
 
 
 def memory_line(config: Config, ranks: int, sizes: tuple[int, int]) -> dict[str, Any]:
@@ -96,11 +95,12 @@ def traced(
         histories.append(bytes_EP)
     if len(histories[0]) != len(histories[1]):
         raise RuntimeError(f"micro batches {sizes[0]} and {sizes[1]} run other operations")
-    if engine not in WHOLE:
+    divides = sharded(engine, config.parallel.zero_stage)
+    if divides:
         divided = cost.memory_estimate_gib(config, precision.name, ranks)
         for bytes_EP in histories:
             bytes_EP[:, : len(STATE)] = [int(divided[part] * cost.GIB) for part in STATE]
-    state = "counted" if engine in WHOLE else f"cost.py: {engine} on {ranks} ranks"
+    state = f"cost.py: {engine} on {ranks} ranks" if divides else "counted"
     return {"state": state, **line_through(sizes, histories, inside_E)}
 
 

@@ -27,12 +27,8 @@ class Engine(Protocol):
     """Six verbs, two numbers, and `norm_pairs` where it can measure them. Data is split by dp_rank and
     dp_size, never by world rank.
 
-    A new one is a file here and its name in `config/schema.py`; then what it allows (`parallel_issues`,
-    `noise_issues` and the settings without effect in `config/checks.py`), its memory (`cost.py`), its
-    name for `scale` (`launcher/options.py`), where its ranks wait (`WAITS` in
-    `launcher/watch/hangs.py`), whether a rank's own work ends before its ranks meet (`OWN_WORK` in
-    `config/checks.py`), and a row of the parity matrix. A package that it wraps is an extra in
-    pyproject.toml, and `input_issues` in `launcher/job.py` looks for it.
+    A new engine is a file here with a class `Engine`, a row of `ENGINES` in `bert_dp/config/engines.py`, from
+    which checks, memory, `scale` and hang reports follow, and a row of the parity matrix.
     """
 
     dp_rank: int

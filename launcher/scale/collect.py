@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bert_dp import cost
-from bert_dp.config import has_own_work
+from bert_dp.config import computes_alone
 from bert_dp.record.models import Summary
 from launcher import results, stats
 from launcher.results import Cell, GridCell, Scaling
@@ -84,7 +84,7 @@ class Measured:
     def straggler(self) -> tuple[float | None, int | None]:
         """(own work of the slowest rank over the median of the others', that rank if it is named). Unknown
         where ranks meet in the forward, under fsdp, DeepSpeed and tensor parallelism."""
-        if self.cell.world_size == 1 or not has_own_work(self.cell.engine, self.cell.tensor):
+        if self.cell.world_size == 1 or not computes_alone(self.cell.engine, self.cell.tensor):
             return None, None
         totals = [
             statistics.median([sum(r.parts["own_work_s"][rank]) for r in self.repeats])

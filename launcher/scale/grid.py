@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bert_dp.config import BUDGETS, BatchLayout, Config, ConfigError, batch_layout
+from bert_dp.config import BUDGETS, BatchLayout, Config, ConfigError, batch_layout, engine_facts
 from launcher.machine.environment import Environment
 from launcher.results import CellKind, GridCell, Mode
 from launcher.run.memory_check import check_memory
@@ -132,7 +132,7 @@ class Grid:
         """What a cell's ranks train: the user's configuration with the cell's values, and nothing saved."""
         name, _, stage = engine.partition("-")
         parallel: dict[str, Any] = {"engine": name, "tensor": tensor}
-        if name != "fsdp":
+        if "fsdp_replicas" not in engine_facts(name).settings:
             parallel["fsdp_replicas"] = 1
         if stage:
             parallel["zero_stage"] = int(stage)

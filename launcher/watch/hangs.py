@@ -9,13 +9,17 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bert_dp.config import ENGINES
 from bert_dp.record import IN_STEP, PHASES, Beat, is_own_code
 
 UNHEARD_S = 3.0  # a rank beats about once a second; a busy machine may delay that
 STACK_LINES = 12
 FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
 # functions of ours that do nothing but wait for a collective that was started before
-WAITS = {("bert_dp/dist.py", "wait"): "a side-group exchange", ("parallel/zero1.py", "_wait"): "a reduction"}
+WAITS = {
+    ("bert_dp/dist.py", "wait"): "a side-group exchange",
+    **{place: what for facts in ENGINES.values() for place, what in facts.waits.items()},
+}
 # these wait for a collective, or work: a backward pass reduces on its way, a device may be busy or stuck
 UNSURE = {
     ("autograd/graph.py", "_engine_run_backward"): "the backward pass and its reductions",

@@ -22,7 +22,7 @@ from bert_dp.config import (
     with_budget,
 )
 from bert_dp.config.checks import parallel_issues
-from tests.helpers import issues_of, make_config
+from tests.helpers import issues_of, make_config, raised_issues
 from tests.shards import write_shards
 
 
@@ -177,157 +177,152 @@ def test_progress_is_consumed_over_declared(budget: str, progress: float) -> Non
 TENSOR = "parallel.engine=ddp parallel.tensor=2"
 TENSOR_FIXES = ("parallel.engine=ddp", "parallel.engine=zero1", "parallel.engine=fsdp")
 WHOLE_FIXES = ("parallel.engine=ddp", "parallel.engine=zero1")
-REFUSED: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
-    # settings, --nproc, the line, and what it tells to change, each by itself enough
+REFUSED: dict[str, tuple[str, int, tuple[str, str, str], tuple[str, ...]]] = {
+    # settings, --nproc, (setting, kind, other), and changes that each mend it
     "single": (
         "parallel.engine=single",
         4,
-        "parallel.engine: single runs one rank, got --nproc 4; use ddp",
+        ("parallel.engine", "conflict", "--nproc"),
         ("parallel.engine=ddp",),
     ),
     "independent": (
         "parallel.engine=independent",
         1,
-        "parallel.engine: independent is for two ranks and more; use single",
+        ("parallel.engine", "conflict", "--nproc"),
         ("parallel.engine=single",),
     ),
     "tensor with accelerate": (
         "parallel.engine=accelerate parallel.tensor=2",
         2,
-        "parallel.tensor: 2 works with ddp, zero1 and fsdp, not with accelerate",
-        TENSOR_FIXES,
+        ("parallel.tensor", "unsupported", "parallel.engine"),
+        ("parallel.engine=ddp", "parallel.engine=zero1", "parallel.engine=fsdp"),
     ),
     "tensor with deepspeed": (
         "parallel.engine=deepspeed parallel.tensor=4",
         4,
-        "parallel.tensor: 4 works with ddp, zero1 and fsdp, not with deepspeed",
-        TENSOR_FIXES,
+        ("parallel.tensor", "unsupported", "parallel.engine"),
+        ("parallel.engine=ddp", "parallel.engine=zero1", "parallel.engine=fsdp"),
     ),
     "tensor and ranks": (
         "parallel.engine=ddp parallel.tensor=3 model.vocab_size=32760",
         4,
-        "parallel.tensor: 3 does not divide --nproc 4; use 2 or 4",
+        ("parallel.tensor", "does_not_divide", "--nproc"),
         ("parallel.tensor=2", "parallel.tensor=4"),
     ),
     "more tensor ranks than ranks": (
-        TENSOR,
+        "parallel.engine=ddp parallel.tensor=2",
         1,
-        "parallel.tensor: 2 does not divide --nproc 1; use 1",
+        ("parallel.tensor", "does_not_divide", "--nproc"),
         ("parallel.tensor=1",),
     ),
     "heads": (
         "parallel.tensor=8 model.num_heads=12",
         8,
-        "model.num_heads: 12 is not a multiple of parallel.tensor 8; nearest that are: 8, 16",
+        ("model.num_heads", "does_not_divide", "parallel.tensor"),
         ("model.num_heads=8", "model.num_heads=16"),
     ),
     "fewer heads than ranks": (
-        f"{TENSOR} model.num_heads=1",
+        "parallel.engine=ddp parallel.tensor=2 model.num_heads=1",
         2,
-        "model.num_heads: 1 is not a multiple of parallel.tensor 2; nearest that are: 2",
+        ("model.num_heads", "does_not_divide", "parallel.tensor"),
         ("model.num_heads=2",),
     ),
     "heads that divide the hidden size": (
         "parallel.tensor=3 model.hidden_size=36 model.num_heads=4 model.intermediate_size=48 "
         "model.vocab_size=96",
         3,
-        "model.num_heads: 4 is not a multiple of parallel.tensor 3; nearest that are: 3, 6",
+        ("model.num_heads", "does_not_divide", "parallel.tensor"),
         ("model.num_heads=3", "model.num_heads=6"),
     ),
     "a hidden size that no such heads divide": (
         "parallel.tensor=3 model.hidden_size=32 model.num_heads=2 model.intermediate_size=48 "
         "model.vocab_size=96",
         3,
-        "model.num_heads: 2 is not a multiple of parallel.tensor 3; nearest that are: 3, with a "
-        "model.hidden_size that is a multiple, not 32",
+        ("model.num_heads", "does_not_divide", "parallel.tensor"),
         (),
     ),
     "intermediate": (
-        f"{TENSOR} model.intermediate_size=1535",
+        "parallel.engine=ddp parallel.tensor=2 model.intermediate_size=1535",
         2,
-        "model.intermediate_size: 1535 is not a multiple of parallel.tensor 2; nearest that are: 1534, 1536",
+        ("model.intermediate_size", "does_not_divide", "parallel.tensor"),
         ("model.intermediate_size=1534", "model.intermediate_size=1536"),
     ),
     "vocabulary": (
         "parallel.engine=fsdp parallel.tensor=4 model.vocab_size=30522",
         8,
-        "model.vocab_size: 30522 is not a multiple of parallel.tensor 4; nearest that are: 30520, 30524",
+        ("model.vocab_size", "does_not_divide", "parallel.tensor"),
         ("model.vocab_size=30520", "model.vocab_size=30524"),
     ),
     "replicas without fsdp": (
         "parallel.engine=zero1 parallel.fsdp_replicas=2",
         4,
-        "parallel.fsdp_replicas: 2 needs parallel.engine: fsdp",
+        ("parallel.fsdp_replicas", "conflict", "parallel.engine"),
         ("parallel.engine=fsdp",),
     ),
     "replicas and ranks": (
         "parallel.engine=fsdp parallel.fsdp_replicas=3",
         4,
-        "parallel.fsdp_replicas: 3 does not divide 4 replicas; use 2 or 4",
+        ("parallel.fsdp_replicas", "does_not_divide", "--nproc"),
         ("parallel.fsdp_replicas=2", "parallel.fsdp_replicas=4"),
     ),
     "replicas beside tensor": (
         "parallel.engine=fsdp parallel.tensor=2 parallel.fsdp_replicas=4",
         4,
-        "parallel.fsdp_replicas: 4 does not divide 2 replicas; use 1 or 2",
+        ("parallel.fsdp_replicas", "does_not_divide", "--nproc"),
         ("parallel.fsdp_replicas=1", "parallel.fsdp_replicas=2"),
     ),
     "muon with fsdp": (
         "optim.name=muon parallel.engine=fsdp",
         2,
-        "optim.name: muon multiplies whole matrices and parallel.engine: fsdp divides them; use ddp or zero1",
-        WHOLE_FIXES,
+        ("optim.name", "conflict", "parallel.engine"),
+        ("parallel.engine=ddp", "parallel.engine=zero1"),
     ),
     "muon with deepspeed": (
         "optim.name=muon parallel.engine=deepspeed",
         2,
-        "optim.name: muon multiplies whole matrices and parallel.engine: deepspeed divides them; use ddp or "
-        "zero1",
-        WHOLE_FIXES,
+        ("optim.name", "conflict", "parallel.engine"),
+        ("parallel.engine=ddp", "parallel.engine=zero1"),
     ),
     "muon with tensor": (
-        f"optim.name=muon {TENSOR}",
+        "optim.name=muon parallel.engine=ddp parallel.tensor=2",
         2,
-        "optim.name: muon multiplies whole matrices and parallel.tensor: 2 divides them; use "
-        "parallel.tensor: 1",
+        ("optim.name", "conflict", "parallel.tensor"),
         ("parallel.tensor=1",),
     ),
     "lamb with zero": (
         "optim.name=lamb parallel.engine=deepspeed",
         2,
-        "optim.name: lamb needs norms of whole tensors and DeepSpeed ZeRO flattens them; use "
-        "parallel.engine: zero1, or parallel.zero_stage: 0",
+        ("optim.name", "conflict", "parallel.engine"),
         ("parallel.engine=zero1", "parallel.zero_stage=0"),
     ),
     "fp16 sent without a loss scale": (
         "parallel.reduce_dtype=fp16",
         2,
-        "parallel.reduce_dtype: fp16 loses small gradients without a loss scale, which precision: fp32 does "
-        "not have; use parallel.reduce_dtype: bf16, or precision: fp16",
+        ("parallel.reduce_dtype", "conflict", "precision"),
         ("parallel.reduce_dtype=bf16", "precision=fp16"),
     ),
     "deepspeed in fp64": (
         "parallel.engine=deepspeed precision=fp64",
         2,
-        "precision: fp64 is not supported with parallel.engine: deepspeed; use fp32 or bf16",
+        ("precision", "unsupported", "parallel.engine"),
         ("precision=fp32", "precision=bf16"),
     ),
     "deepspeed in fp16": (
         "parallel.engine=deepspeed precision=fp16",
         1,
-        "precision: fp16 is not supported with parallel.engine: deepspeed; use fp32 or bf16",
+        ("precision", "unsupported", "parallel.engine"),
         ("precision=fp32", "precision=bf16"),
     ),
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_an_engine_cannot_do_is_refused_with_what_helps(what: str) -> None:
-    """Setting, value and fix in one line, nothing else; and what the line names does help."""
-    settings, ranks, line, fixes = REFUSED[what]
+def test_unsupported_combinations_of_an_engine_are_refused_with_a_fix(what: str) -> None:
+    settings, ranks, facts, fixes = REFUSED[what]
     config = make_config(*settings.split())
-    assert parallel_issues(config, ranks) == [line]
-    assert line in issues_of(batch_layout, config, ranks)
+    (issue,) = parallel_issues(config, ranks)
+    assert (issue.setting, issue.kind, issue.other) == facts
+    assert str(issue) in issues_of(batch_layout, config, ranks)
     for fix in fixes:
         assert parallel_issues(make_config(*settings.split(), fix), ranks) == [], fix
 
@@ -375,24 +370,14 @@ def test_what_an_engine_can_do_is_not_refused(settings: str, ranks: int) -> None
     assert parallel_issues(make_config(*settings.split()), ranks) == []
 
 
-HIDDEN = (
-    "log.noise_scale: true, gradients at two batches are not seen under {}; use ddp, zero1 or single with "
-    "parallel.tensor: 1, or log.noise_scale: false"
-)
-ONE_BATCH = (
-    "log.noise_scale: true, one replica with accumulation 1 has one batch and two are compared; use {}more "
-    "ranks, or log.noise_scale: false"
-)
-
-
 @pytest.mark.parametrize(
-    ("settings", "ranks", "line"),
+    ("settings", "ranks", "other"),
     [
-        ("parallel.engine=fsdp batch.micro_size=2", 2, HIDDEN.format("parallel.engine: fsdp")),
-        (f"{TENSOR} batch.micro_size=2", 2, HIDDEN.format("parallel.tensor: 2")),
-        ("parallel.engine=fsdp parallel.tensor=2 batch.micro_size=2", 2, HIDDEN.format("parallel.tensor: 2")),
-        ("batch.micro_size=8", 1, ONE_BATCH.format("batch.micro_size: 4, ")),
-        ("batch.micro_size=1 batch.global_size=1", 1, ONE_BATCH.format("")),
+        ("parallel.engine=fsdp batch.micro_size=2", 2, "parallel.engine"),
+        (f"{TENSOR} batch.micro_size=2", 2, "parallel.tensor"),
+        ("parallel.engine=fsdp parallel.tensor=2 batch.micro_size=2", 2, "parallel.tensor"),
+        ("batch.micro_size=8", 1, "batch.micro_size"),
+        ("batch.micro_size=1 batch.global_size=1", 1, "batch.micro_size"),
         ("batch.micro_size=4", 1, None),
         ("parallel.engine=single batch.micro_size=4", 1, None),
         ("parallel.engine=ddp batch.micro_size=4", 1, None),
@@ -401,32 +386,33 @@ ONE_BATCH = (
         ("batch.micro_size=4", 2, None),
     ],
 )
-def test_where_the_noise_scale_can_be_measured(settings: str, ranks: int, line: str | None) -> None:
+def test_where_the_noise_scale_can_be_measured(settings: str, ranks: int, other: str | None) -> None:
     config = make_config("batch.global_size=8", "log.noise_scale=true", *settings.split())
-    if line is None:
+    if other is None:
         assert batch_layout(config, ranks).grad_accum_steps == 8 // 4 // ranks
     else:
-        assert issues_of(batch_layout, config, ranks) == (line,)
+        (issue,) = raised_issues(batch_layout, config, ranks)
+        assert (issue.setting, issue.other) == ("log.noise_scale", other)
 
 
 @pytest.mark.parametrize(
-    ("kind", "labels", "named"),
+    ("kind", "labels", "value"),
     [
-        ("single_label", ["a"], "finetune.labels: 1 of a single_label task; name them"),
+        ("single_label", ["a"], 1),
         ("single_label", ["a", "b"], None),
-        ("multi_label", [], "finetune.labels: 0 of a multi_label task; name them"),
+        ("multi_label", [], 0),
         ("multi_label", ["a"], None),
         ("regression", [], None),
     ],
 )
-def test_finetuning_needs_the_names_of_its_labels(kind: str, labels: list[str], named: str | None) -> None:
+def test_finetuning_needs_the_names_of_its_labels(kind: str, labels: list[str], value: int | None) -> None:
     task = {"objective": {"name": "finetune"}, "finetune": {"kind": kind, "labels": labels}}
     config = make_config("data.path=/x", "batch.global_size=8", "batch.micro_size=4", **task)
-    if named is None:
+    if value is None:
         assert batch_layout(config, 2).grad_accum_steps == 1
     else:
-        (line,) = issues_of(batch_layout, config, 2)
-        assert line.startswith(named)
+        (issue,) = raised_issues(batch_layout, config, 2)
+        assert (issue.setting, issue.kind, issue.value) == ("finetune.labels", "missing", value)
 
 
 # --- the data

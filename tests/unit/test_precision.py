@@ -14,8 +14,7 @@ from rich.console import Console
 
 import bert_dp.precision
 from bert_dp import record, setup
-from bert_dp.config import bf16_units, decide_precision, dump_config
-from bert_dp.config import precision as rule
+from bert_dp.config import ENGINES, bf16_units, decide_precision, dump_config
 from bert_dp.dist import Comm
 from bert_dp.measure import memory_line
 from bert_dp.train_state import TrainState
@@ -83,7 +82,8 @@ def test_auto_is_bf16_where_it_is_multiplied_and_nothing_was_kept(
 
 
 def test_an_engine_that_does_not_take_bf16_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(rule.REFUSED, "deepspeed", ("fp64", "fp16", "bf16"))
+    facts = dataclasses.replace(ENGINES["deepspeed"], refused_precisions=("fp64", "fp16", "bf16"))
+    monkeypatch.setitem(ENGINES, "deepspeed", facts)
     assert decide_precision("auto", ["ddp", "deepspeed"], on_gpu=False, has_bf16=True) == "fp32"
     assert decide_precision("auto", ["ddp", "zero1"], on_gpu=False, has_bf16=True) == "bf16"
     assert trial_precision(AUTO, WITH, ["ddp", "deepspeed"], on_gpu=False) == "fp32"

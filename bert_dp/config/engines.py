@@ -1,0 +1,140 @@
+"""Facts about each engine and optimizer that checks, cost, plan, scale and advice read. Torch-free.
+
+An engine is a row here and a file `bert_dp/parallel/NAME.py`; an optimizer is a row here and its file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+Shard = Literal["optimizer", "gradients", "parameters"]
+SHARDS: tuple[Shard, ...] = ("optimizer", "gradients", "parameters")  # in the order of the ZeRO stages
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineFacts:
+    """One row of `ENGINES`; a field that is left out has the value of plain data parallelism."""
+
+    shards: tuple[Shard, ...] = ()
+    """State that is divided over the replicas; with `stages`, the first `parallel.zero_stage` of these."""
+    stages: bool = False
+    settings: tuple[str, ...] = ()
+    """Fields of `parallel` that it reads, beside engine, tensor and activation_checkpointing."""
+    min_ranks: int = 1
+    max_ranks: int | None = None
+    tensor: bool = False
+    """Composes with tensor parallelism."""
+    whole_tensors: bool = True
+    """The optimizer sees whole tensors, as Muon needs."""
+    flattens: bool = False
+    """Sharded optimizer state is one flat vector, which hides the norms of tensors that LAMB needs."""
+    refused_precisions: tuple[str, ...] = ()
+    noise_scale: bool = False
+    """Gradients at two batch sizes are visible, as `log.noise_scale` needs."""
+    meets_in_forward: bool = False
+    """Ranks wait for each other within forward and backward, so a rank's own compute time is hidden."""
+    master_copy: bool = False
+    """The owner of an optimizer shard keeps its own copy of the weights (ZeRO stages 1 and 2)."""
+    whole_gradients: bool = False
+    """Gradients are whole between the micro batches of a step, although they are sharded at its end."""
+    package: str | None = None
+    """Package that it wraps: the extra of this name in pyproject.toml."""
+    benchmarked: bool = True
+    """`scale --engines` takes it by name."""
+    waits: Mapping[tuple[str, str], str] = dataclasses.field(default_factory=dict)
+    """(end of a file's path, function) that only waits for a collective -> name of the collective."""
+
+
+ENGINES: dict[str, EngineFacts] = {
+    "single": EngineFacts(max_ranks=1, noise_scale=True, benchmarked=False),
+    "ddp": EngineFacts(
+        settings=("bucket_mib", "reduce_dtype", "static_graph"), tensor=True, noise_scale=True
+    ),
+    "zero1": EngineFacts(
+        shards=("optimizer",),
+        settings=("bucket_mib",),
+        tensor=True,
+        noise_scale=True,
+        waits={("parallel/zero1.py", "_wait"): "a reduction"},
+    ),
+    "fsdp": EngineFacts(
+        shards=SHARDS,
+        settings=("fsdp_replicas",),
+        tensor=True,
+        whole_tensors=False,
+        meets_in_forward=True,
+        whole_gradients=True,
+    ),
+    "accelerate": EngineFacts(settings=("bucket_mib",), package="accelerate"),
+    "deepspeed": EngineFacts(
+        shards=SHARDS,
+        stages=True,
+        settings=("zero_stage",),
+        whole_tensors=False,
+        flattens=True,
+        refused_precisions=("fp64", "fp16"),
+        meets_in_forward=True,
+        master_copy=True,
+        package="deepspeed",
+    ),
+    "independent": EngineFacts(min_ranks=2, benchmarked=False),
+}
+
+
+def engine_facts(engine: str) -> EngineFacts:
+    """Look up an engine by its name in `parallel.engine` (auto is ddp) or `scale --engines` (deepspeed-2)."""
+    return ENGINES["ddp" if engine == "auto" else engine.partition("-")[0]]
+
+
+def sharded(engine: str, zero_stage: int) -> tuple[Shard, ...]:
+    """State that `engine` divides over the replicas."""
+    facts = engine_facts(engine)
+    return facts.shards[:zero_stage] if facts.stages else facts.shards
+
+
+def benchmark_names() -> tuple[str, ...]:
+    """Names of `scale --engines`: an engine with stages has one for each, such as deepspeed-2."""
+    return tuple(
+        name
+        for engine, facts in ENGINES.items()
+        if facts.benchmarked
+        for name in ([f"{engine}-{k}" for k in range(len(SHARDS) + 1)] if facts.stages else [engine])
+    )
+
+
+def engines_with(**facts: object) -> str:
+    """Names of the engines with these facts, for a message: `ddp, zero1 and fsdp`."""
+    names = [
+        name
+        for name, row in ENGINES.items()
+        if row.max_ranks is None
+        and row.min_ranks == 1
+        and all(getattr(row, k) == v for k, v in facts.items())
+    ]
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def computes_alone(engine: str, tensor: int) -> bool:
+    """True if a rank's time before any reduction is its own: other ranks' delays are not in it."""
+    return tensor == 1 and not engine_facts(engine).meets_in_forward
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerFacts:
+    """One row of `OPTIMIZERS`; a field that is left out has AdamW's value."""
+
+    settings: tuple[str, ...] = ()
+    """Fields of `optim` that it alone reads."""
+    needs: Literal["whole_tensors", "tensor_norms"] | None = None
+    """What its update reads of a tensor beside the elements at hand."""
+    matrix_moments: int = 2
+    """Numbers of optimizer state for an element of a block's matrix; every other element has 2."""
+
+
+OPTIMIZERS: dict[str, OptimizerFacts] = {
+    "adamw": OptimizerFacts(),
+    "lamb": OptimizerFacts(needs="tensor_norms"),
+    "muon": OptimizerFacts(settings=("momentum",), needs="whole_tensors", matrix_moments=1),
+}
