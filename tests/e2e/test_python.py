@@ -94,8 +94,8 @@ def test_a_run_in_a_thread_and_its_model(
 
 
 def test_twenty_losses_are_those_of_plain_torch(tmp_path: Path, small: dict[str, Any]) -> None:
-    """docs/definitions.md in a dozen lines: order, ramp, schedule, loss, clipping and AdamW, in fp64, from the
-    weights at step 0. Nothing of the loop, the engine or the optimizer is called."""
+    """docs/definitions.md in a dozen lines: order, ramp, schedule, loss, clipping and AdamW, in fp64, from
+    the weights at step 0. Nothing of the loop, the engine or the optimizer is called."""
     settings = {
         **small,
         "schedule": {"steps": 20, "name": "linear", "warmup_fraction": 0.1},
@@ -221,7 +221,7 @@ bert_dp.train = shrunk
 
 def test_the_python_of_the_page_runs(tmp_path: Path, small: dict[str, Any]) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     (tmp_path / "page.py").write_text("\n".join([SHRUNK.format(small=small), *blocks]))
     done = subprocess.run(
         [sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
@@ -230,7 +230,9 @@ def test_the_python_of_the_page_runs(tmp_path: Path, small: dict[str, Any]) -> N
     assert "('schedule.stepz: unknown setting" in done.stdout  # the failure that it shows
     run = bert_dp.read_run(tmp_path / "runs/python")
     assert run.metrics[-1]["step"] == 40  # it went on
-    assert len(ast.literal_eval(done.stdout.splitlines()[-1])) == 5  # words for the mask
+    *_, words = (line for line in done.stdout.splitlines() if line.startswith("["))
+    assert len(ast.literal_eval(words)) == 5  # for the mask
+    assert done.stdout.splitlines()[-4:] == ["torch.Size([2, 16]) torch.Size([8])"] * 4  # of 8 sequences
 
 
 def test_the_notebook_runs(tmp_path: Path, small: dict[str, Any]) -> None:
