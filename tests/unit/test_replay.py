@@ -130,7 +130,7 @@ def test_steps_follow_each_other_without_a_gap_to_the_end_of_the_budget(
     assert list(map(len, drawn)) == sizes
     assert [i for step in drawn for i in step] == list(range(sum(sizes)))
     (line,) = issues_of(bert_dp.batches, config, len(sizes) + 1)
-    assert line.startswith(f"step: {len(sizes) + 1} ")
+    assert str(line).startswith(f"step: {len(sizes) + 1} ")
 
 
 def run_of(folder: Path, config: Config) -> Path:
@@ -178,7 +178,7 @@ def test_what_cannot_be_drawn_is_refused(tmp_path: Path, shards: Path) -> None:
     ]
     for setting, given, step in refusals:
         (line,) = issues_of(bert_dp.batches, given, step)
-        assert line.partition(":")[0] == setting
+        assert str(line).partition(":")[0] == setting
 
 
 def synthetic(shards: Path) -> Config:
