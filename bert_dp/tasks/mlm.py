@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from bert_dp import corpus, cost, data, model
@@ -46,17 +47,21 @@ class MaskedLanguageModel:
     def build_model(self, seed: int) -> model.CrammedBert:
         return model.build_model(self._config.model, self._config.data.sequence_length, seed)
 
-    def stream(self, *, dp_rank: int, dp_size: int, start_sample: int) -> data.TrainingStream[data.Batch]:
+    def training_batch(self, sample_ids: NDArray[np.int64]) -> data.Batch:
+        """Make the micro batch of these positions in the training stream."""
         config = self._config
-        make = functools.partial(
-            data.training_batch,
+        return data.training_batch(
             self._train,
+            sample_ids,
             seed=config.run.seed,
             num_masked=config.num_masked,
             shuffle=config.data.shuffle,
         )
+
+    def stream(self, *, dp_rank: int, dp_size: int, start_sample: int) -> data.TrainingStream[data.Batch]:
+        config = self._config
         return data.TrainingStream(
-            make,
+            self.training_batch,
             micro_size=config.batch.micro_size,
             dp_rank=dp_rank,
             dp_size=dp_size,

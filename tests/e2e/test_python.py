@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import torch.nn.functional as F
 import yaml
 
 import bert_dp
@@ -90,6 +91,52 @@ def test_a_run_in_a_thread_and_its_model(
     again = bert_dp.train(run_dir=path, nproc=1, settings={"schedule": {"steps": 8}})
     assert [line["step"] for line in again.metrics] == list(range(1, 9))
     assert run.metrics[-1]["step"] == 6, "a Run does not change"
+
+
+def test_twenty_losses_are_those_of_plain_torch(tmp_path: Path, small: dict[str, Any]) -> None:
+    """docs/definitions.md in a dozen lines: order, ramp, schedule, loss, clipping and AdamW, in fp64, from
+    the weights at step 0. Nothing of the loop, the engine or the optimizer is called."""
+    settings = {
+        **small,
+        "schedule": {"steps": 20, "name": "linear", "warmup_fraction": 0.1},
+        "batch": {"global_size": 16, "micro_size": 2, "ramp_fraction": 0.6, "ramp_quantum": 4},
+        "optim": {"lr": 2e-2, "clip": 0.5, "weight_decay": 0.1, "eps": 1e-8},
+        "precision": "fp64",
+    }
+    del settings["batch.global_size"], settings["batch.micro_size"]
+    del settings["batch.ramp_fraction"], settings["batch.ramp_quantum"]
+    run = bert_dp.train("quickstart", nproc=2, settings=settings, run_dir=tmp_path / "run")
+    assert len({line["global_batch"] for line in run.metrics}) == 4
+    assert max(line["grad_norm"] for line in run.metrics) > 1.0  # so that clipping matters
+
+    model, _ = bert_dp.load(run.directory / "checkpoints/step-00000000")
+    first, second = ({name: torch.zeros_like(p) for name, p in model.named_parameters()} for _ in range(2))
+    for line in run.metrics:
+        step = line["step"]
+        f = (step - 1) / 20
+        lr = 2e-2 * (f / 0.1 if f < 0.1 else 1 - (f - 0.1) / 0.9)
+        model.zero_grad()
+        drawn = list(bert_dp.batches(run, step))
+        targets = sum(len(batch.labels_P) for batch in drawn)
+        losses = [
+            F.cross_entropy(model(batch.ids_BS, batch.positions_P), batch.labels_P, reduction="sum") / targets
+            for batch in drawn
+        ]
+        loss = torch.stack(losses).sum()
+        loss.backward()
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        norm = torch.cat([g.flatten() for g in grads.values()]).norm()
+        assert line["loss"] == pytest.approx(loss.item(), abs=1e-9)
+        assert line["grad_norm"] == pytest.approx(norm.item(), rel=1e-9)
+        assert line["lr"] == pytest.approx(lr, rel=1e-12)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                g = grads[name] / max(1.0, norm.item() / 0.5)
+                first[name] = 0.9 * first[name] + 0.1 * g
+                second[name] = 0.98 * second[name] + 0.02 * g * g
+                root = (second[name] / (1 - 0.98**step)).sqrt() + 1e-8
+                decay = 0.0 if "bias" in name or "norm" in name else 0.1
+                p -= lr * (decay * p + first[name] / (1 - 0.9**step) / root)
 
 
 def test_a_rank_that_fails_raises_what_it_raised(
@@ -174,7 +221,7 @@ bert_dp.train = shrunk
 
 def test_the_python_of_the_page_runs(tmp_path: Path, small: dict[str, Any]) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     (tmp_path / "page.py").write_text("\n".join([SHRUNK.format(small=small), *blocks]))
     done = subprocess.run(
         [sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
@@ -183,7 +230,9 @@ def test_the_python_of_the_page_runs(tmp_path: Path, small: dict[str, Any]) -> N
     assert "('schedule.stepz: unknown setting" in done.stdout  # the failure that it shows
     run = bert_dp.read_run(tmp_path / "runs/python")
     assert run.metrics[-1]["step"] == 40  # it went on
-    assert len(ast.literal_eval(done.stdout.splitlines()[-1])) == 5  # words for the mask
+    *_, words = (line for line in done.stdout.splitlines() if line.startswith("["))
+    assert len(ast.literal_eval(words)) == 5  # for the mask
+    assert done.stdout.splitlines()[-4:] == ["torch.Size([2, 16]) torch.Size([8])"] * 4  # of 8 sequences
 
 
 def test_the_notebook_runs(tmp_path: Path, small: dict[str, Any]) -> None:

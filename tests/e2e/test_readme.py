@@ -22,6 +22,7 @@ PAGES = (
     "finetuning",
     "export",
     "data",
+    "definitions",
     "engines",
     "scaling",
     "tuning",
