@@ -10,7 +10,16 @@ import numpy as np
 import torch
 
 from bert_dp import record
-from bert_dp.config import Config, ConfigError, batch_at, find_config, load_config, progress_at, with_budget
+from bert_dp.config import (
+    Config,
+    ConfigError,
+    Issue,
+    batch_at,
+    find_config,
+    load_config,
+    progress_at,
+    with_budget,
+)
 from bert_dp.data import Batch
 from bert_dp.tasks.mlm import MaskedLanguageModel
 
@@ -38,7 +47,7 @@ def batches(run_or_config: str | os.PathLike[str] | Config, step: int) -> Iterat
     that are not the run's, a step beyond the budget, and, under a ramp over hours, a step without a line.
     """
     if step < 1:
-        raise ConfigError([f"step: {step} is below 1; the first step is 1"])
+        raise ConfigError([Issue("step", "out_of_range", f"{step} is below 1", step, hint="use 1 or more")])
     run_dir = None
     if isinstance(run_or_config, Config):
         config = run_or_config
@@ -47,19 +56,27 @@ def batches(run_or_config: str | os.PathLike[str] | Config, step: int) -> Iterat
         run_dir = path if (path / "config.yaml").is_file() else None
         config = load_config(find_config(str(path)) if run_dir is None else path / "config.yaml")
     if config.objective.name != "mlm":
-        raise ConfigError([f"objective.name: {config.objective.name} has no masked batches; name a mlm run"])
+        message = f"{config.objective.name} has no masked batches"
+        raise ConfigError(
+            [Issue("objective.name", "unsupported", message, config.objective.name, hint="name an mlm run")]
+        )
     if config.data.synthetic:
-        raise ConfigError(["data.synthetic: true trains on one random batch; name a run on real data"])
+        message = "true trains on one random batch"
+        raise ConfigError(
+            [Issue("data.synthetic", "unsupported", message, True, hint="name a run on real data")]
+        )
     task = MaskedLanguageModel(config, torch.device("cpu"))
     data = task.open_data()
     found = record.newest_checkpoint_facts(run_dir) if run_dir else None
     if found and found[1].data_hash != data.data_hash:
         was, here = found[1].data_hash[:16], data.data_hash[:16]
-        raise ConfigError([f"data: the run was trained on shards {was}, these are {here}; restore its data"])
+        message = f"the run was trained on shards {was}, these are {here}"
+        raise ConfigError([Issue("data", "conflict", message, here, str(run_dir), "restore the run's data")])
     first, size = _locate(with_budget(config, data.num_samples), step, run_dir)
     micro = config.batch.micro_size
     if size % micro:
-        raise ConfigError([f"batch.micro_size: {micro} does not divide the {size} sequences of step {step}"])
+        message = f"{micro} does not divide the {size} sequences of step {step}"
+        raise ConfigError([Issue("batch.micro_size", "does_not_divide", message, micro)])
     starts = range(first, first + size, micro)
     return (task.training_batch(np.arange(start, start + micro)) for start in starts)
 
@@ -72,10 +89,12 @@ def _locate(config: Config, step: int, run_dir: Path | None) -> tuple[int, int]:
             if line["step"] == step:
                 return line["samples"] - line["global_batch"], line["global_batch"]
         if config.schedule.hours is not None:
-            reason = "batch.ramp_fraction makes the batch of a budget in hours follow the clock"
-            raise ConfigError(
-                [f"step: {step} has no line in metrics.jsonl, and {reason}; name a logged step"]
+            # the batch follows the clock, so that only a logged step can be located
+            message = (
+                f"{step} has no line in metrics.jsonl, and batch.ramp_fraction follows a budget in hours"
             )
+            issue = Issue("step", "not_found", message, step, "schedule.hours", "name a logged step")
+            raise ConfigError([issue])
         size = batch_at(batch, 0.0)
         while size < batch.global_size and done < step - 1:
             samples, done = samples + size, done + 1
@@ -83,5 +102,6 @@ def _locate(config: Config, step: int, run_dir: Path | None) -> tuple[int, int]:
     samples += (step - 1 - done) * batch.global_size  # once the ramp has ended
     progress = progress_at(config, step - 1, samples, 0.0)
     if progress >= 1.0:
-        raise ConfigError([f"step: {step} is beyond the budget of the run"])
+        message = f"{step} is beyond the budget of the run"
+        raise ConfigError([Issue("step", "out_of_range", message, step)])
     return samples, batch_at(batch, progress)
