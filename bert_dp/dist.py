@@ -209,41 +209,68 @@ class Stop:
 class SharedClock:
     """Elapsed seconds on rank 0's clock and the stop request of any rank, the same on every rank.
 
-    `exchange` returns what was sampled one step earlier and starts the next, so no step waits for it.
+    `exchange` returns what was sent one step earlier and sends the next, so no step waits for it. Rank 0
+    sends when it expects the next step to begin: its reading plus the time of the step that ended last.
     """
 
     def __init__(self, comm: Comm, elapsed_s: float = 0.0, now: Callable[[], float] = time.monotonic):
         self._comm = comm
         self._now = now
         self._origin = now() - elapsed_s
+        self._shared_s = elapsed_s  # what the last exchange returned
+        self._step_began_s = elapsed_s
+        self._step_s: float | None = None  # None until the first step has ended
         self._pending: Callable[[], list[float]] | None = None
 
     def elapsed_s(self) -> float:
         """This rank's own reading: for records, never for decisions."""
         return self._now() - self._origin
 
+    def spent_s(self) -> float:
+        """The seconds of an hours budget that are spent, for a checkpoint: progress never falls, also where a
+        run that goes on from it had expected a longer step."""
+        return max(self.elapsed_s(), self._shared_s)
+
     def exchange(self, stop: Stop) -> tuple[float, Stop]:
-        """(elapsed_s, what any rank asked for). Collective."""
-        elapsed_s, wanted = self._take(stop)
-        self._pending = self._start(stop)
-        return elapsed_s, wanted
+        """(elapsed_s at the beginning of this step, what any rank asked for); elapsed_s never falls.
+
+        The first exchange returns the elapsed_s that this clock began with. The second waits for rank 0's
+        reading: no step has been timed before. Collective.
+        """
+        self._step_began_s = self.elapsed_s()
+        if self._pending is None:
+            self._send(self._shared_s if self._step_s is None else self._step_began_s, stop)
+        elapsed_s, wanted = self._receive()
+        self._shared_s = max(self._shared_s, elapsed_s)
+        if self._step_s is not None:
+            self._send(self._step_began_s + self._step_s, stop)
+        return self._shared_s, wanted
+
+    def end_step(self) -> None:
+        """Time the step that began at the last exchange; called before evaluation and saving."""
+        self._step_s = self.elapsed_s() - self._step_began_s
 
     def poll_stop(self, stop: Stop) -> Stop:
         """Exchange the request alone, between steps: the clock is not read. Collective."""
-        elapsed_s, wanted = self._take(stop)
-        self._pending = self._comm.max_async([elapsed_s, float(stop.signal), float(stop.failed)])
+        if self._pending is None:
+            self._send(0.0, stop)
+            return self._receive()[1]
+        elapsed_s, wanted = self._receive()
+        self._send(elapsed_s, stop)
         return wanted
 
     def finish(self) -> None:
         if self._pending is not None:
-            self._pending()
-            self._pending = None
+            self._receive()
 
-    def _take(self, stop: Stop) -> tuple[float, Stop]:
-        """The result of the exchange that is on its way; the first exchange begins here."""
-        elapsed_s, signal, failed = (self._pending or self._start(stop))()
+    def _send(self, elapsed_s: float, stop: Stop) -> None:
+        """Start an exchange; of elapsed_s only rank 0's counts."""
+        mine = elapsed_s if self._comm.world.rank == 0 else 0.0
+        self._pending = self._comm.max_async([mine, float(stop.signal), float(stop.failed)])
+
+    def _receive(self) -> tuple[float, Stop]:
+        """Wait for the exchange that was started."""
+        assert self._pending is not None
+        elapsed_s, signal, failed = self._pending()
+        self._pending = None
         return elapsed_s, Stop(int(signal), bool(failed))
-
-    def _start(self, stop: Stop) -> Callable[[], list[float]]:
-        mine = self.elapsed_s() if self._comm.world.rank == 0 else 0.0
-        return self._comm.max_async([mine, float(stop.signal), float(stop.failed)])

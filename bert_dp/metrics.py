@@ -185,8 +185,8 @@ class Meter:
         self._paused_s += time.perf_counter() - start
         self.timers.restart()
 
-    def flush(self, state: TrainState, *, epoch: int, elapsed_s: float) -> Metrics:
-        """One sync point, one gather; the line is the same on every rank. Collective."""
+    def flush(self, state: TrainState, *, epoch: int, progress: float, elapsed_s: float) -> Metrics:
+        """One sync point, one gather; the line is the same on every rank, but for its clock. Collective."""
         synchronize(self._device)
         ranks = self._gather(state.step, time.perf_counter() - self._start - self._paused_s)
         loss = ranks[:: self._layout.tensor, 0].sum().item()  # the ranks of a replica hold the same share
@@ -207,7 +207,7 @@ class Meter:
             samples=state.samples,
             tokens=self.tokens(state.samples),
             epoch=epoch,
-            progress=state.progress,
+            progress=progress,
             loss=loss,
             lr=state.lr,
             grad_norm=float(self._norm),

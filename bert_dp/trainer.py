@@ -239,12 +239,13 @@ def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> RunResult:
         trainer.trace.reached(state.step, meter)
         if state.step % config.log.every_steps == 0:
             log_steps(trainer, state, clock)
+        clock.end_step()
         if config.eval.every_steps and state.step % config.eval.every_steps == 0:
             with meter.paused():
                 evaluate_and_write(trainer, state, clock)
         if config.checkpoint.every_steps and state.step % config.checkpoint.every_steps == 0:
             with meter.paused():
-                save(trainer, state, clock.elapsed_s())
+                save(trainer, state, clock.spent_s())
     trainer.trace.reached(state.step, meter, at_end=True)
     return _finish(trainer, state, clock, stop)
 
@@ -274,7 +275,7 @@ def _finish(trainer: Trainer, state: TrainState, clock: SharedClock, stop: Stop)
         state.give_up(nothing, "not_finite")
     trouble = trainer.comm.broadcast(state.trouble)  # rank 0 alone sees that its directory is lost
     is_due = not (stop or trouble or state.step == state.evaluated_step)
-    unsaved = save(trainer, state, clock.elapsed_s(), wait=True) if is_due else None
+    unsaved = save(trainer, state, clock.spent_s(), wait=True) if is_due else None
     if is_due:  # after the save: an error here must not cost the run
         evaluate_and_write(trainer, state, clock)
         if state.step != state.evaluated_step:  # a signal came meanwhile, or nothing is held out
@@ -283,7 +284,7 @@ def _finish(trainer: Trainer, state: TrainState, clock: SharedClock, stop: Stop)
     trainer.records.close()
     failure = trainer.comm.broadcast(state.trouble or trainer.checkpointer.gave_up)
     if not failure:  # else the state may be what made it fail, and must not push out the good ones
-        failure = unsaved if is_due else save(trainer, state, clock.elapsed_s(), wait=True)
+        failure = unsaved if is_due else save(trainer, state, clock.spent_s(), wait=True)
     return RunResult(
         signal=0 if stop.failed else stop.signal,
         failure=failure,
@@ -299,7 +300,9 @@ def log_steps(trainer: Trainer, state: TrainState, clock: SharedClock) -> None:
     lost = trainer.directory_lost()
     state.give_up(lost, "directory_lost")
     epoch = state.samples // trainer.data.num_samples
-    line = trainer.meter.flush(state, epoch=epoch, elapsed_s=clock.elapsed_s())
+    elapsed_s = clock.elapsed_s()
+    progress = progress_at(trainer.config, state.step, state.samples, elapsed_s)  # after the step
+    line = trainer.meter.flush(state, epoch=epoch, progress=progress, elapsed_s=elapsed_s)
     norm_pairs = trainer.engine.norm_pairs
     norms = norm_pairs.drain(trainer.comm, state.step) if norm_pairs is not None else []
     if trainer.config.log.step_times:

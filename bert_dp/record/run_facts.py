@@ -34,8 +34,10 @@ class Metrics:
     tokens: int
     epoch: int
     progress: float
+    """After the step; in a budget of hours that of `elapsed_s`."""
     loss: float
     lr: float
+    """The rate of the step, which follows the progress at its beginning; so does `global_batch`."""
     grad_norm: float
     global_batch: int
     micro_batch: int

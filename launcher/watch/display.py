@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from bert_dp import record
-from bert_dp.config import Config, progress_at
+from bert_dp.config import Config
 from bert_dp.record.models import HeldOut, Summary
 from launcher import results
 from launcher.log import PLAIN, show
@@ -139,7 +139,7 @@ class Display:
             self._lines = []
         for line in fresh:
             with contextlib.suppress(ValueError, KeyError, TypeError):
-                self._lines = [*self._lines[-50:], self._at_its_end(json.loads(line))]
+                self._lines = [*self._lines[-50:], json.loads(line)]
                 if not replaced:  # else they are the lines from before a resume
                     self._show_progress()
         self._evaluated.update(evaluated)
@@ -164,11 +164,6 @@ class Display:
         """Show a line of ours, after the ranks' lines that still wait."""
         self._collapser.note(text, time.monotonic())
         self._release()
-
-    def _at_its_end(self, line: dict[str, Any]) -> dict[str, Any]:
-        """The line with the progress after its step, not the one that its learning rate follows."""
-        done = progress_at(self._config, line["step"], line["samples"], line["elapsed_s"])
-        return {**line, "progress": done}
 
     def _show_lines(self, *, everything: bool = False) -> bool:
         """Show what the ranks have said since the last call. Returns whether there was anything new."""

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
-from bert_dp.config import load_config
+from bert_dp.config import batch_at, load_config
 from bert_dp.model import build_model
-from tests.helpers import logged
+from bert_dp.optim import lr_factor
+from tests.helpers import logged, read_json
 from tests.parity.runs import (
     evals,
     metrics,
@@ -105,7 +107,42 @@ def test_hours_end_on_rank_zeros_clock(runs: Path) -> None:
     """Other ranks' clocks run 4, 7 and 10 times as fast; had one counted, the run would be shorter."""
     lengths = {size: summary(runs / "hours" / str(size))["step"] for size in SIZES}
     assert len(set(lengths.values())) == 1
-    assert metrics(runs / "hours" / "1")[-1]["progress"] < 1.0
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_hours_are_those_of_each_steps_beginning(runs: Path, size: int) -> None:
+    """The clock shows 1 s more at each reading: as a step begins, is logged, and ends. The next begins 1 s
+    later, and is expected to begin as it ends."""
+    lines = metrics(runs / "hours" / str(size))
+    config = load_config(runs / "hours" / str(size) / "config.yaml")
+    elapsed_s = [line["elapsed_s"] for line in lines]
+    expected_s = [0.0, elapsed_s[0] + 2.0, *(end_s + 1.0 for end_s in elapsed_s[1:-1])]
+    rates = [config.optim.lr * lr_factor(config.schedule, seconds / 90) for seconds in expected_s]
+    assert rates[0] < rates[1]
+    assert [line["lr"] for line in lines] == pytest.approx(rates, rel=1e-12)
+    batches = [batch_at(config.batch, seconds / 90) for seconds in expected_s]
+    assert [line["global_batch"] for line in lines] == batches
+    assert [line["progress"] for line in lines] == pytest.approx([min(end_s / 90, 1.0) for end_s in elapsed_s])
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "hours"])
+def test_the_last_line_has_all_of_the_budget(runs: Path, case: str) -> None:
+    assert [metrics(runs / case / str(size))[-1]["progress"] for size in SIZES] == [1.0] * len(SIZES)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_hours_go_on_with_what_was_spent(runs: Path, tmp_path: Path, size: int) -> None:
+    """From the checkpoint of the 1-rank run: the first step has the progress that was saved."""
+    origin = runs / "hours" / "1"
+    checkpoint = max((origin / "checkpoints").glob("step-*"))
+    config = yaml.safe_load((origin / "config.yaml").read_text())
+    config["schedule"]["hours"] *= 2
+    again = train_run(tmp_path, config, size, seconds_per_call=1.0, resume=str(checkpoint))
+    spent_s = read_json(checkpoint / "state.json")["elapsed_s"]
+    first = metrics(again)[0]
+    budget = load_config(again / "config.yaml")
+    assert spent_s >= 90.0
+    assert first["lr"] == budget.optim.lr * lr_factor(budget.schedule, spent_s / 180)
 
 
 def test_prefetch_threads_change_nothing(runs: Path) -> None:

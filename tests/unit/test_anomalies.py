@@ -98,7 +98,7 @@ def test_the_longest_row_of_skips_is_known_at_each_line(steps: str, rows: list[i
         for mark in part:
             norm = torch.tensor(float("nan") if mark == "x" else 1.0)
             meter.observe(torch.tensor(2.0), norm, 2, 1, 0.0)
-        meter.flush(TrainState(step=1, samples=2, global_batch=2), epoch=0, elapsed_s=1.0)
+        meter.flush(TrainState(step=1, samples=2, global_batch=2), epoch=0, progress=0.1, elapsed_s=1.0)
         longest.append(meter.skipped_in_a_row)
     assert longest == rows
     assert int(meter.skipped) == steps.count("x")

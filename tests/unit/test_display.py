@@ -52,7 +52,7 @@ def test_tail_can_skip_what_is_there(tmp_path: Path) -> None:
 
 def test_display_follows_a_run_that_was_cut_back(tmp_path: Path) -> None:
     def line(step: int) -> str:
-        facts = {"step": step, "samples": step * 8, "progress": (step - 1) / 100, "elapsed_s": float(step)}
+        facts = {"step": step, "samples": step * 8, "progress": step / 100, "elapsed_s": float(step)}
         return json.dumps(facts) + "\n"
 
     (tmp_path / "metrics.jsonl").write_text("".join(line(i) for i in range(1, 91)))
@@ -111,7 +111,7 @@ def test_a_regression_has_its_unit_and_a_budget_in_hours_its_own_time_left(
     settings = ("objective.name=finetune", "finetune.kind=regression", "data.path=/x", "schedule.hours=0.5")
     console = Console(file=out, width=200, force_terminal=terminal, color_system=None)
     with Display(tmp_path, console, make_config(*settings)) as display:
-        record.append_line(tmp_path / "metrics.jsonl", metrics(10, elapsed_s=600.0))
+        record.append_line(tmp_path / "metrics.jsonl", metrics(10, progress=1 / 3))
         display.poll()
         display._bar.refresh() if terminal else None
     shown = set(re.findall(r"loss 7.80 (.+?) \| (lr )?.*?left (\w+ min \w+ s)", out.getvalue()))

@@ -258,26 +258,36 @@ class FakeTime:
 
 
 def check_clock(comm: Comm) -> None:
+    """Of a run that goes on after 50 s: seven steps, and an evaluation of 100 s after the third."""
     rank, size = comm.world.rank, comm.world.size
     now = FakeTime(start=1000.0 * (rank + 1), rate=1.0 + rank)
     clock = SharedClock(comm, elapsed_s=50.0, now=now)
+    now.pass_(3.0)  # before the first step
     ticks = []
-    for _ in range(5):
+    for step_s, pause_s in ((7, 0), (20, 0), (10, 100), (10, 0), (1000, 0), (10, 0), (10, 0)):
         ticks.append(clock.exchange(Stop()))
-        now.pass_(10.0)
+        now.pass_(step_s)
+        clock.end_step()
+        now.pass_(pause_s)
     clock.finish()
-    # what rank 0 read one step before; the first tick has nothing earlier to give
-    expected = [(seconds, Stop()) for seconds in (50.0, 50.0, 60.0, 70.0, 80.0)]
+    # as saved; as read; then what rank 0 read one step before, plus the step before that; never less
+    expected = [(seconds, Stop()) for seconds in (50.0, 60.0, 67.0, 100.0, 200.0, 210.0, 2200.0)]
     assert ticks == expected
     assert comm.all_gather([t for t, _ in ticks]).tolist() == [[t for t, _ in expected]] * size
-    assert clock.elapsed_s() == 50.0 + 50.0 * (1.0 + rank)  # its own reading
+    assert clock.elapsed_s() == 50.0 + 1170.0 * (1.0 + rank)  # its own reading
+    assert clock.spent_s() == max(2200.0, clock.elapsed_s())
+    assert clock.exchange(Stop())[0] == 2200.0, "never falls"
+    clock.finish()
     clock.finish()  # twice is harmless
 
 
 def exchanged(comm: Comm, *stops: Stop) -> list[Stop]:
     """What a rank that asks for these, one after the other, hears."""
     clock = SharedClock(comm, now=lambda: 0.0)
-    heard = [clock.exchange(stop)[1] for stop in stops]
+    heard = []
+    for stop in stops:
+        heard.append(clock.exchange(stop)[1])
+        clock.end_step()
     clock.finish()
     return heard
 
@@ -290,18 +300,22 @@ def check_signal(comm: Comm, sender: int) -> None:
 
 
 def check_polling(comm: Comm) -> None:
-    """Asking passes signals on and reads no clock: the next tick gives what the last one sampled."""
+    """Asking passes signals on and reads no clock: the next tick gives what the last one sent."""
     now = FakeTime(start=0.0, rate=1.0)
     clock = SharedClock(comm, now=now)
+    mine = Stop(15 if comm.world.rank == comm.world.size - 1 else 0)
     clock.exchange(Stop())
     now.pass_(10.0)
-    clock.exchange(Stop())  # samples 10
+    clock.end_step()
+    assert clock.poll_stop(Stop()) == Stop()
+    assert clock.poll_stop(mine) == Stop(15)  # nothing was sent ahead
+    assert clock.exchange(Stop()) == (10.0, Stop())
     now.pass_(10.0)
-    mine = Stop(15 if comm.world.rank == comm.world.size - 1 else 0)
+    clock.end_step()
     signals = [clock.poll_stop(mine).signal for _ in range(3)]
     elapsed, stop = clock.exchange(Stop())
     clock.finish()
-    assert (signals, elapsed, stop) == ([0, 15, 15], 10.0, Stop(15))
+    assert (signals, elapsed, stop) == ([0, 15, 15], 20.0, Stop(15))
 
 
 def test_a_signal_before_the_first_step_is_seen_at_once() -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from bert_dp import devices, metrics, record, summary, tasks
+from bert_dp.config import progress_at
 from bert_dp.data import Batch, random_batch
 from bert_dp.dist import Comm, SharedClock, Stop
 from bert_dp.measure import profiling
@@ -222,7 +223,7 @@ def test_evaluation_and_saving_are_no_part_of_a_steps_time(tmp_path: Path, train
     lines = read_lines(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines] == [2, 4, 5]
     assert [line["step_time_s"] for line in lines] == [2.0] * 3  # two micro batches
-    assert [line["progress"] for line in lines] == pytest.approx([0.2, 0.6, 0.8])  # as the step begins
+    assert [line["progress"] for line in lines] == pytest.approx([0.4, 0.8, 1.0])  # after the step
     assert trainer.checkpointer.steps == [0, 2, 4, 5]
     assert trainer.checkpointer.waited == [4, 5], "only the end waits for a save"
     assert trainer.meter.totals["train_s"] == 5 * 2.0
@@ -302,6 +303,56 @@ def test_every_step_has_the_rate_of_its_progress_and_the_clip_of_the_configurati
     assert [norm for _, norm in taken] == [0.25] * 5
     assert [list(rates) for rates, _ in taken] == [[pytest.approx(rate)] for rate in wanted]
     assert logged(tmp_path, "lr") == pytest.approx(wanted)
+    assert logged(tmp_path, "progress") == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0]), "after the step"
+
+
+def test_a_budget_in_hours_is_read_as_of_the_beginning_of_each_step(
+    tmp_path: Path, shards: Path, clock: Clock
+) -> None:
+    """Steps of 2 s; after the sixth an evaluation of 100 s and a save of 1,000 s, which lie in the budget
+    and in no step's time."""
+    trainer, state, _ = train_here(
+        tmp_path,
+        shards,
+        clock,
+        schedule={"hours": 1120 / 3600, "name": "linear", "warmup_fraction": 0.0},
+        optim={"lr": 0.02},
+        log={"every_steps": 1},
+        eval={"every_steps": 6, "max_sequences": 2},
+        checkpoint={"every_steps": 6},
+    )
+    expected_s = [0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 1114.0, 1116.0, 1118.0]
+    ended_s = [2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 1114.0, 1116.0, 1118.0, 1120.0]
+    assert state.step == 10
+    rates = [0.02 * lr_factor(trainer.config.schedule, began / 1120) for began in expected_s]
+    assert logged(tmp_path, "lr") == pytest.approx(rates)
+    assert logged(tmp_path, "elapsed_s") == ended_s
+    assert logged(tmp_path, "progress") == pytest.approx([ended / 1120 for ended in ended_s])
+
+
+def test_a_run_that_expected_a_longer_step_has_spent_its_budget(
+    tmp_path: Path, shards: Path, clock: Clock
+) -> None:
+    """It ends where the next step would not fit, and does not go on when it is started again."""
+    waits = iter([1.0] * 6 + [9.0, 1.0, 1.0, 1.0])
+
+    def slow_batch() -> Batch:
+        clock.now += next(waits, 1.0) - 1.0
+        return micro_batch()
+
+    trainer, state, _ = train_here(
+        tmp_path,
+        shards,
+        clock,
+        schedule={"hours": 20 / 3600},
+        stream=SimpleNamespace(next=slow_batch, wait_s=0.0),
+        checkpoint={"every_steps": 0},
+        log={"every_steps": 1},
+        eval={"every_steps": 0},
+    )
+    assert (state.step, logged(tmp_path, "elapsed_s")[-1]) == (5, 18.0)
+    spent_s = trainer.checkpointer.facts[-1]["elapsed_s"]
+    assert progress_at(trainer.config, state.step, state.samples, spent_s) == 1.0
 
 
 def test_the_profiler_hears_of_every_step_from_before_the_first_to_the_end(

@@ -78,7 +78,7 @@ class Run:
     def line(self) -> metrics.Metrics:
         size = LAYOUT.global_size
         state = TrainState(self.steps, self.steps * size, progress=0.1, lr=1e-3, global_batch=size)
-        return self.meter.flush(state, epoch=0, elapsed_s=self.now)
+        return self.meter.flush(state, epoch=0, progress=0.2, elapsed_s=self.now)
 
 
 def test_rates_count_all_ranks_or_one_gpu_and_mfu_is_a_share_of_one_peak(
@@ -110,7 +110,7 @@ def test_a_line_has_the_rate_the_progress_and_the_time_that_it_is_given(
     run = Run(monkeypatch)
     run.step()
     line = run.line()
-    assert (line.lr, line.progress, line.elapsed_s, line.epoch) == (1e-3, 0.1, run.now, 0)
+    assert (line.lr, line.progress, line.elapsed_s, line.epoch) == (1e-3, 0.2, run.now, 0)
     assert (line.step, line.samples, line.tokens, line.global_batch) == (1, 12, 12 * LENGTH, 12)
 
 
