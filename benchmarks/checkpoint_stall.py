@@ -33,7 +33,7 @@ import torch
 from benchmarks import records, turns
 from benchmarks.communication import CPU, recipe
 from bert_dp import checkpoint, config, data, metrics, model, optim, saving, trainer, world
-from bert_dp.lines import LostWrites
+from bert_dp.lines import WriteErrors
 from bert_dp.parallel import make_engine
 from bert_dp.precision import Precision
 from bert_dp.tasks.mlm import MaskedLanguageModel
@@ -87,7 +87,7 @@ def measure(o: argparse.Namespace, way: str, parts: tuple[Any, Any, Precision]) 
         config.CheckpointConfig(keep=1),
         log_rank0=print,
         saved_step=None,
-        lost_writes=LostWrites(),
+        write_errors=WriteErrors(),
     )
     checkpoint.save = timed
     intervals = []

@@ -13,20 +13,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bert_dp.lines import LostWrites
 from bert_dp.record import BEAT_BYTES, BEAT_SLOTS, IN_STEP, PHASES
 
 ALIVE_EVERY_S = 1.0
-PID, STEP, PHASE, DONE, PROGRESS, PROGRESS_NS, ALIVE, ALIVE_NS, ASKED, ANSWERED, LOST, ERRNO = (
-    BEAT_SLOTS.values()
-)
+PID, STEP, PHASE, DONE, PROGRESS, PROGRESS_NS, ALIVE, ALIVE_NS, ASKED, ANSWERED = BEAT_SLOTS.values()
 
 
 class Heartbeat:
     """The heartbeat of one rank; see `record.Beat` for what its fields mean."""
 
-    def __init__(self, path: Path, lost_writes: LostWrites):
-        self._lost_writes = lost_writes
+    def __init__(self, path: Path):
         self._memory = _map(path)
         self._slots = memoryview(self._memory).cast("q")
         self._slots[PID] = os.getpid()
@@ -47,7 +43,6 @@ class Heartbeat:
         slots[PHASE] = PHASES.index(phase)
         slots[PROGRESS] += 1
         slots[PROGRESS_NS] = time.monotonic_ns()
-        slots[LOST], slots[ERRNO] = self._lost_writes.count, self._lost_writes.errno
 
     def progress(self) -> None:
         """A piece of work of the phase is done: a micro batch, an evaluation batch."""

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import IO
 
 from bert_dp.config import ConfigError
-from bert_dp.lines import LostWrites, lossy
+from bert_dp.lines import WriteErrors, tolerant_stream
 from bert_dp.record import (
     LAUNCHER_PID,
     LAUNCHER_START,
@@ -76,18 +76,18 @@ def collector_at_rest() -> Iterator[None]:
         gc.unfreeze()
 
 
-def redirect_output(rank: int, lost_writes: LostWrites) -> None:
-    """Append everything this process prints to $BERT_DP_LOG_DIR/rank-N.log, when the launcher set it.
+def redirect_output(rank: int, errors: WriteErrors) -> None:
+    """Append everything this process prints to $BERT_DP_LOG_DIR/rank-N.log, if the launcher set it.
 
-    A line divides it from what an earlier process of that rank has left there. What a full disk does not take
-    of it is lost, and no error, also where the log cannot be opened.
+    A line separates it from the output of an earlier process of that rank. Failed writes are counted in
+    `errors`.
     """
-    sys.stdout, sys.stderr = lossy(1, lost_writes), lossy(2, lost_writes)
+    sys.stdout, sys.stderr = tolerant_stream(1, errors), tolerant_stream(2, errors)
     if folder := os.environ.get(LOG_DIR):
         try:
             log = os.open(Path(folder) / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         except OSError as error:
-            lost_writes.note(error)
+            errors.note(error)
         else:
             os.dup2(log, 1)
             os.dup2(log, 2)

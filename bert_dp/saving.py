@@ -16,9 +16,9 @@ from typing import Any
 
 from bert_dp import checkpoint
 from bert_dp.config import CheckpointConfig
-from bert_dp.lines import LostWrites
+from bert_dp.lines import WriteErrors
 from bert_dp.parallel import State
-from bert_dp.record import HeldDirectory, list_checkpoints
+from bert_dp.record import list_checkpoints
 from bert_dp.record.models import FailureKind, kind_of_error
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -43,12 +43,10 @@ class AsyncCheckpointer:
         *,
         log_rank0: Callable[[str], None],
         saved_step: int | None,
-        lost_writes: LostWrites,
-        directory: HeldDirectory | None = None,
+        write_errors: WriteErrors,
     ):
-        """`directory`: the run's, which `folder` is in; nothing is written where it no longer is."""
-        self._folder, self._settings, self._log, self._directory = folder, settings, log_rank0, directory
-        self._lost_writes = lost_writes
+        self._folder, self._settings, self._log = folder, settings, log_rank0
+        self._write_errors = write_errors
         self.saved_step = saved_step
         """Step of the newest checkpoint that is safe in `folder`; None = there is none."""
         self.failed_saves = 0
@@ -108,17 +106,14 @@ class AsyncCheckpointer:
             self.stall_s += time.perf_counter() - start
 
     def _write(self, step: int, state: State, metadata: dict[str, Any]) -> None:
-        if self._has_lost_directory():
-            return
         try:
             name = checkpoint.first_not_finite(state)
             if name is not None:
                 raise NotFiniteError(f"{name} holds a value that is not finite")
-            self._make_folder()
+            self._folder.mkdir(exist_ok=True)
             path = self._write_or_make_room(step, state, metadata)
         except (OSError, NotFiniteError) as error:
-            if not self._has_lost_directory():  # it may have gone since
-                self._failed(step, error)
+            self._failed(step, error)
         except BaseException as error:
             self._error = error
         else:
@@ -128,21 +123,6 @@ class AsyncCheckpointer:
                 self._log(f"warning: {path.name} is saved; the {self._in_a_row} saves before it failed")
             self._in_a_row, self._why = 0, ""
 
-    def _has_lost_directory(self) -> bool:
-        """Whether the run directory is no longer where it was, which ends the run."""
-        lost = self._directory.lost() if self._directory is not None else None
-        if lost is not None:
-            self.gave_up = self._problem = lost
-            self.failure_kind = "directory_lost"
-        return lost is not None
-
-    def _make_folder(self) -> None:
-        """Never its parents: a run directory that was moved must not appear again. Raises OSError."""
-        if self._directory is None:
-            self._folder.mkdir(exist_ok=True)
-        else:
-            self._directory.make(self._folder.name)
-
     def _failed(self, step: int, error: OSError | NotFiniteError) -> None:
         """A row of saves that fail for one reason is said once, its number when it ends."""
         self.failed_saves += 1
@@ -150,7 +130,7 @@ class AsyncCheckpointer:
         self.failure_kind = kind_of_error(error)
         before, self._why = self._why, str(error)
         if isinstance(error, OSError):
-            self._lost_writes.note(error)
+            self._write_errors.note(error)
             self._why = os.strerror(error.errno or errno.EIO)
         row = f"; {self._in_a_row} saves in a row have failed" if self._in_a_row > 1 else ""
         self._problem = (

@@ -173,7 +173,6 @@ def build_trainer(
     if comm.world.rank == 0 and data.tokenizer_file is not None:
         record.write_text(rank.run_dir / record.TOKENIZER, data.tokenizer_file.read_text(encoding="utf-8"))
     folder = rank.run_dir / "checkpoints"
-    directory = record.HeldDirectory(rank.run_dir) if comm.world.rank == 0 else None
     trainer = Trainer(
         **vars(rank),
         precision=precision,
@@ -199,12 +198,10 @@ def build_trainer(
             config.checkpoint,
             log_rank0=rank.log_rank0,
             saved_step=saved_step(resumed, folder),
-            lost_writes=rank.lost_writes,
-            directory=directory,
+            write_errors=rank.write_errors,
         ),
-        records=Records(rank.run_dir, rank.log_rank0, rank.lost_writes, directory),
-        directory=directory,
-        trace=StepTrace(plan, comm, device, rank.run_dir, rank.heartbeat, rank.lost_writes),
+        records=Records(rank.run_dir, rank.log_rank0, rank.write_errors),
+        trace=StepTrace(plan, comm, device, rank.run_dir, rank.heartbeat, rank.write_errors),
     )
     return trainer, state, tensors
 

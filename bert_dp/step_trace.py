@@ -17,7 +17,7 @@ from bert_dp import record
 from bert_dp.config.profile import ProfilePlan
 from bert_dp.dist import Comm
 from bert_dp.heartbeat import Heartbeat
-from bert_dp.lines import LostWrites
+from bert_dp.lines import WriteErrors
 from bert_dp.metrics import Meter
 from bert_dp.record.models import ProfiledOperator, ProfileFile
 
@@ -34,10 +34,10 @@ class StepTrace:
         device: torch.device,
         run_dir: Path,
         heartbeat: Heartbeat,
-        lost_writes: LostWrites,
+        write_errors: WriteErrors,
     ):
         self._plan, self._comm, self._device, self._folder = plan, comm, device, run_dir / "profile"
-        self._heartbeat, self._lost_writes = heartbeat, lost_writes
+        self._heartbeat, self._write_errors = heartbeat, write_errors
         self._profiler: Any = None
         self._begun_s = 0.0
         self._first: int | None = None
@@ -86,7 +86,7 @@ class StepTrace:
             try:
                 self._write(profiler, wall_s, self.steps)
             except OSError as error:  # a full disk ends no run
-                self._lost_writes.note(error)
+                self._write_errors.note(error)
                 sys.stdout.write(f"warning: the profile could not be written: {error}\n")
 
     def _write(self, profiler: Any, wall_s: float, steps: list[int]) -> None:

@@ -27,9 +27,10 @@ def write_summary(
     """
     after_j = devices.joules(trainer.device)
     used = math.nan if before_j is None or after_j is None else after_j - before_j
-    gathered = trainer.comm.all_gather([devices.peak_memory_gib(trainer.device), used])
+    own = [devices.peak_memory_gib(trainer.device), used, float(trainer.write_errors.count)]
+    gathered = trainer.comm.all_gather(own)
     memory, used = gathered[:, 0].max().item(), gathered[:, 1].sum().item()
-    if trainer.comm.world.rank != 0 or trainer.directory_lost():
+    if trainer.comm.world.rank != 0:
         return
     totals = trainer.meter.totals
     status: RunStatus = "failed" if result.failure else "stopped" if result.signal else "done"
@@ -72,6 +73,7 @@ def write_summary(
         ddp=DdpCounters.model_validate(ddp) if ddp else None,
         loss_spikes=state.loss_spikes,
         failed_saves=trainer.checkpointer.failed_saves,
+        failed_writes=int(gathered[:, 2].sum()),
         profiled_steps=trainer.trace.steps,
         noise_scale=scale,
         checkpoint=str(result.checkpoint.relative_to(trainer.run_dir)) if result.checkpoint else None,
@@ -92,5 +94,4 @@ def write_summary(
     try:
         record.write_json(trainer.run_dir / "summary.json", summary.model_dump(mode="json"))
     except OSError as error:  # a full disk must not hide why the run ended; the launcher misses the file
-        trainer.lost_writes.note(error)
         trainer.log_rank0(f"warning: summary.json is missing: {error}")

@@ -19,7 +19,7 @@ from bert_dp import anomalies, record
 from bert_dp.config import BatchLayout, Config, batch_at, peak_lr, progress_at
 from bert_dp.dist import Comm, SharedClock, Stop
 from bert_dp.heartbeat import Heartbeat
-from bert_dp.lines import LostWrites, Records
+from bert_dp.lines import Records, WriteErrors
 from bert_dp.metrics import Meter, Timers, exposed_communication_s
 from bert_dp.optim import lr_factor, set_lr
 from bert_dp.parallel import Engine, State
@@ -49,7 +49,7 @@ class Rank:
     data: Metadata
     heartbeat: Heartbeat
     signals: Signals
-    lost_writes: LostWrites
+    write_errors: WriteErrors
 
     def log_rank0(self, text: str) -> None:
         """Write a line of rank 0's log; the launcher shows it."""
@@ -76,13 +76,7 @@ class Trainer(Rank):
     meter: Meter
     checkpointer: AsyncCheckpointer
     records: Records
-    directory: record.HeldDirectory | None
-    """The run directory, held by rank 0, which writes."""
     trace: StepTrace
-
-    def directory_lost(self) -> str | None:
-        """What has become of the run directory; None = it is where it was."""
-        return self.directory.lost() if self.directory is not None else None
 
     def step(
         self, batches: Iterable[Batch], *, grad_accum_steps: int, num_targets: int, timers: Timers
@@ -273,15 +267,13 @@ def _finish(trainer: Trainer, state: TrainState, clock: SharedClock, stop: Stop)
         precision, skipped = trainer.precision.name, state.skipped_steps
         nothing = anomalies.nothing_learned(trainer.config, precision, skipped, state.step)
         state.give_up(nothing, "not_finite")
-    trouble = trainer.comm.broadcast(state.trouble)  # rank 0 alone sees that its directory is lost
-    is_due = not (stop or trouble or state.step == state.evaluated_step)
+    is_due = not (stop or state.trouble or state.step == state.evaluated_step)
     unsaved = save(trainer, state, clock.spent_s(), wait=True) if is_due else None
     if is_due:  # after the save: an error here must not cost the run
         evaluate_and_write(trainer, state, clock)
         if state.step != state.evaluated_step:  # a signal came meanwhile, or nothing is held out
             stop = clock.poll_stop(stop_request(trainer, state))
     clock.finish()
-    trainer.records.close()
     failure = trainer.comm.broadcast(state.trouble or trainer.checkpointer.gave_up)
     if not failure:  # else the state may be what made it fail, and must not push out the good ones
         failure = unsaved if is_due else save(trainer, state, clock.spent_s(), wait=True)
@@ -297,8 +289,6 @@ def log_steps(trainer: Trainer, state: TrainState, clock: SharedClock) -> None:
     """A line of metrics.jsonl, and what it shows. Collective."""
     trainer.heartbeat.enter("log", state.step)
     gc.collect()  # on all ranks at once, while a device still works; whole, as only what is new is walked
-    lost = trainer.directory_lost()
-    state.give_up(lost, "directory_lost")
     epoch = state.samples // trainer.data.num_samples
     elapsed_s = clock.elapsed_s()
     progress = progress_at(trainer.config, state.step, state.samples, elapsed_s)  # after the step
@@ -308,7 +298,7 @@ def log_steps(trainer: Trainer, state: TrainState, clock: SharedClock) -> None:
     if trainer.config.log.step_times:
         steps = {**trainer.meter.steps, "ddp_exposed_s": exposed_communication_s(trainer.model)}
         trainer.records.append(f"steps/rank-{trainer.comm.world.rank}.jsonl", steps)
-    if trainer.comm.world.rank == 0 and not lost:
+    if trainer.comm.world.rank == 0:
         trainer.records.append("metrics.jsonl", line)
         for pairs in norms:
             trainer.records.append("noise.jsonl", pairs)
@@ -343,8 +333,7 @@ def evaluate_and_write(trainer: Trainer, state: TrainState, clock: SharedClock) 
     state.eval_s += elapsed - start
     if measured is not None:
         state.heldout, state.evaluated_step = measured, state.step
-    state.give_up(trainer.directory_lost(), "directory_lost")
-    if trainer.comm.world.rank == 0 and measured and not state.trouble:
+    if trainer.comm.world.rank == 0 and measured:
         with suppress(OSError):
             record.cut_back(trainer.run_dir / "evals.jsonl", state.step - 1)  # one line a step, also repeated
         line = {

@@ -17,7 +17,7 @@ from bert_dp import record
 from bert_dp.config import Config, ConfigError, batch_layout, load_config, with_budget
 from bert_dp.config.profile import ProfilePlan, parse_profile, profile_issues
 from bert_dp.heartbeat import Heartbeat
-from bert_dp.lines import LostWrites
+from bert_dp.lines import WriteErrors
 from bert_dp.rank_process import (
     RunFailed,
     Signals,
@@ -51,13 +51,13 @@ def main(argv: list[str] | None = None, make_task: MakeTask | None = None) -> in
     except ConfigError as error:
         sys.stderr.write(record.printable(f"error: {error}\n"))
         return 2
-    lost_writes = LostWrites()
-    redirect_output(world.rank, lost_writes)
+    write_errors = WriteErrors()
+    redirect_output(world.rank, write_errors)
     show_stacks_on_signal(world.rank)
     follow_launcher()
     with contextlib.ExitStack() as at_end:  # once an error has been recorded
         try:
-            run(arguments, world, signals, lost_writes, make_task, at_end)
+            run(arguments, world, signals, write_errors, make_task, at_end)
         except ConfigError as error:
             record_error(world.rank, error)
             return 2
@@ -83,7 +83,7 @@ def run(
     arguments: argparse.Namespace,
     world: World,
     signals: Signals,
-    lost_writes: LostWrites,
+    write_errors: WriteErrors,
     make_task: MakeTask | None,
     at_end: contextlib.ExitStack,
 ) -> None:
@@ -106,7 +106,7 @@ def run(
     plan = profile_plan(arguments, config, world)
     device = devices.choose_device(config.run.device, world)
     lock = lock_run(run_dir) if world.rank == 0 else None
-    heartbeat = Heartbeat(record.heartbeat_path(run_dir, world.rank), lost_writes)
+    heartbeat = Heartbeat(record.heartbeat_path(run_dir, world.rank))
     devices.use_device(device, deterministic=config.run.deterministic)
     engine = parallel.engine_name(config.parallel, world.size)
     task = (make_task or tasks.make_task)(config, device)
@@ -130,7 +130,7 @@ def run(
         data=data,
         heartbeat=heartbeat,
         signals=signals,
-        lost_writes=lost_writes,
+        write_errors=write_errors,
     )
     resumed = setup.select_checkpoint(rank, arguments.resume)
     heartbeat.progress()

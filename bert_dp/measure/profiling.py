@@ -22,7 +22,7 @@ from bert_dp.config import Config, batch_layout, load_config
 from bert_dp.devices import choose_device, device_name, set_affinity, synchronize, use_device
 from bert_dp.dist import Comm
 from bert_dp.heartbeat import Heartbeat
-from bert_dp.lines import LostWrites
+from bert_dp.lines import WriteErrors
 from bert_dp.metrics import Timers
 from bert_dp.rank_process import Signals, follow_launcher
 from bert_dp.trainer import Rank, Trainer
@@ -38,7 +38,6 @@ def lone_trainer(config: Config, work: Path) -> Iterator[Trainer]:
     device = choose_device(config.run.device, ALONE)
     use_device(device, deterministic=config.run.deterministic)
     set_affinity(device, ALONE)
-    lost_writes = LostWrites()
     task = tasks.make_task(config, device)
     rank = Rank(
         config=config,
@@ -48,9 +47,9 @@ def lone_trainer(config: Config, work: Path) -> Iterator[Trainer]:
         device=device,
         task=task,
         data=task.open_data(),
-        heartbeat=Heartbeat(work / "heartbeats" / "rank-0", lost_writes),
+        heartbeat=Heartbeat(work / "heartbeats" / "rank-0"),
         signals=Signals(),
-        lost_writes=lost_writes,
+        write_errors=WriteErrors(),
     )
     trainer, *_ = setup.build_trainer(rank)
     try:

@@ -21,7 +21,7 @@ from bert_dp.record.lines import (
     write_json,
     write_text,
 )
-from bert_dp.record.locks import HeldDirectory, lock
+from bert_dp.record.locks import lock
 from bert_dp.record.run_facts import (
     PREDICTIONS,
     SCHEMA_VERSION,

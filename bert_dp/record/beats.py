@@ -36,10 +36,6 @@ class Beat:
     """The one field a reader writes: the number of a request for the rank's recent collectives."""
     answered: int
     """The request that was answered last, in logs/rank-N.collectives.json."""
-    lost_writes: int
-    """Writes to the log and the records that failed."""
-    write_errno: int
-    """How the last of them failed, as errno(3) has it."""
 
     @property
     def place(self) -> tuple[int, int, int, int]:

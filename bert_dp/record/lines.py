@@ -8,7 +8,7 @@ import json
 import math
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,14 @@ MAX_JSON_DEPTH = 32  # of nested objects and lists; ours have less than ten
 MAX_WHOLE = 2**64  # no count, size or time in ns is as large
 
 
-def append_line(
-    path: Path, record: Metrics | Mapping[str, Any], opener: Callable[[str, int], int] | None = None
-) -> None:
+def append_line(path: Path, record: Metrics | Mapping[str, Any]) -> None:
     """Append one flat JSON line, whole or not at all. A non-finite number becomes null: JSON has none.
 
-    `opener`: as open() has it. Raises OSError.
+    Raises OSError.
     """
     facts = record if isinstance(record, Mapping) else dataclasses.asdict(record)
     line = (json.dumps(finite(dict(facts)), allow_nan=False) + "\n").encode()
-    with open(path, "ab", buffering=0, opener=opener) as file:
+    with open(path, "ab", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         try:
             if file.write(line) != len(line):

@@ -24,14 +24,13 @@ FailureKind = Literal[
     "hang",
     "killed",
     "stopped",
-    "directory_lost",
     "no_cause",
     "error",
 ]
 """What ended a run: a configuration or file that cannot be used; too little memory of the device or of the
 host; a disk that is full or broken; gradients that are not finite; another rank that went first; no progress;
-a signal that killed a rank; a signal to stop, before the next checkpoint; a run directory that was moved or
-deleted; an exit that left no cause; any other exception."""
+a signal that killed a rank; a signal to stop, before the next checkpoint; an exit that left no cause; any
+other exception."""
 
 RunStatus = Literal["done", "stopped", "failed"]
 """stopped: by a signal, after a checkpoint."""
@@ -278,6 +277,8 @@ class Summary(StoredFile):
     """Logged losses far above the ones before."""
     failed_saves: int | None = None
     """Checkpoints that could not be written, since the run was last started."""
+    failed_writes: int | None = None
+    """Writes of logs and records that failed on any rank: lines are missing there."""
     noise_scale: NoiseScale | None = None
     """null without log.noise_scale."""
     profiled_steps: list[int] | None = None

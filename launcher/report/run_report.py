@@ -407,12 +407,14 @@ def _files(run: Run) -> list[Row]:
     tokens = (facts.tokens_per_s or 0.0) * facts.time_s.get("train", 0.0)  # of this start, as the energy is
     each = format_si(facts.energy_j / tokens * 1e6 if facts.energy_j and tokens else None, "J")
     energy = f"{each} per million tokens, {_ranks(facts)}{_since(facts)}"
+    writes = [value("failed writes", facts.failed_writes, "count", "of logs and records: lines are missing")]
     saves = [value("failed saves", facts.failed_saves, "count", f"see the log{_since(facts)}")]
     return [
         value("peak memory", facts.peak_memory_gib, "gib", f"greatest of {_ranks(facts)}{_since(facts)}"),
         value("energy", facts.energy_j, "energy", energy, console=facts.energy_j is not None),
         words("checkpoint", facts.checkpoint),
         *(saves if facts.failed_saves else []),
+        *(writes if facts.failed_writes else []),
     ]
 
 

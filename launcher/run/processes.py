@@ -73,7 +73,7 @@ def stop_signals() -> Iterator[list[int]]:
 
 
 def run(
-    directory: record.HeldDirectory,
+    run_dir: Path,
     nproc: int,
     resume: str,
     on_poll: Callable[[], None],
@@ -93,11 +93,8 @@ def run(
     seconds, kills.
     Whatever happens, no process of the run is left. Writes summary.json when the workers could not. `watch`
     may end a hung run. The workers share `cores`, by default all that we may use. `options`: more of each
-    worker's. A run whose directory is moved or deleted is ended, and nothing is written where it was.
+    worker's.
     """
-    if (lost := failure.lost_directory(directory)) is not None:
-        return RunResult(1, lost)
-    run_dir = directory.path
     logs = run_dir / "logs"
     logs.mkdir(exist_ok=True)
     for stale in (
@@ -127,19 +124,13 @@ def run(
                     )
                 workers = Workers(process, nproc)
                 try:
-                    hang = _follow(process, workers, directory, pending, on_poll, log, grace_s, memory, watch)
+                    hang = _follow(process, workers, run_dir, pending, on_poll, log, grace_s, memory, watch)
                 finally:
                     kill_tree(process, workers)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-            home = directory.now()
-            for problem in scrub(home, secrets(sys.argv)) if home else ():  # before anything there is shown
+            for problem in scrub(run_dir, secrets(sys.argv)):  # before anything there is shown
                 complain(f"warning: {problem}")
-        lost = failure.lost_directory(directory)
-        if home is None:
-            return RunResult(1, lost)
-        logs = home / "logs"
-        launcher_log = logs / launcher_log.name
         launcher_said = _text_since(launcher_log, offset)
         unknown = Failure(
             None,
@@ -149,16 +140,16 @@ def run(
             explanation=_stood_still(watch.hang if watch is not None else None),
             kind="no_cause",
         )
-        cause = failure.decide_cause(logs, launcher_said, workers.departures, unknown, hang=hang, lost=lost)
-        if cause is not None and lost is None:
-            cause = advice.explain(cause, home, nproc, memory.facts())
-        return _result(home, cause, unknown, pending)
+        cause = failure.decide_cause(logs, launcher_said, workers.departures, unknown, hang=hang)
+        if cause is not None:
+            cause = advice.explain(cause, run_dir, nproc, memory.facts())
+        return _result(run_dir, cause, unknown, pending)
 
 
 def _follow(
     process: subprocess.Popen[bytes],
     workers: Workers,
-    directory: record.HeldDirectory,
+    run_dir: Path,
     pending: list[int],
     on_poll: Callable[[], None],
     log: Log,
@@ -166,7 +157,7 @@ def _follow(
     memory: MemoryWatch,
     watch: Watch | None,
 ) -> Hang | None:
-    """Until the launcher ends, a second signal comes, the time to stop is over, or the directory is lost.
+    """Follow the ranks until the launcher ends, a second signal comes, or the time to stop is over.
 
     A batch system may signal every process of a job, and deepspeed's runner dies of it at once: its workers
     then still have their time to save. Returns a hang when the run is ended for it.
@@ -175,12 +166,11 @@ def _follow(
     deadline: float | None = None
     last_s = 0.0  # until then a save that is under way may end
     failed = False
-    run_dir = directory.path
     left_behind = _unfinished(run_dir)
     while (ended := process.poll()) is None or (workers.present() and -ended in record.STOP_SIGNALS):
         if ended is not None and not pending:
             pending.append(-ended)
-        if len(pending) >= 2 or directory.lost():
+        if len(pending) >= 2:
             return None
         if pending:
             if deadline is None:
@@ -206,8 +196,6 @@ def _follow(
         workers.wait(POLL_S)
     if not _has_failed(run_dir, workers):
         on_poll()
-    if watch is not None:
-        watch.finish()
     return None
 
 

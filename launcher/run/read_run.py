@@ -14,7 +14,7 @@ from bert_dp.record.models import FailureKind, Summary
 from launcher import results
 
 Ended = Literal["ok", "oom", "failed"]
-OUTSIDE: tuple[FailureKind, ...] = ("disk", "directory_lost", "peer_gone")
+OUTSIDE: tuple[FailureKind, ...] = ("disk", "peer_gone")
 PARTS = ("data_wait_s", "forward_backward_s", "own_work_s", "optimizer_s", "step_s", "host_s")
 
 

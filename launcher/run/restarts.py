@@ -60,9 +60,6 @@ def supervise(
         failure = result.failure
         if failure is None or result.exit_code != 1 or result.signal or len(past) == policy.max_restarts:
             break
-        if failure.kind == "directory_lost":
-            log("not started again: the run directory is not where it was")
-            break
         if failure.agreed:
             log("not started again: the ranks ended the run together, and would again")
             break
@@ -93,7 +90,7 @@ def supervise(
         if stop := (sleep or wait_for_signal)(wait_s):
             result = processes.RunResult(128 + stop, failure, stop)
             break
-    if past and not (result.failure and result.failure.kind == "directory_lost"):
+    if past:
         waited = {"exit_code": result.exit_code, "signal": result.signal} if result.exit_code > 128 else {}
         note(run_dir, {**waited, "restarts": past})
     return result

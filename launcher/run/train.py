@@ -42,7 +42,7 @@ from launcher.run.run_directory import (
     resume_issues,
     start_issues,
 )
-from launcher.watch import failure, heartbeats
+from launcher.watch import heartbeats
 from launcher.watch.card import card
 from launcher.watch.display import Display
 from launcher.watch.failure import Failure
@@ -92,9 +92,9 @@ def train(
         raise ConfigError([f"{line}; or --force starts anyway" for line in too_much])
     if dry_run:
         return 0
-    with claim(run_dir, LOCK, "--run-dir", "run"), record.HeldDirectory(run_dir) as held:
+    with claim(run_dir, LOCK, "--run-dir", "run"):
         return run_locked(
-            job, ranks, held, resume, launcher=launcher, console=console, policy=policy, profile=profile
+            job, ranks, run_dir, resume, launcher=launcher, console=console, policy=policy, profile=profile
         )
 
 
@@ -130,7 +130,7 @@ def start_warnings(
 def run_locked(
     job: Job,
     ranks: int,
-    held: record.HeldDirectory,
+    run_dir: Path,
     resume: str,
     *,
     launcher: str,
@@ -139,7 +139,7 @@ def run_locked(
     profile: ProfilePlan | None,
 ) -> int:
     """The run itself, once the directory is ours. Nothing in it changes before the last check has passed."""
-    run_dir, log = held.path, logger(console, as_json=False)
+    log = logger(console, as_json=False)
     log(f"run directory: {run_dir}")
     manifest = read_data(job.config, prepare_data(job.config))
     config = with_budget(job.config, manifest.num_samples)
@@ -153,9 +153,6 @@ def run_locked(
         log(COMPLETE)
         show_report(console, of_directories([run_dir]))
         return 0
-    if (lost := failure.lost_directory(held)) is not None:  # a corpus may have taken long
-        print_failure(lost, held.now() or run_dir, console)
-        return 1
     command = {"command": redact_argv(sys.argv), "launcher": launcher}
     record.write_json(run_dir / "environment.json", {**job.machine.to_json(), **command})  # see holds_run
     record.write_text(run_dir / "config.yaml", dump_config(config))
@@ -173,7 +170,7 @@ def run_locked(
                 loggers.poll()
 
             return processes.run(
-                held,
+                run_dir,
                 ranks,
                 resume,
                 poll,
@@ -186,13 +183,10 @@ def run_locked(
 
     with loggers:
         result = restarts.supervise(attempt, config, run_dir, ranks, resume, policy, log)
-    home = held.now()
     if result.failure is not None:
-        print_failure(result.failure, home or run_dir, console)
-    if home is None:
-        return result.exit_code or 1
-    report = of_directories([home])
-    page = home / PAGE if write_or_warn(report, home / PAGE) else None
+        print_failure(result.failure, run_dir, console)
+    report = of_directories([run_dir])
+    page = run_dir / PAGE if write_or_warn(report, run_dir / PAGE) else None
     if result.failure is None:
         show_report(console, report, page)
     elif not result.failure.bad_input:

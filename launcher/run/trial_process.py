@@ -10,7 +10,6 @@ import resource
 import sys
 from pathlib import Path
 
-from bert_dp import record
 from bert_dp.config import load_config
 from launcher.run import processes
 from launcher.watch import heartbeats
@@ -34,17 +33,16 @@ def main(argv: list[str] | None = None) -> int:
     watched = heartbeats.Watch(
         arguments.directory, print, hang_after_s=run.hang_after_s, end_hung_after_s=run.end_hung_after_s
     )
-    with record.HeldDirectory(arguments.directory) as held:
-        result = processes.run(
-            held,
-            arguments.nproc,
-            "never",
-            lambda: None,
-            launcher=arguments.launcher,
-            on_gpu=arguments.on_gpu,
-            watch=watched,
-            cores=[int(core) for core in arguments.cores.split(",")] if arguments.cores else None,
-        )
+    result = processes.run(
+        arguments.directory,
+        arguments.nproc,
+        "never",
+        lambda: None,
+        launcher=arguments.launcher,
+        on_gpu=arguments.on_gpu,
+        watch=watched,
+        cores=[int(core) for core in arguments.cores.split(",")] if arguments.cores else None,
+    )
     if result.failure is not None:
         print(result.failure.headline())  # noqa: T201 (the trial's log)
     return result.exit_code

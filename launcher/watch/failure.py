@@ -67,7 +67,6 @@ class Failure:
     agreed: bool = False
     """Whether the ranks ended the run together, by a rule; the same would end it again."""
     kind: FailureKind = "error"
-    """After `directory_lost` nothing may be written where the run directory was."""
 
     @property
     def killed(self) -> bool:
@@ -81,18 +80,11 @@ class Failure:
 
 
 def decide_cause(
-    logs: Path,
-    launcher_said: str,
-    departures: Sequence[Departure],
-    unknown: Failure,
-    *,
-    hang: Hang | None,
-    lost: Failure | None,
+    logs: Path, launcher_said: str, departures: Sequence[Departure], unknown: Failure, *, hang: Hang | None
 ) -> Failure | None:
-    """What ended a run: that its directory went away, else the hang that it was ended for, else the earliest
-    error of a rank. None when no rank tells. `unknown` has the log of a rank that ended before its own."""
-    if lost is not None:
-        return lost
+    """Find the cause of a run's end: the hang that it was ended for, else the earliest error of a rank.
+
+    None if no rank recorded one. `unknown` has the log of a rank that ended before it opened its own."""
     if hang is not None:
         cause: Failure | None = Failure(
             hang.rank, hang.message, hang.log, hang.report, hang.where, kind="hang"
@@ -119,23 +111,6 @@ def first_cause(logs: Path, launcher_said: str, departures: Sequence[Departure] 
     if not errors:
         return None
     return _of_an_error(logs, (causes or errors)[0], errors, silent)
-
-
-def lost_directory(directory: record.HeldDirectory) -> Failure | None:
-    """The failure of a run whose directory is no longer where it was; None while it is."""
-    what = directory.lost()
-    if what is None:
-        return None
-    now = directory.now()
-    if now is None:
-        why = "its checkpoints, records and logs went with it"
-        fix = f"start the run again; nothing was written where {directory.path} was"
-    else:
-        checkpoint = next(iter(record.list_checkpoints(now / "checkpoints")), None)
-        kept = f"the newest checkpoint is {checkpoint}" if checkpoint else "it holds no checkpoint yet"
-        why = f"checkpoints, records and logs are all in {now}; {kept}; the steps after it are lost"
-        fix = f"bert-dp train --run-dir {now} goes on from there"
-    return Failure(None, what, explanation=(why,), fix=(fix,), kind="directory_lost")
 
 
 def of_a_disk(failure: Failure, run_dir: Path, error: OSError) -> Failure:

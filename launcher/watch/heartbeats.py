@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import os
 import signal
 import statistics
 import time
@@ -24,7 +23,6 @@ UNWATCHED_S = (
 )
 ANSWER_S = 3.0  # for stacks and records to come
 REPORT_AT = 0.8  # share of the limit at which evidence is gathered, so that the report is out by the limit
-LOSSES_EVERY_S = 300.0  # between two lines about writes that fail
 PATIENT_S = 300.0  # where nothing beats for long though all is well
 COMPILING_S = 30.0  # until a rank that compiles is looked at again
 PATIENT = ("setup", "compile", "save", "done")
@@ -72,7 +70,6 @@ class Watch:
         self.hang: Hang | None = None
         """The one that was reported, while the run stands still."""
         self._hung_since_s = self._reported_s = self._next_look_s = 0.0
-        self._lost_writes, self._losses_told_s = 0, -LOSSES_EVERY_S
 
     def poll(self, workers: Mapping[int, psutil.Process], now: float | None = None) -> Hang | None:
         """Look at the ranks that are there, if it is time; the hang when the run is to be ended for it.
@@ -85,7 +82,6 @@ class Watch:
         self._clock_s += min(now - self._looked, UNWATCHED_S)
         self._looked = now
         self._read(workers)
-        self._tell_losses()
         if self.hang is not None:
             return self._follow_hang()
         if self._is_hung(workers):
@@ -108,27 +104,6 @@ class Watch:
                 pulse.heard_s = clock
             pulse.beat = beat
         self._time_steps()
-
-    def finish(self) -> None:
-        """The ranks have ended: tell of writes that failed after the last look. A run may be shorter than the
-        time between two."""
-        for rank, pulse in self._pulses.items():
-            beat = read_beat(heartbeat_path(self._run_dir, rank))
-            if beat is not None and beat.pid == pulse.beat.pid:
-                pulse.beat = beat
-        self._tell_losses(at_end=True)
-
-    def _tell_losses(self, *, at_end: bool = False) -> None:
-        """A full disk is told here: it may have no room for what the ranks say of it."""
-        beats = [pulse.beat for pulse in self._pulses.values()]
-        lost = sum(beat.lost_writes for beat in beats)
-        is_early = not at_end and self._clock_s - self._losses_told_s < LOSSES_EVERY_S
-        if lost <= self._lost_writes or is_early:
-            return
-        self._lost_writes, self._losses_told_s = lost, self._clock_s
-        why = os.strerror(max(beat.write_errno for beat in beats))
-        goes_on = "" if at_end else " so far; what is missing is counted, training goes on"
-        self._log(f"warning: {why}: {lost} write{'s' * (lost > 1)} to {self._run_dir} failed{goes_on}")
 
     def _time_steps(self) -> None:
         """Seconds per step since the last look at which a step was complete."""

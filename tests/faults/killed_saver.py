@@ -23,7 +23,7 @@ import torch
 
 from bert_dp import checkpoint
 from bert_dp.config import CheckpointConfig
-from bert_dp.lines import LostWrites
+from bert_dp.lines import WriteErrors
 from bert_dp.parallel import State
 from bert_dp.saving import AsyncCheckpointer
 from tests.states import FACTS
@@ -84,7 +84,7 @@ def save_until_killed(order: dict[str, Any], report: int) -> None:
         CheckpointConfig(keep=2),
         log_rank0=lambda line: None,
         saved_step=None,
-        lost_writes=LostWrites(),
+        write_errors=WriteErrors(),
     )
     for step in range(first, first + order["saves"]):
         os.write(report, f"begun {step}\n".encode())

@@ -120,8 +120,7 @@ def test_row_02_a_kill_for_want_of_memory_is_told_as_such(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(processes, "MemoryWatch", lambda: MemoryWatch(root))
     threading.Thread(target=rise, daemon=True).start()
-    with record.HeldDirectory(run_dir) as held:
-        result = processes.run(held, 2, "never", lambda: None)
+    result = processes.run(run_dir, 2, "never", lambda: None)
     assert result.exit_code == 1
     assert result.failure is not None
     lines = card(result.failure, run_dir)

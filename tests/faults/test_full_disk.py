@@ -43,11 +43,9 @@ def fill_and_free(place: Path, shards: Path) -> None:
     assert steps[-1] == 400
     assert len(steps) < 400
     summary = record.read_json(run_dir / "summary.json") or {}
-    assert (summary["status"], summary["step"], summary["checkpoint"]) == (
-        "done",
-        400,
-        "checkpoints/step-00000400",
-    )
+    assert (summary["status"], summary["step"]) == ("done", 400)
+    assert summary["checkpoint"] == "checkpoints/step-00000400"
+    assert summary["failed_writes"] > 0
 
 
 def fill_and_stay(place: Path, shards: Path) -> None:
@@ -66,7 +64,6 @@ def fill_and_stay(place: Path, shards: Path) -> None:
     warnings = [line for line in said.splitlines() if line.startswith("warning: ")]
     assert sum("is missing in metrics.jsonl" in line for line in warnings) <= 1, said
     assert sum("could not be saved" in line for line in warnings) <= 1, said
-    assert any("No space left on device: " in line and " failed" in line for line in warnings), said
 
 
 @needs_mount

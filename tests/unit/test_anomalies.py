@@ -158,6 +158,6 @@ def test_another_rank_writes_its_own_steps_and_nothing_else(tmp_path: Path, shar
 
 def test_the_first_cause_is_the_one_that_ends_a_run() -> None:
     state = TrainState()
-    for cause, kind in ((None, "error"), ("no room", "disk"), ("moved away", "directory_lost")):
+    for cause, kind in ((None, "error"), ("no room", "disk"), ("hung", "hang")):
         state.give_up(cause, kind)  # type: ignore[arg-type]
     assert (state.trouble, state.failure_kind) == ("no room", "disk")

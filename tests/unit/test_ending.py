@@ -21,7 +21,6 @@ from rich.console import Console
 
 from bert_dp import record
 from bert_dp.config import dump_config
-from bert_dp.record import HeldDirectory
 from launcher.run import processes, reaper
 from launcher.watch.display import Display
 from launcher.watch.heartbeats import Hang
@@ -91,9 +90,8 @@ def once_ready(act: Callable[[], None]) -> Callable[[], None]:
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> Iterator[HeldDirectory]:
-    with HeldDirectory(tmp_path) as held:
-        yield held
+def directory(tmp_path: Path) -> Path:
+    return tmp_path
 
 
 def stop(times: int = 1) -> None:
@@ -113,7 +111,7 @@ class Patience:
 
 
 def test_a_worker_that_never_ends_is_killed_when_the_time_since_the_first_signal_is_over(
-    tmp_path: Path, directory: HeldDirectory, clock: Clock
+    tmp_path: Path, directory: Path, clock: Clock
 ) -> None:
     clock.waits_for = tmp_path / "signals"
     lines: list[str] = []
@@ -124,7 +122,7 @@ def test_a_worker_that_never_ends_is_killed_when_the_time_since_the_first_signal
     assert (tmp_path / "signals").read_text() == "15\n"  # it was told once
 
 
-def test_a_second_signal_does_not_wait(directory: HeldDirectory, clock: Clock) -> None:
+def test_a_second_signal_does_not_wait(directory: Path, clock: Clock) -> None:
     ended = processes.run(directory, 1, "none", once_ready(lambda: stop(2)), grace_s=100.0)
     assert ended.exit_code == 128 + signal.SIGTERM
     assert clock.now < 5
@@ -166,7 +164,7 @@ def test_what_nohup_ignores_stops_nothing() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_run_that_is_stopped_while_it_stands_still_says_so(directory: HeldDirectory, clock: Clock) -> None:
+def test_a_run_that_is_stopped_while_it_stands_still_says_so(directory: Path, clock: Clock) -> None:
     watch: Any = Patience()
     watch.hang = Hang(0, "hang in step 3", "x.py:1", Path("log"), ())
     ended = processes.run(directory, 1, "none", once_ready(lambda: stop(2)), watch=watch)
@@ -175,7 +173,7 @@ def test_a_run_that_is_stopped_while_it_stands_still_says_so(directory: HeldDire
 
 
 def test_a_save_that_is_under_way_when_a_rank_fails_may_end(
-    tmp_path: Path, directory: HeldDirectory, clock: Clock
+    tmp_path: Path, directory: Path, clock: Clock
 ) -> None:
     unfinished = [tmp_path / "checkpoints" / f"step-0000000{step}.tmp-0" for step in (2, 3)]
     unfinished[0].mkdir(parents=True)  # left behind by a rank that was killed before
@@ -195,7 +193,7 @@ def test_a_save_that_is_under_way_when_a_rank_fails_may_end(
 
 
 def test_a_file_server_that_does_not_answer_ends_no_run(
-    directory: HeldDirectory, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    directory: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rank is ended by the signal that comes when it answers again; the display looks there too."""
     glob, asked = Path.glob, list[str]()
@@ -209,7 +207,7 @@ def test_a_file_server_that_does_not_answer_ends_no_run(
         raise OSError(5, "Input/output error")
 
     config = make_config("schedule.steps=9")
-    with Display(directory.path, Console(file=io.StringIO()), config, 1) as display:
+    with Display(directory, Console(file=io.StringIO()), config, 1) as display:
         begin = once_ready(lambda: monkeypatch.setattr(Path, "glob", unanswered))
 
         def on_poll() -> None:
@@ -223,7 +221,7 @@ def test_a_file_server_that_does_not_answer_ends_no_run(
 
 
 def test_ranks_that_outlive_a_failed_one_are_ended_soon(
-    tmp_path: Path, directory: HeldDirectory, clock: Clock
+    tmp_path: Path, directory: Path, clock: Clock
 ) -> None:
     """Without any signal to them, and with the cause of the one that failed; the summary of an earlier start
     says nothing of this one."""
@@ -243,7 +241,7 @@ def test_ranks_that_outlive_a_failed_one_are_ended_soon(
 
 
 def test_a_run_that_stands_still_while_it_is_to_stop_is_ended_for_that(
-    tmp_path: Path, directory: HeldDirectory, clock: Clock
+    tmp_path: Path, directory: Path, clock: Clock
 ) -> None:
     class Impatience(Patience):
         def poll(self, workers: object) -> Any:
@@ -258,7 +256,7 @@ def test_a_run_that_stands_still_while_it_is_to_stop_is_ended_for_that(
 
 
 def test_what_an_earlier_start_said_is_not_this_ones(
-    tmp_path: Path, directory: HeldDirectory, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
 
@@ -282,7 +280,7 @@ def test_what_an_earlier_start_said_is_not_this_ones(
 
 
 def test_a_run_leaves_nothing_beside_its_directory_and_no_secret_in_it(
-    tmp_path: Path, directory: HeldDirectory, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also what the tool said, which the failure quotes."""
     (tmp_path / "tmp").mkdir()
@@ -305,7 +303,7 @@ def test_a_run_leaves_nothing_beside_its_directory_and_no_secret_in_it(
 
 
 def test_of_a_tool_that_said_very_much_the_end_is_read(
-    tmp_path: Path, directory: HeldDirectory, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = "print('first' + 3000 * 'x'); print('last'); raise SystemExit(3)"
     monkeypatch.setattr(processes, "start_command", lambda *_: [sys.executable, "-I", "-S", "-c", said])
@@ -316,21 +314,8 @@ def test_of_a_tool_that_said_very_much_the_end_is_read(
     assert ended.failure.log == tmp_path / "logs" / "accelerate.log"
 
 
-def test_a_directory_that_is_gone_before_the_start_starts_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "run").mkdir()
-    monkeypatch.setattr(processes, "start_command", lambda *_: pytest.fail("started"))
-    with HeldDirectory(tmp_path / "run") as held:
-        (tmp_path / "run").rename(tmp_path / "moved")
-        ended = processes.run(held, 1, "none", lambda: None)
-    assert (ended.exit_code, ended.failure.kind) == (1, "directory_lost")
-    assert not (tmp_path / "run").exists()
-    assert not list((tmp_path / "moved").iterdir())
-
-
 def test_what_is_written_last_is_still_shown_and_memory_is_of_all_ranks(
-    tmp_path: Path, directory: HeldDirectory, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     command = [sys.executable, "-I", "-S", "-c", "open('last', 'w'); raise SystemExit(3)"]
@@ -346,7 +331,7 @@ def test_what_is_written_last_is_still_shown_and_memory_is_of_all_ranks(
 
 
 def test_a_worker_that_ends_after_the_summary_hurries_no_other(
-    tmp_path: Path, directory: HeldDirectory, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, directory: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The launcher is given all the time that it needs."""
     worker = "import os, time\nopen('ready', 'w').close()\nwhile not os.path.exists('go'): time.sleep(0.01)"

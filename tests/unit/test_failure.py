@@ -27,7 +27,6 @@ from launcher.watch.failure import (
     decide_cause,
     first_cause,
     first_line,
-    lost_directory,
     of_a_disk,
     raised_last,
     read_end,
@@ -388,32 +387,18 @@ def test_a_full_disk_is_named_first_unless_another_cause_is_known(
     assert any("make room" in fix for fix in failure.fix) == (kind != "error")
 
 
-def test_a_lost_directory_comes_before_a_hang_and_that_before_errors(tmp_path: Path) -> None:
+def test_a_hang_comes_before_errors(tmp_path: Path) -> None:
     error(tmp_path, 0, "out of memory", 9)
     unknown = Failure(None, "x", tmp_path / "torchrun.log", ("the tool's end",))
-    lost = Failure(None, "the run directory was moved", kind="directory_lost")
     hang = Hang(2, "hang in step 3", "mine.py:7", tmp_path / "rank-2.log", ("  | frame",))
-    assert decide_cause(tmp_path, "", (), unknown, hang=hang, lost=lost) is lost
-    hung = decide_cause(tmp_path, "", (), unknown, hang=hang, lost=None)
+    hung = decide_cause(tmp_path, "", (), unknown, hang=hang)
     assert (hung.kind, hung.headline(), hung.where) == ("hang", "rank 2: hang in step 3", "mine.py:7")
     assert (hung.log, hung.tail) == (unknown.log, unknown.tail), "the rank has no log"
     hang.log.touch()
-    hung = decide_cause(tmp_path, "", (), unknown, hang=hang, lost=None)
+    hung = decide_cause(tmp_path, "", (), unknown, hang=hang)
     assert (hung.log, hung.tail) == (hang.log, ("  | frame",))
-    raised = decide_cause(tmp_path, "", (), unknown, hang=None, lost=None)
+    raised = decide_cause(tmp_path, "", (), unknown, hang=None)
     assert (raised.rank, raised.where, raised.log) == (0, "a.py:1", unknown.log)
-
-
-def test_a_directory_that_was_moved_is_gone_on_with_where_it_is(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    with record.HeldDirectory(tmp_path / "run") as held:
-        assert lost_directory(held) is None
-        (tmp_path / "run").rename(tmp_path / "moved")
-        for step in (2, 10):
-            (tmp_path / "moved" / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
-        failure = lost_directory(held)
-    assert "step-00000010; the steps after it are lost" in failure.explanation[0]
-    assert failure.fix == (f"bert-dp train --run-dir {tmp_path}/moved goes on from there",)
 
 
 def test_what_an_error_was_raised_by_and_the_end_that_the_tool_saw(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from bert_dp.heartbeat import Heartbeat
-from bert_dp.lines import LostWrites
 from bert_dp.record import BEAT_BYTES, PHASES, Beat, ask_for_collectives, heartbeat_path, read_beat
 from launcher.watch.hangs import parse_stack
 from tests.e2e.cli import wait_for
@@ -34,8 +33,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_a_reader_sees_every_field(path: Path) -> None:
-    lost = LostWrites()
-    beat = Heartbeat(path, lost)
+    beat = Heartbeat(path)
     first = read(path)
     assert (first.pid, PHASES[first.phase], first.step, first.done) == (os.getpid(), "setup", 0, 0)
     beat.enter("step", 7)
@@ -45,18 +43,15 @@ def test_a_reader_sees_every_field(path: Path) -> None:
     assert (now.step, PHASES[now.phase], now.done) == (7, "step", 2)
     assert now.progress == first.progress + 3
     assert first.progress_ns <= now.progress_ns <= time.monotonic_ns()
-    lost.note(OSError(errno.ENOSPC, "full"))
-    lost.note(OSError(errno.EIO, "broken"))
     beat.enter("log")
     now = read(path)
-    assert (now.lost_writes, now.write_errno) == (2, errno.EIO)
     assert (now.step, PHASES[now.phase], now.done) == (7, "log", 0)
     beat.close()
 
 
 def test_places_rise_through_a_step(path: Path) -> None:
     """Who waits for the data of a micro batch is behind who has it, and ahead of who is in the one before."""
-    beat, places = Heartbeat(path, LostWrites()), []
+    beat, places = Heartbeat(path), []
     for step in (7, 8):
         beat.enter("data", step)
         for _ in range(3):
@@ -72,7 +67,7 @@ def test_places_rise_through_a_step(path: Path) -> None:
 
 
 def test_the_thread_shows_life_and_answers(path: Path) -> None:
-    beat, answers = Heartbeat(path, LostWrites()), list[int]()
+    beat, answers = Heartbeat(path), list[int]()
     before = read(path)
     beat.answer_with(lambda: answers.append(1))
     ask_for_collectives(path, 5)
@@ -84,7 +79,7 @@ def test_the_thread_shows_life_and_answers(path: Path) -> None:
 
 
 def test_an_answer_that_fails_is_still_an_answer(path: Path) -> None:
-    beat = Heartbeat(path, LostWrites())
+    beat = Heartbeat(path)
     beat.answer_with(lambda: 1 / 0)
     ask_for_collectives(path, 1)
     wait_for(lambda: read(path).answered == 1, 30)
@@ -97,7 +92,7 @@ def test_a_closed_heartbeat_is_still_and_holds_its_file_once(path: Path) -> None
         return sum(link.exists() and link.samefile(path) for link in links)
 
     before = set(threading.enumerate())
-    beat = Heartbeat(path, LostWrites())
+    beat = Heartbeat(path)
     (thread,) = set(threading.enumerate()) - before
     assert descriptors() == 1, "of the mapping alone"
     beat.close()
@@ -112,7 +107,7 @@ def test_a_full_disk_gives_a_heartbeat_that_nobody_reads(path: Path, monkeypatch
 
     with monkeypatch.context() as disk:
         disk.setattr(os, "write", full)
-        beat = Heartbeat(path, LostWrites())
+        beat = Heartbeat(path)
     beat.enter("step", 1)
     beat.close()
     assert read_beat(path) is None
@@ -120,7 +115,7 @@ def test_a_full_disk_gives_a_heartbeat_that_nobody_reads(path: Path, monkeypatch
 
 def test_a_run_goes_on_where_no_file_can_be(tmp_path: Path) -> None:
     (tmp_path / "heartbeats").write_text("a file where the directory should be")
-    beat = Heartbeat(heartbeat_path(tmp_path, 0), LostWrites())
+    beat = Heartbeat(heartbeat_path(tmp_path, 0))
     beat.enter("step", 1)
     beat.close()
     assert read_beat(heartbeat_path(tmp_path, 0)) is None
@@ -131,7 +126,7 @@ def test_an_earlier_file_is_replaced_and_a_torn_one_is_none(path: Path) -> None:
     path.write_bytes(b"\xff" * BEAT_BYTES)
     old = path.stat().st_ino
     with path.open("rb") as held:
-        beat = Heartbeat(path, LostWrites())
+        beat = Heartbeat(path)
         assert path.stat().st_ino != old
         assert held.read() == b"\xff" * BEAT_BYTES
     assert read(path).pid == os.getpid()
@@ -146,7 +141,7 @@ def test_a_beat_is_no_system_call(path: Path) -> None:
     def writes() -> int:
         return int(re.search(r"syscw: (\d+)", Path("/proc/thread-self/io").read_text())[1])
 
-    beat, before, start = Heartbeat(path, LostWrites()), writes(), time.perf_counter()
+    beat, before, start = Heartbeat(path), writes(), time.perf_counter()
     for number in range(2000):
         beat.enter("step", number)
     observe(7, beat_us=(time.perf_counter() - start) / 2000 * 1e6)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bert_dp import record
-from bert_dp.lines import LossyFile, LostWrites, Records
+from bert_dp.lines import Records, TolerantFile, WriteErrors
 
 FULL = "[Errno 28] No space left on device"
 
@@ -20,9 +20,9 @@ def test_a_full_disk_does_not_end_a_process_that_logs(tmp_path: Path) -> None:
     (tmp_path / "rank-0.log").symlink_to("/dev/full")
     script = (
         "import sys, warnings\n"
-        "from bert_dp.lines import LostWrites\n"
+        "from bert_dp.lines import WriteErrors\n"
         "from bert_dp.rank_process import redirect_output, show_stacks_on_signal\n"
-        "redirect_output(0, LostWrites())\n"
+        "redirect_output(0, WriteErrors())\n"
         "show_stacks_on_signal(0)\n"
         "for i in range(100): print('a line of a log ' * 100)\n"
         "sys.stderr.write('another')\n"
@@ -43,11 +43,11 @@ def test_a_log_goes_on_where_an_earlier_process_of_the_rank_has_left_it(tmp_path
     """And no other user can read it."""
     script = (
         "import os, sys\n"
-        "from bert_dp.lines import LostWrites\n"
+        "from bert_dp.lines import WriteErrors\n"
         "from bert_dp.rank_process import redirect_output\n"
         "for word in ('first', 'second', 'third'):\n"
         "    if not os.fork():\n"
-        "        redirect_output(1, LostWrites()); print(word); sys.stderr.write('.\\n'); os._exit(0)\n"
+        "        redirect_output(1, WriteErrors()); print(word); sys.stderr.write('.\\n'); os._exit(0)\n"
         "    os.wait()\n"
     )
     environ = {**os.environ, record.LOG_DIR: str(tmp_path)}
@@ -81,9 +81,9 @@ def test_a_process_follows_its_own_launcher_alone() -> None:
 
 def test_a_log_that_cannot_be_made_does_not_end_a_process(tmp_path: Path) -> None:
     script = (
-        "from bert_dp.lines import LostWrites\n"
+        "from bert_dp.lines import WriteErrors\n"
         "from bert_dp.rank_process import redirect_output, show_stacks_on_signal\n"
-        "redirect_output(0, LostWrites()); show_stacks_on_signal(0); print('goes on')\n"
+        "redirect_output(0, WriteErrors()); show_stacks_on_signal(0); print('goes on')\n"
     )
     environ = {**os.environ, record.LOG_DIR: str(tmp_path / "gone")}
     done = subprocess.run(
@@ -93,49 +93,23 @@ def test_a_log_that_cannot_be_made_does_not_end_a_process(tmp_path: Path) -> Non
     assert not (tmp_path / "gone").exists()
 
 
-def test_the_next_write_that_fits_says_how_many_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    room, got, lost_writes = [8], bytearray(), LostWrites()
-
-    def write(_: int, data: bytes) -> int:
-        if not room[0]:
-            raise OSError(errno.ENOSPC, "full")
-        taken = data[: room[0]]
-        room[0] -= len(taken)
-        got.extend(taken)
-        return len(taken)
-
-    monkeypatch.setattr(os, "write", write)
-    file = LossyFile(1, lost_writes)
-    assert file.write(b"first\n") == 6
-    assert file.write(b"second\n") == 7  # of which two bytes fit
-    assert file.write(b"third\n") == 6
-    room[0] = 1000
-    assert file.write(b"fourth\n") == 7
-    assert file.write(b"fifth\n") == 6
-    assert got.decode() == "first\nse\n(2 writes lost here: No space left on device)\nfourth\nfifth\n"
-    assert (lost_writes.count, lost_writes.errno) == (2, errno.ENOSPC)
+def test_failed_writes_are_counted_and_dropped() -> None:
+    errors = WriteErrors()
+    descriptor = os.open("/dev/full", os.O_WRONLY)
+    file = TolerantFile(descriptor, errors)
+    assert [file.write(b"first\n"), file.write(b"second\n")] == [6, 7]
+    os.close(descriptor)
+    assert errors.count == 2
 
 
-def test_lines_go_to_the_directory_that_was_begun_in_wherever_it_is(tmp_path: Path) -> None:
-    run_dir, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
-    (run_dir / "steps").mkdir(parents=True)
-    with record.HeldDirectory(run_dir) as held:
-        records = Records(run_dir, print, LostWrites(), held)
-        records.append("metrics.jsonl", {"step": 1})
-        run_dir.rename(elsewhere)
-        run_dir.mkdir()
-        for name in ("metrics.jsonl", "steps/rank-0.jsonl"):
-            records.append(name, {"step": 2})
-    assert list(run_dir.iterdir()) == []
-    assert [line["step"] for line in record.read_lines(elsewhere / "metrics.jsonl")] == [1, 2]
-    assert [line["step"] for line in record.read_lines(elsewhere / "steps" / "rank-0.jsonl")] == [2]
-
-
-def test_missing_lines_are_said_once_and_then_in_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_missing_line_of_a_record_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[str] = []
-    records, real, full = Records(tmp_path, said.append, LostWrites()), record.append_line, {"metrics.jsonl"}
+    errors = WriteErrors()
+    records, real, full = Records(tmp_path, said.append, errors), record.append_line, {"metrics.jsonl"}
 
-    def append(path: Path, line: dict[str, int], opener: object) -> None:
+    def append(path: Path, line: dict[str, int]) -> None:
         if path.name in full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(path, line)
@@ -145,16 +119,8 @@ def test_missing_lines_are_said_once_and_then_in_all(tmp_path: Path, monkeypatch
         records.append("metrics.jsonl", {"step": step})
         records.append("evals.jsonl", {"step": step})
     assert said == [f"warning: step 10 is missing in metrics.jsonl: {FULL}"]
+    assert errors.count == 5
     full.clear()
     records.append("metrics.jsonl", {"step": 60})
-    assert said[1:] == ["warning: 5 lines are missing in metrics.jsonl: of steps 10 to 50"]
-    full.add("evals.jsonl")
-    records.append("evals.jsonl", {"step": 60})
-    records.append("evals.jsonl", {"step": 70})
-    records.close()
-    assert said[2:] == [
-        f"warning: step 60 is missing in evals.jsonl: {FULL}",
-        "warning: 2 lines are missing in evals.jsonl: of steps 60 to 70",
-    ]
     assert [line["step"] for line in record.read_lines(tmp_path / "metrics.jsonl")] == [60]
     assert [line["step"] for line in record.read_lines(tmp_path / "evals.jsonl")] == [10, 20, 30, 40, 50]

@@ -332,25 +332,3 @@ def test_a_line_for_which_there_is_no_room_leaves_no_torn_one(tmp_path: Path) ->
     )
     assert done.stdout == "refused\n"
     assert [line["step"] for line in record.read_lines(path)] == [1, 3]
-
-
-# --- a directory that is moved or deleted
-
-
-def test_a_held_directory_knows_where_it_is(tmp_path: Path) -> None:
-    path, other = tmp_path / "run", tmp_path / "other"
-    path.mkdir()
-    with record.HeldDirectory(path) as held:
-        assert (held.now(), held.lost()) == (path, None)
-        path.rename(other)
-        assert held.now() == other
-        assert held.lost() == f"the run directory {path} was moved to {other} during the run"
-        path.mkdir()  # another one of the same name
-        assert held.now() == other
-        path.rmdir()
-        other.rename(path)
-        assert held.lost() is None
-        path.rmdir()
-        path.mkdir()
-        assert held.now() is None
-        assert held.lost() == f"the run directory {path} was deleted during the run"

@@ -96,16 +96,6 @@ def test_what_the_ranks_ended_together_is_not_started_again(tmp_path: Path) -> N
     assert "ended the run together" in play.said[-1]
 
 
-def test_a_run_that_lost_its_directory_is_not_started_again_and_nothing_is_written_there(
-    tmp_path: Path,
-) -> None:
-    lost = Failure(None, "the run directory was deleted", kind="directory_lost")
-    play = Play(tmp_path, (1, RAISED, 4), (1, lost, None), (0, None, 9))
-    assert play.go(Policy(9)).exit_code == 1
-    assert len(play.started) == 2
-    assert "restarts" not in read_json(tmp_path / "summary.json"), "what stands there now is another's"
-
-
 def test_without_progress_it_waits_longer_and_gives_up_after_three(tmp_path: Path) -> None:
     play = Play(tmp_path, (1, RAISED, 2), *[(1, RAISED, None)] * 9)
     assert play.go(Policy(100)).exit_code == 1

@@ -82,8 +82,8 @@ class Verb:
         monkeypatch.setattr(train, "prepare_data", lambda config: Path(config.data.path))
         monkeypatch.setattr(processes, "run", self.start)
 
-    def start(self, held: record.HeldDirectory, ranks: int, resume: str, poll: Any, **more: Any) -> RunResult:
-        self.asked.append({"path": held.path, "ranks": ranks, "resume": resume, **more})
+    def start(self, run_dir: Path, ranks: int, resume: str, poll: Any, **more: Any) -> RunResult:
+        self.asked.append({"path": run_dir, "ranks": ranks, "resume": resume, **more})
         poll()
         end = self.ends.pop(0)
         summary = {"status": "failed" if end.failure else "done", "exit_code": end.exit_code}

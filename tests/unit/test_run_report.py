@@ -27,6 +27,7 @@ HELDOUT = (
 SCORED = {"loss": 0.5, "examples": 277, "scores": {"dev/accuracy": 0.7123, "test/f1": 0.8012}}
 UNUSUAL = {
     "failed_saves": 3,
+    "failed_writes": 7,
     "loss_spikes": 1,
     "skipped_steps": 2,
     "energy_j": 2.1e7,

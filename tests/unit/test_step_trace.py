@@ -19,7 +19,7 @@ from bert_dp import record
 from bert_dp.config import find_config, load_config
 from bert_dp.config.profile import ProfilePlan, parse_profile, profile_issues
 from bert_dp.dist import Comm
-from bert_dp.lines import LostWrites
+from bert_dp.lines import WriteErrors
 from bert_dp.record.models import ProfileFile
 from bert_dp.step_trace import StepTrace, idle_share, top_operators, write_trace
 from bert_dp.world import World
@@ -193,7 +193,7 @@ def traced(plan: ProfilePlan, run_dir: Path, rank: int, steps: range, stop: int 
     entered: list[str] = []
     heartbeat: Any = SimpleNamespace(enter=lambda phase, step: entered.append(phase))
     comm = Comm(World(rank, rank, 2, 2), None)
-    trace = StepTrace(plan, comm, CPU_DEVICE, run_dir, heartbeat, LostWrites())
+    trace = StepTrace(plan, comm, CPU_DEVICE, run_dir, heartbeat, WriteErrors())
     meter: Any = Paused()
     trace.reached(steps.start - 1, meter)
     for step in steps:
@@ -274,7 +274,7 @@ def test_a_profile_that_cannot_be_written_ends_no_run(
 ) -> None:
     (tmp_path / "profile").write_text("in the way")
     trace = traced(ProfilePlan(2, 3, (0,)), tmp_path, 0, range(1, 4))
-    assert (trace.steps, trace._lost_writes.count) == ([2, 3], 1)
+    assert (trace.steps, trace._write_errors.count) == ([2, 3], 1)
     assert "warning: the profile could not be written" in capsys.readouterr().out
 
 

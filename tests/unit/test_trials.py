@@ -76,7 +76,7 @@ def write_steps(directory: Path, ranks: int = 2) -> None:
         # something outside ended it: that says nothing of its settings
         *(({**KILLED, "killed_by": number, "oom_kills": 0}, None) for number in (1, 2, 9, 15)),
         ({**KILLED, "killed_by": 11, "oom_kills": 0}, "failed"),
-        *(({**FAILED, "failure_kind": kind}, None) for kind in ("disk", "directory_lost", "peer_gone")),
+        *(({**FAILED, "failure_kind": kind}, None) for kind in ("disk", "peer_gone")),
         *(({**FAILED, "failure_kind": kind}, "failed") for kind in ("hang", "not_finite", "bad_input")),
         ({"status": "stopped", "signal": 2}, None),
         ({"status": "failed", "cause": "SIGTERM: stopped", "signal": 15}, None),
@@ -281,8 +281,8 @@ def test_the_process_of_a_trial_runs_what_it_is_asked_for(
     calls: list[Any] = []
     limits: list[Any] = []
 
-    def run(held: record.HeldDirectory, *given: Any, **options: Any) -> RunResult:
-        calls.append((held.path, given[0], given[1], options))
+    def run(directory: Path, *given: Any, **options: Any) -> RunResult:
+        calls.append((directory, given[0], given[1], options))
         return RunResult(3, Failure(1, "ValueError: no"))
 
     monkeypatch.setattr(processes, "run", run)
@@ -417,8 +417,7 @@ def test_ranks_have_as_many_threads_as_the_cores_that_they_share(
     run = tmp_path / "run"
     for share in (1, len(cores)):
         run.mkdir(exist_ok=True)
-        with record.HeldDirectory(run) as held:
-            processes.run(held, 1, "never", lambda: None, cores=cores[:share])
+        processes.run(run, 1, "never", lambda: None, cores=cores[:share])
         assert (run / "logs" / "torchrun.log").read_text().splitlines()[-1] == str(share)
 
 

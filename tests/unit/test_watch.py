@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import itertools
 import os
 import signal
@@ -276,33 +275,3 @@ def test_a_lone_rank_is_watched_too(tmp_path: Path) -> None:
     scene.train(5)
     assert scene.quiet(30) is not None
     assert "rank 0" in scene.said[0]
-
-
-def test_writes_that_fail_are_told_now_and_then(tmp_path: Path) -> None:
-    scene = Scene(tmp_path)
-    scene.train(3)
-    assert scene.said == []
-    for rank, lost in ((1, 1), (0, 4)):
-        scene.ranks[rank].write(lost_writes=lost, write_errno=errno.ENOSPC)
-        scene.train(10)
-    warning = "warning: No space left on device: {} to {} failed so far; what is missing is counted, "
-    warning += "training goes on"
-    assert scene.said == [warning.format("1 write", tmp_path)]
-    scene.train(300)
-    assert scene.said[1:] == [warning.format("5 writes", tmp_path)], "of all ranks"
-    scene.train(300)
-    assert len(scene.said) == 2
-    scene.watch.finish()
-    assert len(scene.said) == 2
-    scene.ranks[0].write(lost_writes=6)
-    scene.watch.finish()
-    assert scene.said[2:] == [f"warning: No space left on device: 7 writes to {tmp_path} failed"]
-
-
-def test_a_run_that_has_ended_before_the_next_look_tells_what_failed(tmp_path: Path) -> None:
-    scene = Scene(tmp_path)
-    scene.train(3)
-    scene.ranks[1].write(lost_writes=2, write_errno=errno.EDQUOT)
-    scene.ranks[0].write(lost_writes=9, write_errno=errno.EDQUOT, pid=1)  # another process's
-    scene.watch.finish()
-    assert scene.said == [f"warning: Disk quota exceeded: 2 writes to {tmp_path} failed"]
