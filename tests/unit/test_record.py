@@ -354,3 +354,18 @@ def test_a_held_directory_knows_where_it_is(tmp_path: Path) -> None:
         path.mkdir()
         assert held.now() is None
         assert held.lost() == f"the run directory {path} was deleted during the run"
+
+
+@pytest.mark.parametrize(
+    ("word", "cut"),
+    [
+        ("/usr/local/bin/bert-dp", "bert-dp"),
+        ("run.init_from=hf:/data/models/rope", "run.init_from=hf:rope"),
+        ("data.sources=[/data/a/x.txt,/data/y.txt]", "data.sources=[x.txt,y.txt]"),
+        ("runs/crammed", "runs/crammed"),
+        ("../runs/crammed", "../runs/crammed"),
+        ("--lr=1/2", "--lr=1/2"),
+    ],
+)
+def test_a_card_names_files_and_not_where_they_are(word: str, cut: str) -> None:
+    assert record.without_folders(word) == cut
