@@ -85,7 +85,7 @@ def make_grid(
     start = Pretrained(Path("/run"), Path("/run/checkpoints/step-00000005"), 5, model, Path("/run/t.json"))
     base = finetune.configuration(start, overrides, start.checkpoint)
     named, choosing = ({task.name: task for task in each} for each in (tasks, rate_tasks))
-    left_out = {"WNLI": "not among --tasks"}
+    left_out = {"WNLI": "no WNLI/train.tsv in --data"}
     return GlueGrid(start, tuple(overrides), options, base, "fp32", on_gpu, named, choosing, left_out)
 
 

@@ -56,7 +56,7 @@ class GlueGrid:
     on_gpu: bool
     tasks: Mapping[str, PreparedTask]
     rate_tasks: Mapping[str, PreparedTask]  # they choose the rate; RATE_SHARE of train replaces their dev
-    left_out: Mapping[str, str]  # task -> the reason that it is not evaluated
+    left_out: Mapping[str, str]  # task without files -> reason
 
     @property
     def seeds(self) -> list[int]:
@@ -88,7 +88,8 @@ def missing_files(data: Sequence[Path]) -> dict[str, list[str]]:
 def choose_tasks(
     missing: Mapping[str, Sequence[str]], options: GlueOptions
 ) -> tuple[GlueOptions, dict[str, str]]:
-    """Return the options with every task named, and the reason for each task left out. Raises ConfigError."""
+    """Return the options with every task named, and the reason for each task that has no files. Raises
+    ConfigError."""
     found = [task for task, files in missing.items() if not files]
     tasks = options.tasks or found
     rate_tasks = options.rate_tasks
@@ -114,11 +115,7 @@ def choose_tasks(
         issues.append(Issue("--rates", "not_found", text, other="--data", hint="name tasks by --rate-tasks"))
     if issues:
         raise ConfigError(issues)
-    left_out = {
-        task: f"no {', '.join(files)} in --data" if files else "not among --tasks"
-        for task, files in missing.items()
-        if task not in tasks
-    }
+    left_out = {task: f"no {', '.join(files)} in --data" for task, files in missing.items() if files}
     ordered = [task for task in missing if task in tasks]
     return options.model_copy(update={"tasks": ordered, "rate_tasks": rate_tasks}), left_out
 
@@ -129,13 +126,10 @@ def init_task_issues(options: GlueOptions, tasks: Sequence[str]) -> list[Issue]:
     for task, source in options.init_task.items():
         pair = f"{task}={source}"
         if absent := [name for name in (task, source) if name not in tasks]:
-            text = f"{' and '.join(absent)} of {pair} not evaluated"
+            text = f"{pair} needs {' and '.join(absent)} evaluated"
             issues.append(Issue("--init-task", "conflict", text, pair, "--tasks", "add it to --tasks"))
         if source in options.init_task:
-            text, hint = (
-                f"{source} of {pair} starts from another task itself",
-                "start from a task that does not",
-            )
+            text, hint = f"{source} of {pair} starts from a task itself", "start from one that does not"
             issues.append(Issue("--init-task", "unsupported", text, pair, hint=hint))
     if options.init_task and options.init == "random":
         text = "the task that others start from is finetuned from random weights"
@@ -199,5 +193,4 @@ def rounds(grid: GlueGrid) -> list[list[PreparedTask]]:
     round the longest first, so that the devices finish together."""
     tasks = sorted(grid.tasks.values(), key=lambda task: -task.manifest.num_samples)
     later = grid.options.init_task
-    parts = [[t for t in tasks if t.name not in later], [t for t in tasks if t.name in later]]
-    return [part for part in parts if part]
+    return [[t for t in tasks if t.name not in later], [t for t in tasks if t.name in later]]

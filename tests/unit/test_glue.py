@@ -200,7 +200,7 @@ def test_every_task_runs_with_every_seed_and_the_results_are_in_order(tmp_path: 
     measured.run()
     names = sorted(trial.name for trial in runner.ran)
     assert names == [f"{name}-lr-4e-05-s{seed}" for name in ("MRPC", "RTE") for seed in (0, 1)]
-    assert glue_grid.rounds(measured.grid) == [[mrpc, rte]]
+    assert glue_grid.rounds(measured.grid) == [[mrpc, rte], []]
     assert measured.lr == 4e-5
     (score,) = glue_scores.score_task(rte.manifest, measured.trials["RTE"], {}, None).scores
     assert score.seeds == [0.5, 0.6]
@@ -358,7 +358,7 @@ def test_every_task_that_is_there_is_taken_in_order() -> None:
     assert left_out == {"QQP": "no QQP/train.tsv, QQP/dev.tsv in --data"}
     found, left_out = choose_tasks(MISSING, GlueOptions(tasks=["RTE", "CoLA"], rates=[1e-4]))
     assert (found.tasks, found.rate_tasks) == (["CoLA", "RTE"], ["CoLA", "MRPC", "STS-B", "RTE"])
-    assert left_out["MNLI"] == "not among --tasks"
+    assert list(left_out) == ["QQP"]
 
 
 @pytest.mark.parametrize(
