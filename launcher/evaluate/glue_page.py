@@ -161,11 +161,11 @@ def compare_report(folders: Sequence[Path]) -> Report:
             cells = [cell(score.majority, "points"), *medians, *map(_difference, pairs)]
             rows.append(Row(name_score(one, score), cells))
     heads = ["majority", *names, *(f"{name} - {names[0]}" for name in names[1:])]
-    table = Table(rows, list(map(Column, heads)), "", "task")
+    scores = Table(rows, list(map(Column, heads)), "", "task")
     return Report(
         "bert-dp: GLUE, compared",
         [f"{name}: {describe_method(glue)}" for name, glue in zip(names, evaluations, strict=True)],
-        sections=[Section("Dev scores", tables=[table], notes=[DIFFERENCE])],
+        sections=[Section("Dev scores", tables=[scores], notes=[DIFFERENCE])],
     )
 
 

@@ -266,8 +266,8 @@ def write_submissions(out: Path, trial: str, manifest: ExamplesManifest) -> list
         lines = [f"{index}\t{format_answer(answer, manifest)}" for index, answer in enumerate(known)]
         name = SUBMISSION_NAMES.get((manifest.task, split), manifest.task)
         texts[f"{SUBMISSIONS}/{name}.tsv"] = "\n".join(["index\tprediction", *lines, ""])
-    (out / SUBMISSIONS).mkdir(exist_ok=True)
     for path, text in texts.items():
+        (out / SUBMISSIONS).mkdir(exist_ok=True)
         record.write_text(out / path, text)
     return list(texts)
 
