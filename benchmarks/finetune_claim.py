@@ -22,7 +22,7 @@ Against one, over the same pretraining seeds k, finetuning seeds s and dev examp
     difference  of each task's metric, mean over (k, s); STS-B by Pearson, and in no pooled figure
     flips       dev examples that get another label
     pooled      accuracy over the dev examples of all tasks with labels, mean over (k, s), and its paired
-                standard error over examples (launcher.evaluate.glue_compare.paired_difference)
+                standard error over examples (paired_difference)
 
 The claim: the pooled accuracy of four is within 0.1 points of one's. If more than 1 % of the control's
 predictions flip, rounding alone moves single tasks by more than that: then 0.1 points cannot be shown, and
@@ -34,13 +34,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import math
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -50,25 +51,20 @@ from bert_dp import record
 from bert_dp.config import Config, ConfigError, load_config, read_examples
 from launcher import job, results
 from launcher.evaluate import FILE, finetune
-from launcher.evaluate.glue_compare import (
-    REGRESSIONS,
-    Answers,
-    Evaluation,
-    Flips,
-    flips,
-    paired_difference,
-    pooled_accuracy,
-)
+from launcher.evaluate.glue_scores import Glue, GlueTask, predicted_answer
 from launcher.report.numbers import format_duration
-from launcher.results import Glue
 from launcher.run.read_run import read_summary
 
 POINT = 0.001  # the claim's 0.1 points, as a share
 MANY_FLIPS = 0.01
 FIXED = ("config", "settings", "finetune_settings", "tokens", "tasks", "epochs", "precision", "finetune_only")
 CALIBRATION_STEPS = 20
+REGRESSIONS = {"pearson", "spearman"}
 Run = tuple[int, int]
 """(seed of the pretraining, seed of the finetuning)."""
+Answers = Mapping[tuple[str, int], tuple[float | None, float | None]]
+"""(split, index) -> (answer, label) of the labelled dev examples."""
+Seed = TypeVar("Seed", bound=Hashable)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,6 +303,115 @@ def run_all(o: argparse.Namespace, works: Sequence[Work]) -> None:
             write(o, figures_of(o))
 
 
+# ---- two sets of predictions side by side ----
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """A glue.json and the folder that holds its trials."""
+
+    folder: Path
+    glue: Glue
+
+    @property
+    def tasks(self) -> dict[str, GlueTask]:
+        return {task.task: task for task in self.glue.tasks}
+
+    def answers(self, task: str) -> dict[int, Answers]:
+        """Return the predictions of each seed whose trial has scores."""
+        trials = [trial for trial in self.tasks[task].trials if trial.status == "ok"]
+        return {trial.seed: read_dev_answers(self.folder / "trials" / trial.trial) for trial in trials}
+
+
+def read_dev_answers(trial: Path) -> Answers:
+    """Return the answer and the label of each labelled dev example. A labelled test file is left out."""
+    lines = map(record.parse_json, (trial / record.PREDICTIONS).read_bytes().splitlines())
+    return {
+        (line["split"], line["index"]): (predicted_answer(line["logits"]), line["label"])
+        for line in lines
+        if line["label"] is not None and line["split"].startswith("dev")
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Flips:
+    """Dev examples that get another answer, summed over the seeds that both have."""
+
+    flipped: int
+    of: int
+
+    @property
+    def share(self) -> float | None:
+        return self.flipped / self.of if self.of else None
+
+
+def flips(one: Mapping[Seed, Answers], other: Mapping[Seed, Answers]) -> Flips:
+    """Count the flips over the same seeds and the same examples."""
+    pairs = [
+        (answer, other[seed][key][0])
+        for seed, answers in one.items()
+        if seed in other
+        for key, (answer, _) in answers.items()
+        if key in other[seed]
+    ]
+    return Flips(sum(a != b for a, b in pairs), len(pairs))
+
+
+def pooled_accuracy(by_task: Sequence[Mapping[Seed, Answers]]) -> float | None:
+    """Return the share of right answers over the dev sets of all tasks, the mean over the seeds that every
+    task has."""
+    seeds = set.intersection(*(set(answers) for answers in by_task)) if by_task else set()
+    shares = []
+    for seed in seeds:
+        pairs = [pair for answers in by_task for pair in answers[seed].values()]
+        shares.append(statistics.fmean(_is_right(pair) for pair in pairs))
+    return statistics.fmean(shares) if shares else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Paired:
+    """A difference of pooled accuracies; shares of 1."""
+
+    difference: float
+    standard_error: float | None
+    """None for a single example."""
+    examples: int
+    seeds: int
+
+
+def paired_difference(
+    one: Sequence[Mapping[Seed, Answers]], other: Sequence[Mapping[Seed, Answers]]
+) -> Paired | None:
+    """Return how much more accurate `other` is than `one` over the dev sets of all tasks; each has an entry
+    per task. None if no seed or no example is shared.
+
+    Of the n examples that both have, over the k seeds that every task has in both, with right = 1 or 0,
+
+        d_i = sum over the seeds of (right of `other` - right of `one`) / k
+        difference = sum of d_i / n
+        standard error = sqrt(sum of (d_i - difference)^2 / (n (n - 1)))
+
+    This is the standard error of a paired comparison over examples: it says how other dev examples would
+    change the difference of these runs, not how other pretraining would.
+    """
+    sides = [set(answers) for answers in (*one, *other)]
+    seeds = set.intersection(*sides) if sides else set()
+    gains = [
+        statistics.fmean(_is_right(b[seed][key]) - _is_right(a[seed][key]) for seed in seeds)
+        for a, b in zip(one, other, strict=True)
+        for key in (set.intersection(*(set(x[seed]) for x in (a, b) for seed in seeds)) if seeds else ())
+    ]
+    if not gains:
+        return None
+    spread = statistics.stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else None
+    return Paired(statistics.fmean(gains), spread, len(gains), len(seeds))
+
+
+def _is_right(pair: tuple[float | None, float | None]) -> int:
+    answer, label = pair
+    return int(answer == label)
+
+
 # ---- the figures, from the evaluations alone ----
 
 
@@ -397,7 +502,7 @@ def compare(one: Measured, other: Measured, metrics: Mapping[str, Sequence[str]]
             for task, each in {**by_task, "all": every}.items()
         },
         "pooled": None if paired is None else dataclasses.asdict(paired),
-        "pooled_accuracy": [pooled_accuracy([pair[k] for pair in pairs.values()])[0] for k in (0, 1)],
+        "pooled_accuracy": [pooled_accuracy([pair[k] for pair in pairs.values()]) for k in (0, 1)],
         "pooled_by_pretraining": by_pretraining,
     }
 

@@ -636,7 +636,7 @@ def eval_glue(
     constant answer scores. Writes glue.json, a page, and files for GLUE's server where test files are there.
     """
     from launcher.evaluate import glue
-    from launcher.results import GlueOptions
+    from launcher.evaluate.glue_scores import GlueOptions
 
     settings = settings_after_run(words, set_)
     if not data:
@@ -846,8 +846,8 @@ def write_page(report: Report, target: Path) -> None:
 def report_of(run_dirs: Sequence[Path]) -> Report:
     """What these directories hold. Raises ConfigError for what is none of ours, or not to be compared."""
     from launcher import evaluate, results, tune
-    from launcher.evaluate.glue_compare import compare_report
-    from launcher.evaluate.glue_report import glue_report
+    from launcher.evaluate.glue_page import compare_report, glue_report
+    from launcher.evaluate.glue_scores import Glue
     from launcher.report.run_report import of_directories
     from launcher.scale.scale_report import FILE, scale_report
     from launcher.tune.batch_report import batch_report
@@ -867,7 +867,7 @@ def report_of(run_dirs: Sequence[Path]) -> Report:
             lambda path: scale_report(results.read(path, results.Scaling), path.parent),
         ),
         tune.FILE: ("a search", of_search),
-        evaluate.FILE: ("an evaluation", lambda path: glue_report(results.read(path, results.Glue))),
+        evaluate.FILE: ("an evaluation", lambda path: glue_report(results.read(path, Glue))),
     }
     files = [d / name for d in run_dirs for name in kinds if (d / name).exists()]
     if len(run_dirs) > 1 and [path.name for path in files] == [evaluate.FILE] * len(run_dirs):

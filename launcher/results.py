@@ -23,7 +23,7 @@ from bert_dp import record
 from bert_dp.config import ConfigError, plain_message
 from bert_dp.config.stored import read_regular
 from bert_dp.cost import GIB
-from bert_dp.record.models import FailureKind, HeldOut, InitFrom, NoiseScale, StoredFile, StoredModel
+from bert_dp.record.models import FailureKind, HeldOut, NoiseScale, StoredFile, StoredModel
 
 LATE = 1.05  # ready times over the backward pass: two clocks
 SCHEMA_VERSION = record.SCHEMA_VERSION
@@ -1018,155 +1018,6 @@ class TuneLr(TuneFile):
         return [trial for rung in self.rungs for trial in rung.trials]
 
 
-# --- glue.json
-
-GlueStatus = Literal["ok", "oom", "failed"]
-
-
-class GlueOptions(StoredModel):
-    """What was asked for."""
-
-    tasks: list[str] = []
-    """In GLUE's order; empty: every one whose files are there."""
-    seeds: int = 5
-    rates: list[float] = []
-    """One of which is chosen for all tasks; empty: the configuration's is taken."""
-    rate_tasks: list[str] = []
-    """Tasks that choose it; empty: those of GLUE's small ones that are there."""
-    init: Literal["checkpoint", "random"] = "checkpoint"
-    init_task: dict[str, str] = {}
-    """Task -> the task from whose finetuned run of the same seed it starts."""
-    ranks: int = 1
-    """Of a trial."""
-    launcher: str = "torchrun"
-
-
-class GlueStart(StoredModel):
-    """What every trial starts from."""
-
-    run: str
-    checkpoint: str
-    step: int
-    sha256: str | None = None
-    """Of its model.safetensors."""
-
-
-class GlueTrial(StoredModel):
-    """One finetuning run. Scores are in the metrics' own units: 1 is the best."""
-
-    trial: str
-    lr: float
-    seed: int
-    status: GlueStatus
-    failure_kind: FailureKind | None = None
-    cause: str | None = None
-    scores: dict[str, float] = {}
-    """"split/metric"; none of a trial that failed."""
-    one_class: list[str] = []
-    """Splits all of whose examples got the same label, or the same number."""
-    predictions_sha256: str | None = None
-    """Of its predictions.jsonl."""
-    init_from: InitFrom | None = None
-    """null: random weights."""
-    seconds: float = 0.0
-
-
-class GlueSplit(StoredModel):
-    """A dev set."""
-
-    name: str
-    examples: int
-    truncated: int
-    """Examples that are longer than the sequence length."""
-    in_train: int | None = None
-    """Examples whose texts also stand in train."""
-
-
-class GlueScore(StoredModel):
-    """A metric of a dev set over the seeds."""
-
-    split: str
-    metric: str
-    seeds: list[float | None]
-    """In the order of the trials; null: that trial failed."""
-    median: float | None
-    sd: float | None
-    """Standard deviation of a seed; null of one."""
-    majority: float | None
-    """Of the most frequent label of train, or the mean of its scores; null: it is not defined."""
-
-    @property
-    def name(self) -> str:
-        return f"{self.split}/{self.metric}"
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether every seed has a score."""
-        return bool(self.seeds) and None not in self.seeds
-
-
-class GlueTask(StoredModel):
-    """A task, its trials and what follows from them."""
-
-    task: str
-    official: bool
-    """false: its numbers of rows are not GLUE's, so that its scores are none of GLUE's."""
-    train_examples: int
-    data_hash: str
-    init_task: str | None = None
-    """From whose finetuned run it started."""
-    splits: list[GlueSplit]
-    trials: list[GlueTrial] = []
-    scores: list[GlueScore] = []
-    median_trial: str | None = None
-    """With the median of the first score; of an even number the lower one."""
-    submissions: list[str] = []
-    """Files of OUT, from the median trial's predictions."""
-    no_submission: str | None = None
-    """Why there is none."""
-
-    def score(self, name: str) -> GlueScore | None:
-        return next((score for score in self.scores if score.name == name), None)
-
-
-class RateScore(StoredModel):
-    """A rate, by the scores on a tenth of train."""
-
-    lr: float
-    scores: dict[str, float | None]
-    """Task -> its first metric; null: the trial failed."""
-    mean: float | None
-    """null where a trial failed: the rate cannot be chosen."""
-    trials: list[GlueTrial] = []
-
-
-class Glue(Measurement):
-    """glue.json of `eval glue`."""
-
-    remedy: ClassVar[str] = "the same `bert-dp eval glue` command with the same --out writes it anew"
-    kind: Literal["glue"] = "glue"
-    settings: GlueOptions = GlueOptions()
-    start: GlueStart
-    head: str
-    pooling: str
-    lr: float | None = None
-    """null: none of the rates could be chosen."""
-    heldout_loss: float | None = None
-    """Nats, of the checkpoint that the trials start from; null: the pretraining did not evaluate it."""
-    at_a_time: int | None = None
-    """Trials."""
-    rates: list[RateScore] = []
-    tasks: list[GlueTask] = []
-    left_out: dict[str, str] = {}
-    """Task -> why."""
-    average: float | None = None
-    """Mean of the medians of `averaged`."""
-    averaged: list[str] = []
-    """"task split/metric", the nine numbers of the recipe's average."""
-    no_average: list[str] = []
-    """Why there is no average, a line for each task."""
-
-
 # --- what is measured of a run after training
 
 
@@ -1320,14 +1171,6 @@ class LrPlanFile(TimedPlanFile):
     settings: dict[str, Any]
     tokens: int | None = None
     tokens_why: str | None = None
-
-
-class GluePlanFile(TimedPlanFile):
-    """plan.json of `eval glue`."""
-
-    kind: Literal["glue"] = "glue"
-    settings: dict[str, Any]
-    start: dict[str, Any]
 
 
 class TrialFile(StoredFile):

@@ -13,10 +13,9 @@ from bert_dp.config import Config, ExamplesManifest, dump_config
 from launcher import results
 from launcher.evaluate import finetune, glue_grid, glue_scores
 from launcher.evaluate.finetune import Pretrained
-from launcher.evaluate.glue import document
-from launcher.evaluate.glue_grid import Grid, Task
-from launcher.evaluate.glue_run import GlueRun
-from launcher.results import Glue, GlueOptions, GlueTask, GlueTrial
+from launcher.evaluate.glue import GlueRun, result_file
+from launcher.evaluate.glue_grid import GlueGrid, PreparedTask
+from launcher.evaluate.glue_scores import Glue, GlueOptions, GlueTask, GlueTrial
 from launcher.run.trials import Ending, Outcome, Runner, Slot, Stopped, Trial, earlier_outcome
 from tests.helpers import make_config, write_lines
 from tests.shards import SPECIAL
@@ -34,7 +33,7 @@ Answers = Callable[[Config, str, int], list[float]]
 
 def make_task(
     name: str, *, official: bool = True, examples: int = 4, test: int = 0, dev_share: float = 0.0
-) -> Task:
+) -> PreparedTask:
     """A task with dev sets of `examples` each; train has ten times as many."""
     parts = ("matched", "mismatched") if name == "MNLI" else ("",)
     dev = ["_".join(filter(None, ("dev", part))) for part in parts]
@@ -71,30 +70,31 @@ def make_task(
         "sources": [],
         "hash": hashlib.sha256(f"{name}{dev_share}".encode()).hexdigest(),
     }
-    return Task(Path(f"/prepared/{name}-{dev_share:g}"), ExamplesManifest.model_validate(facts))
+    return PreparedTask(Path(f"/prepared/{name}-{dev_share:g}"), ExamplesManifest.model_validate(facts))
 
 
 def make_grid(
     options: GlueOptions,
-    tasks: Iterable[Task] = (),
-    rate_tasks: Iterable[Task] = (),
+    tasks: Iterable[PreparedTask] = (),
+    rate_tasks: Iterable[PreparedTask] = (),
     overrides: Sequence[str] = (),
     on_gpu: bool = False,
-) -> Grid:
+) -> GlueGrid:
     """Of a run that is at /run; no file of it is looked at. `overrides`: settings that were given."""
     model = make_config("schedule.steps=1")
     start = Pretrained(Path("/run"), Path("/run/checkpoints/step-00000005"), 5, model, Path("/run/t.json"))
     base = finetune.configuration(start, overrides, start.checkpoint)
     named, choosing = ({task.name: task for task in each} for each in (tasks, rate_tasks))
-    left_out = {"WNLI": "not among --tasks"}
-    return Grid(start, tuple(overrides), options, base, "fp32", on_gpu, named, choosing, left_out)
+    left_out = {"WNLI": "no WNLI/train.tsv in --data"}
+    return GlueGrid(start, tuple(overrides), options, base, "fp32", on_gpu, named, choosing, left_out)
 
 
 def write_trial(
     trial: Trial,
-    task: Task,
+    task: PreparedTask,
     scores: Mapping[str, float | None],
     answers: Answers = lambda config, split, index: [0.0, float(index % 2)],
+    one_class: Sequence[str] = (),
     **summary: Any,
 ) -> None:
     """What a finished run leaves in the directory of a trial."""
@@ -110,14 +110,15 @@ def write_trial(
             for i in range(split.examples)
         ],
     )
-    heldout = {"loss": 0.5, "examples": 4, "scores": dict(scores)}
+    heldout = {"loss": 0.5, "examples": 4, "scores": dict(scores), "one_class": list(one_class)}
     (directory / "summary.json").write_text(json.dumps({"status": "done", "heldout": heldout, **summary}))
     (directory / "trial.json").write_text('{"seconds": 2.0}')
 
 
-def scores_of(task: Task, value: float) -> dict[str, float | None]:
+def scores_of(task: PreparedTask, value: float) -> dict[str, float | None]:
     """Every metric of every dev set."""
-    return {f"{split}/{metric}": value for split in task.dev for metric in task.manifest.metrics}
+    splits = glue_scores.dev_splits(task.manifest)
+    return {f"{split}/{metric}": value for split in splits for metric in task.manifest.metrics}
 
 
 class MadeRunner(Runner):
@@ -127,7 +128,7 @@ class MadeRunner(Runner):
     def __init__(
         self,
         out: Path,
-        tasks: Iterable[Task],
+        tasks: Iterable[PreparedTask],
         surface: Callable[[str, Config], float | str],
         limit: int = 10**6,
     ):
@@ -165,20 +166,21 @@ def scored_task(name: str, values: list[float | None], **task: Any) -> GlueTask:
         else GlueTrial(trial=f"{name}-s{seed}", lr=4e-5, seed=seed, status="failed", cause="NaN")
         for seed, value in enumerate(values)
     ]
-    majority = {split: dict.fromkeys(source.manifest.metrics, 0.4) for split in source.dev}
-    return glue_scores.task_result(source, trials[::-1], majority, None)
+    splits = glue_scores.dev_splits(source.manifest)
+    majority = {split: dict.fromkeys(source.manifest.metrics, 0.4) for split in splits}
+    return glue_scores.score_task(source.manifest, trials[::-1], majority, None)
 
 
 def evaluation(out: Path, tasks: Sequence[GlueTask], **asked: Any) -> Glue:
     """glue.json of these results."""
     grid = make_grid(GlueOptions(tasks=[task.task for task in tasks], **{"seeds": 2, **asked}))
     done = GlueRun(grid, MadeRunner(out, [], lambda *_: 0.5), print)
-    return document(done, tasks, Ending("complete"), {"seconds": 60.0, "at_a_time": 2})
+    return result_file(done, tasks, Ending("complete"), {"seconds": 60.0})
 
 
 def measured(
     folder: Path,
-    tasks: Mapping[str, Task],
+    tasks: Mapping[str, PreparedTask],
     answer: Callable[[str, int, int], int],
     *seeds: int,
     score: Callable[[str, int], float] = lambda name, seed: 0.5 + seed / 10,
@@ -194,9 +196,13 @@ def measured(
             def logits(config: Config, split: str, i: int, name: str = name) -> list[float]:
                 return [0.0, 2.0 * answer(name, config.run.seed, i) - 1.0]
 
-            write_trial(trial, task, scores_of(task, score(name, seed)), logits)
-            trials.append(glue_scores.read_trial(trial, Outcome("ok", 2.0), task, 4e-5))
-        found.append(glue_scores.task_result(task, trials, {}, None))
+            is_constant = (
+                len({answer(name, seed, i) for i in range(task.manifest.splits["dev"].examples)}) == 1
+            )
+            one_class = ["dev"] if is_constant else []
+            write_trial(trial, task, scores_of(task, score(name, seed)), logits, one_class)
+            trials.append(glue_scores.read_trial(trial, Outcome("ok", 2.0), task.manifest))
+        found.append(glue_scores.score_task(task.manifest, trials, {}, None))
     results.write(folder / "glue.json", evaluation(folder, found))
     return folder
 

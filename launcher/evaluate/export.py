@@ -15,7 +15,7 @@ from bert_dp.config.extras import install_command
 from bert_dp.record.exported import ExportFormat, read_exported
 from launcher import children, results
 from launcher.evaluate.finetune import Pretrained, find_pretrained
-from launcher.evaluate.glue_text import glue_text
+from launcher.evaluate.glue_page import glue_text
 from launcher.log import PLAIN, show
 from launcher.report.console import show_report
 from launcher.report.model import Cell, Report, Section, Table, Verdict

@@ -1,4 +1,4 @@
-"""What `eval glue` runs: the tasks whose files are there, and a trial for each task, rate and seed."""
+"""The tasks that `eval glue` evaluates, and the configuration of each trial."""
 
 from __future__ import annotations
 
@@ -6,23 +6,30 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bert_dp.config import CheckpointConfig, Config, ConfigError, ExamplesManifest, peak_lr, read_examples
+from bert_dp.config import (
+    CheckpointConfig,
+    Config,
+    ConfigError,
+    ExamplesManifest,
+    Issue,
+    peak_lr,
+    read_examples,
+)
 from launcher import children
 from launcher.evaluate import finetune
-from launcher.evaluate.finetune import Pretrained, glue_source
-from launcher.results import GlueOptions
+from launcher.evaluate.finetune import Pretrained
+from launcher.evaluate.glue_scores import GlueOptions
 from launcher.run.read_run import heldout_losses
 from launcher.run.trials import Trial
 
 RATE_TASKS = ("CoLA", "MRPC", "STS-B", "RTE")  # small ones
-RATE_SHARE = 0.1  # of train, by which a rate is chosen: never by dev
-NOT_HERE = ("checkpoint", "log.to", "log.tensorboard")
-"""Settings of a run that its trials have not: they are not kept, and no service is told of them."""
+RATE_SHARE = 0.1  # of train, held out to choose a rate: the dev sets must have no say in it
+NO_EFFECT = ("checkpoint", "log.to", "log.tensorboard")  # trials keep no checkpoint and send no records
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
-    """A task with its prepared directory."""
+class PreparedTask:
+    """A task whose examples are prepared in `path`."""
 
     path: Path
     manifest: ExamplesManifest
@@ -32,29 +39,24 @@ class Task:
         return self.manifest.task
 
     @property
-    def dev(self) -> list[str]:
-        """The splits whose scores count, whether or not a test file has labels too."""
-        return [name for name in self.manifest.splits if name.startswith("dev")]
+    def train_tokens(self) -> int:
+        """Tokens of an epoch, to which the time of a trial is proportional."""
+        return self.manifest.splits["train"].tokens
 
 
 @dataclasses.dataclass(frozen=True)
-class Grid:
-    """What is measured of a run, and with which settings."""
+class GlueGrid:
+    """What an evaluation runs."""
 
     start: Pretrained
     overrides: tuple[str, ...]
     options: GlueOptions
-    base: Config
-    """Of every trial, but for what its task brings."""
+    base: Config  # of every trial, without the data of its task
     precision: str
-    """Of every trial."""
     on_gpu: bool
-    """Where every trial runs."""
-    tasks: Mapping[str, Task]
-    rate_tasks: Mapping[str, Task]
-    """Those that choose the rate, with a part of train in place of dev."""
-    left_out: Mapping[str, str]
-    """Task -> why it is not evaluated."""
+    tasks: Mapping[str, PreparedTask]
+    rate_tasks: Mapping[str, PreparedTask]  # they choose the rate; RATE_SHARE of train replaces their dev
+    left_out: Mapping[str, str]  # task without files -> reason
 
     @property
     def seeds(self) -> list[int]:
@@ -62,23 +64,23 @@ class Grid:
 
     @property
     def weights(self) -> Path | None:
-        """That a trial begins with; None = random ones."""
+        """The checkpoint that trials start from; None = random weights."""
         return None if self.options.init == "random" else self.start.checkpoint
 
     @property
     def heldout_loss(self) -> float | None:
-        """Nats, of the checkpoint that trials start from, where the pretraining evaluated it."""
+        """Nats, of `weights`, if the pretraining evaluated this step."""
         run = self.start.checkpoint.parent.parent
-        return heldout_losses(run).get(self.start.step) if self.weights is not None else None
+        return None if self.weights is None else heldout_losses(run).get(self.start.step)
 
     @property
-    def every_task(self) -> list[Task]:
-        """Every prepared directory; a task that also chooses the rate has two."""
+    def every_task(self) -> list[PreparedTask]:
+        """All prepared directories; a task that also chooses the rate has two."""
         return [*self.tasks.values(), *self.rate_tasks.values()]
 
 
 def missing_files(data: Sequence[Path]) -> dict[str, list[str]]:
-    """Task of GLUE, in GLUE's order -> its train and dev files that `data` lacks. Raises ConfigError."""
+    """Return each task of GLUE, in GLUE's order, with the train and dev files that `data` lacks."""
     words = [word for place in data for word in ("--data", str(place))]
     return dict(children.asked("bert_dp.examples", ["missing", *words], "looking for GLUE's files"))
 
@@ -86,106 +88,98 @@ def missing_files(data: Sequence[Path]) -> dict[str, list[str]]:
 def choose_tasks(
     missing: Mapping[str, Sequence[str]], options: GlueOptions
 ) -> tuple[GlueOptions, dict[str, str]]:
-    """The options with every task named, and why the others are left out. Raises ConfigError."""
-    available = [task for task, files in missing.items() if not files]
-    tasks = options.tasks or available
-    unknown = [
-        f"{option}: {task} is no task of GLUE; choose from {', '.join(missing)}"
-        for option, names in (("--tasks", options.tasks), ("--rate-tasks", options.rate_tasks))
-        for task in names
-        if task not in missing
-    ]
-    if unknown:
-        raise ConfigError(unknown)
-    issues = [
-        f"--tasks: {task}: no {', '.join(missing[task])} in --data; add --data with the folder or tar that "
-        "has it"
-        for task in tasks
-        if missing[task]
-    ]
+    """Return the options with every task named, and the reason for each task that has no files. Raises
+    ConfigError."""
+    found = [task for task, files in missing.items() if not files]
+    tasks = options.tasks or found
+    rate_tasks = options.rate_tasks
+    if options.rates and not rate_tasks:
+        rate_tasks = [task for task in RATE_TASKS if task in found]
+    issues = init_task_issues(options, tasks)
+    for option, names in (("--tasks", tasks), ("--rate-tasks", rate_tasks)):
+        for task in names:
+            if task not in missing:
+                text, hint = f"{task} is not a task of GLUE", f"choose from {', '.join(missing)}"
+                issues.append(Issue(option, "unknown", text, task, hint=hint))
+            elif missing[task]:
+                text, hint = f"{task} needs {', '.join(missing[task])}", "add the place that holds it"
+                issues.append(Issue(option, "not_found", text, task, "--data", hint))
     if not tasks:
-        issues.append("--data: holds no task of GLUE; name a folder or tar with CoLA/train.tsv and the like")
-    rate_tasks = options.rate_tasks or [task for task in RATE_TASKS if task in available]
-    if not options.rates:
-        issues += ["--rate-tasks: choose a rate, but --rates names none"] if options.rate_tasks else []
-        rate_tasks = []
-    elif not rate_tasks:
-        issues.append(f"--rates: none of {', '.join(RATE_TASKS)} is there; name others with --rate-tasks")
-    issues += [
-        f"--rate-tasks: {task}: no {', '.join(missing[task])} in --data"
-        for task in rate_tasks
-        if missing[task]
-    ]
-    issues += init_task_issues(options.init_task, tasks, options.init)
+        hint = "name a folder or archive with CoLA/train.tsv and so on"
+        issues.append(Issue("--data", "not_found", "no task of GLUE is there", hint=hint))
+    if rate_tasks and not options.rates:
+        text = "tasks choose a rate only with --rates"
+        issues.append(Issue("--rate-tasks", "no_effect", text, other="--rates", hint="add --rates"))
+    if options.rates and not rate_tasks:
+        text = f"none of {', '.join(RATE_TASKS)} is there to choose a rate"
+        issues.append(Issue("--rates", "not_found", text, other="--data", hint="name tasks by --rate-tasks"))
     if issues:
         raise ConfigError(issues)
-    left_out = {
-        task: f"no {', '.join(files)} in --data" if files else "not among --tasks"
-        for task, files in missing.items()
-        if task not in tasks
-    }
+    left_out = {task: f"no {', '.join(files)} in --data" for task, files in missing.items() if files}
     ordered = [task for task in missing if task in tasks]
-    return options.model_copy(update={"tasks": ordered, "rate_tasks": list(rate_tasks)}), left_out
+    return options.model_copy(update={"tasks": ordered, "rate_tasks": rate_tasks}), left_out
 
 
-def init_task_issues(init_task: Mapping[str, str], tasks: Sequence[str], init: str) -> list[str]:
-    """Why these tasks cannot start from those; one line each."""
+def init_task_issues(options: GlueOptions, tasks: Sequence[str]) -> list[Issue]:
+    """Return the reasons that tasks cannot start from the finetuned runs of others."""
     issues = []
-    for task, source in init_task.items():
-        named = f"--init-task: {task}={source}"
-        issues += [
-            f"{named}: {name} is not evaluated; add it to --tasks"
-            for name in (task, source)
-            if name not in tasks
-        ]
-        if source in init_task:
-            issues.append(f"{named}: {source} starts from {init_task[source]} itself; only one may follow")
-    if init_task and init == "random":
-        issues.append("--init-task: is not from random weights; drop it or --init random")
+    for task, source in options.init_task.items():
+        pair = f"{task}={source}"
+        if absent := [name for name in (task, source) if name not in tasks]:
+            text = f"{pair} needs {' and '.join(absent)} evaluated"
+            issues.append(Issue("--init-task", "conflict", text, pair, "--tasks", "add it to --tasks"))
+        if source in options.init_task:
+            text, hint = f"{source} of {pair} starts from a task itself", "start from one that does not"
+            issues.append(Issue("--init-task", "unsupported", text, pair, hint=hint))
+    if options.init_task and options.init == "random":
+        text = "the task that others start from is finetuned from random weights"
+        issues.append(Issue("--init-task", "conflict", text, other="--init", hint="leave out one of them"))
     return issues
 
 
-def setting_issues(overrides: Sequence[str], rates: Sequence[float]) -> list[str]:
-    """Settings that this verb sets itself; one line each."""
-    names = finetune.setting_names(overrides)
-    issues = finetune.setting_issues(overrides)
-    issues += [
-        f"{name}: has no effect, as an evaluation keeps no checkpoints and sends nothing; leave it out"
-        for name in names
-        if f"{name}.".startswith(tuple(f"{own}." for own in NOT_HERE))
-    ]
-    if rates:
-        chosen = ("optim.lr", "optim.lr_scaling", "optim.lr_batch")
-        issues += [f"{name}: --rates chooses the rate; give one of them" for name in names if name in chosen]
+def setting_issues(overrides: Sequence[str], rates: Sequence[float]) -> list[Issue]:
+    """Return the given settings that an evaluation ignores or sets itself."""
+    issues = []
+    for name in finetune.setting_names(overrides):
+        if f"{name}.".startswith(tuple(f"{setting}." for setting in NO_EFFECT)):
+            text = "an evaluation keeps no checkpoints and sends no records"
+            issues.append(Issue(name, "no_effect", text, hint="leave it out"))
+        if rates and name in ("optim.lr", "optim.lr_scaling", "optim.lr_batch"):
+            text = "--rates chooses the rate"
+            issues.append(Issue(name, "conflict", text, other="--rates", hint="leave out one of them"))
     return issues
 
 
-def prepare(start: Pretrained, task: str, data: Sequence[Path], length: int, dev_share: float = 0.0) -> Task:
-    """From the cache or made now. Raises ConfigError."""
-    path = finetune.prepare(start, glue_source(task, data), length, dev_share)
-    return Task(path, read_examples(path))
+def prepare(
+    start: Pretrained, task: str, data: Sequence[Path], length: int, dev_share: float = 0.0
+) -> PreparedTask:
+    """Prepare the examples, or find them in the cache. Raises ConfigError."""
+    path = finetune.prepare(start, finetune.glue_source(task, data), length, dev_share)
+    return PreparedTask(path, read_examples(path))
 
 
-def configure(grid: Grid, task: Task, weights: Path | None) -> Config:
-    """Of the task, as it would be trained. Raises ConfigError."""
+def configure(grid: GlueGrid, task: PreparedTask, weights: Path | None) -> Config:
+    """Return the finetuning configuration of a task. Raises ConfigError."""
     config = finetune.configuration(grid.start, grid.overrides, weights, task.path, task.manifest)
     return finetune.sized_micro_batches(config, grid.options.ranks, grid.overrides, on_gpu=grid.on_gpu)
 
 
-def make_trial(grid: Grid, out: Path, task: Task, lr: float | None, seed: int, weights: Path | None) -> Trial:
-    """One finetuning run of `task`. `lr`: None = the configuration's. Its checkpoint is kept where a task
+def make_trial(
+    grid: GlueGrid, out: Path, task: PreparedTask, lr: float | None, seed: int, weights: Path | None
+) -> Trial:
+    """Return one finetuning run. `lr`: None = the configuration's. It keeps a checkpoint only if another task
     starts from it."""
     config = configure(grid, task, weights)
     chooses_rate = task.manifest.dev_share > 0
     optim = config.optim
     if lr is not None:
         optim = optim.model_copy(update={"lr": lr, "lr_scaling": "none", "lr_batch": None})
-    keeps = not chooses_rate and task.name in grid.options.init_task.values()
+    is_start = not chooses_rate and task.name in grid.options.init_task.values()
     config = config.model_copy(
         update={
             "run": config.run.model_copy(update={"seed": seed}),
             "optim": optim,
-            "checkpoint": CheckpointConfig(keep=int(keeps)),
+            "checkpoint": CheckpointConfig(keep=int(is_start)),
             "log": config.log.model_copy(update={"to": (), "tensorboard": False}),
             "precision": grid.precision,
         }
@@ -194,10 +188,9 @@ def make_trial(grid: Grid, out: Path, task: Task, lr: float | None, seed: int, w
     return Trial(out / "trials" / name, config, grid.options.ranks)
 
 
-def rounds(grid: Grid) -> list[list[Task]]:
-    """Tasks that start from RUN, then those that start from one of them; the longest first, so that the
-    devices end together."""
+def rounds(grid: GlueGrid) -> list[list[PreparedTask]]:
+    """Return the tasks that start from the pretrained run, then those that start from one of them; in each
+    round the longest first, so that the devices finish together."""
     tasks = sorted(grid.tasks.values(), key=lambda task: -task.manifest.num_samples)
-    followers = grid.options.init_task
-    parts = [[t for t in tasks if t.name not in followers], [t for t in tasks if t.name in followers]]
-    return [part for part in parts if part]
+    later = grid.options.init_task
+    return [[t for t in tasks if t.name not in later], [t for t in tasks if t.name in later]]

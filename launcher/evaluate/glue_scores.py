@@ -1,98 +1,209 @@
-"""Trials of GLUE -> scores: of a trial, of a task over its seeds, and their average."""
+"""Scores of `eval glue`: the models of glue.json, medians over the seeds, the average, submission files."""
+
+# ruff: noqa: RUF012 (pydantic copies a default)
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar, Literal
 
 from bert_dp import record
-from bert_dp.record.models import FailureKind, Summary
-from launcher.evaluate.glue_grid import Task
-from launcher.evaluate.glue_predictions import answers
-from launcher.results import GlueScore, GlueSplit, GlueTask, GlueTrial, RateScore
-from launcher.run.read_run import cause, failure_kind, read_summary
+from bert_dp.config import ExamplesManifest, peak_lr
+from bert_dp.record.models import FailureKind, HeldOut, StoredModel, Summary
+from launcher.evaluate.finetune import Pretrained
+from launcher.results import Measurement
+from launcher.run.read_run import Ended, cause, failure_kind, read_summary
 from launcher.run.trials import Outcome, Trial
 
-AVERAGED = (
-    ("CoLA", "dev/mcc"),
-    ("SST-2", "dev/accuracy"),
-    ("MRPC", "dev/f1"),
-    ("STS-B", "dev/pearson"),
-    ("QQP", "dev/f1"),
-    ("MNLI", "dev_matched/accuracy"),
-    ("MNLI", "dev_mismatched/accuracy"),
-    ("QNLI", "dev/accuracy"),
-    ("RTE", "dev/accuracy"),
-)
-"""The nine numbers of the recipe's average: eight tasks, MNLI twice, WNLI never."""
+AVERAGED = ("CoLA", "SST-2", "MRPC", "STS-B", "QQP", "MNLI", "QNLI", "RTE")  # the recipe's: never WNLI
+AVERAGED_METRICS = {"CoLA": "mcc", "MRPC": "f1", "STS-B": "pearson", "QQP": "f1"}  # accuracy for the others
+SUBMISSIONS = "submission"
+SUBMISSION_NAMES = {("MNLI", "test_matched"): "MNLI-m", ("MNLI", "test_mismatched"): "MNLI-mm"}
+LOWEST, HIGHEST = 0.0, 5.0  # similarities of STS-B
 
 
-def read_trial(trial: Trial, outcome: Outcome, task: Task, lr: float) -> GlueTrial:
-    """What a trial has come to. One without every score of its dev sets has failed."""
-    directory = trial.directory
-    summary = read_summary(directory) or Summary(status="failed")
-    facts: dict[str, Any] = {
-        **dict(summary),  # a field of GlueTrial that a summary has too is that of the run
-        "trial": trial.name,
-        "lr": lr,
-        "seed": trial.config.run.seed,
-        "seconds": outcome.seconds,
-        "status": outcome.status,
-    }
+class GlueOptions(StoredModel):
+    """Options of `eval glue`."""
+
+    tasks: list[str] = []  # in GLUE's order; empty: every task whose files were found
+    seeds: int = 5
+    rates: list[float] = []  # one is chosen for all tasks; empty: the configuration's
+    rate_tasks: list[str] = []  # they choose the rate; empty: the small tasks whose files were found
+    init: Literal["checkpoint", "random"] = "checkpoint"
+    init_task: dict[str, str] = {}  # task -> the task from whose finetuned run of the same seed it starts
+    ranks: int = 1  # per trial
+    launcher: str = "torchrun"
+
+
+class GlueStart(StoredModel):
+    """The pretrained checkpoint."""
+
+    checkpoint: str
+    step: int
+    sha256: str | None  # of model.safetensors; null: not in the checkpoint's manifest
+
+
+class GlueTrial(StoredModel):
+    """One finetuning run."""
+
+    trial: str
+    lr: float
+    seed: int
+    status: Ended
+    failure_kind: FailureKind | None = None
+    cause: str | None = None
+    scores: dict[str, float] = {}  # "split/metric" -> score, at most 1; empty for a failed trial
+    one_class: list[str] = []  # dev sets with the same answer for every example
+
+
+class GlueSplit(StoredModel):
+    """A dev set."""
+
+    name: str
+    examples: int
+    truncated: int  # longer than the sequence length
+    in_train: int | None  # whose texts also stand in train
+
+
+class GlueScore(StoredModel):
+    """A metric of a dev set over the seeds."""
+
+    split: str
+    metric: str
+    seeds: list[float | None]  # in the order of the trials; null: the trial failed
+    median: float | None
+    sd: float | None  # standard deviation over the seeds; null for one seed
+    majority: float | None  # for a constant answer, the most frequent one of train; null: not defined
+
+    @property
+    def name(self) -> str:
+        return f"{self.split}/{self.metric}"
+
+
+class GlueTask(StoredModel):
+    """A task with its trials and scores."""
+
+    task: str
+    official: bool  # false: a subset of GLUE's rows, so the scores are not GLUE scores
+    data_hash: str
+    init_task: str | None  # the task from whose finetuned run it started
+    splits: list[GlueSplit]
+    trials: list[GlueTrial]
+    scores: list[GlueScore]
+    median_trial: str | None  # by the first score, the lower one for an even number; null: all failed
+    submissions: list[str] = []  # files in OUT with the predictions of the median trial
+
+    def score(self, name: str) -> GlueScore | None:
+        """Return the score called "split/metric"."""
+        return next((score for score in self.scores if score.name == name), None)
+
+
+class RateScore(StoredModel):
+    """A learning rate with its scores on a tenth of train."""
+
+    lr: float
+    scores: dict[str, float | None]  # task -> its first metric; null: the trial failed
+    mean: float | None  # null: a trial failed, and the rate cannot be chosen
+    trials: list[GlueTrial]
+
+
+class Glue(Measurement):
+    """glue.json."""
+
+    remedy: ClassVar[str] = "the same `bert-dp eval glue` command with the same --out writes it anew"
+    schema_version: Literal[1] = 1
+    kind: Literal["glue"] = "glue"
+    settings: GlueOptions
+    start: GlueStart
+    head: str
+    pooling: str
+    lr: float | None  # null: no rate could be chosen
+    heldout_loss: float | None  # nats, of `start`; null: random weights, or a step without an evaluation
+    rates: list[RateScore]
+    tasks: list[GlueTask]
+    left_out: dict[str, str]  # task -> reason
+    average: float | None  # mean of the medians of AVERAGED
+    not_averaged: list[str]  # tasks of AVERAGED that are missing, a subset, or lack the score of a seed
+
+
+def describe_start(start: Pretrained) -> GlueStart:
+    """Return the checkpoint with its hash."""
+    sha256 = None
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        sha256 = record.weights_hash(start.checkpoint)
+    return GlueStart(checkpoint=str(start.checkpoint), step=start.step, sha256=sha256)
+
+
+def dev_splits(manifest: ExamplesManifest) -> list[str]:
+    """Return the splits that are scored. A test file may have labels too and is not."""
+    return [name for name in manifest.splits if name.startswith("dev")]
+
+
+# --- one trial
+
+
+def read_trial(trial: Trial, outcome: Outcome, manifest: ExamplesManifest) -> GlueTrial:
+    """Read the scores of a trial that has ended. A trial that lacks a score of a dev set has failed."""
+    summary = read_summary(trial.directory) or Summary(status="failed")
+    result = GlueTrial(
+        trial=trial.name, lr=peak_lr(trial.config).value, seed=trial.config.run.seed, status=outcome.status
+    )
+
+    def failed(status: Ended, kind: FailureKind, reason: str) -> GlueTrial:
+        return result.model_copy(update={"status": status, "failure_kind": kind, "cause": reason})
+
     if outcome.status != "ok":
-        return GlueTrial(**facts | {"cause": cause(directory), "failure_kind": failure_kind(directory)})
-    known = (summary.heldout and summary.heldout.scores) or {}
-    wanted = [f"{split}/{metric}" for split in task.dev for metric in task.manifest.metrics]
-    scores = {name: score for name in wanted if (score := known.get(name)) is not None}
-    predicted = answers(directory)
-    short = [s for s in task.dev if len(predicted.get(s, ())) != task.manifest.splits[s].examples]
-    if short:
-        cut = f"{record.PREDICTIONS} does not hold every example of {', '.join(short)}"
-        return GlueTrial(**facts | {"status": "failed", "cause": cut, "failure_kind": "error"})
-    if missing := [name for name in wanted if name not in scores]:
-        undefined = all(name in known for name in missing)
-        kind: FailureKind = "error" if undefined else "not_finite"
-        why = "not defined, as where every answer is the same" if undefined else "a logit is not finite"
-        told = f"no {', '.join(missing)}: {why}"
-        return GlueTrial(**facts | {"status": "failed", "cause": told, "failure_kind": kind})
-    measured = {
-        "scores": scores,
-        "one_class": [split for split in task.dev if len(set(predicted[split])) == 1],
-        "predictions_sha256": hashlib.sha256((directory / record.PREDICTIONS).read_bytes()).hexdigest(),
-    }
-    return GlueTrial(**facts | measured)
+        return failed(outcome.status, failure_kind(trial.directory), cause(trial.directory))
+    heldout = summary.heldout or HeldOut()
+    known = heldout.scores or {}
+    splits = dev_splits(manifest)
+    names = [f"{split}/{metric}" for split in splits for metric in manifest.metrics]
+    scores = {name: score for name in names if (score := known.get(name)) is not None}
+    if missing := ", ".join(name for name in names if name not in scores):
+        # The summary has null for a metric that is not defined, and no entry if a logit is not finite.
+        if all(name in known for name in names):
+            return failed("failed", "error", f"{missing} not defined, as for constant answers")
+        return failed("failed", "not_finite", f"no {missing}: a logit is not finite")
+    one_class = [split for split in heldout.one_class if split in splits]
+    return result.model_copy(update={"scores": scores, "one_class": one_class})
 
 
-def task_result(
-    task: Task,
+# --- over the seeds
+
+
+def score_task(
+    manifest: ExamplesManifest,
     trials: Sequence[GlueTrial],
     majority: Mapping[str, Mapping[str, float | None]],
     init_task: str | None,
 ) -> GlueTask:
-    """The scores of a task over its seeds. `majority`: split -> metric -> the score of a constant answer."""
-    manifest = task.manifest
+    """Compute the scores of a task over its seeds. `majority`: split -> metric -> majority baseline."""
     trials = sorted(trials, key=lambda trial: trial.seed)
+    splits = dev_splits(manifest)
     scores = [
-        _over_seeds(split, metric, trials, majority.get(split, {}).get(metric))
-        for split in task.dev
+        score_metric(split, metric, trials, majority.get(split, {}).get(metric))
+        for split in splits
         for metric in manifest.metrics
     ]
+    first = scores[0].name
+    ranked = sorted((t.scores[first], t.seed, t.trial) for t in trials if first in t.scores)
     return GlueTask(
-        task=task.name,
+        task=manifest.task,
         official=bool(manifest.official),
-        train_examples=manifest.num_samples,
         data_hash=manifest.hash,
         init_task=init_task,
-        splits=[GlueSplit(name=split, **dict(manifest.splits[split])) for split in task.dev],
+        splits=[GlueSplit(name=split, **dict(manifest.splits[split])) for split in splits],
         trials=trials,
         scores=scores,
-        median_trial=median_trial(trials, scores[0].name),
+        median_trial=ranked[(len(ranked) - 1) // 2][2] if ranked else None,
     )
 
 
-def _over_seeds(split: str, metric: str, trials: Sequence[GlueTrial], majority: float | None) -> GlueScore:
+def score_metric(split: str, metric: str, trials: Sequence[GlueTrial], majority: float | None) -> GlueScore:
+    """Compute the median and the standard deviation over the trials that have a score."""
     seeds = [trial.scores.get(f"{split}/{metric}") for trial in trials]
     known = [score for score in seeds if score is not None]
     return GlueScore(
@@ -105,33 +216,29 @@ def _over_seeds(split: str, metric: str, trials: Sequence[GlueTrial], majority: 
     )
 
 
-def median_trial(trials: Iterable[GlueTrial], name: str) -> str | None:
-    """The one whose score of this name is the median; of an even number the lower one."""
-    scored = sorted((trial.scores[name], trial.seed, trial.trial) for trial in trials if name in trial.scores)
-    return scored[(len(scored) - 1) // 2][2] if scored else None
+def paired_differences(one: GlueTask, other: GlueTask, name: str) -> list[float]:
+    """Return the score of `other` less that of `one` for each seed that has one in both."""
+    before = {trial.seed: trial.scores[name] for trial in one.trials if name in trial.scores}
+    return [t.scores[name] - before[t.seed] for t in other.trials if name in t.scores and t.seed in before]
 
 
 def average(tasks: Sequence[GlueTask]) -> tuple[float | None, list[str]]:
-    """Mean of the nine medians, or why there is none: a line for each task that is not whole."""
-    by_name = {task.task: task for task in tasks}
-    lines: dict[str, str] = {}
-    medians = []
-    for name, metric in AVERAGED:
-        task = by_name.get(name)
-        score = task.score(metric) if task else None
-        if task is None:
-            lines[name] = f"{name} is not evaluated"
-        elif not task.official:
-            lines[name] = f"{name} is a subset of GLUE's rows"
-        elif score is None or score.median is None or not score.is_whole:
-            lines[name] = f"{name} lacks the score of a seed"
-        else:
-            medians.append(score.median)
-    return (None if lines else statistics.fmean(medians)), list(lines.values())
+    """Return the mean of the nine medians, or None and the tasks that lack a complete score."""
+    by_task = {task.task: task.scores for task in tasks if task.official}
+    medians: list[float] = []
+    lacking = []
+    for name in AVERAGED:
+        metric = AVERAGED_METRICS.get(name, "accuracy")
+        scores = [score for score in by_task.get(name, ()) if score.metric == metric]
+        known = [score.median for score in scores if score.median is not None and None not in score.seeds]
+        if not known or len(known) < len(scores):
+            lacking.append(name)
+        medians += known
+    return (None if lacking else statistics.fmean(medians)), lacking
 
 
-def rate_score(lr: float, trials: Mapping[str, GlueTrial], metrics: Mapping[str, str]) -> RateScore:
-    """A rate by its trials. `metrics`: task -> "split/metric" that counts."""
+def score_rate(lr: float, trials: Mapping[str, GlueTrial], metrics: Mapping[str, str]) -> RateScore:
+    """Compute the mean score of a rate. `metrics`: task -> the "split/metric" that counts."""
     scores = {task: trials[task].scores.get(metrics[task]) for task in trials}
     known = [score for score in scores.values() if score is not None]
     mean = statistics.fmean(known) if known and len(known) == len(scores) else None
@@ -139,6 +246,52 @@ def rate_score(lr: float, trials: Mapping[str, GlueTrial], metrics: Mapping[str,
 
 
 def choose_rate(rates: Sequence[RateScore]) -> float | None:
-    """The rate with the highest mean, the lower one of two equals; None where none can be chosen."""
+    """Return the rate with the highest mean, the lower one of two equals; None if no rate has a mean."""
     scored = [(-rate.mean, rate.lr) for rate in rates if rate.mean is not None]
     return min(scored)[1] if scored else None
+
+
+# --- files for GLUE's server
+
+
+def write_submissions(out: Path, trial: str, manifest: ExamplesManifest) -> list[str]:
+    """Write a file for each test set from the predictions of a trial. Return their paths in `out`: none if
+    there is no test set, or a test example has no finite prediction."""
+    answers = read_answers(out / "trials" / trial)
+    texts = {}
+    for split in [name for name in manifest.splits if name.startswith("test")]:
+        known = [answer for answer in answers.get(split, ()) if answer is not None]
+        if len(known) != manifest.splits[split].examples:
+            return []
+        lines = [f"{index}\t{format_answer(answer, manifest)}" for index, answer in enumerate(known)]
+        name = SUBMISSION_NAMES.get((manifest.task, split), manifest.task)
+        texts[f"{SUBMISSIONS}/{name}.tsv"] = "\n".join(["index\tprediction", *lines, ""])
+    for path, text in texts.items():
+        (out / SUBMISSIONS).mkdir(exist_ok=True)
+        record.write_text(out / path, text)
+    return list(texts)
+
+
+def read_answers(trial: Path) -> dict[str, list[float | None]]:
+    """Return the predicted answers of each split in the order of its examples."""
+    path = trial / record.PREDICTIONS
+    lines = map(record.parse_json, path.read_bytes().splitlines() if path.is_file() else ())
+    answers: dict[str, list[float | None]] = {}
+    for line in sorted(lines, key=lambda line: line["index"]):
+        answers.setdefault(line["split"], []).append(predicted_answer(line["logits"]))
+    return answers
+
+
+def predicted_answer(logits: Sequence[float | None]) -> float | None:
+    """Return the index of the greatest logit, or the score of a regression; None if a logit is not finite."""
+    finite = [logit for logit in logits if logit is not None]
+    if len(finite) < len(logits):
+        return None
+    return finite[0] if len(finite) == 1 else float(finite.index(max(finite)))
+
+
+def format_answer(answer: float, manifest: ExamplesManifest) -> str:
+    """Return a label by GLUE's name, or a similarity, which is clipped here alone."""
+    if manifest.kind == "regression":
+        return f"{min(max(answer, LOWEST), HIGHEST):.3f}"
+    return manifest.labels[int(answer)]

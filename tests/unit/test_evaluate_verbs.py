@@ -19,9 +19,10 @@ from launcher import children, datasets, results
 from launcher.evaluate import export as exporting
 from launcher.evaluate import finetune, glue, predict, text_loss
 from launcher.evaluate.export import check_report, export
+from launcher.evaluate.glue_scores import GlueOptions
 from launcher.evaluate.predict import Columns
 from launcher.output import Output
-from launcher.results import ExportCheck, GlueOptions
+from launcher.results import ExportCheck
 from tests.glue_fixture import make_task
 from tests.helpers import issues_of, make_config
 from tests.report_fixture import shown, unfolded
@@ -264,9 +265,9 @@ def test_eval_mlm_of_a_finetuned_run_names_what_it_was_made_of(tmp_path: Path) -
 
 @pytest.mark.parametrize(("then", "now", "taken"), [(2, 5, True), (2, 2, True), (5, 2, False)])
 def test_an_evaluation_goes_on_with_more_seeds_only(tmp_path: Path, then: int, now: int, taken: bool) -> None:
-    def plan(seeds: int) -> results.GluePlanFile:
+    def plan(seeds: int) -> glue.GluePlanFile:
         settings = results.plain(GlueOptions(seeds=seeds))
-        return results.GluePlanFile(config_hash="abc", settings=settings, start={})
+        return glue.GluePlanFile(config_hash="abc", settings=settings, start={})
 
     results.write(tmp_path / glue.STATE, plan(then))
     output = Output(tmp_path, "evaluation", glue.STATE, plan(now), glue.FIXED, glue.GROWS)

@@ -9,11 +9,24 @@ from typing import Any
 
 import pytest
 
-from benchmarks.finetune_claim import Measured, arms_of, compare, describe_arm, judge, metrics_of
+from benchmarks.finetune_claim import (
+    Evaluation,
+    Measured,
+    Paired,
+    arms_of,
+    compare,
+    describe_arm,
+    flips,
+    judge,
+    metrics_of,
+    paired_difference,
+    pooled_accuracy,
+    read_dev_answers,
+)
 from bert_dp.config import find_config, load_config
-from launcher.evaluate.glue_compare import Evaluation
-from launcher.results import Glue
+from launcher.evaluate.glue_scores import Glue
 from tests.glue_fixture import make_task, measured
+from tests.helpers import write_lines
 
 TASKS = {
     "RTE": make_task("RTE", examples=10),
@@ -76,6 +89,49 @@ def test_only_pretrainings_of_both_count(arms: dict[str, Measured]) -> None:
     assert found["flips"]["all"] == {"flipped": 0, "of": 40, "share": 0.0}
     assert found["differences"]["RTE dev/accuracy"] == 0.0
     assert found["pooled_by_pretraining"] == {0: 0.0}
+
+
+def right(*examples: int) -> Any:
+    return {("dev", i): (float(right), 1.0) for i, right in enumerate(examples)}
+
+
+def test_flips_and_pooled_accuracy_are_over_the_same_seeds_and_examples() -> None:
+    one = {0: right(1, 1, 0), 1: right(0, 0, 0), 2: right(1, 1, 1)}
+    other = {0: right(1, 0), 1: right(1, 0, 0, 1)}
+    found = flips(one, other)
+    assert (found.flipped, found.of, found.share) == (2, 5, 0.4)
+    assert flips(one, {}).share is None
+    # seeds 0 and 1 are those of both tasks: 3 of 5 and 1 of 5
+    assert pooled_accuracy([one, {0: right(1, 0), 1: right(1, 0)}]) == 0.4
+    assert pooled_accuracy([]) is None
+
+
+def test_only_labelled_dev_examples_are_compared(tmp_path: Path) -> None:
+    """The test file of MRPC has labels too."""
+    lines = [("dev", 0, 1), ("test", 0, 1), ("dev", 1, None)]
+    write_lines(
+        tmp_path / "predictions.jsonl",
+        [{"split": s, "index": i, "label": label, "logits": [0.5, None, 1.0]} for s, i, label in lines],
+    )
+    assert read_dev_answers(tmp_path) == {("dev", 0): (None, 1)}
+
+
+def test_the_paired_standard_error_by_hand() -> None:
+    # two seeds, three examples of one task and one of another: gains 1/2, 0, -1 and 1
+    one = [{0: right(0, 1, 1), 1: right(0, 0, 1)}, {0: right(0), 1: right(0), 2: right(1)}]
+    other = [{0: right(1, 0, 0), 1: right(0, 1, 0), 2: right(1, 1, 1)}, {0: right(1), 1: right(1)}]
+    found = paired_difference(one, other)
+    assert found is not None
+    assert (found.examples, found.seeds) == (4, 2)
+    assert found.difference == 0.125  # (0.5 + 0 - 1 + 1) / 4
+    squares = 0.375**2 + 0.125**2 + 1.125**2 + 0.875**2
+    assert found.standard_error == pytest.approx(math.sqrt(squares / (4 * 3)))
+    swapped = paired_difference(other, one)
+    assert swapped is not None
+    assert (swapped.difference, swapped.standard_error) == (-0.125, found.standard_error)
+    assert paired_difference([{0: right(0)}], [{0: right(1)}]) == Paired(1.0, None, 1, 1)
+    assert paired_difference([{0: right(0)}], [{1: right(1)}]) is None
+    assert paired_difference([], []) is None
 
 
 def against(gap: float, error: float, control: float, flipped: int = 0) -> dict[str, Any]:

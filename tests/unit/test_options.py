@@ -13,10 +13,10 @@ import typer
 from bert_dp.config.profile import parse_profile
 from launcher import checkpoints, children, datasets, options, results
 from launcher.evaluate import export, finetune, glue, predict, text_loss
+from launcher.evaluate.glue_scores import GlueOptions
 from launcher.machine import doctor, environment
 from launcher.plan import inputs, scaling
 from launcher.plan.question import Question
-from launcher.results import GlueOptions
 from launcher.run import loggers, restarts, train
 from launcher.tune import auto, batch, transfer
 from tests.e2e.cli import here, refused, tiny

@@ -332,3 +332,18 @@ def test_a_line_for_which_there_is_no_room_leaves_no_torn_one(tmp_path: Path) ->
     )
     assert done.stdout == "refused\n"
     assert [line["step"] for line in record.read_lines(path)] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("word", "cut"),
+    [
+        ("/usr/local/bin/bert-dp", "bert-dp"),
+        ("run.init_from=hf:/data/models/rope", "run.init_from=hf:rope"),
+        ("data.sources=[/data/a/x.txt,/data/y.txt]", "data.sources=[x.txt,y.txt]"),
+        ("runs/crammed", "runs/crammed"),
+        ("../runs/crammed", "../runs/crammed"),
+        ("--lr=1/2", "--lr=1/2"),
+    ],
+)
+def test_a_card_names_files_and_not_where_they_are(word: str, cut: str) -> None:
+    assert record.without_folders(word) == cut

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from launcher import results
 from launcher.datasets import shards_report
-from launcher.evaluate.glue_report import glue_report
+from launcher.evaluate.glue_page import glue_report
 from launcher.machine.doctor import Finding, doctor_report
 from launcher.machine.environment import probe
 from launcher.plan.plan_report import plan_report

@@ -14,6 +14,7 @@ from bert_dp import record
 from bert_dp.config import ConfigError
 from bert_dp.record.models import FailureKind, Summary, kind_of_error, kind_of_text
 from launcher import results
+from launcher.evaluate.glue_scores import Glue
 from tests import scaling_fixture, tune_fixture
 from tests.glue_fixture import evaluation, scored_task
 from tests.helpers import issues_of, read_json
@@ -63,7 +64,7 @@ FILES = [
     (tune_fixture.lr(transfer=tune_fixture.transfer()), results.TuneLr),
     (scaling_fixture.scaling(prediction=True, modes=("weak", "strong")), results.Scaling),
     (scaling_fixture.nulls(), results.Scaling),
-    (results.plain(evaluation(Path(), [scored_task("RTE", [0.5, None])])), results.Glue),
+    (results.plain(evaluation(Path(), [scored_task("RTE", [0.5, None])])), Glue),
 ]
 
 
