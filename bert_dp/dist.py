@@ -8,10 +8,11 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from pydantic import BaseModel
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
@@ -20,6 +21,7 @@ from bert_dp.devices import Place, own_place
 from bert_dp.record import INIT_FILE
 from bert_dp.world import World
 
+M = TypeVar("M", bound=BaseModel)
 TIMEOUT = datetime.timedelta(minutes=30)
 
 
@@ -67,6 +69,11 @@ class Comm:
             buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         dist.broadcast(buffer, 0, group=self._group)
         return json.loads(bytes(buffer.tolist()))
+
+    def broadcast_model(self, model: M | None, kind: type[M]) -> M | None:
+        """Return rank 0's pydantic model, of class `kind`, on every rank. Collective."""
+        data = self.broadcast(None if model is None else model.model_dump(mode="json"))
+        return None if data is None else kind.model_validate(data)
 
     def barrier(self) -> None:
         self.all_gather([0.0])

@@ -33,7 +33,7 @@ from bert_dp.record import (
     start_ticks,
     write_json,
 )
-from bert_dp.record.models import FailureKind, RankError, kind_of_error
+from bert_dp.record.models import Failure, FailureKind, kind_of_error
 
 LITTER = 100_000  # objects; recomputing a block leaves 7 at each call, some 0.5 KB
 
@@ -145,7 +145,7 @@ def record_error(rank: int, error: BaseException) -> None:
     if folder:
         path = Path(folder) / f"rank-{rank}.error.json"
         with contextlib.suppress(OSError):  # a full disk must not hide the cause: the log has it too
-            write_json(path, _error_facts(rank, error, secrets).model_dump(mode="json"))
+            write_json(path, failure_of(rank, error, secrets).model_dump(mode="json"))
     if isinstance(error, ConfigError):
         text = "".join(f"error: {issue}\n" for issue in error.issues)
     elif isinstance(error, RunFailed):  # no line of code is the place of it
@@ -155,20 +155,21 @@ def record_error(rank: int, error: BaseException) -> None:
     sys.stderr.write(safe(hide(text, secrets)))
 
 
-def _error_facts(rank: int, error: BaseException, secrets: Iterable[str]) -> RankError:
-    """rank-N.error.json: what was raised, and the innermost frame of our code or the user's."""
-    frames = traceback.extract_tb(error.__traceback__)
+def failure_of(rank: int, error: BaseException, secrets: Iterable[str]) -> Failure:
+    """Describe an exception with the innermost frame of our code or the user's."""
+    agreed = isinstance(error, RunFailed)
+    frames = [] if agreed else traceback.extract_tb(error.__traceback__)
     frame = next((f for f in reversed(frames) if is_own_code(f.filename)), frames[-1] if frames else None)
-    if isinstance(error, RunFailed):
-        frame = None
-    return RankError(
+    name, text = type(error).__name__, hide(str(error), secrets)
+    issues = [i.to_json() for i in error.issues] if isinstance(error, ConfigError) else []
+    return Failure(
+        kind=kind_of_error(error),
+        message=text if agreed else f"{name}: {text}" if text else name,
         rank=rank,
         time_ns=time.monotonic_ns(),  # since boot: one clock for all processes, and it never jumps
-        type=type(error).__name__,
-        message=hide(str(error), secrets),
+        error_type=name,
         where=f"{frame.filename}:{frame.lineno}" if frame else None,
-        function=frame.name if frame else None,
-        source=hide(frame.line, secrets) if frame and frame.line else None,
-        bad_input=[hide(str(i), secrets) for i in error.issues] if isinstance(error, ConfigError) else None,
-        failure_kind=kind_of_error(error),
+        source=hide(f"in {frame.name}: {frame.line}", secrets) if frame and frame.line else None,
+        issues=[{k: hide(v, secrets) if isinstance(v, str) else v for k, v in i.items()} for i in issues],
+        agreed=agreed,
     )

@@ -19,7 +19,7 @@ from bert_dp.config import CheckpointConfig
 from bert_dp.lines import WriteErrors
 from bert_dp.parallel import State
 from bert_dp.record import list_checkpoints
-from bert_dp.record.models import FailureKind, kind_of_error
+from bert_dp.record.models import Failure, FailureKind, kind_of_error
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -33,7 +33,7 @@ class NotFiniteError(ValueError):
 class AsyncCheckpointer:
     """Writes checkpoints one at a time; every rank has one, only rank 0's is given states.
 
-    A save that fails leaves those before it and is counted; `gave_up` then tells whether the run may go on.
+    A save that fails leaves those before it and is counted; `abort_reason` then tells whether the run ends.
     """
 
     def __init__(
@@ -52,11 +52,10 @@ class AsyncCheckpointer:
         self.failed_saves = 0
         self.stall_s = 0.0
         """Seconds that training stood still for saving: gathering, and waiting for an earlier write."""
-        self.gave_up: str | None = None
-        """The reason why the run must stop, once a save has failed and that is the policy."""
-        self.failure_kind: FailureKind = "error"
-        """The kind of the last failure to save."""
-        self._problem: str | None = None
+        self.abort_reason: Failure | None = None
+        """Why the run must stop, once a save has failed and that is the policy."""
+        self.problem: Failure | None = None
+        """Why the last save failed."""
         self._in_a_row, self._why = 0, ""  # saves that failed since the last good one; the last reason
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -87,15 +86,15 @@ class AsyncCheckpointer:
             self._thread.start()
         self.stall_s += time.perf_counter() - start
 
-    def wait(self) -> tuple[int | None, str | None]:
-        """Wait for the write; the newest step that is safe, and what went wrong with the last save.
+    def wait(self) -> int | None:
+        """Wait for the write; return the newest step that is safe.
 
         Raises what the writer raised, if that was no failed save.
         """
         self.close()
         if self._error is not None:
             raise self._error
-        return self.saved_step, self._problem
+        return self.saved_step
 
     def close(self) -> None:
         """Wait for the write."""
@@ -118,7 +117,7 @@ class AsyncCheckpointer:
             self._error = error
         else:
             self._trusted.add(path)
-            self.saved_step, self._problem = step, None
+            self.saved_step, self.problem = step, None
             if self._in_a_row > 1:
                 self._log(f"warning: {path.name} is saved; the {self._in_a_row} saves before it failed")
             self._in_a_row, self._why = 0, ""
@@ -127,20 +126,20 @@ class AsyncCheckpointer:
         """A row of saves that fail for one reason is said once, its number when it ends."""
         self.failed_saves += 1
         self._in_a_row += 1
-        self.failure_kind = kind_of_error(error)
         before, self._why = self._why, str(error)
         if isinstance(error, OSError):
             self._write_errors.note(error)
             self._why = os.strerror(error.errno or errno.EIO)
         row = f"; {self._in_a_row} saves in a row have failed" if self._in_a_row > 1 else ""
-        self._problem = (
+        message = (
             f"{checkpoint.path_of(self._folder, step).name} could not be saved: {error}; "
             f"{self._newest_good()}{row}"
         )
+        self.problem = Failure(message=message, kind=kind_of_error(error))
         if self._settings.on_error == "stop":
-            self.gave_up = self.gave_up or self._problem
+            self.abort_reason = self.abort_reason or self.problem
         if self._why != before:
-            self._log(f"warning: {self._problem}")
+            self._log(f"warning: {message}")
 
     def _write_or_make_room(self, step: int, state: State, metadata: dict[str, Any]) -> Path:
         keep = self._settings.keep

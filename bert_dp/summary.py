@@ -10,13 +10,13 @@ from bert_dp.metrics import straggler
 from bert_dp.parallel import engine_name
 from bert_dp.record.models import DdpCounters, HeldOut, InitFrom, RunStatus, Straggler, Summary
 from bert_dp.train_state import TrainState
-from bert_dp.trainer import RunResult, Trainer
+from bert_dp.trainer import Trainer, TrainingOutcome
 
 
 def write_summary(
     trainer: Trainer,
     state: TrainState,
-    result: RunResult,
+    result: TrainingOutcome,
     setup_s: float,
     dry_run_s: float,
     before_j: float | None,
@@ -44,9 +44,7 @@ def write_summary(
     heldout = HeldOut.model_validate(state.heldout) if state.heldout else None
     summary = Summary(
         status=status,
-        exit_code={"done": 0, "stopped": 128 + result.signal, "failed": 1}[status],
-        cause=result.failure,  # what stopped a run stands in `signal`
-        failure_kind=result.failure_kind,
+        failure=result.failure,
         signal=result.signal or None,
         step=state.step,
         samples=state.samples,

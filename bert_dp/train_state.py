@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bert_dp.record import CheckpointFacts
-from bert_dp.record.models import FailureKind
+from bert_dp.record.models import Failure, FailureKind
 
 SAVED = ("step", "samples", "elapsed_s", "skipped_steps", "loss_spikes", "recent_losses")
 
@@ -39,20 +39,18 @@ class TrainState:
     """Of `heldout`."""
     eval_s: float = 0.0
     """Seconds spent in evaluations."""
-    trouble: str | None = None
-    """The reason why the run must end."""
-    failure_kind: FailureKind | None = None
-    """The kind of `trouble`."""
+    abort_reason: Failure | None = None
+    """Why the run must end."""
 
     @classmethod
     def from_checkpoint(cls, facts: CheckpointFacts) -> TrainState:
         """The state in which the run goes on from a checkpoint."""
         return cls(logged_step=facts.step, **{name: getattr(facts, name) for name in SAVED})
 
-    def give_up(self, cause: str | None, kind: FailureKind) -> None:
-        """Let the run end for this cause, if it is one and the first."""
-        if cause is not None and self.trouble is None:
-            self.trouble, self.failure_kind = cause, kind
+    def request_abort(self, message: str | None, kind: FailureKind) -> None:
+        """End the run for this reason, unless it is None or there is one already."""
+        if message is not None and self.abort_reason is None:
+            self.abort_reason = Failure(message=message, kind=kind)
 
     def saved(self) -> dict[str, Any]:
         """For state.json."""

@@ -25,7 +25,7 @@ from bert_dp.optim import lr_factor, set_lr
 from bert_dp.parallel import Engine, State
 from bert_dp.precision import Precision
 from bert_dp.rank_process import Signals
-from bert_dp.record.models import FailureKind
+from bert_dp.record.models import Failure
 from bert_dp.saving import AsyncCheckpointer
 from bert_dp.step_trace import StepTrace
 from bert_dp.tasks import Batch, Context, Metadata, Stream, Task
@@ -98,15 +98,13 @@ class Trainer(Rank):
 
 
 @dataclasses.dataclass(frozen=True)
-class RunResult:
+class TrainingOutcome:
     """How `train` ended."""
 
     signal: int
     """0 = the budget is spent, or `failure`."""
-    failure: str | None
-    """The reason why the run ended itself; the same on every rank."""
-    failure_kind: FailureKind | None
-    """The kind of `failure`, on rank 0."""
+    failure: Failure | None
+    """Why the run ended itself; the same on every rank."""
     checkpoint: Path | None
 
 
@@ -199,7 +197,7 @@ def evaluate(
     return measured
 
 
-def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> RunResult:
+def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> TrainingOutcome:
     """Steps until the budget is spent, a signal arrives on any rank, or the run gives up; `state` is kept up
     to date.
 
@@ -255,33 +253,30 @@ def micro_batches(trainer: Trainer, count: int) -> Iterator[Batch]:
 
 def stop_request(trainer: Trainer, state: TrainState) -> Stop:
     """The request of this rank to all."""
-    failed = state.trouble is not None or trainer.checkpointer.gave_up is not None
+    failed = bool(state.abort_reason or trainer.checkpointer.abort_reason)
     return Stop(trainer.signals.received, failed)
 
 
-def _finish(trainer: Trainer, state: TrainState, clock: SharedClock, stop: Stop) -> RunResult:
+def _finish(trainer: Trainer, state: TrainState, clock: SharedClock, stop: Stop) -> TrainingOutcome:
     """The last line, evaluation and checkpoint. `stop`: what ended the loop, if not a spent budget."""
     if state.step > state.logged_step:
         log_steps(trainer, state, clock)
     if not stop:
         precision, skipped = trainer.precision.name, state.skipped_steps
         nothing = anomalies.nothing_learned(trainer.config, precision, skipped, state.step)
-        state.give_up(nothing, "not_finite")
-    is_due = not (stop or state.trouble or state.step == state.evaluated_step)
+        state.request_abort(nothing, "not_finite")
+    is_due = not (stop or state.abort_reason or state.step == state.evaluated_step)
     unsaved = save(trainer, state, clock.spent_s(), wait=True) if is_due else None
     if is_due:  # after the save: an error here must not cost the run
         evaluate_and_write(trainer, state, clock)
         if state.step != state.evaluated_step:  # a signal came meanwhile, or nothing is held out
             stop = clock.poll_stop(stop_request(trainer, state))
     clock.finish()
-    failure = trainer.comm.broadcast(state.trouble or trainer.checkpointer.gave_up)
-    if not failure:  # else the state may be what made it fail, and must not push out the good ones
+    failure = trainer.comm.broadcast_model(state.abort_reason or trainer.checkpointer.abort_reason, Failure)
+    if failure is None:  # else the state may be what made it fail, and must not push out the good ones
         failure = unsaved if is_due else save(trainer, state, clock.spent_s(), wait=True)
-    return RunResult(
-        signal=0 if stop.failed else stop.signal,
-        failure=failure,
-        failure_kind=(state.failure_kind or trainer.checkpointer.failure_kind) if failure else None,
-        checkpoint=trainer.checkpointer.newest,
+    return TrainingOutcome(
+        signal=0 if stop.failed else stop.signal, failure=failure, checkpoint=trainer.checkpointer.newest
     )
 
 
@@ -307,7 +302,7 @@ def log_steps(trainer: Trainer, state: TrainState, clock: SharedClock) -> None:
     skipping = anomalies.too_many_skipped(
         trainer.config, trainer.precision.name, trainer.meter.skipped_in_a_row, line.step, line.lr
     )
-    state.give_up(skipping, "not_finite")
+    state.request_abort(skipping, "not_finite")
 
 
 def watch_loss(trainer: Trainer, state: TrainState, loss: float) -> None:
@@ -344,19 +339,20 @@ def evaluate_and_write(trainer: Trainer, state: TrainState, clock: SharedClock) 
         }
         trainer.records.append("evals.jsonl", line)
     if measured is not None:
-        state.give_up(anomalies.has_diverged(measured["loss"], state.step), "not_finite")
+        state.request_abort(anomalies.has_diverged(measured["loss"], state.step), "not_finite")
 
 
-def save(trainer: Trainer, state: TrainState, elapsed_s: float, *, wait: bool = False) -> str | None:
-    """Begin to save the run beside training. With `wait`, unless it is saved as it is: until it is safe;
-    returns why it is not, the same on every rank. Collective."""
+def save(trainer: Trainer, state: TrainState, elapsed_s: float, *, wait: bool = False) -> Failure | None:
+    """Begin to save the run beside training. With `wait`, return once the state is safe, or the reason that
+    it is not, the same on every rank. Collective."""
     trainer.heartbeat.enter("save", state.step)
     checkpointer, comm = trainer.checkpointer, trainer.comm
-    if wait and comm.broadcast(checkpointer.wait())[0] == state.step:
+    if wait and comm.broadcast(checkpointer.wait()) == state.step:
         return None
     state.elapsed_s, state.skipped_steps = elapsed_s, int(trainer.meter.skipped)
     checkpointer.save(state.step, trainer.engine.gather_state, {**trainer.metadata, **state.saved()})
     if not wait:
         return None
-    saved_step, problem = comm.broadcast(checkpointer.wait())
-    return None if saved_step == state.step else problem
+    if comm.broadcast(checkpointer.wait()) == state.step:
+        return None
+    return comm.broadcast_model(checkpointer.problem, Failure)

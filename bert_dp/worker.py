@@ -147,13 +147,12 @@ def run(
     dry_run_s = time.monotonic() - started - setup_s
     trainer.log_rank0(f"ready: set-up {setup_s:.1f} s, dry run {dry_run_s:.1f} s")
     failure = save(trainer, state, state.elapsed_s, wait=True)  # before hours are spent
-    failure_kind = trainer.checkpointer.failure_kind
     if failure is None:
         before_j = devices.joules(device)
         with collector_at_rest():
             result = train(trainer, state, dist.SharedClock(comm, state.elapsed_s))
         write_summary(trainer, state, result, setup_s, dry_run_s, before_j)
-        failure, failure_kind = result.failure, result.failure_kind or failure_kind
+        failure = result.failure
     heartbeat.enter("done")
     trainer.stream.close()
     with contextlib.suppress(RuntimeError):  # all is written; a peer that has left first is no failure
@@ -163,7 +162,7 @@ def run(
     if lock is not None:
         lock.close()
     if failure is not None and world.rank == 0:
-        raise RunFailed(failure, failure_kind)
+        raise RunFailed(failure.message, failure.kind)
 
 
 def profile_plan(arguments: argparse.Namespace, config: Config, world: World) -> ProfilePlan | None:

@@ -67,8 +67,9 @@ class TrainingFailed(RuntimeError):
 
     def __str__(self) -> str:
         lines, summary = [self.cause], self.run.summary
-        if summary is not None and summary.cause == self.cause:
-            lines += [*([f"at {summary.where}"] if summary.where else []), *summary.fix]
+        failure = summary.failure if summary is not None else None
+        if failure is not None and failure.headline() == self.cause:
+            lines += [*([f"at {failure.where}"] if failure.where else []), *failure.fix]
         return "\n".join([*lines, f"run: {self.run.directory}"])
 
 
@@ -111,7 +112,10 @@ def train(
         cause = _cause_said(ended)
         raise TrainingFailed(cause, "killed" if ended.code < 0 else kind_of_text(cause), run)
     status = f"{signal.Signals(ended.code - 128).name}: stopped" if ended.code > 128 else "failed"
-    raise TrainingFailed(run.summary.cause or status, run.summary.failure_kind or "stopped", run)
+    failure = run.summary.failure
+    if failure is None:
+        raise TrainingFailed(status, "stopped", run)
+    raise TrainingFailed(failure.headline(), failure.kind, run)
 
 
 def read_run(directory: PathLike) -> Run:

@@ -17,7 +17,7 @@ from launcher.evaluate.glue import GlueRun, result_file
 from launcher.evaluate.glue_grid import GlueGrid, PreparedTask
 from launcher.evaluate.glue_scores import Glue, GlueOptions, GlueTask, GlueTrial
 from launcher.run.trials import Ending, Outcome, Runner, Slot, Stopped, Trial, earlier_outcome
-from tests.helpers import make_config, write_lines
+from tests.helpers import failed, make_config, write_lines
 from tests.shards import SPECIAL
 
 METRICS = {
@@ -145,8 +145,7 @@ class MadeRunner(Runner):
                 task = self.tasks[str(trial.config.data.path)]
                 told = self.surface(task.name, trial.config)
                 if isinstance(told, str):
-                    facts = {"status": "failed", "cause": told, "failure_kind": "not_finite"}
-                    write_trial(trial, task, {}, **facts)
+                    write_trial(trial, task, {}, **failed(told, "not_finite"))
                 else:
                     write_trial(trial, task, scores_of(task, told))
             outcome = earlier_outcome(trial)

@@ -21,6 +21,11 @@ def make_config(*settings: str, **sections: Any) -> Config:
     return resolve([BASE, sections, parse_overrides(settings)])
 
 
+def failed(message: str, kind: str = "error", **facts: Any) -> dict[str, Any]:
+    """summary.json of a run that failed."""
+    return {"status": "failed", "failure": {"message": message, "kind": kind, **facts}}
+
+
 def raised_issues(function: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Issue, ...]:
     """The problems of the ConfigError that this call raises."""
     with pytest.raises(ConfigError) as caught:

@@ -43,7 +43,6 @@ HELDOUT = {
 SUMMARY: dict[str, Any] = {
     "status": "done",
     "exit_code": 0,
-    "cause": None,
     "signal": None,
     "step": 100,
     "samples": 6400,

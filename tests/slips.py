@@ -349,8 +349,8 @@ SLIPS = (
     Slip(
         "the-latest-error-is-the-cause",
         "launcher/watch/failure.py",
-        "key=lambda e: (e.bad_input is None, e.time_ns)",
-        "key=lambda e: (e.bad_input is None, -e.time_ns)",
+        "key=lambda e: (not e.issues, e.time_ns)",
+        "key=lambda e: (not e.issues, -e.time_ns)",
         "tests/unit/test_failure.py",
     ),
     Slip(

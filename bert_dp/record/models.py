@@ -10,7 +10,7 @@ import math
 import re
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, computed_field
 
 from bert_dp.config.stored import StoredModel
 
@@ -87,23 +87,61 @@ class StoredFile(StoredModel):
     remedy: ClassVar[str] = "see the logs of its run"
 
 
-class RankError(StoredFile):
-    """logs/rank-N.error.json: what a rank raised, and the innermost frame of our code or the user's."""
+class RunMemory(StoredModel):
+    """Memory of a run as its launcher sampled it, GiB."""
 
-    rank: int
-    time_ns: int
-    """CLOCK_MONOTONIC: one clock for all processes of a machine."""
-    type: str
-    """Name of the exception's class."""
+    curves_gib: dict[str, list[float]]
+    """Resident memory; keys "rank 0", ..., "control group", whose count includes the file cache."""
+    interval_s: float
+    """Time between two values; each is the maximum over that time."""
+    oom_kills: int | None
+    """Processes that the kernel killed for lack of memory; null: no counter is readable."""
+    counter: str | None
+    """The file that counts them."""
+
+    def peak_gib(self, name: str) -> float | None:
+        return max(self.curves_gib.get(name, ()), default=None)
+
+
+class Failure(StoredFile):
+    """Why a run failed: logs/rank-N.error.json as the rank wrote it, and `failure` of summary.json, which the
+    launcher has completed."""
+
+    kind: FailureKind = "error"
     message: str
+    """`TypeOfTheException: message`, or how the process ended."""
+    rank: int | None = None
+    """The first rank that failed; null if no rank recorded an error."""
+    time_ns: int = 0
+    """CLOCK_MONOTONIC: one clock for all processes of a machine."""
+    error_type: str | None = None
+    """Name of the exception's class."""
     where: str | None = None
-    """file:line"""
-    function: str | None = None
+    """file:line of our code or the user's"""
     source: str | None = None
-    """The code of that line."""
-    bad_input: list[str] | None = None
-    """Of a ConfigError its problems."""
-    failure_kind: FailureKind = "error"
+    """The code of that line, with its function."""
+    issues: list[dict[str, Any]] = []
+    """Fields of each `Issue` of bad input."""
+    agreed: bool = False
+    """The ranks ended the run together, by a rule; a restart would end the same way."""
+    # by the launcher
+    killed_by: int | None = None
+    """The signal that ended the rank."""
+    same_error_ranks: list[int] = []
+    """Ranks that independently raised the same exception at the same line."""
+    consequences: list[str] = []
+    """One line for each rank that failed because this one did."""
+    explanation: list[str] = []
+    fix: list[str] = []
+    log: str | None = None
+    log_tail: list[str] = []
+    """Last lines of the log, or the stack that a crash left there."""
+    memory: RunMemory | None = None
+    """Of a failure that may be due to memory."""
+
+    def headline(self) -> str:
+        """Return the message with the rank that it is of."""
+        return self.message if self.rank is None else f"rank {self.rank}: {self.message}"
 
 
 class Straggler(StoredModel):
@@ -225,10 +263,8 @@ class Summary(StoredFile):
     ended before rank 0 could write it there is only what its launcher knows."""
 
     status: RunStatus
-    exit_code: int = 0
-    cause: str | None = None
-    failure_kind: FailureKind | None = None
-    """null of a run that did not fail."""
+    failure: Failure | None = None
+    """null if the run did not fail and was not stopped before its next checkpoint."""
     signal: int | None = None
     step: int = 0
     samples: int | None = None
@@ -283,33 +319,24 @@ class Summary(StoredFile):
     """null without log.noise_scale."""
     profiled_steps: list[int] | None = None
     """First and last of those that ran under torch.profiler, which slows them: they count in the rates."""
-    # of a failure, by the launcher
-    rank: int | None = None
-    """The first that failed."""
-    where: str | None = None
-    """file:line"""
-    source: str | None = None
-    killed_by: int | None = None
-    """The signal that ended the rank."""
-    explanation: list[str] = []
-    fix: list[str] = []
-    alike: list[int] = []
-    """Other ranks that raised the same by themselves."""
-    consequences: list[str] = []
-    log: str | None = None
-    log_tail: list[str] = []
-    memory_curve_gib: dict[str, list[float]] | None = None
-    """Resident memory; keys "rank 0", ..., "control group"."""
-    memory_interval_s: FiniteOrNone = None
-    oom_kills: int | None = None
-    """Processes that the kernel killed for want of memory; null: no counter is readable."""
     restarts: list[Restart] = []
     schema_version: int = 1
 
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def exit_code(self) -> int:
+        """Exit code of the command that ran it."""
+        if self.status == "done":
+            return 0
+        kind = self.failure.kind if self.failure else None
+        if self.signal and (self.status == "stopped" or kind == "stopped"):
+            return 128 + self.signal
+        return 2 if kind == "bad_input" else 1
+
     @property
     def out_of_memory(self) -> bool:
-        """Whether memory of a device or of the host did not suffice."""
-        return self.failure_kind in OUT_OF_MEMORY
+        """True if the memory of a device or of the host did not suffice."""
+        return self.failure is not None and self.failure.kind in OUT_OF_MEMORY
 
 
 class GpuMemory(StoredModel):

@@ -107,7 +107,7 @@ def _end(run: Run) -> tuple[Level, str]:
     if not run.finished:
         return "warn", f"No end recorded: still running, or killed. Last logged: {step}."
     if facts.status == "failed":
-        cause = first_line(facts.cause)
+        cause = first_line(facts.failure.headline() if facts.failure else None)
         return "fail", f"Failed at {step} (exit code {facts.exit_code}): {cause}"
     if facts.status == "stopped":
         saved = " after a checkpoint" if facts.checkpoint else ""
@@ -264,9 +264,10 @@ def _outcome(run: Run) -> list[Row]:
     interval = "; ± 95 % over sequences" if heldout.half_width(measured) is not None else ""
     loss_note = f"{_measured_at(facts)}mean over {basis}{interval}"
     ended = (facts.status, f"exit code {facts.exit_code}") if run.finished else ("no end recorded", "")
+    cause = facts.failure.headline() if failed and facts.failure else "none recorded"
     rows = [
         words("status", *ended, console=False),
-        words("cause", (facts.cause if failed else "") or "none recorded", console=False),
+        words("cause", cause, console=False),
         *(_failure(facts) if failed else []),
         *_restarts(facts),
         Row("held-out loss", (Cell(heldout.loss_text(loss, measured), loss_note, loss),)),
@@ -320,13 +321,16 @@ def _unit(measured: HeldOut) -> Unit:
 
 
 def _failure(facts: Summary) -> list[Row]:
-    """Of a failed run: where, why and what to do, and what followed."""
+    """Rows of a failed run: where, why, what to do, and what followed."""
+    failure = facts.failure
+    if failure is None:
+        return []
     lists: dict[str, Sequence[str | None]] = {
-        "at": [" ".join(filter(None, [facts.where, facts.source]))],
-        "why": facts.explanation,
-        "fix": facts.fix,
-        "consequence": facts.consequences,
-        "log": [facts.log],
+        "at": [" ".join(filter(None, [failure.where, failure.source]))],
+        "why": failure.explanation,
+        "fix": failure.fix,
+        "consequence": failure.consequences,
+        "log": [failure.log],
     }
     texts = {label: "\n".join(filter(None, lines)) for label, lines in lists.items()}
     return [words(label, text, console=False) for label, text in texts.items() if text]

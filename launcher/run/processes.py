@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from bert_dp import record
-from bert_dp.record.models import Summary
+from bert_dp.record.models import Failure, Summary
 from launcher import results
 from launcher.children import ending, launcher_marks
 from launcher.log import Log, complain
@@ -27,8 +27,6 @@ from launcher.run.reaper import reaper
 from launcher.run.starters import start_command, start_environment
 from launcher.run.workers import Workers, kill_tree, send
 from launcher.watch import advice, failure
-from launcher.watch.card import summary_facts
-from launcher.watch.failure import Failure
 from launcher.watch.heartbeats import Hang, Watch
 from launcher.watch.memory import MemoryWatch
 
@@ -133,14 +131,13 @@ def run(
                 complain(f"warning: {problem}")
         launcher_said = _text_since(launcher_log, offset)
         unknown = Failure(
-            None,
-            f"{launcher}: {ending(process.returncode, 'and no summary')}",
-            launcher_log,
-            failure.tail_of(launcher_said),
-            explanation=_stood_still(watch.hang if watch is not None else None),
             kind="no_cause",
+            message=f"{launcher}: {ending(process.returncode, 'and no summary')}",
+            log=str(launcher_log),
+            log_tail=failure.tail_of(launcher_said),
+            explanation=_describe_hang(watch.hang if watch is not None else None),
         )
-        cause = failure.decide_cause(logs, launcher_said, workers.departures, unknown, hang=hang)
+        cause = failure.decide_cause(logs, launcher_said, workers.exits, unknown, hang=hang)
         if cause is not None:
             cause = advice.explain(cause, run_dir, nproc, memory.facts())
         return _result(run_dir, cause, unknown, pending)
@@ -205,7 +202,7 @@ def _has_failed(run_dir: Path, workers: Workers) -> bool:
     with contextlib.suppress(OSError):
         if any((run_dir / "logs").glob("rank-*.error.json")):
             return True
-        return bool(workers.departures) and not (run_dir / "summary.json").exists()
+        return bool(workers.exits) and not (run_dir / "summary.json").exists()
     return False
 
 
@@ -224,44 +221,42 @@ def _text_since(log: Path, offset: int) -> str:
 
 
 def _result(run_dir: Path, cause: Failure | None, unknown: Failure, pending: list[int]) -> RunResult:
-    """`unknown`: what is told when no rank's end explains the run's.
+    """Complete summary.json, or write it if no rank could. `unknown` is the failure if no rank's end explains
+    the end of the run.
 
-    A stop signal does not hide a failure that it did not make: such a run has failed, with its cause.
+    A stop signal does not hide a failure with another cause: such a run has failed.
     """
     stop = pending[0] if pending else 0
     summary = results.find(run_dir / "summary.json", Summary)
     if summary is not None and summary.status != "failed":  # written after all was saved
         return RunResult(summary.exit_code, None, stop)
-    bad_input = cause is not None and cause.bad_input
-    code = 2 if bad_input else 1
-    if stop and summary is None and not bad_input and not _failed_anyway(cause):
-        code = 128 + stop
-        what = f"{signal.Signals(stop).name}: stopped before this run's next checkpoint"
-        cause = dataclasses.replace(unknown, message=what, tail=(), kind="stopped")
+    if stop and summary is None and not _failed_anyway(cause):
+        message = f"{signal.Signals(stop).name}: stopped before this run's next checkpoint"
+        cause = unknown.model_copy(update={"message": message, "log_tail": [], "kind": "stopped"})
     cause = cause or unknown
     step = 0
     for line in record.read_lines(run_dir / "metrics.jsonl"):
         step = line["step"]
-    facts = {"exit_code": code, **summary_facts(cause), "signal": stop or None, "step": step}
+    facts = {"failure": cause, "signal": stop or None, "step": step}
     summary = (summary or Summary(status="failed")).model_copy(update=facts)
     try:
         results.write(run_dir / "summary.json", summary)
     except OSError as error:
         cause = failure.of_a_disk(cause, run_dir, error)
-    return RunResult(code, cause, stop)
+    return RunResult(summary.exit_code, cause, stop)
 
 
-def _stood_still(hang: Hang | None) -> tuple[str, ...]:
-    """What to tell of a run that was stopped while it hung."""
+def _describe_hang(hang: Hang | None) -> list[str]:
+    """Describe the hang of a run that was stopped while it hung."""
     if hang is None:
-        return ()
+        return []
     who = "" if hang.rank is None else f"rank {hang.rank}: "
     place = f" at {hang.where}" if hang.where else ""
-    return (f"it stood still: {who}{hang.message}{place}; stacks in hang.txt",)
+    return [f"no progress: {who}{hang.message}{place}; stacks in hang.txt"]
 
 
 def _failed_anyway(cause: Failure | None) -> bool:
-    """Whether this is more than what a signal that ends ranks, or the end of their peers, leaves behind."""
+    """Return False if a stop signal, or the exits of other ranks after it, explain this cause."""
     if cause is None or cause.killed_by in record.STOP_SIGNALS:
         return False
     return cause.kind not in ("no_cause", "peer_gone")

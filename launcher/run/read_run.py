@@ -58,10 +58,13 @@ def from_outside(directory: Path) -> bool:
     """Whether something outside has ended this run, which says nothing of its settings: no summary was
     written, its disk or its directory failed, or a rank was killed and memory was not why."""
     summary = read_summary(directory)
-    if summary is None or summary.signal or summary.failure_kind in OUTSIDE:
+    if summary is None or summary.signal or (summary.failure and summary.failure.kind in OUTSIDE):
         return True
-    killed = summary.killed_by in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    return killed and not summary.oom_kills
+    failure = summary.failure
+    killed = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    if failure is None or failure.killed_by not in killed:
+        return False
+    return not (failure.memory and failure.memory.oom_kills)
 
 
 def cause(directory: Path) -> str:
@@ -69,13 +72,13 @@ def cause(directory: Path) -> str:
     summary = read_summary(directory)
     if summary is None:
         return "both attempts ended without writing summary.json"
-    return summary.cause or "its records are not whole"
+    return summary.failure.headline() if summary.failure else "its records are not whole"
 
 
 def failure_kind(directory: Path) -> FailureKind:
     """The kind of failure of a run that did not end well."""
     summary = read_summary(directory)
-    return (summary and summary.failure_kind) or "no_cause"
+    return summary.failure.kind if summary and summary.failure else "no_cause"
 
 
 def is_whole(directory: Path, ranks: int, config: Config) -> bool:

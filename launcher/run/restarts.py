@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, batch_layout
-from bert_dp.record.models import Restart, Summary
+from bert_dp.record.models import Failure, Restart, Summary
 from launcher import results
 from launcher.machine import gpus
 from launcher.report.numbers import count_of
 from launcher.run import processes
-from launcher.watch.failure import Failure, first_line
+from launcher.watch.failure import first_line
 
 WITHOUT_PROGRESS = 3
 """Failures in a row, with no newer checkpoint in between, after which starting again is pointless."""
@@ -91,7 +91,7 @@ def supervise(
             result = processes.RunResult(128 + stop, failure, stop)
             break
     if past:
-        waited = {"exit_code": result.exit_code, "signal": result.signal} if result.exit_code > 128 else {}
+        waited = {"status": "stopped", "signal": result.signal} if result.exit_code > 128 else {}
         note(run_dir, {**waited, "restarts": past})
     return result
 
@@ -117,7 +117,7 @@ def ranks_left(config: Config, ranks: int, failure: Failure) -> int:
     """The greatest number of ranks that the batch divides over, without the killed one or the lost GPUs."""
     count = gpus.num_gpus() if config.run.device != "cpu" else 0
     most = min(ranks, count) if count else ranks
-    if most == ranks and failure.killed:
+    if most == ranks and failure.killed_by is not None:
         most = ranks - 1
     for count in range(most, 0, -1):
         try:

@@ -13,6 +13,7 @@ from bert_dp.config import (
     Config,
     ConfigError,
     ExamplesManifest,
+    Issue,
     Manifest,
     batch_layout,
     dump_config,
@@ -21,6 +22,7 @@ from bert_dp.config import (
     with_budget,
 )
 from bert_dp.config.profile import ProfilePlan, profile_issues
+from bert_dp.record.models import Failure
 from launcher.job import Job, built_data, prepare_data
 from launcher.log import PLAIN, logger, show
 from launcher.machine.precision import emulated_warnings
@@ -45,7 +47,6 @@ from launcher.run.run_directory import (
 from launcher.watch import heartbeats
 from launcher.watch.card import card
 from launcher.watch.display import Display
-from launcher.watch.failure import Failure
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -189,7 +190,7 @@ def run_locked(
     page = run_dir / PAGE if write_or_warn(report, run_dir / PAGE) else None
     if result.failure is None:
         show_report(console, report, page)
-    elif not result.failure.bad_input:
+    elif not result.failure.issues:
         show_end(console, report, page)
     return result.exit_code
 
@@ -200,10 +201,10 @@ def warn(console: Console, warnings: list[str]) -> None:
 
 
 def print_failure(cause: Failure, run_dir: Path, console: Console) -> None:
-    """The failure card; of bad input only what is wrong."""
-    if cause.bad_input:
-        for issue in cause.bad_input:
-            show(console, f"error: {issue}", style="red", **PLAIN)
+    """Print the failure card, or the issues of bad input."""
+    if cause.issues:
+        for fields in cause.issues:
+            show(console, f"error: {Issue(**fields)}", style="red", **PLAIN)
         return
     for number, line in enumerate(card(cause, run_dir)):
         show(console, line, style="bold red" if number == 0 else None, **PLAIN)

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from launcher.run.starters import WORKER
-from launcher.watch.failure import Departure
+from launcher.watch.failure import RankExit
 
 KILLED_S = 10.0  # that the end of a killed process may take
 
@@ -29,7 +29,7 @@ class Workers:
         self._poller = select.poll()
         self._present: dict[int, tuple[psutil.Process, int]] = {}  # pidfd -> worker, rank
         self._ended: set[psutil.Process] = set()
-        self.departures: list[Departure] = []
+        self.exits: list[RankExit] = []
 
     def present(self) -> list[psutil.Process]:
         return [worker for worker, _ in self._present.values()]
@@ -44,7 +44,7 @@ class Workers:
         for descriptor, _ in self._poller.poll(seconds * 1000):
             worker, rank = self._present.pop(descriptor)
             self._ended.add(worker)
-            self.departures.append(Departure(rank, _exit_code(worker.pid), time.monotonic_ns()))
+            self.exits.append(RankExit(rank, _exit_code(worker.pid), time.monotonic_ns()))
             self._poller.unregister(descriptor)
             os.close(descriptor)
 

@@ -16,7 +16,7 @@ from bert_dp.config import computes_alone
 from bert_dp.record.models import Summary
 from launcher import results, stats
 from launcher.results import Cell, GridCell, Scaling
-from launcher.run.read_run import Repeat, ended, read_repeat, read_summary
+from launcher.run.read_run import Repeat, cause, ended, failure_kind, read_repeat, read_summary
 from launcher.scale.grid import Grid, run_dir
 
 LOSS_TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}  # relative, over the whole run
@@ -141,7 +141,7 @@ def _repeats_of(cell: GridCell, grid: Grid, out: Path) -> tuple[list[Repeat], Fa
         directory = run_dir(out, cell, place)
         status, summary = ended(directory), read_summary(directory)
         if summary is not None and status in ("oom", "failed"):
-            return [], {"status": status, "failure_kind": summary.failure_kind, "cause": summary.cause}
+            return [], {"status": status, "failure_kind": failure_kind(directory), "cause": cause(directory)}
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # not there, or not whole
             repeats.append(read_repeat(directory, cell.world_size, settings.warm_up, settings.steps))
     return repeats, {"status": "ok" if len(repeats) == settings.repeats else "pending"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import re
 import shutil
 import signal
@@ -14,13 +13,11 @@ from typing import Any, Literal
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, batch_layout, divisors, load_config
 from bert_dp.cost import GIB, memory_estimate_gib
-from bert_dp.record.models import Environment, FailureKind
+from bert_dp.record.models import Environment, Failure, FailureKind, RunMemory
 from launcher import results
 from launcher.machine.gpus import ROOT
 from launcher.machine.precision import precision_of
 from launcher.report.numbers import format_count, format_gib
-from launcher.watch.failure import Failure
-from launcher.watch.memory import MemoryFacts
 
 SPARE = 0.1  # of the memory, for what the estimate does not count: the program, buffers of collectives
 MEANING: dict[int, tuple[str, str]] = {
@@ -57,7 +54,7 @@ CHANGES: tuple[dict[str, Any], ...] = (  # beside a smaller micro batch, the che
 )
 
 
-def explain(failure: Failure, run_dir: Path, world_size: int, memory: MemoryFacts) -> Failure:
+def explain(failure: Failure, run_dir: Path, world_size: int, memory: RunMemory) -> Failure:
     """The failure with what it means and what to do, as far as that is known.
 
     Reads RUN/config.yaml and RUN/environment.json; without them it says less.
@@ -69,31 +66,30 @@ def explain(failure: Failure, run_dir: Path, world_size: int, memory: MemoryFact
         if failure.killed_by == signal.SIGBUS:
             with contextlib.suppress(OSError):
                 meaning += f"; /dev/shm has {format_gib(shutil.disk_usage(ROOT / 'dev/shm').free / GIB)} free"
-        return dataclasses.replace(failure, explanation=(meaning,), fix=(fix,))
+        return failure.model_copy(update={"explanation": [meaning], "fix": [fix]})
     scarce = SCARCE.get(failure.kind)
     if scarce is None:
         return failure
     why, fixes = _what_to_lower(run_dir, world_size, scarce, failure.message)
-    return dataclasses.replace(
-        failure, explanation=tuple(why), fix=tuple(fixes), memory=memory if scarce == "host" else None
-    )
+    shown = memory if scarce == "host" else None
+    return failure.model_copy(update={"explanation": why, "fix": fixes, "memory": shown})
 
 
-def _explain_kill(failure: Failure, run_dir: Path, world_size: int, memory: MemoryFacts) -> Failure:
+def _explain_kill(failure: Failure, run_dir: Path, world_size: int, memory: RunMemory) -> Failure:
     peak = memory.peak_gib(f"rank {failure.rank}")
     peaked = f"its memory peaked at {format_gib(peak)}" if peak else "it ended before its memory was seen"
     if memory.oom_kills:
         killed = f"{memory.oom_kills} process{'es' * (memory.oom_kills > 1)}"
         first = f"the kernel killed {killed} for want of host memory (oom_kill in {memory.counter}); {peaked}"
         why, fixes = _what_to_lower(run_dir, world_size, "host", "")
-        return dataclasses.replace(
-            failure,
-            message=f"{failure.message}: host out of memory",
-            kind="host_memory",
-            explanation=(first, *why),
-            fix=tuple(fixes),
-            memory=memory,
-        )
+        facts = {
+            "message": f"{failure.message}: host out of memory",
+            "kind": "host_memory",
+            "explanation": [first, *why],
+            "fix": fixes,
+            "memory": memory,
+        }
+        return failure.model_copy(update=facts)
     if memory.oom_kills is None:
         why_not = (
             "killed by another process or by the kernel; it may have been out of memory, but no oom_kill "
@@ -102,7 +98,7 @@ def _explain_kill(failure: Failure, run_dir: Path, world_size: int, memory: Memo
     else:
         why_not = f"from outside: no out-of-memory kill was counted; {peaked}"
     fix = "see who ended it: a limit of the batch system or container, an administrator; `dmesg` if readable"
-    return dataclasses.replace(failure, explanation=(why_not,), fix=(fix,), memory=memory)
+    return failure.model_copy(update={"explanation": [why_not], "fix": [fix], "memory": memory})
 
 
 def _what_to_lower(

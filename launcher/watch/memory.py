@@ -6,7 +6,6 @@ Every function that reads kernel files takes `root`, the directory that holds pr
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import re
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from bert_dp.cost import GIB
+from bert_dp.record.models import RunMemory
 from launcher.machine.environment import control_groups
 from launcher.machine.gpus import ROOT
 
@@ -24,22 +24,6 @@ POINTS = 120  # of a curve; when there are as many, neighbours become one and th
 GROUP = "control group"
 BARS = "▁▂▃▄▅▆▇█"
 BARS_SHOWN = 30
-
-
-@dataclasses.dataclass(frozen=True)
-class MemoryFacts:
-    """What was seen of memory during a run, GiB. Keys of the curves: "rank 0", ..., "control group"."""
-
-    curves_gib: dict[str, tuple[float, ...]]
-    """Resident memory; each value is the greatest of `interval_s` seconds. The group's counts file cache."""
-    interval_s: float
-    oom_kills: int | None
-    """Processes that the kernel killed for want of memory during the run; None: no counter is readable."""
-    counter: str | None
-    """The file that counted them."""
-
-    def peak_gib(self, name: str) -> float | None:
-        return max(self.curves_gib[name], default=None) if name in self.curves_gib else None
 
 
 class MemoryWatch:
@@ -77,13 +61,18 @@ class MemoryWatch:
             self._in_last = 0
         self._in_last += 1
 
-    def facts(self) -> MemoryFacts:
+    def facts(self) -> RunMemory:
         """The curves so far, and the out-of-memory kills since the watch began."""
         names = sorted({name for row in self._rows for name in row}, key=_natural)
-        curves = {n: tuple(round(row[n], 3) for row in self._rows if n in row) for n in names}
+        curves = {n: [round(row[n], 3) for row in self._rows if n in row] for n in names}
         before, after = self._kills_before, oom_kills(self._root)
         kills = after[0] - before[0] if before and after and before[1] == after[1] else None
-        return MemoryFacts(curves, SAMPLE_S * self._stride, kills, after[1] if after else None)
+        return RunMemory(
+            curves_gib=curves,
+            interval_s=SAMPLE_S * self._stride,
+            oom_kills=kills,
+            counter=after[1] if after else None,
+        )
 
 
 def oom_kills(root: Path = ROOT) -> tuple[int, str] | None:

@@ -264,7 +264,7 @@ def test_row_11_a_failed_save_stops_the_run_when_that_is_the_policy(tmp_path: Pa
     facts = summary(run_dir)
     assert (facts["status"], facts["exit_code"]) == ("failed", 1)
     for text in ("step-00000006 could not be saved", ERRORS["io_error"], "step-00000004"):
-        assert text in facts["cause"]
+        assert text in facts["failure"]["message"]
     assert facts["failed_saves"] >= 1
     assert "step-00000006 could not be saved" in done.stdout
     assert checkpoint.check(run_dir / "checkpoints" / "step-00000004") is None
@@ -275,8 +275,8 @@ def test_row_11_a_first_save_that_fails_refuses_the_run(tmp_path: Path, shards: 
     train(shards, run_dir, code=1, **broken("read_only", rank=0, place="save", step=-1))
     facts = summary(run_dir)
     assert facts["status"] == "failed"
-    assert "step-00000000 could not be saved" in facts["cause"]
-    assert ERRORS["read_only"] in facts["cause"]
+    assert "step-00000000 could not be saved" in facts["failure"]["message"]
+    assert ERRORS["read_only"] in facts["failure"]["message"]
     assert not (run_dir / "metrics.jsonl").exists(), "before the first step"
 
 
@@ -292,8 +292,8 @@ def test_row_11_a_last_save_that_fails_fails_the_run(tmp_path: Path, shards: Pat
     facts = summary(run_dir)
     assert (facts["status"], facts["step"]) == ("failed", 4)
     assert facts["failed_saves"] == 2, "once on time, once more at the end"
-    assert "step-00000004 could not be saved" in facts["cause"]
-    assert "newest good checkpoint is step-00000002" in facts["cause"]
+    assert "step-00000004 could not be saved" in facts["failure"]["message"]
+    assert "newest good checkpoint is step-00000002" in facts["failure"]["message"]
     assert facts["heldout_loss"] is not None
     assert facts["checkpoint"] == "checkpoints/step-00000002"
 
@@ -323,11 +323,11 @@ def test_row_11_a_disk_that_fills_up(tmp_path: Path, shards: Path, policy: str) 
     assert done.returncode == 1, done.stdout + done.stderr
     facts, left = summary(run_dir), tmp_path / "run" / "checkpoints-left"
     assert facts["status"] == "failed"
-    assert "wanted before a save" in facts["cause"]
+    assert "wanted before a save" in facts["failure"]["message"]
     assert steps_kept(left) == [4, 2], "the two newest stay, the first made room"
     assert all(checkpoint.check(path) is None for path in checkpoint.list_checkpoints(left))
     assert not list(left.glob("*.tmp-*"))
-    assert "newest good checkpoint is step-00000004" in facts["cause"]
+    assert "newest good checkpoint is step-00000004" in facts["failure"]["message"]
     if policy == "continue":
         assert facts["step"] == 8, "training went on"
         assert facts["failed_saves"] == 3, "after steps 6 and 8, and at the end"
@@ -388,10 +388,10 @@ def test_row_15_five_in_a_row_stop_the_run_with_the_last_checkpoint_intact(
         **broken("nan", rank=rank, place="step", step=4, times=100000),
     )
     facts = summary(run_dir)
-    assert (facts["status"], facts["exit_code"], facts["failure_kind"]) == ("failed", 1, "not_finite")
-    assert "5 steps in a row up to step 9 " in facts["cause"], "seen at the line of step 9"
+    assert (facts["status"], facts["exit_code"], facts["failure"]["kind"]) == ("failed", 1, "not_finite")
+    assert "5 steps in a row up to step 9 " in facts["failure"]["message"], "seen at the line of step 9"
     for text in ("learning rate", "optim.lr", "not finite"):
-        assert text in facts["cause"]
+        assert text in facts["failure"]["message"]
     assert facts["step"] == 10, "the exchange is one step behind, on all ranks"
     path, problems = checkpoint.newest_valid(run_dir / "checkpoints")
     assert (path, problems) == (run_dir / "checkpoints" / "step-00000010", [])
@@ -407,8 +407,8 @@ def test_row_15_a_run_that_skipped_every_step_is_not_done(tmp_path: Path, shards
     done = train(shards, tmp_path, "schedule.steps=3", nproc=1, code=1, **fault)
     facts = summary(tmp_path)
     assert (facts["status"], facts["exit_code"], facts["step"]) == ("failed", 1, 3)
-    assert (facts["skipped_steps"], facts["failure_kind"]) == (3, "not_finite")
-    assert "all 3 steps had a gradient that is not finite" in facts["cause"]
+    assert (facts["skipped_steps"], facts["failure"]["kind"]) == (3, "not_finite")
+    assert "all 3 steps had a gradient that is not finite" in facts["failure"]["message"]
     assert "all 3 steps" in done.stdout + done.stderr
 
 
@@ -441,7 +441,7 @@ def test_row_15_every_engine_stops_on_all_ranks_together(tmp_path: Path, shards:
     for run_dir in runs:
         facts = summary(run_dir)
         assert (facts["status"], facts["exit_code"], facts["step"]) == ("failed", 1, 9), run_dir.name
-        assert "5 steps in a row up to step 8 " in facts["cause"], run_dir.name
+        assert "5 steps in a row up to step 8 " in facts["failure"]["message"], run_dir.name
         assert logged(run_dir, "skipped_steps") == [0, 0, 0, 1, 2, 3, 4, 5, 6]
         before, after = state(run_dir, 4), state(run_dir, 8)
         assert before.keys() == after.keys()

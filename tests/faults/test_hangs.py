@@ -67,7 +67,8 @@ def hang_once(tmp_path: Path, shards: Path, what: str, rank: int, ranks: int, pl
     assert report.partition(":")[2].strip() in (run_dir / "hang.txt").read_text()
     summary = read_json(run_dir / "summary.json")
     assert summary["status"] == "failed"
-    assert summary["cause"].startswith(f"rank {rank}: hang in step")
+    assert summary["failure"]["rank"] == rank
+    assert summary["failure"]["message"].startswith("hang in step")
     silence = silence_of(report)
     observe(7, what=what, rank=rank, ranks=ranks, place=place, limit_s=LIMIT_S, silence_s=silence)
     assert silence <= 3 * LIMIT_S

@@ -20,11 +20,12 @@ from launcher.scale.scale_report import scale_report
 from launcher.tune.batch_report import batch_report
 from launcher.tune.rate_report import rate_report
 from tests import tune_fixture
+from tests.helpers import failed
 from tests.plan_fixture import answer, measured, source_of
 from tests.report_fixture import figures_of, make_run
 from tests.scaling_fixture import ENVIRONMENT, scaling
 
-FAILED = {"status": "failed", "exit_code": 1, "cause": "rank 1: no", "step": 90, "fix": ["do"], "log": "l"}
+FAILED = {**failed("no", rank=1, fix=["do"], log="l"), "step": 90}
 RARE = {"energy_j": 2.1e7, "straggler_ratio": 1.5, "mfu": 0.375, "loss_spikes": 3, "failed_saves": 2}
 RARE |= {"straggler": {"rank": 1, "ratio": 1.5, "seconds_per_step": 0.25}, "profiled_steps": [10, 12]}
 PEAK = {"datasheet_flops": 9.89e14, "matmul_flops": 6.5e11, "matmul_precision": "bf16", "shapes": []}

@@ -13,12 +13,15 @@ import yaml
 from bert_dp import record
 from bert_dp.config import Config, batch_layout, dump_config, load_config, shipped_configs
 from bert_dp.cost import GIB, memory_estimate_gib
-from bert_dp.record.models import kind_of_text
+from bert_dp.record.models import Failure, RunMemory, kind_of_text
 from launcher.watch.advice import SPARE, explain, what_fits
-from launcher.watch.failure import Failure
-from launcher.watch.memory import MemoryFacts
 
-NONE = MemoryFacts({}, 1.0, 0, "memory.events")
+
+def memory_of(curves: dict[str, list[float]], oom_kills: int | None, counter: str | None) -> RunMemory:
+    return RunMemory(curves_gib=curves, interval_s=1.0, oom_kills=oom_kills, counter=counter)
+
+
+NONE = memory_of({}, 0, "memory.events")
 CUDA = (
     "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 10.00 "
     "GiB of which 1.00 GiB is free. Process 7 has 3.00 GiB memory in use. Including non-PyTorch memory, this "
@@ -103,7 +106,7 @@ def test_where_one_sequence_is_too_much_the_engine_is_changed_or_nothing_fits() 
 
 
 def raised(message: str) -> Failure:
-    return Failure(0, message, kind=kind_of_text(message))
+    return Failure(rank=0, message=message, kind=kind_of_text(message))
 
 
 @pytest.fixture
@@ -152,9 +155,9 @@ def test_a_host_out_of_memory_shares_it_between_the_ranks(run_dir: Path) -> None
 
 def test_a_kill_for_want_of_memory_is_told_from_one_by_someone(run_dir: Path) -> None:
     (run_dir / "config.yaml").write_text(dump_config(config("run.device=cpu")))
-    killed = Failure(1, "killed by signal 9 (SIGKILL)", killed_by=signal.SIGKILL)
-    curves = {"rank 1": (1.0, 3.5)}
-    explained = explain(killed, run_dir, 2, MemoryFacts(curves, 1.0, 2, "memory.events"))
+    killed = Failure(rank=1, message="killed by signal 9 (SIGKILL)", killed_by=signal.SIGKILL)
+    curves = {"rank 1": [1.0, 3.5]}
+    explained = explain(killed, run_dir, 2, memory_of(curves, 2, "memory.events"))
     assert (explained.message, explained.kind) == (
         "killed by signal 9 (SIGKILL): host out of memory",
         "host_memory",
@@ -165,14 +168,14 @@ def test_a_kill_for_want_of_memory_is_told_from_one_by_someone(run_dir: Path) ->
     )
     assert explained.fix[0].startswith("--set batch.micro_size=")
     assert explained.memory is not None
-    one = explain(killed, run_dir, 2, MemoryFacts(curves, 1.0, 1, "memory.events"))
+    one = explain(killed, run_dir, 2, memory_of(curves, 1, "memory.events"))
     assert one.explanation[0].startswith("the kernel killed 1 process for want")
-    by_someone = explain(killed, run_dir, 2, MemoryFacts(curves, 1.0, 0, "memory.events"))
+    by_someone = explain(killed, run_dir, 2, memory_of(curves, 0, "memory.events"))
     assert (by_someone.message, by_someone.kind) == (killed.message, killed.kind)
-    assert by_someone.explanation == (
+    assert tuple(by_someone.explanation) == (
         "from outside: no out-of-memory kill was counted; its memory peaked at 3.50 GiB",
     )
-    unknown = explain(killed, run_dir, 2, MemoryFacts({}, 1.0, None, None))
+    unknown = explain(killed, run_dir, 2, memory_of({}, None, None))
     assert "no oom_kill counter can be read; it ended before its memory was seen" in unknown.explanation[0]
 
 
@@ -192,7 +195,7 @@ def test_a_crash_is_explained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, word: str
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=8 * GIB, used=6 * GIB, free=GIB))
-    explained = explain(Failure(0, "killed", killed_by=number), tmp_path, 1, NONE)
+    explained = explain(Failure(rank=0, message="killed", killed_by=number), tmp_path, 1, NONE)
     assert word in explained.explanation[0]
     assert ("/dev/shm has 1.00 GiB free" in explained.explanation[0]) == (number == signal.SIGBUS)
     limits = {signal.SIGXCPU: "raise `ulimit -t`", signal.SIGXFSZ: "raise `ulimit -f`"}
@@ -202,4 +205,4 @@ def test_a_crash_is_explained(
 @pytest.mark.parametrize("message", ["ValueError: no", HOST])
 def test_without_a_configuration_nothing_is_made_up(tmp_path: Path, message: str) -> None:
     explained = explain(raised(message), tmp_path, 1, NONE)
-    assert (explained.message, explained.explanation, explained.fix) == (message, (), ())
+    assert (explained.message, explained.explanation, explained.fix) == (message, [], [])

@@ -121,7 +121,7 @@ def test_a_logged_spike_is_said_counted_and_remembered_with_the_checkpoint(
             state.step, state.samples = step, 2 * step
             trainer.meter.observe(torch.tensor(loss), torch.tensor(1.0), 2, 1, 0.0)
             log_steps(trainer, state, clock)
-    assert state.trouble is None
+    assert state.abort_reason is None
     assert state.loss_spikes == 1
     (line,) = capsys.readouterr().out.splitlines()
     mean = np.mean(losses[12:140])
@@ -159,5 +159,5 @@ def test_another_rank_writes_its_own_steps_and_nothing_else(tmp_path: Path, shar
 def test_the_first_cause_is_the_one_that_ends_a_run() -> None:
     state = TrainState()
     for cause, kind in ((None, "error"), ("no room", "disk"), ("hung", "hang")):
-        state.give_up(cause, kind)  # type: ignore[arg-type]
-    assert (state.trouble, state.failure_kind) == ("no room", "disk")
+        state.request_abort(cause, kind)  # type: ignore[arg-type]
+    assert (state.abort_reason.message, state.abort_reason.kind) == ("no room", "disk")

@@ -38,8 +38,8 @@ LAUNCHER = (
     "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1], '-m', 'bert_dp.worker'])"
 )
 RAISE = (
-    "import json; json.dump({'rank': 1, 'time_ns': 1, 'type': 'RuntimeError', 'message': 'no', 'where': "
-    "None, 'bad_input': None, 'failure_kind': 'host_memory'}, open('logs/rank-1.error.json', 'w'))"
+    "import json; json.dump({'rank': 1, 'time_ns': 1, 'message': 'RuntimeError: no', 'kind': 'host_memory'}, "
+    "open('logs/rank-1.error.json', 'w'))"
 )
 ENDLESS = 500  # seconds; a run that is not ended by then never is
 
@@ -72,7 +72,7 @@ def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def raised(rank: int, **facts: Any) -> None:
     """What a rank leaves that has failed."""
-    facts = {"type": "ValueError", "message": "no", "where": None, "bad_input": None, **facts}
+    facts = {"error_type": "ValueError", "message": "ValueError: no", **facts}
     path = Path("logs") / f"rank-{rank}.error.json"
     path.write_text(json.dumps({"rank": rank, "time_ns": 1, **facts}))
 
@@ -270,7 +270,7 @@ def test_what_an_earlier_start_said_is_not_this_ones(
     write_lines(tmp_path / "metrics.jsonl", [{"step": 10}, {"step": 20}])
     raised(0)
     ended = processes.run(directory, 3, "never", lambda: None, options=["--more"])
-    assert ended.failure.tail == ("now",)
+    assert ended.failure.log_tail == ["now"]
     assert ended.failure.headline() == "torchrun: ended with exit code 3 and no summary"
     assert (tmp_path / "logs" / "torchrun.log").read_text() == "earlier\nnow\n"
     assert not list(tmp_path.glob("heartbeats/*"))
@@ -297,7 +297,7 @@ def test_a_run_leaves_nothing_beside_its_directory_and_no_secret_in_it(
     ended = processes.run(directory, 1, "none", lambda: None)
     assert seen[0].parent == tmp_path / "tmp"
     assert not list((tmp_path / "tmp").iterdir())
-    assert ended.failure.tail[0].startswith("login <redacted>")
+    assert ended.failure.log_tail[0].startswith("login <redacted>")
     for name in ("logs/torchrun.log", "summary.json"):
         assert "q7Zx-81kkd-Pw04ff" not in (tmp_path / name).read_text()
 
@@ -309,9 +309,9 @@ def test_of_a_tool_that_said_very_much_the_end_is_read(
     monkeypatch.setattr(processes, "start_command", lambda *_: [sys.executable, "-I", "-S", "-c", said])
     monkeypatch.setattr(processes, "LAUNCHER_SAID_BYTES", 1000)
     ended = processes.run(directory, 1, "none", lambda: None, launcher="accelerate")
-    assert ended.failure.tail == ("x" * 994, "last")
+    assert ended.failure.log_tail == ["x" * 994, "last"]
     assert ended.failure.headline() == "accelerate: ended with exit code 3 and no summary"
-    assert ended.failure.log == tmp_path / "logs" / "accelerate.log"
+    assert ended.failure.log == str(tmp_path / "logs" / "accelerate.log")
 
 
 def test_what_is_written_last_is_still_shown_and_memory_is_of_all_ranks(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import itertools
 import json
@@ -10,19 +9,19 @@ import signal
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bert_dp import rank_process, record
-from bert_dp.config import ConfigError
+from bert_dp.config import ConfigError, Issue
 from bert_dp.record import STARTED_AGAIN
-from bert_dp.record.models import FailureKind, kind_of_text
+from bert_dp.record.models import Failure, FailureKind, RunMemory, kind_of_text
 from launcher.children import ending
-from launcher.watch.card import CONSEQUENCES_SHOWN, card, summary_facts
+from launcher.watch.card import CONSEQUENCES_SHOWN, card
 from launcher.watch.failure import (
     NO_CAUSE,
-    Departure,
-    Failure,
+    RankExit,
     crash_stack,
     decide_cause,
     first_cause,
@@ -33,8 +32,9 @@ from launcher.watch.failure import (
     tail_of,
 )
 from launcher.watch.heartbeats import Hang
-from launcher.watch.memory import GROUP, MemoryFacts
+from launcher.watch.memory import GROUP
 
+WRONG = {"setting": "optim.lr", "kind": "out_of_range", "message": "wrong"}
 TORCHRUN = """
 Failures:
 [1]:
@@ -47,15 +47,15 @@ Root Cause (first observed failure):
 """
 
 
-def error(logs: Path, rank: int, message: str, time_ns: int, bad_input: list[str] | None = None) -> None:
-    kind = kind_of_text(f"RuntimeError: {message}")
-    facts = {"rank": rank, "time_ns": time_ns, "type": "RuntimeError", "message": message, "where": "a.py:1"}
-    facts |= {"bad_input": bad_input, "failure_kind": kind}
+def error(logs: Path, rank: int, message: str, time_ns: int, **facts: Any) -> None:
+    message = f"RuntimeError: {message}"
+    facts |= {"rank": rank, "time_ns": time_ns, "error_type": "RuntimeError", "message": message}
+    facts |= {"where": "a.py:1", "kind": kind_of_text(message)}
     (logs / f"rank-{rank}.error.json").write_text(json.dumps(facts))
 
 
-def cause_of(logs: Path, said: str = "", departures: Sequence[Departure] = ()) -> Failure:
-    failure = first_cause(logs, said, departures)
+def cause_of(logs: Path, said: str = "", exits: Sequence[RankExit] = ()) -> Failure:
+    failure = first_cause(logs, said, exits)
     assert failure is not None
     return failure
 
@@ -77,18 +77,18 @@ def test_an_exception_comes_before_the_kills_that_follow_it(tmp_path: Path) -> N
 @pytest.mark.parametrize("kinds", sorted(set(itertools.product(("error", "silence", "peer"), repeat=3))))
 def test_the_earliest_that_is_no_consequence_is_the_cause(tmp_path: Path, kinds: tuple[str, ...]) -> None:
     """Ranks 2, 1, 0 end in this order: by an error, without a record, or for a peer that has gone."""
-    departures = []
+    exits = []
     for time_ns, (rank, kind) in enumerate(zip((2, 1, 0), kinds, strict=True), start=1):
         if kind == "silence":
-            departures.append(Departure(rank, -signal.SIGKILL, 10 * time_ns))
+            exits.append(RankExit(rank, -signal.SIGKILL, 10 * time_ns))
         else:
             message = "out of memory" if kind == "error" else "Connection closed by peer"
             error(tmp_path, rank, message, 10 * time_ns)
-            departures.append(Departure(rank, 1, 10 * time_ns + 5))
-    failure = cause_of(tmp_path, "", departures)
+            exits.append(RankExit(rank, 1, 10 * time_ns + 5))
+    failure = cause_of(tmp_path, "", exits)
     first = next((place for place, kind in enumerate(kinds) if kind != "peer"), 0)
     assert failure.rank == 2 - first
-    assert failure.killed == (kinds[first] == "silence")
+    assert (failure.killed_by is not None) == (kinds[first] == "silence")
 
 
 DEEPSPEED = "[ERROR] ['python', '-m', 'bert_dp.worker'] exits with return code = -11"
@@ -96,7 +96,7 @@ GONE, LATER = "Connection closed by peer", "out of luck"
 
 
 @pytest.mark.parametrize(
-    ("message", "departures", "said", "cause"),
+    ("message", "exits", "said", "cause"),
     [  # rank 0 raises at 50
         (GONE, [(0, 1, 52), (1, -9, 51)], "", "rank 1: killed by signal 9 (SIGKILL)"),
         (LATER, [(1, -9, 40), (0, 1, 52)], "", "rank 1: killed by signal 9 (SIGKILL)"),
@@ -108,19 +108,19 @@ GONE, LATER = "Connection closed by peer", "out of luck"
     ],
 )
 def test_the_first_to_go_is_the_cause_unless_an_error_came_before(
-    tmp_path: Path, message: str, departures: list[tuple[int, int | None, int]], said: str, cause: str
+    tmp_path: Path, message: str, exits: list[tuple[int, int | None, int]], said: str, cause: str
 ) -> None:
     error(tmp_path, 0, message, 50)
-    assert cause_of(tmp_path, said, [Departure(*each) for each in departures]).headline() == cause
+    assert cause_of(tmp_path, said, [RankExit(*each) for each in exits]).headline() == cause
 
 
 def test_the_earliest_exception_wins_and_bad_input_before_it(tmp_path: Path) -> None:
     error(tmp_path, 0, "late", 9)
     error(tmp_path, 1, "early", 3)
     assert cause_of(tmp_path).rank == 1
-    error(tmp_path, 2, "optim.lr: wrong", 20, bad_input=["optim.lr: wrong"])
+    error(tmp_path, 2, "optim.lr: wrong", 20, issues=[WRONG])
     failure = cause_of(tmp_path)
-    assert failure.bad_input == ("optim.lr: wrong",)
+    assert failure.issues == [WRONG]
 
 
 def test_nothing_recorded_is_no_cause(tmp_path: Path) -> None:
@@ -130,27 +130,27 @@ def test_nothing_recorded_is_no_cause(tmp_path: Path) -> None:
 def test_the_log_of_an_earlier_start_is_not_this_ones(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.log"
     path.write_text(f"ValueError: of the first start\n{STARTED_AGAIN}\nsetting up\n")
-    assert tail_of(read_end(path)) == ("setting up",)
+    assert tail_of(read_end(path)) == ["setting up"]
 
 
 def test_the_log_tail_comes_along(tmp_path: Path) -> None:
     (tmp_path / "rank-1.log").write_text("\n".join(f"line {i}" for i in range(100)))
     failure = cause_of(tmp_path, TORCHRUN)
-    assert failure.tail[-1] == "line 99"
-    assert len(failure.tail) == 20
+    assert failure.log_tail[-1] == "line 99"
+    assert len(failure.log_tail) == 20
 
 
 def test_what_followed_is_marked_and_who_failed_alike_is_no_consequence(tmp_path: Path) -> None:
     error(tmp_path, 1, "loss is not finite", 3)
     error(tmp_path, 2, "loss is nowhere finite", 4)
     error(tmp_path, 0, "[/build/gloo/pair.cc:537] Connection closed by peer [::1]:9. Typically it hangs.", 5)
-    departures = [Departure(1, 1, 6), Departure(3, -signal.SIGTERM, 7), Departure(4, -signal.SIGBUS, 8)]
-    failure = cause_of(tmp_path, "", departures)
-    assert (failure.rank, failure.alike) == (1, (2,))
-    assert failure.consequences == (
+    exits = [RankExit(1, 1, 6), RankExit(3, -signal.SIGTERM, 7), RankExit(4, -signal.SIGBUS, 8)]
+    failure = cause_of(tmp_path, "", exits)
+    assert (failure.rank, failure.same_error_ranks) == (1, [2])
+    assert failure.consequences == [
         "rank 0: RuntimeError: Connection closed by peer [::1]:9",
         "rank 4: killed by signal 7 (SIGBUS)",
-    )
+    ]
 
 
 CRASH = f"""setting up
@@ -170,18 +170,18 @@ Extension modules: numpy.core (total: 1)
 
 def test_a_crash_shows_the_stack_of_its_thread_and_our_line_in_it(tmp_path: Path) -> None:
     (tmp_path / "rank-1.log").write_text(CRASH)
-    failure = cause_of(tmp_path, "", [Departure(1, -signal.SIGSEGV, 1)])
+    failure = cause_of(tmp_path, "", [RankExit(1, -signal.SIGSEGV, 1)])
     assert (failure.killed_by, failure.where, failure.source) == (11, "/data/mine/hook.py:12", "in poke")
-    assert failure.tail[0] == "Fatal Python error: Segmentation fault"
-    assert failure.tail[1].startswith("Current thread")
-    assert failure.tail[-1].endswith('main.py", line 3 in <module>')
-    killed = cause_of(tmp_path, "", [Departure(1, -signal.SIGKILL, 1)])
+    assert failure.log_tail[0] == "Fatal Python error: Segmentation fault"
+    assert failure.log_tail[1].startswith("Current thread")
+    assert failure.log_tail[-1].endswith('main.py", line 3 in <module>')
+    killed = cause_of(tmp_path, "", [RankExit(1, -signal.SIGKILL, 1)])
     # that stack is of an earlier part of the log, SIGKILL leaves none
-    assert (killed.where, killed.tail[0]) == (None, "setting up")
+    assert (killed.where, killed.log_tail[0]) == (None, "setting up")
 
 
 def test_no_stack_is_no_stack() -> None:
-    assert crash_stack("all is well\n") == ()
+    assert crash_stack("all is well\n") == []
 
 
 def test_a_log_of_any_size_is_read_from_its_end(tmp_path: Path) -> None:
@@ -203,8 +203,8 @@ def full(**more: object) -> Failure:
     values = {
         "rank": 3,
         "message": "ValueError: no",
-        "log": Path("logs/rank-3.log"),
-        "tail": ("a", "b"),
+        "log": "logs/rank-3.log",
+        "log_tail": ["a", "b"],
         "where": "mine.py:7",
         "source": "in f: g()",
         **more,
@@ -213,12 +213,12 @@ def full(**more: object) -> Failure:
 
 
 def test_the_card_says_the_most_important_first(tmp_path: Path) -> None:
-    many = tuple(f"rank {i}: RuntimeError: Connection closed by peer" for i in range(4, 40))
-    curves = {"rank 3": (1.0, 2.0), "rank 1": (0.5, 1.0), "rank 2": (0.1,), GROUP: (4.0, 3.0)}
-    memory = MemoryFacts(curves, 1.0, 0, None)
-    said = {"explanation": ("it is so",), "fix": ("do so",), "alike": (0, 1)}
+    many = [f"rank {i}: RuntimeError: Connection closed by peer" for i in range(4, 40)]
+    curves = {"rank 3": [1.0, 2.0], "rank 1": [0.5, 1.0], "rank 2": [0.1], GROUP: [4.0, 3.0]}
+    memory = RunMemory(curves_gib=curves, interval_s=1.0, oom_kills=0, counter=None)
+    said = {"explanation": ["it is so"], "fix": ["do so"], "same_error_ranks": [0, 1]}
     lines = card(full(consequences=many, memory=memory, **said), tmp_path)
-    assert lines.pop(4) == "  alike: ranks 0-1"
+    assert lines.pop(4) == "  same error: ranks 0-1"
     assert lines[:4] == [
         "failed: rank 3: ValueError: no",
         "  at mine.py:7 in f: g()",
@@ -233,41 +233,7 @@ def test_the_card_says_the_most_important_first(tmp_path: Path) -> None:
 
 
 def test_the_card_cannot_control_the_terminal(tmp_path: Path) -> None:
-    assert not any("\x1b" in line for line in card(full(message="\x1b[2Jx", tail=("\x1b]0;t",)), tmp_path))
-
-
-def test_the_summary_keeps_all_that_the_card_tells(tmp_path: Path) -> None:
-    memory = MemoryFacts({"rank 3": (1.0, 2.0)}, 4.0, 1, "memory.events")
-    failure = full(
-        consequences=("rank 0: x",),
-        explanation=("why",),
-        fix=("fix",),
-        memory=memory,
-        alike=(1,),
-        killed_by=9,
-    )
-    facts = json.loads(json.dumps(summary_facts(failure)))
-    assert facts == {
-        "cause": "rank 3: ValueError: no",
-        "failure_kind": "error",
-        "rank": 3,
-        "where": "mine.py:7",
-        "source": "in f: g()",
-        "killed_by": 9,
-        "explanation": ["why"],
-        "fix": ["fix"],
-        "alike": [1],
-        "consequences": ["rank 0: x"],
-        "log": "logs/rank-3.log",
-        "log_tail": ["a", "b"],
-        "memory_curve_gib": {"rank 3": [1.0, 2.0]},
-        "memory_interval_s": 4.0,
-        "oom_kills": 1,
-    }
-    shown = " ".join(card(failure, tmp_path))
-    bare = summary_facts(dataclasses.replace(failure, memory=None, rank=None))
-    assert (bare["cause"], bare["memory_curve_gib"], bare["oom_kills"]) == ("ValueError: no", None, None)
-    assert all(text in shown for text in ("ValueError: no", "mine.py:7", "g()", "why", "fix", "rank 0: x"))
+    assert not any("\x1b" in line for line in card(full(message="\x1b[2Jx", log_tail=["\x1b]0;t"]), tmp_path))
 
 
 def test_the_cause_is_on_disk_before_its_traceback_is_in_the_log(
@@ -284,10 +250,11 @@ def test_the_cause_is_on_disk_before_its_traceback_is_in_the_log(
         rank_process.record_error(2, problem)
     assert there == [True]
     facts = json.loads(path.read_text())
-    assert facts["type"] == "JSONDecodeError"  # raised in the standard library, blamed on the line above
+    # raised in the standard library, blamed on the line above
+    assert facts["error_type"] == "JSONDecodeError"
     assert facts["where"].rpartition(":")[0] == __file__
-    assert facts["source"] == 'json.loads("{")'
-    assert facts["function"] == "test_the_cause_is_on_disk_before_its_traceback_is_in_the_log"
+    name = "test_the_cause_is_on_disk_before_its_traceback_is_in_the_log"
+    assert facts["source"] == f'in {name}: json.loads("{{")'
 
 
 def test_a_cause_that_could_not_be_recorded_is_read_from_the_log(
@@ -305,12 +272,12 @@ def test_a_cause_that_could_not_be_recorded_is_read_from_the_log(
         rank_process.record_error(1, error)
     said = "Traceback (most recent call last):\nOSError: one that was caught\n" + capsys.readouterr().err
     (tmp_path / "rank-1.log").write_text(said)
-    failure = cause_of(tmp_path, "", [Departure(1, 1, 5)])
+    failure = cause_of(tmp_path, "", [RankExit(1, 1, 5)])
     assert (failure.rank, failure.message, failure.kind) == (1, "RuntimeError: no shards", "error")
     assert failure.where.startswith(f"{__file__}:")
     assert failure.source.startswith("in test_a_cause_that_could_not_be_recorded")
     assert failure.source.endswith('raise RuntimeError("no shards\\nat all") from None')
-    other = cause_of(tmp_path, "", [Departure(1, 7, 5)])
+    other = cause_of(tmp_path, "", [RankExit(1, 7, 5)])
     assert other.message == "ended with exit code 7 without recording an error", (
         "os._exit after one that was caught"
     )
@@ -321,11 +288,11 @@ def test_a_cause_that_could_not_be_recorded_is_read_from_the_log(
 
 def test_bad_input_is_recorded_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setenv(record.LOG_DIR, str(tmp_path))
-    rank_process.record_error(0, ConfigError(["optim.lr: wrong"]))
-    assert json.loads((tmp_path / "rank-0.error.json").read_text())["failure_kind"] == "bad_input"
+    rank_process.record_error(0, ConfigError([Issue(**WRONG)]))
+    assert json.loads((tmp_path / "rank-0.error.json").read_text())["kind"] == "bad_input"
     assert capsys.readouterr().err == "error: optim.lr: wrong\n"
     failure = cause_of(tmp_path)
-    assert failure.bad_input == ("optim.lr: wrong",)
+    assert failure.issues == [WRONG]
 
 
 def test_the_message_of_an_error_holds_no_secret(
@@ -363,7 +330,7 @@ def test_what_all_ranks_decided_together_is_no_ranks_fault(
     assert (failure.rank, failure.headline()) == (None, "5 steps in a row were skipped")
     assert failure.kind == "not_finite", "whatever the words"
     assert failure.agreed
-    assert failure.log == tmp_path / "rank-0.log"
+    assert failure.log == str(tmp_path / "rank-0.log")
 
 
 @pytest.mark.parametrize(
@@ -377,7 +344,7 @@ def test_what_all_ranks_decided_together_is_no_ranks_fault(
 def test_a_full_disk_is_named_first_unless_another_cause_is_known(
     tmp_path: Path, rank: int | None, message: str, kind: FailureKind
 ) -> None:
-    before = Failure(rank, message, kind=kind)
+    before = Failure(rank=rank, message=message, kind=kind)
     failure = of_a_disk(before, tmp_path, OSError(errno.ENOSPC, "full"))
     refused = f"No space left on device: nothing can be written to {tmp_path}"
     causes = {failure.headline(), *failure.explanation}
@@ -389,21 +356,20 @@ def test_a_full_disk_is_named_first_unless_another_cause_is_known(
 
 def test_a_hang_comes_before_errors(tmp_path: Path) -> None:
     error(tmp_path, 0, "out of memory", 9)
-    unknown = Failure(None, "x", tmp_path / "torchrun.log", ("the tool's end",))
+    unknown = Failure(message="x", log=str(tmp_path / "torchrun.log"), log_tail=["the tool's end"])
     hang = Hang(2, "hang in step 3", "mine.py:7", tmp_path / "rank-2.log", ("  | frame",))
     hung = decide_cause(tmp_path, "", (), unknown, hang=hang)
     assert (hung.kind, hung.headline(), hung.where) == ("hang", "rank 2: hang in step 3", "mine.py:7")
-    assert (hung.log, hung.tail) == (unknown.log, unknown.tail), "the rank has no log"
+    assert (hung.log, hung.log_tail) == (unknown.log, unknown.log_tail), "the rank has no log"
     hang.log.touch()
     hung = decide_cause(tmp_path, "", (), unknown, hang=hang)
-    assert (hung.log, hung.tail) == (hang.log, ("  | frame",))
+    assert (hung.log, hung.log_tail) == (str(hang.log), ["  | frame"])
     raised = decide_cause(tmp_path, "", (), unknown, hang=None)
     assert (raised.rank, raised.where, raised.log) == (0, "a.py:1", unknown.log)
 
 
 def test_what_an_error_was_raised_by_and_the_end_that_the_tool_saw(tmp_path: Path) -> None:
-    facts = {"rank": 1, "time_ns": 5, "type": "ValueError", "message": "no", "where": "a.py:7"}
-    facts |= {"function": "f", "source": "g()", "bad_input": None}
+    facts = {"rank": 1, "time_ns": 5, "message": "ValueError: no", "where": "a.py:7", "source": "in f: g()"}
     (tmp_path / "rank-1.error.json").write_text(json.dumps(facts))
     failure = cause_of(tmp_path, TORCHRUN)
     assert (failure.where, failure.source) == ("a.py:7", "in f: g()"), "the kill was of the rank that raised"

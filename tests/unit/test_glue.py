@@ -36,7 +36,7 @@ from tests.glue_fixture import (
     scores_of,
     write_trial,
 )
-from tests.helpers import read_lines, write_lines
+from tests.helpers import failed, read_lines, write_lines
 from tests.runs_to_export import config_of, write_run
 
 EIGHT = ["CoLA", "SST-2", "MRPC", "STS-B", "QQP", "MNLI", "QNLI", "RTE"]
@@ -95,10 +95,9 @@ def test_a_trial_without_all_its_scores_has_failed(
 
 
 def test_a_trial_that_failed_has_no_score(tmp_path: Path) -> None:
-    failed = read(*made_trial(tmp_path, "RTE", status="failed", cause="loss is NaN"), "failed")
-    assert (failed.status, failed.cause, failed.scores) == ("failed", "loss is NaN", {})
-    lost = {"status": "failed", "cause": "rank 0: no", "failure_kind": "device_memory"}
-    oom = read(*made_trial(tmp_path, "MRPC", **lost), "oom")
+    trial = read(*made_trial(tmp_path, "RTE", **failed("loss is NaN")), "failed")
+    assert (trial.status, trial.cause, trial.scores) == ("failed", "loss is NaN", {})
+    oom = read(*made_trial(tmp_path, "MRPC", **failed("rank 0: no", "device_memory")), "oom")
     assert (oom.status, oom.failure_kind, oom.scores) == ("oom", "device_memory", {})
 
 

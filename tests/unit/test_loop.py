@@ -27,10 +27,11 @@ from bert_dp.optim import lr_factor
 from bert_dp.parallel import single
 from bert_dp.precision import precision_of
 from bert_dp.rank_process import Signals, collector_at_rest
+from bert_dp.record.models import Failure
 from bert_dp.tasks.mlm import MaskedLanguageModel
 from bert_dp.train_state import TrainState
 from bert_dp.trainable import Model
-from bert_dp.trainer import RunResult, Trainer, evaluate, train
+from bert_dp.trainer import Trainer, TrainingOutcome, evaluate, train
 from bert_dp.world import World
 from tests.helpers import TINY_MODEL, logged, make_config, read_json, read_lines, write_lines
 
@@ -132,10 +133,13 @@ class Clock:
         return self.now
 
 
+FULL = Failure(message="no room", kind="disk")
+
+
 class SlowCheckpointer:
     """A thousand seconds for a checkpoint."""
 
-    gave_up, newest, stall_s, failed_saves, failure_kind = None, None, 0.0, 0, "disk"
+    abort_reason, problem, newest, stall_s, failed_saves = None, None, None, 0.0, 0
 
     def __init__(self, clock: Clock):
         self._clock, self.steps, self.facts = clock, [0], list[Any]()
@@ -146,9 +150,9 @@ class SlowCheckpointer:
         self.steps.append(step)
         self.facts.append(metadata)
 
-    def wait(self) -> tuple[int, None]:
+    def wait(self) -> int:
         self.waited.append(self.steps[-1])
-        return self.steps[-1], None
+        return self.steps[-1]
 
 
 @pytest.fixture
@@ -165,7 +169,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-Trained = tuple[Trainer, TrainState, RunResult]
+Trained = tuple[Trainer, TrainState, TrainingOutcome]
 
 
 @pytest.fixture
@@ -425,8 +429,8 @@ def test_a_run_that_has_failed_is_neither_evaluated_nor_saved_at_its_end(
         stream=SimpleNamespace(next=lambda: bad, wait_s=0.0),
         run={"max_skipped_in_a_row": 9},
     )
-    assert (result.failure or "").startswith("all 5 steps had a gradient that is not finite")
-    assert (result.failure_kind, result.signal) == ("not_finite", 0)
+    assert result.failure.message.startswith("all 5 steps had a gradient that is not finite")
+    assert (result.failure.kind, result.signal) == ("not_finite", 0)
     assert (state.heldout, (tmp_path / "evals.jsonl").exists()) == (None, False)
     assert trainer.checkpointer.steps == [0, 2, 4]
 
@@ -441,7 +445,7 @@ def test_missing_lines_are_reported_once_and_counted(
     assert trainer.write_errors.count == 3
 
 
-@pytest.mark.parametrize(("failure", "signal"), [(None, 15), ("the disk is full", 0)])
+@pytest.mark.parametrize(("failure", "signal"), [(None, 15), (FULL, 0)])
 def test_a_signal_in_the_last_evaluation_stops_the_run_unless_it_has_failed(
     tmp_path: Path, shards: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, failure: Any, signal: int
 ) -> None:
@@ -450,7 +454,7 @@ def test_a_signal_in_the_last_evaluation_stops_the_run_unless_it_has_failed(
     def enter(phase: str, *step: int) -> None:
         if (phase, *step) == ("evaluate", 5):
             signals.received = 15
-            monkeypatch.setattr(SlowCheckpointer, "gave_up", failure)
+            monkeypatch.setattr(SlowCheckpointer, "abort_reason", failure)
 
     monkeypatch.setattr(profiling, "Signals", lambda: signals)
     heartbeat = SimpleNamespace(enter=enter, progress=lambda: None)
@@ -469,8 +473,8 @@ def test_a_run_whose_held_out_loss_is_no_number_has_failed(
     monkeypatch.setattr("bert_dp.trainer.evaluate", lambda *_: diverged)
     _, state, result = train_here(tmp_path, shards, clock, eval={"every_steps": 0})
     assert state.step == 5
-    assert result.failure_kind == "not_finite"
-    assert str(result.failure).startswith("the held-out loss after step 5 is nan: the model has diverged; ")
+    assert result.failure.kind == "not_finite"
+    assert result.failure.message.startswith("the held-out loss after step 5 is nan: ")
     (line,) = read_lines(tmp_path / "evals.jsonl")
     assert (line["step"], line["loss"]) == (5, None), "and stands in the records"
 
@@ -630,7 +634,7 @@ def test_the_summary_has_the_greatest_ranks_memory_and_everyones_energy(
     assert (end["unigram_entropy_nats"], end["uniform_entropy_nats"]) == (3.9, math.log(64))
     assert end["final_loss"] == read_lines(tmp_path / "metrics.jsonl")[-1]["loss"] != end["heldout_loss"]
     assert (end["global_batch"], end["micro_batch"], end["accumulation"]) == (4, 2, 2)
-    assert (end["exit_code"], end["cause"], end["failure_kind"], end["signal"]) == (0, None, None, None)
+    assert (end["exit_code"], end["failure"], end["signal"]) == (0, None, None)
     stopped = dataclasses.replace(result, signal=15)
     summary.write_summary(trainer, state, stopped, 1.0, 2.0, before_j=30.0)
     end = read_json(tmp_path / "summary.json")
@@ -666,12 +670,12 @@ def test_rank_0_alone_writes_the_summary(tmp_path: Path, trained: Trained) -> No
 def test_the_summary_of_a_failed_run_says_why_and_what_is_left(tmp_path: Path, trained: Trained) -> None:
     trainer, state, _ = trained
     saved = tmp_path / "checkpoints" / "step-00000004"
-    result = RunResult(signal=0, failure="no room", failure_kind="disk", checkpoint=saved)
+    result = TrainingOutcome(signal=0, failure=FULL, checkpoint=saved)
     trainer.trace.steps = [2, 3]
     summary.write_summary(trainer, state, result, 1.0, 2.0, before_j=None)
     end = read_json(tmp_path / "summary.json")
     assert (end["status"], end["exit_code"], end["signal"]) == ("failed", 1, None)
-    assert (end["cause"], end["failure_kind"]) == ("no room", "disk")
+    assert (end["failure"]["message"], end["failure"]["kind"]) == ("no room", "disk")
     assert (end["checkpoint"], end["profiled_steps"]) == ("checkpoints/step-00000004", [2, 3])
 
 

@@ -20,7 +20,7 @@ import bert_dp
 from bert_dp.config import parse_overrides
 from launcher import api
 from launcher.api import overrides
-from tests.helpers import issues_of, write_files
+from tests.helpers import failed, issues_of, write_files
 from tests.report_fixture import SUMMARY, make_run
 from tests.states import FACTS
 
@@ -128,8 +128,8 @@ def test_what_is_asked_for_reaches_the_verb(tmp_path: Path, monkeypatch: pytest.
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Path]:
     """Makes the verb end as told, in a directory that an earlier start has left as failed."""
-    older = {"cause": "older", "where": "older.py:1", "fix": ["an older fix"]}
-    path = make_run(tmp_path / "run", summary={"status": "failed", "failure_kind": "killed", **older})
+    older = failed("older", "killed", where="older.py:1", fix=["an older fix"])
+    path = make_run(tmp_path / "run", summary=older)
 
     def end(code: int, interrupted: bool, summary: dict[str, Any] | None, *said: str) -> Path:
         def follow(_: object) -> api._Ended:
@@ -146,16 +146,16 @@ def ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Path
 
 NO_SPACE = ["error: /x: No space left on device"]
 CARD = ["failed: the run directory was deleted", "  fix: start again", "  | step 3"]
-HANG = {"failure_kind": "hang", "cause": "rank 1: stood still"}
-MEMORY = {"failure_kind": "error", "cause": "no memory", "where": "a.py:3", "fix": ["batch.micro_size=4"]}
+HANG = failed("stood still", "hang", rank=1)
+MEMORY = failed("no memory", where="a.py:3", fix=["batch.micro_size=4"])
 
 
 @pytest.mark.parametrize(
     ("code", "interrupted", "summary", "said", "kind", "lines"),
     [
-        (1, False, {"status": "failed", **HANG}, NO_SPACE, "hang", ["rank 1: stood still"]),
-        (1, True, {"status": "failed", "failure_kind": "disk", "cause": "full"}, NO_SPACE, "disk", ["full"]),
-        (1, False, {"status": "failed", **MEMORY}, [], "error", ["no memory", "at a.py:3", *MEMORY["fix"]]),
+        (1, False, HANG, NO_SPACE, "hang", ["rank 1: stood still"]),
+        (1, True, failed("full", "disk"), NO_SPACE, "disk", ["full"]),
+        (1, False, MEMORY, [], "error", ["no memory", "at a.py:3", "batch.micro_size=4"]),
         (143, False, {"status": "stopped", "signal": 15}, NO_SPACE, "stopped", ["SIGTERM: stopped"]),
         (1, False, None, NO_SPACE, "error", ["/x: No space left on device"]),
         (1, False, None, CARD, "error", ["the run directory was deleted"]),

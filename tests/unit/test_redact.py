@@ -21,7 +21,7 @@ from launcher import datasets, job, redact
 from launcher.machine.environment import Environment
 from launcher.report.html import html as page_of
 from launcher.report.run_report import of_directories
-from tests.helpers import issues_of, make_config, write_files
+from tests.helpers import failed, issues_of, make_config, write_files
 
 JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.dozjgNryP4J3jVmNHl0w5N_XgL0n3I9PlFUP0THsR8U"
 FORMED = (  # (text, the secret in it)
@@ -199,7 +199,7 @@ def test_a_link_in_place_of_logs_is_not_followed(tmp_path: Path) -> None:
 def test_a_secret_in_a_log_line_that_reaches_the_page(tmp_path: Path, secret: str, write: object) -> None:
     said = f"<p>denied: {write(secret)}</p>"
     log = run_files(tmp_path, "rank-0.log", said.encode())
-    facts = {"status": "failed", "exit_code": 1, "step": 3, "cause": said, "log_tail": [said], "fix": [said]}
+    facts = {**failed(said, log_tail=[said], fix=[said]), "step": 3}
     (tmp_path / "summary.json").write_text(json.dumps(facts))
     redact.scrub(tmp_path, [secret])
     shown = page_of(of_directories([tmp_path]))

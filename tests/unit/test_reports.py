@@ -44,6 +44,7 @@ from launcher.report.numbers import format_plain
 from launcher.report.run_report import of_directories
 from launcher.scale.scale_report import scale_report
 from tests.glue_fixture import evaluation, scored_task
+from tests.helpers import failed
 from tests.report_fixture import HOSTILE, figures_of, make_run, read_page, shown, unfolded, with_strings
 from tests.scaling_fixture import nulls, scaling
 from tests.tune_fixture import batch, lr, transfer, unmeasured
@@ -68,7 +69,7 @@ SHARDS: dict[str, Any] = {
 PREDICTION = scaling(prediction=True)["prediction"]
 TASKS = [scored_task("RTE", [0.5, None]), scored_task("MNLI", [0.5, 0.7])]
 FINDINGS = [Finding("ok", "python"), Finding("fail", "no torch", "ranks stop", "pip install [torch]")]
-FAILED = {"status": "failed", "exit_code": 1, "cause": "rank 1: no", "fix": ["do", "or do"]}
+FAILED = failed("no", rank=1, fix=["do", "or do"])
 
 MAKERS: dict[str, Callable[[Path], Report]] = {
     "run": lambda path: of_directories([make_run(path / "run")]),

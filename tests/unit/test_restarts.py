@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 from bert_dp.config import Config
+from bert_dp.record.models import Failure
 from launcher.machine import gpus
 from launcher.run import restarts
 from launcher.run.processes import RunResult
 from launcher.run.restarts import Policy, supervise
-from launcher.watch.failure import Failure
 from tests.helpers import make_config, read_json
 from tests.states import FACTS
 
-KILLED = Failure(1, "killed by signal 9 (SIGKILL)", killed_by=9, kind="killed")
-RAISED = Failure(0, "ValueError: no", where="a.py:1")
+KILLED = Failure(rank=1, message="killed by signal 9 (SIGKILL)", killed_by=9, kind="killed")
+RAISED = Failure(rank=0, message="ValueError: no", where="a.py:1")
 
 
 def config(*settings: str, **batch: int) -> Config:
@@ -73,7 +73,7 @@ def test_a_run_that_fails_goes_on_from_its_checkpoint_and_says_so(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("code", "failure"), [(0, None), (2, Failure(0, "bad", bad_input=("optim.lr: no",))), (143, KILLED)]
+    ("code", "failure"), [(0, None), (2, Failure(rank=0, message="bad", kind="bad_input")), (143, KILLED)]
 )
 def test_only_a_failure_is_started_again(tmp_path: Path, code: int, failure: Failure | None) -> None:
     play = Play(tmp_path, (code, failure, None))
@@ -89,7 +89,7 @@ def test_the_number_of_restarts_is_kept(tmp_path: Path) -> None:
 
 
 def test_what_the_ranks_ended_together_is_not_started_again(tmp_path: Path) -> None:
-    agreed = Failure(None, "5 steps in a row up to step 8 had a gradient that is not finite", agreed=True)
+    agreed = Failure(message="5 steps in a row up to step 8 had a gradient that is not finite", agreed=True)
     play = Play(tmp_path, (1, agreed, 8), (0, None, 9))
     assert play.go(Policy(9)).exit_code == 1
     assert len(play.started) == 1

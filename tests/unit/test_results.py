@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import signal
@@ -15,16 +14,17 @@ from rich.console import Console
 from bert_dp import record
 from bert_dp.config import ConfigError
 from bert_dp.config.profile import parse_profile
+from bert_dp.record.models import Failure
 from launcher import job
 from launcher.run import processes, train
 from launcher.run.processes import RunResult
-from launcher.watch.failure import Failure
 from tests.e2e.cli import TINY
 from tests.helpers import read_json
 from tests.states import FACTS
 
-UNKNOWN = Failure(None, "torchrun: ended with exit code 1 and no summary")
-RAISED = Failure(1, "ValueError: no", where="a.py:1")
+UNKNOWN = Failure(message="torchrun: ended with exit code 1 and no summary")
+RAISED = Failure(rank=1, message="ValueError: no", where="a.py:1")
+LR = {"setting": "optim.lr", "kind": "out_of_range", "message": "no"}
 STOPPED = "SIGTERM: stopped before this run's next checkpoint"
 
 
@@ -34,12 +34,17 @@ def result(run_dir: Path, cause: Failure | None) -> tuple[processes.RunResult, d
 
 
 @pytest.mark.parametrize(
-    "cause", [RAISED, Failure(0, "killed by signal 9 (SIGKILL)", killed_by=9), Failure(1, "hang in step 3")]
+    "cause",
+    [
+        RAISED,
+        Failure(rank=0, message="killed by signal 9 (SIGKILL)", killed_by=9),
+        Failure(rank=1, message="hang in step 3"),
+    ],
 )
 def test_a_stop_signal_does_not_hide_a_failure(tmp_path: Path, cause: Failure) -> None:
     found, summary = result(tmp_path, cause)
     assert (found.exit_code, found.failure, found.signal) == (1, cause, signal.SIGTERM)
-    assert (summary["exit_code"], summary["cause"]) == (1, cause.headline())
+    assert (summary["exit_code"], summary["failure"]["message"]) == (1, cause.message)
     assert summary["signal"] == signal.SIGTERM
 
 
@@ -47,26 +52,28 @@ def test_a_stop_signal_does_not_hide_a_failure(tmp_path: Path, cause: Failure) -
     "cause",
     [
         None,
-        Failure(1, "killed by signal 15 (SIGTERM)", killed_by=15),
-        Failure(1, "ended with exit code 1 without recording an error", kind="no_cause"),
-        dataclasses.replace(RAISED, message="RuntimeError: Connection closed by peer", kind="peer_gone"),
+        Failure(rank=1, message="killed by signal 15 (SIGTERM)", killed_by=15),
+        Failure(rank=1, message="ended with exit code 1 without recording an error", kind="no_cause"),
+        RAISED.model_copy(update={"message": "RuntimeError: Connection closed by peer", "kind": "peer_gone"}),
     ],
 )
 def test_what_a_stop_signal_leaves_behind_is_no_failure(tmp_path: Path, cause: Failure | None) -> None:
     found, summary = result(tmp_path, cause)
-    assert (found.exit_code, summary["exit_code"], summary["cause"]) == (143, 143, STOPPED)
+    assert (found.exit_code, summary["exit_code"]) == (143, 143)
+    assert (summary["failure"]["kind"], summary["failure"]["message"]) == ("stopped", STOPPED)
 
 
 def test_a_run_that_told_its_failure_while_it_was_to_stop_keeps_it(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text(json.dumps({"status": "failed", "exit_code": 1}))
-    found, summary = result(tmp_path, Failure(0, "RunFailed: step-00000066 could not be saved"))
+    found, summary = result(tmp_path, Failure(rank=0, message="RunFailed: step-00000066 could not be saved"))
     assert (found.exit_code, summary["exit_code"], found.signal) == (1, 1, signal.SIGTERM)
 
 
 def test_bad_input_that_only_the_ranks_saw_stands_in_the_summary(tmp_path: Path) -> None:
-    found, summary = result(tmp_path, Failure(0, "ConfigError: optim.lr: no", bad_input=("optim.lr: no",)))
+    refused = Failure(rank=0, message="ConfigError: optim.lr: no", kind="bad_input", issues=[LR])
+    found, summary = result(tmp_path, refused)
     assert (found.exit_code, summary["status"], summary["exit_code"]) == (2, "failed", 2)
-    assert "optim.lr: no" in summary["cause"]
+    assert summary["failure"]["issues"] == [LR]
 
 
 # --- the verb around the ranks
@@ -126,7 +133,8 @@ def test_a_failure_is_a_card_and_a_page_and_bad_input_its_lines_alone(verb: Verb
     said = verb.out.getvalue()
     assert "failed: rank 1: ValueError: no\n  at a.py:1\n" in said
     assert f"page: {verb.run_dir}/report.html" in said
-    bad = Failure(0, "ConfigError", bad_input=("optim.lr: no", "data.path: no"))
+    issues = [LR, {**LR, "setting": "data.path"}]
+    bad = Failure(rank=0, message="ConfigError", kind="bad_input", issues=issues)
     assert verb.go(RunResult(2, bad)) == 2
     said = verb.out.getvalue()
     assert "error: optim.lr: no\nerror: data.path: no\n" in said

@@ -15,7 +15,7 @@ from bert_dp.config import dump_config
 from launcher.report.model import Report
 from launcher.report.run_files import load
 from launcher.report.run_report import of_directories
-from tests.helpers import make_config
+from tests.helpers import failed, make_config
 from tests.report_fixture import SUMMARY, evaluation, figure_of, make_run, metrics, read_page, shown, unfolded
 
 HELDOUT = (
@@ -129,8 +129,8 @@ def test_what_is_unusual_moves_no_other_row(tmp_path: Path) -> None:
         ({"heldout_loss": None}, "ok", "not recorded"),
         ({"unigram_entropy_nats": None}, "ok", "held-out loss 6.2500 nats ± 0.0392."),
         ({"heldout": None}, "ok", "held-out loss 6.2500 nats (a context-free"),
-        ({"status": "failed", "exit_code": 1, "cause": "OOM\nmore"}, "fail", "exit code 1): OOM"),
-        ({"status": "failed", "exit_code": 1, "cause": None}, "fail", "cause not recorded"),
+        (failed("OOM\nmore"), "fail", "exit code 1): OOM"),
+        ({"status": "failed"}, "fail", "cause not recorded"),
         ({"status": "stopped", "signal": 15}, "warn", "Stopped by SIGTERM after a checkpoint at step 100."),
         ({"status": "stopped", "signal": 99}, "warn", "Stopped by signal 99"),
         (
@@ -158,20 +158,13 @@ def test_verdict(tmp_path: Path, change: dict[str, Any], level: str, words: str)
     assert words in verdict.text
 
 
-FAILED = {
-    "status": "failed",
-    "exit_code": 1,
-    "cause": "rank 1: no",
-    "where": "a.py:1",
-    "source": "in f: g()",
-    "log": "l",
-    "explanation": ["so"],
-    "fix": ["do", "or do"],
-}
+FAILED = failed(
+    "no", rank=1, where="a.py:1", source="in f: g()", log="l", explanation=["so"], fix=["do", "or do"]
+)
 
 
 def test_a_failed_run_tells_why_and_what_to_do_and_others_beside_it_have_no_such_row(tmp_path: Path) -> None:
-    full = {"status": "failed", "cause": "disk", "consequences": ["rank 1 followed"], "fix": ["free"]}
+    full = failed("disk", consequences=["rank 1 followed"], fix=["free"])
     summaries = {"done": {"failed_saves": 1}, "failed": FAILED, "full": full}
     report = of_directories([make_run(tmp_path / name, summary=facts) for name, facts in summaries.items()])
     rows = rows_of(report)
@@ -451,15 +444,9 @@ def test_names_of_a_run_cannot_harm_and_no_secret_is_shown(tmp_path: Path) -> No
 ENDINGS: dict[str, dict[str, Any] | None] = {
     "done": {},
     "failed": FAILED,
-    "failed early": {"status": "failed", "exit_code": 1, "cause": None, "step": 0, "heldout_loss": None},
+    "failed early": {"status": "failed", "step": 0, "heldout_loss": None},
     "stopped": {"status": "stopped", "signal": 15, "exit_code": 143},
-    "rank killed": {
-        "status": "failed",
-        "exit_code": 1,
-        "cause": "killed by signal 9",
-        "step": 100,
-        "rank": 1,
-    },
+    "rank killed": {**failed("killed by signal 9", "killed", rank=1), "step": 100},
     "killed": None,
     "running": None,
 }
@@ -500,7 +487,7 @@ def test_every_ending_has_a_report_and_what_comes_next(tmp_path: Path, ending: s
         assert not shown_rows[row][0].startswith("n/a"), row
     assert not any(tile.text == "n/a" for tile in report.tiles) or ending == "failed early"
     if ending == "rank killed":
-        assert shown_rows["Outcome", "cause"] == ["killed by signal 9 | "]
+        assert shown_rows["Outcome", "cause"] == ["rank 1: killed by signal 9 | "]
 
 
 @pytest.mark.parametrize("one", ENDINGS)

@@ -82,10 +82,10 @@ def make(
 
 
 def save(saver: AsyncCheckpointer, *steps: int) -> tuple[int | None, str | None]:
-    """Save states whose value is the step; what the last one came to."""
+    """Save states whose value is the step; return the newest that is safe and the last one's problem."""
     for step in steps:
         saver.save(step, functools.partial(state, step), FACTS)
-    return saver.wait()
+    return saver.wait(), saver.problem.message if saver.problem else None
 
 
 def failing(number: int, first: int, last: int) -> SaveFile:
@@ -110,7 +110,7 @@ def test_the_caller_goes_on_while_it_is_written(tmp_path: Path, held: Held) -> N
     assert names(tmp_path) == []
     assert (saver.saved_step, saver.newest) == (None, None)
     held.go.set()
-    assert saver.wait() == (1, None)
+    assert (saver.wait(), saver.problem) == (1, None)
     assert saver.newest == tmp_path / "step-00000001"
     assert checkpoint.load(saver.newest)[1].samples == 8
 
@@ -129,14 +129,14 @@ def test_a_second_save_waits_for_the_first_before_it_gathers(tmp_path: Path, hel
     saver.save(2, gather, FACTS)
     assert gathered == [["step-00000001"]]
     assert saver.stall_s >= 0.2, "waiting counts as time that saving took"
-    assert saver.wait() == (2, None)
+    assert (saver.wait(), saver.problem) == (2, None)
     assert [weight(p) for p in checkpoint.list_checkpoints(tmp_path)] == [2.0, 1.0]
 
 
 def test_another_rank_has_nothing_to_write(tmp_path: Path) -> None:
     saver = make(tmp_path, saved=7)
     saver.save(9, lambda: None, FACTS)
-    assert saver.wait() == (7, None)
+    assert (saver.wait(), saver.problem) == (7, None)
     assert not list(tmp_path.iterdir())
 
 
@@ -159,8 +159,8 @@ def test_an_error_is_said_and_counted_and_the_good_ones_stay(
     assert problem in line
     for text in ("step-00000003", os.strerror(number), "step-00000002"):
         assert text in line
-    assert saver.gave_up == (problem if policy == "stop" else None)
-    assert saver.failure_kind == ("error" if number == errno.EACCES else "disk")
+    assert saver.abort_reason == (saver.problem if policy == "stop" else None)
+    assert saver.problem.kind == ("error" if number == errno.EACCES else "disk")
     assert save(saver, 4) == (4, None)  # the next one tries again
     assert names(tmp_path) == ["step-00000004", "step-00000002"]
     assert saver.failed_saves == 1
@@ -200,11 +200,10 @@ def test_what_is_not_finite_is_never_written(tmp_path: Path, part: str) -> None:
     name = next(iter(bad[part]))
     bad[part][name][2] = float("nan")
     saver.save(2, lambda: bad, FACTS)
-    step, problem = saver.wait()
+    step = saver.wait()
     assert (step, saver.failed_saves) == (1, 1)
-    assert problem is not None
-    assert f"{name} holds a value that is not finite" in problem
-    assert saver.failure_kind == "not_finite"
+    assert f"{name} holds a value that is not finite" in saver.problem.message
+    assert saver.problem.kind == "not_finite"
     assert names(tmp_path) == ["step-00000001"]
 
 
@@ -279,7 +278,7 @@ def test_the_first_save_that_failed_is_why_a_run_gives_up(
     monkeypatch.setattr(checkpoint, "save_file", failing(errno.EIO, 1, 9))
     problem = save(saver, 1)[1]
     assert save(saver, 2)[1] != problem
-    assert saver.gave_up == problem
+    assert saver.abort_reason.message == problem
     assert (problem or "").endswith("; no good checkpoint yet")
 
 

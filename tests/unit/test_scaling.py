@@ -30,7 +30,7 @@ from launcher.scale.verdict import verdicts
 from tests import scaling_fixture
 from tests.e2e.cli import TINY
 from tests.golden.compare import leaves
-from tests.helpers import make_config, read_json
+from tests.helpers import failed, make_config, read_json
 
 MACHINE = environment.probe()
 SETTINGS = Settings(
@@ -256,13 +256,14 @@ def collected(
 
 def test_figures_and_verdicts_follow_from_the_records(tmp_path: Path) -> None:
     seconds = {"single": 1.0, "ddp": 0.625, "independent": 0.5}  # of a step on two ranks
-    memory = {"cause": "rank 1: OutOfMemoryError: CUDA out of memory", "failure_kind": "device_memory"}
-    failed = {"status": "failed", **memory}
+    no_memory = failed("rank 1: OutOfMemoryError: CUDA out of memory", "device_memory")
 
     def records(cell: GridCell, repeat: int) -> dict[str, Any] | None:
         if cell.kind == "synthetic":
             return None
-        return failed if cell.engine == "zero1" else {"step_s": seconds[cell.engine] ** (cell.world_size > 1)}
+        if cell.engine == "zero1":
+            return no_memory
+        return {"step_s": seconds[cell.engine] ** (cell.world_size > 1)}
 
     made = grid(gpus=(1, 2), modes=("strong",))
     cells = collected(tmp_path, made, records)
@@ -571,7 +572,7 @@ class MadeRunner(Runner):
             self.ran.append(trial)
             fails = trial.config.parallel.engine == "ddp" and trial.ranks == 2
             buckets = {"bucket_bytes": [4096, 5000]} if trial.config.parallel.engine == "zero1" else None
-            facts = {"status": "failed", "cause": "no"} if fails else {"status": "done", "tokens_per_s": 2e3}
+            facts = failed("no") if fails else {"status": "done", "tokens_per_s": 2e3}
             trial.directory.mkdir(parents=True)
             record.write_json(trial.directory / "summary.json", {**facts, "ddp": buckets})
             yield trial, Outcome("failed" if fails else "ok", 1.0)

@@ -22,17 +22,23 @@ import pytest
 
 from bert_dp import record
 from bert_dp.config import Config, dump_config
+from bert_dp.record.models import Failure
 from launcher import children
 from launcher.log import Log
 from launcher.machine import environment
 from launcher.run import processes, read_run, trial_process, trials
 from launcher.run.processes import RunResult
 from launcher.run.trials import Ending, Outcome, Runner, Slot, Stopped, Trial, TrialsFailed, run_to_end
-from launcher.watch.failure import Failure
-from tests.helpers import make_config, read_json, write_lines
+from tests.helpers import failed, make_config, read_json, write_lines
 
-FAILED = {"status": "failed", "cause": "rank 0: it broke"}
-KILLED = {"status": "failed", "killed_by": 9, "cause": "rank 0: SIGKILL"}
+FAILED = failed("rank 0: it broke")
+
+
+def killed(number: int, oom_kills: int) -> dict[str, Any]:
+    memory = {"curves_gib": {}, "interval_s": 1.0, "oom_kills": oom_kills, "counter": None}
+    return failed("killed by a signal", "killed", killed_by=number, memory=memory)
+
+
 PARTS = {name: [0.5, 0.5] for name in read_run.PARTS}
 
 
@@ -65,21 +71,21 @@ def write_steps(directory: Path, ranks: int = 2) -> None:
     ("summary", "status"),
     [
         ({"status": "done"}, "ok"),
-        ({"status": "failed", "cause": "rank 0: ValueError"}, "failed"),
-        ({"status": "failed", "cause": "x", "failure_kind": "device_memory"}, "oom"),
-        ({"status": "failed", "cause": "x", "failure_kind": "host_memory"}, "oom"),
-        ({"status": "failed", "cause": "rank 0: KeyError: 'out of memory'"}, "failed"),
-        ({"status": "failed", "cause": "MemoryError", "failure_kind": "error"}, "failed"),
-        ({**KILLED, "oom_kills": 1}, "failed"),
+        (failed("rank 0: ValueError"), "failed"),
+        (failed("x", "device_memory"), "oom"),
+        (failed("x", "host_memory"), "oom"),
+        (failed("rank 0: KeyError: 'out of memory'"), "failed"),
+        (failed("MemoryError"), "failed"),
+        (killed(9, oom_kills=1), "failed"),
         # damaged
         ({"status": "done", "tokens": "many"}, None),
         # something outside ended it: that says nothing of its settings
-        *(({**KILLED, "killed_by": number, "oom_kills": 0}, None) for number in (1, 2, 9, 15)),
-        ({**KILLED, "killed_by": 11, "oom_kills": 0}, "failed"),
-        *(({**FAILED, "failure_kind": kind}, None) for kind in ("disk", "peer_gone")),
-        *(({**FAILED, "failure_kind": kind}, "failed") for kind in ("hang", "not_finite", "bad_input")),
+        *((killed(number, oom_kills=0), None) for number in (1, 2, 9, 15)),
+        (killed(11, oom_kills=0), "failed"),
+        *((failed("x", kind), None) for kind in ("disk", "peer_gone")),
+        *((failed("x", kind), "failed") for kind in ("hang", "not_finite", "bad_input")),
         ({"status": "stopped", "signal": 2}, None),
-        ({"status": "failed", "cause": "SIGTERM: stopped", "signal": 15}, None),
+        ({**failed("SIGTERM: stopped", "stopped"), "signal": 15}, None),
     ],
 )
 def test_a_trial_that_ended_is_not_run_again(
@@ -283,7 +289,7 @@ def test_the_process_of_a_trial_runs_what_it_is_asked_for(
 
     def run(directory: Path, *given: Any, **options: Any) -> RunResult:
         calls.append((directory, given[0], given[1], options))
-        return RunResult(3, Failure(1, "ValueError: no"))
+        return RunResult(3, Failure(rank=1, message="ValueError: no"))
 
     monkeypatch.setattr(processes, "run", run)
     monkeypatch.setattr(trial_process.heartbeats, "Watch", lambda *_, **limits: limits)
@@ -394,8 +400,7 @@ def test_a_helper_says_json_on_its_cores_and_its_failure_is_told(
 
 def test_a_run_tells_why_it_ended_and_of_which_kind(tmp_path: Path) -> None:
     assert (read_run.failure_kind(tmp_path), read_run.heldout_losses(tmp_path)) == ("no_cause", {})
-    summary = {"status": "failed", "failure_kind": "disk", "cause": "full"}
-    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    (tmp_path / "summary.json").write_text(json.dumps(failed("full", "disk")))
     assert (read_run.cause(tmp_path), read_run.failure_kind(tmp_path)) == ("full", "disk")
     (tmp_path / "summary.json").write_text(json.dumps({"status": "done"}))
     assert read_run.cause(tmp_path) == "its records are not whole"

@@ -28,7 +28,7 @@ from launcher.tune.batch_search import BatchSearch
 from launcher.tune.batch_trials import BatchTrials, Question, alloc_retries
 from tests import tune_fixture
 from tests.e2e.cli import TINY
-from tests.helpers import TINY_MODEL, make_config, read_json
+from tests.helpers import TINY_MODEL, failed, make_config, read_json
 from tests.states import FACTS
 
 
@@ -455,8 +455,7 @@ class PreferringRunner(NoisyRunner):
 class FailingRunner(MadeRunner):
     def run_one(self, trial: Trial) -> Outcome:
         super().run_one(trial)
-        facts = {"status": "failed", "cause": "rank 0: no", "failure_kind": "error"}
-        record.write_json(trial.directory / "summary.json", facts)
+        record.write_json(trial.directory / "summary.json", failed("rank 0: no"))
         return Outcome("failed", 1.0)
 
 
@@ -492,10 +491,7 @@ class LosingRunner(MadeRunner):
         if trial.config.batch.micro_size <= 10:
             return ended
         (trial.directory / "steps" / "rank-1.jsonl").unlink()
-        record.write_json(
-            trial.directory / "summary.json",
-            {"status": "failed", "cause": "rank 1: no memory", "failure_kind": "device_memory"},
-        )
+        record.write_json(trial.directory / "summary.json", failed("rank 1: no memory", "device_memory"))
         return Outcome("oom", 1.0)
 
 

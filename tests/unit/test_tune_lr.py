@@ -37,7 +37,7 @@ from launcher.tune import ladder, lr, rate_trials, transfer
 from launcher.tune.rate_report import rate_report
 from tests import tune_fixture
 from tests.e2e.cli import TINY
-from tests.helpers import read_json, write_lines
+from tests.helpers import failed, read_json, write_lines
 from tests.report_fixture import shown
 from tests.shards import edited_manifest, write_shards
 
@@ -101,14 +101,13 @@ class MadeRunner(Runner):
         facts: dict[str, Any] = {
             "status": "done",
             "heldout_loss": loss,
-            "cause": None,
             "tokens": tokens,
             "tokens_per_s": self.tokens_per_s,
             "time_s": {"setup": 1.0, "compile": 1.0, "train": tokens / self.tokens_per_s, "eval": 0.5},
         }
         if isinstance(loss, str):
             kind = "host_memory" if loss == "oom" else "not_finite" if "not finite" in loss else "error"
-            facts |= {"status": "failed", "heldout_loss": None, "cause": loss, "failure_kind": kind}
+            facts |= {"heldout_loss": None, **failed(loss, kind)}
         record.write_json(directory / "summary.json", facts)
 
 
@@ -517,9 +516,9 @@ def test_a_trial_has_devices_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("facts", "status"),
     [
-        ({"cause": "no words", "failure_kind": "not_finite"}, "diverged"),
-        ({"cause": "a gradient that is not finite", "failure_kind": "error"}, "failed"),
-        ({"cause": "no words"}, "failed"),
+        (failed("no words", "not_finite"), "diverged"),
+        (failed("a gradient that is not finite"), "failed"),
+        (failed("no words", "no_cause"), "failed"),
     ],
 )
 def test_a_trial_has_diverged_by_the_kind_of_its_failure(
@@ -527,8 +526,8 @@ def test_a_trial_has_diverged_by_the_kind_of_its_failure(
 ) -> None:
     record.write_json(tmp_path / "summary.json", {"status": "failed", "exit_code": 1, "step": 3, **facts})
     result = rate_trials.read_trial(Trial(tmp_path, make(shards), 1), Outcome("failed", 1.0))
-    assert (result.status, result.tokens, result.cause) == (status, 3 * STEP, facts["cause"])
-    assert result.failure_kind == facts.get("failure_kind", "no_cause")
+    assert (result.status, result.tokens, result.cause) == (status, 3 * STEP, facts["failure"]["message"])
+    assert result.failure_kind == facts["failure"]["kind"]
 
 
 def test_a_run_to_its_end_without_a_finite_held_out_loss_has_diverged(shards: Path, tmp_path: Path) -> None:

@@ -123,5 +123,5 @@ def test_a_worker_that_ends_leaves_its_exit_code_or_signal(end: str, code: int) 
         process.stdin.flush()
         seen.wait(60.0)
         assert seen.by_rank() == {}
-        assert [(gone.rank, gone.code) for gone in seen.departures] == [(2, code)]
+        assert [(gone.rank, gone.code) for gone in seen.exits] == [(2, code)]
         seen.close()
