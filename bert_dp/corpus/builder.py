@@ -98,6 +98,8 @@ def build(request: BuildRequest, progress: Progress | None = None) -> Manifest:
                 raise ConfigError(["data.sources: a source changed while it was read; run again"])
     if warning := filter_warning(manifest):
         tell(warning, 0, 0)
+    for line in manifest.loss_warnings():
+        tell(f"warning: {line}", 0, 0)
     return manifest
 
 
