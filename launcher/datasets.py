@@ -20,7 +20,7 @@ from bert_dp.config import (
     read_manifest,
     resolve,
 )
-from bert_dp.config.manifest import SourceFile, is_ordered
+from bert_dp.config.manifest import SourceFile, is_ordered, loss_warnings
 from launcher import children
 from launcher.errors import told_by_option
 from launcher.log import PLAIN, show
@@ -144,8 +144,8 @@ def inspect(directory: Path, *, as_json: bool, console: Console) -> int:
 def shards_report(facts: Mapping[str, Any], directory: Path) -> Report:
     """What `inspect` found: counts, entropies, tokens, samples; every damaged file, or that none is."""
     manifest = facts["manifest"]
-    checked = Manifest.model_validate(manifest)
-    lost = [Verdict("warn", line) for line in checked.loss_warnings()]
+    counted = [SourceFile.model_validate(source) for source in manifest["sources"]]
+    lost = [Verdict("warn", line) for line in loss_warnings(counted)]
     damaged = [Verdict("fail", f"damaged: {problem}") for problem in facts["problems"]]
     sound = Verdict("ok", "sound: every hash and token id checked")
     splits = [
@@ -180,12 +180,12 @@ def shards_report(facts: Mapping[str, Any], directory: Path) -> Report:
                 cell(source.unknown_share, "percent"),
             ],
         )
-        for source in sorted(checked.sources, key=lambda source: -source.loss)[:SHOWN_SOURCES]
+        for source in sorted(counted, key=lambda source: -source.loss)[:SHOWN_SOURCES]
     ]
     of_source = [Column(name) for name in ("documents", "letters", "letters lost", "unknown tokens")]
     tables = [
         Table(splits, heads, corner="split"),
-        Table(sources, of_source, corner=_sources_head(len(checked.sources))),
+        Table(sources, of_source, corner=_sources_head(len(counted))),
         Table(rows),
     ]
     return Report(

@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
@@ -34,6 +34,10 @@ TokenId = Annotated[int, Field(ge=0, le=MAX_VOCAB_SIZE)]
 Hashed = TypeVar("Hashed", bound="HashedFile")
 
 WARNED_LOSS, REFUSED_LOSS = 0.01, 0.2  # share of a source's letters that are lost, or of its unknown tokens
+ANY_LANGUAGE = (
+    "for text in any language set tokenizer_model=byte_bpe, normalize=false and max_tokens_per_char=0 "
+    "(--set, or in data.build)"
+)
 MAX_NAMED = 5  # sources that warnings name
 VOCAB_MULTIPLE = 128  # a vocabulary may be padded to the next one, for the device's sake
 
@@ -201,14 +205,6 @@ class Manifest(HashedFile):
             )
         return issues
 
-    def loss_warnings(self) -> list[str]:
-        """Name the sources of which more than WARNED_LOSS is lost, the worst first."""
-        worst = sorted((s for s in self.sources if s.loss > WARNED_LOSS), key=lambda s: -s.loss)
-        lines = [f"{source.name}: {source.loss_words()}" for source in worst[:MAX_NAMED]]
-        if more := len(worst) - MAX_NAMED:
-            lines += [f"and so of {more} more sources; see `bert-dp data inspect`"] if more > 0 else []
-        return lines
-
     def warnings(self, config: Config) -> list[str]:
         """What fits the configuration but is probably not intended; one line each."""
         warnings = []
@@ -231,6 +227,15 @@ class Manifest(HashedFile):
                 "data.shuffle=false, or build with order=none"
             )
         return warnings
+
+
+def loss_warnings(sources: Sequence[SourceFile]) -> list[str]:
+    """Name the sources of which more than WARNED_LOSS is lost, the worst first."""
+    worst = sorted((s for s in sources if s.loss > WARNED_LOSS), key=lambda s: -s.loss)
+    lines = [f"{source.name}: {source.loss_words()}; {ANY_LANGUAGE}" for source in worst[:MAX_NAMED]]
+    if len(worst) > MAX_NAMED:
+        lines.append(f"{len(worst) - MAX_NAMED} more sources lose over {WARNED_LOSS:.0%}; see data inspect")
+    return lines
 
 
 def is_ordered(build: Mapping[str, Any]) -> bool:

@@ -27,7 +27,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from bert_dp.config import BuildConfig, ConfigError, Manifest, read_manifest
-from bert_dp.config.manifest import REFUSED_LOSS, SourceFile, with_hash
+from bert_dp.config.manifest import ANY_LANGUAGE, REFUSED_LOSS, SourceFile, with_hash
 from bert_dp.corpus import dedup, encode, shards
 from bert_dp.corpus import sources as inputs
 from bert_dp.corpus import tokenizer as tokens
@@ -42,11 +42,6 @@ WHAT_ENDS_A_DOCUMENT = {
     "line": "each line of a text file is a document (data.build.documents)",
     "blank_line": "a blank line ends a document of a text file; where it has none, use documents=line",
 }
-
-ANY_LANGUAGE = (
-    "for text in any language set tokenizer_model=byte_bpe, normalize=false and max_tokens_per_char=0 "
-    "(--set, or in data.build)"
-)
 
 Progress = Callable[[str, int, int | None], None]
 """Stage, done, total; None: unknown, 0: a message and no stage."""

@@ -173,7 +173,8 @@ def _decode(path: Path, number: int, line: bytes) -> str:
     try:
         return line.removesuffix(b"\r").decode()
     except UnicodeDecodeError as error:
-        at, fix = error.start + 1, "convert it, for example with iconv -f latin1 -t utf-8"
+        at = error.start + 1
+        fix = "convert it from its encoding: iconv -f LATIN1 (or CP1251, GB18030, ...) -t UTF-8 OLD > NEW"
         raise ConfigError(
             [f"{path}: line {number}, byte {at} is not UTF-8 (0x{line[error.start]:02x}); {fix}"]
         ) from None
