@@ -83,7 +83,7 @@ def test_hidden_words_are_whole_and_their_bytes_are_those_of_the_text() -> None:
     assert hiding.words == len(words) == 150
     assert hiding.silent == arrows > 0
     sizes = sum(len(text[a:b].encode()) for a, b in covered)
-    assert hiding.hidden_bytes == sizes + dashes * len("\u2014".encode())
+    assert hiding.hidden_bytes == sizes + arrows * len("\u2192".encode())
 
 
 def test_what_is_drawn_of_a_document_depends_on_nothing_beside_it() -> None:
