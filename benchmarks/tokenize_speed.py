@@ -88,7 +88,7 @@ def main() -> None:
     docs = [text for source in sources.resolve([o.text]) for text in sources.documents(source)]
     trained = tokenizer.train(docs, model="wordpiece", vocab_size=o.vocab_size, with_normalizer=not o.cased)
     text = trained.to_str()
-    settings = encode.Encoding(text, sep=5, max_tokens_per_char=0.25, near=False, seed=0)
+    settings = encode.Encoding(text, sep=5, unk=3, max_tokens_per_char=0.25, near=False, seed=0)
     batches = list(encode.in_batches(docs))
     size = sum(len(doc.encode()) for doc in docs)
 

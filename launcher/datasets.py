@@ -20,7 +20,7 @@ from bert_dp.config import (
     read_manifest,
     resolve,
 )
-from bert_dp.config.manifest import is_ordered
+from bert_dp.config.manifest import SourceFile, is_ordered, loss_warnings
 from launcher import children
 from launcher.errors import told_by_option
 from launcher.log import PLAIN, show
@@ -40,6 +40,7 @@ OPTIONS = {
 }
 """Settings that options of `data build` give."""
 SAMPLE_CHARS = 300
+SHOWN_SOURCES = 20  # in a table, those that lose most first
 DROPPED = {
     "empty": "without a token",
     "tokens_per_char": "with too many tokens per character",
@@ -120,6 +121,8 @@ def built_lines(out: Path, manifest: Manifest, vocab_size: int | None) -> list[s
         f"{out}: {train.sequences:,} training and {held_out.sequences:,} held-out sequences of {length} "
         f"tokens, from {count_of(train.documents + held_out.documents, 'document')}",
         f"dropped: {dropped_words(manifest.dropped)}; vocabulary: {manifest.vocab_size:,} tokens{fewer}",
+        f"letters lost: {_of(manifest.sources, 'lost_letters', 'letters')}; "
+        f"unknown tokens: {_of(manifest.sources, 'unknown_tokens', 'tokens')}",
         f"next: {train_command(out, manifest.model_dump())}",
     ]
 
@@ -141,6 +144,8 @@ def inspect(directory: Path, *, as_json: bool, console: Console) -> int:
 def shards_report(facts: Mapping[str, Any], directory: Path) -> Report:
     """What `inspect` found: counts, entropies, tokens, samples; every damaged file, or that none is."""
     manifest = facts["manifest"]
+    counted = [SourceFile.model_validate(source) for source in manifest["sources"]]
+    lost = [Verdict("warn", line) for line in loss_warnings(counted)]
     damaged = [Verdict("fail", f"damaged: {problem}") for problem in facts["problems"]]
     sound = Verdict("ok", "sound: every hash and token id checked")
     splits = [
@@ -165,13 +170,40 @@ def shards_report(facts: Mapping[str, Any], directory: Path) -> Report:
         *[words(f"sample {i}", _shortened(sample)) for i, sample in enumerate(facts["samples"], 1)],
     ]
     heads = [Column(name) for name in ("documents", "tokens", "sequences", "files")]
-    tables = [Table(splits, heads, corner="split"), Table(rows)]
+    sources = [
+        Row(
+            source.name,
+            [
+                cell(source.documents, "count"),
+                cell(source.letters, "count"),
+                cell(source.lost_share, "percent"),
+                cell(source.unknown_share, "percent"),
+            ],
+        )
+        for source in sorted(counted, key=lambda source: -source.loss)[:SHOWN_SOURCES]
+    ]
+    of_source = [Column(name) for name in ("documents", "letters", "letters lost", "unknown tokens")]
+    tables = [
+        Table(splits, heads, corner="split"),
+        Table(sources, of_source, corner=_sources_head(len(counted))),
+        Table(rows),
+    ]
     return Report(
         "bert-dp: shards",
-        verdicts=damaged or [sound],
+        verdicts=[*(damaged or [sound]), *lost],
         sections=[Section("", tables=tables)],
         next="" if damaged else train_command(directory, manifest),
     )
+
+
+def _of(sources: Sequence[SourceFile], part: str, whole: str) -> str:
+    """Format the sum of one count over all sources, and its share of another."""
+    counted, of = (sum(getattr(source, name) for source in sources) for name in (part, whole))
+    return f"{counted:,} of {of:,} ({format_percent(counted / max(1, of))})"
+
+
+def _sources_head(count: int) -> str:
+    return "source" if count <= SHOWN_SOURCES else f"source ({SHOWN_SOURCES} of {count:,})"
 
 
 def dropped_words(dropped: Mapping[str, int]) -> str:

@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
@@ -33,6 +33,12 @@ BlockHash = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 TokenId = Annotated[int, Field(ge=0, le=MAX_VOCAB_SIZE)]
 Hashed = TypeVar("Hashed", bound="HashedFile")
 
+WARNED_LOSS, REFUSED_LOSS = 0.01, 0.2  # share of a source's letters that are lost, or of its unknown tokens
+ANY_LANGUAGE = (
+    "for text in any language set tokenizer_model=byte_bpe, normalize=false and max_tokens_per_char=0 "
+    "(--set, or in data.build)"
+)
+MAX_NAMED = 5  # sources that warnings name
 VOCAB_MULTIPLE = 128  # a vocabulary may be padded to the next one, for the device's sake
 
 
@@ -85,6 +91,34 @@ class SourceFile(StoredModel):
     bytes: Count
     sha256: str
     documents: Count
+    letters: Count
+    """Characters of Unicode category L in the documents, before any document is dropped."""
+    lost_letters: Count
+    """Letters of whose normal form no letter is left."""
+    tokens: Count
+    unknown_tokens: Count
+
+    @property
+    def lost_share(self) -> float:
+        """Share of the letters that are lost."""
+        return self.lost_letters / max(1, self.letters)
+
+    @property
+    def unknown_share(self) -> float:
+        """Share of the tokens that are unknown."""
+        return self.unknown_tokens / max(1, self.tokens)
+
+    @property
+    def loss(self) -> float:
+        """The greater of both shares."""
+        return max(self.lost_share, self.unknown_share)
+
+    def loss_words(self) -> str:
+        """Name both shares."""
+        return (
+            f"{self.lost_share:.1%} of its letters are lost ({self.lost_letters:,} of {self.letters:,}), "
+            f"{self.unknown_share:.1%} of its tokens are unknown"
+        )
 
 
 class Manifest(HashedFile):
@@ -93,7 +127,7 @@ class Manifest(HashedFile):
     file_name: ClassVar[str] = "manifest.json"
     remedy: ClassVar[str] = "build it with `bert-dp data build`"
     format: Literal["bert-dp-shards"]
-    version: Literal[1]
+    version: Literal[2]
     sequence_length: int = Field(ge=1, le=8192)
     dtype: Literal["uint16"]
     vocab_size: int = Field(ge=1, le=MAX_VOCAB_SIZE)
@@ -193,6 +227,15 @@ class Manifest(HashedFile):
                 "data.shuffle=false, or build with order=none"
             )
         return warnings
+
+
+def loss_warnings(sources: Sequence[SourceFile]) -> list[str]:
+    """Name the sources of which more than WARNED_LOSS is lost, the worst first."""
+    worst = sorted((s for s in sources if s.loss > WARNED_LOSS), key=lambda s: -s.loss)
+    lines = [f"{source.name}: {source.loss_words()}; {ANY_LANGUAGE}" for source in worst[:MAX_NAMED]]
+    if len(worst) > MAX_NAMED:
+        lines.append(f"{len(worst) - MAX_NAMED} more sources lose over {WARNED_LOSS:.0%}; see data inspect")
+    return lines
 
 
 def is_ordered(build: Mapping[str, Any]) -> bool:

@@ -23,6 +23,7 @@ from pydantic_core import PydanticCustomError
 from bert_dp.config.engines import ENGINES, OPTIMIZERS
 
 MAX_VOCAB_SIZE = 65_535  # token ids are stored as uint16
+MIN_BYTE_VOCAB_SIZE = 263  # 256 bytes and the special tokens
 # far above any use: a slip of the keyboard is refused, and no loop or product is too large for a check
 MAX_BATCH = 2**20  # sequences of a step
 MAX_STEPS = 10**12
@@ -130,13 +131,16 @@ class BuildConfig(Section):
 
     added_later = ("source_format", "text_field", "documents")
     normalize: bool = True
-    """In the tokenizer: TeX-style quotes to ", NFD, lowercase, no accents, single spaces, no non-ASCII."""
-    tokenizer_model: Literal["wordpiece", "bpe"] = "wordpiece"
-    """Kind of tokenizer to train when none is given."""
+    """In the tokenizer: NFKD, lower case, ASCII for white space, dashes, quotes and ligatures, then nothing
+    but ASCII (no accents, no other scripts), single spaces. A source that loses over 20 % of its letters, or
+    has over 20 % unknown tokens, is refused."""
+    tokenizer_model: Literal["wordpiece", "bpe", "byte_bpe"] = "wordpiece"
+    """Kind of tokenizer to train when none is given. byte_bpe has a token for every byte and so no unknown
+    ones: for text in any language, with normalize: false and max_tokens_per_char: 0."""
     max_tokens_per_char: float = Field(0.25, ge=0)
     """Drop a document with more tokens per character than this; 0 = keep all."""
     dedup: Literal["none", "exact", "near"] = "exact"
-    """exact = the same text once, but for case and white space; near = MinHash LSH (extra `dedup`)."""
+    """exact = documents of the same tokens once; near = MinHash LSH besides (extra `dedup`)."""
     near_threshold: float = Field(0.8, gt=0, le=1)
     """Jaccard similarity above which `near` drops the later document."""
     order: Literal["none", "sentence_length", "unigram"] = "none"
@@ -428,6 +432,12 @@ class Config(Section):
             raise ValueError("data.sources is empty; name a file, a glob or `builtin`")
         if self.objective.name == "finetune":
             return self
+        trains_bytes = self.data.tokenizer is None and self.data.build.tokenizer_model == "byte_bpe"
+        if trains_bytes and self.data.sources and self.model.vocab_size < MIN_BYTE_VOCAB_SIZE:
+            raise ValueError(
+                f"model.vocab_size: {self.model.vocab_size} has no room for the 256 bytes and the special "
+                f"tokens of data.build.tokenizer_model: byte_bpe; set {MIN_BYTE_VOCAB_SIZE} or more"
+            )
         if num_masked(self.objective.mask_rate, self.data.sequence_length) < 1:
             raise ValueError(
                 f"objective.mask_rate {self.objective.mask_rate} masks no position of "

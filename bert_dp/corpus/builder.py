@@ -29,7 +29,7 @@ from bert_dp.config import (
     load_config,
     read_manifest,
 )
-from bert_dp.config.manifest import SourceFile, format_of, hash_json
+from bert_dp.config.manifest import SourceFile, format_of, hash_json, loss_warnings
 from bert_dp.config.stored import problem_lines
 from bert_dp.corpus import dedup, pipeline, shards
 from bert_dp.corpus import sources as inputs
@@ -98,6 +98,8 @@ def build(request: BuildRequest, progress: Progress | None = None) -> Manifest:
                 raise ConfigError(["data.sources: a source changed while it was read; run again"])
     if warning := filter_warning(manifest):
         tell(warning, 0, 0)
+    for line in loss_warnings(manifest.sources):
+        tell(f"warning: {line}", 0, 0)
     return manifest
 
 

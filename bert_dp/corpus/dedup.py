@@ -1,4 +1,4 @@
-"""Which documents were seen before: exact by a hash of the text, near by MinHash sketches. Torch-free."""
+"""Find documents seen before: exact by a hash of their tokens, near by MinHash sketches. Torch-free."""
 
 from __future__ import annotations
 
@@ -20,14 +20,19 @@ def document_key(text: str, seed: int) -> int:
     # a white space other than one blank; the test is cheaper than what it spares
     if not lower.isprintable() or "  " in lower:
         lower = " ".join(lower.split())
-    digest = hashlib.blake2b(lower.strip().encode(), digest_size=8, key=seed.to_bytes(8, "little"))
+    return content_key(lower.strip().encode(), seed)
+
+
+def content_key(data: bytes, seed: int) -> int:
+    """Return a 64-bit hash of bytes, such as the token ids of a document."""
+    digest = hashlib.blake2b(data, digest_size=8, key=seed.to_bytes(8, "little"))
     return int.from_bytes(digest.digest(), "little")
 
 
 def exact_filter() -> Callable[[np.ndarray], np.ndarray]:
     """A function from keys [D] uint64 to whether each is seen for the first time, over all calls.
 
-    Sorted arrays of doubling size hold 8 bytes per key. Two different texts share a key with probability
+    Sorted arrays of doubling size hold 8 bytes per key. Two different documents share a key with probability
     n^2 / 2^65: 3e-4 for any pair among 1e8 documents.
     """
     levels: list[np.ndarray] = []

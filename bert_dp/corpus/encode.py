@@ -20,9 +20,11 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from bert_dp.corpus.dedup import document_key, sketcher
-from bert_dp.corpus.tokenizer import normalize, normalizer_json
+from bert_dp.config.manifest import TOKEN_BYTES
+from bert_dp.corpus.dedup import content_key, document_key, sketcher
+from bert_dp.corpus.tokenizer import letter_counter, normalize, normalizer_json
 
+COUNTS = ("letters", "lost_letters", "tokens", "unknown_tokens")  # of a source, as its manifest has them
 BATCH_DOCUMENTS, BATCH_CHARS = 1000, 2**20
 
 
@@ -33,6 +35,7 @@ class Encoding:
     tokenizer_json: str
     sep: int
     """Id put after every document."""
+    unk: int
     max_tokens_per_char: float
     near: bool
     """Also make the MinHash sketches for near dedup."""
@@ -41,13 +44,14 @@ class Encoding:
 
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """The D kept documents of a batch, in order."""
+    """The D kept documents of the N of a batch, in order."""
 
     ids: np.ndarray  # [T] uint16, each document followed by sep
     lengths: np.ndarray  # [D] int64, tokens with sep
     keys: np.ndarray  # [D] uint64, hash of the text, which decides the split
-    contents: np.ndarray  # [D] uint64, hash of the normalised text, which duplicates share
+    contents: np.ndarray  # [D] uint64, hash of the token ids, which duplicates share
     sketches: list[Any]  # [D] rensa.RMinHash, or empty
+    counts: np.ndarray  # [N, len(COUNTS)] int64, of all documents
     read: int
     empty: int
     filtered: int
@@ -69,6 +73,7 @@ def in_batches(documents: Iterable[str]) -> Iterator[list[str]]:
 
 def make_encoder(settings: Encoding) -> Callable[[list[str]], Encoded]:
     """The function that turns a list of texts into their tokens, keys and sketches, in one process."""
+    count_letters = letter_counter(Tokenizer.from_str(settings.tokenizer_json).normalizer)
     tree = json.loads(settings.tokenizer_json)
     has_our_normalizer = tree.get("normalizer") == json.loads(normalizer_json())
     if has_our_normalizer:  # `normalize` does the same, and is faster
@@ -80,26 +85,33 @@ def make_encoder(settings: Encoding) -> Callable[[list[str]], Encoded]:
     sketch = sketcher(settings.seed) if settings.near else None
     rate = settings.max_tokens_per_char
 
-    def hashes(texts: Iterable[str]) -> np.ndarray:
-        return np.array([document_key(text, settings.seed) for text in texts], np.uint64)
-
     def encode(texts: list[str]) -> Encoded:
         normalized = [normalize(text) for text in texts] if has_our_normalizer else texts
         rows = [e.ids for e in tokenizer.encode_batch_fast(normalized, add_special_tokens=False)]
+        counts = [
+            (*count_letters(text), len(row), row.count(settings.unk))
+            for text, row in zip(texts, rows, strict=True)
+        ]
         full = [i for i, row in enumerate(rows) if row]
         kept = [i for i in full if not rate or len(rows[i]) < rate * len(texts[i])]
         for i in kept:
             rows[i].append(settings.sep)
         lengths = np.fromiter((len(rows[i]) for i in kept), np.int64, len(kept))
         ids = np.fromiter(chain.from_iterable(rows[i] for i in kept), np.uint16, int(lengths.sum()))
-        keys = hashes(texts[i] for i in kept)
+        ends = TOKEN_BYTES * np.cumsum(lengths)
+        data = ids.tobytes()
+        contents = [
+            content_key(data[end - TOKEN_BYTES * n : end], settings.seed)
+            for end, n in zip(ends.tolist(), lengths.tolist(), strict=True)
+        ]
         sketches = sketch([normalized[i] for i in kept]) if sketch else []
         return Encoded(
             ids,
             lengths,
-            keys=keys,
-            contents=hashes(normalized[i] for i in kept) if has_our_normalizer else keys,
+            keys=np.array([document_key(texts[i], settings.seed) for i in kept], np.uint64),
+            contents=np.array(contents, np.uint64),
             sketches=sketches,
+            counts=np.array(counts, np.int64),
             read=len(texts),
             empty=len(texts) - len(full),
             filtered=len(full) - len(kept),

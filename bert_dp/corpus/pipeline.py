@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import math
 import os
 import threading
@@ -26,7 +27,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from bert_dp.config import BuildConfig, ConfigError, Manifest, read_manifest
-from bert_dp.config.manifest import with_hash
+from bert_dp.config.manifest import ANY_LANGUAGE, REFUSED_LOSS, SourceFile, with_hash
 from bert_dp.corpus import dedup, encode, shards
 from bert_dp.corpus import sources as inputs
 from bert_dp.corpus import tokenizer as tokens
@@ -67,12 +68,17 @@ def build_in(plan: BuildPlan, records: list[dict[str, Any]], work: Path, tell: P
     tokenizer = Tokenizer.from_str(tokenizer_json)
     vocab_size, special = tokens.size(tokenizer), tokens.special_ids(tokenizer, plan.tokenizer or "trained")
     encoding = encode.Encoding(
-        tokenizer_json, special["sep"], options.max_tokens_per_char, options.dedup == "near", settings["seed"]
+        tokenizer_json,
+        sep=special["sep"],
+        unk=special["unk"],
+        max_tokens_per_char=options.max_tokens_per_char,
+        near=options.dedup == "near",
+        seed=settings["seed"],
     )
     batches = encode.in_batches(read_documents(plan.sources, records))
     encoded = encode.encode_all(batches, encoding, plan.processes or _processes(plan.sources))
     with contextlib.closing(encoded):  # ends the processes, however this ends
-        train, held_out, dropped = _route(encoded, work, plan, vocab_size, tell, total)
+        train, held_out, dropped = _route(encoded, records, work, plan, vocab_size, tell, total)
     _check_split(train, held_out, dropped, options, tell)
     if options.order != "none":
         train = shards.order_shards(work, train, options.order, tokenizer, tell)
@@ -197,15 +203,18 @@ def _processes(sources: list[inputs.Source]) -> int:
 
 def _route(
     encoded: Iterable[encode.Encoded],
+    records: list[dict[str, Any]],
     work: Path,
     plan: BuildPlan,
     vocab_size: int,
     tell: Progress,
     total: int | None,
 ) -> tuple[ShardWriter, ShardWriter, dict[str, int]]:
-    """Drop duplicates, then send each document to training or held-out by the hash of its text.
+    """Drop duplicates, then send each document to training or held-out by the hash of its text; add what
+    was counted to the records of the sources.
 
-    Returns both splits, and how many documents each stage dropped.
+    Returns both splits, and how many documents each stage dropped. Raises ConfigError as soon as a source
+    ends of which too much is lost.
     """
     options, settings = plan.options, plan.settings
     length = settings["sequence_length"]
@@ -218,8 +227,19 @@ def _route(
         dedup.near_filter(options.near_threshold, settings["seed"]) if options.dedup == "near" else None
     )
     dropped = {"empty": 0, "tokens_per_char": 0, "exact_duplicate": 0, "near_duplicate": 0}
-    read = 0
+    read = checked = 0
+    for record in records:
+        record.update(dict.fromkeys(encode.COUNTS, 0))
     for batch in encoded:
+        # the sources are read ahead: those that end in this batch have their number of documents already
+        ended = itertools.takewhile(bool, (record["documents"] for record in records))
+        place_N = np.searchsorted(np.cumsum([*ended]), np.arange(read, read + batch.read), side="right")
+        for place in np.unique(place_N).tolist():
+            sums = batch.counts[place_N == place].sum(axis=0).tolist()
+            for name, count in zip(encode.COUNTS, sums, strict=True):
+                records[place][name] += count
+        _refuse_loss(records[checked : place_N[-1]], plan)
+        checked = place_N[-1]
         keep = np.ones(len(batch.keys), bool)
         if options.dedup != "none":
             keep = is_new(batch.contents)
@@ -237,9 +257,22 @@ def _route(
         dropped["tokens_per_char"] += batch.filtered
         read += batch.read
         tell("tokenize", read, total)
+    _refuse_loss(records[checked:], plan)
     train.close()
     held_out.close()
     return train, held_out, dropped
+
+
+def _refuse_loss(records: list[dict[str, Any]], plan: BuildPlan) -> None:
+    """Raise ConfigError for sources of which more than REFUSED_LOSS is lost."""
+    fix = "" if plan.tokenizer is None else "leave data.tokenizer (--tokenizer) out, and "
+    issues = [
+        f"data.sources: {source.name}: {source.loss_words()}; {fix}{ANY_LANGUAGE}, or leave the source out"
+        for source in (SourceFile(**record) for record in records)
+        if source.loss > REFUSED_LOSS
+    ]
+    if issues:
+        raise ConfigError(issues)
 
 
 def _check_split(
@@ -253,11 +286,6 @@ def _check_split(
     hint, share = WHAT_ENDS_A_DOCUMENT[options.documents], options.held_out_fraction
     if not train.sequences or not (held_out.sequences or share == 0):
         lost = ", ".join(f"{n} {stage}" for stage, n in dropped.items() if n) or "none"
-        if options.normalize and dropped["empty"] > train.documents + held_out.documents:
-            hint = (
-                f"{dropped['empty']} documents have no ASCII character, and others are dropped before "
-                f"tokenising: data.build.normalize=false keeps them; {hint}"
-            )
         raise ConfigError(
             [
                 f"data.sources: too little text for data.sequence_length {train.length}: training "

@@ -26,6 +26,13 @@ ARRAY_MOVES = {("begin", "["): "first", ("first", "]"): "end", ("next", ","): "v
 BESIDE_SPACE = re.compile(r"[^ \t\r\n]")
 MAX_DOCUMENT_BYTES = 16 * 2**20
 CHUNK_BYTES = 2**20
+HEAD_BYTES = 2**20  # of a text file, that decide what ends its lines
+BYTE_ORDER_MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32",  # before UTF-16, whose mark it begins with
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
 ZSTD_WINDOW_BYTES = 2**31  # the largest that zstd --long=31 makes
 ZSTD_HEADER_BYTES = 18  # the longest header of a frame
 ZSTD_SKIPPABLE = b"\x2a\x4d\x18"  # of its magic number; the first byte is 0x50 to 0x5f
@@ -47,6 +54,19 @@ def suffixes(path: Path) -> tuple[str, str]:
     """(format, compression) suffixes: corpus.jsonl.gz -> (".jsonl", ".gz")."""
     compression = path.suffix.lower() if path.suffix.lower() in COMPRESSIONS else ""
     return (Path(path.stem).suffix if compression else path.suffix).lower(), compression
+
+
+def encoding_hint(first_bytes: bytes) -> str:
+    """Name UTF-16 or UTF-32 by the beginning of a file, with the command that converts it; else empty."""
+    first_bytes = first_bytes[:4096]
+    encoding = next((name for mark, name in BYTE_ORDER_MARKS.items() if first_bytes.startswith(mark)), "")
+    if not encoding and b"\0" in first_bytes:  # without a mark: every zero is the same half of a character
+        zeros = {at % 2 for at, byte in enumerate(first_bytes) if byte == 0}
+        named = "UTF-16LE" if zeros == {1} else "UTF-16BE"
+        text = first_bytes[: len(first_bytes) // 2 * 2].decode(named, "replace").rstrip("\ufffd")
+        is_text = all(char.isprintable() or char.isspace() for char in text)
+        encoding = named if len(zeros) == 1 and is_text else ""
+    return encoding and f"{encoding}, not UTF-8; convert it: iconv -f {encoding} -t UTF-8 OLD > NEW"
 
 
 def json_records(path: Path) -> Iterator[tuple[str, Any]]:
@@ -103,9 +123,12 @@ def _array(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(line number from 1, text without its end) of a text file, compressed or not. Raises ConfigError."""
+    """(line number from 1, text without its end) of a text file, compressed or not. Raises ConfigError.
+
+    A line ends with LF or CRLF; where the first HEAD_BYTES hold no LF, with a lone CR too.
+    """
     number, rest = 0, b""
-    for chunk in _chunks(path):
+    for chunk in _with_line_feeds(_chunks(path)):
         *whole, rest = (rest + chunk).split(b"\n")
         for line in whole:
             number += 1
@@ -119,8 +142,27 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
         yield number + 1, _decode(path, number + 1, rest)
 
 
+def _with_line_feeds(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """Chunks of a file as they are; where its first HEAD_BYTES hold no LF, every CR and CRLF becomes LF."""
+    head = b""
+    while len(head) < HEAD_BYTES and (chunk := next(chunks, b"")):
+        head += chunk
+    if b"\n" in head[:HEAD_BYTES]:
+        yield head
+        yield from chunks
+        return
+    rest = b""  # a CR whose LF may begin the next chunk
+    for chunk in itertools.chain([head], chunks):
+        data = rest + chunk
+        rest = b"\r" if data.endswith(b"\r") else b""
+        yield data.removesuffix(rest).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    yield b"\n" if rest else b""
+
+
 def _decode(path: Path, number: int, line: bytes) -> str:
     if number == 1:
+        if hint := encoding_hint(line):
+            raise ConfigError([f"{path}: is {hint}"])
         line = line.removeprefix(b"\xef\xbb\xbf")  # byte order mark
     if b"\0" in line:
         at = line.index(b"\0") + 1
@@ -131,7 +173,8 @@ def _decode(path: Path, number: int, line: bytes) -> str:
     try:
         return line.removesuffix(b"\r").decode()
     except UnicodeDecodeError as error:
-        at, fix = error.start + 1, "convert it, for example with iconv -f latin1 -t utf-8"
+        at = error.start + 1
+        fix = "convert it from its encoding: iconv -f LATIN1 (or CP1251, GB18030, ...) -t UTF-8 OLD > NEW"
         raise ConfigError(
             [f"{path}: line {number}, byte {at} is not UTF-8 (0x{line[error.start]:02x}); {fix}"]
         ) from None

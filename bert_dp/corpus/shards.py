@@ -209,7 +209,11 @@ def inspect(directory: Path) -> dict[str, Any]:
         "manifest": manifest.model_dump(),
         "tokens_per_document": manifest.train.tokens / manifest.train.documents,
         "frequent_tokens": [
-            {"token": tokenizer.id_to_token(int(i)), "id": int(i), "share": float(counts[i] / counts.sum())}
+            {
+                "token": tokens.readable(tokenizer, int(i)),
+                "id": int(i),
+                "share": float(counts[i] / counts.sum()),
+            }
             for i in top
         ],
         "samples": [tokenizer.decode(row.tolist(), skip_special_tokens=False) for row in samples],

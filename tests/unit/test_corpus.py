@@ -27,6 +27,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from bert_dp import record
 from bert_dp.config import BuildConfig, Config, ConfigError, read_manifest
 from bert_dp.config.manifest import Split
+from bert_dp.config.schema import MIN_BYTE_VOCAB_SIZE
 from bert_dp.corpus import builder, dedup, encode, pipeline, shards, sources, tokenizer
 from bert_dp.corpus.builder import BuildRequest
 from bert_dp.corpus.pipeline import Progress
@@ -155,7 +156,7 @@ def test_shard_writer_against_plain_lists(
         assert shard["blocks"] == [hashlib.sha256(part).hexdigest()[:16] for part in parts]
 
 
-@pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe", "byte_bpe"])
 def test_the_number_of_processes_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -195,9 +196,9 @@ def test_held_out_is_disjoint_and_does_not_depend_on_order(tmp_path: Path) -> No
 
 
 def test_texts_that_normalise_to_the_same_are_duplicates(tmp_path: Path) -> None:
-    """A quote or an accent that the tokenizer drops would put one on either side of the split."""
+    """A sign or an accent that the tokenizer drops would put one on either side of the split."""
     docs = prose(200)
-    twins = [doc.replace("a", "\u00e1").replace(". ", ".\u201d ") for doc in docs]
+    twins = [doc.replace("a", "\u00e1").replace(". ", ".\u20ac ") for doc in docs]
     options = {"held_out_fraction": 0.3}
     alone = make(write(tmp_path / "a.txt", docs), tmp_path / "alone", **options)
     both = make(write(tmp_path / "b.txt", docs + twins), tmp_path / "both", **options)
@@ -442,16 +443,166 @@ def test_every_shard_is_on_the_disk_before_the_manifest_names_it(
 
 
 def test_python_normalisation_is_the_tokenizers_for_every_character() -> None:
+    """Alone, between letters, and after its own kind; some at a time, as a call takes longer than a text."""
     rust = tokenizer.normalizer()
     for start in range(0, 0x110000, 4096):
-        text = "|".join(chr(c) for c in range(start, start + 4096) if not 0xD800 <= c < 0xE000)
+        chars = [chr(c) for c in range(start, start + 4096) if not 0xD800 <= c < 0xE000]
+        text = "|".join(f"{c}|a{c}b|1{c}{c} {c}2" for c in chars)
         assert tokenizer.normalize(text) == rust.normalize_str(text), hex(start)
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.text("aAé'`\"  .ßİK\n\t\0<>-", max_size=30))
+@given(st.text("aAé'`\"  .ßİK\n\t\0<>-\u00a0\u00bd1\u2014\u0301\ufb01\u2019", max_size=30))
 def test_python_normalisation_is_the_tokenizers(text: str) -> None:
     assert tokenizer.normalize(text) == tokenizer.normalizer().normalize_str(text)
+
+
+# White_Space of Unicode 15.1, PropList.txt
+UNICODE_WHITE_SPACE = [
+    *(*range(9, 14), 0x20, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F, 0x205F, 0x3000)
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "normal"),
+    [
+        *((f"a{chr(code)}b", "a b") for code in UNICODE_WHITE_SPACE),
+        *((f"the{chr(code)}world", "the-world") for code in (*range(0x2010, 0x2016), 0x2212, 0x207B, 0xFE58)),
+        ("\u201cit\u2019s\u201d, \u201aso\u2018 \u00abhe\u00bb", '"it\'s", \'so\' "he"'),
+        ("so\u2026", "so..."),
+        ("3\u00d74", "3x4"),
+        ("1\u20442", "1/2"),
+        ("1\u00bd cups, \u00be", "1 1/2 cups, 3/4"),
+        ("\ufb01ne o\ufb03ce \u00c6on \u0153uvre Stra\u00dfe", "fine office aeon oeuvre strasse"),
+        ("zero\u200bwidth so\u00adft \ufeffmark jo\u200din", "zerowidth soft mark join"),
+        ("na\u00efve CAF\u00c9 \u0130stanbul", "naive cafe istanbul"),
+        ("``tex''  two\u00a0 \u00a0spaces", '"tex" two spaces'),
+        ("5 \u20ac \u4e2d \u043c", "5 "),
+    ],
+)
+def test_normal_form_keeps_word_boundaries(text: str, normal: str) -> None:
+    assert tokenizer.normalize(text) == tokenizer.normalizer().normalize_str(text) == normal
+
+
+def test_offsets_stay_those_of_the_text() -> None:
+    text = "caf\u00e9 1\u00bd \u00bd\u00bd hello\u2014w\ufb03 stra\u00dfe"
+    trained = tokenizer.train([text] * 9, model="wordpiece", vocab_size=200, with_normalizer=True)
+    encoded = trained.encode(text, add_special_tokens=False)
+    ends = {token: text[a:b] for token, (a, b) in zip(encoded.tokens, encoded.offsets, strict=True)}
+    assert ends["hello"] == "hello"
+    assert ends["-"] == "\u2014"
+    assert ends["strasse"] == "stra\u00dfe"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text("aZ 1.\u00e9\u043c\u4e2d\u00e6\u0142\u20ac\u0301\ufb01", max_size=30))
+def test_lost_letters_against_one_character_at_a_time(text: str) -> None:
+    """The Polish l with a stroke, Cyrillic and Chinese lose a letter; accents and ligatures do not."""
+    letters, lost = tokenizer.letter_counter(tokenizer.normalizer())(text)
+    assert letters == sum(map(str.isalpha, text))
+    assert lost == sum(text.count(c) for c in "\u043c\u4e2d\u0142")
+    assert tokenizer.letter_counter(None)(text) == (letters, 0)
+
+
+RUSSIAN = (
+    "\u043c\u0438\u0440 \u0436\u0438\u0437\u043d\u044c \u0432\u0440\u0435\u043c\u044f \u0434\u043e\u043c"
+)
+BYTES: dict[str, Any] = {"tokenizer_model": "byte_bpe", "normalize": False, "vocab_size": 400}
+
+
+def russian(num: int) -> list[str]:
+    rng = random.Random(1)
+    return [" ".join(rng.choices(RUSSIAN.split(), k=20)) + f" {i}." for i in range(num)]
+
+
+@pytest.mark.parametrize(
+    ("source_docs", "options", "refused"),
+    [
+        ([russian(100)], {}, True),
+        ([[f"{a} {b}" for a, b in zip(prose(100), russian(100), strict=True)]], {}, True),
+        ([prose(900), russian(30)], {}, True),  # a small source among others
+        ([[*prose(900), *russian(10)]], {}, False),
+        ([russian(200)], {"normalize": False}, False),
+        ([russian(200)], BYTES, False),
+        ([[f"{i} " + "\u4e2d\u6587\u8a9e" * (i % 7 + 2) for i in range(200)]], BYTES, False),
+    ],
+)
+def test_a_source_that_loses_much_is_refused(
+    tmp_path: Path, source_docs: list[list[str]], options: dict[str, Any], refused: bool
+) -> None:
+    files = [write(tmp_path / f"{i}.txt", docs) for i, docs in enumerate(source_docs)]
+    told: list[str] = []
+    options = {"vocab_size": VOCAB, **options, "progress": lambda stage, done, total: told.append(stage)}
+    if refused:
+        with pytest.raises(ConfigError, match=r"tokenizer_model=byte_bpe") as caught:
+            make(files, tmp_path / "out", **options)
+        (issue,) = caught.value.issues
+        assert issue.startswith(f"data.sources: {len(files) - 1}.txt: ")
+        assert sorted(tmp_path.iterdir()) == sorted(map(Path, files)), "nothing half-written"
+        return
+    manifest = make(files, tmp_path / "out", **options)
+    for docs, counted in zip(source_docs, manifest["sources"], strict=True):
+        letters = [c for c in "".join(docs) if c.isalpha()]
+        assert counted["letters"] == len(letters)
+        normalized = options.get("normalize", True)
+        assert counted["lost_letters"] == (sum(not c.isascii() for c in letters) if normalized else 0)
+        assert counted["unknown_tokens"] == 0
+        share = counted["lost_letters"] / counted["letters"]
+        assert any(line.startswith("warning: 0.txt") for line in told) == (share > 0.01)
+
+
+def test_unknown_tokens_are_counted_for_every_tokenizer(tmp_path: Path) -> None:
+    """Of a given tokenizer whose words are WORDS and a full stop."""
+    specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    path = bert_like(tmp_path / "t.json", specials)
+    known = [" ".join(random.Random(i).choices(WORDS, k=20)) for i in range(100)]
+    for foreign, refused in ((0, False), (1, False), (6, True)):
+        docs = [text + " foreign" * foreign for text in known]
+        source = write(tmp_path / f"{foreign}.txt", docs)
+        context = pytest.raises(ConfigError, match=r"leave data\.tokenizer") if refused else None
+        with context or contextlib.nullcontext():
+            (counted,) = make(source, tmp_path / str(foreign), tokenizer=path)["sources"]
+            assert (counted["tokens"], counted["unknown_tokens"]) == (100 * (20 + foreign), 100 * foreign)
+        assert (tmp_path / str(foreign)).exists() != refused
+
+
+def test_sources_are_counted_apart_whatever_the_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [prose(30, seed=i) + russian(i) for i in range(5)]
+    files = [write(tmp_path / f"{i}.txt", docs) for i, docs in enumerate(texts)]
+    expected = [sum(map(str.isalpha, "".join(docs))) for docs in texts]
+    for size, processes in ((1, 1), (7, 1), (31, 2), (1000, 1)):
+        monkeypatch.setattr(encode, "BATCH_DOCUMENTS", size)
+        out = tmp_path / f"{size}"
+        found = make(files, out, processes=processes, normalize=False)["sources"]
+        assert [counted["letters"] for counted in found] == expected
+        assert [counted["documents"] for counted in found] == [len(docs) for docs in texts]
+
+
+def test_duplicates_are_documents_of_the_same_tokens(tmp_path: Path) -> None:
+    """Signs that the tokenizer drops or does not know are equal to it; case counts where it has both."""
+    docs = [f"{text} {sign}{i}" for i, text in enumerate(prose(60)) for sign in "\u20ac\u00a3\u00a5"]
+    source = write(tmp_path / "a.txt", docs)
+    assert make(source, tmp_path / "a")["dropped"]["exact_duplicate"] == 120
+    assert make(source, tmp_path / "b", **BYTES)["dropped"]["exact_duplicate"] == 0
+    cased = write(tmp_path / "c.txt", [*prose(60), *(text.upper() for text in prose(60))])
+    assert make(cased, tmp_path / "d")["dropped"]["exact_duplicate"] == 60
+    assert make(cased, tmp_path / "e", normalize=False)["dropped"]["exact_duplicate"] == 0
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_byte_level_bpe_keeps_every_text(normalize: bool) -> None:
+    docs = [*prose(100), *russian(100), "\u4e2d\u6587\u8a9e\U0001f600 a  b\t"]
+    trained = tokenizer.train(docs, model="byte_bpe", vocab_size=400, with_normalizer=normalize)
+    assert [trained.id_to_token(i) for i in range(7)] == list(tokenizer.SPECIALS)
+    assert tokenizer.size(trained) == 400
+    for text in docs:
+        kept = tokenizer.normalize(text) if normalize else text
+        assert trained.decode(trained.encode(text).ids) == kept
+    only_bytes = tokenizer.train(docs, model="byte_bpe", vocab_size=263, with_normalizer=False)
+    assert tokenizer.size(only_bytes) == MIN_BYTE_VOCAB_SIZE
+    assert len(only_bytes.encode("\u4e2d", add_special_tokens=False).ids) == 3
 
 
 @settings(max_examples=300, deadline=None)
@@ -462,7 +613,7 @@ def test_document_key_ignores_case_and_white_space_only(text: str, seed: int) ->
     assert dedup.document_key(text + "x", seed) != dedup.document_key(text, seed)
 
 
-@pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe", "byte_bpe"])
 @pytest.mark.parametrize("with_normalizer", [True, False])
 def test_training_is_deterministic_and_saved_whole(kind: Any, with_normalizer: bool) -> None:
     docs = [*prose(200), "Ünïcode “quotes” ``tex''"]
@@ -488,8 +639,8 @@ def test_vocabulary_larger_than_the_data_give(tmp_path: Path) -> None:
     assert (
         manifest["vocab_size"] == Tokenizer.from_file(str(tmp_path / "out/tokenizer.json")).get_vocab_size()
     )
-    tiny = make(write(tmp_path / "b.txt", prose(60)), tmp_path / "tiny", vocab_size=16)
-    assert tiny["vocab_size"] <= 16
+    tiny = tokenizer.train(prose(60), model="wordpiece", vocab_size=16, with_normalizer=True)
+    assert tokenizer.size(tiny) <= 16
 
 
 def bert_like(path: Path, specials: list[str], extra: int = 0) -> str:
@@ -597,6 +748,10 @@ def test_a_set_of_the_hub_is_recorded_by_its_text_and_kept_by_its_name(
             "bytes": len(data),
             "sha256": hashlib.sha256(data).hexdigest(),
             "documents": 60,
+            "letters": sum(map(str.isalpha, data.decode())),
+            "lost_letters": 0,
+            "tokens": manifest["sources"][0]["tokens"],
+            "unknown_tokens": 0,
         }
     ]
     read.clear()
@@ -610,9 +765,6 @@ def test_too_little_text_tells_the_counts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"training \d+ sequences from \d+ documents, held-out 0 sequences"):
         make(write(tmp_path / "a.txt", prose(12)), tmp_path / "out", held_out_fraction=0.001)
     assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == []
-    chinese = write(tmp_path / "b.txt", ["\u4e2d\u6587" * (i + 1) for i in range(40)])
-    with pytest.raises(ConfigError, match=r"40 documents have no ASCII .*data\.build\.normalize=false"):
-        make(chinese, tmp_path / "out")
 
 
 def test_existing_output_is_kept_refused_or_replaced(source: str, tmp_path: Path) -> None:
@@ -720,7 +872,7 @@ def test_damage_is_found(out: Path) -> None:
     text = manifest.read_text()
     for old, new, message in (
         ('"num_special": 7', '"num_special": 8', "edited or torn"),
-        ('"version": 1', '"version": 2', "version 1, found"),
+        ('"version": 2', '"version": 1', "version 2, found"),
     ):
         manifest.write_text(text.replace(old, new))
         with pytest.raises(ConfigError, match=message):

@@ -106,9 +106,10 @@ def test_an_order_of_the_shards_needs_a_run_that_keeps_it(shards: Path) -> None:
 
 def test_a_build_ends_with_what_it_made_and_the_next_command(shards: Path) -> None:
     manifest = read_manifest(shards).model_copy(update={"dropped": {"empty": 3, "exact_duplicate": 0}})
-    made, left_out, following = built_lines(Path("out"), manifest, 4096)
+    made, left_out, lost, following = built_lines(Path("out"), manifest, 4096)
     assert made == "out: 96 training and 20 held-out sequences of 16 tokens, from 116 documents"
     assert left_out == "dropped: 3 without a token; vocabulary: 64 tokens (4,096 asked; the text has no more)"
+    assert lost == "letters lost: 0 of 0 (0.0 %); unknown tokens: 0 of 0 (0.0 %)"
     assert following == "next: bert-dp train data.path=out data.sequence_length=16 model.vocab_size=64"
     given = built_lines(Path("out"), manifest, None)[1]
     assert given == "dropped: 3 without a token; vocabulary: 64 tokens"

@@ -871,7 +871,7 @@ REFUSED: list[tuple[dict[str, str], str, str]] = [
     ),
     ({"train": "text,label\na cat\n"}, "", "line 2 has 1 fields, the header 2"),
     ({"train": 'text,label\n"a cat,x\n'}, "", "is not CSV"),
-    ({"train": "text,label\ra cat,x\ra dog,y\r"}, "", "a line ends with CR; make it LF"),
+    ({"train": "text,label\ra cat,x\na dog,y\n"}, "", "a line ends with CR; make it LF"),
     ({"train": r'[{"text": "a \ud83d", "label": "x"}]'}, "", r"record 1 holds a lone surrogate '\ud83d'"),
     ({"train": r'[{"text": "a", "label": "\ud83d"}]'}, "", r"record 1 holds a lone surrogate '\ud83d'"),
     ({"train": "text,text,label\na,b,x\n"}, "", "names 'text' twice"),
@@ -891,6 +891,13 @@ REFUSED: list[tuple[dict[str, str], str, str]] = [
     ({}, "--dev-share 1.5", "--dev-share 1.5"),
     ({}, "--task RTE", "name either --task with --data, or --train"),
 ]
+
+
+def test_a_table_whose_lines_end_with_cr_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"text,label\ra cat,x\ra dog,y\r")
+    table = own.read_table(str(path), Columns(("text",), "label"), "train")
+    assert [(row.texts, row.label) for row in table.rows] == [(("a cat",), "x"), (("a dog",), "y")]
 
 
 @pytest.mark.parametrize(("files", "options", "said"), REFUSED, ids=[said for *_, said in REFUSED])

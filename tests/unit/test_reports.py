@@ -51,8 +51,13 @@ from tests.tune_fixture import batch, lr, transfer, unmeasured
 from tests.unit.test_scale_report import parsed
 from tests.unit.test_tune_reports import of
 
+SOURCE = {"bytes": 9, "sha256": "", "documents": 600, "letters": 1000, "tokens": 500}
 SHARDS: dict[str, Any] = {
     "manifest": {
+        "sources": [
+            {**SOURCE, "name": "[red]a.txt", "lost_letters": 0, "unknown_tokens": 0},
+            {**SOURCE, "name": "b.txt", "lost_letters": 123, "unknown_tokens": 10},
+        ],
         "sequence_length": 128,
         "vocab_size": 4096,
         "unigram_entropy_nats": 6.75,
@@ -387,6 +392,9 @@ def test_shards() -> None:
     text = unfolded(shown(shards_report(SHARDS, Path("shards")), 100))
     for words in (
         "ok sound: every hash",
+        "warn b.txt: 12.3%",
+        "b.txt 600 1,000 12.3 % 2.0 %",
+        "[red]a.txt 600 1,000 0.0 % 0.0 %",
         "train 1,200 128,000 1,000 1",
         "held-out 12 1,280 10 1",
         "6.7500 nats, per held-out token",

@@ -186,6 +186,33 @@ def test_lines_across_chunk_borders(tmp_path_factory: pytest.TempPathFactory, li
         assert read(path) == wanted
 
 
+@pytest.mark.parametrize(
+    ("content", "documents"),
+    [
+        (b"one\rtwo\r\rthree\r", ["one", "two", "three"]),
+        (b"one\rtwo\r\nthree", ["one\rtwo", "three"]),  # CRLF ends its lines
+        (b"one\rtwo\nthree", ["one\rtwo", "three"]),
+        (b"a\r" * 2**19 + b"b\r\nc\rd", ["a"] * 2**19 + ["b", "c", "d"]),  # the first LF is in the second MiB
+        (b"no end", ["no end"]),
+    ],
+)
+@pytest.mark.parametrize("chunk", [3, 2**20])
+def test_a_lone_cr_ends_lines_of_a_file_without_lf(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, documents: list[str], chunk: int
+) -> None:
+    if chunk == 3 and len(content) > 2**20:
+        monkeypatch.setattr(readers, "HEAD_BYTES", 2**10)
+        content, documents = content[2**20 - 2**10 :], documents[2**19 - 2**9 :]
+    monkeypatch.setattr(readers, "CHUNK_BYTES", chunk)
+    (tmp_path / "a.txt").write_bytes(content)
+    assert read(tmp_path / "a.txt") == documents
+
+
+def test_a_blank_line_of_a_file_with_cr_ends_a_document(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"one\rtwo\r\rthree")
+    assert read(tmp_path / "a.txt", documents="blank_line") == ["one\ntwo", "three"]
+
+
 def test_globs_and_directories_are_sorted_and_literal_names_win(tmp_path: Path) -> None:
     for name in ("b.txt", "a.txt", "[x].txt", "sub/c.jsonl", "sub/skipped.py", ".hidden.txt"):
         path = tmp_path / name
@@ -213,7 +240,22 @@ def after_a_good_line(line: str) -> str:
 BAD: list[tuple[str, str | bytes, tuple[str, ...]]] = [
     # file, its content, and what is said beside its name
     ("bad.txt", b"good\nna\xefve", ("line 2, byte 3", "0xef", "iconv")),
-    ("bad.txt", "utf-16".encode("utf-16-le"), ("line 1, byte 2", "binary")),
+    ("bad.txt", b"a\0\0b", ("line 1, byte 2", "binary")),
+    *(
+        ("bad.txt", mark + text.encode(codec), (f"iconv -f {name} -t UTF-8",))
+        for codec, mark, name in (
+            ("utf-16-le", b"\xff\xfe", "UTF-16"),
+            ("utf-16-be", b"\xfe\xff", "UTF-16"),
+            ("utf-16-le", b"", "UTF-16LE"),
+            ("utf-16-be", b"", "UTF-16BE"),
+            ("utf-32-le", b"\xff\xfe\0\0", "UTF-32"),
+        )
+        for text in (
+            "plain text\n",
+            "\u043c\u0438\u0440 \u0432 \u0434\u043e\u043c\u0435\n",
+            '{"text": "x"}\n',
+        )
+    ),
     ("empty.txt", "", ("holds no text", "leave it out")),
     ("empty.txt", "\n \n\t\n", ("holds no text", "leave it out")),
     ("bad.jsonl", after_a_good_line('{"text": "cut'), ("line 3", "is not JSON")),

@@ -70,7 +70,7 @@ def test_the_same_words_are_hidden_for_every_vocabulary() -> None:
 
 
 def test_hidden_words_are_whole_and_their_bytes_are_those_of_the_text() -> None:
-    text = "Zw\u00f6lf Boxk\u00e4mpfer \u2014 jagen \u00e4\u00f6\u00fc, " * 30
+    text = "Zw\u00f6lf Boxk\u00e4mpfer \u2192 jagen \u00e4\u00f6\u00fc, " * 30
     tokenizer = trained(90)
     encoded = tokenizer.encode(text, add_special_tokens=False)
     hiding = masked_text.hide_words(text, encoded.offsets, 7)
@@ -79,11 +79,11 @@ def test_hidden_words_are_whole_and_their_bytes_are_those_of_the_text() -> None:
     seen = [span for span, hides in zip(encoded.offsets, hiding.hidden_T, strict=True) if not hides]
     covered = [(a, b) for a, b in words if any(x < b and a < y for x, y in hidden)]
     assert all(not (x < b and a < y) for a, b in covered for x, y in seen)
-    dashes = hiding.hidden - len(covered)  # the normaliser drops them, so no token stands for one
+    arrows = hiding.hidden - len(covered)  # the normaliser drops them, so no token stands for one
     assert hiding.words == len(words) == 150
-    assert hiding.silent == dashes > 0
+    assert hiding.silent == arrows > 0
     sizes = sum(len(text[a:b].encode()) for a, b in covered)
-    assert hiding.hidden_bytes == sizes + dashes * len("\u2014".encode())
+    assert hiding.hidden_bytes == sizes + arrows * len("\u2192".encode())
 
 
 def test_what_is_drawn_of_a_document_depends_on_nothing_beside_it() -> None:

@@ -1,0 +1,79 @@
+"""Text in any language by byte-level BPE, from the build to the exports."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from bert_dp.config import read_manifest
+from launcher import results
+from tests.e2e.cli import TINY, bert_dp
+from tests.helpers import read_json
+
+TEXTS = {
+    "russian": (" ", "мир жизнь время человек дом год работа слово дело страна".split(), ("мир", "дом")),
+    "chinese": ("", "世界 生活 时间 人们 房子 一年 工作 词语 事情 国家".split(), ("世界", "房子")),
+}
+BYTES = ("tokenizer_model=byte_bpe", "normalize=false", "max_tokens_per_char=0", "held_out_fraction=0.1")
+SIZES = ("data.sequence_length=32", "model.vocab_size=400", "model.position=learned", "model.num_layers=1")
+MODEL = ("model.mlp=gelu", "model.head=dense", "objective.mask_rate=0.15", *SIZES)
+
+
+def verb(*arguments: str) -> str:
+    done = bert_dp(*arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("language", TEXTS)
+def test_a_language_is_trained_finetuned_predicted_and_exported(language: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("onnxruntime")
+    gap, words, (first, second) = TEXTS[language]
+    draw = random.Random(0)
+    lines = [gap.join(draw.choices(words, k=20)) + f", {i}." for i in range(400)]
+    (tmp_path / "text.txt").write_text("\n".join(lines), encoding="utf-8")
+    rows = [
+        f"{gap.join(draw.choices(words, k=5))}{gap}{(first, second)[i % 2]},{'ab'[i % 2]}" for i in range(16)
+    ]
+    (tmp_path / "train.csv").write_text("\n".join(["text,label", *rows]), encoding="utf-8")
+    text, table, shards, run, tuned = (
+        str(tmp_path / name) for name in ("text.txt", "train.csv", "shards", "run", "tuned")
+    )
+    sets = [part for item in BYTES for part in ("--set", item)]
+    verb("data", "build", text, "--out", shards, "--vocab-size", "400", "--sequence-length", "32", *sets)
+    manifest = read_manifest(Path(shards))
+    assert (manifest.vocab_size, manifest.dropped) == (400, dict.fromkeys(manifest.dropped, 0))
+    (source,) = manifest.sources
+    assert (source.lost_letters, source.unknown_tokens) == (0, 0)
+    assert source.letters == sum(map(str.isalpha, "".join(lines)))
+    assert first in verb("data", "inspect", shards)
+
+    verb("train", f"data.path={shards}", *TINY, *MODEL, "--nproc", "1", "--run-dir", run)
+    found = json.loads(verb("eval", "mlm", run, text, "--json"))
+    assert (found["hidden"]["unknown_tokens"], found["hidden"]["words_without_token"]) == (0, 0)
+    assert found["hidden"]["bytes"] > 0
+    few = ("schedule.epochs=1", "batch.global_size=8", "batch.micro_size=4", "finetune.head=native")
+    verb(
+        "finetune", run, "--train", table, "--dev", table, "--kind", "single_label", *few,
+        "--nproc", "1", "--run-dir", tuned,
+    )  # fmt: skip
+    assert read_json(Path(tuned) / "summary.json")["status"] == "done"
+    labels = [json.loads(line) for line in verb("predict", tuned, table).splitlines()]
+    assert len(labels) == 16
+    assert {each["label"] for each in labels} <= {"a", "b"}
+    for form, of in (("hf", run), ("onnx", tuned)):
+        out = str(tmp_path / form)
+        verb("export", form, of, "--out", out)
+        checked = verb("export", "check", out, "--json", "--run", of)
+        assert results.parse(json.loads(checked), results.ExportCheck, "stdout").ok
+    # the tokenizer as transformers loads it: a text comes back whole
+    from transformers import AutoTokenizer
+
+    loaded = AutoTokenizer.from_pretrained(str(tmp_path / "hf"))
+    ids = loaded(lines[0])["input_ids"]
+    assert loaded.unk_token_id not in ids
+    assert loaded.decode(ids, skip_special_tokens=True) == lines[0]
