@@ -49,6 +49,17 @@ def suffixes(path: Path) -> tuple[str, str]:
     return (Path(path.stem).suffix if compression else path.suffix).lower(), compression
 
 
+def encoding_hint(first_bytes: bytes) -> str:
+    """Name UTF-16 or UTF-32 by the first four bytes of a file, with the command that converts it; else
+    empty."""
+    marks = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
+    encoding = next((marks[mark] for mark in marks if first_bytes.startswith(mark)), "")
+    zeros = [byte == 0 for byte in first_bytes[:4]]
+    if zeros in ([False, True] * 2, [True, False] * 2):  # ASCII without a byte order mark
+        encoding = "UTF-16BE" if zeros[0] else "UTF-16LE"
+    return encoding and f"{encoding}, not UTF-8; convert it: iconv -f {encoding} -t UTF-8 OLD > NEW"
+
+
 def json_records(path: Path) -> Iterator[tuple[str, Any]]:
     """(place, record) of JSON records: one on each line, or all in one array. Raises ConfigError."""
     yield from _array(path) if _is_array(path) else _records(path)
@@ -121,6 +132,8 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
 
 def _decode(path: Path, number: int, line: bytes) -> str:
     if number == 1:
+        if hint := encoding_hint(line):
+            raise ConfigError([f"{path}: is {hint}"])
         line = line.removeprefix(b"\xef\xbb\xbf")  # byte order mark
     if b"\0" in line:
         at = line.index(b"\0") + 1
@@ -194,7 +207,8 @@ def _zstd_blocks(raw: BinaryIO) -> Iterator[bytes]:
 def parquet_records(
     path: Path, keys: Sequence[str], optional: Sequence[str], fix: str
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, row) with the columns `keys`, and those of `optional` that the file has.
+    """(place, row) with the columns `keys`, and those of `optional` that the file has. The key a.b, where no
+    column has that name, stands for the column a.
 
     Raises ConfigError for a column of `keys` that is not there (`fix`: what to do about it) and for a damaged
     file.
@@ -213,10 +227,11 @@ def parquet_records(
         try:
             table = parquet.ParquetFile(file)
             names = table.schema_arrow.names
-            if missing := [key for key in keys if key not in names]:
+            column_of = {key: key if key in names else key.partition(".")[0] for key in (*keys, *optional)}
+            if missing := [key for key in keys if column_of[key] not in names]:
                 raise ConfigError([f"{path}: no column {missing[0]!r} (got {names[:8]}); {fix}"])
-            columns = [*keys, *(key for key in optional if key in names)]
-            for batch in table.iter_batches(batch_size=1000, columns=columns):
+            columns = dict.fromkeys(column for column in column_of.values() if column in names)
+            for batch in table.iter_batches(batch_size=1000, columns=[*columns]):
                 for record in batch.to_pylist():
                     row += 1
                     yield f"row {row}", record

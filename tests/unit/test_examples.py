@@ -257,6 +257,7 @@ def test_an_example_of_glue_with_an_empty_text_is_kept(lab: Lab) -> None:
     directory, manifest = lab.glue("QQP", QQP_HEADER, train=rows, dev=rows)
     dev = Examples.open(directory, manifest, "dev")
     assert (len(dev), lab.words(dev, 2)) == (3, "<cls> who did it <sep> <sep>")
+    assert manifest.splits["dev"].without_tokens == 1
 
 
 def test_a_broken_row_of_dev_is_refused(lab: Lab) -> None:
@@ -563,9 +564,10 @@ def test_examples_are_encoded_alike_in_batches_of_any_size(lab: Lab, monkeypatch
         monkeypatch.setattr(encode, "BATCH_EXAMPLES", size)
         encoder = encode.Encoder.load(lab.tokenizer, 16)
         table = own.read_table(lab.write("a.csv", text), Columns(("text", "other"), "label"), "train")
-        ids, offsets, truncated = encoder.encode([row.texts for row in table.rows])
-        assert len(offsets) == len(rows) + 1
-        found.append((ids.tolist(), offsets.tolist(), truncated))
+        encoded = encoder.encode([row.texts for row in table.rows])
+        assert len(encoded.offsets) == len(rows) + 1
+        textless = encoded.textless.tolist()
+        found.append((encoded.ids.tolist(), encoded.offsets.tolist(), encoded.truncated, textless))
     assert found == [found[0]] * 4
 
 
@@ -627,17 +629,39 @@ def test_a_column_text_pair_is_the_second_text_where_none_is_named(lab: Lab) -> 
         assert lab.words(Examples.open(directory, manifest, "train"), 0) == "<cls> a cat <sep>"
 
 
-def test_texts_that_the_vocabulary_has_nothing_of_are_counted_or_refused(lab: Lab) -> None:
-    text = "text,label\na cat,x\n\u732b,y\n"
-    train = lab.own({"train": text, "dev": text})["train"]
-    assert lab.words(train, 1) == "<cls> <sep>"
-    assert "1 without a token of the vocabulary" in lab.err
-    pairs = "text,other,label\na,cat,x\n\u732b,\u732b,y\n"
-    lab.own({"train": pairs, "dev": pairs}, "--text-pair", "other")
-    assert "1 without a token of the vocabulary" in lab.err
-    file = lab.write("other.csv", "text,label\n\u72ac,x\n\u732b,y\n")
-    code, _ = lab.run("--train", file, "--dev", file)
-    assert (code, "has no token for any of its texts" in lab.err) == (2, True)
+LOST = "\u732b"  # a text of which the tokenizer keeps nothing
+
+
+def test_texts_that_the_vocabulary_has_nothing_of_are_counted_in_every_split(lab: Lab) -> None:
+    """In pairs each side counts."""
+    train = lab.write("train.csv", f"text,label\na cat,x\n{LOST},y\n{LOST},y\n")
+    dev = lab.write("dev.csv", "text,label\na cat,x\na dog,y\n")
+    directory, manifest = lab.prepare("--train", train, "--dev", dev)
+    assert lab.words(Examples.open(directory, manifest, "train"), 1) == "<cls> <sep>"
+    counts = {n: (s.without_tokens, s.first_without_tokens) for n, s in manifest.splits.items()}
+    assert counts == {"train": (2, "line 3"), "dev": (0, None)}
+    (warning,) = manifest.warnings(make_config())
+    assert warning.startswith("train: 2 of 3 ")
+    assert "line 3" in warning
+    pairs = f"text,text_pair,label\na,cat,x\na,{LOST},y\n{LOST},a,y\n{LOST},{LOST},y\n"
+    file = lab.write("pairs.csv", pairs)
+    split = lab.prepare("--train", file, "--dev", file)[1].splits["dev"]
+    assert (split.without_tokens, split.first_without_tokens) == (3, "line 3")
+
+
+@pytest.mark.parametrize("split", ["train", "dev"])
+def test_a_file_of_which_no_token_is_left_is_refused(lab: Lab, split: str) -> None:
+    files = {"train": GOOD, "dev": GOOD, split: f"text,label\n{LOST},x\n\u72ac,y\n"}
+    named = [x for name, text in files.items() for x in (f"--{name}", lab.write(f"{name}.csv", text))]
+    assert f"error: {split}.csv: " in lab.refusal(*named)
+
+
+def test_labels_that_differ_in_case_alone_are_remarked_on(lab: Lab) -> None:
+    file = lab.write("own.csv", "text,label\na cat,pos\na dog,POS\na mat,neg\n")
+    manifest = lab.prepare("--train", file, "--dev", file)[1]
+    assert manifest.labels == ["POS", "neg", "pos"]
+    (warning,) = manifest.warnings(make_config())
+    assert warning.startswith("labels 'POS' and 'pos' ")
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -694,6 +718,9 @@ def test_columns_have_the_names_of_the_options(lab: Lab) -> None:
         ([True, False], ["false", "true"]),
         ([2, 0], ["0", "2"]),
         ([" b ", "a"], ["a", "b"]),
+        ([1.0, 0.0, -2.0], ["-2", "0", "1"]),
+        ([0.0, "0", "0.0", 0, "1.00"], ["0", "1"]),
+        (["1.x", "2.0"], ["1.x", "2"]),
     ],
 )
 def test_labels_are_names_in_order(lab: Lab, values: list[Any], names: list[str]) -> None:
@@ -703,7 +730,10 @@ def test_labels_are_names_in_order(lab: Lab, values: list[Any], names: list[str]
     labels = Examples.open(directory, manifest, "train").labels
     assert manifest.labels == names
     assert labels is not None
-    assert [names[i] for i in labels] == [str(v).lower().strip() for v in values]
+    if all(isinstance(v, (bool, int)) or not WHOLE.fullmatch(str(v)) for v in values):
+        assert [names[i] for i in labels] == [str(v).lower().strip() for v in values]
+    else:
+        assert [float(names[i]) for i in labels if names[i] != "1.x"] == [float(v) for v in values if v != "1.x"]
 
 
 def test_several_labels_by_a_bar_or_a_list(lab: Lab) -> None:
@@ -856,8 +886,8 @@ GOOD = "text,label\na cat,x\na dog,y\n"
 CSV = "text,label\na cat,x\n"
 REFUSED: list[tuple[dict[str, str], str, str]] = [
     # files in place of good ones, options, and what is said
-    ({"train": "title,label\na cat,x\n"}, "", "no column 'text' (got title, label)"),
-    ({"train": "text\na cat\n"}, "", "line 2: no column 'label' (got text)"),
+    ({"train": "title,label\na cat,x\n"}, "", "no column 'text' (got 'title', 'label')"),
+    ({"train": "text\na cat\n"}, "", "line 2: no column 'label' (got 'text')"),
     ({"dev": "text,label\na cat,z\n"}, "", "dev.csv: line 2: label 'z' is none of train's 'x', 'y'"),
     ({"train": "text,label\na,1.5\na,good\n"}, "--kind regression", "train.csv: line 3: 'good' is no number"),
     ({"train": "text,label\na cat,1e40\n"}, "--kind regression", "'1e40' is no number"),
@@ -865,7 +895,7 @@ REFUSED: list[tuple[dict[str, str], str, str]] = [
     ({"train": f"{CSV}a dog,\n"}, "", "line 3: '' is no label"),
     ({"train": f"{CSV}a dog,x\n"}, "", "1 different labels, 2 at least"),
     (
-        {"train": CSV + "".join(f"a cat,{i / 7}\n" for i in range(1000))},
+        {"train": CSV + "".join(f"a cat,{i}\n" for i in range(1000))},
         "",
         "1001 different labels, 1000 at most",
     ),
