@@ -90,7 +90,7 @@ def test_an_export_goes_into_an_empty_directory_and_none_that_holds_something(
                         (out / "mine" / "out", "mine is a file")):  # fmt: skip
         (line,) = issues_of(export, "aoti", run, place, encoder=True, console=Console())
         assert said in line
-    assert len(asked) == 1
+    assert len(asked) == 2
 
 
 def test_the_recipe_is_the_protocol_of_the_crammed_paper(run: Path) -> None:
