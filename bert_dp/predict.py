@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import shutil
@@ -324,11 +325,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def answer() -> tuple[str, int]:
         texts = read_texts(options.file, options.column)
-        with shown_progress() as progress, destination(options.out) as file:
-            for line in predict(
-                options.run, texts, options.pooling, progress, options.instances, options.threads
-            ):
-                file.write(json.dumps(line) + "\n")
+        with shown_progress() as progress:
+            lines = predict(options.run, texts, options.pooling, progress, options.instances, options.threads)
+            first = next(lines)  # bad input is refused before a folder is made for --out
+            with destination(options.out) as file:
+                for line in itertools.chain([first], lines):
+                    file.write(json.dumps(line) + "\n")
         return "", 0
 
     left = "nothing was written" if options.out else "not every text has its line"

@@ -26,6 +26,12 @@ ARRAY_MOVES = {("begin", "["): "first", ("first", "]"): "end", ("next", ","): "v
 BESIDE_SPACE = re.compile(r"[^ \t\r\n]")
 MAX_DOCUMENT_BYTES = 16 * 2**20
 CHUNK_BYTES = 2**20
+BYTE_ORDER_MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32",  # before UTF-16, whose mark it begins with
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
 ZSTD_WINDOW_BYTES = 2**31  # the largest that zstd --long=31 makes
 ZSTD_HEADER_BYTES = 18  # the longest header of a frame
 ZSTD_SKIPPABLE = b"\x2a\x4d\x18"  # of its magic number; the first byte is 0x50 to 0x5f
@@ -50,13 +56,15 @@ def suffixes(path: Path) -> tuple[str, str]:
 
 
 def encoding_hint(first_bytes: bytes) -> str:
-    """Name UTF-16 or UTF-32 by the first four bytes of a file, with the command that converts it; else
-    empty."""
-    marks = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
-    encoding = next((marks[mark] for mark in marks if first_bytes.startswith(mark)), "")
-    zeros = [byte == 0 for byte in first_bytes[:4]]
-    if zeros in ([False, True] * 2, [True, False] * 2):  # ASCII without a byte order mark
-        encoding = "UTF-16BE" if zeros[0] else "UTF-16LE"
+    """Name UTF-16 or UTF-32 by the beginning of a file, with the command that converts it; else empty."""
+    first_bytes = first_bytes[:4096]
+    encoding = next((name for mark, name in BYTE_ORDER_MARKS.items() if first_bytes.startswith(mark)), "")
+    if not encoding and b"\0" in first_bytes:  # without a mark: every zero is the same half of a character
+        zeros = {at % 2 for at, byte in enumerate(first_bytes) if byte == 0}
+        named = "UTF-16LE" if zeros == {1} else "UTF-16BE"
+        text = first_bytes[: len(first_bytes) // 2 * 2].decode(named, "replace").rstrip("\ufffd")
+        is_text = all(char.isprintable() or char.isspace() for char in text)
+        encoding = named if len(zeros) == 1 and is_text else ""
     return encoding and f"{encoding}, not UTF-8; convert it: iconv -f {encoding} -t UTF-8 OLD > NEW"
 
 

@@ -184,7 +184,7 @@ def _records(
     name: str, data: bytes, header: tuple[str, ...] | None, columns: Columns
 ) -> Iterator[tuple[str, dict[str, str] | None]]:
     """(place, record); None of a row that lacks fields."""
-    if hint := readers.encoding_hint(data[:4]):
+    if hint := readers.encoding_hint(data):
         raise ConfigError([f"{name}: is {hint}"])
     text = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8-sig")
     try:

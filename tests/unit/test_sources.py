@@ -214,7 +214,7 @@ BAD: list[tuple[str, str | bytes, tuple[str, ...]]] = [
     # file, its content, and what is said beside its name
     ("bad.txt", b"good\nna\xefve", ("line 2, byte 3", "0xef", "iconv")),
     ("bad.txt", "utf-16".encode("utf-16-le"), ("UTF-16LE", "iconv")),
-    ("bad.txt", b"ab\0cd", ("line 1, byte 3", "binary")),
+    ("bad.txt", b"a\0b\0\0cd", ("line 1, byte 2", "binary")),
     ("empty.txt", "", ("holds no text", "leave it out")),
     ("empty.txt", "\n \n\t\n", ("holds no text", "leave it out")),
     ("bad.jsonl", after_a_good_line('{"text": "cut'), ("line 3", "is not JSON")),
