@@ -86,8 +86,8 @@ def main() -> None:
         run = make_run(Path(scratch) / "run", subject_of(o.model, o).config, train)
         source = predict.find_source(str(run))
         compute, encoder = predict.open_model(source.path), source.encoder
-    ids, offsets, _ = encoder.encode([(text,) for text in dev])
-    rows = np.split(ids, offsets[1:-1])
+    encoded = encoder.encode([(text,) for text in dev])
+    rows = np.split(encoded.ids, encoded.offsets[1:-1])
     lengths = np.array([len(row) for row in rows])
     budgets = {SORTED: predict.batch_tokens(), LARGE: predict.GPU_BATCH_TOKENS}
     ways: dict[str, list[NDArray[np.int64]]] = {

@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import shutil
@@ -123,24 +124,34 @@ def predict(
     threads: int | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Of each example, in their order, its index and what the run makes of it: see `labelled`; a pretrained
-    one `encoding`, the hidden states pooled by `pooling` (mean, which None is too, or cls). `count`: of the
-    processes that compute, each with `threads` (None: one a core).
+    one `encoding`, the hidden states pooled by `pooling` (mean, which None is too, or cls). An example with a
+    text of which no token is left has `tokens`: 0 instead. `count`: of the processes that compute, each with
+    `threads` (None: one a core).
 
-    Raises ConfigError for a run that cannot be used, RunFailed where its outputs are not finite.
+    Raises ConfigError for a run that cannot be used and where no example has tokens, RunFailed where outputs
+    are not finite.
     """
     source = find_source(run)
-    encoder, finetune = source.encoder, source.finetune
+    finetune = source.finetune
     pooling = (pooling or "mean") if finetune is None else None
+    # a pretrained run has never seen a <cls>, so the mean is over rows without one
+    encoder = dataclasses.replace(source.encoder, has_cls=pooling != "mean")
+    if not encoder.has_tokens(texts):
+        raise ConfigError(
+            [f"FILE: the tokenizer of {run} keeps no token of its texts; name a run that knows their script"]
+        )
     open_answer = functools.partial(open_outputs, source.path, encoder.special["pad"], pooling, threads)
     truncated = done = index = 0
+    textless: set[int] = set()
 
     def submit_batches(first: int) -> list[tuple[NDArray[np.int64], instances.Wait]]:
         """The examples that are held from `first` on."""
         nonlocal truncated
-        ids, offsets, count_truncated = encoder.encode(texts[first : first + HELD])
-        truncated += count_truncated
-        rows = np.split(ids, offsets[1:-1])
-        together = batches(np.diff(offsets), batch_tokens())
+        encoded = encoder.encode(texts[first : first + HELD])
+        truncated += encoded.truncated
+        textless.update((first + encoded.textless).tolist())
+        rows = np.split(encoded.ids, encoded.offsets[1:-1])
+        together = batches(np.diff(encoded.offsets), batch_tokens())
         return [(index_B, submit([rows[i] for i in index_B])) for index_B in together]
 
     with instances.answering(open_answer, count) as submit:
@@ -151,11 +162,20 @@ def predict(
                 done += len(index_B)
                 progress("examples", done, len(texts))
             for output_L in in_order(outputs, [index_B for index_B, _ in submitted]):
-                encoding = {"encoding": output_L.round(DIGITS).tolist()}
-                yield {"index": index, **(encoding if finetune is None else labelled(output_L, finetune))}
+                if index in textless:
+                    line: dict[str, Any] = {"tokens": 0}
+                elif finetune is None:
+                    line = {"encoding": output_L.round(DIGITS).tolist()}
+                else:
+                    line = labelled(output_L, finetune)
+                yield {"index": index, **line}
                 index += 1
+    if textless:
+        first = f"the first has index {min(textless)}"
+        without = f"{len(textless)} of {len(texts)} examples have a text without a token"
+        progress(f"{without} and no result ({first})", 0, 0)
     if truncated:
-        progress(f"{truncated} of {len(texts)} examples were cut to {encoder.length} tokens", 0, None)
+        progress(f"{truncated} of {len(texts)} examples were cut to {encoder.length} tokens", 0, 0)
 
 
 def open_outputs(path: Path, pad: int, pooling: str | None, threads: int | None) -> instances.Answer:
@@ -181,12 +201,8 @@ def outputs_of(
     compute: Compute, rows: Sequence[NDArray[np.uint16]], pad: int, pooling: str | None
 ) -> NDArray[np.float64]:
     """[B, L]: logits, or hidden states pooled by `pooling` (None of a finetuned run). `rows`: the tokens of
-    each example of a batch, <cls> first.
-
-    The mean of a pretrained run, which has never seen a <cls>, is over what stands behind it.
+    each example of a batch.
     """
-    if pooling == "mean":
-        rows = [row[1:] for row in rows]
     lengths_B = np.array([len(row) for row in rows])
     ids_BS = np.full((len(rows), lengths_B.max()), pad, np.int64)
     for ids_S, row in zip(ids_BS, rows, strict=True):
@@ -285,6 +301,7 @@ def destination(out: Path | None) -> Iterator[TextIO]:
             if not isinstance(error, BrokenPipeError):  # its reader has enough
                 raise
         return
+    out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
         path = Path(folder) / out.name
         with path.open("w", encoding="utf-8") as file:
@@ -308,11 +325,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def answer() -> tuple[str, int]:
         texts = read_texts(options.file, options.column)
-        with shown_progress() as progress, destination(options.out) as file:
-            for line in predict(
-                options.run, texts, options.pooling, progress, options.instances, options.threads
-            ):
-                file.write(json.dumps(line) + "\n")
+        with shown_progress() as progress:
+            lines = predict(options.run, texts, options.pooling, progress, options.instances, options.threads)
+            first = next(lines)  # bad input is refused before a folder is made for --out
+            with destination(options.out) as file:
+                for line in itertools.chain([first], lines):
+                    file.write(json.dumps(line) + "\n")
         return "", 0
 
     left = "nothing was written" if options.out else "not every text has its line"

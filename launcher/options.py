@@ -214,7 +214,8 @@ Format = Annotated[
     str, typer.Option(help="Format of all files: text, jsonl or parquet; auto goes by the suffix.")
 ]
 TextKey = Annotated[
-    str, typer.Option(help="Field of a JSON record or column of a Parquet file that holds the text.")
+    str,
+    typer.Option(help="Field of a JSON record or column of a Parquet file that holds the text; nested: a.b."),
 ]
 ExportOut = Annotated[Path, typer.Option("--out", metavar="DIR", help="Directory to write; new or empty.")]
 WithoutHead = Annotated[

@@ -1071,6 +1071,10 @@ class TextLoss(StoredFile):
     sources: list[dict[str, Any]]
     """name, bytes, sha256 (null with --max-bytes: no file is read whole) and documents read of each."""
     documents: Tokens
+    documents_without_tokens: Tokens
+    """Documents of which the tokenizer keeps nothing; only their separators are evaluated."""
+    first_without_tokens: int | None
+    """Index of the first of them, from 0 over all sources; null where there is none."""
     tokens: Tokens
     """With a separator after each document."""
     words: Tokens

@@ -43,7 +43,9 @@ class ExampleSplit(StoredModel):
     left_out: Count = 0
     """Rows of the file that are broken, and so no examples."""
     without_tokens: Count = 0
-    """Examples that have none but <cls> and <sep>: the vocabulary has nothing of their texts."""
+    """Examples with a text of which the tokenizer keeps nothing; of a pair one such text is enough."""
+    first_without_tokens: str | None = None
+    """Place of the first of them in its file, as in "line 7"."""
 
 
 class ExampleSource(StoredModel):
@@ -67,7 +69,7 @@ class ExamplesManifest(HashedFile):
     file_name: ClassVar[str] = "examples.json"
     remedy: ClassVar[str] = "prepare it again with `python -m bert_dp.examples prepare`"
     format: Literal["bert-dp-examples"]
-    version: Literal[1]
+    version: Literal[2]
     task: str = Field(min_length=1, max_length=64)
     """GLUE's name, as in "RTE", or "own"."""
     kind: LabelKind
@@ -138,8 +140,22 @@ class ExamplesManifest(HashedFile):
         return issues
 
     def warnings(self, config: Config) -> list[str]:
-        """What fits the configuration but is probably not intended: nothing."""
-        return []
+        """List what fits the configuration but is probably not intended; one line each."""
+        warnings = [
+            f"{name}: {split.without_tokens:,} of {split.examples:,} examples have a text without a token "
+            f"(first: {split.first_without_tokens}); drop them, or finetune a run whose tokenizer knows them"
+            for name, split in self.splits.items()
+            if split.without_tokens
+        ]
+        spellings: dict[str, list[str]] = {}
+        for label in self.labels:
+            spellings.setdefault(label.casefold(), []).append(label)
+        warnings += [
+            f"labels {' and '.join(map(repr, names))} differ in case alone and count as {len(names)} labels"
+            for names in spellings.values()
+            if len(names) > 1
+        ]
+        return warnings
 
 
 def read_examples(directory: Path) -> ExamplesManifest:

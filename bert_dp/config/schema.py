@@ -150,7 +150,8 @@ class BuildConfig(Section):
     source_format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
     """Of the files; auto = by suffix (none = text), and an unknown suffix is refused."""
     text_field: str = Field("text", min_length=1, max_length=256)
-    """Field of a JSON record, or column of a Parquet file or hub data set, that holds the text."""
+    """Field of a JSON record, or column of a Parquet file or hub data set, that holds the text; a.b is the
+    field b of the object a."""
     documents: Literal["line", "blank_line"] = "line"
     """What ends a document of plain text: the end of its line, or a blank line after it. Whole documents are
     held out, so blank_line keeps the neighbours of a held-out paragraph out of the training set."""

@@ -237,7 +237,8 @@ def _zstd_blocks(raw: BinaryIO) -> Iterator[bytes]:
 def parquet_records(
     path: Path, keys: Sequence[str], optional: Sequence[str], fix: str
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, row) with the columns `keys`, and those of `optional` that the file has.
+    """(place, row) with the columns `keys`, and those of `optional` that the file has. The key a.b, where no
+    column has that name, stands for the column a.
 
     Raises ConfigError for a column of `keys` that is not there (`fix`: what to do about it) and for a damaged
     file.
@@ -256,10 +257,11 @@ def parquet_records(
         try:
             table = parquet.ParquetFile(file)
             names = table.schema_arrow.names
-            if missing := [key for key in keys if key not in names]:
+            column_of = {key: key if key in names else key.partition(".")[0] for key in (*keys, *optional)}
+            if missing := [key for key in keys if column_of[key] not in names]:
                 raise ConfigError([f"{path}: no column {missing[0]!r} (got {names[:8]}); {fix}"])
-            columns = [*keys, *(key for key in optional if key in names)]
-            for batch in table.iter_batches(batch_size=1000, columns=columns):
+            columns = dict.fromkeys(column for column in column_of.values() if column in names)
+            for batch in table.iter_batches(batch_size=1000, columns=[*columns]):
                 for record in batch.to_pylist():
                     row += 1
                     yield f"row {row}", record

@@ -20,6 +20,7 @@ from bert_dp.config.stored import sha256
 from bert_dp.corpus import builtin, readers
 from bert_dp.corpus.readers import FORMATS, MAX_DOCUMENT_BYTES, suffixes
 
+ABSENT = object()
 KEY_FIX = "name the key that holds the text with --text-key (data.build.text_field)"
 
 
@@ -32,7 +33,7 @@ class Source:
     format: str = "text"
     """Of a file: text, jsonl or parquet."""
     text_field: str = "text"
-    """Of a record or row: where its text is."""
+    """Of a record or row: the key of its text, or a path of nested keys such as a.b."""
     documents: str = "line"
     """What ends a document of a text file: line or blank_line."""
 
@@ -175,13 +176,24 @@ def records(
     return readers.json_records(source.path)
 
 
+def value_of(record: Any, key: str) -> Any:
+    """Look up a key of a record, or a path of nested keys such as a.b; ABSENT where there is none. A key that
+    holds dots itself goes first."""
+    if not isinstance(record, dict):
+        return ABSENT
+    if key in record:
+        return record[key]
+    outer, _, inner = key.partition(".")
+    return value_of(record.get(outer), inner)
+
+
 def _text(record: Any, key: str, place: str) -> str:
     """The text of a record. Raises ConfigError for one that has none."""
-    text = record.get(key) if isinstance(record, dict) else None
+    text = value_of(record, key)
     if not isinstance(text, str):
         if not isinstance(record, dict):
             instead = type(record).__name__
-        elif key in record:
+        elif text is not ABSENT:
             instead = type(text).__name__
         else:
             instead = f"keys {sorted(record)[:8]}"

@@ -17,6 +17,18 @@ BATCH_EXAMPLES = 1000
 
 
 @dataclasses.dataclass(frozen=True)
+class Encoded:
+    """The token ids of n examples, one after another."""
+
+    ids: NDArray[np.uint16]  # [T]
+    offsets: NDArray[np.int64]  # [n + 1]
+    truncated: int
+    """Examples that were longer than the encoder's length."""
+    textless: NDArray[np.int64]
+    """Indices of the examples with a text that has no token; of a pair one such text is enough."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Encoder:
     """Examples -> `<cls> A <sep>` or `<cls> A <sep> B <sep>`, as ids of at most `length` tokens."""
 
@@ -24,6 +36,8 @@ class Encoder:
     special: dict[str, int]
     """Ids by role: pad, cls, sep and others."""
     length: int
+    has_cls: bool = True
+    """False: the examples are `A <sep>` or `A <sep> B <sep>`."""
 
     @classmethod
     def load(cls, path: Path, length: int) -> Encoder:
@@ -35,21 +49,28 @@ class Encoder:
         tokenizer.encode_special_tokens = True  # "<sep>" in a text is text
         return cls(tokenizer, special, length)
 
-    def encode(
-        self, examples: Sequence[tuple[str, ...]]
-    ) -> tuple[NDArray[np.uint16], NDArray[np.int64], int]:
-        """(ids [T] of all examples, offsets [n + 1], how many examples were truncated)."""
+    def encode(self, examples: Sequence[tuple[str, ...]]) -> Encoded:
+        """Tokenize, truncate and frame the examples."""
         rows: list[list[int]] = []
+        textless: list[int] = []
         truncated = 0
-        for parts in self._parts(examples):
-            kept = truncate(parts, self.length - 1 - len(parts))
+        head = [self.special["cls"]] if self.has_cls else []
+        for index, parts in enumerate(self._parts(examples)):
+            kept = truncate(parts, self.length - len(head) - len(parts))
             truncated += kept != parts
-            row = [self.special["cls"]]
+            if not all(parts):
+                textless.append(index)
+            row = [*head]
             for part in kept:
                 row += [*part, self.special["sep"]]
             rows.append(row)
         offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
-        return np.fromiter(chain.from_iterable(rows), np.uint16, int(offsets[-1])), offsets, truncated
+        ids = np.fromiter(chain.from_iterable(rows), np.uint16, int(offsets[-1]))
+        return Encoded(ids, offsets, truncated, np.array(textless, np.int64))
+
+    def has_tokens(self, examples: Sequence[tuple[str, ...]]) -> bool:
+        """Return True if there is an example whose every text has a token. Reads up to its batch."""
+        return any(all(parts) for parts in self._parts(examples))
 
     def _parts(self, examples: Sequence[tuple[str, ...]]) -> Iterator[list[list[int]]]:
         """The ids of each text of each example, whole and bare."""

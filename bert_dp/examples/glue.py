@@ -16,7 +16,7 @@ from typing import Any
 from bert_dp.config import ConfigError
 from bert_dp.config.examples import TRAIN, Metric
 from bert_dp.config.schema import LabelKind
-from bert_dp.corpus import sources
+from bert_dp.corpus import readers, sources
 from bert_dp.examples.archive import find_files, read_files
 from bert_dp.examples.table import Columns, Labelled, Row, Table, delimited, make_row
 
@@ -184,6 +184,8 @@ def _records(
     name: str, data: bytes, header: tuple[str, ...] | None, columns: Columns
 ) -> Iterator[tuple[str, dict[str, str] | None]]:
     """(place, record); None of a row that lacks fields."""
+    if hint := readers.encoding_hint(data):
+        raise ConfigError([f"{name}: is {hint}"])
     text = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8-sig")
     try:
         names, rows = delimited(name, text, "tsv", columns, header)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,28 +20,38 @@ from bert_dp.examples.store import LABEL_TYPES
 from bert_dp.examples.table import Row, Table, shown
 
 MAX_NAME = 1000  # characters of a label
+WHOLE = re.compile(r"([+-]?[0-9]+)\.0+")
+WITH_DECIMALS = re.compile(r"[+-]?([0-9]*\.[0-9]+([eE][+-]?[0-9]+)?|[0-9]+[eE]-[0-9]+)")
+SCORES_FIX = "--kind regression where the labels are scores"
 MAX_SCORE = float(np.finfo(np.float32).max)
 
 
-def label_names(kind: LabelKind, train: Table) -> tuple[str, ...]:
+def label_names(kind: LabelKind | None, train: Table) -> tuple[str, ...]:
     """Every name in train: in the order of numbers where all are whole numbers, else in that of letters; none
-    of a regression.
+    of a regression. `kind`: None where the user gave none, which is single_label.
 
-    Raises ConfigError for a value that is no label, and for too few or too many names or scores.
+    Raises ConfigError for a value that is no label, for too few or too many names or scores, and without a
+    kind for a number with decimals, which is probably a score.
     """
     if kind == "regression":
         if len({_score(train, row) for row in train.rows}) < 2:
             raise ConfigError([f"{train.name}: every score is the same; add examples with others"])
         return ()
-    names = {name for row in train.rows for name in _names(kind, train, row)}
-    least = 2 if kind == "single_label" else 1
+    names = set()
+    for row in train.rows:
+        of_row = _names(kind or "single_label", train, row)
+        if kind is None and WITH_DECIMALS.fullmatch(of_row[0]):
+            fix = f"give {SCORES_FIX}, or --kind single_label where they are names"
+            raise _refused(train, row, f"label {of_row[0]!r} is a number with decimals; {fix}")
+        names.update(of_row)
+    least = 1 if kind == "multi_label" else 2
     if len(names) < least:
         raise ConfigError([f"{train.name}: {len(names)} different labels, {least} at least; add examples"])
     if len(names) > MAX_LABELS:
         raise ConfigError(
             [
                 f"{train.name}: {len(names)} different labels, {MAX_LABELS} at most; name the column of "
-                "the labels, or give --kind regression where they are scores"
+                f"the labels, or give {SCORES_FIX}"
             ]
         )
     if all(name.removeprefix("-").isdecimal() for name in names):
@@ -67,7 +78,11 @@ def to_array(kind: LabelKind, names: Sequence[str], table: Table) -> NDArray[Any
 
 def _index(index: dict[str, int], name: str, table: Table, row: Row) -> int:
     if name not in index:
-        fix = "correct it, or add such examples to train"
+        fix = (
+            f"give {SCORES_FIX}"
+            if WITH_DECIMALS.fullmatch(name)
+            else "correct it, or add such examples to train"
+        )
         raise _refused(table, row, f"label {name!r} is none of train's {shown(map(repr, index))}; {fix}")
     return index[name]
 
@@ -94,8 +109,11 @@ def _names(kind: LabelKind, table: Table, row: Row) -> list[str]:
 
 
 def _name(value: Any, table: Table, row: Row) -> str:
+    """Convert a cell to the name of a label. A whole number has one name: that of 0.0 and "0.0" is 0."""
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, float) and math.isfinite(value):
+        value = int(value) if value.is_integer() else repr(value)
     if isinstance(value, int):
         return str(value)
     if isinstance(value, str) and value.strip():
@@ -104,7 +122,8 @@ def _name(value: Any, table: Table, row: Row) -> str:
             raise _refused(
                 table, row, f"a label of {len(value):,} characters, {MAX_NAME} at most; shorten it"
             )
-        return value.strip()
+        whole = WHOLE.fullmatch(value.strip())
+        return str(int(whole[1])) if whole else value.strip()
     raise _refused(table, row, f"{value!r:.40} is no label; a label is a name or a whole number")
 
 

@@ -37,7 +37,8 @@ class OwnData:
 
     files: dict[str, str]
     columns: Columns
-    kind: LabelKind
+    kind: LabelKind | None
+    """None: single_label, but scores are refused."""
     finds_pair: bool = False
     """A column PAIR of train is the second text."""
 
@@ -55,9 +56,10 @@ class OwnData:
         for split in [] if train_only else [name for name in self.files if name != TRAIN]:
             tables[split] = read_table(self.files[split], columns, split)
         names = label_names(self.kind, tables[TRAIN])
-        if "test" in tables and not {"-1", "-1.0"} & set(names):
+        kind = self.kind or "single_label"
+        if "test" in tables and "-1" not in names:
             tables["test"] = _unlabelled(tables["test"])
-        return Labelled("own", self.kind, names, METRICS[self.kind], tables, {}, None)
+        return Labelled("own", kind, names, METRICS[kind], tables, {}, None)
 
 
 def _source(name: str) -> sources.Source:

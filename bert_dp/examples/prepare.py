@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
-
 from bert_dp import record
 from bert_dp.config import ConfigError
 from bert_dp.config.examples import MAX_LENGTH, MIN_LENGTH, TRAIN, ExamplesManifest, read_examples
@@ -100,9 +98,14 @@ def _build(request: Request, work: Path) -> None:
         labelled = _with_drawn_dev(labelled, request.dev_share)
     train_keys = {_key(row) for row in labelled.tables[TRAIN].rows}
     splits = {split: _write_split(work, split, labelled, encoder, train_keys) for split in labelled.tables}
-    if splits[TRAIN]["without_tokens"] == splits[TRAIN]["examples"]:
-        name = labelled.tables[TRAIN].name
-        raise ConfigError([f"{name}: {request.tokenizer} has no token for any of its texts; name another"])
+    if bare := [name for name, split in splits.items() if split["without_tokens"] == split["examples"]]:
+        raise ConfigError(
+            [
+                f"{labelled.tables[name].name}: {request.tokenizer} keeps no token of its texts; finetune a "
+                "run whose tokenizer knows them"
+                for name in bare
+            ]
+        )
     shutil.copyfile(request.tokenizer, work / "tokenizer.json")
     content = {
         "task": labelled.task,
@@ -130,20 +133,21 @@ def _write_split(
 ) -> dict[str, Any]:
     """Write the file of a split; returns its entry in the manifest."""
     table = labelled.tables[split]
-    ids, offsets, truncated = encoder.encode([row.texts for row in table.rows])
+    encoded = encoder.encode([row.texts for row in table.rows])
     has_labels = table.rows[0].label is not None
     labels = to_array(labelled.kind, labelled.labels, table) if has_labels else None
     file = f"{split}.safetensors"
     return {
         "file": file,
-        "sha256": Examples(ids, offsets, labels).save(work / file),
+        "sha256": Examples(encoded.ids, encoded.offsets, labels).save(work / file),
         "examples": len(table.rows),
-        "tokens": len(ids),
-        "truncated": truncated,
+        "tokens": len(encoded.ids),
+        "truncated": encoded.truncated,
         "has_labels": has_labels,
         "in_train": None if split == TRAIN else sum(_key(row) in train_keys for row in table.rows),
         "left_out": table.left_out,
-        "without_tokens": int((np.diff(offsets) == 1 + len(table.rows[0].texts)).sum()),
+        "without_tokens": len(encoded.textless),
+        "first_without_tokens": next((table.rows[i].place for i in encoded.textless), None),
     }
 
 
@@ -178,7 +182,7 @@ def summary(manifest: ExamplesManifest) -> str:
         if split.left_out:
             notes.append(f"{split.left_out:,} broken rows left out")
         if split.without_tokens:
-            notes.append(f"{split.without_tokens:,} without a token of the vocabulary")
+            notes.append(f"{split.without_tokens:,} with a text without a token")
         parts.append(f"{name} {rows} examples ({', '.join(notes)})")
     counts = {None: "", True: "; GLUE's own numbers of rows", False: "; a subset, no GLUE score"}
     return f"{manifest.task}: {', '.join(parts)}{counts[manifest.official]}"
@@ -234,5 +238,5 @@ def _data(arguments: argparse.Namespace) -> GlueData | OwnData:
         pair = () if arguments.text_pair is None else (arguments.text_pair,)
         columns = Columns((arguments.text or "text", *pair), arguments.label or "label")
         by_name = arguments.text is None and not pair
-        return OwnData(files, columns, arguments.kind or "single_label", finds_pair=by_name)
+        return OwnData(files, columns, arguments.kind, finds_pair=by_name)
     raise ConfigError(["name either --task with --data, or --train with --dev"])

@@ -63,6 +63,8 @@ class Text:
     hidden_words: int
     silent_words: int
     hidden_bytes_D: NDArray[np.int64]
+    textless_documents: NDArray[np.int64]
+    """Indices of the documents of which no token is left but their <sep>."""
 
 
 def read(documents: Iterable[str], tokenizer: Tokenizer, special: dict[str, int]) -> Text:
@@ -95,6 +97,7 @@ def read(documents: Iterable[str], tokenizer: Tokenizer, special: dict[str, int]
         hidden_words=sum(each.hidden for each in words),
         silent_words=sum(each.silent for each in words),
         hidden_bytes_D=np.array([each.hidden_bytes for each in words], np.int64),
+        textless_documents=np.flatnonzero(lengths_D == 1),
     )
 
 

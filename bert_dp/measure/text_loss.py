@@ -64,6 +64,11 @@ def text_loss(
     tell("tokenize", 0, None)
     with contextlib.closing(read_documents(resolved, records)) as documents:
         text = masked_text.read(up_to(documents, most), tokenizer, special)
+    textless = text.textless_documents.tolist()
+    if len(textless) == len(text.hidden_bytes_D):
+        raise ConfigError(
+            [f"TEXT: the tokenizer of {path} keeps no token of its text; name a run that knows it"]
+        )
     if not text.kind_T.any():
         raise ConfigError(
             [
@@ -84,6 +89,8 @@ def text_loss(
         "precision": str(next(model.parameters()).dtype).removeprefix("torch."),
         "sources": records,
         "documents": len(text.hidden_bytes_D),
+        "documents_without_tokens": len(textless),
+        "first_without_tokens": textless[0] if textless else None,
         "tokens": len(text.ids_T),
         "words": text.words,
         "bytes": text.bytes,

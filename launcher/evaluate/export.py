@@ -17,6 +17,7 @@ from launcher import children, results
 from launcher.evaluate.finetune import Pretrained, find_pretrained
 from launcher.evaluate.glue_page import glue_text
 from launcher.log import PLAIN, show
+from launcher.output import place_issues
 from launcher.report.console import show_report
 from launcher.report.model import Cell, Report, Section, Table, Verdict
 from launcher.report.numbers import count_of, format_count
@@ -107,9 +108,7 @@ def _out_issues(out: Path) -> list[str]:
     """Why nothing can be written there; at most one line."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         return [f"--out: {out} is not an empty directory; name a new one"]
-    if not out.parent.is_dir():
-        return [f"--out: {out.parent} does not exist; make it, or name a directory elsewhere"]
-    return []
+    return place_issues(out.parent, "--out")
 
 
 def check(directory: Path, run: Path | None, *, as_json: bool, console: Console) -> int:

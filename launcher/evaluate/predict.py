@@ -11,6 +11,7 @@ from bert_dp.record.exported import is_exported, read_exported
 from launcher import children
 from launcher.evaluate.export import LOADS, package_issues
 from launcher.evaluate.finetune import find_pretrained
+from launcher.output import place_issues
 
 
 class Columns(NamedTuple):
@@ -70,10 +71,6 @@ def _file_issues(file: str) -> list[str]:
 
 def _out_issues(out: Path | None) -> list[str]:
     """Why no new file can be made there; at most one line."""
-    if out is None:
-        return []
-    if out.exists():
+    if out is not None and out.exists():
         return [f"--out: {out} exists; name a new file"]
-    if not os.access(out.absolute().parent, os.W_OK | os.X_OK):
-        return [f"--out: {out.absolute().parent} cannot be written; name a file elsewhere"]
-    return []
+    return [] if out is None else place_issues(out.absolute().parent, "--out")

@@ -124,7 +124,7 @@ def text_report(loss: TextLoss) -> Report:
     ]
     return Report(
         "bert-dp: masked language model on text",
-        sections=[Section("", tables=[losses, Table(facts)], notes=_notes(hidden))],
+        sections=[Section("", tables=[losses, Table(facts)], notes=_notes(loss))],
     )
 
 
@@ -144,12 +144,18 @@ def _basis(hidden: HiddenWords) -> str:
     )
 
 
-def _notes(hidden: HiddenWords) -> list[str]:
-    """What the intervals are, and what a tokenizer leaves out, which costs it no bit."""
+def _notes(loss: TextLoss) -> list[str]:
+    """Explain the intervals, and count the text that the tokenizer drops, which costs it no bit."""
+    hidden = loss.hidden
     notes = ["\u00b1: half of a 95 % interval over documents, each drawn as a whole; n/a of one document."]
     if hidden.words_without_token or hidden.unknown_tokens:
         notes.append(
             f"{count_of(hidden.words_without_token, 'hidden word')} without a token and "
             f"{count_of(hidden.unknown_tokens, 'unknown token')} cost fewer bits than their text holds."
+        )
+    if loss.first_without_tokens is not None:
+        notes.append(
+            f"No token is left of {format_count(loss.documents_without_tokens)} of the "
+            f"{count_of(loss.documents, 'document')} (first: index {loss.first_without_tokens})."
         )
     return notes

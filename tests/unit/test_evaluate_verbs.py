@@ -86,11 +86,12 @@ def test_an_export_goes_into_an_empty_directory_and_none_that_holds_something(
     out.mkdir()
     assert export("aoti", run, out, encoder=True, console=Console()) == 3
     (out / "mine").write_text("")
+    assert export("aoti", run, run.parent / "none/yet/out", encoder=True, console=Console()) == 3
     for place, said in ((out, "is not an empty directory"), (out / "mine", "is not an empty"),
-                        (run.parent / "none" / "out", "none does not exist")):  # fmt: skip
+                        (out / "mine" / "out", "mine is a file")):  # fmt: skip
         (line,) = issues_of(export, "aoti", run, place, encoder=True, console=Console())
         assert said in line
-    assert len(asked) == 1
+    assert len(asked) == 2
 
 
 def test_the_recipe_is_the_protocol_of_the_crammed_paper(run: Path) -> None:

@@ -40,13 +40,13 @@ ROWS = [
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
-def test_an_encoding_is_the_mean_without_cls_or_that_of_cls(pooling: str) -> None:
+def test_an_encoding_is_the_mean_or_that_of_the_first_token(pooling: str) -> None:
     model = build_model(ModelConfig(**TINY_MODEL), LENGTH, 0).eval()
     encodings = predict.outputs_of(predict.on_device(model), ROWS, PAD, pooling)
     for row, encoding in zip(ROWS, encodings, strict=True):
         ids = torch.from_numpy(row.astype(np.int64))[None]
         with torch.no_grad():
-            expected = model.model(ids)[0, 0] if pooling == "cls" else model.model(ids[:, 1:])[0].mean(0)
+            expected = model.model(ids)[0, 0] if pooling == "cls" else model.model(ids)[0].mean(0)
         assert encoding == pytest.approx(expected.numpy(), abs=1e-5)
 
 
@@ -117,6 +117,68 @@ def test_what_was_cut_is_counted_over_all_held_parts(tmp_path: Path, monkeypatch
     told: list[str] = []
     assert len(list(predict.predict(str(run), texts, None, lambda what, *_: told.append(what)))) == 5
     assert told[-1] == "2 of 5 examples were cut to 128 tokens"
+
+
+SMALL = {"hidden_size": 16, "num_heads": 2}
+LOST = "\u043c\u0438\u0440"  # a text of which the tokenizer keeps nothing
+
+
+@pytest.mark.parametrize("form", ["labels", "encodings"])
+def test_a_text_of_which_no_token_is_left_has_no_label(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    """In pairs each side counts; a file of nothing else is refused, and nothing is written."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(predict, "HELD", 2)
+    config = config_of("quickstart", model=SMALL)
+    run = write_run(tmp_path / "run", config if form == "encodings" else finetuned(config, "recipe"))
+    known = " ".join(WORDS[:5])
+    write_files(
+        tmp_path,
+        {
+            "a.txt": f"{known}\n{LOST}\n{known}\n{LOST}\n",
+            "pairs.csv": f"a,b\n{known},{known}\n{known},{LOST}\n{LOST},{known}\n{LOST},{LOST}\n",
+            "lost.txt": f"{LOST}\n{LOST}\n",
+            "lost.csv": f"a,b\n{known},{LOST}\n",
+        },
+    )
+    columns = ["--column", "a", "--column", "b"]
+    for name, options, lost in (("a.txt", [], [1, 3]), ("pairs.csv", columns, [1, 2, 3])):
+        assert predict.main([*options, str(run), str(tmp_path / name)]) == 0
+        printed = capsys.readouterr()
+        lines = [json.loads(line) for line in printed.out.splitlines()]
+        assert [line["index"] for line in lines] == [0, 1, 2, 3]
+        assert [line for line in lines if "tokens" in line] == [{"index": i, "tokens": 0} for i in lost]
+        assert all(("label" in line) == (form == "labels") for line in lines if "tokens" not in line)
+        assert f"{len(lost)} of 4 examples" in printed.err
+        assert "index 1" in printed.err
+    out = tmp_path / "new" / "out.jsonl"
+    for name, options in (("lost.txt", []), ("lost.csv", columns)):
+        for more in ([], ["--out", str(out)]):
+            assert predict.main([*options, *more, str(run), str(tmp_path / name)]) == 2
+            assert capsys.readouterr().out == ""
+    assert not out.parent.exists()
+
+
+@pytest.mark.parametrize(("pooling", "special"), [("mean", 1), ("cls", 2)])
+def test_a_text_may_fill_all_positions_but_those_of_special_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pooling: str, special: int
+) -> None:
+    run = write_run(tmp_path / "run", config_of("quickstart", model=SMALL))
+    lengths: list[int] = []
+    outputs_of = predict.outputs_of
+
+    def noted(compute: Any, rows: Any, *rest: Any) -> Any:
+        lengths.extend(map(len, rows))
+        return outputs_of(compute, rows, *rest)
+
+    monkeypatch.setattr(predict, "outputs_of", noted)
+    for more in (0, 1):
+        notes: list[str] = []  # reports without a total
+        text = "a " * (128 - special + more)
+        list(predict.predict(str(run), [(text,)], pooling, lambda what, *now: now[1] or notes.append(what)))  # noqa: B023
+        assert len(notes) == more
+    assert lengths == [128, 128]
 
 
 def test_the_process_of_an_instance_opens_its_model_once_and_answers_with_what_fails() -> None:
@@ -338,7 +400,7 @@ def test_what_is_no_example_is_one_line(tmp_path: Path, monkeypatch: pytest.Monk
     for name, columns, said in (
         ("a.txt", [], "line 2 is empty"),
         ("empty.txt", [], "holds no example"),
-        ("a.csv", [], "no column 'text' (got a, b); name it with --text"),
+        ("a.csv", [], "no column 'text' (got 'a', 'b'); name it with --text"),
         ("a.csv", ["a", "c"], "no column 'c'"),
         ("b.csv", [], "line 3: a text is empty"),
         ("none.csv", [], "cannot be read"),
@@ -352,15 +414,15 @@ def test_what_is_no_example_is_one_line(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_file_that_is_not_finished_does_not_appear(tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
+    out = tmp_path / "new" / "out.jsonl"
     with contextlib.suppress(KeyboardInterrupt), predict.destination(out) as file:
         file.write("1\n")
         raise KeyboardInterrupt
-    assert list(tmp_path.iterdir()) == []
+    assert list(out.parent.iterdir()) == []
     with predict.destination(out) as file:
         file.write("1\n")
         assert not out.exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
+    assert [path.name for path in out.parent.iterdir()] == ["out.jsonl"]
     assert out.read_text() == "1\n"
 
 

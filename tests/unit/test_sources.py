@@ -326,6 +326,21 @@ def test_another_key_holds_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert read("hub:org/name", text_field="body") == ["yes"]
 
 
+def test_a_key_may_be_a_path_of_nested_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key that holds dots itself goes first."""
+    records = [{"a": {"b": "nested", "c": {"d.e": "both"}}, "a.x": "dotted"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps(records[0]))
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
+    fake_hub(monkeypatch, records)
+    for source in (tmp_path / "a.jsonl", tmp_path / "a.parquet", "hub:org/name"):
+        for key, text in (("a.b", "nested"), ("a.c.d.e", "both"), ("a.x", "dotted")):
+            assert read(source, text_field=key) == [text]
+        for key in ("a.y", "a.b.z", "a", "b"):
+            with pytest.raises(ConfigError):
+                read(source, text_field=key)
+
+
 def test_an_unknown_suffix_is_refused_unless_its_format_is_told(tmp_path: Path) -> None:
     path = tmp_path / "big.csv"
     path.write_text("id,text\n1,one\n")

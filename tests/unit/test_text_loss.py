@@ -279,6 +279,23 @@ def test_what_is_measured_of_a_run_and_shown(run_dir: Path, tmp_path: Path) -> N
     assert first["predicted"][0]["loss_se"] is None
 
 
+def test_documents_of_which_no_token_is_left_are_counted(run_dir: Path, tmp_path: Path) -> None:
+    """A text of nothing else is refused."""
+    lost = "\u043c\u0438\u0440"
+    (tmp_path / "a.txt").write_text("\n".join([*DOCUMENTS[:20], lost, *DOCUMENTS[20:], lost]))
+    (tmp_path / "lost.txt").write_text(f"{lost}\n" * 40)
+    facts = text_loss.text_loss(str(run_dir), [str(tmp_path / "a.txt")], BuildConfig(), None, quiet)
+    assert [facts[f"{name}_without_tokens"] for name in ("documents", "first")] == [2, 20]
+    measured = results.parse(json.loads(json.dumps(facts)), results.TextLoss, "it")
+    none = measured.model_copy(update={"documents_without_tokens": 0, "first_without_tokens": None})
+    notes = [text_report(each).sections[0].notes for each in (measured, none)]
+    assert len(notes[0]) == len(notes[1]) + 1
+    (line,) = issues_of(
+        text_loss.text_loss, str(run_dir), [str(tmp_path / "lost.txt")], BuildConfig(), None, quiet
+    )
+    assert line.startswith("TEXT: ")
+
+
 def test_the_command_hands_on_its_options(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
