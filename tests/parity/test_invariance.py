@@ -122,7 +122,9 @@ def test_hours_are_those_of_each_steps_beginning(runs: Path, size: int) -> None:
     assert [line["lr"] for line in lines] == pytest.approx(rates, rel=1e-12)
     batches = [batch_at(config.batch, seconds / 90) for seconds in expected_s]
     assert [line["global_batch"] for line in lines] == batches
-    assert [line["progress"] for line in lines] == pytest.approx([min(end_s / 90, 1.0) for end_s in elapsed_s])
+    assert [line["progress"] for line in lines] == pytest.approx(
+        [min(end_s / 90, 1.0) for end_s in elapsed_s]
+    )
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "hours"])

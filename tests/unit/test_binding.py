@@ -183,7 +183,8 @@ def test_a_rank_that_was_bound_by_its_starter_keeps_its_cores() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "threads"), [("3", 3), (" 2 ", 2), ("4,2", 4), ("", None), ("0", None), ("-1", None), ("x", None)]
+    ("value", "threads"),
+    [("3", 3), (" 2 ", 2), ("4,2", 4), ("", None), ("0", None), ("-1", None), ("x", None)],
 )
 def test_a_limit_of_threads_is_a_number_above_0(value: str, threads: int | None) -> None:
     assert omp_threads({"OMP_NUM_THREADS": value}) == threads
