@@ -98,7 +98,7 @@ def test_where_one_sequence_is_too_much_the_engine_is_changed_or_nothing_fits() 
     _, fixes = what_fits(base, "bf16", 4, fixed, on_gpu=True)
     assert "parallel.engine=zero1" in fixes[0]
     assert "activation_checkpointing" not in fixes[0].partition("parallel.engine")[0]
-    _, fixes = what_fits(base, "bf16", 4, 0.1)
+    _, fixes = what_fits(base, "bf16", 4, 0.1, on_gpu=True)
     assert fixes[0].startswith("nothing fits by the estimate: a smaller model")
 
 
