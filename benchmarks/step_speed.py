@@ -3,7 +3,7 @@
     python benchmarks/step_speed.py [--variants ours:eager,...] [--cramming CHECKOUT] [--json FILE]
 
 A step is `accumulation` micro batches (forward, backward), clipping at 0.5, AdamW, gradients freed. All get
-the same tokens and masks: exactly a quarter of every sequence, 80/10/10. Dropout is 0 everywhere (in the
+the same tokens and masks: exactly a quarter of every sequence, 26/3/3 of 32. Dropout is 0 everywhere (in the
 original by eval mode, as it pretrains). All use torch's fused AdamW with the recipe's numbers, so only the
 models and the loop around them differ; ours runs by bert_dp.trainer.train_step and the `single` engine.
 

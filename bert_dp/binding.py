@@ -1,4 +1,5 @@
-"""Which cores a rank runs on: near its GPU, or an equal share that stays within a NUMA node. Torch-free.
+"""Which cores a rank runs on: near its GPU, or an equal share that stays within a NUMA node; and how many
+threads. Torch-free.
 
 A GPU reached over the link between sockets costs copies and launches; a CPU rank on two nodes reads half of
 its memory over it. Linux names the nodes in sysfs (Documentation/admin-guide/mm/numaperf.rst, sysfs-bus-pci).
@@ -9,10 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 
 ROOT = Path("/")
+OMP = "OMP_NUM_THREADS"
 Cores = tuple[int, ...]
 
 
@@ -35,9 +37,11 @@ class Placement:
     shares: tuple[Cores, ...]
     """Cores of each rank of this node; an empty share is not bound."""
     threads: int
-    """Threads of this rank."""
+    """Threads of this rank: one for each of its cores, or OMP_NUM_THREADS where that is less."""
     inherited: bool = False
     """Whoever started this rank had bound it already: `shares` holds its own cores alone."""
+    limited_by_omp: bool = False
+    """`threads` is OMP_NUM_THREADS, which is less than the cores."""
 
     def __str__(self) -> str:
         shown = [format_cores(share) for share in self.shares]
@@ -56,7 +60,7 @@ def place(local_rank: int, local_size: int, gpus: Sequence[str] = (), root: Path
     """
     allowed = os.sched_getaffinity(0)
     if allowed < _parent_affinity():
-        return Placement((tuple(sorted(allowed)),), len(allowed), inherited=True)
+        return _placement((tuple(sorted(allowed)),), len(allowed), inherited=True)
     topology = read_topology(root)
     if gpus:
         shares = gpu_shares(allowed, [pci_node(gpu, root) for gpu in gpus], topology)
@@ -65,7 +69,28 @@ def place(local_rank: int, local_size: int, gpus: Sequence[str] = (), root: Path
     mine = shares[local_rank]
     if mine:
         os.sched_setaffinity(0, mine)
-    return Placement(shares, max(1, len(mine) or len(allowed) // local_size))
+    return _placement(shares, max(1, len(mine) or len(allowed) // local_size))
+
+
+def _placement(shares: tuple[Cores, ...], cores: int, *, inherited: bool = False) -> Placement:
+    limit = omp_threads(os.environ) or cores
+    return Placement(shares, min(cores, limit), inherited, limited_by_omp=limit < cores)
+
+
+def omp_threads(environ: Mapping[str, str]) -> int | None:
+    """Read OMP_NUM_THREADS as the user set it; None when it is not set, or is no number above 0.
+
+    torchrun gives its ranks 1 where the user set nothing. Then the environment that torchrun, the parent of
+    this process, was started with has no such variable.
+    """
+    first = environ.get(OMP, "").partition(",")[0].strip()  # a list has one number for each level of nesting
+    if not first.isdecimal() or not int(first):
+        return None
+    if first == "1" and "TORCHELASTIC_RUN_ID" in environ:
+        started_with = _read(Path(f"/proc/{os.getppid()}/environ")).split("\0")
+        if not any(variable.startswith(f"{OMP}=") for variable in started_with):
+            return None
+    return int(first)
 
 
 def cpu_shares(allowed: Set[int], num_ranks: int, topology: Topology) -> tuple[Cores, ...]:
@@ -144,6 +169,6 @@ def _parent_affinity() -> Set[int]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""

@@ -87,8 +87,7 @@ def memory_estimate_gib(config: Config, precision: str, world_size: int = 1) -> 
     them; fsdp and ZeRO stage 3 gather one block beside the embedding, and without a reduction on every micro
     batch fsdp keeps whole gradients between them.
 
-    It knows no device: on a CPU in bf16, where attention's probabilities are written out, `num_heads` x
-    length x 2 bytes a token and layer come on top.
+    It knows no device; `rank_memory_gib` does.
     """
     model, parallel = config.model, config.parallel
     wide, narrow = _widths(precision)
@@ -129,6 +128,39 @@ def memory_estimate_gib(config: Config, precision: str, world_size: int = 1) -> 
     return {name: size / GIB for name, size in parts.items()}
 
 
+# of a CPU rank, measured as the peak resident set of short runs of quickstart and small-text at micro batches
+# of 4 to 64, eager, torch 2.13, glibc 2.36
+PROGRAM_GIB = 0.32  # interpreter, torch and its libraries
+HEAP_SHARE = 0.5  # holes of glibc's heap and scratch memory of kernels, beside what one micro batch takes
+
+
+def rank_memory_gib(config: Config, precision: str, world_size: int = 1, *, on_gpu: bool) -> dict[str, float]:
+    """Estimate the peak of a rank by part: of its GPU's memory, or of its resident set on a CPU.
+
+    On a CPU it adds the program, the heap's holes, and rank 0's copy of the state that a checkpoint is
+    written from.
+    """
+    parts = memory_estimate_gib(config, precision, world_size)
+    if on_gpu:
+        return parts
+    model, length = config.model, config.data.sequence_length
+    wide, narrow = _widths(precision)
+    tokens = config.batch.micro_size * length
+    layers = 1 if config.parallel.activation_checkpointing else model.num_layers
+    more = 0.0
+    if model.norm == "rmsnorm":  # several operations on a CPU, which keep the normed input before its scale
+        more += 2 * layers * model.hidden_size * wide
+    if precision == "bf16" and not model.attention_dropout:  # attention's probabilities are written out
+        more += layers * model.num_heads * length * narrow / config.parallel.tensor
+    parts["activations"] += tokens * more / GIB
+    parameters = num_parameters(model, length)
+    moments = 2 * parameters - (linear_parameters(model) if config.optim.name == "muon" else 0)
+    # without checkpoints the weights alone, which a run begins from
+    copied = parameters + (moments if config.checkpoint.keep else 0)
+    heap = HEAP_SHARE * (parts["activations"] + parts["logits"])
+    return {**parts, "checkpoint": copied * wide / GIB, "heap": heap, "program": PROGRAM_GIB}
+
+
 def _widths(precision: str) -> tuple[int, int]:
     """Bytes of a parameter, and of what autocast computes in."""
     return (8 if precision == "fp64" else 4), {"fp32": 4, "fp64": 8}.get(precision, 2)
@@ -136,13 +168,15 @@ def _widths(precision: str) -> tuple[int, int]:
 
 def _activation_bytes(config: Config, wide: int, narrow: int) -> dict[str, float]:
     """What autograd saves of one micro batch: per token two residual inputs of norms as wide as parameters,
-    and in the compute width the normed inputs, QKV, attention output and the MLP's intermediates, of which
-    tensor parallelism divides all but the normed inputs. The head holds logits in the compute width and, in
-    fp32, log-probabilities and their gradient. Activation checkpointing keeps one block's, and all inputs."""
+    and in the compute width the normed inputs, QKV, rotated Q and K, attention output and the MLP's
+    intermediates, of which tensor parallelism divides all but the normed inputs. The head holds logits in the
+    compute width and, in fp32, log-probabilities and their gradient. Activation checkpointing keeps one
+    block's, and all inputs."""
     model, tensor = config.model, config.parallel.tensor
     h, i = model.hidden_size, model.intermediate_size
     mlp_saved = 4 * i if model.mlp == "geglu" else 2 * i
-    a_block = 2 * wide * h + narrow * (2 * h + (4 * h + mlp_saved) / tensor)
+    attention_saved = (6 if model.position == "rope" else 4) * h
+    a_block = 2 * wide * h + narrow * (2 * h + (attention_saved + mlp_saved) / tensor)
     tokens = config.batch.micro_size * config.data.sequence_length
     if model.attention_dropout:  # written out: scores, probabilities, and what was dropped of them
         length = config.data.sequence_length

@@ -110,7 +110,8 @@ def mask(
     """Choose exactly `num_masked` = K positions per row and corrupt them 80/10/10 by deterministic counts.
 
     Of K, round(K / 10) become a random ordinary token, round(K / 10) stay, the rest become <mask>
-    (K = 32: 26 / 3 / 3, the recipe's counts). Returns ids [B, S], flat positions [B * K], labels [B * K].
+    (K = 32: 26 / 3 / 3, the recipe's counts; K = 16: 12 / 2 / 2, which is 75 / 12.5 / 12.5 %). Returns
+    ids [B, S], flat positions [B * K], labels [B * K].
     """
     batch, length = rows_BS.shape
     columns = np.arange(1, length + 1, dtype=U64)

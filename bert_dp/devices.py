@@ -88,7 +88,7 @@ def use_device(device: torch.device, *, deterministic: bool) -> None:
 
 
 def set_affinity(device: torch.device, world: World, places: Sequence[Place] = ()) -> Placement:
-    """Give this rank its cores (see binding.py) and at most as many threads; on a CPU exactly as many.
+    """Give this rank its cores and threads, see binding.py.
 
     `places`: of all ranks; () = this one is alone. A GPU of another rank may not be visible here.
     """
@@ -96,7 +96,6 @@ def set_affinity(device: torch.device, world: World, places: Sequence[Place] = (
         places = places or [own_place(device)]
         here = [rank for rank, other in enumerate(places) if other.node == places[world.rank].node]
         placed = place(here.index(world.rank), len(here), [str(places[rank].gpu) for rank in here])
-        placed = dataclasses.replace(placed, threads=min(placed.threads, torch.get_num_threads()))
     else:
         placed = place(world.local_rank, world.local_size)
         keep_freed_memory()

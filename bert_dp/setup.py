@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bert_dp import checkpoint, cost, optim, parallel, record
-from bert_dp.binding import Placement, format_cores
+from bert_dp.binding import OMP, Placement, format_cores
 from bert_dp.building import first_state, prepare_model
 from bert_dp.config import ConfigError, changed_settings, decide_precision, peak_lr
 from bert_dp.config.profile import ProfilePlan
@@ -232,7 +232,8 @@ def cut_records_back(trainer: Trainer, state: TrainState, resumed: Checkpoint | 
 def describe(trainer: Trainer, placed: Placement, resumed: Checkpoint | None) -> None:
     """Write what is about to run, in a few lines of rank 0's log."""
     config, world = trainer.config, trainer.comm.world
-    threads = f"{placed.threads} thread{'s' * (placed.threads > 1)} per rank"
+    by = f" by {OMP}" if placed.limited_by_omp else ""
+    threads = f"{placed.threads} thread{'s' * (placed.threads > 1)} per rank{by}"
     how = threads if trainer.device.type == "cpu" else f"one GPU and {threads}"
     compiled = "compiled" if trainer.metadata["compiled"] else "eager"
     engine = parallel.engine_name(config.parallel, world.size)
@@ -269,6 +270,7 @@ def write_environment(trainer: Trainer, placed: Placement) -> None:
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
         "world_size": trainer.comm.world.size,
         "threads_per_rank": placed.threads,
+        "threads_limited_by_omp": placed.limited_by_omp,
         "cores": [format_cores(share) for share in placed.shares],  # of each rank of rank 0's node
         "cores_inherited": placed.inherited,
         "config_hash": trainer.config.hash(),

@@ -252,7 +252,9 @@ class BatchConfig(Section):
     """Sequences per replica in one forward/backward. In a file or --set also auto: `bert-dp train` finds the
     number first (`bert-dp tune batch`), and the run's own configuration has it."""
     ramp_fraction: float = Field(0.0, ge=0, le=1)
-    """Progress f at which the linear batch ramp reaches global_size; 0 = no ramp."""
+    """Slope of the linear batch ramp: at progress f the batch is ramp_quantum x (1 + floor(f x global_size /
+    (ramp_fraction x ramp_quantum))), at most global_size, which it reaches at f = ramp_fraction x
+    (1 - ramp_quantum / global_size); 0 = no ramp."""
     ramp_quantum: int | None = Field(None, ge=1, le=MAX_BATCH)
     """Sequences by which the ramp grows; a divisor of global_size."""
 

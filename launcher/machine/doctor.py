@@ -189,7 +189,7 @@ def _host_findings(env: Environment) -> list[Finding]:
         _finding(
             env.omp_num_threads is None,
             f"OMP_NUM_THREADS: {env.omp_num_threads or 'not set'}",
-            "ranks take cores / ranks threads whatever it says; other OpenMP libraries follow it",
+            "a rank takes no more threads than it says, also where it has more cores",
             "unset it unless the number is meant",
         ),
         _numa_finding(env),

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from bert_dp.config import BatchLayout, Config, ExamplesManifest, Manifest, batch_at, peak_lr
-from bert_dp.cost import flops_per_token, memory_estimate_gib, num_parameters
+from bert_dp.cost import flops_per_token, num_parameters
 from bert_dp.record import CheckpointFacts
 from launcher.report.numbers import count_of, format_duration, format_percent
+from launcher.run.memory_check import MemoryCheck
 
 COMPLETE = "this run is complete: its budget is spent; raise schedule.* to go on"
 
@@ -33,12 +34,11 @@ def expected_steps(config: Config) -> int | None:
 
 
 def describe(
-    config: Config, layout: BatchLayout, manifest: Manifest | ExamplesManifest | None, precision: str
+    config: Config, layout: BatchLayout, manifest: Manifest | ExamplesManifest | None, memory: MemoryCheck
 ) -> list[str]:
     """The dry run's report. `manifest`: None before the data is built."""
     sequence = config.data.sequence_length
-    memory = memory_estimate_gib(config, precision, layout.world_size)
-    parts = ", ".join(f"{name} {size:.2f}" for name, size in memory.items())
+    parts = ", ".join(f"{name} {size:.2f}" for name, size in memory.parts_gib.items())
     flops = flops_per_token(config.model, sequence, config.predicted_share)
     tokens = layout.global_size * sequence
     packed = config.objective.name == "mlm"  # else examples differ in length
@@ -48,7 +48,7 @@ def describe(
         f"batch   {layout} = {step} a step{ramp}",
         f"data    {describe_data(config, manifest)}",
         f"model   {num_parameters(config.model, sequence):,} parameters, {flops / 1e6:.1f} MFLOP a token",
-        f"memory  about {sum(memory.values()):.2f} GiB a rank (estimate, {precision}, eager: {parts})",
+        f"memory  about {memory.total_gib:.2f} GiB a rank (estimate, {memory.precision}, eager: {parts})",
         f"length  {describe_length(config, tokens if packed else None)}; schedule {config.schedule.name}",
         f"rate    {peak_lr(config).equation}; {config.optim.name}",
     ]

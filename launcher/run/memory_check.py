@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from bert_dp.config import Config
-from bert_dp.cost import memory_estimate_gib
+from bert_dp.cost import rank_memory_gib
 from launcher.machine.environment import Environment
 from launcher.machine.precision import precision_of
 from launcher.report.numbers import format_gib
@@ -22,11 +22,20 @@ class MemoryCheck:
     config: Config
     precision: str
     world_size: int
-    state_gib: float
-    total_gib: float
+    on_gpu: bool
+    parts_gib: dict[str, float]
+    """The estimate by part, as cost.rank_memory_gib has it."""
     limit_gib: float | None
     """None = not known: then nothing is said against the run."""
     limit_of: str
+
+    @property
+    def state_gib(self) -> float:
+        return sum(self.parts_gib[name] for name in STATE)
+
+    @property
+    def total_gib(self) -> float:
+        return sum(self.parts_gib.values())
 
     def impossible(self) -> list[str]:
         """Why it cannot fit, whatever the micro batch: at most one line."""
@@ -51,7 +60,9 @@ class MemoryCheck:
         return 0.0 if self.limit_gib is None else self.total_gib / max(self.limit_gib, 1e-9)
 
     def _tight(self) -> list[str]:
-        _, fixes = advice.what_fits(self.config, self.precision, self.world_size, self.limit_gib)
+        _, fixes = advice.what_fits(
+            self.config, self.precision, self.world_size, self.limit_gib, on_gpu=self.on_gpu
+        )
         return [
             f"batch.micro_size: {self.config.batch.micro_size} takes about {format_gib(self.total_gib)} a "
             f"rank (estimate), and there are {format_gib(self.limit_gib)} ({self.limit_of}); {fixes[0]}"
@@ -63,7 +74,6 @@ def check_memory(
 ) -> MemoryCheck:
     """What a rank of `world_size` needs, and what it may have on this machine. `kept`: see precision_of."""
     precision = precision_of(config, machine.bf16_units, on_gpu=on_gpu, kept=kept)
-    parts = memory_estimate_gib(config, precision, world_size)
+    parts = rank_memory_gib(config, precision, world_size, on_gpu=on_gpu)
     limit, limit_of = machine.rank_memory(world_size, on_gpu)
-    state = sum(parts[name] for name in STATE)
-    return MemoryCheck(config, precision, world_size, state, sum(parts.values()), limit, limit_of)
+    return MemoryCheck(config, precision, world_size, on_gpu, parts, limit, limit_of)

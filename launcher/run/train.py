@@ -87,7 +87,7 @@ def train(
     warn(console, [*warnings, *memory.warnings(), *(too_much if force else [])])
     if dry_run:
         goes_on = describe_start(checkpoint, is_done=is_complete(run_dir, job.config, resume))
-        for line in [*describe(job.config, layout, manifest, memory.precision), *goes_on]:
+        for line in [*describe(job.config, layout, manifest, memory), *goes_on]:
             show(console, line, **PLAIN)
     if too_much and not force:
         raise ConfigError([f"{line}; or --force starts anyway" for line in too_much])

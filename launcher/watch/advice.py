@@ -6,20 +6,22 @@ import contextlib
 import re
 import shutil
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, batch_layout, divisors, load_config
-from bert_dp.cost import GIB, memory_estimate_gib
+from bert_dp.cost import GIB, rank_memory_gib
 from bert_dp.record.models import Environment, Failure, FailureKind, RunMemory
 from launcher import results
 from launcher.machine.gpus import ROOT
 from launcher.machine.precision import precision_of
 from launcher.report.numbers import format_count, format_gib
 
-SPARE = 0.1  # of the memory, for what the estimate does not count: the program, buffers of collectives
+SPARE = 0.1  # of the memory, for what the estimate does not count, such as buffers of collectives
+Estimate = Callable[[Config], float]
+"""GiB of a rank."""
 MEANING: dict[int, tuple[str, str]] = {
     signal.SIGSEGV: (
         "native code used memory that is not its own",
@@ -123,7 +125,7 @@ def _what_to_lower(
     precision = precision_of(
         config, machine.bf16_units, on_gpu=scarce == "device", kept=newest[1].precision if newest else None
     )
-    equation, fixes = what_fits(config, precision, world_size, capacity)
+    equation, fixes = what_fits(config, precision, world_size, capacity, on_gpu=scarce == "device")
     return [*why, equation], fixes
 
 
@@ -158,16 +160,20 @@ def _host_capacity(machine: Environment, world_size: int) -> tuple[float | None,
 
 
 def what_fits(
-    config: Config, precision: str, world_size: int, capacity_gib: float | None
+    config: Config, precision: str, world_size: int, capacity_gib: float | None, *, on_gpu: bool
 ) -> tuple[str, list[str]]:
     """The memory equation of a rank, and the settings that bring it below `capacity_gib` with 10 % spare.
 
     The estimate is a line in the micro batch. What did not fit is more than the estimate says where that is
     less than the capacity: then a tenth less than the estimate is sought. The global batch always stays.
     """
+
+    def estimate(of: Config) -> float:
+        return sum(rank_memory_gib(of, precision, world_size, on_gpu=on_gpu).values())
+
     micro = config.batch.micro_size
-    one, two = (_estimate(_with_micro(config, n), precision, world_size) for n in (1, 2))
-    needed = _estimate(config, precision, world_size)
+    one, two = (estimate(_with_micro(config, n)) for n in (1, 2))
+    needed = estimate(config)
     limit = (1 - SPARE) * (needed if capacity_gib is None else min(needed, capacity_gib))
     equation = (
         f"estimate of a rank: {format_gib(2 * one - two)} + {two - one:.4f} GiB a sequence x micro batch "
@@ -178,26 +184,26 @@ def what_fits(
         if needed <= capacity_gib:
             equation += ", so more was taken than the estimate counts"
     fixes = []
-    smaller = _largest(config, precision, world_size, limit, micro - 1)
+    smaller = _largest(config, estimate, world_size, limit, micro - 1)
     if smaller is not None:
-        fixes.append(_options(config, config, smaller, precision, world_size))
+        fixes.append(_options(config, config, smaller, estimate, world_size))
     for change in CHANGES if smaller is None else ():
         parallel = config.parallel.model_copy(update=change)
         changed = config.model_copy(update={"parallel": parallel})
-        largest = _largest(changed, precision, world_size, limit, micro)
+        largest = _largest(changed, estimate, world_size, limit, micro)
         if largest is not None and parallel != config.parallel:
-            fixes.append(_options(config, changed, largest, precision, world_size))
+            fixes.append(_options(config, changed, largest, estimate, world_size))
             break
     return equation, fixes or [
         "nothing fits by the estimate: a smaller model, more ranks with parallel.engine=fsdp, or more memory"
     ]
 
 
-def _largest(config: Config, precision: str, world_size: int, limit_gib: float, most: int) -> int | None:
+def _largest(config: Config, estimate: Estimate, world_size: int, limit_gib: float, most: int) -> int | None:
     """The largest micro batch up to `most` that divides, is allowed and stays below the limit."""
     for micro in (n for n in reversed(divisors(config.batch.global_size)) if n <= most):
         candidate = _with_micro(config, micro)
-        if _estimate(candidate, precision, world_size) > limit_gib:
+        if estimate(candidate) > limit_gib:
             continue
         with contextlib.suppress(ConfigError):
             batch_layout(candidate, world_size)
@@ -205,7 +211,7 @@ def _largest(config: Config, precision: str, world_size: int, limit_gib: float, 
     return None
 
 
-def _options(old: Config, new: Config, micro: int, precision: str, world_size: int) -> str:
+def _options(old: Config, new: Config, micro: int, estimate: Estimate, world_size: int) -> str:
     """`--set` options from `old` to `new` at this micro batch, what that does to the batch, the estimate."""
     new = _with_micro(new, micro)
     settings = {
@@ -216,7 +222,7 @@ def _options(old: Config, new: Config, micro: int, precision: str, world_size: i
     if micro != old.batch.micro_size:
         settings["batch.micro_size"] = micro
     options = " ".join(f"--set {name}={str(value).lower()}" for name, value in settings.items())
-    size = format_gib(_estimate(new, precision, world_size))
+    size = format_gib(estimate(new))
     plan = batch_layout(new, world_size)
     before = old.batch.global_size // (old.batch.micro_size * plan.dp)
     return (
@@ -227,7 +233,3 @@ def _options(old: Config, new: Config, micro: int, precision: str, world_size: i
 
 def _with_micro(config: Config, micro: int) -> Config:
     return config.model_copy(update={"batch": config.batch.model_copy(update={"micro_size": micro})})
-
-
-def _estimate(config: Config, precision: str, world_size: int) -> float:
-    return sum(memory_estimate_gib(config, precision, world_size).values())

@@ -60,7 +60,7 @@ def applied(base: Config, fix: str) -> Config:
 @pytest.mark.parametrize("capacity", [2.5, 4.0, 6.0, 10.0])
 def test_what_is_advised_fits_divides_and_keeps_the_global_batch(world: int, capacity: float) -> None:
     base = config()
-    equation, fixes = what_fits(base, "bf16", world, capacity)
+    equation, fixes = what_fits(base, "bf16", world, capacity, on_gpu=True)
     assert f"there are {capacity:.2f} GiB" in equation
     changed = applied(base, fixes[0])
     assert batch_layout(changed, world).global_size == base.batch.global_size
@@ -78,7 +78,7 @@ def test_what_is_advised_fits_divides_and_keeps_the_global_batch(world: int, cap
 
 def test_the_equation_is_the_estimate() -> None:
     base = config()
-    equation, _ = what_fits(base, "bf16", 2, None)
+    equation, _ = what_fits(base, "bf16", 2, None, on_gpu=True)
     line = r"([\d.]+) GiB \+ ([\d.]+) GiB a sequence x micro batch (\d+) = ([\d.]+) GiB"
     fixed, slope, micro, total = map(float, re.findall(line, equation)[0])
     assert fixed + slope * micro == pytest.approx(total, abs=0.02)
@@ -87,21 +87,21 @@ def test_the_equation_is_the_estimate() -> None:
 
 def test_an_estimate_that_fits_did_not_so_less_is_advised() -> None:
     base = config("batch.micro_size=8")
-    equation, fixes = what_fits(base, "bf16", 1, 1000.0)
+    equation, fixes = what_fits(base, "bf16", 1, 1000.0, on_gpu=True)
     assert "more was taken than the estimate counts" in equation
     assert size(applied(base, fixes[0]), 1) <= (1 - SPARE) * size(base, 1)
     for times, fits in ((1.05, True), (0.95, False)):
-        equation, _ = what_fits(base, "bf16", 1, times * size(base, 1))
+        equation, _ = what_fits(base, "bf16", 1, times * size(base, 1), on_gpu=True)
         assert ("more was taken" in equation) == fits
 
 
 def test_where_one_sequence_is_too_much_the_engine_is_changed_or_nothing_fits() -> None:
     base = config("optim.name=adamw")
     fixed = size(config("batch.micro_size=1"), 4)
-    _, fixes = what_fits(base, "bf16", 4, fixed)
+    _, fixes = what_fits(base, "bf16", 4, fixed, on_gpu=True)
     assert "parallel.engine=zero1" in fixes[0]
     assert "activation_checkpointing" not in fixes[0].partition("parallel.engine")[0]
-    _, fixes = what_fits(base, "bf16", 4, 0.1)
+    _, fixes = what_fits(base, "bf16", 4, 0.1, on_gpu=True)
     assert fixes[0].startswith("nothing fits by the estimate: a smaller model")
 
 

@@ -17,6 +17,7 @@ from bert_dp.binding import (
     cpu_shares,
     format_cores,
     gpu_shares,
+    omp_threads,
     parse_cores,
     pci_node,
     place,
@@ -179,3 +180,33 @@ def test_a_rank_that_was_bound_by_its_starter_keeps_its_cores() -> None:
     starter = f"import os; os.sched_setaffinity(0, [{one}]); {run}"
     done = subprocess.run([sys.executable, "-c", starter], capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["True", "1"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("value", "threads"),
+    [("3", 3), (" 2 ", 2), ("4,2", 4), ("", None), ("0", None), ("-1", None), ("x", None)],
+)
+def test_a_limit_of_threads_is_a_number_above_0(value: str, threads: int | None) -> None:
+    assert omp_threads({"OMP_NUM_THREADS": value}) == threads
+    assert omp_threads({}) is None
+
+
+TORCHRUN = """
+import os, subprocess, sys
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["TORCHELASTIC_RUN_ID"] = "none"
+rank = "import os; from bert_dp.binding import omp_threads; print(omp_threads(os.environ))"
+sys.exit(subprocess.run([sys.executable, "-c", rank]).returncode)
+"""
+
+
+@pytest.mark.parametrize(("given", "read"), [(None, "None"), ("1", "1"), ("2", "2")])
+def test_torchruns_own_1_is_no_limit_of_the_users(given: str | None, read: str) -> None:
+    """A parent that sets the variable where it is not set, as torchrun does."""
+    environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    if given is not None:
+        environ["OMP_NUM_THREADS"] = given
+    done = subprocess.run(
+        [sys.executable, "-c", TORCHRUN], env=environ, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == read

@@ -147,6 +147,14 @@ def test_the_ramp_grows_by_whole_quanta(batch: BatchConfig, sizes: dict[float, i
     assert {f: batch_at(batch, f) for f in sizes} == sizes
 
 
+@pytest.mark.parametrize("fraction", [0.25, 0.6, 1.0])
+@pytest.mark.parametrize("quantum", [64, 512, 4096, 8192])
+def test_the_batch_is_whole_a_quantum_before_the_ramp_fraction(quantum: int, fraction: float) -> None:
+    config, whole = ramp(quantum, fraction), fraction * (1 - quantum / 8192)
+    assert batch_at(config, whole + 1e-9) == 8192
+    assert whole == 0 or batch_at(config, whole - 1e-9) == 8192 - quantum
+
+
 @given(
     quantum=st.sampled_from([1, 2, 64, 512, 1024, 4096, 8192]),
     fraction=st.floats(0.01, 1.0),

@@ -17,6 +17,7 @@ from bert_dp.cost import (
     memory_estimate_gib,
     num_parameters,
     peak_flops,
+    rank_memory_gib,
 )
 from bert_dp.model import build_model
 from tests.helpers import make_config
@@ -211,6 +212,33 @@ def test_activations_of_a_micro_batch(precision: str, wide: int, narrow: int) ->
     assert halved["logits"] == found["logits"] // 2
     kept = memory({"activation_checkpointing": True}, precision=precision)
     assert kept["activations"] == tokens * (block + L * wide * H)
+
+
+def test_rope_keeps_the_rotated_queries_and_keys() -> None:
+    more = memory(model={**TINY, "position": "rope"})["activations"] - memory()["activations"]
+    assert more == MICRO * S * L * 2 * H * 4
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+def test_a_cpu_rank_holds_the_program_and_a_copy_of_the_state_too(norm: str, precision: str) -> None:
+    model = {**TINY, "norm": norm}
+    settings = {"data": {"sequence_length": S}, "batch": {"micro_size": MICRO, "global_size": 4 * MICRO}}
+
+    def parts(*, on_gpu: bool = False, **more: object) -> dict[str, float]:
+        return rank_memory_gib(make_config(model=model, **settings, **more), precision, 2, on_gpu=on_gpu)
+
+    tensors, found = parts(on_gpu=True), parts()
+    assert tensors == memory_estimate_gib(make_config(model=model, **settings), precision, 2)
+    kept = MICRO * S * L * ((norm == "rmsnorm") * 2 * H * 4 + (precision == "bf16") * 2 * S * 2)
+    assert (found["activations"] - tensors["activations"]) * GIB == pytest.approx(kept)
+    assert found["heap"] == (found["activations"] + found["logits"]) / 2
+    parameters = num_parameters(ModelConfig(**model), S)  # type: ignore[arg-type]
+    assert found["checkpoint"] * GIB == pytest.approx(4 * 3 * parameters)
+    assert parts(checkpoint={"keep": 0})["checkpoint"] * GIB == pytest.approx(4 * parameters)
+    muon = parts(optim={"name": "muon"})["checkpoint"] * GIB
+    assert muon == pytest.approx(4 * (3 * parameters - LINEAR))
+    assert found["program"] > 0
 
 
 def test_autocast_keeps_narrow_copies_of_the_weights() -> None:

@@ -8,7 +8,9 @@ import pytest
 
 from bert_dp.config import batch_layout, read_data, read_manifest
 from launcher.datasets import built_lines
+from launcher.machine import environment
 from launcher.run.describe import describe, describe_data
+from launcher.run.memory_check import check_memory
 from tests.example_files import write_examples
 from tests.helpers import make_config
 
@@ -51,7 +53,8 @@ def test_the_length_of_a_run_is_in_tokens_where_their_number_is_known(
     settings: tuple[str, ...], length: str
 ) -> None:
     config = make_config(*settings, "data.sequence_length=16", "batch.global_size=16", "batch.micro_size=4")
-    lines = describe(config, batch_layout(config, 2), None, "fp32")
+    memory = check_memory(config, 2, environment.probe(), on_gpu=False)
+    lines = describe(config, batch_layout(config, 2), None, memory)
     assert lines[4] == f"length  {length}; schedule {config.schedule.name}"
 
 

@@ -78,6 +78,7 @@ def test_ranks_share_cores_without_overlap(monkeypatch: pytest.MonkeyPatch, rank
     cores = {0, 2, 4, 8, 9, 11}
     bound: list[list[int]] = []
     threads: list[int] = []
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores)
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, mine: bound.append(list(mine)))
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
@@ -89,17 +90,21 @@ def test_ranks_share_cores_without_overlap(monkeypatch: pytest.MonkeyPatch, rank
     assert set(taken) <= cores
 
 
-@pytest.mark.parametrize(("given", "allowed", "threads"), [(8, 4, 4), (2, 4, 2)])
-def test_a_gpu_rank_has_no_more_threads_than_it_was_allowed(
+@pytest.mark.parametrize(("given", "allowed", "threads"), [(8, 4, 4), (2, 4, 2), (4, 4, 4), (4, 1, 1)])
+def test_a_rank_has_no_more_threads_than_it_was_allowed(
     monkeypatch: pytest.MonkeyPatch, given: int, allowed: int, threads: int
 ) -> None:
-    """OMP_NUM_THREADS says so; its share of the cores may be larger."""
+    """OMP_NUM_THREADS says so, on any device; its share of the cores may be larger."""
     set_to: list[int] = []
-    monkeypatch.setattr(devices, "place", lambda *_: Placement((tuple(range(given)),), given))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: allowed)
+    monkeypatch.setenv("OMP_NUM_THREADS", str(allowed))
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(given)))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, mine: None)
     monkeypatch.setattr(torch, "set_num_threads", set_to.append)
-    placed = set_affinity(GPU, LONE, [Place("n1/1", "0000:1a:00.0")])
-    assert (placed.threads, set_to) == (threads, [threads])
+    for device, places in ((CPU, []), (GPU, [Place("n1/1", "0000:1a:00.0")])):
+        placed = set_affinity(device, LONE, places)
+        assert (placed.threads, placed.limited_by_omp) == (threads, allowed < given)
+    assert set_to == [threads] * 2
 
 
 def test_a_cpu_rank_keeps_the_memory_that_tensors_free(monkeypatch: pytest.MonkeyPatch) -> None:

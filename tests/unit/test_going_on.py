@@ -229,11 +229,12 @@ def test_the_environment_tells_of_this_rank_and_of_the_cores_of_each(shards: Pat
     config = lone_config(shards)
     (tmp_path / "environment.json").write_text('{"host": "n1"}')
     with lone_trainer(config, tmp_path) as trainer:
-        setup.write_environment(trainer, Placement(((0, 1, 2), (4, 5, 6)), 3))
+        setup.write_environment(trainer, Placement(((0, 1, 2), (4, 5, 6)), 3, limited_by_omp=True))
     facts = read_json(tmp_path / "environment.json")
     worker = facts["worker"]
     assert facts["host"] == "n1"
     assert (worker["cores"], worker["threads_per_rank"], worker["world_size"]) == (["0-2", "4-6"], 3, 1)
+    assert worker["threads_limited_by_omp"] is True
     assert (worker["precision"], worker["compiled"], worker["cores_inherited"]) == ("fp32", False, False)
     assert (worker["config_hash"], worker["device"], worker["nccl"]) == (config.hash(), "CPU", None)
 

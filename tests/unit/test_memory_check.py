@@ -11,14 +11,14 @@ import pytest
 from rich.console import Console
 
 from bert_dp.config import Config, ConfigError, load_config, resolve
-from bert_dp.cost import memory_estimate_gib
+from bert_dp.cost import rank_memory_gib
 from launcher import job
 from launcher.machine import environment
 from launcher.machine.environment import Environment
 from launcher.machine.gpus import Gpu
 from launcher.run import train
 
-OPTIONS = ("run.device=cpu", "precision=fp32")
+OPTIONS = ("run.device=cpu", "precision=fp32", "batch.micro_size=32")
 MACHINE = environment.probe()
 
 
@@ -63,7 +63,7 @@ def dry_run(
 Dry = Callable[..., tuple[tuple[str, ...], str]]
 
 
-PARTS = memory_estimate_gib(small(), "fp32", 2)
+PARTS = rank_memory_gib(small(), "fp32", 2, on_gpu=False)
 TOTAL = sum(PARTS.values())
 
 
@@ -90,7 +90,8 @@ def test_the_total_is_compared_with_a_share_of_the_host(
         match = re.search(r"--set batch.micro_size=(\d+)", line)
         assert match is not None, line
         batch = {"micro_size": int(match[1])}
-        fits = memory_estimate_gib(resolve([small().model_dump(mode="json"), {"batch": batch}]), "fp32", 2)
+        smaller = resolve([small().model_dump(mode="json"), {"batch": batch}])
+        fits = rank_memory_gib(smaller, "fp32", 2, on_gpu=False)
         assert sum(fits.values()) < TOTAL / times
 
 

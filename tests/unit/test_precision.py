@@ -174,7 +174,7 @@ def test_advice_on_memory_counts_in_the_precision_of_the_machine_or_the_checkpoi
         record.write_json(tmp_path / "environment.json", machine.to_json())
         advised = advice._what_to_lower(tmp_path, 1, "host", "")[0][-1]
         for precision in ("bf16", "fp32"):
-            fits = advice.what_fits(AUTO, precision, 1, MACHINE.memory_gib)[0]
+            fits = advice.what_fits(AUTO, precision, 1, MACHINE.memory_gib, on_gpu=False)[0]
             assert (advised == fits) == (precision == ("bf16" if machine is WITH else "fp32"))
 
 

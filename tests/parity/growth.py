@@ -1,0 +1,60 @@
+"""Measure how rounding grows over a run: two ranks, and one rank that sums in another order, beside one rank.
+
+`python -m tests.parity.growth` prints a markdown table: the largest distance of a logged loss, in nats, from
+the start to each of STEPS.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.parity.runs import losses, settings, train_runs, write_run
+from tests.shards import write_shards
+
+STEPS = (20, 60, 100, 200)
+RATES = (5e-3, 1e-2)  # the first is that of the parity matrix
+PRECISIONS = ("fp32", "fp64")
+BESIDE = {"2 ranks": (2, 2), "1 rank, micro batch 4": (1, 4)}
+"""Name -> ranks, micro batch; the other run is 1 rank in micro batches of 2."""
+
+
+def measure(
+    root: Path, steps: tuple[int, ...] = STEPS, rates: tuple[float, ...] = RATES
+) -> Iterator[tuple[str, float, str, list[float]]]:
+    """Yield (precision, rate, name in BESIDE, the largest distance up to each of `steps`)."""
+    shards = write_shards(root / "shards")
+
+    def run(precision: str, rate: float, name: str, micro_size: int) -> Path:
+        config = settings(
+            shards,
+            precision=precision,
+            optim={"lr": rate},
+            batch={"micro_size": micro_size},
+            schedule={"name": "constant", "steps": steps[-1]},
+            eval={"every_steps": 0},
+        )
+        return write_run(root / f"{precision}-{rate:g}-{name}", config)
+
+    cells = list(itertools.product(PRECISIONS, rates))
+    train_runs(1, [run(*cell, "alone", 2) for cell in cells])
+    for name, (ranks, micro_size) in BESIDE.items():
+        train_runs(ranks, [run(*cell, name, micro_size) for cell in cells])
+    for (precision, rate), name in itertools.product(cells, BESIDE):
+        alone, other = (losses(root / f"{precision}-{rate:g}-{which}") for which in ("alone", name))
+        distances = [abs(a - b) for a, b in zip(alone, other, strict=True)]
+        yield precision, rate, name, [max(distances[:count]) for count in steps]
+
+
+def main() -> None:
+    print(f"| precision | rate | beside 1 rank | {' | '.join(f'{count} steps' for count in STEPS)} |")
+    print("|" + "---|" * (3 + len(STEPS)))
+    with tempfile.TemporaryDirectory() as root:
+        for precision, rate, name, grown in measure(Path(root)):
+            print(f"| {precision} | {rate:g} | {name} | {' | '.join(f'{d:.1e}' for d in grown)} |")
+
+
+if __name__ == "__main__":
+    main()
