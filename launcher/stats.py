@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from bert_dp.quantiles import student
 from launcher.results import FiveNumbers
 
 if TYPE_CHECKING:
@@ -19,19 +20,6 @@ DRAWS = 2000
 BLOCK = 5  # steps that stay together: neighbours share a slow moment
 LEVEL = 0.95
 NORMAL = 1.960  # two-sided quantile at LEVEL
-STUDENT = {
-    1: 12.706,
-    2: 4.303,
-    3: 3.182,
-    4: 2.776,
-    5: 2.571,
-    6: 2.447,
-    7: 2.365,
-    8: 2.306,
-    9: 2.262,
-    29: 2.045,
-}
-"""The same of Student's t, by degrees of freedom; between them that of fewer is taken."""
 
 
 def resampled_means(repeats: Sequence[Sequence[float]], seed: int = 0) -> Floats | None:
@@ -54,11 +42,6 @@ def resampled_means(repeats: Sequence[Sequence[float]], seed: int = 0) -> Floats
     middle = np.log(np.median([np.mean(steps) for steps in repeats]))
     widened: Floats = np.exp(middle + (logs - middle) * _widening(len(repeats)))
     return widened
-
-
-def student(degrees: int) -> float:
-    """Two-sided quantile of Student's t at LEVEL, rather too wide than too narrow."""
-    return STUDENT[max(tabled for tabled in STUDENT if tabled <= degrees)]
 
 
 def half_width(values: Sequence[float]) -> float:
