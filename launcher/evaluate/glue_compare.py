@@ -33,7 +33,7 @@ from launcher.results import Glue, GlueScore, GlueTask
 
 REGRESSIONS = {"pearson", "spearman"}
 NOTE = (
-    "Median over the seeds and standard deviation of a seed, out of 100. A flipped prediction is a dev "
+    "Median over the seeds and standard deviation (sd) of a seed, out of 100. A flipped prediction is a dev "
     "example that gets another label with the same finetuning seed."
 )
 Answers = Mapping[tuple[str, int], tuple[float | None, float | None]]
@@ -279,7 +279,7 @@ def _median(score: GlueScore | None) -> Cell:
     if score is None:
         return Cell(NA)
     text = format_points(score.median)
-    return Cell(text if score.sd is None else f"{text} \u00b1 {format_points(score.sd)}", exact=score.median)
+    return Cell(text if score.sd is None else f"{text} (sd {format_points(score.sd)})", exact=score.median)
 
 
 def _difference(score: GlueScore | None, first: GlueScore) -> Cell:

@@ -276,7 +276,7 @@ def from_rate(model: str, seq_per_s: float, micro: int, accumulation: int, gpu: 
         micro_s,
         backward_s,
         optimizer_s,
-        tuple(timeline.from_layers(shape, length, 4.0, backward_s)),
+        tuple(timeline.from_layers(shape, parameters, 4.0, backward_s)),
         micro,
         length,
         layers=shape.num_layers,

@@ -388,13 +388,19 @@ def _straggler(facts: Summary) -> list[Row]:
 
 
 def _times(run: Run) -> list[Row]:
-    """The wall time, and each of its parts: those of training on the console too."""
+    """The wall time, the rest of the command's, and each part of it: those of training on the console too."""
     facts, parts = run.facts, run.facts.time_s
     wall = sum(parts[part] for part in WALL_PARTS if part in parts) or None
     named = ", ".join(f"{part} {format_duration(parts.get(part))}" for part in WALL_PARTS)
     outer = {part: parts.get(part) for part in WALL_PARTS}
     inner = {name: parts.get(key) for key, name in TRAIN_PARTS.items()} | {"other": other(parts)}
-    rows = [value("wall", wall, "duration", f"{named}{_since(facts)}")]
+    rows = [value("wall", wall, "duration", f"from set-up to the last save: {named}{_since(facts)}")]
+    if wall and facts.command_s is not None and not facts.restarts:
+        rest = max(0.0, facts.command_s - wall)
+        whole = f"the rest of {format_duration(facts.command_s)} from the command to the end of the last rank"
+        rows.append(
+            value("start-up", rest, "duration", f"{whole}: checks, data, starting and ending processes")
+        )
     for name, seconds in outer.items():
         rows.append(value(name, seconds, "duration", f"{_share(seconds, wall)} of wall", console=False))
     for name, seconds in inner.items() if parts else ():

@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import psutil
 
 from bert_dp import record
 from bert_dp.config import (
@@ -191,6 +194,7 @@ def run_locked(
         print_failure(result.failure, home or run_dir, console)
     if home is None:
         return result.exit_code or 1
+    restarts.note(home, {"command_s": time.time() - psutil.Process().create_time()})
     report = of_directories([home])
     page = home / PAGE if write_or_warn(report, home / PAGE) else None
     if result.failure is None:

@@ -685,7 +685,7 @@ def test_flipped_predictions_and_pooled_accuracy_are_over_the_same_examples(tmp_
     row = next(row for row in seeds.rows if row.label == "RTE accuracy")
     assert [cell.text for cell in row.cells] == ["20.0 %", "1", "50.0, 60.0", "50.0, 60.0, 70.0"]
     row = next(row for row in scores.rows if row.label == "RTE accuracy")
-    assert [cell.text for cell in row.cells] == ["n/a", "55.0 \u00b1 7.1", "60.0 \u00b1 10.0", "+5.0"]
+    assert [cell.text for cell in row.cells] == ["n/a", "55.0 (sd 7.1)", "60.0 (sd 10.0)", "+5.0"]
     assert "STS-B Pearson" in [row.label for row in scores.rows]
 
 

@@ -71,7 +71,12 @@ def test_every_number_stands_beside_its_denominator(tmp_path: Path) -> None:
         (rates, "tokens per device", "8.19 k tokens/s | tokens/s divided by 2 CPU ranks"),
         (rates, "straggler ratio", f"1.05 | {ratio}"),
         (rates, "MFU", "n/a | model FLOPs / fp32 peak of the device unknown"),
-        (time, "wall", "100.0 s | setup 10.0 s, compile 5.0 s, train 75.0 s, eval 6.0 s, save 4.0 s"),
+        (
+            time,
+            "wall",
+            "100.0 s | from set-up to the last save: setup 10.0 s, compile 5.0 s, train 75.0 s, eval 6.0 s, "
+            "save 4.0 s",
+        ),
         (time, "setup", "10.0 s | 10.0 % of wall"),
         (time, "compile", "5.0 s | 5.0 % of wall"),
         (time, "train", "75.0 s | 75.0 % of wall"),
@@ -249,6 +254,19 @@ def test_a_finetuned_run_is_told_by_its_scores(tmp_path: Path) -> None:
     assert rows["Outcome", "training loss, last"] == ["6.00 | mean over all ranks"]
     assert not {("Outcome", "unigram entropy"), ("Outcome", "ln V")} & rows.keys()
     assert figure_of(report, "Loss").y.label == "loss (squared error per example)"
+
+
+def test_the_rest_of_the_commands_time_is_its_start_up(tmp_path: Path) -> None:
+    rows = rows_of(report_of(tmp_path / "run", command_s=121.25))
+    assert rows["Time (rank 0)", "start-up"][0].startswith("21.2 s | ")
+    assert "2 min 01 s" in rows["Time (rank 0)", "start-up"][0]
+    restart = {"date": "d", "step": 5, "ranks": 2, "cause": "c"}
+    for name, facts in (
+        ("without", {}),
+        ("restarted", {"command_s": 121.25, "restarts": [restart]}),  # the rest holds earlier starts too
+    ):
+        rows = rows_of(report_of(tmp_path / name, **facts))
+        assert ("Time (rank 0)", "start-up") not in rows
 
 
 def test_a_run_that_went_on_says_of_which_steps_its_figures_are(tmp_path: Path) -> None:
