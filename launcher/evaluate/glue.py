@@ -84,6 +84,8 @@ def evaluate(
         raise ConfigError(issues)
 
     log = logger(console, as_json)
+    for line in trial_job.device_warnings():
+        log(f"warning: {line}")
     describe(grid, folder, log)
     if grid.weights is not None and still_trains(grid.weights):
         keep = start.config.checkpoint.keep

@@ -41,6 +41,7 @@ from launcher.report.numbers import (
     format_percent,
     format_ratio,
     format_si,
+    number,
 )
 from launcher.report.parts import (
     environment_text,
@@ -93,6 +94,10 @@ def _next(run: Run) -> str:
     if run.finished and run.facts.status == "done":
         load = f"import bert_dp; model, tokenizer = bert_dp.load({json.dumps(path)})"
         return f"python -ic {shlex.quote(load)}"
+    if run.facts.failure_kind == "not_finite":  # going on with the same settings would diverge again
+        lr = number(flat(run.config).get("optim.lr"))
+        config = shlex.quote(f"{path}/config.yaml")
+        return "" if lr is None else f"bert-dp train {config} --set optim.lr={lr / 2:g}"
     return f"bert-dp train --run-dir {shlex.quote(path)}" if run.facts.checkpoint else ""
 
 

@@ -116,7 +116,11 @@ def start_warnings(
 ) -> list[str]:
     """What is allowed but hardly meant; one line each."""
     config, cores = job.config, len(os.sched_getaffinity(0))
-    warnings = [*no_effect(config, ranks), *(manifest.warnings(config) if manifest else [])]
+    warnings = [
+        *job.device_warnings(),
+        *no_effect(config, ranks),
+        *(manifest.warnings(config) if manifest else []),
+    ]
     if ranks > cores and not job.gpus:
         warnings.append(f"{count_of(ranks, 'CPU rank')} share {count_of(cores, 'core')}")
     if policy.max_restarts and not (config.checkpoint.every_steps and config.checkpoint.keep):

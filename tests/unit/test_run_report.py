@@ -412,6 +412,27 @@ def test_a_crashed_run_says_what_is_missing(tmp_path: Path) -> None:
     assert "training loss, last 7.4000 nats" in unfolded(shown(report))
 
 
+@pytest.mark.parametrize(
+    ("step", "every", "missing"), [(0, 10, False), (9, 10, False), (10, 10, True), (1, 1, True)]
+)
+def test_a_log_is_missing_only_where_a_line_was_due(
+    tmp_path: Path, step: int, every: int, missing: bool
+) -> None:
+    run = make_run(tmp_path / "run", summary={"status": "stopped", "signal": 2, "step": step})
+    (run / "config.yaml").write_text(dump_config(make_config(f"log.every_steps={every}")))
+    (run / "metrics.jsonl").unlink()
+    (verdict,) = of_directories([run]).verdicts
+    assert ("metrics.jsonl is missing" in verdict.notes) == missing
+
+
+@pytest.mark.parametrize("checkpoint", [None, "checkpoints/step-00000090"])
+def test_a_diverged_run_is_begun_anew_at_half_the_rate(tmp_path: Path, checkpoint: str | None) -> None:
+    facts = {"status": "failed", "failure_kind": "not_finite", "checkpoint": checkpoint}
+    run = make_run(tmp_path / "run", summary=facts)
+    (run / "config.yaml").write_text(dump_config(make_config("optim.lr=0.003")))
+    assert of_directories([run]).next == f"bert-dp train {run}/config.yaml --set optim.lr=0.0015"
+
+
 def test_a_killed_run_shows_what_its_logs_and_its_configuration_hold(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     (run / "summary.json").unlink()
