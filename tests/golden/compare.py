@@ -44,6 +44,11 @@ CHANGED: dict[str, str | None] = {
     "scale/verdicts": None,
     "reports/scale": None,
     "plan/measured": None,
+    # memory and gradients have all of BERT's 512 positions
+    "plan/network": None,
+    "plan/tensor": None,
+    "plan/buckets": None,
+    "told/rate/verdicts/0": None,  # the interval of a mean over seeds
     "plan/fsdp/rows/0": None,  # its 16-bit weights are gathered in fp32: twice the bytes
 }
 

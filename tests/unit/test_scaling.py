@@ -287,7 +287,7 @@ def test_figures_and_verdicts_follow_from_the_records(tmp_path: Path) -> None:
     assert collect(made, tmp_path, facts={}).status == "partial"
     of_cells = {verdict.cell: verdict for verdict in verdicts(list(cells.values()))}
     assert of_cells["strong-ddp-n2"].verdict == "communication-bound"
-    assert "80.0 % [80.0 %, 80.0 %]" in of_cells["strong-ddp-n2"].evidence
+    assert "80.0 % [80.0 % to 80.0 %]" in of_cells["strong-ddp-n2"].evidence
     assert of_cells["strong-zero1-n2"].verdict == "out of memory"
 
 
