@@ -183,7 +183,7 @@ def scenario(row: Row, constants: Constants) -> tuple[Profile, Scenario, float]:
     plain = row["framework"].startswith("TF") and "plain optimizers" not in constants.without
     bytes_moved = PLAIN if plain else FUSED
     optimizer_s = parameters * bytes_moved["LAMB" if "LAMB" in row["optimizer"] else "Adam"] / memory
-    layout = timeline.from_layers(model, POSITIONS, width, 2 / 3)
+    layout = timeline.from_layers(model, parameters, width, 2 / 3)
     profile = step_model.Profile(
         1.0,
         2 / 3,

@@ -20,12 +20,13 @@ from torch import Tensor
 from bert_dp import record
 from bert_dp.config import Config
 from bert_dp.dist import Comm
+from bert_dp.quantiles import student
 from bert_dp.record.models import NoiseScale
 
 WINDOW = 200  # steps that the summary's figure is of: the scale grows over a run
 MIN_STEPS = 50
 BLOCKS = 20
-T_95, T_999 = 2.093, 3.579  # Student's t, BLOCKS - 1 degrees of freedom: two-sided 95 %, one-sided 99.9 %
+T_95, T_999 = (student(BLOCKS - 1, level) for level in (0.95, 0.998))  # two-sided 95 %, one-sided 99.9 %
 
 CommHook = Callable[[Any, Any], Any]
 """A hook of DDP: (state, bucket) -> future of the reduced bucket."""

@@ -77,6 +77,16 @@ class Job:
             ]
         return []
 
+    def device_warnings(self) -> list[str]:
+        """At most one line on GPUs that were asked for and cannot be used."""
+        machine = self.machine
+        if self.config.run.device == "cpu" or not machine.names_absent_gpus:
+            return []
+        return [
+            f"CUDA_VISIBLE_DEVICES={machine.cuda_visible_devices} names no usable GPU (this machine shows "
+            f"{machine.gpus_present}), so ranks use CPU cores; correct it, or say --set run.device=cpu"
+        ]
+
     def issues(self, directory: Path, option: str) -> list[str]:
         """What its configuration names and is not there, and secrets that would be written; one line each."""
         return [*input_issues(self.config), *exposure_issues(self.config, directory, option)]

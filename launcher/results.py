@@ -117,6 +117,7 @@ VerdictKind = Literal[
     "failed",
     "no_baseline",
     "one_repeat",
+    "not_measurable",
     "above_baseline",
     "scales",
     "intervals_overlap",
@@ -133,6 +134,7 @@ VERDICTS: Mapping[VerdictKind, str] = {
     "failed": "failed",
     "no_baseline": "no baseline",
     "one_repeat": "no claim: one repeat",
+    "not_measurable": "no claim: not measurable",
     "above_baseline": "above 100 %",
     "scales": "scales",
     "intervals_overlap": "no claim: intervals overlap",
@@ -333,12 +335,17 @@ class Cell(GridCell):
     step_time_s: StepTime | None = None
     split_s: SplitTime | None = None
     data_wait_fraction: Share | None = None
+    data_wait_fraction_ci95: Interval | None = None
+    loader_fraction: float | None = None
+    """Share of a step that the synthetic twin saves."""
+    loader_fraction_ci95: Interval | None = None
     speedup: float | None = None
     """Throughput over that of `single` on one rank."""
     efficiency: Positive | None = None
     efficiency_ci95: Interval | None = None
     efficiency_ddp1: float | None = None
     """Against ddp on one rank."""
+    efficiency_ddp1_ci95: Interval | None = None
     ceiling_tokens_per_s: float | None = None
     ceiling_efficiency: Annotated[float, Field(ge=0.001, le=1000)] | None = None
     """What as many independent copies reach of as many lone ranks."""
@@ -351,9 +358,11 @@ class Cell(GridCell):
     exposed_comm_ddp_fraction: float | None = None
     """By DDP's own counters."""
     straggler_ratio: float | None = None
-    """Own work of the slowest rank over the median of the others'."""
+    """Own work of the slowest rank over the median of the others', paired within a repeat; the geometric mean
+    over the repeats."""
+    straggler_ratio_ci95: Interval | None = None
     straggler_rank: int | None = None
-    """Where that is 1.2 or more over enough steps."""
+    """The slowest rank, where the whole interval is above 1.2 and it is the slowest of every repeat."""
     ranks: Listed[RankTimes] = []
     peak_memory_gib: float | None = None
     """Of the rank with most."""
@@ -367,6 +376,7 @@ class Cell(GridCell):
     """Over the measured matmul rate."""
     launch_fraction: float | None = None
     """Host time to enqueue a step over the step; null on a CPU."""
+    launch_fraction_ci95: Interval | None = None
     loss: LossCurve | None = None
     loss_agrees: bool | None = None
     loss_deviation: float | None = None
@@ -547,6 +557,9 @@ class ComparedCell(StoredModel):
     measured_tokens_per_s: float | None = None
     predicted_efficiency: float
     measured_efficiency: float | None = None
+    measured_efficiency_ci95: Interval | None = None
+    repeats: int = 0
+    """Of the measurement."""
 
 
 class Prediction(StoredFile):

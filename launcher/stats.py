@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from bert_dp.quantiles import student
 from launcher.results import FiveNumbers
 
 if TYPE_CHECKING:
@@ -18,20 +19,8 @@ if TYPE_CHECKING:
 DRAWS = 2000
 BLOCK = 5  # steps that stay together: neighbours share a slow moment
 LEVEL = 0.95
+WIDEST = 2.0  # high / low of an interval above which a ratio is not measurable
 NORMAL = 1.960  # two-sided quantile at LEVEL
-STUDENT = {
-    1: 12.706,
-    2: 4.303,
-    3: 3.182,
-    4: 2.776,
-    5: 2.571,
-    6: 2.447,
-    7: 2.365,
-    8: 2.306,
-    9: 2.262,
-    29: 2.045,
-}
-"""The same of Student's t, by degrees of freedom; between them that of fewer is taken."""
 
 
 def resampled_means(repeats: Sequence[Sequence[float]], seed: int = 0) -> Floats | None:
@@ -56,14 +45,29 @@ def resampled_means(repeats: Sequence[Sequence[float]], seed: int = 0) -> Floats
     return widened
 
 
-def student(degrees: int) -> float:
-    """Two-sided quantile of Student's t at LEVEL, rather too wide than too narrow."""
-    return STUDENT[max(tabled for tabled in STUDENT if tabled <= degrees)]
-
-
 def half_width(values: Sequence[float]) -> float:
     """Of the interval of the mean of two values or more, by Student's t."""
     return student(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def mean_interval(values: Sequence[float]) -> list[float] | None:
+    """Return the interval of the mean by Student's t; None for one value."""
+    if len(values) < 2:
+        return None
+    mean, half = statistics.fmean(values), half_width(values)
+    return [mean - half, mean + half]
+
+
+def geometric_mean(ratios: Sequence[float]) -> tuple[float, list[float] | None]:
+    """Return the geometric mean and its interval, by Student's t over the logarithms."""
+    logs = [math.log(ratio) for ratio in ratios]
+    interval = mean_interval(logs)
+    return math.exp(statistics.fmean(logs)), interval and [math.exp(end) for end in interval]
+
+
+def is_measurable(interval: Sequence[float] | None) -> bool:
+    """Return False for a ratio whose interval is wider than a factor of WIDEST."""
+    return interval is None or 0 < interval[1] <= WIDEST * interval[0]
 
 
 def _widening(count: int) -> float:

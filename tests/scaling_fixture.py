@@ -262,6 +262,8 @@ def _prediction(rng: random.Random, cells: Sequence[Mapping[str, Any]]) -> dict[
             "ci95": cell["step_time_s"]["ci95"],
             "within": True,
             "measured_efficiency": cell["efficiency"],
+            "measured_efficiency_ci95": cell["efficiency_ci95"],
+            "repeats": REPEATS,
             "predicted_efficiency": cell["efficiency"] * rng.uniform(0.98, 1.02),
         }
         for cell in cells

@@ -8,9 +8,10 @@ Precedence, lowest first: defaults < YAML file < `--set`. Example: with `optim: 
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,50 @@ AUTO = "auto"
 MAX_CONFIG_BYTES = 1_000_000
 MAX_DEPTH = 16  # of nested sections and lists; ours have three
 MAX_SHOWN = 200  # characters of a value in a message
+SYNONYMS: Mapping[str, tuple[str, ...]] = {
+    name: settings
+    for names, settings in (
+        ("learning_rate max_lr peak_lr base_lr", ("optim.lr",)),
+        ("optimizer", ("optim.name",)),
+        ("wd decay", ("optim.weight_decay",)),
+        ("betas adam_beta1 adam_beta2", ("optim.beta1", "optim.beta2")),
+        ("epsilon adam_epsilon", ("optim.eps",)),
+        ("grad_clip max_grad_norm clip_grad_norm gradient_clipping", ("optim.clip",)),
+        ("batch_size train_batch_size size", ("batch.global_size", "batch.micro_size")),
+        ("global_batch global_batch_size", ("batch.global_size",)),
+        (
+            "micro_batch micro_batch_size per_device_batch_size per_device_train_batch_size",
+            ("batch.micro_size",),
+        ),
+        (
+            "accumulation grad_accum gradient_accumulation gradient_accumulation_steps",
+            ("batch.global_size", "batch.micro_size"),
+        ),
+        ("num_epochs n_epochs max_epochs num_train_epochs", ("schedule.epochs",)),
+        ("max_steps num_steps total_steps train_steps iterations", ("schedule.steps",)),
+        ("max_tokens num_tokens total_tokens", ("schedule.tokens",)),
+        ("warmup warmup_steps warmup_ratio num_warmup_steps", ("schedule.warmup_fraction",)),
+        ("scheduler lr_scheduler lr_scheduler_type lr_schedule", ("schedule.name",)),
+        ("seq_len seq_length max_seq_len max_seq_length max_length", ("data.sequence_length",)),
+        ("num_workers dataloader_num_workers", ("data.workers",)),
+        ("dataset corpus train_file", ("data.sources", "data.path")),
+        ("hidden_dim d_model n_embd dim width", ("model.hidden_size",)),
+        ("layers depth n_layer n_layers num_hidden_layers", ("model.num_layers",)),
+        ("heads n_head n_heads num_attention_heads", ("model.num_heads",)),
+        ("ffn_dim d_ff mlp_dim", ("model.intermediate_size",)),
+        ("mask_prob mlm_probability", ("objective.mask_rate",)),
+        ("dtype amp bf16 fp16 mixed_precision", ("precision",)),
+        ("torch_compile", ("compile",)),
+        ("strategy backend", ("parallel.engine",)),
+        ("gradient_checkpointing recompute", ("parallel.activation_checkpointing",)),
+        ("save_steps save_every save_interval", ("checkpoint.every_steps",)),
+        ("eval_steps eval_every eval_interval", ("eval.every_steps",)),
+        ("logging_steps log_every log_interval", ("log.every_steps",)),
+        ("random_seed", ("run.seed",)),
+    )
+    for name in names.split()
+}
+"""Names that other programs have for a setting."""
 EXCLUSIVE_GROUPS = (("schedule", BUDGETS), ("data", ("path", "sources")))
 
 
@@ -47,7 +92,7 @@ def _levels(path: str | Path | None, overrides: Sequence[str]) -> list[dict[str,
             names = " -> ".join(p.stem for p in (*chain, file))
             raise ConfigError([f"{path}: base: {names} is a circle; one of them must have no base"])
         chain.append(file.resolve())
-        level = read_yaml(file)
+        level = _undotted(read_yaml(file), file)
         base = level.pop("base", None)
         levels.insert(0, level)
         if base is not None and not isinstance(base, str):
@@ -110,7 +155,16 @@ def _set(tree: dict[str, Any], item: str) -> None:
     key, sign, value = item.partition("=")
     if not sign or not key.strip():
         raise ValueError("expected a.b=value, for example --set optim.lr=1e-3")
-    *parents, leaf = key.strip().split(".")
+    node, leaf = _place(tree, key.strip())
+    try:
+        node[leaf] = yaml.load(value, Loader=ConfigLoader)  # noqa: S506 (a SafeLoader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"not a YAML value ({_short(str(error).splitlines()[0])})") from None
+
+
+def _place(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
+    """Return the section of `a.b` in the tree, made where it is missing, and `b`. Raises ValueError."""
+    *parents, leaf = key.split(".")
     if len(parents) > MAX_DEPTH:
         raise ValueError(f"no setting has {len(parents) + 1} parts")
     node = tree
@@ -118,10 +172,25 @@ def _set(tree: dict[str, Any], item: str) -> None:
         node = node.setdefault(parent, {})
         if not isinstance(node, dict):
             raise ValueError(f"{'.'.join(parents[:depth])} is also set to a plain value; keep one")
-    try:
-        node[leaf] = yaml.load(value, Loader=ConfigLoader)  # noqa: S506 (a SafeLoader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(f"not a YAML value ({_short(str(error).splitlines()[0])})") from None
+    return node, leaf
+
+
+def _undotted(level: dict[Any, Any], file: Path) -> dict[Any, Any]:
+    """Return the level with each key `a.b` in its section. Raises ConfigError for a setting given twice."""
+    dotted = [key for key in level if isinstance(key, str) and "." in key]
+    tree: dict[Any, Any] = {key: value for key, value in level.items() if key not in dotted}
+    issues = []
+    for key in dotted:
+        try:
+            node, leaf = _place(tree, key)
+            if leaf in node:
+                raise ValueError("is set twice; keep one")
+            node[leaf] = level[key]
+        except ValueError as error:
+            issues.append(f"{file}: {_short(key)}: {error}")
+    if issues:
+        raise ConfigError(issues)
+    return tree
 
 
 def dump_config(config: Config) -> str:
@@ -225,15 +294,34 @@ def setting_paths(section: type[Section] = Config, prefix: str = "") -> Iterator
             yield f"{prefix}{name}"
 
 
+def _suggested(path: str, value: object) -> list[str]:
+    """Return the settings that an unknown one may stand for; for an unknown section those of its keys."""
+    section, _, leaf = path.rpartition(".")
+    settings = list(setting_paths())
+    prefix = f"{section}." if section else ""
+    mates = dict.fromkeys(
+        name.removeprefix(prefix).partition(".")[0] for name in settings if name.startswith(prefix)
+    )
+
+    def mate(cutoff: float) -> list[str]:
+        return [prefix + name for name in difflib.get_close_matches(leaf, mates, n=1, cutoff=cutoff)]
+
+    if isinstance(value, dict):
+        inner = (_suggested(f"{path}.{key}", below) for key, below in value.items())
+        return mate(0.75) or list(dict.fromkeys(itertools.chain.from_iterable(inner)))
+    return (
+        list(SYNONYMS.get(leaf.lower(), ()))
+        or mate(0.75)
+        or [name for name in settings if name.rpartition(".")[2] == leaf][:1]
+        or mate(0.5)
+        or difflib.get_close_matches(path, settings, n=1, cutoff=0.5)
+    )
+
+
 def _explain(error: Any) -> str:
     path = ".".join(str(p) for p in error["loc"])
     if error["type"] == "extra_forbidden":
-        settings = list(setting_paths())
-        leaf = path.rpartition(".")[2]
-        close = difflib.get_close_matches(path, settings, n=1, cutoff=0.75)
-        close = close or [name for name in settings if name.rpartition(".")[2] == leaf]
-        close = close or difflib.get_close_matches(path, settings, n=1, cutoff=0.5)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        hint = f"; did you mean {' or '.join(close)}?" if (close := _suggested(path, error["input"])) else ""
         return f"{_short(path)}: unknown setting{hint}"
     value = error.get("input")
     shown = "" if isinstance(value, dict) or error["type"] == "missing" else f" (got {_short(repr(value))})"

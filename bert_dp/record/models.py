@@ -307,6 +307,8 @@ class Summary(StoredFile):
     """When the ratio is above 1.2 over the run."""
     time_s: dict[str, float] = {}
     """Rank 0's clock: setup, compile, train, data_wait, forward_backward, optimizer, eval, save (stall)."""
+    command_s: FiniteOrNone = None
+    """From the start of the command to the end of the last rank, by the launcher."""
     ddp: DdpCounters | None = None
     """null under other engines."""
     loss_spikes: int | None = None

@@ -89,6 +89,8 @@ def evaluate(
     if issues := trial_issues(grid):
         raise ConfigError(issues)
     log = logger(console, as_json)
+    for line in this_job.device_warnings():
+        log(f"warning: {line}")
     describe(grid, folder, log)
     if dry_run:
         output.print_plan(as_json=as_json)

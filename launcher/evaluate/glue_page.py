@@ -172,7 +172,7 @@ def compare_report(folders: Sequence[Path]) -> Report:
 def _median(task: GlueTask, score: GlueScore | None) -> Cell:
     if score is None:
         return Cell(NA)
-    sd = "" if score.sd is None else f" \u00b1 {format_points(score.sd)}"
+    sd = "" if score.sd is None else f" (sd {format_points(score.sd)})"
     return Cell(f"{format_points(score.median)}{sd}", _remark(task, score), score.median)
 
 

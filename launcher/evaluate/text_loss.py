@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bert_dp.config import ConfigError, resolve
+from bert_dp.quantiles import student
 from launcher import children, results
 from launcher.errors import told_by_option
 from launcher.evaluate.finetune import find_pretrained
@@ -19,7 +20,6 @@ from launcher.report.numbers import count_of, format_count, format_decimals, for
 from launcher.report.parts import words
 from launcher.report.quantities import Computed, Quantity, table
 from launcher.results import HiddenWords, TextLoss
-from launcher.stats import student
 
 if TYPE_CHECKING:
     from rich.console import Console

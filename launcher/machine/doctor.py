@@ -121,9 +121,10 @@ def _gpu_findings(env: Environment) -> list[Finding]:
     visible = f"{len(env.gpus)} of {env.gpus_present} visible{names}"
     findings.append(
         _finding(
-            len(env.gpus) == env.gpus_present,
+            len(env.gpus) == env.gpus_present and not env.names_absent_gpus,
             f"GPUs: {visible if env.gpus_present else 'none, ranks use the CPU'}",
-            f"CUDA_VISIBLE_DEVICES={env.cuda_visible_devices} leaves the others idle",
+            f"CUDA_VISIBLE_DEVICES={env.cuda_visible_devices} "
+            + ("names no GPU that is there" if env.names_absent_gpus else "leaves the others idle"),
             "unset it to use all",
         )
     )

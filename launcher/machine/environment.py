@@ -96,6 +96,11 @@ class Environment:
         return min(float(self.affinity_cores), self.cpu_quota_cores or float("inf"))
 
     @property
+    def names_absent_gpus(self) -> bool:
+        """Whether CUDA_VISIBLE_DEVICES asks for GPUs and none can be used; empty or -1 asks for none."""
+        return not self.gpus and (self.cuda_visible_devices or "").strip() not in ("", "-1")
+
+    @property
     def usable_memory_gib(self) -> float:
         """Upper bound of what a run can still get: the memory available, capped by the control group."""
         return min(self.memory_available_gib, self.memory_limit_gib or float("inf"))

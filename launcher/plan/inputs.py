@@ -19,6 +19,7 @@ from launcher.plan.links import GB, Curve
 from launcher.plan.step_model import PredictedStep, Profile, default_spread, with_micro
 from launcher.plan.timeline import Gradient
 from launcher.results import Cell
+from launcher.stats import is_measurable
 
 _BERT: dict[str, Any] = {
     "vocab_size": 30_522,
@@ -186,6 +187,10 @@ def from_scaling(scaling: results.Scaling, name: str, model: str | None = None) 
     if slowdowns := _slowdowns(cells):
         counts = ", ".join(f"{n}: x {s:.3f}" for n, s in sorted(slowdowns.items()))
         notes.append(f"computation slowed as the measured ceiling says ({counts}), beyond as the last")
+    if any(not is_measurable(cell.ceiling_efficiency_ci95) for cell in cells):
+        notes.append(
+            "ceilings whose interval is wider than a factor of two are left out: measure more repeats"
+        )
     points = {link.world_size: [(p.bytes, p.seconds) for p in link.points] for link in scaling.links}
     flops = scaling.settings.flops_per_token or (known and known.flops_per_token)
     precision = measured.precision or ""
@@ -237,7 +242,8 @@ def _slowdowns(cells: Sequence[Cell]) -> dict[int, float]:
     """At least 1: that N copies are faster than as many lone ranks is noise, or a slow baseline."""
     times: dict[int, list[float]] = {}
     for cell in cells:
-        if cell.ceiling_efficiency and cell.kind == "run" and cell.tensor == 1:
+        measured = cell.ceiling_efficiency and is_measurable(cell.ceiling_efficiency_ci95)
+        if cell.ceiling_efficiency and measured and cell.kind == "run" and cell.tensor == 1:
             times.setdefault(cell.world_size, []).append(max(1.0, 1 / cell.ceiling_efficiency))
     return {ranks: statistics.median(values) for ranks, values in times.items()}
 
@@ -270,7 +276,7 @@ def from_rate(model: str, seq_per_s: float, micro: int, accumulation: int, gpu: 
         micro_s,
         backward_s,
         optimizer_s,
-        tuple(timeline.from_layers(shape, length, 4.0, backward_s)),
+        tuple(timeline.from_layers(shape, parameters, 4.0, backward_s)),
         micro,
         length,
         layers=shape.num_layers,

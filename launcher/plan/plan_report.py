@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from launcher.report.model import Report, Section, Table, Verdict
 from launcher.report.numbers import count_of, format_change, format_count
 from launcher.report.parts import words
-from launcher.report.quantities import Computed, Quantity, table
+from launcher.report.quantities import Computed, Quantity, Ratio, table
 from launcher.results import PredictedRow, Prediction
 
 ROW = (
@@ -24,7 +24,7 @@ MEASURED = (
     Quantity("predicted_step_s", "step predicted", "seconds"),
     Quantity("measured_step_s", "measured", "seconds"),
     Quantity("predicted_efficiency", "efficiency predicted", "percent"),
-    Quantity("measured_efficiency", "measured", "percent"),
+    Ratio("measured_efficiency", "measured", "percent", "measured_efficiency_ci95"),
     Quantity("within", "within the interval", "word"),
 )
 

@@ -153,6 +153,8 @@ def _compared(source: Source, question: Question) -> list[ComparedCell]:
                 measured_tokens_per_s=cell.tokens_per_s,
                 predicted_efficiency=step.efficiency,
                 measured_efficiency=cell.efficiency,
+                measured_efficiency_ci95=cell.efficiency_ci95,
+                repeats=len(cell.repeats),
             )
         )
     return compared

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from bert_dp.config import ModelConfig
-from bert_dp.cost import linear_parameters, num_parameters
+from bert_dp.cost import linear_parameters
 
 MIB = 2**20
 FIRST_BUCKET = 1 * MIB  # of torch's DDP, unless a size is asked for
@@ -23,12 +23,12 @@ class Gradient:
     """Seconds since the start of the backward pass."""
 
 
-def from_layers(model: ModelConfig, sequence_length: int, width: float, backward_s: float) -> list[Gradient]:
+def from_layers(model: ModelConfig, parameters: int, width: float, backward_s: float) -> list[Gradient]:
     """Gradients of a model that was not profiled: the blocks' at even steps of the backward pass, the
-    embedding's at its very end because the decoder is tied to it, with the little that is left. `width`:
-    bytes of a number."""
+    embedding's at its very end because the decoder is tied to it, with the little that is left.
+    `parameters`: of the whole model; `width`: bytes of a number."""
     block = linear_parameters(model) / model.num_layers
-    rest = num_parameters(model, sequence_length) - linear_parameters(model)
+    rest = parameters - linear_parameters(model)
     steps = [(i + 1) / (model.num_layers + 1) for i in range(model.num_layers)]
     blocks = [Gradient(block * width, step * backward_s) for step in steps]
     return [*blocks, Gradient(rest * width, backward_s)]

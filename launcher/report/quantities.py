@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from launcher.report.model import Cell, Column, Row, Table
-from launcher.report.numbers import Unit
+from launcher.report.numbers import FORMATS, NA, Unit, count_of, format_interval, number
 from launcher.report.parts import cell
+from launcher.stats import is_measurable
 
 ENDS = {"low": 0, "high": 1}  # of an interval
 
@@ -27,6 +28,33 @@ class Quantity:
 
 
 @dataclasses.dataclass(frozen=True)
+class Ratio(Quantity):
+    """A ratio with the path of its interval. One that is not measurable is shown as such, without digits."""
+
+    interval: str = ""
+
+    def of(self, part: object) -> object:
+        value = at(part, self.path)
+        if value is None or is_measurable(at(part, self.interval)):
+            return value
+        return Cell(f"not measurable with {count_of(at(part, 'repeats'), 'repeat')}")
+
+    def number(self, part: object) -> float | None:
+        """The value; None where it is not measurable."""
+        return number(self.of(part))
+
+    def ends(self, part: object) -> str:
+        """`78.0 % to 82.0 %`."""
+        shown = self.number(part) is not None
+        return format_interval(at(part, self.interval) if shown else None, FORMATS[self.unit])
+
+    def text(self, part: object) -> str:
+        """`80.0 % [78.0 % to 82.0 %]`."""
+        shown, ends = cell_of(part, self).text, self.ends(part)
+        return shown if ends == NA else f"{shown} [{ends}]"
+
+
+@dataclasses.dataclass(frozen=True)
 class Computed:
     """What no field holds: a function of the part gives a value in `unit`, or a whole Cell, e.g. one with a
     note."""
@@ -36,7 +64,7 @@ class Computed:
     unit: Unit = "si"
 
 
-def at(part: object, path: str) -> object:
+def at(part: object, path: str) -> Any:
     """What `path` leads to through fields, keys and the ends of intervals, e.g. `step_time_s.ci95.low`; None
     behind what is null. Of `repeats` and `runs`, which are lists, their number."""
     for key in path.split("."):

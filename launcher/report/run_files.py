@@ -53,18 +53,20 @@ class Run:
 
 def load(run_dir: Path) -> Run:
     """Read whatever is there; what is not is named in `missing`."""
-    missing = [
-        f"{n} is missing"
-        for n in ("metrics.jsonl", "evals.jsonl", "config.yaml", "environment.json")
-        if not (run_dir / n).exists() and (n != "evals.jsonl" or not (run_dir / "summary.json").exists())
-    ]
-    metrics, evals = (_lines(run_dir / name, missing) for name in ("metrics.jsonl", "evals.jsonl"))
+    missing: list[str] = []
     summary = _summary(run_dir / "summary.json", missing)
     config = _yaml(run_dir / "config.yaml", missing)
     environment = redact(record.read_json(run_dir / "environment.json") or {})
     resolved = None
     with contextlib.suppress(ConfigError):
         resolved = resolve([config])
+    expected = ["config.yaml", "environment.json"]
+    if summary is None:
+        expected += ["metrics.jsonl", "evals.jsonl"]
+    elif summary.step >= (resolved.log.every_steps if resolved else 1):  # else no line was due
+        expected.append("metrics.jsonl")
+    missing += [f"{name} is missing" for name in expected if not (run_dir / name).exists()]
+    metrics, evals = (_lines(run_dir / name, missing) for name in ("metrics.jsonl", "evals.jsonl"))
     return Run(
         path=run_dir,
         name=record.printable(run_dir.absolute().name),

@@ -41,6 +41,7 @@ from launcher.report.numbers import (
     format_percent,
     format_ratio,
     format_si,
+    number,
 )
 from launcher.report.parts import (
     environment_text,
@@ -93,6 +94,13 @@ def _next(run: Run) -> str:
     if run.finished and run.facts.status == "done":
         load = f"import bert_dp; model, tokenizer = bert_dp.load({json.dumps(path)})"
         return f"python -ic {shlex.quote(load)}"
+    failure = run.facts.failure
+    if (
+        failure is not None and failure.kind == "not_finite"
+    ):  # going on with the same settings would diverge again
+        lr = number(flat(run.config).get("optim.lr"))
+        config = shlex.quote(f"{path}/config.yaml")
+        return "" if lr is None else f"bert-dp train {config} --set optim.lr={lr / 2:g}"
     return f"bert-dp train --run-dir {shlex.quote(path)}" if run.facts.checkpoint else ""
 
 
@@ -392,13 +400,19 @@ def _straggler(facts: Summary) -> list[Row]:
 
 
 def _times(run: Run) -> list[Row]:
-    """The wall time, and each of its parts: those of training on the console too."""
+    """The wall time, the rest of the command's, and each part of it: those of training on the console too."""
     facts, parts = run.facts, run.facts.time_s
     wall = sum(parts[part] for part in WALL_PARTS if part in parts) or None
     named = ", ".join(f"{part} {format_duration(parts.get(part))}" for part in WALL_PARTS)
     outer = {part: parts.get(part) for part in WALL_PARTS}
     inner = {name: parts.get(key) for key, name in TRAIN_PARTS.items()} | {"other": other(parts)}
-    rows = [value("wall", wall, "duration", f"{named}{_since(facts)}")]
+    rows = [value("wall", wall, "duration", f"from set-up to the last save: {named}{_since(facts)}")]
+    if wall and facts.command_s is not None and not facts.restarts:
+        rest = max(0.0, facts.command_s - wall)
+        whole = f"the rest of {format_duration(facts.command_s)} from the command to the end of the last rank"
+        rows.append(
+            value("start-up", rest, "duration", f"{whole}: checks, data, starting and ending processes")
+        )
     for name, seconds in outer.items():
         rows.append(value(name, seconds, "duration", f"{_share(seconds, wall)} of wall", console=False))
     for name, seconds in inner.items() if parts else ():

@@ -138,7 +138,7 @@ def wait_for_signal(seconds: float) -> int:
 
 
 def note(run_dir: Path, facts: dict[str, object]) -> None:
-    """Add the restarts, and the signal that ended them, to summary.json."""
+    """Add what only the launcher knows to summary.json."""
     summary = results.find(run_dir / "summary.json", Summary)
     if summary is not None:
         with contextlib.suppress(OSError):  # a full disk: the console has said it

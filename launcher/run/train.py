@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import psutil
 
 from bert_dp import record
 from bert_dp.config import (
@@ -114,7 +117,11 @@ def start_warnings(
 ) -> list[str]:
     """What is allowed but hardly meant; one line each."""
     config, cores = job.config, len(os.sched_getaffinity(0))
-    warnings = [*no_effect(config, ranks), *(manifest.warnings(config) if manifest else [])]
+    warnings = [
+        *job.device_warnings(),
+        *no_effect(config, ranks),
+        *(manifest.warnings(config) if manifest else []),
+    ]
     if ranks > cores and not job.gpus:
         warnings.append(f"{count_of(ranks, 'CPU rank')} share {count_of(cores, 'core')}")
     if policy.max_restarts and not (config.checkpoint.every_steps and config.checkpoint.keep):
@@ -186,6 +193,7 @@ def run_locked(
         result = restarts.supervise(attempt, config, run_dir, ranks, resume, policy, log)
     if result.failure is not None:
         print_failure(result.failure, run_dir, console)
+    restarts.note(run_dir, {"command_s": time.time() - psutil.Process().create_time()})
     report = of_directories([run_dir])
     page = run_dir / PAGE if write_or_warn(report, run_dir / PAGE) else None
     if result.failure is None:

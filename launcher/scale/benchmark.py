@@ -52,6 +52,8 @@ def scale(
         raise ConfigError(issues)
 
     log = logger(console, as_json)
+    for line in setup.device_warnings():
+        log(f"warning: {line}")
     describe(grid, folder, log, overrides, cores=setup.machine.affinity_cores)
     if dry_run:
         output.print_plan(as_json=as_json)

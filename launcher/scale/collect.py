@@ -18,9 +18,10 @@ from launcher import results, stats
 from launcher.results import Cell, GridCell, Scaling
 from launcher.run.read_run import Repeat, cause, ended, failure_kind, read_repeat, read_summary
 from launcher.scale.grid import Grid, run_dir
+from launcher.stats import is_measurable
 
 LOSS_TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}  # relative, over the whole run
-STRAGGLER_RATIO, STRAGGLER_STEPS = 1.2, 10  # as the worker has it
+STRAGGLER_RATIO = 1.2
 CROSS_CHECK = 0.05  # share of a step by which two measures of one thing may differ
 Facts = dict[str, Any]
 
@@ -81,18 +82,30 @@ class Measured:
             for rank in range(self.cell.world_size)
         ]
 
-    def straggler(self) -> tuple[float | None, int | None]:
-        """(own work of the slowest rank over the median of the others', that rank if it is named). Unknown
-        where ranks meet in the forward, under fsdp, DeepSpeed and tensor parallelism."""
-        if self.cell.world_size == 1 or not computes_alone(self.cell.engine, self.cell.tensor):
-            return None, None
-        totals = [
-            statistics.median([sum(r.parts["own_work_s"][rank]) for r in self.repeats])
-            for rank in range(self.cell.world_size)
-        ]
-        slowest, steps = totals.index(max(totals)), len(self.steps) * len(self.steps[0])
-        ratio = totals[slowest] / statistics.median([*totals[:slowest], *totals[slowest + 1 :]])
-        return ratio, slowest if ratio > STRAGGLER_RATIO and steps >= STRAGGLER_STEPS else None
+    def share_interval(self, name: str) -> list[float] | None:
+        """Interval over the repeats of the share of a step that this part takes."""
+        totals = [[sum(map(sum, r.parts[part])) for part in (name, "step_s")] for r in self.repeats]
+        return stats.mean_interval([part / whole for part, whole in totals])
+
+    def straggler(self) -> Facts:
+        """The slowest rank's own work over the median of the others', paired within a repeat. Unknown where
+        ranks meet in the forward, under fsdp, DeepSpeed and tensor parallelism."""
+        ranks = range(self.cell.world_size)
+        own = [[sum(steps) for steps in r.parts["own_work_s"]] for r in self.repeats]  # [repeat][rank]
+        alone = computes_alone(self.cell.engine, self.cell.tensor)
+        if len(ranks) == 1 or not alone or not all(map(all, own)):
+            return {}
+        ratios = [[s[k] / statistics.median([*s[:k], *s[k + 1 :]]) for s in own] for k in ranks]
+        means = [stats.geometric_mean(each) for each in ratios]
+        rank = max(ranks, key=lambda k: means[k][0])
+        ratio, interval = means[rank]
+        same = all(s.index(max(s)) == rank for s in own)
+        sure = interval is not None and interval[0] > STRAGGLER_RATIO and same
+        return {
+            "straggler_ratio": ratio,
+            "straggler_ratio_ci95": interval,
+            "straggler_rank": rank if sure else None,
+        }
 
     @property
     def curve(self) -> list[tuple[int, float]]:
@@ -187,7 +200,7 @@ def _cell(
     ceiling = measured.get(f"{cell.mode}-ceiling-n{cell.world_size}")
     ceiling = ceiling if cell.kind == "run" and cell.world_size > 1 else None
     single, ddp = (measured.get(f"{cell.mode}-{name}-n1") for name in ("single", "ddp"))
-    ratio, rank = mine.straggler()
+    twin = next((m for m in measured.values() if m.cell.kind == "synthetic" and m.cell.of == cell.id), None)
     flops = mine.per_gpu * (settings.flops_per_token or 0.0)
     steps = [s for each in mine.steps for s in each]
     micro = cell.accumulation * (cell.world_size // cell.tensor)
@@ -207,16 +220,17 @@ def _cell(
         ),
         split_s=_split(mine, ceiling),
         data_wait_fraction=mine.part("data_wait_s") / mine.part("step_s"),
+        data_wait_fraction_ci95=mine.share_interval("data_wait_s"),
+        **_loader(mine, twin),
         **_against(mine, single, ddp, ceiling),
         exposed_comm_ddp_fraction=_ddp_exposed(mine),
-        straggler_ratio=ratio,
-        straggler_rank=rank,
+        **mine.straggler(),
         ranks=mine.ranks(),
         peak_memory_gib=max(max(r.memory_gib) for r in mine.repeats),
         **_energy(mine),
         mfu=flops / peak.datasheet_flops if peak.datasheet_flops else None,
         mamfu=flops / peak.matmul_flops if peak.matmul_flops else None,
-        launch_fraction=_launch_fraction(mine, settings.device),
+        **_launch(mine, settings.device),
         **_loss(mine, single, settings.precision),
         skipped_steps=max(r.summary.skipped_steps or 0 for r in mine.repeats),
     )
@@ -242,7 +256,7 @@ def _against(mine: Measured, single: Measured | None, ddp: Measured | None, top:
         out["speedup"] = mine.tokens_per_s / single.tokens_per_s
         out["efficiency"], out["efficiency_ci95"] = _ratio(mine, single, n)
     if ddp is not None:
-        out["efficiency_ddp1"], _ = _ratio(mine, ddp, n)
+        out["efficiency_ddp1"], out["efficiency_ddp1_ci95"] = _ratio(mine, ddp, n)
     if top is not None:
         reached, interval = _ratio(mine, top)
         out |= {"communication_efficiency": reached, "communication_efficiency_ci95": interval}
@@ -297,10 +311,24 @@ def _median(values: Sequence[float | None]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def _launch_fraction(mine: Measured, device: str | None) -> float | None:
+def _launch(mine: Measured, device: str | None) -> Facts:
     """Host time to enqueue the steps that the device kept up with, over all steps: near 1 the device waits
-    for the host. None on a CPU."""
-    return None if device in (None, "CPU") else mine.part("host_s") / mine.part("step_s")
+    for the host. Unknown on a CPU."""
+    if device in (None, "CPU"):
+        return {}
+    share = mine.part("host_s") / mine.part("step_s")
+    return {"launch_fraction": share, "launch_fraction_ci95": mine.share_interval("host_s")}
+
+
+def _loader(mine: Measured, twin: Measured | None) -> Facts:
+    """The share of a step that the same cell without the loader saves."""
+    if twin is None:
+        return {}
+    interval = stats.ratio_interval(twin.draws, mine.draws)
+    return {
+        "loader_fraction": 1 - twin.mean_s / mine.mean_s,
+        "loader_fraction_ci95": interval and [1 - interval[1], 1 - interval[0]],
+    }
 
 
 def _loss(mine: Measured, single: Measured | None, precision: str | None) -> Facts:
@@ -327,19 +355,17 @@ def _flags(cell: Cell, has_baseline: bool) -> list[str]:
     if cell.mode == "strong" and cell.kind == "run" and cell.loss_agrees is None:
         why = "a logged line is missing or not finite" if has_baseline else "there is no run of one rank"
         flags.append(f"losses are not compared: {why}")
-    if cell.world_size > 1 and cell.efficiency is not None and cell.efficiency > 1:
-        flags.append(
-            f"efficiency {100 * cell.efficiency:.1f} % is above 100 %: the baseline is slow, or "
-            "the machine changed between the runs"
-        )
-    if (cell.communication_efficiency or 0) > 1:
-        flags.append("faster than its ceiling: noise, or the engine does less work per rank than a copy")
+    sent = cell.communication_efficiency_ci95
+    if sent is not None and sent[0] > 1:
+        flags.append("faster than its ceiling: the engine does less work per rank than a copy")
     if cell.loss_agrees is False:
         flags.append(f"not the same model: losses differ from one rank's by {cell.loss_deviation}")
-    ceiling, counters = cell.exposed_comm_fraction, cell.exposed_comm_ddp_fraction
-    if ceiling is not None and counters is not None and abs(ceiling - counters) > CROSS_CHECK:
-        flags.append(
-            f"exposed communication: {100 * ceiling:.1f} % by the ceiling, {100 * counters:.1f} % "
-            "by DDP's own counters"
-        )
+    counters = cell.exposed_comm_ddp_fraction
+    if sent is not None and counters is not None and is_measurable(sent):
+        least, most = 1 - sent[1], 1 - sent[0]
+        if not least - CROSS_CHECK <= counters <= most + CROSS_CHECK:
+            flags.append(
+                f"exposed communication: {100 * least:.1f} % to {100 * most:.1f} % by the ceiling, "
+                f"{100 * counters:.1f} % by DDP's own counters"
+            )
     return flags

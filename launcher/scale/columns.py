@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,9 +12,34 @@ from bert_dp import record
 from launcher.report.model import QUARTILES
 from launcher.report.model import Cell as TableCell
 from launcher.report.numbers import format_count, format_si, format_step_time
-from launcher.report.parts import cell
-from launcher.report.quantities import Computed, Quantity, at
+from launcher.report.quantities import Computed, Quantity, Ratio, cell_of
 from launcher.results import Cell, Peak, Profile, Scaling
+
+EFFICIENCY = Ratio("efficiency", "efficiency", "percent", "efficiency_ci95")
+SPEEDUP = Ratio("speedup", "speed-up", "ratio", "efficiency_ci95")
+CEILING = Ratio("ceiling_efficiency", "ceiling", "percent", "ceiling_efficiency_ci95")
+COMMUNICATION = Ratio(
+    "communication_efficiency", "communication efficiency", "percent", "communication_efficiency_ci95"
+)
+EXPOSED = Ratio("exposed_comm_fraction", "exposed", "percent", "communication_efficiency_ci95")
+STRAGGLER = Ratio("straggler_ratio", "slowest", "ratio", "straggler_ratio_ci95")
+MEASURED_EFFICIENCY = Ratio(
+    "measured_efficiency", "efficiency, measured", "percent", "measured_efficiency_ci95"
+)
+PER_PEAK = (
+    Ratio("mfu", "MFU", "percent", "step_time_s.ci95"),
+    Ratio("mamfu", "MAMFU", "percent", "step_time_s.ci95"),
+)
+
+
+def _ends(ratio: Ratio) -> tuple[Ratio, Ratio]:
+    """The ends of its interval, which are shown where the ratio is."""
+    heads = {"low": "95 % from", "high": "to"}
+    low, high = (
+        Ratio(f"{ratio.interval}.{end}", head, ratio.unit, ratio.interval) for end, head in heads.items()
+    )
+    return low, high
+
 
 IDENTITY = (
     *(Quantity(name, name, "word") for name in ("mode", "engine", "launcher", "kind")),
@@ -32,22 +58,19 @@ THROUGHPUT = (
     Quantity("samples_per_s", "samples/s"),
     Quantity("tokens_per_s", "tokens/s"),
     Quantity("tokens_per_s_per_gpu", "tokens/s per rank"),
-    Quantity("mfu", "MFU", "percent"),
-    Quantity("mamfu", "MAMFU", "percent"),
+    *PER_PEAK,
     Quantity("energy_j", "energy", "energy"),
     Quantity("energy_j_per_mtoken", "energy per million tokens", "energy"),
 )
 SCALING = (
-    Quantity("speedup", "speed-up", "ratio"),
-    Quantity("efficiency", "efficiency", "percent"),
-    Quantity("efficiency_ci95.low", "95 % from", "percent"),
-    Quantity("efficiency_ci95.high", "to", "percent"),
-    Quantity("efficiency_ddp1", "against ddp on one rank", "percent"),
+    SPEEDUP,
+    EFFICIENCY,
+    *_ends(EFFICIENCY),
+    Ratio("efficiency_ddp1", "against ddp on one rank", "percent", "efficiency_ddp1_ci95"),
     Quantity("ceiling_tokens_per_s", "ceiling, tokens/s"),
-    Quantity("ceiling_efficiency", "ceiling", "percent"),
-    Quantity("communication_efficiency", "communication efficiency", "percent"),
-    Quantity("communication_efficiency_ci95.low", "95 % from", "percent"),
-    Quantity("communication_efficiency_ci95.high", "to", "percent"),
+    CEILING,
+    COMMUNICATION,
+    *_ends(COMMUNICATION),
 )
 TIME = (
     Quantity("step_time_s.median", "step, median", "seconds"),
@@ -63,10 +86,10 @@ TIME = (
 )
 LOST = (
     Quantity("data_wait_fraction", "data wait, of a step", "percent"),
-    Quantity("exposed_comm_fraction", "exposed communication, from the ceiling", "percent"),
+    dataclasses.replace(EXPOSED, head="exposed communication, from the ceiling"),
     Quantity("exposed_comm_ddp_fraction", "the same, DDP's counters", "percent"),
     Quantity("launch_fraction", "host time to launch it", "percent"),
-    Quantity("straggler_ratio", "straggler ratio", "ratio"),
+    dataclasses.replace(STRAGGLER, head="straggler ratio"),
     Quantity("straggler_rank", "straggler rank", "count"),
     Quantity("peak_memory_gib", "peak memory, greatest rank", "gib"),
     Quantity("loss.final", "final loss", "nats"),
@@ -86,8 +109,8 @@ SPLIT = [quantity for quantity in TIME if quantity.path.startswith("split_s.")]
 
 def _efficiency(run: Cell) -> TableCell:
     """With the farther end of its interval beside it."""
-    value = cell(run.efficiency, "percent")
-    if run.efficiency is None or run.efficiency_ci95 is None:
+    value = cell_of(run, EFFICIENCY)
+    if run.efficiency is None or run.efficiency_ci95 is None or value.exact is None:
         return value
     low, high = run.efficiency_ci95
     spread = 100 * max(high - run.efficiency, run.efficiency - low)
@@ -100,15 +123,14 @@ RESULT = (
     Quantity("steps_per_s", "steps/s"),
     Quantity("tokens_per_s", "tokens/s"),
     Quantity("tokens_per_s_per_gpu", "per rank"),
-    Quantity("speedup", "speed-up", "ratio"),
+    SPEEDUP,
     Computed(_efficiency, "efficiency", "percent"),
-    Quantity("communication_efficiency", "comm.", "percent"),
-    Quantity("exposed_comm_fraction", "exposed", "percent"),
+    dataclasses.replace(COMMUNICATION, head="comm."),
+    EXPOSED,
     Quantity("data_wait_fraction", "data", "percent"),
-    Quantity("straggler_ratio", "slowest", "ratio"),
+    STRAGGLER,
     Quantity("peak_memory_gib", "memory", "gib"),
 )
-PER_PEAK = (Quantity("mfu", "MFU", "percent"), Quantity("mamfu", "MAMFU", "percent"))
 SETTINGS = (
     Quantity("model", "model", "word"),
     Quantity("parameters", "parameters"),
@@ -184,8 +206,9 @@ PREDICTED = (
 
 def csv_rows(scaling: Scaling) -> list[list[str]]:
     """A header and a row per cell. A name is the path into scaling.json, with its unit; unknown is empty."""
-    paths = ["id", *(q.path for quantities in TOPICS.values() for q in quantities), "cause"]
-    return [paths, *([_plain(at(cell, path)) for path in paths] for cell in scaling.cells)]
+    named = [*(q for quantities in TOPICS.values() for q in quantities), Quantity("cause", "cause", "word")]
+    rows = [[cell.id, *(_plain(quantity.of(cell)) for quantity in named)] for cell in scaling.cells]
+    return [["id", *(quantity.path for quantity in named)], *rows]
 
 
 def write_csv(scaling: Scaling, out: Path) -> None:
@@ -199,4 +222,6 @@ def _plain(value: object) -> str:
     """A number with all its digits."""
     if value is None:
         return ""
+    if isinstance(value, TableCell):
+        return value.text
     return "; ".join(map(str, value)) if isinstance(value, list) else str(value)

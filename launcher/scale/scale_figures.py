@@ -9,12 +9,17 @@ from typing import get_args
 
 from launcher.report.model import Axis, Bars, Boxes, Figure, Line, Mark, Rule
 from launcher.report.numbers import format_count, format_lr, format_step_time, number
-from launcher.report.quantities import at
+from launcher.report.quantities import Ratio, at
 from launcher.results import Cell, FiveNumbers, Mode, RankTimes, Scaling
+from launcher.scale import columns
 from launcher.scale.columns import SPLIT
 
 LOG_FROM = 16  # times the least N: above, N stands on a logarithmic axis
 MAX_RANKS = 16  # boxes of one cell
+BANDS = (
+    "Bands and whiskers: 95 % intervals over the repeats; a point whose interval is wider than a factor of "
+    "two is left out."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,11 +82,11 @@ def speedup(scaling: Scaling, mode: Mode) -> Figure:
     members, x = groups(scaling, mode), _ranks_axis(scaling, mode)
     sizes = list(x.ticks)
     ceilings = _ceilings(members, times_n=True)
-    lines = [_line(group, "speedup", "efficiency_ci95", times_n=True) for group in members]
+    lines = [_ratio_line(group, columns.SPEEDUP, times_n=True) for group in members]
     y = Axis(
         "speed-up, throughput / throughput of one rank", "ratio", x.log, not x.log, sizes if x.log else ()
     )
-    note = "Bands and whiskers: 95 % intervals over the repeats."
+    note = BANDS
     note += " Ceiling: as many ranks with every collective off." if ceilings else ""
     ideal = Line("ideal", sizes, sizes, None, "dotted")
     return Figure(f"Speed-up, {mode} scaling", [ideal, *ceilings, *lines], x, y, note=note)
@@ -89,24 +94,23 @@ def speedup(scaling: Scaling, mode: Mode) -> Figure:
 
 def efficiency(scaling: Scaling, mode: Mode) -> Figure:
     """Against N, with the interval, the ceiling and 100 %."""
-    note = "Bands and whiskers: 95 % intervals over the repeats."
     label = "efficiency, throughput / (N x throughput of one rank)"
-    return _share(scaling, mode, "efficiency", label, note, _ceilings(groups(scaling, mode)))
+    return _share(scaling, mode, columns.EFFICIENCY, label, BANDS, _ceilings(groups(scaling, mode)))
 
 
 def communication(scaling: Scaling, mode: Mode) -> Figure:
     """What communication alone leaves: throughput over that of the ceiling."""
     note = "Efficiency = ceiling x communication efficiency."
-    return _share(scaling, mode, "communication_efficiency", "throughput / ceiling", note)
+    return _share(scaling, mode, columns.COMMUNICATION, "throughput / ceiling", note)
 
 
 def _share(
-    scaling: Scaling, mode: Mode, path: str, label: str, note: str, ceilings: Sequence[Line] = ()
+    scaling: Scaling, mode: Mode, ratio: Ratio, label: str, note: str, ceilings: Sequence[Line] = ()
 ) -> Figure:
     """A share of a cell against N, with its interval, below 100 %."""
-    lines = [_line(group, path, f"{path}_ci95") for group in groups(scaling, mode)]
+    lines = [_ratio_line(group, ratio) for group in groups(scaling, mode)]
     return Figure(
-        f"{path.replace('_', ' ').capitalize()}, {mode} scaling",
+        f"{ratio.head.capitalize()}, {mode} scaling",
         [*ceilings, *lines],
         _ranks_axis(scaling, mode),
         Axis(label, "percent"),
@@ -122,7 +126,7 @@ def memory(scaling: Scaling, mode: Mode) -> Figure:
         marks = [(cell.world_size, gib) for cell in group.cells for gib in _memory(cell)]
         x, y = [float(n) for n, _ in marks], [gib for _, gib in marks]
         traces += [
-            _line(group, "peak_memory_gib"),
+            Line(group.label, _sizes(group), [c.peak_memory_gib for c in group.cells], group.index, "both"),
             Line(f"{group.label}, each rank", x, y, group.index, "marks"),
         ]
     axis = Axis("peak memory of a rank (GiB)", from_zero=True)
@@ -247,12 +251,14 @@ def _ranks_axis(scaling: Scaling, mode: Mode) -> Axis:
     return Axis("N, ranks", "count", bool(sizes) and sizes[-1] > LOG_FROM * sizes[0], ticks=sizes)
 
 
-def _line(group: Group, path: str, interval: str = "", *, times_n: bool = False) -> Line:
-    """A line through `path` with the band of `interval`, which is `times_n` when the line is a speed-up."""
+def _ratio_line(group: Group, ratio: Ratio, *, times_n: bool = False) -> Line:
+    """A line through a ratio with the band of its interval, `times_n` when the line is a speed-up."""
+    values = _values(group, ratio)
     low, high = (
-        _values(group, f"{interval}.{end}", times_n=times_n) if interval else () for end in ("low", "high")
+        _values(group, dataclasses.replace(ratio, path=f"{ratio.interval}.{end}"), times_n=times_n)
+        for end in ("low", "high")
     )
-    return Line(group.label, _sizes(group), _values(group, path), group.index, "both", low, high)
+    return Line(group.label, _sizes(group), values, group.index, "both", low, high)
 
 
 def _ceilings(members: Sequence[Group], *, times_n: bool = False) -> list[Line]:
@@ -260,7 +266,7 @@ def _ceilings(members: Sequence[Group], *, times_n: bool = False) -> list[Line]:
     lines = []
     heights: dict[float, set[float]] = {}
     for group in members:
-        label, values = f"ceiling of {group.label}", _values(group, "ceiling_efficiency", times_n=times_n)
+        label, values = f"ceiling of {group.label}", _values(group, columns.CEILING, times_n=times_n)
         line = Line(label, _sizes(group), values, group.index, "dashed")
         if line.values:
             lines.append(line)
@@ -276,6 +282,6 @@ def _sizes(group: Group) -> list[float]:
     return [float(cell.world_size) for cell in group.cells]
 
 
-def _values(group: Group, path: str, *, times_n: bool = False) -> list[float | None]:
-    values = [(number(at(cell, path)), cell.world_size if times_n else 1) for cell in group.cells]
+def _values(group: Group, ratio: Ratio, *, times_n: bool = False) -> list[float | None]:
+    values = [(ratio.number(cell), cell.world_size if times_n else 1) for cell in group.cells]
     return [None if value is None else value * times for value, times in values]

@@ -8,17 +8,9 @@ from pathlib import Path
 
 from launcher.redact import redact
 from launcher.report.model import Cell, Level, Report, Section, Table, Tile, Verdict
-from launcher.report.numbers import (
-    NA,
-    count_of,
-    format_count,
-    format_interval,
-    format_percent,
-    format_ratio,
-    format_step_time,
-)
+from launcher.report.numbers import NA, count_of, format_count, format_interval, format_step_time
 from launcher.report.parts import environment_text, first_line, folded, machine_line, other_version, words
-from launcher.report.quantities import Computed, Quantity, at, rows, table
+from launcher.report.quantities import Computed, Quantity, Ratio, cell_of, rows, table
 from launcher.results import ComparedCell, Prediction, Scaling, VerdictKind
 from launcher.scale import columns, scale_figures
 
@@ -29,6 +21,7 @@ LEVELS: dict[VerdictKind, Level] = {
     "scales": "ok",
     "fastest": "ok",
     "one_repeat": "info",
+    "not_measurable": "info",
     "intervals_overlap": "info",
     "no_single_cause": "info",
 }  # what is lost is a warning
@@ -120,7 +113,7 @@ def _verdicts(scaling: Scaling) -> list[Verdict]:
 
 def _tiles(scaling: Scaling) -> list[Tile]:
     runs = [c for c in scale_figures.runs_of(scaling) if c.tokens_per_s is not None]
-    best = max(runs, key=lambda c: (c.speedup or 0.0, c.world_size), default=None)
+    best = max(runs, key=lambda c: (columns.SPEEDUP.number(c) or 0.0, c.world_size), default=None)
     place = f"{best.id}, N = {format_count(best.world_size)}" if best else "no cell has run"
     device = scaling.settings.device or "this device"
     peak, precision = scaling.peak, scaling.settings.precision
@@ -128,15 +121,14 @@ def _tiles(scaling: Scaling) -> list[Tile]:
     measured = " ".join(filter(None, [peak.matmul_precision, "matmul peak measured here"]))
     measured = measured if peak.matmul_flops else "no matmul peak measured"
 
-    def tile(label: str, path: str, scope: str = "") -> Tile:
-        interval = format_interval(at(best, f"{path}_ci95"), format_percent)
-        return Tile(label, format_percent(at(best, path)), f"{scope}95 % interval {interval}")
+    def tile(label: str, ratio: Ratio, scope: str = "") -> Tile:
+        return Tile(label, cell_of(best, ratio).text, f"{scope}95 % interval {ratio.ends(best)}")
 
-    both = " / ".join(format_percent(at(best, path)) for path in ("mfu", "mamfu"))
+    both = " / ".join(cell_of(best, ratio).text for ratio in columns.PER_PEAK)
     return [
-        Tile("Best speed-up", format_ratio(at(best, "speedup")), place),
-        tile("Efficiency", "efficiency"),
-        tile("Communication efficiency", "communication_efficiency", "of the ceiling; "),
+        Tile("Best speed-up", cell_of(best, columns.SPEEDUP).text, place),
+        tile("Efficiency", columns.EFFICIENCY),
+        tile("Communication efficiency", columns.COMMUNICATION, "of the ceiling; "),
         Tile("MFU / MAMFU", both, f"{peaks}; {measured}"),
     ]
 
@@ -181,18 +173,14 @@ def _cells(scaling: Scaling) -> list[Table]:
 def _prediction(scaling: Scaling, prediction: Prediction) -> Section:
     """What `bert-dp plan scaling` says: its prediction for each measured cell beside the measurement, its
     rows for other numbers of ranks, and what it assumes."""
-    cells = {c.id: c for c in scaling.cells}
     beside = (
         Quantity("predicted_step_s", "step, predicted", "seconds"),
         Quantity("measured_step_s", "step, measured", "seconds"),
         Computed(lambda row: Cell(format_interval(row.ci95, format_step_time)), "95 % interval"),
         Computed(_difference, "difference", "percent"),
         Quantity("predicted_efficiency", "efficiency, predicted", "percent"),
-        Quantity("measured_efficiency", "efficiency, measured", "percent"),
-        Computed(
-            lambda row: Cell(format_interval(at(cells.get(row.cell), "efficiency_ci95"), format_percent)),
-            "95 % interval",
-        ),
+        columns.MEASURED_EFFICIENCY,
+        Computed(lambda row: Cell(columns.MEASURED_EFFICIENCY.ends(row)), "95 % interval"),
     )
     tables = [
         table([(row.cell, row) for row in prediction.measured], beside, corner="cell"),

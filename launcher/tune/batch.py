@@ -64,6 +64,8 @@ def tune_batch(
         raise ConfigError(issues)
 
     log = logger(console, as_json)
+    for line in setup.device_warnings():
+        log(f"warning: {line}")
     for line in describe(question, folder):
         log(line)
     if dry_run:

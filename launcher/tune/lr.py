@@ -48,6 +48,8 @@ def tune(
         raise ConfigError(issues)
 
     log = logger(console, as_json)
+    for line in setup.device_warnings():
+        log(f"warning: {line}")
     describe(config, settings, ranks, folder, log, overrides)
     if dry_run:
         output.print_plan(as_json=as_json)

@@ -94,9 +94,10 @@ def _choice(tune: TuneLr, folder: Path) -> Verdict:
     choice, held_out = tune.choice, _heldout(tune)
     if choice is None:
         return Verdict("warn", f"No learning rate was chosen; the logs stand below {folder / 'trials'}.")
+    loss = heldout.loss_text(choice.heldout_loss, held_out, losses_of(_last(tune), choice.lr))
     text = (
         f"Learning rate {_named(choice.optimizer, choice.weight_decay, choice.lr)}: held-out loss "
-        f"{heldout.loss_text(choice.heldout_loss, held_out)}, mean of {count_of(choice.seeds, 'seed')} "
+        f"{loss}, mean of {count_of(choice.seeds, 'seed')} "
         f"({format_interval(choice.band, format_nats)})."
     )
     tied = ", ".join(_named(*entry) for entry in choice.tied)

@@ -113,7 +113,7 @@ def test_row_07_a_hung_run_that_is_ended_by_hand_tells_its_hang(tmp_path: Path, 
     assert process.returncode == 130
     card = said.splitlines()
     card = card[next(i for i, line in enumerate(card) if line.startswith("failed: SIGINT")) :]
-    assert any(line.startswith("  why: it stood still: rank 1: hang in step") for line in card)
+    assert any(line.startswith("  why: no progress: rank 1: hang in step") for line in card)
     summary = read_json(run_dir / "summary.json")
     assert "rank 1" in summary["explanation"][0]
 

@@ -31,6 +31,30 @@ CHANGED: dict[str, str | None] = {
     "built/tokenizer/sha256": None,
     "shards/manifest/version": None,
     "shards/manifest/hash": None,
+    # exact quantiles of Student's t; ratios whose interval is wider than a factor of two have no digits
+    **{
+        f"scale/cells/{k}/{name}": None
+        for k in range(10)
+        for name in (
+            "step_time_s/ci95",
+            "efficiency_ci95",
+            "ceiling_efficiency_ci95",
+            "communication_efficiency_ci95",
+            "straggler_ratio",
+            "straggler_rank",
+        )
+    },
+    **{f"batch/sizes/{k}/samples_per_s_ci95": None for k in range(3)},
+    "scale/csv": None,
+    "scale/prediction": None,
+    "scale/verdicts": None,
+    "reports/scale": None,
+    "plan/measured": None,
+    # memory and gradients have all of BERT's 512 positions
+    "plan/network": None,
+    "plan/tensor": None,
+    "plan/buckets": None,
+    "told/rate/verdicts/0": None,  # the interval of a mean over seeds
     "plan/fsdp/rows/0": None,  # its 16-bit weights are gathered in fp32: twice the bytes
 }
 

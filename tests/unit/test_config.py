@@ -25,7 +25,7 @@ from bert_dp.config import (
     resolve,
     setting_paths,
 )
-from bert_dp.config.load import ConfigLoader
+from bert_dp.config.load import SYNONYMS, ConfigLoader
 from launcher.job import absolute
 from launcher.run.describe import expected_steps
 from tests.helpers import BASE, CONFIGS, issues_of, make_config
@@ -188,11 +188,46 @@ def test_a_wrong_value_is_refused_with_its_path(path: str, value: str) -> None:
     assert line.startswith(f"{path}: ")
 
 
+def test_a_dotted_key_in_yaml_is_its_setting(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "optim.lr: 0.25\noptim: {clip: 0.5}\ndata.build.dedup: none\ndata: {sources: [builtin]}\n"
+    )
+    config = load_config(file, ["schedule.steps=1"])
+    assert (config.optim.lr, config.optim.clip, config.data.build.dedup) == (0.25, 0.5, "none")
+    file.write_text("schedule.tokens: 1000\n")
+    assert load_config(file, ["schedule.steps=1", "data.sources=[builtin]"]).schedule.tokens is None
+    file.write_text("optim.lr: 0.25\noptim: {lr: 0.5}\nprecision: fp32\nprecision.x: 1\noptim.lrr.x: 1\n")
+    issues = issues_of(load_config, file)
+    assert [line.removeprefix(f"{file}: ").partition(":")[0] for line in issues] == [
+        "optim.lr",
+        "precision.x",
+    ]
+
+
+def test_every_synonym_leads_to_a_setting() -> None:
+    settings = list(setting_paths())
+    assert {name for names in SYNONYMS.values() for name in names} <= set(settings)
+    assert not set(SYNONYMS) & {name.rpartition(".")[2] for name in settings}
+
+
 REFUSED = [
     # settings, how the one line begins, what else it says
-    (["optim.learning_rate=1"], "optim.learning_rate: unknown setting", ""),
+    (["optim.learning_rate=1"], "optim.learning_rate: unknown setting", "did you mean optim.lr?"),
+    (["learning_rate=1"], "learning_rate: unknown setting", "did you mean optim.lr?"),
+    (
+        ["batch.batch_size=8"],
+        "batch.batch_size: unknown setting",
+        "did you mean batch.global_size or batch.micro_size?",
+    ),
+    (["train.batch_size=8", "train.lr=1"], "train: unknown setting", "batch.micro_size or optim.lr?"),
+    (["optim.num_epochs=2"], "optim.num_epochs: unknown setting", "did you mean schedule.epochs?"),
+    (["schedule.warmup=2"], "schedule.warmup: unknown setting", "did you mean schedule.warmup_fraction?"),
+    (["schedule.stepz=2"], "schedule.stepz: unknown setting", "did you mean schedule.steps?"),
+    (["log.every=2"], "log.every: unknown setting", "did you mean log.every_steps?"),
+    (["eval.every=2"], "eval.every: unknown setting", "did you mean eval.every_steps?"),
     (["batch.global_sizes=8"], "batch.global_sizes: unknown setting", "did you mean batch.global_size?"),
-    (["optm.lr=1"], "optm: unknown setting", ""),
+    (["optm.lr=1"], "optm: unknown setting", "did you mean optim?"),
     (["model.hiden_size=8"], "model.hiden_size: unknown setting", "did you mean model.hidden_size?"),
     (["data.build.dedupe=none"], "data.build.dedupe: unknown setting", "did you mean data.build.dedup?"),
     (["optim.seed=1"], "optim.seed: unknown setting", "did you mean run.seed?"),

@@ -168,8 +168,8 @@ def test_a_run_that_is_stopped_while_it_stands_still_says_so(directory: Path, cl
     watch: Any = Patience()
     watch.hang = Hang(0, "hang in step 3", "x.py:1", Path("log"), ())
     ended = processes.run(directory, 1, "none", once_ready(lambda: stop(2)), watch=watch)
-    told = "it stood still: rank 0: hang in step 3 at x.py:1; stacks in hang.txt"
-    assert ended.failure.explanation == (told,)
+    told = "no progress: rank 0: hang in step 3 at x.py:1; stacks in hang.txt"
+    assert ended.failure.explanation == [told]
 
 
 def test_a_save_that_is_under_way_when_a_rank_fails_may_end(

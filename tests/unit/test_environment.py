@@ -262,6 +262,11 @@ def test_git_commit_and_dirty_flag(tmp_path):
         ({"swap_used_gib": 0.6}, "warn", "swap: 0.6 GiB"),
         ({"versions": {"torch": "2.13.0+cpu"}}, "fail", "torch 2.13.0+cpu is a CPU build beside 2 GPUs"),
         ({"gpus": GOOD.gpus[:1], "cuda_visible_devices": "0"}, "warn", "GPUs: 1 of 2"),
+        (
+            {"gpus": (), "gpus_present": 0, "cuda_visible_devices": "0"},
+            "warn",
+            "GPUs: none, ranks use the CPU",
+        ),
         ({"gpu_error": "no answer within 10 s"}, "fail", "no answer"),
     ],
 )

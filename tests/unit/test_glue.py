@@ -615,7 +615,7 @@ def test_a_comparison_has_medians_and_paired_differences(tmp_path: Path) -> None
     (table,) = report.sections[0].tables
     assert [column.head for column in table.columns] == ["majority", "a", "b", "c", "b - a", "c - a"]
     # +0.1, +0.2 and +0.05: mean 0.1167, deviation 0.0764, times 4.303 / sqrt(3)
-    expected = ["40.0", "60.0 \u00b1 10.0", "75.0 \u00b1 10.4", "25.0", "+11.7 \u00b1 19.0", "-25.0"]
+    expected = ["40.0", "60.0 (sd 10.0)", "75.0 (sd 10.4)", "25.0", "+11.7 \u00b1 19.0", "-25.0"]
     assert texts(report, "Dev scores") == {"RTE accuracy": expected}
     notes = [cell.note for cell in table.rows[0].cells]
     assert notes == ["", "", "subset, from MNLI, 1 of 4 failed", "", "3 seeds", "1 seed"]

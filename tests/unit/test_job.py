@@ -74,6 +74,29 @@ def test_too_many_ranks_are_told_by_the_option_that_asked_for_them() -> None:
     assert line.startswith("--ranks-per-job: 3 ranks but 2 GPUs; use --ranks-per-job 2, or ")
 
 
+@pytest.mark.parametrize(
+    ("device", "gpus", "selection", "warned"),
+    [
+        ("auto", 0, "0,1", True),
+        ("auto", 0, "GPU-7", True),
+        ("auto", 0, None, False),
+        ("auto", 0, "", False),
+        ("auto", 0, "-1", False),
+        ("auto", 1, "0", False),
+        ("cpu", 0, "0", False),
+    ],
+)
+def test_gpus_that_are_asked_for_and_not_there_are_warned_of(
+    tmp_path: Path, device: str, gpus: int, selection: str | None, warned: bool
+) -> None:
+    asked = made(device, gpus)
+    machine = dataclasses.replace(asked.machine, cuda_visible_devices=selection, gpus_present=2)
+    asked = dataclasses.replace(asked, machine=machine)
+    lines = asked.device_warnings()
+    assert [f"CUDA_VISIBLE_DEVICES={selection}" in line for line in lines] == [True] * warned
+    assert lines == start_warnings(asked, 1, tmp_path, Policy(), None)[: len(lines)]
+
+
 RESTART, UNSAVED = "--max-restarts: checkpoint.every_steps or checkpoint.keep is 0", "checkpoint.keep is 0"
 
 

@@ -28,7 +28,7 @@ from launcher.results import LoggerRun
 from launcher.run import loggers as child
 from launcher.run.processes import stop_signals
 from tests.e2e.cli import here, is_alive, refused, wait_for
-from tests.helpers import issues_of, make_config, read_json, write_lines
+from tests.helpers import failed, issues_of, make_config, read_json, write_lines
 from tests.report_fixture import make_run, metrics
 
 ABSENT = "trackio"
@@ -184,14 +184,13 @@ def test_a_run_without_a_summary_has_failed(tmp_path: Path, opened: list[Fake]) 
     (run_dir / "summary.json").unlink()
     send_all(run_dir)
     assert opened[0].ended == (100, {}, 1)
-    failed = {"status": "failed", "exit_code": 2}
-    send_all(make_run(tmp_path / "failed", summary=failed))
+    send_all(make_run(tmp_path / "failed", summary=failed("optim.lr: no", "bad_input")))
     assert opened[1].ended is not None
     assert opened[1].ended[2] == 2
 
 
 def test_the_end_of_a_run_links_what_there_is(tmp_path: Path) -> None:
-    run_dir = make_run(tmp_path / "run", summary={"status": "stopped", "exit_code": 143, "checkpoint": None})
+    run_dir = make_run(tmp_path / "run", summary={"status": "stopped", "signal": 15, "checkpoint": None})
     facts, code = follow.ending(run_dir)
     assert (facts["summary/status"], code) == ("stopped", 143)
     assert "summary/checkpoint" not in facts

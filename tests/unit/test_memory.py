@@ -107,7 +107,7 @@ def test_a_worker_that_has_gone_leaves_its_curve(tmp_path: Path) -> None:
     curves = watch.facts().curves_gib
     assert list(curves) == ["rank 0", "rank 2", "rank 10", GROUP]
     assert curves["rank 10"] == [2.0]
-    assert curves["rank 0"] == curves[GROUP] == (1.0, 1.0, 1.0)
+    assert curves["rank 0"] == curves[GROUP] == [1.0, 1.0, 1.0]
     assert watch.facts().peak_gib("rank 7") is None
 
 

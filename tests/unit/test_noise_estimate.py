@@ -42,13 +42,13 @@ def test_figures_and_intervals_are_those_of_the_formulas(steps: int) -> None:
     assert (result.steps, result.verdict, result.why) == (steps, "ok", None)
     assert (result.grad_sq, result.trace) == (pytest.approx(grad), pytest.approx(trace))
     assert result.noise_scale == pytest.approx(trace / grad)
-    half = 2.093 * math.sqrt(var)
+    half = 2.0930240544 * math.sqrt(var)
     assert result.grad_sq_interval == pytest.approx((grad - half, grad + half))
     assert result.interval is not None
     assert result.interval[0] < trace / grad < result.interval[1]
     for x in result.interval:  # Fieller: where the difference is just t deviations
         variance = var_trace - 2 * x * cov + x * x * var
-        assert (trace - x * grad) ** 2 == pytest.approx(2.093**2 * variance, rel=1e-6)
+        assert (trace - x * grad) ** 2 == pytest.approx(2.0930240544**2 * variance, rel=1e-6)
 
 
 @pytest.mark.parametrize("scale", [1e-9, 1e9])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bert_dp.config import ModelConfig
-from bert_dp.cost import GIB
+from bert_dp.cost import GIB, num_parameters
 from launcher.plan import hardware, inputs, scaling, timeline
 from launcher.plan.inputs import Device
 from launcher.plan.links import Curve, Fabric
@@ -155,7 +155,7 @@ def test_the_state_of_a_rank(
 
 
 def crammed(micro_s: float = 0.1) -> Profile:
-    gradients = timeline.from_layers(ModelConfig(), 128, 4.0, micro_s * 2 / 3)
+    gradients = timeline.from_layers(ModelConfig(), num_parameters(ModelConfig(), 128), 4.0, micro_s * 2 / 3)
     return Profile(micro_s, micro_s * 2 / 3, 0.005, tuple(gradients), 128, 128, layers=16, hidden_size=768)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bert_dp.config import ConfigError
-from bert_dp.cost import num_parameters
+from bert_dp.cost import GIB, num_parameters
 from launcher.plan import hardware, inputs
 from launcher.plan.scaling import answer_measured
 from launcher.results import Scaling
@@ -239,6 +239,8 @@ def test_a_rate_is_given_back_by_one_rank_at_its_own_accumulation(accumulation: 
     parameters = num_parameters(inputs.MODELS["bert-large"], 512)
     assert source.profile.optimizer_s == pytest.approx(parameters * (4 + 3) * 4 / speed)
     assert answer(source, 1).rows[0].samples_per_s == pytest.approx(580)
+    state = 4 * 4 * parameters / GIB  # weights, gradients and two moments, all with 512 positions
+    assert answer(source, 1).rows[0].state_gib == pytest.approx(state, rel=1e-9)
 
 
 def test_a_rate_of_no_named_gpu_is_of_whole_steps() -> None:

@@ -43,7 +43,7 @@ def steps(path: Path) -> list[int]:
 
 def test_metrics_keys_are_the_promised_ones() -> None:
     assert {f.name for f in dataclasses.fields(Metrics)} >= PROMISED
-    promised = "status final_loss heldout_loss unigram_entropy_nats uniform_entropy_nats energy_j cause"
+    promised = "status final_loss heldout_loss unigram_entropy_nats uniform_entropy_nats energy_j failure"
     assert set(promised.split()) <= Summary.model_fields.keys()
 
 

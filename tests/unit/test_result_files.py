@@ -12,7 +12,7 @@ import pytest
 
 from bert_dp import record
 from bert_dp.config import ConfigError
-from bert_dp.record.models import FailureKind, Summary, kind_of_error, kind_of_text
+from bert_dp.record.models import FailureKind, kind_of_error, kind_of_text
 from launcher import results
 from launcher.evaluate.glue_scores import Glue
 from tests import scaling_fixture, tune_fixture
@@ -45,11 +45,6 @@ def test_the_committed_searches_open(name: str) -> None:
     search = results.parse(data, results.TuneLr, name)
     assert not data["settings"].pop("trials", 0)
     assert_kept(data, search)
-
-
-@pytest.mark.parametrize("path", sorted(RAW.rglob("summary.json")), ids=lambda path: path.parent.name)
-def test_the_committed_summaries_open(path: Path) -> None:
-    assert_kept(json.loads(path.read_text()), Summary.model_validate_json(path.read_text()))
 
 
 FILES = [

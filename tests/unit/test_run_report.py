@@ -72,7 +72,12 @@ def test_every_number_stands_beside_its_denominator(tmp_path: Path) -> None:
         (rates, "tokens per device", "8.19 k tokens/s | tokens/s divided by 2 CPU ranks"),
         (rates, "straggler ratio", f"1.05 | {ratio}"),
         (rates, "MFU", "n/a | model FLOPs / fp32 peak of the device unknown"),
-        (time, "wall", "100.0 s | setup 10.0 s, compile 5.0 s, train 75.0 s, eval 6.0 s, save 4.0 s"),
+        (
+            time,
+            "wall",
+            "100.0 s | from set-up to the last save: setup 10.0 s, compile 5.0 s, train 75.0 s, eval 6.0 s, "
+            "save 4.0 s",
+        ),
         (time, "setup", "10.0 s | 10.0 % of wall"),
         (time, "compile", "5.0 s | 5.0 % of wall"),
         (time, "train", "75.0 s | 75.0 % of wall"),
@@ -245,6 +250,19 @@ def test_a_finetuned_run_is_told_by_its_scores(tmp_path: Path) -> None:
     assert figure_of(report, "Loss").y.label == "loss (squared error per example)"
 
 
+def test_the_rest_of_the_commands_time_is_its_start_up(tmp_path: Path) -> None:
+    rows = rows_of(report_of(tmp_path / "run", command_s=121.25))
+    assert rows["Time (rank 0)", "start-up"][0].startswith("21.2 s | ")
+    assert "2 min 01 s" in rows["Time (rank 0)", "start-up"][0]
+    restart = {"date": "d", "step": 5, "ranks": 2, "cause": "c"}
+    for name, facts in (
+        ("without", {}),
+        ("restarted", {"command_s": 121.25, "restarts": [restart]}),  # the rest holds earlier starts too
+    ):
+        rows = rows_of(report_of(tmp_path / name, **facts))
+        assert ("Time (rank 0)", "start-up") not in rows
+
+
 def test_a_run_that_went_on_says_of_which_steps_its_figures_are(tmp_path: Path) -> None:
     """Rates, times, memory and energy are of the last start; steps and tokens of the whole run."""
     report = report_of(tmp_path / "run", since_step=90, energy_j=4096.0)
@@ -386,6 +404,27 @@ def test_a_crashed_run_says_what_is_missing(tmp_path: Path) -> None:
     for name in ("summary.json", "evals.jsonl", "environment.json"):
         assert any(note.startswith(f"{name} is missing") for note in verdict.notes)
     assert "training loss, last 7.4000 nats" in unfolded(shown(report))
+
+
+@pytest.mark.parametrize(
+    ("step", "every", "missing"), [(0, 10, False), (9, 10, False), (10, 10, True), (1, 1, True)]
+)
+def test_a_log_is_missing_only_where_a_line_was_due(
+    tmp_path: Path, step: int, every: int, missing: bool
+) -> None:
+    run = make_run(tmp_path / "run", summary={"status": "stopped", "signal": 2, "step": step})
+    (run / "config.yaml").write_text(dump_config(make_config(f"log.every_steps={every}")))
+    (run / "metrics.jsonl").unlink()
+    (verdict,) = of_directories([run]).verdicts
+    assert ("metrics.jsonl is missing" in verdict.notes) == missing
+
+
+@pytest.mark.parametrize("checkpoint", [None, "checkpoints/step-00000090"])
+def test_a_diverged_run_is_begun_anew_at_half_the_rate(tmp_path: Path, checkpoint: str | None) -> None:
+    facts = {"status": "failed", "failure_kind": "not_finite", "checkpoint": checkpoint}
+    run = make_run(tmp_path / "run", summary=facts)
+    (run / "config.yaml").write_text(dump_config(make_config("optim.lr=0.003")))
+    assert of_directories([run]).next == f"bert-dp train {run}/config.yaml --set optim.lr=0.0015"
 
 
 def test_a_killed_run_shows_what_its_logs_and_its_configuration_hold(tmp_path: Path) -> None:

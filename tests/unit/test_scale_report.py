@@ -15,6 +15,7 @@ from launcher.report.numbers import NA, format_percent, format_si, format_step_t
 from launcher.scale import scale_figures
 from launcher.scale.columns import write_csv
 from launcher.scale.scale_report import scale_report
+from launcher.scale.verdict import verdicts
 from tests.report_fixture import figure_of, figures_of, read_page, shown, unfolded
 from tests.scaling_fixture import nulls, scaling
 
@@ -283,6 +284,36 @@ def test_csv_keeps_every_number(tmp_path: Path) -> None:
             key: "" if value is None else str(value) for key, value in expected.items()
         }
     assert next(row for row in rows if row["status"] == "failed")["cause"].endswith("of two lines")
+
+
+def test_a_ratio_whose_interval_is_wider_than_a_factor_of_two_has_no_digits(tmp_path: Path) -> None:
+    data = scaling(engines=("ddp",), sizes=(1, 2), prediction=True)
+    wide, width = cell_of(data, "weak-ddp-n2"), [0.006, 371.506]
+    for path in ("efficiency", "efficiency_ddp1", "ceiling_efficiency", "communication_efficiency"):
+        wide |= {path: 0.9577, f"{path}_ci95": width}
+    wide |= {"speedup": 1.9153, "straggler_ratio": 1.7677, "straggler_ratio_ci95": [0.013, 116.0]}
+    wide |= {"exposed_comm_fraction": 0.0423}
+    data["verdicts"] = [results.plain(verdict) for verdict in verdicts(parsed(data).cells)]
+    for row in data["prediction"]["measured"]:
+        row |= {"measured_efficiency": 0.9577, "measured_efficiency_ci95": width}
+    report = of(data)
+    write_csv(parsed(data), tmp_path / "scaling.csv")
+    texts = [read_page(report).text, unfolded(shown(report, 120)), (tmp_path / "scaling.csv").read_text()]
+    for text in texts:
+        assert "not measurable with 3 repeats" in text
+        assert not [
+            n for n in ("95.8", "0.9577", "1.92", "1.9153", "1.77", "1.7677", "371.5", "37150") if n in text
+        ]
+    assert points(lines(report, "Efficiency, weak scaling")["ddp"])[2] is None
+    assert report.tiles[0].note != "weak-ddp-n2, N = 2"
+    with (tmp_path / "scaling.csv").open(newline="") as file:
+        row = next(row for row in csv.DictReader(file) if row["id"] == "weak-ddp-n2")
+    assert {row["efficiency"], row["efficiency_ci95.low"], row["straggler_ratio"]} == {
+        "not measurable with 3 repeats"
+    }
+    narrow = [end * 2 for end in (0.4, 0.8)]  # a factor of two is measurable
+    wide |= {"efficiency_ci95": narrow}
+    assert points(lines(of(data), "Efficiency, weak scaling")["ddp"])[2] == 0.9577
 
 
 def test_figures_of_the_committed_benchmark_are_drawn() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shutil
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -286,7 +288,7 @@ def test_figures_and_verdicts_follow_from_the_records(tmp_path: Path) -> None:
     assert collect(made, tmp_path, facts={}).status == "partial"
     of_cells = {verdict.cell: verdict for verdict in verdicts(list(cells.values()))}
     assert of_cells["strong-ddp-n2"].verdict == "communication-bound"
-    assert "20.0 % of the ceiling" in of_cells["strong-ddp-n2"].evidence
+    assert "80.0 % [80.0 % to 80.0 %]" in of_cells["strong-ddp-n2"].evidence
     assert of_cells["strong-zero1-n2"].verdict == "out of memory"
 
 
@@ -401,9 +403,7 @@ def test_two_measures_of_communication_may_differ_by_a_twentieth_of_a_step(
         tmp_path, two(), lambda cell, repeat: {"step_s": seconds.get(cell.id, 1.0), "exposed": exposed}
     )
     flags = cells["strong-ddp-n2"].flags
-    assert flags == [
-        f"exposed communication: 10.0 % by the ceiling, {100 * exposed:.1f} % by DDP's own counters"
-    ] * (flagged)
+    assert [f"{100 * exposed:.1f} % by DDP's own counters" in flag for flag in flags] == [True] * flagged
     assert all(cells[name].flags == [] for name in ("strong-ddp-n1", "strong-ceiling-n2"))
 
 
@@ -455,31 +455,68 @@ def test_losses_of_other_steps_are_not_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("timed", "own", "straggler"),
+    ("own", "straggler"),
     [
-        (6, (0.3, 0.6), 1),
-        (5, (0.6, 0.3), 0),
-        (4, (0.3, 0.6), None),
-        (6, (0.5, 0.59), None),
-        (6, (0.5, 0.61), 1),
+        ([(0.3, 0.6), (0.3, 0.6)], 1),
+        ([(0.6, 0.3), (0.6, 0.3)], 0),
+        ([(0.5, 0.59), (0.5, 0.59)], None),
+        ([(0.5, 0.61), (0.5, 0.61)], 1),
+        ([(0.5, 0.88), (0.5, 0.43)], None),  # 1.76 in one repeat, 0.86 in the other
+        ([(0.5, 0.8), (0.5, 0.9)], None),  # Student's t of one degree
+        ([(0.5, 0.8), (0.5, 0.9), (0.5, 0.85)], 1),
+        ([(0.3, 0.6)], None),
     ],
 )
-def test_a_rank_that_works_longer_is_named_over_enough_steps(
-    tmp_path: Path, timed: int, own: tuple[float, float], straggler: int | None
+def test_a_straggler_has_its_ratio_in_every_repeat(
+    tmp_path: Path, own: list[tuple[float, float]], straggler: int | None
 ) -> None:
-    """10 steps over both repeats, and 1.2 x as long."""
-    ddp = collected(tmp_path, two(steps=timed), lambda cell, repeat: {"steps": 2 + timed, "own": own})[
-        "strong-ddp-n2"
-    ]
-    assert ddp.straggler_ratio == pytest.approx(max(own) / min(own))
+    made = two(repeats=len(own))
+    ddp = collected(tmp_path, made, lambda cell, repeat: {"own": own[repeat]})["strong-ddp-n2"]
+    ratios = [max(mine / other, other / mine) for other, mine in own]
+    if (0.5, 0.43) not in own:
+        assert ddp.straggler_ratio == pytest.approx(statistics.geometric_mean(ratios))
     assert ddp.straggler_rank == straggler
+    if len(own) == 2:
+        logs = [math.log(mine / other) for other, mine in own]
+        half = 12.706204736 * statistics.stdev(logs) / math.sqrt(2)
+        middle = abs(statistics.fmean(logs))
+        assert ddp.straggler_ratio_ci95 == pytest.approx([math.exp(middle - half), math.exp(middle + half)])
+
+
+def test_the_slowest_rank_is_the_same_in_every_repeat(tmp_path: Path) -> None:
+    """Rank 1 works twice as long as the median of the others in every repeat, and rank 2 longer in one."""
+    own = [(0.2, 0.4, 0.2, 0.2), (0.2, 0.4, 0.2, 0.2), (0.2, 0.4, 0.2, 0.2)]
+    made = two(gpus=(4,), repeats=3)
+    ddp = collected(tmp_path / "a", made, lambda cell, repeat: {"own": own[repeat]})["strong-ddp-n4"]
+    assert (ddp.straggler_rank, ddp.straggler_ratio) == (1, pytest.approx(2.0))
+    own[1] = (0.2, 0.4, 0.41, 0.2)
+    ddp = collected(tmp_path / "b", made, lambda cell, repeat: {"own": own[repeat]})["strong-ddp-n4"]
+    assert ddp.straggler_rank is None
+    assert ddp.straggler_ratio_ci95[0] > 1.2
+
+
+def test_shares_of_a_step_have_intervals_over_the_repeats(tmp_path: Path) -> None:
+    """4.302653 of two degrees of freedom x the deviation 0.01 / sqrt(3)."""
+    waits = (0.1, 0.11, 0.12)
+
+    def records(cell: GridCell, repeat: int) -> dict[str, Any]:
+        step_s = 0.8 if cell.kind == "synthetic" else 1.0
+        return {"wait": waits[repeat], "step_s": step_s, "device": "NVIDIA H100 80GB HBM3"}
+
+    ddp = collected(tmp_path, two(repeats=3), records)["strong-ddp-n2"]
+    half = 4.302652730 * 0.01 / math.sqrt(3)
+    assert ddp.data_wait_fraction_ci95 == pytest.approx([0.11 - half, 0.11 + half])
+    assert (ddp.loader_fraction, ddp.loader_fraction_ci95) == (pytest.approx(0.2), pytest.approx([0.2, 0.2]))
+    assert ddp.launch_fraction_ci95 == pytest.approx([1.0, 1.0])
+    once = collected(tmp_path / "b", two(repeats=1), lambda cell, repeat: {})["strong-ddp-n2"]
+    assert (once.data_wait_fraction_ci95, once.loader_fraction_ci95, once.straggler_ratio_ci95) == (None,) * 3
 
 
 def test_the_parts_of_a_step_sum_to_it_whatever_the_repeats(tmp_path: Path) -> None:
     """Three repeats: the one in the middle is taken apart, not each part's own median."""
 
     def records(cell: GridCell, repeat: int) -> dict[str, Any]:
-        return {"step_s": (1.0, 3.0, 1.5)[repeat], "own": [0.1 * repeat] * 2}
+        return {"step_s": (1.0, 3.0, 1.5)[repeat], "own": [0.1 * repeat + 0.1] * 2}
 
     cells = collected(tmp_path, two(repeats=3), records)
     assert {cell.status for cell in cells.values()} == {"ok"}
@@ -517,9 +554,8 @@ def test_skipped_steps_and_a_slow_baseline_are_flagged(tmp_path: Path) -> None:
     )
     assert all("3 optimizer steps were skipped" in cell.flags[0] for cell in cells.values())
     flags = " ".join(cells["strong-ddp-n2"].flags)
-    assert "efficiency 150.0 % is above 100 %" in flags
     assert "faster than its ceiling" in flags
-    assert "exposed communication: -10.0 % by the ceiling, 10.0 % by DDP's own counters" in flags
+    assert "10.0 % by DDP's own counters" in flags
 
 
 # --- what is said before, and what is run

@@ -12,7 +12,7 @@ MODEL = ModelConfig(
 
 
 def test_blocks_are_ready_at_even_steps_and_all_the_rest_at_the_end() -> None:
-    found = from_layers(MODEL, 32, 2.0, 8.0)
+    found = from_layers(MODEL, num_parameters(MODEL, 32), 2.0, 8.0)
     block = linear_parameters(MODEL) / 3
     assert [g.ready for g in found] == [2.0, 4.0, 6.0, 8.0]
     assert [g.size for g in found] == [

@@ -86,8 +86,8 @@ def test_every_figure_is_there(data: dict[str, Any], figures: set[str]) -> None:
         (
             lr(),
             "ok",
-            "Learning rate 5.70e-02 (adamw, weight decay 0.01): held-out loss 4.8221 nats, mean of 2 seeds "
-            "(4.7074 nats to 4.9367 nats).",
+            "Learning rate 5.70e-02 (adamw, weight decay 0.01): held-out loss 4.8221 nats ± 1.4568, "
+            "mean of 2 seeds (4.7074 nats to 4.9367 nats).",
         ),
         (change(lr(), "choice", at_edge=True, edge_side="high"), "warn", "was measured on the higher side"),
         (change(lr(), "choice", at_edge=True, edge_side="low"), "warn", "was measured on the lower side"),
@@ -245,7 +245,8 @@ def test_tables_hold_every_number() -> None:
 
 @pytest.mark.parametrize(("se", "warned"), [(0.2, True), (0.01, False)])
 def test_a_lead_that_the_held_out_text_cannot_carry_is_warned_of(se: float, warned: bool) -> None:
-    """The next rate is 0.1869 nats behind; the interval of a loss is 1.96 standard errors."""
+    """The next rate is 0.1869 nats behind; the interval of one loss is 1.96 standard errors. That of a mean
+    of two seeds has their spread too, by Student's t of one degree of freedom."""
     data = lr()
     data["rungs"][-1]["trials"][2] |= {"status": "ok", "heldout_loss": 5.5}  # further behind
     for trial in data["rungs"][-1]["trials"]:
@@ -253,7 +254,14 @@ def test_a_lead_that_the_held_out_text_cannot_carry_is_warned_of(se: float, warn
     report = of(data)
     notes = [note for note in report.verdicts[0].notes if "held-out text is small" in note]
     assert [note[47:58] for note in notes] == ["0.1869 nats"] * warned
-    assert f"4.8221 nats ± {1.96 * se:.4f}, mean of 2 seeds" in report.verdicts[0].text
+    last = data["rungs"][-1]["trials"]
+    losses = [trial["heldout_loss"] for trial in last if trial["lr"] == data["choice"]["lr"]]
+    seeds = 12.706204736 * statistics.stdev(losses) / math.sqrt(2)
+    assert len(losses) == 2
+    assert f"4.8221 nats ± {math.hypot(seeds, 1.96 * se):.4f}" in report.verdicts[0].text
+    for trial in last:
+        trial["status"] = "ok" if trial["seed"] == last[0]["seed"] else "failed"
+    assert f" nats ± {1.96 * se:.4f}" in of(data).verdicts[0].text, "of one seed that ended well"
     assert "2,048 masked tokens of 128 sequences, 15.0 % masked" in report.tiles[1].note
 
 

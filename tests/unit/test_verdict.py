@@ -1,4 +1,4 @@
-"""Each verdict of the scaling benchmark word for word, and the bounds between them."""
+"""The verdicts of the scaling benchmark, and the bounds between them."""
 
 from typing import Any
 
@@ -6,9 +6,6 @@ import pytest
 
 from launcher.results import Cell, Verdict
 from launcher.scale.verdict import judge, verdicts
-
-REACHED = "efficiency 80.0 % [78.0 %, 82.0 %]"
-MEASURE_MORE = "more --repeats or --steps"
 
 
 def cell(**facts: Any) -> Cell:
@@ -18,121 +15,71 @@ def cell(**facts: Any) -> Cell:
     efficiency = {"tokens_per_s": 10.0, "efficiency": 0.8, "efficiency_ci95": [0.78, 0.82]}
     ceiling = {"ceiling_efficiency": 0.98, "ceiling_efficiency_ci95": [0.9, 0.99]}
     sent = {"communication_efficiency": 0.99, "communication_efficiency_ci95": [0.9, 0.99]}
-    step = {"data_wait_fraction": 0.01, "step_time_s": {"mean": 1.0, "ci95": [0.99, 1.01]}}
+    step = {"data_wait_fraction": 0.01, "data_wait_fraction_ci95": [0.0, 0.02]}
+    step |= {"step_time_s": {"mean": 1.0, "ci95": [0.99, 1.01]}}
     return Cell.model_validate(
         {**named, **batch, **efficiency, **ceiling, **sent, **step, "straggler_ratio": 1.0, **facts}
     )
 
 
-def twin(mean: float, interval: list[float] | None, **facts: Any) -> Cell:
-    whole = {"id": "t", "kind": "synthetic", "of": "c", "step_time_s": {"mean": mean, "ci95": interval}}
-    return cell(**whole | facts)
-
-
-UNKNOWN = "no single bottleneck stands out beyond the measurement's doubt: 1.0 % of a step waits for data"
-NO_CEILING = f"{REACHED}; {UNKNOWN}; there is no ceiling to compare with"
-LOOK_AT_SPLIT = f"{MEASURE_MORE}, and look at the split of the step"
-OVERLAP = "no claim: intervals overlap"
-SENT = f"{REACHED}: 30.0 % of the ceiling is lost once ranks exchange gradients"
-SEND_LESS = "more accumulation, 16-bit reduction, or a faster link"
+def loss(kind: str, value: float, low: float, high: float) -> dict[str, Any]:
+    """One loss of a cell with its interval."""
+    path = {
+        "loader_bound": "data_wait_fraction",
+        "twin": "loader_fraction",
+        "straggler": "straggler_ratio",
+        "hardware_ceiling": "ceiling_efficiency",
+        "communication_bound": "communication_efficiency",
+        "launch_bound": "launch_fraction",
+    }[kind]
+    facts: dict[str, Any] = {path: value, f"{path}_ci95": [low, high]}
+    return facts | ({"straggler_rank": 2} if kind == "straggler" else {})
 
 
 @pytest.mark.parametrize(
-    ("facts", "verdict", "evidence", "remedy"),
+    ("facts", "kind", "values"),
     [
-        (
-            {"status": "oom", "cause": "rank 1"},
-            "out of memory",
-            "rank 1",
-            "lower batch.micro_size, or use zero1 or fsdp",
-        ),
-        ({"status": "failed", "cause": "rank 1"}, "failed", "rank 1", "see the logs of its run"),
-        ({"efficiency": None}, "no baseline", "the single-rank cell did not run", "see its cause"),
-        (
-            {"efficiency_ci95": None},
-            "no claim: one repeat",
-            "efficiency 80.0 %; how much runs differ is not known",
-            "--repeats 3 or more",
-        ),
+        ({"status": "oom", "cause": "rank 1"}, "out_of_memory", ["rank 1"]),
+        ({"status": "failed", "cause": "rank 1"}, "failed", ["rank 1"]),
+        ({"efficiency": None}, "no_baseline", []),
+        ({"efficiency_ci95": None}, "one_repeat", ["80.0 %"]),
         (
             {"efficiency": 1.3, "efficiency_ci95": [1.01, 1.4]},
-            "above 100 %",
-            "efficiency 130.0 % [101.0 %, 140.0 %]: one rank alone was slower than each of these",
-            "measure the baseline again, on the same machine in the same state",
+            "above_baseline",
+            ["130.0 % [101.0 % to 140.0 %]"],
         ),
-        (
-            {"efficiency": 0.96, "efficiency_ci95": [0.95, 0.97]},
-            "scales",
-            "efficiency 96.0 % [95.0 %, 97.0 %]; no loss above 5.0 % found",
-            "nothing",
-        ),
+        ({"efficiency": 0.96, "efficiency_ci95": [0.95, 0.97]}, "scales", ["96.0 % [95.0 % to 97.0 %]"]),
         (
             {"efficiency": 0.96, "efficiency_ci95": [0.949, 1.02]},
-            OVERLAP,
-            "efficiency 96.0 % [94.9 %, 102.0 %] includes less than 95.0 %, from which a cell scales",
-            MEASURE_MORE,
+            "intervals_overlap",
+            ["[94.9 % to 102.0 %]"],
         ),
-        *(
-            (
-                {"efficiency": 0.9, "efficiency_ci95": [low / 100, high / 100]},
-                OVERLAP,
-                f"efficiency 90.0 % [{low}.0 %, {high}.0 %] includes 100 %",
-                MEASURE_MORE,
-            )
-            for low, high in ((70, 110), (80, 100))
-        ),
+        ({"efficiency": 0.9, "efficiency_ci95": [0.7, 1.1]}, "intervals_overlap", ["[70.0 % to 110.0 %]"]),
+        ({"efficiency": 0.9, "efficiency_ci95": [0.8, 1.0]}, "intervals_overlap", ["[80.0 % to 100.0 %]"]),
+        ({}, "no_single_cause", ["80.0 % [78.0 % to 82.0 %]"]),
+        ({"ceiling_efficiency": None, "communication_efficiency": None}, "no_single_cause", []),
+        (loss("loader_bound", 0.3, 0.06, 0.5), "loader_bound", ["30.0 % [6.0 % to 50.0 %]"]),
         (
-            {},
-            "no single cause",
-            f"{REACHED}; {UNKNOWN}, 1.0 % of the ceiling is lost to communication, the ceiling itself is "
-            "2.0 % below as many single ranks",
-            LOOK_AT_SPLIT,
+            loss("twin", 0.2, 0.06, 0.3),
+            "loader_bound",
+            ["1.0 % [0.0 % to 2.0 %]", "20.0 % [6.0 % to 30.0 %]"],
         ),
+        (loss("straggler", 1.5, 1.3, 1.7), "straggler", ["rank 2", "1.50 [1.30 to 1.70]"]),
+        (loss("hardware_ceiling", 0.7, 0.6, 0.9), "hardware_ceiling", ["70.0 % [60.0 % to 90.0 %]"]),
+        (loss("communication_bound", 0.7, 0.6, 0.9), "communication_bound", ["70.0 % [60.0 % to 90.0 %]"]),
         (
-            {"ceiling_efficiency": None, "communication_efficiency": None},
-            "no single cause",
-            NO_CEILING,
-            LOOK_AT_SPLIT,
+            {**loss("communication_bound", 0.7, 0.6, 0.9), "exposed_comm_ddp_fraction": 0.25},
+            "communication_bound",
+            ["25.0 %"],
         ),
-        ({"communication_efficiency": None}, "no single cause", NO_CEILING, LOOK_AT_SPLIT),
-        (
-            {"data_wait_fraction": 0.3},
-            "loader-bound",
-            f"{REACHED}: 30.0 % of a step waits for data",
-            "raise data.workers",
-        ),
-        (
-            {"straggler_rank": 2, "straggler_ratio": 1.5},
-            "straggler rank 2",
-            f"{REACHED}: rank 2 works 1.50 x as long as the others' median before any reduction",
-            "look at that device: clocks, links, who else uses it (bert-dp doctor)",
-        ),
-        (
-            {"ceiling_efficiency": 0.7},
-            "hardware ceiling",
-            f"{REACHED}: 4 independent copies reach 70.0 % of as many single ranks",
-            "shared memory bandwidth, power or clocks, which no engine changes",
-        ),
-        ({"communication_efficiency": 0.7}, "communication-bound", SENT, SEND_LESS),
-        (
-            {"communication_efficiency": 0.7, "exposed_comm_ddp_fraction": 0.25},
-            "communication-bound",
-            f"{SENT} (DDP's own counters: 25.0 % of a step)",
-            SEND_LESS,
-        ),
-        (
-            {"launch_fraction": 0.99},
-            "launch-bound",
-            f"{REACHED}: the host needs 99.0 % of a step to enqueue it",
-            "compile: on, or a larger micro batch",
-        ),
+        (loss("launch_bound", 0.99, 0.96, 1.0), "launch_bound", ["99.0 % [96.0 % to 100.0 %]"]),
     ],
 )
-def test_a_cell_is_judged_with_its_figures_and_a_remedy(
-    facts: dict[str, Any], verdict: str, evidence: str, remedy: str
-) -> None:
-    judged = judge(cell(**facts), [])
-    assert (judged.cell, judged.verdict, judged.evidence, judged.next) == ("c", verdict, evidence, remedy)
+def test_a_cell_is_judged_with_its_figures(facts: dict[str, Any], kind: str, values: list[str]) -> None:
+    judged = judge(cell(**facts))
+    assert (judged.cell, judged.kind) == ("c", kind)
+    assert all(value in judged.evidence for value in values), judged.evidence
+    assert judged.next
     # and a reader has the kind from a file that does not hold it
     assert judged.kind == Verdict.model_validate(judged.model_dump(exclude={"kind"})).kind
 
@@ -140,96 +87,78 @@ def test_a_cell_is_judged_with_its_figures_and_a_remedy(
 @pytest.mark.parametrize(
     "facts",
     [
-        {"data_wait_fraction": 0.05},
-        {"ceiling_efficiency": 0.9501},
-        {"ceiling_efficiency": 0.7, "ceiling_efficiency_ci95": [0.6, 1.0]},
+        loss("loader_bound", 0.3, 0.05, 0.5),
+        loss("twin", 0.2, 0.05, 0.3),
+        loss("hardware_ceiling", 0.7, 0.6, 0.95),
+        loss("communication_bound", 0.7, 0.6, 0.95),
+        loss("launch_bound", 0.99, 0.95, 1.0),
+        {"data_wait_fraction": 0.3, "data_wait_fraction_ci95": None},
+        {"loader_fraction": 0.3, "loader_fraction_ci95": None},
         {"ceiling_efficiency": 0.7, "ceiling_efficiency_ci95": None},
-        {"communication_efficiency": 0.9501},
-        {"communication_efficiency": 0.7, "communication_efficiency_ci95": [0.6, 1.0]},
         {"communication_efficiency": 0.7, "communication_efficiency_ci95": None},
-        {"launch_fraction": 0.95},
+        {"launch_fraction": 0.99, "launch_fraction_ci95": None},
+        {"straggler_ratio": 1.5, "straggler_rank": None},
     ],
 )
-def test_a_loss_at_its_bound_or_in_doubt_is_not_named(facts: dict[str, Any]) -> None:
-    assert judge(cell(**facts), []).verdict == "no single cause"
+def test_a_loss_whose_interval_reaches_its_bound_is_not_named(facts: dict[str, Any]) -> None:
+    assert judge(cell(**facts)).kind == "no_single_cause"
 
 
-def test_the_greatest_of_several_losses_is_the_verdict_and_the_others_follow_by_size() -> None:
-    judged = judge(
-        cell(
-            communication_efficiency=0.8,
-            ceiling_efficiency=0.85,
-            data_wait_fraction=0.1,
-            straggler_rank=1,
-            straggler_ratio=1.5,
-        ),
-        [],
-    )
-    assert judged.verdict == "straggler rank 1"  # 1 - 1 / 1.5
-    assert judged.evidence == (
-        f"{REACHED}: rank 1 works 1.50 x as long as the others' median before any reduction; "
-        "also communication-bound: 20.0 % of the ceiling is lost once ranks exchange gradients; "
-        "also hardware ceiling: 4 independent copies reach 85.0 % of as many single ranks; "
-        "also loader-bound: 10.0 % of a step waits for data"
-    )
+WIDE = [0.006, 371.506]
 
 
 @pytest.mark.parametrize(
-    ("wait", "named", "also"), [(0.1, "launch-bound", "loader-bound"), (0.6, "loader-bound", "launch-bound")]
+    ("facts", "kind"),
+    [
+        ({}, "not_measurable"),
+        ({"efficiency_ci95": [0.5, 1.01]}, "not_measurable"),
+        ({"efficiency_ci95": [0.5, 1.0]}, "intervals_overlap"),
+        ({**loss("straggler", 1.5, 1.3, 1.7)}, "straggler"),
+        ({**loss("straggler", 1.7677, 1.3, 2.7)}, "straggler"),
+        ({"ceiling_efficiency_ci95": WIDE, "communication_efficiency_ci95": WIDE}, "not_measurable"),
+    ],
+)
+def test_a_ratio_that_is_not_measurable_has_no_digits(facts: dict[str, Any], kind: str) -> None:
+    repeat = {"run": "r", "steps": 5, "steps_per_s": 1.0, "tokens_per_s": 1.0, "step_time_s": {}}
+    judged = judge(cell(**{"efficiency": 0.9577, "efficiency_ci95": WIDE, "repeats": [repeat] * 2, **facts}))
+    assert judged.kind == kind
+    assert ("95.8 %" in judged.evidence) == (kind == "intervals_overlap")
+    assert "1.77" not in judged.evidence
+    assert "37150" not in judged.evidence
+
+
+def test_the_greatest_of_several_losses_is_the_verdict_and_the_others_follow_by_size() -> None:
+    facts = loss("communication_bound", 0.8, 0.79, 0.81) | loss("hardware_ceiling", 0.85, 0.84, 0.86)
+    judged = judge(cell(**facts, **loss("straggler", 1.5, 1.4, 1.6), **loss("loader_bound", 0.1, 0.09, 0.11)))
+    assert judged.kind == "straggler"  # 1 - 1 / 1.5
+    others = ("communication-bound", "hardware ceiling", "loader-bound")
+    places = [judged.evidence.index(f"also {name}") for name in others]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize(
+    ("wait", "kind", "also"), [(0.1, "launch_bound", "loader-bound"), (0.6, "loader_bound", "launch-bound")]
 )
 def test_a_step_as_long_as_the_hosts_part_is_lost_to_launching_but_for_its_wait_for_data(
-    wait: float, named: str, also: str
+    wait: float, kind: str, also: str
 ) -> None:
     """0.97 - 0.1 is beyond all that the device loses, 0.97 - 0.6 is below the wait."""
-    judged = judge(cell(launch_fraction=0.97, data_wait_fraction=wait, communication_efficiency=0.7), [])
-    assert judged.verdict == named
+    facts = loss("loader_bound", wait, wait - 0.01, wait + 0.01) | loss("launch_bound", 0.97, 0.96, 0.98)
+    judged = judge(cell(**facts, **loss("communication_bound", 0.7, 0.6, 0.8)))
+    assert judged.kind == kind
     assert f"also {also}" in judged.evidence
     assert "also communication-bound" in judged.evidence
 
 
 def test_a_straggler_counts_by_what_the_others_wait() -> None:
     """1 - 1 / 1.25 = 20 % is below the ceiling's 30 %."""
-    judged = judge(cell(straggler_rank=1, straggler_ratio=1.25, ceiling_efficiency=0.7), [])
-    assert judged.verdict == "hardware ceiling"
+    facts = loss("straggler", 1.25, 1.21, 1.29) | loss("hardware_ceiling", 0.7, 0.69, 0.71)
+    assert judge(cell(**facts)).kind == "hardware_ceiling"
 
 
 def test_a_loss_goes_before_a_good_efficiency() -> None:
-    good = {"efficiency": 0.97, "efficiency_ci95": [0.9, 1.05], "data_wait_fraction": 0.06}
-    assert judge(cell(**good), []).verdict == "loader-bound"
-
-
-def test_a_synthetic_twin_tells_what_the_loader_costs() -> None:
-    judged = judge(cell(), [cell(), twin(0.8, [0.7, 0.98])])
-    assert judged.verdict == "loader-bound"
-    assert judged.evidence == f"{REACHED}: 1.0 % of a step waits for data, 20.0 % faster without the loader"
-    both = judge(cell(data_wait_fraction=0.3, ceiling_efficiency=0.75), [twin(0.8, [0.7, 0.98])])
-    assert both.verdict == "loader-bound"  # the greater of 30 % and 20 % is beyond the ceiling's 25 %
-    less = judge(cell(data_wait_fraction=0.1, ceiling_efficiency=0.85), [twin(0.8, [0.7, 0.98])])
-    assert less.verdict == "loader-bound"
-    slight = judge(cell(data_wait_fraction=0.06), [twin(0.96, [0.95, 0.97])])
-    assert "4.0 % faster without the loader" in slight.evidence
-
-
-def test_a_twin_saves_its_share_of_the_cells_own_step() -> None:
-    judged = judge(cell(step_time_s={"mean": 2.0, "ci95": [1.9, 2.1]}), [twin(1.5, [1.4, 1.6])])
-    assert "25.0 % faster without the loader" in judged.evidence
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        twin(0.8, [0.7, 0.99]),  # reaches the cell's own
-        twin(0.8, [0.7, 1.2]),
-        twin(0.8, None),
-        twin(0.8, [0.7, 0.9], status="failed"),
-        twin(0.9501, [0.94, 0.96]),  # 5 % is the bound
-        twin(0.8, [0.7, 0.9], of="another"),
-        twin(0.8, [0.7, 0.9], kind="run"),
-    ],
-)
-def test_a_twin_that_says_nothing(other: Cell) -> None:
-    assert judge(cell(), [other]).verdict == "no single cause"
-    assert judge(cell(step_time_s={"mean": 1.0, "ci95": None}), [other]).verdict == "no single cause"
+    good = {"efficiency": 0.97, "efficiency_ci95": [0.9, 1.05]}
+    assert judge(cell(**good, **loss("loader_bound", 0.06, 0.055, 0.065))).kind == "loader_bound"
 
 
 def engine(name: str, tokens_per_s: float, interval: list[float] | None, **facts: Any) -> Cell:
@@ -249,32 +178,27 @@ def test_the_fastest_engine_is_named_where_intervals_part() -> None:
         cell="fast",
         kind="fastest",
         verdict="fastest of 3 at N = 4",
-        evidence="1.250 x the throughput of middle",
+        evidence="throughput over that of middle: 1.250 [1.188 to 1.313]",
         next="nothing",
     )
 
 
 def test_an_engine_is_the_fastest_only_where_it_is_apart_from_every_other() -> None:
-    apart, noisy = engine("b", 9.0, [1.15, 1.25]), engine("c", 8.0, [0.9, 1.9])
+    apart, noisy = engine("b", 9.0, [1.15, 1.25]), engine("c", 8.0, [0.9, 1.7])
     judged = verdicts([engine("a", 10.0, [1.0, 1.1]), apart, noisy])[-1]
     assert judged.kind == "intervals_overlap"
-    assert judged.evidence == "1.250 x the throughput of c, whose interval overlaps"
+    assert "of c: not measurable" in judged.evidence, "0.9 / 1.1 to 1.7 / 1.0"
 
 
 @pytest.mark.parametrize("second", [[1.01, 1.3], [0.9, 1.3], None])
 def test_an_engine_whose_interval_overlaps_is_not_called_slower(second: list[float] | None) -> None:
     judged = verdicts([engine("a", 10.0, [0.99, 1.01]), engine("b", 8.0, second)])[-1]
-    assert judged == Verdict(
-        cell="a",
-        kind="intervals_overlap",
-        verdict="no claim: intervals overlap",
-        evidence="1.250 x the throughput of b, whose interval overlaps",
-        next=MEASURE_MORE,
-    )
+    assert (judged.cell, judged.kind) == ("a", "intervals_overlap")
+    assert ("1.250 [" in judged.evidence) == (second is not None)
     unknown = [engine("a", 10.0, None), engine("b", 8.0, [1.2, 1.3])]
-    assert verdicts(unknown)[-1].verdict == "no claim: intervals overlap"
+    assert verdicts(unknown)[-1].kind == "intervals_overlap"
     fast = [engine("a", 10.0, [0.5, 0.6]), engine("b", 8.0, None)]
-    assert verdicts(fast)[-1].verdict == "no claim: intervals overlap"
+    assert verdicts(fast)[-1].kind == "intervals_overlap"
 
 
 def test_engines_are_compared_by_the_time_of_a_sequence() -> None:
