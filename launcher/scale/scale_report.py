@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from launcher.redact import redact
 from launcher.report.model import Cell, Level, Report, Section, Table, Tile, Verdict
 from launcher.report.numbers import (
     NA,
@@ -238,4 +237,4 @@ def _details(scaling: Scaling) -> Iterable[Section]:
     for title, each in tables.items():
         if each.rows:
             yield folded(title, each)
-    yield folded("Environment", environment_text(redact(scaling.environment)))
+    yield folded("Environment", environment_text(scaling.environment))

@@ -16,8 +16,7 @@ from bert_dp.config import Config, ConfigError, batch_layout, divisors, load_con
 from bert_dp.cost import GIB, memory_estimate_gib
 from bert_dp.record.models import Environment, FailureKind
 from launcher import results
-from launcher.machine.gpus import ROOT
-from launcher.machine.precision import precision_of
+from launcher.machine.environment import ROOT, precision_of
 from launcher.report.numbers import format_count, format_gib
 from launcher.watch.failure import Failure
 from launcher.watch.memory import MemoryFacts

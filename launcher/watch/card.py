@@ -9,7 +9,6 @@ from bert_dp.record import safe
 from launcher.report.numbers import format_gib
 from launcher.watch.failure import Failure, first_line
 from launcher.watch.memory import GROUP, sparkline
-from launcher.watch.merge_lines import name_ranks
 
 CONSEQUENCES_SHOWN = 6
 
@@ -23,7 +22,7 @@ def card(failure: Failure, run_dir: Path) -> list[str]:
     lines += [f"  log: {failure.log}"] if failure.log else []
     lines.append(f"  run: {run_dir}")
     if failure.alike:
-        lines.append(f"  alike: {name_ranks(failure.alike)}")
+        lines.append(f"  alike: ranks {', '.join(map(str, failure.alike))}")
     lines += [f"  why: {line}" for line in failure.explanation]
     lines += [f"  fix: {line}" for line in failure.fix]
     lines += _memory_lines(failure)

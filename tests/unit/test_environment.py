@@ -12,14 +12,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from launcher.machine.gpu_links import Links
+from launcher.machine.gpus import Gpu, num_gpus
 
 from bert_dp.cost import GIB
 from launcher import children, cli
 from launcher.machine import doctor
 from launcher.machine.doctor import diagnose
 from launcher.machine.environment import cgroup_limit, probe
-from launcher.machine.gpu_links import Links
-from launcher.machine.gpus import Gpu, num_gpus
 from tests.e2e.cli import wait_for
 from tests.helpers import write_files
 

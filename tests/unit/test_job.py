@@ -17,7 +17,7 @@ from rich.console import Console
 from bert_dp.config import MAX_RANKS, ConfigError, load_config
 from launcher import children, job, results
 from launcher.machine import environment
-from launcher.machine.gpus import Gpu
+from launcher.machine.environment import Gpu
 from launcher.output import KeptPlan, Output, claim, identity, place_issues, publish
 from launcher.report.model import Report
 from launcher.results import LrPlanFile

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from launcher.machine.doctor import link_findings
 from launcher.machine.gpu_links import Links, parse
+
+from launcher.machine.doctor import link_findings
 
 TOPOLOGY = """\
 \t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
