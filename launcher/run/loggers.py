@@ -181,7 +181,10 @@ def send(run_dir: Path, service: str, over: threading.Event, log: Log) -> None:
             writer.write(step, values)
         if not is_last:
             over.wait(POLL_S)
-    writer.finish(max(reader.sent for reader in readers), *summary_facts(run_dir))
+    last = max(reader.sent for reader in readers)
+    writer.finish(last, *summary_facts(run_dir))
+    with (run_dir / LOG).open("a") as file:  # raises on a lost or full disk, which some services ignore
+        file.write(f"{service}: sent up to step {last}\n")
 
 
 class StepReader:
