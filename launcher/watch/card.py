@@ -22,7 +22,7 @@ def card(failure: Failure, run_dir: Path) -> list[str]:
     lines += [f"  log: {failure.log}"] if failure.log else []
     lines.append(f"  run: {run_dir}")
     if failure.alike:
-        lines.append(f"  alike: ranks {', '.join(map(str, failure.alike))}")
+        lines.append(f"  alike: rank {', '.join(map(str, failure.alike))}")
     lines += [f"  why: {line}" for line in failure.explanation]
     lines += [f"  fix: {line}" for line in failure.fix]
     lines += _memory_lines(failure)

@@ -207,7 +207,7 @@ def test_a_file_server_that_does_not_answer_ends_no_run(
         raise OSError(5, "Input/output error")
 
     config = make_config("schedule.steps=9")
-    with Display(directory, Console(file=io.StringIO()), config, 1) as display:
+    with Display(directory, Console(file=io.StringIO()), config) as display:
         begin = once_ready(lambda: monkeypatch.setattr(Path, "glob", unanswered))
 
         def on_poll() -> None:
