@@ -146,7 +146,7 @@ class Display:
         show(self._console, text, **PLAIN)
 
     def _show_log(self) -> None:
-        """Show the new lines of rank 0, LINES_PER_S of them after a burst."""
+        """Show the newest lines of rank 0, LINES_PER_S of them after a burst."""
         lines = [text for line in self._log.lines()[0] if (text := readable(line))]
         with contextlib.suppress(OSError):  # a file server that does not answer
             if any((self._run_dir / "logs").glob("rank-*.error.json")):  # written before its traceback
@@ -154,13 +154,13 @@ class Display:
         now = time.monotonic()
         self._allowed = min(MAX_BURST, self._allowed + LINES_PER_S * (now - self._polled))
         self._polled = now
-        shown = lines[: int(self._allowed)]
-        self._allowed -= len(shown)
+        shown = lines[-max(1, int(self._allowed)) :]
+        self._allowed = max(0.0, self._allowed - len(shown))
+        if len(shown) < len(lines) and not self._flooded:
+            self._note("lines are left out, see logs/rank-0.log")
+        self._flooded = len(shown) < len(lines)
         for line in shown:
             self._note(line)
-        if len(shown) < len(lines) and not self._flooded:
-            self._note("more lines in logs/rank-0.log")
-        self._flooded = len(shown) < len(lines)
 
 
 def progress_line(metrics: Mapping[str, Any], *, eta: float | None = None, unit: str = "nats") -> str:

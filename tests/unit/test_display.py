@@ -242,9 +242,13 @@ def test_a_flood_of_lines_is_cut_with_one_note(tmp_path: Path, monkeypatch: pyte
         for _ in range(2):
             say(tmp_path, 0, "".join(f"line {number}\n" for number in range(1000)))
             display.poll()
-        shown = out.getvalue().splitlines()
-        assert shown == [f"line {number}" for number in range(200)] + ["more lines in logs/rank-0.log"]
+        first, *shown = out.getvalue().splitlines()
+        assert first == "lines are left out, see logs/rank-0.log"
+        assert shown == [*(f"line {number}" for number in range(800, 1000)), "line 999"]
         now = 1.0
-        say(tmp_path, 0, "".join(f"late {number}\n" for number in range(30)))
+        say(tmp_path, 0, "".join(f"late {number}\n" for number in range(20)))
         display.poll()
-    assert out.getvalue().splitlines()[201:] == [f"late {number}" for number in range(20)]
+        assert out.getvalue().splitlines()[202:] == [f"late {number}" for number in range(20)]
+        say(tmp_path, 0, "a\nb\n")
+        display.poll()
+    assert out.getvalue().splitlines()[222:] == [first, "b"], "a flood that begins anew is noted anew"
