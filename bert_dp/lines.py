@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,17 @@ class TolerantFile(io.FileIO):
             return len(data)
 
 
-def tolerant_stream(descriptor: int, errors: WriteErrors) -> io.TextIOWrapper:
-    """Open a text stream on a descriptor, flushed at the end of each line, that raises no OSError."""
-    raw = io.BufferedWriter(TolerantFile(descriptor, errors))
-    return io.TextIOWrapper(raw, "utf-8", "backslashreplace", line_buffering=True)
+class LogStream(io.TextIOWrapper):
+    """A text stream on a descriptor: masks secrets, is flushed at the end of each line, raises no OSError."""
+
+    def __init__(self, descriptor: int, errors: WriteErrors):
+        raw = io.BufferedWriter(TolerantFile(descriptor, errors))
+        super().__init__(raw, "utf-8", "backslashreplace", line_buffering=True)
+        self._secrets = record.secret_values(os.environ)
+
+    def write(self, text: str) -> int:
+        super().write(record.hide(text, self._secrets))
+        return len(text)
 
 
 class Records:

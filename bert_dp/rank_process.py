@@ -18,7 +18,7 @@ from types import FrameType
 from typing import IO
 
 from bert_dp.config import ConfigError
-from bert_dp.lines import WriteErrors, tolerant_stream
+from bert_dp.lines import LogStream, WriteErrors
 from bert_dp.record import (
     LAUNCHER_PID,
     LAUNCHER_START,
@@ -82,7 +82,7 @@ def redirect_output(rank: int, errors: WriteErrors) -> None:
     A line separates it from the output of an earlier process of that rank. Failed writes are counted in
     `errors`.
     """
-    sys.stdout, sys.stderr = tolerant_stream(1, errors), tolerant_stream(2, errors)
+    sys.stdout, sys.stderr = LogStream(1, errors), LogStream(2, errors)
     if folder := os.environ.get(LOG_DIR):
         try:
             log = os.open(Path(folder) / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

@@ -16,7 +16,7 @@ from bert_dp import __version__, record
 from bert_dp.config import ConfigError, find_config, shipped_configs
 from bert_dp.config.profile import parse_profile
 from launcher.errors import DISK_FAILED, exit_code
-from launcher.log import complain, logger, warn_of_ordinary_secrets
+from launcher.log import complain, logger
 from launcher.options import (
     TEXTS,
     ExportOut,
@@ -139,7 +139,6 @@ def train(
     if profile_ranks is not None and profile is None:
         raise ConfigError(["--profile-ranks: records nothing without --profile FIRST:END; add it"])
     plan = None if profile is None else parse_profile(profile, profile_ranks or "0")
-    warn_of_ordinary_secrets()
     overrides, failed = auto.resolve_auto_batch(
         config,
         settings,
@@ -223,7 +222,6 @@ def finetune(
         {"train": train, "dev": dev, "test": test},
         {"text": text, "text-pair": text_pair, "label": label, "kind": kind},
     )
-    warn_of_ordinary_secrets()
     return training.train(
         finetuning.load(run, source, settings, nproc=nproc, random_weights=init == "random"),
         nproc=nproc,
@@ -385,7 +383,6 @@ def scale(
         raise ConfigError(
             ["--accumulation: strong scaling derives it from batch.global_size; use --mode weak"]
         )
-    warn_of_ordinary_secrets()
     settings = grid.Settings(
         gpus=tuple(sorted(nproc)),
         modes=tuple(mode),
@@ -440,7 +437,6 @@ def tune_batch(
     from launcher.tune import batch as search
 
     config, overrides = split_words(words, set_)
-    warn_of_ordinary_secrets()
     return search.tune_batch(
         config,
         overrides,
@@ -493,7 +489,6 @@ def tune_lr(
     from launcher.tune import lr as search
 
     config, overrides = split_words(words, set_)
-    warn_of_ordinary_secrets()
     if transfer is not None:
         from launcher.tune.transfer import carry
 
@@ -641,7 +636,6 @@ def eval_glue(
     settings = settings_after_run(words, set_)
     if not data:
         raise ConfigError(["--data: name the folder or archive with GLUE's files"])
-    warn_of_ordinary_secrets()
     options = GlueOptions(
         tasks=list(tasks),
         seeds=seeds,

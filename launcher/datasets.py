@@ -23,8 +23,7 @@ from bert_dp.config import (
 from bert_dp.config.manifest import SourceFile, is_ordered, loss_warnings
 from launcher import children
 from launcher.errors import told_by_option
-from launcher.log import PLAIN, show
-from launcher.redact import secrets, setting_issues
+from launcher.log import PLAIN, secret_issues, show
 from launcher.report.console import show_report
 from launcher.report.model import Column, Report, Row, Section, Table, Verdict
 from launcher.report.numbers import count_of, format_count, format_nats, format_percent, format_si
@@ -73,7 +72,7 @@ def build(
     size = vocab_size or (VOCAB_SIZE if tokenizer is None else MAX_VOCAB_SIZE)
     out, tokenizer = out.expanduser(), tokenizer and os.path.expanduser(tokenizer)
     texts = {"SOURCES": " ".join(sources), "--out": str(out), "--tokenizer": tokenizer}
-    if issues := setting_issues(texts, secrets(sys.argv)):  # the manifest names them
+    if issues := secret_issues(texts):  # the manifest names them
         raise ConfigError(issues)
     asked = {
         "data": {

@@ -8,11 +8,11 @@ import importlib.util
 import os
 import re
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import get_args
 
 from bert_dp import record
 from bert_dp.config import (
@@ -20,6 +20,7 @@ from bert_dp.config import (
     MAX_RANKS,
     Config,
     ConfigError,
+    Issue,
     dump_config,
     engine_facts,
     hf_directory,
@@ -29,13 +30,13 @@ from bert_dp.config import (
     read_data,
 )
 from bert_dp.config.extras import install_command
+from bert_dp.config.schema import Logger
 from bert_dp.config.shipped import find_config as find_named_config
 from bert_dp.config.shipped import shipped_configs
 from launcher import children
-from launcher.loggers import logger_issues
+from launcher.log import secret_issues
 from launcher.machine import environment
 from launcher.machine.environment import Environment
-from launcher.redact import secrets, setting_issues
 
 CPU_RANKS = 2  # of --nproc auto on a machine without a GPU
 
@@ -87,7 +88,7 @@ class Job:
             f"{machine.gpus_present}), so ranks use CPU cores; correct it, or say --set run.device=cpu"
         ]
 
-    def issues(self, directory: Path, option: str) -> list[str]:
+    def issues(self, directory: Path, option: str) -> list[Issue | str]:
         """What its configuration names and is not there, and secrets that would be written; one line each."""
         return [*input_issues(self.config), *exposure_issues(self.config, directory, option)]
 
@@ -138,9 +139,9 @@ def absolute(config: Config) -> Config:
     return config.model_copy(update={"data": data.model_copy(update=paths), "run": run})
 
 
-def input_issues(config: Config) -> list[str]:
+def input_issues(config: Config) -> list[Issue | str]:
     """Files and packages the configuration names and that are not there; one line each."""
-    issues = []
+    issues: list[Issue | str] = []
     data = config.data
     if data.path is not None:
         try:
@@ -168,7 +169,7 @@ def input_issues(config: Config) -> list[str]:
             if checkpoint
             else [f"run.init_from: {init_from} holds no checkpoint; name a checkpoint or a run directory"]
         )
-    issues += [f"log.to: {issue}" for issue in logger_issues(config.log.loggers)]
+    issues += logger_issues(config.log.loggers, "log.to")
     engine = config.parallel.engine
     if (package := engine_facts(engine).package) is not None and not has_package(package):
         issues.append(f"parallel.engine: {engine} needs `{install_command(package)}`")
@@ -186,12 +187,26 @@ def input_issues(config: Config) -> list[str]:
     return issues
 
 
+def logger_issues(names: Iterable[str], setting: str) -> list[Issue]:
+    """Find services of `log.to` that are unknown or whose package is missing."""
+    known = get_args(Logger)
+    issues = []
+    for name in names:
+        if name not in known:
+            hint = f"choose from {', '.join(known)}"
+            issues.append(Issue(setting, "unknown", f"unknown logger {name!r}", value=name, hint=hint))
+        elif not has_package(name):
+            message, hint = f"{name} is not installed", f"`{install_command(name)}`"
+            issues.append(Issue(setting, "needs_package", message, value=name, hint=hint))
+    return issues
+
+
 def has_package(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-def exposure_issues(config: Config, directory: Path, option: str) -> list[str]:
-    """Settings that would carry a secret into the directory, which `option` names; one line each."""
+def exposure_issues(config: Config, directory: Path, option: str) -> list[Issue | str]:
+    """Find settings that would carry a secret into the directory, which `option` names."""
     data = config.data
     texts = {
         "data.path": data.path,
@@ -200,7 +215,7 @@ def exposure_issues(config: Config, directory: Path, option: str) -> list[str]:
         "data.tokenizer": data.tokenizer,
         "run.init_from": config.run.init_from,
     }
-    return setting_issues(texts, secrets(sys.argv))
+    return [*secret_issues(texts)]
 
 
 def built_data(config: Config) -> Path | None:

@@ -1,15 +1,16 @@
-"""What a verb prints: its lines on the console or on stderr, safe for a terminal and without secrets."""
+"""Output of a verb: lines on the console or on stderr, safe for a terminal and without secrets."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bert_dp import record
-from launcher.redact import ordinary_secrets, secrets
+from bert_dp.config import Issue
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,32 +22,21 @@ PLAIN: Any = {"markup": False, "highlight": False, "soft_wrap": True}
 def show(console: Console, what: Any, **options: Any) -> None:
     """Print; a reader that has gone away must not end the run."""
     try:
-        console.print(printable(what) if isinstance(what, str) else what, **options)
+        console.print(record.printable(what) if isinstance(what, str) else what, **options)
         console.file.flush()
     except (OSError, ValueError, SystemExit):  # rich answers a broken pipe with SystemExit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def printable(text: str) -> str:
-    """Foreign text for a terminal: without control characters, and without the secrets that we were given."""
-    return record.safe(record.hide(text, secrets(sys.argv)))
-
-
 def complain(text: str) -> None:
     """Write lines to stderr."""
     with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(f"{printable(text)}\n")
+        sys.stderr.write(f"{record.printable(text)}\n")
         sys.stderr.flush()
 
 
-def warn_of_ordinary_secrets() -> None:
-    """Say which secrets of the environment cannot be hidden; once, at the start of a verb that runs ranks."""
-    for line in ordinary_secrets():
-        complain(f"warning: {line}")
-
-
 def logger(console: Console, as_json: bool) -> Log:
-    """What a verb says its lines with: on the console, or on stderr where stdout takes JSON."""
+    """Return the function that prints a verb's lines: on stderr where stdout takes JSON."""
 
     def log(line: str) -> None:
         if as_json:
@@ -55,3 +45,40 @@ def logger(console: Console, as_json: bool) -> Log:
             show(console, line, **PLAIN)
 
     return log
+
+
+def masked_command(argv: Sequence[str]) -> list[str]:
+    """Mask the secrets in a command line: `--token=abc`, `TOKEN=abc`, `--api-key abc`, `Token: abc`."""
+    secrets = record.secret_values(os.environ)
+    shown = []
+    for before, item in zip(("", *argv), argv, strict=False):
+        named = re.match(r"([^=:\s]+)(=|:\s*)(.+)", item, re.DOTALL)
+        if named and record.is_secret(named[1], named[3]):
+            item = f"{named[1]}{named[2]}{record.REDACTED}"
+        elif re.fullmatch(r"-[^=]*", before) and record.is_secret(before, item) and item[:2] != "--":
+            item = record.REDACTED
+        shown.append(record.hide(item, secrets))
+    return shown
+
+
+def secret_issues(settings: Mapping[str, str | None]) -> list[Issue]:
+    """Find settings, by name, whose value holds a secret and would be written to a file."""
+    secrets = record.secret_values(os.environ)
+    hint = "use a path without it"
+    issues = []
+    for setting, text in settings.items():
+        names = dict.fromkeys(name for value, name in secrets.items() if text and value in text)
+        issues += [
+            Issue(
+                setting,
+                "conflict",
+                f"holds the value of {name}, a secret by its name, and would be written to a file",
+                other=name,
+                hint=f"{hint}, or unset {name}",
+            )
+            for name in names
+        ]
+        if text and not names and (shown := record.hide(text)) != text:
+            message = f"{shown} holds a password or a token, and would be written to a file"
+            issues.append(Issue(setting, "unsupported", message, value=shown, hint=hint))
+    return issues

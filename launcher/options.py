@@ -17,7 +17,7 @@ import typer
 from bert_dp.config import ConfigError, benchmark_names, engine_facts, shipped_configs
 from bert_dp.config.extras import install_command
 from bert_dp.record import safe
-from launcher.loggers import logger_issues
+from launcher.job import logger_issues
 from launcher.run.starters import launcher_problem
 
 if TYPE_CHECKING:
@@ -107,8 +107,8 @@ def words(text: str) -> tuple[str, ...]:
 def loggers(text: str) -> tuple[str, ...]:
     """`wandb,mlflow` -> ("wandb", "mlflow"), each installed."""
     names = words(text)
-    if issues := logger_issues(names):
-        raise typer.BadParameter("; ".join(issues))
+    if issues := logger_issues(names, ""):
+        raise typer.BadParameter("; ".join(map(str, issues)))
     return names
 
 

@@ -22,8 +22,8 @@ from bert_dp.config.manifest import Manifest
 from bert_dp.record.models import StoredFile
 from launcher import results
 from launcher.job import prepare_data
+from launcher.log import masked_command
 from launcher.machine import environment
-from launcher.redact import redact_argv
 from launcher.report.console import show_report
 from launcher.report.html import write_or_warn
 from launcher.report.model import Report
@@ -89,7 +89,7 @@ class Session(Generic[P]):
             "environment": self.machine,
             "config_hash": self.plan.config_hash,
             "data_hash": self.data_hash,
-            "command": redact_argv(sys.argv),
+            "command": masked_command(sys.argv),
         }
 
 
@@ -199,7 +199,7 @@ class Output(Generic[P]):
         options = {name: getattr(self.plan, name) for name in self.fixed}
         plan = (before or self.plan).model_copy(update={**options, "machine": here})
         results.write(self.path / self.file, plan)
-        record.write_json(self.path / "environment.json", {**machine, "command": redact_argv(sys.argv)})
+        record.write_json(self.path / "environment.json", {**machine, "command": masked_command(sys.argv)})
         return Session(machine, plan, data_hash)
 
     def print_plan(self, *, as_json: bool) -> None:

@@ -1195,19 +1195,3 @@ class TrialFile(StoredFile):
 
     remedy: ClassVar[str] = "remove its directory, and the trial runs again"
     seconds: float = 0.0
-
-
-# --- a service that a run is also sent to
-
-
-class LoggerRun(StoredFile):
-    """NAME/run.json in a run directory: the run of the service NAME that its records are sent to."""
-
-    remedy: ClassVar[str] = "remove its directory, and all is sent again as a new run"
-    id: str
-    where: str
-    """A path or an address at which it can be seen."""
-    destination: str = ""
-    """What the environment said of it; a run of another destination is a new one."""
-    sent: dict[str, int] = {}
-    """Record file -> the last step that was sent."""

@@ -34,7 +34,7 @@ MODULES = {
     "launcher/scale/verdict.py": ["test_verdict.py"],
     "launcher/tune/curve.py": ["test_curve.py"],
     "launcher/tune/ladder.py": ["test_ladder.py"],
-    "launcher/redact.py": ["test_redact.py"],
+    "bert_dp/record/text.py": ["test_secrets.py", "test_terminal.py"],
     "bert_dp/config/rates.py": ["test_rates.py"],
     "bert_dp/config/batch.py": ["test_config.py", "test_checks.py"],
     "bert_dp/config/checks.py": ["test_config.py", "test_checks.py"],

@@ -51,17 +51,11 @@ from bert_dp.record.shared import (
 )
 from bert_dp.record.text import (
     CONTROL,
-    LONGEST_FORM,
-    MIN_SECRET,
     REDACTED,
-    SECRET_FORMS,
     hide,
-    is_ordinary,
     is_secret,
-    named_secrets,
     printable,
     safe,
     secret_values,
     without_folders,
-    written_forms,
 )

@@ -1,18 +1,15 @@
-"""What may be shown: text without secrets and without what moves a terminal. Torch-free."""
+"""Text that may be shown: without secrets and without terminal control characters. Torch-free."""
 
 from __future__ import annotations
 
-import functools
-import html
-import json
 import os
 import re
-import urllib.parse
 from collections.abc import Iterable, Mapping
 
 REDACTED = "<redacted>"
-MIN_SECRET = 6  # characters: shorter values stand in texts by chance
-WORD = re.compile(r"[A-Z]?[a-z]{,12}|[A-Z]{,12}")  # so do words
+# shorter values and plain words stand in ordinary text by chance, so hiding them would spoil it
+MIN_SECRET = 6  # characters
+WORD = re.compile(r"[A-Z]?[a-z]{,12}|[A-Z]{,12}")
 # in one word of the name of a variable or setting: PAT but not PATH, KEY but not KEYBOARD
 SECRET_PART = re.compile(
     r"token(?!i[sz])|secret|credential|webhook|bearer|pwd$|dsn$|^pats?$|^connections?$|(?<!sa)creds?$"
@@ -21,25 +18,10 @@ SECRET_PART = re.compile(
 )
 NAME_PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 NO_SECRETS = ("PWD", "OLDPWD")  # the shell's own: the current folder and the one before
-USER_INFO = r"/(?<=[:/]/)([^\s/?#\"'<>:@]{,256}:[^\s/\"'<>]{1,256})@"  # also where a path has lost a slash
-HEADER = r"[\"']?\s{,3}[:=]\s{,3}[\"']?(?:(?i:bearer|basic|digest|token)\s{1,3})?([^\s\"',;]{6,2000})"
-# what shows by its form that it is a secret: the group where there is one, else the whole match. A text
-# without the mark, in lower case, holds none. Each is bounded, so that a file can be searched in pieces
-SECRET_FORMS = (
-    ("@", USER_INFO),
-    ("@", r"://([^\s/?#\"'<>:@]{16,256})@"),  # https://TOKEN@host
-    ("eyj", r"eyJ(?<![A-Za-z0-9]eyJ)[\w-]{6,1000}\.[\w-]{4,2000}\.[\w-]{,1000}"),  # JWT
-    ("hf_", r"hf_(?<![A-Za-z0-9]hf_)[A-Za-z0-9]{16,256}"),
-    ("gh", r"gh(?<![A-Za-z0-9]gh)[pousr]_[A-Za-z0-9]{16,256}"),
-    ("github_pat_", r"github_pat_\w{16,256}"),
-    ("akia", r"AKIA(?<![A-Za-z0-9]AKIA)[A-Z0-9]{16}(?![A-Za-z0-9])"),
-    *(("authorization", letters + HEADER) for letters in ("uthorization", "UTHORIZATION")),
-    *(
-        ("bearer", rf"{letters}\s{{1,3}}((?=\S{{,256}}\d)[\w.~+/=-]{{12,2000}})")
-        for letters in ("earer", "EARER")
-    ),
+# https://user:password@host, also where a path has lost a slash, and https://TOKEN@host
+URL_PASSWORD = re.compile(
+    r"(?<=[:/]/)[^\s/?#\"'<>:@]{,256}:[^\s/\"'<>]{1,256}(?=@)|(?<=://)[^\s/?#\"'<>:@]{16,256}(?=@)"
 )
-LONGEST_FORM = 4096  # characters
 # what may not reach a terminal, XML or UTF-8: sequences for a terminal, the characters that begin one, and
 # those that turn the order of a line around
 ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_][^\x07\x1b\n]{,1000}(?:\x07|\x1b\\)")
@@ -47,7 +29,7 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud
 
 
 def is_secret(name: str, value: object) -> bool:
-    """Whether a value of this name is a secret, which must not be written down."""
+    """Return whether a value of this name is a secret, which must not be written to a file."""
     parts = [part.lower() for part in NAME_PART.findall(name)]
     if name in NO_SECRETS or value is None or not any(map(SECRET_PART.search, parts)):
         return False
@@ -55,68 +37,38 @@ def is_secret(name: str, value: object) -> bool:
     return not (counted and re.fullmatch(r"[\d.e+_]+|null", str(value)))
 
 
-def is_ordinary(value: str) -> bool:
-    """Whether this value is so common in texts that hiding it would spoil them."""
-    return len(value) < MIN_SECRET or WORD.fullmatch(value) is not None
-
-
-def named_secrets(environ: Mapping[str, str]) -> dict[str, str]:
-    """Value -> name of the variables that hold a secret by their name, and of the passwords in URLs.
-
-    A path that exists is none: it says where a secret is kept. A value of several lines counts whole and line
-    by line.
-    """
-    secrets: dict[str, str] = {}
-    for name, value in environ.items():
-        if is_secret(name, value) and not os.path.exists(os.path.expanduser(value)):
-            secrets |= dict.fromkeys((value, *value.splitlines()), name)
-        for match in re.finditer(USER_INFO, value):
-            password = match[1].partition(":")[2]
-            secrets |= dict.fromkeys((password, urllib.parse.unquote(password)), name)
-    return secrets
-
-
 def secret_values(environ: Mapping[str, str]) -> dict[str, str]:
-    """`named_secrets` without what is ordinary."""
-    return {value: name for value, name in named_secrets(environ).items() if not is_ordinary(value)}
+    """Return value -> name of the variables that hold a secret by their name.
 
-
-@functools.lru_cache(1024)
-def written_forms(secret: str) -> frozenset[str]:
-    """The secret as it is, and as JSON, Python, HTML or a URL would write it."""
-    written = (json.dumps(secret), json.dumps(secret, ensure_ascii=False), repr(secret))
-    escaped = (html.escape(secret), html.escape(secret, quote=False), html.escape(written[0][1:-1]))
-    quoted = urllib.parse.quote(secret, safe="", errors="surrogateescape")
-    return frozenset((secret, *(text[1:-1] for text in written), *escaped, quoted))
+    Short values and plain words are left out, and so is the path of a file, which says where a secret is.
+    """
+    return {
+        value.strip(): name
+        for name, value in environ.items()
+        if is_secret(name, value)
+        and len(value.strip()) >= MIN_SECRET
+        and not WORD.fullmatch(value.strip())
+        and not os.path.exists(os.path.expanduser(value))
+    }
 
 
 def hide(text: str, secrets: Iterable[str] = ()) -> str:
-    """`text` without the secrets, in whatever form, and without what has the form of one."""
-    for form in sorted({f for secret in secrets for f in written_forms(secret)}, key=len, reverse=True):
-        text = text.replace(form, REDACTED)
-    lower = text.lower()
-    for mark, form in SECRET_FORMS:
-        if mark in lower:
-            text = re.sub(form, _without_group, text)
-    return text
-
-
-def _without_group(match: re.Match[str]) -> str:
-    start, end = match.span(match.lastindex or 0)
-    whole, offset = match.group(), match.start()
-    return whole[: start - offset] + REDACTED + whole[end - offset :]
+    """Replace each of `secrets`, and every password in a URL, by REDACTED."""
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, REDACTED)
+    return URL_PASSWORD.sub(REDACTED, text) if "@" in text else text
 
 
 def safe(text: str) -> str:
-    """Foreign text for a terminal or a page: nothing in it moves a cursor, sets a title or turns a line."""
+    """Remove terminal sequences and replace control characters: nothing left moves a cursor."""
     return CONTROL.sub("\ufffd", ESCAPE.sub("", text))
 
 
 def printable(text: str) -> str:
-    """`safe`, and without the secrets of this process's environment."""
+    """Make text safe for a terminal, without the secrets of this process's environment."""
     return safe(hide(text, secret_values(os.environ)))
 
 
 def without_folders(word: str) -> str:
-    """A word of a command with absolute paths cut to their names: the others say nothing to a stranger."""
+    """Cut the absolute paths in a word of a command to their names."""
     return re.sub(r"(?<![\w.~/-])/(?:[^/\s,]+/)+(?=[^/\s,])", "", word)

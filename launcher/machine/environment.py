@@ -1,4 +1,4 @@
-"""What machine is this: `probe`, which is environment.json.
+"""Facts about this machine: `probe` reads them for environment.json, and the expected precision follows.
 
 Torch-free. Every function that reads kernel files takes `root`, the directory that holds proc/ and sys/.
 """
@@ -6,25 +6,32 @@ Torch-free. Every function that reads kernel files takes `root`, the directory t
 from __future__ import annotations
 
 import contextlib
+import csv
 import dataclasses
 import datetime
 import importlib.metadata
 import os
 import platform
+import re
 import resource
 import shutil
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 
-from bert_dp.config import bf16_units, cpu_field
+from bert_dp import record
+from bert_dp.config import BF16_UNITS, Config, bf16_units, cpu_field, decide_precision
 from bert_dp.cost import GIB
+from launcher import results
 from launcher.children import run_command
-from launcher.machine.gpus import ROOT, Gpu, find_gpus, read_text
-from launcher.redact import redact_argv
+from launcher.log import masked_command
+from launcher.report.numbers import format_ratio, format_si
+from launcher.results import MatmulRatio
 
+ROOT = Path("/")
 PACKAGES = (
     "bert-dp",
     "torch",
@@ -44,6 +51,19 @@ PACKAGES = (
     "nvidia-nccl-cu13",
     "triton",
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    index: int
+    """Position among the devices of the machine, before CUDA_VISIBLE_DEVICES."""
+    name: str
+    memory_gib: float | None
+    driver: str | None
+    numa_node: int | None = None
+    """None = the kernel does not know it."""
+    free_gib: float | None = None
+    """Memory that other processes leave free; None = not known."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,16 +89,12 @@ class Environment:
     memory_gib: float
     memory_available_gib: float
     memory_limit_gib: float | None
-    swap_used_gib: float
     shm_gib: float | None
     shm_free_gib: float | None
     disk_free_gib: float | None
     open_files: int
     max_processes: int | None
-    """Of this user or of the control group, whichever is less, threads included; None = no limit."""
-    locked_memory_gib: float | None
-    """None = no limit."""
-    omp_num_threads: str | None
+    """Limit of this user or of the control group, whichever is less, threads included; None = no limit."""
     cuda_visible_devices: str | None
     gpus: tuple[Gpu, ...]
     gpus_present: int
@@ -106,8 +122,8 @@ class Environment:
         return min(self.memory_available_gib, self.memory_limit_gib or float("inf"))
 
     def rank_memory(self, ranks: int, on_gpu: bool) -> tuple[float | None, str]:
-        """GiB that each of `ranks` may have (None = not known), and of what: the GPU with least of it free,
-        or a share of the host."""
+        """Return the GiB that each of `ranks` may have, None if unknown, and their source: the GPU with the
+        least free memory, or a share of the host's."""
         if not on_gpu:
             return self.usable_memory_gib / ranks, f"this machine / {ranks} ranks"
         rooms = [
@@ -126,10 +142,10 @@ class Environment:
 
 
 def probe(path: Path = Path(), root: Path = ROOT) -> Environment:
-    """The machine, the versions, and the git commit of `path`. Never raises for something that is absent."""
+    """Read the machine, the versions and the git commit of `path`. Facts that are absent raise nothing."""
     gpus, present, gpu_error = find_gpus(root)
     numa_cores = _numa_cores(root)
-    processes, locked = (_limit(kind) for kind in (resource.RLIMIT_NPROC, resource.RLIMIT_MEMLOCK))
+    processes = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     memory_limit, pids = cgroup_limit(root, "memory"), cgroup_limit(root, "pids")
     memory = psutil.virtual_memory()
     shm = _disk(root / "dev/shm")
@@ -139,7 +155,7 @@ def probe(path: Path = Path(), root: Path = ROOT) -> Environment:
     status = run_command([*git, "status", "--porcelain"], 2)[0] if commit else None
     return Environment(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        command=redact_argv(sys.argv),
+        command=masked_command(sys.argv),
         platform=f"{platform.system()} {platform.machine()}",
         kernel=platform.release(),
         python=platform.python_version(),
@@ -154,14 +170,13 @@ def probe(path: Path = Path(), root: Path = ROOT) -> Environment:
         memory_gib=memory.total / GIB,
         memory_available_gib=memory.available / GIB,
         memory_limit_gib=None if memory_limit is None or memory_limit > memory.total else memory_limit / GIB,
-        swap_used_gib=psutil.swap_memory().used / GIB,
         shm_gib=shm.total / GIB if shm else None,
         shm_free_gib=shm.free / GIB if shm else None,
         disk_free_gib=disk.free / GIB if disk else None,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        max_processes=min((int(n) for n in (processes, pids) if n is not None), default=None),
-        locked_memory_gib=None if locked is None else locked / GIB,
-        omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
+        max_processes=min(
+            (int(n) for n in (processes, pids) if n not in (None, resource.RLIM_INFINITY)), default=None
+        ),
         cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
         gpus=tuple(gpus),
         gpus_present=present,
@@ -174,7 +189,7 @@ def probe(path: Path = Path(), root: Path = ROOT) -> Environment:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the installed packages that a run depends on."""
+    """Return the versions of the installed packages that a run depends on."""
     installed = {}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -183,13 +198,13 @@ def versions() -> dict[str, str]:
 
 
 def cgroup_limit(root: Path, controller: Literal["cpu", "memory", "pids"]) -> float | None:
-    """Limit of this process' control group and its ancestors: cores, bytes or processes; None = unlimited."""
+    """Return the limit of this process's control group and its ancestors: cores, bytes or processes."""
     limits = [_own_limit(group, controller) for group in control_groups(root, controller)]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def control_groups(root: Path, controller: Literal["cpu", "memory", "pids"]) -> list[Path]:
-    """Directories of this process' control group and its ancestors, outermost first; v1 and v2."""
+    """List the directories of this process's control group and its ancestors, outermost first; v1 and v2."""
     groups = []
     for line in read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -218,11 +233,6 @@ def _numa_cores(root: Path) -> dict[str, int]:
     return {node.name[4:]: sum((node / f"cpu{core}").exists() for core in cores) for node in nodes}
 
 
-def _limit(kind: int) -> int | None:
-    limit = resource.getrlimit(kind)[0]
-    return None if limit == resource.RLIM_INFINITY else limit
-
-
 def _disk(path: Path) -> Any:
     try:
         return shutil.disk_usage(path)
@@ -231,6 +241,148 @@ def _disk(path: Path) -> Any:
 
 
 def existing(path: Path) -> Path:
-    """`path` or its nearest ancestor that exists."""
+    """Return `path` or its nearest ancestor that is a directory."""
     path = path.absolute()
     return next((p for p in (path, *path.parents) if p.is_dir()), path)
+
+
+def num_gpus(root: Path = ROOT) -> int:
+    """Count the GPUs that a worker will see, CUDA_VISIBLE_DEVICES respected, without importing torch."""
+    return len(find_gpus(root)[0])
+
+
+def find_gpus(root: Path) -> tuple[list[Gpu], int, str | None]:
+    """Return the visible GPUs, the number present and the error of nvidia-smi.
+
+    Where nvidia-smi names none, the kernel driver's own list is read.
+    """
+    devices: list[tuple[Gpu, str]] = []  # with the UUID, which CUDA_VISIBLE_DEVICES may name
+    divided: list[bool] = []  # by MIG
+    error: str | None = None
+    if shutil.which("nvidia-smi"):
+        facts = "index,uuid,name,memory.total,memory.free,driver_version,pci.bus_id,mig.mode.current"
+        output, error = run_command(
+            ["nvidia-smi", f"--query-gpu={facts}", "--format=csv,noheader,nounits"], 8
+        )
+        for row in csv.reader((output or "").splitlines(), skipinitialspace=True):
+            if len(row) == 8 and row[0].isdigit():
+                total, free = (float(mib) / 1024 if mib.isdigit() else None for mib in row[3:5])
+                gpu = Gpu(int(row[0]), row[2], total, row[5], _numa_node(root, row[6]), free)
+                devices.append((gpu, row[1]))
+                divided.append(row[7] == "Enabled")
+    if not devices:
+        devices = _driver_gpus(root)
+    selection = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if divided and all(divided) and selection is None:  # CUDA then shows one instance
+        return [_instance(devices[0][0])], len(devices), error
+    return _visible(devices, selection), len(devices), error
+
+
+def _instance(gpu: Gpu) -> Gpu:
+    """Return a MIG instance of a GPU, whose memory is not known."""
+    return dataclasses.replace(gpu, name=f"{gpu.name} (MIG)", memory_gib=None, free_gib=None)
+
+
+def _numa_node(root: Path, address: str) -> int | None:
+    """Return the NUMA node of a PCI device; nvidia-smi writes its domain with 8 digits, sysfs with 4."""
+    path = root / "sys/bus/pci/devices" / address.lower()[-len("0000:00:00.0") :] / "numa_node"
+    text = read_text(path).strip()
+    return int(text) if text.isdigit() else None  # -1 = not known
+
+
+def _driver_gpus(root: Path) -> list[tuple[Gpu, str]]:
+    driver = re.search(r"Module\s+([\d.]+)", read_text(root / "proc/driver/nvidia/version"))
+    devices = []
+    for index, folder in enumerate(sorted((root / "proc/driver/nvidia/gpus").glob("*"))):
+        facts = dict(
+            line.split(":", 1) for line in read_text(folder / "information").splitlines() if ":" in line
+        )
+        name, uuid = facts.get("Model", "NVIDIA GPU").strip(), facts.get("GPU UUID", "").strip()
+        gpu = Gpu(index, name, None, driver and driver[1], _numa_node(root, folder.name))
+        devices.append((gpu, uuid))
+    return devices
+
+
+def _visible(devices: list[tuple[Gpu, str]], selection: str | None) -> list[Gpu]:
+    """Apply CUDA's rule: devices by index, UUID or prefix of one, up to the first entry that names none."""
+    if selection is None:
+        return [gpu for gpu, _ in devices]
+    chosen: list[Gpu] = []
+    for entry in (e.strip() for e in selection.split(",")):
+        if entry.startswith("MIG-") and devices:
+            named = [_instance(devices[0][0])]
+        elif entry.startswith("GPU-"):
+            named = [gpu for gpu, uuid in devices if uuid.startswith(entry)]
+        else:
+            named = [gpu for gpu, _ in devices if str(gpu.index) == entry]
+        if len(named) != 1 or named[0] in chosen:
+            break
+        chosen += named
+    return chosen
+
+
+def read_text(path: Path) -> str:
+    """Read a kernel file; empty where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def precision_of(config: Config, bf16_units: Sequence[str], *, on_gpu: bool, kept: str | None = None) -> str:
+    """Predict the precision of the ranks. `kept`: precision of the checkpoint that the run resumes from."""
+    has_bf16 = on_gpu or bool(bf16_units)  # only a rank can ask its GPU
+    engines = [config.parallel.engine]
+    return decide_precision(config.precision, engines, on_gpu=on_gpu, has_bf16=has_bf16, kept=kept)
+
+
+def ratio_file() -> Path:
+    """Return the path of doctor's measurement: below $BERT_DP_CACHE or ~/.cache/bert-dp."""
+    return record.cache_root() / "matmul_ratio.json"
+
+
+def keep_ratio(measured: Mapping[str, Any], machine: Environment) -> MatmulRatio:
+    """Store the output of bert_dp.measure.bf16_ratio.
+
+    Raises ConfigError for other output, and OSError, also where the cache is not to be trusted.
+    """
+    facts = {"date": datetime.date.today().isoformat(), "cpu": identity(machine)}
+    ratio = results.parse({**measured, **facts}, MatmulRatio, ratio_file().name)
+    if issues := record.cache_issues():
+        raise PermissionError(issues[0])
+    ratio_file().parent.mkdir(parents=True, exist_ok=True)
+    results.write(ratio_file(), ratio)
+    return ratio
+
+
+def kept_ratio(machine: Environment) -> MatmulRatio | None:
+    """Read doctor's last measurement, if it was made on this CPU."""
+    ratio = None if record.cache_issues() else results.find(ratio_file(), MatmulRatio)
+    return ratio if ratio is not None and ratio.cpu == identity(machine) else None
+
+
+def identity(machine: Environment) -> list[str]:
+    """Return what tells CPUs with different matmul rates apart."""
+    return [machine.cpu_model, *machine.bf16_units]
+
+
+def in_words(ratio: MatmulRatio) -> str:
+    """Describe the ratio with both of its rates."""
+    bf16, fp32 = (format_si(flops, "FLOP/s") for flops in (ratio.bf16_flops, ratio.fp32_flops))
+    return f"{format_ratio(ratio.ratio)} x its fp32 matmul rate ({bf16} against {fp32})"
+
+
+def emulated_warnings(config: Config, machine: Environment, *, on_gpu: bool) -> list[str]:
+    """Warn of a requested precision that is emulated on this CPU; at most one line."""
+    if config.precision != "bf16" or on_gpu or machine.bf16_units:
+        return []
+    ratio = kept_ratio(machine)
+    how = (
+        f"runs at {in_words(ratio)}, measured by bert-dp doctor on {ratio.date}"
+        if ratio is not None
+        else "is slower than fp32; bert-dp doctor measures by how much"
+    )
+    return [
+        f"precision: bf16 is emulated on this CPU, which has no {' or '.join(BF16_UNITS)}, and {how}; "
+        "use auto or fp32"
+    ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from launcher.redact import redact
 from launcher.report.model import Section, Table, Verdict
 from launcher.report.numbers import count_of, format_word
 from launcher.report.parts import environment_text, folded, machine_line, other_version, record_text, words
@@ -39,10 +38,7 @@ def settings_sections(
         *[words(f"asked: {name}", format_word(value)) for name, value in options],
         words("command", " ".join(result.command)),
     ]
-    texts = {
-        "Configuration": record_text(redact(result.config)),
-        "Environment": environment_text(redact(result.environment)),
-    }
+    texts = {"Configuration": record_text(result.config), "Environment": environment_text(result.environment)}
     return [
         Section("Settings", tables=[Table(settings)], console=False),
         *[folded(title, text) for title, text in texts.items()],

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from bert_dp.config import Config, ConfigError, read_yaml, resolve
 from bert_dp.config.stored import problem_lines
 from bert_dp.cost import num_parameters
 from bert_dp.record.models import HeldOut, ProfileFile, Summary
-from launcher.redact import redact, secrets, without_secrets
 from launcher.report.numbers import number
 
 WALL_PARTS = ("setup", "compile", "train", "eval", "save")  # disjoint; the parts of train are below
@@ -56,7 +54,7 @@ def load(run_dir: Path) -> Run:
     missing: list[str] = []
     summary = _summary(run_dir / "summary.json", missing)
     config = _yaml(run_dir / "config.yaml", missing)
-    environment = redact(record.read_json(run_dir / "environment.json") or {})
+    environment = record.read_json(run_dir / "environment.json") or {}
     resolved = None
     with contextlib.suppress(ConfigError):
         resolved = resolve([config])
@@ -74,7 +72,7 @@ def load(run_dir: Path) -> Run:
         facts=_completed(summary, lambda: _logged(run_dir, metrics, evals, resolved, environment)),
         metrics=metrics,
         evals=evals,
-        config=redact(config),
+        config=config,
         environment=environment,
         missing=missing,
         profiles=_profiles(run_dir / "profile"),
@@ -99,12 +97,12 @@ def _profiles(folder: Path) -> list[ProfileFile]:
 
 
 def _summary(path: Path, missing: list[str]) -> Summary | None:
-    """summary.json without secrets; None when there is none that can be read."""
+    """Read summary.json. Returns None, and names the problem in `missing`, if it cannot be read."""
     data = record.read_json(path)
     problem = "missing or torn"
     if data is not None:
         try:
-            return Summary.model_validate(without_secrets(data, secrets(sys.argv)))
+            return Summary.model_validate(data)
         except ValidationError as error:
             problem = f"damaged ({problem_lines(error)[0]})"
     missing.insert(0, f"summary.json is {problem}: numbers come from the last lines of the logs")

@@ -1,129 +1,357 @@
-"""The child that sends a run's records to services: started, listened to, and ended soon after the run."""
+"""Send the records of a run to TensorBoard, Weights & Biases, MLflow or trackio, from one child process.
+
+`python -m launcher.run.loggers RUN SECONDS NAME...` is the child. It works until its standard input ends
+(the launcher closes it or is gone) and has SECONDS from then on. It prints lines for the user; output of
+the services goes to logs/loggers.log. Exit code: 0 when all was sent, else INCOMPLETE.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
+import sys
+import threading
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from types import TracebackType
+from typing import Any, NamedTuple
 
-from bert_dp.record import start_ticks
+from bert_dp import record
+from bert_dp.config import flat, read_yaml
+from bert_dp.record.models import Summary
 from launcher import results
 from launcher.children import ending, module_command
 from launcher.log import Log
-from launcher.loggers import INCOMPLETE, STATE
-from launcher.results import LoggerRun
 from launcher.run.processes import stop_signals
-from launcher.run.reaper import marked
+from launcher.watch.display import Tail
 
-GRACE_S = 9.0
-"""After the end of the run, for what is not sent yet."""
-OWN_GRACE_S = 8.0
-"""The child's, which then still says who was late."""
-HELPERS_S = 1.0
-"""For what a service has started for itself, when the child has ended."""
-POLL_S = 0.02
-MARK = "BERT_DP_LOGGERS"  # in the environment of the child and of whatever a service starts
+INCOMPLETE = 3
+SERVICES_S = 8.0  # for the services after the end of the run
+NO_LIMIT_S = 1e6
+CHILD_S = 1.0  # for the child on top: it names the services that are late
+POLL_S = 1.0
+WAIT_S = 0.02
+LOG = "logs/loggers.log"
+PROJECT = "bert-dp"
+MLFLOW_PARAMS = 100  # of one request
+MLFLOW_CHARACTERS = 6000  # of a parameter; of a tag 8000
+# record file -> prefix of its numbers, and the keys that are not sent
+RECORDS = {"metrics.jsonl": ("", ("step",)), "evals.jsonl": ("heldout_", ("step", "tokens", "elapsed_s"))}
+
+Scalar = str | int | float | bool
 
 
 class Loggers:
-    """A context around a run: sends its records to services from a process of its own, outside the
-    terminal's process group. Nothing that happens to it reaches the run."""
+    """A context around a run that sends its records to services. Nothing that happens to the child reaches
+    the run."""
 
     def __init__(self, run_dir: Path, names: Sequence[str], log: Log, *, wait: bool = False):
-        """`log` takes its warnings. `wait`: at the end until all is sent, however long."""
-        self._run_dir, self._names, self._log, self._wait = run_dir, names, log, wait
-        self._mark = f"{MARK}={os.getpid()}-{start_ticks(os.getpid())}-{time.monotonic_ns()}"
-        self._child: subprocess.Popen[bytes] | None = None
-        self._unread = b""
+        """`log` prints the lines of the child. `wait`: at the end wait until all is sent, however long."""
+        self._run_dir, self._names, self._log = run_dir, names, log
+        self._limit_s = NO_LIMIT_S if wait else SERVICES_S
+        self._child: subprocess.Popen[str] | None = None
         self.exit_code = 0
         """After the end: 0 = all was sent; 1 = not all; 128 + the signal that stopped the wait."""
 
     def __enter__(self) -> Loggers:
-        if self._names:
-            name, _, value = self._mark.partition("=")
-            command = [*module_command("launcher.loggers"), str(self._run_dir)]
-            try:
-                self._child = subprocess.Popen(
-                    [*command, "inf" if self._wait else str(OWN_GRACE_S), *self._names],
-                    env={**os.environ, name: value, "PYTHONSAFEPATH": "1"},
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    start_new_session=True,  # a terminal's Ctrl-C ends the run, not this
-                )
-            except OSError as error:
-                self._log(f"warning: nothing is sent to {', '.join(self._names)} ({error.strerror})")
-                self.exit_code = 1
-            else:
-                os.set_blocking(self._out(self._child), False)
+        if not self._names:
+            return self
+        command = [*module_command("launcher.run.loggers"), str(self._run_dir), str(self._limit_s)]
+        try:
+            self._child = subprocess.Popen(
+                [*command, *self._names],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,  # Ctrl-C of a terminal ends the run, not the child
+            )
+        except OSError as error:
+            self._log(f"warning: nothing is sent to {', '.join(self._names)} ({error.strerror})")
+            self.exit_code = 1
+        else:
+            self._relay = threading.Thread(target=self._print_lines, args=(self._child,), daemon=True)
+            self._relay.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._child is not None:
-            self._end(self._child)
+    def _print_lines(self, child: subprocess.Popen[str]) -> None:
+        assert child.stdout is not None
+        with child.stdout:
+            for line in child.stdout:
+                self._log(line.rstrip("\n"))
 
-    def poll(self) -> None:
-        """Pass its warnings on; several times a second."""
+    def __exit__(self, *_: object) -> None:
+        """Close the child's input, wait and leave no process behind. A stop signal cuts the wait short."""
         if self._child is None:
             return
-        with contextlib.suppress(BlockingIOError):
-            while chunk := os.read(self._out(self._child), 2**16):
-                self._unread += chunk
-        *lines, self._unread = self._unread.split(b"\n")
-        for line in lines:
-            self._log(f"warning: {line.decode('utf-8', 'replace')}")
-
-    def _end(self, child: subprocess.Popen[bytes]) -> None:
-        """Close its input, wait, and leave nothing behind. A stop signal cuts the wait short."""
-        assert child.stdin is not None
-        assert child.stdout is not None
-        child.stdin.close()
-        deadline = float("inf") if self._wait else time.monotonic() + GRACE_S
+        assert self._child.stdin is not None
+        self._child.stdin.close()
+        deadline = time.monotonic() + self._limit_s + CHILD_S
         with stop_signals() as came:
-            while child.poll() is None and not came and time.monotonic() < deadline:
-                self.poll()
-                time.sleep(POLL_S)
-        if child.poll() is None:
-            child.kill()
-        code = child.wait()
-        self.poll()
-        child.stdout.close()
-        self._end_helpers()
+            while self._child.poll() is None and not came and time.monotonic() < deadline:
+                time.sleep(WAIT_S)
+        if self._child.poll() is None:
+            os.killpg(self._child.pid, signal.SIGKILL)
+        code = self._child.wait()
+        self._relay.join(CHILD_S)
         if code not in (0, INCOMPLETE):
-            services = ", ".join(self._names)
-            how = ending(code, "without a word")
-            self._log(f"warning: not all was sent to {services}: their process ended ({how})")
-        self.exit_code = 128 + came[0] if came else min(1, abs(code))
-
-    def _end_helpers(self) -> None:
-        """Kill what a service has started for itself, after a moment to tidy up."""
-        deadline = time.monotonic() + HELPERS_S
-        while (left := marked([self._mark])) and time.monotonic() < deadline:
-            time.sleep(POLL_S)
-        for pid in left:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-
-    @staticmethod
-    def _out(child: subprocess.Popen[bytes]) -> int:
-        assert child.stdout is not None
-        return child.stdout.fileno()
+            how = ending(code, "without a message")
+            self._log(f"warning: not all was sent to {', '.join(self._names)}: their process {how}")
+        self.exit_code = 128 + came[0] if came else int(code != 0)
 
 
 def send_run(run_dir: Path, names: Sequence[str], log: Log) -> int:
-    """What a run has left, to services that it was not sent to, or not whole. Returns an exit code: 0 when
-    all was sent, 1 when not, 128 + signal."""
-    home = run_dir.resolve()
-    with Loggers(home, names, log, wait=True) as loggers:
+    """Send a whole run, as a new one, to services. Returns an exit code: 0, 1 or 128 + signal."""
+    with Loggers(run_dir.resolve(), names, log, wait=True) as loggers:
         pass
-    for name in names:
-        state = results.find(home / name / STATE, LoggerRun)
-        if state is not None:
-            log(f"{name}: {state.where}")
     return loggers.exit_code
+
+
+def main(run_dir: Path, limit_s: float, names: Sequence[str]) -> int:
+    """Send to each service from a thread, so that one that does not answer delays no other."""
+    for number in record.STOP_SIGNALS:  # the launcher decides when to end
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(19)  # ranks come first
+    lines = os.fdopen(os.dup(1), "w", buffering=1)
+    (run_dir / LOG).parent.mkdir(exist_ok=True)
+    with (run_dir / LOG).open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    over = threading.Event()
+    threads = [SendThread(run_dir, name, over, partial(print, file=lines)) for name in names]
+    for thread in threads:
+        thread.start()
+    sys.stdin.buffer.read()
+    over.set()
+    end = time.monotonic() + limit_s
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    late = [thread for thread in threads if thread.is_alive()]
+    for thread in late:
+        thread.warn(f"not done {limit_s:.0f} s after the end of the run")
+    lines.flush()
+    if late:
+        os._exit(INCOMPLETE)  # the interpreter would wait for threads of the service
+    return INCOMPLETE if any(thread.failed for thread in threads) else 0
+
+
+class SendThread(threading.Thread):
+    """Send one run to one service. An exception becomes one warning, and the service gets no more."""
+
+    def __init__(self, run_dir: Path, name: str, over: threading.Event, log: Log):
+        super().__init__(name=name, daemon=True)
+        self._run_dir, self._over, self._log = run_dir, over, log
+        self.failed = False
+
+    def run(self) -> None:
+        try:
+            send(self._run_dir, self.name, self._over, self._log)
+        except Exception as error:
+            self.failed = True
+            first = (str(error).strip() or "no message").splitlines()[0]
+            self.warn(f"{type(error).__name__}: {first}")
+            with contextlib.suppress(OSError):  # of a log on a full disk
+                traceback.print_exc()
+
+    def warn(self, problem: str) -> None:
+        self._log(
+            f"warning: {self.name} gets no more of this run ({problem}; see {self._run_dir / LOG}); "
+            f"`bert-dp report {self._run_dir} --log-to {self.name}` sends the whole run"
+        )
+
+
+def send(run_dir: Path, service: str, over: threading.Event, log: Log) -> None:
+    """Send the settings, all records as they come until `over` is set, and the summary. Raises any error."""
+    config = flat(read_yaml(run_dir / "config.yaml"))
+    settings = {k: json.dumps(v) if isinstance(v, list) else v for k, v in config.items() if v is not None}
+    name = f"{run_dir.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    writer = OPENERS[service](run_dir, name, settings)
+    log(f"{service}: {writer.where}")
+    readers = [StepReader(run_dir / file) for file in RECORDS]
+    is_last = False
+    while not is_last:
+        is_last = over.is_set()  # before reading, so that every line written until then is sent
+        # metrics.jsonl is read first: evaluations before its last line are in evals.jsonl by then
+        for step, values in sorted((row for reader in readers for row in reader.rows()), key=lambda r: r[0]):
+            writer.write(step, values)
+        if not is_last:
+            over.wait(POLL_S)
+    last = max(reader.sent for reader in readers)
+    writer.finish(last, *summary_facts(run_dir))
+    with (run_dir / LOG).open("a") as file:  # raises on a lost or full disk, which some services ignore
+        file.write(f"{service}: sent up to step {last}\n")
+
+
+class StepReader:
+    """Read new lines of a record file, each step once: steps that a resumed run repeats are left out."""
+
+    def __init__(self, path: Path):
+        self.sent = 0
+        self._tail = Tail(path)
+        self._prefix, self._left_out = RECORDS[path.name]
+
+    def rows(self) -> list[tuple[int, dict[str, float]]]:
+        """Return step and numbers of each new line that is whole by now; damaged lines are left out."""
+        rows = []
+        while lines := self._tail.lines()[0]:
+            for facts in map(parse_record, lines):
+                if facts.get("step", 0) > self.sent:
+                    self.sent = facts["step"]
+                    values = {key: value for key, value in facts.items() if key not in self._left_out}
+                    numbers = {k: v for k, v in values.items() if isinstance(v, int | float)}
+                    rows.append((self.sent, {f"{self._prefix}{k}": v for k, v in numbers.items()}))
+        return rows
+
+
+def parse_record(line: str) -> dict[str, Any]:
+    """Parse a line of a record file; empty if it is damaged."""
+    with contextlib.suppress(ValueError):
+        facts = record.parse_json(line)
+        if isinstance(facts, dict) and type(facts.get("step")) is int:
+            return facts
+    return {}
+
+
+def summary_facts(run_dir: Path) -> tuple[dict[str, Scalar], int]:
+    """Return the values of summary.json with the paths of page and checkpoint, and the exit code.
+
+    A run without a summary has no values and exit code 1.
+    """
+    summary = results.find(run_dir / "summary.json", Summary)
+    if summary is None:
+        return {}, 1
+    known = flat(results.plain(summary)).items()
+    facts = {key: value for key, value in known if value is not None and not isinstance(value, list)}
+    facts["report"] = str(run_dir / "report.html")
+    if summary.checkpoint:
+        facts["checkpoint"] = str(run_dir / summary.checkpoint)
+    return {f"summary/{key}": value for key, value in facts.items()}, summary.exit_code
+
+
+class Writer(NamedTuple):
+    """A new run in a service. Its functions may raise anything."""
+
+    where: str
+    """Path or address of the run."""
+    write: Callable[[int, Mapping[str, float]], object]
+    """Send the numbers of an optimizer step; steps never decrease."""
+    finish: Callable[[int, Mapping[str, Scalar], int], object]
+    """Send the summary, which may be empty, with the last step, and end with the exit code."""
+
+
+def open_tensorboard(run_dir: Path, name: str, settings: Mapping[str, Scalar]) -> Writer:
+    """Open event files in RUN/tensorboard: scalars, and tables of settings and summary under Text."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary as Scalars
+    from tensorboard.plugins.text.summary_v2 import text_pb
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    events = EventFileWriter(str(run_dir / "tensorboard" / name))
+
+    def add(step: int, summary: Any) -> None:
+        events.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+        events.flush()  # raises if the disk is full
+
+    def add_table(step: int, tag: str, rows: Mapping[str, Scalar]) -> None:
+        lines = ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows.items())]
+        add(step, text_pb(tag, "\n".join(lines)))
+
+    def write(step: int, values: Mapping[str, float]) -> None:
+        each = [Scalars.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        add(step, Scalars(value=each))
+
+    def finish(step: int, facts: Mapping[str, Scalar], exit_code: int) -> None:
+        if facts:
+            add_table(step, "summary", facts)
+        events.close()
+
+    add_table(0, "config", settings)
+    return Writer(str(run_dir / "tensorboard" / name), write, finish)
+
+
+def open_wandb(run_dir: Path, name: str, settings: Mapping[str, Scalar]) -> Writer:
+    """Open a run of Weights & Biases, offline in RUN/wandb unless WANDB_MODE says otherwise."""
+    if os.environ.setdefault("WANDB_MODE", "offline") == "offline":
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # sends wandb's own errors
+    import wandb
+
+    # host, code, output and load of this process are not those of the run
+    off = {"console": "off", "disable_git": True, "x_disable_meta": True, "x_disable_stats": True}
+    run = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", PROJECT),
+        name=name,
+        dir=str(run_dir),
+        config=dict(settings),
+        settings=wandb.Settings(silent=True, save_code=False, **off),
+    )
+
+    def finish(step: int, facts: Mapping[str, Scalar], exit_code: int) -> None:
+        run.summary.update(dict(facts))
+        run.finish(exit_code=exit_code)
+
+    where = str(Path(run.dir).parent) if run.offline else run.url
+    return Writer(where, lambda step, values: run.log(dict(values), step=step), finish)
+
+
+def open_mlflow(run_dir: Path, name: str, settings: Mapping[str, Scalar]) -> Writer:
+    """Open a run of MLflow, in the file store RUN/mlflow unless MLFLOW_TRACKING_URI names a server."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # the only local store of mlflow-skinny
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric, Param, RunTag
+
+    where = os.environ.get("MLFLOW_TRACKING_URI") or (run_dir / "mlflow").as_uri()
+    client = MlflowClient(tracking_uri=where)
+    project = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+    existing = client.get_experiment_by_name(project)
+    experiment = existing.experiment_id if existing else client.create_experiment(project)
+    run_id = client.create_run(experiment, run_name=name).info.run_id
+    params = [Param(key, str(value)[:MLFLOW_CHARACTERS]) for key, value in settings.items()]
+    for first in range(0, len(params), MLFLOW_PARAMS):
+        client.log_batch(run_id, params=params[first : first + MLFLOW_PARAMS])
+
+    def write(step: int, values: Mapping[str, float]) -> None:
+        now = int(time.time() * 1000)
+        client.log_batch(run_id, metrics=[Metric(key, value, now, step) for key, value in values.items()])
+
+    def finish(step: int, facts: Mapping[str, Scalar], exit_code: int) -> None:
+        write(step, {key: value for key, value in facts.items() if isinstance(value, int | float)})
+        texts = {key: value[:MLFLOW_CHARACTERS] for key, value in facts.items() if isinstance(value, str)}
+        client.log_batch(run_id, tags=[RunTag(key, value) for key, value in texts.items()])
+        client.set_terminated(run_id, "FAILED" if exit_code else "FINISHED")
+
+    return Writer(where, write, finish)
+
+
+def open_trackio(run_dir: Path, name: str, settings: Mapping[str, Scalar]) -> Writer:
+    """Open a run of trackio, in RUN/trackio unless TRACKIO_DIR or a server is given."""
+    where = os.environ.setdefault("TRACKIO_DIR", str(run_dir / "trackio"))
+    import trackio
+
+    project = os.environ.get("TRACKIO_PROJECT", PROJECT)
+    off = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+    run = trackio.init(project=project, name=name, config=dict(settings), **off)
+
+    def finish(step: int, facts: Mapping[str, Scalar], exit_code: int) -> None:
+        if facts:
+            run.log(dict(facts), step=step)  # the summary is the last row
+        run.finish()
+
+    return Writer(where, lambda step, values: run.log(dict(values), step=step), finish)
+
+
+OPENERS: dict[str, Callable[[Path, str, Mapping[str, Scalar]], Writer]] = {
+    "tensorboard": open_tensorboard,
+    "wandb": open_wandb,
+    "mlflow": open_mlflow,
+    "trackio": open_trackio,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]))

@@ -6,8 +6,7 @@ import dataclasses
 
 from bert_dp.config import Config
 from bert_dp.cost import rank_memory_gib
-from launcher.machine.environment import Environment
-from launcher.machine.precision import precision_of
+from launcher.machine.environment import Environment, precision_of
 from launcher.report.numbers import format_gib
 from launcher.watch import advice
 

@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -22,7 +21,6 @@ from bert_dp.record.models import Failure, Summary
 from launcher import results
 from launcher.children import ending, launcher_marks
 from launcher.log import Log, complain
-from launcher.redact import scrub, secrets
 from launcher.run.reaper import reaper
 from launcher.run.starters import start_command, start_environment
 from launcher.run.workers import Workers, kill_tree, send
@@ -127,8 +125,6 @@ def run(
                     kill_tree(process, workers)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-            for problem in scrub(run_dir, secrets(sys.argv)):  # before anything there is shown
-                complain(f"warning: {problem}")
         launcher_said = _text_since(launcher_log, offset)
         unknown = Failure(
             kind="no_cause",
@@ -217,7 +213,8 @@ def _text_since(log: Path, offset: int) -> str:
     """What this start of the launcher has added to its log, the last LAUNCHER_SAID_BYTES at most."""
     with log.open("rb") as file:
         file.seek(max(offset, log.stat().st_size - LAUNCHER_SAID_BYTES))
-        return file.read().decode("utf-8", "replace")
+        text = file.read().decode("utf-8", "replace")
+    return record.hide(text, record.secret_values(os.environ))  # summary.json quotes it
 
 
 def _result(run_dir: Path, cause: Failure | None, unknown: Failure, pending: list[int]) -> RunResult:

@@ -14,7 +14,7 @@ from bert_dp import record
 from bert_dp.config import Config, ConfigError, batch_layout
 from bert_dp.record.models import Failure, Restart, Summary
 from launcher import results
-from launcher.machine import gpus
+from launcher.machine import environment
 from launcher.report.numbers import count_of
 from launcher.run import processes
 from launcher.watch.failure import first_line
@@ -115,7 +115,7 @@ def saved(run_dir: Path) -> Saved:
 
 def ranks_left(config: Config, ranks: int, failure: Failure) -> int:
     """The greatest number of ranks that the batch divides over, without the killed one or the lost GPUs."""
-    count = gpus.num_gpus() if config.run.device != "cpu" else 0
+    count = environment.num_gpus() if config.run.device != "cpu" else 0
     most = min(ranks, count) if count else ranks
     if most == ranks and failure.killed_by is not None:
         most = ranks - 1

@@ -9,20 +9,26 @@ import stat
 from pathlib import Path
 
 from bert_dp import record
-from bert_dp.config import Config, changed_settings, hf_directory, progress_at
+from bert_dp.config import Config, Issue, changed_settings, hf_directory, progress_at
 from bert_dp.record.models import Summary
 from launcher import results
 from launcher.job import Job, exposure_issues, input_issues
 from launcher.output import place_issues
-from launcher.redact import WRITTEN, is_log
 
 LOCK = ".launcher.lock"
 BESIDE_A_RUN = (".*", "slurm-*.out", "lost+found")  # what may stand where a run begins, and logs/
 # beside its logs
-FILES = ("config.yaml", "tokenizer.json", "metrics.jsonl", "evals.jsonl", ".lock", LOCK, *WRITTEN[""])
+FILES = (
+    *("config.yaml", "tokenizer.json", "metrics.jsonl", "evals.jsonl", ".lock", LOCK),
+    *("summary.json", "environment.json", "deepspeed.json", "hang.txt", "report.html"),
+)
+LOGS = (
+    *("rank-*.log", "rank-*.error.json", "rank-*.stack", "rank-*.collectives.json", "nccl-trace-rank-*"),
+    *("torchrun.log", "accelerate.log", "deepspeed.log", "trial.log", "loggers.log"),
+)
 
 
-def start_issues(job: Job, run_dir: Path, resume: str) -> list[str]:
+def start_issues(job: Job, run_dir: Path, resume: str) -> list[Issue | str]:
     """Why a run cannot start there; one line each. One that goes on needs the weights that it began with no
     more."""
     config = job.config
@@ -83,6 +89,11 @@ def foreign_files(run_dir: Path) -> list[str]:
     with contextlib.suppress(OSError):  # what may not be read is not written into either
         return sorted(path.name for path in run_dir.iterdir() if not is_harmless(path))
     return []
+
+
+def is_log(path: Path) -> bool:
+    """Return whether a file in logs/ has the name of one that a run writes."""
+    return any(fnmatch.fnmatchcase(path.name, pattern) for pattern in LOGS)
 
 
 def wrong_kinds(run_dir: Path) -> list[tuple[Path, str]]:

@@ -27,10 +27,9 @@ from bert_dp.config import (
 from bert_dp.config.profile import ProfilePlan, profile_issues
 from bert_dp.record.models import Failure
 from launcher.job import Job, built_data, prepare_data
-from launcher.log import PLAIN, logger, show
-from launcher.machine.precision import emulated_warnings
+from launcher.log import PLAIN, logger, masked_command, show
+from launcher.machine.environment import emulated_warnings
 from launcher.output import claim
-from launcher.redact import redact_argv
 from launcher.report.console import show_end, show_report
 from launcher.report.html import write_or_warn
 from launcher.report.numbers import count_of
@@ -161,7 +160,7 @@ def run_locked(
         log(COMPLETE)
         show_report(console, of_directories([run_dir]))
         return 0
-    command = {"command": redact_argv(sys.argv), "launcher": launcher}
+    command = {"command": masked_command(sys.argv), "launcher": launcher}
     record.write_json(run_dir / "environment.json", {**job.machine.to_json(), **command})  # see holds_run
     record.write_text(run_dir / "config.yaml", dump_config(config))
     log(f"launcher: {launcher}")
@@ -171,17 +170,12 @@ def run_locked(
         watch = heartbeats.Watch(
             run_dir, log, hang_after_s=config.run.hang_after_s, end_hung_after_s=config.run.end_hung_after_s
         )
-        with Display(run_dir, console, config, ranks) as display:
-
-            def poll() -> None:
-                display.poll()
-                loggers.poll()
-
+        with Display(run_dir, console, config) as display:
             return processes.run(
                 run_dir,
                 ranks,
                 resume,
-                poll,
+                display.poll,
                 log=log,
                 launcher=launcher,
                 on_gpu=job.gpus > 0,

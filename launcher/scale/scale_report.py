@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from launcher.redact import redact
 from launcher.report.model import Cell, Level, Report, Section, Table, Tile, Verdict
 from launcher.report.numbers import NA, count_of, format_count, format_interval, format_step_time
 from launcher.report.parts import environment_text, first_line, folded, machine_line, other_version, words
@@ -226,4 +225,4 @@ def _details(scaling: Scaling) -> Iterable[Section]:
     for title, each in tables.items():
         if each.rows:
             yield folded(title, each)
-    yield folded("Environment", environment_text(redact(scaling.environment)))
+    yield folded("Environment", environment_text(scaling.environment))

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 from bert_dp.config import ConfigError
 from launcher import job, results
-from launcher.log import Log, logger
+from launcher.log import Log, logger, masked_command
 from launcher.output import Output, publish
-from launcher.redact import redact_argv
 from launcher.results import BatchPlanFile, TuneBatch
 from launcher.run import trials
 from launcher.run.trials import Slot, run_to_end
@@ -147,7 +146,7 @@ def from_cache(kept: TuneBatch, question: Question) -> TuneBatch:
     config = question.config
     mine = {
         "cached": True,
-        "command": redact_argv(sys.argv),
+        "command": masked_command(sys.argv),
         "config_hash": config.hash(),
         "config": config.model_dump(mode="json"),
     }

@@ -15,8 +15,7 @@ from bert_dp.config import Config, ConfigError, batch_layout, divisors, load_con
 from bert_dp.cost import GIB, rank_memory_gib
 from bert_dp.record.models import Environment, Failure, FailureKind, RunMemory
 from launcher import results
-from launcher.machine.gpus import ROOT
-from launcher.machine.precision import precision_of
+from launcher.machine.environment import ROOT, precision_of
 from launcher.report.numbers import format_count, format_gib
 
 SPARE = 0.1  # of the memory, for what the estimate does not count, such as buffers of collectives

@@ -9,7 +9,6 @@ from bert_dp.record.models import Failure
 from launcher.report.numbers import format_gib
 from launcher.watch.failure import first_line
 from launcher.watch.memory import GROUP, sparkline
-from launcher.watch.merge_lines import name_ranks
 
 CONSEQUENCES_SHOWN = 6
 
@@ -23,7 +22,7 @@ def card(failure: Failure, run_dir: Path) -> list[str]:
     lines += [f"  log: {failure.log}"] if failure.log else []
     lines.append(f"  run: {run_dir}")
     if failure.same_error_ranks:
-        lines.append(f"  same error: {name_ranks(failure.same_error_ranks)}")
+        lines.append(f"  same error: rank {', '.join(map(str, failure.same_error_ranks))}")
     lines += [f"  why: {line}" for line in failure.explanation]
     lines += [f"  fix: {line}" for line in failure.fix]
     lines += _memory_lines(failure)

@@ -1,22 +1,20 @@
-"""What the console shows while the ranks run: their lines, and one live line of progress."""
+"""Console output while the ranks run: lines of rank 0, and one live line of progress."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from bert_dp import record
 from bert_dp.config import Config
 from bert_dp.record.models import HeldOut, Summary
 from launcher import results
 from launcher.log import PLAIN, show
-from launcher.redact import secrets
 from launcher.report import heldout
 from launcher.report.numbers import (
     count_of,
@@ -27,7 +25,6 @@ from launcher.report.numbers import (
     format_si,
     number,
 )
-from launcher.watch.merge_lines import Collapser
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,29 +32,28 @@ if TYPE_CHECKING:
 
 STAY_S = 10.0  # between lines that stay above the bar of a terminal; elsewhere each is shown
 READ_BYTES = 2**20  # of a file at once
-BEHIND_BYTES = 2**26  # a reader that is further behind goes on near the end
 LINE_CHARS = 1000
+LINES_PER_S, MAX_BURST = 20, 200  # of rank 0 on the console; more stay in its log
 ETA_LINES = 20  # logged steps over which the remaining time is extrapolated
 
 
 class Tail:
-    """The whole lines added to a file since the last call; a replaced file is read from its start.
+    """Read the whole lines added to a file since the last call. A replaced file is read from its start.
 
-    Reads READ_BYTES a call. What it passes over (of a line longer than that, or when it is BEHIND_BYTES
-    behind) is counted in `passed_over`, lines as far as they are known.
+    A call reads READ_BYTES. With `newest` a reader that is further behind skips to the last READ_BYTES, and a
+    line longer than that is dropped.
     """
 
-    def __init__(self, path: Path, *, skip_present: bool = False):
-        self._path = path
+    def __init__(self, path: Path, *, skip_present: bool = False, newest: bool = False):
+        self._path, self._newest = path, newest
         self._inode = self._offset = 0
-        self.passed_over = 0
         if skip_present and path.exists():
             status = path.stat()
             self._inode, self._offset = status.st_ino, status.st_size
 
     def lines(self) -> tuple[list[str], bool]:
-        """The new lines, and whether the file is another one than before. None where it cannot be read now: a
-        file server that does not answer has lost nothing."""
+        """Return the new lines, and whether the file is another one than before. A file that cannot be read
+        now, as on a file server that does not answer, has no new lines."""
         try:
             return self._read()
         except OSError:
@@ -71,38 +67,26 @@ class Tail:
             replaced = self._inode != 0 and (status.st_ino != self._inode or status.st_size < self._offset)
             if replaced or not self._inode:
                 self._inode, self._offset = status.st_ino, 0
-            if status.st_size - self._offset > BEHIND_BYTES:
-                self._pass_over(file, status.st_size - READ_BYTES)
+            if self._newest and status.st_size - self._offset > READ_BYTES:
+                file.seek(status.st_size - READ_BYTES)
+                self._offset = file.tell() + len(file.readline(READ_BYTES))
             file.seek(self._offset)
-            data = file.read(READ_BYTES)
-        whole, newline, _ = data.rpartition(b"\n")
-        if not newline and len(data) == READ_BYTES:
-            self.passed_over += 1
-            self._offset += len(data)
+            whole, newline, _ = file.read(READ_BYTES).rpartition(b"\n")
         self._offset += len(whole) + len(newline)
         return (whole.decode("utf-8", "replace").split("\n") if newline else []), replaced
 
-    def _pass_over(self, file: IO[bytes], end: int) -> None:
-        """Skip to the first line that begins after `end`, and count what is skipped."""
-        file.seek(self._offset)
-        while self._offset < end and (data := file.read(min(READ_BYTES, end - self._offset))):
-            self.passed_over += data.count(b"\n")
-            self._offset += len(data)
-        rest = file.readline(READ_BYTES)
-        self.passed_over += rest.endswith(b"\n")
-        self._offset += len(rest)
-
 
 class Display:
-    """A context; call `poll` several times a second. Once a rank has failed it shows no more of their lines:
-    what comes next is to be the cause."""
+    """A context; call `poll` several times a second.
 
-    def __init__(self, run_dir: Path, console: Console, config: Config, ranks: int = 1):
+    It shows the lines of rank 0. Lines of the others are in their logs, and on a failure in its card. Once a
+    rank has failed, no more lines are shown: the cause comes next.
+    """
+
+    def __init__(self, run_dir: Path, console: Console, config: Config):
         self._console, self._config, self._run_dir = console, config, run_dir
-        logs = [run_dir / "logs" / f"rank-{rank}.log" for rank in range(ranks)]
-        self._logs = [Tail(log, skip_present=True) for log in logs]
-        self._collapser = Collapser(ranks)
-        self._secrets = secrets(sys.argv)
+        self._log = Tail(run_dir / "logs" / "rank-0.log", skip_present=True, newest=True)
+        self._allowed, self._polled, self._flooded = float(MAX_BURST), time.monotonic(), False
         self._metrics = Tail(run_dir / "metrics.jsonl", skip_present=True)
         self._evals = Tail(run_dir / "evals.jsonl")
         self._evaluated = set(self._evals.lines()[0])  # the file is replaced with every line that it gets
@@ -123,18 +107,16 @@ class Display:
     def __exit__(self, *_: object) -> None:
         summary = results.find(self._run_dir / "summary.json", Summary)
         if summary is not None and summary.status != "failed":
-            while self._show_lines():  # the ranks have ended: what they left is finite
-                pass
-            self._show_lines(everything=True)
+            self._show_log()
         if self._bar is not None:
             with contextlib.suppress(OSError, SystemExit):
                 self._bar.stop()
 
     def poll(self) -> None:
-        """Show what the ranks have written since the last call."""
+        """Show what rank 0 has written since the last call."""
         fresh, replaced = self._metrics.lines()
         evaluated = [line for line in self._evals.lines()[0] if line not in self._evaluated]
-        self._show_lines()  # what a rank said before a step stands before it
+        self._show_log()  # lines before a step stand before it
         if replaced:
             self._lines = []
         for line in fresh:
@@ -161,29 +143,24 @@ class Display:
         self._note(progress_line(line, eta=left, unit=self._config.loss_unit))
 
     def _note(self, text: str) -> None:
-        """Show a line of ours, after the ranks' lines that still wait."""
-        self._collapser.note(text, time.monotonic())
-        self._release()
+        show(self._console, text, **PLAIN)
 
-    def _show_lines(self, *, everything: bool = False) -> bool:
-        """Show what the ranks have said since the last call. Returns whether there was anything new."""
-        now, some = time.monotonic(), False
-        for rank, log in enumerate(self._logs):
-            for line in log.lines()[0]:
-                self._collapser.add(rank, readable(line, self._secrets), now)
-                some = True
-            if log.passed_over:
-                self._collapser.count(rank, log.passed_over, now)
-                log.passed_over = 0
+    def _show_log(self) -> None:
+        """Show the newest lines of rank 0, LINES_PER_S of them after a burst."""
+        lines = [text for line in self._log.lines()[0] if (text := readable(line))]
         with contextlib.suppress(OSError):  # a file server that does not answer
             if any((self._run_dir / "logs").glob("rank-*.error.json")):  # written before its traceback
-                self._collapser.drop()
-        self._release(everything=everything)
-        return some
-
-    def _release(self, *, everything: bool = False) -> None:
-        for line in self._collapser.release(time.monotonic(), everything=everything):
-            show(self._console, line, **PLAIN)
+                return
+        now = time.monotonic()
+        self._allowed = min(MAX_BURST, self._allowed + LINES_PER_S * (now - self._polled))
+        self._polled = now
+        shown = lines[-max(1, int(self._allowed)) :]
+        self._allowed = max(0.0, self._allowed - len(shown))
+        if len(shown) < len(lines) and not self._flooded:
+            self._note("lines are left out, see logs/rank-0.log")
+        self._flooded = len(shown) < len(lines)
+        for line in shown:
+            self._note(line)
 
 
 def progress_line(metrics: Mapping[str, Any], *, eta: float | None = None, unit: str = "nats") -> str:
@@ -244,8 +221,8 @@ def eta_s(lines: Sequence[Mapping[str, Any]], hours: float | None = None) -> flo
     return max(0.0, (1 - progress) * (now - start) / (progress - done))
 
 
-def readable(line: str, hidden: Iterable[str] = ()) -> str:
-    """A log's line for the console: of a progress bar its last state; safe, without the secrets `hidden`."""
+def readable(line: str) -> str:
+    """Make a line of a log printable and bounded; of a progress bar the last state remains."""
     states = [part for part in line.split("\r") if part]
-    line = record.safe(record.hide(states[-1], hidden)) if states else ""
+    line = record.printable(states[-1]) if states else ""
     return line if len(line) <= LINE_CHARS else f"{line[:LINE_CHARS]} ..."

@@ -16,8 +16,7 @@ import psutil
 
 from bert_dp.cost import GIB
 from bert_dp.record.models import RunMemory
-from launcher.machine.environment import control_groups
-from launcher.machine.gpus import ROOT
+from launcher.machine.environment import ROOT, control_groups
 
 SAMPLE_S = 1.0
 POINTS = 120  # of a curve; when there are as many, neighbours become one and the interval doubles

@@ -38,7 +38,7 @@ if "bert_dp.worker" in sys.orig_argv:
         def example_batch(self, micro_size):
             if not self.chatted:
                 print("every rank says this")
-            if os.environ["RANK"] == "1" and not self.chatted:
+            if os.environ["RANK"] == "0" and not self.chatted:
                 for number in range(5000):
                     print("flood", number)
             self.chatted = True
@@ -98,24 +98,16 @@ def test_a_stop_signal_to_the_tool_alone_checkpoints_too(tmp_path: Path, shards:
     wait_for(lambda: not members(run_dir), seconds=10)
 
 
-def test_the_console_hears_all_ranks_once_and_no_flood(tmp_path: Path, shards: Path) -> None:
+def test_the_console_shows_rank_0_and_no_flood(tmp_path: Path, shards: Path) -> None:
     run_dir = tmp_path / "run"
     done = train(shards, run_dir, PYTHONPATH=with_site(tmp_path, CHATTER))
     said = done.stdout.splitlines()
-    every = [line for line in said if "every rank says this" in line]
-    assert every in (  # the second where a busy machine let more than half a second pass between the ranks
-        ["every rank says this (x2)"],
-        ["every rank says this", "[rank 1] every rank says this"],
-        ["[rank 1] every rank says this", "every rank says this"],
-    )
-    assert "[rank 1] flood 0" in said
-    counted = [line for line in said if "more lines, see logs/rank-1.log" in line]
-    assert counted
+    assert said.count("every rank says this") <= 1
     shown = sum("flood" in line for line in said)
-    left_out = sum(int(line.split()[2].replace(",", "")) for line in counted)
-    assert 5000 <= shown + left_out <= 5010  # a warning of torch's may be among the counted
-    assert shown <= 400  # of two windows at most
-    assert (run_dir / "logs" / "rank-1.log").read_text().count("flood") == 5000
+    assert 100 <= shown <= 1000
+    assert said.count("lines are left out, see logs/rank-0.log") >= 1
+    assert (run_dir / "logs" / "rank-0.log").read_text().count("flood") == 5000
+    assert (run_dir / "logs" / "rank-1.log").read_text().count("every rank says this") == 1
     ready = next(i for i, line in enumerate(said) if line.startswith("ready"))
     assert ready < next(i for i, line in enumerate(said) if line.startswith("step "))
 

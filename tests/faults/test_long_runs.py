@@ -39,7 +39,7 @@ if os.environ.get("RANK") == "0" and "bert_dp.worker" in sys.orig_argv:
             part = b"".join(b"line %06d of a library that says too much\\n" % i for i in range(20_000))
             while self.left > 0:
                 os.write(1, part)
-                os.write(1, os.environ["FLOOD_TOKEN"].encode())
+                print(os.environ["FLOOD_TOKEN"], end="", flush=True)
                 self.left -= len(part)
             return super().num_targets(first_sample, count)
     mlm.make_task = Flooding

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -125,10 +126,10 @@ def test_a_budget_in_hours_tells_what_is_left() -> None:
     assert eta_s([], hours=2.0) is None
 
 
-def run_of(tmp_path: Path, ranks: int) -> tuple[io.StringIO, Display]:
+def run_of(tmp_path: Path) -> tuple[io.StringIO, Display]:
     (tmp_path / "logs").mkdir()
     out = io.StringIO()
-    return out, Display(tmp_path, Console(file=out, width=200), CONFIG, ranks)
+    return out, Display(tmp_path, Console(file=out, width=200), CONFIG)
 
 
 def say(tmp_path: Path, rank: int, text: str) -> None:
@@ -136,31 +137,30 @@ def say(tmp_path: Path, rank: int, text: str) -> None:
         file.write(text)
 
 
-def test_the_lines_of_all_ranks_are_shown_and_the_last_ones_at_the_end(tmp_path: Path) -> None:
-    out, display = run_of(tmp_path, 2)
+def test_the_lines_of_rank_0_are_shown_and_the_last_ones_at_the_end(tmp_path: Path) -> None:
+    out, display = run_of(tmp_path)
     with display:
         for rank in range(2):
-            say(tmp_path, rank, "both\n")
-        say(tmp_path, 1, "\x1b[31monly one\x1b[0m\n10 %\r20 %\r30 %\n")
+            say(tmp_path, rank, f"\x1b[31mrank {rank}\x1b[0m\n10 %\r20 %\n\n")
         display.poll()
-        assert out.getvalue() == "both (x2)\n"
+        assert out.getvalue() == "rank 0\n20 %\n"
+        say(tmp_path, 0, "last\n")
         record.write_json(tmp_path / "summary.json", {"status": "done"})
-    assert out.getvalue() == "both (x2)\n[rank 1] only one\n[rank 1] 30 %\n"
+    assert out.getvalue() == "rank 0\n20 %\nlast\n"
 
 
-def test_nothing_held_back_is_shown_once_a_rank_has_failed(tmp_path: Path) -> None:
+def test_no_line_is_shown_once_a_rank_has_failed(tmp_path: Path) -> None:
     """Its error file is there before its traceback; a rank that was killed leaves none, but the summary."""
-    out, display = run_of(tmp_path, 1)
+    out, display = run_of(tmp_path)
     with display:
-        (tmp_path / "logs" / "rank-0.error.json").write_text("{}")
+        (tmp_path / "logs" / "rank-1.error.json").write_text("{}")
         say(tmp_path, 0, "Traceback\n")
         display.poll()
     assert out.getvalue() == ""
-    (tmp_path / "logs" / "rank-0.error.json").unlink()
-    out, display = io.StringIO(), Display(tmp_path, Console(file=out), CONFIG, 2)
+    (tmp_path / "logs" / "rank-1.error.json").unlink()
+    out, display = io.StringIO(), Display(tmp_path, Console(file=out), CONFIG)
     with display:
         say(tmp_path, 0, "Fatal Python error: Segmentation fault\n")
-        display.poll()
         record.write_json(tmp_path / "summary.json", {"status": "failed"})
     assert out.getvalue() == ""
 
@@ -169,22 +169,20 @@ def test_a_file_far_ahead_is_followed_in_bounded_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("launcher.watch.display.READ_BYTES", 1000)
-    monkeypatch.setattr("launcher.watch.display.BEHIND_BYTES", 5000)
     path = tmp_path / "f"
-    tail = Tail(path)
+    every, newest = Tail(path), Tail(path, newest=True)
     path.write_text("".join(f"{number:09}\n" for number in range(700)))
-    shown = tail.lines()[0]
-    assert tail.passed_over + len(shown) == 700  # none lost, none counted twice
-    assert shown[-1] == f"{699:09}"
-    assert len(shown) <= 100
-    assert tail.lines() == ([], False)
+    assert newest.lines()[0] == [f"{number:09}" for number in range(601, 700)]
+    assert newest.lines() == ([], False)
+    portions = [every.lines()[0] for _ in range(8)]
+    assert [line for portion in portions for line in portion] == [f"{number:09}" for number in range(700)]
+    assert portions[-1] == []
     with path.open("a") as file:
         file.write("x" * 2500)
-    tail.passed_over = 0
-    assert [tail.lines()[0] for _ in range(4)] == [[], [], [], []]
+    assert [newest.lines()[0] for _ in range(4)] == [[], [], [], []]
     with path.open("a") as file:
         file.write("\nafter\n")
-    assert tail.lines()[0][-1] == "after"
+    assert newest.lines()[0][-1] == "after"
 
 
 def test_a_console_that_knows_only_ascii_still_shows_lines_and_tables(
@@ -236,15 +234,21 @@ def test_eta():
     assert eta_s(resumed) == pytest.approx(90)
 
 
-def test_lines_that_are_passed_over_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launcher.watch.display.READ_BYTES", 1000)
-    monkeypatch.setattr("launcher.watch.display.BEHIND_BYTES", 5000)
-    out, display = run_of(tmp_path, 1)
+def test_a_flood_of_lines_is_cut_with_one_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    out, display = run_of(tmp_path)
     with display:
-        say(tmp_path, 0, "".join(f"line {number}\n" for number in range(1000)))
-        for _ in range(3):
+        for _ in range(2):
+            say(tmp_path, 0, "".join(f"line {number}\n" for number in range(1000)))
             display.poll()
-        record.write_json(tmp_path / "summary.json", {"status": "done"})
-    shown = out.getvalue()
-    not_shown = sum(int(count) for count in re.findall(r"(\d+) more lines", shown))
-    assert not_shown + shown.count("line ") == 1000
+        first, *shown = out.getvalue().splitlines()
+        assert first == "lines are left out, see logs/rank-0.log"
+        assert shown == [*(f"line {number}" for number in range(800, 1000)), "line 999"]
+        now = 1.0
+        say(tmp_path, 0, "".join(f"late {number}\n" for number in range(20)))
+        display.poll()
+        assert out.getvalue().splitlines()[202:] == [f"late {number}" for number in range(20)]
+        say(tmp_path, 0, "a\nb\n")
+        display.poll()
+    assert out.getvalue().splitlines()[222:] == [first, "b"], "a flood that begins anew is noted anew"

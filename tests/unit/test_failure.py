@@ -218,7 +218,7 @@ def test_the_card_says_the_most_important_first(tmp_path: Path) -> None:
     memory = RunMemory(curves_gib=curves, interval_s=1.0, oom_kills=0, counter=None)
     said = {"explanation": ["it is so"], "fix": ["do so"], "same_error_ranks": [0, 1]}
     lines = card(full(consequences=many, memory=memory, **said), tmp_path)
-    assert lines.pop(4) == "  same error: ranks 0-1"
+    assert lines.pop(4) == "  same error: rank 0, 1"
     assert lines[:4] == [
         "failed: rank 3: ValueError: no",
         "  at mine.py:7 in f: g()",

@@ -1,9 +1,12 @@
-"""Links between GPUs from nvidia-smi's own tables, and what doctor makes of them."""
+"""Links between GPUs from nvidia-smi's own tables, and the findings of doctor about them."""
 
 from __future__ import annotations
 
+import pytest
+
+from launcher.machine import links
 from launcher.machine.doctor import link_findings
-from launcher.machine.gpu_links import Links, parse
+from launcher.machine.links import Links, read_matrix
 
 TOPOLOGY = """\
 \t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
@@ -32,20 +35,10 @@ Legend:
   OK   = Status Ok
   CNS  = Chipset not supported
 """
-NVLINK = """\
-GPU 0: NVIDIA A100-SXM4-80GB (UUID: GPU-aaaa)
-\t Link 0: 25 GB/s
-\t Link 1: 25 GB/s
-GPU 1: NVIDIA A100-SXM4-80GB (UUID: GPU-bbbb)
-\t Link 0: 25 GB/s
-\t Link 1: <inactive>
-GPU 2: NVIDIA A100-PCIE-40GB (UUID: GPU-cccc)
-"""
 
 
 def test_tables_are_read() -> None:
-    links = parse(TOPOLOGY, P2P, NVLINK)
-    assert links.paths == {
+    assert read_matrix(TOPOLOGY, range(4)) == {
         (0, 1): "NV12",
         (0, 2): "SYS",
         (0, 3): "SYS",
@@ -53,32 +46,30 @@ def test_tables_are_read() -> None:
         (1, 3): "SYS",
         (2, 3): "PIX",
     }
-    assert links.p2p[0, 3] == "CNS"
-    assert [why for pair, why in links.p2p.items() if pair != (0, 3)] == ["OK"] * 5
-    assert links.nvlinks == {0: (2, 2), 1: (1, 2)}
-    assert parse("", "No devices were found", "") == Links({}, {}, {})
+    p2p = read_matrix(P2P, range(4))
+    assert (len(p2p), [pair for pair, code in p2p.items() if code != "OK"]) == (6, [(0, 3)])
+    assert read_matrix("", range(4)) == read_matrix("No devices were found", range(4)) == {}
 
 
-def test_each_kind_of_trouble_says_consequence_and_fix() -> None:
-    findings = link_findings(parse(TOPOLOGY, P2P, NVLINK), [0, 1, 2, 3])
-    assert [f.level for f in findings] == ["warn"] * 3
-    assert all(f.consequence and f.fix for f in findings)
-    far, p2p, nvlink = (f.what for f in findings)
-    assert (
-        "12 NVLinks between 0-1, one PCIe switch between 2-3, the link between CPU sockets between 0-2" in far
-    )
-    assert "off between 0-3 (the chipset does not support it)" in p2p
-    assert "GPU 1 has 1 of 2" in nvlink
+def test_only_the_visible_gpus_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "run_command", lambda *_: (P2P, None))
+    found = links.read_links(TOPOLOGY, [2, 3])
+    assert found == Links({(2, 3): "PIX"}, {(2, 3): "OK"})
+    (near,) = link_findings(found)
+    assert (near.level, near.what) == ("ok", "GPU links: one PCIe switch between 2-3")
+    assert link_findings(Links({}, {})) == []
 
 
-def test_only_the_visible_gpus_count() -> None:
-    near = link_findings(parse(TOPOLOGY, P2P, ""), [2, 3])
-    assert [f.level for f in near] == ["ok", "ok"]
-    assert near[0].what == "GPU links: one PCIe switch between 2-3"
-    whole = link_findings(parse(TOPOLOGY, P2P, NVLINK), [0])
-    assert [f.what for f in whole if f.level != "ok"] == []
-    assert link_findings(Links({}, {}, {}), [0, 1]) == []
-    (far,) = link_findings(Links({(0, k): "NODE" for k in range(1, 9)}, {}, {}), range(9))
-    assert (far.level, "0-5, 0-6, ... cross host bridges" in far.consequence) == ("warn", True)
-    (even,) = link_findings(Links({}, {}, {0: (1, 2), 1: (1, 2)}), [0, 1])
-    assert (even.level, even.what) == ("ok", "NVLink: 1 active on each GPU")
+def test_each_kind_of_trouble_names_the_pairs_with_consequence_and_fix() -> None:
+    far, p2p = link_findings(Links(read_matrix(TOPOLOGY, range(4)), read_matrix(P2P, range(4))))
+    assert (far.level, p2p.level) == ("warn", "warn")
+    assert all((far.consequence, far.fix, p2p.consequence, p2p.fix))
+    for part in (
+        "12 NVLinks between 0-1",
+        "one PCIe switch between 2-3",
+        "CPU sockets between 0-2, 0-3, 1-2",
+    ):
+        assert part in far.what
+    assert "0-3 (CNS)" in p2p.what
+    (far,) = link_findings(Links({(0, k): "NODE" for k in range(1, 9)}, {}))
+    assert (far.level, "0-5, 0-6, ..." in far.consequence) == ("warn", True)

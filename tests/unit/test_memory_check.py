@@ -14,8 +14,7 @@ from bert_dp.config import Config, ConfigError, load_config, resolve
 from bert_dp.cost import rank_memory_gib
 from launcher import job
 from launcher.machine import environment
-from launcher.machine.environment import Environment
-from launcher.machine.gpus import Gpu
+from launcher.machine.environment import Environment, Gpu
 from launcher.run import train
 
 OPTIONS = ("run.device=cpu", "precision=fp32", "batch.micro_size=32")

@@ -21,8 +21,7 @@ from bert_dp.train_state import TrainState
 from bert_dp.world import World
 from launcher import job
 from launcher.machine import doctor, environment
-from launcher.machine.environment import Environment
-from launcher.machine.precision import keep_ratio, precision_of, ratio_file
+from launcher.machine.environment import Environment, keep_ratio, precision_of, ratio_file
 from launcher.report import run_files
 from launcher.run import train
 from launcher.run.memory_check import check_memory

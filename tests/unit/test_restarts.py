@@ -12,7 +12,7 @@ import pytest
 
 from bert_dp.config import Config
 from bert_dp.record.models import Failure
-from launcher.machine import gpus
+from launcher.machine import environment
 from launcher.run import restarts
 from launcher.run.processes import RunResult
 from launcher.run.restarts import Policy, supervise
@@ -206,7 +206,7 @@ def test_elastic_keeps_the_ranks_after_an_exception(tmp_path: Path) -> None:
 
 
 def test_elastic_follows_the_gpus_that_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "num_gpus", lambda: 3)
+    monkeypatch.setattr(environment, "num_gpus", lambda: 3)
     free = config("run.device=auto")
     assert restarts.ranks_left(free, 4, RAISED) == 3
     assert restarts.ranks_left(free, 3, KILLED) == 2

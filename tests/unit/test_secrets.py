@@ -1,0 +1,199 @@
+"""Secrets: which values count, and that no file or console line of ours holds one."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from bert_dp import record
+from bert_dp.config import setting_paths
+from bert_dp.record import hide, is_secret, secret_values
+from bert_dp.record.models import Summary
+from launcher import datasets, job
+from launcher.log import masked_command, secret_issues
+from launcher.machine.environment import Environment, probe
+from tests.helpers import make_config, raised_issues
+
+IN_URLS = (  # (text, the secret in it)
+    ("get https://user:pa55@word@host/x failed", "user:pa55@word"),
+    ("data.path: /data/me/https:/user:pa55@host/x", "user:pa55"),
+    ("postgres://u:pw1@db:5432/x", "u:pw1"),
+    ("//me:geheim@nas/share", "me:geheim"),
+    ("https://0123456789abcdef0123@host/x", "0123456789abcdef0123"),
+)
+PLAIN = (
+    "ssh://git@github.com/x",
+    "git+ssh://git@github.com:org/repo@v1",
+    "http://127.0.0.1:8080/a@b",
+    "/data//corpus/a:b/c@d.txt",
+    "me@host:/data/x: 12 tokens",
+)
+
+
+@pytest.mark.parametrize(("text", "secret"), IN_URLS)
+def test_a_password_in_a_url_is_hidden(text: str, secret: str) -> None:
+    shown = hide(text)
+    assert shown == text.replace(secret, record.REDACTED)
+    assert hide(shown) == shown
+
+
+@pytest.mark.parametrize("text", PLAIN)
+def test_ordinary_text_stays(text: str) -> None:
+    assert hide(text) == text
+
+
+@given(st.lists(st.one_of(st.sampled_from(["secret-1", "secret-1-long", "geheim!"]), st.text("ab /:@."))))
+def test_every_occurrence_is_hidden(parts: list[str]) -> None:
+    shown = hide("\n".join(parts), ["secret-1", "secret-1-long", "geheim!"])
+    assert not any(secret in shown for secret in ("secret-1", "geheim!"))
+
+
+def test_the_longer_of_two_secrets_goes_first() -> None:
+    assert hide("a secret-1-long, a secret-1", ["secret-1", "secret-1-long"]) == "a <redacted>, a <redacted>"
+
+
+def test_which_values_are_secrets(tmp_path: Path) -> None:
+    environ = {
+        "HF_TOKEN": "hf_abcdef",
+        "api_key": "abcde-f",
+        "PASSPHRASE": "short",
+        "MY_KEY": "status",
+        "DB_PASSWORD": "Memory",
+        "CERT_KEY": "-----BEGIN-----\nMIIEpAIBAAK\n",
+        "PWD": "/not/there/now",
+        "OLDPWD": "/not/there/before",
+        "TOKENIZERS_PARALLELISM": "disabled",
+        "MAX_TOKENS": "1000000",
+        "HOME": "/root-of-it",
+        "KEY_FILE": str(tmp_path),
+        "KEY_PATH": "/not/there",
+    }
+    assert secret_values(environ) == {
+        "hf_abcdef": "HF_TOKEN",
+        "abcde-f": "api_key",
+        "-----BEGIN-----\nMIIEpAIBAAK": "CERT_KEY",
+        "/not/there": "KEY_PATH",
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    "DB_PWD pwd --pwd PGPASSWORD SSHPASS MYSQL_PWD HTTP_AUTH --auth BASICAUTH AUTHORIZATION oauth2 AWS_CRED "
+    "GCP_CREDENTIALS creds GITHUB_PAT githubPat SENTRY_DSN SLACK_WEBHOOK_URL DB_CONNECTION_STRING apiKey "
+    "APIKey AWS_ACCESS_KEY_ID HF_TOKEN API_TOKENS MySecret X-Api-Key model.auth".split(),
+)
+def test_names_of_secrets(name: str) -> None:
+    assert is_secret(name, "0123-abcd")
+
+
+def test_ordinary_names_are_none() -> None:
+    names = (
+        "PATH PYTHONPATH PATTERN COMPAT PATCH AUTHOR GIT_AUTHOR_NAME AUTHORITY XAUTHORITY KEYBOARD KEYWORDS "
+        "MONKEY COMPASS BYPASS PASSED PASSIVE CREDIT SACRED tokenizer TOKENIZERS_PARALLELISM PWD OLDPWD"
+    )
+    assert [name for name in names.split() if is_secret(name, "0123-abcd")] == []
+    ours = [*setting_paths(), *Summary.model_fields, *(f.name for f in dataclasses.fields(Environment))]
+    assert [name for name in ours if is_secret(name, 8)] == []
+    assert not is_secret("max_connections", 100)
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        (["x", "--pwd=geheim", "TOKEN=abc"], "x --pwd=<redacted> TOKEN=<redacted>"),
+        (["--auth", "abc", "--key"], "--auth <redacted> --key"),
+        (
+            ["-H", "Authorization: Bearer abc", "-H", "X-Api-Key: 12"],
+            "-H Authorization: <redacted> -H X-Api-Key: <redacted>",
+        ),
+        (["https://me:pw@host/x", "q7Zx-81kkd"], "https://<redacted>@host/x <redacted>"),
+        (["--set", "data.path=/a/b", "--set", "a.dsn=1"], "--set data.path=/a/b --set a.dsn=<redacted>"),
+        (["--set", "schedule.tokens=5"], "--set schedule.tokens=5"),
+        (["--secret", "--verbose", "on"], "--secret --verbose on"),
+    ],
+)
+def test_a_command_line_without_its_secrets(
+    given: list[str], shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", "q7Zx-81kkd")
+    assert " ".join(masked_command(given)) == shown
+    monkeypatch.setattr(sys, "argv", given)
+    assert " ".join(probe().command) == shown
+
+
+def test_the_log_of_a_rank_holds_no_secret(tmp_path: Path) -> None:
+    """Printed, raised, logged or warned of: the stream masks it before it is written."""
+    script = (
+        "import logging, os, sys, warnings\n"
+        "from bert_dp.lines import WriteErrors\n"
+        "from bert_dp.rank_process import redirect_output\n"
+        "redirect_output(0, WriteErrors())\n"
+        "token = os.environ['MY_TOKEN']\n"
+        "print('printed', token, end='')\n"
+        "sys.stderr.writelines(['line ' + token])\n"
+        "warnings.warn('warned ' + token)\n"
+        "logging.warning('logged %s', token)\n"
+        "raise RuntimeError('raised ' + token)\n"
+    )
+    environ = {"MY_TOKEN": "q7Zx-81kkd", record.LOG_DIR: str(tmp_path), "PATH": ""}
+    done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (1, b"", b"")
+    said = (tmp_path / "rank-0.log").read_text()
+    assert "q7Zx-81kkd" not in said
+    for word in ("printed", "line", "warned", "logged", "RuntimeError: raised"):
+        assert f"{word} <redacted>" in said
+
+
+def test_each_setting_and_each_name_that_it_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"MY_KEY": "secret-1", "MY_PWD": "other-3"}.items():
+        monkeypatch.setenv(name, value)
+    texts = {"a": "/x/secret-1/other-3", "b": None, "c": "/x", "d": "s3://me:other-4@h", "e": "other-3"}
+    issues = secret_issues(texts)
+    assert [(i.setting, i.kind, i.other) for i in issues] == [
+        ("a", "conflict", "MY_KEY"),
+        ("a", "conflict", "MY_PWD"),
+        ("d", "unsupported", None),
+        ("e", "conflict", "MY_PWD"),
+    ]
+    for secret in ("secret-1", "other-3", "other-4"):
+        assert secret not in str(issues)
+
+
+def test_settings_that_hold_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "corpus")
+    config = make_config()
+    assert job.exposure_issues(config, tmp_path / "corpus" / "data-1:2@3", "--run-dir") == []
+    data = config.data.model_copy(update={"sources": ("https://me:hunter2@host/corpus.txt",)})
+    config = job.absolute(config.model_copy(update={"data": data}))
+    (issue,) = job.exposure_issues(config, tmp_path, "--run-dir")
+    assert (issue.setting, issue.kind) == ("data.sources", "unsupported")
+    assert issue.value.endswith("<redacted>@host/corpus.txt")
+    assert "hunter2" not in str(issue)
+    monkeypatch.setenv("MY_KEY", "q7Zx-81kkd")
+    for name in ("data.path", "data.tokenizer", "run.init_from"):
+        (issue,) = job.exposure_issues(make_config(f"{name}=/data/q7Zx-81kkd"), tmp_path, "--run-dir")
+        assert (issue.setting, issue.kind, issue.other) == (name, "conflict", "MY_KEY")
+
+
+def test_sources_of_shards_that_hold_one(tmp_path: Path) -> None:
+    (issue,) = raised_issues(
+        datasets.build,
+        ["s3://me:hunter2@host/x.txt"],
+        tmp_path / "out",
+        vocab_size=64,
+        sequence_length=16,
+        tokenizer=None,
+        overrides=[],
+        processes=None,
+        force=False,
+        console=Console(),
+    )
+    assert (issue.setting, issue.value) == ("SOURCES", "s3://<redacted>@host/x.txt")
+    assert not list(tmp_path.iterdir())
