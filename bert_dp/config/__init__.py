@@ -8,6 +8,7 @@ from bert_dp.config.checks import (
     has_own_work,
     init_issues,
     no_effect,
+    residual_issues,
 )
 from bert_dp.config.cpu import BF16_UNITS, bf16_units, cpu_field
 from bert_dp.config.error import ConfigError, plain_message

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-from bert_dp.config.checks import finetune_issues, noise_issues, parallel_issues
+from bert_dp.config.checks import finetune_issues, noise_issues, parallel_issues, residual_issues
 from bert_dp.config.error import ConfigError
 from bert_dp.config.schema import BatchConfig, Config, divisors
 
@@ -60,6 +60,7 @@ def batch_layout(config: Config, world_size: int) -> BatchLayout:
             f"{batch.micro_size} x {dp} replicas = {micro_step}; nearest that are: {near}"
         )
     issues += parallel_issues(config, world_size)
+    issues += residual_issues(config, config.precision)
     issues += noise_issues(config, dp) + finetune_issues(config)
     if issues:
         raise ConfigError(issues)

@@ -46,7 +46,13 @@ FREE_ON_RESUME = (
 )
 
 OWN_WORK = ("single", "ddp", "zero1", "accelerate", "independent")  # whose ranks do not meet in the forward
-FREE_FROM_WEIGHTS = ("model.dropout", "model.attention_dropout", "model.norm_eps", "model.rope_theta")
+FREE_FROM_WEIGHTS = (
+    "model.dropout",
+    "model.attention_dropout",
+    "model.norm_eps",
+    "model.rope_theta",
+    "model.residual_dtype",
+)
 
 
 def has_own_work(engine: str, tensor: int) -> bool:
@@ -97,6 +103,17 @@ def parallel_issues(config: Config, world_size: int) -> list[str]:
             f"precision: {config.precision} is not supported with parallel.engine: {engine}; use fp32 or bf16"
         )
     return issues
+
+
+def residual_issues(config: Config, precision: str) -> list[str]:
+    """Why the residual stream cannot be in bf16 under `precision` (auto: not known yet); at most one line."""
+    if config.model.residual_dtype == "full" or precision in ("auto", "bf16"):
+        return []
+    decided = " (auto)" if config.precision == "auto" else ""
+    return [
+        f"model.residual_dtype: bf16 needs blocks that compute in bf16, and precision{decided} is "
+        f"{precision}; use model.residual_dtype: full, or precision: bf16"
+    ]
 
 
 def _tensor_issues(config: Config, world_size: int) -> list[str]:
