@@ -98,7 +98,8 @@ def scores_of(place: Path, config: Config, manifest: ExamplesManifest) -> dict[s
     for split in splits_of(manifest):
         examples = Examples.open(Path(config.data.path or ""), manifest, split)
         rows = [examples.tokens(i) for i in range(len(examples))]
-        batches = list(predict.batches(np.array([len(row) for row in rows]), predict.batch_tokens()))
+        most = predict.batch_tokens(predict.device_of(source.path))
+        batches = list(predict.batches(np.array([len(row) for row in rows]), most))
         pad = encoder.special["pad"]
         outputs = [predict.outputs_of(compute, [rows[i] for i in index], pad, None) for index in batches]
         logits_NL = predict.in_order(outputs, batches)

@@ -42,6 +42,7 @@ from bert_dp.devices import keep_freed_memory
 from bert_dp.examples.glue import GlueData
 
 SORTED, LARGE = "by length", "by length, large"
+LARGE_TOKENS = 8192
 IN_ORDER = {"in order, 32": 32, "in order, 128": 128}
 QUICK_WORDS = ("ship", "sailed", "past", "seven", "grey", "islands", "while", "rain", "fell", "on", "harbour")
 
@@ -85,11 +86,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="predict-speed-") as scratch:
         run = make_run(Path(scratch) / "run", subject_of(o.model, o).config, train)
         source = predict.find_source(str(run))
-        compute, encoder = predict.open_model(source.path), source.encoder
+        compute, encoder = predict.open_model(source.path, precision="fp32"), source.encoder
     encoded = encoder.encode([(text,) for text in dev])
     rows = np.split(encoded.ids, encoded.offsets[1:-1])
     lengths = np.array([len(row) for row in rows])
-    budgets = {SORTED: predict.batch_tokens(), LARGE: predict.GPU_BATCH_TOKENS}
+    budgets = {SORTED: predict.batch_tokens(predict.device_of(source.path)), LARGE: LARGE_TOKENS}
     ways: dict[str, list[NDArray[np.int64]]] = {
         **{way: list(predict.batches(lengths, budget)) for way, budget in budgets.items()},
         **{

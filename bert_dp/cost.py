@@ -167,23 +167,24 @@ def _widths(precision: str) -> tuple[int, int]:
 
 
 def _activation_bytes(config: Config, wide: int, narrow: int) -> dict[str, float]:
-    """What autograd saves of one micro batch: per token two residual inputs of norms as wide as parameters,
-    and in the compute width the normed inputs, QKV, rotated Q and K, attention output and the MLP's
-    intermediates, of which tensor parallelism divides all but the normed inputs. The head holds logits in the
-    compute width and, in fp32, log-probabilities and their gradient. Activation checkpointing keeps one
-    block's, and all inputs."""
+    """What autograd saves of one micro batch: per token two residual inputs of norms as wide as parameters
+    (2 bytes where model.residual_dtype narrows them), and in the compute width the normed inputs, QKV,
+    rotated Q and K, attention output and the MLP's intermediates, of which tensor parallelism divides all but
+    the normed inputs. The head holds logits in the compute width and, in fp32, log-probabilities and their
+    gradient. Activation checkpointing keeps one block's, and all inputs."""
     model, tensor = config.model, config.parallel.tensor
     h, i = model.hidden_size, model.intermediate_size
     mlp_saved = 4 * i if model.mlp == "geglu" else 2 * i
     attention_saved = (6 if model.position == "rope" else 4) * h
-    a_block = 2 * wide * h + narrow * (2 * h + (attention_saved + mlp_saved) / tensor)
+    residual = 2 if model.residual_dtype == "bf16" else wide
+    a_block = 2 * residual * h + narrow * (2 * h + (attention_saved + mlp_saved) / tensor)
     tokens = config.batch.micro_size * config.data.sequence_length
     if model.attention_dropout:  # written out: scores, probabilities, and what was dropped of them
         length = config.data.sequence_length
         a_block += model.num_heads * length * (3 * narrow + 1) / tensor
     saved = model.num_layers * a_block
     if config.parallel.activation_checkpointing:
-        saved = a_block + model.num_layers * wide * h
+        saved = a_block + model.num_layers * residual * h
     predicted = config.batch.micro_size * config.num_masked
     logits = predicted * model.vocab_size / tensor * (narrow + 2 * max(4, wide))
     return {"activations": tokens * saved, "logits": logits}

@@ -18,6 +18,9 @@ from bert_dp.config import ConfigError
 from bert_dp.cost import GIB
 from bert_dp.world import World
 
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Environment variables that torch's CUDA allocator reads (2.11 to 2.13), when it first allocates."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Place:
@@ -55,6 +58,7 @@ def choose_device(setting: str, world: World) -> torch.device:
     Raises ConfigError, on all ranks of the machine, when there are more of them than GPUs.
     """
     if setting != "cpu" and torch.cuda.is_available():
+        expand_segments()
         torch.cuda.init()  # before that whole GPUs are counted, also where each is divided (MIG)
     gpus, ranks = torch.cuda.device_count(), world.local_size
     if setting == "cpu" or (setting == "auto" and gpus == 0):
@@ -67,6 +71,13 @@ def choose_device(setting: str, world: World) -> torch.device:
             [f"run.device: {setting} needs a GPU for each rank of this machine, {ranks}, found {gpus}; {fix}"]
         )
     return torch.device("cuda", world.local_rank)
+
+
+def expand_segments() -> None:
+    """Let the CUDA allocator grow its segments in place, unless the user has configured it: memory that other
+    shapes have left in pieces then does not count as used, so larger micro batches fit."""
+    if not any(name in os.environ for name in ALLOCATOR_SETTINGS):
+        os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
 
 
 def use_device(device: torch.device, *, deterministic: bool) -> None:

@@ -113,16 +113,23 @@ class Embeddings(nn.Module):
             self.position_embeddings = nn.Embedding(sequence_length, config.hidden_size)
         self.norm = make_norm(config)
         self.drop = KeyedDropout(config.dropout, place=0)
+        self.narrow_residual = config.residual_dtype == "bf16"
 
     def forward(self, x_BSH: Tensor, key_B: Tensor | None) -> Tensor:
-        """`x_BSH`: the looked-up tokens."""
+        """`x_BSH`: the looked-up tokens. The result has the dtype of the residual stream."""
         length = x_BSH.shape[1]
         if self.position == "scaled_sinusoidal":
             x_BSH = x_BSH + self.position_scale * self.sinusoids_SH[:length]
         elif self.position == "learned":
             x_BSH = x_BSH + self.position_embeddings.weight[:length]
         out: Tensor = self.drop(self.norm(x_BSH), key_B)
-        return out
+        # each block adds a bf16 output under autocast, so the stream keeps the dtype that it begins with
+        return out.bfloat16() if self.narrow_residual and autocasts_to_bf16(out) else out
+
+
+def autocasts_to_bf16(x: Tensor) -> bool:
+    kind = x.device.type
+    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
 
 
 def is_slow_in_kernel(q_BASD: Tensor) -> bool:
@@ -259,6 +266,11 @@ class Encoder(nn.Module):
     def encode(self, x_BSH: Tensor, real_BS: Tensor | None = None, key_B: Tensor | None = None) -> Tensor:
         """`x_BSH`: the looked-up tokens. `real_BS`: True for tokens, False for padding; None = all are
         tokens. `key_B`: int32 keys of the examples, for dropout in training."""
+        out: Tensor = self.final_norm(self.residual_stream(x_BSH, real_BS, key_B))
+        return out
+
+    def residual_stream(self, x_BSH: Tensor, real_BS: Tensor | None, key_B: Tensor | None) -> Tensor:
+        """As `encode`, without the final norm."""
         if not self.has_dropout:
             key_B = None
         x_BSH = self.embeddings(x_BSH, key_B)
@@ -271,11 +283,15 @@ class Encoder(nn.Module):
             keys = subkey(key_B, place_L1).unbind()
         for layer, layer_key_B in zip(self.layers, keys, strict=True):
             x_BSH = layer(x_BSH, cos, sin, real_B11S, layer_key_B)
-        return self.final_norm(x_BSH)
+        return x_BSH
 
 
 class PredictionHead(nn.Module):
-    """dense + GELU + norm where the configuration has them, then the tied, bias-free decoder and its loss."""
+    """dense + GELU + norm where the configuration has them, then the tied, bias-free decoder and its loss.
+
+    `final_norm`: the encoder's, where `x_PH` has not been through it yet. The head applies it, so that one
+    compiled graph does, to the predicted positions alone.
+    """
 
     def __init__(self, config: ModelConfig, vocabulary: Vocabulary):
         super().__init__()
@@ -285,7 +301,11 @@ class PredictionHead(nn.Module):
             self.norm = make_norm(config)
         self.vocabulary = vocabulary
 
-    def forward(self, x_PH: Tensor, weight_VH: Tensor, labels_P: Tensor | None) -> Tensor:
+    def forward(
+        self, x_PH: Tensor, weight_VH: Tensor, labels_P: Tensor | None, final_norm: nn.Module | None = None
+    ) -> Tensor:
+        if final_norm is not None:
+            x_PH = final_norm(x_PH)
         if self.transforms:
             x_PH = self.norm(F.gelu(self.dense(x_PH)))
         logits_PV = self.vocabulary.logits(x_PH, weight_VH)
@@ -357,8 +377,8 @@ class CrammedBert(EncoderModel):
         A label of IGNORE contributes nothing. `real_BS`, `key_B`: see Encoder.encode.
         """
         x_BSH, weight_VH = self.vocabulary.look_up(ids_BS, self.model.embeddings.tok_embeddings.weight)
-        x_PH = self.model.encode(x_BSH, real_BS, key_B).flatten(0, 1)[positions_P]
-        out: Tensor = self.head(x_PH, weight_VH, labels_P)
+        x_PH = self.model.residual_stream(x_BSH, real_BS, key_B).flatten(0, 1)[positions_P]
+        out: Tensor = self.head(x_PH, weight_VH, labels_P, self.model.final_norm)
         return out
 
 

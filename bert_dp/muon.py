@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from bert_dp.optimizer_contract import Optimizer
 
@@ -43,7 +42,10 @@ class Muon(Optimizer):
         momentum: float,
         betas: tuple[float, float],
         eps: float,
+        multiply_in: torch.dtype | None = None,
     ):
+        """`multiply_in`: of Newton-Schulz; None = the parameters' own precision."""
+        self._multiply_in = multiply_in
         settings = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "weight_decay": 0.0}
         super().__init__(params, {**settings, "matrix": False, "splits": None})
 
@@ -57,7 +59,7 @@ class Muon(Optimizer):
                 held = dict(zip(group["params"], splits, strict=True))
                 self._muon(group, params, [held[p] for p in params])
             elif params:
-                self._adamw(group, params)
+                self.adamw(group, params)
 
     def _muon(self, group: dict[str, Any], params: list[Tensor], splits: list[Split]) -> None:
         keep, divisor = self.controls(params[0])
@@ -76,32 +78,10 @@ class Muon(Optimizer):
             weights += p.chunk(count, dim)
             directions += p.grad.chunk(count, dim)
         for batch in batches_of_a_shape(directions):
-            updates = orthogonalize(torch.stack([directions[i] for i in batch]))
+            updates = orthogonalize(torch.stack([directions[i] for i in batch]), self._multiply_in)
             updates *= lr * (0.2 * max(updates.shape[-2:]) ** 0.5)
             for i, update in zip(batch, updates, strict=True):
                 weights[i].sub_(update)
-
-    def _adamw(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        exp_avgs, exp_avg_sqs, steps = self.adam_state(params)
-        beta1, beta2 = group["betas"]
-        adamw(
-            params,
-            [p.grad for p in params if p.grad is not None],
-            exp_avgs,
-            exp_avg_sqs,
-            [],
-            steps,
-            fused=True,
-            grad_scale=self.grad_scale,
-            found_inf=self.found_inf,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
 
 
 def batches_of_a_shape(matrices: Sequence[Tensor]) -> Iterator[list[int]]:
@@ -127,13 +107,15 @@ def no_tf32() -> Iterator[None]:
 
 
 @no_tf32()
-def orthogonalize(matrices: Tensor) -> Tensor:
-    """[..., R, C] -> about U V' of each one's singular value decomposition, in their own precision."""
+def orthogonalize(matrices: Tensor, multiply_in: torch.dtype | None = None) -> Tensor:
+    """[..., R, C] -> about U V' of each one's singular value decomposition, in their own precision, with
+    products in `multiply_in` (None = theirs too)."""
     a, b, c = COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    x = x.to(multiply_in or x.dtype)
     for _ in range(ITERATIONS):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if tall else x
+    return (x.mT if tall else x).to(matrices.dtype)

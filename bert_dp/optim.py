@@ -33,13 +33,19 @@ def parameter_groups(
 
 
 def make_optimizer(
-    config: OptimConfig, named: NamedParameters, model: Model, *, compiled: bool = False
+    config: OptimConfig,
+    named: NamedParameters,
+    model: Model,
+    *,
+    compiled: bool = False,
+    precision: str = "fp32",
 ) -> torch.optim.Optimizer:
     """AdamW (arXiv 1711.05101) in one fused kernel, LAMB or Muon; `lr` is set before every step.
 
-    `model` tells what is decayed and what is a matrix, by the names of `named`.
+    `model` tells what is decayed and what is a matrix, by the names of `named`. `precision`: of the run.
     """
     named = list(named)
+    on_gpu = any(parameter.device.type == "cuda" for _, parameter in named)
     betas = (config.beta1, config.beta2)
     lr = 0.0 if config.lr == "auto" else config.lr
     if config.name == "muon":
@@ -56,7 +62,15 @@ def make_optimizer(
                 "splits": [plan.get(name, WHOLE) for name in matrices],
             }
         )
-        return Muon(groups, lr=lr, momentum=config.momentum, betas=betas, eps=config.eps)
+        return Muon(
+            groups,
+            lr=lr,
+            momentum=config.momentum,
+            betas=betas,
+            eps=config.eps,
+            # as Muon's original, where the model's products are in bf16 too; a CPU gains nothing by it
+            multiply_in=torch.bfloat16 if precision == "bf16" and on_gpu else None,
+        )
     groups = parameter_groups(named, config.weight_decay, model.is_decayed)
     if config.name == "lamb":
         return Lamb(groups, lr=lr, betas=betas, eps=config.eps, compiled=compiled)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -41,4 +43,27 @@ class Optimizer(torch.optim.Optimizer):
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [state["step"] for state in states],
+        )
+
+    def adamw(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        """AdamW's update of `params`, which have gradients, in torch's fused kernel."""
+        exp_avgs, exp_avg_sqs, steps = self.adam_state(params)
+        beta1, beta2 = group["betas"]
+        adamw(
+            params,
+            [p.grad for p in params if p.grad is not None],
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            steps,
+            fused=True,
+            grad_scale=self.grad_scale,
+            found_inf=self.found_inf,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
         )

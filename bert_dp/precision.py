@@ -43,6 +43,14 @@ def choose_precision(setting: str, device: torch.device, engine: str = "auto") -
     return precision_of(decide_precision(setting, [engine], on_gpu=on_gpu, has_bf16=native))
 
 
+def inference_precision(setting: str, device: torch.device) -> Precision:
+    """The precision of a model that only predicts: auto = bf16 on a GPU that multiplies it, else fp32. fp32
+    means no autocast: the precision of the weights, whatever it is."""
+    if setting == "auto":
+        setting = "bf16" if device.type == "cuda" and has_bf16(device) else "fp32"
+    return precision_of(setting)
+
+
 def allow_tf32(precision: Precision, device: torch.device) -> None:
     """On a GPU, products of fp32 matrices in TF32 beside bf16 or fp16; where the run is fp32 they are fp32,
     whose peak MFU divides by."""

@@ -1,7 +1,7 @@
 """Labels or encodings of a file's examples: `python -m bert_dp.predict RUN FILE` writes a JSON line for each.
 
-The lines stand in the order of the file; examples of about one length are computed together, always in the
-precision of the weights.
+The lines stand in the order of the file; examples of about one length are computed together. A line of what
+was computed in bf16 says so.
 
 Axes: N examples that are held at once, B of a batch, S tokens of its longest, L outputs of an example.
 """
@@ -40,13 +40,14 @@ from bert_dp.examples.table import Columns
 from bert_dp.export import foreign
 from bert_dp.measure.peak import use_all_cores
 from bert_dp.model import CrammedBert
+from bert_dp.precision import allow_tf32, inference_precision
 from bert_dp.rank_process import RunFailed
 from bert_dp.record.exported import is_exported, read_exported
 
 HELD = 8192  # examples that are sorted by length among each other
 # of one forward pass, padding included: a GPU needs many to be busy; a core is busy with few, and then fewer
 # are padding (benchmarks/RESULTS.md)
-GPU_BATCH_TOKENS = 8192
+GPU_BATCH_TOKENS = 65_536
 CPU_BATCH_TOKENS = 1024
 DIGITS = 6  # after the point, of what is written
 
@@ -81,13 +82,19 @@ def find_source(run: str) -> ModelSource:
     return ModelSource(path, config.finetune if config.objective.name == "finetune" else None, encoder)
 
 
-def open_model(path: Path, threads: int = 0) -> Compute:
+def device_of(path: Path) -> torch.device:
+    """The GPU where there is one; what is exported computes on the CPU. `path`: of a ModelSource."""
+    return torch.device("cuda" if torch.cuda.is_available() and not is_exported(path) else "cpu")
+
+
+def open_model(path: Path, threads: int = 0, precision: str = "auto") -> Compute:
     """`path`: of a ModelSource. `threads`: of ONNX Runtime, 0 = its own choice; all else has torch's.
+    `precision`: see inference_precision; what is exported has its own.
 
     Raises ConfigError.
     """
     if not is_exported(path):
-        return on_device(pretrained.load(path)[0])
+        return on_device(pretrained.load(path)[0], device_of(path), precision)
     exported = read_exported(path)
     kind = "classifier" if exported.kind == "classifier" else "encoder"
     try:
@@ -101,14 +108,15 @@ def open_model(path: Path, threads: int = 0) -> Compute:
     return compute
 
 
-def on_device(model: CrammedBert | Classifier) -> Compute:
-    """A model of ours, on the GPU where there is one."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def on_device(model: CrammedBert | Classifier, device: torch.device, precision: str = "auto") -> Compute:
+    """A model of ours as `Compute`."""
+    chosen = inference_precision(precision, device)
+    allow_tf32(chosen, device)
     model.to(device)
     inner = model if isinstance(model, Classifier) else model.model
 
     def compute(ids_BS: Tensor, real_BS: Tensor) -> Tensor:
-        with torch.inference_mode():
+        with torch.inference_mode(), chosen.context(device):
             outputs: Tensor = inner(ids_BS.to(device), real_BS.to(device))
         return outputs
 
@@ -122,11 +130,13 @@ def predict(
     progress: Progress,
     count: int = 1,
     threads: int | None = None,
+    precision: str = "auto",
 ) -> Iterator[dict[str, Any]]:
     """Of each example, in their order, its index and what the run makes of it: see `labelled`; a pretrained
-    one `encoding`, the hidden states pooled by `pooling` (mean, which None is too, or cls). An example with a
-    text of which no token is left has `tokens`: 0 instead. `count`: of the processes that compute, each with
-    `threads` (None: one a core).
+    one `encoding`, the hidden states pooled by `pooling` (mean, which None is too, or cls); and `precision`
+    where autocast has narrowed it. An example with a text of which no token is left has `tokens`: 0 instead.
+    `count`: of the processes that compute, each with `threads` (None: one a core). `precision`: see
+    inference_precision.
 
     Raises ConfigError for a run that cannot be used and where no example has tokens, RunFailed where outputs
     are not finite.
@@ -140,7 +150,12 @@ def predict(
         raise ConfigError(
             [f"FILE: the tokenizer of {run} keeps no token of its texts; name a run that knows their script"]
         )
-    open_answer = functools.partial(open_outputs, source.path, encoder.special["pad"], pooling, threads)
+    open_answer = functools.partial(
+        open_outputs, source.path, encoder.special["pad"], pooling, threads, precision
+    )
+    device = device_of(source.path)
+    narrow = not is_exported(source.path) and inference_precision(precision, device).autocast
+    computed = {"precision": "bf16"} if narrow else {}
     truncated = done = index = 0
     textless: set[int] = set()
 
@@ -151,7 +166,7 @@ def predict(
         truncated += encoded.truncated
         textless.update((first + encoded.textless).tolist())
         rows = np.split(encoded.ids, encoded.offsets[1:-1])
-        together = batches(np.diff(encoded.offsets), batch_tokens())
+        together = batches(np.diff(encoded.offsets), batch_tokens(device))
         return [(index_B, submit([rows[i] for i in index_B])) for index_B in together]
 
     with instances.answering(open_answer, count) as submit:
@@ -165,9 +180,9 @@ def predict(
                 if index in textless:
                     line: dict[str, Any] = {"tokens": 0}
                 elif finetune is None:
-                    line = {"encoding": output_L.round(DIGITS).tolist()}
+                    line = {"encoding": output_L.round(DIGITS).tolist(), **computed}
                 else:
-                    line = labelled(output_L, finetune)
+                    line = {**labelled(output_L, finetune), **computed}
                 yield {"index": index, **line}
                 index += 1
     if textless:
@@ -178,13 +193,15 @@ def predict(
         progress(f"{truncated} of {len(texts)} examples were cut to {encoder.length} tokens", 0, 0)
 
 
-def open_outputs(path: Path, pad: int, pooling: str | None, threads: int | None) -> instances.Answer:
+def open_outputs(
+    path: Path, pad: int, pooling: str | None, threads: int | None, precision: str = "auto"
+) -> instances.Answer:
     """Rows of tokens to `outputs_of` them, in this process and from now on with its threads. Raises
     ConfigError."""
     use_all_cores()
     if threads is not None:
         torch.set_num_threads(threads)
-    compute = open_model(path, threads or 0)
+    compute = open_model(path, threads or 0, precision)
     return lambda rows: outputs_of(compute, rows, pad, pooling)
 
 
@@ -217,9 +234,9 @@ def outputs_of(
     return outputs_BL
 
 
-def batch_tokens() -> int:
-    """Of one forward pass on this machine, padding included."""
-    return GPU_BATCH_TOKENS if torch.cuda.is_available() else CPU_BATCH_TOKENS
+def batch_tokens(device: torch.device) -> int:
+    """Of one forward pass, padding included."""
+    return GPU_BATCH_TOKENS if device.type == "cuda" else CPU_BATCH_TOKENS
 
 
 def batches(lengths_N: NDArray[np.int64], most: int) -> Iterator[NDArray[np.int64]]:
@@ -321,12 +338,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--instances", type=int, default=1, help="processes that compute")
     parser.add_argument("--threads", type=int, help="of each")
+    parser.add_argument("--precision", choices=["auto", "fp32", "bf16"], default="auto")
     options = parser.parse_args(argv)
 
     def answer() -> tuple[str, int]:
         texts = read_texts(options.file, options.column)
         with shown_progress() as progress:
-            lines = predict(options.run, texts, options.pooling, progress, options.instances, options.threads)
+            lines = predict(
+                options.run,
+                texts,
+                options.pooling,
+                progress,
+                options.instances,
+                options.threads,
+                options.precision,
+            )
             first = next(lines)  # bad input is refused before a folder is made for --out
             with destination(options.out) as file:
                 for line in itertools.chain([first], lines):

@@ -11,7 +11,7 @@ import torch
 from bert_dp import checkpoint, cost, optim, parallel, record
 from bert_dp.binding import OMP, Placement, format_cores
 from bert_dp.building import first_state, prepare_model
-from bert_dp.config import ConfigError, changed_settings, decide_precision, peak_lr
+from bert_dp.config import ConfigError, changed_settings, decide_precision, peak_lr, residual_issues
 from bert_dp.config.profile import ProfilePlan
 from bert_dp.devices import device_name
 from bert_dp.dist import Comm
@@ -104,7 +104,8 @@ def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
 
 def agree_precision(rank: Rank, resumed: Checkpoint | None) -> Precision:
     """The precision of all ranks, which rank 0 chooses by what the devices of all can do. Under auto a run
-    that goes on keeps its own, also where that is slow. Collective."""
+    that goes on keeps its own, also where that is slow. Collective. Raises ConfigError for a model that needs
+    another precision."""
     config = rank.config
     native = bool(rank.comm.all_gather([has_bf16(rank.device)]).all())
     name = rank.comm.broadcast(
@@ -116,6 +117,8 @@ def agree_precision(rank: Rank, resumed: Checkpoint | None) -> Precision:
             kept=resumed.precision if resumed else None,
         )
     )
+    if issues := residual_issues(config, name):
+        raise ConfigError(issues)
     if resumed and config.precision == "auto" and name == "bf16" and not native:
         rank.log_rank0("warning: the run was begun in bf16 and keeps it, and here bf16 is emulated and slow")
     return precision_of(name)
@@ -156,7 +159,7 @@ def build_trainer(
     )
 
     def make_optimizer(named: optim.NamedParameters) -> torch.optim.Optimizer:
-        return optim.make_optimizer(config.optim, named, bare, compiled=compiled)
+        return optim.make_optimizer(config.optim, named, bare, compiled=compiled, precision=precision.name)
 
     model, optimizer = engine.prepare(bare, make_optimizer)
     if config.log.step_times:
@@ -239,10 +242,11 @@ def describe(trainer: Trainer, placed: Placement, resumed: Checkpoint | None) ->
     engine = parallel.engine_name(config.parallel, world.size)
     if trainer.layout.tensor > 1:
         engine += f", tensor {trainer.layout.tensor}"
+    residual = ", residual stream in bf16" if config.model.residual_dtype == "bf16" else ""
     lines = [
         f"ranks: {world.size} x {device_name(trainer.device)}, {how}, {placed}",
         f"batch: {trainer.layout}",
-        f"model: {trainer.num_parameters:,} parameters, {trainer.precision.name}, {compiled}, "
+        f"model: {trainer.num_parameters:,} parameters, {trainer.precision.name}{residual}, {compiled}, "
         f"engine {engine}",
         f"learning rate: {peak_lr(config).equation}, {config.optim.name}",
     ]

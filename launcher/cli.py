@@ -28,6 +28,7 @@ from launcher.options import (
     Launcher,
     MaxRestarts,
     Nproc,
+    Precision,
     Resume,
     Run,
     Set,
@@ -664,6 +665,7 @@ def eval_mlm(
         int | None,
         typer.Option(min=1, help="Stop after the document that reaches so many; default: read all."),
     ] = None,
+    precision: Precision = "auto",
     json: Json = False,
 ) -> int:
     """Held-out loss on any text: of single tokens, by what the model saw in their place, and of whole words
@@ -671,7 +673,9 @@ def eval_mlm(
     from launcher.evaluate import text_loss
 
     options = {"documents": documents, "source_format": format, "text_field": text_key}
-    return text_loss.evaluate(run, texts, options, max_bytes=max_bytes, as_json=json, console=console())
+    return text_loss.evaluate(
+        run, texts, options, max_bytes=max_bytes, precision=precision, as_json=json, console=console()
+    )
 
 
 @app.command(short_help="Label or encode the examples of a file.")
@@ -709,6 +713,7 @@ def predict(
             min=1, max=1024, metavar="T", help="CPU threads of each process; default: its share of the cores."
         ),
     ] = None,
+    precision: Precision = "auto",
 ) -> int:
     """A JSON line for each example of a file: labels with probabilities by a finetuned run, or its score;
     encodings by a pretrained one.
@@ -717,7 +722,14 @@ def predict(
 
     columns = predicting.Columns(text, text_pair)
     return predicting.predict(
-        run, file, columns, pooling=pooling, out=out, instances=instances, threads=threads
+        run,
+        file,
+        columns,
+        pooling=pooling,
+        out=out,
+        instances=instances,
+        threads=threads,
+        precision=precision,
     )
 
 

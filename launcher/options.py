@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 
 MAX_GPUS = 1_000_000
 
+Precision = Annotated[
+    Literal["auto", "fp32", "bf16"],
+    typer.Option(
+        help="What a run computes in: fp32 = the precision of its weights, bf16 = autocast; auto = bf16 on a "
+        "GPU that multiplies it, else fp32."
+    ),
+]
 Mode = Literal["weak", "strong"]
 MODES: dict[str, tuple[Mode, ...]] = {"weak": ("weak",), "strong": ("strong",), "both": ("weak", "strong")}
 

@@ -1,7 +1,14 @@
 """The whole configuration of a run. Torch-free."""
 
 from bert_dp.config.batch import BatchLayout, batch_at, batch_layout, progress_at, with_budget
-from bert_dp.config.checks import changed_settings, differing_settings, flat, init_issues, no_effect
+from bert_dp.config.checks import (
+    changed_settings,
+    differing_settings,
+    flat,
+    init_issues,
+    no_effect,
+    residual_issues,
+)
 from bert_dp.config.cpu import BF16_UNITS, bf16_units, cpu_field
 from bert_dp.config.engines import (
     ENGINES,

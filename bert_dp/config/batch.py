@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-from bert_dp.config.checks import finetune_issues, noise_issues, parallel_issues
+from bert_dp.config.checks import finetune_issues, noise_issues, parallel_issues, residual_issues
 from bert_dp.config.error import ConfigError, Issue
 from bert_dp.config.schema import BatchConfig, Config, divisors
 
@@ -75,6 +75,7 @@ def batch_layout(config: Config, world_size: int) -> BatchLayout:
             )
         )
     issues += parallel_issues(config, world_size)
+    issues += residual_issues(config, config.precision)
     issues += noise_issues(config, dp) + finetune_issues(config)
     if issues:
         raise ConfigError(issues)

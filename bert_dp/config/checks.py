@@ -45,7 +45,13 @@ FREE_ON_RESUME = (
     "data.sources",
 )
 
-FREE_FROM_WEIGHTS = ("model.dropout", "model.attention_dropout", "model.norm_eps", "model.rope_theta")
+FREE_FROM_WEIGHTS = (
+    "model.dropout",
+    "model.attention_dropout",
+    "model.norm_eps",
+    "model.rope_theta",
+    "model.residual_dtype",
+)
 
 
 def parallel_issues(config: Config, world_size: int) -> list[Issue]:
@@ -86,6 +92,16 @@ def parallel_issues(config: Config, world_size: int) -> list[Issue]:
         hint = "use fp32 or bf16"
         issues.append(Issue("precision", "unsupported", message, config.precision, "parallel.engine", hint))
     return issues
+
+
+def residual_issues(config: Config, precision: str) -> list[Issue]:
+    """Check that the residual stream can be in bf16 under `precision` (auto: not decided yet)."""
+    if config.model.residual_dtype == "full" or precision in ("auto", "bf16"):
+        return []
+    decided = " (auto)" if config.precision == "auto" else ""
+    message = f"bf16 needs blocks that compute in bf16, and precision{decided} is {precision}"
+    hint = "use model.residual_dtype: full, or precision: bf16"
+    return [Issue("model.residual_dtype", "conflict", message, "bf16", "precision", hint)]
 
 
 def _replica_issues(config: Config, facts: EngineFacts, world_size: int) -> list[Issue]:

@@ -176,7 +176,7 @@ class DataConfig(Section):
 
 
 class ModelConfig(Section):
-    added_later = ("attention_dropout",)
+    added_later = ("attention_dropout", "residual_dtype")
     vocab_size: int = Field(32_768, ge=16, le=MAX_VOCAB_SIZE)
     """Rows of the embedding; also the size of a trained tokenizer."""
     hidden_size: int = Field(768, ge=8, le=2**17)
@@ -201,6 +201,9 @@ class ModelConfig(Section):
     """Probability, on embedding, attention output and MLP output."""
     attention_dropout: float = Field(0.0, ge=0, lt=1)
     """Probability, on what attention weighs values with; attention is then written out, which is slower."""
+    residual_dtype: Literal["full", "bf16"] = "full"
+    """Of the sums between the blocks; full = the parameters' precision. bf16 halves the memory that norms and
+    additions read and write, rounds every sum, and needs `precision: bf16` (or auto where that is bf16)."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> ModelConfig:

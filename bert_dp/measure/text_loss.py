@@ -2,8 +2,7 @@
 
 Sequences are cut from the concatenated documents, each followed by <sep>, as in the run's training data; what
 is left at the end is one shorter sequence. They are read twice: for the loss of single tokens, and for that
-of whole words, which is divided by the words' bytes so that vocabularies compare. Always in the precision of
-the weights, without autocast.
+of whole words, which is divided by the words' bytes so that vocabularies compare.
 """
 
 from __future__ import annotations
@@ -31,15 +30,23 @@ from bert_dp.measure import masked_text
 from bert_dp.measure.masked_text import KINDS, MASK_RATE, Text
 from bert_dp.measure.peak import use_all_cores
 from bert_dp.model import CrammedBert
+from bert_dp.precision import allow_tf32, inference_precision
 from bert_dp.rank_process import RunFailed
 
-BATCH_TOKENS = 8192  # of one forward pass, about; the logits of 15 % of them are held at once
+# of one forward pass, about; the logits of 15 % of them are held at once. A GPU needs many tokens to be busy
+BATCH_TOKENS = {"cuda": 65_536, "cpu": 8192}
 
 
 def text_loss(
-    run: str, texts: Sequence[str], options: BuildConfig, most: int | None, tell: Progress
+    run: str,
+    texts: Sequence[str],
+    options: BuildConfig,
+    most: int | None,
+    tell: Progress,
+    precision: str = "auto",
 ) -> dict[str, Any]:
     """The object that main prints. `most`: bytes of text after which no further document is read.
+    `precision`: see inference_precision.
 
     Raises ConfigError for a run or text that cannot be used, RunFailed where the loss is not finite.
     """
@@ -78,7 +85,12 @@ def text_loss(
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device)
+    chosen = inference_precision(precision, device)
+    allow_tf32(chosen, device)
     length = config.data.sequence_length
+    with chosen.context(device):
+        predicted = token_losses(model, text, length, tell)
+        hidden = word_losses(model, text, length, special, tell)
     return {
         "run": run,
         "step": facts.step,
@@ -86,7 +98,7 @@ def text_loss(
         "vocab_size": size,
         "sequence_length": length,
         "device": device.type,
-        "precision": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "precision": str(chosen.autocast or next(model.parameters()).dtype).removeprefix("torch."),
         "sources": records,
         "documents": len(text.hidden_bytes_D),
         "documents_without_tokens": len(textless),
@@ -95,8 +107,8 @@ def text_loss(
         "words": text.words,
         "bytes": text.bytes,
         "mask_rate": MASK_RATE,
-        "predicted": token_losses(model, text, length, tell),
-        "hidden": word_losses(model, text, length, special, tell),
+        "predicted": predicted,
+        "hidden": hidden,
     }
 
 
@@ -173,7 +185,7 @@ def scores(
     """
     device = next(model.parameters()).device
     parts = [np.empty((2, 0))]
-    for begin, end, width in pieces(len(ids_T), length):
+    for begin, end, width in pieces(len(ids_T), length, BATCH_TOKENS[device.type]):
         tell(begin)
         rows_BS = torch.from_numpy(seen_T[begin:end].astype(np.int64).reshape(-1, width))
         positions_P = np.flatnonzero(predicted_T[begin:end])
@@ -188,9 +200,9 @@ def scores(
     return loss_and_hit_2P
 
 
-def pieces(count: int, length: int) -> Iterator[tuple[int, int, int]]:
-    """(first, end, tokens in each sequence) of the batches that `count` tokens are cut into."""
-    whole, step = count // length * length, max(1, BATCH_TOKENS // length) * length
+def pieces(count: int, length: int, most: int) -> Iterator[tuple[int, int, int]]:
+    """(first, end, tokens in each sequence) of batches of about `most` tokens, `count` in all."""
+    whole, step = count // length * length, max(1, most // length) * length
     for begin in range(0, whole, step):
         yield begin, min(begin + step, whole), length
     if whole < count:
@@ -217,13 +229,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("texts", nargs="+")
     parser.add_argument("--options", default="{}", help="data.build as JSON")
     parser.add_argument("--max-bytes", type=int)
+    parser.add_argument("--precision", choices=["auto", "fp32", "bf16"], default="auto")
     arguments = parser.parse_args(argv)
     use_all_cores()
 
     def answer() -> tuple[str, int]:
         options = BuildConfig.model_validate_json(arguments.options)
         with shown_progress() as tell:
-            facts = text_loss(arguments.run, arguments.texts, options, arguments.max_bytes, tell)
+            facts = text_loss(
+                arguments.run, arguments.texts, options, arguments.max_bytes, tell, arguments.precision
+            )
         return json.dumps(facts), 0
 
     return run_command(answer)

@@ -30,14 +30,20 @@ def predict(
     out: Path | None,
     instances: int,
     threads: int | None,
+    precision: str,
 ) -> int:
-    """`threads`: of each instance; None = its share of the cores. Returns the exit code. Raises
-    ConfigError."""
+    """`threads`: of each instance; None = its share of the cores. `precision`: auto, fp32 or bf16. Returns
+    the exit code. Raises ConfigError."""
     run = run.expanduser()
     if is_exported(run):
         exported = read_exported(run)
         place, finetune = run.absolute(), exported.finetune
         issues = package_issues("predict", LOADS[exported.format])
+        if precision != "auto":
+            issues.append(
+                f"--precision: {precision} is for runs, and {run} was exported in {exported.precision}; "
+                "leave it out, or name the run"
+            )
     else:
         start = find_pretrained(run)
         is_finetuned = start.config.objective.name == "finetune"
@@ -58,6 +64,8 @@ def predict(
     if instances > 1:
         arguments += ["--instances", str(instances)]
         threads = threads or max(1, len(os.sched_getaffinity(0)) // instances)
+    if precision != "auto":
+        arguments += ["--precision", precision]
     if threads is not None:
         arguments += ["--threads", str(threads)]
     return children.run_module("bert_dp.predict", [*arguments, "--", str(place), file]).returncode

@@ -53,10 +53,12 @@ def evaluate(
     options: Mapping[str, str],
     *,
     max_bytes: int | None,
+    precision: str,
     as_json: bool,
     console: Console,
 ) -> int:
-    """`options`: settings of data.build. Returns the exit code. Raises ConfigError."""
+    """`options`: settings of data.build. `precision`: auto, fp32 or bf16. Returns the exit code. Raises
+    ConfigError."""
     settings = {"data": {"sources": list(texts), "build": dict(options)}, "schedule": {"steps": 1}}
     with told_by_option(OPTIONS):
         build = resolve([settings]).data.build
@@ -67,7 +69,7 @@ def evaluate(
         issues.append(f"RUN: {run} was finetuned and predicts no tokens; name {source}")
     if issues:
         raise ConfigError(issues)
-    arguments = ["--options", build.model_dump_json()]
+    arguments = ["--options", build.model_dump_json(), "--precision", precision]
     if max_bytes is not None:
         arguments += ["--max-bytes", str(max_bytes)]
     arguments += ["--", str(start.run), *texts]

@@ -348,7 +348,9 @@ def _work(run: Run) -> list[Row]:
     facts = run.facts
     lost = f"{_share(facts.skipped_steps, facts.step)} of the steps; gradient norm not finite"
     compiled = None if facts.compiled is None else "compiled" if facts.compiled else "eager"
-    precision = ", ".join(filter(None, [f"precision {facts.precision or NA}", compiled]))
+    narrow = run.config.get("model", {}).get("residual_dtype") == "bf16"
+    residual = "residual stream in bf16" if narrow else None
+    precision = ", ".join(filter(None, [f"precision {facts.precision or NA}", residual, compiled]))
     spikes = value("loss spikes", facts.loss_spikes, "count", "logged losses far above the ones before")
     return [
         value("optimizer steps", facts.step, "count", _step_note(facts)),

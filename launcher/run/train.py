@@ -22,6 +22,7 @@ from bert_dp.config import (
     dump_config,
     no_effect,
     read_data,
+    residual_issues,
     with_budget,
 )
 from bert_dp.config.profile import ProfilePlan, profile_issues
@@ -84,6 +85,8 @@ def train(
     checkpoint = checkpoint_to_resume(run_dir, resume)
     on_gpu, precision = job.gpus > 0, checkpoint[1].precision if checkpoint else None
     memory = check_memory(job.config, ranks, job.machine, on_gpu=on_gpu, kept=precision)
+    if narrow := residual_issues(job.config, memory.precision):
+        raise ConfigError(narrow)
     too_much = memory.issues()
     warnings = start_warnings(job, ranks, run_dir, policy, manifest)
     warn(console, [*warnings, *memory.warnings(), *(too_much if force else [])])

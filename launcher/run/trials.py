@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import IO, Any
 
 from bert_dp import record
-from bert_dp.config import Config, ConfigError, decide_precision, dump_config, load_config, resolve
+from bert_dp.config import (
+    Config,
+    ConfigError,
+    decide_precision,
+    dump_config,
+    load_config,
+    residual_issues,
+    resolve,
+)
 from launcher import children, results
 from launcher.log import Log, complain
 from launcher.machine.environment import Environment
@@ -116,10 +124,14 @@ class Outcome:
 
 def trial_precision(config: Config, machine: Environment, engines: Sequence[str], *, on_gpu: bool) -> str:
     """What every trial of a verb has as its `precision`, so that all compute alike, whatever their engine. On
-    GPUs it may stay auto: they are those of one machine, and only a rank can ask of what generation."""
-    if on_gpu:
-        return config.precision
-    return decide_precision(config.precision, engines, on_gpu=False, has_bf16=bool(machine.bf16_units))
+    GPUs it may stay auto: they are those of one machine, and only a rank can ask of what generation. Raises
+    ConfigError for a model that needs another one."""
+    precision: str = config.precision
+    if not on_gpu:
+        precision = decide_precision(precision, engines, on_gpu=False, has_bf16=bool(machine.bf16_units))
+    if issues := residual_issues(config, precision):
+        raise ConfigError(issues)
+    return precision
 
 
 def timed_config(

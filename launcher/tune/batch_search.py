@@ -154,7 +154,7 @@ class BatchSearch:
         rates = self.rates()
         if not rates or any(size.status == "ok" and not size.runs for size in self._sizes.values()):
             return None
-        choice = curve.choose(rates)
+        choice = curve.choose(rates, on_gpu=self.q.on_gpu)
         micro, why = choice.micro_batch, choice.why
         if micro == min(self._sizes) > self.q.sizes[0]:
             why = f"{why}; smaller ones were not tried"

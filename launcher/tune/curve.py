@@ -92,12 +92,17 @@ def _pick(rates: Sequence[Rate]) -> tuple[Rate, Rate]:
     return min(sure, key=lambda r: r.micro), best
 
 
-def choose(rates: Sequence[Rate]) -> BatchChoice:
-    """`choice` of tune.json: the smallest micro batch whose throughput is WITHIN of the best."""
+def choose(rates: Sequence[Rate], *, on_gpu: bool = False) -> BatchChoice:
+    """`choice` of tune.json: the smallest micro batch whose throughput is WITHIN of the best; on a GPU, whose
+    memory serves nothing else, the fastest."""
     chosen, best = _pick(rates)
+    open_micros = [] if on_gpu else unsettled(rates)
+    chosen = best if on_gpu else chosen
     flat = len(rates) > 1 and chosen is rates[0] and all(r.median >= WITHIN * best.median for r in rates)
     if len(rates) == 1:
         why = "the only size that ran"
+    elif on_gpu:
+        why = "the fastest of those tried"
     elif flat:
         why = "the curve is flat: every size is within 3 % of the best, so the smallest"
     elif chosen is best:
@@ -111,7 +116,7 @@ def choose(rates: Sequence[Rate]) -> BatchChoice:
         best_samples_per_s=best.median,
         share_of_best=chosen.median / best.median,
         flat=flat,
-        not_settled=[micro for micro in unsettled(rates) if micro != chosen.micro],
+        not_settled=[micro for micro in open_micros if micro != chosen.micro],
         why=why,
     )
 

@@ -19,6 +19,7 @@ from bert_dp.config import (
     no_effect,
     progress_at,
     read_manifest,
+    residual_issues,
     with_budget,
 )
 from bert_dp.config.checks import parallel_issues
@@ -609,10 +610,28 @@ def test_what_may_not_change_on_resume_is_named_with_both_values() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("precision", "is_refused"),
+    [("auto", False), ("bf16", False), ("fp32", True), ("fp16", True), ("fp64", True)],
+)
+def test_a_residual_stream_in_bf16_needs_blocks_in_bf16(precision: str, is_refused: bool) -> None:
+    """`auto` is decided later: see residual_issues."""
+    config = make_config(f"precision={precision}", "model.residual_dtype=bf16")
+    if is_refused:
+        (line,) = issues_of(batch_layout, config, 1)
+        assert line.startswith("model.residual_dtype: bf16")
+        assert f"precision is {precision}" in line
+    else:
+        batch_layout(config, 1)
+    assert residual_issues(make_config(f"precision={precision}"), "fp32") == []
+    decided = residual_issues(make_config("precision=auto", "model.residual_dtype=bf16"), "fp32")
+    assert len(decided) == 1
+
+
 def test_weights_of_another_model_are_refused() -> None:
     old = make_config().model_dump(mode="json")
     free = "model.dropout=0.1 model.norm_eps=1e-5 model.rope_theta=1e4 data.sequence_length=64".split()
-    free.append("model.attention_dropout=0.1")
+    free += ["model.attention_dropout=0.1", "model.residual_dtype=bf16", "precision=bf16"]
     assert init_issues("/w", old, make_config(*free)) == []
     assert init_issues("/w", old, make_config("model.num_heads=6", "model.norm=rmsnorm")) == [
         "model.num_heads: 6, but run.init_from /w was trained with 12; set model.num_heads=12 or start from "

@@ -76,6 +76,14 @@ def test_the_smallest_that_reaches_97_of_100_is_chosen() -> None:
     )
 
 
+def test_on_a_gpu_the_fastest_is_chosen() -> None:
+    rates = [rate(128, 98.0), rate(256, 99.0), rate(512, 100.0), rate(1024, 99.5)]
+    assert curve.choose(rates).micro_batch == 128
+    on_gpu = curve.choose(rates, on_gpu=True)
+    assert (on_gpu.micro_batch, on_gpu.best_micro_batch, on_gpu.share_of_best) == (512, 512, 1.0)
+    assert (on_gpu.not_settled, on_gpu.flat) == ([], False)
+
+
 @pytest.mark.parametrize(
     ("rates", "micro", "flat", "why"),
     [

@@ -48,6 +48,38 @@ def test_a_rank_that_sees_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> N
         assert choose_device("cuda", World(rank, rank, 4, 4)) == GPU
 
 
+@pytest.mark.parametrize(
+    ("setting", "given", "expected"),
+    [
+        ("auto", {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ("cuda", {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ("cpu", {}, {}),
+        *(("auto", given, given) for given in ({"PYTORCH_ALLOC_CONF": ""}, {"PYTORCH_CUDA_ALLOC_CONF": "x"})),
+    ],
+)
+def test_a_gpu_rank_expands_segments_unless_the_user_has_set_the_allocator(
+    monkeypatch: pytest.MonkeyPatch, setting: str, given: dict[str, str], expected: dict[str, str]
+) -> None:
+    """Before CUDA starts, as its allocator reads the variable once."""
+    environment = dict(given)
+    at_start: list[dict[str, str]] = []
+    monkeypatch.setattr(devices.os, "environ", environment)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "init", lambda: at_start.append(dict(environment)))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    choose_device(setting, LONE)
+    assert environment == expected
+    assert at_start == ([] if setting == "cpu" else [expected])
+
+
+def test_a_cpu_rank_sets_no_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment: dict[str, str] = {}
+    monkeypatch.setattr(devices.os, "environ", environment)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto", LONE) == CPU
+    assert environment == {}
+
+
 def test_a_gpu_rank_asks_for_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the other ranks are not visible to it; what they are it is told."""
     calls: list[Any] = []

@@ -54,13 +54,20 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_predict_shares_the_cores_between_instances(run: Path, asked: Asked) -> None:
     cores = len(os.sched_getaffinity(0))
-    plain: dict[str, Any] = {"pooling": None, "out": None, "instances": 1, "threads": None}
+    plain: dict[str, Any] = {
+        "pooling": None,
+        "out": None,
+        "instances": 1,
+        "threads": None,
+        "precision": "auto",
+    }
     for options, told in (
         ({}, []),
         ({"instances": cores}, ["--instances", str(cores), "--threads", "1"] if cores > 1 else []),
         ({"instances": 2 * cores}, ["--instances", str(2 * cores), "--threads", "1"]),
         ({"instances": 3, "threads": 7}, ["--instances", "3", "--threads", "7"]),
         ({"threads": 5}, ["--threads", "5"]),
+        ({"precision": "bf16", "threads": 5}, ["--precision", "bf16", "--threads", "5"]),
         ({"pooling": "cls", "out": Path("o")}, ["--pooling", "cls", "--out", str(run.parent / "o")]),
     ):
         asked.clear()
@@ -241,13 +248,15 @@ def test_eval_mlm_measures_with_its_options_and_ends_as_the_measurement_does(
 
     monkeypatch.setattr(children, "capture_json", capture)
     options: dict[str, Any] = {"as_json": False, "console": Console()}
+    auto = {"precision": "auto", **options}
+    options["precision"] = "bf16"
     for ended in (3, 1):
         assert text_loss.evaluate(run, ["builtin"], {"text_field": "body"}, max_bytes=400, **options) == ended
-    text_loss.evaluate(run, ["builtin", "hub:x"], {}, max_bytes=None, **options)
+    text_loss.evaluate(run, ["builtin", "hub:x"], {}, max_bytes=None, **auto)
     first, _, last = calls
     assert (first[0], json.loads(first[1])["text_field"]) == ("--options", "body")
-    assert first[2:] == ["--max-bytes", "400", "--", str(run), "builtin"]
-    assert last[2:] == ["--", str(run), "builtin", "hub:x"]
+    assert first[2:] == ["--precision", "bf16", "--max-bytes", "400", "--", str(run), "builtin"]
+    assert last[2:] == ["--precision", "auto", "--", str(run), "builtin", "hub:x"]
 
 
 def test_eval_mlm_of_a_finetuned_run_names_what_it_was_made_of(tmp_path: Path) -> None:
@@ -256,7 +265,12 @@ def test_eval_mlm_of_a_finetuned_run_names_what_it_was_made_of(tmp_path: Path) -
 
     def refusal(name: str, config: Config) -> str:
         path = write_run(tmp_path / name, config)
-        options: dict[str, Any] = {"max_bytes": None, "as_json": False, "console": Console()}
+        options: dict[str, Any] = {
+            "max_bytes": None,
+            "precision": "auto",
+            "as_json": False,
+            "console": Console(),
+        }
         (line,) = issues_of(text_loss.evaluate, path, ["builtin"], {}, **options)
         return line
 

@@ -260,18 +260,34 @@ def test_ddp_times_a_step_a_line_where_step_times_are_asked_for(
 def test_the_optimizer_is_compiled_where_the_model_is(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[bool] = []
+    asked: list[tuple[bool, str]] = []
     plain = setup.optim.make_optimizer
 
-    def make_optimizer(*of: Any, compiled: bool = False) -> torch.optim.Optimizer:
-        asked.append(compiled)
+    def make_optimizer(*of: Any, compiled: bool, precision: str) -> torch.optim.Optimizer:
+        asked.append((compiled, precision))
         return plain(*of)
 
     monkeypatch.setattr(setup.optim, "make_optimizer", make_optimizer)
     for setting in ("on", "off"):
         with lone_trainer(lone_config(shards, compile=setting), tmp_path) as trainer:
             assert trainer.metadata["compiled"] is (setting == "on")
-    assert asked == [True, False]
+            precision = trainer.precision.name
+    assert asked == [(True, precision), (False, precision)]
+
+
+def test_a_residual_stream_in_bf16_is_refused_where_auto_is_no_bf16(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the ranks, which alone can ask a GPU."""
+    config = lone_config(shards, precision="auto", model={**TINY_MODEL, "residual_dtype": "bf16"})
+    for native in (True, False):
+        monkeypatch.setattr(setup, "has_bf16", lambda _, native=native: native)
+        if native:
+            with lone_trainer(config, tmp_path) as trainer:
+                assert trainer.precision.name == "bf16"
+        else:
+            (line,) = issues_of(lambda: lone_trainer(config, tmp_path).__enter__())
+            assert line.startswith("model.residual_dtype: bf16")
 
 
 def test_a_synthetic_run_reads_no_samples(shards: Path, tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from bert_dp.building import compile_parts
 from bert_dp.config import ModelConfig
@@ -19,6 +21,7 @@ from tests.runs_to_export import peer_of
 from tests.tensors import assert_near, randomise
 
 Case = tuple[Tensor, Tensor, Tensor]  # ids [B, S], flat positions [P], labels [P]
+Seen = tuple[tuple[int, ...], torch.dtype]
 SMALL = {"vocab_size": 100, "hidden_size": 48, "num_layers": 3, "num_heads": 4, "intermediate_size": 40}
 MODERN = {
     "position": "rope",
@@ -416,3 +419,74 @@ def test_a_mask_reaches_the_loss():
     )
     assert all_of_it == pytest.approx(none)
     assert part != pytest.approx(none, rel=1e-4)
+
+
+def shapes_and_dtypes(model: CrammedBert, forward: Callable[[], Tensor], *modules: nn.Module) -> list[Seen]:
+    """Shape and dtype of the first input of each module in one pass."""
+    seen: list[Seen] = []
+    hooks = [
+        module.register_forward_pre_hook(lambda _, args: seen.append((tuple(args[0].shape), args[0].dtype)))
+        for module in modules
+    ]
+    forward()
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_the_final_norm_sees_the_predicted_positions_alone(options):
+    """In training; whoever asks for hidden states gets them normed, at every position, and both agree."""
+    model = random_model(**options)
+    ids_BS, positions_P, labels_P = make_case()
+    norm = model.model.final_norm
+    (seen,) = shapes_and_dtypes(model, lambda: model(ids_BS, positions_P, labels_P), norm)
+    assert seen == ((len(positions_P), 48), torch.float32)
+    (seen,) = shapes_and_dtypes(model, lambda: model.model(ids_BS), norm)
+    assert seen == ((*ids_BS.shape, 48), torch.float32)
+    table_VH = model.model.embeddings.tok_embeddings.weight
+    of_states = model.head(model.model(ids_BS).flatten(0, 1)[positions_P], table_VH, None)
+    torch.testing.assert_close(model(ids_BS, positions_P), of_states, rtol=1e-5, atol=1e-5)
+
+
+def test_the_head_is_compiled_with_the_final_norm():
+    model, graphs = make_model(), []
+
+    def backend(graph, inputs):
+        graphs.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    torch._dynamo.reset()
+    model.head.compile(backend=backend, dynamic=False)
+    case = make_case()
+    assert model(*case).item() == make_model()(*case).item()
+    (targets,) = graphs
+    assert F.layer_norm in targets
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize(
+    ("residual", "autocast", "wanted"),
+    [
+        ("bf16", torch.bfloat16, torch.bfloat16),
+        ("bf16", torch.float16, torch.float32),
+        ("bf16", None, torch.float32),
+        ("full", torch.bfloat16, torch.float32),
+    ],
+)
+def test_the_residual_stream_is_in_bf16_only_under_autocast_to_it(options, residual, autocast, wanted):
+    model = random_model(**options, residual_dtype=residual)
+    case = make_case()
+
+    def forward():
+        with torch.autocast("cpu", autocast) if autocast else nullcontext():
+            model(*case).backward()
+
+    modules = (*model.model.layers, model.model.final_norm)
+    assert [dtype for _, dtype in shapes_and_dtypes(model, forward, *modules)] == [wanted] * len(modules)
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    plain = random_model(**options)
+    if wanted is torch.float32:
+        loss = model(*case).item()
+        assert loss == plain(*case).item(), "without autocast the setting changes no bit"

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bert_dp import muon
@@ -16,6 +17,7 @@ from bert_dp.config import OptimConfig, load_config, shipped_configs
 from bert_dp.model import CrammedBert
 from bert_dp.muon import Muon, orthogonalize
 from bert_dp.optim import make_optimizer
+from bert_dp.trainable import Model
 from tests.unit.test_optimizers import parameters_of, random_tensors, rate, take_step
 
 MOMENTUM, BETAS, EPS, DECAY = 0.9, (0.8, 0.95), 1e-6, 0.1
@@ -247,3 +249,39 @@ def test_muon_gets_the_linear_weights_of_the_blocks(path: Path) -> None:
     assert all(
         (g["momentum"], g["betas"], g["eps"]) == (0.75, (0.8, 0.95), 1e-3) for g in optimizer.param_groups
     )
+
+
+def test_newton_schulz_multiplies_in_bf16_only_for_a_gpu_that_trains_in_it() -> None:
+    config = OptimConfig(name="muon")
+    for device, precision, wanted in (
+        ("cuda", "bf16", torch.bfloat16),
+        ("cuda", "fp32", None),
+        ("cuda", "fp64", None),
+        ("cpu", "bf16", None),
+    ):
+        with FakeTensorMode():
+            named = {"layer.weight": nn.Parameter(torch.ones(4, 3, device=device))}
+            optimizer = make_optimizer(config, named.items(), Model(), precision=precision)
+        assert isinstance(optimizer, Muon)
+        assert optimizer._multiply_in == wanted, (device, precision)
+
+
+@pytest.mark.parametrize("shape", [(2, 40, 90), (90, 40)])
+def test_an_update_with_products_in_bf16_is_that_in_fp32_to_its_rounding(shape: tuple[int, ...]) -> None:
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    wide, narrow = orthogonalize(matrices), orthogonalize(matrices, torch.bfloat16)
+    assert narrow.dtype == torch.float32
+    assert 1e-4 < float((narrow - wide).norm() / wide.norm()) < 0.06
+
+
+def test_a_step_of_muon_uses_the_precision_of_its_products() -> None:
+    start = {"wide": torch.randn(6, 11, generator=torch.Generator().manual_seed(0))}
+    ends = []
+    for dtype in (None, torch.bfloat16):
+        parameters = parameters_of(start)
+        group = {"params": list(parameters.values()), "matrix": True}
+        optimizer = Muon([group], lr=0.0, momentum=MOMENTUM, betas=BETAS, eps=EPS, multiply_in=dtype)
+        take_step(optimizer, parameters, {"wide": start["wide"]}, 0.1)
+        ends.append(parameters["wide"].detach())
+    moved = (ends[0] - start["wide"]).norm()
+    assert 1e-4 < float((ends[1] - ends[0]).norm() / moved) < 0.03

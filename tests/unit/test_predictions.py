@@ -28,11 +28,13 @@ from bert_dp.export import foreign
 from bert_dp.export.as_function import open_run
 from bert_dp.export.write import write_about
 from bert_dp.model import build_model
+from bert_dp.precision import inference_precision
 from bert_dp.rank_process import RunFailed
 from bert_dp.record.exported import MODEL_FILES
 from tests.helpers import TINY_MODEL, issues_of, read_json, read_lines, write_files
 from tests.runs_to_export import WORDS, config_of, finetuned, write_run
 
+CPU = torch.device("cpu")
 LENGTH, PAD, CLS = 32, 0, 4
 ROWS = [
     np.array([CLS, *np.random.default_rng(n).integers(7, 64, n % 29 + 1), 5], np.uint16) for n in range(50)
@@ -42,7 +44,7 @@ ROWS = [
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 def test_an_encoding_is_the_mean_or_that_of_the_first_token(pooling: str) -> None:
     model = build_model(ModelConfig(**TINY_MODEL), LENGTH, 0).eval()
-    encodings = predict.outputs_of(predict.on_device(model), ROWS, PAD, pooling)
+    encodings = predict.outputs_of(predict.on_device(model, CPU), ROWS, PAD, pooling)
     for row, encoding in zip(ROWS, encodings, strict=True):
         ids = torch.from_numpy(row.astype(np.int64))[None]
         with torch.no_grad():
@@ -56,7 +58,7 @@ def test_an_answer_does_not_depend_on_its_neighbours(pooling: str) -> None:
     model = build_classifier(ModelConfig(**TINY_MODEL), LENGTH, finetune, 0).eval()
     for weight in model.parameters():
         weight.data *= 1 if weight.dim() == 1 else 8  # or all examples are nearly alike
-    compute = predict.on_device(model)
+    compute = predict.on_device(model, CPU)
     together = predict.outputs_of(compute, ROWS, PAD, None)
     assert together.std(0).min() > 1e-3
     alone = np.concatenate([predict.outputs_of(compute, [row], PAD, None) for row in ROWS])
@@ -231,12 +233,12 @@ def test_threads_are_those_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) 
     asked: list[object] = []
     monkeypatch.setattr(predict, "use_all_cores", lambda: asked.append("all cores"))
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
-    monkeypatch.setattr(predict, "open_model", lambda path, threads: asked.append((path, threads)))
-    predict.open_outputs(Path("run"), PAD, "mean", 3)
-    assert asked == ["all cores", 3, (Path("run"), 3)]
+    monkeypatch.setattr(predict, "open_model", lambda *of: asked.append(of))
+    predict.open_outputs(Path("run"), PAD, "mean", 3, "bf16")
+    assert asked == ["all cores", 3, (Path("run"), 3, "bf16")]
     asked.clear()
     predict.open_outputs(Path("run"), PAD, "mean", None)
-    assert asked == ["all cores", (Path("run"), 0)]
+    assert asked == ["all cores", (Path("run"), 0, "auto")]
 
 
 def test_onnx_runtime_has_its_threads_and_computes_what_is_asked_for_alone(
@@ -274,10 +276,13 @@ def test_the_command_hands_on_every_option(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     write_files(tmp_path, {"a.csv": "b,a\ny,x\nw,v\n", "a.txt": "one\n"})
     out, table = tmp_path / "out.jsonl", str(tmp_path / "a.csv")
-    options = "--column a --column b --pooling cls --instances 2 --threads 3".split()
+    options = "--column a --column b --pooling cls --instances 2 --threads 3 --precision bf16".split()
     assert predict.main([*options, "--out", str(out), "run", table]) == 0
     assert predict.main(["run", str(tmp_path / "a.txt")]) == 0
-    assert asked == [("run", [("x", "y"), ("v", "w")], "cls", 2, 3), ("run", [("one",)], None, 1, None)]
+    assert asked == [
+        ("run", [("x", "y"), ("v", "w")], "cls", 2, 3, "bf16"),
+        ("run", [("one",)], None, 1, None, "auto"),
+    ]
     assert read_lines(out) == [{"index": 0}, {"index": 1}]
 
 
@@ -343,11 +348,43 @@ def test_batches_are_sorted_bounded_and_whole() -> None:
     assert sum(len(b) * int(lengths[b].max()) for b in found) < 1.05 * lengths.sum()
 
 
-def test_a_batch_is_small_where_no_gpu_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_is_small_where_no_gpu_computes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A core is busy with few tokens, and examples of few batches differ in length: more of it is padding."""
-    for has_gpu, tokens in ((False, 1024), (True, 8192)):
+    exported = tmp_path / "exported"
+    exported.mkdir()
+    monkeypatch.setattr(predict, "is_exported", lambda path: path == exported)
+    for has_gpu, tokens in ((False, 1024), (True, 65_536)):
         monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
-        assert predict.batch_tokens() == tokens
+        assert predict.batch_tokens(predict.device_of(tmp_path)) == tokens
+        assert predict.batch_tokens(predict.device_of(exported)) == 1024, "it computes on the CPU"
+
+
+@pytest.mark.parametrize("is_finetuned", [False, True])
+def test_lines_that_were_computed_in_bf16_say_so(tmp_path: Path, is_finetuned: bool) -> None:
+    config = config_of("quickstart", model={"hidden_size": 16, "num_heads": 2})
+    run = write_run(tmp_path / "run", finetuned(config, "recipe") if is_finetuned else config)
+    texts = [(" ".join(WORDS[: n + 1]),) for n in range(5)]
+    found = {
+        precision: list(predict.predict(str(run), texts, None, lambda *_: None, precision=precision))
+        for precision in ("auto", "fp32", "bf16")
+    }
+    assert found["auto"] == found["fp32"], "no GPU is here"
+    assert not any("precision" in line for line in found["fp32"])
+    for wide, narrow in zip(found["fp32"], found["bf16"], strict=True):
+        assert narrow.pop("precision") == "bf16"
+        assert narrow.keys() == wide.keys()
+        key = "probabilities" if is_finetuned else "encoding"
+        a, b = (np.array(list(line[key].values()) if is_finetuned else line[key]) for line in (wide, narrow))
+        assert 0 < np.abs(a - b).max() < 0.05 * max(1.0, np.abs(a).max())
+
+
+def test_auto_is_bf16_only_on_a_gpu_that_multiplies_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability, name in (((8, 0), "bf16"), ((9, 0), "bf16"), ((7, 5), "fp32")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        assert inference_precision("auto", torch.device("cuda")).name == name
+        assert inference_precision("fp32", torch.device("cuda")).autocast is None
+    monkeypatch.setattr("bert_dp.precision.has_bf16", lambda _: True)
+    assert inference_precision("auto", CPU).name == "fp32"
 
 
 def test_labels_and_their_probabilities() -> None:

@@ -455,6 +455,10 @@ def test_a_killed_run_shows_what_its_logs_and_its_configuration_hold(tmp_path: P
     assert report.subtitle[0].startswith("2 x H100")
     assert report.subtitle[0].endswith("commit a + uncommitted changes")
     assert rows_of(report)["Work", "parameters"][0].endswith("| precision bf16")
+    narrow = make_config("precision=auto", "model.residual_dtype=bf16")
+    (run / "config.yaml").write_text(dump_config(narrow))
+    named = rows_of(of_directories([run]))["Work", "parameters"][0]
+    assert named.endswith("| precision bf16, residual stream in bf16")
     assert report.tiles[1].note == "summed over 2 GPUs"
 
 

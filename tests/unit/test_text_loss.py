@@ -200,9 +200,11 @@ def test_the_error_is_that_of_drawing_documents_again() -> None:
     assert text_loss.ratio(sum_D, count_D)[1] == pytest.approx(spread, rel=0.05)
 
 
-@pytest.mark.parametrize("count", [1, 15, 16, 17, 8192, 8193, 20_000])
-def test_every_token_is_read_once_in_sequences_of_one_length_but_the_last(count: int) -> None:
-    cut = list(text_loss.pieces(count, LENGTH))
+@pytest.mark.parametrize("most", text_loss.BATCH_TOKENS.values())
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 8192, 8193, 20_000, 70_000])
+def test_every_token_is_read_once_in_sequences_of_one_length_but_the_last(count: int, most: int) -> None:
+    cut = list(text_loss.pieces(count, LENGTH, most))
+    assert {end - begin for begin, end, _ in cut if end < count // LENGTH * LENGTH} <= {most}
     assert [n for begin, end, _ in cut for n in range(begin, end)] == list(range(count))
     assert all((end - begin) % width == 0 for begin, end, width in cut)
     assert {width for _, _, width in cut[:-1]} <= {LENGTH}
@@ -296,20 +298,38 @@ def test_documents_of_which_no_token_is_left_are_counted(run_dir: Path, tmp_path
     assert line.startswith("TEXT: ")
 
 
+def test_what_is_measured_in_bf16_says_so(run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("\n".join(DOCUMENTS))
+    found = {}
+    for precision in ("auto", "fp32", "bf16"):
+        facts = text_loss.text_loss(
+            str(run_dir), [str(tmp_path / "a.txt")], BuildConfig(), None, quiet, precision
+        )
+        found[precision] = (facts["precision"], facts["predicted"][0]["loss"])
+    assert found["auto"] == found["fp32"], "no GPU is here"
+    assert [found[name][0] for name in ("fp32", "bf16")] == ["float32", "bfloat16"]
+    assert 0 < abs(found["bf16"][1] - found["fp32"][1]) < 0.01
+
+
 def test_the_command_hands_on_its_options(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[tuple[object, ...]] = []
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(text_loss, "use_all_cores", lambda: None)
-    monkeypatch.setattr(text_loss, "text_loss", lambda *given: asked.append(given[:-1]) or {"run": given[0]})
+    monkeypatch.setattr(
+        text_loss, "text_loss", lambda *given: asked.append((*given[:4], given[5])) or {"run": given[0]}
+    )
     options = '{"documents": "blank_line", "text_field": "body"}'
-    assert text_loss.main(["--options", options, "--max-bytes", "9", "run", "a", "b"]) == 0
+    assert (
+        text_loss.main(["--options", options, "--max-bytes", "9", "--precision", "bf16", "run", "a", "b"])
+        == 0
+    )
     assert text_loss.main(["run", "a"]) == 0
     assert capsys.readouterr().out == '{"run": "run"}\n' * 2
     assert asked == [
-        ("run", ["a", "b"], BuildConfig(documents="blank_line", text_field="body"), 9),
-        ("run", ["a"], BuildConfig(), None),
+        ("run", ["a", "b"], BuildConfig(documents="blank_line", text_field="body"), 9, "bf16"),
+        ("run", ["a"], BuildConfig(), None, "auto"),
     ]
 
 

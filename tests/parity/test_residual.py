@@ -1,0 +1,90 @@
+"""A residual stream in bf16 trains as one in fp32 does, on one rank and on two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bert_dp.config import ModelConfig
+from bert_dp.model import build_model
+from tests.parity.runs import evals, losses, settings, summary, train_runs, write_run
+from tests.shards import write_shards
+from tests.tensors import bits
+
+VOCABULARY, LENGTH, MASK = 24, 16, 6
+PARALLEL: dict[str, dict[str, Any]] = {
+    "ddp": {"engine": "ddp"},
+    "fsdp": {"engine": "fsdp"},
+    "tensor": {"engine": "ddp", "tensor": 2},
+}
+
+
+def counting_up(seed: int, sequences: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens that count up, and a quarter of the positions to predict: one half masked, the other seen, so
+    that copying is learnt in a few steps."""
+    generator = torch.Generator().manual_seed(seed)
+    first_B1 = torch.randint(VOCABULARY - 7, (sequences, 1), generator=generator)
+    ids = ((first_B1 + torch.arange(LENGTH)) % (VOCABULARY - 7) + 7).flatten()
+    rows = [torch.randperm(LENGTH, generator=generator)[: LENGTH // 4] for _ in range(sequences)]
+    positions_P = torch.cat([row + LENGTH * b for b, row in enumerate(rows)])
+    labels_P = ids[positions_P]
+    ids[positions_P[::2]] = MASK
+    return ids.view(sequences, LENGTH), positions_P, labels_P
+
+
+def heldout_losses(residual: str, steps: int = 30) -> tuple[float, float, dict[str, Tensor]]:
+    """Before and after training on `steps` micro batches, in nats, and the weights."""
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48}
+    config = ModelConfig(num_layers=2, residual_dtype=residual, **sizes)  # type: ignore[arg-type]
+    model = build_model(config, LENGTH, seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def loss_of(seed: int, sequences: int) -> Tensor:
+        ids_BS, positions_P, labels_P = counting_up(seed, sequences)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss: Tensor = model(ids_BS, positions_P, labels_P) / len(labels_P)
+        return loss
+
+    with torch.no_grad():
+        before = loss_of(steps, 128).item()
+    for step in range(steps):
+        loss_of(step, 16).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        return before, loss_of(steps, 128).item(), {n: p.detach() for n, p in model.named_parameters()}
+
+
+def test_the_heldout_loss_at_equal_tokens_is_that_of_a_wide_stream() -> None:
+    (start, wide, weights), (_, narrow, rounded) = heldout_losses("full"), heldout_losses("bf16")
+    assert bits(weights) != bits(rounded), "nothing was rounded"
+    assert start - wide > 1.0
+    assert narrow == pytest.approx(wide, abs=0.02)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """root/one on one rank, and root/<name of PARALLEL> on two."""
+    root = tmp_path_factory.mktemp("residual")
+    shards = write_shards(root / "shards")
+
+    def run(name: str, **sections: Any) -> Path:
+        model, schedule = {"residual_dtype": "bf16"}, {"steps": 20}
+        config = settings(shards, precision="bf16", model=model, schedule=schedule, **sections)
+        return write_run(root / name, config)
+
+    train_runs(1, [run("one")])
+    train_runs(2, [run(name, parallel=parallel) for name, parallel in PARALLEL.items()])
+    return root
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_two_ranks_train_what_one_trains(root: Path, name: str) -> None:
+    assert summary(root / name)["precision"] == "bf16"
+    assert losses(root / name) == pytest.approx(losses(root / "one"), abs=5e-3)
+    assert evals(root / name)[-1]["loss"] == pytest.approx(evals(root / "one")[-1]["loss"], abs=5e-3)
