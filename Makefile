@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 LOGGERS := .venv-loggers
 TRANSFORMERS4 := .venv-transformers4
 
-.PHONY: env train test test-long test-loggers parity faults export gpu mutants slips lock lint types check clean
+.PHONY: env train test test-long test-loggers parity faults export gpu gpu-kit mutants slips lock lint types check clean
 
 env: $(VENV)/.installed
 
@@ -76,9 +76,13 @@ $(TRANSFORMERS4)/.installed: .constraints.txt
 		$$(grep -E '^(torch|numpy|safetensors)==' .constraints.txt) 'transformers>=4.57,<5'
 	touch $@
 
-# is this machine's GPU right, and how fast? Goes on where it was stopped (.gpu/results.jsonl)
+# check that this machine's GPUs train correctly and measure them; goes on where it was stopped (.gpu/results.jsonl)
 gpu: env
 	$(BIN)/python -m tests.gpu
+
+# the folder .gpukit for a GPU machine without network, see tests/gpu/offline.sh: make gpu-kit DATA="FILE or DIR..."
+gpu-kit: env
+	bash tests/gpu/make_kit.sh $(DATA)
 
 # what the tests notice: small changes of the pure modules by tool, slips in the others by hand (hours)
 mutants: env
@@ -98,4 +102,4 @@ types: env
 check: lint types test test-long
 
 clean:
-	rm -rf $(VENV) $(LOGGERS) $(TRANSFORMERS4) .parity .faults .export .gpu .mutants.json .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(LOGGERS) $(TRANSFORMERS4) .parity .faults .export .gpu .gpukit .mutants.json .pytest_cache .mypy_cache .ruff_cache

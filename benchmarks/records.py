@@ -86,6 +86,24 @@ def train_crammed(run_dir: Path, settings: Iterable[str], ranks: int) -> subproc
     return subprocess.run(command, capture_output=True, text=True, check=False, env=bert_dp_environ())
 
 
+def git(*arguments: str) -> str:
+    """Output of a git command in this checkout; "" where git or the repository is absent."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
+    return "" if done.returncode else done.stdout.strip()
+
+
+def commit() -> str:
+    """The commit of this checkout: $BERT_DP_COMMIT, git's answer, or the file COMMIT of a copy without .git
+    (`make gpu-kit`). "" = unknown."""
+    if found := os.environ.get("BERT_DP_COMMIT") or git("rev-parse", "HEAD"):
+        return found
+    file = ROOT / ".gpukit" / "COMMIT"
+    return file.read_text().strip() if file.exists() else ""
+
+
 def environment(date: str | None = None, packages: Iterable[str] = PACKAGES, **facts: Any) -> dict[str, Any]:
     """The command without folders, the date (None: today's), the machine, the commit, the versions of those
     packages that are installed, and `facts`."""
@@ -97,7 +115,6 @@ def environment(date: str | None = None, packages: Iterable[str] = PACKAGES, **f
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     script = Path(sys.argv[0]).name
     return {
         "command": " ".join(["python", f"benchmarks/{script}", *map(without_folders, sys.argv[1:])]),
@@ -107,7 +124,7 @@ def environment(date: str | None = None, packages: Iterable[str] = PACKAGES, **f
         "load_average": os.getloadavg(),
         "python": platform.python_version(),
         "versions": versions,
-        "commit": commit.stdout.strip(),
+        "commit": commit(),
         **facts,
     }
 
@@ -116,7 +133,12 @@ def probed_machine(date: str | None) -> dict[str, Any]:
     """All that a run's environment.json says of this machine, with the command without folders."""
     machine = probe(ROOT).to_json()
     command = [without_folders(word) for word in machine["command"]]
-    return {**machine, "command": command, "date": date or datetime.date.today().isoformat()}
+    return {
+        **machine,
+        "git_commit": commit() or None,
+        "command": command,
+        "date": date or datetime.date.today().isoformat(),
+    }
 
 
 def environment_of(

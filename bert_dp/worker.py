@@ -32,6 +32,7 @@ from bert_dp.world import World, check_meeting_point, read_world
 if TYPE_CHECKING:
     from bert_dp.tasks import MakeTask
 
+SWITCH_S = 5e-4  # Python's default, 5 ms, delays prefetching threads when steps are short
 DYING_S = 60.0  # for a killed process to go: it may wait for a file server or a GPU
 
 
@@ -55,6 +56,7 @@ def main(argv: list[str] | None = None, make_task: MakeTask | None = None) -> in
     redirect_output(world.rank, write_errors)
     show_stacks_on_signal(world.rank)
     follow_launcher()
+    sys.setswitchinterval(SWITCH_S)
     with contextlib.ExitStack() as at_end:  # once an error has been recorded
         try:
             run(arguments, world, signals, write_errors, make_task, at_end)

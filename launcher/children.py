@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bert_dp.config import ConfigError
-from bert_dp.record import LAUNCHER_PID, LAUNCHER_START, start_ticks
+from bert_dp.record import LAUNCHER_PID, LAUNCHER_START, cache_issues, cache_root, start_ticks
 
 DEVNULL = subprocess.DEVNULL
 NO_ANSWER = "no answer within"  # and how long, says run_command of a time-out
@@ -34,6 +34,24 @@ def child_environment() -> dict[str, str]:
     return {LAUNCHER_PID: str(pid), LAUNCHER_START: start_ticks(pid), "PYTHONSAFEPATH": "1"}
 
 
+def kernel_caches() -> dict[str, str]:
+    """Environment variables that name the directories of torch's compiled kernels, below our cache. One that
+    the user has set stays. {} where our cache cannot be used; torch then takes a temporary directory."""
+    # the trials of a search have a temporary directory of their own: each would compile the same kernels anew
+    folders = {
+        "TORCHINDUCTOR_CACHE_DIR": cache_root() / "kernels" / "inductor",
+        "TRITON_CACHE_DIR": cache_root() / "kernels" / "triton",
+    }
+    if cache_issues():
+        return {}
+    try:
+        for folder in folders.values():
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return {}
+    return {name: os.environ.get(name, str(folder)) for name, folder in folders.items()}
+
+
 def launcher_marks() -> list[str]:
     """NAME=value of what every process of ours has in its environment, and none of another launcher's."""
     environ = child_environment()
@@ -50,7 +68,7 @@ def start_module(
 ) -> subprocess.Popen[str]:
     """`python -m module`, which ends with us, for what needs torch or a process of its own. `environ` comes
     on top of ours."""
-    mine = {**(environ or {}), **child_environment()}
+    mine = {**kernel_caches(), **(environ or {}), **child_environment()}
     if scratch is not None:
         mine["TMPDIR"] = scratch
     command = [*module_command(module), *arguments]

@@ -22,10 +22,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.records import commit
 from bert_dp import record
 from bert_dp.config import Config, native_class, read_yaml, resolve, shipped_configs
 from launcher.machine.environment import versions
-from tests.resumable import ROOT, Results, commit
+from tests.resumable import ROOT, Results
 from tests.runs_to_export import write_run
 
 OLD_CLASSES = ("ModernBERT", "RobertaPreLayerNorm")  # that transformers 4.57 has

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.records import commit, git
 from tests.helpers import read_lines
 
 ROOT = Path(__file__).parents[1]
@@ -52,15 +52,6 @@ def newest_results(path: Path, key: str) -> dict[str, Result]:
 
 
 def code_version(folders: Sequence[str]) -> str:
-    """Changes with any committed file of these folders."""
+    """Changes with any committed file of these folders; without a repository, with the commit."""
     trees = git("rev-parse", *(f"HEAD:{folder}" for folder in folders))
-    return hashlib.sha256(trees.encode()).hexdigest()[:12]
-
-
-def git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout
-
-
-def commit() -> str:
-    return git("rev-parse", "HEAD").strip()
+    return hashlib.sha256((trees or commit()).encode()).hexdigest()[:12]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bert_dp.config.extras import install_command
 from bert_dp.record import INIT_FILE, LOG_DIR
-from launcher.children import child_environment, module_command
+from launcher.children import child_environment, kernel_caches, module_command
 
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
 WORKER = "bert_dp.worker"
@@ -128,6 +128,7 @@ def start_environment(
         # a batch system signals every process of a job: torchrun must not end a rank that still saves
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(grace_s)),
         **child_environment(),
+        **kernel_caches(),
         LOG_DIR: str(run_dir / "logs"),
         **_recorders(run_dir / "logs"),
     }

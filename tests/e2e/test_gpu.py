@@ -1,36 +1,55 @@
-"""`make gpu` without a GPU: it says so; its short form runs the checks themselves on the CPU, and goes on."""
+"""`make gpu` without a GPU, its short form on the CPU, time limits, signals and refusals."""
 
 from __future__ import annotations
 
-import json
+import importlib.metadata
+import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
-from typing import Any
 
+import psutil
 import pytest
 import torch
 
-from tests.e2e.cli import here
-from tests.gpu import checks
-from tests.helpers import read_json
+from tests.e2e.cli import wait_for
+from tests.gpu.__main__ import PARTS
+from tests.helpers import read_json, read_lines, write_files
+from tests.shards import write_shards
 
 ROOT = Path(__file__).parents[2]
-# the others start benchmarks, faults and searches that have tests of their own
-CHOSEN = ("lookup gradient", "engines", "finetuning", "no host sync", "bit-equal resume", "timers")
+# a part that hangs with a child, and one that ends with code 3, in place of those named
+BROKEN = """
+import os, subprocess, sys, time
+if "--one" in sys.orig_argv and "machine" in sys.orig_argv:
+    subprocess.Popen(["sleep", "1000.25"])
+    time.sleep(1000)
+if "--one" in sys.orig_argv and "lookup" in sys.orig_argv:
+    os._exit(3)
+"""
+
+
+def command(*options: str) -> list[str]:
+    return [sys.executable, "-m", "tests.gpu", *options]
 
 
 def gpu(*options: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "tests.gpu", *options],
+        command(*options),
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
         env={**os.environ, **environ},
     )
+
+
+def sleepers() -> list[psutil.Process]:
+    return [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "1000.25"]]
 
 
 @pytest.mark.quick
@@ -42,45 +61,101 @@ def test_without_a_gpu_nothing_is_claimed(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_the_short_form_runs_and_goes_on(tmp_path: Path) -> None:
-    chosen = [part for name in CHOSEN for part in ("--only", name)]
-    done = gpu("--short", "--out", str(tmp_path), *chosen)
+@pytest.mark.timeout(1500)
+def test_the_short_form_runs_every_part_and_goes_on(tmp_path: Path) -> None:
+    done = gpu("--short", "--out", str(tmp_path))
+    results = {line["part"]: line for line in read_lines(tmp_path / "results.jsonl")}
+    assert {name: line["problems"] for name, line in results.items() if line["problems"]} == {}
+    expected = set(PARTS) - {"micro-512", "length-512", "tune-512", "trainer"}
+    assert set(results) == expected
+    facts = {name: line["facts"] for name, line in results.items()}
+    skipped = {name for name, found in facts.items() if "skipped" in found}
+    assert skipped <= {"deepspeed"}, "which may not be installed"
     assert done.returncode == 0, done.stdout + done.stderr
-    record = json.loads((tmp_path / "record.json").read_text())
+    record = read_json(tmp_path / "record.json")
     assert record["environment"]["device"] == "CPU, short form"
-    assert [check["check"] for check in record["checks"]] == list(CHOSEN)
-    facts = {check["check"]: check["facts"] for check in record["checks"]}
+    assert record["environment"]["git_commit"]
+    assert {part["part"] for part in record["parts"]} == expected
     assert facts["engines"]["cells"] == 2
-    assert facts["no host sync"]["refused_by_torch"] is False
-    table = done.stdout.partition("2 x CPU, short form\n")[2].splitlines()
-    assert [line.split("  ")[0].strip() for line in table if line[0] != " "].count("right") == 6
+    assert facts["2-ranks-on-one-gpu"]["cells"] == facts["4-ranks-on-one-gpu"]["cells"] == 1
+    assert facts["host-sync"]["refused_by_torch"] is False
+    assert facts["step"]["ours:eager"]["tokens_per_s"] > 0
+    assert facts["pretrain"]["heldout_loss"] > 0
+    assert (tmp_path / "raw" / "profile" / "trace.json.gz").exists()
+    assert (tmp_path / "raw" / "pretrain" / "run" / "metrics.jsonl").exists()
     before = (tmp_path / "results.jsonl").read_text()
-    again = gpu("--short", "--out", str(tmp_path), "--only", "timers")
+    again = gpu("--short", "--out", str(tmp_path), "timers")
     assert "timers: already done" in again.stdout
     assert (tmp_path / "results.jsonl").read_text() == before
 
 
-def test_throughput_is_read_off_what_scale_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The verb accepts what it is asked; its file is that of an earlier run."""
+@pytest.mark.parametrize("limit", ["--total", "SIGTERM"])
+def test_a_part_that_hangs_is_ended_with_what_it_started(tmp_path: Path, limit: str) -> None:
+    (tmp_path / "sitecustomize.py").write_text(BROKEN)
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    total = ["--total", "20"] if limit == "--total" else []
+    out = tmp_path / "out"
+    process = subprocess.Popen(
+        command("--short", "--out", str(out), *total, "lookup", "machine"),
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(sleepers)
+    if limit == "SIGTERM":
+        process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == (143 if limit == "SIGTERM" else 1)
+    wait_for(lambda: not sleepers(), seconds=10)
+    lines = {line["part"]: line for line in read_lines(out / "results.jsonl")}
+    assert "ended with exit code 3" in lines["lookup"]["problems"][0]
+    assert ("machine" in lines) == (limit == "--total")
+    assert "lookup" in (out / "table.txt").read_text()
+    assert "FAILED" in said
 
-    def asked(*arguments: str, **_: Any) -> subprocess.CompletedProcess[str]:
-        out = Path(arguments[arguments.index("--out") + 1])
-        done = here(*arguments, "--dry-run")
-        out.mkdir()
-        shutil.copy(ROOT / "tests/golden/made/scale/scaling.json", out)
-        return done
 
-    monkeypatch.setattr(checks, "bert_dp", asked)
-    found = checks.scaling(checks.Place(devices=2, short=True, folder=tmp_path), length=128)
-    assert found.problems == []
-    cells = {cell["id"]: cell for cell in read_json(tmp_path / "scale" / "scaling.json")["cells"]}
-    assert found.facts["weak-ddp-n1"]["tokens_per_s"] == cells["weak-ddp-n1"]["tokens_per_s"]
+@pytest.mark.quick
+def test_bad_input_is_refused(tmp_path: Path) -> None:
+    for options in (["nosuchpart"], ["--data", str(tmp_path)]):
+        assert gpu("--short", "--out", str(tmp_path / "out"), *options).returncode == 2
+    assert not (tmp_path / "out").exists()
 
 
-def test_a_check_that_breaks_is_a_failure(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("import os, sys\nif '--one' in sys.orig_argv: os._exit(3)\n")
-    done = gpu("--short", "--out", str(tmp_path / "out"), "--only", "timers", PYTHONPATH=str(tmp_path))
-    assert done.returncode == 1
-    (line,) = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
-    assert "ended with exit code 3" in json.loads(line)["problems"][0]
-    assert "FAILED" in done.stdout
+def test_the_kit_runs_without_git_and_without_an_installation(tmp_path: Path) -> None:
+    """In a copy of the sources; the packages of its wheels are installed here."""
+    copy, kit, out = tmp_path / "copy", tmp_path / "copy" / ".gpukit", tmp_path / "out"
+    for folder in ("launcher", "bert_dp", "configs", "tests", "benchmarks"):
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("raw", "__pycache__"))
+    metadata = "Metadata-Version: 2.1\nName: bert-dp\nVersion: 9.9.9\n"
+    points = importlib.metadata.distribution("bert-dp").read_text("entry_points.txt") or ""
+    write_files(kit / "bert_dp-9.9.9.dist-info", {"METADATA": metadata, "entry_points.txt": points})
+    (kit / "COMMIT").write_text("0123abc\n")
+    write_shards(tmp_path / "shards", vocab_size=32_768, length=128)
+    with tarfile.open(kit / "shards.tar.xz", "w:xz") as tar:
+        tar.add(tmp_path / "shards", arcname="shards")
+    script = ["bash", str(copy / "tests" / "gpu" / "offline.sh"), "--rehearse", "--total", "500", "pretrain"]
+    environ = {"PYTHON": sys.executable, "OUT": str(out), "SITE": str(tmp_path / "site")}
+    environ = {name: value for name, value in os.environ.items() if name != "BERT_DP_COMMIT"} | environ
+    done = subprocess.run(script, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {path.name for path in out.iterdir()} == {"record.json", "table.txt", "raw.tar.gz"}
+    record = read_json(out / "record.json")
+    assert record["environment"]["git_commit"] == "0123abc"
+    assert record["environment"]["versions"]["bert-dp"] == "9.9.9"
+    (part,) = record["parts"]
+    # the text of the kit, whose vocabulary is larger than that of the built-in one
+    assert part["facts"]["heldout_loss"] > math.log(4096)
+    with tarfile.open(out / "raw.tar.gz") as tar:
+        assert {"raw/pretrain/run/metrics.jsonl", "logs/pretrain.log"} <= set(tar.getnames())
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("sources", [[], ["nothing.txt"]])
+def test_a_kit_needs_text(tmp_path: Path, sources: list[str]) -> None:
+    script = tmp_path / "tests" / "gpu" / "make_kit.sh"
+    script.parent.mkdir(parents=True)
+    shutil.copy(ROOT / "tests" / "gpu" / "make_kit.sh", script)
+    done = subprocess.run(["bash", str(script), *sources], capture_output=True, text=True, check=False)
+    assert (done.returncode, "DATA" in done.stderr) == (2, True)
+    assert not (tmp_path / ".gpukit").exists()

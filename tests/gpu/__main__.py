@@ -1,110 +1,274 @@
-"""`python -m tests.gpu`: is this machine's GPU right, and how fast is it? Resumable; a table at the end.
+"""Check that this machine's GPUs train correctly, then measure how fast they are; ends with a table.
 
-Correctness first, then speed, each check in a process of its own, on all GPUs of the machine. Results go to
-.gpu/results.jsonl, a line each; a check that has passed there with this code on this GPU is not run again.
-The whole record is .gpu/record.json. Exit code 1 when a check has failed, or there was no GPU to look at.
+    python -m tests.gpu [--total SECONDS] [--data SHARDS] [PART...]
 
-`--short` runs every check on the CPU at tiny size: it shows that the checks work, and nothing of a GPU.
+Parts run in the order of the list below; `checks` stands for those that measure no time and run side by side.
+Each part is a process group of its own with a time limit. A part that passed with this code on this device is
+not run again. DIR (--out, default .gpu) gets results.jsonl, record.json (the machine and all results),
+table.txt, and logs/ and raw/ by part. Exit code 1 when a part failed or was left out, or there is no GPU.
+
+`--short` runs every part on the CPU at tiny size: it tests the parts and says nothing about a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import datetime
+import functools
+import math
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks import gpu, records
 from bert_dp import record
-from launcher.machine.environment import versions
-from tests import resumable
-from tests.gpu.checks import CHECKS, CORRECT, VERB_S, Place
-from tests.resumable import ROOT
+from launcher.children import kernel_caches
+from tests.gpu import checks
+from tests.gpu.checks import Found, Place
+from tests.resumable import ROOT, Results
 
-LIMIT_S = VERB_S + 300.0
+SHORT_LIMIT_S = 600.0  # of a part in the short form, whatever else the CPU does
+GRACE_S = 8.0  # between SIGTERM and SIGKILL
+SPARE_S = 5.0  # of --total, for the table
+LARGEST_RAW = 2**21  # bytes of a record that is kept
+KEPT = ("*.json", "*.jsonl", "*.log", "trace.json.gz")
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    run: Callable[[Place], Found]
+    limit_s: float = 200.0
+    least_s: float = 60.0
+    """Less time than this is not worth a start."""
+    side_by_side: bool = False
+    """Runs beside other parts: it measures no time."""
+    in_short: bool = True
+    """Runs in the short form also where it is not named."""
+
+
+check = functools.partial(Part, side_by_side=True)
+PARTS: dict[str, Part] = {
+    "machine": Part(gpu.machine, least_s=20),
+    "lookup": check(checks.lookup),
+    "engines": check(checks.engines),
+    "2-ranks-on-one-gpu": check(functools.partial(checks.one_gpu, ranks=2)),
+    "4-ranks-on-one-gpu": check(functools.partial(checks.one_gpu, ranks=4)),
+    "finetuning": check(checks.finetuning),
+    "host-sync": check(checks.no_host_sync),
+    "precisions": check(checks.precisions),
+    "resume": check(checks.resume),
+    "failures": check(checks.cards),
+    "deepspeed": check(checks.deepspeed),
+    "compile": check(gpu.compile_kernels),
+    "rates": Part(gpu.rates, 90, 20),
+    "step": Part(functools.partial(gpu.step, variants=",".join((*gpu.VARIANTS, "matmul:eager"))), 240),
+    "profile": Part(gpu.profile, 110, 40),
+    "pretrain": Part(gpu.pretrain, 330, 95),
+    "timers": Part(checks.timers, 60, 30),
+    "tune": Part(gpu.tune, 260, 110),
+    "micro-512": Part(
+        functools.partial(gpu.step, variants="ours:regions,matmul:eager", micro=512, accumulation=2),
+        120,
+        in_short=False,
+    ),
+    "optimizers": Part(gpu.optimizers, 60, 20),
+    "length-512": Part(
+        functools.partial(
+            gpu.step, variants="ours:regions,modernbert:whole,matmul:eager", micro=32, sequence=512
+        ),
+        240,
+        in_short=False,
+    ),
+    "tune-512": Part(functools.partial(gpu.tune, length=512), 260, 110, in_short=False),
+    "scale": Part(gpu.scale, 900, 200),
+    "trainer": Part(gpu.trainer, 400, 200, in_short=False),
+}
+CHECKS = tuple(name for name, part in PARTS.items() if part.side_by_side)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--short", action="store_true", help="on the CPU, at tiny size")
-    parser.add_argument("--only", choices=CHECKS, action="append", help="this check; repeatable")
-    parser.add_argument("--out", type=Path, default=ROOT / ".gpu", help="default: .gpu")
-    parser.add_argument("--one", choices=CHECKS, help=argparse.SUPPRESS)
-    parser.add_argument("--devices", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    out = options.out.resolve()
-    if options.one:
-        return run_one(options.one, out, options.short, options.devices)
-    device, devices = ("CPU, short form", 2) if options.short else gpus()
-    if not devices:
-        print("no GPU that torch can use: nothing was checked.")
-        print("`python -m tests.gpu --short` runs the checks themselves on the CPU, at tiny size.")
-        return 1
-    results = resumable.Results(
-        out,
-        "check",
-        lambda result: not result["problems"],
-        code_of=("launcher", "bert_dp", "benchmarks", "tests"),
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for number, name in enumerate(options.only or CHECKS, 1):
-        if results.has_passed(name, device=device):
-            state = "already done"
-        else:
-            result = {**run(name, out, options.short, devices), "device": device, "devices": devices}
-            results.add(result)
-            state = f"{'; '.join(result['problems']) or 'ok'} ({result['seconds']:.0f} s)"
-        print(f"[{number}/{len(CHECKS)}] {name}: {state}", flush=True)
-    newest = [r for name, r in results.newest.items() if name in CHECKS and r["device"] == device]
-    write_record(out, device, devices, newest)
-    print_table(newest, device, devices)
-    return 1 if any(r["problems"] for r in newest) else 0
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"checks, {', '.join(PARTS)} (default: all)")
+    parser.add_argument("--short", action="store_true", help="on the CPU, at tiny size")
+    parser.add_argument("--total", type=float, default=math.inf, metavar="SECONDS", help="for all parts")
+    parser.add_argument(
+        "--began", type=float, default=time.time(), help="when --total began, in epoch seconds"
+    )
+    parser.add_argument("--data", type=Path, metavar="SHARDS", help="real text (default: the built-in one)")
+    parser.add_argument("--out", type=Path, default=ROOT / ".gpu", metavar="DIR", help="default: .gpu")
+    parser.add_argument("--one", type=float, metavar="SECONDS", help=argparse.SUPPRESS)
+    parser.add_argument("--devices", type=int, help=argparse.SUPPRESS)
+    o = parser.parse_args()
+    o.out = o.out.resolve()
+    default = [name for name, part in PARTS.items() if part.in_short or not o.short]
+    names = [name for word in o.parts or default for name in (CHECKS if word == "checks" else (word,))]
+    if unknown := set(names) - set(PARTS):
+        parser.error(f"PART: {', '.join(sorted(unknown))}: choose from checks, {', '.join(PARTS)}")
+    if o.data is not None and not (o.data / "manifest.json").exists():
+        parser.error(f"--data: {o.data} holds no shards; make them with bert-dp data build")
+    if o.one:
+        return run_here(names[0], o)
+    device, o.devices = ("CPU, short form", 2) if o.short else gpus()
+    if not o.devices:
+        print("no GPU that torch can use: nothing was checked.")
+        print("`python -m tests.gpu --short` runs the parts themselves on the CPU, at tiny size.")
+        return 1
+    return run_parts(list(dict.fromkeys(names)), device, o)
 
 
-def run(name: str, out: Path, short: bool, devices: int) -> dict[str, Any]:
-    """One check in a process of its own: what it found, or how it ended."""
-    folder = out / "work" / name.replace(" ", "-")
+def run_parts(names: list[str], device: str, o: argparse.Namespace) -> int:
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))  # ends what runs, see start_parts
+    deadline = time.monotonic() + o.total - (time.time() - o.began) - SPARE_S
+    results = Results(
+        o.out, "part", lambda line: line["ok"], code_of=("launcher", "bert_dp", "benchmarks", "tests")
+    )
+    os.environ["BERT_DP_CACHE"] = str(o.out / "cache")
+    os.environ.update(kernel_caches())
+    facts = {"device": device, "devices": o.devices}
+    waiting = [name for name in names if not results.has_passed(name, device=device)]
+    for name in names:
+        if name not in waiting:
+            print(f"{name}: already done", flush=True)
+    try:
+        for name, result in start_parts(waiting, deadline, o):
+            results.add({"part": name, **result, **facts})
+            print(f"{name}: {state_of(result)} ({result['seconds']:.0f} s)", flush=True)
+    finally:
+        newest = [line for name, line in results.newest.items() if name in PARTS and line["device"] == device]
+        write_record(o.out, facts, newest)
+    done = {line["part"] for line in newest}
+    complete = all(name in done for name in names)
+    return 0 if complete and not any(line["problems"] for line in newest) else 1
+
+
+def state_of(result: dict[str, Any]) -> str:
+    return "; ".join(result["problems"]) or result["facts"].get("skipped") or "ok"
+
+
+@dataclasses.dataclass
+class Running:
+    process: subprocess.Popen[bytes]
+    folder: Path
+    started: float
+    limit_s: float
+
+
+def start_parts(
+    names: list[str], deadline: float, o: argparse.Namespace
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Run parts in order, neighbours side by side where both may; yields each result when it is there. Ends
+    what still runs when it is closed or interrupted."""
+    running: dict[str, Running] = {}
+    waiting = list(names)
+    overlapping = set(PARTS if o.short else CHECKS)
+    slots = len(os.sched_getaffinity(0))  # the checks are mostly Python and compilation: a core for each
+    try:
+        while waiting or running:
+            while waiting and (
+                not running or (len(running) < slots and overlapping.issuperset([waiting[0], *running]))
+            ):
+                name, left = waiting.pop(0), deadline - time.monotonic()
+                if left < (part := PARTS[name]).least_s and not (o.short and left > SPARE_S):
+                    print(f"{name}: left out, {left:.0f} s of --total are left", flush=True)
+                else:
+                    running[name] = start(name, min(SHORT_LIMIT_S if o.short else part.limit_s, left), o)
+            for name, one in list(running.items()):
+                late = time.monotonic() > one.started + one.limit_s
+                if one.process.poll() is not None or late:
+                    end(one.process)
+                    yield name, result_of(name, running.pop(name), late, o.out)
+            time.sleep(0.1)
+    finally:
+        for one in running.values():
+            end(one.process)
+
+
+def start(name: str, limit_s: float, o: argparse.Namespace) -> Running:
+    """Start a part in a process group of its own; its output goes to logs/NAME.log."""
+    folder = o.out / "work" / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    command = [sys.executable, "-m", "tests.gpu", "--one", name, "--devices", str(devices), "--out", str(out)]
-    start = time.monotonic()
-    with subprocess.Popen(
-        [*command, *["--short"] * short],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "BERT_DP_CACHE": str(out / "cache")},
-        start_new_session=True,
-    ) as process:
-        code: int | None = None
-        try:
-            said, _ = process.communicate(timeout=LIMIT_S)
-            code = process.returncode
-        except BaseException as error:
-            os.killpg(process.pid, signal.SIGTERM)  # what it has started too, which would keep the GPUs busy
-            said, _ = process.communicate()
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
-    found = record.read_json(folder / "found.json")
-    if code != 0 or found is None:
-        how = f"did not end within {LIMIT_S} s" if code is None else f"ended with exit code {code}"
-        last = (said.strip().splitlines() or [""])[-1]
-        found = {"facts": {}, "problems": [f"the check {how}: {last[-300:]}"], "said": said[-5000:]}
-    shutil.rmtree(folder)
-    date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    return {"check": name, **found, "seconds": round(time.monotonic() - start, 1), "date": date}
+    (o.out / "logs").mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "tests.gpu", name, "--one", str(limit_s), "--devices", str(o.devices)]
+    command += ["--out", str(o.out), *["--short"] * o.short, *(["--data", str(o.data)] if o.data else [])]
+    environ = {"PYTHONUNBUFFERED": "1"}
+    if o.short or name in CHECKS:
+        environ |= {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
+    if o.short:
+        environ["TORCH_COMPILE_DISABLE"] = "1"  # tests/parity compiles; here it would take most of the time
+    with (o.out / "logs" / f"{name}.log").open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environ},
+            start_new_session=True,
+        )
+    return Running(process, folder, time.monotonic(), limit_s)
 
 
-def run_one(name: str, out: Path, short: bool, devices: int) -> int:
-    """In the check's own process."""
-    folder = out / "work" / name.replace(" ", "-")
-    found = CHECKS[name](Place(devices=devices, short=short, folder=folder))
-    record.write_json(folder / "found.json", {"facts": found.facts, "problems": found.problems})
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End the process group, also processes that a finished leader has left running on the GPU."""
+    with contextlib.suppress(ProcessLookupError):  # no process of the group is left
+        os.killpg(process.pid, signal.SIGTERM)
+        until = time.monotonic() + GRACE_S
+        while time.monotonic() < until:
+            process.poll()
+            os.killpg(process.pid, 0)
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def result_of(name: str, one: Running, late: bool, out: Path) -> dict[str, Any]:
+    """The result of a part that has ended, or how it ended; keeps its records in raw/NAME."""
+    found = record.read_json(one.folder / "found.json")
+    if one.process.returncode != 0 or found is None:
+        code = one.process.returncode
+        how = f"was ended after {one.limit_s:.0f} s" if late else f"ended with exit code {code}"
+        said = last_error((out / "logs" / f"{name}.log").read_text(errors="replace"))
+        found = {"facts": {}, "problems": [f"{name} {how}: {said}"]}
+    raw = out / "raw" / name
+    shutil.rmtree(raw, ignore_errors=True)
+    for path in (path for pattern in KEPT for path in one.folder.rglob(pattern)):
+        if path.stat().st_size <= LARGEST_RAW or path.name == "trace.json.gz":
+            (to := raw / path.relative_to(one.folder)).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, to)
+    shutil.rmtree(one.folder)
+    return {
+        **found,
+        "ok": not found["problems"] and "skipped" not in found["facts"],
+        "seconds": round(time.monotonic() - one.started, 1),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+
+
+def last_error(text: str) -> str:
+    """The last line of a log that names an error, else the last line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if re.search(r"(error|exception)\b|^failed", line, re.IGNORECASE)]
+    return (errors or lines or [""])[-1][-300:]
+
+
+def run_here(name: str, o: argparse.Namespace) -> int:
+    """In the part's own process."""
+    folder = o.out / "work" / name
+    found = PARTS[name].run(Place(o.devices, o.short, o.one, folder, o.data))
+    record.write_json(folder / "found.json", dataclasses.asdict(found))
     return 0
 
 
@@ -117,39 +281,36 @@ def gpus() -> tuple[str, int]:
     return torch.cuda.get_device_name(0), torch.cuda.device_count()
 
 
-def write_record(out: Path, device: str, devices: int, results: list[dict[str, Any]]) -> None:
-    environment = {
-        "device": device,
-        "devices": devices,
-        "cores": os.cpu_count(),
-        "commit": resumable.commit(),
-        "versions": versions(),
-    }
-    record.write_json(out / "record.json", {"environment": environment, "checks": results})
+def write_record(out: Path, facts: dict[str, Any], results: list[dict[str, Any]]) -> None:
+    """Write record.json and table.txt; print the table."""
+    environment = {**records.probed_machine(None), **facts}
+    record.write_json(out / "record.json", {"environment": environment, "parts": results})
+    lines = list(table(results, f"{facts['devices']} x {facts['device']}"))
+    (out / "table.txt").write_text("\n".join(lines) + "\n")
+    print("", *lines, sep="\n", flush=True)
 
 
-def print_table(results: list[dict[str, Any]], device: str, devices: int) -> None:
-    print(f"\n{devices} x {device}")
-    for result in results:
-        kind = "right" if result["check"] in CORRECT else "fast"
-        state = "FAILED" if result["problems"] else "ok"
-        print(f"{kind:6} {result['check']:24} {state:7} {result['seconds']:6.0f} s")
-        for key, value in flat(result["facts"]):
-            print(f"         {key} {value:.4g}" if isinstance(value, float) else f"         {key} {value}")
-        for problem in result["problems"]:
-            print(f"         ! {problem}")
+def table(results: list[dict[str, Any]], title: str) -> Iterator[str]:
+    yield title
+    for result in sorted(results, key=lambda result: list(PARTS).index(result["part"])):
+        state = "FAILED" if result["problems"] else "skipped" if "skipped" in result["facts"] else "ok"
+        yield f"{result['part']:20} {state:7} {result['seconds']:5.0f} s"
+        yield from (f"    {line}" for line in rows(result["facts"]))
+        yield from (f"    ! {problem}" for problem in result["problems"])
 
 
-def flat(facts: dict[str, Any], above: str = "") -> list[tuple[str, Any]]:
-    """Nested facts as (path, value), without what is null."""
-    rows: list[tuple[str, Any]] = []
+def rows(facts: dict[str, Any], above: str = "") -> Iterator[str]:
+    """One line for the plain values of each (nested) dictionary."""
+    plain = [
+        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+        for key, value in facts.items()
+        if value is not None and not isinstance(value, dict)
+    ]
+    if plain:
+        yield f"{above}: {', '.join(plain)}" if above else ", ".join(plain)
     for key, value in facts.items():
-        path = f"{above} {key}".strip()
         if isinstance(value, dict):
-            rows += flat(value, path)
-        elif value is not None:
-            rows.append((path, value))
-    return rows
+            yield from rows(value, f"{above} {key}".strip())
 
 
 if __name__ == "__main__":

@@ -1,20 +1,14 @@
-"""What `make gpu` looks at: that a GPU trains what it should, and how fast. Each check is one function.
-
-In the short form the device is the CPU and everything is tiny: it shows that the checks themselves work.
+"""Check that a GPU trains what it should; the parts of `make gpu` that are right or wrong. Each check is one
+function. In the short form the device is the CPU and everything is tiny, which tests the checks themselves.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib.util
 import itertools
-import json
-import statistics
-import subprocess
-import sys
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +21,14 @@ from bert_dp.metrics import Timers
 from bert_dp.model import TiedLookup
 from bert_dp.trainer import Trainer
 from launcher.job import find_config
-from tests.e2e.cli import TINY, bert_dp, tiny, train
+from tests.e2e.cli import TINY, train
 from tests.example_files import label_names, write_examples
 from tests.faults.harness import broken
 from tests.helpers import logged, read_json
 from tests.parity import matrix
 from tests.parity.runs import settings, state, train_run, train_runs, write_run
-from tests.resumable import ROOT, newest_results
 from tests.shards import write_shards
 
-VERB_S = 1200.0  # that a verb of ours may take
-PEER_TOLERANCE = 0.05  # of ddp's throughput on one GPU
-MEMORY_TOLERANCE = 0.07
 CLOCK_TOLERANCE = 0.05
 NARROW_TOLERANCE = 0.02  # nats, of 16 bits from fp32 over 30 steps
 COMPILED_TOLERANCE = {"fp32": 1e-4, "bf16": 0.02}  # nats, from eager
@@ -46,13 +36,17 @@ COMPILED_TOLERANCE = {"fp32": 1e-4, "bf16": 0.02}  # nats, from eager
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where the checks run."""
+    """Where and for how long a part runs."""
 
     devices: int
-    """GPUs, or ranks of the short form."""
+    """GPUs, or ranks in the short form."""
     short: bool
+    seconds: float
+    """Time after which the part is ended."""
     folder: Path
-    """Each check's own, empty."""
+    """Empty at the start; JSON files in it are kept."""
+    data: Path | None = None
+    """Shards of real text. None = the built-in text."""
 
     @property
     def device(self) -> torch.device:
@@ -61,14 +55,11 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a check has measured, and what is wrong with it."""
+    """Result of a part."""
 
     facts: dict[str, Any]
-    """Shown, and kept in the record."""
+    """Shown in the table and kept in the record. `skipped`: the reason why nothing was done."""
     problems: list[str]
-
-
-Check = Callable[[Place], Found]
 
 
 # ---- correctness ----
@@ -76,23 +67,36 @@ Check = Callable[[Place], Found]
 
 def engines(place: Place) -> Found:
     """Every engine, alone and on several devices, trains the model that one process trains (fp32)."""
-    worlds = [pair for pair in matrix.WORLDS if pair[0] <= place.devices]
-    if place.short:
-        worlds = worlds[-1:]
-    cells = [
-        cell
-        for engine, (ranks, tensor) in itertools.product(matrix.ENGINES, worlds)
-        if matrix.excuse(cell := matrix.Cell(engine, "adamw", ranks, tensor, "fp32", 3)) is None
-    ]
-    cells = cells[:2] if place.short else cells
-    problems, greatest = [], 0.0
-    for cell, outcome in matrix.run_cells(cells, place.folder):
-        if isinstance(outcome, matrix.Deviation):
-            problems += outcome.problems(cell)
-            greatest = max(greatest, outcome.weights)
-        else:
-            problems.append(f"{cell}: {outcome[-300:]}")
-    return Found({"cells": len(cells), "weights_deviation": greatest}, problems)
+    names = [name for name in matrix.ENGINES if not name.startswith("deepspeed")]
+    cells = engine_cells(place, names)
+    return compare(place, [cells[:2] if place.short else cells])
+
+
+def deepspeed(place: Place) -> Found:
+    """DeepSpeed's stages train the model that one process trains (fp32)."""
+    cells = engine_cells(place, [name for name in matrix.ENGINES if name.startswith("deepspeed")])
+    return compare(place, [cells[:1] if place.short else cells])
+
+
+def one_gpu(place: Place, ranks: int) -> Found:
+    """Several ranks on one device, over gloo, train the model that one process trains: every engine, tensor
+    parallelism, LAMB, Muon and compiled bf16."""
+    cells = [cell for cell in ONE_GPU_CELLS if cell.ranks == ranks and matrix.excuse(cell) is None]
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    # one at a time: the log shows which ones ended before a time limit
+    groups = [[cell] for cell in (cells[-1:] if place.short else cells)]
+    return compare(place, groups, share_device=True)
+
+
+ONE_GPU_CELLS = [
+    *(matrix.Cell(engine, "adamw", 2, 1, "fp32", 3) for engine in ("ddp", "zero1", "fsdp", "accelerate")),
+    *(matrix.Cell(engine, "adamw", 2, 2, "fp32", 3) for engine in ("ddp", "zero1", "fsdp")),
+    *(matrix.Cell("ddp", "adamw", 2, tensor, "bf16", 3, form="compiled") for tensor in (1, 2)),
+    matrix.Cell("ddp", "lamb", 2, 1, "fp32", 3),
+    matrix.Cell("zero1", "muon", 2, 1, "fp32", 3),
+    matrix.Cell("zero1", "lamb", 4, 2, "fp32", 3),
+    matrix.Cell("ddp", "adamw", 4, 2, "fp32", 3),
+]
 
 
 def finetuning(place: Place) -> Found:
@@ -228,8 +232,9 @@ def lookup(place: Place) -> Found:
 
 
 def timers(place: Place) -> Found:
-    """The parts of steps that the timers tell add up to their time on the wall."""
-    with trainer_of(place) as trainer:
+    """The phases of a step that the timers measure add up to its wall time."""
+    # the wait for data belongs to no phase, and a step this small is over before the next batch is made
+    with trainer_of(place, "data.synthetic=true") as trainer:
         steps(trainer, 3)
         clock = Timers(trainer.device)
         synchronize(trainer.device)
@@ -241,23 +246,10 @@ def timers(place: Place) -> Found:
     timed_s = sum(seconds["forward_backward"]) + sum(seconds["optimizer"])
     share = timed_s / wall_s
     low = 1 - (0.5 if place.short else CLOCK_TOLERANCE)  # a tiny step is mostly Python around the timers
-    problems = [] if low <= share <= 1 + CLOCK_TOLERANCE else [f"timers tell {share:.2f} of the wall time"]
-    return Found({"told_over_wall": share}, problems)
-
-
-def memory_line(place: Place) -> Found:
-    """The predicted peak of a rank beside what a real run reserves."""
-    sizes = [part for item in TINY[:5] for part in ("--set", item)] if place.short else []
-    result = benchmark(
-        place, "memory_line", "--ranks", "1", "--batches", "2" if place.short else "16,64", *sizes
+    problems = (
+        [] if low <= share <= 1 + CLOCK_TOLERANCE else [f"the timers measure {share:.2f} of the wall time"]
     )
-    errors = {str(row["micro_batch"]): row["error"] for row in result["runs"][0]["rows"]}
-    problems = [
-        f"micro batch {size}: predicted {error:+.1%}, limit {MEMORY_TOLERANCE:.0%}"
-        for size, error in errors.items()
-        if abs(error) > MEMORY_TOLERANCE
-    ]
-    return Found({"error": errors}, problems)
+    return Found({"timed_over_wall": share}, problems)
 
 
 def cards(place: Place) -> Found:
@@ -278,108 +270,43 @@ def cards(place: Place) -> Found:
             **broken(what, rank=last),
         )
         summary = read_json(run_dir / "summary.json")
-        if (done.returncode, summary["failure_kind"]) != (1, kind):
-            problems.append(f"{what}: exit code {done.returncode}, {summary['failure_kind']}, not {kind}")
-        if f"rank {last}" not in (summary["cause"] or ""):
+        if (done.returncode, summary["failure"]["kind"]) != (1, kind):
+            problems.append(f"{what}: exit code {done.returncode}, {summary['failure']['kind']}, not {kind}")
+        if f"rank {last}" not in summary["failure"]["message"]:
             problems.append(f"{what}: rank {last} is not named: {summary['cause']}")
     return Found({"rank": last}, problems)
 
 
-# ---- speed ----
+# ---- shared by the checks ----
 
 
-def micro_batch(place: Place, length: int) -> Found:
-    """The fastest micro batch on one GPU, by `tune batch`."""
-    budget = "--budget 2s --set batch.global_size=1" if place.short else "--budget 60s"
-    result = verb(place, length, "tune batch", "--gpus", "1", *budget.split())
-    choice = result["choice"]
-    return Found({"micro_batch": choice["micro_batch"], "samples_per_s": choice["samples_per_s"]}, [])
+def engine_cells(place: Place, names: Sequence[str]) -> list[matrix.Cell]:
+    """Cells of these engines that run here, at every number of ranks up to the number of devices."""
+    worlds = [pair for pair in matrix.WORLDS if pair[0] <= place.devices]
+    cells = [
+        matrix.Cell(name, "adamw", ranks, tensor, "fp32", 3)
+        for name, (ranks, tensor) in itertools.product(names, worlds[-1:] if place.short else worlds)
+    ]
+    return [cell for cell in cells if matrix.excuse(cell) is None]
 
 
-def scaling(place: Place, length: int) -> Found:
-    """Throughput, MFU and MAMFU of one GPU, and of all of them, by `scale`: every engine at 128 tokens."""
-    engines = "ddp" if place.short or length > 128 else "ddp,zero1,fsdp,accelerate"
-    engines = engines if importlib.util.find_spec("accelerate") else engines.removesuffix(",accelerate")
-    micro = tuned_micro(place, length)
-    counts = "1" if place.short else ",".join(str(n) for n in sorted({1, place.devices}))
-    size = (
-        "--repeats 1 --steps 3 --warm-up 1 --no-synthetic"
-        if place.short
-        else "--repeats 2 --steps 30 --warm-up 10"
-    )
-    batch = ["--set", f"batch.micro_size={micro}", "--set", f"batch.global_size={micro}"]
-    tensor = []
-    if place.devices % 2 == 0 and length == 128 and not place.short:
-        tensor, engines = ["--tensor", "1,2"], "ddp,zero1,fsdp"  # those that divide a replica
-    result = verb(
-        place, length, "scale", "--gpus", counts, "--engines", engines, *size.split(), *batch, *tensor
-    )
-    cells = {cell["id"]: cell for cell in result["cells"]}
-    problems = [f"{name}: {cell['cause']}" for name, cell in cells.items() if cell["status"] != "ok"]
-    shown = ("tokens_per_s", "mfu", "mamfu", "efficiency", "communication_efficiency", "peak_memory_gib")
-    facts = {name: {key: cell[key] for key in shown} for name, cell in cells.items()}
-    base = cells["weak-ddp-n1"]["tokens_per_s"]
-    for name, cell in cells.items():
-        cell_s = cell["tokens_per_s"]
-        slow = cell["world_size"] == 1 and base and cell_s and cell_s < (1 - PEER_TOLERANCE) * base
-        if slow and not place.short:
-            problems.append(f"{name}: {cell_s / base:.2f} of ddp's throughput, limit {1 - PEER_TOLERANCE}")
-    return Found({"micro_batch": micro, **facts}, problems)
-
-
-def peers(place: Place) -> Found:
-    """A whole step beside transformers' BertForMaskedLM and ModernBertForMaskedLM, in turn, compiled."""
-    if importlib.util.find_spec("transformers") is None:
-        return Found({"skipped": "transformers is not installed"}, [])
-    options = ["--quick"]
-    if not place.short:
-        micro = str(min(128, tuned_micro(place, 128)))
-        variants = "ours:regions,bert:whole,modernbert:whole,matmul:eager"
-        options = f"--device cuda --precision bf16 --layers 16 --accumulation 4 --micro {micro}".split()
-        options += ["--variants", variants, "--rounds", "15", "--warmup", "3"]
-    result = benchmark(place, "step_speed", *options)
-    (ours,) = (name for name in result["variants"] if name.startswith("ours:"))
-    facts = {
-        name: {
-            "tokens_per_s": variant["tokens_per_s"]["median"],
-            "time_over_ours": variant["ours_over_this"][ours]["median"],
-        }
-        for name, variant in result["variants"].items()
-        if "tokens_per_s" in variant
-    }
-    return Found(facts, [])
-
-
-def optimizers(place: Place) -> Found:
-    """A step of each optimizer beside what reading and writing its tensors once would take."""
-    size = ["--layers", "1", "--rounds", "1"] if place.short else ["--rounds", "15"]
-    printed = program(place, "benchmarks/optimizer_speed.py", "--device", place.device.type, *size)
-    result = json.loads(printed)
-    rate = copy_bytes_per_s(place)
-    # weight, gradient and two moments are read, all but the gradient written
-    moved = 4 * 7 * result["parameters"]
-    facts: dict[str, Any] = {"copy_bytes_per_s": rate}
-    for name, timed in result.items():
-        if isinstance(timed, dict) and "seconds" in timed:
-            seconds = timed["seconds_median"]
-            facts[name] = {"seconds": seconds, "share_of_memory_rate": moved / seconds / rate}
-    return Found(facts, [])
-
-
-def copy_bytes_per_s(place: Place) -> float:
-    """Bytes read and written by a large copy, per second."""
-    source = torch.empty(2**20 if place.short else 2**28, device=place.device)
-    target, seconds = torch.empty_like(source), []
-    for _ in range(7):
-        synchronize(place.device)
-        start = time.perf_counter()
-        target.copy_(source)
-        synchronize(place.device)
-        seconds.append(time.perf_counter() - start)
-    return 2 * source.nbytes / statistics.median(seconds)
-
-
-# ---- what the checks share ----
+def compare(place: Place, groups: Sequence[Sequence[matrix.Cell]], **options: Any) -> Found:
+    """Train the cells, group by group, and the runs of one process that they must equal. `options`: of
+    `train_runs`."""
+    problems, count, greatest = [], 0, 0.0
+    for group in groups:
+        for cell, outcome in matrix.run_cells(group, place.folder, **options):
+            if isinstance(outcome, matrix.Deviation):
+                wrong = outcome.problems(cell)
+                greatest = max(greatest, outcome.weights)
+            else:
+                wrong = [f"{cell}: {outcome[-300:]}"]
+            print(f"{cell}: {'; '.join(wrong) or 'equal'}", flush=True)
+            problems += wrong
+            count += 1
+    if not count:
+        return Found({"skipped": "the package is not installed"}, [])
+    return Found({"cells": count, "weights_deviation": greatest}, problems)
 
 
 def trainer_of(place: Place, *more: str) -> Any:
@@ -406,74 +333,3 @@ def steps(trainer: Trainer, count: int, clock: Timers | None = None) -> None:
 
 def furthest(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
-
-
-def program(place: Place, script: str, *options: str) -> str:
-    """What a script of ours printed."""
-    done = subprocess.run(
-        [sys.executable, script, *options], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise RuntimeError(f"{script} ended with exit code {done.returncode}: {done.stderr[-1500:]}")
-    return done.stdout
-
-
-def benchmark(place: Place, name: str, *options: str) -> dict[str, Any]:
-    """The record of one of our benchmarks."""
-    record = place.folder / f"{name}.json"
-    program(place, f"benchmarks/{name}.py", *options, "--json", str(record))
-    result: dict[str, Any] = read_json(record)
-    return result
-
-
-def verb(place: Place, length: int, words: str, *options: str) -> dict[str, Any]:
-    """What a verb of ours found for the crammed recipe at this sequence length."""
-    shards = write_shards(
-        place.folder / "shards",
-        vocab_size=64 if place.short else 32_768,
-        length=16 if place.short else length,
-        train=96 if place.short else 2**19 // length,
-    )
-    sizes = tiny(shards) if place.short else [*recipe(length), "--set", f"data.path={shards}"]
-    out = place.folder / words.replace(" ", "-")
-    done = bert_dp(*words.split(), "crammed-bert", *sizes, *options, "--out", str(out), timeout=VERB_S)
-    if done.returncode:
-        raise RuntimeError(f"{words} ended with exit code {done.returncode}: {done.stderr[-1500:]}")
-    result: dict[str, Any] = read_json(out / ("scaling.json" if words == "scale" else "tune.json"))
-    return result
-
-
-def recipe(length: int) -> list[str]:
-    """The shipped recipe without its ramp, at a global batch that every micro batch up to 1,024 divides."""
-    items = (f"data.sequence_length={length}", "batch.ramp_fraction=0", "batch.ramp_quantum=null")
-    more = ("batch.global_size=1024", "eval.every_steps=0", "checkpoint.every_steps=0")
-    return [part for item in (*items, *more) for part in ("--set", item)]
-
-
-def tuned_micro(place: Place, length: int) -> int:
-    """What `micro_batch` has found; a size that fits any recent GPU where it has not run."""
-    results = newest_results(place.folder.parents[1] / "results.jsonl", "check")
-    earlier = results.get(f"micro batch at {length}", {})
-    return int(earlier.get("facts", {}).get("micro_batch", 2 if place.short else 8192 // length))
-
-
-CORRECT: dict[str, Check] = {
-    "lookup gradient": lookup,
-    "engines": engines,
-    "finetuning": finetuning,
-    "no host sync": no_host_sync,
-    "precisions and compile": precisions,
-    "bit-equal resume": resume,
-    "timers": timers,
-    "memory line": memory_line,
-    "hang and memory cards": cards,
-}
-FAST: dict[str, Check] = {
-    "micro batch at 128": functools.partial(micro_batch, length=128),
-    "throughput at 128": functools.partial(scaling, length=128),
-    "peers at 128": peers,
-    "optimizers": optimizers,
-    "micro batch at 512": functools.partial(micro_batch, length=512),
-    "throughput at 512": functools.partial(scaling, length=512),
-}
-CHECKS = {**CORRECT, **FAST}

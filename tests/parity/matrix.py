@@ -176,16 +176,19 @@ def excuse(cell: Cell) -> str | None:
     return None if refused is None else f"refused: {refused}"
 
 
-def run_cells(wanted: Sequence[Cell], root: Path) -> Iterator[tuple[Cell, Deviation | str]]:
-    """Train each cell, several in one spawn of ranks; yields its deviation, or what it failed with."""
+def run_cells(wanted: Sequence[Cell], root: Path, **options: Any) -> Iterator[tuple[Cell, Deviation | str]]:
+    """Train each cell, several in one spawn of ranks; yields its deviation, or what it failed with.
+    `options`: of `train_runs`, for the cells and not for the run of one process."""
     shards = write_shards(root / "shards")
     for ranks, task in itertools.product((1, 2, 4), MAKE_TASK):
         group = [cell for cell in wanted if (cell.ranks, cell.task) == (ranks, task)]
         for start in range(0, len(group), PER_SPAWN):
-            yield from _run_chunk(group[start : start + PER_SPAWN], root, shards)
+            yield from _run_chunk(group[start : start + PER_SPAWN], root, shards, options)
 
 
-def _run_chunk(chunk: Sequence[Cell], root: Path, shards: Path) -> list[tuple[Cell, Deviation | str]]:
+def _run_chunk(
+    chunk: Sequence[Cell], root: Path, shards: Path, options: dict[str, Any]
+) -> list[tuple[Cell, Deviation | str]]:
     make_task = MAKE_TASK[chunk[0].task]
     missing = {_baseline(cell, root): cell.baseline() for cell in chunk}
     missing = {path: lone for path, lone in missing.items() if not (path / "summary.json").exists()}
@@ -194,10 +197,10 @@ def _run_chunk(chunk: Sequence[Cell], root: Path, shards: Path) -> list[tuple[Ce
         train_runs(1, alone, make_task=make_task)
     runs = [write_run(root / str(cell), settings(shards, **cell.settings())) for cell in chunk]
     try:
-        train_runs(chunk[0].ranks, runs, make_task=make_task)
+        train_runs(chunk[0].ranks, runs, make_task=make_task, **options)
     except Exception as error:
         if len(chunk) > 1:
-            return [found for cell in chunk for found in _run_chunk([cell], root, shards)]
+            return [found for cell in chunk for found in _run_chunk([cell], root, shards, options)]
         return [(chunk[0], str(error)[-2000:])]
     return [(cell, compare(run, _baseline(cell, root))) for cell, run in zip(chunk, runs, strict=True)]
 

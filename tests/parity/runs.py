@@ -16,6 +16,7 @@ import yaml
 from numpy.typing import NDArray
 
 from tests.helpers import logged, read_json, read_lines
+from tests.one_device import share_device
 from tests.ranks import run_ranks
 from tests.tensors import saved_state
 from tests.wrapped_task import PoisonedTask
@@ -58,13 +59,15 @@ def train_run(run_dir: Path, config: dict[str, Any], size: int = 1, **options: A
 
 
 def train_runs(size: int, run_dirs: Sequence[Path], **options: Any) -> None:
-    """Train every RUN/config.yaml on `size` ranks, one spawn for all."""
+    """Train every RUN/config.yaml on `size` ranks, one spawn for all. `share_device`: see one_device.py."""
     run_ranks(size, _train_all, [str(d) for d in run_dirs], options)
 
 
 def _train_all(run_dirs: list[str], options: dict[str, Any]) -> None:
     from bert_dp import data, dist, worker
 
+    if options.get("share_device"):
+        share_device()
     store = os.environ["BERT_DP_INIT_FILE"]
     rank = int(os.environ["RANK"])
     plain_next, plain_clock = data.TrainingStream.next, dist.SharedClock

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import statistics
@@ -13,13 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import first_token, tune_lr
+from benchmarks import first_token, gpu, records, tune_lr
 from benchmarks.records import set_options
 from bert_dp.config import read_examples
 from bert_dp.model import build_model
 from tests.e2e.cli import TINY, tiny
 from tests.glue_fixture import write_two_tasks
+from tests.gpu.checks import Place
 from tests.helpers import read_json
+from tests.resumable import code_version
 from tests.runs_to_export import config_of, write_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -422,6 +425,49 @@ def test_tune_lr_figures_follow_from_the_trials(name):
     assert tune_lr.compare(searched, recorded["grid"]) == recorded["figures"]
     rates = {trial["lr"] for trial in recorded["grid"]["trials"]}
     assert tune_lr.ladder_of(searched) == sorted(rates, reverse=True)
+
+
+def test_the_commit_is_known_without_git(tmp_path, monkeypatch):
+    monkeypatch.delenv("BERT_DP_COMMIT", raising=False)
+    head = records.git("rev-parse", "HEAD")
+    assert records.commit() == head
+    assert len(head) == 40
+    monkeypatch.setattr(records, "ROOT", tmp_path)
+    assert records.commit() == "", "no repository"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert records.commit() == "", "no git"
+    (tmp_path / ".gpukit").mkdir()
+    (tmp_path / ".gpukit" / "COMMIT").write_text("abc1\n")
+    assert records.commit() == "abc1"
+    by_file = code_version(["launcher"])
+    monkeypatch.setenv("BERT_DP_COMMIT", "def2")
+    assert records.environment()["commit"] == records.probed_machine(None)["git_commit"] == "def2"
+    assert code_version(["launcher"]) != by_file
+
+
+def test_kernels_of_a_trace_are_added_by_name(tmp_path):
+    events = [("kernel", "a", 2000), ("kernel", "b", 5000), ("gpu_memcpy", "a", 1000), ("cpu_op", "c", 9)]
+    trace = [{"cat": kind, "name": name, "dur": us} for kind, name, us in events]
+    (tmp_path / "t.json.gz").write_bytes(gzip.compress(json.dumps({"traceEvents": trace}).encode()))
+    assert gpu.kernel_times(tmp_path / "t.json.gz") == {
+        "gpu_ms": 8.0,
+        "launches": 3,
+        "kernels_ms": {"b": 5.0, "a": 3.0},
+    }
+
+
+@pytest.mark.parametrize(("slow", "judged"), [("accelerate", True), ("fsdp", False), ("zero1", False)])
+def test_of_engines_on_one_gpu_only_accelerate_is_judged(tmp_path, monkeypatch, slow, judged):
+    rates = {name: 100.0 for name in ("ddp", "zero1", "fsdp", "accelerate")} | {slow: 90.0}
+    names = ("mfu", "mamfu", "efficiency", "communication_efficiency", "peak_memory_gib")
+    cells = [
+        {"id": f"weak-{name}-n1", "status": "ok", "tokens_per_s": rate, **dict.fromkeys(names)}
+        for name, rate in rates.items()
+    ]
+    monkeypatch.setattr(gpu, "verb", lambda *words: {"cells": cells})
+    found = gpu.scale(Place(devices=1, short=False, seconds=9, folder=tmp_path / "a" / "b"))
+    assert found.facts[f"weak-{slow}-n1"]["tokens_per_s"] == 90
+    assert bool(found.problems) == judged
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from launcher.machine import doctor
 from launcher.machine.doctor import diagnose
 from launcher.machine.environment import Gpu, cgroup_limit, num_gpus, probe
 from launcher.machine.links import Links
+from launcher.run.starters import start_environment
 from tests.e2e.cli import wait_for
 from tests.helpers import write_files
 
@@ -369,6 +370,34 @@ def test_a_module_of_ours_gets_its_own_folder_and_variables(fake_module, tmp_pat
     options = {"scratch": str(tmp_path), "environ": {"MINE": "2,3"}}
     started = children.start_module(name, [], stdout=subprocess.PIPE, **options)
     assert started.communicate()[0].split() == [str(tmp_path), "2,3"]
+
+
+@pytest.mark.parametrize("start", ["module", "ranks"])
+def test_kernels_are_compiled_once_for_all_temporary_directories(fake_module, tmp_path, monkeypatch, start):
+    def caches(scratch):
+        if start == "ranks":
+            environ = start_environment("torchrun", tmp_path, scratch, 1, on_gpu=True, grace_s=1.0)
+            return [environ.get(name) for name in names]
+        name = fake_module(f"import json, os; print(json.dumps([os.environ.get(n) for n in {names}]))")
+        process = children.start_module(name, [], stdout=subprocess.PIPE, scratch=str(scratch))
+        return json.loads(process.communicate()[0])
+
+    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("BERT_DP_CACHE", str(cache))
+    first = caches(tmp_path / "a")
+    assert first == caches(tmp_path / "b") == [str(cache / "kernels" / n) for n in ("inductor", "triton")]
+    assert all(os.path.isdir(folder) for folder in first)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "mine")
+    assert caches(tmp_path) == [first[0], "mine"]
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    cache.chmod(0o777)  # other users could put their code there
+    assert caches(tmp_path) == [None, None]
+    monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path / "cache" / "kernels" / "file" / "below"))
+    (tmp_path / "cache" / "kernels" / "file").write_text("")
+    assert caches(tmp_path) == [None, None]
 
 
 def test_a_command_of_the_system_answers_or_says_why_not(tmp_path):

@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import signal
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +52,7 @@ def train_twice(run_dir: str, more: dict[str, Any]) -> None:
 
     def train(*arguments: Any) -> Any:
         events.append(("train", gc.get_threshold()[0], clock.now))
+        assert sys.getswitchinterval() == pytest.approx(5e-4)
         return plain(*arguments)
 
     trainer.train = train
