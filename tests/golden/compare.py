@@ -55,6 +55,14 @@ CHANGED: dict[str, str | None] = {
     "plan/tensor": None,
     "plan/buckets": None,
     "told/rate/verdicts/0": None,  # the interval of a mean over seeds
+    # the memory of a CPU rank counts the program, the heap and the copy of the state
+    "dry_runs/train/memory": None,
+    "dry_runs/train with a ramp/memory": None,
+    # facts that only checks of doctor used which are gone
+    **{
+        f"doctor/environment/{name}": None
+        for name in ("locked_memory_gib", "omp_num_threads", "swap_used_gib")
+    },
     "plan/fsdp/rows/0": None,  # its 16-bit weights are gathered in fp32: twice the bytes
 }
 
