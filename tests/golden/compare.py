@@ -63,6 +63,18 @@ CHANGED: dict[str, str | None] = {
         f"doctor/environment/{name}": None
         for name in ("locked_memory_gib", "omp_num_threads", "swap_used_gib")
     },
+    # progress of a line is that after its step
+    **{
+        f"{run}/metrics.jsonl/{k}/progress": None
+        for run in ("train", "resumed", "gone_on")
+        for k in range(12)
+    },
+    "resumed/uninterrupted": None,
+    **{
+        f"train/keys/environment.json/{name}": None
+        for name in ("locked_memory_gib", "omp_num_threads", "swap_used_gib")
+    },
+    "train/keys/summary.json/cause": None,
     "plan/fsdp/rows/0": None,  # its 16-bit weights are gathered in fp32: twice the bytes
 }
 
