@@ -55,7 +55,7 @@ class ThroughputCurve:
 
     def steps(self, micro: int, samples: int, count: int, run: int) -> list[tuple[float, float]]:
         """(seconds of a step, of its forward and backward passes) of the steps of run number `run`."""
-        draw = random.Random(f"{self.index}/{micro}/{run}")  # noqa: S311
+        draw = random.Random(f"{self.index}/{micro}/{run}")
         sd = self.run_sd[micro]
         pace, passes = draw.gauss(0, sd), self.pass_s[micro] * samples / self.dp
         out, moment = [], 0.0
@@ -89,7 +89,7 @@ class ThroughputCurve:
 
 
 def throughput_curve(index: int) -> ThroughputCurve:
-    draw = random.Random(f"throughput {index}")  # noqa: S311
+    draw = random.Random(f"throughput {index}")
     shape = SHAPES[index % len(SHAPES)]
     dp, global_size = draw.choice([(2, 64), (2, 512), (4, 256), (8, 1024), (2, 96)])
     most = global_size // dp
@@ -141,7 +141,7 @@ SHORT_SHARE = 1 / 8
 
 @dataclasses.dataclass(frozen=True)
 class LossCurve:
-    """Held-out loss against the learning rate, for whole runs and shorter ones; runs diverge above an edge."""
+    """Held-out loss against the learning rate for whole runs and shorter ones, which diverge above an edge."""
 
     index: int
     best_lr: float
@@ -171,13 +171,13 @@ class LossCurve:
         mean = self.mean(lr, share)
         if mean == math.inf:
             return None
-        common = random.Random(f"{self.index}/{share}/{seed}").gauss(0, self.seed_sd)  # noqa: S311
-        own = random.Random(f"{self.index}/{lr:.6g}/{share}/{seed}").gauss(0, self.seed_sd)  # noqa: S311
+        common = random.Random(f"{self.index}/{share}/{seed}").gauss(0, self.seed_sd)
+        own = random.Random(f"{self.index}/{lr:.6g}/{share}/{seed}").gauss(0, self.seed_sd)
         return mean + (common + own) / math.sqrt(2)
 
     def range_points(self, steps: int) -> list[tuple[float, float | None, int]]:
         """(rate, training loss, skipped steps) of each step of a range test."""
-        draw = random.Random(f"range {self.index}")  # noqa: S311
+        draw = random.Random(f"range {self.index}")
         points: list[tuple[float, float | None, int]] = []
         for k in range(steps):
             lr = 1e-4 ** (1 - k / steps)
@@ -193,7 +193,7 @@ class LossCurve:
 
 
 def loss_curve(index: int) -> LossCurve:
-    draw = random.Random(f"loss {index}")  # noqa: S311
+    draw = random.Random(f"loss {index}")
     best = 10 ** draw.uniform(-3.5, -1.5)
     edge = best * 2 ** draw.uniform(0.7, 4)
     below = 10 ** draw.uniform(-2, -0.8)
