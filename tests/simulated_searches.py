@@ -141,7 +141,7 @@ SHORT_SHARE = 1 / 8
 
 @dataclasses.dataclass(frozen=True)
 class LossCurve:
-    """Held-out loss against the learning rate for whole runs and shorter ones, which diverge above an edge."""
+    """Held-out loss against the learning rate of whole and shorter runs, which diverge above an edge."""
 
     index: int
     best_lr: float

@@ -208,11 +208,11 @@ def plan_of(spec: BatchSearchSpec) -> BatchPlanFile:
 def describe(spec: BatchSearchSpec, folder: Path, log: Log) -> None:
     """Print what is about to run."""
     devices = "GPUs" if spec.on_gpu else "CPU ranks"
+    sizes = ", ".join(map(str, throughput.sizes_to_time(spec.sizes)))
     log(f"batch search: {folder}")
     log(
-        f"{spec.ranks} {devices}, global batch {spec.global_size}; micro batches "
-        f"{', '.join(map(str, throughput.sizes_to_time(spec.sizes)))} of the {len(spec.sizes)} that divide it; "
-        f"budget about {spec.budget_s:.0f} s"
+        f"{spec.ranks} {devices}, global batch {spec.global_size}, budget about {spec.budget_s:.0f} s; micro "
+        f"batches {sizes} of the {len(spec.sizes)} that divide it"
     )
     if spec.config.compile == "auto" and not spec.on_gpu:
         log("trials on a CPU are not compiled; compile=on compiles them")
@@ -221,8 +221,7 @@ def describe(spec: BatchSearchSpec, folder: Path, log: Log) -> None:
 def from_cache(kept: TuneBatch, spec: BatchSearchSpec) -> TuneBatch:
     """Return a kept search as one of this configuration.
 
-    The noise scale depends on the data, the seed and the schedule as well, so that of another configuration is
-    dropped.
+    The noise scale also depends on data, seed and schedule; that of another configuration is dropped.
     """
     own = {
         "cached": True,
@@ -269,11 +268,11 @@ class BatchTrials:
 
     def time_steps(self, name: str, micro: int, samples: int, warm_up: int, steps: int) -> TrialMeasurement:
         """Run steps of `samples` sequences, or read those that an earlier call ran."""
-        return self._measure(self._trial(name, micro, samples, warm_up + steps), warm_up)
+        return self._measure(self.trial(name, micro, samples, warm_up + steps), warm_up)
 
     def noise_scale(self, micro: int, steps: int) -> tuple[TrialMeasurement, Noise]:
         """Measure the noise scale over steps of the declared batch."""
-        trial = self._trial("noise", micro, self._spec.global_size, steps, noise=True)
+        trial = self.trial("noise", micro, self._spec.global_size, steps, noise=True)
         measured, summary = self._measure(trial, 0), read_summary(trial.directory)
         estimate = summary.noise_scale if summary else None
         if measured.run is None or estimate is None:
@@ -281,7 +280,8 @@ class BatchTrials:
         init = self._spec.config.run.init_from
         return measured, Noise(**estimate.model_dump(), of_steps=steps, init_from=init)
 
-    def _trial(self, name: str, micro: int, samples: int, steps: int, *, noise: bool = False) -> Trial:
+    def trial(self, name: str, micro: int, samples: int, steps: int, *, noise: bool = False) -> Trial:
+        """Return the user's configuration at this batch for so many steps; nothing is saved."""
         spec = self._spec
         config = timed_config(
             spec.config,
@@ -349,7 +349,7 @@ def alloc_retries(directory: Path, ranks: int, warm_up: int) -> int | None:
 
 
 class BatchSearch:
-    """Finds the micro batch. `result` can be asked for at any time, so a stopped search keeps its measurements.
+    """Finds the micro batch. `result` can be called at any time, also for a search that was stopped.
 
     Every decision follows from the trials' records, so a search that goes on decides the same.
     """
@@ -380,8 +380,11 @@ class BatchSearch:
     # --- memory
 
     def _measure_memory(self) -> None:
-        """Run a few steps of two sizes: the smallest, and the largest that the formula expects to take half of the
-        memory that is left then, and the time to take a tenth of the budget; at least the second smallest."""
+        """Run a few steps of the smallest size and of a larger one, and draw the line.
+
+        The larger one is the largest that takes at most half of the memory that the smallest leaves, by the
+        formula, and a tenth of the budget; if there is none, the second smallest if it fits.
+        """
         smallest, *larger = self.spec.sizes
         first = self._memory_trial(smallest)
         if first.run is None:
@@ -400,21 +403,20 @@ class BatchSearch:
             self._memory_trial(cheap[-1])
         self._update_line()
         if line := self.memory.line:
-            self._log(
-                f"memory: {format_gib(line.intercept_gib)} + {line.gib_per_sequence:.4f} GiB a sequence; a rank may "
-                f"use {MEMORY_SHARE:.0%} of {format_gib(limit)} ({self.spec.limit_of})"
-            )
+            text = f"memory: {format_gib(line.intercept_gib)} + {line.gib_per_sequence:.4f} GiB a sequence"
+            usable = "" if limit is None else f"; usable: {MEMORY_SHARE:.0%} of {format_gib(limit)}"
+            self._log(text + usable)
 
     def _memory_trial(self, micro: int) -> TrialMeasurement:
         samples = min(2 * micro * self.spec.dp, self.spec.global_size)
         measured = self._trials.time_steps(f"memory-{micro}", micro, samples, 0, MEMORY_STEPS)
-        self._note(micro, measured)
+        self._record(micro, measured)
         if measured.run is not None:
             self._startup_s = max(0.0, measured.seconds - sum(measured.run.step_s))
             self._sequence_s = min(measured.run.step_s) / samples
         return measured
 
-    def _note(self, micro: int, measured: TrialMeasurement) -> None:
+    def _record(self, micro: int, measured: TrialMeasurement) -> None:
         """Count a trial's time and its memory."""
         self.used_s += measured.seconds
         peak = max(measured.run.peak_gib) if measured.run else None
@@ -431,14 +433,13 @@ class BatchSearch:
         spec = self.spec
         fitting = [micro for micro in sizes if self.memory.fits(micro)]
         if not fitting:
+            peak, limit = format_gib(self.memory.peak_gib(sizes[0])), format_gib(spec.limit_gib)
             raise TrialsFailed(
-                f"micro batch {spec.sizes[0]} takes {format_gib(self.memory.peak_gib(spec.sizes[0]))} of the "
-                f"{format_gib(spec.limit_gib)} that a rank may use, of which {1 - MEMORY_SHARE:.0%} stay free; use "
-                "zero1 or fsdp, parallel.activation_checkpointing, more ranks, or a smaller model"
+                f"micro batch {sizes[0]} takes {peak}, above {MEMORY_SHARE:.0%} of the {limit} of a rank; "
+                "use zero1 or fsdp, parallel.activation_checkpointing, more ranks, or a smaller model"
             )
-        affordable = [
-            m for m in fitting if MIN_SIZES * self._run_s(m * spec.dp) <= self._left_s()
-        ] or fitting[:1]
+        runs = min(MIN_SIZES, len(fitting))
+        affordable = [m for m in fitting if runs * self._run_s(m * spec.dp) <= self._left_s()] or fitting[:1]
         if affordable[-1] < spec.sizes[-1]:
             self._limited_by = "budget" if affordable[-1] < fitting[-1] else "memory"
         timed, run_s = throughput.sizes_to_time(affordable), self._run_s(affordable[-1] * spec.dp)
@@ -462,7 +463,8 @@ class BatchSearch:
                 self._drop_above(micro)
                 break
             self._time(micro, sizes)
-            if self.sizes[micro].status != "ok":
+            ran = [trial.micro_batch for trial in self.memory.trials if trial.status == "ok"]
+            if self.sizes[micro].status in ("oom", "over", "thrash") and micro > max(ran):
                 self._drop_above(micro + 1)
                 break
             self._update_line()
@@ -470,7 +472,7 @@ class BatchSearch:
     def _more_rounds(self) -> None:
         """Run the faster half of the sizes again, then the faster half of those, within the budget."""
         runs = list(self.rates())
-        for _ in range(MAX_ROUNDS - 1):
+        for _ in range(MAX_ROUNDS - 1 if len(runs) > 1 else 0):
             runs = throughput.next_round(self.rates(), runs)
             for micro in runs:
                 if self._run_s(self.trial_samples) > self._left_s():
@@ -490,7 +492,7 @@ class BatchSearch:
         name = f"micro-{micro}-r{len(size.runs)}"
         measured = self._trials.time_steps(name, micro, self.trial_samples, warm_up, steps)
         self.order.append(micro)
-        self._note(micro, measured)
+        self._record(micro, measured)
         text = f"micro batch {micro}: "
         if measured.run is None or measured.status != "ok":
             lost = {"status": measured.status, "why": measured.why, "failure_kind": measured.failure_kind}

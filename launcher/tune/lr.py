@@ -135,7 +135,11 @@ def tune_lr(
         raise ConfigError(issues)
 
     log = logger(console, as_json)
-    describe(config, options, ranks, folder, log, overrides)
+    log(f"learning rate search: {folder}")
+    log(
+        f"{options.rates} rates spaced 2x at 1/{SHORT_RATIO} of a whole run, then {FINALISTS} with "
+        f"{count_of(options.seeds, 'seed')} at all of it; {batch_layout(config, ranks)}"
+    )
     if dry_run:
         output.print_plan(as_json=as_json)
         return 0
@@ -159,63 +163,30 @@ def option_issues(config: Config, options: LrOptions, ranks: int) -> list[Issue 
         batch_layout(with_settings(config, optim=fixed_rate(1.0)), ranks)
     except ConfigError as error:
         issues += error.issues
-    if config.run.seed + options.seeds > 2**63:
-        issues.append(
-            Issue(
-                "run.seed",
-                "out_of_range",
-                f"the {options.seeds} seeds count on from {config.run.seed}, beyond the largest one",
-                value=config.run.seed,
-                other="--seeds",
-                hint="use a smaller seed",
-            )
-        )
     return [*issues, *length_issues(config, options)]
 
 
-def length_issues(config: Config, options: LrOptions) -> list[Issue]:
-    """Return why a whole run is too short for two rungs, as far as its tokens are known."""
-    tokens, least = options.tokens or full_tokens(config), SHORT_RATIO * step_tokens(config)
-    if tokens is None or tokens >= least:
+def length_issues(config: Config, options: LrOptions, tokens: int | None = None) -> list[Issue]:
+    """Return why whole runs are too short for two rungs; `tokens`: as measured for a budget in hours."""
+    tokens = tokens or options.tokens or full_tokens(config)
+    size = step_tokens(config)
+    if tokens is None or tokens >= SHORT_RATIO * size:
         return []
-    return [
-        Issue(
-            "--tokens" if options.tokens else "schedule",
-            "out_of_range",
-            f"{tokens:,} tokens are fewer than {SHORT_RATIO} steps of {step_tokens(config):,}, and the first rung "
-            f"trains 1/{SHORT_RATIO} of them",
-            value=tokens,
-            hint=f"give at least {least:,}",
-        )
-    ]
+    setting = "--tokens" if options.tokens else "schedule"
+    reason = (
+        f"{tokens:,} tokens are fewer than {SHORT_RATIO} steps of {size:,}, of which the first rung takes one"
+    )
+    hint = f"give at least {SHORT_RATIO * size:,}"
+    return [Issue(setting, "out_of_range", reason, value=tokens, hint=hint)]
 
 
 def data_issues(config: Config, options: LrOptions, manifest: Manifest) -> list[Issue]:
     """Return why rates cannot be searched on this data, which decides the tokens of schedule.epochs."""
     issues = length_issues(with_budget(config, manifest.train.sequences), options)
     if not manifest.held_out.sequences:
-        issues.append(
-            Issue(
-                "data",
-                "missing",
-                "rates are chosen by the held-out loss, and no documents are held out",
-                hint="raise data.build.held_out_fraction",
-            )
-        )
+        hint = "raise data.build.held_out_fraction"
+        issues.append(Issue("data", "missing", "no documents are held out to choose the rate by", hint=hint))
     return issues
-
-
-def describe(
-    config: Config, options: LrOptions, ranks: int, folder: Path, log: Log, overrides: Sequence[str]
-) -> None:
-    """Print what is about to run."""
-    log(f"learning rate search: {folder}")
-    log(
-        f"{options.rates} rates spaced 2x at 1/{SHORT_RATIO} of the whole run, {FINALISTS} x {options.seeds} seeds "
-        f"at all of it; {batch_layout(config, ranks)}"
-    )
-    if config.optim.lr != "auto" and any(item.partition("=")[0].strip() == "optim.lr" for item in overrides):
-        log("warning: --set optim.lr has no effect: it is what is searched")
 
 
 def measure(
@@ -315,18 +286,8 @@ class LrSearch:
         spec, plan = self.spec, self.plan.plan
         if plan.tokens is None:
             tokens, why = self._whole_tokens()
-            if tokens < SHORT_RATIO * step_tokens(spec.config):
-                raise ConfigError(
-                    [
-                        Issue(
-                            "schedule",
-                            "out_of_range",
-                            f"{tokens:,} tokens are fewer than {SHORT_RATIO} steps",
-                            value=tokens,
-                            hint="raise schedule.hours",
-                        )
-                    ]
-                )
+            if issues := length_issues(spec.config, spec.options, tokens):
+                raise ConfigError(issues)
             self.plan.save(tokens=tokens, tokens_why=why)
         tokens = self.plan.plan.tokens or 0
         trained = format_si(sum(count * share * tokens for count, share in spec.planned), "tokens")
@@ -485,7 +446,7 @@ def _ramp_samples(batch: BatchConfig, steps: int) -> int:
 
 
 def range_steps(config: Config, tokens: int | None) -> int:
-    """Return the steps of the range test for whole runs of `tokens`; None: unknown before anything has run."""
+    """Return the steps of the range test for whole runs of `tokens`; None: not known yet."""
     if tokens is None:
         is_short = (config.schedule.hours or math.inf) < SHORT_BUDGET_H
         return MIN_RANGE_STEPS if is_short else RANGE_STEPS
@@ -520,7 +481,7 @@ def range_config(config: Config, shards: Path, steps: int) -> Config:
 
 
 def _bare(config: Config, shards: Path, lr: float, seed: int) -> Config:
-    """Return the configuration without checkpoints, with its data by directory: all seeds hold out the same."""
+    """Return the configuration without checkpoints, its data by directory: all seeds hold out the same."""
     trial = with_settings(
         config,
         run={"seed": seed},

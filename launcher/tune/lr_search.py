@@ -1,4 +1,4 @@
-"""Rules of `tune lr`: divergence edge, ladder of rates, what trains next, choice; the models of its tune.json."""
+"""Rules of `tune lr`: divergence edge, ladder of rates, next runs, choice; models of its tune.json."""
 
 # ruff: noqa: RUF012 (pydantic copies a default)
 
@@ -171,10 +171,10 @@ class TuneLr(TuneFile):
 def find_edge(points: Sequence[tuple[float, float | None, int]]) -> tuple[float | None, str]:
     """Return the divergence edge of a range test, None if training did not break, and the reason.
 
-    `points`: (rate, loss or None, steps skipped so far) of each step, rates rising. The edge is the lowest rate
-    at which a loss was not finite, a step was skipped (other than the first ones, while fp16's loss scale
-    falls), or the mean of SMOOTHING losses was above its minimum by RISE_SHARE of its fall and by RISE_SIGMAS
-    deviations of its noise (from the differences of neighbours).
+    `points`: (rate, loss or None, steps skipped so far) of each step, rates rising. The edge is the lowest
+    rate at which a loss was not finite, a step was skipped (other than the first ones, while fp16's loss
+    scale falls), or the mean of SMOOTHING losses was above its minimum by RISE_SHARE of its fall and by
+    RISE_SIGMAS deviations of its noise (from the differences of neighbours).
     """
     losses: list[float] = []
     smoothed: list[float] = []
@@ -234,8 +234,8 @@ def mark_diverged(trials: Sequence[LrTrial], unigram: float | None) -> list[LrTr
 def next_short_rates(first: Rung, test: RangeTest, count: int) -> list[float]:
     """Return the rates that the first rung trains next; [] when it is complete.
 
-    A ladder below the edge, then one rate at a time while the best is the highest or the lowest, or half of the
-    lowest while all diverge; at most EXTENSIONS at either end, and none above the edge.
+    A ladder below the edge, then one rate at a time while the best is the highest or the lowest, or half of
+    the lowest while all diverge; at most EXTENSIONS at either end, and none above the edge.
     """
     ladder = first_ladder(test, count)
     if not first.trials:
@@ -255,9 +255,9 @@ def next_short_rates(first: Rung, test: RangeTest, count: int) -> list[float]:
 def next_whole_runs(first: Rung, last: Rung) -> list[tuple[float, int]]:
     """Return the (rate, seed) that the last rung trains next; [] when it is complete.
 
-    The best FINALISTS of the first rung with the first seed; then the rate of the first rung beside the best on
-    either side; then the other seeds of the best FINALISTS rates that are close. If no rate can be chosen, the
-    next one of the first rung.
+    The best FINALISTS of the first rung with the first seed; then the rate of the first rung beside the best
+    on either side; then the other seeds of the best FINALISTS rates that are close, and of the best. If no
+    rate can be chosen, the next one of the first rung.
     """
     trained = {(trial.lr, trial.seed) for trial in last.trials}
     order, seeds = last.ranked(), last.seeds
@@ -266,8 +266,12 @@ def next_whole_runs(first: Rung, last: Rung) -> list[tuple[float, int]]:
         return [(lr, seeds[0]) for lr in new[: 1 if last.trials else FINALISTS]]
     if (beside := untrained_neighbour(first, last, order[0])) is not None:
         return [(beside, seeds[0])]
-    close = [lr for lr in order if is_close(last, lr)][:FINALISTS]
-    return [(lr, seed) for seed in seeds for lr in close if (lr, seed) not in trained]
+    start = {lr: last.scores(lr)[0] for lr in order}  # seeds differ, so the same one is compared
+    close = [
+        lr for lr in sorted(start, key=start.__getitem__) if start[lr] <= min(start.values()) + CLOSE_NATS
+    ]
+    finalists = dict.fromkeys([*close[:FINALISTS], order[0]])
+    return [(lr, seed) for seed in seeds for lr in finalists if (lr, seed) not in trained]
 
 
 def is_close(rung: Rung, lr: float) -> bool:

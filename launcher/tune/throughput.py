@@ -284,9 +284,10 @@ def goodput(
     noise: float,
     interval: Sequence[float],
 ) -> Goodput:
-    """Find the global batch with the greatest throughput x statistical efficiency (Pollux, OSDI 2021, section 3).
+    """Find the global batch with the greatest throughput x efficiency (Pollux, OSDI 2021, section 3).
 
-    Compared are `per_pass` and its doublings within MAX_BATCH_RATIO of the declared batch, and that one. A step of B sequences takes B / per_pass x micro_s + update_s seconds; a sequence in it is worth
+    Compared are `per_pass` and its doublings within MAX_BATCH_RATIO of the declared batch, and that one. A
+    step of B sequences takes B / per_pass x micro_s + update_s seconds; a sequence in it is worth
     (B_ref + noise) / (B + noise) of one in the declared batch B_ref (arXiv 1812.06162, equation 2.7).
     """
 

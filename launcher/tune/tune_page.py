@@ -102,7 +102,8 @@ def train_command(folder: Path) -> str:
 def batch_page(tune: TuneBatch, folder: Path) -> Report:
     """Build the page of a search of the micro batch. `folder` holds tune.json."""
     method = [
-        f"global batch {format_count(tune.global_batch)}, sequences of {format_count(tune.sequence_length)} tokens",
+        f"global batch {format_count(tune.global_batch)}",
+        f"{format_count(tune.sequence_length)} tokens a sequence",
         f"{count_of(len(tune.order), 'run')} in {format_duration(tune.seconds or 0.0)}",
     ]
     sizes = [(format_count(size.micro_batch), size) for size in tune.sizes]
@@ -151,7 +152,8 @@ def _batch_choice(tune: TuneBatch) -> Verdict:
         f"Not settled: micro batch {open_} may be more than 3 % faster; raise --budget." if open_ else "",
         "From the cache: nothing was run; --fresh measures again." if tune.cached else "",
     ]
-    text = f"Micro batch {format_count(choice.micro_batch)}, accumulation {choice.accumulation}: {rate}, {share}."
+    chosen = f"Micro batch {format_count(choice.micro_batch)}, accumulation {choice.accumulation}"
+    text = f"{chosen}: {rate}, {share}."
     return Verdict("warn" if open_ else "ok", text, [*filter(None, notes)])
 
 
@@ -165,10 +167,10 @@ def _noise(tune: TuneBatch) -> Verdict:
     start = f"from {noise.init_from}" if noise.init_from else "from random weights"
     efficiency = format_percent(1 / (1 + tune.global_batch / noise.noise_scale))
     notes = [
-        f"B_simple = tr(Sigma) / |G|^2{equal}, {format_count(noise.steps)} of {format_count(noise.of_steps)} steps "
-        f"{start}; it grows in training.",
-        f"In the declared batch of {format_count(tune.global_batch)} a sequence is worth {efficiency} of one in a "
-        "small batch.",
+        f"B_simple = tr(Sigma) / |G|^2{equal}, {format_count(noise.steps)} of {format_count(noise.of_steps)} "
+        f"steps {start}; it grows in training.",
+        f"In the declared batch of {format_count(tune.global_batch)} a sequence is worth {efficiency} of one "
+        "in a small batch.",
     ]
     interval = format_interval(noise.interval, format_si)
     text = f"Noise scale: {format_si(noise.noise_scale)} sequences, 95 % interval {interval}."
@@ -219,7 +221,7 @@ def _batch_tiles(tune: TuneBatch) -> list[Tile]:
 
 
 def throughput_figure(tune: TuneBatch) -> Figure:
-    """Draw throughput against the micro batch, with intervals, every run, and the least share of the fastest."""
+    """Draw throughput against the micro batch, with intervals, every run and the share that is enough."""
     ran = [size for size in tune.sizes if size.samples_per_s is not None]
     x = [float(size.micro_batch) for size in ran]
     rates = [
@@ -334,7 +336,7 @@ def _lr_choice(tune: TuneLr, folder: Path) -> Verdict:
 
 
 def mean_loss_text(tune: TuneLr) -> str:
-    """Return the mean loss of the chosen rate with its own 95 % interval, over the seeds: `4.8221 nats +- 0.01`."""
+    """Return the mean loss of the chosen rate with the 95 % interval of that mean, over the seeds."""
     choice = tune.choice
     if choice is None:
         return NA
@@ -358,8 +360,10 @@ def _cost(tune: TuneLr) -> list[Verdict]:
     cost = tune.cost
     if not cost.grid_tokens:
         return []
-    share = f"{format_percent(cost.tokens / cost.grid_tokens)} of the {format_si(cost.grid_tokens)} of a full grid"
-    return [Verdict("info", f"Trained {format_si(cost.tokens, 'tokens')}, {share}.")]
+    share, grid = format_percent(cost.tokens / cost.grid_tokens), format_si(cost.grid_tokens)
+    return [
+        Verdict("info", f"Trained {format_si(cost.tokens, 'tokens')}, {share} of the {grid} of a full grid.")
+    ]
 
 
 def _lr_tiles(tune: TuneLr) -> list[Tile]:
