@@ -38,7 +38,6 @@ from tests.shards import write_shards
 
 VERB_S = 1200.0  # that a verb of ours may take
 PEER_TOLERANCE = 0.05  # of ddp's throughput on one GPU
-MEMORY_TOLERANCE = 0.07
 CLOCK_TOLERANCE = 0.05
 NARROW_TOLERANCE = 0.02  # nats, of 16 bits from fp32 over 30 steps
 COMPILED_TOLERANCE = {"fp32": 1e-4, "bf16": 0.02}  # nats, from eager
@@ -243,21 +242,6 @@ def timers(place: Place) -> Found:
     low = 1 - (0.5 if place.short else CLOCK_TOLERANCE)  # a tiny step is mostly Python around the timers
     problems = [] if low <= share <= 1 + CLOCK_TOLERANCE else [f"timers tell {share:.2f} of the wall time"]
     return Found({"told_over_wall": share}, problems)
-
-
-def memory_line(place: Place) -> Found:
-    """The predicted peak of a rank beside what a real run reserves."""
-    sizes = [part for item in TINY[:5] for part in ("--set", item)] if place.short else []
-    result = benchmark(
-        place, "memory_line", "--ranks", "1", "--batches", "2" if place.short else "16,64", *sizes
-    )
-    errors = {str(row["micro_batch"]): row["error"] for row in result["runs"][0]["rows"]}
-    problems = [
-        f"micro batch {size}: predicted {error:+.1%}, limit {MEMORY_TOLERANCE:.0%}"
-        for size, error in errors.items()
-        if abs(error) > MEMORY_TOLERANCE
-    ]
-    return Found({"error": errors}, problems)
 
 
 def cards(place: Place) -> Found:
@@ -465,7 +449,6 @@ CORRECT: dict[str, Check] = {
     "precisions and compile": precisions,
     "bit-equal resume": resume,
     "timers": timers,
-    "memory line": memory_line,
     "hang and memory cards": cards,
 }
 FAST: dict[str, Check] = {
