@@ -6,7 +6,7 @@ from typing import Any
 
 from launcher import results
 from launcher.tune import lr_search, throughput
-from launcher.tune.lr_search import LrCost, LrOptions, LrTrial, RangeTest, Rung, TuneLr
+from launcher.tune.lr_search import LrOptions, LrTrial, RangeTest, Rung, TuneLr
 from launcher.tune.throughput import (
     BatchChoice,
     BatchMemory,
@@ -149,7 +149,7 @@ def lr(**changes: Any) -> dict[str, Any]:
         range_test=RangeTest(trial="range-adamw", points=points, edge=0.3, why="the loss rose 4 nats"),
         rungs=rungs,
         choice=lr_search.choose_rate(rungs),
-        cost=LrCost(tokens=36864, grid_tokens=49152, trials=8),
+        trained_tokens=36864,
     )
     return {**results.plain(tune), **changes}
 

@@ -50,6 +50,7 @@ PLAN = "plan.json"
 FIXED = ("kind", "config_hash", "ranks", "sizes", "budget_s", "memory", "launcher")
 GROWS = ("budget_s",)
 CURVE_SHARE = 0.85  # of the budget; the noise scale takes the rest
+STEPS_SHARE = 0.5  # of the budget, that the steps of MIN_SIZES runs may take
 MEMORY_STEPS = 3
 MEMORY_TRIAL_SHARE = 0.1  # of the budget, that the second memory trial may take
 NOISE_STEPS, MIN_NOISE_STEPS = 400, 60
@@ -438,11 +439,12 @@ class BatchSearch:
                 f"micro batch {sizes[0]} takes {peak}, above {MEMORY_SHARE:.0%} of the {limit} of a rank; "
                 "use zero1 or fsdp, parallel.activation_checkpointing, more ranks, or a smaller model"
             )
-        runs = min(MIN_SIZES, len(fitting))
-        affordable = [m for m in fitting if runs * self._run_s(m * spec.dp) <= self._left_s()] or fitting[:1]
+        most_s = STEPS_SHARE * spec.budget_s / min(MIN_SIZES, len(fitting))
+        affordable = [m for m in fitting if self._steps_s(m * spec.dp) <= most_s] or fitting[:1]
         if affordable[-1] < spec.sizes[-1]:
             self._limited_by = "budget" if affordable[-1] < fitting[-1] else "memory"
-        timed, run_s = throughput.sizes_to_time(affordable), self._run_s(affordable[-1] * spec.dp)
+        timed = throughput.sizes_to_time(affordable)
+        run_s = self._startup_s + self._steps_s(timed[-1] * spec.dp)
         while len(timed) > MIN_SIZES and 1.5 * len(timed) * run_s > self._left_s():  # two rounds
             timed = timed[1:]
         return timed
@@ -475,7 +477,7 @@ class BatchSearch:
         for _ in range(MAX_ROUNDS - 1 if len(runs) > 1 else 0):
             runs = throughput.next_round(self.rates(), runs)
             for micro in runs:
-                if self._run_s(self.trial_samples) > self._left_s():
+                if self._startup_s + self._steps_s(self.trial_samples) > self._left_s():
                     return
                 self._time(micro, runs)
 
@@ -515,9 +517,9 @@ class BatchSearch:
     def _step_s(self, samples: int) -> float:
         return samples * self._sequence_s
 
-    def _run_s(self, samples: int) -> float:
-        """Return the expected seconds of the shortest trial."""
-        return self._startup_s + (self.spec.warm_up + MIN_STEPS) * self._step_s(samples)
+    def _steps_s(self, samples: int) -> float:
+        """Return the expected seconds of the steps of the shortest run."""
+        return (self.spec.warm_up + MIN_STEPS) * self._step_s(samples)
 
     def _left_s(self, share: float = CURVE_SHARE) -> float:
         return max(0.0, share * self.spec.budget_s - self.used_s)

@@ -44,16 +44,7 @@ from launcher.run.trials import (
     run_to_end,
 )
 from launcher.tune import FILE, lr_search, with_settings, write_result
-from launcher.tune.lr_search import (
-    FINALISTS,
-    LrCost,
-    LrOptions,
-    LrTrial,
-    LrTrialStatus,
-    RangeTest,
-    Rung,
-    TuneLr,
-)
+from launcher.tune.lr_search import FINALISTS, LrOptions, LrTrial, LrTrialStatus, RangeTest, Rung, TuneLr
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -376,8 +367,6 @@ class LrSearch:
     def result(self, ending: Ending, session: DataSession[LrPlanFile]) -> TuneLr:
         """Return tune.json."""
         spec, plan = self.spec, self.plan.plan
-        rates = self.rungs[0].rates if self.rungs else []
-        trained = [trial.tokens for rung in self.rungs for trial in rung.trials]
         return TuneLr(
             status=ending.status,
             why=ending.why,
@@ -394,11 +383,7 @@ class LrSearch:
             range_test=self.range_test,
             rungs=self.rungs,
             choice=lr_search.choose_rate(self.rungs) if ending.status == "complete" else None,
-            cost=LrCost(
-                tokens=self.range_tokens + sum(trained),
-                grid_tokens=len(rates) * spec.options.seeds * (plan.tokens or 0),
-                trials=len(trained) + bool(self.range_tokens),
-            ),
+            trained_tokens=self.range_tokens + sum(t.tokens for rung in self.rungs for t in rung.trials),
         )
 
 

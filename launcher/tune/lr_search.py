@@ -108,14 +108,6 @@ class LrChoice(StoredModel):
     tied: list[float]  # rates that cannot be told apart from it
 
 
-class LrCost(StoredModel):
-    """Tokens and trials of the search."""
-
-    tokens: int
-    grid_tokens: int  # of a grid of the first rung's rates with every seed
-    trials: int
-
-
 class TransferRule(StoredModel):
     """The rate at the other batch by one published rule."""
 
@@ -135,10 +127,8 @@ class Transfer(StoredFile):
 
     from_batch: int
     to_batch: int
-    ratio: float
     lr: float
     lr_source: str
-    optimizer: str
     rules: list[TransferRule]
     ours: str | None = None  # the rule that the configuration follows
 
@@ -156,7 +146,7 @@ class TuneLr(TuneFile):
     range_test: RangeTest | None = None
     rungs: list[Rung] = []  # short runs, whole runs
     choice: LrChoice | None = None
-    cost: LrCost
+    trained_tokens: int  # of all trials, the range test included
     transfer: Transfer | None = None
 
     @property

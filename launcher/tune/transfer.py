@@ -37,8 +37,7 @@ def carry(
 ) -> int:
     """Carry the configuration's rate, or the one found in OUT, from global batch `before` to `after`.
 
-    Adds the result to OUT/tune.json, unless it is a dry run. Returns the exit code; raises
-    ConfigError.
+    Adds the result to OUT/tune.json, unless it is a dry run. Returns the exit code; raises ConfigError.
     """
     config = load_config(job.find_config(name), overrides)
     if out is None:
@@ -111,10 +110,8 @@ def transfer(config: Config, lr: float, source: str, before: int, after: int) ->
     return Transfer(
         from_batch=before,
         to_batch=after,
-        ratio=k,
         lr=lr,
         lr_source=source,
-        optimizer=optim.name,
         rules=rules,
         ours="untuned_lamb" if optim.lr == "auto" else scaling,
     )
@@ -124,19 +121,15 @@ def lines(carried: Transfer) -> list[str]:
     """Return the lines to print."""
     before, after = carried.from_batch, carried.to_batch
     out = [
-        f"learning rate {carried.lr:g} ({carried.lr_source}), taken as tuned at global batch {before}, "
-        f"at {after}:"
+        f"learning rate {carried.lr:g} ({carried.lr_source}), as tuned at global batch {before}, at {after}:"
     ]
     for rule in carried.rules:
         out.append(f"  {rule.rule:<13} {rule.equation}  ({rule.for_}, {rule.source})")
         if rule.eps is not None:
-            betas = ", ".join(
-                f"{name} {beta:.4g}" if beta is not None else f"no {name} (it would be below 0)"
-                for name, beta in (("beta1", rule.beta1), ("beta2", rule.beta2))
-            )
+            betas = {"beta1": rule.beta1, "beta2": rule.beta2}
+            also = [f"{name} {'below 0' if x is None else f'{x:.4g}'}" for name, x in betas.items()]
             out.append(
-                f"  {'':<13} the paper's rule also sets {betas} and eps {rule.eps:.3g}; "
-                "optim.lr_scaling does not"
+                f"  {'':<13} the paper sets {', '.join(also)}, eps {rule.eps:.3g}, unlike optim.lr_scaling"
             )
     if carried.ours == "untuned_lamb":
         out.append("the configuration follows untuned_lamb (optim.lr: auto)")

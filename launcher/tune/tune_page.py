@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shlex
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from bert_dp.record.models import HeldOut
 from launcher import results
 from launcher.report import heldout
 from launcher.report.measured import settings_sections, status_verdicts, subtitle
-from launcher.report.model import Axis, Figure, Line, Mark, Report, Rule, Section, Table, Tile, Verdict
+from launcher.report.model import Axis, Figure, Line, Mark, Report, Rule, Section, Table, Verdict
 from launcher.report.numbers import (
     NA,
     count_of,
@@ -27,7 +26,7 @@ from launcher.report.numbers import (
     format_ratio,
     format_si,
 )
-from launcher.report.quantities import Computed, Quantity, at, table
+from launcher.report.quantities import Computed, Quantity, table
 from launcher.tune import FILE, TUNED
 from launcher.tune.lr_search import Rung, TuneLr
 from launcher.tune.throughput import MEMORY_SHARE, MIN_SHARE_OF_BEST, TuneBatch, run_rate
@@ -71,8 +70,7 @@ LR_SETTINGS = (
     Quantity("at_a_time", "trials at a time", "count"),
     Quantity("seconds", "time", "duration"),
     Quantity("tokens", "tokens of a whole run"),
-    Quantity("cost.tokens", "tokens trained"),
-    Quantity("cost.grid_tokens", "tokens of the full grid"),
+    Quantity("trained_tokens", "tokens trained"),
     Quantity("unigram_entropy_nats", "unigram entropy", "nats"),
 )
 
@@ -117,8 +115,7 @@ def batch_page(tune: TuneBatch, folder: Path) -> Report:
             _noise(tune),
             *_goodput(tune),
         ],
-        _batch_tiles(tune),
-        [
+        sections=[
             Section(
                 "Sizes",
                 tables=[table(sizes, SIZE_COLUMNS, corner="micro batch", empty="no size was measured")],
@@ -193,33 +190,6 @@ def _goodput(tune: TuneBatch) -> list[Verdict]:
     return [Verdict("info", text, [*filter(None, notes)])]
 
 
-def _batch_tiles(tune: TuneBatch) -> list[Tile]:
-    choice, noise, memory = tune.choice, tune.noise, tune.memory
-    chosen = next((s for s in tune.sizes if choice and s.micro_batch == choice.micro_batch), None)
-    rate = choice.samples_per_s if choice else None
-    tokens = format_si(rate * tune.sequence_length if rate else None, "tokens/s")
-    interval = format_interval(at(chosen, "samples_per_s_ci95"), format_si)
-    scale = noise.noise_scale if noise else None
-    return [
-        Tile(
-            "Micro batch",
-            format_count(choice and choice.micro_batch),
-            f"sequences per replica; accumulation {format_count(choice and choice.accumulation)}",
-        ),
-        Tile("Throughput", format_si(rate, "seq/s"), f"{tokens}, all ranks; 95 % interval {interval}"),
-        Tile(
-            "Peak memory",
-            format_gib(chosen and chosen.measured_gib),
-            f"greatest rank; it may use {format_gib(memory.limit_gib)} ({memory.limit_of or NA})",
-        ),
-        Tile(
-            "Noise scale",
-            format_si(scale) if scale is not None else "inconclusive",
-            "sequences" if scale is not None else (noise and noise.why) or "not measured",
-        ),
-    ]
-
-
 def throughput_figure(tune: TuneBatch) -> Figure:
     """Draw throughput against the micro batch, with intervals, every run and the share that is enough."""
     ran = [size for size in tune.sizes if size.samples_per_s is not None]
@@ -238,7 +208,6 @@ def throughput_figure(tune: TuneBatch) -> Figure:
         [low for low, _ in intervals],
         [high for _, high in intervals],
     )
-    lost = [f"{format_count(s.micro_batch)} ({s.status})" for s in tune.sizes if s.status != "ok"]
     return Figure(
         "Throughput against micro batch",
         [mean, _marks("each run", rates, 1)],
@@ -246,8 +215,7 @@ def throughput_figure(tune: TuneBatch) -> Figure:
         Axis("sequences/s, all ranks", from_zero=True),
         levels=[Rule("97 % of the fastest", MIN_SHARE_OF_BEST * best, left=True)] if best else [],
         marks=_chosen(tune),
-        note="At the declared global batch; accumulation follows the micro batch."
-        + (f" Without a throughput: {', '.join(lost)}." if lost else ""),
+        note="At the declared global batch; accumulation follows the micro batch.",
     )
 
 
@@ -293,7 +261,7 @@ def lr_page(tune: TuneLr, folder: Path) -> Report:
     """Build the page of a search of the learning rate. `folder` holds tune.json."""
     method = [
         f"range test, {count_of(len(tune.rungs), 'rung')}; whole runs of {format_si(tune.tokens, 'tokens')}",
-        f"{count_of(tune.cost.trials, 'trial')} in {format_duration(tune.seconds or 0.0)}",
+        f"{count_of(len(tune.trials), 'trial')} in {format_duration(tune.seconds or 0.0)}",
     ]
     rungs = [
         table([(t.trial, t) for t in rung.trials], TRIAL_COLUMNS, title=f"Rung {number}", corner="trial")
@@ -303,9 +271,8 @@ def lr_page(tune: TuneLr, folder: Path) -> Report:
     return Report(
         "bert-dp: tuned learning rate",
         subtitle(tune, method),
-        [*status_verdicts(tune, FILE), _lr_choice(tune, folder), *_lost_trials(tune), *_cost(tune)],
-        _lr_tiles(tune),
-        [
+        [*status_verdicts(tune, FILE), _lr_choice(tune, folder), *_lost_trials(tune)],
+        sections=[
             Section("", [loss_figure(tune), range_figure(tune)], console=False),
             Section("Last rung", tables=[_last_rung(tune)]),
             Section("All trials", tables=rungs or [Table([], empty="no trial recorded")], console=False),
@@ -354,36 +321,6 @@ def _heldout(tune: TuneLr) -> HeldOut:
 def _lost_trials(tune: TuneLr) -> list[Verdict]:
     lost = [f"{t.trial}: {t.status}: {t.cause}" for t in tune.trials if t.cause]
     return [Verdict("info", f"{count_of(len(lost), 'trial')} without a loss:", lost)] if lost else []
-
-
-def _cost(tune: TuneLr) -> list[Verdict]:
-    cost = tune.cost
-    if not cost.grid_tokens:
-        return []
-    share, grid = format_percent(cost.tokens / cost.grid_tokens), format_si(cost.grid_tokens)
-    return [
-        Verdict("info", f"Trained {format_si(cost.tokens, 'tokens')}, {share} of the {grid} of a full grid.")
-    ]
-
-
-def _lr_tiles(tune: TuneLr) -> list[Tile]:
-    choice, test = tune.choice, tune.range_test
-    losses = finite_losses(_last(tune), choice.lr) if choice else []
-    spread = statistics.stdev(losses) if len(losses) > 1 else None
-    return [
-        Tile("Learning rate", format_lr(choice and choice.lr), "peak"),
-        Tile(
-            "Held-out loss",
-            format_nats(choice and choice.heldout_loss),
-            f"{heldout.basis(_heldout(tune))}; unigram entropy {format_nats(tune.unigram_entropy_nats)}",
-        ),
-        Tile("Deviation of a seed", format_nats(spread), f"standard, of {count_of(len(losses), 'seed')}"),
-        Tile(
-            "Divergence edge",
-            format_lr(test.edge) if test and test.edge is not None else "none found",
-            test.why if test else "no range test recorded",
-        ),
-    ]
 
 
 def finite_losses(rung: Rung, lr: float) -> list[float]:

@@ -407,7 +407,8 @@ def test_predictor_on_some_rows(tmp_path):
 @pytest.mark.parametrize("name", ["tune-lr", "tune-lr-three-rungs"])
 def test_tune_lr_figures_follow_from_the_trials(name):
     recorded = read_json(ROOT / f"benchmarks/raw/2026-11-22-{name}.json")
-    searched = {**recorded["search"], "seconds": recorded["figures"]["seconds"]}
+    figures = {"seconds": "seconds", "trained_tokens": "tokens"}
+    searched = {**recorded["search"], **{name: recorded["figures"][key] for name, key in figures.items()}}
     assert tune_lr.compare(searched, recorded["grid"]) == recorded["figures"]
     rates = {trial["lr"] for trial in recorded["grid"]["trials"]}
     assert tune_lr.ladder_of(searched) == sorted(rates, reverse=True)

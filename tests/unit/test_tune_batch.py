@@ -284,7 +284,7 @@ def test_a_search_goes_by_the_rank_that_takes_most(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("budget_s", "limited_by", "sizes"),
-    [(60.0, "memory", [1, 2, 4, 8, 16]), (12.0, "memory", [4, 8, 16]), (7.0, "budget", [1, 2, 4])],
+    [(60.0, "memory", [1, 2, 4, 8, 16]), (12.0, "memory", [4, 8, 16]), (4.0, "budget", [1, 2, 4])],
 )
 def test_a_search_keeps_to_its_budget(
     tmp_path: Path, budget_s: float, limited_by: str, sizes: list[int]
@@ -295,7 +295,7 @@ def test_a_search_keeps_to_its_budget(
     assert [size.micro_batch for size in tune.sizes] == sizes
     assert tune.order[: len(sizes)] == sizes, "ascending"
     assert tune.trial_samples == 2 * sizes[-1]
-    assert tune.seconds <= budget_s + 1.0
+    assert tune.seconds <= budget_s + 1.0, "by a start-up at most"
     assert len(said) > len(tune.order)
 
 

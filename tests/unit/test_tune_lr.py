@@ -201,11 +201,9 @@ def test_a_rate_within_the_ladder_is_found_for_less_than_half_a_grid(whole: Sear
     assert abs(math.log2(chosen / 0.004)) <= 0.5  # the nearest of the ladder
     assert chosen == min(rates, key=lambda rate: abs(math.log2(rate / 0.004)))
     assert (whole.choice.tied, whole.choice.edge_side) == ([], None)
-    cost = tune.cost
-    assert cost.tokens == sum(t.tokens for t in [*whole.first.trials, *whole.last.trials]) + 100 * STEP
-    assert cost.grid_tokens == 5 * 3 * WHOLE
-    assert cost.tokens < 0.4 * cost.grid_tokens
-    assert cost.trials == len(whole.ran) == 11
+    trained = sum(t.tokens for t in tune.trials)
+    assert tune.trained_tokens == trained + 100 * STEP < 0.4 * 5 * 3 * WHOLE
+    assert len(whole.ran) == 11
     assert load_config(whole.out / "tuned.yaml") == make(shards, f"optim.lr={chosen!r}")
 
 
@@ -224,10 +222,10 @@ def test_a_whole_run_that_likes_a_rate_between_the_finalists_is_told_so(whole: S
 
 def test_finalists_that_are_close_train_every_seed(run: Run) -> None:
     result = run(functools.partial(valley, curvature=0.01))
-    last, cost = result.last, result.tune.cost
+    last = result.last
     assert sorted(len(last.scores(rate)) for rate in last.rates) == [1, 3, 3]
     assert [t.seed for t in last.trials if t.lr == result.choice.lr] == [0, 1, 2]
-    assert cost.tokens < 0.6 * cost.grid_tokens
+    assert result.tune.trained_tokens < 0.6 * 5 * 3 * WHOLE
 
 
 def test_a_finalist_left_out_comes_back_when_the_best_turns_out_worse(whole: Searched, run: Run) -> None:
@@ -307,9 +305,7 @@ def test_a_stopped_search_goes_on_where_it_was(whole: Searched, run: Run) -> Non
     assert (second.exit_code, second.tune.status) == (0, "complete")
     assert not set(first.ran) & set(second.ran)
     assert len(first.ran) + len(second.ran) == 11
-    cost, tokens = second.tune.cost, [t.tokens for rung in second.tune.rungs for t in rung.trials]
-    assert (cost.tokens, cost.trials) == (sum(tokens) + 100 * STEP, 11)
-    assert cost.grid_tokens == 5 * 3 * WHOLE
+    assert second.tune.trained_tokens == whole.tune.trained_tokens
     assert second.last.seeds == [0, 1, 2]
     assert (second.choice, second.tune.rungs) == (whole.choice, whole.tune.rungs)
     assert run().ran == []
@@ -497,7 +493,7 @@ def test_transfer_follows_the_papers(shards: Path) -> None:
     config = make(shards, "optim.beta1=0.99", "optim.beta2=0.999", "optim.eps=1e-8")
     result = transfer.transfer(config, 1e-3, "x", 256, 4096)
     root, straight, untuned = result.rules
-    assert (result.ratio, result.ours) == (16, None)
+    assert (result.from_batch, result.to_batch, result.ours) == (256, 4096, None)
     assert root.lr == pytest.approx(4e-3)
     assert root.beta1 == pytest.approx(0.84)
     assert root.beta2 == pytest.approx(0.984)

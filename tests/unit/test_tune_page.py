@@ -115,7 +115,6 @@ def test_a_lead_that_the_held_out_text_cannot_carry_is_warned_of(se: float, warn
     report = of(data)
     notes = [note for note in report.verdicts[0].notes if "held-out text is small" in note]
     assert [f"± {1.96 * se:.4f}" in note for note in notes] == [True] * warned
-    assert "2,048 masked tokens" in report.tiles[1].note
 
 
 def test_throughput_shows_each_size_and_each_run() -> None:
@@ -138,7 +137,6 @@ def test_a_lost_size_is_listed_with_its_reason() -> None:
     data["sizes"][0]["samples_per_s_ci95"] = None
     report = of(data)
     assert "micro batch 2: thrash: w" in read_page(report).text
-    assert "2 (thrash)" in figure_of(report, THROUGHPUT).note
     assert line(report, THROUGHPUT, "each run").x == [4, 4, 8, 8]
 
 
@@ -169,7 +167,7 @@ def test_noise_scale_with_its_equation_or_why_there_is_none() -> None:
     assert "0.62 / 0.002, 170 of 170 steps" in verdict.notes[0]
     assert f"{100 / (1 + DECLARED / NOISE):.1f} %" in verdict.notes[1]
     none = of(batch(inconclusive="fewer than 50 steps"))
-    assert none.tiles[3].note == "fewer than 50 steps"
+    assert any("fewer than 50 steps" in v.text for v in none.verdicts)
     assert "310" not in read_page(none).text
 
 
@@ -229,14 +227,7 @@ def test_the_last_rung_says_which_rate_is_chosen_and_which_is_tied() -> None:
 
 
 def empty_lr() -> dict[str, Any]:
-    return lr(
-        status="partial",
-        tokens=None,
-        range_test=None,
-        rungs=[],
-        choice=None,
-        cost={"tokens": 0, "grid_tokens": 0, "trials": 0},
-    )
+    return lr(status="partial", tokens=None, range_test=None, rungs=[], choice=None, trained_tokens=0)
 
 
 @pytest.mark.parametrize("data", [unmeasured(), empty_lr()], ids=["batch", "lr"])
