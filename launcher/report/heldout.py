@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from bert_dp.record.models import HeldOut
+from launcher import stats
 from launcher.report.numbers import (
     count_of,
     format_count,
@@ -15,15 +19,21 @@ from launcher.report.numbers import (
 from launcher.stats import NORMAL
 
 
-def half_width(heldout: HeldOut) -> float | None:
-    """Of the 95 % interval of the loss, nats; None where it was not measured."""
+def half_width(heldout: HeldOut, seeds: Sequence[float] = ()) -> float | None:
+    """Return half of the 95 % interval of the loss, nats; None where it was not measured.
+
+    `seeds`: the losses whose mean it is of. All are of the same text, so its error stays beside that of the
+    mean over the seeds, and the two add as independent ones.
+    """
     se = number(heldout.loss_se)
-    return None if se is None else NORMAL * se
+    parts = [] if se is None else [NORMAL * se]
+    parts += [stats.half_width(seeds)] if len(seeds) > 1 else []
+    return math.hypot(*parts) if parts else None
 
 
-def loss_text(loss: float | None, heldout: HeldOut) -> str:
+def loss_text(loss: float | None, heldout: HeldOut, seeds: Sequence[float] = ()) -> str:
     """`5.7123 nats ± 0.0312`; without the interval where there is none."""
-    width = half_width(heldout)
+    width = half_width(heldout, seeds)
     return loss_in(heldout.loss_unit, loss) + ("" if loss is None or width is None else f" ± {width:.4f}")
 
 

@@ -466,7 +466,7 @@ class BatchSearch:
                 break
             self._time(micro, sizes)
             ran = [trial.micro_batch for trial in self.memory.trials if trial.status == "ok"]
-            if self.sizes[micro].status in ("oom", "over", "thrash") and micro > max(ran):
+            if self.sizes[micro].status in ("oom", "over", "thrash") and micro > max(ran, default=0):
                 self._drop_above(micro + 1)
                 break
             self._update_line()

@@ -185,7 +185,7 @@ def measure(
 ) -> tuple[TuneLr, int]:
     """Run the search, or go on with it; return tune.json, partial after a signal, and the exit code."""
     config, out, on_gpu = setup.config, output.path, setup.gpus > 0
-    session = output.begin(config, lambda manifest: [*map(str, data_issues(config, options, manifest))])
+    session = output.begin(config, lambda manifest: data_issues(config, options, manifest))
     slots = trials.device_slots(
         ranks,
         gpus=setup.gpus,

@@ -13,7 +13,7 @@ from typing import Literal
 from pydantic import ConfigDict, Field
 
 from bert_dp.record.models import FailureKind, HeldOut, StoredFile, StoredModel
-from launcher.results import Interval, Point, Positive, TuneFile
+from launcher.results import Point, Positive, TuneFile
 from launcher.stats import half_width
 
 SMOOTHING = 5  # losses of a range test that are averaged
@@ -101,7 +101,6 @@ class LrChoice(StoredModel):
 
     lr: Positive
     heldout_loss: float  # mean over the seeds
-    heldout_loss_ci95: Interval | None  # of that mean, by Student's t over the seeds; null: one seed
     seeds: int
     lead: float | None  # nats to the next rate, mean over the seeds that both have; null: the only rate
     edge_side: Side | None  # where no worse rate was measured
@@ -308,13 +307,10 @@ def choose_rate(rungs: Sequence[Rung]) -> LrChoice | None:
     if last is None or not order:
         return None
     best = order[0]
-    scores, mean = last.scores(best), last.mean(best)
-    half = half_width(scores) if len(scores) > 1 else None
     return LrChoice(
         lr=best,
-        heldout_loss=mean,
-        heldout_loss_ci95=None if half is None else [mean - half, mean + half],
-        seeds=len(scores),
+        heldout_loss=last.mean(best),
+        seeds=len(last.scores(best)),
         lead=statistics.fmean(differences(last, order[1], best)) if len(order) > 1 else None,
         edge_side=open_side(rungs, best),
         tied=[lr for lr in order[1:] if is_tied(last, lr, best)],

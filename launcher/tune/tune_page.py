@@ -298,18 +298,10 @@ def _lr_choice(tune: TuneLr, folder: Path) -> Verdict:
         else "",
         heldout.too_small(_heldout(tune), choice.lead) or "",
     ]
-    text = f"Learning rate {format_lr(choice.lr)}: held-out loss {mean_loss_text(tune)}."
+    loss = heldout.loss_text(choice.heldout_loss, _heldout(tune), finite_losses(_last(tune), choice.lr))
+    seeds = count_of(choice.seeds, "seed")
+    text = f"Learning rate {format_lr(choice.lr)}: held-out loss {loss}, mean of {seeds}."
     return Verdict("warn" if side else "ok", text, [*filter(None, notes)])
-
-
-def mean_loss_text(tune: TuneLr) -> str:
-    """Return the mean loss of the chosen rate with the 95 % interval of that mean, over the seeds."""
-    choice = tune.choice
-    if choice is None:
-        return NA
-    interval = choice.heldout_loss_ci95
-    half = f" \u00b1 {(interval[1] - interval[0]) / 2:.4f}" if interval else ""
-    return f"{format_nats(choice.heldout_loss)}{half}, mean of {count_of(choice.seeds, 'seed')}"
 
 
 def _heldout(tune: TuneLr) -> HeldOut:

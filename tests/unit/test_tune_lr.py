@@ -581,7 +581,7 @@ def test_epochs_that_are_too_few_are_refused_when_the_data_is_known(shards: Path
     items = [item for item in TINY if not item.startswith("schedule")]
     few = load_config(None, [*items, f"data.path={shards}", "schedule.epochs=0.0001"])
     (issue,) = raised_issues(search, few, tmp_path / "out")
-    assert issue.setting == "schedule"
+    assert (issue.setting, issue.kind) == ("schedule", "out_of_range")
     assert list((tmp_path / "out").iterdir()) == [], "with more epochs the same directory will do"
 
 
@@ -597,7 +597,7 @@ def test_data_without_held_out_documents_is_refused(tmp_path: Path) -> None:
     with edited_manifest(bare) as edited:
         edited["held_out"] = {"sequences": 0, "tokens": 0, "documents": 0, "shards": []}
     (issue,) = raised_issues(search, make(bare), tmp_path / "out")
-    assert issue.setting == "data"
+    assert (issue.setting, issue.kind) == ("data", "missing")
 
 
 def test_a_search_counts_its_seconds_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

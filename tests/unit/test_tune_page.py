@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -96,14 +97,17 @@ def test_the_choice_and_its_limits(data: dict[str, Any], level: str, values: lis
 
 
 def test_a_mean_over_seeds_stands_beside_the_interval_of_that_mean() -> None:
-    """Not beside that of one trial's loss over its sequences."""
+    """The spread of the seeds and the error of the held-out text add as independent ones."""
     data = lr()
-    for each in data["rungs"][-1]["trials"]:
+    last = data["rungs"][-1]["trials"]
+    seeds = half_width([4.7074, 4.9367])
+    assert f"\u00b1 {seeds:.4f}, mean of 2 seeds" in of(data).verdicts[0].text
+    for each in last:
         each["heldout"] = {"loss_se": 0.2, "masked_tokens": 2048, "sequences": 128, "mask_rate": 0.15}
-    half = half_width([4.7074, 4.9367])
-    assert f"± {half:.4f}, mean of 2 seeds" in of(data).verdicts[0].text
-    one = change(data, "choice", heldout_loss_ci95=None, seeds=1)
-    assert "±" not in of(one).verdicts[0].text
+    assert f"\u00b1 {math.hypot(seeds, 1.96 * 0.2):.4f}, mean of 2 seeds" in of(data).verdicts[0].text
+    for each in last:
+        each["status"] = "ok" if each["seed"] == last[0]["seed"] else "failed"
+    assert f"\u00b1 {1.96 * 0.2:.4f}" in of(data).verdicts[0].text, "of one seed that ended well"
 
 
 @pytest.mark.parametrize(("se", "warned"), [(0.2, True), (0.01, False)])
