@@ -26,8 +26,8 @@ from launcher import job, options
 from launcher.machine import environment
 from launcher.run import trials
 from launcher.run.trials import Slot
-from launcher.tune import FILE, batch, sizes
-from launcher.tune.batch_trials import BatchTrials
+from launcher.tune import FILE, batch, throughput
+from launcher.tune.batch import BatchOptions, BatchSearchSpec, BatchTrials
 
 WARM_UP = 5
 
@@ -44,17 +44,16 @@ def main() -> None:
     o = parser.parse_args()
     out = o.out.resolve()
     (out / "sweep").mkdir(parents=True, exist_ok=True)
-    question = batch.question_of(
-        batch.load(o.config, o.settings), batch.Options(o.gpus, options.seconds(o.budget), None, "torchrun")
-    )
-    job.prepare_data(question.config)
+    asked = BatchOptions(o.gpus, options.seconds(o.budget), None, "torchrun")
+    spec = batch.search_spec(batch.load(o.config, o.settings), asked)
+    job.prepare_data(spec.config)
     rounds: list[dict[int, float]] = []
     tries = []
     for number in range(1, o.tries + 1):
         tries.append(search(o, out / f"try-{number - 1}"))
         while len(rounds) < o.rounds * number // o.tries:
-            rounds.append(sweep(question, out / "sweep", len(rounds), o.steps))
-    print(json.dumps(result(question, tries, rounds), indent=1))
+            rounds.append(sweep(spec, out / "sweep", len(rounds), o.steps))
+    print(json.dumps(result(spec, tries, rounds), indent=1))
 
 
 def search(o: argparse.Namespace, out: Path) -> dict[str, Any]:
@@ -67,26 +66,26 @@ def search(o: argparse.Namespace, out: Path) -> dict[str, Any]:
     return result
 
 
-def sweep(question: Any, out: Path, number: int, steps: int) -> dict[int, float]:
+def sweep(spec: BatchSearchSpec, out: Path, number: int, steps: int) -> dict[int, float]:
     """Sequences per second of every size, each in a run of its own at the declared global batch."""
     rates: dict[int, float] = {}
-    with trials.runner(
-        out, [Slot()], launcher="torchrun", on_gpu=question.on_gpu, log=lambda line: None
-    ) as runs:
-        batches = BatchTrials(question, runs, lambda line: None)
-        for micro in random.Random(number).sample(question.sizes, len(question.sizes)):
-            global_size = question.config.batch.global_size
-            trial = batches.trial(f"micro-{micro}-round-{number}", micro, global_size, WARM_UP + steps)
-            measured = batches.measure(trial, WARM_UP)
+    with trials.runner(out, [Slot()], launcher="torchrun", on_gpu=spec.on_gpu, log=lambda line: None) as runs:
+        batches = BatchTrials(spec, runs)
+        for micro in random.Random(number).sample(spec.sizes, len(spec.sizes)):
+            global_size = spec.config.batch.global_size
+            name = f"micro-{micro}-round-{number}"
+            measured = batches.time_steps(name, micro, global_size, WARM_UP, steps)
             if measured.run is not None:
                 rates[micro] = global_size / statistics.fmean(measured.run.step_s)
             turns.tell(f"round {number}, micro {micro}: {measured.status} {rates.get(micro, 0):.1f}/s")
     return rates
 
 
-def result(question: Any, tries: list[dict[str, Any]], rounds: list[dict[int, float]]) -> dict[str, Any]:
+def result(
+    spec: BatchSearchSpec, tries: list[dict[str, Any]], rounds: list[dict[int, float]]
+) -> dict[str, Any]:
     """The record: every round's rates, each try's choice, and what it reaches of the sweep's best."""
-    rates = {micro: [each[micro] for each in rounds if micro in each] for micro in question.sizes}
+    rates = {micro: [each[micro] for each in rounds if micro in each] for micro in spec.sizes}
     medians = {micro: statistics.median(values) for micro, values in rates.items() if values}
     best = max(medians.values())
     chosen = [tried["choice"]["micro_batch"] for tried in tries]
@@ -96,10 +95,10 @@ def result(question: Any, tries: list[dict[str, Any]], rounds: list[dict[int, fl
     return {
         "date": tries[0]["date"],
         "environment": {key: machine[key] for key in kept},
-        "model": question.config.model.model_dump(mode="json"),
-        "global_batch": question.config.batch.global_size,
-        "ranks": question.ranks,
-        "budget_s": question.budget_s,
+        "model": spec.config.model.model_dump(mode="json"),
+        "global_batch": spec.config.batch.global_size,
+        "ranks": spec.ranks,
+        "budget_s": spec.budget_s,
         "sweep": {
             str(micro): {"samples_per_s_median": medians.get(micro), "samples_per_s": values}
             for micro, values in rates.items()
@@ -109,10 +108,10 @@ def result(question: Any, tries: list[dict[str, Any]], rounds: list[dict[int, fl
                 "micro_batch": micro,
                 "share_of_sweeps_best": share,
                 "seconds": tried["seconds"],
-                "trials": tried["trials"],
+                "trials": len(tried["order"]),
                 "not_settled": tried["choice"]["not_settled"],
                 "curve": {
-                    str(s["micro_batch"]): [s["samples_per_s"], *s["samples_per_s_ci95"]]
+                    str(s["micro_batch"]): [s["samples_per_s"], *(s["samples_per_s_ci95"] or [None, None])]
                     for s in tried["sizes"]
                     if s["samples_per_s"]
                 },
@@ -120,7 +119,7 @@ def result(question: Any, tries: list[dict[str, Any]], rounds: list[dict[int, fl
             for micro, share, tried in zip(chosen, shares, tries, strict=True)
         ],
         "within_3_percent": sum(share >= 0.97 for share in shares),
-        "sizes_considered": len(sizes.thin(question.sizes, sizes.MOST)),
+        "sizes_considered": len(throughput.sizes_to_time(spec.sizes)),
     }
 
 

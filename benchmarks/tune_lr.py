@@ -29,13 +29,23 @@ from launcher import job
 from launcher.machine import environment
 from launcher.run import trials
 from launcher.run.trials import Stopped, Trial
-from launcher.tune import FILE, rate_trials
+from launcher.tune import FILE, lr
 
 GOAL_NATS, GOAL_TOKENS = 0.02, 0.5
 TOKENS = 1_200_000  # about two minutes of one rank on one core, as long as the quickstart trains
 RATES = 5
 OUTCOME = ("trial", "lr", "seed", "status", "cause", "heldout_loss", "tokens", "seconds")
-KEPT = ("settings", "range_test", "rungs", "choice", "cost", "ranks", "at_a_time", "unigram_entropy_nats")
+KEPT = (
+    "settings",
+    "tokens",
+    "range_test",
+    "rungs",
+    "choice",
+    "trained_tokens",
+    "ranks",
+    "at_a_time",
+    "unigram_entropy_nats",
+)
 
 
 def parse() -> argparse.Namespace:
@@ -70,12 +80,12 @@ def grid(o: argparse.Namespace, config: Config, shards: Path, searched: dict[str
     """Every rate with every seed at the whole budget."""
     out = o.out / "grid"
     out.mkdir(parents=True, exist_ok=True)
-    tokens, seeds = searched["settings"]["tokens"], searched["settings"]["seeds_used"]
+    tokens, seeds = searched["tokens"], searched["rungs"][-1]["seeds"]
     todo = []
     for seed in seeds:
         for rate in ladder_of(searched):
-            name = rate_trials.trial_name(config, rate, tokens, seed)
-            settings = rate_trials.trial_config(config, shards, rate, tokens, seed, last=True)
+            name = lr.trial_name(config, rate, tokens, seed)
+            settings = lr.trial_config(config, shards, rate, tokens, seed)
             todo.append(Trial(out / "trials" / name, settings, searched["ranks"]))
     machine = environment.probe()
     on_gpu = bool(machine.gpus) and config.run.device != "cpu"
@@ -91,7 +101,7 @@ def grid(o: argparse.Namespace, config: Config, shards: Path, searched: dict[str
     try:
         with trials.runner(out, slots, launcher="torchrun", on_gpu=on_gpu, log=print) as runs:
             for trial, ended in runs.run(todo):
-                outcome = rate_trials.read_trial(trial, ended)
+                outcome = lr.read_trial(trial, ended)
                 outcomes.append(outcome)
                 print(
                     f"[{len(outcomes)}/{len(todo)}] {trial.name}: {outcome.status} {outcome.heldout_loss}",
@@ -122,7 +132,7 @@ def compare(searched: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
     by_rate = means(full["trials"])
     best = min(by_rate, key=lambda rate: by_rate[rate])
     chosen = searched["choice"]["lr"]
-    last = [trial for rung in searched["rungs"] if rung["last"] for trial in rung["trials"]]
+    last = searched["rungs"][-1]["trials"]
     tokens = sum(trial["tokens"] for trial in full["trials"])
     return {
         "chosen_lr": chosen,
@@ -131,9 +141,9 @@ def compare(searched: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
         "grid_best_lr": best,
         "grid_best_nats": by_rate[best],
         "gap_nats": means(last)[chosen] - by_rate[best],
-        "tokens": searched["cost"]["tokens"],
+        "tokens": searched["trained_tokens"],
         "grid_tokens": tokens,
-        "token_ratio": searched["cost"]["tokens"] / tokens,
+        "token_ratio": searched["trained_tokens"] / tokens,
         "seconds": searched["seconds"],
         "grid_seconds": full["seconds"],
         "second_ratio": searched["seconds"] / full["seconds"],

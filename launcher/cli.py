@@ -424,16 +424,14 @@ def tune_batch(
     launcher: Launcher = "torchrun",
     set_: Set = None,
     out: Annotated[Path | None, out_option("tune/NAME-batch")] = None,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Measure again what the cache already knows.")
-    ] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Ignore cached results.")] = False,
     dry_run: Annotated[bool, dry_run_option("everything, print the sizes")] = False,
     json: Json = False,
 ) -> int:
     """The smallest micro batch within 3 % of the best throughput, by real runs with all ranks.
 
-    The global batch stays as it is declared; accumulation follows. Also: what a rank's memory is made of, the
-    gradient noise scale, and which global batch would make the most of each sample.
+    The global batch stays as it is declared; accumulation follows. Also: the memory of a rank, the gradient
+    noise scale, and the global batch that would make the most of each sample.
     """
     from launcher.tune import batch as search
 
@@ -441,7 +439,7 @@ def tune_batch(
     return search.tune_batch(
         config,
         overrides,
-        search.Options(nproc, budget, memory, launcher),
+        search.BatchOptions(nproc, budget, memory, launcher),
         out=out,
         fresh=fresh,
         dry_run=dry_run,
@@ -486,8 +484,8 @@ def tune_lr(
     them on whole runs with several seeds, by held-out loss. Writes tune.json and tuned.yaml, which `train`
     takes.
     """
-    from launcher.results import LrOptions
     from launcher.tune import lr as search
+    from launcher.tune.lr_search import LrOptions
 
     config, overrides = split_words(words, set_)
     if transfer is not None:
@@ -514,7 +512,9 @@ def tune_lr(
         tokens=None if tokens is None else int(tokens),
         budget_s=budget,
     )
-    return search.tune(config, overrides, settings, out=out, dry_run=dry_run, as_json=json, console=console())
+    return search.tune_lr(
+        config, overrides, settings, out=out, dry_run=dry_run, as_json=json, console=console()
+    )
 
 
 @plan_app.command("scaling", short_help="Predict step time and efficiency of N GPUs.")
@@ -856,23 +856,14 @@ def report_of(run_dirs: Sequence[Path]) -> Report:
     from launcher.evaluate.glue_scores import Glue
     from launcher.report.run_report import of_directories
     from launcher.scale.scale_report import FILE, scale_report
-    from launcher.tune.batch_report import batch_report
-    from launcher.tune.rate_report import rate_report
-
-    def of_search(path: Path) -> Report:
-        found = record.read_json(path)
-        if found is not None and "kind" not in found:
-            raise ConfigError([f"{path}: no search of `bert-dp tune` is in it; name another directory"])
-        if (found or {}).get("kind") == "lr":
-            return rate_report(results.read(path, results.TuneLr), path.parent)
-        return batch_report(results.read(path, results.TuneBatch), path.parent)
+    from launcher.tune.tune_page import tune_page
 
     kinds: dict[str, tuple[str, Callable[[Path], Report]]] = {  # of directories, by the file of their result
         FILE: (
             "a scaling benchmark",
             lambda path: scale_report(results.read(path, results.Scaling), path.parent),
         ),
-        tune.FILE: ("a search", of_search),
+        tune.FILE: ("a search", tune_page),
         evaluate.FILE: ("an evaluation", lambda path: glue_report(results.read(path, Glue))),
     }
     files = [d / name for d in run_dirs for name in kinds if (d / name).exists()]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from bert_dp import record
-from bert_dp.config import Config, ConfigError, differing_settings, read_manifest
+from bert_dp.config import Config, ConfigError, Issue, differing_settings, read_manifest
 from bert_dp.config.manifest import Manifest
 from bert_dp.record.models import StoredFile
 from launcher import results
@@ -169,7 +169,7 @@ class Output(Generic[P]):
         return claim(self.path, ".lock", "--out", self.what)
 
     def begin(
-        self, config: Config, data_issues: Callable[[Manifest], list[str]] = lambda manifest: []
+        self, config: Config, data_issues: Callable[[Manifest], Sequence[Issue]] = lambda manifest: ()
     ) -> DataSession[P]:
         """Prepare the data; note what is run, and where. Raises ConfigError, also for `data_issues`, and when
         the directory was begun on another machine, with other versions or other data."""

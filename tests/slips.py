@@ -90,7 +90,7 @@ SLIPS = (
     ),
     Slip(
         "pilot-memory-of-rank-0",
-        "launcher/tune/batch_trials.py",
+        "launcher/tune/batch.py",
         "        peak_gib=repeat.memory_gib,",
         "        peak_gib=repeat.memory_gib[:1],",
         "tests/unit/test_tune_batch.py",
@@ -429,7 +429,7 @@ SLIPS = (
         "launcher/stats.py",
         "student(len(values) - 1)",
         "student(len(values))",
-        "tests/unit/test_ladder.py",
+        "tests/unit/test_lr_search.py",
     ),
     Slip(
         "first-clock-of-any-rank",

@@ -1,3 +1,27 @@
-"""`bert-dp tune`: the per-GPU batch and the learning rate, from real short runs."""
+"""`bert-dp tune`: find the micro batch and the learning rate by short real runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bert_dp import record
+from bert_dp.config import Config, dump_config
+from launcher import results
 
 FILE = "tune.json"
+TUNED = "tuned.yaml"
+
+
+def with_settings(config: Config, **sections: Mapping[str, Any]) -> Config:
+    """Return the configuration with these settings of its sections. They are not checked."""
+    changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    return config.model_copy(update=changed)
+
+
+def write_result(tune: results.TuneFile, tuned: Config | None, out: Path) -> None:
+    """Write tune.json, and tuned.yaml if something was chosen. Raises OSError."""
+    results.write(out / FILE, tune)
+    if tuned is not None:
+        record.write_text(out / TUNED, dump_config(tuned))

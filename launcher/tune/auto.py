@@ -1,4 +1,4 @@
-"""`batch.micro_size: auto`: found before the run starts, from the cache or by a search."""
+"""`batch.micro_size: auto`: find the micro batch before the run starts, in the cache or by a search."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def resolve_auto_batch(
     console: Console,
     profile: ProfilePlan | None = None,
 ) -> tuple[list[str], int]:
-    """The overrides with a number for `batch.micro_size` where it is auto, and the exit code of the search.
+    """Return the overrides with a number for `batch.micro_size: auto`, and the exit code of the search.
 
-    A run that goes on keeps its own. The search lies in the cache, so that one that was ended goes on. A dry
-    run starts none: without a cached one it shows the smallest size. Raises ConfigError, also where the run
-    has no steps or ranks of `profile`.
+    A run that goes on keeps its own size. The search writes to the cache, so a stopped one goes on. A dry run
+    starts none: without a cached search it shows the smallest size. Raises ConfigError, also for steps or
+    ranks of `profile` that the run does not have.
     """
     path = job.find_config(name, run_dir)
     if not micro_is_auto(path, overrides):
@@ -55,31 +55,32 @@ def resolve_auto_batch(
     if earlier is not None:
         return with_micro(resolve([earlier[1].config]).batch.micro_size, "as the run of --resume has it")
     from launcher.tune import FILE, batch, cache
+    from launcher.tune.throughput import TuneBatch
 
     setup = batch.load(name, overrides, run_dir)
-    options = batch.Options(nproc, BUDGET_S, None, launcher)
-    question = batch.question_of(setup, options)
+    options = batch.BatchOptions(nproc, BUDGET_S, None, launcher)
+    spec = batch.search_spec(setup, options)
     folder = setup.directory(run_dir, "runs")
     if issues := start_issues(setup, folder, resume) or record.cache_issues():
         raise ConfigError(issues)
-    check_profile(profile, setup.config, question.ranks, folder, resume)
+    check_profile(profile, setup.config, spec.ranks, folder, resume)
     machine = setup.machine.to_json()
-    key = cache.key(question, machine)
-    kept = cache.find(key, 0.0, question.limit_gib)
+    key = cache.key(spec, machine)
+    kept = cache.find(key, 0.0, spec.limit_gib)
     if kept is not None and kept.choice is not None:
-        return with_micro(kept.choice.micro_batch, f"found on {kept.date}")
+        return with_micro(kept.choice.micro_batch, f"measured on {kept.date}")
     if dry_run:
         return with_micro(
-            question.sizes[0], f"for this dry run; a search of {BUDGET_S / 60:.0f} min will find the best"
+            spec.sizes[0], f"for this dry run; a search of {BUDGET_S / 60:.0f} min would find the best"
         )
-    data_hash = read_manifest(job.prepare_data(question.config)).hash
-    facts = [question.config.hash(), *sorted(identity(machine, data_hash).items())]
+    data_hash = read_manifest(job.prepare_data(spec.config)).hash
+    facts = [spec.config.hash(), *sorted(identity(machine, data_hash).items())]
     folder = cache.path_of(key).with_suffix("") / cache.digest(facts)
     code = batch.tune_batch(
         name, overrides, options, out=folder, fresh=False, dry_run=False, as_json=False, console=console
     )
     if code:
         return list(overrides), code
-    choice = results.read(folder / FILE, results.TuneBatch).choice
-    assert choice is not None, "a search that has not failed"
-    return with_micro(choice.micro_batch, f"found just now; {folder / PAGE}")
+    choice = results.read(folder / FILE, TuneBatch).choice
+    assert choice is not None  # exit code 0
+    return with_micro(choice.micro_batch, f"measured just now; {folder / PAGE}")

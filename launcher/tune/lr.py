@@ -1,190 +1,517 @@
-"""`bert-dp tune lr`: the learning rate from short complete runs."""
+"""`bert-dp tune lr`: find the learning rate by short complete runs."""
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
 import datetime
+import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
-from bert_dp.config import Config, ConfigError, Manifest, batch_layout, with_budget
+from bert_dp import record
+from bert_dp.config import (
+    BatchConfig,
+    BuildConfig,
+    CheckpointConfig,
+    Config,
+    ConfigError,
+    Issue,
+    LogConfig,
+    Manifest,
+    ScheduleConfig,
+    batch_at,
+    batch_layout,
+    with_budget,
+)
+from bert_dp.record.models import Summary
 from launcher import job, results
 from launcher.log import Log, logger
 from launcher.output import DataSession, KeptPlan, Output, publish
-from launcher.results import LrOptions, LrPlanFile, LrSettings, TuneLr
+from launcher.report.numbers import count_of, format_duration, format_si
+from launcher.results import TimedPlanFile
 from launcher.run import trials
-from launcher.run.trials import Ending, run_to_end
-from launcher.tune import FILE, ladder, rate_trials
-from launcher.tune.rate_report import rate_report
-from launcher.tune.rate_search import SHORT, Question, RateSearch
-from launcher.tune.search import with_settings, write
+from launcher.run.read_run import cause, failure_kind, read_summary
+from launcher.run.trials import (
+    Ending,
+    Outcome,
+    Progress,
+    Runner,
+    Trial,
+    TrialsFailed,
+    earlier_outcome,
+    run_to_end,
+)
+from launcher.tune import FILE, lr_search, with_settings, write_result
+from launcher.tune.lr_search import FINALISTS, LrOptions, LrTrial, LrTrialStatus, RangeTest, Rung, TuneLr
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 STATE = "search.json"
 FIXED = ("kind", "config_hash", "settings")
+SHORT_RATIO = (
+    8  # of the tokens of a whole run over those of the first rung, and the least steps of a whole run
+)
+RANGE_TOP = 1.0  # rate at the end of a range test, which begins at 1e-4 of it
+RANGE_STEPS, MIN_RANGE_STEPS = 100, 25
+RANGE_RATIO = 16  # of the steps of a whole run over those of a range test
+SHORT_BUDGET_H = 0.5  # a budget in hours below it has a range test of MIN_RANGE_STEPS
 
 
-def tune(
+class LrPlanFile(TimedPlanFile):
+    """search.json: the options that a search was begun with, and the length of its runs once it is known."""
+
+    kind: Literal["lr"] = "lr"
+    settings: dict[str, Any]
+    tokens: int | None = None
+    tokens_why: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LrSearchSpec:
+    """The configuration, the data and the devices of a search."""
+
+    config: Config
+    options: LrOptions
+    ranks: int
+    """Of a trial."""
+    shards: Path
+    unigram: float | None
+    """Unigram entropy of the data, nats."""
+    at_a_time: int
+    """Trials."""
+    precision: str
+    """Of every trial."""
+
+    @property
+    def seeds(self) -> list[int]:
+        return [self.config.run.seed + k for k in range(self.options.seeds)]
+
+    @property
+    def planned(self) -> tuple[tuple[int, float], ...]:
+        """(trials, share of the tokens of a whole run) of both rungs."""
+        whole_runs = FINALISTS * self.options.seeds + 1  # one neighbour of the best included
+        return (self.options.rates, 1 / SHORT_RATIO), (whole_runs, 1.0)
+
+
+# --- the verb
+
+
+def tune_lr(
     name: str | None,
     overrides: Sequence[str],
-    settings: LrOptions,
+    options: LrOptions,
     *,
     out: Path | None,
     dry_run: bool,
     as_json: bool,
     console: Console,
 ) -> int:
-    """Returns the exit code. Raises ConfigError before any trial starts, with everything that is wrong."""
+    """Return the exit code. Raises ConfigError with every problem of the input before any trial starts."""
+    from launcher.tune.tune_page import lr_page
+
     setup = job.load(name, overrides)
     config = setup.config
-    ranks = settings.ranks or config.parallel.tensor
+    ranks = options.ranks or config.parallel.tensor
     folder = setup.directory(out, "tune", "lr")
-    output = Output(folder, "search", STATE, plan_of(config, settings), FIXED)
-    issues = [*setup.issues(folder, "--out"), *setup.device_issues(ranks)]
-    issues += setting_issues(config, settings, ranks)
-    if issues := [*dict.fromkeys(issues), *output.issues()]:
+    output = Output(folder, "search", STATE, plan_of(config, options), FIXED)
+    issues = [
+        *setup.issues(folder, "--out"),
+        *setup.device_issues(ranks),
+        *option_issues(config, options, ranks),
+    ]
+    if issues := [*{str(issue): issue for issue in issues}.values(), *output.issues()]:
         raise ConfigError(issues)
 
     log = logger(console, as_json)
     for line in setup.device_warnings():
         log(f"warning: {line}")
-    describe(config, settings, ranks, folder, log, overrides)
+    log(f"learning rate search: {folder}")
+    log(
+        f"{options.rates} rates spaced 2x at 1/{SHORT_RATIO} of a whole run, then {FINALISTS} with "
+        f"{count_of(options.seeds, 'seed')} at all of it; {batch_layout(config, ranks)}"
+    )
     if dry_run:
         output.print_plan(as_json=as_json)
         return 0
     with output.claim():
-        tuned, code = measure(setup, settings, ranks, output, log)
-        publish(tuned, rate_report(tuned, folder), folder, as_json=as_json, console=console)
-    return code
+        tuned, exit_code = measure(setup, options, ranks, output, log)
+        publish(tuned, lr_page(tuned, folder), folder, as_json=as_json, console=console)
+    return exit_code
 
 
-def plan_of(config: Config, settings: LrOptions) -> LrPlanFile:
-    """search.json as a search begins."""
+def plan_of(config: Config, options: LrOptions) -> LrPlanFile:
+    """Return search.json of a new search."""
     return LrPlanFile(
-        config_hash=config.hash(), config=config.model_dump(mode="json"), settings=results.plain(settings)
+        config_hash=config.hash(), config=config.model_dump(mode="json"), settings=results.plain(options)
     )
 
 
-def setting_issues(config: Config, settings: LrOptions, ranks: int) -> list[str]:
-    """Why these options cannot be searched with this configuration; one line each."""
-    issues: list[str] = []
+def option_issues(config: Config, options: LrOptions, ranks: int) -> list[Issue | str]:
+    """Return the reasons that these options cannot be searched with this configuration."""
+    issues: list[Issue | str] = []
     try:
-        batch_layout(with_settings(config, optim=rate_trials.as_it_stands(1.0)), ranks)
+        batch_layout(with_settings(config, optim=fixed_rate(1.0)), ranks)
     except ConfigError as error:
-        issues += map(str, error.issues)
-    if config.run.seed + settings.seeds > 2**63:
-        issues.append(
-            f"run.seed: {config.run.seed} leaves no room for --seeds {settings.seeds}, which count "
-            "on from it; use a smaller one"
-        )
-    return [*issues, *_budget_issues(config, settings)]
+        issues += error.issues
+    return [*issues, *length_issues(config, options)]
 
 
-def _budget_issues(config: Config, settings: LrOptions) -> list[str]:
-    """Why the whole run is too short for two rungs, if its tokens are known."""
-    full = settings.tokens or rate_trials.full_tokens(config)
-    size = rate_trials.step_tokens(config)
-    least = SHORT * size
-    if full is None or full >= least:
+def length_issues(config: Config, options: LrOptions, tokens: int | None = None) -> list[Issue]:
+    """Return why whole runs are too short for two rungs; `tokens`: as measured for a budget in hours."""
+    tokens = tokens or options.tokens or full_tokens(config)
+    size = step_tokens(config)
+    if tokens is None or tokens >= SHORT_RATIO * size:
         return []
-    option = "--tokens" if settings.tokens else "schedule"
-    return [
-        f"{option}: {full:,} tokens are fewer than {SHORT} steps of {size:,}, and the first "
-        f"rung trains 1/{SHORT} of them; at least {least:,}"
-    ]
+    setting = "--tokens" if options.tokens else "schedule"
+    reason = (
+        f"{tokens:,} tokens are fewer than {SHORT_RATIO} steps of {size:,}, of which the first rung takes one"
+    )
+    hint = f"give at least {SHORT_RATIO * size:,}"
+    return [Issue(setting, "out_of_range", reason, value=tokens, hint=hint)]
 
 
-def _data_issues(config: Config, settings: LrOptions, manifest: Manifest) -> list[str]:
-    """Why rates cannot be searched on this data; only it tells the tokens of schedule.epochs."""
-    issues = _budget_issues(with_budget(config, manifest.train.sequences), settings)
+def data_issues(config: Config, options: LrOptions, manifest: Manifest) -> list[Issue]:
+    """Return why rates cannot be searched on this data, which decides the tokens of schedule.epochs."""
+    issues = length_issues(with_budget(config, manifest.train.sequences), options)
     if not manifest.held_out.sequences:
-        issues.append(
-            "data: no held-out documents are there, by whose loss rates are chosen; raise "
-            "data.build.held_out_fraction"
-        )
+        hint = "raise data.build.held_out_fraction"
+        issues.append(Issue("data", "missing", "no documents are held out to choose the rate by", hint=hint))
     return issues
 
 
-def describe(
-    config: Config, settings: LrOptions, ranks: int, folder: Path, log: Log, overrides: Sequence[str]
-) -> None:
-    """What is about to run."""
-    log(f"learning rate search: {folder}")
-    log(
-        f"{settings.rates} rates spaced 2x at 1/{SHORT} of the whole run, {ladder.FINALISTS} x "
-        f"{settings.seeds} seeds at all of it; {batch_layout(config, ranks)}"
-    )
-    if config.optim.lr != "auto" and any(item.partition("=")[0].strip() == "optim.lr" for item in overrides):
-        log("warning: --set optim.lr has no effect: it is what is searched")
-
-
 def measure(
-    setup: job.Job, settings: LrOptions, ranks: int, output: Output[LrPlanFile], log: Log
+    setup: job.Job, options: LrOptions, ranks: int, output: Output[LrPlanFile], log: Log
 ) -> tuple[TuneLr, int]:
-    """tune.json and the exit code; also what there is when a signal came. Goes on where an earlier call
-    ended."""
+    """Run the search, or go on with it; return tune.json, partial after a signal, and the exit code."""
     config, out, on_gpu = setup.config, output.path, setup.gpus > 0
-    session = output.begin(config, lambda manifest: _data_issues(config, settings, manifest))
-    manifest = session.manifest
+    session = output.begin(config, lambda manifest: data_issues(config, options, manifest))
     slots = trials.device_slots(
         ranks,
         gpus=setup.gpus,
         cores=int(session.machine["usable_cores"]),
-        most=max(settings.rates, ladder.FINALISTS * settings.seeds),
+        most=max(options.rates, FINALISTS * options.seeds),
     )
-    question = Question(
-        with_budget(config, manifest.train.sequences),
-        settings,
+    spec = LrSearchSpec(
+        with_budget(config, session.manifest.train.sequences),
+        options,
         ranks,
         session.shards,
-        manifest.unigram_entropy_nats,
+        session.manifest.unigram_entropy_nats,
         len(slots),
         trials.trial_precision(config, setup.machine, [config.parallel.engine], on_gpu=on_gpu),
     )
     plan = KeptPlan(out / STATE, session.plan)
-    with trials.runner(out, slots, launcher=settings.launcher, on_gpu=on_gpu, log=log) as runs:
-        search = RateSearch(question, runs, plan, log)
+    with trials.runner(out, slots, launcher=options.launcher, on_gpu=on_gpu, log=log) as runs:
+        search = LrSearch(spec, runs, plan, log)
         ending = run_to_end(search.run, out, log)
     plan.save()
-    tuned = document(search, ending, session)
+    tuned = search.result(ending, session)
     before = results.find(out / FILE, TuneLr)
     if before is not None and before.choice == tuned.choice:
         tuned = tuned.model_copy(update={"transfer": before.transfer})
-    write(tuned, rate_trials.tuned_config(config, tuned.choice.lr) if tuned.choice else None, out)
+    write_result(tuned, tuned_config(config, tuned.choice.lr) if tuned.choice else None, out)
     return tuned, ending.exit_code
 
 
-def document(search: RateSearch, ending: Ending, session: DataSession[LrPlanFile]) -> TuneLr:
-    """tune.json."""
-    q, rungs, plan = search.q, search.rungs, search.plan.plan
-    config, tokens = q.config, plan.tokens or 0
-    trained = [trial.tokens for rung in rungs for trial in rung.trials]
-    return TuneLr(
-        status=ending.status,
-        why=ending.why,
-        date=datetime.date.today().isoformat(),
-        seconds=plan.seconds,
-        **session.facts()
-        | {"environment": {**session.machine, "launcher": q.settings.launcher}, "config_hash": config.hash()},
-        config=config.model_dump(mode="json"),
-        settings=LrSettings(
-            **{**results.plain(q.settings), "tokens": tokens},
+# --- the search
+
+
+class LrSearch:
+    """Finds the rate. `range_test` and `rungs` hold what was measured, also when the search is stopped.
+
+    Every decision follows from the trials' records, so a search that goes on decides the same.
+    """
+
+    def __init__(self, spec: LrSearchSpec, runs: Runner, plan: KeptPlan[LrPlanFile], log: Log):
+        self.spec, self._runs, self.plan, self._log = spec, runs, plan, log
+        self.range_test: RangeTest | None = None
+        self.range_tokens = 0
+        self.rungs: list[Rung] = []
+        self._tokens_per_s = self._fixed_s = self._range_s = 0.0  # as the range test measured
+        self._progress = Progress([], log)
+
+    def run(self) -> None:
+        """Run the whole search. Raises Stopped for a signal, TrialsFailed, ConfigError for too few hours."""
+        test = self.range_test = self._test_range()
+        tokens = self._fix_tokens()
+        expected = [self._trial_s(share * tokens) for count, share in self.spec.planned for _ in range(count)]
+        self._progress = Progress(expected, self._log, self.spec.at_a_time)
+        self.train_rungs(test, tokens)
+
+    def train_rungs(self, test: RangeTest, tokens: int) -> None:
+        """Train short runs of a ladder of rates, then whole runs of the best. Raises TrialsFailed."""
+        first = self._open_rung(tokens // SHORT_RATIO, self.spec.seeds[:1])
+        while more := lr_search.next_short_rates(first, test, self.spec.options.rates):
+            self._train(first, [(lr, first.seeds[0]) for lr in more])
+        if not first.ranked():
+            raise TrialsFailed("no rate of the first rung can be chosen")
+        last = self._open_rung(tokens, self.spec.seeds)
+        while todo := lr_search.next_whole_runs(first, last):
+            self._train(last, todo)
+        if not last.ranked():
+            raise TrialsFailed("no rate of the last rung can be chosen")
+
+    def _test_range(self) -> RangeTest:
+        """Train while the rate rises. Raises TrialsFailed if nothing trains."""
+        config = self.spec.config
+        steps = range_steps(config, self.spec.options.tokens or full_tokens(config))
+        trial = self._trial(f"range-{config.optim.name}", range_config(config, self.spec.shards, steps))
+        self._log(f"range test: {steps} steps, the rate rising from {1e-4 * RANGE_TOP:g} to {RANGE_TOP:g}")
+        outcome, directory = self._runs.run_one(trial), trial.directory
+        lines = record.read_lines(directory / "metrics.jsonl")
+        points = [(line["lr"], line["loss"], line["skipped_steps"]) for line in lines]
+        self.range_tokens = len(points) * step_tokens(config)
+        if not points or (outcome.status != "ok" and failure_kind(directory) != "not_finite"):
+            raise TrialsFailed(f"{trial.name}: {outcome.status}: {cause(directory)}")
+        edge, why = lr_search.find_edge(points)
+        self._log(f"  edge at {edge:.3g}: {why}" if edge is not None else f"  {why}")
+        summary = read_summary(directory) or Summary(status="failed")
+        self._tokens_per_s, self._range_s = summary.tokens_per_s or 0.0, outcome.seconds
+        self._fixed_s = max(0.0, outcome.seconds - summary.time_s.get("train", 0.0))
+        pairs = [(lr, loss) for lr, loss, _ in points]
+        return RangeTest(trial=trial.name, points=pairs, edge=edge, why=why)
+
+    def _fix_tokens(self) -> int:
+        """Decide the tokens of a whole run, once for all calls, and print what is about to run."""
+        spec, plan = self.spec, self.plan.plan
+        if plan.tokens is None:
+            tokens, why = self._whole_tokens()
+            if issues := length_issues(spec.config, spec.options, tokens):
+                raise ConfigError(issues)
+            self.plan.save(tokens=tokens, tokens_why=why)
+        tokens = self.plan.plan.tokens or 0
+        trained = format_si(sum(count * share * tokens for count, share in spec.planned), "tokens")
+        self._log(f"whole run: {self.plan.plan.tokens_why}")
+        self._log(
+            f"about {sum(count for count, _ in spec.planned)} trials, {trained}, {spec.at_a_time} at a time: "
+            f"{format_duration(self._rungs_s(tokens))}"
+        )
+        return tokens
+
+    def _whole_tokens(self) -> tuple[int, str]:
+        """Return the tokens of a whole run and where they come from."""
+        config, options = self.spec.config, self.spec.options
+        full = full_tokens(config)
+        if options.tokens is not None:
+            tokens = whole_steps(config, options.tokens)
+            why = f"{tokens:,} tokens, as asked"
+        elif full is not None:
+            tokens = whole_steps(config, full)
+            why = f"{tokens:,} tokens, the configuration's"
+        else:
+            hours = config.schedule.hours or 0.0
+            tokens = whole_steps(config, hours * 3600 * self._tokens_per_s)
+            speed = f"{format_si(self._tokens_per_s, 'tokens/s')} of {count_of(self.spec.ranks, 'rank')}"
+            why = f"{hours:g} h at the measured {speed} = {tokens:,} tokens; for more ranks give --tokens"
+        if options.budget_s is None:
+            return tokens, why
+        left_s, whole_s, fixed_s = options.budget_s - self._range_s, self._rungs_s(tokens), self._rungs_s(0)
+        if whole_s <= left_s:
+            return tokens, why
+        share = max(0.0, left_s - fixed_s) / (whole_s - fixed_s)
+        least = SHORT_RATIO * step_tokens(config)
+        fitting = max(least, whole_steps(config, math.floor(share * tokens)))
+        return (
+            fitting,
+            f"{fitting:,} tokens instead of {tokens:,}, for --budget; shorter runs like higher rates",
+        )
+
+    def _trial_s(self, tokens: float) -> float:
+        """Return the expected seconds of a trial."""
+        return self._fixed_s + tokens / (self._tokens_per_s or math.inf)
+
+    def _rungs_s(self, tokens: int) -> float:
+        """Return the expected seconds of both rungs with whole runs of `tokens`."""
+        return sum(
+            math.ceil(count / self.spec.at_a_time) * self._trial_s(share * tokens)
+            for count, share in self.spec.planned
+        )
+
+    def _open_rung(self, tokens: int, seeds: list[int]) -> Rung:
+        self.rungs.append(Rung(tokens=whole_steps(self.spec.config, tokens), seeds=seeds))
+        rung, name = self.rungs[-1], "first" if len(self.rungs) == 1 else "last"
+        self._log(f"{name} rung: {format_si(rung.tokens, 'tokens')} a run, {count_of(len(seeds), 'seed')}")
+        return rung
+
+    def _train(self, rung: Rung, runs: Sequence[tuple[float, int]]) -> None:
+        """Train each (rate, seed) and add the results to the rung, in this order."""
+        spec, trial_s = self.spec, self._trial_s(rung.tokens)
+        todo = [
+            self._trial(
+                trial_name(spec.config, lr, rung.tokens, seed),
+                trial_config(spec.config, spec.shards, lr, rung.tokens, seed),
+            )
+            for lr, seed in runs
+        ]
+        earlier = {trial.name for trial in todo if earlier_outcome(trial) is not None}
+        if earlier:
+            self._log(f"resuming: {len(earlier)} of {len(todo)} trials already done")
+        done: dict[str, LrTrial] = {}
+        try:
+            for trial, outcome in self._runs.run(todo):
+                result = done[trial.name] = read_trial(trial, outcome)
+                if trial.name in earlier:
+                    self._progress.had(trial_s)
+                else:
+                    self._progress.ended(trial_s, outcome.seconds, describe_trial(result, rung))
+        finally:
+            results_here = [done[trial.name] for trial in todo if trial.name in done]
+            rung.trials[:] = lr_search.mark_diverged([*rung.trials, *results_here], spec.unigram)
+            self.plan.save()
+
+    def _trial(self, name: str, config: Config) -> Trial:
+        config = config.model_copy(update={"precision": self.spec.precision})
+        return Trial(self._runs.out / "trials" / name, config, self.spec.ranks)
+
+    def result(self, ending: Ending, session: DataSession[LrPlanFile]) -> TuneLr:
+        """Return tune.json."""
+        spec, plan = self.spec, self.plan.plan
+        return TuneLr(
+            status=ending.status,
+            why=ending.why,
+            date=datetime.date.today().isoformat(),
+            seconds=plan.seconds,
+            **session.facts(),
+            config=spec.config.model_dump(mode="json"),
+            settings=spec.options,
+            tokens=plan.tokens,
             tokens_why=plan.tokens_why,
-            optimizers=[config.optim.name],
-            weight_decays=[config.optim.weight_decay],
-            seeds_used=list(q.seeds),
-        ),
-        ranks=q.ranks,
-        at_a_time=q.at_a_time,
-        unigram_entropy_nats=q.unigram,
-        range_test=search.range_test,
-        rungs=rungs,
-        choice=ladder.choose(rungs) if ending.status == "complete" else None,
-        cost=results.LrCost(
-            tokens=search.range_tokens + sum(trained),
-            grid_tokens=len(rungs[0].rates if rungs else ()) * q.settings.seeds * tokens,
-            trials=len(trained) + bool(search.range_tokens),
-        ),
+            ranks=spec.ranks,
+            at_a_time=spec.at_a_time,
+            unigram_entropy_nats=spec.unigram,
+            range_test=self.range_test,
+            rungs=self.rungs,
+            choice=lr_search.choose_rate(self.rungs) if ending.status == "complete" else None,
+            trained_tokens=self.range_tokens + sum(t.tokens for rung in self.rungs for t in rung.trials),
+        )
+
+
+def describe_trial(trial: LrTrial, rung: Rung) -> str:
+    """Return one line about the result of a trial."""
+    how = f"held-out {trial.score:.4f}" if trial.score < math.inf else f"{trial.status}: {trial.cause}"
+    return f"rate {trial.lr:g}, {format_si(rung.tokens, 'tokens')}, seed {trial.seed}: {how}"
+
+
+# --- lengths of runs
+
+
+def step_tokens(config: Config) -> int:
+    return config.batch.global_size * config.data.sequence_length
+
+
+def whole_steps(config: Config, tokens: float) -> int:
+    """Round tokens to whole steps of the full global batch, at least one."""
+    size = step_tokens(config)
+    return max(1, round(tokens / size)) * size
+
+
+def full_tokens(config: Config) -> int | None:
+    """Return the tokens of the configured run with its batch ramp; None for a budget in hours."""
+    schedule = config.schedule
+    if schedule.tokens is not None:
+        return schedule.tokens
+    if schedule.steps is None:
+        return None
+    return _ramp_samples(config.batch, schedule.steps) * config.data.sequence_length
+
+
+def _ramp_samples(batch: BatchConfig, steps: int) -> int:
+    """Return the sequences of so many steps, counted by the sizes of the ramp: there may be many steps."""
+
+    def size_of(step: int) -> int:
+        return batch_at(batch, step / steps)
+
+    samples = step = 0
+    while step < steps:
+        size = size_of(step)
+        beyond = bisect.bisect_right(range(steps), size, lo=step, key=size_of)
+        samples, step = samples + size * (beyond - step), beyond
+    return samples
+
+
+def range_steps(config: Config, tokens: int | None) -> int:
+    """Return the steps of the range test for whole runs of `tokens`; None: not known yet."""
+    if tokens is None:
+        is_short = (config.schedule.hours or math.inf) < SHORT_BUDGET_H
+        return MIN_RANGE_STEPS if is_short else RANGE_STEPS
+    return min(RANGE_STEPS, max(MIN_RANGE_STEPS, tokens // RANGE_RATIO // step_tokens(config)))
+
+
+# --- trials
+
+
+def trial_name(config: Config, lr: float, tokens: int, seed: int) -> str:
+    """Return the name of the trial's directory."""
+    return f"{config.optim.name}-lr-{lr:g}-wd-{config.optim.weight_decay:g}-t{tokens}-s{seed}"
+
+
+def trial_config(config: Config, shards: Path, lr: float, tokens: int, seed: int) -> Config:
+    """Return one complete run of `tokens` tokens, its own schedule to the end, evaluated there."""
+    budget: dict[str, int | None] = {"tokens": tokens, "steps": None}
+    if config.schedule.steps and config.batch.ramp_fraction:
+        # progress in steps ramps otherwise than in tokens
+        share = tokens / (full_tokens(config) or tokens)
+        budget = {"tokens": None, "steps": max(1, round(share * config.schedule.steps))}
+    return with_settings(_bare(config, shards, lr, seed), schedule={**budget, "hours": None})
+
+
+def range_config(config: Config, shards: Path, steps: int) -> Config:
+    """Return a run whose rate rises over four decades, at the full batch from the start."""
+    trial = with_settings(
+        _bare(config, shards, RANGE_TOP, config.run.seed), batch={"ramp_fraction": 0.0, "ramp_quantum": None}
+    )
+    schedule = ScheduleConfig(name="exponential", steps=steps)
+    return trial.model_copy(update={"schedule": schedule, "log": LogConfig(every_steps=1)})
+
+
+def _bare(config: Config, shards: Path, lr: float, seed: int) -> Config:
+    """Return the configuration without checkpoints, its data by directory: all seeds hold out the same."""
+    trial = with_settings(
+        config,
+        run={"seed": seed},
+        data={"path": str(shards), "sources": None, "tokenizer": None, "build": BuildConfig()},
+        optim=fixed_rate(lr),
+        eval={"every_steps": 0},
+    )
+    update = {"checkpoint": CheckpointConfig(keep=0), "log": LogConfig(every_steps=config.log.every_steps)}
+    return trial.model_copy(update=update)
+
+
+def fixed_rate(lr: float) -> dict[str, Any]:
+    """Return the settings of `optim` for a rate that no rule scales."""
+    return {"lr": lr, "lr_scaling": "none", "lr_batch": None}
+
+
+def tuned_config(config: Config, lr: float) -> Config:
+    """Return the user's run with this rate. Its rule for other batches starts from this batch."""
+    update = fixed_rate(lr)
+    if config.optim.lr_scaling != "none":
+        update |= {"lr_scaling": config.optim.lr_scaling, "lr_batch": config.batch.global_size}
+    return with_settings(config, optim=update)
+
+
+def read_trial(trial: Trial, outcome: Outcome) -> LrTrial:
+    """Read the result of a trial that has ended."""
+    directory, config = trial.directory, trial.config
+    summary = read_summary(directory) or Summary(status="failed")
+    status: LrTrialStatus = outcome.status
+    reason, kind = (None, None) if status == "ok" else (cause(directory), failure_kind(directory))
+    if status == "ok" and summary.heldout_loss is None:
+        status, reason = "diverged", "the held-out loss is not finite"
+    elif status == "failed" and kind == "not_finite":
+        status = "diverged"
+    return LrTrial(
+        trial=trial.name,
+        lr=float(config.optim.lr),
+        seed=config.run.seed,
+        status=status,
+        failure_kind=kind,
+        cause=reason,
+        heldout_loss=summary.heldout_loss,
+        heldout=summary.heldout,
+        tokens=summary.tokens or step_tokens(config) * summary.step,
+        seconds=outcome.seconds,
     )

@@ -1,4 +1,4 @@
-"""`bert-dp tune lr --transfer`: a learning rate at one global batch carried to another by published rules."""
+"""`bert-dp tune lr --transfer`: carry a learning rate from one global batch to another by published rules."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bert_dp.config import Config, ConfigError, load_config, parse_overrides, peak_lr, resolve
+from bert_dp.config import Config, ConfigError, Issue, load_config, parse_overrides, peak_lr, resolve
 from bert_dp.config.rates import UNTUNED_BATCH, UNTUNED_LR
 from launcher import job, results
 from launcher.log import PLAIN, show
-from launcher.report.html import write_or_warn
-from launcher.report.run_report import PAGE
-from launcher.results import Transfer, TransferRule, TuneLr
-from launcher.tune import FILE, rate_trials
-from launcher.tune.rate_report import rate_report
-from launcher.tune.search import with_settings
+from launcher.tune import FILE, with_settings
+from launcher.tune.lr import tuned_config
+from launcher.tune.lr_search import Transfer, TransferRule, TuneLr
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,8 +35,10 @@ def carry(
     as_json: bool,
     console: Console,
 ) -> int:
-    """The configuration's rate, or the one found in OUT, at global batch `before`, carried to `after`. Adds
-    it to OUT/tune.json, but for a dry run. Returns the exit code; raises ConfigError."""
+    """Carry the configuration's rate, or the one found in OUT, from global batch `before` to `after`.
+
+    Adds the result to OUT/tune.json, unless it is a dry run. Returns the exit code; raises ConfigError.
+    """
     config = load_config(job.find_config(name), overrides)
     if out is None:
         lr = peak_lr(with_settings(config, batch={"global_size": before})).value
@@ -48,24 +47,23 @@ def carry(
         path = out / FILE
         tuned = results.find(path, TuneLr)
         if tuned is None or tuned.choice is None:
+            hint = "drop --out to carry the configuration's rate"
             raise ConfigError(
-                [f"--out: {path} holds no chosen learning rate; drop --out to carry the configuration's"]
+                [Issue("--out", "not_found", f"{path} holds no chosen learning rate", hint=hint)]
             )
         config = Config.model_validate_json(json.dumps(tuned.config))
         if before != config.batch.global_size:
-            raise ConfigError(
-                [f"--transfer: {path} was tuned at global batch {config.batch.global_size}, not {before}"]
-            )
+            message = f"{path} was tuned at global batch {config.batch.global_size}, not {before}"
+            raise ConfigError([Issue("--transfer", "conflict", message, before, str(path))])
         if resolve([tuned.config, parse_overrides(overrides)]).optim != config.optim:
+            message = f"the search in {out} had another `optim`"
             raise ConfigError(
-                [f"--set: optim is that of the search in {out} and stays so; drop --set or --out"]
+                [Issue("optim", "conflict", message, other="--out", hint="drop --set or --out")]
             )
         lr = tuned.choice.lr
-        carried = transfer(rate_trials.tuned_config(config, lr), lr, str(path), before, after)
-        tuned = tuned.model_copy(update={"transfer": carried})
+        carried = transfer(tuned_config(config, lr), lr, str(path), before, after)
         if not dry_run:
-            results.write(path, tuned)
-            write_or_warn(rate_report(tuned, out), out / PAGE)
+            results.write(path, tuned.model_copy(update={"transfer": carried}))
     if as_json:
         sys.stdout.write(results.to_json(carried))
     else:
@@ -75,7 +73,7 @@ def carry(
 
 
 def transfer(config: Config, lr: float, source: str, before: int, after: int) -> Transfer:
-    """`transfer` of tune.json: `lr`, tuned at global batch `before`, at `after` by each rule.
+    """Return `lr`, tuned at global batch `before`, at `after` by each rule.
 
     sqrt (Adam): lr sqrt(k), with 1 - beta -> k (1 - beta) and eps -> eps / sqrt(k), for k = after / before;
     null where a beta would fall below 0. linear (SGD): lr k. untuned_lamb: of the batch alone.
@@ -112,32 +110,26 @@ def transfer(config: Config, lr: float, source: str, before: int, after: int) ->
     return Transfer(
         from_batch=before,
         to_batch=after,
-        ratio=k,
         lr=lr,
         lr_source=source,
-        optimizer=optim.name,
         rules=rules,
         ours="untuned_lamb" if optim.lr == "auto" else scaling,
     )
 
 
 def lines(carried: Transfer) -> list[str]:
-    """What is printed of `transfer`'s result."""
+    """Return the lines to print."""
     before, after = carried.from_batch, carried.to_batch
     out = [
-        f"learning rate {carried.lr:g} ({carried.lr_source}), taken as tuned at global batch {before}, "
-        f"at {after}:"
+        f"learning rate {carried.lr:g} ({carried.lr_source}), as tuned at global batch {before}, at {after}:"
     ]
     for rule in carried.rules:
         out.append(f"  {rule.rule:<13} {rule.equation}  ({rule.for_}, {rule.source})")
         if rule.eps is not None:
-            betas = ", ".join(
-                f"{name} {beta:.4g}" if beta is not None else f"no {name} (it would be below 0)"
-                for name, beta in (("beta1", rule.beta1), ("beta2", rule.beta2))
-            )
+            betas = {"beta1": rule.beta1, "beta2": rule.beta2}
+            also = [f"{name} {'below 0' if x is None else f'{x:.4g}'}" for name, x in betas.items()]
             out.append(
-                f"  {'':<13} the paper's rule also sets {betas} and eps {rule.eps:.3g}; "
-                "optim.lr_scaling does not"
+                f"  {'':<13} the paper sets {', '.join(also)}, eps {rule.eps:.3g}, unlike optim.lr_scaling"
             )
     if carried.ours == "untuned_lamb":
         out.append("the configuration follows untuned_lamb (optim.lr: auto)")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import signal
 from pathlib import Path
@@ -64,14 +63,13 @@ def test_the_choice_follows_from_the_trials_records(tune: dict[str, Any], out: P
     rungs = tune["rungs"]
     first, last = rungs[0], rungs[-1]
     assert (first["tokens"], last["tokens"]) == (STEPS // 8 * STEP, STEPS * STEP)
-    for last_rung, trial in [(rung["last"], trial) for rung in rungs for trial in rung["trials"]]:
+    for trial in [trial for rung in rungs for trial in rung["trials"]]:
         directory = out / "trials" / trial["trial"]
         summary = read_json(directory / "summary.json")
         assert trial["heldout_loss"] == summary["heldout_loss"]
         assert trial["tokens"] == summary["tokens"]
-        lines = read_lines(directory / "evals.jsonl")
-        assert trial["curve"] == [[line["tokens"], line["loss"]] for line in lines]
-        assert len(lines) in ((3, 4) if last_rung else (1,))
+        (line,) = read_lines(directory / "evals.jsonl")
+        assert line["loss"] == trial["heldout_loss"]
         rates = logged(directory, "lr")
         count = trial["tokens"] // STEP  # its own budget triangle, to its end
         factors = [min(0.25 + k / count, 4 * (1 - k / count)) for k in range(count)]
@@ -80,12 +78,8 @@ def test_the_choice_follows_from_the_trials_records(tune: dict[str, Any], out: P
     best = min(last["trials"], key=lambda trial: trial["heldout_loss"])
     assert tune["choice"]["lr"] == best["lr"]
     assert tune["choice"]["heldout_loss"] == best["heldout_loss"]
-    for rung, following in itertools.pairwise(rungs):
-        losses = {trial["lr"]: trial["heldout_loss"] for trial in rung["trials"]}
-        kept = [rate for *_, rate in rung["kept"]]
-        assert kept == sorted(losses, key=lambda rate: losses[rate])[: len(kept)]
-        assert len(kept) == 2
-        assert {trial["lr"] for trial in following["trials"]} >= set(kept)
+    losses = {trial["lr"]: trial["heldout_loss"] for trial in first["trials"]}
+    assert {trial["lr"] for trial in last["trials"]} >= set(sorted(losses, key=lambda rate: losses[rate])[:2])
     edge = tune["range_test"]["edge"]
     assert edge is None or max(trial["lr"] for trial in first["trials"]) <= edge
     rising = [rate for rate, _ in tune["range_test"]["points"]]

@@ -17,8 +17,9 @@ from launcher.report.model import Bars, Boxes, Figure, Line, Report
 from launcher.report.numbers import number
 from launcher.report.run_report import of_directories
 from launcher.scale.scale_report import scale_report
-from launcher.tune.batch_report import batch_report
-from launcher.tune.rate_report import rate_report
+from launcher.tune.lr_search import TuneLr
+from launcher.tune.throughput import TuneBatch
+from launcher.tune.tune_page import batch_page, lr_page
 from tests import tune_fixture
 from tests.helpers import failed
 from tests.plan_fixture import answer, measured, source_of
@@ -45,11 +46,11 @@ def of_scaling(**options: Any) -> Report:
 
 
 def of_batch(**changes: Any) -> Report:
-    return batch_report(results.TuneBatch.model_validate(tune_fixture.batch(**changes)), Path("OUT"))
+    return batch_page(TuneBatch.model_validate(tune_fixture.batch(**changes)), Path("OUT"))
 
 
 def of_rate(**changes: Any) -> Report:
-    return rate_report(results.TuneLr.model_validate(tune_fixture.lr(**changes)), Path("OUT"))
+    return lr_page(TuneLr.model_validate(tune_fixture.lr(**changes)), Path("OUT"))
 
 
 REPORTS: dict[str, Callable[[Path], Report]] = {
@@ -61,9 +62,7 @@ REPORTS: dict[str, Callable[[Path], Report]] = {
     "scaling": lambda path: of_scaling(modes=("weak", "strong"), prediction=True, peak=PEAK),
     "partial scaling": lambda path: of_scaling(failed=LOST, status="partial", profile=None),
     "batch": lambda path: of_batch(),
-    "doubted batch": lambda path: of_batch(
-        drift={"micro_batch": 4, "first": 130.0, "last": 120.0, "ratio": 0.92}, cached=True, inconclusive="w"
-    ),
+    "doubted batch": lambda path: of_batch(cached=True, inconclusive="w"),
     "rate": lambda path: of_rate(transfer=tune_fixture.transfer()),
     "rate without a choice": lambda path: of_rate(choice=None, range_test=None),
     "plan": lambda path: plan_report(answer(source_of(measured()), 1, 2, 4)),

@@ -1,5 +1,5 @@
 """Every interval that a person is shown, against its documented formula, by plain arithmetic; that of a micro
-batch is in test_curve.py."""
+batch is in test_throughput.py."""
 
 from __future__ import annotations
 

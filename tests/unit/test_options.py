@@ -262,7 +262,7 @@ def test_a_finetuning_begins_with_what_its_options_name(monkeypatch: pytest.Monk
             "--out o --fresh --dry-run --json",
             batch,
             "tune_batch",
-            ("quickstart", ["optim.lr=1"], batch.Options("4", 90.0, 3.0, "accelerate")),
+            ("quickstart", ["optim.lr=1"], batch.BatchOptions("4", 90.0, 3.0, "accelerate")),
             {"out": Path("o"), "fresh": True, "dry_run": True, "as_json": True},
         ),
         (

@@ -16,7 +16,6 @@ import bert_dp.precision
 from bert_dp import record, setup
 from bert_dp.config import ENGINES, bf16_units, decide_precision, dump_config
 from bert_dp.dist import Comm
-from bert_dp.measure import memory_line
 from bert_dp.train_state import TrainState
 from bert_dp.world import World
 from launcher import job
@@ -154,7 +153,8 @@ def test_launcher_and_ranks_estimate_and_try_in_the_same_precision(
     machine: Environment, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bert_dp.precision, "bf16_units", lambda: machine.bf16_units)
-    assert memory_line.choose_device(AUTO)[1].name == chosen
+    own = bert_dp.precision.choose_precision(AUTO.precision, torch.device("cpu"), AUTO.parallel.engine)
+    assert own.name == chosen
     assert check_memory(AUTO, 2, machine, on_gpu=False).precision == chosen
     assert check_memory(AUTO, 2, machine, on_gpu=False, kept="fp64").precision == "fp64"
     assert precision_of(AUTO, machine.bf16_units, on_gpu=True) == "bf16"
@@ -163,8 +163,8 @@ def test_launcher_and_ranks_estimate_and_try_in_the_same_precision(
     assert {grid.config_of(cell).precision for cell in grid.cells} == {chosen}
     assert (grid.config, grid.precision) == (AUTO, chosen)
     loaded = batch.job.Job("it", AUTO, machine)
-    question = batch.question_of(loaded, batch.Options("1", 1.0, 1.0, "torchrun"))
-    assert (question.precision, question.config.precision) == (chosen, "auto")
+    spec = batch.search_spec(loaded, batch.BatchOptions("1", 1.0, 1.0, "torchrun"))
+    assert (spec.precision, spec.config.precision) == (chosen, "auto")
 
 
 def test_advice_on_memory_counts_in_the_precision_of_the_machine_or_the_checkpoint(tmp_path: Path) -> None:

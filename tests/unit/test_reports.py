@@ -49,7 +49,7 @@ from tests.report_fixture import HOSTILE, figures_of, make_run, read_page, shown
 from tests.scaling_fixture import nulls, scaling
 from tests.tune_fixture import batch, lr, transfer, unmeasured
 from tests.unit.test_scale_report import parsed
-from tests.unit.test_tune_reports import of
+from tests.unit.test_tune_page import of
 
 SOURCE = {"bytes": 9, "sha256": "", "documents": 600, "letters": 1000, "tokens": 500}
 SHARDS: dict[str, Any] = {

@@ -15,6 +15,8 @@ from bert_dp.config import ConfigError
 from bert_dp.record.models import FailureKind, kind_of_error, kind_of_text
 from launcher import results
 from launcher.evaluate.glue_scores import Glue
+from launcher.tune.lr_search import TuneLr
+from launcher.tune.throughput import TuneBatch
 from tests import scaling_fixture, tune_fixture
 from tests.glue_fixture import evaluation, scored_task
 from tests.helpers import issues_of, read_json
@@ -38,25 +40,16 @@ def assert_kept(data: Any, model: results.StoredModel) -> None:
     assert dict(flat(json.loads(json.dumps(data)))).items() <= dict(flat(results.plain(model))).items()
 
 
-@pytest.mark.parametrize("name", ["2026-11-22-tune-lr.json", "2026-11-22-tune-lr-three-rungs.json"])
-def test_the_committed_searches_open(name: str) -> None:
-    """All but what only a comparison of optimizers had, which was cut: it told nothing here."""
-    data = read_json(RAW / name)["search"]
-    search = results.parse(data, results.TuneLr, name)
-    assert not data["settings"].pop("trials", 0)
-    assert_kept(data, search)
-
-
 FILES = [
     (read_json(SCALING / "scaling.json"), results.Scaling),
     (read_json(SCALING / "grid.json"), results.GridFile),
     (read_json(SCALING / "links-2.json"), results.Link),
     (read_json(SCALING / "profile.json"), results.Profile),
     (read_json(SCALING / "peak.json"), results.PeakFile),
-    (tune_fixture.batch(), results.TuneBatch),
-    (tune_fixture.batch(inconclusive="no signal"), results.TuneBatch),
-    (tune_fixture.unmeasured(), results.TuneBatch),
-    (tune_fixture.lr(transfer=tune_fixture.transfer()), results.TuneLr),
+    (tune_fixture.batch(), TuneBatch),
+    (tune_fixture.batch(inconclusive="no signal"), TuneBatch),
+    (tune_fixture.unmeasured(), TuneBatch),
+    (tune_fixture.lr(transfer=tune_fixture.transfer()), TuneLr),
     (scaling_fixture.scaling(prediction=True, modes=("weak", "strong")), results.Scaling),
     (scaling_fixture.nulls(), results.Scaling),
     (results.plain(evaluation(Path(), [scored_task("RTE", [0.5, None])])), Glue),
@@ -132,7 +125,7 @@ def test_a_file_of_any_size_or_kind_is_refused_at_once(
 
 def test_the_result_of_another_verb_is_refused() -> None:
     with pytest.raises(ConfigError, match="kind: expected 'lr'"):
-        results.parse(tune_fixture.batch(), results.TuneLr, "it")
+        results.parse(tune_fixture.batch(), TuneLr, "it")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,335 @@
+"""Rules of `tune lr`: divergence edge, ladder of rates, next runs, choice; models of its tune.json."""
+
+# ruff: noqa: RUF012 (pydantic copies a default)
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import ConfigDict, Field
+
+from bert_dp.record.models import FailureKind, HeldOut, StoredFile, StoredModel
+from launcher.results import Point, Positive, TuneFile
+from launcher.stats import half_width
+
+SMOOTHING = 5  # losses of a range test that are averaged
+RISE_SHARE = 0.1  # of the fall of the loss, that counts as a rise
+RISE_SIGMAS = (
+    8.0  # of the smoothed noise, that count as a rise; the least of 100 means is 2.5 below by chance
+)
+EDGE_RATIO = 4.0  # of the edge over the highest rate of the first ladder (arXiv 1506.01186 takes 3)
+EXTENSIONS = 3  # rates that may be added at either end of the ladder
+FINALISTS = 2
+CLOSE_NATS = 0.03  # above the best mean, up to which a rate trains every seed
+NEIGHBOUR_OCTAVES = 0.49  # between two rates that count as neighbours, at least
+
+LrTrialStatus = Literal["ok", "diverged", "oom", "failed"]
+Side = Literal["high", "low"]
+
+
+class LrOptions(StoredModel):
+    """Options of `tune lr`."""
+
+    ranks: int | None = None  # of a trial; null: as few as one replica needs
+    rates: int = 5
+    seeds: int = 3
+    tokens: int | None = None  # of a whole run; null: the configuration's
+    budget_s: float | None = None
+    launcher: str = "torchrun"
+
+
+class RangeTest(StoredModel):
+    """A run whose rate rises until training breaks."""
+
+    trial: str
+    points: list[Point]  # [rate, training loss or null]
+    edge: float | None  # the lowest rate at which training broke; null: it did not
+    why: str
+
+
+class LrTrial(StoredModel):
+    """One complete run."""
+
+    trial: str
+    lr: float
+    seed: int
+    status: LrTrialStatus
+    failure_kind: FailureKind | None = None
+    cause: str | None = None
+    heldout_loss: float | None = None
+    heldout: HeldOut | None = None  # the loss with its denominator
+    tokens: int
+    seconds: float | None = None
+
+    @property
+    def score(self) -> float:
+        """Held-out loss in nats; infinite if the rate cannot be chosen."""
+        return self.heldout_loss if self.status == "ok" and self.heldout_loss is not None else math.inf
+
+
+class Rung(StoredModel):
+    """Trials of one length."""
+
+    tokens: int
+    seeds: list[int]
+    trials: list[LrTrial] = []
+
+    @property
+    def rates(self) -> list[float]:
+        """Ascending."""
+        return sorted({trial.lr for trial in self.trials})
+
+    def scores(self, lr: float) -> list[float]:
+        """Return the scores of a rate, in the order of its trials."""
+        return [trial.score for trial in self.trials if trial.lr == lr]
+
+    def mean(self, lr: float) -> float:
+        """Return the mean score of a rate; infinite if one of its trials cannot be chosen."""
+        return statistics.fmean(self.scores(lr))
+
+    def ranked(self) -> list[float]:
+        """Return the rates that can be chosen, best first."""
+        return sorted((lr for lr in self.rates if self.mean(lr) < math.inf), key=self.mean)
+
+
+class LrChoice(StoredModel):
+    """The chosen rate."""
+
+    lr: Positive
+    heldout_loss: float  # mean over the seeds
+    seeds: int
+    lead: float | None  # nats to the next rate, mean over the seeds that both have; null: the only rate
+    edge_side: Side | None  # where no worse rate was measured
+    tied: list[float]  # rates that cannot be told apart from it
+
+
+class TransferRule(StoredModel):
+    """The rate at the other batch by one published rule."""
+
+    model_config = ConfigDict(serialize_by_alias=True, validate_by_name=True)
+    rule: str
+    for_: str = Field(alias="for")  # optimizers
+    lr: float
+    source: str
+    equation: str
+    beta1: float | None = None  # null: not set by the rule, or it would be below 0
+    beta2: float | None = None
+    eps: float | None = None
+
+
+class Transfer(StoredFile):
+    """A rate carried from one global batch to another."""
+
+    from_batch: int
+    to_batch: int
+    lr: float
+    lr_source: str
+    rules: list[TransferRule]
+    ours: str | None = None  # the rule that the configuration follows
+
+
+class TuneLr(TuneFile):
+    """tune.json of `tune lr`."""
+
+    schema_version: Literal[1] = 1
+    kind: Literal["lr"] = "lr"
+    settings: LrOptions
+    tokens: int | None  # of a whole run; null: stopped before the range test ended
+    tokens_why: str | None
+    at_a_time: int  # trials
+    unigram_entropy_nats: float | None
+    range_test: RangeTest | None = None
+    rungs: list[Rung] = []  # short runs, whole runs
+    choice: LrChoice | None = None
+    trained_tokens: int  # of all trials, the range test included
+    transfer: Transfer | None = None
+
+    @property
+    def trials(self) -> list[LrTrial]:
+        """Trials of both rungs."""
+        return [trial for rung in self.rungs for trial in rung.trials]
+
+
+# --- the range test
+
+
+def find_edge(points: Sequence[tuple[float, float | None, int]]) -> tuple[float | None, str]:
+    """Return the divergence edge of a range test, None if training did not break, and the reason.
+
+    `points`: (rate, loss or None, steps skipped so far) of each step, rates rising. The edge is the lowest
+    rate at which a loss was not finite, a step was skipped (other than the first ones, while fp16's loss
+    scale falls), or the mean of SMOOTHING losses was above its minimum by RISE_SHARE of its fall and by
+    RISE_SIGMAS deviations of its noise (from the differences of neighbours).
+    """
+    losses: list[float] = []
+    smoothed: list[float] = []
+    falling = next((k for k, point in enumerate(points) if point[2] <= k), len(points))
+    for lr, loss, skipped in points:
+        if skipped > falling:
+            return lr, "a step was skipped for a gradient that is not finite"
+        if loss is None or not math.isfinite(loss):
+            return lr, "the loss is not finite"
+        losses.append(loss)
+        if len(losses) < SMOOTHING:
+            continue
+        smoothed.append(statistics.fmean(losses[-SMOOTHING:]))
+        steps = [abs(b - a) for a, b in itertools.pairwise(losses)]
+        noise = 1.4826 * statistics.median(steps) / math.sqrt(2 * SMOOTHING)  # median -> standard deviation
+        low = min(smoothed)
+        rise = smoothed[-1] - low
+        if rise > max(RISE_SHARE * (smoothed[0] - low), RISE_SIGMAS * noise):
+            return lr, f"the loss rose {rise:.3g} nats above its minimum"
+    return None, f"no divergence up to {points[-1][0]:.3g}"
+
+
+def first_ladder(test: RangeTest, count: int) -> list[float]:
+    """Return `count` rates spaced 2x downwards from the edge / EDGE_RATIO, rounded down to two digits.
+
+    Without an edge the highest rate of the test takes its place.
+    """
+    top = (test.points[-1][0] if test.edge is None else test.edge) / EDGE_RATIO
+    digit = math.floor(math.log10(top)) - 1
+    rounded = float(f"{math.floor(top / 10.0**digit * (1 + 1e-9)) * 10.0**digit:.2g}")
+    return [rounded / 2**k for k in range(count)]
+
+
+# --- what trains next
+
+
+def mark_diverged(trials: Sequence[LrTrial], unigram: float | None) -> list[LrTrial]:
+    """Return the trials, diverged those that end above the unigram entropy while a lower rate ends below it.
+
+    Without a lower rate below it, the run may only be too short to learn anything.
+    """
+    learned = [t.lr for t in trials if unigram is not None and t.score <= unigram]
+    lowest = min(learned, default=math.inf)
+    return [
+        t.model_copy(
+            update={
+                "status": "diverged",
+                "cause": f"{t.heldout_loss:.4g} nats, above the unigram entropy {unigram:.4g}",
+            }
+        )
+        if unigram is not None and t.status == "ok" and t.score > unigram and lowest < t.lr
+        else t
+        for t in trials
+    ]
+
+
+def next_short_rates(first: Rung, test: RangeTest, count: int) -> list[float]:
+    """Return the rates that the first rung trains next; [] when it is complete.
+
+    A ladder below the edge, then one rate at a time while the best is the highest or the lowest, or half of
+    the lowest while all diverge; at most EXTENSIONS at either end, and none above the edge.
+    """
+    ladder = first_ladder(test, count)
+    if not first.trials:
+        return ladder
+    rates, order = first.rates, first.ranked()
+    wanted = []
+    if order:
+        wanted += [2 * rates[-1]] if order[0] == rates[-1] else []
+        wanted += [rates[0] / 2] if order[0] == rates[0] else []
+    elif diverged := [trial.lr for trial in first.trials if trial.status == "diverged"]:
+        wanted = [min(diverged) / 2]
+    far = 2.0**EXTENSIONS * (1 + 1e-9)
+    most = min(max(ladder) * far, math.inf if test.edge is None else test.edge)
+    return [lr for lr in wanted if min(ladder) / far <= lr <= most][:1]
+
+
+def next_whole_runs(first: Rung, last: Rung) -> list[tuple[float, int]]:
+    """Return the (rate, seed) that the last rung trains next; [] when it is complete.
+
+    The best FINALISTS of the first rung with the first seed; then the rate of the first rung beside the best
+    on either side; then the other seeds of the best FINALISTS rates that are close, and of the best. If no
+    rate can be chosen, the next one of the first rung.
+    """
+    trained = {(trial.lr, trial.seed) for trial in last.trials}
+    order, seeds = last.ranked(), last.seeds
+    if not order:
+        new = [lr for lr in first.ranked() if lr not in last.rates]
+        return [(lr, seeds[0]) for lr in new[: 1 if last.trials else FINALISTS]]
+    if (beside := untrained_neighbour(first, last, order[0])) is not None:
+        return [(beside, seeds[0])]
+    start = {lr: last.scores(lr)[0] for lr in order}  # seeds differ, so the same one is compared
+    close = [
+        lr for lr in sorted(start, key=start.__getitem__) if start[lr] <= min(start.values()) + CLOSE_NATS
+    ]
+    finalists = dict.fromkeys([*close[:FINALISTS], order[0]])
+    return [(lr, seed) for seed in seeds for lr in finalists if (lr, seed) not in trained]
+
+
+def is_close(rung: Rung, lr: float) -> bool:
+    """Return whether a rate's mean is within CLOSE_NATS of the best mean."""
+    return rung.mean(lr) <= rung.mean(rung.ranked()[0]) + CLOSE_NATS
+
+
+def untrained_neighbour(first: Rung, last: Rung, best: float) -> float | None:
+    """Return the nearest rate of the first rung above or below `best` that the last rung has not trained."""
+    tried = {*first.ranked(), *last.rates}
+    for sign in (1, -1):
+        beyond = [lr for lr in tried if sign * math.log2(lr / best) > NEIGHBOUR_OCTAVES]
+        nearest = min(beyond, key=lambda lr: abs(math.log(lr / best)), default=None)
+        if nearest is not None and nearest not in last.rates:
+            return nearest
+    return None
+
+
+# --- the choice
+
+
+def open_side(rungs: Sequence[Rung], best: float) -> Side | None:
+    """Return the side of the best on which no worse rate was measured.
+
+    The nearest rate on each side counts, in the longest rung that has both.
+    """
+    measured = {t.lr for rung in rungs for t in rung.trials if t.status in ("ok", "diverged")}
+    sides: tuple[tuple[Side, int], ...] = (("high", 1), ("low", -1))
+    for side, sign in sides:
+        beyond = [lr for lr in measured if sign * (lr - best) > 0]
+        if not beyond:
+            return side
+        nearest = min(beyond, key=lambda lr: abs(math.log(lr / best)))
+        common = [rung for rung in rungs if {nearest, best} <= set(rung.rates)]
+        if not common or common[-1].mean(nearest) <= common[-1].mean(best):
+            return side
+    return None
+
+
+def choose_rate(rungs: Sequence[Rung]) -> LrChoice | None:
+    """Return the rate with the lowest mean of the last rung; None before it, and if no rate can be chosen."""
+    last = rungs[1] if len(rungs) > 1 else None
+    order = last.ranked() if last is not None else []
+    if last is None or not order:
+        return None
+    best = order[0]
+    return LrChoice(
+        lr=best,
+        heldout_loss=last.mean(best),
+        seeds=len(last.scores(best)),
+        lead=statistics.fmean(differences(last, order[1], best)) if len(order) > 1 else None,
+        edge_side=open_side(rungs, best),
+        tied=[lr for lr in order[1:] if is_tied(last, lr, best)],
+    )
+
+
+def differences(rung: Rung, lr: float, best: float) -> list[float]:
+    """Return the nats by which a rate is worse than the best, for each seed that both have."""
+    scores = {(trial.lr, trial.seed): trial.score for trial in rung.trials}
+    both = [seed for rate, seed in scores if rate == lr and (best, seed) in scores]
+    return [scores[lr, seed] - scores[best, seed] for seed in both]
+
+
+def is_tied(rung: Rung, lr: float, best: float) -> bool:
+    """Return whether the 95 % interval of the mean difference, paired by seed, reaches zero.
+
+    One seed has no interval, so it is tied. A rate with fewer seeds than the best is tied if it is close.
+    """
+    if len(rung.scores(lr)) != len(rung.scores(best)):
+        return is_close(rung, lr)
+    apart = differences(rung, lr, best)
+    return len(apart) < 2 or statistics.fmean(apart) <= half_width(apart)

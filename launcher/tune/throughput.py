@@ -1,0 +1,314 @@
+"""Rules of `tune batch`: sizes, memory, rounds of runs, choice, goodput; and the models of its tune.json."""
+
+# ruff: noqa: RUF012 (pydantic copies a default)
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from bert_dp.config import Config, ConfigError, batch_layout
+from bert_dp.config.schema import divisors
+from bert_dp.record.models import FailureKind, NoiseScale, StoredModel
+from launcher.results import Count, Interval, Positive, TuneFile
+from launcher.stats import student
+from launcher.tune import with_settings
+
+MIN_SHARE_OF_BEST = 0.97  # of the greatest throughput, for a smaller micro batch
+MEMORY_SHARE = 0.9  # of a rank's memory, that a size may take
+MAX_SIZES, MIN_SIZES = 8, 3
+MIN_STEPS, MAX_STEPS = 6, 60  # timed, of a run
+MAX_ROUNDS = 6
+MAX_BATCH_RATIO = 16  # of a global batch over the declared one, in goodput
+
+SizeStatus = Literal["ok", "oom", "failed", "over", "thrash"]
+"""over: the peak is above the limit; thrash: the GPU's allocator had to free its cache."""
+Samples = Annotated[list[float], Field(min_length=1)]
+
+
+class MemoryLine(StoredModel):
+    """Peak memory of a rank as a line in the micro batch."""
+
+    intercept_gib: float
+    gib_per_sequence: float
+
+    def gib(self, micro: float) -> float:
+        return self.intercept_gib + self.gib_per_sequence * micro
+
+
+class MemoryTrial(StoredModel):
+    """The memory of one trial."""
+
+    micro_batch: int
+    status: SizeStatus
+    peak_gib: float | None  # of the rank with most; null: not every step was taken
+
+
+class BatchMemory(StoredModel):
+    """The memory that a rank may use and the peaks that were measured."""
+
+    limit_gib: float | None = None  # null: unknown
+    limit_of: str | None = None
+    line: MemoryLine | None = None  # through the two largest sizes that ran
+    trials: list[MemoryTrial] = []
+    parts_gib: dict[str, float] = {}  # of the chosen size, by the formula
+
+    def peak_gib(self, micro: float) -> float | None:
+        """Return the expected peak of a rank at this size; None before a trial has shown it."""
+        return self.line.gib(micro) if self.line else None
+
+    def fits(self, micro: int) -> bool:
+        """Return whether the line puts this size within MEMORY_SHARE of the limit."""
+        peak = self.peak_gib(micro)
+        return self.limit_gib is None or peak is None or peak <= MEMORY_SHARE * self.limit_gib
+
+
+class TimedRun(StoredModel):
+    """The timed steps of one run."""
+
+    name: str
+    step_s: Samples
+    forward_backward_s: Samples
+    peak_gib: Samples  # of each rank
+    exposed_s: float = 0.0  # reductions per step that no backward pass covered; 0: the engine does not tell
+    data_wait_s: list[float] = []
+    alloc_retries: int | None = None  # of the GPU's allocator, after the warm-up
+
+
+class SizeResult(StoredModel):
+    """One micro batch. Rates are sequences/s of all ranks at the declared global batch."""
+
+    micro_batch: int
+    accumulation: int  # at the declared global batch
+    status: SizeStatus = "ok"
+    failure_kind: FailureKind | None = None
+    why: str | None = None
+    samples_per_s: float | None = None  # geometric mean over the runs
+    samples_per_s_ci95: Interval | None = None
+    relative: float | None = None  # to the fastest size
+    measured_gib: float | None = None
+    runs: list[TimedRun] = []
+
+
+class BatchChoice(StoredModel):
+    """The chosen micro batch. Rates are sequences/s of all ranks at the declared global batch."""
+
+    micro_batch: Count
+    accumulation: int
+    samples_per_s: Positive
+    fastest_micro_batch: int
+    share_of_best: float
+    not_settled: list[int]  # sizes that may be more than 3 % faster than the choice
+    limited_by: Literal["memory", "budget", "global batch"]
+
+
+class Noise(NoiseScale):
+    """The noise scale of one trial. Its samples are in trials/noise/noise.jsonl."""
+
+    of_steps: int | None = None  # of the trial
+    init_from: str | None = None
+
+
+class Goodput(StoredModel):
+    """The global batch with the greatest goodput. Batches are in sequences."""
+
+    declared: int
+    recommended: int
+    recommended_interval: list[int]  # at the ends of the noise scale's interval
+    gain: float  # over the declared batch, less one
+    at_edge: bool  # of the batches that were compared
+
+
+class TuneBatch(TuneFile):
+    """tune.json of `tune batch`."""
+
+    schema_version: Literal[1] = 1
+    kind: Literal["batch"] = "batch"
+    cached: bool = False
+    budget_s: float
+    dp: int
+    global_batch: int
+    sequence_length: int
+    memory: BatchMemory
+    sizes: list[SizeResult]  # ascending
+    order: list[int]  # micro batches in the order of their runs
+    trial_samples: int  # sequences per step of a timed run; 0: none has run
+    choice: BatchChoice | None = None
+    noise: Noise | None = None
+    goodput: Goodput | None = None
+
+
+# --- sizes
+
+
+def with_micro(config: Config, micro: int) -> Config:
+    """Return the configuration with another micro batch at the same global batch."""
+    return with_settings(config, batch={"micro_size": micro})
+
+
+def dividing_sizes(config: Config, ranks: int) -> list[int]:
+    """Return every micro batch, ascending, that the declared global batch allows on `ranks` ranks.
+
+    Raises ConfigError if there is none: 1 does not divide, or the engine refuses the configuration.
+    """
+    allowed = []
+    for micro in divisors(config.batch.global_size):
+        with contextlib.suppress(ConfigError):
+            batch_layout(with_micro(config, micro), ranks)
+            allowed.append(micro)
+    if not allowed:
+        batch_layout(with_micro(config, 1), ranks)
+    return allowed
+
+
+def sizes_to_time(sizes: Sequence[int]) -> list[int]:
+    """Return at most MAX_SIZES divisors of the largest size, about evenly spaced by ratio, ascending.
+
+    They divide it so that a step of every trial takes the same number of sequences.
+    """
+    sizes = [size for size in sizes if sizes[-1] % size == 0]
+    if len(sizes) <= MAX_SIZES:
+        return sizes
+    low, high = math.log(sizes[0]), math.log(sizes[-1])
+    even = [low + (high - low) * i / (MAX_SIZES - 1) for i in range(MAX_SIZES)]
+    return sorted({min(sizes, key=lambda size: abs(math.log(size) - place)) for place in even})
+
+
+def memory_line(trials: Sequence[MemoryTrial], slope_gib: float) -> MemoryLine | None:
+    """Return the line through the two largest sizes that ran, or with `slope_gib` through the only one."""
+    peaks: dict[int, float] = {}
+    for trial in trials:
+        if trial.peak_gib is not None:
+            peaks[trial.micro_batch] = max(trial.peak_gib, peaks.get(trial.micro_batch, 0.0))
+    if not peaks:
+        return None
+    *smaller, last = sorted(peaks)
+    if smaller:
+        slope_gib = max(0.0, (peaks[last] - peaks[smaller[-1]]) / (last - smaller[-1]))
+    return MemoryLine(intercept_gib=peaks[last] - slope_gib * last, gib_per_sequence=slope_gib)
+
+
+# --- throughput
+
+Rates = Mapping[int, Sequence[float]]
+"""Micro batch -> sequences/s of each run."""
+
+
+def passes_s(run: TimedRun) -> list[float]:
+    """Return the seconds of each step that grow with its sequences.
+
+    These are forward and backward passes without the exposed reduction, and the wait for data.
+    """
+    waits = run.data_wait_s or [0.0] * len(run.step_s)
+    passes = [max(0.0, seconds - run.exposed_s) for seconds in run.forward_backward_s]
+    return [seconds + wait for seconds, wait in zip(passes, waits, strict=True)]
+
+
+def run_rate(run: TimedRun, trial_samples: int, global_size: int) -> float:
+    """Return sequences/s at the global batch, from steps of `trial_samples` sequences.
+
+    The passes count as often as the global batch needs them, reduction and update once.
+    """
+    more = global_size / trial_samples - 1
+    steps = [step + more * own for step, own in zip(run.step_s, passes_s(run), strict=True)]
+    return global_size / statistics.fmean(steps)
+
+
+def mean_rate(rates: Rates, micro: int) -> float:
+    """Return the geometric mean over the runs of a size."""
+    return statistics.geometric_mean(rates[micro])
+
+
+def deviation(rates: Rates) -> tuple[float, int]:
+    """Return (standard deviation of the logarithm of a run's rate, degrees of freedom), pooled over sizes.
+
+    The deviation is infinite if no size ran twice.
+    """
+    logs = [[math.log(rate) for rate in each] for each in rates.values()]
+    degrees = sum(len(each) - 1 for each in logs)
+    squares = sum(statistics.variance(each) * (len(each) - 1) for each in logs if len(each) > 1)
+    return (math.sqrt(squares / degrees), degrees) if degrees else (math.inf, 0)
+
+
+def rate_interval(rates: Rates, micro: int) -> list[float] | None:
+    """Return the 95 % interval of a size's mean rate; None if no size ran twice."""
+    sd, degrees = deviation(rates)
+    if not degrees:
+        return None
+    half = student(degrees) * sd / math.sqrt(len(rates[micro]))
+    return [mean_rate(rates, micro) * math.exp(sign * half) for sign in (-1, 1)]
+
+
+def next_round(rates: Rates, sizes: Sequence[int]) -> list[int]:
+    """Return the faster half of a round's sizes, at least two, fastest first."""
+    order = sorted((size for size in sizes if size in rates), key=lambda size: -mean_rate(rates, size))
+    return order[: max(2, math.ceil(len(order) / 2))]
+
+
+def choose_size(rates: Rates, min_share: float = MIN_SHARE_OF_BEST) -> tuple[int, int, list[int]]:
+    """Return (the choice, the fastest size, sizes that may be faster than `min_share` allows for the choice).
+
+    The choice is the smallest size whose mean rate less one standard error is at least `min_share` of the
+    fastest mean; with a share of 1 it is the fastest.
+    """
+    (sd, degrees), least = deviation(rates), math.log(min_share)
+    fastest = max(rates, key=lambda size: mean_rate(rates, size))
+
+    def log_share(size: int, other: int) -> float:
+        return math.log(mean_rate(rates, size) / mean_rate(rates, other))
+
+    def error(size: int, other: int) -> float:
+        return sd * math.sqrt(1 / len(rates[size]) + 1 / len(rates[other]))
+
+    near = [s for s in rates if s < fastest and log_share(s, fastest) - error(s, fastest) >= least]
+    chosen = min([*near, fastest])
+    times = student(degrees) if degrees else math.inf
+    others = [size for size in rates if size != chosen]
+    open_ = [s for s in others if log_share(s, chosen) + times * error(s, chosen) > -least]
+    return chosen, fastest, sorted(open_)
+
+
+# --- goodput
+
+
+def goodput(
+    *,
+    micro_s: float,
+    update_s: float,
+    per_pass: int,
+    global_size: int,
+    noise: float,
+    interval: Sequence[float],
+) -> Goodput:
+    """Find the global batch with the greatest throughput x efficiency (Pollux, OSDI 2021, section 3).
+
+    Compared are `per_pass` and its doublings within MAX_BATCH_RATIO of the declared batch, and that one. A
+    step of B sequences takes B / per_pass x micro_s + update_s seconds; a sequence in it is worth
+    (B_ref + noise) / (B + noise) of one in the declared batch B_ref (arXiv 1812.06162, equation 2.7).
+    """
+
+    def good(size: int, scale: float) -> float:
+        samples_per_s = size / (size / per_pass * micro_s + update_s)
+        return samples_per_s * (global_size + scale) / (size + scale)
+
+    def best(scale: float) -> int:
+        return max(sizes, key=lambda size: good(size, scale))
+
+    most = MAX_BATCH_RATIO * global_size
+    doubled = (per_pass * 2**k for k in range((most // per_pass).bit_length()))
+    sizes = sorted(
+        {size for size in doubled if global_size / MAX_BATCH_RATIO <= size <= most} | {global_size}
+    )
+    recommended = best(noise)
+    return Goodput(
+        declared=global_size,
+        recommended=recommended,
+        recommended_interval=sorted(map(best, interval)),
+        gain=good(recommended, noise) / good(global_size, noise) - 1,
+        at_edge=recommended in (sizes[0], sizes[-1]),
+    )

@@ -1,0 +1,393 @@
+"""Pages of tune.json: a search of the micro batch or of the learning rate, partial or complete."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from bert_dp.config import ConfigError, Issue
+from bert_dp.record.models import HeldOut
+from launcher import results
+from launcher.report import heldout
+from launcher.report.measured import settings_sections, status_verdicts, subtitle
+from launcher.report.model import Axis, Figure, Line, Mark, Report, Rule, Section, Table, Verdict
+from launcher.report.numbers import (
+    NA,
+    count_of,
+    format_count,
+    format_duration,
+    format_gib,
+    format_interval,
+    format_lr,
+    format_nats,
+    format_percent,
+    format_ratio,
+    format_si,
+)
+from launcher.report.quantities import Computed, Quantity, table
+from launcher.tune import FILE, TUNED
+from launcher.tune.lr_search import Rung, TuneLr
+from launcher.tune.throughput import MEMORY_SHARE, MIN_SHARE_OF_BEST, TuneBatch, run_rate
+
+MAX_LIMIT_RATIO = 3.0  # over the greatest peak, up to which a memory limit is drawn
+MAX_LOSS_RATIO = 1.5  # over the first loss of a range test: losses above are drawn there
+MAX_RATE_TICKS = 8
+LIMITS = {
+    "memory": "Larger sizes do not fit the memory of a rank.",
+    "budget": "The budget left no time for larger sizes; --budget raises it.",
+    "global batch": "Tried up to the largest size that the global batch allows.",
+}
+SIZE_COLUMNS = (
+    Quantity("accumulation", "accumulation", "count"),
+    Quantity("status", "status", "word"),
+    Quantity("samples_per_s", "sequences/s"),
+    Quantity("samples_per_s_ci95.low", "95 % from"),
+    Quantity("samples_per_s_ci95.high", "to"),
+    Quantity("relative", "share of the fastest", "percent"),
+    Quantity("measured_gib", "peak", "gib"),
+    Quantity("runs", "runs", "count"),
+)
+BATCH_SETTINGS = (
+    Quantity("global_batch", "global batch, sequences", "count"),
+    Quantity("sequence_length", "tokens per sequence", "count"),
+    Quantity("ranks", "ranks", "count"),
+    Quantity("seconds", "time", "duration"),
+    Quantity("budget_s", "budget", "duration"),
+    Quantity("order", "order of the runs, micro batches", "word"),
+)
+TRIAL_COLUMNS = (
+    Quantity("lr", "learning rate", "lr"),
+    Quantity("seed", "seed", "count"),
+    Quantity("status", "status", "word"),
+    Quantity("heldout_loss", "held-out loss", "nats"),
+    Quantity("tokens", "tokens"),
+    Quantity("seconds", "time", "duration"),
+)
+LR_SETTINGS = (
+    Quantity("ranks", "ranks of a trial", "count"),
+    Quantity("at_a_time", "trials at a time", "count"),
+    Quantity("seconds", "time", "duration"),
+    Quantity("tokens", "tokens of a whole run"),
+    Quantity("trained_tokens", "tokens trained"),
+    Quantity("unigram_entropy_nats", "unigram entropy", "nats"),
+)
+
+
+def tune_page(path: Path) -> Report:
+    """Build the page of a tune.json of either search. Raises ConfigError."""
+    data = results.load(path, TuneBatch.remedy)
+    kind = data.get("kind") if isinstance(data, dict) else None
+    if kind == "lr":
+        return lr_page(results.parse(data, TuneLr, str(path)), path.parent)
+    if kind == "batch":
+        return batch_page(results.parse(data, TuneBatch, str(path)), path.parent)
+    hint = "name another directory"
+    raise ConfigError(
+        [Issue(str(path), "unsupported", "this is no search of `bert-dp tune`", kind, hint=hint)]
+    )
+
+
+def train_command(folder: Path) -> str:
+    """Return the command that trains what was chosen."""
+    return f"bert-dp train {shlex.quote(str(folder / TUNED))}"
+
+
+# --- the micro batch
+
+
+def batch_page(tune: TuneBatch, folder: Path) -> Report:
+    """Build the page of a search of the micro batch. `folder` holds tune.json."""
+    method = [
+        f"global batch {format_count(tune.global_batch)}",
+        f"{format_count(tune.sequence_length)} tokens a sequence",
+        f"{count_of(len(tune.order), 'run')} in {format_duration(tune.seconds or 0.0)}",
+    ]
+    sizes = [(format_count(size.micro_batch), size) for size in tune.sizes]
+    return Report(
+        "bert-dp: tuned micro batch",
+        subtitle(tune, method),
+        [
+            *status_verdicts(tune, FILE),
+            *_lost_sizes(tune),
+            _batch_choice(tune),
+            _noise(tune),
+            *_goodput(tune),
+        ],
+        sections=[
+            Section(
+                "Sizes",
+                tables=[table(sizes, SIZE_COLUMNS, corner="micro batch", empty="no size was measured")],
+            ),
+            Section("", [throughput_figure(tune), memory_figure(tune)], console=False),
+            *settings_sections(tune, BATCH_SETTINGS),
+        ],
+        next=train_command(folder) if tune.choice else "",
+    )
+
+
+def _lost_sizes(tune: TuneBatch) -> list[Verdict]:
+    lost = [f"micro batch {format_count(s.micro_batch)}: {s.status}: {s.why}" for s in tune.sizes if s.why]
+    return [Verdict("info", "Sizes without a throughput:", lost)] if lost else []
+
+
+def _batch_choice(tune: TuneBatch) -> Verdict:
+    choice = tune.choice
+    if choice is None:
+        return Verdict("warn", "No micro batch was chosen.")
+    fastest = format_count(choice.fastest_micro_batch)
+    share = f"{format_percent(choice.share_of_best)} of the fastest ({fastest})"
+    if choice.micro_batch == choice.fastest_micro_batch:
+        share = "the fastest"
+    rate = format_si(choice.samples_per_s, "sequences/s")
+    parts = ", ".join(f"{name} {format_gib(gib)}" for name, gib in tune.memory.parts_gib.items())
+    open_ = ", ".join(map(format_count, choice.not_settled))
+    notes = [
+        LIMITS[choice.limited_by],
+        f"Memory of a rank at this size, by the formula: {parts}." if parts else "",
+        f"Not settled: micro batch {open_} may be more than 3 % faster; raise --budget." if open_ else "",
+        "From the cache: nothing was run; --fresh measures again." if tune.cached else "",
+    ]
+    chosen = f"Micro batch {format_count(choice.micro_batch)}, accumulation {choice.accumulation}"
+    text = f"{chosen}: {rate}, {share}."
+    return Verdict("warn" if open_ else "ok", text, [*filter(None, notes)])
+
+
+def _noise(tune: TuneBatch) -> Verdict:
+    noise = tune.noise
+    if noise is None:
+        return Verdict("info", "Noise scale: not measured.")
+    if noise.noise_scale is None or noise.interval is None:
+        return Verdict("info", f"Noise scale: inconclusive: {noise.why or NA}.")
+    equal = f" = {noise.trace:.3g} / {noise.grad_sq:.3g}" if noise.trace and noise.grad_sq else ""
+    start = f"from {noise.init_from}" if noise.init_from else "from random weights"
+    efficiency = format_percent(1 / (1 + tune.global_batch / noise.noise_scale))
+    notes = [
+        f"B_simple = tr(Sigma) / |G|^2{equal}, {format_count(noise.steps)} of {format_count(noise.of_steps)} "
+        f"steps {start}; it grows in training.",
+        f"In the declared batch of {format_count(tune.global_batch)} a sequence is worth {efficiency} of one "
+        "in a small batch.",
+    ]
+    interval = format_interval(noise.interval, format_si)
+    text = f"Noise scale: {format_si(noise.noise_scale)} sequences, 95 % interval {interval}."
+    return Verdict("info", text, notes)
+
+
+def _goodput(tune: TuneBatch) -> list[Verdict]:
+    if (gain := tune.goodput) is None:
+        return []
+    interval = " and ".join(map(format_count, gain.recommended_interval))
+    notes = [
+        f"At the ends of the noise scale's interval: {interval}.",
+        "This is the end of the compared range, not known to be the best." if gain.at_edge else "",
+        "The global batch stays as declared; another one needs another learning rate."
+        if gain.recommended != gain.declared
+        else "",
+    ]
+    text = f"Goodput (throughput x what a sequence is worth) is greatest at {format_count(gain.recommended)} "
+    text += f"sequences, {format_percent(gain.gain)} above the declared {format_count(gain.declared)}."
+    return [Verdict("info", text, [*filter(None, notes)])]
+
+
+def throughput_figure(tune: TuneBatch) -> Figure:
+    """Draw throughput against the micro batch, with intervals, every run and the share that is enough."""
+    ran = [size for size in tune.sizes if size.samples_per_s is not None]
+    x = [float(size.micro_batch) for size in ran]
+    rates = [
+        (s.micro_batch, run_rate(run, tune.trial_samples, tune.global_batch)) for s in ran for run in s.runs
+    ]
+    best = max((size.samples_per_s or 0.0 for size in ran), default=None)
+    intervals = [size.samples_per_s_ci95 or (None, None) for size in ran]
+    mean = Line(
+        "mean, 95 % over runs",
+        x,
+        [size.samples_per_s for size in ran],
+        0,
+        "both",
+        [low for low, _ in intervals],
+        [high for _, high in intervals],
+    )
+    return Figure(
+        "Throughput against micro batch",
+        [mean, _marks("each run", rates, 1)],
+        Axis("micro batch (sequences)", "count", log=True, ticks=x),
+        Axis("sequences/s, all ranks", from_zero=True),
+        levels=[Rule("97 % of the fastest", MIN_SHARE_OF_BEST * best, left=True)] if best else [],
+        marks=_chosen(tune),
+        note="At the declared global batch; accumulation follows the micro batch.",
+    )
+
+
+def memory_figure(tune: TuneBatch) -> Figure:
+    """Draw the measured peaks, the line through the two largest, and the memory that a rank may use."""
+    memory = tune.memory
+    measured = [(t.micro_batch, t.peak_gib) for t in memory.trials]
+    traces = [_marks("measured, greatest rank", sorted({(m, p) for m, p in measured if p is not None}), 1)]
+    if memory.line is not None:
+        across = [0.0, float(max(micro for micro, _ in measured))]
+        label = "line through the two largest"
+        traces.insert(0, Line(label, across, [memory.peak_gib(x) for x in across], 0, "dashed"))
+    limit, highest = memory.limit_gib, max([value for trace in traces for value in trace.values], default=0.0)
+    is_far = limit is not None and limit > MAX_LIMIT_RATIO * highest
+    levels = []
+    if limit is not None and not is_far:
+        share = f"{format_percent(MEMORY_SHARE)} of it"
+        levels = [Rule(f"limit {format_gib(limit)}", limit), Rule(share, MEMORY_SHARE * limit, left=True)]
+    return Figure(
+        "Peak memory against micro batch",
+        traces,
+        Axis("micro batch (sequences)", "count", from_zero=True),
+        Axis("peak memory of a rank (GiB)", from_zero=True),
+        levels=levels,
+        marks=_chosen(tune),
+        note=f"The limit, {format_gib(limit)}, is far above." if is_far else "",
+    )
+
+
+def _marks(label: str, points: Sequence[tuple[float, float | None]], colour: int) -> Line:
+    return Line(label, [float(x) for x, _ in points], [y for _, y in points], colour, "marks")
+
+
+def _chosen(tune: TuneBatch) -> list[Mark]:
+    micro = tune.choice.micro_batch if tune.choice else None
+    return [Mark(f"chosen: micro batch {format_count(micro)}", micro)] if micro else []
+
+
+# --- the learning rate
+
+
+def lr_page(tune: TuneLr, folder: Path) -> Report:
+    """Build the page of a search of the learning rate. `folder` holds tune.json."""
+    method = [
+        f"range test, {count_of(len(tune.rungs), 'rung')}; whole runs of {format_si(tune.tokens, 'tokens')}",
+        f"{count_of(len(tune.trials), 'trial')} in {format_duration(tune.seconds or 0.0)}",
+    ]
+    rungs = [
+        table([(t.trial, t) for t in rung.trials], TRIAL_COLUMNS, title=f"Rung {number}", corner="trial")
+        for number, rung in enumerate(tune.rungs, 1)
+    ]
+    options = [(name, value) for name, value in tune.settings.model_dump().items() if value is not None]
+    return Report(
+        "bert-dp: tuned learning rate",
+        subtitle(tune, method),
+        [*status_verdicts(tune, FILE), _lr_choice(tune, folder), *_lost_trials(tune)],
+        sections=[
+            Section("", [loss_figure(tune), range_figure(tune)], console=False),
+            Section("Last rung", tables=[_last_rung(tune)]),
+            Section("All trials", tables=rungs or [Table([], empty="no trial recorded")], console=False),
+            *settings_sections(tune, LR_SETTINGS, options),
+        ],
+        next=train_command(folder) if tune.choice else "",
+    )
+
+
+def _lr_choice(tune: TuneLr, folder: Path) -> Verdict:
+    choice = tune.choice
+    if choice is None:
+        return Verdict("warn", f"No learning rate was chosen; the logs are below {folder / 'trials'}.")
+    tied = ", ".join(map(format_lr, choice.tied))
+    side = {"low": "lower", "high": "higher"}.get(choice.edge_side or "")
+    notes = [
+        f"{format_nats(choice.lead)} below the next rate." if choice.lead is not None else "",
+        f"Cannot be told apart from {tied}{': one seed has no interval' if choice.seeds < 2 else ''}."
+        if tied
+        else "",
+        f"Edge of the grid: no worse rate was measured on the {side} side, so the best one may lie beyond."
+        if side
+        else "",
+        heldout.too_small(_heldout(tune), choice.lead) or "",
+    ]
+    loss = heldout.loss_text(choice.heldout_loss, _heldout(tune), finite_losses(_last(tune), choice.lr))
+    seeds = count_of(choice.seeds, "seed")
+    text = f"Learning rate {format_lr(choice.lr)}: held-out loss {loss}, mean of {seeds}."
+    return Verdict("warn" if side else "ok", text, [*filter(None, notes)])
+
+
+def _heldout(tune: TuneLr) -> HeldOut:
+    """Return the denominator of the losses, with the interval of one trial of the chosen rate."""
+    chosen = tune.choice.lr if tune.choice else None
+    return next((t.heldout for t in _last(tune).trials if t.lr == chosen and t.heldout), HeldOut())
+
+
+def _lost_trials(tune: TuneLr) -> list[Verdict]:
+    lost = [f"{t.trial}: {t.status}: {t.cause}" for t in tune.trials if t.cause]
+    return [Verdict("info", f"{count_of(len(lost), 'trial')} without a loss:", lost)] if lost else []
+
+
+def finite_losses(rung: Rung, lr: float) -> list[float]:
+    """Return the losses of the seeds that ended well."""
+    return [score for score in rung.scores(lr) if score < math.inf]
+
+
+def _mean(rung: Rung, lr: float) -> float | None:
+    """Return the mean loss of a rate; None unless every seed has one."""
+    mean = rung.mean(lr)
+    return mean if mean < math.inf else None
+
+
+def loss_figure(tune: TuneLr) -> Figure:
+    """Draw the held-out loss against the rate, a line for each rung, with every seed of the last one."""
+    lines: list[Line] = []
+    for colour, rung in enumerate(tune.rungs):
+        name = f"{format_si(rung.tokens, 'tokens')}, {count_of(len(rung.seeds), 'seed')}"
+        lines.append(Line(name, rung.rates, [_mean(rung, lr) for lr in rung.rates], colour, "both"))
+    if len(tune.rungs) > 1:
+        seeds = [(lr, loss) for lr in _last(tune).rates for loss in finite_losses(_last(tune), lr)]
+        lines.append(_marks("a seed of the last rung", seeds, 1))
+    diverged = sorted({trial.lr for trial in tune.trials if trial.status == "diverged"})
+    losses = [loss for line in lines for loss in line.values]
+    if diverged and losses:
+        top = max(losses) + 0.08 * ((max(losses) - min(losses)) or 1.0)
+        lines.append(_marks("diverged (drawn at the top)", [(lr, top) for lr in diverged], 3))
+    rates = sorted({trial.lr for trial in tune.trials})
+    return Figure(
+        "Held-out loss against learning rate",
+        lines,
+        Axis("learning rate", "lr", log=True, ticks=rates if len(rates) <= MAX_RATE_TICKS else ()),
+        Axis("held-out loss (nats per masked token)", "nats"),
+        marks=[Mark(f"chosen: {format_lr(tune.choice.lr)}", tune.choice.lr)] if tune.choice else [],
+        note="Lines: mean over the seeds. The axis does not start at 0.",
+    )
+
+
+def range_figure(tune: TuneLr) -> Figure:
+    """Draw the training loss while the rate rises, and the edge."""
+    test = tune.range_test
+    points = test.points if test else []
+    ceiling = MAX_LOSS_RATIO * next((loss for _, loss in points if loss is not None), 0.0)
+    drawn = [None if loss is None else min(loss, ceiling) for _, loss in points]
+    note = f"The rate rises with every step; {test.why}." if test else ""
+    if drawn != [loss for _, loss in points]:
+        note += f" Losses above {format_ratio(ceiling)} are drawn there."
+    edge = test.edge if test else None
+    return Figure(
+        "Range test",
+        [Line("training loss", [lr for lr, _ in points], drawn)],
+        Axis("learning rate", "lr", log=True),
+        Axis("training loss (nats per masked token)", "nats"),
+        marks=[Mark(f"divergence edge: {format_lr(edge)}", edge)] if edge is not None else [],
+        note=note,
+    )
+
+
+def _last(tune: TuneLr) -> Rung:
+    """Return the longest rung so far."""
+    return tune.rungs[-1] if tune.rungs else Rung(tokens=0, seeds=[])
+
+
+def _last_rung(tune: TuneLr) -> Table:
+    """List the rates of the last rung, best first."""
+    last, choice = _last(tune), tune.choice
+    marks = {lr: " (tied)" for lr in (choice.tied if choice else ())}
+    marks |= {choice.lr: " (chosen)"} if choice else {}
+    best = choice.heldout_loss if choice else math.nan
+    columns = [
+        Computed(lambda lr: _mean(last, lr), "mean", "nats"),
+        Computed(lambda lr: min(finite_losses(last, lr), default=None), "least", "nats"),
+        Computed(lambda lr: max(finite_losses(last, lr), default=None), "greatest", "nats"),
+        Computed(lambda lr: last.mean(lr) - best, "above", "nats"),
+        Computed(lambda lr: len(finite_losses(last, lr)), "seeds", "count"),
+    ]
+    rates = [(f"{format_lr(lr)}{marks.get(lr, '')}", lr) for lr in sorted(last.rates, key=last.mean)]
+    return table(rates, columns, corner="held-out loss", empty="no trial recorded")

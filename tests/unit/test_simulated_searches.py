@@ -1,0 +1,148 @@
+"""The searches of `tune` on simulated curves, beside those that they replaced and beside an even allocation.
+
+tests/simulated_searches.json is the record of the searches that they replaced on the same curves.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from launcher.run.trials import TrialsFailed
+from launcher.tune import batch, lr, lr_search
+from launcher.tune.batch import BatchSearch, BatchSearchSpec, TrialMeasurement
+from launcher.tune.lr import LrSearch, LrSearchSpec
+from launcher.tune.lr_search import LrOptions, LrTrial, RangeTest, Rung
+from launcher.tune.throughput import Noise, TimedRun
+from tests import simulated_searches as simulated
+from tests.helpers import TINY_MODEL, make_config, read_json
+from tests.simulated_searches import LossCurve, ThroughputCurve
+
+REPLACED = read_json(Path(simulated.__file__).with_suffix(".json"))
+SLACK = 5  # of 200 curves
+MAX_LOSS, MAX_P95, MAX_GAP_NATS = 0.03, 0.10, 0.02
+NO_CHOICE_NATS = 9.0
+STEPS = 1600  # of a whole run
+
+
+class SimulatedTrials:
+    """Trials whose steps and memory follow a curve."""
+
+    def __init__(self, curve: ThroughputCurve):
+        self.curve, self.timed, self.above_limit = curve, list[tuple[int, int]](), 0
+
+    def time_steps(self, name: str, micro: int, samples: int, warm_up: int, steps: int) -> TrialMeasurement:
+        curve = self.curve
+        number = 1000 if name.startswith("memory") else sum(m == micro for m, _ in self.timed)
+        times = curve.steps(micro, samples, warm_up + steps, number)
+        if warm_up:
+            self.timed.append((micro, steps))
+        self.above_limit += not curve.fits(micro)
+        run = TimedRun(
+            name=name,
+            step_s=[step for step, _ in times[warm_up:]],
+            forward_backward_s=[passes for _, passes in times[warm_up:]],
+            peak_gib=[curve.peak_gib(micro)],
+        )
+        seconds = curve.startup_s + sum(step for step, _ in times)
+        return TrialMeasurement(seconds, *batch.judge(run, curve.limit_gib), run=run)
+
+    def noise_scale(self, micro: int, steps: int) -> tuple[TrialMeasurement, Noise]:
+        return TrialMeasurement(0.0, "ok"), Noise(verdict="inconclusive", why="simulated")
+
+
+class SimulatedSpec(BatchSearchSpec):
+    """A search whose formula is off by up to 25 %, whatever the model."""
+
+    curve: ThroughputCurve
+
+    def formula_gib(self, micro: int) -> dict[str, float]:
+        error = 0.8 + 0.45 * (self.curve.index % 7) / 6
+        return {"activations": error * self.curve.gib_per_sequence * micro}
+
+
+def tune_batch(curve: ThroughputCurve) -> tuple[BatchSearch, SimulatedTrials]:
+    sections: dict[str, Any] = {"batch": {"global_size": curve.global_size, "micro_size": 1}}
+    spec = SimulatedSpec(
+        make_config(model=TINY_MODEL, **sections),
+        curve.dp,
+        curve.sizes,
+        curve.budget_s,
+        curve.limit_gib,
+        "--memory",
+        "torchrun",
+        False,
+        "fp32",
+    )
+    object.__setattr__(spec, "curve", curve)
+    made: Any = SimulatedTrials(curve)
+    search = BatchSearch(spec, made, lambda line: None)
+    search.run()
+    return search, made
+
+
+def test_the_micro_batch_is_at_least_as_good_as_before_and_as_an_even_allocation() -> None:
+    losses, even, above_limit, over_budget = list[float](), list[float](), 0, 0
+    for index in range(simulated.CURVES):
+        curve = simulated.throughput_curve(index)
+        search, made = tune_batch(curve)
+        choice, runs = search.choice(), len(made.timed)
+        assert choice is not None
+        losses.append(max(0.0, curve.loss(choice.micro_batch)))
+        steps = round(sum(steps for _, steps in made.timed) / runs)
+        even.append(curve.loss(curve.equally_often(runs, steps, search.trial_samples)))
+        above_limit += made.above_limit
+        over_budget += search.used_s > 1.05 * curve.budget_s
+    found, evenly = simulated.quality(losses, MAX_LOSS), simulated.quality(even, MAX_LOSS)
+    assert found["within"] >= evenly["within"]
+    assert found["within"] >= REPLACED["batch"]["old"]["within"] - SLACK
+    assert found["p95"] <= MAX_P95
+    assert above_limit <= REPLACED["batch"]["above_limit"] / 2
+    assert over_budget == 0
+
+
+class SimulatedLrSearch(LrSearch):
+    """Trains nothing: the losses follow a curve."""
+
+    def __init__(self, curve: LossCurve):
+        config = make_config(
+            model=TINY_MODEL, batch={"global_size": 8, "micro_size": 2}, schedule={"steps": STEPS}
+        )
+        spec = LrSearchSpec(config, LrOptions(), 1, Path(), curve.unigram, 2, "fp32")
+        plan: Any = SimpleNamespace(save=lambda: None)
+        super().__init__(spec, plan, plan, lambda line: None)
+        self.curve, self.whole = curve, STEPS * lr.step_tokens(config)
+        points = curve.range_points(100)
+        edge, why = lr_search.find_edge(points)
+        self.test = RangeTest(
+            trial="r", points=[(rate, loss) for rate, loss, _ in points], edge=edge, why=why
+        )
+
+    def _train(self, rung: Rung, runs: Any) -> None:
+        for rate, seed in runs:
+            loss = self.curve.loss(rate, rung.tokens / self.whole, seed)
+            status: Any = "ok" if loss is not None else "diverged"
+            rung.trials.append(
+                LrTrial(trial="t", lr=rate, seed=seed, status=status, heldout_loss=loss, tokens=rung.tokens)
+            )
+        rung.trials[:] = lr_search.mark_diverged(rung.trials, self.curve.unigram)
+
+
+def test_the_rate_is_at_least_as_good_as_before() -> None:
+    gaps, trials = list[float](), 0
+    for index in range(simulated.CURVES):
+        search = SimulatedLrSearch(simulated.loss_curve(index))
+        try:
+            search.train_rungs(search.test, search.whole)
+        except TrialsFailed:
+            gaps.append(NO_CHOICE_NATS)
+            continue
+        choice = lr_search.choose_rate(search.rungs)
+        assert choice is not None
+        rates = simulated.ladder(lr_search.first_ladder(search.test, 5)[0])
+        gaps.append(search.curve.gap(choice.lr, rates))
+        trials += sum(len(rung.trials) for rung in search.rungs)
+    found = simulated.quality(gaps, MAX_GAP_NATS)
+    assert found["within"] >= REPLACED["lr"]["old"]["within"] - SLACK
+    assert trials / simulated.CURVES <= 1.1 * REPLACED["lr"]["trials"]

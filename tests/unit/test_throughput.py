@@ -1,0 +1,184 @@
+"""Rules of `tune batch` by hand: sizes, memory line, rates with their intervals, the choice, goodput."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from typing import Any
+
+import pytest
+
+from bert_dp.config import Config
+from launcher.tune import throughput
+from launcher.tune.throughput import BatchMemory, MemoryLine, MemoryTrial, TimedRun
+from tests.helpers import make_config, raised_issues
+
+
+def config(global_size: int = 64, **batch: Any) -> Config:
+    return make_config(batch={"global_size": global_size, "micro_size": 1, **batch})
+
+
+def timed(steps: list[float], passes: list[float] | None = None, exposed_s: float = 0.0) -> TimedRun:
+    return TimedRun(
+        name="r",
+        step_s=steps,
+        forward_backward_s=passes or [0.8 * s for s in steps],
+        peak_gib=[1.0],
+        exposed_s=exposed_s,
+    )
+
+
+# --- sizes and memory
+
+
+def test_only_micro_batches_that_keep_the_declared_global_batch() -> None:
+    assert throughput.dividing_sizes(config(48), 2) == [1, 2, 3, 4, 6, 8, 12, 24]
+    assert throughput.dividing_sizes(config(48), 1)[-1] == 48
+    assert throughput.dividing_sizes(config(64, ramp_fraction=0.5, ramp_quantum=16), 2) == [1, 2, 4, 8]
+    (issue,) = raised_issues(throughput.dividing_sizes, config(7), 2)
+    assert (issue.setting, issue.kind) == ("batch.global_size", "does_not_divide")
+
+
+def test_the_sizes_that_are_timed_divide_the_largest_and_are_evenly_spaced() -> None:
+    every = throughput.dividing_sizes(config(2**14), 2)
+    assert len(every) == 14
+    kept = throughput.sizes_to_time(every)
+    assert len(kept) == 8
+    assert (kept[0], kept[-1]) == (1, 2**13)
+    assert max(b / a for a, b in itertools.pairwise(kept)) <= 4
+    assert throughput.sizes_to_time([1, 2, 3, 4, 6, 8, 12, 16]) == [1, 2, 4, 8, 16]
+
+
+def trials(peaks: dict[int, float | None]) -> list[MemoryTrial]:
+    return [MemoryTrial(micro_batch=m, status="ok" if p else "oom", peak_gib=p) for m, p in peaks.items()]
+
+
+def test_the_memory_line_goes_through_the_two_largest_sizes_that_ran() -> None:
+    line = throughput.memory_line(trials({1: 2.0, 8: 3.0, 4: 2.0, 16: None}), 9.0)
+    assert line == MemoryLine(intercept_gib=1.0, gib_per_sequence=0.25)
+    assert throughput.memory_line(trials({4: 3.0}), 0.5) == MemoryLine(
+        intercept_gib=1.0, gib_per_sequence=0.5
+    )
+    assert throughput.memory_line(trials({4: 3.0, 8: 2.0}), 0.5).gib_per_sequence == 0
+    assert throughput.memory_line(trials({4: 3.0}) + trials({4: 5.0}), 0.5).gib(4) == 5.0  # the greatest peak
+    assert throughput.memory_line(trials({4: None}), 0.5) is None
+
+
+@pytest.mark.parametrize(("micro", "fits"), [(32, True), (33, False)])
+def test_a_size_fits_up_to_nine_tenths_of_the_limit(micro: int, fits: bool) -> None:
+    memory = BatchMemory(limit_gib=10.0, line=MemoryLine(intercept_gib=1.0, gib_per_sequence=0.25))
+    assert memory.fits(micro) == fits
+    assert memory.model_copy(update={"limit_gib": None}).fits(10**6)
+    assert memory.model_copy(update={"line": None}).fits(10**6)
+
+
+# --- rates
+
+
+def test_passes_count_as_often_as_the_declared_batch_needs_and_the_rest_once() -> None:
+    run = timed([1.0] * 3, [0.7, 0.7, 0.7], exposed_s=0.2)
+    assert throughput.run_rate(run, 64, 256) == pytest.approx(256 / (1.0 + 3 * 0.5))
+    assert throughput.run_rate(run, 64, 64) == pytest.approx(64)
+    hidden = run.model_copy(update={"exposed_s": 0.9})  # more than the passes took
+    assert throughput.run_rate(hidden, 64, 256) == pytest.approx(256)
+    waiting = timed([1.0] * 3, [0.2] * 3).model_copy(update={"data_wait_s": [0.7] * 3})
+    assert throughput.run_rate(waiting, 64, 256) == pytest.approx(256 / (1.0 + 3 * 0.9))
+
+
+def test_the_interval_is_students_with_a_deviation_pooled_over_the_sizes() -> None:
+    rates = {1: [90.0, 110.0, 100.0], 2: [200.0, 190.0], 4: [300.0]}
+    logs = {m: [math.log(r) for r in each] for m, each in rates.items()}
+    squares = sum((len(each) - 1) * statistics.variance(each) for each in (logs[1], logs[2]))
+    sd, degrees = throughput.deviation(rates)
+    assert (sd, degrees) == (pytest.approx(math.sqrt(squares / 3)), 3)
+    middle = math.exp(statistics.fmean(logs[1]))
+    assert throughput.mean_rate(rates, 1) == pytest.approx(middle)
+    half = 3.182 * sd / math.sqrt(3)
+    assert throughput.rate_interval(rates, 1) == pytest.approx(
+        [middle * math.exp(-half), middle * math.exp(half)], rel=1e-4
+    )
+    assert throughput.rate_interval({1: [100.0], 2: [200.0]}, 1) is None
+
+
+def test_the_faster_half_of_a_round_runs_again_and_two_to_the_end() -> None:
+    rates = {1: [1.0], 2: [5.0], 4: [4.0], 8: [3.0], 16: [2.0]}
+    assert throughput.next_round(rates, [1, 2, 4, 8, 16]) == [2, 4, 8]
+    assert throughput.next_round(rates, [2, 4, 8]) == [2, 4]
+    assert throughput.next_round(rates, [2, 4]) == [2, 4]
+    assert throughput.next_round(rates, [2]) == [2]
+    assert throughput.next_round(rates, [2, 4, 32]) == [2, 4]  # 32 has not run well
+
+
+def repeated(rates: dict[int, float], spread: float, times: int = 4) -> dict[int, list[float]]:
+    """Runs whose logarithms differ by `spread` in turn."""
+    signs = [1 if k % 2 else -1 for k in range(times)]
+    return {m: [rate * math.exp(sign * spread) for sign in signs] for m, rate in rates.items()}
+
+
+@pytest.mark.parametrize(
+    ("rates", "chosen", "fastest"),
+    [
+        ({1: 96.9, 2: 97.1, 4: 100.0, 8: 99.0}, 2, 4),
+        ({1: 80.0, 2: 90.0}, 2, 2),
+        ({1: 99.9, 2: 100.0, 4: 99.5}, 1, 2),
+        ({1: 100.0, 2: 98.0}, 1, 1),
+        ({4: 80.0}, 4, 4),
+    ],
+)
+def test_the_smallest_size_within_three_percent_is_chosen(
+    rates: dict[int, float], chosen: int, fastest: int
+) -> None:
+    assert throughput.choose_size(repeated(rates, 1e-4))[:2] == (chosen, fastest)
+
+
+def test_a_smaller_size_must_be_within_three_percent_by_a_standard_error() -> None:
+    """The deviation of four runs at +-s is s x sqrt(4 / 3), the error of a difference that over sqrt(2)."""
+    for times, chosen in ((0.99, 1), (1.01, 2)):
+        error = times * (math.log(0.99) - math.log(0.97))
+        spread = error * math.sqrt(2) / math.sqrt(4 / 3)
+        assert throughput.choose_size(repeated({1: 99.0, 2: 100.0}, spread))[0] == chosen
+
+
+def test_what_may_be_three_percent_faster_is_not_settled() -> None:
+    assert throughput.choose_size(repeated({1: 99.0, 2: 100.0, 4: 90.0}, 1e-4))[2] == []
+    assert throughput.choose_size(repeated({1: 99.0, 2: 100.0, 4: 90.0}, 1e-4), 1.0)[:2] == (2, 2), "on a GPU"
+    chosen, _, open_sizes = throughput.choose_size(repeated({1: 99.0, 2: 100.0, 4: 80.0}, 0.03))
+    assert (chosen, open_sizes) == (2, [1])
+    assert throughput.choose_size({1: [99.0], 2: [100.0], 4: [50.0]}) == (2, 2, [1, 4])  # none ran twice
+
+
+# --- goodput
+
+
+def test_goodput_by_hand() -> None:
+    """A pass of 4 takes 0.5 s, an update 1 s; a sequence in a step of B is worth (8 + n) / (B + n)."""
+
+    def good(size: int, noise: float) -> float:
+        return size / (size / 4 * 0.5 + 1.0) * (8 + noise) / (size + noise)
+
+    found = throughput.goodput(
+        micro_s=0.5, update_s=1.0, per_pass=4, global_size=8, noise=8.0, interval=(2.0, 32.0)
+    )
+    assert (found.recommended, found.declared, found.gain, found.at_edge) == (8, 8, 0.0, False)
+    sizes = [4, 8, 16, 32, 64, 128]
+    best = [max(sizes, key=lambda size: good(size, noise)) for noise in (2.0, 32.0)]
+    assert found.recommended_interval == best == [4, 16]
+    more = throughput.goodput(
+        micro_s=0.5, update_s=1.0, per_pass=4, global_size=8, noise=32.0, interval=(32.0, 32.0)
+    )
+    assert more.recommended == 16
+    assert more.gain == pytest.approx(good(16, 32.0) / good(8, 32.0) - 1)
+    low = throughput.goodput(
+        micro_s=4.0, update_s=0.0, per_pass=4, global_size=8, noise=1.0, interval=(1.0, 1.0)
+    )
+    assert (low.recommended, low.at_edge) == (4, True)
+
+
+@pytest.mark.parametrize(("per_pass", "recommended"), [(2, 1024), (48, 768), (4096, 64)])
+def test_goodput_compares_doublings_within_a_factor_of_16(per_pass: int, recommended: int) -> None:
+    """An endless noise scale makes the largest batch the best."""
+    found = throughput.goodput(
+        micro_s=0.1, update_s=9.0, per_pass=per_pass, global_size=64, noise=1e12, interval=(1e12, 1e12)
+    )
+    assert (found.recommended, found.at_edge) == (recommended, True)

@@ -1,0 +1,246 @@
+"""Pages of the searches of the micro batch and of the learning rate: complete, partial, empty."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bert_dp import record
+from launcher.report.model import Line, Report
+from launcher.stats import half_width
+from launcher.tune import throughput, tune_page
+from launcher.tune.lr_search import TuneLr
+from launcher.tune.throughput import TimedRun, TuneBatch
+from launcher.tune.tune_page import batch_page, lr_page
+from tests.helpers import raised_issues
+from tests.report_fixture import figure_of, read_page, shown
+from tests.tune_fixture import DECLARED, NOISE, STEP_S, TOO_LARGE, batch, lr, transfer, unmeasured
+from tests.unit.test_scale_report import numbers, points
+
+OUT = Path("OUT")
+THROUGHPUT, MEMORY = "Throughput against micro batch", "Peak memory against micro batch"
+LOSS, RANGE = "Held-out loss against learning rate", "Range test"
+
+
+def of(data: dict[str, Any]) -> Report:
+    if data["kind"] == "lr":
+        return lr_page(TuneLr.model_validate(data), OUT)
+    return batch_page(TuneBatch.model_validate(data), OUT)
+
+
+def change(data: dict[str, Any], key: str, **entries: Any) -> dict[str, Any]:
+    return {**data, key: {**data[key], **entries}}
+
+
+def line(report: Report, title: str, label: str) -> Line:
+    return next(t for t in figure_of(report, title).traces if isinstance(t, Line) and t.label == label)
+
+
+def test_the_page_is_found_by_the_kind_of_search(tmp_path: Path) -> None:
+    for data in (batch(), lr(transfer=transfer())):
+        record.write_json(tmp_path / "tune.json", data)
+        assert tune_page.tune_page(tmp_path / "tune.json").title == of(data).title
+    record.write_json(tmp_path / "tune.json", {"kind": "other"})
+    (issue,) = raised_issues(tune_page.tune_page, tmp_path / "tune.json")
+    assert (issue.setting, issue.kind) == (str(tmp_path / "tune.json"), "unsupported")
+
+
+@pytest.mark.parametrize(
+    ("data", "figures"), [(batch(), {THROUGHPUT, MEMORY}), (lr(), {LOSS, RANGE})], ids=["batch", "lr"]
+)
+def test_every_figure_and_section_is_there(data: dict[str, Any], figures: set[str]) -> None:
+    page = read_page(of(data))
+    assert set(page.labels) == figures
+    for words in (
+        "Settings",
+        "Environment",
+        "Configuration",
+        "bert-dp train OUT/tuned.yaml",
+        data["config_hash"],
+    ):
+        assert words in page.text
+    assert "no data recorded" not in page.text
+
+
+@pytest.mark.parametrize(
+    ("data", "level", "values"),
+    [
+        (batch(), "ok", ["8", "203", "fastest"]),
+        (
+            change(batch(), "choice", micro_batch=4, fastest_micro_batch=8, share_of_best=0.98),
+            "ok",
+            ["98.0 %"],
+        ),
+        (change(batch(), "choice", limited_by="budget"), "ok", ["--budget"]),
+        (change(batch(), "choice", not_settled=[4, 2]), "warn", ["4, 2"]),
+        (batch(cached=True), "ok", ["--fresh"]),
+        (batch(status="partial"), "warn", ["Partial"]),
+        (batch(status="failed", why="micro batch 1 fails", choice=None), "fail", ["micro batch 1 fails"]),
+        (batch(choice=None), "warn", ["No micro batch"]),
+        (lr(), "ok", ["5.70e-02", "4.822", "2 seeds"]),
+        (change(lr(), "choice", edge_side="high"), "warn", ["higher"]),
+        (change(lr(), "choice", edge_side="low"), "warn", ["lower"]),
+        (change(lr(), "choice", tied=[0.002]), "ok", ["2.00e-03"]),
+        (lr(choice=None), "warn", ["OUT/trials"]),
+    ],
+)
+def test_the_choice_and_its_limits(data: dict[str, Any], level: str, values: list[str]) -> None:
+    report = of(data)
+    verdict = report.verdicts[0]
+    assert verdict.level == level
+    text = " ".join([verdict.text, *verdict.notes])
+    assert [value for value in values if value not in text] == []
+    assert verdict.text in read_page(report).text
+
+
+def test_a_mean_over_seeds_stands_beside_the_interval_of_that_mean() -> None:
+    """The spread of the seeds and the error of the held-out text add as independent ones."""
+    data = lr()
+    last = data["rungs"][-1]["trials"]
+    seeds = half_width([4.7074, 4.9367])
+    assert f"\u00b1 {seeds:.4f}, mean of 2 seeds" in of(data).verdicts[0].text
+    for each in last:
+        each["heldout"] = {"loss_se": 0.2, "masked_tokens": 2048, "sequences": 128, "mask_rate": 0.15}
+    assert f"\u00b1 {math.hypot(seeds, 1.96 * 0.2):.4f}, mean of 2 seeds" in of(data).verdicts[0].text
+    for each in last:
+        each["status"] = "ok" if each["seed"] == last[0]["seed"] else "failed"
+    assert f"\u00b1 {1.96 * 0.2:.4f}" in of(data).verdicts[0].text, "of one seed that ended well"
+
+
+@pytest.mark.parametrize(("se", "warned"), [(0.2, True), (0.01, False)])
+def test_a_lead_that_the_held_out_text_cannot_carry_is_warned_of(se: float, warned: bool) -> None:
+    """The next rate is 0.3017 nats behind; the interval of a loss is 1.96 standard errors."""
+    data = lr()
+    for each in data["rungs"][-1]["trials"]:
+        each["heldout"] = {"loss_se": se, "masked_tokens": 2048, "sequences": 128, "mask_rate": 0.15}
+    report = of(data)
+    notes = [note for note in report.verdicts[0].notes if "held-out text is small" in note]
+    assert [f"± {1.96 * se:.4f}" in note for note in notes] == [True] * warned
+
+
+def test_throughput_shows_each_size_and_each_run() -> None:
+    data = batch()
+    figure = figure_of(of(data), THROUGHPUT)
+    mean, runs = (t for t in figure.traces if isinstance(t, Line))
+    sizes = data["sizes"]
+    assert points(mean) == {s["micro_batch"]: s["samples_per_s"] for s in sizes}
+    assert list(zip(mean.low, mean.high, strict=True)) == [tuple(s["samples_per_s_ci95"]) for s in sizes]
+    assert runs.x == [2, 2, 4, 4, 8, 8]
+    assert runs.y == pytest.approx([DECLARED / s for micro in STEP_S for s in STEP_S[micro]])
+    assert figure.levels[0].value == pytest.approx(0.97 * sizes[-1]["samples_per_s"])
+    assert [mark.value for mark in figure.marks] == [8]
+    assert list(figure.x.ticks) == [2, 4, 8]
+
+
+def test_a_lost_size_is_listed_with_its_reason() -> None:
+    data = batch()
+    data["sizes"][0] |= {"status": "thrash", "why": "w", "runs": [], "samples_per_s": None, "relative": None}
+    data["sizes"][0]["samples_per_s_ci95"] = None
+    report = of(data)
+    assert "micro batch 2: thrash: w" in read_page(report).text
+    assert line(report, THROUGHPUT, "each run").x == [4, 4, 8, 8]
+
+
+def test_a_shorter_trial_counts_the_update_once() -> None:
+    """Half the sequences: a step of the declared batch has twice the passes and one update."""
+    run = TimedRun(name="r", step_s=[1.0, 1.2], forward_backward_s=[0.8, 0.9], peak_gib=[1.0])
+    assert throughput.run_rate(run, 64, 128) == pytest.approx(128 / ((1.8 + 2.1) / 2))
+
+
+def test_memory_shows_the_line_the_peaks_and_the_limits() -> None:
+    data = batch()
+    report = of(data)
+    ends = points(line(report, MEMORY, "line through the two largest"))
+    assert ends == pytest.approx({0: 0.2, TOO_LARGE: 0.2 + 0.0125 * TOO_LARGE})
+    assert points(line(report, MEMORY, "measured, greatest rank")) == pytest.approx(
+        {2: 0.225, 4: 0.25, 8: 0.3}
+    )
+    assert [rule.value for rule in figure_of(report, MEMORY).levels] == pytest.approx([0.5, 0.45])
+    far = figure_of(of(change(data, "memory", limit_gib=64.0)), MEMORY)
+    assert not far.levels
+    assert "64.00 GiB" in far.note
+
+
+def test_noise_scale_with_its_equation_or_why_there_is_none() -> None:
+    report = of(batch())
+    verdict = next(v for v in report.verdicts if v.text.startswith("Noise scale"))
+    assert [value for value in ("310", "255", "391") if value not in verdict.text] == []
+    assert "0.62 / 0.002, 170 of 170 steps" in verdict.notes[0]
+    assert f"{100 / (1 + DECLARED / NOISE):.1f} %" in verdict.notes[1]
+    none = of(batch(inconclusive="fewer than 50 steps"))
+    assert any("fewer than 50 steps" in v.text for v in none.verdicts)
+    assert "310" not in read_page(none).text
+
+
+def test_goodput_has_its_gain_and_its_range() -> None:
+    data = batch()
+    gain = data["goodput"]
+    verdict = next(v for v in of(data).verdicts if v.text.startswith("Goodput"))
+    assert str(gain["recommended"]) in verdict.text
+    assert f"{100 * gain['gain']:.1f} %" in verdict.text
+    both = " and ".join(map(str, gain["recommended_interval"]))
+    assert both in verdict.notes[0]
+
+
+def test_loss_by_rate_has_every_seed_of_the_last_rung_and_what_diverged() -> None:
+    data = lr()
+    figure = figure_of(of(data), LOSS)
+    first, last, seeds, diverged = (t for t in figure.traces if isinstance(t, Line))
+    short = {t["lr"]: t["heldout_loss"] for t in data["rungs"][0]["trials"]}
+    assert points(first) == short
+    mean = (4.7074 + 4.9367) / 2
+    assert points(last) == pytest.approx({0.0285: 5.0091, 0.057: mean, 0.114: None})
+    assert sorted(seeds.values) == [4.7074, 4.9367, 5.0091]
+    assert diverged.x == [0.114]
+    assert diverged.values[0] > max(first.values)
+    assert [mark.value for mark in figure.marks] == [0.057]
+
+
+def test_range_test_marks_the_edge_and_cuts_what_is_far_above() -> None:
+    data = lr()
+    figure = figure_of(of(data), RANGE)
+    assert [mark.value for mark in figure.marks] == [0.3]
+    trace = figure.traces[0]
+    assert isinstance(trace, Line)
+    assert max(trace.values) == pytest.approx(1.5 * 5.5)
+    assert "8.25" in figure.note
+    figure = figure_of(of(change(data, "range_test", edge=None, why="no divergence up to 0.1")), RANGE)
+    assert not figure.marks
+    assert "no divergence up to 0.1" in figure.note
+
+
+def test_tables_hold_every_number() -> None:
+    data = batch()
+    sizes = [{key: value for key, value in size.items() if key != "runs"} for size in data["sizes"]]
+    assert numbers([sizes]) <= read_page(of(data)).exact
+    data = lr()
+    page = read_page(of(data))
+    trials = [t for rung in data["rungs"] for t in rung["trials"]]
+    assert numbers([trials]) <= page.exact
+    assert all(t["trial"] in page.text for t in trials)
+
+
+def test_the_last_rung_says_which_rate_is_chosen_and_which_is_tied() -> None:
+    text = " ".join(shown(of(change(lr(), "choice", tied=[0.0285])), 120))
+    assert "5.70e-02 (chosen)" in text
+    assert "2.85e-02 (tied)" in text
+    assert "(tied)" not in " ".join(shown(of(lr())))
+
+
+def empty_lr() -> dict[str, Any]:
+    return lr(status="partial", tokens=None, range_test=None, rungs=[], choice=None, trained_tokens=0)
+
+
+@pytest.mark.parametrize("data", [unmeasured(), empty_lr()], ids=["batch", "lr"])
+def test_nothing_measured_is_never_zero(data: dict[str, Any]) -> None:
+    page = read_page(of({**data, "environment": {}, "config": {}}))
+    assert page.labels == []
+    assert "0.0" not in page.text
+
+
+def test_the_command_that_takes_the_choice_can_be_pasted() -> None:
+    tuned = TuneLr.model_validate(lr())
+    assert lr_page(tuned, Path("my out")).next == "bert-dp train 'my out/tuned.yaml'"
