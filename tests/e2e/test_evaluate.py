@@ -15,7 +15,7 @@ from launcher import results
 from tests.e2e.cli import bert_dp, command, refused, start
 from tests.helpers import read_lines
 
-RUN = Path(__file__).parents[1] / "golden/made/run-stopped"
+RUN = Path(__file__).parents[1] / "fixtures/stopped-run"
 WORDS = "a cat sat on a mat while seven old ships sailed slowly past the quiet harbour in rain".split()
 LINES = [" ".join(WORDS[(i * j + i) % len(WORDS)] for j in range(1, 30)) for i in range(1, 200)]
 

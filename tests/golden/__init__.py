@@ -1,6 +1,4 @@
-"""What every verb says of fixed inputs, as the code of commit bd72a94 said it.
+"""The numbers of ten fixed reports, recorded in told.json.
 
-`made/` holds directories that that code wrote, `expected/` what its verbs make of them. `python -m
-tests.golden check` compares, `record SECTION` writes one section of `expected/` anew. `make` writes `made/`
-anew, which is almost never right: it is there so that later code is seen to go on with what that code began.
+`python -m tests.golden check` names each number that changed; `record` writes them anew.
 """

@@ -1,4 +1,4 @@
-"""`python -m tests.golden check|record [SECTION...]`."""
+"""`python -m tests.golden check|record`."""
 
 from __future__ import annotations
 
@@ -8,43 +8,27 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.golden import made
 from tests.golden.compare import differences
-from tests.golden.values import QUICK, SLOW
+from tests.golden.told import told
 
-EXPECTED = Path(__file__).parent / "expected"
-
-
-def values(section: str) -> Any:
-    """What today's code makes of a fresh copy."""
-    with tempfile.TemporaryDirectory() as folder, made.two_cores():
-        return {**QUICK, **SLOW}[section](made.place(Path(folder) / "golden"))
+RECORDED = Path(__file__).parent / "told.json"
 
 
-def check(section: str) -> list[str]:
-    """What differs from what was recorded."""
-    expected = json.loads((EXPECTED / f"{section}.json").read_text())
-    try:
-        got = json.loads(json.dumps(values(section)))
-    except AssertionError as error:  # a verb gave no answer
-        return [f"{section}: {error}"]
-    return differences(expected, got, section)
+def numbers() -> Any:
+    """Compute the numbers of the reports."""
+    with tempfile.TemporaryDirectory() as folder:
+        return json.loads(json.dumps(told(Path(folder))))
 
 
-def record(section: str) -> list[str]:
-    """Write what is expected from now on."""
-    EXPECTED.mkdir(exist_ok=True)
-    (EXPECTED / f"{section}.json").write_text(json.dumps(values(section), indent=1) + "\n")
-    return []
-
-
-def main(verb: str, sections: list[str]) -> int:
-    found = []
-    for section in sections or [*QUICK, *SLOW]:
-        found += {"check": check, "record": record}[verb](section)
-    print("\n".join(found))
-    return bool(found)
+def check() -> list[str]:
+    """Compare the numbers with the recorded ones."""
+    return differences(json.loads(RECORDED.read_text()), numbers(), "told")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2:]))
+    if sys.argv[1:] == ["record"]:
+        RECORDED.write_text(json.dumps(numbers(), indent=1) + "\n")
+    else:
+        found = check()
+        print("\n".join(found))
+        sys.exit(bool(found))

@@ -6,6 +6,7 @@ Words may change; a number that moves, is lost or stands with another label does
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from tests.plan_fixture import answer, measured, source_of
 from tests.report_fixture import figures_of, make_run
 from tests.scaling_fixture import ENVIRONMENT, scaling
 
+UNIT = r" ?%| (?:[kMGT](?:B|FLOP/s|J)?|us|ms|s|min|h)\b"
+NUMBER = re.compile(rf"n/a|(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?:{UNIT})?(?![0-9A-Za-z])")
 FAILED = {**failed("no", rank=1, fix=["do"], log="l"), "step": 90}
 RARE = {"energy_j": 2.1e7, "straggler_ratio": 1.5, "mfu": 0.375, "loss_spikes": 3, "failed_saves": 2}
 RARE |= {"straggler": {"rank": 1, "ratio": 1.5, "seconds_per_step": 0.25}, "profiled_steps": [10, 12]}
@@ -69,11 +72,11 @@ REPORTS: dict[str, Callable[[Path], Report]] = {
 }
 
 
-def told(find: Callable[[str], list[str]], folder: Path) -> dict[str, Any]:
-    """By report; `find` gives the numbers in a text."""
+def told(folder: Path) -> dict[str, Any]:
+    """Map each report to its numbers."""
 
     def numbers_in(*texts: str) -> str:
-        return " | ".join(" ".join(find(text)) for text in texts)
+        return " | ".join(" ".join(NUMBER.findall(text)) for text in texts)
 
     made = {name: make(folder / name.replace(" ", "-")) for name, make in REPORTS.items()}
     return {name: _of_report(report, numbers_in) for name, report in made.items()}

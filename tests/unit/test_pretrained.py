@@ -14,8 +14,8 @@ from bert_dp.corpus import tokenizer
 from tests.helpers import issues_of
 
 ROOT = Path(__file__).parents[1]
-RUN = ROOT / "golden/made/run-stopped"
-FP64 = ROOT / "parity/older/step-00000003"
+RUN = ROOT / "fixtures/stopped-run"
+FP64 = ROOT / "fixtures/step-00000003"
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from launcher import results
 from launcher.evaluate.text_loss import text_issues, text_report
 from tests.helpers import TINY_MODEL, issues_of
 
-RUN = Path(__file__).parents[1] / "golden/made/run-stopped"
+RUN = Path(__file__).parents[1] / "fixtures/stopped-run"
 SENTENCE = "Seven old ships sailed slowly past the quiet harbour, while rain fell on every lamp of it."
 DOCUMENTS = [f"{SENTENCE} This is number {i}: {SENTENCE[i % 40 :]}" for i in range(60)]
 LENGTH = 16
