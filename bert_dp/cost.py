@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from bert_dp.config import Config, ModelConfig, num_masked
+from bert_dp.config import OPTIMIZERS, Config, ModelConfig, engine_facts, num_masked, sharded
 
 GIB = 2**30
 
@@ -100,23 +100,21 @@ def memory_estimate_gib(config: Config, precision: str, world_size: int = 1) -> 
     gathered = (model.vocab_size * model.hidden_size / tensor + 2 * block) * wide
     weights = gradients = parameters * wide
     moments = 2.0 * parameters
-    if config.optim.name == "muon":
-        moments -= linear_parameters(model)
+    moments -= (2 - OPTIMIZERS[config.optim.name].matrix_moments) * linear_parameters(model)
     optimizer = moments * wide
-    stage = parallel.zero_stage if parallel.engine == "deepspeed" else 0
+    facts, state = engine_facts(parallel.engine), sharded(parallel.engine, parallel.zero_stage)
+    shards = dp // parallel.fsdp_replicas
     accumulates = config.batch.global_size > config.batch.micro_size * dp
-    if parallel.engine == "zero1" or stage >= 1:
-        optimizer /= dp
-    if stage in (1, 2):
-        weights += parameters * wide / dp  # the owner's copy that its optimizer works on
-    if stage == 2:
-        gradients /= dp
-    if parallel.engine == "fsdp" or stage == 3:
-        shards = dp // parallel.fsdp_replicas
+    if "optimizer" in state:
+        optimizer /= shards
+    if "parameters" in state:
         weights = weights / shards + gathered
-        optimizer = moments * wide / shards
-        whole = stage == 0 and accumulates
-        gradients = parameters * wide if whole else parameters * wide / shards + gathered
+        if not (facts.whole_gradients and accumulates):
+            gradients = gradients / shards + gathered
+    elif "gradients" in state:
+        gradients /= shards
+    if facts.master_copy and "optimizer" in state and "parameters" not in state:
+        weights += parameters * wide / dp
     parts = {
         "weights": weights,
         "gradients": gradients,
@@ -154,7 +152,8 @@ def rank_memory_gib(config: Config, precision: str, world_size: int = 1, *, on_g
         more += layers * model.num_heads * length * narrow / config.parallel.tensor
     parts["activations"] += tokens * more / GIB
     parameters = num_parameters(model, length)
-    moments = 2 * parameters - (linear_parameters(model) if config.optim.name == "muon" else 0)
+    moments = 2 * parameters
+    moments -= (2 - OPTIMIZERS[config.optim.name].matrix_moments) * linear_parameters(model)
     # without checkpoints the weights alone, which a run begins from
     copied = parameters + (moments if config.checkpoint.keep else 0)
     heap = HEAP_SHARE * (parts["activations"] + parts["logits"])

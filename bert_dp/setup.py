@@ -17,6 +17,7 @@ from bert_dp.devices import device_name
 from bert_dp.dist import Comm
 from bert_dp.lines import Records
 from bert_dp.metrics import Meter, sample_communication
+from bert_dp.optim.contract import Named
 from bert_dp.precision import Precision, allow_tf32, has_bf16, precision_of
 from bert_dp.record.models import InitFrom
 from bert_dp.saving import AsyncCheckpointer
@@ -158,7 +159,7 @@ def build_trainer(
         run_dir=rank.run_dir,
     )
 
-    def make_optimizer(named: optim.NamedParameters) -> torch.optim.Optimizer:
+    def make_optimizer(named: Named) -> torch.optim.Optimizer:
         return optim.make_optimizer(config.optim, named, bare, compiled=compiled, precision=precision.name)
 
     model, optimizer = engine.prepare(bare, make_optimizer)

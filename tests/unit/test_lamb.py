@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from bert_dp.config import OptimConfig
-from bert_dp.lamb import Lamb
 from bert_dp.optim import make_optimizer
+from bert_dp.optim.lamb import Lamb
 from bert_dp.trainable import Model
 from tests.tensors import assert_near, bits, with_moments
 from tests.unit.test_optimizers import parameters_of, take_step

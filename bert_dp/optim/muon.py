@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bert_dp.optimizer_contract import Optimizer
+from bert_dp.config import OptimConfig
+from bert_dp.optim.contract import Named, Optimizer, parameter_groups
+from bert_dp.trainable import Model
 
 # Newton-Schulz: x <- a x + b (x x') x + c (x x')^2 x, five times
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -24,6 +26,32 @@ BATCH_ELEMENTS = 2**25  # of the matrices that are multiplied at once: 128 MiB i
 Split = tuple[int, int]
 """(dimension, number of matrices fused along it), as in a model's tensor plan."""
 WHOLE: Split = (0, 1)
+
+
+def make(config: OptimConfig, named: Named, model: Model, *, compiled: bool, precision: str) -> Muon:
+    """Build Muon for the matrices and AdamW for the rest; see `bert_dp.optim.make_optimizer`."""
+    matrices = {name: parameter for name, parameter in named if model.is_matrix(name)}
+    rest = [(name, parameter) for name, parameter in named if name not in matrices]
+    plan = model.tensor_plan() or {}
+    groups = parameter_groups(rest, config.weight_decay, model.is_decayed)
+    groups.append(
+        {
+            "params": list(matrices.values()),
+            "weight_decay": config.weight_decay,
+            "matrix": True,
+            "splits": [plan.get(name, WHOLE) for name in matrices],
+        }
+    )
+    on_gpu = any(parameter.device.type == "cuda" for _, parameter in named)
+    return Muon(
+        groups,
+        lr=0.0,
+        momentum=config.momentum,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        # as Muon's original, where the model's products are in bf16 too; a CPU gains nothing by it
+        multiply_in=torch.bfloat16 if precision == "bf16" and on_gpu else None,
+    )
 
 
 class Muon(Optimizer):

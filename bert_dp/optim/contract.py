@@ -1,13 +1,28 @@
-"""What LAMB and Muon share: the contract between an engine and an optimizer, and Adam's state."""
+"""What the files of optimizers share: parameter groups, Adam's state, and the contract with an engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.adamw import adamw
+
+Named = Sequence[tuple[str, nn.Parameter]]
+
+
+def parameter_groups(
+    named: Iterable[tuple[str, nn.Parameter]], weight_decay: float, is_decayed: Callable[[str], bool]
+) -> list[dict[str, object]]:
+    """Split into two groups in the order of `named`: with and without weight decay."""
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for name, parameter in named:
+        groups[is_decayed(name)].append(parameter)
+    return [
+        {"params": groups[True], "weight_decay": weight_decay},
+        {"params": groups[False], "weight_decay": 0.0},
+    ]
 
 
 class Optimizer(torch.optim.Optimizer):

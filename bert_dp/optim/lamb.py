@@ -10,9 +10,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bert_dp.optimizer_contract import Optimizer
+from bert_dp.config import OptimConfig
+from bert_dp.optim.contract import Named, Optimizer, parameter_groups
+from bert_dp.trainable import Model
 
 Tensors = list[Tensor]
+
+
+def make(config: OptimConfig, named: Named, model: Model, *, compiled: bool, precision: str) -> Lamb:
+    """Build LAMB; see `bert_dp.optim.make_optimizer`."""
+    groups = parameter_groups(named, config.weight_decay, model.is_decayed)
+    return Lamb(groups, lr=0.0, betas=(config.beta1, config.beta2), eps=config.eps, compiled=compiled)
 
 
 class Rule(NamedTuple):

@@ -1,0 +1,32 @@
+"""The learning rate as a pure function of progress f."""
+
+from __future__ import annotations
+
+import math
+
+from bert_dp.config import ScheduleConfig
+
+
+def lr_factor(schedule: ScheduleConfig, progress: float) -> float:
+    """Learning rate / peak at progress f in [0, 1].
+
+    budget_triangle: min(0.25 + f, 4 (1 - f)), the recipe's (JonasGeiping/cramming, budget-triangle2).
+    linear, cosine, wsd: linear warm-up over warmup_fraction first; wsd decays as 1 - sqrt over its last
+    decay_fraction (arXiv 2405.18392). exponential: 1e-4^(1 - f), the range test (arXiv 1506.01186, 3.3, with
+    equal ratios in place of equal differences).
+    """
+    f = min(max(progress, 0.0), 1.0)
+    if schedule.name == "budget_triangle":
+        return min(0.25 + f, 4.0 * (1.0 - f))
+    if schedule.name == "constant":
+        return 1.0
+    if schedule.name == "exponential":
+        return float(1e-4 ** (1.0 - f))
+    warmup = schedule.warmup_fraction
+    if f < warmup:
+        return f / warmup
+    if schedule.name == "wsd":
+        left = (1.0 - f) / schedule.decay_fraction
+        return 1.0 if left >= 1.0 else 1.0 - math.sqrt(1.0 - left)
+    done = (f - warmup) / (1.0 - warmup)
+    return 1.0 - done if schedule.name == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
