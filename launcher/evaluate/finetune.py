@@ -134,7 +134,9 @@ def prepare(start: Pretrained, source: Source, sequence_length: int, dev_share: 
     already."""
     arguments = ["prepare", "--tokenizer", str(start.tokenizer), "--length", str(sequence_length)]
     arguments += ["--dev-share", str(dev_share)] if dev_share else []
-    done = children.run_module("bert_dp.examples", [*arguments, *source.options], stdout=subprocess.PIPE)
+    done = children.run_module(
+        "bert_dp.examples.prepare", [*arguments, *source.options], stdout=subprocess.PIPE
+    )
     children.check(done.returncode, "preparing the examples")
     return Path(done.stdout.strip())
 

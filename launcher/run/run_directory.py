@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 
 from bert_dp import record
-from bert_dp.config import Config, changed_settings, hf_directory, progress_at
+from bert_dp.config import Config, Issue, changed_settings, hf_directory, progress_at
 from bert_dp.record.models import Summary
 from launcher import results
 from launcher.job import Job, exposure_issues, input_issues
@@ -22,13 +22,13 @@ BESIDE_A_RUN = (".*", "slurm-*.out", "lost+found")  # what may stand where a run
 FILES = ("config.yaml", "tokenizer.json", "metrics.jsonl", "evals.jsonl", ".lock", LOCK, *WRITTEN[""])
 
 
-def start_issues(job: Job, run_dir: Path, resume: str) -> list[str]:
+def start_issues(job: Job, run_dir: Path, resume: str) -> list[Issue | str]:
     """Why a run cannot start there; one line each. One that goes on needs the weights that it began with no
     more."""
     config = job.config
     if checkpoint_to_resume(run_dir, resume) is not None:
         config = config.model_copy(update={"run": config.run.model_copy(update={"init_from": None})})
-    issues = [*input_issues(config), *exposure_issues(job.config, run_dir, "--run-dir")]
+    issues: list[Issue | str] = [*input_issues(config), *exposure_issues(job.config, run_dir, "--run-dir")]
     return [*issues, *run_dir_issues(run_dir, job.config, resume)]
 
 
