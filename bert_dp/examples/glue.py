@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from bert_dp.config import ConfigError, Issue
-from bert_dp.config.error import IssueKind
 from bert_dp.config.examples import TRAIN, Metric
 from bert_dp.config.schema import LabelKind
 from bert_dp.config.stored import read_regular
@@ -167,31 +166,27 @@ def read_files(place: Path, names: Sequence[str], *, content: bool = True) -> di
                     found[name] = read_regular(place / name, MAX_FILE_BYTES) if content else b""
             return found
         if not place.is_file():
-            raise _place_error(place, "not_found", "no such folder or tar", "correct the path")
+            raise data_error(str(place), "not_found", "no such folder or tar", "correct the path")
         with tarfile.open(place) as archive:
             for count, member in enumerate(archive):
                 if count == MAX_MEMBERS:
-                    raise _place_error(place, "damaged", f"more than {count} files", "name GLUE's own tar")
+                    raise data_error(str(place), "damaged", f"more than {count} files", "name GLUE's own tar")
                 wanted = [name for name in names if f"/{member.name}".endswith(f"/{name}")]
                 if wanted and wanted[0] not in found and member.isreg():  # a link is not followed
                     if content and member.size > MAX_FILE_BYTES:
                         size = f"{member.name} has {member.size} bytes"
-                        raise _place_error(place, "damaged", size, "fetch it again")
+                        raise data_error(str(place), "damaged", size, "fetch it again")
                     file = archive.extractfile(member) if content else None
                     found[wanted[0]] = file.read() if file else b""
                 if len(found) == len(names):
                     break
     except (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError):
         fix = "fetch it again; unpack a zip and name the folder"
-        raise _place_error(place, "damaged", "not a tar, or a damaged one", fix) from None
+        raise data_error(str(place), "damaged", "not a tar, or a damaged one", fix) from None
     except OSError as error:
         message = f"cannot be read ({error.strerror or error})"
-        raise _place_error(Path(error.filename or place), "not_found", message, "check the file") from None
+        raise data_error(str(error.filename or place), "not_found", message, "check the file") from None
     return found
-
-
-def _place_error(place: Path, kind: IssueKind, message: str, hint: str) -> ConfigError:
-    return data_error("--data", kind, f"{place}: {message}", hint, str(place))
 
 
 def _table(name: str, data: bytes, task: Task) -> Table:

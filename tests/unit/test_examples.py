@@ -285,11 +285,11 @@ def test_a_file_of_glue_has_a_largest_size_and_is_found_without_reading_it(
     monkeypatch.setattr(glue, "MAX_FILE_BYTES", 50)
     for data in (folder, tar):
         (issue,) = lab.refused("--task", "RTE", "--data", data)
-        assert issue.setting == "--data"
+        assert issue.setting in (f"{folder}/RTE/train.tsv", tar)
         assert json.loads(prepare.answer(["missing", "--data", data])[0])["RTE"] == []
     monkeypatch.setattr(glue, "MAX_MEMBERS", 1)
     (issue,) = lab.refused("--task", "RTE", "--data", tar)
-    assert (issue.kind, issue.value) == ("damaged", tar)
+    assert (issue.setting, issue.kind) == (tar, "damaged")
 
 
 def test_files_that_glue_lacks_are_named_over_all_places(lab: Lab) -> None:
@@ -788,7 +788,7 @@ def test_any_bytes_of_glue_are_refused_in_one_line(lab: Lab, content: bytes) -> 
     tar = lab.write("g.tar", content)
     for data in (str(lab.folder / "g"), tar):
         (issue,) = lab.refused("--task", "RTE", "--data", data)[:1]
-        assert issue.setting in ("RTE/train.tsv", "--data")
+        assert issue.setting in ("RTE/train.tsv", "--data", tar)
         assert "\n" not in str(issue)
 
 
@@ -860,8 +860,8 @@ def test_what_does_not_fit_other_files_or_options_is_refused(lab: Lab) -> None:
         (["--task", "SQuAD", "--data", folder], "--task", "unknown", "SQuAD"),
         (["--task", "RTE", "--data", folder], "RTE/train.tsv", "unknown", "perhaps"),
         (["--task", "RTE", "--data", str(lab.folder / "h")], "RTE/train.tsv", "damaged", None),
-        (["--task", "RTE", "--data", cut], "--data", "damaged", cut),
-        (["--task", "RTE", "--data", pipe], "--data", "not_found", pipe),
+        (["--task", "RTE", "--data", cut], cut, "damaged", None),
+        (["--task", "RTE", "--data", pipe], pipe, "not_found", None),
     ):
         (issue,) = lab.refused(*options)
         assert (issue.setting, issue.value) == (setting, value)
