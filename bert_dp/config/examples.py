@@ -21,7 +21,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ExampleSplit(StoredModel):
-    """One file of examples. Tokens are the real ones, with <cls> and <sep>."""
+    """Describe one file of examples. Its tokens include <cls> and <sep>."""
 
     source: str
     """File that the examples were read from; of an archive its member."""
@@ -47,7 +47,7 @@ class ExampleSplit(StoredModel):
 
 
 class SpecialTokens(StoredModel):
-    """Ids of the tokens that frame an example."""
+    """Hold the ids of the tokens that frame an example."""
 
     pad: Count
     cls: Count
@@ -55,7 +55,7 @@ class SpecialTokens(StoredModel):
 
 
 class ExamplesManifest(HashedFile):
-    """What a directory of examples says of itself."""
+    """Describe a prepared directory of examples."""
 
     file_name: ClassVar[str] = "examples.json"
     remedy: ClassVar[str] = "prepare it again with `bert-dp finetune`"
@@ -84,7 +84,7 @@ class ExamplesManifest(HashedFile):
 
     @property
     def num_samples(self) -> int:
-        """Examples of one epoch."""
+        """Return the number of examples of one epoch."""
         return self.splits[TRAIN].examples
 
     @model_validator(mode="after")
@@ -144,5 +144,5 @@ def read_examples(directory: Path) -> ExamplesManifest:
 
 
 def read_data(config: Config, directory: Path) -> Manifest | ExamplesManifest:
-    """The manifest in `directory`, of the kind of data that the objective reads. Raises ConfigError."""
+    """Read the manifest of the kind of data that the objective takes. Raises ConfigError."""
     return read_examples(directory) if config.objective.name == "finetune" else read_manifest(directory)

@@ -1,4 +1,4 @@
-"""GLUE's tasks, and their files in folders and tars. Torch-free.
+"""Define GLUE's tasks and read their files from folders and tars. Torch-free.
 
 Row counts, columns and the order of the labels are those of the published data set
 (https://gluebenchmark.com/tasks, and `nyu-mll/glue` on the hub).

@@ -115,7 +115,7 @@ def prepare(
 
 
 def _verified(directory: Path) -> ExamplesManifest:
-    """The manifest, checked against every file. Raises ConfigError."""
+    """Read the manifest and check every file. Raises ConfigError."""
     manifest = read_examples(directory)
     for split in manifest.splits:
         Examples.open(directory, manifest, split)
@@ -185,12 +185,12 @@ def _baseline(
 
 
 def _key(row: Row) -> int:
-    """64-bit hash of an example's texts: the same for texts that differ in case and white space only."""
+    """Hash the texts of an example to 64 bits, regardless of case and white space."""
     return document_key("\0".join(" ".join(text.split()) for text in row.texts), seed=0)
 
 
 def _with_drawn_dev(labelled: Labelled, share: float) -> Labelled:
-    """Train alone, of which a share, drawn by the hash of each row's texts, is dev. Raises ConfigError."""
+    """Move a share of train, drawn by the hash of each row's texts, to dev. Raises ConfigError."""
     whole = labelled.tables[TRAIN]
     rows: dict[str, list[Row]] = {TRAIN: [], "dev": []}
     for row in whole.rows:
@@ -204,7 +204,7 @@ def _with_drawn_dev(labelled: Labelled, share: float) -> Labelled:
 
 
 def summary(manifest: ExamplesManifest) -> str:
-    """What a prepared directory holds, in one line."""
+    """Describe a prepared directory in one line."""
     parts = []
     for name, split in manifest.splits.items():
         rows, share = f"{split.examples:,}", split.truncated / split.examples
@@ -224,7 +224,7 @@ def summary(manifest: ExamplesManifest) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """The token ids of n examples, one after another."""
+    """Hold the token ids of n examples, one after another."""
 
     ids: NDArray[np.uint16]  # [T]
     offsets: NDArray[np.int64]  # [n + 1]
@@ -236,7 +236,7 @@ class Encoded:
 
 @dataclasses.dataclass(frozen=True)
 class Encoder:
-    """Examples -> `<cls> A <sep>` or `<cls> A <sep> B <sep>`, as ids of at most `length` tokens."""
+    """Convert examples to `<cls> A <sep>` or `<cls> A <sep> B <sep>` of at most `length` token ids."""
 
     tokenizer: Tokenizer
     special: dict[str, int]
@@ -247,7 +247,7 @@ class Encoder:
 
     @classmethod
     def load(cls, path: Path, length: int) -> Encoder:
-        """Raises ConfigError for what is no tokenizer, and for one that lacks a special token."""
+        """Read a tokenizer.json. Raises ConfigError, also if it lacks a special token."""
         tokenizer = tokens.load(path)
         special = tokens.special_ids(tokenizer, str(path))
         tokenizer.no_padding()
@@ -279,7 +279,7 @@ class Encoder:
         return any(all(parts) for parts in self._parts(examples))
 
     def _parts(self, examples: Sequence[tuple[str, ...]]) -> Iterator[list[list[int]]]:
-        """The ids of each text of each example, whole and bare."""
+        """Yield the ids of each text of an example, without special tokens."""
         for start in range(0, len(examples), BATCH_EXAMPLES):
             batch = examples[start : start + BATCH_EXAMPLES]
             texts = list(chain.from_iterable(batch))
@@ -289,8 +289,8 @@ class Encoder:
 
 
 def truncate(parts: list[list[int]], room: int) -> list[list[int]]:
-    """One or two parts cut to `room` tokens together: token by token from the end of the longer one, of the
-    second where both are as long."""
+    """Cut one or two parts to `room` tokens in total, token by token from the end of the longer one; of the
+    second if both have the same length."""
     if len(parts) == 1:
         return [parts[0][:room]]
     first, second = parts

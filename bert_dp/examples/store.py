@@ -1,4 +1,4 @@
-"""The examples of one split on disk: written, and read by index. Torch-free.
+"""Write and read the examples of one split. Torch-free.
 
 A file holds `ids` uint16 [T], the tokens of all examples one after another; `offsets` int64 [n + 1], where
 each begins and ends; and where they are known `labels`: int64 [n] (single_label), uint8 [n, L] (multi_label)
@@ -28,7 +28,7 @@ LABEL_TYPES = {"single_label": np.int64, "multi_label": np.uint8, "regression": 
 
 @dataclasses.dataclass(frozen=True)
 class Examples:
-    """The n examples of a split."""
+    """Hold the n examples of a split."""
 
     ids: NDArray[np.uint16]  # [T]
     offsets: NDArray[np.int64]  # [n + 1]
@@ -97,9 +97,9 @@ class Examples:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each example, [n]."""
+        """Return the number of tokens of each example, [n]."""
         return np.diff(self.offsets)
 
     def tokens(self, index: int) -> NDArray[np.uint16]:
-        """Token ids of an example, <cls> first."""
+        """Return the token ids of an example, <cls> first."""
         return self.ids[self.offsets[index] : self.offsets[index + 1]]
