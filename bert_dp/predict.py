@@ -34,8 +34,8 @@ from bert_dp.corpus import readers
 from bert_dp.corpus.builder import shown_progress
 from bert_dp.corpus.command import run_command
 from bert_dp.corpus.pipeline import Progress
-from bert_dp.examples.encode import Encoder
-from bert_dp.examples.own import read_table
+from bert_dp.examples.custom import read_table
+from bert_dp.examples.prepare import Encoder
 from bert_dp.examples.table import Columns
 from bert_dp.export import foreign
 from bert_dp.measure.peak import use_all_cores

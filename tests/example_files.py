@@ -55,6 +55,8 @@ def write_examples(
         file = f"{name}.safetensors"
         sha = Examples(ids, offsets, None if name == "test" else labels).save(directory / file)
         splits[name] = {
+            "source": "own.csv",
+            "source_sha256": "0" * 64,
             "file": file,
             "sha256": sha,
             "examples": count,
@@ -62,6 +64,10 @@ def write_examples(
             "truncated": 0,
             "has_labels": name != "test",
             "in_train": None if name == "train" else 0,
+            "baseline": dict.fromkeys(METRICS[kind], 0.25) if name == "dev" else None,
+            "left_out": 0,
+            "without_tokens": 0,
+            "first_without_tokens": None,
         }
     manifest: dict[str, Any] = {
         "task": "own",
@@ -76,7 +82,6 @@ def write_examples(
         "official": None,
         "rows": {},
         "dev_share": 0.0,
-        "sources": [],
     }
     write_json(directory / "examples.json", with_hash(ExamplesManifest, manifest))
     return directory

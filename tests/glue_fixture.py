@@ -41,6 +41,8 @@ def make_task(
     counts = {"train": 10 * examples, **dict.fromkeys(dev, examples), **dict.fromkeys(tests, test)}
     splits = {
         split: {
+            "source": "own.csv",
+            "source_sha256": SHA,
             "file": f"{split}.safetensors",
             "sha256": SHA,
             "examples": count,
@@ -48,13 +50,17 @@ def make_task(
             "truncated": count // 4,
             "has_labels": split not in tests,
             "in_train": None if split == "train" else 1,
+            "baseline": None if split not in dev else dict.fromkeys(METRICS.get(name, ["accuracy"]), 0.4),
+            "left_out": 0,
+            "without_tokens": 0,
+            "first_without_tokens": None,
         }
         for split, count in counts.items()
     }
     regression = name == "STS-B"
     facts = {
         "format": "bert-dp-examples",
-        "version": 2,
+        "version": 3,
         "task": name,
         "kind": "regression" if regression else "single_label",
         "labels": [] if regression else ["entailment", "not_entailment"],
@@ -67,7 +73,6 @@ def make_task(
         "official": official and not dev_share,
         "rows": {},
         "dev_share": dev_share,
-        "sources": [],
         "hash": hashlib.sha256(f"{name}{dev_share}".encode()).hexdigest(),
     }
     return PreparedTask(Path(f"/prepared/{name}-{dev_share:g}"), ExamplesManifest.model_validate(facts))
@@ -165,9 +170,7 @@ def scored_task(name: str, values: list[float | None], **task: Any) -> GlueTask:
         else GlueTrial(trial=f"{name}-s{seed}", lr=4e-5, seed=seed, status="failed", cause="NaN")
         for seed, value in enumerate(values)
     ]
-    splits = glue_scores.dev_splits(source.manifest)
-    majority = {split: dict.fromkeys(source.manifest.metrics, 0.4) for split in splits}
-    return glue_scores.score_task(source.manifest, trials[::-1], majority, None)
+    return glue_scores.score_task(source.manifest, trials[::-1], None)
 
 
 def evaluation(out: Path, tasks: Sequence[GlueTask], **asked: Any) -> Glue:
@@ -201,7 +204,7 @@ def measured(
             one_class = ["dev"] if is_constant else []
             write_trial(trial, task, scores_of(task, score(name, seed)), logits, one_class)
             trials.append(glue_scores.read_trial(trial, Outcome("ok", 2.0), task.manifest))
-        found.append(glue_scores.score_task(task.manifest, trials, {}, None))
+        found.append(glue_scores.score_task(task.manifest, trials, None))
     results.write(folder / "glue.json", evaluation(folder, found))
     return folder
 

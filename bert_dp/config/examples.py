@@ -1,5 +1,4 @@
-"""examples.json of a prepared directory of labelled examples: its model, its one reader, and how it fits a
-configuration."""
+"""Read examples.json of a prepared directory of labelled examples and compare it with a configuration."""
 
 from __future__ import annotations
 
@@ -8,15 +7,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from bert_dp.config.manifest import (
-    BaseName,
-    HashedFile,
-    Manifest,
-    TokenizerFile,
-    beyond,
-    read_hashed,
-    read_manifest,
-)
+from bert_dp.config.error import Issue
+from bert_dp.config.manifest import BaseName, HashedFile, Manifest, TokenizerFile, read_hashed, read_manifest
 from bert_dp.config.schema import MAX_VOCAB_SIZE, Config, LabelKind
 from bert_dp.config.stored import Count, Sha256, StoredModel
 
@@ -29,8 +21,11 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ExampleSplit(StoredModel):
-    """One file of examples. Tokens are the real ones, with <cls> and <sep>."""
+    """Describe one file of examples. Its tokens include <cls> and <sep>."""
 
+    source: str
+    """File that the examples were read from; of an archive its member."""
+    source_sha256: Sha256
     file: BaseName
     sha256: Sha256
     examples: int = Field(ge=1, lt=2**63)
@@ -40,23 +35,19 @@ class ExampleSplit(StoredModel):
     has_labels: bool
     in_train: Count | None
     """Examples whose texts, but for case and white space, also stand in train; null of train itself."""
-    left_out: Count = 0
-    """Rows of the file that are broken, and so no examples."""
-    without_tokens: Count = 0
+    baseline: dict[Metric, float | None] | None
+    """Scores of a constant answer, the most frequent label or the mean score of train. None of train itself
+    and of a split without labels; a score is None where the metric is not defined for a constant."""
+    left_out: Count
+    """Broken rows of the file."""
+    without_tokens: Count
     """Examples with a text of which the tokenizer keeps nothing; of a pair one such text is enough."""
-    first_without_tokens: str | None = None
+    first_without_tokens: str | None
     """Place of the first of them in its file, as in "line 7"."""
 
 
-class ExampleSource(StoredModel):
-    """A file that the examples were read from; of an archive one of its members."""
-
-    name: str
-    sha256: Sha256
-
-
 class SpecialTokens(StoredModel):
-    """Ids of the tokens that frame an example."""
+    """Hold the ids of the tokens that frame an example."""
 
     pad: Count
     cls: Count
@@ -64,12 +55,12 @@ class SpecialTokens(StoredModel):
 
 
 class ExamplesManifest(HashedFile):
-    """What a directory of examples says of itself."""
+    """Describe a prepared directory of examples."""
 
     file_name: ClassVar[str] = "examples.json"
-    remedy: ClassVar[str] = "prepare it again with `python -m bert_dp.examples prepare`"
+    remedy: ClassVar[str] = "prepare it again with `bert-dp finetune`"
     format: Literal["bert-dp-examples"]
-    version: Literal[2]
+    version: Literal[3]
     task: str = Field(min_length=1, max_length=64)
     """GLUE's name, as in "RTE", or "own"."""
     kind: LabelKind
@@ -89,54 +80,43 @@ class ExamplesManifest(HashedFile):
     """GLUE's own number of rows by split."""
     dev_share: Share
     """Of train that became dev; 0 where dev is a file."""
-    sources: list[ExampleSource]
     hash: Sha256
 
     @property
     def num_samples(self) -> int:
-        """Examples of one epoch."""
+        """Return the number of examples of one epoch."""
         return self.splits[TRAIN].examples
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> ExamplesManifest:
-        issues = []
-        if TRAIN not in self.splits:
-            issues.append("splits: no train")
-        if len(set(self.labels)) < len(self.labels):
-            issues.append("labels: a name stands twice")
         least = {"single_label": 2, "multi_label": 1, "regression": 0}[self.kind]
-        if len(self.labels) < least or (self.kind == "regression" and self.labels):
-            issues.append(f"labels: {len(self.labels)} do not fit {self.kind}")
-        issues += [
-            f"special_tokens.{role}: {beyond(number, self.vocab_size)}"
-            for role, number in self.special_tokens
-            if number >= self.vocab_size
-        ]
+        names, beyond = self.labels, [id for _, id in self.special_tokens if id >= self.vocab_size]
+        if TRAIN not in self.splits:
+            raise ValueError("splits: no train")
+        if len(set(names)) < max(least, len(names)) or (self.kind == "regression" and names):
+            raise ValueError(f"labels: {len(names)} do not fit {self.kind}, or one stands twice")
+        if beyond:
+            raise ValueError(f"special_tokens: {beyond[0]} is not below vocab_size {self.vocab_size}")
         for name, split in self.splits.items():
             if not 2 * split.examples <= split.tokens <= self.sequence_length * split.examples:
-                issues.append(
-                    f"splits.{name}.tokens: {split.tokens} are not those of {split.examples} examples"
-                )
-        if issues:
-            raise ValueError("; ".join(issues))
+                raise ValueError(f"splits.{name}.tokens: {split.tokens} of {split.examples} examples")
         return self
 
-    def issues(self, config: Config) -> list[str]:
-        """What does not fit the configuration; one line each."""
-        directory, issues = config.data.path, []
-        if self.sequence_length > config.data.sequence_length:
-            issues.append(
-                f"data.sequence_length: {config.data.sequence_length}, but {directory} holds examples of up "
-                f"to {self.sequence_length} tokens; set data.sequence_length={self.sequence_length}"
-            )
-        if self.vocab_size > config.model.vocab_size:
-            issues.append(
-                f"model.vocab_size: {config.model.vocab_size} is below the tokenizer's {self.vocab_size} in "
-                f"{directory}; finetune a run that was trained with this tokenizer"
-            )
+    def issues(self, config: Config) -> list[Issue]:
+        """Return the settings that conflict with the examples."""
+        directory, issues = str(config.data.path), []
+        if self.sequence_length > (length := config.data.sequence_length):
+            message = f"{length}, but {directory} holds examples of up to {self.sequence_length} tokens"
+            fix = f"set data.sequence_length={self.sequence_length}"
+            issues.append(Issue("data.sequence_length", "conflict", message, length, directory, fix))
+        if self.vocab_size > (size := config.model.vocab_size):
+            message = f"{size} is below the tokenizer's {self.vocab_size} in {directory}"
+            fix = "finetune a run that was trained with this tokenizer"
+            issues.append(Issue("model.vocab_size", "conflict", message, size, directory, fix))
         for name, value in (("kind", self.kind), ("labels", tuple(self.labels))):
             if (setting := getattr(config.finetune, name)) != value:
-                issues.append(f"finetune.{name}: {setting}, but {directory} has {value}; set it so")
+                message, fix = f"{setting}, but {directory} has {value}", "set it so"
+                issues.append(Issue(f"finetune.{name}", "conflict", message, setting, directory, fix))
         return issues
 
     def warnings(self, config: Config) -> list[str]:
@@ -159,14 +139,10 @@ class ExamplesManifest(HashedFile):
 
 
 def read_examples(directory: Path) -> ExamplesManifest:
-    """examples.json of a prepared directory, a run or a checkpoint, checked: format, version, own hash,
-    content. No other file is looked at.
-
-    Raises ConfigError naming the file, what was expected and what was found.
-    """
+    """Read and check examples.json of a prepared directory, a run or a checkpoint. Raises ConfigError."""
     return read_hashed(directory, ExamplesManifest)
 
 
 def read_data(config: Config, directory: Path) -> Manifest | ExamplesManifest:
-    """The manifest in `directory`, of the kind of data that the objective reads. Raises ConfigError."""
+    """Read the manifest of the kind of data that the objective takes. Raises ConfigError."""
     return read_examples(directory) if config.objective.name == "finetune" else read_manifest(directory)

@@ -1,5 +1,1 @@
-"""GLUE and own files -> a prepared directory of examples, by `python -m bert_dp.examples`. Torch-free."""
-
-from bert_dp.examples.store import Examples
-
-__all__ = ["Examples"]
+"""Read labelled texts of GLUE or of a user and prepare them for finetuning. Torch-free."""

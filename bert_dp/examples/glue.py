@@ -1,4 +1,4 @@
-"""GLUE's tasks, and their files in folders and tars. Torch-free.
+"""Define GLUE's tasks and read their files from folders and tars. Torch-free.
 
 Row counts, columns and the order of the labels are those of the published data set
 (https://gluebenchmark.com/tasks, and `nyu-mll/glue` on the hub).
@@ -9,24 +9,37 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import io
-from collections.abc import Iterator, Mapping, Sequence
+import lzma
+import tarfile
+import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bert_dp.config import ConfigError
+from bert_dp.config import ConfigError, Issue
 from bert_dp.config.examples import TRAIN, Metric
 from bert_dp.config.schema import LabelKind
+from bert_dp.config.stored import read_regular
 from bert_dp.corpus import readers, sources
-from bert_dp.examples.archive import find_files, read_files
-from bert_dp.examples.table import Columns, Labelled, Row, Table, delimited, make_row
+from bert_dp.examples.table import Columns, Labelled, Row, Table, data_error, make_row, read_delimited
 
+MAX_FILE_BYTES = 2**30  # GLUE's largest, MNLI's train.tsv, has some hundred MB, most of them parse trees
+MAX_MEMBERS = 10_000  # of a tar
 ZERO_ONE = ("0", "1")
 ENTAILMENT = ("entailment", "not_entailment")
 
 
+SENTENCES = ("sentence1", "sentence2")
+MNLI = (TRAIN, "dev_matched", "dev_mismatched", "test_matched", "test_mismatched")
+
+
+def _rows(*counts: int, splits: Sequence[str] = (TRAIN, "dev", "test")) -> dict[str, int]:
+    return dict(zip(splits, counts, strict=True))
+
+
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """How GLUE writes a task down: a file of each split, SPLIT.tsv."""
+    """Describe the files of a task, SPLIT.tsv for each split."""
 
     texts: tuple[str, ...]
     label: str
@@ -34,10 +47,10 @@ class Task:
     """As the files have them, in the order of the model's outputs; empty of a regression."""
     metrics: tuple[Metric, ...]
     rows: Mapping[str, int]
-    also: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Another number of rows that counts as complete."""
-    header: tuple[str, ...] | None = None
-    """Of train and dev, whose files have none."""
+    other_train_rows: int = 0
+    """Another number of rows of train that counts as complete."""
+    header: tuple[str, ...] = ()
+    """Of train and dev, if the files have none."""
 
     @property
     def kind(self) -> LabelKind:
@@ -45,12 +58,8 @@ class Task:
 
     @property
     def required(self) -> list[str]:
-        """Splits that must be there: all but those of the test."""
+        """Return the splits that must be there, those with labels."""
         return [split for split in self.rows if not split.startswith("test")]
-
-
-def _rows(train: int, dev: int, test: int) -> dict[str, int]:
-    return {TRAIN: train, "dev": dev, "test": test}
 
 
 TASKS = {
@@ -66,9 +75,7 @@ TASKS = {
     "MRPC": Task(
         ("#1 String", "#2 String"), "Quality", ZERO_ONE, ("accuracy", "f1"), _rows(3_668, 408, 1_725)
     ),
-    "STS-B": Task(
-        ("sentence1", "sentence2"), "score", (), ("pearson", "spearman"), _rows(5_749, 1_500, 1_379)
-    ),
+    "STS-B": Task(SENTENCES, "score", (), ("pearson", "spearman"), _rows(5_749, 1_500, 1_379)),
     "QQP": Task(
         ("question1", "question2"),
         "is_duplicate",
@@ -76,120 +83,134 @@ TASKS = {
         ("accuracy", "f1", "auc"),
         _rows(363_846, 40_430, 390_965),
         # train.tsv has rows that line ends cut in pieces; loaders differ by three in what they keep
-        also={TRAIN: 363_849},
+        other_train_rows=363_849,
     ),
     "MNLI": Task(
-        ("sentence1", "sentence2"),
+        SENTENCES,
         "gold_label",
         ("entailment", "neutral", "contradiction"),
         ("accuracy",),
-        {
-            TRAIN: 392_702,
-            "dev_matched": 9_815,
-            "dev_mismatched": 9_832,
-            "test_matched": 9_796,
-            "test_mismatched": 9_847,
-        },
+        _rows(392_702, 9_815, 9_832, 9_796, 9_847, splits=MNLI),
     ),
     "QNLI": Task(("question", "sentence"), "label", ENTAILMENT, ("accuracy",), _rows(104_743, 5_463, 5_463)),
-    "RTE": Task(("sentence1", "sentence2"), "label", ENTAILMENT, ("accuracy",), _rows(2_490, 277, 3_000)),
-    "WNLI": Task(("sentence1", "sentence2"), "label", ZERO_ONE, ("accuracy",), _rows(635, 71, 146)),
+    "RTE": Task(SENTENCES, "label", ENTAILMENT, ("accuracy",), _rows(2_490, 277, 3_000)),
+    "WNLI": Task(SENTENCES, "label", ZERO_ONE, ("accuracy",), _rows(635, 71, 146)),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class GlueData:
-    """A task of GLUE and where its files are: each is taken from the first of `places` that has it."""
+    """Name a task and the places of its files: each is taken from the first of `places` that has it."""
 
     task: str
     places: tuple[Path, ...]
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:
-            raise ConfigError([f"--task {self.task}: GLUE's tasks are {', '.join(TASKS)}"])
-        if not self.places:
-            raise ConfigError([f"--task {self.task}: needs --data, the folder or tar that holds its files"])
+            hint = f"choose from {', '.join(TASKS)}"
+            raise data_error("--task", "unknown", f"{self.task} is not a task of GLUE", hint, self.task)
 
     def identity(self) -> dict[str, Any]:
-        """What changes when a file does, without reading it. Raises ConfigError."""
-        return {"task": self.task, "places": [self._stamps(place) for place in self.places]}
+        """Return values that change when a file does, without reading it. Raises ConfigError."""
+        files = [
+            file
+            for place in self.places
+            for file in ([place / name for name in self._names()] if place.is_dir() else [place])
+            if file.exists() or file == place
+        ]
+        return {"task": self.task, "files": list(map(sources.file_identity, files))}
 
     def read(self, *, train_only: bool) -> Labelled:
-        """Raises ConfigError for a file that is missing or is not as GLUE has it."""
-        task = TASKS[self.task]
-        splits = [TRAIN] if train_only else list(task.rows)
-        files = self._files(splits)
-        if missing := [split for split in task.required if split in splits and split not in files]:
-            looked = ", ".join(map(str, self.places))
-            raise ConfigError(
-                [
-                    f"--task {self.task}: no {self.task}/{split}.tsv in {looked}; add --data with the folder "
-                    "or tar that has it"
-                    for split in missing
-                ]
-            )
-        tables = {
-            split: _table(f"{self.task}/{split}.tsv", files[split], task, split)
-            for split in splits
-            if split in files
-        }
-        official = all(
-            len(table.rows) in (task.rows[split], task.also.get(split)) for split, table in tables.items()
-        )
-        return Labelled(self.task, task.kind, task.labels, task.metrics, tables, dict(task.rows), official)
-
-    def _files(self, splits: Sequence[str]) -> dict[str, bytes]:
+        """Read and check every file. Raises ConfigError."""
+        task, names = TASKS[self.task], self._names()[: 1 if train_only else None]
         files: dict[str, bytes] = {}
         for place in self.places:
-            names = {f"{self.task}/{split}.tsv": split for split in splits if split not in files}
-            files |= {names[name]: data for name, data in read_files(place, list(names)).items()}
-        return files
+            files |= read_files(place, [name for name in names if name not in files])
+        splits = {Path(name).stem: name for name in names}
+        if missing := [
+            name for split, name in splits.items() if split in task.required and name not in files
+        ]:
+            looked = ", ".join(map(str, self.places))
+            hint = "add --data with the folder or tar that has it"
+            raise ConfigError(
+                [Issue("--data", "missing", f"no {name} in {looked}", name, hint=hint) for name in missing]
+            )
+        tables = {split: _table(name, files[name], task) for split, name in splits.items() if name in files}
+        counts = {split: len(table.rows) for split, table in tables.items()}
+        if counts[TRAIN] == task.other_train_rows:
+            counts[TRAIN] = task.rows[TRAIN]
+        official = counts.items() <= task.rows.items()
+        return Labelled(self.task, task.kind, task.labels, task.metrics, tables, dict(task.rows), official)
 
-    def _stamps(self, place: Path) -> list[dict[str, Any]]:
-        if not place.is_dir():
-            return [sources.file_identity(place)]
-        files = [place / self.task / f"{split}.tsv" for split in TASKS[self.task].rows]
-        return [sources.file_identity(file) for file in files if file.exists()]
+    def _names(self) -> list[str]:
+        return [f"{self.task}/{split}.tsv" for split in TASKS[self.task].rows]
 
 
 def missing(places: Sequence[Path]) -> dict[str, list[str]]:
-    """Task, in GLUE's order -> its train and dev files that none of `places` has. Raises ConfigError."""
+    """Return the train and dev files of each task that none of `places` has. Raises ConfigError."""
     absent = {name: [f"{name}/{split}.tsv" for split in task.required] for name, task in TASKS.items()}
     for place in places:
-        present = find_files(place, [file for files in absent.values() for file in files])
+        present = read_files(place, [file for files in absent.values() for file in files], content=False)
         absent = {name: [file for file in files if file not in present] for name, files in absent.items()}
     return absent
 
 
-def _table(name: str, data: bytes, task: Task, split: str) -> Table:
-    """The rows of a file. Of train those are left out that lack columns; elsewhere they are refused, as every
-    example of dev and test has to be scored. For the same reason one with an empty text is kept."""
-    rows: list[Row] = []
-    left_out = 0
-    is_train, is_test = split == TRAIN, split.startswith("test")
-    columns = Columns(task.texts, task.label)
-    for place, record in _records(name, data, None if is_test else task.header, columns):
-        if record is not None:
-            rows.append(make_row(name, place, record, columns, needs_label=not is_test))
-        elif is_train:
-            left_out += 1
-        else:
-            raise ConfigError([f"{name}: {place} has fewer fields than the header; fetch the file again"])
-    if not rows:
-        raise ConfigError([f"{name}: holds no example; fetch the file again"])
-    return Table(name, hashlib.sha256(data).hexdigest(), rows, left_out)
-
-
-def _records(
-    name: str, data: bytes, header: tuple[str, ...] | None, columns: Columns
-) -> Iterator[tuple[str, dict[str, str] | None]]:
-    """(place, record); None of a row that lacks fields."""
-    if hint := readers.encoding_hint(data):
-        raise ConfigError([f"{name}: is {hint}"])
-    text = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8-sig")
+def read_files(place: Path, names: Sequence[str], *, content: bool = True) -> dict[str, bytes]:
+    """Read those of `names` ("RTE/train.tsv") that a folder or tar holds, in a tar below any folder. Nothing
+    is unpacked. Without `content` the bytes are empty. Raises ConfigError."""
+    found: dict[str, bytes] = {}
     try:
-        names, rows = delimited(name, text, "tsv", columns, header)
-        for place, fields in rows:
-            yield place, dict(zip(names, fields, strict=False)) if len(fields) >= len(names) else None
+        if place.is_dir():
+            for name in names:
+                if (place / name).exists():
+                    found[name] = read_regular(place / name, MAX_FILE_BYTES) if content else b""
+            return found
+        if not place.is_file():
+            raise data_error(str(place), "not_found", "no such folder or tar", "correct the path")
+        with tarfile.open(place) as archive:
+            for count, member in enumerate(archive):
+                if count == MAX_MEMBERS:
+                    raise data_error(str(place), "damaged", f"more than {count} files", "name GLUE's own tar")
+                wanted = [name for name in names if f"/{member.name}".endswith(f"/{name}")]
+                if wanted and wanted[0] not in found and member.isreg():  # a link is not followed
+                    if content and member.size > MAX_FILE_BYTES:
+                        size = f"{member.name} has {member.size} bytes"
+                        raise data_error(str(place), "damaged", size, "fetch it again")
+                    file = archive.extractfile(member) if content else None
+                    found[wanted[0]] = file.read() if file else b""
+                if len(found) == len(names):
+                    break
+    except (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError):
+        fix = "fetch it again; unpack a zip and name the folder"
+        raise data_error(str(place), "damaged", "not a tar, or a damaged one", fix) from None
+    except OSError as error:
+        message = f"cannot be read ({error.strerror or error})"
+        raise data_error(str(error.filename or place), "not_found", message, "check the file") from None
+    return found
+
+
+def _table(name: str, data: bytes, task: Task) -> Table:
+    """Read the rows of a file. Those of train that lack fields are left out; in dev and test, where every
+    example has to be scored, they are refused, and one with an empty text is kept. Raises ConfigError."""
+    split, rows, left_out = Path(name).stem, list[Row](), 0
+    is_test = split.startswith("test")
+    if hint := readers.encoding_hint(data):
+        raise data_error(name, "damaged", f"is {hint}")
+    columns = Columns(task.texts, task.label)
+    lines = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8-sig")
+    try:
+        for place, record, surplus in read_delimited(
+            name, lines, "tsv", columns, () if is_test else task.header
+        ):
+            if surplus >= 0:
+                rows.append(make_row(name, place, record, columns, task.kind, is_test=is_test))
+            elif split == TRAIN:
+                left_out += 1
+            else:
+                message = f"{place} has fewer fields than the header"
+                raise data_error(name, "damaged", message, "fetch the file again")
     except UnicodeDecodeError as error:
-        raise ConfigError([f"{name}: not UTF-8 ({error.reason}); fetch the file again"]) from None
+        raise data_error(name, "damaged", f"not UTF-8 ({error.reason})", "fetch the file again") from None
+    if not rows:
+        raise data_error(name, "missing", "holds no example", "fetch the file again")
+    return Table(name, hashlib.sha256(data).hexdigest(), rows, left_out)

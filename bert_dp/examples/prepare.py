@@ -1,6 +1,6 @@
-"""Labelled texts -> a prepared directory in the cache, found again. Torch-free.
+"""Prepare labelled texts for finetuning: token ids and labels in a directory of the cache. Torch-free.
 
-`main` is the command line `python -m bert_dp.examples`.
+`python -m bert_dp.examples.prepare` is started by the launcher, whose options it takes.
 """
 
 from __future__ import annotations
@@ -10,14 +10,20 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
 from bert_dp import record
-from bert_dp.config import ConfigError
+from bert_dp.config import ConfigError, Issue
 from bert_dp.config.examples import MAX_LENGTH, MIN_LENGTH, TRAIN, ExamplesManifest, read_examples
 from bert_dp.config.manifest import format_of, hash_json, with_hash
 from bert_dp.config.schema import LabelKind
@@ -26,62 +32,90 @@ from bert_dp.corpus import tokenizer as tokens
 from bert_dp.corpus.atomic_directory import locked, replaced
 from bert_dp.corpus.command import run_command
 from bert_dp.corpus.dedup import document_key
-from bert_dp.examples.encode import Encoder
+from bert_dp.examples.custom import CustomData
 from bert_dp.examples.glue import GlueData, missing
-from bert_dp.examples.labels import to_array
-from bert_dp.examples.own import OwnData
 from bert_dp.examples.store import Examples
-from bert_dp.examples.table import Columns, Labelled, Row
+from bert_dp.examples.table import Columns, Labelled, Row, data_error, to_array
+from bert_dp.scores import majority
+
+BATCH_EXAMPLES = 1000
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """What to prepare."""
-
-    data: GlueData | OwnData
-    tokenizer: Path
-    length: int
-    """Tokens of the longest example."""
-    dev_share: float = 0.0
-    """Of train that becomes dev, for choosing a rate; 0: dev is a file."""
-
-    def __post_init__(self) -> None:
-        if not MIN_LENGTH <= self.length <= MAX_LENGTH:
-            raise ConfigError([f"--length {self.length}: expected {MIN_LENGTH} to {MAX_LENGTH} tokens"])
-        if not 0 <= self.dev_share < 1:
-            raise ConfigError([f"--dev-share {self.dev_share}: expected 0, or a share below 1"])
-        if isinstance(self.data, OwnData) and not (self.dev_share or "dev" in self.data.files):
-            raise ConfigError(["--dev: name the file to score on, or give --dev-share 0.1"])
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return the exit code: 0, 2 for bad input, 1 for a failure, 128 + signal."""
+    return run_command(functools.partial(answer, argv))
 
 
-def prepare(request: Request) -> Path:
-    """The prepared directory of a request, built in the cache on first use.
+def answer(argv: Sequence[str] | None) -> tuple[str, int]:
+    """Return the prepared directory, or with `missing` the files that GLUE's tasks lack, as JSON; and exit
+    code 0. Raises ConfigError."""
+    parser = argparse.ArgumentParser(prog="python -m bert_dp.examples.prepare")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    verb = verbs.add_parser("missing")
+    verb.add_argument("--data", type=Path, action="append", required=True)
+    verb = verbs.add_parser("prepare")
+    verb.add_argument("--tokenizer", type=Path, required=True)
+    verb.add_argument("--length", type=int, required=True)
+    verb.add_argument("--dev-share", type=float, default=0.0)
+    data = verb.add_mutually_exclusive_group(required=True)
+    data.add_argument("--task")
+    data.add_argument("--train")
+    verb.add_argument("--data", type=Path, action="append", default=[])
+    for name in ("--dev", "--test", "--text", "--text-pair", "--label"):
+        verb.add_argument(name)
+    verb.add_argument("--kind", choices=get_args(LabelKind))
+    options = parser.parse_args(argv)
+    if options.verb == "missing":
+        return json.dumps(missing(options.data)), 0
+    record.keep_private()
+    directory, manifest = prepare(_data(options), options.tokenizer, options.length, options.dev_share)
+    sys.stderr.write(record.printable(f"{summary(manifest)}\n"))
+    return str(directory), 0
 
+
+def _data(options: argparse.Namespace) -> GlueData | CustomData:
+    if options.task is not None:
+        return GlueData(options.task, tuple(options.data))
+    files = {split: getattr(options, split) for split in ("train", "dev", "test") if getattr(options, split)}
+    texts = (options.text or "text", *([options.text_pair] if options.text_pair else []))
+    finds_pair = options.text is None and options.text_pair is None
+    return CustomData(files, Columns(texts, options.label or "label"), options.kind, finds_pair)
+
+
+def prepare(
+    data: GlueData | CustomData, tokenizer: Path, length: int, dev_share: float = 0.0
+) -> tuple[Path, ExamplesManifest]:
+    """Return the prepared directory and its manifest; build it in the cache on first use.
+
+    `length`: tokens of the longest example. `dev_share`: of train that becomes dev; 0 = dev is a file.
     Safe when several processes call it at once: one builds, the others wait. Raises ConfigError.
     """
+    if not MIN_LENGTH <= length <= MAX_LENGTH:
+        message = f"{length} is not {MIN_LENGTH} to {MAX_LENGTH} tokens of an example"
+        raise ConfigError([Issue("data.sequence_length", "out_of_range", message, length)])
     if issues := record.cache_issues():
         raise ConfigError(issues)
     facts = {
         "format": format_of(ExamplesManifest),
-        "data": request.data.identity(),
-        "tokenizer": sources.file_hash(request.tokenizer),
-        "length": request.length,
-        "dev_share": request.dev_share,
+        "data": data.identity(),
+        "tokenizer": sources.file_hash(tokenizer),
+        "length": length,
+        "dev_share": dev_share,
     }
     directory = record.cache_root() / f"examples-{hash_json(facts)[:20]}"
     with locked(directory):
         with contextlib.suppress(ConfigError):
-            _verified(directory)
-            return directory
+            return directory, _verified(directory)
         with replaced(directory) as work:
-            _build(request, work)
-            if request.data.identity() != facts["data"]:
-                raise ConfigError(["a file changed while it was read; run again"])
-    return directory
+            labelled = data.read(train_only=dev_share > 0)
+            _build(labelled, Encoder.load(tokenizer, length), tokenizer, dev_share, work)
+            if data.identity() != facts["data"]:
+                raise data_error("", "conflict", "a file changed while it was read", "run again")
+        return directory, read_examples(directory)
 
 
 def _verified(directory: Path) -> ExamplesManifest:
-    """The manifest, checked against every file. Raises ConfigError."""
+    """Read the manifest and check every file. Raises ConfigError."""
     manifest = read_examples(directory)
     for split in manifest.splits:
         Examples.open(directory, manifest, split)
@@ -90,87 +124,87 @@ def _verified(directory: Path) -> ExamplesManifest:
     return manifest
 
 
-def _build(request: Request, work: Path) -> None:
+def _build(labelled: Labelled, encoder: Encoder, tokenizer: Path, dev_share: float, work: Path) -> None:
     """Write the splits, tokenizer.json and examples.json into the directory `work`."""
-    encoder = Encoder.load(request.tokenizer, request.length)
-    labelled = request.data.read(train_only=request.dev_share > 0)
-    if request.dev_share:
-        labelled = _with_drawn_dev(labelled, request.dev_share)
+    if dev_share:
+        labelled = _with_drawn_dev(labelled, dev_share)
     train_keys = {_key(row) for row in labelled.tables[TRAIN].rows}
-    splits = {split: _write_split(work, split, labelled, encoder, train_keys) for split in labelled.tables}
-    if bare := [name for name, split in splits.items() if split["without_tokens"] == split["examples"]]:
-        raise ConfigError(
-            [
-                f"{labelled.tables[name].name}: {request.tokenizer} keeps no token of its texts; finetune a "
-                "run whose tokenizer knows them"
-                for name in bare
-            ]
-        )
-    shutil.copyfile(request.tokenizer, work / "tokenizer.json")
+    labels = {
+        split: to_array(labelled.kind, labelled.labels, table)
+        for split, table in labelled.tables.items()
+        if table.rows[0].label is not None
+    }
+    splits: dict[str, Any] = {}
+    for split, table in labelled.tables.items():
+        encoded = encoder.encode([row.texts for row in table.rows])
+        if len(encoded.textless) == len(table.rows):
+            message, fix = f"{tokenizer} keeps no token of its texts", "finetune a run whose tokenizer does"
+            raise data_error(table.name, "unsupported", message, fix)
+        arrays = Examples(encoded.ids, encoded.offsets, labels.get(split))
+        splits[split] = {
+            "source": table.name,
+            "source_sha256": table.sha256,
+            "file": f"{split}.safetensors",
+            "sha256": arrays.save(work / f"{split}.safetensors"),
+            "examples": len(table.rows),
+            "tokens": len(encoded.ids),
+            "truncated": encoded.truncated,
+            "has_labels": split in labels,
+            "baseline": _baseline(labelled, labels, split),
+            "in_train": None if split == TRAIN else sum(_key(row) in train_keys for row in table.rows),
+            "left_out": table.left_out,
+            "without_tokens": len(encoded.textless),
+            "first_without_tokens": next((table.rows[i].place for i in encoded.textless), None),
+        }
+    shutil.copyfile(tokenizer, work / "tokenizer.json")
     content = {
         "task": labelled.task,
         "kind": labelled.kind,
         "labels": list(labelled.labels),
         "metrics": list(labelled.metrics),
-        "sequence_length": request.length,
+        "sequence_length": encoder.length,
         "vocab_size": tokens.size(encoder.tokenizer),
         "special_tokens": {role: encoder.special[role] for role in ("pad", "cls", "sep")},
         "tokenizer": {"file": "tokenizer.json", "sha256": sources.file_hash(work / "tokenizer.json")},
         "splits": splits,
         "official": labelled.official,
         "rows": labelled.rows,
-        "dev_share": request.dev_share,
-        "sources": [
-            {"name": name, "sha256": sha256}
-            for name, sha256 in sorted({(table.name, table.sha256) for table in labelled.tables.values()})
-        ],
+        "dev_share": dev_share,
     }
     record.write_json(work / ExamplesManifest.file_name, with_hash(ExamplesManifest, content))
 
 
-def _write_split(
-    work: Path, split: str, labelled: Labelled, encoder: Encoder, train_keys: set[int]
-) -> dict[str, Any]:
-    """Write the file of a split; returns its entry in the manifest."""
-    table = labelled.tables[split]
-    encoded = encoder.encode([row.texts for row in table.rows])
-    has_labels = table.rows[0].label is not None
-    labels = to_array(labelled.kind, labelled.labels, table) if has_labels else None
-    file = f"{split}.safetensors"
-    return {
-        "file": file,
-        "sha256": Examples(encoded.ids, encoded.offsets, labels).save(work / file),
-        "examples": len(table.rows),
-        "tokens": len(encoded.ids),
-        "truncated": encoded.truncated,
-        "has_labels": has_labels,
-        "in_train": None if split == TRAIN else sum(_key(row) in train_keys for row in table.rows),
-        "left_out": table.left_out,
-        "without_tokens": len(encoded.textless),
-        "first_without_tokens": next((table.rows[i].place for i in encoded.textless), None),
-    }
+def _baseline(
+    labelled: Labelled, labels: Mapping[str, NDArray[Any]], split: str
+) -> dict[str, float | None] | None:
+    """Score a constant answer, the most frequent label or the mean score of train, on a split."""
+    if split == TRAIN or split not in labels:
+        return None
+    scores = majority(labelled.metrics, labelled.kind, labels[TRAIN], labels[split])
+    return {metric: score if math.isfinite(score) else None for metric, score in scores.items()}
 
 
 def _key(row: Row) -> int:
-    """64-bit hash of an example's texts: the same for texts that differ in case and white space only."""
+    """Hash the texts of an example to 64 bits, regardless of case and white space."""
     return document_key("\0".join(" ".join(text.split()) for text in row.texts), seed=0)
 
 
 def _with_drawn_dev(labelled: Labelled, share: float) -> Labelled:
-    """Train alone, of which a share, drawn by the hash of each row's texts, is dev. Raises ConfigError."""
+    """Move a share of train, drawn by the hash of each row's texts, to dev. Raises ConfigError."""
     whole = labelled.tables[TRAIN]
     rows: dict[str, list[Row]] = {TRAIN: [], "dev": []}
     for row in whole.rows:
         rows["dev" if _key(row) < int(share * 2**64) else TRAIN].append(row)
     if empty := [split for split, part in rows.items() if not part]:
-        raise ConfigError([f"--dev-share {share}: leaves {empty[0]} no example of {len(whole.rows)}"])
+        message = f"{share:g} of {len(whole.rows)} examples for dev leaves {empty[0]} none"
+        raise data_error(whole.name, "out_of_range", message, "add examples")
     parts = {split: dataclasses.replace(whole, rows=part) for split, part in rows.items()}
     official = None if labelled.official is None else False
     return dataclasses.replace(labelled, tables=parts, official=official)
 
 
 def summary(manifest: ExamplesManifest) -> str:
-    """What a prepared directory holds, in one line."""
+    """Describe a prepared directory in one line."""
     parts = []
     for name, split in manifest.splits.items():
         rows, share = f"{split.examples:,}", split.truncated / split.examples
@@ -188,55 +222,81 @@ def summary(manifest: ExamplesManifest) -> str:
     return f"{manifest.task}: {', '.join(parts)}{counts[manifest.official]}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """`prepare`: the prepared directory to stdout. `missing`: what GLUE's tasks lack, as JSON. Returns the
-    exit code: 0, 2 for bad input, 1 for a failure, 128 + signal."""
-    parser = argparse.ArgumentParser(prog="python -m bert_dp.examples", description="labelled texts to ids")
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    verb = verbs.add_parser("missing")
-    verb.add_argument("--data", type=Path, action="append", required=True, help="folder or tar of GLUE's")
-    verb = verbs.add_parser("prepare")
-    verb.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json of the pretrained run")
-    verb.add_argument("--length", type=int, required=True, help="tokens of the longest example")
-    verb.add_argument("--task", help="one of GLUE's")
-    verb.add_argument("--data", type=Path, action="append", default=[], help="folder or tar of GLUE's files")
-    for split in ("train", "dev", "test"):
-        verb.add_argument(f"--{split}", help="CSV, TSV, JSONL, Parquet or hub:NAME[:CONFIG]")
-    verb.add_argument("--text", help="column of the text (text)")
-    verb.add_argument("--text-pair", help="column of the second text (text_pair, where there is one)")
-    verb.add_argument("--label", help="column of the label (label)")
-    verb.add_argument("--kind", choices=get_args(LabelKind), help="of the labels (single_label)")
-    verb.add_argument("--dev-share", type=float, default=0.0, help="of train that becomes dev")
-    arguments = parser.parse_args(argv)
-    return run_command(functools.partial(_answer, arguments))
+@dataclasses.dataclass(frozen=True)
+class Encoded:
+    """Hold the token ids of n examples, one after another."""
+
+    ids: NDArray[np.uint16]  # [T]
+    offsets: NDArray[np.int64]  # [n + 1]
+    truncated: int
+    """Examples that were longer than the encoder's length."""
+    textless: NDArray[np.int64]
+    """Indices of the examples with a text that has no token; of a pair one such text is enough."""
 
 
-def _answer(arguments: argparse.Namespace) -> tuple[str, int]:
-    if arguments.verb == "missing":
-        return json.dumps(missing(arguments.data)), 0
-    record.keep_private()
-    request = Request(_data(arguments), arguments.tokenizer, arguments.length, arguments.dev_share)
-    directory = prepare(request)
-    sys.stderr.write(record.printable(f"{summary(read_examples(directory))}\n"))
-    return str(directory), 0
+@dataclasses.dataclass(frozen=True)
+class Encoder:
+    """Convert examples to `<cls> A <sep>` or `<cls> A <sep> B <sep>` of at most `length` token ids."""
+
+    tokenizer: Tokenizer
+    special: dict[str, int]
+    """Ids by role: pad, cls, sep and others."""
+    length: int
+    has_cls: bool = True
+    """False: the examples are `A <sep>` or `A <sep> B <sep>`."""
+
+    @classmethod
+    def load(cls, path: Path, length: int) -> Encoder:
+        """Read a tokenizer.json. Raises ConfigError, also if it lacks a special token."""
+        tokenizer = tokens.load(path)
+        special = tokens.special_ids(tokenizer, str(path))
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        tokenizer.encode_special_tokens = True  # "<sep>" in a text is text
+        return cls(tokenizer, special, length)
+
+    def encode(self, examples: Sequence[tuple[str, ...]]) -> Encoded:
+        """Tokenize, truncate and frame the examples."""
+        rows: list[list[int]] = []
+        textless: list[int] = []
+        truncated = 0
+        head = [self.special["cls"]] if self.has_cls else []
+        for index, parts in enumerate(self._parts(examples)):
+            kept = truncate(parts, self.length - len(head) - len(parts))
+            truncated += kept != parts
+            if not all(parts):
+                textless.append(index)
+            row = [*head]
+            for part in kept:
+                row += [*part, self.special["sep"]]
+            rows.append(row)
+        offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+        ids = np.fromiter(chain.from_iterable(rows), np.uint16, int(offsets[-1]))
+        return Encoded(ids, offsets, truncated, np.array(textless, np.int64))
+
+    def has_tokens(self, examples: Sequence[tuple[str, ...]]) -> bool:
+        """Return True if there is an example whose every text has a token. Reads up to its batch."""
+        return any(all(parts) for parts in self._parts(examples))
+
+    def _parts(self, examples: Sequence[tuple[str, ...]]) -> Iterator[list[list[int]]]:
+        """Yield the ids of each text of an example, without special tokens."""
+        for start in range(0, len(examples), BATCH_EXAMPLES):
+            batch = examples[start : start + BATCH_EXAMPLES]
+            texts = list(chain.from_iterable(batch))
+            encoded = iter(self.tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+            for example in batch:
+                yield [e.ids for e in islice(encoded, len(example))]
 
 
-def _data(arguments: argparse.Namespace) -> GlueData | OwnData:
-    """Raises ConfigError where not exactly one of a task and a file is named, or an option has no effect."""
-    files = {split: getattr(arguments, split) for split in ("train", "dev", "test")}
-    files = {split: name for split, name in files.items() if name is not None}
-    own_options = {
-        name: getattr(arguments, name.replace("-", "_")) for name in ("text", "text-pair", "label", "kind")
-    }
-    if arguments.task is not None and not files:
-        if idle := [name for name, value in own_options.items() if value is not None]:
-            raise ConfigError(
-                [f"--{idle[0]}: has no effect with --task, whose files GLUE defines; leave it out"]
-            )
-        return GlueData(arguments.task, tuple(arguments.data))
-    if arguments.task is None and TRAIN in files and not arguments.data:
-        pair = () if arguments.text_pair is None else (arguments.text_pair,)
-        columns = Columns((arguments.text or "text", *pair), arguments.label or "label")
-        by_name = arguments.text is None and not pair
-        return OwnData(files, columns, arguments.kind, finds_pair=by_name)
-    raise ConfigError(["name either --task with --data, or --train with --dev"])
+def truncate(parts: list[list[int]], room: int) -> list[list[int]]:
+    """Cut one or two parts to `room` tokens in total, token by token from the end of the longer one; of the
+    second if both have the same length."""
+    if len(parts) == 1:
+        return [parts[0][:room]]
+    first, second = parts
+    keep_second = min(len(second), max(room // 2, room - len(first)))
+    return [first[: room - keep_second], second[:keep_second]]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""The examples of one split on disk: written, and read by index. Torch-free.
+"""Write and read the examples of one split. Torch-free.
 
 A file holds `ids` uint16 [T], the tokens of all examples one after another; `offsets` int64 [n + 1], where
 each begins and ends; and where they are known `labels`: int64 [n] (single_label), uint8 [n, L] (multi_label)
@@ -17,9 +17,9 @@ import safetensors.numpy
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
-from bert_dp.config import ConfigError
+from bert_dp.config import ConfigError, Issue
+from bert_dp.config.error import IssueKind
 from bert_dp.config.examples import ExamplesManifest, ExampleSplit
-from bert_dp.config.manifest import beyond
 from bert_dp.config.stored import read_regular
 
 MAX_BYTES = 2**31  # of a split's file, which is held whole
@@ -28,7 +28,7 @@ LABEL_TYPES = {"single_label": np.int64, "multi_label": np.uint8, "regression": 
 
 @dataclasses.dataclass(frozen=True)
 class Examples:
-    """The n examples of a split."""
+    """Hold the n examples of a split."""
 
     ids: NDArray[np.uint16]  # [T]
     offsets: NDArray[np.int64]  # [n + 1]
@@ -38,28 +38,50 @@ class Examples:
     def open(cls, directory: Path, manifest: ExamplesManifest, split: str) -> Examples:
         """Read a split of a prepared directory.
 
-        Raises ConfigError where the manifest has no such split and where its file is not the one that was
-        written.
+        Raises ConfigError for a split that the manifest lacks and for a file that is not as it says.
         """
         if split not in manifest.splits:
-            raise ConfigError([f"{directory}: has no split {split!r}, only {', '.join(manifest.splits)}"])
-        entry = manifest.splits[split]
-        path = directory / entry.file
+            message = f"no split {split!r}, only {', '.join(manifest.splits)}"
+            raise ConfigError([Issue(str(directory), "unknown", message, split)])
+        path = directory / manifest.splits[split].file
         try:
             data = read_regular(path, MAX_BYTES)
-            if (actual := hashlib.sha256(data).hexdigest()) == entry.sha256:
-                arrays = safetensors.numpy.load(data)
-                examples = cls(arrays["ids"], arrays["offsets"], arrays.get("labels"))
-                issues = _issues(examples, manifest, entry)
-            else:
-                issues = [f"expected SHA-256 {entry.sha256[:16]}, found {actual[:16]}"]
-        except OSError as error:
-            issues = [f"cannot be read ({error.strerror})"]
-        except (SafetensorError, KeyError, IndexError, ValueError) as error:
-            issues = [f"not a file of examples ({error})"]
-        if issues:
-            raise ConfigError([f"{path}: {issue}; {manifest.remedy}" for issue in issues])
+            if hashlib.sha256(data).hexdigest() != manifest.splits[split].sha256:
+                raise ValueError("its SHA-256 is another one")
+            arrays = safetensors.numpy.load(data)
+            examples = cls(arrays["ids"], arrays["offsets"], arrays.get("labels"))
+            if wrong := examples._misfits(manifest, manifest.splits[split]):
+                raise ValueError(f"its {' and '.join(wrong)} are not as {manifest.file_name} says")
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            kind: IssueKind = "not_found" if isinstance(error, OSError) else "damaged"
+            message = f"cannot be used ({error})"
+            raise ConfigError([Issue(str(path), kind, message, hint=manifest.remedy)]) from None
         return examples
+
+    def _misfits(self, manifest: ExamplesManifest, entry: ExampleSplit) -> list[str]:
+        """Return the names of the arrays that do not fit the manifest."""
+        ids, offsets, labels = self.ids, self.offsets, self.labels
+        count, names = entry.examples, len(manifest.labels)
+        shape = (count, names) if manifest.kind == "multi_label" else (count,)
+        most = {"single_label": names - 1, "multi_label": 1, "regression": np.inf}[manifest.kind]
+        fits = {
+            "ids": ids.dtype == np.uint16
+            and ids.shape == (entry.tokens,)
+            and ids.max() < manifest.vocab_size,
+            "offsets": offsets.dtype == np.int64
+            and offsets.shape == (count + 1,)
+            and (offsets[0], offsets[-1]) == (0, entry.tokens)
+            and 2 <= self.lengths.min() <= self.lengths.max() <= manifest.sequence_length,
+            "labels": labels is None
+            if not entry.has_labels
+            else labels is not None
+            and labels.dtype == LABEL_TYPES[manifest.kind]
+            and labels.shape == shape
+            and np.isfinite(labels).all()
+            and labels.max() <= most
+            and (manifest.kind == "regression" or labels.min() >= 0),
+        }
+        return [name for name, fit in fits.items() if not fit]
 
     def save(self, path: Path) -> str:
         """Write the file; returns its SHA-256."""
@@ -75,43 +97,9 @@ class Examples:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each example, [n]."""
+        """Return the number of tokens of each example, [n]."""
         return np.diff(self.offsets)
 
     def tokens(self, index: int) -> NDArray[np.uint16]:
-        """Token ids of an example, <cls> first."""
+        """Return the token ids of an example, <cls> first."""
         return self.ids[self.offsets[index] : self.offsets[index + 1]]
-
-
-def _issues(examples: Examples, manifest: ExamplesManifest, entry: ExampleSplit) -> list[str]:
-    """What in the arrays is not as the manifest says."""
-    issues = []
-    count, lengths = len(examples), examples.lengths
-    first, last = examples.offsets[[0, -1]].tolist()
-    if (examples.ids.dtype, examples.offsets.dtype) != (np.uint16, np.int64):
-        return [f"ids {examples.ids.dtype} and offsets {examples.offsets.dtype}, not uint16 and int64"]
-    if (
-        count != entry.examples
-        or (first, last) != (0, len(examples.ids))
-        or len(examples.ids) != entry.tokens
-    ):
-        issues.append(f"expected {entry.examples} examples of {entry.tokens} tokens, found {count} of {last}")
-    elif lengths.min() < 2 or lengths.max() > manifest.sequence_length:
-        issues.append(f"lengths of {lengths.min()} to {lengths.max()}, not 2 to {manifest.sequence_length}")
-    elif (greatest := int(examples.ids.max())) >= manifest.vocab_size:
-        issues.append(beyond(greatest, manifest.vocab_size))
-    if (examples.labels is not None) != entry.has_labels:
-        issues.append(f"expected has_labels {entry.has_labels}, found {not entry.has_labels}")
-    elif examples.labels is not None:
-        issues += _label_issues(examples.labels, manifest, count)
-    return issues
-
-
-def _label_issues(labels: NDArray[Any], manifest: ExamplesManifest, count: int) -> list[str]:
-    shape = (count, len(manifest.labels)) if manifest.kind == "multi_label" else (count,)
-    most = {"single_label": len(manifest.labels) - 1, "multi_label": 1, "regression": np.inf}[manifest.kind]
-    if labels.dtype != LABEL_TYPES[manifest.kind] or labels.shape != shape:
-        return [f"labels {labels.dtype} {labels.shape} do not fit {manifest.kind} {shape}"]
-    if not np.isfinite(labels).all() or labels.max() > most or (manifest.labels and labels.min() < 0):
-        return ["a label that there is none of"]
-    return []

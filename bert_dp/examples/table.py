@@ -1,37 +1,52 @@
-"""Labelled texts as they stand in a file, before a tokenizer. Torch-free."""
+"""Read rows of labelled texts and check the types of their columns. Torch-free."""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
 import itertools
+import json
+import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from bert_dp.config import ConfigError
-from bert_dp.config.examples import Metric
+import numpy as np
+from numpy.typing import NDArray
+
+from bert_dp.config import ConfigError, Issue
+from bert_dp.config.error import IssueKind
+from bert_dp.config.examples import MAX_LABELS, Metric
 from bert_dp.config.schema import LabelKind
 from bert_dp.corpus.readers import MAX_DOCUMENT_BYTES
 from bert_dp.corpus.sources import ABSENT, refuse_surrogates, value_of
+from bert_dp.examples.store import LABEL_TYPES
 
 DIALECTS: dict[str, dict[str, Any]] = {
-    "csv": {"strict": True},
+    "csv": {"delimiter": ",", "strict": True},
     "tsv": {"delimiter": "\t", "quoting": csv.QUOTE_NONE},  # as GLUE: a quote is a character like others
 }
-SEPARATORS = {"csv": ",", "tsv": "\t"}
 SEPARATOR_FIXES = {
     ",": "its fields are separated by commas: name it .csv",
     "\t": "its fields are separated by tabs: name it .tsv",
     ";": "its fields are separated by semicolons: save it with commas (.csv) or tabs (.tsv)",
 }
-csv.field_size_limit(MAX_DOCUMENT_BYTES)
-SHOWN = 8  # names in a message
 COLUMN_FIX = "name it with --text, --text-pair or --label"
+SCORES_FIX = "give --kind regression where the labels are scores"
+MAX_NAME = 1000  # characters of a label
+MAX_SHOWN = 8  # names in a message
+MAX_SCORE = float(np.finfo(np.float32).max)
+WHOLE = re.compile(r"([+-]?[0-9]+)\.0+")
+WITH_DECIMALS = re.compile(r"[+-]?([0-9]*\.[0-9]+([eE][+-]?[0-9]+)?|[0-9]+[eE]-[0-9]+)")
+csv.field_size_limit(MAX_DOCUMENT_BYTES)
+
+Label = tuple[str, ...] | float | None
+"""Names (several of multi_label), the score of a regression, or None where the file has none."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Where a row has its one or two texts and its label."""
+    """Name the columns of the one or two texts and of the label."""
 
     texts: tuple[str, ...]
     label: str = ""
@@ -40,29 +55,28 @@ class Columns:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """An example as a file has it."""
+    """Hold one example of a file."""
 
     place: str
-    """Of the file, as in "line 7"."""
+    """In the file, as in "line 7"."""
     texts: tuple[str, ...]
-    label: Any
-    """None where the file has none."""
+    label: Label
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """The rows of one file."""
+    """Hold the rows of one file."""
 
     name: str
     sha256: str
     rows: list[Row]
     left_out: int = 0
-    """Rows that are broken, and so no examples."""
+    """Broken rows."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Labelled:
-    """The tables of a task, by split, and what their labels mean."""
+    """Hold the tables of a task by split, and the meaning of their labels."""
 
     task: str
     kind: LabelKind
@@ -71,95 +85,187 @@ class Labelled:
     metrics: tuple[Metric, ...]
     tables: dict[str, Table]
     rows: dict[str, int]
-    """GLUE's own number of rows by split; empty where the task is none of GLUE's."""
+    """GLUE's own number of rows by split; empty of other tasks."""
     official: bool | None
-    """Whether the tables have these; None where the task is none of GLUE's."""
+    """Whether the tables have these; None of other tasks."""
 
 
-def make_row(name: str, place: str, record: Any, columns: Columns, *, needs_label: bool) -> Row:
-    """The row of a record. Raises ConfigError for a column that it lacks and for what is no text."""
-    needed = [*columns.texts, *([columns.label] if needs_label else [])]
-    if not isinstance(record, dict):
-        raise ConfigError([f"{name}: {place} is {type(record).__name__}, not named columns"])
-    values = {column: value_of(record, column) for column in (*columns.texts, columns.label) if column}
-    if missing := [column for column in needed if values[column] is ABSENT]:
-        raise ConfigError([f"{name}: {place}: {no_column(missing[0], record)}"])
-    for column in columns.texts:
-        text = values[column]
-        if not isinstance(text, str):
-            raise ConfigError(
-                [f"{name}: {place}: {column!r} is {type(text).__name__}, not a text; drop the row"]
-            )
-        refuse_surrogates(text, f"{name}: {place}")
-    label = values.get(columns.label)
-    if label is ABSENT:
-        label = None
-    if needs_label and label is None:
-        raise ConfigError([f"{name}: {place}: {columns.label!r} is null; label the row or drop it"])
-    return Row(place, tuple(values[column] for column in columns.texts), label)
+def data_error(
+    name: str, kind: IssueKind, message: str, hint: str | None = None, value: Any = None
+) -> ConfigError:
+    """Return the error of one problem in the file `name`."""
+    return ConfigError([Issue(name, kind, message, value, hint=hint)])
 
 
-def no_column(column: str, names: Iterable[str], fix: str = "") -> str:
-    """Describe a file that lacks a column."""
-    return f"no column {column!r} (got {shown(map(repr, names))}); {fix or COLUMN_FIX}"
+def read_delimited(
+    name: str, lines: Iterator[str], format: str, columns: Columns, header: Sequence[str] = ()
+) -> Iterator[tuple[str, dict[str, str], int]]:
+    """Yield the place, the fields by name and the surplus of fields of each row of a csv or tsv. The surplus
+    is negative where fields are missing. `header`: of a file without one.
+
+    A blank line is a row with an empty text in a table of one column. In a wider table, those at the end are
+    skipped, and others between rows are one row without fields. Raises ConfigError.
+    """
+    first, hint = next(lines, ""), ""
+    if DIALECTS[format]["delimiter"] not in first:
+        hint = next((fix for separator, fix in SEPARATOR_FIXES.items() if separator in first), "")
+    reader = csv.reader(itertools.chain([first], lines), **DIALECTS[format])
+    end, blank = 0, ""  # last line of the row before; place of the first of the blank lines read last
+    try:
+        for fields in reader:
+            place, end = f"line {end + 1}", reader.line_num
+            if not header:
+                header = fields
+                _check_header(name, header, columns, hint)
+                continue
+            if len(header) > 1 and len(fields) < 2 and not "".join(fields).strip():
+                blank = blank or place
+                continue
+            if blank:
+                yield blank, {}, -len(header)
+                blank = ""
+            fields = fields or [""]
+            yield place, dict(zip(header, fields, strict=False)), len(fields) - len(header)
+    except csv.Error as error:
+        fix = (hint if end == 0 else "") or "close each quote and end each line with LF"
+        raise data_error(name, "damaged", f"line {end + 1} is not {format.upper()} ({error})", fix) from None
+
+
+def _check_header(name: str, header: Sequence[str], columns: Columns, hint: str) -> None:
+    if not "".join(header).strip():
+        fix = "begin the file with the names of its columns"
+        raise data_error(name, "missing", "no header in line 1", fix)
+    for column in filter(None, (*columns.texts, columns.label)):
+        if column in columns.texts and column not in header:
+            raise no_column(name, "line 1", column, header, hint)
+        if header.count(column) > 1:
+            raise data_error(name, "conflict", f"the header names {column!r} twice", "rename one", column)
+
+
+def no_column(name: str, place: str, column: str, names: Iterable[str], hint: str = "") -> ConfigError:
+    """Return the error of a file that lacks a column."""
+    message = f"{place}: no column {column!r} (got {shown(names)})"
+    return data_error(name, "missing", message, hint or COLUMN_FIX, column)
 
 
 def shown(names: Iterable[str]) -> str:
-    """Names for a message, the first few of them."""
-    every = list(names)
-    return ", ".join(every[:SHOWN]) + (f" and {len(every) - SHOWN} more" if len(every) > SHOWN else "")
+    """Quote the first of the names for a message."""
+    every = list(map(repr, names))
+    return ", ".join(every[:MAX_SHOWN]) + (f" and {len(every) - MAX_SHOWN} more" if every[MAX_SHOWN:] else "")
 
 
-def delimited(
-    name: str, lines: Iterable[str], format: str, columns: Columns, header: Sequence[str] | None = None
-) -> tuple[Sequence[str], Iterator[tuple[str, list[str]]]]:
-    """Read a csv or tsv: its header, by default the first line, and (place, fields) of the other rows.
-
-    A blank line is a row with an empty text in a table of one column. In a wider table, those at the end are
-    skipped, and others between rows are one row without fields.
-    Raises ConfigError, also where the header lacks a column of texts.
-    """
-    lines = iter(lines)
-    first = next(lines, "")
-    rows = _fields(name, itertools.chain([first], lines), format, _separator_hint(first, format))
-    if header is None:
-        _, header = next(rows, ("", []))
-        if not "".join(header).strip():
-            what = "line 1 is blank" if first else "is empty"
-            raise ConfigError([f"{name}: {what}; begin the file with the names of its columns"])
-    if missing := [column for column in columns.texts if column not in header]:
-        raise ConfigError([f"{name}: {no_column(missing[0], header, _separator_hint(first, format))}"])
-    return header, rows
-
-
-def _separator_hint(line: str, format: str) -> str:
-    """Say what to do with a header whose fields have another separator than the format; else empty."""
-    separator = next((each for each in SEPARATOR_FIXES if each in line), "")
-    return "" if SEPARATORS[format] in line else SEPARATOR_FIXES.get(separator, "")
-
-
-def _fields(name: str, lines: Iterable[str], format: str, hint: str) -> Iterator[tuple[str, list[str]]]:
-    """(place of the row's first line, fields) of every row. `hint`: added to an error in the first row."""
-    reader = csv.reader(lines, **DIALECTS[format])
-    width = start = 0
-    blank: tuple[str, list[str]] | None = None  # the first of the blank lines that were read last
+def make_row(name: str, place: str, record: Any, columns: Columns, kind: LabelKind, *, is_test: bool) -> Row:
+    """Check the types of a record's texts and label. A test set may have no labels. Raises ConfigError."""
+    if not isinstance(record, dict):
+        raise data_error(name, "wrong_type", f"{place} is {type(record).__name__}, not named columns")
+    values = {column: value_of(record, column) for column in (*columns.texts, columns.label) if column}
+    for column, value in values.items():
+        if column not in columns.texts and is_test:
+            continue
+        if value is ABSENT:
+            raise no_column(name, place, column, record)
+        if value is None or (column in columns.texts and not isinstance(value, str)):
+            message = f"{place}: {column!r} is {type(value).__name__}"
+            raise data_error(name, "wrong_type", message, "correct the row or drop it")
+    texts = tuple(values[column] for column in columns.texts)
+    refuse_surrogates("".join(texts), f"{name}: {place}")
+    cell = values.get(columns.label, ABSENT)
+    if cell is ABSENT or cell is None:
+        return Row(place, texts, None)
+    if is_test and kind != "multi_label" and isinstance(cell, str) and not cell.strip():
+        return Row(place, texts, None)
     try:
-        for fields in reader:
-            row = (f"line {start + 1}", fields or [""])
-            start = reader.line_num
-            width = width or len(row[1])
-            if width > 1 and not "".join(fields).strip() and len(fields) < 2:
-                blank = blank or (row[0], [])
-                continue
-            if blank is not None:
-                yield blank
-                blank = None
-            yield row
-    except csv.Error as error:
-        why = "a line ends with CR; make it LF" if "new-line" in str(error) else str(error)
-        if reader.line_num > start + 1:
-            why = (
-                f"the row that begins there goes on to line {reader.line_num}, as a quote in it is not closed"
-            )
-        fix = f"; {hint}" if hint and not start else ""
-        raise ConfigError([f"{name}: line {start + 1} is not {format.upper()} ({why}){fix}"]) from None
+        label = parse_label(cell, kind)
+    except (ValueError, RecursionError) as error:
+        message = f"{place}: label {cell!r:.40}: {error}"
+        raise data_error(name, "wrong_type", message, "correct the row or drop it", f"{cell!s:.40}") from None
+    if isinstance(label, tuple):
+        refuse_surrogates("".join(label), f"{name}: {place}")
+    return Row(place, texts, label)
+
+
+def parse_label(cell: Any, kind: LabelKind) -> tuple[str, ...] | float:
+    """Convert the cell of a label to names or a score. Names of multi_label are a list, JSON of one, or a
+    text with | between them. Raises ValueError."""
+    if kind == "regression":
+        return _score(cell)
+    if kind == "single_label":
+        return (_name(cell),)
+    if isinstance(cell, str) and cell.lstrip().startswith("["):
+        cell = json.loads(cell)
+    elif isinstance(cell, str):
+        cell = [part for part in cell.split("|") if part.strip()]
+    return tuple(map(_name, cell if isinstance(cell, list) else [cell]))
+
+
+def _name(value: Any) -> str:
+    """Convert a value to the name of a label. A whole number has one name: that of 0.0 and "0.0" is 0."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float) and math.isfinite(value):
+        value = int(value) if value.is_integer() else repr(value)
+    name = str(value).strip() if isinstance(value, (int, str)) else ""
+    if not 0 < len(name) <= MAX_NAME:
+        raise ValueError(f"expected a whole number or a name of up to {MAX_NAME} characters")
+    whole = WHOLE.fullmatch(name)
+    return str(int(whole[1])) if whole else name
+
+
+def _score(value: Any) -> float:
+    try:
+        score = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        score = math.nan
+    if not abs(score) <= MAX_SCORE:
+        raise ValueError("expected a number")
+    return score
+
+
+def label_names(kind: LabelKind | None, train: Table) -> tuple[str, ...]:
+    """Return every name in train, sorted as numbers if all are whole numbers, else as text; none of a
+    regression. `kind`: None = single_label, but a number with decimals is refused, as it is probably a score.
+
+    Raises ConfigError, also for too few or too many different labels.
+    """
+    found: set[Any] = set()
+    for row in train.rows:
+        found.update(row.label if isinstance(row.label, tuple) else [row.label])
+        if kind is None and isinstance(row.label, tuple) and WITH_DECIMALS.fullmatch(row.label[0]):
+            message = f"{row.place}: label {row.label[0]!r} is a number with decimals"
+            fix = f"{SCORES_FIX}, or --kind single_label where they are names"
+            raise data_error(train.name, "wrong_type", message, fix, row.label[0])
+    least = 1 if kind == "multi_label" else 2
+    if len(found) < least or (kind != "regression" and len(found) > MAX_LABELS):
+        message = f"{len(found)} different labels, expected {least} to {MAX_LABELS}"
+        fix = "add examples" if len(found) < least else f"name the column of the labels, or {SCORES_FIX}"
+        raise data_error(train.name, "out_of_range", message, fix, len(found))
+    if kind == "regression":
+        return ()
+    if all(name.removeprefix("-").isdecimal() for name in found):
+        return tuple(sorted(found, key=lambda name: (int(name), name)))
+    return tuple(sorted(found))
+
+
+def to_array(kind: LabelKind, names: Sequence[str], table: Table) -> NDArray[Any]:
+    """Return the labels of all rows: int64 [n], uint8 [n, L] of multi_label, float32 [n] of regression.
+
+    Raises ConfigError for a label that is none of `names`.
+    """
+    if kind == "regression":
+        return np.array([row.label for row in table.rows], LABEL_TYPES[kind])
+    index = {name: i for i, name in enumerate(names)}
+    indices = []
+    for row in table.rows:
+        assert isinstance(row.label, tuple)
+        if unknown := [name for name in row.label if name not in index]:
+            message = f"{row.place}: label {unknown[0]!r} is none of train's {shown(names)}"
+            is_score = WITH_DECIMALS.fullmatch(unknown[0])
+            fix = SCORES_FIX if is_score else "correct it, or add such examples to train"
+            raise data_error(table.name, "unknown", message, fix, unknown[0])
+        indices.append([index[name] for name in row.label])
+    if kind == "single_label":
+        return np.array(indices, LABEL_TYPES[kind])[:, 0]
+    labels = np.zeros((len(indices), len(names)), LABEL_TYPES[kind])
+    for ones, of_row in zip(labels, indices, strict=True):
+        ones[of_row] = 1
+    return labels

@@ -13,6 +13,7 @@ from bert_dp.config import (
     Config,
     ConfigError,
     ExamplesManifest,
+    Issue,
     parse_overrides,
     read_examples,
     read_yaml,
@@ -29,11 +30,11 @@ OURS = ("data.path", "run.init_from", "finetune.kind", "finetune.labels", "objec
 
 
 class Source(NamedTuple):
-    """Where a task's examples come from."""
+    """Name a task and the options by which its examples are prepared."""
 
     name: str
     options: Sequence[str]
-    """Of `python -m bert_dp.examples prepare`."""
+    """Of `python -m bert_dp.examples.prepare prepare`."""
 
 
 def glue_source(task: str, data: Sequence[Path]) -> Source:
@@ -44,25 +45,26 @@ def glue_source(task: str, data: Sequence[Path]) -> Source:
 def source_of(
     task: str | None, data: Sequence[Path], files: Mapping[str, str | None], columns: Mapping[str, str | None]
 ) -> Source:
-    """What the options of a verb name: a task of GLUE, or files of the user's, which `files` (train, dev,
-    test) and `columns` (text, text-pair, label, kind) describe. Raises ConfigError for what does not go
-    together."""
+    """Return the source that options name: a task of GLUE, or a user's files, described by `files` (train,
+    dev, test) and `columns` (text, text-pair, label, kind). Raises ConfigError."""
     own = {name: value for name, value in {**files, **columns}.items() if value is not None}
     issues = []
     if task is not None:
-        issues += [f"--{name}: goes with --train, not with --task" for name in own]
+        fix = "leave it out, or name your own files by --train and --dev"
+        text = "GLUE defines the files and columns of --task"
+        issues += [Issue(f"--{name}", "conflict", text, value, "--task", fix) for name, value in own.items()]
         if not data:
-            issues.append("--task: needs --data, the folder or archive with GLUE's files")
+            fix = "add the folder or archive with GLUE's files"
+            issues.append(Issue("--data", "missing", f"--task {task} needs GLUE's files", hint=fix))
     elif data:
-        issues.append("--data: goes with --task NAME; name your own files by --train and --dev")
+        fix = "name a task, or your own files by --train and --dev"
+        issues.append(Issue("--data", "no_effect", "goes with --task", other="--task", hint=fix))
     elif not own.keys() & files.keys():
-        issues.append("--task: name a GLUE task with --data, or your own files by --train and --dev")
+        fix = "name a GLUE task with --data, or your own files by --train and --dev"
+        issues.append(Issue("--task", "missing", "no examples are named", hint=fix))
     else:
-        issues += [
-            f"--{name} is missing; your own files take --train and --dev"
-            for name in ("train", "dev")
-            if name not in own
-        ]
+        absent = [name for name in ("train", "dev") if name not in own]
+        issues += [Issue(f"--{name}", "missing", "own files take --train and --dev") for name in absent]
     if issues:
         raise ConfigError(issues)
     if task is not None:
@@ -86,24 +88,26 @@ class Pretrained:
 def find_pretrained(run: Path) -> Pretrained:
     """A run, or a checkpoint of one. Raises ConfigError, naming what is missing."""
     if not run.exists():
-        raise ConfigError([f"RUN: {run} does not exist; name the directory of a pretrained run"])
+        fix = "name the directory of a pretrained run"
+        raise ConfigError([Issue("RUN", "not_found", f"{run} does not exist", str(run), hint=fix)])
     checkpoint = record.newest_checkpoint_facts(run)
     if checkpoint is None:
-        raise ConfigError([f"RUN: {run} holds no checkpoint; name a run that has saved one"])
+        fix = "name a run that has saved one"
+        raise ConfigError([Issue("RUN", "missing", f"{run} holds no checkpoint", str(run), hint=fix)])
     path, facts = checkpoint
     tokenizer = record.tokenizer_of(path).resolve()
     return Pretrained(run.resolve(), path.resolve(), facts.step, resolve([facts.config]), tokenizer)
 
 
 def setting_names(overrides: Sequence[str]) -> list[str]:
-    """What settings a.b=value are of."""
+    """Return the names of settings a.b=value."""
     return [item.partition("=")[0].strip() for item in overrides]
 
 
-def setting_issues(overrides: Sequence[str]) -> list[str]:
-    """Settings that follow from RUN and the task; one line each."""
-    names = setting_names(overrides)
-    return [f"{name}: follows from RUN and the task; leave it out" for name in names if name in OURS]
+def setting_issues(overrides: Sequence[str]) -> list[Issue]:
+    """Return the given settings that follow from RUN and the task."""
+    names, text = setting_names(overrides), "follows from RUN and the task"
+    return [Issue(name, "conflict", text, other="RUN", hint="leave it out") for name in names if name in OURS]
 
 
 def configuration(
@@ -130,11 +134,13 @@ def configuration(
 
 
 def prepare(start: Pretrained, source: Source, sequence_length: int, dev_share: float = 0.0) -> Path:
-    """The prepared directory, from the cache or made now. Raises ConfigError, whose lines stand on stderr
-    already."""
+    """Prepare the examples, or find them in the cache; return the directory. Raises ConfigError without
+    issues, as the child process has printed them."""
     arguments = ["prepare", "--tokenizer", str(start.tokenizer), "--length", str(sequence_length)]
     arguments += ["--dev-share", str(dev_share)] if dev_share else []
-    done = children.run_module("bert_dp.examples", [*arguments, *source.options], stdout=subprocess.PIPE)
+    done = children.run_module(
+        "bert_dp.examples.prepare", [*arguments, *source.options], stdout=subprocess.PIPE
+    )
     children.check(done.returncode, "preparing the examples")
     return Path(done.stdout.strip())
 

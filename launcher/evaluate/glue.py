@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from bert_dp.config import ConfigError, Issue, batch_layout, peak_lr
 from bert_dp.config.manifest import hash_json
-from launcher import children, job, results
+from launcher import job, results
 from launcher.evaluate import FILE, finetune, glue_grid, glue_scores
 from launcher.evaluate.glue_grid import RATE_SHARE, GlueGrid, PreparedTask
 from launcher.evaluate.glue_page import glue_report
@@ -95,9 +95,8 @@ def evaluate(
     if dry_run:
         output.print_plan(as_json=as_json)
         return 0
-    majority = majority_scores(grid.tasks)
     with output.claim():
-        file, exit_code = run_trials(grid, output, majority, log)
+        file, exit_code = run_trials(grid, output, log)
         publish(file, glue_report(file), folder, as_json=as_json, console=console)
     return exit_code
 
@@ -133,16 +132,7 @@ def describe(grid: GlueGrid, folder: Path, log: Log) -> None:
         log(f"{task} starts from the finetuned run of {source} of the same seed")
 
 
-def majority_scores(tasks: Mapping[str, PreparedTask]) -> dict[str, Any]:
-    """Return task -> split -> metric -> the score of the most frequent answer of train."""
-    folders = [str(task.path) for task in tasks.values()]
-    scores = children.asked("bert_dp.measure.majority", folders, "the majority baselines")
-    return {name: scores[str(task.path)] for name, task in tasks.items()}
-
-
-def run_trials(
-    grid: GlueGrid, output: Output[GluePlanFile], majority: Mapping[str, Any], log: Log
-) -> tuple[Glue, int]:
+def run_trials(grid: GlueGrid, output: Output[GluePlanFile], log: Log) -> tuple[Glue, int]:
     """Run all trials and write glue.json, after a signal with the results so far. Return it and the exit
     code."""
     out = output.path
@@ -162,7 +152,7 @@ def run_trials(
     tasks = []
     for name, task in grid.tasks.items():
         start = grid.options.init_task.get(name)
-        result = glue_scores.score_task(task.manifest, glue_run.trials[name], majority[name], start)
+        result = glue_scores.score_task(task.manifest, glue_run.trials[name], start)
         if result.median_trial is not None and ending.status == "complete":
             files = glue_scores.write_submissions(out, result.median_trial, task.manifest)
             result = result.model_copy(update={"submissions": files})

@@ -82,7 +82,7 @@ class GlueGrid:
 def missing_files(data: Sequence[Path]) -> dict[str, list[str]]:
     """Return each task of GLUE, in GLUE's order, with the train and dev files that `data` lacks."""
     words = [word for place in data for word in ("--data", str(place))]
-    return dict(children.asked("bert_dp.examples", ["missing", *words], "looking for GLUE's files"))
+    return dict(children.asked("bert_dp.examples.prepare", ["missing", *words], "looking for GLUE's files"))
 
 
 def choose_tasks(

@@ -174,17 +174,12 @@ def read_trial(trial: Trial, outcome: Outcome, manifest: ExamplesManifest) -> Gl
 # --- over the seeds
 
 
-def score_task(
-    manifest: ExamplesManifest,
-    trials: Sequence[GlueTrial],
-    majority: Mapping[str, Mapping[str, float | None]],
-    init_task: str | None,
-) -> GlueTask:
-    """Compute the scores of a task over its seeds. `majority`: split -> metric -> majority baseline."""
+def score_task(manifest: ExamplesManifest, trials: Sequence[GlueTrial], init_task: str | None) -> GlueTask:
+    """Compute the scores of a task over its seeds."""
     trials = sorted(trials, key=lambda trial: trial.seed)
     splits = dev_splits(manifest)
     scores = [
-        score_metric(split, metric, trials, majority.get(split, {}).get(metric))
+        score_metric(split, metric, trials, (manifest.splits[split].baseline or {}).get(metric))
         for split in splits
         for metric in manifest.metrics
     ]

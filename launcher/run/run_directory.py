@@ -34,7 +34,7 @@ def start_issues(job: Job, run_dir: Path, resume: str) -> list[Issue | str]:
     config = job.config
     if checkpoint_to_resume(run_dir, resume) is not None:
         config = config.model_copy(update={"run": config.run.model_copy(update={"init_from": None})})
-    issues = [*input_issues(config), *exposure_issues(job.config, run_dir, "--run-dir")]
+    issues: list[Issue | str] = [*input_issues(config), *exposure_issues(job.config, run_dir, "--run-dir")]
     return [*issues, *run_dir_issues(run_dir, job.config, resume)]
 
 

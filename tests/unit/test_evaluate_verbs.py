@@ -184,7 +184,7 @@ def test_examples_are_prepared_by_the_runs_tokenizer_and_a_share_of_train(run: P
             finetune.prepare(start, source, 48, share)
         rest = ["--task", "RTE", "--data", "a", "--data", "b"]
         known = ["prepare", "--tokenizer", str(start.tokenizer), "--length", "48"]
-        assert asked[-1] == ("bert_dp.examples", [*known, *more, *rest])
+        assert asked[-1] == ("bert_dp.examples.prepare", [*known, *more, *rest])
 
 
 def test_examples_that_were_refused_are_told_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from bert_dp.config import Config, ConfigError, Issue, peak_lr
-from launcher import children, job, results
+from launcher import job, results
 from launcher.evaluate import glue, glue_grid, glue_scores
 from launcher.evaluate.finetune import Pretrained, find_pretrained
 from launcher.evaluate.glue import GluePlanFile, GlueRun, result_file, trial_issues
@@ -123,7 +123,7 @@ def test_the_median_trial_is_one_of_the_trials() -> None:
     assert scored_task("RTE", [None]).median_trial is None
     both = [{"dev/accuracy": 0.1 * i, "dev/f1": 0.1 * i * (3 - i)} for i in (1, 2, 3)]  # F1: 0.2, 0.2, 0
     trials = [GlueTrial(trial=f"s{i}", lr=1, seed=i, status="ok", scores=x) for i, x in enumerate(both)]
-    whole = glue_scores.score_task(make_task("MRPC").manifest, trials, {}, None)
+    whole = glue_scores.score_task(make_task("MRPC").manifest, trials, None)
     assert whole.median_trial == "s1"  # by the first metric
 
 
@@ -143,7 +143,7 @@ def test_the_average_takes_the_metrics_of_the_recipe() -> None:
         names = [f"{split}/{each}" for split in glue_scores.dev_splits(manifest) for each in manifest.metrics]
         scores = {each: 0.5 if each.endswith(f"/{metric}") else 0.25 for each in names}
         trial = GlueTrial(trial="a", lr=1e-4, seed=0, status="ok", scores=scores)
-        tasks.append(glue_scores.score_task(manifest, [trial], {}, None))
+        tasks.append(glue_scores.score_task(manifest, [trial], None))
     assert glue_scores.average(tasks) == (0.5, [])
 
 
@@ -201,7 +201,7 @@ def test_every_task_runs_with_every_seed_and_the_results_are_in_order(tmp_path: 
     assert names == [f"{name}-lr-4e-05-s{seed}" for name in ("MRPC", "RTE") for seed in (0, 1)]
     assert glue_grid.rounds(measured.grid) == [[mrpc, rte], []]
     assert measured.lr == 4e-5
-    (score,) = glue_scores.score_task(rte.manifest, measured.trials["RTE"], {}, None).scores
+    (score,) = glue_scores.score_task(rte.manifest, measured.trials["RTE"], None).scores
     assert score.seeds == [0.5, 0.6]
     for config in (trial.config for trial in runner.ran):
         assert config.run.init_from == "/run/checkpoints/step-00000005"
@@ -405,15 +405,6 @@ def test_a_test_file_with_labels_has_no_say() -> None:
     assert glue_scores.dev_splits(manifest) == ["dev"]
 
 
-@pytest.mark.parametrize(("code", "error"), [(2, ConfigError), (1, SystemExit), (-9, SystemExit)])
-def test_a_helper_that_fails_ends_the_verb_before_it_writes(
-    monkeypatch: pytest.MonkeyPatch, code: int, error: type[BaseException]
-) -> None:
-    monkeypatch.setattr(children, "capture_json", lambda *_: (code, None))
-    with pytest.raises(error):
-        glue.majority_scores({"RTE": make_task("RTE")})
-
-
 def test_an_issue_that_tasks_share_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = Issue("optim.lr", "out_of_range", "too high")
     monkeypatch.setattr(job, "input_issues", lambda config: [shared])
@@ -550,8 +541,7 @@ class Published:
         settings = results.plain(asked)
         plan = GluePlanFile(config_hash="abc", settings=settings, start={}, seconds=30.0)
         output = Output(self.out, "evaluation", glue.STATE, plan, glue.FIXED, glue.GROWS)
-        majority = {task.name: {"dev": {"accuracy": 0.4}} for task in tasks}
-        return glue.run_trials(grid, output, majority, print)
+        return glue.run_trials(grid, output, print)
 
 
 def test_an_evaluation_is_told_as_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
