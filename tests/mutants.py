@@ -31,7 +31,7 @@ MODULES = {
     "launcher/plan/timeline.py": ["test_timeline.py"],
     "launcher/plan/links.py": ["test_plan_links.py"],
     "launcher/stats.py": ["test_stats.py"],
-    "launcher/scale/verdict.py": ["test_verdict.py"],
+    "launcher/scale/diagnose.py": ["test_diagnose.py"],
     "launcher/tune/curve.py": ["test_curve.py"],
     "launcher/tune/ladder.py": ["test_ladder.py"],
     "launcher/redact.py": ["test_redact.py"],

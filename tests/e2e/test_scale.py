@@ -296,7 +296,7 @@ def test_a_cell_that_fails_is_a_result_and_a_signal_stops(out: Path, tmp_path: P
     assert (zero1["global_batch"], len(zero1["ranks"]), zero1["efficiency_ci95"]) == (4, 2, None)
     assert zero1["global_steps_per_s"] == pytest.approx(2 * zero1["steps_per_s"])
     assert zero1["communication_efficiency"] is None
-    assert [v["verdict"] for v in scaling["verdicts"]] == ["no claim: one repeat"]
+    assert [v["verdict"] for v in scaling["verdicts"]] == ["one repeat"]
 
 
 @pytest.mark.quick

@@ -16,7 +16,8 @@ from launcher.plan.plan_report import plan_report
 from launcher.report.model import Bars, Boxes, Figure, Line, Report
 from launcher.report.numbers import number
 from launcher.report.run_report import of_directories
-from launcher.scale.scale_report import scale_report
+from launcher.scale import models
+from launcher.scale.scale_page import scale_page
 from launcher.tune.batch_report import batch_report
 from launcher.tune.rate_report import rate_report
 from tests import tune_fixture
@@ -40,8 +41,8 @@ def run(path: Path, summary: Mapping[str, Any]) -> Path:
 
 
 def of_scaling(**options: Any) -> Report:
-    whole = results.parse(scaling(**options), results.Scaling, "scaling.json")
-    return scale_report(whole, Path("OUT"))
+    whole = results.parse(scaling(**options), models.Scaling, "scaling.json")
+    return scale_page(whole, Path("OUT"))
 
 
 def of_batch(**changes: Any) -> Report:

@@ -15,7 +15,7 @@ from launcher.tune.batch_report import batch_report, run_rate
 from launcher.tune.rate_report import rate_report
 from tests.report_fixture import figure_of, read_page, shown, unfolded
 from tests.tune_fixture import DECLARED, NOISE, TOO_LARGE, batch, lr, predicted_gib, transfer, unmeasured
-from tests.unit.test_scale_report import numbers, points
+from tests.unit.test_scale_page import numbers, points
 
 OUT = Path("OUT")
 
