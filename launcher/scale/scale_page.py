@@ -75,9 +75,9 @@ SPLIT = {
     "other": "other",
 }
 RESULT_NOTE = (
-    "Rates over all ranks; speed-up, efficiency +- the farther end of its 95 % interval: against single on "
-    "one rank; comm.: throughput / ceiling; exposed, data: shares of a step that waits for gradients, for "
-    "data; slowest: own work of the slowest rank / median; memory: peak of the greatest rank. "
+    "Rates over all ranks; speed-up, efficiency with its 95 % interval: against single on one rank; comm.: "
+    "throughput / ceiling; exposed, data: shares of a step that waits for gradients, for data; slowest: own "
+    "work of the slowest rank / median; memory: peak of the greatest rank. "
     "Every number of every cell is in scaling.csv, of every repeat and rank in scaling.json."
 )
 BANDS = (
@@ -90,7 +90,9 @@ def scale_page(scaling: Scaling, folder: Path | None = None) -> Report:
     """Return the report of scaling.json, partial or complete."""
     modes = _modes(scaling)
     by_mode = (_speedup, _efficiency, _communication, _memory, _step_split)
-    figures = [figure(scaling, mode) for mode in modes for figure in by_mode]
+    figures = [figure(scaling, mode) for mode in modes for figure in by_mode] + [_bandwidth(scaling)]
+    if "strong" in modes:  # weak scaling trains another global batch, so another model, at every N
+        figures.append(_loss(scaling))
     result = Section("Result", tables=[_result(scaling)], notes=[RESULT_NOTE])
     prediction = [_prediction(scaling.prediction)] if scaling.prediction else []
     return Report(
@@ -98,7 +100,7 @@ def scale_page(scaling: Scaling, folder: Path | None = None) -> Report:
         [_machine(scaling), _method(scaling, modes)],
         [*_ends(scaling), *_verdicts(scaling)],
         _tiles(scaling),
-        [result, Section("", [*figures, _bandwidth(scaling), _loss(scaling)], console=False), *prediction],
+        [result, Section("", figures, console=False), *prediction],
         next=f"bert-dp plan scaling --from {shlex.quote(str(folder / FILE))}"
         if folder and scaling.profile
         else "",
@@ -170,11 +172,13 @@ def _tiles(scaling: Scaling) -> list[Tile]:
     runs = [c for c in _runs(scaling) if c.tokens_per_s is not None]
     best = max(runs, key=lambda c: (SPEEDUP.number(c) or 0.0, c.world_size), default=None)
     place = f"{best.id}, N = {format_count(best.world_size)}" if best else "no cell has run"
-    peak, settings = scaling.peak, scaling.settings
-    unknown = f"data-sheet peak of {settings.device or 'this device'} unknown"
-    peaks = f"{settings.precision} data-sheet peak" if peak.datasheet_flops else unknown
-    measured = " ".join(filter(None, [peak.matmul_precision, "matmul peak measured here"]))
-    measured = measured if peak.matmul_flops else "no matmul peak measured"
+    peak = scaling.peak
+    peaks = [
+        f"{scaling.settings.precision} data-sheet peak"
+        if peak.datasheet_flops
+        else "data-sheet peak unknown",
+        f"{peak.matmul_precision or ''} matmul peak measured here".lstrip() if peak.matmul_flops else "",
+    ]
 
     def tile(label: str, ratio: Ratio, scope: str = "") -> Tile:
         return Tile(label, cell_of(best, ratio).text, f"{scope}95 % interval {ratio.ends(best)}")
@@ -184,7 +188,7 @@ def _tiles(scaling: Scaling) -> list[Tile]:
         Tile("Best speed-up", cell_of(best, SPEEDUP).text, place),
         tile("Efficiency", EFFICIENCY),
         tile("Communication efficiency", COMMUNICATION, "of the ceiling; "),
-        Tile("MFU / MAMFU", both, f"{peaks}; {measured}"),
+        Tile("MFU / MAMFU", both, "; ".join(filter(None, peaks))),
     ]
 
 
@@ -196,12 +200,10 @@ def _result(scaling: Scaling) -> Table:
     runs = _runs(scaling)
     columns: list[Quantity | Computed] = [
         Quantity("world_size", "N", "count"),
-        Quantity("status", "status", "word"),
-        Quantity("steps_per_s", "steps/s"),
         Quantity("tokens_per_s", "tokens/s"),
         Quantity("tokens_per_s_per_gpu", "per rank"),
         SPEEDUP,
-        Computed(_efficiency_cell, "efficiency", "percent"),
+        Computed(lambda run: TableCell(EFFICIENCY.text(run), exact=EFFICIENCY.number(run)), "efficiency"),
         dataclasses.replace(COMMUNICATION, head="comm."),
         EXPOSED,
         Quantity("data_wait_fraction", "data", "percent"),
@@ -210,16 +212,6 @@ def _result(scaling: Scaling) -> Table:
         *[ratio for ratio in PER_PEAK if any(ratio.of(run) for run in runs)],
     ]
     return table([(run.id, run) for run in runs], columns, corner="cell", empty="no cells recorded")
-
-
-def _efficiency_cell(run: Cell) -> TableCell:
-    """Return the efficiency with the farther end of its interval beside it."""
-    value = cell_of(run, EFFICIENCY)
-    if run.efficiency is None or run.efficiency_ci95 is None or value.exact is None:
-        return value
-    low, high = run.efficiency_ci95
-    spread = 100 * max(high - run.efficiency, run.efficiency - low)
-    return TableCell(f"{value.text} +-{spread:.1f}", exact=value.exact)
 
 
 def _prediction(prediction: Prediction) -> Section:
@@ -317,21 +309,23 @@ def _speedup(scaling: Scaling, mode: Mode) -> Figure:
 
 
 def _efficiency(scaling: Scaling, mode: Mode) -> Figure:
+    """Draw efficiency and its ceiling over N."""
     label = "efficiency, throughput / (N x throughput of one rank)"
-    lines = [*_ceiling_line(scaling, mode), *_lines(scaling, mode, EFFICIENCY)]
-    return _share(scaling, mode, "Efficiency", lines, label, BANDS)
+    return _share(scaling, mode, EFFICIENCY, label, BANDS, _ceiling_line(scaling, mode))
 
 
 def _communication(scaling: Scaling, mode: Mode) -> Figure:
+    """Draw communication efficiency over N."""
     note = "Efficiency = ceiling x communication efficiency."
-    lines = _lines(scaling, mode, COMMUNICATION)
-    return _share(scaling, mode, "Communication efficiency", lines, "throughput / ceiling", note)
+    return _share(scaling, mode, COMMUNICATION, "throughput / ceiling", note)
 
 
-def _share(scaling: Scaling, mode: Mode, title: str, lines: Sequence[Line], label: str, note: str) -> Figure:
+def _share(
+    scaling: Scaling, mode: Mode, ratio: Ratio, label: str, note: str, ceiling: Sequence[Line] = ()
+) -> Figure:
     return Figure(
-        f"{title}, {mode} scaling",
-        lines,
+        f"{ratio.head.capitalize()}, {mode} scaling",
+        [*ceiling, *_lines(scaling, mode, ratio)],
         _ranks_axis(scaling, mode),
         Axis(label, "percent"),
         levels=[Rule("100 %", 1.0)],
@@ -388,27 +382,16 @@ def _loss(scaling: Scaling) -> Figure:
         curve = cell.loss.curve if cell.loss else []
         width = max(1.0, 8.0 - 7.0 * i / max(1, len(cells) - 1))
         lines.append(Line(cell.id, [t for t, _ in curve], [nats for _, nats in curve], i, width=width))
-    note, x, y = _loss_note(scaling), Axis("tokens"), Axis("loss (nats per masked token)", "nats")
-    absent = "" if "strong" in _modes(scaling) else note
-    return Figure("Training loss", lines, x, y, note=note, absent=absent)
-
-
-def _loss_note(scaling: Scaling) -> str:
-    """Return how many strong cells train the same model as one rank."""
-    runs = [cell for cell in _runs(scaling) if cell.loss_agrees is not None]
-    if not runs and "strong" in _modes(scaling):
-        return "No cell has a loss to compare."
-    if not runs:
-        return (
-            "Losses are not compared: under weak scaling the global batch grows with N, and the cells train "
-            "different models. Strong scaling compares them."
-        )
-    others = [cell.id for cell in runs if not cell.loss_agrees]
-    deviations = [abs(cell.loss_deviation) for cell in runs if cell.loss_deviation is not None]
-    greatest = f"; greatest relative deviation {format_lr(max(deviations))}" if deviations else ""
-    count = f"{len(runs) - len(others)} of {len(runs)}"
-    end = f" Not of: {', '.join(others)}." if others else ""
-    return f"The loss of {count} compared cells agrees with the baseline's{greatest}.{end}"
+    compared = [cell for cell in cells if cell.loss_agrees is not None]
+    agree = [cell for cell in compared if cell.loss_agrees]
+    deviation = max((abs(cell.loss_deviation or 0.0) for cell in compared), default=None)
+    note = (
+        f"The loss of {len(agree)} of {len(compared)} compared cells agrees with the baseline's; greatest "
+        f"relative deviation {format_lr(deviation)}."
+    )
+    return Figure(
+        "Training loss", lines, Axis("tokens"), Axis("loss (nats per masked token)", "nats"), note=note
+    )
 
 
 # --- scaling.csv

@@ -52,7 +52,7 @@ def test_every_figure_and_the_result_of_every_run_is_there() -> None:
     titles = {f"{name}, {mode} scaling" for name in EVERY_MODE for mode in ("weak", "strong")}
     assert titles | {"All-reduce bus bandwidth", "Training loss"} == set(page.labels)
     assert "no data recorded" not in page.text
-    shown_of_runs = ("steps_per_s", "tokens_per_s", "tokens_per_s_per_gpu", "speedup", "efficiency", "mamfu")
+    shown_of_runs = ("tokens_per_s", "tokens_per_s_per_gpu", "speedup", "efficiency", "mamfu")
     runs = [cell for cell in data["cells"] if cell["kind"] == "run"]
     assert {cell[name] for cell in runs for name in shown_of_runs} <= page.exact
     assert {row["tokens_per_s"] for row in data["prediction"]["rows"]} <= page.exact
@@ -111,14 +111,11 @@ def test_losses_are_compared_where_the_global_batch_is_the_same() -> None:
         c["id"] for c in data["cells"] if c["mode"] == "strong" and c["kind"] == "run"
     }
     note = figure_of(of(data), "Training loss").note
-    assert "4 of 4 compared cells agrees with the baseline's; greatest relative deviation 1.20e-06." in note
+    assert "4 of 4 compared cells" in note
+    assert "1.20e-06" in note
     cell_of(data, "strong-ddp-n4")["loss_agrees"] = False
-    note = figure_of(of(data), "Training loss").note
-    assert "3 of 4" in note
-    assert "Not of: strong-ddp-n4." in note
-    page = read_page(of(scaling()))
-    assert "Losses are not compared: under weak scaling the global batch grows with N" in page.text
-    assert "Training loss" not in page.labels
+    assert "3 of 4 compared cells" in figure_of(of(data), "Training loss").note
+    assert "Training loss" not in {figure.title for figure in figures_of(of(scaling()))}
 
 
 def test_what_failed_is_said_with_its_cause() -> None:
@@ -169,7 +166,7 @@ def test_tiles_are_of_the_run_with_the_greatest_speed_up_and_explain_unknown_pea
         assert of({**data, "cells": cells}).tiles[0].note == "weak-ddp-n2, N = 2"
     report = of(data)
     notes = [tile.note for tile in report.tiles]
-    assert "data-sheet peak of CPU unknown; matmul peak measured here" in notes
+    assert "data-sheet peak unknown; matmul peak measured here" in notes
     assert {tile.text for tile in of(nulls()).tiles} == {NA, f"{NA} / {NA}"}
 
 
@@ -218,7 +215,7 @@ def test_the_console_has_the_result_and_no_controls(width: int) -> None:
     text, cell = unfolded(console), cell_of(data, "weak-ddp-n2")
     for words in (
         format_si(cell["tokens_per_s"]),
-        f"{format_percent(cell['efficiency'])} +-1.5",
+        f"{format_percent(cell['efficiency'])} [{format_percent(cell['efficiency_ci95'][0])} to",
         format_percent(cell["communication_efficiency"]),
         "weak-zero1-n4: oom: rank 1: out of memory",
         "warn Hardware ceiling.",
