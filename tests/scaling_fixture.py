@@ -62,8 +62,6 @@ def scaling(
         "command": ["bert-dp", "scale", "crammed-bert", "--gpus", "1,2,4"],
         "mode": modes[0] if len(modes) == 1 else "both",
         "settings": _settings(),
-        "baseline": "single",
-        "baselines": {name: [f"{mode}-{name}-n1" for mode in modes] for name in ("single", "ddp")},
         "peak": {"datasheet_flops": None, "matmul_flops": PEAK, "shapes": []},
         "cells": cells,
         "links": [_link(rng, n) for n in sizes if n > 1],

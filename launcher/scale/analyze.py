@@ -33,26 +33,21 @@ def analyze(grid: Grid, out: Path, *, facts: Mapping[str, Any]) -> Scaling:
         if repeats:
             measured[cell.id] = CellMeasurement(cell, repeats, grid.config.data.sequence_length, seed)
     settings = _settings(grid, next(iter(measured.values()), None))
-    matmul = results.find(out / "peak.json", models.PeakFile)
-    peak = models.Peak(
-        datasheet_flops=cost.peak_flops(str(settings.device), str(settings.precision)),
-        matmul_flops=matmul.matmul_flops if matmul else None,
-        matmul_precision=matmul.precision if matmul else None,
-        shapes=matmul.shapes if matmul else [],
-    )
+    datasheet = cost.peak_flops(str(settings.device), str(settings.precision))
+    peak = results.find(out / "peak.json", models.Peak) or models.Peak()
+    peak = peak.model_copy(update={"datasheet_flops": datasheet})
     cells = [
         _cell(cell, states[cell.id], grid.settings.launcher, measured, settings, peak) for cell in grid.cells
     ]
     links = [link for path in sorted(out.glob("links-*.json")) if (link := results.find(path, models.Link))]
     modes, profile = grid.settings.modes, results.find(out / "profile.json", models.Profile)
     counts = {cell.world_size for cell in grid.cells if cell.world_size > 1}
-    is_whole = profile is not None and matmul is not None and len(links) == len(counts)
+    is_whole = profile is not None and peak.matmul_flops is not None and len(links) == len(counts)
     return Scaling(
         status="complete" if is_whole and all(c.status != "pending" for c in cells) else "partial",
         **facts,
         mode=modes[0] if len(modes) == 1 else "both",
         settings=settings,
-        baselines={name: [f"{mode}-{name}-n1" for mode in modes] for name in ("single", "ddp")},
         peak=peak,
         cells=cells,
         links=links,

@@ -223,34 +223,35 @@ def _bucket_sizes(grid: Grid, out: Path, count: int) -> list[int]:
 
 def _measure_profile(grid: Grid, runs: Runner, log: Log) -> None:
     """Write profile.json: the parts of one rank's step."""
-    kept = runs.out / "profile.json"
-    if results.find(kept, models.Profile) is not None:
-        return
     config = grid.config_of(next(cell for cell in grid.cells if cell.engine == "single"))
     batch = config.batch.model_copy(update={"global_size": config.batch.micro_size})
     data = config.data.model_copy(update={"synthetic": True})
     path = runs.scratch / "profile.yaml"
     record.write_text(path, dump_config(config.model_copy(update={"batch": batch, "data": data})))
-    log("profile: when each gradient is ready")
-    _keep_last_line(grid, runs, "profiling", [str(path)], models.Profile, kept)
+    _measure_once(grid, runs, log, models.Profile, "profile.json", "profiling", [str(path)])
 
 
 def _measure_peak(grid: Grid, runs: Runner, log: Log) -> None:
     """Write peak.json: the matmul rate of one rank's device."""
-    kept = runs.out / "peak.json"
-    if results.find(kept, models.PeakFile) is not None:
-        return
-    log("peak: the matmul rate of one device")
-    _keep_last_line(grid, runs, "peak", [grid.precision, "2"], models.PeakFile, kept)
+    _measure_once(grid, runs, log, models.Peak, "peak.json", "peak", [grid.precision, "2"])
 
 
-def _keep_last_line(
-    grid: Grid, runs: Runner, program: str, arguments: list[str], model: type[results.StoredFile], path: Path
+def _measure_once(
+    grid: Grid,
+    runs: Runner,
+    log: Log,
+    model: type[results.StoredFile],
+    file: str,
+    program: str,
+    arguments: list[str],
 ) -> None:
-    """Write the last line that a program of bert_dp.measure prints on one rank's device, unless it is
-    inconsistent."""
+    """Write the last line that a program of bert_dp.measure prints on one rank's device, unless the file is
+    there or the line is inconsistent."""
+    if results.find(runs.out / file, model) is not None:
+        return
+    log(f"{file}: measured on one device")
     if lines := runs.helper(f"bert_dp.measure.{program}", arguments, _cores(grid, 1)):
         try:
-            results.write(path, results.parse(lines[-1], model, path.name))
+            results.write(runs.out / file, results.parse(lines[-1], model, file))
         except ConfigError as error:
             complain(f"warning: {error}")

@@ -159,24 +159,17 @@ class MatmulRate(StoredModel):
     flops: float
 
 
-class PeakFile(StoredFile):
-    """peak.json: the matmul rate of one rank's device."""
+class Peak(StoredFile):
+    """peak.json, and `peak` in scaling.json: FLOP/s of one rank's device."""
 
     remedy: ClassVar[str] = MEASURE_AGAIN
     device: str | None = None
     precision: str | None = None
-    matmul_flops: Positive
-    """FLOP/s, the best of the shapes."""
-    shapes: list[MatmulRate] = []
-
-
-class Peak(StoredModel):
-    """FLOP/s of one device: by its data sheet, and the best of the measured shapes."""
-
-    datasheet_flops: float | None = None
+    """Of the measured rate."""
     matmul_flops: Positive | None = None
-    matmul_precision: str | None = None
+    """The best of the measured shapes."""
     shapes: list[MatmulRate] = []
+    datasheet_flops: float | None = None
 
 
 class ScalingSettings(StoredModel):
@@ -449,9 +442,6 @@ class Scaling(StoredFile):
     command: list[str] = []
     mode: Literal["weak", "strong", "both"] | None = None
     settings: ScalingSettings = ScalingSettings()
-    baseline: str = "single"
-    baselines: dict[str, list[str]] = {}
-    """Engine -> ids of the cells that the others are compared with, one of each mode."""
     peak: Peak = Peak()
     cells: list[Cell] = []
     links: list[Link] = []

@@ -32,18 +32,9 @@ from launcher.report.numbers import NA, count_of, format_count, format_interval,
 from launcher.report.numbers import number as finite
 from launcher.report.parts import first_line, machine_line
 from launcher.report.quantities import Computed, Quantity, Ratio, at, cell_of, table
+from launcher.scale import models
 from launcher.scale.diagnose import CEILING, COMMUNICATION, EFFICIENCY, STRAGGLER
-from launcher.scale.models import (
-    Cell,
-    ComparedCell,
-    DiagnosisKind,
-    LossCurve,
-    Mode,
-    Prediction,
-    Scaling,
-    SplitTime,
-    StepTime,
-)
+from launcher.scale.models import Cell, DiagnosisKind, Mode, Scaling
 
 FILE = "scaling.json"
 LOG_FROM = 16  # times the least N: above, N stands on a logarithmic axis
@@ -124,14 +115,14 @@ def _machine(scaling: Scaling) -> str:
 
 
 def _method(scaling: Scaling, modes: Sequence[Mode]) -> str:
-    settings, ids = scaling.settings, ", ".join(scaling.baselines.get("single", []))
+    settings = scaling.settings
     steps, warm_up = (format_count(n) for n in (settings.steps, settings.warm_up))
     parts = [
         settings.model or "model not recorded",
         f"{' and '.join(modes)} scaling",
         f"micro batch {format_count(settings.micro_batch)}, {settings.precision or NA}",
         f"{count_of(settings.repeats, 'repeat')} of {steps} steps after {warm_up} of warm-up",
-        f"baseline: {scaling.baseline} on one rank{f' ({ids})' if ids else ''}",
+        "baseline: single on one rank",
     ]
     return " \u00b7 ".join(parts)
 
@@ -177,7 +168,7 @@ def _tiles(scaling: Scaling) -> list[Tile]:
         f"{scaling.settings.precision} data-sheet peak"
         if peak.datasheet_flops
         else "data-sheet peak unknown",
-        f"{peak.matmul_precision or ''} matmul peak measured here".lstrip() if peak.matmul_flops else "",
+        f"{peak.precision or ''} matmul peak measured here".lstrip() if peak.matmul_flops else "",
     ]
 
     def tile(label: str, ratio: Ratio, scope: str = "") -> Tile:
@@ -214,7 +205,7 @@ def _result(scaling: Scaling) -> Table:
     return table([(run.id, run) for run in runs], columns, corner="cell", empty="no cells recorded")
 
 
-def _prediction(prediction: Prediction) -> Section:
+def _prediction(prediction: models.Prediction) -> Section:
     """Return each measured cell beside its prediction, and the predictions for other numbers of ranks."""
     beside = (
         Quantity("predicted_step_s", "step, predicted", "seconds"),
@@ -242,7 +233,7 @@ def _prediction(prediction: Prediction) -> Section:
     return Section("Prediction and measurement", tables=shown, notes=prediction.assumptions, console=False)
 
 
-def _difference(row: ComparedCell) -> float | None:
+def _difference(row: models.ComparedCell) -> float | None:
     return row.predicted_step_s / row.measured_step_s - 1 if row.measured_step_s else None
 
 
@@ -396,7 +387,11 @@ def _loss(scaling: Scaling) -> Figure:
 
 # --- scaling.csv
 
-PARTS: Mapping[str, type[BaseModel]] = {"step_time_s": StepTime, "split_s": SplitTime, "loss": LossCurve}
+PARTS: Mapping[str, type[BaseModel]] = {
+    "step_time_s": models.StepTime,
+    "split_s": models.SplitTime,
+    "loss": models.LossCurve,
+}
 LISTS = ("ranks", "curve")  # only in scaling.json
 RATIOS = {
     ratio.path: ratio

@@ -53,7 +53,7 @@ FILES = [
     (read_json(SCALING / "grid.json"), models.GridFile),
     (read_json(SCALING / "links-2.json"), models.Link),
     (read_json(SCALING / "profile.json"), models.Profile),
-    (read_json(SCALING / "peak.json"), models.PeakFile),
+    (read_json(SCALING / "peak.json"), models.Peak),
     (tune_fixture.batch(), results.TuneBatch),
     (tune_fixture.batch(inconclusive="no signal"), results.TuneBatch),
     (tune_fixture.unmeasured(), results.TuneBatch),
