@@ -31,11 +31,11 @@ def hostile_scaling(path: Path) -> Report:
 
 
 REPORTS: dict[str, tuple[int, Callable[[Path], Report]]] = {
-    "scaling": (28, MAKERS["scaling"]),
-    "large": (48, lambda path: scale_page(parsed(scaling(engines=MANY, sizes=SIZES)))),
-    "one": (5, lambda path: scale_page(parsed(scaling(engines=(), sizes=(1,))))),
+    "scaling": (12, MAKERS["scaling"]),
+    "large": (6, lambda path: scale_page(parsed(scaling(engines=MANY, sizes=SIZES)))),
+    "one": (4, lambda path: scale_page(parsed(scaling(engines=(), sizes=(1,))))),
     "scaling, begun": (0, MAKERS["scaling, begun"]),
-    "hostile": (28, hostile_scaling),
+    "hostile": (12, hostile_scaling),
     "run": (5, MAKERS["run"]),
     "runs": (5, MAKERS["runs"]),
     "batch": (4, MAKERS["batch"]),

@@ -67,7 +67,7 @@ def test_throughput_is_read_off_what_scale_writes(tmp_path: Path, monkeypatch: p
         out = Path(arguments[arguments.index("--out") + 1])
         done = here(*arguments, "--dry-run")
         out.mkdir()
-        shutil.copy(ROOT / "tests/golden/made/scale/scaling.json", out)
+        shutil.copy(ROOT / "benchmarks/raw/2026-11-21-scaling/scaling.json", out)
         return done
 
     monkeypatch.setattr(checks, "bert_dp", asked)

@@ -49,6 +49,13 @@ CHANGED: dict[str, str | None] = {
     "scale/prediction": None,
     "scale/verdicts": None,
     "reports/scale": None,
+    # the page of a scaling benchmark is its result, figures and verdicts
+    "reports/scale-stopped": None,
+    "told/scaling": None,
+    "told/partial scaling": None,
+    "scale/baseline": None,
+    "scale/baselines": None,
+    "scale/peak/matmul_precision": None,
     "plan/measured": None,
     # memory and gradients have all of BERT's 512 positions
     "plan/network": None,

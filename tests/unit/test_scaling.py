@@ -31,8 +31,8 @@ from launcher.scale.grid import Grid, Settings, run_dir
 from launcher.scale.models import Cell, GridCell
 from tests import scaling_fixture
 from tests.e2e.cli import TINY
-from tests.golden.compare import leaves
 from tests.helpers import failed, make_config, read_json
+from tests.unit.test_result_files import flat
 
 MACHINE = environment.probe()
 SETTINGS = Settings(
@@ -801,4 +801,4 @@ def test_the_committed_record_follows_from_its_raw_files_and_the_tables_from_it(
 
 def numbers(value: Any) -> dict[str, float]:
     """Every number of a nested value by its path."""
-    return {path: leaf for path, leaf in leaves(value, "").items() if isinstance(leaf, int | float)}
+    return {path: leaf for path, leaf in flat(value) if isinstance(leaf, int | float)}
