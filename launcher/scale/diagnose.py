@@ -72,7 +72,7 @@ class _Loss(NamedTuple):
     """A loss by one cause, whose whole interval lies beyond its bound."""
 
     share: float
-    """Of a step."""
+    """Share of a step."""
     kind: DiagnosisKind
     evidence: str
     hint: str

@@ -66,7 +66,7 @@ class Grid:
         self.config, self.settings, self.on_gpu, self._machine = config, settings, on_gpu, machine
         engines = [engine.partition("-")[0] for engine in settings.engines]
         self.precision = trial_precision(config, machine, engines, on_gpu=on_gpu)
-        """Of every cell."""
+        """Precision of every cell."""
         self.cells: list[GridCell] = []
         self.issues: list[Issue] = []
         for mode in settings.modes:

@@ -165,7 +165,7 @@ class Peak(StoredFile):
     remedy: ClassVar[str] = MEASURE_AGAIN
     device: str | None = None
     precision: str | None = None
-    """Of the measured rate."""
+    """Precision of the measured rate."""
     matmul_flops: Positive | None = None
     """The best of the measured shapes."""
     shapes: list[MatmulRate] = []
@@ -206,7 +206,7 @@ class StepTime(StoredModel):
     p95: Seconds | None = None
     mean: Seconds | None = None
     ci95: Annotated[list[Share], Field(min_length=2, max_length=2)] | None = None
-    """Of the mean; null for one repeat. Two repeats that differ much may have 0 as an end."""
+    """Interval of the mean; null for one repeat. Two repeats that differ much may have 0 as an end."""
 
     @model_validator(mode="after")
     def _ascends(self) -> Self:
@@ -309,7 +309,7 @@ class Cell(GridCell):
     """The slowest rank, if the whole interval is above 1.2 and it is the slowest of every repeat."""
     ranks: list[RankTimes] = []
     peak_memory_gib: float | None = None
-    """Of the rank with most."""
+    """Greatest over all ranks."""
     energy_j: float | None = None
     """Joules of a run's real steps, all ranks."""
     energy_j_per_mtoken: float | None = None
@@ -405,7 +405,7 @@ class ComparedCell(StoredModel):
     predicted_step_s: float
     measured_step_s: float | None = None
     ci95: Interval | None = None
-    """Of the measured step, seconds."""
+    """Interval of the measured step, seconds."""
     within: bool | None = None
     """The prediction lies in it."""
     predicted_tokens_per_s: float | None = None
@@ -414,7 +414,7 @@ class ComparedCell(StoredModel):
     measured_efficiency: float | None = None
     measured_efficiency_ci95: Interval | None = None
     repeats: int = 0
-    """Of the measurement."""
+    """Repeats of the measured cell."""
 
 
 class Prediction(StoredFile):
