@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from bert_dp import __version__, record
-from bert_dp.config import ConfigError, find_config, shipped_configs
+from bert_dp.config import ConfigError, Issue, find_config, shipped_configs
 from bert_dp.config.profile import parse_profile
 from launcher.errors import DISK_FAILED, exit_code
 from launcher.log import complain, logger
@@ -382,7 +382,16 @@ def scale(
     config, overrides = split_words(words, set_)
     if accumulation is not None and "weak" not in mode:
         raise ConfigError(
-            ["--accumulation: strong scaling derives it from batch.global_size; use --mode weak"]
+            [
+                Issue(
+                    "--accumulation",
+                    "no_effect",
+                    "strong scaling derives it from batch.global_size",
+                    accumulation,
+                    "--mode",
+                    "use --mode weak",
+                )
+            ]
         )
     settings = grid.Settings(
         gpus=tuple(sorted(nproc)),
@@ -855,14 +864,12 @@ def report_of(run_dirs: Sequence[Path]) -> Report:
     from launcher.evaluate.glue_page import compare_report, glue_report
     from launcher.evaluate.glue_scores import Glue
     from launcher.report.run_report import of_directories
-    from launcher.scale.scale_report import FILE, scale_report
+    from launcher.scale.models import Scaling
+    from launcher.scale.scale_page import FILE, scale_page
     from launcher.tune.tune_page import tune_page
 
     kinds: dict[str, tuple[str, Callable[[Path], Report]]] = {  # of directories, by the file of their result
-        FILE: (
-            "a scaling benchmark",
-            lambda path: scale_report(results.read(path, results.Scaling), path.parent),
-        ),
+        FILE: ("a scaling benchmark", lambda path: scale_page(results.read(path, Scaling), path.parent)),
         tune.FILE: ("a search", tune_page),
         evaluate.FILE: ("an evaluation", lambda path: glue_report(results.read(path, Glue))),
     }

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from bert_dp.quantiles import student
-from launcher.results import FiveNumbers
 
 if TYPE_CHECKING:
     import numpy as np
@@ -107,7 +106,7 @@ def percentile(values: Sequence[float], share: float) -> float:
     return float(np.percentile(values, 100 * share))
 
 
-def five_numbers(values: Sequence[float]) -> FiveNumbers:
-    """min, q1, median, q3, max."""
-    low, q1, middle, q3, high = (percentile(values, share) for share in (0.0, 0.25, 0.5, 0.75, 1.0))
-    return FiveNumbers(min=low, q1=q1, median=middle, q3=q3, max=high)
+def five_numbers(values: Sequence[float]) -> dict[str, float]:
+    """Return min, q1, median, q3 and max by name."""
+    shares = {"min": 0.0, "q1": 0.25, "median": 0.5, "q3": 0.75, "max": 1.0}
+    return {name: percentile(values, share) for name, share in shares.items()}

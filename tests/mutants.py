@@ -31,7 +31,7 @@ MODULES = {
     "launcher/plan/timeline.py": ["test_timeline.py"],
     "launcher/plan/links.py": ["test_plan_links.py"],
     "launcher/stats.py": ["test_stats.py"],
-    "launcher/scale/verdict.py": ["test_verdict.py"],
+    "launcher/scale/diagnose.py": ["test_diagnose.py"],
     "launcher/tune/throughput.py": ["test_throughput.py"],
     "launcher/tune/lr_search.py": ["test_lr_search.py"],
     "bert_dp/record/text.py": ["test_secrets.py", "test_terminal.py"],

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from launcher import results
 from launcher.plan import inputs, scaling
 from launcher.plan.question import Question
+from launcher.scale import models
 
 
 def profile(**changes: Any) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def cell(name: str, ranks: int, step: float, **changes: Any) -> dict[str, Any]:
     """A weak cell of accumulation 4 and micro batch 8, whose baseline takes 4.2 s a step."""
     rate = ranks * 4 * 8 * 128 / step
     batch = {"micro_batch": 8, "accumulation": 4, "global_batch": 32 * ranks}
-    times = {"median": step, "p95": step, "ci95": [step * 0.98, step * 1.02]}
+    times = {"median": step, "p95": step, "mean": step, "ci95": [step * 0.98, step * 1.02]}
     figures = {"tokens_per_s": rate, "efficiency": rate / ranks / (4 * 8 * 128 / 4.2), "step_time_s": times}
     engine = "ddp" if ranks > 1 else "single"
     return {"id": name, "engine": engine, "world_size": ranks, "status": "ok", **batch, **figures, **changes}
@@ -56,6 +56,6 @@ def source_of(data: Any, name: str = "it", model: str | None = None) -> inputs.S
     return inputs.from_scaling(inputs.read_measured(data, name), name, model)
 
 
-def answer(source: inputs.Source, *gpus: int, **options: Any) -> results.Prediction:
+def answer(source: inputs.Source, *gpus: int, **options: Any) -> models.Prediction:
     """What `plan scaling` predicts for so many GPUs."""
     return scaling.answer(source, Question(gpus=gpus, **options))

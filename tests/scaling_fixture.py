@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launcher import results
+from launcher.scale import models
 
 MIB = 2**20
 SEQUENCE, STEPS, REPEATS = 128, 50, 3
@@ -61,8 +62,6 @@ def scaling(
         "command": ["bert-dp", "scale", "crammed-bert", "--gpus", "1,2,4"],
         "mode": modes[0] if len(modes) == 1 else "both",
         "settings": _settings(),
-        "baseline": "single",
-        "baselines": {name: [f"{mode}-{name}-n1" for mode in modes] for name in ("single", "ddp")},
         "peak": {"datasheet_flops": None, "matmul_flops": PEAK, "shapes": []},
         "cells": cells,
         "links": [_link(rng, n) for n in sizes if n > 1],
@@ -76,7 +75,7 @@ def scaling(
 def nulls() -> dict[str, Any]:
     """A grid that has just begun: every measured number is null."""
     data = scaling(status="partial", links=[], verdicts=[], profile=None, environment={})
-    data["settings"] = dict.fromkeys(data["settings"])
+    data["settings"] = {}
     data["peak"] = {"datasheet_flops": None, "matmul_flops": None, "shapes": []}
     data["cells"] = [_without_figures(cell, "pending", None) for cell in data["cells"]]
     return data
@@ -113,7 +112,7 @@ def _run(rng: random.Random, mode: str, engine: str, n: int) -> dict[str, Any]:
         "communication_efficiency": 1 - lost,
         "communication_efficiency_ci95": [1 - lost - 0.01, 1 - lost + 0.008],
     }
-    cell = results.Cell(
+    cell = models.Cell(
         id=f"{mode}-{engine}-n{n}",
         mode="weak" if weak else "strong",
         engine=engine,
@@ -156,17 +155,17 @@ def _control(rng: random.Random, cell: Mapping[str, Any], kind: str) -> dict[str
         "split_s": {**cell["split_s"], saved: 0.0},
         "loss": {"final": None, "curve": []},
     }
-    kept = (*results.GridCell.model_fields, "launcher", "status", "ranks", "peak_memory_gib", "mamfu")
+    kept = (*models.GridCell.model_fields, "launcher", "status", "ranks", "peak_memory_gib", "mamfu")
     times = _times(rng, changes["id"], step, batch, cell["accumulation"] * n, n)
-    return results.plain(results.Cell(**{**{key: cell[key] for key in kept}, **times, **changes}))
+    return results.plain(models.Cell(**{**{key: cell[key] for key in kept}, **times, **changes}))
 
 
 def _without_figures(cell: dict[str, Any], status: str, cause: str | None) -> dict[str, Any]:
     """A cell that has no result; the same where it is ok."""
     if status == "ok":
         return cell
-    kept = {key: cell[key] for key in (*results.GridCell.model_fields, "launcher")}
-    return results.plain(results.Cell(**kept, status=status, cause=cause))
+    kept = {key: cell[key] for key in (*models.GridCell.model_fields, "launcher")}
+    return results.plain(models.Cell(**kept, status=status, cause=cause))
 
 
 def _times(
@@ -238,18 +237,17 @@ def _profile() -> dict[str, Any]:
 
 
 def _verdict(cell: Mapping[str, Any]) -> dict[str, str]:
-    """As an older program wrote it, without its kind."""
     lost = cell["exposed_comm_fraction"]
     if lost > 0.1:
-        text, remedy = "communication-bound", "more accumulation, or 16-bit gradients"
+        kind, text, remedy = "communication_bound", "communication-bound", "more accumulation"
     elif cell["mode"] == "strong":
-        text, remedy = "no claim: intervals overlap", "more --repeats or --steps"
+        kind, text, remedy = "intervals_overlap", "intervals overlap", "more --repeats or --steps"
     elif cell["world_size"] == 2:
-        text, remedy = "scales", "nothing"
+        kind, text, remedy = "scales", "scales", "nothing"
     else:
-        text, remedy = "hardware ceiling", "nothing in software: the devices slow each other"
+        kind, text, remedy = "hardware_ceiling", "hardware ceiling", "the devices slow each other"
     evidence = f"{100 * lost:.1f} % of a step waits for gradients, ceiling {cell['ceiling_efficiency']:.1%}"
-    return {"cell": cell["id"], "verdict": text, "evidence": evidence, "next": remedy}
+    return {"cell": cell["id"], "kind": kind, "verdict": text, "evidence": evidence, "next": remedy}
 
 
 def _prediction(rng: random.Random, cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from launcher.plan.hardware import Gpu, constant, hardware
 from launcher.plan.links import GB, Curve
 from launcher.plan.step_model import PredictedStep, Profile, default_spread, with_micro
 from launcher.plan.timeline import Gradient
-from launcher.results import Cell
+from launcher.scale.models import Cell, Scaling
+from launcher.scale.models import Profile as MeasuredProfile
 from launcher.stats import is_measurable
 
 _BERT: dict[str, Any] = {
@@ -158,17 +159,17 @@ def from_file(path: Path, model: str | None = None) -> Source:
     return from_scaling(scaling, str(path), model)
 
 
-def read_measured(data: Any, name: str) -> results.Scaling:
+def read_measured(data: Any, name: str) -> Scaling:
     """What scaling.json holds, or profile.json, which is the profile of one without cells. Raises
     ConfigError."""
     if isinstance(data, dict) and "gradients" in data:
-        return results.Scaling(profile=results.parse(data, results.Profile, name))
+        return Scaling(profile=results.parse(data, MeasuredProfile, name))
     if not isinstance(data, dict) or "profile" not in data:
         raise ConfigError([f"{name} holds no profile; {GIVE}"])
-    return results.parse(data, results.Scaling, name)
+    return results.parse(data, Scaling, name)
 
 
-def from_scaling(scaling: results.Scaling, name: str, model: str | None = None) -> Source:
+def from_scaling(scaling: Scaling, name: str, model: str | None = None) -> Source:
     """The same of what the file called `name` holds."""
     measured = scaling.profile
     if measured is None:
@@ -207,7 +208,7 @@ def from_scaling(scaling: results.Scaling, name: str, model: str | None = None) 
     )
 
 
-def _profile(measured: results.Profile, shape: ModelConfig | None) -> Profile:
+def _profile(measured: MeasuredProfile, shape: ModelConfig | None) -> Profile:
     """With the numbers of `shape` in place of those that the file has or lacks."""
     blocks = {number[1] for g in measured.gradients if (number := re.search(r"\.(\d+)\.", g.name or ""))}
     return Profile(
@@ -226,7 +227,7 @@ def _profile(measured: results.Profile, shape: ModelConfig | None) -> Profile:
     )
 
 
-def _as_fast_as_its_run(profile: Profile, scaling: results.Scaling, notes: list[str]) -> Profile:
+def _as_fast_as_its_run(profile: Profile, scaling: Scaling, notes: list[str]) -> Profile:
     """As fast as the run of one rank, which loads data and logs too; `notes` then says so."""
     alone = scaling.alone()
     if alone is None or alone.step_s is None:

@@ -6,7 +6,7 @@ import dataclasses
 
 from launcher.plan.links import Fabric
 from launcher.plan.step_model import Profile, Scenario, predict, with_gradient_bytes, with_micro_batch
-from launcher.results import Lever
+from launcher.scale.models import Lever
 
 BOUNDS = ("no stragglers", "perfect overlap")
 OF_BUCKETS = ("no overlap: one bucket", "2 x bucket size")  # which fsdp has none of

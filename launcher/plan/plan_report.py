@@ -9,7 +9,7 @@ from launcher.report.model import Report, Section, Table, Verdict
 from launcher.report.numbers import count_of, format_change, format_count
 from launcher.report.parts import words
 from launcher.report.quantities import Computed, Quantity, Ratio, table
-from launcher.results import PredictedRow, Prediction
+from launcher.scale.models import PredictedRow, Prediction
 
 ROW = (
     Quantity("tensor", "tensor", "count"),

@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Sequence
 
 from bert_dp.config import ConfigError
-from launcher import results
 from launcher.plan.hardware import constant, find_link
 from launcher.plan.inputs import Source, from_scaling
 from launcher.plan.levers import levers
@@ -23,12 +22,12 @@ from launcher.plan.step_model import (
     with_micro_batch,
 )
 from launcher.plan.timeline import BUCKET, FIRST_BUCKET, MIB
-from launcher.results import Cell, ComparedCell, PredictedRow, PredictedSplit
+from launcher.scale.models import Cell, ComparedCell, PredictedRow, PredictedSplit, Prediction, Scaling
 
 GPU_LINKS = ("nvlink", "pcie")
 
 
-def answer(source: Source, question: Question) -> results.Prediction:
+def answer(source: Source, question: Question) -> Prediction:
     """A row for each accumulation, tensor size and number of GPUs, and the measured cells beside their
     prediction. Raises ConfigError with every problem."""
     check(source, question)
@@ -54,7 +53,7 @@ def answer(source: Source, question: Question) -> results.Prediction:
         f"{100 * constant('overlap_gain'):.0f} % of what it ideally could (overlap_gain of hardware.yaml)",
         *_device_notes(source, question, rows),
     ]
-    return results.Prediction(
+    return Prediction(
         engine=question.engine,
         warnings=_warnings(source, question),
         assumptions=assumptions,
@@ -63,7 +62,7 @@ def answer(source: Source, question: Question) -> results.Prediction:
     )
 
 
-def answer_measured(scaling: results.Scaling) -> results.Prediction | None:
+def answer_measured(scaling: Scaling) -> Prediction | None:
     """The answer for the cells of scaling.json from its own profile, links and ceiling; None where one of
     them was not measured."""
     try:

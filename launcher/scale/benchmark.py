@@ -1,26 +1,28 @@
-"""`bert-dp scale`: a grid of real runs, and what each number of ranks contributed."""
+"""`bert-dp scale`: a grid of real runs, its links, one rank's profile and matmul rate."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bert_dp.config import ConfigError
+from bert_dp import record
+from bert_dp.config import ConfigError, Issue, dump_config
 from launcher import job, results
-from launcher.log import Log, logger
+from launcher.log import Log, complain, logger
 from launcher.output import Output, publish
-from launcher.report.numbers import count_of
+from launcher.report.numbers import count_of, format_si
 from launcher.run import trials
-from launcher.run.trials import Ending, Slot, run_to_end
-from launcher.scale.collect import collect
-from launcher.scale.columns import write_csv
-from launcher.scale.grid import Grid, Settings
-from launcher.scale.run_grid import run_grid
-from launcher.scale.scale_report import FILE, scale_report
-from launcher.scale.verdict import verdicts
+from launcher.run.read_run import cause, read_summary
+from launcher.run.trials import Ending, Progress, Runner, Slot, Trial, earlier_outcome, run_to_end
+from launcher.scale import models
+from launcher.scale.analyze import analyze
+from launcher.scale.diagnose import diagnose
+from launcher.scale.grid import Grid, Settings, run_dir
+from launcher.scale.scale_page import FILE, scale_page, write_csv
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 PLAN = "grid.json"
 FIXED = ("config_hash", "settings", "cells")
 GROWS = ("settings.repeats",)
+SWEEP = tuple(4**k for k in range(6, 14))  # bytes: 4 KiB to 64 MiB
+LINK_S = 0.3  # per size
 
 
 def scale(
@@ -39,16 +43,19 @@ def scale(
     dry_run: bool,
     as_json: bool,
     console: Console,
-    predict: Callable[[results.Scaling], results.Prediction | None],
+    predict: Callable[[models.Scaling], models.Prediction | None],
 ) -> int:
-    """Returns the exit code. `predict` gives what is predicted for the measured cells. Raises ConfigError
-    before any run starts, with every cell that cannot run."""
+    """Run the benchmark and return the exit code. `predict` predicts the measured cells.
+
+    Raises ConfigError before any run starts, with every cell that cannot run.
+    """
     setup = job.load(name, overrides)
     folder = setup.directory(out, "scaling")
     grid = Grid(setup.config, settings, setup.machine, on_gpu=setup.gpus > 0)
     output = Output(folder, "grid", PLAN, plan_of(grid), FIXED, GROWS)
-    issues = [*setup.issues(folder, "--out"), *setup.device_issues(max(settings.gpus))]
-    if issues := [*issues, *grid.issues, *output.issues()]:
+    issues: list[Issue | str] = [*setup.issues(folder, "--out"), *setup.device_issues(max(settings.gpus))]
+    issues += [*grid.issues, *output.issues()]
+    if issues:
         raise ConfigError(issues)
 
     log = logger(console, as_json)
@@ -63,14 +70,14 @@ def scale(
         scaling = scaling.model_copy(update={"prediction": predict(scaling)})
         results.write(folder / FILE, scaling)
         write_csv(scaling, folder / "scaling.csv")
-        publish(scaling, scale_report(scaling, folder), folder, as_json=as_json, console=console)
+        publish(scaling, scale_page(scaling, folder), folder, as_json=as_json, console=console)
     has_result = any(cell.status == "ok" for cell in scaling.cells)
     return ending.exit_code or int(not has_result)
 
 
-def plan_of(grid: Grid) -> results.GridFile:
-    """grid.json: what is to be run. JSON values only, so that it compares with what was read back."""
-    return results.GridFile(
+def plan_of(grid: Grid) -> models.GridFile:
+    """Return grid.json, of JSON values only, so that it compares with what was read back."""
+    return models.GridFile(
         config_hash=grid.config.hash(),
         config=grid.config.model_dump(mode="json"),
         settings=json.loads(json.dumps(dataclasses.asdict(grid.settings))),
@@ -80,7 +87,7 @@ def plan_of(grid: Grid) -> results.GridFile:
 
 
 def describe(grid: Grid, folder: Path, log: Log, overrides: Sequence[str], *, cores: int) -> None:
-    """What is about to run. `cores`: of this machine."""
+    """Log the cells and warnings before the first run. `cores`: of this machine."""
     settings = grid.settings
     log(f"scaling benchmark: {folder}")
     log(
@@ -109,13 +116,142 @@ def describe(grid: Grid, folder: Path, log: Log, overrides: Sequence[str], *, co
         log("warning: more CPU ranks than cores: efficiency says nothing about the program")
 
 
-def measure(grid: Grid, output: Output[results.GridFile], log: Log) -> tuple[results.Scaling, Ending]:
-    """The grid's result with its verdicts, or what there is of it when a signal came."""
+def measure(grid: Grid, output: Output[models.GridFile], log: Log) -> tuple[models.Scaling, Ending]:
+    """Return the grid's result with its verdicts, partial if a signal came."""
     out = output.path
     facts = output.begin(grid.config).facts()
     slots, launcher = [Slot()], grid.settings.launcher
     with trials.runner(out, slots, launcher=launcher, on_gpu=grid.on_gpu, log=log) as runs:
         ending = run_to_end(lambda: run_grid(grid, runs, log), out, log)
-    scaling = collect(grid, out, facts=facts)
+    scaling = analyze(grid, out, facts=facts)
     status = {"status": ending.status} if ending.exit_code else {}
-    return scaling.model_copy(update={"verdicts": verdicts(scaling.cells), **status}), ending
+    return scaling.model_copy(update={"verdicts": diagnose(scaling.cells), **status}), ending
+
+
+def run_grid(grid: Grid, runs: Runner, log: Log) -> None:
+    """Measure what an earlier call has not. Raises Stopped."""
+    _run_cells(grid, runs, log)
+    _measure_links(grid, runs, log)
+    _measure_profile(grid, runs, log)
+    _measure_peak(grid, runs, log)
+
+
+def _run_cells(grid: Grid, runs: Runner, log: Log) -> None:
+    """Run every repeat that has not ended. A cell that failed or ran out of memory is not repeated."""
+    cells: dict[Path, models.GridCell] = {}
+    pending: list[Trial] = []
+    for cell, repeat in grid.order():
+        directory, config = run_dir(runs.out, cell, repeat), grid.config_of(cell)
+        pending.append(Trial(directory, config, cell.world_size, _cores(grid, cell.world_size)))
+        cells[directory] = cell
+    earlier = {each.directory: ended for each in pending if (ended := earlier_outcome(each)) is not None}
+    lost = {cells[path].id: (path, ended.status) for path, ended in earlier.items() if ended.status != "ok"}
+    progress = Progress([1.0] * len(pending), log)
+    if earlier:
+        log(f"resuming: {len(earlier)} of {len(pending)} runs already done")
+
+    def due() -> Iterator[Trial]:
+        for trial in pending:
+            if trial.directory in earlier or cells[trial.directory].id in lost:
+                progress.had(1.0)
+            else:
+                yield trial
+
+    for trial, outcome in runs.run(due()):
+        if outcome.status == "ok":
+            summary = read_summary(trial.directory)
+            rate = format_si(summary.tokens_per_s if summary else None, "tokens/s")
+            text = f"{rate} over {count_of(trial.ranks, 'rank')}, warm-up included"
+        else:
+            lost[cells[trial.directory].id] = trial.directory, outcome.status
+            text = f"{outcome.status}: {cause(trial.directory)}"
+        progress.ended(1.0, outcome.seconds, f"{trial.name}: {text}")
+    for name, (path, status) in lost.items():
+        log(f"{name}: {status}; to run it again remove {path}")
+
+
+def cores_of(ranks: int, most: int) -> tuple[int, ...]:
+    """Return the cores for `ranks` CPU ranks, so that each has as many as one of `most` ranks.
+
+    On a CPU the device is a share of the cores. All cores if there are fewer of them than ranks.
+    """
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+    share = len(cores) // most
+    return cores[: ranks * share] if share else cores
+
+
+def _cores(grid: Grid, ranks: int) -> tuple[int, ...] | None:
+    """Return the cores of a run; None on GPUs: all of them."""
+    return None if grid.on_gpu else cores_of(ranks, max(grid.settings.gpus))
+
+
+def _measure_links(grid: Grid, runs: Runner, log: Log) -> None:
+    """Write links-N.json: all-reduces over each number of ranks, at a sweep of sizes and DDP's buckets."""
+    for count in sorted({c.world_size for c in grid.cells if c.world_size > 1}):
+        path = runs.out / f"links-{count}.json"
+        if (link := results.find(path, models.Link)) is not None and link.points:
+            continue
+        buckets = _bucket_sizes(grid, runs.out, count)
+        sizes = sorted({*SWEEP, *buckets})
+        log(f"links: all-reduce over {count} ranks at {len(sizes)} sizes")
+        arguments = [str(count), str(LINK_S), *map(str, sizes)]
+        lines = runs.helper("bert_dp.measure.all_reduce", arguments)
+        points = [
+            models.LinkPoint(
+                bytes=line["bytes"],
+                seconds=line["seconds_median"],
+                busbw_gb_s=line["busbw_gb_s"],
+                algbw_gb_s=line["bytes"] / line["seconds_median"] / 1e9,
+                repeats=line["repeats"],
+                bucket=any(abs(line["bytes"] - size) < 8 for size in buckets),
+            )
+            for line in lines
+        ]
+        if len(points) == len(sizes):  # else the next call measures it again
+            results.write(path, models.Link(world_size=count, backend=lines[0]["backend"], points=points))
+
+
+def _bucket_sizes(grid: Grid, out: Path, count: int) -> list[int]:
+    """Return the bytes of each bucket that DDP reduced over `count` ranks."""
+    for cell in grid.cells:
+        if cell.world_size == count and cell.kind == "run" and cell.tensor == 1:
+            summary = read_summary(run_dir(out, cell, 0))
+            if summary is not None and summary.ddp is not None and summary.ddp.bucket_bytes:
+                return sorted({*summary.ddp.bucket_bytes})
+    return []
+
+
+def _measure_profile(grid: Grid, runs: Runner, log: Log) -> None:
+    """Write profile.json: the parts of one rank's step."""
+    config = grid.config_of(next(cell for cell in grid.cells if cell.engine == "single"))
+    batch = config.batch.model_copy(update={"global_size": config.batch.micro_size})
+    data = config.data.model_copy(update={"synthetic": True})
+    path = runs.scratch / "profile.yaml"
+    record.write_text(path, dump_config(config.model_copy(update={"batch": batch, "data": data})))
+    _measure_once(grid, runs, log, models.Profile, "profile.json", "profiling", [str(path)])
+
+
+def _measure_peak(grid: Grid, runs: Runner, log: Log) -> None:
+    """Write peak.json: the matmul rate of one rank's device."""
+    _measure_once(grid, runs, log, models.Peak, "peak.json", "peak", [grid.precision, "2"])
+
+
+def _measure_once(
+    grid: Grid,
+    runs: Runner,
+    log: Log,
+    model: type[results.StoredFile],
+    file: str,
+    program: str,
+    arguments: list[str],
+) -> None:
+    """Write the last line that a program of bert_dp.measure prints on one rank's device, unless the file is
+    there or the line is inconsistent."""
+    if results.find(runs.out / file, model) is not None:
+        return
+    log(f"{file}: measured on one device")
+    if lines := runs.helper(f"bert_dp.measure.{program}", arguments, _cores(grid, 1)):
+        try:
+            results.write(runs.out / file, results.parse(lines[-1], model, file))
+        except ConfigError as error:
+            complain(f"warning: {error}")

@@ -1,4 +1,4 @@
-"""Which runs a scaling benchmark consists of, each checked before any starts."""
+"""The runs that a scaling benchmark consists of, each checked before any starts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bert_dp.config import BUDGETS, BatchLayout, Config, ConfigError, batch_layout, engine_facts
+from bert_dp.config import BUDGETS, BatchLayout, Config, ConfigError, Issue, batch_layout, engine_facts
 from launcher.machine.environment import Environment
-from launcher.results import CellKind, GridCell, Mode
 from launcher.run.memory_check import check_memory
 from launcher.run.trials import timed_config, trial_precision
+from launcher.scale.models import CellKind, GridCell, Mode
 
 DISPLACED = {
     "checkpoint.": "a measured run saves nothing",
@@ -25,12 +25,12 @@ DISPLACED = {
     "data.synthetic": "--synthetic chooses it",
     **{f"schedule.{name}": "--steps chooses it" for name in BUDGETS},
 }
-"""Settings that a cell has of its own, by how their names begin, and why."""
+"""First part of a setting that a cell replaces -> the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What `bert-dp scale` was asked for."""
+    """Options of `bert-dp scale`."""
 
     gpus: tuple[int, ...]
     modes: tuple[Mode, ...]
@@ -41,34 +41,34 @@ class Settings:
     steps: int
     """Timed optimizer steps of a run."""
     warm_up: int
-    """Steps before them: they fill caches, pools and buckets, and count for nothing."""
+    """Steps before them, which fill caches, pools and buckets and do not count."""
     accumulation: int | None
-    """Micro batches per step of the weak mode; None = 1."""
+    """Micro batches per step in weak mode; None = 1."""
     synthetic: bool = True
-    """Whether the first engine also runs without the loader."""
+    """The first engine also runs without the loader."""
 
 
 def run_dir(out: Path, cell: GridCell, repeat: int) -> Path:
-    """Where this repeat of a cell runs."""
+    """Return the run directory of a repeat of a cell."""
     return out / "runs" / f"{cell.id}-r{repeat}"
 
 
 class Grid:
-    """The cells of `settings` for one configuration, and what makes one of them impossible.
+    """The cells of `settings` for one configuration, and the issues of those that cannot run.
 
     Weak: the micro batch and the accumulation of a rank stay, the global batch grows with the ranks. Strong:
-    the global batch of the configuration stays, the accumulation shrinks. Per mode and N a ceiling, N
-    independent copies with the same samples per rank, where those divide and fit; always `single` and ddp on
-    one rank.
+    the global batch of the configuration stays, the accumulation shrinks. Controls: `single` and ddp on one
+    rank; per mode and N a ceiling, N independent copies with the same samples per rank, if those divide and
+    fit; the first engine without the loader.
     """
 
     def __init__(self, config: Config, settings: Settings, machine: Environment, *, on_gpu: bool):
         self.config, self.settings, self.on_gpu, self._machine = config, settings, on_gpu, machine
         engines = [engine.partition("-")[0] for engine in settings.engines]
         self.precision = trial_precision(config, machine, engines, on_gpu=on_gpu)
-        """Of every cell."""
+        """Precision of every cell."""
         self.cells: list[GridCell] = []
-        self.issues: list[str] = []
+        self.issues: list[Issue] = []
         for mode in settings.modes:
             self._add_mode(mode)
 
@@ -90,20 +90,18 @@ class Grid:
     def _add(
         self, mode: Mode, kind: CellKind, engine: str, ranks: int, tensor: int = 1, of: str | None = None
     ) -> GridCell | None:
-        """None of a cell that cannot be; that is an issue unless it is a ceiling, which may be missing."""
+        """Add a cell and return it; None if it cannot run, which is an issue unless it is a ceiling."""
         split = f"-tp{tensor}" if tensor > 1 else ""
-        what = {"run": engine, "ceiling": "ceiling", "synthetic": f"{engine}-synthetic"}[kind]
-        cell_id = f"{mode}-{what}-n{ranks}{split}"
+        name = {"run": engine, "ceiling": "ceiling", "synthetic": f"{engine}-synthetic"}[kind]
+        cell_id = f"{mode}-{name}-n{ranks}{split}"
         try:
             config = self._config(kind, engine, tensor, self._global_size(mode, ranks, tensor))
             layout = batch_layout(config, ranks)
-            issues = self._memory_issues(config, layout)
+            self._check_memory(config, layout)
         except ConfigError as error:
-            layout, issues = None, list(map(str, error.issues))
-        if issues and kind == "ceiling":
-            return None
-        self.issues += [f"cell {cell_id}: {issue}" for issue in issues]
-        if layout is None:
+            if kind != "ceiling":
+                where = f" (cell {cell_id})"
+                self.issues += [dataclasses.replace(i, message=i.message + where) for i in error.issues]
             return None
         cell = GridCell(
             id=cell_id,
@@ -125,11 +123,21 @@ class Grid:
         if mode == "strong":
             return batch.global_size
         if ranks % tensor:  # else the batch would follow a number of replicas that there is not
-            raise ConfigError([f"--tensor {tensor} does not divide {ranks} ranks"])
+            raise ConfigError(
+                [
+                    Issue(
+                        "--tensor",
+                        "does_not_divide",
+                        f"{tensor} does not divide {ranks} ranks",
+                        tensor,
+                        "--nproc",
+                    )
+                ]
+            )
         return batch.micro_size * (self.settings.accumulation or 1) * (ranks // tensor)
 
     def _config(self, kind: CellKind, engine: str, tensor: int, global_size: int) -> Config:
-        """What a cell's ranks train: the user's configuration with the cell's values, and nothing saved."""
+        """Return the user's configuration with the cell's values, which saves nothing."""
         name, _, stage = engine.partition("-")
         parallel: dict[str, Any] = {"engine": name, "tensor": tensor}
         if "fsdp_replicas" not in engine_facts(name).settings:
@@ -148,11 +156,11 @@ class Grid:
         )
 
     def config_of(self, cell: GridCell) -> Config:
-        """What the ranks of this cell train."""
+        """Return the configuration that the ranks of a cell train."""
         return self._config(cell.kind, cell.engine, cell.tensor, cell.global_batch)
 
     def displaced(self, overrides: Sequence[str]) -> list[str]:
-        """A line for each of the user's `a.b=value` that no cell heeds."""
+        """Return a line for each of the user's `a.b=value` that has no effect on any cell."""
         why = dict(DISPLACED)
         if "strong" not in self.settings.modes:
             why["batch.global_size"] = "in weak mode it follows from the micro batch and the ranks"
@@ -164,15 +172,22 @@ class Grid:
             if name.startswith(start)
         ]
 
-    def _memory_issues(self, config: Config, layout: BatchLayout) -> list[str]:
-        """Only what cannot fit: on a GPU, where a compiled step takes less than the estimate, that is the
-        weights, gradients and optimizer state alone."""
+    def _check_memory(self, config: Config, layout: BatchLayout) -> None:
+        """Raise ConfigError for a cell that cannot fit.
+
+        On a GPU, where a compiled step takes less than the estimate, only weights, gradients and optimizer
+        state count.
+        """
         memory = check_memory(config, layout.world_size, self._machine, on_gpu=self.on_gpu)
-        return memory.impossible() or ([] if self.on_gpu else memory.issues())
+        if issues := memory.impossible() or ([] if self.on_gpu else memory.issues()):
+            raise ConfigError(issues)
 
     def order(self) -> Iterator[tuple[GridCell, int]]:
-        """(cell, repeat): every repeat runs all cells once, in an order drawn anew, so that a drift of the
-        machine falls on all of them. The same in every call."""
+        """Yield (cell, repeat).
+
+        Every repeat runs all cells once in an order of its own, so that a drift of the machine falls on all
+        of them; the order is the same in every call.
+        """
         draw = random.Random(len(self.cells))  # noqa: S311 (an order, no secret)
         for repeat in range(self.settings.repeats):
             for cell in draw.sample(self.cells, len(self.cells)):

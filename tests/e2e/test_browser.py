@@ -10,12 +10,12 @@ import pytest
 
 from launcher.report.html import write
 from launcher.report.model import Axis, Report, Rule
-from launcher.scale.scale_report import scale_report
+from launcher.scale.scale_page import scale_page
 from tests.browser import COLLISIONS, FIGURES, OVERFLOW, Browser, find
 from tests.report_fixture import HOSTILE, with_strings
 from tests.scaling_fixture import scaling
 from tests.unit.test_reports import MAKERS
-from tests.unit.test_scale_report import parsed
+from tests.unit.test_scale_page import parsed
 
 MANY = ("ddp", "zero1", "fsdp", "accelerate", "deepspeed")
 SIZES = (1, 2, 4, 8, 16, 32, 64, 512)
@@ -31,11 +31,11 @@ def hostile_scaling(path: Path) -> Report:
 
 
 REPORTS: dict[str, tuple[int, Callable[[Path], Report]]] = {
-    "scaling": (28, MAKERS["scaling"]),
-    "large": (48, lambda path: scale_report(parsed(scaling(engines=MANY, sizes=SIZES)))),
-    "one": (5, lambda path: scale_report(parsed(scaling(engines=(), sizes=(1,))))),
+    "scaling": (12, MAKERS["scaling"]),
+    "large": (6, lambda path: scale_page(parsed(scaling(engines=MANY, sizes=SIZES)))),
+    "one": (4, lambda path: scale_page(parsed(scaling(engines=(), sizes=(1,))))),
     "scaling, begun": (0, MAKERS["scaling, begun"]),
-    "hostile": (28, hostile_scaling),
+    "hostile": (12, hostile_scaling),
     "run": (5, MAKERS["run"]),
     "runs": (5, MAKERS["runs"]),
     "batch": (4, MAKERS["batch"]),

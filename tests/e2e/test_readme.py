@@ -91,7 +91,7 @@ def stand_in(arguments: list[str], folder: Path) -> None:
     """What a command that ran dry would have left, where later ones read it."""
     if arguments[0] == "scale":
         (folder / "scaling/first").mkdir(parents=True)
-        shutil.copy(ROOT / "tests/fixtures/scaling.json", folder / "scaling/first")
+        shutil.copy(ROOT / "benchmarks/raw/2026-11-21-scaling/scaling.json", folder / "scaling/first")
     if "log.to=tensorboard" in arguments:
         shutil.copytree(folder / "runs/first", folder / "runs/logged")
 

@@ -17,7 +17,8 @@ from launcher.plan.plan_report import plan_report
 from launcher.report.model import Bars, Boxes, Figure, Line, Report
 from launcher.report.numbers import number
 from launcher.report.run_report import of_directories
-from launcher.scale.scale_report import scale_report
+from launcher.scale import models
+from launcher.scale.scale_page import scale_page
 from launcher.tune.lr_search import TuneLr
 from launcher.tune.throughput import TuneBatch
 from launcher.tune.tune_page import batch_page, lr_page
@@ -32,7 +33,7 @@ NUMBER = re.compile(rf"n/a|(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?:{UN
 FAILED = {**failed("no", rank=1, fix=["do"], log="l"), "step": 90}
 RARE = {"energy_j": 2.1e7, "straggler_ratio": 1.5, "mfu": 0.375, "loss_spikes": 3, "failed_saves": 2}
 RARE |= {"straggler": {"rank": 1, "ratio": 1.5, "seconds_per_step": 0.25}, "profiled_steps": [10, 12]}
-PEAK = {"datasheet_flops": 9.89e14, "matmul_flops": 6.5e11, "matmul_precision": "bf16", "shapes": []}
+PEAK = {"datasheet_flops": 9.89e14, "matmul_flops": 6.5e11, "precision": "bf16", "shapes": []}
 LOST: dict[str, tuple[str, str | None]] = {"weak-zero1-n4": ("oom", "no"), "weak-ddp-n4": ("pending", None)}
 
 
@@ -44,8 +45,8 @@ def run(path: Path, summary: Mapping[str, Any]) -> Path:
 
 
 def of_scaling(**options: Any) -> Report:
-    whole = results.parse(scaling(**options), results.Scaling, "scaling.json")
-    return scale_report(whole, Path("OUT"))
+    whole = results.parse(scaling(**options), models.Scaling, "scaling.json")
+    return scale_page(whole, Path("OUT"))
 
 
 def of_batch(**changes: Any) -> Report:

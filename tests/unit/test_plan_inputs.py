@@ -13,9 +13,9 @@ from bert_dp.config import ConfigError
 from bert_dp.cost import GIB, num_parameters
 from launcher.plan import hardware, inputs
 from launcher.plan.scaling import answer_measured
-from launcher.results import Scaling
-from launcher.scale.collect import collect
+from launcher.scale.analyze import analyze
 from launcher.scale.grid import run_dir
+from launcher.scale.models import Scaling
 from tests.plan_fixture import answer, cell, measured, of_crammed_bert, profile, source_of
 from tests.unit.test_scaling import grid, write_run
 
@@ -68,11 +68,10 @@ def collected(tmp_path: Path) -> Scaling:
     points = [{"bytes": 10**k, "seconds": 10**k / 1e9, "busbw_gb_s": 1.0, "bucket": False} for k in (3, 6)]
     (tmp_path / "links-2.json").write_text(json.dumps({"world_size": 2, "backend": "gloo", "points": points}))
     (tmp_path / "profile.json").write_text(json.dumps(profile(micro_batch=4, sequence_length=16)))
-    return collect(made, tmp_path, facts={"environment": {}, "config_hash": "x", "command": ["scale"]})
+    return analyze(made, tmp_path, facts={"environment": {}, "config_hash": "x", "command": ["scale"]})
 
 
 def test_the_benchmarks_own_document_gives_the_baseline(collected: Scaling) -> None:
-    assert collected.baseline not in {c.id for c in collected.cells}
     source = inputs.from_scaling(collected, "scaling.json")
     assert source.accumulation == 2
     assert source.curves.keys() == {2}

@@ -42,13 +42,14 @@ from launcher.report.model import (
 )
 from launcher.report.numbers import format_plain
 from launcher.report.run_report import of_directories
-from launcher.scale.scale_report import scale_report
+from launcher.scale import models
+from launcher.scale.scale_page import scale_page
 from tests.glue_fixture import evaluation, scored_task
 from tests.helpers import failed
 from tests.report_fixture import HOSTILE, figures_of, make_run, read_page, shown, unfolded, with_strings
 from tests.scaling_fixture import nulls, scaling
 from tests.tune_fixture import batch, lr, transfer, unmeasured
-from tests.unit.test_scale_report import parsed
+from tests.unit.test_scale_page import parsed
 from tests.unit.test_tune_page import of
 
 SOURCE = {"bytes": 9, "sha256": "", "documents": 600, "letters": 1000, "tokens": 500}
@@ -85,15 +86,15 @@ MAKERS: dict[str, Callable[[Path], Report]] = {
     "empty run": lambda path: of_directories([path]),
     "doctor": lambda path: doctor_report(probe(path), FINDINGS),
     "shards": lambda path: shards_report(SHARDS, Path("shards")),
-    "scaling": lambda path: scale_report(parsed(scaling(modes=("weak", "strong"), prediction=True))),
-    "scaling, begun": lambda path: scale_report(parsed(nulls())),
+    "scaling": lambda path: scale_page(parsed(scaling(modes=("weak", "strong"), prediction=True))),
+    "scaling, begun": lambda path: scale_page(parsed(nulls())),
     "batch": lambda path: of(batch()),
     "rate": lambda path: of(lr(transfer=transfer())),
     "search, begun": lambda path: of(unmeasured()),
     "glue": lambda path: glue_report(
         evaluation(path, [scored_task("RTE", [0.5, None]), scored_task("MNLI", [0.5, 0.7])])
     ),
-    "plan": lambda path: plan_report(results.parse(PREDICTION, results.Prediction, "plan")),
+    "plan": lambda path: plan_report(results.parse(PREDICTION, models.Prediction, "plan")),
 }
 
 

@@ -15,6 +15,7 @@ from bert_dp.config import ConfigError
 from bert_dp.record.models import FailureKind, kind_of_error, kind_of_text
 from launcher import results
 from launcher.evaluate.glue_scores import Glue
+from launcher.scale import models
 from launcher.tune.lr_search import TuneLr
 from launcher.tune.throughput import TuneBatch
 from tests import scaling_fixture, tune_fixture
@@ -41,17 +42,17 @@ def assert_kept(data: Any, model: results.StoredModel) -> None:
 
 
 FILES = [
-    (read_json(SCALING / "scaling.json"), results.Scaling),
-    (read_json(SCALING / "grid.json"), results.GridFile),
-    (read_json(SCALING / "links-2.json"), results.Link),
-    (read_json(SCALING / "profile.json"), results.Profile),
-    (read_json(SCALING / "peak.json"), results.PeakFile),
+    (read_json(SCALING / "scaling.json"), models.Scaling),
+    (read_json(SCALING / "grid.json"), models.GridFile),
+    (read_json(SCALING / "links-2.json"), models.Link),
+    (read_json(SCALING / "profile.json"), models.Profile),
+    (read_json(SCALING / "peak.json"), models.Peak),
     (tune_fixture.batch(), TuneBatch),
     (tune_fixture.batch(inconclusive="no signal"), TuneBatch),
     (tune_fixture.unmeasured(), TuneBatch),
     (tune_fixture.lr(transfer=tune_fixture.transfer()), TuneLr),
-    (scaling_fixture.scaling(prediction=True, modes=("weak", "strong")), results.Scaling),
-    (scaling_fixture.nulls(), results.Scaling),
+    (scaling_fixture.scaling(prediction=True, modes=("weak", "strong")), models.Scaling),
+    (scaling_fixture.nulls(), models.Scaling),
     (results.plain(evaluation(Path(), [scored_task("RTE", [0.5, None])])), Glue),
 ]
 
@@ -70,7 +71,7 @@ def test_a_whole_file_comes_back_as_it_was(
 def test_unknown_keys_are_ignored() -> None:
     data = scaling_fixture.scaling() | {"of_tomorrow": {"x": [1]}}
     data["cells"][0]["of_tomorrow"] = 1
-    assert not hasattr(results.parse(data, results.Scaling, "it"), "of_tomorrow")
+    assert not hasattr(results.parse(data, models.Scaling, "it"), "of_tomorrow")
 
 
 def damaged(**changes: Any) -> dict[str, Any]:
@@ -100,13 +101,13 @@ def test_a_damaged_file_is_one_line_with_a_remedy(tmp_path: Path, text: str | No
     path = tmp_path / "scaling.json"
     if text is not None:
         path.write_bytes(json.dumps(text).encode() if text == "\xff" else text.encode())
-    (line,) = issues_of(results.read, path, results.Scaling)
+    (line,) = issues_of(results.read, path, models.Scaling)
     assert line.startswith(f"{path} ")
     assert problem in line
     assert line.endswith("`bert-dp scale` with the same --out writes it anew from its runs")
     assert "\n" not in line
     assert len(line) < 400
-    assert results.find(path, results.Scaling) is None
+    assert results.find(path, models.Scaling) is None
 
 
 def test_a_file_of_any_size_or_kind_is_refused_at_once(
@@ -120,7 +121,7 @@ def test_a_file_of_any_size_or_kind_is_refused_at_once(
         (Path("/dev/zero"), "not a regular file"),
     ):
         with pytest.raises(ConfigError, match=rf"cannot be read \({problem}\)"):
-            results.read(path, results.Scaling)
+            results.read(path, models.Scaling)
 
 
 def test_the_result_of_another_verb_is_refused() -> None:

@@ -18,7 +18,7 @@ from launcher.tune.tune_page import batch_page, lr_page
 from tests.helpers import raised_issues
 from tests.report_fixture import figure_of, read_page, shown
 from tests.tune_fixture import DECLARED, NOISE, STEP_S, TOO_LARGE, batch, lr, transfer, unmeasured
-from tests.unit.test_scale_report import numbers, points
+from tests.unit.test_scale_page import numbers, points
 
 OUT = Path("OUT")
 THROUGHPUT, MEMORY = "Throughput against micro batch", "Peak memory against micro batch"

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from launcher.results import Cell, Verdict
-from launcher.scale.verdict import judge, verdicts
+from launcher.scale.diagnose import diagnose, diagnose_cell
+from launcher.scale.models import BottleneckDiagnosis, Cell
 
 
 def cell(**facts: Any) -> Cell:
@@ -76,12 +76,10 @@ def loss(kind: str, value: float, low: float, high: float) -> dict[str, Any]:
     ],
 )
 def test_a_cell_is_judged_with_its_figures(facts: dict[str, Any], kind: str, values: list[str]) -> None:
-    judged = judge(cell(**facts))
+    judged = diagnose_cell(cell(**facts))
     assert (judged.cell, judged.kind) == ("c", kind)
     assert all(value in judged.evidence for value in values), judged.evidence
     assert judged.next
-    # and a reader has the kind from a file that does not hold it
-    assert judged.kind == Verdict.model_validate(judged.model_dump(exclude={"kind"})).kind
 
 
 @pytest.mark.parametrize(
@@ -101,7 +99,7 @@ def test_a_cell_is_judged_with_its_figures(facts: dict[str, Any], kind: str, val
     ],
 )
 def test_a_loss_whose_interval_reaches_its_bound_is_not_named(facts: dict[str, Any]) -> None:
-    assert judge(cell(**facts)).kind == "no_single_cause"
+    assert diagnose_cell(cell(**facts)).kind == "no_single_cause"
 
 
 WIDE = [0.006, 371.506]
@@ -120,7 +118,9 @@ WIDE = [0.006, 371.506]
 )
 def test_a_ratio_that_is_not_measurable_has_no_digits(facts: dict[str, Any], kind: str) -> None:
     repeat = {"run": "r", "steps": 5, "steps_per_s": 1.0, "tokens_per_s": 1.0, "step_time_s": {}}
-    judged = judge(cell(**{"efficiency": 0.9577, "efficiency_ci95": WIDE, "repeats": [repeat] * 2, **facts}))
+    judged = diagnose_cell(
+        cell(**{"efficiency": 0.9577, "efficiency_ci95": WIDE, "repeats": [repeat] * 2, **facts})
+    )
     assert judged.kind == kind
     assert ("95.8 %" in judged.evidence) == (kind == "intervals_overlap")
     assert "1.77" not in judged.evidence
@@ -129,7 +129,9 @@ def test_a_ratio_that_is_not_measurable_has_no_digits(facts: dict[str, Any], kin
 
 def test_the_greatest_of_several_losses_is_the_verdict_and_the_others_follow_by_size() -> None:
     facts = loss("communication_bound", 0.8, 0.79, 0.81) | loss("hardware_ceiling", 0.85, 0.84, 0.86)
-    judged = judge(cell(**facts, **loss("straggler", 1.5, 1.4, 1.6), **loss("loader_bound", 0.1, 0.09, 0.11)))
+    judged = diagnose_cell(
+        cell(**facts, **loss("straggler", 1.5, 1.4, 1.6), **loss("loader_bound", 0.1, 0.09, 0.11))
+    )
     assert judged.kind == "straggler"  # 1 - 1 / 1.5
     others = ("communication-bound", "hardware ceiling", "loader-bound")
     places = [judged.evidence.index(f"also {name}") for name in others]
@@ -144,7 +146,7 @@ def test_a_step_as_long_as_the_hosts_part_is_lost_to_launching_but_for_its_wait_
 ) -> None:
     """0.97 - 0.1 is beyond all that the device loses, 0.97 - 0.6 is below the wait."""
     facts = loss("loader_bound", wait, wait - 0.01, wait + 0.01) | loss("launch_bound", 0.97, 0.96, 0.98)
-    judged = judge(cell(**facts, **loss("communication_bound", 0.7, 0.6, 0.8)))
+    judged = diagnose_cell(cell(**facts, **loss("communication_bound", 0.7, 0.6, 0.8)))
     assert judged.kind == kind
     assert f"also {also}" in judged.evidence
     assert "also communication-bound" in judged.evidence
@@ -153,12 +155,12 @@ def test_a_step_as_long_as_the_hosts_part_is_lost_to_launching_but_for_its_wait_
 def test_a_straggler_counts_by_what_the_others_wait() -> None:
     """1 - 1 / 1.25 = 20 % is below the ceiling's 30 %."""
     facts = loss("straggler", 1.25, 1.21, 1.29) | loss("hardware_ceiling", 0.7, 0.69, 0.71)
-    assert judge(cell(**facts)).kind == "hardware_ceiling"
+    assert diagnose_cell(cell(**facts)).kind == "hardware_ceiling"
 
 
 def test_a_loss_goes_before_a_good_efficiency() -> None:
     good = {"efficiency": 0.97, "efficiency_ci95": [0.9, 1.05]}
-    assert judge(cell(**good, **loss("loader_bound", 0.06, 0.055, 0.065))).kind == "loader_bound"
+    assert diagnose_cell(cell(**good, **loss("loader_bound", 0.06, 0.055, 0.065))).kind == "loader_bound"
 
 
 def engine(name: str, tokens_per_s: float, interval: list[float] | None, **facts: Any) -> Cell:
@@ -172,9 +174,9 @@ def test_the_fastest_engine_is_named_where_intervals_part() -> None:
         engine("fast", 10.0, [0.99, 1.01]),
         engine("middle", 8.0, [1.2, 1.3]),
     )
-    judged = verdicts([slow, fast, middle])
+    judged = diagnose([slow, fast, middle])
     assert [t.cell for t in judged] == ["slow", "fast", "middle", "fast"]
-    assert judged[-1] == Verdict(
+    assert judged[-1] == BottleneckDiagnosis(
         cell="fast",
         kind="fastest",
         verdict="fastest of 3 at N = 4",
@@ -185,26 +187,26 @@ def test_the_fastest_engine_is_named_where_intervals_part() -> None:
 
 def test_an_engine_is_the_fastest_only_where_it_is_apart_from_every_other() -> None:
     apart, noisy = engine("b", 9.0, [1.15, 1.25]), engine("c", 8.0, [0.9, 1.7])
-    judged = verdicts([engine("a", 10.0, [1.0, 1.1]), apart, noisy])[-1]
+    judged = diagnose([engine("a", 10.0, [1.0, 1.1]), apart, noisy])[-1]
     assert judged.kind == "intervals_overlap"
     assert "of c: not measurable" in judged.evidence, "0.9 / 1.1 to 1.7 / 1.0"
 
 
 @pytest.mark.parametrize("second", [[1.01, 1.3], [0.9, 1.3], None])
 def test_an_engine_whose_interval_overlaps_is_not_called_slower(second: list[float] | None) -> None:
-    judged = verdicts([engine("a", 10.0, [0.99, 1.01]), engine("b", 8.0, second)])[-1]
+    judged = diagnose([engine("a", 10.0, [0.99, 1.01]), engine("b", 8.0, second)])[-1]
     assert (judged.cell, judged.kind) == ("a", "intervals_overlap")
     assert ("1.250 [" in judged.evidence) == (second is not None)
     unknown = [engine("a", 10.0, None), engine("b", 8.0, [1.2, 1.3])]
-    assert verdicts(unknown)[-1].kind == "intervals_overlap"
+    assert diagnose(unknown)[-1].kind == "intervals_overlap"
     fast = [engine("a", 10.0, [0.5, 0.6]), engine("b", 8.0, None)]
-    assert verdicts(fast)[-1].kind == "intervals_overlap"
+    assert diagnose(fast)[-1].kind == "intervals_overlap"
 
 
 def test_engines_are_compared_by_the_time_of_a_sequence() -> None:
     """Twice the batch in 1.6 times the seconds is faster."""
     cells = [engine("a", 10.0, [1.6, 1.62], global_batch=16), engine("b", 8.0, [1.0, 1.1])]
-    assert verdicts(cells)[-1].verdict == "fastest of 2 at N = 4"
+    assert diagnose(cells)[-1].verdict == "fastest of 2 at N = 4"
 
 
 def test_only_like_cells_are_compared_and_only_runs_judged() -> None:
@@ -218,7 +220,7 @@ def test_only_like_cells_are_compared_and_only_runs_judged() -> None:
         engine("not yet", 10.0, [1.0, 1.1], status="pending"),
         engine("ceiling", 10.0, [1.0, 1.1], kind="ceiling"),
     ]
-    judged = verdicts(cells)
+    judged = diagnose(cells)
     assert [t.cell for t in judged] == ["two", "strong", "weak", "broken", "no room"]
     later = [engine("x", 10.0, [1.0, 1.1], world_size=8), engine("y", 9.0, [1.2, 1.3], world_size=8)]
-    assert verdicts([*cells, *later])[-1].verdict == "fastest of 2 at N = 8"
+    assert diagnose([*cells, *later])[-1].verdict == "fastest of 2 at N = 8"

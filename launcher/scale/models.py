@@ -1,0 +1,461 @@
+"""Models of the files that `bert-dp scale` writes.
+
+Times are in seconds, rates per second, memory in GiB (2^30 bytes), losses in nats; shares and efficiencies
+are fractions. An interval is [low, high], of 95 %. null: not measured.
+"""
+
+# ruff: noqa: RUF012 (pydantic copies a default)
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from bert_dp.record.models import FailureKind, StoredFile, StoredModel
+from launcher.results import Count, Interval, PlanFile, Point, Positive
+
+LATE = 1.05  # ready times over the backward pass: two clocks
+MEASURE_AGAIN = "remove it, and `bert-dp scale` measures it again"
+
+Seconds = Annotated[float, Field(ge=1e-9, le=1e9)]
+Bytes = Annotated[int | float, Field(ge=1, le=1e18)]
+Share = Annotated[float, Field(ge=0)]
+Mode = Literal["weak", "strong"]
+CellKind = Literal["run", "ceiling", "synthetic"]
+CellStatus = Literal["ok", "oom", "failed", "pending"]
+DiagnosisKind = Literal[
+    "out_of_memory",
+    "failed",
+    "no_baseline",
+    "one_repeat",
+    "not_measurable",
+    "above_baseline",
+    "scales",
+    "intervals_overlap",
+    "no_single_cause",
+    "loader_bound",
+    "straggler",
+    "hardware_ceiling",
+    "communication_bound",
+    "launch_bound",
+    "fastest",
+]
+
+
+class GridCell(StoredModel):
+    """One configuration of the grid."""
+
+    id: str
+    mode: Mode = "weak"
+    kind: CellKind = "run"
+    engine: str
+    world_size: Count
+    tensor: Count = 1
+    micro_batch: Count
+    accumulation: Count
+    global_batch: Count
+    of: str | None = None
+    """The run that a synthetic cell belongs to."""
+
+
+class GridFile(PlanFile):
+    """grid.json: the runs that a benchmark consists of."""
+
+    settings: dict[str, Any]
+    cells: list[dict[str, Any]]
+    order: list[list[Any]] = []
+    """[cell id, repeat] in the order of execution."""
+
+
+class LinkPoint(StoredModel):
+    """One message size of an all-reduce."""
+
+    bytes: Bytes
+    seconds: Seconds
+    busbw_gb_s: float | None = None
+    algbw_gb_s: float | None = None
+    repeats: int | None = None
+    bucket: bool = False
+    """DDP reduces a bucket of this size."""
+
+
+class Link(StoredFile):
+    """links-N.json, and an entry of `links` in scaling.json: the all-reduce over N ranks."""
+
+    remedy: ClassVar[str] = MEASURE_AGAIN
+    world_size: Annotated[int, Field(ge=2, le=10**9)]
+    backend: str | None = None
+    points: list[LinkPoint]
+
+
+class Gradient(StoredModel):
+    name: str | None = None
+    bytes: Bytes
+    ready_s: Share
+    """Since the start of the backward pass."""
+
+
+class Profile(StoredFile):
+    """profile.json, and `profile` in scaling.json: one micro batch of one rank."""
+
+    remedy: ClassVar[str] = MEASURE_AGAIN
+    device: str = "GPU"
+    precision: str | None = None
+    compiled: bool | None = None
+    engine: str | None = None
+    micro_batch: Count
+    sequence_length: Count
+    parameters: Count | None = None
+    num_layers: Count | None = None
+    hidden_size: Count | None = None
+    num_heads: Count | None = None
+    forward_s: Seconds | None = None
+    backward_s: Seconds
+    optimizer_s: Annotated[float, Field(ge=0, le=1e9)] | None = None
+    micro_s: Seconds | None = None
+    gradients: list[Gradient] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if self.micro_s is None and self.forward_s is None:
+            raise ValueError("micro_s: missing, and forward_s too")
+        if self.backward_s > self.whole_s:
+            raise ValueError(f"backward_s: {self.backward_s:g} is above micro_s, {self.whole_s:g}")
+        for gradient in self.gradients:
+            if gradient.ready_s > LATE * self.backward_s:
+                raise ValueError(
+                    f"ready_s of {gradient.name}: {gradient.ready_s:g} is above backward_s, "
+                    f"{self.backward_s:g}"
+                )
+        if not 1 <= self.width <= 8:
+            raise ValueError(f"parameters: {self.parameters} for gradients of {self.size:g} bytes")
+        if self.hidden_size and self.num_heads and self.hidden_size % self.num_heads:
+            raise ValueError(f"num_heads: {self.num_heads} does not divide hidden_size {self.hidden_size}")
+        return self
+
+    @property
+    def whole_s(self) -> float:
+        """Seconds of a micro batch."""
+        return self.micro_s if self.micro_s is not None else self.backward_s + (self.forward_s or 0.0)
+
+    @property
+    def size(self) -> float:
+        """Bytes of all gradients."""
+        return sum(gradient.bytes for gradient in self.gradients)
+
+    @property
+    def width(self) -> float:
+        """Bytes of a number."""
+        return self.size / self.parameters if self.parameters else 4.0
+
+
+class MatmulRate(StoredModel):
+    """FLOP/s of [m, k] x [k, n]."""
+
+    m: int
+    n: int
+    k: int
+    flops: float
+
+
+class Peak(StoredFile):
+    """peak.json, and `peak` in scaling.json: FLOP/s of one rank's device."""
+
+    remedy: ClassVar[str] = MEASURE_AGAIN
+    device: str | None = None
+    precision: str | None = None
+    """Precision of the measured rate."""
+    matmul_flops: Positive | None = None
+    """The best of the measured shapes."""
+    shapes: list[MatmulRate] = []
+    datasheet_flops: float | None = None
+
+
+class ScalingSettings(StoredModel):
+    """Options of the benchmark, and the model that was measured."""
+
+    steps: int | None = None
+    """Timed optimizer steps of a run."""
+    warm_up: int | None = None
+    """Steps before them."""
+    repeats: int | None = None
+    launcher: str | None = None
+    engines: list[str] = []
+    gpus: list[int] = []
+    micro_batch: int | None = None
+    accumulation: Count | None = None
+    """In weak mode."""
+    global_batch: int | None = None
+    """In strong mode."""
+    sequence_length: int | None = None
+    parameters: int | None = None
+    flops_per_token: Annotated[float, Field(gt=0, le=1e18)] | None = None
+    """Forward and backward."""
+    precision: str | None = None
+    compiled: bool | None = None
+    device: str | None = None
+    optimizer: str | None = None
+    model: str | None = None
+
+
+class StepTime(StoredModel):
+    """Seconds of a step, of one repeat or over all of them."""
+
+    median: Seconds | None = None
+    p95: Seconds | None = None
+    mean: Seconds | None = None
+    ci95: Annotated[list[Share], Field(min_length=2, max_length=2)] | None = None
+    """Interval of the mean; null for one repeat. Two repeats that differ much may have 0 as an end."""
+
+    @model_validator(mode="after")
+    def _ascends(self) -> Self:
+        if self.ci95 is not None and self.ci95[0] > self.ci95[1]:
+            raise ValueError(f"ci95: {self.ci95} does not ascend")
+        return self
+
+
+class Repeat(StoredModel):
+    """One run of a cell, in the directory `run`."""
+
+    run: str
+    steps: int
+    steps_per_s: float
+    tokens_per_s: float
+    step_time_s: StepTime
+
+
+class SplitTime(StoredModel):
+    """Seconds of a mean step, mean over ranks."""
+
+    data: float
+    forward_backward: float
+    exposed_comm: float | None = None
+    """null without a ceiling: then it is part of forward_backward and optimizer."""
+    optimizer: float
+    other: float
+
+
+class FiveNumbers(StoredModel):
+    min: float
+    q1: float
+    median: float
+    q3: float
+    max: float
+
+
+class RankTimes(StoredModel):
+    """Step times and memory of one rank over all repeats."""
+
+    rank: int
+    step_time_s: FiveNumbers
+    own_work_s: FiveNumbers | None = None
+    """Up to the last backward pass, before any reduction."""
+    peak_memory_gib: float
+
+
+class LossCurve(StoredModel):
+    """[[tokens, nats], ...] of the first repeat."""
+
+    final: float | None = None
+    curve: list[Point] = []
+
+
+class Cell(GridCell):
+    """Figures of one cell; a cell that did not run to its end has none."""
+
+    launcher: str | None = None
+    status: CellStatus
+    failure_kind: FailureKind | None = None
+    """If the status is oom or failed."""
+    cause: str | None = None
+    repeats: list[Repeat] = []
+    steps_per_s: float | None = None
+    global_steps_per_s: float | None = None
+    """Micro batches per second, summed over all replicas."""
+    samples_per_s: float | None = None
+    tokens_per_s: Positive | None = None
+    tokens_per_s_per_gpu: float | None = None
+    step_time_s: StepTime | None = None
+    split_s: SplitTime | None = None
+    data_wait_fraction: Share | None = None
+    data_wait_fraction_ci95: Interval | None = None
+    loader_fraction: float | None = None
+    """Share of a step that the synthetic twin saves."""
+    loader_fraction_ci95: Interval | None = None
+    speedup: float | None = None
+    """Throughput over that of `single` on one rank."""
+    efficiency: Positive | None = None
+    efficiency_ci95: Interval | None = None
+    efficiency_ddp1: float | None = None
+    """Against ddp on one rank."""
+    efficiency_ddp1_ci95: Interval | None = None
+    ceiling_tokens_per_s: float | None = None
+    ceiling_efficiency: Annotated[float, Field(ge=0.001, le=1000)] | None = None
+    """Throughput of as many independent copies over that of as many single ranks."""
+    ceiling_efficiency_ci95: Interval | None = None
+    communication_efficiency: float | None = None
+    """Throughput over that of the ceiling."""
+    communication_efficiency_ci95: Interval | None = None
+    exposed_comm_fraction: float | None = None
+    """By the ceiling."""
+    exposed_comm_ddp_fraction: float | None = None
+    """By DDP's own counters."""
+    straggler_ratio: float | None = None
+    """Own work of the slowest rank over the median of the others', paired within a repeat; the geometric mean
+    over the repeats."""
+    straggler_ratio_ci95: Interval | None = None
+    straggler_rank: int | None = None
+    """The slowest rank, if the whole interval is above 1.2 and it is the slowest of every repeat."""
+    ranks: list[RankTimes] = []
+    peak_memory_gib: float | None = None
+    """Greatest over all ranks."""
+    energy_j: float | None = None
+    """Joules of a run's real steps, all ranks."""
+    energy_j_per_mtoken: float | None = None
+    """Per million tokens."""
+    mfu: float | None = None
+    """Model FLOP/s over the data sheet's."""
+    mamfu: float | None = None
+    """Model FLOP/s over the measured matmul rate."""
+    launch_fraction: float | None = None
+    """Host time to enqueue a step over the step; null on a CPU."""
+    launch_fraction_ci95: Interval | None = None
+    loss: LossCurve | None = None
+    loss_agrees: bool | None = None
+    loss_deviation: float | None = None
+    """Greatest relative difference from one rank's."""
+    skipped_steps: int | None = None
+    flags: list[str] = []
+    """Remarks that a reader needs before quoting the cell."""
+
+    @model_validator(mode="after")
+    def _divides(self) -> Self:
+        if self.world_size % self.tensor:
+            raise ValueError(f"tensor: {self.tensor} does not divide world_size {self.world_size}")
+        return self
+
+    @property
+    def step_s(self) -> float | None:
+        """Mean seconds of a step of the whole job."""
+        return self.step_time_s.mean if self.step_time_s else None
+
+
+class BottleneckDiagnosis(StoredModel):
+    """The greatest loss of a cell, or the fastest engine."""
+
+    cell: str
+    kind: DiagnosisKind
+    verdict: str
+    """The kind in words."""
+    evidence: str
+    next: str
+    """The suggested fix."""
+
+
+class PredictedSplit(StoredModel):
+    """Seconds of a predicted step; the parts sum to it."""
+
+    forward_backward: float
+    optimizer: float
+    straggler: float
+    """Waiting for the slowest rank."""
+    exposed_comm: float
+
+
+class Lever(StoredModel):
+    """A change of settings, or a bound that names a loss."""
+
+    lever: str
+    gain: float
+    """Tokens/s with it over tokens/s now, less one."""
+    tokens_per_s: float
+    bound: bool = False
+    """It is no setting, but shows what is lost."""
+
+
+class PredictedRow(StoredModel):
+    """The prediction for `world_size` GPUs."""
+
+    world_size: int
+    tensor: int = 1
+    accumulation: int
+    global_batch: int
+    step_time_s: float
+    split_s: PredictedSplit | None = None
+    exposed_comm_fraction: float
+    tokens_per_s: float
+    samples_per_s: float | None = None
+    speedup: float
+    efficiency: float
+    mfu: float | None = None
+    state_gib: float | None = None
+    """Weights, gradients and optimizer of a rank."""
+    fits: bool | None = None
+    """The device holds them; null: its memory is not known."""
+    levers: list[Lever] = []
+    """Best first."""
+
+
+class ComparedCell(StoredModel):
+    """A measured cell beside its prediction."""
+
+    cell: str
+    ranks: int
+    predicted_step_s: float
+    measured_step_s: float | None = None
+    ci95: Interval | None = None
+    """Interval of the measured step, seconds."""
+    within: bool | None = None
+    """The prediction lies in it."""
+    predicted_tokens_per_s: float | None = None
+    measured_tokens_per_s: float | None = None
+    predicted_efficiency: float
+    measured_efficiency: float | None = None
+    measured_efficiency_ci95: Interval | None = None
+    repeats: int = 0
+    """Repeats of the measured cell."""
+
+
+class Prediction(StoredFile):
+    """`prediction` in scaling.json, and the output of `plan scaling --json`."""
+
+    remedy: ClassVar[str] = "run `bert-dp plan scaling` again"
+    schema_version: Literal[1] = 1
+    engine: str
+    warnings: list[str] = []
+    assumptions: list[str] = []
+    rows: list[PredictedRow]
+    measured: list[ComparedCell] = []
+
+
+class Scaling(StoredFile):
+    """scaling.json: the result of `bert-dp scale`."""
+
+    remedy: ClassVar[str] = "`bert-dp scale` with the same --out writes it anew from its runs"
+    schema_version: Literal[1] = 1
+    status: Literal["complete", "partial"] = "complete"
+    environment: dict[str, Any] = {}
+    """The machine, as in environment.json."""
+    config_hash: str | None = None
+    data_hash: str | None = None
+    command: list[str] = []
+    mode: Literal["weak", "strong", "both"] | None = None
+    settings: ScalingSettings = ScalingSettings()
+    peak: Peak = Peak()
+    cells: list[Cell] = []
+    links: list[Link] = []
+    profile: Profile | None = None
+    prediction: Prediction | None = None
+    verdicts: list[BottleneckDiagnosis] = []
+
+    def alone(self) -> Cell | None:
+        """Return the run of one rank without a process group, preferably with the settings' accumulation."""
+        runs = [
+            cell
+            for cell in self.cells
+            if (cell.engine, cell.kind, cell.status, cell.world_size) == ("single", "run", "ok", 1)
+            and cell.step_s is not None
+        ]
+        same = (cell for cell in runs if cell.accumulation == self.settings.accumulation)
+        return next(same, runs[0] if runs else None)

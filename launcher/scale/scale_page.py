@@ -1,0 +1,430 @@
+"""The page, the console report and the CSV of a scaling benchmark: its result, figures and verdicts."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import get_args
+
+from pydantic import BaseModel
+
+from bert_dp import record
+from launcher.report.model import (
+    Axis,
+    Bars,
+    Figure,
+    Level,
+    Line,
+    Mark,
+    Report,
+    Rule,
+    Section,
+    Table,
+    Tile,
+    Verdict,
+)
+from launcher.report.model import Cell as TableCell
+from launcher.report.numbers import NA, count_of, format_count, format_interval, format_lr, format_step_time
+from launcher.report.numbers import number as finite
+from launcher.report.parts import first_line, machine_line
+from launcher.report.quantities import Computed, Quantity, Ratio, at, cell_of, table
+from launcher.scale import models
+from launcher.scale.diagnose import CEILING, COMMUNICATION, EFFICIENCY, STRAGGLER
+from launcher.scale.models import Cell, DiagnosisKind, Mode, Scaling
+
+FILE = "scaling.json"
+LOG_FROM = 16  # times the least N: above, N stands on a logarithmic axis
+LEVELS: dict[DiagnosisKind, Level] = {
+    "out_of_memory": "fail",
+    "failed": "fail",
+    "scales": "ok",
+    "fastest": "ok",
+    "one_repeat": "info",
+    "not_measurable": "info",
+    "intervals_overlap": "info",
+    "no_single_cause": "info",
+}  # the others, which are losses, are warnings
+SPEEDUP = Ratio("speedup", "speed-up", "ratio", "efficiency_ci95")
+DDP1 = Ratio("efficiency_ddp1", "against ddp on one rank", "percent", "efficiency_ddp1_ci95")
+EXPOSED = Ratio("exposed_comm_fraction", "exposed", "percent", "communication_efficiency_ci95")
+PER_PEAK = (
+    Ratio("mfu", "MFU", "percent", "step_time_s.ci95"),
+    Ratio("mamfu", "MAMFU", "percent", "step_time_s.ci95"),
+)
+MEASURED_EFFICIENCY = Ratio(
+    "measured_efficiency", "efficiency, measured", "percent", "measured_efficiency_ci95"
+)
+SPLIT = {
+    "data": "data wait",
+    "forward_backward": "forward + backward",
+    "exposed_comm": "exposed communication",
+    "optimizer": "optimizer",
+    "other": "other",
+}
+RESULT_NOTE = (
+    "Rates over all ranks; speed-up, efficiency with its 95 % interval: against single on one rank; comm.: "
+    "throughput / ceiling; exposed, data: shares of a step that waits for gradients, for data; slowest: own "
+    "work of the slowest rank / median; memory: peak of the greatest rank. "
+    "Every number of every cell is in scaling.csv, of every repeat and rank in scaling.json."
+)
+BANDS = (
+    "Bands and whiskers: 95 % intervals over the repeats; a point whose interval is wider than a factor of "
+    "two is left out."
+)
+
+
+def scale_page(scaling: Scaling, folder: Path | None = None) -> Report:
+    """Return the report of scaling.json, partial or complete."""
+    modes = _modes(scaling)
+    by_mode = (_speedup, _efficiency, _communication, _memory, _step_split)
+    figures = [figure(scaling, mode) for mode in modes for figure in by_mode] + [_bandwidth(scaling)]
+    if "strong" in modes:  # weak scaling trains another global batch, so another model, at every N
+        figures.append(_loss(scaling))
+    result = Section("Result", tables=[_result(scaling)], notes=[RESULT_NOTE])
+    prediction = [_prediction(scaling.prediction)] if scaling.prediction else []
+    return Report(
+        "bert-dp: scaling benchmark",
+        [_machine(scaling), _method(scaling, modes)],
+        [*_ends(scaling), *_verdicts(scaling)],
+        _tiles(scaling),
+        [result, Section("", figures, console=False), *prediction],
+        next=f"bert-dp plan scaling --from {shlex.quote(str(folder / FILE))}"
+        if folder and scaling.profile
+        else "",
+    )
+
+
+def _runs(scaling: Scaling) -> list[Cell]:
+    """Return the cells that are no controls."""
+    return [cell for cell in scaling.cells if cell.kind == "run"]
+
+
+def _modes(scaling: Scaling) -> list[Mode]:
+    present = {cell.mode for cell in _runs(scaling)}
+    return [mode for mode in get_args(Mode) if mode in present] or ["weak"]
+
+
+def _machine(scaling: Scaling) -> str:
+    sizes, device = [c.world_size for c in scaling.cells], scaling.settings.device or "device not recorded"
+    count = f"up to {format_count(max(sizes))} x {device}" if sizes else device
+    return machine_line(scaling.environment, count)
+
+
+def _method(scaling: Scaling, modes: Sequence[Mode]) -> str:
+    settings = scaling.settings
+    steps, warm_up = (format_count(n) for n in (settings.steps, settings.warm_up))
+    parts = [
+        settings.model or "model not recorded",
+        f"{' and '.join(modes)} scaling",
+        f"micro batch {format_count(settings.micro_batch)}, {settings.precision or NA}",
+        f"{count_of(settings.repeats, 'repeat')} of {steps} steps after {warm_up} of warm-up",
+        "baseline: single on one rank",
+    ]
+    return " \u00b7 ".join(parts)
+
+
+def _ends(scaling: Scaling) -> list[Verdict]:
+    """Return how the grid ended, and the cells without a result that no diagnosis is about."""
+    ok, pending = ([c for c in scaling.cells if c.status == status] for status in ("ok", "pending"))
+    judged = {verdict.cell for verdict in scaling.verdicts}
+    lost = [c for c in scaling.cells if c.status in ("oom", "failed") and c.id not in judged]
+    done = f"{len(ok)} of {len(scaling.cells)} cells have a result"
+    verdicts = []
+    if scaling.status != "complete" or pending:
+        verdicts.append(Verdict("warn", f"Partial: {done}, {len(pending)} have not run yet."))
+    if lost:
+        causes = [f"{c.id}: {c.status}: {first_line(c.cause)}" for c in lost]
+        verdicts.append(Verdict("fail", f"{done}; these ended without one.", causes))
+    return verdicts
+
+
+def _verdicts(scaling: Scaling) -> list[Verdict]:
+    """Return each diagnosis once with its cells, and the flags of cells; worst first."""
+    cells: dict[tuple[DiagnosisKind, str, str], list[str]] = {}
+    for found in scaling.verdicts:
+        cells.setdefault((found.kind, found.verdict, found.next), []).append(
+            f"{found.cell}: {found.evidence}"
+        )
+    verdicts = []
+    for (kind, text, hint), notes in cells.items():
+        advice = f" Next: {hint}." if hint not in ("", "nothing") else ""
+        verdicts.append(Verdict(LEVELS.get(kind, "warn"), f"{text[:1].upper()}{text[1:]}.{advice}", notes))
+    if flags := [f"{c.id}: {'; '.join(c.flags)}" for c in scaling.cells if c.flags]:
+        verdicts.append(Verdict("warn", "Flags: look at these numbers before using them.", flags))
+    order: Sequence[Level] = ("fail", "warn", "ok", "info")
+    return sorted(verdicts, key=lambda verdict: order.index(verdict.level))
+
+
+def _tiles(scaling: Scaling) -> list[Tile]:
+    runs = [c for c in _runs(scaling) if c.tokens_per_s is not None]
+    best = max(runs, key=lambda c: (SPEEDUP.number(c) or 0.0, c.world_size), default=None)
+    place = f"{best.id}, N = {format_count(best.world_size)}" if best else "no cell has run"
+    peak = scaling.peak
+    peaks = [
+        f"{scaling.settings.precision} data-sheet peak"
+        if peak.datasheet_flops
+        else "data-sheet peak unknown",
+        f"{peak.precision or ''} matmul peak measured here".lstrip() if peak.matmul_flops else "",
+    ]
+
+    def tile(label: str, ratio: Ratio, scope: str = "") -> Tile:
+        return Tile(label, cell_of(best, ratio).text, f"{scope}95 % interval {ratio.ends(best)}")
+
+    both = " / ".join(cell_of(best, ratio).text for ratio in PER_PEAK)
+    return [
+        Tile("Best speed-up", cell_of(best, SPEEDUP).text, place),
+        tile("Efficiency", EFFICIENCY),
+        tile("Communication efficiency", COMMUNICATION, "of the ceiling; "),
+        Tile("MFU / MAMFU", both, "; ".join(filter(None, peaks))),
+    ]
+
+
+# --- tables
+
+
+def _result(scaling: Scaling) -> Table:
+    """Return the table of the run cells; a rate per peak that no cell has needs no column."""
+    runs = _runs(scaling)
+    columns: list[Quantity | Computed] = [
+        Quantity("world_size", "N", "count"),
+        Quantity("tokens_per_s", "tokens/s"),
+        Quantity("tokens_per_s_per_gpu", "per rank"),
+        SPEEDUP,
+        Computed(lambda run: TableCell(EFFICIENCY.text(run), exact=EFFICIENCY.number(run)), "efficiency"),
+        dataclasses.replace(COMMUNICATION, head="comm."),
+        EXPOSED,
+        Quantity("data_wait_fraction", "data", "percent"),
+        STRAGGLER,
+        Quantity("peak_memory_gib", "memory", "gib"),
+        *[ratio for ratio in PER_PEAK if any(ratio.of(run) for run in runs)],
+    ]
+    return table([(run.id, run) for run in runs], columns, corner="cell", empty="no cells recorded")
+
+
+def _prediction(prediction: models.Prediction) -> Section:
+    """Return each measured cell beside its prediction, and the predictions for other numbers of ranks."""
+    beside = (
+        Quantity("predicted_step_s", "step, predicted", "seconds"),
+        Quantity("measured_step_s", "step, measured", "seconds"),
+        Computed(lambda row: TableCell(format_interval(row.ci95, format_step_time)), "95 % interval"),
+        Computed(_difference, "difference", "percent"),
+        Quantity("predicted_efficiency", "efficiency, predicted", "percent"),
+        MEASURED_EFFICIENCY,
+        Computed(lambda row: TableCell(MEASURED_EFFICIENCY.ends(row)), "95 % interval"),
+    )
+    predicted = (
+        Quantity("global_batch", "global batch", "count"),
+        Quantity("step_time_s", "step", "seconds"),
+        Quantity("exposed_comm_fraction", "exposed communication", "percent"),
+        Quantity("tokens_per_s", "tokens/s"),
+        Quantity("speedup", "speed-up", "ratio"),
+        Quantity("efficiency", "efficiency", "percent"),
+    )
+    others = [(f"N = {format_count(row.world_size)}", row) for row in prediction.rows]
+    tables = [
+        table([(row.cell, row) for row in prediction.measured], beside, corner="cell"),
+        table(others, predicted, title="Predicted"),
+    ]
+    shown = [each for each in tables if each.rows]
+    return Section("Prediction and measurement", tables=shown, notes=prediction.assumptions, console=False)
+
+
+def _difference(row: models.ComparedCell) -> float | None:
+    return row.predicted_step_s / row.measured_step_s - 1 if row.measured_step_s else None
+
+
+# --- figures
+
+
+def _groups(scaling: Scaling, mode: Mode) -> dict[str, list[Cell]]:
+    """Return the run cells of each engine and tensor size, which make one line, by number of ranks."""
+    groups: dict[str, list[Cell]] = {}
+    for cell in sorted(_runs(scaling), key=lambda cell: cell.world_size):
+        label = f"{cell.engine}, tensor {cell.tensor}" if cell.tensor > 1 else cell.engine
+        if cell.mode == mode:
+            groups.setdefault(label, []).append(cell)
+    return groups
+
+
+def _ranks_axis(scaling: Scaling, mode: Mode) -> Axis:
+    sizes = sorted({float(cell.world_size) for cell in _runs(scaling) if cell.mode == mode})
+    return Axis("N, ranks", "count", bool(sizes) and sizes[-1] > LOG_FROM * sizes[0], ticks=sizes)
+
+
+def _lines(scaling: Scaling, mode: Mode, ratio: Ratio, *, times_n: bool = False) -> list[Line]:
+    """Return a line with its interval for each engine; `times_n` makes a speed-up of an efficiency."""
+
+    def values(cells: Sequence[Cell], path: str) -> list[float | None]:
+        numbers = [(dataclasses.replace(ratio, path=path).number(cell), cell.world_size) for cell in cells]
+        return [None if value is None else value * (n if times_n else 1) for value, n in numbers]
+
+    return [
+        Line(
+            label,
+            [float(cell.world_size) for cell in cells],
+            values(cells, ratio.path),
+            index,
+            "both",
+            values(cells, f"{ratio.interval}.low"),
+            values(cells, f"{ratio.interval}.high"),
+        )
+        for index, (label, cells) in enumerate(_groups(scaling, mode).items())
+    ]
+
+
+def _ceiling_line(scaling: Scaling, mode: Mode, *, times_n: bool = False) -> list[Line]:
+    """Return the line of the ceiling, which all engines of a mode share."""
+    cells = [cell for cell in _runs(scaling) if cell.mode == mode]
+    heights = {c.world_size: value for c in cells if (value := CEILING.number(c)) is not None}
+    points = [(float(n), value * (n if times_n else 1)) for n, value in sorted(heights.items())]
+    return [Line("ceiling", [x for x, _ in points], [y for _, y in points], None, "dashed")] if points else []
+
+
+def _speedup(scaling: Scaling, mode: Mode) -> Figure:
+    """Draw N x efficiency over N, with the ideal line and the ceiling."""
+    x = _ranks_axis(scaling, mode)
+    sizes = list(x.ticks)
+    lines = [
+        Line("ideal", sizes, sizes, None, "dotted"),
+        *_ceiling_line(scaling, mode, times_n=True),
+        *_lines(scaling, mode, EFFICIENCY, times_n=True),
+    ]
+    label = "speed-up, throughput / throughput of one rank"
+    y = Axis(label, "ratio", x.log, not x.log, sizes if x.log else ())
+    note = f"{BANDS} Ceiling: as many ranks with every collective off."
+    return Figure(f"Speed-up, {mode} scaling", lines, x, y, note=note)
+
+
+def _efficiency(scaling: Scaling, mode: Mode) -> Figure:
+    """Draw efficiency and its ceiling over N."""
+    label = "efficiency, throughput / (N x throughput of one rank)"
+    return _share(scaling, mode, EFFICIENCY, label, BANDS, _ceiling_line(scaling, mode))
+
+
+def _communication(scaling: Scaling, mode: Mode) -> Figure:
+    """Draw communication efficiency over N."""
+    note = "Efficiency = ceiling x communication efficiency."
+    return _share(scaling, mode, COMMUNICATION, "throughput / ceiling", note)
+
+
+def _share(
+    scaling: Scaling, mode: Mode, ratio: Ratio, label: str, note: str, ceiling: Sequence[Line] = ()
+) -> Figure:
+    return Figure(
+        f"{ratio.head.capitalize()}, {mode} scaling",
+        [*ceiling, *_lines(scaling, mode, ratio)],
+        _ranks_axis(scaling, mode),
+        Axis(label, "percent"),
+        levels=[Rule("100 %", 1.0)],
+        note=f"{note} The axis does not start at 0.",
+    )
+
+
+def _memory(scaling: Scaling, mode: Mode) -> Figure:
+    """Draw the peak of the greatest rank over N."""
+    lines = [
+        Line(label, [float(c.world_size) for c in cells], [c.peak_memory_gib for c in cells], index, "both")
+        for index, (label, cells) in enumerate(_groups(scaling, mode).items())
+    ]
+    y = Axis("peak memory of the greatest rank (GiB)", from_zero=True)
+    return Figure(f"Peak memory, {mode} scaling", lines, _ranks_axis(scaling, mode), y)
+
+
+def _step_split(scaling: Scaling, mode: Mode) -> Figure:
+    """Draw a step of each run cell in its parts; an unknown part is not drawn."""
+    cells = [cell for cells in _groups(scaling, mode).values() for cell in cells if cell.split_s]
+    parts = {name: [finite(at(cell, f"split_s.{name}")) for cell in cells] for name in SPLIT}
+    totals = [sum(filter(None, each)) for each in zip(*parts.values(), strict=True)]
+    rows = [f"{cell.id}: {format_step_time(total)}" for cell, total in zip(cells, totals, strict=True)]
+    return Figure(
+        f"Where a step's time goes, {mode} scaling",
+        [Bars(head, parts[name]) for name, head in SPLIT.items()],
+        Axis("time of a step", "seconds"),
+        Axis(""),
+        rows,
+        note="A timed step, mean over the ranks. Exposed communication is what the ceiling does not have.",
+    )
+
+
+def _bandwidth(scaling: Scaling) -> Figure:
+    """Draw all-reduce bus bandwidth over message size, with the sizes of DDP's buckets marked."""
+    lines = []
+    for index, link in enumerate(scaling.links):
+        points = sorted(link.points, key=lambda point: point.bytes)
+        x, y = [point.bytes for point in points], [point.busbw_gb_s for point in points]
+        label = f"{format_count(link.world_size)} ranks, {link.backend or 'backend not recorded'}"
+        lines.append(Line(label, x, y, index, "both"))
+    buckets = {point.bytes for link in scaling.links for point in link.points if point.bucket}
+    marks = [Mark("size of a gradient bucket", size) for size in sorted(buckets)]
+    x_axis, y_axis = Axis("message (bytes)", log=True), Axis("bus bandwidth (GB/s, 1e9)", from_zero=True)
+    note = "Bus bandwidth: bytes / time x 2 (N - 1) / N, what the slowest link carries."
+    return Figure("All-reduce bus bandwidth", lines, x_axis, y_axis, marks=marks, note=note)
+
+
+def _loss(scaling: Scaling) -> Figure:
+    """Draw the training loss of the strong cells on top of each other, thick to thin."""
+    cells = [c for c in _runs(scaling) if c.mode == "strong" and c.loss and c.loss.curve]
+    lines = []
+    for i, cell in enumerate(cells):
+        curve = cell.loss.curve if cell.loss else []
+        width = max(1.0, 8.0 - 7.0 * i / max(1, len(cells) - 1))
+        lines.append(Line(cell.id, [t for t, _ in curve], [nats for _, nats in curve], i, width=width))
+    compared = [cell for cell in cells if cell.loss_agrees is not None]
+    agree = [cell for cell in compared if cell.loss_agrees]
+    deviation = max((abs(cell.loss_deviation or 0.0) for cell in compared), default=None)
+    note = (
+        f"The loss of {len(agree)} of {len(compared)} compared cells agrees with the baseline's; greatest "
+        f"relative deviation {format_lr(deviation)}."
+    )
+    return Figure(
+        "Training loss", lines, Axis("tokens"), Axis("loss (nats per masked token)", "nats"), note=note
+    )
+
+
+# --- scaling.csv
+
+PARTS: Mapping[str, type[BaseModel]] = {
+    "step_time_s": models.StepTime,
+    "split_s": models.SplitTime,
+    "loss": models.LossCurve,
+}
+LISTS = ("ranks", "curve")  # only in scaling.json
+RATIOS = {
+    ratio.path: ratio
+    for ratio in (SPEEDUP, EFFICIENCY, DDP1, CEILING, COMMUNICATION, EXPOSED, STRAGGLER, *PER_PEAK)
+}
+
+
+def write_csv(scaling: Scaling, out: Path) -> None:
+    """Write a row per cell, atomically. A column is named by the path into scaling.json; unknown is empty."""
+    paths = _csv_paths(Cell)
+    rows = [paths, *([_csv_text(cell, path) for path in paths] for cell in scaling.cells)]
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    record.write_text(out, record.safe(text.getvalue()))
+
+
+def _csv_paths(model: type[BaseModel], prefix: str = "") -> list[str]:
+    paths: list[str] = []
+    for name in model.model_fields:
+        path = f"{prefix}{name}"
+        if name in PARTS:
+            paths += _csv_paths(PARTS[name], f"{path}.")
+        elif name.endswith("ci95"):
+            paths += [f"{path}.low", f"{path}.high"]
+        elif name not in LISTS:
+            paths.append(path)
+    return paths
+
+
+def _csv_text(cell: Cell, path: str) -> str:
+    """Return a number with all its digits; a ratio and its ends have none if they are not measurable."""
+    ratio = RATIOS.get(path.rpartition("_ci95")[0] or path)
+    value = dataclasses.replace(ratio, path=path).of(cell) if ratio else at(cell, path)
+    if isinstance(value, TableCell):
+        return value.text
+    return "" if value is None else "; ".join(value) if isinstance(value, list) else str(value)
