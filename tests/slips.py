@@ -402,7 +402,7 @@ SLIPS = (
     Slip(
         "zero1-memory-by-world",
         "bert_dp/cost.py",
-        "        optimizer /= dp\n",
+        "        optimizer /= shards\n",
         "        optimizer /= world_size\n",
         "tests/unit/test_cost.py",
     ),
