@@ -900,8 +900,9 @@ def no_run(path: Path) -> str:
 
 
 def _leave(number: int, frame: object) -> None:
-    """What is begun is tidied up, and a closing terminal's second hangup does not disturb that."""
-    signal.signal(signal.SIGHUP, lambda *_: None)
+    """Exit with 128 + n; a second signal does not interrupt the removal of unfinished output."""
+    for later in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(later, lambda *_: None)
     sys.exit(128 + number)
 
 
