@@ -20,6 +20,7 @@ from bert_dp.config import (
     MAX_RANKS,
     Config,
     ConfigError,
+    Issue,
     dump_config,
     engine_facts,
     hf_directory,
@@ -87,7 +88,7 @@ class Job:
             f"{machine.gpus_present}), so ranks use CPU cores; correct it, or say --set run.device=cpu"
         ]
 
-    def issues(self, directory: Path, option: str) -> list[str]:
+    def issues(self, directory: Path, option: str) -> list[Issue | str]:
         """What its configuration names and is not there, and secrets that would be written; one line each."""
         return [*input_issues(self.config), *exposure_issues(self.config, directory, option)]
 
@@ -138,15 +139,15 @@ def absolute(config: Config) -> Config:
     return config.model_copy(update={"data": data.model_copy(update=paths), "run": run})
 
 
-def input_issues(config: Config) -> list[str]:
+def input_issues(config: Config) -> list[Issue | str]:
     """Files and packages the configuration names and that are not there; one line each."""
-    issues = []
+    issues: list[Issue | str] = []
     data = config.data
     if data.path is not None:
         try:
             issues += read_data(config, Path(data.path)).issues(config)
         except ConfigError as error:
-            issues += [f"data.path: {issue}" for issue in error.issues]
+            issues += [issue.within("data.path") for issue in error.issues]
     for source in data.sources or ():
         known = source == "builtin" or source.startswith("hub:") or os.path.exists(source)
         if not known and not glob.glob(source, recursive=True):

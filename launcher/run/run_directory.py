@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 
 from bert_dp import record
-from bert_dp.config import Config, changed_settings, hf_directory, progress_at
+from bert_dp.config import Config, Issue, changed_settings, hf_directory, progress_at
 from bert_dp.record.models import Summary
 from launcher import results
 from launcher.job import Job, exposure_issues, input_issues
@@ -22,7 +22,7 @@ BESIDE_A_RUN = (".*", "slurm-*.out", "lost+found")  # what may stand where a run
 FILES = ("config.yaml", "tokenizer.json", "metrics.jsonl", "evals.jsonl", ".lock", LOCK, *WRITTEN[""])
 
 
-def start_issues(job: Job, run_dir: Path, resume: str) -> list[str]:
+def start_issues(job: Job, run_dir: Path, resume: str) -> list[Issue | str]:
     """Why a run cannot start there; one line each. One that goes on needs the weights that it began with no
     more."""
     config = job.config
