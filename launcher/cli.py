@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import json as jsonlib
 import signal
 import sys
@@ -257,7 +258,7 @@ def data_build(
         ),
     ] = None,
     processes: Annotated[
-        int | None, typer.Option(help="Tokenising processes; default: one per core.")
+        int | None, typer.Option(min=1, max=4096, help="Tokenising processes; default: one per core.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace what OUT holds.")] = False,
 ) -> int:
@@ -909,6 +910,7 @@ def _leave(number: int, frame: object) -> None:
 def main() -> None:
     """Entry point. Exit codes: 0 done, 2 bad input, 1 failed, 128 + signal."""
     record.open_missing_descriptors()
+    faulthandler.enable(file=2)
     for number in record.heeded((signal.SIGTERM, signal.SIGHUP)):
         signal.signal(number, _leave)
     sys.exit(exit_code(lambda: app(standalone_mode=False)))

@@ -20,7 +20,6 @@ from launcher.report.model import Column, Report, Row, Section, Table, Verdict
 from launcher.report.numbers import count_of, format_count, format_nats, format_percent, format_si
 from launcher.report.parts import cell, words
 
-MAX_PROCESSES = 4096
 VOCAB_SIZE = 32_768
 OPTIONS = {
     "data.sources": "SOURCES",
@@ -61,9 +60,6 @@ def build(
     from bert_dp.corpus.builder import build as build_shards
     from bert_dp.corpus.builder import shown_progress
 
-    if processes is not None and not 1 <= processes <= MAX_PROCESSES:
-        message = f"{processes} is not a whole number of 1 to {MAX_PROCESSES}"
-        raise ConfigError([Issue("--processes", "out_of_range", message, processes)])
     if tokenizer is not None and vocab_size is not None:
         message, hint = "--tokenizer brings its own vocabulary", "leave --vocab-size out"
         raise ConfigError([Issue("--vocab-size", "conflict", message, vocab_size, "--tokenizer", hint)])

@@ -126,7 +126,6 @@ def test_a_build_is_asked_for_as_its_options_say(monkeypatch: pytest.MonkeyPatch
         (issue,) = raised_issues(datasets.build, ["a.txt"], Path("out"), **{**options, **more, **changed})
         return issue.setting, issue.kind, issue.other
 
-    assert problem(processes=0) == ("--processes", "out_of_range", None)
     assert problem(vocab_size=5)[0] == "--vocab-size"
     assert problem(tokenizer="t.json") == ("--vocab-size", "conflict", "--tokenizer")
     given = {**options, "tokenizer": "t.json", "vocab_size": None}
