@@ -209,12 +209,13 @@ def _text(record: Any, key: str, name: str, place: str) -> str:
 
 
 def refuse_surrogates(text: str, place: str) -> None:
-    """Raise ConfigError, naming the place, for half of a character, as JSON can hold it."""
+    """Raise ConfigError for half of a character, as JSON can hold it. `place`: NAME: PLACE."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        message = f"holds a lone surrogate {text[error.start]!a}, which is not text"
-        raise ConfigError([Issue(place, "damaged", message, hint="remove it")]) from None
+        name, _, where = place.rpartition(": ")
+        message = f"{where} holds a lone surrogate {text[error.start]!a}, which is not text"
+        raise ConfigError([Issue(name, "damaged", message, hint="remove it")]) from None
 
 
 def _blocks(path: Path) -> Iterator[str]:

@@ -258,6 +258,7 @@ BAD: list[tuple[str, bytes, str, str]] = [
     ("bad.jsonl", b'{"text": "fine"}\n\n{"text": "cut\n', "damaged", "line 3"),
     ("bad.jsonl", b'{"text": "fine"}\n\n{"content": "x"}\n', "missing", "line 3"),
     ("bad.jsonl", b'{"text": 3}', "missing", "line 1"),
+    ("bad.jsonl", b'{"text": "\\ud800"}\n', "damaged", "line 1"),
     ("bad.json", b'[{"text": "a"}, {"text": ', "damaged", ""),
     ("bad.json", b'[{"text": "a"}, {"body": "b"}]', "missing", "record 2"),
     ("bad.json", b"[" * 100_000, "damaged", ""),
@@ -271,13 +272,6 @@ def test_bad_content_is_refused_with_its_place(
 ) -> None:
     (tmp_path / name).write_bytes(content)
     fails(tmp_path / name, kind, place)
-
-
-def test_half_a_character_of_a_record_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "\\ud800"}\n')
-    (issue,) = raised_issues(read, path)
-    assert (issue.setting, issue.kind) == (f"{path}: line 1", "damaged")
 
 
 @settings(max_examples=300, deadline=None)
