@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import json as jsonlib
 import signal
 import sys
@@ -256,7 +257,7 @@ def data_build(
         ),
     ] = None,
     processes: Annotated[
-        int | None, typer.Option(help="Tokenising processes; default: one per core.")
+        int | None, typer.Option(min=1, max=4096, help="Tokenising processes; default: one per core.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace what OUT holds.")] = False,
 ) -> int:
@@ -904,14 +905,16 @@ def no_run(path: Path) -> str:
 
 
 def _leave(number: int, frame: object) -> None:
-    """What is begun is tidied up, and a closing terminal's second hangup does not disturb that."""
-    signal.signal(signal.SIGHUP, lambda *_: None)
+    """Exit with 128 + n; a second signal does not interrupt the removal of unfinished output."""
+    for later in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(later, lambda *_: None)
     sys.exit(128 + number)
 
 
 def main() -> None:
     """Entry point. Exit codes: 0 done, 2 bad input, 1 failed, 128 + signal."""
     record.open_missing_descriptors()
+    faulthandler.enable(file=2)
     for number in record.heeded((signal.SIGTERM, signal.SIGHUP)):
         signal.signal(number, _leave)
     sys.exit(exit_code(lambda: app(standalone_mode=False)))

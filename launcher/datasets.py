@@ -1,4 +1,4 @@
-"""`bert-dp data`: options checked here, the work in `python -m bert_dp.corpus`."""
+"""`bert-dp data build` and `bert-dp data inspect`."""
 
 from __future__ import annotations
 
@@ -6,22 +6,12 @@ import json
 import os
 import shlex
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bert_dp.config import (
-    MAX_VOCAB_SIZE,
-    ConfigError,
-    Manifest,
-    no_effect,
-    parse_overrides,
-    read_manifest,
-    resolve,
-)
-from bert_dp.config.manifest import SourceFile, is_ordered, loss_warnings
-from launcher import children
+from bert_dp.config import MAX_VOCAB_SIZE, ConfigError, Issue, Manifest, no_effect, parse_overrides, resolve
+from bert_dp.config.manifest import SourceFile, loss_warnings
 from launcher.errors import told_by_option
 from launcher.log import PLAIN, secret_issues, show
 from launcher.report.console import show_report
@@ -29,9 +19,10 @@ from launcher.report.model import Column, Report, Row, Section, Table, Verdict
 from launcher.report.numbers import count_of, format_count, format_nats, format_percent, format_si
 from launcher.report.parts import cell, words
 
-MAX_PROCESSES = 4096
 VOCAB_SIZE = 32_768
 OPTIONS = {
+    "data.sources": "SOURCES",
+    "data.tokenizer": "--tokenizer",
     "model.vocab_size": "--vocab-size",
     "data.sequence_length": "--sequence-length",
     "data.build.source_format": "--format",
@@ -65,10 +56,12 @@ def build(
 ) -> int:
     """`vocab_size`: of the tokenizer to train; None = VOCAB_SIZE, or that of the one that is given. Returns
     the exit code. Raises ConfigError for an option that a run could not use."""
-    if processes is not None and not 1 <= processes <= MAX_PROCESSES:
-        raise ConfigError([f"--processes: {processes} is not a whole number of 1 to {MAX_PROCESSES}"])
+    from bert_dp.corpus.builder import build as build_shards
+    from bert_dp.corpus.builder import shown_progress
+
     if tokenizer is not None and vocab_size is not None:
-        raise ConfigError(["--vocab-size: --tokenizer brings its own vocabulary; leave --vocab-size out"])
+        message, hint = "--tokenizer brings its own vocabulary", "leave --vocab-size out"
+        raise ConfigError([Issue("--vocab-size", "conflict", message, vocab_size, "--tokenizer", hint)])
     size = vocab_size or (VOCAB_SIZE if tokenizer is None else MAX_VOCAB_SIZE)
     out, tokenizer = out.expanduser(), tokenizer and os.path.expanduser(tokenizer)
     texts = {"SOURCES": " ".join(sources), "--out": str(out), "--tokenizer": tokenizer}
@@ -79,7 +72,6 @@ def build(
             "sources": list(sources),
             "tokenizer": tokenizer,
             "sequence_length": sequence_length,
-            "shuffle": False,  # an order of the shards is that of whoever trains on them
             "build": parse_overrides([o.removeprefix("data.build.") for o in overrides]),
         },
         "model": {"vocab_size": size},
@@ -87,27 +79,29 @@ def build(
     }
     with told_by_option(OPTIONS):
         config = resolve([asked])
-    for line in no_effect(config):
-        if line.startswith("data.build."):
-            show(console, f"warning: {line}", **PLAIN)
-    options = {
-        "sources": list(sources),
-        "out": str(out),
-        "options": config.data.build.model_dump(mode="json"),
-        "vocab_size": size,
-        "sequence_length": sequence_length,
-        "tokenizer": tokenizer,
-        "processes": processes,
-        "force": force,
-    }
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump(options, file)
-        file.flush()
-        done = children.run_module("bert_dp.corpus", ["build", file.name], stdout=children.DEVNULL)
-    if done.returncode == 0:
-        for line in built_lines(out, read_manifest(out), None if tokenizer else size):
-            show(console, line, **PLAIN)
-    return done.returncode
+        for line in no_effect(config):
+            if line.startswith("data.build."):
+                show(console, f"warning: {line}", **PLAIN)
+        # the tokenising processes look for modules in the current folder otherwise
+        os.environ["PYTHONSAFEPATH"] = "1"
+        try:
+            with shown_progress() as progress:
+                manifest = build_shards(
+                    sources,
+                    out,
+                    config.data.build,
+                    vocab_size=size,
+                    sequence_length=sequence_length,
+                    tokenizer=tokenizer,
+                    processes=processes,
+                    force=force,
+                    progress=progress,
+                )
+        except RuntimeError as error:  # a tokenising process died
+            sys.exit(f"error: {error}")
+    for line in built_lines(out, manifest, None if tokenizer else size):
+        show(console, line, **PLAIN)
+    return 0
 
 
 def built_lines(out: Path, manifest: Manifest, vocab_size: int | None) -> list[str]:
@@ -127,17 +121,15 @@ def built_lines(out: Path, manifest: Manifest, vocab_size: int | None) -> list[s
 
 
 def inspect(directory: Path, *, as_json: bool, console: Console) -> int:
-    """Returns 0, 1 when a shard's content is not what its hash says, 2 when `directory` holds no shards or
-    lacks a part of them."""
-    directory = directory.expanduser()
-    code, facts = children.capture_json("bert_dp.corpus", ["inspect", str(directory)])
-    if facts is None:
-        return code or 1
+    """Verify and show shards; return 1 if one is damaged. Raises ConfigError where a file is missing."""
+    from bert_dp.corpus import shards
+
+    facts = shards.inspect(directory.expanduser())
     if as_json:
         sys.stdout.write(json.dumps(facts, indent=1) + "\n")
     else:
         show_report(console, shards_report(facts, directory))
-    return code
+    return 1 if facts["problems"] else 0
 
 
 def shards_report(facts: Mapping[str, Any], directory: Path) -> Report:
@@ -214,8 +206,6 @@ def dropped_words(dropped: Mapping[str, int]) -> str:
 def train_command(directory: Path, manifest: Mapping[str, Any]) -> str:
     """A run on these shards."""
     settings = f"data.sequence_length={manifest['sequence_length']} model.vocab_size={manifest['vocab_size']}"
-    if is_ordered(manifest.get("build", {})):
-        settings += " data.shuffle=false"
     return f"bert-dp train data.path={shlex.quote(str(directory))} {settings}"
 
 

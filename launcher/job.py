@@ -147,7 +147,7 @@ def input_issues(config: Config) -> list[Issue | str]:
         try:
             issues += read_data(config, Path(data.path)).issues(config)
         except ConfigError as error:
-            issues += [f"data.path: {issue}" for issue in error.issues]
+            issues += [issue.within("data.path") for issue in error.issues]
     for source in data.sources or ():
         known = source == "builtin" or source.startswith("hub:") or os.path.exists(source)
         if not known and not glob.glob(source, recursive=True):

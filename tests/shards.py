@@ -33,7 +33,7 @@ def write_shards(
     assert sum(sizes) == train
     manifest: dict = {
         "format": "bert-dp-shards",
-        "version": 2,
+        "version": 3,
         "sequence_length": length,
         "dtype": "uint16",
         "vocab_size": vocab_size,

@@ -265,7 +265,6 @@ def no_effect(config: Config, ranks: int | None = None) -> list[str]:
         *((f"data.build.{field}", from_path, "with data.path") for field in BuildConfig.model_fields),
         ("data.build.tokenizer_model", own_tokenizer, ": data.tokenizer is given"),
         ("data.build.normalize", own_tokenizer, ": data.tokenizer is given"),
-        (f"data.build.order: {build.order}", built and data.shuffle, "while data.shuffle is true"),
         (
             "data.build.near_threshold",
             built and build.dedup != "near",

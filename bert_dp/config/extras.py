@@ -7,16 +7,19 @@ import importlib.metadata
 import re
 from typing import Any
 
-from bert_dp.config.error import ConfigError
+from bert_dp.config.error import ConfigError, Issue
 
 
 def require(module: str, extra: str, what: str) -> Any:
-    """Import an optional package. Raises ConfigError naming the extra when it is absent."""
+    """Import an optional package. `what`: setting, or `setting: use`, that needs it. Raises ConfigError."""
     try:
         return importlib.import_module(module)
     except ImportError:
         package = module.partition(".")[0]
-        raise ConfigError([f"{what} needs {package}; {install_command(extra)}"]) from None
+        setting, _, use = what.partition(": ")
+        message = f"{use} needs {package}".strip()
+        issue = Issue(setting, "needs_package", message, value=package, hint=install_command(extra))
+        raise ConfigError([issue]) from None
 
 
 def install_command(extra: str) -> str:

@@ -7,13 +7,13 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import Field, ValidationError, model_validator
 
-from bert_dp.config.error import ConfigError
+from bert_dp.config.error import ConfigError, Issue, IssueKind
 from bert_dp.config.schema import MAX_VOCAB_SIZE, Config
 from bert_dp.config.stored import (
     MAX_JSON_BYTES,
@@ -26,11 +26,8 @@ from bert_dp.config.stored import (
 )
 
 TOKEN_BYTES = 2
-MAX_BLOCK_BYTES = 64 * 2**20  # of what a reader holds at once
 
 BaseName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*$", max_length=255)]
-BlockHash = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
-TokenId = Annotated[int, Field(ge=0, le=MAX_VOCAB_SIZE)]
 Hashed = TypeVar("Hashed", bound="HashedFile")
 
 WARNED_LOSS, REFUSED_LOSS = 0.01, 0.2  # share of a source's letters that are lost, or of its unknown tokens
@@ -57,21 +54,6 @@ class Shard(StoredModel):
     sequences: int = Field(ge=1)
     bytes: Count
     sha256: Sha256
-    block_bytes: int | None = Field(None, ge=TOKEN_BYTES, le=MAX_BLOCK_BYTES, multiple_of=TOKEN_BYTES)
-    blocks: list[BlockHash] | None = None
-    """First 16 digits of the SHA-256 of each block of `block_bytes`; older manifests have none."""
-    greatest_id: TokenId | None = None
-    """The largest token id in the file; older manifests do not tell."""
-
-    @model_validator(mode="after")
-    def _blocks_cover_the_file(self) -> Shard:
-        if (self.blocks is None) != (self.block_bytes is None):
-            raise ValueError("blocks and block_bytes stand together")
-        if self.blocks is not None and self.block_bytes is not None:
-            needed = -(-self.bytes // self.block_bytes)
-            if len(self.blocks) != needed:
-                raise ValueError(f"{len(self.blocks)} block hashes, {self.bytes} bytes need {needed}")
-        return self
 
 
 class Split(StoredModel):
@@ -127,7 +109,7 @@ class Manifest(HashedFile):
     file_name: ClassVar[str] = "manifest.json"
     remedy: ClassVar[str] = "build it with `bert-dp data build`"
     format: Literal["bert-dp-shards"]
-    version: Literal[2]
+    version: Literal[3]
     sequence_length: int = Field(ge=1, le=8192)
     dtype: Literal["uint16"]
     vocab_size: int = Field(ge=1, le=MAX_VOCAB_SIZE)
@@ -171,8 +153,6 @@ class Manifest(HashedFile):
             size = shard.sequences * self.sequence_length * TOKEN_BYTES
             if shard.bytes != size:
                 issues.append(f"{shard.file}: {shard.bytes} bytes, {shard.sequences} sequences take {size}")
-            if shard.greatest_id is not None and shard.greatest_id >= self.vocab_size:
-                issues.append(f"{shard.file}: {beyond(shard.greatest_id, self.vocab_size)}")
         names = [*(shard.file for shard in self.shards), self.tokenizer.file]
         issues += [f"{name}: named twice" for name in sorted({n for n in names if names.count(n) > 1})]
         if "mask" not in self.special_tokens:
@@ -188,25 +168,22 @@ class Manifest(HashedFile):
             raise ValueError("; ".join(issues[:8]))
         return self
 
-    def issues(self, config: Config) -> list[str]:
-        """What does not fit the configuration; one line each."""
+    def issues(self, config: Config) -> list[Issue]:
+        """Find settings that do not fit the shards."""
         issues = []
         directory = config.data.path or "the built shards"
-        length, vocabulary = self.sequence_length, self.vocab_size
-        if length != config.data.sequence_length:
-            issues.append(
-                f"data.sequence_length: {config.data.sequence_length}, but {directory} holds sequences of "
-                f"{length}; set data.sequence_length={length} or build again"
-            )
-        if vocabulary > config.model.vocab_size:
-            issues.append(
-                f"model.vocab_size: {config.model.vocab_size} is below the tokenizer's {vocabulary} in "
-                f"{directory}; set model.vocab_size={vocabulary} or more"
-            )
+        if self.sequence_length != (given := config.data.sequence_length):
+            message = f"{given}, but {directory} holds sequences of {self.sequence_length}"
+            hint = f"set data.sequence_length={self.sequence_length} or build again"
+            issues.append(Issue("data.sequence_length", "conflict", message, given, "data.path", hint))
+        if self.vocab_size > (given := config.model.vocab_size):
+            message = f"{given} is below the tokenizer's {self.vocab_size} in {directory}"
+            hint = f"set model.vocab_size={self.vocab_size} or more"
+            issues.append(Issue("model.vocab_size", "conflict", message, given, "data.path", hint))
         return issues
 
     def warnings(self, config: Config) -> list[str]:
-        """What fits the configuration but is probably not intended; one line each."""
+        """Describe settings that fit the shards but are probably not intended; one line each."""
         warnings = []
         vocabulary, rows = self.vocab_size, config.model.vocab_size
         if rows > -(-vocabulary // VOCAB_MULTIPLE) * VOCAB_MULTIPLE:
@@ -221,11 +198,6 @@ class Manifest(HashedFile):
                 f"batch.global_size: {batch} is {batch / sequences:.1f} x the {sequences} training "
                 "sequences, so every step repeats them; lower it, or give more text"
             )
-        if is_ordered(self.build) and config.data.shuffle:
-            warnings.append(
-                f"data.shuffle: true, so the order of the shards ({self.build['order']}) has no effect; set "
-                "data.shuffle=false, or build with order=none"
-            )
         return warnings
 
 
@@ -236,11 +208,6 @@ def loss_warnings(sources: Sequence[SourceFile]) -> list[str]:
     if len(worst) > MAX_NAMED:
         lines.append(f"{len(worst) - MAX_NAMED} more sources lose over {WARNED_LOSS:.0%}; see data inspect")
     return lines
-
-
-def is_ordered(build: Mapping[str, Any]) -> bool:
-    """Whether the training sequences stand in an order that was asked for. `build`: of a manifest."""
-    return bool(build.get("order", "none") != "none")
 
 
 def beyond(token: int, vocab_size: int) -> str:
@@ -255,7 +222,8 @@ def read_manifest(directory: Path) -> Manifest:
     Raises ConfigError naming the file, what was expected and what was found.
     """
     if not os.path.isdir(directory):
-        raise ConfigError([f"{directory}: there is no such directory of shards; {Manifest.remedy}"])
+        message = "there is no such directory of shards"
+        raise ConfigError([Issue(str(directory), "not_found", message, hint=Manifest.remedy)])
     manifest = read_hashed(directory, Manifest)
     if issues := list(_file_issues(directory, manifest)):
         raise ConfigError(issues)
@@ -270,11 +238,14 @@ def read_hashed(directory: Path, model: type[Hashed]) -> Hashed:
     path, content = directory / model.file_name, None
     with contextlib.suppress(OSError, ValueError, RecursionError):
         content = json.loads(read_regular(path, MAX_JSON_BYTES))
+    kind: IssueKind = "damaged"
     try:
         if not isinstance(content, dict):
+            kind = "damaged" if path.exists() else "not_found"
             raise ValueError("no manifest")
         format, version = format_of(model)
         if (content.get("format"), content.get("version")) != (format, version):
+            kind = "unsupported"
             other = f"{content.get('format')!r:.40} version {content.get('version')!r:.40}"
             raise ValueError(f"expected {format!r} version {version}, found {other}")
         expected, actual = content.get("hash"), manifest_hash(content)
@@ -287,7 +258,7 @@ def read_hashed(directory: Path, model: type[Hashed]) -> Hashed:
         problems = problem_lines(error)
     except ValueError as error:
         problems = [str(error)]
-    raise ConfigError([f"{path}: {problem}; {model.remedy}" for problem in problems])
+    raise ConfigError([Issue(str(path), kind, problem, hint=model.remedy) for problem in problems])
 
 
 def format_of(model: type[HashedFile]) -> list[Any]:
@@ -302,31 +273,25 @@ def with_hash(model: type[HashedFile], content: dict[str, Any]) -> dict[str, Any
     return {**whole, "hash": hash_json(whole)}
 
 
-def _file_issues(directory: Path, manifest: Manifest) -> Iterator[str]:
-    """Files that are not there, lie elsewhere, or have another size or hash."""
+def _file_issues(directory: Path, manifest: Manifest) -> Iterator[Issue]:
+    """Find files that are missing or have another size or hash."""
     for shard in manifest.shards:
         file = directory / shard.file
         size = file.stat().st_size if file.is_file() else None
-        if leads_out(file):
-            yield f"{file}: a link out of its directory; copy the file there"
-        elif size != shard.bytes:
+        if size != shard.bytes:
             actual = "no such file" if size is None else f"{size} bytes"
-            yield f"{file}: expected {shard.bytes} bytes, found {actual}; {Manifest.remedy}"
+            message = f"expected {shard.bytes} bytes, found {actual}"
+            kind: IssueKind = "not_found" if size is None else "damaged"
+            yield Issue(str(file), kind, message, size, Manifest.file_name, Manifest.remedy)
     file, expected = directory / manifest.tokenizer.file, manifest.tokenizer.sha256[:16]
-    if leads_out(file):
-        yield f"{file}: a link out of its directory; copy the file there"
-        return
     try:
         actual = sha256(file)[:16] if file.is_file() else "no such file"
     except OSError as error:
         actual = f"an error ({error.strerror})"
     if actual != expected:
-        yield f"{file}: expected SHA-256 {expected}, found {actual}; {Manifest.remedy}"
-
-
-def leads_out(file: Path) -> bool:
-    """Whether `file` is a link to somewhere beyond its own directory."""
-    return file.is_symlink() and file.resolve().parent != file.parent.resolve()
+        kind = "damaged" if file.is_file() else "not_found"
+        message = f"expected SHA-256 {expected}, found {actual}"
+        yield Issue(str(file), kind, message, actual, Manifest.file_name, Manifest.remedy)
 
 
 def hash_json(data: Any) -> str:

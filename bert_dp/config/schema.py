@@ -129,7 +129,6 @@ class RunConfig(Section):
 class BuildConfig(Section):
     """How a corpus becomes shards (`data build`, or `data.sources` on first use)."""
 
-    added_later = ("source_format", "text_field", "documents")
     normalize: bool = True
     """In the tokenizer: NFKD, lower case, ASCII for white space, dashes, quotes and ligatures, then nothing
     but ASCII (no accents, no other scripts), single spaces. A source that loses over 20 % of its letters, or
@@ -143,8 +142,6 @@ class BuildConfig(Section):
     """exact = documents of the same tokens once; near = MinHash LSH besides (extra `dedup`)."""
     near_threshold: float = Field(0.8, gt=0, le=1)
     """Jaccard similarity above which `near` drops the later document."""
-    order: Literal["none", "sentence_length", "unigram"] = "none"
-    """Of the sequences in the shards: short sentences, or likely tokens, first. Needs data.shuffle: false."""
     held_out_fraction: float = Field(0.01, ge=0, lt=0.5)
     """Share of the documents kept for the held-out loss."""
     source_format: Literal["auto", "text", "jsonl", "parquet"] = "auto"

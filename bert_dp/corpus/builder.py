@@ -1,101 +1,73 @@
-"""The shards of a configuration, built in a directory or in the cache under a lock. Torch-free.
+"""Build the shards of a configuration, in a directory or in the cache, under a lock. Torch-free.
 
-Nothing half-made is ever reused: a build works in a temporary directory beside OUT, which takes OUT's place
-as its last act. `main` is the command line `python -m bert_dp.corpus`.
+A build works in a temporary directory beside OUT, which takes OUT's place as its last act. `main` is the
+command line `python -m bert_dp.corpus`, for a launcher that supervises ranks.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
-import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
 from bert_dp import record
-from bert_dp.config import (
-    MAX_VOCAB_SIZE,
-    BuildConfig,
-    Config,
-    ConfigError,
-    Manifest,
-    load_config,
-    read_manifest,
-)
+from bert_dp.config import BuildConfig, Config, ConfigError, Issue, Manifest, load_config, read_manifest
 from bert_dp.config.manifest import SourceFile, format_of, hash_json, loss_warnings
-from bert_dp.config.stored import problem_lines
 from bert_dp.corpus import dedup, pipeline, shards
 from bert_dp.corpus import sources as inputs
-from bert_dp.corpus.atomic_directory import locked, refuse_mount_point, replaced
+from bert_dp.corpus.atomic_directory import locked, replaced
 from bert_dp.corpus.command import run_command
 from bert_dp.corpus.pipeline import Progress
 
 
-class BuildRequest(BaseModel):
-    """What to build. OPTIONS.json holds one; what is null there has its default."""
+def build(
+    sources: Sequence[str],
+    out: Path,
+    options: BuildConfig,
+    *,
+    vocab_size: int,
+    sequence_length: int,
+    tokenizer: str | None = None,
+    seed: int = 0,
+    processes: int | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Manifest:
+    """Build shards of [sequences, sequence_length] token ids in `out`; return the manifest.
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
-    sources: list[str] = Field(min_length=1)
-    out: str = Field(min_length=1)
-    options: BuildConfig = BuildConfig()
-    vocab_size: int = Field(32_768, ge=16, le=MAX_VOCAB_SIZE)
-    """Of a trained tokenizer, and the most that a given one may have."""
-    sequence_length: int = Field(128, ge=8, le=8192)
-    tokenizer: str | None = None
-    seed: int = 0
-    """Another one picks another held-out split and other MinHash permutations."""
-    processes: int | None = Field(None, ge=1, le=4096)
-    """None: one per usable core, fewer for small input."""
-    force: bool = False
-    """Replace another build that stands in `out`."""
-
-    @property
-    def directory(self) -> Path:
-        """`out`, absolute."""
-        return Path(os.path.expanduser(self.out)).resolve()
-
-    def resolved(self) -> pipeline.BuildPlan:
-        """Raises ConfigError for sources, a tokenizer or a package that are not there."""
-        if self.options.dedup == "near":
-            dedup.rensa()
-        settings = {
-            **self.options.identity(),
-            "sequence_length": self.sequence_length,
-            "vocab_size": self.vocab_size,
-            "seed": self.seed,
-            "tokenizer_sha256": inputs.file_hash(Path(self.tokenizer)) if self.tokenizer else None,
-        }
-        sources = inputs.resolve(self.sources, self.options, self.directory)
-        return pipeline.BuildPlan(sources, self.options, self.tokenizer, settings, self.processes)
-
-
-def build(request: BuildRequest, progress: Progress | None = None) -> Manifest:
-    """Build shards of [sequences, sequence_length] token ids in `out`; returns the manifest.
-
-    An `out` that holds these options and sources is kept. Raises ConfigError for bad sources or tokenizer,
-    too little text, or an `out` that would be lost.
+    `vocab_size`: of the tokenizer to train, and the most that a given one may have. `seed` selects the
+    held-out split and the MinHash permutations. `processes`: by default one per core, fewer for small input.
+    An `out` that holds these options and sources is kept; `force` replaces another build. Raises ConfigError
+    for bad sources or tokenizer, a missing package, too little text, or an `out` that would be lost.
     """
     tell: Progress = progress or (lambda stage, done, total: None)
-    out, plan = request.directory, request.resolved()
-    if not (out / Manifest.file_name).is_file():  # else it may be this very build, which is kept
-        refuse_mount_point(out)
+    out = out.expanduser().resolve()
+    if options.dedup == "near":
+        dedup.rensa()
+    settings = {
+        **options.identity(),
+        "sequence_length": sequence_length,
+        "vocab_size": vocab_size,
+        "seed": seed,
+        "tokenizer_sha256": inputs.file_hash(Path(tokenizer)) if tokenizer else None,
+    }
+    found = inputs.resolve(sources, options, out)
+    plan = pipeline.BuildPlan(found, options, tokenizer, settings, processes)
     with locked(out, tell):
-        before = [_stamp(source) for source in plan.sources]
-        records = [pipeline.source_record(source) for source in plan.sources]
-        if (kept := _existing(out, plan.settings, records, request.force)) is not None:
+        before = [*map(inputs.identity, found)]
+        records = [*map(pipeline.source_record, found)]
+        if (kept := _existing(out, settings, records, force)) is not None:
             tell(f"kept {out}: it holds this build", 0, 0)
             return kept
         with replaced(out) as work:
             manifest = pipeline.build_in(plan, records, work, tell)
-            if before != [_stamp(source) for source in plan.sources]:
-                raise ConfigError(["data.sources: a source changed while it was read; run again"])
+            if before != [*map(inputs.identity, found)]:
+                message = "a source changed while it was read"
+                raise ConfigError([Issue("data.sources", "conflict", message, hint="run again")])
     if warning := filter_warning(manifest):
         tell(warning, 0, 0)
     for line in loss_warnings(manifest.sources):
@@ -104,7 +76,7 @@ def build(request: BuildRequest, progress: Progress | None = None) -> Manifest:
 
 
 def cache_dir(config: Config) -> Path:
-    """Where `ensure` keeps the shards of `config`: $BERT_DP_CACHE or ~/.cache/bert-dp, then a hash.
+    """Return where `ensure` keeps the shards of `config`: $BERT_DP_CACHE or ~/.cache/bert-dp, then a hash.
 
     The hash covers the options, the tokenizer and every source's name, size and mtime. Raises ConfigError.
     """
@@ -121,7 +93,7 @@ def cache_dir(config: Config) -> Path:
 
 
 def find(config: Config) -> Path | None:
-    """Where `ensure` has built the shards of `config` before; None where it has not. Raises ConfigError."""
+    """Return where `ensure` has built the shards of `config`, if it has. Raises ConfigError."""
     directory = cache_dir(config)
     with contextlib.suppress(ConfigError):  # what is damaged is built again
         read_manifest(directory)
@@ -130,7 +102,7 @@ def find(config: Config) -> Path | None:
 
 
 def ensure(config: Config, progress: Progress | None = None) -> Path:
-    """The directory of shards that `config` asks for, built in the cache on first use.
+    """Return the directory of the shards that `config` needs, built in the cache on first use.
 
     Safe when several processes call it at once: one builds, the others wait. Raises ConfigError.
     """
@@ -145,42 +117,33 @@ def ensure(config: Config, progress: Progress | None = None) -> Path:
         try:
             manifest = _verified(directory)
         except ConfigError:
-            request = BuildRequest(
-                sources=list(data.sources or ()),
-                out=str(directory),
-                options=data.build,
+            manifest = build(
+                data.sources or (),
+                directory,
+                data.build,
                 vocab_size=config.model.vocab_size,
                 sequence_length=data.sequence_length,
                 tokenizer=data.tokenizer,
                 force=True,
+                progress=progress,
             )
-            manifest = build(request, progress)
-    if issues := manifest.issues(config):
-        raise ConfigError(issues)
+    if unfit := manifest.issues(config):
+        raise ConfigError(unfit)
     return directory
 
 
 def _verified(directory: Path) -> Manifest:
-    """The manifest, checked against files and sampled blocks. Raises ConfigError with both hashes."""
+    """Read the manifest and check a sample of the shards against it. Raises ConfigError."""
     manifest = read_manifest(directory)
-    if problems := shards.check_blocks(directory, manifest):
-        raise ConfigError(problems)
+    if issues := shards.check_sample(directory, manifest):
+        raise ConfigError(issues)
     return manifest
-
-
-def _stamp(source: inputs.Source) -> dict[str, Any]:
-    """What changes with every write to the source, also one that keeps size and mtime. Raises ConfigError."""
-    stamp = inputs.identity(source)
-    if source.path is not None:
-        status = source.path.stat()
-        stamp |= {"inode": status.st_ino, "ctime_ns": status.st_ctime_ns}
-    return stamp
 
 
 def _existing(
     out: Path, settings: dict[str, Any], records: list[dict[str, Any]], force: bool
 ) -> Manifest | None:
-    """The manifest of `out` if it is this very build, and sound; None if `out` may be (re)placed. Raises
+    """Return the manifest of `out` if it holds this build undamaged, None if `out` may be written. Raises
     ConfigError."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
@@ -191,26 +154,24 @@ def _existing(
         if same and not shards.verify(out):
             return manifest
     if not shards.are_alone(out):
-        raise ConfigError([f"--out {out}: holds files that are not shards; name a new directory"])
+        message = f"{out} holds files that are not shards"
+        raise ConfigError([Issue("--out", "exists", message, str(out), hint="name a new directory")])
     if not (same or force):
-        raise ConfigError(
-            [f"--out {out}: holds another build (options or sources differ); --force replaces it"]
-        )
+        message = f"{out} holds another build (options or sources differ)"
+        raise ConfigError([Issue("--out", "exists", message, str(out), "--force", "--force replaces it")])
     return None
 
 
 def _are_these(sources: Sequence[SourceFile], records: Sequence[dict[str, Any]]) -> bool:
-    """Whether a manifest's sources are those of the records: by their hash, or by name where it has none."""
-    if len(sources) != len(records):
-        return False
-    return all(
+    """Compare a manifest's sources with the records: by hash, or by name where a record has no hash."""
+    return len(sources) == len(records) and all(
         old.sha256 == new["sha256"] if new["sha256"] else old.name == new["name"]
         for old, new in zip(sources, records, strict=True)
     )
 
 
 def filter_warning(manifest: Manifest) -> str | None:
-    """What to say when the token filter took over a fifth of the documents: a small vocabulary does that."""
+    """Warn when the token filter dropped over a fifth of the documents: a small vocabulary does that."""
     filtered = manifest.dropped["tokens_per_char"]
     total = sum(manifest.dropped.values()) + manifest.train.documents + manifest.held_out.documents
     if filtered <= 0.2 * total:
@@ -223,46 +184,25 @@ def filter_warning(manifest: Manifest) -> str | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`build OPTIONS.json`: manifest to stdout. `ensure CONFIG.yaml`: directory. `find CONFIG.yaml`: the
-    directory where it is built. `inspect DIR`: JSON.
+    """Print the directory of a configuration's shards: `ensure CONFIG.yaml` builds them, `find CONFIG.yaml`
+    prints nothing where they are not built. Progress and errors go to stderr.
 
-    OPTIONS.json holds a BuildRequest. Progress and errors go to stderr.
     Returns the exit code: 0, 2 for bad input, 1 for a failure, 128 + signal.
     """
     parser = argparse.ArgumentParser(prog="python -m bert_dp.corpus", description="text to packed shards")
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    arguments = {"build": "OPTIONS.json", "ensure": "CONFIG.yaml", "find": "CONFIG.yaml", "inspect": "DIR"}
-    for verb, argument in arguments.items():
-        verbs.add_parser(verb).add_argument("path", type=Path, metavar=argument)
+    parser.add_argument("verb", choices=["ensure", "find"])
+    parser.add_argument("config", type=Path)
     given = parser.parse_args(argv)
-    hint = f"the cache is {record.cache_root()}, BERT_DP_CACHE names another"
-    return run_command(functools.partial(_answer, given), hint if given.verb == "ensure" else "")
 
+    def answer() -> tuple[str, int]:
+        config = load_config(given.config)
+        if given.verb == "find":
+            return str(find(config) or ""), 0
+        record.keep_private()
+        with shown_progress() as progress:
+            return str(ensure(config, progress)), 0
 
-def _answer(arguments: argparse.Namespace) -> tuple[str, int]:
-    """(what stdout is to say, exit code)."""
-    with shown_progress() as progress:
-        if arguments.verb == "build":
-            return build(read_request(arguments.path), progress).model_dump_json(indent=1), 0
-        if arguments.verb == "ensure":
-            record.keep_private()
-            return str(ensure(load_config(arguments.path), progress)), 0
-        if arguments.verb == "find":
-            return str(find(load_config(arguments.path)) or ""), 0
-        facts = shards.inspect(arguments.path)
-        return json.dumps(facts, indent=1), 1 if facts["problems"] else 0
-
-
-def read_request(path: Path) -> BuildRequest:
-    """Raises ConfigError for what is missing or unknown."""
-    options = record.read_json(path)
-    if options is None:
-        raise ConfigError([f"{path}: not a JSON object"])
-    text = json.dumps({key: value for key, value in options.items() if value is not None})
-    try:
-        return BuildRequest.model_validate_json(text)
-    except ValidationError as error:
-        raise ConfigError([f"{path}: {line}" for line in problem_lines(error)]) from None
+    return run_command(answer, f"the cache is {record.cache_root()}, BERT_DP_CACHE names another")
 
 
 @contextlib.contextmanager

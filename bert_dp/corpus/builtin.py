@@ -8,7 +8,7 @@ import sysconfig
 import warnings
 from pathlib import Path
 
-from bert_dp.config import ConfigError
+from bert_dp.config import ConfigError, Issue
 
 # the library's own tests are not documentation, and site-packages differs from machine to machine
 NOT_DOCUMENTATION = frozenset(
@@ -38,7 +38,6 @@ def documents() -> tuple[str, ...]:
                     v.value for v in node.values if isinstance(v, ast.Constant) and isinstance(v.value, str)
                 ]
     if sum(map(len, texts)) < 100_000:
-        raise ConfigError(
-            [f"data.sources: builtin: {root} holds no library sources; name a text file instead"]
-        )
+        message = f"builtin: {root} holds no library sources"
+        raise ConfigError([Issue("data.sources", "not_found", message, hint="name a text file instead")])
     return tuple(texts)

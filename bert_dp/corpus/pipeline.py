@@ -2,8 +2,8 @@
 
 The sources are read for their hashes, for a sample to train the tokenizer (left out when one is given) and to
 build. Held in memory: the sample (at most 128 MiB of text, twice), a few batches per process, 8 bytes per
-document for exact dedup (24 while two tables are merged; about 2 kB for near dedup), and 12-20 bytes per
-sequence when `order` is set. The result does not depend on the number of processes.
+document for exact dedup (24 while two tables are merged; about 2 kB for near dedup). The result does not
+depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from bert_dp.config import BuildConfig, ConfigError, Manifest, read_manifest
+from bert_dp.config import BuildConfig, ConfigError, Issue, Manifest, read_manifest
 from bert_dp.config.manifest import ANY_LANGUAGE, REFUSED_LOSS, SourceFile, with_hash
 from bert_dp.corpus import dedup, encode, shards
 from bert_dp.corpus import sources as inputs
@@ -38,7 +38,7 @@ SAMPLE_BYTES = 128 * 2**20  # text that the tokenizer is trained on, at most
 BYTES_PER_PROCESS = 8 * 2**20  # of source; for less, starting a process costs more than it saves
 
 LONG_DOCUMENT = 0.1  # of all tokens: a document of more distorts the split
-WHAT_ENDS_A_DOCUMENT = {
+DOCUMENT_HINT = {
     "line": "each line of a text file is a document (data.build.documents)",
     "blank_line": "a blank line ends a document of a text file; where it has none, use documents=line",
 }
@@ -80,8 +80,6 @@ def build_in(plan: BuildPlan, records: list[dict[str, Any]], work: Path, tell: P
     with contextlib.closing(encoded):  # ends the processes, however this ends
         train, held_out, dropped = _route(encoded, records, work, plan, vocab_size, tell, total)
     _check_split(train, held_out, dropped, options, tell)
-    if options.order != "none":
-        train = shards.order_shards(work, train, options.order, tokenizer, tell)
     content = {
         "sequence_length": settings["sequence_length"],
         "dtype": "uint16",
@@ -116,11 +114,9 @@ def _tokenizer(plan: BuildPlan, tell: Progress) -> tuple[str, int | None]:
         return trained.to_str(), total
     size = tokens.size(tokens.load(Path(path)))
     if size > most:
+        message = f"{most} is below the {size} tokens of {path}"
         raise ConfigError(
-            [
-                f"data.tokenizer: {path} has {size} tokens, but model.vocab_size (--vocab-size) is {most}; "
-                "raise it"
-            ]
+            [Issue("model.vocab_size", "conflict", message, most, "data.tokenizer", "raise it")]
         )
     return Path(path).read_text(encoding="utf-8"), None
 
@@ -218,8 +214,7 @@ def _route(
     """
     options, settings = plan.options, plan.settings
     length = settings["sequence_length"]
-    name = "train" if options.order == "none" else "unordered"
-    train = ShardWriter(work, name, length, vocab_size)
+    train = ShardWriter(work, "train", length, vocab_size)
     held_out = ShardWriter(work, "held_out", length, vocab_size)
     bound = np.uint64(int(options.held_out_fraction * 2.0**64))
     is_new = dedup.exact_filter()
@@ -265,9 +260,10 @@ def _route(
 
 def _refuse_loss(records: list[dict[str, Any]], plan: BuildPlan) -> None:
     """Raise ConfigError for sources of which more than REFUSED_LOSS is lost."""
-    fix = "" if plan.tokenizer is None else "leave data.tokenizer (--tokenizer) out, and "
+    without = "" if plan.tokenizer is None else "leave data.tokenizer (--tokenizer) out, and "
+    hint = f"{without}{ANY_LANGUAGE}, or leave the source out"
     issues = [
-        f"data.sources: {source.name}: {source.loss_words()}; {fix}{ANY_LANGUAGE}, or leave the source out"
+        Issue("data.sources", "out_of_range", f"{source.name}: {source.loss_words()}", source.loss, hint=hint)
         for source in (SourceFile(**record) for record in records)
         if source.loss > REFUSED_LOSS
     ]
@@ -283,26 +279,25 @@ def _check_split(
     Raises ConfigError for a split without a sequence and for more held-out than training sequences.
     """
     counts = [f"{w.sequences} sequences from {w.documents} documents" for w in (train, held_out)]
-    hint, share = WHAT_ENDS_A_DOCUMENT[options.documents], options.held_out_fraction
+    hint, share = DOCUMENT_HINT[options.documents], options.held_out_fraction
     if not train.sequences or not (held_out.sequences or share == 0):
         lost = ", ".join(f"{n} {stage}" for stage, n in dropped.items() if n) or "none"
-        raise ConfigError(
-            [
-                f"data.sources: too little text for data.sequence_length {train.length}: training "
-                f"{counts[0]}, held-out {counts[1]} (dropped: {lost}); {hint}; add text, raise "
-                f"data.build.held_out_fraction {share} or data.build.max_tokens_per_char "
-                f"{options.max_tokens_per_char} (0 = no filter)"
-            ]
+        message = f"too little text: training {counts[0]}, held-out {counts[1]} (dropped: {lost})"
+        hint += (
+            f"; add text, raise data.build.held_out_fraction {share} or data.build.max_tokens_per_char "
+            f"{options.max_tokens_per_char} (0 = no filter)"
         )
+        issue = Issue("data.sources", "out_of_range", message, other="data.sequence_length", hint=hint)
+        raise ConfigError([issue])
     longest = max(train.longest, held_out.longest) / (train.length * (train.sequences + held_out.sequences))
     if held_out.sequences > train.sequences:
-        raise ConfigError(
-            [
-                f"data.sources: held-out {counts[1]}, but training {counts[0]}: documents are held out whole "
-                f"and the longest has {longest:.0%} of the tokens; {hint}; split long documents, or lower "
-                f"data.build.held_out_fraction {share}"
-            ]
+        message = (
+            f"held-out {counts[1]}, but training {counts[0]}: documents are held out whole and the longest "
+            f"has {longest:.0%} of the tokens"
         )
+        hint += f"; split long documents, or lower data.build.held_out_fraction {share}"
+        other = "data.build.held_out_fraction"
+        raise ConfigError([Issue("data.sources", "conflict", message, other=other, hint=hint)])
     if longest > LONG_DOCUMENT and share > 0:
         what = f"one document has {longest:.0%} of the tokens, and documents are held out whole"
         tell(f"warning: {what}; {hint}", 0, 0)

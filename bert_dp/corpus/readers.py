@@ -1,6 +1,6 @@
-"""What is in a file, compressed or not, or in a hub data set: lines of text, or records. Torch-free.
+"""Read lines of text or records from a file, compressed or not, or from a hub data set. Torch-free.
 
-Nothing larger than one line, one record, one chunk or one Parquet row group is held.
+Nothing larger than one line, one JSON array, one chunk or one Parquet row group is held.
 """
 
 from __future__ import annotations
@@ -10,21 +10,17 @@ import gzip
 import itertools
 import json
 import lzma
-import os
-import re
 import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from bert_dp.config import ConfigError
+from bert_dp.config import ConfigError, Issue
 from bert_dp.config.extras import require
 
-ARRAY_MOVES = {("begin", "["): "first", ("first", "]"): "end", ("next", ","): "value", ("next", "]"): "end"}
-"""What has been read of a JSON array, and a symbol that leads on; `first` and `value` await a record."""
-BESIDE_SPACE = re.compile(r"[^ \t\r\n]")
 MAX_DOCUMENT_BYTES = 16 * 2**20
+MAX_ARRAY_BYTES = 64 * 2**20
 CHUNK_BYTES = 2**20
 HEAD_BYTES = 2**20  # of a text file, that decide what ends its lines
 BYTE_ORDER_MARKS = {
@@ -34,8 +30,7 @@ BYTE_ORDER_MARKS = {
     codecs.BOM_UTF16_BE: "UTF-16",
 }
 ZSTD_WINDOW_BYTES = 2**31  # the largest that zstd --long=31 makes
-ZSTD_HEADER_BYTES = 18  # the longest header of a frame
-ZSTD_SKIPPABLE = b"\x2a\x4d\x18"  # of its magic number; the first byte is 0x50 to 0x5f
+ZSTD_READ_BYTES = 1024  # a call unpacks all of its input, which may be 32 768 times as much
 COMPRESSIONS = (".gz", ".xz", ".zst")
 FORMATS = {
     "": "text",
@@ -87,39 +82,27 @@ def _records(path: Path) -> Iterator[tuple[str, Any]]:
         try:
             yield f"line {number}", json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise ConfigError([f"{path}: line {number} is not JSON ({error}); one object a line"]) from None
+            message = f"line {number} is not JSON ({error})"
+            raise ConfigError(
+                [Issue(str(path), "damaged", message, hint="write one object a line")]
+            ) from None
 
 
 def _array(path: Path) -> Iterator[tuple[str, Any]]:
-    """(which record, itself) of an array of any length; about one chunk and one record are held."""
-    decode = codecs.getincrementaldecoder("utf-8-sig")().decode
-    parse = json.JSONDecoder().raw_decode
-    text, at, count, state = "", 0, 0, "begin"
-    for chunk in itertools.chain(_chunks(path), [b""]):
-        try:
-            text, at = text[at:] + decode(chunk, final=not chunk), 0
-        except UnicodeDecodeError:
-            raise ConfigError([f"{path}: not UTF-8 after record {count}; convert it"]) from None
-        while symbol := BESIDE_SPACE.search(text, at):
-            at = symbol.start()
-            if moved := ARRAY_MOVES.get((state, symbol[0])):
-                state, at = moved, at + 1
-                continue
-            if state in ("next", "end"):
-                raise ConfigError([f"{path}: no JSON after record {count}: got {text[at : at + 20]!r}"])
-            try:
-                record, at = parse(text, at)
-            except RecursionError:
-                raise ConfigError([f"{path}: record {count + 1} is nested too deep"]) from None
-            except ValueError as error:
-                if not chunk or len(text) - at > MAX_DOCUMENT_BYTES:
-                    reason = f"record {count + 1} is not JSON, or cut ({error.args[0].split(':')[0]})"
-                    raise ConfigError([f"{path}: {reason}"]) from None
-                break  # the rest of the record is in the next chunk
-            state, count = "next", count + 1
-            yield f"record {count}", record
-    if state != "end":
-        raise ConfigError([f"{path}: the array does not end after record {count}; fetch it again"])
+    """Yield (place, record) of a JSON array, which is read whole. Raises ConfigError."""
+    data = bytearray()
+    for chunk in _chunks(path):
+        data += chunk
+        if len(data) > MAX_ARRAY_BYTES:
+            message = f"a JSON array of more than {MAX_ARRAY_BYTES // 2**20} MiB is not read"
+            hint = "write one object a line (JSONL): jq -c '.[]' OLD > NEW.jsonl"
+            raise ConfigError([Issue(str(path), "out_of_range", message, hint=hint)])
+    try:
+        records = json.loads(data.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, f"not a JSON array ({error})") from None
+    for number, record in enumerate(records, 1):
+        yield f"record {number}", record
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -134,10 +117,9 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
             number += 1
             yield number, _decode(path, number, line)
         if len(rest) > MAX_DOCUMENT_BYTES:
-            limit = f"{MAX_DOCUMENT_BYTES // 2**20} MiB"
-            raise ConfigError(
-                [f"{path}: line {number + 1} is longer than {limit}; a line is one document, split it"]
-            )
+            message = f"line {number + 1} is longer than {MAX_DOCUMENT_BYTES // 2**20} MiB"
+            hint = "a line is one document, split it"
+            raise ConfigError([Issue(str(path), "out_of_range", message, hint=hint)])
     if rest:
         yield number + 1, _decode(path, number + 1, rest)
 
@@ -162,22 +144,19 @@ def _with_line_feeds(chunks: Iterator[bytes]) -> Iterator[bytes]:
 def _decode(path: Path, number: int, line: bytes) -> str:
     if number == 1:
         if hint := encoding_hint(line):
-            raise ConfigError([f"{path}: is {hint}"])
+            what, _, remedy = hint.partition("; ")
+            raise ConfigError([Issue(str(path), "unsupported", f"is {what}", hint=remedy)])
         line = line.removeprefix(b"\xef\xbb\xbf")  # byte order mark
     if b"\0" in line:
-        at = line.index(b"\0") + 1
-        read = ", ".join((*filter(None, FORMATS), *COMPRESSIONS))
-        raise ConfigError(
-            [f"{path}: line {number}, byte {at} is zero: binary data, not text; known suffixes: {read}"]
-        )
+        message = f"line {number}, byte {line.index(0) + 1} is zero: binary data, not text"
+        hint = f"known suffixes: {', '.join((*filter(None, FORMATS), *COMPRESSIONS))}"
+        raise ConfigError([Issue(str(path), "unsupported", message, hint=hint)])
     try:
         return line.removesuffix(b"\r").decode()
     except UnicodeDecodeError as error:
-        at = error.start + 1
-        fix = "convert it from its encoding: iconv -f LATIN1 (or CP1251, GB18030, ...) -t UTF-8 OLD > NEW"
-        raise ConfigError(
-            [f"{path}: line {number}, byte {at} is not UTF-8 (0x{line[error.start]:02x}); {fix}"]
-        ) from None
+        message = f"line {number}, byte {error.start + 1} is not UTF-8 (0x{line[error.start]:02x})"
+        hint = "convert it from its encoding: iconv -f LATIN1 (or CP1251, GB18030, ...) -t UTF-8 OLD > NEW"
+        raise ConfigError([Issue(str(path), "unsupported", message, hint=hint)]) from None
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
@@ -195,43 +174,29 @@ def _chunks(path: Path) -> Iterator[bytes]:
             while chunk := file.read(CHUNK_BYTES):
                 yield chunk
     except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
-        raise ConfigError([f"{path}: corrupt or cut {compression} file ({error}); fetch it again"]) from None
+        raise _damaged(path, f"corrupt or cut {compression} file ({error})") from None
     except OSError as error:
-        raise ConfigError([f"{path}: cannot be read ({error.strerror})"]) from None
+        raise ConfigError([Issue(str(path), "not_found", f"cannot be read ({error.strerror})")]) from None
+
+
+def _damaged(path: Path, message: str) -> ConfigError:
+    return ConfigError([Issue(str(path), "damaged", message, hint="fetch it again")])
 
 
 def _zstd_chunks(path: Path, raw: BinaryIO) -> Iterator[bytes]:
     zstandard = require("zstandard", "zstd", f"{path}: reading .zst")
+    frame: Any = None
     try:
-        while head := raw.read(ZSTD_HEADER_BYTES):  # a file is one or more frames
-            if head[1:4] == ZSTD_SKIPPABLE and head[0] >> 4 == 5:
-                raw.seek(8 + int.from_bytes(head[4:8], "little") - len(head), os.SEEK_CUR)
-                continue
-            size = zstandard.frame_header_size(head)
-            raw.seek(size - len(head), os.SEEK_CUR)
-            frame = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW_BYTES).decompressobj()
-            yield frame.decompress(head[:size])
-            for block in _zstd_blocks(raw):
-                yield frame.decompress(block)
-            if zstandard.get_frame_parameters(head).has_checksum:
-                yield frame.decompress(raw.read(4))
-            if not frame.eof:
-                raise zstandard.ZstdError("the last frame does not end")
+        while data := raw.read(ZSTD_READ_BYTES):
+            while data:  # a file is one or more frames
+                if frame is None:
+                    frame = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW_BYTES).decompressobj()
+                yield frame.decompress(data)
+                data, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+        if frame is not None:
+            raise zstandard.ZstdError("the last frame does not end")
     except zstandard.ZstdError as error:
-        raise ConfigError([f"{path}: corrupt or cut .zst file ({error}); fetch it again"]) from None
-
-
-def _zstd_blocks(raw: BinaryIO) -> Iterator[bytes]:
-    """The blocks of a frame after its header (RFC 8878, 3.1.1.2), up to the last or the end of the file.
-
-    Each unpacks to 128 KiB at most, while a call of the decompressor returns all that its input holds, which
-    may be 30 000 times as much.
-    """
-    last = False
-    while not last and len(header := raw.read(3)) == 3:
-        word = int.from_bytes(header, "little")
-        last, is_repeated_byte, size = bool(word & 1), word >> 1 & 3 == 1, word >> 3
-        yield header + raw.read(1 if is_repeated_byte else size)
+        raise _damaged(path, f"corrupt or cut .zst file ({error})") from None
 
 
 def parquet_records(
@@ -259,7 +224,8 @@ def parquet_records(
             names = table.schema_arrow.names
             column_of = {key: key if key in names else key.partition(".")[0] for key in (*keys, *optional)}
             if missing := [key for key in keys if column_of[key] not in names]:
-                raise ConfigError([f"{path}: no column {missing[0]!r} (got {names[:8]}); {fix}"])
+                message = f"no column {missing[0]!r} (got {names[:8]})"
+                raise ConfigError([Issue(str(path), "missing", message, value=missing[0], hint=fix)])
             columns = dict.fromkeys(column for column in column_of.values() if column in names)
             for batch in table.iter_batches(batch_size=1000, columns=[*columns]):
                 for record in batch.to_pylist():
@@ -268,8 +234,8 @@ def parquet_records(
         except ConfigError:
             raise
         except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
-            why = " ".join(str(error).split())[:200]
-            raise ConfigError([f"{path}: corrupt Parquet after row {row} ({why}); fetch it again"]) from None
+            reason = " ".join(str(error).split())[:200]
+            raise _damaged(path, f"corrupt Parquet after row {row} ({reason})") from None
 
 
 def hub_records(name: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -289,7 +255,5 @@ def hub_records(name: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 record[key] = None if record[key] in (None, -1) else names[record[key]]
             yield f"row {row}", record
     except Exception as error:  # the hub, the network and every data format raise their own
-        why = " ".join(str(error).split())[:300]
-        raise ConfigError(
-            [f"{name}: {type(error).__name__} after row {row}: {why}; check the name and network"]
-        ) from None
+        message = f"{type(error).__name__} after row {row}: {' '.join(str(error).split())[:300]}"
+        raise ConfigError([Issue(name, "not_found", message, hint="check the name and network")]) from None

@@ -1,4 +1,4 @@
-"""Packed shards on disk: written, mapped, ordered, verified, looked into. Torch-free.
+"""Write, map, verify and inspect packed shards. Torch-free.
 
 Flat uint16 files of whole sequences [sequences, S], and a manifest.json with their sizes and hashes.
 """
@@ -8,39 +8,24 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 
-from bert_dp.config import ConfigError, Manifest, read_manifest
-from bert_dp.config.manifest import beyond
+from bert_dp.config import ConfigError, Issue, Manifest, read_manifest
+from bert_dp.config.manifest import Shard, beyond
 from bert_dp.corpus import tokenizer as tokens
 
 SHARD_BYTES = 2**30
-BLOCK_BYTES = 4 * 2**20  # of a shard file under one short hash in the manifest: about 20 KB for 4 GB
-SAMPLED_BLOCKS = 16  # read at the start of a run: 64 MiB however large the corpus
+SAMPLED_BYTES = 2**30  # verified at the start of a run, about a second however large the corpus
+CHUNK_BYTES = 4 * 2**20
 TOKEN = np.dtype("<u2")
 CHUNK_SEQUENCES = 8192  # that a reader of all holds at once
 OWN_FILES = re.compile(r"(train|held_out)-\d{5,}\.bin|manifest\.json|tokenizer\.json")
 FREQUENT_TOKENS, SAMPLE_SEQUENCES = 20, 3  # that `inspect` shows
-
-
-def measure(file: Path, block_bytes: int) -> dict[str, Any]:
-    """What the manifest says of the content of a shard: its largest token id, bytes and hashes. One block is
-    held. Raises OSError."""
-    whole, blocks, greatest, size = hashlib.sha256(), [], 0, 0
-    with file.open("rb") as opened:
-        while block := opened.read(block_bytes):
-            whole.update(block)
-            blocks.append(hashlib.sha256(block).hexdigest()[:16])
-            greatest = max(greatest, int(np.frombuffer(block, TOKEN).max()))
-            size += len(block)
-    hashes = {"sha256": whole.hexdigest(), "block_bytes": block_bytes, "blocks": blocks}
-    return {"greatest_id": greatest, "bytes": size, **hashes}
 
 
 class ShardWriter:
@@ -68,9 +53,11 @@ class ShardWriter:
             if self._file is None:
                 self.shards.append({"file": f"{self.name}-{len(self.shards):05d}.bin", "sequences": 0})
                 self._file = (self.directory / self.shards[-1]["file"]).open("wb")
+                self._digest = hashlib.sha256()
             shard = self.shards[-1]
             part, rows = np.split(rows, [capacity - shard["sequences"]])
-            self._file.write(part.tobytes())
+            self._file.write(data := part.tobytes())
+            self._digest.update(data)
             shard["sequences"] += len(part)
             if shard["sequences"] == capacity:
                 self.close()
@@ -82,7 +69,8 @@ class ShardWriter:
             os.fsync(self._file.fileno())
             self._file.close()
             self._file = None
-            self.shards[-1] |= measure(self.directory / self.shards[-1]["file"], BLOCK_BYTES)
+            size = self.shards[-1]["sequences"] * self.length * TOKEN.itemsize
+            self.shards[-1] |= {"bytes": size, "sha256": self._digest.hexdigest()}
 
     def record(self) -> dict[str, Any]:
         """The split's part of the manifest."""
@@ -113,9 +101,7 @@ class MappedShards:
             here = shard_B == shard
             rows = self._maps[shard][index_B[here] - self._starts[shard]]
             if self._vocab_size is not None and (greatest := int(rows.max())) >= self._vocab_size:
-                raise ConfigError(
-                    [f"{self._files[shard]}: {beyond(greatest, self._vocab_size)}; {Manifest.remedy}"]
-                )
+                raise ConfigError([_id_beyond(self._files[shard], greatest, self._vocab_size)])
             out_BS[here] = rows
         return out_BS
 
@@ -126,76 +112,60 @@ class MappedShards:
                 yield np.asarray(mapped[start : start + CHUNK_SEQUENCES])
 
 
-def check_blocks(directory: Path, manifest: Manifest) -> list[str]:
-    """Damage and ids beyond the vocabulary found in SAMPLED_BLOCKS blocks of the shards, other ones at every
-    start.
+def check_sample(directory: Path, manifest: Manifest) -> list[Issue]:
+    """Find damage in shards taken at random, other ones at every start: as many as hold SAMPLED_BYTES. A
+    smaller corpus is read whole; of a larger one the time does not grow with its size."""
+    files, issues, read = [*manifest.shards], [], 0
+    for i in np.random.default_rng().permutation(len(files)):
+        if read < SAMPLED_BYTES:
+            read += files[i].bytes
+            issues += _shard_issues(directory / files[i].file, files[i], manifest.vocab_size)
+    return issues
 
-    Time and bytes read do not grow with the corpus; a small one is read whole. A shard whose manifest has no
-    block hashes has them compared only when it is no larger than a block.
-    """
-    blocks: list[tuple[Path, int, int, str | None]] = []  # file, offset, bytes, hash
-    for shard in manifest.shards:
-        file, size = directory / shard.file, shard.block_bytes or BLOCK_BYTES
-        starts = range(0, shard.bytes, size)
-        hashes: Sequence[str | None] = [None] * len(starts)
-        if shard.blocks is not None:
-            hashes = shard.blocks
-        elif len(starts) == 1:
-            hashes = [shard.sha256[:16]]
-        blocks += [(file, start, size, expected) for start, expected in zip(starts, hashes, strict=True)]
-    chosen = np.random.default_rng().permutation(len(blocks))[:SAMPLED_BLOCKS]
-    problems = []
-    for file, offset, size, expected in [blocks[i] for i in sorted(chosen)]:
-        try:
-            with file.open("rb") as opened:
-                opened.seek(offset)
-                data = opened.read(size)
-        except OSError as error:
-            problems.append(f"{file}: cannot be read at byte {offset} ({error.strerror})")
-            continue
-        actual = hashlib.sha256(data).hexdigest()[:16]
-        if expected not in (None, actual):
-            problems.append(
-                f"{file}: the block at byte {offset} has SHA-256 {actual}, expected {expected}: damaged or "
-                f"changed; see `bert-dp data inspect`, {Manifest.remedy}"
-            )
-        elif (greatest := int(np.frombuffer(data, TOKEN).max())) >= manifest.vocab_size:
-            problems.append(f"{file}: {beyond(greatest, manifest.vocab_size)}; {Manifest.remedy}")
-    return problems
+
+def _shard_issues(file: Path, shard: Shard, vocab_size: int) -> list[Issue]:
+    """Compare a shard's SHA-256 and its largest token id with the manifest; one chunk is held."""
+    digest, greatest = hashlib.sha256(), 0
+    try:
+        with file.open("rb") as opened:
+            while chunk := opened.read(CHUNK_BYTES):
+                digest.update(chunk)
+                greatest = max(greatest, int(np.frombuffer(chunk, TOKEN).max()))
+    except (OSError, ValueError) as error:  # ValueError: half a token
+        message = f"cannot be read ({getattr(error, 'strerror', error)})"
+        return [Issue(str(file), "damaged", message, hint=Manifest.remedy)]
+    issues = []
+    if (actual := digest.hexdigest()) != shard.sha256:
+        message = f"expected SHA-256 {shard.sha256[:16]}, found {actual[:16]}"
+        issues.append(Issue(str(file), "damaged", message, actual, hint=Manifest.remedy))
+    if greatest >= vocab_size:
+        issues.append(_id_beyond(file, greatest, vocab_size))
+    return issues
+
+
+def _id_beyond(file: Path, token: int, vocab_size: int) -> Issue:
+    """Describe a token id that the vocabulary does not have."""
+    return Issue(str(file), "damaged", beyond(token, vocab_size), token, hint=Manifest.remedy)
 
 
 def are_alone(directory: Path) -> bool:
-    """Whether it is a directory that holds nothing but what a build writes, by the names."""
+    """Return whether the directory holds nothing but files with the names that a build writes."""
     return directory.is_dir() and all(OWN_FILES.fullmatch(path.name) for path in directory.iterdir())
 
 
-def verify(directory: Path) -> list[str]:
-    """Every problem found by reading all shards: sizes, SHA-256, block hashes, token ids. Empty = sound."""
+def verify(directory: Path) -> list[Issue]:
+    """Find every problem by reading all shards: sizes, SHA-256, token ids. Empty = sound."""
     try:
         manifest = read_manifest(directory)
     except ConfigError as error:
-        return list(map(str, error.issues))
-    problems = []
-    for shard in manifest.shards:
-        file = directory / shard.file
-        actual = measure(file, shard.block_bytes or BLOCK_BYTES)
-        greatest = actual["greatest_id"]
-        if actual["sha256"] != shard.sha256:
-            problems.append(f"{file}: expected SHA-256 {shard.sha256[:16]}, found {actual['sha256'][:16]}")
-        elif shard.blocks not in (None, actual["blocks"]):
-            problems.append(f"{file}: the block hashes of the manifest are not those of the file")
-        if greatest >= manifest.vocab_size:
-            problems.append(f"{file}: {beyond(greatest, manifest.vocab_size)}")
-        elif shard.greatest_id not in (None, greatest):
-            problems.append(f"{file}: expected greatest token id {shard.greatest_id}, found {greatest}")
-    return problems
+        return [*error.issues]
+    found = (_shard_issues(directory / s.file, s, manifest.vocab_size) for s in manifest.shards)
+    return [issue for issues in found for issue in issues]
 
 
 def inspect(directory: Path) -> dict[str, Any]:
-    """What is in the shards: the manifest, tokens per document, frequent tokens, decoded sequences, problems.
-
-    Token frequencies are over the whole training set. Raises ConfigError.
-    """
+    """Return the manifest, tokens per document, frequent tokens of the training set, decoded sequences and
+    problems, as JSON values. Raises ConfigError."""
     manifest = read_manifest(directory)
     tokenizer = tokens.load(directory / manifest.tokenizer.file)
     mapped = MappedShards([directory / s.file for s in manifest.train.shards], manifest.sequence_length)
@@ -217,37 +187,8 @@ def inspect(directory: Path) -> dict[str, Any]:
             for i in top
         ],
         "samples": [tokenizer.decode(row.tolist(), skip_special_tokens=False) for row in samples],
-        "problems": verify(directory),
+        "problems": [str(issue) for issue in verify(directory)],
     }
-
-
-def order_shards(
-    work: Path,
-    unordered: ShardWriter,
-    order: str,
-    tokenizer: Tokenizer,
-    tell: Callable[[str, int, int | None], None],
-) -> ShardWriter:
-    """Rewrite the shards: most "." tokens first (sentence_length), or most likely tokens first (unigram)."""
-    mapped = MappedShards([work / s["file"] for s in unordered.shards], unordered.length)
-    stop = tokenizer.token_to_id(".")
-    if order == "sentence_length" and stop is None:
-        raise ConfigError(["data.build.order: sentence_length needs a token '.' in the tokenizer; use none"])
-    log_p = np.log((unordered.counts + 1) / (unordered.counts.sum() + len(unordered.counts)))
-    keys = []
-    for part in mapped.chunks():
-        score = (part == stop).sum(axis=1) if order == "sentence_length" else log_p[part].sum(axis=1)
-        keys.append(-score.astype(np.float32))
-    ranks = np.argsort(np.concatenate(keys), kind="stable")
-    ordered = ShardWriter(work, "train", unordered.length, len(unordered.counts))
-    ordered.documents = unordered.documents
-    for start in range(0, len(ranks), CHUNK_SEQUENCES):
-        tell("order", start, len(ranks))
-        ordered.write(mapped.rows(ranks[start : start + CHUNK_SEQUENCES]).ravel())
-    ordered.close()
-    for shard in unordered.shards:
-        (work / shard["file"]).unlink()
-    return ordered
 
 
 def cross_entropy(train: np.ndarray, held_out: np.ndarray) -> float | None:

@@ -1,4 +1,4 @@
-"""Where text comes from: files, globs, directories, the hub and the documentation in CPython. Torch-free.
+"""Read documents from files, globs, directories, the hub and the documentation in CPython. Torch-free.
 
 A document is one non-empty line of a text file (or the lines between two blank ones), the text of one JSON
 record, Parquet row or row of a hub data set, one docstring or one help topic of CPython. The order is that of
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bert_dp.config import BuildConfig, ConfigError
+from bert_dp.config import BuildConfig, ConfigError, Issue
 from bert_dp.config.stored import sha256
 from bert_dp.corpus import builtin, readers
 from bert_dp.corpus.readers import FORMATS, MAX_DOCUMENT_BYTES, suffixes
@@ -49,7 +49,7 @@ def resolve(
     options = options or BuildConfig()
     of_format = None if options.source_format == "auto" else options.source_format
     resolved: list[Source] = []
-    issues: list[str] = []
+    issues: list[Issue] = []
     for item in sources:
         if item == "builtin":
             resolved.append(Source(f"builtin:cpython-{platform.python_version()}"))
@@ -59,31 +59,32 @@ def resolve(
             continue
         paths = _expand(item, out, every_suffix=of_format is not None)
         if not paths:
-            issues.append(
-                f"data.sources: {item!r} matches no file; check the path (relative to {Path.cwd()})"
-            )
+            hint = f"check the path (relative to {Path.cwd()})"
+            issues.append(Issue("data.sources", "not_found", f"{item!r} matches no file", item, hint=hint))
         for path in paths:
             format = of_format or FORMATS.get(suffixes(path)[0])
             if not path.is_file():
-                issues.append(f"data.sources: {path} is not a regular file")
+                message = f"{path} is not a regular file"
+                issues.append(Issue("data.sources", "unsupported", message, str(path)))
             elif format is None:
                 issues.append(_unknown_suffix(path))
             else:
                 resolved.append(Source(str(path), path, format, options.text_field, options.documents))
     if not sources:
-        issues.append("data.sources: is empty; name a file, a glob or `builtin`")
+        hint = "name a file, a glob or `builtin`"
+        issues.append(Issue("data.sources", "missing", "is empty", hint=hint))
     if issues:
         raise ConfigError(issues)
     return resolved
 
 
-def _unknown_suffix(path: Path) -> str:
-    readable = ", ".join(suffix for suffix in FORMATS if suffix)
-    return (
-        f"data.sources: {path} has the suffix {suffixes(path)[0]}, whose text cannot be told from the rest; "
-        f"convert it to one of {readable}, or name its format: --format text (data.build.source_format) "
-        "takes its lines as they are, header, ids and quotes too"
+def _unknown_suffix(path: Path) -> Issue:
+    message = f"{path} has the suffix {suffixes(path)[0]}, which is none of a known format"
+    hint = (
+        f"convert it to one of {', '.join(filter(None, FORMATS))}, or name its format: --format text "
+        "(data.build.source_format) reads its lines as they are, header, ids and quotes too"
     )
+    return Issue("data.sources", "unknown", message, str(path), "data.build.source_format", hint)
 
 
 def _expand(item: str, out: Path | None, *, every_suffix: bool) -> list[Path]:
@@ -107,7 +108,7 @@ def _is_hidden(path: Path) -> bool:
 
 
 def identity(source: Source) -> dict[str, Any]:
-    """What changes when the source changes, without reading it. Raises ConfigError."""
+    """Return what changes when the source changes, without reading it. Raises ConfigError."""
     return {"name": source.name} if source.path is None else file_identity(source.path)
 
 
@@ -116,18 +117,22 @@ def file_identity(path: Path) -> dict[str, Any]:
     try:
         stat = path.stat()
     except OSError as error:
-        raise ConfigError([f"{path}: cannot be read ({error.strerror})"]) from None
+        raise _unreadable(path, error) from None
     return {"name": str(path.resolve()), "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
 
 
 def file_hash(path: Path) -> str:
     """Hex SHA-256 of a file's bytes. Raises ConfigError when it cannot be read."""
     if path.exists() and not path.is_file():
-        raise ConfigError([f"{path}: not a regular file; name one"])
+        raise ConfigError([Issue(str(path), "unsupported", "not a regular file", hint="name one")])
     try:
         return sha256(path)
     except OSError as error:
-        raise ConfigError([f"{path}: cannot be read ({error.strerror})"]) from None
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError([Issue(str(path), "not_found", f"cannot be read ({error.strerror})")])
 
 
 def documents(source: Source) -> Iterator[str]:
@@ -141,7 +146,7 @@ def documents(source: Source) -> Iterator[str]:
             empty = False
             yield text
     if empty:
-        raise ConfigError([f"{source.name}: holds no text; leave it out"])
+        raise ConfigError([Issue(source.name, "missing", "holds no text", hint="leave it out")])
 
 
 def _texts(source: Source) -> Iterator[str]:
@@ -149,7 +154,7 @@ def _texts(source: Source) -> Iterator[str]:
         yield from builtin.documents()
     elif source.path is None or source.format != "text":
         for place, record in records(source, [source.text_field]):
-            yield _text(record, source.text_field, f"{source.name}: {place}")
+            yield _text(record, source.text_field, source.name, place)
     elif source.documents == "blank_line":
         yield from _blocks(source.path)
     else:
@@ -187,8 +192,8 @@ def value_of(record: Any, key: str) -> Any:
     return value_of(record.get(outer), inner)
 
 
-def _text(record: Any, key: str, place: str) -> str:
-    """The text of a record. Raises ConfigError for one that has none."""
+def _text(record: Any, key: str, name: str, place: str) -> str:
+    """Return the text of a record of the source `name`. Raises ConfigError for one that has none."""
     text = value_of(record, key)
     if not isinstance(text, str):
         if not isinstance(record, dict):
@@ -197,18 +202,20 @@ def _text(record: Any, key: str, place: str) -> str:
             instead = type(text).__name__
         else:
             instead = f"keys {sorted(record)[:8]}"
-        raise ConfigError([f"{place} has no string {key!r} (got {instead}); {KEY_FIX}, or drop the record"])
-    refuse_surrogates(text, place)
+        message = f"{place} has no string {key!r} (got {instead})"
+        raise ConfigError([Issue(name, "missing", message, key, hint=f"{KEY_FIX}, or drop the record")])
+    refuse_surrogates(text, f"{name}: {place}")
     return text
 
 
 def refuse_surrogates(text: str, place: str) -> None:
-    """Raises ConfigError, naming the place, for half of a character, as JSON can hold it."""
+    """Raise ConfigError for half of a character, as JSON can hold it. `place`: NAME: PLACE."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        bad = ascii(text[error.start])
-        raise ConfigError([f"{place} holds a lone surrogate {bad}, which is not text; remove it"]) from None
+        name, _, where = place.rpartition(": ")
+        message = f"{where} holds a lone surrogate {text[error.start]!a}, which is not text"
+        raise ConfigError([Issue(name, "damaged", message, hint="remove it")]) from None
 
 
 def _blocks(path: Path) -> Iterator[str]:
@@ -224,11 +231,10 @@ def _blocks(path: Path) -> Iterator[str]:
             block, size = [], 0
         if size > MAX_DOCUMENT_BYTES:
             limit = f"{MAX_DOCUMENT_BYTES // 2**20} M characters"
-            raise ConfigError(
-                [
-                    f"{path}: more than {limit} up to line {number} without a blank line, which would end a "
-                    "document; use documents=line (data.build.documents)"
-                ]
+            message = (
+                f"more than {limit} up to line {number} without a blank line, which would end a document"
             )
+            hint = "use documents=line (data.build.documents)"
+            raise ConfigError([Issue(str(path), "out_of_range", message, hint=hint)])
     if block:
         yield "\n".join(block)

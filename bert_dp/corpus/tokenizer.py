@@ -22,7 +22,7 @@ from typing import Literal
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from bert_dp import record
-from bert_dp.config import MAX_VOCAB_SIZE, ConfigError
+from bert_dp.config import MAX_VOCAB_SIZE, ConfigError, Issue, IssueKind
 from bert_dp.config.stored import read_regular
 
 SPECIALS = ("<pad>", "<s>", "</s>", "<unk>", "<cls>", "<sep>", "<mask>")  # ids 0..6
@@ -229,14 +229,18 @@ def load(path: Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_str(read_regular(path, record.MAX_JSON_BYTES).decode())
     except OSError as error:
-        raise ConfigError([f"data.tokenizer: {path}: cannot be read ({error.strerror})"]) from None
+        raise _refused(path, "not_found", f"cannot be read ({error.strerror})") from None
     except Exception as error:  # tokenizers raises plain Exception
-        why = " ".join(str(error).split())[:200]
-        raise ConfigError([f"data.tokenizer: {path}: not a tokenizer.json ({why})"]) from None
+        reason = " ".join(str(error).split())[:200]
+        raise _refused(path, "damaged", f"not a tokenizer.json ({reason})") from None
     if size(tokenizer) > MAX_VOCAB_SIZE:
-        what = f"{size(tokenizer)} tokens, at most {MAX_VOCAB_SIZE} fit"
-        raise ConfigError([f"data.tokenizer: {path}: {what} in 16 bits; use a smaller tokenizer"])
+        message = f"{size(tokenizer)} tokens, at most {MAX_VOCAB_SIZE} fit in 16 bits"
+        raise _refused(path, "out_of_range", message, "use a smaller tokenizer")
     return tokenizer
+
+
+def _refused(path: Path, kind: IssueKind, message: str, hint: str | None = None) -> ConfigError:
+    return ConfigError([Issue("data.tokenizer", kind, f"{path}: {message}", str(path), hint=hint)])
 
 
 def size(tokenizer: Tokenizer) -> int:
@@ -263,9 +267,9 @@ def special_ids(tokenizer: Tokenizer, name: str) -> dict[str, int]:
         if ids:
             ids_by_role[role] = ids[0]
         else:
-            missing.append(
-                f"data.tokenizer: {name}: has no token {' or '.join(spellings)}; add it or train a tokenizer"
-            )
+            message = f"{name}: has no token {' or '.join(spellings)}"
+            hint = "add it or train a tokenizer"
+            missing.append(Issue("data.tokenizer", "missing", message, name, hint=hint))
     if missing:
         raise ConfigError(missing)
     return ids_by_role

@@ -10,6 +10,8 @@ import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
+from bert_dp.config.error import Issue
+
 # environment variables by which the launcher tells its workers what a user-started worker does without
 INIT_FILE = "BERT_DP_INIT_FILE"  # a file to meet in; without it env:// (MASTER_ADDR, MASTER_PORT)
 LOG_DIR = "BERT_DP_LOG_DIR"  # where rank-N.log and rank-N.error.json go
@@ -63,8 +65,8 @@ def cache_root() -> Path:
     return Path(os.environ.get("BERT_DP_CACHE") or Path.home() / ".cache" / "bert-dp")
 
 
-def cache_issues() -> list[str]:
-    """Why the cache is not to be trusted; one line each, none where there is no cache yet."""
+def cache_issues() -> list[Issue]:
+    """Find why the cache cannot be trusted; a cache that does not exist yet has no issue."""
     root = cache_root()
     try:
         status = root.stat()
@@ -73,8 +75,10 @@ def cache_issues() -> list[str]:
     who = "" if status.st_uid in (os.geteuid(), 0) else f"belongs to another user (uid {status.st_uid})"
     if status.st_mode & stat.S_IWOTH:
         who = "can be written by every user"
-    own = "set BERT_DP_CACHE to a directory of your own"
-    return [f"BERT_DP_CACHE: {root} {who}, so what is kept there cannot be trusted; {own}"] if who else []
+    if not who:
+        return []
+    message, hint = f"{root} {who}, so its files cannot be trusted", "set it to a directory of your own"
+    return [Issue("BERT_DP_CACHE", "unsupported", message, str(root), hint=hint)]
 
 
 def keep_private() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import psutil
@@ -92,7 +91,7 @@ def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path, shards: Pa
     assert read_json(run_dir / "summary.json")["step"] == 60
 
 
-def test_the_corpus_build_ends_with_its_launcher(tmp_path: Path) -> None:
+def test_the_processes_of_a_build_end_with_it(tmp_path: Path) -> None:
     text = tmp_path / "big.txt"
     text.write_text(
         "".join(f"document {i} tells of {i * i} grey ships and {i % 97} lamps\n" for i in range(400_000))
@@ -101,20 +100,14 @@ def test_the_corpus_build_ends_with_its_launcher(tmp_path: Path) -> None:
         "data", "build", str(text), "--out", str(tmp_path / "out"), "--set", "max_tokens_per_char=0"
     )
 
-    def builders() -> list[psutil.Process]:
-        return [
-            p
-            for p in psutil.process_iter(["cmdline"])
-            if "bert_dp.corpus" in (p.info["cmdline"] or []) and p.ppid() == process.pid
-        ]
+    def family() -> list[psutil.Process]:
+        return psutil.Process(process.pid).children(recursive=True)
 
-    wait_for(lambda: bool(builders()))
-    family = [*builders(), *builders()[0].children(recursive=True)]
-    time.sleep(1.0)
-    family = [*family, *family[0].children(recursive=True)]
+    wait_for(lambda: len(family()) > 1)
+    workers = family()
     process.kill()
     process.communicate()
-    wait_for(lambda: not any(map(is_alive, family)), seconds=10)
+    wait_for(lambda: not any(map(is_alive, workers)), seconds=10)
     assert not (tmp_path / "out").exists()
 
 

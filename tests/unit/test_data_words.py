@@ -96,17 +96,6 @@ def test_what_fits_but_is_hardly_meant_is_a_warning(
     assert all(warning.startswith(line or "") for warning in warnings)
 
 
-def test_an_order_of_the_shards_needs_a_run_that_keeps_it(shards: Path) -> None:
-    manifest = read_manifest(shards)
-    ordered = manifest.model_copy(update={"build": {**manifest.build, "order": "unigram"}})
-    settings = ("model.vocab_size=64", "batch.global_size=8", "data.sequence_length=16")
-    (warning,) = ordered.warnings(make_config(*settings))
-    assert warning.startswith("data.shuffle: true, so the order of the shards (unigram) has no effect; ")
-    assert ordered.warnings(make_config(*settings, "data.shuffle=false")) == []
-    assert built_lines(Path("out"), ordered, None)[-1].endswith(" model.vocab_size=64 data.shuffle=false")
-    assert manifest.warnings(make_config(*settings)) == []
-
-
 def test_a_build_ends_with_what_it_made_and_the_next_command(shards: Path) -> None:
     manifest = read_manifest(shards).model_copy(update={"dropped": {"empty": 3, "exact_duplicate": 0}})
     made, left_out, lost, following = built_lines(Path("out"), manifest, 4096)

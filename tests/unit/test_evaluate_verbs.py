@@ -1,11 +1,10 @@
-"""What `predict`, `export`, `data build`, `finetune` and `eval` ask of the modules that work, and show."""
+"""What `predict`, `export`, `finetune` and `eval` ask of the modules that work, and show."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +12,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bert_dp.config import MAX_VOCAB_SIZE, Config, resolve
-from bert_dp.corpus.builder import BuildRequest, read_request
+from bert_dp.config import MAX_VOCAB_SIZE, Config, Manifest, read_manifest, resolve
+from bert_dp.corpus import builder
 from launcher import children, datasets, results
 from launcher.evaluate import export as exporting
 from launcher.evaluate import finetune, glue, predict, text_loss
@@ -23,8 +22,9 @@ from launcher.evaluate.glue_scores import GlueOptions
 from launcher.evaluate.predict import Columns
 from launcher.output import Output
 from launcher.results import ExportCheck
+from tests.e2e.cli import refused
 from tests.glue_fixture import make_task
-from tests.helpers import issues_of, make_config
+from tests.helpers import issues_of, make_config, raised_issues
 from tests.report_fixture import shown, unfolded
 from tests.runs_to_export import config_of, finetuned, write_run
 
@@ -113,39 +113,43 @@ def test_the_recipe_is_the_protocol_of_the_crammed_paper(run: Path) -> None:
     assert (recipe.eval.every_steps, GlueOptions().seeds) == (0, 5)
 
 
-def test_a_build_is_asked_for_as_its_options_say(
-    tmp_path: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    requests: list[BuildRequest] = []
-    record: Callable[..., Any] = children.run_module
+def test_a_build_is_asked_for_as_its_options_say(monkeypatch: pytest.MonkeyPatch, shards: Path) -> None:
+    built: list[tuple[Any, dict[str, Any]]] = []
 
-    def read(module: str, arguments: list[str], **options: Any) -> Any:
-        requests.append(read_request(Path(arguments[1])))
-        return record(module, arguments, **options)
+    def build(*arguments: Any, progress: object, **options: Any) -> Manifest:
+        built.append((arguments, options))
+        return read_manifest(shards)
 
-    monkeypatch.setattr(children, "run_module", read)
+    monkeypatch.setattr(builder, "build", build)
     settings = ["data.build.held_out_fraction=0.25", "dedup=none"]
     options: dict[str, Any] = {"vocab_size": 500, "sequence_length": 64, "tokenizer": None}
     more: dict[str, Any] = {"overrides": settings, "processes": 2, "force": True, "console": Console()}
-    assert datasets.build(["a.txt"], Path("out"), **options, **more) == 3
-    (request,) = requests
-    assert request.model_dump(include={*options, "sources", "out", "processes", "force"}) == {
-        **options,
-        "sources": ["a.txt"],
-        "out": "out",
-        "processes": 2,
-        "force": True,
-    }
-    assert (request.options.held_out_fraction, request.options.dedup) == (0.25, "none")
-    none = issues_of(datasets.build, ["a.txt"], Path("out"), **options, **{**more, "processes": 0})
-    assert none == ("--processes: 0 is not a whole number of 1 to 4096",)
-    (small,) = issues_of(datasets.build, ["a.txt"], Path("out"), **{**options, "vocab_size": 5}, **more)
-    assert small.startswith("--vocab-size: expected a number greater than or equal to 16")
-    given = {**options, "tokenizer": "t.json"}
-    (twice,) = issues_of(datasets.build, ["a.txt"], Path("out"), **given, **more)
-    assert twice == "--vocab-size: --tokenizer brings its own vocabulary; leave --vocab-size out"
-    assert datasets.build(["a.txt"], Path("out"), **{**given, "vocab_size": None}, **more) == 3
-    assert (requests[-1].tokenizer, requests[-1].vocab_size) == ("t.json", MAX_VOCAB_SIZE)
+    assert datasets.build(["a.txt"], Path("out"), **options, **more) == 0
+    ((sources, out, how), passed) = built[0]
+    assert (sources, out, passed) == (["a.txt"], Path("out"), {**options, "processes": 2, "force": True})
+    assert (how.held_out_fraction, how.dedup) == (0.25, "none")
+
+    def problem(**changed: Any) -> tuple[str, str, str | None]:
+        (issue,) = raised_issues(datasets.build, ["a.txt"], Path("out"), **{**options, **more, **changed})
+        return issue.setting, issue.kind, issue.other
+
+    assert problem(vocab_size=5)[0] == "--vocab-size"
+    assert problem(tokenizer="t.json") == ("--vocab-size", "conflict", "--tokenizer")
+    given = {**options, "tokenizer": "t.json", "vocab_size": None}
+    assert datasets.build(["a.txt"], Path("out"), **given, **more) == 0
+    assert (built[-1][1]["tokenizer"], built[-1][1]["vocab_size"]) == ("t.json", MAX_VOCAB_SIZE)
+
+
+def test_a_refusal_of_a_build_names_the_option_that_was_given(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some words\n")
+    (tmp_path / "t.json").write_text("{}")
+    command = ["data", "build", "--out", str(tmp_path / "out")]
+    for words, setting in (
+        ([str(tmp_path / "gone")], "SOURCES"),
+        ([str(tmp_path / "a.txt"), "--tokenizer", str(tmp_path / "t.json")], "--tokenizer"),
+    ):
+        assert refused(*command, *words).startswith(f"error: {setting}: ")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "t.json"]
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from bert_dp.config import Config, ConfigError, Section
-from bert_dp.corpus import builder, sources
+from bert_dp.config import Config, Section
+from bert_dp.corpus import sources
 from tests.e2e.cli import here, refused
-from tests.helpers import issues_of, make_config
+from tests.helpers import issues_of, make_config, raised_issues
 
 BASE = ("train", "quickstart", "--nproc", "1", "--dry-run", "--set", "precision=fp32")
 LONG = "9" * 400
@@ -117,8 +119,8 @@ def test_what_is_no_regular_file(endless: list[str], tmp_path: Path) -> None:
         refuse((*BASE, "--set", f"run.init_from={path}"), "run.init_from", "holds no checkpoint")
         refuse((*BASE, "--resume", path), "--resume", "holds no checkpoint")
         refuse(("plan", "scaling", "--from", path), "--from", path)
-        with pytest.raises(ConfigError, match="not a regular file"):
-            sources.file_hash(Path(path))
+        (issue,) = raised_issues(sources.file_hash, Path(path))
+        assert (issue.setting, issue.kind) == (path, "unsupported")
     (tmp_path / "state").mkdir()
     os.mkfifo(tmp_path / "state" / "state.json")
     refuse((*BASE, "--resume", str(tmp_path / "state")), "--resume", "holds no checkpoint")
@@ -233,7 +235,20 @@ def test_a_hostile_number_of_processes(count: str) -> None:
 def test_a_file_with_the_name_of_a_lock_keeps_its_content(tmp_path: Path) -> None:
     (tmp_path / ".out.lock").write_text("mine")
     (tmp_path / "empty.txt").write_text("")
-    request = builder.BuildRequest(sources=[str(tmp_path / "empty.txt")], out=str(tmp_path / "out"))
-    with pytest.raises(ConfigError, match="no text"):
-        builder.build(request)
+    refuse(("data", "build", str(tmp_path / "empty.txt"), "--out", str(tmp_path / "out")), "empty.txt")
     assert (tmp_path / ".out.lock").read_text() == "mine"
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(["txt", "jsonl", "json", "parquet", "txt.gz", "jsonl.xz", "txt.zst"]), st.binary())
+def test_any_bytes_as_text_are_one_line_and_nothing_is_written(
+    tmp_path: Path, suffix: str, content: bytes
+) -> None:
+    path = tmp_path / f"a.{suffix}"
+    path.write_bytes(content)
+    before = sorted(tmp_path.iterdir())
+    said = refused("data", "build", str(path), "--out", str(tmp_path / "out"), "--vocab-size", "64")
+    lines = said.splitlines()
+    assert [line.startswith("error: ") for line in lines] == [False] * (len(lines) - 1) + [True]
+    assert sorted(tmp_path.iterdir()) == before
+    path.unlink()

@@ -267,7 +267,7 @@ def test_packages_that_a_finetuning_needs_are_named_before_it(
     monkeypatch.setattr(job, "has_package", lambda name: name != absent)
     finetuned = ("objective.name=finetune", "finetune.labels=[a,b]", "data.path=/none")
     issues = job.input_issues(make_config(*finetuned))
-    lines = [line for line in issues if not line.startswith("data.path")]
+    lines = [line for line in map(str, issues) if not line.startswith("data.path")]
     assert [line.split(":")[0].split(" ")[0] for line in lines] == heads
 
 

@@ -11,6 +11,7 @@ import pytest
 import typer
 
 from bert_dp.config.profile import parse_profile
+from bert_dp.corpus import shards
 from launcher import checkpoints, children, datasets, options, results
 from launcher.evaluate import export, finetune, glue, predict, text_loss
 from launcher.evaluate.glue_scores import GlueOptions
@@ -386,7 +387,6 @@ def test_a_module_that_says_nothing_is_no_success(
 ) -> None:
     monkeypatch.setattr(children, "capture_json", lambda *_: (code, facts))
     assert here("checkpoints", "r").returncode == ended
-    assert here("data", "inspect", "d").returncode == ended
 
 
 def test_one_damaged_checkpoint_among_sound_ones_is_a_failure(
@@ -405,6 +405,6 @@ def test_one_damaged_checkpoint_among_sound_ones_is_a_failure(
 
 
 def test_damaged_shards_end_with_1_and_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(children, "capture_json", lambda *_: (1, {"problems": ["x"]}))
+    monkeypatch.setattr(shards, "inspect", lambda _: {"problems": ["x"]})
     done = here("data", "inspect", "d", "--json")
     assert (done.returncode, json.loads(done.stdout)) == (1, {"problems": ["x"]})
