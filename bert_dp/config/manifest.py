@@ -94,7 +94,7 @@ class SourceFile(StoredModel):
     letters: Count
     """Characters of Unicode category L in the documents, before any document is dropped."""
     lost_letters: Count
-    """Letters of whose normal form no letter is left."""
+    """Letters of whose normal form no letter is left, and those in unknown tokens."""
     tokens: Count
     unknown_tokens: Count
 

@@ -73,25 +73,37 @@ def in_batches(documents: Iterable[str]) -> Iterator[list[str]]:
 
 def make_encoder(settings: Encoding) -> Callable[[list[str]], Encoded]:
     """The function that turns a list of texts into their tokens, keys and sketches, in one process."""
-    count_letters = letter_counter(Tokenizer.from_str(settings.tokenizer_json).normalizer)
+    whole = Tokenizer.from_str(settings.tokenizer_json)
+    count_letters = letter_counter(whole.normalizer)
     tree = json.loads(settings.tokenizer_json)
     has_our_normalizer = tree.get("normalizer") == json.loads(normalizer_json())
     if has_our_normalizer:  # `normalize` does the same, and is faster
         tree["normalizer"] = None
     tokenizer = Tokenizer.from_str(json.dumps(tree))
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    tokenizer.encode_special_tokens = True  # "<mask>" in a text is text
+    for each in (whole, tokenizer):
+        each.no_padding()
+        each.no_truncation()
+        each.encode_special_tokens = True  # "<mask>" in a text is text
     sketch = sketcher(settings.seed) if settings.near else None
     rate = settings.max_tokens_per_char
+
+    def count_with_unknown(text: str) -> tuple[int, int]:
+        """Count the letters of a text and those that are lost, in unknown tokens too."""
+        letters, lost = count_letters(text)
+        encoded = whole.encode(text, add_special_tokens=False)  # its offsets are those of the text
+        for token, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
+            if token == settings.unk:
+                inside, lost_inside = count_letters(text[start:end])
+                lost += inside - lost_inside
+        return letters, lost
 
     def encode(texts: list[str]) -> Encoded:
         normalized = [normalize(text) for text in texts] if has_our_normalizer else texts
         rows = [e.ids for e in tokenizer.encode_batch_fast(normalized, add_special_tokens=False)]
-        counts = [
-            (*count_letters(text), len(row), row.count(settings.unk))
-            for text, row in zip(texts, rows, strict=True)
-        ]
+        counts = []
+        for text, row in zip(texts, rows, strict=True):
+            unknown = row.count(settings.unk)
+            counts.append((*(count_with_unknown if unknown else count_letters)(text), len(row), unknown))
         full = [i for i, row in enumerate(rows) if row]
         kept = [i for i in full if not rate or len(rows[i]) < rate * len(texts[i])]
         for i in kept:

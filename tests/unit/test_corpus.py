@@ -537,7 +537,7 @@ def test_a_source_that_loses_much_is_refused(
         with pytest.raises(ConfigError, match=r"tokenizer_model=byte_bpe") as caught:
             make(files, tmp_path / "out", **options)
         (issue,) = caught.value.issues
-        assert issue.startswith(f"data.sources: {len(files) - 1}.txt: ")
+        assert str(issue).startswith(f"data.sources: {len(files) - 1}.txt: ")
         assert sorted(tmp_path.iterdir()) == sorted(map(Path, files)), "nothing half-written"
         return
     manifest = make(files, tmp_path / "out", **options)
@@ -564,6 +564,22 @@ def test_unknown_tokens_are_counted_for_every_tokenizer(tmp_path: Path) -> None:
             (counted,) = make(source, tmp_path / str(foreign), tokenizer=path)["sources"]
             assert (counted["tokens"], counted["unknown_tokens"]) == (100 * (20 + foreign), 100 * foreign)
         assert (tmp_path / str(foreign)).exists() != refused
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_letters_in_unknown_tokens_are_lost(tmp_path: Path, normalize: bool) -> None:
+    """WordPiece makes one unknown token of a word of over 100 characters, however many letters that is."""
+    word = "caf\u00e9\u0142" * 30  # with the Polish l with a stroke, which the normaliser drops
+    docs = [" ".join(random.Random(i).choices(WORDS, k=300)) + f" {i}" for i in range(40)]
+    docs[0] += " " + word
+    (counted,) = make(write(tmp_path / "a.txt", docs), tmp_path / "out", normalize=normalize)["sources"]
+    letters = sum(map(str.isalpha, "".join(docs)))
+    assert counted["unknown_tokens"] == 1
+    assert (counted["letters"], counted["lost_letters"]) == (letters, len(word))
+    docs = [f"{doc} {word * 9}" for doc in docs]  # 0.3 % of the tokens, over 20 % of the letters
+    with pytest.raises(ConfigError, match="tokenizer_model=byte_bpe"):
+        make(write(tmp_path / "b.txt", docs), tmp_path / "refused", normalize=normalize)
+    assert not (tmp_path / "refused").exists()
 
 
 def test_sources_are_counted_apart_whatever_the_batches(
