@@ -33,6 +33,7 @@ BYTE_ORDER_MARKS = {
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
 }
+ENCODING_FIX = "convert it from its encoding: iconv -f LATIN1 (or CP1251, GB18030, ...) -t UTF-8 OLD > NEW"
 ZSTD_WINDOW_BYTES = 2**31  # the largest that zstd --long=31 makes
 ZSTD_HEADER_BYTES = 18  # the longest header of a frame
 ZSTD_SKIPPABLE = b"\x2a\x4d\x18"  # of its magic number; the first byte is 0x50 to 0x5f
@@ -71,12 +72,11 @@ def encoding_hint(first_bytes: bytes) -> str:
 
 def json_records(path: Path) -> Iterator[tuple[str, Any]]:
     """(place, record) of JSON records: one on each line, or all in one array. Raises ConfigError."""
-    yield from _array(path) if _is_array(path) else _records(path)
-
-
-def _is_array(path: Path) -> bool:
     begin = next((text for chunk in _chunks(path) if (text := chunk.lstrip(b"\xef\xbb\xbf \t\r\n"))), b"")
-    return begin.startswith(b"[")
+    is_array = begin.startswith(b"[")
+    if is_array and (hint := encoding_hint(begin)):
+        raise ConfigError([f"{path}: is {hint}"])
+    yield from _array(path) if is_array else _records(path)
 
 
 def _records(path: Path) -> Iterator[tuple[str, Any]]:
@@ -98,8 +98,9 @@ def _array(path: Path) -> Iterator[tuple[str, Any]]:
     for chunk in itertools.chain(_chunks(path), [b""]):
         try:
             text, at = text[at:] + decode(chunk, final=not chunk), 0
-        except UnicodeDecodeError:
-            raise ConfigError([f"{path}: not UTF-8 after record {count}; convert it"]) from None
+        except UnicodeDecodeError as error:
+            bad = f"0x{error.object[error.start]:02x}"
+            raise ConfigError([f"{path}: not UTF-8 after record {count} ({bad}); {ENCODING_FIX}"]) from None
         while symbol := BESIDE_SPACE.search(text, at):
             at = symbol.start()
             if moved := ARRAY_MOVES.get((state, symbol[0])):
@@ -174,9 +175,8 @@ def _decode(path: Path, number: int, line: bytes) -> str:
         return line.removesuffix(b"\r").decode()
     except UnicodeDecodeError as error:
         at = error.start + 1
-        fix = "convert it from its encoding: iconv -f LATIN1 (or CP1251, GB18030, ...) -t UTF-8 OLD > NEW"
         raise ConfigError(
-            [f"{path}: line {number}, byte {at} is not UTF-8 (0x{line[error.start]:02x}); {fix}"]
+            [f"{path}: line {number}, byte {at} is not UTF-8 (0x{line[error.start]:02x}); {ENCODING_FIX}"]
         ) from None
 
 
@@ -185,19 +185,37 @@ def _chunks(path: Path) -> Iterator[bytes]:
     try:
         with path.open("rb") as raw:
             if compression == ".zst":
-                yield from _zstd_chunks(path, raw)
+                yield from filter(None, _zstd_chunks(path, raw))
                 return
-            file: Any = raw
-            if compression == ".gz":
-                file = gzip.GzipFile(fileobj=raw)
-            elif compression == ".xz":
-                file = lzma.LZMAFile(raw)  # noqa: SIM115 (closed with raw)
+            if compression == ".xz":
+                yield from filter(None, _xz_chunks(raw))  # an empty chunk would end the file for a reader
+                return
+            file: Any = gzip.GzipFile(fileobj=raw) if compression == ".gz" else raw
             while chunk := file.read(CHUNK_BYTES):
                 yield chunk
     except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
         raise ConfigError([f"{path}: corrupt or cut {compression} file ({error}); fetch it again"]) from None
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read ({error.strerror})"]) from None
+
+
+def _xz_chunks(raw: BinaryIO) -> Iterator[bytes]:
+    """Yield the content of all streams of an .xz file.
+
+    lzma.LZMAFile ends without an error at a second stream that is damaged, which would lose the rest.
+    """
+    stream: lzma.LZMADecompressor | None = None
+    while data := raw.read(CHUNK_BYTES):
+        while stream is not None or (data := data.lstrip(b"\0")):  # zeros may stand after a stream
+            stream = stream or lzma.LZMADecompressor()
+            yield stream.decompress(data, CHUNK_BYTES)
+            data = b""
+            if stream.eof:
+                data, stream = stream.unused_data, None
+            elif stream.needs_input:
+                break
+    if stream is not None:
+        raise EOFError("the last stream does not end")
 
 
 def _zstd_chunks(path: Path, raw: BinaryIO) -> Iterator[bytes]:
