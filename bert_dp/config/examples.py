@@ -3,6 +3,8 @@ configuration."""
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -149,13 +151,24 @@ class ExamplesManifest(HashedFile):
         ]
         spellings: dict[str, list[str]] = {}
         for label in self.labels:
-            spellings.setdefault(label.casefold(), []).append(label)
-        warnings += [
-            f"labels {' and '.join(map(repr, names))} differ in case alone and count as {len(names)} labels"
-            for names in spellings.values()
-            if len(names) > 1
-        ]
+            spellings.setdefault(_folded(label), []).append(label)
+        for names in spellings.values():
+            if len(names) > 1:
+                # escapes where the names may look the same
+                show = repr if len({name.casefold() for name in names}) == 1 else ascii
+                warnings.append(
+                    f"labels {' and '.join(map(show, names))} differ in case, white space or spelling alone "
+                    f"and count as {len(names)} labels"
+                )
         return warnings
+
+
+def _folded(label: str) -> str:
+    """Return the form that spellings of one label share: without case, white space, invisible characters and
+    the Unicode form of an accent, and of a whole number without a plus sign and leading zeros."""
+    text = unicodedata.normalize("NFKC", label).casefold()
+    text = " ".join("".join(c for c in text if unicodedata.category(c) != "Cf").split())
+    return str(int(text)) if re.fullmatch(r"[+-]?\d+", text) else text
 
 
 def read_examples(directory: Path) -> ExamplesManifest:

@@ -656,12 +656,27 @@ def test_a_file_of_which_no_token_is_left_is_refused(lab: Lab, split: str) -> No
     assert f"error: {split}.csv: " in lab.refusal(*named)
 
 
-def test_labels_that_differ_in_case_alone_are_remarked_on(lab: Lab) -> None:
-    file = lab.write("own.csv", "text,label\na cat,pos\na dog,POS\na mat,neg\n")
+@pytest.mark.parametrize(
+    ("labels", "remarked"),
+    [
+        (["pos", "POS", "neg"], ["'POS'", "'pos'"]),
+        (["caf\u00e9", "cafe\u0301", "cafe"], [r"'cafe\u0301'", r"'caf\xe9'"]),
+        (
+            ["New York", "New\u00a0York", "New  York", "Newark"],
+            ["'New  York'", "'New York'", r"'New\xa0York'"],
+        ),
+        (["a", "a\u200b", "b"], ["'a'", r"'a\u200b'"]),
+        (["1", "+1", "01", "0", "-1"], ["'+1'", "'01'", "'1'"]),
+        (["1", "\u0661", "2"], ["'1'", r"'\u0661'"]),
+    ],
+)
+def test_labels_that_look_like_one_are_remarked_on(lab: Lab, labels: list[str], remarked: list[str]) -> None:
+    file = lab.write("own.csv", "text,label\n" + "".join(f"a cat,{label}\n" for label in labels))
     manifest = lab.prepare("--train", file, "--dev", file)[1]
-    assert manifest.labels == ["POS", "neg", "pos"]
+    assert sorted(manifest.labels) == sorted(labels)
     (warning,) = manifest.warnings(make_config())
-    assert warning.startswith("labels 'POS' and 'pos' ")
+    assert warning.startswith(f"labels {' and '.join(remarked)} ")
+    assert f" {len(remarked)} labels" in warning
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
