@@ -61,6 +61,8 @@ def write_examples(
             "tokens": len(ids),
             "truncated": 0,
             "has_labels": name != "test",
+            "letters": 0,
+            "lost_letters": 0,
             "in_train": None if name == "train" else 0,
         }
     manifest: dict[str, Any] = {

@@ -47,6 +47,8 @@ def make_task(
             "tokens": 5 * count,
             "truncated": count // 4,
             "has_labels": split not in tests,
+            "letters": 0,
+            "lost_letters": 0,
             "in_train": None if split == "train" else 1,
         }
         for split, count in counts.items()
@@ -54,7 +56,7 @@ def make_task(
     regression = name == "STS-B"
     facts = {
         "format": "bert-dp-examples",
-        "version": 2,
+        "version": 3,
         "task": name,
         "kind": "regression" if regression else "single_label",
         "labels": [] if regression else ["entailment", "not_entailment"],

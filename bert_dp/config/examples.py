@@ -11,11 +11,13 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from bert_dp.config.manifest import (
+    WARNED_LOSS,
     BaseName,
     HashedFile,
     Manifest,
     TokenizerFile,
     beyond,
+    lost_words,
     read_hashed,
     read_manifest,
 )
@@ -44,6 +46,9 @@ class ExampleSplit(StoredModel):
     """Examples whose texts, but for case and white space, also stand in train; null of train itself."""
     left_out: Count = 0
     """Rows of the file that are broken, and so no examples."""
+    letters: Count
+    lost_letters: Count
+    """Letters that the tokenizer drops, or that are part of unknown tokens."""
     without_tokens: Count = 0
     """Examples with a text of which the tokenizer keeps nothing; of a pair one such text is enough."""
     first_without_tokens: str | None = None
@@ -71,7 +76,7 @@ class ExamplesManifest(HashedFile):
     file_name: ClassVar[str] = "examples.json"
     remedy: ClassVar[str] = "prepare it again with `python -m bert_dp.examples prepare`"
     format: Literal["bert-dp-examples"]
-    version: Literal[2]
+    version: Literal[3]
     task: str = Field(min_length=1, max_length=64)
     """GLUE's name, as in "RTE", or "own"."""
     kind: LabelKind
@@ -148,6 +153,12 @@ class ExamplesManifest(HashedFile):
             f"(first: {split.first_without_tokens}); drop them, or finetune a run whose tokenizer knows them"
             for name, split in self.splits.items()
             if split.without_tokens
+        ]
+        warnings += [
+            f"{name}: {lost_words(split.lost_letters, split.letters)}; finetune a run whose tokenizer knows "
+            "them"
+            for name, split in self.splits.items()
+            if split.lost_letters > WARNED_LOSS * split.letters
         ]
         spellings: dict[str, list[str]] = {}
         for label in self.labels:

@@ -115,10 +115,8 @@ class SourceFile(StoredModel):
 
     def loss_words(self) -> str:
         """Name both shares."""
-        return (
-            f"{self.lost_share:.1%} of its letters are lost ({self.lost_letters:,} of {self.letters:,}), "
-            f"{self.unknown_share:.1%} of its tokens are unknown"
-        )
+        lost = lost_words(self.lost_letters, self.letters)
+        return f"{lost}, {self.unknown_share:.1%} of its tokens are unknown"
 
 
 class Manifest(HashedFile):
@@ -227,6 +225,11 @@ class Manifest(HashedFile):
                 "data.shuffle=false, or build with order=none"
             )
         return warnings
+
+
+def lost_words(lost: int, letters: int) -> str:
+    """Name the share of a source's letters that the tokenizer loses."""
+    return f"{lost / max(1, letters):.1%} of its letters are lost ({lost:,} of {letters:,})"
 
 
 def loss_warnings(sources: Sequence[SourceFile]) -> list[str]:

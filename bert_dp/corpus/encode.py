@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 
 from bert_dp.config.manifest import TOKEN_BYTES
 from bert_dp.corpus.dedup import content_key, document_key, sketcher
-from bert_dp.corpus.tokenizer import letter_counter, normalize, normalizer_json
+from bert_dp.corpus.tokenizer import loss_counter, normalize, normalizer_json
 
 COUNTS = ("letters", "lost_letters", "tokens", "unknown_tokens")  # of a source, as its manifest has them
 BATCH_DOCUMENTS, BATCH_CHARS = 1000, 2**20
@@ -74,7 +74,7 @@ def in_batches(documents: Iterable[str]) -> Iterator[list[str]]:
 def make_encoder(settings: Encoding) -> Callable[[list[str]], Encoded]:
     """The function that turns a list of texts into their tokens, keys and sketches, in one process."""
     whole = Tokenizer.from_str(settings.tokenizer_json)
-    count_letters = letter_counter(whole.normalizer)
+    count_letters = loss_counter(whole, settings.unk)
     tree = json.loads(settings.tokenizer_json)
     has_our_normalizer = tree.get("normalizer") == json.loads(normalizer_json())
     if has_our_normalizer:  # `normalize` does the same, and is faster
@@ -87,23 +87,13 @@ def make_encoder(settings: Encoding) -> Callable[[list[str]], Encoded]:
     sketch = sketcher(settings.seed) if settings.near else None
     rate = settings.max_tokens_per_char
 
-    def count_with_unknown(text: str) -> tuple[int, int]:
-        """Count the letters of a text and those that are lost, in unknown tokens too."""
-        letters, lost = count_letters(text)
-        encoded = whole.encode(text, add_special_tokens=False)  # its offsets are those of the text
-        for token, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
-            if token == settings.unk:
-                inside, lost_inside = count_letters(text[start:end])
-                lost += inside - lost_inside
-        return letters, lost
-
     def encode(texts: list[str]) -> Encoded:
         normalized = [normalize(text) for text in texts] if has_our_normalizer else texts
         rows = [e.ids for e in tokenizer.encode_batch_fast(normalized, add_special_tokens=False)]
-        counts = []
-        for text, row in zip(texts, rows, strict=True):
-            unknown = row.count(settings.unk)
-            counts.append((*(count_with_unknown if unknown else count_letters)(text), len(row), unknown))
+        counts = [
+            (*count_letters(text, row), len(row), row.count(settings.unk))
+            for text, row in zip(texts, rows, strict=True)
+        ]
         full = [i for i, row in enumerate(rows) if row]
         kept = [i for i in full if not rate or len(rows[i]) < rate * len(texts[i])]
         for i in kept:

@@ -14,7 +14,7 @@ import json
 import re
 import string
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Literal
@@ -117,6 +117,24 @@ def letter_counter(normalizer: normalizers.Normalizer | None) -> Callable[[str],
                 if is_letter(char):
                     letters += n
                     lost += n * is_lost(char)
+        return letters, lost
+
+    return count
+
+
+def loss_counter(tokenizer: Tokenizer, unk: int) -> Callable[[str, Sequence[int]], tuple[int, int]]:
+    """Return the function that counts the letters of a text, given with its token ids, and those that are
+    lost: dropped by the normaliser of `tokenizer`, or part of a token `unk`."""
+    count_letters = letter_counter(tokenizer.normalizer)
+
+    def count(text: str, ids: Sequence[int]) -> tuple[int, int]:
+        letters, lost = count_letters(text)
+        if unk in ids:
+            encoded = tokenizer.encode(text, add_special_tokens=False)  # its offsets are those of the text
+            for token, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
+                if token == unk:
+                    inside, lost_inside = count_letters(text[start:end])
+                    lost += inside - lost_inside
         return letters, lost
 
     return count

@@ -146,6 +146,8 @@ def _write_split(
         "has_labels": has_labels,
         "in_train": None if split == TRAIN else sum(_key(row) in train_keys for row in table.rows),
         "left_out": table.left_out,
+        "letters": encoded.letters,
+        "lost_letters": encoded.lost_letters,
         "without_tokens": len(encoded.textless),
         "first_without_tokens": next((table.rows[i].place for i in encoded.textless), None),
     }

@@ -640,13 +640,31 @@ def test_texts_that_the_vocabulary_has_nothing_of_are_counted_in_every_split(lab
     assert lab.words(Examples.open(directory, manifest, "train"), 1) == "<cls> <sep>"
     counts = {n: (s.without_tokens, s.first_without_tokens) for n, s in manifest.splits.items()}
     assert counts == {"train": (2, "line 3"), "dev": (0, None)}
-    (warning,) = manifest.warnings(make_config())
+    warning, lost = manifest.warnings(make_config())
     assert warning.startswith("train: 2 of 3 ")
     assert "line 3" in warning
+    assert lost.startswith("train: ")
+    assert "(2 of 6)" in lost
     pairs = f"text,text_pair,label\na,cat,x\na,{LOST},y\n{LOST},a,y\n{LOST},{LOST},y\n"
     file = lab.write("pairs.csv", pairs)
     split = lab.prepare("--train", file, "--dev", file)[1].splits["dev"]
     assert (split.without_tokens, split.first_without_tokens) == (3, "line 3")
+
+
+def test_lost_letters_are_counted_in_every_split(lab: Lab) -> None:
+    """Also where each text keeps some token; both texts of a pair count."""
+    texts = {"train": f"a cat {LOST}", "dev": "a cat" + " a cat" * 99 + LOST}
+    for columns in (1, 2):
+        head = ",".join(["text", "text_pair"][:columns])
+        named = []
+        for split, text in texts.items():
+            content = f"{head},label\n" + "".join(f"{','.join([text] * columns)},{y}\n" for y in "xy")
+            named += [f"--{split}", lab.write(f"{split}{columns}.csv", content)]
+        manifest = lab.prepare(*named)[1]
+        counts = {name: (split.lost_letters, split.letters) for name, split in manifest.splits.items()}
+        assert counts == {"train": (2 * columns, 10 * columns), "dev": (2 * columns, 802 * columns)}
+        (warning,) = manifest.warnings(make_config())
+        assert warning.startswith("train: 20.0% ")
 
 
 @pytest.mark.parametrize("split", ["train", "dev"])
