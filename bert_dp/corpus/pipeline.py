@@ -284,6 +284,16 @@ def _check_split(
     """
     counts = [f"{w.sequences} sequences from {w.documents} documents" for w in (train, held_out)]
     hint, share = WHAT_ENDS_A_DOCUMENT[options.documents], options.held_out_fraction
+    total = train.length * (train.sequences + held_out.sequences)
+    longest = max(train.longest, held_out.longest) / max(1, total)
+    if held_out.sequences > train.sequences:
+        raise ConfigError(
+            [
+                f"data.sources: held-out {counts[1]}, but training {counts[0]}: documents are held out whole "
+                f"and the longest has {longest:.0%} of the tokens; {hint}; split long documents, add text, "
+                f"or lower data.build.held_out_fraction {share}"
+            ]
+        )
     if not train.sequences or not (held_out.sequences or share == 0):
         lost = ", ".join(f"{n} {stage}" for stage, n in dropped.items() if n) or "none"
         raise ConfigError(
@@ -292,15 +302,6 @@ def _check_split(
                 f"{counts[0]}, held-out {counts[1]} (dropped: {lost}); {hint}; add text, raise "
                 f"data.build.held_out_fraction {share} or data.build.max_tokens_per_char "
                 f"{options.max_tokens_per_char} (0 = no filter)"
-            ]
-        )
-    longest = max(train.longest, held_out.longest) / (train.length * (train.sequences + held_out.sequences))
-    if held_out.sequences > train.sequences:
-        raise ConfigError(
-            [
-                f"data.sources: held-out {counts[1]}, but training {counts[0]}: documents are held out whole "
-                f"and the longest has {longest:.0%} of the tokens; {hint}; split long documents, or lower "
-                f"data.build.held_out_fraction {share}"
             ]
         )
     if longest > LONG_DOCUMENT and share > 0:

@@ -234,6 +234,12 @@ def test_whole_books_are_held_out_where_a_blank_line_ends_one(tmp_path: Path) ->
     ("fraction", "with_others", "refused", "warned"),
     [
         (0.3, False, r"held-out 0 sequences from 0 documents.*where it has none, use documents=line", ""),
+        (
+            0.4,
+            False,
+            r"held-out \d+ sequences from 1 documents, but training 0 .*, or lower data\.build\.held_out",
+            "",
+        ),
         (0.4, True, r"held-out \d+ sequences from \d+ documents, but training .*the longest has 87%", ""),
         (0.05, True, "", "warning: one document has 87% of the tokens"),
         (0.0, False, "", ""),
