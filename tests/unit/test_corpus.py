@@ -484,6 +484,13 @@ UNICODE_WHITE_SPACE = [
         ("na\u00efve CAF\u00c9 \u0130stanbul", "naive cafe istanbul"),
         ("``tex''  two\u00a0 \u00a0spaces", '"tex" two spaces'),
         ("5 \u20ac \u4e2d \u043c", "5 "),
+        (
+            "5\u00b13, 5\u20ac20 a\u2192b x\u20225 end\u3002so I\U0001f600love 5\u00b0C",
+            "5 3, 5 20 a b x 5 end so i love 5 c",
+        ),
+        ("a\u2260b a\u226eb a\u226fb a\u2264b a\u2265b 3\u00f74", "a!=b a>=b a<=b a<=b a>=b 3/4"),
+        ("10\u00b2 note\u2074 Name\u2122 Name\u00ae", "10 2 note 4 name tm name "),
+        ("H\u2082O 1\u00ba col\u00b7lecci\u00f3 10\u00b5m rock\u00b4n", "h2o 1o colleccio 10m rock n"),
     ],
 )
 def test_normal_form_keeps_word_boundaries(text: str, normal: str) -> None:
