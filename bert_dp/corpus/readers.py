@@ -61,12 +61,15 @@ def encoding_hint(first_bytes: bytes) -> str:
     """Name UTF-16 or UTF-32 by the beginning of a file, with the command that converts it; else empty."""
     first_bytes = first_bytes[:4096]
     encoding = next((name for mark, name in BYTE_ORDER_MARKS.items() if first_bytes.startswith(mark)), "")
-    if not encoding and b"\0" in first_bytes:  # without a mark: every zero is the same half of a character
-        zeros = {at % 2 for at, byte in enumerate(first_bytes) if byte == 0}
-        named = "UTF-16LE" if zeros == {1} else "UTF-16BE"
-        text = first_bytes[: len(first_bytes) // 2 * 2].decode(named, "replace").rstrip("\ufffd")
-        is_text = all(char.isprintable() or char.isspace() for char in text)
-        encoding = named if len(zeros) == 1 and is_text else ""
+    zeros = {at % 2 for at, byte in enumerate(first_bytes) if byte == 0}
+    # without a mark; both halves of a character may be zero, as U+4E00 is the Chinese one, but a few bytes
+    # of binary data may be characters then
+    orders = {(1,): ["LE"], (0,): ["BE"], (0, 1): ["LE", "BE"] if len(first_bytes) >= 32 else []}
+    for order in [] if encoding else orders.get(tuple(sorted(zeros)), []):
+        text = first_bytes[: len(first_bytes) // 2 * 2].decode(f"UTF-16{order}", "replace").rstrip("\ufffd")
+        if "\ufffd" not in text and all(char.isprintable() or char.isspace() for char in text):
+            encoding = f"UTF-16{order}"
+            break
     return encoding and f"{encoding}, not UTF-8; convert it: iconv -f {encoding} -t UTF-8 OLD > NEW"
 
 

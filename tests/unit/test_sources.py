@@ -281,8 +281,10 @@ BAD: list[tuple[str, str | bytes, tuple[str, ...]]] = [
             "plain text\n",
             "\u043c\u0438\u0440 \u0432 \u0434\u043e\u043c\u0435\n",
             '{"text": "x"}\n',
+            "\u4eca\u5929 \u4e00\u8d77\u53bb\u516c\u56ed, \u4e00\u8d77\u5b66\u4e60\u4e2d\u6587\n",
         )
     ),
+    ("bad.txt", bytes(range(48)), ("binary",)),
     *(
         ("bad.json", '[{"text": "na\u00efve"}]'.encode(codec), said)
         for codec, said in (
