@@ -30,6 +30,7 @@ from torch import Tensor
 from bert_dp import checkpoint, instances, pretrained, record
 from bert_dp.classifier import Classifier, pool
 from bert_dp.config import ConfigError, FinetuneConfig, resolve
+from bert_dp.config.manifest import WARNED_LOSS, lost_words
 from bert_dp.corpus import readers
 from bert_dp.corpus.builder import shown_progress
 from bert_dp.corpus.command import run_command
@@ -156,14 +157,16 @@ def predict(
     device = device_of(source.path)
     narrow = not is_exported(source.path) and inference_precision(precision, device).autocast
     computed = {"precision": "bf16"} if narrow else {}
-    truncated = done = index = 0
+    truncated = done = index = letters = lost_letters = 0
     textless: set[int] = set()
 
     def submit_batches(first: int) -> list[tuple[NDArray[np.int64], instances.Wait]]:
         """The examples that are held from `first` on."""
-        nonlocal truncated
+        nonlocal truncated, letters, lost_letters
         encoded = encoder.encode(texts[first : first + HELD])
         truncated += encoded.truncated
+        letters += encoded.letters
+        lost_letters += encoded.lost_letters
         textless.update((first + encoded.textless).tolist())
         rows = np.split(encoded.ids, encoded.offsets[1:-1])
         together = batches(np.diff(encoded.offsets), batch_tokens(device))
@@ -185,6 +188,9 @@ def predict(
                     line = {**labelled(output_L, finetune), **computed}
                 yield {"index": index, **line}
                 index += 1
+    if lost_letters > WARNED_LOSS * letters:
+        known = f"the tokenizer of {run} does not know them"
+        progress(f"warning: FILE: {lost_words(lost_letters, letters)}, as {known}", 0, 0)
     if textless:
         first = f"the first has index {min(textless)}"
         without = f"{len(textless)} of {len(texts)} examples have a text without a token"

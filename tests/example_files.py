@@ -63,6 +63,8 @@ def write_examples(
             "tokens": len(ids),
             "truncated": 0,
             "has_labels": name != "test",
+            "letters": 0,
+            "lost_letters": 0,
             "in_train": None if name == "train" else 0,
             "baseline": dict.fromkeys(METRICS[kind], 0.25) if name == "dev" else None,
             "left_out": 0,

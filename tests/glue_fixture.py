@@ -49,6 +49,8 @@ def make_task(
             "tokens": 5 * count,
             "truncated": count // 4,
             "has_labels": split not in tests,
+            "letters": 0,
+            "lost_letters": 0,
             "in_train": None if split == "train" else 1,
             "baseline": None if split not in dev else dict.fromkeys(METRICS.get(name, ["accuracy"]), 0.4),
             "left_out": 0,

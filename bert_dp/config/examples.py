@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from bert_dp.config.error import Issue
-from bert_dp.config.manifest import BaseName, HashedFile, Manifest, TokenizerFile, read_hashed, read_manifest
+from bert_dp.config.manifest import (
+    WARNED_LOSS,
+    BaseName,
+    HashedFile,
+    Manifest,
+    TokenizerFile,
+    lost_words,
+    read_hashed,
+    read_manifest,
+)
 from bert_dp.config.schema import MAX_VOCAB_SIZE, Config, LabelKind
 from bert_dp.config.stored import Count, Sha256, StoredModel
 
@@ -40,6 +51,9 @@ class ExampleSplit(StoredModel):
     and of a split without labels; a score is None where the metric is not defined for a constant."""
     left_out: Count
     """Broken rows of the file."""
+    letters: Count
+    lost_letters: Count
+    """Letters that the tokenizer drops, or that are part of unknown tokens."""
     without_tokens: Count
     """Examples with a text of which the tokenizer keeps nothing; of a pair one such text is enough."""
     first_without_tokens: str | None
@@ -127,15 +141,32 @@ class ExamplesManifest(HashedFile):
             for name, split in self.splits.items()
             if split.without_tokens
         ]
+        warnings += [
+            f"{name}: {lost_words(split.lost_letters, split.letters)}; finetune a run whose tokenizer knows "
+            "them"
+            for name, split in self.splits.items()
+            if split.lost_letters > WARNED_LOSS * split.letters
+        ]
         spellings: dict[str, list[str]] = {}
         for label in self.labels:
-            spellings.setdefault(label.casefold(), []).append(label)
-        warnings += [
-            f"labels {' and '.join(map(repr, names))} differ in case alone and count as {len(names)} labels"
-            for names in spellings.values()
-            if len(names) > 1
-        ]
+            spellings.setdefault(_folded(label), []).append(label)
+        for names in spellings.values():
+            if len(names) > 1:
+                # escapes where the names may look the same
+                show = repr if len({name.casefold() for name in names}) == 1 else ascii
+                warnings.append(
+                    f"labels {' and '.join(map(show, names))} differ in case, white space or spelling alone "
+                    f"and count as {len(names)} labels"
+                )
         return warnings
+
+
+def _folded(label: str) -> str:
+    """Return the form that spellings of one label share: without case, white space, invisible characters and
+    the Unicode form of an accent, and of a whole number without a plus sign and leading zeros."""
+    text = unicodedata.normalize("NFKC", label).casefold()
+    text = " ".join("".join(c for c in text if unicodedata.category(c) != "Cf").split())
+    return str(int(text)) if re.fullmatch(r"[+-]?\d+", text) else text
 
 
 def read_examples(directory: Path) -> ExamplesManifest:

@@ -76,7 +76,7 @@ class SourceFile(StoredModel):
     letters: Count
     """Characters of Unicode category L in the documents, before any document is dropped."""
     lost_letters: Count
-    """Letters of whose normal form no letter is left."""
+    """Letters of whose normal form no letter is left, and those in unknown tokens."""
     tokens: Count
     unknown_tokens: Count
 
@@ -97,10 +97,8 @@ class SourceFile(StoredModel):
 
     def loss_words(self) -> str:
         """Name both shares."""
-        return (
-            f"{self.lost_share:.1%} of its letters are lost ({self.lost_letters:,} of {self.letters:,}), "
-            f"{self.unknown_share:.1%} of its tokens are unknown"
-        )
+        lost = lost_words(self.lost_letters, self.letters)
+        return f"{lost}, {self.unknown_share:.1%} of its tokens are unknown"
 
 
 class Manifest(HashedFile):
@@ -199,6 +197,11 @@ class Manifest(HashedFile):
                 "sequences, so every step repeats them; lower it, or give more text"
             )
         return warnings
+
+
+def lost_words(lost: int, letters: int) -> str:
+    """Name the share of a source's letters that the tokenizer loses."""
+    return f"{lost / max(1, letters):.1%} of its letters are lost ({lost:,} of {letters:,})"
 
 
 def loss_warnings(sources: Sequence[SourceFile]) -> list[str]:

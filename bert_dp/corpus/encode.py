@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 
 from bert_dp.config.manifest import TOKEN_BYTES
 from bert_dp.corpus.dedup import content_key, document_key, sketcher
-from bert_dp.corpus.tokenizer import letter_counter, normalize, normalizer_json
+from bert_dp.corpus.tokenizer import loss_counter, normalize, normalizer_json
 
 COUNTS = ("letters", "lost_letters", "tokens", "unknown_tokens")  # of a source, as its manifest has them
 BATCH_DOCUMENTS, BATCH_CHARS = 1000, 2**20
@@ -73,15 +73,17 @@ def in_batches(documents: Iterable[str]) -> Iterator[list[str]]:
 
 def make_encoder(settings: Encoding) -> Callable[[list[str]], Encoded]:
     """The function that turns a list of texts into their tokens, keys and sketches, in one process."""
-    count_letters = letter_counter(Tokenizer.from_str(settings.tokenizer_json).normalizer)
+    whole = Tokenizer.from_str(settings.tokenizer_json)
+    count_letters = loss_counter(whole, settings.unk)
     tree = json.loads(settings.tokenizer_json)
     has_our_normalizer = tree.get("normalizer") == json.loads(normalizer_json())
     if has_our_normalizer:  # `normalize` does the same, and is faster
         tree["normalizer"] = None
     tokenizer = Tokenizer.from_str(json.dumps(tree))
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    tokenizer.encode_special_tokens = True  # "<mask>" in a text is text
+    for each in (whole, tokenizer):
+        each.no_padding()
+        each.no_truncation()
+        each.encode_special_tokens = True  # "<mask>" in a text is text
     sketch = sketcher(settings.seed) if settings.near else None
     rate = settings.max_tokens_per_char
 
@@ -89,7 +91,7 @@ def make_encoder(settings: Encoding) -> Callable[[list[str]], Encoded]:
         normalized = [normalize(text) for text in texts] if has_our_normalizer else texts
         rows = [e.ids for e in tokenizer.encode_batch_fast(normalized, add_special_tokens=False)]
         counts = [
-            (*count_letters(text), len(row), row.count(settings.unk))
+            (*count_letters(text, row), len(row), row.count(settings.unk))
             for text, row in zip(texts, rows, strict=True)
         ]
         full = [i for i, row in enumerate(rows) if row]

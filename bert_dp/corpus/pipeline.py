@@ -280,6 +280,16 @@ def _check_split(
     """
     counts = [f"{w.sequences} sequences from {w.documents} documents" for w in (train, held_out)]
     hint, share = DOCUMENT_HINT[options.documents], options.held_out_fraction
+    total = train.length * (train.sequences + held_out.sequences)
+    longest = max(train.longest, held_out.longest) / max(1, total)
+    if held_out.sequences > train.sequences:
+        message = (
+            f"held-out {counts[1]}, but training {counts[0]}: documents are held out whole and the longest "
+            f"has {longest:.0%} of the tokens"
+        )
+        hint += f"; split long documents, add text, or lower data.build.held_out_fraction {share}"
+        other = "data.build.held_out_fraction"
+        raise ConfigError([Issue("data.sources", "conflict", message, other=other, hint=hint)])
     if not train.sequences or not (held_out.sequences or share == 0):
         lost = ", ".join(f"{n} {stage}" for stage, n in dropped.items() if n) or "none"
         message = f"too little text: training {counts[0]}, held-out {counts[1]} (dropped: {lost})"
@@ -289,15 +299,6 @@ def _check_split(
         )
         issue = Issue("data.sources", "out_of_range", message, other="data.sequence_length", hint=hint)
         raise ConfigError([issue])
-    longest = max(train.longest, held_out.longest) / (train.length * (train.sequences + held_out.sequences))
-    if held_out.sequences > train.sequences:
-        message = (
-            f"held-out {counts[1]}, but training {counts[0]}: documents are held out whole and the longest "
-            f"has {longest:.0%} of the tokens"
-        )
-        hint += f"; split long documents, or lower data.build.held_out_fraction {share}"
-        other = "data.build.held_out_fraction"
-        raise ConfigError([Issue("data.sources", "conflict", message, other=other, hint=hint)])
     if longest > LONG_DOCUMENT and share > 0:
         what = f"one document has {longest:.0%} of the tokens, and documents are held out whole"
         tell(f"warning: {what}; {hint}", 0, 0)

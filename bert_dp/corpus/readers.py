@@ -29,6 +29,7 @@ BYTE_ORDER_MARKS = {
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
 }
+ENCODING_FIX = "convert it from its encoding: iconv -f LATIN1 (or CP1251, GB18030, ...) -t UTF-8 OLD > NEW"
 ZSTD_WINDOW_BYTES = 2**31  # the largest that zstd --long=31 makes
 ZSTD_READ_BYTES = 1024  # a call unpacks all of its input, which may be 32 768 times as much
 COMPRESSIONS = (".gz", ".xz", ".zst")
@@ -55,23 +56,25 @@ def encoding_hint(first_bytes: bytes) -> str:
     """Name UTF-16 or UTF-32 by the beginning of a file, with the command that converts it; else empty."""
     first_bytes = first_bytes[:4096]
     encoding = next((name for mark, name in BYTE_ORDER_MARKS.items() if first_bytes.startswith(mark)), "")
-    if not encoding and b"\0" in first_bytes:  # without a mark: every zero is the same half of a character
-        zeros = {at % 2 for at, byte in enumerate(first_bytes) if byte == 0}
-        named = "UTF-16LE" if zeros == {1} else "UTF-16BE"
-        text = first_bytes[: len(first_bytes) // 2 * 2].decode(named, "replace").rstrip("\ufffd")
-        is_text = all(char.isprintable() or char.isspace() for char in text)
-        encoding = named if len(zeros) == 1 and is_text else ""
+    zeros = {at % 2 for at, byte in enumerate(first_bytes) if byte == 0}
+    # without a mark; both halves of a character may be zero, as U+4E00 is the Chinese one, but a few bytes
+    # of binary data may be characters then
+    orders = {(1,): ["LE"], (0,): ["BE"], (0, 1): ["LE", "BE"] if len(first_bytes) >= 32 else []}
+    for order in [] if encoding else orders.get(tuple(sorted(zeros)), []):
+        text = first_bytes[: len(first_bytes) // 2 * 2].decode(f"UTF-16{order}", "replace").rstrip("\ufffd")
+        if "\ufffd" not in text and all(char.isprintable() or char.isspace() for char in text):
+            encoding = f"UTF-16{order}"
+            break
     return encoding and f"{encoding}, not UTF-8; convert it: iconv -f {encoding} -t UTF-8 OLD > NEW"
 
 
 def json_records(path: Path) -> Iterator[tuple[str, Any]]:
     """(place, record) of JSON records: one on each line, or all in one array. Raises ConfigError."""
-    yield from _array(path) if _is_array(path) else _records(path)
-
-
-def _is_array(path: Path) -> bool:
     begin = next((text for chunk in _chunks(path) if (text := chunk.lstrip(b"\xef\xbb\xbf \t\r\n"))), b"")
-    return begin.startswith(b"[")
+    is_array = begin.startswith(b"[")
+    if is_array and (hint := encoding_hint(begin)):
+        raise ConfigError([Issue(str(path), "unsupported", f"is {hint}")])
+    yield from _array(path) if is_array else _records(path)
 
 
 def _records(path: Path) -> Iterator[tuple[str, Any]]:
@@ -98,7 +101,12 @@ def _array(path: Path) -> Iterator[tuple[str, Any]]:
             hint = "write one object a line (JSONL): jq -c '.[]' OLD > NEW.jsonl"
             raise ConfigError([Issue(str(path), "out_of_range", message, hint=hint)])
     try:
-        records = json.loads(data.decode("utf-8-sig"))
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        message = f"byte {error.start + 1} is not UTF-8 (0x{data[error.start]:02x})"
+        raise ConfigError([Issue(str(path), "unsupported", message, hint=ENCODING_FIX)]) from None
+    try:
+        records = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise _damaged(path, f"not a JSON array ({error})") from None
     for number, record in enumerate(records, 1):
@@ -155,8 +163,7 @@ def _decode(path: Path, number: int, line: bytes) -> str:
         return line.removesuffix(b"\r").decode()
     except UnicodeDecodeError as error:
         message = f"line {number}, byte {error.start + 1} is not UTF-8 (0x{line[error.start]:02x})"
-        hint = "convert it from its encoding: iconv -f LATIN1 (or CP1251, GB18030, ...) -t UTF-8 OLD > NEW"
-        raise ConfigError([Issue(str(path), "unsupported", message, hint=hint)]) from None
+        raise ConfigError([Issue(str(path), "unsupported", message, hint=ENCODING_FIX)]) from None
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
@@ -164,13 +171,12 @@ def _chunks(path: Path) -> Iterator[bytes]:
     try:
         with path.open("rb") as raw:
             if compression == ".zst":
-                yield from _zstd_chunks(path, raw)
+                yield from filter(None, _zstd_chunks(path, raw))
                 return
-            file: Any = raw
-            if compression == ".gz":
-                file = gzip.GzipFile(fileobj=raw)
-            elif compression == ".xz":
-                file = lzma.LZMAFile(raw)  # noqa: SIM115 (closed with raw)
+            if compression == ".xz":
+                yield from filter(None, _xz_chunks(raw))  # an empty chunk would end the file for a reader
+                return
+            file: Any = gzip.GzipFile(fileobj=raw) if compression == ".gz" else raw
             while chunk := file.read(CHUNK_BYTES):
                 yield chunk
     except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
@@ -181,6 +187,25 @@ def _chunks(path: Path) -> Iterator[bytes]:
 
 def _damaged(path: Path, message: str) -> ConfigError:
     return ConfigError([Issue(str(path), "damaged", message, hint="fetch it again")])
+
+
+def _xz_chunks(raw: BinaryIO) -> Iterator[bytes]:
+    """Yield the content of all streams of an .xz file.
+
+    lzma.LZMAFile ends without an error at a second stream that is damaged, which would lose the rest.
+    """
+    stream: lzma.LZMADecompressor | None = None
+    while data := raw.read(CHUNK_BYTES):
+        while stream is not None or (data := data.lstrip(b"\0")):  # zeros may stand after a stream
+            stream = stream or lzma.LZMADecompressor()
+            yield stream.decompress(data, CHUNK_BYTES)
+            data = b""
+            if stream.eof:
+                data, stream = stream.unused_data, None
+            elif stream.needs_input:
+                break
+    if stream is not None:
+        raise EOFError("the last stream does not end")
 
 
 def _zstd_chunks(path: Path, raw: BinaryIO) -> Iterator[bytes]:

@@ -14,7 +14,7 @@ import json
 import re
 import string
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Literal
@@ -41,6 +41,12 @@ DASHES = (
     "[\u058a\u05be\u1400\u1806\u2010-\u2015\u2053\u207b\u208b\u2212\u2e17\u2e1a\u2e3a\u2e3b\u2e40\u2e5d\u301c"
     "\u3030\u30a0\ufe31\ufe32\ufe58\ufe63\uff0d\U00010d6e\U00010ead]"
 )
+# after NFKD; a space, as they often stand between words or numbers without one. Not the middle dot and
+# the hyphenation point, which stand inside of words
+SYMBOLS = (
+    "[\u00a1-\u00b6\u00b8-\u00bf\u2020-\u2026\u2030-\u205e\u20a0-\u20cf\u2100-\u2bff\u2e00-\u2e5d\u3001-\u3003"
+    "\u3008-\u3020\u303d\U0001f000-\U0001faff]"
+)
 REPLACED = (
     (WHITE_SPACE, " "),
     (DASHES, "-"),
@@ -51,8 +57,15 @@ REPLACED = (
     ("\u00e6", "ae"),
     ("\u0153", "oe"),
     ("\u00df", "ss"),
+    ("\u00f7", "/"),  # division sign
+    ("\u2264", "<="),
+    ("\u2265", ">="),
+    ("\u00ad", ""),  # soft hyphen, which SYMBOLS would make a space
+    (SYMBOLS, " "),
 )
+NEGATED = (("\u2260", "!="), ("\u226e", ">="), ("\u226f", "<="))  # NFKD makes them = < > and a stroke
 FRACTIONS = "\u00bc\u00bd\u00be\u2189" + "".join(map(chr, range(0x2150, 0x2160)))
+RAISED = "\u00b2\u00b3\u00b9\u2070\u2074\u2075\u2076\u2077\u2078\u2079\u2120\u2122"  # digits, SM and TM
 
 
 class _CharacterTable(dict[int, str]):
@@ -85,8 +98,10 @@ def normalizer() -> normalizers.Normalizer:
         [
             normalizers.Replace("``", '"'),
             normalizers.Replace("''", '"'),
-            # 1\u00bd is 1 1/2, not 11/2; one by one, because a match of no width damages the alignment
-            *(normalizers.Replace(fraction, f" {fraction}") for fraction in FRACTIONS),
+            *(normalizers.Replace(sign, ascii_text) for sign, ascii_text in NEGATED),
+            # 1\u00bd is 1 1/2, not 11/2, and 10\u00b2 is not 102; one by one, because a match of no width
+            # damages the alignment
+            *(normalizers.Replace(sign, f" {sign}") for sign in FRACTIONS + RAISED),
             normalizers.NFKD(),
             normalizers.Lowercase(),
             *(normalizers.Replace(Regex(pattern), ascii_text) for pattern, ascii_text in REPLACED),
@@ -117,6 +132,24 @@ def letter_counter(normalizer: normalizers.Normalizer | None) -> Callable[[str],
                 if is_letter(char):
                     letters += n
                     lost += n * is_lost(char)
+        return letters, lost
+
+    return count
+
+
+def loss_counter(tokenizer: Tokenizer, unk: int) -> Callable[[str, Sequence[int]], tuple[int, int]]:
+    """Return the function that counts the letters of a text, given with its token ids, and those that are
+    lost: dropped by the normaliser of `tokenizer`, or part of a token `unk`."""
+    count_letters = letter_counter(tokenizer.normalizer)
+
+    def count(text: str, ids: Sequence[int]) -> tuple[int, int]:
+        letters, lost = count_letters(text)
+        if unk in ids:
+            encoded = tokenizer.encode(text, add_special_tokens=False)  # its offsets are those of the text
+            for token, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
+                if token == unk:
+                    inside, lost_inside = count_letters(text[start:end])
+                    lost += inside - lost_inside
         return letters, lost
 
     return count

@@ -153,6 +153,8 @@ def _build(labelled: Labelled, encoder: Encoder, tokenizer: Path, dev_share: flo
             "baseline": _baseline(labelled, labels, split),
             "in_train": None if split == TRAIN else sum(_key(row) in train_keys for row in table.rows),
             "left_out": table.left_out,
+            "letters": encoded.letters,
+            "lost_letters": encoded.lost_letters,
             "without_tokens": len(encoded.textless),
             "first_without_tokens": next((table.rows[i].place for i in encoded.textless), None),
         }
@@ -232,6 +234,10 @@ class Encoded:
     """Examples that were longer than the encoder's length."""
     textless: NDArray[np.int64]
     """Indices of the examples with a text that has no token; of a pair one such text is enough."""
+    letters: int
+    """Of the texts, before they are cut."""
+    lost_letters: int
+    """Letters that the tokenizer drops, or that are part of unknown tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,7 +267,13 @@ class Encoder:
         textless: list[int] = []
         truncated = 0
         head = [self.special["cls"]] if self.has_cls else []
-        for index, parts in enumerate(self._parts(examples)):
+        count_letters = tokens.loss_counter(self.tokenizer, self.special["unk"])
+        letters = lost_letters = 0
+        for index, (texts, parts) in enumerate(zip(examples, self._parts(examples), strict=True)):
+            for text, ids in zip(texts, parts, strict=True):
+                counted, lost = count_letters(text, ids)
+                letters += counted
+                lost_letters += lost
             kept = truncate(parts, self.length - len(head) - len(parts))
             truncated += kept != parts
             if not all(parts):
@@ -271,8 +283,8 @@ class Encoder:
                 row += [*part, self.special["sep"]]
             rows.append(row)
         offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
-        ids = np.fromiter(chain.from_iterable(rows), np.uint16, int(offsets[-1]))
-        return Encoded(ids, offsets, truncated, np.array(textless, np.int64))
+        ids_T = np.fromiter(chain.from_iterable(rows), np.uint16, int(offsets[-1]))
+        return Encoded(ids_T, offsets, truncated, np.array(textless, np.int64), letters, lost_letters)
 
     def has_tokens(self, examples: Sequence[tuple[str, ...]]) -> bool:
         """Return True if there is an example whose every text has a token. Reads up to its batch."""

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from bert_dp import record
-from bert_dp.config import BuildConfig, Config, Issue, read_manifest
+from bert_dp.config import BuildConfig, Config, ConfigError, Issue, read_manifest
 from bert_dp.config.manifest import Split
 from bert_dp.config.schema import MIN_BYTE_VOCAB_SIZE
 from bert_dp.corpus import builder, dedup, encode, pipeline, shards, sources, tokenizer
@@ -236,6 +236,7 @@ def test_whole_books_are_held_out_where_a_blank_line_ends_one(tmp_path: Path) ->
     ("fraction", "with_others", "refused", "warned"),
     [
         (0.3, False, ("out_of_range", "data.sequence_length"), ""),
+        (0.4, False, ("conflict", "data.build.held_out_fraction"), ""),
         (0.4, True, ("conflict", "data.build.held_out_fraction"), ""),
         (0.05, True, None, "warning: one document has 87% of the tokens"),
         (0.0, False, None, ""),
@@ -440,6 +441,13 @@ UNICODE_WHITE_SPACE = [
         ("na\u00efve CAF\u00c9 \u0130stanbul", "naive cafe istanbul"),
         ("``tex''  two\u00a0 \u00a0spaces", '"tex" two spaces'),
         ("5 \u20ac \u4e2d \u043c", "5 "),
+        (
+            "5\u00b13, 5\u20ac20 a\u2192b x\u20225 end\u3002so I\U0001f600love 5\u00b0C",
+            "5 3, 5 20 a b x 5 end so i love 5 c",
+        ),
+        ("a\u2260b a\u226eb a\u226fb a\u2264b a\u2265b 3\u00f74", "a!=b a>=b a<=b a<=b a>=b 3/4"),
+        ("10\u00b2 note\u2074 Name\u2122 Name\u00ae", "10 2 note 4 name tm name "),
+        ("H\u2082O 1\u00ba col\u00b7lecci\u00f3 10\u00b5m rock\u00b4n", "h2o 1o colleccio 10m rock n"),
     ],
 )
 def test_normal_form_keeps_word_boundaries(text: str, normal: str) -> None:
@@ -501,6 +509,7 @@ def test_a_source_that_loses_much_is_refused(
         assert issue.message.startswith(f"{len(files) - 1}.txt: ")
         assert issue.value > 0.2
         assert "tokenizer_model=byte_bpe" in (issue.hint or "")
+        assert sorted(tmp_path.iterdir()) == sorted(map(Path, files)), "nothing half-written"
         return
     manifest = make(files, tmp_path / "out", **options)
     for docs, counted in zip(source_docs, manifest["sources"], strict=True):
@@ -528,6 +537,22 @@ def test_unknown_tokens_are_counted_for_every_tokenizer(tmp_path: Path) -> None:
             continue
         (counted,) = make(source, tmp_path / str(foreign), tokenizer=path)["sources"]
         assert (counted["tokens"], counted["unknown_tokens"]) == (100 * (20 + foreign), 100 * foreign)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_letters_in_unknown_tokens_are_lost(tmp_path: Path, normalize: bool) -> None:
+    """WordPiece makes one unknown token of a word of over 100 characters, however many letters that is."""
+    word = "caf\u00e9\u0142" * 30  # with the Polish l with a stroke, which the normaliser drops
+    docs = [" ".join(random.Random(i).choices(WORDS, k=300)) + f" {i}" for i in range(40)]
+    docs[0] += " " + word
+    (counted,) = make(write(tmp_path / "a.txt", docs), tmp_path / "out", normalize=normalize)["sources"]
+    letters = sum(map(str.isalpha, "".join(docs)))
+    assert counted["unknown_tokens"] == 1
+    assert (counted["letters"], counted["lost_letters"]) == (letters, len(word))
+    docs = [f"{doc} {word * 9}" for doc in docs]  # 0.3 % of the tokens, over 20 % of the letters
+    with pytest.raises(ConfigError, match="tokenizer_model=byte_bpe"):
+        make(write(tmp_path / "b.txt", docs), tmp_path / "refused", normalize=normalize)
+    assert not (tmp_path / "refused").exists()
 
 
 def test_sources_are_counted_apart_whatever_the_batches(

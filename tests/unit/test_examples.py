@@ -550,20 +550,61 @@ def test_texts_that_the_vocabulary_has_nothing_of_are_counted_in_every_split(lab
     assert lab.words(Examples.open(directory, manifest, "train"), 1) == "<cls> <sep>"
     counts = {n: (s.without_tokens, s.first_without_tokens) for n, s in manifest.splits.items()}
     assert counts == {"train": (2, "line 3"), "dev": (0, None)}
-    (warning,) = manifest.warnings(make_config())
+    warning, lost = manifest.warnings(make_config())
     assert warning.startswith("train: 2 of 3 ")
+    assert lost.startswith("train: ")
+    assert "(2 of 6)" in lost
     pairs = f"text,text_pair,label\na,cat,x\na,{LOST},y\n{LOST},a,y\n{LOST},{LOST},y\n"
     file = lab.write("pairs.csv", pairs)
     split = lab.prepare("--train", file, "--dev", file)[1].splits["dev"]
     assert (split.without_tokens, split.first_without_tokens) == (3, "line 3")
 
 
-def test_labels_that_differ_in_case_alone_are_remarked_on(lab: Lab) -> None:
-    file = lab.write("own.csv", "text,label\na cat,pos\na dog,POS\na mat,neg\n")
+def test_lost_letters_are_counted_in_every_split(lab: Lab) -> None:
+    """Also where each text keeps some token; both texts of a pair count."""
+    texts = {"train": f"a cat {LOST}", "dev": "a cat" + " a cat" * 99 + LOST}
+    for columns in (1, 2):
+        head = ",".join(["text", "text_pair"][:columns])
+        named = []
+        for split, text in texts.items():
+            content = f"{head},label\n" + "".join(f"{','.join([text] * columns)},{y}\n" for y in "xy")
+            named += [f"--{split}", lab.write(f"{split}{columns}.csv", content)]
+        manifest = lab.prepare(*named)[1]
+        counts = {name: (split.lost_letters, split.letters) for name, split in manifest.splits.items()}
+        assert counts == {"train": (2 * columns, 10 * columns), "dev": (2 * columns, 802 * columns)}
+        (warning,) = manifest.warnings(make_config())
+        assert warning.startswith("train: 20.0% ")
+
+
+@pytest.mark.parametrize("split", ["train", "dev"])
+def test_a_file_of_which_no_token_is_left_is_refused(lab: Lab, split: str) -> None:
+    files = {"train": GOOD, "dev": GOOD, split: f"text,label\n{LOST},x\n\u72ac,y\n"}
+    named = [x for name, text in files.items() for x in (f"--{name}", lab.write(f"{name}.csv", text))]
+    (issue,) = lab.refused(*named)
+    assert issue.setting.endswith(f"{split}.csv")
+
+
+@pytest.mark.parametrize(
+    ("labels", "remarked"),
+    [
+        (["pos", "POS", "neg"], ["'POS'", "'pos'"]),
+        (["caf\u00e9", "cafe\u0301", "cafe"], [r"'cafe\u0301'", r"'caf\xe9'"]),
+        (
+            ["New York", "New\u00a0York", "New  York", "Newark"],
+            ["'New  York'", "'New York'", r"'New\xa0York'"],
+        ),
+        (["a", "a\u200b", "b"], ["'a'", r"'a\u200b'"]),
+        (["1", "+1", "01", "0", "-1"], ["'+1'", "'01'", "'1'"]),
+        (["1", "\u0661", "2"], ["'1'", r"'\u0661'"]),
+    ],
+)
+def test_labels_that_look_like_one_are_remarked_on(lab: Lab, labels: list[str], remarked: list[str]) -> None:
+    file = lab.write("own.csv", "text,label\n" + "".join(f"a cat,{label}\n" for label in labels))
     manifest = lab.prepare("--train", file, "--dev", file)[1]
-    assert manifest.labels == ["POS", "neg", "pos"]
+    assert sorted(manifest.labels) == sorted(labels)
     (warning,) = manifest.warnings(make_config())
-    assert warning.startswith("labels 'POS' and 'pos' ")
+    assert warning.startswith(f"labels {' and '.join(remarked)} ")
+    assert f" {len(remarked)} labels" in warning
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,9 +20,9 @@ from launcher.machine import environment
 from launcher.machine.environment import Gpu
 from launcher.output import KeptPlan, Output, claim, identity, place_issues, publish
 from launcher.report.model import Report
-from launcher.results import LrPlanFile
 from launcher.run.restarts import Policy
 from launcher.run.train import start_warnings
+from launcher.tune.lr import LrPlanFile
 from tests.e2e.cli import umask
 from tests.helpers import issues_of, make_config, write_files
 

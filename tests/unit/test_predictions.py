@@ -145,7 +145,10 @@ def test_a_text_of_which_no_token_is_left_has_no_label(
         },
     )
     columns = ["--column", "a", "--column", "b"]
-    for name, options, lost in (("a.txt", [], [1, 3]), ("pairs.csv", columns, [1, 2, 3])):
+    for name, options, lost, lost_letters in (
+        ("a.txt", [], [1, 3], 2 * len(LOST)),
+        ("pairs.csv", columns, [1, 2, 3], 4 * len(LOST)),
+    ):
         assert predict.main([*options, str(run), str(tmp_path / name)]) == 0
         printed = capsys.readouterr()
         lines = [json.loads(line) for line in printed.out.splitlines()]
@@ -154,6 +157,7 @@ def test_a_text_of_which_no_token_is_left_has_no_label(
         assert all(("label" in line) == (form == "labels") for line in lines if "tokens" not in line)
         assert f"{len(lost)} of 4 examples" in printed.err
         assert "index 1" in printed.err
+        assert f"({lost_letters} of " in printed.err
     out = tmp_path / "new" / "out.jsonl"
     for name, options in (("lost.txt", []), ("lost.csv", columns)):
         for more in ([], ["--out", str(out)]):

@@ -128,6 +128,33 @@ def test_two_frames_in_one_file(tmp_path: Path, compression: str) -> None:
 
 
 @pytest.mark.parametrize("compression", [".gz", ".xz", ".zst"])
+def test_a_compressed_file_is_read_as_the_plain_one(tmp_path: Path, compression: str) -> None:
+    """A lone CR ends no line where there is an LF; streams may part a record, or a character."""
+    compress = COMPRESSIONS[compression]
+    path = tmp_path / f"a.txt{compression}"
+    path.write_bytes(compress(b"one\rtwo\nthree\n"))
+    assert read(path) == ["one\rtwo", "three"]
+    path = tmp_path / f"a.json{compression}"
+    data = '[{"text": "na\u00efve"}, {"text": "b"}]'.encode()
+    for at in range(1, len(data)):
+        path.write_bytes(compress(data[:at]) + compress(data[at:]))
+        assert read(path) == ["na\u00efve", "b"]
+
+
+@pytest.mark.parametrize("compression", [".gz", ".xz"])
+def test_what_stands_after_a_stream_is_refused_unless_it_is_zeros(tmp_path: Path, compression: str) -> None:
+    compress = COMPRESSIONS[compression]
+    path = tmp_path / f"a.txt{compression}"
+    damaged = b"?" + compress(b"two\n")[1:]
+    for rest in (b"", b"\0" * 8, b"\0" * 2**20):
+        path.write_bytes(compress(b"one\n") + rest + compress(b"two\n") + rest)
+        assert read(path) == ["one", "two"]
+    for rest in (damaged, b"\0" * 4 + damaged, b"garbage", compress(b"two\n")[:-5]):
+        path.write_bytes(compress(b"one\n") + rest)
+        fails(path, "damaged", "")
+
+
+@pytest.mark.parametrize("compression", [".gz", ".xz", ".zst"])
 def test_cut_and_corrupt_compressed_files_are_refused(tmp_path: Path, compression: str) -> None:
     whole = COMPRESSIONS[compression](as_text([str(i) * 50 for i in range(2000)]))
     cut, corrupt = tmp_path / f"cut.txt{compression}", tmp_path / f"corrupt.txt{compression}"
@@ -252,7 +279,13 @@ BAD: list[tuple[str, bytes, str, str]] = [
             "plain text\n",
             "\u043c\u0438\u0440 \u0432 \u0434\u043e\u043c\u0435\n",
             '{"text": "x"}\n',
+            "\u4eca\u5929 \u4e00\u8d77\u53bb\u516c\u56ed, \u4e00\u8d77\u5b66\u4e60\u4e2d\u6587\n",
         )
+    ),
+    ("bad.txt", bytes(range(48)), "unsupported", "binary"),
+    *(
+        ("bad.json", '[{"text": "na\u00efve"}]'.encode(codec), "unsupported", place)
+        for codec, place in (("utf-16-le", "UTF-16LE"), ("utf-16-be", "UTF-16BE"), ("latin1", "0xef"))
     ),
     ("empty.txt", b"\n \n\t\n", "missing", ""),
     ("bad.jsonl", b'{"text": "fine"}\n\n{"text": "cut\n', "damaged", "line 3"),
