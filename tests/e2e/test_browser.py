@@ -38,8 +38,8 @@ REPORTS: dict[str, tuple[int, Callable[[Path], Report]]] = {
     "hostile": (12, hostile_scaling),
     "run": (5, MAKERS["run"]),
     "runs": (5, MAKERS["runs"]),
-    "batch": (4, MAKERS["batch"]),
-    "rate": (3, MAKERS["rate"]),
+    "batch": (2, MAKERS["batch"]),
+    "rate": (2, MAKERS["rate"]),
 }
 """How many figures each has, and how it is made."""
 

@@ -272,8 +272,8 @@ def cards(place: Place) -> Found:
         summary = read_json(run_dir / "summary.json")
         if (done.returncode, summary["failure"]["kind"]) != (1, kind):
             problems.append(f"{what}: exit code {done.returncode}, {summary['failure']['kind']}, not {kind}")
-        if f"rank {last}" not in summary["failure"]["message"]:
-            problems.append(f"{what}: rank {last} is not named: {summary['cause']}")
+        if summary["failure"]["rank"] != last:
+            problems.append(f"{what}: rank {summary['failure']['rank']} is named, not {last}")
     return Found({"rank": last}, problems)
 
 
