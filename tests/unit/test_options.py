@@ -305,14 +305,14 @@ def test_a_finetuning_begins_with_what_its_options_name(monkeypatch: pytest.Monk
                 ["a", "b"],
                 {"documents": "blank_line", "source_format": "jsonl", "text_field": "body"},
             ),
-            {"max_bytes": 9, "as_json": True},
+            {"max_bytes": 9, "precision": "auto", "as_json": True},
         ),
         (
             "predict r f --text q --text-pair s --pooling cls --out o --instances 2 --threads 5",
             predict,
             "predict",
             (Path("r"), "f", predict.Columns("q", "s")),
-            {"pooling": "cls", "out": Path("o"), "instances": 2, "threads": 5},
+            {"pooling": "cls", "out": Path("o"), "instances": 2, "threads": 5, "precision": "auto"},
         ),
         ("export hf r --out o --encoder", export, "export", ("hf", Path("r"), Path("o")), {"encoder": True}),
         (
