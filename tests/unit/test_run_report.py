@@ -421,7 +421,7 @@ def test_a_log_is_missing_only_where_a_line_was_due(
 
 @pytest.mark.parametrize("checkpoint", [None, "checkpoints/step-00000090"])
 def test_a_diverged_run_is_begun_anew_at_half_the_rate(tmp_path: Path, checkpoint: str | None) -> None:
-    facts = {"status": "failed", "failure_kind": "not_finite", "checkpoint": checkpoint}
+    facts = {**failed("the model has diverged", "not_finite"), "checkpoint": checkpoint}
     run = make_run(tmp_path / "run", summary=facts)
     (run / "config.yaml").write_text(dump_config(make_config("optim.lr=0.003")))
     assert of_directories([run]).next == f"bert-dp train {run}/config.yaml --set optim.lr=0.0015"
