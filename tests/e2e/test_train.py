@@ -30,10 +30,10 @@ def first(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> tuple[Path,
 
 
 def sent(run_dir: Path, tag: str) -> list[int]:
-    """The steps of a scalar in TensorBoard, which also tells that the run was sent to its end."""
+    """Return the steps of a scalar that the last start has sent to TensorBoard, to its end."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(run_dir / "tensorboard"))
+    events = EventAccumulator(str(max((run_dir / "tensorboard").iterdir())))
     events.Reload()
     assert events.Tags()["tensors"] == ["config", "summary"]
     return [event.step for event in events.Scalars(tag)]
