@@ -176,7 +176,7 @@ def test_a_rank_that_was_bound_by_its_starter_keeps_its_cores() -> None:
         "assert os.sched_getaffinity(0) == mine, placed; print(placed.inherited, len(placed.shares[0]))"
     )
     one = min(os.sched_getaffinity(0))
-    run = f"os.execv({sys.executable!r}, ['python', '-c', {code!r}])"
+    run = f"os.execv({sys.executable!r}, [{sys.executable!r}, '-c', {code!r}])"
     starter = f"import os; os.sched_setaffinity(0, [{one}]); {run}"
     done = subprocess.run([sys.executable, "-c", starter], capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["True", "1"], done.stderr
