@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Make .gpukit/, which tests/gpu/offline.sh needs on a machine with a GPU and no network: make gpu-kit DATA="SOURCE..."
 # SOURCE: files or directories of text, as for `bert-dp data build`. The wheels are for CPython 3.12 on x86-64 Linux
-# with torch, transformers and their dependencies. A second call fetches and builds nothing that is there already.
+# with torch, transformers, pytest and bert-dp's other dependencies. A second call fetches and builds nothing that is there already.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 kit=.gpukit bin=.venv/bin
