@@ -12,7 +12,7 @@ import typer
 
 from bert_dp.config.profile import parse_profile
 from bert_dp.corpus import shards
-from launcher import checkpoints, children, datasets, options, results
+from launcher import checkpoints, datasets, options, results
 from launcher.evaluate import export, finetune, glue, predict, text_loss
 from launcher.evaluate.glue_scores import GlueOptions
 from launcher.machine import doctor, environment
@@ -376,32 +376,6 @@ def test_a_run_that_was_not_sent_whole_is_told_whichever_it_is(
     assert (done.returncode, asked) == (code, [(path, ("tensorboard",)) for path in ends])
     assert (tmp_path / "page.html").exists()
     assert not list(tmp_path.glob("*/report.html"))
-
-
-# --- verbs whose work is done by a module of its own
-
-
-@pytest.mark.parametrize(("code", "facts", "ended"), [(0, None, 1), (2, None, 2), (1, None, 1)])
-def test_a_module_that_says_nothing_is_no_success(
-    monkeypatch: pytest.MonkeyPatch, code: int, facts: Any, ended: int
-) -> None:
-    monkeypatch.setattr(children, "capture_json", lambda *_: (code, facts))
-    assert here("checkpoints", "r").returncode == ended
-
-
-def test_one_damaged_checkpoint_among_sound_ones_is_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its losses are those of its run, by step."""
-    each = {"samples": 8, "bytes": 2**30}
-    found = [{"name": f"step-{n}", "step": n, "problem": None, **each} for n in (20, 10)]
-    monkeypatch.setattr(children, "capture_json", lambda *_: (0, found))
-    (tmp_path / "evals.jsonl").write_text('{"step": 10, "loss": 7.5}\n{"step": 15, "loss": 7.0}\n')
-    sound = here("checkpoints", str(tmp_path), "--json")
-    assert (sound.returncode, [c["heldout_loss"] for c in json.loads(sound.stdout)]) == (0, [None, 7.5])
-    found[1]["problem"] = "torn"
-    assert here("checkpoints", str(tmp_path)).returncode == 1
-    assert here("checkpoints", str(tmp_path), "--json").returncode == 1
 
 
 def test_damaged_shards_end_with_1_and_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
