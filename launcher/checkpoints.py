@@ -40,7 +40,7 @@ def verify(run: Path, *, as_json: bool, console: Console) -> int:
 
 
 def _describe(path: Path, losses: Mapping[int, float]) -> dict[str, Any]:
-    """Verify one checkpoint: `problem` is null if every file has its hash. `losses`: held-out loss by step."""
+    """Verify one checkpoint; `problem` is null if it is sound. `losses`: held-out loss by step."""
     from bert_dp import checkpoint
 
     facts, num_bytes = None, None

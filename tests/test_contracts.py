@@ -98,10 +98,7 @@ def test_the_walk_sees_what_it_must() -> None:
     assert len(sources()) > 20
 
 
-ONE_SHOT = {
-    "launcher.checkpoints": ("bert_dp.checkpoint",),
-    "launcher.datasets": ("bert_dp.corpus",),
-}
+ONE_SHOT = {"launcher.checkpoints": ("bert_dp.checkpoint",), "launcher.datasets": ("bert_dp.corpus",)}
 """Verbs that work in the launcher's process -> what their functions import, torch included."""
 
 
