@@ -266,7 +266,7 @@ def open_row(row: str, scratch: Path, threads: int) -> Callable[..., Any]:
         )
     from bert_dp.export.as_function import open_run
 
-    model: Any = open_run(folder, encoder=True).whole().to(dtype)
+    model: Any = open_run(folder, encoder=True).module().to(dtype)
     if mode == "compiled":
         model = torch.compile(model, dynamic=True)
 

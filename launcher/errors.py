@@ -17,6 +17,7 @@ from typing import Any
 import typer
 
 from bert_dp.config import ConfigError, plain_message
+from bert_dp.rank_process import RunFailed
 from launcher.log import complain
 
 DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
@@ -60,6 +61,9 @@ def exit_code(command: Callable[[], int | None]) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except RunFailed as error:
+        complain(f"error: {error}")
+        return 1
     except OSError as error:
         return _system_error(error)
     except MemoryError:

@@ -25,7 +25,6 @@ SCHEMA_VERSION = record.SCHEMA_VERSION
 
 Count = Annotated[int, Field(gt=0, le=10**9)]
 Positive = Annotated[float, Field(gt=0)]
-Tokens = Annotated[int, Field(ge=0)]
 Interval = Annotated[list[float], Field(min_length=2, max_length=2)]
 Point = Annotated[tuple[int | float, float | None], Field(strict=False)]
 T = TypeVar("T")
@@ -91,7 +90,7 @@ def write(path: Path, file: StoredFile) -> None:
     record.write_json(path, plain(file))
 
 
-def to_json(file: StoredFile) -> str:
+def to_json(file: StoredModel) -> str:
     """What `--json` prints."""
     return json.dumps(plain(file), indent=1) + "\n"
 
@@ -151,74 +150,6 @@ class TuneFile(Measurement):
     """What both searches tell."""
 
     remedy: ClassVar[str] = "the same `bert-dp tune` command with the same --out writes it anew"
-
-
-# --- what is measured of a run after training
-
-
-class PredictedTokens(StoredModel):
-    """Tokens of a text that a run predicted, of all or of those that it saw in one way."""
-
-    seen: Literal["all", "mask", "random", "original"]
-    """As what: <mask>, a random token, or what it is."""
-    tokens: Tokens
-    documents: Tokens
-    loss: float | None
-    """Mean cross entropy, nats per predicted token."""
-    loss_se: float | None
-    """Standard error over documents, each drawn as a whole; null of one document."""
-    accuracy: float | None
-    """Share whose likeliest token is right."""
-
-
-class HiddenWords(StoredModel):
-    """Whole words that a run predicted, every token of a word hidden at once."""
-
-    rate: float
-    """Of the words, each drawn by (document, word): the same words for every vocabulary."""
-    words: Tokens
-    words_without_token: Tokens
-    """Among them, of which the tokenizer keeps nothing: their bytes cost no bit."""
-    bytes: Tokens
-    """UTF-8, of the words as they stand in the text."""
-    documents: Tokens
-    tokens: Tokens
-    unknown_tokens: Tokens
-    nats: float
-    bits_per_byte: float | None
-    bits_per_byte_se: float | None
-
-
-class TextLoss(StoredFile):
-    """What `eval mlm --json` prints."""
-
-    remedy: ClassVar[str] = "run `bert-dp eval mlm` again"
-    schema_version: int = SCHEMA_VERSION
-    run: str
-    step: int
-    """Of the checkpoint, optimizer steps."""
-    tokenizer: str | None
-    """SHA-256 of tokenizer.json."""
-    vocab_size: int
-    sequence_length: int
-    device: str
-    precision: str
-    sources: list[dict[str, Any]]
-    """name, bytes, sha256 (null with --max-bytes: no file is read whole) and documents read of each."""
-    documents: Tokens
-    documents_without_tokens: Tokens
-    """Documents of which the tokenizer keeps nothing; only their separators are evaluated."""
-    first_without_tokens: int | None
-    """Index of the first of them, from 0 over all sources; null where there is none."""
-    tokens: Tokens
-    """With a separator after each document."""
-    words: Tokens
-    """Runs of characters between white space."""
-    bytes: Tokens
-    """UTF-8, of the documents."""
-    mask_rate: float
-    predicted: list[PredictedTokens]
-    hidden: HiddenWords
 
 
 # --- export check

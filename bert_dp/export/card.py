@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bert_dp import __version__, record
-from bert_dp.export.as_function import Source
+from bert_dp.export.as_function import ExportSource
 from bert_dp.export.foreign import AUTO, OUTPUTS
 from bert_dp.record.exported import Exported
 from bert_dp.record.models import Summary
@@ -38,7 +38,7 @@ SENTENCES = (
 )
 
 
-def card(exported: Exported, source: Source, command: str, scores: str) -> str:
+def card(exported: Exported, source: ExportSource, command: str, scores: str) -> str:
     """Markdown. `command`: what made the directory; `scores`: a section, or empty."""
     notes = [NEEDS.get(exported.architecture or exported.format)]
     if exported.kind == "encoder":
@@ -60,7 +60,7 @@ def card(exported: Exported, source: Source, command: str, scores: str) -> str:
     return "\n".join(filter(None, parts))
 
 
-def training_facts(source: Source) -> Iterator[tuple[str, str]]:
+def training_facts(source: ExportSource) -> Iterator[tuple[str, str]]:
     """What is known of the training, as far as the run's directory still has it."""
     run, config = source.checkpoint.parent.parent, source.config
     environment = record.read_json(run / "environment.json") or {}
@@ -105,7 +105,7 @@ def _summary(run: Path) -> Summary | None:
         return None
 
 
-def tokenizer_files(source: Source) -> dict[str, Any]:
+def tokenizer_files(source: ExportSource) -> dict[str, Any]:
     """tokenizer_config.json as PreTrainedTokenizerFast reads it, beside tokenizer.json."""
     roles = {f"{role}_token": source.tokenizer.id_to_token(i) for role, i in source.special.items()}
     return {

@@ -24,7 +24,7 @@ from bert_dp import checkpoint, record
 from bert_dp.config import ConfigError
 from bert_dp.corpus import tokenizer as tokens
 from bert_dp.export import foreign
-from bert_dp.export.as_function import Source, open_run
+from bert_dp.export.as_function import ExportSource, open_run
 from bert_dp.rank_process import RunFailed
 from bert_dp.record.exported import Exported, read_exported
 
@@ -82,7 +82,7 @@ def is_ok(comparison: dict[str, Any]) -> bool:
     return near and same_weights and comparison["again"] <= tolerance
 
 
-def open_source(directory: Path, exported: Exported, run: Path | None) -> Source:
+def open_source(directory: Path, exported: Exported, run: Path | None) -> ExportSource:
     """The run of a directory. Raises ConfigError when it is not found or has other weights."""
     candidates = run_places(directory, exported.run) if run is None else [run]
     for candidate in candidates:
@@ -118,7 +118,7 @@ def run_places(directory: Path, name: str) -> list[Path]:
     return [place for place in places if place.exists()]
 
 
-def make_batches(source: Source, exported: Exported) -> list[Batch]:
+def make_batches(source: ExportSource, exported: Exported) -> list[Batch]:
     """Ordinary tokens, drawn by seed; the first sequence of a batch is whole, the others of any length."""
     rng = np.random.default_rng(0)
     first = tokens.first_ordinary(source.tokenizer, source.special)
@@ -134,10 +134,12 @@ def make_batches(source: Source, exported: Exported) -> list[Batch]:
     return batches
 
 
-def reference(source: Source, ids_BS: NDArray[np.int64], mask_BS: NDArray[np.int64]) -> NDArray[np.float32]:
+def reference(
+    source: ExportSource, ids_BS: NDArray[np.int64], mask_BS: NDArray[np.int64]
+) -> NDArray[np.float32]:
     """What our model makes of a batch, in fp32."""
     with torch.inference_mode():
-        first = source.whole()(torch.from_numpy(ids_BS), torch.from_numpy(mask_BS))[0]
+        first = source.module()(torch.from_numpy(ids_BS), torch.from_numpy(mask_BS))[0]
     output: NDArray[np.float32] = first.float().numpy()
     return output
 

@@ -17,7 +17,7 @@ from torch.export import Dim, ExportedProgram
 
 from bert_dp.config import ModelConfig, cpu_field
 from bert_dp.config.extras import require
-from bert_dp.export.as_function import Source
+from bert_dp.export.as_function import ExportSource
 from bert_dp.export.foreign import OUTPUTS
 from bert_dp.record.exported import ExportPrecision
 
@@ -25,14 +25,14 @@ INPUTS = ("input_ids", "attention_mask")
 MAX_BATCH = 2**16
 
 
-def trace(source: Source, precision: ExportPrecision = "fp32") -> ExportedProgram:
+def trace(source: ExportSource, precision: ExportPrecision = "fp32") -> ExportedProgram:
     """The graph; outputs are fp32 whatever `precision` it computes in. Raises ConfigError where int8 lacks
     torchao."""
     most = source.config.data.sequence_length
     ids_BS = torch.full((2, min(7, most - 1)), source.special["mask"])  # no size of 1, which would be fixed
     mask_BS = torch.ones_like(ids_BS)
     sizes = {0: Dim("batch", max=MAX_BATCH), 1: Dim("length", max=most)}
-    model: nn.Module = source.whole()
+    model: nn.Module = source.module()
     if precision != "fp32":
         model = copy.deepcopy(model)  # the source keeps its own
         model = model.to(torch.bfloat16) if precision == "bf16" else quantize(model)
@@ -64,7 +64,7 @@ def hushed() -> Iterator[None]:
 
 
 @hushed()
-def write_onnx(source: Source, folder: Path, *, int8: bool, fused: bool | None = None) -> None:
+def write_onnx(source: ExportSource, folder: Path, *, int8: bool, fused: bool | None = None) -> None:
     """FOLDER/model.onnx. `int8`: products with weights of 8 bits, those of the activations chosen as it runs
     (ONNX Runtime's dynamic quantisation). `fused`: rewritten by ONNX Runtime's transformer optimizer; None =
     where that is faster (benchmarks/export_speed.py)."""
@@ -104,7 +104,7 @@ def fuse(path: Path, model: ModelConfig) -> dict[str, int]:
 
 
 @hushed()
-def write_aoti(source: Source, folder: Path, precision: ExportPrecision = "fp32") -> None:
+def write_aoti(source: ExportSource, folder: Path, precision: ExportPrecision = "fp32") -> None:
     """FOLDER/model.pt2, compiled for processors like this one and any number of threads. Needs g++, and int8
     torchao, which loading it does not. Raises ConfigError."""
     program = trace(source, precision)

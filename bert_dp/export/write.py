@@ -14,7 +14,7 @@ from bert_dp.config import Config, ConfigError, native_class
 from bert_dp.config.stored import sha256
 from bert_dp.corpus import tokenizer as tokens
 from bert_dp.corpus.atomic_directory import locked, replaced
-from bert_dp.export.as_function import Source
+from bert_dp.export.as_function import ExportSource
 from bert_dp.export.card import card, tokenizer_files
 from bert_dp.export.hf import settings_of, tensors_of
 from bert_dp.record.exported import EXPORTED, Exported, ExportFormat, ExportPrecision
@@ -31,7 +31,7 @@ def new_directory(out: Path) -> Iterator[Path]:
             yield folder
 
 
-def describe(source: Source, form: ExportFormat, precision: ExportPrecision = "fp32") -> Exported:
+def describe(source: ExportSource, form: ExportFormat, precision: ExportPrecision = "fp32") -> Exported:
     """export.json of a directory that is made of `source`."""
     return Exported(
         format=form,
@@ -52,7 +52,7 @@ def describe(source: Source, form: ExportFormat, precision: ExportPrecision = "f
 
 def write_about(
     folder: Path,
-    source: Source,
+    source: ExportSource,
     form: ExportFormat,
     command: str,
     scores: str = "",
@@ -71,7 +71,7 @@ def write_about(
     record.write_text(folder / "README.md", card(exported, source, command, scores))
 
 
-def write_hf(source: Source, folder: Path) -> None:
+def write_hf(source: ExportSource, folder: Path) -> None:
     """What transformers' Auto classes load without code of ours. Raises ConfigError where none holds it."""
     layout = (source.config, source.special, source.kind)
     save_file(tensors_of(source.model, *layout), folder / "model.safetensors", metadata={"format": "pt"})

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bert_dp.corpus import tokenizer
-from launcher import results
+from bert_dp.measure.text_loss import TextLoss
 from tests.e2e.cli import bert_dp, command, refused, start
 from tests.helpers import read_lines
 
@@ -35,7 +35,7 @@ def test_eval_mlm_prints_a_table_or_json(run_dir: Path, tmp_path: Path) -> None:
     asked = ("eval", "mlm", str(run_dir), "a.txt")
     printed = bert_dp(*asked, "--json", cwd=tmp_path)
     assert printed.returncode == 0, printed.stderr
-    found = results.parse(json.loads(printed.stdout), results.TextLoss, "stdout")
+    found = TextLoss.model_validate_json(printed.stdout)
     assert found.documents == found.sources[0]["documents"] == len(LINES)
     assert found.hidden.bits_per_byte is not None
     assert 0 < found.hidden.bits_per_byte < 20
@@ -52,9 +52,9 @@ def test_eval_mlm_refuses(run_dir: Path, tmp_path: Path) -> None:
     text = str(tmp_path / "a.txt")
     bare = shutil.copytree(RUN, tmp_path / "bare")
     for arguments, said in (
-        ([str(tmp_path), text], "holds no checkpoint; name a run that has saved one"),
+        ([str(tmp_path), text], f"{tmp_path}: no valid checkpoint"),
         ([str(bare), text], f"put the tokenizer.json of its shards at {bare / 'tokenizer.json'}"),
-        ([str(run_dir), str(tmp_path / "none.txt")], "none.txt matches no file"),
+        ([str(run_dir), str(tmp_path / "none.txt")], "error: TEXT: "),
         ([str(run_dir), text, "--documents", "page"], "--documents: expected 'line' or 'blank_line'"),
         ([str(run_dir), text, "--max-bytes", "0"], "--max-bytes"),
         ([str(run_dir)], "TEXTS is missing"),

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bert_dp.config import MAX_VOCAB_SIZE, Config, Manifest, read_manifest, resolve
+from bert_dp.config import MAX_VOCAB_SIZE, Manifest, read_manifest
 from bert_dp.corpus import builder
 from launcher import children, datasets, results
 from launcher.evaluate import export as exporting
-from launcher.evaluate import finetune, glue, predict, text_loss
+from launcher.evaluate import finetune, glue, predict
 from launcher.evaluate.export import check_report, export
 from launcher.evaluate.glue_scores import GlueOptions
 from launcher.evaluate.predict import Columns
@@ -26,7 +26,7 @@ from tests.e2e.cli import refused
 from tests.glue_fixture import make_task
 from tests.helpers import issues_of, make_config, raised_issues
 from tests.report_fixture import shown, unfolded
-from tests.runs_to_export import config_of, finetuned, write_run
+from tests.runs_to_export import config_of, write_run
 
 SMALL = {"hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
 Asked = list[tuple[str, list[str]]]
@@ -238,48 +238,6 @@ def test_a_run_is_finetuned_on_its_tasks_labels_at_the_length_that_was_given(
         plain = finetune.load(start, source, [], nproc="1", random_weights=random).config
         assert (plain.data.sequence_length, lengths[-1]) == (64, 64), "as it was pretrained"
         assert plain.batch.micro_size == micro
-
-
-def test_eval_mlm_measures_with_its_options_and_ends_as_the_measurement_does(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[list[str]] = []
-    codes = iter((3, 0, 0))
-
-    def capture(module: str, arguments: list[str]) -> tuple[int, None]:
-        calls.append(arguments)
-        return next(codes), None
-
-    monkeypatch.setattr(children, "capture_json", capture)
-    options: dict[str, Any] = {"as_json": False, "console": Console()}
-    auto = {"precision": "auto", **options}
-    options["precision"] = "bf16"
-    for ended in (3, 1):
-        assert text_loss.evaluate(run, ["builtin"], {"text_field": "body"}, max_bytes=400, **options) == ended
-    text_loss.evaluate(run, ["builtin", "hub:x"], {}, max_bytes=None, **auto)
-    first, _, last = calls
-    assert (first[0], json.loads(first[1])["text_field"]) == ("--options", "body")
-    assert first[2:] == ["--precision", "bf16", "--max-bytes", "400", "--", str(run), "builtin"]
-    assert last[2:] == ["--precision", "auto", "--", str(run), "builtin", "hub:x"]
-
-
-def test_eval_mlm_of_a_finetuned_run_names_what_it_was_made_of(tmp_path: Path) -> None:
-    plain = finetuned(config_of("quickstart", model=SMALL), "recipe")
-    made = resolve([plain.model_dump(mode="json"), {"run": {"init_from": "/runs/a"}}])
-
-    def refusal(name: str, config: Config) -> str:
-        path = write_run(tmp_path / name, config)
-        options: dict[str, Any] = {
-            "max_bytes": None,
-            "precision": "auto",
-            "as_json": False,
-            "console": Console(),
-        }
-        (line,) = issues_of(text_loss.evaluate, path, ["builtin"], {}, **options)
-        return line
-
-    assert refusal("made", made).endswith("predicts no tokens; name /runs/a")
-    assert refusal("plain", plain).endswith("predicts no tokens; name a pretrained run")
 
 
 @pytest.mark.parametrize(("then", "now", "taken"), [(2, 5, True), (2, 2, True), (5, 2, False)])

@@ -10,7 +10,7 @@ import torch
 
 from bert_dp.config import Config, Kind, shipped_configs
 from bert_dp.export import check, foreign, trace
-from bert_dp.export.as_function import Source, open_run
+from bert_dp.export.as_function import ExportSource, open_run
 from bert_dp.export.write import describe
 from tests.runs_to_export import config_of, finetuned, write_run
 
@@ -26,12 +26,12 @@ CONFIGS: dict[str, tuple[Config, Kind]] = {
 }
 
 
-def source_of(folder: Path, name: str) -> Source:
+def source_of(folder: Path, name: str) -> ExportSource:
     config, kind = CONFIGS[name]
     return open_run(write_run(folder / "run", config), encoder=kind == "encoder")
 
 
-def difference(source: Source, compute: foreign.Compute, *, tolerance: float | None = None) -> float:
+def difference(source: ExportSource, compute: foreign.Compute, *, tolerance: float | None = None) -> float:
     """The largest of all batches that `export check` compares; the first outputs are the same within
     `tolerance`."""
     exported = describe(source, "onnx")

@@ -20,7 +20,7 @@ from bert_dp.config import Config, ConfigError, Kind, modernbert_issues, native_
 from bert_dp.corpus import sources
 from bert_dp.export import __main__ as command
 from bert_dp.export import card, check, foreign
-from bert_dp.export.as_function import Whole, open_run
+from bert_dp.export.as_function import ExportModule, open_run
 from bert_dp.export.from_hf import modernbert_state, our_names
 from bert_dp.export.hf import settings_of, tensors_of
 from bert_dp.export.write import describe, new_directory, write_about, write_hf
@@ -73,7 +73,7 @@ def outputs_of(config: Config, kind: Kind, length: int) -> tuple[torch.Tensor, t
     model = perturbed(config)
     peer = peer_of(model, config, kind)
     ids_BS, mask_BS = make_batch(length)
-    whole = Whole(model, kind)
+    whole = ExportModule(model, kind)
     with torch.inference_mode():
         ours = whole(ids_BS, mask_BS)[0]
         found = peer(input_ids=ids_BS, attention_mask=mask_BS)
