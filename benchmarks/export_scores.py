@@ -92,7 +92,7 @@ def splits_of(manifest: ExamplesManifest) -> Iterator[str]:
 
 def scores_of(place: Path, config: Config, manifest: ExamplesManifest) -> dict[str, float]:
     """split/metric -> score, of a run or of an exported directory."""
-    source = predict.find_source(str(place))
+    source = predict.find_source(place)
     compute, encoder = predict.open_model(source.path), source.encoder
     scores: dict[str, float] = {}
     for split in splits_of(manifest):

@@ -711,33 +711,23 @@ def predict(
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="File to write; default: stdout.")] = None,
-    instances: Annotated[
-        int,
-        typer.Option(
-            min=1, max=1024, metavar="N", help="Processes that compute, each with a copy of the model."
-        ),
-    ] = 1,
     threads: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=1024, metavar="T", help="CPU threads of each process; default: its share of the cores."
-        ),
+        int | None, typer.Option(min=1, max=1024, metavar="T", help="CPU threads; default: one per core.")
     ] = None,
     precision: Precision = "auto",
-) -> int:
+) -> None:
     """A JSON line for each example of a file: labels with probabilities by a finetuned run, or its score;
     encodings by a pretrained one.
     """
-    from launcher.evaluate import predict as predicting
+    from bert_dp.predict import predict_file
 
-    columns = predicting.Columns(text, text_pair)
-    return predicting.predict(
+    predict_file(
         run,
         file,
-        columns,
+        text=text,
+        text_pair=text_pair,
         pooling=pooling,
         out=out,
-        instances=instances,
         threads=threads,
         precision=precision,
     )

@@ -99,6 +99,7 @@ def test_the_walk_sees_what_it_must() -> None:
 
 
 ONE_SHOT = {
+    "launcher.cli": ("bert_dp.predict",),
     "launcher.checkpoints": ("bert_dp.checkpoint",),
     "launcher.datasets": ("bert_dp.corpus",),
     "launcher.evaluate.text_loss": ("bert_dp.corpus", "bert_dp.measure"),

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 from pydantic import ValidationError
 
 from bert_dp.config import ConfigError, FinetuneConfig
+from bert_dp.config.extras import require
 from bert_dp.config.native import Kind
 from bert_dp.config.stored import Count, Sha256, problem_lines, read_regular
 from bert_dp.record.lines import MAX_JSON_BYTES
@@ -17,6 +18,12 @@ EXPORTED = "export.json"
 ExportFormat = Literal["hf", "onnx", "aoti"]
 ExportPrecision = Literal["fp32", "bf16", "int8"]
 MODEL_FILES: dict[ExportFormat, str] = {"hf": "model.safetensors", "onnx": "model.onnx", "aoti": "model.pt2"}
+LOADERS: dict[ExportFormat, tuple[str, ...]] = {
+    "hf": ("transformers",),
+    "onnx": ("onnx", "onnxruntime"),
+    "aoti": (),
+}
+"""Packages of the extra `export` that load a format."""
 
 
 class Exported(StoredFile):
@@ -65,6 +72,12 @@ def read_exported(directory: Path) -> Exported:
     if absent := [name for name in needed if not (directory / name).is_file()]:
         raise _unusable(f"{directory} has no {' and no '.join(absent)}")
     return exported
+
+
+def require_loaders(exported: Exported, use: str) -> None:
+    """Import the packages that load a directory. `use`: the verb that needs them. Raises ConfigError."""
+    for package in LOADERS[exported.format]:
+        require(package, "export", use)
 
 
 def _unusable(why: str) -> ConfigError:

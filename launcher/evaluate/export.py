@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from bert_dp.config import ConfigError, native_issues
 from bert_dp.config.extras import install_command
-from bert_dp.record.exported import ExportFormat, read_exported
+from bert_dp.record.exported import LOADERS, ExportFormat, read_exported
 from launcher import children, results
 from launcher.evaluate.finetune import Pretrained, find_pretrained
 from launcher.evaluate.glue_page import glue_text
@@ -34,12 +34,6 @@ NEEDS: dict[ExportFormat, tuple[str, ...]] = {
     "aoti": (),
 }
 """Packages that writing a format takes."""
-LOADS: dict[ExportFormat, tuple[str, ...]] = {
-    "hf": ("transformers",),
-    "onnx": ("onnx", "onnxruntime"),
-    "aoti": (),
-}
-"""Packages that loading it takes."""
 BATCH = (
     Quantity("length", "length", "count"),
     Quantity("outputs", "outputs", "count"),
@@ -115,7 +109,7 @@ def check(directory: Path, run: Path | None, *, as_json: bool, console: Console)
     """Exit code 0 if the directory computes what its run computes, else 1. Raises ConfigError."""
     directory = directory.expanduser()
     exported = read_exported(directory)
-    if issues := package_issues("export check", LOADS[exported.format]):
+    if issues := package_issues("export check", LOADERS[exported.format]):
         raise ConfigError(issues)
     arguments = ["check", *(["--run", str(run.expanduser())] if run else []), "--", str(directory)]
     code, data = children.capture_json("bert_dp.export", arguments)
