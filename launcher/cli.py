@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import faulthandler
 import json as jsonlib
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -754,8 +755,9 @@ def export_onnx(
     """A directory with model.onnx, for any batch and any length up to the run's; of any run."""
     from launcher.evaluate import export
 
-    options = ["--int8"] if int8 else []
-    return export.export("onnx", run, out, encoder=encoder, options=options, console=console())
+    return export.export(
+        "onnx", run, out, encoder=encoder, precision="int8" if int8 else "fp32", console=console()
+    )
 
 
 @export_app.command("aoti", short_help="Write an AOTInductor package.")
@@ -764,16 +766,14 @@ def export_aoti(
     out: ExportOut,
     encoder: WithoutHead = False,
     bf16: Annotated[bool, typer.Option("--bf16", help="Weights and products in bf16.")] = False,
-    int8: Annotated[
-        bool, typer.Option("--int8", help="Products of the linear layers in 8 bits, by torchao.")
-    ] = False,
 ) -> int:
     """A directory with model.pt2, compiled by AOTInductor for processors like this one, for Python or C++; of
     any run."""
     from launcher.evaluate import export
 
-    precision = [flag for flag, given in (("--bf16", bf16), ("--int8", int8)) if given]
-    return export.export("aoti", run, out, encoder=encoder, options=precision, console=console())
+    return export.export(
+        "aoti", run, out, encoder=encoder, precision="bf16" if bf16 else "fp32", console=console()
+    )
 
 
 @export_app.command("check", short_help="Compare an exported directory with its run.")
@@ -904,6 +904,7 @@ def _leave(number: int, frame: object) -> None:
 def main() -> None:
     """Entry point. Exit codes: 0 done, 2 bad input, 1 failed, 128 + signal."""
     record.open_missing_descriptors()
+    os.environ["PYTHONSAFEPATH"] = "1"  # a process that a verb starts imports nothing from the current folder
     faulthandler.enable(file=2)
     for number in record.heeded((signal.SIGTERM, signal.SIGHUP)):
         signal.signal(number, _leave)

@@ -82,8 +82,6 @@ def build(
         for line in no_effect(config):
             if line.startswith("data.build."):
                 show(console, f"warning: {line}", **PLAIN)
-        # the tokenising processes look for modules in the current folder otherwise
-        os.environ["PYTHONSAFEPATH"] = "1"
         with shown_progress() as progress:
             manifest = build_shards(
                 sources,

@@ -152,49 +152,6 @@ class TuneFile(Measurement):
     remedy: ClassVar[str] = "the same `bert-dp tune` command with the same --out writes it anew"
 
 
-# --- export check
-
-
-class ExportBatch(StoredModel):
-    """One batch, computed by a run and by what was exported of it."""
-
-    batch: int
-    length: int
-    outputs: int
-    """Numbers that were compared, of real tokens."""
-    difference: float
-    """The largest, over the largest output of the run where that is above 1."""
-    top1: float | None
-    """Share of the positions or examples with the same largest output; null of hidden states."""
-
-
-class ExportCheck(StoredFile):
-    """What `export check --json` prints."""
-
-    remedy: ClassVar[str] = "run `bert-dp export check` again"
-    schema_version: int = SCHEMA_VERSION
-    ok: bool
-    format: str
-    kind: str
-    precision: str
-    architecture: str | None
-    checkpoint: str
-    tolerance: float | None
-    """Of `difference`; null where another precision is measured and not judged."""
-    rows: list[ExportBatch]
-    parameters: int | None
-    """Of the model as it was loaded; null where the format does not tell."""
-    stored_parameters: int | None
-    """In model.safetensors."""
-    run_parameters: int
-    not_loaded: list[str]
-    """Parameters of the class that are not in the file, and the other way round."""
-    again: float
-    """Largest difference after it was saved and loaded again."""
-    versions: dict[str, str]
-    """Of Python and the packages that loaded it."""
-
-
 # --- what an --out directory was begun with
 
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("bert_dp", "launcher")
 OPTIONAL = tuple(
     "accelerate deepspeed datasets transformers onnx onnxruntime onnxscript "
-    "tensorboard trackio wandb mlflow rensa pynvml pyarrow zstandard sklearn scipy torchao".split()
+    "tensorboard trackio wandb mlflow rensa pynvml pyarrow zstandard sklearn scipy".split()
 )
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -102,6 +102,7 @@ ONE_SHOT = {
     "launcher.cli": ("bert_dp.predict",),
     "launcher.checkpoints": ("bert_dp.checkpoint",),
     "launcher.datasets": ("bert_dp.corpus",),
+    "launcher.evaluate.export": ("bert_dp.export", "bert_dp.measure"),
     "launcher.evaluate.text_loss": ("bert_dp.corpus", "bert_dp.measure"),
 }
 """Verbs that work in the launcher's process -> what their functions import, torch included."""

@@ -1,4 +1,4 @@
-"""export.json of an exported directory: what it was made from and what it computes. Torch-free."""
+"""Read and describe export.json of an exported directory. Torch-free."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Exported(StoredFile):
     """export.json."""
 
     remedy: ClassVar[str] = "export the run again"
-    version: Literal[1] = 1
+    schema_version: Literal[1] = 1
     format: ExportFormat
     kind: Kind
     architecture: str | None = None
@@ -42,8 +42,8 @@ class Exported(StoredFile):
     """Of its checkpoint."""
     weights_sha256: Sha256
     """Of the checkpoint's model.safetensors."""
-    tokenizer_sha256: Sha256 | None = None
-    """Of the run's tokenizer.json, whose frame may be another one; null in older files."""
+    tokenizer_sha256: Sha256
+    """Of the run's tokenizer.json, whose frame may be another one."""
     sequence_length: Count
     vocab_size: Count
     parameters: Count
@@ -55,12 +55,12 @@ class Exported(StoredFile):
 
 
 def is_exported(directory: Path) -> bool:
-    """Whether `bert-dp export` made it."""
+    """Return True if `bert-dp export` made the directory."""
     return (directory / EXPORTED).is_file()
 
 
 def read_exported(directory: Path) -> Exported:
-    """export.json of a directory, which has the files that it speaks of. Raises ConfigError, one line."""
+    """Read export.json of a directory that has all its files. Raises ConfigError."""
     path = directory / EXPORTED
     try:
         exported = Exported.model_validate_json(read_regular(path, MAX_JSON_BYTES))

@@ -1,4 +1,4 @@
-"""Pages of glue.json: one evaluation, several side by side, and its table in a model card."""
+"""Pages of glue.json: one evaluation, or several side by side."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from bert_dp.config import ConfigError, Issue
 from launcher import results
 from launcher.evaluate import FILE, glue_scores
-from launcher.evaluate.finetune import Pretrained
 from launcher.evaluate.glue_scores import AVERAGED, Glue, GlueScore, GlueTask
 from launcher.report.measured import settings_sections, status_verdicts, subtitle
 from launcher.report.model import Cell, Column, Report, Row, Section, Table, Verdict
@@ -27,8 +26,10 @@ from launcher.report.quantities import Quantity, table
 from launcher.stats import half_width
 
 METRICS = {"mcc": "Matthews", "f1": "F1", "auc": "AUC", "pearson": "Pearson", "spearman": "Spearman"}
-CARD_HEADS = ("median", "deviation", "majority", "dev examples", "remark")
-HEADS = (*CARD_HEADS, "truncated", "also in train", "every seed")
+HEADS = (
+    *("median", "deviation", "majority", "dev examples", "remark"),
+    *("truncated", "also in train", "every seed"),
+)
 SAME_DATA = "compare evaluations with the same files, tokenizer and length"
 DIFFERENCE = (
     "Out of 100: median over the seeds and standard deviation of a seed. A difference is the mean over the "
@@ -182,29 +183,3 @@ def _difference(pairs: Sequence[float]) -> Cell:
     mean = statistics.fmean(pairs)
     interval = f" \u00b1 {100 * half_width(pairs):.1f}" if len(pairs) > 1 else ""
     return Cell(f"{100 * mean:+.1f}{interval}", count_of(len(pairs), "seed"), mean)
-
-
-# --- a model card
-
-
-def glue_text(start: Pretrained) -> str:
-    """Return the scores of the newest evaluation that began with these weights as Markdown; empty if there is
-    none in eval, here or beside the run's folder, or beside the run."""
-    folders = (Path("eval"), start.run.parent.parent / "eval", start.run.parent)
-    files = {file.resolve() for folder in folders for file in folder.glob(f"*/{FILE}")}
-    sha256 = glue_scores.describe_start(start).sha256
-    for file in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True):
-        glue = results.find(file, Glue)
-        if glue and sha256 and glue.start.sha256 == sha256 and glue.settings.init == "checkpoint":
-            break
-    else:
-        return ""
-    text = f"Dev sets, out of 100; median over {count_of(glue.settings.seeds, 'seed')}. "
-    text += f"{describe_method(glue)}; rate {format_lr(glue.lr)}."
-    if glue.average is not None:
-        text += f" Average of its nine numbers: {format_points(glue.average)}."
-    if glue.status != "complete":
-        text += " The evaluation was not finished."
-    rows = [["task", *CARD_HEADS], ["---"] * (1 + len(CARD_HEADS))]
-    rows += [[row.label, *(each.text for each in row.cells[: len(CARD_HEADS)])] for row in _scores(glue).rows]
-    return "\n".join(["## GLUE", "", text, "", *(f"| {' | '.join(row)} |" for row in rows), ""])

@@ -41,8 +41,8 @@ def difference(source: ExportSource, compute: foreign.Compute, *, tolerance: flo
         check.compare(batch, check.reference(source, *batch), compute(*batch), exported, tolerance)
         for batch in batches
     ]
-    assert tolerance is None or all(row["top1"] in (None, 1) for row in rows)
-    return max(row["difference"] for row in rows)
+    assert tolerance is None or all(row.top1 in (None, 1) for row in rows)
+    return max(row.difference for row in rows)
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_a_masked_language_model_as_onnx_is_an_encoder_too_and_eight_bits_are_ne
 def test_a_norm_without_a_mean_is_one_operator_and_the_source_keeps_its_precision(tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     source = source_of(tmp_path, "rms, encoder")
-    trace.trace(source, "bf16")
+    trace.trace(source, bf16=True)
     assert {parameter.dtype for parameter in source.model.parameters()} == {torch.float32}
     trace.write_onnx(source, tmp_path, int8=False)
     kinds = [node.op_type for node in onnx.load(tmp_path / "model.onnx").graph.node]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +16,14 @@ from tokenizers import Tokenizer, processors
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, Kind, modernbert_issues, native_issues
 from bert_dp.corpus import sources
-from bert_dp.export import __main__ as command
-from bert_dp.export import card, check, foreign
+from bert_dp.export import card, check, foreign, write
 from bert_dp.export.as_function import ExportModule, open_run
 from bert_dp.export.from_hf import modernbert_state, our_names
 from bert_dp.export.hf import settings_of, tensors_of
 from bert_dp.export.write import describe, new_directory, write_about, write_hf
 from bert_dp.rank_process import RunFailed
 from bert_dp.record.exported import read_exported
-from tests.helpers import issues_of, read_json
+from tests.helpers import issues_of, raised_issues, read_json
 from tests.runs_to_export import (
     SPECIAL,
     VOCABULARY,
@@ -120,7 +117,6 @@ def test_an_encoder_is_one_of_sentence_transformers_too(tmp_path: Path, name: st
         "pooling_mode_mean_tokens": True,
     }
     assert read_json(out / "sentence_bert_config.json")["max_seq_length"] == 128
-    assert "was not trained for similarity" in (out / "README.md").read_text()
     sentence_transformers = pytest.importorskip(
         "sentence_transformers", reason="sentence-transformers is not installed: what it loads is not seen"
     )
@@ -321,9 +317,9 @@ def test_what_is_no_directory_of_a_modernbert_is_refused(tmp_path: Path) -> None
 # --- the directory, and what proves it
 
 
-def test_a_place_that_cannot_be_written_is_one_line() -> None:
-    (line,) = issues_of(new_directory(Path("/proc/out")).__enter__)
-    assert line.startswith("--out: /proc cannot be written (")
+def test_a_place_that_cannot_be_written_is_an_issue() -> None:
+    (issue,) = raised_issues(new_directory(Path("/proc/out")).__enter__)
+    assert (issue.setting, issue.kind) == ("--out", "not_found")
 
 
 def test_what_a_killed_export_left_is_removed_by_the_next(tmp_path: Path) -> None:
@@ -335,8 +331,9 @@ def test_what_a_killed_export_left_is_removed_by_the_next(tmp_path: Path) -> Non
         assert not (tmp_path / "out").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["README.md"]
-    (line,) = issues_of(new_directory(tmp_path / "out").__enter__)
-    assert line == f"--out: {tmp_path / 'out'} is not an empty directory; name a new one"
+    for place in (tmp_path / "out", tmp_path / "out/README.md"):
+        (issue,) = raised_issues(new_directory(place).__enter__)
+        assert (issue.setting, issue.kind, issue.value) == ("--out", "exists", str(place))
 
 
 def test_a_file_that_is_not_what_config_json_says_is_refused(tmp_path: Path) -> None:
@@ -400,39 +397,25 @@ def test_an_encoder_leaves_a_head_out_that_no_class_has() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "written", "precision"),
+    ("form", "precision", "written"),
     [
-        ("hf", ("hf",), "fp32"),
-        ("onnx", ("onnx", False), "fp32"),
-        ("onnx --int8", ("onnx", True), "int8"),
-        ("aoti --bf16", ("aoti", "bf16"), "bf16"),
-        ("aoti --int8", ("aoti", "int8"), "int8"),
+        ("hf", "fp32", ("write_hf", {})),
+        ("onnx", "fp32", ("write_onnx", {"int8": False})),
+        ("onnx", "int8", ("write_onnx", {"int8": True})),
+        ("aoti", "bf16", ("write_aoti", {"bf16": True})),
     ],
 )
-def test_the_command_hands_on_every_option(
-    tmp_path: Path, asked: str, written: tuple[Any, ...], precision: str, monkeypatch: pytest.MonkeyPatch
+def test_a_directory_is_written_in_its_format_and_precision(
+    tmp_path: Path, form: Any, precision: Any, written: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, calls = write_run(tmp_path / "run", CONFIGS["EuroBERT"]), []
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(command, "use_all_cores", lambda: None)
-    monkeypatch.setattr(command, "write_hf", lambda *_: calls.append(("hf",)))
-    monkeypatch.setattr(command, "write_onnx", lambda *_, int8: calls.append(("onnx", int8)))
-    monkeypatch.setattr(command, "write_aoti", lambda *given: calls.append(("aoti", given[2])))
-    out, (form, *options) = tmp_path / "out", asked.split()
-    options += ["--encoder", "--command", "bert-dp export", "--scores", "## GLUE"]
-    assert command.main([form, *options, "--out", str(out), str(run)]) == 0
+    source, calls = open_run(write_run(tmp_path / "run", CONFIGS["EuroBERT"]), encoder=True), []
+    monkeypatch.setattr(write, written[0], lambda *_, **options: calls.append((written[0], options)))
+    out = tmp_path / "out"
+    exported = write.export(source, form, out, command="bert-dp export", precision=precision)
     assert calls == [written]
-    told = read_json(out / "export.json")
-    assert (told["format"], told["kind"], told["precision"]) == (form, "encoder", precision)
-    text = (out / "README.md").read_text()
-    assert "`bert-dp export`" in text
-    assert "## GLUE" in text
-    monkeypatch.setattr(
-        command, "check", lambda *given: {"ok": False, "given": [str(each) for each in given]}
-    )
-    assert command.main(["check", str(out), "--run", str(run), "--python", "p"]) == 1
-    monkeypatch.setattr(command, "check", lambda *given: {"ok": given == (out, None, sys.executable)})
-    assert command.main(["check", str(out)]) == 0
+    assert (exported.format, exported.kind, exported.precision) == (form, "encoder", precision)
+    assert read_json(out / "export.json") == exported.model_dump(mode="json")
+    assert "`bert-dp export`" in (out / "README.md").read_text()
 
 
 def test_a_card_tells_no_folders_and_nothing_of_a_damaged_summary(tmp_path: Path) -> None:
@@ -443,6 +426,17 @@ def test_a_card_tells_no_folders_and_nothing_of_a_damaged_summary(tmp_path: Path
     facts = dict(card.training_facts(open_run(run, encoder=False)))
     assert facts["command"] == "`bert-dp train 'data.sources=[a b.txt]'`"
     assert set(facts) == {"command", "steps", "samples", "tokens", "data"}
+    assert (facts["steps"], facts["samples"], facts["tokens"]) == ("3", "24", "3,072")
+
+
+def test_a_card_quotes_the_evaluation_of_its_own_step_alone(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", config_of("small-text"), step=3)
+    heldout = {"heldout_loss": 4.25, "heldout": {"loss": 4.25, "scores": {"dev/auc": None}}}
+    for step in (3, 2):
+        (run / "summary.json").write_text(json.dumps({"status": "done", "heldout_step": step, **heldout}))
+        facts = dict(card.training_facts(open_run(run, encoder=False)))
+        told = ("4.2500 nats", "not defined") if step == 3 else (None, None)
+        assert (facts.get("held-out loss"), facts.get("dev/auc")) == told
 
 
 def test_a_directory_says_what_it_was_made_of(tmp_path: Path) -> None:
@@ -456,7 +450,7 @@ def test_a_directory_says_what_it_was_made_of(tmp_path: Path) -> None:
         assert (told.kind, told.precision, told.architecture) == (kind, "bf16", "ModernBERT")
         assert (told.pad, told.vocab_size, told.sequence_length) == (0, VOCABULARY, 128)
         assert told.finetune == (None if encoder else config.finetune)
-    names = card.tokenizer_files(source)
+    names = write.tokenizer_settings(source)
     assert {role: names[f"{role}_token"] for role in ("pad", "unk", "cls", "sep", "mask")} == {
         role: f"<{role}>" for role in ("pad", "unk", "cls", "sep", "mask")
     }
@@ -512,14 +506,15 @@ def test_a_card_names_what_the_run_began_with(tmp_path: Path) -> None:
     assert "tokens" not in told, "examples differ in length"
 
 
-NEAR = {"difference": 1e-7, "top1": 1.0}
+NEAR = {"batch": 1, "length": 5, "outputs": 9, "difference": 1e-7, "top1": 1.0}
 PROVEN: dict[str, Any] = {
-    "not_loaded": [],
-    "parameters": 9,
-    "stored_parameters": 9,
+    **dict.fromkeys(("format", "kind", "precision", "architecture", "checkpoint"), "x"),
     "tolerance": 1e-5,
-    "rows": [NEAR, {"difference": 1e-7, "top1": None}],
+    "rows": [NEAR, {**NEAR, "top1": None}],
+    **dict.fromkeys(("parameters", "stored_parameters", "run_parameters"), 9),
+    "not_loaded": [],
     "again": 1e-7,
+    "versions": {},
 }
 
 
@@ -532,12 +527,12 @@ PROVEN: dict[str, Any] = {
         ({"rows": [{**NEAR, "top1": 0.99}, NEAR]}, False),
         ({"not_loaded": ["a.weight"]}, False),
         ({"parameters": 10}, False),
-        ({"tolerance": None, "rows": [{"difference": 0.1, "top1": 0.5}], "again": 1e-3}, True),
+        ({"tolerance": None, "rows": [{**NEAR, "difference": 0.1, "top1": 0.5}], "again": 1e-3}, True),
         ({"tolerance": None, "parameters": 10}, False),
     ],
 )
 def test_one_difference_anywhere_fails_the_check(change: dict[str, Any], ok: bool) -> None:
-    assert check.is_ok({**PROVEN, **change}) == ok
+    assert check.ExportCheck.model_validate({**PROVEN, **change}).ok == ok
 
 
 def test_a_bias_of_the_keys_is_refused() -> None:
@@ -558,11 +553,12 @@ def test_a_batch_is_compared_at_its_real_tokens(tmp_path: Path) -> None:
     theirs = ours + np.array([[[0.0, 0.2], [0.0, 0.0]], [[0.0, 0.0], [9.0, 0.0]]])
     exported = describe(source, "hf")
     found = check.compare((ids_BS, mask_BS), ours, theirs, exported, 1e-5)
-    assert found == {"batch": 2, "length": 2, "outputs": 6, "difference": pytest.approx(0.05), "top1": 1.0}
+    assert (found.batch, found.length, found.outputs, found.top1) == (2, 2, 6, 1.0)
+    assert found.difference == pytest.approx(0.05)
     swapped = check.compare((ids_BS, mask_BS), ours, theirs[:, ::-1], exported, 1e-5)
-    assert swapped["top1"] == pytest.approx(2 / 3)
+    assert swapped.top1 == pytest.approx(2 / 3)
     hidden = exported.model_copy(update={"kind": "encoder"})
-    assert check.compare((ids_BS, mask_BS), ours, theirs, hidden, 1e-5) == {**found, "top1": None}
+    assert check.compare((ids_BS, mask_BS), ours, theirs, hidden, 1e-5).top1 is None
     for pair in ((ours + np.nan, theirs), (ours, theirs + np.inf)):
         with pytest.raises(RunFailed, match="not finite"):
             check.compare((ids_BS, mask_BS), *pair, exported, 1e-5)
@@ -582,45 +578,25 @@ def test_a_run_is_found_beside_a_folder_of_the_same_name(
     assert check.open_source(tmp_path / "beside" / "out", exported, run).checkpoint == source.checkpoint
     alone = shutil.copytree(run / "checkpoints" / "step-00000003", tmp_path / "alone" / "mine")
     assert (source.run_name, open_run(alone, encoder=False).run_name) == ("first", "mine")
-    (issue,) = issues_of(check.open_source, tmp_path / "elsewhere" / "out", exported, None)
-    assert "no run first with the weights of DIR" in issue
-
-
-def test_a_card_quotes_the_summary_of_its_own_step_alone(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", config_of("small-text"), step=3)
-    of_the_step = ({"status": "done"}, {"status": "stopped", "heldout_step": 3})
-    of_another = ({"step": 9}, {"status": "stopped", "heldout_step": 2}, {"status": "stopped"})
-    for changes, told in [*((each, True) for each in of_the_step), *((each, False) for each in of_another)]:
-        heldout = {"loss": 4.25, "scores": {"dev/auc": None}}
-        losses = {"heldout_loss": 4.25, "final_loss": 4.5, "unigram_entropy_nats": 6.0, "heldout": heldout}
-        summary = {"status": "done", "step": 3, **losses, "schema_version": 1, **changes}
-        (run / "summary.json").write_text(json.dumps(summary))
-        facts = dict(card.training_facts(open_run(run, encoder=False)))
-        assert (facts["steps"], facts["samples"], facts["tokens"]) == ("3", "24", "3,072")
-        assert ("held-out loss" in facts) == told
-        assert ("dev/auc" in facts) == told
-        assert ("loss of the last step" in facts) == ("step" not in changes)
-        if told:
-            assert facts["loss of the last step"] == "4.5000 nats"
-            assert (facts["held-out loss"], facts["dev/auc"]) == ("4.2500 nats", "not defined")
+    (issue,) = raised_issues(check.open_source, tmp_path / "elsewhere" / "out", exported, None)
+    assert (issue.setting, issue.kind) == ("--run", "not_found")
 
 
 @pytest.mark.parametrize(
     ("name", "form", "encoder", "told", "not_told"),
     [
-        ("EuroBERT", "hf", False, "AutoModelForMaskedLM|exists from transformers 5", "similarity"),
+        ("EuroBERT", "hf", False, "AutoModelForMaskedLM|transformers 5", "same kind"),
         ("EuroBERT", "onnx", False, 'session.run(["logits"]', "transformers 5|same kind"),
-        ("ModernBERT", "hf", True, "import AutoModel,|sentence-transformers too", "transformers 5"),
-        ("ModernBERT", "aoti", True, "of the same kind|encodings were not trained", "sentence-transformers"),
+        ("ModernBERT", "aoti", True, "of the same kind", "transformers 5"),
     ],
 )
 def test_a_card_says_how_to_load_and_what_to_know(
     tmp_path: Path, name: str, form: Any, encoder: bool, told: str, not_told: str
 ) -> None:
     source = open_run(write_run(tmp_path / "run", CONFIGS[name]), encoder=encoder)
-    write_about(tmp_path, source, form, "bert-dp export", "## GLUE\n\nNine numbers.\n")
+    write_about(tmp_path, source, form, "bert-dp export")
     text = (tmp_path / "README.md").read_text()
-    for words in (*told.split("|"), "add_special_tokens=False", "at most 128 tokens", "## GLUE\n\nNine"):
+    for words in (*told.split("|"), "add_special_tokens=False", "at most 128 tokens"):
         assert words in text, words
     assert not [words for words in not_told.split("|") if words in text]
     assert read_json(tmp_path / "tokenizer_config.json")["model_max_length"] == 128

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
-import shutil
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,11 +15,11 @@ import pytest
 from bert_dp.config import Config, ConfigError, Issue, peak_lr
 from launcher import job, results
 from launcher.evaluate import glue, glue_grid, glue_scores
-from launcher.evaluate.finetune import Pretrained, find_pretrained
+from launcher.evaluate.finetune import find_pretrained
 from launcher.evaluate.glue import GluePlanFile, GlueRun, result_file, trial_issues
 from launcher.evaluate.glue_grid import PreparedTask, choose_tasks
-from launcher.evaluate.glue_page import compare_report, glue_report, glue_text
-from launcher.evaluate.glue_scores import Glue, GlueOptions, GlueStart, GlueTask, GlueTrial, RateScore
+from launcher.evaluate.glue_page import compare_report, glue_report
+from launcher.evaluate.glue_scores import Glue, GlueOptions, GlueTask, GlueTrial, RateScore
 from launcher.output import Output
 from launcher.report.model import Report
 from launcher.run import trials
@@ -640,60 +638,7 @@ def test_a_file_of_another_schema_version_is_refused(tmp_path: Path) -> None:
     assert len(caught.value.issues) == 1
 
 
-# --- the table in a model card
-
-
-@pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretrained:
-    """Write a pretrained run in runs of the current folder."""
-    monkeypatch.chdir(tmp_path)
+def test_a_checkpoint_is_known_as_that_of_its_run(tmp_path: Path) -> None:
     small = {"hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
-    return find_pretrained(write_run(tmp_path / "runs" / "a", config_of("quickstart", model=small)))
-
-
-def write_card_scores(folder: Path, start: GlueStart, *, age_s: int = 0, **changes: Any) -> None:
-    seeds = [0.5, 0.625, 0.75]
-    tasks = [scored_task(name, seeds, official=name == "RTE", examples=1277) for name in ("RTE", "WNLI")]
-    options = GlueOptions(seeds=3)
-    file = write_evaluation(folder, *tasks, **{"settings": options, "start": start, **changes}) / "glue.json"
-    os.utime(file, (file.stat().st_mtime - age_s,) * 2)
-
-
-def test_a_checkpoint_is_known_as_that_of_its_run(start: Pretrained) -> None:
-    found = glue_scores.describe_start(find_pretrained(start.checkpoint))
-    assert found == glue_scores.describe_start(start)
-
-
-def test_a_card_has_every_task_of_the_newest_evaluation(start: Pretrained, tmp_path: Path) -> None:
-    assert glue_text(start) == ""
-    own = glue_scores.describe_start(start)
-    write_card_scores(tmp_path / "eval" / "old", own, age_s=99, average=0.25)
-    other = own.model_copy(update={"sha256": "1" * 64})
-    write_card_scores(tmp_path / "runs" / "other", other, average=0.125)
-    random = GlueOptions(seeds=3, init="random")
-    write_card_scores(tmp_path / "eval" / "random", own, settings=random, average=0.375)
-    (tmp_path / "eval" / "damaged").mkdir()
-    (tmp_path / "eval" / "damaged" / "glue.json").write_text("{")
-    assert " 25.0." in glue_text(start)
-    write_card_scores(tmp_path / "eval" / "new", own, status="partial")
-    lines = glue_text(start).splitlines()
-    assert lines[0] == "## GLUE"
-    assert "average" not in lines[2].lower()
-    assert lines[4:] == [
-        "| task | median | deviation | majority | dev examples | remark |",
-        "| --- | --- | --- | --- | --- | --- |",
-        "| RTE accuracy | 62.5 | 12.5 | 40.0 | 1,277 |  |",
-        "| WNLI accuracy | 62.5 | 12.5 | 40.0 | 1,277 | subset |",
-    ]
-
-
-def test_a_card_finds_evaluations_here_and_beside_the_run(
-    start: Pretrained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    for place in ("here/eval/one", "eval/one", "runs/one"):
-        assert glue_text(start) == ""
-        write_card_scores(tmp_path / place, glue_scores.describe_start(start))
-        assert "| RTE accuracy | 62.5 |" in glue_text(start), place
-        shutil.rmtree(tmp_path / place)
+    start = find_pretrained(write_run(tmp_path / "a", config_of("quickstart", model=small)))
+    assert glue_scores.describe_start(find_pretrained(start.checkpoint)) == glue_scores.describe_start(start)
