@@ -20,6 +20,7 @@ from bert_dp.config import ConfigError, Issue, ModelConfig, cpu_field
 from bert_dp.config.extras import require
 from bert_dp.export.as_function import ExportSource
 from bert_dp.export.foreign import OUTPUTS
+from bert_dp.record.exported import ExportFormat
 
 INPUTS = ("input_ids", "attention_mask")
 MAX_BATCH = 2**16
@@ -36,6 +37,15 @@ def trace(source: ExportSource, *, bf16: bool = False) -> ExportedProgram:
         model = copy.deepcopy(model).to(torch.bfloat16)  # the source keeps its own
     with torch.no_grad():
         return torch.export.export(model, (ids_BS, mask_BS), dynamic_shapes=dict.fromkeys(INPUTS, sizes))
+
+
+def require_tools(form: ExportFormat) -> None:
+    """Import the packages that write a format, and find its compiler. Raises ConfigError."""
+    for package in ("onnx", "onnxscript", "onnxruntime") if form == "onnx" else ():
+        require(package, "export", "export onnx")
+    if form == "aoti" and shutil.which("g++") is None:
+        message = "compiles by g++, which is not installed"
+        raise ConfigError([Issue("export aoti", "needs_package", message, hint="install it, or export onnx")])
 
 
 @contextlib.contextmanager
@@ -56,9 +66,7 @@ def silenced() -> Iterator[None]:
 def write_onnx(source: ExportSource, folder: Path, *, int8: bool, fused: bool | None = None) -> None:
     """Write FOLDER/model.onnx. `int8`: products with weights of 8 bits, those of the activations chosen as it
     runs (ONNX Runtime's dynamic quantisation). `fused`: rewritten by ONNX Runtime's transformer optimizer;
-    None = where that is faster (benchmarks/export_speed.py). Raises ConfigError if a package is missing."""
-    for package in ("onnx", "onnxscript", "onnxruntime"):
-        require(package, "export", "export onnx")
+    None = where that is faster (benchmarks/export_speed.py)."""
     program = torch.onnx.export(
         trace(source),
         dynamo=True,
@@ -96,11 +104,7 @@ def fuse(path: Path, model: ModelConfig) -> dict[str, int]:
 
 @silenced()
 def write_aoti(source: ExportSource, folder: Path, *, bf16: bool = False) -> None:
-    """Write FOLDER/model.pt2, compiled for processors like this one and any number of threads. Raises
-    ConfigError without g++."""
-    if shutil.which("g++") is None:
-        message = "compiles by g++, which is not installed"
-        raise ConfigError([Issue("export aoti", "needs_package", message, hint="install it, or export onnx")])
+    """Write FOLDER/model.pt2, compiled for processors like this one and any number of threads."""
     program = trace(source, bf16=bf16)
     settings = {
         "cpp.dynamic_threads": True,

@@ -18,7 +18,7 @@ from bert_dp.corpus.atomic_directory import locked, replaced
 from bert_dp.export.as_function import ExportSource
 from bert_dp.export.card import card
 from bert_dp.export.hf import settings_of, tensors_of
-from bert_dp.export.trace import write_aoti, write_onnx
+from bert_dp.export.trace import require_tools, write_aoti, write_onnx
 from bert_dp.record.exported import EXPORTED, Exported, ExportFormat, ExportPrecision
 
 
@@ -29,6 +29,7 @@ def export(
 
     Raises ConfigError if `out` holds something, the format does not hold the model, or a package is missing.
     """
+    require_tools(form)  # a signal during such an import may end this process before it can clean up
     with new_directory(out) as folder:
         if form == "hf":
             write_hf(source, folder)
