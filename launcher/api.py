@@ -15,15 +15,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from bert_dp import record
-from bert_dp.config import ConfigError
+from bert_dp.config import ConfigError, Issue
 from bert_dp.record.models import FailureKind, Summary, kind_of_text
 from launcher import job
 from launcher.children import child_environment, ending, launcher_marks, module_command
+from launcher.errors import ISSUES_FILE
 from launcher.report.run_report import PAGE
 from launcher.run.read_run import read_summary
 from launcher.run.reaper import reaper
@@ -101,8 +102,8 @@ def train(
     before = _written(directory)
     ended = _follow(["train", *words, "--", *([] if config is None else [os.fspath(config)])])
     if ended.code == 2:
-        issues = [line.removeprefix(ERROR) for line in ended.said if line.startswith(ERROR)]
-        raise ConfigError(issues or ended.said)
+        lines = [line.removeprefix(ERROR) for line in ended.said if line.startswith(ERROR)]
+        raise ConfigError(ended.issues or lines or ended.said)
     if ended.interrupted and ended.code != 1:
         raise KeyboardInterrupt(f"stopped; the same call with run_dir={str(directory)!r} goes on")
     run = _read(directory)
@@ -176,6 +177,8 @@ class _Ended:
     """-N = killed by signal N."""
     said: list[str]
     interrupted: bool
+    issues: Sequence[Issue] = ()
+    """Of bad input, but for a command line that typer refuses."""
 
 
 def _follow(arguments: list[str]) -> _Ended:
@@ -191,7 +194,7 @@ def _follow(arguments: list[str]) -> _Ended:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env={**os.environ, **NO_TERMINAL, **child_environment()},
+            env={**os.environ, **NO_TERMINAL, **child_environment(), ISSUES_FILE: f"{scratch}/issues.json"},
             start_new_session=True,
         )
         assert process.stdout is not None
@@ -210,7 +213,8 @@ def _follow(arguments: list[str]) -> _Ended:
                 _signal(process, signal.SIGTERM)
                 process.wait()
             process.stdout.close()
-    return _Ended(process.returncode, list(said), interrupted)
+        told = record.read_json(Path(scratch) / "issues.json") or {}
+    return _Ended(process.returncode, list(said), interrupted, [Issue(**i) for i in told.get("issues", ())])
 
 
 def _signal(process: subprocess.Popen[str], number: int) -> None:

@@ -8,18 +8,22 @@ import errno
 import io
 import itertools
 import json
+import os
 import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import typer
 
+from bert_dp import record
 from bert_dp.config import ConfigError, plain_message
 from bert_dp.rank_process import RunFailed
 from launcher.log import complain
 
+ISSUES_FILE = "BERT_DP_ISSUES_FILE"  # environment variable: bert_dp.train reads the issues there
 DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 # errors of the system -> exit code, and what to do
 SYSTEM_ERRORS = (
@@ -54,8 +58,11 @@ def exit_code(command: Callable[[], int | None]) -> int:
             raise ConfigError([f"argument {a!a} is not UTF-8" for a in not_utf8])  # no file could hold it
         return command() or 0
     except ConfigError as error:
+        issues = [issue.to_json() for issue in error.issues]
         if "--json" in sys.argv:
-            sys.stdout.write(json.dumps({"issues": [issue.to_json() for issue in error.issues]}) + "\n")
+            sys.stdout.write(json.dumps({"issues": issues}) + "\n")
+        if file := os.environ.get(ISSUES_FILE):
+            record.write_json(Path(file), {"issues": issues})
         for issue in error.issues:
             complain(f"error: {' '.join(str(issue).splitlines())}")
         return 2

@@ -20,7 +20,7 @@ import bert_dp
 from bert_dp.config import parse_overrides
 from launcher import api
 from launcher.api import overrides
-from tests.helpers import failed, issues_of, write_files
+from tests.helpers import failed, issues_of, raised_issues, write_files
 from tests.report_fixture import SUMMARY, make_run
 from tests.states import FACTS
 
@@ -95,15 +95,17 @@ def test_bad_input_raises_every_issue_and_writes_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     settings = {"schedule.stepz": 1, "optim": {"lr": -1}, "data.sources": ["builtin"]}
-    issues = issues_of(bert_dp.train, "quickstart", settings=settings)
-    assert [line.partition(":")[0] for line in issues] == ["schedule.stepz", "optim.lr"]
-    assert "did you mean schedule.steps?" in issues[0]
+    issues = raised_issues(bert_dp.train, "quickstart", settings=settings)
+    assert [each.setting for each in issues] == ["schedule.stepz", "optim.lr"]
+    assert "did you mean schedule.steps?" in str(issues[0])
     (line,) = issues_of(bert_dp.train, "quickstrat", run_dir="r")
     assert "did you mean quickstart?" in line
     (line,) = issues_of(bert_dp.train, "quickstart", run_dir="r", nproc=0)
     assert line.startswith("--nproc: 0 is not")
     (line,) = issues_of(bert_dp.train, "quickstart", run_dir="r", launcher="mpirun")
     assert "choose from torchrun" in line
+    (issue,) = api._follow(["checkpoints", "nothing"]).issues
+    assert (issue.setting, issue.kind, issue.value) == ("RUN", "not_found", "nothing")
     assert not list(tmp_path.iterdir())
     assert capfd.readouterr().err == ""
 
