@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -82,7 +83,8 @@ class GlueGrid:
 def missing_files(data: Sequence[Path]) -> dict[str, list[str]]:
     """Return each task of GLUE, in GLUE's order, with the train and dev files that `data` lacks."""
     words = [word for place in data for word in ("--data", str(place))]
-    return dict(children.asked("bert_dp.examples.prepare", ["missing", *words], "looking for GLUE's files"))
+    answer = children.ask_module("bert_dp.examples.prepare", ["missing", *words], "looking for GLUE's files")
+    return dict(json.loads(answer))
 
 
 def choose_tasks(

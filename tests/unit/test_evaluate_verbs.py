@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +19,11 @@ from launcher.evaluate.glue_scores import GlueOptions
 from launcher.output import Output
 from tests.e2e.cli import refused
 from tests.glue_fixture import make_task
-from tests.helpers import issues_of, make_config, raised_issues
+from tests.helpers import make_config, raised_issues
 from tests.report_fixture import shown, unfolded
 from tests.runs_to_export import config_of, write_run
 
 SMALL = {"hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
-Asked = list[tuple[str, list[str]]]
-
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
-    """The modules that would have been started, with their arguments; each ends with exit code 3."""
-    calls: Asked = []
-
-    def run_module(module: str, arguments: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        calls.append((module, arguments))
-        return subprocess.CompletedProcess([], 3, "", "")
-
-    monkeypatch.setattr(children, "run_module", run_module)
-    return calls
 
 
 @pytest.fixture
@@ -127,28 +112,18 @@ def test_the_tokenizer_of_a_checkpoint_stands_before_that_of_its_run(run: Path) 
     assert finetune.find_pretrained(run).tokenizer == run / "tokenizer.json"
 
 
-def test_examples_are_prepared_by_the_runs_tokenizer_and_a_share_of_train(run: Path, asked: Asked) -> None:
+def test_examples_are_prepared_by_the_runs_tokenizer_and_a_share_of_train(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr(children, "ask_module", lambda *given: asked.append(given[:2]) or "/cache/RTE")
     start = finetune.find_pretrained(run)
     source = finetune.glue_source("RTE", [Path("a"), Path("b")])
     for share, more in ((0.0, []), (0.1, ["--dev-share", "0.1"])):
-        with pytest.raises(SystemExit, match="exit code 3"):
-            finetune.prepare(start, source, 48, share)
+        assert finetune.prepare(start, source, 48, share) == Path("/cache/RTE")
         rest = ["--task", "RTE", "--data", "a", "--data", "b"]
         known = ["prepare", "--tokenizer", str(start.tokenizer), "--length", "48"]
         assert asked[-1] == ("bert_dp.examples.prepare", [*known, *more, *rest])
-
-
-def test_examples_that_were_refused_are_told_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their lines stand on stderr already, and the verb ends with 2; else it is where they lie."""
-    source = finetune.glue_source("RTE", [Path("a")])
-    start = finetune.find_pretrained(run)
-    for code, out in ((2, ""), (0, "/cache/RTE\n")):
-        done = subprocess.CompletedProcess([], code, out, "")
-        monkeypatch.setattr(children, "run_module", lambda *_, done=done, **__: done)
-        if code:
-            assert issues_of(finetune.prepare, start, source, 48) == ()
-        else:
-            assert finetune.prepare(start, source, 48) == Path("/cache/RTE")
 
 
 @pytest.mark.parametrize("random", [False, True])
