@@ -18,7 +18,7 @@ from bert_dp.export.from_hf import modernbert_state
 from bert_dp.parallel import State
 from bert_dp.precision import Precision
 from bert_dp.record.models import InitFrom
-from bert_dp.tasks import LENGTH_MULTIPLE, Metadata
+from bert_dp.tasks import LENGTH_MULTIPLE, DatasetInfo
 from bert_dp.trainable import Model
 from bert_dp.trainer import Rank
 
@@ -68,7 +68,7 @@ def compile_parts(model: Model, sequence_length: int) -> None:
         part.compile(dynamic=False)
 
 
-def first_state(config: Config, model: Model, data: Metadata, comm: Comm) -> tuple[State, InitFrom | None]:
+def first_state(config: Config, model: Model, data: DatasetInfo, comm: Comm) -> tuple[State, InitFrom | None]:
     """The canonical state that a run begins with, on the host: the model's own weights, or those of
     run.init_from, with its optimizer's state where run.init_keeps says so; and what came from there.
     Collective.

@@ -14,7 +14,7 @@ from bert_dp.config import FinetuneConfig, ModelConfig, native_head
 from bert_dp.dropout import KeyedDropout
 from bert_dp.model import EncoderModel, initialize, make_norm
 
-PLACE = 1_000_000  # of the head's dropout: beyond every layer's
+HEAD_SITE = 1_000_000  # of the head's dropout: beyond every layer's
 
 
 class HeadShape(NamedTuple):
@@ -50,8 +50,8 @@ class ClassificationHead(nn.Module):
         width = config.hidden_size if native else finetune.head_size
         self.dense = nn.Linear(config.hidden_size, width, bias=shape.bias)
         self.norm = make_norm(config) if shape.norm else None
-        self.drop_in = KeyedDropout(config.dropout if shape.drops_input else 0.0, PLACE)
-        self.drop = KeyedDropout(config.dropout if shape.drops_output else 0.0, PLACE + 1)
+        self.drop_in = KeyedDropout(config.dropout if shape.drops_input else 0.0, HEAD_SITE)
+        self.drop = KeyedDropout(config.dropout if shape.drops_output else 0.0, HEAD_SITE + 1)
         self.classifier = nn.Linear(width, finetune.num_outputs)
 
     def forward(self, x_BH: Tensor, key_B: Tensor | None) -> Tensor:

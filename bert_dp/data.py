@@ -50,7 +50,7 @@ class TensorBatch:
 
 
 @dataclass(frozen=True)
-class Batch(TensorBatch):
+class MlmBatch(TensorBatch):
     """Of masked language modelling. positions are flat: b * S + s; key_B is dropout's."""
 
     ids_BS: Tensor
@@ -98,14 +98,14 @@ def permute(index: NDArray[np.int64], size: int, key: NDArray[np.uint64]) -> NDA
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class MaskVocabulary:
     size: int
     num_special: int
     mask_id: int
 
 
 def mask(
-    rows_BS: NDArray[np.uint16], key_B: NDArray[np.uint64], num_masked: int, vocabulary: Vocabulary
+    rows_BS: NDArray[np.uint16], key_B: NDArray[np.uint64], num_masked: int, vocabulary: MaskVocabulary
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Choose exactly `num_masked` = K positions per row and corrupt them 80/10/10 by deterministic counts.
 
@@ -134,14 +134,14 @@ class Shards(MappedShards):
     def __init__(self, directory: Path, manifest: Manifest, split: Literal["train", "held_out"]):
         files = [directory / shard.file for shard in getattr(manifest, split).shards]
         super().__init__(files, manifest.sequence_length, manifest.vocab_size)
-        self.vocabulary = Vocabulary(
+        self.vocabulary = MaskVocabulary(
             manifest.vocab_size, manifest.num_special, manifest.special_tokens["mask"]
         )
 
 
 def training_batch(
     shards: Shards, sample_ids: NDArray[np.int64], *, seed: int, num_masked: int, shuffle: bool
-) -> Batch:
+) -> MlmBatch:
     """The micro batch of the given stream positions."""
     epoch_B, within_B = np.divmod(sample_ids, len(shards))
     index_B = permute(within_B, len(shards), hash64(seed, 1, epoch_B)) if shuffle else within_B
@@ -149,7 +149,7 @@ def training_batch(
     arrays = mask(shards.rows(index_B), key_B, num_masked, shards.vocabulary)
     ids, positions, labels = (torch.from_numpy(a) for a in arrays)
     dropout_key_B = key32(hash64(seed, 4, epoch_B, index_B))
-    return Batch(sample_ids, ids, positions, labels, dropout_key_B, len(labels))
+    return MlmBatch(sample_ids, ids, positions, labels, dropout_key_B, len(labels))
 
 
 def key32(key_B: NDArray[np.uint64]) -> Tensor:
@@ -159,7 +159,7 @@ def key32(key_B: NDArray[np.uint64]) -> Tensor:
 
 def held_out_batches(
     shards: Shards, *, micro_size: int, num_masked: int, max_sequences: int, dp_rank: int, dp_size: int
-) -> list[Batch]:
+) -> list[MlmBatch]:
     """This replica's share of the held-out sequences, micro batches dealt round-robin, masks always the same.
 
     Every replica gets as many batches, filled up with rows whose labels are IGNORE: shapes stay static, and
@@ -178,11 +178,13 @@ def held_out_batches(
         labels[~np.repeat(real_B, num_masked)] = IGNORE
         count = int(real_B.sum()) * num_masked
         tensors = (torch.from_numpy(ids), torch.from_numpy(positions), torch.from_numpy(labels))
-        batches.append(Batch(index_B, *tensors, key32(hash64(0, 4, index_B)), count))
+        batches.append(MlmBatch(index_B, *tensors, key32(hash64(0, 4, index_B)), count))
     return batches
 
 
-def random_batch(seed: int, micro_size: int, sequence_length: int, num_masked: int, vocab_size: int) -> Batch:
+def random_batch(
+    seed: int, micro_size: int, sequence_length: int, num_masked: int, vocab_size: int
+) -> MlmBatch:
     """A micro batch of uniformly random tokens, its predicted positions too."""
     g = torch.Generator().manual_seed(seed)
     ids_BS = torch.randint(vocab_size, (micro_size, sequence_length), generator=g)
@@ -191,7 +193,7 @@ def random_batch(seed: int, micro_size: int, sequence_length: int, num_masked: i
     labels_P = torch.randint(vocab_size, (len(positions_P),), generator=g)
     sample_ids = np.arange(micro_size)
     key_B = key32(hash64(seed, 4, sample_ids))
-    return Batch(sample_ids, ids_BS, positions_P, labels_P, key_B, len(positions_P))
+    return MlmBatch(sample_ids, ids_BS, positions_P, labels_P, key_B, len(positions_P))
 
 
 AnyBatch = TypeVar("AnyBatch", bound=TensorBatch)

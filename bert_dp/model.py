@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bert_dp.config import ModelConfig
-from bert_dp.dropout import KeyedDropout, subkey
+from bert_dp.dropout import KeyedDropout, fold_in
 from bert_dp.lookup import add_row_gradients
 from bert_dp.matmul import Linear, linear, widened
 from bert_dp.trainable import Model
@@ -69,7 +69,7 @@ class TiedLookup(torch.autograd.Function):
         return None, add_row_gradients(grad_VH, ids_BS, grad_BSH)
 
 
-class Vocabulary:
+class TiedEmbedding:
     """The tied embedding and decoder, and the loss over the vocabulary; tensor parallelism has its own."""
 
     def look_up(self, ids_BS: Tensor, weight_VH: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,7 +112,7 @@ class Embeddings(nn.Module):
         elif config.position == "learned":
             self.position_embeddings = nn.Embedding(sequence_length, config.hidden_size)
         self.norm = make_norm(config)
-        self.drop = KeyedDropout(config.dropout, place=0)
+        self.drop = KeyedDropout(config.dropout, site=0)
         self.narrow_residual = config.residual_dtype == "bf16"
 
     def forward(self, x_BSH: Tensor, key_B: Tensor | None) -> Tensor:
@@ -151,8 +151,8 @@ class Attention(nn.Module):
         self.head_size = hidden // config.num_heads
         self.Wqkv = Linear(hidden, 3 * hidden, bias=False)
         self.Wo = Linear(hidden, hidden, bias=config.bias)
-        self.drop_probabilities = KeyedDropout(config.attention_dropout, place=0)
-        self.drop = KeyedDropout(config.dropout, place=1)
+        self.drop_probabilities = KeyedDropout(config.attention_dropout, site=0)
+        self.drop = KeyedDropout(config.dropout, site=1)
         # no key bias: without rotary positions it shifts all scores of a query alike, which softmax ignores
         self.q_bias = nn.Parameter(torch.zeros(hidden)) if config.bias else None
         self.v_bias = nn.Parameter(torch.zeros(hidden)) if config.bias else None
@@ -194,7 +194,7 @@ class Attention(nn.Module):
         key_BA = None
         if self.drop_probabilities.p and key_B is not None:
             head_A = torch.arange(heads, dtype=torch.int32, device=q.device) + self.tensor_rank * heads
-            key_BA = subkey(key_B[:, None], head_A)
+            key_BA = fold_in(key_B[:, None], head_A)
         probability_BASS = self.drop_probabilities(score_BASS.softmax(-1), key_BA)
         return probability_BASS.to(v.dtype) @ v
 
@@ -208,7 +208,7 @@ class MLP(nn.Module):
         width = config.intermediate_size * (2 if self.gated else 1)
         self.Wi = Linear(config.hidden_size, width, bias=config.bias)
         self.Wo = Linear(config.intermediate_size, config.hidden_size, bias=config.bias)
-        self.drop = KeyedDropout(config.dropout, place=2)
+        self.drop = KeyedDropout(config.dropout, site=2)
 
     def forward(self, x_BSH: Tensor, key_B: Tensor | None) -> Tensor:
         x = self.Wi(x_BSH)
@@ -279,8 +279,8 @@ class Encoder(nn.Module):
         # of each layer a key of its own, as a tensor, so that one compiled graph serves all layers
         keys: Sequence[Tensor | None] = [None] * len(self.layers)
         if key_B is not None:
-            place_L1 = torch.arange(1, len(keys) + 1, dtype=torch.int32, device=key_B.device)[:, None]
-            keys = subkey(key_B, place_L1).unbind()
+            site_L1 = torch.arange(1, len(keys) + 1, dtype=torch.int32, device=key_B.device)[:, None]
+            keys = fold_in(key_B, site_L1).unbind()
         for layer, layer_key_B in zip(self.layers, keys, strict=True):
             x_BSH = layer(x_BSH, cos, sin, real_B11S, layer_key_B)
         return x_BSH
@@ -293,7 +293,7 @@ class PredictionHead(nn.Module):
     compiled graph does, to the predicted positions alone.
     """
 
-    def __init__(self, config: ModelConfig, vocabulary: Vocabulary):
+    def __init__(self, config: ModelConfig, vocabulary: TiedEmbedding):
         super().__init__()
         self.transforms = config.head == "dense"
         if self.transforms:
@@ -319,7 +319,7 @@ class EncoderModel(Model):
 
     def __init__(self, config: ModelConfig, sequence_length: int):
         super().__init__()
-        self.vocabulary = Vocabulary()
+        self.vocabulary = TiedEmbedding()
         self.model = Encoder(config, sequence_length)
         self.gated = config.mlp == "geglu"
 

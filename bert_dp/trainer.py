@@ -28,7 +28,7 @@ from bert_dp.rank_process import Signals
 from bert_dp.record.models import Failure
 from bert_dp.saving import AsyncCheckpointer
 from bert_dp.step_trace import StepTrace
-from bert_dp.tasks import Batch, Context, Metadata, Stream, Task
+from bert_dp.tasks import Context, DatasetInfo, MicroBatch, Stream, Task
 from bert_dp.train_state import TrainState
 from bert_dp.trainable import Model
 
@@ -46,7 +46,7 @@ class Rank:
     comm: Comm
     device: torch.device
     task: Task
-    data: Metadata
+    data: DatasetInfo
     heartbeat: Heartbeat
     signals: Signals
     write_errors: WriteErrors
@@ -79,7 +79,7 @@ class Trainer(Rank):
     trace: StepTrace
 
     def step(
-        self, batches: Iterable[Batch], *, grad_accum_steps: int, num_targets: int, timers: Timers
+        self, batches: Iterable[MicroBatch], *, grad_accum_steps: int, num_targets: int, timers: Timers
     ) -> tuple[Tensor, Tensor]:
         """`train_step` with what this trainer holds."""
         return train_step(
@@ -112,7 +112,7 @@ def train_step(
     engine: Engine,
     model: nn.Module,
     loss_fn: LossFn,
-    batches: Iterable[Batch],
+    batches: Iterable[MicroBatch],
     *,
     grad_accum_steps: int,
     num_targets: int,
@@ -242,7 +242,7 @@ def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> TrainingOu
     return _finish(trainer, state, clock, stop)
 
 
-def micro_batches(trainer: Trainer, count: int) -> Iterator[Batch]:
+def micro_batches(trainer: Trainer, count: int) -> Iterator[MicroBatch]:
     """The next ones of the stream; while one is waited for the heartbeat says so."""
     for _ in range(count):
         trainer.heartbeat.enter("data")

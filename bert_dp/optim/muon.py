@@ -23,9 +23,9 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 BATCH_ELEMENTS = 2**25  # of the matrices that are multiplied at once: 128 MiB in fp32
 
-Split = tuple[int, int]
+FusedSplit = tuple[int, int]
 """(dimension, number of matrices fused along it), as in a model's tensor plan."""
-WHOLE: Split = (0, 1)
+WHOLE: FusedSplit = (0, 1)
 
 
 def make(config: OptimConfig, named: Named, model: Model, *, compiled: bool, precision: str) -> Muon:
@@ -89,7 +89,7 @@ class Muon(Optimizer):
             elif params:
                 self.adamw(group, params)
 
-    def _muon(self, group: dict[str, Any], params: list[Tensor], splits: list[Split]) -> None:
+    def _muon(self, group: dict[str, Any], params: list[Tensor], splits: list[FusedSplit]) -> None:
         keep, divisor = self.controls(params[0])
         lr, momentum = group["lr"] * keep, group["momentum"]
         weights: list[Tensor] = []

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bert_dp.config import Config
 from bert_dp.noise import CommHook, NormPairs
 from bert_dp.parallel import MakeOptimizer, State
-from bert_dp.parallel.grid import Grid
+from bert_dp.parallel.grid import RankGrid
 from bert_dp.parallel.state import read_state, write_state
 from bert_dp.parallel.stepping import clip_and_step, make_scaler, scaled_backward
 from bert_dp.parallel.tensor import TensorParallel
@@ -35,7 +35,7 @@ class Engine:
     """See `bert_dp.parallel.Engine`."""
 
     def __init__(self, config: Config, world: World, device: torch.device, *, precision: str, run_dir: Path):
-        self._grid = Grid(world, config.parallel.tensor, device)
+        self._grid = RankGrid(world, config.parallel.tensor, device)
         self.dp_rank, self.dp_size = self._grid.dp_rank, self._grid.dp_size
         self._tensor = TensorParallel(self._grid)
         self._config = config.parallel

@@ -14,7 +14,7 @@ from bert_dp.dist import TIMEOUT
 from bert_dp.world import World
 
 
-class Grid:
+class RankGrid:
     """Ranks as [dp, tp]: the tensor-parallel ranks of a replica are neighbours, so they share a node.
 
     `replicas` > 1 divides dp further, into [replicas, dp / replicas].

@@ -18,14 +18,14 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from bert_dp.config import ConfigError
 from bert_dp.lookup import add_row_gradients
 from bert_dp.matmul import Linear, linear, product, widened
-from bert_dp.parallel.grid import Grid, ShardedSums
+from bert_dp.parallel.grid import RankGrid, ShardedSums
 from bert_dp.parallel.stepping import optimizer_parameters
 from bert_dp.trainable import Model
 
 Group = dist.ProcessGroup | None
 
 
-class Split(NamedTuple):
+class TensorSplit(NamedTuple):
     """`dim` is divided over the ranks, each of its `blocks` fused matrices for itself."""
 
     dim: int
@@ -35,9 +35,9 @@ class Split(NamedTuple):
 class TensorParallel:
     """Divides a whole model over the ranks of `grid.tp_group`; with one rank it changes nothing."""
 
-    def __init__(self, grid: Grid):
+    def __init__(self, grid: RankGrid):
         self._group, self._rank, self._size = grid.tp_group, grid.tp_rank, grid.tp_size
-        self._plan: dict[str, Split] = {}
+        self._plan: dict[str, TensorSplit] = {}
 
     def shard_model(self, model: Model) -> None:
         """Keep this rank's shard of every parameter in `model.tensor_plan()`, whole ones stay replicated.
@@ -51,7 +51,7 @@ class TensorParallel:
             raise ConfigError([f"parallel.tensor: {self._size}, but this model cannot be divided; use 1"])
         assert self._group is not None
         group = self._group.group_name
-        self._plan = {name: Split(*split) for name, split in plan.items()}
+        self._plan = {name: TensorSplit(*split) for name, split in plan.items()}
         for name, split in self._plan.items():
             path, _, leaf = name.rpartition(".")
             module = model.get_submodule(path)
@@ -61,7 +61,7 @@ class TensorParallel:
                 parent, _, child = path.rpartition(".")
                 parallel = (ColumnLinear, RowLinear)[split.dim](module, group)
                 setattr(model.get_submodule(parent), child, parallel)
-        vocabulary = ParallelVocabulary(group, self._rank)
+        vocabulary = ParallelEmbedding(group, self._rank)
         for module in model.modules():
             if hasattr(module, "vocabulary"):
                 module.vocabulary = vocabulary  # type: ignore[assignment]
@@ -125,7 +125,7 @@ class RowLinear(Linear):
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
 
-class ParallelVocabulary:
+class ParallelEmbedding:
     """The tied embedding and decoder and the loss, each rank with its rows of the vocabulary."""
 
     def __init__(self, group: str, rank: int):

@@ -21,7 +21,7 @@ from bert_dp.config import Config, ConfigError
 from bert_dp.dist import gather_json
 from bert_dp.noise import NormPairs
 from bert_dp.parallel import MakeOptimizer, State
-from bert_dp.parallel.grid import Grid
+from bert_dp.parallel.grid import RankGrid
 from bert_dp.parallel.state import optimizer_state, read_scaler, to_host, write_state
 from bert_dp.parallel.stepping import clip_and_step, make_scaler, scaled_backward
 from bert_dp.parallel.tensor import TensorParallel
@@ -49,7 +49,7 @@ class Engine:
     """See `bert_dp.parallel.Engine`."""
 
     def __init__(self, config: Config, world: World, device: torch.device, *, precision: str, run_dir: Path):
-        self._grid = Grid(world, config.parallel.tensor, device)
+        self._grid = RankGrid(world, config.parallel.tensor, device)
         self.dp_rank, self.dp_size = self._grid.dp_rank, self._grid.dp_size
         self._tensor = TensorParallel(self._grid)
         self._bucket_bytes = (config.parallel.bucket_mib or DEFAULT_BUCKET_MIB) * MIB

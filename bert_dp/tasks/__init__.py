@@ -20,7 +20,7 @@ from bert_dp.trainable import Model
 LENGTH_MULTIPLE = 16  # of a padded length: few shapes to compile
 
 
-class Batch(Protocol):
+class MicroBatch(Protocol):
     """One micro batch, on the host until `to`. Beside this only the task knows what is in it."""
 
     @property
@@ -38,7 +38,7 @@ class Stream(Protocol):
     wait_s: float
     """Seconds `next` has blocked so far."""
 
-    def next(self) -> Batch: ...
+    def next(self) -> MicroBatch: ...
 
     def close(self) -> None: ...
 
@@ -46,11 +46,11 @@ class Stream(Protocol):
 class SameBatch:
     """One micro batch over and over: a stream that costs nothing."""
 
-    def __init__(self, batch: Batch):
+    def __init__(self, batch: MicroBatch):
         self._batch = batch
         self.wait_s = 0.0
 
-    def next(self) -> Batch:
+    def next(self) -> MicroBatch:
         return self._batch
 
     def close(self) -> None:
@@ -58,7 +58,7 @@ class SameBatch:
 
 
 @dataclasses.dataclass(frozen=True)
-class Metadata:
+class DatasetInfo:
     """A task's data, as checkpoints, the log and the summary name it."""
 
     data_hash: str
@@ -114,7 +114,7 @@ class Task(Protocol):
     """Padded lengths that micro batches have at most, known once the data are open: torch.compile compiles
     each apart."""
 
-    def open_data(self) -> Metadata:
+    def open_data(self) -> DatasetInfo:
         """Make or find the data; called once, before the ranks meet. Raises ConfigError."""
 
     def build_model(self, seed: int) -> Model:
@@ -134,7 +134,7 @@ class Task(Protocol):
         """Measurements on held-out data over all replicas, `loss` among them, as record.models.HeldOut has
         them. None when nothing is held out or `context.stopped`. The model is in eval mode. Collective."""
 
-    def example_batch(self, micro_size: int) -> Batch:
+    def example_batch(self, micro_size: int) -> MicroBatch:
         """A micro batch of the largest shapes, made of no data."""
 
 

@@ -27,11 +27,11 @@ from bert_dp.data import TensorBatch, TrainingStream, hash64, key32, permute
 from bert_dp.examples.store import Examples
 from bert_dp.matmul import widened
 from bert_dp.scores import score
-from bert_dp.tasks import LENGTH_MULTIPLE, Context, Metadata
+from bert_dp.tasks import LENGTH_MULTIPLE, Context, DatasetInfo
 
 
 @dataclass(frozen=True)
-class Batch(TensorBatch):
+class LabelledBatch(TensorBatch):
     """`real_BS`: False for padding; None = there is none."""
 
     ids_BS: Tensor
@@ -49,7 +49,7 @@ class Finetuning:
         self._kind = config.finetune.kind
         self.flops_per_token = cost.flops_per_token(config.model, config.data.sequence_length, 0.0)
 
-    def open_data(self) -> Metadata:
+    def open_data(self) -> DatasetInfo:
         """Raises ConfigError for a directory that is damaged or that the configuration does not fit."""
         path = Path(self._config.data.path or "")
         manifest = read_examples(path)
@@ -59,7 +59,7 @@ class Finetuning:
         self._splits = {name: Examples.open(path, manifest, name) for name in manifest.splits}
         self._train = self._splits.pop("train")
         self.num_lengths = -(-int(self._train.lengths.max()) // LENGTH_MULTIPLE)
-        return Metadata(
+        return DatasetInfo(
             data_hash=manifest.hash,
             tokenizer=manifest.tokenizer.sha256,
             num_samples=len(self._train),
@@ -71,7 +71,7 @@ class Finetuning:
         config = self._config
         return build_classifier(config.model, config.data.sequence_length, config.finetune, seed)
 
-    def stream(self, *, dp_rank: int, dp_size: int, start_sample: int) -> TrainingStream[Batch]:
+    def stream(self, *, dp_rank: int, dp_size: int, start_sample: int) -> TrainingStream[LabelledBatch]:
         config = self._config
         return TrainingStream(
             self._training_batch,
@@ -83,7 +83,7 @@ class Finetuning:
             pin=self._pin,
         )
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def loss(self, model: nn.Module, batch: LabelledBatch) -> Tensor:
         assert batch.labels is not None
         logits = widened(model(batch.ids_BS, batch.real_BS, batch.key_B))
         return self._loss(logits, batch.labels)
@@ -141,7 +141,7 @@ class Finetuning:
         more = {"one_class": one_class} if one_class else {}
         return {"loss": total / count, "loss_unit": unit, "examples": count, "scores": scores, **more}
 
-    def example_batch(self, micro_size: int) -> Batch:
+    def example_batch(self, micro_size: int) -> LabelledBatch:
         """Random tokens, the last one of each example padding, so that the mask is there."""
         config, outputs = self._config, self._config.finetune.num_outputs
         g = torch.Generator().manual_seed(config.run.seed)
@@ -155,7 +155,7 @@ class Finetuning:
             "multi_label": torch.zeros(micro_size, outputs),
             "regression": torch.zeros(micro_size),
         }[self._kind]
-        return Batch(index, ids_BS, real_BS, labels, key32(hash64(0, index)))
+        return LabelledBatch(index, ids_BS, real_BS, labels, key32(hash64(0, index)))
 
     def _loss(self, logits_BL: Tensor, labels: Tensor) -> Tensor:
         """Sum over the targets."""
@@ -166,7 +166,7 @@ class Finetuning:
             return F.binary_cross_entropy_with_logits(logits_BL, labels, reduction="sum")
         return F.mse_loss(logits_BL[:, 0], labels, reduction="sum")
 
-    def _training_batch(self, sample_ids: NDArray[np.int64]) -> Batch:
+    def _training_batch(self, sample_ids: NDArray[np.int64]) -> LabelledBatch:
         """A slice of the global batch around these positions of the stream, which is a random set, sorted by
         length only inside itself."""
         size, seed, n = self._config.batch.global_size, self._config.run.seed, len(self._train)
@@ -181,7 +181,7 @@ class Finetuning:
 
     def _batch(
         self, examples: Examples, index_B: NDArray[np.int64], sample_ids: NDArray[np.int64], key_B: Tensor
-    ) -> Batch:
+    ) -> LabelledBatch:
         """Padded to the longest example, rounded up."""
         length_B = examples.lengths[index_B]
         longest = -(-int(length_B.max()) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
@@ -192,9 +192,9 @@ class Finetuning:
         real_BS = np.arange(length) < length_B[:, None]
         labels = None if examples.labels is None else torch.from_numpy(np.asarray(examples.labels)[index_B])
         real = None if real_BS.all() else torch.from_numpy(real_BS)
-        return Batch(sample_ids, torch.from_numpy(ids_BS), real, labels, key_B)
+        return LabelledBatch(sample_ids, torch.from_numpy(ids_BS), real, labels, key_B)
 
-    def _evaluation_batches(self, examples: Examples, context: Context) -> Iterator[Batch]:
+    def _evaluation_batches(self, examples: Examples, context: Context) -> Iterator[LabelledBatch]:
         """This replica's, by length; every replica gets as many, filled up with the longest example:
         engines that communicate in the forward pass stay together."""
         micro = self._config.batch.micro_size

@@ -29,7 +29,7 @@ OURS = ("data.path", "run.init_from", "finetune.kind", "finetune.labels", "objec
 """Settings that follow from RUN and its task."""
 
 
-class Source(NamedTuple):
+class ExamplesSource(NamedTuple):
     """Name a task and the options by which its examples are prepared."""
 
     name: str
@@ -37,14 +37,16 @@ class Source(NamedTuple):
     """Of `python -m bert_dp.examples.prepare prepare`."""
 
 
-def glue_source(task: str, data: Sequence[Path]) -> Source:
+def glue_source(task: str, data: Sequence[Path]) -> ExamplesSource:
     """GLUE's own files in `data`, folders or archives."""
-    return Source(task, ["--task", task, *(part for place in data for part in ("--data", str(place)))])
+    return ExamplesSource(
+        task, ["--task", task, *(part for place in data for part in ("--data", str(place)))]
+    )
 
 
 def source_of(
     task: str | None, data: Sequence[Path], files: Mapping[str, str | None], columns: Mapping[str, str | None]
-) -> Source:
+) -> ExamplesSource:
     """Return the source that options name: a task of GLUE, or a user's files, described by `files` (train,
     dev, test) and `columns` (text, text-pair, label, kind). Raises ConfigError."""
     own = {name: value for name, value in {**files, **columns}.items() if value is not None}
@@ -69,7 +71,7 @@ def source_of(
         raise ConfigError(issues)
     if task is not None:
         return glue_source(task, data)
-    return Source("own", [part for name, value in own.items() for part in (f"--{name}", value)])
+    return ExamplesSource("own", [part for name, value in own.items() for part in (f"--{name}", value)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +135,7 @@ def configuration(
     return resolve([*levels, parse_overrides(overrides)])
 
 
-def prepare(start: Pretrained, source: Source, sequence_length: int, dev_share: float = 0.0) -> Path:
+def prepare(start: Pretrained, source: ExamplesSource, sequence_length: int, dev_share: float = 0.0) -> Path:
     """Prepare the examples, or find them in the cache; return the directory. Raises ConfigError without
     issues, as the child process has printed them."""
     arguments = ["prepare", "--tokenizer", str(start.tokenizer), "--length", str(sequence_length)]
@@ -160,7 +162,9 @@ def sized_micro_batches(config: Config, ranks: int, overrides: Sequence[str], *,
     return resolve([config.model_dump(mode="json"), {"batch": {"micro_size": share}}])
 
 
-def load(run: Path, source: Source, overrides: Sequence[str], *, nproc: str, random_weights: bool) -> job.Job:
+def load(
+    run: Path, source: ExamplesSource, overrides: Sequence[str], *, nproc: str, random_weights: bool
+) -> job.Job:
     """A job that `train` takes. Raises ConfigError."""
     if issues := setting_issues(overrides):
         raise ConfigError(issues)

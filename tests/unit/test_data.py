@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from bert_dp.config import ConfigError, read_manifest
 from bert_dp.data import (
-    Batch,
+    MaskVocabulary,
+    MlmBatch,
     Shards,
     TrainingStream,
-    Vocabulary,
     hash64,
     held_out_batches,
     mask,
@@ -33,7 +33,7 @@ from bert_dp.model import IGNORE
 from bert_dp.tasks import SameBatch
 from tests.shards import SPECIAL, write_shards
 
-VOCABULARY = Vocabulary(size=64, num_special=7, mask_id=SPECIAL["mask"])
+VOCABULARY = MaskVocabulary(size=64, num_special=7, mask_id=SPECIAL["mask"])
 LENGTH = 16
 
 
@@ -51,13 +51,15 @@ def open_shards(directory: Path, split: str) -> Shards:
     return Shards(directory, read_manifest(directory), split)
 
 
-def stream(shards: Shards, *, seed: int = 3, shuffle: bool = True, **changed: Any) -> TrainingStream[Batch]:
+def stream(
+    shards: Shards, *, seed: int = 3, shuffle: bool = True, **changed: Any
+) -> TrainingStream[MlmBatch]:
     make = functools.partial(training_batch, shards, seed=seed, num_masked=4, shuffle=shuffle)
     arguments: dict[str, Any] = {"micro_size": 4, "start_sample": 0, "workers": 0, "pin": False}
     return TrainingStream(make, **{"dp_rank": 0, "dp_size": 1, **arguments, **changed})
 
 
-def rows_of(batch: Batch) -> list[tuple[int, bytes]]:
+def rows_of(batch: MlmBatch) -> list[tuple[int, bytes]]:
     """Each row of a batch as (sample, everything it holds), independent of the micro batch it stands in."""
     size, length = batch.ids_BS.shape
     positions = batch.positions_P.reshape(size, -1) - torch.arange(size)[:, None] * length
@@ -68,7 +70,7 @@ def rows_of(batch: Batch) -> list[tuple[int, bytes]]:
     ]
 
 
-def same(a: Batch, b: Batch) -> bool:
+def same(a: MlmBatch, b: MlmBatch) -> bool:
     return rows_of(a) == rows_of(b) and a.num_masked == b.num_masked
 
 
@@ -245,7 +247,7 @@ def test_mask_is_a_function_of_the_key_alone() -> None:
 # --- batches
 
 
-def batch_of(shards: Shards, start: int, stop: int, *, seed: int = 3, shuffle: bool = True) -> Batch:
+def batch_of(shards: Shards, start: int, stop: int, *, seed: int = 3, shuffle: bool = True) -> MlmBatch:
     return training_batch(shards, np.arange(start, stop), seed=seed, num_masked=4, shuffle=shuffle)
 
 
@@ -261,7 +263,7 @@ def test_a_batch_does_not_depend_on_how_it_is_cut(shards: Shards, start: int, sh
     assert one.positions_P.shape == one.labels_P.shape == (64,)
 
 
-def unmasked(batch: Batch) -> NDArray[np.int64]:
+def unmasked(batch: MlmBatch) -> NDArray[np.int64]:
     ids = batch.ids_BS.clone().reshape(-1)
     ids[batch.positions_P] = batch.labels_P
     return ids.reshape(batch.ids_BS.shape).numpy()
@@ -394,13 +396,13 @@ def test_an_error_in_a_prefetch_thread_reaches_the_loop(
 # --- held-out loss
 
 
-def held_out(shards: Shards, dp_size: int, micro_size: int, max_sequences: int) -> list[list[Batch]]:
+def held_out(shards: Shards, dp_size: int, micro_size: int, max_sequences: int) -> list[list[MlmBatch]]:
     """Of each replica."""
     sizes = {"micro_size": micro_size, "num_masked": 3, "max_sequences": max_sequences, "dp_size": dp_size}
     return [held_out_batches(shards, dp_rank=rank, **sizes) for rank in range(dp_size)]
 
 
-def real_rows(batch: Batch) -> list[tuple[int, bytes]]:
+def real_rows(batch: MlmBatch) -> list[tuple[int, bytes]]:
     labels = batch.labels_P.reshape(len(batch.ids_BS), -1)
     ignored = labels == IGNORE
     assert torch.equal(ignored.any(1), ignored.all(1))  # a row counts whole or not at all

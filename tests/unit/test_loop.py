@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from bert_dp import devices, metrics, record, summary, tasks
 from bert_dp.config import progress_at
-from bert_dp.data import Batch, random_batch
+from bert_dp.data import MlmBatch, random_batch
 from bert_dp.dist import Comm, SharedClock, Stop
 from bert_dp.measure import profiling
 from bert_dp.measure.profiling import lone_trainer
-from bert_dp.model import Vocabulary
+from bert_dp.model import TiedEmbedding
 from bert_dp.optim import lr_factor
 from bert_dp.parallel import single
 from bert_dp.precision import precision_of
@@ -69,7 +69,7 @@ def test_evaluation_is_without_dropout_and_training_goes_on_with_it(trainer: Tra
             return sum(float(trainer.task.loss(model, batch)) for batch in held_out)
 
     model, result = trainer.bare_model, measured(trainer)
-    held_out: list[Batch] = trainer.task._held_out  # type: ignore[attr-defined]
+    held_out: list[MlmBatch] = trainer.task._held_out  # type: ignore[attr-defined]
     assert model.training
     trained = total_loss()
     model.eval()
@@ -116,7 +116,7 @@ class Slow(Model):
     def __init__(self, clock: Clock):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
-        self.vocabulary = Vocabulary()
+        self.vocabulary = TiedEmbedding()
         self._clock = clock
 
     def forward(
@@ -211,7 +211,7 @@ def train_here(
         return trainer, state, train(trainer, state, SharedClock(trainer.comm, now=clock.read))
 
 
-def micro_batch() -> Batch:
+def micro_batch() -> MlmBatch:
     return random_batch(0, 2, LENGTH, 4, 64)
 
 
@@ -340,7 +340,7 @@ def test_a_run_that_expected_a_longer_step_has_spent_its_budget(
     """It ends where the next step would not fit, and does not go on when it is started again."""
     waits = iter([1.0] * 6 + [9.0, 1.0, 1.0, 1.0])
 
-    def slow_batch() -> Batch:
+    def slow_batch() -> MlmBatch:
         clock.now += next(waits, 1.0) - 1.0
         return micro_batch()
 
@@ -501,7 +501,7 @@ class SlowStream:
     def __init__(self, clock: Clock, events: list[str]):
         self._clock, self._events, self.wait_s = clock, events, 500.0  # before training
 
-    def next(self) -> Batch:
+    def next(self) -> MlmBatch:
         self._clock.now += 10.0
         self.wait_s += 10.0
         self._events.append("drawn")
@@ -549,7 +549,7 @@ class LeakyStream:
     def __init__(self) -> None:
         self.wait_s, self.left = 0.0, list[weakref.ref[Knot]]()
 
-    def next(self) -> Batch:
+    def next(self) -> MlmBatch:
         knot = Knot()
         self.left.append(weakref.ref(knot))
         return micro_batch()
