@@ -83,7 +83,7 @@ def test_export_passes_on_its_options_and_names_them_in_the_card(run: Path, aske
     assert module == "bert_dp.export"
     assert arguments[:4] == ["aoti", "--out", str(run.parent / "out"), arguments[3]]
     assert arguments[3] == "--command=bert-dp export aoti run --out out --encoder --bf16"
-    assert arguments[5:] == ["--encoder", "--bf16", "--", str(run)]
+    assert arguments[4:] == ["--encoder", "--bf16", "--", str(run)]
 
 
 def test_an_export_goes_into_an_empty_directory_and_none_that_holds_something(
