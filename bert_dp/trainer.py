@@ -297,10 +297,11 @@ def log_steps(trainer: Trainer, state: TrainState, clock: SharedClock) -> None:
         trainer.records.append("metrics.jsonl", line)
         for pairs in norms:
             trainer.records.append("noise.jsonl", pairs)
-    state.logged_step, state.final_loss, state.skipped_steps = line.step, line.loss, line.skipped_steps
-    watch_loss(trainer, state, line.loss)
+    state.logged_step, state.final_loss = state.step, line["loss"]
+    state.skipped_steps = line["skipped_steps"]
+    watch_loss(trainer, state, line["loss"])
     skipping = anomalies.too_many_skipped(
-        trainer.config, trainer.precision.name, trainer.meter.skipped_in_a_row, line.step, line.lr
+        trainer.config, trainer.precision.name, trainer.meter.skipped_in_a_row, state.step, state.lr
     )
     state.request_abort(skipping, "not_finite")
 

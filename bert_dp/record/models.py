@@ -154,18 +154,6 @@ class Straggler(StoredModel):
     """Lost by the others."""
 
 
-class DdpCounters(StoredModel):
-    """What torch's DDP counted; means over the steps that it samples. null: it did not tell."""
-
-    bucket_bytes: list[int] = []
-    comm_s: FiniteOrNone = None
-    """Reductions."""
-    overlap_s: FiniteOrNone = None
-    """Of them under the backward pass."""
-    compute_s: FiniteOrNone = None
-    """The backward pass."""
-
-
 class NoiseScale(StoredModel):
     """The gradient noise scale (bert_dp.noise) over the last measured steps."""
 
@@ -309,8 +297,10 @@ class Summary(StoredFile):
     """Rank 0's clock: setup, compile, train, data_wait, forward_backward, optimizer, eval, save (stall)."""
     command_s: FiniteOrNone = None
     """From the start of the command to the end of the last rank, by the launcher."""
-    ddp: DdpCounters | None = None
-    """null under other engines."""
+    bucket_bytes: list[int] = []
+    """Of DDP's reduction buckets; empty under other engines."""
+    metrics: dict[str, FiniteOrNone] = {}
+    """Other metrics by their names in metrics.jsonl, at the last line."""
     loss_spikes: int | None = None
     """Logged losses far above the ones before."""
     failed_saves: int | None = None

@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 
 from bert_dp import record
 from bert_dp.config import ExamplesManifest, peak_lr
+from bert_dp.config.examples import Metric
 from bert_dp.record.models import HeldOut, StoredModel
 from launcher.evaluate.finetune import Pretrained
 from launcher.results import Measurement
@@ -170,7 +171,7 @@ def score_task(manifest: ExamplesManifest, trials: Sequence[GlueTrial], init_tas
 
 
 def score_metric(
-    split: str, metric: str, trials: Sequence[GlueTrial], manifest: ExamplesManifest
+    split: str, metric: Metric, trials: Sequence[GlueTrial], manifest: ExamplesManifest
 ) -> GlueScore:
     """Compute the median and the standard deviation over the trials that have a score."""
     seeds = [trial.scores.get(f"{split}/{metric}") for trial in trials]

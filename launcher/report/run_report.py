@@ -42,6 +42,7 @@ from launcher.report.numbers import (
     format_ratio,
     format_si,
     number,
+    unit_of,
 )
 from launcher.report.parts import (
     environment_text,
@@ -359,6 +360,10 @@ def _work(run: Run) -> list[Row]:
         value("skipped steps", facts.skipped_steps, "count", lost, console=bool(facts.skipped_steps)),
         *([spikes] if facts.loss_spikes else []),
         value("parameters", facts.parameters, "si", precision),
+        *(
+            value(name.replace("_", " "), number, unit_of(name), "at the last logged step", console=False)
+            for name, number in facts.metrics.items()
+        ),
     ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from pathlib import Path
@@ -94,6 +93,13 @@ def test_every_number_stands_beside_its_denominator(tmp_path: Path) -> None:
     losses = ("final_loss", "heldout_loss", "unigram_entropy_nats", "uniform_entropy_nats")
     speeds = ("steps_per_s", "global_steps_per_s", "samples_per_s", "tokens_per_s", "tokens_per_s_per_gpu")
     assert {SUMMARY[key] for key in (*losses, *speeds, "peak_memory_gib")} <= read_page(report).exact
+
+
+def test_a_metric_of_the_meter_reaches_the_page_by_its_name(tmp_path: Path) -> None:
+    rows = rows_of(report_of(tmp_path / "run", metrics={"host_memory_gib": 1.5, "lost_share": 0.25}))
+    note = "at the last logged step"
+    assert rows["Work", "host memory gib"] == [f"1.50 GiB | {note}"]
+    assert rows["Work", "lost share"] == [f"25.0 % | {note}"]
 
 
 def test_the_console_is_compact_and_tells_what_is_unusual(tmp_path: Path) -> None:
@@ -386,7 +392,7 @@ def test_the_time_of_a_long_run_that_was_killed_is_that_of_all_its_lines(tmp_pat
     run = make_run(tmp_path / "run", num_lines=0)
     (run / "summary.json").unlink()
     lines = [metrics(step, step_time_s=0.9 if step % 1_000 == 0 else 0.1) for step in range(10, 50_010, 10)]
-    text = "".join(f"{json.dumps(dataclasses.asdict(line))}\n" for line in lines)
+    text = "".join(f"{json.dumps(line)}\n" for line in lines)
     (run / "metrics.jsonl").write_text(text)
     assert load(run).facts.time_s["train"] == pytest.approx(50 * 10 * 0.9 + 4_950 * 10 * 0.1)
 
