@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate: DistributedDataParallel as `Accelerator.prepare` makes it.
+"""Train by Hugging Face Accelerate: DistributedDataParallel as `Accelerator.prepare` makes it.
 
 Autocast, loss scaling and the learning rate stay with us: a scheduler of Accelerate's steps once per process.
 """
@@ -50,7 +50,8 @@ class Engine:
         )
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Raises ConfigError when the environment makes accelerate use something else than DDP."""
+        """Prepare both. Raises ConfigError when the environment makes accelerate use something else than
+        DDP."""
         self._model, self._optimizer = model, make_optimizer(model.named_parameters())
         with warnings.catch_warnings():  # accelerate knows only broadcast_buffers, torch 2.13 has a new name
             warnings.simplefilter("ignore", FutureWarning)
@@ -87,7 +88,7 @@ class Engine:
 
 
 class Stepper:
-    """The inner optimizer, on which `clip_and_step` sets attributes, stepped through accelerate's wrapper."""
+    """Step the inner optimizer, on which `clip_and_step` sets attributes, through accelerate's wrapper."""
 
     def __init__(self, prepared: Any):
         self.__dict__["_prepared"] = prepared

@@ -1,4 +1,5 @@
-"""DeepSpeed ZeRO (arXiv 1910.02054) around our model, optimizer and loop: its engine reduces, clips, steps.
+"""Train by DeepSpeed ZeRO (arXiv 1910.02054) around our model, optimizer and loop: its engine reduces, clips,
+steps.
 
 Stage 0 shares nothing out, 1 the optimizer state, 2 the gradients too, 3 the parameters too. Stages 0 and 1
 reduce on the last micro batch only, 2 and 3 every micro batch. Tensors are flattened, so there is no Muon,
@@ -35,7 +36,7 @@ class Engine:
     """See `bert_dp.parallel.Engine`. RUN/deepspeed.json is what DeepSpeed was given."""
 
     def __init__(self, config: Config, world: World, device: torch.device, *, precision: str, run_dir: Path):
-        """Raises ConfigError when DeepSpeed is too old, or `precision: auto` chose fp16."""
+        """Check the package. Raises ConfigError when it is too old, or `precision: auto` chose fp16."""
         if precision == "fp16":  # without a scaler, and on a GPU DeepSpeed would leave our autocast
             raise ConfigError(
                 [
@@ -127,7 +128,8 @@ class Engine:
         return state if self.dp_rank == 0 else None
 
     def scatter_state(self, state: State) -> None:
-        """Raises ValueError when the steps of the parameters differ: DeepSpeed has one count for all."""
+        """Load the state. Raises ValueError when the steps of the parameters differ: DeepSpeed has one count
+        for all."""
         if self._stage == 0:
             write_state(self._model, self._optimizer, None, state)
             return
@@ -157,13 +159,13 @@ class Engine:
             values["step"].fill_(max(steps, default=0.0))
 
     def _whole(self, parameter: nn.Parameter, key: str) -> Tensor:
-        """The weight (key "") or a moment of it, gathered. Collective."""
+        """Gather the weight (key "") or a moment of it. Collective."""
         extra, what = ([key], "optimizer_state") if key else ([], "fp32_param")
         whole: Tensor = getattr(self._package.utils, f"safe_get_full_{what}")(parameter, *extra)
         return whole.detach()
 
     def _write(self, parameter: Any, whole: Tensor, key: str) -> None:
-        """This rank's part of the weight that the optimizer has (key ""), or of a moment."""
+        """Write this rank's part of the weight that the optimizer has (key ""), or of a moment."""
         extra, what = ([key], "optimizer_state") if key else ([], "fp32_param")
         if self._stage == 3:  # its safe_set_full_* fail where the number of ranks does not divide a tensor
             size = parameter.ds_tensor.numel()
@@ -175,7 +177,7 @@ class Engine:
 
 
 def settings(config: Config, precision: str) -> dict[str, Any]:
-    """DeepSpeed's configuration: what we set, its defaults for the rest."""
+    """Return DeepSpeed's configuration: what we set, its defaults for the rest."""
     return {
         "train_micro_batch_size_per_gpu": config.batch.micro_size,
         "gradient_accumulation_steps": 1,  # the loop counts them, and a ramp changes their number

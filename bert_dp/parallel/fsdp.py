@@ -1,4 +1,5 @@
-"""FSDP2 (torch fully_shard): weights, gradients and optimizer state in parts, gathered block by block.
+"""Train by FSDP2 (torch fully_shard): weights, gradients and optimizer state in parts, gathered block by
+block.
 
 The optimizer works on this rank's parts as plain tensors: all that needs whole tensors is a norm, and that
 is a sum over ranks.

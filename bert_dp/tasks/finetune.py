@@ -1,4 +1,4 @@
-"""Finetuning: labels or scores of whole examples, by a prepared directory (bert_dp.examples).
+"""Finetune for labels or scores of whole examples, by a prepared directory (bert_dp.examples).
 
 Axes: B examples of a micro batch, S positions of its longest example, L labels.
 """
@@ -32,7 +32,7 @@ from bert_dp.tasks import LENGTH_MULTIPLE, Context, DatasetInfo
 
 @dataclass(frozen=True)
 class LabelledBatch(TensorBatch):
-    """`real_BS`: False for padding; None = there is none."""
+    """Hold labelled examples. `real_BS`: False for padding; None = there is none."""
 
     ids_BS: Tensor
     real_BS: Tensor | None
@@ -50,7 +50,8 @@ class Finetuning:
         self.flops_per_token = cost.flops_per_token(config.model, config.data.sequence_length, 0.0)
 
     def open_data(self) -> DatasetInfo:
-        """Raises ConfigError for a directory that is damaged or that the configuration does not fit."""
+        """Open the prepared directory. Raises ConfigError if it is damaged or the configuration does not fit
+        it."""
         path = Path(self._config.data.path or "")
         manifest = read_examples(path)
         if issues := manifest.issues(self._config):
@@ -89,11 +90,11 @@ class Finetuning:
         return self._loss(logits, batch.labels)
 
     def num_targets(self, first_sample: int, count: int) -> int:
-        """An example has one target, or one for each of independent labels."""
+        """Count one target an example, or one for each of independent labels."""
         return count * (self._config.finetune.num_outputs if self._kind == "multi_label" else 1)
 
     def evaluate(self, model: nn.Module, context: Context) -> dict[str, Any] | None:
-        """Scores of every split with labels, each example counted once; predictions of all splits.
+        """Score every split with labels, each example counted once, and write predictions of all splits.
 
         `loss` is the mean over the examples of dev (of MNLI, of both). Where the logits are not finite there
         are no scores.
@@ -118,7 +119,7 @@ class Finetuning:
         return measured
 
     def _measure(self, logits: Mapping[str, NDArray[np.float64]]) -> dict[str, Any] | None:
-        """See `evaluate`."""
+        """Return the measurements of `evaluate`."""
         scores: dict[str, float] = {}
         one_class: list[str] = []
         total, count = 0.0, 0
@@ -142,7 +143,7 @@ class Finetuning:
         return {"loss": total / count, "loss_unit": unit, "examples": count, "scores": scores, **more}
 
     def example_batch(self, micro_size: int) -> LabelledBatch:
-        """Random tokens, the last one of each example padding, so that the mask is there."""
+        """Return random tokens, the last one of each example padding, so that the mask is there."""
         config, outputs = self._config, self._config.finetune.num_outputs
         g = torch.Generator().manual_seed(config.run.seed)
         length = config.data.sequence_length
@@ -158,7 +159,7 @@ class Finetuning:
         return LabelledBatch(index, ids_BS, real_BS, labels, key32(hash64(0, index)))
 
     def _loss(self, logits_BL: Tensor, labels: Tensor) -> Tensor:
-        """Sum over the targets."""
+        """Return the sum over the targets."""
         if self._kind == "single_label":
             return F.cross_entropy(logits_BL, labels, reduction="sum")
         labels = labels.to(logits_BL.dtype)
@@ -167,7 +168,7 @@ class Finetuning:
         return F.mse_loss(logits_BL[:, 0], labels, reduction="sum")
 
     def _training_batch(self, sample_ids: NDArray[np.int64]) -> LabelledBatch:
-        """A slice of the global batch around these positions of the stream, which is a random set, sorted by
+        """Return a slice of the global batch around these positions of the stream, a random set, sorted by
         length only inside itself."""
         size, seed, n = self._config.batch.global_size, self._config.run.seed, len(self._train)
         first = int(sample_ids[0]) // size * size
@@ -182,7 +183,7 @@ class Finetuning:
     def _batch(
         self, examples: Examples, index_B: NDArray[np.int64], sample_ids: NDArray[np.int64], key_B: Tensor
     ) -> LabelledBatch:
-        """Padded to the longest example, rounded up."""
+        """Return examples padded to the longest one, rounded up."""
         length_B = examples.lengths[index_B]
         longest = -(-int(length_B.max()) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
         length = min(longest, self._config.data.sequence_length)
@@ -195,8 +196,8 @@ class Finetuning:
         return LabelledBatch(sample_ids, torch.from_numpy(ids_BS), real, labels, key_B)
 
     def _evaluation_batches(self, examples: Examples, context: Context) -> Iterator[LabelledBatch]:
-        """This replica's, by length; every replica gets as many, filled up with the longest example:
-        engines that communicate in the forward pass stay together."""
+        """Yield this replica's batches, by length; every replica gets as many, filled up with the longest
+        example: engines that communicate in the forward pass stay together."""
         micro = self._config.batch.micro_size
         order = np.argsort(examples.lengths, kind="stable")
         rounds = -(-len(order) // (micro * context.dp_size))
@@ -206,7 +207,8 @@ class Finetuning:
             yield self._batch(examples, index_B, index_B, key32(hash64(0, index_B)))
 
     def _logits(self, model: nn.Module, examples: Examples, context: Context) -> NDArray[np.float64] | None:
-        """[n, L] of every example, in their order, on every rank; None when `context.stopped`. Collective.
+        """Return [n, L] of every example, in their order, on every rank; None when `context.stopped`.
+        Collective.
 
         What replicas compute more than once, to fill up their last batch, is averaged.
         """

@@ -1,4 +1,4 @@
-"""Pretraining: masked language modelling of packed sequences by the crammed BERT."""
+"""Pretrain by masked language modelling of packed sequences."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class MaskedLanguageModel:
         self._held_out: list[data.MlmBatch] | None = None
 
     def open_data(self) -> DatasetInfo:
-        """The shards, built on first use."""
+        """Open the shards, built on first use."""
         path = corpus.ensure(self._config)
         manifest = read_manifest(path)
         self._train = data.Shards(path, manifest, "train")
@@ -112,7 +112,7 @@ class MaskedLanguageModel:
         return measured
 
     def _evaluation_batches(self, context: Context) -> list[data.MlmBatch]:
-        """This replica's, made once."""
+        """Return this replica's batches, made once."""
         if self._held_out is None:
             config = self._config
             self._held_out = data.held_out_batches(
@@ -126,7 +126,7 @@ class MaskedLanguageModel:
         return self._held_out
 
     def example_batch(self, micro_size: int) -> data.MlmBatch:
-        """Uniformly random tokens."""
+        """Return uniformly random tokens."""
         config = self._config
         return data.random_batch(
             config.run.seed,
