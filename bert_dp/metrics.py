@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import resource
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -201,7 +202,10 @@ class Meter:
         self.total_samples += self._samples
         self.total_micro += self._micro
         # a metric more is a line here: metrics.jsonl, the summary and the page have it under its name
-        self.measured = {"grad_norm": float(self._norm)}
+        self.measured = {
+            "grad_norm": float(self._norm),
+            "host_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        }
         line = {
             "step": state.step,
             "samples": state.samples,
