@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import resource
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -202,10 +201,7 @@ class Meter:
         self.total_samples += self._samples
         self.total_micro += self._micro
         # a metric more is a line here: metrics.jsonl, the summary and the page have it under its name
-        self.measured = {
-            "grad_norm": float(self._norm),
-            "host_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-        }
+        self.measured = {"grad_norm": float(self._norm)}
         line = {
             "step": state.step,
             "samples": state.samples,
