@@ -135,7 +135,6 @@ class OptimizerFacts:
 
 OPTIMIZERS: dict[str, OptimizerFacts] = {
     "adamw": OptimizerFacts(),
-    "lion": OptimizerFacts(matrix_moments=1),
     "lamb": OptimizerFacts(needs="tensor_norms"),
     "muon": OptimizerFacts(settings=("momentum",), needs="whole_tensors", matrix_moments=1),
 }
