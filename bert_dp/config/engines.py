@@ -79,7 +79,6 @@ ENGINES: dict[str, EngineFacts] = {
         master_copy=True,
         package="deepspeed",
     ),
-    "coalesced": EngineFacts(min_ranks=2),
     "independent": EngineFacts(min_ranks=2, benchmarked=False),
 }
 
