@@ -35,16 +35,14 @@ def has_diverged(heldout_loss: float, step: int) -> str | None:
 def too_many_skipped(config: Config, precision: str, in_a_row: int, step: int, lr: float) -> str | None:
     """Return the reason to stop when too many steps in a row had a gradient that is not finite, up to `step`,
     whose rate was `lr`. Asked when a line is logged, so that no step waits for the device."""
-    limit = config.run.max_skipped_in_a_row + (FP16_ROOM if precision == "fp16" else 0)
-    if in_a_row < limit:
-        return None
     run = config.run
-    advice = _advice(config, precision, ", which run.init_from lets begin from a checkpoint of this one")
+    if in_a_row < run.max_skipped_in_a_row + (FP16_ROOM if precision == "fp16" else 0):
+        return None
     steps = "1 step" if in_a_row == 1 else f"{in_a_row} steps in a row"
     return (
         f"{steps} up to step {step} had a gradient that is not finite and were skipped, "
         f"at learning rate {lr:.3g}; run.max_skipped_in_a_row is {run.max_skipped_in_a_row}, looked at "
-        f"every {config.log.every_steps} steps; the weights did not change in them; {advice}"
+        f"every {config.log.every_steps} steps; {_advice(config, precision)}"
     )
 
 
@@ -58,6 +56,6 @@ def nothing_learned(config: Config, precision: str, skipped: int, step: int) -> 
     )
 
 
-def _advice(config: Config, precision: str, more: str = "") -> str:
+def _advice(config: Config, precision: str) -> str:
     other = ", or try precision: fp32" if precision in ("fp16", "bf16") else ""
-    return f"lower optim.lr (now {config.optim.lr}) in a new run directory{more}{other}"
+    return f"lower optim.lr (now {config.optim.lr}) in a new run directory{other}"

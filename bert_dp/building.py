@@ -157,11 +157,8 @@ def compile_pays(rank: Rank, model: Model, precision: Precision) -> bool:
     if schedule.hours is not None:
         run_s = schedule.hours * 3600
     else:
-        sequences = (
-            schedule.tokens / config.data.sequence_length
-            if schedule.tokens
-            else ((schedule.steps or 0) * config.batch.global_size)
-        )
+        sequences = (schedule.tokens or 0) / config.data.sequence_length
+        sequences += (schedule.steps or 0) * config.batch.global_size
         micro_steps = sequences / rank.layout.samples_per_micro_step
         run_s = micro_steps * time_micro_step(rank, model, precision)
     in_tiles = precision.name == "bf16" and "amx_bf16" in bf16_units()
@@ -173,7 +170,6 @@ def compile_pays(rank: Rank, model: Model, precision: Precision) -> bool:
 def time_micro_step(rank: Rank, model: Model, precision: Precision) -> float:
     """Return the seconds of the second of two eager forward/backward passes; leave no gradients."""
     batch = rank.task.example_batch(rank.config.batch.micro_size).to(rank.device)
-    seconds = 0.0
     for _ in range(2):
         start = time.perf_counter()
         with precision.context(rank.device):

@@ -99,9 +99,7 @@ def memory_estimate_gib(config: Config, precision: str, world_size: int = 1) -> 
     block = linear_parameters(model) / model.num_layers / tensor
     gathered = (model.vocab_size * model.hidden_size / tensor + 2 * block) * wide
     weights = gradients = parameters * wide
-    moments = 2.0 * parameters
-    moments -= (2 - OPTIMIZERS[config.optim.name].matrix_moments) * linear_parameters(model)
-    optimizer = moments * wide
+    optimizer = _moments(config, parameters) * wide
     facts, state = engine_facts(parallel.engine), sharded(parallel.engine, parallel.zero_stage)
     shards = dp // parallel.fsdp_replicas
     accumulates = config.batch.global_size > config.batch.micro_size * dp
@@ -115,12 +113,8 @@ def memory_estimate_gib(config: Config, precision: str, world_size: int = 1) -> 
         gradients /= shards
     if facts.master_copy and "optimizer" in state and "parameters" not in state:
         weights += parameters * wide / dp
-    parts = {
-        "weights": weights,
-        "gradients": gradients,
-        "optimizer": optimizer,
-        **_activation_bytes(config, wide, narrow),
-    }
+    parts = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+    parts |= _activation_bytes(config, wide, narrow)
     if narrow != wide:  # kept for the backward pass, also of weights that are gathered
         parts["autocast weights"] = parameters * narrow
     return {name: size / GIB for name, size in parts.items()}
@@ -151,13 +145,19 @@ def rank_memory_gib(config: Config, precision: str, world_size: int = 1, *, on_g
     if precision == "bf16" and not model.attention_dropout:  # attention's probabilities are written out
         more += layers * model.num_heads * length * narrow / config.parallel.tensor
     parts["activations"] += tokens * more / GIB
-    parameters = num_parameters(model, length)
-    moments = 2 * parameters
-    moments -= (2 - OPTIMIZERS[config.optim.name].matrix_moments) * linear_parameters(model)
     # without checkpoints the weights alone, which a run begins from
-    copied = parameters + (moments if config.checkpoint.keep else 0)
+    parameters = num_parameters(model, length)
+    copied: float = parameters
+    if config.checkpoint.keep:
+        copied += _moments(config, parameters)
     heap = HEAP_SHARE * (parts["activations"] + parts["logits"])
     return {**parts, "checkpoint": copied * wide / GIB, "heap": heap, "program": PROGRAM_GIB}
+
+
+def _moments(config: Config, parameters: float) -> float:
+    """Count the optimizer's numbers for `parameters`."""
+    missing = 2 - OPTIMIZERS[config.optim.name].matrix_moments
+    return 2 * parameters - missing * linear_parameters(config.model)
 
 
 def _widths(precision: str) -> tuple[int, int]:

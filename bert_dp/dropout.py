@@ -53,6 +53,3 @@ class KeyedDropout(nn.Module):
             raise ValueError("dropout needs a key for each example: its random numbers follow from it")
         out = dropped(fold_in(key, self.site), x.shape[-2], x.shape[-1], self.p)
         return (x / (1 - self.p)).masked_fill(out, 0.0)
-
-    def extra_repr(self) -> str:
-        return f"p={self.p}, site={self.site}"

@@ -15,11 +15,11 @@ from torch import Tensor
 from bert_dp.config import BatchLayout
 from bert_dp.devices import alloc_retries, peak_memory_gib, synchronize
 from bert_dp.dist import Comm
+from bert_dp.record.models import STRAGGLER_RATIO
 from bert_dp.train_state import TrainState
 
 PHASES = ("forward_backward", "optimizer")
 TIMED = (*PHASES, "own_work")
-STRAGGLER_RATIO = 1.2  # from here on a rank is named
 STRAGGLER_STEPS = 10  # over fewer steps nobody is: one pause would name a rank
 
 

@@ -25,8 +25,7 @@ def load(run: str | os.PathLike[str]) -> tuple[CrammedBert | Classifier, Tokeniz
 
     Raises ConfigError.
     """
-    model, tokenizer, _ = load_with_config(run)
-    return model, tokenizer
+    return load_with_config(run)[:2]
 
 
 def load_with_config(run: str | os.PathLike[str]) -> tuple[CrammedBert | Classifier, Tokenizer, Config]:

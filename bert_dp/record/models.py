@@ -144,6 +144,9 @@ class Failure(StoredFile):
         return self.message if self.rank is None else f"rank {self.rank}: {self.message}"
 
 
+STRAGGLER_RATIO = 1.2  # of own work to the others' median, from which on a rank is named
+
+
 class Straggler(StoredModel):
     """The rank that the others wait for."""
 
@@ -292,7 +295,7 @@ class Summary(StoredFile):
     straggler_ratio: FiniteOrNone = None
     """Own work (before any reduction) of the slowest rank over the others' median; null for a lone rank."""
     straggler: Straggler | None = None
-    """When the ratio is above 1.2 over the run."""
+    """When the ratio is above STRAGGLER_RATIO over the run."""
     time_s: dict[str, float] = {}
     """Rank 0's clock: setup, compile, train, data_wait, forward_backward, optimizer, eval, save (stall)."""
     command_s: FiniteOrNone = None

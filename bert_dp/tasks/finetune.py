@@ -5,7 +5,6 @@ Axes: B examples of a micro batch, S positions of its longest example, L labels.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import sys
@@ -73,14 +72,13 @@ class Finetuning:
         return build_classifier(config.model, config.data.sequence_length, config.finetune, seed)
 
     def stream(self, *, dp_rank: int, dp_size: int, start_sample: int) -> TrainingStream[LabelledBatch]:
-        config = self._config
         return TrainingStream(
             self._training_batch,
-            micro_size=config.batch.micro_size,
+            micro_size=self._config.batch.micro_size,
             dp_rank=dp_rank,
             dp_size=dp_size,
             start_sample=start_sample,
-            workers=config.data.workers,
+            workers=self._config.data.workers,
             pin=self._pin,
         )
 
@@ -110,11 +108,11 @@ class Finetuning:
         if context.run_dir is not None:
             lines = (_prediction_lines(name, logits[name], each) for name, each in self._splits.items())
             text = "".join(itertools.chain.from_iterable(lines))
+            path = context.run_dir / record.PREDICTIONS
             try:
-                record.write_text(context.run_dir / record.PREDICTIONS, text)
-            except OSError as error:  # a full disk ends no run, and older answers are not those of this model
-                with contextlib.suppress(OSError):
-                    (context.run_dir / record.PREDICTIONS).unlink(missing_ok=True)
+                path.unlink(missing_ok=True)  # older answers are not those of this model
+                record.write_text(path, text)
+            except OSError as error:  # a full disk ends no run
                 sys.stdout.write(f"warning: {record.PREDICTIONS} could not be written: {error}\n")
         return measured
 

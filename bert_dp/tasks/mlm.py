@@ -59,14 +59,13 @@ class MaskedLanguageModel:
         )
 
     def stream(self, *, dp_rank: int, dp_size: int, start_sample: int) -> data.TrainingStream[data.MlmBatch]:
-        config = self._config
         return data.TrainingStream(
             self.training_batch,
-            micro_size=config.batch.micro_size,
+            micro_size=self._config.batch.micro_size,
             dp_rank=dp_rank,
             dp_size=dp_size,
             start_sample=start_sample,
-            workers=config.data.workers,
+            workers=self._config.data.workers,
             pin=self._pin,
         )
 
@@ -127,14 +126,9 @@ class MaskedLanguageModel:
 
     def example_batch(self, micro_size: int) -> data.MlmBatch:
         """Return uniformly random tokens."""
-        config = self._config
-        return data.random_batch(
-            config.run.seed,
-            micro_size,
-            config.data.sequence_length,
-            config.num_masked,
-            config.model.vocab_size,
-        )
+        c = self._config
+        sizes = (c.data.sequence_length, c.num_masked, c.model.vocab_size)
+        return data.random_batch(c.run.seed, micro_size, *sizes)
 
 
 make_task = MaskedLanguageModel
