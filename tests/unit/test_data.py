@@ -92,17 +92,6 @@ def test_permute_is_a_bijection(power: int, size: int, key: int) -> None:
         assert np.array_equal(np.sort(out), np.arange(number))
 
 
-@given(size=st.integers(2, 2000), key=st.integers(0, 2**32))
-@settings(max_examples=25)
-def test_permute_of_one_index_equals_permute_of_all(size: int, key: int) -> None:
-    out = whole(size, key)
-    index = np.array([0, size - 1, size // 2])
-    assert np.array_equal(permute(index, size, hash64(key)), out[index])
-    mixed = permute(np.array([1, 1]), size, np.concatenate([hash64(key), hash64(key + 1)]))
-    assert mixed[0] == out[1]  # a key per index
-    assert mixed[1] == whole(size, key + 1)[1]
-
-
 def test_permute_reaches_beyond_32_bits() -> None:
     size = 2**40 + 3
     index = np.array([0, 1, 2**33, size - 1])
@@ -231,19 +220,6 @@ def test_every_kind_of_position_is_uniform_over_the_row() -> None:
         assert value < 15 + 5 * 5.5, name  # 15 degrees of freedom (fewer: without replacement), s.d. 5.5
 
 
-def test_mask_is_a_function_of_the_key_alone() -> None:
-    rows = random_rows(6, 16)
-    keys = hash64(np.arange(6))
-    ids, positions, labels = mask(rows, keys, 4, VOCABULARY)
-    order = np.array([4, 2, 0])
-    some_ids, some_positions, some_labels = mask(rows[order], keys[order], 4, VOCABULARY)
-    assert np.array_equal(some_ids, ids[order])
-    assert np.array_equal(some_labels.reshape(3, 4), labels.reshape(6, 4)[order])
-    assert np.array_equal(some_positions.reshape(3, 4) % 16, positions.reshape(6, 4)[order] % 16)
-    other, _, _ = mask(rows, hash64(np.arange(6), 1), 4, VOCABULARY)
-    assert not np.array_equal(other, ids)
-
-
 # --- batches
 
 
@@ -292,15 +268,6 @@ def test_dropout_is_drawn_for_each_sequence_in_each_epoch_and_for_each_seed(shar
         assert len(keys.unique()) == 150
         assert sorted(keys.tolist()) == sorted(same.tolist())  # of the sequence, not of its place
     assert not set(drawn[0].tolist()) & set(drawn[2].tolist())
-
-
-def test_seed_moves_order_and_masks(shards: Shards) -> None:
-    a, b = batch_of(shards, 0, 16, seed=1), batch_of(shards, 0, 16, seed=2)
-    assert not np.array_equal(unmasked(a), unmasked(b))
-    fixed = [batch_of(shards, 0, 16, seed=s, shuffle=False) for s in (1, 2)]
-    assert not torch.equal(fixed[0].positions_P, fixed[1].positions_P)
-    large = [batch_of(shards, 0, 8, seed=s) for s in (2**63 - 1, 2**63 - 2, 2**53, 2**53 + 1)]
-    assert len({rows_of(b)[0] for b in large}) == 4
 
 
 def test_several_shard_files_read_as_their_concatenation(tmp_path: Path, directory: Path) -> None:
@@ -439,24 +406,6 @@ def test_a_batch_goes_to_a_device_as_a_whole(shards: Shards) -> None:
     assert [t.device.type for t in tensors[1]] == ["meta"] * 3
     assert [t.shape for t in tensors[1]] == [t.shape for t in tensors[0]]
     assert (moved.num_masked, moved.sample_ids) == (batch.num_masked, batch.sample_ids)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_pinned_batches_are_the_same(shards: Shards, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pinning needs a GPU; a copy stands for it here."""
-    pinned: list[torch.Size] = []
-
-    def pin(tensor: torch.Tensor) -> torch.Tensor:
-        pinned.append(tensor.shape)
-        return tensor.clone()
-
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-    plain = stream(shards).next()
-    assert pinned == []
-    pinning = stream(shards, pin=True, workers=workers)
-    assert same(pinning.next(), plain)
-    pinning.close()
-    assert pinned[:3] == [plain.ids_BS.shape, plain.positions_P.shape, plain.labels_P.shape]
 
 
 def test_a_synthetic_batch_is_random_tokens_at_positions_of_their_own_rows() -> None:

@@ -359,15 +359,6 @@ def test_a_run_that_expected_a_longer_step_has_spent_its_budget(
     assert progress_at(trainer.config, state.step, state.samples, spent_s) == 1.0
 
 
-def test_the_profiler_hears_of_every_step_from_before_the_first_to_the_end(
-    tmp_path: Path, shards: Path, clock: Clock
-) -> None:
-    heard: list[Any] = []
-    trace = SimpleNamespace(reached=lambda step, meter, at_end=False: heard.append((step, at_end)))
-    train_here(tmp_path, shards, clock, trace=trace)
-    assert heard == [*((step, False) for step in range(6)), (5, True)]
-
-
 def test_the_heartbeat_says_what_a_rank_does_between_steps(
     tmp_path: Path, shards: Path, clock: Clock
 ) -> None:
@@ -400,13 +391,6 @@ def test_rank_0_alone_fills_the_log_and_with_nothing_that_a_terminal_would_obey(
     assert out.startswith("one")
     assert out.count("\n") == 1
     assert "\x1b" not in out
-
-
-def test_a_last_step_that_was_saved_on_time_is_not_saved_again(
-    tmp_path: Path, shards: Path, clock: Clock
-) -> None:
-    trainer, *_ = train_here(tmp_path, shards, clock, schedule={"steps": 4, "name": "constant"})
-    assert trainer.checkpointer.steps == [0, 2, 4]
 
 
 def test_a_checkpoint_has_the_time_that_the_run_had_taken_when_it_was_made(trained: Trained) -> None:
@@ -639,32 +623,6 @@ def test_the_summary_has_the_greatest_ranks_memory_and_everyones_energy(
     summary.write_summary(trainer, state, stopped, 1.0, 2.0, before_j=30.0)
     end = read_json(tmp_path / "summary.json")
     assert (end["status"], end["exit_code"], end["signal"]) == ("stopped", 128 + 15, 15)
-
-
-class OneWithoutACounter(TwoRanks):
-    """The other rank's GPU counts no joules."""
-
-    def all_gather(self, values: Any) -> Tensor:
-        both = super().all_gather(values)
-        both[1, 1] = torch.nan
-        return both
-
-
-def test_energy_that_a_rank_does_not_know_is_not_told_as_that_of_the_others(
-    tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer, state, result = trained
-    trainer = dataclasses.replace(trainer, comm=OneWithoutACounter(World(0, 0, 2, 2), None))
-    monkeypatch.setattr(devices, "joules", lambda device: 130.0)
-    summary.write_summary(trainer, state, result, 1.0, 2.0, before_j=30.0)
-    assert read_json(tmp_path / "summary.json")["energy_j"] is None
-
-
-def test_rank_0_alone_writes_the_summary(tmp_path: Path, trained: Trained) -> None:
-    trainer, state, result = trained
-    other = dataclasses.replace(trainer, comm=TwoRanks(World(1, 1, 2, 2), None))
-    summary.write_summary(other, state, result, 1.0, 2.0, before_j=None)
-    assert not (tmp_path / "summary.json").exists()
 
 
 def test_the_summary_of_a_failed_run_says_why_and_what_is_left(tmp_path: Path, trained: Trained) -> None:
