@@ -160,20 +160,20 @@ class Engine:
 
     def _whole(self, parameter: nn.Parameter, key: str) -> Tensor:
         """Gather the weight (key "") or a moment of it. Collective."""
-        extra, what = ([key], "optimizer_state") if key else ([], "fp32_param")
-        whole: Tensor = getattr(self._package.utils, f"safe_get_full_{what}")(parameter, *extra)
+        whole: Tensor = self._safe("get_full", key)(parameter, *filter(None, [key]))
         return whole.detach()
 
     def _write(self, parameter: Any, whole: Tensor, key: str) -> None:
         """Write this rank's part of the weight that the optimizer has (key ""), or of a moment."""
-        extra, what = ([key], "optimizer_state") if key else ([], "fp32_param")
+        part, verb = whole, "set_full"
         if self._stage == 3:  # its safe_set_full_* fail where the number of ranks does not divide a tensor
-            size = parameter.ds_tensor.numel()
+            size, verb = parameter.ds_tensor.numel(), "set_local"
             padded = F.pad(whole.flatten(), (0, size * self.dp_size - whole.numel()))
             part = padded[self.dp_rank * size :][:size]
-            getattr(self._package.utils, f"safe_set_local_{what}")(parameter, part, *extra)
-        else:
-            getattr(self._package.utils, f"safe_set_full_{what}")(parameter, whole, *extra)
+        self._safe(verb, key)(parameter, part, *filter(None, [key]))
+
+    def _safe(self, verb: str, key: str) -> Any:
+        return getattr(self._package.utils, f"safe_{verb}_{'optimizer_state' if key else 'fp32_param'}")
 
 
 def settings(config: Config, precision: str) -> dict[str, Any]:

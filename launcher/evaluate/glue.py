@@ -230,16 +230,14 @@ def setting_issues(overrides: Sequence[str], rates: Sequence[float]) -> list[Iss
 
 
 def trial_issues(grid: GlueGrid) -> list[Issue | str]:
-    """Return the reasons that the tasks cannot be trained with these settings."""
-    issues: list[Issue | str] = []
-    for task in grid.every_task:
-        config = configure(grid, task, grid.weights)
-        issues += job.input_issues(config)
-        try:
-            batch_layout(config, grid.options.ranks)
-        except ConfigError as error:
-            issues += error.issues
-    return list({str(issue): issue for issue in issues}.values())  # tasks share most of their settings
+    """Return the reasons that the tasks, which share their settings, cannot be trained."""
+    config = configure(grid, grid.every_task[0], grid.weights)
+    issues: list[Issue | str] = [*job.input_issues(config)]
+    try:
+        batch_layout(config, grid.options.ranks)
+    except ConfigError as error:
+        issues += error.issues
+    return issues
 
 
 def configure(grid: GlueGrid, task: PreparedTask, weights: Path | None) -> Config:
@@ -318,8 +316,7 @@ def run_trials(grid: GlueGrid, output: Output[GluePlanFile], log: Log) -> tuple[
             task.manifest, glue_run.trials[name], grid.options.init_task.get(name)
         )
         if result.median_trial is not None and ending.status == "complete":
-            files = glue_scores.write_submissions(out, result.median_trial, task.manifest)
-            result = result.model_copy(update={"submissions": files})
+            result.submissions.extend(glue_scores.write_submissions(out, result.median_trial, task.manifest))
         tasks.append(result)
     if ending.status == "complete" and all(task.median_trial is None for task in tasks):
         ending = Ending("failed", "every trial failed; see the logs below trials", 1)
