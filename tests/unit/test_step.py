@@ -121,15 +121,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad: float, max_norm: flo
     assert everything(model, optimizer) != before
 
 
-def test_a_parameter_without_a_gradient_is_left_alone() -> None:
-    model, optimizer = build()
-    before = model.norm.bias.detach().clone()
-    loss_of(model, 0).backward()
-    model.norm.bias.grad = None
-    assert step_once(optimizer, 0.5).isfinite()
-    assert torch.equal(model.norm.bias, before)
-
-
 # --- engines
 
 
