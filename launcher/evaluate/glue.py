@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -85,8 +86,8 @@ class GlueGrid:
     left_out: Mapping[str, str]  # task without files -> reason
 
     @property
-    def seeds(self) -> list[int]:
-        return [self.base.run.seed + k for k in range(self.options.seeds)]
+    def seeds(self) -> range:
+        return range(self.base.run.seed, self.base.run.seed + self.options.seeds)
 
     @property
     def every_task(self) -> list[PreparedTask]:
@@ -354,17 +355,15 @@ class GlueRun:
             for task in grid.rate_tasks.values()
             for lr in rates
         ]
-        by_rate: dict[float, dict[str, GlueTrial]] = {lr: {} for lr in rates}
+        found: dict[float, dict[str, float | None]] = {lr: {} for lr in rates}
         for task, result in self._measure(planned):
-            by_rate[result.lr][task.name] = result
-        metrics = {
-            name: f"{glue_scores.dev_splits(task.manifest)[0]}/{task.manifest.metrics[0]}"
-            for name, task in grid.rate_tasks.items()
-        }
-        self.rates = [glue_scores.score_rate(lr, by_rate[lr], metrics) for lr in rates]
-        self.lr = glue_scores.choose_rate(self.rates)
-        if self.lr is None:
+            first = f"{glue_scores.dev_splits(task.manifest)[0]}/{task.manifest.metrics[0]}"
+            found[result.lr][task.name] = result.scores.get(first)
+        self.rates = [RateScore(lr=lr, scores=scores, mean=mean_of(scores)) for lr, scores in found.items()]
+        scored = [(-rate.mean, rate.lr) for rate in self.rates if rate.mean is not None]
+        if not scored:
             raise TrialsFailed("a trial of every rate failed, so no rate can be chosen")
+        self.lr = min(scored)[1]  # the lower one of two equals
         self._log(f"rate: {format_lr(self.lr)}, the highest mean score of {len(rates)}")
         return self.lr
 
@@ -403,6 +402,12 @@ class GlueRun:
                 line = f"{trial.name}: {scores or f'{result.status}: {result.cause}'}"
                 self._progress.ended(task.share, outcome.seconds, line)
             yield task, result
+
+
+def mean_of(scores: Mapping[str, float | None]) -> float | None:
+    """Return the mean; None if one is missing."""
+    known = [score for score in scores.values() if score is not None]
+    return statistics.fmean(known) if len(known) == len(scores) else None
 
 
 def result_file(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -207,21 +207,6 @@ def average(tasks: Sequence[GlueTask]) -> tuple[float | None, list[str]]:
         if not scores or any(None in score.seeds for score in scores):
             lacking.append(name)
     return (None if lacking else statistics.fmean(medians)), lacking
-
-
-def score_rate(lr: float, trials: Mapping[str, GlueTrial], metrics: Mapping[str, str]) -> RateScore:
-    """Compute the mean score of a rate. `metrics`: task -> the "split/metric" that counts."""
-    scores = {task: trial.scores.get(metrics[task]) for task, trial in trials.items()}
-    known = [score for score in scores.values() if score is not None]
-    return RateScore(
-        lr=lr, scores=scores, mean=statistics.fmean(known) if known and len(known) == len(scores) else None
-    )
-
-
-def choose_rate(rates: Sequence[RateScore]) -> float | None:
-    """Return the rate with the highest mean, the lower one of two equals; None if no rate has a mean."""
-    scored = [(-rate.mean, rate.lr) for rate in rates if rate.mean is not None]
-    return min(scored)[1] if scored else None
 
 
 def write_submissions(out: Path, trial: str, manifest: ExamplesManifest) -> list[str]:
