@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from bert_dp.config import Config, ConfigError, ParallelConfig, install_command
+from bert_dp.config import Config, ConfigError, Issue, ParallelConfig, install_command
 from bert_dp.noise import NormPairs
 from bert_dp.trainable import Model
 from bert_dp.world import World
@@ -78,5 +78,6 @@ def make_engine(
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         what = "" if missing == name else f"{missing}, from "
-        raise ConfigError([f"parallel.engine: {name} needs {what}`{install_command(name)}`"]) from None
+        text = f"{name} needs {what}`{install_command(name)}`"
+        raise ConfigError([Issue("parallel.engine", "needs_package", text, name)]) from None
     return engine

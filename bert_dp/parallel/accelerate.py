@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bert_dp.config import Config, ConfigError
+from bert_dp.config import Config, ConfigError, Issue
 from bert_dp.parallel import MakeOptimizer, State
 from bert_dp.parallel.state import read_state, write_state
 from bert_dp.parallel.stepping import clip_and_step, make_scaler
@@ -58,12 +58,9 @@ class Engine:
             self._wrapped, prepared = self._accelerator.prepare(model, self._optimizer)
         if self.dp_size > 1 and not isinstance(self._wrapped, DistributedDataParallel):
             kind = self._accelerator.distributed_type.value
-            raise ConfigError(
-                [
-                    f"parallel.engine: accelerate chose {kind} for {self.dp_size} ranks; "
-                    "unset ACCELERATE_USE_*, start its launcher with --multi_gpu"
-                ]
-            )
+            text = f"accelerate chose {kind} for {self.dp_size} ranks"
+            hint = "unset ACCELERATE_USE_*, start its launcher with --multi_gpu"
+            raise ConfigError([Issue("parallel.engine", "unsupported", text, "accelerate", hint=hint)])
         self._stepper: Any = Stepper(prepared)
         return self._wrapped, self._optimizer
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bert_dp import record
-from bert_dp.config import Config, ConfigError
+from bert_dp.config import Config, ConfigError, Issue
 from bert_dp.parallel import MakeOptimizer, State
 from bert_dp.parallel.state import check_names, read_state, write_state
 from bert_dp.trainable import Model
@@ -38,12 +38,9 @@ class Engine:
     def __init__(self, config: Config, world: World, device: torch.device, *, precision: str, run_dir: Path):
         """Check the package. Raises ConfigError when it is too old, or `precision: auto` chose fp16."""
         if precision == "fp16":  # without a scaler, and on a GPU DeepSpeed would leave our autocast
-            raise ConfigError(
-                [
-                    "precision: auto is fp16 on this GPU, which parallel.engine: deepspeed does "
-                    "not support; use precision: fp32 or parallel.engine: zero1"
-                ]
-            )
+            text = "auto is fp16 on this GPU, which parallel.engine: deepspeed does not support"
+            hint = "use precision: fp32 or parallel.engine: zero1"
+            raise ConfigError([Issue("precision", "conflict", text, "auto", "parallel.engine", hint)])
         # srun and mpirun set other names than DeepSpeed looks for
         os.environ.update(standard_variables(world, device.index))
         if device.type == "cpu":
@@ -54,12 +51,9 @@ class Engine:
 
         version = tuple(getattr(deepspeed, f"__version_{part}__") for part in ("major", "minor", "patch"))
         if version < OLDEST:
-            raise ConfigError(
-                [
-                    f"parallel.engine: deepspeed {deepspeed.__version__} is too old; install "
-                    f"{'.'.join(map(str, OLDEST))} or newer"
-                ]
-            )
+            text = f"deepspeed {deepspeed.__version__} is too old"
+            hint = f"install {'.'.join(map(str, OLDEST))} or newer"
+            raise ConfigError([Issue("parallel.engine", "needs_package", text, "deepspeed", hint=hint)])
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)  # its calls
         if device.type == "cpu":

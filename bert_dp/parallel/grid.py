@@ -35,12 +35,8 @@ class RankGrid:
         self.tp_group = self.mesh["tp"].get_group() if tensor > 1 else None
         self.dp_group = self.mesh["shard"].get_group()
         """The ranks that hold the same part of other replicas; with `replicas` > 1 those of one shard set."""
-
-    @property
-    def data_mesh(self) -> DeviceMesh:
-        """Return the dimensions that gradients are summed over."""
-        names = tuple(name for name in self.mesh.mesh_dim_names or () if name != "tp")
-        return self.mesh[names]
+        self.data_mesh: DeviceMesh = self.mesh[tuple(name for name in shape if name != "tp")]
+        """The dimensions that gradients are summed over."""
 
 
 class ShardedSums:

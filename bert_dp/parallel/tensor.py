@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from bert_dp.config import ConfigError
+from bert_dp.config import ConfigError, Issue
 from bert_dp.lookup import add_row_gradients
 from bert_dp.matmul import Linear, linear, product, widened
 from bert_dp.parallel.grid import RankGrid, ShardedSums
@@ -48,7 +48,8 @@ class TensorParallel:
             return
         plan = model.tensor_plan()
         if plan is None:
-            raise ConfigError([f"parallel.tensor: {self._size}, but this model cannot be divided; use 1"])
+            text = f"{self._size}, but this model cannot be divided"
+            raise ConfigError([Issue("parallel.tensor", "unsupported", text, self._size, hint="use 1")])
         assert self._group is not None
         group = self._group.group_name
         self._plan = {name: TensorSplit(*split) for name, split in plan.items()}

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bert_dp.config import Config, ConfigError
+from bert_dp.config import Config, ConfigError, Issue
 from bert_dp.dist import gather_json
 from bert_dp.noise import NormPairs
 from bert_dp.parallel import MakeOptimizer, State
@@ -65,12 +65,8 @@ class Engine:
         self._model = model
         self._parameters = dict(model.named_parameters())
         if len(self._parameters) < self.dp_size:
-            raise ConfigError(
-                [
-                    f"parallel.engine: zero1 shares out {len(self._parameters)} tensors, too few "
-                    f"for {self.dp_size} replicas; use ddp or fsdp"
-                ]
-            )
+            text = f"zero1 shares out {len(self._parameters)} tensors, too few for {self.dp_size} replicas"
+            raise ConfigError([Issue("parallel.engine", "conflict", text, "zero1", hint="use ddp or fsdp")])
         sizes = {name: p.numel() for name, p in self._parameters.items()}
         self._owners = assign(sizes, self.dp_size)
         self._buckets = self._make_buckets()
