@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from bert_dp import checkpoint, record
-from bert_dp.config import Config, ConfigError, bf16_units, hf_directory, init_issues
+from bert_dp.config import Config, ConfigError, Issue, bf16_units, hf_directory, init_issues
 from bert_dp.dist import Comm
 from bert_dp.export.from_hf import modernbert_state
 from bert_dp.parallel import State
@@ -84,7 +84,7 @@ def first_state(config: Config, model: Model, data: Metadata, comm: Comm) -> tup
     directory = hf_directory(source)
     if directory is not None:
         path = directory
-        issues: list[str] = []
+        issues: list[Issue] = []
         state = modernbert_state(directory, config, data.tokenizer)
         sha256 = checkpoint.sha256(directory / "model.safetensors")
     else:
@@ -99,7 +99,9 @@ def first_state(config: Config, model: Model, data: Metadata, comm: Comm) -> tup
         "optimizer": _as_wide_as(dtype, state["optimizer"]),
         "scaler": {},
     }
-    issues += [f"run.init_from: {line}" for line in checkpoint.state_issues(path, start, model)]
+    issues += [
+        Issue("run.init_from", "conflict", line) for line in checkpoint.state_issues(path, start, model)
+    ]
     if issues:
         raise ConfigError(issues)
     return start, InitFrom(checkpoint=str(path), sha256=sha256, tensors=len(loaded), of=len(own))
@@ -120,22 +122,22 @@ def _chosen_by_rank_0(source: str, comm: Comm) -> Path:
     return Path(answer["path"])
 
 
-def _saved_state(path: Path, source: str, config: Config, tokenizer: str | None) -> tuple[State, list[str]]:
-    """The part of a checkpoint that a run begins with, and the reasons why it does not fit. `tokenizer`: the
-    hash of the data's tokenizer."""
+def _saved_state(path: Path, source: str, config: Config, tokenizer: str | None) -> tuple[State, list[Issue]]:
+    """Read the part of a checkpoint that a run begins with, and find why it does not fit. `tokenizer`: hash
+    of the data's tokenizer."""
     state, facts = checkpoint.load(path)
     issues = init_issues(source, facts.config, config)
     if tokenizer is not None and facts.tokenizer not in (None, tokenizer):
-        issues.append(
-            f"data.tokenizer: run.init_from {source} was trained with tokenizer "
-            f"{str(facts.tokenizer)[:16]}, the shards have {tokenizer[:16]}; build them with "
-            "data.tokenizer set to that run's tokenizer.json"
+        message = (
+            f"run.init_from {source} was trained with tokenizer {str(facts.tokenizer)[:16]}, the shards have "
+            f"{tokenizer[:16]}"
         )
+        hint = "build them with data.tokenizer set to that run's tokenizer.json"
+        issues.append(Issue("data.tokenizer", "conflict", message, tokenizer, "run.init_from", hint))
     keeps_moments = config.run.init_keeps == "moments"
     if keeps_moments and not state["optimizer"]:
-        issues.append(
-            f"run.init_keeps: moments, but {path} was saved before the first step and has none; use weights"
-        )
+        message = f"moments, but {path} was saved before the first step and has none"
+        issues.append(Issue("run.init_keeps", "conflict", message, "moments", "run.init_from", "use weights"))
     return {**state, "optimizer": state["optimizer"] if keeps_moments else {}}, issues
 
 

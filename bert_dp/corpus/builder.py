@@ -49,7 +49,7 @@ def build(
     if options.dedup == "near":
         dedup.rensa()
     settings = {
-        **options.identity(),
+        **options.model_dump(),
         "sequence_length": sequence_length,
         "vocab_size": vocab_size,
         "seed": seed,
@@ -83,7 +83,7 @@ def cache_dir(config: Config) -> Path:
     data = config.data
     facts = {
         "format": format_of(Manifest),
-        "build": data.build.identity(),
+        "build": data.build.model_dump(),
         "sequence_length": data.sequence_length,
         "vocab_size": config.model.vocab_size,
         "tokenizer": inputs.file_identity(Path(data.tokenizer)) if data.tokenizer else None,

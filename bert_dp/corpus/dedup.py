@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from bert_dp.config.extras import require
+from bert_dp.config.error import require
 
 NUM_PERMUTATIONS = 128  # of a MinHash sketch
 SHINGLE_WORDS = 5

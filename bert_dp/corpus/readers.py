@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from bert_dp.config import ConfigError, Issue
-from bert_dp.config.extras import require
+from bert_dp.config.error import require
 
 MAX_DOCUMENT_BYTES = 16 * 2**20
 MAX_ARRAY_BYTES = 64 * 2**20

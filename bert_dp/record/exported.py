@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from pydantic import ValidationError
 
 from bert_dp.config import ConfigError, FinetuneConfig
-from bert_dp.config.native import Kind
+from bert_dp.config.checks import Kind
 from bert_dp.config.stored import Count, Sha256, problem_lines, read_regular
 from bert_dp.record.lines import MAX_JSON_BYTES
 from bert_dp.record.models import StoredFile

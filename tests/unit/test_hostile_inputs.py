@@ -63,7 +63,7 @@ def refuse(arguments: tuple[str, ...], *parts: str) -> None:
         (f"run.seed=-{LONG}", "run.seed"),
         ("schedule.steps=" + "9" * 5000, "schedule.steps"),
         (".".join("a" * 3000) + "=1", "3000 parts"),
-        ("a=" + "[" * 3000, "not a YAML value"),
+        ("a=" + "[" * 3000, "not valid YAML"),
         ("data.sources=" + "[" * 100 + "]" * 100, "nested too deeply"),
         ("a=" + "{a: " * 100 + "1" + "}" * 100, "nested too deeply"),
         ('data.path="a\\0b"', "data.path"),
