@@ -20,9 +20,9 @@ from bert_dp.config.schema import (
     Config,
     ModelConfig,
     OnlyWith,
+    all_settings,
     divisors,
     nearest_divisors,
-    settings_with_marks,
 )
 
 Kind = Literal["mlm", "classifier", "encoder"]
@@ -180,7 +180,7 @@ def no_effect(config: Config, ranks: int | None = None) -> list[Issue]:
         "optim": ("optim.name", optim.name, OPTIMIZERS[optim.name].settings, OPTIMIZERS),
     }
     issues: list[Issue] = []
-    for path, marks in settings_with_marks():
+    for path, _, marks in all_settings():
         if not _is_given(config, path):
             continue
         rules = [mark for mark in marks if isinstance(mark, OnlyWith)]
@@ -216,7 +216,7 @@ def _yaml_word(value: object) -> str:
 
 def changed_settings(old: dict[str, Any], new: Config) -> list[Issue]:
     """Find settings that differ from those of a saved configuration and may not when a run goes on."""
-    free = {path for path, marks in settings_with_marks() if FREE_ON_RESUME in marks}
+    free = {path for path, _, marks in all_settings() if FREE_ON_RESUME in marks}
     return [
         Issue(key, "conflict", f"the run has {before!r}, now {after!r}", after)
         for key, before, after in differing_settings(old, new.model_dump(mode="json"))
@@ -242,7 +242,7 @@ def init_issues(source: str, old: dict[str, Any], new: Config) -> list[Issue]:
     before, after = flat(old), flat(new.model_dump(mode="json"))
     fixed = [
         path
-        for path, marks in settings_with_marks()
+        for path, _, marks in all_settings()
         if path.startswith("model.") and FREE_FROM_WEIGHTS not in marks
     ]
     if new.model.position == "learned":

@@ -19,7 +19,7 @@ import yaml
 from pydantic import ValidationError
 
 from bert_dp.config.error import ConfigError, Issue, IssueKind, plain_message
-from bert_dp.config.schema import BUDGETS, Config, settings_with_marks
+from bert_dp.config.schema import BUDGETS, Config, all_settings
 from bert_dp.config.stored import read_regular, refusing
 
 AUTO = "auto"
@@ -314,7 +314,7 @@ def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 def setting_paths() -> list[str]:
     """Return every setting as a dotted path."""
-    return [path for path, _ in settings_with_marks()]
+    return [path for path, _, _ in all_settings()]
 
 
 def _suggested(path: str, value: object) -> list[str]:

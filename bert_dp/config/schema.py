@@ -22,6 +22,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from bert_dp.config.engines import ENGINES, OPTIMIZERS
@@ -486,16 +487,16 @@ class Config(Section):
         return hashlib.sha256(tree.encode()).hexdigest()[:16]
 
 
-def settings_with_marks(
+def all_settings(
     section: type[Section] = Config, prefix: str = "", above: tuple[object, ...] = ()
-) -> Iterator[tuple[str, tuple[object, ...]]]:
-    """Yield each setting as a dotted path, with the marks of its field and of the sections around it."""
+) -> Iterator[tuple[str, FieldInfo, tuple[object, ...]]]:
+    """Yield each setting as a dotted path, its field, and the marks of it and of the sections around it."""
     for name, field in section.model_fields.items():
         marks = (*above, *field.metadata)
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            yield from settings_with_marks(field.annotation, f"{prefix}{name}.", marks)
+            yield from all_settings(field.annotation, f"{prefix}{name}.", marks)
         else:
-            yield f"{prefix}{name}", marks
+            yield f"{prefix}{name}", field, marks
 
 
 def num_masked(rate: float, sequence_length: int) -> int:

@@ -24,7 +24,7 @@ from bert_dp.config import (
     with_budget,
 )
 from bert_dp.config.checks import parallel_issues
-from bert_dp.config.schema import OnlyWith, settings_with_marks
+from bert_dp.config.schema import OnlyWith, all_settings
 from tests.helpers import issues_of, make_config, raised_issues
 from tests.shards import write_shards
 
@@ -492,7 +492,7 @@ def pairs(names: str) -> list[tuple[str, str]]:
 
 
 def test_marks_name_settings() -> None:
-    named = {m.setting for _, marks in settings_with_marks() for m in marks if isinstance(m, OnlyWith)}
+    named = {m.setting for _, _, marks in all_settings() for m in marks if isinstance(m, OnlyWith)}
     assert named <= set(setting_paths())
 
 

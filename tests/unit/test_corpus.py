@@ -1086,22 +1086,14 @@ def test_a_filter_that_takes_much_is_told(tmp_path: Path) -> None:
         assert warning is None if share is None else share in (warning or "")
 
 
-def test_a_message_stands_whole_above_the_bars(
+def test_progress_on_a_terminal_renews_one_line_and_ends_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    message = f"warning: [red]{'a long way ' * 20}to what can be done"
     with builder.shown_progress() as tell:
-        tell("read [1]", 1, 2)
-        tell(message, 0, 0)
-    told = capsys.readouterr().err
-    assert message in told
-    assert "read [1]" in told
-
-
-def test_a_bar_on_a_terminal_leaves_stdout_to_what_is_written_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    before = sys.stdout
-    with builder.shown_progress() as tell:
-        tell("read", 1, 2)
-        assert sys.stdout is before
+        tell("read", 1, None)
+        tell("warning: what can be done", 0, 0)
+        tell("tokenize", 1, None)
+    assert capsys.readouterr().err.replace("\r\x1b[K", "^") == (
+        "^read: 1^warning: what can be done\n^tokenize: 1\n"
+    )
