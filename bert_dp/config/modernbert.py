@@ -25,7 +25,7 @@ FIELDS = {
     "attention_bias": "bias",
     "mlp_bias": "bias",
 }
-# config.json -> the only value that our models have, which is also that of an older file without it
+# config.json -> the only value that our models have
 FIXED = {"hidden_activation": "gelu", "classifier_activation": "gelu", "tie_word_embeddings": True}
 SHAPE = {"position": "rope", "norm": "layernorm", "mlp": "geglu", "first_attention_norm": False}
 THETAS = {

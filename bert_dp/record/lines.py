@@ -38,7 +38,8 @@ def append_line(path: Path, record: Metrics | Mapping[str, Any]) -> None:
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the whole lines of a JSONL file, objects that have a `step` each; one torn by a crash, or
-    damaged, ends the iteration. Nothing when there is no such regular file. Raises OSError when it cannot be read."""
+    damaged, ends the iteration. Nothing when there is no such regular file. Raises OSError when it cannot be
+    read."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -92,8 +93,8 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def parse_json(text: bytes | str) -> Any:
-    """Parse JSON in UTF-8. Raises ValueError for anything else, and for whole numbers of MAX_WHOLE and more and
-    nesting deeper than MAX_JSON_DEPTH, which no file of ours has."""
+    """Parse JSON in UTF-8. Raises ValueError for anything else, and for whole numbers of MAX_WHOLE and more
+    and nesting deeper than MAX_JSON_DEPTH, which no file of ours has."""
     try:
         data = json.loads(text if isinstance(text, str) else text.decode(), parse_int=_whole_number)
     except RecursionError:

@@ -1,5 +1,5 @@
 """The files that a rank or its launcher writes into a run directory, as models: one schema for writer and
-reader. Torch-free. An unknown key is ignored and a missing one has its default, so older files open."""
+reader. Torch-free. An unknown key is ignored and a missing one has its default."""
 
 # ruff: noqa: RUF012 (pydantic copies a default)
 
@@ -274,9 +274,9 @@ class Summary(StoredFile):
     heldout: HeldOut | None = None
     """`heldout_loss` with its denominator."""
     heldout_step: int | None = None
-    """Of the evaluation: before `step` where a signal or a failure ended the run; null in older files."""
+    """Of the evaluation: before `step` where a signal or a failure ended the run."""
     since_step: int | None = None
-    """Where this start began: rates, times, memory, energy are of the steps after it; null in older files."""
+    """Where this start began: rates, times, memory, energy are of the steps after it."""
     unigram_entropy_nats: FiniteOrNone = None
     uniform_entropy_nats: FiniteOrNone = None
     world_size: int | None = None

@@ -82,7 +82,7 @@ class CheckpointFacts(StoredModel):
     config: dict[str, Any]
     data_hash: Sha256
     tokenizer: Sha256 | None = None
-    """SHA-256 of the tokenizer's file; older checkpoints do not tell."""
+    """SHA-256 of the tokenizer's file."""
     compiled: bool
     device: Literal["cpu", "cuda"]
     precision: Literal["fp64", "fp32", "bf16", "fp16"]
@@ -101,8 +101,8 @@ def read_checkpoint_facts(path: Path) -> CheckpointFacts:
 
 
 def weights_hash(checkpoint: Path) -> str:
-    """Read the SHA-256 of a checkpoint's weights from its manifest. Raises OSError, ValueError or KeyError where
-    that does not tell."""
+    """Read the SHA-256 of a checkpoint's weights from its manifest. Raises OSError, ValueError or KeyError
+    where that does not tell."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     digest: str = manifest["files"]["model.safetensors"]["sha256"]
     return digest
