@@ -788,7 +788,7 @@ def test_damage_is_found(out: Path) -> None:
     file.write_bytes(data[:-2])
     assert found() == [("train-00000.bin", "damaged", len(data) - 2)]
     file.unlink()
-    assert found() == [("train-00000.bin", "not_found", None)]
+    assert found() == [("train-00000.bin", "not_found", "no such file")]
     file.write_bytes(data)
 
 
