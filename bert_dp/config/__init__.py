@@ -1,4 +1,4 @@
-"""The whole configuration of a run. Torch-free."""
+"""Configuration of a run: settings, checks, and the data that fit it. Torch-free."""
 
 from bert_dp.config.batch import (
     BatchLayout,

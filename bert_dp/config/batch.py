@@ -1,4 +1,4 @@
-"""The batch equation, its ramp, the progress of a run in its budget, and its peak learning rate."""
+"""Compute the batch equation, its ramp, the progress of a run in its budget, and its peak learning rate."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNTUNED_WARMUP_STEPS = 3_125
 
 
 class BatchLayout(BaseModel):
-    """The batch equation for one world size: global = micro x accumulation x dp."""
+    """Hold the batch equation of one world size: global = micro x accumulation x dp."""
 
     model_config = ConfigDict(frozen=True)
     world_size: int
@@ -41,7 +41,7 @@ class BatchLayout(BaseModel):
 
 
 def batch_layout(config: Config, world_size: int) -> BatchLayout:
-    """Accumulation for `world_size` ranks at the declared global batch.
+    """Compute the accumulation of `world_size` ranks at the declared global batch.
 
     Raises ConfigError, naming the nearest batches that divide, when it does not.
     """
@@ -102,8 +102,8 @@ def progress_at(config: Config, step: int, samples: int, elapsed_s: float) -> fl
 
 
 def with_budget(config: Config, num_samples: int) -> Config:
-    """The configuration with schedule.epochs, if it has any, as the tokens of so many passes over
-    `num_samples` training sequences; of finetuning, whose examples differ in length, as its whole steps."""
+    """Convert schedule.epochs, if it is set, to the tokens of so many passes over `num_samples` training
+    sequences; of finetuning, whose examples differ in length, to whole steps."""
     schedule = config.schedule
     if schedule.epochs is None:
         return config
@@ -116,7 +116,7 @@ def with_budget(config: Config, num_samples: int) -> Config:
 
 
 def batch_at(batch: BatchConfig, progress: float) -> int:
-    """Sequences of the step that starts at progress f: the recipe's linear ramp in declared quanta."""
+    """Return the sequences of the step that starts at progress f: a linear ramp in declared quanta."""
     if batch.ramp_fraction <= 0 or batch.ramp_quantum is None:
         return batch.global_size
     quantum = batch.ramp_quantum
@@ -130,7 +130,7 @@ class PeakLr(NamedTuple):
 
 
 def peak_lr(config: Config) -> PeakLr:
-    """The peak learning rate of a run and how it came about.
+    """Compute the peak learning rate of a run; return it with its equation.
 
     optim.lr: auto = the untuned LAMB rule. lr_scaling: sqrt keeps the noise of Adam, LAMB and Muon updates
     per sample (arXiv 2205.10287), linear is the rule of plain SGD (arXiv 1706.02677).

@@ -138,7 +138,7 @@ class RunConfig(Section):
 
 
 class BuildConfig(Section):
-    """How a corpus becomes shards (`data build`, or `data.sources` on first use)."""
+    """Select how a corpus becomes shards (`data build`, or `data.sources` on first use)."""
 
     normalize: Annotated[bool, OnlyWith("data.tokenizer", (None,))] = True
     """In the tokenizer: NFKD, lower case, ASCII for white space, dashes, quotes and ligatures, then nothing
@@ -240,7 +240,8 @@ class ObjectiveConfig(Section):
 
 
 class FinetuneConfig(Section):
-    """Of objective.name: finetune. `bert-dp finetune` fills in kind and labels, as the data have them."""
+    """Describe the task of objective.name: finetune. `bert-dp finetune` takes kind and labels from the
+    data."""
 
     kind: LabelKind = "single_label"
     """single_label: one class an example; multi_label: any number of them; regression: a score."""
@@ -500,7 +501,7 @@ def all_settings(
 
 
 def num_masked(rate: float, sequence_length: int) -> int:
-    """Positions predicted per sequence: round(rate x S), halves up."""
+    """Return the positions predicted per sequence: round(rate x S), halves up."""
     return int(rate * sequence_length + 0.5)
 
 

@@ -1,5 +1,5 @@
-"""The files that a rank or its launcher writes into a run directory, as models: one schema for writer and
-reader. Torch-free. An unknown key is ignored and a missing one has its default."""
+"""Model the files that a rank or its launcher writes into a run directory: one schema for writer and reader.
+Torch-free. An unknown key is ignored and a missing one has its default."""
 
 # ruff: noqa: RUF012 (pydantic copies a default)
 
@@ -58,12 +58,12 @@ _TEXTS: tuple[tuple[FailureKind, re.Pattern[str]], ...] = (
 
 
 def kind_of_text(text: str) -> FailureKind:
-    """The kind of an exception that is only known as "type: message": the one place that reads the words."""
+    """Classify an exception that is only known as "type: message"; nothing else reads the words."""
     return next((kind for kind, pattern in _TEXTS if pattern.match(text)), "error")
 
 
 def kind_of_error(error: BaseException) -> FailureKind:
-    """The kind of an exception: its own `failure_kind`, else by its errno, its type and its words."""
+    """Classify an exception by its own `failure_kind`, else by its errno, its type and its words."""
     if (own := getattr(error, "failure_kind", None)) is not None:
         kind: FailureKind = own
         return kind
@@ -82,13 +82,13 @@ Pair = Annotated[list[float], Field(strict=False)]
 
 
 class StoredFile(StoredModel):
-    """A whole file. `remedy`: what to do about a damaged one."""
+    """Model a whole file. `remedy`: fix of a damaged one."""
 
     remedy: ClassVar[str] = "see the logs of its run"
 
 
 class RunMemory(StoredModel):
-    """Memory of a run as its launcher sampled it, GiB."""
+    """Hold the memory of a run as its launcher sampled it, GiB."""
 
     curves_gib: dict[str, list[float]]
     """Resident memory; keys "rank 0", ..., "control group", whose count includes the file cache."""
@@ -104,8 +104,8 @@ class RunMemory(StoredModel):
 
 
 class Failure(StoredFile):
-    """Why a run failed: logs/rank-N.error.json as the rank wrote it, and `failure` of summary.json, which the
-    launcher has completed."""
+    """Describe why a run failed: logs/rank-N.error.json as the rank wrote it, and `failure` of summary.json,
+    which the launcher has completed."""
 
     kind: FailureKind = "error"
     message: str
@@ -145,7 +145,7 @@ class Failure(StoredFile):
 
 
 class Straggler(StoredModel):
-    """The rank that the others wait for."""
+    """Name the rank that the others wait for."""
 
     rank: int
     ratio: float
@@ -167,7 +167,7 @@ class DdpCounters(StoredModel):
 
 
 class NoiseScale(StoredModel):
-    """The gradient noise scale (bert_dp.noise) over the last measured steps."""
+    """Hold the gradient noise scale (bert_dp.noise) over the last measured steps."""
 
     verdict: Literal["ok", "inconclusive"]
     why: str | None = None
@@ -211,7 +211,7 @@ class ProfileFile(StoredFile):
 
 
 class Restart(StoredModel):
-    """One start again after a failure."""
+    """Describe one restart after a failure."""
 
     date: str
     step: int
@@ -222,7 +222,7 @@ class Restart(StoredModel):
 
 
 class HeldOut(StoredModel):
-    """What an evaluation measured, as far as its task measures it.
+    """Hold the results of an evaluation, as far as its task measures them.
 
     A line of evals.jsonl has these keys beside step, tokens and elapsed_s.
     """
@@ -247,7 +247,7 @@ class HeldOut(StoredModel):
 
 
 class InitFrom(StoredModel):
-    """What run.init_from gave a run."""
+    """Describe the weights that run.init_from gave a run."""
 
     checkpoint: str
     sha256: str
@@ -346,7 +346,7 @@ class GpuMemory(StoredModel):
 
 
 class Environment(StoredFile):
-    """What a failure's advice reads of environment.json; the launcher writes the whole."""
+    """Model the part of environment.json that a failure's advice reads; the launcher writes the whole."""
 
     gpus: list[GpuMemory] = []
     memory_gib: float | None = None
