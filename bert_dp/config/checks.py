@@ -110,18 +110,16 @@ def _tensor_issues(config: Config, facts: EngineFacts, world_size: int) -> list[
 
 
 def _near_multiples(model: ModelConfig, name: str, tensor: int) -> str:
-    """Sizes near model.`name` that `tensor` divides; a number of heads divides the hidden size too."""
+    """Name sizes near model.`name` that `tensor` divides; a number of heads divides the hidden size too."""
     size = getattr(model, name)
-    multiples = [size // tensor * tensor, -(-size // tensor) * tensor]
-    most = MAX_VOCAB_SIZE if name == "vocab_size" else size + tensor
-    condition = ""
-    if name == "num_heads":
-        most = model.hidden_size
-        if heads := [n for n in divisors(model.hidden_size) if n % tensor == 0]:
-            multiples = [*[n for n in heads if n < size][-1:], *[n for n in heads if n > size][:1]]
-        else:
-            condition = f", with a model.hidden_size that is a multiple, not {model.hidden_size}"
-    return ", ".join(str(n) for n in multiples if 0 < n <= most) + condition
+    if name != "num_heads":
+        most = MAX_VOCAB_SIZE if name == "vocab_size" else size + tensor
+        multiples = [size // tensor * tensor, -(-size // tensor) * tensor]
+        return ", ".join(str(n) for n in multiples if 0 < n <= most)
+    fits = [n for n in divisors(model.hidden_size) if n % tensor == 0]
+    if not fits:
+        return f"with a model.hidden_size that is a multiple, not {model.hidden_size}"
+    return ", ".join(map(str, [*[n for n in fits if n < size][-1:], *[n for n in fits if n > size][:1]]))
 
 
 def finetune_issues(config: Config) -> list[Issue]:

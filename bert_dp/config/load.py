@@ -26,47 +26,41 @@ AUTO = "auto"
 MAX_CONFIG_BYTES = 1_000_000
 MAX_DEPTH = 16  # of nested sections and lists; ours have three
 MAX_SHOWN = 200  # characters of a value in a message
+_SYNONYMS = """
+learning_rate max_lr peak_lr base_lr: optim.lr
+optimizer: optim.name
+wd decay: optim.weight_decay
+betas adam_beta1 adam_beta2: optim.beta1 optim.beta2
+epsilon adam_epsilon: optim.eps
+grad_clip max_grad_norm clip_grad_norm gradient_clipping: optim.clip
+batch_size train_batch_size size accumulation grad_accum gradient_accumulation gradient_accumulation_steps: batch.global_size batch.micro_size
+global_batch global_batch_size: batch.global_size
+micro_batch micro_batch_size per_device_batch_size per_device_train_batch_size: batch.micro_size
+num_epochs n_epochs max_epochs num_train_epochs: schedule.epochs
+max_steps num_steps total_steps train_steps iterations: schedule.steps
+max_tokens num_tokens total_tokens: schedule.tokens
+warmup warmup_steps warmup_ratio num_warmup_steps: schedule.warmup_fraction
+scheduler lr_scheduler lr_scheduler_type lr_schedule: schedule.name
+seq_len seq_length max_seq_len max_seq_length max_length: data.sequence_length
+num_workers dataloader_num_workers: data.workers
+dataset corpus train_file: data.sources data.path
+hidden_dim d_model n_embd dim width: model.hidden_size
+layers depth n_layer n_layers num_hidden_layers: model.num_layers
+heads n_head n_heads num_attention_heads: model.num_heads
+ffn_dim d_ff mlp_dim: model.intermediate_size
+mask_prob mlm_probability: objective.mask_rate
+dtype amp bf16 fp16 mixed_precision: precision
+torch_compile: compile
+strategy backend: parallel.engine
+gradient_checkpointing recompute: parallel.activation_checkpointing
+save_steps save_every save_interval: checkpoint.every_steps
+eval_steps eval_every eval_interval: eval.every_steps
+logging_steps log_every log_interval: log.every_steps
+random_seed: run.seed
+"""
 SYNONYMS: Mapping[str, tuple[str, ...]] = {
-    name: settings
-    for names, settings in (
-        ("learning_rate max_lr peak_lr base_lr", ("optim.lr",)),
-        ("optimizer", ("optim.name",)),
-        ("wd decay", ("optim.weight_decay",)),
-        ("betas adam_beta1 adam_beta2", ("optim.beta1", "optim.beta2")),
-        ("epsilon adam_epsilon", ("optim.eps",)),
-        ("grad_clip max_grad_norm clip_grad_norm gradient_clipping", ("optim.clip",)),
-        ("batch_size train_batch_size size", ("batch.global_size", "batch.micro_size")),
-        ("global_batch global_batch_size", ("batch.global_size",)),
-        (
-            "micro_batch micro_batch_size per_device_batch_size per_device_train_batch_size",
-            ("batch.micro_size",),
-        ),
-        (
-            "accumulation grad_accum gradient_accumulation gradient_accumulation_steps",
-            ("batch.global_size", "batch.micro_size"),
-        ),
-        ("num_epochs n_epochs max_epochs num_train_epochs", ("schedule.epochs",)),
-        ("max_steps num_steps total_steps train_steps iterations", ("schedule.steps",)),
-        ("max_tokens num_tokens total_tokens", ("schedule.tokens",)),
-        ("warmup warmup_steps warmup_ratio num_warmup_steps", ("schedule.warmup_fraction",)),
-        ("scheduler lr_scheduler lr_scheduler_type lr_schedule", ("schedule.name",)),
-        ("seq_len seq_length max_seq_len max_seq_length max_length", ("data.sequence_length",)),
-        ("num_workers dataloader_num_workers", ("data.workers",)),
-        ("dataset corpus train_file", ("data.sources", "data.path")),
-        ("hidden_dim d_model n_embd dim width", ("model.hidden_size",)),
-        ("layers depth n_layer n_layers num_hidden_layers", ("model.num_layers",)),
-        ("heads n_head n_heads num_attention_heads", ("model.num_heads",)),
-        ("ffn_dim d_ff mlp_dim", ("model.intermediate_size",)),
-        ("mask_prob mlm_probability", ("objective.mask_rate",)),
-        ("dtype amp bf16 fp16 mixed_precision", ("precision",)),
-        ("torch_compile", ("compile",)),
-        ("strategy backend", ("parallel.engine",)),
-        ("gradient_checkpointing recompute", ("parallel.activation_checkpointing",)),
-        ("save_steps save_every save_interval", ("checkpoint.every_steps",)),
-        ("eval_steps eval_every eval_interval", ("eval.every_steps",)),
-        ("logging_steps log_every log_interval", ("log.every_steps",)),
-        ("random_seed", ("run.seed",)),
-    )
+    name: tuple(settings.split())
+    for names, settings in (row.split(": ") for row in _SYNONYMS.strip().splitlines())
     for name in names.split()
 }
 """Names that other programs have for a setting."""

@@ -26,7 +26,7 @@ from bert_dp import record
 from bert_dp.config import BuildConfig, Config, ConfigError, Issue, read_manifest
 from bert_dp.config.manifest import Split
 from bert_dp.config.schema import MIN_BYTE_VOCAB_SIZE
-from bert_dp.corpus import builder, dedup, encode, pipeline, shards, sources, tokenizer
+from bert_dp.corpus import atomic_directory, builder, dedup, encode, pipeline, shards, sources, tokenizer
 from bert_dp.corpus.pipeline import Progress
 from launcher.job import input_issues
 from tests.e2e import cli
@@ -759,6 +759,23 @@ def test_a_damaged_build_is_made_again(
     shard.write_bytes(bytes([good[0] ^ 1]) + good[1:])
     assert make(source, out, force=force) == first
     assert shard.read_bytes() == good
+
+
+def test_an_earlier_build_comes_back_where_its_successor_cannot_take_its_place(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, rename = (out / "manifest.json").read_bytes(), Path.rename
+
+    def stopped(path: Path, target: Path) -> Path:
+        if target == out and not path.name.endswith("-old"):
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", stopped)
+    with pytest.raises(KeyboardInterrupt), atomic_directory.replaced(out):
+        pass
+    assert (out / "manifest.json").read_bytes() == before
+    assert [path.name for path in out.parent.glob("*out*")] == ["out"]
 
 
 def test_a_build_inside_its_source_can_be_repeated(tmp_path: Path) -> None:
