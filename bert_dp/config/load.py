@@ -33,7 +33,8 @@ wd decay: optim.weight_decay
 betas adam_beta1 adam_beta2: optim.beta1 optim.beta2
 epsilon adam_epsilon: optim.eps
 grad_clip max_grad_norm clip_grad_norm gradient_clipping: optim.clip
-batch_size train_batch_size size accumulation grad_accum gradient_accumulation gradient_accumulation_steps: batch.global_size batch.micro_size
+batch_size train_batch_size size: batch.global_size batch.micro_size
+accumulation grad_accum gradient_accumulation gradient_accumulation_steps: batch.global_size batch.micro_size
 global_batch global_batch_size: batch.global_size
 micro_batch micro_batch_size per_device_batch_size per_device_train_batch_size: batch.micro_size
 num_epochs n_epochs max_epochs num_train_epochs: schedule.epochs
