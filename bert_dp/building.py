@@ -84,7 +84,7 @@ def first_state(config: Config, model: Model, data: DatasetInfo, comm: Comm) -> 
     directory = hf_directory(source)
     if directory is not None:
         path = directory
-        issues: list[Issue | str] = []
+        issues: list[Issue] = []
         state = modernbert_state(directory, config, data.tokenizer)
         sha256 = checkpoint.sha256(directory / "model.safetensors")
     else:
@@ -99,7 +99,9 @@ def first_state(config: Config, model: Model, data: DatasetInfo, comm: Comm) -> 
         "optimizer": _as_wide_as(dtype, state["optimizer"]),
         "scaler": {},
     }
-    issues += [f"run.init_from: {line}" for line in checkpoint.state_issues(path, start, model)]
+    issues += [
+        Issue("run.init_from", "conflict", line) for line in checkpoint.state_issues(path, start, model)
+    ]
     if issues:
         raise ConfigError(issues)
     return start, InitFrom(checkpoint=str(path), sha256=sha256, tensors=len(loaded), of=len(own))
@@ -120,22 +122,22 @@ def _chosen_by_rank_0(source: str, comm: Comm) -> Path:
     return Path(answer["path"])
 
 
-def _saved_state(
-    path: Path, source: str, config: Config, tokenizer: str | None
-) -> tuple[State, list[Issue | str]]:
-    """Load the part of a checkpoint that a run begins with, and the reasons why it does not fit. `tokenizer`:
-    the hash of the data's tokenizer."""
+def _saved_state(path: Path, source: str, config: Config, tokenizer: str | None) -> tuple[State, list[Issue]]:
+    """Read the part of a checkpoint that a run begins with, and find why it does not fit. `tokenizer`: hash
+    of the data's tokenizer."""
     state, facts = checkpoint.load(path)
-    issues: list[Issue | str] = [*init_issues(source, facts.config, config)]
+    issues = init_issues(source, facts.config, config)
     if tokenizer is not None and facts.tokenizer not in (None, tokenizer):
-        theirs, ours = str(facts.tokenizer)[:16], tokenizer[:16]
-        text = f"run.init_from {source} was trained with tokenizer {theirs}, the shards have {ours}"
+        message = (
+            f"run.init_from {source} was trained with tokenizer {str(facts.tokenizer)[:16]}, the shards have "
+            f"{tokenizer[:16]}"
+        )
         hint = "build them with data.tokenizer set to that run's tokenizer.json"
-        issues.append(Issue("data.tokenizer", "conflict", text, ours, "run.init_from", hint))
+        issues.append(Issue("data.tokenizer", "conflict", message, tokenizer, "run.init_from", hint))
     keeps_moments = config.run.init_keeps == "moments"
     if keeps_moments and not state["optimizer"]:
-        text = f"moments, but {path} was saved before the first step and has none"
-        issues.append(Issue("run.init_keeps", "conflict", text, "moments", "run.init_from", "use weights"))
+        message = f"moments, but {path} was saved before the first step and has none"
+        issues.append(Issue("run.init_keeps", "conflict", message, "moments", "run.init_from", "use weights"))
     return {**state, "optimizer": state["optimizer"] if keeps_moments else {}}, issues
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bert_dp.config.error import require
 from bert_dp.config.examples import Metric
-from bert_dp.config.extras import require
 from bert_dp.config.schema import LabelKind
 
 Measure = Callable[[NDArray[Any], NDArray[Any]], Any]

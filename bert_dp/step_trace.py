@@ -13,7 +13,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from bert_dp import record
-from bert_dp.config.profile import ProfilePlan
+from bert_dp.config.checks import ProfilePlan
 from bert_dp.dist import Comm
 from bert_dp.heartbeat import Heartbeat
 from bert_dp.lines import WriteErrors

@@ -1,4 +1,4 @@
-"""What launcher and rank share through files: results, lines, beats, locks. Torch-free."""
+"""Files that launcher and rank share: results, lines, heartbeats, locks. Torch-free."""
 
 from bert_dp.record.beats import (
     BEAT_BYTES,

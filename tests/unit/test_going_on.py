@@ -72,7 +72,7 @@ def test_a_checkpoint_of_other_settings_is_refused_by_a_rank_too(run_dir: Path) 
     rank = rank_with(run_dir, "0")
     rank.config = config().model_copy(update={"optim": config().optim.model_copy(update={"clip": 0.75})})
     (line,) = issues_of(setup.select_checkpoint, rank, "auto")
-    assert line.startswith(f"--resume {run_dir / 'checkpoints' / 'step-00000003'}: optim.clip: the run has ")
+    assert line.startswith("optim.clip: the run has ")
     assert line.endswith("undo it or use --resume never in another run directory")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import typer
 
-from bert_dp.config.profile import parse_profile
+from bert_dp.config.checks import parse_profile
 from bert_dp.corpus import shards
 from launcher import checkpoints, children, datasets, options, results
 from launcher.evaluate import export, finetune, glue, predict, text_loss

@@ -16,7 +16,7 @@ from torch.autograd import DeviceType
 
 from bert_dp import record
 from bert_dp.config import find_config, load_config
-from bert_dp.config.profile import ProfilePlan, parse_profile, profile_issues
+from bert_dp.config.checks import ProfilePlan, parse_profile, profile_issues
 from bert_dp.dist import Comm
 from bert_dp.lines import WriteErrors
 from bert_dp.record.models import ProfileFile
@@ -50,9 +50,9 @@ def test_steps_are_first_and_end_and_ranks_a_list() -> None:
         ("10", "0", "'10' is not FIRST:END"),
         ("a:b\x1b", "0", r"'a:b\x1b' is not FIRST:END"),
         ("1:9999999999999", "0", "is not FIRST:END"),
-        ("0:3", "0", "steps are counted from 1"),
-        ("5:5", "0", "5:5 is no step, the end is not included; use 5:6 for one"),
-        ("5:4", "0", "5:4 is no step"),
+        ("0:3", "0", "is not FIRST:END"),
+        ("5:5", "0", "is not FIRST:END"),
+        ("5:4", "0", "is not FIRST:END"),
         ("1:2", "", "--profile-ranks: '' is not a list of ranks"),
         ("1:2", "0,-1", "is not a list of ranks"),
     ],
@@ -66,10 +66,11 @@ def test_steps_and_ranks_that_the_run_does_not_have_are_named() -> None:
     plan = ProfilePlan(10, 12, (0, 3))
     assert profile_issues(plan, 4, steps=12) == []
     assert profile_issues(plan, 4, steps=None, done=9) == []
-    assert profile_issues(plan, 2, steps=11, done=10) == [
-        "--profile: step 12 is beyond this run's 11; end at 12 at most",
-        "--profile: step 10 is done, the run goes on with step 11; begin there",
-        "--profile-ranks: no rank 3, this run has 0 to 1",
+    issues = profile_issues(plan, 2, steps=11, done=10)
+    assert [(i.setting, i.value) for i in issues] == [
+        ("--profile", 12),
+        ("--profile", 10),
+        ("--profile-ranks", 3),
     ]
 
 
@@ -77,7 +78,7 @@ def test_steps_and_ranks_that_the_run_does_not_have_are_named() -> None:
     ("options", "said"),
     [
         (("--profile", "3:4"), "--profile: step 3 is beyond this run's 2; end at 3 at most"),
-        (("--profile", "2:1"), "--profile: 2:1 is no step"),
+        (("--profile", "2:1"), "--profile: '2:1' is not FIRST:END"),
         (("--profile", "1:2", "--profile-ranks", "2"), "--profile-ranks: no rank 2, this run has 0 to 1"),
         (("--profile-ranks", "0"), "--profile-ranks: records nothing without --profile"),
     ],
