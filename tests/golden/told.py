@@ -13,7 +13,7 @@ from typing import Any
 
 from bert_dp import record
 from launcher import results
-from launcher.plan.plan_report import plan_report
+from launcher.plan.plan_page import plan_page
 from launcher.report.model import Bars, Boxes, Figure, Line, Report
 from launcher.report.numbers import number
 from launcher.report.run_report import of_directories
@@ -24,7 +24,7 @@ from launcher.tune.throughput import TuneBatch
 from launcher.tune.tune_page import batch_page, lr_page
 from tests import tune_fixture
 from tests.helpers import failed
-from tests.plan_fixture import answer, measured, source_of
+from tests.plan_fixture import plan, source
 from tests.report_fixture import figures_of, make_run
 from tests.scaling_fixture import ENVIRONMENT, scaling
 
@@ -69,7 +69,7 @@ REPORTS: dict[str, Callable[[Path], Report]] = {
     "doubted batch": lambda path: of_batch(cached=True, inconclusive="w"),
     "rate": lambda path: of_rate(transfer=tune_fixture.transfer()),
     "rate without a choice": lambda path: of_rate(choice=None, range_test=None),
-    "plan": lambda path: plan_report(answer(source_of(measured()), 1, 2, 4)),
+    "plan": lambda path: plan_page(plan(source(), 1, 2, 4)),
 }
 
 

@@ -18,7 +18,7 @@ from launcher.datasets import shards_report
 from launcher.evaluate.glue_page import glue_report
 from launcher.machine.doctor import Finding, doctor_report
 from launcher.machine.environment import probe
-from launcher.plan.plan_report import plan_report
+from launcher.plan.plan_page import plan_page
 from launcher.report import html
 from launcher.report.console import show_report
 from launcher.report.drawing import HOVER, drawing, numbers_of, text_of
@@ -94,7 +94,7 @@ MAKERS: dict[str, Callable[[Path], Report]] = {
     "glue": lambda path: glue_report(
         evaluation(path, [scored_task("RTE", [0.5, None]), scored_task("MNLI", [0.5, 0.7])])
     ),
-    "plan": lambda path: plan_report(results.parse(PREDICTION, models.Prediction, "plan")),
+    "plan": lambda path: plan_page(results.parse(PREDICTION, models.Prediction, "plan")),
 }
 
 
