@@ -103,7 +103,7 @@ class AllReduceCurve:
             return self.points[sizes[i]] * size / sizes[i]
         low, high = sizes[i - 1], sizes[i]
         share = math.log(size / low) / math.log(high / low)
-        return self.points[low] * (self.points[high] / self.points[low]) ** share
+        return self.points[low] * math.pow(self.points[high] / self.points[low], share)
 
     def scaled(self, factor: float) -> AllReduceCurve:
         """Return a curve that is `factor` times as fast at every size."""

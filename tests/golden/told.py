@@ -14,7 +14,7 @@ from typing import Any
 from bert_dp import record
 from launcher import results
 from launcher.plan.plan_page import plan_page
-from launcher.report.model import Bars, Boxes, Figure, Line, Report
+from launcher.report.model import Bars, Figure, Line, Report
 from launcher.report.numbers import number
 from launcher.report.run_report import of_directories
 from launcher.scale import models
@@ -116,13 +116,11 @@ def _of_figure(figure: Figure, numbers_in: Callable[..., str]) -> dict[str, Any]
     }
 
 
-def _drawn(trace: Line | Bars | Boxes) -> str:
+def _drawn(trace: Line | Bars) -> str:
     if isinstance(trace, Line):
         series = map(_sum, (trace.x, trace.y, trace.low, trace.high))
         return " | ".join((trace.style, str(trace.colour), *series))
-    if isinstance(trace, Bars):
-        return " | ".join((_sum(trace.parts), *trace.texts))
-    return " | ".join(_sum([*box.values()]) for box in trace.boxes if box)
+    return " | ".join((_sum(trace.parts), *trace.texts))
 
 
 def _sum(values: Sequence[float | None]) -> str:
