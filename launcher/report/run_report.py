@@ -43,16 +43,7 @@ from launcher.report.numbers import (
     format_si,
     number,
 )
-from launcher.report.parts import (
-    environment_text,
-    first_line,
-    folded,
-    machine_line,
-    record_text,
-    series,
-    value,
-    words,
-)
+from launcher.report.parts import first_line, folded, machine_line, record_text, series, value, words
 from launcher.report.run_files import TRAIN_PARTS, WALL_PARTS, RunFiles, load, other
 
 PAGE = "report.html"
@@ -83,12 +74,9 @@ def of_directories(run_dirs: Sequence[Path]) -> Report:
             Section("Numbers", tables=[_numbers(runs)]),
             *([Section("Settings that differ", tables=[_differences(runs)])] if many else []),
             *[
-                folded(f"{title}: {name}" if name else title, text)
+                folded(f"{title}: {name}" if name else title, record_text(content))
                 for name, run in named
-                for title, text in (
-                    ("Configuration", record_text(run.config)),
-                    ("Environment", environment_text(run.environment)),
-                )
+                for title, content in (("Configuration", run.config), ("Environment", run.environment))
             ],
         ],
         next="" if many else _next(runs[0]),
