@@ -136,7 +136,6 @@ def predict_scaling(source: PlanSource, spec: PlanSpec) -> Prediction:
         warnings=_warnings(source, spec, rows),
         assumptions=[
             *source.notes,
-            _links_note(source, spec),
             f"weak scaling: every replica keeps its micro batch of {micro} and its accumulation",
             f"ranks wait for the slowest; speeds spread by {format_percent(source.spread)} (one sigma)",
             f"overlap hides {format_percent(constant('overlap_gain'))} of the communication that it could",
@@ -249,16 +248,6 @@ def _compared(source: PlanSource, spec: PlanSpec, cell: Cell) -> ComparedCell | 
         measured_efficiency_ci95=cell.efficiency_ci95,
         repeats=len(cell.repeats),
     )
-
-
-def _links_note(source: PlanSource, spec: PlanSpec) -> str:
-    parts = [f"{spec.link} within a node of {spec.per_node} GPUs"] if spec.link else []
-    if not parts and source.curves:
-        counts = ", ".join(map(str, sorted(source.curves)))
-        parts = [f"all-reduce as measured over {counts} ranks; its bus bandwidth for other numbers"]
-    if spec.inter:
-        parts.append(f"{spec.nics} x {spec.inter} between nodes of {spec.per_node} GPUs")
-    return ", ".join(parts) or "one rank: no link"
 
 
 def _warnings(source: PlanSource, spec: PlanSpec, rows: Sequence[PredictedRow]) -> list[str]:
@@ -394,6 +383,8 @@ def source_of(scaling: Scaling, name: str) -> PlanSource:
     peak = peak_flops(profile.device, profile.precision or "")
     if peak:
         notes.append(f"MFU over {peak / 1e12:g} TFLOP/s a GPU: {profile.device}, {profile.precision}")
+    if curves := [link.world_size for link in scaling.links if link.points]:
+        notes.append(f"without --link, the all-reduce as measured over {', '.join(map(str, curves))} ranks")
     points = {
         # of several times at one size the longest
         link.world_size: dict(sorted((float(p.bytes), p.seconds) for p in link.points))

@@ -151,14 +151,14 @@ def _row_name(i: int, name: str) -> dict[str, Any]:
 
 
 def _levels(figure: Figure) -> list[dict[str, Any]]:
-    """Draw the reference lines. The label of one above all points and intervals is below it, where there is
+    """Draw the horizontal lines. The label of one above all points and intervals is below it, where there is
     room."""
     drawn = [value for trace in figure.traces for value in trace.values]
     drawn += [high for trace in figure.traces if isinstance(trace, Line) for high in trace.high if high]
     highest = max(drawn, default=0.0)
     return [
         {
-            **_across("y", level.value, "soft", 1.2),
+            **_across("y", level.value),
             "label": {
                 "text": text_of(level.label, LABEL_CHARS),
                 "textposition": "start" if level.left else "end",
@@ -170,26 +170,20 @@ def _levels(figure: Figure) -> list[dict[str, Any]]:
 
 
 def _marks(marks: Sequence[Mark]) -> list[dict[str, Any]]:
+    """Draw the vertical lines; the legend names those of one name once."""
     names = [text_of(mark.label, LABEL_CHARS) for mark in marks]
-    different = list(dict.fromkeys(names))
-    colours = {name: _colour(i + 1) for i, name in enumerate(different)} if len(different) > 1 else {}
     return [
-        {
-            **_across("x", mark.value, colours.get(name, "soft"), 1.4),
-            "name": name,
-            "legendgroup": name,
-            "showlegend": names.index(name) == i,
-        }
+        {**_across("x", mark.value), "name": name, "legendgroup": name, "showlegend": names.index(name) == i}
         for i, (mark, name) in enumerate(zip(marks, names, strict=True))
     ]
 
 
-def _across(axis: str, value: float, colour: str, width: float) -> dict[str, Any]:
+def _across(axis: str, value: float) -> dict[str, Any]:
     """Draw a dotted line through the whole area at `value` of this axis."""
     other = {"x": "y", "y": "x"}[axis]
     return {
         "type": "line",
         f"{other}ref": "paper",
         **{f"{other}0": 0, f"{other}1": 1, f"{axis}0": value, f"{axis}1": value},
-        "line": {"color": colour, "width": width, "dash": "dot"},
+        "line": {"color": "soft", "width": 1.3, "dash": "dot"},
     }

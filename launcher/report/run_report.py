@@ -400,7 +400,7 @@ def _profiled(run_dir: Path, profile: ProfileFile) -> Row:
 
 
 def _times(run: RunFiles) -> list[Row]:
-    """Return the wall time and each part of it; those of training are for the console too."""
+    """Return the wall time with its parts, and a row for each part of training."""
     summary, parts = run.summary, run.summary.time_s
     wall = sum(parts[part] for part in WALL_PARTS if part in parts) or None
     named = ", ".join(f"{part} {format_duration(parts.get(part))}" for part in WALL_PARTS)
@@ -412,9 +412,6 @@ def _times(run: RunFiles) -> list[Row]:
             "checks, data, starting and ending processes"
         )
         rows.append(value("start-up", rest, "duration", note))
-    for part in WALL_PARTS:
-        note = f"{_share(parts.get(part), wall)} of wall"
-        rows.append(value(part, parts.get(part), "duration", note, console=False))
     if parts:
         inner = {label: parts.get(part) for part, label in TRAIN_PARTS.items()} | {"other": other(parts)}
         for label, seconds in inner.items():

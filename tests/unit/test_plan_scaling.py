@@ -429,7 +429,7 @@ def test_the_page_shows_every_row_lever_and_assumption(columns: int) -> None:
     assert "\x1b" not in text
     assert "[bold]x" in text
     assert all(lever.lever in text for lever in predicted.rows[-1].levers)
-    assert "all-reduce as measured over 2 ranks" in text
+    assert "the all-reduce as measured over 2 ranks" in text
     assert "(2: x 1.250)" in text
     assert "ddp-2" in text
     if columns == 160:
