@@ -46,9 +46,10 @@ from launcher.stats import is_measurable
 
 ENGINES = ("ddp", "zero1", "fsdp")
 SENT_BYTES = {"full": math.inf, "bf16": 2.0, "fp16": 2.0}  # of a number of a gradient, at most
-GPU_LINKS = ("nvlink", "pcie")
+GPU_LINKS, NODE_LINKS = ("nvlink", "pcie"), ("net", "tcp")  # kinds
 BOUNDS = ("no stragglers", "perfect overlap")  # no settings: their gain is what is lost there
 ADAM_BYTES = 28  # per parameter: reads p, g, m, v, writes p, m, v in fp32
+MIN_MICRO_S = 1e-8
 BACKWARD = 2 / 3  # of a micro batch: every product of the forward pass has two in the backward pass
 GIVE = "give scaling.json or profile.json of `bert-dp scale`, or --model with --seq-per-s and --micro"
 _BERT: dict[str, Any] = {
@@ -304,13 +305,14 @@ def _unknown(setting: str, value: str | None, names: Collection[str]) -> list[Is
 
 
 def _link_issues(source: PlanSource, spec: PlanSpec) -> list[Issue]:
-    most, per_node = max(spec.gpus), spec.per_node
-    hint = f"use one of {', '.join(hardware()['links'])}"
+    most, per_node, links = max(spec.gpus), spec.per_node, hardware()["links"]
     if per_node < most and spec.inter is None:
         message = f"not given, and {most} GPUs fill more than one node of {per_node}"
+        hint = f"use one of {', '.join(name for name in links if find_link(name).kind in NODE_LINKS)}"
         return [Issue("--inter", "missing", message, hint=hint)]
     if spec.link is None and min(most, per_node) > 1 and (per_node < most or not source.curves):
-        return [Issue("--link", "missing", f"not given, and not measured for {most} GPUs", hint=hint)]
+        message = f"not given, and not measured for {most} GPUs"
+        return [Issue("--link", "missing", message, hint=f"use one of {', '.join(links)}")]
     return []
 
 
@@ -431,7 +433,7 @@ def source_of_rate(
         optimizer_s = known.parameters * ADAM_BYTES / bytes_s
         adam = f"{1000 * optimizer_s:.1f} ms, fused AdamW at {gpu}'s memory bandwidth"
     micro_s = micro / seq_per_s - optimizer_s / accumulation
-    if not micro_s > 0:
+    if not micro_s > MIN_MICRO_S:
         message = f"{seq_per_s:g} leaves no time beside the optimizer"
         raise ConfigError([Issue("--seq-per-s", "out_of_range", message, seq_per_s, "--micro")])
     profile = Profile(

@@ -102,7 +102,7 @@ def _difference(greater: float | None, less: float | None) -> float | None:
 
 
 def _point(figure: Figure, line: Line, i: int) -> str:
-    """`ddp: 50.0 % [40.0 %, 60.0 %] at 2`."""
+    """Return the text at the pointer: `ddp: 50.0 % [40.0 %, 60.0 %] at 2`."""
     y, x = FORMATS[figure.y.unit], FORMATS[figure.x.unit]
     ends = [end for end in (line.low[i], line.high[i]) if end is not None] if line.low else []
     interval = f" [{', '.join(map(y, ends))}]" if len(ends) == 2 else ""

@@ -32,18 +32,18 @@ def half_width(heldout: HeldOut, seeds: Sequence[float] = ()) -> float | None:
 
 
 def loss_text(loss: float | None, heldout: HeldOut, seeds: Sequence[float] = ()) -> str:
-    """Print a loss with its interval where it has one: `5.7123 nats ± 0.0312`."""
+    """Format a loss with its interval where it has one: `5.7123 nats ± 0.0312`."""
     width = half_width(heldout, seeds)
     return loss_in(heldout.loss_unit, loss) + ("" if loss is None or width is None else f" ± {width:.4f}")
 
 
 def loss_in(unit: str, loss: float | None) -> str:
-    """Print a loss in nats or in another unit."""
+    """Format a loss in nats or in another unit."""
     return format_nats(loss) if unit == "nats" else f"{format_ratio(loss)} {unit}"
 
 
 def basis(heldout: HeldOut) -> str:
-    """Print the denominator of the loss: `4,096 masked tokens of 216 sequences, 15.0 % masked`."""
+    """Format the denominator of the loss: `4,096 masked tokens of 216 sequences, 15.0 % masked`."""
     if heldout.examples is not None:
         return count_of(heldout.examples, "example") if heldout.examples else "held-out examples"
     if heldout.masked_tokens is None:
@@ -54,7 +54,7 @@ def basis(heldout: HeldOut) -> str:
 
 
 def scores_text(heldout: HeldOut) -> str | None:
-    """Print the scores: `dev accuracy 0.7123, dev f1 0.8012`; None where no example is scored."""
+    """Format the scores: `dev accuracy 0.7123, dev f1 0.8012`; None where no example is scored."""
     if heldout.scores is None:
         return None
     named = [f"{name.replace('/', ' ')} {format_decimals(score)}" for name, score in heldout.scores.items()]

@@ -19,7 +19,7 @@ def number(value: object) -> float | None:
 
 
 def format_si(value: object, unit: str = "") -> str:
-    """Print three significant digits with k, M, G or T: `45.2 k tokens/s`, `21 MJ`."""
+    """Format three significant digits with k, M, G or T: `45.2 k tokens/s`, `21 MJ`."""
     n = number(value)
     if n is None:
         return NA
@@ -59,7 +59,7 @@ format_lr = _scaled(1, ".2e")  # a learning rate
 
 @_known
 def format_duration(seconds: float) -> str:
-    """Print a duration: `120 ms`, `12.3 s`, `12 min 05 s`, `2 h 05 min`, `3 d 02 h`."""
+    """Format a duration: `120 ms`, `12.3 s`, `12 min 05 s`, `2 h 05 min`, `3 d 02 h`."""
     if seconds < 0.9995:
         return f"{1000 * seconds:.0f} ms" if seconds else "0 s"
     if seconds < 119.95:
@@ -73,13 +73,13 @@ def format_duration(seconds: float) -> str:
 
 @_known
 def format_eta(seconds: float) -> str:
-    """Print a remaining time: below a second `<1 s`."""
+    """Format a remaining time: below a second `<1 s`."""
     return "<1 s" if seconds < 1 else format_duration(seconds)
 
 
 @_known
 def format_step_time(seconds: float) -> str:
-    """Print the seconds of a step with three significant digits, for comparing: `12.3 ms`, `1.23 s`."""
+    """Format the seconds of a step with three significant digits, for comparing: `12.3 ms`, `1.23 s`."""
     if seconds == 0:
         return "0 s"
     scaled, unit = (1000 * seconds, "ms") if abs(seconds) < 0.9995 else (seconds, "s")
@@ -88,17 +88,17 @@ def format_step_time(seconds: float) -> str:
 
 @_known
 def format_ratio(ratio: float) -> str:
-    """Print a ratio around one, or a speed-up, with three digits: `1.90`, `17.6`, `1,024`."""
+    """Format a ratio around one, or a speed-up, with three digits: `1.90`, `17.6`, `1,024`."""
     return f"{ratio:,.{2 if abs(ratio) < 9.995 else 1 if abs(ratio) < 99.95 else 0}f}"
 
 
 def format_interval(interval: object, text: Callable[[object], str]) -> str:
-    """Print both ends of an interval: `93.1 % to 95.8 %`."""
+    """Format both ends of an interval: `93.1 % to 95.8 %`."""
     return " to ".join(map(text, interval)) if isinstance(interval, list) else NA
 
 
 def format_word(value: object) -> str:
-    """Print a name, a yes or no, or a list of names."""
+    """Format a name, a yes or no, or a list of names."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, (list, tuple)):
@@ -107,7 +107,7 @@ def format_word(value: object) -> str:
 
 
 def count_of(count: object, noun: str) -> str:
-    """Print a count with its noun: `1 rank`, `2 ranks`."""
+    """Format a count with its noun: `1 rank`, `2 ranks`."""
     return f"{format_count(count)} {noun}{'' if number(count) == 1 else 's'}"
 
 

@@ -175,6 +175,7 @@ def test_a_rate_of_no_named_gpu_is_of_whole_steps() -> None:
         (("bert-base", 1.0, None, None), ("--from", "missing")),
         (("bert-base", 100.0, 32, "K80"), ("--gpu", "unknown")),
         (("bert-large", 1e9, 1, "T4-16G"), ("--seq-per-s", "out_of_range")),
+        (("bert-base", 1e9, 1, None), ("--seq-per-s", "out_of_range")),
         (("bert-base", math.nan, 1, "T4-16G"), ("--seq-per-s", "out_of_range")),
     ],
 )
