@@ -221,7 +221,7 @@ def _compared(source: PlanSource, spec: PlanSpec, cell: Cell) -> ComparedCell | 
     """Return a measured cell beside its prediction, by its own links where they were measured; None where it
     cannot be predicted."""
     engine = "ddp" if cell.engine == "single" else cell.engine
-    own = dataclasses.replace(spec, engine=engine, gpus=(cell.world_size,))
+    own = dataclasses.replace(spec, engine=engine, gpus=(cell.world_size,), reduce_dtype="full")
     if source.curves:
         own = dataclasses.replace(own, link=None, inter=None, gpus_per_node=None)
     if (

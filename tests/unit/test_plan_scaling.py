@@ -291,6 +291,7 @@ def test_prediction_stands_beside_what_was_measured() -> None:
     assert two.within == (low <= two.predicted_step_s <= high)
     assert plan(source(), 1, link="nvlink4", gpus_per_node=1).measured == [one, two]
     assert [line.cell for line in plan(source(links=[]), 1).measured] == ["weak-single-n1"]
+    assert plan(source(), 2, reduce_dtype="bf16").measured == [one, two], "they sent whole gradients"
 
 
 def test_a_measured_cell_is_predicted_with_its_own_batch() -> None:
