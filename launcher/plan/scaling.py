@@ -343,7 +343,7 @@ def find_source(
     """Return the source that the verb's options name, a measured file or a rate. Raises ConfigError."""
     rate = {"--model": model, "--seq-per-s": seq_per_s, "--micro": micro, "--gpu": gpu}
     if path is not None:
-        message = "the file has been measured, and needs no rate"
+        message = "not used beside --from, which names a measured file"
         given = {option: value for option, value in rate.items() if value is not None}
         if given:
             raise ConfigError([Issue(o, "conflict", message, value, "--from") for o, value in given.items()])
