@@ -220,7 +220,7 @@ def with_strings(value: Any, change: Callable[[str], str], but: tuple[type, ...]
     if isinstance(value, (list, tuple)):
         return [with_strings(item, change, but) for item in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, (type, *but)):
-        kept = {"level", "unit", "style", "boxes"}
+        kept = {"level", "unit", "style"}
         names = [field.name for field in dataclasses.fields(value) if field.name not in kept]
         changed = {name: with_strings(getattr(value, name), change, but) for name in names}
         return dataclasses.replace(value, **changed)

@@ -10,7 +10,7 @@ from bert_dp.config import ConfigError, Issue
 from launcher import results
 from launcher.evaluate import FILE, glue_scores
 from launcher.evaluate.glue_scores import AVERAGED, Glue, GlueScore, GlueTask
-from launcher.report.measured import settings_sections, status_verdicts, subtitle
+from launcher.report.measured import status_verdicts, subtitle
 from launcher.report.model import Cell, Column, Report, Row, Section, Table, Verdict
 from launcher.report.numbers import (
     NA,
@@ -51,13 +51,12 @@ def glue_report(glue: Glue) -> Report:
     return Report(
         "bert-dp: GLUE",
         subtitle(glue, [describe_method(glue), f"rate {format_lr(glue.lr)}", seeds]),
-        [*status_verdicts(glue, FILE), *_verdicts(glue)],
+        [*status_verdicts(glue), *_verdicts(glue)],
         sections=[
             Section("Dev scores", tables=[_scores(glue)], notes=["Out of 100; median over the seeds."]),
             *([Section("Rates", tables=[_rates(glue)])] if glue.rates else []),
             Section("Left out", tables=[Table(left_out)], console=bool(left_out)),
             Section("Submission files", tables=[Table(files)], console=False),
-            *settings_sections(glue, [Quantity("seconds", "time", "duration")]),
         ],
     )
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from bert_dp import record
 from launcher import results
-from launcher.plan.plan_report import plan_report
-from launcher.report.model import Bars, Boxes, Figure, Line, Report
+from launcher.plan.plan_page import plan_page
+from launcher.report.model import Bars, Figure, Line, Report
 from launcher.report.numbers import number
 from launcher.report.run_report import of_directories
 from launcher.scale import models
@@ -24,7 +24,7 @@ from launcher.tune.throughput import TuneBatch
 from launcher.tune.tune_page import batch_page, lr_page
 from tests import tune_fixture
 from tests.helpers import failed
-from tests.plan_fixture import answer, measured, source_of
+from tests.plan_fixture import plan, source
 from tests.report_fixture import figures_of, make_run
 from tests.scaling_fixture import ENVIRONMENT, scaling
 
@@ -69,7 +69,7 @@ REPORTS: dict[str, Callable[[Path], Report]] = {
     "doubted batch": lambda path: of_batch(cached=True, inconclusive="w"),
     "rate": lambda path: of_rate(transfer=tune_fixture.transfer()),
     "rate without a choice": lambda path: of_rate(choice=None, range_test=None),
-    "plan": lambda path: plan_report(answer(source_of(measured()), 1, 2, 4)),
+    "plan": lambda path: plan_page(plan(source(), 1, 2, 4)),
 }
 
 
@@ -116,13 +116,11 @@ def _of_figure(figure: Figure, numbers_in: Callable[..., str]) -> dict[str, Any]
     }
 
 
-def _drawn(trace: Line | Bars | Boxes) -> str:
+def _drawn(trace: Line | Bars) -> str:
     if isinstance(trace, Line):
         series = map(_sum, (trace.x, trace.y, trace.low, trace.high))
         return " | ".join((trace.style, str(trace.colour), *series))
-    if isinstance(trace, Bars):
-        return " | ".join((_sum(trace.parts), *trace.texts))
-    return " | ".join(_sum([*box.values()]) for box in trace.boxes if box)
+    return " | ".join((_sum(trace.parts), *trace.texts))
 
 
 def _sum(values: Sequence[float | None]) -> str:

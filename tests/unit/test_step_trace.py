@@ -237,7 +237,7 @@ def test_a_profile_that_cannot_be_written_ends_no_run(
 # --- the report
 
 
-def test_the_page_shows_the_operators_and_the_console_the_busiest(tmp_path: Path) -> None:
+def test_the_busiest_operators_of_a_rank_are_named(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", summary={**SUMMARY, "profiled_steps": [10, 12]})
     operators = [{"name": f"aten::op{n}", "calls": 1000, "self_s": 0.4 / (n + 1)} for n in range(5)]
     for rank, device in ((0, "cuda"), (1, "cpu")):
@@ -256,7 +256,5 @@ def test_the_page_shows_the_operators_and_the_console_the_busiest(tmp_path: Path
     assert "20.0 % in aten::op0, 10.0 % in aten::op1, 6.7 % in aten::op2" in told
     assert "in which it was in no operator or collective" in told
     assert "aten::op3" not in told
-    (zero, one) = (section for section in report.sections if section.title.startswith("Profile of rank"))
-    assert [row.label for row in zero.tables[0].rows] == [f"aten::op{n}" for n in range(5)]
-    assert [cell.text for cell in one.tables[0].rows[0].cells] == ["1,000", "400 ms", "20.0 %"]
-    assert f"{run / 'profile' / 't.json.gz'} opens in ui.perfetto.dev" in zero.notes[0]
+    notes = [row.cells[0].note for row in report.sections[1].tables[0].rows]
+    assert sum(f"{run / 'profile' / 't.json.gz'}: for ui.perfetto.dev" in note for note in notes) == 2
