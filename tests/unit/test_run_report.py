@@ -12,7 +12,6 @@ import pytest
 from bert_dp import record
 from bert_dp.config import dump_config
 from launcher.report.model import Report
-from launcher.report.run_files import load
 from launcher.report.run_report import of_directories
 from tests.helpers import failed, make_config
 from tests.report_fixture import SUMMARY, evaluation, figure_of, make_run, metrics, read_page, shown, unfolded
@@ -358,15 +357,6 @@ def test_the_least_loss_of_a_long_run_stays_visible(tmp_path: Path) -> None:
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     training = figure_of(of_directories([run]), "Loss").traces[0]
     assert dict(zip(training.x, training.y, strict=True))[3333.0] == 0.5
-
-
-def test_the_time_of_a_long_run_that_was_killed_is_that_of_all_its_lines(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", num_lines=0)
-    (run / "summary.json").unlink()
-    lines = [metrics(step, step_time_s=0.9 if step % 1_000 == 0 else 0.1) for step in range(10, 50_010, 10)]
-    text = "".join(f"{json.dumps(line)}\n" for line in lines)
-    (run / "metrics.jsonl").write_text(text)
-    assert load(run).summary.time_s["train"] == pytest.approx(50 * 10 * 0.9 + 4_950 * 10 * 0.1)
 
 
 def test_a_crashed_run_says_what_is_missing(tmp_path: Path) -> None:
