@@ -8,7 +8,7 @@ import sys
 def main() -> None:
     """Entry point."""
     try:
-        from launcher.cli import main
+        from launcher.cli.app import main
     except KeyboardInterrupt:
         sys.exit(130)
     main()

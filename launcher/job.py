@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import glob
 import importlib.util
@@ -10,7 +11,7 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -95,6 +96,16 @@ class Job:
     def directory(self, given: Path | None, folder: str, kind: str = "") -> Path:
         """The one that was given, else FOLDER/NAME-KIND-DATE-TIME."""
         return output_directory(given, folder, self.name, kind)
+
+
+@contextlib.contextmanager
+def issues_by_option(options: Mapping[str, str]) -> Iterator[None]:
+    """Rename the settings of a ConfigError to the options that gave them. `options`: setting -> option."""
+    try:
+        yield
+    except ConfigError as error:
+        named = [dataclasses.replace(i, setting=options.get(i.setting, i.setting)) for i in error.issues]
+        raise ConfigError(named) from None
 
 
 def load(name: str | None, overrides: Sequence[str], run_dir: Path | None = None) -> Job:

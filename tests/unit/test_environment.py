@@ -14,7 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 from bert_dp.cost import GIB
-from launcher import children, cli
+from launcher import children
+from launcher.cli.app import app
 from launcher.machine import doctor
 from launcher.machine.doctor import diagnose
 from launcher.machine.environment import Gpu, cgroup_limit, num_gpus, probe
@@ -524,5 +525,5 @@ def test_import_is_free_of_torch_and_rich():
 @pytest.mark.parametrize(("level", "code"), [("ok", 0), ("warn", 0), ("fail", 1)])
 def test_doctor_fails_only_when_a_run_would(monkeypatch, capsys, level, code):
     monkeypatch.setattr(doctor, "doctor", lambda run_dir: (GOOD, [doctor.Finding(level, "something")]))
-    assert (cli.app(["doctor"], standalone_mode=False) or 0) == code
+    assert (app(["doctor"], standalone_mode=False) or 0) == code
     assert "something" in capsys.readouterr().out
