@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bert_dp.config import ConfigError, native_issues
+from bert_dp.config import ConfigError, Issue, native_issues
 from bert_dp.config.extras import install_command
 from bert_dp.record.exported import ExportFormat, read_exported
 from launcher import children, results
@@ -104,7 +104,7 @@ def _aoti_issues(options: Sequence[str]) -> list[str]:
     return issues
 
 
-def _out_issues(out: Path) -> list[str]:
+def _out_issues(out: Path) -> Sequence[Issue | str]:
     """Why nothing can be written there; at most one line."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         return [f"--out: {out} is not an empty directory; name a new one"]

@@ -6,6 +6,7 @@ import contextlib
 import fnmatch
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 from bert_dp import record
@@ -38,7 +39,7 @@ def start_issues(job: Job, run_dir: Path, resume: str) -> list[Issue | str]:
     return [*issues, *run_dir_issues(run_dir, job.config, resume)]
 
 
-def run_dir_issues(run_dir: Path, config: Config, resume: str) -> list[str]:
+def run_dir_issues(run_dir: Path, config: Config, resume: str) -> Sequence[Issue | str]:
     """Why this directory cannot take this run; one line each."""
     if issues := place_issues(run_dir, "--run-dir"):
         return issues

@@ -101,7 +101,7 @@ def test_bad_input_raises_every_issue_and_writes_nothing(
     (line,) = issues_of(bert_dp.train, "quickstrat", run_dir="r")
     assert "did you mean quickstart?" in line
     (line,) = issues_of(bert_dp.train, "quickstart", run_dir="r", nproc=0)
-    assert line.startswith("--nproc: 0 is not")
+    assert line.startswith("--nproc: must be")
     (line,) = issues_of(bert_dp.train, "quickstart", run_dir="r", launcher="mpirun")
     assert "choose from torchrun" in line
     assert not list(tmp_path.iterdir())
