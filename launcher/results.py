@@ -96,28 +96,6 @@ def to_json(file: StoredFile) -> str:
     return json.dumps(plain(file), indent=1) + "\n"
 
 
-# --- doctor
-
-
-class MatmulRatio(StoredFile):
-    """matmul_ratio.json in the cache: how fast a CPU multiplies bf16 beside fp32, by `bert-dp doctor`."""
-
-    remedy: ClassVar[str] = "remove it, and `bert-dp doctor` measures it again"
-    date: str
-    cpu: list[str]
-    """Its model and its bf16 units."""
-    torch: str
-    shape: Annotated[list[int], Field(min_length=3, max_length=3)]
-    """M, N, K of [M, K] x [K, N]."""
-    fp32_flops: Positive
-    """FLOP/s, all cores."""
-    bf16_flops: Positive
-
-    @property
-    def ratio(self) -> float:
-        return self.bf16_flops / self.fp32_flops
-
-
 # --- what a measurement of several runs tells, whatever it is of
 
 MeasureStatus = Literal["complete", "partial", "failed"]

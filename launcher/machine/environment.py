@@ -16,20 +16,16 @@ import re
 import resource
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 
-from bert_dp import record
 from bert_dp.config import BF16_UNITS, Config, bf16_units, cpu_field, decide_precision
 from bert_dp.cost import GIB
-from launcher import results
 from launcher.children import run_command
 from launcher.log import masked_command
-from launcher.report.numbers import format_ratio, format_si
-from launcher.results import MatmulRatio
 
 ROOT = Path("/")
 PACKAGES = (
@@ -336,53 +332,11 @@ def precision_of(config: Config, bf16_units: Sequence[str], *, on_gpu: bool, kep
     return decide_precision(config.precision, engines, on_gpu=on_gpu, has_bf16=has_bf16, kept=kept)
 
 
-def ratio_file() -> Path:
-    """Return the path of doctor's measurement: below $BERT_DP_CACHE or ~/.cache/bert-dp."""
-    return record.cache_root() / "matmul_ratio.json"
-
-
-def keep_ratio(measured: Mapping[str, Any], machine: Environment) -> MatmulRatio:
-    """Store the output of bert_dp.measure.bf16_ratio.
-
-    Raises ConfigError for other output, and OSError, also where the cache is not to be trusted.
-    """
-    facts = {"date": datetime.date.today().isoformat(), "cpu": identity(machine)}
-    ratio = results.parse({**measured, **facts}, MatmulRatio, ratio_file().name)
-    if issues := record.cache_issues():
-        raise PermissionError(issues[0])
-    ratio_file().parent.mkdir(parents=True, exist_ok=True)
-    results.write(ratio_file(), ratio)
-    return ratio
-
-
-def kept_ratio(machine: Environment) -> MatmulRatio | None:
-    """Read doctor's last measurement, if it was made on this CPU."""
-    ratio = None if record.cache_issues() else results.find(ratio_file(), MatmulRatio)
-    return ratio if ratio is not None and ratio.cpu == identity(machine) else None
-
-
-def identity(machine: Environment) -> list[str]:
-    """Return what tells CPUs with different matmul rates apart."""
-    return [machine.cpu_model, *machine.bf16_units]
-
-
-def in_words(ratio: MatmulRatio) -> str:
-    """Describe the ratio with both of its rates."""
-    bf16, fp32 = (format_si(flops, "FLOP/s") for flops in (ratio.bf16_flops, ratio.fp32_flops))
-    return f"{format_ratio(ratio.ratio)} x its fp32 matmul rate ({bf16} against {fp32})"
-
-
 def emulated_warnings(config: Config, machine: Environment, *, on_gpu: bool) -> list[str]:
     """Warn of a requested precision that is emulated on this CPU; at most one line."""
     if config.precision != "bf16" or on_gpu or machine.bf16_units:
         return []
-    ratio = kept_ratio(machine)
-    how = (
-        f"runs at {in_words(ratio)}, measured by bert-dp doctor on {ratio.date}"
-        if ratio is not None
-        else "is slower than fp32; bert-dp doctor measures by how much"
-    )
     return [
-        f"precision: bf16 is emulated on this CPU, which has no {' or '.join(BF16_UNITS)}, and {how}; "
-        "use auto or fp32"
+        f"precision: bf16 is emulated on this CPU, which has no {' or '.join(BF16_UNITS)}, and "
+        "slower than fp32; use auto or fp32"
     ]
