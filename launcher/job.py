@@ -39,6 +39,7 @@ from launcher.log import secret_issues
 from launcher.machine import environment
 from launcher.machine.environment import Environment
 
+ISSUES_FILE = "BERT_DP_ISSUES"  # variable with the path of the issues, as JSON, for a caller in Python
 CPU_RANKS = 2  # of --nproc auto on a machine without a GPU
 
 

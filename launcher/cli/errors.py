@@ -5,14 +5,17 @@ from __future__ import annotations
 import errno
 import io
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import typer
 
 from bert_dp.config import ConfigError
+from launcher.job import ISSUES_FILE
 from launcher.log import complain
 
 DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
@@ -30,8 +33,11 @@ def exit_code(command: Callable[[], int | None]) -> int:
             raise ConfigError([f"argument {a!a} is not UTF-8" for a in not_utf8])  # no file could hold it
         return command() or 0
     except ConfigError as error:
+        issues = json.dumps({"issues": [issue.to_json() for issue in error.issues]}) + "\n"
         if "--json" in sys.argv:
-            sys.stdout.write(json.dumps({"issues": [issue.to_json() for issue in error.issues]}) + "\n")
+            sys.stdout.write(issues)
+        if path := os.environ.get(ISSUES_FILE):
+            Path(path).write_text(issues)
         for issue in error.issues:
             complain(f"error: {' '.join(str(issue).splitlines())}")
         return 2
