@@ -189,7 +189,7 @@ def test_report_of_a_scaling_benchmark(tmp_path: Path) -> None:
     mixed = refused("report", str(tmp_path / "run"), str(tmp_path / "scale"))
     assert "RUN_DIRS: only runs" in mixed
     (tmp_path / "scale" / "scaling.json").write_text("{")
-    assert "scaling.json is not JSON" in refused("report", str(tmp_path / "scale"))
+    assert "scaling.json: is not JSON" in refused("report", str(tmp_path / "scale"))
 
 
 @pytest.mark.quick

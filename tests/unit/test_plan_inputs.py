@@ -195,7 +195,7 @@ def test_a_damaged_field_is_named_with_its_file(data: Any, field: str) -> None:
     with pytest.raises(ConfigError) as error:
         source_of(data, "of/mine.json")
     (line,) = map(str, error.value.issues)
-    assert line.startswith("of/mine.json is damaged: ")
+    assert line.startswith("of/mine.json: ")
     assert field in line
     assert len(line) < 400
 
