@@ -87,7 +87,7 @@ class Measurement(StoredFile):
     schema_version: Literal[1] = 1
     status: MeasureStatus = "complete"
     why: str | None = None
-    """Why it failed."""
+    """Cause of the failure."""
     date: str | None = None
     seconds: float | None = None
     """Time of all trials, in every call."""

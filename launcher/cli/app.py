@@ -89,4 +89,4 @@ def main() -> None:
     faulthandler.enable(file=2)
     for number in record.heeded((signal.SIGTERM, signal.SIGHUP)):
         signal.signal(number, _leave)
-    sys.exit(exit_code(lambda: app(standalone_mode=False)))
+    sys.exit(exit_code(lambda: app(prog_name="bert-dp", standalone_mode=False)))

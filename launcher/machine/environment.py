@@ -96,7 +96,7 @@ class Environment:
     gpus_present: int
     """Devices of the machine, the ones hidden by CUDA_VISIBLE_DEVICES included."""
     gpu_error: str | None
-    """Why nvidia-smi did not answer."""
+    """Error of nvidia-smi."""
     gpu_topology: str | None
     versions: dict[str, str]
     git_commit: str | None
@@ -104,17 +104,17 @@ class Environment:
 
     @property
     def usable_cores(self) -> float:
-        """Cores that this process may use: affinity and control-group quota, whichever is less."""
+        """Return the cores that this process may use: the lesser of affinity and control-group quota."""
         return min(float(self.affinity_cores), self.cpu_quota_cores or float("inf"))
 
     @property
     def names_absent_gpus(self) -> bool:
-        """Whether CUDA_VISIBLE_DEVICES asks for GPUs and none can be used; empty or -1 asks for none."""
+        """Check for a CUDA_VISIBLE_DEVICES that names only unusable GPUs; empty or -1 names none."""
         return not self.gpus and (self.cuda_visible_devices or "").strip() not in ("", "-1")
 
     @property
     def usable_memory_gib(self) -> float:
-        """Upper bound of what a run can still get: the memory available, capped by the control group."""
+        """Return the memory that a run can still get: what is available, capped by the control group."""
         return min(self.memory_available_gib, self.memory_limit_gib or float("inf"))
 
     def rank_memory(self, ranks: int, on_gpu: bool) -> tuple[float | None, str]:
@@ -133,7 +133,7 @@ class Environment:
         return free, f"free of the {total:.1f} GiB of GPU {index}"
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-able object, for `record.write_json`."""
+        """Convert for `record.write_json`."""
         return {**dataclasses.asdict(self), "usable_cores": self.usable_cores}
 
 
