@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import sys
 import time
@@ -16,7 +17,7 @@ from typing import IO, TYPE_CHECKING
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, batch_layout, load_config, with_budget
 from bert_dp.config.profile import ProfilePlan, parse_profile, profile_issues
-from bert_dp.heartbeat import Heartbeat
+from bert_dp.heartbeat import HeartbeatWriter
 from bert_dp.lines import WriteErrors
 from bert_dp.rank_process import (
     RunFailed,
@@ -108,7 +109,7 @@ def run(
     plan = profile_plan(arguments, config, world)
     device = devices.choose_device(config.run.device, world)
     lock = lock_run(run_dir) if world.rank == 0 else None
-    heartbeat = Heartbeat(record.heartbeat_path(run_dir, world.rank))
+    heartbeat = HeartbeatWriter(record.heartbeat_path(run_dir, world.rank))
     devices.use_device(device, deterministic=config.run.deterministic)
     engine = parallel.engine_name(config.parallel, world.size)
     task = (make_task or tasks.make_task)(config, device)
@@ -119,7 +120,8 @@ def run(
     dist.check_places(meeting.places, layout.tensor)
     placed = devices.set_affinity(device, world, meeting.places)
     comm = dist.connect(world, device, meeting, group_of_one=engine != "single")
-    heartbeat.answer_with(lambda: write_collectives(run_dir, world.rank))
+    report = functools.partial(write_collectives, run_dir, world.rank)
+    heartbeat.on_silence(config.run.hang_after_s / 2, report)
     heartbeat.progress()
     setup.check_same_data(comm, data)
     rank = Rank(
@@ -177,11 +179,11 @@ def profile_plan(arguments: argparse.Namespace, config: Config, world: World) ->
     return plan
 
 
-def write_collectives(run_dir: Path, rank: int) -> None:
-    """Answer a reader of the heartbeat: write logs/rank-N.collectives.json."""
+def write_collectives(run_dir: Path, rank: int, progress: int) -> None:
+    """Write logs/rank-N.collectives.json: the rank's recent collectives at this progress of its heartbeat."""
     from bert_dp import dist
 
-    facts = {"rank": rank, "collectives": dist.recent_collectives()}
+    facts = {"pid": os.getpid(), "progress": progress, "collectives": dist.recent_collectives()}
     record.write_json(run_dir / "logs" / f"rank-{rank}.collectives.json", facts)
 
 

@@ -190,7 +190,7 @@ def run_locked(
         result = restarts.supervise(attempt, config, run_dir, ranks, resume, policy, log)
     if result.failure is not None:
         print_failure(result.failure, run_dir, console)
-    restarts.note(run_dir, {"command_s": time.time() - psutil.Process().create_time()})
+    processes.complete_summary(run_dir, command_s=time.time() - psutil.Process().create_time())
     report = of_directories([run_dir])
     page = run_dir / PAGE if write_or_warn(report, run_dir / PAGE) else None
     if result.failure is None:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 from bert_dp.record import safe
 from bert_dp.record.models import Failure
 from launcher.report.numbers import format_gib
-from launcher.watch.failure import first_line
-from launcher.watch.memory import GROUP, sparkline
+from launcher.watch.failure import GROUP, first_line
 
 CONSEQUENCES_SHOWN = 6
+BARS = "▁▂▃▄▅▆▇█"
+BARS_SHOWN = 30
 
 
 def card(failure: Failure, run_dir: Path) -> list[str]:
-    """What the console shows: within the first lines who, what, where and the log, then why and what to do,
-    what followed, and the log's end."""
+    """Lay out a failure in lines: rank, error, place and log; then why and what to do, consequences, and the
+    log's end."""
     lines = [f"failed: {first_line(failure.headline())}"]
     if failure.where:
         lines.append(f"  at {failure.where}" + (f" {failure.source}" if failure.source else ""))
@@ -34,7 +37,7 @@ def card(failure: Failure, run_dir: Path) -> list[str]:
 
 
 def _memory_lines(failure: Failure) -> list[str]:
-    """Curves of the rank that failed, of the greatest other one, and of the control group."""
+    """Draw the curves of the rank that failed, of the greatest other one, and of the control group."""
     if failure.memory is None:
         return []
     curves, mine = failure.memory.curves_gib, f"rank {failure.rank}"
@@ -45,3 +48,13 @@ def _memory_lines(failure: Failure) -> list[str]:
         for name in (mine, *others[:1], GROUP)
         if curves.get(name)
     ]
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Draw at most `BARS_SHOWN` bars from 0 to the greatest value; a bar is the greatest of its values."""
+    if not values or max(values) <= 0:
+        return ""
+    bars = min(BARS_SHOWN, len(values))
+    cuts = [len(values) * i // bars for i in range(bars + 1)]
+    shown = [max(values[a:b]) for a, b in itertools.pairwise(cuts)]
+    return "".join(BARS[min(len(BARS) - 1, int(v / max(values) * len(BARS)))] for v in shown)

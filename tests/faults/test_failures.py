@@ -16,7 +16,7 @@ from bert_dp import record
 from launcher.run import processes
 from launcher.run.starters import LAUNCHERS
 from launcher.watch.card import card
-from launcher.watch.memory import MemoryWatch
+from launcher.watch.failure import MemoryWatch
 from tests.e2e.cli import members, train, write_config
 from tests.faults.harness import FULL, broken, observe, rounds
 from tests.helpers import read_json, write_files

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +22,9 @@ from rich.console import Console
 
 from bert_dp import record
 from bert_dp.config import dump_config
+from bert_dp.record.models import Failure
 from launcher.run import processes, reaper
 from launcher.watch.display import Display
-from launcher.watch.heartbeats import Hang
 from tests.helpers import make_config, read_json, write_files, write_lines
 
 STUBBORN = """
@@ -50,6 +51,7 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
         self.waits_for: Path | None = None
+        self.sleep, self.monotonic_ns = time.sleep, time.monotonic_ns
 
     def monotonic(self) -> float:
         if self.waits_for is None or self.waits_for.exists():
@@ -166,7 +168,7 @@ def test_what_nohup_ignores_stops_nothing() -> None:
 
 def test_a_run_that_is_stopped_while_it_stands_still_says_so(directory: Path, clock: Clock) -> None:
     watch: Any = Patience()
-    watch.hang = Hang(0, "hang in step 3", "x.py:1", Path("log"), ())
+    watch.hang = Failure(rank=0, message="hang in step 3", where="x.py:1")
     ended = processes.run(directory, 1, "none", once_ready(lambda: stop(2)), watch=watch)
     told = "no progress: rank 0: hang in step 3 at x.py:1; stacks in hang.txt"
     assert ended.failure.explanation == [told]
@@ -246,7 +248,7 @@ def test_a_run_that_stands_still_while_it_is_to_stop_is_ended_for_that(
     class Impatience(Patience):
         def poll(self, workers: object) -> Any:
             signalled = (tmp_path / "signals").exists()
-            return Hang(0, "it stands still", "x.py:1", tmp_path / "log", ()) if signalled else None
+            return Failure(rank=0, message="it stands still") if signalled else None
 
     watch: Any = Impatience()
     clock.waits_for = tmp_path / "signals"

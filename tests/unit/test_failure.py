@@ -20,6 +20,7 @@ from bert_dp.record.models import Failure, FailureKind, RunMemory, kind_of_text
 from launcher.children import ending
 from launcher.watch.card import CONSEQUENCES_SHOWN, card
 from launcher.watch.failure import (
+    GROUP,
     NO_CAUSE,
     RankExit,
     crash_stack,
@@ -27,12 +28,9 @@ from launcher.watch.failure import (
     first_cause,
     first_line,
     of_a_disk,
-    raised_last,
     read_end,
     tail_of,
 )
-from launcher.watch.heartbeats import Hang
-from launcher.watch.memory import GROUP
 
 WRONG = {"setting": "optim.lr", "kind": "out_of_range", "message": "wrong"}
 TORCHRUN = """
@@ -257,35 +255,6 @@ def test_the_cause_is_on_disk_before_its_traceback_is_in_the_log(
     assert facts["source"] == f'in {name}: json.loads("{{")'
 
 
-def test_a_cause_that_could_not_be_recorded_is_read_from_the_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
-    """Something is in the way of rank-1.error.json."""
-    (tmp_path / "rank-1.error.json").mkdir()
-    monkeypatch.setenv(record.LOG_DIR, str(tmp_path))
-    try:
-        try:
-            json.loads("{")
-        except ValueError:
-            raise RuntimeError("no shards\nat all") from None
-    except RuntimeError as error:
-        rank_process.record_error(1, error)
-    said = "Traceback (most recent call last):\nOSError: one that was caught\n" + capsys.readouterr().err
-    (tmp_path / "rank-1.log").write_text(said)
-    failure = cause_of(tmp_path, "", [RankExit(1, 1, 5)])
-    assert (failure.rank, failure.message, failure.kind) == (1, "RuntimeError: no shards", "error")
-    assert failure.where.startswith(f"{__file__}:")
-    assert failure.source.startswith("in test_a_cause_that_could_not_be_recorded")
-    assert failure.source.endswith('raise RuntimeError("no shards\\nat all") from None')
-    other = cause_of(tmp_path, "", [RankExit(1, 7, 5)])
-    assert other.message == "ended with exit code 7 without recording an error", (
-        "os._exit after one that was caught"
-    )
-    assert other.kind == "no_cause"
-    assert raised_last("Traceback (most recent call last):\nOSError: lost\n") == ("OSError: lost", None, None)
-    assert raised_last("nothing") is None
-
-
 def test_bad_input_is_recorded_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setenv(record.LOG_DIR, str(tmp_path))
     rank_process.record_error(0, ConfigError([Issue(**WRONG)]))
@@ -357,13 +326,15 @@ def test_a_full_disk_is_named_first_unless_another_cause_is_known(
 def test_a_hang_comes_before_errors(tmp_path: Path) -> None:
     error(tmp_path, 0, "out of memory", 9)
     unknown = Failure(message="x", log=str(tmp_path / "torchrun.log"), log_tail=["the tool's end"])
-    hang = Hang(2, "hang in step 3", "mine.py:7", tmp_path / "rank-2.log", ("  | frame",))
+    log = tmp_path / "rank-2.log"
+    facts = {"rank": 2, "message": "hang in step 3", "where": "mine.py:7", "log_tail": ["  | frame"]}
+    hang = Failure(kind="hang", log=str(log), **facts)
     hung = decide_cause(tmp_path, "", (), unknown, hang=hang)
     assert (hung.kind, hung.headline(), hung.where) == ("hang", "rank 2: hang in step 3", "mine.py:7")
     assert (hung.log, hung.log_tail) == (unknown.log, unknown.log_tail), "the rank has no log"
-    hang.log.touch()
+    log.touch()
     hung = decide_cause(tmp_path, "", (), unknown, hang=hang)
-    assert (hung.log, hung.log_tail) == (str(hang.log), ["  | frame"])
+    assert (hung.log, hung.log_tail) == (str(log), ["  | frame"])
     raised = decide_cause(tmp_path, "", (), unknown, hang=None)
     assert (raised.rank, raised.where, raised.log) == (0, "a.py:1", unknown.log)
 

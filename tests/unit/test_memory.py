@@ -9,16 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher.watch.memory import (
-    BARS_SHOWN,
-    GIB,
-    GROUP,
-    POINTS,
-    MemoryWatch,
-    group_bytes,
-    oom_kills,
-    sparkline,
-)
+from bert_dp.cost import GIB
+from launcher.watch.card import BARS_SHOWN, sparkline
+from launcher.watch.failure import GROUP, POINTS, MemoryWatch, group_bytes, oom_kills
 from tests.helpers import write_files
 
 EVENTS = "low 0\nhigh 0\nmax 7\noom 3\noom_kill {}\noom_group_kill 0\n"

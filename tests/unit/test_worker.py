@@ -218,7 +218,7 @@ def start_in_many_ways(folder: str) -> None:
     plain_train, plain_dry_run, used = trainer.train, trainer.dry_run, [3.0]
 
     def dry_run(*arguments: Any) -> None:
-        beat = record.read_beat(record.heartbeat_path(arguments[0].run_dir, 0))
+        beat = record.read_heartbeat(record.heartbeat_path(arguments[0].run_dir, 0))
         assert beat is not None
         assert record.PHASES[beat.phase] == "compile", "which may take long"
         used[0] += 1000.0
@@ -283,7 +283,7 @@ def test_the_energy_is_that_of_the_steps(many_ways: Path) -> None:
 
 def test_a_rank_that_has_done_all_says_so_to_who_watches_it(many_ways: Path) -> None:
     """Else it would seem to hang while it waits for the others."""
-    beat = record.read_beat(record.heartbeat_path(many_ways / "next", 0))
+    beat = record.read_heartbeat(record.heartbeat_path(many_ways / "next", 0))
     assert beat is not None
     assert record.PHASES[beat.phase] == "done"
 
@@ -293,8 +293,8 @@ def test_a_rank_tells_its_collectives_in_a_file_of_its_own(
 ) -> None:
     monkeypatch.setattr(dist, "recent_collectives", lambda: [{"sequence": 4}])
     (tmp_path / "logs").mkdir()
-    write_collectives(tmp_path, 3)
-    facts = {"rank": 3, "collectives": [{"sequence": 4}]}
+    write_collectives(tmp_path, 3, 17)
+    facts = {"pid": os.getpid(), "progress": 17, "collectives": [{"sequence": 4}]}
     assert read_json(tmp_path / "logs" / "rank-3.collectives.json") == facts
 
 
