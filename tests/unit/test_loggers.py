@@ -101,13 +101,13 @@ def test_a_run_is_sent_with_its_settings_numbers_summary_and_links(
 def test_lines_are_sent_by_step_and_a_torn_one_when_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     reader = loggers.StepReader(path)
-    assert reader.rows() == []
+    assert list(reader.rows()) == []
     path.write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "lo')
-    assert reader.rows() == [(1, {"loss": 3.0})]
-    assert reader.rows() == []
+    assert list(reader.rows()) == [(1, {"loss": 3.0})]
+    assert list(reader.rows()) == []
     with path.open("a") as file:
         file.write('ss": 2.5}\nnot JSON\n{"step": 3, "loss": null}\n')
-    assert reader.rows() == [(2, {"loss": 2.5}), (3, {})]
+    assert list(reader.rows()) == [(2, {"loss": 2.5}), (3, {})]
 
 
 def test_what_a_resumed_run_repeats_is_not_sent_twice(tmp_path: Path) -> None:
