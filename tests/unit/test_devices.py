@@ -13,7 +13,14 @@ import torch
 
 from bert_dp import devices
 from bert_dp.binding import Placement
-from bert_dp.devices import Place, choose_device, joules, own_place, restart_peak_memory, set_affinity
+from bert_dp.devices import (
+    HostAndDevice,
+    choose_device,
+    joules,
+    own_host_and_device,
+    restart_peak_memory,
+    set_affinity,
+)
 from bert_dp.world import World
 from tests.helpers import issues_of
 from tests.tensors import CPU
@@ -94,11 +101,11 @@ def test_a_gpu_rank_asks_for_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    monkeypatch.setattr(devices, "place", placed)
-    mine = own_place(GPU)
+    monkeypatch.setattr(devices, "bind", placed)
+    mine = own_host_and_device(GPU)
     assert mine.gpu == "000a:1b:00.0"
     other = dataclasses.replace(mine, gpu="0000:1a:00.0")
-    elsewhere = Place("n2/2", "0000:1a:00.0")
+    elsewhere = HostAndDevice("n2/2", "0000:1a:00.0")
     namesake = dataclasses.replace(other, node=f"{mine.host}/another boot")
     set_affinity(GPU, World(2, 1, 4, 2), [elsewhere, other, mine, namesake])
     set_affinity(GPU, LONE)
@@ -133,7 +140,7 @@ def test_a_rank_has_no_more_threads_than_it_was_allowed(
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(given)))
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, mine: None)
     monkeypatch.setattr(torch, "set_num_threads", set_to.append)
-    for device, places in ((CPU, []), (GPU, [Place("n1/1", "0000:1a:00.0")])):
+    for device, places in ((CPU, []), (GPU, [HostAndDevice("n1/1", "0000:1a:00.0")])):
         placed = set_affinity(device, LONE, places)
         assert (placed.threads, placed.limited_by_omp) == (threads, allowed < given)
     assert set_to == [threads] * 2
@@ -144,11 +151,11 @@ def test_a_cpu_rank_keeps_the_memory_that_tensors_free(monkeypatch: pytest.Monke
     asked: list[tuple[int, int]] = []
     libc = SimpleNamespace(mallopt=lambda *option: asked.append(option))
     monkeypatch.setattr(devices.ctypes, "CDLL", lambda name: libc)
-    monkeypatch.setattr(devices, "place", lambda *_: Placement(((0,),), 1))
+    monkeypatch.setattr(devices, "bind", lambda *_: Placement(((0,),), 1))
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     set_affinity(CPU, LONE)
     assert asked == [(-4, 0), (-1, -1)]
-    set_affinity(GPU, LONE, [Place("n1/1", "0000:1a:00.0")])
+    set_affinity(GPU, LONE, [HostAndDevice("n1/1", "0000:1a:00.0")])
     assert len(asked) == 2
     del libc.mallopt  # another libc
     set_affinity(CPU, LONE)

@@ -289,11 +289,9 @@ def test_a_row_of_saves_that_fail_is_said_once(tmp_path: Path, monkeypatch: pyte
     problem = [save(saver, step)[1] for step in range(1, 5)][-1]
     assert problem is not None
     assert "step-00000004 could not be saved" in problem
-    assert problem.endswith("; 3 saves in a row have failed")
-    assert len(said) == 1
-    assert "step-00000002 could not be saved: [Errno 5]" in said[0]
+    (line,) = said
+    assert "step-00000002 could not be saved: [Errno 5]" in line
     assert save(saver, 5) == (5, None)
-    assert said[1:] == ["warning: step-00000005 is saved; the 3 saves before it failed"]
     assert saver.failed_saves == 3
 
 
@@ -304,13 +302,11 @@ def test_a_reason_that_comes_back_after_a_good_save_is_said_again(
     saver = make(tmp_path, said)
     for step, last in ((1, 1), (2, 0), (3, 1)):
         monkeypatch.setattr(checkpoint, "save_file", failing(errno.EIO, 1, last))
-        problem = save(saver, step)[1]
+        save(saver, step)
     assert [line.partition(" could not")[0] for line in said] == [
         "warning: step-00000001",
         "warning: step-00000003",
     ]
-    assert problem is not None
-    assert "in a row" not in problem
 
 
 def test_gathering_counts_as_time_that_saving_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import pytest
 from bert_dp import dist, record
 from bert_dp.config import ConfigError, changed_settings, load_config, resolve
 from bert_dp.cost import num_parameters
-from bert_dp.rank_process import LITTER, Signals, record_error
+from bert_dp.rank_process import GC_THRESHOLD, Signals, record_error
 from bert_dp.record import LOG_DIR, STOP_SIGNALS
 from bert_dp.worker import lock_run, parse_arguments, write_collectives
 from tests.helpers import logged, read_json
@@ -64,8 +64,8 @@ def train_twice(run_dir: str, more: dict[str, Any]) -> None:
     ready = [100.0 + number * (ASSEMBLE_S + DRY_RUN_S) for number in (1, 2)]
     # the dry run's memory is not the run's, and no rank stops to collect garbage at a step of its own
     often = gc.get_threshold()[0]
-    assert events == [each for now in ready for each in (("peak", often, now), ("train", LITTER, now))]
-    assert often < LITTER
+    assert events == [each for now in ready for each in (("peak", often, now), ("train", GC_THRESHOLD, now))]
+    assert often < GC_THRESHOLD
 
 
 @pytest.fixture(scope="module")
@@ -353,9 +353,12 @@ def start_misplaced(folder: str) -> None:
     from bert_dp import dist, worker
 
     rank, store = os.environ["RANK"], os.environ["BERT_DP_INIT_FILE"]
-    for name, place in (("gpu", dist.Place("n/1", "0000:1a:00.0")), ("nodes", dist.Place(f"n/{rank}", None))):
+    for name, place in (
+        ("gpu", dist.HostAndDevice("n/1", "0000:1a:00.0")),
+        ("nodes", dist.HostAndDevice(f"n/{rank}", None)),
+    ):
         os.environ["BERT_DP_INIT_FILE"] = f"{store}-{name}"
-        dist.own_place = lambda device, place=place: place  # type: ignore[misc,assignment]
+        dist.own_host_and_device = lambda device, place=place: place  # type: ignore[misc,assignment]
         assert worker.main([f"{folder}/{name}/config.yaml"]) == 2
 
 
