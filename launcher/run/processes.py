@@ -31,9 +31,7 @@ from launcher.watch.heartbeats import Watch
 POLL_S = 0.2
 KILL_AFTER_FAILURE_S, SAVE_AFTER_FAILURE_S = 5.0, 25.0  # torchrun itself kills after 30
 KILLED_S, KILLED_POLL_S = 10.0, 0.01  # that the end of a killed process may take
-LAUNCHER_SAID_BYTES = 2**20
-SAME_S = 0.05  # the same signal so soon is the same stop: `timeout` sends to a process and to its group
-ONE_STOP_S = 0.5  # a hangup this near to the first signal is the same stop: a closing terminal sends several
+ONE_STOP_S = 0.5  # signals this near to the first are the same stop: terminals and `timeout` send several
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +47,8 @@ class RunResult:
 def stop_signals() -> Iterator[list[int]]:
     """Note stop signals in the yielded list, and do nothing else on them, within the block.
 
-    A hangup within ONE_STOP_S of the first signal, and its like within SAME_S, count as that one. A signal
-    that this process was told to ignore, as by nohup, stays ignored.
+    Those within ONE_STOP_S of the first count as that one. A signal that this process was told to ignore, as
+    by nohup, stays ignored.
     """
     came: list[int] = []
     first_s = -math.inf
@@ -58,11 +56,9 @@ def stop_signals() -> Iterator[list[int]]:
     def note(number: int, frame: object) -> None:
         nonlocal first_s
         now = time.monotonic()
-        near = ONE_STOP_S if signal.SIGHUP in (number, *came[:1]) else SAME_S if came[:1] == [number] else 0.0
-        if came and now - first_s < near:
-            return
-        first_s = first_s if came else now
-        came.append(number)
+        if now - first_s >= ONE_STOP_S:
+            first_s = first_s if came else now
+            came.append(number)
 
     previous = {number: signal.signal(number, note) for number in record.heeded(record.STOP_SIGNALS)}
     try:
@@ -102,20 +98,19 @@ def run(
     scratch = Path(tempfile.mkdtemp(prefix="bert-dp-"))
     worker = [str(run_dir / "config.yaml"), "--resume", resume, *options]
     launcher_log = logs / f"{launcher}.log"
-    offset = launcher_log.stat().st_size if launcher_log.exists() else 0
     memory = MemoryWatch()
     with stop_signals() as pending:  # until all is written: one that comes last must not cost the summary
         try:
             with reaper(scratch, launcher_marks()):
-                with (
-                    launcher_log.open("ab") as output,
-                    confined(cores),
-                ):  # a rank's threads are counted in there
+                with launcher_log.open("ab", buffering=0) as output, confined(cores):
+                    if output.tell():
+                        output.write(f"{record.STARTED_AGAIN}\n".encode())
+                    environ = start_environment(  # counts the cores of the ranks
+                        launcher, run_dir, scratch, nproc, on_gpu=on_gpu, grace_s=grace_s
+                    )
                     process = subprocess.Popen(
                         start_command(launcher, nproc, scratch, worker),
-                        env=start_environment(
-                            launcher, run_dir, scratch, nproc, on_gpu=on_gpu, grace_s=grace_s
-                        ),
+                        env=environ,
                         stdin=subprocess.DEVNULL,
                         stdout=output,
                         stderr=output,
@@ -128,7 +123,8 @@ def run(
                     kill_tree(process, workers)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-        launcher_said = _text_since(launcher_log, offset)
+        secrets = record.secret_values(os.environ)
+        launcher_said = record.hide(failure.read_end(launcher_log), secrets)  # summary.json quotes it
         hung = watch.hang if watch is not None else None
         place = f" at {hung.where}" if hung and hung.where else ""
         unknown = Failure(
@@ -211,14 +207,6 @@ def _unfinished(run_dir: Path) -> set[Path]:
     with contextlib.suppress(OSError):
         return set((run_dir / "checkpoints").glob("step-*.tmp-*"))
     return set()
-
-
-def _text_since(log: Path, offset: int) -> str:
-    """Read what this start of the launcher has added to its log, the last LAUNCHER_SAID_BYTES at most."""
-    with log.open("rb") as file:
-        file.seek(max(offset, log.stat().st_size - LAUNCHER_SAID_BYTES))
-        text = file.read().decode("utf-8", "replace")
-    return record.hide(text, record.secret_values(os.environ))  # summary.json quotes it
 
 
 def _result(run_dir: Path, cause: Failure | None, unknown: Failure, pending: list[int]) -> RunResult:

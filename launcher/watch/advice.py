@@ -76,7 +76,7 @@ def explain(failure: Failure, run_dir: Path, world_size: int, memory: RunMemory)
 
 
 def _explain_kill(failure: Failure, run_dir: Path, world_size: int, memory: RunMemory) -> dict[str, Any]:
-    peak = memory.peak_gib(f"rank {failure.rank}")
+    peak = memory.peaks_gib.get(f"rank {failure.rank}")
     peaked = f"its memory peaked at {format_gib(peak)}" if peak else "it ended before its memory was seen"
     if memory.oom_kills:
         killed = f"{memory.oom_kills} process{'es' * (memory.oom_kills > 1)}"

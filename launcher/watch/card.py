@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from pathlib import Path
 
 from bert_dp.record import safe
@@ -12,8 +10,6 @@ from launcher.report.numbers import format_gib
 from launcher.watch.failure import GROUP, first_line
 
 CONSEQUENCES_SHOWN = 6
-BARS = "▁▂▃▄▅▆▇█"
-BARS_SHOWN = 30
 
 
 def card(failure: Failure, run_dir: Path) -> list[str]:
@@ -37,24 +33,9 @@ def card(failure: Failure, run_dir: Path) -> list[str]:
 
 
 def _memory_lines(failure: Failure) -> list[str]:
-    """Draw the curves of the rank that failed, of the greatest other one, and of the control group."""
-    if failure.memory is None:
-        return []
-    curves, mine = failure.memory.curves_gib, f"rank {failure.rank}"
-    others = [name for name in curves if name not in (mine, GROUP)]
-    others.sort(key=lambda name: max(curves[name]), reverse=True)
-    return [
-        f"  memory: {name} {sparkline(curves[name])} peak {format_gib(max(curves[name]))}"
-        for name in (mine, *others[:1], GROUP)
-        if curves.get(name)
-    ]
-
-
-def sparkline(values: Sequence[float]) -> str:
-    """Draw at most `BARS_SHOWN` bars from 0 to the greatest value; a bar is the greatest of its values."""
-    if not values or max(values) <= 0:
-        return ""
-    bars = min(BARS_SHOWN, len(values))
-    cuts = [len(values) * i // bars for i in range(bars + 1)]
-    shown = [max(values[a:b]) for a, b in itertools.pairwise(cuts)]
-    return "".join(BARS[min(len(BARS) - 1, int(v / max(values) * len(BARS)))] for v in shown)
+    """Name the peaks of the rank that failed, of the greatest other one, and of the control group."""
+    peaks = failure.memory.peaks_gib if failure.memory else {}
+    mine = f"rank {failure.rank}"
+    others = sorted(peaks.keys() - {mine, GROUP}, key=lambda name: peaks[name], reverse=True)
+    shown = [name for name in (mine, *others[:1], GROUP) if name in peaks]
+    return [f"  memory: {name} peaked at {format_gib(peaks[name])}" for name in shown]

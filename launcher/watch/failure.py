@@ -12,7 +12,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -33,7 +33,6 @@ NO_CAUSE = "without recording an error"
 CPP_PLACE = re.compile(r"\[\S+\.(?:cc|cpp|cu|h|hpp):\d+\] ")
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 SAMPLE_S = 1.0
-POINTS = 120  # of a memory curve; when there are as many, neighbours become one and the interval doubles
 GROUP = "control group"
 
 
@@ -187,51 +186,32 @@ def first_line(message: str) -> str:
 
 
 class MemoryWatch:
-    """Samples the ranks' memory once a second; keeps no more than `POINTS` values a curve."""
+    """Notes the peak memory of each rank and of our control group, sampled once a second."""
 
-    def __init__(self, root: Path = ROOT, clock: Callable[[], float] = time.monotonic):
-        self._root, self._clock = root, clock
+    def __init__(self, root: Path = ROOT):
+        self._root, self._next_s = root, 0.0
         self._kills_before = oom_kills(root)
-        self._rows: list[dict[str, float]] = []
-        self._stride, self._in_last, self._next = 1, 0, 0.0
+        self._peaks_gib: dict[str, float] = {}
 
     def sample(self, workers: Mapping[int, psutil.Process]) -> None:
         """Note the resident memory of the workers (rank -> process) when the last note is a second old."""
-        now = self._clock()
-        if now < self._next:
+        now = time.monotonic()
+        if now < self._next_s:
             return
-        self._next = now + SAMPLE_S
-        row = {}
+        self._next_s = now + SAMPLE_S
+        used = {GROUP: group_bytes(self._root) or 0}
         for rank, worker in workers.items():
             with contextlib.suppress(psutil.Error):
-                if resident := worker.memory_info().rss:  # a process that has just ended has none
-                    row[f"rank {rank}"] = resident / GIB
-        if (group := group_bytes(self._root)) is not None:
-            row[GROUP] = group / GIB
-        self._note(row)
-
-    def _note(self, row: dict[str, float]) -> None:
-        if self._in_last % self._stride:
-            self._rows[-1] = _greater(self._rows[-1], row)
-        else:
-            if len(self._rows) == POINTS:
-                self._rows = [_greater(a, b) for a, b in zip(*[iter(self._rows)] * 2, strict=True)]
-                self._stride *= 2
-            self._rows.append(row)
-            self._in_last = 0
-        self._in_last += 1
+                used[f"rank {rank}"] = worker.memory_info().rss
+        for name, size in used.items():
+            self._peaks_gib[name] = max(self._peaks_gib.get(name, 0.0), size / GIB)
 
     def facts(self) -> RunMemory:
-        """Return the curves so far, and the out-of-memory kills since the watch began."""
-        # in this order: rank 2, rank 10, control group
-        names = sorted({name for row in self._rows for name in row}, key=lambda name: (len(name), name))
-        curves = {n: [round(row[n], 3) for row in self._rows if n in row] for n in names}
+        """Return the peaks so far, and the out-of-memory kills since the watch began."""
         before, after = self._kills_before, oom_kills(self._root)
-        kills = after[0] - before[0] if before and after and before[1] == after[1] else None
         return RunMemory(
-            curves_gib=curves,
-            interval_s=SAMPLE_S * self._stride,
-            oom_kills=kills,
+            peaks_gib={name: round(peak, 3) for name, peak in self._peaks_gib.items() if peak},
+            oom_kills=after[0] - before[0] if before and after and before[1] == after[1] else None,
             counter=after[1] if after else None,
         )
 
@@ -262,7 +242,3 @@ def group_bytes(root: Path = ROOT) -> int | None:
             with contextlib.suppress(OSError, ValueError):
                 return int((group / name).read_text())
     return None
-
-
-def _greater(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
-    return {name: max(a.get(name, 0.0), b.get(name, 0.0)) for name in a.keys() | b.keys()}

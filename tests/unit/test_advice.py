@@ -17,8 +17,8 @@ from bert_dp.record.models import Failure, RunMemory, kind_of_text
 from launcher.watch.advice import SPARE, explain, what_fits
 
 
-def memory_of(curves: dict[str, list[float]], oom_kills: int | None, counter: str | None) -> RunMemory:
-    return RunMemory(curves_gib=curves, interval_s=1.0, oom_kills=oom_kills, counter=counter)
+def memory_of(peaks: dict[str, float], oom_kills: int | None, counter: str | None) -> RunMemory:
+    return RunMemory(peaks_gib=peaks, oom_kills=oom_kills, counter=counter)
 
 
 NONE = memory_of({}, 0, "memory.events")
@@ -156,8 +156,8 @@ def test_a_host_out_of_memory_shares_it_between_the_ranks(run_dir: Path) -> None
 def test_a_kill_for_want_of_memory_is_told_from_one_by_someone(run_dir: Path) -> None:
     (run_dir / "config.yaml").write_text(dump_config(config("run.device=cpu")))
     killed = Failure(rank=1, message="killed by signal 9 (SIGKILL)", killed_by=signal.SIGKILL)
-    curves = {"rank 1": [1.0, 3.5]}
-    explained = explain(killed, run_dir, 2, memory_of(curves, 2, "memory.events"))
+    peaks = {"rank 1": 3.5}
+    explained = explain(killed, run_dir, 2, memory_of(peaks, 2, "memory.events"))
     assert (explained.message, explained.kind) == (
         "killed by signal 9 (SIGKILL): host out of memory",
         "host_memory",
@@ -168,9 +168,9 @@ def test_a_kill_for_want_of_memory_is_told_from_one_by_someone(run_dir: Path) ->
     )
     assert explained.fix[0].startswith("--set batch.micro_size=")
     assert explained.memory is not None
-    one = explain(killed, run_dir, 2, memory_of(curves, 1, "memory.events"))
+    one = explain(killed, run_dir, 2, memory_of(peaks, 1, "memory.events"))
     assert one.explanation[0].startswith("the kernel killed 1 process for want")
-    by_someone = explain(killed, run_dir, 2, memory_of(curves, 0, "memory.events"))
+    by_someone = explain(killed, run_dir, 2, memory_of(peaks, 0, "memory.events"))
     assert (by_someone.message, by_someone.kind) == (killed.message, killed.kind)
     assert tuple(by_someone.explanation) == (
         "from outside: no out-of-memory kill was counted; its memory peaked at 3.50 GiB",
