@@ -419,11 +419,6 @@ def test_a_reaper_stands_by_without_our_marks_and_is_gone_after_the_block(tmp_pa
     assert not stands_by.is_running()
 
 
-def test_the_reaper_gives_up_what_cannot_be_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    system = reap(monkeypatch, tmp_path, [11])
-    assert system.now == pytest.approx(reaper.PATIENCE_S + reaper.SEARCH_S, abs=0.2)
-
-
 def test_only_what_bears_every_mark_is_ended(tmp_path: Path) -> None:
     """A pid comes back with another start, and an unlucky start with another pid."""
     marks = [f"PID={tmp_path}", f"START={tmp_path}"]

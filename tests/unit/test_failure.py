@@ -23,7 +23,6 @@ from launcher.watch.failure import (
     GROUP,
     NO_CAUSE,
     RankExit,
-    crash_stack,
     decide_cause,
     first_cause,
     first_line,
@@ -176,10 +175,6 @@ def test_a_crash_shows_the_stack_of_its_thread_and_our_line_in_it(tmp_path: Path
     killed = cause_of(tmp_path, "", [RankExit(1, -signal.SIGKILL, 1)])
     # that stack is of an earlier part of the log, SIGKILL leaves none
     assert (killed.where, killed.log_tail[0]) == (None, "setting up")
-
-
-def test_no_stack_is_no_stack() -> None:
-    assert crash_stack("all is well\n") == []
 
 
 def test_a_log_of_any_size_is_read_from_its_end(tmp_path: Path) -> None:
