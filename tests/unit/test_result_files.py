@@ -131,7 +131,7 @@ def test_a_file_of_any_size_or_kind_is_refused_at_once(
     (tmp_path / "large.json").write_text(" " * 101)
     for path, problem in (
         (tmp_path / "large.json", "larger than 100 bytes"),
-        (tmp_path, "Is a directory"),
+        (tmp_path, "not a regular file"),
         (Path("/dev/zero"), "not a regular file"),
     ):
         with pytest.raises(ConfigError, match=rf"cannot be read \({problem}\)"):
