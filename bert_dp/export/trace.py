@@ -17,7 +17,7 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 
 from bert_dp.config import ConfigError, Issue, ModelConfig, cpu_field
-from bert_dp.config.extras import require
+from bert_dp.config.error import require
 from bert_dp.export.as_function import ExportSource
 from bert_dp.export.foreign import OUTPUTS
 from bert_dp.record.exported import ExportFormat

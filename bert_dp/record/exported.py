@@ -1,16 +1,14 @@
-"""Read and describe export.json of an exported directory. Torch-free."""
+"""Model and read export.json of an exported directory. Torch-free."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pydantic import ValidationError
-
-from bert_dp.config import ConfigError, FinetuneConfig
-from bert_dp.config.extras import require
-from bert_dp.config.native import Kind
-from bert_dp.config.stored import Count, Sha256, problem_lines, read_regular
+from bert_dp.config import ConfigError, FinetuneConfig, Issue
+from bert_dp.config.checks import Kind
+from bert_dp.config.error import require
+from bert_dp.config.stored import Count, Sha256, read_regular, refusing
 from bert_dp.record.lines import MAX_JSON_BYTES
 from bert_dp.record.models import StoredFile
 
@@ -27,7 +25,7 @@ LOADERS: dict[ExportFormat, tuple[str, ...]] = {
 
 
 class Exported(StoredFile):
-    """export.json."""
+    """Describe the run that a directory was exported from, and what it computes."""
 
     remedy: ClassVar[str] = "export the run again"
     schema_version: Literal[1] = 1
@@ -60,17 +58,15 @@ def is_exported(directory: Path) -> bool:
 
 
 def read_exported(directory: Path) -> Exported:
-    """Read export.json of a directory that has all its files. Raises ConfigError."""
+    """Read export.json of a directory that has all files of its format. Raises ConfigError."""
     path = directory / EXPORTED
-    try:
+    with refusing("DIR", str(path), Exported.remedy):
         exported = Exported.model_validate_json(read_regular(path, MAX_JSON_BYTES))
-    except OSError as error:
-        raise _unusable(f"{path} cannot be read ({error.strerror})") from None
-    except ValidationError as error:
-        raise _unusable(f"{path} cannot be read ({'; '.join(problem_lines(error))})") from None
-    needed = [MODEL_FILES[exported.format], "tokenizer.json", *(["config.json"] * (exported.format == "hf"))]
+    needed = [MODEL_FILES[exported.format], "tokenizer.json"]
+    needed += ["config.json"] if exported.format == "hf" else []
     if absent := [name for name in needed if not (directory / name).is_file()]:
-        raise _unusable(f"{directory} has no {' and no '.join(absent)}")
+        message = f"{directory} has no {' and no '.join(absent)}"
+        raise ConfigError([Issue("DIR", "damaged", message, str(directory), hint=Exported.remedy)])
     return exported
 
 
@@ -78,7 +74,3 @@ def require_loaders(exported: Exported, use: str) -> None:
     """Import the packages that load a directory. `use`: the verb that needs them. Raises ConfigError."""
     for package in LOADERS[exported.format]:
         require(package, "export", use)
-
-
-def _unusable(why: str) -> ConfigError:
-    return ConfigError([f"DIR: {why}; {Exported.remedy}"])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from bert_dp.config import resolve
 from bert_dp.quantiles import student
 from launcher import results
-from launcher.errors import told_by_option
+from launcher.job import issues_by_option
 from launcher.report.console import show_report
 from launcher.report.model import Report, Section, Table
 from launcher.report.numbers import count_of, format_count, format_decimals, format_percent
@@ -66,7 +66,7 @@ def evaluate(
 
     settings = {"data": {"sources": list(texts), "build": dict(options)}, "schedule": {"steps": 1}}
     use_all_cores()
-    with told_by_option(OPTIONS), shown_progress() as tell:
+    with issues_by_option(OPTIONS), shown_progress() as tell:
         build = resolve([settings]).data.build
         loss = text_loss(str(run.expanduser()), texts, build, max_bytes, tell, precision)
     if as_json:

@@ -56,7 +56,7 @@ def test_eval_mlm_refuses(run_dir: Path, tmp_path: Path) -> None:
         ([str(tmp_path), text], f"{tmp_path}: no valid checkpoint"),
         ([str(bare), text], f"put the tokenizer.json of its shards at {bare / 'tokenizer.json'}"),
         ([str(run_dir), str(tmp_path / "none.txt")], "error: TEXT: "),
-        ([str(run_dir), text, "--documents", "page"], "--documents: expected 'line' or 'blank_line'"),
+        ([str(run_dir), text, "--documents", "page"], "error: --documents: "),
         ([str(run_dir), text, "--max-bytes", "0"], "--max-bytes"),
         ([str(run_dir)], "TEXTS is missing"),
     ):

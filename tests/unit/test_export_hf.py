@@ -246,14 +246,14 @@ def exported_settings(folder: Path, config: Config, **changes: Any) -> Path:
             {"rope_parameters": {"full_attention": {"rope_type": "yarn", "rope_theta": 160000.0}}},
             "rope_parameters.full_attention has rope_type yarn, and ours is default",
         ),
-        ({"model_type": "bert"}, "model_type 'bert'; only modernbert can be begun with"),
+        ({"model_type": "bert"}, "model_type is 'bert'; only modernbert can be begun with"),
     ],
 )
 def test_a_modernbert_that_computes_something_else_is_refused(
     tmp_path: Path, changes: dict[str, Any], named: str | None
 ) -> None:
     config = CONFIGS["ModernBERT"]
-    issues = modernbert_issues(exported_settings(tmp_path, config, **changes), config)
+    issues = [*map(str, modernbert_issues(exported_settings(tmp_path, config, **changes), config))]
     assert len(issues) == (named is not None)
     assert all(issue.startswith(f"run.init_from: {tmp_path}") for issue in issues)
     assert all((named or "") in issue for issue in issues)
@@ -275,7 +275,7 @@ def test_a_model_that_is_no_modernbert_does_not_begin_with_one(
     fits = CONFIGS["ModernBERT"]
     config = fits.model_copy(update={"model": fits.model.model_copy(update=model)})
     (issue,) = modernbert_issues(exported_settings(tmp_path, fits), config)
-    assert named in issue
+    assert named in issue.message
     finetuning = modernbert_issues(tmp_path, finetuned(config, "native"))
     assert bool(finetuning) == ("head" not in model), "a finetuned run has a head of its own"
 
@@ -302,16 +302,17 @@ def test_weights_that_cannot_be_read_or_were_made_for_other_tokens_are_refused(t
 def test_what_is_no_directory_of_a_modernbert_is_refused(tmp_path: Path) -> None:
     config = CONFIGS["ModernBERT"]
     (issue,) = modernbert_issues(tmp_path, config)
-    assert "config.json cannot be read (" in issue
+    assert (issue.setting, issue.kind) == ("run.init_from", "not_found")
     exported_settings(tmp_path, config)
     (tmp_path / "model.safetensors").unlink()
-    assert modernbert_issues(tmp_path, config) == [f"run.init_from: {tmp_path} has no model.safetensors"]
+    (issue,) = modernbert_issues(tmp_path, config)
+    assert issue.message == f"{tmp_path}: no model.safetensors"
     exported_settings(tmp_path, config)
     run = config.run.model_copy(update={"init_keeps": "moments"})
     (issue,) = modernbert_issues(tmp_path, config.model_copy(update={"run": run}))
-    assert issue == f"run.init_keeps: moments, but {tmp_path} has weights alone; use weights"
+    assert "set run.init_keeps=weights" in issue.message
     (tmp_path / "config.json").write_text("[]")
-    assert "cannot be read (no object)" in modernbert_issues(tmp_path, config)[0]
+    assert modernbert_issues(tmp_path, config)[0].kind == "damaged"
 
 
 # --- the directory, and what proves it
@@ -490,7 +491,12 @@ def test_a_directory_without_one_of_its_files_is_refused(tmp_path: Path, form: A
     for name in (*files, record.TOKENIZER):
         kept = (tmp_path / name).read_bytes()
         (tmp_path / name).unlink()
-        assert f"has no {name}; export the run again" in issues_of(read_exported, tmp_path)[0]
+        (issue,) = raised_issues(read_exported, tmp_path)
+        assert (issue.setting, issue.kind, issue.message.endswith(f"has no {name}")) == (
+            "DIR",
+            "damaged",
+            True,
+        )
         (tmp_path / name).write_bytes(kept)
 
 
