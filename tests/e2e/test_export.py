@@ -237,11 +237,11 @@ def test_a_signal_leaves_no_half_written_directory(runs: Path, tmp_path: Path, n
     assert list(tmp_path.iterdir()) == []
 
 
-def write_exported(folder: Path, form: str) -> None:
+def write_exported(folder: Path, form: str, **changes: Any) -> None:
     """A directory whose files are there and damaged, all but export.json and the tokenizer."""
     counts = dict.fromkeys(("step", "sequence_length", "vocab_size", "parameters", "pad"), 64)
     hashes = dict.fromkeys(("weights_sha256", "tokenizer_sha256"), "0" * 64)
-    about = {"format": form, "kind": "mlm", "run": "x", **hashes, **counts}
+    about = {"format": form, "kind": "mlm", "run": "x", **hashes, **counts, **changes}
     folder.mkdir(exist_ok=True)
     write_files(
         folder,
@@ -274,7 +274,6 @@ def test_a_missing_package_is_refused_by_its_extra(
     ("file", "text", "said"),
     [
         ("export.json", "{", "export.json: "),
-        ("export.json", '{"schema_version": 2}', "schema_version: "),
         ("model.onnx", None, "has no model.onnx; export the run again"),
         ("tokenizer.json", None, "has no tokenizer.json; export the run again"),
     ],
@@ -291,6 +290,14 @@ def test_a_directory_that_lacks_a_file_is_refused(
         errors = refused(*verb)
         assert said in errors
         assert errors.count("\n") == 1
+
+
+@pytest.mark.quick
+def test_an_export_of_another_schema_version_is_refused_in_one_line(tmp_path: Path) -> None:
+    write_exported(tmp_path, "onnx", schema_version=2)
+    errors = refused("export", "check", str(tmp_path))
+    assert "schema_version: " in errors
+    assert errors.count("\n") == 1
 
 
 def test_a_broken_or_untrained_run(runs: Path, tmp_path: Path) -> None:
