@@ -307,17 +307,14 @@ def test_a_broken_or_untrained_run(runs: Path, tmp_path: Path) -> None:
     assert done.stderr.startswith("warning: RUN ")
     broken = shutil.copytree(runs / "rms", tmp_path / "broken")
     (broken / "checkpoints/step-00000003/model.safetensors").write_bytes(b"torn")
-    done = bert_dp("export", "hf", str(broken), "--out", str(tmp_path / "none"))
-    assert (done.returncode, "manifest says" in done.stderr) == (2, True)
+    assert "manifest says" in refused("export", "hf", str(broken), "--out", str(tmp_path / "none"))
     assert not (tmp_path / "none").exists()
     assert str(tmp_path) not in "".join(p.read_text() for p in (tmp_path / "out").glob("*.*[nd]"))
     done = bert_dp("export", "check", str(tmp_path / "out"))  # its run lies beside it
     assert done.returncode == 0, done.stderr
     shutil.move(tmp_path / "new", tmp_path / "moved")
-    done = bert_dp("export", "check", str(tmp_path / "out"))
-    assert (done.returncode, done.stderr.startswith("error: --run: ")) == (2, True)
-    done = bert_dp("export", "check", str(tmp_path / "out"), "--run", str(runs / "rope"))
-    assert (done.returncode, done.stderr.startswith("error: --run: ")) == (2, True)
+    for options in ((), ("--run", str(runs / "rope"))):
+        assert refused("export", "check", str(tmp_path / "out"), *options).startswith("error: --run: ")
 
 
 @needs_compiler
@@ -371,10 +368,5 @@ def test_a_run_begins_with_what_was_exported(runs: Path, shards: Path, tmp_path:
     own, done = train(f"run.init_from={runs / 'rope'}")
     assert done.returncode == 0, done.stdout + done.stderr
     assert logged(own, "loss") == logged(place, "loss")
-    for setting, named in (
-        ("model.norm_eps=1e-6", "norm_eps is 1e-05; set model.norm_eps=1e-05"),
-        ("model.rope_theta=10000.0", "global_rope_theta is 160000.0; set model.rope_theta=160000.0"),
-        ("model.mlp=gelu", "ModernBERT has mlp geglu"),
-        ("run.init_keeps=moments", "has weights alone"),
-    ):
-        assert named in refused("train", "quickstart", *settings, f"run.init_from=hf:{out}", setting)
+    errors = refused("train", "quickstart", *settings, f"run.init_from=hf:{out}", "model.norm_eps=1e-6")
+    assert "set model.norm_eps=1e-05" in errors
