@@ -77,13 +77,7 @@ def checkpoints_report(checkpoints: Sequence[Mapping[str, Any]]) -> Report:
         )
         for each in checkpoints
     ]
-    heads = [
-        Column("step"),
-        Column("samples"),
-        Column("held-out loss"),
-        Column("size"),
-        Column("files", text=True),
-    ]
+    heads = [*map(Column, ("step", "samples", "held-out loss", "size")), Column("files", text=True)]
     return Report(
         "bert-dp: checkpoints",
         verdicts=damaged or [sound],

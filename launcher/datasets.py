@@ -54,8 +54,8 @@ def build(
     force: bool,
     console: Console,
 ) -> int:
-    """`vocab_size`: of the tokenizer to train; None = VOCAB_SIZE, or that of the one that is given. Returns
-    the exit code. Raises ConfigError for an option that a run could not use."""
+    """Build shards and describe them. `vocab_size`: of the tokenizer to train; None = VOCAB_SIZE, or that of
+    the one that is given. Raises ConfigError for an option that a run could not use."""
     from bert_dp.corpus.builder import build as build_shards
     from bert_dp.corpus.builder import shown_progress
 
@@ -100,8 +100,8 @@ def build(
 
 
 def built_lines(out: Path, manifest: Manifest, vocab_size: int | None) -> list[str]:
-    """What was made, what was left out, and how to train on it. `vocab_size`: asked of the tokenizer that was
-    trained."""
+    """Describe the shards, the documents that were left out, and how to train. `vocab_size`: asked of the
+    tokenizer that was trained."""
     train, held_out, length = manifest.train, manifest.held_out, manifest.sequence_length
     is_less = vocab_size is not None and vocab_size != manifest.vocab_size
     fewer = f" ({vocab_size:,} asked; the text has no more)" if is_less else ""
@@ -128,7 +128,7 @@ def inspect(directory: Path, *, as_json: bool, console: Console) -> int:
 
 
 def shards_report(facts: Mapping[str, Any], directory: Path) -> Report:
-    """What `inspect` found: counts, entropies, tokens, samples; every damaged file, or that none is."""
+    """Build the report of `inspect`: counts, entropies, tokens, samples and every damaged file."""
     manifest = facts["manifest"]
     counted = [SourceFile.model_validate(source) for source in manifest["sources"]]
     lost = [Verdict("warn", line) for line in loss_warnings(counted)]
@@ -193,13 +193,13 @@ def _sources_head(count: int) -> str:
 
 
 def dropped_words(dropped: Mapping[str, int]) -> str:
-    """Documents that were left out, by the reason."""
+    """Count the documents that were left out, by the reason."""
     counts = [f"{format_count(n)} {DROPPED.get(stage, stage)}" for stage, n in dropped.items() if n]
     return ", ".join(counts) or "no document"
 
 
 def train_command(directory: Path, manifest: Mapping[str, Any]) -> str:
-    """A run on these shards."""
+    """Return the command of a run on these shards."""
     settings = f"data.sequence_length={manifest['sequence_length']} model.vocab_size={manifest['vocab_size']}"
     return f"bert-dp train data.path={shlex.quote(str(directory))} {settings}"
 

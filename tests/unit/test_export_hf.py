@@ -550,10 +550,10 @@ def test_a_run_is_found_beside_a_folder_of_the_same_name(
     exported = describe(source, "onnx")
     (tmp_path / "here" / "first").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")
-    assert check.open_source(tmp_path / "beside" / "out", exported, None).checkpoint == source.checkpoint
+    assert check.open_source(tmp_path / "beside" / "out", exported, None).path == source.path
     later = write_run(tmp_path / "other", CONFIGS["ModernBERT, biases"], step=9) / "checkpoints"
     shutil.copytree(later / "step-00000009", run / "checkpoints" / "step-00000009")  # it was trained on
-    assert check.open_source(tmp_path / "beside" / "out", exported, run).checkpoint == source.checkpoint
+    assert check.open_source(tmp_path / "beside" / "out", exported, run).path == source.path
     alone = shutil.copytree(run / "checkpoints" / "step-00000003", tmp_path / "alone" / "mine")
     assert (source.run_name, open_run(alone, encoder=False).run_name) == ("first", "mine")
     (issue,) = raised_issues(check.open_source, tmp_path / "elsewhere" / "out", exported, None)
