@@ -27,10 +27,8 @@ def modernbert_state(directory: Path, config: Config, tokenizer: str | None) -> 
     own = directory / record.TOKENIZER
     known = {(record.read_json(directory / EXPORTED) or {}).get("tokenizer_sha256")}  # of our own exports
     if tokenizer is not None and own.is_file() and tokenizer not in known | {sha256(own)}:
-        message, hint = (
-            f"the shards have another tokenizer than {directory}",
-            f"build them with data.tokenizer={own}",
-        )
+        message = f"the shards have another tokenizer than {directory}"
+        hint = f"build them with data.tokenizer={own}"
         issues.append(Issue("data.tokenizer", "conflict", message, other="run.init_from", hint=hint))
     if issues:
         raise ConfigError(issues)
