@@ -281,10 +281,3 @@ class PlanFile(StoredFile):
 class TimedPlanFile(PlanFile):
     seconds: float = 0.0
     """Of every call so far."""
-
-
-class TrialFile(StoredFile):
-    """trial.json: that a trial has ended, and how long it took."""
-
-    remedy: ClassVar[str] = "remove its directory, and the trial runs again"
-    seconds: float = 0.0
