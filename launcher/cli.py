@@ -511,7 +511,7 @@ def tune_lr(
         if idle := [option for option, is_given in given.items() if is_given]:
             raise ConfigError([f"{option}: --transfer runs nothing; leave {option} out" for option in idle])
         before, after = transfer
-        return carry(config, overrides, before, after, out, dry_run=dry_run, as_json=json, console=console())
+        return carry(config, overrides, before, after, out, as_json=json, console=console())
     if tokens is not None and not tokens < MOST_TOKENS:
         raise ConfigError([f"--tokens: {tokens} is not below {MOST_TOKENS:g}"])
     settings = LrOptions(

@@ -17,7 +17,6 @@ from launcher.tune.throughput import (
     TimedRun,
     TuneBatch,
 )
-from launcher.tune.transfer import transfer as carried
 from tests.helpers import make_config
 from tests.scaling_fixture import ENVIRONMENT
 
@@ -152,9 +151,3 @@ def lr(**changes: Any) -> dict[str, Any]:
         trained_tokens=36864,
     )
     return {**results.plain(tune), **changes}
-
-
-def transfer() -> dict[str, Any]:
-    """A rate carried from one global batch to another."""
-    config = make_config("optim.lr_scaling=sqrt", "optim.lr_batch=256", "optim.beta2=0.99")
-    return results.plain(carried(config, 0.001, "optim.lr", 256, 4096))

@@ -67,7 +67,7 @@ REPORTS: dict[str, Callable[[Path], Report]] = {
     "partial scaling": lambda path: of_scaling(failed=LOST, status="partial", profile=None),
     "batch": lambda path: of_batch(),
     "doubted batch": lambda path: of_batch(cached=True, inconclusive="w"),
-    "rate": lambda path: of_rate(transfer=tune_fixture.transfer()),
+    "rate": lambda path: of_rate(),
     "rate without a choice": lambda path: of_rate(choice=None, range_test=None),
     "plan": lambda path: plan_report(answer(source_of(measured()), 1, 2, 4)),
 }

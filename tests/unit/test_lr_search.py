@@ -100,12 +100,9 @@ def test_the_first_ladder(edge: float | None, last: float, rates: list[float]) -
 
 
 def added(outcomes: list[LrTrial], edge: float | None = 100.0) -> list[float]:
-    """The rates after a ladder of 4, 2 and 1."""
-    points = [(16.0, 1.0)]
-    test = RangeTest(trial="r", points=points, edge=edge, why="")
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(lr_search, "first_ladder", lambda test, count: [4.0, 2.0, 1.0])
-        return lr_search.next_short_rates(Rung(tokens=1, seeds=[0], trials=outcomes), test, 3)
+    """Return the rates that follow a ladder of 4, 2 and 1."""
+    rung = Rung(tokens=1, seeds=[0], trials=outcomes)
+    return lr_search.next_short_rates(rung, [4.0, 2.0, 1.0], edge)
 
 
 def test_the_ladder_trains_first() -> None:

@@ -50,7 +50,7 @@ FILES = [
     (tune_fixture.batch(), TuneBatch),
     (tune_fixture.batch(inconclusive="no signal"), TuneBatch),
     (tune_fixture.unmeasured(), TuneBatch),
-    (tune_fixture.lr(transfer=tune_fixture.transfer()), TuneLr),
+    (tune_fixture.lr(), TuneLr),
     (scaling_fixture.scaling(prediction=True, modes=("weak", "strong")), models.Scaling),
     (scaling_fixture.nulls(), models.Scaling),
     (results.plain(evaluation(Path(), [scored_task("RTE", [0.5, None])])), Glue),

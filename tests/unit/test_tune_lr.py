@@ -155,7 +155,7 @@ def search(
 ) -> Searched:
     out.mkdir(exist_ok=True)
     made, said = MadeRunner(out, surface, limit, tokens_per_s), list[str]()
-    plan = lr.plan_of(config, settings)
+    plan = lr.LrPlanFile(config_hash=config.hash(), settings=results.plain(settings))
     output = Output(out, "search", lr.STATE, plan, lr.FIXED)
     slots = [Slot(cores=(k,)) for k in range(at_a_time)]  # how many trials run at once decides their order
     with (
@@ -491,65 +491,34 @@ def test_a_run_to_its_end_without_a_finite_held_out_loss_has_diverged(shards: Pa
 def test_transfer_follows_the_papers(shards: Path) -> None:
     config = make(shards, "optim.beta1=0.99", "optim.beta2=0.999", "optim.eps=1e-8")
     result = transfer.transfer(config, 1e-3, "x", 256, 4096)
-    root, straight, untuned = result.rules
-    assert (result.from_batch, result.to_batch, result.ours) == (256, 4096, None)
-    assert root.lr == pytest.approx(4e-3)
-    assert root.beta1 == pytest.approx(0.84)
-    assert root.beta2 == pytest.approx(0.984)
-    assert root.eps == pytest.approx(2.5e-9)
-    assert straight.lr == pytest.approx(1.6e-2)
-    assert untuned.lr == pytest.approx(5 / (2**1.5 * 1e3))
-    down = transfer.transfer(config, 1e-3, "x", 4096, 256).rules[0]
-    assert down.lr == pytest.approx(2.5e-4)
-    assert transfer.transfer(config, 1e-3, "x", 1, 128).rules[0].beta1 is None
+    root, linear, untuned = result["rules"]
+    assert (result["from_batch"], result["to_batch"], result["ours"]) == (256, 4096, None)
+    assert (root["lr"], root["beta1"], root["beta2"]) == pytest.approx((4e-3, 0.84, 0.984))
+    assert root["eps"] == pytest.approx(2.5e-9)
+    assert (linear["lr"], untuned["lr"]) == pytest.approx((1.6e-2, 5 / (2**1.5 * 1e3)))
+    assert transfer.transfer(config, 1e-3, "x", 1, 128)["rules"][0]["beta1"] is None
     ours = make(shards, "optim.lr_scaling=sqrt", "optim.lr_batch=8")
-    assert transfer.transfer(ours, 1e-3, "x", 8, 16).ours == "sqrt"
+    assert transfer.transfer(ours, 1e-3, "x", 8, 16)["ours"] == "sqrt"
 
 
 def test_transfer_takes_the_rate_that_was_found(
-    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    whole: Searched, shards: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = search(make(shards), tmp_path)
-    options = [f"data.path={shards}", *TINY]
-
-    def carry(
-        batches: tuple[int, int], out: Path | None, *more: str, as_json: bool = False, dry_run: bool = False
-    ) -> str:
+    def carry(batches: tuple[int, int], out: Path | None, *more: str, as_json: bool = False) -> str:
+        overrides = [f"data.path={shards}", *TINY, *more]
         console = Console(width=200)
-        assert (
-            transfer.carry(
-                "quickstart",
-                [*options, *more],
-                *batches,
-                out,
-                dry_run=dry_run,
-                as_json=as_json,
-                console=console,
-            )
-            == 0
-        )
+        assert transfer.carry("quickstart", overrides, *batches, out, as_json=as_json, console=console) == 0
         return capsys.readouterr().out
 
-    before = (tmp_path / "tune.json").read_text()
-    planned = carry((8, 32), tmp_path, as_json=True, dry_run=True)
-    assert (tmp_path / "tune.json").read_text() == before
-    assert not (tmp_path / "report.html").exists()
-    printed = json.loads(carry((8, 32), tmp_path, as_json=True))
-    assert json.loads(planned) == printed
-    assert printed["rules"][0]["lr"] == pytest.approx(2 * result.choice.lr)
-    assert read_json(tmp_path / "tune.json")["transfer"] == printed
-    assert search(make(shards), tmp_path).tune.transfer is not None
-    another = result.choice.model_copy(update={"lr": 0.5})
-    results.write(tmp_path / "tune.json", result.tune.model_copy(update={"choice": another}))
-    carry((8, 32), tmp_path)
-    assert search(make(shards), tmp_path).tune.transfer is None, "it was another rate's"
+    printed = json.loads(carry((8, 32), whole.out, as_json=True))
+    assert printed["rules"][0]["lr"] == pytest.approx(2 * whole.choice.lr)
     assert "sqrt          1 = 0.5 x sqrt(32 / 8)" in carry((8, 32), None, "optim.lr=0.5")
     scaled = ("optim.lr=0.004", "optim.lr_scaling=sqrt", "optim.lr_batch=8")
     assert "0.016 = 0.008 x sqrt(128 / 32)" in carry((32, 128), None, *scaled)
     for batches, out, more, setting, kind in (
-        ((8, 32), tmp_path, ["optim.beta2=0.9"], "optim", "conflict"),
-        ((16, 32), tmp_path, [], "--transfer", "conflict"),
-        ((8, 32), tmp_path / "none", [], "--out", "not_found"),
+        ((8, 32), whole.out, ["optim.beta2=0.9"], "optim", "conflict"),
+        ((16, 32), whole.out, [], "--transfer", "conflict"),
+        ((8, 32), whole.out / "none", [], "--out", "not_found"),
     ):
         (issue,) = raised_issues(carry, batches, out, *more)
         assert (issue.setting, issue.kind) == (setting, kind)

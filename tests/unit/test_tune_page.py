@@ -17,7 +17,7 @@ from launcher.tune.throughput import TimedRun, TuneBatch
 from launcher.tune.tune_page import batch_page, lr_page
 from tests.helpers import raised_issues
 from tests.report_fixture import figure_of, read_page, shown
-from tests.tune_fixture import DECLARED, NOISE, STEP_S, TOO_LARGE, batch, lr, transfer, unmeasured
+from tests.tune_fixture import DECLARED, NOISE, STEP_S, TOO_LARGE, batch, lr, unmeasured
 from tests.unit.test_scale_page import numbers, points
 
 OUT = Path("OUT")
@@ -40,7 +40,7 @@ def line(report: Report, title: str, label: str) -> Line:
 
 
 def test_the_page_is_found_by_the_kind_of_search(tmp_path: Path) -> None:
-    for data in (batch(), lr(transfer=transfer())):
+    for data in (batch(), lr()):
         record.write_json(tmp_path / "tune.json", data)
         assert tune_page.tune_page(tmp_path / "tune.json").title == of(data).title
     record.write_json(tmp_path / "tune.json", {"kind": "other"})
