@@ -434,7 +434,6 @@ def tune_batch(
     launcher: Launcher = "torchrun",
     set_: Set = None,
     out: Annotated[Path | None, out_option("tune/NAME-batch")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Ignore cached results.")] = False,
     dry_run: Annotated[bool, dry_run_option("everything, print the sizes")] = False,
     json: Json = False,
 ) -> int:
@@ -451,7 +450,6 @@ def tune_batch(
         overrides,
         search.BatchOptions(nproc, budget, memory, launcher),
         out=out,
-        fresh=fresh,
         dry_run=dry_run,
         as_json=json,
         console=console(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from bert_dp.record.models import NoiseScale
 from launcher import results
 from launcher.tune import lr_search, throughput
 from launcher.tune.lr_search import LrOptions, LrTrial, RangeTest, Rung, TuneLr
@@ -12,7 +13,6 @@ from launcher.tune.throughput import (
     BatchMemory,
     MemoryLine,
     MemoryTrial,
-    Noise,
     SizeResult,
     TimedRun,
     TuneBatch,
@@ -63,7 +63,7 @@ def batch(*, inconclusive: str = "", **changes: Any) -> dict[str, Any]:
         for m in runs
     ]
     trials = [MemoryTrial(micro_batch=m, status="ok", peak_gib=gib) for m, gib in peaks.items()]
-    noise = Noise(verdict="inconclusive", why=inconclusive)
+    noise = NoiseScale(verdict="inconclusive", why=inconclusive)
     if not inconclusive:
         estimate: dict[str, Any] = {
             "noise_scale": NOISE,
@@ -71,7 +71,7 @@ def batch(*, inconclusive: str = "", **changes: Any) -> dict[str, Any]:
             "trace": 0.62,
             "grad_sq": 0.002,
         }
-        noise = Noise(verdict="ok", steps=170, of_steps=170, **estimate)
+        noise = NoiseScale(verdict="ok", steps=170, **estimate)
     gain = throughput.goodput(
         micro_s=0.07, update_s=0.02, per_pass=16, global_size=DECLARED, noise=NOISE, interval=INTERVAL
     )

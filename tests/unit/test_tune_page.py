@@ -54,14 +54,7 @@ def test_the_page_is_found_by_the_kind_of_search(tmp_path: Path) -> None:
 def test_every_figure_and_section_is_there(data: dict[str, Any], figures: set[str]) -> None:
     page = read_page(of(data))
     assert set(page.labels) == figures
-    for words in (
-        "Settings",
-        "Environment",
-        "Configuration",
-        "bert-dp train OUT/tuned.yaml",
-        data["config_hash"],
-    ):
-        assert words in page.text
+    assert "bert-dp train OUT/tuned.yaml" in page.text
     assert "no data recorded" not in page.text
 
 
@@ -76,7 +69,6 @@ def test_every_figure_and_section_is_there(data: dict[str, Any], figures: set[st
         ),
         (change(batch(), "choice", limited_by="budget"), "ok", ["--budget"]),
         (change(batch(), "choice", not_settled=[4, 2]), "warn", ["4, 2"]),
-        (batch(cached=True), "ok", ["--fresh"]),
         (batch(status="partial"), "warn", ["Partial"]),
         (batch(status="failed", why="micro batch 1 fails", choice=None), "fail", ["micro batch 1 fails"]),
         (batch(choice=None), "warn", ["No micro batch"]),
@@ -168,7 +160,7 @@ def test_noise_scale_with_its_equation_or_why_there_is_none() -> None:
     report = of(batch())
     verdict = next(v for v in report.verdicts if v.text.startswith("Noise scale"))
     assert [value for value in ("310", "255", "391") if value not in verdict.text] == []
-    assert "0.62 / 0.002, 170 of 170 steps" in verdict.notes[0]
+    assert "0.62 / 0.002, 170 steps from random weights" in verdict.notes[0]
     assert f"{100 / (1 + DECLARED / NOISE):.1f} %" in verdict.notes[1]
     none = of(batch(inconclusive="fewer than 50 steps"))
     assert any("fewer than 50 steps" in v.text for v in none.verdicts)
@@ -212,15 +204,10 @@ def test_range_test_marks_the_edge_and_cuts_what_is_far_above() -> None:
     assert "no divergence up to 0.1" in figure.note
 
 
-def test_tables_hold_every_number() -> None:
+def test_the_sizes_have_every_number_in_their_table() -> None:
     data = batch()
     sizes = [{key: value for key, value in size.items() if key != "runs"} for size in data["sizes"]]
     assert numbers([sizes]) <= read_page(of(data)).exact
-    data = lr()
-    page = read_page(of(data))
-    trials = [t for rung in data["rungs"] for t in rung["trials"]]
-    assert numbers([trials]) <= page.exact
-    assert all(t["trial"] in page.text for t in trials)
 
 
 def test_the_last_rung_says_which_rate_is_chosen_and_which_is_tied() -> None:
