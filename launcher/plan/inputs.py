@@ -18,8 +18,7 @@ from launcher.plan.hardware import Gpu, constant, hardware
 from launcher.plan.links import GB, Curve
 from launcher.plan.step_model import PredictedStep, Profile, default_spread, with_micro
 from launcher.plan.timeline import Gradient
-from launcher.scale.models import Cell, Scaling
-from launcher.scale.models import Profile as MeasuredProfile
+from launcher.scale.models import CellMeasurement, Scaling, StepProfile
 from launcher.stats import is_measurable
 
 _BERT: dict[str, Any] = {
@@ -84,7 +83,7 @@ class Source:
     """Measured all-reduces within one machine, by world size."""
     slowdowns: Mapping[int, float] = dataclasses.field(default_factory=dict)
     """1 / measured ceiling efficiency, by world size."""
-    cells: Sequence[Cell] = ()
+    cells: Sequence[CellMeasurement] = ()
     """Measured cells of the same benchmark, to set beside the prediction."""
     device: Device | None = None
 
@@ -163,7 +162,7 @@ def read_measured(data: Any, name: str) -> Scaling:
     """What scaling.json holds, or profile.json, which is the profile of one without cells. Raises
     ConfigError."""
     if isinstance(data, dict) and "gradients" in data:
-        return Scaling(profile=results.parse(data, MeasuredProfile, name))
+        return Scaling(profile=results.parse(data, StepProfile, name))
     if not isinstance(data, dict) or "profile" not in data:
         raise ConfigError([f"{name} holds no profile; {GIVE}"])
     return results.parse(data, Scaling, name)
@@ -208,7 +207,7 @@ def from_scaling(scaling: Scaling, name: str, model: str | None = None) -> Sourc
     )
 
 
-def _profile(measured: MeasuredProfile, shape: ModelConfig | None) -> Profile:
+def _profile(measured: StepProfile, shape: ModelConfig | None) -> Profile:
     """With the numbers of `shape` in place of those that the file has or lacks."""
     blocks = {number[1] for g in measured.gradients if (number := re.search(r"\.(\d+)\.", g.name or ""))}
     return Profile(
@@ -239,7 +238,7 @@ def _as_fast_as_its_run(profile: Profile, scaling: Scaling, notes: list[str]) ->
     return with_micro(profile, micro_s * profile.micro_batch / alone.micro_batch)
 
 
-def _slowdowns(cells: Sequence[Cell]) -> dict[int, float]:
+def _slowdowns(cells: Sequence[CellMeasurement]) -> dict[int, float]:
     """At least 1: that N copies are faster than as many lone ranks is noise, or a slow baseline."""
     times: dict[int, list[float]] = {}
     for cell in cells:

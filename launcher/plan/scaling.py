@@ -22,7 +22,14 @@ from launcher.plan.step_model import (
     with_micro_batch,
 )
 from launcher.plan.timeline import BUCKET, FIRST_BUCKET, MIB
-from launcher.scale.models import Cell, ComparedCell, PredictedRow, PredictedSplit, Prediction, Scaling
+from launcher.scale.models import (
+    CellMeasurement,
+    ComparedCell,
+    PredictedRow,
+    PredictedSplit,
+    Prediction,
+    Scaling,
+)
 
 GPU_LINKS = ("nvlink", "pcie")
 
@@ -159,7 +166,7 @@ def _compared(source: Source, question: Question) -> list[ComparedCell]:
     return compared
 
 
-def _is_modelled(source: Source, question: Question, cell: Cell) -> bool:
+def _is_modelled(source: Source, question: Question, cell: CellMeasurement) -> bool:
     """Whether the cell's engine, its links and its tensor parallelism can be predicted."""
     within = question.link or source.curves or question.per_node == 1
     between = question.inter or question.per_node >= cell.world_size

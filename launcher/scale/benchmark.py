@@ -189,7 +189,7 @@ def _measure_links(grid: Grid, runs: Runner, log: Log) -> None:
     """Write links-N.json: all-reduces over each number of ranks, at a sweep of sizes and DDP's buckets."""
     for count in sorted({c.world_size for c in grid.cells if c.world_size > 1}):
         path = runs.out / f"links-{count}.json"
-        if (link := results.find(path, models.Link)) is not None and link.points:
+        if (link := results.find(path, models.MeasuredLink)) is not None and link.points:
             continue
         buckets = _bucket_sizes(grid, runs.out, count)
         sizes = sorted({*SWEEP, *buckets})
@@ -201,14 +201,14 @@ def _measure_links(grid: Grid, runs: Runner, log: Log) -> None:
                 bytes=line["bytes"],
                 seconds=line["seconds_median"],
                 busbw_gb_s=line["busbw_gb_s"],
-                algbw_gb_s=line["bytes"] / line["seconds_median"] / 1e9,
-                repeats=line["repeats"],
                 bucket=any(abs(line["bytes"] - size) < 8 for size in buckets),
             )
             for line in lines
         ]
         if len(points) == len(sizes):  # else the next call measures it again
-            results.write(path, models.Link(world_size=count, backend=lines[0]["backend"], points=points))
+            results.write(
+                path, models.MeasuredLink(world_size=count, backend=lines[0]["backend"], points=points)
+            )
 
 
 def _bucket_sizes(grid: Grid, out: Path, count: int) -> list[int]:
@@ -228,7 +228,7 @@ def _measure_profile(grid: Grid, runs: Runner, log: Log) -> None:
     data = config.data.model_copy(update={"synthetic": True})
     path = runs.scratch / "profile.yaml"
     record.write_text(path, dump_config(config.model_copy(update={"batch": batch, "data": data})))
-    _measure_once(grid, runs, log, models.Profile, "profile.json", "profiling", [str(path)])
+    _measure_once(grid, runs, log, models.StepProfile, "profile.json", "profiling", [str(path)])
 
 
 def _measure_peak(grid: Grid, runs: Runner, log: Log) -> None:

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from bert_dp.record.models import FailureKind, StoredFile, StoredModel
 from launcher.results import Count, Interval, PlanFile, Point, Positive
 
-LATE = 1.05  # ready times over the backward pass: two clocks
+MAX_READY_RATIO = 1.05  # of the last ready time over the backward pass: two clocks
 MEASURE_AGAIN = "remove it, and `bert-dp scale` measures it again"
 
 Seconds = Annotated[float, Field(ge=1e-9, le=1e9)]
@@ -74,13 +74,11 @@ class LinkPoint(StoredModel):
     bytes: Bytes
     seconds: Seconds
     busbw_gb_s: float | None = None
-    algbw_gb_s: float | None = None
-    repeats: int | None = None
     bucket: bool = False
     """DDP reduces a bucket of this size."""
 
 
-class Link(StoredFile):
+class MeasuredLink(StoredFile):
     """links-N.json, and an entry of `links` in scaling.json: the all-reduce over N ranks."""
 
     remedy: ClassVar[str] = MEASURE_AGAIN
@@ -89,14 +87,16 @@ class Link(StoredFile):
     points: list[LinkPoint]
 
 
-class Gradient(StoredModel):
+class MeasuredGradient(StoredModel):
+    """One gradient of a profiled backward pass."""
+
     name: str | None = None
     bytes: Bytes
     ready_s: Share
     """Since the start of the backward pass."""
 
 
-class Profile(StoredFile):
+class StepProfile(StoredFile):
     """profile.json, and `profile` in scaling.json: one micro batch of one rank."""
 
     remedy: ClassVar[str] = MEASURE_AGAIN
@@ -114,7 +114,7 @@ class Profile(StoredFile):
     backward_s: Seconds
     optimizer_s: Annotated[float, Field(ge=0, le=1e9)] | None = None
     micro_s: Seconds | None = None
-    gradients: list[Gradient] = Field(min_length=1)
+    gradients: list[MeasuredGradient] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
@@ -122,12 +122,11 @@ class Profile(StoredFile):
             raise ValueError("micro_s: missing, and forward_s too")
         if self.backward_s > self.whole_s:
             raise ValueError(f"backward_s: {self.backward_s:g} is above micro_s, {self.whole_s:g}")
-        for gradient in self.gradients:
-            if gradient.ready_s > LATE * self.backward_s:
-                raise ValueError(
-                    f"ready_s of {gradient.name}: {gradient.ready_s:g} is above backward_s, "
-                    f"{self.backward_s:g}"
-                )
+        last = max(self.gradients, key=lambda gradient: gradient.ready_s)
+        if last.ready_s > MAX_READY_RATIO * self.backward_s:
+            raise ValueError(
+                f"ready_s of {last.name}: {last.ready_s:g} is above backward_s, {self.backward_s:g}"
+            )
         if not 1 <= self.width <= 8:
             raise ValueError(f"parameters: {self.parameters} for gradients of {self.size:g} bytes")
         if self.hidden_size and self.num_heads and self.hidden_size % self.num_heads:
@@ -150,15 +149,6 @@ class Profile(StoredFile):
         return self.size / self.parameters if self.parameters else 4.0
 
 
-class MatmulRate(StoredModel):
-    """FLOP/s of [m, k] x [k, n]."""
-
-    m: int
-    n: int
-    k: int
-    flops: float
-
-
 class Peak(StoredFile):
     """peak.json, and `peak` in scaling.json: FLOP/s of one rank's device."""
 
@@ -168,7 +158,6 @@ class Peak(StoredFile):
     """Precision of the measured rate."""
     matmul_flops: Positive | None = None
     """The best of the measured shapes."""
-    shapes: list[MatmulRate] = []
     datasheet_flops: float | None = None
 
 
@@ -215,7 +204,7 @@ class StepTime(StoredModel):
         return self
 
 
-class Repeat(StoredModel):
+class RepeatMeasurement(StoredModel):
     """One run of a cell, in the directory `run`."""
 
     run: str
@@ -236,24 +225,6 @@ class SplitTime(StoredModel):
     other: float
 
 
-class FiveNumbers(StoredModel):
-    min: float
-    q1: float
-    median: float
-    q3: float
-    max: float
-
-
-class RankTimes(StoredModel):
-    """Step times and memory of one rank over all repeats."""
-
-    rank: int
-    step_time_s: FiveNumbers
-    own_work_s: FiveNumbers | None = None
-    """Up to the last backward pass, before any reduction."""
-    peak_memory_gib: float
-
-
 class LossCurve(StoredModel):
     """[[tokens, nats], ...] of the first repeat."""
 
@@ -261,7 +232,7 @@ class LossCurve(StoredModel):
     curve: list[Point] = []
 
 
-class Cell(GridCell):
+class CellMeasurement(GridCell):
     """Figures of one cell; a cell that did not run to its end has none."""
 
     launcher: str | None = None
@@ -269,7 +240,7 @@ class Cell(GridCell):
     failure_kind: FailureKind | None = None
     """If the status is oom or failed."""
     cause: str | None = None
-    repeats: list[Repeat] = []
+    repeats: list[RepeatMeasurement] = []
     steps_per_s: float | None = None
     global_steps_per_s: float | None = None
     """Micro batches per second, summed over all replicas."""
@@ -307,7 +278,6 @@ class Cell(GridCell):
     straggler_ratio_ci95: Interval | None = None
     straggler_rank: int | None = None
     """The slowest rank, if the whole interval is above 1.2 and it is the slowest of every repeat."""
-    ranks: list[RankTimes] = []
     peak_memory_gib: float | None = None
     """Greatest over all ranks."""
     energy_j: float | None = None
@@ -443,13 +413,13 @@ class Scaling(StoredFile):
     mode: Literal["weak", "strong", "both"] | None = None
     settings: ScalingSettings = ScalingSettings()
     peak: Peak = Peak()
-    cells: list[Cell] = []
-    links: list[Link] = []
-    profile: Profile | None = None
+    cells: list[CellMeasurement] = []
+    links: list[MeasuredLink] = []
+    profile: StepProfile | None = None
     prediction: Prediction | None = None
     verdicts: list[BottleneckDiagnosis] = []
 
-    def alone(self) -> Cell | None:
+    def alone(self) -> CellMeasurement | None:
         """Return the run of one rank without a process group, preferably with the settings' accumulation."""
         runs = [
             cell

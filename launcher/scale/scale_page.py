@@ -34,7 +34,7 @@ from launcher.report.parts import first_line, machine_line
 from launcher.report.quantities import Computed, Quantity, Ratio, at, cell_of, table
 from launcher.scale import models
 from launcher.scale.diagnose import CEILING, COMMUNICATION, EFFICIENCY, STRAGGLER
-from launcher.scale.models import Cell, DiagnosisKind, Mode, Scaling
+from launcher.scale.models import CellMeasurement, DiagnosisKind, Mode, Scaling
 
 FILE = "scaling.json"
 LOG_FROM = 16  # times the least N: above, N stands on a logarithmic axis
@@ -98,7 +98,7 @@ def scale_page(scaling: Scaling, folder: Path | None = None) -> Report:
     )
 
 
-def _runs(scaling: Scaling) -> list[Cell]:
+def _runs(scaling: Scaling) -> list[CellMeasurement]:
     """Return the cells that are no controls."""
     return [cell for cell in scaling.cells if cell.kind == "run"]
 
@@ -240,9 +240,9 @@ def _difference(row: models.ComparedCell) -> float | None:
 # --- figures
 
 
-def _groups(scaling: Scaling, mode: Mode) -> dict[str, list[Cell]]:
+def _groups(scaling: Scaling, mode: Mode) -> dict[str, list[CellMeasurement]]:
     """Return the run cells of each engine and tensor size, which make one line, by number of ranks."""
-    groups: dict[str, list[Cell]] = {}
+    groups: dict[str, list[CellMeasurement]] = {}
     for cell in sorted(_runs(scaling), key=lambda cell: cell.world_size):
         label = f"{cell.engine}, tensor {cell.tensor}" if cell.tensor > 1 else cell.engine
         if cell.mode == mode:
@@ -258,7 +258,7 @@ def _ranks_axis(scaling: Scaling, mode: Mode) -> Axis:
 def _lines(scaling: Scaling, mode: Mode, ratio: Ratio, *, times_n: bool = False) -> list[Line]:
     """Return a line with its interval for each engine; `times_n` makes a speed-up of an efficiency."""
 
-    def values(cells: Sequence[Cell], path: str) -> list[float | None]:
+    def values(cells: Sequence[CellMeasurement], path: str) -> list[float | None]:
         numbers = [(dataclasses.replace(ratio, path=path).number(cell), cell.world_size) for cell in cells]
         return [None if value is None else value * (n if times_n else 1) for value, n in numbers]
 
@@ -392,7 +392,7 @@ PARTS: Mapping[str, type[BaseModel]] = {
     "split_s": models.SplitTime,
     "loss": models.LossCurve,
 }
-LISTS = ("ranks", "curve")  # only in scaling.json
+LISTS = ("curve",)  # only in scaling.json
 RATIOS = {
     ratio.path: ratio
     for ratio in (SPEEDUP, EFFICIENCY, DDP1, CEILING, COMMUNICATION, EXPOSED, STRAGGLER, *PER_PEAK)
@@ -401,7 +401,7 @@ RATIOS = {
 
 def write_csv(scaling: Scaling, out: Path) -> None:
     """Write a row per cell, atomically. A column is named by the path into scaling.json; unknown is empty."""
-    paths = _csv_paths(Cell)
+    paths = _csv_paths(CellMeasurement)
     rows = [paths, *([_csv_text(cell, path) for path in paths] for cell in scaling.cells)]
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
@@ -421,7 +421,7 @@ def _csv_paths(model: type[BaseModel], prefix: str = "") -> list[str]:
     return paths
 
 
-def _csv_text(cell: Cell, path: str) -> str:
+def _csv_text(cell: CellMeasurement, path: str) -> str:
     """Return a number with all its digits; a ratio and its ends have none if they are not measurable."""
     ratio = RATIOS.get(path.rpartition("_ci95")[0] or path)
     value = dataclasses.replace(ratio, path=path).of(cell) if ratio else at(cell, path)

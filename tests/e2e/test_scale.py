@@ -27,7 +27,7 @@ def command(shards: Path, out: Path, *more: str) -> list[str]:
 
 
 def whole_runs(out: Path) -> set[str]:
-    return {path.parent.name for path in out.glob("runs/*/summary.json")}
+    return {path.parent.name for path in out.glob("runs/*/trial.json")}
 
 
 @pytest.fixture(scope="module")
@@ -139,11 +139,6 @@ def test_every_number_is_recomputed_from_the_raw_records(scaling: dict[str, Any]
         assert cell["peak_memory_gib"] == max(memory)
         lines = read_lines(out / cell["repeats"][0]["run"] / "metrics.jsonl")
         assert cell["loss"]["curve"] == [[x["tokens"], x["loss"]] for x in lines]
-        for rank in range(n):
-            steps = [s for run in runs for s in run[rank]["step_s"]]
-            told = cell["ranks"][rank]["step_time_s"]
-            assert (told["min"], told["max"]) == (min(steps), max(steps))
-            assert told["median"] == pytest.approx(statistics.median(steps))
     one = means["strong-single-n1"]
     for cell in scaling["cells"]:
         speedup = one / means[cell["id"]]
@@ -294,7 +289,7 @@ def test_a_cell_that_fails_is_a_result_and_a_signal_stops(out: Path, tmp_path: P
     assert "injected by a test" in cells["weak-ceiling-n2"]["cause"]
     assert "failed" in done.stdout
     zero1 = cells["weak-zero1-n2"]
-    assert (zero1["global_batch"], len(zero1["ranks"]), zero1["efficiency_ci95"]) == (4, 2, None)
+    assert (zero1["global_batch"], zero1["efficiency_ci95"]) == (4, None)
     assert zero1["global_steps_per_s"] == pytest.approx(2 * zero1["steps_per_s"])
     assert zero1["communication_efficiency"] is None
     assert [v["verdict"] for v in scaling["verdicts"]] == ["one repeat"]

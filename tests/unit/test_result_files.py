@@ -42,11 +42,8 @@ def assert_kept(data: Any, model: results.StoredModel) -> None:
 
 
 FILES = [
-    (read_json(SCALING / "scaling.json"), models.Scaling),
     (read_json(SCALING / "grid.json"), models.GridFile),
-    (read_json(SCALING / "links-2.json"), models.Link),
-    (read_json(SCALING / "profile.json"), models.Profile),
-    (read_json(SCALING / "peak.json"), models.Peak),
+    (read_json(SCALING / "profile.json"), models.StepProfile),
     (tune_fixture.batch(), TuneBatch),
     (tune_fixture.batch(inconclusive="no signal"), TuneBatch),
     (tune_fixture.unmeasured(), TuneBatch),

@@ -24,11 +24,11 @@ from launcher.run.memory_check import STATE, check_memory
 from launcher.run.read_run import read_repeat
 from launcher.run.trials import SCRATCH, Ending, Outcome, Runner, Slot, Trial
 from launcher.scale import benchmark, models
-from launcher.scale.analyze import CellMeasurement, analyze
+from launcher.scale.analyze import CellRuns, analyze
 from launcher.scale.benchmark import cores_of, run_grid
 from launcher.scale.diagnose import diagnose
 from launcher.scale.grid import Grid, Settings, run_dir
-from launcher.scale.models import Cell, GridCell
+from launcher.scale.models import CellMeasurement, GridCell
 from tests import scaling_fixture
 from tests.e2e.cli import TINY
 from tests.helpers import failed, make_config, read_json
@@ -268,7 +268,7 @@ def write_run(
 
 def collected(
     out: Path, made: Grid, records: Callable[[GridCell, int], dict[str, Any] | None]
-) -> dict[str, Cell]:
+) -> dict[str, CellMeasurement]:
     """The cells of scaling.json once each run has what `records` says of its cell and repeat; None: no
     run."""
     for cell in made.cells:
@@ -303,7 +303,6 @@ def test_figures_and_verdicts_follow_from_the_records(tmp_path: Path) -> None:
     # passes 0.8 and optimizer 0.1 of a step, beyond the ceiling's 0.4 and 0.05 s
     assert ddp.split_s.exposed_comm == pytest.approx(0.1 + 0.0125)
     assert ddp.exposed_comm_ddp_fraction == pytest.approx(0.1)
-    assert [r.peak_memory_gib for r in ddp.ranks] == [1.0, 2.0]
     assert (ddp.loss_agrees, ddp.loss_deviation) == (True, 0.0)
     assert ddp.mfu is None
     assert (cells["strong-zero1-n2"].status, cells["strong-ddp-synthetic-n2"].status) == ("oom", "pending")
@@ -343,10 +342,10 @@ def test_the_steps_of_copies_are_no_pairs(tmp_path: Path) -> None:
     write_run(tmp_path / "run", ceiling, 1.0)
     repeat = read_repeat(tmp_path / "run", 2, 2, 6)
     repeat.parts["step_s"][:] = [[1.0, 3.0] * 3, [3.0, 1.0] * 3]
-    measured = CellMeasurement(ceiling, [repeat], 16, 0)
+    measured = CellRuns(ceiling, [repeat], 16, 0)
     assert measured.mean_s == pytest.approx(2.0)
     repeat.parts["step_s"][1][:] = [4.0, 2.0] * 3
-    measured = CellMeasurement(ceiling, [repeat], 16, 0)
+    measured = CellRuns(ceiling, [repeat], 16, 0)
     assert measured.mean_s == pytest.approx(2 / (1 / 2 + 1 / 3))
     job = 2.4  # s; the weights of the ranks are job^2 / mean^2 / 2
     assert measured.steps == [pytest.approx([0.72 * 1 + 0.32 * 4, 0.72 * 3 + 0.32 * 2] * 3)]
@@ -398,7 +397,6 @@ def test_a_cell_has_the_worst_memory_and_skips_of_its_repeats_and_the_median_of_
     cells = collected(tmp_path, two(repeats=3), lambda cell, repeat: {**of_repeats[repeat], "wait": 0.05})
     ddp = cells["strong-ddp-n2"]
     assert ddp.peak_memory_gib == 6.0
-    assert [rank.peak_memory_gib for rank in ddp.ranks] == [5.0, 6.0]
     assert ddp.skipped_steps == 3
     assert "3 optimizer steps were skipped" in ddp.flags[0]
     assert (ddp.energy_j, ddp.energy_j_per_mtoken) == pytest.approx((20.0, 20.0 / (8 * 32 * 16) * 1e6))
@@ -407,7 +405,6 @@ def test_a_cell_has_the_worst_memory_and_skips_of_its_repeats_and_the_median_of_
     assert ddp.tokens_per_s == pytest.approx(32 * 16 / 1.1)
     assert (ddp.step_time_s.median, ddp.step_time_s.p95) == pytest.approx((1.1, 1.4))
     assert [r.tokens_per_s for r in ddp.repeats] == pytest.approx([32 * 16 / s for s in (1.0, 1.4, 1.1)])
-    assert (ddp.ranks[0].step_time_s.min, ddp.ranks[0].step_time_s.max) == (1.0, 1.4)
     assert (ddp.data_wait_fraction, ddp.split_s.data) == pytest.approx((0.05, 0.055))
     assert ddp.launch_fraction is None, "a CPU has no host beside it"
     unknown = {**of_repeats[0], "energy_j": None}
@@ -668,11 +665,10 @@ def test_a_grid_runs_its_cells_and_measures_links_profile_and_peak_once(tmp_path
     sizes = sorted({*(4**k for k in range(6, 14)), 5000})
     assert links == ("all_reduce", ["2", "0.3", *map(str, sizes)])
     assert f"links: all-reduce over 2 ranks at {len(sizes)} sizes" in said
-    link = results.read(tmp_path / "links-2.json", models.Link)
+    link = results.read(tmp_path / "links-2.json", models.MeasuredLink)
     assert (link.world_size, link.backend) == (2, "gloo")
     assert [point.bytes for point in link.points if point.bucket] == [4096, 5000]
-    assert [point.algbw_gb_s for point in link.points] == pytest.approx([size / 0.5 / 1e9 for size in sizes])
-    assert {(p.seconds, p.busbw_gb_s, p.repeats) for p in link.points} == {(0.5, 3.0, 7)}
+    assert {(p.seconds, p.busbw_gb_s) for p in link.points} == {(0.5, 3.0)}
     assert runs.cores == [None, cores_of(1, 2), cores_of(1, 2)]
     assert (profile[0], peak) == ("profiling", ("peak", [made.precision, "2"]))
     assert (runs.profiled.batch.global_size, runs.profiled.batch.micro_size) == (4, 4)
@@ -728,7 +724,7 @@ def test_a_grid_goes_on_with_what_is_left(tmp_path: Path, monkeypatch: pytest.Mo
         record.write_text(trial.directory / "config.yaml", dump_config(trial.config))
     *rest, last = [trial for trial in first.ran if not trial.name.startswith("weak-ddp-n2")]
     shutil.rmtree(last.directory)
-    results.write(tmp_path / "links-2.json", models.Link(world_size=2, backend="gloo", points=[]))
+    results.write(tmp_path / "links-2.json", models.MeasuredLink(world_size=2, backend="gloo", points=[]))
     said.clear()
     second = run()
     assert [trial.name for trial in second.ran] == [last.name]
@@ -789,8 +785,10 @@ def test_the_committed_record_follows_from_its_raw_files_and_the_tables_from_it(
     made = Grid(resolve([plan["config"]]), settings, MACHINE, on_gpu=False)
     again = results.plain(analyze(made, RECORD, facts={}))
     assert again["status"] == "complete"
-    assert (again["settings"], again["links"]) == (recorded["settings"], recorded["links"])
-    assert numbers(again["cells"]) == pytest.approx(numbers(recorded["cells"]), rel=1e-9)
+    then = numbers(recorded)
+    kept = {path: number for path, number in numbers(again).items() if path in then}
+    assert kept == pytest.approx({path: then[path] for path in kept}, rel=1e-9)
+    assert len(kept) > 400
     cells = {cell["id"]: cell for cell in recorded["cells"]}
     table = (RECORD.parents[1] / "RESULTS.md").read_text()
     ddp = cells["weak-ddp-n2"]
