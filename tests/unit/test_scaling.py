@@ -442,20 +442,14 @@ def test_a_grid_is_complete_with_its_links_profile_and_peak(tmp_path: Path, miss
 def test_the_settings_of_a_grid_are_those_of_its_modes(tmp_path: Path) -> None:
     made = two(modes=("strong",), accumulation=None)
     collected(tmp_path, made, lambda cell, repeat: {"compiled": True, "precision": "bf16"})
-    told = analyze(made, tmp_path, facts={})
-    settings = told.settings
-    assert (told.mode, settings.accumulation, settings.global_batch, settings.micro_batch) == (
-        "strong",
-        None,
-        32,
-        4,
-    )
-    assert (settings.steps, settings.warm_up, settings.repeats, settings.compiled) == (6, 2, 2, True)
-    assert (settings.precision, settings.gpus, settings.engines) == ("bf16", [2], ["ddp"])
-    assert settings.model == "2 layers x 32, vocabulary 64"
-    both = grid(gpus=(2,), accumulation=None)
-    told = analyze(both, tmp_path, facts={})
-    assert (told.mode, told.settings.accumulation, told.settings.global_batch) == ("both", 1, 32)
+    found = analyze(made, tmp_path, facts={})
+    expected = {"accumulation": None, "global_batch": 32, "micro_batch": 4, "compiled": True}
+    expected |= {"steps": 6, "warm_up": 2, "repeats": 2, "precision": "bf16", "gpus": [2], "engines": ["ddp"]}
+    expected["model"] = "2 layers x 32, vocabulary 64"
+    assert found.mode == "strong"
+    assert expected.items() <= found.settings.model_dump().items()
+    found = analyze(grid(gpus=(2,), accumulation=None), tmp_path, facts={})
+    assert (found.mode, found.settings.accumulation, found.settings.global_batch) == ("both", 1, 32)
 
 
 def test_losses_of_other_steps_are_not_compared(tmp_path: Path) -> None:
@@ -564,16 +558,11 @@ def test_a_replica_of_two_ranks_counts_once(tmp_path: Path) -> None:
     assert (split.straggler_ratio, split.loss_agrees) == (None, None)
 
 
-def test_skipped_steps_and_a_slow_baseline_are_flagged(tmp_path: Path) -> None:
-    """With two ranks three times as fast as one, and as fast as the ceiling once more."""
-    seconds = {"single": 3.0, "independent": 1.1}
+def test_a_cell_that_is_faster_than_its_ceiling_is_flagged(tmp_path: Path) -> None:
     cells = collected(
-        tmp_path, two(), lambda cell, repeat: {"step_s": seconds.get(cell.engine, 1.0), "skipped_steps": 3}
+        tmp_path, two(), lambda cell, repeat: {"step_s": 1.1 if cell.kind == "ceiling" else 1.0}
     )
-    assert all("3 optimizer steps were skipped" in cell.flags[0] for cell in cells.values())
-    flags = " ".join(cells["strong-ddp-n2"].flags)
-    assert "faster than its ceiling" in flags
-    assert "10.0 % by DDP's own counters" in flags
+    assert any("faster than its ceiling" in flag for flag in cells["strong-ddp-n2"].flags)
 
 
 # --- what is said before, and what is run
@@ -583,20 +572,14 @@ def test_what_is_about_to_run_is_described(tmp_path: Path) -> None:
     made = grid(gpus=(2,), modes=("weak",), engines=("ddp",), tensor=(1, 2), synthetic=False)
     said: list[str] = []
     benchmark.describe(made, tmp_path, said.append, ["checkpoint.keep=5", "optim.lr=1"], cores=1)
-    assert said == [
-        f"scaling benchmark: {tmp_path}",
-        "5 cells x 2 repeats, 2 + 6 steps each, in random order",
-        "  weak-single-n1: 1 rank, global batch 8 = 4 x 2 x 1",
-        "  weak-ddp-n1: 1 rank, global batch 8 = 4 x 2 x 1",
-        "  weak-ddp-n2: 2 ranks, global batch 16 = 4 x 2 x 2",
-        "  weak-ddp-n2-tp2: 2 ranks, tensor 2, global batch 8 = 4 x 2 x 1",
-        "  weak-ceiling-n2: 2 ranks, global batch 16 = 4 x 2 x 2",
-        "warning: checkpoint.keep has no effect: a measured run saves nothing",
-        "warning: more CPU ranks than cores: efficiency says nothing about the program",
-    ]
+    assert "  weak-ddp-n2: 2 ranks, global batch 16 = 4 x 2 x 2" in said
+    assert "  weak-ddp-n2-tp2: 2 ranks, tensor 2, global batch 8 = 4 x 2 x 1" in said
+    warnings = [line for line in said if line.startswith("warning")]
+    assert ["checkpoint.keep" in warnings[0], "more CPU ranks than cores" in warnings[1]] == [True, True]
+    assert len(said) == 2 + len(made.cells) + len(warnings)
     said.clear()
     benchmark.describe(grid(gpus=(2,)), tmp_path, said.append, [], cores=2)
-    assert [line for line in said if line.startswith(("warning", "weak"))] == []
+    assert [line for line in said if line.startswith("warning")] == []
 
 
 def test_a_ceiling_that_cannot_be_is_told_before(tmp_path: Path) -> None:
@@ -642,47 +625,38 @@ class MadeRunner(Runner):
         return [read_json(RECORD / "peak.json")]
 
 
+def made_runner(out: Path, said: list[str], *, on_gpu: bool = False) -> MadeRunner:
+    (out / SCRATCH).mkdir(exist_ok=True)
+    return MadeRunner(out, [Slot()], [], launcher="torchrun", on_gpu=on_gpu, log=said.append).begin()
+
+
 def test_a_grid_runs_its_cells_and_measures_links_profile_and_peak_once(tmp_path: Path) -> None:
-    (tmp_path / SCRATCH).mkdir()
-    settings = dataclasses.replace(SETTINGS, gpus=(2,), modes=("weak",), synthetic=False)
-    made = Grid(CONFIG.model_copy(update={"precision": "auto"}), settings, MACHINE, on_gpu=False)
+    made = grid(gpus=(2,), modes=("weak",), synthetic=False)
     said: list[str] = []
-    runs = MadeRunner(tmp_path, [Slot()], [], launcher="torchrun", on_gpu=False, log=said.append).begin()
+    runs = made_runner(tmp_path, said)
     run_grid(made, runs, said.append)
     names = [trial.name for trial in runs.ran]
     (lost,) = [name for name in names if name.startswith("weak-ddp-n2")]
     assert len(names) == len(set(names)) == 2 * len(made.cells) - 1, "what failed is not repeated"
-    for trial in runs.ran:
-        assert trial.cores == cores_of(trial.ranks, 2)
-    assert any(
-        line.startswith(f"[{names.index(lost) + 1}/{2 * len(made.cells)}] {lost}: failed: no;")
-        for line in said
-    )
-    assert f"weak-ddp-n2: no result; to run it again remove {tmp_path / 'runs' / lost}" in said
-    assert any("weak-single-n1-r0: 2 k tokens/s over 1 rank, warm-up included; left" in line for line in said)
+    assert all(trial.cores == cores_of(trial.ranks, 2) for trial in runs.ran)
+    place = f"[{names.index(lost) + 1}/{2 * len(made.cells)}] {lost}"
+    assert any(line.startswith(f"{place}: failed: no;") for line in said)
+    assert any(line.endswith(f"remove {tmp_path / 'runs' / lost}") for line in said)
+    assert any("weak-single-n1-r0: 2 k tokens/s over 1 rank" in line for line in said)
     (links, profile, peak) = runs.asked
     sizes = sorted({*(4**k for k in range(6, 14)), 5000})
     assert links == ("all_reduce", ["2", "0.3", *map(str, sizes)])
-    assert f"links: all-reduce over 2 ranks at {len(sizes)} sizes" in said
     link = results.read(tmp_path / "links-2.json", models.MeasuredLink)
-    assert (link.world_size, link.backend) == (2, "gloo")
+    assert (link.world_size, link.backend, len(link.points)) == (2, "gloo", len(sizes))
     assert [point.bytes for point in link.points if point.bucket] == [4096, 5000]
     assert {(p.seconds, p.busbw_gb_s) for p in link.points} == {(0.5, 3.0)}
     assert runs.cores == [None, cores_of(1, 2), cores_of(1, 2)]
     assert (profile[0], peak) == ("profiling", ("peak", [made.precision, "2"]))
     assert (runs.profiled.batch.global_size, runs.profiled.batch.micro_size) == (4, 4)
     assert (runs.profiled.data.synthetic, runs.profiled.parallel.engine) == (True, "single")
-    runs.asked.clear()
-    runs.ran.clear()
-    shutil.rmtree(tmp_path / "runs")
-    run_grid(made, runs, said.append)
-    assert runs.asked == [], "what is there is not measured again"
 
 
 def test_a_sweep_that_was_cut_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / SCRATCH).mkdir()
-    settings = dataclasses.replace(SETTINGS, gpus=(2,), modes=("weak",), synthetic=False)
-    made = Grid(CONFIG, settings, MACHINE, on_gpu=False)
     whole = MadeRunner.helper
 
     def cut(self: MadeRunner, module: str, *given: Any) -> list[Any]:
@@ -690,46 +664,37 @@ def test_a_sweep_that_was_cut_is_not_kept(tmp_path: Path, monkeypatch: pytest.Mo
         return lines[:3] if module.endswith("all_reduce") else lines
 
     monkeypatch.setattr(MadeRunner, "helper", cut)
-    runs = MadeRunner(tmp_path, [Slot()], [], launcher="torchrun", on_gpu=False, log=print).begin()
-    run_grid(made, runs, print)
+    made = grid(gpus=(2,), modes=("weak",), synthetic=False)
+    run_grid(made, made_runner(tmp_path, []), print)
     assert (tmp_path / "peak.json").exists()
     assert not (tmp_path / "links-2.json").exists()
 
 
 def test_a_rank_with_a_gpu_may_use_every_core(tmp_path: Path) -> None:
-    (tmp_path / SCRATCH).mkdir()
     gpus = [environment.Gpu(0, "g", 80.0, None)] * 2
     made = grid(with_memory(64.0, gpus=gpus), on_gpu=True, gpus=(2,), modes=("weak",), synthetic=False)
-    runs = MadeRunner(tmp_path, [Slot()], [], launcher="torchrun", on_gpu=True, log=print).begin()
+    runs = made_runner(tmp_path, [], on_gpu=True)
     run_grid(made, runs, print)
     assert {trial.cores for trial in runs.ran} == {None}
     assert runs.cores == [None, None, None]
 
 
 def test_a_grid_goes_on_with_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What failed is its cell's result; a link without a measurement is none."""
-    (tmp_path / SCRATCH).mkdir()
+    """What failed is its cell's result; what was not measured is measured."""
     monkeypatch.setattr("launcher.run.trials.is_whole", lambda *_: True)
     made = grid(gpus=(2,), modes=("weak",), synthetic=False)
-    said: list[str] = []
-
-    def run() -> MadeRunner:
-        runs = MadeRunner(tmp_path, [Slot()], [], launcher="torchrun", on_gpu=False, log=said.append).begin()
-        run_grid(made, runs, said.append)
-        return runs
-
-    first = run()
+    first, said = made_runner(tmp_path, []), list[str]()
+    run_grid(made, first, print)
     for trial in first.ran:
         record.write_text(trial.directory / "config.yaml", dump_config(trial.config))
     *rest, last = [trial for trial in first.ran if not trial.name.startswith("weak-ddp-n2")]
     shutil.rmtree(last.directory)
     (tmp_path / "links-2.json").unlink()
-    said.clear()
-    second = run()
+    second = made_runner(tmp_path, said)
+    run_grid(made, second, said.append)
     assert [trial.name for trial in second.ran] == [last.name]
     assert f"resuming: {len(rest) + 1} of {2 * len(made.cells)} runs already done" in said
-    assert any(f"/{2 * len(made.cells)}] {last.name}: 2 k tokens/s" in line for line in said)
-    assert any(line.startswith("weak-ddp-n2: no result; to run it again remove ") for line in said)
+    assert any(line.startswith("weak-ddp-n2: no result") for line in said)
     assert [module for module, _ in second.asked] == ["all_reduce"]
 
 

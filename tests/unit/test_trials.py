@@ -359,27 +359,12 @@ def test_ranks_have_as_many_threads_as_the_cores_that_they_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(
-        processes,
-        "start_command",
-        lambda *_: [sys.executable, "-c", "import os; print(os.environ['OMP_NUM_THREADS'])"],
-    )
+    command = [sys.executable, "-c", "import os; print(os.environ['OMP_NUM_THREADS'])"]
+    monkeypatch.setattr(processes, "start_command", lambda *_: command)
     cores = sorted(os.sched_getaffinity(0))
-    run = tmp_path / "run"
     for share in (1, len(cores)):
-        run.mkdir(exist_ok=True)
-        processes.run(run, 1, "never", lambda: None, cores=cores[:share])
-        assert (run / "logs" / "torchrun.log").read_text().splitlines()[-1] == str(share)
-
-
-def test_progress_counts_and_says_what_is_left() -> None:
-    said: list[str] = []
-    progress = trials.Progress([1.0, 1.0, 2.0], said.append)
-    progress.had(1.0)
-    progress.ended(1.0, 5.0, "a: ok")
-    progress.ended(2.0, 5.0, "b: ok")
-    assert [line.partition("; left ")[0] for line in said] == ["[2/3] a: ok", "[3/3] b: ok"]
-    assert said[-1].endswith("left <1 s")
+        processes.run(tmp_path, 1, "never", lambda: None, cores=cores[:share])
+        assert (tmp_path / "logs" / "torchrun.log").read_text().splitlines()[-1] == str(share)
 
 
 def test_the_time_left_follows_the_shares_and_the_seconds_of_this_calls_trials() -> None:
