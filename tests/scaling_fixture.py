@@ -106,7 +106,6 @@ def _run(rng: random.Random, mode: str, engine: str, n: int) -> dict[str, Any]:
         "straggler_ratio": 1.02,
         "straggler_rank": n - 1 if n > 2 else None,
         "efficiency_ddp1": efficiency / 0.985,
-        "ceiling_tokens_per_s": 900.0 * n * hardware,
         "ceiling_efficiency": hardware,
         "communication_efficiency": 1 - lost,
         "communication_efficiency_ci95": [1 - lost - 0.01, 1 - lost + 0.008],
@@ -115,7 +114,6 @@ def _run(rng: random.Random, mode: str, engine: str, n: int) -> dict[str, Any]:
         id=f"{mode}-{engine}-n{n}",
         mode="weak" if weak else "strong",
         engine=engine,
-        launcher="torchrun",
         world_size=n,
         micro_batch=8,
         accumulation=accumulation,
@@ -130,7 +128,7 @@ def _run(rng: random.Random, mode: str, engine: str, n: int) -> dict[str, Any]:
         efficiency=efficiency,
         efficiency_ci95=[efficiency - 0.015, efficiency + 0.012],
         **(against_ceiling if many else {}),
-        loss={"final": 7.5, "curve": _curve(batch)},
+        loss={"curve": _curve(batch)},
         loss_agrees=None if weak else True,
         loss_deviation=None if weak else 1.2e-6,
         flags=["efficiency above 100 %"] if efficiency > 1 and engine != "single" else [],
@@ -151,9 +149,9 @@ def _control(rng: random.Random, cell: Mapping[str, Any], kind: str) -> dict[str
         "engine": "independent" if ceiling else cell["engine"],
         "of": None if ceiling else cell["id"],
         "split_s": {**cell["split_s"], saved: 0.0},
-        "loss": {"final": None, "curve": []},
+        "loss": {"curve": []},
     }
-    kept = (*models.GridCell.model_fields, "launcher", "status", "peak_memory_gib", "mamfu")
+    kept = (*models.GridCell.model_fields, "status", "peak_memory_gib", "mamfu")
     times = _times(rng, changes["id"], step, batch, cell["accumulation"] * n, n)
     return results.plain(models.CellMeasurement(**{**{key: cell[key] for key in kept}, **times, **changes}))
 
@@ -162,7 +160,7 @@ def _without_figures(cell: dict[str, Any], status: str, cause: str | None) -> di
     """A cell that has no result; the same where it is ok."""
     if status == "ok":
         return cell
-    kept = {key: cell[key] for key in (*models.GridCell.model_fields, "launcher")}
+    kept = {key: cell[key] for key in models.GridCell.model_fields}
     return results.plain(models.CellMeasurement(**kept, status=status, cause=cause))
 
 

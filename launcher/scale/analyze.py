@@ -164,7 +164,7 @@ def _cell(
     settings: models.ScalingSettings,
     peak: models.Peak,
 ) -> CellMeasurement:
-    named = {**cell.model_dump(), "launcher": settings.launcher, **state}
+    named = {**cell.model_dump(), **state}
     mine = runs.get(cell.id)
     if mine is None:
         return CellMeasurement(**named)
@@ -241,7 +241,6 @@ def _against(
         out["speedup"] = mine.tokens_per_s / single.tokens_per_s
     if ceiling is not None:
         add("ceiling_efficiency", ceiling, single, n)
-        out["ceiling_tokens_per_s"] = ceiling.tokens_per_s
         out["exposed_comm_fraction"] = 1 - out["communication_efficiency"]
     if twin is not None:
         interval = stats.ratio_interval(twin.draws, mine.draws)
@@ -303,7 +302,7 @@ def _loss(mine: CellRuns, single: CellRuns | None, precision: str | None) -> Fac
     """Return the curve of the first repeat, and its agreement with one rank's: only a strong grid trains one
     model."""
     curve = mine.repeats[0].curve
-    out: Facts = {"loss": models.LossCurve(final=curve[-1][1] if curve else None, curve=list(curve))}
+    out: Facts = {"loss": models.LossCurve(curve=list(curve))}
     other = (
         single.repeats[0].curve if single and (mine.cell.mode, mine.cell.kind) == ("strong", "run") else []
     )

@@ -55,8 +55,7 @@ class GridCell(StoredModel):
     micro_batch: Count
     accumulation: Count
     global_batch: Count
-    of: str | None = None
-    """The run that a synthetic cell belongs to."""
+    of: str | None = None  # the run that a synthetic cell belongs to
 
 
 class GridFile(PlanFile):
@@ -64,8 +63,7 @@ class GridFile(PlanFile):
 
     settings: dict[str, Any]
     cells: list[dict[str, Any]]
-    order: list[list[Any]] = []
-    """[cell id, repeat] in the order of execution."""
+    order: list[list[Any]] = []  # [cell id, repeat] in the order of execution
 
 
 class LinkPoint(StoredModel):
@@ -74,8 +72,7 @@ class LinkPoint(StoredModel):
     bytes: Bytes
     seconds: Seconds
     busbw_gb_s: float | None = None
-    bucket: bool = False
-    """DDP reduces a bucket of this size."""
+    bucket: bool = False  # DDP reduces a bucket of this size
 
 
 class MeasuredLink(StoredFile):
@@ -92,8 +89,7 @@ class MeasuredGradient(StoredModel):
 
     name: str | None = None
     bytes: Bytes
-    ready_s: Share
-    """Since the start of the backward pass."""
+    ready_s: Share  # since the start of the backward pass
 
 
 class StepProfile(StoredFile):
@@ -154,33 +150,26 @@ class Peak(StoredFile):
 
     remedy: ClassVar[str] = MEASURE_AGAIN
     device: str | None = None
-    precision: str | None = None
-    """Precision of the measured rate."""
-    matmul_flops: Positive | None = None
-    """The best of the measured shapes."""
+    precision: str | None = None  # precision of the measured rate
+    matmul_flops: Positive | None = None  # the best of the measured shapes
     datasheet_flops: float | None = None
 
 
 class ScalingSettings(StoredModel):
     """Options of the benchmark, and the model that was measured."""
 
-    steps: int | None = None
-    """Timed optimizer steps of a run."""
-    warm_up: int | None = None
-    """Steps before them."""
+    steps: int | None = None  # timed optimizer steps of a run
+    warm_up: int | None = None  # steps before them
     repeats: int | None = None
     launcher: str | None = None
     engines: list[str] = []
     gpus: list[int] = []
     micro_batch: int | None = None
-    accumulation: Count | None = None
-    """In weak mode."""
-    global_batch: int | None = None
-    """In strong mode."""
+    accumulation: Count | None = None  # in weak mode
+    global_batch: int | None = None  # in strong mode
     sequence_length: int | None = None
     parameters: int | None = None
-    flops_per_token: Annotated[float, Field(gt=0, le=1e18)] | None = None
-    """Forward and backward."""
+    flops_per_token: Annotated[float, Field(gt=0, le=1e18)] | None = None  # forward and backward
     precision: str | None = None
     compiled: bool | None = None
     device: str | None = None
@@ -228,22 +217,18 @@ class SplitTime(StoredModel):
 class LossCurve(StoredModel):
     """[[tokens, nats], ...] of the first repeat."""
 
-    final: float | None = None
     curve: list[Point] = []
 
 
 class CellMeasurement(GridCell):
     """Figures of one cell; a cell that did not run to its end has none."""
 
-    launcher: str | None = None
     status: CellStatus
-    failure_kind: FailureKind | None = None
-    """If the status is oom or failed."""
+    failure_kind: FailureKind | None = None  # if the status is oom or failed
     cause: str | None = None
     repeats: list[RepeatMeasurement] = []
     steps_per_s: float | None = None
-    global_steps_per_s: float | None = None
-    """Micro batches per second, summed over all replicas."""
+    global_steps_per_s: float | None = None  # micro batches per second, summed over all replicas
     samples_per_s: float | None = None
     tokens_per_s: Positive | None = None
     tokens_per_s_per_gpu: float | None = None
@@ -251,53 +236,38 @@ class CellMeasurement(GridCell):
     split_s: SplitTime | None = None
     data_wait_fraction: Share | None = None
     data_wait_fraction_ci95: Interval | None = None
-    loader_fraction: float | None = None
-    """Share of a step that the synthetic twin saves."""
+    loader_fraction: float | None = None  # share of a step that the synthetic twin saves
     loader_fraction_ci95: Interval | None = None
-    speedup: float | None = None
-    """Throughput over that of `single` on one rank."""
+    speedup: float | None = None  # throughput over that of `single` on one rank
     efficiency: Positive | None = None
     efficiency_ci95: Interval | None = None
-    efficiency_ddp1: float | None = None
-    """Against ddp on one rank."""
+    efficiency_ddp1: float | None = None  # against ddp on one rank
     efficiency_ddp1_ci95: Interval | None = None
-    ceiling_tokens_per_s: float | None = None
     ceiling_efficiency: Annotated[float, Field(ge=0.001, le=1000)] | None = None
     """Throughput of as many independent copies over that of as many single ranks."""
     ceiling_efficiency_ci95: Interval | None = None
-    communication_efficiency: float | None = None
-    """Throughput over that of the ceiling."""
+    communication_efficiency: float | None = None  # throughput over that of the ceiling
     communication_efficiency_ci95: Interval | None = None
-    exposed_comm_fraction: float | None = None
-    """By the ceiling."""
-    exposed_comm_ddp_fraction: float | None = None
-    """By DDP's own counters."""
+    exposed_comm_fraction: float | None = None  # by the ceiling
+    exposed_comm_ddp_fraction: float | None = None  # by DDP's own counters
     straggler_ratio: float | None = None
     """Own work of the slowest rank over the median of the others', paired within a repeat; the geometric mean
     over the repeats."""
     straggler_ratio_ci95: Interval | None = None
     straggler_rank: int | None = None
     """The slowest rank, if the whole interval is above 1.2 and it is the slowest of every repeat."""
-    peak_memory_gib: float | None = None
-    """Greatest over all ranks."""
-    energy_j: float | None = None
-    """Joules of a run's real steps, all ranks."""
-    energy_j_per_mtoken: float | None = None
-    """Per million tokens."""
-    mfu: float | None = None
-    """Model FLOP/s over the data sheet's."""
-    mamfu: float | None = None
-    """Model FLOP/s over the measured matmul rate."""
-    launch_fraction: float | None = None
-    """Host time to enqueue a step over the step; null on a CPU."""
+    peak_memory_gib: float | None = None  # greatest over all ranks
+    energy_j: float | None = None  # joules of a run's real steps, all ranks
+    energy_j_per_mtoken: float | None = None  # per million tokens
+    mfu: float | None = None  # Model FLOP/s over the data sheet's
+    mamfu: float | None = None  # Model FLOP/s over the measured matmul rate
+    launch_fraction: float | None = None  # host time to enqueue a step over the step; null on a CPU
     launch_fraction_ci95: Interval | None = None
     loss: LossCurve | None = None
     loss_agrees: bool | None = None
-    loss_deviation: float | None = None
-    """Greatest relative difference from one rank's."""
+    loss_deviation: float | None = None  # greatest relative difference from one rank's
     skipped_steps: int | None = None
-    flags: list[str] = []
-    """Remarks that a reader needs before quoting the cell."""
+    flags: list[str] = []  # remarks that a reader needs before quoting the cell
 
     @model_validator(mode="after")
     def _divides(self) -> Self:
@@ -316,11 +286,9 @@ class BottleneckDiagnosis(StoredModel):
 
     cell: str
     kind: DiagnosisKind
-    verdict: str
-    """The kind in words."""
+    verdict: str  # the kind in words
     evidence: str
-    next: str
-    """The suggested fix."""
+    next: str  # the suggested fix
 
 
 class PredictedSplit(StoredModel):
@@ -328,8 +296,7 @@ class PredictedSplit(StoredModel):
 
     forward_backward: float
     optimizer: float
-    straggler: float
-    """Waiting for the slowest rank."""
+    straggler: float  # waiting for the slowest rank
     exposed_comm: float
 
 
@@ -337,11 +304,9 @@ class Lever(StoredModel):
     """A change of settings, or a bound that names a loss."""
 
     lever: str
-    gain: float
-    """Tokens/s with it over tokens/s now, less one."""
+    gain: float  # Tokens/s with it over tokens/s now, less one
     tokens_per_s: float
-    bound: bool = False
-    """It is no setting, but shows what is lost."""
+    bound: bool = False  # it is no setting, but shows what is lost
 
 
 class PredictedRow(StoredModel):
@@ -359,12 +324,9 @@ class PredictedRow(StoredModel):
     speedup: float
     efficiency: float
     mfu: float | None = None
-    state_gib: float | None = None
-    """Weights, gradients and optimizer of a rank."""
-    fits: bool | None = None
-    """The device holds them; null: its memory is not known."""
-    levers: list[Lever] = []
-    """Best first."""
+    state_gib: float | None = None  # weights, gradients and optimizer of a rank
+    fits: bool | None = None  # the device holds them; null: its memory is not known
+    levers: list[Lever] = []  # best first
 
 
 class ComparedCell(StoredModel):
@@ -374,17 +336,14 @@ class ComparedCell(StoredModel):
     ranks: int
     predicted_step_s: float
     measured_step_s: float | None = None
-    ci95: Interval | None = None
-    """Interval of the measured step, seconds."""
-    within: bool | None = None
-    """The prediction lies in it."""
+    ci95: Interval | None = None  # interval of the measured step, seconds
+    within: bool | None = None  # the prediction lies in it
     predicted_tokens_per_s: float | None = None
     measured_tokens_per_s: float | None = None
     predicted_efficiency: float
     measured_efficiency: float | None = None
     measured_efficiency_ci95: Interval | None = None
-    repeats: int = 0
-    """Repeats of the measured cell."""
+    repeats: int = 0  # repeats of the measured cell
 
 
 class Prediction(StoredFile):
@@ -405,8 +364,7 @@ class Scaling(StoredFile):
     remedy: ClassVar[str] = "`bert-dp scale` with the same --out writes it anew from its runs"
     schema_version: Literal[1] = 1
     status: Literal["complete", "partial"] = "complete"
-    environment: dict[str, Any] = {}
-    """The machine, as in environment.json."""
+    environment: dict[str, Any] = {}  # the machine, as in environment.json
     config_hash: str | None = None
     data_hash: str | None = None
     command: list[str] = []
