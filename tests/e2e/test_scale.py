@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import shutil
 import signal
@@ -184,14 +183,6 @@ def test_links_profile_and_peak_are_there(scaling: dict[str, Any]) -> None:
     assert 0 < ready[0] <= ready[-1] <= profile["backward_s"] * 1.05
     assert sum(g["bytes"] for g in profile["gradients"]) == 4 * profile["parameters"]
     assert profile["parameters"] == scaling["settings"]["parameters"]
-
-
-def test_the_table_as_csv(out: Path, scaling: dict[str, Any]) -> None:
-    with (out / "scaling.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["id"] for row in rows] == [cell["id"] for cell in scaling["cells"]]
-    for row, cell in zip(rows, scaling["cells"], strict=True):
-        assert float(row["tokens_per_s"]) == pytest.approx(cell["tokens_per_s"])
 
 
 def test_the_prediction_stands_beside_what_was_measured(scaling: dict[str, Any]) -> None:

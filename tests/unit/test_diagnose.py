@@ -152,15 +152,20 @@ def test_a_step_as_long_as_the_hosts_part_is_lost_to_launching_but_for_its_wait_
     assert "also communication-bound" in judged.evidence
 
 
-def test_a_straggler_counts_by_what_the_others_wait() -> None:
-    """1 - 1 / 1.25 = 20 % is below the ceiling's 30 %."""
-    facts = loss("straggler", 1.25, 1.21, 1.29) | loss("hardware_ceiling", 0.7, 0.69, 0.71)
-    assert diagnose_cell(cell(**facts)).kind == "hardware_ceiling"
-
-
-def test_a_loss_goes_before_a_good_efficiency() -> None:
-    good = {"efficiency": 0.97, "efficiency_ci95": [0.9, 1.05]}
-    assert diagnose_cell(cell(**good, **loss("loader_bound", 0.06, 0.055, 0.065))).kind == "loader_bound"
+@pytest.mark.parametrize(
+    ("facts", "kind"),
+    [
+        # a straggler costs 1 - 1 / 1.25 = 20 %, the ceiling 30 %
+        (loss("straggler", 1.25, 1.21, 1.29) | loss("hardware_ceiling", 0.7, 0.69, 0.71), "hardware_ceiling"),
+        # a loss goes before a good efficiency
+        (
+            {"efficiency": 0.97, "efficiency_ci95": [0.9, 1.05], **loss("loader_bound", 0.06, 0.055, 0.065)},
+            "loader_bound",
+        ),
+    ],
+)
+def test_losses_count_by_their_share_of_a_step(facts: dict[str, Any], kind: str) -> None:
+    assert diagnose_cell(cell(**facts)).kind == kind
 
 
 def engine(name: str, tokens_per_s: float, interval: list[float] | None, **facts: Any) -> CellMeasurement:

@@ -11,9 +11,9 @@ import pytest
 from bert_dp import record
 from launcher.report.model import Line, Report
 from launcher.stats import half_width
-from launcher.tune import throughput, tune_page
+from launcher.tune import tune_page
 from launcher.tune.lr_search import TuneLr
-from launcher.tune.throughput import TimedRun, TuneBatch
+from launcher.tune.throughput import TuneBatch
 from launcher.tune.tune_page import batch_page, lr_page
 from tests.helpers import raised_issues
 from tests.report_fixture import figure_of, read_page, shown
@@ -51,7 +51,7 @@ def test_the_page_is_found_by_the_kind_of_search(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "figures"), [(batch(), {THROUGHPUT, MEMORY}), (lr(), {LOSS, RANGE})], ids=["batch", "lr"]
 )
-def test_every_figure_and_section_is_there(data: dict[str, Any], figures: set[str]) -> None:
+def test_every_figure_is_there(data: dict[str, Any], figures: set[str]) -> None:
     page = read_page(of(data))
     assert set(page.labels) == figures
     assert "bert-dp train OUT/tuned.yaml" in page.text
@@ -134,12 +134,6 @@ def test_a_lost_size_is_listed_with_its_reason() -> None:
     report = of(data)
     assert "micro batch 2: thrash: w" in read_page(report).text
     assert line(report, THROUGHPUT, "each run").x == [4, 4, 8, 8]
-
-
-def test_a_shorter_trial_counts_the_update_once() -> None:
-    """Half the sequences: a step of the declared batch has twice the passes and one update."""
-    run = TimedRun(name="r", step_s=[1.0, 1.2], forward_backward_s=[0.8, 0.9], peak_gib=[1.0])
-    assert throughput.run_rate(run, 64, 128) == pytest.approx(128 / ((1.8 + 2.1) / 2))
 
 
 def test_memory_shows_the_line_the_peaks_and_the_limits() -> None:
