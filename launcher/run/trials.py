@@ -203,10 +203,10 @@ def _outcome(trial: Trial) -> Outcome | None:
 
 
 class Progress:
-    """Log of each result with the number of trials and the time left, by the pace of this call's trials."""
+    """Logs each result with the number of trials and the time left, by the pace of this call's trials."""
 
     def __init__(self, expected: Sequence[float], log: Log, at_a_time: int = 1):
-        """`expected`: share of the time of every planned trial, in any unit."""
+        """Take the share of the time of every planned trial, in any unit."""
         self._log, self._total, self._left, self._at_a_time = log, len(expected), sum(expected), at_a_time
         self._done, self._here, self._seconds = 0, 0.0, 0.0
 

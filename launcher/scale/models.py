@@ -131,17 +131,17 @@ class StepProfile(StoredFile):
 
     @property
     def whole_s(self) -> float:
-        """Seconds of a micro batch."""
+        """Return the seconds of a micro batch."""
         return self.micro_s if self.micro_s is not None else self.backward_s + (self.forward_s or 0.0)
 
     @property
     def size(self) -> float:
-        """Bytes of all gradients."""
+        """Return the bytes of all gradients."""
         return sum(gradient.bytes for gradient in self.gradients)
 
     @property
     def width(self) -> float:
-        """Bytes of a number."""
+        """Return the bytes of a number."""
         return self.size / self.parameters if self.parameters else 4.0
 
 
@@ -150,7 +150,7 @@ class Peak(StoredFile):
 
     remedy: ClassVar[str] = MEASURE_AGAIN
     device: str | None = None
-    precision: str | None = None  # precision of the measured rate
+    precision: str | None = None  # of the measured rate
     matmul_flops: Positive | None = None  # the best of the measured shapes
     datasheet_flops: float | None = None
 
@@ -259,8 +259,8 @@ class CellMeasurement(GridCell):
     peak_memory_gib: float | None = None  # greatest over all ranks
     energy_j: float | None = None  # joules of a run's real steps, all ranks
     energy_j_per_mtoken: float | None = None  # per million tokens
-    mfu: float | None = None  # Model FLOP/s over the data sheet's
-    mamfu: float | None = None  # Model FLOP/s over the measured matmul rate
+    mfu: float | None = None  # model FLOP/s over the data sheet's
+    mamfu: float | None = None  # model FLOP/s over the measured matmul rate
     launch_fraction: float | None = None  # host time to enqueue a step over the step; null on a CPU
     launch_fraction_ci95: Interval | None = None
     loss: LossCurve | None = None
@@ -277,7 +277,7 @@ class CellMeasurement(GridCell):
 
     @property
     def step_s(self) -> float | None:
-        """Mean seconds of a step of the whole job."""
+        """Return the mean seconds of a step of the whole job."""
         return self.step_time_s.mean if self.step_time_s else None
 
 
@@ -304,7 +304,7 @@ class Lever(StoredModel):
     """A change of settings, or a bound that names a loss."""
 
     lever: str
-    gain: float  # Tokens/s with it over tokens/s now, less one
+    gain: float  # tokens/s with it over tokens/s now, less one
     tokens_per_s: float
     bound: bool = False  # it is no setting, but shows what is lost
 

@@ -90,25 +90,26 @@ class BatchSearchSpec:
     launcher: str
     on_gpu: bool
     precision: str
-    """Of every trial."""
+    """Precision of every trial."""
 
     @property
     def user_limit_gib(self) -> float | None:
-        """The limit if the user set it."""
+        """Return the limit if the user set it."""
         return self.limit_gib if self.limit_of == "--memory" else None
 
     @property
     def dp(self) -> int:
-        """Replicas."""
+        """Return the number of replicas."""
         return max(1, self.ranks // self.config.parallel.tensor)
 
     @property
     def global_size(self) -> int:
+        """Return the declared global batch."""
         return self.config.batch.global_size
 
     @property
     def warm_up(self) -> int:
-        """Steps before the timed ones."""
+        """Return the number of steps before the timed ones."""
         return 10 if self.on_gpu else 3
 
     def formula_gib(self, micro: int) -> dict[str, float]:
@@ -129,7 +130,10 @@ def tune_batch(
     as_json: bool,
     console: Console,
 ) -> int:
-    """Return the exit code. Raises ConfigError with every problem of the input before any trial starts."""
+    """Run the search and return the exit code.
+
+    Raises ConfigError with every problem of the input before any trial starts.
+    """
     from launcher.tune.tune_page import batch_page
 
     setup = load(name, overrides)
@@ -316,7 +320,7 @@ def alloc_retries(directory: Path, ranks: int, warm_up: int) -> int | None:
 
 
 class BatchSearch:
-    """Finds the micro batch. `result` can be called at any time, also for a search that was stopped.
+    """Search of the micro batch. `result` can be called at any time, also for a search that was stopped.
 
     Every decision follows from the trials' records, so a search that goes on decides the same.
     """

@@ -73,22 +73,23 @@ class LrSearchSpec:
     config: Config
     options: LrOptions
     ranks: int
-    """Of a trial."""
+    """Ranks of a trial."""
     shards: Path
     unigram: float | None
     """Unigram entropy of the data, nats."""
     at_a_time: int
-    """Trials."""
+    """Trials that run at a time."""
     precision: str
-    """Of every trial."""
+    """Precision of every trial."""
 
     @property
     def seeds(self) -> list[int]:
+        """Return the seeds of a finalist."""
         return [self.config.run.seed + k for k in range(self.options.seeds)]
 
     @property
     def planned(self) -> tuple[tuple[int, float], ...]:
-        """(trials, share of the tokens of a whole run) of both rungs."""
+        """Return (trials, share of the tokens of a whole run) of both rungs."""
         whole_runs = FINALISTS * self.options.seeds + 1  # one neighbour of the best included
         return (self.options.rates, 1 / SHORT_RATIO), (whole_runs, 1.0)
 
@@ -106,7 +107,10 @@ def tune_lr(
     as_json: bool,
     console: Console,
 ) -> int:
-    """Return the exit code. Raises ConfigError with every problem of the input before any trial starts."""
+    """Run the search and return the exit code.
+
+    Raises ConfigError with every problem of the input before any trial starts.
+    """
     from launcher.tune.tune_page import lr_page
 
     setup = job.load(name, overrides)
@@ -207,7 +211,7 @@ def measure(
 
 
 class LrSearch:
-    """Finds the rate. `range_test` and `rungs` hold what was measured, also when the search is stopped.
+    """Search of the rate. `range_test` and `rungs` hold what was measured, also when the search is stopped.
 
     Every decision follows from the trials' records, so a search that goes on decides the same.
     """

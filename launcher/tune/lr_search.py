@@ -63,7 +63,7 @@ class LrTrial(StoredModel):
 
     @property
     def score(self) -> float:
-        """Held-out loss in nats; infinite if the rate cannot be chosen."""
+        """Return the held-out loss in nats; infinite if the rate cannot be chosen."""
         return self.heldout_loss if self.status == "ok" and self.heldout_loss is not None else math.inf
 
 
@@ -76,7 +76,7 @@ class Rung(StoredModel):
 
     @property
     def rates(self) -> list[float]:
-        """Ascending."""
+        """Return the rates, ascending."""
         return sorted({trial.lr for trial in self.trials})
 
     def scores(self, lr: float) -> list[float]:
@@ -120,7 +120,7 @@ class TuneLr(TuneFile):
 
     @property
     def trials(self) -> list[LrTrial]:
-        """Trials of both rungs."""
+        """Return the trials of both rungs."""
         return [trial for rung in self.rungs for trial in rung.trials]
 
 

@@ -38,6 +38,7 @@ class MemoryLine(StoredModel):
     gib_per_sequence: float
 
     def gib(self, micro: float) -> float:
+        """Return the peak at a micro batch."""
         return self.intercept_gib + self.gib_per_sequence * micro
 
 
@@ -63,7 +64,7 @@ class BatchMemory(StoredModel, frozen=False):
         return self.line.gib(micro) if self.line else None
 
     def fits(self, micro: int) -> bool:
-        """Return whether the line puts this size within MEMORY_SHARE of the limit."""
+        """Return True if the line puts this size within MEMORY_SHARE of the limit."""
         peak = self.peak_gib(micro)
         return self.limit_gib is None or peak is None or peak <= MEMORY_SHARE * self.limit_gib
 
