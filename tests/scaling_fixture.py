@@ -252,10 +252,11 @@ def _prediction(rng: random.Random, cells: Sequence[Mapping[str, Any]]) -> dict[
         for cell in cells
     ]
     batch = {"tensor": 1, "accumulation": 4}
-    figures = {"step_time_s": 5.2, "exposed_comm_fraction": 0.03, "efficiency": 0.88}
+    figures = {"step_time_s": 5.2, "exposed_comm_fraction": 0.03, "efficiency": 0.88, "state_gib": 1.5}
+    split = {"forward_backward": 4.7, "optimizer": 0.3, "straggler": 0.04, "exposed_comm": 0.16}
     rows = [
         {"world_size": n, **batch, "global_batch": 32 * n, "tokens_per_s": 790.0 * n, "speedup": 0.88 * n}
-        | figures
+        | {**figures, "split_s": split}
         for n in (8, 64)
     ]
     notes = ["all-reduce as measured over 2 ranks"]

@@ -317,14 +317,14 @@ class PredictedRow(StoredModel):
     accumulation: int
     global_batch: int
     step_time_s: float
-    split_s: PredictedSplit | None = None
+    split_s: PredictedSplit
     exposed_comm_fraction: float
     tokens_per_s: float
     samples_per_s: float | None = None
     speedup: float
     efficiency: float
     mfu: float | None = None
-    state_gib: float | None = None  # weights, gradients and optimizer of a rank
+    state_gib: float  # weights, gradients and optimizer of a rank
     fits: bool | None = None  # the device holds them; null: its memory is not known
     levers: list[Lever] = []  # best first
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from bert_dp import record
 from bert_dp.config import ConfigError, load_config, micro_is_auto, read_manifest, resolve
+from bert_dp.config.checks import ProfilePlan
 from bert_dp.config.manifest import hash_json
-from bert_dp.config.profile import ProfilePlan
 from launcher import job, results
 from launcher.log import PLAIN, show
 from launcher.output import COMPARED, identity

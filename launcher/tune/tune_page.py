@@ -27,7 +27,7 @@ from launcher.report.numbers import (
     format_si,
 )
 from launcher.report.quantities import Computed, Quantity, table
-from launcher.tune import FILE, TUNED
+from launcher.tune import TUNED
 from launcher.tune.lr_search import Rung, TuneLr
 from launcher.tune.throughput import MEMORY_SHARE, MIN_SHARE_OF_BEST, TuneBatch, run_rate
 
@@ -87,7 +87,7 @@ def batch_page(tune: TuneBatch, folder: Path) -> Report:
         "bert-dp: tuned micro batch",
         subtitle(tune, method),
         [
-            *status_verdicts(tune, FILE),
+            *status_verdicts(tune),
             *([Verdict("info", "Sizes without a throughput:", lost)] if lost else []),
             _batch_choice(tune),
             _noise(tune),
@@ -227,7 +227,7 @@ def lr_page(tune: TuneLr, folder: Path) -> Report:
         "bert-dp: tuned learning rate",
         subtitle(tune, method),
         [
-            *status_verdicts(tune, FILE),
+            *status_verdicts(tune),
             _lr_choice(tune, folder),
             *([Verdict("info", without, lost)] if lost else []),
         ],
