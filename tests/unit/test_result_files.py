@@ -37,8 +37,9 @@ def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def assert_kept(data: Any, model: results.StoredModel) -> None:
-    """Every value of `data` stands in `model` where it stood."""
-    assert dict(flat(json.loads(json.dumps(data)))).items() <= dict(flat(results.plain(model))).items()
+    """Every value of `data` stands in `model` where it stood, but the matmul shapes of an earlier version."""
+    values = {path: value for path, value in flat(json.loads(json.dumps(data))) if ".shapes" not in path}
+    assert values.items() <= dict(flat(results.plain(model))).items()
 
 
 FILES = [
