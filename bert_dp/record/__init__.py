@@ -1,14 +1,13 @@
-"""What launcher and rank share through files: results, lines, beats, locks. Torch-free."""
+"""Files that launcher and rank share: results, lines, heartbeats, locks. Torch-free."""
 
 from bert_dp.record.beats import (
     BEAT_BYTES,
     BEAT_SLOTS,
     IN_STEP,
     PHASES,
-    Beat,
-    ask_for_collectives,
+    Heartbeat,
     heartbeat_path,
-    read_beat,
+    read_heartbeat,
 )
 from bert_dp.record.lines import (
     MAX_JSON_BYTES,
@@ -27,7 +26,6 @@ from bert_dp.record.run_facts import (
     SCHEMA_VERSION,
     TOKENIZER,
     CheckpointFacts,
-    Metrics,
     list_checkpoints,
     newest_checkpoint_facts,
     read_checkpoint_facts,

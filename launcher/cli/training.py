@@ -9,7 +9,7 @@ import typer
 from typer import Argument, Option
 
 from bert_dp.config import ConfigError, Issue, find_config, shipped_configs
-from bert_dp.config.profile import parse_profile
+from bert_dp.config.checks import parse_profile
 from launcher.cli import options as opt
 from launcher.log import complain
 

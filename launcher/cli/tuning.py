@@ -45,7 +45,7 @@ def scale(
     Controls are added: one rank without a process group (the baseline), ddp on one rank, and for every N the
     ceiling, N independent copies.
     """
-    from launcher.plan.scaling import answer_measured
+    from launcher.plan.scaling import predict_measured
     from launcher.scale import benchmark, grid
 
     config, overrides = opt.split_words(words, set_)
@@ -72,7 +72,7 @@ def scale(
         dry_run=dry_run,
         as_json=json,
         console=opt.console(),
-        predict=answer_measured,
+        predict=predict_measured,
     )
 
 
@@ -180,31 +180,38 @@ def plan_scaling(
     ] = (1, 2, 4, 8),
     from_: Annotated[Path | None, Option("--from", help="A run's scaling.json or profile.json.")] = None,
     model: Annotated[str | None, Option(help="bert-base, bert-large or a configuration.")] = None,
-    seq_per_s: Annotated[float | None, Option(help="Sequences/s on one GPU; instead of --from.")] = None,
-    micro: Annotated[int | None, Option(help="Micro batch of --seq-per-s.")] = None,
+    seq_per_s: Annotated[
+        float | None, Option(min=1e-3, max=1e9, help="Sequences/s on one GPU; instead of --from.")
+    ] = None,
+    micro: Annotated[int | None, Option(min=1, max=10**6, help="Micro batch of --seq-per-s.")] = None,
     gpu: Annotated[str | None, Option(help="Its GPU, for the optimizer's time: A100-80G, ...")] = None,
     link: Annotated[str | None, Option(help="Within a node: nvlink4, pcie4, ...; default: measured.")] = None,
     inter: Annotated[str | None, Option(help="Between nodes: ib-ndr, ethernet100, ...")] = None,
-    gpus_per_node: Annotated[int | None, Option(help="Default: 8; all of them on one measured link.")] = None,
-    nics: Annotated[int, Option(help="NICs per node.")] = 1,
-    engine: Annotated[str, Option(help="ddp, zero1 or fsdp.")] = "ddp",
+    gpus_per_node: Annotated[
+        int | None, Option(min=1, help="Default: 8; all of them on one measured link.")
+    ] = None,
+    nics: Annotated[int, Option(min=1, help="NICs per node.")] = 1,
+    engine: Annotated[Literal["ddp", "zero1", "fsdp"], Option(help="Engine to predict.")] = "ddp",
     tensor: Annotated[Sequence[int], opt.counts_option("Tensor-parallel sizes; default: 1.")] = (1,),
     accumulation: Annotated[
         Sequence[int], opt.counts_option("Micro batches per step; default: as measured.")
     ] = (),
-    reduce_dtype: Annotated[str, Option(help="Precision of reduced gradients: full, bf16, fp16.")] = "full",
-    bucket_mib: Annotated[float | None, Option(help="Gradient bucket; default: 25, ddp's first 1.")] = None,
+    reduce_dtype: Annotated[
+        Literal["full", "bf16", "fp16"], Option(help="Precision of reduced gradients.")
+    ] = "full",
+    bucket_mib: Annotated[
+        float | None, Option(min=1e-3, help="Gradient bucket; default: 25, ddp's first 1.")
+    ] = None,
     json: opt.Json = False,
 ) -> int:
     """Predict the step time and efficiency of N GPUs from one GPU's profile."""
     from launcher import results
-    from launcher.plan import inputs, scaling
-    from launcher.plan.plan_report import plan_report
-    from launcher.plan.question import Question
+    from launcher.plan import scaling
+    from launcher.plan.plan_page import plan_page
     from launcher.report.console import show_report
 
-    source = inputs.choose(from_, model, seq_per_s, micro, gpu, (*accumulation, 1)[0])
-    question = Question(
+    source = scaling.find_source(from_, model, seq_per_s, micro, gpu, (*accumulation, 1)[0])
+    spec = scaling.PlanSpec(
         tuple(nproc),
         link,
         inter,
@@ -216,10 +223,10 @@ def plan_scaling(
         bucket_mib,
         reduce_dtype,
     )
-    answer = scaling.answer(source, question)
+    prediction = scaling.predict_scaling(source, spec)
     if json:
-        typer.echo(results.to_json(answer), nl=False)
+        typer.echo(results.to_json(prediction), nl=False)
     else:
-        config = model if from_ is None and model not in inputs.MODELS else None
-        show_report(opt.console(), plan_report(answer, config))
+        config = model if from_ is None and model not in scaling.MODELS else None
+        show_report(opt.console(), plan_page(prediction, config))
     return 0

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 
 from bert_dp import record
 from bert_dp.config import ConfigError, load_config, micro_is_auto, read_manifest, resolve
-from bert_dp.config.profile import ProfilePlan
+from bert_dp.config.checks import ProfilePlan
 from launcher import job, results
 from launcher.log import PLAIN, show
 from launcher.output import identity
 from launcher.report.run_report import PAGE
-from launcher.run.run_directory import start_issues
-from launcher.run.train import check_profile
+from launcher.run.train import check_profile, start_issues
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -23,7 +23,7 @@ from launcher.machine import doctor, environment
 from launcher.machine.environment import Environment, precision_of
 from launcher.report import run_files
 from launcher.run import train
-from launcher.run.memory_check import check_memory
+from launcher.run.train import check_memory
 from launcher.run.trials import trial_precision
 from launcher.scale.grid import Grid, Settings
 from launcher.tune import batch
@@ -171,7 +171,7 @@ def test_advice_on_memory_counts_in_the_precision_of_the_machine_or_the_checkpoi
     (tmp_path / "config.yaml").write_text(dump_config(AUTO))
     for machine in (WITH, WITHOUT):
         record.write_json(tmp_path / "environment.json", machine.to_json())
-        advised = advice._what_to_lower(tmp_path, 1, "host", "")[0][-1]
+        advised = advice._what_to_lower(tmp_path, 1, "", on_host=True)[0][-1]
         for precision in ("bf16", "fp32"):
             fits = advice.what_fits(AUTO, precision, 1, MACHINE.memory_gib, on_gpu=False)[0]
             assert (advised == fits) == (precision == ("bf16" if machine is WITH else "fp32"))
@@ -245,7 +245,7 @@ def test_a_run_that_left_no_summary_tells_what_its_ranks_had_decided(tmp_path: P
         ({"worker": {"precision": "bf16"}}, "bf16"),
     ):
         record.write_json(tmp_path / "environment.json", facts)
-        assert run_files.load(tmp_path).facts.precision == precision
+        assert run_files.load(tmp_path).summary.precision == precision
 
 
 def test_the_estimate_of_a_run_that_goes_on_is_in_its_own_precision(

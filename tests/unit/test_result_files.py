@@ -41,12 +41,19 @@ def assert_kept(data: Any, model: results.StoredModel) -> None:
     assert dict(flat(json.loads(json.dumps(data)))).items() <= dict(flat(results.plain(model))).items()
 
 
+def without_shapes(data: Any) -> Any:
+    """The recorded files hold the rate of each matmul shape, which is no longer kept."""
+    for part in (data, data.get("peak") or {}):
+        part.pop("shapes", None)
+    return data
+
+
 FILES = [
-    (read_json(SCALING / "scaling.json"), models.Scaling),
+    (without_shapes(read_json(SCALING / "scaling.json")), models.Scaling),
     (read_json(SCALING / "grid.json"), models.GridFile),
     (read_json(SCALING / "links-2.json"), models.Link),
     (read_json(SCALING / "profile.json"), models.Profile),
-    (read_json(SCALING / "peak.json"), models.Peak),
+    (without_shapes(read_json(SCALING / "peak.json")), models.Peak),
     (tune_fixture.batch(), TuneBatch),
     (tune_fixture.batch(inconclusive="no signal"), TuneBatch),
     (tune_fixture.unmeasured(), TuneBatch),
@@ -88,7 +95,7 @@ def damaged(**changes: Any) -> dict[str, Any]:
         (b"[" * 200_000, "damaged", "is not JSON (nested too deeply)"),
         (b'{"schema_version": ' + b"9" * 30 + b"}", "damaged", "is not JSON (a whole number of 30 digits)"),
         (b"\xff", "damaged", "is not JSON"),
-        (b'"text"', "damaged", "expected named values"),
+        (b'"text"', "damaged", "valid dictionary"),
         (json.dumps(damaged(world_size="2")).encode(), "damaged", "cells.1.world_size: "),
         (json.dumps(damaged(efficiency=float("nan"))).encode(), "damaged", "cells.1.efficiency: "),
         (json.dumps(damaged(tensor=7)).encode(), "damaged", "cells.1: tensor: 7 does not divide"),
@@ -124,7 +131,7 @@ def test_a_file_of_any_size_or_kind_is_refused_at_once(
     (tmp_path / "large.json").write_text(" " * 101)
     for path, problem in (
         (tmp_path / "large.json", "larger than 100 bytes"),
-        (tmp_path, "Is a directory"),
+        (tmp_path, "not a regular file"),
         (Path("/dev/zero"), "not a regular file"),
     ):
         with pytest.raises(ConfigError, match=rf"cannot be read \({problem}\)"):
@@ -132,7 +139,7 @@ def test_a_file_of_any_size_or_kind_is_refused_at_once(
 
 
 def test_the_result_of_another_verb_is_refused() -> None:
-    with pytest.raises(ConfigError, match="kind: expected 'lr'"):
+    with pytest.raises(ConfigError, match="kind: Input should be 'lr'"):
         results.parse(tune_fixture.batch(), TuneLr, "it")
 
 

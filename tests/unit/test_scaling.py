@@ -20,8 +20,8 @@ from launcher import results
 from launcher.machine import environment
 from launcher.machine.environment import Environment
 from launcher.output import Output
-from launcher.run.memory_check import STATE, check_memory
 from launcher.run.read_run import read_repeat
+from launcher.run.train import MEMORY_STATE, check_memory
 from launcher.run.trials import SCRATCH, Ending, Outcome, Runner, Slot, Trial
 from launcher.scale import benchmark, models
 from launcher.scale.analyze import CellMeasurement, analyze
@@ -204,7 +204,7 @@ def test_a_cpu_rank_has_as_many_cores_at_every_n(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_ceiling_that_does_not_fit_refuses_nothing() -> None:
-    whole = sum(memory_estimate_gib(CONFIG, "fp32", 4)[part] for part in STATE)
+    whole = sum(memory_estimate_gib(CONFIG, "fp32", 4)[part] for part in MEMORY_STATE)
     made = grid(with_memory(4 * 0.9 * whole), gpus=(4,), modes=("strong",), engines=("fsdp",))
     assert not [issue for issue in made.issues if "ceiling" in issue.message]
     assert not [cell for cell in made.cells if cell.kind == "ceiling"]
@@ -628,10 +628,10 @@ class MadeRunner(Runner):
         for trial in trials:
             self.ran.append(trial)
             fails = trial.config.parallel.engine == "ddp" and trial.ranks == 2
-            buckets = {"bucket_bytes": [4096, 5000]} if trial.config.parallel.engine == "zero1" else None
+            buckets = [4096, 5000] if trial.config.parallel.engine == "zero1" else []
             facts = failed("no") if fails else {"status": "done", "tokens_per_s": 2e3}
             trial.directory.mkdir(parents=True)
-            record.write_json(trial.directory / "summary.json", {**facts, "ddp": buckets})
+            record.write_json(trial.directory / "summary.json", {**facts, "bucket_bytes": buckets})
             yield trial, Outcome("failed" if fails else "ok", 1.0)
 
     def helper(self, module: str, arguments: Sequence[str], cores: Sequence[int] | None = None) -> list[Any]:
