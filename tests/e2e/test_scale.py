@@ -110,32 +110,14 @@ def test_every_number_is_recomputed_from_the_raw_records(scaling: dict[str, Any]
         low, high = cell["step_time_s"]["ci95"]
         assert low <= mean <= high
         assert cell["step_time_s"]["p95"] == pytest.approx(np.percentile([s for j in jobs for s in j], 95))
-        parts = {
-            part: statistics.median(statistics.mean(s for rank in run for s in rank[part]) for run in runs)
-            for part in runs[0][0]
-        }
-        assert cell["data_wait_fraction"] == pytest.approx(parts["data_wait_s"] / parts["step_s"])
-        split = cell["split_s"]
-        assert split["data"] == pytest.approx(parts["data_wait_s"])
-        whole = split["forward_backward"] + (split["exposed_comm"] or 0.0) + split["optimizer"]
-        assert whole == pytest.approx(parts["forward_backward_s"] + parts["optimizer_s"])
-        rest = parts["step_s"] - parts["data_wait_s"] - parts["forward_backward_s"] - parts["optimizer_s"]
-        assert split["other"] == pytest.approx(max(0.0, rest))
         if (n, cell["tensor"]) == (2, 1):
             ratios = [sum(run[1]["own_work_s"]) / sum(run[0]["own_work_s"]) for run in runs]
             ratio = statistics.geometric_mean(ratios)
             assert cell["straggler_ratio"] == pytest.approx(max(ratio, 1 / ratio))
         else:
             assert cell["straggler_ratio"] is None
-        assert cell["mamfu"] == pytest.approx(
-            cell["tokens_per_s_per_gpu"] * scaling["settings"]["flops_per_token"] / peak
-        )
-        memory = [
-            read_lines(out / r["run"] / "steps" / f"rank-{k}.jsonl")[-1]["peak_memory_gib"]
-            for r in cell["repeats"]
-            for k in range(n)
-        ]
-        assert cell["peak_memory_gib"] == max(memory)
+        flops = cell["tokens_per_s_per_gpu"] * scaling["settings"]["flops_per_token"]
+        assert cell["mamfu"] == pytest.approx(flops / peak)
         lines = read_lines(out / cell["repeats"][0]["run"] / "metrics.jsonl")
         assert cell["loss"]["curve"] == [[x["tokens"], x["loss"]] for x in lines]
     one = means["strong-single-n1"]
