@@ -6,46 +6,18 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import typer.main
 
 from bert_dp import checkpoint
-from launcher.cli import app
 from launcher.machine import doctor
 from tests.e2e.cli import bert_dp, here, refused, train
 from tests.helpers import write_lines
 from tests.scaling_fixture import scaling
 from tests.states import FACTS
 from tests.tune_fixture import batch
-
-
-def verbs(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The words of a verb, or group of verbs, and of all below it."""
-    yield path
-    for name, below in getattr(command, "commands", {}).items():
-        yield from verbs(below, (*path, name))
-
-
-VERBS = list(verbs(typer.main.get_command(app.app)))
-
-
-@pytest.mark.quick
-def test_every_verb_is_known() -> None:
-    """The test of help texts would hold of none."""
-    assert {(), ("train",), ("data", "build"), ("tune", "lr"), ("eval", "glue")} < set(VERBS)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("verb", VERBS, ids=lambda v: " ".join(v) or "bert-dp")
-def test_help(verb: tuple[str, ...]) -> None:
-    done = here(*verb, "--help")
-    assert done.returncode == 0
-    assert "Usage:" in done.stdout
 
 
 @pytest.mark.quick
