@@ -70,7 +70,7 @@ def of_directories(run_dirs: Sequence[Path]) -> Report:
         [*(Verdict(*_end(run), run.missing, name) for name, run in named), *_small_difference(runs)],
         [] if many else _tiles(runs[0]),
         [
-            Section("", [figure(runs) for figure in FIGURES], console=False),
+            Section("", _figures(runs), console=False),
             Section("Numbers", tables=[_numbers(runs)]),
             *([Section("Settings that differ", tables=[_differences(runs)])] if many else []),
             *[
@@ -160,10 +160,26 @@ def _tiles(run: RunFiles) -> list[Tile]:
     ]
 
 
-# --- figures: one function of the runs each, in FIGURES
+# --- figures
 
 
-def loss(runs: Sequence[RunFiles]) -> Figure:
+def _figures(runs: Sequence[RunFiles]) -> list[Figure]:
+    curves = (
+        ("Learning rate", "lr", Axis("learning rate", "lr", from_zero=True)),
+        ("Global batch", "global_batch", Axis("sequences per optimizer step", from_zero=True)),
+    )
+    return [
+        _loss(runs),
+        _throughput(runs),
+        *[
+            Figure(title, [Line(r.name, *_points(r, key), i) for i, r in enumerate(runs)], Axis("tokens"), y)
+            for title, key, y in curves
+        ],
+        _time_split(runs),
+    ]
+
+
+def _loss(runs: Sequence[RunFiles]) -> Figure:
     """Draw the training and the held-out loss, with that of a model without context."""
     many = len(runs) > 1
     style: Style = "dashed" if many else "both"
@@ -186,7 +202,7 @@ def loss(runs: Sequence[RunFiles]) -> Figure:
     return Figure("Loss", lines, Axis("tokens"), y, levels=list(levels.values()), switch=True)
 
 
-def throughput(runs: Sequence[RunFiles]) -> Figure:
+def _throughput(runs: Sequence[RunFiles]) -> Figure:
     """Draw tokens per second over the time of the run."""
     lines = [Line(run.name, *_points(run, "tokens_per_s", "elapsed_s"), i) for i, run in enumerate(runs)]
     longest = max((x for line in lines for x in line.x), default=0.0)
@@ -196,20 +212,7 @@ def throughput(runs: Sequence[RunFiles]) -> Figure:
     return Figure("Throughput", lines, Axis(f"elapsed ({unit})"), y)
 
 
-def learning_rate(runs: Sequence[RunFiles]) -> Figure:
-    """Draw the learning rate over the tokens."""
-    lines = [Line(run.name, *_points(run, "lr"), i) for i, run in enumerate(runs)]
-    return Figure("Learning rate", lines, Axis("tokens"), Axis("learning rate", "lr", from_zero=True))
-
-
-def global_batch(runs: Sequence[RunFiles]) -> Figure:
-    """Draw the global batch with its ramp, over the tokens."""
-    lines = [Line(run.name, *_points(run, "global_batch"), i) for i, run in enumerate(runs)]
-    y = Axis("sequences per optimizer step", from_zero=True)
-    return Figure("Global batch", lines, Axis("tokens"), y)
-
-
-def time_split(runs: Sequence[RunFiles]) -> Figure:
+def _time_split(runs: Sequence[RunFiles]) -> Figure:
     """Draw the parts of the wall time, a row of 100 % for each run."""
     splits = [_split(run.summary) for run in runs]
     walls = [sum(split.values()) for split in splits]
@@ -227,9 +230,6 @@ def time_split(runs: Sequence[RunFiles]) -> Figure:
             texts = [f"{format_duration(s)}, {format_percent(share)}" for s, share in parts]
             bars.append(Bars(label, shares, texts))
     return Figure("Where the time went", bars, Axis("share of the wall time", "percent"), Axis(""), rows)
-
-
-FIGURES = (loss, throughput, learning_rate, global_batch, time_split)
 
 
 def _points(run: RunFiles, y: str, x: str = "tokens") -> tuple[list[float], list[float | None]]:
@@ -331,7 +331,7 @@ def _work(run: RunFiles) -> list[Row]:
     )
     step = f"one step = {batch}"
     if _is_ramped(summary) and summary.samples and summary.step:
-        step = f"{summary.samples / summary.step:,.1f} sequences in the mean, at most {batch}"
+        step = f"{summary.samples / summary.step:,.1f} sequences on average, at most {batch}"
     lost = f"{_share(summary.skipped_steps, summary.step)} of the steps; gradient norm not finite"
     compiled = None if summary.compiled is None else "compiled" if summary.compiled else "eager"
     narrow = run.config.get("model", {}).get("residual_dtype") == "bf16"
@@ -354,7 +354,7 @@ def _rates(run: RunFiles) -> list[Row]:
     micro = f"{_micro_batches(summary)} micro batches per optimizer step"
     if _is_ramped(summary) and summary.steps_per_s and summary.global_steps_per_s is not None:
         mean = format_ratio(summary.global_steps_per_s / summary.steps_per_s)
-        micro = f"{mean} micro batches per optimizer step in the mean"
+        micro = f"{mean} micro batches per optimizer step on average"
     peak = " ".join(filter(None, [summary.precision, "peak of the device"]))
     profiled = f"; {_steps(summary.profiled_steps)} under the profiler" if summary.profiled_steps else ""
     per_device = f"tokens/s divided by {_ranks(summary)}"

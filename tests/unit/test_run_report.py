@@ -266,9 +266,9 @@ def test_a_run_that_went_on_says_of_which_steps_its_figures_are(tmp_path: Path) 
 
 def test_a_ramped_batch_is_told_by_its_mean(tmp_path: Path) -> None:
     rows = rows_of(report_of(tmp_path / "run", samples=3210, global_steps_per_s=4.2))
-    note = "32.1 sequences in the mean, at most global batch 64 = micro 16 x accumulation 2 x dp 2"
+    note = "32.1 sequences on average, at most global batch 64 = micro 16 x accumulation 2 x dp 2"
     assert rows["Work", "optimizer steps"] == [f"100 | {note}"]
-    mean = "2.10 micro batches per optimizer step in the mean"
+    mean = "2.10 micro batches per optimizer step on average"
     assert rows["Throughput", "global steps"] == [f"4.2 global steps/s | {mean}"]
 
 
