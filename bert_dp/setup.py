@@ -12,7 +12,7 @@ from bert_dp import checkpoint, cost, optim, parallel, record
 from bert_dp.binding import OMP, Placement, format_cores
 from bert_dp.building import first_state, prepare_model
 from bert_dp.config import ConfigError, changed_settings, decide_precision, peak_lr, residual_issues
-from bert_dp.config.profile import ProfilePlan
+from bert_dp.config.checks import ProfilePlan
 from bert_dp.devices import device_name
 from bert_dp.dist import Comm
 from bert_dp.lines import Records
@@ -22,7 +22,7 @@ from bert_dp.precision import Precision, allow_tf32, has_bf16, precision_of
 from bert_dp.record.models import InitFrom
 from bert_dp.saving import AsyncCheckpointer
 from bert_dp.step_trace import StepTrace
-from bert_dp.tasks import Metadata, SameBatch, Stream
+from bert_dp.tasks import DatasetInfo, SameBatch, Stream
 from bert_dp.train_state import TrainState
 from bert_dp.trainer import Rank, Trainer
 
@@ -43,7 +43,7 @@ class Checkpoint:
     """The weights that the run began with."""
 
 
-def check_same_data(comm: Comm, data: Metadata) -> None:
+def check_same_data(comm: Comm, data: DatasetInfo) -> None:
     """Raises ConfigError on a rank whose data are not rank 0's: nodes may have caches of their own.
     Collective."""
     first = comm.broadcast(data.data_hash)
@@ -87,12 +87,8 @@ def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
     path = Path(answer["path"])
     tensors, facts = checkpoint.load(path)
     if changed := changed_settings(facts.config, rank.config):
-        raise ConfigError(
-            [
-                f"--resume {path}: {line}; undo it or use --resume never in another run directory"
-                for line in changed
-            ]
-        )
+        hint = "undo it or use --resume never in another run directory"
+        raise ConfigError([dataclasses.replace(issue, hint=hint) for issue in changed])
     if facts.data_hash != rank.data.data_hash:
         own = rank.data.data_hash[:16]
         raise ConfigError([f"data: the run was trained on shards {facts.data_hash[:16]}, these are {own}"])

@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING
 
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, batch_layout, load_config, with_budget
-from bert_dp.config.profile import ProfilePlan, parse_profile, profile_issues
+from bert_dp.config.checks import ProfilePlan, parse_profile, profile_issues
 from bert_dp.heartbeat import Heartbeat
 from bert_dp.lines import WriteErrors
 from bert_dp.rank_process import (

@@ -15,7 +15,7 @@ import typer
 
 from bert_dp import __version__, record
 from bert_dp.config import ConfigError, Issue, find_config, shipped_configs
-from bert_dp.config.profile import parse_profile
+from bert_dp.config.checks import parse_profile
 from launcher.errors import DISK_FAILED, exit_code
 from launcher.log import complain, logger
 from launcher.options import (

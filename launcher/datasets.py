@@ -79,9 +79,9 @@ def build(
     }
     with told_by_option(OPTIONS):
         config = resolve([asked])
-        for line in no_effect(config):
-            if line.startswith("data.build."):
-                show(console, f"warning: {line}", **PLAIN)
+        for issue in no_effect(config):
+            if issue.setting.startswith("data.build."):
+                show(console, f"warning: {issue}", **PLAIN)
         # the tokenising processes look for modules in the current folder otherwise
         os.environ["PYTHONSAFEPATH"] = "1"
         try:

@@ -102,8 +102,8 @@ def _bad_parameter(error: typer.BadParameter) -> str:
     shown, message = option if option.startswith("-") else option.upper(), plain_message(error.message)
     if not message:
         return f"error: {shown} is missing; see `{_verb(error)} --help`"
-    value = _given(option)
-    if message.startswith("expected ") and value is not None and value not in re.split(r"[\s,']+", message):
+    value, words = _given(option), re.split(r"[\s,']+", message)
+    if message.startswith("Input should be") and value is not None and value not in words:
         message += f", got {value}"
     return f"error: {shown}: {message}"
 

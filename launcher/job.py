@@ -29,10 +29,10 @@ from bert_dp.config import (
     modernbert_issues,
     read_data,
 )
-from bert_dp.config.extras import install_command
+from bert_dp.config.error import install_command
+from bert_dp.config.load import find_config as find_named_config
+from bert_dp.config.load import shipped_configs
 from bert_dp.config.schema import Logger
-from bert_dp.config.shipped import find_config as find_named_config
-from bert_dp.config.shipped import shipped_configs
 from launcher import children
 from launcher.log import secret_issues
 from launcher.machine import environment

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from bert_dp.config import ConfigError, benchmark_names, engine_facts, shipped_configs
-from bert_dp.config.extras import install_command
+from bert_dp.config.error import install_command
 from bert_dp.record import safe
 from launcher.job import logger_issues
 from launcher.run.starters import launcher_problem

@@ -62,7 +62,7 @@ def scaling(
         "command": ["bert-dp", "scale", "crammed-bert", "--gpus", "1,2,4"],
         "mode": modes[0] if len(modes) == 1 else "both",
         "settings": _settings(),
-        "peak": {"datasheet_flops": None, "matmul_flops": PEAK, "shapes": []},
+        "peak": {"datasheet_flops": None, "matmul_flops": PEAK},
         "cells": cells,
         "links": [_link(rng, n) for n in sizes if n > 1],
         "profile": _profile(),
@@ -76,7 +76,7 @@ def nulls() -> dict[str, Any]:
     """A grid that has just begun: every measured number is null."""
     data = scaling(status="partial", links=[], verdicts=[], profile=None, environment={})
     data["settings"] = {}
-    data["peak"] = {"datasheet_flops": None, "matmul_flops": None, "shapes": []}
+    data["peak"] = {"datasheet_flops": None, "matmul_flops": None}
     data["cells"] = [_without_figures(cell, "pending", None) for cell in data["cells"]]
     return data
 

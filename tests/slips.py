@@ -84,8 +84,8 @@ SLIPS = (
     Slip(
         "peak-memory-of-rank-0",
         "bert_dp/metrics.py",
-        "memory = ranks[:, 1].max().item()",
-        "memory = ranks[0, 1].item()",
+        "ranks[:, 1].max().item()",
+        "ranks[0, 1].item()",
         "tests/unit/test_meter.py",
     ),
     Slip(

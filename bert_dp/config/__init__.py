@@ -1,15 +1,30 @@
-"""The whole configuration of a run. Torch-free."""
+"""Configuration of a run: settings, checks, and the data that fit it. Torch-free."""
 
-from bert_dp.config.batch import BatchLayout, batch_at, batch_layout, progress_at, with_budget
+from bert_dp.config.batch import (
+    BatchLayout,
+    PeakLr,
+    batch_at,
+    batch_layout,
+    peak_lr,
+    progress_at,
+    with_budget,
+)
 from bert_dp.config.checks import (
+    BF16_UNITS,
+    Kind,
+    bf16_units,
     changed_settings,
+    cpu_field,
+    decide_precision,
     differing_settings,
     flat,
     init_issues,
+    native_class,
+    native_head,
+    native_issues,
     no_effect,
     residual_issues,
 )
-from bert_dp.config.cpu import BF16_UNITS, bf16_units, cpu_field
 from bert_dp.config.engines import (
     ENGINES,
     OPTIMIZERS,
@@ -19,23 +34,21 @@ from bert_dp.config.engines import (
     engines_with,
     sharded,
 )
-from bert_dp.config.error import ConfigError, Issue, IssueKind, plain_message
+from bert_dp.config.error import ConfigError, Issue, IssueKind, install_command, plain_message
 from bert_dp.config.examples import ExamplesManifest, read_data, read_examples
-from bert_dp.config.extras import install_command
 from bert_dp.config.load import (
     dump_config,
+    find_config,
     load_config,
     micro_is_auto,
     parse_overrides,
     read_yaml,
     resolve,
     setting_paths,
+    shipped_configs,
 )
 from bert_dp.config.manifest import Manifest, read_manifest
 from bert_dp.config.modernbert import HF, hf_directory, modernbert_issues
-from bert_dp.config.native import Kind, native_class, native_head, native_issues
-from bert_dp.config.precision import decide_precision
-from bert_dp.config.rates import PeakLr, peak_lr
 from bert_dp.config.schema import (
     BUDGETS,
     MAX_RANKS,
@@ -55,4 +68,3 @@ from bert_dp.config.schema import (
     divisors,
     num_masked,
 )
-from bert_dp.config.shipped import find_config, shipped_configs

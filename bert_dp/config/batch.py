@@ -1,6 +1,8 @@
-"""The batch equation, its ramp, and how far a run has come in its budget."""
+"""Compute the batch equation, its ramp, the progress of a run in its budget, and its peak learning rate."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
@@ -8,9 +10,14 @@ from bert_dp.config.checks import finetune_issues, noise_issues, parallel_issues
 from bert_dp.config.error import ConfigError, Issue
 from bert_dp.config.schema import BatchConfig, Config, divisors
 
+# arXiv 1904.00962, table 2: one rule for batches 512 to 32,768, and 3,125 warm-up steps whatever the batch
+UNTUNED_LR = 5e-3
+UNTUNED_BATCH = 32_768
+UNTUNED_WARMUP_STEPS = 3_125
+
 
 class BatchLayout(BaseModel):
-    """The batch equation for one world size: global = micro x accumulation x dp."""
+    """Hold the batch equation of one world size: global = micro x accumulation x dp."""
 
     model_config = ConfigDict(frozen=True)
     world_size: int
@@ -34,44 +41,32 @@ class BatchLayout(BaseModel):
 
 
 def batch_layout(config: Config, world_size: int) -> BatchLayout:
-    """Accumulation for `world_size` ranks at the declared global batch.
+    """Compute the accumulation of `world_size` ranks at the declared global batch.
 
     Raises ConfigError, naming the nearest batches that divide, when it does not.
     """
     batch, dp = config.batch, max(1, world_size // config.parallel.tensor)
-    issues: list[Issue] = []
     micro_step = batch.micro_size * dp  # samples of one forward/backward over all replicas
+    quantum = batch.ramp_quantum if batch.ramp_fraction > 0 else None
+    per_pass = f"batch.micro_size {batch.micro_size} x {dp} replicas = {micro_step}"
+    issues: list[Issue] = []
     if batch.global_size % micro_step:
         low = batch.global_size // micro_step * micro_step
-        near = ", ".join(str(n) for n in (low, low + micro_step) if n)
-        or_else = (
-            "the number of ranks" if batch.global_size % dp else "batch.micro_size or the number of ranks"
-        )
-        message = (
-            f"{batch.global_size} is not a multiple of batch.micro_size {batch.micro_size} "
-            f"x {dp} replicas = {micro_step}"
-        )
-        hint = f"nearest that are: {near} (or change {or_else})"
+        or_else = "" if batch.global_size % dp else "batch.micro_size or "
         issues.append(
-            Issue(
-                "batch.global_size", "does_not_divide", message, batch.global_size, "batch.micro_size", hint
+            _not_a_multiple(
+                "batch.global_size",
+                batch.global_size,
+                per_pass,
+                [n for n in (low, low + micro_step) if n],
+                f" (or change {or_else}the number of ranks)",
             )
         )
-    elif batch.ramp_fraction > 0 and batch.ramp_quantum is not None and batch.ramp_quantum % micro_step:
+    elif quantum is not None and quantum % micro_step:
         fits = [q for q in divisors(batch.global_size) if q % micro_step == 0]
-        near = ", ".join(map(str, sorted(fits, key=lambda q: abs(q - (batch.ramp_quantum or 0)))[:2]))
-        message = (
-            f"{batch.ramp_quantum} is not a multiple of batch.micro_size {batch.micro_size} "
-            f"x {dp} replicas = {micro_step}"
-        )
         issues.append(
-            Issue(
-                "batch.ramp_quantum",
-                "does_not_divide",
-                message,
-                batch.ramp_quantum,
-                "batch.micro_size",
-                f"nearest that are: {near}",
+            _not_a_multiple(
+                "batch.ramp_quantum", quantum, per_pass, sorted(fits, key=lambda q: abs(q - quantum))[:2]
             )
         )
     issues += parallel_issues(config, world_size)
@@ -89,6 +84,12 @@ def batch_layout(config: Config, world_size: int) -> BatchLayout:
     )
 
 
+def _not_a_multiple(name: str, value: int, of: str, near: list[int], or_else: str = "") -> Issue:
+    message = f"{value} is not a multiple of {of}"
+    hint = f"nearest that are: {', '.join(map(str, near))}{or_else}"
+    return Issue(name, "does_not_divide", message, value, "batch.micro_size", hint)
+
+
 def progress_at(config: Config, step: int, samples: int, elapsed_s: float) -> float:
     """f in [0, 1]: consumed / declared in the budget's own unit. Of a budget in epochs: see with_budget."""
     schedule = config.schedule
@@ -101,8 +102,8 @@ def progress_at(config: Config, step: int, samples: int, elapsed_s: float) -> fl
 
 
 def with_budget(config: Config, num_samples: int) -> Config:
-    """The configuration with schedule.epochs, if it has any, as the tokens of so many passes over
-    `num_samples` training sequences; of finetuning, whose examples differ in length, as its whole steps."""
+    """Convert schedule.epochs, if it is set, to the tokens of so many passes over `num_samples` training
+    sequences; of finetuning, whose examples differ in length, to whole steps."""
     schedule = config.schedule
     if schedule.epochs is None:
         return config
@@ -115,9 +116,37 @@ def with_budget(config: Config, num_samples: int) -> Config:
 
 
 def batch_at(batch: BatchConfig, progress: float) -> int:
-    """Sequences of the step that starts at progress f: the recipe's linear ramp in declared quanta."""
+    """Return the sequences of the step that starts at progress f: a linear ramp in declared quanta."""
     if batch.ramp_fraction <= 0 or batch.ramp_quantum is None:
         return batch.global_size
     quantum = batch.ramp_quantum
     ramped = int(progress * batch.global_size / batch.ramp_fraction / quantum) * quantum + quantum
     return min(ramped, batch.global_size)
+
+
+class PeakLr(NamedTuple):
+    value: float
+    equation: str
+
+
+def peak_lr(config: Config) -> PeakLr:
+    """Compute the peak learning rate of a run; return it with its equation.
+
+    optim.lr: auto = the untuned LAMB rule. lr_scaling: sqrt keeps the noise of Adam, LAMB and Muon updates
+    per sample (arXiv 2205.10287), linear is the rule of plain SGD (arXiv 1706.02677).
+    """
+    optim, batch = config.optim, config.batch.global_size
+    if optim.lr == "auto":
+        value = UNTUNED_LR * (batch / UNTUNED_BATCH) ** 0.5
+        return PeakLr(
+            value,
+            f"{value:.4g} = {UNTUNED_LR:g} sqrt({batch} / {UNTUNED_BATCH}) (untuned LAMB; its rule warms up "
+            f"over {UNTUNED_WARMUP_STEPS:,} steps of the whole run)",
+        )
+    if optim.lr_scaling == "none" or optim.lr_batch is None:
+        return PeakLr(optim.lr, f"{optim.lr:g} as given, for global batch {batch}")
+    ratio = batch / optim.lr_batch
+    root = optim.lr_scaling == "sqrt"
+    value = optim.lr * (ratio**0.5 if root else ratio)
+    rule = f"{'sqrt' if root else ''}({batch} / {optim.lr_batch})"
+    return PeakLr(value, f"{value:.4g} = {optim.lr:g} x {rule}, global batch / the batch it was tuned at")

@@ -1,57 +1,34 @@
-"""Checks before anything starts: settings that do not fit together, have no effect or have changed."""
+"""Checks before anything starts: settings that do not fit together, have no effect or have changed; classes
+of transformers, precisions, profiled steps and CPUs that a run needs."""
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import functools
 import json
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
 
-from pydantic import ValidationError
-
-from bert_dp.config.engines import OPTIMIZERS, EngineFacts, engine_facts, engines_with, sharded
+from bert_dp.config.engines import ENGINES, OPTIMIZERS, EngineFacts, engine_facts, engines_with, sharded
 from bert_dp.config.error import ConfigError, Issue
-from bert_dp.config.native import native_head
 from bert_dp.config.schema import (
-    BUDGETS,
+    FREE_FROM_WEIGHTS,
+    FREE_ON_RESUME,
     MAX_VOCAB_SIZE,
-    BuildConfig,
     Config,
-    FinetuneConfig,
     ModelConfig,
-    Section,
+    OnlyWith,
+    all_settings,
     divisors,
     nearest_divisors,
 )
 
-FREE_ON_RESUME = (
-    *(f"schedule.{name}" for name in BUDGETS),
-    "batch.micro_size",
-    "parallel",
-    "log",
-    "checkpoint",
-    "eval",
-    "compile",
-    "run.device",
-    "run.deterministic",
-    "run.init_from",
-    "run.init_keeps",
-    "run.max_skipped_in_a_row",
-    "run.hang_after_s",
-    "run.end_hung_after_s",
-    "data.workers",
-    "data.path",
-    "data.sources",
-)
-
-FREE_FROM_WEIGHTS = (
-    "model.dropout",
-    "model.attention_dropout",
-    "model.norm_eps",
-    "model.rope_theta",
-    "model.residual_dtype",
-)
+Kind = Literal["mlm", "classifier", "encoder"]
+"""What is exported: with the head that predicts tokens, with that of labels, or without one."""
+ROOT = Path("/")
+BF16_UNITS = ("amx_bf16", "avx512_bf16")  # CPU flags, as Linux names them
 
 
 def parallel_issues(config: Config, world_size: int) -> list[Issue]:
@@ -68,8 +45,8 @@ def parallel_issues(config: Config, world_size: int) -> list[Issue]:
         issues.append(Issue("parallel.engine", "conflict", message, engine, "--nproc", "use single"))
     if tensor > 1:
         issues += _tensor_issues(config, facts, world_size)
-    if parallel.fsdp_replicas > 1:
-        issues += _replica_issues(config, facts, world_size)
+    if "fsdp_replicas" in facts.settings:
+        issues += _replica_issues(config, world_size)
     needs = OPTIMIZERS[optim].needs
     if needs == "whole_tensors" and (tensor > 1 or not facts.whole_tensors):
         other, hint = (
@@ -104,16 +81,12 @@ def residual_issues(config: Config, precision: str) -> list[Issue]:
     return [Issue("model.residual_dtype", "conflict", message, "bf16", "precision", hint)]
 
 
-def _replica_issues(config: Config, facts: EngineFacts, world_size: int) -> list[Issue]:
-    name, replicas = "parallel.fsdp_replicas", config.parallel.fsdp_replicas
-    if "fsdp_replicas" not in facts.settings:
-        message = f"{replicas} needs parallel.engine: fsdp"
-        return [Issue(name, "conflict", message, replicas, "parallel.engine")]
-    dp = world_size // config.parallel.tensor
-    if dp % replicas:
-        message, hint = f"{replicas} does not divide {dp} replicas", f"use {nearest_divisors(dp, replicas)}"
-        return [Issue(name, "does_not_divide", message, replicas, "--nproc", hint)]
-    return []
+def _replica_issues(config: Config, world_size: int) -> list[Issue]:
+    dp, replicas = world_size // config.parallel.tensor, config.parallel.fsdp_replicas
+    if dp % replicas == 0:
+        return []
+    message, hint = f"{replicas} does not divide {dp} replicas", f"use {nearest_divisors(dp, replicas)}"
+    return [Issue("parallel.fsdp_replicas", "does_not_divide", message, replicas, "--nproc", hint)]
 
 
 def _tensor_issues(config: Config, facts: EngineFacts, world_size: int) -> list[Issue]:
@@ -137,18 +110,16 @@ def _tensor_issues(config: Config, facts: EngineFacts, world_size: int) -> list[
 
 
 def _near_multiples(model: ModelConfig, name: str, tensor: int) -> str:
-    """Sizes near model.`name` that `tensor` divides; a number of heads divides the hidden size too."""
+    """Name sizes near model.`name` that `tensor` divides; a number of heads divides the hidden size too."""
     size = getattr(model, name)
-    multiples = [size // tensor * tensor, -(-size // tensor) * tensor]
-    most = MAX_VOCAB_SIZE if name == "vocab_size" else size + tensor
-    condition = ""
-    if name == "num_heads":
-        most = model.hidden_size
-        if heads := [n for n in divisors(model.hidden_size) if n % tensor == 0]:
-            multiples = [*[n for n in heads if n < size][-1:], *[n for n in heads if n > size][:1]]
-        else:
-            condition = f", with a model.hidden_size that is a multiple, not {model.hidden_size}"
-    return ", ".join(str(n) for n in multiples if 0 < n <= most) + condition
+    if name != "num_heads":
+        most = MAX_VOCAB_SIZE if name == "vocab_size" else size + tensor
+        multiples = [size // tensor * tensor, -(-size // tensor) * tensor]
+        return ", ".join(str(n) for n in multiples if 0 < n <= most)
+    fits = [n for n in divisors(model.hidden_size) if n % tensor == 0]
+    if not fits:
+        return f"with a model.hidden_size that is a multiple, not {model.hidden_size}"
+    return ", ".join(map(str, [*[n for n in fits if n < size][-1:], *[n for n in fits if n > size][:1]]))
 
 
 def finetune_issues(config: Config) -> list[Issue]:
@@ -156,44 +127,22 @@ def finetune_issues(config: Config) -> list[Issue]:
     if config.objective.name != "finetune":
         return []
     issues = []
-    labels, kind = config.finetune.labels, config.finetune.kind
-    if kind != "regression" and len(labels) < 1 + (kind == "single_label"):
+    labels, kind = len(config.finetune.labels), config.finetune.kind
+    if kind != "regression" and labels < 1 + (kind == "single_label"):
         hint = "name them, or use `bert-dp finetune`, which takes them from the data"
-        issues.append(
-            Issue("finetune.labels", "missing", f"{len(labels)} of a {kind} task", len(labels), hint=hint)
-        )
+        issues.append(Issue("finetune.labels", "missing", f"{labels} of a {kind} task", labels, hint=hint))
     if config.finetune.head == "native":
         try:
             native_head(config.model)
         except ConfigError as error:
             issues += error.issues
-    if config.batch.ramp_fraction:
-        message = (
-            f"{config.batch.ramp_fraction}, but batches of finetuning are sorted by length inside one global "
-            "batch, whose size must not change"
-        )
-        issues.append(
-            Issue(
-                "batch.ramp_fraction",
-                "conflict",
-                message,
-                config.batch.ramp_fraction,
-                "objective.name",
-                "use 0",
-            )
-        )
-    if config.schedule.tokens is not None:
-        hint = "use schedule.epochs or schedule.steps"
-        issues.append(
-            Issue(
-                "schedule.tokens",
-                "unsupported",
-                "examples differ in length",
-                config.schedule.tokens,
-                "objective.name",
-                hint,
-            )
-        )
+    for path, why, hint in (
+        ("batch.ramp_fraction", "batches are sorted by length inside one global batch", "use 0"),
+        ("schedule.tokens", "examples differ in length", "use schedule.epochs or schedule.steps"),
+    ):
+        if value := value_at(config, path):
+            message = f"{value}, but in finetuning {why}"
+            issues.append(Issue(path, "conflict", message, value, "objective.name", hint))
     return issues
 
 
@@ -220,96 +169,62 @@ def noise_issues(config: Config, dp: int) -> list[Issue]:
     return []
 
 
-def no_effect(config: Config, ranks: int | None = None) -> list[str]:
-    """One line for each setting that was given explicitly and changes nothing in this run. `ranks`: where
-    their number is known."""
-    data, build, name, engine = config.data, config.data.build, config.schedule.name, config.parallel.engine
-    if engine == "auto" and ranks == 1:
-        engine = "single"
-    finetunes = config.objective.name == "finetune"
-    built, from_path = data.sources is not None, data.path is not None
-    own_tokenizer = built and data.tokenizer is not None
-    with_engine, with_optimizer = f"with parallel.engine: {engine}", f"with optim.name: {config.optim.name}"
-    facts = engine_facts(engine)
-    # setting, whether it is idle here, and why
-    rules: tuple[tuple[str, bool, str], ...] = (
-        ("run.init_keeps", config.run.init_from is None, "without run.init_from"),
-        ("batch.ramp_quantum", config.batch.ramp_fraction == 0, ": batch.ramp_fraction is 0"),
-        (
-            "schedule.warmup_fraction",
-            name in ("budget_triangle", "constant", "exponential"),
-            f"with schedule.name: {name}",
-        ),
-        ("schedule.decay_fraction", name != "wsd", f"with schedule.name: {name}"),
-        (
-            "model.rope_theta",
-            config.model.position != "rope",
-            f"with model.position: {config.model.position}",
-        ),
-        ("model.norm_bias", config.model.norm == "rmsnorm", "with model.norm: rmsnorm"),
-        *(
-            (f"checkpoint.{field}", config.checkpoint.keep == 0, ": checkpoint.keep is 0, nothing is saved")
-            for field in ("every_steps", "on_error")
-        ),
-        *(
-            (f"finetune.{field}", not finetunes, f"with objective.name: {config.objective.name}")
-            for field in FinetuneConfig.model_fields
-        ),
-        *(
-            (setting, finetunes, "with objective.name: finetune")
-            for setting in ("objective.mask_rate", "data.shuffle", "eval.max_sequences")
-        ),
-        ("finetune.head_size", config.finetune.head == "native", "with finetune.head: native"),
-        *((f"data.{field}", data.synthetic, "with data.synthetic: true") for field in ("shuffle", "workers")),
-        ("data.tokenizer", from_path, "with data.path: the shards carry their tokenizer"),
-        *((f"data.build.{field}", from_path, "with data.path") for field in BuildConfig.model_fields),
-        ("data.build.tokenizer_model", own_tokenizer, ": data.tokenizer is given"),
-        ("data.build.normalize", own_tokenizer, ": data.tokenizer is given"),
-        (
-            "data.build.near_threshold",
-            built and build.dedup != "near",
-            f"with data.build.dedup: {build.dedup}",
-        ),
-        *(
-            (f"parallel.{field}", field not in facts.settings, with_engine)
-            for field in ("bucket_mib", "reduce_dtype", "static_graph", "zero_stage")
-        ),
-        *(
-            (f"optim.{field}", field not in OPTIMIZERS[config.optim.name].settings, with_optimizer)
-            for row in OPTIMIZERS.values()
-            for field in row.settings
-        ),
-        ("optim.lr_batch", config.optim.lr_scaling == "none", "with optim.lr_scaling: none"),
-    )
-    return [
-        f"{setting} has no effect{'' if why.startswith(':') else ' '}{why}"
-        for setting, is_idle, why in rules
-        if is_idle and _is_given(config, setting.partition(":")[0])
-    ]
+def no_effect(config: Config, ranks: int | None = None) -> list[Issue]:
+    """Find settings that were given explicitly and change nothing in this run. `ranks`: None = not known."""
+    parallel, optim = config.parallel, config.optim
+    engine = "single" if parallel.engine == "auto" and ranks == 1 else parallel.engine
+    choices: dict[str, tuple[str, str, tuple[str, ...], Mapping[str, Any]]] = {
+        "parallel": ("parallel.engine", engine, engine_facts(engine).settings, ENGINES),
+        "optim": ("optim.name", optim.name, OPTIMIZERS[optim.name].settings, OPTIMIZERS),
+    }
+    issues: list[Issue] = []
+    for path, _, marks in all_settings():
+        if not _is_given(config, path):
+            continue
+        rules = [mark for mark in marks if isinstance(mark, OnlyWith)]
+        idle = [(r.setting, value) for r in rules if not r.holds(value := value_at(config, r.setting))]
+        section, _, name = path.rpartition(".")
+        if section in choices:
+            chooser, choice, read, table = choices[section]
+            if name not in read and any(name in row.settings for row in table.values()):
+                idle.append((chooser, choice))
+        if idle:
+            other, value = idle[0]
+            message = f"has no effect with {other}: {_yaml_word(value)}"
+            issues.append(Issue(path, "no_effect", message, value_at(config, path), other))
+    return issues
 
 
-def _is_given(config: Config, setting: str) -> bool:
-    """Whether a setting was given explicitly, and not its default."""
-    *sections, name = setting.split(".")
-    section: Section = functools.reduce(getattr, sections, config)
+def value_at(config: Config, path: str) -> Any:
+    """Return the value of a dotted setting."""
+    return functools.reduce(getattr, path.split("."), config)
+
+
+def _is_given(config: Config, path: str) -> bool:
+    """Return True if a setting was given explicitly and differs from its default."""
+    outer, _, name = path.rpartition(".")
+    section = value_at(config, outer) if outer else config
     default = type(section).model_fields[name].default
     return name in section.model_fields_set and getattr(section, name) != default
 
 
-def changed_settings(old: dict[str, Any], new: Config) -> list[str]:
-    """Settings that differ and may not on resume: all but budget, N, micro batch, engine, logging and the
-    place of the data."""
-    free = tuple(f"{name}." for name in FREE_ON_RESUME)
+def _yaml_word(value: object) -> str:
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+
+
+def changed_settings(old: dict[str, Any], new: Config) -> list[Issue]:
+    """Find settings that differ from those of a saved configuration and may not when a run goes on."""
+    free = {path for path, _, marks in all_settings() if FREE_ON_RESUME in marks}
     return [
-        f"{key}: the run has {before!r}, now {after!r}"
+        Issue(key, "conflict", f"the run has {before!r}, now {after!r}", after)
         for key, before, after in differing_settings(old, new.model_dump(mode="json"))
-        if not f"{key}.".startswith(free)
+        if key not in free
     ]
 
 
 def differing_settings(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(setting, its old value, its new value) of two saved configurations."""
-    before, after = flat(_complete(old)), flat(new)
+    """Return (setting, its old value, its new value) of two saved configurations."""
+    before, after = flat(old), flat(new)
     return [
         (key, before.get(key), after.get(key))
         for key in sorted(before.keys() | after.keys())
@@ -317,36 +232,175 @@ def differing_settings(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[s
     ]
 
 
-def init_issues(source: str, old: dict[str, Any], new: Config) -> list[str]:
-    """Why weights trained under the configuration `old` are not this model's; one line each.
+def init_issues(source: str, old: dict[str, Any], new: Config) -> list[Issue]:
+    """Find settings with which weights trained under the configuration `old` are not this model's.
 
     Shapes alone do not tell: another number of heads, or another norm, loads and means nothing.
     """
-    before, after = flat(_complete(old)), flat(new.model_dump(mode="json"))
-    fixed = [name for name in after if name.startswith("model.") and name not in FREE_FROM_WEIGHTS]
+    before, after = flat(old), flat(new.model_dump(mode="json"))
+    fixed = [
+        path
+        for path, _, marks in all_settings()
+        if path.startswith("model.") and FREE_FROM_WEIGHTS not in marks
+    ]
     if new.model.position == "learned":
         fixed.append("data.sequence_length")
     if new.run.init_keeps == "moments":
         fixed.append("optim.name")
-    return [
-        f"{name}: {after[name]!r}, but run.init_from {source} was trained with {before.get(name)!r}; set "
-        f"{name}={before.get(name)} or start from other weights"
-        for name in fixed
-        if before.get(name) != after[name]
-    ]
-
-
-def _complete(old: dict[str, Any]) -> dict[str, Any]:
-    """A saved configuration; a setting that this version added had its default then."""
-    with contextlib.suppress(ValidationError):
-        return Config.model_validate_json(json.dumps(old)).model_dump(mode="json")
-    return old
+    issues = []
+    for name in fixed:
+        if (was := before.get(name)) != after[name]:
+            message = f"{after[name]!r}, but run.init_from {source} was trained with {was!r}"
+            hint = f"set {name}={was} or start from other weights"
+            issues.append(Issue(name, "conflict", message, after[name], "run.init_from", hint))
+    return issues
 
 
 def flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """The values of nested mappings by `key.key`."""
+    """Return the values of nested mappings by `key.key`."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
         path = f"{above}{key}"
         leaves |= flat(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
     return leaves
+
+
+# --- classes of transformers
+
+_CLASSES = {
+    ("rope", "layernorm"): "ModernBERT",
+    ("rope", "rmsnorm"): "EuroBERT",
+    ("learned", "layernorm"): "RobertaPreLayerNorm",
+}
+# what a class computes whatever its configuration says: setting -> the only value that it holds
+_HOLDS: dict[str, dict[str, Any]] = {
+    "ModernBERT": {"mlp": "geglu", "first_attention_norm": False},
+    "EuroBERT": {"mlp": "geglu", "first_attention_norm": True},
+    "RobertaPreLayerNorm": {"mlp": "gelu", "first_attention_norm": True},
+}
+_PREDICTS_BY = {"ModernBERT": "dense", "EuroBERT": "none", "RobertaPreLayerNorm": "dense"}  # model.head
+_OTHERWISE = "use `bert-dp export onnx`, which holds any run"
+
+
+def native_class(model: ModelConfig) -> str | None:
+    """Return the architecture of transformers with these positions and this norm, if there is one."""
+    return _CLASSES.get((model.position, model.norm))
+
+
+def native_head(model: ModelConfig) -> str:
+    """Return the architecture of transformers whose head `finetune.head: native` is. Raises ConfigError for a
+    model without one."""
+    if (name := native_class(model)) is None:
+        other = f"model.position: {model.position} with model.norm: {model.norm}"
+        message, hint = f"native, but transformers has no class for {other}", "use finetune.head: recipe"
+        raise ConfigError([Issue("finetune.head", "conflict", message, "native", "model.position", hint)])
+    return name
+
+
+def native_issues(config: Config, kind: Kind) -> list[Issue]:
+    """Find settings that no class of transformers can hold."""
+    model, finetune = config.model, config.finetune
+    name = native_class(model)
+    if name is None:
+        message = f"{model.position} with model.norm: {model.norm}, and no class of transformers has both"
+        return [Issue("model.position", "unsupported", message, model.position, "model.norm", _OTHERWISE)]
+    if kind == "classifier" and finetune.head != "native":
+        message = f"{finetune.head}, which no class of transformers has"
+        hint = f"finetune with finetune.head: native, or {_OTHERWISE}"
+        return [Issue("finetune.head", "unsupported", message, finetune.head, hint=hint)]
+    holds = {f"model.{field}": only for field, only in _HOLDS[name].items()}
+    if kind == "mlm":
+        holds["model.head"] = _PREDICTS_BY[name]
+    if kind == "classifier" and name == "RobertaPreLayerNorm":
+        holds["finetune.pooling"] = "cls"
+    issues = []
+    for path, only in holds.items():
+        if (value := value_at(config, path)) != only:
+            message = f"{_yaml_word(value)}, but {name} has {_yaml_word(only)} alone"
+            without_head = ", or --encoder, which leaves the head out" if path == "model.head" else ""
+            issues.append(Issue(path, "unsupported", message, value, hint=_OTHERWISE + without_head))
+    return issues
+
+
+# --- precision
+
+
+def decide_precision(
+    setting: str, engines: Iterable[str], *, on_gpu: bool, has_bf16: bool, kept: str | None = None
+) -> str:
+    """Resolve `precision: auto`: `kept`, which a checkpoint was trained in, else bf16 where every rank's
+    device multiplies it (`has_bf16`) and every engine takes it, else fp16 on a GPU and fp32 on a CPU."""
+    if setting != "auto":
+        return setting
+    if kept is not None:
+        return kept
+    if has_bf16 and not any("bf16" in engine_facts(engine).refused_precisions for engine in engines):
+        return "bf16"
+    return "fp16" if on_gpu else "fp32"
+
+
+def cpu_field(name: str, root: Path = ROOT) -> str:
+    """Read the first value of a field of /proc/cpuinfo ("flags", "vendor_id", "model name"); "" where there
+    is none. `root`: the directory that holds proc/."""
+    try:
+        text = (root / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    field = re.search(rf"^{name}\s*:(.*)$", text, re.MULTILINE)
+    return field[1].strip() if field else ""
+
+
+def bf16_units(root: Path = ROOT) -> tuple[str, ...]:
+    """Return those of BF16_UNITS that this machine's CPU has; () also where no /proc/cpuinfo tells."""
+    flags = cpu_field("flags", root).split()
+    return tuple(unit for unit in BF16_UNITS if unit in flags)
+
+
+# --- `train --profile 10:13 --profile-ranks 0,1`
+
+
+@dataclasses.dataclass(frozen=True)
+class ProfilePlan:
+    """Select steps `first` to `last`, counted from 1 as in metrics.jsonl, on `ranks` for torch.profiler."""
+
+    first: int
+    last: int
+    ranks: tuple[int, ...]
+
+    def options(self, world_size: int) -> list[str]:
+        """Return the worker's options, for those of the ranks that there are: a restart may have fewer."""
+        ranks = ",".join(str(rank) for rank in self.ranks if rank < world_size)
+        return ["--profile", f"{self.first}:{self.last + 1}", "--profile-ranks", ranks] if ranks else []
+
+
+def parse_profile(steps: str, ranks: str) -> ProfilePlan:
+    """Parse `10:13` = steps 10, 11 and 12, and `0,1` = two ranks. Raises ConfigError."""
+    issues = []
+    span = re.fullmatch(r"(\d{1,12}):(\d{1,12})", steps.strip())
+    first, end = (int(span[1]), int(span[2])) if span else (0, 0)
+    if not 1 <= first < end:
+        message = f"{steps[:40]!a} is not FIRST:END with 1 <= FIRST < END"
+        hint = "10:13 is steps 10, 11 and 12"
+        issues.append(Issue("--profile", "wrong_type", message, steps[:40], hint=hint))
+    if re.fullmatch(r"\d{1,12}(,\d{1,12})*", ranks.replace(" ", "")) is None:
+        message = f"{ranks[:40]!a} is not a list of ranks such as 0,1"
+        issues.append(Issue("--profile-ranks", "wrong_type", message, ranks[:40]))
+    if issues:
+        raise ConfigError(issues)
+    return ProfilePlan(first, end - 1, tuple(sorted(map(int, set(ranks.split(","))))))
+
+
+def profile_issues(plan: ProfilePlan, world_size: int, *, steps: int | None, done: int = 0) -> list[Issue]:
+    """Find profiled steps and ranks that a run of `world_size` ranks and `steps` steps (None = not known
+    before it ends) does not have when it goes on after `done` of them."""
+    issues = []
+    if steps is not None and plan.last > steps:
+        message, hint = f"step {plan.last} is beyond this run's {steps}", f"end at {steps + 1} at most"
+        issues.append(Issue("--profile", "out_of_range", message, plan.last, hint=hint))
+    if plan.first <= done:
+        message = f"step {plan.first} is done, the run goes on with step {done + 1}"
+        issues.append(Issue("--profile", "out_of_range", message, plan.first, hint="begin there"))
+    if missing := [rank for rank in plan.ranks if rank >= world_size]:
+        message = f"no rank {', '.join(map(str, missing))}, this run has 0 to {world_size - 1}"
+        issues.append(Issue("--profile-ranks", "out_of_range", message, missing[0]))
+    return issues

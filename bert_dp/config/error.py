@@ -1,8 +1,11 @@
-"""Problems of a configuration, of an option or of a file, and the exception that carries them."""
+"""Problems of a configuration, option, file or missing package, and the exception that carries them."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import importlib.metadata
+import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -70,29 +73,29 @@ def _from_line(line: str) -> Issue:
     return Issue(setting, "unsupported", message) if colon else Issue("", "unsupported", line)
 
 
-_PLAIN = (
-    ("Value error, ", ""),
-    ("Input should be a valid integer", "expected a whole number"),
-    ("Input should be a valid number", "expected a number"),
-    ("Input should be a valid string", "expected text"),
-    ("Input should be a valid boolean", "expected true or false"),
-    ("Input should be a valid array", "expected a list"),
-    ("Input should be a valid list", "expected a list"),
-    ("Input should be a valid dictionary", "expected named values"),
-    ("Input should be an object", "expected named values"),
-    ("Input should be greater", "expected a number greater"),
-    ("Input should be less", "expected a number less"),
-    ("Input should be", "expected"),
-    # of the command line's options, which are text before they are numbers
-    (", unable to parse string as an integer", ""),
-    (", unable to parse string as a number", ""),
-    (", got a number with a fractional part", ""),
-    (", unable to interpret input", ""),
-)
-
-
 def plain_message(message: str) -> str:
-    """Reword pydantic's message about a value."""
-    for theirs, ours in _PLAIN:
-        message = message.replace(theirs, ours)
-    return message
+    """Return pydantic's message about a value without the words that it puts before ours."""
+    return message.removeprefix("Value error, ")
+
+
+def require(module: str, extra: str, what: str) -> Any:
+    """Import an optional package. `what`: setting, or `setting: use`, that needs it. Raises ConfigError."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = module.partition(".")[0]
+        setting, _, use = what.partition(": ")
+        message, hint = f"{use} needs {package}".strip(), install_command(extra)
+        raise ConfigError([Issue(setting, "needs_package", message, package, hint=hint)]) from None
+
+
+def install_command(extra: str) -> str:
+    """Return `pip install` with the requirements of one extra of pyproject.toml, as in
+    `pip install 'rensa>=0.5'`; with its bare name where the package runs without having been installed."""
+    try:
+        lines = importlib.metadata.requires("bert-dp") or []
+    except importlib.metadata.PackageNotFoundError:
+        lines = []
+    of_extra = re.compile(rf"""(.*);.*extra == ["']{extra}["']""")
+    needed = [match[1].strip() for line in lines if (match := of_extra.match(line))]
+    return "pip install " + " ".join(f"'{name}'" for name in needed or [extra])

@@ -1,4 +1,4 @@
-"""From YAML and `--set` to a Config, with every problem in one list.
+"""Read a Config from YAML and `--set`, with every problem in one list.
 
 Precedence, lowest first: defaults < YAML file < `--set`. Example: with `optim: {lr: 1e-3}` in the file and
 `--set optim.lr=2e-3`, the run uses 2e-3. Members of an exclusive group (`schedule.steps|tokens|hours|epochs`,
@@ -11,67 +11,74 @@ import difflib
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
-from bert_dp.config.error import ConfigError, plain_message
-from bert_dp.config.schema import BUDGETS, Config, Section
-from bert_dp.config.shipped import find_config
-from bert_dp.config.stored import read_regular
+from bert_dp.config.error import ConfigError, Issue, IssueKind, plain_message
+from bert_dp.config.schema import BUDGETS, Config, all_settings
+from bert_dp.config.stored import read_regular, refusing
 
 AUTO = "auto"
 MAX_CONFIG_BYTES = 1_000_000
 MAX_DEPTH = 16  # of nested sections and lists; ours have three
 MAX_SHOWN = 200  # characters of a value in a message
+_SYNONYMS = """
+learning_rate max_lr peak_lr base_lr: optim.lr
+optimizer: optim.name
+wd decay: optim.weight_decay
+betas adam_beta1 adam_beta2: optim.beta1 optim.beta2
+epsilon adam_epsilon: optim.eps
+grad_clip max_grad_norm clip_grad_norm gradient_clipping: optim.clip
+batch_size train_batch_size size: batch.global_size batch.micro_size
+accumulation grad_accum gradient_accumulation gradient_accumulation_steps: batch.global_size batch.micro_size
+global_batch global_batch_size: batch.global_size
+micro_batch micro_batch_size per_device_batch_size per_device_train_batch_size: batch.micro_size
+num_epochs n_epochs max_epochs num_train_epochs: schedule.epochs
+max_steps num_steps total_steps train_steps iterations: schedule.steps
+max_tokens num_tokens total_tokens: schedule.tokens
+warmup warmup_steps warmup_ratio num_warmup_steps: schedule.warmup_fraction
+scheduler lr_scheduler lr_scheduler_type lr_schedule: schedule.name
+seq_len seq_length max_seq_len max_seq_length max_length: data.sequence_length
+num_workers dataloader_num_workers: data.workers
+dataset corpus train_file: data.sources data.path
+hidden_dim d_model n_embd dim width: model.hidden_size
+layers depth n_layer n_layers num_hidden_layers: model.num_layers
+heads n_head n_heads num_attention_heads: model.num_heads
+ffn_dim d_ff mlp_dim: model.intermediate_size
+mask_prob mlm_probability: objective.mask_rate
+dtype amp bf16 fp16 mixed_precision: precision
+torch_compile: compile
+strategy backend: parallel.engine
+gradient_checkpointing recompute: parallel.activation_checkpointing
+save_steps save_every save_interval: checkpoint.every_steps
+eval_steps eval_every eval_interval: eval.every_steps
+logging_steps log_every log_interval: log.every_steps
+random_seed: run.seed
+"""
 SYNONYMS: Mapping[str, tuple[str, ...]] = {
-    name: settings
-    for names, settings in (
-        ("learning_rate max_lr peak_lr base_lr", ("optim.lr",)),
-        ("optimizer", ("optim.name",)),
-        ("wd decay", ("optim.weight_decay",)),
-        ("betas adam_beta1 adam_beta2", ("optim.beta1", "optim.beta2")),
-        ("epsilon adam_epsilon", ("optim.eps",)),
-        ("grad_clip max_grad_norm clip_grad_norm gradient_clipping", ("optim.clip",)),
-        ("batch_size train_batch_size size", ("batch.global_size", "batch.micro_size")),
-        ("global_batch global_batch_size", ("batch.global_size",)),
-        (
-            "micro_batch micro_batch_size per_device_batch_size per_device_train_batch_size",
-            ("batch.micro_size",),
-        ),
-        (
-            "accumulation grad_accum gradient_accumulation gradient_accumulation_steps",
-            ("batch.global_size", "batch.micro_size"),
-        ),
-        ("num_epochs n_epochs max_epochs num_train_epochs", ("schedule.epochs",)),
-        ("max_steps num_steps total_steps train_steps iterations", ("schedule.steps",)),
-        ("max_tokens num_tokens total_tokens", ("schedule.tokens",)),
-        ("warmup warmup_steps warmup_ratio num_warmup_steps", ("schedule.warmup_fraction",)),
-        ("scheduler lr_scheduler lr_scheduler_type lr_schedule", ("schedule.name",)),
-        ("seq_len seq_length max_seq_len max_seq_length max_length", ("data.sequence_length",)),
-        ("num_workers dataloader_num_workers", ("data.workers",)),
-        ("dataset corpus train_file", ("data.sources", "data.path")),
-        ("hidden_dim d_model n_embd dim width", ("model.hidden_size",)),
-        ("layers depth n_layer n_layers num_hidden_layers", ("model.num_layers",)),
-        ("heads n_head n_heads num_attention_heads", ("model.num_heads",)),
-        ("ffn_dim d_ff mlp_dim", ("model.intermediate_size",)),
-        ("mask_prob mlm_probability", ("objective.mask_rate",)),
-        ("dtype amp bf16 fp16 mixed_precision", ("precision",)),
-        ("torch_compile", ("compile",)),
-        ("strategy backend", ("parallel.engine",)),
-        ("gradient_checkpointing recompute", ("parallel.activation_checkpointing",)),
-        ("save_steps save_every save_interval", ("checkpoint.every_steps",)),
-        ("eval_steps eval_every eval_interval", ("eval.every_steps",)),
-        ("logging_steps log_every log_interval", ("log.every_steps",)),
-        ("random_seed", ("run.seed",)),
-    )
+    name: tuple(settings.split())
+    for names, settings in (row.split(": ") for row in _SYNONYMS.strip().splitlines())
     for name in names.split()
 }
 """Names that other programs have for a setting."""
 EXCLUSIVE_GROUPS = (("schedule", BUDGETS), ("data", ("path", "sources")))
+
+
+_KINDS: Mapping[str, IssueKind] = {
+    "missing": "missing",
+    "literal_error": "unknown",
+    "value_error": "conflict",
+    "finite_number": "out_of_range",
+    "greater_than": "out_of_range",
+    "greater_than_equal": "out_of_range",
+    "less_than": "out_of_range",
+    "less_than_equal": "out_of_range",
+}
+"""pydantic's type of an error -> kind of the issue; any other is wrong_type."""
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -83,29 +90,58 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
 
 
 def _levels(path: str | Path | None, overrides: Sequence[str]) -> list[dict[str, Any]]:
-    """Lowest precedence first: the bases of a file, the file, the overrides."""
+    """Read the bases of a file, the file and the overrides, lowest precedence first. Raises ConfigError."""
     levels: list[dict[str, Any]] = []
     chain: list[Path] = []
     file = None if path is None else Path(path)
     while file is not None:
         if file.resolve() in chain:
             names = " -> ".join(p.stem for p in (*chain, file))
-            raise ConfigError([f"{path}: base: {names} is a circle; one of them must have no base"])
+            message, hint = f"base: {names} is a circle", "one of them must have no base"
+            raise ConfigError([Issue(str(path), "conflict", message, hint=hint)])
         chain.append(file.resolve())
         level = _undotted(read_yaml(file), file)
         base = level.pop("base", None)
         levels.insert(0, level)
         if base is not None and not isinstance(base, str):
-            raise ConfigError([f"{file}: base: expected the name or path of a configuration, got {base!r}"])
+            message = f"base: expected the name or path of a configuration, got {base!r}"
+            raise ConfigError([Issue(str(file), "wrong_type", message, base)])
         try:
             file = None if base is None else find_config(base, file.parent)
         except ConfigError as error:
-            raise ConfigError([f"{file}: base: {issue}" for issue in error.issues]) from None
+            raise ConfigError([issue.within(f"{file}: base") for issue in error.issues]) from None
     return [*levels, parse_overrides(overrides)] if overrides else levels
 
 
+def shipped_configs() -> Path:
+    """Return the directory of the shipped configurations: in the wheel, or beside the source."""
+    root = Path(__file__).parents[2]
+    packaged = root / "launcher" / "configs"
+    return packaged if packaged.is_dir() else root / "configs"
+
+
+def find_config(name: str, folder: Path = Path()) -> Path:
+    """Find a file (from `folder`), else the shipped configuration of that name. Raises ConfigError."""
+    if not name:
+        hint = "name a file or a configuration that `bert-dp configs` lists"
+        raise ConfigError([Issue("CONFIG", "missing", "is empty", hint=hint)])
+    path = folder / Path(name).expanduser()
+    if path.exists() and not path.is_dir():  # a run directory may bear the name of its configuration
+        return path
+    names = [file.stem for file in sorted(shipped_configs().glob("*.yaml"))]
+    plain = Path(name)
+    if plain.parent.name in ("", "configs") and plain.stem in names:
+        return shipped_configs() / f"{plain.stem}.yaml"
+    if path.exists():  # a directory, which the reader refuses
+        return path
+    message = f"no such file or shipped configuration ({', '.join(names)})"
+    similar = _did_you_mean(difflib.get_close_matches(plain.stem, names, n=1))
+    raise ConfigError([Issue(name, "not_found", message, hint=similar)])
+
+
 def micro_is_auto(path: str | Path, overrides: Sequence[str] = ()) -> bool:
-    """Whether `batch.micro_size` is to be found before the run. Raises ConfigError as `load_config` does."""
+    """Return True if `batch.micro_size` is to be found before the run. Raises ConfigError as `load_config`
+    does."""
     merged: dict[str, Any] = {}
     for level in _levels(path, overrides):
         merged = _merged(merged, level)
@@ -116,13 +152,14 @@ def micro_is_auto(path: str | Path, overrides: Sequence[str] = ()) -> bool:
 def resolve(levels: Sequence[dict[str, Any]]) -> Config:
     """Merge nested dictionaries, lowest precedence first, and validate. Raises ConfigError."""
     merged: dict[str, Any] = {"schedule": {}}
-    issues: list[str] = []
+    issues: list[Issue] = []
     for level in levels:
         for section, members in EXCLUSIVE_GROUPS:
             values = level.get(section)
             chosen = [m for m in members if isinstance(values, dict) and values.get(m) is not None]
             if len(chosen) > 1:
-                issues.append(f"{section}: {' and '.join(chosen)} are both set; keep one")
+                message = f"{' and '.join(chosen)} are both set"
+                issues.append(Issue(section, "conflict", message, hint="keep one"))
             if chosen and isinstance(merged.get(section), dict):
                 # how to build goes with what to build from
                 displaced = (*members, "build", "tokenizer") if chosen == ["path"] else members
@@ -137,145 +174,130 @@ def resolve(levels: Sequence[dict[str, Any]]) -> Config:
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """`["optim.lr=1e-3"]` -> `{"optim": {"lr": 0.001}}`. Raises ConfigError on a missing `=`."""
+    """Convert `["optim.lr=1e-3"]` to `{"optim": {"lr": 0.001}}`. Raises ConfigError."""
     tree: dict[str, Any] = {}
     issues = []
     for item in overrides:
+        key, sign, value = item.partition("=")
         try:
-            _set(tree, item)
+            if not sign or not key.strip():
+                raise ValueError("expected a.b=value, for example --set optim.lr=1e-3")
+            section, leaf = _section_of(tree, key.strip())
+            section[leaf] = _parse_yaml(value)
         except ValueError as error:
-            issues.append(f"--set {_short(item)}: {error}")
+            issues.append(Issue(f"--set {_short(item)}", "wrong_type", str(error)))
     if issues:
         raise ConfigError(issues)
     return tree
 
 
-def _set(tree: dict[str, Any], item: str) -> None:
-    """Put the value of `a.b=value` into the tree. Raises ValueError."""
-    key, sign, value = item.partition("=")
-    if not sign or not key.strip():
-        raise ValueError("expected a.b=value, for example --set optim.lr=1e-3")
-    node, leaf = _place(tree, key.strip())
-    try:
-        node[leaf] = yaml.load(value, Loader=ConfigLoader)  # noqa: S506 (a SafeLoader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(f"not a YAML value ({_short(str(error).splitlines()[0])})") from None
-
-
-def _place(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
+def _section_of(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
     """Return the section of `a.b` in the tree, made where it is missing, and `b`. Raises ValueError."""
     *parents, leaf = key.split(".")
     if len(parents) > MAX_DEPTH:
         raise ValueError(f"no setting has {len(parents) + 1} parts")
-    node = tree
     for depth, parent in enumerate(parents, 1):
-        node = node.setdefault(parent, {})
-        if not isinstance(node, dict):
-            raise ValueError(f"{'.'.join(parents[:depth])} is also set to a plain value; keep one")
-    return node, leaf
+        tree = tree.setdefault(parent, {})
+        if not isinstance(tree, dict):
+            raise ValueError(f"{'.'.join(parents[:depth])} is a value, not a section")
+    return tree, leaf
 
 
 def _undotted(level: dict[Any, Any], file: Path) -> dict[Any, Any]:
     """Return the level with each key `a.b` in its section. Raises ConfigError for a setting given twice."""
-    dotted = [key for key in level if isinstance(key, str) and "." in key]
-    tree: dict[Any, Any] = {key: value for key, value in level.items() if key not in dotted}
+    tree = {key: value for key, value in level.items() if "." not in str(key)}
     issues = []
-    for key in dotted:
+    for key in [key for key in level if key not in tree]:
         try:
-            node, leaf = _place(tree, key)
-            if leaf in node:
+            section, leaf = _section_of(tree, key)
+            if leaf in section:
                 raise ValueError("is set twice; keep one")
-            node[leaf] = level[key]
+            section[leaf] = level[key]
         except ValueError as error:
-            issues.append(f"{file}: {_short(key)}: {error}")
+            issues.append(Issue(f"{file}: {_short(key)}", "conflict", str(error)))
     if issues:
         raise ConfigError(issues)
     return tree
 
 
 def dump_config(config: Config) -> str:
-    """The complete configuration as YAML; loading it again gives an equal Config."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    """Write the complete configuration as YAML; loading it again gives an equal Config."""
+    return yaml.dump(config.model_dump(mode="json"), Dumper=ConfigDumper, sort_keys=False)
 
 
 class ConfigLoader(yaml.SafeLoader):
-    """SafeLoader with the scalars of YAML 1.2; no duplicate keys, no aliases: they grow without bound."""
+    """SafeLoader with the scalars of YAML 1.2. Keys are words and stand once; aliases, which grow without
+    bound, and deep nesting are refused."""
 
     depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        mark = self.peek_event().start_mark
         if self.check_event(yaml.events.AliasEvent):
-            mark = self.peek_event().start_mark
             raise yaml.composer.ComposerError(None, None, "aliases are not supported", mark)
         self.depth += 1
         if self.depth > MAX_DEPTH:
-            raise yaml.composer.ComposerError(None, None, "nested too deeply", self.peek_event().start_mark)
+            raise yaml.composer.ComposerError(None, None, "nested too deeply", mark)
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
 
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
+        text = super().construct_scalar(node)
+        text.encode()  # raises ValueError for half of a character
+        return text
 
-def _construct_mapping(loader: ConfigLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    keys: set[Any] = set()
-    for key_node, _ in node.value:
-        key = loader.construct_object(key_node)
-        if not isinstance(key, str | int | float | bool | None):
-            raise yaml.constructor.ConstructorError(
-                None, None, "a key must be a plain word", key_node.start_mark
-            )
-        if key in keys:
-            raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key!r}", key_node.start_mark)
-        keys.add(key)
-    return dict(loader.construct_mapping(node, deep=True))
-
-
-def _construct_text(loader: ConfigLoader, node: yaml.ScalarNode) -> str:
-    text = loader.construct_scalar(node)
-    if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise yaml.constructor.ConstructorError(None, None, "a surrogate is not text", node.start_mark)
-    return str(text)
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for number, (key, (key_node, _)) in enumerate(zip(keys, node.value, strict=True)):
+            if not isinstance(key, str | int) or key in keys[:number]:
+                is_word = isinstance(key, str | int)
+                problem = f"duplicate key {key!r}" if is_word else "a key must be a word or whole number"
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
-# the scalars of YAML 1.2: `off` and `on` are words, 1e-3 is a float, 010 and 1:30 are no special numbers
+class ConfigDumper(yaml.SafeDumper):
+    """SafeDumper that quotes text, such as 1e5, that ConfigLoader would read as a number."""
+
+
+# `off` and `on` are words, 1e-3 is a number, 010 and 1:30 are none
 ConfigLoader.yaml_implicit_resolvers = {}
-for _tag, _pattern, _first in (
-    ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
-    ("null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
-    ("int", r"^[-+]?(?:0|[1-9][0-9_]*)$", "-+0123456789"),
-    (
-        "float",
-        r"^[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+|\.[0-9]+[eE][-+]?[0-9]+"
-        r"|[0-9]+\.[0-9]*[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))$|^\.(?:nan|NaN|NAN)$",
-        "-+0123456789.",
-    ),
+for _tag, _pattern in (
+    ("bool", r"true|True|TRUE|false|False|FALSE"),
+    ("null", r"|~|null|Null|NULL"),
+    ("int", r"[-+]?(0|[1-9][0-9_]*)"),
+    ("float", r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+|[-+]?([0-9]+\.[0-9]*|\.[0-9]+)"),
+    ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"),
 ):
-    ConfigLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), list(_first))
-ConfigLoader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
-ConfigLoader.add_constructor("tag:yaml.org,2002:str", _construct_text)
+    for _class in (ConfigLoader, ConfigDumper):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"({_pattern})$"), None)
+
+
+def _parse_yaml(text: str) -> Any:
+    """Parse one YAML document. Raises ValueError, one line."""
+    try:
+        return yaml.load(text, Loader=ConfigLoader)  # noqa: S506 (a SafeLoader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"not valid YAML ({_short(' '.join(str(error).split()))})") from None
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The mapping in a YAML file of at most MAX_CONFIG_BYTES, without aliases. Raises ConfigError."""
-    try:
-        text = read_regular(Path(path), MAX_CONFIG_BYTES)
-    except OSError as error:
-        raise ConfigError([f"{path}: cannot be read ({error.strerror})"]) from None
-    try:
-        data = yaml.load(text.decode(), Loader=ConfigLoader)  # noqa: S506 (a SafeLoader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError([f"{path}: not valid YAML ({_short(' '.join(str(error).split()))})"]) from None
-    if not isinstance(data, dict):
-        raise ConfigError([f"{path}: expected a mapping of settings, got {type(data).__name__}"])
+    """Read the mapping in a YAML file of at most MAX_CONFIG_BYTES, without aliases. Raises ConfigError."""
+    with refusing(str(path)):
+        data = _parse_yaml(read_regular(Path(path), MAX_CONFIG_BYTES).decode())
+        if not isinstance(data, dict):
+            raise ValueError(f"expected a mapping of settings, got {type(data).__name__}")
     return data
 
 
 def _short(text: str) -> str:
-    """A text for a message: of a long one its beginning and its length."""
+    """Cut a long text for a message to its beginning and its length."""
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text)} characters)"
 
 
 def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`over` on top of `base`, section by section; neither changes."""
+    """Return `over` on top of `base`, section by section; neither changes."""
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
@@ -285,19 +307,15 @@ def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def setting_paths(section: type[Section] = Config, prefix: str = "") -> Iterator[str]:
-    """Every setting as a dotted path."""
-    for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            yield from setting_paths(field.annotation, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
+def setting_paths() -> list[str]:
+    """Return every setting as a dotted path."""
+    return [path for path, _, _ in all_settings()]
 
 
 def _suggested(path: str, value: object) -> list[str]:
     """Return the settings that an unknown one may stand for; for an unknown section those of its keys."""
     section, _, leaf = path.rpartition(".")
-    settings = list(setting_paths())
+    settings = setting_paths()
     prefix = f"{section}." if section else ""
     mates = dict.fromkeys(
         name.removeprefix(prefix).partition(".")[0] for name in settings if name.startswith(prefix)
@@ -318,21 +336,24 @@ def _suggested(path: str, value: object) -> list[str]:
     )
 
 
-def _explain(error: Any) -> str:
-    path = ".".join(str(p) for p in error["loc"])
+def _did_you_mean(names: Sequence[str]) -> str | None:
+    return f"did you mean {' or '.join(names)}?" if names else None
+
+
+def _explain(error: Any) -> Issue:
+    """Describe one of pydantic's errors."""
+    path, value = ".".join(map(str, error["loc"])), error.get("input")
     if error["type"] == "extra_forbidden":
-        hint = f"; did you mean {' or '.join(close)}?" if (close := _suggested(path, error["input"])) else ""
-        return f"{_short(path)}: unknown setting{hint}"
-    value = error.get("input")
-    shown = "" if isinstance(value, dict) or error["type"] == "missing" else f" (got {_short(repr(value))})"
+        return Issue(_short(path), "unknown", "unknown setting", hint=_did_you_mean(_suggested(path, value)))
     message = plain_message(error["msg"])
+    kind: IssueKind = _KINDS.get(error["type"], "wrong_type")
+    hint = None
     if path == "batch.micro_size" and value == AUTO:
-        return (
-            f"{path}: {AUTO} is found by `bert-dp train` and `bert-dp tune batch` alone; give the number "
-            "that they find"
-        )
-    if error["type"] == "literal_error" and isinstance(value, str):
+        message = f"{AUTO} is found by `bert-dp train` and `bert-dp tune batch` alone"
+        hint = "give the number that they find"
+    elif error["type"] == "literal_error" and isinstance(value, str):
         options = re.findall(r"'([^']*)'", error["ctx"]["expected"])
-        close = difflib.get_close_matches(value, options, n=1, cutoff=0.4)
-        shown += f"; did you mean {close[0]}?" if close else ""
-    return f"{path}: {message}{shown}" if path else f"{message}{shown}"
+        hint = _did_you_mean(difflib.get_close_matches(value, options, n=1, cutoff=0.4))
+    if not isinstance(value, dict) and error["type"] != "missing":
+        message += f" (got {_short(repr(value))})"
+    return Issue(path, kind, message, value, hint=hint)

@@ -1,29 +1,19 @@
-"""manifest.json of a directory of shards: its model, its one reader, and how it fits a configuration. Also
-what every file that holds its own hash has in common."""
+"""Model manifest.json of a directory of shards, read it, and compare it with a configuration. Also the base
+of every file that holds its own hash."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from bert_dp.config.error import ConfigError, Issue, IssueKind
 from bert_dp.config.schema import MAX_VOCAB_SIZE, Config
-from bert_dp.config.stored import (
-    MAX_JSON_BYTES,
-    Count,
-    Sha256,
-    StoredModel,
-    problem_lines,
-    read_regular,
-    sha256,
-)
+from bert_dp.config.stored import MAX_JSON_BYTES, Count, Sha256, StoredModel, read_regular, refusing, sha256
 
 TOKEN_BYTES = 2
 
@@ -40,15 +30,15 @@ VOCAB_MULTIPLE = 128  # a vocabulary may be padded to the next one, for the devi
 
 
 class HashedFile(StoredModel):
-    """A file that holds its own hash, its `format` and its `version`."""
+    """Model a file that holds its own hash, its `format` and its `version`."""
 
     file_name: ClassVar[str]
     remedy: ClassVar[str]
-    """How another one is made."""
+    """Command that makes another one."""
 
 
 class Shard(StoredModel):
-    """One flat file of token ids."""
+    """Describe one flat file of token ids."""
 
     file: BaseName
     sequences: int = Field(ge=1)
@@ -82,17 +72,17 @@ class SourceFile(StoredModel):
 
     @property
     def lost_share(self) -> float:
-        """Share of the letters that are lost."""
+        """Return the share of the letters that are lost."""
         return self.lost_letters / max(1, self.letters)
 
     @property
     def unknown_share(self) -> float:
-        """Share of the tokens that are unknown."""
+        """Return the share of the tokens that are unknown."""
         return self.unknown_tokens / max(1, self.tokens)
 
     @property
     def loss(self) -> float:
-        """The greater of both shares."""
+        """Return the greater of both shares."""
         return max(self.lost_share, self.unknown_share)
 
     def loss_words(self) -> str:
@@ -102,7 +92,7 @@ class SourceFile(StoredModel):
 
 
 class Manifest(HashedFile):
-    """What a directory of shards says of itself. Entropies in nats per token."""
+    """Describe a directory of shards. Entropies in nats per token."""
 
     file_name: ClassVar[str] = "manifest.json"
     remedy: ClassVar[str] = "build it with `bert-dp data build`"
@@ -126,12 +116,12 @@ class Manifest(HashedFile):
 
     @property
     def num_samples(self) -> int:
-        """Sequences of one epoch."""
+        """Return the sequences of one epoch."""
         return self.train.sequences
 
     @property
     def shards(self) -> Iterator[Shard]:
-        """Those of both splits."""
+        """Yield the shards of both splits."""
         yield from self.train.shards
         yield from self.held_out.shards
 
@@ -142,26 +132,17 @@ class Manifest(HashedFile):
             issues.append("train: holds no sequences")
         for name, split in (("train", self.train), ("held_out", self.held_out)):
             sequences = sum(shard.sequences for shard in split.shards)
-            if split.sequences != sequences:
-                issues.append(f"{name}.sequences: {split.sequences}, its shards hold {sequences}")
-            tokens = split.sequences * self.sequence_length
-            if split.tokens != tokens:
-                issues.append(f"{name}.tokens: {split.tokens}, its sequences hold {tokens}")
+            if (split.sequences, split.tokens) != (sequences, sequences * self.sequence_length):
+                issues.append(f"{name}: {split.sequences} sequences, its shards hold {sequences}")
         for shard in self.shards:
             size = shard.sequences * self.sequence_length * TOKEN_BYTES
             if shard.bytes != size:
                 issues.append(f"{shard.file}: {shard.bytes} bytes, {shard.sequences} sequences take {size}")
-        names = [*(shard.file for shard in self.shards), self.tokenizer.file]
-        issues += [f"{name}: named twice" for name in sorted({n for n in names if names.count(n) > 1})]
         if "mask" not in self.special_tokens:
             issues.append("special_tokens: no mask")
-        issues += [
-            f"special_tokens.{name!a:.80}: {beyond(number, self.vocab_size)}"
-            for name, number in self.special_tokens.items()
-            if number >= self.vocab_size
-        ]
-        if self.num_special >= self.vocab_size:
-            issues.append(f"num_special: {self.num_special} leaves no token of {self.vocab_size}")
+        for name, number in {**self.special_tokens, "num_special": self.num_special}.items():
+            if number >= self.vocab_size:
+                issues.append(f"special_tokens: {name!a:.80}: {beyond(number, self.vocab_size)}")
         if issues:
             raise ValueError("; ".join(issues[:8]))
         return self
@@ -214,19 +195,16 @@ def loss_warnings(sources: Sequence[SourceFile]) -> list[str]:
 
 
 def beyond(token: int, vocab_size: int) -> str:
-    """The wording for a token id that the vocabulary does not have."""
+    """Describe a token id that the vocabulary does not have."""
     return f"token id {token}, but the vocabulary has {vocab_size}"
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """manifest.json, checked: format, version, own hash, content, tokenizer hash, and every shard's size on
-    disk. No token is read.
+    """Read manifest.json and check its format, version, own hash and content, the tokenizer's hash, and every
+    shard's size on disk. No token is read.
 
     Raises ConfigError naming the file, what was expected and what was found.
     """
-    if not os.path.isdir(directory):
-        message = "there is no such directory of shards"
-        raise ConfigError([Issue(str(directory), "not_found", message, hint=Manifest.remedy)])
     manifest = read_hashed(directory, Manifest)
     if issues := list(_file_issues(directory, manifest)):
         raise ConfigError(issues)
@@ -234,43 +212,33 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def read_hashed(directory: Path, model: type[Hashed]) -> Hashed:
-    """The file of this model in a directory, checked: format, version, hash, content.
+    """Read the file of this model in a directory and check its format, version, hash and content.
 
     Raises ConfigError naming the file, what was expected and what was found.
     """
-    path, content = directory / model.file_name, None
-    with contextlib.suppress(OSError, ValueError, RecursionError):
+    path = directory / model.file_name
+    with refusing(str(path), hint=model.remedy):
         content = json.loads(read_regular(path, MAX_JSON_BYTES))
-    kind: IssueKind = "damaged"
-    try:
         if not isinstance(content, dict):
-            kind = "damaged" if path.exists() else "not_found"
-            raise ValueError("no manifest")
+            raise ValueError("holds no object")
         format, version = format_of(model)
         if (content.get("format"), content.get("version")) != (format, version):
-            kind = "unsupported"
             other = f"{content.get('format')!r:.40} version {content.get('version')!r:.40}"
-            raise ValueError(f"expected {format!r} version {version}, found {other}")
+            message = f"expected {format!r} version {version}, found {other}"
+            raise ConfigError([Issue(str(path), "unsupported", message, hint=model.remedy)])
         expected, actual = content.get("hash"), manifest_hash(content)
         if expected != actual:
             raise ValueError(f"expected hash {str(expected)[:16]}, found {actual[:16]}: edited or torn")
         return model.model_validate(content)
-    except RecursionError:
-        problems = ["nested too deep"]
-    except ValidationError as error:
-        problems = problem_lines(error)
-    except ValueError as error:
-        problems = [str(error)]
-    raise ConfigError([Issue(str(path), kind, problem, hint=model.remedy) for problem in problems])
 
 
 def format_of(model: type[HashedFile]) -> list[Any]:
-    """[format, version] of a file of this model."""
+    """Return [format, version] of a file of this model."""
     return [get_args(model.model_fields[name].annotation)[0] for name in ("format", "version")]
 
 
 def with_hash(model: type[HashedFile], content: dict[str, Any]) -> dict[str, Any]:
-    """What a file of this model holds: `content` with format, version and hash."""
+    """Return the content of a file of this model: `content` with format, version and hash."""
     format, version = format_of(model)
     whole = {"format": format, "version": version, **content}
     return {**whole, "hash": hash_json(whole)}
@@ -279,29 +247,29 @@ def with_hash(model: type[HashedFile], content: dict[str, Any]) -> dict[str, Any
 def _file_issues(directory: Path, manifest: Manifest) -> Iterator[Issue]:
     """Find files that are missing or have another size or hash."""
     for shard in manifest.shards:
-        file = directory / shard.file
-        size = file.stat().st_size if file.is_file() else None
-        if size != shard.bytes:
-            actual = "no such file" if size is None else f"{size} bytes"
-            message = f"expected {shard.bytes} bytes, found {actual}"
-            kind: IssueKind = "not_found" if size is None else "damaged"
-            yield Issue(str(file), kind, message, size, Manifest.file_name, Manifest.remedy)
-    file, expected = directory / manifest.tokenizer.file, manifest.tokenizer.sha256[:16]
+        yield from _file_issue(directory / shard.file, lambda file: file.stat().st_size, shard.bytes, "bytes")
+    tokenizer = manifest.tokenizer
+    yield from _file_issue(directory / tokenizer.file, sha256, tokenizer.sha256, "as SHA-256")
+
+
+def _file_issue(
+    file: Path, measure: Callable[[Path], int | str], expected: int | str, unit: str
+) -> Iterator[Issue]:
     try:
-        actual = sha256(file)[:16] if file.is_file() else "no such file"
+        actual: int | str = measure(file) if file.is_file() else "no such file"
     except OSError as error:
-        actual = f"an error ({error.strerror})"
+        actual = str(error.strerror)
     if actual != expected:
-        kind = "damaged" if file.is_file() else "not_found"
-        message = f"expected SHA-256 {expected}, found {actual}"
+        kind: IssueKind = "damaged" if file.is_file() else "not_found"
+        message = f"expected {expected!s:.16} {unit}, found {actual!s:.16}"
         yield Issue(str(file), kind, message, actual, Manifest.file_name, Manifest.remedy)
 
 
 def hash_json(data: Any) -> str:
-    """Hex SHA-256 of JSON values, whatever the order of their keys."""
+    """Return the hex SHA-256 of JSON values, regardless of the order of their keys."""
     return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def manifest_hash(manifest: dict[str, Any]) -> str:
-    """Hex SHA-256 of everything in a manifest but its hash."""
+    """Return the hex SHA-256 of everything in a manifest but its hash."""
     return hash_json({k: v for k, v in manifest.items() if k != "hash"})

@@ -1,4 +1,4 @@
-"""`run.init_from: hf:DIR`: does the ModernBERT there compute what this configuration trains? Torch-free."""
+"""Compare the ModernBERT of `run.init_from: hf:DIR` with the model of a configuration. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from bert_dp.config.error import ConfigError, Issue
 from bert_dp.config.schema import Config
-from bert_dp.config.stored import read_regular
+from bert_dp.config.stored import read_regular, refusing
 
 HF = "hf:"  # before a directory in the format of transformers
 MAX_BYTES = 2**22  # of config.json
@@ -24,7 +25,7 @@ FIELDS = {
     "attention_bias": "bias",
     "mlp_bias": "bias",
 }
-# config.json -> the only value that our models have, which is also that of an older file without it
+# config.json -> the only value that our models have
 FIXED = {"hidden_activation": "gelu", "classifier_activation": "gelu", "tie_word_embeddings": True}
 SHAPE = {"position": "rope", "norm": "layernorm", "mlp": "geglu", "first_attention_norm": False}
 THETAS = {
@@ -35,28 +36,30 @@ THETAS = {
 
 
 def hf_directory(init_from: str | None) -> Path | None:
-    """DIR of hf:DIR."""
+    """Return DIR of hf:DIR."""
     if init_from is None or not init_from.startswith(HF):
         return None
     return Path(init_from.removeprefix(HF))
 
 
-def modernbert_issues(directory: Path, config: Config) -> list[str]:
-    """Why the weights there do not fit this model; one line for each field."""
+def modernbert_issues(directory: Path, config: Config) -> list[Issue]:
+    """Find why the weights in `directory` do not fit this model, an issue for each field."""
     try:
-        settings = json.loads(read_regular(directory / "config.json", MAX_BYTES))
-        if not isinstance(settings, dict):
-            raise ValueError("no object")
-    except (OSError, ValueError, RecursionError) as error:
-        return [f"run.init_from: {directory / 'config.json'} cannot be read ({error})"]
+        with refusing("run.init_from", str(directory / "config.json")):
+            settings = json.loads(read_regular(directory / "config.json", MAX_BYTES))
+            if not isinstance(settings, dict):
+                raise ValueError("no object")
+    except ConfigError as error:
+        return [*error.issues]
     if (kind := settings.get("model_type")) != "modernbert":
-        return [f"run.init_from: {directory} has model_type {kind!r}; only modernbert can be begun with"]
-    if not (directory / "model.safetensors").is_file():
-        return [f"run.init_from: {directory} has no model.safetensors"]
-    issues = [f"run.init_from: {directory}: {line}" for line in _differences(settings, config)]
-    if config.run.init_keeps == "moments":
-        issues.append(f"run.init_keeps: moments, but {directory} has weights alone; use weights")
-    return issues
+        lines = [f"model_type is {kind!r}; only modernbert can be begun with"]
+    elif not (directory / "model.safetensors").is_file():
+        lines = ["no model.safetensors"]
+    else:
+        lines = [*_differences(settings, config)]
+        if config.run.init_keeps == "moments":
+            lines.append("holds weights alone; set run.init_keeps=weights")
+    return [Issue("run.init_from", "conflict", f"{directory}: {line}", str(directory)) for line in lines]
 
 
 def _differences(settings: Mapping[str, Any], config: Config) -> Iterator[str]:
@@ -78,7 +81,7 @@ def _differences(settings: Mapping[str, Any], config: Config) -> Iterator[str]:
 
 
 def _attention(settings: Mapping[str, Any], config: Config) -> Iterator[str]:
-    """Every layer must look at the whole sequence, with the same positions; in either layout."""
+    """Check that every layer attends to the whole sequence with the same positions, in either layout."""
     every = settings.get("global_attn_every_n_layers", 3)
     kinds = settings.get("layer_types") or [
         "sliding_attention" if i % every else "full_attention" for i in range(config.model.num_layers)

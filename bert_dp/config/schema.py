@@ -1,11 +1,15 @@
-"""Every setting of a run: one tree of strict, frozen models, each field with its unit."""
+"""Every setting of a run: one tree of strict, frozen models, each field with its unit.
+
+Marks say when a setting may change and when it has an effect; those of a section hold for all its settings.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -18,6 +22,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from bert_dp.config.engines import ENGINES, OPTIMIZERS
@@ -33,7 +38,24 @@ MAX_SECONDS = 1e9
 MAX_PATH = 4096  # bytes
 Logger = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 LabelKind = Literal["single_label", "multi_label", "regression"]
+FREE_ON_RESUME = "free on resume"
+"""Mark of a setting that may differ when a run goes on."""
+FREE_FROM_WEIGHTS = "free from weights"
+"""Mark of a setting of the model that may differ from that of the weights in run.init_from."""
 BUDGETS = ("steps", "tokens", "hours", "epochs")  # of the schedule; exactly one is set
+
+
+@dataclasses.dataclass(frozen=True)
+class OnlyWith:
+    """Mark a setting that has an effect only where `setting` has one of `values`; without values, where it is
+    set and neither 0 nor false."""
+
+    setting: str
+    values: tuple[object, ...] = ()
+
+    def holds(self, value: object) -> bool:
+        """Return True if this value of `setting` lets the marked one have an effect."""
+        return value in self.values if self.values else bool(value)
 
 
 def _can_be_a_path(text: str) -> str:
@@ -47,6 +69,7 @@ def _as_tuple(value: object) -> object:
 
 
 OneOrMore = BeforeValidator(_as_tuple)
+"""One may stand without brackets."""
 
 
 class KeyOf:
@@ -66,7 +89,6 @@ class KeyOf:
         raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})
 
 
-"""One may stand without brackets."""
 PathText = Annotated[str, AfterValidator(_can_be_a_path)]
 
 
@@ -79,8 +101,6 @@ class Section(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
     )
-    added_later: ClassVar[tuple[str, ...]] = ()
-    """Settings that older versions did not have."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -90,57 +110,50 @@ class Section(BaseModel):
         is_count = int in (annotation, *get_args(annotation))
         return int(value) if is_count and isinstance(value, float) and value.is_integer() else value
 
-    def identity(self) -> dict[str, Any]:
-        """The settings by which a build or an output directory is known. One that was added later is among
-        them only where it is not at its default, so that what an older version began keeps its name."""
-        settings = {}
-        for name, field in type(self).model_fields.items():
-            value = getattr(self, name)
-            if name not in self.added_later or value != field.default:
-                settings[name] = value.identity() if isinstance(value, Section) else value
-        return settings
-
 
 class RunConfig(Section):
-    added_later = ("init_keeps", "deterministic")
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of initial weights, sample order and masks."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], FREE_ON_RESUME] = "auto"
     """auto = every GPU of the machine, else the CPU."""
-    deterministic: bool = False
+    deterministic: Annotated[bool, FREE_ON_RESUME] = False
     """Let a GPU add in one order, so that a resumed run is bit-equal to an undisturbed one there too; slower.
     CPU ranks do so in any case."""
-    init_from: PathText | None = None
+    init_from: Annotated[PathText | None, FREE_ON_RESUME] = None
     """Checkpoint or run directory whose weights start this run, or hf:DIR, a ModernBERT in the format of
     transformers; counters and schedule start fresh."""
-    init_keeps: Literal["weights", "moments"] = "weights"
+    init_keeps: Annotated[Literal["weights", "moments"], FREE_ON_RESUME, OnlyWith("run.init_from")] = (
+        "weights"
+    )
     """What to take from run.init_from: the weights alone, or the optimizer's state too with its step count
     (phase 2 of a LAMB run). The optimizer and all shapes must then be the same."""
-    max_skipped_in_a_row: int = Field(5, ge=1, le=MAX_STEPS)
+    max_skipped_in_a_row: Annotated[int, FREE_ON_RESUME] = Field(5, ge=1, le=MAX_STEPS)
     """Steps skipped in a row, for a gradient that is not finite, that stop the run; fp16 may skip 16
     more, while its loss scale falls."""
-    hang_after_s: float = Field(30.0, gt=0, le=MAX_SECONDS)
+    hang_after_s: Annotated[float, FREE_ON_RESUME] = Field(30.0, gt=0, le=MAX_SECONDS)
     """Seconds without progress by which the rank that the others wait for is named with its stack; at least
     three median steps, and 300 in set-up, compilation and saving."""
-    end_hung_after_s: float = Field(600.0, ge=0, le=MAX_SECONDS)
+    end_hung_after_s: Annotated[float, FREE_ON_RESUME] = Field(600.0, ge=0, le=MAX_SECONDS)
     """Seconds after a hang was reported at which the run is ended as failed; 0 = never."""
 
 
 class BuildConfig(Section):
-    """How a corpus becomes shards (`data build`, or `data.sources` on first use)."""
+    """Select how a corpus becomes shards (`data build`, or `data.sources` on first use)."""
 
-    normalize: bool = True
+    normalize: Annotated[bool, OnlyWith("data.tokenizer", (None,))] = True
     """In the tokenizer: NFKD, lower case, ASCII for white space, dashes, quotes and ligatures, then nothing
     but ASCII (no accents, no other scripts), single spaces. A source that loses over 20 % of its letters, or
     has over 20 % unknown tokens, is refused."""
-    tokenizer_model: Literal["wordpiece", "bpe", "byte_bpe"] = "wordpiece"
+    tokenizer_model: Annotated[
+        Literal["wordpiece", "bpe", "byte_bpe"], OnlyWith("data.tokenizer", (None,))
+    ] = "wordpiece"
     """Kind of tokenizer to train when none is given. byte_bpe has a token for every byte and so no unknown
     ones: for text in any language, with normalize: false and max_tokens_per_char: 0."""
     max_tokens_per_char: float = Field(0.25, ge=0)
     """Drop a document with more tokens per character than this; 0 = keep all."""
     dedup: Literal["none", "exact", "near"] = "exact"
     """exact = documents of the same tokens once; near = MinHash LSH besides (extra `dedup`)."""
-    near_threshold: float = Field(0.8, gt=0, le=1)
+    near_threshold: Annotated[float, OnlyWith("data.build.dedup", ("near",))] = Field(0.8, gt=0, le=1)
     """Jaccard similarity above which `near` drops the later document."""
     held_out_fraction: float = Field(0.01, ge=0, lt=0.5)
     """Share of the documents kept for the held-out loss."""
@@ -155,25 +168,26 @@ class BuildConfig(Section):
 
 
 class DataConfig(Section):
-    path: PathText | None = None
+    path: Annotated[PathText | None, FREE_ON_RESUME] = None
     """Directory made by `bert-dp data build`."""
-    sources: Annotated[tuple[PathText, ...] | None, OneOrMore] = None
+    sources: Annotated[tuple[PathText, ...] | None, OneOrMore, FREE_ON_RESUME] = None
     """Files, globs, `hub:NAME`, or `builtin` (CPython's own documentation); built on first use, cached."""
-    tokenizer: PathText | None = None
+    tokenizer: Annotated[PathText | None, OnlyWith("data.sources")] = None
     """Existing tokenizer.json; null = train one on the sources."""
     sequence_length: int = Field(128, ge=8, le=8192)
     """Tokens per sequence."""
-    shuffle: bool = True
+    shuffle: Annotated[bool, OnlyWith("objective.name", ("mlm",)), OnlyWith("data.synthetic", (False,))] = (
+        True
+    )
     """A new permutation of the sequences every epoch; false = the order of the shards."""
-    workers: int = Field(1, ge=0, le=64)
+    workers: Annotated[int, FREE_ON_RESUME, OnlyWith("data.synthetic", (False,))] = Field(1, ge=0, le=64)
     """Prefetch threads per rank; 0 = none."""
     synthetic: bool = False
     """Train on one micro batch of random tokens, made once: what a step takes without the loader."""
-    build: BuildConfig = BuildConfig()
+    build: Annotated[BuildConfig, OnlyWith("data.sources")] = BuildConfig()
 
 
 class ModelConfig(Section):
-    added_later = ("attention_dropout", "residual_dtype")
     vocab_size: int = Field(32_768, ge=16, le=MAX_VOCAB_SIZE)
     """Rows of the embedding; also the size of a trained tokenizer."""
     hidden_size: int = Field(768, ge=8, le=2**17)
@@ -182,23 +196,25 @@ class ModelConfig(Section):
     intermediate_size: int = Field(1536, ge=8, le=2**20)
     """Width after the activation; geglu projects to twice this."""
     position: Literal["scaled_sinusoidal", "rope", "learned"] = "scaled_sinusoidal"
-    rope_theta: float = Field(160_000.0, gt=0)
+    rope_theta: Annotated[float, FREE_FROM_WEIGHTS, OnlyWith("model.position", ("rope",))] = Field(
+        160_000.0, gt=0
+    )
     mlp: Literal["geglu", "gelu"] = "geglu"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    norm_bias: bool = True
+    norm_bias: Annotated[bool, OnlyWith("model.norm", ("layernorm",))] = True
     """Bias of a layernorm."""
-    norm_eps: float = Field(1e-12, gt=0)
+    norm_eps: Annotated[float, FREE_FROM_WEIGHTS] = Field(1e-12, gt=0)
     first_attention_norm: bool = True
     """false = no norm before the first attention (ModernBERT)."""
     head: Literal["none", "dense"] = "none"
     """What stands before the tied decoder: nothing, or dense + GELU + norm (ModernBERT, BERT)."""
     bias: bool = False
     """Biases in the linear layers. There is never a key bias: its gradient is exactly zero."""
-    dropout: float = Field(0.0, ge=0, lt=1)
+    dropout: Annotated[float, FREE_FROM_WEIGHTS] = Field(0.0, ge=0, lt=1)
     """Probability, on embedding, attention output and MLP output."""
-    attention_dropout: float = Field(0.0, ge=0, lt=1)
+    attention_dropout: Annotated[float, FREE_FROM_WEIGHTS] = Field(0.0, ge=0, lt=1)
     """Probability, on what attention weighs values with; attention is then written out, which is slower."""
-    residual_dtype: Literal["full", "bf16"] = "full"
+    residual_dtype: Annotated[Literal["full", "bf16"], FREE_FROM_WEIGHTS] = "full"
     """Of the sums between the blocks; full = the parameters' precision. bf16 halves the memory that norms and
     additions read and write, rounds every sum, and needs `precision: bf16` (or auto where that is bf16)."""
 
@@ -217,15 +233,15 @@ class ModelConfig(Section):
 
 
 class ObjectiveConfig(Section):
-    added_later = ("name",)
     name: Literal["mlm", "finetune"] = "mlm"
     """What is trained: mlm = masked language modelling; finetune = see the section of that name."""
-    mask_rate: float = Field(0.25, gt=0, lt=1)
+    mask_rate: Annotated[float, OnlyWith("objective.name", ("mlm",))] = Field(0.25, gt=0, lt=1)
     """Exactly round(mask_rate x sequence_length) positions of every sequence are predicted."""
 
 
 class FinetuneConfig(Section):
-    """Of objective.name: finetune. `bert-dp finetune` fills in kind and labels, as the data have them."""
+    """Describe the task of objective.name: finetune. `bert-dp finetune` takes kind and labels from the
+    data."""
 
     kind: LabelKind = "single_label"
     """single_label: one class an example; multi_label: any number of them; regression: a score."""
@@ -234,7 +250,7 @@ class FinetuneConfig(Section):
     head: Literal["recipe", "native"] = "recipe"
     """recipe = dense, tanh, dropout, linear; native = that of the class in transformers that the encoder
     exports to."""
-    head_size: int = Field(1024, ge=1, le=2**17)
+    head_size: Annotated[int, OnlyWith("finetune.head", ("recipe",))] = Field(1024, ge=1, le=2**17)
     """Width of the recipe's head."""
     pooling: Literal["cls", "mean"] = "cls"
     """What of an example goes into the head: its first token, or the mean over its tokens."""
@@ -248,14 +264,14 @@ class FinetuneConfig(Section):
 class BatchConfig(Section):
     global_size: int = Field(8192, ge=1, le=MAX_BATCH)
     """Sequences per optimizer step over all replicas. Declared; never changed by the number of GPUs."""
-    micro_size: int = Field(128, ge=1, le=MAX_BATCH)
+    micro_size: Annotated[int, FREE_ON_RESUME] = Field(128, ge=1, le=MAX_BATCH)
     """Sequences per replica in one forward/backward. In a file or --set also auto: `bert-dp train` finds the
     number first (`bert-dp tune batch`), and the run's own configuration has it."""
     ramp_fraction: float = Field(0.0, ge=0, le=1)
     """Slope of the linear batch ramp: at progress f the batch is ramp_quantum x (1 + floor(f x global_size /
     (ramp_fraction x ramp_quantum))), at most global_size, which it reaches at f = ramp_fraction x
     (1 - ramp_quantum / global_size); 0 = no ramp."""
-    ramp_quantum: int | None = Field(None, ge=1, le=MAX_BATCH)
+    ramp_quantum: Annotated[int | None, OnlyWith("batch.ramp_fraction")] = Field(None, ge=1, le=MAX_BATCH)
     """Sequences by which the ramp grows; a divisor of global_size."""
 
     @model_validator(mode="after")
@@ -271,22 +287,23 @@ class BatchConfig(Section):
 
 
 class ScheduleConfig(Section):
-    added_later = ("epochs",)
     name: Literal["budget_triangle", "linear", "cosine", "wsd", "constant", "exponential"] = "budget_triangle"
     """Learning rate as a function of progress f; wsd = warm-up, stable, decay; exponential rises from 1e-4 of
     the peak to the peak: a range test."""
-    steps: int | None = Field(None, ge=1, le=MAX_STEPS)
+    steps: Annotated[int | None, FREE_ON_RESUME] = Field(None, ge=1, le=MAX_STEPS)
     """Budget in optimizer steps. Exactly one of steps, tokens, hours, epochs."""
-    tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    tokens: Annotated[int | None, FREE_ON_RESUME] = Field(None, ge=1, le=MAX_TOKENS)
     """Budget in tokens over all replicas."""
-    hours: float | None = Field(None, gt=0, le=MAX_SECONDS / 3600)
+    hours: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=MAX_SECONDS / 3600)
     """Budget in hours on rank 0's clock, from the first real step."""
-    epochs: float | None = Field(None, gt=0, le=MAX_STEPS)
+    epochs: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=MAX_STEPS)
     """Budget in passes over the training sequences; a run's own configuration has it as tokens, of
     finetuning as steps."""
-    warmup_fraction: float = Field(0.06, ge=0, lt=1)
+    warmup_fraction: Annotated[float, OnlyWith("schedule.name", ("linear", "cosine", "wsd"))] = Field(
+        0.06, ge=0, lt=1
+    )
     """Share of the budget for linear warm-up (linear, cosine, wsd)."""
-    decay_fraction: float = Field(0.2, gt=0, le=1)
+    decay_fraction: Annotated[float, OnlyWith("schedule.name", ("wsd",))] = Field(0.2, gt=0, le=1)
     """Share of the budget for the final decay (wsd)."""
 
     @model_validator(mode="after")
@@ -304,7 +321,9 @@ class OptimConfig(Section):
     """muon = Muon for the matrices of the blocks, AdamW for the rest."""
     lr: Annotated[float, Field(gt=0)] | Literal["auto"] = 1e-3
     """Peak learning rate. auto, for lamb, is the untuned rule 5e-3 sqrt(global_size / 32768)."""
-    lr_batch: int | None = Field(None, ge=1, le=MAX_BATCH)
+    lr_batch: Annotated[int | None, OnlyWith("optim.lr_scaling", ("sqrt", "linear"))] = Field(
+        None, ge=1, le=MAX_BATCH
+    )
     """Global batch that lr was tuned at, for lr_scaling."""
     lr_scaling: Literal["none", "sqrt", "linear"] = "none"
     """Multiply lr by sqrt(global_size / lr_batch), the rule for Adam, LAMB and Muon, or by that ratio."""
@@ -364,11 +383,11 @@ class ParallelConfig(Section):
 
 
 class CheckpointConfig(Section):
-    every_steps: int = Field(0, ge=0, le=MAX_STEPS)
+    every_steps: Annotated[int, OnlyWith("checkpoint.keep")] = Field(0, ge=0, le=MAX_STEPS)
     """Optimizer steps between checkpoints; 0 = only at the end and on a signal."""
     keep: int = Field(2, ge=0, le=MAX_STEPS)
     """Newest checkpoints kept; 0 = none is written, and a run that ends early is lost."""
-    on_error: Literal["continue", "stop"] = "continue"
+    on_error: Annotated[Literal["continue", "stop"], OnlyWith("checkpoint.keep")] = "continue"
     """When one cannot be saved: continue, and try again at the next; or stop the run, failed. A run that
     cannot save its first or its last state has failed in any case."""
 
@@ -376,12 +395,11 @@ class CheckpointConfig(Section):
 class EvalConfig(Section):
     every_steps: int = Field(0, ge=0, le=MAX_STEPS)
     """Optimizer steps between held-out losses; 0 = only at the end."""
-    max_sequences: int = Field(2048, ge=1, le=MAX_STEPS)
+    max_sequences: Annotated[int, OnlyWith("objective.name", ("mlm",))] = Field(2048, ge=1, le=MAX_STEPS)
     """Held-out sequences used at most."""
 
 
 class LogConfig(Section):
-    added_later = ("to",)
     every_steps: int = Field(10, ge=1, le=MAX_STEPS)
     """Optimizer steps between lines of metrics.jsonl."""
     step_times: bool = False
@@ -408,19 +426,19 @@ class Config(Section):
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
-    finetune: FinetuneConfig = FinetuneConfig()
+    finetune: Annotated[FinetuneConfig, OnlyWith("objective.name", ("finetune",))] = FinetuneConfig()
     batch: BatchConfig = BatchConfig()
     schedule: ScheduleConfig
     optim: OptimConfig = OptimConfig()
-    parallel: ParallelConfig = ParallelConfig()
+    parallel: Annotated[ParallelConfig, FREE_ON_RESUME] = ParallelConfig()
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
     """auto = bf16 where every rank's device multiplies it (a GPU since Ampere, a CPU with avx512_bf16 or
     amx_bf16), else fp16 with a gradient scaler on GPUs and fp32 on CPUs. A run keeps what it was begun in."""
-    compile: Literal["auto", "on", "off"] = "auto"
+    compile: Annotated[Literal["auto", "on", "off"], FREE_ON_RESUME] = "auto"
     """auto = on a GPU, and on a CPU when the run is long enough to earn the compile time back."""
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    eval: EvalConfig = EvalConfig()
-    log: LogConfig = LogConfig()
+    checkpoint: Annotated[CheckpointConfig, FREE_ON_RESUME] = CheckpointConfig()
+    eval: Annotated[EvalConfig, FREE_ON_RESUME] = EvalConfig()
+    log: Annotated[LogConfig, FREE_ON_RESUME] = LogConfig()
 
     @model_validator(mode="after")
     def _one_source(self) -> Config:
@@ -465,15 +483,25 @@ class Config(Section):
         return "squared error" if squared else "nats"
 
     def hash(self) -> str:
-        """First 16 hex digits of the SHA-256 of the resolved configuration's identity."""
-        tree = self.identity()
-        if self.objective.name == "mlm":  # the section came later, and is of no use there
-            del tree["finetune"]
-        return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:16]
+        """Return the first 16 hex digits of the SHA-256 of the resolved configuration."""
+        tree = json.dumps(self.model_dump(mode="json"), sort_keys=True)
+        return hashlib.sha256(tree.encode()).hexdigest()[:16]
+
+
+def all_settings(
+    section: type[Section] = Config, prefix: str = "", above: tuple[object, ...] = ()
+) -> Iterator[tuple[str, FieldInfo, tuple[object, ...]]]:
+    """Yield each setting as a dotted path, its field, and the marks of it and of the sections around it."""
+    for name, field in section.model_fields.items():
+        marks = (*above, *field.metadata)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from all_settings(field.annotation, f"{prefix}{name}.", marks)
+        else:
+            yield f"{prefix}{name}", field, marks
 
 
 def num_masked(rate: float, sequence_length: int) -> int:
-    """Positions predicted per sequence: round(rate x S), halves up."""
+    """Return the positions predicted per sequence: round(rate x S), halves up."""
     return int(rate * sequence_length + 0.5)
 
 

@@ -58,5 +58,7 @@ def replaced(out: Path) -> Iterator[Path]:
             out.rename(old)
         work.rename(out)
     finally:
+        if old.exists() and not out.exists():
+            old.rename(out)  # stopped between the two
         for directory in (work, old):
             shutil.rmtree(directory, ignore_errors=True)

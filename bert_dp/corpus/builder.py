@@ -49,7 +49,7 @@ def build(
     if options.dedup == "near":
         dedup.rensa()
     settings = {
-        **options.identity(),
+        **options.model_dump(),
         "sequence_length": sequence_length,
         "vocab_size": vocab_size,
         "seed": seed,
@@ -83,7 +83,7 @@ def cache_dir(config: Config) -> Path:
     data = config.data
     facts = {
         "format": format_of(Manifest),
-        "build": data.build.identity(),
+        "build": data.build.model_dump(),
         "sequence_length": data.sequence_length,
         "vocab_size": config.model.vocab_size,
         "tokenizer": inputs.file_identity(Path(data.tokenizer)) if data.tokenizer else None,
@@ -207,38 +207,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def shown_progress() -> Iterator[Progress]:
-    """A bar when stderr is a terminal, else a line per stage and one every ten seconds."""
-    if sys.stderr.isatty():
-        import rich.console
-        import rich.markup
-        import rich.progress
-
-        console = rich.console.Console(stderr=True)
-        with rich.progress.Progress(console=console, redirect_stdout=False) as bars:
-            tasks: dict[str, rich.progress.TaskID] = {}
-
-            def draw(stage: str, done: int, total: int | None) -> None:
-                text = rich.markup.escape(record.printable(stage))
-                if total == 0:
-                    bars.console.print(text, soft_wrap=True, highlight=False)
-                    return
-                if stage not in tasks:
-                    for before in bars.tasks:  # a stage of unknown length ends with the next one's begin
-                        if before.total is None:
-                            bars.update(before.id, total=1, completed=1)
-                    tasks[stage] = bars.add_task(text)
-                bars.update(tasks[stage], completed=done, total=total)
-
-            yield draw
-        return
+    """Yield a function that writes a line per stage to stderr, renewed twice a second on a terminal, else
+    followed by one every ten seconds."""
+    on_terminal = sys.stderr.isatty()
     last: dict[str, float] = {}
+    ends = [""]  # the end of the open line
 
     def write(stage: str, done: int, total: int | None) -> None:
-        if stage in last and time.monotonic() - last[stage] < 10 and done != total:
+        pause = 0.5 if on_terminal else 10
+        if stage in last and time.monotonic() - last[stage] < pause and done != total:
             return
         last[stage] = time.monotonic()
-        of = f" of {total}" if total else ""
-        sys.stderr.write(record.printable(f"{stage}{f': {done}{of}' if done else ''}\n"))
+        line = record.printable(f"{stage}{f': {done}' if done else ''}{f' of {total}' if total else ''}")
+        is_open = on_terminal and done != total
+        sys.stderr.write(("\r\x1b[K" if on_terminal else "") + line + ("" if is_open else "\n"))
         sys.stderr.flush()
+        ends[0] = "\n" if is_open else ""
 
-    yield write
+    try:
+        yield write
+    finally:
+        sys.stderr.write(ends[0])

@@ -1,4 +1,4 @@
-"""The corpus in every CPython: docstrings of the standard library and the help topics. Torch-free."""
+"""Read the corpus in every CPython: docstrings of the standard library and help topics. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOT_DOCUMENTATION = frozenset(
 
 @functools.cache
 def documents() -> tuple[str, ...]:
-    """Docstrings of the standard library and the help topics, about 2 MB; parsed, never imported or run."""
+    """Return docstrings of the standard library and help topics, about 2 MB; parsed, never run."""
     root = Path(sysconfig.get_paths()["stdlib"])
     texts: list[str] = []
     for path in sorted(root.rglob("*.py")):

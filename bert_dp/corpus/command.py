@@ -1,4 +1,4 @@
-"""A process that prints one answer: its signals, its errors and its exit code. Torch-free."""
+"""Run a process that prints one answer: its signals, its errors and its exit code. Torch-free."""
 
 from __future__ import annotations
 

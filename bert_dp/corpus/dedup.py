@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from bert_dp.config.extras import require
+from bert_dp.config.error import require
 
 NUM_PERMUTATIONS = 128  # of a MinHash sketch
 SHINGLE_WORDS = 5
 
 
 def document_key(text: str, seed: int) -> int:
-    """64-bit hash of a document: the same for texts that differ in case and white space only."""
+    """Return a 64-bit hash of a document, regardless of case and white space."""
     lower = text.lower()
     # a white space other than one blank; the test is cheaper than what it spares
     if not lower.isprintable() or "  " in lower:
@@ -30,7 +30,7 @@ def content_key(data: bytes, seed: int) -> int:
 
 
 def exact_filter() -> Callable[[np.ndarray], np.ndarray]:
-    """A function from keys [D] uint64 to whether each is seen for the first time, over all calls.
+    """Return a function that marks the keys [D] uint64 that are seen for the first time, over all calls.
 
     Sorted arrays of doubling size hold 8 bytes per key. Two different documents share a key with probability
     n^2 / 2^65: 3e-4 for any pair among 1e8 documents.
@@ -54,7 +54,8 @@ def exact_filter() -> Callable[[np.ndarray], np.ndarray]:
 
 
 def sketcher(seed: int) -> Callable[[list[str]], list[Any]]:
-    """The function that makes MinHash sketches of texts. Raises ConfigError without the package rensa."""
+    """Return a function that makes MinHash sketches of texts. Raises ConfigError without the package
+    rensa."""
     package = rensa()
 
     def sketch(texts: list[str]) -> list[Any]:
@@ -67,7 +68,7 @@ def sketcher(seed: int) -> Callable[[list[str]], list[Any]]:
 
 
 def near_filter(threshold: float, seed: int) -> Callable[[Any], bool]:
-    """A function from a MinHash sketch to whether no earlier one is as similar as the threshold."""
+    """Return a function that is true of a MinHash sketch if no earlier one is as similar as the threshold."""
     index = rensa().RMinHashDeduplicator(threshold, NUM_PERMUTATIONS, True, None, seed)
 
     def is_unlike(sketch: Any) -> bool:
@@ -78,7 +79,7 @@ def near_filter(threshold: float, seed: int) -> Callable[[Any], bool]:
 
 
 def rensa() -> Any:
-    """The package. Raises ConfigError where it is not installed."""
+    """Import the package rensa. Raises ConfigError where it is not installed."""
     return require("rensa", "dedup", "data.build.dedup: near")
 
 

@@ -1,4 +1,4 @@
-"""Batches of documents -> batches of token ids, in one process or a pool of spawned ones. Torch-free."""
+"""Encode batches of documents in one process or a pool of spawned ones. Torch-free."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BATCH_DOCUMENTS, BATCH_CHARS = 1000, 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Encoding:
-    """How a batch of texts is encoded; travels to every process."""
+    """Hold the settings of encoding, which travel to every process."""
 
     tokenizer_json: str
     sep: int
@@ -43,8 +43,8 @@ class Encoding:
 
 
 @dataclasses.dataclass(frozen=True)
-class Encoded:
-    """The D kept documents of the N of a batch, in order."""
+class EncodedDocuments:
+    """Hold the D kept documents of the N of a batch, in order."""
 
     ids: np.ndarray  # [T] uint16, each document followed by sep
     lengths: np.ndarray  # [D] int64, tokens with sep
@@ -58,7 +58,7 @@ class Encoded:
 
 
 def in_batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    """Lists of at most BATCH_DOCUMENTS documents and, but for a last one, BATCH_CHARS characters."""
+    """Yield lists of at most BATCH_DOCUMENTS documents and, but for a last one, BATCH_CHARS characters."""
     batch: list[str] = []
     chars = 0
     for text in documents:
@@ -71,8 +71,8 @@ def in_batches(documents: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def make_encoder(settings: Encoding) -> Callable[[list[str]], Encoded]:
-    """The function that turns a list of texts into their tokens, keys and sketches, in one process."""
+def make_encoder(settings: Encoding) -> Callable[[list[str]], EncodedDocuments]:
+    """Return a function that encodes a list of texts in this process."""
     whole = Tokenizer.from_str(settings.tokenizer_json)
     count_letters = loss_counter(whole, settings.unk)
     tree = json.loads(settings.tokenizer_json)
@@ -87,7 +87,7 @@ def make_encoder(settings: Encoding) -> Callable[[list[str]], Encoded]:
     sketch = sketcher(settings.seed) if settings.near else None
     rate = settings.max_tokens_per_char
 
-    def encode(texts: list[str]) -> Encoded:
+    def encode(texts: list[str]) -> EncodedDocuments:
         normalized = [normalize(text) for text in texts] if has_our_normalizer else texts
         rows = [e.ids for e in tokenizer.encode_batch_fast(normalized, add_special_tokens=False)]
         counts = [
@@ -107,7 +107,7 @@ def make_encoder(settings: Encoding) -> Callable[[list[str]], Encoded]:
             for end, n in zip(ends.tolist(), lengths.tolist(), strict=True)
         ]
         sketches = sketch([normalized[i] for i in kept]) if sketch else []
-        return Encoded(
+        return EncodedDocuments(
             ids,
             lengths,
             keys=np.array([document_key(texts[i], settings.seed) for i in kept], np.uint64),
@@ -124,7 +124,7 @@ def make_encoder(settings: Encoding) -> Callable[[list[str]], Encoded]:
 
 def encode_all(
     batches: Iterable[list[str]], settings: Encoding, processes: int
-) -> Generator[Encoded, None, None]:
+) -> Generator[EncodedDocuments, None, None]:
     """Encode batches in `processes` spawned processes (1 = in this one); results in the order of the batches.
 
     At most three batches per process are held. The processes end with this one, however it ends.
@@ -139,7 +139,7 @@ def encode_all(
     pool = ProcessPoolExecutor(
         processes, multiprocessing.get_context("spawn"), initializer=_start, initargs=(settings,)
     )
-    pending: collections.deque[Future[Encoded]] = collections.deque()
+    pending: collections.deque[Future[EncodedDocuments]] = collections.deque()
     try:
         for batch in batches:
             pending.append(pool.submit(_encode, batch))
@@ -155,7 +155,7 @@ def encode_all(
 
 @contextlib.contextmanager
 def single_threaded() -> Iterator[None]:
-    """Rust threads of `tokenizers` off: many processes or many threads, never both."""
+    """Switch off the Rust threads of `tokenizers`: many processes or many threads, never both."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
@@ -167,7 +167,7 @@ def single_threaded() -> Iterator[None]:
 
 
 def _start(settings: Encoding) -> None:
-    """First call in a spawned process: end with the parent, leave Ctrl-C to it, load the tokenizer once."""
+    """Set up a spawned process: end with the parent, leave Ctrl-C to it, load the tokenizer once."""
     global _encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -182,9 +182,9 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-_encoder: Callable[[list[str]], Encoded] | None = None  # of a spawned process
+_encoder: Callable[[list[str]], EncodedDocuments] | None = None  # of a spawned process
 
 
-def _encode(texts: list[str]) -> Encoded:
+def _encode(texts: list[str]) -> EncodedDocuments:
     assert _encoder is not None
     return _encoder(texts)

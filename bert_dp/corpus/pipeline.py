@@ -1,4 +1,4 @@
-"""Sources -> filtered, deduplicated, tokenised, packed shards in one directory. Torch-free.
+"""Filter, deduplicate, tokenise and pack sources into shards in one directory. Torch-free.
 
 The sources are read for their hashes, for a sample to train the tokenizer (left out when one is given) and to
 build. Held in memory: the sample (at most 128 MiB of text, twice), a few batches per process, 8 bytes per
@@ -49,7 +49,7 @@ Progress = Callable[[str, int, int | None], None]
 
 @dataclasses.dataclass(frozen=True)
 class BuildPlan:
-    """What to build."""
+    """Hold the sources and settings of a build."""
 
     sources: list[inputs.Source]
     options: BuildConfig
@@ -100,7 +100,7 @@ def build_in(plan: BuildPlan, records: list[dict[str, Any]], work: Path, tell: P
 
 
 def _tokenizer(plan: BuildPlan, tell: Progress) -> tuple[str, int | None]:
-    """(tokenizer.json, number of all documents if it was counted)."""
+    """Return (tokenizer.json, number of all documents if it was counted)."""
     most, path, options = plan.settings["vocab_size"], plan.tokenizer, plan.options
     if path is None:
         sample, total = _sample(chain.from_iterable(map(inputs.documents, plan.sources)), tell)
@@ -122,7 +122,7 @@ def _tokenizer(plan: BuildPlan, tell: Progress) -> tuple[str, int | None]:
 
 
 def _in_thread(work: Callable[[], Tokenizer]) -> Tokenizer:
-    """The result of long work outside of Python, done in a thread, so that signals are heard meanwhile."""
+    """Do long work outside of Python in a thread, so that signals are handled meanwhile."""
     future: Future[Tokenizer] = Future()
 
     def run() -> None:
@@ -136,8 +136,8 @@ def _in_thread(work: Callable[[], Tokenizer]) -> Tokenizer:
 
 
 def source_record(source: inputs.Source, *, hashed: bool = True) -> dict[str, Any]:
-    """Bytes and hash of a file, if it is to be `hashed`; of anything else those of its text, filled in when
-    it is read, as the number of documents is."""
+    """Return bytes and hash of a file, if it is to be `hashed`; of anything else those of its text, filled in
+    when it is read, as the number of documents is."""
     if source.path is None:
         return {"name": source.name, "bytes": 0, "sha256": "", "documents": 0}
     size = inputs.file_identity(source.path)["bytes"]
@@ -147,8 +147,8 @@ def source_record(source: inputs.Source, *, hashed: bool = True) -> dict[str, An
 
 
 def read_documents(sources: list[inputs.Source], records: list[dict[str, Any]]) -> Generator[str, None, None]:
-    """All documents of the sources, in order; fills in their records (`source_record`), also of a source that
-    is closed before its end."""
+    """Yield all documents of the sources, in order; fill in their records (`source_record`), also of a source
+    that is closed before its end."""
     for source, record in zip(sources, records, strict=True):
         digest, size, count = hashlib.sha256(), 0, 0
         try:
@@ -166,7 +166,7 @@ def read_documents(sources: list[inputs.Source], records: list[dict[str, Any]]) 
 
 
 def _sample(documents: Iterable[str], tell: Progress) -> tuple[list[str], int]:
-    """(documents to train a tokenizer on, number of all documents).
+    """Return (documents to train a tokenizer on, number of all documents).
 
     Those whose CRC-32 lies below a bound, which halves whenever more than SAMPLE_BYTES are held: a function
     of the texts alone.
@@ -198,7 +198,7 @@ def _processes(sources: list[inputs.Source]) -> int:
 
 
 def _route(
-    encoded: Iterable[encode.Encoded],
+    encoded: Iterable[encode.EncodedDocuments],
     records: list[dict[str, Any]],
     work: Path,
     plan: BuildPlan,
@@ -274,7 +274,7 @@ def _refuse_loss(records: list[dict[str, Any]], plan: BuildPlan) -> None:
 def _check_split(
     train: ShardWriter, held_out: ShardWriter, dropped: dict[str, int], options: BuildConfig, tell: Progress
 ) -> None:
-    """Tell of a document that is a large part of the text.
+    """Warn of a document that is a large part of the text.
 
     Raises ConfigError for a split without a sequence and for more held-out than training sequences.
     """

@@ -17,19 +17,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from bert_dp.config import ConfigError, Issue
-from bert_dp.config.extras import require
+from bert_dp.config.error import require
 
 MAX_DOCUMENT_BYTES = 16 * 2**20
 MAX_ARRAY_BYTES = 64 * 2**20
 CHUNK_BYTES = 2**20
 HEAD_BYTES = 2**20  # of a text file, that decide what ends its lines
-BYTE_ORDER_MARKS = {
-    codecs.BOM_UTF32_LE: "UTF-32",  # before UTF-16, whose mark it begins with
-    codecs.BOM_UTF32_BE: "UTF-32",
-    codecs.BOM_UTF16_LE: "UTF-16",
-    codecs.BOM_UTF16_BE: "UTF-16",
-}
-ENCODING_FIX = "convert it from its encoding: iconv -f LATIN1 (or CP1251, GB18030, ...) -t UTF-8 OLD > NEW"
+ENCODING_FIX = "convert it: iconv -f UTF-16 (or LATIN1, CP1251, GB18030, ...) -t UTF-8 OLD > NEW"
 ZSTD_WINDOW_BYTES = 2**31  # the largest that zstd --long=31 makes
 ZSTD_READ_BYTES = 1024  # a call unpacks all of its input, which may be 32 768 times as much
 COMPRESSIONS = (".gz", ".xz", ".zst")
@@ -47,48 +41,25 @@ FORMATS = {
 
 
 def suffixes(path: Path) -> tuple[str, str]:
-    """(format, compression) suffixes: corpus.jsonl.gz -> (".jsonl", ".gz")."""
+    """Split the suffixes of format and compression: corpus.jsonl.gz -> (".jsonl", ".gz")."""
     compression = path.suffix.lower() if path.suffix.lower() in COMPRESSIONS else ""
     return (Path(path.stem).suffix if compression else path.suffix).lower(), compression
 
 
-def encoding_hint(first_bytes: bytes) -> str:
-    """Name UTF-16 or UTF-32 by the beginning of a file, with the command that converts it; else empty."""
-    first_bytes = first_bytes[:4096]
-    encoding = next((name for mark, name in BYTE_ORDER_MARKS.items() if first_bytes.startswith(mark)), "")
-    zeros = {at % 2 for at, byte in enumerate(first_bytes) if byte == 0}
-    # without a mark; both halves of a character may be zero, as U+4E00 is the Chinese one, but a few bytes
-    # of binary data may be characters then
-    orders = {(1,): ["LE"], (0,): ["BE"], (0, 1): ["LE", "BE"] if len(first_bytes) >= 32 else []}
-    for order in [] if encoding else orders.get(tuple(sorted(zeros)), []):
-        text = first_bytes[: len(first_bytes) // 2 * 2].decode(f"UTF-16{order}", "replace").rstrip("\ufffd")
-        if "\ufffd" not in text and all(char.isprintable() or char.isspace() for char in text):
-            encoding = f"UTF-16{order}"
-            break
-    return encoding and f"{encoding}, not UTF-8; convert it: iconv -f {encoding} -t UTF-8 OLD > NEW"
-
-
 def json_records(path: Path) -> Iterator[tuple[str, Any]]:
-    """(place, record) of JSON records: one on each line, or all in one array. Raises ConfigError."""
+    """Yield (place, record) of JSON records: one on each line, or all in one array. Raises ConfigError."""
     begin = next((text for chunk in _chunks(path) if (text := chunk.lstrip(b"\xef\xbb\xbf \t\r\n"))), b"")
-    is_array = begin.startswith(b"[")
-    if is_array and (hint := encoding_hint(begin)):
-        raise ConfigError([Issue(str(path), "unsupported", f"is {hint}")])
-    yield from _array(path) if is_array else _records(path)
-
-
-def _records(path: Path) -> Iterator[tuple[str, Any]]:
-    """(which line, its record)."""
+    if begin.startswith(b"["):
+        yield from _array(path)
+        return
     for number, line in lines(path):
         if not line or line.isspace():
             continue
         try:
             yield f"line {number}", json.loads(line)
         except (ValueError, RecursionError) as error:
-            message = f"line {number} is not JSON ({error})"
-            raise ConfigError(
-                [Issue(str(path), "damaged", message, hint="write one object a line")]
-            ) from None
+            message, hint = f"line {number} is not JSON ({error})", "write one object a line"
+            raise ConfigError([Issue(str(path), "damaged", message, hint=hint)]) from None
 
 
 def _array(path: Path) -> Iterator[tuple[str, Any]]:
@@ -101,12 +72,9 @@ def _array(path: Path) -> Iterator[tuple[str, Any]]:
             hint = "write one object a line (JSONL): jq -c '.[]' OLD > NEW.jsonl"
             raise ConfigError([Issue(str(path), "out_of_range", message, hint=hint)])
     try:
-        text = data.decode("utf-8-sig")
+        records = json.loads(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        message = f"byte {error.start + 1} is not UTF-8 (0x{data[error.start]:02x})"
-        raise ConfigError([Issue(str(path), "unsupported", message, hint=ENCODING_FIX)]) from None
-    try:
-        records = json.loads(text)
+        raise _not_utf8(path, f"byte {error.start + 1}", data[error.start]) from None
     except (ValueError, RecursionError) as error:
         raise _damaged(path, f"not a JSON array ({error})") from None
     for number, record in enumerate(records, 1):
@@ -114,7 +82,7 @@ def _array(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(line number from 1, text without its end) of a text file, compressed or not. Raises ConfigError.
+    """Yield (line number from 1, text without its end) of a text file, compressed or not. Raises ConfigError.
 
     A line ends with LF or CRLF; where the first HEAD_BYTES hold no LF, with a lone CR too.
     """
@@ -133,7 +101,7 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _with_line_feeds(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Chunks of a file as they are; where its first HEAD_BYTES hold no LF, every CR and CRLF becomes LF."""
+    """Yield chunks of a file; where its first HEAD_BYTES hold no LF, every CR and CRLF becomes LF."""
     head = b""
     while len(head) < HEAD_BYTES and (chunk := next(chunks, b"")):
         head += chunk
@@ -151,19 +119,19 @@ def _with_line_feeds(chunks: Iterator[bytes]) -> Iterator[bytes]:
 
 def _decode(path: Path, number: int, line: bytes) -> str:
     if number == 1:
-        if hint := encoding_hint(line):
-            what, _, remedy = hint.partition("; ")
-            raise ConfigError([Issue(str(path), "unsupported", f"is {what}", hint=remedy)])
-        line = line.removeprefix(b"\xef\xbb\xbf")  # byte order mark
-    if b"\0" in line:
-        message = f"line {number}, byte {line.index(0) + 1} is zero: binary data, not text"
-        hint = f"known suffixes: {', '.join((*filter(None, FORMATS), *COMPRESSIONS))}"
-        raise ConfigError([Issue(str(path), "unsupported", message, hint=hint)])
+        line = line.removeprefix(codecs.BOM_UTF8)
     try:
-        return line.removesuffix(b"\r").decode()
+        text = line.removesuffix(b"\r").decode()
     except UnicodeDecodeError as error:
-        message = f"line {number}, byte {error.start + 1} is not UTF-8 (0x{line[error.start]:02x})"
-        raise ConfigError([Issue(str(path), "unsupported", message, hint=ENCODING_FIX)]) from None
+        raise _not_utf8(path, f"line {number}, byte {error.start + 1}", line[error.start]) from None
+    if "\0" in text:
+        raise _not_utf8(path, f"line {number}", 0)
+    return text
+
+
+def _not_utf8(path: Path, place: str, byte: int) -> ConfigError:
+    message = f"{place} is not UTF-8 text (0x{byte:02x})"
+    return ConfigError([Issue(str(path), "unsupported", message, hint=ENCODING_FIX)])
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
@@ -227,8 +195,8 @@ def _zstd_chunks(path: Path, raw: BinaryIO) -> Iterator[bytes]:
 def parquet_records(
     path: Path, keys: Sequence[str], optional: Sequence[str], fix: str
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, row) with the columns `keys`, and those of `optional` that the file has. The key a.b, where no
-    column has that name, stands for the column a.
+    """Yield (place, row) with the columns `keys`, and those of `optional` that the file has. The key a.b,
+    where no column has that name, stands for the column a.
 
     Raises ConfigError for a column of `keys` that is not there (`fix`: what to do about it) and for a damaged
     file.
@@ -264,8 +232,8 @@ def parquet_records(
 
 
 def hub_records(name: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, row) of `hub:NAME[:CONFIG]`, streamed through `datasets`; a class has its name, or null where
-    it is not told. Raises ConfigError."""
+    """Yield (place, row) of `hub:NAME[:CONFIG]`, streamed through `datasets`; a class has its name, or null
+    where it is not told. Raises ConfigError."""
     datasets = require("datasets", "hub", name)
     _, _, rest = name.partition(":")
     repository, _, config = rest.partition(":")

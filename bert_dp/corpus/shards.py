@@ -29,7 +29,7 @@ FREQUENT_TOKENS, SAMPLE_SEQUENCES = 20, 3  # that `inspect` shows
 
 
 class ShardWriter:
-    """Packs a stream of tokens into sequences of S and those into files of at most SHARD_BYTES."""
+    """Pack a stream of tokens into sequences of S and those into files of at most SHARD_BYTES."""
 
     def __init__(self, directory: Path, name: str, sequence_length: int, vocab_size: int):
         self.directory, self.name, self.length = directory, name, sequence_length
@@ -73,13 +73,13 @@ class ShardWriter:
             self.shards[-1] |= {"bytes": size, "sha256": self._digest.hexdigest()}
 
     def record(self) -> dict[str, Any]:
-        """The split's part of the manifest."""
+        """Return the split's part of the manifest."""
         size = {"sequences": self.sequences, "tokens": self.sequences * self.length}
         return {**size, "documents": self.documents, "shards": self.shards}
 
 
 class MappedShards:
-    """The sequences of several files, memory-mapped as one: [n, S] uint16."""
+    """Map the sequences of several files as one array: [n, S] uint16."""
 
     def __init__(self, files: Sequence[Path], length: int, vocab_size: int | None = None):
         """`vocab_size`: `rows` refuses token ids beyond it."""
@@ -91,7 +91,7 @@ class MappedShards:
         return int(self._starts[-1])
 
     def rows(self, index_B: NDArray[np.int64]) -> NDArray[np.uint16]:
-        """The sequences at `index_B`, [B, S], in that order.
+        """Read the sequences at `index_B`, [B, S], in that order.
 
         Raises ConfigError for a token id beyond the vocabulary, which no embedding has a row for.
         """
@@ -106,7 +106,7 @@ class MappedShards:
         return out_BS
 
     def chunks(self) -> Iterator[NDArray[np.uint16]]:
-        """All sequences in order, some at a time."""
+        """Yield all sequences in order, some at a time."""
         for mapped in self._maps:
             for start in range(0, len(mapped), CHUNK_SEQUENCES):
                 yield np.asarray(mapped[start : start + CHUNK_SEQUENCES])
@@ -192,7 +192,8 @@ def inspect(directory: Path) -> dict[str, Any]:
 
 
 def cross_entropy(train: np.ndarray, held_out: np.ndarray) -> float | None:
-    """Nats per held-out token under add-one smoothed training frequencies; counts [V]. None if empty."""
+    """Compute nats per held-out token under add-one smoothed training frequencies; counts [V]. None if
+    empty."""
     if not held_out.sum():
         return None
     log_p = np.log((train + 1) / (train.sum() + len(train)))

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bert_dp.config import BuildConfig, ConfigError, Issue
-from bert_dp.config.stored import sha256
+from bert_dp.config import BuildConfig, ConfigError, Issue, IssueKind
+from bert_dp.config.stored import refusing, sha256
 from bert_dp.corpus import builtin, readers
 from bert_dp.corpus.readers import FORMATS, MAX_DOCUMENT_BYTES, suffixes
 
@@ -26,7 +26,7 @@ KEY_FIX = "name the key that holds the text with --text-key (data.build.text_fie
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """One file (path set), `hub:NAME[:CONFIG]`, or `builtin:VERSION`."""
+    """Name one file (path set), `hub:NAME[:CONFIG]`, or `builtin:VERSION`."""
 
     name: str
     path: Path | None = None
@@ -88,8 +88,8 @@ def _unknown_suffix(path: Path) -> Issue:
 
 
 def _expand(item: str, out: Path | None, *, every_suffix: bool) -> list[Path]:
-    """The files of a name, of a glob or of a directory: of those the ones with a known suffix, or all, but
-    for what lies in `out`."""
+    """Find the files of a name, of a glob or of a directory: of a directory those with a known suffix, or
+    all, but none in `out`."""
     path = Path(os.path.expanduser(item))
     if path.is_dir():
         inside = (p for p in path.rglob("*") if p.is_file() and not _is_hidden(p.relative_to(path)))
@@ -103,7 +103,7 @@ def _expand(item: str, out: Path | None, *, every_suffix: bool) -> list[Path]:
 
 
 def _is_hidden(path: Path) -> bool:
-    """Whether the file or a folder above it has a name such as .git."""
+    """Return True if the file or a folder above it has a name such as .git."""
     return any(part.startswith(".") for part in path.parts)
 
 
@@ -113,30 +113,22 @@ def identity(source: Source) -> dict[str, Any]:
 
 
 def file_identity(path: Path) -> dict[str, Any]:
-    """Name, bytes and time of the last change of a file. Raises ConfigError."""
-    try:
+    """Return name, bytes and time of the last change of a file. Raises ConfigError."""
+    with refusing(str(path)):
         stat = path.stat()
-    except OSError as error:
-        raise _unreadable(path, error) from None
     return {"name": str(path.resolve()), "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
 
 
 def file_hash(path: Path) -> str:
-    """Hex SHA-256 of a file's bytes. Raises ConfigError when it cannot be read."""
+    """Return the hex SHA-256 of a regular file. Raises ConfigError."""
     if path.exists() and not path.is_file():
         raise ConfigError([Issue(str(path), "unsupported", "not a regular file", hint="name one")])
-    try:
+    with refusing(str(path)):
         return sha256(path)
-    except OSError as error:
-        raise _unreadable(path, error) from None
-
-
-def _unreadable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError([Issue(str(path), "not_found", f"cannot be read ({error.strerror})")])
 
 
 def documents(source: Source) -> Iterator[str]:
-    """The documents of a source, in order; blank ones are left out.
+    """Yield the documents of a source, in order, without blank ones.
 
     Raises ConfigError naming file, line (or row) and a fix for corrupt, empty, binary or non-UTF-8 input.
     """
@@ -154,7 +146,7 @@ def _texts(source: Source) -> Iterator[str]:
         yield from builtin.documents()
     elif source.path is None or source.format != "text":
         for place, record in records(source, [source.text_field]):
-            yield _text(record, source.text_field, source.name, place)
+            yield text_of(record, source.text_field, source.name, place)
     elif source.documents == "blank_line":
         yield from _blocks(source.path)
     else:
@@ -169,7 +161,7 @@ def records(
     split: str = "train",
     fix: str = KEY_FIX,
 ) -> Iterator[tuple[str, Any]]:
-    """(place, record) of a JSON or Parquet file or of a split of a hub data set. Raises ConfigError.
+    """Yield (place, record) of a JSON or Parquet file or of a split of a hub data set. Raises ConfigError.
 
     Of Parquet only `columns` are read, and those of `optional` that it has; `fix`: what to do where it lacks
     one of `columns`.
@@ -192,34 +184,26 @@ def value_of(record: Any, key: str) -> Any:
     return value_of(record.get(outer), inner)
 
 
-def _text(record: Any, key: str, name: str, place: str) -> str:
+def text_of(record: Any, key: str, name: str, place: str, fix: str = KEY_FIX) -> str:
     """Return the text of a record of the source `name`. Raises ConfigError for one that has none."""
     text = value_of(record, key)
     if not isinstance(text, str):
-        if not isinstance(record, dict):
-            instead = type(record).__name__
-        elif text is not ABSENT:
-            instead = type(text).__name__
-        else:
-            instead = f"keys {sorted(record)[:8]}"
-        message = f"{place} has no string {key!r} (got {instead})"
-        raise ConfigError([Issue(name, "missing", message, key, hint=f"{KEY_FIX}, or drop the record")])
-    refuse_surrogates(text, f"{name}: {place}")
-    return text
-
-
-def refuse_surrogates(text: str, place: str) -> None:
-    """Raise ConfigError for half of a character, as JSON can hold it. `place`: NAME: PLACE."""
+        kind: IssueKind = "missing" if text is ABSENT else "wrong_type"
+        got = type(record if text is ABSENT else text).__name__
+        if text is ABSENT and isinstance(record, dict):
+            got = f"keys {sorted(record)[:8]}"
+        message = f"{place} has no string {key!r} (got {got})"
+        raise ConfigError([Issue(name, kind, message, key, hint=f"{fix}, or drop the record")])
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        name, _, where = place.rpartition(": ")
-        message = f"{where} holds a lone surrogate {text[error.start]!a}, which is not text"
+        message = f"{place} holds a lone surrogate {text[error.start]!a}, which is not text"
         raise ConfigError([Issue(name, "damaged", message, hint="remove it")]) from None
+    return text
 
 
 def _blocks(path: Path) -> Iterator[str]:
-    """The lines between two blank ones, as one text."""
+    """Yield the lines between two blank ones as one text."""
     block: list[str] = []
     size = 0  # characters
     for number, line in readers.lines(path):

@@ -1,4 +1,4 @@
-"""The tokenizer: normalisation, training, loading, special tokens. Torch-free.
+"""Normalise texts, train and load tokenizers, find special tokens. Torch-free.
 
 Recipe (cramming, `tokenizer_preparation.py`): WordPiece of 32768, split at white space and punctuation, `##`,
 the normaliser in the tokenizer itself, so that a tokenizer.json carries it. One deviation: the recipe's
@@ -69,7 +69,7 @@ RAISED = "\u00b2\u00b3\u00b9\u2070\u2074\u2075\u2076\u2077\u2078\u2079\u2120\u21
 
 
 class _CharacterTable(dict[int, str]):
-    """Code point -> text that the tokenizer's normaliser makes of it, for str.translate; filled on demand."""
+    """Map a code point to its normal form for str.translate; filled on demand."""
 
     def __missing__(self, code: int) -> str:
         self[code] = text = normalizer().normalize_str(chr(code))
@@ -232,7 +232,7 @@ def _assemble(model: models.Model, with_normalizer: bool, *, byte_level: bool = 
 
 
 def _frame(tokenizer: Tokenizer, special: Mapping[str, int]) -> processors.TemplateProcessing:
-    """<cls> A <sep> and <cls> A <sep> B <sep>, as examples of finetuning are."""
+    """Frame texts as <cls> A <sep> and <cls> A <sep> B <sep>, like examples of finetuning."""
     cls, sep = (tokenizer.id_to_token(special[role]) for role in ("cls", "sep"))
     return processors.TemplateProcessing(
         single=[cls, "$A", sep],
@@ -242,8 +242,8 @@ def _frame(tokenizer: Tokenizer, special: Mapping[str, int]) -> processors.Templ
 
 
 def framing_as_trained(path: Path, special: Mapping[str, int]) -> Tokenizer | None:
-    """The tokenizer at `path` with the frame of our examples; None where it has that frame already. One made
-    elsewhere may have another: RoBERTa's puts </s></s> between two texts."""
+    """Return the tokenizer at `path` with the frame of our examples; None where it has that frame already.
+    One made elsewhere may have another: RoBERTa's puts </s></s> between two texts."""
     tokenizer = load(path)
     cls, sep = special["cls"], special["sep"]
     text = tokenizer.encode("a", add_special_tokens=False).ids
@@ -277,7 +277,7 @@ def _refused(path: Path, kind: IssueKind, message: str, hint: str | None = None)
 
 
 def size(tokenizer: Tokenizer) -> int:
-    """One more than the largest id: the rows that an embedding needs."""
+    """Return the rows that an embedding needs: one more than the largest id."""
     return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
 
@@ -289,7 +289,7 @@ def readable(tokenizer: Tokenizer, token_id: int) -> str | None:
 
 
 def special_ids(tokenizer: Tokenizer, name: str) -> dict[str, int]:
-    """Ids by role: pad, unk, cls, sep, mask as `<role>`, `[ROLE]`, or RoBERTa's `<s>` and `</s>`.
+    """Find ids by role: pad, unk, cls, sep, mask as `<role>`, `[ROLE]`, or RoBERTa's `<s>` and `</s>`.
 
     Raises ConfigError with every role that the tokenizer `name` lacks.
     """
@@ -309,7 +309,7 @@ def special_ids(tokenizer: Tokenizer, name: str) -> dict[str, int]:
 
 
 def first_ordinary(tokenizer: Tokenizer, specials: dict[str, int]) -> int:
-    """`num_special`: ids from here on may replace a token at random.
+    """Return `num_special`: ids from here on may replace a token at random.
 
     A tokenizer may keep its special tokens at the end (ModernBERT); those in the upper half are not counted,
     and a random replacement then hits one of them a few times in 50 000.
@@ -319,7 +319,7 @@ def first_ordinary(tokenizer: Tokenizer, specials: dict[str, int]) -> int:
 
 
 def normalizer_json() -> str:
-    """`normalizer()` as it stands in a tokenizer.json."""
+    """Return `normalizer()` as it stands in a tokenizer.json."""
     bare = Tokenizer(models.WordPiece(unk_token=UNK))
     bare.normalizer = normalizer()
     return json.dumps(json.loads(bare.to_str())["normalizer"])

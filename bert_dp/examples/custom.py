@@ -15,9 +15,9 @@ from bert_dp.corpus import readers, sources
 from bert_dp.examples.table import (
     COLUMN_FIX,
     Columns,
-    Labelled,
+    LabelledData,
+    LabelledTable,
     Row,
-    Table,
     data_error,
     label_names,
     make_row,
@@ -56,7 +56,7 @@ class CustomData:
             "files": {split: sources.identity(_source(name)) for split, name in self.files.items()}
         }
 
-    def read(self, *, train_only: bool) -> Labelled:
+    def read(self, *, train_only: bool) -> LabelledData:
         """Read and check every file. Raises ConfigError."""
         columns, kind = self.columns, self.kind or "single_label"
         train = read_table(self.files[TRAIN], columns, TRAIN, kind, finds_pair=self.finds_pair)
@@ -70,12 +70,12 @@ class CustomData:
             rows = tables["test"].rows
             if all(row.label in (("-1",), -1.0) for row in rows):
                 rows[:] = [dataclasses.replace(row, label=None) for row in rows]
-        return Labelled("own", kind, names, METRICS[kind], {TRAIN: train, **tables}, {}, None)
+        return LabelledData("own", kind, names, METRICS[kind], {TRAIN: train, **tables}, {}, None)
 
 
 def read_table(
     name: str, columns: Columns, split: str, kind: LabelKind = "single_label", *, finds_pair: bool = False
-) -> Table:
+) -> LabelledTable:
     """Read the rows of a file. Those of test may have no labels, but then none of them has one.
     `finds_pair`: a column PAIR is the second text. Raises ConfigError."""
     source, is_test = _source(name), split == "test"
@@ -91,14 +91,14 @@ def read_table(
         rows.append(row)
     if not rows:
         raise data_error(name, "missing", "holds no example")
-    if is_test and not any(row.label not in (None, ()) for row in rows):
+    if is_test and all(row.label in (None, ()) for row in rows):
         rows = [dataclasses.replace(row, label=None) for row in rows]
-    elif bare := next((row.place for row in rows if row.label is None and is_test), None):
+    elif bare := next((row.place for row in rows if row.label is None), None):
         message = f"{bare} has no label, but others have one"
         raise data_error(name, "missing", message, "label all rows or none")
     if source.path is None:
-        return Table(name, digest.hexdigest(), rows)
-    return Table(source.path.name, sources.file_hash(source.path), rows)
+        return LabelledTable(name, digest.hexdigest(), rows)
+    return LabelledTable(source.path.name, sources.file_hash(source.path), rows)
 
 
 def _source(name: str) -> sources.Source:

@@ -20,15 +20,21 @@ from bert_dp.config import ConfigError, Issue
 from bert_dp.config.examples import TRAIN, Metric
 from bert_dp.config.schema import LabelKind
 from bert_dp.config.stored import read_regular
-from bert_dp.corpus import readers, sources
-from bert_dp.examples.table import Columns, Labelled, Row, Table, data_error, make_row, read_delimited
+from bert_dp.corpus import sources
+from bert_dp.examples.table import (
+    Columns,
+    LabelledData,
+    LabelledTable,
+    Row,
+    data_error,
+    make_row,
+    read_delimited,
+)
 
 MAX_FILE_BYTES = 2**30  # GLUE's largest, MNLI's train.tsv, has some hundred MB, most of them parse trees
 MAX_MEMBERS = 10_000  # of a tar
 ZERO_ONE = ("0", "1")
 ENTAILMENT = ("entailment", "not_entailment")
-
-
 SENTENCES = ("sentence1", "sentence2")
 MNLI = (TRAIN, "dev_matched", "dev_mismatched", "test_matched", "test_mismatched")
 
@@ -38,7 +44,7 @@ def _rows(*counts: int, splits: Sequence[str] = (TRAIN, "dev", "test")) -> dict[
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
+class GlueDefinition:
     """Describe the files of a task, SPLIT.tsv for each split."""
 
     texts: tuple[str, ...]
@@ -63,7 +69,7 @@ class Task:
 
 
 TASKS = {
-    "CoLA": Task(
+    "CoLA": GlueDefinition(
         ("sentence",),
         "label",
         ZERO_ONE,
@@ -71,12 +77,12 @@ TASKS = {
         _rows(8_551, 1_043, 1_063),
         header=("source", "label", "star", "sentence"),
     ),
-    "SST-2": Task(("sentence",), "label", ZERO_ONE, ("accuracy",), _rows(67_349, 872, 1_821)),
-    "MRPC": Task(
+    "SST-2": GlueDefinition(("sentence",), "label", ZERO_ONE, ("accuracy",), _rows(67_349, 872, 1_821)),
+    "MRPC": GlueDefinition(
         ("#1 String", "#2 String"), "Quality", ZERO_ONE, ("accuracy", "f1"), _rows(3_668, 408, 1_725)
     ),
-    "STS-B": Task(SENTENCES, "score", (), ("pearson", "spearman"), _rows(5_749, 1_500, 1_379)),
-    "QQP": Task(
+    "STS-B": GlueDefinition(SENTENCES, "score", (), ("pearson", "spearman"), _rows(5_749, 1_500, 1_379)),
+    "QQP": GlueDefinition(
         ("question1", "question2"),
         "is_duplicate",
         ZERO_ONE,
@@ -85,16 +91,18 @@ TASKS = {
         # train.tsv has rows that line ends cut in pieces; loaders differ by three in what they keep
         other_train_rows=363_849,
     ),
-    "MNLI": Task(
+    "MNLI": GlueDefinition(
         SENTENCES,
         "gold_label",
         ("entailment", "neutral", "contradiction"),
         ("accuracy",),
         _rows(392_702, 9_815, 9_832, 9_796, 9_847, splits=MNLI),
     ),
-    "QNLI": Task(("question", "sentence"), "label", ENTAILMENT, ("accuracy",), _rows(104_743, 5_463, 5_463)),
-    "RTE": Task(SENTENCES, "label", ENTAILMENT, ("accuracy",), _rows(2_490, 277, 3_000)),
-    "WNLI": Task(SENTENCES, "label", ZERO_ONE, ("accuracy",), _rows(635, 71, 146)),
+    "QNLI": GlueDefinition(
+        ("question", "sentence"), "label", ENTAILMENT, ("accuracy",), _rows(104_743, 5_463, 5_463)
+    ),
+    "RTE": GlueDefinition(SENTENCES, "label", ENTAILMENT, ("accuracy",), _rows(2_490, 277, 3_000)),
+    "WNLI": GlueDefinition(SENTENCES, "label", ZERO_ONE, ("accuracy",), _rows(635, 71, 146)),
 }
 
 
@@ -120,27 +128,26 @@ class GlueData:
         ]
         return {"task": self.task, "files": list(map(sources.file_identity, files))}
 
-    def read(self, *, train_only: bool) -> Labelled:
+    def read(self, *, train_only: bool) -> LabelledData:
         """Read and check every file. Raises ConfigError."""
         task, names = TASKS[self.task], self._names()[: 1 if train_only else None]
         files: dict[str, bytes] = {}
         for place in self.places:
             files |= read_files(place, [name for name in names if name not in files])
-        splits = {Path(name).stem: name for name in names}
-        if missing := [
-            name for split, name in splits.items() if split in task.required and name not in files
+        looked = ", ".join(map(str, self.places))
+        hint = "add --data with the folder or tar that has it"
+        if issues := [
+            Issue("--data", "missing", f"no {name} in {looked}", name, hint=hint)
+            for name in names
+            if name not in files and Path(name).stem in task.required
         ]:
-            looked = ", ".join(map(str, self.places))
-            hint = "add --data with the folder or tar that has it"
-            raise ConfigError(
-                [Issue("--data", "missing", f"no {name} in {looked}", name, hint=hint) for name in missing]
-            )
-        tables = {split: _table(name, files[name], task) for split, name in splits.items() if name in files}
+            raise ConfigError(issues)
+        tables = {Path(name).stem: _table(name, files[name], task) for name in names if name in files}
         counts = {split: len(table.rows) for split, table in tables.items()}
         if counts[TRAIN] == task.other_train_rows:
             counts[TRAIN] = task.rows[TRAIN]
-        official = counts.items() <= task.rows.items()
-        return Labelled(self.task, task.kind, task.labels, task.metrics, tables, dict(task.rows), official)
+        official, rows = counts.items() <= task.rows.items(), dict(task.rows)
+        return LabelledData(self.task, task.kind, task.labels, task.metrics, tables, rows, official)
 
     def _names(self) -> list[str]:
         return [f"{self.task}/{split}.tsv" for split in TASKS[self.task].rows]
@@ -189,13 +196,11 @@ def read_files(place: Path, names: Sequence[str], *, content: bool = True) -> di
     return found
 
 
-def _table(name: str, data: bytes, task: Task) -> Table:
+def _table(name: str, data: bytes, task: GlueDefinition) -> LabelledTable:
     """Read the rows of a file. Those of train that lack fields are left out; in dev and test, where every
     example has to be scored, they are refused, and one with an empty text is kept. Raises ConfigError."""
     split, rows, left_out = Path(name).stem, list[Row](), 0
     is_test = split.startswith("test")
-    if hint := readers.encoding_hint(data):
-        raise data_error(name, "damaged", f"is {hint}")
     columns = Columns(task.texts, task.label)
     lines = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8-sig")
     try:
@@ -213,4 +218,4 @@ def _table(name: str, data: bytes, task: Task) -> Table:
         raise data_error(name, "damaged", f"not UTF-8 ({error.reason})", "fetch the file again") from None
     if not rows:
         raise data_error(name, "missing", "holds no example", "fetch the file again")
-    return Table(name, hashlib.sha256(data).hexdigest(), rows, left_out)
+    return LabelledTable(name, hashlib.sha256(data).hexdigest(), rows, left_out)

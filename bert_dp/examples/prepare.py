@@ -35,14 +35,14 @@ from bert_dp.corpus.dedup import document_key
 from bert_dp.examples.custom import CustomData
 from bert_dp.examples.glue import GlueData, missing
 from bert_dp.examples.store import Examples
-from bert_dp.examples.table import Columns, Labelled, Row, data_error, to_array
+from bert_dp.examples.table import Columns, LabelledData, Row, data_error, to_array
 from bert_dp.scores import majority
 
 BATCH_EXAMPLES = 1000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code: 0, 2 for bad input, 1 for a failure, 128 + signal."""
+    """Print `answer`. Returns the exit code: 0, 2 for bad input, 1 for a failure, 128 + signal."""
     return run_command(functools.partial(answer, argv))
 
 
@@ -120,11 +120,11 @@ def _verified(directory: Path) -> ExamplesManifest:
     for split in manifest.splits:
         Examples.open(directory, manifest, split)
     if sources.file_hash(directory / manifest.tokenizer.file) != manifest.tokenizer.sha256:
-        raise ConfigError([f"{directory / manifest.tokenizer.file}: is not the tokenizer that was used"])
+        raise data_error(str(directory / manifest.tokenizer.file), "damaged", "is another tokenizer")
     return manifest
 
 
-def _build(labelled: Labelled, encoder: Encoder, tokenizer: Path, dev_share: float, work: Path) -> None:
+def _build(labelled: LabelledData, encoder: Encoder, tokenizer: Path, dev_share: float, work: Path) -> None:
     """Write the splits, tokenizer.json and examples.json into the directory `work`."""
     if dev_share:
         labelled = _with_drawn_dev(labelled, dev_share)
@@ -177,7 +177,7 @@ def _build(labelled: Labelled, encoder: Encoder, tokenizer: Path, dev_share: flo
 
 
 def _baseline(
-    labelled: Labelled, labels: Mapping[str, NDArray[Any]], split: str
+    labelled: LabelledData, labels: Mapping[str, NDArray[Any]], split: str
 ) -> dict[str, float | None] | None:
     """Score a constant answer, the most frequent label or the mean score of train, on a split."""
     if split == TRAIN or split not in labels:
@@ -191,7 +191,7 @@ def _key(row: Row) -> int:
     return document_key("\0".join(" ".join(text.split()) for text in row.texts), seed=0)
 
 
-def _with_drawn_dev(labelled: Labelled, share: float) -> Labelled:
+def _with_drawn_dev(labelled: LabelledData, share: float) -> LabelledData:
     """Move a share of train, drawn by the hash of each row's texts, to dev. Raises ConfigError."""
     whole = labelled.tables[TRAIN]
     rows: dict[str, list[Row]] = {TRAIN: [], "dev": []}
@@ -209,23 +209,24 @@ def summary(manifest: ExamplesManifest) -> str:
     """Describe a prepared directory in one line."""
     parts = []
     for name, split in manifest.splits.items():
-        rows, share = f"{split.examples:,}", split.truncated / split.examples
-        if manifest.official is False and manifest.rows.get(name, split.examples) != split.examples:
-            rows += f" of GLUE's {manifest.rows[name]:,}"
+        published = manifest.rows.get(name) if manifest.official is False else None
+        of = "" if published is None else f" of GLUE's {published:,}"
+        share = split.truncated / split.examples
         notes = [f"{split.tokens:,} tokens", f"{share:.1%} truncated to {manifest.sequence_length}"]
-        if split.in_train:
-            notes.append(f"{split.in_train:,} also in train")
-        if split.left_out:
-            notes.append(f"{split.left_out:,} broken rows left out")
-        if split.without_tokens:
-            notes.append(f"{split.without_tokens:,} with a text without a token")
-        parts.append(f"{name} {rows} examples ({', '.join(notes)})")
+        for count, what in (
+            (split.in_train, "also in train"),
+            (split.left_out, "broken rows left out"),
+            (split.without_tokens, "with a text without a token"),
+        ):
+            if count:
+                notes.append(f"{count:,} {what}")
+        parts.append(f"{name} {split.examples:,}{of} examples ({', '.join(notes)})")
     counts = {None: "", True: "; GLUE's own numbers of rows", False: "; a subset, no GLUE score"}
     return f"{manifest.task}: {', '.join(parts)}{counts[manifest.official]}"
 
 
 @dataclasses.dataclass(frozen=True)
-class Encoded:
+class EncodedExamples:
     """Hold the token ids of n examples, one after another."""
 
     ids: NDArray[np.uint16]  # [T]
@@ -261,7 +262,7 @@ class Encoder:
         tokenizer.encode_special_tokens = True  # "<sep>" in a text is text
         return cls(tokenizer, special, length)
 
-    def encode(self, examples: Sequence[tuple[str, ...]]) -> Encoded:
+    def encode(self, examples: Sequence[tuple[str, ...]]) -> EncodedExamples:
         """Tokenize, truncate and frame the examples."""
         rows: list[list[int]] = []
         textless: list[int] = []
@@ -284,7 +285,7 @@ class Encoder:
             rows.append(row)
         offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
         ids_T = np.fromiter(chain.from_iterable(rows), np.uint16, int(offsets[-1]))
-        return Encoded(ids_T, offsets, truncated, np.array(textless, np.int64), letters, lost_letters)
+        return EncodedExamples(ids_T, offsets, truncated, np.array(textless, np.int64), letters, lost_letters)
 
     def has_tokens(self, examples: Sequence[tuple[str, ...]]) -> bool:
         """Return True if there is an example whose every text has a token. Reads up to its batch."""

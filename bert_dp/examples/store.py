@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 
 from bert_dp.config import ConfigError, Issue
-from bert_dp.config.error import IssueKind
 from bert_dp.config.examples import ExamplesManifest, ExampleSplit
-from bert_dp.config.stored import read_regular
+from bert_dp.config.stored import read_regular, refusing
 
 MAX_BYTES = 2**31  # of a split's file, which is held whole
 LABEL_TYPES = {"single_label": np.int64, "multi_label": np.uint8, "regression": np.float32}
@@ -43,19 +42,19 @@ class Examples:
         if split not in manifest.splits:
             message = f"no split {split!r}, only {', '.join(manifest.splits)}"
             raise ConfigError([Issue(str(directory), "unknown", message, split)])
-        path = directory / manifest.splits[split].file
-        try:
+        entry = manifest.splits[split]
+        path = directory / entry.file
+        with refusing(str(path), hint=manifest.remedy):
             data = read_regular(path, MAX_BYTES)
-            if hashlib.sha256(data).hexdigest() != manifest.splits[split].sha256:
+            if hashlib.sha256(data).hexdigest() != entry.sha256:
                 raise ValueError("its SHA-256 is another one")
-            arrays = safetensors.numpy.load(data)
-            examples = cls(arrays["ids"], arrays["offsets"], arrays.get("labels"))
-            if wrong := examples._misfits(manifest, manifest.splits[split]):
+            try:
+                arrays = safetensors.numpy.load(data)
+                examples = cls(arrays["ids"], arrays["offsets"], arrays.get("labels"))
+            except (SafetensorError, KeyError) as error:
+                raise ValueError(f"holds no examples ({error})") from None
+            if wrong := examples._misfits(manifest, entry):
                 raise ValueError(f"its {' and '.join(wrong)} are not as {manifest.file_name} says")
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
-            kind: IssueKind = "not_found" if isinstance(error, OSError) else "damaged"
-            message = f"cannot be used ({error})"
-            raise ConfigError([Issue(str(path), kind, message, hint=manifest.remedy)]) from None
         return examples
 
     def _misfits(self, manifest: ExamplesManifest, entry: ExampleSplit) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import itertools
 import json
 import math
 import re
@@ -19,19 +18,15 @@ from bert_dp.config.error import IssueKind
 from bert_dp.config.examples import MAX_LABELS, Metric
 from bert_dp.config.schema import LabelKind
 from bert_dp.corpus.readers import MAX_DOCUMENT_BYTES
-from bert_dp.corpus.sources import ABSENT, refuse_surrogates, value_of
+from bert_dp.corpus.sources import ABSENT, text_of, value_of
 from bert_dp.examples.store import LABEL_TYPES
 
 DIALECTS: dict[str, dict[str, Any]] = {
     "csv": {"delimiter": ",", "strict": True},
     "tsv": {"delimiter": "\t", "quoting": csv.QUOTE_NONE},  # as GLUE: a quote is a character like others
 }
-SEPARATOR_FIXES = {
-    ",": "its fields are separated by commas: name it .csv",
-    "\t": "its fields are separated by tabs: name it .tsv",
-    ";": "its fields are separated by semicolons: save it with commas (.csv) or tabs (.tsv)",
-}
-COLUMN_FIX = "name it with --text, --text-pair or --label"
+SEPARATOR_FIX = "the fields of .csv are separated by commas, of .tsv by tabs"
+COLUMN_FIX = f"name it with --text, --text-pair or --label; {SEPARATOR_FIX}"
 SCORES_FIX = "give --kind regression where the labels are scores"
 MAX_NAME = 1000  # characters of a label
 MAX_SHOWN = 8  # names in a message
@@ -64,7 +59,7 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class Table:
+class LabelledTable:
     """Hold the rows of one file."""
 
     name: str
@@ -75,7 +70,7 @@ class Table:
 
 
 @dataclasses.dataclass(frozen=True)
-class Labelled:
+class LabelledData:
     """Hold the tables of a task by split, and the meaning of their labels."""
 
     task: str
@@ -83,11 +78,11 @@ class Labelled:
     labels: tuple[str, ...]
     """Names in the order of the model's outputs; empty of a regression."""
     metrics: tuple[Metric, ...]
-    tables: dict[str, Table]
+    tables: dict[str, LabelledTable]
     rows: dict[str, int]
     """GLUE's own number of rows by split; empty of other tasks."""
     official: bool | None
-    """Whether the tables have these; None of other tasks."""
+    """True if the tables have these; None of other tasks."""
 
 
 def data_error(
@@ -103,49 +98,41 @@ def read_delimited(
     """Yield the place, the fields by name and the surplus of fields of each row of a csv or tsv. The surplus
     is negative where fields are missing. `header`: of a file without one.
 
-    A blank line is a row with an empty text in a table of one column. In a wider table, those at the end are
-    skipped, and others between rows are one row without fields. Raises ConfigError.
+    A blank line is a row with an empty text in a table of one column, and is skipped in a wider one. Raises
+    ConfigError.
     """
-    first, hint = next(lines, ""), ""
-    if DIALECTS[format]["delimiter"] not in first:
-        hint = next((fix for separator, fix in SEPARATOR_FIXES.items() if separator in first), "")
-    reader = csv.reader(itertools.chain([first], lines), **DIALECTS[format])
-    end, blank = 0, ""  # last line of the row before; place of the first of the blank lines read last
+    reader = csv.reader(lines, **DIALECTS[format])
+    end = 0  # last line of the row before
     try:
         for fields in reader:
             place, end = f"line {end + 1}", reader.line_num
             if not header:
                 header = fields
-                _check_header(name, header, columns, hint)
-                continue
-            if len(header) > 1 and len(fields) < 2 and not "".join(fields).strip():
-                blank = blank or place
-                continue
-            if blank:
-                yield blank, {}, -len(header)
-                blank = ""
-            fields = fields or [""]
-            yield place, dict(zip(header, fields, strict=False)), len(fields) - len(header)
+                _check_header(name, header, columns)
+            elif len(header) == 1 or len(fields) > 1 or "".join(fields).strip():
+                fields = fields or [""]
+                yield place, dict(zip(header, fields, strict=False)), len(fields) - len(header)
     except csv.Error as error:
-        fix = (hint if end == 0 else "") or "close each quote and end each line with LF"
+        fix = f"close each quote and end each line with LF; {SEPARATOR_FIX}"
         raise data_error(name, "damaged", f"line {end + 1} is not {format.upper()} ({error})", fix) from None
 
 
-def _check_header(name: str, header: Sequence[str], columns: Columns, hint: str) -> None:
+def _check_header(name: str, header: Sequence[str], columns: Columns) -> None:
     if not "".join(header).strip():
         fix = "begin the file with the names of its columns"
         raise data_error(name, "missing", "no header in line 1", fix)
-    for column in filter(None, (*columns.texts, columns.label)):
-        if column in columns.texts and column not in header:
-            raise no_column(name, "line 1", column, header, hint)
+    for column in columns.texts:
+        if column not in header:
+            raise no_column(name, "line 1", column, header)
+    for column in (*columns.texts, columns.label):
         if header.count(column) > 1:
             raise data_error(name, "conflict", f"the header names {column!r} twice", "rename one", column)
 
 
-def no_column(name: str, place: str, column: str, names: Iterable[str], hint: str = "") -> ConfigError:
+def no_column(name: str, place: str, column: str, names: Iterable[str]) -> ConfigError:
     """Return the error of a file that lacks a column."""
     message = f"{place}: no column {column!r} (got {shown(names)})"
-    return data_error(name, "missing", message, hint or COLUMN_FIX, column)
+    return data_error(name, "missing", message, COLUMN_FIX, column)
 
 
 def shown(names: Iterable[str]) -> str:
@@ -156,31 +143,19 @@ def shown(names: Iterable[str]) -> str:
 
 def make_row(name: str, place: str, record: Any, columns: Columns, kind: LabelKind, *, is_test: bool) -> Row:
     """Check the types of a record's texts and label. A test set may have no labels. Raises ConfigError."""
-    if not isinstance(record, dict):
-        raise data_error(name, "wrong_type", f"{place} is {type(record).__name__}, not named columns")
-    values = {column: value_of(record, column) for column in (*columns.texts, columns.label) if column}
-    for column, value in values.items():
-        if column not in columns.texts and is_test:
-            continue
-        if value is ABSENT:
-            raise no_column(name, place, column, record)
-        if value is None or (column in columns.texts and not isinstance(value, str)):
-            message = f"{place}: {column!r} is {type(value).__name__}"
-            raise data_error(name, "wrong_type", message, "correct the row or drop it")
-    texts = tuple(values[column] for column in columns.texts)
-    refuse_surrogates("".join(texts), f"{name}: {place}")
-    cell = values.get(columns.label, ABSENT)
-    if cell is ABSENT or cell is None:
-        return Row(place, texts, None)
-    if is_test and kind != "multi_label" and isinstance(cell, str) and not cell.strip():
+    texts = tuple(text_of(record, column, name, place, COLUMN_FIX) for column in columns.texts)
+    cell = value_of(record, columns.label) if columns.label else None
+    if cell is ABSENT and not is_test:
+        raise no_column(name, place, columns.label, record)
+    is_blank = isinstance(cell, str) and not cell.strip() and kind != "multi_label"
+    if not columns.label or (is_test and (cell is ABSENT or cell is None or is_blank)):
         return Row(place, texts, None)
     try:
         label = parse_label(cell, kind)
+        "".join(label if isinstance(label, tuple) else ()).encode()
     except (ValueError, RecursionError) as error:
         message = f"{place}: label {cell!r:.40}: {error}"
         raise data_error(name, "wrong_type", message, "correct the row or drop it", f"{cell!s:.40}") from None
-    if isinstance(label, tuple):
-        refuse_surrogates("".join(label), f"{name}: {place}")
     return Row(place, texts, label)
 
 
@@ -221,7 +196,7 @@ def _score(value: Any) -> float:
     return score
 
 
-def label_names(kind: LabelKind | None, train: Table) -> tuple[str, ...]:
+def label_names(kind: LabelKind | None, train: LabelledTable) -> tuple[str, ...]:
     """Return every name in train, sorted as numbers if all are whole numbers, else as text; none of a
     regression. `kind`: None = single_label, but a number with decimals is refused, as it is probably a score.
 
@@ -246,7 +221,7 @@ def label_names(kind: LabelKind | None, train: Table) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def to_array(kind: LabelKind, names: Sequence[str], table: Table) -> NDArray[Any]:
+def to_array(kind: LabelKind, names: Sequence[str], table: LabelledTable) -> NDArray[Any]:
     """Return the labels of all rows: int64 [n], uint8 [n, L] of multi_label, float32 [n] of regression.
 
     Raises ConfigError for a label that is none of `names`.

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from bert_dp import record
-from bert_dp.config import Config, ConfigError, modernbert_issues
+from bert_dp.config import Config, ConfigError, Issue, modernbert_issues
 from bert_dp.config.stored import sha256
 from bert_dp.parallel import State
 from bert_dp.record.exported import EXPORTED
@@ -23,7 +23,7 @@ def modernbert_state(directory: Path, config: Config, tokenizer: str | None) -> 
 
     Raises ConfigError for a file that cannot be read or does not fit.
     """
-    issues = modernbert_issues(directory, config)
+    issues: list[Issue | str] = [*modernbert_issues(directory, config)]
     own = directory / record.TOKENIZER
     known = {(record.read_json(directory / EXPORTED) or {}).get("tokenizer_sha256")}  # of our own exports
     if tokenizer is not None and own.is_file() and tokenizer not in known | {sha256(own)}:

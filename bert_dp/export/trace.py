@@ -16,7 +16,7 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 
 from bert_dp.config import ModelConfig, cpu_field
-from bert_dp.config.extras import require
+from bert_dp.config.error import require
 from bert_dp.export.as_function import Source
 from bert_dp.export.foreign import OUTPUTS
 from bert_dp.record.exported import ExportPrecision

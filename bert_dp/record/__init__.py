@@ -1,4 +1,4 @@
-"""What launcher and rank share through files: results, lines, beats, locks. Torch-free."""
+"""Files that launcher and rank share: results, lines, heartbeats, locks. Torch-free."""
 
 from bert_dp.record.beats import (
     BEAT_BYTES,
@@ -27,7 +27,6 @@ from bert_dp.record.run_facts import (
     SCHEMA_VERSION,
     TOKENIZER,
     CheckpointFacts,
-    Metrics,
     list_checkpoints,
     newest_checkpoint_facts,
     read_checkpoint_facts,

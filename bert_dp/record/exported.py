@@ -1,15 +1,13 @@
-"""export.json of an exported directory: what it was made from and what it computes. Torch-free."""
+"""Model and read export.json of an exported directory. Torch-free."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pydantic import ValidationError
-
-from bert_dp.config import ConfigError, FinetuneConfig
-from bert_dp.config.native import Kind
-from bert_dp.config.stored import Count, Sha256, problem_lines, read_regular
+from bert_dp.config import FinetuneConfig
+from bert_dp.config.checks import Kind
+from bert_dp.config.stored import Count, Sha256, read_regular, refusing
 from bert_dp.record.lines import MAX_JSON_BYTES
 from bert_dp.record.models import StoredFile
 
@@ -20,7 +18,7 @@ MODEL_FILES: dict[ExportFormat, str] = {"hf": "model.safetensors", "onnx": "mode
 
 
 class Exported(StoredFile):
-    """export.json."""
+    """Describe the run that a directory was exported from, and what it computes."""
 
     remedy: ClassVar[str] = "export the run again"
     version: Literal[1] = 1
@@ -36,7 +34,7 @@ class Exported(StoredFile):
     weights_sha256: Sha256
     """Of the checkpoint's model.safetensors."""
     tokenizer_sha256: Sha256 | None = None
-    """Of the run's tokenizer.json, whose frame may be another one; null in older files."""
+    """Of the run's tokenizer.json, whose frame may be another one."""
     sequence_length: Count
     vocab_size: Count
     parameters: Count
@@ -48,24 +46,17 @@ class Exported(StoredFile):
 
 
 def is_exported(directory: Path) -> bool:
-    """Whether `bert-dp export` made it."""
+    """Return True if `bert-dp export` made the directory."""
     return (directory / EXPORTED).is_file()
 
 
 def read_exported(directory: Path) -> Exported:
-    """export.json of a directory, which has the files that it speaks of. Raises ConfigError, one line."""
+    """Read export.json of a directory that has all files of its format. Raises ConfigError."""
     path = directory / EXPORTED
-    try:
+    with refusing("DIR", str(path), Exported.remedy):
         exported = Exported.model_validate_json(read_regular(path, MAX_JSON_BYTES))
-    except OSError as error:
-        raise _unusable(f"{path} cannot be read ({error.strerror})") from None
-    except ValidationError as error:
-        raise _unusable(f"{path} cannot be read ({'; '.join(problem_lines(error))})") from None
-    needed = [MODEL_FILES[exported.format], "tokenizer.json", *(["config.json"] * (exported.format == "hf"))]
-    if absent := [name for name in needed if not (directory / name).is_file()]:
-        raise _unusable(f"{directory} has no {' and no '.join(absent)}")
+        needed = [MODEL_FILES[exported.format], "tokenizer.json"]
+        needed += ["config.json"] if exported.format == "hf" else []
+        if absent := [name for name in needed if not (directory / name).is_file()]:
+            raise FileNotFoundError(f"{directory} has no {' and no '.join(absent)}")
     return exported
-
-
-def _unusable(why: str) -> ConfigError:
-    return ConfigError([f"DIR: {why}; {Exported.remedy}"])

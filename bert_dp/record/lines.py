@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import math
@@ -13,18 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from bert_dp.config.stored import MAX_JSON_BYTES, read_regular
-from bert_dp.record.run_facts import Metrics
 
 MAX_JSON_DEPTH = 32  # of nested objects and lists; ours have less than ten
 MAX_WHOLE = 2**64  # no count, size or time in ns is as large
 
 
-def append_line(path: Path, record: Metrics | Mapping[str, Any]) -> None:
+def append_line(path: Path, facts: Mapping[str, Any]) -> None:
     """Append one flat JSON line, whole or not at all. A non-finite number becomes null: JSON has none.
 
     Raises OSError.
     """
-    facts = record if isinstance(record, Mapping) else dataclasses.asdict(record)
     line = (json.dumps(finite(dict(facts)), allow_nan=False) + "\n").encode()
     with open(path, "ab", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
@@ -37,8 +34,9 @@ def append_line(path: Path, record: Metrics | Mapping[str, Any]) -> None:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a JSONL file, objects that have a `step` each; one torn by a crash, or damaged, ends
-    the iteration. Nothing when there is no such regular file. Raises OSError when it cannot be read."""
+    """Yield the whole lines of a JSONL file, objects that have a `step` each; one torn by a crash, or
+    damaged, ends the iteration. Nothing when there is no such regular file. Raises OSError when it cannot be
+    read."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -62,12 +60,12 @@ def cut_back(path: Path, step: int) -> None:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Atomic: a reader sees the old file or the whole new one."""
+    """Write JSON atomically: a reader sees the old file or the whole new one."""
     write_text(path, json.dumps(finite(data), indent=1, allow_nan=False) + "\n")
 
 
 def write_text(path: Path, text: str | Iterable[str]) -> None:
-    """Atomic: temporary file in the same directory, fsync, rename. `text`: whole, or in parts."""
+    """Write text atomically, by a temporary file in the same directory. `text`: whole, or in parts."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         with temporary.open("w", encoding="utf-8") as file:
@@ -83,7 +81,7 @@ def write_text(path: Path, text: str | Iterable[str]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in `path`, or None when it is absent, not JSON or none that `parse_json` takes."""
+    """Return the object in `path`, or None when it is absent, not JSON or none that `parse_json` takes."""
     try:
         data = parse_json(read_regular(path, MAX_JSON_BYTES))
     except (OSError, ValueError):
@@ -92,8 +90,8 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def parse_json(text: bytes | str) -> Any:
-    """JSON in UTF-8. Raises ValueError for anything else, and for what no file of ours has and what readers
-    stumble over: whole numbers of MAX_WHOLE and more, nesting deeper than MAX_JSON_DEPTH."""
+    """Parse JSON in UTF-8. Raises ValueError for anything else, and for whole numbers of MAX_WHOLE and more
+    and nesting deeper than MAX_JSON_DEPTH, which no file of ours has."""
     try:
         data = json.loads(text if isinstance(text, str) else text.decode(), parse_int=_whole_number)
     except RecursionError:
@@ -113,7 +111,7 @@ def _whole_number(text: str) -> int:
 
 
 def finite(value: Any) -> Any:
-    """JSON values, with null for each number that is not finite."""
+    """Replace each number that is not finite in JSON values by null."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):

@@ -1,5 +1,5 @@
-"""The files that a rank or its launcher writes into a run directory, as models: one schema for writer and
-reader. Torch-free. An unknown key is ignored and a missing one has its default, so older files open."""
+"""Model the files that a rank or its launcher writes into a run directory: one schema for writer and reader.
+Torch-free. An unknown key is ignored and a missing one has its default."""
 
 # ruff: noqa: RUF012 (pydantic copies a default)
 
@@ -58,12 +58,12 @@ _TEXTS: tuple[tuple[FailureKind, re.Pattern[str]], ...] = (
 
 
 def kind_of_text(text: str) -> FailureKind:
-    """The kind of an exception that is only known as "type: message": the one place that reads the words."""
+    """Classify an exception that is only known as "type: message"; nothing else reads the words."""
     return next((kind for kind, pattern in _TEXTS if pattern.match(text)), "error")
 
 
 def kind_of_error(error: BaseException) -> FailureKind:
-    """The kind of an exception: its own `failure_kind`, else by its errno, its type and its words."""
+    """Classify an exception by its own `failure_kind`, else by its errno, its type and its words."""
     if (own := getattr(error, "failure_kind", None)) is not None:
         kind: FailureKind = own
         return kind
@@ -82,13 +82,13 @@ Pair = Annotated[list[float], Field(strict=False)]
 
 
 class StoredFile(StoredModel):
-    """A whole file. `remedy`: what to do about a damaged one."""
+    """Model a whole file. `remedy`: fix of a damaged one."""
 
     remedy: ClassVar[str] = "see the logs of its run"
 
 
 class RunMemory(StoredModel):
-    """Memory of a run as its launcher sampled it, GiB."""
+    """Hold the memory of a run as its launcher sampled it, GiB."""
 
     curves_gib: dict[str, list[float]]
     """Resident memory; keys "rank 0", ..., "control group", whose count includes the file cache."""
@@ -104,8 +104,8 @@ class RunMemory(StoredModel):
 
 
 class Failure(StoredFile):
-    """Why a run failed: logs/rank-N.error.json as the rank wrote it, and `failure` of summary.json, which the
-    launcher has completed."""
+    """Describe why a run failed: logs/rank-N.error.json as the rank wrote it, and `failure` of summary.json,
+    which the launcher has completed."""
 
     kind: FailureKind = "error"
     message: str
@@ -144,8 +144,11 @@ class Failure(StoredFile):
         return self.message if self.rank is None else f"rank {self.rank}: {self.message}"
 
 
+STRAGGLER_RATIO = 1.2  # of own work to the others' median, from which on a rank is named
+
+
 class Straggler(StoredModel):
-    """The rank that the others wait for."""
+    """Name the rank that the others wait for."""
 
     rank: int
     ratio: float
@@ -154,20 +157,8 @@ class Straggler(StoredModel):
     """Lost by the others."""
 
 
-class DdpCounters(StoredModel):
-    """What torch's DDP counted; means over the steps that it samples. null: it did not tell."""
-
-    bucket_bytes: list[int] = []
-    comm_s: FiniteOrNone = None
-    """Reductions."""
-    overlap_s: FiniteOrNone = None
-    """Of them under the backward pass."""
-    compute_s: FiniteOrNone = None
-    """The backward pass."""
-
-
 class NoiseScale(StoredModel):
-    """The gradient noise scale (bert_dp.noise) over the last measured steps."""
+    """Hold the gradient noise scale (bert_dp.noise) over the last measured steps."""
 
     verdict: Literal["ok", "inconclusive"]
     why: str | None = None
@@ -211,7 +202,7 @@ class ProfileFile(StoredFile):
 
 
 class Restart(StoredModel):
-    """One start again after a failure."""
+    """Describe one restart after a failure."""
 
     date: str
     step: int
@@ -222,7 +213,7 @@ class Restart(StoredModel):
 
 
 class HeldOut(StoredModel):
-    """What an evaluation measured, as far as its task measures it.
+    """Hold the results of an evaluation, as far as its task measures them.
 
     A line of evals.jsonl has these keys beside step, tokens and elapsed_s.
     """
@@ -247,7 +238,7 @@ class HeldOut(StoredModel):
 
 
 class InitFrom(StoredModel):
-    """What run.init_from gave a run."""
+    """Describe the weights that run.init_from gave a run."""
 
     checkpoint: str
     sha256: str
@@ -274,9 +265,9 @@ class Summary(StoredFile):
     heldout: HeldOut | None = None
     """`heldout_loss` with its denominator."""
     heldout_step: int | None = None
-    """Of the evaluation: before `step` where a signal or a failure ended the run; null in older files."""
+    """Of the evaluation: before `step` where a signal or a failure ended the run."""
     since_step: int | None = None
-    """Where this start began: rates, times, memory, energy are of the steps after it; null in older files."""
+    """Where this start began: rates, times, memory, energy are of the steps after it."""
     unigram_entropy_nats: FiniteOrNone = None
     uniform_entropy_nats: FiniteOrNone = None
     world_size: int | None = None
@@ -304,13 +295,15 @@ class Summary(StoredFile):
     straggler_ratio: FiniteOrNone = None
     """Own work (before any reduction) of the slowest rank over the others' median; null for a lone rank."""
     straggler: Straggler | None = None
-    """When the ratio is above 1.2 over the run."""
+    """When the ratio is above STRAGGLER_RATIO over the run."""
     time_s: dict[str, float] = {}
     """Rank 0's clock: setup, compile, train, data_wait, forward_backward, optimizer, eval, save (stall)."""
     command_s: FiniteOrNone = None
     """From the start of the command to the end of the last rank, by the launcher."""
-    ddp: DdpCounters | None = None
-    """null under other engines."""
+    bucket_bytes: list[int] = []
+    """Of DDP's reduction buckets; empty under other engines."""
+    metrics: dict[str, FiniteOrNone] = {}
+    """Other metrics by their names in metrics.jsonl, at the last line."""
     loss_spikes: int | None = None
     """Logged losses far above the ones before."""
     failed_saves: int | None = None
@@ -346,7 +339,7 @@ class GpuMemory(StoredModel):
 
 
 class Environment(StoredFile):
-    """What a failure's advice reads of environment.json; the launcher writes the whole."""
+    """Model the part of environment.json that a failure's advice reads; the launcher writes the whole."""
 
     gpus: list[GpuMemory] = []
     memory_gib: float | None = None

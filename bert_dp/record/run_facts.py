@@ -1,9 +1,8 @@
-"""Lines of metrics.jsonl and evals.jsonl, checkpoints and their state.json. Torch-free."""
+"""Checkpoints of a run and their state.json. Torch-free."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import re
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from bert_dp.config.error import ConfigError
-from bert_dp.config.stored import Count, Sha256, StoredModel, problem_lines
+from bert_dp.config.error import ConfigError, Issue
+from bert_dp.config.stored import MAX_JSON_BYTES, Count, Sha256, StoredModel, problem_lines, read_regular
 from bert_dp.record.models import InitFrom
 
 SCHEMA_VERSION = 1
@@ -25,41 +24,8 @@ CHECKPOINT_NAME = re.compile(
 )  # of a complete one, not of a save that was cut off
 
 
-@dataclasses.dataclass(frozen=True)
-class Metrics:
-    """One line of metrics.jsonl. Times and rates are means over the steps since the previous line."""
-
-    step: int
-    samples: int
-    tokens: int
-    epoch: int
-    progress: float
-    """After the step; in a budget of hours that of `elapsed_s`."""
-    loss: float
-    lr: float
-    """The rate of the step, which follows the progress at its beginning; so does `global_batch`."""
-    grad_norm: float
-    global_batch: int
-    micro_batch: int
-    accumulation: int
-    world_size: int
-    step_time_s: float
-    steps_per_s: float
-    global_steps_per_s: float
-    samples_per_s: float
-    tokens_per_s: float
-    tokens_per_s_per_gpu: float
-    mfu: float | None
-    data_wait_s: float
-    forward_backward_s: float
-    optimizer_s: float
-    peak_memory_gib: float
-    elapsed_s: float
-    skipped_steps: int
-
-
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints, newest first; one set aside by a save comes after its replacement."""
+    """List complete checkpoints, newest first; one set aside by a save comes after its replacement."""
     if not folder.is_dir():
         return []
     checkpoints = [
@@ -82,7 +48,7 @@ class CheckpointFacts(StoredModel):
     config: dict[str, Any]
     data_hash: Sha256
     tokenizer: Sha256 | None = None
-    """SHA-256 of the tokenizer's file; older checkpoints do not tell."""
+    """SHA-256 of the tokenizer's file."""
     compiled: bool
     device: Literal["cpu", "cuda"]
     precision: Literal["fp64", "fp32", "bf16", "fp16"]
@@ -92,36 +58,34 @@ class CheckpointFacts(StoredModel):
 
 
 def read_checkpoint_facts(path: Path) -> CheckpointFacts:
-    """state.json of the checkpoint `path`. Raises OSError or ValueError, which says what is wrong."""
+    """Read state.json of the checkpoint `path`. Raises OSError or ValueError."""
     file = path / "state.json"
-    if file.exists() and not file.is_file():
-        raise ValueError(f"{file.name}: not a regular file")
     try:
-        return CheckpointFacts.model_validate_json(file.read_bytes())
+        return CheckpointFacts.model_validate_json(read_regular(file, MAX_JSON_BYTES))
     except ValidationError as error:
         raise ValueError("; ".join(f"{file.name}: {line}" for line in problem_lines(error))) from None
 
 
 def weights_hash(checkpoint: Path) -> str:
-    """SHA-256 of a checkpoint's weights, by its manifest. Raises OSError, ValueError or KeyError where
-    that does not tell."""
+    """Read the SHA-256 of a checkpoint's weights from its manifest. Raises OSError, ValueError or KeyError
+    where that does not tell."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     digest: str = manifest["files"]["model.safetensors"]["sha256"]
     return digest
 
 
 def tokenizer_of(checkpoint: Path) -> Path:
-    """The tokenizer.json of a checkpoint, or of its run where it has none. Raises ConfigError."""
+    """Find the tokenizer.json of a checkpoint, or of its run where it has none. Raises ConfigError."""
     places = (checkpoint / TOKENIZER, checkpoint.parent.parent / TOKENIZER)
     for place in places:
         if place.is_file():
             return place
-    remedy = f"put the {TOKENIZER} of its shards at {places[1]}"
-    raise ConfigError([f"{checkpoint}: an older run, without its tokenizer; {remedy}"])
+    hint = f"put the {TOKENIZER} of its shards at {places[1]}"
+    raise ConfigError([Issue(str(checkpoint), "not_found", "has no tokenizer", hint=hint)])
 
 
 def newest_checkpoint_facts(directory: Path) -> tuple[Path, CheckpointFacts] | None:
-    """The facts of a checkpoint, or of the newest one in a run or checkpoints directory; unverified."""
+    """Read the facts of a checkpoint, or of the newest one in a run or checkpoints directory, unverified."""
     folder = directory / "checkpoints"
     for path in [directory, *list_checkpoints(folder if folder.is_dir() else directory)]:
         with contextlib.suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What the launcher tells a worker by its environment, and what a process sets up for itself. Torch-free."""
+"""Environment variables from launcher to worker, signals, the cache, a process's set-up. Torch-free."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def heeded(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
-    """Those of the signals that this process was not told to ignore, as nohup does with SIGHUP and a script's
+    """Return the signals that this process was not told to ignore, as nohup does with SIGHUP and a script's
     shell with SIGINT in the background."""
     return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
 
 
 def start_ticks(pid: int) -> str:
-    """Start time of a process in clock ticks since boot: with the pid it names one process for good.
+    """Return the start time of a process in clock ticks since boot, which with the pid is unique.
 
     Raises OSError when there is none.
     """
@@ -38,7 +38,7 @@ def start_ticks(pid: int) -> str:
 
 
 def is_own_code(filename: str) -> bool:
-    """Whether a stack frame of this file is ours or the user's: not of Python, torch or another package."""
+    """Return True if a stack frame of this file is ours or the user's: not of Python, torch or a package."""
     if filename.startswith(str(Path(__file__).parents[1]) + os.sep):
         return True  # also when bert_dp itself is installed among the packages
     libraries = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -48,10 +48,8 @@ def is_own_code(filename: str) -> bool:
 
 
 def open_missing_descriptors() -> None:
-    """Let stdin, stdout and stderr be /dev/null where they are closed, here and in every child.
-
-    Else the next file that is opened takes their place, and what is printed ends in it, or the process does.
-    """
+    """Reopen stdin, stdout and stderr as /dev/null where they are closed: the next file that is opened would
+    take their place."""
     while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(file, True)
     os.close(file)
@@ -61,7 +59,7 @@ def open_missing_descriptors() -> None:
 
 
 def cache_root() -> Path:
-    """Where built corpora are cached: $BERT_DP_CACHE, by default ~/.cache/bert-dp."""
+    """Return the directory of built corpora: $BERT_DP_CACHE, by default ~/.cache/bert-dp."""
     return Path(os.environ.get("BERT_DP_CACHE") or Path.home() / ".cache" / "bert-dp")
 
 
@@ -82,5 +80,5 @@ def cache_issues() -> list[Issue]:
 
 
 def keep_private() -> None:
-    """What this process and its children make from here on is for this user alone, whatever the umask was."""
+    """Make all files that this process and its children create private to the user."""
     os.umask(0o077)

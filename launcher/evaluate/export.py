@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bert_dp.config import ConfigError, native_issues
-from bert_dp.config.extras import install_command
+from bert_dp.config import ConfigError, Issue, native_issues
+from bert_dp.config.error import install_command
 from bert_dp.record.exported import ExportFormat, read_exported
 from launcher import children, results
 from launcher.evaluate.finetune import Pretrained, find_pretrained
-from launcher.evaluate.glue_page import glue_text
 from launcher.log import PLAIN, show
 from launcher.output import place_issues
 from launcher.report.console import show_report
@@ -59,7 +58,7 @@ def export(
     ConfigError."""
     start = find_pretrained(run.expanduser())
     out = out.expanduser().absolute()
-    issues = [*package_issues(f"export {form}", NEEDS[form]), *_out_issues(out)]
+    issues: list[Issue | str] = [*package_issues(f"export {form}", NEEDS[form]), *_out_issues(out)]
     if form == "aoti":
         issues += _aoti_issues(options)
     if form == "hf":
@@ -68,8 +67,7 @@ def export(
         raise ConfigError(issues)
     flags = [*(["--encoder"] if encoder else []), *options]
     command = shlex.join(["bert-dp", "export", form, start.run.name, "--out", out.name, *flags])
-    facts = [f"--command={command}", f"--scores={glue_text(start)}"]
-    arguments = [form, "--out", str(out), *facts, *flags, "--", str(start.run)]
+    arguments = [form, "--out", str(out), f"--command={command}", *flags, "--", str(start.run)]
     code = children.run_module("bert_dp.export", arguments).returncode
     if code == 0:
         exported = read_exported(out)
@@ -88,7 +86,7 @@ def package_issues(what: str, packages: Sequence[str], extra: str = "export") ->
     return [f"{what} needs {' and '.join(missing)}, of the extra {extra}; {install_command(extra)}"]
 
 
-def _hf_issues(start: Pretrained, encoder: bool) -> list[str]:
+def _hf_issues(start: Pretrained, encoder: bool) -> list[Issue]:
     is_classifier = start.config.objective.name == "finetune"
     return native_issues(start.config, "encoder" if encoder else "classifier" if is_classifier else "mlm")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bert_dp.config import ConfigError, Issue, ModelConfig, load_config
-from bert_dp.config.shipped import find_config
+from bert_dp.config.load import find_config
 from bert_dp.cost import flops_per_token, num_parameters, peak_flops
 from launcher import results
 from launcher.plan.step_model import (

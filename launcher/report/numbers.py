@@ -111,6 +111,12 @@ def count_of(count: object, noun: str) -> str:
     return f"{format_count(count)} {noun}{'' if number(count) == 1 else 's'}"
 
 
+def unit_of(name: str) -> Unit:
+    """Return the unit in the last word of a metric's name."""
+    units: dict[str, Unit] = {"s": "seconds", "gib": "gib", "share": "percent", "steps": "count"}
+    return units.get(name.rpartition("_")[2], "si")
+
+
 def _three(value: float) -> str:
     text = f"{value:.3g}"
     return f"{value:.0f}" if "e+" in text else text

@@ -42,6 +42,7 @@ from launcher.report.numbers import (
     format_ratio,
     format_si,
     number,
+    unit_of,
 )
 from launcher.report.parts import first_line, folded, machine_line, record_text, series, value, words
 from launcher.report.run_files import TRAIN_PARTS, WALL_PARTS, RunFiles, load, other
@@ -345,6 +346,10 @@ def _work(run: RunFiles) -> list[Row]:
         value("skipped steps", summary.skipped_steps, "count", lost, console=bool(summary.skipped_steps)),
         *([spikes] if summary.loss_spikes else []),
         value("parameters", summary.parameters, "si", precision),
+        *(
+            value(name.replace("_", " "), number, unit_of(name), "at the last logged step", console=False)
+            for name, number in summary.metrics.items()
+        ),
     ]
 
 

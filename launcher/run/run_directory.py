@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fnmatch
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 from bert_dp import record
@@ -38,7 +40,7 @@ def start_issues(job: Job, run_dir: Path, resume: str) -> list[Issue | str]:
     return [*issues, *run_dir_issues(run_dir, job.config, resume)]
 
 
-def run_dir_issues(run_dir: Path, config: Config, resume: str) -> list[str]:
+def run_dir_issues(run_dir: Path, config: Config, resume: str) -> Sequence[Issue | str]:
     """Why this directory cannot take this run; one line each."""
     if issues := place_issues(run_dir, "--run-dir"):
         return issues
@@ -120,16 +122,18 @@ def checkpoint_to_resume(run_dir: Path, resume: str) -> tuple[Path, record.Check
     return record.newest_checkpoint_facts(run_dir if resume == "auto" else Path(resume))
 
 
-def resume_issues(run_dir: Path, config: Config, resume: str, data_hash: str) -> list[str]:
+def resume_issues(run_dir: Path, config: Config, resume: str, data_hash: str) -> list[Issue]:
     """Why the checkpoint that this run would go on from does not fit; one line each."""
     checkpoint = checkpoint_to_resume(run_dir, resume)
     if checkpoint is None:
-        return [] if resume in ("auto", "never") else [f"--resume: {resume} holds no checkpoint"]
+        missing = Issue("--resume", "not_found", f"{resume} holds no checkpoint", resume)
+        return [] if resume in ("auto", "never") else [missing]
     path, facts = checkpoint
     issues = change_issues(facts, config, resume)
     if facts.data_hash != data_hash:
         hashes = f"({facts.data_hash[:16]}, these are {data_hash[:16]})"
-        issues.append(f"data: {path.name} was trained on other data {hashes}; {undo(resume)}")
+        message = f"{path.name} was trained on other data {hashes}"
+        issues.append(Issue("data", "conflict", message, hint=undo(resume)))
     return issues
 
 
@@ -138,17 +142,17 @@ def undo(resume: str) -> str:
     return f"undo it or choose another {'--run-dir' if resume == 'auto' else '--resume'}"
 
 
-def change_issues(facts: record.CheckpointFacts, config: Config, resume: str) -> list[str]:
-    """What a checkpoint's run may not change and `config` does; one line each."""
+def change_issues(facts: record.CheckpointFacts, config: Config, resume: str) -> list[Issue]:
+    """Find what a checkpoint's run may not change and `config` does."""
     before, now = facts.config.get("run", {}).get("init_from"), config.run.init_from
     # a first phase that was removed since, or moved
     gone = now is None and before is not None and not (hf_directory(before) or Path(before)).exists()
     moved = facts.init_from is not None and now is not None and holds_weights(now, facts.init_from.sha256)
-    lines = changed_settings(facts.config, config)
+    issues = changed_settings(facts.config, config)
     if before != now and not gone and not moved:
-        names = [source or "random weights" for source in (before, now)]
-        lines.append("run.init_from: the run began with {}, now {}".format(*names))
-    return [f"{line}; {undo(resume)}" for line in lines]
+        message = "the run began with {}, now {}".format(*(s or "random weights" for s in (before, now)))
+        issues.append(Issue("run.init_from", "conflict", message, now))
+    return [dataclasses.replace(issue, hint=undo(resume)) for issue in issues]
 
 
 def holds_weights(source: str, sha256: str) -> bool:

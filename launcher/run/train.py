@@ -25,7 +25,7 @@ from bert_dp.config import (
     residual_issues,
     with_budget,
 )
-from bert_dp.config.profile import ProfilePlan, profile_issues
+from bert_dp.config.checks import ProfilePlan, profile_issues
 from bert_dp.record.models import Failure
 from launcher.job import Job, built_data, prepare_data
 from launcher.log import PLAIN, logger, masked_command, show
@@ -121,7 +121,7 @@ def start_warnings(
     config, cores = job.config, len(os.sched_getaffinity(0))
     warnings = [
         *job.device_warnings(),
-        *no_effect(config, ranks),
+        *map(str, no_effect(config, ranks)),
         *(manifest.warnings(config) if manifest else []),
     ]
     if ranks > cores and not job.gpus:

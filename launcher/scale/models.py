@@ -150,15 +150,6 @@ class Profile(StoredFile):
         return self.size / self.parameters if self.parameters else 4.0
 
 
-class MatmulRate(StoredModel):
-    """FLOP/s of [m, k] x [k, n]."""
-
-    m: int
-    n: int
-    k: int
-    flops: float
-
-
 class Peak(StoredFile):
     """peak.json, and `peak` in scaling.json: FLOP/s of one rank's device."""
 
@@ -168,7 +159,6 @@ class Peak(StoredFile):
     """Precision of the measured rate."""
     matmul_flops: Positive | None = None
     """The best of the measured shapes."""
-    shapes: list[MatmulRate] = []
     datasheet_flops: float | None = None
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from bert_dp import record
 from bert_dp.config import ConfigError, load_config, micro_is_auto, read_manifest, resolve
-from bert_dp.config.profile import ProfilePlan
+from bert_dp.config.checks import ProfilePlan
 from launcher import job, results
 from launcher.log import PLAIN, show
 from launcher.output import identity

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bert_dp.config import Config, ConfigError, Issue, load_config, parse_overrides, peak_lr, resolve
-from bert_dp.config.rates import UNTUNED_BATCH, UNTUNED_LR
+from bert_dp.config.batch import UNTUNED_BATCH, UNTUNED_LR
 from launcher import job, results
 from launcher.log import PLAIN, show
 from launcher.tune import FILE, with_settings

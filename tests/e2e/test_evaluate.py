@@ -55,7 +55,7 @@ def test_eval_mlm_refuses(run_dir: Path, tmp_path: Path) -> None:
         ([str(tmp_path), text], "holds no checkpoint; name a run that has saved one"),
         ([str(bare), text], f"put the tokenizer.json of its shards at {bare / 'tokenizer.json'}"),
         ([str(run_dir), str(tmp_path / "none.txt")], "none.txt matches no file"),
-        ([str(run_dir), text, "--documents", "page"], "--documents: expected 'line' or 'blank_line'"),
+        ([str(run_dir), text, "--documents", "page"], "--documents: Input should be 'line' or 'blank_line'"),
         ([str(run_dir), text, "--max-bytes", "0"], "--max-bytes"),
         ([str(run_dir)], "TEXTS is missing"),
     ):

@@ -16,6 +16,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def save_until_killed(order: dict[str, Any], report: int) -> None:
     for step in range(first, first + order["saves"]):
         os.write(report, f"begun {step}\n".encode())
         saver.save(step, lambda step=step: state_of(step), {**FACTS, "samples": step})
-        assert saver.wait() == (step, None)
+        assert saver.wait() == step
         os.write(report, f"done {step}\n".encode())
 
 
@@ -100,8 +101,10 @@ def one(order: dict[str, Any]) -> dict[str, Any]:
     if not child:
         try:
             save_until_killed(order, writer)
-        finally:
-            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
     os.close(writer)
     if "after_s" in order:
         time.sleep(order["after_s"])
@@ -109,6 +112,7 @@ def one(order: dict[str, Any]) -> dict[str, Any]:
     with os.fdopen(reader) as file:
         words = [line.split() for line in file.read().splitlines()]
     status = os.waitpid(child, 0)[1]
+    assert status in (0, signal.SIGKILL), "the saver raised"
     last = {what: max([int(n) for w, n in words if w == what], default=0) for what in ("begun", "done")}
     return {**last, "killed": os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL}
 

@@ -115,7 +115,7 @@ def test_row_07_a_hung_run_that_is_ended_by_hand_tells_its_hang(tmp_path: Path, 
     card = card[next(i for i, line in enumerate(card) if line.startswith("failed: SIGINT")) :]
     assert any(line.startswith("  why: no progress: rank 1: hang in step") for line in card)
     summary = read_json(run_dir / "summary.json")
-    assert "rank 1" in summary["explanation"][0]
+    assert "rank 1" in summary["failure"]["explanation"][0]
 
 
 def test_row_07_no_false_alarm(tmp_path: Path, shards: Path) -> None:

@@ -33,7 +33,7 @@ NUMBER = re.compile(rf"n/a|(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?:{UN
 FAILED = {**failed("no", rank=1, fix=["do"], log="l"), "step": 90}
 RARE = {"energy_j": 2.1e7, "straggler_ratio": 1.5, "mfu": 0.375, "loss_spikes": 3, "failed_saves": 2}
 RARE |= {"straggler": {"rank": 1, "ratio": 1.5, "seconds_per_step": 0.25}, "profiled_steps": [10, 12]}
-PEAK = {"datasheet_flops": 9.89e14, "matmul_flops": 6.5e11, "precision": "bf16", "shapes": []}
+PEAK = {"datasheet_flops": 9.89e14, "matmul_flops": 6.5e11, "precision": "bf16"}
 LOST: dict[str, tuple[str, str | None]] = {"weak-zero1-n4": ("oom", "no"), "weak-ddp-n4": ("pending", None)}
 
 

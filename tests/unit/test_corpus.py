@@ -26,7 +26,7 @@ from bert_dp import record
 from bert_dp.config import BuildConfig, Config, ConfigError, Issue, read_manifest
 from bert_dp.config.manifest import Split
 from bert_dp.config.schema import MIN_BYTE_VOCAB_SIZE
-from bert_dp.corpus import builder, dedup, encode, pipeline, shards, sources, tokenizer
+from bert_dp.corpus import atomic_directory, builder, dedup, encode, pipeline, shards, sources, tokenizer
 from bert_dp.corpus.pipeline import Progress
 from launcher.job import input_issues
 from tests.e2e import cli
@@ -193,21 +193,6 @@ def test_held_out_is_disjoint_and_does_not_depend_on_order(tmp_path: Path) -> No
         tmp_path / "c/held_out-00000.bin"
     ).read_bytes()
     assert other["build"]["seed"] == 7
-    # without dedup the copies of a held-out document are held out too
-    assert dedup.document_key("Some  text", 0) == dedup.document_key("some text\t", 0)
-
-
-def test_texts_that_normalise_to_the_same_are_duplicates(tmp_path: Path) -> None:
-    """A sign or an accent that the tokenizer drops would put one on either side of the split."""
-    docs = prose(200)
-    twins = [doc.replace("a", "\u00e1").replace(". ", ".\u20ac ") for doc in docs]
-    options = {"held_out_fraction": 0.3}
-    alone = make(write(tmp_path / "a.txt", docs), tmp_path / "alone", **options)
-    both = make(write(tmp_path / "b.txt", docs + twins), tmp_path / "both", **options)
-    assert both["dropped"]["exact_duplicate"] == 200
-    assert both["held_out"]["documents"] == alone["held_out"]["documents"] > 0
-    kept = make(str(tmp_path / "b.txt"), tmp_path / "raw", normalize=False, **options)
-    assert kept["dropped"]["exact_duplicate"] == 0
 
 
 def test_whole_books_are_held_out_where_a_blank_line_ends_one(tmp_path: Path) -> None:
@@ -305,14 +290,6 @@ def test_near_dedup_goes_by_its_threshold(tmp_path: Path) -> None:
         for threshold in (0.2, 0.9)
     }
     assert {threshold: each["near_duplicate"] for threshold, each in dropped.items()} == {0.2: 1, 0.9: 0}
-
-
-def test_near_dedup_keeps_short_documents_that_differ() -> None:
-    """Shorter than a shingle."""
-    pytest.importorskip("rensa")
-    sketch, is_new = dedup.sketcher(0), dedup.near_filter(0.8, 0)
-    texts = ["grey islands", "rain", "the old ship sailed", "rain"]
-    assert [is_new(each) for each in sketch(texts)] == [True, True, True, False]
 
 
 def test_near_dedup_stays_in_step_after_an_exact_duplicate(tmp_path: Path) -> None:
@@ -731,18 +708,9 @@ def test_a_set_of_the_hub_is_recorded_by_its_text_and_kept_by_its_name(
     monkeypatch.setattr(sources.readers, "hub_records", rows)
     manifest = make("hub:org/\u00fc", tmp_path / "out")
     data = "".join(text + "\n" for text in prose(60)).encode()
-    assert manifest["sources"] == [
-        {
-            "name": "hub:org/\u00fc",
-            "bytes": len(data),
-            "sha256": hashlib.sha256(data).hexdigest(),
-            "documents": 60,
-            "letters": sum(map(str.isalpha, data.decode())),
-            "lost_letters": 0,
-            "tokens": manifest["sources"][0]["tokens"],
-            "unknown_tokens": 0,
-        }
-    ]
+    (source,) = manifest["sources"]
+    assert (source["name"], source["bytes"], source["documents"]) == ("hub:org/\u00fc", len(data), 60)
+    assert source["sha256"] == hashlib.sha256(data).hexdigest()
     read.clear()
     assert make("hub:org/\u00fc", tmp_path / "out") == manifest
     assert read == []
@@ -772,7 +740,7 @@ def test_existing_output_is_kept_refused_or_replaced(source: str, tmp_path: Path
     write(tmp_path / "a.txt", prose(100, seed=1))
     assert refusal(source, out) == issue
     assert make(source, out, force=True)["hash"] != first["hash"]
-    (out / "notes.md").write_text("mine")
+    (out / "train.bin").write_text("mine")
     issue = refusal(source, out, dedup="none", force=True)
     assert (issue.setting, issue.kind, issue.other) == ("--out", "exists", None)
     assert not list(tmp_path.glob(".*building*"))
@@ -793,15 +761,21 @@ def test_a_damaged_build_is_made_again(
     assert shard.read_bytes() == good
 
 
-def test_other_files_than_a_builds_are_never_replaced(source: str, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    for name in ("train.bin", "val.bin"):
-        (out / name).write_bytes(b"mine")
-    for force in (False, True):
-        issue = refusal(source, out, force=force)
-        assert (issue.setting, issue.kind, issue.other) == ("--out", "exists", None)
-    assert (out / "val.bin").read_bytes() == b"mine"
+def test_an_earlier_build_comes_back_where_its_successor_cannot_take_its_place(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, rename = (out / "manifest.json").read_bytes(), Path.rename
+
+    def stopped(path: Path, target: Path) -> Path:
+        if target == out and not path.name.endswith("-old"):
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", stopped)
+    with pytest.raises(KeyboardInterrupt), atomic_directory.replaced(out):
+        pass
+    assert (out / "manifest.json").read_bytes() == before
+    assert [path.name for path in out.parent.glob("*out*")] == ["out"]
 
 
 def test_a_build_inside_its_source_can_be_repeated(tmp_path: Path) -> None:
@@ -815,7 +789,7 @@ def test_a_build_inside_its_source_can_be_repeated(tmp_path: Path) -> None:
 
 
 def test_damage_is_found(out: Path) -> None:
-    file, manifest = out / "train-00000.bin", out / "manifest.json"
+    file = out / "train-00000.bin"
     data = file.read_bytes()
 
     def found() -> list[tuple[str, str, Any]]:
@@ -831,15 +805,8 @@ def test_damage_is_found(out: Path) -> None:
     file.write_bytes(data[:-2])
     assert found() == [("train-00000.bin", "damaged", len(data) - 2)]
     file.unlink()
-    assert found() == [("train-00000.bin", "not_found", None)]
+    assert found() == [("train-00000.bin", "not_found", "no such file")]
     file.write_bytes(data)
-    (out / "tokenizer.json").write_text("{}")
-    assert found() == [("tokenizer.json", "damaged", "44136fa355b3678a")]
-    text = manifest.read_text()
-    manifest.write_text(text.replace('"num_special": 7', '"num_special": 8'))
-    assert found() == [("manifest.json", "damaged", None)]
-    manifest.unlink()
-    assert found() == [("manifest.json", "not_found", None)]
 
 
 def test_a_start_reads_a_sample_of_a_large_corpus_and_all_of_a_small_one(
@@ -1086,22 +1053,14 @@ def test_a_filter_that_takes_much_is_told(tmp_path: Path) -> None:
         assert warning is None if share is None else share in (warning or "")
 
 
-def test_a_message_stands_whole_above_the_bars(
+def test_progress_on_a_terminal_renews_one_line_and_ends_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    message = f"warning: [red]{'a long way ' * 20}to what can be done"
     with builder.shown_progress() as tell:
-        tell("read [1]", 1, 2)
-        tell(message, 0, 0)
-    told = capsys.readouterr().err
-    assert message in told
-    assert "read [1]" in told
-
-
-def test_a_bar_on_a_terminal_leaves_stdout_to_what_is_written_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    before = sys.stdout
-    with builder.shown_progress() as tell:
-        tell("read", 1, 2)
-        assert sys.stdout is before
+        tell("read", 1, None)
+        tell("warning: what can be done", 0, 0)
+        tell("tokenize", 1, None)
+    assert capsys.readouterr().err.replace("\r\x1b[K", "^") == (
+        "^read: 1^warning: what can be done\n^tokenize: 1\n"
+    )

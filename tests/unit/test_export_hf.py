@@ -250,14 +250,14 @@ def exported_settings(folder: Path, config: Config, **changes: Any) -> Path:
             {"rope_parameters": {"full_attention": {"rope_type": "yarn", "rope_theta": 160000.0}}},
             "rope_parameters.full_attention has rope_type yarn, and ours is default",
         ),
-        ({"model_type": "bert"}, "model_type 'bert'; only modernbert can be begun with"),
+        ({"model_type": "bert"}, "model_type is 'bert'; only modernbert can be begun with"),
     ],
 )
 def test_a_modernbert_that_computes_something_else_is_refused(
     tmp_path: Path, changes: dict[str, Any], named: str | None
 ) -> None:
     config = CONFIGS["ModernBERT"]
-    issues = modernbert_issues(exported_settings(tmp_path, config, **changes), config)
+    issues = [*map(str, modernbert_issues(exported_settings(tmp_path, config, **changes), config))]
     assert len(issues) == (named is not None)
     assert all(issue.startswith(f"run.init_from: {tmp_path}") for issue in issues)
     assert all((named or "") in issue for issue in issues)
@@ -279,7 +279,7 @@ def test_a_model_that_is_no_modernbert_does_not_begin_with_one(
     fits = CONFIGS["ModernBERT"]
     config = fits.model_copy(update={"model": fits.model.model_copy(update=model)})
     (issue,) = modernbert_issues(exported_settings(tmp_path, fits), config)
-    assert named in issue
+    assert named in issue.message
     finetuning = modernbert_issues(tmp_path, finetuned(config, "native"))
     assert bool(finetuning) == ("head" not in model), "a finetuned run has a head of its own"
 
@@ -306,16 +306,17 @@ def test_weights_that_cannot_be_read_or_were_made_for_other_tokens_are_refused(t
 def test_what_is_no_directory_of_a_modernbert_is_refused(tmp_path: Path) -> None:
     config = CONFIGS["ModernBERT"]
     (issue,) = modernbert_issues(tmp_path, config)
-    assert "config.json cannot be read (" in issue
+    assert (issue.setting, issue.kind) == ("run.init_from", "not_found")
     exported_settings(tmp_path, config)
     (tmp_path / "model.safetensors").unlink()
-    assert modernbert_issues(tmp_path, config) == [f"run.init_from: {tmp_path} has no model.safetensors"]
+    (issue,) = modernbert_issues(tmp_path, config)
+    assert issue.message == f"{tmp_path}: no model.safetensors"
     exported_settings(tmp_path, config)
     run = config.run.model_copy(update={"init_keeps": "moments"})
     (issue,) = modernbert_issues(tmp_path, config.model_copy(update={"run": run}))
-    assert issue == f"run.init_keeps: moments, but {tmp_path} has weights alone; use weights"
+    assert "set run.init_keeps=weights" in issue.message
     (tmp_path / "config.json").write_text("[]")
-    assert "cannot be read (no object)" in modernbert_issues(tmp_path, config)[0]
+    assert modernbert_issues(tmp_path, config)[0].kind == "damaged"
 
 
 # --- the directory, and what proves it
@@ -419,14 +420,13 @@ def test_the_command_hands_on_every_option(
     monkeypatch.setattr(command, "write_onnx", lambda *_, int8: calls.append(("onnx", int8)))
     monkeypatch.setattr(command, "write_aoti", lambda *given: calls.append(("aoti", given[2])))
     out, (form, *options) = tmp_path / "out", asked.split()
-    options += ["--encoder", "--command", "bert-dp export", "--scores", "## GLUE"]
+    options += ["--encoder", "--command", "bert-dp export"]
     assert command.main([form, *options, "--out", str(out), str(run)]) == 0
     assert calls == [written]
     told = read_json(out / "export.json")
     assert (told["format"], told["kind"], told["precision"]) == (form, "encoder", precision)
     text = (out / "README.md").read_text()
     assert "`bert-dp export`" in text
-    assert "## GLUE" in text
     monkeypatch.setattr(
         command, "check", lambda *given: {"ok": False, "given": [str(each) for each in given]}
     )
@@ -618,9 +618,9 @@ def test_a_card_says_how_to_load_and_what_to_know(
     tmp_path: Path, name: str, form: Any, encoder: bool, told: str, not_told: str
 ) -> None:
     source = open_run(write_run(tmp_path / "run", CONFIGS[name]), encoder=encoder)
-    write_about(tmp_path, source, form, "bert-dp export", "## GLUE\n\nNine numbers.\n")
+    write_about(tmp_path, source, form, "bert-dp export")
     text = (tmp_path / "README.md").read_text()
-    for words in (*told.split("|"), "add_special_tokens=False", "at most 128 tokens", "## GLUE\n\nNine"):
+    for words in (*told.split("|"), "add_special_tokens=False", "at most 128 tokens"):
         assert words in text, words
     assert not [words for words in not_told.split("|") if words in text]
     assert read_json(tmp_path / "tokenizer_config.json")["model_max_length"] == 128

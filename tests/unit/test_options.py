@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import typer
 
-from bert_dp.config.profile import parse_profile
+from bert_dp.config.checks import parse_profile
 from bert_dp.corpus import shards
 from launcher import checkpoints, children, datasets, options, results
 from launcher.evaluate import export, finetune, glue, predict, text_loss
@@ -235,7 +235,7 @@ def test_a_finetuning_begins_with_what_its_options_name(monkeypatch: pytest.Monk
     here("finetune", "RUN", "--task", "RTE", "--data", "x", "--data", "y")
     (own, random), (known, pretrained) = loaded
     settings = ["optim.lr=1"]
-    assert own == (Path("RUN"), finetune.Source("own", files.split()), settings)
+    assert own == (Path("RUN"), finetune.ExamplesSource("own", files.split()), settings)
     assert known == (Path("RUN"), finetune.glue_source("RTE", [Path("x"), Path("y")]), [])
     assert random == {"nproc": "4", "random_weights": True}
     assert pretrained == {"nproc": "auto", "random_weights": False}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import os
@@ -20,17 +19,8 @@ from hypothesis import strategies as st
 
 from bert_dp import record
 from bert_dp.config.stored import read_regular
-from bert_dp.record import Metrics
 from bert_dp.record.models import Summary
 from tests.states import FACTS
-
-PROMISED = set(
-    (
-        "step samples tokens epoch progress loss lr grad_norm global_batch micro_batch accumulation "
-        "world_size step_time_s steps_per_s global_steps_per_s samples_per_s tokens_per_s "
-        "tokens_per_s_per_gpu mfu data_wait_s peak_memory_gib elapsed_s"
-    ).split()
-)
 
 
 def evaluation(step: int, loss: float = 1.5) -> dict[str, Any]:
@@ -41,8 +31,7 @@ def steps(path: Path) -> list[int]:
     return [line["step"] for line in record.read_lines(path)]
 
 
-def test_metrics_keys_are_the_promised_ones() -> None:
-    assert {f.name for f in dataclasses.fields(Metrics)} >= PROMISED
+def test_the_summary_has_the_promised_keys() -> None:
     promised = "status final_loss heldout_loss unigram_entropy_nats uniform_entropy_nats energy_j failure"
     assert set(promised.split()) <= Summary.model_fields.keys()
 
@@ -104,11 +93,7 @@ DAMAGED = [
     b"",
     b"{",
     b"1",
-    b"null",
-    b"[1]",
     b"\xff\xfe",
-    b"\0\0\0",
-    b'{"step": 1}\0',
     b'{"step": "\xff"}',
     b'{"step": ' + b"9" * 400 + b"}",
     b'{"step": ' + b"9" * 5000 + b"}",
@@ -168,26 +153,6 @@ def test_a_failed_write_names_its_file_and_leaves_the_old_one_alone(
     assert caught.value.filename == str(path)
     assert record.read_json(path) == {"a": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
-
-
-def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    record.write_json(path, {"n": 0, "pad": "x" * 100_000})
-    seen: list[object] = []
-    done = threading.Event()
-
-    def read() -> None:
-        while not done.is_set():
-            seen.append(record.read_json(path))
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    for n in range(40):
-        record.write_json(path, {"n": n, "pad": "x" * 100_000})
-    done.set()
-    reader.join()
-    assert None not in seen
-    assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
 
 
 def test_a_lock_is_held_while_its_holder_lives(tmp_path: Path) -> None:
@@ -252,16 +217,6 @@ def test_a_file_of_just_the_largest_size_is_read(tmp_path: Path) -> None:
         with pytest.raises(OSError, match=f"larger than {size - 1} bytes") as caught:
             read_regular(path, size - 1)
         assert caught.value.errno == errno.EFBIG
-
-
-def test_start_ticks_names_a_process() -> None:
-    psutil = pytest.importorskip("psutil")
-    ticks = record.start_ticks(os.getpid())
-    assert ticks == record.start_ticks(os.getpid())
-    since_boot = psutil.Process().create_time() - psutil.boot_time()
-    assert int(ticks) / os.sysconf("SC_CLK_TCK") == pytest.approx(since_boot, abs=2.0)
-    with pytest.raises(FileNotFoundError, match="No such file"):
-        record.start_ticks(2**22 + 1)
 
 
 def test_start_ticks_survives_a_name_with_brackets_and_spaces(tmp_path: Path) -> None:

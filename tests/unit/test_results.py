@@ -13,7 +13,7 @@ from rich.console import Console
 
 from bert_dp import record
 from bert_dp.config import ConfigError
-from bert_dp.config.profile import parse_profile
+from bert_dp.config.checks import parse_profile
 from bert_dp.record.models import Failure
 from launcher import job
 from launcher.run import processes, train

@@ -88,6 +88,13 @@ def test_every_number_stands_beside_its_denominator(tmp_path: Path) -> None:
     assert {SUMMARY[key] for key in (*losses, *speeds, "peak_memory_gib")} <= read_page(report).exact
 
 
+def test_a_metric_of_the_meter_reaches_the_page_by_its_name(tmp_path: Path) -> None:
+    rows = rows_of(report_of(tmp_path / "run", metrics={"host_memory_gib": 1.5, "lost_share": 0.25}))
+    note = "at the last logged step"
+    assert rows["Work", "host memory gib"] == [f"1.50 GiB | {note}"]
+    assert rows["Work", "lost share"] == [f"25.0 % | {note}"]
+
+
 def test_the_console_is_compact_and_tells_what_is_unusual(tmp_path: Path) -> None:
     lines = shown(report_of(tmp_path / "run"))
     assert len(lines) <= 28
