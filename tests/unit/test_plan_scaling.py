@@ -98,16 +98,6 @@ def test_the_benchmarks_own_document_gives_the_baseline(collected: Scaling) -> N
     assert predict_measured(collected.model_copy(update={"profile": None})) is None
 
 
-@pytest.mark.parametrize(("accumulation", "step_s"), [(8, 2.02), (2, 0.505), (None, 0.505)])
-def test_of_several_baselines_that_of_the_settings(
-    collected: Scaling, accumulation: int | None, step_s: float
-) -> None:
-    settings = collected.settings.model_copy(update={"accumulation": accumulation})
-    found = source_of(collected.model_copy(update={"settings": settings}), "it")
-    per_step = {2.02: 8, 0.505: 2}[step_s]
-    assert per_step * found.profile.whole_s + 0.1 == pytest.approx(step_s)
-
-
 @pytest.mark.parametrize(
     ("data", "words"),
     [
@@ -328,10 +318,9 @@ def test_levers_are_what_the_model_says_of_the_change() -> None:
         "2 x accumulation": plan(BASE, 8, link="pcie3", accumulation=(2,)),
         "16-bit gradients": plan(BASE, 8, link="pcie3", reduce_dtype="bf16"),
         "no stragglers": plan(dataclasses.replace(BASE, spread=0.0), 8, link="pcie3"),
-        "2 x bucket size": plan(BASE, 8, link="pcie3"),
     }
-    for name in ("2 x accumulation", "16-bit gradients", "no stragglers"):
-        assert levers[name].tokens_per_s == pytest.approx(changed[name].rows[0].tokens_per_s), name
+    for name, predicted in changed.items():
+        assert levers[name].tokens_per_s == pytest.approx(predicted.rows[0].tokens_per_s), name
         assert levers[name].gain == pytest.approx(levers[name].tokens_per_s / row.tokens_per_s - 1)
     assert {name for name, lever in levers.items() if lever.bound} == {"no stragglers", "perfect overlap"}
     assert levers["2 x link speed"].gain > 0

@@ -124,13 +124,11 @@ def test_the_console_is_compact_and_tells_what_is_unusual(tmp_path: Path) -> Non
         (failed("OOM\nmore"), "fail", "exit code 1): OOM"),
         ({"status": "failed"}, "fail", "cause not recorded"),
         ({"status": "stopped", "signal": 15}, "warn", "Stopped by SIGTERM after a checkpoint at step 100."),
-        ({"status": "stopped", "signal": 99}, "warn", "Stopped by signal 99"),
         (
             {"status": "stopped", "signal": None, "checkpoint": None},
             "warn",
             "Stopped by a signal at step 100.",
         ),
-        ({"heldout_loss": 6.75}, "ok", "6.7500 nats): no better than word frequencies; train longer."),
         (
             {"heldout": SCORED},
             "ok",
@@ -400,22 +398,15 @@ def test_a_killed_run_shows_what_its_logs_and_its_configuration_hold(tmp_path: P
     logged_nowhere = {"unigram entropy", "ln V", "parameters", "straggler ratio", "MFU", "energy"}
     assert unknown == logged_nowhere | {"wall"}
     assert rows["parameters"].endswith("| precision fp32")
-    environment = {
-        "worker": {"precision": "bf16"},
-        "gpus": [{"name": "H100"}],
-        "git_dirty": True,
-        "git_commit": "a",
-    }
-    record.write_json(run / "environment.json", environment)
-    (run / "config.yaml").write_text(dump_config(make_config("precision=auto")))
+    gpu = {"worker": {"precision": "bf16"}, "gpus": [{"name": "H100"}], "git_dirty": True, "git_commit": "a"}
+    record.write_json(run / "environment.json", gpu)
+    narrow = make_config("precision=auto", "model.residual_dtype=bf16")
+    (run / "config.yaml").write_text(dump_config(narrow))
     report = of_directories([run])
     assert report.subtitle[0].startswith("2 x H100")
     assert report.subtitle[0].endswith("commit a + uncommitted changes")
-    assert rows_of(report)["Work", "parameters"][0].endswith("| precision bf16")
-    narrow = make_config("precision=auto", "model.residual_dtype=bf16")
-    (run / "config.yaml").write_text(dump_config(narrow))
-    named = rows_of(of_directories([run]))["Work", "parameters"][0]
-    assert named.endswith("| precision bf16, residual stream in bf16")
+    precision = rows_of(report)["Work", "parameters"][0]
+    assert precision.endswith("| precision bf16, residual stream in bf16")
     assert report.tiles[1].note == "summed over 2 GPUs"
 
 
