@@ -17,8 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from bert_dp.config import ModelConfig, read_yaml, sharded
-from bert_dp.cost import GIB, linear_parameters
+from bert_dp.config import ModelConfig, read_yaml
+from bert_dp.cost import linear_parameters
 from launcher.scale.models import Gradient, PredictedRow, PredictedSplit, Profile
 
 FILE = Path(__file__).with_name("hardware.yaml")
@@ -27,7 +27,6 @@ FIRST_BUCKET, BUCKET = 1 * MIB, 25 * MIB  # of torch's DDP, unless a size is giv
 PLATEAU = 1.9  # a ring over nodes waits longer per hop with large messages, protocol simple (NCCL tuning.cc)
 TREE_SHARE = 0.9  # of a ring's bandwidth that a tree gets (NCCL tuning.cc)
 TENSOR_REDUCTIONS = 4  # of the activations, per block: two forward, two backward (arXiv 1909.08053)
-MOMENTS = 2  # of Adam, per parameter
 ACTIVATION_BYTES = {"bf16": 2, "fp16": 2, "fp64": 8}  # of a number; of other precisions 4
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "rooted"]
 
@@ -246,7 +245,6 @@ def predict(profile: Profile, scenario: Scenario) -> PredictedRow:
         samples_per_s=batch / step,
         speedup=efficiency * n,
         efficiency=efficiency,
-        state_gib=_state_gib(profile, scenario),
     )
 
 
@@ -293,19 +291,6 @@ def _optimizer_share(profile: Profile, scenario: Scenario) -> float:
     if scenario.engine == "zero1":
         share = max(share, max(gradient.bytes for gradient in profile.gradients) / profile.size)
     return share / scenario.tensor
-
-
-def _state_gib(profile: Profile, scenario: Scenario) -> float:
-    """Return weights, gradients and optimizer state of one rank, GiB: a lower bound, without activations.
-
-    fsdp keeps whole gradients between the micro batches of a step.
-    """
-    weights = profile.size / scenario.tensor
-    parts = {"parameters": weights, "gradients": weights, "optimizer": MOMENTS * weights}
-    for part in sharded(scenario.engine, 1):
-        if part != "gradients" or scenario.accumulation == 1:
-            parts[part] /= scenario.replicas
-    return sum(parts.values()) / GIB
 
 
 def exposed_s(profile: Profile, scenario: Scenario) -> float:

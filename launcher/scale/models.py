@@ -379,10 +379,6 @@ class PredictedRow(StoredModel):
     speedup: float
     efficiency: float
     mfu: float | None = None
-    state_gib: float
-    """Weights, gradients and optimizer of a rank."""
-    fits: bool | None = None
-    """The device holds them; null: its memory is not known."""
     levers: list[Lever] = []
     """Best first."""
 

@@ -202,7 +202,7 @@ def test_prediction_stands_beside_measurement() -> None:
 
 def test_another_schema_version_is_refused() -> None:
     (issue,) = raised_issues(parsed, scaling(schema_version=2))
-    assert "schema_version: expected 1, not 2" in str(issue)
+    assert "schema_version: Input should be 1, not 2" in str(issue)
     assert models.Scaling.remedy in str(issue)
 
 
