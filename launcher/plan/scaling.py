@@ -33,14 +33,14 @@ from launcher.plan.step_model import (
 )
 from launcher.report.numbers import format_percent
 from launcher.scale.models import (
-    Cell,
+    CellMeasurement,
     ComparedCell,
     Lever,
     PredictedRow,
     Prediction,
-    Profile,
     Scaling,
     ScalingSettings,
+    StepProfile,
 )
 from launcher.stats import is_measurable
 
@@ -98,7 +98,7 @@ class PlanSpec:
 class PlanSource:
     """Profile of one rank, and what else a prediction starts from."""
 
-    profile: Profile
+    profile: StepProfile
     accumulation: int = 1
     notes: tuple[str, ...] = ()
     """Origin of the numbers, and assumptions."""
@@ -108,7 +108,7 @@ class PlanSource:
     """Measured all-reduces within one machine, by world size."""
     slowdowns: Mapping[int, float] = dataclasses.field(default_factory=dict)
     """1 / measured ceiling efficiency, by world size."""
-    cells: Sequence[Cell] = ()
+    cells: Sequence[CellMeasurement] = ()
     """Measured cells of the same benchmark."""
     flops_per_token: float | None = None
     peak_flops: float | None = None
@@ -191,7 +191,7 @@ def _row(source: PlanSource, scenario: Scenario) -> PredictedRow:
     return row.model_copy(update={"mfu": mfu, "levers": levers(source.profile, scenario)})
 
 
-def levers(profile: Profile, scenario: Scenario) -> list[Lever]:
+def levers(profile: StepProfile, scenario: Scenario) -> list[Lever]:
     """Return the gain of each change, best first: tokens/s with it over tokens/s now, less one. A greater
     batch is as fast per sequence."""
     if scenario.ranks == 1:
@@ -219,7 +219,7 @@ def levers(profile: Profile, scenario: Scenario) -> list[Lever]:
     return sorted(gains, key=lambda lever: -lever.gain)
 
 
-def _compared(source: PlanSource, spec: PlanSpec, cell: Cell) -> ComparedCell | None:
+def _compared(source: PlanSource, spec: PlanSpec, cell: CellMeasurement) -> ComparedCell | None:
     """Return a measured cell beside its prediction, by its own links where they were measured; None where it
     cannot be predicted."""
     engine = "ddp" if cell.engine == "single" else cell.engine
@@ -286,18 +286,20 @@ def _unknown(setting: str, value: str | None, names: Collection[str]) -> list[Is
 
 
 def _link_issues(source: PlanSource, spec: PlanSpec) -> list[Issue]:
-    most, per_node, links = max(spec.gpus), spec.per_node, hardware()["links"]
+    most, per_node = max(spec.gpus), spec.per_node
+
+    def missing(setting: str, why: str, between: bool) -> list[Issue]:
+        names = [n for n in hardware()["links"] if (find_link(n).kind in NODE_LINKS) == between]
+        return [Issue(setting, "missing", f"not given, and {why}", hint=f"use one of {', '.join(names)}")]
+
     if per_node < most and spec.inter is None:
-        message = f"not given, and {most} GPUs fill more than one node of {per_node}"
-        hint = f"use one of {', '.join(name for name in links if find_link(name).kind in NODE_LINKS)}"
-        return [Issue("--inter", "missing", message, hint=hint)]
+        return missing("--inter", f"{most} GPUs fill more than one node of {per_node}", between=True)
     if spec.link is None and min(most, per_node) > 1 and (per_node < most or not source.curves):
-        message = f"not given, and not measured for {most} GPUs"
-        return [Issue("--link", "missing", message, hint=f"use one of {', '.join(links)}")]
+        return missing("--link", f"not measured for {most} GPUs", between=False)
     return []
 
 
-def _tensor_issues(profile: Profile, sizes: Sequence[int]) -> list[Issue]:
+def _tensor_issues(profile: StepProfile, sizes: Sequence[int]) -> list[Issue]:
     heads = profile.num_heads or 0
     if max(sizes) > 1 and not (profile.hidden_size and heads):
         return [Issue("--tensor", "missing", "the profile lacks the model's sizes; measure it again", sizes)]
@@ -339,7 +341,7 @@ def read_benchmark(path: Path) -> Scaling:
     try:
         data = results.load(path, GIVE)
         if isinstance(data, dict) and "gradients" in data:
-            return Scaling(profile=results.parse(data, Profile, str(path)))
+            return Scaling(profile=results.parse(data, StepProfile, str(path)))
         return results.parse(data, Scaling, str(path))
     except ConfigError as error:
         raise ConfigError([issue.within("--from") for issue in error.issues]) from None
@@ -387,7 +389,7 @@ def source_of(scaling: Scaling, name: str) -> PlanSource:
     )
 
 
-def _slowdowns(cells: Sequence[Cell]) -> dict[int, float]:
+def _slowdowns(cells: Sequence[CellMeasurement]) -> dict[int, float]:
     """Return the slowdowns by world size, at least 1: less is noise, or a slow baseline."""
     times: dict[int, list[float]] = {}
     for cell in cells:
@@ -417,7 +419,7 @@ def source_of_rate(
     if not micro_s > MIN_MICRO_S:
         message = f"{seq_per_s:g} leaves no time beside the optimizer"
         raise ConfigError([Issue("--seq-per-s", "out_of_range", message, seq_per_s, "--micro")])
-    profile = Profile(
+    profile = StepProfile(
         device=device,
         precision="bf16" if gpu is None or peak_flops(device, "bf16") else "fp16",
         micro_batch=micro,

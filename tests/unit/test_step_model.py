@@ -24,7 +24,7 @@ from launcher.plan.step_model import (
     predict,
     slowest,
 )
-from launcher.scale.models import Profile
+from launcher.scale.models import StepProfile
 
 MS = 1e-3
 NEAR, FAR, TCP = (LinkSpec(kind, gb_s, 1.0) for kind, gb_s in (("nvlink", 100), ("net", 10), ("tcp", 10)))
@@ -44,12 +44,12 @@ class Wire:
         return self
 
 
-def made(*gradients: tuple[float, float], **changes: Any) -> Profile:
+def made(*gradients: tuple[float, float], **changes: Any) -> StepProfile:
     """Return a profile of three blocks: forward 0.8 s, backward 1.2 s, optimizer 0.4 s, 1,000 parameters."""
     times = {"micro_s": 2.0, "backward_s": 1.2, "optimizer_s": 0.4, "parameters": 1000}
     sizes = {"micro_batch": 8, "sequence_length": 16, "num_layers": 3, "hidden_size": 4, "precision": "bf16"}
     listed = [{"bytes": size, "ready_s": ready} for size, ready in gradients]
-    return Profile(**{**times, **sizes, "gradients": listed, **changes})
+    return StepProfile(**{**times, **sizes, "gradients": listed, **changes})
 
 
 PROFILE = made((1000, 0.4), (2000, 0.8), (1000, 1.2))
@@ -259,10 +259,10 @@ def test_the_optimizer_is_divided_as_the_engine_divides_it(engine: str, ranks: i
 # --- real links
 
 
-def crammed(micro_s: float = 0.1) -> Profile:
+def crammed(micro_s: float = 0.1) -> StepProfile:
     """Return the estimated profile of the crammed BERT."""
     gradients = layer_gradients(ModelConfig(), num_parameters(ModelConfig(), 128), 4.0, micro_s * 2 / 3)
-    return Profile(
+    return StepProfile(
         micro_s=micro_s,
         backward_s=micro_s * 2 / 3,
         optimizer_s=0.005,
