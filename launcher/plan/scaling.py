@@ -100,16 +100,13 @@ class PlanSource:
 
     profile: StepProfile
     accumulation: int = 1
-    notes: tuple[str, ...] = ()
-    """Origin of the numbers, and assumptions."""
-    spread: float = 0.0
-    """Standard deviation / mean of the ranks' speed."""
+    notes: tuple[str, ...] = ()  # origin of the numbers, and assumptions
+    spread: float = 0.0  # standard deviation / mean of the ranks' speed
     curves: Mapping[int, AllReduceCurve] = dataclasses.field(default_factory=dict)
     """Measured all-reduces within one machine, by world size."""
     slowdowns: Mapping[int, float] = dataclasses.field(default_factory=dict)
     """1 / measured ceiling efficiency, by world size."""
-    cells: Sequence[CellMeasurement] = ()
-    """Measured cells of the same benchmark."""
+    cells: Sequence[CellMeasurement] = ()  # measured cells of the same benchmark
     flops_per_token: float | None = None
     peak_flops: float | None = None
 
@@ -443,8 +440,7 @@ class ModelShape(NamedTuple):
     shape: ModelConfig
     sequence_length: int
     parameters: int
-    flops_per_token: float
-    """Forward and backward."""
+    flops_per_token: float  # forward and backward
 
 
 def find_model(name: str) -> ModelShape:

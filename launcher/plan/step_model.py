@@ -119,13 +119,10 @@ class Fabric:
     """
 
     gpus_per_node: int
-    intra: LinkSpec | None
-    """None: not known, and `inter` is slower than any."""
+    intra: LinkSpec | None  # None: not known, and `inter` is slower than any
     inter: LinkSpec | None = None
-    nics: int = 1
-    """Per node."""
-    curve: AllReduceCurve | None = None
-    """Takes the place of `intra` within one node."""
+    nics: int = 1  # per node
+    curve: AllReduceCurve | None = None  # takes the place of `intra` within one node
 
     def nodes(self, ranks: int) -> int:
         """Return the number of nodes that `ranks` ranks fill."""
@@ -196,20 +193,15 @@ class Scenario:
 
     fabric: Fabric
     ranks: int = 1
-    engine: str = "ddp"
-    """ddp, zero1 or fsdp."""
+    engine: str = "ddp"  # ddp, zero1 or fsdp
     tensor: int = 1
     accumulation: int = 1
-    spread: float = 0.0
-    """Standard deviation / mean of the ranks' speed; all wait for the slowest."""
-    slowdown: float = 1.0
-    """Factor on the computation where all devices of a machine work: 1 / ceiling."""
+    spread: float = 0.0  # standard deviation / mean of the ranks' speed; all wait for the slowest
+    slowdown: float = 1.0  # factor on the computation where all devices of a machine work: 1 / ceiling
     bucket_bytes: float = BUCKET
     first_bucket: float | None = FIRST_BUCKET
-    sent_bytes: float = math.inf
-    """Bytes of a number of a gradient that is sent, at most."""
-    overlap: bool = True
-    """Reductions run beside the backward pass; False: one bucket after it."""
+    sent_bytes: float = math.inf  # bytes of a number of a gradient that is sent, at most
+    overlap: bool = True  # reductions run beside the backward pass; False: one bucket after it
     gain: float = dataclasses.field(default_factory=lambda: constant("overlap_gain"))
     """Share of the hidden communication time that is gained."""
 

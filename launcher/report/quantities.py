@@ -18,10 +18,8 @@ ENDS = {"low": 0, "high": 1}  # of an interval
 class Quantity:
     """A field of a part of a result."""
 
-    path: str
-    """Keys that lead to it, with dots."""
-    head: str
-    """Head of its column, with what the unit does not say."""
+    path: str  # keys that lead to it, with dots
+    head: str  # head of its column, with what the unit does not say
     unit: Unit = "si"
 
     def of(self, part: object) -> object:
@@ -61,8 +59,7 @@ class Ratio(Quantity):
 class Computed:
     """A function of a part, for what no field holds."""
 
-    of: Callable[[Any], object]
-    """Returns a value in `unit`, or a Cell, e.g. one with a note."""
+    of: Callable[[Any], object]  # returns a value in `unit`, or a Cell, e.g. one with a note
     head: str
     unit: Unit = "si"
 
