@@ -10,7 +10,6 @@ from bert_dp.config import ConfigError, Issue
 from launcher import results
 from launcher.evaluate import FILE, glue_scores
 from launcher.evaluate.glue_scores import AVERAGED, Glue, GlueScore, GlueTask
-from launcher.report.measured import status_verdicts, subtitle
 from launcher.report.model import Cell, Column, Report, Row, Section, Table, Verdict
 from launcher.report.numbers import (
     NA,
@@ -21,7 +20,7 @@ from launcher.report.numbers import (
     format_percent,
     format_points,
 )
-from launcher.report.parts import cell, words
+from launcher.report.parts import cell, status_verdicts, subtitle, words
 from launcher.report.quantities import Quantity, table
 from launcher.stats import half_width
 

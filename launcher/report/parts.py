@@ -8,8 +8,9 @@ from typing import Any
 
 import yaml
 
-from launcher.report.model import Cell, Row, Section
-from launcher.report.numbers import FORMATS, NA, Unit, number
+from launcher.report.model import Cell, Row, Section, Verdict
+from launcher.report.numbers import FORMATS, NA, Unit, count_of, number
+from launcher.results import Measurement
 
 
 def cell(value: object, unit: Unit, note: str = "") -> Cell:
@@ -64,3 +65,18 @@ def machine_line(environment: Mapping[str, Any], *front: str) -> str:
         str(environment.get("date") or ""),
     ]
     return " \u00b7 ".join(part for part in parts if part)
+
+
+def subtitle(result: Measurement, method: Sequence[str]) -> list[str]:
+    """Name the machine and the method."""
+    trial = f"trials on {count_of(result.ranks, 'rank')}"
+    return [machine_line(result.environment, trial), " \u00b7 ".join(method)]
+
+
+def status_verdicts(result: Measurement) -> list[Verdict]:
+    """Say that the measurement failed or is partial."""
+    if result.status == "failed":
+        return [Verdict("fail", f"Failed: {result.why or 'cause not recorded'}")]
+    if result.status != "complete":
+        return [Verdict("warn", "Partial: stopped before its end; the same command goes on.")]
+    return []

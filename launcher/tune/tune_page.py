@@ -11,7 +11,6 @@ from bert_dp.config import ConfigError, Issue
 from bert_dp.record.models import HeldOut
 from launcher import results
 from launcher.report import heldout
-from launcher.report.measured import status_verdicts, subtitle
 from launcher.report.model import Axis, Figure, Line, Mark, Report, Rule, Section, Table, Verdict
 from launcher.report.numbers import (
     NA,
@@ -26,6 +25,7 @@ from launcher.report.numbers import (
     format_ratio,
     format_si,
 )
+from launcher.report.parts import status_verdicts, subtitle
 from launcher.report.quantities import Computed, Quantity, table
 from launcher.tune import TUNED
 from launcher.tune.lr_search import Rung, TuneLr
