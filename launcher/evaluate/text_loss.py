@@ -15,7 +15,7 @@ from launcher import children, results
 from launcher.evaluate.finetune import find_pretrained
 from launcher.job import issues_by_option
 from launcher.report.console import show_report
-from launcher.report.model import Report, Section, Table
+from launcher.report.model import Report, ReportSection, Table
 from launcher.report.numbers import count_of, format_count, format_decimals, format_percent
 from launcher.report.parts import words
 from launcher.report.quantities import Computed, Quantity, table
@@ -126,7 +126,7 @@ def text_report(loss: TextLoss) -> Report:
     ]
     return Report(
         "bert-dp: masked language model on text",
-        sections=[Section("", tables=[losses, Table(facts)], notes=_notes(loss))],
+        sections=[ReportSection("", tables=[losses, Table(facts)], notes=_notes(loss))],
     )
 
 

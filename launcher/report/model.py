@@ -33,7 +33,7 @@ class Tile:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cell:
+class TableCell:
     """One value of a table."""
 
     text: str
@@ -50,11 +50,11 @@ class Column:
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class TableRow:
     """A row of a table."""
 
     label: str
-    cells: Sequence[Cell]
+    cells: Sequence[TableCell]
     topic: str = ""  # heading above the first of the rows that share it
     console: bool = True  # False: on the page alone
 
@@ -63,7 +63,7 @@ class Row:
 class Table:
     """Rows named by their labels; without columns it is a list of labels and values."""
 
-    rows: Sequence[Row]
+    rows: Sequence[TableRow]
     columns: Sequence[Column] = ()
     title: str = ""
     corner: str = ""  # head above the labels
@@ -116,7 +116,7 @@ class Bars:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class ReferenceLine:
     """A horizontal reference line."""
 
     label: str
@@ -141,7 +141,7 @@ class Figure:
     x: Axis
     y: Axis
     rows: Sequence[str] = ()
-    levels: Sequence[Rule] = ()
+    levels: Sequence[ReferenceLine] = ()
     marks: Sequence[Mark] = ()
     note: str = ""
     switch: bool = False  # offers a logarithmic x axis
@@ -153,7 +153,7 @@ class Figure:
 
 
 @dataclasses.dataclass(frozen=True)
-class Section:
+class ReportSection:
     """A part of the report."""
 
     title: str
@@ -173,5 +173,5 @@ class Report:
     subtitle: Sequence[str] = ()
     verdicts: Sequence[Verdict] = ()
     tiles: Sequence[Tile] = ()
-    sections: Sequence[Section] = ()
+    sections: Sequence[ReportSection] = ()
     next: str = ""  # a command to run next

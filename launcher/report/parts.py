@@ -8,25 +8,25 @@ from typing import Any
 
 import yaml
 
-from launcher.report.model import Cell, Row, Section, Verdict
+from launcher.report.model import ReportSection, TableCell, TableRow, Verdict
 from launcher.report.numbers import FORMATS, NA, Unit, count_of, number
 from launcher.results import Measurement
 
 
-def cell(value: object, unit: Unit, note: str = "") -> Cell:
+def cell(value: object, unit: Unit, note: str = "") -> TableCell:
     """Return a value in the format of its unit, with all its digits beside."""
     exact = value if isinstance(value, float) and math.isfinite(value) else None
-    return Cell(FORMATS[unit](value), note, exact)
+    return TableCell(FORMATS[unit](value), note, exact)
 
 
-def value(label: str, number: object, unit: Unit, note: str = "", *, console: bool = True) -> Row:
+def value(label: str, number: object, unit: Unit, note: str = "", *, console: bool = True) -> TableRow:
     """Return a row of one number."""
-    return Row(label, (cell(number, unit, note),), console=console)
+    return TableRow(label, (cell(number, unit, note),), console=console)
 
 
-def words(label: str, text: str | None, note: str = "", *, console: bool = True) -> Row:
+def words(label: str, text: str | None, note: str = "", *, console: bool = True) -> TableRow:
     """Return a row of one text."""
-    return Row(label, (Cell(text or NA, note),), console=console)
+    return TableRow(label, (TableCell(text or NA, note),), console=console)
 
 
 def series(pairs: Sequence[tuple[Any, Any]]) -> tuple[list[float], list[float | None]]:
@@ -41,9 +41,9 @@ def first_line(text: object, otherwise: str = "cause not recorded") -> str:
     return next((line for line in str(text or "").strip().splitlines() if line), otherwise)
 
 
-def folded(title: str, text: str) -> Section:
+def folded(title: str, text: str) -> ReportSection:
     """Return a section of the page alone, which opens on a click."""
-    return Section(title, text=text, folded=True, console=False)
+    return ReportSection(title, text=text, folded=True, console=False)
 
 
 def record_text(content: Mapping[str, Any]) -> str:

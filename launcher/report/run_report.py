@@ -16,17 +16,17 @@ from launcher.report import heldout
 from launcher.report.model import (
     Axis,
     Bars,
-    Cell,
     Column,
     Figure,
     Level,
     Line,
+    ReferenceLine,
     Report,
-    Row,
-    Rule,
-    Section,
+    ReportSection,
     Style,
     Table,
+    TableCell,
+    TableRow,
     Tile,
     Verdict,
 )
@@ -71,9 +71,9 @@ def of_directories(run_dirs: Sequence[Path]) -> Report:
         [*(Verdict(*_end(run), run.missing, name) for name, run in named), *_small_difference(runs)],
         [] if many else _tiles(runs[0]),
         [
-            Section("", _figures(runs), console=False),
-            Section("Numbers", tables=[_numbers(runs)]),
-            *([Section("Settings that differ", tables=[_differences(runs)])] if many else []),
+            ReportSection("", _figures(runs), console=False),
+            ReportSection("Numbers", tables=[_numbers(runs)]),
+            *([ReportSection("Settings that differ", tables=[_differences(runs)])] if many else []),
             *[
                 folded(f"{title}: {name}" if name else title, record_text(content))
                 for name, run in named
@@ -196,7 +196,7 @@ def _loss(runs: Sequence[RunFiles]) -> Figure:
         for name, nats, _ in _entropies(summary):
             if nats is not None:
                 label = f"{name} {format_ratio(nats)}"
-                levels[label] = Rule(label, nats)
+                levels[label] = ReferenceLine(label, nats)
     first = runs[0].heldout
     per = "masked token" if first.examples is None else "example"
     y = Axis(f"loss ({first.loss_unit} per {per})", _unit(first))
@@ -254,12 +254,12 @@ def _numbers(runs: Sequence[RunFiles]) -> Table:
         longest_first = sorted(columns, key=len, reverse=True)
         for label in dict.fromkeys(label for column in longest_first for label in column):
             members = [column.get(label) for column in columns]
-            cells = [row.cells[0] if row else Cell("") for row in members]
-            rows.append(Row(label, cells, topic, any(row.console for row in members if row)))
+            cells = [row.cells[0] if row else TableCell("") for row in members]
+            rows.append(TableRow(label, cells, topic, any(row.console for row in members if row)))
     return Table(rows, [Column(run.name) for run in runs] if len(runs) > 1 else ())
 
 
-def _outcome(run: RunFiles) -> list[Row]:
+def _outcome(run: RunFiles) -> list[TableRow]:
     summary, measured = run.summary, run.heldout
     loss, basis, failure = summary.heldout_loss, heldout.basis(measured), summary.failure
     status = (summary.status, f"exit code {summary.exit_code}") if run.finished else ("no end recorded", "")
@@ -282,7 +282,7 @@ def _outcome(run: RunFiles) -> list[Row]:
         rows.append(value("restarts", len(summary.restarts), "count", note))
     interval = "; ± 95 % over sequences" if heldout.half_width(measured) is not None else ""
     note = f"{_measured_at(summary)}mean over {basis}{interval}"
-    rows.append(Row("held-out loss", (Cell(heldout.loss_text(loss, measured), note, loss),)))
+    rows.append(TableRow("held-out loss", (TableCell(heldout.loss_text(loss, measured), note, loss),)))
     if (accuracy := measured.masked_accuracy) is not None:
         note = "of the same masked tokens, the greatest logit is right"
         rows.append(value("masked accuracy", accuracy, "percent", note, console=False))
@@ -324,7 +324,7 @@ def _unit(measured: HeldOut) -> Unit:
     return "nats" if measured.loss_unit == "nats" else "ratio"
 
 
-def _work(run: RunFiles) -> list[Row]:
+def _work(run: RunFiles) -> list[TableRow]:
     summary = run.summary
     batch = (
         f"global batch {format_count(summary.global_batch)} = micro {format_count(summary.micro_batch)} x "
@@ -353,7 +353,7 @@ def _work(run: RunFiles) -> list[Row]:
     ]
 
 
-def _rates(run: RunFiles) -> list[Row]:
+def _rates(run: RunFiles) -> list[TableRow]:
     summary = run.summary
     over = f"summed over {_ranks(summary)}"
     micro = f"{_micro_batches(summary)} micro batches per optimizer step"
@@ -375,7 +375,7 @@ def _rates(run: RunFiles) -> list[Row]:
     )
     rows = [
         *[
-            Row(label, (Cell(format_si(rate, unit), note, rate),), console=label != "samples")
+            TableRow(label, (TableCell(format_si(rate, unit), note, rate),), console=label != "samples")
             for label, rate, unit, note in rates
         ],
         value("straggler ratio", summary.straggler_ratio, "ratio", work, console=False),
@@ -389,7 +389,7 @@ def _rates(run: RunFiles) -> list[Row]:
     return [*rows, *(_profiled(run.path, profile) for profile in run.profiles)]
 
 
-def _profiled(run_dir: Path, profile: ProfileFile) -> Row:
+def _profiled(run_dir: Path, profile: ProfileFile) -> TableRow:
     """Return a row of what torch.profiler recorded of a rank."""
     state = "the GPU ran nothing" if profile.device == "cuda" else "it was in no operator or collective"
     most = ", ".join(
@@ -404,7 +404,7 @@ def _profiled(run_dir: Path, profile: ProfileFile) -> Row:
     )
 
 
-def _times(run: RunFiles) -> list[Row]:
+def _times(run: RunFiles) -> list[TableRow]:
     """Return the wall time with its parts, and a row for each part of training."""
     summary, parts = run.summary, run.summary.time_s
     wall = sum(parts[part] for part in WALL_PARTS if part in parts) or None
@@ -424,7 +424,7 @@ def _times(run: RunFiles) -> list[Row]:
     return rows
 
 
-def _files(run: RunFiles) -> list[Row]:
+def _files(run: RunFiles) -> list[TableRow]:
     summary, since = run.summary, _since(run.summary)
     # of this start, as the energy is
     tokens = (summary.tokens_per_s or 0.0) * summary.time_s.get("train", 0.0)
@@ -460,7 +460,7 @@ def _differences(runs: Sequence[RunFiles]) -> Table:
     for key in sorted({key for setting in settings for key in setting}):
         values = [str(setting.get(key, NA)) for setting in settings]
         if len(set(values)) > 1:
-            rows.append(Row(key, [Cell(text) for text in values]))
+            rows.append(TableRow(key, [TableCell(text) for text in values]))
     return Table(rows, [Column(run.name, text=True) for run in runs])
 
 
