@@ -73,7 +73,7 @@ def machine(place: Place) -> Found:
             "cudnn": torch.backends.cudnn.version(),
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
             "energy_j": devices.joules(torch.device("cuda", 0)),
-            "place": str(devices.own_place(torch.device("cuda", 0))),
+            "place": str(devices.own_host_and_device(torch.device("cuda", 0))),
         }
     return Found(facts, [])
 

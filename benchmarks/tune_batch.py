@@ -22,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import records, turns
 from bert_dp import record
-from launcher import job, options
+from launcher import job
+from launcher.cli import options
 from launcher.machine import environment
 from launcher.run import trials
 from launcher.run.trials import Slot

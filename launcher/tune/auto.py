@@ -15,8 +15,7 @@ from launcher import job, results
 from launcher.log import PLAIN, show
 from launcher.output import COMPARED, identity
 from launcher.report.run_report import PAGE
-from launcher.run.run_directory import start_issues
-from launcher.run.train import check_profile
+from launcher.run.train import check_profile, start_issues
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -20,8 +20,8 @@ from launcher import results
 from launcher.machine import environment
 from launcher.machine.environment import Environment
 from launcher.output import Output
-from launcher.run.memory_check import STATE, check_memory
 from launcher.run.read_run import read_repeat
+from launcher.run.train import MEMORY_STATE, check_memory
 from launcher.run.trials import SCRATCH, Ending, Outcome, Runner, Slot, Trial
 from launcher.scale import benchmark, models
 from launcher.scale.analyze import CellRuns, analyze
@@ -170,7 +170,7 @@ def test_a_grid_goes_on_with_more_repeats_only(tmp_path: Path, changes: dict[str
     results.write(tmp_path / benchmark.PLAN, benchmark.plan_of(grid()))
     plan = benchmark.plan_of(grid(**changes))
     output = Output(tmp_path, "grid", benchmark.PLAN, plan, benchmark.FIXED, benchmark.GROWS)
-    assert [refused in issue for issue in output.issues()] == ([True] if refused else [])
+    assert [refused in issue.message for issue in output.issues()] == ([True] if refused else [])
 
 
 def test_a_cpu_rank_has_as_many_cores_at_every_n(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +181,7 @@ def test_a_cpu_rank_has_as_many_cores_at_every_n(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_ceiling_that_does_not_fit_refuses_nothing() -> None:
-    whole = sum(memory_estimate_gib(CONFIG, "fp32", 4)[part] for part in STATE)
+    whole = sum(memory_estimate_gib(CONFIG, "fp32", 4)[part] for part in MEMORY_STATE)
     made = grid(with_memory(4 * 0.9 * whole), gpus=(4,), modes=("strong",), engines=("fsdp",))
     assert not [issue for issue in made.issues if "ceiling" in issue.message]
     assert not [cell for cell in made.cells if cell.kind == "ceiling"]
