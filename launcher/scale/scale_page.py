@@ -68,7 +68,7 @@ RESULT_NOTE = (
     "Rates over all ranks; speed-up, efficiency with its 95 % interval: against single on one rank; comm.: "
     "throughput / ceiling; exposed, data: shares of a step that waits for gradients, for data; slowest: own "
     "work of the slowest rank / median; memory: peak of the greatest rank. "
-    "Every number of every cell is in scaling.csv, of every repeat and rank in scaling.json."
+    "Every number of every cell is in scaling.csv, of every repeat in scaling.json."
 )
 BANDS = (
     "Whiskers: 95 % intervals over the repeats; a point whose interval is wider than a factor of "
