@@ -231,7 +231,7 @@ def _name(entry: Mapping[str, Any]) -> str:
 
 
 def _list(ranks: Sequence[int], verb: str = "") -> str:
-    """`rank 1 waits`, `ranks 0, 2 wait`."""
+    """Format ranks with a verb: `rank 1 waits`, `ranks 0, 2 wait`."""
     many = len(ranks) > 1
     shown = f"rank{'s' * many} {', '.join(map(str, ranks))}"
     return f"{shown} {verb}{'s' * (not many)}" if verb else shown

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import os
 import signal
 import statistics
 import time
@@ -175,21 +176,25 @@ def add_evidence(
     """Add kernel waits, and the stacks and collectives of the ranks that can write them. Takes up to
     ANSWER_S."""
     able = [s for s in snapshots if s.heartbeat.pid and not s.stopped]  # SIGUSR2 would end one not begun
-    stacks = {s.rank: Growth(run_dir / "logs" / f"rank-{s.rank}.stack") for s in able}
-    for s in able:
+    stacks = {s.rank: run_dir / "logs" / f"rank-{s.rank}.stack" for s in able}
+    for rank, path in stacks.items():
+        with contextlib.suppress(OSError):
+            os.truncate(path, 0)  # the rank appends to it
         with contextlib.suppress(psutil.Error):
-            workers[s.rank].send_signal(signal.SIGUSR2)
+            workers[rank].send_signal(signal.SIGUSR2)
+    texts: dict[int, str] = {}
     deadline = time.monotonic() + ANSWER_S
     while time.monotonic() < deadline:
         time.sleep(0.1)
-        settled = [stack.settled() for stack in stacks.values()]
-        if all(settled) and all(s.frozen or recorded_collectives(run_dir, s) is not None for s in able):
+        before, texts = texts, {rank: _text(path) for rank, path in stacks.items()}
+        settled = texts == before and all(texts.values())
+        if settled and all(s.frozen or recorded_collectives(run_dir, s) is not None for s in able):
             break
     return [
         dataclasses.replace(
             s,
             kernel_wait=_kernel_wait(workers[s.rank].pid),
-            stack=hangs.parse_stack(stacks[s.rank].text()) if s.rank in stacks else (),
+            stack=hangs.parse_stack(texts.get(s.rank, "")),
             collectives=recorded_collectives(run_dir, s) or (),
         )
         for s in snapshots
@@ -204,31 +209,6 @@ def recorded_collectives(run_dir: Path, snapshot: RankSnapshot) -> hangs.Collect
     return tuple(facts["collectives"]) if is_current else None
 
 
-class Growth:
-    """Reads what is added to a file from now on; nothing where it cannot be read."""
-
-    def __init__(self, path: Path):
-        self._path = path
-        self._start = self._size = self._bytes()
-
-    def _bytes(self) -> int:
-        try:
-            return self._path.stat().st_size
-        except OSError:
-            return 0
-
-    def settled(self) -> bool:
-        """Return whether something was added, and nothing since the last call."""
-        before, self._size = self._size, self._bytes()
-        return self._size == before > self._start
-
-    def text(self) -> str:
-        with contextlib.suppress(OSError), self._path.open("rb") as file:
-            file.seek(self._start)
-            return file.read().decode("utf-8", "replace")
-        return ""
-
-
 def process_state(pid: int) -> str:
     """Read the state of a process, a letter as in proc_pid_stat(5); "X" when it is gone."""
     try:
@@ -239,8 +219,10 @@ def process_state(pid: int) -> str:
 
 def _kernel_wait(pid: int) -> str:
     """Read the kernel function that a process waits in; "" where that may not be read or it runs."""
-    try:
-        name = Path(f"/proc/{pid}/wchan").read_text().strip()
-    except OSError:
-        return ""
-    return "" if name == "0" else name
+    return _text(Path(f"/proc/{pid}/wchan")).strip().removeprefix("0")
+
+
+def _text(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace")
+    return ""
