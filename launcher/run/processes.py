@@ -224,9 +224,10 @@ def _result(run_dir: Path, cause: Failure | None, unknown: Failure, pending: lis
     if stop and summary is None and (cause is unknown or by_stop):
         message = f"{signal.Signals(stop).name}: stopped before this run's next checkpoint"
         cause = unknown.model_copy(update={"message": message, "log_tail": [], "kind": "stopped"})
-    step = max((line["step"] for line in record.read_lines(run_dir / "metrics.jsonl")), default=0)
-    facts = {"failure": cause, "signal": stop or None, "step": step}
-    summary = (summary or Summary(status="failed")).model_copy(update=facts)
+    if summary is None:
+        steps = (line["step"] for line in record.read_lines(run_dir / "metrics.jsonl"))
+        summary = Summary(status="failed", step=max(steps, default=0))
+    summary = summary.model_copy(update={"failure": cause, "signal": stop or None})
     try:
         results.write(run_dir / "summary.json", summary)
     except OSError as error:
