@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bert_dp import record
+from launcher.cli.options import console as make_console
 from launcher.log import PLAIN, show
-from launcher.options import console as make_console
 from launcher.watch.display import Display, Tail, eta_s, progress_line, readable
 from tests.helpers import make_config
 from tests.report_fixture import evaluation, metrics

@@ -21,7 +21,7 @@ import pytest
 
 from bert_dp import record
 from launcher import job
-from launcher.options import loggers as parse_loggers
+from launcher.cli.options import loggers as parse_loggers
 from launcher.run import loggers
 from launcher.run.loggers import Writer
 from launcher.run.processes import stop_signals
@@ -417,7 +417,7 @@ def test_an_unknown_service_is_refused(tmp_path: Path, name: str) -> None:
 
 def test_only_a_run_can_be_sent(tmp_path: Path) -> None:
     said = refused("report", str(tmp_path), "--log-to", "tensorboard")
-    assert said == f"error: --log-to: {tmp_path} is not a run directory (no config.yaml)\n"
+    assert said.startswith(f"error: --log-to: {tmp_path} is not a run directory")
 
 
 def test_a_run_that_was_not_sent_is_sent_by_report(tmp_path: Path) -> None:

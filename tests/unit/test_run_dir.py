@@ -185,7 +185,9 @@ def test_the_weights_that_a_run_began_with_may_be_moved_or_removed(tmp_path: Pat
     moved = first.rename(tmp_path / "moved")
     job = Job("run", begun_with(first), MACHINE)
     assert start_issues(job, run, "auto") == []
-    assert start_issues(job, tmp_path / "new", "auto") == [f"run.init_from: {first} does not exist"]
+    assert [str(i) for i in start_issues(job, tmp_path / "new", "auto")] == [
+        f"run.init_from: {first} does not exist"
+    ]
     for source in (moved, moved / "checkpoints" / "step-00000001", None):
         assert run_dir_issues(run, begun_with(source), "auto") == []
 
