@@ -26,7 +26,7 @@ from launcher.run.reaper import reaper
 from launcher.run.starters import WORKER, start_command, start_environment
 from launcher.watch import advice, failure
 from launcher.watch.failure import MemoryWatch, RankExit
-from launcher.watch.heartbeats import Watch
+from launcher.watch.hangs import Watch
 
 POLL_S = 0.2
 KILL_AFTER_FAILURE_S, SAVE_AFTER_FAILURE_S = 5.0, 25.0  # torchrun itself kills after 30
