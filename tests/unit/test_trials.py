@@ -28,7 +28,7 @@ from launcher.log import Log
 from launcher.run import processes, read_run, trials
 from launcher.run.processes import RunResult
 from launcher.run.trials import Ending, Outcome, Runner, Slot, Stopped, Trial, TrialsFailed, run_to_end
-from launcher.watch import heartbeats
+from launcher.watch import hangs
 from tests.helpers import failed, make_config, read_json, write_lines
 
 FAILED = failed("rank 0: it broke")
@@ -262,7 +262,7 @@ def test_the_process_of_a_trial_runs_what_it_is_asked_for(
     calls: list[Any] = []
     limits: list[Any] = []
 
-    def run(directory: Path, *given: Any, watch: heartbeats.Watch, **options: Any) -> RunResult:
+    def run(directory: Path, *given: Any, watch: hangs.Watch, **options: Any) -> RunResult:
         calls.append((directory, given[0], given[1], watch._hang_after_s, watch._end_after_s, options))
         return RunResult(3, Failure(rank=1, message="ValueError: no"))
 
