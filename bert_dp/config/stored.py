@@ -70,14 +70,16 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except ValueError as error:  # a NUL, or what is not UTF-8
         raise OSError(errno.EINVAL, str(error), str(path)) from None
-    with open(descriptor, "rb") as file:
+    try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         data, size = bytearray(), status.st_size
-        while size <= most_bytes and (part := file.read(CHUNK)):  # one read would allocate them all
+        while size <= most_bytes and (part := os.read(descriptor, CHUNK)):  # one read would allocate them all
             data += part
             size = max(size, len(data))  # it may grow meanwhile
+    finally:
+        os.close(descriptor)
     if size > most_bytes:
         raise OSError(errno.EFBIG, f"larger than {most_bytes} bytes", str(path))
     return bytes(data)
