@@ -88,7 +88,7 @@ def recipe(o: argparse.Namespace, engine: str, global_size: int) -> config.Confi
     )
 
 
-def our_step(o: argparse.Namespace, engine_name: str, world: World) -> Callable[[list[data.Batch]], None]:
+def our_step(o: argparse.Namespace, engine_name: str, world: World) -> Callable[[list[data.MlmBatch]], None]:
     """Our train_step under an engine; the ceiling is `single` in every process."""
     if engine_name == "single":
         world = World(0, 0, 1, 1)
@@ -98,7 +98,7 @@ def our_step(o: argparse.Namespace, engine_name: str, world: World) -> Callable[
     wrapped, _ = engine.prepare(bare, lambda named: optim.make_optimizer(settings.optim, named, bare))
     precision = Precision("fp32", torch.float32, None)
 
-    def step(batches: list[data.Batch]) -> None:
+    def step(batches: list[data.MlmBatch]) -> None:
         trainer.train_step(
             engine,
             wrapped,
@@ -120,7 +120,7 @@ def build(settings: config.Config) -> model.CrammedBert:
     return model.build_model(settings.model, 128, 0)
 
 
-def accelerate_step(o: argparse.Namespace) -> Callable[[list[data.Batch]], None]:
+def accelerate_step(o: argparse.Namespace) -> Callable[[list[data.MlmBatch]], None]:
     """The loop of accelerate's documentation on gradient accumulation."""
     from accelerate import Accelerator
 
@@ -129,7 +129,7 @@ def accelerate_step(o: argparse.Namespace) -> Callable[[list[data.Batch]], None]
     optimizer = torch.optim.AdamW(bare.parameters(), lr=LR, fused=True)
     wrapped, prepared = accelerator.prepare(bare, optimizer)
 
-    def step(batches: list[data.Batch]) -> None:
+    def step(batches: list[data.MlmBatch]) -> None:
         for batch in batches:
             with accelerator.accumulate(wrapped):
                 accelerator.backward(MaskedLanguageModel.loss(wrapped, batch) / batch.num_masked)
@@ -141,7 +141,7 @@ def accelerate_step(o: argparse.Namespace) -> Callable[[list[data.Batch]], None]
     return step
 
 
-def deepspeed_step(o: argparse.Namespace) -> Callable[[list[data.Batch]], None]:
+def deepspeed_step(o: argparse.Namespace) -> Callable[[list[data.MlmBatch]], None]:
     """The loop of DeepSpeed's documentation, with torch's fused AdamW."""
     os.environ.update({"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": str(o.ranks)})
     with contextlib.redirect_stdout(sys.stderr):
@@ -167,7 +167,7 @@ def deepspeed_step(o: argparse.Namespace) -> Callable[[list[data.Batch]], None]:
             },
         )
 
-    def step(batches: list[data.Batch]) -> None:
+    def step(batches: list[data.MlmBatch]) -> None:
         for batch in batches:
             wrapped.backward(MaskedLanguageModel.loss(wrapped, batch) / batch.num_masked)
             wrapped.step()

@@ -18,11 +18,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bert_dp.config import ModelConfig
 from bert_dp.cost import num_parameters
-from launcher.plan import step_model, timeline
-from launcher.plan.hardware import Gpu, Link, constant, hardware
-from launcher.plan.inputs import MODELS, POSITIONS
-from launcher.plan.links import GB, Fabric
-from launcher.plan.step_model import Profile, Scenario
+from launcher.plan import step_model
+from launcher.plan.scaling import BERT_POSITIONS, MODELS
+from launcher.plan.step_model import GB, Collective, Fabric, LinkSpec, Scenario, constant, find_link, hardware
+from launcher.scale.models import Profile
 
 ROWS = Path(__file__).parent / "published" / "published_bert_throughput.csv"
 Row = dict[str, str]
@@ -58,7 +57,7 @@ INTER_RATES = {
 # (6), and for LAMB both corrections (4) and norms (2).
 FUSED, PLAIN = {"Adam": 28, "LAMB": 52}, {"Adam": 156, "LAMB": 180}
 # Horovod waits for its next cycle before it reduces what has become ready: 5 ms until 0.21 (its change 2468)
-HOROVOD_CYCLE_S, HOROVOD_FUSION = 0.005, 64 * timeline.MIB
+HOROVOD_CYCLE_S, HOROVOD_FUSION = 0.005, 64 * step_model.MIB
 APEX_MESSAGE = 10_000_000  # elements
 
 DO_NOT_FIT = (  # reasons: see the reference of the file
@@ -118,23 +117,22 @@ def reason_not_to_fit(row: Row, efficiency: float) -> str | None:
     return next((reason for pattern, reason in DO_NOT_FIT if re.match(pattern, row["id"])), None)
 
 
-def inter_link(text: str) -> tuple[Link, int]:
+def inter_link(text: str) -> tuple[LinkSpec, int]:
     """`8x HDR IB 200Gb/s (DGX A100)`, `1x EDR IB 100Gb/s per node`, `40GbE, 4.1 Gb/s effective (iperf)`: the
     link of one NIC and their number. Raises NotPredictable."""
-    links = hardware().links
     if effective := re.search(r"([\d.]+)\s*Gb/s effective", text):
-        kind = links["ethernet40"]
-        return kind.model_copy(update={"gb_s": float(effective[1]) / 8, "reach": 1.0}), 1
+        kind = find_link("ethernet40")
+        return dataclasses.replace(kind, gb_s=float(effective[1]) / 8, reach=1.0), 1
     count = int(times[1]) if (times := re.match(r"(\d+)x ", text)) else 1
     for word, name in INTER:
         if re.search(rf"\b{word}\b", text):
-            return links[name], count
+            return find_link(name), count
     if ethernet := re.search(r"\b(10|25|40|100|200)\s*GbE", text):
-        return links[f"ethernet{ethernet[1]}"], count
+        return find_link(f"ethernet{ethernet[1]}"), count
     rate = re.search(r"(\d+)\s*Gb", text)
     fabric = next((w for w in ("RoCE", "RDMA", "IB") if re.search(rf"\b{w}\b", text)), None)
     if rate and fabric and (fabric, int(rate[1])) in INTER_RATES:
-        return links[INTER_RATES[fabric, int(rate[1])]], count
+        return find_link(INTER_RATES[fabric, int(rate[1])]), count
     raise NotPredictable(f"link between nodes not stated: {text!r}")
 
 
@@ -142,7 +140,7 @@ def inter_link(text: str) -> tuple[Link, int]:
 class AllToAllFabric(Fabric):
     """Compressed gradients (1-bit Adam) go by all-to-all, not by a ring: the parts, and then the sums."""
 
-    def seconds(self, size: float, ranks: int, kind: str = "all_reduce") -> float:
+    def seconds(self, size: float, ranks: int, kind: Collective = "all_reduce") -> float:
         return 2 * self.all_to_all_seconds(size, ranks)
 
     def all_to_all_seconds(self, size: float, ranks: int) -> float:
@@ -159,10 +157,10 @@ class AllToAllFabric(Fabric):
 
 def fabric(row: Row) -> Fabric:
     gpus, nodes = int(row["gpus"]), int(row["nodes"])
-    intra = next((hardware().links[name] for word, name in INTRA if word in row["intra"]), None)
+    intra = next((find_link(name) for word, name in INTRA if word in row["intra"]), None)
     inter, nics = inter_link(row["inter"]) if nodes > 1 else (None, 1)
     if intra is None and gpus > 1:
-        slowest = hardware().links["pcie3"].bus_gb_s(8)
+        slowest = find_link("pcie3").bus_gb_s(8)
         if inter is None or inter.bus_gb_s(nodes) * nics > slowest:
             raise NotPredictable(f"link within the node not stated: {row['intra']!r}")
     compressed = float(row["grad_bytes_per_param"]) < 1
@@ -175,25 +173,24 @@ def scenario(row: Row, constants: Constants) -> tuple[Profile, Scenario, float]:
     if row["model"] not in MODELS or not row["seq_len"].isdigit() or not row["micro_batch"]:
         raise NotPredictable("batch, sequence length or parallelism not stated")
     model, width = MODELS[row["model"]], float(row["grad_bytes_per_param"])
-    parameters = num_parameters(model, POSITIONS)
-    gpu: Gpu | None = hardware().gpus.get(GPUS.get(row["gpu"], row["gpu"]))
+    parameters = num_parameters(model, BERT_POSITIONS)
+    gpu = hardware()["gpus"].get(GPUS.get(row["gpu"], row["gpu"]))
     if gpu is None:
         raise NotPredictable(f"GPU not in hardware.yaml: {row['gpu']!r}")
-    memory = gpu.memory_gb_s * GB * constant("memory_reach")
+    memory = gpu["memory_gb_s"] * GB * constant("memory_reach")
     plain = row["framework"].startswith("TF") and "plain optimizers" not in constants.without
     bytes_moved = PLAIN if plain else FUSED
     optimizer_s = parameters * bytes_moved["LAMB" if "LAMB" in row["optimizer"] else "Adam"] / memory
-    layout = timeline.from_layers(model, parameters, width, 2 / 3)
-    profile = step_model.Profile(
-        1.0,
-        2 / 3,
-        optimizer_s,
-        tuple(layout),
+    layout = step_model.layer_gradients(model, parameters, width, 2 / 3)
+    profile = Profile(
+        micro_s=1.0,
+        backward_s=2 / 3,
+        optimizer_s=optimizer_s,
+        gradients=layout,
         micro_batch=int(float(row["micro_batch"])),
         sequence_length=int(row["seq_len"]),
-        layers=model.num_layers,
+        num_layers=model.num_layers,
         hidden_size=model.hidden_size,
-        gradient_bytes=width,
     )
     links = fabric(row)
     beside = {
@@ -203,7 +200,7 @@ def scenario(row: Row, constants: Constants) -> tuple[Profile, Scenario, float]:
         "TensorFlow's sparse gather": sparse_embedding_s(row, model, links),
     }
     beside_s = sum(seconds for name, seconds in beside.items() if name not in constants.without)
-    bucket: float = HOROVOD_FUSION if row["overlap"] == "Horovod" else timeline.BUCKET
+    bucket: float = HOROVOD_FUSION if row["overlap"] == "Horovod" else step_model.BUCKET
     if "apex DDP" in row["overlap"]:
         bucket = APEX_MESSAGE * width
     question = step_model.Scenario(
@@ -225,7 +222,7 @@ def micro_s_of(step_s: float, scenario: Scenario, profile: Profile) -> float:
     shorter than what does not depend on it."""
 
     def at(micro_s: float) -> float:
-        return step_model.predict(step_model.with_micro(profile, micro_s), scenario).step_s
+        return step_model.predict(step_model.with_micro_s(profile, micro_s), scenario).step_time_s
 
     low, high = 0.0, step_s
     if at(low) >= step_s:
@@ -296,8 +293,8 @@ def _outcome(row: Row, rows: list[Row], constants: Constants) -> Outcome:
     base_profile, base_scenario, base_beside_s = scenario(base, constants)
     profile, question, beside_s = scenario(row, constants)
     micro_s = micro_s_of(step_s(base) - base_beside_s, base_scenario, base_profile)
-    prediction = step_model.predict(step_model.with_micro(profile, micro_s), question)
-    whole_s = prediction.step_s + beside_s
+    prediction = step_model.predict(step_model.with_micro_s(profile, micro_s), question)
+    whole_s = prediction.step_time_s + beside_s
     per_gpu = float(base["seq_per_s"]) / int(base["gpus"])
     measured = float(row["seq_per_s"]) / int(row["gpus"]) / per_gpu
     sequences = profile.micro_batch * question.accumulation / whole_s
@@ -306,8 +303,8 @@ def _outcome(row: Row, rows: list[Row], constants: Constants) -> Outcome:
         measured,
         sequences / per_gpu,
         whole_s,
-        prediction.exposed_s + beside_s,
-        prediction.optimizer_s,
-        prediction.straggler_s,
+        prediction.split_s.exposed_comm + beside_s,
+        prediction.split_s.optimizer,
+        prediction.split_s.straggler,
         reason_not_to_fit(row, measured),
     )

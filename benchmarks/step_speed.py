@@ -219,7 +219,7 @@ def make_ours(o: argparse.Namespace, mode: str) -> tuple[Callable[..., tuple[flo
 
     from bert_dp.building import compile_parts
     from bert_dp.config import OptimConfig, resolve
-    from bert_dp.data import Batch
+    from bert_dp.data import MlmBatch
     from bert_dp.metrics import Timers
     from bert_dp.model import build_model
     from bert_dp.optim import make_optimizer
@@ -251,7 +251,9 @@ def make_ours(o: argparse.Namespace, mode: str) -> tuple[Callable[..., tuple[flo
             positions_P = (labels_BS.flatten() != IGNORE).nonzero().flatten()
             labels_P = labels_BS.flatten()[positions_P]
             key_B = torch.zeros(len(ids_BS), dtype=torch.int32)
-            batches.append(Batch(np.arange(len(ids_BS)), ids_BS, positions_P, labels_P, key_B, len(labels_P)))
+            batches.append(
+                MlmBatch(np.arange(len(ids_BS)), ids_BS, positions_P, labels_P, key_B, len(labels_P))
+            )
         loss, norm = train_step(
             engine,
             model,

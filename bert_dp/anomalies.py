@@ -1,4 +1,4 @@
-"""What a run notices about itself when it logs: loss spikes, and steps that were skipped."""
+"""Detect loss spikes, skipped steps and divergence when a line is logged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FP16_ROOM = 16  # the scaler starts at 2^16 and halves at each skip: so many may
 
 
 def is_spike(loss: float, recent: Sequence[float]) -> bool:
-    """Whether a logged loss is above mean + SIGMAS standard deviations of the ones before it."""
+    """Return True if a logged loss is above mean + SIGMAS standard deviations of the ones before it."""
     if len(recent) < ENOUGH or not math.isfinite(loss):  # the latter is skipped and counted elsewhere
         return False
     mean = sum(recent) / len(recent)
@@ -23,7 +23,7 @@ def is_spike(loss: float, recent: Sequence[float]) -> bool:
 
 
 def has_diverged(heldout_loss: float, step: int) -> str | None:
-    """Why the run must stop, when the loss on what it was not trained on is no number."""
+    """Return the reason to stop when the held-out loss is no number."""
     if math.isfinite(heldout_loss):
         return None
     return (
@@ -33,23 +33,21 @@ def has_diverged(heldout_loss: float, step: int) -> str | None:
 
 
 def too_many_skipped(config: Config, precision: str, in_a_row: int, step: int, lr: float) -> str | None:
-    """Why the run must stop, when so many steps in a row had a gradient that is not finite, up to `step`,
+    """Return the reason to stop when too many steps in a row had a gradient that is not finite, up to `step`,
     whose rate was `lr`. Asked when a line is logged, so that no step waits for the device."""
-    limit = config.run.max_skipped_in_a_row + (FP16_ROOM if precision == "fp16" else 0)
-    if in_a_row < limit:
-        return None
     run = config.run
-    advice = _advice(config, precision, ", which run.init_from lets begin from a checkpoint of this one")
+    if in_a_row < run.max_skipped_in_a_row + (FP16_ROOM if precision == "fp16" else 0):
+        return None
     steps = "1 step" if in_a_row == 1 else f"{in_a_row} steps in a row"
     return (
         f"{steps} up to step {step} had a gradient that is not finite and were skipped, "
         f"at learning rate {lr:.3g}; run.max_skipped_in_a_row is {run.max_skipped_in_a_row}, looked at "
-        f"every {config.log.every_steps} steps; the weights did not change in them; {advice}"
+        f"every {config.log.every_steps} steps; {_advice(config, precision)}"
     )
 
 
 def nothing_learned(config: Config, precision: str, skipped: int, step: int) -> str | None:
-    """Why a run that has come to its end is not done, when each of its steps was skipped."""
+    """Return the reason that a run has failed whose every step was skipped."""
     if not step or skipped < step:
         return None
     return (
@@ -58,6 +56,6 @@ def nothing_learned(config: Config, precision: str, skipped: int, step: int) -> 
     )
 
 
-def _advice(config: Config, precision: str, more: str = "") -> str:
+def _advice(config: Config, precision: str) -> str:
     other = ", or try precision: fp32" if precision in ("fp16", "bf16") else ""
-    return f"lower optim.lr (now {config.optim.lr}) in a new run directory{more}{other}"
+    return f"lower optim.lr (now {config.optim.lr}) in a new run directory{other}"

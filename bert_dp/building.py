@@ -1,4 +1,4 @@
-"""A rank's model before it trains: its first state, what is recomputed, and whether it is compiled."""
+"""Build a rank's model: its first state, recomputation and compilation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bert_dp.export.from_hf import modernbert_state
 from bert_dp.parallel import State
 from bert_dp.precision import Precision
 from bert_dp.record.models import InitFrom
-from bert_dp.tasks import LENGTH_MULTIPLE, Metadata
+from bert_dp.tasks import LENGTH_MULTIPLE, DatasetInfo
 from bert_dp.trainable import Model
 from bert_dp.trainer import Rank
 
@@ -31,8 +31,8 @@ CPU_COMPILE_GAIN = {(False, False): 0.015, (False, True): 0.07, (True, False): 0
 
 
 def prepare_model(rank: Rank, precision: Precision, compiled: bool | None) -> tuple[Model, bool]:
-    """The whole model on its device, and whether it is compiled (`compiled`: what an earlier part of the run
-    has chosen). Collective."""
+    """Return the whole model on its device, and True if it is compiled (`compiled`: what an earlier part of
+    the run has chosen). Collective."""
     model = rank.task.build_model(rank.config.run.seed).to(rank.device, precision.parameters)
     if compiled is None:
         compiled = rank.comm.broadcast(compile_pays(rank, model, precision))
@@ -50,13 +50,13 @@ def recompute_blocks(model: Model) -> None:
 
 
 def forward_recomputed(block: nn.Module, *inputs: Any) -> Any:
-    """A frame of ours around torch's, whose own Dynamo passes over, with all that they call; and of the block
+    """Recompute in a frame of ours: torch's own Dynamo passes over, with all that they call; and of the block
     itself, so that one graph serves all blocks."""
     return recompute(type(block).forward, block, *inputs, use_reentrant=False)
 
 
 def compile_parts(model: Model, sequence_length: int) -> None:
-    """torch.compile in place: names stay as they are."""
+    """Compile in place: names stay as they are."""
     # or inside a DDP forward Dynamo divides each part's graph at DDP's buckets, whose hooks fire as they are
     torch._dynamo.config.optimize_ddp = False
     # each length of finetuning, with and without padding, in training and in evaluation, and a first block
@@ -68,8 +68,8 @@ def compile_parts(model: Model, sequence_length: int) -> None:
         part.compile(dynamic=False)
 
 
-def first_state(config: Config, model: Model, data: Metadata, comm: Comm) -> tuple[State, InitFrom | None]:
-    """The canonical state that a run begins with, on the host: the model's own weights, or those of
+def first_state(config: Config, model: Model, data: DatasetInfo, comm: Comm) -> tuple[State, InitFrom | None]:
+    """Return the canonical state that a run begins with, on the host: the model's own weights, or those of
     run.init_from, with its optimizer's state where run.init_keeps says so; and what came from there.
     Collective.
 
@@ -108,7 +108,7 @@ def first_state(config: Config, model: Model, data: Metadata, comm: Comm) -> tup
 
 
 def _chosen_by_rank_0(source: str, comm: Comm) -> Path:
-    """The newest good checkpoint of a run; the other run may go on, and prune. Collective. Raises
+    """Return the newest good checkpoint of a run; the other run may go on, and prune. Collective. Raises
     ConfigError."""
     answer: dict[str, Any] = {}
     if comm.world.rank == 0:
@@ -142,12 +142,12 @@ def _saved_state(path: Path, source: str, config: Config, tokenizer: str | None)
 
 
 def _as_wide_as(dtype: torch.dtype, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Floating tensors in `dtype`; numbers, such as a step count, as they are."""
+    """Convert floating tensors to `dtype`; leave numbers, such as a step count, as they are."""
     return {name: t.to(dtype) if t.is_floating_point() and t.dim() else t for name, t in tensors.items()}
 
 
 def compile_pays(rank: Rank, model: Model, precision: Precision) -> bool:
-    """compile: auto = always on a GPU; on a CPU when it saves more time over the run than it takes."""
+    """Decide compile: auto = always on a GPU; on a CPU when it saves more time over the run than it takes."""
     config = rank.config
     if config.compile != "auto":
         return config.compile == "on"
@@ -159,11 +159,8 @@ def compile_pays(rank: Rank, model: Model, precision: Precision) -> bool:
     if schedule.hours is not None:
         run_s = schedule.hours * 3600
     else:
-        sequences = (
-            schedule.tokens / config.data.sequence_length
-            if schedule.tokens
-            else ((schedule.steps or 0) * config.batch.global_size)
-        )
+        sequences = (schedule.tokens or 0) / config.data.sequence_length
+        sequences += (schedule.steps or 0) * config.batch.global_size
         micro_steps = sequences / rank.layout.samples_per_micro_step
         run_s = micro_steps * time_micro_step(rank, model, precision)
     in_tiles = precision.name == "bf16" and "amx_bf16" in bf16_units()
@@ -173,9 +170,8 @@ def compile_pays(rank: Rank, model: Model, precision: Precision) -> bool:
 
 
 def time_micro_step(rank: Rank, model: Model, precision: Precision) -> float:
-    """Seconds of the second of two eager forward/backward passes; leaves no gradients."""
+    """Return the seconds of the second of two eager forward/backward passes; leave no gradients."""
     batch = rank.task.example_batch(rank.config.batch.micro_size).to(rank.device)
-    seconds = 0.0
     for _ in range(2):
         start = time.perf_counter()
         with precision.context(rank.device):

@@ -1,4 +1,4 @@
-"""The encoder with a head for whole examples: labels of a classification, or a score.
+"""Define the encoder with a head for whole examples: labels of a classification, or a score.
 
 Axes as in bert_dp.model; W the width of a head, L labels.
 """
@@ -14,11 +14,11 @@ from bert_dp.config import FinetuneConfig, ModelConfig, native_head
 from bert_dp.dropout import KeyedDropout
 from bert_dp.model import EncoderModel, initialize, make_norm
 
-PLACE = 1_000_000  # of the head's dropout: beyond every layer's
+HEAD_SITE = 1_000_000  # of the head's dropout: beyond every layer's
 
 
 class HeadShape(NamedTuple):
-    """What stands between the pooled hidden state and the last linear layer."""
+    """Describe the layers between the pooled hidden state and the last linear layer."""
 
     tanh: bool
     """Else GELU."""
@@ -41,7 +41,7 @@ HEADS = {
 
 
 class ClassificationHead(nn.Module):
-    """[B, H] -> [B, L]: dense, activation, norm where the head has one, dropout, linear."""
+    """Map [B, H] -> [B, L]: dense, activation, norm where the head has one, dropout, linear."""
 
     def __init__(self, config: ModelConfig, finetune: FinetuneConfig):
         super().__init__()
@@ -50,8 +50,8 @@ class ClassificationHead(nn.Module):
         width = config.hidden_size if native else finetune.head_size
         self.dense = nn.Linear(config.hidden_size, width, bias=shape.bias)
         self.norm = make_norm(config) if shape.norm else None
-        self.drop_in = KeyedDropout(config.dropout if shape.drops_input else 0.0, PLACE)
-        self.drop = KeyedDropout(config.dropout if shape.drops_output else 0.0, PLACE + 1)
+        self.drop_in = KeyedDropout(config.dropout if shape.drops_input else 0.0, HEAD_SITE)
+        self.drop = KeyedDropout(config.dropout if shape.drops_output else 0.0, HEAD_SITE + 1)
         self.classifier = nn.Linear(width, finetune.num_outputs)
 
     def forward(self, x_BH: Tensor, key_B: Tensor | None) -> Tensor:
@@ -64,7 +64,7 @@ class ClassificationHead(nn.Module):
 
 
 def pool(x_BSH: Tensor, real_BS: Tensor | None, pooling: str) -> Tensor:
-    """[B, H]: of the first token (cls), or the mean over real tokens."""
+    """Return [B, H]: of the first token (cls), or the mean over real tokens."""
     if pooling == "cls":
         return x_BSH[:, 0]
     if real_BS is None:
@@ -74,7 +74,7 @@ def pool(x_BSH: Tensor, real_BS: Tensor | None, pooling: str) -> Tensor:
 
 
 class Classifier(EncoderModel):
-    """Logits of whole examples."""
+    """Compute logits of whole examples."""
 
     def __init__(self, config: ModelConfig, sequence_length: int, finetune: FinetuneConfig):
         super().__init__(config, sequence_length)
@@ -82,7 +82,7 @@ class Classifier(EncoderModel):
         self.pooling = finetune.pooling
 
     def forward(self, ids_BS: Tensor, real_BS: Tensor | None = None, key_B: Tensor | None = None) -> Tensor:
-        """[B, L], or [B, 1] of a regression; see Encoder.encode."""
+        """Return [B, L], or [B, 1] of a regression; see Encoder.encode."""
         x_BSH, _ = self.vocabulary.look_up(ids_BS, self.model.embeddings.tok_embeddings.weight)
         x_BSH = self.model.encode(x_BSH, real_BS, key_B)
         out: Tensor = self.head(pool(x_BSH, real_BS, self.pooling), key_B)
@@ -95,5 +95,5 @@ class Classifier(EncoderModel):
 def build_classifier(
     config: ModelConfig, sequence_length: int, finetune: FinetuneConfig, seed: int
 ) -> Classifier:
-    """A whole model on the CPU, a pure function of its arguments: see model.initialize."""
+    """Build a whole model on the CPU, a pure function of its arguments: see model.initialize."""
     return initialize(Classifier(config, sequence_length, finetune), seed)

@@ -1,4 +1,4 @@
-"""Parameters, FLOPs, memory and peaks. Torch-free; the only place such figures are computed."""
+"""Compute parameters, FLOPs, memory and peaks. Torch-free; the only place such figures are computed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PEAK_FLOPS: tuple[tuple[str, dict[str, float]], ...] = (
 
 
 def num_parameters(model: ModelConfig, sequence_length: int) -> int:
-    """Trainable parameters, the tied embedding counted once.
+    """Count trainable parameters, the tied embedding once.
 
     Crammed BERT (reference values): 119,589,889 at vocabulary 32,768.
     """
@@ -52,13 +52,13 @@ def num_parameters(model: ModelConfig, sequence_length: int) -> int:
 
 
 def linear_parameters(model: ModelConfig) -> int:
-    """Weights of the matrix products inside the blocks; N_linear of the FLOP formula."""
+    """Count weights of the matrix products inside the blocks; N_linear of the FLOP formula."""
     h, i = model.hidden_size, model.intermediate_size
     return model.num_layers * (4 * h * h + (3 if model.mlp == "geglu" else 2) * h * i)
 
 
 def flops_per_token(model: ModelConfig, sequence_length: int, mask_rate: float) -> float:
-    """Model FLOPs of forward + backward per token: matrix products only, no recomputation.
+    """Return model FLOPs of forward + backward per token: matrix products only, no recomputation.
 
     6 N_linear + 12 L S H + 6 H (V + H if there is a dense head) p, p = predicted share of the positions.
     Crammed BERT at S = 128, rate 0.25: 622.9e6.
@@ -71,7 +71,7 @@ def flops_per_token(model: ModelConfig, sequence_length: int, mask_rate: float) 
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Dense peak of a device in FLOP/s, or None when it is not known: then there is no MFU."""
+    """Return the dense peak of a device in FLOP/s, or None when it is not known: then there is no MFU."""
     if "MIG" in device_name:  # a slice of the device
         return None
     for name, peaks in PEAK_FLOPS:
@@ -81,7 +81,7 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
 
 def memory_estimate_gib(config: Config, precision: str, world_size: int = 1) -> dict[str, float]:
-    """Estimated peak of a rank in GiB, by part, eager, for the engine that runs on `world_size` ranks.
+    """Estimate the peak of a rank in GiB, by part, eager, for the engine that runs on `world_size` ranks.
 
     Weights, gradients and optimizer state as arXiv 1910.02054 counts them, divided as the engine divides
     them; fsdp and ZeRO stage 3 gather one block beside the embedding, and without a reduction on every micro
@@ -99,9 +99,7 @@ def memory_estimate_gib(config: Config, precision: str, world_size: int = 1) -> 
     block = linear_parameters(model) / model.num_layers / tensor
     gathered = (model.vocab_size * model.hidden_size / tensor + 2 * block) * wide
     weights = gradients = parameters * wide
-    moments = 2.0 * parameters
-    moments -= (2 - OPTIMIZERS[config.optim.name].matrix_moments) * linear_parameters(model)
-    optimizer = moments * wide
+    optimizer = _moments(config, parameters) * wide
     facts, state = engine_facts(parallel.engine), sharded(parallel.engine, parallel.zero_stage)
     shards = dp // parallel.fsdp_replicas
     accumulates = config.batch.global_size > config.batch.micro_size * dp
@@ -115,12 +113,8 @@ def memory_estimate_gib(config: Config, precision: str, world_size: int = 1) -> 
         gradients /= shards
     if facts.master_copy and "optimizer" in state and "parameters" not in state:
         weights += parameters * wide / dp
-    parts = {
-        "weights": weights,
-        "gradients": gradients,
-        "optimizer": optimizer,
-        **_activation_bytes(config, wide, narrow),
-    }
+    parts = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+    parts |= _activation_bytes(config, wide, narrow)
     if narrow != wide:  # kept for the backward pass, also of weights that are gathered
         parts["autocast weights"] = parameters * narrow
     return {name: size / GIB for name, size in parts.items()}
@@ -151,26 +145,32 @@ def rank_memory_gib(config: Config, precision: str, world_size: int = 1, *, on_g
     if precision == "bf16" and not model.attention_dropout:  # attention's probabilities are written out
         more += layers * model.num_heads * length * narrow / config.parallel.tensor
     parts["activations"] += tokens * more / GIB
-    parameters = num_parameters(model, length)
-    moments = 2 * parameters
-    moments -= (2 - OPTIMIZERS[config.optim.name].matrix_moments) * linear_parameters(model)
     # without checkpoints the weights alone, which a run begins from
-    copied = parameters + (moments if config.checkpoint.keep else 0)
+    parameters = num_parameters(model, length)
+    copied: float = parameters
+    if config.checkpoint.keep:
+        copied += _moments(config, parameters)
     heap = HEAP_SHARE * (parts["activations"] + parts["logits"])
     return {**parts, "checkpoint": copied * wide / GIB, "heap": heap, "program": PROGRAM_GIB}
 
 
+def _moments(config: Config, parameters: float) -> float:
+    """Count the optimizer's numbers for `parameters`."""
+    missing = 2 - OPTIMIZERS[config.optim.name].matrix_moments
+    return 2 * parameters - missing * linear_parameters(config.model)
+
+
 def _widths(precision: str) -> tuple[int, int]:
-    """Bytes of a parameter, and of what autocast computes in."""
+    """Return the bytes of a parameter, and of what autocast computes in."""
     return (8 if precision == "fp64" else 4), {"fp32": 4, "fp64": 8}.get(precision, 2)
 
 
 def _activation_bytes(config: Config, wide: int, narrow: int) -> dict[str, float]:
-    """What autograd saves of one micro batch: per token two residual inputs of norms as wide as parameters
-    (2 bytes where model.residual_dtype narrows them), and in the compute width the normed inputs, QKV,
-    rotated Q and K, attention output and the MLP's intermediates, of which tensor parallelism divides all but
-    the normed inputs. The head holds logits in the compute width and, in fp32, log-probabilities and their
-    gradient. Activation checkpointing keeps one block's, and all inputs."""
+    """Estimate what autograd saves of one micro batch: per token two residual inputs of norms as wide as
+    parameters (2 bytes where model.residual_dtype narrows them), and in the compute width the normed inputs,
+    QKV, rotated Q and K, attention output and the MLP's intermediates, of which tensor parallelism divides
+    all but the normed inputs. The head holds logits in the compute width and, in fp32, log-probabilities and
+    their gradient. Activation checkpointing keeps one block's, and all inputs."""
     model, tensor = config.model, config.parallel.tensor
     h, i = model.hidden_size, model.intermediate_size
     mlp_saved = 4 * i if model.mlp == "geglu" else 2 * i

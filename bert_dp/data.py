@@ -1,4 +1,4 @@
-"""Shards -> micro batches. Order and masks are pure functions of (seed, epoch, sample index).
+"""Make micro batches of shards. Order and masks are pure functions of (seed, epoch, sample index).
 
 Axes: B sequences of a micro batch, S positions, K predicted positions per sequence, P = B * K.
 A *sample* is a position in the endless training stream; its epoch is sample // n, and the sequence it
@@ -31,7 +31,7 @@ FEISTEL_ROUNDS = 6
 
 @dataclass(frozen=True)
 class TensorBatch:
-    """One micro batch; sample_ids are positions in the training stream."""
+    """Hold one micro batch; sample_ids are positions in the training stream."""
 
     sample_ids: NDArray[np.int64]
 
@@ -42,7 +42,7 @@ class TensorBatch:
         return self._map(Tensor.pin_memory)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """A copy with `change` applied to every tensor."""
+        """Return a copy with `change` applied to every tensor."""
         changed: dict[str, Any] = {
             name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)
         }
@@ -50,8 +50,8 @@ class TensorBatch:
 
 
 @dataclass(frozen=True)
-class Batch(TensorBatch):
-    """Of masked language modelling. positions are flat: b * S + s; key_B is dropout's."""
+class MlmBatch(TensorBatch):
+    """Hold masked sequences. positions are flat: b * S + s; key_B is dropout's."""
 
     ids_BS: Tensor
     positions_P: Tensor
@@ -61,14 +61,14 @@ class Batch(TensorBatch):
 
 
 def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """splitmix64's finaliser (Steele et al. 2014, doi 10.1145/2714064.2660195): a 64-bit bijection."""
+    """Apply splitmix64's finaliser (Steele et al. 2014, doi 10.1145/2714064.2660195): a 64-bit bijection."""
     x = (x ^ (x >> U64(30))) * U64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> U64(27))) * U64(0x94D049BB133111EB)
     return x ^ (x >> U64(31))
 
 
 def hash64(*parts: Any) -> NDArray[np.uint64]:
-    """A 64-bit hash of integers or integer arrays, broadcast together; at least one axis."""
+    """Return a 64-bit hash of integers or integer arrays, broadcast together; at least one axis."""
     state = np.zeros(1, U64)
     for part in parts:
         state = mix64((state ^ np.atleast_1d(part).astype(U64)) + GOLDEN)
@@ -76,8 +76,8 @@ def hash64(*parts: Any) -> NDArray[np.uint64]:
 
 
 def permute(index: NDArray[np.int64], size: int, key: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """A keyed permutation of range(size), O(1) memory: a balanced Feistel network over the next even number
-    of bits, walked until the value falls inside (Black & Rogaway 2002, doi 10.1007/3-540-45760-7_9).
+    """Apply a keyed permutation of range(size) in O(1) memory: a balanced Feistel network over the next even
+    number of bits, walked until the value falls inside (Black & Rogaway 2002, doi 10.1007/3-540-45760-7_9).
 
     index: [B] int64 in [0, size); key: [1] or [B] uint64. Returns [B] int64.
     """
@@ -98,14 +98,14 @@ def permute(index: NDArray[np.int64], size: int, key: NDArray[np.uint64]) -> NDA
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class MaskVocabulary:
     size: int
     num_special: int
     mask_id: int
 
 
 def mask(
-    rows_BS: NDArray[np.uint16], key_B: NDArray[np.uint64], num_masked: int, vocabulary: Vocabulary
+    rows_BS: NDArray[np.uint16], key_B: NDArray[np.uint64], num_masked: int, vocabulary: MaskVocabulary
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Choose exactly `num_masked` = K positions per row and corrupt them 80/10/10 by deterministic counts.
 
@@ -129,38 +129,38 @@ def mask(
 
 
 class Shards(MappedShards):
-    """The sequences of one split: [n, S] uint16."""
+    """Map the sequences of one split: [n, S] uint16."""
 
     def __init__(self, directory: Path, manifest: Manifest, split: Literal["train", "held_out"]):
         files = [directory / shard.file for shard in getattr(manifest, split).shards]
         super().__init__(files, manifest.sequence_length, manifest.vocab_size)
-        self.vocabulary = Vocabulary(
+        self.vocabulary = MaskVocabulary(
             manifest.vocab_size, manifest.num_special, manifest.special_tokens["mask"]
         )
 
 
 def training_batch(
     shards: Shards, sample_ids: NDArray[np.int64], *, seed: int, num_masked: int, shuffle: bool
-) -> Batch:
-    """The micro batch of the given stream positions."""
+) -> MlmBatch:
+    """Make the micro batch of the given stream positions."""
     epoch_B, within_B = np.divmod(sample_ids, len(shards))
     index_B = permute(within_B, len(shards), hash64(seed, 1, epoch_B)) if shuffle else within_B
     key_B = hash64(seed, 2, epoch_B, index_B)
     arrays = mask(shards.rows(index_B), key_B, num_masked, shards.vocabulary)
     ids, positions, labels = (torch.from_numpy(a) for a in arrays)
     dropout_key_B = key32(hash64(seed, 4, epoch_B, index_B))
-    return Batch(sample_ids, ids, positions, labels, dropout_key_B, len(labels))
+    return MlmBatch(sample_ids, ids, positions, labels, dropout_key_B, len(labels))
 
 
 def key32(key_B: NDArray[np.uint64]) -> Tensor:
-    """[B] int32: the key of an example, for bert_dp.dropout."""
+    """Return [B] int32: the keys of examples for bert_dp.dropout."""
     return torch.from_numpy((key_B >> U64(32)).astype(np.uint32).view(np.int32))
 
 
 def held_out_batches(
     shards: Shards, *, micro_size: int, num_masked: int, max_sequences: int, dp_rank: int, dp_size: int
-) -> list[Batch]:
-    """This replica's share of the held-out sequences, micro batches dealt round-robin, masks always the same.
+) -> list[MlmBatch]:
+    """Return this replica's share of the held-out sequences, dealt round-robin, their masks always the same.
 
     Every replica gets as many batches, filled up with rows whose labels are IGNORE: shapes stay static, and
     engines that communicate in the forward pass stay together.
@@ -178,12 +178,14 @@ def held_out_batches(
         labels[~np.repeat(real_B, num_masked)] = IGNORE
         count = int(real_B.sum()) * num_masked
         tensors = (torch.from_numpy(ids), torch.from_numpy(positions), torch.from_numpy(labels))
-        batches.append(Batch(index_B, *tensors, key32(hash64(0, 4, index_B)), count))
+        batches.append(MlmBatch(index_B, *tensors, key32(hash64(0, 4, index_B)), count))
     return batches
 
 
-def random_batch(seed: int, micro_size: int, sequence_length: int, num_masked: int, vocab_size: int) -> Batch:
-    """A micro batch of uniformly random tokens, its predicted positions too."""
+def random_batch(
+    seed: int, micro_size: int, sequence_length: int, num_masked: int, vocab_size: int
+) -> MlmBatch:
+    """Return a micro batch of uniformly random tokens and predicted positions."""
     g = torch.Generator().manual_seed(seed)
     ids_BS = torch.randint(vocab_size, (micro_size, sequence_length), generator=g)
     within = [torch.randperm(sequence_length, generator=g)[:num_masked].sort()[0] for _ in range(micro_size)]
@@ -191,14 +193,14 @@ def random_batch(seed: int, micro_size: int, sequence_length: int, num_masked: i
     labels_P = torch.randint(vocab_size, (len(positions_P),), generator=g)
     sample_ids = np.arange(micro_size)
     key_B = key32(hash64(seed, 4, sample_ids))
-    return Batch(sample_ids, ids_BS, positions_P, labels_P, key_B, len(positions_P))
+    return MlmBatch(sample_ids, ids_BS, positions_P, labels_P, key_B, len(positions_P))
 
 
 AnyBatch = TypeVar("AnyBatch", bound=TensorBatch)
 
 
 class TrainingStream(Generic[AnyBatch]):
-    """Micro batches of one replica, prefetched by threads, in order; `make` gives that of some positions in
+    """Prefetch the micro batches of one replica by threads, in order; `make` gives that of some positions in
     the training stream.
 
     From `start_sample` on, micro batches of `micro_size` samples go round-robin to the replicas, so a
@@ -228,7 +230,7 @@ class TrainingStream(Generic[AnyBatch]):
         """Seconds `next` has blocked so far."""
 
     def next(self) -> AnyBatch:
-        """This replica's next micro batch, on the host; waits when the threads are behind."""
+        """Return this replica's next micro batch, on the host; wait when the threads are behind."""
         start = time.perf_counter()
         if self._pool is None:
             batch = self._build(self._advance())

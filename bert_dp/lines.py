@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from bert_dp import record
-from bert_dp.record import Metrics
-
-Line = Metrics | Mapping[str, Any]
 
 
 class WriteErrors:
@@ -59,7 +56,7 @@ class Records:
         self._run_dir, self._log, self._errors = run_dir, log_rank0, errors
         self._incomplete: set[str] = set()
 
-    def append(self, name: str, line: Line) -> None:
+    def append(self, name: str, line: Mapping[str, Any]) -> None:
         """Append `line`, which has a `step`, to the record `name`. Warn of its first line that is lost."""
         try:
             record.append_line(self._run_dir / name, line)
@@ -67,5 +64,4 @@ class Records:
             self._errors.note(error)
             if name not in self._incomplete:
                 self._incomplete.add(name)
-                step = line["step"] if isinstance(line, Mapping) else line.step
-                self._log(f"warning: step {step} is missing in {name}: {error}")
+                self._log(f"warning: step {line['step']} is missing in {name}: {error}")

@@ -1,4 +1,4 @@
-"""The gradient of an embedding's rows, added into the gradient that the matrix has from another use.
+"""Add the gradient of an embedding's rows to the gradient that the matrix has from another use.
 
 Both ways are deterministic. A row is looked up many times: `<mask>` alone is a fifth of all positions.
 """
@@ -12,8 +12,8 @@ from torch import Tensor
 def add_row_gradients(
     grad_VH: Tensor, ids_BS: Tensor, grad_BSH: Tensor, foreign_BS: Tensor | None = None
 ) -> Tensor:
-    """grad_VH, with the gradient of every looked-up row added in place; nothing of the places that
-    `foreign_BS` marks, whose ids may be any within V."""
+    """Add the gradient of every looked-up row to grad_VH in place; nothing of the places that `foreign_BS`
+    marks, whose ids may be any within V."""
     add = add_dense if grad_VH.device.type == "cuda" else add_by_index
     return add(grad_VH, ids_BS, grad_BSH, foreign_BS)
 

@@ -1,4 +1,4 @@
-"""The matrix product of the linear layers: by oneDNN on an AMD CPU with AVX-512 in fp32, else torch's own."""
+"""Multiply matrices for the linear layers: by oneDNN on an AMD CPU with AVX-512 in fp32, else torch's own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ USES_ONEDNN = (
 
 @torch.library.custom_op("bert_dp::matmul_nt", mutates_args=())
 def matmul_nt(a_MK: Tensor, b_NK: Tensor) -> Tensor:
-    """a @ b.T, [M, N]. An operator of its own because inductor takes oneDNN's only with constant weights."""
+    """Return a @ b.T, [M, N]. An operator of its own because inductor takes oneDNN's only with constant
+    weights."""
     product: Tensor = torch.ops.mkldnn._linear_pointwise(a_MK, b_NK, None, "none", [], "")
     return product
 
@@ -46,15 +47,16 @@ matmul_nt.register_autograd(_backward, setup_context=_save)
 
 
 def product(a_MK: Tensor, b_NK: Tensor) -> Tensor:
-    """a @ b.T, [M, N], by the faster library for this device and dtype; for code with its own backward."""
+    """Return a @ b.T, [M, N], by the faster library for this device and dtype; for code with its own
+    backward."""
     fast = USES_ONEDNN and a_MK.device.type == "cpu" and a_MK.dtype == b_NK.dtype == torch.float32
     out: Tensor = matmul_nt(a_MK, b_NK) if fast else a_MK @ b_NK.t()
     return out
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear. Sharded weights, autocast, other widths and devices, and what is exported take torch's own
-    way."""
+    """Compute F.linear. Sharded weights, autocast, other widths and devices, and what is exported take
+    torch's own way."""
     if not (
         USES_ONEDNN
         and x.device.type == "cpu"
@@ -77,5 +79,5 @@ class Linear(nn.Linear):
 
 
 def widened(logits_PV: Tensor) -> Tensor:
-    """In fp32 at least, as cross entropies are computed."""
+    """Convert to fp32 at least, as cross entropies are computed."""
     return logits_PV if logits_PV.dtype == torch.float64 else logits_PV.float()

@@ -15,21 +15,19 @@ from torch import Tensor
 from bert_dp.config import BatchLayout
 from bert_dp.devices import alloc_retries, peak_memory_gib, synchronize
 from bert_dp.dist import Comm
-from bert_dp.record import Metrics
+from bert_dp.record.models import STRAGGLER_RATIO
 from bert_dp.train_state import TrainState
 
 PHASES = ("forward_backward", "optimizer")
 TIMED = (*PHASES, "own_work")
-STRAGGLER_RATIO = 1.2  # from here on a rank is named
 STRAGGLER_STEPS = 10  # over fewer steps nobody is: one pause would name a rank
 
 
-Mark = Any
-"""A point in time: a CUDA event on a GPU, seconds of the clock on a CPU."""
+Mark = Any  # a point in time: a CUDA event on a GPU, seconds of the clock on a CPU
 
 
 class Timers:
-    """Seconds of each step, whole and by phase: CUDA events on a GPU (read at the next drain, no sync)."""
+    """Measures seconds of each step, whole and by phase: CUDA events on a GPU, read at the next drain."""
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
@@ -39,19 +37,19 @@ class Timers:
         self.restart()
 
     def restart(self) -> None:
-        """The next step begins here: what lies before it is no part of it."""
+        """Begin the next step here, so that it excludes the time before."""
         self._step_start, self._host_start = self.mark(), time.perf_counter()
 
     def start(self, name: str) -> None:
-        """From here to `stop` the time counts as `name`, one of TIMED."""
+        """Begin to count the time as `name`, one of TIMED."""
         self._started[name] = self.mark()
 
     def stop(self, name: str) -> None:
-        """The other end of `start`."""
+        """End what `start` began."""
         self._phases.append((name, self._started.pop(name), self.mark()))
 
     def end_step(self) -> None:
-        """A step ends here and the next begins."""
+        """End the step and begin the next one."""
         host_s = time.perf_counter() - self._host_start
         phases, start = self._phases, self._step_start
         if self._cuda and phases and not phases[-1][1].query():
@@ -61,7 +59,7 @@ class Timers:
         self._finished.append((phases, start, self._step_start, host_s))
 
     def mark(self) -> Mark:
-        """Now, on the device's clock."""
+        """Return the current time of the device's clock."""
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -69,7 +67,7 @@ class Timers:
         return event
 
     def between(self, begin: Mark, end: Mark) -> float:
-        """Seconds; the device must be synchronised."""
+        """Return the seconds between two marks; the device must be synchronised."""
         return begin.elapsed_time(end) / 1e3 if self._cuda else end - begin
 
     @contextmanager
@@ -80,9 +78,9 @@ class Timers:
         self.stop(name)
 
     def drain(self) -> dict[str, list[float]]:
-        """Name -> seconds of each step that has ended since the last drain: TIMED, `step` (the whole step)
-        and `host` (until its last operation was enqueued; 0 where a GPU still had most of it before it, as
-        the host may then have waited for room in its queue). The device must be synchronised."""
+        """Return name -> seconds of each step that has ended since the last drain: TIMED, `step` (the whole
+        step) and `host` (until its last operation was enqueued; 0 where a GPU still had most of it before it,
+        as the host may then have waited for room in its queue). The device must be synchronised."""
         steps = []
         for phases, begin, end, host_s in self._finished:
             seconds = dict.fromkeys(TIMED, 0.0) | {"step": self.between(begin, end), "host": host_s}
@@ -94,10 +92,10 @@ class Timers:
 
 
 def straggler(own_work_s: Sequence[float], steps: int) -> tuple[float | None, dict[str, float] | None]:
-    """(ratio of the slowest rank's own work to the median of the others', the straggler or None).
+    """Return the ratio of the slowest rank's own work to the median of the others', and the straggler: rank,
+    ratio and the seconds per step that the others wait for it, or None.
 
-    own_work_s: seconds of each rank over `steps` steps. A straggler is rank, ratio and the seconds per step
-    that the others wait for it. (None, None) for a lone rank or before the first step.
+    own_work_s: seconds of each rank over `steps` steps. (None, None) for a lone rank or before a step.
     """
     if len(own_work_s) < 2 or not steps:
         return None, None
@@ -113,8 +111,8 @@ def straggler(own_work_s: Sequence[float], steps: int) -> tuple[float | None, di
 
 
 def exposed_waits(waits_s: Sequence[float], phases: Mapping[str, Sequence[float]]) -> list[float]:
-    """Seconds of each step in which the device waited for data: a host waits while its GPU still computes,
-    and only what the phases leave of the step is lost. `phases`: see `Timers.drain`."""
+    """Return the seconds of each step in which the device waited for data: a host waits while its GPU still
+    computes, and only what the phases leave of the step is lost. `phases`: see `Timers.drain`."""
     busy = zip(*(phases[name] for name in PHASES), strict=True)
     return [
         min(wait, max(0.0, step - sum(parts)))
@@ -149,6 +147,8 @@ class Meter:
         self._row, self._longest_row = torch.zeros_like(self.skipped), torch.zeros_like(self.skipped)
         self.steps: dict[str, Any] = {}
         """A line of steps/rank-N.jsonl: this rank's steps of the last flush."""
+        self.measured: dict[str, float | None] = {}
+        """Metrics of the last line that the summary and the page show by their names."""
         self.skipped_in_a_row = 0
         """The longest row of skipped steps that reached into those of the last line."""
         self.start(0.0)
@@ -162,8 +162,8 @@ class Meter:
         self.timers.restart()
 
     def observe(self, loss: Tensor, norm: Tensor, samples: int, grad_accum_steps: int, wait_s: float) -> None:
-        """Device scalars of one step: this replica's share of the mean loss, the reduced norm; the stream's
-        data wait so far. No sync."""
+        """Take the device scalars of one step, this replica's share of the mean loss and the reduced norm,
+        and the stream's data wait so far. No sync."""
         self._loss, self._norm = loss, norm
         bad = ~norm.isfinite()
         self.skipped += bad
@@ -177,7 +177,7 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Evaluation and saving are not part of a step's time."""
+        """Exclude the block, such as an evaluation or a save, from the time of steps."""
         synchronize(self._device)
         start = time.perf_counter()
         yield
@@ -185,51 +185,51 @@ class Meter:
         self._paused_s += time.perf_counter() - start
         self.timers.restart()
 
-    def flush(self, state: TrainState, *, epoch: int, progress: float, elapsed_s: float) -> Metrics:
-        """One sync point, one gather; the line is the same on every rank, but for its clock. Collective."""
+    def flush(self, state: TrainState, *, epoch: int, progress: float, elapsed_s: float) -> dict[str, Any]:
+        """Return a line of metrics.jsonl: times and rates are means over the steps since the previous line,
+        `lr` and `global_batch` those of the step, `progress` is after it. One sync, one gather; the same
+        line on every rank, but for its clock. Collective."""
         synchronize(self._device)
         ranks = self._gather(state.step, time.perf_counter() - self._start - self._paused_s)
-        loss = ranks[:: self._layout.tensor, 0].sum().item()  # the ranks of a replica hold the same share
-        memory = ranks[:, 1].max().item()
         names = ("data_wait_s", "forward_backward_s", "optimizer_s")
         split = dict(zip(names, ranks[0, 2:5].tolist(), strict=True))
         self.own_work_s = [s + t for s, t in zip(self.own_work_s, ranks[:, 5].tolist(), strict=True)]
         seconds = ranks[0, 6].item()
-        self.totals["train_s"] += seconds
-        for name, value in split.items():
+        for name, value in {"train_s": seconds, **split}.items():
             self.totals[name] += value
         self.total_steps += self._steps
         self.total_samples += self._samples
         self.total_micro += self._micro
-        rates = self.rates(self._steps, self._samples, self._micro, seconds)
-        line = Metrics(
-            step=state.step,
-            samples=state.samples,
-            tokens=self.tokens(state.samples),
-            epoch=epoch,
-            progress=progress,
-            loss=loss,
-            lr=state.lr,
-            grad_norm=float(self._norm),
-            global_batch=state.global_batch,
-            micro_batch=self._layout.micro_size,
-            accumulation=state.global_batch // self._layout.samples_per_micro_step,
-            world_size=self._layout.world_size,
-            step_time_s=seconds / self._steps,
-            **rates,
+        # a metric more is a line here: metrics.jsonl, the summary and the page have it under its name
+        self.measured = {"grad_norm": float(self._norm)}
+        line = {
+            "step": state.step,
+            "samples": state.samples,
+            "tokens": self.tokens(state.samples),
+            "epoch": epoch,
+            "progress": progress,
+            "loss": ranks[:: self._layout.tensor, 0].sum().item(),  # ranks of a replica hold the same share
+            "lr": state.lr,
+            "global_batch": state.global_batch,
+            "micro_batch": self._layout.micro_size,
+            "accumulation": state.global_batch // self._layout.samples_per_micro_step,
+            "world_size": self._layout.world_size,
+            "step_time_s": seconds / self._steps,
+            **self.rates(self._steps, self._samples, self._micro, seconds),
             **{name: value / self._steps for name, value in split.items()},
-            peak_memory_gib=memory,
-            elapsed_s=elapsed_s,
-            skipped_steps=int(self.skipped),
-        )
+            "peak_memory_gib": ranks[:, 1].max().item(),
+            "elapsed_s": elapsed_s,
+            "skipped_steps": int(self.skipped),
+            **self.measured,
+        }
         self.skipped_in_a_row = int(self._longest_row)
         self._longest_row.zero_()
         self.start(self._waits[-1])
         return line
 
     def _gather(self, step: int, seconds: float) -> Tensor:
-        """[N, 7] of every rank since the last line: loss share, peak memory in GiB, and seconds of data wait,
-        TIMED and all. Leaves this rank's own steps in `steps`."""
+        """Gather [N, 7] of every rank since the last line: loss share, peak memory in GiB, seconds of data
+        wait, TIMED and all. Leave this rank's own steps in `steps`."""
         phases, memory_gib = self.timers.drain(), peak_memory_gib(self._device)
         waits = exposed_waits([b - a for a, b in itertools.pairwise(self._waits)], phases)
         parts = {f"{name}_s": each for name, each in phases.items()}
@@ -244,11 +244,11 @@ class Meter:
         return self._comm.all_gather([float(self._loss), memory_gib, sum(waits), *sums, seconds])
 
     def tokens(self, samples: int) -> int:
-        """Tokens of so many samples; examples that differ in length count as if each had the mean length."""
+        """Return the tokens of so many samples; each counts as if it had the mean length."""
         return round(samples * self._tokens_per_sample)
 
     def rates(self, steps: int, samples: int, micro: int, seconds: float) -> dict[str, Any]:
-        """Throughput over all replicas; `micro` = micro-batch steps summed over replicas."""
+        """Return the throughput over all replicas; `micro`: micro-batch steps summed over replicas."""
         tokens_per_s = samples * self._tokens_per_sample / seconds
         per_gpu = tokens_per_s / self._layout.world_size
         return {
@@ -261,18 +261,13 @@ class Meter:
         }
 
     def total_rates(self) -> dict[str, Any]:
-        """Rates over all real steps of this process; all None before the first flush."""
+        """Return the rates over all real steps of this process; all None before the first flush."""
         if not self.total_steps:
             return dict.fromkeys(self.rates(1, 1, 1, 1.0))
         return self.rates(self.total_steps, self.total_samples, self.total_micro, self.totals["train_s"])
 
 
-# What torch's DDP counts of its own reductions is private to torch, so every reader may find nothing.
-DDP_SECONDS = {
-    "comm_s": "avg_backward_comm_time",
-    "overlap_s": "avg_backward_compute_comm_overlap_time",
-    "compute_s": "avg_backward_compute_time",
-}
+# torch's own counts of DDP's reductions are private to torch, so every reader may find nothing
 
 
 def sample_communication(model: Any, every_steps: int) -> None:
@@ -283,20 +278,17 @@ def sample_communication(model: Any, every_steps: int) -> None:
 
 
 def exposed_communication_s(model: Any) -> float | None:
-    """Seconds of reductions that no backward pass covered, in the step that DDP timed last."""
+    """Return the seconds of reductions that no backward pass covered, in the step that DDP timed last."""
     data = _ddp_logging_data(model)
     comm, overlap = data.get("backward_comm_time"), data.get("backward_compute_comm_overlap_time")
     return None if comm is None or overlap is None else (comm - overlap) / 1e9
 
 
-def communication_summary(model: Any) -> dict[str, Any] | None:
-    """`ddp` of summary.json; None under other engines."""
+def bucket_bytes(model: Any) -> list[int]:
+    """Return the bytes of DDP's reduction buckets; empty under other engines."""
     data = _ddp_logging_data(model)
-    if not data:
-        return None
     sizes = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
-    seconds = {name: data[key] / 1e9 if data.get(key) else None for name, key in DDP_SECONDS.items()}
-    return {"bucket_bytes": [int(size) for size in sizes.split(",") if size.strip()], **seconds}
+    return [int(size) for size in sizes.split(",") if size.strip()]
 
 
 def _ddp_logging_data(model: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Crammed BERT. Knows nothing of ranks, files or optimizers.
+"""Define the crammed BERT, without ranks, files or optimizers.
 
 Axes: B sequences, S positions, H hidden, A heads, D = H / A, I intermediate, V vocabulary,
 P predicted positions of the whole micro batch. Parameter names and shapes are ModernBERT's
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bert_dp.config import ModelConfig
-from bert_dp.dropout import KeyedDropout, subkey
+from bert_dp.dropout import KeyedDropout, fold_in
 from bert_dp.lookup import add_row_gradients
 from bert_dp.matmul import Linear, linear, widened
 from bert_dp.trainable import Model
@@ -33,7 +33,7 @@ def make_norm(config: ModelConfig) -> nn.Module:
 
 
 def sinusoidal_table(length: int, hidden: int) -> Tensor:
-    """[S, H] float64: sin in even columns, cos in odd ones (arXiv 1706.03762, 3.5)."""
+    """Return [S, H] float64: sin in even columns, cos in odd ones (arXiv 1706.03762, 3.5)."""
     angle_SH = torch.arange(length, dtype=torch.float64)[:, None] * torch.exp(
         torch.arange(0, hidden, 2, dtype=torch.float64) * (-math.log(10_000.0) / hidden)
     )
@@ -41,7 +41,7 @@ def sinusoidal_table(length: int, hidden: int) -> Tensor:
 
 
 def rotary_table(length: int, head_size: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin, each [S, D] float64, halves repeated (arXiv 2104.09864, the rotate-half layout)."""
+    """Return cos and sin, each [S, D] float64, halves repeated (arXiv 2104.09864, the rotate-half layout)."""
     frequency_D2 = theta ** (-torch.arange(0, head_size, 2, dtype=torch.float64) / head_size)
     angle_SD = (torch.arange(length, dtype=torch.float64)[:, None] * frequency_D2).repeat(1, 2)
     return angle_SD.cos(), angle_SD.sin()
@@ -53,7 +53,7 @@ def rotate(x_BASD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
 
 
 class TiedLookup(torch.autograd.Function):
-    """(weight[ids], weight): the second for the decoder, which is tied to the embedding.
+    """Return (weight[ids], weight): the second for the decoder, which is tied to the embedding.
 
     So the matrix gets one gradient, not two: the looked-up rows' share is added into the decoder's in place.
     """
@@ -69,11 +69,12 @@ class TiedLookup(torch.autograd.Function):
         return None, add_row_gradients(grad_VH, ids_BS, grad_BSH)
 
 
-class Vocabulary:
-    """The tied embedding and decoder, and the loss over the vocabulary; tensor parallelism has its own."""
+class TiedEmbedding:
+    """Compute the tied embedding and decoder, and the loss over the vocabulary; tensor parallelism has its
+    own."""
 
     def look_up(self, ids_BS: Tensor, weight_VH: Tensor) -> tuple[Tensor, Tensor]:
-        """(x [B, S, H], the weight for the decoder)."""
+        """Return x [B, S, H] and the weight for the decoder."""
         out: tuple[Tensor, Tensor] = TiedLookup.apply(ids_BS, weight_VH)
         return out
 
@@ -81,11 +82,11 @@ class Vocabulary:
         return linear(x_PH, weight_VH)
 
     def loss(self, logits_PV: Tensor, labels_P: Tensor) -> Tensor:
-        """Sum of the cross entropies; a label of IGNORE contributes nothing."""
+        """Return the sum of the cross entropies; a label of IGNORE contributes nothing."""
         return F.cross_entropy(widened(logits_PV), labels_P, ignore_index=IGNORE, reduction="sum")
 
     def score(self, logits_PV: Tensor, labels_P: Tensor) -> Tensor:
-        """[2, P]: the cross entropy of each position, and 1 where the label has the greatest logit.
+        """Return [2, P]: the cross entropy of each position, and 1 where the label has the greatest logit.
 
         Both are 0 for a label of IGNORE.
         """
@@ -97,7 +98,7 @@ class Vocabulary:
 
 
 class Embeddings(nn.Module):
-    """Token embedding plus positions, then a norm: [B, S] -> [B, S, H]."""
+    """Add positions to the token embedding, then normalise: [B, S] -> [B, S, H]."""
 
     sinusoids_SH: Tensor
 
@@ -112,11 +113,11 @@ class Embeddings(nn.Module):
         elif config.position == "learned":
             self.position_embeddings = nn.Embedding(sequence_length, config.hidden_size)
         self.norm = make_norm(config)
-        self.drop = KeyedDropout(config.dropout, place=0)
+        self.drop = KeyedDropout(config.dropout, site=0)
         self.narrow_residual = config.residual_dtype == "bf16"
 
     def forward(self, x_BSH: Tensor, key_B: Tensor | None) -> Tensor:
-        """`x_BSH`: the looked-up tokens. The result has the dtype of the residual stream."""
+        """Return the residual stream in its dtype. `x_BSH`: the looked-up tokens."""
         length = x_BSH.shape[1]
         if self.position == "scaled_sinusoidal":
             x_BSH = x_BSH + self.position_scale * self.sinusoids_SH[:length]
@@ -133,14 +134,14 @@ def autocasts_to_bf16(x: Tensor) -> bool:
 
 
 def is_slow_in_kernel(q_BASD: Tensor) -> bool:
-    """Whether torch's attention kernel multiplies slower than a written product does: in bf16 on a CPU, where
-    it takes 2.5 to 4 times as long, forward and backward (benchmarks/RESULTS.md)."""
+    """Return True where torch's attention kernel is slower than written products: in bf16 on a CPU, where it
+    takes 2.5 to 4 times as long, forward and backward (benchmarks/RESULTS.md)."""
     return q_BASD.device.type == "cpu" and q_BASD.dtype == torch.bfloat16
 
 
 class Attention(nn.Module):
-    """Bidirectional self-attention over whole sequences: [B, S, H] -> [B, S, H]. `real_B11S`: False where no
-    query may look; None = everywhere, without a mask's cost. `key_B`: see bert_dp.dropout."""
+    """Attend over whole sequences, bidirectionally: [B, S, H] -> [B, S, H]. `real_B11S`: False where no query
+    may look; None = everywhere, without a mask's cost. `key_B`: see bert_dp.dropout."""
 
     tensor_rank = 0
     """Which shard of the heads these are."""
@@ -151,8 +152,8 @@ class Attention(nn.Module):
         self.head_size = hidden // config.num_heads
         self.Wqkv = Linear(hidden, 3 * hidden, bias=False)
         self.Wo = Linear(hidden, hidden, bias=config.bias)
-        self.drop_probabilities = KeyedDropout(config.attention_dropout, place=0)
-        self.drop = KeyedDropout(config.dropout, place=1)
+        self.drop_probabilities = KeyedDropout(config.attention_dropout, site=0)
+        self.drop = KeyedDropout(config.dropout, site=1)
         # no key bias: without rotary positions it shifts all scores of a query alike, which softmax ignores
         self.q_bias = nn.Parameter(torch.zeros(hidden)) if config.bias else None
         self.v_bias = nn.Parameter(torch.zeros(hidden)) if config.bias else None
@@ -185,7 +186,7 @@ class Attention(nn.Module):
     def _attend_in_full(
         self, q: Tensor, k: Tensor, v: Tensor, real_B11S: Tensor | None, key_B: Tensor | None
     ) -> Tensor:
-        """Attention with its scores written out. With dropout: what torch's own kernels drop changes with the
+        """Attend with scores written out. With dropout, since what torch's own kernels drop changes with the
         padded length."""
         heads = q.shape[1]
         score_BASS = (q * self.head_size**-0.5) @ k.transpose(-2, -1)
@@ -194,13 +195,13 @@ class Attention(nn.Module):
         key_BA = None
         if self.drop_probabilities.p and key_B is not None:
             head_A = torch.arange(heads, dtype=torch.int32, device=q.device) + self.tensor_rank * heads
-            key_BA = subkey(key_B[:, None], head_A)
+            key_BA = fold_in(key_B[:, None], head_A)
         probability_BASS = self.drop_probabilities(score_BASS.softmax(-1), key_BA)
         return probability_BASS.to(v.dtype) @ v
 
 
 class MLP(nn.Module):
-    """GELU or gated GELU (arXiv 2002.05202): [B, S, H] -> [B, S, H]."""
+    """Apply GELU or gated GELU (arXiv 2002.05202): [B, S, H] -> [B, S, H]."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -208,7 +209,7 @@ class MLP(nn.Module):
         width = config.intermediate_size * (2 if self.gated else 1)
         self.Wi = Linear(config.hidden_size, width, bias=config.bias)
         self.Wo = Linear(config.intermediate_size, config.hidden_size, bias=config.bias)
-        self.drop = KeyedDropout(config.dropout, place=2)
+        self.drop = KeyedDropout(config.dropout, site=2)
 
     def forward(self, x_BSH: Tensor, key_B: Tensor | None) -> Tensor:
         x = self.Wi(x_BSH)
@@ -222,7 +223,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """Pre-norm block."""
+    """Apply attention and MLP, each after its norm."""
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__()
@@ -245,7 +246,7 @@ class Layer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Embeddings, blocks, final norm: [B, S] -> [B, S, H]."""
+    """Apply embeddings, blocks, final norm: [B, S] -> [B, S, H]."""
 
     def __init__(self, config: ModelConfig, sequence_length: int):
         super().__init__()
@@ -264,13 +265,13 @@ class Encoder(nn.Module):
         return self.encode(self.embeddings.tok_embeddings(ids_BS), real_BS)
 
     def encode(self, x_BSH: Tensor, real_BS: Tensor | None = None, key_B: Tensor | None = None) -> Tensor:
-        """`x_BSH`: the looked-up tokens. `real_BS`: True for tokens, False for padding; None = all are
-        tokens. `key_B`: int32 keys of the examples, for dropout in training."""
+        """Return the hidden states. `x_BSH`: the looked-up tokens. `real_BS`: False for padding; None = all
+        are tokens. `key_B`: int32 keys of the examples, for dropout in training."""
         out: Tensor = self.final_norm(self.residual_stream(x_BSH, real_BS, key_B))
         return out
 
     def residual_stream(self, x_BSH: Tensor, real_BS: Tensor | None, key_B: Tensor | None) -> Tensor:
-        """As `encode`, without the final norm."""
+        """Encode as `encode` does, without the final norm."""
         if not self.has_dropout:
             key_B = None
         x_BSH = self.embeddings(x_BSH, key_B)
@@ -279,21 +280,22 @@ class Encoder(nn.Module):
         # of each layer a key of its own, as a tensor, so that one compiled graph serves all layers
         keys: Sequence[Tensor | None] = [None] * len(self.layers)
         if key_B is not None:
-            place_L1 = torch.arange(1, len(keys) + 1, dtype=torch.int32, device=key_B.device)[:, None]
-            keys = subkey(key_B, place_L1).unbind()
+            site_L1 = torch.arange(1, len(keys) + 1, dtype=torch.int32, device=key_B.device)[:, None]
+            keys = fold_in(key_B, site_L1).unbind()
         for layer, layer_key_B in zip(self.layers, keys, strict=True):
             x_BSH = layer(x_BSH, cos, sin, real_B11S, layer_key_B)
         return x_BSH
 
 
 class PredictionHead(nn.Module):
-    """dense + GELU + norm where the configuration has them, then the tied, bias-free decoder and its loss.
+    """Apply dense + GELU + norm where the configuration has them, then the tied, bias-free decoder and its
+    loss.
 
     `final_norm`: the encoder's, where `x_PH` has not been through it yet. The head applies it, so that one
     compiled graph does, to the predicted positions alone.
     """
 
-    def __init__(self, config: ModelConfig, vocabulary: Vocabulary):
+    def __init__(self, config: ModelConfig, vocabulary: TiedEmbedding):
         super().__init__()
         self.transforms = config.head == "dense"
         if self.transforms:
@@ -313,13 +315,13 @@ class PredictionHead(nn.Module):
 
 
 class EncoderModel(Model):
-    """An encoder with a head, `head`, on it, as engines see it."""
+    """Join an encoder and a head, `head`, as engines see them."""
 
     head: nn.Module
 
     def __init__(self, config: ModelConfig, sequence_length: int):
         super().__init__()
-        self.vocabulary = Vocabulary()
+        self.vocabulary = TiedEmbedding()
         self.model = Encoder(config, sequence_length)
         self.gated = config.mlp == "geglu"
 
@@ -327,16 +329,16 @@ class EncoderModel(Model):
         return list(self.model.layers)
 
     def compiled_parts(self) -> Sequence[nn.Module]:
-        """One graph serves all blocks, and DDP still sees the gradients block by block, so it can overlap
-        their reduction."""
+        """Return the parts. One graph serves all blocks, and DDP still sees the gradients block by block, so
+        it can overlap their reduction."""
         return [*self.model.layers, self.model.embeddings, self.head]
 
     def is_matrix(self, name: str) -> bool:
-        """The weights of the blocks' linear layers."""
+        """Return True for the weights of the blocks' linear layers."""
         return ".layers." in name and name.endswith(".weight") and "norm" not in name
 
     def tensor_plan(self) -> dict[str, tuple[int, int]]:
-        """How tensor parallelism divides parameters, as data: name -> (dimension, fused matrices in it).
+        """Return the division of parameters by tensor parallelism: name -> (dimension, fused matrices in it).
 
         Attention by heads, the MLP by intermediate columns, the vocabulary by rows; the rest stays whole.
         """
@@ -358,7 +360,7 @@ class EncoderModel(Model):
 
 
 class CrammedBert(EncoderModel):
-    """Masked language model with a tied, bias-free decoder that sees only the predicted positions."""
+    """Predict masked tokens by a tied, bias-free decoder that sees only the predicted positions."""
 
     def __init__(self, config: ModelConfig, sequence_length: int):
         super().__init__(config, sequence_length)
@@ -372,7 +374,8 @@ class CrammedBert(EncoderModel):
         real_BS: Tensor | None = None,
         key_B: Tensor | None = None,
     ) -> Tensor:
-        """Logits [P, V] of the flat positions b * S + s, or with labels the SUM of their cross entropies.
+        """Return logits [P, V] of the flat positions b * S + s, or with labels the SUM of their cross
+        entropies.
 
         A label of IGNORE contributes nothing. `real_BS`, `key_B`: see Encoder.encode.
         """
@@ -383,7 +386,7 @@ class CrammedBert(EncoderModel):
 
 
 def build_model(config: ModelConfig, sequence_length: int, seed: int) -> CrammedBert:
-    """A whole model on the CPU; see `initialize`. Every rank builds the same one."""
+    """Build a whole model on the CPU; see `initialize`. Every rank builds the same one."""
     return initialize(CrammedBert(config, sequence_length), seed)
 
 
@@ -391,7 +394,8 @@ AnyModel = TypeVar("AnyModel", bound=nn.Module)
 
 
 def initialize(model: AnyModel, seed: int) -> AnyModel:
-    """N(0, 0.02) for linears and embeddings, norms 1 / 0, biases 0: a pure function of shapes and seed."""
+    """Draw N(0, 0.02) for linears and embeddings, norms 1 / 0, biases 0: a pure function of shapes and
+    seed."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for module in model.modules():

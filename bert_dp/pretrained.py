@@ -1,4 +1,4 @@
-"""A pretrained model for use: from a run or a checkpoint, with its tokenizer."""
+"""Load a pretrained model and its tokenizer from a run or a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from bert_dp.model import CrammedBert
 
 
 def load(run: str | os.PathLike[str]) -> tuple[CrammedBert | Classifier, Tokenizer]:
-    """The model, on the CPU and in eval mode, and the tokenizer of a run (a Run, its directory: the newest
-    good checkpoint) or of one checkpoint's directory.
+    """Return the model, on the CPU and in eval mode, and the tokenizer of a run (a Run, its directory: the
+    newest good checkpoint) or of one checkpoint's directory.
 
     `model.model(ids_BS)` gives the hidden states [B, S, H], `model(ids_BS, positions_P)` of a pretrained run
     the logits [P, V] at the flat positions b * S + s, `model(ids_BS, real_BS)` of a finetuned one those of
@@ -25,12 +25,11 @@ def load(run: str | os.PathLike[str]) -> tuple[CrammedBert | Classifier, Tokeniz
 
     Raises ConfigError.
     """
-    model, tokenizer, _ = load_with_config(run)
-    return model, tokenizer
+    return load_with_config(run)[:2]
 
 
 def load_with_config(run: str | os.PathLike[str]) -> tuple[CrammedBert | Classifier, Tokenizer, Config]:
-    """As `load`, with the configuration of the run."""
+    """Load as `load` does, with the configuration of the run."""
     path = checkpoint.resolve(os.path.expanduser(run))
     state, facts = checkpoint.load(path)
     config = resolve([facts.config])
@@ -44,7 +43,7 @@ def load_with_config(run: str | os.PathLike[str]) -> tuple[CrammedBert | Classif
 
 
 def make_model(config: Config) -> CrammedBert | Classifier:
-    """The model that a run of `config` trains, with weights of any value."""
+    """Make the model that a run of `config` trains, with weights of any value."""
     length = config.data.sequence_length
     if config.objective.name == "finetune":
         return Classifier(config.model, length, config.finetune)

@@ -1,4 +1,4 @@
-"""Quantiles of Student's t, for every interval of the program. Torch-free."""
+"""Compute quantiles of Student's t, for every interval of the program. Torch-free."""
 
 from __future__ import annotations
 

@@ -20,11 +20,11 @@ from bert_dp.config import (
     progress_at,
     with_budget,
 )
-from bert_dp.data import Batch
+from bert_dp.data import MlmBatch
 from bert_dp.tasks.mlm import MaskedLanguageModel
 
 
-def batches(run_or_config: str | os.PathLike[str] | Config, step: int) -> Iterator[Batch]:
+def batches(run_or_config: str | os.PathLike[str] | Config, step: int) -> Iterator[MlmBatch]:
     """Yield the micro batches of optimizer step `step`, counted from 1, of a masked-LM run.
 
     `run_or_config`: a Run or its directory; or a configuration: its file, its name or a Config. Its data are

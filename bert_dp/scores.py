@@ -1,4 +1,4 @@
-"""How good predictions are, by scikit-learn and scipy (extra `glue`). Torch-free.
+"""Score predictions by scikit-learn and scipy (extra `glue`). Torch-free.
 
 f1 is that of the second of two labels, the mean over labels of more, and over all decisions together of
 multi_label, where a label is predicted if its logit is above 0 and accuracy counts examples with every label
@@ -25,8 +25,8 @@ Measure = Callable[[NDArray[Any], NDArray[Any]], Any]
 def score(
     metrics: Sequence[Metric], kind: LabelKind, logits: NDArray[Any], labels: NDArray[Any]
 ) -> dict[str, float]:
-    """Each metric of the model's outputs [n, L] (regression [n, 1]) against labels: [n] whole numbers,
-    [n, L] of 0 and 1, or [n] scores. No prediction is clipped or rounded.
+    """Compute each metric of the model's outputs [n, L] (regression [n, 1]) against labels: [n] whole
+    numbers, [n, L] of 0 and 1, or [n] scores. No prediction is clipped or rounded.
 
     NaN where a metric is not defined: a correlation with what is constant, an auc where one label is absent.
     Raises ValueError for logits that are not finite, KeyError for a metric that is none of the kind's, and
@@ -43,7 +43,7 @@ def score(
 def majority(
     metrics: Sequence[Metric], kind: LabelKind, train_labels: NDArray[Any], dev_labels: NDArray[Any]
 ) -> dict[str, float]:
-    """The scores of a constant prediction: the most frequent label of train, or the mean of a regression."""
+    """Score a constant prediction: the most frequent label of train, or the mean of a regression."""
     if kind == "regression":
         logits = np.full((len(dev_labels), 1), train_labels.mean())
     elif kind == "multi_label":

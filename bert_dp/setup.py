@@ -22,7 +22,7 @@ from bert_dp.precision import Precision, allow_tf32, has_bf16, precision_of
 from bert_dp.record.models import InitFrom
 from bert_dp.saving import AsyncCheckpointer
 from bert_dp.step_trace import StepTrace
-from bert_dp.tasks import Metadata, SameBatch, Stream
+from bert_dp.tasks import DatasetInfo, SameBatch, Stream
 from bert_dp.train_state import TrainState
 from bert_dp.trainer import Rank, Trainer
 
@@ -43,7 +43,7 @@ class Checkpoint:
     """The weights that the run began with."""
 
 
-def check_same_data(comm: Comm, data: Metadata) -> None:
+def check_same_data(comm: Comm, data: DatasetInfo) -> None:
     """Raises ConfigError on a rank whose data are not rank 0's: nodes may have caches of their own.
     Collective."""
     first = comm.broadcast(data.data_hash)

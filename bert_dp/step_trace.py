@@ -1,8 +1,7 @@
-"""torch.profiler over steps of a run: RUN/profile/rank-N.json.gz, a trace for Perfetto, and rank-N.json."""
+"""Run torch.profiler over steps: RUN/profile/rank-N.json.gz, a trace for Perfetto, and rank-N.json."""
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Iterable
@@ -25,7 +24,7 @@ MOST_OPERATORS = 20
 
 
 class StepTrace:
-    """Every rank has one; those that the plan names record. Without a plan (None) nobody does."""
+    """Profiles the steps and ranks of a plan; every rank has one. Without a plan it does nothing."""
 
     def __init__(
         self,
@@ -36,7 +35,8 @@ class StepTrace:
         heartbeat: Heartbeat,
         write_errors: WriteErrors,
     ):
-        self._plan, self._comm, self._device, self._folder = plan, comm, device, run_dir / "profile"
+        self._plan, self._comm, self._folder = plan, comm, run_dir / "profile"
+        self._on_gpu = device.type == "cuda"
         self._heartbeat, self._write_errors = heartbeat, write_errors
         self._profiler: Any = None
         self._begun_s = 0.0
@@ -46,82 +46,64 @@ class StepTrace:
         """First and last step that was recorded, on whichever rank."""
 
     def reached(self, step: int, meter: Meter, *, at_end: bool = False) -> None:
-        """Between steps, when `step` of them are done: begin or end where the plan says so, as no part of a
-        step's time; at the run's end, end in any case. Collective."""
-        plan, first = self._plan, self._first
+        """Begin or end recording between steps, when `step` of them are done, as the plan says; at the run's
+        end, end in any case. No part of a step's time. Collective."""
+        plan = self._plan
         if plan is None:
             return
-        if first is None:
-            due = plan.first - 1 <= step < plan.last and not at_end
-        else:
-            due = step == plan.last or at_end
-        if not due:
+        begins = self._first is None and plan.first - 1 <= step < plan.last and not at_end
+        ends = self._first is not None and (step == plan.last or at_end)
+        if not (begins or ends):
             return
         self._heartbeat.enter("save", step)  # a trace of many operators takes long to write
         with meter.paused():
-            if first is None:
-                self._begin(step + 1, plan)
+            if begins:
+                self._first = step + 1
+                if self._comm.world.rank in plan.ranks:
+                    gpu = [ProfilerActivity.CUDA] if self._on_gpu else []
+                    self._profiler = profile(activities=[ProfilerActivity.CPU, *gpu])
+                    self._profiler.start()
+                    self._begun_s = time.perf_counter()
             else:
-                self._end(first, step)
+                self._end(step)
             self._comm.barrier()
 
-    def _begin(self, first: int, plan: ProfilePlan) -> None:
-        self._first = first
-        if self._comm.world.rank in plan.ranks:
-            on_gpu = self._device.type == "cuda"
-            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-            self._profiler = profile(activities=activities)
-            self._profiler.start()
-            self._begun_s = time.perf_counter()
-
-    def _end(self, first: int, last: int) -> None:
+    def _end(self, last: int) -> None:
         wall_s = time.perf_counter() - self._begun_s
-        self._first, profiler, self._profiler = None, self._profiler, None
-        if profiler is not None:
-            profiler.stop()
-        if last < first:
+        steps, self._first = [self._first or 1, last], None
+        if self._profiler is not None:
+            self._profiler.stop()
+        if last < steps[0]:
             return
-        self.steps = [first, last]
-        if profiler is not None:
+        self.steps = steps
+        if self._profiler is not None:
             try:
-                self._write(profiler, wall_s, self.steps)
+                self._write(wall_s, steps)
             except OSError as error:  # a full disk ends no run
                 self._write_errors.note(error)
                 sys.stdout.write(f"warning: the profile could not be written: {error}\n")
 
-    def _write(self, profiler: Any, wall_s: float, steps: list[int]) -> None:
-        """Raises OSError."""
-        rank, on_gpu = self._comm.world.rank, self._device.type == "cuda"
+    def _write(self, wall_s: float, steps: list[int]) -> None:
+        """Write the trace, then rank-N.json. Raises OSError."""
+        rank = self._comm.world.rank
         self._folder.mkdir(exist_ok=True)
         trace = self._folder / f"rank-{rank}.json.gz"
-        write_trace(profiler, trace)
+        self._profiler.export_chrome_trace(str(trace))
         facts = ProfileFile(
             rank=rank,
             steps=steps,
-            device=self._device.type,
+            device="cuda" if self._on_gpu else "cpu",
             wall_s=wall_s,
-            idle_share=idle_share(profiler.events(), on_gpu, wall_s),
-            operators=top_operators(profiler.key_averages(), on_gpu),
+            idle_share=idle_share(self._profiler.events(), self._on_gpu, wall_s),
+            operators=top_operators(self._profiler.key_averages(), self._on_gpu),
             trace=trace.name,
         )
-        record.write_json(trace.with_suffix("").with_suffix(".json"), facts.model_dump(mode="json"))
-
-
-def write_trace(profiler: Any, path: Path) -> None:
-    """Whole or not at all under its name. Raises OSError."""
-    temporary = path.with_name(f".{path.name.removesuffix('.json.gz')}.tmp.json.gz")
-    try:
-        profiler.export_chrome_trace(str(temporary))
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        record.write_json(self._folder / f"rank-{rank}.json", facts.model_dump(mode="json"))
 
 
 def idle_share(events: Iterable[Any], on_gpu: bool, wall_s: float) -> float:
-    """The share of `wall_s` in which the GPU ran no kernel, copy or fill; on a CPU, in which this rank was in
-    no operator or collective."""
+    """Return the share of `wall_s` in which the GPU ran no kernel, copy or fill; on a CPU, in which this rank
+    was in no operator or collective."""
     device = DeviceType.CUDA if on_gpu else DeviceType.CPU
     spans = sorted(
         (event.time_range.start, event.time_range.end)
@@ -136,8 +118,8 @@ def idle_share(events: Iterable[Any], on_gpu: bool, wall_s: float) -> float:
 
 
 def top_operators(averages: Iterable[Any], on_gpu: bool) -> list[ProfiledOperator]:
-    """The operators with the most time of their own, on the GPU or else on the CPU, without what they call. A
-    kernel counts for the operator that launched it, and stands in no line of its own."""
+    """Return the operators with the most time of their own, without the operators that they call, on the GPU
+    or else on the CPU. A kernel counts for the operator that launched it."""
     operators = [
         ProfiledOperator(
             name=str(each.key),

@@ -8,7 +8,7 @@ from bert_dp import devices, metrics, noise, record
 from bert_dp.config import computes_alone
 from bert_dp.metrics import straggler
 from bert_dp.parallel import engine_name
-from bert_dp.record.models import DdpCounters, HeldOut, InitFrom, RunStatus, Straggler, Summary
+from bert_dp.record.models import HeldOut, InitFrom, RunStatus, Straggler, Summary
 from bert_dp.train_state import TrainState
 from bert_dp.trainer import Trainer, TrainingOutcome
 
@@ -34,7 +34,6 @@ def write_summary(
         return
     totals = trainer.meter.totals
     status: RunStatus = "failed" if result.failure else "stopped" if result.signal else "done"
-    ddp = metrics.communication_summary(trainer.model)
     scale = noise.estimate_of_run(trainer.run_dir) if trainer.config.log.noise_scale else None
     engine = engine_name(trainer.config.parallel, trainer.comm.world.size)
     ratio, slowest = None, None
@@ -68,7 +67,8 @@ def write_summary(
         peak_memory_gib=memory,
         energy_j=used if math.isfinite(used) else None,
         skipped_steps=state.skipped_steps,
-        ddp=DdpCounters.model_validate(ddp) if ddp else None,
+        bucket_bytes=metrics.bucket_bytes(trainer.model),
+        metrics=trainer.meter.measured,
         loss_spikes=state.loss_spikes,
         failed_saves=trainer.checkpointer.failed_saves,
         failed_writes=int(gathered[:, 2].sum()),

@@ -1,4 +1,4 @@
-"""The one loop: train_step, evaluate, save, train."""
+"""Run the one loop: train_step, evaluate, save, train."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from bert_dp.rank_process import Signals
 from bert_dp.record.models import Failure
 from bert_dp.saving import AsyncCheckpointer
 from bert_dp.step_trace import StepTrace
-from bert_dp.tasks import Batch, Context, Metadata, Stream, Task
+from bert_dp.tasks import Context, DatasetInfo, MicroBatch, Stream, Task
 from bert_dp.train_state import TrainState
 from bert_dp.trainable import Model
 
@@ -38,7 +38,7 @@ LossFn = Callable[[nn.Module, Any], Tensor]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rank:
-    """One rank of a run that has met the others, before it builds anything."""
+    """Describe one rank after the rendezvous, before it builds anything."""
 
     config: Config
     layout: BatchLayout
@@ -46,7 +46,7 @@ class Rank:
     comm: Comm
     device: torch.device
     task: Task
-    data: Metadata
+    data: DatasetInfo
     heartbeat: Heartbeat
     signals: Signals
     write_errors: WriteErrors
@@ -61,7 +61,7 @@ class Rank:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trainer(Rank):
-    """Everything that one rank trains with; built by setup.py."""
+    """Hold everything that one rank trains with; built by setup.py."""
 
     precision: Precision
     stream: Stream
@@ -79,9 +79,9 @@ class Trainer(Rank):
     trace: StepTrace
 
     def step(
-        self, batches: Iterable[Batch], *, grad_accum_steps: int, num_targets: int, timers: Timers
+        self, batches: Iterable[MicroBatch], *, grad_accum_steps: int, num_targets: int, timers: Timers
     ) -> tuple[Tensor, Tensor]:
-        """`train_step` with what this trainer holds."""
+        """Call `train_step` with the parts of this trainer."""
         return train_step(
             self.engine,
             self.model,
@@ -99,7 +99,7 @@ class Trainer(Rank):
 
 @dataclasses.dataclass(frozen=True)
 class TrainingOutcome:
-    """How `train` ended."""
+    """Describe the end of `train`."""
 
     signal: int
     """0 = the budget is spent, or `failure`."""
@@ -112,7 +112,7 @@ def train_step(
     engine: Engine,
     model: nn.Module,
     loss_fn: LossFn,
-    batches: Iterable[Batch],
+    batches: Iterable[MicroBatch],
     *,
     grad_accum_steps: int,
     num_targets: int,
@@ -122,7 +122,7 @@ def train_step(
     timers: Timers,
     progress: Callable[[], None],
 ) -> tuple[Tensor, Tensor]:
-    """Forward, backward, reduce, clip, step.
+    """Run forward, backward, reduction, clipping and the optimizer step.
 
     `batches` gives `grad_accum_steps` micro batches, each drawn when the one before it has been passed to the
     device: the next is made while that computes. `num_targets` is that of the step over all replicas. Returns
@@ -153,7 +153,7 @@ def train_step(
 
 
 def dry_run(trainer: Trainer, start: State) -> None:
-    """One synchronised step before the first real one: compiles, finds out-of-memory early, lets DDP build
+    """Run one synchronised step before the first real one: compile, find out-of-memory early, let DDP build
     its buckets (at three ranks or more its first iteration reduces in another order). Collective.
 
     It takes no samples, and what it moves is then what `start` holds.
@@ -177,9 +177,9 @@ def dry_run(trainer: Trainer, start: State) -> None:
 def evaluate(
     trainer: Trainer, stopped: Callable[[], bool], run_dir: Path | None = None
 ) -> dict[str, Any] | None:
-    """The task's measurements on held-out data, without dropout; None when nothing is held out or `stopped`,
-    asked before each batch and alike on all ranks, says so. `run_dir`: where rank 0 writes predictions of
-    single examples. Collective."""
+    """Return the task's measurements on held-out data, without dropout; None when nothing is held out or
+    `stopped`, asked before each batch and alike on all ranks, says so. `run_dir`: where rank 0 writes
+    predictions of single examples. Collective."""
     context = Context(
         comm=trainer.comm,
         device=trainer.device,
@@ -198,7 +198,7 @@ def evaluate(
 
 
 def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> TrainingOutcome:
-    """Steps until the budget is spent, a signal arrives on any rank, or the run gives up; `state` is kept up
+    """Train until the budget is spent, a signal arrives on any rank, or the run gives up; `state` is kept up
     to date.
 
     Rank 0 writes metrics.jsonl, noise.jsonl, evals.jsonl and checkpoints. Collective.
@@ -242,8 +242,8 @@ def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> TrainingOu
     return _finish(trainer, state, clock, stop)
 
 
-def micro_batches(trainer: Trainer, count: int) -> Iterator[Batch]:
-    """The next ones of the stream; while one is waited for the heartbeat says so."""
+def micro_batches(trainer: Trainer, count: int) -> Iterator[MicroBatch]:
+    """Yield the next ones of the stream; while one is waited for the heartbeat says so."""
     for _ in range(count):
         trainer.heartbeat.enter("data")
         batch = trainer.stream.next()
@@ -252,13 +252,13 @@ def micro_batches(trainer: Trainer, count: int) -> Iterator[Batch]:
 
 
 def stop_request(trainer: Trainer, state: TrainState) -> Stop:
-    """The request of this rank to all."""
+    """Return the request of this rank to all."""
     failed = bool(state.abort_reason or trainer.checkpointer.abort_reason)
     return Stop(trainer.signals.received, failed)
 
 
 def _finish(trainer: Trainer, state: TrainState, clock: SharedClock, stop: Stop) -> TrainingOutcome:
-    """The last line, evaluation and checkpoint. `stop`: what ended the loop, if not a spent budget."""
+    """Write the last line, evaluation and checkpoint. `stop`: what ended the loop, if not a spent budget."""
     if state.step > state.logged_step:
         log_steps(trainer, state, clock)
     if not stop:
@@ -281,7 +281,7 @@ def _finish(trainer: Trainer, state: TrainState, clock: SharedClock, stop: Stop)
 
 
 def log_steps(trainer: Trainer, state: TrainState, clock: SharedClock) -> None:
-    """A line of metrics.jsonl, and what it shows. Collective."""
+    """Write a line of metrics.jsonl and check its loss and skipped steps. Collective."""
     trainer.heartbeat.enter("log", state.step)
     gc.collect()  # on all ranks at once, while a device still works; whole, as only what is new is walked
     epoch = state.samples // trainer.data.num_samples
@@ -297,16 +297,17 @@ def log_steps(trainer: Trainer, state: TrainState, clock: SharedClock) -> None:
         trainer.records.append("metrics.jsonl", line)
         for pairs in norms:
             trainer.records.append("noise.jsonl", pairs)
-    state.logged_step, state.final_loss, state.skipped_steps = line.step, line.loss, line.skipped_steps
-    watch_loss(trainer, state, line.loss)
+    state.logged_step, state.final_loss = state.step, line["loss"]
+    state.skipped_steps = line["skipped_steps"]
+    watch_loss(trainer, state, line["loss"])
     skipping = anomalies.too_many_skipped(
-        trainer.config, trainer.precision.name, trainer.meter.skipped_in_a_row, line.step, line.lr
+        trainer.config, trainer.precision.name, trainer.meter.skipped_in_a_row, state.step, state.lr
     )
     state.request_abort(skipping, "not_finite")
 
 
 def watch_loss(trainer: Trainer, state: TrainState, loss: float) -> None:
-    """Say and count a spike of the logged loss; remember it for the next ones."""
+    """Report and count a spike of the logged loss; remember it for the next ones."""
     recent = state.recent_losses
     if anomalies.is_spike(loss, recent):
         state.loss_spikes += 1
@@ -320,7 +321,7 @@ def watch_loss(trainer: Trainer, state: TrainState, loss: float) -> None:
 
 
 def evaluate_and_write(trainer: Trainer, state: TrainState, clock: SharedClock) -> None:
-    """A line of evals.jsonl. Collective."""
+    """Evaluate and write a line of evals.jsonl. Collective."""
     trainer.heartbeat.enter("evaluate", state.step)
     start = clock.elapsed_s()
     measured = evaluate(trainer, lambda: bool(clock.poll_stop(stop_request(trainer, state))), trainer.run_dir)

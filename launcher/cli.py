@@ -377,7 +377,7 @@ def scale(
     Beside the cells that are asked for: one rank without a process group (the baseline), ddp on one rank, and
     for every N the ceiling, N independent copies.
     """
-    from launcher.plan.scaling import answer_measured
+    from launcher.plan.scaling import predict_measured
     from launcher.scale import benchmark, grid
 
     config, overrides = split_words(words, set_)
@@ -414,7 +414,7 @@ def scale(
         dry_run=dry_run,
         as_json=json,
         console=console(),
-        predict=answer_measured,
+        predict=predict_measured,
     )
 
 
@@ -537,11 +537,14 @@ def plan_scaling(
         Path | None, typer.Option("--from", help="scaling.json or profile.json of a measured run.")
     ] = None,
     model: Annotated[
-        str | None,
-        typer.Option(help="bert-base, bert-large or a configuration: without --from, or its shape."),
+        str | None, typer.Option(help="Without --from: bert-base, bert-large or a configuration.")
     ] = None,
-    seq_per_s: Annotated[float | None, typer.Option(help="Without --from: sequences/s on one GPU.")] = None,
-    micro: Annotated[int | None, typer.Option(help="Without --from: its micro batch.")] = None,
+    seq_per_s: Annotated[
+        float | None, typer.Option(min=1e-3, max=1e9, help="Without --from: sequences/s on one GPU.")
+    ] = None,
+    micro: Annotated[
+        int | None, typer.Option(min=1, max=10**6, help="Without --from: its micro batch.")
+    ] = None,
     gpu: Annotated[
         str | None, typer.Option(help="Without --from: A100-80G, ...; for the optimizer's time.")
     ] = None,
@@ -552,32 +555,33 @@ def plan_scaling(
     gpus_per_node: Annotated[
         int | None,
         typer.Option(
-            help="GPUs in one node; default: 8, or all of them without --inter where the link is measured."
+            min=1,
+            help="GPUs in one node; default: 8, or all of them without --inter where the link is measured.",
         ),
     ] = None,
-    nics: Annotated[int, typer.Option(help="NICs per node.")] = 1,
-    engine: Annotated[str, typer.Option(help="ddp, zero1 or fsdp.")] = "ddp",
+    nics: Annotated[int, typer.Option(min=1, help="NICs per node.")] = 1,
+    engine: Annotated[Literal["ddp", "zero1", "fsdp"], typer.Option(help="Engine to predict.")] = "ddp",
     tensor: Annotated[Sequence[int], counts_option("Tensor-parallel sizes: 1,2; default: 1.")] = (1,),
     accumulation: Annotated[
         Sequence[int], counts_option("Micro batches per step: 1,4; default: as measured.")
     ] = (),
     reduce_dtype: Annotated[
-        str, typer.Option(help="What is sent of a gradient: full, bf16 or fp16.")
+        Literal["full", "bf16", "fp16"], typer.Option(help="Precision in which gradients are sent.")
     ] = "full",
     bucket_mib: Annotated[
-        float | None, typer.Option(help="Size of a gradient bucket; default: 25, of ddp's first one 1.")
+        float | None,
+        typer.Option(min=1e-3, help="Size of a gradient bucket; default: 25, of ddp's first one 1."),
     ] = None,
     json: Json = False,
 ) -> None:
     """Step time and efficiency of N GPUs from one GPU's profile, and which change would help most."""
     from launcher import results
-    from launcher.plan import inputs, scaling
-    from launcher.plan.plan_report import plan_report
-    from launcher.plan.question import Question
+    from launcher.plan import scaling
+    from launcher.plan.plan_page import plan_page
     from launcher.report.console import show_report
 
-    source = inputs.choose(from_, model, seq_per_s, micro, gpu, (*accumulation, 1)[0])
-    question = Question(
+    source = scaling.find_source(from_, model, seq_per_s, micro, gpu, (*accumulation, 1)[0])
+    spec = scaling.PlanSpec(
         tuple(nproc),
         link,
         inter,
@@ -589,12 +593,12 @@ def plan_scaling(
         bucket_mib,
         reduce_dtype,
     )
-    answer = scaling.answer(source, question)
+    prediction = scaling.predict_scaling(source, spec)
     if json:
-        typer.echo(results.to_json(answer), nl=False)
+        typer.echo(results.to_json(prediction), nl=False)
     else:
-        config = model if from_ is None and model not in inputs.MODELS else None
-        show_report(console(), plan_report(answer, config))
+        config = model if from_ is None and model not in scaling.MODELS else None
+        show_report(console(), plan_page(prediction, config))
 
 
 @eval_app.command("glue", short_help="Finetune and score every task of GLUE with several seeds.")

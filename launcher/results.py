@@ -126,7 +126,7 @@ MeasureStatus = Literal["complete", "partial", "failed"]
 class Measurement(StoredFile):
     """What every verb tells that measures by several runs in one directory."""
 
-    schema_version: int = SCHEMA_VERSION
+    schema_version: Literal[1] = 1
     status: MeasureStatus = "complete"
     why: str | None = None
     """Why it failed."""

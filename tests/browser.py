@@ -6,7 +6,6 @@ the browser from descriptor 3 and written to descriptor 4.
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import select
@@ -45,7 +44,7 @@ FIGURES = """[...document.querySelectorAll('[role=img]')].map(e => {
   return {label: e.getAttribute('aria-label'), width: b.width, height: b.height}; })"""
 # texts of a figure that meet another one or leave it, by more than `slack` pixels
 COLLISIONS = """(slack => { const found = [];
-  for (const svg of document.querySelectorAll('svg[role=img], svg.flow, .plot')) {
+  for (const svg of document.querySelectorAll('.plot')) {
     const outer = svg.getBoundingClientRect(), texts = [...svg.querySelectorAll('text')].filter(
       t => t.textContent && t.getClientRects().length).map(t => [t.textContent, t.getBoundingClientRect()]);
     texts.forEach(([name, a], i) => {
@@ -126,16 +125,6 @@ class Browser:
         if "exceptionDetails" in done:
             raise RuntimeError(done["exceptionDetails"]["exception"].get("description"))
         return done["result"].get("value")
-
-    def screenshot(self, out: Path) -> None:
-        """The whole page as PNG."""
-        done = self._ask("Page.captureScreenshot", captureBeyondViewport=True)
-        out.write_bytes(base64.b64decode(done["data"]))
-
-    def pdf(self, out: Path) -> None:
-        """The page as printed on A4."""
-        done = self._ask("Page.printToPDF", paperWidth=8.27, paperHeight=11.69, printBackground=True)
-        out.write_bytes(base64.b64decode(done["data"]))
 
     def _ask(self, method: str, **params: Any) -> dict[str, Any]:
         self._number += 1

@@ -11,10 +11,9 @@ from typing import Any
 from bert_dp import record
 from bert_dp.config import Config, ExamplesManifest, dump_config
 from launcher import results
-from launcher.evaluate import finetune, glue_grid, glue_scores
+from launcher.evaluate import finetune, glue_scores
 from launcher.evaluate.finetune import Pretrained
-from launcher.evaluate.glue import GlueRun, result_file
-from launcher.evaluate.glue_grid import GlueGrid, PreparedTask
+from launcher.evaluate.glue import GlueGrid, GlueRun, PreparedTask, make_trial, result_file
 from launcher.evaluate.glue_scores import Glue, GlueOptions, GlueTask, GlueTrial
 from launcher.run.trials import Ending, Outcome, Runner, Slot, Stopped, Trial, earlier_outcome
 from tests.helpers import failed, make_config, write_lines
@@ -90,10 +89,13 @@ def make_grid(
     """Of a run that is at /run; no file of it is looked at. `overrides`: settings that were given."""
     model = make_config("schedule.steps=1")
     start = Pretrained(Path("/run"), Path("/run/checkpoints/step-00000005"), 5, model, Path("/run/t.json"))
-    base = finetune.configuration(start, overrides, start.checkpoint)
+    weights = None if options.init == "random" else start.checkpoint
+    base = finetune.configuration(start, overrides, weights)
     named, choosing = ({task.name: task for task in each} for each in (tasks, rate_tasks))
     left_out = {"WNLI": "no WNLI/train.tsv in --data"}
-    return GlueGrid(start, tuple(overrides), options, base, "fp32", on_gpu, named, choosing, left_out)
+    return GlueGrid(
+        start, tuple(overrides), options, weights, base, "fp32", on_gpu, named, choosing, left_out
+    )
 
 
 def write_trial(
@@ -195,7 +197,7 @@ def measured(
     for name, task in tasks.items():
         trials = []
         for seed in seeds:
-            trial = glue_grid.make_trial(make_grid(GlueOptions(tasks=[name])), folder, task, None, seed, None)
+            trial = make_trial(make_grid(GlueOptions(tasks=[name])), folder, task, None, seed, None)
 
             def logits(config: Config, split: str, i: int, name: str = name) -> list[float]:
                 return [0.0, 2.0 * answer(name, config.run.seed, i) - 1.0]

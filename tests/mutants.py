@@ -28,8 +28,7 @@ EQUIVALENT = Path(__file__).with_name("equivalent_mutants.yaml")
 GOAL = 0.9
 
 MODULES = {
-    "launcher/plan/timeline.py": ["test_timeline.py"],
-    "launcher/plan/links.py": ["test_plan_links.py"],
+    "launcher/plan/step_model.py": ["test_step_model.py"],
     "launcher/stats.py": ["test_stats.py"],
     "launcher/scale/diagnose.py": ["test_diagnose.py"],
     "launcher/tune/throughput.py": ["test_throughput.py"],

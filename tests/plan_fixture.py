@@ -1,12 +1,12 @@
-"""Files that a scaling prediction starts from, as `bert-dp scale` writes them, and what is made of them."""
+"""Files that a scaling prediction starts from, as `bert-dp scale` writes them, and their predictions."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from launcher.plan import inputs, scaling
-from launcher.plan.question import Question
-from launcher.scale import models
+from launcher import results
+from launcher.plan.scaling import PlanSource, PlanSpec, predict_scaling, source_of
+from launcher.scale.models import Prediction, Scaling
 
 
 def profile(**changes: Any) -> dict[str, Any]:
@@ -16,14 +16,10 @@ def profile(**changes: Any) -> dict[str, Any]:
         {"name": name, "bytes": size, "ready_s": ready}
         for name, size, ready in zip(names, (4_000_000, 2_000_000, 6_000_000), (0.2, 0.4, 0.6), strict=True)
     ]
-    model = {"micro_batch": 8, "sequence_length": 128, "parameters": 3_000_000, "gradients": gradients}
+    sizes = {"parameters": 3_000_000, "num_layers": 2, "hidden_size": 96, "num_heads": 6}
+    model = {"micro_batch": 8, "sequence_length": 128, **sizes, "gradients": gradients}
     times = {"forward_s": 0.4, "backward_s": 0.6, "micro_s": 1.0, "optimizer_s": 0.1}
     return {"device": "CPU", "precision": "fp32", **model, **times, **changes}
-
-
-def of_crammed_bert(**changes: Any) -> dict[str, Any]:
-    gradients = [{"name": "all", "bytes": 4 * 119_589_889, "ready_s": 0.6}]
-    return profile(**{"parameters": 119_589_889, "gradients": gradients, **changes})
 
 
 def cell(name: str, ranks: int, step: float, **changes: Any) -> dict[str, Any]:
@@ -51,11 +47,11 @@ def measured(**changes: Any) -> dict[str, Any]:
     return {"settings": settings, "cells": cells, "links": links, "profile": profile(), **changes}
 
 
-def source_of(data: Any, name: str = "it", model: str | None = None) -> inputs.Source:
-    """What a prediction starts from when the file `name` holds `data`."""
-    return inputs.from_scaling(inputs.read_measured(data, name), name, model)
+def source(name: str = "it", **changes: Any) -> PlanSource:
+    """Return the source that scaling.json of `measured` is."""
+    return source_of(results.parse(measured(**changes), Scaling, name), name)
 
 
-def answer(source: inputs.Source, *gpus: int, **options: Any) -> models.Prediction:
-    """What `plan scaling` predicts for so many GPUs."""
-    return scaling.answer(source, Question(gpus=gpus, **options))
+def plan(source: PlanSource, *gpus: int, **options: Any) -> Prediction:
+    """Predict for so many GPUs."""
+    return predict_scaling(source, PlanSpec(gpus=gpus, **options))

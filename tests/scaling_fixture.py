@@ -62,7 +62,7 @@ def scaling(
         "command": ["bert-dp", "scale", "crammed-bert", "--gpus", "1,2,4"],
         "mode": modes[0] if len(modes) == 1 else "both",
         "settings": _settings(),
-        "peak": {"datasheet_flops": None, "matmul_flops": PEAK, "shapes": []},
+        "peak": {"datasheet_flops": None, "matmul_flops": PEAK},
         "cells": cells,
         "links": [_link(rng, n) for n in sizes if n > 1],
         "profile": _profile(),
@@ -76,7 +76,7 @@ def nulls() -> dict[str, Any]:
     """A grid that has just begun: every measured number is null."""
     data = scaling(status="partial", links=[], verdicts=[], profile=None, environment={})
     data["settings"] = {}
-    data["peak"] = {"datasheet_flops": None, "matmul_flops": None, "shapes": []}
+    data["peak"] = {"datasheet_flops": None, "matmul_flops": None}
     data["cells"] = [_without_figures(cell, "pending", None) for cell in data["cells"]]
     return data
 
@@ -267,10 +267,11 @@ def _prediction(rng: random.Random, cells: Sequence[Mapping[str, Any]]) -> dict[
         for cell in cells
     ]
     batch = {"tensor": 1, "accumulation": 4}
-    figures = {"step_time_s": 5.2, "exposed_comm_fraction": 0.03, "efficiency": 0.88}
+    figures = {"step_time_s": 5.2, "exposed_comm_fraction": 0.03, "efficiency": 0.88, "state_gib": 1.5}
+    split = {"forward_backward": 4.7, "optimizer": 0.3, "straggler": 0.04, "exposed_comm": 0.16}
     rows = [
         {"world_size": n, **batch, "global_batch": 32 * n, "tokens_per_s": 790.0 * n, "speedup": 0.88 * n}
-        | figures
+        | {**figures, "split_s": split}
         for n in (8, 64)
     ]
     notes = ["all-reduce as measured over 2 ranks"]

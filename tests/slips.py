@@ -84,8 +84,8 @@ SLIPS = (
     Slip(
         "peak-memory-of-rank-0",
         "bert_dp/metrics.py",
-        "memory = ranks[:, 1].max().item()",
-        "memory = ranks[0, 1].item()",
+        "ranks[:, 1].max().item()",
+        "ranks[0, 1].item()",
         "tests/unit/test_meter.py",
     ),
     Slip(
@@ -411,14 +411,14 @@ SLIPS = (
         "launcher/plan/step_model.py",
         "(gather, backward, a - 1),",
         "(gather, backward, a),",
-        "tests/unit/test_plan_by_hand.py",
+        "tests/unit/test_step_model.py",
     ),
     Slip(
         "blocks-ready-too-early",
-        "launcher/plan/timeline.py",
-        "(i + 1) / (model.num_layers + 1)",
-        "i / (model.num_layers + 1)",
-        "tests/unit/test_timeline.py",
+        "launcher/plan/step_model.py",
+        "ready_s=(i + 1) / (blocks + 1)",
+        "ready_s=i / (blocks + 1)",
+        "tests/unit/test_step_model.py",
     ),
     Slip(
         "tie-with-one-degree-too-many",

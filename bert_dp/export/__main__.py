@@ -26,7 +26,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         form.add_argument("--out", type=Path, required=True)
         form.add_argument("--encoder", action="store_true")
         form.add_argument("--command", required=True, help="what the model card says made it")
-        form.add_argument("--scores", default="", help="a section of the model card")
         form.set_defaults(precision="fp32")
     for form in (onnx, aoti):
         form.add_argument("--int8", dest="precision", action="store_const", const="int8")
@@ -52,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 write_onnx(source, folder, int8=options.precision == "int8")
             else:
                 write_aoti(source, folder, options.precision)
-            write_about(folder, source, options.form, options.command, options.scores, options.precision)
+            write_about(folder, source, options.form, options.command, options.precision)
         return "", 0
 
     return run_command(answer)

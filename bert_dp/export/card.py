@@ -38,8 +38,8 @@ SENTENCES = (
 )
 
 
-def card(exported: Exported, source: Source, command: str, scores: str) -> str:
-    """Markdown. `command`: what made the directory; `scores`: a section, or empty."""
+def card(exported: Exported, source: Source, command: str) -> str:
+    """Return the model card as Markdown. `command`: what made the directory."""
     notes = [NEEDS.get(exported.architecture or exported.format)]
     if exported.kind == "encoder":
         notes.insert(0, SENTENCES if exported.format == "hf" else NOT_SIMILAR)
@@ -55,9 +55,8 @@ def card(exported: Exported, source: Source, command: str, scores: str) -> str:
         *(f"{note}\n" for note in notes if note),
         "| trained | |\n|---|---|\n"
         + "".join(f"| {name} | {text} |\n" for name, text in training_facts(source)),
-        scores,
     ]
-    return "\n".join(filter(None, parts))
+    return "\n".join(parts)
 
 
 def training_facts(source: Source) -> Iterator[tuple[str, str]]:

@@ -51,15 +51,10 @@ def describe(source: Source, form: ExportFormat, precision: ExportPrecision = "f
 
 
 def write_about(
-    folder: Path,
-    source: Source,
-    form: ExportFormat,
-    command: str,
-    scores: str = "",
-    precision: ExportPrecision = "fp32",
+    folder: Path, source: Source, form: ExportFormat, command: str, precision: ExportPrecision = "fp32"
 ) -> None:
-    """What every format has beside its model: tokenizer, export.json, README.md. `command` and `scores` stand
-    in the model card."""
+    """What every format has beside its model: tokenizer, export.json, README.md. `command` stands in the
+    model card."""
     exported = describe(source, form, precision)
     framed = tokens.framing_as_trained(source.tokenizer_file, source.special)
     if framed is None:
@@ -68,7 +63,7 @@ def write_about(
         record.write_text(folder / record.TOKENIZER, framed.to_str(pretty=True))
     record.write_json(folder / "tokenizer_config.json", tokenizer_files(source))
     record.write_json(folder / EXPORTED, exported.model_dump(mode="json"))
-    record.write_text(folder / "README.md", card(exported, source, command, scores))
+    record.write_text(folder / "README.md", card(exported, source, command))
 
 
 def write_hf(source: Source, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""How fast all-reduces are.
+"""Measure the bandwidth of all-reduces.
 
 `python -m bert_dp.measure.all_reduce [N] [SECONDS BYTES...]` measures them over N local ranks, each on a GPU
 of its own where there are as many, SECONDS (2) for each size, and prints one JSON line for each.
@@ -25,7 +25,7 @@ WARM_UP = 5
 
 
 def _measure(rank: int, size: int, store: str, backend: str, sizes: Sequence[int], seconds: float) -> None:
-    """One rank: about `seconds` of all-reduces of each size in bytes; rank 0 prints the results."""
+    """Measure about `seconds` of all-reduces of each size in bytes on one rank; rank 0 prints the results."""
     follow_launcher()
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
@@ -43,7 +43,7 @@ def _measure(rank: int, size: int, store: str, backend: str, sizes: Sequence[int
 
 
 def _time_all_reduce(num_bytes: int, seconds: float, device: torch.device) -> dict[str, Any]:
-    """About `seconds` of all-reduces; busbw as nccl-tests define it, GB = 1e9 bytes."""
+    """Time about `seconds` of all-reduces; busbw as nccl-tests define it, GB = 1e9 bytes."""
     data = torch.zeros(max(1, num_bytes // 4), device=device)
 
     def once() -> float:
@@ -67,7 +67,7 @@ def _time_all_reduce(num_bytes: int, seconds: float, device: torch.device) -> di
 
 
 def main(size: int | None = None, seconds: float = MEASURE_S, sizes: Sequence[int] = ()) -> None:
-    """`size` ranks; by default one on each GPU when there are several, else two on the CPU."""
+    """Start `size` ranks; by default one on each GPU when there are several, else two on the CPU."""
     follow_launcher()
     gpus = torch.cuda.device_count()
     size = size or (gpus if gpus > 1 else 2)

@@ -1,7 +1,6 @@
-"""Whether a file system keeps a checkpoint, and how fast.
+"""Check that a file system keeps a checkpoint, and measure how fast.
 
-`python -m bert_dp.measure.disk DIR`: write, verify by hash, load, compare, remove; prints one
-JSON line.
+`python -m bert_dp.measure.disk DIR`: write, verify by hash, load, compare, remove; print one JSON line.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from bert_dp.rank_process import follow_launcher
 
 
 def main(folder: Path, num_bytes: int = 32 * 2**20) -> None:
-    """Raises OSError or RuntimeError when the file system does not keep what was written."""
+    """Raise OSError or RuntimeError when the file system does not keep the checkpoint."""
     follow_launcher()
     parts = [torch.randint(0, 2**31, (num_bytes // 8,), dtype=torch.int64) for _ in range(2)]
     state: State = {"model": {"w": parts[0]}, "optimizer": {"w": parts[1]}, "scaler": {}}

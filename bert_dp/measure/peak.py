@@ -1,4 +1,4 @@
-"""The matmul rate of one device, measured on the spot: the denominator of MAMFU.
+"""Measure the matmul rate of one device: the denominator of MAMFU.
 
 `python -m bert_dp.measure.peak PRECISION [SECONDS]` prints one JSON line: the best of several shapes, as
 MAMF-finder (stas00/ml-engineering) takes it; on a CPU with as many threads as this process has cores.
@@ -11,7 +11,6 @@ import os
 import statistics
 import sys
 import time
-from typing import Any
 
 import torch
 
@@ -27,16 +26,16 @@ SHAPES = {  # (M, N, K) of [M, K] x [K, N]: from a block's products to what keep
 }
 
 
-def matmul_flops(device: torch.device, dtype: torch.dtype, seconds: float) -> list[dict[str, Any]]:
-    """FLOP/s of each shape, median over about `seconds` in all."""
+def matmul_flops(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
+    """Return the FLOP/s of the fastest shape; about `seconds` in all."""
     shapes = SHAPES[device.type]
-    return [matmul_rate(shape, device, dtype, seconds / len(shapes)) for shape in shapes]
+    return max(matmul_rate(shape, device, dtype, seconds / len(shapes)) for shape in shapes)
 
 
 def matmul_rate(
     shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype, seconds: float
-) -> dict[str, Any]:
-    """m, n, k and flops, FLOP/s of [m, k] x [k, n]: the median over about `seconds`."""
+) -> float:
+    """Return the FLOP/s of [m, k] x [k, n]: the median over about `seconds`."""
     m, n, k = shape
     x, w = torch.randn(m, k, device=device, dtype=dtype), torch.randn(n, k, device=device, dtype=dtype)
 
@@ -49,7 +48,7 @@ def matmul_rate(
     for _ in range(WARM_UP):
         one_s = once()
     times = [once() for _ in range(max(WARM_UP, int(seconds / one_s)))]
-    return {"m": m, "n": n, "k": k, "flops": 2 * m * n * k / statistics.median(times)}
+    return 2 * m * n * k / statistics.median(times)
 
 
 def use_all_cores() -> None:
@@ -59,16 +58,16 @@ def use_all_cores() -> None:
 
 
 def main(precision: str, seconds: float = 2.0) -> None:
-    """`precision` as the configuration has it; about `seconds` in all."""
+    """Print the peak in `precision`, as the configuration has it; about `seconds` in all."""
     follow_launcher()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         use_all_cores()
     chosen = choose_precision(precision, device)
     allow_tf32(chosen, device)
-    shapes = matmul_flops(device, chosen.autocast or chosen.parameters, seconds)
-    facts = {"device": device.type, "precision": chosen.name, "shapes": shapes}
-    sys.stdout.write(json.dumps({**facts, "matmul_flops": max(s["flops"] for s in shapes)}) + "\n")
+    flops = matmul_flops(device, chosen.autocast or chosen.parameters, seconds)
+    facts = {"device": device.type, "precision": chosen.name, "matmul_flops": flops}
+    sys.stdout.write(json.dumps(facts) + "\n")
 
 
 if __name__ == "__main__":

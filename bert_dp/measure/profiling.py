@@ -1,4 +1,4 @@
-"""When each gradient is ready: one rank's step taken apart, for the prediction of many (`plan scaling`).
+"""Measure when each gradient of one rank's step is ready, for the prediction of many ranks (`plan scaling`).
 
 `python -m bert_dp.measure.profiling CONFIG.yaml` prints one JSON line. One process, engine `single`, the
 configuration's micro batch of random tokens.
@@ -34,7 +34,7 @@ WARM_UP, REPEATS = 2, 7
 
 @contextlib.contextmanager
 def lone_trainer(config: Config, work: Path) -> Iterator[Trainer]:
-    """A trainer of one rank without a process group. `work`: a scratch directory."""
+    """Build a trainer of one rank without a process group. `work`: a scratch directory."""
     device = choose_device(config.run.device, ALONE)
     use_device(device, deterministic=config.run.deterministic)
     set_affinity(device, ALONE)
@@ -60,13 +60,14 @@ def lone_trainer(config: Config, work: Path) -> Iterator[Trainer]:
 
 
 def profile(config: Config, work: Path) -> dict[str, Any]:
-    """The `profile` of scaling.json: medians over REPEATS micro batches. `work`: a scratch directory."""
+    """Return the `profile` of scaling.json: medians over REPEATS micro batches. `work`: a scratch
+    directory."""
     with lone_trainer(config, work) as trainer:
         return measure(trainer, Timers(trainer.device))
 
 
 def measure(trainer: Trainer, clock: Timers) -> dict[str, Any]:
-    """The profile of a trainer; its weights are of no use afterwards."""
+    """Return the profile of a trainer; its weights are of no use afterwards."""
     named = [(name, p) for name, p in trainer.bare_model.named_parameters() if p.requires_grad]
     arrived: dict[str, Any] = {}
 
@@ -126,7 +127,7 @@ def measure(trainer: Trainer, clock: Timers) -> dict[str, Any]:
 
 
 def main(path: Path) -> None:
-    """Raises ConfigError."""
+    """Print the profile. Raises ConfigError."""
     follow_launcher()
     with tempfile.TemporaryDirectory(prefix="bert-dp-") as work:
         facts = profile(load_config(path), Path(work))

@@ -1,4 +1,4 @@
-"""Optimizers, one file each, and the learning rate schedules.
+"""Make optimizers, one file each, and learning rate schedules.
 
 A new optimizer is a file here with a function `make` and a row of `OPTIMIZERS` in bert_dp/config/engines.py.
 """

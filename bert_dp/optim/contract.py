@@ -1,4 +1,4 @@
-"""What the files of optimizers share: parameter groups, Adam's state, and the contract with an engine."""
+"""Share parameter groups, Adam's state and the contract with an engine among optimizers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def parameter_groups(
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Clips and skips without a host sync, as torch's fused AdamW does: before `step` an engine sets
+    """Clip and skip without a host sync, as torch's fused AdamW does: before `step` an engine sets
     `grad_scale` and `found_inf`, float32 device scalars, and `sharded_sums`."""
 
     grad_scale: Tensor | None = None
@@ -38,14 +38,14 @@ class Optimizer(torch.optim.Optimizer):
     optimizer's parameters, into sums over the tensors."""
 
     def controls(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """(keep, divisor), scalars with the device and type of `like`: keep is 0 in a step that is skipped,
-        else 1; gradients are divided by divisor."""
+        """Return (keep, divisor), scalars with the device and type of `like`: keep is 0 in a step that is
+        skipped, else 1; gradients are divided by divisor."""
         skip = torch.zeros((), device=like.device) if self.found_inf is None else self.found_inf
         divisor = torch.ones((), device=like.device) if self.grad_scale is None else self.grad_scale
         return 1.0 - skip.to(like.dtype), divisor.to(like.dtype)
 
     def adam_state(self, params: list[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """exp_avg, exp_avg_sq and step of each of `params`; zeros before the first step."""
+        """Return exp_avg, exp_avg_sq and step of each of `params`; zeros before the first step."""
         for p in params:
             if not self.state[p]:
                 self.state[p] = {
@@ -61,7 +61,7 @@ class Optimizer(torch.optim.Optimizer):
         )
 
     def adamw(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        """AdamW's update of `params`, which have gradients, in torch's fused kernel."""
+        """Update `params`, which have gradients, by AdamW in torch's fused kernel."""
         exp_avgs, exp_avg_sqs, steps = self.adam_state(params)
         beta1, beta2 = group["betas"]
         adamw(

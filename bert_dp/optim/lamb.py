@@ -1,6 +1,6 @@
-"""LAMB (arXiv 1904.00962) with the meaning of NVIDIA apex's FusedLAMB: Adam's bias correction, eps outside
-the root, trust ratio ||w|| / ||u|| over a whole tensor, and only for tensors with weight decay. Clipping by
-the global norm belongs to the engine."""
+"""Make LAMB (arXiv 1904.00962) with the meaning of NVIDIA apex's FusedLAMB: Adam's bias correction, eps
+outside the root, trust ratio ||w|| / ||u|| over a whole tensor, and only for tensors with weight decay.
+Clipping by the global norm belongs to the engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make(config: OptimConfig, named: Named, model: Model, *, compiled: bool, pre
 
 
 class Rule(NamedTuple):
-    """The constants of a parameter group, but the learning rate."""
+    """Hold the constants of a parameter group, but the learning rate."""
 
     beta1: float
     beta2: float
@@ -33,7 +33,7 @@ class Rule(NamedTuple):
 
 
 class Lamb(Optimizer):
-    """State per tensor: step, exp_avg, exp_avg_sq, as Adam's. `step` leaves the update in .grad.
+    """Keep step, exp_avg, exp_avg_sq of each tensor, as Adam. `step` leaves the update in .grad.
 
     `compiled` fuses the operations on a tensor, on CPUs and GPUs. `moments` then reads a weight, its gradient
     and its two moments, and writes the moments and the update: 7 passes over memory. `descend` reads weight
@@ -58,7 +58,7 @@ class Lamb(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update of every tensor that has a gradient, without a host sync."""
+        """Update every tensor that has a gradient, without a host sync."""
         adapted, sums = [], []
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
@@ -95,7 +95,8 @@ def moments(
     divisor: Tensor,
     rule: Rule,
 ) -> Tensor:
-    """Moments and updates in place (the update over the gradient); [2, N] squared norms, tensors first.
+    """Compute moments and updates in place (the update over the gradient) and return [2, N] squared norms,
+    tensors first.
 
     `keep` = 0 leaves the moments as they are. A tensor with no element on this rank counts 0.
     """
@@ -115,7 +116,7 @@ def moments(
 
 
 def descend(params: Tensors, updates: Tensors, sums_2N: Tensor, lr: Tensor) -> None:
-    """p -= lr x ratio x update; ratio = 1 where a norm is zero."""
+    """Compute p -= lr x ratio x update; ratio = 1 where a norm is zero."""
     weight_N, update_N = sums_2N.sqrt()
     rate_N = lr * torch.where((weight_N > 0) & (update_N > 0), weight_N / update_N, 1.0)
     for i, (p, update) in enumerate(zip(params, updates, strict=True)):

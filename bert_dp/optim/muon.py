@@ -1,4 +1,4 @@
-"""Muon (Keller Jordan, kellerjordan.github.io/posts/muon) for matrices and AdamW for the rest, in one.
+"""Make Muon (Keller Jordan, kellerjordan.github.io/posts/muon) for matrices and AdamW for the rest, in one.
 
 The update of a matrix is its Nesterov momentum, orthogonalised, times 0.2 sqrt(max(rows, columns)), so that
 its size is that of an AdamW update and one learning rate serves both (arXiv 2502.16982, 2.2). A parameter
@@ -23,9 +23,9 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 BATCH_ELEMENTS = 2**25  # of the matrices that are multiplied at once: 128 MiB in fp32
 
-Split = tuple[int, int]
+FusedSplit = tuple[int, int]
 """(dimension, number of matrices fused along it), as in a model's tensor plan."""
-WHOLE: Split = (0, 1)
+WHOLE: FusedSplit = (0, 1)
 
 
 def make(config: OptimConfig, named: Named, model: Model, *, compiled: bool, precision: str) -> Muon:
@@ -55,9 +55,9 @@ def make(config: OptimConfig, named: Named, model: Model, *, compiled: bool, pre
 
 
 class Muon(Optimizer):
-    """Groups carry `matrix`: True = Muon (state momentum_buffer), False = AdamW (its state). One of matrices
-    may carry `splits`: of each parameter (dimension, fused matrices along it). `step` leaves what Muon
-    orthogonalises in .grad.
+    """Update matrices by Muon, other tensors by AdamW. Groups carry `matrix`: True = Muon (state
+    momentum_buffer), False = AdamW (its state). One of matrices may carry `splits`: of each parameter
+    (dimension, fused matrices along it). `step` leaves what Muon orthogonalises in .grad.
 
     Matrices must be whole on their rank.
     """
@@ -72,14 +72,14 @@ class Muon(Optimizer):
         eps: float,
         multiply_in: torch.dtype | None = None,
     ):
-        """`multiply_in`: of Newton-Schulz; None = the parameters' own precision."""
+        """Set the precision of Newton-Schulz, `multiply_in`; None = the parameters' own."""
         self._multiply_in = multiply_in
         settings = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "weight_decay": 0.0}
         super().__init__(params, {**settings, "matrix": False, "splits": None})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update of every tensor that has a gradient, without a host sync."""
+        """Update every tensor that has a gradient, without a host sync."""
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if params and group["matrix"]:
@@ -89,7 +89,7 @@ class Muon(Optimizer):
             elif params:
                 self.adamw(group, params)
 
-    def _muon(self, group: dict[str, Any], params: list[Tensor], splits: list[Split]) -> None:
+    def _muon(self, group: dict[str, Any], params: list[Tensor], splits: list[FusedSplit]) -> None:
         keep, divisor = self.controls(params[0])
         lr, momentum = group["lr"] * keep, group["momentum"]
         weights: list[Tensor] = []
@@ -113,7 +113,7 @@ class Muon(Optimizer):
 
 
 def batches_of_a_shape(matrices: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Numbers of matrices that have one shape, of at most BATCH_ELEMENTS elements together."""
+    """Yield indices of matrices of one shape, of at most BATCH_ELEMENTS elements together."""
     by_shape: dict[torch.Size, list[int]] = {}
     for i, matrix in enumerate(matrices):
         by_shape.setdefault(matrix.shape, []).append(i)
@@ -125,7 +125,7 @@ def batches_of_a_shape(matrices: Sequence[Tensor]) -> Iterator[list[int]]:
 
 @contextmanager
 def no_tf32() -> Iterator[None]:
-    """Products of fp32 matrices in fp32, whatever the model's own are allowed (setup.py)."""
+    """Multiply fp32 matrices in fp32, whatever the model's own are allowed (setup.py)."""
     allowed = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -136,7 +136,7 @@ def no_tf32() -> Iterator[None]:
 
 @no_tf32()
 def orthogonalize(matrices: Tensor, multiply_in: torch.dtype | None = None) -> Tensor:
-    """[..., R, C] -> about U V' of each one's singular value decomposition, in their own precision, with
+    """Map [..., R, C] to about U V' of each one's singular value decomposition, in their own precision, with
     products in `multiply_in` (None = theirs too)."""
     a, b, c = COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of progress f."""
+"""Compute the learning rate as a pure function of progress f."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from bert_dp.config import ScheduleConfig
 
 
 def lr_factor(schedule: ScheduleConfig, progress: float) -> float:
-    """Learning rate / peak at progress f in [0, 1].
+    """Return learning rate / peak at progress f in [0, 1].
 
     budget_triangle: min(0.25 + f, 4 (1 - f)), the recipe's (JonasGeiping/cramming, budget-triangle2).
     linear, cosine, wsd: linear warm-up over warmup_fraction first; wsd decays as 1 - sqrt over its last

@@ -1,4 +1,4 @@
-"""Engines: ways of using the ranks. Each is one file, imported only when chosen."""
+"""Define engines: ways of using the ranks. Each is one file, imported only when chosen."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from bert_dp.config import Config, ConfigError, ParallelConfig, install_command
+from bert_dp.config import Config, ConfigError, Issue, ParallelConfig, install_command
 from bert_dp.noise import NormPairs
 from bert_dp.trainable import Model
 from bert_dp.world import World
@@ -24,7 +24,7 @@ State = dict[str, dict[str, Tensor]]
 
 
 class Engine(Protocol):
-    """Six verbs, two numbers, and `norm_pairs` where it can measure them. Data is split by dp_rank and
+    """Define six verbs, two numbers, and `norm_pairs` where it can measure them. Data is split by dp_rank and
     dp_size, never by world rank.
 
     A new engine is a file here with a class `Engine`, a row of `ENGINES` in `bert_dp/config/engines.py`, from
@@ -36,23 +36,24 @@ class Engine(Protocol):
 
     @property
     def norm_pairs(self) -> NormPairs | None:
-        """The measurements for log.noise_scale; None = this engine cannot make them."""
+        """Return the measurements for log.noise_scale; None = this engine cannot make them."""
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Wrap or shard `model` (already on its device), then build the optimizer."""
 
     def accumulate(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Around forward and backward of one micro batch: gradients are reduced only when `last`."""
+        """Wrap forward and backward of one micro batch: gradients are reduced only when `last`."""
 
     def backward(self, loss: Tensor) -> None:
-        """`loss` is this replica's share: summed over replicas it is the step's loss."""
+        """Run the backward pass of `loss`, this replica's share: summed over replicas it is the step's
+        loss."""
 
     def step(self, max_norm: float) -> Tensor:
         """Clip by the reduced norm (0 = do not), skip on all ranks if it is not finite, step, zero the
         gradients. Returns the norm before clipping, a device scalar; not finite when the step was skipped."""
 
     def gather_state(self) -> State | None:
-        """Canonical state on rank 0, None elsewhere. Collective."""
+        """Return the canonical state on rank 0, None elsewhere. Collective."""
 
     def scatter_state(self, state: State) -> None:
         """Load a canonical state, given whole on every rank."""
@@ -67,7 +68,7 @@ def engine_name(config: ParallelConfig, world_size: int) -> str:
 def make_engine(
     name: str, config: Config, world: World, device: torch.device, *, precision: str, run_dir: Path
 ) -> Engine:
-    """The engine `name`: class Engine of bert_dp.parallel.<name>. precision fp16 adds a gradient scaler.
+    """Make the engine `name`: class Engine of bert_dp.parallel.<name>. precision fp16 adds a gradient scaler.
 
     Raises ConfigError when a package that it wraps is not installed.
     """
@@ -77,5 +78,6 @@ def make_engine(
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         what = "" if missing == name else f"{missing}, from "
-        raise ConfigError([f"parallel.engine: {name} needs {what}`{install_command(name)}`"]) from None
+        text = f"{name} needs {what}`{install_command(name)}`"
+        raise ConfigError([Issue("parallel.engine", "needs_package", text, name)]) from None
     return engine

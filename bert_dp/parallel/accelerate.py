@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate: DistributedDataParallel as `Accelerator.prepare` makes it.
+"""Train by Hugging Face Accelerate: DistributedDataParallel as `Accelerator.prepare` makes it.
 
 Autocast, loss scaling and the learning rate stay with us: a scheduler of Accelerate's steps once per process.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bert_dp.config import Config, ConfigError
+from bert_dp.config import Config, ConfigError, Issue
 from bert_dp.parallel import MakeOptimizer, State
 from bert_dp.parallel.state import read_state, write_state
 from bert_dp.parallel.stepping import clip_and_step, make_scaler
@@ -50,19 +50,17 @@ class Engine:
         )
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Raises ConfigError when the environment makes accelerate use something else than DDP."""
+        """Prepare both. Raises ConfigError when the environment makes accelerate use something else than
+        DDP."""
         self._model, self._optimizer = model, make_optimizer(model.named_parameters())
         with warnings.catch_warnings():  # accelerate knows only broadcast_buffers, torch 2.13 has a new name
             warnings.simplefilter("ignore", FutureWarning)
             self._wrapped, prepared = self._accelerator.prepare(model, self._optimizer)
         if self.dp_size > 1 and not isinstance(self._wrapped, DistributedDataParallel):
             kind = self._accelerator.distributed_type.value
-            raise ConfigError(
-                [
-                    f"parallel.engine: accelerate chose {kind} for {self.dp_size} ranks; "
-                    "unset ACCELERATE_USE_*, start its launcher with --multi_gpu"
-                ]
-            )
+            text = f"accelerate chose {kind} for {self.dp_size} ranks"
+            hint = "unset ACCELERATE_USE_*, start its launcher with --multi_gpu"
+            raise ConfigError([Issue("parallel.engine", "unsupported", text, "accelerate", hint=hint)])
         self._stepper: Any = Stepper(prepared)
         return self._wrapped, self._optimizer
 
@@ -87,7 +85,7 @@ class Engine:
 
 
 class Stepper:
-    """The inner optimizer, on which `clip_and_step` sets attributes, stepped through accelerate's wrapper."""
+    """Step the inner optimizer, on which `clip_and_step` sets attributes, through accelerate's wrapper."""
 
     def __init__(self, prepared: Any):
         self.__dict__["_prepared"] = prepared

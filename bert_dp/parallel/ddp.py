@@ -1,4 +1,5 @@
-"""DistributedDataParallel: whole replicas, gradients all-reduced in buckets on the last micro batch only."""
+"""Train by DistributedDataParallel: whole replicas, gradients all-reduced in buckets on the last micro batch
+only."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bert_dp.config import Config
 from bert_dp.noise import CommHook, NormPairs
 from bert_dp.parallel import MakeOptimizer, State
-from bert_dp.parallel.grid import Grid
+from bert_dp.parallel.grid import RankGrid
 from bert_dp.parallel.state import read_state, write_state
 from bert_dp.parallel.stepping import clip_and_step, make_scaler, scaled_backward
 from bert_dp.parallel.tensor import TensorParallel
@@ -35,7 +36,7 @@ class Engine:
     """See `bert_dp.parallel.Engine`."""
 
     def __init__(self, config: Config, world: World, device: torch.device, *, precision: str, run_dir: Path):
-        self._grid = Grid(world, config.parallel.tensor, device)
+        self._grid = RankGrid(world, config.parallel.tensor, device)
         self.dp_rank, self.dp_size = self._grid.dp_rank, self._grid.dp_size
         self._tensor = TensorParallel(self._grid)
         self._config = config.parallel
@@ -64,7 +65,7 @@ class Engine:
         return self._ddp, self._optimizer
 
     def _register_hook(self) -> None:
-        """DDP takes one, and without any it does what `allreduce_hook` does."""
+        """Register a hook where needed: without any DDP does what `allreduce_hook` does."""
         group, dtype = self._grid.dp_group, REDUCE_DTYPES.get(self._config.reduce_dtype)
         reduce: CommHook = allreduce_hook if dtype is None else reduce_narrow
         if self.norm_pairs.on:
@@ -108,7 +109,7 @@ class Engine:
 def reduce_narrow(
     state: tuple[dist.ProcessGroup, torch.dtype], bucket: dist.GradBucket
 ) -> torch.futures.Future[Tensor]:
-    """Mean over the ranks of a bucket sent in 16 bits: divided first, so that fp16 cannot overflow.
+    """Average a bucket over the ranks in 16 bits: divided first, so that fp16 cannot overflow.
 
     torch's own bf16 hook refuses gloo.
     """

@@ -1,4 +1,5 @@
-"""DeepSpeed ZeRO (arXiv 1910.02054) around our model, optimizer and loop: its engine reduces, clips, steps.
+"""Train by DeepSpeed ZeRO (arXiv 1910.02054) around our model, optimizer and loop: its engine reduces, clips,
+steps.
 
 Stage 0 shares nothing out, 1 the optimizer state, 2 the gradients too, 3 the parameters too. Stages 0 and 1
 reduce on the last micro batch only, 2 and 3 every micro batch. Tensors are flattened, so there is no Muon,
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bert_dp import record
-from bert_dp.config import Config, ConfigError
+from bert_dp.config import Config, ConfigError, Issue
 from bert_dp.parallel import MakeOptimizer, State
 from bert_dp.parallel.state import check_names, read_state, write_state
 from bert_dp.trainable import Model
@@ -35,14 +36,11 @@ class Engine:
     """See `bert_dp.parallel.Engine`. RUN/deepspeed.json is what DeepSpeed was given."""
 
     def __init__(self, config: Config, world: World, device: torch.device, *, precision: str, run_dir: Path):
-        """Raises ConfigError when DeepSpeed is too old, or `precision: auto` chose fp16."""
+        """Check the package. Raises ConfigError when it is too old, or `precision: auto` chose fp16."""
         if precision == "fp16":  # without a scaler, and on a GPU DeepSpeed would leave our autocast
-            raise ConfigError(
-                [
-                    "precision: auto is fp16 on this GPU, which parallel.engine: deepspeed does "
-                    "not support; use precision: fp32 or parallel.engine: zero1"
-                ]
-            )
+            text = "auto is fp16 on this GPU, which parallel.engine: deepspeed does not support"
+            hint = "use precision: fp32 or parallel.engine: zero1"
+            raise ConfigError([Issue("precision", "conflict", text, "auto", "parallel.engine", hint)])
         # srun and mpirun set other names than DeepSpeed looks for
         os.environ.update(standard_variables(world, device.index))
         if device.type == "cpu":
@@ -53,12 +51,9 @@ class Engine:
 
         version = tuple(getattr(deepspeed, f"__version_{part}__") for part in ("major", "minor", "patch"))
         if version < OLDEST:
-            raise ConfigError(
-                [
-                    f"parallel.engine: deepspeed {deepspeed.__version__} is too old; install "
-                    f"{'.'.join(map(str, OLDEST))} or newer"
-                ]
-            )
+            text = f"deepspeed {deepspeed.__version__} is too old"
+            hint = f"install {'.'.join(map(str, OLDEST))} or newer"
+            raise ConfigError([Issue("parallel.engine", "needs_package", text, "deepspeed", hint=hint)])
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)  # its calls
         if device.type == "cpu":
@@ -127,7 +122,8 @@ class Engine:
         return state if self.dp_rank == 0 else None
 
     def scatter_state(self, state: State) -> None:
-        """Raises ValueError when the steps of the parameters differ: DeepSpeed has one count for all."""
+        """Load the state. Raises ValueError when the steps of the parameters differ: DeepSpeed has one count
+        for all."""
         if self._stage == 0:
             write_state(self._model, self._optimizer, None, state)
             return
@@ -157,25 +153,25 @@ class Engine:
             values["step"].fill_(max(steps, default=0.0))
 
     def _whole(self, parameter: nn.Parameter, key: str) -> Tensor:
-        """The weight (key "") or a moment of it, gathered. Collective."""
-        extra, what = ([key], "optimizer_state") if key else ([], "fp32_param")
-        whole: Tensor = getattr(self._package.utils, f"safe_get_full_{what}")(parameter, *extra)
+        """Gather the weight (key "") or a moment of it. Collective."""
+        whole: Tensor = self._safe("get_full", key)(parameter, *filter(None, [key]))
         return whole.detach()
 
     def _write(self, parameter: Any, whole: Tensor, key: str) -> None:
-        """This rank's part of the weight that the optimizer has (key ""), or of a moment."""
-        extra, what = ([key], "optimizer_state") if key else ([], "fp32_param")
+        """Write this rank's part of the weight that the optimizer has (key ""), or of a moment."""
+        part, verb = whole, "set_full"
         if self._stage == 3:  # its safe_set_full_* fail where the number of ranks does not divide a tensor
-            size = parameter.ds_tensor.numel()
+            size, verb = parameter.ds_tensor.numel(), "set_local"
             padded = F.pad(whole.flatten(), (0, size * self.dp_size - whole.numel()))
             part = padded[self.dp_rank * size :][:size]
-            getattr(self._package.utils, f"safe_set_local_{what}")(parameter, part, *extra)
-        else:
-            getattr(self._package.utils, f"safe_set_full_{what}")(parameter, whole, *extra)
+        self._safe(verb, key)(parameter, part, *filter(None, [key]))
+
+    def _safe(self, verb: str, key: str) -> Any:
+        return getattr(self._package.utils, f"safe_{verb}_{'optimizer_state' if key else 'fp32_param'}")
 
 
 def settings(config: Config, precision: str) -> dict[str, Any]:
-    """DeepSpeed's configuration: what we set, its defaults for the rest."""
+    """Return DeepSpeed's configuration: what we set, its defaults for the rest."""
     return {
         "train_micro_batch_size_per_gpu": config.batch.micro_size,
         "gradient_accumulation_steps": 1,  # the loop counts them, and a ramp changes their number

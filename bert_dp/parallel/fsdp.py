@@ -1,4 +1,5 @@
-"""FSDP2 (torch fully_shard): weights, gradients and optimizer state in parts, gathered block by block.
+"""Train by FSDP2 (torch fully_shard): weights, gradients and optimizer state in parts, gathered block by
+block.
 
 The optimizer works on this rank's parts as plain tensors: all that needs whole tensors is a norm, and that
 is a sum over ranks.
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from bert_dp.config import Config
 from bert_dp.parallel import MakeOptimizer, State
-from bert_dp.parallel.grid import Grid
+from bert_dp.parallel.grid import RankGrid
 from bert_dp.parallel.state import read_state, write_state
 from bert_dp.parallel.stepping import clip_and_step, make_scaler, scaled_backward
 from bert_dp.parallel.tensor import TensorParallel
@@ -30,7 +31,7 @@ class Engine:
 
     def __init__(self, config: Config, world: World, device: torch.device, *, precision: str, run_dir: Path):
         parallel = config.parallel
-        self._grid = Grid(world, parallel.tensor, device, replicas=parallel.fsdp_replicas)
+        self._grid = RankGrid(world, parallel.tensor, device, replicas=parallel.fsdp_replicas)
         self.dp_rank, self.dp_size = self._grid.dp_rank, self._grid.dp_size
         self._tensor = TensorParallel(self._grid)
         # weights are gathered as wide as they are: autocast then narrows what it narrows under ddp, and norms

@@ -1,4 +1,4 @@
-"""Where a rank stands among replicas and inside one, and sums over what such ranks hold in parts."""
+"""Place ranks among and inside replicas, and sum over tensors that they hold in parts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from bert_dp.dist import TIMEOUT
 from bert_dp.world import World
 
 
-class Grid:
-    """Ranks as [dp, tp]: the tensor-parallel ranks of a replica are neighbours, so they share a node.
+class RankGrid:
+    """Arrange ranks as [dp, tp]: the tensor-parallel ranks of a replica are neighbours, so they share a node.
 
     `replicas` > 1 divides dp further, into [replicas, dp / replicas].
     """
@@ -35,16 +35,12 @@ class Grid:
         self.tp_group = self.mesh["tp"].get_group() if tensor > 1 else None
         self.dp_group = self.mesh["shard"].get_group()
         """The ranks that hold the same part of other replicas; with `replicas` > 1 those of one shard set."""
-
-    @property
-    def data_mesh(self) -> DeviceMesh:
+        self.data_mesh: DeviceMesh = self.mesh[tuple(name for name in shape if name != "tp")]
         """The dimensions that gradients are summed over."""
-        names = tuple(name for name in self.mesh.mesh_dim_names or () if name != "tp")
-        return self.mesh[names]
 
 
 class ShardedSums:
-    """Sums over whole tensors from sums over the parts on this rank: [k, N] -> [k, N], N tensors.
+    """Sum over whole tensors from sums over the parts on this rank: [k, N] -> [k, N], N tensors.
 
     `counts_N` is 0 for a tensor that another rank of the group already counts. Collective over `groups`.
     """
@@ -59,7 +55,7 @@ class ShardedSums:
         return self._reduce(sums_kN)
 
     def total(self, sums_N: Tensor) -> Tensor:
-        """The sum over all tensors, a scalar: one number on the wire, not N."""
+        """Return the sum over all tensors, a scalar: one number on the wire, not N."""
         if self._counts_N is not None:
             sums_N = sums_N * self._counts_N
         return self._reduce(sums_N.sum())

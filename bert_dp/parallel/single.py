@@ -1,4 +1,4 @@
-"""One rank, plain module, no process group: the baseline every figure is held against.
+"""Train on one rank, plain module, no process group: the baseline every figure is held against.
 
 On N ranks (as `independent`) each trains on its own share of the samples, for itself.
 """

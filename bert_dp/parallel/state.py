@@ -1,4 +1,4 @@
-"""Canonical state to and from what a rank holds."""
+"""Convert between the canonical state and the tensors of a rank."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def read_state(
     parameters: Mapping[str, Tensor] | None = None,
     keep: bool = True,
 ) -> State | None:
-    """Copies on the host; a tied tensor stands once, under its first name. Collective as far as `unshard` is:
-    a rank that shall not `keep` them takes part, copies nothing and gets None.
+    """Copy to the host; a tied tensor stands once, under its first name. Collective as far as `unshard` is: a
+    rank that shall not `keep` them takes part, copies nothing and gets None.
 
     `parameters`: name -> the tensor that the optimizer knows; default: the model's own.
     """
@@ -44,7 +44,7 @@ def read_state(
 def optimizer_state(
     optimizer: torch.optim.Optimizer, name: str, parameter: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
-    """The optimizer's state of a parameter, as (name in a State, value)."""
+    """Yield the optimizer's state of a parameter, as (name in a State, value)."""
     for key, value in optimizer.state.get(parameter, {}).items():
         yield f"{name}/{key}", value
 
@@ -96,7 +96,7 @@ def write_state(
 
 
 def check_names(tensors: Mapping[str, Tensor], state: State) -> None:
-    """Raises ValueError naming what either of a model's tensors and a state has alone."""
+    """Raise ValueError naming the tensors that only the model or only the state has."""
     if differing := tensors.keys() ^ state["model"].keys():
         raise ValueError(f"checkpoint and model differ in: {', '.join(sorted(differing))}")
 
@@ -114,5 +114,5 @@ def _like(parameter: Tensor, key: str, value: Tensor) -> Tensor:
 
 
 def to_host(items: Iterable[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor]:
-    """Copies of those that are to be kept; each of `items` is made in any case, which may be collective."""
+    """Copy `items` to the host if `keep`; each is made in any case, which may be collective."""
     return {name: value.detach().to("cpu", copy=True).contiguous() for name, value in items if keep}

@@ -1,4 +1,4 @@
-"""The end of a step, the same for every engine that steps itself: norm, clip, skip, update."""
+"""End a step, for every engine that steps itself: norm, clip, skip, update."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def clip_and_step(
     *,
     norm_sums: ShardedSums | None = None,
 ) -> Tensor:
-    """One optimizer step on reduced gradients, without a host sync; returns the norm before clipping.
+    """Take one optimizer step on reduced gradients, without a host sync; return the norm before clipping.
 
     Clipping rides on the fused step's own division (`grad_scale`), so the gradients are read once, not twice.
     A norm that is not finite skips the step through `found_inf`; the norm is of reduced gradients, so

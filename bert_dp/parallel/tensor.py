@@ -1,5 +1,5 @@
-"""Tensor parallelism (Megatron-LM, arXiv 1909.08053): explicit layers on plain tensors, by a plan that the
-model gives as data.
+"""Divide a model (Megatron-LM, arXiv 1909.08053): explicit layers on plain tensors, by a plan that the model
+gives as data.
 
 A column-parallel linear holds some outputs: its input gradient is summed over the ranks. A row-parallel
 linear holds some inputs: its output is. The vocabulary's rows are divided; logits are never gathered.
@@ -15,29 +15,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from bert_dp.config import ConfigError
+from bert_dp.config import ConfigError, Issue
 from bert_dp.lookup import add_row_gradients
 from bert_dp.matmul import Linear, linear, product, widened
-from bert_dp.parallel.grid import Grid, ShardedSums
+from bert_dp.parallel.grid import RankGrid, ShardedSums
 from bert_dp.parallel.stepping import optimizer_parameters
 from bert_dp.trainable import Model
 
 Group = dist.ProcessGroup | None
 
 
-class Split(NamedTuple):
-    """`dim` is divided over the ranks, each of its `blocks` fused matrices for itself."""
+class TensorSplit(NamedTuple):
+    """Divide `dim` over the ranks, each of its `blocks` fused matrices for itself."""
 
     dim: int
     blocks: int = 1
 
 
 class TensorParallel:
-    """Divides a whole model over the ranks of `grid.tp_group`; with one rank it changes nothing."""
+    """Divide a whole model over the ranks of `grid.tp_group`; with one rank it changes nothing."""
 
-    def __init__(self, grid: Grid):
+    def __init__(self, grid: RankGrid):
         self._group, self._rank, self._size = grid.tp_group, grid.tp_rank, grid.tp_size
-        self._plan: dict[str, Split] = {}
+        self._plan: dict[str, TensorSplit] = {}
 
     def shard_model(self, model: Model) -> None:
         """Keep this rank's shard of every parameter in `model.tensor_plan()`, whole ones stay replicated.
@@ -48,10 +48,11 @@ class TensorParallel:
             return
         plan = model.tensor_plan()
         if plan is None:
-            raise ConfigError([f"parallel.tensor: {self._size}, but this model cannot be divided; use 1"])
+            text = f"{self._size}, but this model cannot be divided"
+            raise ConfigError([Issue("parallel.tensor", "unsupported", text, self._size, hint="use 1")])
         assert self._group is not None
         group = self._group.group_name
-        self._plan = {name: Split(*split) for name, split in plan.items()}
+        self._plan = {name: TensorSplit(*split) for name, split in plan.items()}
         for name, split in self._plan.items():
             path, _, leaf = name.rpartition(".")
             module = model.get_submodule(path)
@@ -61,7 +62,7 @@ class TensorParallel:
                 parent, _, child = path.rpartition(".")
                 parallel = (ColumnLinear, RowLinear)[split.dim](module, group)
                 setattr(model.get_submodule(parent), child, parallel)
-        vocabulary = ParallelVocabulary(group, self._rank)
+        vocabulary = ParallelEmbedding(group, self._rank)
         for module in model.modules():
             if hasattr(module, "vocabulary"):
                 module.vocabulary = vocabulary  # type: ignore[assignment]
@@ -69,7 +70,7 @@ class TensorParallel:
                 module.tensor_rank = self._rank  # type: ignore[assignment]
 
     def shard(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's shard of a tensor with the whole shape of parameter `name`."""
+        """Return this rank's shard of a tensor with the whole shape of parameter `name`."""
         split = self._plan.get(name)
         if split is None:
             return whole
@@ -77,7 +78,7 @@ class TensorParallel:
         return torch.cat([block.chunk(self._size, split.dim)[self._rank] for block in blocks], split.dim)
 
     def unshard(self, name: str, shard: Tensor) -> Tensor:
-        """The inverse of `shard`. Collective over the ranks of a replica."""
+        """Invert `shard`. Collective over the ranks of a replica."""
         split = self._plan.get(name)
         if split is None:
             return shard
@@ -91,8 +92,8 @@ class TensorParallel:
     def sharded_sums(
         self, optimizer: torch.optim.Optimizer, named: list[tuple[str, Any]], *groups: Group
     ) -> ShardedSums:
-        """Sums for the optimizer's parameters over the ranks of a replica, a replicated tensor counted on
-        one, and over `groups`."""
+        """Return sums for the optimizer's parameters over the ranks of a replica, a replicated tensor counted
+        on one, and over `groups`."""
         if self._size == 1:
             return ShardedSums(None, groups)
         names = {parameter: name for name, parameter in named}
@@ -102,7 +103,7 @@ class TensorParallel:
 
 
 class ColumnLinear(Linear):
-    """[..., in] -> [..., out / ranks]; the input is the same on every rank."""
+    """Map [..., in] -> [..., out / ranks]; the input is the same on every rank."""
 
     def __init__(self, linear: nn.Linear, group: str):
         nn.Module.__init__(self)
@@ -114,7 +115,7 @@ class ColumnLinear(Linear):
 
 
 class RowLinear(Linear):
-    """[..., in / ranks] -> [..., out], summed over the ranks; the bias is added once, after the sum."""
+    """Map [..., in / ranks] -> [..., out], summed over the ranks; the bias is added once, after the sum."""
 
     def __init__(self, linear: nn.Linear, group: str):
         nn.Module.__init__(self)
@@ -125,8 +126,8 @@ class RowLinear(Linear):
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
 
-class ParallelVocabulary:
-    """The tied embedding and decoder and the loss, each rank with its rows of the vocabulary."""
+class ParallelEmbedding:
+    """Compute the tied embedding, decoder and loss, each rank with its rows of the vocabulary."""
 
     def __init__(self, group: str, rank: int):
         self._group, self._rank = group, rank
@@ -137,17 +138,18 @@ class ParallelVocabulary:
         return out
 
     def logits(self, x_PH: Tensor, weight_VH: Tensor) -> Tensor:
-        """[P, V / ranks]: this rank's columns."""
+        """Return [P, V / ranks]: this rank's columns."""
         return column_product(x_PH, weight_VH, self._group)
 
     def loss(self, logits_PV: Tensor, labels_P: Tensor) -> Tensor:
-        """Sum of the cross entropies over the whole vocabulary; negative labels count for nothing."""
+        """Return the sum of the cross entropies over the whole vocabulary; negative labels count for
+        nothing."""
         loss: Tensor = _CrossEntropy.apply(widened(logits_PV), labels_P, self._start(logits_PV), self._group)
         return loss
 
     def score(self, logits_PV: Tensor, labels_P: Tensor) -> Tensor:
-        """[2, P]: the cross entropy of each position over the whole vocabulary, and 1 where the label has the
-        greatest logit; both are 0 for a negative label. Has no gradient."""
+        """Return [2, P]: the cross entropy of each position over the whole vocabulary, and 1 where the label
+        has the greatest logit; both are 0 for a negative label. Has no gradient."""
         with torch.no_grad():
             sums = _reduced_sums(widened(logits_PV), labels_P, self._start(logits_PV), self._group)
         real_P = labels_P >= 0
@@ -156,7 +158,7 @@ class ParallelVocabulary:
         )
 
     def _start(self, logits_PV: Tensor) -> int:
-        """The first of this rank's rows."""
+        """Return the first of this rank's rows."""
         return self._rank * logits_PV.shape[1]
 
 
@@ -172,7 +174,7 @@ def named_group(name: str) -> dist.ProcessGroup:
 
 @torch.library.custom_op("bert_dp::all_reduce", mutates_args=())
 def all_reduce(x: Tensor, operation: str, group: str) -> Tensor:
-    """A copy, reduced over the ranks: `operation` is sum or max. Has no gradient of its own."""
+    """Return a copy, reduced over the ranks: `operation` is sum or max. Has no gradient of its own."""
     out = x.contiguous().clone()
     dist.all_reduce(out, OPERATIONS[operation], group=named_group(group))
     return out
@@ -185,7 +187,8 @@ def _(x: Tensor, operation: str, group: str) -> Tensor:
 
 @torch.library.custom_op("bert_dp::column_gradients", mutates_args=())
 def column_gradients(grad_MN: Tensor, x_MK: Tensor, weight_NK: Tensor, group: str) -> tuple[Tensor, Tensor]:
-    """Gradients of x @ weight.T: the input's, summed over the ranks, and the weight's, computed meanwhile."""
+    """Return gradients of x @ weight.T: the input's, summed over the ranks, and the weight's, computed
+    meanwhile."""
     grad_MK = product(grad_MN, weight_NK.t())
     work = dist.all_reduce(grad_MK, group=named_group(group), async_op=True)
     grad_NK = product(grad_MN.t(), x_MK.t())
@@ -200,7 +203,8 @@ def _(grad_MN: Tensor, x_MK: Tensor, weight_NK: Tensor, group: str) -> tuple[Ten
 
 
 def column_product(x: Tensor, weight: Tensor, group: str) -> Tensor:
-    """x @ weight.T, under autocast in its precision; the backward pass sums the input gradient over ranks."""
+    """Return x @ weight.T, under autocast in its precision; the backward pass sums the input gradient over
+    ranks."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -234,7 +238,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class _LookUp(torch.autograd.Function):
-    """(weight[ids], weight) with one gradient for both uses of the matrix, as the model's own look-up."""
+    """Return (weight[ids], weight) with one gradient for both uses, as the model's own look-up."""
 
     @staticmethod
     def forward(ctx: Any, ids_BS: Tensor, weight_VH: Tensor, start: int, group: str) -> tuple[Tensor, Tensor]:
@@ -251,8 +255,8 @@ class _LookUp(torch.autograd.Function):
 
 
 class _Sums(NamedTuple):
-    """The terms of the cross entropy over a divided vocabulary; `label_P` and `exp_PV` are relative to the
-    greatest logit of all ranks."""
+    """Hold the terms of the cross entropy over a divided vocabulary; `label_P` and `exp_PV` are relative to
+    the greatest logit of all ranks."""
 
     exp_PV: Tensor
     """This rank's columns."""
@@ -270,7 +274,7 @@ class _Sums(NamedTuple):
 
 
 def _reduced_sums(logits_PV: Tensor, labels_P: Tensor, start: int, group: str) -> _Sums:
-    """Takes two reductions of P and 2 P numbers in place of a gather of P x V."""
+    """Compute the terms by two reductions of P and 2 P numbers in place of a gather of P x V."""
     top_P = all_reduce(logits_PV.max(dim=-1).values, "max", group)
     shifted_PV = logits_PV - top_P[:, None]
     mine_P = (labels_P >= start) & (labels_P < start + logits_PV.shape[1])

@@ -1,4 +1,5 @@
-"""ZeRO stage 1 (arXiv 1910.02054): every rank holds all weights, and optimizer state of some whole tensors.
+"""Train by ZeRO stage 1 (arXiv 1910.02054): every rank holds all weights, and optimizer state of some whole
+tensors.
 
 A gradient goes only to its owner, and the new weights come back from there: the bytes of one all-reduce.
 Tensors stay whole, so norms over a tensor (LAMB) and products with it (Muon) stay right.
@@ -17,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bert_dp.config import Config, ConfigError
+from bert_dp.config import Config, ConfigError, Issue
 from bert_dp.dist import gather_json
 from bert_dp.noise import NormPairs
 from bert_dp.parallel import MakeOptimizer, State
-from bert_dp.parallel.grid import Grid
+from bert_dp.parallel.grid import RankGrid
 from bert_dp.parallel.state import optimizer_state, read_scaler, to_host, write_state
 from bert_dp.parallel.stepping import clip_and_step, make_scaler, scaled_backward
 from bert_dp.parallel.tensor import TensorParallel
@@ -35,8 +36,8 @@ ALIGNED_BYTES = 16  # where a tensor begins: a graph compiled for one layer serv
 
 @dataclass
 class Bucket:
-    """Tensors of one owner: their weights lie in one buffer, their gradients in another, with zeros between
-    them."""
+    """Hold tensors of one owner: their weights lie in one buffer, their gradients in another, with zeros
+    between them."""
 
     owner: int
     names: list[str]
@@ -49,7 +50,7 @@ class Engine:
     """See `bert_dp.parallel.Engine`."""
 
     def __init__(self, config: Config, world: World, device: torch.device, *, precision: str, run_dir: Path):
-        self._grid = Grid(world, config.parallel.tensor, device)
+        self._grid = RankGrid(world, config.parallel.tensor, device)
         self.dp_rank, self.dp_size = self._grid.dp_rank, self._grid.dp_size
         self._tensor = TensorParallel(self._grid)
         self._bucket_bytes = (config.parallel.bucket_mib or DEFAULT_BUCKET_MIB) * MIB
@@ -59,17 +60,13 @@ class Engine:
         self._works: list[Any] = []
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Raises ConfigError when there are more replicas than tensors."""
+        """Share out the tensors. Raises ConfigError when there are more replicas than tensors."""
         self._tensor.shard_model(model)
         self._model = model
         self._parameters = dict(model.named_parameters())
         if len(self._parameters) < self.dp_size:
-            raise ConfigError(
-                [
-                    f"parallel.engine: zero1 shares out {len(self._parameters)} tensors, too few "
-                    f"for {self.dp_size} replicas; use ddp or fsdp"
-                ]
-            )
+            text = f"zero1 shares out {len(self._parameters)} tensors, too few for {self.dp_size} replicas"
+            raise ConfigError([Issue("parallel.engine", "conflict", text, "zero1", hint="use ddp or fsdp")])
         sizes = {name: p.numel() for name, p in self._parameters.items()}
         self._owners = assign(sizes, self.dp_size)
         self._buckets = self._make_buckets()
@@ -80,7 +77,8 @@ class Engine:
         return model, self._optimizer
 
     def _make_buckets(self) -> list[Bucket]:
-        """In the order in which the backward pass completes them; every rank makes the same list."""
+        """Make buckets in the order in which the backward pass completes them; every rank makes the same
+        list."""
         open_buckets: dict[int, list[str]] = {}
         closed: list[list[str]] = []
         for name in reversed(self._parameters):
@@ -158,7 +156,7 @@ class Engine:
         self._works.clear()
 
     def gather_state(self) -> State | None:
-        """Every owner's state goes to all replicas, tensor by tensor; rank 0 keeps it."""
+        """Send every owner's state to all replicas, tensor by tensor; rank 0 keeps it."""
         keep = self.dp_rank == 0 and self._grid.tp_rank == 0
         mine = {
             key: value
@@ -173,7 +171,8 @@ class Engine:
         return {"model": model, "optimizer": in_order, "scaler": read_scaler(self._scaler)} if keep else None
 
     def _gather_moments(self, mine: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """The state of each owner (`mine` here), whole on the ranks of the first replica. Collective."""
+        """Yield the state of each owner (`mine` here), whole on the ranks of the first replica.
+        Collective."""
         device = next(iter(self._parameters.values())).device
         facts = [(key, list(t.shape), str(t.dtype).removeprefix("torch.")) for key, t in mine.items()]
         for owner, tensors in enumerate(gather_json(facts, self._grid.dp_group, device)):
@@ -196,7 +195,7 @@ class Engine:
 
 
 def assign(sizes: dict[str, int], ranks: int) -> dict[str, int]:
-    """Owner of each tensor: the largest first, each to the rank with the least so far."""
+    """Assign an owner to each tensor: the largest first, each to the rank with the least so far."""
     load = [0] * ranks
     owners = {}
     for name in sorted(sizes, key=lambda name: -sizes[name]):

@@ -27,7 +27,6 @@ from bert_dp.record.run_facts import (
     SCHEMA_VERSION,
     TOKENIZER,
     CheckpointFacts,
-    Metrics,
     list_checkpoints,
     newest_checkpoint_facts,
     read_checkpoint_facts,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import math
@@ -13,18 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from bert_dp.config.stored import MAX_JSON_BYTES, read_regular
-from bert_dp.record.run_facts import Metrics
 
 MAX_JSON_DEPTH = 32  # of nested objects and lists; ours have less than ten
 MAX_WHOLE = 2**64  # no count, size or time in ns is as large
 
 
-def append_line(path: Path, record: Metrics | Mapping[str, Any]) -> None:
+def append_line(path: Path, facts: Mapping[str, Any]) -> None:
     """Append one flat JSON line, whole or not at all. A non-finite number becomes null: JSON has none.
 
     Raises OSError.
     """
-    facts = record if isinstance(record, Mapping) else dataclasses.asdict(record)
     line = (json.dumps(finite(dict(facts)), allow_nan=False) + "\n").encode()
     with open(path, "ab", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size

@@ -144,6 +144,9 @@ class Failure(StoredFile):
         return self.message if self.rank is None else f"rank {self.rank}: {self.message}"
 
 
+STRAGGLER_RATIO = 1.2  # of own work to the others' median, from which on a rank is named
+
+
 class Straggler(StoredModel):
     """Name the rank that the others wait for."""
 
@@ -152,18 +155,6 @@ class Straggler(StoredModel):
     """Its own work before any reduction over the others' median."""
     seconds_per_step: float
     """Lost by the others."""
-
-
-class DdpCounters(StoredModel):
-    """What torch's DDP counted; means over the steps that it samples. null: it did not tell."""
-
-    bucket_bytes: list[int] = []
-    comm_s: FiniteOrNone = None
-    """Reductions."""
-    overlap_s: FiniteOrNone = None
-    """Of them under the backward pass."""
-    compute_s: FiniteOrNone = None
-    """The backward pass."""
 
 
 class NoiseScale(StoredModel):
@@ -304,13 +295,15 @@ class Summary(StoredFile):
     straggler_ratio: FiniteOrNone = None
     """Own work (before any reduction) of the slowest rank over the others' median; null for a lone rank."""
     straggler: Straggler | None = None
-    """When the ratio is above 1.2 over the run."""
+    """When the ratio is above STRAGGLER_RATIO over the run."""
     time_s: dict[str, float] = {}
     """Rank 0's clock: setup, compile, train, data_wait, forward_backward, optimizer, eval, save (stall)."""
     command_s: FiniteOrNone = None
     """From the start of the command to the end of the last rank, by the launcher."""
-    ddp: DdpCounters | None = None
-    """null under other engines."""
+    bucket_bytes: list[int] = []
+    """Of DDP's reduction buckets; empty under other engines."""
+    metrics: dict[str, FiniteOrNone] = {}
+    """Other metrics by their names in metrics.jsonl, at the last line."""
     loss_spikes: int | None = None
     """Logged losses far above the ones before."""
     failed_saves: int | None = None

@@ -1,9 +1,8 @@
-"""Lines of metrics.jsonl and evals.jsonl, checkpoints and their state.json. Torch-free."""
+"""Checkpoints of a run and their state.json. Torch-free."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import re
 from pathlib import Path
@@ -23,39 +22,6 @@ PREDICTIONS = "predictions.jsonl"
 CHECKPOINT_NAME = re.compile(
     r"step-(\d{8,})(\.old-\w+)?"
 )  # of a complete one, not of a save that was cut off
-
-
-@dataclasses.dataclass(frozen=True)
-class Metrics:
-    """One line of metrics.jsonl. Times and rates are means over the steps since the previous line."""
-
-    step: int
-    samples: int
-    tokens: int
-    epoch: int
-    progress: float
-    """After the step; in a budget of hours that of `elapsed_s`."""
-    loss: float
-    lr: float
-    """The rate of the step, which follows the progress at its beginning; so does `global_batch`."""
-    grad_norm: float
-    global_batch: int
-    micro_batch: int
-    accumulation: int
-    world_size: int
-    step_time_s: float
-    steps_per_s: float
-    global_steps_per_s: float
-    samples_per_s: float
-    tokens_per_s: float
-    tokens_per_s_per_gpu: float
-    mfu: float | None
-    data_wait_s: float
-    forward_backward_s: float
-    optimizer_s: float
-    peak_memory_gib: float
-    elapsed_s: float
-    skipped_steps: int
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

@@ -1,4 +1,5 @@
-"""What the loop does not know: a run's model, data, loss and evaluation. A task is one file."""
+"""Define a task: a run's model, data, loss and evaluation, which the loop does not know. A task is one
+file."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from bert_dp.trainable import Model
 LENGTH_MULTIPLE = 16  # of a padded length: few shapes to compile
 
 
-class Batch(Protocol):
-    """One micro batch, on the host until `to`. Beside this only the task knows what is in it."""
+class MicroBatch(Protocol):
+    """Hold one micro batch, on the host until `to`; its other content is the task's."""
 
     @property
     def sample_ids(self) -> NDArray[Any]:
@@ -33,24 +34,24 @@ class Batch(Protocol):
 
 
 class Stream(Protocol):
-    """The micro batches of a replica, in order."""
+    """Yield the micro batches of a replica, in order."""
 
     wait_s: float
     """Seconds `next` has blocked so far."""
 
-    def next(self) -> Batch: ...
+    def next(self) -> MicroBatch: ...
 
     def close(self) -> None: ...
 
 
 class SameBatch:
-    """One micro batch over and over: a stream that costs nothing."""
+    """Yield the same micro batch over and over."""
 
-    def __init__(self, batch: Batch):
+    def __init__(self, batch: MicroBatch):
         self._batch = batch
         self.wait_s = 0.0
 
-    def next(self) -> Batch:
+    def next(self) -> MicroBatch:
         return self._batch
 
     def close(self) -> None:
@@ -58,8 +59,8 @@ class SameBatch:
 
 
 @dataclasses.dataclass(frozen=True)
-class Metadata:
-    """A task's data, as checkpoints, the log and the summary name it."""
+class DatasetInfo:
+    """Describe a task's data for checkpoints, the log and the summary."""
 
     data_hash: str
     """SHA-256 in hexadecimal: a run goes on only with the data that it began with."""
@@ -77,7 +78,7 @@ class Metadata:
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """The things that an evaluation needs beside the model."""
+    """Hold what an evaluation needs beside the model."""
 
     comm: Comm
     device: torch.device
@@ -94,13 +95,14 @@ class Context:
     """The directory where this rank writes predictions of single examples; None = it writes none."""
 
     def sum_over_replicas(self, values: Sequence[float]) -> list[float]:
-        """Elementwise; every replica counts once. Collective."""
+        """Sum elementwise; every replica counts once. Collective."""
         sums: list[float] = self.comm.all_gather(values)[:: self.tensor].sum(0).tolist()
         return sums
 
 
 class Task(Protocol):
-    """Seven verbs and two numbers. Made from the configuration and the rank's device, without reading data.
+    """Define seven verbs and two numbers. Made from the configuration and the rank's device, without reading
+    data.
 
     A new one is a file here, its name in TASKS and in `objective.name` of `config/schema.py`; then what it
     asks of the configuration and of its data (`objective.name` is asked for in `config/schema.py`,
@@ -114,28 +116,29 @@ class Task(Protocol):
     """Padded lengths that micro batches have at most, known once the data are open: torch.compile compiles
     each apart."""
 
-    def open_data(self) -> Metadata:
+    def open_data(self) -> DatasetInfo:
         """Make or find the data; called once, before the ranks meet. Raises ConfigError."""
 
     def build_model(self, seed: int) -> Model:
-        """A whole model on the CPU, the same on every rank."""
+        """Build a whole model on the CPU, the same on every rank."""
 
     def stream(self, *, dp_rank: int, dp_size: int, start_sample: int) -> Stream:
-        """A replica's micro batches from `start_sample` on, a pure function of (seed, epoch, sample): micro
-        batches go round-robin to the replicas."""
+        """Return a replica's micro batches from `start_sample` on, a pure function of (seed, epoch, sample):
+        micro batches go round-robin to the replicas."""
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The SUM over the targets of a micro batch on the device, a device scalar."""
+        """Return the SUM over the targets of a micro batch on the device, a device scalar."""
 
     def num_targets(self, first_sample: int, count: int) -> int:
-        """Targets of `count` samples of the stream, alike on every rank, without drawing them."""
+        """Return the targets of `count` samples of the stream, alike on every rank, without drawing them."""
 
     def evaluate(self, model: nn.Module, context: Context) -> dict[str, Any] | None:
-        """Measurements on held-out data over all replicas, `loss` among them, as record.models.HeldOut has
-        them. None when nothing is held out or `context.stopped`. The model is in eval mode. Collective."""
+        """Return measurements on held-out data over all replicas, `loss` among them, as record.models.HeldOut
+        has them. None when nothing is held out or `context.stopped`. The model is in eval mode.
+        Collective."""
 
-    def example_batch(self, micro_size: int) -> Batch:
-        """A micro batch of the largest shapes, made of no data."""
+    def example_batch(self, micro_size: int) -> MicroBatch:
+        """Return a micro batch of the largest shapes, made of no data."""
 
 
 MakeTask = Callable[[Config, torch.device], Task]
@@ -145,6 +148,6 @@ TASKS = {"mlm": "bert_dp.tasks.mlm", "finetune": "bert_dp.tasks.finetune"}
 
 
 def make_task(config: Config, device: torch.device) -> Task:
-    """The task that the configuration names."""
+    """Make the task that the configuration names."""
     task: Task = importlib.import_module(TASKS[config.objective.name]).make_task(config, device)
     return task

@@ -1,11 +1,10 @@
-"""Finetuning: labels or scores of whole examples, by a prepared directory (bert_dp.examples).
+"""Finetune for labels or scores of whole examples, by a prepared directory (bert_dp.examples).
 
 Axes: B examples of a micro batch, S positions of its longest example, L labels.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import sys
@@ -27,12 +26,12 @@ from bert_dp.data import TensorBatch, TrainingStream, hash64, key32, permute
 from bert_dp.examples.store import Examples
 from bert_dp.matmul import widened
 from bert_dp.scores import score
-from bert_dp.tasks import LENGTH_MULTIPLE, Context, Metadata
+from bert_dp.tasks import LENGTH_MULTIPLE, Context, DatasetInfo
 
 
 @dataclass(frozen=True)
-class Batch(TensorBatch):
-    """`real_BS`: False for padding; None = there is none."""
+class LabelledBatch(TensorBatch):
+    """Hold labelled examples. `real_BS`: False for padding; None = there is none."""
 
     ids_BS: Tensor
     real_BS: Tensor | None
@@ -49,8 +48,9 @@ class Finetuning:
         self._kind = config.finetune.kind
         self.flops_per_token = cost.flops_per_token(config.model, config.data.sequence_length, 0.0)
 
-    def open_data(self) -> Metadata:
-        """Raises ConfigError for a directory that is damaged or that the configuration does not fit."""
+    def open_data(self) -> DatasetInfo:
+        """Open the prepared directory. Raises ConfigError if it is damaged or the configuration does not fit
+        it."""
         path = Path(self._config.data.path or "")
         manifest = read_examples(path)
         if issues := manifest.issues(self._config):
@@ -59,7 +59,7 @@ class Finetuning:
         self._splits = {name: Examples.open(path, manifest, name) for name in manifest.splits}
         self._train = self._splits.pop("train")
         self.num_lengths = -(-int(self._train.lengths.max()) // LENGTH_MULTIPLE)
-        return Metadata(
+        return DatasetInfo(
             data_hash=manifest.hash,
             tokenizer=manifest.tokenizer.sha256,
             num_samples=len(self._train),
@@ -71,29 +71,28 @@ class Finetuning:
         config = self._config
         return build_classifier(config.model, config.data.sequence_length, config.finetune, seed)
 
-    def stream(self, *, dp_rank: int, dp_size: int, start_sample: int) -> TrainingStream[Batch]:
-        config = self._config
+    def stream(self, *, dp_rank: int, dp_size: int, start_sample: int) -> TrainingStream[LabelledBatch]:
         return TrainingStream(
             self._training_batch,
-            micro_size=config.batch.micro_size,
+            micro_size=self._config.batch.micro_size,
             dp_rank=dp_rank,
             dp_size=dp_size,
             start_sample=start_sample,
-            workers=config.data.workers,
+            workers=self._config.data.workers,
             pin=self._pin,
         )
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def loss(self, model: nn.Module, batch: LabelledBatch) -> Tensor:
         assert batch.labels is not None
         logits = widened(model(batch.ids_BS, batch.real_BS, batch.key_B))
         return self._loss(logits, batch.labels)
 
     def num_targets(self, first_sample: int, count: int) -> int:
-        """An example has one target, or one for each of independent labels."""
+        """Count one target an example, or one for each of independent labels."""
         return count * (self._config.finetune.num_outputs if self._kind == "multi_label" else 1)
 
     def evaluate(self, model: nn.Module, context: Context) -> dict[str, Any] | None:
-        """Scores of every split with labels, each example counted once; predictions of all splits.
+        """Score every split with labels, each example counted once, and write predictions of all splits.
 
         `loss` is the mean over the examples of dev (of MNLI, of both). Where the logits are not finite there
         are no scores.
@@ -109,16 +108,16 @@ class Finetuning:
         if context.run_dir is not None:
             lines = (_prediction_lines(name, logits[name], each) for name, each in self._splits.items())
             text = "".join(itertools.chain.from_iterable(lines))
+            path = context.run_dir / record.PREDICTIONS
             try:
-                record.write_text(context.run_dir / record.PREDICTIONS, text)
-            except OSError as error:  # a full disk ends no run, and older answers are not those of this model
-                with contextlib.suppress(OSError):
-                    (context.run_dir / record.PREDICTIONS).unlink(missing_ok=True)
+                path.unlink(missing_ok=True)  # older answers are not those of this model
+                record.write_text(path, text)
+            except OSError as error:  # a full disk ends no run
                 sys.stdout.write(f"warning: {record.PREDICTIONS} could not be written: {error}\n")
         return measured
 
     def _measure(self, logits: Mapping[str, NDArray[np.float64]]) -> dict[str, Any] | None:
-        """See `evaluate`."""
+        """Return the measurements of `evaluate`."""
         scores: dict[str, float] = {}
         one_class: list[str] = []
         total, count = 0.0, 0
@@ -141,8 +140,8 @@ class Finetuning:
         more = {"one_class": one_class} if one_class else {}
         return {"loss": total / count, "loss_unit": unit, "examples": count, "scores": scores, **more}
 
-    def example_batch(self, micro_size: int) -> Batch:
-        """Random tokens, the last one of each example padding, so that the mask is there."""
+    def example_batch(self, micro_size: int) -> LabelledBatch:
+        """Return random tokens, the last one of each example padding, so that the mask is there."""
         config, outputs = self._config, self._config.finetune.num_outputs
         g = torch.Generator().manual_seed(config.run.seed)
         length = config.data.sequence_length
@@ -155,10 +154,10 @@ class Finetuning:
             "multi_label": torch.zeros(micro_size, outputs),
             "regression": torch.zeros(micro_size),
         }[self._kind]
-        return Batch(index, ids_BS, real_BS, labels, key32(hash64(0, index)))
+        return LabelledBatch(index, ids_BS, real_BS, labels, key32(hash64(0, index)))
 
     def _loss(self, logits_BL: Tensor, labels: Tensor) -> Tensor:
-        """Sum over the targets."""
+        """Return the sum over the targets."""
         if self._kind == "single_label":
             return F.cross_entropy(logits_BL, labels, reduction="sum")
         labels = labels.to(logits_BL.dtype)
@@ -166,8 +165,8 @@ class Finetuning:
             return F.binary_cross_entropy_with_logits(logits_BL, labels, reduction="sum")
         return F.mse_loss(logits_BL[:, 0], labels, reduction="sum")
 
-    def _training_batch(self, sample_ids: NDArray[np.int64]) -> Batch:
-        """A slice of the global batch around these positions of the stream, which is a random set, sorted by
+    def _training_batch(self, sample_ids: NDArray[np.int64]) -> LabelledBatch:
+        """Return a slice of the global batch around these positions of the stream, a random set, sorted by
         length only inside itself."""
         size, seed, n = self._config.batch.global_size, self._config.run.seed, len(self._train)
         first = int(sample_ids[0]) // size * size
@@ -181,8 +180,8 @@ class Finetuning:
 
     def _batch(
         self, examples: Examples, index_B: NDArray[np.int64], sample_ids: NDArray[np.int64], key_B: Tensor
-    ) -> Batch:
-        """Padded to the longest example, rounded up."""
+    ) -> LabelledBatch:
+        """Return examples padded to the longest one, rounded up."""
         length_B = examples.lengths[index_B]
         longest = -(-int(length_B.max()) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
         length = min(longest, self._config.data.sequence_length)
@@ -192,11 +191,11 @@ class Finetuning:
         real_BS = np.arange(length) < length_B[:, None]
         labels = None if examples.labels is None else torch.from_numpy(np.asarray(examples.labels)[index_B])
         real = None if real_BS.all() else torch.from_numpy(real_BS)
-        return Batch(sample_ids, torch.from_numpy(ids_BS), real, labels, key_B)
+        return LabelledBatch(sample_ids, torch.from_numpy(ids_BS), real, labels, key_B)
 
-    def _evaluation_batches(self, examples: Examples, context: Context) -> Iterator[Batch]:
-        """This replica's, by length; every replica gets as many, filled up with the longest example:
-        engines that communicate in the forward pass stay together."""
+    def _evaluation_batches(self, examples: Examples, context: Context) -> Iterator[LabelledBatch]:
+        """Yield this replica's batches, by length; every replica gets as many, filled up with the longest
+        example: engines that communicate in the forward pass stay together."""
         micro = self._config.batch.micro_size
         order = np.argsort(examples.lengths, kind="stable")
         rounds = -(-len(order) // (micro * context.dp_size))
@@ -206,7 +205,8 @@ class Finetuning:
             yield self._batch(examples, index_B, index_B, key32(hash64(0, index_B)))
 
     def _logits(self, model: nn.Module, examples: Examples, context: Context) -> NDArray[np.float64] | None:
-        """[n, L] of every example, in their order, on every rank; None when `context.stopped`. Collective.
+        """Return [n, L] of every example, in their order, on every rank; None when `context.stopped`.
+        Collective.
 
         What replicas compute more than once, to fill up their last batch, is averaged.
         """

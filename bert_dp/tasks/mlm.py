@@ -1,4 +1,4 @@
-"""Pretraining: masked language modelling of packed sequences by the crammed BERT."""
+"""Pretrain by masked language modelling of packed sequences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from bert_dp import corpus, cost, data, model
 from bert_dp.config import Config, num_masked, read_manifest
 from bert_dp.model import CrammedBert
-from bert_dp.tasks import Context, Metadata
+from bert_dp.tasks import Context, DatasetInfo
 
 EVAL_MASK_RATE = 0.15  # fixed, so that held-out losses of runs with other mask rates compare
 
@@ -27,15 +27,15 @@ class MaskedLanguageModel:
         self._config, self._pin = config, device.type == "cuda"
         length = config.data.sequence_length
         self.flops_per_token = cost.flops_per_token(config.model, length, config.objective.mask_rate)
-        self._held_out: list[data.Batch] | None = None
+        self._held_out: list[data.MlmBatch] | None = None
 
-    def open_data(self) -> Metadata:
-        """The shards, built on first use."""
+    def open_data(self) -> DatasetInfo:
+        """Open the shards, built on first use."""
         path = corpus.ensure(self._config)
         manifest = read_manifest(path)
         self._train = data.Shards(path, manifest, "train")
         self._held_out_shards = data.Shards(path, manifest, "held_out")
-        return Metadata(
+        return DatasetInfo(
             data_hash=manifest.hash,
             tokenizer=manifest.tokenizer.sha256,
             num_samples=len(self._train),
@@ -47,7 +47,7 @@ class MaskedLanguageModel:
     def build_model(self, seed: int) -> model.CrammedBert:
         return model.build_model(self._config.model, self._config.data.sequence_length, seed)
 
-    def training_batch(self, sample_ids: NDArray[np.int64]) -> data.Batch:
+    def training_batch(self, sample_ids: NDArray[np.int64]) -> data.MlmBatch:
         """Make the micro batch of these positions in the training stream."""
         config = self._config
         return data.training_batch(
@@ -58,20 +58,19 @@ class MaskedLanguageModel:
             shuffle=config.data.shuffle,
         )
 
-    def stream(self, *, dp_rank: int, dp_size: int, start_sample: int) -> data.TrainingStream[data.Batch]:
-        config = self._config
+    def stream(self, *, dp_rank: int, dp_size: int, start_sample: int) -> data.TrainingStream[data.MlmBatch]:
         return data.TrainingStream(
             self.training_batch,
-            micro_size=config.batch.micro_size,
+            micro_size=self._config.batch.micro_size,
             dp_rank=dp_rank,
             dp_size=dp_size,
             start_sample=start_sample,
-            workers=config.data.workers,
+            workers=self._config.data.workers,
             pin=self._pin,
         )
 
     @staticmethod
-    def loss(model: nn.Module, batch: data.Batch) -> Tensor:
+    def loss(model: nn.Module, batch: data.MlmBatch) -> Tensor:
         loss: Tensor = model(batch.ids_BS, batch.positions_P, batch.labels_P, key_B=batch.key_B)
         return loss
 
@@ -111,8 +110,8 @@ class MaskedLanguageModel:
             measured["loss_se"] = math.sqrt(max(0.0, variance) / sequences)
         return measured
 
-    def _evaluation_batches(self, context: Context) -> list[data.Batch]:
-        """This replica's, made once."""
+    def _evaluation_batches(self, context: Context) -> list[data.MlmBatch]:
+        """Return this replica's batches, made once."""
         if self._held_out is None:
             config = self._config
             self._held_out = data.held_out_batches(
@@ -125,16 +124,11 @@ class MaskedLanguageModel:
             )
         return self._held_out
 
-    def example_batch(self, micro_size: int) -> data.Batch:
-        """Uniformly random tokens."""
-        config = self._config
-        return data.random_batch(
-            config.run.seed,
-            micro_size,
-            config.data.sequence_length,
-            config.num_masked,
-            config.model.vocab_size,
-        )
+    def example_batch(self, micro_size: int) -> data.MlmBatch:
+        """Return uniformly random tokens."""
+        c = self._config
+        sizes = (c.data.sequence_length, c.num_masked, c.model.vocab_size)
+        return data.random_batch(c.run.seed, micro_size, *sizes)
 
 
 make_task = MaskedLanguageModel

@@ -15,7 +15,6 @@ from bert_dp.config.error import install_command
 from bert_dp.record.exported import ExportFormat, read_exported
 from launcher import children, results
 from launcher.evaluate.finetune import Pretrained, find_pretrained
-from launcher.evaluate.glue_page import glue_text
 from launcher.log import PLAIN, show
 from launcher.output import place_issues
 from launcher.report.console import show_report
@@ -68,8 +67,7 @@ def export(
         raise ConfigError(issues)
     flags = [*(["--encoder"] if encoder else []), *options]
     command = shlex.join(["bert-dp", "export", form, start.run.name, "--out", out.name, *flags])
-    facts = [f"--command={command}", f"--scores={glue_text(start)}"]
-    arguments = [form, "--out", str(out), *facts, *flags, "--", str(start.run)]
+    arguments = [form, "--out", str(out), f"--command={command}", *flags, "--", str(start.run)]
     code = children.run_module("bert_dp.export", arguments).returncode
     if code == 0:
         exported = read_exported(out)

@@ -25,75 +25,70 @@ from launcher.machine import environment
 
 RECIPE = "glue.yaml"
 
-OURS = ("data.path", "run.init_from", "finetune.kind", "finetune.labels", "objective.name")
-"""Settings that follow from RUN and its task."""
+# settings that follow from RUN and its task
+DERIVED = ("data.path", "run.init_from", "finetune.kind", "finetune.labels", "objective.name")
 
 
-class Source(NamedTuple):
-    """Name a task and the options by which its examples are prepared."""
+class ExamplesSource(NamedTuple):
+    """The name of a task and the options of `bert_dp.examples.prepare prepare` that name its examples."""
 
     name: str
     options: Sequence[str]
-    """Of `python -m bert_dp.examples.prepare prepare`."""
 
 
-def glue_source(task: str, data: Sequence[Path]) -> Source:
-    """GLUE's own files in `data`, folders or archives."""
-    return Source(task, ["--task", task, *(part for place in data for part in ("--data", str(place)))])
+def glue_source(task: str, data: Sequence[Path]) -> ExamplesSource:
+    """Return a task of GLUE with its files in `data`, folders or archives."""
+    return ExamplesSource(task, ["--task", task, *(word for p in data for word in ("--data", str(p)))])
 
 
 def source_of(
     task: str | None, data: Sequence[Path], files: Mapping[str, str | None], columns: Mapping[str, str | None]
-) -> Source:
+) -> ExamplesSource:
     """Return the source that options name: a task of GLUE, or a user's files, described by `files` (train,
     dev, test) and `columns` (text, text-pair, label, kind). Raises ConfigError."""
     own = {name: value for name, value in {**files, **columns}.items() if value is not None}
+    hint = "name a GLUE task with --data, or your own files by --train and --dev"
     issues = []
     if task is not None:
-        fix = "leave it out, or name your own files by --train and --dev"
         text = "GLUE defines the files and columns of --task"
-        issues += [Issue(f"--{name}", "conflict", text, value, "--task", fix) for name, value in own.items()]
+        issues += [Issue(f"--{name}", "conflict", text, value, "--task", hint) for name, value in own.items()]
         if not data:
             fix = "add the folder or archive with GLUE's files"
             issues.append(Issue("--data", "missing", f"--task {task} needs GLUE's files", hint=fix))
     elif data:
-        fix = "name a task, or your own files by --train and --dev"
-        issues.append(Issue("--data", "no_effect", "goes with --task", other="--task", hint=fix))
+        issues.append(Issue("--data", "no_effect", "goes with --task", other="--task", hint=hint))
     elif not own.keys() & files.keys():
-        fix = "name a GLUE task with --data, or your own files by --train and --dev"
-        issues.append(Issue("--task", "missing", "no examples are named", hint=fix))
+        issues.append(Issue("--task", "missing", "no examples are named", hint=hint))
     else:
-        absent = [name for name in ("train", "dev") if name not in own]
-        issues += [Issue(f"--{name}", "missing", "own files take --train and --dev") for name in absent]
+        text, absent = "own files take --train and --dev", {"train", "dev"} - own.keys()
+        issues += [Issue(f"--{name}", "missing", text) for name in sorted(absent, reverse=True)]
     if issues:
         raise ConfigError(issues)
     if task is not None:
         return glue_source(task, data)
-    return Source("own", [part for name, value in own.items() for part in (f"--{name}", value)])
+    return ExamplesSource("own", [word for name, value in own.items() for word in (f"--{name}", value)])
 
 
 @dataclasses.dataclass(frozen=True)
 class Pretrained:
-    """What finetuning begins with."""
+    """The run, checkpoint and tokenizer that finetuning begins with."""
 
-    run: Path
+    run: Path  # or a checkpoint of one, as it was named
     checkpoint: Path
-    """Its newest."""
-    step: int
-    """Of the checkpoint."""
+    step: int  # of the checkpoint
     config: Config
     tokenizer: Path
 
 
 def find_pretrained(run: Path) -> Pretrained:
-    """A run, or a checkpoint of one. Raises ConfigError, naming what is missing."""
+    """Find the newest checkpoint of a run, or the one at `run`. Raises ConfigError."""
     if not run.exists():
-        fix = "name the directory of a pretrained run"
-        raise ConfigError([Issue("RUN", "not_found", f"{run} does not exist", str(run), hint=fix)])
+        hint = "name the directory of a pretrained run"
+        raise ConfigError([Issue("RUN", "not_found", f"{run} does not exist", str(run), hint=hint)])
     checkpoint = record.newest_checkpoint_facts(run)
     if checkpoint is None:
-        fix = "name a run that has saved one"
-        raise ConfigError([Issue("RUN", "missing", f"{run} holds no checkpoint", str(run), hint=fix)])
+        hint = "name a run that has saved one"
+        raise ConfigError([Issue("RUN", "missing", f"{run} holds no checkpoint", str(run), hint=hint)])
     path, facts = checkpoint
     tokenizer = record.tokenizer_of(path).resolve()
     return Pretrained(run.resolve(), path.resolve(), facts.step, resolve([facts.config]), tokenizer)
@@ -106,8 +101,12 @@ def setting_names(overrides: Sequence[str]) -> list[str]:
 
 def setting_issues(overrides: Sequence[str]) -> list[Issue]:
     """Return the given settings that follow from RUN and the task."""
-    names, text = setting_names(overrides), "follows from RUN and the task"
-    return [Issue(name, "conflict", text, other="RUN", hint="leave it out") for name in names if name in OURS]
+    text = "follows from RUN and the task"
+    return [
+        Issue(name, "conflict", text, other="RUN", hint="leave it out")
+        for name in setting_names(overrides)
+        if name in DERIVED
+    ]
 
 
 def configuration(
@@ -117,8 +116,8 @@ def configuration(
     path: Path | None = None,
     manifest: ExamplesManifest | None = None,
 ) -> Config:
-    """The model and length of the pretrained run, then the recipe, then the kind and labels of the data at
-    `path`, then the settings that were given. Without data: to be checked before any is prepared.
+    """Resolve the model and length of the pretrained run, then the recipe, then the kind and labels of the
+    data at `path`, then the settings that were given. Without `path`: before any data is prepared.
     `init_from`: a run or checkpoint; None = random weights. Raises ConfigError."""
     model = start.config.model.model_dump(mode="json")
     levels: list[dict[str, Any]] = [
@@ -133,9 +132,9 @@ def configuration(
     return resolve([*levels, parse_overrides(overrides)])
 
 
-def prepare(start: Pretrained, source: Source, sequence_length: int, dev_share: float = 0.0) -> Path:
+def prepare(start: Pretrained, source: ExamplesSource, sequence_length: int, dev_share: float = 0.0) -> Path:
     """Prepare the examples, or find them in the cache; return the directory. Raises ConfigError without
-    issues, as the child process has printed them."""
+    issues: the child process has printed them."""
     arguments = ["prepare", "--tokenizer", str(start.tokenizer), "--length", str(sequence_length)]
     arguments += ["--dev-share", str(dev_share)] if dev_share else []
     done = children.run_module(
@@ -146,7 +145,7 @@ def prepare(start: Pretrained, source: Source, sequence_length: int, dev_share: 
 
 
 def sized_micro_batches(config: Config, ranks: int, overrides: Sequence[str], *, on_gpu: bool) -> Config:
-    """With the micro batch of this device, where batch.micro_size is not given and the global batch divides.
+    """Set the micro batch for this device, where batch.micro_size is not given and the global batch divides.
 
     Examples are short, so a replica's share of a global batch fits a GPU. On a CPU it stays in parts of the
     configuration's size where they divide it: sorted by length, each is padded to its own longest example
@@ -160,8 +159,10 @@ def sized_micro_batches(config: Config, ranks: int, overrides: Sequence[str], *,
     return resolve([config.model_dump(mode="json"), {"batch": {"micro_size": share}}])
 
 
-def load(run: Path, source: Source, overrides: Sequence[str], *, nproc: str, random_weights: bool) -> job.Job:
-    """A job that `train` takes. Raises ConfigError."""
+def load(
+    run: Path, source: ExamplesSource, overrides: Sequence[str], *, nproc: str, random_weights: bool
+) -> job.Job:
+    """Prepare the examples and return the job that `train` runs. Raises ConfigError."""
     if issues := setting_issues(overrides):
         raise ConfigError(issues)
     start = find_pretrained(run)

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from bert_dp.config import ConfigError, Issue, batch_layout, peak_lr
+from bert_dp.config import (
+    CheckpointConfig,
+    Config,
+    ConfigError,
+    ExamplesManifest,
+    Issue,
+    batch_layout,
+    peak_lr,
+    read_examples,
+)
 from bert_dp.config.manifest import hash_json
-from launcher import job, results
-from launcher.evaluate import FILE, finetune, glue_grid, glue_scores
-from launcher.evaluate.glue_grid import RATE_SHARE, GlueGrid, PreparedTask
+from launcher import children, job, results
+from launcher.evaluate import FILE, finetune, glue_scores
+from launcher.evaluate.finetune import Pretrained
 from launcher.evaluate.glue_page import glue_report
 from launcher.evaluate.glue_scores import Glue, GlueOptions, GlueTask, GlueTrial, RateScore
 from launcher.log import Log, logger
@@ -20,6 +31,7 @@ from launcher.output import KeptPlan, Output, publish
 from launcher.report.numbers import count_of, format_lr, format_points
 from launcher.results import TimedPlanFile
 from launcher.run import trials
+from launcher.run.read_run import heldout_losses
 from launcher.run.trials import Ending, Progress, Runner, Trial, TrialsFailed, earlier_outcome, run_to_end
 
 if TYPE_CHECKING:
@@ -28,7 +40,9 @@ if TYPE_CHECKING:
 STATE = "plan.json"
 FIXED = ("kind", "config_hash", "settings", "start")
 GROWS = ("settings.seeds",)
-Planned = tuple[Trial, PreparedTask]
+RATE_TASKS = ("CoLA", "MRPC", "STS-B", "RTE")  # small ones
+RATE_SHARE = 0.1  # of train, held out to choose a rate: the dev sets must have no say in it
+NO_EFFECT = ("checkpoint", "log.to", "log.tensorboard")  # trials keep no checkpoint and send no records
 
 
 class GluePlanFile(TimedPlanFile):
@@ -37,6 +51,48 @@ class GluePlanFile(TimedPlanFile):
     kind: Literal["glue"] = "glue"
     settings: dict[str, Any]
     start: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedTask:
+    """A task whose examples are prepared in `path`."""
+
+    path: Path
+    manifest: ExamplesManifest
+
+    @property
+    def name(self) -> str:
+        return self.manifest.task
+
+    @property
+    def share(self) -> float:
+        """Tokens of an epoch, to which the time of a trial is proportional."""
+        return self.manifest.splits["train"].tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class GlueGrid:
+    """The tasks, options and start of an evaluation."""
+
+    start: Pretrained
+    overrides: tuple[str, ...]
+    options: GlueOptions
+    weights: Path | None  # the checkpoint that trials start from; None = random weights
+    base: Config  # of every trial, without the data of its task
+    precision: str
+    on_gpu: bool
+    tasks: Mapping[str, PreparedTask]
+    rate_tasks: Mapping[str, PreparedTask]  # they choose the rate; RATE_SHARE of train replaces their dev
+    left_out: Mapping[str, str]  # task without files -> reason
+
+    @property
+    def seeds(self) -> range:
+        return range(self.base.run.seed, self.base.run.seed + self.options.seeds)
+
+    @property
+    def every_task(self) -> list[PreparedTask]:
+        """All prepared directories; a task that also chooses the rate has two."""
+        return [*self.tasks.values(), *self.rate_tasks.values()]
 
 
 def evaluate(
@@ -52,18 +108,21 @@ def evaluate(
 ) -> int:
     """Return the exit code. Raises ConfigError with every problem of the input before any trial starts."""
     start = finetune.find_pretrained(run)
-    base = finetune.configuration(start, overrides, None if options.init == "random" else start.checkpoint)
+    weights = None if options.init == "random" else start.checkpoint
+    base = finetune.configuration(start, overrides, weights)
     this_job = job.Job(start.run.name, base, environment.probe(Path()))
     folder = this_job.directory(out, "eval", "glue")
     issues: list[Issue | str] = [
         *finetune.setting_issues(overrides),
-        *glue_grid.setting_issues(overrides, options.rates),
+        *setting_issues(overrides, options.rates),
         *this_job.device_issues(options.ranks, "--ranks-per-job"),
         *job.exposure_issues(base, folder, "--out"),
     ]
     if issues:
         raise ConfigError(issues)
-    options, left_out = glue_grid.choose_tasks(glue_grid.missing_files(data), options)
+    words = [word for place in data for word in ("--data", str(place))]
+    missing = children.asked("bert_dp.examples.prepare", ["missing", *words], "looking for GLUE's files")
+    options, left_out = choose_tasks(missing, options)
     plan = GluePlanFile(
         config_hash=base.hash(),
         config=base.model_dump(mode="json"),
@@ -74,16 +133,22 @@ def evaluate(
     if issues := [*output.issues()]:
         raise ConfigError(issues)
     on_gpu = this_job.gpus > 0
-    length = base.data.sequence_length
+
+    def prepare(name: str, dev_share: float) -> PreparedTask:
+        source = finetune.glue_source(name, data)
+        path = finetune.prepare(start, source, base.data.sequence_length, dev_share)
+        return PreparedTask(path, read_examples(path))
+
     grid = GlueGrid(
         start,
         tuple(overrides),
         options,
+        weights,
         base,
         trials.trial_precision(base, this_job.machine, [base.parallel.engine], on_gpu=on_gpu),
         on_gpu,
-        {name: glue_grid.prepare(start, name, data, length) for name in options.tasks},
-        {name: glue_grid.prepare(start, name, data, length, RATE_SHARE) for name in options.rate_tasks},
+        {name: prepare(name, 0.0) for name in options.tasks},
+        {name: prepare(name, RATE_SHARE) for name in options.rate_tasks},
         left_out,
     )
     if issues := trial_issues(grid):
@@ -101,21 +166,121 @@ def evaluate(
     return exit_code
 
 
+def choose_tasks(
+    missing: Mapping[str, Sequence[str]], options: GlueOptions
+) -> tuple[GlueOptions, dict[str, str]]:
+    """Return the options with every task named, and the reason for each task that has no files. `missing`:
+    each task of GLUE, in GLUE's order, with the train and dev files that are not there. Raises ConfigError.
+    """
+    found = [task for task, files in missing.items() if not files]
+    tasks = options.tasks or found
+    rate_tasks = options.rate_tasks or [task for task in RATE_TASKS if options.rates and task in found]
+    issues = init_task_issues(options, tasks)
+    for option, names in (("--tasks", tasks), ("--rate-tasks", rate_tasks)):
+        for task in names:
+            if task not in missing:
+                text, hint = f"{task} is not a task of GLUE", f"choose from {', '.join(missing)}"
+                issues.append(Issue(option, "unknown", text, task, hint=hint))
+            elif missing[task]:
+                text, hint = f"{task} needs {', '.join(missing[task])}", "add the place that holds it"
+                issues.append(Issue(option, "not_found", text, task, "--data", hint))
+    if not tasks:
+        hint = "name a folder or archive with CoLA/train.tsv and so on"
+        issues.append(Issue("--data", "not_found", "no task of GLUE is there", hint=hint))
+    if rate_tasks and not options.rates:
+        text = "tasks choose a rate only with --rates"
+        issues.append(Issue("--rate-tasks", "no_effect", text, other="--rates", hint="add --rates"))
+    if options.rates and not rate_tasks:
+        text = f"none of {', '.join(RATE_TASKS)} is there to choose a rate"
+        issues.append(Issue("--rates", "not_found", text, other="--data", hint="name tasks by --rate-tasks"))
+    if issues:
+        raise ConfigError(issues)
+    left_out = {task: f"no {', '.join(files)} in --data" for task, files in missing.items() if files}
+    ordered = [task for task in missing if task in tasks]
+    return options.model_copy(update={"tasks": ordered, "rate_tasks": rate_tasks}), left_out
+
+
+def init_task_issues(options: GlueOptions, tasks: Sequence[str]) -> list[Issue]:
+    """Return the reasons that tasks cannot start from the finetuned runs of others."""
+    issues = []
+    for task, source in options.init_task.items():
+        pair = f"{task}={source}"
+        if absent := [name for name in (task, source) if name not in tasks]:
+            text = f"{pair} needs {' and '.join(absent)} evaluated"
+            issues.append(Issue("--init-task", "conflict", text, pair, "--tasks", "add it to --tasks"))
+        if source in options.init_task:
+            text, hint = f"{source} of {pair} starts from a task itself", "start from one that does not"
+            issues.append(Issue("--init-task", "unsupported", text, pair, hint=hint))
+    if options.init_task and options.init == "random":
+        text = "the task that others start from is finetuned from random weights"
+        issues.append(Issue("--init-task", "conflict", text, other="--init", hint="leave out one of them"))
+    return issues
+
+
+def setting_issues(overrides: Sequence[str], rates: Sequence[float]) -> list[Issue]:
+    """Return the given settings that an evaluation ignores or sets itself."""
+    issues = []
+    for name in finetune.setting_names(overrides):
+        if f"{name}.".startswith(tuple(f"{setting}." for setting in NO_EFFECT)):
+            text = "an evaluation keeps no checkpoints and sends no records"
+            issues.append(Issue(name, "no_effect", text, hint="leave it out"))
+        if rates and name in ("optim.lr", "optim.lr_scaling", "optim.lr_batch"):
+            text = "--rates chooses the rate"
+            issues.append(Issue(name, "conflict", text, other="--rates", hint="leave out one of them"))
+    return issues
+
+
 def trial_issues(grid: GlueGrid) -> list[Issue | str]:
-    """Return the reasons that the tasks cannot be trained with these settings."""
-    issues: list[Issue | str] = []
-    for task in grid.every_task:
-        config = glue_grid.configure(grid, task, grid.weights)
-        issues += job.input_issues(config)
-        try:
-            batch_layout(config, grid.options.ranks)
-        except ConfigError as error:
-            issues += error.issues
-    return list({str(issue): issue for issue in issues}.values())  # tasks share most of their settings
+    """Return the reasons that the tasks, which share their settings, cannot be trained."""
+    config = configure(grid, grid.every_task[0], grid.weights)
+    issues: list[Issue | str] = [*job.input_issues(config)]
+    try:
+        batch_layout(config, grid.options.ranks)
+    except ConfigError as error:
+        issues += error.issues
+    return issues
+
+
+def configure(grid: GlueGrid, task: PreparedTask, weights: Path | None) -> Config:
+    """Return the finetuning configuration of a task. Raises ConfigError."""
+    config = finetune.configuration(grid.start, grid.overrides, weights, task.path, task.manifest)
+    return finetune.sized_micro_batches(config, grid.options.ranks, grid.overrides, on_gpu=grid.on_gpu)
+
+
+def make_trial(
+    grid: GlueGrid, out: Path, task: PreparedTask, lr: float | None, seed: int, weights: Path | None
+) -> Trial:
+    """Return one finetuning run. `lr`: None = the configuration's. It keeps a checkpoint only if another task
+    starts from it."""
+    config = configure(grid, task, weights)
+    chooses_rate = task.manifest.dev_share > 0
+    optim = config.optim
+    if lr is not None:
+        optim = optim.model_copy(update={"lr": lr, "lr_scaling": "none", "lr_batch": None})
+    is_start = not chooses_rate and task.name in grid.options.init_task.values()
+    config = config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"seed": seed}),
+            "optim": optim,
+            "checkpoint": CheckpointConfig(keep=int(is_start)),
+            "log": config.log.model_copy(update={"to": (), "tensorboard": False}),
+            "precision": grid.precision,
+        }
+    )
+    name = f"{'rate-' if chooses_rate else ''}{task.name}-lr-{peak_lr(config).value}-s{seed}"
+    return Trial(out / "trials" / name, config, grid.options.ranks)
+
+
+def rounds(grid: GlueGrid) -> list[list[PreparedTask]]:
+    """Return the tasks that start from the pretrained run, then those that start from one of them; in each
+    round the longest first, so that the devices finish together."""
+    tasks = sorted(grid.tasks.values(), key=lambda task: -task.manifest.num_samples)
+    later = grid.options.init_task
+    return [[t for t in tasks if t.name not in later], [t for t in tasks if t.name in later]]
 
 
 def describe(grid: GlueGrid, folder: Path, log: Log) -> None:
-    """Print what is about to run."""
+    """Print the plan of the evaluation."""
     options, finetuning = grid.options, grid.base.finetune
     log(f"GLUE evaluation: {folder}")
     log(f"from {grid.weights or 'random weights'}; head {finetuning.head}, pooling {finetuning.pooling}")
@@ -126,10 +291,7 @@ def describe(grid: GlueGrid, folder: Path, log: Log) -> None:
     if subsets := [name for name, task in grid.tasks.items() if not task.manifest.official]:
         log(f"subsets of GLUE's rows, no GLUE score: {', '.join(subsets)}")
     if options.rates:
-        rates = ", ".join(map(format_lr, options.rates))
-        log(f"choose the rate first: {rates} on {RATE_SHARE:g} of train of {', '.join(options.rate_tasks)}")
-    for task, source in options.init_task.items():
-        log(f"{task} starts from the finetuned run of {source} of the same seed")
+        log(f"choose the rate first, on {RATE_SHARE:g} of train of {', '.join(options.rate_tasks)}")
 
 
 def run_trials(grid: GlueGrid, output: Output[GluePlanFile], log: Log) -> tuple[Glue, int]:
@@ -151,45 +313,17 @@ def run_trials(grid: GlueGrid, output: Output[GluePlanFile], log: Log) -> tuple[
     kept.save()
     tasks = []
     for name, task in grid.tasks.items():
-        start = grid.options.init_task.get(name)
-        result = glue_scores.score_task(task.manifest, glue_run.trials[name], start)
+        result = glue_scores.score_task(
+            task.manifest, glue_run.trials[name], grid.options.init_task.get(name)
+        )
         if result.median_trial is not None and ending.status == "complete":
-            files = glue_scores.write_submissions(out, result.median_trial, task.manifest)
-            result = result.model_copy(update={"submissions": files})
+            result.submissions.extend(glue_scores.write_submissions(out, result.median_trial, task.manifest))
         tasks.append(result)
     if ending.status == "complete" and all(task.median_trial is None for task in tasks):
         ending = Ending("failed", "every trial failed; see the logs below trials", 1)
-    facts = {**session.facts(), "seconds": kept.plan.seconds}
-    file = result_file(glue_run, tasks, ending, facts)
+    file = result_file(glue_run, tasks, ending, {**session.facts(), "seconds": kept.plan.seconds})
     results.write(out / FILE, file)
     return file, ending.exit_code
-
-
-def result_file(
-    glue_run: GlueRun, tasks: Sequence[GlueTask], ending: Ending, facts: Mapping[str, Any]
-) -> Glue:
-    """Return glue.json. `facts`: the machine, the data and the time."""
-    grid = glue_run.grid
-    mean, lacking = glue_scores.average(tasks)
-    return Glue(
-        status=ending.status,
-        why=ending.why,
-        date=time.strftime("%Y-%m-%d"),
-        **facts,
-        config=grid.base.model_dump(mode="json"),
-        settings=grid.options,
-        ranks=grid.options.ranks,
-        start=glue_scores.describe_start(grid.start),
-        head=grid.base.finetune.head,
-        pooling=grid.base.finetune.pooling,
-        lr=glue_run.lr,
-        heldout_loss=grid.heldout_loss,
-        rates=glue_run.rates,
-        tasks=list(tasks),
-        left_out=dict(grid.left_out),
-        average=mean if ending.status == "complete" else None,
-        not_averaged=lacking,
-    )
 
 
 class GlueRun:
@@ -203,73 +337,100 @@ class GlueRun:
         self.trials: dict[str, list[GlueTrial]] = {name: [] for name in grid.tasks}
         planned = [*grid.tasks.values()] * len(grid.seeds)
         planned += [*grid.rate_tasks.values()] * len(grid.options.rates)
-        self._progress = Progress([task.train_tokens for task in planned], log, len(runner.slots))
+        self._progress = Progress([task.share for task in planned], log, len(runner.slots))
 
     def run(self) -> None:
         """Run every trial. Raises Stopped after a signal, TrialsFailed if no rate can be chosen."""
         rate = self._choose_rate() if self.grid.rate_tasks else None
-        for tasks in glue_grid.rounds(self.grid):
+        for tasks in rounds(self.grid):
             planned = [self._plan(task, rate, seed) for seed in self.grid.seeds for task in tasks]
-            for task, result in self._measure([each for each in planned if each is not None]):
+            for task, result in self._measure(filter(None, planned)):
                 self.trials[task.name].append(result)
 
     def _choose_rate(self) -> float:
         """Run each task with each rate and the first seed."""
         grid, rates = self.grid, self.grid.options.rates
-        seed, out = grid.seeds[0], self._runner.out
         planned = [
-            (glue_grid.make_trial(grid, out, task, lr, seed, grid.weights), task)
+            (make_trial(grid, self._runner.out, task, lr, grid.seeds[0], grid.weights), task)
             for task in grid.rate_tasks.values()
             for lr in rates
         ]
-        by_rate: dict[float, dict[str, GlueTrial]] = {lr: {} for lr in rates}
+        found: dict[float, dict[str, float | None]] = {lr: {} for lr in rates}
         for task, result in self._measure(planned):
-            by_rate[result.lr][task.name] = result
-        metrics = {
-            name: f"{glue_scores.dev_splits(task.manifest)[0]}/{task.manifest.metrics[0]}"
-            for name, task in grid.rate_tasks.items()
-        }
-        self.rates = [glue_scores.score_rate(lr, by_rate[lr], metrics) for lr in rates]
-        self.lr = glue_scores.choose_rate(self.rates)
-        if self.lr is None:
+            first = f"{glue_scores.dev_splits(task.manifest)[0]}/{task.manifest.metrics[0]}"
+            found[result.lr][task.name] = result.scores.get(first)
+        self.rates = [RateScore(lr=lr, scores=scores, mean=mean_of(scores)) for lr, scores in found.items()]
+        scored = [(-rate.mean, rate.lr) for rate in self.rates if rate.mean is not None]
+        if not scored:
             raise TrialsFailed("a trial of every rate failed, so no rate can be chosen")
+        self.lr = min(scored)[1]  # the lower one of two equals
         self._log(f"rate: {format_lr(self.lr)}, the highest mean score of {len(rates)}")
         return self.lr
 
-    def _plan(self, task: PreparedTask, rate: float | None, seed: int) -> Planned | None:
+    def _plan(self, task: PreparedTask, rate: float | None, seed: int) -> tuple[Trial, PreparedTask] | None:
         """Return the trial of a task and seed. If the trial that it would start from has failed, record it as
         failed too and return None."""
         grid, out = self.grid, self._runner.out
         source = grid.options.init_task.get(task.name)
         if source is None:
-            return glue_grid.make_trial(grid, out, task, rate, seed, grid.weights), task
+            return make_trial(grid, out, task, rate, seed, grid.weights), task
         before = next(result for result in self.trials[source] if result.seed == seed)
-        trial = glue_grid.make_trial(grid, out, task, rate, seed, out / "trials" / before.trial)
+        trial = make_trial(grid, out, task, rate, seed, out / "trials" / before.trial)
         if before.status == "ok":
             return trial, task
         lr, reason = peak_lr(trial.config).value, f"{before.trial}, from which it would start, has failed"
         failed = GlueTrial(trial=trial.name, lr=lr, seed=seed, status="failed", cause=reason)
         self.trials[task.name].append(failed)
-        self._progress.had(task.train_tokens)
+        self._progress.had(task.share)
         return None
 
-    def _measure(self, planned: Sequence[Planned]) -> Iterator[tuple[PreparedTask, GlueTrial]]:
+    def _measure(
+        self, planned: Iterable[tuple[Trial, PreparedTask]]
+    ) -> Iterator[tuple[PreparedTask, GlueTrial]]:
         """Yield each result as its trial ends. Raises Stopped."""
-        tasks = {trial.name: task for trial, task in planned}
-        done = {trial.name for trial, _ in planned if earlier_outcome(trial) is not None}
+        tasks = {trial.name: (trial, task) for trial, task in planned}
+        done = {name for name, (trial, _) in tasks.items() if earlier_outcome(trial) is not None}
         if done:
-            self._log(f"resuming: {len(done)} of {len(planned)} trials already done")
-        for trial, outcome in self._runner.run([trial for trial, _ in planned]):
-            task = tasks[trial.name]
+            self._log(f"resuming: {len(done)} of {len(tasks)} trials already done")
+        for trial, outcome in self._runner.run([trial for trial, _ in tasks.values()]):
+            task = tasks[trial.name][1]
             result = glue_scores.read_trial(trial, outcome, task.manifest)
             if trial.name in done:
-                self._progress.had(task.train_tokens)
+                self._progress.had(task.share)
             else:
-                self._progress.ended(task.train_tokens, outcome.seconds, describe_result(result))
+                scores = ", ".join(f"{name} {format_points(score)}" for name, score in result.scores.items())
+                line = f"{trial.name}: {scores or f'{result.status}: {result.cause}'}"
+                self._progress.ended(task.share, outcome.seconds, line)
             yield task, result
 
 
-def describe_result(trial: GlueTrial) -> str:
-    """Return the line that is printed when a trial ends."""
-    scores = ", ".join(f"{name} {format_points(score)}" for name, score in trial.scores.items())
-    return f"{trial.trial}: {scores or f'{trial.status}: {trial.cause}'}"
+def mean_of(scores: Mapping[str, float | None]) -> float | None:
+    """Return the mean; None if one is missing."""
+    known = [score for score in scores.values() if score is not None]
+    return statistics.fmean(known) if len(known) == len(scores) else None
+
+
+def result_file(
+    glue_run: GlueRun, tasks: Sequence[GlueTask], ending: Ending, facts: Mapping[str, Any]
+) -> Glue:
+    """Return glue.json. `facts`: the machine, the data and the time."""
+    grid = glue_run.grid
+    evaluations = heldout_losses(grid.start.checkpoint.parent.parent)
+    mean, lacking = glue_scores.average(tasks)
+    return Glue(
+        status=ending.status,
+        why=ending.why,
+        date=time.strftime("%Y-%m-%d"),
+        **facts,
+        config=grid.base.model_dump(mode="json"),
+        settings=grid.options,
+        ranks=grid.options.ranks,
+        start=glue_scores.describe_start(grid.start),
+        lr=glue_run.lr,
+        heldout_loss=evaluations.get(grid.start.step) if grid.weights else None,
+        rates=glue_run.rates,
+        tasks=list(tasks),
+        left_out=dict(grid.left_out),
+        average=mean if ending.status == "complete" else None,
+        not_averaged=lacking,
+    )

@@ -1,4 +1,4 @@
-"""Pages of glue.json: one evaluation, several side by side, and its table in a model card."""
+"""Pages of glue.json: one evaluation, or several side by side."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from pathlib import Path
 from bert_dp.config import ConfigError, Issue
 from launcher import results
 from launcher.evaluate import FILE, glue_scores
-from launcher.evaluate.finetune import Pretrained
 from launcher.evaluate.glue_scores import AVERAGED, Glue, GlueScore, GlueTask
-from launcher.report.measured import settings_sections, status_verdicts, subtitle
+from launcher.report.measured import status_verdicts, subtitle
 from launcher.report.model import Cell, Column, Report, Row, Section, Table, Verdict
 from launcher.report.numbers import (
     NA,
@@ -27,16 +26,21 @@ from launcher.report.quantities import Quantity, table
 from launcher.stats import half_width
 
 METRICS = {"mcc": "Matthews", "f1": "F1", "auc": "AUC", "pearson": "Pearson", "spearman": "Spearman"}
-CARD_HEADS = ("median", "deviation", "majority", "dev examples", "remark")
-HEADS = (*CARD_HEADS, "truncated", "also in train", "every seed")
+HEADS = (
+    "median",
+    "deviation",
+    "majority",
+    "dev examples",
+    "remark",
+    "truncated",
+    "also in train",
+    "every seed",
+)
 SAME_DATA = "compare evaluations with the same files, tokenizer and length"
 DIFFERENCE = (
     "Out of 100: median over the seeds and standard deviation of a seed. A difference is the mean over the "
     "seeds that both have, with its 95 % interval by Student's t, for these two pretraining runs alone."
 )
-
-
-# --- one evaluation
 
 
 def glue_report(glue: Glue) -> Report:
@@ -47,13 +51,12 @@ def glue_report(glue: Glue) -> Report:
     return Report(
         "bert-dp: GLUE",
         subtitle(glue, [describe_method(glue), f"rate {format_lr(glue.lr)}", seeds]),
-        [*status_verdicts(glue, FILE), *_verdicts(glue)],
+        [*status_verdicts(glue), *_verdicts(glue)],
         sections=[
             Section("Dev scores", tables=[_scores(glue)], notes=["Out of 100; median over the seeds."]),
             *([Section("Rates", tables=[_rates(glue)])] if glue.rates else []),
             Section("Left out", tables=[Table(left_out)], console=bool(left_out)),
             Section("Submission files", tables=[Table(files)], console=False),
-            *settings_sections(glue, [Quantity("seconds", "time", "duration")]),
         ],
     )
 
@@ -63,7 +66,8 @@ def describe_method(glue: Glue) -> str:
     loss = "" if glue.heldout_loss is None else f" (held-out loss {format_nats(glue.heldout_loss)})"
     is_random = glue.settings.init == "random"
     start = "random weights" if is_random else f"step {format_count(glue.start.step)}{loss}"
-    return f"{glue.head} head, {glue.pooling} pooling, from {start}"
+    finetuning = glue.config["finetune"]
+    return f"{finetuning['head']} head, {finetuning['pooling']} pooling, from {start}"
 
 
 def name_score(task: GlueTask, score: GlueScore) -> str:
@@ -74,22 +78,19 @@ def name_score(task: GlueTask, score: GlueScore) -> str:
 
 def _scores(glue: Glue) -> Table:
     """Build the table with a row for each metric of a dev set."""
-    rows = [Row(name_score(task, score), _cells(task, score)) for task in glue.tasks for score in task.scores]
+    rows = []
+    for task, score in [(each, score) for each in glue.tasks for score in each.scores]:
+        cells = [
+            *(cell(value, "points") for value in (score.median, score.sd, score.majority)),
+            cell(score.examples, "count"),
+            Cell(_remark(task, score)),
+            Cell(format_percent(score.truncated / score.examples)),
+            cell(score.in_train, "count"),
+            Cell(", ".join(map(format_points, score.seeds))),
+        ]
+        rows.append(Row(name_score(task, score), cells))
     heads = [Column(head, text=head in ("remark", "every seed")) for head in HEADS]
     return Table(rows, heads, describe_method(glue), "task", "no task was evaluated")
-
-
-def _cells(task: GlueTask, score: GlueScore) -> list[Cell]:
-    """Return the cells below HEADS."""
-    split = next(split for split in task.splits if split.name == score.split)
-    return [
-        *(cell(value, "points") for value in (score.median, score.sd, score.majority)),
-        cell(split.examples, "count"),
-        Cell(_remark(task, score)),
-        Cell(format_percent(split.truncated / split.examples)),
-        cell(split.in_train, "count"),
-        Cell(", ".join(map(format_points, score.seeds)) or "none"),
-    ]
 
 
 def _remark(task: GlueTask, score: GlueScore) -> str:
@@ -129,9 +130,6 @@ def _rates(glue: Glue) -> Table:
     return table(rows, [*columns, Quantity("mean", "mean", "points")], title=title, corner="learning rate")
 
 
-# --- several evaluations
-
-
 def compare_report(folders: Sequence[Path]) -> Report:
     """Build the page that compares evaluations with the first one. Raises ConfigError if they share no task
     or have other data."""
@@ -156,7 +154,7 @@ def compare_report(folders: Sequence[Path]) -> Report:
     for task in shared:
         one, *others = (tasks[task] for tasks in by_name)
         for score in one.scores:
-            medians = [_median(each, each.score(score.name)) for each in (one, *others)]
+            medians = [_median(each, score.name) for each in (one, *others)]
             pairs = [glue_scores.paired_differences(one, other, score.name) for other in others]
             cells = [cell(score.majority, "points"), *medians, *map(_difference, pairs)]
             rows.append(Row(name_score(one, score), cells))
@@ -169,7 +167,8 @@ def compare_report(folders: Sequence[Path]) -> Report:
     )
 
 
-def _median(task: GlueTask, score: GlueScore | None) -> Cell:
+def _median(task: GlueTask, name: str) -> Cell:
+    score = next((score for score in task.scores if score.name == name), None)
     if score is None:
         return Cell(NA)
     sd = "" if score.sd is None else f" (sd {format_points(score.sd)})"
@@ -182,29 +181,3 @@ def _difference(pairs: Sequence[float]) -> Cell:
     mean = statistics.fmean(pairs)
     interval = f" \u00b1 {100 * half_width(pairs):.1f}" if len(pairs) > 1 else ""
     return Cell(f"{100 * mean:+.1f}{interval}", count_of(len(pairs), "seed"), mean)
-
-
-# --- a model card
-
-
-def glue_text(start: Pretrained) -> str:
-    """Return the scores of the newest evaluation that began with these weights as Markdown; empty if there is
-    none in eval, here or beside the run's folder, or beside the run."""
-    folders = (Path("eval"), start.run.parent.parent / "eval", start.run.parent)
-    files = {file.resolve() for folder in folders for file in folder.glob(f"*/{FILE}")}
-    sha256 = glue_scores.describe_start(start).sha256
-    for file in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True):
-        glue = results.find(file, Glue)
-        if glue and sha256 and glue.start.sha256 == sha256 and glue.settings.init == "checkpoint":
-            break
-    else:
-        return ""
-    text = f"Dev sets, out of 100; median over {count_of(glue.settings.seeds, 'seed')}. "
-    text += f"{describe_method(glue)}; rate {format_lr(glue.lr)}."
-    if glue.average is not None:
-        text += f" Average of its nine numbers: {format_points(glue.average)}."
-    if glue.status != "complete":
-        text += " The evaluation was not finished."
-    rows = [["task", *CARD_HEADS], ["---"] * (1 + len(CARD_HEADS))]
-    rows += [[row.label, *(each.text for each in row.cells[: len(CARD_HEADS)])] for row in _scores(glue).rows]
-    return "\n".join(["## GLUE", "", text, "", *(f"| {' | '.join(row)} |" for row in rows), ""])

@@ -6,16 +6,17 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from bert_dp import record
 from bert_dp.config import ExamplesManifest, peak_lr
-from bert_dp.record.models import FailureKind, HeldOut, StoredModel, Summary
+from bert_dp.config.examples import Metric
+from bert_dp.record.models import HeldOut, StoredModel
 from launcher.evaluate.finetune import Pretrained
 from launcher.results import Measurement
-from launcher.run.read_run import Ended, cause, failure_kind, read_summary
+from launcher.run.read_run import Ended, cause, read_summary
 from launcher.run.trials import Outcome, Trial
 
 AVERAGED = ("CoLA", "SST-2", "MRPC", "STS-B", "QQP", "MNLI", "QNLI", "RTE")  # the recipe's: never WNLI
@@ -53,19 +54,9 @@ class GlueTrial(StoredModel):
     lr: float
     seed: int
     status: Ended
-    failure_kind: FailureKind | None = None
     cause: str | None = None
     scores: dict[str, float] = {}  # "split/metric" -> score, at most 1; empty for a failed trial
     one_class: list[str] = []  # dev sets with the same answer for every example
-
-
-class GlueSplit(StoredModel):
-    """A dev set."""
-
-    name: str
-    examples: int
-    truncated: int  # longer than the sequence length
-    in_train: int | None  # whose texts also stand in train
 
 
 class GlueScore(StoredModel):
@@ -77,6 +68,9 @@ class GlueScore(StoredModel):
     median: float | None
     sd: float | None  # standard deviation over the seeds; null for one seed
     majority: float | None  # for a constant answer, the most frequent one of train; null: not defined
+    examples: int  # of the dev set
+    truncated: int  # examples longer than the sequence length
+    in_train: int | None  # examples whose texts also stand in train
 
     @property
     def name(self) -> str:
@@ -90,15 +84,10 @@ class GlueTask(StoredModel):
     official: bool  # false: a subset of GLUE's rows, so the scores are not GLUE scores
     data_hash: str
     init_task: str | None  # the task from whose finetuned run it started
-    splits: list[GlueSplit]
     trials: list[GlueTrial]
     scores: list[GlueScore]
     median_trial: str | None  # by the first score, the lower one for an even number; null: all failed
     submissions: list[str] = []  # files in OUT with the predictions of the median trial
-
-    def score(self, name: str) -> GlueScore | None:
-        """Return the score called "split/metric"."""
-        return next((score for score in self.scores if score.name == name), None)
 
 
 class RateScore(StoredModel):
@@ -107,7 +96,6 @@ class RateScore(StoredModel):
     lr: float
     scores: dict[str, float | None]  # task -> its first metric; null: the trial failed
     mean: float | None  # null: a trial failed, and the rate cannot be chosen
-    trials: list[GlueTrial]
 
 
 class Glue(Measurement):
@@ -118,8 +106,6 @@ class Glue(Measurement):
     kind: Literal["glue"] = "glue"
     settings: GlueOptions
     start: GlueStart
-    head: str
-    pooling: str
     lr: float | None  # null: no rate could be chosen
     heldout_loss: float | None  # nats, of `start`; null: random weights, or a step without an evaluation
     rates: list[RateScore]
@@ -142,45 +128,33 @@ def dev_splits(manifest: ExamplesManifest) -> list[str]:
     return [name for name in manifest.splits if name.startswith("dev")]
 
 
-# --- one trial
-
-
 def read_trial(trial: Trial, outcome: Outcome, manifest: ExamplesManifest) -> GlueTrial:
     """Read the scores of a trial that has ended. A trial that lacks a score of a dev set has failed."""
-    summary = read_summary(trial.directory) or Summary(status="failed")
     result = GlueTrial(
         trial=trial.name, lr=peak_lr(trial.config).value, seed=trial.config.run.seed, status=outcome.status
     )
-
-    def failed(status: Ended, kind: FailureKind, reason: str) -> GlueTrial:
-        return result.model_copy(update={"status": status, "failure_kind": kind, "cause": reason})
-
     if outcome.status != "ok":
-        return failed(outcome.status, failure_kind(trial.directory), cause(trial.directory))
-    heldout = summary.heldout or HeldOut()
-    known = heldout.scores or {}
-    splits = dev_splits(manifest)
+        return result.model_copy(update={"cause": cause(trial.directory)})
+    summary = read_summary(trial.directory)
+    heldout = (summary and summary.heldout) or HeldOut()
+    splits, known = dev_splits(manifest), heldout.scores or {}
     names = [f"{split}/{metric}" for split in splits for metric in manifest.metrics]
     scores = {name: score for name in names if (score := known.get(name)) is not None}
     if missing := ", ".join(name for name in names if name not in scores):
-        # The summary has null for a metric that is not defined, and no entry if a logit is not finite.
-        if all(name in known for name in names):
-            return failed("failed", "error", f"{missing} not defined, as for constant answers")
-        return failed("failed", "not_finite", f"no {missing}: a logit is not finite")
+        # the summary has null for a metric that is not defined, and no entry if a logit is not finite
+        undefined = all(name in known for name in names)
+        reason = "not defined, as for constant answers" if undefined else "a logit is not finite"
+        return result.model_copy(update={"status": "failed", "cause": f"no {missing}: {reason}"})
     one_class = [split for split in heldout.one_class if split in splits]
     return result.model_copy(update={"scores": scores, "one_class": one_class})
-
-
-# --- over the seeds
 
 
 def score_task(manifest: ExamplesManifest, trials: Sequence[GlueTrial], init_task: str | None) -> GlueTask:
     """Compute the scores of a task over its seeds."""
     trials = sorted(trials, key=lambda trial: trial.seed)
-    splits = dev_splits(manifest)
     scores = [
-        score_metric(split, metric, trials, (manifest.splits[split].baseline or {}).get(metric))
-        for split in splits
+        score_metric(split, metric, trials, manifest)
+        for split in dev_splits(manifest)
         for metric in manifest.metrics
     ]
     first = scores[0].name
@@ -190,24 +164,29 @@ def score_task(manifest: ExamplesManifest, trials: Sequence[GlueTrial], init_tas
         official=bool(manifest.official),
         data_hash=manifest.hash,
         init_task=init_task,
-        splits=[GlueSplit(name=split, **dict(manifest.splits[split])) for split in splits],
         trials=trials,
         scores=scores,
         median_trial=ranked[(len(ranked) - 1) // 2][2] if ranked else None,
     )
 
 
-def score_metric(split: str, metric: str, trials: Sequence[GlueTrial], majority: float | None) -> GlueScore:
+def score_metric(
+    split: str, metric: Metric, trials: Sequence[GlueTrial], manifest: ExamplesManifest
+) -> GlueScore:
     """Compute the median and the standard deviation over the trials that have a score."""
     seeds = [trial.scores.get(f"{split}/{metric}") for trial in trials]
     known = [score for score in seeds if score is not None]
+    dev = manifest.splits[split]
     return GlueScore(
         split=split,
         metric=metric,
         seeds=seeds,
         median=statistics.median(known) if known else None,
         sd=statistics.stdev(known) if len(known) > 1 else None,
-        majority=majority,
+        majority=(dev.baseline or {}).get(metric),
+        examples=dev.examples,
+        truncated=dev.truncated,
+        in_train=dev.in_train,
     )
 
 
@@ -219,62 +198,36 @@ def paired_differences(one: GlueTask, other: GlueTask, name: str) -> list[float]
 
 def average(tasks: Sequence[GlueTask]) -> tuple[float | None, list[str]]:
     """Return the mean of the nine medians, or None and the tasks that lack a complete score."""
-    by_task = {task.task: task.scores for task in tasks if task.official}
     medians: list[float] = []
     lacking = []
     for name in AVERAGED:
         metric = AVERAGED_METRICS.get(name, "accuracy")
-        scores = [score for score in by_task.get(name, ()) if score.metric == metric]
-        known = [score.median for score in scores if score.median is not None and None not in score.seeds]
-        if not known or len(known) < len(scores):
+        scores = [s for t in tasks if t.task == name and t.official for s in t.scores if s.metric == metric]
+        medians += [score.median for score in scores if score.median is not None]
+        if not scores or any(None in score.seeds for score in scores):
             lacking.append(name)
-        medians += known
     return (None if lacking else statistics.fmean(medians)), lacking
-
-
-def score_rate(lr: float, trials: Mapping[str, GlueTrial], metrics: Mapping[str, str]) -> RateScore:
-    """Compute the mean score of a rate. `metrics`: task -> the "split/metric" that counts."""
-    scores = {task: trials[task].scores.get(metrics[task]) for task in trials}
-    known = [score for score in scores.values() if score is not None]
-    mean = statistics.fmean(known) if known and len(known) == len(scores) else None
-    return RateScore(lr=lr, scores=scores, mean=mean, trials=list(trials.values()))
-
-
-def choose_rate(rates: Sequence[RateScore]) -> float | None:
-    """Return the rate with the highest mean, the lower one of two equals; None if no rate has a mean."""
-    scored = [(-rate.mean, rate.lr) for rate in rates if rate.mean is not None]
-    return min(scored)[1] if scored else None
-
-
-# --- files for GLUE's server
 
 
 def write_submissions(out: Path, trial: str, manifest: ExamplesManifest) -> list[str]:
     """Write a file for each test set from the predictions of a trial. Return their paths in `out`: none if
     there is no test set, or a test example has no finite prediction."""
-    answers = read_answers(out / "trials" / trial)
-    texts = {}
-    for split in [name for name in manifest.splits if name.startswith("test")]:
-        known = [answer for answer in answers.get(split, ()) if answer is not None]
-        if len(known) != manifest.splits[split].examples:
-            return []
-        lines = [f"{index}\t{format_answer(answer, manifest)}" for index, answer in enumerate(known)]
-        name = SUBMISSION_NAMES.get((manifest.task, split), manifest.task)
-        texts[f"{SUBMISSIONS}/{name}.tsv"] = "\n".join(["index\tprediction", *lines, ""])
-    for path, text in texts.items():
+    tests = [split for split in manifest.splits if split.startswith("test")]
+    answers: dict[str, dict[int, float]] = {split: {} for split in tests}
+    path = out / "trials" / trial / record.PREDICTIONS
+    for line in map(record.parse_json, path.read_bytes().splitlines() if path.is_file() else ()):
+        answer = predicted_answer(line["logits"])
+        if line["split"] in answers and answer is not None:
+            answers[line["split"]][line["index"]] = answer
+    if any(len(answers[split]) != manifest.splits[split].examples for split in tests):
+        return []
+    paths = []
+    for split in tests:
         (out / SUBMISSIONS).mkdir(exist_ok=True)
-        record.write_text(out / path, text)
-    return list(texts)
-
-
-def read_answers(trial: Path) -> dict[str, list[float | None]]:
-    """Return the predicted answers of each split in the order of its examples."""
-    path = trial / record.PREDICTIONS
-    lines = map(record.parse_json, path.read_bytes().splitlines() if path.is_file() else ())
-    answers: dict[str, list[float | None]] = {}
-    for line in sorted(lines, key=lambda line: line["index"]):
-        answers.setdefault(line["split"], []).append(predicted_answer(line["logits"]))
-    return answers
+        paths.append(f"{SUBMISSIONS}/{SUBMISSION_NAMES.get((manifest.task, split), manifest.task)}.tsv")
+        lines = [f"{i}\t{format_answer(answer, manifest)}" for i, answer in sorted(answers[split].items())]
+        record.write_text(out / paths[-1], "\n".join(["index\tprediction", *lines, ""]))
+    return paths
 
 
 def predicted_answer(logits: Sequence[float | None]) -> float | None:

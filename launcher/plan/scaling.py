@@ -1,223 +1,481 @@
-"""`bert-dp plan scaling`: predictions over numbers of GPUs, what each lever changes, what was measured."""
+"""`bert-dp plan scaling`: predictions over numbers of GPUs, and what each change would gain."""
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import itertools
-from collections.abc import Sequence
+import math
+import statistics
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from bert_dp.config import ConfigError
-from launcher.plan.hardware import constant, find_link
-from launcher.plan.inputs import Source, from_scaling
-from launcher.plan.levers import levers
-from launcher.plan.links import Fabric
-from launcher.plan.question import WIDTHS, Question, check
+from bert_dp.config import ConfigError, Issue, ModelConfig, load_config
+from bert_dp.config.load import find_config
+from bert_dp.cost import flops_per_token, num_parameters, peak_flops
+from launcher import results
 from launcher.plan.step_model import (
-    ENGINES,
-    Profile,
+    BUCKET,
+    FIRST_BUCKET,
+    GB,
+    MIB,
+    AllReduceCurve,
+    Fabric,
     Scenario,
+    constant,
+    find_link,
+    hardware,
+    layer_gradients,
     predict,
-    state_gib,
-    with_gradient_bytes,
     with_micro_batch,
+    with_micro_s,
 )
-from launcher.plan.timeline import BUCKET, FIRST_BUCKET, MIB
-from launcher.scale.models import Cell, ComparedCell, PredictedRow, PredictedSplit, Prediction, Scaling
+from launcher.report.numbers import format_percent
+from launcher.scale.models import (
+    Cell,
+    ComparedCell,
+    Lever,
+    PredictedRow,
+    Prediction,
+    Profile,
+    Scaling,
+    ScalingSettings,
+)
+from launcher.stats import is_measurable
 
-GPU_LINKS = ("nvlink", "pcie")
+ENGINES = ("ddp", "zero1", "fsdp")
+SENT_BYTES = {"full": math.inf, "bf16": 2.0, "fp16": 2.0}  # of a number of a gradient, at most
+GPU_LINKS, NODE_LINKS = ("nvlink", "pcie"), ("net", "tcp")  # kinds
+BOUNDS = ("no stragglers", "perfect overlap")  # no settings: their gain is what is lost there
+ADAM_BYTES = 28  # per parameter: reads p, g, m, v, writes p, m, v in fp32
+MIN_MICRO_S = 1e-8
+BACKWARD = 2 / 3  # of a micro batch: every product of the forward pass has two in the backward pass
+GIVE = "give scaling.json or profile.json of `bert-dp scale`, or --model with --seq-per-s and --micro"
+_BERT: dict[str, Any] = {
+    "vocab_size": 30_522,
+    "position": "learned",
+    "mlp": "gelu",
+    "bias": True,
+    "head": "dense",
+}
+MODELS = {
+    "bert-base": ModelConfig(**_BERT, hidden_size=768, num_layers=12, num_heads=12, intermediate_size=3072),
+    "bert-large": ModelConfig(**_BERT, hidden_size=1024, num_layers=24, num_heads=16, intermediate_size=4096),
+}
+BERT_SEQUENCE_LENGTH, BERT_POSITIONS, BERT_MASK_RATE = 128, 512, 0.15
 
 
-def answer(source: Source, question: Question) -> Prediction:
-    """A row for each accumulation, tensor size and number of GPUs, and the measured cells beside their
-    prediction. Raises ConfigError with every problem."""
-    check(source, question)
-    profile = with_gradient_bytes(source.profile, WIDTHS[question.reduce_dtype])
+@dataclasses.dataclass(frozen=True)
+class PlanSpec:
+    """Options of the verb."""
+
+    gpus: tuple[int, ...]
+    link: str | None = None
+    inter: str | None = None
+    gpus_per_node: int | None = None
+    nics: int = 1
+    engine: str = "ddp"
+    tensor: tuple[int, ...] = (1,)
+    accumulation: tuple[int, ...] = ()
+    bucket_mib: float | None = None
+    reduce_dtype: str = "full"
+
+    @property
+    def per_node(self) -> int:
+        """GPUs of a node: by default 8, or all of them where the link is measured or a loopback."""
+        if self.gpus_per_node is not None:
+            return self.gpus_per_node
+        local = self.link is None or find_link(self.link).kind == "loopback"
+        return max(self.gpus) if local and self.inter is None else 8
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanSource:
+    """Profile of one rank, and what else a prediction starts from."""
+
+    profile: Profile
+    accumulation: int = 1
+    notes: tuple[str, ...] = ()
+    """Origin of the numbers, and assumptions."""
+    spread: float = 0.0
+    """Standard deviation / mean of the ranks' speed."""
+    curves: Mapping[int, AllReduceCurve] = dataclasses.field(default_factory=dict)
+    """Measured all-reduces within one machine, by world size."""
+    slowdowns: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    """1 / measured ceiling efficiency, by world size."""
+    cells: Sequence[Cell] = ()
+    """Measured cells of the same benchmark."""
+    flops_per_token: float | None = None
+    peak_flops: float | None = None
+    memory_gib: float | None = None
+
+    def slowdown(self, ranks: int) -> float:
+        """Return the measured slowdown of this or the next smaller number of ranks."""
+        smaller = [count for count in self.slowdowns if count <= ranks]
+        return self.slowdowns[max(smaller)] if smaller else 1.0
+
+
+def predict_scaling(source: PlanSource, spec: PlanSpec) -> Prediction:
+    """Predict a row for each accumulation, tensor size and number of GPUs, and each measured cell. Raises
+    ConfigError with every problem."""
+    if issues := _option_issues(source, spec):
+        raise ConfigError(issues)
     rows = [
-        _row(source, profile, scenario_of(source, question, ranks, tensor, accumulation))
+        _row(source, scenario_of(source, spec, ranks, tensor, accumulation))
         for accumulation, tensor, ranks in itertools.product(
-            question.accumulation or (source.accumulation,), question.tensor, question.gpus
+            spec.accumulation or (source.accumulation,), spec.tensor, spec.gpus
         )
         if ranks % tensor == 0
     ]
     if not rows:
-        raise ConfigError(
-            [f"--tensor: no size of {list(question.tensor)} divides any of {list(question.gpus)}"]
-        )
-    assumptions = [
-        *source.notes,
-        _links_note(source, question),
-        f"weak scaling: every replica keeps its micro batch of {profile.micro_batch} and its accumulation",
-        f"speed of the ranks spread by {100 * source.spread:.2g} % (standard deviation); all wait for the "
-        "slowest",
-        "running communication beside the backward pass hides "
-        f"{100 * constant('overlap_gain'):.0f} % of what it ideally could (overlap_gain of hardware.yaml)",
-        *_device_notes(source, question, rows),
-    ]
+        message = f"no size of {list(spec.tensor)} divides any of {list(spec.gpus)}"
+        raise ConfigError([Issue("--tensor", "does_not_divide", message, spec.tensor, "--nproc")])
+    micro = source.profile.micro_batch
     return Prediction(
-        engine=question.engine,
-        warnings=_warnings(source, question),
-        assumptions=assumptions,
+        engine=spec.engine,
+        warnings=_warnings(source, spec, rows),
+        assumptions=[
+            *source.notes,
+            f"weak scaling: every replica keeps its micro batch of {micro} and its accumulation",
+            f"ranks wait for the slowest; speeds spread by {format_percent(source.spread)} (one sigma)",
+            f"overlap hides {format_percent(constant('overlap_gain'))} of the communication that it could",
+        ],
         rows=rows,
-        measured=_compared(source, question),
+        measured=[line for cell in source.cells if (line := _compared(source, spec, cell))],
     )
 
 
-def answer_measured(scaling: Scaling) -> Prediction | None:
-    """The answer for the cells of scaling.json from its own profile, links and ceiling; None where one of
-    them was not measured."""
+def predict_measured(scaling: Scaling) -> Prediction | None:
+    """Predict the cells of a benchmark from its own profile, links and ceiling; None where one is missing."""
     try:
-        source = from_scaling(scaling, "scaling.json")
-        return answer(source, Question(gpus=tuple(sorted({cell.world_size for cell in scaling.cells}))))
+        source = source_of(scaling, "scaling.json")
+        return predict_scaling(source, PlanSpec(tuple(sorted({c.world_size for c in scaling.cells}))))
     except ConfigError:
         return None
 
 
-def scenario_of(source: Source, question: Question, ranks: int, tensor: int, accumulation: int) -> Scenario:
-    """Without --link the all-reduce measured over the next greater number of ranks, else over the most."""
+def scenario_of(
+    source: PlanSource, spec: PlanSpec, ranks: int, tensor: int = 1, accumulation: int = 1
+) -> Scenario:
+    """Return the scenario of one row. Without --link it has the all-reduce that was measured over the next
+    greater number of ranks, else over the most."""
     curve = None
-    if question.link is None and source.curves:
-        counts = sorted(source.curves)
-        curve = source.curves[next((c for c in counts if c >= ranks), counts[-1])]
-    fabric = Fabric(
-        question.per_node,
-        find_link(question.link, "--link") if question.link else None,
-        find_link(question.inter, "--inter") if question.inter else None,
-        question.nics,
-        curve,
-    )
-    bucket = question.bucket_mib
+    if spec.link is None and source.curves:
+        curve = source.curves[min((n for n in source.curves if n >= ranks), default=max(source.curves))]
+    intra, inter = (find_link(name) if name else None for name in (spec.link, spec.inter))
+    bucket = spec.bucket_mib
     return Scenario(
-        fabric,
+        Fabric(spec.per_node, intra, inter, spec.nics, curve),
         ranks,
-        question.engine,
+        spec.engine,
         tensor,
         accumulation,
         spread=source.spread,
-        slowdown=source.slowdown(min(ranks, question.per_node)),
+        slowdown=source.slowdown(min(ranks, spec.per_node)),
         bucket_bytes=BUCKET if bucket is None else bucket * MIB,
-        first_bucket=FIRST_BUCKET if bucket is None and question.engine == "ddp" else None,
-        gain=constant("overlap_gain"),
+        first_bucket=FIRST_BUCKET if bucket is None and spec.engine == "ddp" else None,
+        sent_bytes=SENT_BYTES[spec.reduce_dtype],
     )
 
 
-def _row(source: Source, profile: Profile, scenario: Scenario) -> PredictedRow:
-    step, state, device = predict(profile, scenario), state_gib(profile, scenario), source.device
-    return PredictedRow(
-        world_size=step.ranks,
-        tensor=scenario.tensor,
-        accumulation=scenario.accumulation,
-        global_batch=scenario.replicas * scenario.accumulation * profile.micro_batch,
-        step_time_s=step.step_s,
-        split_s=PredictedSplit(
-            forward_backward=step.compute_s,
-            optimizer=step.optimizer_s,
-            straggler=step.straggler_s,
-            exposed_comm=step.exposed_s,
-        ),
-        exposed_comm_fraction=step.exposed_s / step.step_s,
-        tokens_per_s=step.tokens_per_s,
-        samples_per_s=step.tokens_per_s / profile.sequence_length,
-        speedup=step.efficiency * step.ranks,
-        efficiency=step.efficiency,
-        mfu=device.mfu(step) if device else None,
-        state_gib=state,
-        fits=device.holds(state) if device else None,
-        levers=levers(profile, scenario),
-    )
+def _row(source: PlanSource, scenario: Scenario) -> PredictedRow:
+    row = predict(source.profile, scenario)
+    mfu = fits = None
+    if source.peak_flops and source.flops_per_token:
+        mfu = row.tokens_per_s * source.flops_per_token / (row.world_size * source.peak_flops)
+    if source.memory_gib is not None:
+        fits = row.state_gib < source.memory_gib
+    return row.model_copy(update={"mfu": mfu, "fits": fits, "levers": levers(source.profile, scenario)})
 
 
-def _compared(source: Source, question: Question) -> list[ComparedCell]:
-    """Every measured cell of engines that are modelled, beside what is predicted for it from the one-rank
-    profile, the all-reduce curve and the ceiling: its own links, whatever others are asked about."""
-    compared = []
-    for cell in source.cells:
-        engine = "ddp" if cell.engine == "single" else cell.engine
-        same = dataclasses.replace(question, engine=engine, gpus=(cell.world_size,))
-        if source.curves:
-            same = dataclasses.replace(same, link=None, inter=None, gpus_per_node=None)
-        if cell.tokens_per_s is None or not _is_modelled(source, same, cell):
-            continue
-        scenario = scenario_of(source, same, cell.world_size, cell.tensor, cell.accumulation)
-        step = predict(with_micro_batch(source.profile, cell.micro_batch), scenario)
-        interval = cell.step_time_s.ci95 if cell.step_time_s else None
-        compared.append(
-            ComparedCell(
-                cell=cell.id,
-                ranks=cell.world_size,
-                predicted_step_s=step.step_s,
-                measured_step_s=cell.step_s,
-                ci95=interval,
-                within=interval[0] <= step.step_s <= interval[1] if interval else None,
-                predicted_tokens_per_s=step.tokens_per_s,
-                measured_tokens_per_s=cell.tokens_per_s,
-                predicted_efficiency=step.efficiency,
-                measured_efficiency=cell.efficiency,
-                measured_efficiency_ci95=cell.efficiency_ci95,
-                repeats=len(cell.repeats),
-            )
-        )
-    return compared
-
-
-def _is_modelled(source: Source, question: Question, cell: Cell) -> bool:
-    """Whether the cell's engine, its links and its tensor parallelism can be predicted."""
-    within = question.link or source.curves or question.per_node == 1
-    between = question.inter or question.per_node >= cell.world_size
-    return (
-        cell.kind == "run"
-        and question.engine in ENGINES
-        and (cell.world_size == 1 or bool(within and between))
-        and (cell.tensor == 1 or source.profile.hidden_size > 0)
-    )
-
-
-def _links_note(source: Source, question: Question) -> str:
-    between = f"{question.nics} x {question.inter} between nodes"
-    if question.link is not None:
-        nodes = f" of {question.per_node} GPUs, {between}" if question.inter else ""
-        return f"{question.link} within a node{nodes}"
-    if question.inter and question.per_node == 1:
-        return f"one GPU a node, {between}"
-    if not source.curves:
-        return "one rank: no link"
-    counts = ", ".join(str(n) for n in sorted(source.curves))
-    return f"all-reduce as measured over {counts} ranks; its bus bandwidth for other numbers"
-
-
-def _device_notes(source: Source, question: Question, rows: Sequence[PredictedRow]) -> list[str]:
-    device, notes = source.device, []
-    if device is None:
+def levers(profile: Profile, scenario: Scenario) -> list[Lever]:
+    """Return the gain of each change, best first: tokens/s with it over tokens/s now, less one. A greater
+    batch is as fast per sequence."""
+    if scenario.ranks == 1:
         return []
-    if device.peak_flops and device.flops_per_token:
-        notes.append(
-            f"MFU over {device.peak_flops / 1e12:g} TFLOP/s a GPU: {device.name}, {device.precision}"
+    change = dataclasses.replace
+    changes = {
+        "2 x accumulation": (profile, change(scenario, accumulation=2 * scenario.accumulation)),
+        "2 x micro batch": (with_micro_batch(profile, 2 * profile.micro_batch), scenario),
+        "2 x link speed": (profile, change(scenario, fabric=scenario.fabric.scaled(2))),
+        "no stragglers": (profile, change(scenario, spread=0.0)),
+        "perfect overlap": (profile, change(scenario, overlap=True, gain=1.0)),
+    }
+    if scenario.engine != "fsdp":  # which has no buckets
+        changes["no overlap: one bucket"] = profile, change(scenario, overlap=False)
+        changes["2 x bucket size"] = profile, change(scenario, bucket_bytes=2 * scenario.bucket_bytes)
+    if scenario.engine == "ddp" and min(profile.width, scenario.sent_bytes) > 2:
+        changes["16-bit gradients"] = profile, change(scenario, sent_bytes=2.0)
+    now = predict(profile, scenario).tokens_per_s
+    rates = {name: predict(*changed).tokens_per_s for name, changed in changes.items()}
+    gains = [
+        Lever(lever=name, gain=rate / now - 1, tokens_per_s=rate, bound=name in BOUNDS)
+        for name, rate in rates.items()
+        if name not in BOUNDS or rate >= now  # one bucket without overlap may beat many that overlap
+    ]
+    return sorted(gains, key=lambda lever: -lever.gain)
+
+
+def _compared(source: PlanSource, spec: PlanSpec, cell: Cell) -> ComparedCell | None:
+    """Return a measured cell beside its prediction, by its own links where they were measured; None where it
+    cannot be predicted."""
+    engine = "ddp" if cell.engine == "single" else cell.engine
+    own = dataclasses.replace(spec, engine=engine, gpus=(cell.world_size,), reduce_dtype="full")
+    if source.curves:
+        own = dataclasses.replace(own, link=None, inter=None, gpus_per_node=None)
+    if (
+        cell.kind != "run"
+        or cell.tokens_per_s is None
+        or engine not in ENGINES
+        or (cell.tensor > 1 and not source.profile.hidden_size)
+        or _link_issues(source, own)
+    ):
+        return None
+    scenario = scenario_of(source, own, cell.world_size, cell.tensor, cell.accumulation)
+    row = predict(with_micro_batch(source.profile, cell.micro_batch), scenario)
+    interval = cell.step_time_s.ci95 if cell.step_time_s else None
+    return ComparedCell(
+        cell=cell.id,
+        ranks=cell.world_size,
+        predicted_step_s=row.step_time_s,
+        measured_step_s=cell.step_s,
+        ci95=interval,
+        within=interval[0] <= row.step_time_s <= interval[1] if interval else None,
+        predicted_tokens_per_s=row.tokens_per_s,
+        measured_tokens_per_s=cell.tokens_per_s,
+        predicted_efficiency=row.efficiency,
+        measured_efficiency=cell.efficiency,
+        measured_efficiency_ci95=cell.efficiency_ci95,
+        repeats=len(cell.repeats),
+    )
+
+
+def _warnings(source: PlanSource, spec: PlanSpec, rows: Sequence[PredictedRow]) -> list[str]:
+    """Name a link that nothing crosses, links of GPUs with the profile of a CPU, and rows that do not fit."""
+    warnings = []
+    if spec.inter is not None and max(spec.gpus) <= spec.per_node:
+        warnings.append(
+            f"--inter: {max(spec.gpus)} GPUs are in one node of {spec.per_node}, so {spec.inter} carries "
+            "nothing; ask for more GPUs, or give --gpus-per-node."
+        )
+    if spec.link and find_link(spec.link).kind in GPU_LINKS and _is_cpu(source.profile.device):
+        warnings.append(
+            f"The profile is of a CPU, whose steps are far longer than a GPU's, but {spec.link} joins GPUs: "
+            "the efficiency is too high. Measure the profile on one GPU, or give --seq-per-s, --micro and "
+            "--gpu in place of --from."
         )
     if too_large := [row for row in rows if row.fits is False]:
-        most_gib = max(row.state_gib or 0.0 for row in too_large)
         counts = ", ".join(dict.fromkeys(str(row.world_size) for row in too_large))
-        notes.append(
-            f"DOES NOT FIT on {counts} GPUs: weights, gradients and optimizer alone take up to "
-            f"{most_gib:.1f} GiB a rank with {question.engine}, {device.name} has "
-            f"{device.memory_gib:g}; more --tensor or another --engine divides them"
-        )
-    return notes
-
-
-def _warnings(source: Source, question: Question) -> list[str]:
-    """A link between nodes that nothing crosses, and GPU links with the profile of a CPU."""
-    warnings = []
-    if question.inter is not None and max(question.gpus) <= question.per_node:
+        most_gib = max(row.state_gib for row in too_large)
         warnings.append(
-            f"--inter: {max(question.gpus)} GPUs stand in one node of {question.per_node}, so "
-            f"{question.inter} carries nothing; ask for more GPUs, or give --gpus-per-node."
+            f"Does not fit on {counts} GPUs: weights, gradients and optimizer take up to {most_gib:.1f} of "
+            f"{source.memory_gib:g} GiB a rank with {spec.engine}; more --tensor or another --engine divides "
+            "them."
         )
-    names = [name for name in (question.link, question.inter) if name is not None]
-    of_gpus = [name for name in names if find_link(name, "--link").kind in GPU_LINKS]
-    if not of_gpus or source.device is None or not source.device.name.upper().startswith("CPU"):
-        return warnings
+    return warnings
+
+
+def _is_cpu(device: str) -> bool:
+    return device.upper().startswith("CPU")
+
+
+# --- options
+
+
+def _option_issues(source: PlanSource, spec: PlanSpec) -> list[Issue]:
+    """Name every option that is unknown or contradicts another one or the source."""
+    links = hardware()["links"]
+    if issues := [*_unknown("--link", spec.link, links), *_unknown("--inter", spec.inter, links)]:
+        return issues
+    if spec.reduce_dtype != "full" and spec.engine != "ddp":
+        message = f"only ddp sends gradients in {spec.reduce_dtype}, not {spec.engine}"
+        issues.append(Issue("--reduce-dtype", "conflict", message, spec.reduce_dtype, "--engine"))
+    if spec.bucket_mib is not None and spec.engine == "fsdp":
+        issues.append(Issue("--bucket-mib", "no_effect", "fsdp has no buckets", spec.bucket_mib, "--engine"))
+    return [*issues, *_link_issues(source, spec), *_tensor_issues(source.profile, spec.tensor)]
+
+
+def _unknown(setting: str, value: str | None, names: Collection[str]) -> list[Issue]:
+    if value is None or value in names:
+        return []
+    close = difflib.get_close_matches(value, names, n=1, cutoff=0.4)
+    hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(names)}"
+    return [Issue(setting, "unknown", f"{value!r} is not known", value, hint=hint)]
+
+
+def _link_issues(source: PlanSource, spec: PlanSpec) -> list[Issue]:
+    most, per_node, links = max(spec.gpus), spec.per_node, hardware()["links"]
+    if per_node < most and spec.inter is None:
+        message = f"not given, and {most} GPUs fill more than one node of {per_node}"
+        hint = f"use one of {', '.join(name for name in links if find_link(name).kind in NODE_LINKS)}"
+        return [Issue("--inter", "missing", message, hint=hint)]
+    if spec.link is None and min(most, per_node) > 1 and (per_node < most or not source.curves):
+        message = f"not given, and not measured for {most} GPUs"
+        return [Issue("--link", "missing", message, hint=f"use one of {', '.join(links)}")]
+    return []
+
+
+def _tensor_issues(profile: Profile, sizes: Sequence[int]) -> list[Issue]:
+    heads = profile.num_heads or 0
+    if max(sizes) > 1 and not (profile.hidden_size and heads):
+        return [Issue("--tensor", "missing", "the profile lacks the model's sizes; measure it again", sizes)]
+    hint = f"use one of {', '.join(str(n) for n in range(1, heads + 1) if heads % n == 0)}"
+    message = f"does not divide the model's {heads} attention heads"
     return [
-        *warnings,
-        f"The profile is of a CPU, whose steps are far longer than a GPU's, while {of_gpus[0]} joins GPUs: "
-        "the efficiency is far too good for GPUs. Measure the profile on one GPU, or give --seq-per-s, "
-        "--micro and --gpu in place of --from.",
+        Issue("--tensor", "does_not_divide", f"{size} {message}", size, "model.num_heads", hint)
+        for size in sizes
+        if heads % size
     ]
+
+
+# --- sources
+
+
+def find_source(
+    path: Path | None,
+    model: str | None,
+    seq_per_s: float | None,
+    micro: int | None,
+    gpu: str | None,
+    accumulation: int,
+) -> PlanSource:
+    """Return the source that the verb's options name, a measured file or a rate. Raises ConfigError."""
+    rate = {"--model": model, "--seq-per-s": seq_per_s, "--micro": micro, "--gpu": gpu}
+    if path is not None:
+        message = "not used beside --from, which names a measured file"
+        given = {option: value for option, value in rate.items() if value is not None}
+        if given:
+            raise ConfigError([Issue(o, "conflict", message, value, "--from") for o, value in given.items()])
+        return source_of(read_benchmark(path), str(path))
+    if model is None or seq_per_s is None or micro is None:
+        raise ConfigError([Issue("--from", "missing", "not given", hint=GIVE)])
+    return source_of_rate(model, seq_per_s, micro, accumulation, gpu)
+
+
+def read_benchmark(path: Path) -> Scaling:
+    """Read scaling.json, or profile.json as the profile of a benchmark without cells. Raises ConfigError."""
+    try:
+        data = results.load(path, GIVE)
+        if isinstance(data, dict) and "gradients" in data:
+            return Scaling(profile=results.parse(data, Profile, str(path)))
+        return results.parse(data, Scaling, str(path))
+    except ConfigError as error:
+        raise ConfigError([issue.within("--from") for issue in error.issues]) from None
+
+
+def source_of(scaling: Scaling, name: str) -> PlanSource:
+    """Return the source that a benchmark is. Raises ConfigError where its file `name` holds no profile."""
+    profile = scaling.profile
+    if profile is None:
+        raise ConfigError([Issue("--from", "missing", f"{name} holds no profile", hint=GIVE)])
+    notes = [f"profile of {profile.device}, {profile.precision or 'unknown precision'}: {name}"]
+    cells = [cell for cell in scaling.cells if cell.status == "ok"]
+    optimizer_s = profile.optimizer_s or 0.0
+    if (alone := scaling.alone()) and alone.step_s is not None and alone.step_s > optimizer_s:
+        # it loads data and logs too
+        micro_s = (alone.step_s - optimizer_s) / alone.accumulation
+        profile = with_micro_s(profile, micro_s * profile.micro_batch / alone.micro_batch)
+        notes.append(f"one rank's step is the measured one, {alone.step_s:.4g} s (cell {alone.id})")
+    if slowdowns := _slowdowns(cells):
+        counts = ", ".join(f"{n}: x {s:.3f}" for n, s in sorted(slowdowns.items()))
+        notes.append(f"computation slowed as the measured ceiling says ({counts}), beyond as the last")
+    if any(not is_measurable(cell.ceiling_efficiency_ci95) for cell in cells):
+        notes.append("ceilings whose interval is wider than a factor of two are left out: run more repeats")
+    peak = peak_flops(profile.device, profile.precision or "")
+    if peak:
+        notes.append(f"MFU over {peak / 1e12:g} TFLOP/s a GPU: {profile.device}, {profile.precision}")
+    if curves := [link.world_size for link in scaling.links if link.points]:
+        notes.append(f"without --link, the all-reduce as measured over {', '.join(map(str, curves))} ranks")
+    points = {
+        # of several times at one size the longest
+        link.world_size: dict(sorted((float(p.bytes), p.seconds) for p in link.points))
+        for link in scaling.links
+    }
+    return PlanSource(
+        profile,
+        scaling.settings.accumulation or 1,
+        tuple(notes),
+        # ranks on a CPU are parts of one device and differ by its ceiling
+        0.0 if _is_cpu(profile.device) else constant("device_spread"),
+        {ranks: AllReduceCurve(ranks, each) for ranks, each in points.items() if each},
+        slowdowns,
+        cells,
+        scaling.settings.flops_per_token,
+        peak,
+    )
+
+
+def _slowdowns(cells: Sequence[Cell]) -> dict[int, float]:
+    """Return the slowdowns by world size, at least 1: less is noise, or a slow baseline."""
+    times: dict[int, list[float]] = {}
+    for cell in cells:
+        measured = cell.ceiling_efficiency and is_measurable(cell.ceiling_efficiency_ci95)
+        if cell.ceiling_efficiency and measured and cell.kind == "run" and cell.tensor == 1:
+            times.setdefault(cell.world_size, []).append(max(1.0, 1 / cell.ceiling_efficiency))
+    return {ranks: statistics.median(values) for ranks, values in times.items()}
+
+
+def source_of_rate(
+    model: str, seq_per_s: float, micro: int, accumulation: int, gpu: str | None
+) -> PlanSource:
+    """Return the source of one rank's sequences per second: its profile is estimated from the layers. Raises
+    ConfigError."""
+    gpus = hardware()["gpus"]
+    if issues := _unknown("--gpu", gpu, gpus):
+        raise ConfigError(issues)
+    known = find_model(model)
+    device, memory_gib, optimizer_s = "GPU", None, 0.0
+    adam = "counted with the micro batches: give --gpu"
+    if gpu is not None:
+        device, memory_gib = gpus[gpu]["device"], gpus[gpu]["memory_gib"]
+        bytes_s = gpus[gpu]["memory_gb_s"] * GB * constant("memory_reach")
+        optimizer_s = known.parameters * ADAM_BYTES / bytes_s
+        adam = f"{1000 * optimizer_s:.1f} ms, fused AdamW at {gpu}'s memory bandwidth"
+    micro_s = micro / seq_per_s - optimizer_s / accumulation
+    if not micro_s > MIN_MICRO_S:
+        message = f"{seq_per_s:g} leaves no time beside the optimizer"
+        raise ConfigError([Issue("--seq-per-s", "out_of_range", message, seq_per_s, "--micro")])
+    profile = Profile(
+        device=device,
+        precision="bf16" if gpu is None or peak_flops(device, "bf16") else "fp16",
+        micro_batch=micro,
+        sequence_length=known.sequence_length,
+        num_layers=known.shape.num_layers,
+        hidden_size=known.shape.hidden_size,
+        num_heads=known.shape.num_heads,
+        micro_s=micro_s,
+        backward_s=BACKWARD * micro_s,
+        optimizer_s=optimizer_s,
+        gradients=layer_gradients(known.shape, known.parameters, 4.0, BACKWARD * micro_s),
+    )
+    settings = ScalingSettings(accumulation=accumulation, flops_per_token=known.flops_per_token)
+    name = f"estimated from the layers of {model} and {seq_per_s:g} sequences/s; optimizer {adam}"
+    source = source_of(Scaling(profile=profile, settings=settings), name)
+    return dataclasses.replace(source, memory_gib=memory_gib)
+
+
+class ModelShape(NamedTuple):
+    """bert-base, bert-large or the model of a configuration."""
+
+    shape: ModelConfig
+    sequence_length: int
+    parameters: int
+    flops_per_token: float
+    """Forward and backward."""
+
+
+def find_model(name: str) -> ModelShape:
+    """Return the shape of a model by its name. Raises ConfigError when `name` is no configuration either."""
+    if name in MODELS:
+        shape, length, positions = MODELS[name], BERT_SEQUENCE_LENGTH, BERT_POSITIONS
+        mask_rate = BERT_MASK_RATE
+    else:
+        try:
+            config = load_config(find_config(name))
+        except ConfigError as error:
+            raise ConfigError([issue.within("--model") for issue in error.issues]) from None
+        shape, mask_rate = config.model, config.objective.mask_rate
+        length = positions = config.data.sequence_length
+    flops = flops_per_token(shape, length, mask_rate)
+    return ModelShape(shape, length, num_parameters(shape, positions), flops)

@@ -1,183 +1,395 @@
-"""The step of N ranks from that of one: T = (accumulation x T_micro + T_optimizer) x slowest rank + exposed.
+"""Model of the step time of N ranks, from the profile of one rank and the links between them.
 
-Pure functions, seconds and bytes. What a rank sends is what our engines send (bert_dp/parallel): DDP one
-all-reduce a step; ZeRO-1 a reduction to each tensor's owner, and the weights back after the step; FSDP the
-blocks' weights for each micro batch and a reduce-scatter a step; tensor parallelism four all-reduces of the
-activations per block and micro batch.
+    step = (accumulation x micro batch + optimizer) x slowest rank + exposed communication
+
+Pure functions of seconds and bytes; docs/definitions.md has every equation. The messages are those that
+`bert_dp/parallel` sends. hardware.yaml holds the GPUs, links, latencies and constants with their sources.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import math
 import statistics
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
-from bert_dp.cost import GIB
-from launcher.plan import timeline
-from launcher.plan.hardware import constant
-from launcher.plan.links import Fabric
-from launcher.plan.timeline import Gradient
+from bert_dp.config import ModelConfig, read_yaml, sharded
+from bert_dp.cost import GIB, linear_parameters
+from launcher.scale.models import Gradient, PredictedRow, PredictedSplit, Profile
 
-ENGINES = ("ddp", "zero1", "fsdp")
+FILE = Path(__file__).with_name("hardware.yaml")
+GB, MIB = 1e9, 2**20
+FIRST_BUCKET, BUCKET = 1 * MIB, 25 * MIB  # of torch's DDP, unless a size is given
+PLATEAU = 1.9  # a ring over nodes waits longer per hop with large messages, protocol simple (NCCL tuning.cc)
+TREE_SHARE = 0.9  # of a ring's bandwidth that a tree gets (NCCL tuning.cc)
 TENSOR_REDUCTIONS = 4  # of the activations, per block: two forward, two backward (arXiv 1909.08053)
 MOMENTS = 2  # of Adam, per parameter
+ACTIVATION_BYTES = {"bf16": 2, "fp16": 2, "fp64": 8}  # of a number; of other precisions 4
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "rooted"]
+
+
+@cache
+def hardware() -> dict[str, Any]:
+    """Read hardware.yaml."""
+    return dict(read_yaml(FILE))
+
+
+def constant(name: str) -> float:
+    """Return a constant of hardware.yaml."""
+    return float(hardware()["constants"][name]["value"])
 
 
 @dataclasses.dataclass(frozen=True)
-class Profile:
-    """One rank, measured alone. Seconds of one micro batch and of one optimizer step."""
+class LinkSpec:
+    """A row of `links` in hardware.yaml."""
 
-    micro_s: float
-    backward_s: float
-    optimizer_s: float
-    gradients: tuple[Gradient, ...]
-    micro_batch: int
-    sequence_length: int
-    layers: int = 0
-    hidden_size: int = 0
-    heads: int = 0
-    """Of attention; tensor parallelism divides them. 0 here and above: not known."""
-    activation_bytes: float = 4.0
-    """Bytes of an activation and of a gathered weight, per number."""
-    parameter_bytes: float = 4.0
-    """Bytes of a parameter as the optimizer holds it."""
-    gradient_bytes: float = 4.0
-    """Bytes of a gradient as it is sent."""
+    kind: str
+    gb_s: float
+    reach: float
+    source: str = ""
+    gpus_gb_s: Mapping[int, float] = dataclasses.field(default_factory=dict)
 
-    @property
-    def gradient_size(self) -> float:
-        return sum(gradient.size for gradient in self.gradients)
+    def bus_gb_s(self, count: int) -> float:
+        """Return the bus bandwidth, GB/s, of a large all-reduce over `count` GPUs or nodes."""
+        measured = [n for n in self.gpus_gb_s if n <= count]
+        return (self.gpus_gb_s[max(measured)] if measured else self.gb_s) * self.reach
 
-    @property
-    def weight_size(self) -> float:
-        return self.gradient_size / self.gradient_bytes * self.parameter_bytes
+    def scaled(self, factor: float) -> LinkSpec:
+        """Return a link of `factor` times the bandwidth and equal latencies."""
+        return dataclasses.replace(self, reach=factor * self.reach)
+
+
+@cache
+def find_link(name: str) -> LinkSpec:
+    """Return a link of hardware.yaml."""
+    return LinkSpec(**hardware()["links"][name])
+
+
+class ProtocolSpec(NamedTuple):
+    """Latencies of a protocol on one kind of link, seconds, and its share of the bandwidth."""
+
+    start: float
+    hop: float
+    tree_start: float
+    tree: float | None
+    share: float
+
+
+@cache
+def find_protocols(kind: str) -> dict[str, ProtocolSpec]:
+    """Return the protocols of a kind of link by name."""
+    rows = hardware()["latencies"][kind]["protocols"]
+    return {name: ProtocolSpec(**row) for name, row in rows.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class AllReduceCurve:
+    """Measured all-reduce times over `ranks` ranks: bytes -> seconds."""
+
+    ranks: int
+    points: Mapping[float, float]
+
+    def seconds(self, size: float) -> float:
+        """Interpolate in the logarithms; constant below the least size, in proportion above the greatest."""
+        sizes = sorted(self.points)
+        if size <= sizes[0]:
+            return self.points[sizes[0]]
+        i = min(bisect.bisect_left(sizes, size), len(sizes) - 1)
+        if size >= sizes[i]:
+            return self.points[sizes[i]] * size / sizes[i]
+        low, high = sizes[i - 1], sizes[i]
+        share = math.log(size / low) / math.log(high / low)
+        return self.points[low] * math.pow(self.points[high] / self.points[low], share)
+
+    def scaled(self, factor: float) -> AllReduceCurve:
+        """Return a curve that is `factor` times as fast at every size."""
+        return AllReduceCurve(self.ranks, {size: s / factor for size, s in self.points.items()})
+
+
+@dataclasses.dataclass(frozen=True)
+class Fabric:
+    """Links between ranks, which fill one node after the other.
+
+    A ring over the GPUs of several nodes enters and leaves each node once, through all its NICs together, so
+    bus bandwidth = min(link within the node, sum of the NICs). This, the latencies and the choice of the
+    faster of ring and tree follow NCCL's tuning model (src/graph/tuning.cc).
+    """
+
+    gpus_per_node: int
+    intra: LinkSpec | None
+    """None: not known, and `inter` is slower than any."""
+    inter: LinkSpec | None = None
+    nics: int = 1
+    """Per node."""
+    curve: AllReduceCurve | None = None
+    """Takes the place of `intra` within one node."""
+
+    def nodes(self, ranks: int) -> int:
+        """Return the number of nodes that `ranks` ranks fill."""
+        return math.ceil(ranks / self.gpus_per_node)
+
+    def bus_gb_s(self, ranks: int) -> float:
+        """Return the bus bandwidth of a large all-reduce, GB/s."""
+        rates = [self.intra.bus_gb_s(min(ranks, self.gpus_per_node))] if self.intra else []
+        if self.nodes(ranks) > 1 and self.inter:
+            rates.append(self.inter.bus_gb_s(self.nodes(ranks)) * self.nics)
+        return min(rates)
+
+    def replicas(self, tensor: int) -> Fabric:
+        """Return the links of one gradient reduction where `tensor` neighbours share a replica: each node
+        holds fewer of its ranks, and `tensor` groups share the NICs."""
+        per_node = max(1, self.gpus_per_node // tensor)
+        inter = self.inter and self.inter.scaled(1 / tensor)
+        return dataclasses.replace(self, gpus_per_node=per_node, inter=inter)
+
+    def scaled(self, factor: float) -> Fabric:
+        """Return links that are `factor` times as fast; of a measured curve the latency too."""
+        return dataclasses.replace(
+            self,
+            intra=self.intra and self.intra.scaled(factor),
+            inter=self.inter and self.inter.scaled(factor),
+            curve=self.curve and self.curve.scaled(factor),
+        )
+
+    def seconds(self, size: float, ranks: int, kind: Collective = "all_reduce") -> float:
+        """Return the time of one collective of `size` bytes per rank, by the fastest protocol and shape.
+
+        "rooted" is a reduce to one rank or a broadcast from it: a chain that sends each byte once over each
+        hop.
+        """
+        if ranks <= 1 or size <= 0:
+            return 0.0
+        traversals = 2 if kind == "all_reduce" else 1
+        share = 1.0 if kind == "rooted" else traversals * (ranks - 1) / ranks
+        nodes = self.nodes(ranks)
+        if self.curve is not None and nodes == 1:
+            return self.curve.seconds(size) * share / (2 * (self.curve.ranks - 1) / self.curve.ranks)
+        bus = self.bus_gb_s(ranks) * GB
+        across = traversals * (nodes - 1)
+        times = []
+        for near, far in self.protocols(ranks):
+            latency = near.start + (traversals * (ranks - 1) - across) * near.hop + across * far.hop
+            plateau = PLATEAU if nodes > 1 and near.share == 1 else 1.0
+            times.append(plateau * latency + share * size / (bus * near.share))
+            if kind == "all_reduce" and near.tree is not None and far.tree is not None:
+                levels = (min(ranks, self.gpus_per_node) - 1) * near.tree + math.log2(nodes) * far.tree
+                sending = 2 * size / (bus * TREE_SHARE * near.share)
+                times.append(near.tree_start + 2 * levels + sending)
+        return min(times)
+
+    def protocols(self, ranks: int) -> list[tuple[ProtocolSpec, ProtocolSpec]]:
+        """Return the protocols that both levels know, (within a node, between nodes)."""
+        outer = self.inter if self.nodes(ranks) > 1 else self.intra
+        inner = self.intra or outer
+        assert inner is not None
+        assert outer is not None
+        near, far = find_protocols(inner.kind), find_protocols(outer.kind)
+        return [(near[name], far[name]) for name in near if name in far]
 
 
 @dataclasses.dataclass(frozen=True)
 class Scenario:
-    """How many ranks train, how, and over which links."""
+    """Number of ranks, how they train, and the links between them."""
 
     fabric: Fabric
     ranks: int = 1
     engine: str = "ddp"
-    """One of ENGINES."""
+    """ddp, zero1 or fsdp."""
     tensor: int = 1
     accumulation: int = 1
     spread: float = 0.0
     """Standard deviation / mean of the ranks' speed; all wait for the slowest."""
     slowdown: float = 1.0
-    """Of the computation when all devices of a machine work: shared memory bandwidth, power (its ceiling)."""
-    bucket_bytes: float = timeline.BUCKET
-    first_bucket: float | None = timeline.FIRST_BUCKET
+    """Factor on the computation where all devices of a machine work: 1 / ceiling."""
+    bucket_bytes: float = BUCKET
+    first_bucket: float | None = FIRST_BUCKET
+    sent_bytes: float = math.inf
+    """Bytes of a number of a gradient that is sent, at most."""
     overlap: bool = True
     """Reductions run beside the backward pass; False: one bucket after it."""
-    gain: float = 0.21
-    """Share of the hidden communication time that is gained (hardware.yaml, overlap_gain)."""
+    gain: float = dataclasses.field(default_factory=lambda: constant("overlap_gain"))
+    """Share of the hidden communication time that is gained."""
 
     @property
     def replicas(self) -> int:
+        """Number of model replicas."""
         return self.ranks // self.tensor
 
 
-@dataclasses.dataclass(frozen=True)
-class PredictedStep:
-    """A step of N ranks; seconds. The parts sum to `step_s`."""
-
-    ranks: int
-    step_s: float
-    compute_s: float
-    optimizer_s: float
-    straggler_s: float
-    exposed_s: float
-    tokens_per_s: float
-    efficiency: float
-    """tokens/s over N x tokens/s of one rank with the same accumulation."""
-
-
-def predict(profile: Profile, scenario: Scenario) -> PredictedStep:
-    """Raises ValueError when the tensor size does not divide the ranks."""
-    if scenario.ranks % scenario.tensor:
-        raise ValueError(f"tensor {scenario.tensor} does not divide {scenario.ranks} ranks")
-    a = scenario.accumulation
-    compute = a * profile.micro_s * scenario.slowdown / scenario.tensor
-    optimizer = profile.optimizer_s * scenario.slowdown * _optimizer_share(profile, scenario)
-    slow = slowest(scenario.ranks, scenario.spread)
-    straggler = (compute + optimizer) * (slow - 1)
+def predict(profile: Profile, scenario: Scenario) -> PredictedRow:
+    """Predict a step; the tensor size divides the ranks."""
+    a, n = scenario.accumulation, scenario.ranks
+    optimizer_s = profile.optimizer_s or 0.0
+    compute = a * profile.whole_s * scenario.slowdown / scenario.tensor
+    optimizer = optimizer_s * scenario.slowdown * _optimizer_share(profile, scenario)
+    straggler = (compute + optimizer) * (slowest(n, scenario.spread) - 1)
     exposed = exposed_s(profile, scenario)
     step = compute + optimizer + straggler + exposed
-    tokens = scenario.replicas * a * profile.micro_batch * profile.sequence_length
-    alone = a * profile.micro_batch * profile.sequence_length / (a * profile.micro_s + profile.optimizer_s)
-    return PredictedStep(
-        scenario.ranks,
-        step,
-        compute,
-        optimizer,
-        straggler,
-        exposed,
-        tokens / step,
-        tokens / step / (scenario.ranks * alone),
+    batch = scenario.replicas * a * profile.micro_batch
+    alone = a * profile.micro_batch / (a * profile.whole_s + optimizer_s)  # samples/s of one rank
+    efficiency = batch / step / (n * alone)
+    return PredictedRow(
+        world_size=n,
+        tensor=scenario.tensor,
+        accumulation=a,
+        global_batch=batch,
+        step_time_s=step,
+        split_s=PredictedSplit(
+            forward_backward=compute, optimizer=optimizer, straggler=straggler, exposed_comm=exposed
+        ),
+        exposed_comm_fraction=exposed / step,
+        tokens_per_s=batch * profile.sequence_length / step,
+        samples_per_s=batch / step,
+        speedup=efficiency * n,
+        efficiency=efficiency,
+        state_gib=_state_gib(profile, scenario),
     )
 
 
 def slowest(ranks: int, spread: float) -> float:
-    """Expected time of the slowest of `ranks` normally distributed ones / the mean (Blom 1958)."""
+    """Return the expected time of the slowest of `ranks` normally distributed ones / the mean (Blom 1958)."""
     return 1 + spread * statistics.NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
 
+def with_micro_s(profile: Profile, micro_s: float) -> Profile:
+    """Return a profile whose micro batch takes `micro_s`, the times within it in proportion."""
+    scale = micro_s / profile.whole_s
+    gradients = [
+        Gradient.model_construct(bytes=g.bytes, ready_s=g.ready_s * scale) for g in profile.gradients
+    ]
+    changes = {"micro_s": micro_s, "backward_s": profile.backward_s * scale, "gradients": gradients}
+    return profile.model_copy(update=changes)
+
+
+def with_micro_batch(profile: Profile, micro_batch: int) -> Profile:
+    """Return a profile of another micro batch that is as fast per sequence."""
+    scaled = with_micro_s(profile, profile.whole_s * micro_batch / profile.micro_batch)
+    return scaled.model_copy(update={"micro_batch": micro_batch})
+
+
+def layer_gradients(model: ModelConfig, parameters: int, width: float, backward_s: float) -> list[Gradient]:
+    """Estimate the gradients of a model that was not profiled, in `width` bytes per number.
+
+    The blocks' are ready at even steps of the backward pass. The embedding's, with the little that is left of
+    all `parameters`, is ready at the very end because the decoder is tied to it.
+    """
+    blocks = model.num_layers
+    block = linear_parameters(model) / blocks
+    rest = parameters - linear_parameters(model)
+    return [
+        *(Gradient(bytes=block * width, ready_s=(i + 1) / (blocks + 1) * backward_s) for i in range(blocks)),
+        Gradient(bytes=rest * width, ready_s=backward_s),
+    ]
+
+
+def _optimizer_share(profile: Profile, scenario: Scenario) -> float:
+    """Return the busiest rank's share of the optimizer step. ZeRO-1 divides by whole tensors, so the largest
+    one bounds it."""
+    share = 1.0 if scenario.engine == "ddp" else 1 / scenario.replicas
+    if scenario.engine == "zero1":
+        share = max(share, max(gradient.bytes for gradient in profile.gradients) / profile.size)
+    return share / scenario.tensor
+
+
+def _state_gib(profile: Profile, scenario: Scenario) -> float:
+    """Return weights, gradients and optimizer state of one rank, GiB: a lower bound, without activations.
+
+    fsdp keeps whole gradients between the micro batches of a step.
+    """
+    weights = profile.size / scenario.tensor
+    parts = {"parameters": weights, "gradients": weights, "optimizer": MOMENTS * weights}
+    for part in sharded(scenario.engine, 1):
+        if part != "gradients" or scenario.accumulation == 1:
+            parts[part] /= scenario.replicas
+    return sum(parts.values()) / GIB
+
+
 def exposed_s(profile: Profile, scenario: Scenario) -> float:
-    """Seconds of a step that only communication takes."""
+    """Return the seconds of a step in which ranks only communicate."""
     seconds = 0.0
     if scenario.tensor > 1:
         seconds += scenario.accumulation * _tensor_s(profile, scenario)
     if scenario.replicas > 1:
-        seconds += (
-            _fsdp_s(profile, scenario) if scenario.engine == "fsdp" else _reduction_s(profile, scenario)
-        )
+        replicas_s = _fsdp_s if scenario.engine == "fsdp" else _reduction_s
+        seconds += replicas_s(profile, scenario)
     return seconds
-
-
-def _optimizer_share(profile: Profile, scenario: Scenario) -> float:
-    """Of the whole optimizer step that the busiest rank does: ZeRO-1 divides by whole tensors, so that is at
-    least the largest one."""
-    share = 1 / scenario.tensor
-    if scenario.engine == "fsdp":
-        return share / scenario.replicas
-    if scenario.engine == "zero1":
-        largest = max(gradient.size for gradient in profile.gradients) / profile.gradient_size
-        return share * max(1 / scenario.replicas, largest)
-    return share
 
 
 def _reduction_s(profile: Profile, scenario: Scenario) -> float:
-    """Gradients, once a step; with ZeRO-1 the weights come back after it, which nothing hides."""
+    """Return the exposed time of the gradients, once a step. ZeRO-1 adds the broadcast of the weights."""
     fabric, n, t = scenario.fabric.replicas(scenario.tensor), scenario.replicas, scenario.tensor
-
-    def reduction(size: float) -> float:
-        return fabric.rooted_seconds(size, n) if scenario.engine == "zero1" else fabric.seconds(size, n)
-
-    scale = scenario.slowdown / t
-    gradients = [Gradient(g.size / t, g.ready * scale) for g in profile.gradients]
-    backward = profile.backward_s * scale
+    kind: Collective = "rooted" if scenario.engine == "zero1" else "all_reduce"
+    width = min(1.0, scenario.sent_bytes / profile.width) / t
     if scenario.overlap:
-        fused = timeline.buckets(gradients, scenario.bucket_bytes, scenario.first_bucket)
-        seconds = timeline.exposed(fused, backward, reduction, scenario.gain)
+        scale = scenario.slowdown / t
+        buckets = fuse(
+            [(g.bytes * width, g.ready_s * scale) for g in profile.gradients],
+            scenario.bucket_bytes,
+            scenario.first_bucket,
+        )
+        backward_s = profile.backward_s * scale
+        seconds = outlast(buckets, backward_s, lambda size: fabric.seconds(size, n, kind), scenario.gain)
     else:
-        seconds = reduction(profile.gradient_size / t)
+        seconds = fabric.seconds(profile.size * width, n, kind)
     if scenario.engine == "zero1":
-        parts = max(1, round(profile.weight_size / t / scenario.bucket_bytes))
-        seconds += parts * fabric.rooted_seconds(profile.weight_size / t / parts, n)
+        weights = profile.size / t
+        parts = max(1, round(weights / scenario.bucket_bytes))
+        seconds += parts * fabric.seconds(weights / parts, n, "rooted")
     return seconds
 
 
+Bucket = tuple[float, float]
+"""Bytes that are reduced together, and the second of the backward pass at which they are ready."""
+
+
+def fuse(gradients: Sequence[Bucket], size: float, first: float | None = None) -> list[Bucket]:
+    """Fuse gradients in order of readiness until `size` bytes are reached, the first bucket until `first`.
+
+    A tensor is never split; a bucket is ready with its last tensor.
+    """
+    buckets: list[Bucket] = []
+    total = last = 0.0
+    for number, ready in sorted(gradients, key=lambda gradient: gradient[1]):
+        total, last = total + number, ready
+        if total >= (first if first is not None and not buckets else size):
+            buckets.append((total, last))
+            total = 0.0
+    return [*buckets, (total, last)] if total else buckets
+
+
+def outlast(
+    buckets: Sequence[Bucket], backward_s: float, duration: Callable[[float], float], gain: float
+) -> float:
+    """Return the seconds by which the reductions outlast the backward pass.
+
+    Each starts when its bucket is ready and the one before has ended; the share `gain` of the hidden time is
+    gained.
+    """
+    end = total = 0.0
+    for size, ready in buckets:
+        seconds = duration(size)
+        end = max(ready, end) + seconds
+        total += seconds
+    ideal = min(total, max(0.0, end - backward_s))
+    return total - gain * (total - ideal)
+
+
 def _fsdp_s(profile: Profile, scenario: Scenario) -> float:
-    """Weights are gathered block by block, forward and again backward, one block ahead of the computation, in
-    every micro batch; gradients go by reduce-scatter in the last. The rest of the model is one more block."""
+    """Return the exposed time of gathering and scattering one block ahead of the computation.
+
+    Weights are gathered forward and again backward in every micro batch; gradients are scattered in the last.
+    The embedding is one more block.
+    """
     fabric, n, t = scenario.fabric.replicas(scenario.tensor), scenario.replicas, scenario.tensor
-    blocks = max(1, profile.layers) + 1
-    numbers = profile.gradient_size / profile.gradient_bytes / t
-    gather = fabric.seconds(profile.weight_size / t / blocks, n, "all_gather")
-    scatter = fabric.seconds(numbers * profile.gradient_bytes / blocks, n, "reduce_scatter")
+    blocks = (profile.num_layers or 1) + 1
+    gather = fabric.seconds(profile.size / t / blocks, n, "all_gather")
+    scatter = fabric.seconds(profile.size / t / blocks, n, "reduce_scatter")
     scale = scenario.slowdown / t / blocks
-    forward, backward = (profile.micro_s - profile.backward_s) * scale, profile.backward_s * scale
+    forward, backward = (profile.whole_s - profile.backward_s) * scale, profile.backward_s * scale
     a = scenario.accumulation
     seconds = 0.0
     for communication, computation, times in (
@@ -192,56 +404,15 @@ def _fsdp_s(profile: Profile, scenario: Scenario) -> float:
 
 
 def _tensor_s(profile: Profile, scenario: Scenario) -> float:
-    """All-reduces of the activations in one micro batch: exposed, but for the backward ones beside the
-    product that gives the weight's gradient, half of a block's backward time."""
-    t = scenario.tensor
-    size = profile.micro_batch * profile.sequence_length * profile.hidden_size * profile.activation_bytes
-    once = scenario.fabric.seconds(size, t)
-    blocks = max(1, profile.layers)
-    half = TENSOR_REDUCTIONS // 2
+    """Return the exposed time of the activations' all-reduces in one micro batch.
+
+    The backward ones hide behind the product that gives the weight's gradient, half of a block's backward
+    time.
+    """
+    t, blocks = scenario.tensor, profile.num_layers or 1
+    numbers = profile.micro_batch * profile.sequence_length * (profile.hidden_size or 0)
+    once = scenario.fabric.seconds(numbers * ACTIVATION_BYTES.get(profile.precision or "", 4), t)
     window = profile.backward_s * scenario.slowdown / t / blocks / 2
-    hidden = scenario.gain * min(half * once, window)
+    hidden = scenario.gain * min(TENSOR_REDUCTIONS // 2 * once, window)
     look_up = once
     return blocks * (TENSOR_REDUCTIONS * once - hidden) + look_up
-
-
-def state_gib(profile: Profile, scenario: Scenario) -> float:
-    """Weights, gradients and optimizer state of one rank, GiB, as the engine divides them; a lower bound,
-    without activations. fsdp keeps whole gradients between the micro batches of a step."""
-    weights = profile.weight_size / scenario.tensor
-    optimizer, gradients, n = MOMENTS * weights, weights, scenario.replicas
-    if scenario.engine in ("zero1", "fsdp"):
-        optimizer /= n
-    if scenario.engine == "fsdp":
-        weights /= n
-        gradients = gradients if scenario.accumulation > 1 else gradients / n
-    return (weights + gradients + optimizer) / GIB
-
-
-def with_micro(profile: Profile, micro_s: float) -> Profile:
-    """The same profile, faster or slower: backward and ready times in proportion."""
-    scale = micro_s / profile.micro_s
-    gradients = tuple(Gradient(g.size, g.ready * scale) for g in profile.gradients)
-    return dataclasses.replace(
-        profile, micro_s=micro_s, backward_s=profile.backward_s * scale, gradients=gradients
-    )
-
-
-def with_micro_batch(profile: Profile, micro_batch: int) -> Profile:
-    """The same profile with another micro batch, as fast per sequence."""
-    scaled = with_micro(profile, profile.micro_s * micro_batch / profile.micro_batch)
-    return dataclasses.replace(scaled, micro_batch=micro_batch)
-
-
-def with_gradient_bytes(profile: Profile, width: float) -> Profile:
-    """The same profile with gradients sent in at most `width` bytes per number."""
-    if width >= profile.gradient_bytes:
-        return profile
-    share = width / profile.gradient_bytes
-    gradients = tuple(Gradient(g.size * share, g.ready) for g in profile.gradients)
-    return dataclasses.replace(profile, gradients=gradients, gradient_bytes=width)
-
-
-def default_spread(device: str) -> float:
-    """Of the speed of devices of one kind; a CPU's ranks are one device's parts and differ by its ceiling."""
-    return 0.0 if device.lower().startswith("cpu") else constant("device_spread")

@@ -1,4 +1,4 @@
-"""A Report on the console, by rich: the tables that are meant for it, then the findings."""
+"""A Report on the console, by rich: its tables and notes, then its findings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "info": ""}
 
 
 def show_report(console: Console, report: Report, page: Path | None = None, *, titled: bool = False) -> None:
-    """What a verb ends with: the report, its page and the command that leads on, as far as there are any."""
+    """Print the report, its page and the command to run next, as far as there are any."""
     from rich.console import Group
 
     show(console, Group(*_parts(report, console, titled=titled)))
@@ -27,14 +27,14 @@ def show_report(console: Console, report: Report, page: Path | None = None, *, t
 
 
 def show_end(console: Console, report: Report, page: Path | None) -> None:
-    """The last lines of it alone."""
+    """Print the page and the command to run next."""
     for label, what in (("page", page), ("next", report.next)):
         if what:
             show(console, f"{label}: {what}", **PLAIN)
 
 
 def _parts(report: Report, console: Console, *, titled: bool) -> Iterator[RenderableType]:
-    """Its tables and notes, then its findings. A table that is too wide for the console becomes several."""
+    """Yield its tables and notes, then its findings."""
     from rich.text import Text
 
     if titled:
@@ -54,7 +54,7 @@ def _parts(report: Report, console: Console, *, titled: bool) -> Iterator[Render
 
 
 def _verdict(verdict: Verdict) -> list[Text]:
-    """The finding behind its level, and below it what supports it."""
+    """Return the finding behind its level, and below it its evidence."""
     from rich.text import Text
 
     level = f"{verdict.level:5}" if verdict.level != "info" else ""
@@ -66,7 +66,7 @@ def _verdict(verdict: Verdict) -> list[Text]:
 
 
 def _tables(table: Table, console: Console) -> list[RichTable]:
-    """The table, or parts of it that each fit; every part names its rows."""
+    """Return the table, or where it is too wide parts that each fit; every part names its rows."""
     from rich.measure import Measurement
 
     rows = [row for row in table.rows if row.console]
@@ -99,7 +99,7 @@ def _grid(table: Table, rows: Sequence[Row], columns: Sequence[int]) -> RichTabl
 
 
 def _pairs(rows: Sequence[Row]) -> RichTable:
-    """A label, its value, and in the same place what the value is of."""
+    """Return a list of labels and values, with the denominator of each."""
     from rich.table import Table as RichTable
     from rich.text import Text
 

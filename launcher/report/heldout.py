@@ -1,4 +1,4 @@
-"""A held-out loss in words: never without its interval and what it is the mean of."""
+"""A held-out loss in words, with its interval and its denominator."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from launcher.stats import NORMAL
 def half_width(heldout: HeldOut, seeds: Sequence[float] = ()) -> float | None:
     """Return half of the 95 % interval of the loss, nats; None where it was not measured.
 
-    `seeds`: the losses whose mean it is of. All are of the same text, so its error stays beside that of the
-    mean over the seeds, and the two add as independent ones.
+    `seeds`: losses of which it is the mean. All are of one text, whose error adds to that of the mean over
+    the seeds as an independent one.
     """
     se = number(heldout.loss_se)
     parts = [] if se is None else [NORMAL * se]
@@ -32,18 +32,18 @@ def half_width(heldout: HeldOut, seeds: Sequence[float] = ()) -> float | None:
 
 
 def loss_text(loss: float | None, heldout: HeldOut, seeds: Sequence[float] = ()) -> str:
-    """`5.7123 nats ± 0.0312`; without the interval where there is none."""
+    """Format a loss with its interval where it has one: `5.7123 nats ± 0.0312`."""
     width = half_width(heldout, seeds)
     return loss_in(heldout.loss_unit, loss) + ("" if loss is None or width is None else f" ± {width:.4f}")
 
 
 def loss_in(unit: str, loss: float | None) -> str:
-    """A loss in nats or in another unit."""
+    """Format a loss in nats or in another unit."""
     return format_nats(loss) if unit == "nats" else f"{format_ratio(loss)} {unit}"
 
 
 def basis(heldout: HeldOut) -> str:
-    """What the loss is the mean of: `4,096 masked tokens of 216 sequences, 15.0 % masked`."""
+    """Format the denominator of the loss: `4,096 masked tokens of 216 sequences, 15.0 % masked`."""
     if heldout.examples is not None:
         return count_of(heldout.examples, "example") if heldout.examples else "held-out examples"
     if heldout.masked_tokens is None:
@@ -54,7 +54,7 @@ def basis(heldout: HeldOut) -> str:
 
 
 def scores_text(heldout: HeldOut) -> str | None:
-    """`dev accuracy 0.7123, dev f1 0.8012`; None where no example is scored."""
+    """Format the scores: `dev accuracy 0.7123, dev f1 0.8012`; None where no example is scored."""
     if heldout.scores is None:
         return None
     named = [f"{name.replace('/', ' ')} {format_decimals(score)}" for name, score in heldout.scores.items()]
@@ -62,7 +62,7 @@ def scores_text(heldout: HeldOut) -> str | None:
 
 
 def too_small(heldout: HeldOut, difference: float | None) -> str | None:
-    """A warning where the held-out text cannot carry a difference of losses, in nats; else None.
+    """Return a warning where the held-out text is too small for a difference of losses, nats; else None.
 
     The interval is that of one loss: a difference on the same masked tokens is known better, by how much is
     not measured.

@@ -14,19 +14,19 @@ from typing import Any
 
 from bert_dp import record
 from launcher.log import complain
-from launcher.report.drawing import drawing, numbers_of
+from launcher.report.figures import drawing
 from launcher.report.model import Report
 
 TEMPLATES = Path(__file__).parent / "templates"
-# by which a page of any version is known
+# the first bytes of every page of ours
 START = (
     '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy"'
 )
-SHOWN = 6  # notes of one verdict before the rest folds
+MAX_NOTES = 6  # of one verdict before the rest folds
 
 
 def html(report: Report) -> str:
-    """The whole page."""
+    """Render the whole page."""
     script, plotly = _read("page.js"), _plotly()
     policy = "; ".join(
         [
@@ -49,11 +49,10 @@ def html(report: Report) -> str:
         report=report,
         policy=policy,
         start=START,
-        shown=SHOWN,
+        shown=MAX_NOTES,
         style=_read("page.css"),
         script=script,
         plotly=plotly if figures else "",
-        numbers_of=numbers_of,
         numbered=figures,
         drawings=json.dumps(drawings, allow_nan=False).replace("<", "\\u003c"),
     )
@@ -67,7 +66,7 @@ def write(report: Report, out: Path) -> None:
 
 
 def write_or_warn(report: Report, out: Path) -> bool:
-    """Whether the page was written: one that cannot be must not cost what it shows."""
+    """Write the page; on failure print a warning and return False, as a page must not cost its results."""
     try:
         write(report, out)
     except OSError as error:
@@ -77,7 +76,7 @@ def write_or_warn(report: Report, out: Path) -> bool:
 
 
 def target_issues(path: Path) -> list[str]:
-    """Why a page may not be written to `path`, which it would replace; one line each."""
+    """Return the reasons why a page may not replace `path`, one line each."""
     try:
         if not path.exists():
             return []

@@ -1,28 +1,27 @@
-"""What a verb has to say, as a value: console.py and html.py show it, a test reads it."""
+"""The result of a verb as a value: console.py and html.py show it, a test reads it."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from launcher.report.numbers import Unit
 
 Level = Literal["ok", "warn", "fail", "info"]
 Style = Literal["line", "dashed", "dotted", "marks", "both"]
-"""Of a line: drawn through, dashed, dotted (what no run measured), marks alone, line and marks."""
-QUARTILES = ("min", "q1", "median", "q3", "max")
+"""Style of a line: solid, dashed, dotted (not measured by any run), marks alone, line and marks."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """One finding and what supports it."""
+    """One finding and its evidence."""
 
     level: Level
     text: str
     notes: Sequence[str] = ()
     name: str = ""
-    """Of what it holds, where a report is about several."""
+    """Run or task that it is about, where a report has several."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,28 +35,34 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """`note`: the denominator or scope of the value; `exact`: the value with all its digits."""
+    """One value of a table."""
 
     text: str
     note: str = ""
+    """Its denominator or scope."""
     exact: float | None = None
+    """Its value with all digits."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """`text`: of words, which may be long and stand at the left."""
+    """A column of a table."""
 
     head: str
     text: bool = False
+    """Holds words, which may be long and are aligned left."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
+    """A row of a table."""
+
     label: str
     cells: Sequence[Cell]
     topic: str = ""
-    """A heading above the first of the rows that share it."""
+    """Heading above the first of the rows that share it."""
     console: bool = True
+    """False: on the page alone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,21 +73,23 @@ class Table:
     columns: Sequence[Column] = ()
     title: str = ""
     corner: str = ""
-    """The head above the labels."""
+    """Head above the labels."""
     empty: str = "none"
-    """What stands in place of a table without rows."""
+    """Text in place of a table without rows."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """`label` names the unit in words; `unit` is how a number on it is printed."""
+    """An axis of a figure."""
 
     label: str
+    """Names the unit in words."""
     unit: Unit = "si"
+    """Format of its numbers."""
     log: bool = False
     from_zero: bool = False
     ticks: Sequence[float] = ()
-    """Where the ticks stand, e.g. at the numbers of ranks that were run; empty: round numbers."""
+    """Places of the ticks, e.g. the numbers of ranks that were run; empty: round numbers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,32 +108,23 @@ class Line:
 
     @property
     def values(self) -> list[float]:
+        """Values that were measured."""
         return [y for y in self.y if y is not None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Bars:
-    """One part of every row of a figure; the parts of a row are stacked. `texts`: what a part prints."""
+    """One part of every row of a figure; the parts of a row are stacked."""
 
     label: str
     parts: Sequence[float | None]
     texts: Sequence[str] = ()
+    """Printed at the pointer; by default the part in the unit of the x axis."""
 
     @property
     def values(self) -> list[float]:
+        """Values that were measured."""
         return [part for part in self.parts if part]
-
-
-@dataclasses.dataclass(frozen=True)
-class Boxes:
-    """A box for every row of a figure, by the names of QUARTILES."""
-
-    label: str
-    boxes: Sequence[Mapping[str, float] | None]
-
-    @property
-    def values(self) -> list[float]:
-        return [value for box in self.boxes if box for value in box.values()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +134,7 @@ class Rule:
     label: str
     value: float
     left: bool = False
+    """Puts its label at the left."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,47 +147,49 @@ class Mark:
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """Lines over x and y, or bars or boxes of named rows along x."""
+    """Lines over x and y, or bars of named rows along x."""
 
     title: str
-    traces: Sequence[Line | Bars | Boxes]
+    traces: Sequence[Line | Bars]
     x: Axis
     y: Axis
     rows: Sequence[str] = ()
     levels: Sequence[Rule] = ()
     marks: Sequence[Mark] = ()
     note: str = ""
-    absent: str = ""
-    """Why there is nothing to draw, where that is no lack of data."""
     switch: bool = False
-    """Whether the page offers a logarithmic x axis."""
+    """Offers a logarithmic x axis."""
 
     @property
     def is_empty(self) -> bool:
-        """Without anything that a run measured."""
+        """True if no run measured anything of it."""
         return not any(t.values for t in self.traces if not (isinstance(t, Line) and t.style == "dotted"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A part of the page. What is not for the console, or is folded on the page, says so."""
+    """A part of the report."""
 
     title: str
     figures: Sequence[Figure] = ()
     tables: Sequence[Table] = ()
     notes: Sequence[str] = ()
     text: str = ""
-    """Shown as it is, in fixed width."""
+    """Shown unchanged, in fixed width."""
     folded: bool = False
+    """Opens on a click."""
     console: bool = True
+    """False: on the page alone."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
+    """The result of a verb."""
+
     title: str
     subtitle: Sequence[str] = ()
     verdicts: Sequence[Verdict] = ()
     tiles: Sequence[Tile] = ()
     sections: Sequence[Section] = ()
     next: str = ""
-    """One command that leads on."""
+    """A command to run next."""

@@ -1,4 +1,4 @@
-"""The only formatter of numbers. What is not known prints as n/a, never as 0."""
+"""The only formatter of numbers. An unknown number prints as n/a, never as 0."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Literal
 
 NA = "n/a"
 SYMBOLS = {"B", "FLOP/s", "J"}  # units that a prefix is written onto; it stands apart from a word
-HUGE = 1e300  # above it, or nearer to 0 than 1 / HUGE, what is made of two numbers may be no number
+HUGE = 1e300  # above it, or nearer to 0 than 1 / HUGE, a quotient of two numbers may be no number
 
 
 def number(value: object) -> float | None:
-    """A number up to HUGE, else None; 0 below 1 / HUGE."""
+    """Return a number up to HUGE, else None; 0 below 1 / HUGE."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= HUGE:
         return None
     return float(value) if abs(value) >= 1 / HUGE else 0.0
 
 
 def format_si(value: object, unit: str = "") -> str:
-    """Three significant digits with k, M, G or T: 45,231 tokens/s -> `45.2 k tokens/s`, 21e6 J -> `21 MJ`."""
+    """Format three significant digits with k, M, G or T: `45.2 k tokens/s`, `21 MJ`."""
     n = number(value)
     if n is None:
         return NA
@@ -32,7 +32,7 @@ def format_si(value: object, unit: str = "") -> str:
 
 
 def _known(text: Callable[[float], str]) -> Callable[[object], str]:
-    """The formatter of any value: what is no number is n/a."""
+    """Extend a formatter of numbers to any value: all else is n/a."""
 
     @functools.wraps(text)
     def formatter(value: object) -> str:
@@ -43,7 +43,7 @@ def _known(text: Callable[[float], str]) -> Callable[[object], str]:
 
 
 def _scaled(scale: float, digits: str, unit: str = "") -> Callable[[object], str]:
-    """Of a number times `scale`, printed as `digits` say, and its unit behind it."""
+    """Return the formatter of a number times `scale` in the format `digits`, with its unit."""
     return _known(lambda n: f"{scale * n:{digits}}{unit}")
 
 
@@ -59,7 +59,7 @@ format_lr = _scaled(1, ".2e")  # a learning rate
 
 @_known
 def format_duration(seconds: float) -> str:
-    """`120 ms`, `12.3 s`, `12 min 05 s`, `2 h 05 min`, `3 d 02 h`."""
+    """Format a duration: `120 ms`, `12.3 s`, `12 min 05 s`, `2 h 05 min`, `3 d 02 h`."""
     if seconds < 0.9995:
         return f"{1000 * seconds:.0f} ms" if seconds else "0 s"
     if seconds < 119.95:
@@ -73,13 +73,13 @@ def format_duration(seconds: float) -> str:
 
 @_known
 def format_eta(seconds: float) -> str:
-    """A remaining time: below a second it is no more than `<1 s`."""
+    """Format a remaining time: below a second `<1 s`."""
     return "<1 s" if seconds < 1 else format_duration(seconds)
 
 
 @_known
 def format_step_time(seconds: float) -> str:
-    """Seconds of a step with three significant digits, so that steps can be compared: `12.3 ms`, `1.23 s`."""
+    """Format the seconds of a step with three significant digits, for comparing: `12.3 ms`, `1.23 s`."""
     if seconds == 0:
         return "0 s"
     scaled, unit = (1000 * seconds, "ms") if abs(seconds) < 0.9995 else (seconds, "s")
@@ -88,23 +88,17 @@ def format_step_time(seconds: float) -> str:
 
 @_known
 def format_ratio(ratio: float) -> str:
-    """A ratio around one, or a speed-up, with three digits: `1.90`, `17.6`, `1,024`."""
+    """Format a ratio around one, or a speed-up, with three digits: `1.90`, `17.6`, `1,024`."""
     return f"{ratio:,.{2 if abs(ratio) < 9.995 else 1 if abs(ratio) < 99.95 else 0}f}"
 
 
-@_known
-def format_plain(n: float) -> str:
-    """Six significant digits, for the numbers of a figure: `819,200`, `0.00123457`."""
-    return f"{n:,.0f}" if n == int(n) and abs(n) < 1e15 else f"{n:.6g}"
-
-
 def format_interval(interval: object, text: Callable[[object], str]) -> str:
-    """Both ends of an interval: `93.1 % to 95.8 %`."""
+    """Format both ends of an interval: `93.1 % to 95.8 %`."""
     return " to ".join(map(text, interval)) if isinstance(interval, list) else NA
 
 
 def format_word(value: object) -> str:
-    """A name, a yes or no, a list of names."""
+    """Format a name, a yes or no, or a list of names."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, (list, tuple)):
@@ -113,8 +107,14 @@ def format_word(value: object) -> str:
 
 
 def count_of(count: object, noun: str) -> str:
-    """`1 rank`, `2 ranks`."""
+    """Format a count with its noun: `1 rank`, `2 ranks`."""
     return f"{format_count(count)} {noun}{'' if number(count) == 1 else 's'}"
+
+
+def unit_of(name: str) -> Unit:
+    """Return the unit that the last word of a metric's name tells."""
+    units: dict[str, Unit] = {"s": "seconds", "gib": "gib", "share": "percent", "steps": "count"}
+    return units.get(name.rpartition("_")[2], "si")
 
 
 def _three(value: float) -> str:

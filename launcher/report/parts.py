@@ -1,4 +1,4 @@
-"""What several reports are made of."""
+"""Cells, rows and texts that several reports have."""
 
 from __future__ import annotations
 
@@ -8,64 +8,50 @@ from typing import Any
 
 import yaml
 
-from launcher.report.model import Cell, Row, Section, Table, Verdict
+from launcher.report.model import Cell, Row, Section
 from launcher.report.numbers import FORMATS, NA, Unit, number
 
 
 def cell(value: object, unit: Unit, note: str = "") -> Cell:
-    """A value as its unit prints it, with all its digits beside."""
+    """Return a value in the format of its unit, with all its digits beside."""
     exact = value if isinstance(value, float) and math.isfinite(value) else None
     return Cell(FORMATS[unit](value), note, exact)
 
 
 def value(label: str, number: object, unit: Unit, note: str = "", *, console: bool = True) -> Row:
-    """A row of one number."""
+    """Return a row of one number."""
     return Row(label, (cell(number, unit, note),), console=console)
 
 
 def words(label: str, text: str | None, note: str = "", *, console: bool = True) -> Row:
-    """A row of one text."""
+    """Return a row of one text."""
     return Row(label, (Cell(text or NA, note),), console=console)
 
 
 def series(pairs: Sequence[tuple[Any, Any]]) -> tuple[list[float], list[float | None]]:
-    """The x and the y of points; one without an x is left out, a y that is no number is a gap."""
+    """Return the x and the y of points; one without an x is left out, a y that is no number is a gap."""
     numbers = [(number(x), number(y)) for x, y in pairs]
     kept = [(x, y) for x, y in numbers if x is not None]
     return [x for x, _ in kept], [y for _, y in kept]
 
 
 def first_line(text: object, otherwise: str = "cause not recorded") -> str:
-    """The first line of a text that may have many or none."""
+    """Return the first line of a text that may have many or none."""
     return next((line for line in str(text or "").strip().splitlines() if line), otherwise)
 
 
-def other_version(file: str, version: int) -> list[Verdict]:
-    """A warning about a file that another program has written."""
-    text = f"{file} has schema version {version}; this page reads version 1."
-    return [] if version == 1 else [Verdict("warn", text)]
+def folded(title: str, text: str) -> Section:
+    """Return a section of the page alone, which opens on a click."""
+    return Section(title, text=text, folded=True, console=False)
 
 
-def folded(title: str, content: Table | str) -> Section:
-    """Of the page alone, and opens on a click."""
-    if isinstance(content, str):
-        return Section(title, text=content, folded=True, console=False)
-    return Section(title, tables=[content], folded=True, console=False)
-
-
-def record_text(content: Mapping[str, Any], after: str = "") -> str:
-    """A nested record as YAML, and text `after` it."""
-    return (yaml.safe_dump(dict(content), sort_keys=False) if content else "not recorded") + after
-
-
-def environment_text(environment: Mapping[str, Any]) -> str:
-    """The environment as YAML, with the table of the GPUs' links as it was printed."""
-    rest = {key: value for key, value in environment.items() if key != "gpu_topology"}
-    return record_text(rest, str(environment.get("gpu_topology") or ""))
+def record_text(content: Mapping[str, Any]) -> str:
+    """Return a nested record as YAML."""
+    return yaml.safe_dump(dict(content), sort_keys=False) if content else "not recorded"
 
 
 def machine_line(environment: Mapping[str, Any], *front: str) -> str:
-    """Where and with what: `front`, then processor, torch, commit and date as far as they are known."""
+    """Return `front`, then processor, torch, commit and date as far as they are known."""
     versions = environment.get("versions")
     torch = versions.get("torch") if isinstance(versions, Mapping) else None
     commit = str(environment.get("git_commit") or "")[:10]

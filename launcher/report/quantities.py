@@ -1,4 +1,4 @@
-"""Tables as data: each column is a quantity of the parts that the rows are about, with its unit."""
+"""Tables as data: each column is a quantity, with its unit, of the parts of a result that the rows show."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ ENDS = {"low": 0, "high": 1}  # of an interval
 
 @dataclasses.dataclass(frozen=True)
 class Quantity:
-    """A field of a part of a result file: `path` leads to it, with dots; `head` carries what its unit does
-    not say."""
+    """A field of a part of a result."""
 
     path: str
+    """Keys that lead to it, with dots."""
     head: str
+    """Head of its column, with what the unit does not say."""
     unit: Unit = "si"
 
     def of(self, part: object) -> object:
+        """Return its value in `part`."""
         return at(part, self.path)
 
 
@@ -34,39 +36,42 @@ class Ratio(Quantity):
     interval: str = ""
 
     def of(self, part: object) -> object:
+        """Return its value in `part`, or a cell that says that it is not measurable."""
         value = at(part, self.path)
         if value is None or is_measurable(at(part, self.interval)):
             return value
         return Cell(f"not measurable with {count_of(at(part, 'repeats'), 'repeat')}")
 
     def number(self, part: object) -> float | None:
-        """The value; None where it is not measurable."""
+        """Return the value; None where it is not measurable."""
         return number(self.of(part))
 
     def ends(self, part: object) -> str:
-        """`78.0 % to 82.0 %`."""
+        """Return the ends of its interval: `78.0 % to 82.0 %`."""
         shown = self.number(part) is not None
         return format_interval(at(part, self.interval) if shown else None, FORMATS[self.unit])
 
     def text(self, part: object) -> str:
-        """`80.0 % [78.0 % to 82.0 %]`."""
+        """Return the value with its interval: `80.0 % [78.0 % to 82.0 %]`."""
         shown, ends = cell_of(part, self).text, self.ends(part)
         return shown if ends == NA else f"{shown} [{ends}]"
 
 
 @dataclasses.dataclass(frozen=True)
 class Computed:
-    """What no field holds: a function of the part gives a value in `unit`, or a whole Cell, e.g. one with a
-    note."""
+    """A function of a part, for what no field holds."""
 
     of: Callable[[Any], object]
+    """Returns a value in `unit`, or a Cell, e.g. one with a note."""
     head: str
     unit: Unit = "si"
 
 
 def at(part: object, path: str) -> Any:
-    """What `path` leads to through fields, keys and the ends of intervals, e.g. `step_time_s.ci95.low`; None
-    behind what is null. Of `repeats` and `runs`, which are lists, their number."""
+    """Follow `path` through fields, keys and the ends of intervals, e.g. `step_time_s.ci95.low`.
+
+    Returns None behind null, and of `repeats` and `runs`, which are lists, their number.
+    """
     for key in path.split("."):
         if part is None:
             return None
@@ -78,13 +83,9 @@ def at(part: object, path: str) -> Any:
 
 
 def cell_of(part: object, quantity: Quantity | Computed) -> Cell:
+    """Return the cell of a quantity of `part`."""
     value = quantity.of(part)
     return value if isinstance(value, Cell) else cell(value, quantity.unit)
-
-
-def rows(part: object, quantities: Iterable[Quantity | Computed]) -> list[Row]:
-    """A row for each quantity of one part."""
-    return [Row(q.head, (cell_of(part, q),)) for q in quantities]
 
 
 def table(
@@ -95,7 +96,7 @@ def table(
     corner: str = "",
     empty: str = "none",
 ) -> Table:
-    """A row for each named part, a column for each quantity; those of words stand at the left."""
+    """Return a row for each named part, a column for each quantity; those of words are aligned left."""
     named = [Row(name, [cell_of(part, q) for q in quantities]) for name, part in parts]
     heads = [Column(q.head, text=q.unit == "word") for q in quantities]
     return Table(named, heads, title, corner, empty)

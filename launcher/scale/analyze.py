@@ -10,7 +10,7 @@ from typing import Any
 
 from bert_dp import cost
 from bert_dp.config import computes_alone
-from bert_dp.record.models import Summary
+from bert_dp.record.models import STRAGGLER_RATIO, Summary
 from launcher import results, stats
 from launcher.run.read_run import Repeat, cause, ended, failure_kind, read_repeat, read_summary
 from launcher.scale import models
@@ -19,7 +19,6 @@ from launcher.scale.models import Cell, GridCell, Scaling
 from launcher.stats import is_measurable
 
 LOSS_TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}  # relative, over the whole run
-STRAGGLER_RATIO = 1.2
 CROSS_CHECK = 0.05  # share of a step by which two measures of one thing may differ
 Facts = dict[str, Any]
 

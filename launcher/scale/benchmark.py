@@ -216,8 +216,8 @@ def _bucket_sizes(grid: Grid, out: Path, count: int) -> list[int]:
     for cell in grid.cells:
         if cell.world_size == count and cell.kind == "run" and cell.tensor == 1:
             summary = read_summary(run_dir(out, cell, 0))
-            if summary is not None and summary.ddp is not None and summary.ddp.bucket_bytes:
-                return sorted({*summary.ddp.bucket_bytes})
+            if summary is not None and summary.bucket_bytes:
+                return sorted({*summary.bucket_bytes})
     return []
 
 

@@ -150,15 +150,6 @@ class Profile(StoredFile):
         return self.size / self.parameters if self.parameters else 4.0
 
 
-class MatmulRate(StoredModel):
-    """FLOP/s of [m, k] x [k, n]."""
-
-    m: int
-    n: int
-    k: int
-    flops: float
-
-
 class Peak(StoredFile):
     """peak.json, and `peak` in scaling.json: FLOP/s of one rank's device."""
 
@@ -168,7 +159,6 @@ class Peak(StoredFile):
     """Precision of the measured rate."""
     matmul_flops: Positive | None = None
     """The best of the measured shapes."""
-    shapes: list[MatmulRate] = []
     datasheet_flops: float | None = None
 
 
@@ -382,14 +372,14 @@ class PredictedRow(StoredModel):
     accumulation: int
     global_batch: int
     step_time_s: float
-    split_s: PredictedSplit | None = None
+    split_s: PredictedSplit
     exposed_comm_fraction: float
     tokens_per_s: float
     samples_per_s: float | None = None
     speedup: float
     efficiency: float
     mfu: float | None = None
-    state_gib: float | None = None
+    state_gib: float
     """Weights, gradients and optimizer of a rank."""
     fits: bool | None = None
     """The device holds them; null: its memory is not known."""

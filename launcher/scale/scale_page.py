@@ -72,7 +72,7 @@ RESULT_NOTE = (
     "Every number of every cell is in scaling.csv, of every repeat and rank in scaling.json."
 )
 BANDS = (
-    "Bands and whiskers: 95 % intervals over the repeats; a point whose interval is wider than a factor of "
+    "Whiskers: 95 % intervals over the repeats; a point whose interval is wider than a factor of "
     "two is left out."
 )
 

@@ -11,7 +11,7 @@ from bert_dp.config import ConfigError, Issue
 from bert_dp.record.models import HeldOut
 from launcher import results
 from launcher.report import heldout
-from launcher.report.measured import settings_sections, status_verdicts, subtitle
+from launcher.report.measured import status_verdicts, subtitle
 from launcher.report.model import Axis, Figure, Line, Mark, Report, Rule, Section, Table, Verdict
 from launcher.report.numbers import (
     NA,
@@ -27,7 +27,7 @@ from launcher.report.numbers import (
     format_si,
 )
 from launcher.report.quantities import Computed, Quantity, table
-from launcher.tune import FILE, TUNED
+from launcher.tune import TUNED
 from launcher.tune.lr_search import Rung, TuneLr
 from launcher.tune.throughput import MEMORY_SHARE, MIN_SHARE_OF_BEST, TuneBatch, run_rate
 
@@ -49,14 +49,6 @@ SIZE_COLUMNS = (
     Quantity("measured_gib", "peak", "gib"),
     Quantity("runs", "runs", "count"),
 )
-BATCH_SETTINGS = (
-    Quantity("global_batch", "global batch, sequences", "count"),
-    Quantity("sequence_length", "tokens per sequence", "count"),
-    Quantity("ranks", "ranks", "count"),
-    Quantity("seconds", "time", "duration"),
-    Quantity("budget_s", "budget", "duration"),
-    Quantity("order", "order of the runs, micro batches", "word"),
-)
 TRIAL_COLUMNS = (
     Quantity("lr", "learning rate", "lr"),
     Quantity("seed", "seed", "count"),
@@ -64,14 +56,6 @@ TRIAL_COLUMNS = (
     Quantity("heldout_loss", "held-out loss", "nats"),
     Quantity("tokens", "tokens"),
     Quantity("seconds", "time", "duration"),
-)
-LR_SETTINGS = (
-    Quantity("ranks", "ranks of a trial", "count"),
-    Quantity("at_a_time", "trials at a time", "count"),
-    Quantity("seconds", "time", "duration"),
-    Quantity("tokens", "tokens of a whole run"),
-    Quantity("trained_tokens", "tokens trained"),
-    Quantity("unigram_entropy_nats", "unigram entropy", "nats"),
 )
 
 
@@ -108,20 +92,13 @@ def batch_page(tune: TuneBatch, folder: Path) -> Report:
     return Report(
         "bert-dp: tuned micro batch",
         subtitle(tune, method),
-        [
-            *status_verdicts(tune, FILE),
-            *_lost_sizes(tune),
-            _batch_choice(tune),
-            _noise(tune),
-            *_goodput(tune),
-        ],
+        [*status_verdicts(tune), *_lost_sizes(tune), _batch_choice(tune), _noise(tune), *_goodput(tune)],
         sections=[
             Section(
                 "Sizes",
                 tables=[table(sizes, SIZE_COLUMNS, corner="micro batch", empty="no size was measured")],
             ),
             Section("", [throughput_figure(tune), memory_figure(tune)], console=False),
-            *settings_sections(tune, BATCH_SETTINGS),
         ],
         next=train_command(folder) if tune.choice else "",
     )
@@ -267,16 +244,14 @@ def lr_page(tune: TuneLr, folder: Path) -> Report:
         table([(t.trial, t) for t in rung.trials], TRIAL_COLUMNS, title=f"Rung {number}", corner="trial")
         for number, rung in enumerate(tune.rungs, 1)
     ]
-    options = [(name, value) for name, value in tune.settings.model_dump().items() if value is not None]
     return Report(
         "bert-dp: tuned learning rate",
         subtitle(tune, method),
-        [*status_verdicts(tune, FILE), _lr_choice(tune, folder), *_lost_trials(tune)],
+        [*status_verdicts(tune), _lr_choice(tune, folder), *_lost_trials(tune)],
         sections=[
             Section("", [loss_figure(tune), range_figure(tune)], console=False),
             Section("Last rung", tables=[_last_rung(tune)]),
             Section("All trials", tables=rungs or [Table([], empty="no trial recorded")], console=False),
-            *settings_sections(tune, LR_SETTINGS, options),
         ],
         next=train_command(folder) if tune.choice else "",
     )

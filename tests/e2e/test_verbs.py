@@ -156,7 +156,7 @@ def test_plan_scaling_prints_a_table_or_json_and_refuses(tmp_path: Path) -> None
     assert shown.returncode == 0, shown.stderr
     assert "What one change would do on 16 GPUs" in shown.stdout
     for extra, said in (
-        ((), "--inter: 16 GPUs"),
+        ((), "--inter: not given"),
         (("--inter", "ib-hdx"), "did you mean ib-"),
         (("--gpus", "0"), "--nproc"),
         (("--from", str(tmp_path)), "--from"),

@@ -13,8 +13,8 @@ from typing import Any
 
 from bert_dp import record
 from launcher import results
-from launcher.plan.plan_report import plan_report
-from launcher.report.model import Bars, Boxes, Figure, Line, Report
+from launcher.plan.plan_page import plan_page
+from launcher.report.model import Bars, Figure, Line, Report
 from launcher.report.numbers import number
 from launcher.report.run_report import of_directories
 from launcher.scale import models
@@ -24,7 +24,7 @@ from launcher.tune.throughput import TuneBatch
 from launcher.tune.tune_page import batch_page, lr_page
 from tests import tune_fixture
 from tests.helpers import failed
-from tests.plan_fixture import answer, measured, source_of
+from tests.plan_fixture import plan, source
 from tests.report_fixture import figures_of, make_run
 from tests.scaling_fixture import ENVIRONMENT, scaling
 
@@ -33,7 +33,7 @@ NUMBER = re.compile(rf"n/a|(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?:{UN
 FAILED = {**failed("no", rank=1, fix=["do"], log="l"), "step": 90}
 RARE = {"energy_j": 2.1e7, "straggler_ratio": 1.5, "mfu": 0.375, "loss_spikes": 3, "failed_saves": 2}
 RARE |= {"straggler": {"rank": 1, "ratio": 1.5, "seconds_per_step": 0.25}, "profiled_steps": [10, 12]}
-PEAK = {"datasheet_flops": 9.89e14, "matmul_flops": 6.5e11, "precision": "bf16", "shapes": []}
+PEAK = {"datasheet_flops": 9.89e14, "matmul_flops": 6.5e11, "precision": "bf16"}
 LOST: dict[str, tuple[str, str | None]] = {"weak-zero1-n4": ("oom", "no"), "weak-ddp-n4": ("pending", None)}
 
 
@@ -69,7 +69,7 @@ REPORTS: dict[str, Callable[[Path], Report]] = {
     "doubted batch": lambda path: of_batch(cached=True, inconclusive="w"),
     "rate": lambda path: of_rate(transfer=tune_fixture.transfer()),
     "rate without a choice": lambda path: of_rate(choice=None, range_test=None),
-    "plan": lambda path: plan_report(answer(source_of(measured()), 1, 2, 4)),
+    "plan": lambda path: plan_page(plan(source(), 1, 2, 4)),
 }
 
 
@@ -116,13 +116,11 @@ def _of_figure(figure: Figure, numbers_in: Callable[..., str]) -> dict[str, Any]
     }
 
 
-def _drawn(trace: Line | Bars | Boxes) -> str:
+def _drawn(trace: Line | Bars) -> str:
     if isinstance(trace, Line):
         series = map(_sum, (trace.x, trace.y, trace.low, trace.high))
         return " | ".join((trace.style, str(trace.colour), *series))
-    if isinstance(trace, Bars):
-        return " | ".join((_sum(trace.parts), *trace.texts))
-    return " | ".join(_sum([*box.values()]) for box in trace.boxes if box)
+    return " | ".join((_sum(trace.parts), *trace.texts))
 
 
 def _sum(values: Sequence[float | None]) -> str:

@@ -78,7 +78,7 @@ def _train_all(run_dirs: list[str], options: dict[str, Any]) -> None:
 
         def watched(stream: Any, seen: list[Any] = seen) -> Any:
             batch = plain_next(stream)
-            if not isinstance(batch, data.Batch):  # examples of finetuning have no masks
+            if not isinstance(batch, data.MlmBatch):  # examples of finetuning have no masks
                 return batch
             positions = batch.positions_P.view(len(batch.sample_ids), -1) % batch.ids_BS.shape[1]
             seen.append((batch.sample_ids, positions.numpy(), batch.ids_BS.numpy()))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bert_dp.config import Config
 from bert_dp.data import hash64
-from bert_dp.tasks import Context, Metadata
+from bert_dp.tasks import Context, DatasetInfo
 from bert_dp.trainable import Model
 
 WORDS, WIDTH, MOST = 32, 8, 3
@@ -85,8 +85,8 @@ class ToyTask:
     def __init__(self, config: Config, device: torch.device):
         self._micro_size = config.batch.micro_size
 
-    def open_data(self) -> Metadata:
-        return Metadata(data_hash="0" * 64, tokenizer=None, num_samples=NUM_SAMPLES)
+    def open_data(self) -> DatasetInfo:
+        return DatasetInfo(data_hash="0" * 64, tokenizer=None, num_samples=NUM_SAMPLES)
 
     def build_model(self, seed: int) -> ToyModel:
         with torch.random.fork_rng():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch.nn.functional as F
 from bert_dp import record
 from bert_dp.classifier import Classifier, build_classifier
 from bert_dp.config import ConfigError, FinetuneConfig, ModelConfig, resolve
-from bert_dp.cost import flops_per_token
 from bert_dp.data import hash64, key32
 from bert_dp.dist import Comm
 from bert_dp.measure.profiling import ALONE
@@ -215,26 +213,6 @@ def test_the_loss_depends_on_neither_padding_nor_micro_batch(
     assert changed.item() != pytest.approx(wanted, rel=1e-6), "dropout changes nothing here"
 
 
-def test_a_batch_of_one_length_has_no_mask(task: Finetuning) -> None:
-    """So that it takes the path of pretraining."""
-    examples, index = task._train, np.arange(2)
-    lengths = examples.lengths
-    same = next(np.array([i, i]) for i in range(len(lengths)) if lengths[i] % 16 == 0 or lengths[i] == LENGTH)
-    key = key32(hash64(0, index))
-    assert task._batch(examples, same, index, key).real_BS is None
-    shorter = int(np.argmin(lengths))
-    assert task._batch(examples, np.array([same[0], shorter]), index, key).real_BS is not None
-
-
-@pytest.mark.parametrize("task", ["single_label", "multi_label"], indirect=True)
-def test_the_held_out_loss_of_an_ignorant_model_is_that_of_one_target(task: Finetuning) -> None:
-    """Independent labels are a target each, of two answers."""
-    labels = len(task._config.finetune.labels)
-    measured = task._measure({"dev": np.zeros((len(task._splits["dev"]), labels))})
-    assert measured is not None
-    assert measured["loss"] == pytest.approx(math.log(2 if task._kind == "multi_label" else labels))
-
-
 def test_the_held_out_loss_is_a_mean_over_the_examples_of_dev(task: Finetuning) -> None:
     """MNLI has two such sets: one is answered without an error, the other without knowledge. A test set with
     labels is scored and has no say in the loss."""
@@ -295,34 +273,3 @@ def test_predictions_are_of_every_split_with_null_for_what_is_not_known(
     assert "warning: predictions.jsonl could not be written: " in capsys.readouterr().out
     quiet = dataclasses.replace(context, run_dir=None, stopped=lambda: True)
     assert task.evaluate(model, quiet) is None
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_stream_has_the_threads_that_were_asked_for(task: Finetuning, workers: int) -> None:
-    data = task._config.data.model_copy(update={"workers": workers})
-    made = finetune.make_task(task._config.model_copy(update={"data": data}), CPU)
-    facts = made.open_data()
-    before = set(threading.enumerate())
-    stream = made.stream(dp_rank=1, dp_size=2, start_sample=16)
-    assert stream.next().sample_ids.tolist() == task._training_batch(np.arange(20, 24)).sample_ids.tolist()
-    assert len(set(threading.enumerate()) - before) == workers
-    stream.close()
-    assert made.flops_per_token == flops_per_token(task._config.model, LENGTH, 0.0)
-    longest = max(len(made._train.tokens(i)) for i in range(len(made._train)))
-    assert made.num_lengths == math.ceil(longest / finetune.LENGTH_MULTIPLE)
-    assert facts.tokenizer_file is not None
-    assert facts.tokenizer_file.read_text() == "{}"
-
-
-@pytest.mark.parametrize(
-    ("task", "targets"), [("single_label", 8), ("multi_label", 16), ("regression", 8)], indirect=["task"]
-)
-def test_an_example_batch_has_the_largest_shapes(task: Finetuning, targets: int) -> None:
-    batch = task.example_batch(4)
-    assert batch.ids_BS.shape == (4, LENGTH)
-    assert batch.real_BS is not None
-    assert task.num_targets(0, 8) == targets
-    facts = task.open_data()
-    eight_epochs = [task._training_batch(np.arange(at, at + 8)).ids_BS for at in range(0, 37 * 8, 8)]
-    tokens = sum(int((ids_BS != 0).sum()) for ids_BS in eight_epochs)
-    assert (facts.num_samples, facts.tokens_per_sample) == (37, tokens / (8 * 37))

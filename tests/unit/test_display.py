@@ -205,7 +205,7 @@ def test_a_line_is_made_readable() -> None:
 
 
 def test_progress_line():
-    line = progress_line(json.loads(json.dumps(metrics(10).__dict__)), eta=125)
+    line = progress_line(metrics(10), eta=125)
     for part in (
         "step 10",
         "10.0 %",

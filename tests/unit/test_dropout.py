@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bert_dp.dropout import KeyedDropout, dropped, subkey
+from bert_dp.dropout import KeyedDropout, dropped, fold_in
 from bert_dp.model import build_model
 from tests.helpers import make_config
 
@@ -28,7 +28,7 @@ def test_as_many_are_dropped_as_the_probability_says(p: float) -> None:
 def test_neighbours_are_independent() -> None:
     """Of pairs at any short distance along rows, columns, keys and places, p^2 are dropped together."""
     p = 0.5
-    out = torch.stack([dropped(subkey(KEYS, place), 128, 128, p) for place in range(4)])
+    out = torch.stack([dropped(fold_in(KEYS, place), 128, 128, p) for place in range(4)])
     for axis in range(out.dim()):
         for distance in (1, 2, 3):
             n = out.shape[axis] - distance
@@ -46,14 +46,14 @@ def test_a_cut_of_the_grid_drops_the_same() -> None:
 
 
 def test_keys_and_places_differ() -> None:
-    seen = [dropped(subkey(KEYS[:1], place), 16, 16, 0.5) for place in range(6)]
+    seen = [dropped(fold_in(KEYS[:1], place), 16, 16, 0.5) for place in range(6)]
     seen += [dropped(KEYS[i : i + 1], 16, 16, 0.5) for i in range(4)]
     assert len({bytes(mask.numpy().tobytes()) for mask in seen}) == 10
 
 
 def test_the_keys_of_many_places_are_those_of_each() -> None:
     places = torch.arange(6, dtype=torch.int32)[:, None]
-    assert torch.equal(subkey(KEYS, places), torch.stack([subkey(KEYS, place) for place in range(6)]))
+    assert torch.equal(fold_in(KEYS, places), torch.stack([fold_in(KEYS, place) for place in range(6)]))
 
 
 def test_a_model_without_dropout_computes_nothing_for_its_keys() -> None:
@@ -81,10 +81,10 @@ def test_a_model_without_dropout_computes_nothing_for_its_keys() -> None:
 
 
 def test_what_is_kept_is_scaled_and_evaluation_drops_nothing() -> None:
-    layer, x = KeyedDropout(0.25, place=3), torch.ones(4, 8, 8, dtype=torch.float64)
+    layer, x = KeyedDropout(0.25, site=3), torch.ones(4, 8, 8, dtype=torch.float64)
     out = layer(x, KEYS)
     assert set(out.unique().tolist()) == {0.0, 1 / 0.75}
-    assert torch.equal(out == 0, dropped(subkey(KEYS, 3), 8, 8, 0.25))
+    assert torch.equal(out == 0, dropped(fold_in(KEYS, 3), 8, 8, 0.25))
     assert layer.eval()(x, None) is x
     with pytest.raises(ValueError, match="needs a key for each example"):
         layer.train()(x, None)

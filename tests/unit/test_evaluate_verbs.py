@@ -83,7 +83,7 @@ def test_export_passes_on_its_options_and_names_them_in_the_card(run: Path, aske
     assert module == "bert_dp.export"
     assert arguments[:4] == ["aoti", "--out", str(run.parent / "out"), arguments[3]]
     assert arguments[3] == "--command=bert-dp export aoti run --out out --encoder --bf16"
-    assert arguments[5:] == ["--encoder", "--bf16", "--", str(run)]
+    assert arguments[4:] == ["--encoder", "--bf16", "--", str(run)]
 
 
 def test_an_export_goes_into_an_empty_directory_and_none_that_holds_something(
@@ -211,13 +211,13 @@ def test_a_run_is_finetuned_on_its_tasks_labels_at_the_length_that_was_given(
     """The recipe has its own dropout, batch and length of training; what is given goes before it."""
     lengths: list[int] = []
 
-    def prepare(start: finetune.Pretrained, source: finetune.Source, length: int) -> Path:
+    def prepare(start: finetune.Pretrained, source: finetune.ExamplesSource, length: int) -> Path:
         lengths.append(length)
         return run.parent / "RTE"
 
     monkeypatch.setattr(finetune, "prepare", prepare)
     monkeypatch.setattr(finetune, "read_examples", lambda path: make_task("RTE").manifest)
-    source = finetune.Source("RTE", ["--task", "RTE"])
+    source = finetune.ExamplesSource("RTE", ["--task", "RTE"])
     settings = ["data.sequence_length=48", "optim.lr=1e-3"]
     config = finetune.load(run, source, settings, nproc="2", random_weights=random).config
     assert lengths == [48]

@@ -420,14 +420,13 @@ def test_the_command_hands_on_every_option(
     monkeypatch.setattr(command, "write_onnx", lambda *_, int8: calls.append(("onnx", int8)))
     monkeypatch.setattr(command, "write_aoti", lambda *given: calls.append(("aoti", given[2])))
     out, (form, *options) = tmp_path / "out", asked.split()
-    options += ["--encoder", "--command", "bert-dp export", "--scores", "## GLUE"]
+    options += ["--encoder", "--command", "bert-dp export"]
     assert command.main([form, *options, "--out", str(out), str(run)]) == 0
     assert calls == [written]
     told = read_json(out / "export.json")
     assert (told["format"], told["kind"], told["precision"]) == (form, "encoder", precision)
     text = (out / "README.md").read_text()
     assert "`bert-dp export`" in text
-    assert "## GLUE" in text
     monkeypatch.setattr(
         command, "check", lambda *given: {"ok": False, "given": [str(each) for each in given]}
     )
@@ -619,9 +618,9 @@ def test_a_card_says_how_to_load_and_what_to_know(
     tmp_path: Path, name: str, form: Any, encoder: bool, told: str, not_told: str
 ) -> None:
     source = open_run(write_run(tmp_path / "run", CONFIGS[name]), encoder=encoder)
-    write_about(tmp_path, source, form, "bert-dp export", "## GLUE\n\nNine numbers.\n")
+    write_about(tmp_path, source, form, "bert-dp export")
     text = (tmp_path / "README.md").read_text()
-    for words in (*told.split("|"), "add_special_tokens=False", "at most 128 tokens", "## GLUE\n\nNine"):
+    for words in (*told.split("|"), "add_special_tokens=False", "at most 128 tokens"):
         assert words in text, words
     assert not [words for words in not_told.split("|") if words in text]
     assert read_json(tmp_path / "tokenizer_config.json")["model_max_length"] == 128

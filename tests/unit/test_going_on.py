@@ -17,7 +17,7 @@ from bert_dp.building import first_state
 from bert_dp.config import Config, ConfigError, resolve
 from bert_dp.dist import Comm
 from bert_dp.measure.profiling import ALONE, lone_trainer
-from bert_dp.tasks import Metadata
+from bert_dp.tasks import DatasetInfo
 from bert_dp.tasks.mlm import MaskedLanguageModel
 from bert_dp.train_state import TrainState
 from bert_dp.world import World
@@ -38,7 +38,7 @@ def rank_with(run_dir: Path, digit: str, said: list[str] | None = None) -> Any:
         run_dir=run_dir,
         comm=Comm(ALONE, None),
         device=CPU,
-        data=Metadata(data_hash=digit * 64, tokenizer=None, num_samples=9),
+        data=DatasetInfo(data_hash=digit * 64, tokenizer=None, num_samples=9),
         log_rank0=said.append,
     )
 
@@ -321,7 +321,7 @@ def test_tokens_are_counted_without_padding_where_samples_differ_in_length(
     plain = MaskedLanguageModel.open_data
     for mean, tokens in ((None, 160), (3.5, 35)):
 
-        def open_data(task: MaskedLanguageModel, mean: float | None = mean) -> Metadata:
+        def open_data(task: MaskedLanguageModel, mean: float | None = mean) -> DatasetInfo:
             return dataclasses.replace(plain(task), tokens_per_sample=mean)
 
         monkeypatch.setattr(MaskedLanguageModel, "open_data", open_data)

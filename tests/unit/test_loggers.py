@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import os
 import re
@@ -82,7 +81,7 @@ def test_a_run_is_sent_with_its_settings_numbers_summary_and_links(
     assert (run.run_dir, run.settings) == (run_dir, {"optim.lr": 1e-3, "log.to": '["wandb"]'})
     assert re.fullmatch(r"run-\d{8}-\d{6}", run.name)
     assert steps(run) == list(range(10, 101, 10))
-    first = dataclasses.asdict(metrics(10))
+    first = metrics(10)
     del first["step"], first["mfu"]  # null: not known
     assert run.rows[0] == (10, first)
     (evaluation,) = record.read_lines(run_dir / "evals.jsonl")

@@ -61,10 +61,3 @@ def test_what_is_exported_has_torchs_own_product(monkeypatch: pytest.MonkeyPatch
         program = torch.export.export(matmul.Linear(24, 40), (torch.randn(5, 24),))
     names = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
     assert names == {"aten.linear.default"}
-
-
-def test_a_product_without_autograd_takes_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    a_MK, b_NK = torch.randn(7, 24), torch.randn(9, 24)
-    for by_onednn in (True, False):
-        monkeypatch.setattr(matmul, "USES_ONEDNN", by_onednn)
-        torch.testing.assert_close(matmul.product(a_MK, b_NK), a_MK @ b_NK.t())

@@ -29,15 +29,15 @@ def test_a_product_of_m_n_k_is_two_operations_for_each(monkeypatch: pytest.Monke
     monkeypatch.setattr(peak, "time", clock)
     monkeypatch.setattr(peak, "product", product)
     rate = peak.matmul_rate((8, 4, 2), CPU, torch.float32, 5.0)
-    assert rate == {"m": 8, "n": 4, "k": 2, "flops": 2 * 8 * 4 * 2 / 0.5}
+    assert rate == 2 * 8 * 4 * 2 / 0.5
 
 
 def test_the_seconds_are_shared_by_the_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(peak, "matmul_rate", lambda *given: asked.append(given) or {"flops": len(asked)})
-    rates = peak.matmul_flops(CPU, torch.float64, 6.0)
+    monkeypatch.setattr(peak, "matmul_rate", lambda *given: asked.append(given) or len(asked))
+    best = peak.matmul_flops(CPU, torch.float64, 6.0)
     assert asked == [(shape, CPU, torch.float64, 2.0) for shape in peak.SHAPES["cpu"]]
-    assert [rate["flops"] for rate in rates] == [1, 2, 3]
+    assert best == 3
 
 
 @pytest.mark.parametrize(
@@ -48,9 +48,9 @@ def test_the_peak_is_the_best_shapes_in_the_precision_of_the_products(
 ) -> None:
     asked: list[tuple[torch.dtype, float]] = []
 
-    def flops(device: torch.device, dtype: torch.dtype, seconds: float) -> list[dict[str, float]]:
+    def flops(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
         asked.append((dtype, seconds))
-        return [{"flops": 2e9}, {"flops": 3e9}, {"flops": 1e9}]
+        return 3e9
 
     monkeypatch.setattr(peak, "matmul_flops", flops)
     monkeypatch.setattr(peak, "use_all_cores", lambda: None)
@@ -64,7 +64,7 @@ def test_each_rate_of_the_cpu_stands_under_its_own_precision(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flops = {torch.float32: 1e9, torch.bfloat16: 4e9}
-    monkeypatch.setattr(bf16_ratio, "matmul_rate", lambda shape, device, dtype, s: {"flops": flops[dtype]})
+    monkeypatch.setattr(bf16_ratio, "matmul_rate", lambda shape, device, dtype, s: flops[dtype])
     monkeypatch.setattr(bf16_ratio, "use_all_cores", lambda: None)
     bf16_ratio.main()
     told = json.loads(capsys.readouterr().out)

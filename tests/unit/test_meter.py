@@ -75,10 +75,10 @@ class Run:
         with self.meter.paused():
             self.now += seconds
 
-    def line(self) -> metrics.Metrics:
+    def line(self) -> Any:
         size = LAYOUT.global_size
         state = TrainState(self.steps, self.steps * size, progress=0.1, lr=1e-3, global_batch=size)
-        return self.meter.flush(state, epoch=0, progress=0.2, elapsed_s=self.now)
+        return SimpleNamespace(**self.meter.flush(state, epoch=0, progress=0.2, elapsed_s=self.now))
 
 
 def test_rates_count_all_ranks_or_one_gpu_and_mfu_is_a_share_of_one_peak(
@@ -98,6 +98,7 @@ def test_rates_count_all_ranks_or_one_gpu_and_mfu_is_a_share_of_one_peak(
     assert line.global_steps_per_s == pytest.approx(3 * 2 / STEP)  # micro batches, of two replicas
     assert (line.data_wait_s, line.forward_backward_s, line.optimizer_s) == (WAIT, PASSES, UPDATE)
     assert (line.world_size, line.micro_batch, line.accumulation, line.grad_norm) == (4, 2, 3, 1.5)
+    assert run.meter.measured == {"grad_norm": 1.5}
     run.step()
     run.line()
     for name, rate in run.meter.total_rates().items():
@@ -258,16 +259,7 @@ def test_exposed_communication_is_what_no_backward_pass_covered_in_seconds() -> 
         assert metrics.exposed_communication_s(untold) is None
 
 
-def test_the_summary_has_ddps_own_means_in_seconds_and_the_buckets_that_it_settled_on() -> None:
-    model = Counting(
-        avg_backward_comm_time=4_000_000,
-        avg_backward_compute_comm_overlap_time=3_000_000,
-        avg_backward_compute_time=9_000_000,
-        bucket_sizes="900",
-        rebuilt_bucket_sizes="400, 500",
-    )
-    seconds = {"comm_s": 0.004, "overlap_s": 0.003, "compute_s": 0.009}
-    assert metrics.communication_summary(model) == {"bucket_bytes": [400, 500], **seconds}
-    early = {"bucket_bytes": [900], **dict.fromkeys(seconds)}
-    assert metrics.communication_summary(Counting(bucket_sizes="900", rebuilt_bucket_sizes="")) == early
-    assert metrics.communication_summary(nn.Linear(1, 1)) is None
+def test_the_buckets_are_those_that_ddp_settled_on() -> None:
+    assert metrics.bucket_bytes(Counting(bucket_sizes="900", rebuilt_bucket_sizes="400, 500")) == [400, 500]
+    assert metrics.bucket_bytes(Counting(bucket_sizes="900", rebuilt_bucket_sizes="")) == [900]
+    assert metrics.bucket_bytes(nn.Linear(1, 1)) == []

@@ -16,9 +16,9 @@ from torch import nn
 from bert_dp import tasks
 from bert_dp.config import read_manifest
 from bert_dp.cost import flops_per_token
-from bert_dp.data import Batch, Shards, training_batch
+from bert_dp.data import MlmBatch, Shards, training_batch
 from bert_dp.measure.profiling import lone_trainer
-from bert_dp.model import IGNORE, Vocabulary
+from bert_dp.model import IGNORE, TiedEmbedding
 from bert_dp.trainer import evaluate
 from tests.helpers import TINY_MODEL, make_config
 from tests.shards import edited_manifest, write_shards
@@ -108,13 +108,13 @@ def test_samples_are_drawn_as_the_settings_say(shards: Path, shuffle: bool, seed
     stream.close()
     own = Shards(shards, read_manifest(shards), "train")
     expected = training_batch(own, np.arange(92, 96), seed=seed, num_masked=8, shuffle=shuffle)
-    assert isinstance(batch, Batch)
+    assert isinstance(batch, MlmBatch)
     assert batch.sample_ids.tolist() == [92, 93, 94, 95]
     for name in ("ids_BS", "positions_P", "labels_P", "key_B"):
         assert torch.equal(getattr(batch, name), getattr(expected, name)), name
 
 
-def by_sequence(model: nn.Module, batches: Sequence[Batch]) -> tuple[list[float], list[float]]:
+def by_sequence(model: nn.Module, batches: Sequence[MlmBatch]) -> tuple[list[float], list[float]]:
     """Of each held-out sequence the mean cross entropy of its two masked tokens, and the share of them
     that is guessed, by the definition."""
     losses, hits = [], []
@@ -132,7 +132,7 @@ def by_sequence(model: nn.Module, batches: Sequence[Batch]) -> tuple[list[float]
 
 def test_a_score_is_the_cross_entropy_and_whether_the_label_is_the_guess() -> None:
     logits_PV = torch.tensor([[1.0, 3.0, 2.0], [4.0, 0.0, 0.0], [0.0, 0.0, 9.0]])
-    loss_P, hit_P = Vocabulary().score(logits_PV, torch.tensor([1, 2, IGNORE]))
+    loss_P, hit_P = TiedEmbedding().score(logits_PV, torch.tensor([1, 2, IGNORE]))
     expected = [math.log(math.exp(-2) + 1 + math.exp(-1)), math.log(math.exp(4) + 2), 0.0]
     assert loss_P.tolist() == pytest.approx(expected)
     assert hit_P.tolist() == [1.0, 0.0, 0.0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -15,7 +14,6 @@ from bert_dp.config import ModelConfig, OptimConfig, ScheduleConfig
 from bert_dp.model import build_model
 from bert_dp.optim import lr_factor, make_optimizer, parameter_groups, set_lr
 from bert_dp.trainable import Model
-from tests.tensors import bits, with_moments
 
 NAMES = ("budget_triangle", "linear", "cosine", "wsd", "constant", "exponential")
 
@@ -115,62 +113,6 @@ def test_neither_biases_nor_norms_decay(changed: dict[str, object]) -> None:
         assert "model.embeddings.position_scale" in in_decay
     if config.position == "learned":
         assert "model.embeddings.position_embeddings.weight" in in_decay
-
-
-class Reference:
-    """AdamW of arXiv 1711.05101 in float64, written out."""
-
-    def __init__(self, values: np.ndarray, decay: float, config: OptimConfig):
-        self.values, self.decay, self.config = values.copy(), decay, config
-        self.m = np.zeros_like(values)
-        self.v = np.zeros_like(values)
-        self.steps = 0
-
-    def step(self, gradient: np.ndarray, lr: float, scale: float) -> None:
-        c, g = self.config, gradient / scale
-        self.steps += 1
-        self.m = c.beta1 * self.m + (1 - c.beta1) * g
-        self.v = c.beta2 * self.v + (1 - c.beta2) * g * g
-        corrected = self.m / (1 - c.beta1**self.steps)
-        root = np.sqrt(self.v / (1 - c.beta2**self.steps))
-        self.values = self.values - lr * self.decay * self.values - lr * corrected / (root + c.eps)
-
-
-def test_fused_adamw_equals_one_written_by_hand() -> None:
-    """Five steps of two parameters: lr changes, step 2 is clipped through grad_scale, step 3 is skipped."""
-    rng = np.random.default_rng(0)
-    config = OptimConfig(lr=1e-2, weight_decay=0.1, eps=1e-3)
-    start = {"weight": rng.normal(size=(5, 7)), "bias": rng.normal(size=7)}
-    parameters = {n: nn.Parameter(torch.from_numpy(v.copy())) for n, v in start.items()}
-    reference = {n: Reference(v, 0.1 if n == "weight" else 0.0, config) for n, v in start.items()}
-    optimizer = make_optimizer(config, parameters.items(), Model())
-    for step in range(5):
-        lr, scale, skip = 0.01 * (step + 1), 3.75 if step == 2 else 1.0, step == 3
-        set_lr(optimizer, lr)
-        before = bits(with_moments(optimizer, parameters.items()))
-        for name, parameter in parameters.items():
-            gradient = rng.normal(size=parameter.shape)
-            if skip:
-                gradient[0] = np.nan
-            parameter.grad = torch.from_numpy(gradient.copy())
-            if not skip:
-                reference[name].step(gradient, lr, scale)
-        optimizer.grad_scale = torch.tensor(scale)  # type: ignore[attr-defined]
-        optimizer.found_inf = torch.tensor(float(skip))  # type: ignore[attr-defined]
-        optimizer.step()
-        if skip:
-            assert bits(with_moments(optimizer, parameters.items())) == before
-        for name, parameter in parameters.items():
-            wanted = reference[name]
-            error = np.abs(parameter.detach().numpy() - wanted.values) / np.abs(wanted.values).max()
-            assert error.max() < 1e-12, (step, name)
-            np.testing.assert_allclose(
-                optimizer.state[parameter]["exp_avg"].numpy(), wanted.m, rtol=1e-12, atol=1e-15
-            )
-            np.testing.assert_allclose(
-                optimizer.state[parameter]["exp_avg_sq"].numpy(), wanted.v, rtol=1e-12, atol=1e-15
-            )
-            assert optimizer.state[parameter]["step"].item() == wanted.steps
 
 
 def test_set_lr_reaches_every_group() -> None:

@@ -16,8 +16,7 @@ from launcher import checkpoints, children, datasets, options, results
 from launcher.evaluate import export, finetune, glue, predict, text_loss
 from launcher.evaluate.glue_scores import GlueOptions
 from launcher.machine import doctor, environment
-from launcher.plan import inputs, scaling
-from launcher.plan.question import Question
+from launcher.plan.scaling import PlanSpec, predict_scaling, source_of_rate
 from launcher.run import loggers, restarts, train
 from launcher.tune import auto, batch, transfer
 from tests.e2e.cli import here, refused, tiny
@@ -174,8 +173,8 @@ def test_every_option_of_a_prediction_counts(engine: str, dtype: str) -> None:
     fabric = "--gpus 4,16 --link nvlink2 --inter ib-hdr --gpus-per-node 4 --nics 2 --bucket-mib 50"
     model = f"--engine {engine} --tensor 2 --accumulation 3 --reduce-dtype {dtype}"
     done = here("plan", "scaling", *f"{source} {fabric} {model}".split(), "--json")
-    asked = Question((4, 16), "nvlink2", "ib-hdr", 4, 2, engine, (2,), (3,), 50.0, dtype)
-    expected = scaling.answer(inputs.from_rate("bert-base", 400, 32, 3, "V100-16G"), asked)
+    spec = PlanSpec((4, 16), "nvlink2", "ib-hdr", 4, 2, engine, (2,), (3,), 50.0, dtype)
+    expected = predict_scaling(source_of_rate("bert-base", 400, 32, 3, "V100-16G"), spec)
     assert done.stdout == results.to_json(expected)
 
 
@@ -236,7 +235,7 @@ def test_a_finetuning_begins_with_what_its_options_name(monkeypatch: pytest.Monk
     here("finetune", "RUN", "--task", "RTE", "--data", "x", "--data", "y")
     (own, random), (known, pretrained) = loaded
     settings = ["optim.lr=1"]
-    assert own == (Path("RUN"), finetune.Source("own", files.split()), settings)
+    assert own == (Path("RUN"), finetune.ExamplesSource("own", files.split()), settings)
     assert known == (Path("RUN"), finetune.glue_source("RTE", [Path("x"), Path("y")]), [])
     assert random == {"nproc": "4", "random_weights": True}
     assert pretrained == {"nproc": "auto", "random_weights": False}

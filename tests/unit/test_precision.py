@@ -257,7 +257,7 @@ def test_a_run_that_left_no_summary_tells_what_its_ranks_had_decided(tmp_path: P
         ({"worker": {"precision": "bf16"}}, "bf16"),
     ):
         record.write_json(tmp_path / "environment.json", facts)
-        assert run_files.load(tmp_path).facts.precision == precision
+        assert run_files.load(tmp_path).summary.precision == precision
 
 
 def test_the_estimate_of_a_run_that_goes_on_is_in_its_own_precision(

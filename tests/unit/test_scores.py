@@ -76,15 +76,6 @@ def test_a_regression_is_scored_unclipped() -> None:
     )
 
 
-@pytest.mark.parametrize("metric", [*BINARY, "pearson", "spearman"])
-def test_the_order_of_examples_does_not_matter(metric: Metric) -> None:
-    order = RNG.permutation(60)
-    kind = "single_label" if metric in BINARY else "regression"
-    logits = LOGITS if kind == "single_label" else LOGITS[:, :1]
-    one, two = score([metric], kind, logits, LABELS), score([metric], kind, logits[order], LABELS[order])
-    assert two == pytest.approx(one, abs=1e-12)
-
-
 def test_what_is_not_defined_is_nan_and_what_is_not_finite_is_refused() -> None:
     flat = np.zeros((4, 1))
     found = score(["pearson", "spearman"], "regression", flat, np.arange(4.0))

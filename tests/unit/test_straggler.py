@@ -49,17 +49,6 @@ def test_timers_may_overlap_and_restart() -> None:
     assert set(map(tuple, timers.drain().values())) == {()}
 
 
-def test_a_pause_between_steps_is_part_of_none() -> None:
-    timers = Timers(CPU)
-    for _ in range(2):
-        with timers.phase("optimizer"):
-            pass
-        timers.end_step()
-        time.sleep(0.05)
-        timers.restart()
-    assert all(step < 0.04 for step in timers.drain()["step"])
-
-
 def test_the_console_has_a_line_where_there_is_one(tmp_path: Path) -> None:
     named = {"rank": 3, "ratio": 1.5, "seconds_per_step": 0.25}
     run = make_run(tmp_path / "a", summary={"straggler": named, "straggler_ratio": 1.5})

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from bert_dp.building import recompute_blocks
 from bert_dp.config import ModelConfig, OptimConfig
 from bert_dp.dist import connect, disconnect
-from bert_dp.model import IGNORE, CrammedBert, Vocabulary, build_model
+from bert_dp.model import IGNORE, CrammedBert, TiedEmbedding, build_model
 from bert_dp.optim import make_optimizer, set_lr
-from bert_dp.parallel.grid import Grid
+from bert_dp.parallel.grid import RankGrid
 from bert_dp.parallel.stepping import clip_and_step
-from bert_dp.parallel.tensor import ColumnLinear, ParallelVocabulary, RowLinear, TensorParallel
+from bert_dp.parallel.tensor import ColumnLinear, ParallelEmbedding, RowLinear, TensorParallel
 from bert_dp.world import read_world
 from tests.helpers import read_json
 from tests.ranks import run_ranks
@@ -38,7 +38,7 @@ from tests.tensors import CPU, assert_near, bits, randomise
 SIZES = (2, 4)
 VOCABULARY, HIDDEN, HEADS, WIDTH, LENGTH = 24, 16, 4, 12, 8
 POSITIONS = ("scaled_sinusoidal", "rope", "learned")
-Check = Callable[[TensorParallel, Grid], None]
+Check = Callable[[TensorParallel, RankGrid], None]
 Case = tuple[Tensor, Tensor, Tensor]
 Numbers = dict[str, Tensor]
 
@@ -99,9 +99,9 @@ def gathered(tensor: TensorParallel, parts: Numbers) -> Numbers:
 # --- the checks, each on every rank
 
 
-def check_cross_entropy(tensor: TensorParallel, grid: Grid) -> None:
+def check_cross_entropy(tensor: TensorParallel, grid: RankGrid) -> None:
     """Labels in every shard and on its borders; exp of the last rows overflows without the maximum."""
-    vocabulary = ParallelVocabulary(grid.tp_group.group_name, grid.tp_rank)
+    vocabulary = ParallelEmbedding(grid.tp_group.group_name, grid.tp_rank)
     generator = torch.Generator().manual_seed(0)
     labels_P = torch.cat([torch.arange(VOCABULARY), torch.tensor([IGNORE, 5, IGNORE, 17, 0, 23])])
     whole_PV = 5 * torch.randn(len(labels_P), VOCABULARY, generator=generator, dtype=torch.float64)
@@ -125,7 +125,7 @@ def check_cross_entropy(tensor: TensorParallel, grid: Grid) -> None:
     nothing = vocabulary.loss(ignored_PV, torch.full((2,), IGNORE))
     nothing.backward()
     assert whole_PV.grad is not None
-    by_position_2P = Vocabulary().score(whole_PV.detach(), labels_P)
+    by_position_2P = TiedEmbedding().score(whole_PV.detach(), labels_P)
     torch.testing.assert_close(by_position_2P[0].sum(), expected.detach(), rtol=1e-12, atol=0)
     assert 0 < by_position_2P[1].sum() < len(labels_P)
     torch.testing.assert_close(scores[0], by_position_2P, rtol=1e-12, atol=1e-12)
@@ -143,9 +143,9 @@ def check_cross_entropy(tensor: TensorParallel, grid: Grid) -> None:
     assert not ignored_PV.grad.any()
 
 
-def check_look_up(tensor: TensorParallel, grid: Grid) -> None:
+def check_look_up(tensor: TensorParallel, grid: RankGrid) -> None:
     """Against an embedding and a second use of its matrix, as the decoder's."""
-    vocabulary = ParallelVocabulary(grid.tp_group.group_name, grid.tp_rank)
+    vocabulary = ParallelEmbedding(grid.tp_group.group_name, grid.tp_rank)
     generator = torch.Generator().manual_seed(0)
     ids_BS = torch.cat([torch.arange(VOCABULARY), torch.tensor([0, 0, 23, 7, 7, 7])]).view(5, 6)
     whole_VH = torch.randn(VOCABULARY, HIDDEN, generator=generator, dtype=torch.float64)
@@ -172,7 +172,7 @@ def divided_names(model: CrammedBert, bias: bool) -> set[str]:
     return names | {f"model.layers.{i}.{n}" for i in range(len(model.model.layers)) for n in inner}
 
 
-def check_part_and_whole(tensor: TensorParallel, grid: Grid) -> None:
+def check_part_and_whole(tensor: TensorParallel, grid: RankGrid) -> None:
     """Inverse of each other for every parameter of every variant; and each rank has what it should."""
     shards = []
     for variant in VARIANTS.values():
@@ -215,7 +215,7 @@ def check_part_and_whole(tensor: TensorParallel, grid: Grid) -> None:
         assert torch.equal(part, expected), (variant, name)
 
 
-def check_model(variant: dict[str, Any], tensor: TensorParallel, grid: Grid) -> None:
+def check_model(variant: dict[str, Any], tensor: TensorParallel, grid: RankGrid) -> None:
     """Loss, gradients, logits, and the loss without dropout, of the divided and the whole model."""
     results = []
     for divide in (False, True):
@@ -253,7 +253,7 @@ def output_dtypes(model: CrammedBert) -> dict[str, torch.dtype]:
     return dtypes
 
 
-def check_autocast(variant: dict[str, Any], tensor: TensorParallel, grid: Grid) -> None:
+def check_autocast(variant: dict[str, Any], tensor: TensorParallel, grid: RankGrid) -> None:
     results = []
     for divide in (False, True):
         model = make_model(torch.float32, **variant)
@@ -272,7 +272,7 @@ def check_autocast(variant: dict[str, Any], tensor: TensorParallel, grid: Grid) 
     assert set(dtypes.values()) == {torch.bfloat16}
 
 
-def check_checkpointing(dropout: float, tensor: TensorParallel, grid: Grid) -> None:
+def check_checkpointing(dropout: float, tensor: TensorParallel, grid: RankGrid) -> None:
     """A block that is computed again gives the same gradients bit for bit: also through its collectives."""
     results = []
     for again in (False, True):
@@ -286,7 +286,7 @@ def check_checkpointing(dropout: float, tensor: TensorParallel, grid: Grid) -> N
     assert bits(own_grads) == bits(grads)
 
 
-def check_lamb(tensor: TensorParallel, grid: Grid) -> None:
+def check_lamb(tensor: TensorParallel, grid: RankGrid) -> None:
     """Four clipped steps: norms over whole tensors, and the replicated ones counted once."""
     results = []
     for divide in (False, True):
@@ -311,7 +311,7 @@ def check_lamb(tensor: TensorParallel, grid: Grid) -> None:
     assert all((weights[n] - p.detach()).norm() > 1e-3 * p.norm() for n, p in start.items())
 
 
-def check_grid(tensor: TensorParallel, grid: Grid) -> None:
+def check_grid(tensor: TensorParallel, grid: RankGrid) -> None:
     """The ranks of a replica are neighbours; every other one holds the same part."""
     rank, size = dist.get_rank(), grid.tp_size
     assert (grid.dp_rank, grid.tp_rank) == divmod(rank, size)
@@ -340,7 +340,7 @@ def run_checks(folder: str) -> None:
     connect(world, CPU)
     failures: dict[str, str] = {}
     for size in SIZES:
-        grid = Grid(world, size, CPU)
+        grid = RankGrid(world, size, CPU)
         for name, check in CHECKS.items():
             failures[f"{name}/{size}"] = ""
             try:
@@ -391,7 +391,7 @@ def test_a_replica_of_one_rank_stays_as_it_is() -> None:
     tensor = TensorParallel(SimpleNamespace(tp_group=None, tp_rank=0, tp_size=1))  # type: ignore[arg-type]
     tensor.shard_model(model)
     assert {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()} == before
-    assert type(model.vocabulary) is Vocabulary
+    assert type(model.vocabulary) is TiedEmbedding
     assert not any(isinstance(module, (ColumnLinear, RowLinear)) for module in model.modules())
     name = "model.layers.0.attn.Wqkv.weight"
     weight = model.get_parameter(name)

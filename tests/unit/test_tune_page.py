@@ -54,14 +54,7 @@ def test_the_page_is_found_by_the_kind_of_search(tmp_path: Path) -> None:
 def test_every_figure_and_section_is_there(data: dict[str, Any], figures: set[str]) -> None:
     page = read_page(of(data))
     assert set(page.labels) == figures
-    for words in (
-        "Settings",
-        "Environment",
-        "Configuration",
-        "bert-dp train OUT/tuned.yaml",
-        data["config_hash"],
-    ):
-        assert words in page.text
+    assert "bert-dp train OUT/tuned.yaml" in page.text
     assert "no data recorded" not in page.text
 
 

@@ -369,7 +369,7 @@ def test_ranks_with_other_data_than_rank_0_are_refused() -> None:
     """Nodes may have caches of their own."""
     from bert_dp.dist import Comm
     from bert_dp.setup import check_same_data
-    from bert_dp.tasks import Metadata
+    from bert_dp.tasks import DatasetInfo
     from bert_dp.world import World
 
     class RankOne(Comm):
@@ -377,6 +377,6 @@ def test_ranks_with_other_data_than_rank_0_are_refused() -> None:
             return "0" * 64
 
     comm = RankOne(World(1, 1, 2, 2), None)
-    check_same_data(comm, Metadata("0" * 64, None, 9))
+    check_same_data(comm, DatasetInfo("0" * 64, None, 9))
     with pytest.raises(ConfigError, match="rank 1 has shards 1111111111111111, rank 0 has 0000000000000000"):
-        check_same_data(comm, Metadata("1" * 64, None, 9))
+        check_same_data(comm, DatasetInfo("1" * 64, None, 9))

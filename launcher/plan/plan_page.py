@@ -1,9 +1,8 @@
-"""The answer of `plan scaling` as a Report."""
+"""The prediction of `plan scaling` as a Report."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
 
 from launcher.report.model import Report, Section, Table, Verdict
 from launcher.report.numbers import count_of, format_change, format_count
@@ -29,36 +28,38 @@ MEASURED = (
 )
 
 
-def plan_report(answer: Prediction, config: str | None = None) -> Report:
-    """The rows, the levers at the greatest number of GPUs, measured cells, and what was assumed. `config`:
-    that of the model, which `scale` can measure."""
-    last = max(answer.rows, key=lambda row: row.world_size)
+def plan_page(prediction: Prediction, config: str | None = None) -> Report:
+    """Return the rows, the levers at the greatest number of GPUs, the measured cells, and the assumptions.
+
+    `config`: configuration of the model, which `scale` can measure.
+    """
+    rows = prediction.rows
+    last = max(rows, key=lambda row: row.world_size)
     levers = [
         words(lever.lever, format_change(lever.gain), "an upper bound, no setting" if lever.bound else "")
         for lever in last.levers
     ]
-    what = f"What one change would do on {count_of(last.world_size, 'GPU')}"
-    counts = ",".join(dict.fromkeys(str(row.world_size) for row in answer.rows[:4]))
-    measured = [(cell.cell, cell) for cell in answer.measured]
+    counts = ",".join(dict.fromkeys(str(row.world_size) for row in rows[:4]))
+    # columns that have one value in all rows are left out
+    same = {"tensor": all(row.tensor == 1 for row in rows), "mfu": not any(row.mfu for row in rows)}
+    columns = [quantity for quantity in ROW if not same.get(quantity.path)]
+    best = Computed(_best_change, "best change", "word")
     tables = [
-        _rows(answer.rows),
-        Table(levers, title=what),
-        table(measured, MEASURED, title="Predicted beside measured", corner="cell"),
+        table([(format_count(row.world_size), row) for row in rows], [*columns, best], corner="GPUs"),
+        Table(levers, title=f"What one change would do on {count_of(last.world_size, 'GPU')}"),
+        table(
+            [(cell.cell, cell) for cell in prediction.measured],
+            MEASURED,
+            title="Predicted beside measured",
+            corner="cell",
+        ),
     ]
     return Report(
         "bert-dp: predicted scaling",
-        verdicts=[Verdict("warn", text) for text in answer.warnings],
-        sections=[Section("", tables=tables, notes=answer.assumptions)],
+        verdicts=[Verdict("warn", text) for text in prediction.warnings],
+        sections=[Section("", tables=tables, notes=prediction.assumptions)],
         next="" if config is None else f"bert-dp scale {shlex.quote(config)} --nproc {counts}",
     )
-
-
-def _rows(rows: Sequence[PredictedRow]) -> Table:
-    """Without columns that say the same of every row, and with the lever that gains most."""
-    same = {"tensor": all(row.tensor == 1 for row in rows), "mfu": not any(row.mfu for row in rows)}
-    shown = [quantity for quantity in ROW if not same.get(quantity.path)]
-    best = Computed(_best_change, "best change", "word")
-    return table([(format_count(row.world_size), row) for row in rows], [*shown, best], corner="GPUs")
 
 
 def _best_change(row: PredictedRow) -> str:

@@ -1,0 +1,189 @@
+"""A Figure as the JSON that plotly's script draws. Colours are names that page.js looks up in its theme."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bert_dp.record import safe
+from launcher.report.model import Axis, Bars, Figure, Line, Mark
+from launcher.report.numbers import FORMATS, Unit
+
+NUM_COLOURS = 8
+SYMBOLS = ("circle", "square", "diamond", "triangle-up")
+LABEL_CHARS, TITLE_CHARS = 30, 60  # in a legend, on an axis; a pointer shows the whole name
+# pixels: of the area of lines, of a row of bars, of a line of the legend; above and below the area
+HEIGHT, ROW_HEIGHT, LEGEND_HEIGHT, TOP, BOTTOM = 250, 50, 20, 30, 48
+PIXELS_PER_CHAR, SMALL_WIDTH = 7, 330
+DASHES = {"dashed": "dash", "dotted": "dot"}
+TICKS: Mapping[Unit, Mapping[str, Any]] = {
+    "count": {"tickformat": ",d"},
+    "percent": {"tickformat": "~%"},
+    "lr": {"exponentformat": "e", "minexponent": 2},
+    "seconds": {"exponentformat": "SI", "minexponent": 1, "ticksuffix": "s"},
+}
+OTHER_TICKS = {"exponentformat": "SI", "separatethousands": True}
+HOVER = "%{text}<extra></extra>"
+
+
+def drawing(figure: Figure) -> dict[str, Any]:
+    """Return `data` and `layout` for Plotly.newPlot; every text in it is escaped."""
+    data = [_line(figure, t) if isinstance(t, Line) else _bars(figure, t) for t in figure.traces]
+    labels = [trace["name"] for trace in data if trace["showlegend"]] + [m.label for m in figure.marks]
+    area = len(figure.rows) * ROW_HEIGHT if figure.rows else HEIGHT
+    has_legend = len(set(labels)) > 1 or bool(figure.marks) or bool(figure.rows)
+    legend = sum(len(label) * PIXELS_PER_CHAR + 45 for label in dict.fromkeys(labels))
+    below = BOTTOM + LEGEND_HEIGHT * (1 + legend // SMALL_WIDTH) * has_legend
+    layout = {
+        "height": TOP + area + below,
+        "margin": {"t": TOP, "b": below, "l": 8, "r": 14},
+        "title": {"text": "" if figure.rows else text_of(figure.y.label, TITLE_CHARS)},
+        "xaxis": _axis(figure.x, figure.x.label),
+        "yaxis": _rows_axis(len(figure.rows)) if figure.rows else _axis(figure.y, ""),
+        "shapes": [*_levels(figure), *_marks(figure.marks)],
+        "showlegend": has_legend,
+        "annotations": [_row_name(i, name) for i, name in enumerate(figure.rows)],
+        "barmode": "stack",
+    }
+    return {"data": data, "layout": layout}
+
+
+def text_of(text: str, limit: int = 0) -> str:
+    """Escape foreign text for plotly, which reads some HTML, and cut it to `limit` characters."""
+    text = " ".join(safe(text).split())
+    if limit and len(text) > limit:
+        text = f"{text[: limit - 1]}\u2026"
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def _named(figure: Figure, trace: Line | Bars) -> dict[str, Any]:
+    """Show a name in the legend once; it hides all traces that bear it."""
+    first = next(t for t in figure.traces if t.label == trace.label)
+    name = text_of(trace.label, LABEL_CHARS)
+    return {"name": name, "legendgroup": name, "showlegend": first is trace, "hovertemplate": HOVER}
+
+
+def _colour(index: int | None) -> str:
+    return "soft" if index is None else f"c{index % NUM_COLOURS}"
+
+
+def _line(figure: Figure, line: Line) -> dict[str, Any]:
+    colour, index = _colour(line.colour), line.colour or 0
+    marks = line.style in ("marks", "both") or (line.style != "dotted" and len(line.values) == 1)
+    drawn = {
+        **_named(figure, line),
+        "type": "scatter",
+        "mode": "markers" if line.style == "marks" else "lines+markers" if marks else "lines",
+        "x": list(line.x),
+        "y": list(line.y),
+        "text": [text_of(_point(figure, line, i)) for i in range(len(line.x))],
+        "line": {"color": colour, "width": line.width, "dash": DASHES.get(line.style, "solid")},
+        "marker": {
+            "color": colour,
+            "size": 7,
+            "symbol": SYMBOLS[(index + index // NUM_COLOURS) % len(SYMBOLS)],
+        },
+    }
+    if line.low:
+        drawn["error_y"] = {
+            "type": "data",
+            "symmetric": False,
+            "array": [_difference(high, y) for y, high in zip(line.y, line.high, strict=True)],
+            "arrayminus": [_difference(y, low) for y, low in zip(line.y, line.low, strict=True)],
+            "color": colour,
+            "thickness": 1.2,
+            "width": 4,
+        }
+    return drawn
+
+
+def _difference(greater: float | None, less: float | None) -> float | None:
+    return None if greater is None or less is None else greater - less
+
+
+def _point(figure: Figure, line: Line, i: int) -> str:
+    """Return the text at the pointer: `ddp: 50.0 % [40.0 %, 60.0 %] at 2`."""
+    y, x = FORMATS[figure.y.unit], FORMATS[figure.x.unit]
+    ends = [end for end in (line.low[i], line.high[i]) if end is not None] if line.low else []
+    interval = f" [{', '.join(map(y, ends))}]" if len(ends) == 2 else ""
+    return f"{line.label}: {y(line.y[i])}{interval} at {x(line.x[i])}"
+
+
+def _bars(figure: Figure, bars: Bars) -> dict[str, Any]:
+    texts = bars.texts or [FORMATS[figure.x.unit](part) for part in bars.parts]
+    names = zip(figure.rows, texts, strict=True)
+    return {
+        **_named(figure, bars),
+        "type": "bar",
+        "orientation": "h",
+        "x": [max(0.0, part or 0.0) for part in bars.parts],
+        "y": list(range(len(figure.rows))),
+        "width": 0.42,
+        "text": [text_of(f"{row}, {bars.label}: {text}") for row, text in names],
+        "marker": {"color": _colour(figure.traces.index(bars))},
+        "textposition": "none",
+    }
+
+
+def _axis(axis: Axis, title: str) -> dict[str, Any]:
+    ticks: Mapping[str, Any] = TICKS.get(axis.unit, OTHER_TICKS)
+    if axis.ticks:
+        shown = [text_of(FORMATS[axis.unit](tick)) for tick in axis.ticks]
+        ticks = {"tickmode": "array", "tickvals": list(axis.ticks), "ticktext": shown}
+    return {
+        "type": "log" if axis.log else "linear",
+        "title": {"text": text_of(title, TITLE_CHARS)},
+        "nticks": 6,
+        "rangemode": "tozero" if axis.from_zero else "normal",
+        **ticks,
+    }
+
+
+def _rows_axis(count: int) -> dict[str, Any]:
+    """Order rows from the top down; the name of each is an annotation above its bar."""
+    range_ = [count - 0.6, -0.7]
+    return {"range": range_, "showticklabels": False, "showgrid": False, "fixedrange": True}
+
+
+def _row_name(i: int, name: str) -> dict[str, Any]:
+    place = {"xref": "paper", "x": 0, "xanchor": "left", "y": i - 0.24, "yanchor": "bottom"}
+    return {"text": text_of(name, LABEL_CHARS), **place, "showarrow": False}
+
+
+def _levels(figure: Figure) -> list[dict[str, Any]]:
+    """Draw the horizontal lines. The label of one above all points and intervals is below it, where there is
+    room."""
+    drawn = [value for trace in figure.traces for value in trace.values]
+    drawn += [high for trace in figure.traces if isinstance(trace, Line) for high in trace.high if high]
+    highest = max(drawn, default=0.0)
+    return [
+        {
+            **_across("y", level.value),
+            "label": {
+                "text": text_of(level.label, LABEL_CHARS),
+                "textposition": "start" if level.left else "end",
+                "yanchor": "top" if level.value >= highest else "bottom",
+            },
+        }
+        for level in figure.levels
+    ]
+
+
+def _marks(marks: Sequence[Mark]) -> list[dict[str, Any]]:
+    """Draw the vertical lines; the legend names those of one name once."""
+    names = [text_of(mark.label, LABEL_CHARS) for mark in marks]
+    return [
+        {**_across("x", mark.value), "name": name, "legendgroup": name, "showlegend": names.index(name) == i}
+        for i, (mark, name) in enumerate(zip(marks, names, strict=True))
+    ]
+
+
+def _across(axis: str, value: float) -> dict[str, Any]:
+    """Draw a dotted line through the whole area at `value` of this axis."""
+    other = {"x": "y", "y": "x"}[axis]
+    return {
+        "type": "line",
+        f"{other}ref": "paper",
+        **{f"{other}0": 0, f"{other}1": 1, f"{axis}0": value, f"{axis}1": value},
+        "line": {"color": "soft", "width": 1.3, "dash": "dot"},
+    }
