@@ -67,24 +67,22 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
     """Read a regular file. Raises OSError for anything else, because a pipe or a device may never
     end, for one larger than `most_bytes`, and where the path is none."""
     try:
-        opened = open(path, "rb", opener=_open_without_waiting)  # noqa: SIM115
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except ValueError as error:  # a NUL, or what is not UTF-8
         raise OSError(errno.EINVAL, str(error), str(path)) from None
-    with opened as file:
-        status = os.fstat(file.fileno())
+    try:
+        status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         data, size = bytearray(), status.st_size
-        while size <= most_bytes and (part := file.read(CHUNK)):  # one read would allocate them all
+        while size <= most_bytes and (part := os.read(descriptor, CHUNK)):  # one read would allocate them all
             data += part
             size = max(size, len(data))  # it may grow meanwhile
+    finally:
+        os.close(descriptor)
     if size > most_bytes:
         raise OSError(errno.EFBIG, f"larger than {most_bytes} bytes", str(path))
     return bytes(data)
-
-
-def _open_without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # a pipe without a writer
 
 
 def sha256(path: Path) -> str:
