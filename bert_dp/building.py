@@ -115,10 +115,10 @@ def _chosen_by_rank_0(source: str, comm: Comm) -> Path:
         try:
             answer["path"] = str(checkpoint.resolve(source))
         except ConfigError as error:
-            answer["issues"] = [f"run.init_from: {issue}" for issue in error.issues]
+            answer["issues"] = [issue.within("run.init_from").to_json() for issue in error.issues]
     answer = comm.broadcast(answer)
     if "issues" in answer:
-        raise ConfigError(answer["issues"])
+        raise ConfigError([Issue(**issue) for issue in answer["issues"]])
     return Path(answer["path"])
 
 
