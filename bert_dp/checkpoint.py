@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from bert_dp import record
-from bert_dp.config import ConfigError, Issue
+from bert_dp.config import ConfigError
 from bert_dp.config.stored import sha256
 from bert_dp.cost import GIB
 from bert_dp.parallel import State
@@ -225,8 +225,7 @@ def load(path: Path) -> tuple[State, record.CheckpointFacts]:
         if not state["optimizer"] and facts.step > facts.skipped_steps:
             raise ValueError(f"optimizer.safetensors is empty after {facts.step} steps")
     except (OSError, ValueError, SafetensorError) as error:
-        message = f"not a checkpoint ({type(error).__name__}: {error})"
-        raise ConfigError([Issue(str(path), "damaged", message)]) from None
+        raise ConfigError([f"{path}: not a checkpoint ({type(error).__name__}: {error})"]) from None
     state["scaler"] = {k: torch.tensor(v, dtype=torch.float64) for k, v in facts.scaler.items()}
     return state, facts
 
@@ -282,13 +281,12 @@ def resolve(source: str) -> Path:
     if (path / "manifest.json").exists():
         problem = check(path)
         if problem:
-            raise ConfigError([Issue("", "damaged", problem)])
+            raise ConfigError([problem])
         return path
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     newest, problems = newest_valid(folder)
     if newest is None:
-        issues = [Issue(source, "not_found", "no valid checkpoint there", hint="name a run or a checkpoint")]
-        raise ConfigError([*issues, *(Issue("", "damaged", problem) for problem in problems)])
+        raise ConfigError([f"{source}: no valid checkpoint there; name a run or a checkpoint", *problems])
     return newest
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from bert_dp.binding import Placement, place
-from bert_dp.config import ConfigError, Issue
+from bert_dp.config import ConfigError
 from bert_dp.cost import GIB
 from bert_dp.world import World
 
@@ -67,8 +67,9 @@ def choose_device(setting: str, world: World) -> torch.device:
         return torch.device("cuda", 0)
     if ranks > gpus:
         fix = f"use --nproc {gpus}, or run.device: cpu" if gpus else "use run.device: cpu or auto"
-        message = f"{setting} needs a GPU for each rank of this machine, {ranks}, found {gpus}"
-        raise ConfigError([Issue("run.device", "conflict", message, setting, "--nproc", fix)])
+        raise ConfigError(
+            [f"run.device: {setting} needs a GPU for each rank of this machine, {ranks}, found {gpus}; {fix}"]
+        )
     return torch.device("cuda", world.local_rank)
 
 

@@ -58,5 +58,5 @@ def read_exported(directory: Path) -> Exported:
         needed = [MODEL_FILES[exported.format], "tokenizer.json"]
         needed += ["config.json"] if exported.format == "hf" else []
         if absent := [name for name in needed if not (directory / name).is_file()]:
-            raise FileNotFoundError(f"{directory} has no {' and no '.join(absent)}")
+            raise ValueError(f"{directory} has no {' and no '.join(absent)}")
     return exported

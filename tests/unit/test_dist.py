@@ -108,7 +108,7 @@ def test_the_worker_calls_bad_variables_bad_input(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 2, done.stderr
-    assert "RANK=9 is outside WORLD_SIZE=2" in done.stderr
+    assert "RANK: 9 is outside WORLD_SIZE=2" in done.stderr
     assert "Traceback" not in done.stderr
 
 
