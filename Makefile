@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 LOGGERS := .venv-loggers
 TRANSFORMERS4 := .venv-transformers4
 
-.PHONY: env train test test-long test-loggers parity faults export gpu gpu-kit mutants slips lock lint types check clean
+.PHONY: env train test test-long test-loggers transcripts parity faults export gpu gpu-kit mutants slips lock lint types check clean
 
 env: $(VENV)/.installed
 
@@ -51,6 +51,10 @@ else
 	$(PIP_LOGGERS) -c .constraints.txt -e '.[tensorboard,wandb,mlflow,trackio]' hypothesis pytest pytest-timeout
 endif
 	touch $@
+
+# one transcript a verb, recorded anew: review the diff
+transcripts: env
+	$(BIN)/python -m tests.transcripts --record
 
 # the hashed lists of what CI installs, from .constraints.txt
 lock: env

@@ -1,5 +1,5 @@
-"""Which cores a rank runs on: near its GPU, or an equal share that stays within a NUMA node; and how many
-threads. Torch-free.
+"""Bind a rank to cores near its GPU, or to an equal share within a NUMA node, and count its threads.
+Torch-free.
 
 A GPU reached over the link between sockets costs copies and launches; a CPU rank on two nodes reads half of
 its memory over it. Linux names the nodes in sysfs (Documentation/admin-guide/mm/numaperf.rst, sysfs-bus-pci).
@@ -9,6 +9,7 @@ Every function that reads kernel files takes `root`, the directory that holds sy
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
@@ -32,28 +33,27 @@ class Topology:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The cores that `place` has given."""
+    """The cores that `bind` has given."""
 
     shares: tuple[Cores, ...]
     """Cores of each rank of this node; an empty share is not bound."""
     threads: int
     """Threads of this rank: one for each of its cores, or OMP_NUM_THREADS where that is less."""
     inherited: bool = False
-    """Whoever started this rank had bound it already: `shares` holds its own cores alone."""
+    """The starter of this rank had bound it already: `shares` holds its own cores alone."""
     limited_by_omp: bool = False
     """`threads` is OMP_NUM_THREADS, which is less than the cores."""
 
     def __str__(self) -> str:
-        shown = [format_cores(share) for share in self.shares]
         if self.inherited:
-            return f"cores {shown[0]} as started"
-        if not any(shown):
+            return f"cores {format_cores(self.shares[0])} as started"
+        if not any(self.shares):
             return "cores not bound"
-        return f"cores {' | '.join(part or 'not bound' for part in shown)}"
+        return f"cores {' | '.join(format_cores(share) or 'not bound' for share in self.shares)}"
 
 
-def place(local_rank: int, local_size: int, gpus: Sequence[str] = (), root: Path = ROOT) -> Placement:
-    """Bind this process to its share of the cores that it may use, and say what every local rank has.
+def bind(local_rank: int, local_size: int, gpus: Sequence[str] = (), root: Path = ROOT) -> Placement:
+    """Bind this process to its share of the cores that it may use. Returns the shares of all local ranks.
 
     `gpus`: the PCI address of each local rank's GPU, empty for CPU ranks. With fewer cores than ranks nothing
     is bound. A rank that has fewer cores than its parent was bound on purpose (srun, numactl) and keeps them.
@@ -94,8 +94,8 @@ def omp_threads(environ: Mapping[str, str]) -> int | None:
 
 
 def cpu_shares(allowed: Set[int], num_ranks: int, topology: Topology) -> tuple[Cores, ...]:
-    """Equal shares, each within one node where the nodes hold enough of them; empty ones when cores are
-    fewer than ranks. Equal, so that no rank waits for one with fewer cores."""
+    """Divide cores into equal shares, each within one node where the nodes hold enough of them; empty ones
+    when cores are fewer than ranks. Equal, so that no rank waits for one with fewer cores."""
     size = len(allowed) // num_ranks
     if not size:
         return ((),) * num_ranks
@@ -111,8 +111,8 @@ def cpu_shares(allowed: Set[int], num_ranks: int, topology: Topology) -> tuple[C
 
 
 def gpu_shares(allowed: Set[int], gpu_nodes: Sequence[int | None], topology: Topology) -> tuple[Cores, ...]:
-    """For each local rank, by the node of its GPU (None = unknown): a share of that node's allowed cores, all
-    of them when they are fewer than its ranks, none when no core of the node is allowed."""
+    """Give each local rank, by the node of its GPU (None = unknown), a share of that node's allowed cores:
+    all of them when they are fewer than its ranks, none when no core of the node is allowed."""
     shares: list[Cores] = [()] * len(gpu_nodes)
     for node in dict.fromkeys(gpu_nodes):
         ranks = [rank for rank, other in enumerate(gpu_nodes) if other == node]
@@ -123,7 +123,7 @@ def gpu_shares(allowed: Set[int], gpu_nodes: Sequence[int | None], topology: Top
 
 
 def read_topology(root: Path = ROOT) -> Topology:
-    """From sysfs; what is not there counts as one node, and every core as a physical one."""
+    """Read the topology from sysfs; by default there is one node, and every core is a physical one."""
     node, sibling = {}, {}
     for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
         for core in parse_cores(_read(folder / "cpulist")):
@@ -135,13 +135,13 @@ def read_topology(root: Path = ROOT) -> Topology:
 
 
 def pci_node(address: str, root: Path = ROOT) -> int | None:
-    """NUMA node of a PCI device, given as domain:bus:device.function; None when the kernel knows none."""
+    """Read the NUMA node of a PCI device, domain:bus:device.function; None when the kernel knows none."""
     text = _read(root / "sys/bus/pci/devices" / address.lower() / "numa_node").strip()
     return int(text) if text.isdigit() else None  # -1 = not known
 
 
 def parse_cores(text: str) -> list[int]:
-    """The kernel's list format: 0-3,8 -> [0, 1, 2, 3, 8]."""
+    """Parse the kernel's list format: 0-3,8 -> [0, 1, 2, 3, 8]."""
     cores: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -150,14 +150,11 @@ def parse_cores(text: str) -> list[int]:
 
 
 def format_cores(cores: Iterable[int]) -> str:
-    """The inverse of `parse_cores`."""
-    runs: list[list[int]] = []
-    for core in sorted(cores):
-        if runs and runs[-1][1] == core - 1:
-            runs[-1][1] = core
-        else:
-            runs.append([core, core])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    """Format cores in the kernel's list format, the inverse of `parse_cores`."""
+    ordered = sorted(cores)
+    groups = itertools.groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0])
+    runs = [[core for _, core in group] for _, group in groups]
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _parent_affinity() -> Set[int]:

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 
 from bert_dp import record
 from bert_dp.config import ConfigError
-from bert_dp.config.stored import sha256
+from bert_dp.config.stored import MAX_JSON_BYTES, read_regular, sha256
 from bert_dp.cost import GIB
 from bert_dp.parallel import State
 from bert_dp.record import list_checkpoints
@@ -80,7 +80,7 @@ def save(
 
 
 def _write_tensors(tensors: dict[str, Any], path: Path) -> None:
-    """Raises OSError, which safetensors reports as an error of its own with the number in its text."""
+    """Write one safetensors file. Raises OSError, from the number in the text of safetensors' own error."""
     try:
         save_file(tensors, path)
     except SafetensorError as error:
@@ -92,13 +92,13 @@ def _write_tensors(tensors: dict[str, Any], path: Path) -> None:
 
 
 def num_bytes(state: State) -> int:
-    """Size of the checkpoint of `state`; an optimizer that has not stepped counts as it will be."""
+    """Compute the size of the checkpoint of `state`; an optimizer without steps counts as it will be."""
     model, optimizer = (sum(t.nbytes for t in state[part].values()) for part in ("model", "optimizer"))
     return model + (optimizer or MOMENTS * model)
 
 
 def _check_space(folder: Path, state: State) -> None:
-    """Raises OSError (ENOSPC) when the file system has less free than a save should find."""
+    """Raise OSError (ENOSPC) when the file system has less free than a save should find."""
     free, wanted = shutil.disk_usage(folder).free, SPARE * num_bytes(state)
     if free < wanted:
         text = f"{free / GIB:.3f} GiB free, {wanted / GIB:.3f} wanted before a save"
@@ -106,7 +106,7 @@ def _check_space(folder: Path, state: State) -> None:
 
 
 def first_not_finite(state: State) -> str | None:
-    """Name of a tensor with a NaN or an infinity among the weights and the optimizer's state."""
+    """Find a tensor with a NaN or an infinity among the weights and the optimizer's state."""
     import torch
 
     for part in ("model", "optimizer"):
@@ -151,7 +151,7 @@ def prune(folder: Path, keep: int, trusted: Collection[Path] = ()) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Under another name first: what is half removed must not look like a checkpoint."""
+    """Remove a checkpoint, renamed first: what is half removed must not look like one."""
     with contextlib.suppress(OSError):
         path = path.rename(path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}"))
     shutil.rmtree(path, ignore_errors=True)
@@ -172,12 +172,9 @@ def _point_latest(folder: Path, name: str) -> None:
 
 
 def check(path: Path) -> str | None:
-    """The reason why `path` is not a valid checkpoint, or None: every file that the manifest names must have
-    its size and hash."""
+    """Find why `path` is not a valid checkpoint: every file that the manifest names has its size and hash."""
     try:
-        if special := _special(path / "manifest.json"):
-            return special
-        manifest = json.loads((path / "manifest.json").read_text())
+        manifest = json.loads(read_regular(path / "manifest.json", MAX_JSON_BYTES))
         if manifest["version"] != VERSION:
             return f"{path}: the manifest is of version {manifest['version']}, this program reads {VERSION}"
         if missing := {"model.safetensors", "optimizer.safetensors", "state.json"} - manifest["files"].keys():
@@ -199,13 +196,12 @@ def check(path: Path) -> str | None:
 
 
 def _special(file: Path) -> str | None:
-    """The reason why `file` must not be opened, or None: a fifo or a device would never end. Raises OSError
-    when it is absent."""
+    """Find why `file` must not be opened: a pipe or a device would never end. Raises OSError without it."""
     return None if stat.S_ISREG(file.stat().st_mode) else f"{file}: not a regular file"
 
 
 def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that verifies, and why newer ones were passed over."""
+    """Find the newest checkpoint that verifies, and why newer ones were passed over."""
     problems: list[str] = []
     for path in list_checkpoints(folder):
         problem = check(path)
@@ -216,7 +212,7 @@ def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def load(path: Path) -> tuple[State, record.CheckpointFacts]:
-    """State (whole, on the host) and the facts of state.json. Raises ConfigError naming a broken file."""
+    """Load the state (whole, on the host) and state.json. Raises ConfigError naming a broken file."""
     import torch
 
     try:
@@ -231,7 +227,7 @@ def load(path: Path) -> tuple[State, record.CheckpointFacts]:
 
 
 def load_tensors(path: Path) -> State:
-    """Weights and optimizer state, unverified. Raises OSError, ValueError or SafetensorError."""
+    """Load weights and optimizer state, unverified. Raises OSError, ValueError or SafetensorError."""
     state: State = {}
     for part in ("model", "optimizer"):
         file = path / f"{part}.safetensors"
@@ -242,7 +238,7 @@ def load_tensors(path: Path) -> State:
 
 
 def state_issues(path: Path, state: State, model: nn.Module) -> list[str]:
-    """Tensors of a loaded checkpoint that are not those of `model`, whole, or its optimizer; a line each.
+    """List tensors of a loaded checkpoint that are not those of `model`, whole, or its optimizer, by lines.
 
     A tensor of an optimizer is a number, or has its parameter's type and shape.
     """
@@ -268,14 +264,14 @@ def state_issues(path: Path, state: State, model: nn.Module) -> list[str]:
 
 
 def kind(tensor: Tensor) -> str:
-    """Type and shape, as in `float32 (3, 5)`."""
+    """Format type and shape, as in `float32 (3, 5)`."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
 def resolve(source: str) -> Path:
-    """A checkpoint from a path to one, or to a run directory or its checkpoints folder (the newest valid).
+    """Find the checkpoint at a path, or the newest valid one of a run directory or its checkpoints folder.
 
-    Raises ConfigError when there is none, with what was wrong with each.
+    Raises ConfigError when there is none, with the problem of each.
     """
     path = Path(source)
     if (path / "manifest.json").exists():

@@ -1,4 +1,4 @@
-"""The device and the cores of a rank, and what a device can be asked: its place, its memory, its energy."""
+"""The device and the cores of a rank: choice, address, memory and energy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bert_dp.binding import Placement, place
+from bert_dp.binding import Placement, bind
 from bert_dp.config import ConfigError
 from bert_dp.cost import GIB
 from bert_dp.world import World
@@ -23,37 +23,35 @@ ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """Where a rank runs."""
-
+class HostAndDevice:
     node: str
-    """Its host's name and, after a slash, its boot's identifier: images are copied with their names."""
+    """Host name and, after a slash, boot identifier: images are copied with their names."""
     gpu: str | None
-    """Its GPU's address, see pci_address; None on a CPU."""
+    """Address of the GPU, see pci_address; None on a CPU."""
 
     @property
     def host(self) -> str:
         return self.node.partition("/")[0]
 
 
-def own_place(device: torch.device) -> Place:
+def own_host_and_device(device: torch.device) -> HostAndDevice:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         boot = ""
     gpu = pci_address(device.index) if device.type == "cuda" else None
-    return Place(f"{socket.gethostname()}/{boot}", gpu)
+    return HostAndDevice(f"{socket.gethostname()}/{boot}", gpu)
 
 
 def pci_address(index: int) -> str:
-    """domain:bus:device.function of a visible GPU, as sysfs names it."""
+    """Return domain:bus:device.function of a visible GPU, as sysfs names it."""
     gpu: Any = torch.cuda.get_device_properties(index)  # torch's stubs lack the PCI fields
     return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 
 
 def choose_device(setting: str, world: World) -> torch.device:
-    """The device of this rank: the GPU of its local number, or the only one that it sees, which its starter
-    has chosen (srun --gpus-per-task=1, --gpu-bind).
+    """Choose the device of this rank: the GPU of its local number, or the only one that it sees, which its
+    starter has chosen (srun --gpus-per-task=1, --gpu-bind).
 
     Raises ConfigError, on all ranks of the machine, when there are more of them than GPUs.
     """
@@ -81,9 +79,9 @@ def expand_segments() -> None:
 
 
 def use_device(device: torch.device, *, deterministic: bool) -> None:
-    """Before anything runs on a GPU: let this process use `device`, and torch do everything in one order, or
-    as is fastest: the gradients of attention and of look-ups, and what cuBLAS and inductor choose by timing.
-    Where torch knows no such order the dry run raises."""
+    """Select `device` before anything runs on a GPU, and let torch compute in a fixed order or as is fastest:
+    gradients of attention and of look-ups, and what cuBLAS and inductor choose by timing. The dry run raises
+    where torch knows no fixed order."""
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     # inductor's setting follows, and is slow to load
@@ -98,17 +96,17 @@ def use_device(device: torch.device, *, deterministic: bool) -> None:
         torch.cuda.set_device(device)
 
 
-def set_affinity(device: torch.device, world: World, places: Sequence[Place] = ()) -> Placement:
+def set_affinity(device: torch.device, world: World, places: Sequence[HostAndDevice] = ()) -> Placement:
     """Give this rank its cores and threads, see binding.py.
 
     `places`: of all ranks; () = this one is alone. A GPU of another rank may not be visible here.
     """
     if device.type == "cuda":
-        places = places or [own_place(device)]
+        places = places or [own_host_and_device(device)]
         here = [rank for rank, other in enumerate(places) if other.node == places[world.rank].node]
-        placed = place(here.index(world.rank), len(here), [str(places[rank].gpu) for rank in here])
+        placed = bind(here.index(world.rank), len(here), [str(places[rank].gpu) for rank in here])
     else:
-        placed = place(world.local_rank, world.local_size)
+        placed = bind(world.local_rank, world.local_size)
         keep_freed_memory()
     torch.set_num_threads(placed.threads)
     return placed
@@ -135,7 +133,7 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Peak of this rank: reserved by the allocator on a GPU, resident set on a CPU."""
+    """Return the peak memory of this rank: reserved by the allocator on a GPU, resident set on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / GIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB  # Linux counts KiB
@@ -150,12 +148,12 @@ def restart_peak_memory(device: torch.device) -> None:
 
 
 def alloc_retries(device: torch.device) -> int | None:
-    """How often this rank's GPU allocator failed and freed what it kept, to try again; None on a CPU."""
+    """Count how often this rank's GPU allocator failed and freed what it kept, to retry; None on a CPU."""
     return int(torch.cuda.memory_stats(device)["num_alloc_retries"]) if device.type == "cuda" else None
 
 
 def joules(device: torch.device) -> float | None:
-    """NVML's counter of this device, joules since its driver was loaded.
+    """Read NVML's counter of this device: joules since its driver was loaded.
 
     None on a CPU, without the package, or on a GPU older than Volta.
     """

@@ -1,4 +1,4 @@
-"""How ranks meet, and talk beside the gradients; the shared clock."""
+"""Rendezvous of the ranks, collectives of host values beside the gradients, and the shared clock."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel
 from torch import Tensor
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from bert_dp.config import ConfigError
-from bert_dp.devices import Place, own_place
+from bert_dp.devices import HostAndDevice, own_host_and_device
 from bert_dp.record import INIT_FILE
 from bert_dp.world import World
 
@@ -26,9 +26,9 @@ TIMEOUT = datetime.timedelta(minutes=30)
 
 
 class Comm:
-    """What ranks say to each other beside the gradients: small host values on a gloo side group.
+    """Collectives of small host values on a gloo side group, beside the gradients.
 
-    Collectives: every rank must call them in the same order. Without a group they are the identity.
+    Every rank must call them in the same order. Without a group they are the identity.
     """
 
     def __init__(self, world: World, group: dist.ProcessGroup | None):
@@ -36,7 +36,7 @@ class Comm:
         self._group = group
 
     def all_gather(self, values: Sequence[float]) -> Tensor:
-        """[N, len(values)] float64: every rank's values."""
+        """Gather every rank's values: [N, len(values)] float64."""
         mine = torch.tensor(values, dtype=torch.float64)
         if self._group is None:
             return mine[None]
@@ -59,7 +59,7 @@ class Comm:
         return wait
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's JSON value on every rank."""
+        """Return rank 0's JSON value on every rank."""
         if self._group is None:
             return value
         data = json.dumps(value).encode() if self.world.rank == 0 else b""
@@ -80,9 +80,8 @@ class Comm:
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None, device: torch.device) -> list[Any]:
-    """Every rank's JSON value, in the order of the group's ranks. Collective; `device`: one the group knows.
-
-    Torch's own collectives of objects unpickle, and so execute, what a peer sends.
+    """Gather every rank's JSON value, in the order of the group's ranks. Collective; `device`: one the group
+    knows. Torch's own collectives of objects unpickle, and so execute, what a peer sends.
     """
     data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
     sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
@@ -96,33 +95,34 @@ def gather_json(value: Any, group: dist.ProcessGroup | None, device: torch.devic
 
 
 @dataclasses.dataclass(frozen=True)
-class Meeting:
-    """The ranks of a run before they have a process group: their store and where each one runs."""
+class RendezvousResult:
+    """The ranks of a run before they have a process group: their store, and host and device of each rank."""
 
     store: dist.Store
-    places: tuple[Place, ...]
-    """The place of each rank."""
+    places: tuple[HostAndDevice, ...]
 
 
-def meet(world: World, device: torch.device) -> Meeting:
-    """Find the other ranks and learn where each runs, without a process group: NCCL's own beginning fails,
-    or never ends, where two ranks have one GPU. Collective."""
-    mine = own_place(device)
+def rendezvous(world: World, device: torch.device) -> RendezvousResult:
+    """Find the other ranks and where each runs, without a process group: NCCL's start fails, or never ends,
+    where two ranks have one GPU. Collective."""
+    mine = own_host_and_device(device)
     if world.size == 1:
-        return Meeting(dist.HashStore(), (mine,))
+        return RendezvousResult(dist.HashStore(), (mine,))
     path, attempt = os.environ.get(INIT_FILE), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     url = "env://" if path is None else f"file://{path}-{attempt}"
-    store, _, _ = next(rendezvous(url, world.rank, world.size, timeout=TIMEOUT))
+    store, _, _ = next(torch_rendezvous(url, world.rank, world.size, timeout=TIMEOUT))
     store.set_timeout(TIMEOUT)
     store.set(f"place-{world.rank}", json.dumps(dataclasses.astuple(mine)))
     if world.rank == 0:
         each = [json.loads(store.get(f"place-{rank}")) for rank in range(world.size)]
         store.set("places", json.dumps(each))
-    return Meeting(store, tuple(Place(*fields) for fields in json.loads(store.get("places"))))
+    return RendezvousResult(
+        store, tuple(HostAndDevice(*fields) for fields in json.loads(store.get("places")))
+    )
 
 
-def check_places(places: Sequence[Place], tensor: int) -> None:
-    """Raises ConfigError for ranks that share a GPU, which NCCL refuses, and for a replica of `tensor` ranks
+def check_places(places: Sequence[HostAndDevice], tensor: int) -> None:
+    """Raise ConfigError for ranks that share a GPU, which NCCL refuses, and for a replica of `tensor` ranks
     that is spread over nodes: it communicates in every layer."""
     issues = []
     for shared in dict.fromkeys(places):
@@ -151,19 +151,19 @@ def _listed(items: Sequence[Any]) -> str:
 
 
 def connect(
-    world: World, device: torch.device, meeting: Meeting | None = None, *, group_of_one: bool = False
+    world: World, device: torch.device, met: RendezvousResult | None = None, *, group_of_one: bool = False
 ) -> Comm:
     """Join the process group (nccl on GPUs, gloo on CPUs) and make the gloo side group.
 
-    `meeting`: None = meet here. A lone rank joins none unless `group_of_one` (the ddp engine on one GPU).
+    `met`: None = rendezvous here. A lone rank joins none unless `group_of_one` (the ddp engine on one GPU).
     """
     if world.size == 1 and not group_of_one:
         return Comm(world, None)
-    meeting = meeting or meet(world, device)
+    met = met or rendezvous(world, device)
     on_gpu = device.type == "cuda"
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
-        store=dist.PrefixStore("ranks", meeting.store),
+        store=dist.PrefixStore("ranks", met.store),
         rank=world.rank,
         world_size=world.size,
         timeout=TIMEOUT,
@@ -173,7 +173,7 @@ def connect(
 
 
 def recent_collectives(count: int = 200) -> list[dict[str, Any]]:
-    """The last `count` collectives that this rank has started, oldest first; [] where nothing records them.
+    """List the last `count` collectives that this rank has started, oldest first; [] without a recorder.
 
     One flight recorder holds what NCCL ran, one what the other backends did; both are private to torch and
     have moved between versions. Sizes are of the inputs, in elements.
@@ -203,8 +203,7 @@ def disconnect() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Stop:
-    """What a rank, or any rank, asks for: nothing, the end after a checkpoint, or the end of a run that has
-    failed. A failure goes before a signal."""
+    """Request to stop: none, by a signal after a checkpoint, or of a failed run, which goes first."""
 
     signal: int = 0
     failed: bool = False
@@ -230,16 +229,16 @@ class SharedClock:
         self._pending: Callable[[], list[float]] | None = None
 
     def elapsed_s(self) -> float:
-        """This rank's own reading: for records, never for decisions."""
+        """Return this rank's own reading: for records, never for decisions."""
         return self._now() - self._origin
 
     def spent_s(self) -> float:
-        """The seconds of an hours budget that are spent, for a checkpoint: progress never falls, also where a
+        """Return the spent seconds of a budget in hours, for a checkpoint: progress never falls, also where a
         run that goes on from it had expected a longer step."""
         return max(self.elapsed_s(), self._shared_s)
 
     def exchange(self, stop: Stop) -> tuple[float, Stop]:
-        """(elapsed_s at the beginning of this step, what any rank asked for); elapsed_s never falls.
+        """Return elapsed_s at the beginning of this step, which never falls, and the request of any rank.
 
         The first exchange returns the elapsed_s that this clock began with. The second waits for rank 0's
         reading: no step has been timed before. Collective.

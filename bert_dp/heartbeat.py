@@ -1,6 +1,6 @@
-"""What a rank says of itself while it runs: a memory-mapped file that a launcher may read. Torch-free.
+"""The heartbeat of a rank: a memory-mapped file that the launcher may read. Torch-free.
 
-A beat is a store to memory, no system call. Nothing depends on a reader.
+Writing it stores to memory, without a system call. Nothing depends on a reader.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from pathlib import Path
 from bert_dp.record import BEAT_BYTES, BEAT_SLOTS, IN_STEP, PHASES
 
 ALIVE_EVERY_S = 1.0
-PID, STEP, PHASE, DONE, PROGRESS, PROGRESS_NS, ALIVE, ALIVE_NS, ASKED, ANSWERED = BEAT_SLOTS.values()
+PID, STEP, PHASE, DONE, PROGRESS, PROGRESS_NS, ALIVE = BEAT_SLOTS.values()
 
 
-class Heartbeat:
-    """The heartbeat of one rank; see `record.Beat` for what its fields mean."""
+class HeartbeatWriter:
+    """Writes the heartbeat of one rank; `record.Heartbeat` defines the fields."""
 
     def __init__(self, path: Path):
         self._memory = _map(path)
         self._slots = memoryview(self._memory).cast("q")
         self._slots[PID] = os.getpid()
-        self._answer: Callable[[], None] | None = None
+        self._silence: tuple[float, Callable[[int], None]] | None = None
         self._stopped = threading.Event()
         self.enter("setup")
-        self._show_alive()
+        self._slots[ALIVE] += 1
         threading.Thread(target=self._live, name="heartbeat", daemon=True).start()
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """A phase (of record.PHASES) begins, in optimizer step `step` (None = the same as before). Data and
-        step take turns within one, and count on."""
+        """Begin a phase (of record.PHASES) in optimizer step `step` (None = unchanged). The phases of IN_STEP
+        take turns within a step and do not restart the count of pieces."""
         slots = self._slots
         if step is not None:
             slots[STEP] = step
@@ -45,39 +45,42 @@ class Heartbeat:
         slots[PROGRESS_NS] = time.monotonic_ns()
 
     def progress(self) -> None:
-        """A piece of work of the phase is done: a micro batch, an evaluation batch."""
+        """Count a finished piece of the phase: a micro batch, an evaluation batch."""
         slots = self._slots
         slots[DONE] += 1
         slots[PROGRESS] += 1
         slots[PROGRESS_NS] = time.monotonic_ns()
 
-    def answer_with(self, answer: Callable[[], None]) -> None:
-        """What a reader's request calls, on the thread that shows that the process is alive."""
-        self._answer = answer
+    def on_silence(self, after_s: float, report: Callable[[int], None]) -> None:
+        """Let the heartbeat's thread call `report(progress)` after `after_s` seconds without progress, and
+        again each time that the silence has doubled."""
+        self._silence = after_s, report
 
     def close(self) -> None:
         """Stop the thread; the file stays."""
         self._stopped.set()
 
     def _live(self) -> None:
+        slots, seen, due_s = self._slots, -1, 0.0
         while not self._stopped.wait(ALIVE_EVERY_S):
-            self._show_alive()
-            request = self._slots[ASKED]
-            if request != self._slots[ANSWERED] and self._answer is not None:
-                with contextlib.suppress(Exception):  # a report that cannot be made must not end the rank
-                    self._answer()
-                self._slots[ANSWERED] = request
-
-    def _show_alive(self) -> None:
-        self._slots[ALIVE] += 1
-        self._slots[ALIVE_NS] = time.monotonic_ns()
+            slots[ALIVE] += 1
+            if self._silence is None:
+                continue
+            after_s, report = self._silence
+            progress, silent_s = slots[PROGRESS], (time.monotonic_ns() - slots[PROGRESS_NS]) / 1e9
+            if progress != seen:
+                seen, due_s = progress, after_s
+            if silent_s >= due_s:
+                due_s = 2 * silent_s
+                with contextlib.suppress(Exception):  # a report that fails must not end the rank
+                    report(progress)
 
 
 def _map(path: Path) -> mmap.mmap:
-    """A new file of zeros, mapped; memory of our own where there is no place for it.
+    """Create and map a file of zeros; anonymous memory where there is no place for it.
 
-    The zeros are written and not left a hole: a hole that a full disk cannot fill later would end us with
-    SIGBUS. A file of an earlier run is replaced and not truncated: its owner may still write to it.
+    The zeros are written and not left a hole: a hole that a full disk cannot fill later would end the rank
+    with SIGBUS. A file of an earlier run is replaced and not truncated: its owner may still write to it.
     """
     try:
         path.parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Records and log of a rank. A write that fails is counted and never ends the run. Torch-free."""
+"""Write records and log of a rank. A write that fails is counted and never ends the run. Torch-free."""
 
 from __future__ import annotations
 

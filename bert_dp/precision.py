@@ -24,35 +24,35 @@ class Precision:
 
 
 def precision_of(name: str) -> Precision:
-    """The widths of fp64, fp32, bf16 or fp16."""
+    """Return the widths of fp64, fp32, bf16 or fp16."""
     wide = torch.float64 if name == "fp64" else torch.float32
     return Precision(name, wide, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name))
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether the device multiplies bf16 itself."""
+    """Return whether the device multiplies bf16 itself."""
     if device.type == "cpu":
         return bool(bf16_units())
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def choose_precision(setting: str, device: torch.device, engine: str = "auto") -> Precision:
-    """The precision of a process that runs alone; ranks agree on one (`setup.agree_precision`)."""
+    """Choose the precision of a process that runs alone; ranks agree on one (`setup.agree_precision`)."""
     on_gpu = device.type == "cuda"
     native = setting == "auto" and has_bf16(device)
     return precision_of(decide_precision(setting, [engine], on_gpu=on_gpu, has_bf16=native))
 
 
 def inference_precision(setting: str, device: torch.device) -> Precision:
-    """The precision of a model that only predicts: auto = bf16 on a GPU that multiplies it, else fp32. fp32
-    means no autocast: the precision of the weights, whatever it is."""
+    """Choose the precision of a model that only predicts: auto = bf16 on a GPU that multiplies it, else fp32.
+    fp32 means no autocast: the precision of the weights, whatever it is."""
     if setting == "auto":
         setting = "bf16" if device.type == "cuda" and has_bf16(device) else "fp32"
     return precision_of(setting)
 
 
 def allow_tf32(precision: Precision, device: torch.device) -> None:
-    """On a GPU, products of fp32 matrices in TF32 beside bf16 or fp16; where the run is fp32 they are fp32,
-    whose peak MFU divides by."""
+    """Multiply fp32 matrices in TF32 on a GPU beside bf16 or fp16; an fp32 run, whose MFU divides by the fp32
+    peak, multiplies in fp32."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("highest" if precision.name == "fp32" else "high")

@@ -1,4 +1,4 @@
-"""What a rank sets up before it imports torch: signals, log, the launcher's life, error file. Torch-free."""
+"""Set up a rank before it imports torch: signals, log, the launcher's life, error file. Torch-free."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from bert_dp.record import (
 )
 from bert_dp.record.models import Failure, FailureKind, kind_of_error
 
-LITTER = 100_000  # objects; recomputing a block leaves 7 at each call, some 0.5 KB
+GC_THRESHOLD = 100_000  # objects; recomputing a block leaves 7 at each call, some 0.5 KB
 
 
 class RunFailed(RuntimeError):
-    """The run has ended itself, on all ranks together; the message is the cause."""
+    """Raised when all ranks have ended the run together; the message is the cause."""
 
     def __init__(self, cause: str, failure_kind: FailureKind = "error"):
         super().__init__(cause)
@@ -47,7 +47,7 @@ class RunFailed(RuntimeError):
 
 
 class Signals:
-    """Remembers the first stop signal that comes after `catch`; the loop looks at it once per step."""
+    """Remembers the first stop signal after `catch`; the loop reads it once per step."""
 
     def __init__(self) -> None:
         self.received = 0
@@ -61,14 +61,16 @@ class Signals:
 
 
 @contextlib.contextmanager
-def collector_at_rest() -> Iterator[None]:
-    """Within the block Python looks for garbage only when it is told to, and not among what is there now: by
-    itself it would stop a rank for a while, at a step of its own, and all others with it. Where it is told so
-    seldom that LITTER objects come together it does all the same."""
+def gc_paused() -> Iterator[None]:
+    """Collect garbage only on gc.collect() within the block, and not among the objects of now.
+
+    By itself Python would pause a rank at a step of its own, and all others with it. It still collects where
+    GC_THRESHOLD objects come together.
+    """
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(LITTER, *before[1:])
+    gc.set_threshold(GC_THRESHOLD, *before[1:])
     try:
         yield
     finally:
@@ -136,7 +138,7 @@ def follow_launcher() -> None:
 
 
 def record_error(rank: int, error: BaseException) -> None:
-    """Leave the cause where the launcher looks first, $BERT_DP_LOG_DIR/rank-N.error.json, then in the log.
+    """Write the cause to $BERT_DP_LOG_DIR/rank-N.error.json, then to the log.
 
     In this order: once the launcher sees the file it shows no more of the log, and its report comes first.
     """

@@ -1,4 +1,4 @@
-"""Saving beside training: one thread of rank 0 writes what was gathered; what becomes of an error.
+"""Save checkpoints beside training, in one thread of rank 0.
 
 The long parts of a save (safetensors from 0.8 on, SHA-256, fsync, the look for NaN) leave Python's lock to
 others.
@@ -25,7 +25,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class NotFiniteError(ValueError):
-    """A state that must not become a checkpoint."""
+    """Raised for a state that must not become a checkpoint."""
 
     failure_kind: FailureKind = "not_finite"
 
@@ -48,15 +48,15 @@ class AsyncCheckpointer:
         self._folder, self._settings, self._log = folder, settings, log_rank0
         self._write_errors = write_errors
         self.saved_step = saved_step
-        """Step of the newest checkpoint that is safe in `folder`; None = there is none."""
+        """Step of the newest checkpoint that is safe in `folder`; None without one."""
         self.failed_saves = 0
         self.stall_s = 0.0
         """Seconds that training stood still for saving: gathering, and waiting for an earlier write."""
         self.abort_reason: Failure | None = None
-        """Why the run must stop, once a save has failed and that is the policy."""
+        """The first failed save, where the policy is to stop the run."""
         self.problem: Failure | None = None
-        """Why the last save failed."""
-        self._in_a_row, self._why = 0, ""  # saves that failed since the last good one; the last reason
+        """The last save, if it failed."""
+        self._reason = ""  # of the last save that failed, since the last good one
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._trusted: set[Path] = set()
@@ -87,10 +87,7 @@ class AsyncCheckpointer:
         self.stall_s += time.perf_counter() - start
 
     def wait(self) -> int | None:
-        """Wait for the write; return the newest step that is safe.
-
-        Raises what the writer raised, if that was no failed save.
-        """
+        """Wait for the write; return the newest step that is safe. Raises unexpected errors of the writer."""
         self.close()
         if self._error is not None:
             raise self._error
@@ -117,28 +114,21 @@ class AsyncCheckpointer:
             self._error = error
         else:
             self._trusted.add(path)
-            self.saved_step, self.problem = step, None
-            if self._in_a_row > 1:
-                self._log(f"warning: {path.name} is saved; the {self._in_a_row} saves before it failed")
-            self._in_a_row, self._why = 0, ""
+            self.saved_step, self.problem, self._reason = step, None, ""
 
     def _failed(self, step: int, error: OSError | NotFiniteError) -> None:
-        """A row of saves that fail for one reason is said once, its number when it ends."""
+        """Count a failed save; warn of saves in a row that fail for one reason once."""
         self.failed_saves += 1
-        self._in_a_row += 1
-        before, self._why = self._why, str(error)
+        before, self._reason = self._reason, str(error)
         if isinstance(error, OSError):
             self._write_errors.note(error)
-            self._why = os.strerror(error.errno or errno.EIO)
-        row = f"; {self._in_a_row} saves in a row have failed" if self._in_a_row > 1 else ""
-        message = (
-            f"{checkpoint.path_of(self._folder, step).name} could not be saved: {error}; "
-            f"{self._newest_good()}{row}"
-        )
+            self._reason = os.strerror(error.errno or errno.EIO)
+        name = checkpoint.path_of(self._folder, step).name
+        message = f"{name} could not be saved: {error}; {self._newest_good()}"
         self.problem = Failure(message=message, kind=kind_of_error(error))
         if self._settings.on_error == "stop":
             self.abort_reason = self.abort_reason or self.problem
-        if self._why != before:
+        if self._reason != before:
             self._log(f"warning: {message}")
 
     def _write_or_make_room(self, step: int, state: State, metadata: dict[str, Any]) -> Path:

@@ -1,4 +1,4 @@
-"""From a configuration to a Trainer: what a rank builds before its first step."""
+"""Build a Trainer from a configuration, before the first step."""
 
 from __future__ import annotations
 
@@ -35,16 +35,15 @@ class Checkpoint:
     tensors: parallel.State
     state: TrainState
     compiled: bool | None
-    """Whether the model was compiled; None where that is decided anew: on another kind of device, or by
+    """True if the model was compiled; None where that is decided anew: on another kind of device, or by
     compile: on or off."""
     precision: str
-    """The precision in which it was trained."""
     init: InitFrom | None
-    """The weights that the run began with."""
+    """Weights that the run began with."""
 
 
 def check_same_data(comm: Comm, data: DatasetInfo) -> None:
-    """Raises ConfigError on a rank whose data are not rank 0's: nodes may have caches of their own.
+    """Raise ConfigError on a rank whose data are not rank 0's: nodes may have caches of their own.
     Collective."""
     first = comm.broadcast(data.data_hash)
     if data.data_hash != first:
@@ -54,7 +53,7 @@ def check_same_data(comm: Comm, data: DatasetInfo) -> None:
 
 
 def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
-    """The checkpoint to go on from: rank 0 chooses and verifies, all ranks follow its choice and its error.
+    """Choose and verify the checkpoint to go on from, on rank 0; all ranks follow its choice and its error.
 
     policy: auto = the newest valid one of the run directory, if it has any at all; never; or a path. Raises
     ConfigError when none that is there is valid, or when settings or data differ that may not. Collective.
@@ -99,8 +98,8 @@ def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
 
 
 def agree_precision(rank: Rank, resumed: Checkpoint | None) -> Precision:
-    """The precision of all ranks, which rank 0 chooses by what the devices of all can do. Under auto a run
-    that goes on keeps its own, also where that is slow. Collective. Raises ConfigError for a model that needs
+    """Choose the precision of all ranks, on rank 0, by what the devices of all can do. Under auto a run that
+    goes on keeps its own, also where that is slow. Collective. Raises ConfigError for a model that needs
     another precision."""
     config = rank.config
     native = bool(rank.comm.all_gather([has_bf16(rank.device)]).all())
@@ -121,8 +120,8 @@ def agree_precision(rank: Rank, resumed: Checkpoint | None) -> Precision:
 
 
 def saved_step(resumed: Checkpoint | None, folder: Path) -> int | None:
-    """The step that lies in this run's own folder already; None of a new run, and of one that goes on from
-    the checkpoint of another directory: it first saves one of its own."""
+    """Return the step that this run's own folder has already; None for a new run, and for one that goes on
+    from another directory's checkpoint: it first saves one of its own."""
     if resumed is None or resumed.path.parent.resolve() != folder.resolve():
         return None
     return resumed.state.step
@@ -131,8 +130,8 @@ def saved_step(resumed: Checkpoint | None, folder: Path) -> int | None:
 def build_trainer(
     rank: Rank, resumed: Checkpoint | None = None, plan: ProfilePlan | None = None
 ) -> tuple[Trainer, TrainState, parallel.State]:
-    """Everything `train` needs, where it starts, and the tensors that it starts from, not yet loaded. `plan`:
-    steps to profile. Collective.
+    """Build the trainer, the state where it starts, and the tensors that it starts from, not yet loaded.
+    `plan`: steps to profile. Collective.
 
     Raises ConfigError for a checkpoint with the tensors of another model.
     """
@@ -206,7 +205,7 @@ def build_trainer(
 
 
 def make_stream(rank: Rank, engine: parallel.Engine, start_sample: int) -> Stream:
-    """The micro batches of this replica."""
+    """Open the stream of this replica's micro batches."""
     if rank.config.data.synthetic:
         batch = rank.task.example_batch(rank.config.batch.micro_size)
         return SameBatch(batch.pin() if rank.device.type == "cuda" else batch)
@@ -214,7 +213,7 @@ def make_stream(rank: Rank, engine: parallel.Engine, start_sample: int) -> Strea
 
 
 def cut_records_back(trainer: Trainer, state: TrainState, resumed: Checkpoint | None) -> None:
-    """Rank 0 cuts the records back to the step that the run goes on from. Collective: no rank writes
+    """Cut the records back to the step that the run goes on from, on rank 0. Collective: no rank writes
     before."""
     run_dir, steps = trainer.run_dir, trainer.run_dir / "steps"
     if trainer.comm.world.rank == 0:
@@ -229,7 +228,7 @@ def cut_records_back(trainer: Trainer, state: TrainState, resumed: Checkpoint | 
 
 
 def describe(trainer: Trainer, placed: Placement, resumed: Checkpoint | None) -> None:
-    """Write what is about to run, in a few lines of rank 0's log."""
+    """Describe the run in a few lines of rank 0's log."""
     config, world = trainer.config, trainer.comm.world
     by = f" by {OMP}" if placed.limited_by_omp else ""
     threads = f"{placed.threads} thread{'s' * (placed.threads > 1)} per rank{by}"
@@ -257,7 +256,7 @@ def describe(trainer: Trainer, placed: Placement, resumed: Checkpoint | None) ->
 
 
 def write_environment(trainer: Trainer, placed: Placement) -> None:
-    """Add what only a rank can know to environment.json (the launcher wrote the machine's part)."""
+    """Add the facts that only a rank knows to environment.json (the launcher wrote the machine's part)."""
     if trainer.comm.world.rank != 0:
         return
     path = trainer.run_dir / "environment.json"

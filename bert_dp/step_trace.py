@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from bert_dp import record
 from bert_dp.config.checks import ProfilePlan
 from bert_dp.dist import Comm
-from bert_dp.heartbeat import Heartbeat
+from bert_dp.heartbeat import HeartbeatWriter
 from bert_dp.lines import WriteErrors
 from bert_dp.metrics import Meter
 from bert_dp.record.models import ProfiledOperator, ProfileFile
@@ -32,7 +32,7 @@ class StepTrace:
         comm: Comm,
         device: torch.device,
         run_dir: Path,
-        heartbeat: Heartbeat,
+        heartbeat: HeartbeatWriter,
         write_errors: WriteErrors,
     ):
         self._plan, self._comm, self._folder = plan, comm, run_dir / "profile"

@@ -1,4 +1,4 @@
-"""summary.json of a run that ended by itself, well or not, or by a signal."""
+"""Build summary.json of a run that ended by itself, well or not, or by a signal."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ def write_summary(
     dry_run_s: float,
     before_j: float | None,
 ) -> None:
-    """Rank 0 writes; collective: the peak memory is the largest of all ranks', the energy their sum.
-
-    `before_j`: this rank's counter of joules before the first step.
+    """Write summary.json on rank 0. Collective: the peak memory is the largest of all ranks', the energy the
+    sum. `before_j`: this rank's counter of joules before the first step.
     """
     after_j = devices.joules(trainer.device)
     used = math.nan if before_j is None or after_j is None else after_j - before_j

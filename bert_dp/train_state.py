@@ -1,4 +1,4 @@
-"""The state of a run: one value that the loop changes, alike on every rank. Torch-free."""
+"""The state of a run: one value that the loop changes, equal on every rank. Torch-free."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class TrainState:
     samples: int = 0
     """Taken from the stream."""
     elapsed_s: float = 0.0
-    """On rank 0's clock, when this was last saved."""
+    """Reading of rank 0's clock, when this was last saved."""
     skipped_steps: int = 0
-    """At the last line of metrics.jsonl or the last save; the meter counts on the device."""
+    """Count at the last line of metrics.jsonl or the last save; the meter counts on the device."""
     loss_spikes: int = 0
     recent_losses: list[float] = dataclasses.field(default_factory=list)
-    """The logged ones that the next is compared with."""
+    """Logged losses that the next is compared with."""
     progress: float = 0.0
-    """f at the beginning of the last step, as are `lr` and `global_batch`."""
+    """f at the beginning of the last step; `lr` and `global_batch` follow it."""
     lr: float = 0.0
     global_batch: int = 0
     logged_step: int = 0
@@ -36,15 +36,15 @@ class TrainState:
     heldout: Mapping[str, Any] | None = None
     """The last measurements on held-out data, `loss` among them."""
     evaluated_step: int | None = None
-    """Of `heldout`."""
+    """Step of `heldout`."""
     eval_s: float = 0.0
     """Seconds spent in evaluations."""
     abort_reason: Failure | None = None
-    """Why the run must end."""
+    """Failure for which the run must end."""
 
     @classmethod
     def from_checkpoint(cls, facts: CheckpointFacts) -> TrainState:
-        """The state in which the run goes on from a checkpoint."""
+        """Return the state in which the run goes on from a checkpoint."""
         return cls(logged_step=facts.step, **{name: getattr(facts, name) for name in SAVED})
 
     def request_abort(self, message: str | None, kind: FailureKind) -> None:
@@ -53,5 +53,5 @@ class TrainState:
             self.abort_reason = Failure(message=message, kind=kind)
 
     def saved(self) -> dict[str, Any]:
-        """For state.json."""
+        """Return the fields of state.json."""
         return {name: getattr(self, name) for name in SAVED}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from bert_dp import anomalies, record
 from bert_dp.config import BatchLayout, Config, batch_at, peak_lr, progress_at
 from bert_dp.dist import Comm, SharedClock, Stop
-from bert_dp.heartbeat import Heartbeat
+from bert_dp.heartbeat import HeartbeatWriter
 from bert_dp.lines import Records, WriteErrors
 from bert_dp.metrics import Meter, Timers, exposed_communication_s
 from bert_dp.optim import lr_factor, set_lr
@@ -47,7 +47,7 @@ class Rank:
     device: torch.device
     task: Task
     data: DatasetInfo
-    heartbeat: Heartbeat
+    heartbeat: HeartbeatWriter
     signals: Signals
     write_errors: WriteErrors
 

@@ -1,4 +1,4 @@
-"""main() of one rank: `python -m bert_dp.worker RUN/config.yaml`. Reads like a table of contents.
+"""Run one rank: `python -m bert_dp.worker RUN/config.yaml`.
 
 torchrun, accelerate launch and deepspeed start it, by `bert-dp train` or without it; so do srun and mpirun.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import sys
 import time
@@ -16,18 +17,18 @@ from typing import IO, TYPE_CHECKING
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, Issue, batch_layout, load_config, with_budget
 from bert_dp.config.checks import ProfilePlan, parse_profile, profile_issues
-from bert_dp.heartbeat import Heartbeat
+from bert_dp.heartbeat import HeartbeatWriter
 from bert_dp.lines import WriteErrors
 from bert_dp.rank_process import (
     RunFailed,
     Signals,
-    collector_at_rest,
     follow_launcher,
+    gc_paused,
     record_error,
     redirect_output,
     show_stacks_on_signal,
 )
-from bert_dp.world import World, check_meeting_point, read_world
+from bert_dp.world import World, check_rendezvous, read_world
 
 if TYPE_CHECKING:
     from bert_dp.tasks import MakeTask
@@ -37,9 +38,9 @@ DYING_S = 60.0  # for a killed process to go: it may wait for a file server or a
 
 
 def main(argv: list[str] | None = None, make_task: MakeTask | None = None) -> int:
-    """Exit codes: 0 done or stopped after a checkpoint, 2 bad input, 1 failed.
+    """Run one rank. Returns 0 when done or stopped after a checkpoint, 2 for bad input, 1 when failed.
 
-    `make_task`: of a task that the configuration cannot name; None = the one that it names.
+    `make_task`: makes a task that the configuration cannot name; None = the one that it names.
     """
     record.open_missing_descriptors()
     record.keep_private()
@@ -48,7 +49,7 @@ def main(argv: list[str] | None = None, make_task: MakeTask | None = None) -> in
     arguments = parse_arguments(argv)
     try:
         world = read_world(os.environ)
-        check_meeting_point(world, os.environ)
+        check_rendezvous(world, os.environ)
     except ConfigError as error:
         sys.stderr.write(record.printable(f"error: {error}\n"))
         return 2
@@ -89,8 +90,8 @@ def run(
     make_task: MakeTask | None,
     at_end: contextlib.ExitStack,
 ) -> None:
-    """One rank from its environment to its summary. Raises ConfigError for bad input, RunFailed on rank 0
-    when all ranks have ended the run together; the other ranks then return.
+    """Take one rank from its environment to its summary. Raises ConfigError for bad input, RunFailed on rank
+    0 when all ranks have ended the run together; the other ranks then return.
 
     After an error the process group is left to the process's end: a peer that sees its connections close
     would otherwise report first.
@@ -108,18 +109,19 @@ def run(
     plan = profile_plan(arguments, config, world)
     device = devices.choose_device(config.run.device, world)
     lock = lock_run(run_dir) if world.rank == 0 else None
-    heartbeat = Heartbeat(record.heartbeat_path(run_dir, world.rank))
+    heartbeat = HeartbeatWriter(record.heartbeat_path(run_dir, world.rank))
     devices.use_device(device, deterministic=config.run.deterministic)
     engine = parallel.engine_name(config.parallel, world.size)
     task = (make_task or tasks.make_task)(config, device)
     data = task.open_data()  # before the ranks meet: a corpus may take longer than a collective may
     config = with_budget(config, data.num_samples)
     heartbeat.progress()
-    meeting = dist.meet(world, device)
-    dist.check_places(meeting.places, layout.tensor)
-    placed = devices.set_affinity(device, world, meeting.places)
-    comm = dist.connect(world, device, meeting, group_of_one=engine != "single")
-    heartbeat.answer_with(lambda: write_collectives(run_dir, world.rank))
+    met = dist.rendezvous(world, device)
+    dist.check_places(met.places, layout.tensor)
+    placed = devices.set_affinity(device, world, met.places)
+    comm = dist.connect(world, device, met, group_of_one=engine != "single")
+    report = functools.partial(write_collectives, run_dir, world.rank)
+    heartbeat.on_silence(config.run.hang_after_s / 2, report)
     heartbeat.progress()
     setup.check_same_data(comm, data)
     rank = Rank(
@@ -151,7 +153,7 @@ def run(
     failure = save(trainer, state, state.elapsed_s, wait=True)  # before hours are spent
     if failure is None:
         before_j = devices.joules(device)
-        with collector_at_rest():
+        with gc_paused():
             result = train(trainer, state, dist.SharedClock(comm, state.elapsed_s))
         write_summary(trainer, state, result, setup_s, dry_run_s, before_j)
         failure = result.failure
@@ -168,7 +170,7 @@ def run(
 
 
 def profile_plan(arguments: argparse.Namespace, config: Config, world: World) -> ProfilePlan | None:
-    """The steps that are to be profiled. Raises ConfigError for what the run does not have."""
+    """Parse the steps to profile. Raises ConfigError for steps or ranks that the run does not have."""
     if arguments.profile is None:
         return None
     plan = parse_profile(arguments.profile, arguments.profile_ranks)
@@ -177,11 +179,11 @@ def profile_plan(arguments: argparse.Namespace, config: Config, world: World) ->
     return plan
 
 
-def write_collectives(run_dir: Path, rank: int) -> None:
-    """Answer a reader of the heartbeat: write logs/rank-N.collectives.json."""
+def write_collectives(run_dir: Path, rank: int, progress: int) -> None:
+    """Write logs/rank-N.collectives.json: the rank's recent collectives at this progress of its heartbeat."""
     from bert_dp import dist
 
-    facts = {"rank": rank, "collectives": dist.recent_collectives()}
+    facts = {"pid": os.getpid(), "progress": progress, "collectives": dist.recent_collectives()}
     record.write_json(run_dir / "logs" / f"rank-{rank}.collectives.json", facts)
 
 

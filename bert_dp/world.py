@@ -1,4 +1,4 @@
-"""The only reader of RANK and its kin: which rank this process is, where it meets others. Torch-free."""
+"""Read this process's rank and world from the environment, the only place to do so. Torch-free."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class World:
 
 
 def read_world(environ: Mapping[str, str]) -> World:
-    """This rank's place, from the first scheme present; a lone process when none is.
+    """Read rank and world from the first scheme present; a lone process when none is.
 
-    Raises ConfigError naming variables that are not numbers or a rank outside the world.
+    Raises ConfigError for variables that are not numbers and a rank outside the world.
     """
     for rank, local_rank, size, local_size in _SCHEMES:
         if rank not in environ or size not in environ:
@@ -59,7 +59,7 @@ def read_world(environ: Mapping[str, str]) -> World:
 
 
 def _local_size(environ: Mapping[str, str], name: str, default: str) -> int:
-    """Ranks on this node. Slurm lists all nodes: 4(x2),1 = 4 on each of two nodes, 1 on the third.
+    """Count the ranks on this node. Slurm lists all nodes: 4(x2),1 = 4 on each of two nodes, 1 on the third.
 
     Raises ValueError.
     """
@@ -73,8 +73,8 @@ def _local_size(environ: Mapping[str, str], name: str, default: str) -> int:
     return nodes[min(node, len(nodes) - 1)]
 
 
-def check_meeting_point(world: World, environ: Mapping[str, str]) -> None:
-    """Raises ConfigError when several ranks have nowhere to meet: no file of our launcher's, no env://."""
+def check_rendezvous(world: World, environ: Mapping[str, str]) -> None:
+    """Raise ConfigError when several ranks have no place for a rendezvous: our launcher's file or env://."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if world.size > 1 and INIT_FILE not in environ and missing:
         message = f"not set, and {world.size} ranks need a place to meet"
@@ -83,7 +83,7 @@ def check_meeting_point(world: World, environ: Mapping[str, str]) -> None:
 
 
 def standard_variables(world: World, gpu: int | None) -> dict[str, str]:
-    """RANK and its kin, for packages that read nothing else, and take LOCAL_RANK for the number of the GPU: 0
-    where a rank sees only its own. `gpu`: None on a CPU."""
+    """Return RANK and its kin, for packages that read nothing else and take LOCAL_RANK for the number of the
+    GPU: 0 where a rank sees only its own. `gpu`: None on a CPU."""
     named = world if gpu is None else dataclasses.replace(world, local_rank=gpu)
     return dict(zip(_SCHEMES[0], map(str, dataclasses.astuple(named)), strict=True))

@@ -1,4 +1,4 @@
-"""`bert-dp` and `python -m launcher`: Ctrl-C during the imports is an ending like any other."""
+"""Entry point of `bert-dp` and `python -m launcher`. Ctrl-C during the imports leaves no traceback."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import sys
 
 
 def main() -> None:
-    """Entry point."""
+    """Run the command line."""
     try:
-        from launcher.cli import main
+        from launcher.cli.app import main
     except KeyboardInterrupt:
         sys.exit(130)
     main()

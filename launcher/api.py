@@ -1,7 +1,6 @@
-"""bert-dp for Python: `train` is the verb in a process of its own, and a Run is what its directory holds.
+"""The Python API: `train` runs the verb as a child process, and a Run holds the files of its directory.
 
-So nothing of the caller's changes (signal handlers, umask, threads, standard streams), and it works in a
-notebook and off the main thread as in a script.
+The caller's signal handlers, umask, threads and standard streams stay as they are.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bert_dp import record
-from bert_dp.config import ConfigError
+from bert_dp.config import ConfigError, Issue
 from bert_dp.record.models import FailureKind, Summary, kind_of_text
 from launcher import job
 from launcher.children import child_environment, ending, launcher_marks, module_command
@@ -29,41 +28,39 @@ from launcher.run.read_run import read_summary
 from launcher.run.reaper import reaper
 
 PathLike = str | os.PathLike[str]
-ERROR, FAILED = "error: ", "failed: "  # before each line of bad input, and before the cause of a failure
-LINES_KEPT = 1000  # of what a run says
-NO_TERMINAL = {"FORCE_COLOR": "", "TTY_COMPATIBLE": "0"}  # a kernel asks for colours; a bar needs a terminal
+ERROR, FAILED = "error: ", "failed: "  # begin a line of bad input, and the cause of a failure
+MAX_LINES = 1000
+NO_TERMINAL = {"FORCE_COLOR": "", "TTY_COMPATIBLE": "0"}  # a notebook asks for colors; a bar needs a terminal
 
 
 @dataclasses.dataclass(frozen=True)
 class Run(os.PathLike[str]):
-    """What a run directory held when it was read. It stands for its directory wherever a path is taken."""
+    """The files of a run directory as they were read. A Run is accepted wherever a path is."""
 
     directory: Path
     summary: Summary | None = dataclasses.field(repr=False)
-    """summary.json: how it ended. None while it goes on, and when it was killed."""
+    """summary.json; None while the run goes on, and after it was killed."""
     checkpoint: Path | None
-    """The newest."""
+    """The newest checkpoint."""
     report: Path | None
-    """The page."""
+    """report.html"""
     metrics: list[dict[str, Any]] = dataclasses.field(repr=False)
-    """metrics.jsonl, a record for each logged step: `pandas.DataFrame(run.metrics)`."""
+    """metrics.jsonl, a record per logged step: `pandas.DataFrame(run.metrics)`."""
     evals: list[dict[str, Any]] = dataclasses.field(repr=False)
-    """evals.jsonl, a record for each held-out evaluation."""
+    """evals.jsonl, a record per held-out evaluation."""
 
     def __fspath__(self) -> str:
         return str(self.directory)
 
 
 class TrainingFailed(RuntimeError):
-    """A run that was started and did not end well; the message is its cause, with what to do."""
+    """A run that started and failed; the message is the cause, with its fixes."""
 
     def __init__(self, cause: str, kind: FailureKind, run: Run):
         super().__init__(cause, kind, run)
         self.cause = cause
         self.kind = kind
         self.run = run
-        """What it has left. Of a failure that a rank or the launcher could still write down,
-        `run.summary` has all that is known."""
 
     def __str__(self) -> str:
         lines, summary = [self.cause], self.run.summary
@@ -82,13 +79,12 @@ def train(
     resume: PathLike = "auto",
     launcher: Literal["torchrun", "accelerate", "deepspeed"] = "torchrun",
 ) -> Run:
-    """`bert-dp train`: pretrain by the configuration at `config`, or of that name, and return the run.
+    """Pretrain with the configuration at `config`, or of that name, as `bert-dp train` does.
 
     `settings` override the configuration: `{"schedule.steps": 20, "data.sources": ["a.txt"]}`, nested or
-    dotted. The same `run_dir` goes on where its run stopped; the default is runs/NAME-DATE-TIME. The lines
-    of the verb go to sys.stdout. A KeyboardInterrupt in this call is Ctrl-C there: the ranks finish their
-    step and save, then it is raised; a second one ends them at once. Should this process be killed, the run
-    is ended.
+    dotted. The same `run_dir` continues its run; the default is runs/NAME-DATE-TIME. The verb's lines go to
+    sys.stdout. On KeyboardInterrupt the ranks finish their step and save, then it is raised; a second one
+    ends them at once. If this process is killed, the run ends.
 
     Raises ConfigError, with every issue, for bad input, TrainingFailed and KeyboardInterrupt.
     """
@@ -101,15 +97,15 @@ def train(
     before = _written(directory)
     ended = _follow(["train", *words, "--", *([] if config is None else [os.fspath(config)])])
     if ended.code == 2:
-        issues = [line.removeprefix(ERROR) for line in ended.said if line.startswith(ERROR)]
-        raise ConfigError(issues or ended.said)
+        lines = [line.removeprefix(ERROR) for line in ended.lines if line.startswith(ERROR)]
+        raise ConfigError(ended.issues or lines or ended.lines)
     if ended.interrupted and ended.code != 1:
         raise KeyboardInterrupt(f"stopped; the same call with run_dir={str(directory)!r} goes on")
     run = _read(directory)
     if ended.code == 0:
         return run
-    if run.summary is None or _written(directory) == before:  # it ended before, or could not be written
-        cause = _cause_said(ended)
+    if run.summary is None or _written(directory) == before:  # this start wrote none
+        cause = _printed_cause(ended)
         raise TrainingFailed(cause, "killed" if ended.code < 0 else kind_of_text(cause), run)
     status = f"{signal.Signals(ended.code - 128).name}: stopped" if ended.code > 128 else "failed"
     failure = run.summary.failure
@@ -119,15 +115,15 @@ def train(
 
 
 def read_run(directory: PathLike) -> Run:
-    """What a run directory holds, also of a run that goes on. Raises ConfigError where there is none."""
+    """Read a run directory, also while its run goes on. Raises ConfigError if it is none."""
     path = Path(directory).expanduser().resolve()
     if not (path / "config.yaml").is_file():
-        raise ConfigError([f"{path}: not a run directory (no config.yaml)"])
+        raise ConfigError([Issue(str(path), "not_found", "not a run directory (no config.yaml)")])
     return _read(path)
 
 
 def overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Each setting as `a.b=value`, the value as JSON, which YAML reads; TypeError for what is none."""
+    """Yield each setting as `a.b=value` with a JSON value, which YAML reads. Raises TypeError."""
     for name, value in settings.items():
         if isinstance(value, Mapping):
             yield from overrides(value, f"{prefix}{name}.")
@@ -136,7 +132,7 @@ def overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _plain(value: Any) -> Any:
-    """A number of numpy or torch, or a path, as JSON has it."""
+    """Convert a number of numpy or torch, or a path, for JSON."""
     return value.item() if hasattr(value, "item") else os.fspath(value)
 
 
@@ -153,16 +149,16 @@ def _read(directory: Path) -> Run:
     )
 
 
-def _cause_said(ended: _Ended) -> str:
-    """Why a verb ended that could write no file of it: the head of its failure card, else its last line."""
+def _printed_cause(ended: _Ended) -> str:
+    """Return the first line of the failure card, or the verb's last line."""
     if ended.code < 0:
         return ending(ended.code, "")
-    heads = [line for line in ended.said if line.startswith(FAILED)]
-    return (heads or ended.said or [f"exit code {ended.code}"])[-1].removeprefix(FAILED).removeprefix(ERROR)
+    heads = [line for line in ended.lines if line.startswith(FAILED)]
+    return (heads or ended.lines or [f"exit code {ended.code}"])[-1].removeprefix(FAILED).removeprefix(ERROR)
 
 
 def _written(directory: Path) -> tuple[int, int] | None:
-    """Which summary.json is there: that of an earlier start says nothing of this one."""
+    """Identify the version of summary.json."""
     try:
         status = (directory / "summary.json").stat()
     except OSError:
@@ -174,16 +170,20 @@ def _written(directory: Path) -> tuple[int, int] | None:
 class _Ended:
     code: int
     """-N = killed by signal N."""
-    said: list[str]
-    interrupted: bool
+    lines: list[str]
+    interrupted: bool = False
+    issues: list[Issue] = dataclasses.field(default_factory=list)
 
 
 def _follow(arguments: list[str]) -> _Ended:
-    """A verb of ours to its end. It is a session of its own: a terminal's or a notebook's interrupt comes to
-    us alone, and is passed on once."""
-    said: collections.deque[str] = collections.deque(maxlen=LINES_KEPT)
+    """Run a verb of ours and print its lines.
+
+    It has a session of its own: an interrupt of the terminal or notebook reaches only us, and is passed on.
+    """
+    lines: collections.deque[str] = collections.deque(maxlen=MAX_LINES)
     interrupted = False
     with tempfile.TemporaryDirectory() as scratch, reaper(Path(scratch), launcher_marks()):
+        issues = Path(scratch) / "issues.json"
         process = subprocess.Popen(
             [*module_command("launcher"), *arguments],
             stdin=subprocess.DEVNULL,
@@ -191,7 +191,7 @@ def _follow(arguments: list[str]) -> _Ended:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env={**os.environ, **NO_TERMINAL, **child_environment()},
+            env={**os.environ, **NO_TERMINAL, **child_environment(), job.ISSUES_FILE: str(issues)},
             start_new_session=True,
         )
         assert process.stdout is not None
@@ -199,28 +199,29 @@ def _follow(arguments: list[str]) -> _Ended:
             while process.returncode is None:
                 try:
                     for line in process.stdout:
-                        said.append(line.rstrip("\n"))
-                        _say(line)
+                        lines.append(line.rstrip("\n"))
+                        _print(line)
                     process.wait()
                 except KeyboardInterrupt:
                     interrupted = True
                     _signal(process, signal.SIGINT)
         finally:
-            if process.poll() is None:  # what shows the lines has failed
+            if process.poll() is None:  # printing failed
                 _signal(process, signal.SIGTERM)
                 process.wait()
             process.stdout.close()
-    return _Ended(process.returncode, list(said), interrupted)
+        found = json.loads(issues.read_text())["issues"] if issues.exists() else []
+    return _Ended(process.returncode, list(lines), interrupted, [Issue(**issue) for issue in found])
 
 
 def _signal(process: subprocess.Popen[str], number: int) -> None:
-    """To the verb and what it has started in its session, as a terminal does."""
+    """Signal the verb and the processes in its session, as a terminal does."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)
 
 
-def _say(line: str) -> None:
-    """On the caller's stdout, whatever stands there; what cannot be shown does not end the run."""
+def _print(line: str) -> None:
+    """Write to the caller's stdout; a failure does not end the run."""
     if sys.stdout is not None:
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.write(line)

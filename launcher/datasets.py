@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from bert_dp.config import MAX_VOCAB_SIZE, ConfigError, Issue, Manifest, no_effect, parse_overrides, resolve
 from bert_dp.config.manifest import SourceFile, loss_warnings
-from launcher.errors import told_by_option
+from launcher.job import issues_by_option
 from launcher.log import PLAIN, secret_issues, show
 from launcher.report.console import show_report
 from launcher.report.model import Column, Report, Row, Section, Table, Verdict
@@ -77,7 +77,7 @@ def build(
         "model": {"vocab_size": size},
         "schedule": {"steps": 1},
     }
-    with told_by_option(OPTIONS):
+    with issues_by_option(OPTIONS):
         config = resolve([asked])
         for issue in no_effect(config):
             if issue.setting.startswith("data.build."):

@@ -1,7 +1,8 @@
-"""What every verb that starts runs does once: configuration, devices, data."""
+"""Configuration, devices and data of a verb that starts runs."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import glob
 import importlib.util
@@ -10,7 +11,7 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -38,48 +39,49 @@ from launcher.log import secret_issues
 from launcher.machine import environment
 from launcher.machine.environment import Environment
 
+ISSUES_FILE = "BERT_DP_ISSUES"  # variable with the path of the issues, as JSON, for a caller in Python
 CPU_RANKS = 2  # of --nproc auto on a machine without a GPU
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A configuration with absolute paths, and what it would run on."""
+    """A configuration with absolute paths, and the machine."""
 
     name: str
-    """Of the configuration's file, without its suffix."""
+    """Name of the configuration's file without its suffix."""
     config: Config
     machine: Environment
 
     @property
     def gpus(self) -> int:
-        """Number of visible GPUs that it may use; 0: its ranks run on CPU cores."""
+        """Count the visible GPUs that the ranks may use; 0: they run on CPU cores."""
         return 0 if self.config.run.device == "cpu" else len(self.machine.gpus)
 
     def choose_ranks(self, nproc: str) -> int:
-        """Number of ranks; `nproc`: auto or a number. Raises ConfigError."""
+        """Parse `nproc`: auto or a number. Raises ConfigError."""
         if issues := self.device_issues(1):
             raise ConfigError(issues)
         if nproc == "auto":
             return self.gpus or CPU_RANKS
         if not re.fullmatch("[0-9]{1,9}", nproc) or not 1 <= (ranks := int(nproc)) <= MAX_RANKS:
-            raise ConfigError([f"--nproc: {nproc[:40]} is not auto or a whole number of 1 to {MAX_RANKS}"])
+            message = f"must be auto or a whole number of 1 to {MAX_RANKS}"
+            raise ConfigError([Issue("--nproc", "out_of_range", message, nproc)])
         if issues := self.device_issues(ranks):
             raise ConfigError(issues)
         return ranks
 
-    def device_issues(self, ranks: int, option: str = "--nproc") -> list[str]:
-        """Why this machine has no devices for so many ranks, which `option` asks for; at most one line."""
+    def device_issues(self, ranks: int, option: str = "--nproc") -> list[Issue]:
+        """Find the reason why there is no device for each of `ranks`, as `option` requests; at most one."""
         if self.config.run.device == "cuda" and not self.gpus:
-            return ["run.device: cuda, but this machine shows no GPU; use run.device=cpu or auto"]
+            hint = "use run.device=cpu or auto"
+            return [Issue("run.device", "unsupported", "cuda, but this machine shows no GPU", hint=hint)]
         if self.gpus and ranks > self.gpus:
-            return [
-                f"{option}: {ranks} ranks but {self.gpus} GPUs; use {option} {self.gpus}, or "
-                "--set run.device=cpu"
-            ]
+            hint = f"use {option} {self.gpus}, or run.device=cpu"
+            return [Issue(option, "out_of_range", f"{ranks} ranks but {self.gpus} GPUs", ranks, hint=hint)]
         return []
 
     def device_warnings(self) -> list[str]:
-        """At most one line on GPUs that were asked for and cannot be used."""
+        """Warn of requested GPUs that cannot be used; at most one line."""
         machine = self.machine
         if self.config.run.device == "cpu" or not machine.names_absent_gpus:
             return []
@@ -89,40 +91,51 @@ class Job:
         ]
 
     def issues(self, directory: Path, option: str) -> list[Issue | str]:
-        """What its configuration names and is not there, and secrets that would be written; one line each."""
+        """Find missing inputs, and secrets that would be written to `directory`, which `option` names."""
         return [*input_issues(self.config), *exposure_issues(self.config, directory, option)]
 
     def directory(self, given: Path | None, folder: str, kind: str = "") -> Path:
-        """The one that was given, else FOLDER/NAME-KIND-DATE-TIME."""
+        """Return `given`, or FOLDER/NAME-KIND-DATE-TIME."""
         return output_directory(given, folder, self.name, kind)
 
 
+@contextlib.contextmanager
+def issues_by_option(options: Mapping[str, str]) -> Iterator[None]:
+    """Rename the settings of a ConfigError to the options that gave them. `options`: setting -> option."""
+    try:
+        yield
+    except ConfigError as error:
+        named = [dataclasses.replace(i, setting=options.get(i.setting, i.setting)) for i in error.issues]
+        raise ConfigError(named) from None
+
+
 def load(name: str | None, overrides: Sequence[str], run_dir: Path | None = None) -> Job:
-    """The configuration that `find_config` finds, with its overrides. Raises ConfigError."""
+    """Load the configuration that `find_config` finds, with its overrides. Raises ConfigError."""
     path = find_config(name, run_dir)
     config = absolute(load_config(path, overrides))
     return Job(path.stem, config, environment.probe(run_dir or Path()))
 
 
 def output_directory(given: Path | None, folder: str, *parts: str) -> Path:
-    """The one that was given, else FOLDER/PARTS-DATE-TIME; absolute."""
+    """Return the absolute path of `given`, or of FOLDER/PARTS-DATE-TIME."""
     name = "-".join([*filter(None, parts), time.strftime("%Y%m%d-%H%M%S")])
     return (given or Path(folder) / name).resolve()
 
 
 def find_config(name: str | None, run_dir: Path | None = None) -> Path:
-    """The file of this name; without a name the run's own, else quickstart.yaml. Raises ConfigError."""
+    """Find the file of this name; without a name the run's own, or quickstart.yaml. Raises ConfigError."""
     if name is not None:
         path = find_named_config(name)
         if (path / "config.yaml").exists():
-            raise ConfigError([f"CONFIG: {name} is a run directory; go on with it by --run-dir {name}"])
+            message, hint = f"{name} is a run directory", f"continue it with --run-dir {name}"
+            raise ConfigError([Issue("CONFIG", "wrong_type", message, hint=hint)])
         return path
     own = run_dir / "config.yaml" if run_dir else None
     return own if own and own.exists() else shipped_configs() / "quickstart.yaml"
 
 
 def absolute(config: Config) -> Config:
-    """The configuration with every path absolute, so that it runs the same from anywhere."""
+    """Make every path of a configuration absolute."""
 
     def full(path: str | None) -> str | None:
         return None if path is None else str(Path(os.path.expanduser(path)).resolve())
@@ -140,50 +153,53 @@ def absolute(config: Config) -> Config:
 
 
 def input_issues(config: Config) -> list[Issue | str]:
-    """Files and packages the configuration names and that are not there; one line each."""
+    """Find files and packages that the configuration names and that are missing or do not fit."""
     issues: list[Issue | str] = []
-    data = config.data
+    data, init_from, engine = config.data, config.run.init_from, config.parallel.engine
+
+    def missing(setting: str, message: str, hint: str | None = None) -> None:
+        issues.append(Issue(setting, "not_found", message, hint=hint))
+
+    def needs(setting: str, what: str, *packages: str, extra: str) -> None:
+        if not all(map(has_package, packages)):
+            message, hint = f"{what} needs {' and '.join(packages)}", f"`{install_command(extra)}`"
+            issues.append(Issue(setting, "needs_package", message, hint=hint))
+
     if data.path is not None:
         try:
             issues += read_data(config, Path(data.path)).issues(config)
         except ConfigError as error:
             issues += [issue.within("data.path") for issue in error.issues]
+    else:
+        issues += record.cache_issues()
     for source in data.sources or ():
         known = source == "builtin" or source.startswith("hub:") or os.path.exists(source)
         if not known and not glob.glob(source, recursive=True):
-            issues.append(f"data.sources: {source} matches no file; name a file, a glob or `builtin`")
-    init_from, foreign = config.run.init_from, hf_directory(config.run.init_from)
-    for setting, value in (("data.tokenizer", data.tokenizer), ("run.init_from", foreign or init_from)):
-        if value is not None and not Path(value).exists():
-            issues.append(f"{setting}: {value} does not exist")
-    if data.tokenizer is not None and Path(data.tokenizer).exists() and not Path(data.tokenizer).is_file():
-        issues.append(f"data.tokenizer: {data.tokenizer} is not a regular file")
-    if data.path is None:
-        issues += record.cache_issues()
-    if foreign is not None:
-        issues += modernbert_issues(foreign, config) if foreign.exists() else []
-    elif init_from is not None and Path(init_from).exists():
+            missing("data.sources", f"{source} matches no file", "name a file, a glob or `builtin`")
+    foreign = hf_directory(init_from)
+    if data.tokenizer is not None and not Path(data.tokenizer).is_file():
+        missing("data.tokenizer", f"{data.tokenizer} is no file")
+    if init_from is not None and not Path(foreign or init_from).exists():
+        missing("run.init_from", f"{foreign or init_from} does not exist")
+    elif foreign is not None:
+        issues += modernbert_issues(foreign, config)
+    elif init_from is not None:
         checkpoint = record.newest_checkpoint_facts(Path(init_from))
-        issues += (
-            init_issues(init_from, checkpoint[1].config, config)
-            if checkpoint
-            else [f"run.init_from: {init_from} holds no checkpoint; name a checkpoint or a run directory"]
-        )
+        if checkpoint is None:
+            missing(
+                "run.init_from", f"{init_from} holds no checkpoint", "name a checkpoint or a run directory"
+            )
+        else:
+            issues += init_issues(init_from, checkpoint[1].config, config)
     issues += logger_issues(config.log.loggers, "log.to")
-    engine = config.parallel.engine
-    if (package := engine_facts(engine).package) is not None and not has_package(package):
-        issues.append(f"parallel.engine: {engine} needs `{install_command(package)}`")
-    if config.objective.name == "finetune" and not (has_package("sklearn") and has_package("scipy")):
-        issues.append(
-            f"objective.name: finetune scores with scikit-learn and scipy; `{install_command('glue')}`"
-        )
+    if (package := engine_facts(engine).package) is not None:
+        needs("parallel.engine", engine, package, extra=package)
+    if config.objective.name == "finetune":
+        needs("objective.name", "scoring", "sklearn", "scipy", extra="glue")
     if engine == "independent":
-        issues.append(
-            "parallel.engine: independent trains a model of its own on every rank, which only "
-            "`bert-dp scale` does, for its ceiling; use ddp"
-        )
-    if not has_package("torch"):
-        issues.append("torch is not installed; `pip install torch`")
+        message = "independent trains a model on every rank, as the ceiling of `bert-dp scale`"
+        issues.append(Issue("parallel.engine", "unsupported", message, engine, hint="use ddp"))
+    needs("torch", "training", "torch", extra="torch")
     return issues
 
 
@@ -219,7 +235,7 @@ def exposure_issues(config: Config, directory: Path, option: str) -> list[Issue 
 
 
 def built_data(config: Config) -> Path | None:
-    """The directory of the data, if it is built. Raises ConfigError."""
+    """Return the directory of the data, or None if it is not built. Raises ConfigError."""
     if config.data.path is not None:
         return Path(config.data.path)
     found = _ask_for_data(config, "find")
@@ -227,7 +243,7 @@ def built_data(config: Config) -> Path | None:
 
 
 def prepare_data(config: Config) -> Path:
-    """The shards' directory, checked; built from `data.sources` on first use, with progress on our stderr.
+    """Check the shards and return their directory; build them from `data.sources` if necessary.
 
     Raises ConfigError.
     """
@@ -237,7 +253,7 @@ def prepare_data(config: Config) -> Path:
 
 
 def _ask_for_data(config: Config, verb: str) -> str:
-    """What `python -m bert_dp.corpus` answers. Raises ConfigError."""
+    """Run `python -m bert_dp.corpus` and return its line. Raises ConfigError."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write(dump_config(config))
         file.flush()

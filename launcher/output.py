@@ -1,7 +1,7 @@
-"""Where a verb writes: its directory is held, what it was begun with is kept, and its result published.
+"""Output directories of verbs that measure: locking, continuing an earlier call, writing the result.
 
-A verb that measures goes on in its output directory where an earlier call ended: what it was begun with must
-not change, nor the machine, its versions and the data, or the figures would not compare.
+A verb continues in its output directory only with the same options, machine, versions and data; otherwise the
+figures would not compare.
 """
 
 from __future__ import annotations
@@ -38,30 +38,32 @@ T = TypeVar("T", bound=TimedPlanFile)
 COMPARED = ("torch", "accelerate", "deepspeed", "bert-dp")  # versions that figures depend on
 
 
-def place_issues(directory: Path, option: str) -> list[str]:
-    """Why nothing can be written to a directory, made or not; at most one line. Raises OSError."""
+def place_issues(directory: Path, option: str) -> list[Issue]:
+    """Find the reason why `directory` cannot be created or written; at most one. Raises OSError."""
     existing = next(p for p in (directory, *directory.parents) if p.exists())
     if not existing.is_dir():
-        return [f"{option}: {directory} cannot be made, {existing} is a file"]
+        return [Issue(option, "exists", f"{directory} cannot be made, {existing} is a file")]
     if not os.access(existing, os.W_OK | os.X_OK):
-        return [f"{option}: {existing} cannot be written; choose another directory"]
+        return [Issue(option, "not_found", f"{existing} cannot be written", hint="choose another directory")]
     return []
 
 
 @contextlib.contextmanager
 def claim(directory: Path, lock: str, option: str, what: str) -> Iterator[None]:
-    """Make a directory of ours and hold it. Where nothing was written, nothing is left.
+    """Create and lock an output directory. On exit, remove the lock and the directory if it is still empty.
 
-    Raises ConfigError, naming `option`, when it cannot be written or another `what` holds it.
+    Raises ConfigError, naming `option`, if it cannot be written or another `what` uses it.
     """
     is_new = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         held = record.lock(directory / lock)
     except OSError as error:
-        raise ConfigError([f"{option}: {directory} cannot be written ({error.strerror})"]) from None
+        message = f"{directory} cannot be written ({error.strerror})"
+        raise ConfigError([Issue(option, "not_found", message)]) from None
     if held is None:
-        raise ConfigError([f"{option}: {directory} is in use by another {what}; choose another directory"])
+        message = f"{directory} is in use by another {what}"
+        raise ConfigError([Issue(option, "exists", message, hint="choose another directory")])
     with held:
         try:
             yield
@@ -75,16 +77,15 @@ def claim(directory: Path, lock: str, option: str, what: str) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Session(Generic[P]):
-    """A verb at work in its output directory."""
+    """A measurement in progress."""
 
     machine: dict[str, Any]
     """`Environment.to_json()`"""
     plan: P
-    """What the directory was begun with, as its file holds it."""
     data_hash: str
 
     def facts(self) -> dict[str, Any]:
-        """What every result file says of where and with what it was measured."""
+        """Return the fields of a result file that name the machine, the configuration and the data."""
         return {
             "environment": self.machine,
             "config_hash": self.plan.config_hash,
@@ -95,15 +96,14 @@ class Session(Generic[P]):
 
 @dataclasses.dataclass(frozen=True)
 class DataSession(Session[P]):
-    """The same, with its shards."""
+    """A measurement in progress on shards."""
 
     shards: Path
     manifest: Manifest
 
 
 class KeptPlan(Generic[T]):
-    """A plan in its file, with what is settled once and must not change when going on, and the seconds of
-    all calls."""
+    """A plan with its file, and the seconds of all calls."""
 
     def __init__(self, path: Path, plan: T):
         self.path, self.plan, self._since = path, plan, time.monotonic()
@@ -119,60 +119,54 @@ class KeptPlan(Generic[T]):
 
 @dataclasses.dataclass(frozen=True)
 class Output(Generic[P]):
-    """The --out directory of a verb that goes on where it was ended."""
+    """The --out directory of a verb that can continue an earlier call."""
 
     path: Path
     what: str
-    """It holds: a grid, a search."""
+    """The contents in words: grid, search, evaluation."""
     file: str
-    """Name of the file that holds what it was begun with."""
+    """Name of the plan's file."""
     plan: P
-    """What it is begun with now."""
     fixed: tuple[str, ...]
     """Fields of `plan` that must not change."""
     grows: tuple[str, ...] = ()
-    """Numbers among them (`field` or `field.name`) that may be greater than before."""
+    """Numbers among them (`field` or `field.name`) that may increase."""
 
-    def issues(self) -> list[str]:
-        """Why the directory cannot be taken; one line each."""
+    def issues(self) -> list[Issue]:
+        """Find the reason why this verb cannot use the directory; at most one."""
+        hint = "choose another directory"
         try:
             if issues := place_issues(self.path, "--out"):
                 return issues
             names = os.listdir(self.path) if self.path.exists() else []
         except OSError as error:
-            return [f"--out: {self.path} cannot be used ({error.strerror})"]
+            return [Issue("--out", "not_found", f"{self.path} cannot be used ({error.strerror})")]
         if all(name.startswith(".") for name in names):
             return []
         before = results.find(self.path / self.file, type(self.plan))
         if before is None:
-            return [f"--out: {self.path} is not empty and holds no {self.what}; choose another directory"]
+            message = f"{self.path} is not empty and holds no {self.what}"
+            return [Issue("--out", "exists", message, hint=hint)]
         then, now = _flat(before, self.fixed), _flat(self.plan, self.fixed)
-        if cut := sorted(name for name in then.keys() - now.keys() if then[name]):
-            return [
-                f"--out: {self.path} was begun with settings that this version does not have "
-                f"({', '.join(cut)}); choose another directory"
-            ]
-        differ = [name for name in now if then.get(name) != now[name]]
-        if changed := [n for n in differ if n not in self.grows or not _grown(then.get(n), now[n])]:
-            told = [_difference(name, then.get(name), now[name]) for name in changed if name != "config_hash"]
-            if "config_hash" in changed:
-                settings = differing_settings(before.config, self.plan.config) if before.config else []
-                told = [*[_difference(*each) for each in settings], *told] or ["another configuration"]
-            return [
-                f"--out: {self.path} holds another {self.what} ({'; '.join(told)}); choose another "
-                "directory, or go on with the options it was begun with"
-            ]
-        return []
+        changed = [n for n in now if then.get(n) != now[n] and not (n in self.grows and then[n] < now[n])]
+        if not changed:
+            return []
+        settings = differing_settings(before.config, self.plan.config) if "config_hash" in changed else []
+        differ = [*settings, *((n, then.get(n), now[n]) for n in changed if n != "config_hash")]
+        message = f"{self.path} holds another {self.what} ({'; '.join(_difference(*d) for d in differ)})"
+        return [Issue("--out", "exists", message, hint=f"{hint}, or continue with its options")]
 
     def claim(self) -> AbstractContextManager[None]:
-        """Hold the directory. Raises ConfigError."""
+        """Lock the directory. Raises ConfigError."""
         return claim(self.path, ".lock", "--out", self.what)
 
     def begin(
         self, config: Config, data_issues: Callable[[Manifest], Sequence[Issue]] = lambda manifest: ()
     ) -> DataSession[P]:
-        """Prepare the data; note what is run, and where. Raises ConfigError, also for `data_issues`, and when
-        the directory was begun on another machine, with other versions or other data."""
+        """Prepare the data and begin.
+
+        Raises ConfigError for issues of the data, and if the machine, versions or data differ from before.
+        """
         shards = prepare_data(config)
         manifest = read_manifest(shards)
         if issues := data_issues(manifest):
@@ -181,21 +175,16 @@ class Output(Generic[P]):
         return DataSession(session.machine, session.plan, session.data_hash, shards, manifest)
 
     def begin_with(self, data_hash: str) -> Session[P]:
-        """The same of data that is prepared."""
+        """Write the plan and the environment, with data that is prepared. Raises ConfigError as `begin`."""
         machine = environment.probe(self.path).to_json()
         here = identity(machine, data_hash)
         before = results.find(self.path / self.file, type(self.plan))
         then = here if before is None or before.machine is None else before.machine
-        differ = [
-            f"{key}: {then.get(key)} then, {here[key]} now" for key in here if then.get(key) != here[key]
-        ]
-        if differ:
-            raise ConfigError(
-                [
-                    f"--out: {self.path} was started with another machine, versions or data "
-                    f"({'; '.join(differ)}); the results would not be comparable; choose another directory"
-                ]
-            )
+        if differ := [
+            _difference(key, then.get(key), here[key]) for key in here if then.get(key) != here[key]
+        ]:
+            message = f"{self.path} was begun with another machine, versions or data ({'; '.join(differ)})"
+            raise ConfigError([Issue("--out", "exists", message, hint="choose another directory")])
         options = {name: getattr(self.plan, name) for name in self.fixed}
         plan = (before or self.plan).model_copy(update={**options, "machine": here})
         results.write(self.path / self.file, plan)
@@ -203,13 +192,13 @@ class Output(Generic[P]):
         return Session(machine, plan, data_hash)
 
     def print_plan(self, *, as_json: bool) -> None:
-        """The end of a dry run: with --json what would be run."""
+        """Print the plan at the end of a dry run with --json."""
         if as_json:
             sys.stdout.write(results.to_json(self.plan))
 
 
 def publish(file: StoredFile, report: Report, out: Path, *, as_json: bool, console: Console) -> None:
-    """The page of a result in `out`, and what the verb prints: the file as JSON, or the report."""
+    """Write the page of a result to `out`, and print the file as JSON or the report."""
     has_page = write_or_warn(report, out / PAGE)
     if as_json:
         sys.stdout.write(results.to_json(file))
@@ -218,7 +207,7 @@ def publish(file: StoredFile, report: Report, out: Path, *, as_json: bool, conso
 
 
 def identity(machine: Mapping[str, Any], data_hash: object) -> dict[str, Any]:
-    """What must be the same in every run of a directory: else its figures do not compare."""
+    """Return the facts that must be equal for figures to compare."""
     return {
         "cpu": machine["cpu_model"],
         "cores": machine["affinity_cores"],
@@ -229,7 +218,7 @@ def identity(machine: Mapping[str, Any], data_hash: object) -> dict[str, Any]:
 
 
 def _flat(plan: PlanFile, fields: Sequence[str]) -> dict[str, Any]:
-    """The values of `fields`, those of a mapping by `field.name`."""
+    """Return the values of `fields`, those of a mapping as `field.name`."""
     flat: dict[str, Any] = {}
     for field in fields:
         value = getattr(plan, field)
@@ -238,11 +227,6 @@ def _flat(plan: PlanFile, fields: Sequence[str]) -> dict[str, Any]:
 
 
 def _difference(name: str, then: object, now: object) -> str:
-    """In words; a long value is not shown."""
     if isinstance(then, list | dict) or isinstance(now, list | dict):
         return f"{name} differs"
     return f"{name}: {then} then, {now} now"
-
-
-def _grown(then: object, now: object) -> bool:
-    return isinstance(then, int | float) and isinstance(now, int | float) and then < now

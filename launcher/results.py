@@ -1,8 +1,7 @@
-"""The files that only verbs write, as models: the only schema, the only reader and the only writer of them.
+"""Result files: reading and writing them, and the models that several verbs share.
 
-A key that is not known is ignored and one that is missing has its default, so older files open; null is what
-was not measured. Times are in seconds, rates per second, memory in GiB (2^30 bytes), losses in nats; shares
-and efficiencies are fractions, unless a name says otherwise. An interval is [low, high], of 95 %.
+Times are in seconds, rates per second, memory in GiB (2^30 bytes), losses in nats; shares and efficiencies
+are fractions. An interval is [low, high], of 95 %. null: not measured.
 """
 
 # ruff: noqa: RUF012 (pydantic copies a default)
@@ -10,15 +9,14 @@ and efficiencies are fractions, unless a name says otherwise. An interval is [lo
 from __future__ import annotations
 
 import json
-import reprlib
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from bert_dp import record
-from bert_dp.config import ConfigError, plain_message
-from bert_dp.config.stored import read_regular
+from bert_dp.config import ConfigError, Issue
+from bert_dp.config.stored import problem_lines, read_regular
 from bert_dp.record.models import StoredFile, StoredModel
 
 SCHEMA_VERSION = record.SCHEMA_VERSION
@@ -28,33 +26,27 @@ Positive = Annotated[float, Field(gt=0)]
 Tokens = Annotated[int, Field(ge=0)]
 Interval = Annotated[list[float], Field(min_length=2, max_length=2)]
 Point = Annotated[tuple[int | float, float | None], Field(strict=False)]
-T = TypeVar("T")
-OrNone = BeforeValidator(lambda value: [] if value is None else value)
-Listed = Annotated[list[T], OrNone]
-"""A list; null is an empty one."""
-
-
 F = TypeVar("F", bound=StoredFile)
 
 
 def read(path: Path, model: type[F]) -> F:
-    """The file at `path`. Raises ConfigError, one line, when it is absent, foreign, damaged, too large or too
-    deep."""
+    """Read a result file. Raises ConfigError with one issue."""
     return parse(load(path, model.remedy), model, str(path))
 
 
 def load(path: Path, remedy: str) -> Any:
-    """The JSON value at `path`. Raises ConfigError, one line."""
+    """Read a JSON file. Raises ConfigError with one issue."""
     try:
         return record.parse_json(read_regular(path, record.MAX_JSON_BYTES))
     except OSError as error:
-        raise ConfigError([f"{path} cannot be read ({error.strerror}); {remedy}"]) from None
+        message = f"cannot be read ({error.strerror})"
+        raise ConfigError([Issue(str(path), "not_found", message, hint=remedy)]) from None
     except ValueError as error:
-        raise ConfigError([f"{path} is not JSON ({error}); {remedy}"]) from None
+        raise ConfigError([Issue(str(path), "damaged", f"is not JSON ({error})", hint=remedy)]) from None
 
 
 def find(path: Path, model: type[F]) -> F | None:
-    """The same; None when it is absent or damaged, where both mean that it is to be written anew."""
+    """Read a result file; None if it is absent or damaged."""
     try:
         return read(path, model)
     except ConfigError:
@@ -62,93 +54,56 @@ def find(path: Path, model: type[F]) -> F | None:
 
 
 def parse(data: Any, model: type[F], name: str) -> F:
-    """What a file called `name` holds. Raises ConfigError, one line: the file, the key, what is wrong, what
-    to do."""
+    """Validate the contents of a file called `name`. Raises ConfigError with one issue."""
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        problems = error.errors(include_url=False)
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    raise ConfigError([f"{name} is damaged: {_problem(dict(problems[0]))}{more}; {model.remedy}"]) from None
-
-
-def _problem(error: dict[str, Any]) -> str:
-    """Where, what, and the value; a check of several fields names its own in the message."""
-    place = ".".join(str(part) for part in error["loc"])
-    text = plain_message(str(error["msg"]))
-    if error["type"] not in ("missing", "value_error"):
-        text += f", not {reprlib.repr(error['input'])}"
-    return f"{place}: {text}" if place else text
+        more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+        message = f"{problem_lines(error)[0]}{more}"
+        raise ConfigError([Issue(name, "damaged", message, hint=model.remedy)]) from None
 
 
 def plain(part: StoredModel) -> dict[str, Any]:
-    """As JSON values, in the order of the fields."""
+    """Convert a model to JSON values, in the order of its fields."""
     return part.model_dump(mode="json")
 
 
 def write(path: Path, file: StoredFile) -> None:
-    """Atomic: a reader sees the old file or the whole new one. Raises OSError."""
+    """Write a result file atomically. Raises OSError."""
     record.write_json(path, plain(file))
 
 
 def to_json(file: StoredFile) -> str:
-    """What `--json` prints."""
+    """Format a result file for `--json`."""
     return json.dumps(plain(file), indent=1) + "\n"
 
-
-# --- doctor
-
-
-class MatmulRatio(StoredFile):
-    """matmul_ratio.json in the cache: how fast a CPU multiplies bf16 beside fp32, by `bert-dp doctor`."""
-
-    remedy: ClassVar[str] = "remove it, and `bert-dp doctor` measures it again"
-    date: str
-    cpu: list[str]
-    """Its model and its bf16 units."""
-    torch: str
-    shape: Annotated[list[int], Field(min_length=3, max_length=3)]
-    """M, N, K of [M, K] x [K, N]."""
-    fp32_flops: Positive
-    """FLOP/s, all cores."""
-    bf16_flops: Positive
-
-    @property
-    def ratio(self) -> float:
-        return self.bf16_flops / self.fp32_flops
-
-
-# --- what a measurement of several runs tells, whatever it is of
 
 MeasureStatus = Literal["complete", "partial", "failed"]
 
 
 class Measurement(StoredFile):
-    """What every verb tells that measures by several runs in one directory."""
+    """The result of a verb that measures by several runs in one directory."""
 
     schema_version: Literal[1] = 1
     status: MeasureStatus = "complete"
     why: str | None = None
-    """Why it failed."""
+    """Cause of the failure."""
     date: str | None = None
     seconds: float | None = None
-    """All trials took, in every call."""
+    """Time of all trials, in every call."""
     environment: dict[str, Any] = {}
-    """The machine, as environment.json has it."""
+    """environment.json"""
     config_hash: str | None = None
     config: dict[str, Any] = {}
-    """The resolved configuration of what was measured."""
+    """The resolved configuration."""
     data_hash: str | None = None
-    command: Listed[str] = []
+    command: list[str] = []
     ranks: int | None = None
-    """Of a trial."""
-
-
-# --- tune.json
+    """Ranks of a trial."""
 
 
 class TuneFile(Measurement):
-    """What both searches tell."""
+    """tune.json of either search."""
 
     remedy: ClassVar[str] = "the same `bert-dp tune` command with the same --out writes it anew"
 
@@ -264,27 +219,19 @@ class ExportCheck(StoredFile):
     """Of Python and the packages that loaded it."""
 
 
-# --- what an --out directory was begun with
-
-
 class PlanFile(StoredFile):
-    """What a directory that is gone on with was begun with."""
+    """The options and the configuration with which an output directory was begun."""
 
     remedy: ClassVar[str] = "choose another directory"
-    schema_version: int = SCHEMA_VERSION
+    schema_version: Literal[1] = 1
     config_hash: str
     config: dict[str, Any] = {}
     machine: dict[str, Any] | None = None
-    """What must be the same for figures to compare."""
+    """Facts that must be equal for figures to compare."""
 
 
 class TimedPlanFile(PlanFile):
+    """A plan with the time that was spent on it."""
+
     seconds: float = 0.0
-    """Of every call so far."""
-
-
-class TrialFile(StoredFile):
-    """trial.json: that a trial has ended, and how long it took."""
-
-    remedy: ClassVar[str] = "remove its directory, and the trial runs again"
-    seconds: float = 0.0
+    """Time of all calls so far."""

@@ -1,4 +1,4 @@
-"""Medians, and intervals by bootstrap over repeats and stretches of steps."""
+"""Confidence intervals: Student's t, and a bootstrap over repeats and blocks of steps."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ NORMAL = 1.960  # two-sided quantile at LEVEL
 
 
 def resampled_means(repeats: Sequence[Sequence[float]], seed: int = 0) -> Floats | None:
-    """[DRAWS]: mean step seconds of a cell under a two-level bootstrap (Davison & Hinkley 1997, 3.8), or None
-    for a single repeat, which says nothing of how runs differ.
+    """Draw mean step seconds of a cell by a two-level bootstrap (Davison & Hinkley 1997, 3.8).
 
     `repeats`: seconds of each timed step of each repeat. A draw takes as many repeats with replacement,
     blocks of BLOCK steps within each, and the median over the repeats of their means. Few repeats understate
     the spread: the logarithms are widened about their median by Student's t over the normal quantile, and by
-    sqrt(R / (R - 1)).
+    sqrt(R / (R - 1)). Returns [DRAWS], or None for a single repeat.
     """
     import numpy as np
 
@@ -45,7 +44,7 @@ def resampled_means(repeats: Sequence[Sequence[float]], seed: int = 0) -> Floats
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Of the interval of the mean of two values or more, by Student's t."""
+    """Compute half the width of the mean's interval by Student's t, from two values or more."""
     return student(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
 
 
@@ -74,7 +73,7 @@ def _widening(count: int) -> float:
 
 
 def _block_means(steps: Floats, draw: np.random.Generator) -> Floats:
-    """[DRAWS]: means of `steps` resampled in blocks, circular so that every step counts as much."""
+    """Draw [DRAWS] means of `steps` resampled in blocks, circular so that every step counts as much."""
     import numpy as np
 
     count = -(-len(steps) // BLOCK)
@@ -85,7 +84,7 @@ def _block_means(steps: Floats, draw: np.random.Generator) -> Floats:
 
 
 def interval(draws: Floats | None) -> list[float] | None:
-    """[low, high]: the central LEVEL of the draws."""
+    """Return [low, high], the central LEVEL of the draws."""
     if draws is None:
         return None
     import numpy as np
@@ -95,18 +94,12 @@ def interval(draws: Floats | None) -> list[float] | None:
 
 
 def ratio_interval(over: Floats | None, under: Floats | None, scale: float = 1.0) -> list[float] | None:
-    """Interval of scale x over / under of two cells that were drawn independently."""
+    """Compute the interval of scale x over / under for two cells that were drawn independently."""
     return None if over is None or under is None else interval(scale * over / under)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Linear between the values around it."""
+    """Compute a quantile, linear between the neighbouring values."""
     import numpy as np
 
     return float(np.percentile(values, 100 * share))
-
-
-def five_numbers(values: Sequence[float]) -> dict[str, float]:
-    """Return min, q1, median, q3 and max by name."""
-    shares = {"min": 0.0, "q1": 0.25, "median": 0.5, "q3": 0.75, "max": 1.0}
-    return {name: percentile(values, share) for name, share in shares.items()}

@@ -359,8 +359,8 @@ SLIPS = (
     Slip(
         "restarts-without-end",
         "launcher/run/restarts.py",
-        "idle = 0 if after.step > before.step else idle + 1",
-        "idle = 0 if after.step >= before.step else idle + 1",
+        "idle = 0 if after[0] > before[0] else idle + 1",
+        "idle = 0 if after[0] >= before[0] else idle + 1",
         "tests/unit/test_restarts.py",
     ),
     Slip(

@@ -21,7 +21,7 @@ from bert_dp import setup, tasks
 from bert_dp.config import Config, batch_layout, load_config
 from bert_dp.devices import choose_device, device_name, set_affinity, synchronize, use_device
 from bert_dp.dist import Comm
-from bert_dp.heartbeat import Heartbeat
+from bert_dp.heartbeat import HeartbeatWriter
 from bert_dp.lines import WriteErrors
 from bert_dp.metrics import Timers
 from bert_dp.rank_process import Signals, follow_launcher
@@ -47,7 +47,7 @@ def lone_trainer(config: Config, work: Path) -> Iterator[Trainer]:
         device=device,
         task=task,
         data=task.open_data(),
-        heartbeat=Heartbeat(work / "heartbeats" / "rank-0"),
+        heartbeat=HeartbeatWriter(work / "heartbeats" / "rank-0"),
         signals=Signals(),
         write_errors=WriteErrors(),
     )

@@ -5,10 +5,9 @@ from bert_dp.record.beats import (
     BEAT_SLOTS,
     IN_STEP,
     PHASES,
-    Beat,
-    ask_for_collectives,
+    Heartbeat,
     heartbeat_path,
-    read_beat,
+    read_heartbeat,
 )
 from bert_dp.record.lines import (
     MAX_JSON_BYTES,

@@ -88,19 +88,14 @@ class StoredFile(StoredModel):
 
 
 class RunMemory(StoredModel):
-    """Hold the memory of a run as its launcher sampled it, GiB."""
+    """Hold the memory of a run as its launcher sampled it."""
 
-    curves_gib: dict[str, list[float]]
+    peaks_gib: dict[str, float] = {}
     """Resident memory; keys "rank 0", ..., "control group", whose count includes the file cache."""
-    interval_s: float
-    """Time between two values; each is the maximum over that time."""
     oom_kills: int | None
     """Processes that the kernel killed for lack of memory; null: no counter is readable."""
     counter: str | None
     """The file that counts them."""
-
-    def peak_gib(self, name: str) -> float | None:
-        return max(self.curves_gib.get(name, ()), default=None)
 
 
 class Failure(StoredFile):

@@ -10,11 +10,10 @@ REDACTED = "<redacted>"
 # shorter values and plain words stand in ordinary text by chance, so hiding them would spoil it
 MIN_SECRET = 6  # characters
 WORD = re.compile(r"[A-Z]?[a-z]{,12}|[A-Z]{,12}")
-# in one word of the name of a variable or setting: PAT but not PATH, KEY but not KEYBOARD
+# one word of the name of a variable or setting: PAT but not PATH, KEY but not KEYBOARD
 SECRET_PART = re.compile(
-    r"token(?!i[sz])|secret|credential|webhook|bearer|pwd$|dsn$|^pats?$|^connections?$|(?<!sa)creds?$"
-    r"|^o?auth(?!or(?!i[sz]))|auth$|(?<!com)(?<!by)(?<!sur)(?<!ask)pass(?!e|i[nosv]|a[bg]|th|port)"
-    r"|(?<!mon)(?<!don)(?<!tur)(?<!hot)key(?!b|w|n|st|map|ed)"
+    r"\w*(token|secret|passw(or)?d|passphrase|credential|apikey)s?|\w*(pwd|auth|dsn)|(api|ssh)?(key|pass)s?"
+    r"|authorization|bearer|webhook|pats?|creds?|connections?"
 )
 NAME_PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 NO_SECRETS = ("PWD", "OLDPWD")  # the shell's own: the current folder and the one before
@@ -31,7 +30,7 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud
 def is_secret(name: str, value: object) -> bool:
     """Return whether a value of this name is a secret, which must not be written to a file."""
     parts = [part.lower() for part in NAME_PART.findall(name)]
-    if name in NO_SECRETS or value is None or not any(map(SECRET_PART.search, parts)):
+    if name in NO_SECRETS or value is None or not any(map(SECRET_PART.fullmatch, parts)):
         return False
     counted = "tokens" in parts or "connections" in parts
     return not (counted and re.fullmatch(r"[\d.e+_]+|null", str(value)))

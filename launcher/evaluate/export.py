@@ -102,7 +102,7 @@ def _aoti_issues(options: Sequence[str]) -> list[str]:
     return issues
 
 
-def _out_issues(out: Path) -> list[str]:
+def _out_issues(out: Path) -> Sequence[Issue | str]:
     """Why nothing can be written there; at most one line."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         return [f"--out: {out} is not an empty directory; name a new one"]

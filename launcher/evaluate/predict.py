@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from bert_dp.config import ConfigError
+from bert_dp.config import ConfigError, Issue
 from bert_dp.record.exported import is_exported, read_exported
 from launcher import children
 from launcher.evaluate.export import LOADS, package_issues
@@ -38,7 +39,7 @@ def predict(
     if is_exported(run):
         exported = read_exported(run)
         place, finetune = run.absolute(), exported.finetune
-        issues = package_issues("predict", LOADS[exported.format])
+        issues: list[Issue | str] = [*package_issues("predict", LOADS[exported.format])]
         if precision != "auto":
             issues.append(
                 f"--precision: {precision} is for runs, and {run} was exported in {exported.precision}; "
@@ -77,7 +78,7 @@ def _file_issues(file: str) -> list[str]:
     return [f"FILE: {file} is no file; name one, hub:NAME, or - for stdin"]
 
 
-def _out_issues(out: Path | None) -> list[str]:
+def _out_issues(out: Path | None) -> Sequence[Issue | str]:
     """Why no new file can be made there; at most one line."""
     if out is not None and out.exists():
         return [f"--out: {out} exists; name a new file"]

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from bert_dp.config import ConfigError, resolve
 from bert_dp.quantiles import student
 from launcher import children, results
-from launcher.errors import told_by_option
 from launcher.evaluate.finetune import find_pretrained
+from launcher.job import issues_by_option
 from launcher.report.console import show_report
 from launcher.report.model import Report, Section, Table
 from launcher.report.numbers import count_of, format_count, format_decimals, format_percent
@@ -60,7 +60,7 @@ def evaluate(
     """`options`: settings of data.build. `precision`: auto, fp32 or bf16. Returns the exit code. Raises
     ConfigError."""
     settings = {"data": {"sources": list(texts), "build": dict(options)}, "schedule": {"steps": 1}}
-    with told_by_option(OPTIONS):
+    with issues_by_option(OPTIONS):
         build = resolve([settings]).data.build
     start = find_pretrained(run.expanduser())
     issues = text_issues(texts)

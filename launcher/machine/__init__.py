@@ -1,1 +1,1 @@
-"""What this machine is and whether a run would work here."""
+"""Facts about this machine, and checks of it."""

@@ -9,23 +9,23 @@ import re
 import socket
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from bert_dp.config import ConfigError
 from launcher.children import NO_ANSWER, module_command, run_command
-from launcher.machine import links
-from launcher.machine.environment import Environment, existing, in_words, keep_ratio, probe
+from launcher.machine.environment import Environment, existing, probe
 from launcher.report.model import Report, Verdict
-from launcher.report.numbers import format_gib
+from launcher.report.numbers import format_gib, format_ratio, format_si
 
 MIN_PYTHON, MAX_PYTHON, MIN_TORCH = (3, 11), (3, 13), (2, 11)
 DOCTOR_LIMIT_S = 28.0
 MIN_ALL_REDUCE_S = 3.0
+LINKS_LIMIT_S = 4.0
 MIN_CHECKPOINT_MB_S = 50.0
 
 Level = Literal["ok", "warn", "fail"]
+GpuPair = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +62,8 @@ def doctor(run_dir: Path | None = None) -> tuple[Environment, list[Finding]]:
     env = probe(target)
     findings = diagnose(env)
     if len(env.gpus) > 1:
-        gpus = [gpu.index for gpu in env.gpus]
-        findings += link_findings(links.read_links(env.gpu_topology, gpus))
+        p2p = run_command(["nvidia-smi", "topo", "-p2p", "r"], LINKS_LIMIT_S)[0]
+        findings += link_findings(env, p2p or "")
     findings.append(loopback())
     findings.append(checkpoint(target, (deadline - time.monotonic()) / 2))
     findings.append(all_reduce(deadline - time.monotonic(), gpus=len(env.gpus)))
@@ -84,7 +84,7 @@ def _finding(good: bool, what: str, consequence: str, fix: str, level: Level = "
 
 def _package_findings(env: Environment) -> list[Finding]:
     torch = env.versions.get("torch")
-    findings = [
+    return [
         _finding(
             MIN_PYTHON <= _version(env.python) <= MAX_PYTHON,
             f"python {env.python}",
@@ -99,12 +99,14 @@ def _package_findings(env: Environment) -> list[Finding]:
             "pip install 'torch>=2.11'",
             "fail",
         ),
+        _finding(
+            not (env.gpus and "+cpu" in (torch or "")),
+            f"torch build: {'CPU' if '+cpu' in (torch or '') else 'GPU'}, {len(env.gpus)} GPUs",
+            "the GPUs stay unused",
+            "install the CUDA build of the same version",
+            "fail",
+        ),
     ]
-    if env.gpus and "+cpu" in (torch or ""):
-        what = f"torch {torch} is a CPU build beside {len(env.gpus)} GPUs"
-        fix = "install the CUDA build of the same version"
-        findings.append(Finding("fail", what, "the GPUs stay unused", fix))
-    return findings
 
 
 def _gpu_findings(env: Environment) -> list[Finding]:
@@ -114,42 +116,38 @@ def _gpu_findings(env: Environment) -> list[Finding]:
         findings.append(Finding("fail", f"GPU driver: {env.gpu_error}", "ranks cannot open a GPU", fix))
     names = ", ".join(["", *sorted({gpu.name for gpu in env.gpus})])  # "(MIG)" marks an instance
     visible = f"{len(env.gpus)} of {env.gpus_present} visible{names}"
-    findings.append(
+    return [
+        *findings,
         _finding(
             len(env.gpus) == env.gpus_present and not env.names_absent_gpus,
             f"GPUs: {visible if env.gpus_present else 'none, ranks use the CPU'}",
             f"CUDA_VISIBLE_DEVICES={env.cuda_visible_devices} "
             + ("names no GPU that is there" if env.names_absent_gpus else "leaves the others idle"),
             "unset it to use all",
-        )
-    )
-    findings.append(
+        ),
         _finding(
             not env.gpus or (env.shm_gib is not None and env.shm_gib >= 1),
-            f"shared memory (/dev/shm): {_size(env.shm_gib, 2)}",
+            f"shared memory (/dev/shm): {format_gib(env.shm_gib)}",
             "NCCL between GPUs of one node fails with a bus error or cannot start",
             "start the container with --shm-size=8g or --ipc=host",
-        )
-    )
-    return findings
-
-
-def _size(gib: float | None, decimals: int = 1) -> str:
-    return "not known" if gib is None else f"{gib:.{decimals}f} GiB"
+        ),
+    ]
 
 
 def _host_findings(env: Environment) -> list[Finding]:
     ranks, kind = len(env.gpus) or 2, "GPU" if env.gpus else "CPU"
+    gpu_nodes = sorted({str(gpu.numa_node) for gpu in env.gpus if gpu.numa_node is not None})
+    cores = ", ".join(f"{count} cores of node {node}" for node, count in env.numa_cores.items()) or "unknown"
     return [
         _finding(
             env.usable_memory_gib >= 4,
-            f"memory: {env.usable_memory_gib:.1f} GiB available",
+            f"memory: {format_gib(env.usable_memory_gib)} available",
             "ranks may be killed by the kernel without a message (exit code -9)",
             "stop other programs, raise the container's memory limit, or lower --nproc",
         ),
         _finding(
             env.disk_free_gib is not None and env.disk_free_gib >= 5,
-            f"free disk: {_size(env.disk_free_gib)}",
+            f"free disk: {format_gib(env.disk_free_gib)}",
             "a checkpoint may not fit; the run stops at its first save",
             "free space, choose another --run-dir, or lower checkpoint.keep",
         ),
@@ -162,7 +160,7 @@ def _host_findings(env: Environment) -> list[Finding]:
         _finding(
             env.max_processes is None or env.max_processes >= 2048,
             f"processes: limit {'none' if env.max_processes is None else env.max_processes}",
-            "'resource temporarily unavailable': every thread of a rank counts, some 50 and more a rank",
+            "'resource temporarily unavailable': a rank has 50 threads or more, and each counts",
             "ulimit -u 16384 before the start, or raise the container's pids limit",
         ),
         _finding(
@@ -171,54 +169,64 @@ def _host_findings(env: Environment) -> list[Finding]:
             "ranks share cores, so all wait for the slowest one",
             "add cores, or start fewer with --nproc",
         ),
-        _numa_finding(env),
+        _finding(
+            all(env.numa_cores.get(node) for node in gpu_nodes),
+            f"NUMA nodes: {env.numa_nodes}, usable {cores}; of GPUs: {', '.join(gpu_nodes) or 'none'}",
+            "ranks reach a GPU over the link between sockets",
+            "allow cores of that node (Slurm: --cpus-per-gpu or --gpu-bind; container: --cpuset-cpus)",
+        ),
     ]
 
 
-def _numa_finding(env: Environment) -> Finding:
-    nodes = sorted({gpu.numa_node for gpu in env.gpus if gpu.numa_node is not None})
-    bare = [str(node) for node in nodes if not env.numa_cores.get(str(node))]
-    cores = ", ".join(f"{count} cores of node {node}" for node, count in env.numa_cores.items())
-    near = f"; GPUs at node {', '.join(map(str, nodes))}" if nodes else ""
-    return _finding(
-        not bare,
-        f"NUMA nodes: {env.numa_nodes}, usable {cores or 'unknown'}{near}",
-        f"no core of node {' or '.join(bare)} is usable: ranks reach their GPU over the socket link",
-        "allow cores of that node (Slurm: --cpus-per-gpu or --gpu-bind; container: --cpuset-cpus)",
-    )
-
-
-def link_findings(found: links.Links) -> list[Finding]:
-    """Judge the links between the visible GPUs by what a reduction over them costs."""
+def link_findings(env: Environment, p2p: str) -> list[Finding]:
+    """Judge the links between the visible GPUs. `p2p`: output of `nvidia-smi topo -p2p r`."""
+    gpus = [gpu.index for gpu in env.gpus]
+    paths = link_table(env.gpu_topology or "", gpus)
+    off = {pair: code for pair, code in link_table(p2p, gpus).items() if code != "OK"}
     findings = []
-    by_kind: dict[str, list[links.Pair]] = {}
-    for pair, kind in sorted(found.paths.items(), key=lambda item: item[1]):
-        by_kind.setdefault(kind, []).append(pair)
-    if by_kind:
-        slow = by_kind.get("SYS", []) + by_kind.get("NODE", [])
-        paths = [
-            f"{links.describe_path(kind)} between {links.describe_pairs(by_kind[kind])}" for kind in by_kind
-        ]
+    if paths:
         findings.append(
             _finding(
-                not slow,
-                f"GPU links: {', '.join(paths)}",
-                f"gradients between {links.describe_pairs(slow)} cross host bridges, and every reduction "
-                "takes as long as theirs",
+                not {"SYS", "NODE"} & set(paths.values()),
+                f"GPU links (nvidia-smi topo -m): {_by_code(paths)}",
+                "gradients cross host bridges (SYS, NODE), and every reduction takes as long as they do",
                 "choose near GPUs by CUDA_VISIBLE_DEVICES, or accumulate more micro batches per step",
             )
         )
-    if off := {pair: code for pair, code in found.p2p.items() if code != "OK"}:
-        codes = ", ".join(sorted(set(off.values())))
+    if off:
         findings.append(
             Finding(
                 "warn",
-                f"P2P: off between {links.describe_pairs(off)} ({codes})",
+                f"P2P is off: {_by_code(off)}",
                 "each transfer goes through the host's memory, or NCCL hangs",
                 "turn ACS and the IOMMU off in the BIOS; else NCCL_P2P_DISABLE=1 ends a hang",
             )
         )
     return findings
+
+
+def link_table(text: str, gpus: Collection[int]) -> dict[GpuPair, str]:
+    """Parse the cells above the diagonal of a table of `nvidia-smi topo` for the pairs of `gpus`."""
+    text = re.sub(r"\x1b\[[\d;]*m", "", text)  # the head is underlined
+    columns: list[int] = []
+    cells: dict[GpuPair, str] = {}
+    for line in text.splitlines():
+        words = line.split()
+        heads = [int(word[3:]) for word in words if re.fullmatch(r"GPU\d+", word)]
+        if len(heads) > 1 and not columns:
+            columns = heads
+        elif columns and len(heads) == 1 and words[0] == f"GPU{heads[0]}":
+            row = zip(columns, words[1:], strict=False)
+            cells |= {(heads[0], column): cell for column, cell in row if heads[0] < column}
+    return {pair: cell for pair, cell in cells.items() if set(pair) <= set(gpus)}
+
+
+def _by_code(cells: Mapping[GpuPair, str]) -> str:
+    """List the pairs of each code."""
+    pairs: dict[str, list[str]] = {}
+    for (a, b), code in sorted(cells.items()):
+        pairs.setdefault(code, []).append(f"{a}-{b}")
+    return "; ".join(f"{code} {' '.join(each)}" for code, each in sorted(pairs.items()))
 
 
 def loopback() -> Finding:
@@ -243,10 +251,9 @@ def checkpoint(target: Path, timeout_s: float, module: str = "bert_dp.measure.di
             measured, error = _json_of(module, [folder], timeout_s)
     except OSError as problem:
         return Finding("fail", f"checkpoint round trip: {problem.strerror}", consequence, fix)
-    try:
-        mib, seconds, rate = measured["bytes"] / 2**20, measured["seconds"], measured["mb_per_s"]
-    except (KeyError, TypeError):
-        return _unanswered("checkpoint round trip", error, consequence, fix)
+    if measured is None:
+        return _unmeasured("checkpoint round trip", error, consequence, fix)
+    mib, seconds, rate = measured["bytes"] / 2**20, measured["seconds"], measured["mb_per_s"]
     return _finding(
         rate >= MIN_CHECKPOINT_MB_S,
         f"checkpoint round trip: {mib:.0f} MiB in {seconds:.2f} s, {rate:.0f} MB/s",
@@ -257,62 +264,51 @@ def checkpoint(target: Path, timeout_s: float, module: str = "bert_dp.measure.di
 
 def all_reduce(timeout_s: float, module: str = "bert_dp.measure.all_reduce", *, gpus: int = 0) -> Finding:
     """Run `python -m module`: between all GPUs if there are several, else between two CPU ranks."""
-    fix = f"run `python -m {module}` to see the whole message"
-    if timeout_s < MIN_ALL_REDUCE_S:
-        what = f"all-reduce: not measured, {timeout_s:.0f} s were left"
-        return Finding("warn", what, "it is not known whether ranks can talk to each other", fix)
     r, error = _json_of(module, [], timeout_s)
-    try:
-        what = (
-            f"all-reduce: {r['world_size']} {r['backend']} ranks, {r['bytes'] / 2**20:.1f} MiB in "
-            f"{r['seconds_median'] * 1e3:.2f} ms, {r['busbw_gb_s']:.2f} GB/s bus bandwidth"
-        )
-        return Finding("ok", what)
-    except (KeyError, TypeError):
+    if r is None:
         consequence = "ranks cannot talk to each other: every run on more than one rank will fail"
-        return _unanswered("all-reduce", error, consequence, fix, gpus=gpus)
+        fix = f"run `python -m {module}` to see its messages"
+        return _unmeasured("all-reduce", error, consequence, fix, gpus=gpus)
+    return Finding(
+        "ok",
+        f"all-reduce: {r['world_size']} {r['backend']} ranks, {r['bytes'] / 2**20:.1f} MiB in "
+        f"{r['seconds_median'] * 1e3:.2f} ms, {r['busbw_gb_s']:.2f} GB/s bus bandwidth",
+    )
 
 
 def bf16(env: Environment, timeout_s: float, module: str = "bert_dp.measure.bf16_ratio") -> Finding:
-    """Compare the bf16 and fp32 matmul rates of this CPU by `python -m module`; later warnings quote them."""
+    """Compare the bf16 and fp32 matmul rates of this CPU by `python -m module`."""
     what = f"bf16: {', '.join(env.bf16_units) or 'no unit on this CPU, so precision: auto is fp32'}"
-    has_time = timeout_s > MIN_ALL_REDUCE_S
-    measured, error = _json_of(module, [], timeout_s) if has_time else (None, "no time was left")
-    try:
-        ratio = keep_ratio(measured or {}, env)
-    except (ConfigError, OSError) as problem:
-        return Finding("ok", f"{what}; its matmul rate is not known ({error or problem})")
+    measured, error = _json_of(module, [], timeout_s)
+    if measured is None:
+        return Finding("ok", f"{what}; its matmul rate is not known ({error})")
+    bf16, fp32 = measured["bf16_flops"], measured["fp32_flops"]
+    rates = f"({format_si(bf16, 'FLOP/s')} against {format_si(fp32, 'FLOP/s')})"
     return _finding(
-        not env.bf16_units or ratio.ratio >= 1,
-        f"{what}; it multiplies bf16 at {in_words(ratio)}",
+        not env.bf16_units or bf16 >= fp32,
+        f"{what}; it multiplies bf16 at {format_ratio(bf16 / fp32)} x its fp32 matmul rate {rates}",
         "precision: auto is bf16 here, which is slower than fp32",
         "precision=fp32; ask again when the machine is idle",
     )
 
 
-def _unanswered(check: str, error: str | None, consequence: str, fix: str, *, gpus: int = 0) -> Finding:
-    """Return a failure, or a warning where the time may have run out for another reason."""
-    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
-    excuse = ""
-    if error is not None and error.startswith(NO_ANSWER):
-        if gpus > 1:
-            excuse = f"opening {gpus} GPUs takes long"
-        elif load > cores:
-            excuse = f"other work keeps {cores} cores busy (load {load:.1f})"
-    if excuse:
-        what = f"{check}: {error}; {excuse}"
-        return Finding("warn", what, f"if not for that, {consequence}", "ask again when the machine is idle")
-    return Finding("fail", f"{check}: {error or 'no result line'}", consequence, fix)
+def _unmeasured(check: str, error: str, consequence: str, fix: str, *, gpus: int = 0) -> Finding:
+    """Return a failure, or a warning if time ran out on a busy machine or while GPUs were opened."""
+    busy = os.getloadavg()[0] > len(os.sched_getaffinity(0))
+    if error.startswith(NO_ANSWER) and (busy or gpus > 1):
+        return Finding(
+            "warn", f"{check}: {error}", f"on an idle machine {consequence}", "ask again when it is idle"
+        )
+    return Finding("fail", f"{check}: {error}", consequence, fix)
 
 
-def _json_of(module: str, arguments: list[str], timeout_s: float) -> tuple[Any, str | None]:
+def _json_of(module: str, arguments: list[str], timeout_s: float) -> tuple[Any, str]:
     """Return the last JSON object that `python -m module` printed, or None and the error."""
+    if timeout_s < MIN_ALL_REDUCE_S:
+        return None, f"{NO_ANSWER} the time that was left"
     output, error = run_command([*module_command(module), *arguments], timeout_s)
     lines = [line for line in (output or "").splitlines() if line.startswith("{")]
-    try:
-        return json.loads(lines[-1]), None
-    except (IndexError, ValueError):
-        return None, error
+    return (json.loads(lines[-1]), "") if lines else (None, error or "no result line")
 
 
 def _version(text: str) -> tuple[int, ...]:

@@ -16,20 +16,16 @@ import re
 import resource
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 
-from bert_dp import record
 from bert_dp.config import BF16_UNITS, Config, bf16_units, cpu_field, decide_precision
 from bert_dp.cost import GIB
-from launcher import results
 from launcher.children import run_command
 from launcher.log import masked_command
-from launcher.report.numbers import format_ratio, format_si
-from launcher.results import MatmulRatio
 
 ROOT = Path("/")
 PACKAGES = (
@@ -100,7 +96,7 @@ class Environment:
     gpus_present: int
     """Devices of the machine, the ones hidden by CUDA_VISIBLE_DEVICES included."""
     gpu_error: str | None
-    """Why nvidia-smi did not answer."""
+    """Error of nvidia-smi."""
     gpu_topology: str | None
     versions: dict[str, str]
     git_commit: str | None
@@ -108,17 +104,17 @@ class Environment:
 
     @property
     def usable_cores(self) -> float:
-        """Cores that this process may use: affinity and control-group quota, whichever is less."""
+        """Return the cores that this process may use: the lesser of affinity and control-group quota."""
         return min(float(self.affinity_cores), self.cpu_quota_cores or float("inf"))
 
     @property
     def names_absent_gpus(self) -> bool:
-        """Whether CUDA_VISIBLE_DEVICES asks for GPUs and none can be used; empty or -1 asks for none."""
+        """Check for a CUDA_VISIBLE_DEVICES that names only unusable GPUs; empty or -1 names none."""
         return not self.gpus and (self.cuda_visible_devices or "").strip() not in ("", "-1")
 
     @property
     def usable_memory_gib(self) -> float:
-        """Upper bound of what a run can still get: the memory available, capped by the control group."""
+        """Return the memory that a run can still get: what is available, capped by the control group."""
         return min(self.memory_available_gib, self.memory_limit_gib or float("inf"))
 
     def rank_memory(self, ranks: int, on_gpu: bool) -> tuple[float | None, str]:
@@ -137,7 +133,7 @@ class Environment:
         return free, f"free of the {total:.1f} GiB of GPU {index}"
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-able object, for `record.write_json`."""
+        """Convert for `record.write_json`."""
         return {**dataclasses.asdict(self), "usable_cores": self.usable_cores}
 
 
@@ -336,53 +332,11 @@ def precision_of(config: Config, bf16_units: Sequence[str], *, on_gpu: bool, kep
     return decide_precision(config.precision, engines, on_gpu=on_gpu, has_bf16=has_bf16, kept=kept)
 
 
-def ratio_file() -> Path:
-    """Return the path of doctor's measurement: below $BERT_DP_CACHE or ~/.cache/bert-dp."""
-    return record.cache_root() / "matmul_ratio.json"
-
-
-def keep_ratio(measured: Mapping[str, Any], machine: Environment) -> MatmulRatio:
-    """Store the output of bert_dp.measure.bf16_ratio.
-
-    Raises ConfigError for other output, and OSError, also where the cache is not to be trusted.
-    """
-    facts = {"date": datetime.date.today().isoformat(), "cpu": identity(machine)}
-    ratio = results.parse({**measured, **facts}, MatmulRatio, ratio_file().name)
-    if issues := record.cache_issues():
-        raise PermissionError(issues[0])
-    ratio_file().parent.mkdir(parents=True, exist_ok=True)
-    results.write(ratio_file(), ratio)
-    return ratio
-
-
-def kept_ratio(machine: Environment) -> MatmulRatio | None:
-    """Read doctor's last measurement, if it was made on this CPU."""
-    ratio = None if record.cache_issues() else results.find(ratio_file(), MatmulRatio)
-    return ratio if ratio is not None and ratio.cpu == identity(machine) else None
-
-
-def identity(machine: Environment) -> list[str]:
-    """Return what tells CPUs with different matmul rates apart."""
-    return [machine.cpu_model, *machine.bf16_units]
-
-
-def in_words(ratio: MatmulRatio) -> str:
-    """Describe the ratio with both of its rates."""
-    bf16, fp32 = (format_si(flops, "FLOP/s") for flops in (ratio.bf16_flops, ratio.fp32_flops))
-    return f"{format_ratio(ratio.ratio)} x its fp32 matmul rate ({bf16} against {fp32})"
-
-
 def emulated_warnings(config: Config, machine: Environment, *, on_gpu: bool) -> list[str]:
     """Warn of a requested precision that is emulated on this CPU; at most one line."""
     if config.precision != "bf16" or on_gpu or machine.bf16_units:
         return []
-    ratio = kept_ratio(machine)
-    how = (
-        f"runs at {in_words(ratio)}, measured by bert-dp doctor on {ratio.date}"
-        if ratio is not None
-        else "is slower than fp32; bert-dp doctor measures by how much"
-    )
     return [
-        f"precision: bf16 is emulated on this CPU, which has no {' or '.join(BF16_UNITS)}, and {how}; "
-        "use auto or fp32"
+        f"precision: bf16 is emulated on this CPU, which has no {' or '.join(BF16_UNITS)}, and "
+        "slower than fp32; use auto or fp32"
     ]

@@ -1,8 +1,8 @@
 """Send the records of a run to TensorBoard, Weights & Biases, MLflow or trackio, from one child process.
 
-`python -m launcher.run.loggers RUN SECONDS NAME...` is the child. It works until its standard input ends
-(the launcher closes it or is gone) and has SECONDS from then on. It prints lines for the user; output of
-the services goes to logs/loggers.log. Exit code: 0 when all was sent, else INCOMPLETE.
+The child, `python -m launcher.run.loggers RUN SECONDS NAME...`, works until its standard input ends (the
+launcher closes it or is gone) and has SECONDS from then on. It prints lines for the user; output of the
+services goes to logs/loggers.log. Exit code: 0 when all was sent, else INCOMPLETE.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from bert_dp import record
 from bert_dp.config import flat, read_yaml
@@ -33,7 +34,7 @@ from launcher.watch.display import Tail
 INCOMPLETE = 3
 SERVICES_S = 8.0  # for the services after the end of the run
 NO_LIMIT_S = 1e6
-CHILD_S = 1.0  # for the child on top: it names the services that are late
+CHILD_S = 1.0  # for the child on top: it names the late services
 POLL_S = 1.0
 WAIT_S = 0.02
 LOG = "logs/loggers.log"
@@ -41,14 +42,14 @@ PROJECT = "bert-dp"
 MLFLOW_PARAMS = 100  # of one request
 MLFLOW_CHARACTERS = 6000  # of a parameter; of a tag 8000
 # record file -> prefix of its numbers, and the keys that are not sent
+# record file -> prefix of its numbers, and the keys that are not sent
 RECORDS = {"metrics.jsonl": ("", ("step",)), "evals.jsonl": ("heldout_", ("step", "tokens", "elapsed_s"))}
 
 Scalar = str | int | float | bool
 
 
 class Loggers:
-    """A context around a run that sends its records to services. Nothing that happens to the child reaches
-    the run."""
+    """A context around a run that sends its records to services. Errors of the child never reach the run."""
 
     def __init__(self, run_dir: Path, names: Sequence[str], log: Log, *, wait: bool = False):
         """`log` prints the lines of the child. `wait`: at the end wait until all is sent, however long."""
@@ -61,10 +62,10 @@ class Loggers:
     def __enter__(self) -> Loggers:
         if not self._names:
             return self
-        command = [*module_command("launcher.run.loggers"), str(self._run_dir), str(self._limit_s)]
+        command = module_command("launcher.run.loggers")
         try:
             self._child = subprocess.Popen(
-                [*command, *self._names],
+                [*command, str(self._run_dir), str(self._limit_s), *self._names],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -74,15 +75,14 @@ class Loggers:
         except OSError as error:
             self._log(f"warning: nothing is sent to {', '.join(self._names)} ({error.strerror})")
             self.exit_code = 1
-        else:
-            self._relay = threading.Thread(target=self._print_lines, args=(self._child,), daemon=True)
-            self._relay.start()
+            return self
+        self._relay = threading.Thread(target=self._print_lines, args=(self._child.stdout,), daemon=True)
+        self._relay.start()
         return self
 
-    def _print_lines(self, child: subprocess.Popen[str]) -> None:
-        assert child.stdout is not None
-        with child.stdout:
-            for line in child.stdout:
+    def _print_lines(self, lines: IO[str]) -> None:
+        with lines:
+            for line in lines:
                 self._log(line.rstrip("\n"))
 
     def __exit__(self, *_: object) -> None:
@@ -141,7 +141,7 @@ def main(run_dir: Path, limit_s: float, names: Sequence[str]) -> int:
 
 
 class SendThread(threading.Thread):
-    """Send one run to one service. An exception becomes one warning, and the service gets no more."""
+    """Sends one run to one service. An exception becomes one warning, and the service gets no more."""
 
     def __init__(self, run_dir: Path, name: str, over: threading.Event, log: Log):
         super().__init__(name=name, daemon=True)
@@ -177,7 +177,7 @@ def send(run_dir: Path, service: str, over: threading.Event, log: Log) -> None:
     while not is_last:
         is_last = over.is_set()  # before reading, so that every line written until then is sent
         # metrics.jsonl is read first: evaluations before its last line are in evals.jsonl by then
-        for step, values in sorted((row for reader in readers for row in reader.rows()), key=lambda r: r[0]):
+        for step, values in sorted((row for reader in readers for row in reader.rows()), key=itemgetter(0)):
             writer.write(step, values)
         if not is_last:
             over.wait(POLL_S)
@@ -188,33 +188,27 @@ def send(run_dir: Path, service: str, over: threading.Event, log: Log) -> None:
 
 
 class StepReader:
-    """Read new lines of a record file, each step once: steps that a resumed run repeats are left out."""
+    """Reads new lines of a record file, each step once: steps that a restarted run repeats are left out."""
 
     def __init__(self, path: Path):
         self.sent = 0
         self._tail = Tail(path)
         self._prefix, self._left_out = RECORDS[path.name]
 
-    def rows(self) -> list[tuple[int, dict[str, float]]]:
-        """Return step and numbers of each new line that is whole by now; damaged lines are left out."""
-        rows = []
+    def rows(self) -> Iterator[tuple[int, dict[str, float]]]:
+        """Yield step and numbers of each new line that is whole by now; damaged lines are left out."""
         while lines := self._tail.lines()[0]:
-            for facts in map(parse_record, lines):
-                if facts.get("step", 0) > self.sent:
-                    self.sent = facts["step"]
-                    values = {key: value for key, value in facts.items() if key not in self._left_out}
-                    numbers = {k: v for k, v in values.items() if isinstance(v, int | float)}
-                    rows.append((self.sent, {f"{self._prefix}{k}": v for k, v in numbers.items()}))
-        return rows
-
-
-def parse_record(line: str) -> dict[str, Any]:
-    """Parse a line of a record file; empty if it is damaged."""
-    with contextlib.suppress(ValueError):
-        facts = record.parse_json(line)
-        if isinstance(facts, dict) and type(facts.get("step")) is int:
-            return facts
-    return {}
+            for line in lines:
+                try:
+                    facts = record.parse_json(line)
+                    step = int(facts["step"])
+                except (ValueError, KeyError, TypeError):
+                    continue
+                if step > self.sent:
+                    self.sent = step
+                    kept = {k: v for k, v in facts.items() if k not in self._left_out}
+                    numbers = {k: v for k, v in kept.items() if isinstance(v, int | float)}
+                    yield step, {f"{self._prefix}{k}": v for k, v in numbers.items()}
 
 
 def summary_facts(run_dir: Path) -> tuple[dict[str, Scalar], int]:
@@ -225,16 +219,15 @@ def summary_facts(run_dir: Path) -> tuple[dict[str, Scalar], int]:
     summary = results.find(run_dir / "summary.json", Summary)
     if summary is None:
         return {}, 1
-    known = flat(results.plain(summary)).items()
-    facts = {key: value for key, value in known if value is not None and not isinstance(value, list)}
-    facts["report"] = str(run_dir / "report.html")
+    known = {**flat(results.plain(summary)), "report": str(run_dir / "report.html")}
     if summary.checkpoint:
-        facts["checkpoint"] = str(run_dir / summary.checkpoint)
+        known["checkpoint"] = str(run_dir / summary.checkpoint)
+    facts = {key: value for key, value in known.items() if value is not None and not isinstance(value, list)}
     return {f"summary/{key}": value for key, value in facts.items()}, summary.exit_code
 
 
 class Writer(NamedTuple):
-    """A new run in a service. Its functions may raise anything."""
+    """A new run in a service. Its functions may raise any exception."""
 
     where: str
     """Path or address of the run."""

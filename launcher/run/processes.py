@@ -1,4 +1,4 @@
-"""Start one worker per rank; follow them, pass signals on, end them, and say how the run ended."""
+"""Start one worker per rank; follow them, pass signals on, end them, and complete the run's summary."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -22,22 +23,21 @@ from launcher import results
 from launcher.children import ending, launcher_marks
 from launcher.log import Log, complain
 from launcher.run.reaper import reaper
-from launcher.run.starters import start_command, start_environment
-from launcher.run.workers import Workers, kill_tree, send
+from launcher.run.starters import WORKER, start_command, start_environment
 from launcher.watch import advice, failure
-from launcher.watch.heartbeats import Hang, Watch
-from launcher.watch.memory import MemoryWatch
+from launcher.watch.failure import MemoryWatch, RankExit
+from launcher.watch.heartbeats import Watch
 
 POLL_S = 0.2
 KILL_AFTER_FAILURE_S, SAVE_AFTER_FAILURE_S = 5.0, 25.0  # torchrun itself kills after 30
-LAUNCHER_SAID_BYTES = 2**20
-SAME_S = 0.05  # the same signal so soon is the same stop: `timeout` sends to a process and to its group
-ONE_STOP_S = 0.5  # a hangup this near to the first signal is the same stop: a closing terminal sends several
+KILLED_S, KILLED_POLL_S = 10.0, 0.01  # that the end of a killed process may take
+ONE_STOP_S = 0.5  # signals this near to the first are the same stop: terminals and `timeout` send several
 
 
 @dataclasses.dataclass(frozen=True)
 class RunResult:
     exit_code: int
+    """Exit code by the summary."""
     failure: Failure | None
     signal: int = 0
     """The first stop signal that came, also when it is not what ended the run; 0 = none."""
@@ -45,20 +45,20 @@ class RunResult:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Within the block stop signals are only noted, in the list that this gives: a hangup within ONE_STOP_S
-    of the first, and its like within SAME_S, are that one. What this process was told to ignore, as by nohup,
-    stays ignored."""
+    """Note stop signals in the yielded list, and do nothing else on them, within the block.
+
+    Those within ONE_STOP_S of the first count as that one. A signal that this process was told to ignore, as
+    by nohup, stays ignored.
+    """
     came: list[int] = []
     first_s = -math.inf
 
     def note(number: int, frame: object) -> None:
         nonlocal first_s
         now = time.monotonic()
-        near = ONE_STOP_S if signal.SIGHUP in (number, *came[:1]) else SAME_S if came[:1] == [number] else 0.0
-        if came and now - first_s < near:
-            return
-        first_s = first_s if came else now
-        came.append(number)
+        if now - first_s >= ONE_STOP_S:
+            first_s = first_s if came else now
+            came.append(number)
 
     previous = {number: signal.signal(number, note) for number in record.heeded(record.STOP_SIGNALS)}
     try:
@@ -86,30 +86,28 @@ def run(
 
     `on_poll` is called several times a second until a rank has failed. The first stop signal is said in
     `log` and passed to every worker, which checkpoints at its next step and ends; the second, or `grace_s`
-    seconds, kills.
-    Whatever happens, no process of the run is left. Writes summary.json when the workers could not. `watch`
-    may end a hung run. The workers share `cores`, by default all that we may use. `options`: more of each
-    worker's.
+    seconds, kills. No process of the run is left, however it ends. Completes summary.json, or writes it when
+    the workers could not. `watch` may end a hung run. The workers share `cores`, by default all that we may
+    use. `options`: further options of each worker.
     """
     logs = run_dir / "logs"
     logs.mkdir(exist_ok=True)
-    for stale in (
-        *logs.glob("rank-*.error.json"),
-        *run_dir.glob("heartbeats/rank-*"),
-        run_dir / "summary.json",
-    ):
+    of_ranks = (*logs.glob("rank-*.error.json"), *run_dir.glob("heartbeats/rank-*"))
+    for stale in (*of_ranks, run_dir / "summary.json"):
         stale.unlink(missing_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="bert-dp-"))
     worker = [str(run_dir / "config.yaml"), "--resume", resume, *options]
     launcher_log = logs / f"{launcher}.log"
-    offset = launcher_log.stat().st_size if launcher_log.exists() else 0
     memory = MemoryWatch()
-    with confined(cores):  # the threads of a rank are counted from its cores
-        environ = start_environment(launcher, run_dir, scratch, nproc, on_gpu=on_gpu, grace_s=grace_s)
-    with stop_signals() as pending:  # until all is told: one that comes last must not cost the summary
+    with stop_signals() as pending:  # until all is written: one that comes last must not cost the summary
         try:
             with reaper(scratch, launcher_marks()):
-                with launcher_log.open("ab") as output, confined(cores):
+                with launcher_log.open("ab", buffering=0) as output, confined(cores):
+                    if output.tell():
+                        output.write(f"{record.STARTED_AGAIN}\n".encode())
+                    environ = start_environment(  # counts the cores of the ranks
+                        launcher, run_dir, scratch, nproc, on_gpu=on_gpu, grace_s=grace_s
+                    )
                     process = subprocess.Popen(
                         start_command(launcher, nproc, scratch, worker),
                         env=environ,
@@ -125,13 +123,16 @@ def run(
                     kill_tree(process, workers)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-        launcher_said = _text_since(launcher_log, offset)
+        secrets = record.secret_values(os.environ)
+        launcher_said = record.hide(failure.read_end(launcher_log), secrets)  # summary.json quotes it
+        hung = watch.hang if watch is not None else None
+        place = f" at {hung.where}" if hung and hung.where else ""
         unknown = Failure(
             kind="no_cause",
             message=f"{launcher}: {ending(process.returncode, 'and no summary')}",
             log=str(launcher_log),
             log_tail=failure.tail_of(launcher_said),
-            explanation=_describe_hang(watch.hang if watch is not None else None),
+            explanation=[f"no progress: {hung.headline()}{place}; stacks in hang.txt"] if hung else [],
         )
         cause = failure.decide_cause(logs, launcher_said, workers.exits, unknown, hang=hang)
         if cause is not None:
@@ -149,11 +150,11 @@ def _follow(
     grace_s: float,
     memory: MemoryWatch,
     watch: Watch | None,
-) -> Hang | None:
+) -> Failure | None:
     """Follow the ranks until the launcher ends, a second signal comes, or the time to stop is over.
 
-    A batch system may signal every process of a job, and deepspeed's runner dies of it at once: its workers
-    then still have their time to save. Returns a hang when the run is ended for it.
+    A batch system may signal every process of a job, and deepspeed's runner ends at once on it: its workers
+    then still have their time to save. Returns the hang for which the run is ended.
     """
     signalled: set[psutil.Process] = set()
     deadline: float | None = None
@@ -170,10 +171,9 @@ def _follow(
                 name = signal.Signals(pending[0]).name
                 log(f"{name}: stopping; the ranks save after their step. A second signal ends them at once")
             deadline = deadline or time.monotonic() + grace_s
-            for worker in workers.present():
-                if worker not in signalled:  # it may have started after the signal came
-                    signalled.add(worker)
-                    send(worker, pending[0])
+            for worker in set(workers.present()) - signalled:  # one may have started after the signal came
+                signalled.add(worker)
+                send(worker, pending[0])
         failed = failed or _has_failed(run_dir, workers)
         if deadline is None and failed:
             failed_s = time.monotonic()
@@ -181,7 +181,7 @@ def _follow(
         is_over = deadline is not None and (now := time.monotonic()) > deadline
         if is_over and (now > last_s or _unfinished(run_dir) <= left_behind):
             return None
-        if not failed:  # else the cause is told first
+        if not failed:  # else the cause is shown first
             on_poll()
         if watch is not None and (deadline is None or pending) and (hang := watch.poll(workers.by_rank())):
             return hang
@@ -193,8 +193,8 @@ def _follow(
 
 
 def _has_failed(run_dir: Path, workers: Workers) -> bool:
-    """Whether a rank has recorded an error, or has ended before the summary was written. Not where nothing
-    can be read now: a file server that does not answer has lost nothing."""
+    """Return whether a rank has recorded an error, or has ended before the summary was written. False where
+    nothing can be read now, as on a file server that does not answer."""
     with contextlib.suppress(OSError):
         if any((run_dir / "logs").glob("rank-*.error.json")):
             return True
@@ -203,23 +203,15 @@ def _has_failed(run_dir: Path, workers: Workers) -> bool:
 
 
 def _unfinished(run_dir: Path) -> set[Path]:
-    """Checkpoints that are being written, or were when their rank was killed."""
+    """List checkpoints that are being written, or were when their rank was killed."""
     with contextlib.suppress(OSError):
         return set((run_dir / "checkpoints").glob("step-*.tmp-*"))
     return set()
 
 
-def _text_since(log: Path, offset: int) -> str:
-    """What this start of the launcher has added to its log, the last LAUNCHER_SAID_BYTES at most."""
-    with log.open("rb") as file:
-        file.seek(max(offset, log.stat().st_size - LAUNCHER_SAID_BYTES))
-        text = file.read().decode("utf-8", "replace")
-    return record.hide(text, record.secret_values(os.environ))  # summary.json quotes it
-
-
 def _result(run_dir: Path, cause: Failure | None, unknown: Failure, pending: list[int]) -> RunResult:
-    """Complete summary.json, or write it if no rank could. `unknown` is the failure if no rank's end explains
-    the end of the run.
+    """Complete the summary that rank 0 wrote, or build it if no rank could. `unknown` is the failure if no
+    rank's end explains the end of the run.
 
     A stop signal does not hide a failure with another cause: such a run has failed.
     """
@@ -227,13 +219,12 @@ def _result(run_dir: Path, cause: Failure | None, unknown: Failure, pending: lis
     summary = results.find(run_dir / "summary.json", Summary)
     if summary is not None and summary.status != "failed":  # written after all was saved
         return RunResult(summary.exit_code, None, stop)
-    if stop and summary is None and not _failed_anyway(cause):
+    cause = cause or unknown
+    by_stop = cause.kind in ("no_cause", "peer_gone") or cause.killed_by in record.STOP_SIGNALS
+    if stop and summary is None and (cause is unknown or by_stop):
         message = f"{signal.Signals(stop).name}: stopped before this run's next checkpoint"
         cause = unknown.model_copy(update={"message": message, "log_tail": [], "kind": "stopped"})
-    cause = cause or unknown
-    step = 0
-    for line in record.read_lines(run_dir / "metrics.jsonl"):
-        step = line["step"]
+    step = max((line["step"] for line in record.read_lines(run_dir / "metrics.jsonl")), default=0)
     facts = {"failure": cause, "signal": stop or None, "step": step}
     summary = (summary or Summary(status="failed")).model_copy(update=facts)
     try:
@@ -243,25 +234,17 @@ def _result(run_dir: Path, cause: Failure | None, unknown: Failure, pending: lis
     return RunResult(summary.exit_code, cause, stop)
 
 
-def _describe_hang(hang: Hang | None) -> list[str]:
-    """Describe the hang of a run that was stopped while it hung."""
-    if hang is None:
-        return []
-    who = "" if hang.rank is None else f"rank {hang.rank}: "
-    place = f" at {hang.where}" if hang.where else ""
-    return [f"no progress: {who}{hang.message}{place}; stacks in hang.txt"]
-
-
-def _failed_anyway(cause: Failure | None) -> bool:
-    """Return False if a stop signal, or the exits of other ranks after it, explain this cause."""
-    if cause is None or cause.killed_by in record.STOP_SIGNALS:
-        return False
-    return cause.kind not in ("no_cause", "peer_gone")
+def complete_summary(run_dir: Path, **facts: object) -> None:
+    """Add facts that only the launcher knows to summary.json."""
+    summary = results.find(run_dir / "summary.json", Summary)
+    if summary is not None:
+        with contextlib.suppress(OSError):  # of a full disk, which the console has shown
+            results.write(run_dir / "summary.json", summary.model_copy(update=facts))
 
 
 @contextlib.contextmanager
 def confined(cores: Collection[int] | None) -> Iterator[None]:
-    """What is started within the block runs on these cores; None = on all that we may use."""
+    """Let what is started within the block run on these cores; None = on all that we may use."""
     before = os.sched_getaffinity(0)
     if cores is not None:
         os.sched_setaffinity(0, cores)
@@ -269,3 +252,106 @@ def confined(cores: Collection[int] | None) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
+
+
+class Workers:
+    """Finds the workers below the launcher's process, and notes how each ended.
+
+    A pidfd wakes us the moment one ends: only while it is a zombie can anyone but its parent read how.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], size: int):
+        self._process, self._size = process, size
+        self._poller = select.poll()
+        self._present: dict[int, tuple[psutil.Process, int]] = {}  # pidfd -> worker, rank
+        self._ended: set[psutil.Process] = set()
+        self.exits: list[RankExit] = []
+
+    def present(self) -> list[psutil.Process]:
+        return [worker for worker, _ in self._present.values()]
+
+    def by_rank(self) -> dict[int, psutil.Process]:
+        return {rank: worker for worker, rank in self._present.values()}
+
+    def wait(self, seconds: float) -> None:
+        """Wait for `seconds`, less when a worker ends."""
+        if len(self._present) < self._size:
+            self._find()
+        for descriptor, _ in self._poller.poll(seconds * 1000):
+            worker, rank = self._present.pop(descriptor)
+            self._ended.add(worker)
+            self.exits.append(RankExit(rank, _exit_code(worker.pid), time.monotonic_ns()))
+            self._poller.unregister(descriptor)
+            os.close(descriptor)
+
+    def close(self) -> None:
+        for descriptor in self._present:
+            os.close(descriptor)
+
+    def _find(self) -> None:
+        seen = {*self.present(), *self._ended}
+        for child in _tree(self._process):
+            if child in seen or (rank := _rank(child)) is None:
+                continue
+            with contextlib.suppress(OSError):  # it has ended in this moment
+                descriptor = os.pidfd_open(child.pid)
+                self._present[descriptor] = child, rank
+                self._poller.register(descriptor, select.POLLIN)
+
+
+def _tree(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """List all processes below the launcher's."""
+    try:
+        return psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _rank(child: psutil.Process) -> int | None:
+    """Read the rank of a worker; None for a process in between, whose command contains the worker's."""
+    try:
+        command = child.cmdline()
+        module = command[command.index("-m") + 1] if "-m" in command[:-1] else None
+        return int(child.environ().get("RANK", "0")) if module == WORKER else None
+    except (psutil.Error, ValueError):
+        return None
+
+
+def _exit_code(pid: int) -> int | None:
+    """Read how a zombie ended, from the last field of proc_pid_stat(5)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    if fields[0] != "Z":
+        return None
+    status = int(fields[49])
+    return -(status & 127) if status & 127 else status >> 8
+
+
+def send(worker: psutil.Process, number: int) -> None:
+    """Send a signal to a worker, which may have ended already."""
+    with contextlib.suppress(psutil.Error):
+        worker.send_signal(number)  # psutil checks that the pid is still the same process
+
+
+def kill_tree(process: subprocess.Popen[bytes], workers: Workers) -> None:
+    """Kill the launcher and every worker, and wait for their end; a killed launcher may have left workers."""
+    tree = {*_tree(process), *workers.present()}
+    with contextlib.suppress(psutil.NoSuchProcess):
+        tree.add(psutil.Process(process.pid))
+    for member in tree:
+        send(member, signal.SIGKILL)
+    process.wait()
+    looks = round(KILLED_S / KILLED_POLL_S)
+    while any(_runs(member) for member in tree) and (looks := looks - 1):
+        time.sleep(KILLED_POLL_S)
+    workers.close()
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Return whether a process runs; a zombie does not, and an orphan may stay one for seconds."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,9 +1,8 @@
-"""A small process that outlives the launcher by a moment, to end what the launcher could not.
+"""Kill what a launcher that was killed has left, from a small process that outlives it by a moment.
 
 Ranks end by themselves when the launcher is gone, unless they are stopped (SIGSTOP) or hold the interpreter
-lock, and torchrun waits for those. This one waits for the other end of its standard input to close, however
-the launcher went, and then kills every process that has the launcher's number and start in its environment.
-Run as a file by a bare interpreter: nothing but the standard library.
+lock. The reaper waits for the other end of its standard input to close, and then kills every process that has
+the launcher's number and start in its environment. It runs as a file, by a bare interpreter.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ SEARCH_S = 5.0
 
 @contextlib.contextmanager
 def reaper(scratch: Path, marks: Sequence[str]) -> Iterator[None]:
-    """Should this process be killed in the block, processes with all of `marks` (NAME=value) in their
-    environment do not outlive it, and `scratch` is removed.
+    """Kill processes with all of `marks` (NAME=value) in their environment, and remove `scratch`, should this
+    process be killed in the block.
 
-    The reaper itself bears no such names: where this process was started by another launcher, that one's
-    reaper must not end ours first.
+    The reaper itself has no such names: where another launcher started this process, that one's reaper must
+    not end ours first.
     """
     command = [sys.executable, "-I", "-S", __file__, str(scratch), *marks]
     names = {mark.partition("=")[0] for mark in marks}
@@ -47,7 +46,7 @@ def reaper(scratch: Path, marks: Sequence[str]) -> Iterator[None]:
 
 
 def marked(marks: Sequence[str]) -> list[int]:
-    """Processes that have all of `marks` in their environment, this one left out."""
+    """List processes that have all of `marks` in their environment, without this one."""
     wanted = {mark.encode() for mark in marks}
     pids = []
     for entry in Path("/proc").iterdir():
@@ -59,7 +58,7 @@ def marked(marks: Sequence[str]) -> list[int]:
 
 
 def main(scratch: str, *marks: str) -> None:
-    """Wait for the launcher's end; then, unless it said that all is done, kill and clean up."""
+    """Wait for the launcher's end; then, unless it said "done", kill and clean up."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     if os.read(0, 16) == b"done":

@@ -12,7 +12,7 @@ from typing import Any
 
 
 def handler_factory() -> Callable[[Any], Any]:
-    """What torchrun calls at start: returns the function RendezvousParameters -> RendezvousHandler."""
+    """Return the function RendezvousParameters -> RendezvousHandler; torchrun calls this at its start."""
     from torch.distributed import FileStore, PrefixStore
     from torch.distributed.elastic.rendezvous.api import (
         RendezvousHandler,

@@ -1,7 +1,7 @@
-"""The command and the environment by which torchrun, accelerate or deepspeed start the workers of one node.
+"""Build the command and environment by which torchrun, accelerate or deepspeed start the workers of one node.
 
-Each is told everything, so that no file of the user's or the machine's (accelerate's default configuration,
-deepspeed's hostfile) and no variable of a launcher around us changes what starts.
+Both are complete, so that no file of the user or the machine (accelerate's default configuration, deepspeed's
+hostfile) and no variable of a launcher around us changes what starts.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
 WORKER = "bert_dp.worker"
 RENDEZVOUS = "bert-dp-file"  # ours, see rendezvous.py: torchrun's own listen on every interface
 # what a launcher around us may have left: torchrun's defaults (PET_*), and variables not all three set anew
-FOREIGN = ("PET_", "TORCHELASTIC_", "ACCELERATE_")
-FOREIGN_LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
+FOREIGN = ("PET_", "TORCHELASTIC_", "ACCELERATE_", "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 
 
 def launcher_problem(launcher: str) -> str | None:
-    """Why this launcher cannot start anything."""
+    """Find why this launcher cannot start anything."""
     if launcher not in LAUNCHERS:
         return f"unknown launcher {launcher}; choose from {', '.join(LAUNCHERS)}"
     if launcher != "torchrun" and importlib.util.find_spec(launcher) is None:
@@ -33,7 +32,7 @@ def launcher_problem(launcher: str) -> str | None:
 
 
 def start_command(launcher: str, nproc: int, scratch: Path, worker: list[str]) -> list[str]:
-    """What starts `nproc` ranks on this node. `worker`: the arguments of `python -m bert_dp.worker`."""
+    """Build the command that starts `nproc` ranks here. `worker`: arguments of `python -m bert_dp.worker`."""
     if launcher == "accelerate":
         return _accelerate(nproc, scratch, worker)
     if launcher == "deepspeed":
@@ -53,12 +52,10 @@ def start_command(launcher: str, nproc: int, scratch: Path, worker: list[str]) -
 
 
 def _accelerate(nproc: int, scratch: Path, worker: list[str]) -> list[str]:
-    """accelerate launch runs torchrun inside itself.
+    """Build the command of accelerate, which runs torchrun inside itself, with a configuration file of ours.
 
-    A configuration file of ours displaces the user's ~/.cache/huggingface/accelerate/default_config.yaml.
     MULTI_GPU is also how N ranks start on CPUs (its --cpu starts one) and, from a file, may have one rank. A
-    port in use would switch it to a rendezvous that listens on every interface; nothing is ever heard on port
-    1, and our rendezvous uses none.
+    port in use would switch it to a rendezvous that listens on every interface; nothing listens on port 1.
     """
     settings = {
         "compute_environment": "LOCAL_MACHINE",
@@ -87,9 +84,9 @@ def _accelerate(nproc: int, scratch: Path, worker: list[str]) -> list[str]:
 
 
 def _deepspeed(nproc: int, scratch: Path, worker: list[str]) -> list[str]:
-    """deepspeed's runner starts its node launcher, and that the workers.
+    """Build the command of deepspeed's runner, which starts its node launcher, and that the workers.
 
-    It sets CUDA_VISIBLE_DEVICES to 0..N-1 whatever the user chose; `env` puts the user's choice back.
+    It sets CUDA_VISIBLE_DEVICES to 0..N-1 whatever the user chose; `env` restores the user's choice.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     restore = ["-u", "CUDA_VISIBLE_DEVICES"] if visible is None else [f"CUDA_VISIBLE_DEVICES={visible}"]
@@ -111,44 +108,31 @@ def _deepspeed(nproc: int, scratch: Path, worker: list[str]) -> list[str]:
 def start_environment(
     launcher: str, run_dir: Path, scratch: Path, nproc: int, *, on_gpu: bool, grace_s: float
 ) -> dict[str, str]:
-    """The workers' environment: a file to meet in, loopback only, our life to follow, threads per rank."""
-    cores = len(os.sched_getaffinity(0))
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(FOREIGN) and name not in FOREIGN_LOCAL_SIZE
-    }
+    """Build the workers' environment: a rendezvous file, loopback only, our life to follow, threads per rank.
+
+    Every rank keeps its last collectives in memory (torch's flight recorder), as the user has set it. Desync
+    debugging stays off: it writes to the store at every collective.
+    """
+    cores, logs = len(os.sched_getaffinity(0)), run_dir / "logs"
     environ = {
-        **kept,
+        "TORCH_FR_BUFFER_SIZE": "2000",  # collectives
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_NCCL_ENABLE_TIMING": "1",  # else no record says which ones a GPU has begun
+        "TORCH_FR_DUMP_TEMP_FILE": str(logs / "nccl-trace-rank-"),
+        "OMP_NUM_THREADS": str(max(1, cores // nproc)),
+        **{name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)},
         INIT_FILE: str(scratch / "workers"),
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // nproc))),
         "TORCHELASTIC_LOG_LEVEL": "WARNING",
         # a batch system signals every process of a job: torchrun must not end a rank that still saves
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(grace_s)),
         **child_environment(),
         **kernel_caches(),
-        LOG_DIR: str(run_dir / "logs"),
-        **_recorders(run_dir / "logs"),
+        LOG_DIR: str(logs),
     }
     if launcher == "accelerate":  # it has no option for these two; torchrun takes their defaults from here
         environ |= {"PET_RDZV_ENDPOINT": str(scratch / "agent"), "PET_RDZV_ID": "bert-dp"}
     if launcher == "deepspeed" and not on_gpu:
         environ["DS_ACCELERATOR"] = "cpu"
     return environ
-
-
-def _recorders(logs: Path) -> dict[str, str]:
-    """Every rank keeps its last collectives in memory (torch's flight recorder, under gloo as under NCCL).
-
-    What the user has set stays. Desync debugging stays off: it writes to the store at every collective, and
-    the records tell the same.
-    """
-    wanted = {
-        "TORCH_FR_BUFFER_SIZE": "2000",  # collectives
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_NCCL_ENABLE_TIMING": "1",  # else no record says which ones a GPU has begun
-        "TORCH_FR_DUMP_TEMP_FILE": str(logs / "nccl-trace-rank-"),
-    }
-    return {name: os.environ.get(name, value) for name, value in wanted.items()}

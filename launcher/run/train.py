@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fnmatch
 import os
+import stat
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,46 +17,50 @@ import psutil
 
 from bert_dp import record
 from bert_dp.config import (
+    BatchLayout,
     Config,
     ConfigError,
     ExamplesManifest,
     Issue,
     Manifest,
+    batch_at,
     batch_layout,
+    changed_settings,
     dump_config,
+    hf_directory,
     no_effect,
+    peak_lr,
+    progress_at,
     read_data,
     residual_issues,
     with_budget,
 )
 from bert_dp.config.checks import ProfilePlan, profile_issues
-from bert_dp.record.models import Failure
-from launcher.job import Job, built_data, prepare_data
+from bert_dp.cost import flops_per_token, num_parameters, rank_memory_gib
+from bert_dp.record.models import Failure, Summary
+from launcher import results
+from launcher.job import Job, built_data, exposure_issues, input_issues, prepare_data
 from launcher.log import PLAIN, logger, masked_command, show
-from launcher.machine.environment import emulated_warnings
-from launcher.output import claim
+from launcher.machine.environment import Environment, emulated_warnings, precision_of
+from launcher.output import claim, place_issues
 from launcher.report.console import show_end, show_report
 from launcher.report.html import write_or_warn
-from launcher.report.numbers import count_of
+from launcher.report.numbers import count_of, format_duration, format_gib, format_percent
 from launcher.report.run_report import PAGE, of_directories
 from launcher.run import processes, restarts
-from launcher.run.describe import COMPLETE, describe, describe_data, describe_start, expected_steps
 from launcher.run.loggers import Loggers
-from launcher.run.memory_check import check_memory
-from launcher.run.run_directory import (
-    LOCK,
-    anyone_writes,
-    checkpoint_to_resume,
-    is_complete,
-    resume_issues,
-    start_issues,
-)
-from launcher.watch import heartbeats
+from launcher.watch import advice, heartbeats
 from launcher.watch.card import card
 from launcher.watch.display import Display
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+COMPLETE = "this run is complete: its budget is spent; raise schedule.* to go on"
+LOCK = ".launcher.lock"
+BESIDE_A_RUN = (".*", "slurm-*.out", "lost+found")  # what may stand where a run begins
+MEMORY_STATE = ("weights", "gradients", "optimizer")  # parts of the memory estimate that are exact
+MAX_ESTIMATE_RATIO = 1.25  # of the estimate to what there is; above it the estimate's error is no excuse
 
 
 def train(
@@ -68,9 +76,9 @@ def train(
     force: bool = False,
     profile: ProfilePlan | None = None,
 ) -> int:
-    """Returns the exit code. Raises ConfigError, before any rank starts, with everything that is wrong.
+    """Train, and return the exit code. Raises ConfigError, before any rank starts, with all issues.
 
-    `force`: also where the memory must be expected not to suffice. `profile`: steps to profile.
+    `force`: start also where the memory is expected not to suffice. `profile`: steps to profile.
     """
     run_dir = job.directory(run_dir, "runs")
     ranks = job.choose_ranks(nproc)
@@ -105,7 +113,7 @@ def train(
 
 
 def check_profile(plan: ProfilePlan | None, config: Config, ranks: int, run_dir: Path, resume: str) -> None:
-    """Raises ConfigError when the run has not the steps or ranks that are to be profiled."""
+    """Raise ConfigError when the run does not have the steps or ranks that are to be profiled."""
     if plan is None:
         return
     checkpoint = checkpoint_to_resume(run_dir, resume)
@@ -117,7 +125,7 @@ def check_profile(plan: ProfilePlan | None, config: Config, ranks: int, run_dir:
 def start_warnings(
     job: Job, ranks: int, run_dir: Path, policy: restarts.Policy, manifest: Manifest | ExamplesManifest | None
 ) -> list[str]:
-    """What is allowed but hardly meant; one line each."""
+    """List what is allowed but hardly meant; one line each."""
     config, cores = job.config, len(os.sched_getaffinity(0))
     warnings = [
         *job.device_warnings(),
@@ -148,7 +156,7 @@ def run_locked(
     policy: restarts.Policy,
     profile: ProfilePlan | None,
 ) -> int:
-    """The run itself, once the directory is ours. Nothing in it changes before the last check has passed."""
+    """Run in the locked directory. Nothing in it changes before the last check has passed."""
     log = logger(console, as_json=False)
     log(f"run directory: {run_dir}")
     manifest = read_data(job.config, prepare_data(job.config))
@@ -190,7 +198,7 @@ def run_locked(
         result = restarts.supervise(attempt, config, run_dir, ranks, resume, policy, log)
     if result.failure is not None:
         print_failure(result.failure, run_dir, console)
-    restarts.note(run_dir, {"command_s": time.time() - psutil.Process().create_time()})
+    processes.complete_summary(run_dir, command_s=time.time() - psutil.Process().create_time())
     report = of_directories([run_dir])
     page = run_dir / PAGE if write_or_warn(report, run_dir / PAGE) else None
     if result.failure is None:
@@ -213,3 +221,310 @@ def print_failure(cause: Failure, run_dir: Path, console: Console) -> None:
         return
     for number, line in enumerate(card(cause, run_dir)):
         show(console, line, style="bold red" if number == 0 else None, **PLAIN)
+
+
+# --- the run directory
+
+
+def start_issues(job: Job, run_dir: Path, resume: str) -> list[Issue | str]:
+    """Find why a run cannot start there. One that goes on no longer needs the weights that it began with."""
+    config = job.config
+    if checkpoint_to_resume(run_dir, resume) is not None:
+        config = config.model_copy(update={"run": config.run.model_copy(update={"init_from": None})})
+    issues: list[Issue | str] = [*input_issues(config), *exposure_issues(job.config, run_dir, "--run-dir")]
+    return [*issues, *run_dir_issues(run_dir, job.config, resume)]
+
+
+def run_dir_issues(run_dir: Path, config: Config, resume: str) -> Sequence[Issue | str]:
+    """Find why this directory cannot take this run; one line each."""
+    if issues := place_issues(run_dir, "--run-dir"):
+        return issues
+    has_run = any((run_dir / "checkpoints").glob("step-*")) or (run_dir / "metrics.jsonl").exists()
+    if not has_run and anyone_writes(run_dir):
+        return [
+            f"--run-dir: {run_dir} can be written by every user, who could exchange its checkpoints; "
+            f"chmod o-w it, or choose another directory"
+        ]
+    if (strange := foreign_files(run_dir)) and not holds_run(run_dir):
+        names = ", ".join(strange[:3]) + (f" and {len(strange) - 3} more" if len(strange) > 3 else "")
+        return [
+            f"--run-dir: {run_dir} holds {names} but no run, and a run would write among what is yours; "
+            f"choose a new directory, for example {run_dir / 'run'}"
+        ]
+    if linked := links(run_dir):
+        return [
+            f"--run-dir: {path} is a link, and a run would write through it; remove it" for path in linked
+        ]
+    if resume not in ("auto", "never") and record.newest_checkpoint_facts(Path(resume)) is None:
+        return [f"--resume: {resume} holds no checkpoint; use auto, never, or a checkpoint's directory"]
+    if has_run and resume == "never":
+        return [f"--resume never: {run_dir} already holds a run; choose another --run-dir"]
+    checkpoint = checkpoint_to_resume(run_dir, resume)
+    return change_issues(checkpoint[1], config, resume) if checkpoint else []
+
+
+def holds_run(run_dir: Path) -> bool:
+    """Return whether an earlier start has made this its run directory. A lock alone does not: a start that
+    was refused late leaves one, and what came there since is the user's."""
+    if (run_dir / "checkpoints").is_dir() and record.newest_checkpoint_facts(run_dir) is not None:
+        return True
+    facts = record.read_json(run_dir / "environment.json") or {}
+    return "launcher" in facts and any((run_dir / name).exists() for name in (LOCK, "config.yaml"))
+
+
+def foreign_files(run_dir: Path) -> list[str]:
+    """List names in a directory that stand in the way of a new run: all but BESIDE_A_RUN, an empty place for
+    checkpoints, such as a disk of their own, and logs of others."""
+
+    def is_harmless(path: Path) -> bool:
+        if path.name == "checkpoints":
+            return path.is_dir() and {p.name for p in path.iterdir()} <= {"lost+found"}
+        if path.name == "logs":
+            return path.is_dir() and not any(path.glob("rank-*"))
+        return any(fnmatch.fnmatchcase(path.name, pattern) for pattern in BESIDE_A_RUN)
+
+    with contextlib.suppress(OSError):  # what may not be read is not written into either
+        return sorted(path.name for path in run_dir.iterdir() if not is_harmless(path))
+    return []
+
+
+def links(run_dir: Path) -> list[Path]:
+    """List links among a run's files, which would be written through. `checkpoints` and `logs` may be links,
+    to a disk of their own."""
+    top = [path for path in run_dir.glob("*") if path.name not in ("checkpoints", "logs")]
+    files = (*top, *run_dir.glob("logs/*"), *run_dir.glob("heartbeats/*"))
+    return sorted(path for path in files if path.is_symlink())
+
+
+def anyone_writes(directory: Path) -> bool:
+    return directory.is_dir() and bool(directory.stat().st_mode & stat.S_IWOTH)
+
+
+def checkpoint_to_resume(run_dir: Path, resume: str) -> tuple[Path, record.CheckpointFacts] | None:
+    """Find the checkpoint that this run would go on from; unverified."""
+    if resume == "never":
+        return None
+    return record.newest_checkpoint_facts(run_dir if resume == "auto" else Path(resume))
+
+
+def resume_issues(run_dir: Path, config: Config, resume: str, data_hash: str) -> list[Issue]:
+    """Find why the checkpoint that this run would go on from does not fit."""
+    checkpoint = checkpoint_to_resume(run_dir, resume)
+    if checkpoint is None:
+        missing = Issue("--resume", "not_found", f"{resume} holds no checkpoint", resume)
+        return [] if resume in ("auto", "never") else [missing]
+    path, facts = checkpoint
+    issues = change_issues(facts, config, resume)
+    if facts.data_hash != data_hash:
+        hashes = f"({facts.data_hash[:16]}, these are {data_hash[:16]})"
+        message = f"{path.name} was trained on other data {hashes}"
+        issues.append(Issue("data", "conflict", message, hint=undo(resume)))
+    return issues
+
+
+def undo(resume: str) -> str:
+    """Name the remedy for a checkpoint that does not fit."""
+    return f"undo it or choose another {'--run-dir' if resume == 'auto' else '--resume'}"
+
+
+def change_issues(facts: record.CheckpointFacts, config: Config, resume: str) -> list[Issue]:
+    """List the settings of a checkpoint's run that `config` changes and may not."""
+    before, now = facts.config.get("run", {}).get("init_from"), config.run.init_from
+    # a first phase that was removed since, or moved
+    gone = now is None and before is not None and not (hf_directory(before) or Path(before)).exists()
+    moved = facts.init_from is not None and now is not None and holds_weights(now, facts.init_from.sha256)
+    issues = changed_settings(facts.config, config)
+    if before != now and not gone and not moved:
+        message = "the run began with {}, now {}".format(*(s or "random weights" for s in (before, now)))
+        issues.append(Issue("run.init_from", "conflict", message, now))
+    return [dataclasses.replace(issue, hint=undo(resume)) for issue in issues]
+
+
+def holds_weights(source: str, sha256: str) -> bool:
+    """Return whether a checkpoint, or one of a run, has these weights, by their hash."""
+    path = Path(source)
+    for checkpoint in (path, *record.list_checkpoints(path / "checkpoints")):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            if record.weights_hash(checkpoint) == sha256:
+                return True
+    return False
+
+
+def is_complete(run_dir: Path, config: Config, resume: str) -> bool:
+    """Return whether the run has ended by itself and its newest checkpoint has spent the budget."""
+    summary = results.find(run_dir / "summary.json", Summary)
+    newest = record.newest_checkpoint_facts(run_dir)
+    if resume != "auto" or summary is None or newest is None or summary.status != "done":
+        return False
+    facts = newest[1]
+    return progress_at(config, facts.step, facts.samples, facts.elapsed_s) >= 1.0
+
+
+# --- memory
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryCheck:
+    """Memory estimate of a rank beside what it may have, GiB."""
+
+    config: Config
+    precision: str
+    world_size: int
+    on_gpu: bool
+    parts_gib: dict[str, float]
+    """Estimate by part, by cost.rank_memory_gib."""
+    limit_gib: float | None
+    """None = not known: then the run has no issue."""
+    limit_of: str
+
+    @property
+    def state_gib(self) -> float:
+        return sum(self.parts_gib[name] for name in MEMORY_STATE)
+
+    @property
+    def total_gib(self) -> float:
+        return sum(self.parts_gib.values())
+
+    def impossible(self) -> list[str]:
+        """Find why it cannot fit, whatever the micro batch: at most one line."""
+        if self.limit_gib is None or self.state_gib <= self.limit_gib:
+            return []
+        return [
+            f"weights, gradients and optimizer state take {self.state_gib:.1f} GiB of a rank's "
+            f"{self.limit_gib:.1f} GiB; use zero1 or fsdp, more ranks, or a smaller model"
+        ]
+
+    def issues(self) -> list[str]:
+        """Find why the run is expected to run out of memory; at most one line."""
+        if issues := self.impossible():
+            return [f"model: {issues[0]}"]
+        return self._tight() if self._ratio() > MAX_ESTIMATE_RATIO else []
+
+    def warnings(self) -> list[str]:
+        """Find why the run may run out of memory; at most one line."""
+        return self._tight() if 1 < self._ratio() <= MAX_ESTIMATE_RATIO else []
+
+    def _ratio(self) -> float:
+        return 0.0 if self.limit_gib is None else self.total_gib / max(self.limit_gib, 1e-9)
+
+    def _tight(self) -> list[str]:
+        _, fixes = advice.what_fits(
+            self.config, self.precision, self.world_size, self.limit_gib, on_gpu=self.on_gpu
+        )
+        return [
+            f"batch.micro_size: {self.config.batch.micro_size} takes about {format_gib(self.total_gib)} a "
+            f"rank (estimate), and there are {format_gib(self.limit_gib)} ({self.limit_of}); {fixes[0]}"
+        ]
+
+
+def check_memory(
+    config: Config, world_size: int, machine: Environment, *, on_gpu: bool, kept: str | None = None
+) -> MemoryCheck:
+    """Estimate the memory of a rank of `world_size`, beside what it may have. `kept`: see precision_of."""
+    precision = precision_of(config, machine.bf16_units, on_gpu=on_gpu, kept=kept)
+    parts = rank_memory_gib(config, precision, world_size, on_gpu=on_gpu)
+    limit, limit_of = machine.rank_memory(world_size, on_gpu)
+    return MemoryCheck(config, precision, world_size, on_gpu, parts, limit, limit_of)
+
+
+# --- what a run would be, in words
+
+
+def expected_steps(config: Config) -> int | None:
+    """Count the optimizer steps of the whole run with its batch ramp; None for a budget in hours, and in
+    epochs of data that are not built."""
+    schedule = config.schedule
+    if schedule.steps is not None:
+        return schedule.steps
+    if schedule.tokens is None:
+        return None
+    steps = tokens = 0
+    while tokens < schedule.tokens:
+        batch = batch_at(config.batch, tokens / schedule.tokens)
+        size = batch * config.data.sequence_length  # tokens of a step, until the ramp's next quantum
+        if batch == config.batch.global_size:
+            return steps - (tokens - schedule.tokens) // size  # rounded up
+        end = int(batch / config.batch.global_size * config.batch.ramp_fraction * schedule.tokens)
+        count = max(1, (end - tokens) // size - 1)  # short of the end by a step: progress is rounded
+        steps, tokens = steps + count, tokens + count * size
+    return steps
+
+
+def describe(
+    config: Config, layout: BatchLayout, manifest: Manifest | ExamplesManifest | None, memory: MemoryCheck
+) -> list[str]:
+    """Describe what a run would be: batch equation, data, model, memory, length. `manifest`: None before the
+    data is built."""
+    sequence = config.data.sequence_length
+    parts = ", ".join(f"{name} {size:.2f}" for name, size in memory.parts_gib.items())
+    flops = flops_per_token(config.model, sequence, config.predicted_share)
+    tokens = layout.global_size * sequence
+    packed = config.objective.name == "mlm"  # else examples differ in length
+    step = f"{tokens:,} tokens" if packed else f"{layout.global_size:,} examples"
+    ramp = f", ramped in steps of {config.batch.ramp_quantum}" if config.batch.ramp_fraction else ""
+    return [
+        f"batch   {layout} = {step} a step{ramp}",
+        f"data    {describe_data(config, manifest)}",
+        f"model   {num_parameters(config.model, sequence):,} parameters, {flops / 1e6:.1f} MFLOP a token",
+        f"memory  about {memory.total_gib:.2f} GiB a rank (estimate, {memory.precision}, eager: {parts})",
+        f"length  {describe_length(config, tokens if packed else None)}; schedule {config.schedule.name}",
+        f"rate    {peak_lr(config).equation}; {config.optim.name}",
+    ]
+
+
+def describe_start(checkpoint: tuple[Path, record.CheckpointFacts] | None, *, is_done: bool) -> list[str]:
+    """Describe where a run would go on; nothing for a new one."""
+    if checkpoint is None:
+        return []
+    path, facts = checkpoint
+    return [f"resume  {COMPLETE if is_done else f'from step {facts.step:,}, {path.name}'}"]
+
+
+def describe_length(config: Config, step_tokens: int | None) -> str:
+    """Describe the length of a run: steps, hours or epochs, and tokens where their number is known.
+
+    `step_tokens`: tokens of a whole batch; None where it differs from step to step.
+    """
+    schedule, steps = config.schedule, expected_steps(config)
+    length = "" if steps is None else count_of(steps, "step")
+    if schedule.hours is not None:
+        hours = f"{schedule.hours:g} h"
+        length = hours if schedule.hours >= 1 else f"{format_duration(schedule.hours * 3600)} ({hours})"
+        length += " on rank 0's clock"
+    if schedule.epochs is not None:
+        length = f"{schedule.epochs:g} epochs of the data, which are not built yet"
+    tokens = schedule.tokens
+    if tokens is None and steps is not None and step_tokens is not None and not config.batch.ramp_fraction:
+        tokens = steps * step_tokens
+    return length if tokens is None else f"{length} = {tokens:,} tokens"
+
+
+def describe_data(config: Config, manifest: Manifest | ExamplesManifest | None) -> str:
+    """Describe the data and how often the run passes over them. `manifest`: None before they are built."""
+    if manifest is None:
+        return "not built yet; built when the run starts"
+    if isinstance(manifest, ExamplesManifest):
+        return describe_examples(config, manifest)
+    train, schedule = manifest.train, config.schedule
+    line = f"{train.sequences:,} sequences of {manifest.sequence_length} tokens"
+    if schedule.hours is not None or (schedule.steps is not None and config.batch.ramp_fraction):
+        return line  # how much that is shows only as it runs
+    step_tokens = config.batch.global_size * manifest.sequence_length
+    passes = (schedule.tokens or (expected_steps(config) or 0) * step_tokens) / train.tokens
+    how = f"reads {format_percent(passes)} of them" if passes < 1 else f"passes over them {passes:.3g} times"
+    return f"{line}; the run {how}"
+
+
+def describe_examples(config: Config, manifest: ExamplesManifest) -> str:
+    """Describe task, rows and lengths, and whether the rows of a GLUE task are all of them."""
+    train, steps = manifest.splits["train"], expected_steps(config)
+    of_glue = {None: "", True: ", GLUE's own rows", False: ", a subset of GLUE's rows"}[manifest.official]
+    cut = format_percent(train.truncated / train.examples)
+    line = (
+        f"{manifest.task}: {train.examples:,} examples of {train.tokens / train.examples:.1f} tokens on "
+        f"average, {cut} of them truncated to {manifest.sequence_length}{of_glue}"
+    )
+    if steps is None:
+        return line
+    passes = steps * config.batch.global_size / train.examples
+    return f"{line}; the run passes over them {passes:.3g} times"

@@ -10,7 +10,7 @@ from typing import Any
 
 from bert_dp.config import BUDGETS, BatchLayout, Config, ConfigError, Issue, batch_layout, engine_facts
 from launcher.machine.environment import Environment
-from launcher.run.memory_check import check_memory
+from launcher.run.train import check_memory
 from launcher.run.trials import timed_config, trial_precision
 from launcher.scale.models import CellKind, GridCell, Mode
 

@@ -1,4 +1,4 @@
-"""What a failure usually means and what to change: signals, and memory that did not suffice."""
+"""Explain a failure and find settings to change: signals, and lack of memory."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import contextlib
 import re
 import shutil
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, batch_layout, divisors, load_config
 from bert_dp.cost import GIB, rank_memory_gib
-from bert_dp.record.models import Environment, Failure, FailureKind, RunMemory
+from bert_dp.record.models import OUT_OF_MEMORY, Environment, Failure, RunMemory
 from launcher import results
 from launcher.machine.environment import ROOT, precision_of
 from launcher.report.numbers import format_count, format_gib
@@ -45,7 +45,6 @@ MEANING: dict[int, tuple[str, str]] = {
     signal.SIGXCPU: ("the CPU time limit of this session is spent", "raise `ulimit -t`"),
     signal.SIGXFSZ: ("a file reached the size limit of this session", "raise `ulimit -f`"),
 }
-SCARCE: Mapping[FailureKind, Literal["device", "host"]] = {"device_memory": "device", "host_memory": "host"}
 CHANGES: tuple[dict[str, Any], ...] = (  # beside a smaller micro batch, the cheapest in time first
     {"activation_checkpointing": True},
     {"engine": "zero1"},
@@ -56,88 +55,74 @@ CHANGES: tuple[dict[str, Any], ...] = (  # beside a smaller micro batch, the che
 
 
 def explain(failure: Failure, run_dir: Path, world_size: int, memory: RunMemory) -> Failure:
-    """The failure with what it means and what to do, as far as that is known.
+    """Add to a failure what it means and what to do, as far as that is known.
 
     Reads RUN/config.yaml and RUN/environment.json; without them it says less.
     """
+    facts: dict[str, Any] = {}
     if failure.killed_by == signal.SIGKILL:
-        return _explain_kill(failure, run_dir, world_size, memory)
-    if failure.killed_by in MEANING:
+        facts = _explain_kill(failure, run_dir, world_size, memory)
+    elif failure.killed_by in MEANING:
         meaning, fix = MEANING[failure.killed_by]
         if failure.killed_by == signal.SIGBUS:
             with contextlib.suppress(OSError):
                 meaning += f"; /dev/shm has {format_gib(shutil.disk_usage(ROOT / 'dev/shm').free / GIB)} free"
-        return failure.model_copy(update={"explanation": [meaning], "fix": [fix]})
-    scarce = SCARCE.get(failure.kind)
-    if scarce is None:
-        return failure
-    why, fixes = _what_to_lower(run_dir, world_size, scarce, failure.message)
-    shown = memory if scarce == "host" else None
-    return failure.model_copy(update={"explanation": why, "fix": fixes, "memory": shown})
+        facts = {"explanation": [meaning], "fix": [fix]}
+    elif failure.kind in OUT_OF_MEMORY:
+        on_host = failure.kind == "host_memory"
+        why, fixes = _what_to_lower(run_dir, world_size, failure.message, on_host=on_host)
+        facts = {"explanation": why, "fix": fixes, "memory": memory if on_host else None}
+    return failure.model_copy(update=facts)
 
 
-def _explain_kill(failure: Failure, run_dir: Path, world_size: int, memory: RunMemory) -> Failure:
-    peak = memory.peak_gib(f"rank {failure.rank}")
+def _explain_kill(failure: Failure, run_dir: Path, world_size: int, memory: RunMemory) -> dict[str, Any]:
+    peak = memory.peaks_gib.get(f"rank {failure.rank}")
     peaked = f"its memory peaked at {format_gib(peak)}" if peak else "it ended before its memory was seen"
     if memory.oom_kills:
         killed = f"{memory.oom_kills} process{'es' * (memory.oom_kills > 1)}"
         first = f"the kernel killed {killed} for want of host memory (oom_kill in {memory.counter}); {peaked}"
-        why, fixes = _what_to_lower(run_dir, world_size, "host", "")
-        facts = {
-            "message": f"{failure.message}: host out of memory",
-            "kind": "host_memory",
-            "explanation": [first, *why],
-            "fix": fixes,
-            "memory": memory,
-        }
-        return failure.model_copy(update=facts)
+        why, fixes = _what_to_lower(run_dir, world_size, "", on_host=True)
+        facts = {"message": f"{failure.message}: host out of memory", "kind": "host_memory"}
+        return {**facts, "explanation": [first, *why], "fix": fixes, "memory": memory}
+    reason = f"from outside: no out-of-memory kill was counted; {peaked}"
     if memory.oom_kills is None:
-        why_not = (
-            "killed by another process or by the kernel; it may have been out of memory, but no oom_kill "
-            f"counter can be read; {peaked}"
+        reason = (
+            f"by a process or the kernel, perhaps out of memory: no oom_kill counter can be read; {peaked}"
         )
-    else:
-        why_not = f"from outside: no out-of-memory kill was counted; {peaked}"
     fix = "see who ended it: a limit of the batch system or container, an administrator; `dmesg` if readable"
-    return failure.model_copy(update={"explanation": [why_not], "fix": [fix], "memory": memory})
+    return {"explanation": [reason], "fix": [fix], "memory": memory}
 
 
 def _what_to_lower(
-    run_dir: Path, world_size: int, scarce: Literal["device", "host"], message: str
+    run_dir: Path, world_size: int, message: str, *, on_host: bool
 ) -> tuple[list[str], list[str]]:
+    """Explain a lack of memory, of the host or the device, and find settings that need less."""
     try:
         config = load_config(run_dir / "config.yaml")
     except (ConfigError, OSError):
         return [], []
     machine = results.find(run_dir / "environment.json", Environment) or Environment()
-    on_gpu = config.run.device != "cpu" and bool(machine.gpus)
-    if scarce == "host" and on_gpu:
+    if on_host and config.run.device != "cpu" and machine.gpus:
         return [], [
             "on GPUs the host holds the data, the checkpoint's copy and the program: fewer ranks on "
             "this host, fewer other processes, or more memory"
         ]
-    if scarce == "device":
-        capacity, why = _device_capacity(message, machine)
-    else:
-        capacity, why = _host_capacity(machine, world_size)
+    capacity, why = _host_capacity(machine, world_size) if on_host else _device_capacity(message, machine)
     newest = record.newest_checkpoint_facts(run_dir)
-    precision = precision_of(
-        config, machine.bf16_units, on_gpu=scarce == "device", kept=newest[1].precision if newest else None
-    )
-    equation, fixes = what_fits(config, precision, world_size, capacity, on_gpu=scarce == "device")
+    kept = newest[1].precision if newest else None
+    precision = precision_of(config, machine.bf16_units, on_gpu=not on_host, kept=kept)
+    equation, fixes = what_fits(config, precision, world_size, capacity, on_gpu=not on_host)
     return [*why, equation], fixes
 
 
 def _device_capacity(message: str, machine: Environment) -> tuple[float | None, list[str]]:
-    """GiB that this process can have of the device, from torch's message or else from environment.json."""
+    """Find the GiB that this process can have of the device: in torch's message, else in environment.json."""
 
-    def said(pattern: str) -> float | None:
-        match = re.search(pattern, message)
+    def said(before: str) -> float | None:
+        match = re.search(rf"{before} ([\d.]+) (GiB|MiB)", message)
         return float(match[1]) / {"GiB": 1, "MiB": 1024}[match[2]] if match else None
 
-    size = r"([\d.]+) (GiB|MiB)"
-    total, free = said(rf"total capacity of {size}"), said(rf"of which {size} is free")
-    mine = said(rf"this process has {size} memory in use")
+    total, free, mine = map(said, ("total capacity of", "of which", "this process has"))
     if total is None:
         sizes = [gpu.memory_gib for gpu in machine.gpus if gpu.memory_gib]
         return min(sizes, default=None), []
@@ -161,10 +146,10 @@ def _host_capacity(machine: Environment, world_size: int) -> tuple[float | None,
 def what_fits(
     config: Config, precision: str, world_size: int, capacity_gib: float | None, *, on_gpu: bool
 ) -> tuple[str, list[str]]:
-    """The memory equation of a rank, and the settings that bring it below `capacity_gib` with 10 % spare.
+    """Return the memory equation of a rank, and settings that bring it below `capacity_gib` with 10 % spare.
 
-    The estimate is a line in the micro batch. What did not fit is more than the estimate says where that is
-    less than the capacity: then a tenth less than the estimate is sought. The global batch always stays.
+    The estimate is linear in the micro batch. A run that failed though its estimate fits needs more than it:
+    then a tenth less than the estimate is sought. The global batch always stays.
     """
 
     def estimate(of: Config) -> float:
@@ -182,24 +167,22 @@ def what_fits(
         equation += f"; there are {format_gib(capacity_gib)}"
         if needed <= capacity_gib:
             equation += ", so more was taken than the estimate counts"
-    fixes = []
-    smaller = _largest(config, estimate, world_size, limit, micro - 1)
-    if smaller is not None:
-        fixes.append(_options(config, config, smaller, estimate, world_size))
-    for change in CHANGES if smaller is None else ():
+    for change in ({}, *CHANGES):
         parallel = config.parallel.model_copy(update=change)
         changed = config.model_copy(update={"parallel": parallel})
-        largest = _largest(changed, estimate, world_size, limit, micro)
-        if largest is not None and parallel != config.parallel:
-            fixes.append(_options(config, changed, largest, estimate, world_size))
-            break
-    return equation, fixes or [
+        unchanged = parallel == config.parallel
+        if unchanged and change:
+            continue
+        largest = _largest(changed, estimate, world_size, limit, micro - unchanged)
+        if largest is not None:
+            return equation, [_options(config, changed, largest, estimate, world_size)]
+    return equation, [
         "nothing fits by the estimate: a smaller model, more ranks with parallel.engine=fsdp, or more memory"
     ]
 
 
 def _largest(config: Config, estimate: Estimate, world_size: int, limit_gib: float, most: int) -> int | None:
-    """The largest micro batch up to `most` that divides, is allowed and stays below the limit."""
+    """Find the largest micro batch up to `most` that divides, is allowed and stays below the limit."""
     for micro in (n for n in reversed(divisors(config.batch.global_size)) if n <= most):
         candidate = _with_micro(config, micro)
         if estimate(candidate) > limit_gib:
@@ -211,7 +194,7 @@ def _largest(config: Config, estimate: Estimate, world_size: int, limit_gib: flo
 
 
 def _options(old: Config, new: Config, micro: int, estimate: Estimate, world_size: int) -> str:
-    """`--set` options from `old` to `new` at this micro batch, what that does to the batch, the estimate."""
+    """Format the `--set` options from `old` to `new` at this micro batch, with their effects."""
     new = _with_micro(new, micro)
     settings = {
         f"parallel.{name}": value

@@ -7,15 +7,14 @@ from pathlib import Path
 from bert_dp.record import safe
 from bert_dp.record.models import Failure
 from launcher.report.numbers import format_gib
-from launcher.watch.failure import first_line
-from launcher.watch.memory import GROUP, sparkline
+from launcher.watch.failure import GROUP, first_line
 
 CONSEQUENCES_SHOWN = 6
 
 
 def card(failure: Failure, run_dir: Path) -> list[str]:
-    """What the console shows: within the first lines who, what, where and the log, then why and what to do,
-    what followed, and the log's end."""
+    """Lay out a failure in lines: rank, error, place and log; then why and what to do, consequences, and the
+    log's end."""
     lines = [f"failed: {first_line(failure.headline())}"]
     if failure.where:
         lines.append(f"  at {failure.where}" + (f" {failure.source}" if failure.source else ""))
@@ -34,14 +33,9 @@ def card(failure: Failure, run_dir: Path) -> list[str]:
 
 
 def _memory_lines(failure: Failure) -> list[str]:
-    """Curves of the rank that failed, of the greatest other one, and of the control group."""
-    if failure.memory is None:
-        return []
-    curves, mine = failure.memory.curves_gib, f"rank {failure.rank}"
-    others = [name for name in curves if name not in (mine, GROUP)]
-    others.sort(key=lambda name: max(curves[name]), reverse=True)
-    return [
-        f"  memory: {name} {sparkline(curves[name])} peak {format_gib(max(curves[name]))}"
-        for name in (mine, *others[:1], GROUP)
-        if curves.get(name)
-    ]
+    """Name the peaks of the rank that failed, of the greatest other one, and of the control group."""
+    peaks = failure.memory.peaks_gib if failure.memory else {}
+    mine = f"rank {failure.rank}"
+    others = sorted(peaks.keys() - {mine, GROUP}, key=lambda name: peaks[name], reverse=True)
+    shown = [name for name in (mine, *others[:1], GROUP) if name in peaks]
+    return [f"  memory: {name} peaked at {format_gib(peaks[name])}" for name in shown]

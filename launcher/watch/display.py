@@ -1,4 +1,4 @@
-"""Console output while the ranks run: lines of rank 0, and one live line of progress."""
+"""Show a run on the console while it runs: lines of rank 0, and one live line of progress."""
 
 from __future__ import annotations
 
@@ -30,50 +30,42 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-STAY_S = 10.0  # between lines that stay above the bar of a terminal; elsewhere each is shown
+STAY_S = 10.0  # between lines above the bar of a terminal; elsewhere each is shown
 READ_BYTES = 2**20  # of a file at once
 LINE_CHARS = 1000
-LINES_PER_S, MAX_BURST = 20, 200  # of rank 0 on the console; more stay in its log
+MAX_LINES = 50  # of rank 0 on the console at a poll; more stay in its log
 ETA_LINES = 20  # logged steps over which the remaining time is extrapolated
 
 
 class Tail:
-    """Read the whole lines added to a file since the last call. A replaced file is read from its start.
+    """Reads the lines added to a file since the last call, READ_BYTES at most; a longer line comes in pieces.
 
-    A call reads READ_BYTES. With `newest` a reader that is further behind skips to the last READ_BYTES, and a
-    line longer than that is dropped.
+    A replaced file is read from its start. With `skip_present` what the file holds already is left out.
     """
 
-    def __init__(self, path: Path, *, skip_present: bool = False, newest: bool = False):
-        self._path, self._newest = path, newest
+    def __init__(self, path: Path, *, skip_present: bool = False):
+        self._path = path
         self._inode = self._offset = 0
         if skip_present and path.exists():
             status = path.stat()
             self._inode, self._offset = status.st_ino, status.st_size
 
     def lines(self) -> tuple[list[str], bool]:
-        """Return the new lines, and whether the file is another one than before. A file that cannot be read
-        now, as on a file server that does not answer, has no new lines."""
+        """Return the new lines, and whether the file has been replaced. A file that cannot be read now, as on
+        a file server that does not answer, has no new lines."""
         try:
-            return self._read()
+            with self._path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                replaced = self._inode not in (0, status.st_ino) or status.st_size < self._offset
+                offset = 0 if replaced else self._offset
+                file.seek(offset)
+                data = file.read(READ_BYTES)
         except OSError:
             return [], False
-
-    def _read(self) -> tuple[list[str], bool]:
-        """Raises OSError."""
-        with self._path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            file.read(1)  # an error must come before anything is noted
-            replaced = self._inode != 0 and (status.st_ino != self._inode or status.st_size < self._offset)
-            if replaced or not self._inode:
-                self._inode, self._offset = status.st_ino, 0
-            if self._newest and status.st_size - self._offset > READ_BYTES:
-                file.seek(status.st_size - READ_BYTES)
-                self._offset = file.tell() + len(file.readline(READ_BYTES))
-            file.seek(self._offset)
-            whole, newline, _ = file.read(READ_BYTES).rpartition(b"\n")
-        self._offset += len(whole) + len(newline)
-        return (whole.decode("utf-8", "replace").split("\n") if newline else []), replaced
+        end = data.rfind(b"\n") + 1 or (len(data) if len(data) == READ_BYTES else 0)
+        self._inode, self._offset = status.st_ino, offset + end
+        text = data[:end].decode("utf-8", "replace").removesuffix("\n")
+        return (text.split("\n") if end else []), replaced
 
 
 class Display:
@@ -85,13 +77,13 @@ class Display:
 
     def __init__(self, run_dir: Path, console: Console, config: Config):
         self._console, self._config, self._run_dir = console, config, run_dir
-        self._log = Tail(run_dir / "logs" / "rank-0.log", skip_present=True, newest=True)
-        self._allowed, self._polled, self._flooded = float(MAX_BURST), time.monotonic(), False
+        self._log = Tail(run_dir / "logs" / "rank-0.log", skip_present=True)
         self._metrics = Tail(run_dir / "metrics.jsonl", skip_present=True)
         self._evals = Tail(run_dir / "evals.jsonl")
         self._evaluated = set(self._evals.lines()[0])  # the file is replaced with every line that it gets
         self._lines: list[dict[str, Any]] = []
         self._stayed = -STAY_S
+        self._flooded = False
         self._bar: Progress | None = None
 
     def __enter__(self) -> Display:
@@ -130,69 +122,57 @@ class Display:
                 self._note(heldout_line(json.loads(line)))
 
     def _show_progress(self) -> None:
-        """The newest line on the bar, and as a line that stays: on a terminal one in STAY_S."""
+        """Show the newest line on the bar, and as a line that stays: on a terminal one in STAY_S."""
         line, now = self._lines[-1], time.monotonic()
-        left = eta_s(self._lines, self._config.schedule.hours)
+        left, unit = eta_s(self._lines, self._config.schedule.hours), self._config.loss_unit
         if self._bar is not None:
             (bar,) = self._bar.task_ids
-            text = bar_text(line, eta=left, unit=self._config.loss_unit)
+            text = progress_line(line, eta=left, unit=unit, short=True)
             self._bar.update(bar, completed=line["progress"], description=text)
             if now - self._stayed < STAY_S:
                 return
         self._stayed = now
-        self._note(progress_line(line, eta=left, unit=self._config.loss_unit))
+        self._note(progress_line(line, eta=left, unit=unit))
 
     def _note(self, text: str) -> None:
         show(self._console, text, **PLAIN)
 
     def _show_log(self) -> None:
-        """Show the newest lines of rank 0, LINES_PER_S of them after a burst."""
+        """Show the newest lines of rank 0, at most MAX_LINES."""
         lines = [text for line in self._log.lines()[0] if (text := readable(line))]
         with contextlib.suppress(OSError):  # a file server that does not answer
             if any((self._run_dir / "logs").glob("rank-*.error.json")):  # written before its traceback
                 return
-        now = time.monotonic()
-        self._allowed = min(MAX_BURST, self._allowed + LINES_PER_S * (now - self._polled))
-        self._polled = now
-        shown = lines[-max(1, int(self._allowed)) :]
-        self._allowed = max(0.0, self._allowed - len(shown))
-        if len(shown) < len(lines) and not self._flooded:
+        flooded = len(lines) > MAX_LINES
+        if flooded and not self._flooded:
             self._note("lines are left out, see logs/rank-0.log")
-        self._flooded = len(shown) < len(lines)
-        for line in shown:
+        self._flooded = flooded
+        for line in lines[-MAX_LINES:]:
             self._note(line)
 
 
-def progress_line(metrics: Mapping[str, Any], *, eta: float | None = None, unit: str = "nats") -> str:
-    """One line of metrics.jsonl for the console; `eta` in seconds, `unit` of the loss."""
-    ranks = count_of(metrics.get("world_size"), "rank")
-    return " | ".join(
-        (
-            f"step {format_count(metrics.get('step'))}",
-            format_percent(metrics.get("progress")),
-            f"loss {heldout.loss_in(unit, metrics.get('loss'))}",
-            f"lr {format_lr(metrics.get('lr'))}",
-            f"{format_si(metrics.get('tokens_per_s'), 'tokens/s')} over {ranks}",
-            format_si(metrics.get("global_steps_per_s"), "global steps/s"),
-            *([] if eta is None else [f"left {format_eta(eta)}"]),
-        )
-    )
-
-
-def bar_text(metrics: Mapping[str, Any], *, eta: float | None = None, unit: str = "nats") -> str:
-    """The same beside a bar, within 60 characters."""
-    return " | ".join(
-        (
-            format_percent(metrics.get("progress")),
-            f"loss {heldout.loss_in(unit, metrics.get('loss'))}",
-            format_si(metrics.get("tokens_per_s"), "tokens/s"),
-            *([] if eta is None else [f"left {format_eta(eta)}"]),
-        )
-    )
+def progress_line(
+    metrics: Mapping[str, Any], *, eta: float | None = None, unit: str = "nats", short: bool = False
+) -> str:
+    """Format a line of metrics.jsonl for the console; `eta` in seconds, `unit` of the loss. `short`: within
+    60 characters, for beside the bar."""
+    parts = {
+        "step": f"step {format_count(metrics.get('step'))}",
+        "progress": format_percent(metrics.get("progress")),
+        "loss": f"loss {heldout.loss_in(unit, metrics.get('loss'))}",
+        "lr": f"lr {format_lr(metrics.get('lr'))}",
+        "tokens": format_si(metrics.get("tokens_per_s"), "tokens/s"),
+        "global": format_si(metrics.get("global_steps_per_s"), "global steps/s"),
+    }
+    if short:
+        parts = {name: parts[name] for name in ("progress", "loss", "tokens")}
+    else:
+        parts["tokens"] += f" over {count_of(metrics.get('world_size'), 'rank')}"
+    return " | ".join([*parts.values(), *([] if eta is None else [f"left {format_eta(eta)}"])])
 
 
 def heldout_line(line: Mapping[str, Any]) -> str:
-    """One line of evals.jsonl for the console. Raises ValueError."""
+    """Format a line of evals.jsonl for the console. Raises ValueError."""
     measured = HeldOut.model_validate(line)
     parts = (
         f"step {format_count(line.get('step'))}",
@@ -204,10 +184,8 @@ def heldout_line(line: Mapping[str, Any]) -> str:
 
 
 def eta_s(lines: Sequence[Mapping[str, Any]], hours: float | None = None) -> float | None:
-    """Seconds left: what remains of a budget in hours, else at the pace of the last lines of metrics.jsonl.
-
-    None until the lines tell.
-    """
+    """Estimate the seconds left: the rest of a budget in hours, else by the pace of the last lines of
+    metrics.jsonl. None while that is not known."""
     if hours is not None and lines:
         done = number(lines[-1].get("progress"))
         return None if done is None else (1 - done) * hours * 3600

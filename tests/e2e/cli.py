@@ -16,7 +16,7 @@ from unittest import mock
 import psutil
 
 from bert_dp.config import dump_config, load_config
-from launcher import cli
+from launcher.cli import app
 from launcher.job import find_config
 
 T = TypeVar("T")
@@ -90,7 +90,7 @@ def here(*arguments: str, cwd: Path | None = None, **environ: str) -> subprocess
         contextlib.redirect_stderr(errors),
     ):
         try:
-            cli.main()
+            app.main()
             code: Any = 0
         except SystemExit as end:
             code = end.code or 0

@@ -138,4 +138,4 @@ def test_without_scikit_learn_nothing_starts(
 ) -> None:
     monkeypatch.setattr(job, "has_package", lambda name: name != "sklearn")
     said = refused("finetune", str(run_dir), *OWN, cwd=files)
-    assert "finetune scores with scikit-learn and scipy; `pip install " in said
+    assert "objective.name: scoring needs sklearn and scipy; `pip install " in said

@@ -16,7 +16,7 @@ from bert_dp import record
 from launcher.run import processes
 from launcher.run.starters import LAUNCHERS
 from launcher.watch.card import card
-from launcher.watch.memory import MemoryWatch
+from launcher.watch.failure import MemoryWatch
 from tests.e2e.cli import members, train, write_config
 from tests.faults.harness import FULL, broken, observe, rounds
 from tests.helpers import read_json, write_files
@@ -99,7 +99,7 @@ def test_row_02_a_killed_rank_is_named(tmp_path: Path, shards: Path, launcher: s
         assert facts["message"].endswith("killed by signal 9 (SIGKILL)")
         assert facts["killed_by"] == 9
         assert any("why: from outside" in line and "memory peaked at" in line for line in facts["first"])
-        assert set(facts["memory"]["curves_gib"]) >= {"rank 0", "rank 1"}
+        assert set(facts["memory"]["peaks_gib"]) >= {"rank 0", "rank 1"}
 
 
 def test_row_02_a_kill_for_want_of_memory_is_told_as_such(
@@ -132,7 +132,7 @@ def test_row_02_a_kill_for_want_of_memory_is_told_as_such(
     assert any(line.startswith("  memory: rank 1 ") for line in lines[:15])
     memory = read_json(run_dir / "summary.json")["failure"]["memory"]
     assert memory["oom_kills"] == 1
-    assert max(memory["curves_gib"]["rank 1"]) > 0.05
+    assert memory["peaks_gib"]["rank 1"] > 0.05
 
 
 @pytest.mark.parametrize(

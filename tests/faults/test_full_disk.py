@@ -30,7 +30,7 @@ def fill_and_free(place: Path, shards: Path) -> None:
     seen = len(read_lines(run_dir / "metrics.jsonl"))
 
     def step() -> int:
-        beat = record.read_beat(record.heartbeat_path(run_dir, 0))
+        beat = record.read_heartbeat(record.heartbeat_path(run_dir, 0))
         return beat.step if beat else 0
 
     wait_for(lambda: process.poll() is not None or step() > seen + 60)
@@ -57,7 +57,7 @@ def fill_and_stay(place: Path, shards: Path) -> None:
     said, errors = process.communicate(timeout=300)
     assert process.returncode == 1, said + errors
     assert "Traceback" not in said + errors, said + errors
-    beat = record.read_beat(record.heartbeat_path(run_dir, 0))
+    beat = record.read_heartbeat(record.heartbeat_path(run_dir, 0))
     assert beat.step == 40
     first = next(line for line in said.splitlines() if line.startswith("failed: "))
     assert "No space left on device" in first

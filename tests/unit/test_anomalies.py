@@ -14,7 +14,7 @@ from bert_dp.config import BatchLayout
 from bert_dp.dist import Comm, SharedClock
 from bert_dp.measure.profiling import ALONE, lone_trainer
 from bert_dp.metrics import Meter
-from bert_dp.rank_process import collector_at_rest
+from bert_dp.rank_process import gc_paused
 from bert_dp.record import CheckpointFacts
 from bert_dp.train_state import TrainState
 from bert_dp.trainer import log_steps
@@ -115,7 +115,7 @@ def test_a_logged_spike_is_said_counted_and_remembered_with_the_checkpoint(
     )
     state = TrainState(global_batch=2)
     losses = [*noise(140), 20.0, *noise(3), float("nan")]
-    with lone_trainer(settings, tmp_path) as trainer, collector_at_rest():  # each line collects garbage
+    with lone_trainer(settings, tmp_path) as trainer, gc_paused():  # each line collects garbage
         clock = SharedClock(trainer.comm)
         for step, loss in enumerate(losses, 1):
             state.step, state.samples = step, 2 * step

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from bert_dp.binding import (
     Placement,
     Topology,
+    bind,
     cpu_shares,
     format_cores,
     gpu_shares,
     omp_threads,
     parse_cores,
     pci_node,
-    place,
     read_topology,
 )
 
@@ -113,12 +113,6 @@ def test_lists_of_cores_are_the_kernels(cores: set[int]) -> None:
     assert parse_cores(format_cores(cores)) == sorted(cores)
 
 
-def test_lists_of_cores() -> None:
-    assert parse_cores("0-3,8\n") == [0, 1, 2, 3, 8]
-    assert parse_cores("\n") == []
-    assert format_cores([8, 0, 1, 2, 10]) == "0-2,8,10"
-
-
 @pytest.mark.parametrize(
     ("placement", "text"),
     [
@@ -138,41 +132,18 @@ def test_place_binds_by_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: bound.append(cores))
     root = two_sockets(tmp_path)
     gpus = ["0000:1a:00.0", "0001:e3:00.0"]
-    assert place(1, 2, gpus, root).shares[1] == (4, 5, 6, 7, 12, 13, 14, 15)
+    assert bind(1, 2, gpus, root).shares[1] == (4, 5, 6, 7, 12, 13, 14, 15)
     assert bound == [(4, 5, 6, 7, 12, 13, 14, 15)]
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})  # none of them near the second
-    assert place(1, 2, gpus, root) == Placement(((0, 1, 2, 3), ()), 2)
+    assert bind(1, 2, gpus, root) == Placement(((0, 1, 2, 3), ()), 2)
     assert len(bound) == 1, "a rank without a share is not bound, and its threads are an equal part"
-
-
-def test_a_rank_has_a_thread_for_each_core_that_its_starter_has_left_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 4, 5} if pid == 0 else set(range(8)))
-    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: pytest.fail("bound anew"))
-    assert place(1, 2) == Placement(((3, 4, 5),), 3, inherited=True)
-
-
-def test_a_rank_whose_parent_cannot_be_asked_is_bound_as_any_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def cores(pid: int) -> set[int]:
-        if pid:
-            raise ProcessLookupError
-        return {2, 3}
-
-    bound: list[tuple[int, ...]] = []
-    monkeypatch.setattr(os, "sched_getaffinity", cores)
-    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, mine: bound.append(mine))
-    assert place(1, 2, root=tmp_path) == Placement(((2,), (3,)), 1)
-    assert bound == [(3,)]
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores to tell them apart")
 def test_a_rank_that_was_bound_by_its_starter_keeps_its_cores() -> None:
     code = (
-        "import os, sys; from bert_dp.binding import place\n"
-        "mine = os.sched_getaffinity(0); placed = place(0, 2)\n"
+        "import os, sys; from bert_dp.binding import bind\n"
+        "mine = os.sched_getaffinity(0); placed = bind(0, 2)\n"
         "assert os.sched_getaffinity(0) == mine, placed; print(placed.inherited, len(placed.shares[0]))"
     )
     one = min(os.sched_getaffinity(0))

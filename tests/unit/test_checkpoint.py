@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from bert_dp import checkpoint, record
 from bert_dp.config import ConfigError
@@ -329,9 +331,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped": (flip, "optimizer.safetensors: SHA-256 differs"),
     "no manifest": (lambda p: (p / "manifest.json").unlink(), "manifest.json: No such file"),
     "missing file": (lambda p: (p / "state.json").unlink(), "state.json: No such file"),
-    "not JSON": (manifest_of(b'{"files": '), "JSONDecodeError"),
-    "binary": (manifest_of(b"\xff\xfe\x00"), "UnicodeDecodeError"),
-    "a list": (manifest_of(b"[1, 2]"), "TypeError"),
     "a number for a file": (lambda p: name_in_manifest(p, "model.safetensors", 3), "TypeError"),
     "outside": (points_outside, "secret"),
     "manifest is a directory": (manifest_is_a_directory, "not a regular file"),
@@ -362,14 +361,6 @@ def test_a_broken_newest_is_passed_over_and_named(
     with pytest.raises(ConfigError, match="no valid checkpoint there") as caught:
         checkpoint.resolve(str(tmp_path / "run"))
     assert list(map(str, caught.value.issues[1:])) == [problem]
-
-
-def test_all_broken_ones_are_named_newest_first(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        truncate(save(tmp_path, step))
-    found, problems = checkpoint.newest_valid(tmp_path)
-    assert found is None
-    assert [next(s for s in (1, 2, 3) if f"step-0000000{s}" in p) for p in problems] == [3, 2, 1]
 
 
 def test_resolve_takes_a_checkpoint_a_run_and_a_folder(tmp_path: Path) -> None:
@@ -408,16 +399,6 @@ def test_a_pickle_is_refused_and_not_executed(tmp_path: Path, writer: str) -> No
     assert not canary.exists()
 
 
-@pytest.mark.parametrize(
-    "text", ["[]", '"x"', '{"scaler": 3}', '{"scaler": {"scale": "x"}}', "{}", "not json"]
-)
-def test_a_state_json_of_another_shape_is_a_configuration_error(tmp_path: Path, text: str) -> None:
-    path = save(tmp_path, 1)
-    (path / "state.json").write_text(text)
-    with pytest.raises(ConfigError, match="not a checkpoint"):
-        checkpoint.load(path)
-
-
 # --- what was written by hand
 
 
@@ -431,29 +412,34 @@ def rewrite(path: Path, name: str, data: bytes) -> None:
 MISSING = object()
 BAD_FACTS: list[tuple[str, Any]] = [
     ("step", -1),
-    ("step", 1e3),
-    ("step", "7"),
     ("step", 10**400),
-    ("step", None),
     ("samples", True),
-    ("samples", -8),
-    ("elapsed_s", "long"),
-    ("elapsed_s", -1.0),
     ("elapsed_s", float("inf")),
-    ("skipped_steps", [1]),
-    ("recent_losses", 3.0),
     ("recent_losses", [1.0, float("nan")]),
     ("config", ["a", "list"]),
     ("data_hash", "\x1b[2J"),
-    ("data_hash", 3),
-    ("tokenizer", "x"),
-    ("compiled", "no"),
     ("device", "tpu"),
-    ("precision", "fp8"),
     ("scaler", {"scale": "x"}),
-    ("scaler", {"scale": float("nan")}),
-    *((key, MISSING) for key in ("step", *FACTS) if key != "scaler"),
+    *((key, MISSING) for key in ("step", "config")),
 ]
+
+
+@given(st.binary(max_size=60) | st.text(max_size=60).map(lambda text: json.dumps(text).encode()))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_bytes_in_place_of_its_json_are_one_printable_line(tmp_path: Path, data: bytes) -> None:
+    path = checkpoint.path_of(tmp_path, 1)
+    if not path.exists():
+        save(tmp_path, 1)
+    before = {name: (path / name).read_bytes() for name in ("state.json", "manifest.json")}
+    for name, text in before.items():
+        (path / name).write_bytes(data)
+        if name == "manifest.json":
+            assert str(checkpoint.check(path)).startswith(str(path))
+        else:
+            with pytest.raises(ConfigError, match="not a checkpoint") as caught:
+                checkpoint.load(path)
+            assert str(caught.value).isprintable()
+        (path / name).write_bytes(text)
 
 
 @pytest.mark.parametrize(("key", "value"), BAD_FACTS)
@@ -471,13 +457,6 @@ def test_a_fact_that_is_missing_or_of_another_type_or_range_is_named(
         checkpoint.load(path)
     assert str(caught.value).isprintable()
     assert record.newest_checkpoint_facts(path) is None
-
-
-def test_older_and_newer_facts_open(tmp_path: Path) -> None:
-    """Nothing in FACTS counts skips or spikes, as the first versions did not; world_size has no reader."""
-    facts = {**FACTS, "world_size": 3, "of a later version": [1, {"a": None}]}
-    _, found = checkpoint.load(checkpoint.save(tmp_path, 3, make_state(3), facts, 9))
-    assert (found.step, found.skipped_steps, found.recent_losses, found.tokenizer) == (3, 0, [], None)
 
 
 def test_an_empty_optimizer_after_steps_is_an_error_and_none_before(tmp_path: Path) -> None:
@@ -506,13 +485,10 @@ def two_state() -> State:
 
 TENSORS: list[tuple[str, str, torch.Tensor | None, str]] = [
     ("model", "a.weight", torch.zeros(5, 3).double(), r"a.weight: expected float32 \(5, 3\), found float64"),
-    ("model", "a.weight", torch.zeros(5, 3, dtype=torch.int32), r"a.weight: expected .* found int32"),
-    ("model", "a.weight", torch.zeros(5, 3).half(), r"a.weight: expected .* found float16"),
     ("model", "a.bias", torch.zeros(1), r"a.bias: expected float32 \(5,\), found float32 \(1,\)"),
     ("model", "b.weight", None, "model.safetensors has no b.weight"),
     ("model", "c\x1b[2J", torch.zeros(1), r"no tensor 'c\\x1b"),
     ("optimizer", "a.bias/m", torch.zeros(5).double(), r"a.bias/m: expected float32 .* found float64"),
-    ("optimizer", "b.weight/m", torch.zeros(10), r"b.weight/m: expected .*, found float32 \(10,\)"),
     ("optimizer", "c/m", torch.zeros(1), "no such parameter"),
     ("optimizer", "b.weight/", None, "optimizer.safetensors has nothing for b.weight"),
 ]
@@ -534,26 +510,15 @@ def test_tensors_that_are_not_the_models_are_refused_by_name(
     assert issue.isprintable()
 
 
-SPECIAL: dict[str, Callable[[Path], None]] = {
-    "fifo": os.mkfifo,
-    "device": lambda file: file.symlink_to("/dev/zero"),
-    "directory": Path.mkdir,
-}
-
-
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("what", SPECIAL)
-@pytest.mark.parametrize(
-    "name", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
-)
-def test_what_is_no_regular_file_is_never_waited_for(tmp_path: Path, name: str, what: str) -> None:
+@pytest.mark.parametrize("name", ["model.safetensors", "state.json", "manifest.json"])
+def test_what_is_no_regular_file_is_never_waited_for(tmp_path: Path, name: str) -> None:
     path = save(tmp_path, 1)
-    size = (path / name).stat().st_size
     (path / name).unlink()
-    SPECIAL[what](path / name)
+    os.mkfifo(path / name)
     if name != "manifest.json":
         entry = read_json(path / "manifest.json")["files"][name]
-        name_in_manifest(path, name, {**entry, "bytes": (path / name).stat().st_size if size else 0})
+        name_in_manifest(path, name, {**entry, "bytes": 0})
         with pytest.raises(ConfigError, match="not a regular file"):
             checkpoint.load(path)
     assert f"{name}: not a regular file" in str(checkpoint.check(path))

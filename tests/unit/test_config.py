@@ -29,7 +29,7 @@ from bert_dp.config import (
 )
 from bert_dp.config.load import SYNONYMS, ConfigLoader
 from launcher.job import absolute
-from launcher.run.describe import expected_steps
+from launcher.run.train import expected_steps
 from tests.helpers import BASE, CONFIGS, issues_of, make_config, raised_issues
 
 LEAST = "data: {sources: [builtin]}\nschedule: {steps: 1}\n"

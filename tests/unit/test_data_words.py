@@ -9,8 +9,7 @@ import pytest
 from bert_dp.config import batch_layout, read_data, read_manifest
 from launcher.datasets import built_lines
 from launcher.machine import environment
-from launcher.run.describe import describe, describe_data
-from launcher.run.memory_check import check_memory
+from launcher.run.train import check_memory, describe, describe_data
 from tests.example_files import write_examples
 from tests.helpers import make_config
 

@@ -14,11 +14,11 @@ from types import SimpleNamespace
 import pytest
 
 from bert_dp.cost import GIB
-from launcher import children, cli
+from launcher import children
+from launcher.cli.app import app
 from launcher.machine import doctor
 from launcher.machine.doctor import diagnose
 from launcher.machine.environment import Gpu, cgroup_limit, num_gpus, probe
-from launcher.machine.links import Links
 from launcher.run.starters import start_environment
 from tests.e2e.cli import wait_for
 from tests.helpers import write_files
@@ -160,7 +160,7 @@ def test_the_numa_node_of_a_gpu_and_its_usable_cores(smi, tmp_path):
     facts = probe(root=write_files(tmp_path, files))
     assert [gpu.numa_node for gpu in facts.gpus] == [1, None, None]
     assert facts.numa_cores == {"0": 1, "1": 0}
-    assert any("no core of node 1 is usable" in f.consequence for f in diagnose(facts))
+    assert any(f.level == "warn" and f.what.startswith("NUMA") for f in diagnose(facts))
 
 
 def test_broken_driver_is_a_finding_and_the_drivers_list_still_counts(smi, tmp_path, monkeypatch):
@@ -230,34 +230,24 @@ def test_git_commit_and_dirty_flag(tmp_path):
 @pytest.mark.parametrize(
     ("change", "level", "word"),
     [
-        ({"shm_gib": 0.0625}, "warn", "shared memory"),
-        ({"shm_gib": None}, "warn", "shared memory (/dev/shm): not known"),
-        ({"disk_free_gib": None}, "warn", "free disk: not known"),
-        ({"memory_available_gib": 3.0}, "warn", "memory: 3.0 GiB"),
-        ({"memory_limit_gib": 2.0}, "warn", "memory: 2.0 GiB"),
-        ({"disk_free_gib": 4.0}, "warn", "disk"),
-        ({"open_files": 256}, "warn", "open files"),
+        ({"shm_gib": 0.9}, "warn", "shared memory"),
+        ({"shm_gib": None}, "warn", "shared memory"),
+        ({"disk_free_gib": None}, "warn", "free disk"),
+        ({"disk_free_gib": 4.9}, "warn", "free disk"),
+        ({"memory_available_gib": 3.9}, "warn", "memory: 3.9"),
+        ({"memory_limit_gib": 2.0}, "warn", "memory: 2.0"),
+        ({"open_files": 1023}, "warn", "open files: limit 1023"),
+        ({"max_processes": 2047}, "warn", "processes: limit 2047"),
         ({"affinity_cores": 1}, "warn", "cores"),
         ({"cpu_quota_cores": 1.5}, "warn", "cores"),
         ({"numa_cores": {"0": 0, "1": 16}}, "warn", "NUMA nodes: 2, usable 0 cores of node 0"),
-        ({"max_processes": 512}, "warn", "processes: limit 512"),
         ({"python": "3.10.4"}, "fail", "python 3.10.4"),
         ({"python": "3.14.0"}, "fail", "python 3.14.0"),
         ({"versions": {}}, "fail", "torch is not installed"),
-        ({"versions": {"torch": "2.9.1"}}, "fail", "torch 2.9.1"),
         ({"versions": {"torch": "2.10.9"}}, "fail", "torch 2.10.9"),
-        ({"shm_gib": 0.9}, "warn", "shared memory (/dev/shm): 0.90 GiB"),
-        ({"memory_available_gib": 3.9}, "warn", "memory: 3.9 GiB"),
-        ({"disk_free_gib": 4.9}, "warn", "free disk: 4.9 GiB"),
-        ({"open_files": 1023}, "warn", "open files: limit 1023"),
-        ({"max_processes": 2047}, "warn", "processes: limit 2047"),
-        ({"versions": {"torch": "2.13.0+cpu"}}, "fail", "torch 2.13.0+cpu is a CPU build beside 2 GPUs"),
+        ({"versions": {"torch": "2.13.0+cpu"}}, "fail", "torch build: CPU, 2 GPUs"),
         ({"gpus": GOOD.gpus[:1], "cuda_visible_devices": "0"}, "warn", "GPUs: 1 of 2"),
-        (
-            {"gpus": (), "gpus_present": 0, "cuda_visible_devices": "0"},
-            "warn",
-            "GPUs: none, ranks use the CPU",
-        ),
+        ({"gpus": (), "gpus_present": 0, "cuda_visible_devices": "0"}, "warn", "GPUs: none"),
         ({"gpu_error": "no answer within 10 s"}, "fail", "no answer"),
     ],
 )
@@ -282,28 +272,6 @@ def test_a_good_machine_has_no_findings():
         assert {f.level for f in diagnose(dataclasses.replace(GOOD, shm_gib=1.0, **least))} == {"ok"}
 
 
-@pytest.mark.parametrize(("level", "command"), [("warn", "bert-dp train --dry-run"), ("fail", "")])
-def test_doctor_says_what_follows_and_goes_on_to_a_run_unless_that_would_fail(level, command):
-    report = doctor.doctor_report(
-        GOOD, [doctor.Finding("ok", "a"), doctor.Finding(level, "b", "slow", "buy")]
-    )
-    assert [v.notes for v in report.verdicts] == [(), ("causes: slow", "fix: buy")]
-    assert report.next == command
-
-
-def test_doctor_looks_at_the_links_of_the_gpus_that_are_visible(tmp_path, monkeypatch):
-    gpus = tuple(dataclasses.replace(gpu, index=gpu.index + 2) for gpu in GOOD.gpus)
-    asked = []
-    near = Links({(2, 3): "PIX"}, {})
-    monkeypatch.setattr(doctor, "probe", lambda _: dataclasses.replace(GOOD, gpus=gpus, gpu_topology="t"))
-    monkeypatch.setattr(doctor.links, "read_links", lambda *given: asked.append(given) or near)
-    for check in ("checkpoint", "all_reduce"):
-        monkeypatch.setattr(doctor, check, lambda *_, **__: doctor.Finding("ok", "x"))
-    _, findings = doctor.doctor(tmp_path)
-    assert asked == [("t", [2, 3])]
-    assert "GPU links: one PCIe switch between 2-3" in [f.what for f in findings]
-
-
 @pytest.mark.parametrize(("gpus", "last"), [(GOOD.gpus[:1], "all-reduce"), ((), "bf16")])
 def test_doctor_asks_of_bf16_where_ranks_run_on_a_cpu_and_keeps_to_its_time(
     tmp_path, monkeypatch, gpus, last
@@ -311,7 +279,6 @@ def test_doctor_asks_of_bf16_where_ranks_run_on_a_cpu_and_keeps_to_its_time(
     """The checkpoint has half of the time, the others what is left."""
     asked = {}
     monkeypatch.setattr(doctor, "probe", lambda _: dataclasses.replace(GOOD, gpus=gpus))
-    monkeypatch.setattr(doctor.links, "read_links", lambda *_: pytest.fail("one GPU has no link"))
     for check, name in (("checkpoint", "checkpoint"), ("all_reduce", "all-reduce"), ("bf16", "bf16")):
         monkeypatch.setattr(
             doctor,
@@ -435,18 +402,17 @@ def test_a_module_that_a_signal_killed_is_no_silent_end(fake_module, capsys, num
     assert capsys.readouterr().err == f"error: {name}: {said}\n"
 
 
-def test_time_that_ran_out_on_a_busy_machine_is_a_warning(fake_module, monkeypatch):
-    source = fake_module("import time; time.sleep(600)")
-    monkeypatch.setattr("os.getloadavg", lambda: (1000.0, 0.0, 0.0))
-    finding = doctor.all_reduce(3, source)
-    assert finding.level == "warn"
-    assert "no answer within 3 s" in finding.what
-    assert "load 1000.0" in finding.what
-    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
-    finding = doctor.all_reduce(3, source, gpus=8)
-    assert (finding.level, finding.what.endswith("opening 8 GPUs takes long")) == ("warn", True)
-    assert doctor.all_reduce(3, source, gpus=1).level == "fail", "beside one GPU two CPU ranks are asked"
-    assert doctor.all_reduce(20, fake_module("raise RuntimeError('no gloo')")).level == "fail"
+def test_time_that_ran_out_on_a_busy_machine_is_a_warning(monkeypatch):
+    late = (None, f"{children.NO_ANSWER} 3 s")
+    for load, gpus, answer, level in (
+        (1000.0, 0, late, "warn"),
+        (0.0, 8, late, "warn"),
+        (0.0, 1, late, "fail"),
+        (1000.0, 8, (None, "no gloo"), "fail"),
+    ):
+        monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0.0, 0.0))
+        monkeypatch.setattr(doctor, "run_command", lambda *_, answer=answer: answer)
+        assert doctor.all_reduce(20, gpus=gpus).level == level
 
 
 def test_all_reduce_timeout_ends_the_grandchildren_and_shows_stderr(fake_module, tmp_path, monkeypatch):
@@ -492,11 +458,9 @@ def test_a_real_checkpoint_round_trip(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_an_all_reduce_without_time_is_told(monkeypatch):
+def test_nothing_starts_without_time(monkeypatch):
     monkeypatch.setattr(doctor, "run_command", lambda *_: pytest.fail("started"))
-    finding = doctor.all_reduce(1.0)
-    assert finding.level == "warn"
-    assert "not measured" in finding.what
+    assert children.NO_ANSWER in doctor.all_reduce(1.0).what
 
 
 def test_what_doctor_starts_ends_with_it(fake_module, tmp_path):
@@ -524,5 +488,5 @@ def test_import_is_free_of_torch_and_rich():
 @pytest.mark.parametrize(("level", "code"), [("ok", 0), ("warn", 0), ("fail", 1)])
 def test_doctor_fails_only_when_a_run_would(monkeypatch, capsys, level, code):
     monkeypatch.setattr(doctor, "doctor", lambda run_dir: (GOOD, [doctor.Finding(level, "something")]))
-    assert (cli.app(["doctor"], standalone_mode=False) or 0) == code
+    assert (app(["doctor"], standalone_mode=False) or 0) == code
     assert "something" in capsys.readouterr().out

@@ -20,19 +20,16 @@ from bert_dp.record.models import Failure, FailureKind, RunMemory, kind_of_text
 from launcher.children import ending
 from launcher.watch.card import CONSEQUENCES_SHOWN, card
 from launcher.watch.failure import (
+    GROUP,
     NO_CAUSE,
     RankExit,
-    crash_stack,
     decide_cause,
     first_cause,
     first_line,
     of_a_disk,
-    raised_last,
     read_end,
     tail_of,
 )
-from launcher.watch.heartbeats import Hang
-from launcher.watch.memory import GROUP
 
 WRONG = {"setting": "optim.lr", "kind": "out_of_range", "message": "wrong"}
 TORCHRUN = """
@@ -180,10 +177,6 @@ def test_a_crash_shows_the_stack_of_its_thread_and_our_line_in_it(tmp_path: Path
     assert (killed.where, killed.log_tail[0]) == (None, "setting up")
 
 
-def test_no_stack_is_no_stack() -> None:
-    assert crash_stack("all is well\n") == []
-
-
 def test_a_log_of_any_size_is_read_from_its_end(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.log"
     path.write_bytes(b"x" * 5_000_000 + b"\nlast\n")
@@ -214,8 +207,8 @@ def full(**more: object) -> Failure:
 
 def test_the_card_says_the_most_important_first(tmp_path: Path) -> None:
     many = [f"rank {i}: RuntimeError: Connection closed by peer" for i in range(4, 40)]
-    curves = {"rank 3": [1.0, 2.0], "rank 1": [0.5, 1.0], "rank 2": [0.1], GROUP: [4.0, 3.0]}
-    memory = RunMemory(curves_gib=curves, interval_s=1.0, oom_kills=0, counter=None)
+    peaks = {"rank 3": 2.0, "rank 1": 1.0, "rank 2": 0.1, GROUP: 4.0}
+    memory = RunMemory(peaks_gib=peaks, oom_kills=0, counter=None)
     said = {"explanation": ["it is so"], "fix": ["do so"], "same_error_ranks": [0, 1]}
     lines = card(full(consequences=many, memory=memory, **said), tmp_path)
     assert lines.pop(4) == "  same error: rank 0, 1"
@@ -226,7 +219,7 @@ def test_the_card_says_the_most_important_first(tmp_path: Path) -> None:
         f"  run: {tmp_path}",
     ]
     assert lines[4:6] == ["  why: it is so", "  fix: do so"]
-    assert [line.partition(" peak ")[2] for line in lines[6:9]] == ["2.00 GiB", "1.00 GiB", "4.00 GiB"]
+    assert [line.partition(" peaked at ")[2] for line in lines[6:9]] == ["2.00 GiB", "1.00 GiB", "4.00 GiB"]
     assert sum(line.startswith("  consequence: rank") for line in lines) == CONSEQUENCES_SHOWN
     assert "  consequence: 30 more ranks; all in summary.json" in lines
     assert lines[-2:] == ["  | a", "  | b"]
@@ -255,35 +248,6 @@ def test_the_cause_is_on_disk_before_its_traceback_is_in_the_log(
     assert facts["where"].rpartition(":")[0] == __file__
     name = "test_the_cause_is_on_disk_before_its_traceback_is_in_the_log"
     assert facts["source"] == f'in {name}: json.loads("{{")'
-
-
-def test_a_cause_that_could_not_be_recorded_is_read_from_the_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
-    """Something is in the way of rank-1.error.json."""
-    (tmp_path / "rank-1.error.json").mkdir()
-    monkeypatch.setenv(record.LOG_DIR, str(tmp_path))
-    try:
-        try:
-            json.loads("{")
-        except ValueError:
-            raise RuntimeError("no shards\nat all") from None
-    except RuntimeError as error:
-        rank_process.record_error(1, error)
-    said = "Traceback (most recent call last):\nOSError: one that was caught\n" + capsys.readouterr().err
-    (tmp_path / "rank-1.log").write_text(said)
-    failure = cause_of(tmp_path, "", [RankExit(1, 1, 5)])
-    assert (failure.rank, failure.message, failure.kind) == (1, "RuntimeError: no shards", "error")
-    assert failure.where.startswith(f"{__file__}:")
-    assert failure.source.startswith("in test_a_cause_that_could_not_be_recorded")
-    assert failure.source.endswith('raise RuntimeError("no shards\\nat all") from None')
-    other = cause_of(tmp_path, "", [RankExit(1, 7, 5)])
-    assert other.message == "ended with exit code 7 without recording an error", (
-        "os._exit after one that was caught"
-    )
-    assert other.kind == "no_cause"
-    assert raised_last("Traceback (most recent call last):\nOSError: lost\n") == ("OSError: lost", None, None)
-    assert raised_last("nothing") is None
 
 
 def test_bad_input_is_recorded_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -357,13 +321,15 @@ def test_a_full_disk_is_named_first_unless_another_cause_is_known(
 def test_a_hang_comes_before_errors(tmp_path: Path) -> None:
     error(tmp_path, 0, "out of memory", 9)
     unknown = Failure(message="x", log=str(tmp_path / "torchrun.log"), log_tail=["the tool's end"])
-    hang = Hang(2, "hang in step 3", "mine.py:7", tmp_path / "rank-2.log", ("  | frame",))
+    log = tmp_path / "rank-2.log"
+    facts = {"rank": 2, "message": "hang in step 3", "where": "mine.py:7", "log_tail": ["  | frame"]}
+    hang = Failure(kind="hang", log=str(log), **facts)
     hung = decide_cause(tmp_path, "", (), unknown, hang=hang)
     assert (hung.kind, hung.headline(), hung.where) == ("hang", "rank 2: hang in step 3", "mine.py:7")
     assert (hung.log, hung.log_tail) == (unknown.log, unknown.log_tail), "the rank has no log"
-    hang.log.touch()
+    log.touch()
     hung = decide_cause(tmp_path, "", (), unknown, hang=hang)
-    assert (hung.log, hung.log_tail) == (str(hang.log), ["  | frame"])
+    assert (hung.log, hung.log_tail) == (str(log), ["  | frame"])
     raised = decide_cause(tmp_path, "", (), unknown, hang=None)
     assert (raised.rank, raised.where, raised.log) == (0, "a.py:1", unknown.log)
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sysconfig
 from typing import Any
 
 import pytest
 
-from bert_dp.record import PHASES, Beat
+from bert_dp.record import PHASES, Heartbeat
 from launcher.watch.hangs import (
     Frame,
-    Verdict,
-    Witness,
+    HangDiagnosis,
+    RankSnapshot,
     compare_collectives,
     find_culprit,
     parse_stack,
@@ -35,7 +34,7 @@ BACKWARD = (
 )
 
 
-def witness(
+def snapshot(
     rank: int,
     stack: tuple[Frame, ...] = (),
     *,
@@ -43,11 +42,9 @@ def witness(
     phase: str = "step",
     done: int = 0,
     **more: Any,
-) -> Witness:
-    beat = dataclasses.replace(
-        Beat(*[0] * len(dataclasses.fields(Beat))), pid=9, step=step, phase=PHASES.index(phase), done=done
-    )
-    return Witness(rank, beat, **{"silent_s": 30.0, "unheard_s": 0.5, "stack": stack, **more})
+) -> RankSnapshot:
+    beat = Heartbeat(pid=9, step=step, phase=PHASES.index(phase), done=done)
+    return RankSnapshot(rank, beat, **{"silent_s": 30.0, "unheard_s": 0.5, "stack": stack, **more})
 
 
 def started(*names: str, group: str = "0", size: int = 8, first: int = 1) -> list[dict[str, Any]]:
@@ -74,7 +71,7 @@ Current thread 0x00007f02 (most recent call first):
 def test_the_main_threads_frames_are_read() -> None:
     stack = parse_stack(DUMP)
     assert [f.function for f in stack] == ["recv", "<lambda>", "train_step"]
-    assert witness(0, stack).where == Frame("/users/me/my model.py", 3, "<lambda>")
+    assert snapshot(0, stack).where == Frame("/users/me/my model.py", 3, "<lambda>")
 
 
 def test_two_dumps_in_a_row_and_none() -> None:
@@ -85,8 +82,8 @@ def test_two_dumps_in_a_row_and_none() -> None:
 
 def test_a_stack_of_packages_alone_has_its_innermost_frame() -> None:
     inner = Frame(f"{STDLIB}/runpy.py", 1, "run")
-    assert witness(0, (inner,)).where == inner
-    assert witness(0).where is None
+    assert snapshot(0, (inner,)).where == inner
+    assert snapshot(0).where is None
 
 
 def test_what_a_stack_waits_in() -> None:
@@ -104,62 +101,62 @@ def test_what_a_stack_waits_in() -> None:
     assert waits_in(()) == (0, "")
 
 
-# --- the verdict
+# --- the diagnosis
 
 
-ABSENT = Witness(1, Beat(*[0] * len(dataclasses.fields(Beat))), 400.0, 400.0)
-CULPRITS: dict[str, tuple[list[Witness], tuple[int, ...], str]] = {
+ABSENT = RankSnapshot(1, Heartbeat(), 400.0, 400.0)
+CULPRITS: dict[str, tuple[list[RankSnapshot], tuple[int, ...], str]] = {
     "stopped, before all else": (
-        [witness(0, WORK, step=3), witness(1, state="T", step=5, unheard_s=30.0)],
+        [snapshot(0, WORK, step=3), snapshot(1, state="T", step=5, unheard_s=30.0)],
         (1,),
         "stopped by a signal (SIGSTOP)",
     ),
-    "stopped by two": ([witness(0, state="T"), witness(1, state="t")], (0, 1), "stopped by a signal"),
+    "stopped by two": ([snapshot(0, state="T"), snapshot(1, state="t")], (0, 1), "stopped by a signal"),
     "behind one that compiles": (
-        [witness(0, step=0, phase="setup"), witness(1, step=0, phase="compile")],
+        [snapshot(0, step=0, phase="setup"), snapshot(1, step=0, phase="compile")],
         (0,),
         "behind the others, which are in compile",
     ),
     "behind one that evaluates": (
-        [witness(0), witness(1, phase="evaluate")],
+        [snapshot(0), snapshot(1, phase="evaluate")],
         (0,),
         "behind the others, which are in step 4 (evaluate)",
     ),
-    "in a debugger": ([witness(0), witness(1, state="t")], (1,), "stopped by a debugger"),
+    "in a debugger": ([snapshot(0), snapshot(1, state="t")], (1,), "stopped by a debugger"),
     "frozen": (
-        [witness(0, WORK), witness(1, unheard_s=29.0)],
+        [snapshot(0, WORK), snapshot(1, unheard_s=29.0)],
         (1,),
         "not schedulable: holds the interpreter",
     ),
     "frozen in the kernel": (
-        [witness(0), witness(1, unheard_s=29.0, state="D", kernel_wait="nfs_wait")],
+        [snapshot(0), snapshot(1, unheard_s=29.0, state="D", kernel_wait="nfs_wait")],
         (1,),
-        "not schedulable: stuck in the kernel in nfs_wait",
+        "not schedulable: stuck in the kernel nfs_wait",
     ),
     "ahead of one that is heard, its launch waits for room in its GPU's queue": (
-        [witness(0, WORK, step=4), witness(1, step=5, unheard_s=29.0), witness(2, step=5, unheard_s=29.0)],
+        [snapshot(0, WORK, step=4), snapshot(1, step=5, unheard_s=29.0), snapshot(2, step=5, unheard_s=29.0)],
         (0,),
         "behind the others",
     ),
-    "not begun: behind, not frozen": ([witness(0, GATHER, step=0, phase="compile"), ABSENT], (1,), "behind"),
+    "not begun: behind, not frozen": ([snapshot(0, GATHER, step=0, phase="compile"), ABSENT], (1,), "behind"),
     "the last of many places": (
-        [witness(0, step=5), witness(1, phase="log"), witness(2), witness(3, phase="log")],
+        [snapshot(0, step=5), snapshot(1, phase="log"), snapshot(2), snapshot(3, phase="log")],
         (2,),
         "behind the others, which are in step 5 (step, 0 micro batches done)",
     ),
     "outside the collective": (
-        [witness(0, GATHER), witness(1, WORK), witness(2, TICK)],
+        [snapshot(0, GATHER), snapshot(1, WORK), snapshot(2, TICK)],
         (1,),
         "not in the collective that the others wait in",
     ),
-    "at work, not in the backward pass": ([witness(0, BACKWARD), witness(1, WORK)], (1,), "not in the"),
-    "in the backward pass, not in the collective": ([witness(0, BACKWARD), witness(1, GATHER)], (0,), "not"),
-    "nobody: all wait alike": ([witness(0, GATHER), witness(1, GATHER)], (), "no rank stands out"),
-    "nobody: no stacks": ([witness(0), witness(1)], (), "no rank stands out"),
-    "a lone rank": ([witness(0, WORK)], (0,), "makes no progress"),
+    "at work, not in the backward pass": ([snapshot(0, BACKWARD), snapshot(1, WORK)], (1,), "not in the"),
+    "in the backward pass, not the collective": ([snapshot(0, BACKWARD), snapshot(1, GATHER)], (0,), "not"),
+    "nobody: all wait alike": ([snapshot(0, GATHER), snapshot(1, GATHER)], (), "no rank stands out"),
+    "nobody: no stacks": ([snapshot(0), snapshot(1)], (), "no rank stands out"),
+    "a lone rank": ([snapshot(0, WORK)], (0,), "makes no progress"),
 } | {
     f"behind {other}": (
-        [witness(0, **other), witness(1, done=1), witness(2, **other)],
+        [snapshot(0, **other), snapshot(1, done=1), snapshot(2, **other)],
         (1,),
         "behind the others",
     )
@@ -169,23 +166,23 @@ CULPRITS: dict[str, tuple[list[Witness], tuple[int, ...], str]] = {
 
 @pytest.mark.parametrize("what", CULPRITS)
 def test_whom_the_evidence_names(what: str) -> None:
-    witnesses, ranks, why = CULPRITS[what]
-    verdict = find_culprit(witnesses)
-    assert verdict.ranks == ranks
-    assert verdict.why.startswith(why)
+    snapshots, ranks, why = CULPRITS[what]
+    diagnosis = find_culprit(snapshots)
+    assert diagnosis.ranks == ranks
+    assert diagnosis.reason.startswith(why)
 
 
 def test_a_late_heartbeat_is_not_a_frozen_rank() -> None:
-    assert not witness(0, unheard_s=10.0).frozen  # of 30 s
-    assert not witness(0, silent_s=2.0, unheard_s=2.0).frozen
+    assert not snapshot(0, unheard_s=10.0).frozen  # of 30 s
+    assert not snapshot(0, silent_s=2.0, unheard_s=2.0).frozen
 
 
 def test_a_rank_that_waits_for_data_is_named() -> None:
     """In the step of the others, with as many micro batches done as they."""
-    witnesses = [witness(0, BACKWARD, done=3), witness(1, WORK, phase="data", done=3), witness(2, done=3)]
-    verdict = find_culprit(witnesses)
-    assert verdict.ranks == (1,)
-    assert "hang: rank 1 in step 4 (data, 3 micro batches done): behind" in report(witnesses, verdict)[0]
+    snapshots = [snapshot(0, BACKWARD, done=3), snapshot(1, WORK, phase="data", done=3), snapshot(2, done=3)]
+    diagnosis = find_culprit(snapshots)
+    assert diagnosis.ranks == (1,)
+    assert "hang: rank 1 in step 4 (data, 3 micro batches done): behind" in report(snapshots, diagnosis)[0]
 
 
 # --- collectives
@@ -193,7 +190,7 @@ def test_a_rank_that_waits_for_data_is_named() -> None:
 
 def test_who_has_not_started_what_the_others_wait_in() -> None:
     ahead, behind = started("all_reduce", "all_gather"), started("all_reduce")
-    assert compare_collectives({0: ahead, 1: behind, 2: ahead}) == Verdict(
+    assert compare_collectives({0: ahead, 1: behind, 2: ahead}) == HangDiagnosis(
         (1,), "has not started all_gather of [[8]], in which ranks 0, 2 wait"
     )
 
@@ -211,12 +208,12 @@ def test_records_that_begin_at_different_numbers_are_compared_where_they_meet() 
 
 
 def test_another_operation_or_size_under_one_number_is_a_mismatch() -> None:
-    verdict = compare_collectives({0: started("all_reduce"), 1: started("broadcast")})
-    assert verdict.ranks == (0, 1)
-    assert "rank 0 calls all_reduce of [[8]], rank 1 calls broadcast of [[8]]" in verdict.why
-    verdict = compare_collectives({r: started("all_reduce", size=8 + (r == 2)) for r in range(4)})
-    assert verdict.ranks == (2,)
-    assert "ranks 0, 1, 3 call all_reduce of [[8]], rank 2 calls all_reduce of [[9]]" in verdict.why
+    diagnosis = compare_collectives({0: started("all_reduce"), 1: started("broadcast")})
+    assert diagnosis.ranks == (0, 1)
+    assert "rank 0 calls all_reduce of [[8]], rank 1 calls broadcast of [[8]]" in diagnosis.reason
+    diagnosis = compare_collectives({r: started("all_reduce", size=8 + (r == 2)) for r in range(4)})
+    assert diagnosis.ranks == (2,)
+    assert "ranks 0, 1, 3 call all_reduce of [[8]], rank 2 calls all_reduce of [[9]]" in diagnosis.reason
 
 
 def test_inputs_that_may_differ_are_no_mismatch() -> None:
@@ -238,16 +235,16 @@ def test_a_rank_that_waits_for_another_in_its_own_group_is_not_named() -> None:
         2: done[2] + first + started("all_reduce", group="dp0", first=2),
         3: done[3] + second + started("all_reduce", group="dp1", first=2),
     }
-    verdict = compare_collectives(recorded)
-    assert verdict.ranks == (1,)
+    diagnosis = compare_collectives(recorded)
+    assert diagnosis.ranks == (1,)
 
 
 def test_ranks_that_wait_for_each_other_are_both_named() -> None:
     a, b = started("all_reduce", group="a"), started("all_gather", group="b")
     more_a, more_b = started("all_reduce", group="a", first=2), started("all_gather", group="b", first=2)
-    verdict = compare_collectives({0: a + b + more_a, 1: a + b + more_b})
-    assert verdict.ranks == (0, 1)
-    assert "wait for each other" in verdict.why
+    diagnosis = compare_collectives({0: a + b + more_a, 1: a + b + more_b})
+    assert diagnosis.ranks == (0, 1)
+    assert "wait for each other" in diagnosis.reason
 
 
 def test_a_gpu_that_is_behind_is_named_where_its_rank_is_not() -> None:
@@ -255,12 +252,13 @@ def test_a_gpu_that_is_behind_is_named_where_its_rank_is_not() -> None:
     ahead = [*started("all_reduce"), {**started("all_reduce", first=2)[0], "state": "started"}]
     behind = [*ahead[:-1], {**ahead[-1], "state": "scheduled"}]
     assert compare_collectives({0: ahead, 1: behind}) is None
-    witnesses = [witness(0, BACKWARD, collectives=ahead), witness(1, BACKWARD, done=2, collectives=behind)]
-    verdict = find_culprit(witnesses)  # before the place in the step: rank 0 is behind there
-    assert verdict == Verdict((1,), "has on its GPU not begun all_reduce of [[8]], in which rank 0 waits")
-    assert "rank 1 in step 4 (step, 2 micro batches passed to the GPU)" in report(witnesses, verdict)[0]
+    snapshots = [snapshot(0, BACKWARD, collectives=ahead), snapshot(1, BACKWARD, done=2, collectives=behind)]
+    diagnosis = find_culprit(snapshots)  # before the place in the step: rank 0 is behind there
+    reason = "has not begun on its GPU all_reduce of [[8]], in which rank 0 waits"
+    assert diagnosis == HangDiagnosis((1,), reason)
+    assert "rank 1 in step 4 (step, 2 micro batches passed to the GPU)" in report(snapshots, diagnosis)[0]
     gloo = [{**entry, "state": "scheduled"} for entry in ahead]
-    assert find_culprit([witness(0, collectives=gloo), witness(1, collectives=gloo)]).ranks == ()
+    assert find_culprit([snapshot(0, collectives=gloo), snapshot(1, collectives=gloo)]).ranks == ()
 
 
 # --- the report
@@ -268,8 +266,8 @@ def test_a_gpu_that_is_behind_is_named_where_its_rank_is_not() -> None:
 
 def test_a_report_has_the_stack_of_the_named_and_a_line_of_each_other() -> None:
     deep = tuple(Frame("/p/mine.py", line, "f") for line in range(1, 40))
-    witnesses = [witness(0, GATHER), witness(1, deep, step=3), witness(2)]
-    lines = report(witnesses, find_culprit(witnesses))
+    snapshots = [snapshot(0, GATHER), snapshot(1, deep, step=3), snapshot(2)]
+    lines = report(snapshots, find_culprit(snapshots))
     assert lines[1] == "  rank 1 at /p/mine.py:1 in f"
     assert [line for line in lines if line.startswith("    | ")] == [
         f"    | /p/mine.py:{line} in f" for line in range(1, 13)
@@ -279,16 +277,16 @@ def test_a_report_has_the_stack_of_the_named_and_a_line_of_each_other() -> None:
         "  rank 0 in step 4 (step, 0 micro batches done)",
         "  rank 2 in step 4 (step, 0 micro batches done)",
     ]
-    alone = [witness(0)]
+    alone = [snapshot(0)]
     assert report(alone, find_culprit(alone))[1] == "  rank 0: no stack available"
 
 
 def test_the_report_names_rank_phase_step_seconds_and_line() -> None:
-    witnesses = [witness(0, GATHER, phase="log", silent_s=40.0), witness(1, WORK)]
-    lines = report(witnesses, find_culprit(witnesses))
+    snapshots = [snapshot(0, GATHER, phase="log", silent_s=40.0), snapshot(1, WORK)]
+    lines = report(snapshots, find_culprit(snapshots))
     assert "rank 1 in step 4 (step" in lines[0]
     assert "no progress for 30 s" in lines[0]
     assert lines[1] == "  rank 1 at /p/bert_dp/data.py:40 in next"
-    stopped = [witness(rank, state="T", silent_s=20.0 + rank) for rank in range(2)]
+    stopped = [snapshot(rank, state="T", silent_s=20.0 + rank) for rank in range(2)]
     assert "(no progress for 21 s)" in report(stopped, find_culprit(stopped))[0]
     assert "waits in all_gather (/p/bert_dp/dist.py:43 in gather)" in lines[-1]

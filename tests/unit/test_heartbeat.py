@@ -14,15 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from bert_dp.heartbeat import Heartbeat
-from bert_dp.record import BEAT_BYTES, PHASES, Beat, ask_for_collectives, heartbeat_path, read_beat
+from bert_dp import heartbeat
+from bert_dp.heartbeat import HeartbeatWriter
+from bert_dp.record import BEAT_BYTES, PHASES, Heartbeat, heartbeat_path, read_heartbeat
 from launcher.watch.hangs import parse_stack
 from tests.e2e.cli import wait_for
 from tests.faults.harness import observe
 
 
-def read(path: Path) -> Beat:
-    beat = read_beat(path)
+def read(path: Path) -> Heartbeat:
+    beat = read_heartbeat(path)
     assert beat is not None
     return beat
 
@@ -33,7 +34,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_a_reader_sees_every_field(path: Path) -> None:
-    beat = Heartbeat(path)
+    beat = HeartbeatWriter(path)
     first = read(path)
     assert (first.pid, PHASES[first.phase], first.step, first.done) == (os.getpid(), "setup", 0, 0)
     beat.enter("step", 7)
@@ -51,7 +52,7 @@ def test_a_reader_sees_every_field(path: Path) -> None:
 
 def test_places_rise_through_a_step(path: Path) -> None:
     """Who waits for the data of a micro batch is behind who has it, and ahead of who is in the one before."""
-    beat, places = Heartbeat(path), []
+    beat, places = HeartbeatWriter(path), []
     for step in (7, 8):
         beat.enter("data", step)
         for _ in range(3):
@@ -66,23 +67,29 @@ def test_places_rise_through_a_step(path: Path) -> None:
     beat.close()
 
 
-def test_the_thread_shows_life_and_answers(path: Path) -> None:
-    beat, answers = Heartbeat(path), list[int]()
+def test_a_silent_rank_is_reported_again_each_time_its_silence_has_doubled(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after a report that failed; an error there must not end the thread."""
+    monkeypatch.setattr(heartbeat, "ALIVE_EVERY_S", 0.02)
+    beat, reports = HeartbeatWriter(path), list[tuple[int, float]]()
     before = read(path)
-    beat.answer_with(lambda: answers.append(1))
-    ask_for_collectives(path, 5)
-    wait_for(lambda: read(path).answered == 5, 30)
-    assert answers == [1]
+
+    def report(progress: int) -> None:
+        reports.append((progress, time.monotonic() - start))
+        raise OSError
+
+    start = time.monotonic()
+    beat.on_silence(0.2, report)
+    wait_for(lambda: len(reports) == 2, 30)
+    times = [seconds for _, seconds in reports]
+    assert times[0] >= 0.15
+    assert times[1] >= 2 * times[0] - 0.1
     assert read(path).alive > before.alive
-    assert read(path).progress == before.progress  # being alive is not progress
-    beat.close()
-
-
-def test_an_answer_that_fails_is_still_an_answer(path: Path) -> None:
-    beat = Heartbeat(path)
-    beat.answer_with(lambda: 1 / 0)
-    ask_for_collectives(path, 1)
-    wait_for(lambda: read(path).answered == 1, 30)
+    assert read(path).progress == before.progress, "being alive is not progress"
+    beat.progress()
+    wait_for(lambda: len(reports) == 3, 30)
+    assert [progress for progress, _ in reports] == [before.progress] * 2 + [before.progress + 1]
     beat.close()
 
 
@@ -92,7 +99,7 @@ def test_a_closed_heartbeat_is_still_and_holds_its_file_once(path: Path) -> None
         return sum(link.exists() and link.samefile(path) for link in links)
 
     before = set(threading.enumerate())
-    beat = Heartbeat(path)
+    beat = HeartbeatWriter(path)
     (thread,) = set(threading.enumerate()) - before
     assert descriptors() == 1, "of the mapping alone"
     beat.close()
@@ -107,18 +114,18 @@ def test_a_full_disk_gives_a_heartbeat_that_nobody_reads(path: Path, monkeypatch
 
     with monkeypatch.context() as disk:
         disk.setattr(os, "write", full)
-        beat = Heartbeat(path)
+        beat = HeartbeatWriter(path)
     beat.enter("step", 1)
     beat.close()
-    assert read_beat(path) is None
+    assert read_heartbeat(path) is None
 
 
 def test_a_run_goes_on_where_no_file_can_be(tmp_path: Path) -> None:
     (tmp_path / "heartbeats").write_text("a file where the directory should be")
-    beat = Heartbeat(heartbeat_path(tmp_path, 0))
+    beat = HeartbeatWriter(heartbeat_path(tmp_path, 0))
     beat.enter("step", 1)
     beat.close()
-    assert read_beat(heartbeat_path(tmp_path, 0)) is None
+    assert read_heartbeat(heartbeat_path(tmp_path, 0)) is None
 
 
 def test_an_earlier_file_is_replaced_and_a_torn_one_is_none(path: Path) -> None:
@@ -126,13 +133,13 @@ def test_an_earlier_file_is_replaced_and_a_torn_one_is_none(path: Path) -> None:
     path.write_bytes(b"\xff" * BEAT_BYTES)
     old = path.stat().st_ino
     with path.open("rb") as held:
-        beat = Heartbeat(path)
+        beat = HeartbeatWriter(path)
         assert path.stat().st_ino != old
         assert held.read() == b"\xff" * BEAT_BYTES
     assert read(path).pid == os.getpid()
     beat.close()
     path.write_bytes(b"short")
-    assert read_beat(path) is None
+    assert read_heartbeat(path) is None
 
 
 def test_a_beat_is_no_system_call(path: Path) -> None:
@@ -141,7 +148,7 @@ def test_a_beat_is_no_system_call(path: Path) -> None:
     def writes() -> int:
         return int(re.search(r"syscw: (\d+)", Path("/proc/thread-self/io").read_text())[1])
 
-    beat, before, start = Heartbeat(path), writes(), time.perf_counter()
+    beat, before, start = HeartbeatWriter(path), writes(), time.perf_counter()
     for number in range(2000):
         beat.enter("step", number)
     observe(7, beat_us=(time.perf_counter() - start) / 2000 * 1e6)

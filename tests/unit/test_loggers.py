@@ -21,7 +21,7 @@ import pytest
 
 from bert_dp import record
 from launcher import job
-from launcher.options import loggers as parse_loggers
+from launcher.cli.options import loggers as parse_loggers
 from launcher.run import loggers
 from launcher.run.loggers import Writer
 from launcher.run.processes import stop_signals
@@ -100,13 +100,13 @@ def test_a_run_is_sent_with_its_settings_numbers_summary_and_links(
 def test_lines_are_sent_by_step_and_a_torn_one_when_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     reader = loggers.StepReader(path)
-    assert reader.rows() == []
+    assert list(reader.rows()) == []
     path.write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "lo')
-    assert reader.rows() == [(1, {"loss": 3.0})]
-    assert reader.rows() == []
+    assert list(reader.rows()) == [(1, {"loss": 3.0})]
+    assert list(reader.rows()) == []
     with path.open("a") as file:
         file.write('ss": 2.5}\nnot JSON\n{"step": 3, "loss": null}\n')
-    assert reader.rows() == [(2, {"loss": 2.5}), (3, {})]
+    assert list(reader.rows()) == [(2, {"loss": 2.5}), (3, {})]
 
 
 def test_what_a_resumed_run_repeats_is_not_sent_twice(tmp_path: Path) -> None:
@@ -261,47 +261,6 @@ def test_mlflow_gets_every_parameter_numbers_as_metrics_and_how_the_run_ended(
     assert [batch["tags"] for batch in batches if "tags" in batch] == [[("summary/status", "done")]]
     os.environ["MLFLOW_TRACKING_URI"] = "http://there"
     assert loggers.open_mlflow(tmp_path, "mine", settings).where == "http://there"
-
-
-@pytest.mark.parametrize("offline", [True, False])
-def test_wandb_is_offline_unless_the_environment_says_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline: bool
-) -> None:
-    summary = Noted()
-    run = Noted(offline=offline, url="https://there", dir=str(tmp_path / "x" / "f"), summary=summary)
-    asked: list[dict[str, Any]] = []
-    package = SimpleNamespace(init=lambda **named: asked.append(named) or run, Settings=lambda **named: named)
-    monkeypatch.setitem(sys.modules, "wandb", package)
-    without_variables(monkeypatch)
-    if not offline:
-        os.environ |= {"WANDB_MODE": "online", "WANDB_PROJECT": "mine"}
-    writer = loggers.open_wandb(tmp_path, "it", {"optim.lr": 1.0})
-    expected = {"name": "it", "dir": str(tmp_path), "config": {"optim.lr": 1.0}}
-    expected |= {"project": "bert-dp" if offline else "mine"}
-    assert expected.items() <= asked[0].items()
-    assert {"console": "off", "save_code": False, "disable_git": True}.items() <= asked[0]["settings"].items()
-    assert os.environ["WANDB_MODE"] == ("offline" if offline else "online")
-    assert ("WANDB_ERROR_REPORTING" in os.environ) == offline
-    assert writer.where == (str(tmp_path / "x") if offline else "https://there")
-    writer.write(7, {"loss": 2.5})
-    writer.finish(9, {"summary/status": "failed"}, 3)
-    assert run.of("log") == [(({"loss": 2.5},), {"step": 7})]
-    assert summary.of("update") == [(({"summary/status": "failed"},), {})]
-    assert run.of("finish") == [((), {"exit_code": 3})]
-
-
-def test_trackio_gets_the_summary_as_its_last_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, asked = Noted(), list[dict[str, Any]]()
-    package = SimpleNamespace(init=lambda **named: asked.append(named) or run)
-    monkeypatch.setitem(sys.modules, "trackio", package)
-    without_variables(monkeypatch)
-    writer = loggers.open_trackio(tmp_path, "it", {"a": 1})
-    assert writer.where == os.environ["TRACKIO_DIR"] == str(tmp_path / "trackio")
-    assert {"project": "bert-dp", "name": "it", "config": {"a": 1}}.items() <= asked[0].items()
-    writer.write(7, {"loss": 2.5})
-    writer.finish(9, {"summary/loss": 2.0}, 0)
-    assert run.of("log") == [(({"loss": 2.5},), {"step": 7}), (({"summary/loss": 2.0},), {"step": 9})]
-    assert run.of("finish") == [((), {})]
 
 
 # --- the child
@@ -471,7 +430,7 @@ def test_an_unknown_service_is_refused(tmp_path: Path, name: str) -> None:
 
 def test_only_a_run_can_be_sent(tmp_path: Path) -> None:
     said = refused("report", str(tmp_path), "--log-to", "tensorboard")
-    assert said == f"error: --log-to: {tmp_path} is not a run directory (no config.yaml)\n"
+    assert said.startswith(f"error: --log-to: {tmp_path} is not a run directory")
 
 
 def test_a_run_that_was_not_sent_is_sent_by_report(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from bert_dp.model import TiedEmbedding
 from bert_dp.optim import lr_factor
 from bert_dp.parallel import single
 from bert_dp.precision import precision_of
-from bert_dp.rank_process import Signals, collector_at_rest
+from bert_dp.rank_process import Signals, gc_paused
 from bert_dp.record.models import Failure
 from bert_dp.tasks.mlm import MaskedLanguageModel
 from bert_dp.train_state import TrainState
@@ -546,7 +546,7 @@ def test_garbage_is_collected_when_a_line_is_logged(tmp_path: Path, shards: Path
         if phase == "data" and len(stream.left) % 2 == 0:
             alive.append(sum(knot() is not None for knot in stream.left))
 
-    with collector_at_rest():
+    with gc_paused():
         heartbeat = SimpleNamespace(enter=enter, progress=lambda: None)
         train_here(tmp_path, shards, clock, stream=stream, heartbeat=heartbeat)
         assert gc.get_freeze_count() > 0

@@ -1,4 +1,4 @@
-"""Memory curves and out-of-memory kills, through fake kernel files."""
+"""Memory peaks and out-of-memory kills, through fake kernel files."""
 
 from __future__ import annotations
 
@@ -9,16 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher.watch.memory import (
-    BARS_SHOWN,
-    GIB,
-    GROUP,
-    POINTS,
-    MemoryWatch,
-    group_bytes,
-    oom_kills,
-    sparkline,
-)
+from bert_dp.cost import GIB
+from launcher.watch import failure
+from launcher.watch.failure import GROUP, MemoryWatch, group_bytes, oom_kills
 from tests.helpers import write_files
 
 EVENTS = "low 0\nhigh 0\nmax 7\noom 3\noom_kill {}\noom_group_kill 0\n"
@@ -80,47 +73,24 @@ class Worker:
         return int(self.gib * GIB)
 
 
-@pytest.mark.parametrize("count", [1, 7, POINTS, POINTS + 1, 20 * POINTS + 3])
-def test_a_curve_stays_short_and_keeps_every_peak(tmp_path: Path, count: int) -> None:
-    seconds = 0.0
-    watch = MemoryWatch(tmp_path, clock=lambda: seconds)
-    worker = Worker()
-    for second in range(count):
-        seconds, worker.gib = float(second), 5.0 if second == count // 2 else 1.0
-        watch.sample({3: worker})
-        watch.sample({3: worker})  # within the second: nothing
-    facts = watch.facts()
-    curve = facts.curves_gib["rank 3"]
-    assert len(curve) <= POINTS
-    assert facts.peak_gib("rank 3") == max(curve) == 5.0
-    assert sum(value == 5.0 for value in curve) == 1
-    assert len(curve) * facts.interval_s >= count > (len(curve) - 1) * facts.interval_s
-
-
-def test_a_worker_that_has_gone_leaves_its_curve(tmp_path: Path) -> None:
-    seconds = 0.0
-    watch = MemoryWatch(write_files(tmp_path, V1), clock=lambda: seconds)
-    workers = {0: Worker(1.0), 10: Worker(2.0), 2: Worker(3.0)}
-    for seconds in (0.0, 1.0, 2.0):
-        workers[10].gone = seconds > 0
+def test_the_peak_of_each_rank_is_kept_also_of_one_that_has_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = 100.0
+    monkeypatch.setattr(failure.time, "monotonic", lambda: seconds)
+    watch = MemoryWatch(write_files(tmp_path, V1))
+    workers = {0: Worker(1.0), 10: Worker(2.0), 2: Worker(0.0)}
+    watch.sample(workers)
+    workers[0].gib = 9.0
+    watch.sample(workers)  # within the second: nothing
+    assert watch.facts().peaks_gib == {"rank 0": 1.0, "rank 10": 2.0, GROUP: 1.0}
+    for seconds, gib in ((101.0, 5.0), (102.0, 3.0)):  # noqa: B007 (the clock reads it)
+        workers[0].gib, workers[10].gone = gib, True
         watch.sample(workers)
-    curves = watch.facts().curves_gib
-    assert list(curves) == ["rank 0", "rank 2", "rank 10", GROUP]
-    assert curves["rank 10"] == [2.0]
-    assert curves["rank 0"] == curves[GROUP] == [1.0, 1.0, 1.0]
-    assert watch.facts().peak_gib("rank 7") is None
+    assert watch.facts().peaks_gib == {"rank 0": 5.0, "rank 10": 2.0, GROUP: 1.0}
 
 
 def test_the_memory_of_a_real_process_is_seen() -> None:
     watch = MemoryWatch()
     watch.sample({0: psutil.Process(os.getpid())})
-    seen = watch.facts().peak_gib("rank 0")
-    assert 0.005 < seen < psutil.virtual_memory().total / GIB
-
-
-def test_sparkline() -> None:
-    assert sparkline([1, 8]) == "▂█"
-    assert sparkline([]) == sparkline([0.0]) == ""
-    long = sparkline([1.0] * 500 + [8.0] + [1.0] * 499)
-    assert len(long) == BARS_SHOWN
-    assert long.count("█") == 1
+    assert 0.005 < watch.facts().peaks_gib["rank 0"] < psutil.virtual_memory().total / GIB

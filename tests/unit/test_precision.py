@@ -20,10 +20,10 @@ from bert_dp.train_state import TrainState
 from bert_dp.world import World
 from launcher import job
 from launcher.machine import doctor, environment
-from launcher.machine.environment import Environment, keep_ratio, precision_of, ratio_file
+from launcher.machine.environment import Environment, precision_of
 from launcher.report import run_files
 from launcher.run import train
-from launcher.run.memory_check import check_memory
+from launcher.run.train import check_memory
 from launcher.run.trials import trial_precision
 from launcher.scale.grid import Grid, Settings
 from launcher.tune import batch
@@ -171,7 +171,7 @@ def test_advice_on_memory_counts_in_the_precision_of_the_machine_or_the_checkpoi
     (tmp_path / "config.yaml").write_text(dump_config(AUTO))
     for machine in (WITH, WITHOUT):
         record.write_json(tmp_path / "environment.json", machine.to_json())
-        advised = advice._what_to_lower(tmp_path, 1, "host", "")[0][-1]
+        advised = advice._what_to_lower(tmp_path, 1, "", on_host=True)[0][-1]
         for precision in ("bf16", "fp32"):
             fits = advice.what_fits(AUTO, precision, 1, MACHINE.memory_gib, on_gpu=False)[0]
             assert (advised == fits) == (precision == ("bf16" if machine is WITH else "fp32"))
@@ -202,7 +202,7 @@ def test_a_dry_run_names_what_auto_is(
     assert "emulated" not in shown
 
 
-def test_bf16_where_it_is_emulated_is_a_warning_with_the_rate_that_doctor_measured(
+def test_bf16_where_it_is_emulated_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path / "cache"))
@@ -214,15 +214,7 @@ def test_bf16_where_it_is_emulated_is_a_warning_with_the_rate_that_doctor_measur
         return [line for line in lines if line.startswith("warning: precision: bf16 is emulated on this CPU")]
 
     assert warnings() == warnings("precision=fp32") == []
-    (line,) = warnings("precision=bf16")
-    assert "is slower than fp32; bert-dp doctor measures by how much" in line
-    measured = {"torch": "2", "shape": [1024, 768, 768], "fp32_flops": 4e10, "bf16_flops": 1e10}
-    keep_ratio(measured, WITHOUT)
-    (line,) = warnings("precision=bf16")
-    assert "0.25 x its fp32 matmul rate (10 GFLOP/s against 40 GFLOP/s)" in line
-    keep_ratio(measured, dataclasses.replace(WITHOUT, cpu_model="another"))
-    (line,) = warnings("precision=bf16")
-    assert "0.25" not in line
+    assert len(warnings("precision=bf16")) == 1
     monkeypatch.setattr(environment, "probe", lambda *_: WITH)
     assert warnings("precision=bf16") == []
 
@@ -233,19 +225,15 @@ def test_bf16_where_it_is_emulated_is_a_warning_with_the_rate_that_doctor_measur
         (WITH, 8e10, "ok", "bf16: amx_bf16, avx512_bf16; it multiplies bf16 at 2.00 x"),
         (WITH, 2e10, "warn", "at 0.50 x its fp32 matmul rate (20 GFLOP/s against 40 GFLOP/s)"),
         (WITHOUT, 2e10, "ok", "bf16: no unit on this CPU, so precision: auto is fp32; it multiplies"),
-        (WITHOUT, -1.0, "ok", "its matmul rate is not known (matmul_ratio.json is damaged: bf16_flops"),
     ],
 )
-def test_doctor_names_the_units_and_keeps_the_ratio(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, machine: Environment, bf16: float, level: str, said: str
+def test_doctor_names_the_units_and_the_ratio(
+    monkeypatch: pytest.MonkeyPatch, machine: Environment, bf16: float, level: str, said: str
 ) -> None:
-    monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path))
-    line = {"torch": "2", "shape": [1024, 768, 768], "fp32_flops": 4e10, "bf16_flops": bf16}
-    monkeypatch.setattr(doctor, "_json_of", lambda *_: (line, None))
+    line = {"fp32_flops": 4e10, "bf16_flops": bf16}
+    monkeypatch.setattr(doctor, "_json_of", lambda *_: (line, ""))
     finding = doctor.bf16(machine, 20.0)
     assert (finding.level, said in finding.what) == (level, True), finding
-    assert ratio_file().exists() == (bf16 > 0)
-    assert "no time was left" in doctor.bf16(machine, 1.0).what
 
 
 def test_a_run_that_left_no_summary_tells_what_its_ranks_had_decided(tmp_path: Path) -> None:

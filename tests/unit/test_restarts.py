@@ -13,7 +13,7 @@ import pytest
 from bert_dp.config import Config
 from bert_dp.record.models import Failure
 from launcher.machine import environment
-from launcher.run import restarts
+from launcher.run import processes, restarts
 from launcher.run.processes import RunResult
 from launcher.run.restarts import Policy, supervise
 from tests.helpers import make_config, read_json
@@ -119,7 +119,7 @@ def test_a_disk_that_takes_no_summary_costs_no_restart(
     def full(*_: object) -> None:
         raise OSError(28, "full")
 
-    monkeypatch.setattr(restarts.results, "write", full)
+    monkeypatch.setattr(processes.results, "write", full)
     play = Play(tmp_path, (1, RAISED, 4), (1, RAISED, 5))
     assert play.go(Policy(1)).failure is RAISED
     assert len(play.started) == 2

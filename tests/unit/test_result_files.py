@@ -20,7 +20,7 @@ from launcher.tune.lr_search import TuneLr
 from launcher.tune.throughput import TuneBatch
 from tests import scaling_fixture, tune_fixture
 from tests.glue_fixture import evaluation, scored_task
-from tests.helpers import issues_of, read_json
+from tests.helpers import read_json
 
 RAW = Path(__file__).parents[2] / "benchmarks" / "raw"
 SCALING = RAW / "2026-11-21-scaling"
@@ -37,20 +37,18 @@ def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def assert_kept(data: Any, model: results.StoredModel) -> None:
-    """Every value of `data` stands in `model` where it stood."""
-    assert dict(flat(json.loads(json.dumps(data)))).items() <= dict(flat(results.plain(model))).items()
+    """Every value of `data` stands in `model` where it stood, but the matmul shapes of an earlier version."""
+    values = {path: value for path, value in flat(json.loads(json.dumps(data))) if ".shapes" not in path}
+    assert values.items() <= dict(flat(results.plain(model))).items()
 
 
 FILES = [
-    (read_json(SCALING / "scaling.json"), models.Scaling),
     (read_json(SCALING / "grid.json"), models.GridFile),
-    (read_json(SCALING / "links-2.json"), models.Link),
-    (read_json(SCALING / "profile.json"), models.Profile),
-    (read_json(SCALING / "peak.json"), models.Peak),
+    (read_json(SCALING / "profile.json"), models.StepProfile),
     (tune_fixture.batch(), TuneBatch),
     (tune_fixture.batch(inconclusive="no signal"), TuneBatch),
     (tune_fixture.unmeasured(), TuneBatch),
-    (tune_fixture.lr(transfer=tune_fixture.transfer()), TuneLr),
+    (tune_fixture.lr(), TuneLr),
     (scaling_fixture.scaling(prediction=True, modes=("weak", "strong")), models.Scaling),
     (scaling_fixture.nulls(), models.Scaling),
     (results.plain(evaluation(Path(), [scored_task("RTE", [0.5, None])])), Glue),
@@ -82,31 +80,38 @@ def damaged(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"),
+    ("text", "kind", "problem"),
     [
-        ("{", "is not JSON"),
-        ("[" * 200_000, "is not JSON (nested too deeply)"),
-        ('{"schema_version": ' + "9" * 30 + "}", "is not JSON (a whole number of 30 digits)"),
-        ("\xff", "is damaged"),
-        ('"text"', "is damaged: Input should be"),
-        (json.dumps(damaged(world_size="2")), "is damaged: cells.1.world_size: Input should be"),
-        (json.dumps(damaged(status="tired")), "is damaged: cells.1.status: Input should be 'ok'"),
-        (json.dumps(damaged(efficiency=float("nan"))), "is damaged: cells.1.efficiency: "),
-        (json.dumps(damaged(tensor=7)), "is damaged: cells.1: tensor: 7 does not divide world_size"),
-        (json.dumps(scaling_fixture.scaling(links=[3, 4, 5])), "(and 2 more); `bert-dp scale` with the same"),
-        (None, "cannot be read (No such file or directory)"),
+        (b"{", "damaged", "is not JSON"),
+        (b"[" * 200_000, "damaged", "is not JSON (nested too deeply)"),
+        (b'{"schema_version": ' + b"9" * 30 + b"}", "damaged", "is not JSON (a whole number of 30 digits)"),
+        (b"\xff", "damaged", "is not JSON"),
+        (b'"text"', "damaged", "valid dictionary"),
+        (json.dumps(damaged(world_size="2")).encode(), "damaged", "cells.1.world_size: "),
+        (json.dumps(damaged(efficiency=float("nan"))).encode(), "damaged", "cells.1.efficiency: "),
+        (json.dumps(damaged(tensor=7)).encode(), "damaged", "cells.1: tensor: 7 does not divide"),
+        (json.dumps(scaling_fixture.scaling(links=[3, 4, 5])).encode(), "damaged", "(and 2 more)"),
+        (
+            json.dumps(scaling_fixture.scaling() | {"schema_version": 2}).encode(),
+            "damaged",
+            "schema_version: ",
+        ),
+        (None, "not_found", "cannot be read (No such file or directory)"),
     ],
 )
-def test_a_damaged_file_is_one_line_with_a_remedy(tmp_path: Path, text: str | None, problem: str) -> None:
+def test_a_damaged_file_is_one_line_with_a_remedy(
+    tmp_path: Path, text: bytes | None, kind: str, problem: str
+) -> None:
     path = tmp_path / "scaling.json"
     if text is not None:
-        path.write_bytes(json.dumps(text).encode() if text == "\xff" else text.encode())
-    (line,) = issues_of(results.read, path, models.Scaling)
-    assert line.startswith(f"{path} ")
-    assert problem in line
-    assert line.endswith("`bert-dp scale` with the same --out writes it anew from its runs")
-    assert "\n" not in line
-    assert len(line) < 400
+        path.write_bytes(text)
+    with pytest.raises(ConfigError) as caught:
+        results.read(path, models.Scaling)
+    (issue,) = caught.value.issues
+    assert (issue.setting, issue.kind, issue.hint) == (str(path), kind, models.Scaling.remedy)
+    assert problem in issue.message
+    assert "\n" not in str(issue)
+    assert len(str(issue)) < 400
     assert results.find(path, models.Scaling) is None
 
 
@@ -117,7 +122,7 @@ def test_a_file_of_any_size_or_kind_is_refused_at_once(
     (tmp_path / "large.json").write_text(" " * 101)
     for path, problem in (
         (tmp_path / "large.json", "larger than 100 bytes"),
-        (tmp_path, "Is a directory"),
+        (tmp_path, "not a regular file"),
         (Path("/dev/zero"), "not a regular file"),
     ):
         with pytest.raises(ConfigError, match=rf"cannot be read \({problem}\)"):

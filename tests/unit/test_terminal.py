@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bert_dp.corpus import shards
 from bert_dp.record import CONTROL, safe
-from launcher import checkpoints, datasets, options
+from launcher import checkpoints
+from launcher.cli import options
 from launcher.log import complain, logger, show
 from launcher.watch.display import readable
-from tests.e2e.cli import here, refused
+from tests.e2e.cli import here
 from tests.report_fixture import shown
 
 OSC = "\x1b]0;title\x07"
@@ -51,14 +51,8 @@ def test_safe(text: str, expected: str) -> None:
 def test_every_way_to_the_console(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rich.table import Table
-
     monkeypatch.setenv("HF_TOKEN", "s3cret-1")
-    table = Table(EVIL)
-    table.add_row(EVIL)
     console = options.console()
-    console.print(table)
-    console.print(EVIL, markup=False)
     show(console, f"{EVIL} s3cret-1", markup=False)
     complain(f"error: {EVIL} s3cret-1")
     logger(console, as_json=True)(f"{EVIL} s3cret-1")
@@ -71,24 +65,7 @@ def test_every_way_to_the_console(
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        ["train", EVIL],
-        ["train", "--set", f"model.{EVIL}=1"],
-        ["train", "--set", EVIL],
-        ["train", "--nproc", EVIL],
-        ["train", "--launcher", EVIL, "--run-dir", EVIL],
-        ["train", "--resume", EVIL],
-        ["train", "--set", f"data.sources=['{EVIL[3:6]}\x7f']", "--set", "run.device=cpu"],
-        ["scale", "--engines", EVIL],
-        ["scale", "--gpus", EVIL],
-        ["tune", "batch", "--budget", EVIL],
-        ["report", EVIL],
-        ["plan", "scaling", "--gpus", EVIL],
-        ["train", "evil.yaml"],
-        ["report", "evil"],
-        [f"--{EVIL}"],
-        [EVIL],
-    ],
+    [["train", EVIL], ["train", "evil.yaml"], ["scale", "--gpus", EVIL], ["report", "evil"], [EVIL]],
 )
 def test_hostile_names_reach_no_terminal(
     tmp_path: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch
@@ -101,15 +78,6 @@ def test_hostile_names_reach_no_terminal(
     assert not re.search(CONTROL, done.stdout + done.stderr)
     assert "Traceback" not in done.stderr
     assert done.stderr
-
-
-def test_shards_with_hostile_names(tmp_path: Path) -> None:
-    source = tmp_path / f"{EVIL}.gz"
-    source.write_bytes(b"no gzip")
-    for arguments in (["inspect", str(tmp_path / f"no{EVIL}")], ["build", str(source), "--out", f"a{EVIL}"]):
-        said = refused("data", *arguments, cwd=tmp_path)
-        assert "error: " in said
-        assert not CONTROL.search(said)
 
 
 @pytest.mark.parametrize("closed", [(2,), (0,), (1, 2), (0, 1, 2)])
@@ -162,14 +130,3 @@ def test_checkpoints_are_listed_with_their_losses_and_sizes(problem: str | None)
     rows = [line.split() for line in lines if "step-" in line]
     assert rows[0] == ["step-20", "20", "160", "6.2500", "nats", "1.50", "GiB", "verified"]
     assert (rows[1][:3], rows[1][-1]) == (["step-10", "10", "80"], "damaged" if problem else "verified")
-
-
-def test_json_stays_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    facts = {"problems": [], "manifest": {"sources": [EVIL]}}
-    monkeypatch.setattr(shards, "inspect", lambda _: facts)
-    assert datasets.inspect(tmp_path, as_json=True, console=options.console()) == 0
-    said = capsys.readouterr().out
-    assert json.loads(said) == facts
-    assert not CONTROL.search(said)

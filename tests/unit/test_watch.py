@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import os
 import signal
 import struct
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from bert_dp.record import BEAT_SLOTS, PHASES, Beat, heartbeat_path, read_beat
+from bert_dp.record import BEAT_SLOTS, PHASES, Heartbeat, heartbeat_path
+from bert_dp.record.models import Failure
 from launcher.watch import heartbeats
-from launcher.watch.heartbeats import PATIENT_S, Hang, Watch
+from launcher.watch.heartbeats import PATIENT_S, Watch
 
 STACK = 'Current thread 0x1 (most recent call first):\n  File "/p/model.py", line 7 in forward\n'
 
@@ -25,9 +28,10 @@ class Rank:
     def __init__(self, run_dir: Path, rank: int):
         self.pid, self.signals, self.goes_on_when_asked = os.getpid(), 0, False
         self.is_deaf, self.answer = False, STACK
+        self.collectives: list[dict[str, Any]] = []
         self.path, self.stack = heartbeat_path(run_dir, rank), run_dir / "logs" / f"rank-{rank}.stack"
         self.path.parent.mkdir(exist_ok=True)
-        self.beat = dataclasses.replace(Beat(*[0] * len(BEAT_SLOTS)), pid=self.pid)
+        self.beat = Heartbeat(pid=self.pid)
         self.write()
 
     def write(self, **changes: int) -> None:
@@ -48,8 +52,8 @@ class Rank:
             return
         with self.stack.open("a") as file:
             file.write(self.answer)
-        beat = read_beat(self.path)
-        self.write(asked=beat.asked, answered=beat.asked)
+        facts = {"pid": self.pid, "progress": self.beat.progress, "collectives": self.collectives}
+        self.stack.with_name(f"{self.stack.stem}.collectives.json").write_text(json.dumps(facts))
         if self.goes_on_when_asked:
             self.go()
 
@@ -65,7 +69,7 @@ class Scene:
             run_dir, self.said.append, **{"hang_after_s": 30.0, "end_hung_after_s": 600.0, **options}
         )
         self.now = self.watch._looked
-        self.ended: Hang | None = None
+        self.ended: Failure | None = None
 
     def look(self, seconds: float = 1.0) -> None:
         self.now += seconds
@@ -162,8 +166,8 @@ def test_a_run_that_stays_hung_is_ended(tmp_path: Path) -> None:
     assert scene.ended.rank == 1
     assert scene.ended.where == "/p/model.py:7"
     assert scene.ended.message.startswith("hang in step 5")
-    assert scene.ended.log == tmp_path / "logs" / "rank-1.log"
-    assert scene.ended.report[0].startswith("  rank 1 at /p/model.py:7")
+    assert scene.ended.log == str(tmp_path / "logs" / "rank-1.log")
+    assert scene.ended.log_tail[0].startswith("  rank 1 at /p/model.py:7")
 
 
 def test_what_an_earlier_hang_or_start_left_is_no_answer(
@@ -178,9 +182,20 @@ def test_what_an_earlier_hang_or_start_left_is_no_answer(
     for rank in scene.ranks.values():
         rank.stack.write_text(STACK)
         rank.is_deaf = True
-    (scene.ranks[1].stack.parent / "rank-1.collectives.json").write_text('{"collectives": [{}]}')
+    (scene.ranks[1].stack.parent / "rank-1.collectives.json").write_text('{"pid": 1, "collectives": [{}]}')
     assert scene.quiet(60) is not None
     assert scene.said[1] == "  rank 1: no stack available"
+
+
+def test_the_collectives_of_this_silence_are_evidence(scene: Scene) -> None:
+    """Rank 0 is in the same place and is not named: it waits in a collective that rank 1 has not started."""
+    entry = {"group": "0", "operation": "all_reduce", "sizes": [[8]], "state": "scheduled"}
+    scene.train(5)
+    scene.ranks[0].collectives = [{**entry, "sequence": n} for n in (1, 2)]
+    scene.ranks[1].collectives = [{**entry, "sequence": 1}]
+    assert scene.quiet(60) is not None
+    assert "hang: rank 1" in scene.said[0]
+    assert "has not started all_reduce" in scene.said[0]
 
 
 def test_zero_never_ends_it(tmp_path: Path) -> None:

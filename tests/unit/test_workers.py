@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.run import workers
+from launcher.run import processes
 from launcher.run.starters import LAUNCHERS, start_command, start_environment
 from tests.helpers import read_json
 
@@ -23,9 +23,9 @@ def test_a_wait_for_workers_is_in_seconds(monkeypatch: pytest.MonkeyPatch) -> No
             waited.append(milliseconds)
             return []
 
-    monkeypatch.setattr(workers.select, "poll", Poller)
+    monkeypatch.setattr(processes.select, "poll", Poller)
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
-        workers.Workers(process, 0).wait(0.2)
+        processes.Workers(process, 0).wait(0.2)
     assert waited == [200.0]
 
 
@@ -116,7 +116,7 @@ def test_a_worker_that_ends_leaves_its_exit_code_or_signal(end: str, code: int) 
     ) as process:
         assert process.stdin is not None
         assert process.stdout.readline() == b"started\n"
-        seen = workers.Workers(process, 1)
+        seen = processes.Workers(process, 1)
         seen.wait(0.0)
         assert list(seen.by_rank()) == [2]
         process.stdin.write(b"\n")

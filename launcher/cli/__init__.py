@@ -1,0 +1,1 @@
+"""The command line: a function per verb, its options in its signature. `app` registers them."""

@@ -1,0 +1,200 @@
+"""`eval glue`, `eval mlm`, `predict`, `export` and `checkpoints`: verbs that read a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from typer import Argument, Option
+
+from bert_dp.config import ConfigError, Issue
+from launcher.cli import options as opt
+
+
+def eval_glue(
+    run: opt.Run,
+    words: opt.Settings = None,
+    data: opt.GlueData = None,
+    tasks: Annotated[
+        Sequence[str], opt.parsed(opt.words, "NAME,...", "Default: all whose files are found.")
+    ] = (),
+    seeds: Annotated[int, Option(min=1, max=100, help="Runs per task; the median is its score.")] = 5,
+    rates_: Annotated[
+        Sequence[float],
+        opt.parsed(
+            opt.rates, "RATE,...", "Choose one on a tenth of train; default: the recipe's.", "--rates"
+        ),
+    ] = (),
+    rate_tasks: Annotated[
+        Sequence[str], opt.parsed(opt.words, "NAME,...", "Tasks that choose it; default: the four smallest.")
+    ] = (),
+    init_task: Annotated[
+        Sequence[tuple[str, str]],
+        opt.parsed(opt.task_starts, "RTE=MNLI,...", "Start tasks from runs of other tasks."),
+    ] = (),
+    init: opt.Init = "checkpoint",
+    ranks_per_job: Annotated[int, Option("--ranks-per-job", "--nproc", min=1, help="Ranks per run.")] = 1,
+    launcher: opt.Launcher = "torchrun",
+    out: opt.Out = None,
+    dry_run: opt.DryRun = False,
+    json: opt.Json = False,
+    set_: opt.Set = None,
+) -> int:
+    """Finetune on every GLUE task with several seeds and score it.
+
+    Scores are medians on the dev set, beside the score of a constant answer. Writes glue.json, a page, and
+    files for GLUE's server if test files are found.
+    """
+    from launcher.evaluate import glue
+    from launcher.evaluate.glue_scores import GlueOptions
+
+    settings = opt.settings_after_run(words, set_)
+    if not data:
+        raise ConfigError([Issue("--data", "missing", "name the folder or archive with GLUE's files")])
+    options = GlueOptions(
+        tasks=list(tasks),
+        seeds=seeds,
+        rates=list(rates_),
+        rate_tasks=list(rate_tasks),
+        init=init,
+        init_task=dict(init_task),
+        ranks=ranks_per_job,
+        launcher=launcher,
+    )
+    return glue.evaluate(
+        run, settings, options, data, out=out, dry_run=dry_run, as_json=json, console=opt.console()
+    )
+
+
+def eval_mlm(
+    run: opt.Run,
+    texts: Annotated[list[str], Argument(metavar="TEXT...", help=opt.TEXTS)],
+    documents: Annotated[str, Option(help="End of a document of plain text: line or blank_line.")] = "line",
+    format: opt.Format = "auto",
+    text_key: opt.TextKey = "text",
+    max_bytes: Annotated[
+        int | None, Option(min=1, help="Bytes to read, to the end of a document; default: all.")
+    ] = None,
+    precision: opt.Precision = "auto",
+    json: opt.Json = False,
+) -> int:
+    """Measure the held-out loss of a run on any text.
+
+    Shows the loss per token by what the model saw in its place, and whole words in bits per byte, which
+    compare across vocabularies. Intervals are over documents.
+    """
+    from launcher.evaluate import text_loss
+
+    options = {"documents": documents, "source_format": format, "text_field": text_key}
+    return text_loss.evaluate(
+        run, texts, options, max_bytes=max_bytes, precision=precision, as_json=json, console=opt.console()
+    )
+
+
+def predict(
+    run: opt.Run,
+    file: Annotated[
+        str, Argument(metavar="FILE", help="Lines, a table (CSV, TSV, JSONL, Parquet), hub:NAME or -.")
+    ],
+    text: Annotated[
+        str | None, Option(metavar="COLUMN", help="Text column of a table; default: text.")
+    ] = None,
+    text_pair: Annotated[str | None, Option(metavar="COLUMN", help="Column of a pair's second text.")] = None,
+    pooling: Annotated[
+        Literal["mean", "cls"] | None, Option(help="Encoding of a pretrained run; default: mean.")
+    ] = None,
+    out: Annotated[Path | None, Option(help="File to write; default: stdout.")] = None,
+    instances: Annotated[
+        int, Option(min=1, max=1024, metavar="N", help="Processes, each with a copy of the model.")
+    ] = 1,
+    threads: Annotated[
+        int | None, Option(min=1, max=1024, metavar="T", help="CPU threads per process; default: its share.")
+    ] = None,
+    precision: opt.Precision = "auto",
+) -> int:
+    """Write a JSON line per example of a file.
+
+    A finetuned run gives labels with probabilities, or a score; a pretrained run gives encodings.
+    """
+    from launcher.evaluate import predict as predicting
+
+    columns = predicting.Columns(text, text_pair)
+    return predicting.predict(
+        run,
+        file,
+        columns,
+        pooling=pooling,
+        out=out,
+        instances=instances,
+        threads=threads,
+        precision=precision,
+    )
+
+
+def export_hf(run: opt.Run, out: opt.ExportOut, encoder: opt.WithoutHead = False) -> int:
+    """Export for transformers.
+
+    The directory needs no code of ours: ModernBERT, EuroBERT or RobertaPreLayerNorm, as the run's positions
+    and norm require, with tokenizer and model card.
+    """
+    from launcher.evaluate import export
+
+    return export.export("hf", run, out, encoder=encoder, console=opt.console())
+
+
+def export_onnx(
+    run: opt.Run,
+    out: opt.ExportOut,
+    encoder: opt.WithoutHead = False,
+    int8: Annotated[bool, Option("--int8", help="Dynamic quantization of the weights.")] = False,
+) -> int:
+    """Export model.onnx, for any batch size and any length up to the run's."""
+    from launcher.evaluate import export
+
+    options = ["--int8"] if int8 else []
+    return export.export("onnx", run, out, encoder=encoder, options=options, console=opt.console())
+
+
+def export_aoti(
+    run: opt.Run,
+    out: opt.ExportOut,
+    encoder: opt.WithoutHead = False,
+    bf16: Annotated[bool, Option("--bf16", help="Weights and products in bf16.")] = False,
+    int8: Annotated[bool, Option("--int8", help="Linear layers in 8 bits, by torchao.")] = False,
+) -> int:
+    """Export model.pt2 for Python or C++, compiled by AOTInductor for this kind of processor."""
+    from launcher.evaluate import export
+
+    precision = [flag for flag, given in (("--bf16", bf16), ("--int8", int8)) if given]
+    return export.export("aoti", run, out, encoder=encoder, options=precision, console=opt.console())
+
+
+def export_check(
+    directory: Annotated[Path, Argument(metavar="DIR", show_default=False, help="Made by `bert-dp export`.")],
+    run: Annotated[
+        Path | None, Option(metavar="RUN", help="Its run; default: by its name here, in runs/ or beside DIR.")
+    ] = None,
+    json: opt.Json = False,
+) -> int:
+    """Compare an exported directory with its run.
+
+    Batches of several sizes and lengths are computed by both; the directory is loaded in a process without
+    our code. Exit code 1 if they differ.
+    """
+    from launcher.evaluate import export
+
+    return export.check(directory, run, as_json=json, console=opt.console())
+
+
+def checkpoints(
+    run: Annotated[Path, Argument(metavar="RUN", show_default=False, help="Run directory.")],
+    json: opt.Json = False,
+) -> int:
+    """Verify the checkpoints of a run by their hashes.
+
+    Exit code 1 if one is damaged.
+    """
+    from launcher import checkpoints
+
+    return checkpoints.verify(run, as_json=json, console=opt.console())

@@ -1,0 +1,213 @@
+"""Options that several verbs share, and the parsers of option values."""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+import io
+import math
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from typer import Argument, BadParameter, Option
+
+from bert_dp.config import ConfigError, Issue, benchmark_names, engine_facts, shipped_configs
+from bert_dp.config.error import install_command
+from launcher.job import logger_issues
+from launcher.run.starters import launcher_problem
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+MAX_GPUS = 1_000_000
+TEXTS = "Files, directories, globs (text, JSONL, Parquet; .gz .xz .zst), hub:NAME, or builtin."
+
+
+def parsed(parse: Callable[[str], Any], metavar: str, help: str, *names: str) -> Any:
+    """Make an option whose text `parse` converts; it raises BadParameter. `names`: if not the parameter's."""
+
+    def value_of(text: Any) -> Any:
+        return parse(text) if isinstance(text, str) else text  # a default is a value already
+
+    return Option(*names, parser=value_of, metavar=metavar, show_default=False, help=help)
+
+
+def counts_option(help: str, *names: str) -> Any:
+    """Make an option of whole numbers."""
+    return parsed(counts, "N,...", help, *names)
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Parse `1,2,4` or `1..1024` (doubling, the end included)."""
+    problem = f"{text!r} is not a list like 1,2,4 or a range like 1..1024 of numbers up to {MAX_GPUS:,}"
+    if not re.fullmatch(r"\s*\d{1,7}\s*((,\s*\d{1,7}\s*)*|\.\.\s*\d{1,7}\s*)", text):
+        raise BadParameter(problem)
+    if ".." in text:
+        first, last = map(int, text.split(".."))
+        doubled = [first << k for k in range(20) if 0 < first << k < last]
+        values = [*doubled, last] if 0 < first <= last else [0]
+    else:
+        values = [int(part) for part in text.split(",")]
+    if not all(0 < value <= MAX_GPUS for value in values):
+        raise BadParameter(problem)
+    return tuple(dict.fromkeys(values))
+
+
+def words(text: str) -> tuple[str, ...]:
+    """Split at commas and drop repeated words."""
+    found = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
+    if not all(found):
+        raise BadParameter(f"{text!r} is not a list of names with commas between")
+    return found
+
+
+def engines(text: str) -> tuple[str, ...]:
+    """Parse engine names; `deepspeed` is `deepspeed-1`."""
+    known = benchmark_names()
+    names = [f"{name}-1" if f"{name}-1" in known else name for name in words(text)]
+    if unknown := [name for name in names if name not in known]:
+        raise BadParameter(f"unknown engine {', '.join(unknown)}; choose from {', '.join(known)}")
+    for package in sorted({engine_facts(name).package or "" for name in names} - {""}):
+        if importlib.util.find_spec(package) is None:
+            raise BadParameter(f"{package} needs `{install_command(package)}`")
+    return tuple(dict.fromkeys(names))
+
+
+def loggers(text: str) -> tuple[str, ...]:
+    """Parse names of installed logging services."""
+    names = words(text)
+    if issues := logger_issues(names, ""):
+        raise BadParameter("; ".join(map(str, issues)))
+    return names
+
+
+def rates(text: str) -> tuple[float, ...]:
+    """Parse learning rates and sort them."""
+    try:
+        rates = sorted({float(word) for word in text.split(",")})
+    except ValueError:
+        rates = []
+    if not rates or not all(0 < rate < 1 for rate in rates):
+        raise BadParameter(f"{text!r} is not a list of rates between 0 and 1 like 4e-5,1e-4")
+    return tuple(rates)
+
+
+def task_starts(text: str) -> tuple[tuple[str, str], ...]:
+    """Parse `RTE=MNLI,MRPC=MNLI`: pairs of a task and the task whose finetuned run it starts from."""
+    pairs = [word.split("=") for word in words(text)]
+    if not all(len(pair) == 2 and all(pair) for pair in pairs) or len({p[0] for p in pairs}) < len(pairs):
+        raise BadParameter(f"{text!r} is not of the form RTE=MNLI,MRPC=MNLI, each task once")
+    return tuple((task.strip(), start.strip()) for task, start in pairs)
+
+
+def seconds(text: str) -> float:
+    """Parse `90s`, `5m` or `1h`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|h)", text.strip())
+    value = float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]] if match else 0.0
+    if not 0 < value < math.inf:
+        raise BadParameter(f"{text!r} is not a duration such as 90s, 5m or 1h")
+    return value
+
+
+def two_batches(text: str) -> tuple[int, int]:
+    """Parse `256->4096`: two global batches."""
+    match = re.fullmatch(r"\s*(\d{1,9})\s*->\s*(\d{1,9})\s*", text)
+    batches = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not min(batches):
+        raise BadParameter(f"{text!r} is not of the form '256->4096', two global batches; quote it")
+    return batches
+
+
+def launcher(text: str) -> str:
+    """Check that a launcher is known and installed."""
+    if problem := launcher_problem(text):
+        raise BadParameter(problem)
+    return text
+
+
+def shipped_names(incomplete: str) -> list[str]:
+    """Complete the name of a shipped configuration."""
+    return [path.stem for path in sorted(shipped_configs().glob(f"{glob.escape(incomplete)}*.yaml"))]
+
+
+# --- options, by the order in which they appear
+
+CONFIG_HELP = "YAML file or a name that `bert-dp configs` lists (default: quickstart), and settings."
+Words = Annotated[
+    list[str] | None,
+    Argument(
+        metavar="CONFIG | SETTING=VALUE", show_default=False, autocompletion=shipped_names, help=CONFIG_HELP
+    ),
+]
+Settings = Annotated[
+    list[str] | None,
+    Argument(metavar="SETTING=VALUE", show_default=False, help="Settings on top of configs/glue.yaml."),
+]
+Set = Annotated[
+    list[str] | None, Option("--set", metavar="a.b=v", help="Another way to write SETTING=VALUE; repeatable.")
+]
+Run = Annotated[
+    Path,
+    Argument(metavar="RUN", show_default=False, help="Run directory (its newest checkpoint) or checkpoint."),
+]
+Nproc = Annotated[str, Option(help="Ranks: auto (every GPU, or 2 CPU ranks) or a number.")]
+Launcher = Annotated[
+    str, parsed(launcher, "NAME", "Starts the ranks: torchrun (the default), accelerate or deepspeed.")
+]
+RunDir = Annotated[Path | None, Option(help="Run directory; default: runs/NAME-DATE-TIME.")]
+Resume = Annotated[str, Option(help="auto, never, or the path of a checkpoint or run.")]
+MaxRestarts = Annotated[
+    int, Option(min=0, metavar="K", help="Restart a failed run up to K times from its newest checkpoint.")
+]
+Force = Annotated[bool, Option("--force", help="Start even if the estimated memory does not fit.")]
+GlueData = Annotated[list[Path] | None, Option(help="Folder or archive with GLUE's files; repeatable.")]
+Init = Annotated[
+    Literal["checkpoint", "random"], Option(help="random: the baseline without pretrained weights.")
+]
+Format = Annotated[str, Option(help="Format of all files: text, jsonl or parquet; auto: by suffix.")]
+TextKey = Annotated[str, Option(help="Field of a JSON record or Parquet column with the text; nested: a.b.")]
+Precision = Annotated[
+    Literal["auto", "fp32", "bf16"],
+    Option(help="fp32: the weights' precision; bf16: autocast; auto: bf16 on a GPU that supports it."),
+]
+Out = Annotated[
+    Path | None,
+    Option(help="Output directory; the same one continues. Default: below scaling/, tune/ or eval/."),
+]
+ExportOut = Annotated[Path, Option("--out", metavar="DIR", help="Directory to write; new or empty.")]
+WithoutHead = Annotated[bool, Option("--encoder", help="Export only the encoder, without the task head.")]
+DryRun = Annotated[bool, Option("--dry-run", help="Check everything, print the plan, start nothing.")]
+Json = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]
+
+
+def split_words(words: Sequence[str] | None, overrides: Sequence[str] | None) -> tuple[str | None, list[str]]:
+    """Split a verb's arguments into its configuration and its settings, followed by those of --set.
+
+    Raises ConfigError.
+    """
+    names = [word for word in words or [] if "=" not in word]
+    if len(names) > 1:
+        message = f"{' and '.join(names)} are two configurations"
+        raise ConfigError([Issue("CONFIG", "conflict", message, hint="give one, and settings as a.b=value")])
+    settings = [word for word in words or [] if "=" in word]
+    return names[0] if names else None, [*settings, *(overrides or [])]
+
+
+def settings_after_run(words: Sequence[str] | None, overrides: Sequence[str] | None) -> list[str]:
+    """Return the settings of a verb whose configuration follows from its RUN. Raises ConfigError."""
+    name, settings = split_words(words, overrides)
+    if name is not None:
+        raise ConfigError([Issue(name, "wrong_type", "expected a setting as a.b=value after the RUN")])
+    return settings
+
+
+def console() -> Console:
+    """Make a console for stdout. A character that its encoding lacks becomes a question mark."""
+    from rich.console import Console
+
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    return Console()

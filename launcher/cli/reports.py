@@ -1,0 +1,125 @@
+"""`report` and `doctor`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json as jsonlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from typer import Argument, Option
+
+from bert_dp import record
+from bert_dp.config import ConfigError, Issue
+from launcher.cli import options as opt
+from launcher.log import logger
+
+if TYPE_CHECKING:
+    from launcher.report.model import Report
+
+
+def report(
+    run_dirs: Annotated[
+        list[Path], Argument(help="Runs or GLUE evaluations to compare, a benchmark or a search.")
+    ],
+    out: Annotated[Path | None, Option(help="HTML file; default: DIR/report.html.")] = None,
+    json: Annotated[bool, Option("--json", help="Print the report as JSON; write no page.")] = False,
+    log_to: Annotated[
+        Sequence[str],
+        opt.parsed(opt.loggers, "NAME,...", "Send the runs to wandb, mlflow, tensorboard or trackio."),
+    ] = (),
+) -> int:
+    """Write the page of a run, a comparison, a benchmark, a search or an evaluation."""
+    from launcher.report import html
+    from launcher.report.console import show_end
+    from launcher.report.run_report import PAGE
+    from launcher.run.loggers import send_run
+
+    if json and out is not None:
+        raise ConfigError([Issue("--out", "conflict", "--json writes no page", out, "--json")])
+    if log_to and (others := [d for d in run_dirs if not (d / "config.yaml").exists()]):
+        raise ConfigError([_no_run("--log-to", directory) for directory in others])
+    target = out or run_dirs[0] / PAGE
+    report = report_of(run_dirs)
+    if json:
+        typer.echo(jsonlib.dumps(record.finite(dataclasses.asdict(report)), indent=1))
+    else:
+        if issues := html.target_issues(target):
+            raise ConfigError(issues)
+        try:
+            html.write(report, target)
+        except FileNotFoundError as error:
+            raise ConfigError([Issue("--out", "not_found", str(error))]) from None
+    code = max(send_run(run_dir, log_to, logger(opt.console(), json)) for run_dir in run_dirs)
+    if not json:
+        show_end(opt.console(), report, target)
+    return code
+
+
+def report_of(run_dirs: Sequence[Path]) -> Report:
+    """Build the report of directories by the result files in them.
+
+    Raises ConfigError if one holds no result, or if they cannot be compared.
+    """
+    from launcher import evaluate, results, tune
+    from launcher.evaluate.glue_page import compare_report, glue_report
+    from launcher.evaluate.glue_scores import Glue
+    from launcher.report.run_report import of_directories
+    from launcher.scale import scale_page
+    from launcher.scale.models import Scaling
+    from launcher.tune.tune_page import tune_page
+
+    kinds = (evaluate.FILE, scale_page.FILE, tune.FILE)
+    held = {path: next((name for name in kinds if (path / name).exists()), None) for path in run_dirs}
+    first, (kind, *others) = run_dirs[0], dict.fromkeys(held.values())
+    if others:
+        names = ", ".join(f"{path} ({name or 'no result'})" for path, name in held.items())
+        raise ConfigError(
+            [Issue("RUN_DIRS", "conflict", f"only runs, or GLUE evaluations, compare: {names}")]
+        )
+    if kind is None:
+        if missing := [d for d in run_dirs if not (d / "config.yaml").exists()]:
+            raise ConfigError([_no_run("RUN_DIRS", directory) for directory in missing])
+        return of_directories(run_dirs)
+    if len(run_dirs) > 1 and kind == evaluate.FILE:
+        return compare_report(run_dirs)
+    if len(run_dirs) > 1:
+        raise ConfigError([Issue("RUN_DIRS", "conflict", f"only one directory with {kind} makes a page")])
+    if kind == evaluate.FILE:
+        return glue_report(results.read(first / kind, Glue))
+    if kind == scale_page.FILE:
+        return scale_page.scale_page(results.read(first / kind, Scaling), first)
+    return tune_page(first / kind)
+
+
+def _no_run(setting: str, path: Path) -> Issue:
+    """Return the issue of a path that is no run directory, with the one that may be meant."""
+    hint = None
+    if path.is_file():
+        hint = f"name the directory, {path.parent}"
+    elif runs := sorted(child.parent.name for child in path.glob("*/config.yaml")):
+        hint = f"it holds runs, name one: {', '.join(runs[:3])}"
+    return Issue(setting, "not_found", f"{path} is not a run directory (no config.yaml in it)", hint=hint)
+
+
+def doctor(
+    run_dir: Annotated[Path | None, Option(help="Where runs would be written; default: here.")] = None,
+    json: opt.Json = False,
+) -> int:
+    """Check this machine before a run does.
+
+    Devices, links, NUMA, memory, limits, disk, ports, versions, a checkpoint round trip and an all-reduce, in
+    less than 30 s. Exit code 1 if a run would fail.
+    """
+    from launcher.machine import doctor as checks
+    from launcher.report.console import show_report
+
+    machine, findings = checks.doctor(run_dir)
+    if json:
+        facts = {"environment": machine.to_json(), "findings": [f.__dict__ for f in findings]}
+        typer.echo(jsonlib.dumps(facts, indent=1))
+    else:
+        show_report(opt.console(), checks.doctor_report(machine, findings), titled=True)
+    return 1 if any(f.level == "fail" for f in findings) else 0

@@ -1,0 +1,149 @@
+"""`train`, `finetune` and `configs`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from typer import Argument, Option
+
+from bert_dp.config import ConfigError, Issue, find_config, shipped_configs
+from bert_dp.config.checks import parse_profile
+from launcher.cli import options as opt
+from launcher.log import complain
+
+
+def train(
+    words: opt.Words = None,
+    set_: opt.Set = None,
+    nproc: opt.Nproc = "auto",
+    launcher: opt.Launcher = "torchrun",
+    run_dir: opt.RunDir = None,
+    resume: opt.Resume = "auto",
+    max_restarts: opt.MaxRestarts = 0,
+    elastic: Annotated[
+        bool, Option("--elastic", help="Restart with fewer ranks if one was killed or lost its GPU.")
+    ] = False,
+    dry_run: opt.DryRun = False,
+    force: opt.Force = False,
+    profile: Annotated[
+        str | None, Option(metavar="FIRST:END", help="Profile these steps; 10:13 is 10, 11 and 12.")
+    ] = None,
+    profile_ranks: Annotated[
+        str | None, Option(metavar="N,...", help="Ranks that --profile records; default: 0.")
+    ] = None,
+) -> int:
+    """Pretrain; by default two minutes on built-in text."""
+    from launcher import job
+    from launcher.run import restarts, train
+    from launcher.tune import auto
+
+    config, settings = opt.split_words(words, set_)
+    if elastic and not max_restarts:
+        raise ConfigError(
+            [Issue("--elastic", "no_effect", "no restart is allowed", hint="add --max-restarts K")]
+        )
+    if profile_ranks is not None and profile is None:
+        raise ConfigError(
+            [Issue("--profile-ranks", "no_effect", "records nothing without --profile FIRST:END")]
+        )
+    plan = None if profile is None else parse_profile(profile, profile_ranks or "0")
+    overrides, failed = auto.resolve_auto_batch(
+        config,
+        settings,
+        nproc=nproc,
+        run_dir=run_dir,
+        resume=resume,
+        launcher=launcher,
+        dry_run=dry_run,
+        console=opt.console(),
+        profile=plan,
+    )
+    if failed:
+        return failed
+    searched = overrides != settings and not dry_run  # a micro batch that was measured needs no estimate
+    return train.train(
+        job.load(config, overrides, run_dir),
+        nproc=nproc,
+        launcher=launcher,
+        run_dir=run_dir,
+        resume=resume,
+        dry_run=dry_run,
+        console=opt.console(),
+        policy=restarts.Policy(max_restarts, elastic),
+        force=force or searched,
+        profile=plan,
+    )
+
+
+def finetune(
+    run: Annotated[Path, Argument(help="Pretrained run, or a checkpoint of one.", show_default=False)],
+    words: opt.Settings = None,
+    task: Annotated[str | None, Option(metavar="NAME", help="GLUE task; needs --data.")] = None,
+    data: opt.GlueData = None,
+    train: Annotated[str | None, Option(metavar="FILE", help="CSV, TSV, JSONL, Parquet or hub:NAME.")] = None,
+    dev: Annotated[str | None, Option(metavar="FILE", help="Examples to score.")] = None,
+    test: Annotated[str | None, Option(metavar="FILE", help="Examples to predict.")] = None,
+    text: Annotated[str | None, Option(metavar="COLUMN", help="Column of the text; default: text.")] = None,
+    text_pair: Annotated[
+        str | None, Option(metavar="COLUMN", help="Column of a second text; default: text_pair.")
+    ] = None,
+    label: Annotated[str | None, Option(metavar="COLUMN", help="Label column; default: label.")] = None,
+    kind: Annotated[
+        Literal["single_label", "multi_label", "regression"] | None,
+        Option(help="Kind of label; default: single_label."),
+    ] = None,
+    init: opt.Init = "checkpoint",
+    nproc: opt.Nproc = "auto",
+    launcher: opt.Launcher = "torchrun",
+    run_dir: opt.RunDir = None,
+    resume: opt.Resume = "auto",
+    max_restarts: opt.MaxRestarts = 0,
+    dry_run: opt.DryRun = False,
+    force: opt.Force = False,
+    set_: opt.Set = None,
+) -> int:
+    """Train a classifier or regressor from a pretrained run.
+
+    It uses the training loop of `train`: N ranks train what one trains. The last line has the scores;
+    RUN/predictions.jsonl has the prediction for each example.
+    """
+    from launcher.evaluate import finetune as finetuning
+    from launcher.run import restarts
+    from launcher.run import train as training
+
+    settings = opt.settings_after_run(words, set_)
+    source = finetuning.source_of(
+        task,
+        data or (),
+        {"train": train, "dev": dev, "test": test},
+        {"text": text, "text-pair": text_pair, "label": label, "kind": kind},
+    )
+    return training.train(
+        finetuning.load(run, source, settings, nproc=nproc, random_weights=init == "random"),
+        nproc=nproc,
+        launcher=launcher,
+        run_dir=run_dir,
+        resume=resume,
+        dry_run=dry_run,
+        console=opt.console(),
+        policy=restarts.Policy(max_restarts, False),
+        force=force,
+    )
+
+
+def configs(
+    name: Annotated[
+        str | None, Argument(help="Configuration to print.", autocompletion=opt.shipped_names)
+    ] = None,
+) -> int:
+    """List the shipped configurations, or print one."""
+    if name is not None:
+        typer.echo(find_config(name).read_text(), nl=False)
+        return 0
+    for path in sorted(shipped_configs().glob("*.yaml")):
+        summary = path.read_text().partition("\n")[0].removeprefix("# ")
+        typer.echo(f"{path.stem:<18} {summary}")
+    complain("next: bert-dp train NAME --dry-run")
+    return 0
