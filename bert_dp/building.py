@@ -99,9 +99,7 @@ def first_state(config: Config, model: Model, data: DatasetInfo, comm: Comm) -> 
         "optimizer": _as_wide_as(dtype, state["optimizer"]),
         "scaler": {},
     }
-    issues += [
-        Issue("run.init_from", "conflict", line) for line in checkpoint.state_issues(path, start, model)
-    ]
+    issues += [issue.within("run.init_from") for issue in checkpoint.state_issues(path, start, model)]
     if issues:
         raise ConfigError(issues)
     return start, InitFrom(checkpoint=str(path), sha256=sha256, tensors=len(loaded), of=len(own))

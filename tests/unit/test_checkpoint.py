@@ -506,8 +506,8 @@ def test_tensors_that_are_not_the_models_are_refused_by_name(
     else:
         state[part][name] = tensor
     (issue,) = checkpoint.state_issues(tmp_path, state, Two())
-    assert re.search(message, issue), issue
-    assert issue.isprintable()
+    assert re.search(message, str(issue)), issue
+    assert str(issue).isprintable()
 
 
 @pytest.mark.timeout(60)
