@@ -209,8 +209,8 @@ def pretrain(place: Place) -> Found:
 
 def tune(place: Place, length: int = 128) -> Found:
     budget = "2s" if place.short else f"{min(90, round(place.seconds) - 60)}s"
-    sizes = ["batch.global_size=1"] if place.short else []
-    result = verb(place, "tune batch", length, sizes, "--gpus", "1", "--budget", budget, "--fresh")
+    sizes = ["batch.global_size=1", "batch.micro_size=auto"] if place.short else []
+    result = verb(place, "tune batch", length, sizes, "--gpus", "1", "--budget", budget)
     rows = {
         f"micro batch {size['micro_batch']}": {
             key: size.get(key) for key in ("status", "samples_per_s", "predicted_gib", "measured_gib")

@@ -21,7 +21,7 @@ from bert_dp.cost import num_parameters
 from launcher.plan import step_model
 from launcher.plan.scaling import BERT_POSITIONS, MODELS
 from launcher.plan.step_model import GB, Collective, Fabric, LinkSpec, Scenario, constant, find_link, hardware
-from launcher.scale.models import Profile
+from launcher.scale.models import StepProfile
 
 ROWS = Path(__file__).parent / "published" / "published_bert_throughput.csv"
 Row = dict[str, str]
@@ -167,7 +167,7 @@ def fabric(row: Row) -> Fabric:
     return (AllToAllFabric if compressed else Fabric)(math.ceil(gpus / nodes), intra, inter, nics)
 
 
-def scenario(row: Row, constants: Constants) -> tuple[Profile, Scenario, float]:
+def scenario(row: Row, constants: Constants) -> tuple[StepProfile, Scenario, float]:
     """The row as it would be asked for, and the seconds of a step that its framework's own ways add; its
     profile has a micro batch of 1 s. Raises NotPredictable."""
     if row["model"] not in MODELS or not row["seq_len"].isdigit() or not row["micro_batch"]:
@@ -182,7 +182,7 @@ def scenario(row: Row, constants: Constants) -> tuple[Profile, Scenario, float]:
     bytes_moved = PLAIN if plain else FUSED
     optimizer_s = parameters * bytes_moved["LAMB" if "LAMB" in row["optimizer"] else "Adam"] / memory
     layout = step_model.layer_gradients(model, parameters, width, 2 / 3)
-    profile = Profile(
+    profile = StepProfile(
         micro_s=1.0,
         backward_s=2 / 3,
         optimizer_s=optimizer_s,
@@ -216,7 +216,7 @@ def scenario(row: Row, constants: Constants) -> tuple[Profile, Scenario, float]:
     return profile, question, beside_s if question.replicas > 1 else 0.0
 
 
-def micro_s_of(step_s: float, scenario: Scenario, profile: Profile) -> float:
+def micro_s_of(step_s: float, scenario: Scenario, profile: StepProfile) -> float:
     """T_micro of a profile from a measured step: the time that makes `predict` give `step_s`. The exposed
     time depends on it through what overlaps, so it is found by bisection. Raises ValueError when the step is
     shorter than what does not depend on it."""

@@ -60,7 +60,7 @@ def main() -> None:
 def search(o: argparse.Namespace, out: Path) -> dict[str, Any]:
     """tune.json of one call of the verb."""
     if (record.read_json(out / FILE) or {}).get("status") != "complete":
-        options = ["--gpus", o.gpus, "--budget", o.budget, "--fresh", "--out", str(out)]
+        options = ["--gpus", o.gpus, "--budget", o.budget, "--out", str(out)]
         records.bert_dp("tune", "batch", o.config, *records.set_options(o.settings), *options)
     result = record.read_json(out / FILE)
     assert result is not None

@@ -235,10 +235,3 @@ class TimedPlanFile(PlanFile):
 
     seconds: float = 0.0
     """Time of all calls so far."""
-
-
-class TrialFile(StoredFile):
-    """trial.json: the time of a trial that has ended."""
-
-    remedy: ClassVar[str] = "remove its directory, and the trial runs again"
-    seconds: float = 0.0

@@ -103,9 +103,3 @@ def percentile(values: Sequence[float], share: float) -> float:
     import numpy as np
 
     return float(np.percentile(values, 100 * share))
-
-
-def five_numbers(values: Sequence[float]) -> dict[str, float]:
-    """Return min, q1, median, q3 and max by name."""
-    shares = {"min": 0.0, "q1": 0.25, "median": 0.5, "q3": 0.75, "max": 1.0}
-    return {name: percentile(values, share) for name, share in shares.items()}

@@ -100,23 +100,20 @@ def _run(rng: random.Random, mode: str, engine: str, n: int) -> dict[str, Any]:
     step = batch * SEQUENCE / rate
     efficiency = rate / (900.0 * n)
     gib = 2.0 / (1 + 0.2 * (engine == "zero1") * (n - 1))
-    ranks = [_rank(rng, k, step, many, gib) for k in range(n)]
     against_ceiling = {
         "exposed_comm_fraction": lost,
         "exposed_comm_ddp_fraction": lost * 0.96 if engine == "ddp" else None,
         "straggler_ratio": 1.02,
         "straggler_rank": n - 1 if n > 2 else None,
         "efficiency_ddp1": efficiency / 0.985,
-        "ceiling_tokens_per_s": 900.0 * n * hardware,
         "ceiling_efficiency": hardware,
         "communication_efficiency": 1 - lost,
         "communication_efficiency_ci95": [1 - lost - 0.01, 1 - lost + 0.008],
     }
-    cell = models.Cell(
+    cell = models.CellMeasurement(
         id=f"{mode}-{engine}-n{n}",
         mode="weak" if weak else "strong",
         engine=engine,
-        launcher="torchrun",
         world_size=n,
         micro_batch=8,
         accumulation=accumulation,
@@ -125,14 +122,13 @@ def _run(rng: random.Random, mode: str, engine: str, n: int) -> dict[str, Any]:
         **_times(rng, f"{mode}-{engine}-n{n}", step, batch, accumulation * n, n),
         split_s=_split(step, lost if many else 0.0),
         data_wait_fraction=0.004,
-        ranks=ranks,
-        peak_memory_gib=max(rank["peak_memory_gib"] for rank in ranks),
+        peak_memory_gib=gib * (1 + 0.05 * rng.random()),
         mamfu=FLOPS * rate / n / PEAK,
         speedup=efficiency * n,
         efficiency=efficiency,
         efficiency_ci95=[efficiency - 0.015, efficiency + 0.012],
         **(against_ceiling if many else {}),
-        loss={"final": 7.5, "curve": _curve(batch)},
+        loss={"curve": _curve(batch)},
         loss_agrees=None if weak else True,
         loss_deviation=None if weak else 1.2e-6,
         flags=["efficiency above 100 %"] if efficiency > 1 and engine != "single" else [],
@@ -153,19 +149,19 @@ def _control(rng: random.Random, cell: Mapping[str, Any], kind: str) -> dict[str
         "engine": "independent" if ceiling else cell["engine"],
         "of": None if ceiling else cell["id"],
         "split_s": {**cell["split_s"], saved: 0.0},
-        "loss": {"final": None, "curve": []},
+        "loss": {"curve": []},
     }
-    kept = (*models.GridCell.model_fields, "launcher", "status", "ranks", "peak_memory_gib", "mamfu")
+    kept = (*models.GridCell.model_fields, "status", "peak_memory_gib", "mamfu")
     times = _times(rng, changes["id"], step, batch, cell["accumulation"] * n, n)
-    return results.plain(models.Cell(**{**{key: cell[key] for key in kept}, **times, **changes}))
+    return results.plain(models.CellMeasurement(**{**{key: cell[key] for key in kept}, **times, **changes}))
 
 
 def _without_figures(cell: dict[str, Any], status: str, cause: str | None) -> dict[str, Any]:
     """A cell that has no result; the same where it is ok."""
     if status == "ok":
         return cell
-    kept = {key: cell[key] for key in (*models.GridCell.model_fields, "launcher")}
-    return results.plain(models.Cell(**kept, status=status, cause=cause))
+    kept = {key: cell[key] for key in models.GridCell.model_fields}
+    return results.plain(models.CellMeasurement(**kept, status=status, cause=cause))
 
 
 def _times(
@@ -200,17 +196,6 @@ def _split(step_s: float, comm: float) -> dict[str, float]:
     return {name: share * step_s for name, share in parts.items()}
 
 
-def _rank(rng: random.Random, rank: int, step_s: float, many: bool, gib: float) -> dict[str, Any]:
-    def box(middle: float) -> dict[str, float]:
-        spread = middle * rng.uniform(0.006, 0.012)
-        ends = {"min": -3, "q1": -1, "median": 0, "q3": 1, "max": 6}
-        return {name: middle + times * spread for name, times in ends.items()}
-
-    own = box(step_s * rng.uniform(0.9, 0.93)) if many else None
-    memory = gib * (1 + 0.05 * rng.random())
-    return {"rank": rank, "step_time_s": box(step_s), "own_work_s": own, "peak_memory_gib": memory}
-
-
 def _curve(batch: int) -> list[list[float]]:
     tokens = [batch * SEQUENCE * k for k in range(1, STEPS + 1)]
     return [[t, 7.0 + 3.4 / (1 + t / 60_000)] for t in tokens]
@@ -222,7 +207,7 @@ def _link(rng: random.Random, n: int) -> dict[str, Any]:
     for size in sorted((*(2**k for k in range(12, 28)), *buckets)):
         bus = 1.4 * size / (size + 4e5) * rng.uniform(0.95, 1.05)
         rate = bus / (2 * (n - 1) / n)
-        rates = {"seconds": size / rate / 1e9, "busbw_gb_s": bus, "algbw_gb_s": rate}
+        rates = {"seconds": size / rate / 1e9, "busbw_gb_s": bus}
         points.append({"bytes": size, **rates, "bucket": size in buckets})
     return {"world_size": n, "backend": "gloo", "points": points}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from bert_dp.record.models import NoiseScale
 from launcher import results
 from launcher.tune import lr_search, throughput
 from launcher.tune.lr_search import LrOptions, LrTrial, RangeTest, Rung, TuneLr
@@ -12,12 +13,10 @@ from launcher.tune.throughput import (
     BatchMemory,
     MemoryLine,
     MemoryTrial,
-    Noise,
     SizeResult,
     TimedRun,
     TuneBatch,
 )
-from launcher.tune.transfer import transfer as carried
 from tests.helpers import make_config
 from tests.scaling_fixture import ENVIRONMENT
 
@@ -64,7 +63,7 @@ def batch(*, inconclusive: str = "", **changes: Any) -> dict[str, Any]:
         for m in runs
     ]
     trials = [MemoryTrial(micro_batch=m, status="ok", peak_gib=gib) for m, gib in peaks.items()]
-    noise = Noise(verdict="inconclusive", why=inconclusive)
+    noise = NoiseScale(verdict="inconclusive", why=inconclusive)
     if not inconclusive:
         estimate: dict[str, Any] = {
             "noise_scale": NOISE,
@@ -72,7 +71,7 @@ def batch(*, inconclusive: str = "", **changes: Any) -> dict[str, Any]:
             "trace": 0.62,
             "grad_sq": 0.002,
         }
-        noise = Noise(verdict="ok", steps=170, of_steps=170, **estimate)
+        noise = NoiseScale(verdict="ok", steps=170, **estimate)
     gain = throughput.goodput(
         micro_s=0.07, update_s=0.02, per_pass=16, global_size=DECLARED, noise=NOISE, interval=INTERVAL
     )
@@ -152,9 +151,3 @@ def lr(**changes: Any) -> dict[str, Any]:
         trained_tokens=36864,
     )
     return {**results.plain(tune), **changes}
-
-
-def transfer() -> dict[str, Any]:
-    """A rate carried from one global batch to another."""
-    config = make_config("optim.lr_scaling=sqrt", "optim.lr_batch=256", "optim.beta2=0.99")
-    return results.plain(carried(config, 0.001, "optim.lr", 256, 4096))

@@ -86,7 +86,6 @@ def tune_batch(
     launcher: opt.Launcher = "torchrun",
     set_: opt.Set = None,
     out: opt.Out = None,
-    fresh: Annotated[bool, Option("--fresh", help="Ignore cached results.")] = False,
     dry_run: opt.DryRun = False,
     json: opt.Json = False,
 ) -> int:
@@ -103,7 +102,6 @@ def tune_batch(
         overrides,
         search.BatchOptions(nproc, budget, memory, launcher),
         out=out,
-        fresh=fresh,
         dry_run=dry_run,
         as_json=json,
         console=opt.console(),
@@ -156,9 +154,7 @@ def tune_lr(
             message = "--transfer runs nothing"
             raise ConfigError([Issue(name, "no_effect", message, other="--transfer") for name in idle])
         before, after = transfer
-        return carry(
-            config, overrides, before, after, out, dry_run=dry_run, as_json=json, console=opt.console()
-        )
+        return carry(config, overrides, before, after, out, as_json=json, console=opt.console())
     if tokens is not None and not tokens < MAX_TOKENS:
         raise ConfigError([Issue("--tokens", "out_of_range", f"must be below {MAX_TOKENS:g}", tokens)])
     options = LrOptions(

@@ -33,14 +33,14 @@ from launcher.plan.step_model import (
 )
 from launcher.report.numbers import format_percent
 from launcher.scale.models import (
-    Cell,
+    CellMeasurement,
     ComparedCell,
     Lever,
     PredictedRow,
     Prediction,
-    Profile,
     Scaling,
     ScalingSettings,
+    StepProfile,
 )
 from launcher.stats import is_measurable
 
@@ -94,7 +94,7 @@ class PlanSpec:
 class PlanSource:
     """Profile of one rank, and what else a prediction starts from."""
 
-    profile: Profile
+    profile: StepProfile
     accumulation: int = 1
     notes: tuple[str, ...] = ()
     """Origin of the numbers, and assumptions."""
@@ -104,7 +104,7 @@ class PlanSource:
     """Measured all-reduces within one machine, by world size."""
     slowdowns: Mapping[int, float] = dataclasses.field(default_factory=dict)
     """1 / measured ceiling efficiency, by world size."""
-    cells: Sequence[Cell] = ()
+    cells: Sequence[CellMeasurement] = ()
     """Measured cells of the same benchmark."""
     flops_per_token: float | None = None
     peak_flops: float | None = None
@@ -189,7 +189,7 @@ def _row(source: PlanSource, scenario: Scenario) -> PredictedRow:
     return row.model_copy(update={"mfu": mfu, "fits": fits, "levers": levers(source.profile, scenario)})
 
 
-def levers(profile: Profile, scenario: Scenario) -> list[Lever]:
+def levers(profile: StepProfile, scenario: Scenario) -> list[Lever]:
     """Return the gain of each change, best first: tokens/s with it over tokens/s now, less one. A greater
     batch is as fast per sequence."""
     if scenario.ranks == 1:
@@ -217,7 +217,7 @@ def levers(profile: Profile, scenario: Scenario) -> list[Lever]:
     return sorted(gains, key=lambda lever: -lever.gain)
 
 
-def _compared(source: PlanSource, spec: PlanSpec, cell: Cell) -> ComparedCell | None:
+def _compared(source: PlanSource, spec: PlanSpec, cell: CellMeasurement) -> ComparedCell | None:
     """Return a measured cell beside its prediction, by its own links where they were measured; None where it
     cannot be predicted."""
     engine = "ddp" if cell.engine == "single" else cell.engine
@@ -316,7 +316,7 @@ def _link_issues(source: PlanSource, spec: PlanSpec) -> list[Issue]:
     return []
 
 
-def _tensor_issues(profile: Profile, sizes: Sequence[int]) -> list[Issue]:
+def _tensor_issues(profile: StepProfile, sizes: Sequence[int]) -> list[Issue]:
     heads = profile.num_heads or 0
     if max(sizes) > 1 and not (profile.hidden_size and heads):
         return [Issue("--tensor", "missing", "the profile lacks the model's sizes; measure it again", sizes)]
@@ -358,7 +358,7 @@ def read_benchmark(path: Path) -> Scaling:
     try:
         data = results.load(path, GIVE)
         if isinstance(data, dict) and "gradients" in data:
-            return Scaling(profile=results.parse(data, Profile, str(path)))
+            return Scaling(profile=results.parse(data, StepProfile, str(path)))
         return results.parse(data, Scaling, str(path))
     except ConfigError as error:
         raise ConfigError([issue.within("--from") for issue in error.issues]) from None
@@ -406,7 +406,7 @@ def source_of(scaling: Scaling, name: str) -> PlanSource:
     )
 
 
-def _slowdowns(cells: Sequence[Cell]) -> dict[int, float]:
+def _slowdowns(cells: Sequence[CellMeasurement]) -> dict[int, float]:
     """Return the slowdowns by world size, at least 1: less is noise, or a slow baseline."""
     times: dict[int, list[float]] = {}
     for cell in cells:
@@ -436,7 +436,7 @@ def source_of_rate(
     if not micro_s > MIN_MICRO_S:
         message = f"{seq_per_s:g} leaves no time beside the optimizer"
         raise ConfigError([Issue("--seq-per-s", "out_of_range", message, seq_per_s, "--micro")])
-    profile = Profile(
+    profile = StepProfile(
         device=device,
         precision="bf16" if gpu is None or peak_flops(device, "bf16") else "fp16",
         micro_batch=micro,

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from bert_dp.config import ModelConfig, read_yaml, sharded
 from bert_dp.cost import GIB, linear_parameters
-from launcher.scale.models import Gradient, PredictedRow, PredictedSplit, Profile
+from launcher.scale.models import MeasuredGradient, PredictedRow, PredictedSplit, StepProfile
 
 FILE = Path(__file__).with_name("hardware.yaml")
 GB, MIB = 1e9, 2**20
@@ -220,7 +220,7 @@ class Scenario:
         return self.ranks // self.tensor
 
 
-def predict(profile: Profile, scenario: Scenario) -> PredictedRow:
+def predict(profile: StepProfile, scenario: Scenario) -> PredictedRow:
     """Predict a step; the tensor size divides the ranks."""
     a, n = scenario.accumulation, scenario.ranks
     optimizer_s = profile.optimizer_s or 0.0
@@ -255,23 +255,25 @@ def slowest(ranks: int, spread: float) -> float:
     return 1 + spread * statistics.NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
 
-def with_micro_s(profile: Profile, micro_s: float) -> Profile:
+def with_micro_s(profile: StepProfile, micro_s: float) -> StepProfile:
     """Return a profile whose micro batch takes `micro_s`, the times within it in proportion."""
     scale = micro_s / profile.whole_s
     gradients = [
-        Gradient.model_construct(bytes=g.bytes, ready_s=g.ready_s * scale) for g in profile.gradients
+        MeasuredGradient.model_construct(bytes=g.bytes, ready_s=g.ready_s * scale) for g in profile.gradients
     ]
     changes = {"micro_s": micro_s, "backward_s": profile.backward_s * scale, "gradients": gradients}
     return profile.model_copy(update=changes)
 
 
-def with_micro_batch(profile: Profile, micro_batch: int) -> Profile:
+def with_micro_batch(profile: StepProfile, micro_batch: int) -> StepProfile:
     """Return a profile of another micro batch that is as fast per sequence."""
     scaled = with_micro_s(profile, profile.whole_s * micro_batch / profile.micro_batch)
     return scaled.model_copy(update={"micro_batch": micro_batch})
 
 
-def layer_gradients(model: ModelConfig, parameters: int, width: float, backward_s: float) -> list[Gradient]:
+def layer_gradients(
+    model: ModelConfig, parameters: int, width: float, backward_s: float
+) -> list[MeasuredGradient]:
     """Estimate the gradients of a model that was not profiled, in `width` bytes per number.
 
     The blocks' are ready at even steps of the backward pass. The embedding's, with the little that is left of
@@ -281,12 +283,15 @@ def layer_gradients(model: ModelConfig, parameters: int, width: float, backward_
     block = linear_parameters(model) / blocks
     rest = parameters - linear_parameters(model)
     return [
-        *(Gradient(bytes=block * width, ready_s=(i + 1) / (blocks + 1) * backward_s) for i in range(blocks)),
-        Gradient(bytes=rest * width, ready_s=backward_s),
+        *(
+            MeasuredGradient(bytes=block * width, ready_s=(i + 1) / (blocks + 1) * backward_s)
+            for i in range(blocks)
+        ),
+        MeasuredGradient(bytes=rest * width, ready_s=backward_s),
     ]
 
 
-def _optimizer_share(profile: Profile, scenario: Scenario) -> float:
+def _optimizer_share(profile: StepProfile, scenario: Scenario) -> float:
     """Return the busiest rank's share of the optimizer step. ZeRO-1 divides by whole tensors, so the largest
     one bounds it."""
     share = 1.0 if scenario.engine == "ddp" else 1 / scenario.replicas
@@ -295,7 +300,7 @@ def _optimizer_share(profile: Profile, scenario: Scenario) -> float:
     return share / scenario.tensor
 
 
-def _state_gib(profile: Profile, scenario: Scenario) -> float:
+def _state_gib(profile: StepProfile, scenario: Scenario) -> float:
     """Return weights, gradients and optimizer state of one rank, GiB: a lower bound, without activations.
 
     fsdp keeps whole gradients between the micro batches of a step.
@@ -308,7 +313,7 @@ def _state_gib(profile: Profile, scenario: Scenario) -> float:
     return sum(parts.values()) / GIB
 
 
-def exposed_s(profile: Profile, scenario: Scenario) -> float:
+def exposed_s(profile: StepProfile, scenario: Scenario) -> float:
     """Return the seconds of a step in which ranks only communicate."""
     seconds = 0.0
     if scenario.tensor > 1:
@@ -319,7 +324,7 @@ def exposed_s(profile: Profile, scenario: Scenario) -> float:
     return seconds
 
 
-def _reduction_s(profile: Profile, scenario: Scenario) -> float:
+def _reduction_s(profile: StepProfile, scenario: Scenario) -> float:
     """Return the exposed time of the gradients, once a step. ZeRO-1 adds the broadcast of the weights."""
     fabric, n, t = scenario.fabric.replicas(scenario.tensor), scenario.replicas, scenario.tensor
     kind: Collective = "rooted" if scenario.engine == "zero1" else "all_reduce"
@@ -378,7 +383,7 @@ def outlast(
     return total - gain * (total - ideal)
 
 
-def _fsdp_s(profile: Profile, scenario: Scenario) -> float:
+def _fsdp_s(profile: StepProfile, scenario: Scenario) -> float:
     """Return the exposed time of gathering and scattering one block ahead of the computation.
 
     Weights are gathered forward and again backward in every micro batch; gradients are scattered in the last.
@@ -403,7 +408,7 @@ def _fsdp_s(profile: Profile, scenario: Scenario) -> float:
     return seconds
 
 
-def _tensor_s(profile: Profile, scenario: Scenario) -> float:
+def _tensor_s(profile: StepProfile, scenario: Scenario) -> float:
     """Return the exposed time of the activations' all-reduces in one micro batch.
 
     The backward ones hide behind the product that gives the weight's gradient, half of a block's backward

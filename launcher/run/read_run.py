@@ -15,7 +15,9 @@ from launcher import results
 
 Ended = Literal["ok", "oom", "failed"]
 OUTSIDE: tuple[FailureKind, ...] = ("disk", "peer_gone")
+KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PARTS = ("data_wait_s", "forward_backward_s", "own_work_s", "optimizer_s", "step_s", "host_s")
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)  # raised by read_repeat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,18 +36,18 @@ class Repeat:
 
 
 def read_summary(directory: Path) -> Summary | None:
-    """summary.json of a run; None when there is none, or a damaged one."""
+    """Read the summary.json of a run; None if there is none, or a damaged one."""
     return results.find(directory / "summary.json", Summary)
 
 
 def heldout_losses(directory: Path) -> dict[int, float]:
-    """Step -> held-out loss in nats, of each evaluation of a run."""
+    """Read the held-out loss in nats of each evaluation of a run, by step."""
     evaluations = record.read_lines(directory / "evals.jsonl")
     return {line["step"]: line["loss"] for line in evaluations if "loss" in line}
 
 
 def ended(directory: Path) -> Ended | None:
-    """How a run says it has ended; None when it has not, or a signal ended it."""
+    """Return how a run ended; None if it has not, or a signal stopped it."""
     summary = read_summary(directory)
     if summary is None or summary.signal:
         return None
@@ -55,20 +57,22 @@ def ended(directory: Path) -> Ended | None:
 
 
 def from_outside(directory: Path) -> bool:
-    """Whether something outside has ended this run, which says nothing of its settings: no summary was
-    written, its disk or its directory failed, or a rank was killed and memory was not why."""
+    """Return True for a run whose end says nothing of its settings.
+
+    It wrote no summary, a signal stopped it, its disk failed, or a rank was killed for another reason than
+    memory.
+    """
     summary = read_summary(directory)
-    if summary is None or summary.signal or (summary.failure and summary.failure.kind in OUTSIDE):
+    if summary is None or summary.signal:
         return True
-    failure = summary.failure
-    killed = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    if failure is None or failure.killed_by not in killed:
+    if (failure := summary.failure) is None:
         return False
-    return not (failure.memory and failure.memory.oom_kills)
+    is_killed = failure.killed_by in KILLS and not (failure.memory and failure.memory.oom_kills)
+    return failure.kind in OUTSIDE or is_killed
 
 
 def cause(directory: Path) -> str:
-    """Why a run ended as it did, in its own words."""
+    """Return the reason for the end of a run that did not end well."""
     summary = read_summary(directory)
     if summary is None:
         return "both attempts ended without writing summary.json"
@@ -76,27 +80,25 @@ def cause(directory: Path) -> str:
 
 
 def failure_kind(directory: Path) -> FailureKind:
-    """The kind of failure of a run that did not end well."""
+    """Return the kind of failure of a run that did not end well."""
     summary = read_summary(directory)
     return summary.failure.kind if summary and summary.failure else "no_cause"
 
 
 def is_whole(directory: Path, ranks: int, config: Config) -> bool:
-    """Whether the times of every step of every rank are there, where the configuration asks for them, and the
-    predictions of a finetuning."""
+    """Return False if step times or predictions that the configuration asks for are missing."""
     if config.objective.name == "finetune" and not (directory / record.PREDICTIONS).is_file():
         return False
-    if not config.log.step_times:
-        return True
     try:
-        read_repeat(directory, ranks, 0, config.schedule.steps or 0)
-    except (ValueError, KeyError, TypeError, AttributeError):
+        if config.log.step_times:
+            read_repeat(directory, ranks, 0, config.schedule.steps or 0)
+    except UNREADABLE:
         return False
     return True
 
 
 def read_repeat(directory: Path, ranks: int, warm_up: int, steps: int) -> Repeat:
-    """Raises ValueError, KeyError or TypeError when the records do not hold every step of every rank."""
+    """Read the steps after the warm-up. Raises UNREADABLE if the records lack a step of a rank."""
     parts: dict[str, list[list[float]]] = {name: [] for name in PARTS}
     memory, exposed = [], []
     for rank in range(ranks):

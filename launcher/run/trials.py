@@ -1,5 +1,8 @@
-"""Short runs that a verb needs, each a process of its own, as many at a time as there are slots; gone on with
-where an earlier call ended."""
+"""Short runs of a verb, each a process of its own, as many at a time as there are slots; resumed where an
+earlier call ended.
+
+`python -m launcher.run.trials DIR RANKS '{options of processes.run}' [BYTES]` is such a process.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ import contextlib
 import dataclasses
 import json
 import os
+import resource
 import shutil
-import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -25,7 +29,7 @@ from bert_dp.config import (
     residual_issues,
     resolve,
 )
-from launcher import children, results
+from launcher import children
 from launcher.log import Log, complain
 from launcher.machine.environment import Environment
 from launcher.report.numbers import format_duration, format_eta
@@ -33,29 +37,29 @@ from launcher.results import MeasureStatus
 from launcher.run import processes
 from launcher.run.read_run import Ended, ended, from_outside, is_whole, read_summary
 from launcher.run.reaper import reaper
+from launcher.watch import heartbeats
 
 PROGRESS_S = 30.0
 SCRATCH = ".scratch"
-TRIAL_FILE = "trial.json"
+TRIAL_FILE = "trial.json"  # seconds of a trial that has ended
 TRIES = 2  # of a trial that something outside has ended, or whose records are not whole
 LOG_LINES = 10  # of metrics.jsonl in a measured run
-HELPER_TIMEOUT_S = 900.0
 
 
 class Stopped(Exception):
-    """A signal came; `number` says which."""
+    """Raised for a stop signal; `number` is the signal."""
 
     def __init__(self, number: int):
         self.number = number
 
 
 class TrialsFailed(Exception):
-    """What was asked cannot be answered by any trial; the text says why."""
+    """Raised when no trial can answer what was asked; the text is the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """How the trials of a verb have ended."""
+    """Outcome of all trials of a verb."""
 
     status: MeasureStatus
     why: str | None = None
@@ -63,7 +67,7 @@ class Ending:
 
 
 def run_to_end(run: Callable[[], None], out: Path, log: Log) -> Ending:
-    """All trials of a verb that writes to `out`, unless a signal comes or they fail."""
+    """Call `run`, which runs the trials of a verb that writes to `out`, and return how it ended."""
     try:
         run()
     except Stopped as stop:
@@ -76,35 +80,36 @@ def run_to_end(run: Callable[[], None], out: Path, log: Log) -> Ending:
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """The devices of one trial at a time: cores of this machine, or GPUs by CUDA's names; None = all."""
+    """Devices of one trial at a time: cores of this machine, or GPUs by CUDA's names; None = all."""
 
     cores: tuple[int, ...] | None = None
     gpus: tuple[str, ...] | None = None
 
 
 def device_slots(ranks: int, *, gpus: int, cores: int, most: int) -> list[Slot]:
-    """The devices of each trial, no more than `most` trials at a time. `gpus`: visible ones, 0 = CPU ranks;
-    `cores`: that we may use, shared out evenly."""
+    """Divide the devices among trials of `ranks` ranks, at most `most` of them at a time.
+
+    `gpus`: visible ones, 0 = CPU ranks; `cores`: usable ones.
+    """
+    count = max(1, min((gpus or cores) // ranks, most))
     if gpus:
         shown = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = [n.strip() for n in shown.split(",")][:gpus] if shown else [str(k) for k in range(gpus)]
-        count = max(1, min(gpus // ranks, most))
         return [Slot(gpus=tuple(names[k * ranks : (k + 1) * ranks])) for k in range(count)]
     ours = sorted(os.sched_getaffinity(0))
-    count = max(1, min(cores // ranks, most))
     share = len(ours) // count
     return [Slot(cores=tuple(ours[k * share : (k + 1) * share])) for k in range(count)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One run: `directory` is made to train `config` on `ranks` ranks."""
+    """One run of `config` on `ranks` ranks in a directory of its own."""
 
     directory: Path
     config: Config
     ranks: int
     cores: tuple[int, ...] | None = None
-    """Of its slot's, those that its ranks share; None = all of them."""
+    """Cores that its ranks share; None = those of its slot."""
     data_bytes: int | None = None
     """Limit of each process's writable private memory; None = none."""
 
@@ -115,7 +120,7 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a trial has ended."""
+    """End of a trial."""
 
     status: Ended
     seconds: float
@@ -123,9 +128,11 @@ class Outcome:
 
 
 def trial_precision(config: Config, machine: Environment, engines: Sequence[str], *, on_gpu: bool) -> str:
-    """What every trial of a verb has as its `precision`, so that all compute alike, whatever their engine. On
-    GPUs it may stay auto: they are those of one machine, and only a rank can ask of what generation. Raises
-    ConfigError for a model that needs another one."""
+    """Choose one precision for every trial of a verb, whatever its engine.
+
+    On GPUs it may stay auto: only a rank can ask of what generation they are. Raises ConfigError for a model
+    that needs another one.
+    """
     precision: str = config.precision
     if not on_gpu:
         precision = decide_precision(precision, engines, on_gpu=False, has_bf16=bool(machine.bf16_units))
@@ -144,16 +151,14 @@ def timed_config(
     noise_scale: bool = False,
     **sections: Any,
 ) -> Config:
-    """`config` for a short run whose steps are timed: at this batch, without a ramp, with nothing saved or
-    evaluated, and compiled as the run itself would be. `sections`: more settings."""
+    """Return `config` for a short timed run at this batch, without a ramp, saving and evaluating nothing.
+
+    It is compiled as the run itself would be. `sections`: more settings.
+    """
     compiled = config.compile
+    batch = {"global_size": global_size, "micro_size": micro_size, "ramp_fraction": 0.0, "ramp_quantum": None}
     own: dict[str, Any] = {
-        "batch": {
-            "global_size": global_size,
-            "micro_size": micro_size,
-            "ramp_fraction": 0.0,
-            "ramp_quantum": None,
-        },
+        "batch": batch,
         "schedule": {"steps": steps},
         "compile": "off" if compiled == "auto" and not on_gpu else compiled,
         "checkpoint": {"keep": 0, "every_steps": 0},
@@ -170,49 +175,48 @@ def timed_config(
 
 
 def earlier_outcome(trial: Trial) -> Outcome | None:
-    """How this very trial ended in an earlier call; None: it is to be run (again). Where its data lies says
-    nothing: what a directory was begun with has the data's hash."""
+    """Return how this trial ended in an earlier call; None: it is to be run (again).
+
+    The same configuration makes it the same trial, wherever its data lies: the output directory keeps the
+    data's hash.
+    """
     try:
         before = load_config(trial.directory / "config.yaml")
     except (OSError, ConfigError):
         return None
     data = before.data.model_copy(update={"path": trial.config.data.path})
-    same = before.model_copy(update={"data": data}) == trial.config
-    return _outcome(trial) if same else None
+    return _outcome(trial) if before.model_copy(update={"data": data}) == trial.config else None
 
 
 def _outcome(trial: Trial) -> Outcome | None:
-    """How the run of a trial has ended; None where that says nothing of its settings."""
+    """Return how the run of a trial has ended; None where that says nothing of its settings."""
     directory = trial.directory
     status, summary = ended(directory), read_summary(directory)
     if status is None or summary is None or from_outside(directory):
         return None
     if status == "ok" and not is_whole(directory, trial.ranks, trial.config):
         return None
-    file = results.find(directory / TRIAL_FILE, results.TrialFile)
-    return Outcome(status, file.seconds if file else sum(summary.time_s.values()))
+    seconds = sum(summary.time_s.values())
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        seconds = float(record.parse_json((directory / TRIAL_FILE).read_bytes())["seconds"])
+    return Outcome(status, seconds)
 
 
 class Progress:
-    """Says each result, how many there are, and the time left by the pace of the trials of this call."""
+    """Logs each result with the number of trials and the time left, by the pace of this call's trials."""
 
     def __init__(self, expected: Sequence[float], log: Log, at_a_time: int = 1):
-        """`expected`: of every trial that is planned, its share of the time, in any unit."""
+        """Take the share of the time of every planned trial, in any unit."""
         self._log, self._total, self._left, self._at_a_time = log, len(expected), sum(expected), at_a_time
         self._done, self._here, self._seconds = 0, 0.0, 0.0
 
-    def expect(self, share: float) -> None:
-        """One more trial than was planned."""
-        self._total += 1
-        self._left += share
-
     def had(self, share: float) -> None:
-        """A trial that needs no time: an earlier call has run it, or it is left out."""
+        """Count a trial that needs no time: an earlier call has run it, or it is left out."""
         self._done += 1
         self._left -= share
 
     def ended(self, share: float, seconds: float, text: str) -> None:
-        """A trial that this call has run, and what it took."""
+        """Count a trial that this call has run, and log its result."""
         self.had(share)
         self._here += share
         self._seconds += seconds
@@ -228,15 +232,16 @@ class _Running:
     process: subprocess.Popen[str]
     log: IO[str]
     started_s: float
-    """On the monotonic clock."""
-    due: float
-    """When its progress is said next."""
+    due_s: float
+    """Time of its next line of progress."""
 
 
 @contextlib.contextmanager
 def runner(out: Path, slots: Sequence[Slot], *, launcher: str, on_gpu: bool, log: Log) -> Iterator[Runner]:
-    """Runs trials within the block: stop signals are noted, no process outlives this one however it ends, and
-    what processes leave behind in OUT/.scratch goes at the end."""
+    """Give a Runner for the block, in which stop signals are only noted.
+
+    No process outlives this one however it ends, and files left in OUT/.scratch are removed at the end.
+    """
     scratch = out / SCRATCH
     scratch.mkdir(exist_ok=True)
     try:
@@ -253,22 +258,22 @@ class Runner:
     out: Path
     slots: Sequence[Slot]
     signals: Sequence[int]
-    """Those that have come, growing."""
+    """Stop signals that have come, growing."""
     launcher: str
     on_gpu: bool
     log: Log
 
     @property
     def scratch(self) -> Path:
-        """What processes leave behind; it goes at the end."""
+        """Directory of temporary files, removed at the end."""
         return self.out / SCRATCH
 
     def run(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, Outcome]]:
-        """Each trial with its outcome as it ends; its records are in its directory.
+        """Yield each trial with its outcome as it ends; its records are in its directory.
 
-        One that an earlier call has ended with the same configuration is not run again, unless something
-        outside ended it. The next trial is taken when a slot is free, so that `trials` may follow from what
-        has ended. Raises Stopped once a signal has come and every trial has ended.
+        A trial that an earlier call has ended is not run again. The next trial is taken when a slot is free,
+        so that `trials` may depend on what has ended. Raises Stopped once a signal has come and every trial
+        has ended.
         """
         queue, free = iter(trials), list(self.slots)
         tries: dict[Path, int] = {}
@@ -289,17 +294,18 @@ class Runner:
                 sent = len(self.signals)
                 for each in [r for r in running if r.process.poll() is not None]:
                     running.remove(each)
-                    outcome = self._end(each)
-                    tries[each.trial.directory] = tries.get(each.trial.directory, 0) + 1
+                    seconds = self._end(each)
+                    outcome, place = _outcome(each.trial), each.trial.directory
+                    tries[place] = tries.get(place, 0) + 1
                     if outcome is None and self.signals:
                         continue
-                    if outcome is None and tries[each.trial.directory] < TRIES:
+                    if outcome is None and tries[place] < TRIES:
                         self.log(f"  {each.trial.name}: ended from outside; once more")
                         running.append(self._start(each.trial, each.slot))
                         continue
                     free.append(each.slot)
-                    yield each.trial, outcome or Outcome("failed", time.monotonic() - each.started_s)
-                self._say_progress(running)
+                    yield each.trial, outcome or Outcome("failed", seconds)
+                self._log_progress(running)
                 time.sleep(processes.POLL_S)
         finally:
             for each in running:
@@ -310,32 +316,29 @@ class Runner:
             raise Stopped(self.signals[0])
 
     def run_one(self, trial: Trial) -> Outcome:
-        """Raises Stopped."""
+        """Run one trial. Raises Stopped."""
         [(_, outcome)] = self.run([trial])
         return outcome
 
     def helper(self, module: str, arguments: Sequence[str], cores: Sequence[int] | None = None) -> list[Any]:
-        """The JSON lines that `python -m module` printed; its stderr has told why it failed.
-
-        Raises Stopped for a signal."""
+        """Return the JSON lines that `python -m module` prints; a failure is warned of. Raises Stopped."""
+        hidden = {} if self.on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
         with processes.confined(cores):
             process = children.start_module(
                 module,
                 list(arguments),
+                scratch=str(self.scratch),
+                environ=hidden,
                 stdout=subprocess.PIPE,
                 start_new_session=True,
-                scratch=str(self.scratch),
-                environ={} if self.on_gpu else {"CUDA_VISIBLE_DEVICES": ""},
             )
-        deadline = time.monotonic() + HELPER_TIMEOUT_S
-        while True:
-            try:
-                text = process.communicate(timeout=processes.POLL_S)[0]
-                break
-            except subprocess.TimeoutExpired:
-                if self.signals or time.monotonic() > deadline:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(process.pid, signal.SIGKILL)
+        with process:
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    text = process.communicate(timeout=processes.POLL_S)[0]
+                    break
+                if self.signals:
+                    process.kill()
         if self.signals:
             raise Stopped(self.signals[0])
         if process.returncode:
@@ -349,15 +352,12 @@ class Runner:
         record.write_text(directory / "config.yaml", dump_config(trial.config))
         if (facts := self.out / "environment.json").exists():
             shutil.copy(facts, directory)
-        arguments = [str(directory), "--nproc", str(trial.ranks), "--launcher", self.launcher]
-        arguments += ["--on-gpu"] if self.on_gpu else []
-        if (cores := trial.cores or slot.cores) is not None:
-            arguments += ["--cores", ",".join(map(str, cores))]
-        arguments += [] if trial.data_bytes is None else ["--data-bytes", str(trial.data_bytes)]
+        options = {"launcher": self.launcher, "on_gpu": self.on_gpu, "cores": trial.cores or slot.cores}
+        limit = [] if trial.data_bytes is None else [str(trial.data_bytes)]
         log = (directory / "logs" / "trial.log").open("w")
         process = children.start_module(
-            "launcher.run.trial_process",
-            arguments,
+            "launcher.run.trials",
+            [str(directory), str(trial.ranks), json.dumps(options), *limit],
             scratch=str(self.scratch),
             environ={} if slot.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(slot.gpus)},
             stdin=subprocess.DEVNULL,
@@ -368,23 +368,44 @@ class Runner:
         now = time.monotonic()
         return _Running(trial, slot, process, log, now, now + PROGRESS_S)
 
-    def _end(self, each: _Running) -> Outcome | None:
+    def _end(self, each: _Running) -> float:
+        """Record the seconds of a trial that has ended, and return them."""
         each.log.close()
-        file = results.TrialFile(seconds=time.monotonic() - each.started_s)
-        results.write(each.trial.directory / TRIAL_FILE, file)
-        return _outcome(each.trial)
+        seconds = time.monotonic() - each.started_s
+        record.write_json(each.trial.directory / TRIAL_FILE, {"seconds": seconds})
+        return seconds
 
-    def _say_progress(self, running: Sequence[_Running]) -> None:
-        """How far each trial is, now and then."""
+    def _log_progress(self, running: Sequence[_Running]) -> None:
+        """Log the step of each trial, every PROGRESS_S."""
         now = time.monotonic()
         for each in running:
-            if now < each.due:
+            if now < each.due_s:
                 continue
-            each.due = now + PROGRESS_S
+            each.due_s = now + PROGRESS_S
             step, steps = 0, each.trial.config.schedule.steps
             for line in record.read_lines(each.trial.directory / "metrics.jsonl"):
                 step = line["step"]
             of = f" of {steps}" if steps else ""
-            self.log(
-                f"  {each.trial.name}: step {step}{of}, running for {format_duration(now - each.started_s)}"
-            )
+            passed = format_duration(now - each.started_s)
+            self.log(f"  {each.trial.name}: step {step}{of}, running for {passed}")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Train DIR/config.yaml on so many ranks. Returns the exit code of `processes.run`."""
+    directory, ranks, options, *limit = arguments
+    for size in map(int, limit):  # an allocation fails before the kernel has to kill
+        resource.setrlimit(resource.RLIMIT_DATA, (size, size))
+    run = load_config(Path(directory) / "config.yaml").run
+    watch = heartbeats.Watch(
+        Path(directory), print, hang_after_s=run.hang_after_s, end_hung_after_s=run.end_hung_after_s
+    )
+    result = processes.run(
+        Path(directory), int(ranks), "never", lambda: None, watch=watch, **json.loads(options)
+    )
+    if result.failure is not None:
+        print(result.failure.headline())  # noqa: T201 (the trial's log)
+    return result.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

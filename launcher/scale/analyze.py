@@ -1,4 +1,4 @@
-"""Computes scaling.json from the files of a grid: efficiencies and their intervals in `_against`."""
+"""Compute scaling.json from the files of a grid: efficiencies and their intervals in `_against`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from bert_dp import cost
 from bert_dp.config import computes_alone
 from bert_dp.record.models import STRAGGLER_RATIO, Summary
 from launcher import results, stats
-from launcher.run.read_run import Repeat, cause, ended, failure_kind, read_repeat, read_summary
+from launcher.run.read_run import UNREADABLE, Repeat, cause, ended, failure_kind, read_repeat, read_summary
 from launcher.scale import models
 from launcher.scale.grid import Grid, run_dir
-from launcher.scale.models import Cell, GridCell, Scaling
+from launcher.scale.models import CellMeasurement, GridCell, Scaling
 from launcher.stats import is_measurable
 
 LOSS_TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}  # relative, over the whole run
@@ -25,21 +25,20 @@ Facts = dict[str, Any]
 
 def analyze(grid: Grid, out: Path, *, facts: Mapping[str, Any]) -> Scaling:
     """Return scaling.json, without verdicts. `facts`: environment, command and hashes."""
-    measured: dict[str, CellMeasurement] = {}
+    runs: dict[str, CellRuns] = {}
     states: dict[str, Facts] = {}
     for seed, cell in enumerate(grid.cells):
         repeats, states[cell.id] = _read_repeats(cell, grid, out)
         if repeats:
-            measured[cell.id] = CellMeasurement(cell, repeats, grid.config.data.sequence_length, seed)
-    settings = _settings(grid, next(iter(measured.values()), None))
+            runs[cell.id] = CellRuns(cell, repeats, grid.config.data.sequence_length, seed)
+    settings = _settings(grid, next(iter(runs.values()), None))
     datasheet = cost.peak_flops(str(settings.device), str(settings.precision))
     peak = results.find(out / "peak.json", models.Peak) or models.Peak()
     peak = peak.model_copy(update={"datasheet_flops": datasheet})
-    cells = [
-        _cell(cell, states[cell.id], grid.settings.launcher, measured, settings, peak) for cell in grid.cells
-    ]
-    links = [link for path in sorted(out.glob("links-*.json")) if (link := results.find(path, models.Link))]
-    modes, profile = grid.settings.modes, results.find(out / "profile.json", models.Profile)
+    cells = [_cell(cell, states[cell.id], runs, settings, peak) for cell in grid.cells]
+    found = [results.find(path, models.MeasuredLink) for path in sorted(out.glob("links-*.json"))]
+    links = [link for link in found if link is not None]
+    modes, profile = grid.settings.modes, results.find(out / "profile.json", models.StepProfile)
     counts = {cell.world_size for cell in grid.cells if cell.world_size > 1}
     is_whole = profile is not None and peak.matmul_flops is not None and len(links) == len(counts)
     return Scaling(
@@ -54,7 +53,7 @@ def analyze(grid: Grid, out: Path, *, facts: Mapping[str, Any]) -> Scaling:
     )
 
 
-class CellMeasurement:
+class CellRuns:
     """The repeats of one cell, and the figures that need no other cell."""
 
     def __init__(self, cell: GridCell, repeats: Sequence[Repeat], sequence_length: int, seed: int):
@@ -96,23 +95,6 @@ class CellMeasurement:
         totals = [[sum(map(sum, r.parts[part])) for part in (name, "step_s")] for r in self.repeats]
         return stats.mean_interval([part / whole for part, whole in totals])
 
-    def ranks(self) -> list[models.RankTimes]:
-        """Return five numbers of each rank over all repeats' steps, and its greatest memory."""
-
-        def over_repeats(name: str, rank: int) -> models.FiveNumbers:
-            steps = [s for r in self.repeats for s in r.parts[name][rank]]
-            return models.FiveNumbers(**stats.five_numbers(steps))
-
-        return [
-            models.RankTimes(
-                rank=rank,
-                step_time_s=over_repeats("step_s", rank),
-                own_work_s=over_repeats("own_work_s", rank),
-                peak_memory_gib=max(r.memory_gib[rank] for r in self.repeats),
-            )
-            for rank in range(self.cell.world_size)
-        ]
-
     def straggler(self) -> Facts:
         """Return the slowest rank's own work over the median of the others', paired within a repeat.
 
@@ -120,20 +102,19 @@ class CellMeasurement:
         """
         ranks = range(self.cell.world_size)
         own = [[sum(steps) for steps in r.parts["own_work_s"]] for r in self.repeats]  # [repeat][rank]
-        if len(ranks) == 1 or not computes_alone(self.cell.engine, self.cell.tensor):
-            return {}
-        if not all(map(all, own)):
+        alone = computes_alone(self.cell.engine, self.cell.tensor)
+        if len(ranks) == 1 or not alone or not all(map(all, own)):
             return {}
         ratios = [[s[k] / statistics.median([*s[:k], *s[k + 1 :]]) for s in own] for k in ranks]
         means = [stats.geometric_mean(each) for each in ratios]
         rank = max(ranks, key=lambda k: means[k][0])
         ratio, interval = means[rank]
+        is_sure = interval is not None and interval[0] > STRAGGLER_RATIO
         is_slowest = all(s.index(max(s)) == rank for s in own)
-        is_sure = interval is not None and interval[0] > STRAGGLER_RATIO and is_slowest
         return {
             "straggler_ratio": ratio,
             "straggler_ratio_ci95": interval,
-            "straggler_rank": rank if is_sure else None,
+            "straggler_rank": rank if is_sure and is_slowest else None,
         }
 
 
@@ -145,12 +126,12 @@ def _read_repeats(cell: GridCell, grid: Grid, out: Path) -> tuple[list[Repeat], 
         status, summary = ended(directory), read_summary(directory)
         if summary is not None and status in ("oom", "failed"):
             return [], {"status": status, "failure_kind": failure_kind(directory), "cause": cause(directory)}
-        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # absent or incomplete
+        with contextlib.suppress(*UNREADABLE):  # absent or incomplete
             repeats.append(read_repeat(directory, cell.world_size, settings.warm_up, settings.steps))
     return repeats, {"status": "ok" if len(repeats) == settings.repeats else "pending"}
 
 
-def _settings(grid: Grid, first: CellMeasurement | None) -> models.ScalingSettings:
+def _settings(grid: Grid, first: CellRuns | None) -> models.ScalingSettings:
     config, settings = grid.config, grid.settings
     summary = first.repeats[0].summary if first else Summary(status="done")
     model, sequence = config.model, config.data.sequence_length
@@ -178,28 +159,26 @@ def _settings(grid: Grid, first: CellMeasurement | None) -> models.ScalingSettin
 def _cell(
     cell: GridCell,
     state: Facts,
-    launcher: str,
-    measured: Mapping[str, CellMeasurement],
+    runs: Mapping[str, CellRuns],
     settings: models.ScalingSettings,
     peak: models.Peak,
-) -> Cell:
-    named = {**cell.model_dump(), "launcher": launcher, **state}
-    mine = measured.get(cell.id)
+) -> CellMeasurement:
+    named = {**cell.model_dump(), **state}
+    mine = runs.get(cell.id)
     if mine is None:
-        return Cell(**named)
+        return CellMeasurement(**named)
     has_ceiling = cell.kind == "run" and cell.world_size > 1
-    ceiling = measured.get(f"{cell.mode}-ceiling-n{cell.world_size}") if has_ceiling else None
-    single, ddp = (measured.get(f"{cell.mode}-{name}-n1") for name in ("single", "ddp"))
-    twin = next((m for m in measured.values() if m.cell.kind == "synthetic" and m.cell.of == cell.id), None)
+    ceiling = runs.get(f"{cell.mode}-ceiling-n{cell.world_size}") if has_ceiling else None
+    single, ddp = (runs.get(f"{cell.mode}-{name}-n1") for name in ("single", "ddp"))
+    twin = next((r for r in runs.values() if r.cell.kind == "synthetic" and r.cell.of == cell.id), None)
     per_gpu = mine.tokens_per_s / cell.world_size
     flops = per_gpu * (settings.flops_per_token or 0.0)
     steps = [s for each in mine.steps for s in each]
-    micro_batches = cell.accumulation * (cell.world_size // cell.tensor)
-    whole = Cell(
+    whole = CellMeasurement(
         **named,
         repeats=[_repeat(r, s, mine.tokens) for r, s in zip(mine.repeats, mine.steps, strict=True)],
         steps_per_s=1 / mine.mean_s,
-        global_steps_per_s=micro_batches / mine.mean_s,
+        global_steps_per_s=cell.accumulation * (cell.world_size // cell.tensor) / mine.mean_s,
         samples_per_s=cell.global_batch / mine.mean_s,
         tokens_per_s=mine.tokens_per_s,
         tokens_per_s_per_gpu=per_gpu,
@@ -210,7 +189,6 @@ def _cell(
         **_against(mine, single, ddp, ceiling, twin),
         exposed_comm_ddp_fraction=_ddp_exposed(mine),
         **mine.straggler(),
-        ranks=mine.ranks(),
         peak_memory_gib=max(max(r.memory_gib) for r in mine.repeats),
         **_energy(mine),
         mfu=flops / peak.datasheet_flops if peak.datasheet_flops else None,
@@ -226,9 +204,9 @@ def _step_time(steps: Sequence[float], **facts: Any) -> models.StepTime:
     return models.StepTime(median=statistics.median(steps), p95=stats.percentile(steps, 0.95), **facts)
 
 
-def _repeat(repeat: Repeat, steps: Sequence[float], tokens: int) -> models.Repeat:
+def _repeat(repeat: Repeat, steps: Sequence[float], tokens: int) -> models.RepeatMeasurement:
     mean = statistics.fmean(steps)
-    return models.Repeat(
+    return models.RepeatMeasurement(
         run=f"runs/{repeat.name}",
         steps=len(steps),
         steps_per_s=1 / mean,
@@ -238,27 +216,31 @@ def _repeat(repeat: Repeat, steps: Sequence[float], tokens: int) -> models.Repea
 
 
 def _against(
-    mine: CellMeasurement,
-    single: CellMeasurement | None,
-    ddp: CellMeasurement | None,
-    ceiling: CellMeasurement | None,
-    twin: CellMeasurement | None,
+    mine: CellRuns,
+    single: CellRuns | None,
+    ddp: CellRuns | None,
+    ceiling: CellRuns | None,
+    twin: CellRuns | None,
 ) -> Facts:
     """Return efficiencies, the throughput over N x that of one rank and over that of the ceiling, and the
     share of a step that the cell without the loader saves."""
     n = mine.cell.world_size
     out: Facts = {}
+
+    def add(name: str, over: CellRuns, base: CellRuns | None, count: int = 1) -> None:
+        """Add the throughput of `over` over `count` x that of `base`, and its interval."""
+        if base is not None:
+            interval = stats.ratio_interval(base.draws, over.draws, over.tokens / base.tokens / count)
+            out[name], out[f"{name}_ci95"] = over.tokens_per_s / base.tokens_per_s / count, interval
+
+    add("efficiency", mine, single, n)
+    add("efficiency_ddp1", mine, ddp, n)
+    add("communication_efficiency", mine, ceiling)
     if single is not None:
         out["speedup"] = mine.tokens_per_s / single.tokens_per_s
-        out["efficiency"], out["efficiency_ci95"] = _ratio(mine, single, n)
-    if ddp is not None:
-        out["efficiency_ddp1"], out["efficiency_ddp1_ci95"] = _ratio(mine, ddp, n)
     if ceiling is not None:
-        reached, interval = _ratio(mine, ceiling)
-        out |= {"communication_efficiency": reached, "communication_efficiency_ci95": interval}
-        out |= {"ceiling_tokens_per_s": ceiling.tokens_per_s, "exposed_comm_fraction": 1 - reached}
-        if single is not None:
-            out["ceiling_efficiency"], out["ceiling_efficiency_ci95"] = _ratio(ceiling, single, n)
+        add("ceiling_efficiency", ceiling, single, n)
+        out["exposed_comm_fraction"] = 1 - out["communication_efficiency"]
     if twin is not None:
         interval = stats.ratio_interval(twin.draws, mine.draws)
         out["loader_fraction"] = 1 - twin.mean_s / mine.mean_s
@@ -266,13 +248,7 @@ def _against(
     return out
 
 
-def _ratio(mine: CellMeasurement, base: CellMeasurement, count: int = 1) -> tuple[float, list[float] | None]:
-    """Return the throughput over `count` x that of `base`, and its interval."""
-    interval = stats.ratio_interval(base.draws, mine.draws, mine.tokens / base.tokens / count)
-    return mine.tokens_per_s / base.tokens_per_s / count, interval
-
-
-def _split(mine: CellMeasurement, ceiling: CellMeasurement | None) -> models.SplitTime:
+def _split(mine: CellRuns, ceiling: CellRuns | None) -> models.SplitTime:
     """Divide a mean step into its parts, seconds, mean over ranks.
 
     Exposed communication is what the passes and the optimizer's phase (where ZeRO-1 waits) take beyond those
@@ -292,14 +268,14 @@ def _split(mine: CellMeasurement, ceiling: CellMeasurement | None) -> models.Spl
     )
 
 
-def _ddp_exposed(mine: CellMeasurement) -> float | None:
+def _ddp_exposed(mine: CellRuns) -> float | None:
     """Return the exposed share of a step by DDP's own samples, which exclude tensor parallelism."""
     if mine.cell.world_size == 1 or mine.cell.tensor > 1:
         return None
     return _median([statistics.median(r.exposed_s) / mine.mean_s for r in mine.repeats if r.exposed_s])
 
 
-def _energy(mine: CellMeasurement) -> Facts:
+def _energy(mine: CellRuns) -> Facts:
     """Return the joules of the real steps, if every rank's device counts them."""
     joules = _median([r.summary.energy_j for r in mine.repeats])
     tokens = _median([r.summary.tokens for r in mine.repeats])
@@ -312,7 +288,7 @@ def _median(values: Sequence[float | None]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def _launch(mine: CellMeasurement, device: str | None) -> Facts:
+def _launch(mine: CellRuns, device: str | None) -> Facts:
     """Return the host time to enqueue the steps that the device kept up with, over all steps; near 1 the
     device waits for the host. Unknown on a CPU."""
     if device in (None, "CPU"):
@@ -321,15 +297,15 @@ def _launch(mine: CellMeasurement, device: str | None) -> Facts:
     return {"launch_fraction": share, "launch_fraction_ci95": mine.share_interval("host_s")}
 
 
-def _loss(mine: CellMeasurement, single: CellMeasurement | None, precision: str | None) -> Facts:
+def _loss(mine: CellRuns, single: CellRuns | None, precision: str | None) -> Facts:
     """Return the curve of the first repeat, and its agreement with one rank's: only a strong grid trains one
     model."""
     curve = mine.repeats[0].curve
-    out: Facts = {"loss": models.LossCurve(final=curve[-1][1] if curve else None, curve=list(curve))}
-    if mine.cell.mode != "strong" or mine.cell.kind != "run" or single is None or not curve:
-        return out
-    other = single.repeats[0].curve
-    if [tokens for tokens, _ in curve] == [tokens for tokens, _ in other]:
+    out: Facts = {"loss": models.LossCurve(curve=list(curve))}
+    other = (
+        single.repeats[0].curve if single and (mine.cell.mode, mine.cell.kind) == ("strong", "run") else []
+    )
+    if curve and [tokens for tokens, _ in curve] == [tokens for tokens, _ in other]:
         pairs = zip(curve, other, strict=True)
         deviation = max(abs(own - base) / max(abs(base), 1e-12) for (_, own), (_, base) in pairs)
         agrees = deviation <= LOSS_TOLERANCE.get(str(precision), 1e-4)
@@ -337,7 +313,7 @@ def _loss(mine: CellMeasurement, single: CellMeasurement | None, precision: str 
     return out
 
 
-def _flags(cell: Cell, has_baseline: bool) -> list[str]:
+def _flags(cell: CellMeasurement, has_baseline: bool) -> list[str]:
     """Return the remarks that a reader needs before quoting the cell. `has_baseline`: one rank ran."""
     flags = []
     if cell.skipped_steps:
@@ -347,12 +323,11 @@ def _flags(cell: Cell, has_baseline: bool) -> list[str]:
     if cell.mode == "strong" and cell.kind == "run" and cell.loss_agrees is None:
         why = "a logged line is missing or not finite" if has_baseline else "there is no run of one rank"
         flags.append(f"losses are not compared: {why}")
-    sent = cell.communication_efficiency_ci95
-    if sent is not None and sent[0] > 1:
-        flags.append("faster than its ceiling: the engine does less work per rank than a copy")
     if cell.loss_agrees is False:
         flags.append(f"not the same model: losses differ from one rank's by {cell.loss_deviation}")
-    counters = cell.exposed_comm_ddp_fraction
+    sent, counters = cell.communication_efficiency_ci95, cell.exposed_comm_ddp_fraction
+    if sent is not None and sent[0] > 1:
+        flags.append("faster than its ceiling: the engine does less work per rank than a copy")
     if sent is not None and counters is not None and is_measurable(sent):
         low, high = 1 - sent[1], 1 - sent[0]
         if not low - CROSS_CHECK <= counters <= high + CROSS_CHECK:

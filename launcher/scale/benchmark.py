@@ -97,19 +97,13 @@ def describe(grid: Grid, folder: Path, log: Log, overrides: Sequence[str], *, co
     for cell in grid.cells:
         split = f", tensor {cell.tensor}" if cell.tensor > 1 else ""
         batch = f"{cell.micro_batch} x {cell.accumulation} x {cell.world_size // cell.tensor}"
-        log(
-            f"  {cell.id}: {count_of(cell.world_size, 'rank')}{split}, "
-            f"global batch {cell.global_batch} = {batch}"
-        )
+        ranks = f"{count_of(cell.world_size, 'rank')}{split}"
+        log(f"  {cell.id}: {ranks}, global batch {cell.global_batch} = {batch}")
     ceilings = {(cell.mode, cell.world_size) for cell in grid.cells if cell.kind == "ceiling"}
-    for mode, ranks in [(mode, n) for mode in settings.modes for n in settings.gpus if n > 1]:
-        if (mode, ranks) not in ceilings:
-            log(
-                f"warning: {mode}, {ranks} ranks: the batch does not divide over as many copies, or they "
-                "do not fit into memory; no ceiling, and no exposed communication"
-            )
-    if "weak" in settings.modes and "strong" not in settings.modes:
-        log("weak scaling trains another global batch at every N: losses are not compared")
+    wanted = {(mode, n) for mode in settings.modes for n in settings.gpus if n > 1}
+    for mode, n in sorted(wanted - ceilings):
+        reason = "the batch does not divide over as many copies, or they do not fit into memory"
+        log(f"warning: {mode}, {n} ranks: {reason}; no ceiling, and no exposed communication")
     for line in grid.displaced(overrides):
         log(f"warning: {line}")
     if not grid.on_gpu and max(settings.gpus) > cores:
@@ -130,22 +124,23 @@ def measure(grid: Grid, output: Output[models.GridFile], log: Log) -> tuple[mode
 
 def run_grid(grid: Grid, runs: Runner, log: Log) -> None:
     """Measure what an earlier call has not. Raises Stopped."""
-    _run_cells(grid, runs, log)
+    run_cells(grid, runs, log)
     _measure_links(grid, runs, log)
     _measure_profile(grid, runs, log)
     _measure_peak(grid, runs, log)
 
 
-def _run_cells(grid: Grid, runs: Runner, log: Log) -> None:
+def run_cells(grid: Grid, runs: Runner, log: Log) -> None:
     """Run every repeat that has not ended. A cell that failed or ran out of memory is not repeated."""
     cells: dict[Path, models.GridCell] = {}
     pending: list[Trial] = []
     for cell, repeat in grid.order():
-        directory, config = run_dir(runs.out, cell, repeat), grid.config_of(cell)
-        pending.append(Trial(directory, config, cell.world_size, _cores(grid, cell.world_size)))
+        directory = run_dir(runs.out, cell, repeat)
+        cores = _cores(grid, cell.world_size)
+        pending.append(Trial(directory, grid.config_of(cell), cell.world_size, cores))
         cells[directory] = cell
     earlier = {each.directory: ended for each in pending if (ended := earlier_outcome(each)) is not None}
-    lost = {cells[path].id: (path, ended.status) for path, ended in earlier.items() if ended.status != "ok"}
+    lost = {cells[path].id: path for path, ended in earlier.items() if ended.status != "ok"}
     progress = Progress([1.0] * len(pending), log)
     if earlier:
         log(f"resuming: {len(earlier)} of {len(pending)} runs already done")
@@ -163,11 +158,11 @@ def _run_cells(grid: Grid, runs: Runner, log: Log) -> None:
             rate = format_si(summary.tokens_per_s if summary else None, "tokens/s")
             text = f"{rate} over {count_of(trial.ranks, 'rank')}, warm-up included"
         else:
-            lost[cells[trial.directory].id] = trial.directory, outcome.status
+            lost[cells[trial.directory].id] = trial.directory
             text = f"{outcome.status}: {cause(trial.directory)}"
         progress.ended(1.0, outcome.seconds, f"{trial.name}: {text}")
-    for name, (path, status) in lost.items():
-        log(f"{name}: {status}; to run it again remove {path}")
+    for name, path in lost.items():
+        log(f"{name}: no result; to run it again remove {path}")
 
 
 def cores_of(ranks: int, most: int) -> tuple[int, ...]:
@@ -189,32 +184,30 @@ def _measure_links(grid: Grid, runs: Runner, log: Log) -> None:
     """Write links-N.json: all-reduces over each number of ranks, at a sweep of sizes and DDP's buckets."""
     for count in sorted({c.world_size for c in grid.cells if c.world_size > 1}):
         path = runs.out / f"links-{count}.json"
-        if (link := results.find(path, models.Link)) is not None and link.points:
+        if results.find(path, models.MeasuredLink) is not None:
             continue
         buckets = _bucket_sizes(grid, runs.out, count)
         sizes = sorted({*SWEEP, *buckets})
         log(f"links: all-reduce over {count} ranks at {len(sizes)} sizes")
-        arguments = [str(count), str(LINK_S), *map(str, sizes)]
-        lines = runs.helper("bert_dp.measure.all_reduce", arguments)
+        lines = runs.helper("bert_dp.measure.all_reduce", [str(count), str(LINK_S), *map(str, sizes)])
         points = [
             models.LinkPoint(
                 bytes=line["bytes"],
                 seconds=line["seconds_median"],
                 busbw_gb_s=line["busbw_gb_s"],
-                algbw_gb_s=line["bytes"] / line["seconds_median"] / 1e9,
-                repeats=line["repeats"],
                 bucket=any(abs(line["bytes"] - size) < 8 for size in buckets),
             )
             for line in lines
         ]
         if len(points) == len(sizes):  # else the next call measures it again
-            results.write(path, models.Link(world_size=count, backend=lines[0]["backend"], points=points))
+            backend = lines[0]["backend"]
+            results.write(path, models.MeasuredLink(world_size=count, backend=backend, points=points))
 
 
 def _bucket_sizes(grid: Grid, out: Path, count: int) -> list[int]:
     """Return the bytes of each bucket that DDP reduced over `count` ranks."""
     for cell in grid.cells:
-        if cell.world_size == count and cell.kind == "run" and cell.tensor == 1:
+        if (cell.world_size, cell.kind, cell.tensor) == (count, "run", 1):
             summary = read_summary(run_dir(out, cell, 0))
             if summary is not None and summary.bucket_bytes:
                 return sorted({*summary.bucket_bytes})
@@ -228,7 +221,7 @@ def _measure_profile(grid: Grid, runs: Runner, log: Log) -> None:
     data = config.data.model_copy(update={"synthetic": True})
     path = runs.scratch / "profile.yaml"
     record.write_text(path, dump_config(config.model_copy(update={"batch": batch, "data": data})))
-    _measure_once(grid, runs, log, models.Profile, "profile.json", "profiling", [str(path)])
+    _measure_once(grid, runs, log, models.StepProfile, "profile.json", "profiling", [str(path)])
 
 
 def _measure_peak(grid: Grid, runs: Runner, log: Log) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from launcher.report.numbers import count_of, format_interval, format_percent
 from launcher.report.quantities import Ratio
-from launcher.scale.models import BottleneckDiagnosis, Cell, DiagnosisKind
+from launcher.scale.models import BottleneckDiagnosis, CellMeasurement, DiagnosisKind
 from launcher.stats import is_measurable
 
 LOADER_BOUND = 0.05  # share of a step spent waiting for data
@@ -26,14 +26,14 @@ COMMUNICATION = Ratio(
 STRAGGLER = Ratio("straggler_ratio", "slowest", "ratio", "straggler_ratio_ci95")
 
 
-def diagnose(cells: Sequence[Cell]) -> list[BottleneckDiagnosis]:
+def diagnose(cells: Sequence[CellMeasurement]) -> list[BottleneckDiagnosis]:
     """Return one diagnosis per cell of two ranks or more that ended, and one per mode and N of several
     engines."""
     runs = [c for c in cells if c.kind == "run" and c.world_size > 1]
     return [*(diagnose_cell(cell) for cell in runs if cell.status != "pending"), *_compare_engines(runs)]
 
 
-def diagnose_cell(cell: Cell) -> BottleneckDiagnosis:
+def diagnose_cell(cell: CellMeasurement) -> BottleneckDiagnosis:
     """Name the greatest loss of a cell."""
     if cell.status == "oom":
         hint = "lower batch.micro_size, or use zero1 or fsdp"
@@ -80,7 +80,7 @@ class _Loss(NamedTuple):
     """Follows the words of the kind."""
 
 
-def _losses(cell: Cell) -> list[_Loss]:
+def _losses(cell: CellMeasurement) -> list[_Loss]:
     losses = []
     wait, saved = cell.data_wait_fraction or 0.0, cell.loader_fraction or 0.0
     waits = _is_above(cell.data_wait_fraction_ci95, LOADER_BOUND)
@@ -129,7 +129,7 @@ def _share_text(share: float, interval: Sequence[float] | None) -> str:
     return f"{format_percent(share)} [{format_interval(interval, format_percent)}]"
 
 
-def _compare_engines(runs: Sequence[Cell]) -> list[BottleneckDiagnosis]:
+def _compare_engines(runs: Sequence[CellMeasurement]) -> list[BottleneckDiagnosis]:
     """Name the fastest engine of each mode and N, if its throughput over each other's has its whole interval
     above 1."""
     out = []
@@ -153,17 +153,17 @@ def _compare_engines(runs: Sequence[Cell]) -> list[BottleneckDiagnosis]:
     return out
 
 
-def _tokens_per_s(cell: Cell) -> float:
+def _tokens_per_s(cell: CellMeasurement) -> float:
     return cell.tokens_per_s or math.nan
 
 
-def _throughput_ratio(mine: Cell, other: Cell) -> tuple[float, float]:
+def _throughput_ratio(mine: CellMeasurement, other: CellMeasurement) -> tuple[float, float]:
     """Return the interval of a ratio of throughputs, from the ends of both intervals of a sequence's time."""
     (low, high), (other_low, other_high) = _sequence_s(mine), _sequence_s(other)
     return other_low / high, other_high / low if low else math.inf
 
 
-def _sequence_s(cell: Cell) -> tuple[float, float]:
+def _sequence_s(cell: CellMeasurement) -> tuple[float, float]:
     """Return the interval of the seconds per sequence."""
     low, high = (cell.step_time_s and cell.step_time_s.ci95) or (0.0, math.inf)
     return low / cell.global_batch, high / cell.global_batch
@@ -174,7 +174,7 @@ def _words(kind: DiagnosisKind, detail: str) -> str:
 
 
 def _diagnosis(
-    cell: Cell, kind: DiagnosisKind, evidence: str, hint: str = MEASURE_MORE, detail: str = ""
+    cell: CellMeasurement, kind: DiagnosisKind, evidence: str, hint: str = MEASURE_MORE, detail: str = ""
 ) -> BottleneckDiagnosis:
     verdict = _words(kind, detail)
     return BottleneckDiagnosis(cell=cell.id, kind=kind, verdict=verdict, evidence=evidence, next=hint)

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from bert_dp.record.models import FailureKind, StoredFile, StoredModel
 from launcher.results import Count, Interval, PlanFile, Point, Positive
 
-LATE = 1.05  # ready times over the backward pass: two clocks
+MAX_READY_RATIO = 1.05  # of the last ready time over the backward pass: two clocks
 MEASURE_AGAIN = "remove it, and `bert-dp scale` measures it again"
 
 Seconds = Annotated[float, Field(ge=1e-9, le=1e9)]
@@ -55,8 +55,7 @@ class GridCell(StoredModel):
     micro_batch: Count
     accumulation: Count
     global_batch: Count
-    of: str | None = None
-    """The run that a synthetic cell belongs to."""
+    of: str | None = None  # the run that a synthetic cell belongs to
 
 
 class GridFile(PlanFile):
@@ -64,8 +63,7 @@ class GridFile(PlanFile):
 
     settings: dict[str, Any]
     cells: list[dict[str, Any]]
-    order: list[list[Any]] = []
-    """[cell id, repeat] in the order of execution."""
+    order: list[list[Any]] = []  # [cell id, repeat] in the order of execution
 
 
 class LinkPoint(StoredModel):
@@ -74,13 +72,10 @@ class LinkPoint(StoredModel):
     bytes: Bytes
     seconds: Seconds
     busbw_gb_s: float | None = None
-    algbw_gb_s: float | None = None
-    repeats: int | None = None
-    bucket: bool = False
-    """DDP reduces a bucket of this size."""
+    bucket: bool = False  # DDP reduces a bucket of this size
 
 
-class Link(StoredFile):
+class MeasuredLink(StoredFile):
     """links-N.json, and an entry of `links` in scaling.json: the all-reduce over N ranks."""
 
     remedy: ClassVar[str] = MEASURE_AGAIN
@@ -89,14 +84,15 @@ class Link(StoredFile):
     points: list[LinkPoint]
 
 
-class Gradient(StoredModel):
+class MeasuredGradient(StoredModel):
+    """One gradient of a profiled backward pass."""
+
     name: str | None = None
     bytes: Bytes
-    ready_s: Share
-    """Since the start of the backward pass."""
+    ready_s: Share  # since the start of the backward pass
 
 
-class Profile(StoredFile):
+class StepProfile(StoredFile):
     """profile.json, and `profile` in scaling.json: one micro batch of one rank."""
 
     remedy: ClassVar[str] = MEASURE_AGAIN
@@ -114,7 +110,7 @@ class Profile(StoredFile):
     backward_s: Seconds
     optimizer_s: Annotated[float, Field(ge=0, le=1e9)] | None = None
     micro_s: Seconds | None = None
-    gradients: list[Gradient] = Field(min_length=1)
+    gradients: list[MeasuredGradient] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
@@ -122,12 +118,11 @@ class Profile(StoredFile):
             raise ValueError("micro_s: missing, and forward_s too")
         if self.backward_s > self.whole_s:
             raise ValueError(f"backward_s: {self.backward_s:g} is above micro_s, {self.whole_s:g}")
-        for gradient in self.gradients:
-            if gradient.ready_s > LATE * self.backward_s:
-                raise ValueError(
-                    f"ready_s of {gradient.name}: {gradient.ready_s:g} is above backward_s, "
-                    f"{self.backward_s:g}"
-                )
+        last = max(self.gradients, key=lambda gradient: gradient.ready_s)
+        if last.ready_s > MAX_READY_RATIO * self.backward_s:
+            raise ValueError(
+                f"ready_s of {last.name}: {last.ready_s:g} is above backward_s, {self.backward_s:g}"
+            )
         if not 1 <= self.width <= 8:
             raise ValueError(f"parameters: {self.parameters} for gradients of {self.size:g} bytes")
         if self.hidden_size and self.num_heads and self.hidden_size % self.num_heads:
@@ -136,17 +131,17 @@ class Profile(StoredFile):
 
     @property
     def whole_s(self) -> float:
-        """Seconds of a micro batch."""
+        """Return the seconds of a micro batch."""
         return self.micro_s if self.micro_s is not None else self.backward_s + (self.forward_s or 0.0)
 
     @property
     def size(self) -> float:
-        """Bytes of all gradients."""
+        """Return the bytes of all gradients."""
         return sum(gradient.bytes for gradient in self.gradients)
 
     @property
     def width(self) -> float:
-        """Bytes of a number."""
+        """Return the bytes of a number."""
         return self.size / self.parameters if self.parameters else 4.0
 
 
@@ -155,33 +150,26 @@ class Peak(StoredFile):
 
     remedy: ClassVar[str] = MEASURE_AGAIN
     device: str | None = None
-    precision: str | None = None
-    """Precision of the measured rate."""
-    matmul_flops: Positive | None = None
-    """The best of the measured shapes."""
+    precision: str | None = None  # of the measured rate
+    matmul_flops: Positive | None = None  # the best of the measured shapes
     datasheet_flops: float | None = None
 
 
 class ScalingSettings(StoredModel):
     """Options of the benchmark, and the model that was measured."""
 
-    steps: int | None = None
-    """Timed optimizer steps of a run."""
-    warm_up: int | None = None
-    """Steps before them."""
+    steps: int | None = None  # timed optimizer steps of a run
+    warm_up: int | None = None  # steps before them
     repeats: int | None = None
     launcher: str | None = None
     engines: list[str] = []
     gpus: list[int] = []
     micro_batch: int | None = None
-    accumulation: Count | None = None
-    """In weak mode."""
-    global_batch: int | None = None
-    """In strong mode."""
+    accumulation: Count | None = None  # in weak mode
+    global_batch: int | None = None  # in strong mode
     sequence_length: int | None = None
     parameters: int | None = None
-    flops_per_token: Annotated[float, Field(gt=0, le=1e18)] | None = None
-    """Forward and backward."""
+    flops_per_token: Annotated[float, Field(gt=0, le=1e18)] | None = None  # forward and backward
     precision: str | None = None
     compiled: bool | None = None
     device: str | None = None
@@ -205,7 +193,7 @@ class StepTime(StoredModel):
         return self
 
 
-class Repeat(StoredModel):
+class RepeatMeasurement(StoredModel):
     """One run of a cell, in the directory `run`."""
 
     run: str
@@ -226,43 +214,21 @@ class SplitTime(StoredModel):
     other: float
 
 
-class FiveNumbers(StoredModel):
-    min: float
-    q1: float
-    median: float
-    q3: float
-    max: float
-
-
-class RankTimes(StoredModel):
-    """Step times and memory of one rank over all repeats."""
-
-    rank: int
-    step_time_s: FiveNumbers
-    own_work_s: FiveNumbers | None = None
-    """Up to the last backward pass, before any reduction."""
-    peak_memory_gib: float
-
-
 class LossCurve(StoredModel):
     """[[tokens, nats], ...] of the first repeat."""
 
-    final: float | None = None
     curve: list[Point] = []
 
 
-class Cell(GridCell):
+class CellMeasurement(GridCell):
     """Figures of one cell; a cell that did not run to its end has none."""
 
-    launcher: str | None = None
     status: CellStatus
-    failure_kind: FailureKind | None = None
-    """If the status is oom or failed."""
+    failure_kind: FailureKind | None = None  # if the status is oom or failed
     cause: str | None = None
-    repeats: list[Repeat] = []
+    repeats: list[RepeatMeasurement] = []
     steps_per_s: float | None = None
-    global_steps_per_s: float | None = None
-    """Micro batches per second, summed over all replicas."""
+    global_steps_per_s: float | None = None  # micro batches per second, summed over all replicas
     samples_per_s: float | None = None
     tokens_per_s: Positive | None = None
     tokens_per_s_per_gpu: float | None = None
@@ -270,54 +236,38 @@ class Cell(GridCell):
     split_s: SplitTime | None = None
     data_wait_fraction: Share | None = None
     data_wait_fraction_ci95: Interval | None = None
-    loader_fraction: float | None = None
-    """Share of a step that the synthetic twin saves."""
+    loader_fraction: float | None = None  # share of a step that the synthetic twin saves
     loader_fraction_ci95: Interval | None = None
-    speedup: float | None = None
-    """Throughput over that of `single` on one rank."""
+    speedup: float | None = None  # throughput over that of `single` on one rank
     efficiency: Positive | None = None
     efficiency_ci95: Interval | None = None
-    efficiency_ddp1: float | None = None
-    """Against ddp on one rank."""
+    efficiency_ddp1: float | None = None  # against ddp on one rank
     efficiency_ddp1_ci95: Interval | None = None
-    ceiling_tokens_per_s: float | None = None
     ceiling_efficiency: Annotated[float, Field(ge=0.001, le=1000)] | None = None
     """Throughput of as many independent copies over that of as many single ranks."""
     ceiling_efficiency_ci95: Interval | None = None
-    communication_efficiency: float | None = None
-    """Throughput over that of the ceiling."""
+    communication_efficiency: float | None = None  # throughput over that of the ceiling
     communication_efficiency_ci95: Interval | None = None
-    exposed_comm_fraction: float | None = None
-    """By the ceiling."""
-    exposed_comm_ddp_fraction: float | None = None
-    """By DDP's own counters."""
+    exposed_comm_fraction: float | None = None  # by the ceiling
+    exposed_comm_ddp_fraction: float | None = None  # by DDP's own counters
     straggler_ratio: float | None = None
     """Own work of the slowest rank over the median of the others', paired within a repeat; the geometric mean
     over the repeats."""
     straggler_ratio_ci95: Interval | None = None
     straggler_rank: int | None = None
     """The slowest rank, if the whole interval is above 1.2 and it is the slowest of every repeat."""
-    ranks: list[RankTimes] = []
-    peak_memory_gib: float | None = None
-    """Greatest over all ranks."""
-    energy_j: float | None = None
-    """Joules of a run's real steps, all ranks."""
-    energy_j_per_mtoken: float | None = None
-    """Per million tokens."""
-    mfu: float | None = None
-    """Model FLOP/s over the data sheet's."""
-    mamfu: float | None = None
-    """Model FLOP/s over the measured matmul rate."""
-    launch_fraction: float | None = None
-    """Host time to enqueue a step over the step; null on a CPU."""
+    peak_memory_gib: float | None = None  # greatest over all ranks
+    energy_j: float | None = None  # joules of a run's real steps, all ranks
+    energy_j_per_mtoken: float | None = None  # per million tokens
+    mfu: float | None = None  # model FLOP/s over the data sheet's
+    mamfu: float | None = None  # model FLOP/s over the measured matmul rate
+    launch_fraction: float | None = None  # host time to enqueue a step over the step; null on a CPU
     launch_fraction_ci95: Interval | None = None
     loss: LossCurve | None = None
     loss_agrees: bool | None = None
-    loss_deviation: float | None = None
-    """Greatest relative difference from one rank's."""
+    loss_deviation: float | None = None  # greatest relative difference from one rank's
     skipped_steps: int | None = None
-    flags: list[str] = []
-    """Remarks that a reader needs before quoting the cell."""
+    flags: list[str] = []  # remarks that a reader needs before quoting the cell
 
     @model_validator(mode="after")
     def _divides(self) -> Self:
@@ -327,7 +277,7 @@ class Cell(GridCell):
 
     @property
     def step_s(self) -> float | None:
-        """Mean seconds of a step of the whole job."""
+        """Return the mean seconds of a step of the whole job."""
         return self.step_time_s.mean if self.step_time_s else None
 
 
@@ -336,11 +286,9 @@ class BottleneckDiagnosis(StoredModel):
 
     cell: str
     kind: DiagnosisKind
-    verdict: str
-    """The kind in words."""
+    verdict: str  # the kind in words
     evidence: str
-    next: str
-    """The suggested fix."""
+    next: str  # the suggested fix
 
 
 class PredictedSplit(StoredModel):
@@ -348,8 +296,7 @@ class PredictedSplit(StoredModel):
 
     forward_backward: float
     optimizer: float
-    straggler: float
-    """Waiting for the slowest rank."""
+    straggler: float  # waiting for the slowest rank
     exposed_comm: float
 
 
@@ -357,11 +304,9 @@ class Lever(StoredModel):
     """A change of settings, or a bound that names a loss."""
 
     lever: str
-    gain: float
-    """Tokens/s with it over tokens/s now, less one."""
+    gain: float  # tokens/s with it over tokens/s now, less one
     tokens_per_s: float
-    bound: bool = False
-    """It is no setting, but shows what is lost."""
+    bound: bool = False  # it is no setting, but shows what is lost
 
 
 class PredictedRow(StoredModel):
@@ -379,12 +324,9 @@ class PredictedRow(StoredModel):
     speedup: float
     efficiency: float
     mfu: float | None = None
-    state_gib: float
-    """Weights, gradients and optimizer of a rank."""
-    fits: bool | None = None
-    """The device holds them; null: its memory is not known."""
-    levers: list[Lever] = []
-    """Best first."""
+    state_gib: float  # weights, gradients and optimizer of a rank
+    fits: bool | None = None  # the device holds them; null: its memory is not known
+    levers: list[Lever] = []  # best first
 
 
 class ComparedCell(StoredModel):
@@ -394,17 +336,14 @@ class ComparedCell(StoredModel):
     ranks: int
     predicted_step_s: float
     measured_step_s: float | None = None
-    ci95: Interval | None = None
-    """Interval of the measured step, seconds."""
-    within: bool | None = None
-    """The prediction lies in it."""
+    ci95: Interval | None = None  # interval of the measured step, seconds
+    within: bool | None = None  # the prediction lies in it
     predicted_tokens_per_s: float | None = None
     measured_tokens_per_s: float | None = None
     predicted_efficiency: float
     measured_efficiency: float | None = None
     measured_efficiency_ci95: Interval | None = None
-    repeats: int = 0
-    """Repeats of the measured cell."""
+    repeats: int = 0  # repeats of the measured cell
 
 
 class Prediction(StoredFile):
@@ -425,21 +364,20 @@ class Scaling(StoredFile):
     remedy: ClassVar[str] = "`bert-dp scale` with the same --out writes it anew from its runs"
     schema_version: Literal[1] = 1
     status: Literal["complete", "partial"] = "complete"
-    environment: dict[str, Any] = {}
-    """The machine, as in environment.json."""
+    environment: dict[str, Any] = {}  # the machine, as in environment.json
     config_hash: str | None = None
     data_hash: str | None = None
     command: list[str] = []
     mode: Literal["weak", "strong", "both"] | None = None
     settings: ScalingSettings = ScalingSettings()
     peak: Peak = Peak()
-    cells: list[Cell] = []
-    links: list[Link] = []
-    profile: Profile | None = None
+    cells: list[CellMeasurement] = []
+    links: list[MeasuredLink] = []
+    profile: StepProfile | None = None
     prediction: Prediction | None = None
     verdicts: list[BottleneckDiagnosis] = []
 
-    def alone(self) -> Cell | None:
+    def alone(self) -> CellMeasurement | None:
         """Return the run of one rank without a process group, preferably with the settings' accumulation."""
         runs = [
             cell

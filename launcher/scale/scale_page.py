@@ -6,13 +6,12 @@ import csv
 import dataclasses
 import io
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import get_args
-
-from pydantic import BaseModel
+from typing import Any, get_args
 
 from bert_dp import record
+from launcher import results
 from launcher.report.model import (
     Axis,
     Bars,
@@ -34,7 +33,7 @@ from launcher.report.parts import first_line, machine_line
 from launcher.report.quantities import Computed, Quantity, Ratio, at, cell_of, table
 from launcher.scale import models
 from launcher.scale.diagnose import CEILING, COMMUNICATION, EFFICIENCY, STRAGGLER
-from launcher.scale.models import Cell, DiagnosisKind, Mode, Scaling
+from launcher.scale.models import CellMeasurement, DiagnosisKind, Mode, Scaling
 
 FILE = "scaling.json"
 LOG_FROM = 16  # times the least N: above, N stands on a logarithmic axis
@@ -86,19 +85,18 @@ def scale_page(scaling: Scaling, folder: Path | None = None) -> Report:
         figures.append(_loss(scaling))
     result = Section("Result", tables=[_result(scaling)], notes=[RESULT_NOTE])
     prediction = [_prediction(scaling.prediction)] if scaling.prediction else []
+    can_plan = folder is not None and scaling.profile is not None
     return Report(
         "bert-dp: scaling benchmark",
         [_machine(scaling), _method(scaling, modes)],
         [*_ends(scaling), *_verdicts(scaling)],
         _tiles(scaling),
         [result, Section("", figures, console=False), *prediction],
-        next=f"bert-dp plan scaling --from {shlex.quote(str(folder / FILE))}"
-        if folder and scaling.profile
-        else "",
+        next=f"bert-dp plan scaling --from {shlex.quote(f'{folder}/{FILE}')}" if can_plan else "",
     )
 
 
-def _runs(scaling: Scaling) -> list[Cell]:
+def _runs(scaling: Scaling) -> list[CellMeasurement]:
     """Return the cells that are no controls."""
     return [cell for cell in scaling.cells if cell.kind == "run"]
 
@@ -116,7 +114,7 @@ def _machine(scaling: Scaling) -> str:
 
 def _method(scaling: Scaling, modes: Sequence[Mode]) -> str:
     settings = scaling.settings
-    steps, warm_up = (format_count(n) for n in (settings.steps, settings.warm_up))
+    steps, warm_up = format_count(settings.steps), format_count(settings.warm_up)
     parts = [
         settings.model or "model not recorded",
         f"{' and '.join(modes)} scaling",
@@ -146,9 +144,8 @@ def _verdicts(scaling: Scaling) -> list[Verdict]:
     """Return each diagnosis once with its cells, and the flags of cells; worst first."""
     cells: dict[tuple[DiagnosisKind, str, str], list[str]] = {}
     for found in scaling.verdicts:
-        cells.setdefault((found.kind, found.verdict, found.next), []).append(
-            f"{found.cell}: {found.evidence}"
-        )
+        notes = cells.setdefault((found.kind, found.verdict, found.next), [])
+        notes.append(f"{found.cell}: {found.evidence}")
     verdicts = []
     for (kind, text, hint), notes in cells.items():
         advice = f" Next: {hint}." if hint not in ("", "nothing") else ""
@@ -162,24 +159,22 @@ def _verdicts(scaling: Scaling) -> list[Verdict]:
 def _tiles(scaling: Scaling) -> list[Tile]:
     runs = [c for c in _runs(scaling) if c.tokens_per_s is not None]
     best = max(runs, key=lambda c: (SPEEDUP.number(c) or 0.0, c.world_size), default=None)
-    place = f"{best.id}, N = {format_count(best.world_size)}" if best else "no cell has run"
     peak = scaling.peak
-    peaks = [
-        f"{scaling.settings.precision} data-sheet peak"
-        if peak.datasheet_flops
-        else "data-sheet peak unknown",
-        f"{peak.precision or ''} matmul peak measured here".lstrip() if peak.matmul_flops else "",
-    ]
+    sheet = f"{scaling.settings.precision} data-sheet peak"
+    peaks = [sheet if peak.datasheet_flops else "data-sheet peak unknown"]
+    if peak.matmul_flops:
+        peaks.append(f"{peak.precision or ''} matmul peak measured here".lstrip())
 
     def tile(label: str, ratio: Ratio, scope: str = "") -> Tile:
         return Tile(label, cell_of(best, ratio).text, f"{scope}95 % interval {ratio.ends(best)}")
 
+    place = f"{best.id}, N = {format_count(best.world_size)}" if best else "no cell has run"
     both = " / ".join(cell_of(best, ratio).text for ratio in PER_PEAK)
     return [
         Tile("Best speed-up", cell_of(best, SPEEDUP).text, place),
         tile("Efficiency", EFFICIENCY),
         tile("Communication efficiency", COMMUNICATION, "of the ceiling; "),
-        Tile("MFU / MAMFU", both, "; ".join(filter(None, peaks))),
+        Tile("MFU / MAMFU", both, "; ".join(peaks)),
     ]
 
 
@@ -207,11 +202,15 @@ def _result(scaling: Scaling) -> Table:
 
 def _prediction(prediction: models.Prediction) -> Section:
     """Return each measured cell beside its prediction, and the predictions for other numbers of ranks."""
-    beside = (
+    compared = (
         Quantity("predicted_step_s", "step, predicted", "seconds"),
         Quantity("measured_step_s", "step, measured", "seconds"),
         Computed(lambda row: TableCell(format_interval(row.ci95, format_step_time)), "95 % interval"),
-        Computed(_difference, "difference", "percent"),
+        Computed(
+            lambda row: row.predicted_step_s / row.measured_step_s - 1 if row.measured_step_s else None,
+            "difference",
+            "percent",
+        ),
         Quantity("predicted_efficiency", "efficiency, predicted", "percent"),
         MEASURED_EFFICIENCY,
         Computed(lambda row: TableCell(MEASURED_EFFICIENCY.ends(row)), "95 % interval"),
@@ -226,23 +225,19 @@ def _prediction(prediction: models.Prediction) -> Section:
     )
     others = [(f"N = {format_count(row.world_size)}", row) for row in prediction.rows]
     tables = [
-        table([(row.cell, row) for row in prediction.measured], beside, corner="cell"),
+        table([(row.cell, row) for row in prediction.measured], compared, corner="cell"),
         table(others, predicted, title="Predicted"),
     ]
     shown = [each for each in tables if each.rows]
     return Section("Prediction and measurement", tables=shown, notes=prediction.assumptions, console=False)
 
 
-def _difference(row: models.ComparedCell) -> float | None:
-    return row.predicted_step_s / row.measured_step_s - 1 if row.measured_step_s else None
-
-
 # --- figures
 
 
-def _groups(scaling: Scaling, mode: Mode) -> dict[str, list[Cell]]:
+def _groups(scaling: Scaling, mode: Mode) -> dict[str, list[CellMeasurement]]:
     """Return the run cells of each engine and tensor size, which make one line, by number of ranks."""
-    groups: dict[str, list[Cell]] = {}
+    groups: dict[str, list[CellMeasurement]] = {}
     for cell in sorted(_runs(scaling), key=lambda cell: cell.world_size):
         label = f"{cell.engine}, tensor {cell.tensor}" if cell.tensor > 1 else cell.engine
         if cell.mode == mode:
@@ -258,22 +253,17 @@ def _ranks_axis(scaling: Scaling, mode: Mode) -> Axis:
 def _lines(scaling: Scaling, mode: Mode, ratio: Ratio, *, times_n: bool = False) -> list[Line]:
     """Return a line with its interval for each engine; `times_n` makes a speed-up of an efficiency."""
 
-    def values(cells: Sequence[Cell], path: str) -> list[float | None]:
-        numbers = [(dataclasses.replace(ratio, path=path).number(cell), cell.world_size) for cell in cells]
-        return [None if value is None else value * (n if times_n else 1) for value, n in numbers]
+    def values(cells: Sequence[CellMeasurement], path: str) -> list[float | None]:
+        numbers = [dataclasses.replace(ratio, path=path).number(cell) for cell in cells]
+        factors = [cell.world_size if times_n else 1 for cell in cells]
+        return [None if x is None else x * factor for x, factor in zip(numbers, factors, strict=True)]
 
-    return [
-        Line(
-            label,
-            [float(cell.world_size) for cell in cells],
-            values(cells, ratio.path),
-            index,
-            "both",
-            values(cells, f"{ratio.interval}.low"),
-            values(cells, f"{ratio.interval}.high"),
-        )
-        for index, (label, cells) in enumerate(_groups(scaling, mode).items())
-    ]
+    lines = []
+    for colour, (label, cells) in enumerate(_groups(scaling, mode).items()):
+        x, y = [float(cell.world_size) for cell in cells], values(cells, ratio.path)
+        low, high = (values(cells, f"{ratio.interval}.{end}") for end in ("low", "high"))
+        lines.append(Line(label, x, y, colour, "both", low, high))
+    return lines
 
 
 def _ceiling_line(scaling: Scaling, mode: Mode, *, times_n: bool = False) -> list[Line]:
@@ -339,13 +329,12 @@ def _step_split(scaling: Scaling, mode: Mode) -> Figure:
     cells = [cell for cells in _groups(scaling, mode).values() for cell in cells if cell.split_s]
     parts = {name: [finite(at(cell, f"split_s.{name}")) for cell in cells] for name in SPLIT}
     totals = [sum(filter(None, each)) for each in zip(*parts.values(), strict=True)]
-    rows = [f"{cell.id}: {format_step_time(total)}" for cell, total in zip(cells, totals, strict=True)]
     return Figure(
         f"Where a step's time goes, {mode} scaling",
         [Bars(head, parts[name]) for name, head in SPLIT.items()],
         Axis("time of a step", "seconds"),
         Axis(""),
-        rows,
+        [f"{cell.id}: {format_step_time(total)}" for cell, total in zip(cells, totals, strict=True)],
         note="A timed step, mean over the ranks. Exposed communication is what the ceiling does not have.",
     )
 
@@ -374,25 +363,17 @@ def _loss(scaling: Scaling) -> Figure:
         width = max(1.0, 8.0 - 7.0 * i / max(1, len(cells) - 1))
         lines.append(Line(cell.id, [t for t, _ in curve], [nats for _, nats in curve], i, width=width))
     compared = [cell for cell in cells if cell.loss_agrees is not None]
-    agree = [cell for cell in compared if cell.loss_agrees]
-    deviation = max((abs(cell.loss_deviation or 0.0) for cell in compared), default=None)
-    note = (
-        f"The loss of {len(agree)} of {len(compared)} compared cells agrees with the baseline's; greatest "
-        f"relative deviation {format_lr(deviation)}."
-    )
-    return Figure(
-        "Training loss", lines, Axis("tokens"), Axis("loss (nats per masked token)", "nats"), note=note
-    )
+    agree = sum(bool(cell.loss_agrees) for cell in compared)
+    deviation = max((cell.loss_deviation or 0.0 for cell in compared), default=None)
+    note = f"The loss of {agree} of {len(compared)} compared cells agrees with the baseline's; greatest "
+    note += f"relative deviation {format_lr(deviation)}."
+    y = Axis("loss (nats per masked token)", "nats")
+    return Figure("Training loss", lines, Axis("tokens"), y, note=note)
 
 
 # --- scaling.csv
 
-PARTS: Mapping[str, type[BaseModel]] = {
-    "step_time_s": models.StepTime,
-    "split_s": models.SplitTime,
-    "loss": models.LossCurve,
-}
-LISTS = ("ranks", "curve")  # only in scaling.json
+PARTS = ("step_time_s", "split_s", "loss")
 RATIOS = {
     ratio.path: ratio
     for ratio in (SPEEDUP, EFFICIENCY, DDP1, CEILING, COMMUNICATION, EXPOSED, STRAGGLER, *PER_PEAK)
@@ -401,27 +382,27 @@ RATIOS = {
 
 def write_csv(scaling: Scaling, out: Path) -> None:
     """Write a row per cell, atomically. A column is named by the path into scaling.json; unknown is empty."""
-    paths = _csv_paths(Cell)
-    rows = [paths, *([_csv_text(cell, path) for path in paths] for cell in scaling.cells)]
+    paths = dict.fromkeys(path for cell in scaling.cells for path in _csv_paths(results.plain(cell)))
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
+    lines = csv.writer(text, lineterminator="\n")
+    lines.writerow(paths)
+    lines.writerows([_csv_text(cell, path) for path in paths] for cell in scaling.cells)
     record.write_text(out, record.safe(text.getvalue()))
 
 
-def _csv_paths(model: type[BaseModel], prefix: str = "") -> list[str]:
-    paths: list[str] = []
-    for name in model.model_fields:
+def _csv_paths(part: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the paths of the numbers and words of a cell, the ends of an interval by `low` and `high`."""
+    for name, value in part.items():
         path = f"{prefix}{name}"
-        if name in PARTS:
-            paths += _csv_paths(PARTS[name], f"{path}.")
+        if isinstance(value, dict):
+            yield from _csv_paths(value, f"{path}.")
         elif name.endswith("ci95"):
-            paths += [f"{path}.low", f"{path}.high"]
-        elif name not in LISTS:
-            paths.append(path)
-    return paths
+            yield from (f"{path}.low", f"{path}.high")
+        elif name != "curve" and path not in PARTS:
+            yield path
 
 
-def _csv_text(cell: Cell, path: str) -> str:
+def _csv_text(cell: CellMeasurement, path: str) -> str:
     """Return a number with all its digits; a ratio and its ends have none if they are not measurable."""
     ratio = RATIOS.get(path.rpartition("_ci95")[0] or path)
     value = dataclasses.replace(ratio, path=path).of(cell) if ratio else at(cell, path)

@@ -6,24 +6,23 @@ import dataclasses
 import datetime
 import math
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from bert_dp import cost, record
-from bert_dp.config import Config, ConfigError, Issue, batch_layout
+from bert_dp.config import Config, ConfigError, Issue, batch_layout, parse_overrides
 from bert_dp.cost import GIB
 from bert_dp.record.models import FailureKind, NoiseScale
-from launcher import job, results
-from launcher.log import Log, logger, masked_command
+from launcher import job
+from launcher.log import Log, logger
 from launcher.output import Output, Session, publish
 from launcher.report.numbers import format_gib, format_si
 from launcher.results import PlanFile
 from launcher.run import trials
 from launcher.run.read_run import cause, failure_kind, read_repeat, read_summary
 from launcher.run.trials import Ending, Runner, Slot, Trial, TrialsFailed, run_to_end, timed_config
-from launcher.tune import cache, throughput, with_settings, write_result
+from launcher.tune import throughput, with_settings, write_result
 from launcher.tune.throughput import (
     MAX_ROUNDS,
     MAX_STEPS,
@@ -34,7 +33,6 @@ from launcher.tune.throughput import (
     BatchMemory,
     Goodput,
     MemoryTrial,
-    Noise,
     SizeResult,
     SizeStatus,
     TimedRun,
@@ -92,25 +90,26 @@ class BatchSearchSpec:
     launcher: str
     on_gpu: bool
     precision: str
-    """Of every trial."""
+    """Precision of every trial."""
 
     @property
     def user_limit_gib(self) -> float | None:
-        """The limit if the user set it."""
+        """Return the limit if the user set it."""
         return self.limit_gib if self.limit_of == "--memory" else None
 
     @property
     def dp(self) -> int:
-        """Replicas."""
+        """Return the number of replicas."""
         return max(1, self.ranks // self.config.parallel.tensor)
 
     @property
     def global_size(self) -> int:
+        """Return the declared global batch."""
         return self.config.batch.global_size
 
     @property
     def warm_up(self) -> int:
-        """Steps before the timed ones."""
+        """Return the number of steps before the timed ones."""
         return 10 if self.on_gpu else 3
 
     def formula_gib(self, micro: int) -> dict[str, float]:
@@ -127,49 +126,49 @@ def tune_batch(
     options: BatchOptions,
     *,
     out: Path | None,
-    fresh: bool,
     dry_run: bool,
     as_json: bool,
     console: Console,
 ) -> int:
-    """Return the exit code. Raises ConfigError with every problem of the input before any trial starts."""
+    """Run the search and return the exit code.
+
+    Raises ConfigError with every problem of the input before any trial starts.
+    """
     from launcher.tune.tune_page import batch_page
 
     setup = load(name, overrides)
     spec = search_spec(setup, options)
     folder = setup.directory(out, "tune", "batch")
-    output = Output(folder, "search", PLAN, plan_of(spec), FIXED, GROWS)
+    output = output_of(spec, folder)
     if issues := [*job.exposure_issues(spec.config, folder, "--out"), *output.issues()]:
         raise ConfigError(issues)
 
     log = logger(console, as_json)
     for line in setup.device_warnings():
         log(f"warning: {line}")
-    describe(spec, folder, log)
+    log(f"batch search: {folder}")
+    devices = "GPUs" if spec.on_gpu else "CPU ranks"
+    log(f"{spec.ranks} {devices}, global batch {spec.global_size}, budget about {spec.budget_s:.0f} s")
+    log(f"micro batches that divide it: {', '.join(map(str, spec.sizes))}")
+    if spec.config.compile == "auto" and not spec.on_gpu:
+        log("trials on a CPU are not compiled; compile=on compiles them")
     if dry_run:
         output.print_plan(as_json=as_json)
         return 0
-    key = cache.key(spec, setup.machine.to_json())
-    kept = None if fresh else cache.find(key, spec.budget_s, spec.limit_gib)
     with output.claim():
-        if kept is not None and not (folder / "trials").exists():
-            log(f"from the cache: measured on {kept.date}; --fresh measures again")
-            tune, exit_code = from_cache(kept, spec), 0
-            results.write(folder / PLAN, output.plan)
-        else:
-            tune, exit_code = measure(spec, output, log)
+        tune, exit_code = measure(spec, output, log)
         write_result(tune, with_micro(spec.config, tune.choice.micro_batch) if tune.choice else None, folder)
-        if tune.status == "complete" and not tune.cached:
-            try:
-                cache.keep(key, tune)
-            except OSError as error:
-                log(f"warning: the cache cannot be written ({error}); the next search measures again")
         publish(tune, batch_page(tune, folder), folder, as_json=as_json, console=console)
     return exit_code
 
 
 def load(name: str | None, overrides: Sequence[str], run_dir: Path | None = None) -> job.Job:
-    """Load the configuration with any micro batch. Raises ConfigError."""
+    """Load the configuration with any micro batch. Raises ConfigError, also if `overrides` name one."""
+    batch = parse_overrides(overrides).get("batch")
+    micro = batch.get("micro_size", "auto") if isinstance(batch, dict) else "auto"
+    if micro != "auto":
+        message, hint = "the search chooses it", "leave it out"
+        raise ConfigError([Issue("batch.micro_size", "no_effect", message, value=micro, hint=hint)])
     return job.load(name, [*overrides, "batch.micro_size=1"], run_dir)
 
 
@@ -194,9 +193,9 @@ def search_spec(setup: job.Job, options: BatchOptions) -> BatchSearchSpec:
     )
 
 
-def plan_of(spec: BatchSearchSpec) -> BatchPlanFile:
-    """Return plan.json of a new search."""
-    return BatchPlanFile(
+def output_of(spec: BatchSearchSpec, folder: Path) -> Output[BatchPlanFile]:
+    """Return the output directory of a search, with the options that it must have been begun with."""
+    plan = BatchPlanFile(
         config_hash=spec.config.hash(),
         config=spec.config.model_dump(mode="json"),
         ranks=spec.ranks,
@@ -205,34 +204,7 @@ def plan_of(spec: BatchSearchSpec) -> BatchPlanFile:
         memory=spec.user_limit_gib,
         launcher=spec.launcher,
     )
-
-
-def describe(spec: BatchSearchSpec, folder: Path, log: Log) -> None:
-    """Print what is about to run."""
-    devices = "GPUs" if spec.on_gpu else "CPU ranks"
-    sizes = ", ".join(map(str, throughput.sizes_to_time(spec.sizes)))
-    log(f"batch search: {folder}")
-    log(
-        f"{spec.ranks} {devices}, global batch {spec.global_size}, budget about {spec.budget_s:.0f} s; micro "
-        f"batches {sizes} of the {len(spec.sizes)} that divide it"
-    )
-    if spec.config.compile == "auto" and not spec.on_gpu:
-        log("trials on a CPU are not compiled; compile=on compiles them")
-
-
-def from_cache(kept: TuneBatch, spec: BatchSearchSpec) -> TuneBatch:
-    """Return a kept search as one of this configuration.
-
-    The noise scale also depends on data, seed and schedule; that of another configuration is dropped.
-    """
-    own = {
-        "cached": True,
-        "command": masked_command(sys.argv),
-        "config_hash": spec.config.hash(),
-        "config": spec.config.model_dump(mode="json"),
-    }
-    dropped = {} if kept.config_hash == own["config_hash"] else {"noise": None, "goodput": None}
-    return kept.model_copy(update={**own, **dropped})
+    return Output(folder, "search", PLAN, plan, FIXED, GROWS)
 
 
 def measure(spec: BatchSearchSpec, output: Output[BatchPlanFile], log: Log) -> tuple[TuneBatch, int]:
@@ -272,19 +244,17 @@ class BatchTrials:
         """Run steps of `samples` sequences, or read those that an earlier call ran."""
         return self._measure(self.trial(name, micro, samples, warm_up + steps), warm_up)
 
-    def noise_scale(self, micro: int, steps: int) -> tuple[TrialMeasurement, Noise]:
-        """Measure the noise scale over steps of the declared batch."""
+    def noise_scale(self, micro: int, steps: int) -> tuple[float, NoiseScale]:
+        """Measure the noise scale over steps of the declared batch; return also the seconds."""
         trial = self.trial("noise", micro, self._spec.global_size, steps, noise=True)
         measured, summary = self._measure(trial, 0), read_summary(trial.directory)
-        estimate = summary.noise_scale if summary else None
-        if measured.run is None or estimate is None:
-            estimate = NoiseScale(verdict="inconclusive", why=cause(trial.directory))
-        init = self._spec.config.run.init_from
-        return measured, Noise(**estimate.model_dump(), of_steps=steps, init_from=init)
+        if measured.run is None or summary is None or summary.noise_scale is None:
+            return measured.seconds, NoiseScale(verdict="inconclusive", why=cause(trial.directory))
+        return measured.seconds, summary.noise_scale
 
     def trial(self, name: str, micro: int, samples: int, steps: int, *, noise: bool = False) -> Trial:
         """Return the user's configuration at this batch for so many steps; nothing is saved."""
-        spec = self._spec
+        spec, guard = self._spec, None
         config = timed_config(
             spec.config,
             on_gpu=spec.on_gpu,
@@ -294,17 +264,16 @@ class BatchTrials:
             noise_scale=noise,
             precision=spec.precision,
         )
-        # An allocation above the limit fails in the rank, before the machine's out-of-memory killer acts.
-        guarded = not spec.on_gpu and spec.limit_gib is not None
-        guard = int(((spec.limit_gib or 0.0) + GUARD_GIB) * GIB) if guarded else None
+        if not spec.on_gpu and spec.limit_gib is not None:
+            # An allocation above it fails in the rank, before the machine's out-of-memory killer acts.
+            guard = int((spec.limit_gib + GUARD_GIB) * GIB)
         return Trial(self._runs.out / "trials" / name, config, spec.ranks, data_bytes=guard)
 
     def _measure(self, trial: Trial, warm_up: int) -> TrialMeasurement:
         outcome, directory = self._runs.run_one(trial), trial.directory
         if outcome.status != "ok":
-            return TrialMeasurement(
-                outcome.seconds, outcome.status, cause(directory), failure_kind(directory)
-            )
+            kind = failure_kind(directory)
+            return TrialMeasurement(outcome.seconds, outcome.status, cause(directory), kind)
         run = timed_run(trial, warm_up)
         status, why = judge(run, self._spec.limit_gib)
         return TrialMeasurement(outcome.seconds, status, why, run=run)
@@ -351,7 +320,7 @@ def alloc_retries(directory: Path, ranks: int, warm_up: int) -> int | None:
 
 
 class BatchSearch:
-    """Finds the micro batch. `result` can be called at any time, also for a search that was stopped.
+    """Search of the micro batch. `result` can be called at any time, also for a search that was stopped.
 
     Every decision follows from the trials' records, so a search that goes on decides the same.
     """
@@ -363,7 +332,7 @@ class BatchSearch:
         """Micro batches that are timed, ascending."""
         self.trial_samples = 0
         self.order: list[int] = []
-        self.noise: Noise | None = None
+        self.noise: NoiseScale | None = None
         self.used_s = 0.0
         self._startup_s = self._sequence_s = 0.0  # of a trial beside its steps; of a sequence at best
         self._limited_by: Literal["memory", "budget", "global batch"] = "global batch"
@@ -393,13 +362,13 @@ class BatchSearch:
             raise TrialsFailed(f"micro batch {smallest} does not run: {first.why}")
         peak, limit = max(first.run.peak_gib), self.spec.limit_gib
         room_gib = peak if limit is None else MEMORY_SHARE * limit - peak
-        before_gib = sum(self.spec.formula_gib(smallest).values())
+        before_gib = self._formula_gib(smallest)
         most_s = MEMORY_TRIAL_SHARE * self.spec.budget_s
 
         def is_cheap(micro: int) -> bool:
-            more_gib = sum(self.spec.formula_gib(micro).values()) - before_gib
             share = 1.0 if micro == larger[0] else 0.5
-            return more_gib <= share * room_gib and MEMORY_STEPS * self._step_s(2 * micro) <= most_s
+            fits = self._formula_gib(micro) - before_gib <= share * room_gib
+            return fits and MEMORY_STEPS * self._step_s(2 * micro) <= most_s
 
         if cheap := [micro for micro in larger if is_cheap(micro)]:
             self._memory_trial(cheap[-1])
@@ -408,6 +377,9 @@ class BatchSearch:
             text = f"memory: {format_gib(line.intercept_gib)} + {line.gib_per_sequence:.4f} GiB a sequence"
             usable = "" if limit is None else f"; usable: {MEMORY_SHARE:.0%} of {format_gib(limit)}"
             self._log(text + usable)
+
+    def _formula_gib(self, micro: int) -> float:
+        return sum(self.spec.formula_gib(micro).values())
 
     def _memory_trial(self, micro: int) -> TrialMeasurement:
         samples = min(2 * micro * self.spec.dp, self.spec.global_size)
@@ -422,13 +394,11 @@ class BatchSearch:
         """Count a trial's time and its memory."""
         self.used_s += measured.seconds
         peak = max(measured.run.peak_gib) if measured.run else None
-        trial = MemoryTrial(micro_batch=micro, status=measured.status, peak_gib=peak)
-        self.memory = self.memory.model_copy(update={"trials": [*self.memory.trials, trial]})
+        self.memory.trials.append(MemoryTrial(micro_batch=micro, status=measured.status, peak_gib=peak))
 
     def _update_line(self) -> None:
-        low, high = (sum(self.spec.formula_gib(micro).values()) for micro in (1, 2))
-        line = throughput.memory_line(self.memory.trials, high - low)
-        self.memory = self.memory.model_copy(update={"line": line})
+        slope_gib = self._formula_gib(2) - self._formula_gib(1)
+        self.memory.line = throughput.memory_line(self.memory.trials, slope_gib)
 
     def _choose_sizes(self, sizes: Sequence[int]) -> list[int]:
         """Return those of `sizes` to time: they fit in memory and in the budget. Raises TrialsFailed."""
@@ -463,13 +433,11 @@ class BatchSearch:
         )
         for micro in sizes:
             if not self.memory.fits(micro):
-                self._drop_above(micro)
-                break
+                return self._drop_from(micro)
             self._time(micro, sizes)
-            ran = [trial.micro_batch for trial in self.memory.trials if trial.status == "ok"]
-            if self.sizes[micro].status in ("oom", "over", "thrash") and micro > max(ran, default=0):
-                self._drop_above(micro + 1)
-                break
+            largest = max((t.micro_batch for t in self.memory.trials if t.status == "ok"), default=0)
+            if self.sizes[micro].status in ("oom", "over", "thrash") and micro > largest:
+                return self._drop_from(micro + 1)
             self._update_line()
 
     def _more_rounds(self) -> None:
@@ -482,12 +450,13 @@ class BatchSearch:
                     return
                 self._time(micro, runs)
 
-    def _drop_above(self, micro: int) -> None:
-        """Take away the sizes from `micro` upwards that have not run: they need too much memory."""
+    def _drop_from(self, micro: int) -> None:
+        """Remove the sizes from `micro` upwards that have not run: they need too much memory."""
         self._limited_by = "memory"
         self.sizes = {m: size for m, size in self.sizes.items() if m < micro}
 
     def _time(self, micro: int, round_: Sequence[int]) -> None:
+        """Run a size once more, unless a run of it was lost."""
         size, warm_up = self.sizes[micro], self.spec.warm_up
         if size.status != "ok":
             return
@@ -496,18 +465,16 @@ class BatchSearch:
         measured = self._trials.time_steps(name, micro, self.trial_samples, warm_up, steps)
         self.order.append(micro)
         self._record(micro, measured)
-        text = f"micro batch {micro}: "
+        text = f"[{len(self.order)}] micro batch {micro}: "
         if measured.run is None or measured.status != "ok":
-            lost = {"status": measured.status, "why": measured.why, "failure_kind": measured.failure_kind}
-            self.sizes[micro] = size.model_copy(update=lost)
-            self._log(f"[{len(self.order)}] {text}{measured.status}: {measured.why}")
+            size.status, size.why, size.failure_kind = measured.status, measured.why, measured.failure_kind
+            self._log(f"{text}{measured.status}: {measured.why}")
             return
-        peak = max(max(measured.run.peak_gib), size.measured_gib or 0.0)
-        self.sizes[micro] = size.model_copy(update={"runs": [*size.runs, measured.run], "measured_gib": peak})
+        size.runs.append(measured.run)
+        size.measured_gib = max(*measured.run.peak_gib, size.measured_gib or 0.0)
         self._sequence_s = min(self._sequence_s, statistics.fmean(measured.run.step_s) / self.trial_samples)
-        rate = format_si(self.rates()[micro][-1], "sequences/s")
-        left = f"{self._left_s():.0f} s left for throughput"
-        self._log(f"[{len(self.order)}] {text}{rate}, {steps} steps, peak {format_gib(peak)}; {left}")
+        rate, peak = format_si(self.rates()[micro][-1], "sequences/s"), format_gib(size.measured_gib)
+        self._log(f"{text}{rate}, {steps} steps, peak {peak}; {self._left_s():.0f} s left for throughput")
 
     def _timed_steps(self, runs: int) -> int:
         """Return the steps of a run: as long as its start-up if the budget allows it for a whole round."""
@@ -538,9 +505,8 @@ class BatchSearch:
     def _measure_noise(self) -> None:
         choice = self.choice()
         if choice is None:
-            raise TrialsFailed(
-                "; ".join(f"micro batch {s.micro_batch}: {s.why}" for s in self.sizes.values())
-            )
+            lost = [f"micro batch {size.micro_batch}: {size.why}" for size in self.sizes.values()]
+            raise TrialsFailed("; ".join(lost))
         micro = choice.micro_batch
         if self.spec.dp == 1 and choice.accumulation == 1:  # the noise scale compares two batches
             micro = max((size for size in self.spec.sizes if size < micro), default=micro)
@@ -548,12 +514,12 @@ class BatchSearch:
         steps = max(1, min(NOISE_STEPS, int((self._left_s(1.0) - self._startup_s) / step_s)))
         reason = self._no_noise(micro, steps)
         if reason is not None:
-            self.noise = Noise(verdict="inconclusive", why=reason)
+            self.noise = NoiseScale(verdict="inconclusive", why=reason)
             self._log(f"noise scale: not measured: {reason}")
             return
         self._log(f"noise scale: {steps} steps of the declared batch")
-        measured, self.noise = self._trials.noise_scale(micro, steps)
-        self.used_s += measured.seconds
+        seconds, self.noise = self._trials.noise_scale(micro, steps)
+        self.used_s += seconds
 
     def _no_noise(self, micro: int, steps: int) -> str | None:
         """Return the reason that the noise scale cannot be measured, if there is one."""
@@ -589,10 +555,14 @@ class BatchSearch:
 
     def result(self, ending: Ending, session: Session[BatchPlanFile]) -> TuneBatch:
         """Return tune.json."""
-        spec, choice = self.spec, self.choice()
-        memory = self.memory
+        spec, choice, rates = self.spec, self.choice(), self.rates()
         if choice is not None:
-            memory = memory.model_copy(update={"parts_gib": spec.formula_gib(choice.micro_batch)})
+            self.memory.parts_gib = spec.formula_gib(choice.micro_batch)
+        means = {micro: throughput.mean_rate(rates, micro) for micro in rates}
+        for micro, mean in means.items():
+            size = self.sizes[micro]
+            size.samples_per_s, size.relative = mean, mean / max(means.values())
+            size.samples_per_s_ci95 = throughput.rate_interval(rates, micro)
         return TuneBatch(
             status=ending.status,
             why=ending.why,
@@ -605,27 +575,14 @@ class BatchSearch:
             dp=spec.dp,
             global_batch=spec.global_size,
             sequence_length=spec.config.data.sequence_length,
-            memory=memory,
-            sizes=self._size_results(),
+            memory=self.memory,
+            sizes=list(self.sizes.values()),
             order=self.order,
             trial_samples=self.trial_samples,
             choice=choice,
             noise=self.noise,
             goodput=self._goodput(choice),
         )
-
-    def _size_results(self) -> list[SizeResult]:
-        rates = self.rates()
-        means = {micro: throughput.mean_rate(rates, micro) for micro in rates}
-        measured = {
-            micro: {
-                "samples_per_s": mean,
-                "samples_per_s_ci95": throughput.rate_interval(rates, micro),
-                "relative": mean / max(means.values()),
-            }
-            for micro, mean in means.items()
-        }
-        return [size.model_copy(update=measured.get(micro, {})) for micro, size in self.sizes.items()]
 
     def _goodput(self, choice: BatchChoice | None) -> Goodput | None:
         """Return goodput against the global batch; None without a noise scale."""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from bert_dp import record
 from bert_dp.config import (
-    BatchConfig,
     BuildConfig,
     CheckpointConfig,
     Config,
@@ -43,7 +42,7 @@ from launcher.run.trials import (
     earlier_outcome,
     run_to_end,
 )
-from launcher.tune import FILE, lr_search, with_settings, write_result
+from launcher.tune import lr_search, with_settings, write_result
 from launcher.tune.lr_search import FINALISTS, LrOptions, LrTrial, LrTrialStatus, RangeTest, Rung, TuneLr
 
 if TYPE_CHECKING:
@@ -51,9 +50,7 @@ if TYPE_CHECKING:
 
 STATE = "search.json"
 FIXED = ("kind", "config_hash", "settings")
-SHORT_RATIO = (
-    8  # of the tokens of a whole run over those of the first rung, and the least steps of a whole run
-)
+SHORT_RATIO = 8  # of a whole run over a run of the first rung; also the least steps of a whole run
 RANGE_TOP = 1.0  # rate at the end of a range test, which begins at 1e-4 of it
 RANGE_STEPS, MIN_RANGE_STEPS = 100, 25
 RANGE_RATIO = 16  # of the steps of a whole run over those of a range test
@@ -76,22 +73,23 @@ class LrSearchSpec:
     config: Config
     options: LrOptions
     ranks: int
-    """Of a trial."""
+    """Ranks of a trial."""
     shards: Path
     unigram: float | None
     """Unigram entropy of the data, nats."""
     at_a_time: int
-    """Trials."""
+    """Trials that run at a time."""
     precision: str
-    """Of every trial."""
+    """Precision of every trial."""
 
     @property
     def seeds(self) -> list[int]:
+        """Return the seeds of a finalist."""
         return [self.config.run.seed + k for k in range(self.options.seeds)]
 
     @property
     def planned(self) -> tuple[tuple[int, float], ...]:
-        """(trials, share of the tokens of a whole run) of both rungs."""
+        """Return (trials, share of the tokens of a whole run) of both rungs."""
         whole_runs = FINALISTS * self.options.seeds + 1  # one neighbour of the best included
         return (self.options.rates, 1 / SHORT_RATIO), (whole_runs, 1.0)
 
@@ -109,14 +107,20 @@ def tune_lr(
     as_json: bool,
     console: Console,
 ) -> int:
-    """Return the exit code. Raises ConfigError with every problem of the input before any trial starts."""
+    """Run the search and return the exit code.
+
+    Raises ConfigError with every problem of the input before any trial starts.
+    """
     from launcher.tune.tune_page import lr_page
 
     setup = job.load(name, overrides)
     config = setup.config
     ranks = options.ranks or config.parallel.tensor
     folder = setup.directory(out, "tune", "lr")
-    output = Output(folder, "search", STATE, plan_of(config, options), FIXED)
+    plan = LrPlanFile(
+        config_hash=config.hash(), config=config.model_dump(mode="json"), settings=results.plain(options)
+    )
+    output = Output(folder, "search", STATE, plan, FIXED)
     issues = [
         *setup.issues(folder, "--out"),
         *setup.device_issues(ranks),
@@ -142,34 +146,24 @@ def tune_lr(
     return exit_code
 
 
-def plan_of(config: Config, options: LrOptions) -> LrPlanFile:
-    """Return search.json of a new search."""
-    return LrPlanFile(
-        config_hash=config.hash(), config=config.model_dump(mode="json"), settings=results.plain(options)
-    )
-
-
 def option_issues(config: Config, options: LrOptions, ranks: int) -> list[Issue | str]:
     """Return the reasons that these options cannot be searched with this configuration."""
-    issues: list[Issue | str] = []
+    issues: list[Issue | str] = [*length_issues(config, options)]
     try:
         batch_layout(with_settings(config, optim=fixed_rate(1.0)), ranks)
     except ConfigError as error:
         issues += error.issues
-    return [*issues, *length_issues(config, options)]
+    return issues
 
 
 def length_issues(config: Config, options: LrOptions, tokens: int | None = None) -> list[Issue]:
     """Return why whole runs are too short for two rungs; `tokens`: as measured for a budget in hours."""
     tokens = tokens or options.tokens or full_tokens(config)
-    size = step_tokens(config)
-    if tokens is None or tokens >= SHORT_RATIO * size:
+    least = SHORT_RATIO * step_tokens(config)
+    if tokens is None or tokens >= least:
         return []
-    setting = "--tokens" if options.tokens else "schedule"
-    reason = (
-        f"{tokens:,} tokens are fewer than {SHORT_RATIO} steps of {size:,}, of which the first rung takes one"
-    )
-    hint = f"give at least {SHORT_RATIO * size:,}"
+    reason = f"{tokens:,} tokens are fewer than {SHORT_RATIO} steps, of which the first rung takes one"
+    setting, hint = "--tokens" if options.tokens else "schedule", f"give at least {least:,}"
     return [Issue(setting, "out_of_range", reason, value=tokens, hint=hint)]
 
 
@@ -209,9 +203,6 @@ def measure(
         ending = run_to_end(search.run, out, log)
     plan.save()
     tuned = search.result(ending, session)
-    before = results.find(out / FILE, TuneLr)
-    if before is not None and before.choice == tuned.choice:
-        tuned = tuned.model_copy(update={"transfer": before.transfer})
     write_result(tuned, tuned_config(config, tuned.choice.lr) if tuned.choice else None, out)
     return tuned, ending.exit_code
 
@@ -220,7 +211,7 @@ def measure(
 
 
 class LrSearch:
-    """Finds the rate. `range_test` and `rungs` hold what was measured, also when the search is stopped.
+    """Search of the rate. `range_test` and `rungs` hold what was measured, also when the search is stopped.
 
     Every decision follows from the trials' records, so a search that goes on decides the same.
     """
@@ -243,12 +234,13 @@ class LrSearch:
 
     def train_rungs(self, test: RangeTest, tokens: int) -> None:
         """Train short runs of a ladder of rates, then whole runs of the best. Raises TrialsFailed."""
-        first = self._open_rung(tokens // SHORT_RATIO, self.spec.seeds[:1])
-        while more := lr_search.next_short_rates(first, test, self.spec.options.rates):
+        first = self._open_rung("first", tokens // SHORT_RATIO, self.spec.seeds[:1])
+        ladder = lr_search.first_ladder(test, self.spec.options.rates)
+        while more := lr_search.next_short_rates(first, ladder, test.edge):
             self._train(first, [(lr, first.seeds[0]) for lr in more])
         if not first.ranked():
             raise TrialsFailed("no rate of the first rung can be chosen")
-        last = self._open_rung(tokens, self.spec.seeds)
+        last = self._open_rung("last", tokens, self.spec.seeds)
         while todo := lr_search.next_whole_runs(first, last):
             self._train(last, todo)
         if not last.ranked():
@@ -275,18 +267,17 @@ class LrSearch:
         return RangeTest(trial=trial.name, points=pairs, edge=edge, why=why)
 
     def _fix_tokens(self) -> int:
-        """Decide the tokens of a whole run, once for all calls, and print what is about to run."""
-        spec, plan = self.spec, self.plan.plan
-        if plan.tokens is None:
-            tokens, why = self._whole_tokens()
+        """Decide the tokens of a whole run, once for all calls, and log what is about to run."""
+        spec = self.spec
+        if self.plan.plan.tokens is None:
+            tokens, reason = self._whole_tokens()
             if issues := length_issues(spec.config, spec.options, tokens):
                 raise ConfigError(issues)
-            self.plan.save(tokens=tokens, tokens_why=why)
+            self.plan.save(tokens=tokens, tokens_why=reason)
         tokens = self.plan.plan.tokens or 0
-        trained = format_si(sum(count * share * tokens for count, share in spec.planned), "tokens")
         self._log(f"whole run: {self.plan.plan.tokens_why}")
         self._log(
-            f"about {sum(count for count, _ in spec.planned)} trials, {trained}, {spec.at_a_time} at a time: "
+            f"about {sum(count for count, _ in spec.planned)} trials, {spec.at_a_time} at a time: "
             f"{format_duration(self._rungs_s(tokens))}"
         )
         return tokens
@@ -294,30 +285,26 @@ class LrSearch:
     def _whole_tokens(self) -> tuple[int, str]:
         """Return the tokens of a whole run and where they come from."""
         config, options = self.spec.config, self.spec.options
-        full = full_tokens(config)
-        if options.tokens is not None:
-            tokens = whole_steps(config, options.tokens)
-            why = f"{tokens:,} tokens, as asked"
-        elif full is not None:
-            tokens = whole_steps(config, full)
-            why = f"{tokens:,} tokens, the configuration's"
-        else:
+        tokens = options.tokens or full_tokens(config)
+        reason = "as asked" if options.tokens else "the configuration's"
+        if tokens is None:
             hours = config.schedule.hours or 0.0
-            tokens = whole_steps(config, hours * 3600 * self._tokens_per_s)
+            tokens = round(hours * 3600 * self._tokens_per_s)
             speed = f"{format_si(self._tokens_per_s, 'tokens/s')} of {count_of(self.spec.ranks, 'rank')}"
-            why = f"{hours:g} h at the measured {speed} = {tokens:,} tokens; for more ranks give --tokens"
-        if options.budget_s is None:
-            return tokens, why
-        left_s, whole_s, fixed_s = options.budget_s - self._range_s, self._rungs_s(tokens), self._rungs_s(0)
-        if whole_s <= left_s:
-            return tokens, why
-        share = max(0.0, left_s - fixed_s) / (whole_s - fixed_s)
-        least = SHORT_RATIO * step_tokens(config)
-        fitting = max(least, whole_steps(config, math.floor(share * tokens)))
-        return (
-            fitting,
-            f"{fitting:,} tokens instead of {tokens:,}, for --budget; shorter runs like higher rates",
-        )
+            reason = f"{hours:g} h at the measured {speed}; for more ranks give --tokens"
+        tokens = whole_steps(config, tokens)
+        if options.budget_s is not None:
+            left_s, whole_s, fixed_s = (
+                options.budget_s - self._range_s,
+                self._rungs_s(tokens),
+                self._rungs_s(0),
+            )
+            if whole_s > left_s:
+                share = max(0.0, left_s - fixed_s) / (whole_s - fixed_s)
+                reason = f"instead of {tokens:,}, for --budget; shorter runs like higher rates"
+                least = SHORT_RATIO * step_tokens(config)
+                tokens = max(least, whole_steps(config, math.floor(share * tokens)))
+        return tokens, f"{tokens:,} tokens, {reason}"
 
     def _trial_s(self, tokens: float) -> float:
         """Return the expected seconds of a trial."""
@@ -330,22 +317,19 @@ class LrSearch:
             for count, share in self.spec.planned
         )
 
-    def _open_rung(self, tokens: int, seeds: list[int]) -> Rung:
-        self.rungs.append(Rung(tokens=whole_steps(self.spec.config, tokens), seeds=seeds))
-        rung, name = self.rungs[-1], "first" if len(self.rungs) == 1 else "last"
+    def _open_rung(self, name: str, tokens: int, seeds: list[int]) -> Rung:
+        rung = Rung(tokens=whole_steps(self.spec.config, tokens), seeds=seeds)
+        self.rungs.append(rung)
         self._log(f"{name} rung: {format_si(rung.tokens, 'tokens')} a run, {count_of(len(seeds), 'seed')}")
         return rung
 
     def _train(self, rung: Rung, runs: Sequence[tuple[float, int]]) -> None:
         """Train each (rate, seed) and add the results to the rung, in this order."""
         spec, trial_s = self.spec, self._trial_s(rung.tokens)
-        todo = [
-            self._trial(
-                trial_name(spec.config, lr, rung.tokens, seed),
-                trial_config(spec.config, spec.shards, lr, rung.tokens, seed),
-            )
-            for lr, seed in runs
-        ]
+        todo = []
+        for lr, seed in runs:
+            name = trial_name(spec.config, lr, rung.tokens, seed)
+            todo.append(self._trial(name, trial_config(spec.config, spec.shards, lr, rung.tokens, seed)))
         earlier = {trial.name for trial in todo if earlier_outcome(trial) is not None}
         if earlier:
             self._log(f"resuming: {len(earlier)} of {len(todo)} trials already done")
@@ -356,10 +340,10 @@ class LrSearch:
                 if trial.name in earlier:
                     self._progress.had(trial_s)
                 else:
-                    self._progress.ended(trial_s, outcome.seconds, describe_trial(result, rung))
+                    self._progress.ended(trial_s, outcome.seconds, describe_trial(result))
         finally:
-            results_here = [done[trial.name] for trial in todo if trial.name in done]
-            rung.trials[:] = lr_search.mark_diverged([*rung.trials, *results_here], spec.unigram)
+            here = [done[trial.name] for trial in todo if trial.name in done]
+            rung.trials[:] = lr_search.mark_diverged([*rung.trials, *here], spec.unigram)
             self.plan.save()
 
     def _trial(self, name: str, config: Config) -> Trial:
@@ -389,16 +373,17 @@ class LrSearch:
         )
 
 
-def describe_trial(trial: LrTrial, rung: Rung) -> str:
+def describe_trial(trial: LrTrial) -> str:
     """Return one line about the result of a trial."""
     how = f"held-out {trial.score:.4f}" if trial.score < math.inf else f"{trial.status}: {trial.cause}"
-    return f"rate {trial.lr:g}, {format_si(rung.tokens, 'tokens')}, seed {trial.seed}: {how}"
+    return f"rate {trial.lr:g}, {format_si(trial.tokens, 'tokens')}, seed {trial.seed}: {how}"
 
 
 # --- lengths of runs
 
 
 def step_tokens(config: Config) -> int:
+    """Return the tokens of a step of the full global batch."""
     return config.batch.global_size * config.data.sequence_length
 
 
@@ -410,26 +395,15 @@ def whole_steps(config: Config, tokens: float) -> int:
 
 def full_tokens(config: Config) -> int | None:
     """Return the tokens of the configured run with its batch ramp; None for a budget in hours."""
-    schedule = config.schedule
-    if schedule.tokens is not None:
-        return schedule.tokens
-    if schedule.steps is None:
-        return None
-    return _ramp_samples(config.batch, schedule.steps) * config.data.sequence_length
-
-
-def _ramp_samples(batch: BatchConfig, steps: int) -> int:
-    """Return the sequences of so many steps, counted by the sizes of the ramp: there may be many steps."""
-
-    def size_of(step: int) -> int:
-        return batch_at(batch, step / steps)
-
+    batch, steps = config.batch, config.schedule.steps
+    if steps is None:
+        return config.schedule.tokens
     samples = step = 0
-    while step < steps:
-        size = size_of(step)
-        beyond = bisect.bisect_right(range(steps), size, lo=step, key=size_of)
+    while step < steps:  # by the sizes of the ramp: there may be many steps
+        size = batch_at(batch, step / steps)
+        beyond = bisect.bisect_right(range(steps), size, lo=step, key=lambda k: batch_at(batch, k / steps))
         samples, step = samples + size * (beyond - step), beyond
-    return samples
+    return samples * config.data.sequence_length
 
 
 def range_steps(config: Config, tokens: int | None) -> int:

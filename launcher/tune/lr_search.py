@@ -10,17 +10,13 @@ import statistics
 from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import ConfigDict, Field
-
-from bert_dp.record.models import FailureKind, HeldOut, StoredFile, StoredModel
+from bert_dp.record.models import FailureKind, HeldOut, StoredModel
 from launcher.results import Point, Positive, TuneFile
 from launcher.stats import half_width
 
 SMOOTHING = 5  # losses of a range test that are averaged
 RISE_SHARE = 0.1  # of the fall of the loss, that counts as a rise
-RISE_SIGMAS = (
-    8.0  # of the smoothed noise, that count as a rise; the least of 100 means is 2.5 below by chance
-)
+RISE_SIGMAS = 8.0  # of the smoothed noise, that count as a rise; the least of 100 means is 2.5 below
 EDGE_RATIO = 4.0  # of the edge over the highest rate of the first ladder (arXiv 1506.01186 takes 3)
 EXTENSIONS = 3  # rates that may be added at either end of the ladder
 FINALISTS = 2
@@ -67,7 +63,7 @@ class LrTrial(StoredModel):
 
     @property
     def score(self) -> float:
-        """Held-out loss in nats; infinite if the rate cannot be chosen."""
+        """Return the held-out loss in nats; infinite if the rate cannot be chosen."""
         return self.heldout_loss if self.status == "ok" and self.heldout_loss is not None else math.inf
 
 
@@ -80,7 +76,7 @@ class Rung(StoredModel):
 
     @property
     def rates(self) -> list[float]:
-        """Ascending."""
+        """Return the rates, ascending."""
         return sorted({trial.lr for trial in self.trials})
 
     def scores(self, lr: float) -> list[float]:
@@ -107,31 +103,6 @@ class LrChoice(StoredModel):
     tied: list[float]  # rates that cannot be told apart from it
 
 
-class TransferRule(StoredModel):
-    """The rate at the other batch by one published rule."""
-
-    model_config = ConfigDict(serialize_by_alias=True, validate_by_name=True)
-    rule: str
-    for_: str = Field(alias="for")  # optimizers
-    lr: float
-    source: str
-    equation: str
-    beta1: float | None = None  # null: not set by the rule, or it would be below 0
-    beta2: float | None = None
-    eps: float | None = None
-
-
-class Transfer(StoredFile):
-    """A rate carried from one global batch to another."""
-
-    from_batch: int
-    to_batch: int
-    lr: float
-    lr_source: str
-    rules: list[TransferRule]
-    ours: str | None = None  # the rule that the configuration follows
-
-
 class TuneLr(TuneFile):
     """tune.json of `tune lr`."""
 
@@ -146,11 +117,10 @@ class TuneLr(TuneFile):
     rungs: list[Rung] = []  # short runs, whole runs
     choice: LrChoice | None = None
     trained_tokens: int  # of all trials, the range test included
-    transfer: Transfer | None = None
 
     @property
     def trials(self) -> list[LrTrial]:
-        """Trials of both rungs."""
+        """Return the trials of both rungs."""
         return [trial for rung in self.rungs for trial in rung.trials]
 
 
@@ -192,8 +162,8 @@ def first_ladder(test: RangeTest, count: int) -> list[float]:
     Without an edge the highest rate of the test takes its place.
     """
     top = (test.points[-1][0] if test.edge is None else test.edge) / EDGE_RATIO
-    digit = math.floor(math.log10(top)) - 1
-    rounded = float(f"{math.floor(top / 10.0**digit * (1 + 1e-9)) * 10.0**digit:.2g}")
+    digit = 10.0 ** (math.floor(math.log10(top)) - 1)
+    rounded = float(f"{math.floor(top / digit * (1 + 1e-9)) * digit:.2g}")
     return [rounded / 2**k for k in range(count)]
 
 
@@ -201,34 +171,31 @@ def first_ladder(test: RangeTest, count: int) -> list[float]:
 
 
 def mark_diverged(trials: Sequence[LrTrial], unigram: float | None) -> list[LrTrial]:
-    """Return the trials, diverged those that end above the unigram entropy while a lower rate ends below it.
+    """Mark as diverged the trials that end above the unigram entropy while a lower rate ends below it.
 
     Without a lower rate below it, the run may only be too short to learn anything.
     """
-    learned = [t.lr for t in trials if unigram is not None and t.score <= unigram]
-    lowest = min(learned, default=math.inf)
-    return [
-        t.model_copy(
-            update={
-                "status": "diverged",
-                "cause": f"{t.heldout_loss:.4g} nats, above the unigram entropy {unigram:.4g}",
-            }
-        )
-        if unigram is not None and t.status == "ok" and t.score > unigram and lowest < t.lr
-        else t
-        for t in trials
-    ]
+    if unigram is None:
+        return list(trials)
+    lowest = min((t.lr for t in trials if t.score <= unigram), default=math.inf)
+
+    def marked(trial: LrTrial) -> LrTrial:
+        if trial.status != "ok" or trial.score <= unigram or trial.lr <= lowest:
+            return trial
+        reason = f"{trial.heldout_loss:.4g} nats, above the unigram entropy {unigram:.4g}"
+        return trial.model_copy(update={"status": "diverged", "cause": reason})
+
+    return [marked(trial) for trial in trials]
 
 
-def next_short_rates(first: Rung, test: RangeTest, count: int) -> list[float]:
+def next_short_rates(first: Rung, ladder: Sequence[float], edge: float | None) -> list[float]:
     """Return the rates that the first rung trains next; [] when it is complete.
 
-    A ladder below the edge, then one rate at a time while the best is the highest or the lowest, or half of
-    the lowest while all diverge; at most EXTENSIONS at either end, and none above the edge.
+    The ladder, then one rate at a time while the best is the highest or the lowest, or half of the lowest
+    while all diverge; at most EXTENSIONS at either end, and none above the edge.
     """
-    ladder = first_ladder(test, count)
     if not first.trials:
-        return ladder
+        return list(ladder)
     rates, order = first.rates, first.ranked()
     wanted = []
     if order:
@@ -237,7 +204,7 @@ def next_short_rates(first: Rung, test: RangeTest, count: int) -> list[float]:
     elif diverged := [trial.lr for trial in first.trials if trial.status == "diverged"]:
         wanted = [min(diverged) / 2]
     far = 2.0**EXTENSIONS * (1 + 1e-9)
-    most = min(max(ladder) * far, math.inf if test.edge is None else test.edge)
+    most = min(max(ladder) * far, math.inf if edge is None else edge)
     return [lr for lr in wanted if min(ladder) / far <= lr <= most][:1]
 
 
@@ -263,11 +230,6 @@ def next_whole_runs(first: Rung, last: Rung) -> list[tuple[float, int]]:
     return [(lr, seed) for seed in seeds for lr in finalists if (lr, seed) not in trained]
 
 
-def is_close(rung: Rung, lr: float) -> bool:
-    """Return whether a rate's mean is within CLOSE_NATS of the best mean."""
-    return rung.mean(lr) <= rung.mean(rung.ranked()[0]) + CLOSE_NATS
-
-
 def untrained_neighbour(first: Rung, last: Rung, best: float) -> float | None:
     """Return the nearest rate of the first rung above or below `best` that the last rung has not trained."""
     tried = {*first.ranked(), *last.rates}
@@ -288,25 +250,24 @@ def open_side(rungs: Sequence[Rung], best: float) -> Side | None:
     The nearest rate on each side counts, in the longest rung that has both.
     """
     measured = {t.lr for rung in rungs for t in rung.trials if t.status in ("ok", "diverged")}
-    sides: tuple[tuple[Side, int], ...] = (("high", 1), ("low", -1))
-    for side, sign in sides:
-        beyond = [lr for lr in measured if sign * (lr - best) > 0]
-        if not beyond:
-            return side
-        nearest = min(beyond, key=lambda lr: abs(math.log(lr / best)))
+    sides: dict[Side, list[float]] = {
+        "high": [lr for lr in measured if lr > best],
+        "low": [lr for lr in measured if lr < best],
+    }
+    for side, beyond in sides.items():
+        nearest = min(beyond, key=lambda lr: abs(math.log(lr / best)), default=None)
         common = [rung for rung in rungs if {nearest, best} <= set(rung.rates)]
-        if not common or common[-1].mean(nearest) <= common[-1].mean(best):
+        if nearest is None or not common or common[-1].mean(nearest) <= common[-1].mean(best):
             return side
     return None
 
 
 def choose_rate(rungs: Sequence[Rung]) -> LrChoice | None:
     """Return the rate with the lowest mean of the last rung; None before it, and if no rate can be chosen."""
-    last = rungs[1] if len(rungs) > 1 else None
-    order = last.ranked() if last is not None else []
-    if last is None or not order:
+    order = rungs[1].ranked() if len(rungs) > 1 else []
+    if not order:
         return None
-    best = order[0]
+    last, best = rungs[1], order[0]
     return LrChoice(
         lr=best,
         heldout_loss=last.mean(best),
@@ -325,11 +286,12 @@ def differences(rung: Rung, lr: float, best: float) -> list[float]:
 
 
 def is_tied(rung: Rung, lr: float, best: float) -> bool:
-    """Return whether the 95 % interval of the mean difference, paired by seed, reaches zero.
+    """Return True if the 95 % interval of the mean difference, paired by seed, reaches zero.
 
-    One seed has no interval, so it is tied. A rate with fewer seeds than the best is tied if it is close.
+    One seed has no interval, so it is tied. A rate with fewer seeds than the best is tied if it is within
+    CLOSE_NATS.
     """
     if len(rung.scores(lr)) != len(rung.scores(best)):
-        return is_close(rung, lr)
+        return rung.mean(lr) <= rung.mean(best) + CLOSE_NATS
     apart = differences(rung, lr, best)
     return len(apart) < 2 or statistics.fmean(apart) <= half_width(apart)

@@ -38,6 +38,7 @@ class MemoryLine(StoredModel):
     gib_per_sequence: float
 
     def gib(self, micro: float) -> float:
+        """Return the peak at a micro batch."""
         return self.intercept_gib + self.gib_per_sequence * micro
 
 
@@ -49,7 +50,7 @@ class MemoryTrial(StoredModel):
     peak_gib: float | None  # of the rank with most; null: not every step was taken
 
 
-class BatchMemory(StoredModel):
+class BatchMemory(StoredModel, frozen=False):
     """The memory that a rank may use and the peaks that were measured."""
 
     limit_gib: float | None = None  # null: unknown
@@ -63,7 +64,7 @@ class BatchMemory(StoredModel):
         return self.line.gib(micro) if self.line else None
 
     def fits(self, micro: int) -> bool:
-        """Return whether the line puts this size within MEMORY_SHARE of the limit."""
+        """Return True if the line puts this size within MEMORY_SHARE of the limit."""
         peak = self.peak_gib(micro)
         return self.limit_gib is None or peak is None or peak <= MEMORY_SHARE * self.limit_gib
 
@@ -80,7 +81,7 @@ class TimedRun(StoredModel):
     alloc_retries: int | None = None  # of the GPU's allocator, after the warm-up
 
 
-class SizeResult(StoredModel):
+class SizeResult(StoredModel, frozen=False):
     """One micro batch. Rates are sequences/s of all ranks at the declared global batch."""
 
     micro_batch: int
@@ -107,13 +108,6 @@ class BatchChoice(StoredModel):
     limited_by: Literal["memory", "budget", "global batch"]
 
 
-class Noise(NoiseScale):
-    """The noise scale of one trial. Its samples are in trials/noise/noise.jsonl."""
-
-    of_steps: int | None = None  # of the trial
-    init_from: str | None = None
-
-
 class Goodput(StoredModel):
     """The global batch with the greatest goodput. Batches are in sequences."""
 
@@ -129,7 +123,6 @@ class TuneBatch(TuneFile):
 
     schema_version: Literal[1] = 1
     kind: Literal["batch"] = "batch"
-    cached: bool = False
     budget_s: float
     dp: int
     global_batch: int
@@ -139,7 +132,7 @@ class TuneBatch(TuneFile):
     order: list[int]  # micro batches in the order of their runs
     trial_samples: int  # sequences per step of a timed run; 0: none has run
     choice: BatchChoice | None = None
-    noise: Noise | None = None
+    noise: NoiseScale | None = None
     goodput: Goodput | None = None
 
 

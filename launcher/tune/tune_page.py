@@ -49,14 +49,6 @@ SIZE_COLUMNS = (
     Quantity("measured_gib", "peak", "gib"),
     Quantity("runs", "runs", "count"),
 )
-TRIAL_COLUMNS = (
-    Quantity("lr", "learning rate", "lr"),
-    Quantity("seed", "seed", "count"),
-    Quantity("status", "status", "word"),
-    Quantity("heldout_loss", "held-out loss", "nats"),
-    Quantity("tokens", "tokens"),
-    Quantity("seconds", "time", "duration"),
-)
 
 
 def tune_page(path: Path) -> Report:
@@ -89,24 +81,24 @@ def batch_page(tune: TuneBatch, folder: Path) -> Report:
         f"{count_of(len(tune.order), 'run')} in {format_duration(tune.seconds or 0.0)}",
     ]
     sizes = [(format_count(size.micro_batch), size) for size in tune.sizes]
+    result = table(sizes, SIZE_COLUMNS, corner="micro batch", empty="no size was measured")
+    lost = [f"micro batch {format_count(s.micro_batch)}: {s.status}: {s.why}" for s in tune.sizes if s.why]
     return Report(
         "bert-dp: tuned micro batch",
         subtitle(tune, method),
-        [*status_verdicts(tune), *_lost_sizes(tune), _batch_choice(tune), _noise(tune), *_goodput(tune)],
+        [
+            *status_verdicts(tune),
+            *([Verdict("info", "Sizes without a throughput:", lost)] if lost else []),
+            _batch_choice(tune),
+            _noise(tune),
+            *_goodput(tune),
+        ],
         sections=[
-            Section(
-                "Sizes",
-                tables=[table(sizes, SIZE_COLUMNS, corner="micro batch", empty="no size was measured")],
-            ),
+            Section("Sizes", tables=[result]),
             Section("", [throughput_figure(tune), memory_figure(tune)], console=False),
         ],
         next=train_command(folder) if tune.choice else "",
     )
-
-
-def _lost_sizes(tune: TuneBatch) -> list[Verdict]:
-    lost = [f"micro batch {format_count(s.micro_batch)}: {s.status}: {s.why}" for s in tune.sizes if s.why]
-    return [Verdict("info", "Sizes without a throughput:", lost)] if lost else []
 
 
 def _batch_choice(tune: TuneBatch) -> Verdict:
@@ -117,17 +109,15 @@ def _batch_choice(tune: TuneBatch) -> Verdict:
     share = f"{format_percent(choice.share_of_best)} of the fastest ({fastest})"
     if choice.micro_batch == choice.fastest_micro_batch:
         share = "the fastest"
-    rate = format_si(choice.samples_per_s, "sequences/s")
     parts = ", ".join(f"{name} {format_gib(gib)}" for name, gib in tune.memory.parts_gib.items())
     open_ = ", ".join(map(format_count, choice.not_settled))
     notes = [
         LIMITS[choice.limited_by],
         f"Memory of a rank at this size, by the formula: {parts}." if parts else "",
         f"Not settled: micro batch {open_} may be more than 3 % faster; raise --budget." if open_ else "",
-        "From the cache: nothing was run; --fresh measures again." if tune.cached else "",
     ]
     chosen = f"Micro batch {format_count(choice.micro_batch)}, accumulation {choice.accumulation}"
-    text = f"{chosen}: {rate}, {share}."
+    text = f"{chosen}: {format_si(choice.samples_per_s, 'sequences/s')}, {share}."
     return Verdict("warn" if open_ else "ok", text, [*filter(None, notes)])
 
 
@@ -138,11 +128,11 @@ def _noise(tune: TuneBatch) -> Verdict:
     if noise.noise_scale is None or noise.interval is None:
         return Verdict("info", f"Noise scale: inconclusive: {noise.why or NA}.")
     equal = f" = {noise.trace:.3g} / {noise.grad_sq:.3g}" if noise.trace and noise.grad_sq else ""
-    start = f"from {noise.init_from}" if noise.init_from else "from random weights"
+    weights = tune.config.get("run", {}).get("init_from") or "random weights"
     efficiency = format_percent(1 / (1 + tune.global_batch / noise.noise_scale))
     notes = [
-        f"B_simple = tr(Sigma) / |G|^2{equal}, {format_count(noise.steps)} of {format_count(noise.of_steps)} "
-        f"steps {start}; it grows in training.",
+        f"B_simple = tr(Sigma) / |G|^2{equal}, {format_count(noise.steps)} steps from {weights}; it grows in "
+        "training.",
         f"In the declared batch of {format_count(tune.global_batch)} a sequence is worth {efficiency} of one "
         "in a small batch.",
     ]
@@ -158,9 +148,7 @@ def _goodput(tune: TuneBatch) -> list[Verdict]:
     notes = [
         f"At the ends of the noise scale's interval: {interval}.",
         "This is the end of the compared range, not known to be the best." if gain.at_edge else "",
-        "The global batch stays as declared; another one needs another learning rate."
-        if gain.recommended != gain.declared
-        else "",
+        "Another global batch needs another learning rate." if gain.recommended != gain.declared else "",
     ]
     text = f"Goodput (throughput x what a sequence is worth) is greatest at {format_count(gain.recommended)} "
     text += f"sequences, {format_percent(gain.gain)} above the declared {format_count(gain.declared)}."
@@ -174,20 +162,13 @@ def throughput_figure(tune: TuneBatch) -> Figure:
     rates = [
         (s.micro_batch, run_rate(run, tune.trial_samples, tune.global_batch)) for s in ran for run in s.runs
     ]
-    best = max((size.samples_per_s or 0.0 for size in ran), default=None)
+    means = [size.samples_per_s for size in ran]
     intervals = [size.samples_per_s_ci95 or (None, None) for size in ran]
-    mean = Line(
-        "mean, 95 % over runs",
-        x,
-        [size.samples_per_s for size in ran],
-        0,
-        "both",
-        [low for low, _ in intervals],
-        [high for _, high in intervals],
-    )
+    lows, highs = [low for low, _ in intervals], [high for _, high in intervals]
+    best = max((mean or 0.0 for mean in means), default=None)
     return Figure(
         "Throughput against micro batch",
-        [mean, _marks("each run", rates, 1)],
+        [Line("mean, 95 % over runs", x, means, 0, "both", lows, highs), _marks("each run", rates, 1)],
         Axis("micro batch (sequences)", "count", log=True, ticks=x),
         Axis("sequences/s, all ranks", from_zero=True),
         levels=[Rule("97 % of the fastest", MIN_SHARE_OF_BEST * best, left=True)] if best else [],
@@ -240,18 +221,19 @@ def lr_page(tune: TuneLr, folder: Path) -> Report:
         f"range test, {count_of(len(tune.rungs), 'rung')}; whole runs of {format_si(tune.tokens, 'tokens')}",
         f"{count_of(len(tune.trials), 'trial')} in {format_duration(tune.seconds or 0.0)}",
     ]
-    rungs = [
-        table([(t.trial, t) for t in rung.trials], TRIAL_COLUMNS, title=f"Rung {number}", corner="trial")
-        for number, rung in enumerate(tune.rungs, 1)
-    ]
+    lost = [f"{t.trial}: {t.status}: {t.cause}" for t in tune.trials if t.cause]
+    without = f"{count_of(len(lost), 'trial')} without a loss:"
     return Report(
         "bert-dp: tuned learning rate",
         subtitle(tune, method),
-        [*status_verdicts(tune), _lr_choice(tune, folder), *_lost_trials(tune)],
+        [
+            *status_verdicts(tune),
+            _lr_choice(tune, folder),
+            *([Verdict("info", without, lost)] if lost else []),
+        ],
         sections=[
             Section("", [loss_figure(tune), range_figure(tune)], console=False),
             Section("Last rung", tables=[_last_rung(tune)]),
-            Section("All trials", tables=rungs or [Table([], empty="no trial recorded")], console=False),
         ],
         next=train_command(folder) if tune.choice else "",
     )
@@ -283,11 +265,6 @@ def _heldout(tune: TuneLr) -> HeldOut:
     """Return the denominator of the losses, with the interval of one trial of the chosen rate."""
     chosen = tune.choice.lr if tune.choice else None
     return next((t.heldout for t in _last(tune).trials if t.lr == chosen and t.heldout), HeldOut())
-
-
-def _lost_trials(tune: TuneLr) -> list[Verdict]:
-    lost = [f"{t.trial}: {t.status}: {t.cause}" for t in tune.trials if t.cause]
-    return [Verdict("info", f"{count_of(len(lost), 'trial')} without a loss:", lost)] if lost else []
 
 
 def finite_losses(rung: Rung, lr: float) -> list[float]:

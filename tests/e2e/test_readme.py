@@ -50,7 +50,7 @@ SHRINK = [part for item in (*TINY, "model.vocab_size=400") for part in ("--set",
 SMALLER = {
     "train": SHRINK,
     "scale": [*SHRINK, "--dry-run"],  # test_scale.py runs it
-    "tune batch": [*SHRINK, "--dry-run"],  # test_tune.py and test_tune_lr.py search
+    "tune batch": [*SHRINK, "--set", "batch.micro_size=auto", "--dry-run"],
     "tune lr": [*SHRINK, "--tokens", "1024", "--dry-run"],
     "finetune": ["--dry-run"],  # test_finetune.py runs it
     "eval glue": ["--dry-run"],  # test_glue.py runs it

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import shutil
 import signal
@@ -27,7 +26,7 @@ def command(shards: Path, out: Path, *more: str) -> list[str]:
 
 
 def whole_runs(out: Path) -> set[str]:
-    return {path.parent.name for path in out.glob("runs/*/summary.json")}
+    return {path.parent.name for path in out.glob("runs/*/trial.json")}
 
 
 @pytest.fixture(scope="module")
@@ -111,39 +110,16 @@ def test_every_number_is_recomputed_from_the_raw_records(scaling: dict[str, Any]
         low, high = cell["step_time_s"]["ci95"]
         assert low <= mean <= high
         assert cell["step_time_s"]["p95"] == pytest.approx(np.percentile([s for j in jobs for s in j], 95))
-        parts = {
-            part: statistics.median(statistics.mean(s for rank in run for s in rank[part]) for run in runs)
-            for part in runs[0][0]
-        }
-        assert cell["data_wait_fraction"] == pytest.approx(parts["data_wait_s"] / parts["step_s"])
-        split = cell["split_s"]
-        assert split["data"] == pytest.approx(parts["data_wait_s"])
-        whole = split["forward_backward"] + (split["exposed_comm"] or 0.0) + split["optimizer"]
-        assert whole == pytest.approx(parts["forward_backward_s"] + parts["optimizer_s"])
-        rest = parts["step_s"] - parts["data_wait_s"] - parts["forward_backward_s"] - parts["optimizer_s"]
-        assert split["other"] == pytest.approx(max(0.0, rest))
         if (n, cell["tensor"]) == (2, 1):
             ratios = [sum(run[1]["own_work_s"]) / sum(run[0]["own_work_s"]) for run in runs]
             ratio = statistics.geometric_mean(ratios)
             assert cell["straggler_ratio"] == pytest.approx(max(ratio, 1 / ratio))
         else:
             assert cell["straggler_ratio"] is None
-        assert cell["mamfu"] == pytest.approx(
-            cell["tokens_per_s_per_gpu"] * scaling["settings"]["flops_per_token"] / peak
-        )
-        memory = [
-            read_lines(out / r["run"] / "steps" / f"rank-{k}.jsonl")[-1]["peak_memory_gib"]
-            for r in cell["repeats"]
-            for k in range(n)
-        ]
-        assert cell["peak_memory_gib"] == max(memory)
+        flops = cell["tokens_per_s_per_gpu"] * scaling["settings"]["flops_per_token"]
+        assert cell["mamfu"] == pytest.approx(flops / peak)
         lines = read_lines(out / cell["repeats"][0]["run"] / "metrics.jsonl")
         assert cell["loss"]["curve"] == [[x["tokens"], x["loss"]] for x in lines]
-        for rank in range(n):
-            steps = [s for run in runs for s in run[rank]["step_s"]]
-            told = cell["ranks"][rank]["step_time_s"]
-            assert (told["min"], told["max"]) == (min(steps), max(steps))
-            assert told["median"] == pytest.approx(statistics.median(steps))
     one = means["strong-single-n1"]
     for cell in scaling["cells"]:
         speedup = one / means[cell["id"]]
@@ -189,14 +165,6 @@ def test_links_profile_and_peak_are_there(scaling: dict[str, Any]) -> None:
     assert 0 < ready[0] <= ready[-1] <= profile["backward_s"] * 1.05
     assert sum(g["bytes"] for g in profile["gradients"]) == 4 * profile["parameters"]
     assert profile["parameters"] == scaling["settings"]["parameters"]
-
-
-def test_the_table_as_csv(out: Path, scaling: dict[str, Any]) -> None:
-    with (out / "scaling.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["id"] for row in rows] == [cell["id"] for cell in scaling["cells"]]
-    for row, cell in zip(rows, scaling["cells"], strict=True):
-        assert float(row["tokens_per_s"]) == pytest.approx(cell["tokens_per_s"])
 
 
 def test_the_prediction_stands_beside_what_was_measured(scaling: dict[str, Any]) -> None:
@@ -294,7 +262,7 @@ def test_a_cell_that_fails_is_a_result_and_a_signal_stops(out: Path, tmp_path: P
     assert "injected by a test" in cells["weak-ceiling-n2"]["cause"]
     assert "failed" in done.stdout
     zero1 = cells["weak-zero1-n2"]
-    assert (zero1["global_batch"], len(zero1["ranks"]), zero1["efficiency_ci95"]) == (4, 2, None)
+    assert (zero1["global_batch"], zero1["efficiency_ci95"]) == (4, None)
     assert zero1["global_steps_per_s"] == pytest.approx(2 * zero1["steps_per_s"])
     assert zero1["communication_efficiency"] is None
     assert [v["verdict"] for v in scaling["verdicts"]] == ["one repeat"]

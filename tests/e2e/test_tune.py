@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -10,11 +9,9 @@ from typing import Any
 
 import psutil
 import pytest
-import yaml
 
 from bert_dp.config import load_config
-from launcher.tune import auto as auto_batch
-from launcher.tune import throughput
+from launcher.tune import auto, throughput
 from launcher.tune.throughput import TimedRun
 from tests.e2e.cli import bert_dp, here, interrupted, processes_of, refused, start, tiny, wait_for
 from tests.faults.harness import broken
@@ -23,16 +20,11 @@ from tests.helpers import read_json, read_lines
 
 def command(shards: Path, out: Path, *more: str) -> list[str]:
     options = "--gpus 2 --budget 20s --out".split()
-    return ["tune", "batch", "quickstart", *tiny(shards), *options, str(out), *more]
+    return ["tune", "batch", "quickstart", *tiny(shards, "batch.micro_size=auto"), *options, str(out), *more]
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("cache"))
-
-
-@pytest.fixture(scope="module")
-def out(shards: Path, cache: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def out(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A search that had a Ctrl-C in its first trial, was killed in its second, and whose next trial lost a
     rank to SIGKILL."""
     folder = tmp_path_factory.mktemp("tune") / "out"
@@ -41,18 +33,16 @@ def out(shards: Path, cache: str, tmp_path_factory: pytest.TempPathFactory) -> P
     def running(name: str) -> list[Path]:
         return list(folder.glob(f"trials/{name}/heartbeats/rank-1"))
 
-    stopped = interrupted(
-        search, folder, signal.SIGINT, lambda: running("memory-1"), patience_s=0.0, BERT_DP_CACHE=cache
-    )
+    stopped = interrupted(search, folder, signal.SIGINT, lambda: running("memory-1"), patience_s=0.0)
     assert stopped.returncode == 130, stopped.stdout + stopped.stderr
     assert "the same command goes on" in stopped.stdout
     partial = read_json(folder / "tune.json")
     assert (partial["status"], partial["choice"]) == ("partial", None)
     assert not (folder / "tuned.yaml").exists()
 
-    interrupted(search, folder, signal.SIGKILL, lambda: running("micro-*"), BERT_DP_CACHE=cache)
+    interrupted(search, folder, signal.SIGKILL, lambda: running("micro-*"))
     pilot = (folder / "trials" / "memory-1" / "metrics.jsonl").read_text()
-    process = start(*search, BERT_DP_CACHE=cache)
+    process = start(*search)
 
     def a_rank() -> list[psutil.Process]:
         return [
@@ -121,50 +111,13 @@ def test_the_tuned_configuration_trains_as_it_is(out: Path, tune: dict[str, Any]
     assert (out / "report.html").read_text().startswith("<!doctype html>")
 
 
-def test_the_same_question_is_answered_from_the_cache(
-    shards: Path, cache: str, tune: dict[str, Any], tmp_path: Path
-) -> None:
-    done = here(*command(shards, tmp_path / "again", "--json"), BERT_DP_CACHE=cache)
-    assert done.returncode == 0, done.stderr
-    again = json.loads(done.stdout)
-    assert again["cached"]
-    done = here(*command(shards, tmp_path / "again", "--json"), BERT_DP_CACHE=cache)
-    assert done.returncode == 0, "the same command once more"
-    assert again["choice"] == tune["choice"]
-    assert not (tmp_path / "again" / "trials").exists()
-    assert load_config(tmp_path / "again" / "tuned.yaml").batch.micro_size == tune["choice"]["micro_batch"]
-
-
-def test_train_with_micro_size_auto_asks_the_cache(
-    shards: Path, cache: str, tune: dict[str, Any], tmp_path: Path
-) -> None:
-    options = auto(shards, tmp_path)
-    done = here("train", *options, "--dry-run", BERT_DP_CACHE=cache)
-    assert done.returncode == 0, done.stdout + done.stderr
-    chosen = tune["choice"]["micro_batch"]
-    assert f"auto = {chosen}, measured on" in done.stdout
-    assert f"= micro {chosen} x " in done.stdout
-    unknown = here("train", *options, "--dry-run", BERT_DP_CACHE=str(tmp_path / "empty"))
-    assert unknown.returncode == 0
-    assert "auto = 1, for this dry run" in unknown.stdout
-    assert "batch.micro_size: auto is found by" in refused("scale", *options[:-2], "--dry-run")
-
-
-def auto(shards: Path, tmp_path: Path) -> list[str]:
-    """Options of `train` for two ranks with `batch.micro_size: auto`."""
-    given = [part for part in tiny(shards) if part != "batch.micro_size=2"]
-    given = [a for a, b in zip(given, [*given[1:], ""], strict=True) if not (a == b == "--set")]
-    path = tmp_path / "auto.yaml"
-    path.write_text(yaml.safe_dump({"batch": {"micro_size": "auto"}, "schedule": {"steps": 2}}))
-    return [str(path), *given, "--nproc", "2"]
-
-
 def test_micro_size_auto_searches_once_and_only_for_a_run_that_can_start(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auto_batch, "BUDGET_S", 5.0)
+    monkeypatch.setattr(auto, "BUDGET_S", 5.0)
     cache = tmp_path / "cache"
-    run = ["train", *auto(shards, tmp_path), "--set", "batch.global_size=2"]
+    options = tiny(shards, "batch.micro_size=auto", "batch.global_size=2")
+    run = ["train", "quickstart", *options, "--nproc", "2"]
     said = refused(*run, "--resume", str(tmp_path / "none"), BERT_DP_CACHE=str(cache))
     assert "none holds no checkpoint" in said
     assert not cache.exists()
@@ -175,11 +128,16 @@ def test_micro_size_auto_searches_once_and_only_for_a_run_that_can_start(
     again = here(*run, "--dry-run", BERT_DP_CACHE=str(cache))
     assert again.returncode == 0, again.stdout + again.stderr
     assert "auto = 1, measured on" in again.stdout
+    assert "= micro 1 x " in again.stdout
+    unknown = here(*run, "--dry-run", BERT_DP_CACHE=str(tmp_path / "empty"))
+    assert unknown.returncode == 0
+    assert "auto = 1, for this dry run" in unknown.stdout
+    assert "batch.micro_size: auto is found by" in refused("scale", "quickstart", *options, "--dry-run")
 
 
 def test_a_size_that_takes_too_much_is_a_result(shards: Path, tmp_path: Path) -> None:
     """A rank of this model takes more than 0.2 GiB whatever its batch."""
-    done = bert_dp(*command(shards, tmp_path / "o", "--memory", "0.2"), BERT_DP_CACHE=str(tmp_path / "c"))
+    done = bert_dp(*command(shards, tmp_path / "o", "--memory", "0.2"))
     assert done.returncode == 1, done.stdout
     assert "0.20 GiB" in done.stdout
     result = read_json(tmp_path / "o" / "tune.json")
@@ -193,7 +151,6 @@ def test_out_of_memory_on_one_rank_is_the_result_of_its_size(shards: Path, tmp_p
     once = tmp_path / "once"
     done = bert_dp(
         *command(shards, tmp_path / "o", "--budget", "5s", "--set", "batch.global_size=4"),
-        BERT_DP_CACHE=str(tmp_path / "c"),
         timeout=300,
         **broken("cuda_oom", rank=1, step=4, once=str(once)),
     )
@@ -218,6 +175,7 @@ def test_out_of_memory_on_one_rank_is_the_result_of_its_size(shards: Path, tmp_p
         (("--memory", "-1"), "--memory: -1"),
         (("--launcher", "slurm"), "slurm"),
         (("--set", "batch.micro=4"), "did you mean batch.micro_size"),
+        (("--set", "batch.micro_size=0"), "batch.micro_size: "),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(

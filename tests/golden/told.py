@@ -66,8 +66,8 @@ REPORTS: dict[str, Callable[[Path], Report]] = {
     "scaling": lambda path: of_scaling(modes=("weak", "strong"), prediction=True, peak=PEAK),
     "partial scaling": lambda path: of_scaling(failed=LOST, status="partial", profile=None),
     "batch": lambda path: of_batch(),
-    "doubted batch": lambda path: of_batch(cached=True, inconclusive="w"),
-    "rate": lambda path: of_rate(transfer=tune_fixture.transfer()),
+    "doubted batch": lambda path: of_batch(inconclusive="w"),
+    "rate": lambda path: of_rate(),
     "rate without a choice": lambda path: of_rate(choice=None, range_test=None),
     "plan": lambda path: plan_page(plan(source(), 1, 2, 4)),
 }

@@ -471,7 +471,7 @@ def test_startup_figures_follow_from_the_rounds(tmp_path):
 
 @pytest.mark.slow
 def test_tune_batch_small(tmp_path, shards):
-    more = [str(tmp_path / "out"), *tiny(shards, "batch.global_size=2", "batch.micro_size=1")]
+    more = [str(tmp_path / "out"), *tiny(shards, "batch.global_size=2", "batch.micro_size=auto")]
     done = run("tune_batch", "--gpus 1 --tries 1 --budget 5s --rounds 1 --steps 3", *more)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)

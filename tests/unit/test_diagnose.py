@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from launcher.scale.diagnose import diagnose, diagnose_cell
-from launcher.scale.models import BottleneckDiagnosis, Cell
+from launcher.scale.models import BottleneckDiagnosis, CellMeasurement
 
 
-def cell(**facts: Any) -> Cell:
+def cell(**facts: Any) -> CellMeasurement:
     """A cell without any loss but its efficiency of 80 %."""
     named = {"id": "c", "status": "ok", "world_size": 4, "engine": "ddp"}
     batch = {"micro_batch": 8, "accumulation": 1, "global_batch": 8}
@@ -17,7 +17,7 @@ def cell(**facts: Any) -> Cell:
     sent = {"communication_efficiency": 0.99, "communication_efficiency_ci95": [0.9, 0.99]}
     step = {"data_wait_fraction": 0.01, "data_wait_fraction_ci95": [0.0, 0.02]}
     step |= {"step_time_s": {"mean": 1.0, "ci95": [0.99, 1.01]}}
-    return Cell.model_validate(
+    return CellMeasurement.model_validate(
         {**named, **batch, **efficiency, **ceiling, **sent, **step, "straggler_ratio": 1.0, **facts}
     )
 
@@ -152,18 +152,23 @@ def test_a_step_as_long_as_the_hosts_part_is_lost_to_launching_but_for_its_wait_
     assert "also communication-bound" in judged.evidence
 
 
-def test_a_straggler_counts_by_what_the_others_wait() -> None:
-    """1 - 1 / 1.25 = 20 % is below the ceiling's 30 %."""
-    facts = loss("straggler", 1.25, 1.21, 1.29) | loss("hardware_ceiling", 0.7, 0.69, 0.71)
-    assert diagnose_cell(cell(**facts)).kind == "hardware_ceiling"
+@pytest.mark.parametrize(
+    ("facts", "kind"),
+    [
+        # a straggler costs 1 - 1 / 1.25 = 20 %, the ceiling 30 %
+        (loss("straggler", 1.25, 1.21, 1.29) | loss("hardware_ceiling", 0.7, 0.69, 0.71), "hardware_ceiling"),
+        # a loss goes before a good efficiency
+        (
+            {"efficiency": 0.97, "efficiency_ci95": [0.9, 1.05], **loss("loader_bound", 0.06, 0.055, 0.065)},
+            "loader_bound",
+        ),
+    ],
+)
+def test_losses_count_by_their_share_of_a_step(facts: dict[str, Any], kind: str) -> None:
+    assert diagnose_cell(cell(**facts)).kind == kind
 
 
-def test_a_loss_goes_before_a_good_efficiency() -> None:
-    good = {"efficiency": 0.97, "efficiency_ci95": [0.9, 1.05]}
-    assert diagnose_cell(cell(**good, **loss("loader_bound", 0.06, 0.055, 0.065))).kind == "loader_bound"
-
-
-def engine(name: str, tokens_per_s: float, interval: list[float] | None, **facts: Any) -> Cell:
+def engine(name: str, tokens_per_s: float, interval: list[float] | None, **facts: Any) -> CellMeasurement:
     step = {"mean": 1.0, "ci95": interval}
     return cell(id=name, engine=name, tokens_per_s=tokens_per_s, step_time_s=step, **facts)
 

@@ -28,7 +28,7 @@ from launcher.plan.scaling import (
 from launcher.plan.step_model import AllReduceCurve, constant, hardware
 from launcher.scale.analyze import analyze
 from launcher.scale.grid import run_dir
-from launcher.scale.models import Profile, Scaling
+from launcher.scale.models import Scaling, StepProfile
 from tests.helpers import issues_of
 from tests.plan_fixture import cell, measured, plan, profile, source
 from tests.report_fixture import shown, unfolded
@@ -142,7 +142,7 @@ def test_a_damaged_file_is_one_line_that_names_the_option_and_the_field(
 def test_a_profile_alone_is_a_source(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(profile()))
-    assert find_source(path, None, None, None, None, 1).profile == Profile(**profile())
+    assert find_source(path, None, None, None, None, 1).profile == StepProfile(**profile())
 
 
 # --- a rate

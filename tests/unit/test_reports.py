@@ -45,7 +45,7 @@ from tests.glue_fixture import evaluation, scored_task
 from tests.helpers import failed
 from tests.report_fixture import HOSTILE, make_run, read_page, shown, unfolded, with_strings
 from tests.scaling_fixture import nulls, scaling
-from tests.tune_fixture import batch, lr, transfer, unmeasured
+from tests.tune_fixture import batch, lr, unmeasured
 from tests.unit.test_scale_page import parsed
 from tests.unit.test_tune_page import of
 
@@ -86,7 +86,7 @@ MAKERS: dict[str, Callable[[Path], Report]] = {
     "scaling": lambda path: scale_page(parsed(scaling(modes=("weak", "strong"), prediction=True))),
     "scaling, begun": lambda path: scale_page(parsed(nulls())),
     "batch": lambda path: of(batch()),
-    "rate": lambda path: of(lr(transfer=transfer())),
+    "rate": lambda path: of(lr()),
     "search, begun": lambda path: of(unmeasured()),
     "glue": lambda path: glue_report(
         evaluation(path, [scored_task("RTE", [0.5, None]), scored_task("MNLI", [0.5, 0.7])])

@@ -14,7 +14,6 @@ from launcher.report.numbers import NA, format_percent, format_si, format_step_t
 from launcher.scale import models
 from launcher.scale.diagnose import diagnose
 from launcher.scale.scale_page import scale_page, write_csv
-from tests.helpers import raised_issues
 from tests.report_fixture import figure_of, figures_of, read_page, shown, unfolded
 from tests.scaling_fixture import nulls, scaling
 
@@ -59,61 +58,40 @@ def test_every_figure_and_the_result_of_every_run_is_there() -> None:
 
 
 def test_a_figure_shows_the_numbers_of_the_cells() -> None:
+    """tests/golden records the numbers of every figure; here they are those of the file."""
     data = scaling(engines=("ddp",))
-    report = of(data)
     cells = {c["world_size"]: c for c in data["cells"] if c["engine"] == "ddp" and c["kind"] == "run"}
-    speedup = lines(report, "Speed-up, weak scaling")
-    assert points(speedup["ddp"]) == {n: c["speedup"] for n, c in cells.items()}
-    for n, low, high in zip(speedup["ddp"].x, speedup["ddp"].low, speedup["ddp"].high, strict=True):
+    drawn = lines(of(data), "Speed-up, weak scaling")
+    assert points(drawn["ddp"]) == {n: c["speedup"] for n, c in cells.items()}
+    for n, low, high in zip(drawn["ddp"].x, drawn["ddp"].low, drawn["ddp"].high, strict=True):
         assert [low, high] == pytest.approx([n * end for end in cells[int(n)]["efficiency_ci95"]])
-    assert points(speedup["ceiling"]) == pytest.approx(
-        {n: n * cells[n]["ceiling_efficiency"] for n in (2, 4)}
-    )
-    memory = lines(report, "Peak memory, weak scaling")
-    assert points(memory["ddp"]) == {n: c["peak_memory_gib"] for n, c in cells.items()}
-    steps = figure_of(report, "Where a step's time goes, weak scaling")
-    ids = ["weak-single-n1", "weak-ddp-n1", "weak-ddp-n2", "weak-ddp-n4"]
-    medians = [cell_of(data, name)["step_time_s"]["median"] for name in ids]
-    assert list(steps.rows) == [
-        f"{name}: {format_step_time(s)}" for name, s in zip(ids, medians, strict=True)
-    ]
-    assert [sum(bar.parts[i] for bar in steps.traces) for i in range(4)] == pytest.approx(medians)  # type: ignore[union-attr,misc]
-    buckets = {mark.value for mark in figure_of(report, "All-reduce bus bandwidth").marks}
-    assert buckets == {p["bytes"] for p in data["links"][0]["points"] if p["bucket"]}
+    assert points(drawn["ceiling"]) == pytest.approx({n: n * cells[n]["ceiling_efficiency"] for n in (2, 4)})
 
 
-def test_an_engine_has_one_colour_in_every_figure() -> None:
+def test_an_engine_has_one_colour_in_every_figure_and_a_line_for_each_tensor_size() -> None:
     data = scaling(modes=("weak", "strong"), engines=("ddp", "zero1"))
-    report = of(data)
     for mode in ("weak", "strong"):
-        drawn = lines(report, f"Efficiency, {mode} scaling")
-        assert {name: line.colour for name, line in drawn.items() if name != "ceiling"} == {
-            "single": 0,
-            "ddp": 1,
-            "zero1": 2,
-        }
+        drawn = lines(of(data), f"Efficiency, {mode} scaling")
+        colours = {name: line.colour for name, line in drawn.items() if name != "ceiling"}
+        assert colours == {"single": 0, "ddp": 1, "zero1": 2}
         assert list(drawn["single"].x) == [1]
-    alone = of(scaling(engines=()))
-    assert [f.title for f in figures_of(alone) if "strong" in f.title] == []
-
-
-def test_tensor_sizes_of_an_engine_are_lines_of_their_own() -> None:
     data = scaling(engines=("ddp",), controls=False)
     data["cells"].append({**data["cells"][-1], "id": "tensor", "tensor": 2})
-    drawn = lines(of(data), "Communication efficiency, weak scaling")
-    assert list(drawn) == ["single", "ddp", "ddp, tensor 2"]
+    assert list(lines(of(data), "Communication efficiency, weak scaling")) == [
+        "single",
+        "ddp",
+        "ddp, tensor 2",
+    ]
 
 
 def test_losses_are_compared_where_the_global_batch_is_the_same() -> None:
     data = scaling(modes=("weak", "strong"), engines=("ddp",))
-    assert set(lines(of(data), "Training loss")) == {
-        c["id"] for c in data["cells"] if c["mode"] == "strong" and c["kind"] == "run"
-    }
-    note = figure_of(of(data), "Training loss").note
-    assert "4 of 4 compared cells" in note
-    assert "1.20e-06" in note
-    cell_of(data, "strong-ddp-n4")["loss_agrees"] = False
-    assert "3 of 4 compared cells" in figure_of(of(data), "Training loss").note
+    runs = {c["id"] for c in data["cells"] if c["mode"] == "strong" and c["kind"] == "run"}
+    assert set(lines(of(data), "Training loss")) == runs
+    for agree in (4, 3):
+        note = figure_of(of(data), "Training loss").note
+        assert (f"{agree} of 4 compared cells" in note, "1.20e-06" in note) == (True, True)
+        cell_of(data, "strong-ddp-n4")["loss_agrees"] = False
     assert "Training loss" not in {figure.title for figure in figures_of(of(scaling()))}
 
 
@@ -152,21 +130,18 @@ def test_verdicts_stand_once_worst_first() -> None:
 def test_nothing_measured_is_never_zero() -> None:
     page = read_page(of(nulls()))
     assert page.labels == []
-    for words in ("no data recorded", "no cell has run", "n/a / n/a"):
-        assert words in page.text
+    assert [
+        words for words in ("no data recorded", "no cell has run", "n/a / n/a") if words not in page.text
+    ] == []
     assert "0.0" not in page.text.replace("torch 2", "")
+    assert {tile.text for tile in of(nulls()).tiles} == {NA, f"{NA} / {NA}"}
 
 
-def test_tiles_are_of_the_run_with_the_greatest_speed_up_and_explain_unknown_peaks() -> None:
+def test_tiles_are_of_the_run_with_the_greatest_speed_up() -> None:
     data = scaling()
     cell_of(data, "weak-ceiling-n2").update(speedup=9.0)  # of no run
     cell_of(data, "weak-ddp-n2").update(speedup=5.0)
-    for cells in (data["cells"], data["cells"][::-1]):
-        assert of({**data, "cells": cells}).tiles[0].note == "weak-ddp-n2, N = 2"
-    report = of(data)
-    notes = [tile.note for tile in report.tiles]
-    assert "data-sheet peak unknown; matmul peak measured here" in notes
-    assert {tile.text for tile in of(nulls()).tiles} == {NA, f"{NA} / {NA}"}
+    assert of(data).tiles[0].note == "weak-ddp-n2, N = 2"
 
 
 @pytest.mark.parametrize(
@@ -200,12 +175,6 @@ def test_prediction_stands_beside_measurement() -> None:
     assert "all-reduce as measured over 2 ranks" in text
 
 
-def test_another_schema_version_is_refused() -> None:
-    (issue,) = raised_issues(parsed, scaling(schema_version=2))
-    assert "schema_version: " in issue.message
-    assert models.Scaling.remedy in str(issue)
-
-
 @pytest.mark.parametrize("width", [80, 100, 120])
 def test_the_console_has_the_result_and_no_controls(width: int) -> None:
     data = scaling(failed={"weak-zero1-n4": ("oom", "rank 1: out of memory")})
@@ -226,28 +195,31 @@ def test_the_console_has_the_result_and_no_controls(width: int) -> None:
     assert len([line for line in console if line.startswith("cell ")]) == (1 if width == 120 else 2)
 
 
+def csv_rows(data: dict[str, Any], out: Path) -> dict[str, dict[str, str]]:
+    write_csv(parsed(data), out / "scaling.csv")
+    with (out / "scaling.csv").open(newline="") as file:
+        return {row["id"]: row for row in csv.DictReader(file)}
+
+
 def test_csv_keeps_every_number(tmp_path: Path) -> None:
     failed = {"weak-ddp-n4": ("failed", 'a "quoted", cause\nof two lines')}
     data = scaling(modes=("weak", "strong"), failed=failed)
-    write_csv(parsed(data), tmp_path / "scaling.csv")
-    with (tmp_path / "scaling.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["id"] for row in rows] == [cell["id"] for cell in data["cells"]]
-    for row, cell in zip(rows, data["cells"], strict=True):
-        ends = cell["efficiency_ci95"] or ("", "")
+    rows = csv_rows(data, tmp_path)
+    assert list(rows) == [cell["id"] for cell in data["cells"]]
+    assert rows["weak-ddp-n4"]["cause"].endswith("of two lines")
+    for cell in data["cells"]:
+        low, high = cell["efficiency_ci95"] or ("", "")
         expected = {
             "tokens_per_s": cell["tokens_per_s"],
             "split_s.optimizer": (cell["split_s"] or {}).get("optimizer"),
             "step_time_s.median": (cell["step_time_s"] or {}).get("median"),
             "mfu": None,
-            "efficiency_ci95.low": ends[0],
-            "efficiency_ci95.high": ends[1],
+            "efficiency_ci95.low": low,
+            "efficiency_ci95.high": high,
             "repeats": len(cell["repeats"]),
         }
-        assert {key: row[key] for key in expected} == {
-            key: "" if value is None else str(value) for key, value in expected.items()
-        }
-    assert next(row for row in rows if row["status"] == "failed")["cause"].endswith("of two lines")
+        texts = {key: "" if value is None else str(value) for key, value in expected.items()}
+        assert texts.items() <= rows[cell["id"]].items()
 
 
 def test_a_ratio_whose_interval_is_wider_than_a_factor_of_two_has_no_digits(tmp_path: Path) -> None:
@@ -260,19 +232,15 @@ def test_a_ratio_whose_interval_is_wider_than_a_factor_of_two_has_no_digits(tmp_
     data["verdicts"] = [results.plain(verdict) for verdict in diagnose(parsed(data).cells)]
     for row in data["prediction"]["measured"]:
         row |= {"measured_efficiency": 0.9577, "measured_efficiency_ci95": width}
-    report = of(data)
-    write_csv(parsed(data), tmp_path / "scaling.csv")
+    report, row = of(data), csv_rows(data, tmp_path)["weak-ddp-n2"]
     texts = [read_page(report).text, unfolded(shown(report, 120)), (tmp_path / "scaling.csv").read_text()]
+    digits = ("95.8", "0.9577", "1.92", "1.9153", "1.77", "1.7677", "371.5", "37150")
     for text in texts:
         assert "not measurable with 3 repeats" in text
-        assert not [
-            n for n in ("95.8", "0.9577", "1.92", "1.9153", "1.77", "1.7677", "371.5", "37150") if n in text
-        ]
+        assert [n for n in digits if n in text] == []
     assert points(lines(report, "Efficiency, weak scaling")["ddp"])[2] is None
     assert report.tiles[0].note != "weak-ddp-n2, N = 2"
-    with (tmp_path / "scaling.csv").open(newline="") as file:
-        row = next(row for row in csv.DictReader(file) if row["id"] == "weak-ddp-n2")
-    assert {row["efficiency"], row["efficiency_ci95.low"], row["straggler_ratio"]} == {
+    assert {row[name] for name in ("efficiency", "efficiency_ci95.low", "straggler_ratio")} == {
         "not measurable with 3 repeats"
     }
     narrow = [end * 2 for end in (0.4, 0.8)]  # a factor of two is measurable

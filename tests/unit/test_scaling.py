@@ -24,11 +24,11 @@ from launcher.run.read_run import read_repeat
 from launcher.run.train import MEMORY_STATE, check_memory
 from launcher.run.trials import SCRATCH, Ending, Outcome, Runner, Slot, Trial
 from launcher.scale import benchmark, models
-from launcher.scale.analyze import CellMeasurement, analyze
+from launcher.scale.analyze import CellRuns, analyze
 from launcher.scale.benchmark import cores_of, run_grid
 from launcher.scale.diagnose import diagnose
 from launcher.scale.grid import Grid, Settings, run_dir
-from launcher.scale.models import Cell, GridCell
+from launcher.scale.models import CellMeasurement, GridCell
 from tests import scaling_fixture
 from tests.e2e.cli import TINY
 from tests.helpers import failed, make_config, read_json
@@ -86,12 +86,6 @@ def test_the_grid_has_its_baselines_ceilings_and_twins() -> None:
     assert [cell.id for cell in made.cells] == [f"{mode}-{i}" for mode in ("weak", "strong") for i in ids]
     twins = {cell.of for cell in made.cells if cell.kind == "synthetic"}
     assert twins == {f"{mode}-ddp-n{n}" for mode in ("weak", "strong") for n in (2, 4)}
-
-
-def test_one_rank_runs_every_engine() -> None:
-    made = grid(gpus=(1,), modes=("weak",), engines=("zero1", "fsdp"))
-    assert made.issues == []
-    assert [c.id for c in made.cells] == ["weak-single-n1", "weak-ddp-n1", "weak-zero1-n1", "weak-fsdp-n1"]
 
 
 def test_weak_keeps_the_batch_of_a_rank_and_strong_the_global_one() -> None:
@@ -168,21 +162,17 @@ def test_an_impossible_cell_is_named(
     assert cell_id not in {cell.id for cell in made.cells}
 
 
-def test_a_model_that_cannot_fit_is_refused_by_its_state_alone() -> None:
-    made = grid(with_memory(0.0002), modes=("strong",))
-    assert len(refused_of(made, "strong-ddp-n4")) == 1
-    assert made.cells == []
-
-
-@pytest.mark.parametrize(("on_gpu", "refused"), [(False, True), (True, False)])
-def test_a_cell_far_above_the_memory_is_refused_on_a_cpu(on_gpu: bool, refused: bool) -> None:
-    """A compiled step on a GPU takes less than the estimate of an eager one."""
+@pytest.mark.parametrize(
+    ("share", "on_gpu", "refused"), [(0.0, False, 1), (0.0, True, 1), (0.1, False, 1), (0.1, True, 0)]
+)
+def test_a_cell_far_above_the_memory_is_refused(share: float, on_gpu: bool, refused: int) -> None:
+    """Four ranks have room for weights, gradients and optimizer state, and a share of the rest: a compiled
+    step on a GPU takes less than the estimate of an eager one."""
     alone = check_memory(CONFIG, 1, MACHINE, on_gpu=False)
-    room = (alone.state_gib + (alone.total_gib - alone.state_gib) / 10) * 4  # of four ranks
+    room = (alone.state_gib + share * (alone.total_gib - alone.state_gib)) * 4 if share else 0.0002
     gpus = [environment.Gpu(0, "g", room / 4, None)] * 4 if on_gpu else []
     made = grid(with_memory(room, gpus=gpus), on_gpu=on_gpu, modes=("strong",))
-    settings = [setting for setting, _, _ in refused_of(made, "strong-ddp-n4")]
-    assert settings == (["batch.micro_size"] if refused else [])
+    assert len(refused_of(made, "strong-ddp-n4")) == refused
 
 
 @pytest.mark.parametrize(
@@ -215,15 +205,9 @@ def test_settings_that_no_cell_heeds_are_named() -> None:
         *("parallel.engine=zero1", "optim.lr=0.1", "log.step_times=false", "checkpoint.keep=5"),
         *("batch.global_size=8", "data.synthetic=true"),
     ]
-    named = [
-        "parallel.engine has no effect: --engines chooses it",
-        "log.step_times has no effect: a measured run logs as the benchmark needs it",
-        "checkpoint.keep has no effect: a measured run saves nothing",
-        "data.synthetic has no effect: --synthetic chooses it",
-    ]
-    assert grid().displaced(given) == named
-    weak = "batch.global_size has no effect: in weak mode it follows from the micro batch and the ranks"
-    assert grid(modes=("weak",)).displaced(given) == [*named[:3], weak, named[3]]
+    for changes, free in (({}, ["optim.lr", "batch.global_size"]), ({"modes": ("weak",)}, ["optim.lr"])):
+        named = [line.partition(" ")[0] for line in grid(**changes).displaced(given)]
+        assert named == [name for item in given if (name := item.partition("=")[0]) not in free]
 
 
 def write_run(
@@ -268,7 +252,7 @@ def write_run(
 
 def collected(
     out: Path, made: Grid, records: Callable[[GridCell, int], dict[str, Any] | None]
-) -> dict[str, Cell]:
+) -> dict[str, CellMeasurement]:
     """The cells of scaling.json once each run has what `records` says of its cell and repeat; None: no
     run."""
     for cell in made.cells:
@@ -303,7 +287,6 @@ def test_figures_and_verdicts_follow_from_the_records(tmp_path: Path) -> None:
     # passes 0.8 and optimizer 0.1 of a step, beyond the ceiling's 0.4 and 0.05 s
     assert ddp.split_s.exposed_comm == pytest.approx(0.1 + 0.0125)
     assert ddp.exposed_comm_ddp_fraction == pytest.approx(0.1)
-    assert [r.peak_memory_gib for r in ddp.ranks] == [1.0, 2.0]
     assert (ddp.loss_agrees, ddp.loss_deviation) == (True, 0.0)
     assert ddp.mfu is None
     assert (cells["strong-zero1-n2"].status, cells["strong-ddp-synthetic-n2"].status) == ("oom", "pending")
@@ -343,10 +326,10 @@ def test_the_steps_of_copies_are_no_pairs(tmp_path: Path) -> None:
     write_run(tmp_path / "run", ceiling, 1.0)
     repeat = read_repeat(tmp_path / "run", 2, 2, 6)
     repeat.parts["step_s"][:] = [[1.0, 3.0] * 3, [3.0, 1.0] * 3]
-    measured = CellMeasurement(ceiling, [repeat], 16, 0)
+    measured = CellRuns(ceiling, [repeat], 16, 0)
     assert measured.mean_s == pytest.approx(2.0)
     repeat.parts["step_s"][1][:] = [4.0, 2.0] * 3
-    measured = CellMeasurement(ceiling, [repeat], 16, 0)
+    measured = CellRuns(ceiling, [repeat], 16, 0)
     assert measured.mean_s == pytest.approx(2 / (1 / 2 + 1 / 3))
     job = 2.4  # s; the weights of the ranks are job^2 / mean^2 / 2
     assert measured.steps == [pytest.approx([0.72 * 1 + 0.32 * 4, 0.72 * 3 + 0.32 * 2] * 3)]
@@ -397,9 +380,7 @@ def test_a_cell_has_the_worst_memory_and_skips_of_its_repeats_and_the_median_of_
     ]
     cells = collected(tmp_path, two(repeats=3), lambda cell, repeat: {**of_repeats[repeat], "wait": 0.05})
     ddp = cells["strong-ddp-n2"]
-    assert ddp.peak_memory_gib == 6.0
-    assert [rank.peak_memory_gib for rank in ddp.ranks] == [5.0, 6.0]
-    assert ddp.skipped_steps == 3
+    assert (ddp.peak_memory_gib, ddp.skipped_steps) == (6.0, 3)
     assert "3 optimizer steps were skipped" in ddp.flags[0]
     assert (ddp.energy_j, ddp.energy_j_per_mtoken) == pytest.approx((20.0, 20.0 / (8 * 32 * 16) * 1e6))
     # the repeats have 0.1, 0.28 and 0.44 s of the median step, 1.1 s
@@ -407,12 +388,8 @@ def test_a_cell_has_the_worst_memory_and_skips_of_its_repeats_and_the_median_of_
     assert ddp.tokens_per_s == pytest.approx(32 * 16 / 1.1)
     assert (ddp.step_time_s.median, ddp.step_time_s.p95) == pytest.approx((1.1, 1.4))
     assert [r.tokens_per_s for r in ddp.repeats] == pytest.approx([32 * 16 / s for s in (1.0, 1.4, 1.1)])
-    assert (ddp.ranks[0].step_time_s.min, ddp.ranks[0].step_time_s.max) == (1.0, 1.4)
     assert (ddp.data_wait_fraction, ddp.split_s.data) == pytest.approx((0.05, 0.055))
     assert ddp.launch_fraction is None, "a CPU has no host beside it"
-    unknown = {**of_repeats[0], "energy_j": None}
-    cells = collected(tmp_path / "b", two(), lambda cell, repeat: unknown)
-    assert (cells["strong-ddp-n2"].energy_j, cells["strong-ddp-n2"].energy_j_per_mtoken) == (None, None)
 
 
 @pytest.mark.parametrize(("exposed", "flagged"), [(0.06, False), (0.04, True), (0.14, False), (0.16, True)])
@@ -445,20 +422,14 @@ def test_a_grid_is_complete_with_its_links_profile_and_peak(tmp_path: Path, miss
 def test_the_settings_of_a_grid_are_those_of_its_modes(tmp_path: Path) -> None:
     made = two(modes=("strong",), accumulation=None)
     collected(tmp_path, made, lambda cell, repeat: {"compiled": True, "precision": "bf16"})
-    told = analyze(made, tmp_path, facts={})
-    settings = told.settings
-    assert (told.mode, settings.accumulation, settings.global_batch, settings.micro_batch) == (
-        "strong",
-        None,
-        32,
-        4,
-    )
-    assert (settings.steps, settings.warm_up, settings.repeats, settings.compiled) == (6, 2, 2, True)
-    assert (settings.precision, settings.gpus, settings.engines) == ("bf16", [2], ["ddp"])
-    assert settings.model == "2 layers x 32, vocabulary 64"
-    both = grid(gpus=(2,), accumulation=None)
-    told = analyze(both, tmp_path, facts={})
-    assert (told.mode, told.settings.accumulation, told.settings.global_batch) == ("both", 1, 32)
+    found = analyze(made, tmp_path, facts={})
+    expected = {"accumulation": None, "global_batch": 32, "micro_batch": 4, "compiled": True}
+    expected |= {"steps": 6, "warm_up": 2, "repeats": 2, "precision": "bf16", "gpus": [2], "engines": ["ddp"]}
+    expected["model"] = "2 layers x 32, vocabulary 64"
+    assert found.mode == "strong"
+    assert expected.items() <= found.settings.model_dump().items()
+    found = analyze(grid(gpus=(2,), accumulation=None), tmp_path, facts={})
+    assert (found.mode, found.settings.accumulation, found.settings.global_batch) == ("both", 1, 32)
 
 
 def test_losses_of_other_steps_are_not_compared(tmp_path: Path) -> None:
@@ -486,34 +457,25 @@ def test_losses_of_other_steps_are_not_compared(tmp_path: Path) -> None:
         ([(0.5, 0.8), (0.5, 0.9)], None),  # Student's t of one degree
         ([(0.5, 0.8), (0.5, 0.9), (0.5, 0.85)], 1),
         ([(0.3, 0.6)], None),
+        ([(0.2, 0.4, 0.2, 0.2)] * 3, 1),
+        ([(0.2, 0.4, 0.2, 0.2), (0.2, 0.4, 0.41, 0.2), (0.2, 0.4, 0.2, 0.2)], None),  # another in one repeat
     ],
 )
 def test_a_straggler_has_its_ratio_in_every_repeat(
-    tmp_path: Path, own: list[tuple[float, float]], straggler: int | None
+    tmp_path: Path, own: list[tuple[float, ...]], straggler: int | None
 ) -> None:
-    made = two(repeats=len(own))
-    ddp = collected(tmp_path, made, lambda cell, repeat: {"own": own[repeat]})["strong-ddp-n2"]
-    ratios = [max(mine / other, other / mine) for other, mine in own]
-    if (0.5, 0.43) not in own:
-        assert ddp.straggler_ratio == pytest.approx(statistics.geometric_mean(ratios))
+    ranks = len(own[0])
+    made = two(gpus=(ranks,), repeats=len(own))
+    ddp = collected(tmp_path, made, lambda cell, repeat: {"own": own[repeat]})[f"strong-ddp-n{ranks}"]
     assert ddp.straggler_rank == straggler
-    if len(own) == 2:
+    if ranks == len(own) == 2:
         logs = [math.log(mine / other) for other, mine in own]
         half = 12.706204736 * statistics.stdev(logs) / math.sqrt(2)
         middle = abs(statistics.fmean(logs))
+        assert ddp.straggler_ratio == pytest.approx(math.exp(middle))
         assert ddp.straggler_ratio_ci95 == pytest.approx([math.exp(middle - half), math.exp(middle + half)])
-
-
-def test_the_slowest_rank_is_the_same_in_every_repeat(tmp_path: Path) -> None:
-    """Rank 1 works twice as long as the median of the others in every repeat, and rank 2 longer in one."""
-    own = [(0.2, 0.4, 0.2, 0.2), (0.2, 0.4, 0.2, 0.2), (0.2, 0.4, 0.2, 0.2)]
-    made = two(gpus=(4,), repeats=3)
-    ddp = collected(tmp_path / "a", made, lambda cell, repeat: {"own": own[repeat]})["strong-ddp-n4"]
-    assert (ddp.straggler_rank, ddp.straggler_ratio) == (1, pytest.approx(2.0))
-    own[1] = (0.2, 0.4, 0.41, 0.2)
-    ddp = collected(tmp_path / "b", made, lambda cell, repeat: {"own": own[repeat]})["strong-ddp-n4"]
-    assert ddp.straggler_rank is None
-    assert ddp.straggler_ratio_ci95[0] > 1.2
+    elif straggler is not None and ranks == 4:
+        assert ddp.straggler_ratio == pytest.approx(2.0)
 
 
 def test_shares_of_a_step_have_intervals_over_the_repeats(tmp_path: Path) -> None:
@@ -567,16 +529,11 @@ def test_a_replica_of_two_ranks_counts_once(tmp_path: Path) -> None:
     assert (split.straggler_ratio, split.loss_agrees) == (None, None)
 
 
-def test_skipped_steps_and_a_slow_baseline_are_flagged(tmp_path: Path) -> None:
-    """With two ranks three times as fast as one, and as fast as the ceiling once more."""
-    seconds = {"single": 3.0, "independent": 1.1}
+def test_a_cell_that_is_faster_than_its_ceiling_is_flagged(tmp_path: Path) -> None:
     cells = collected(
-        tmp_path, two(), lambda cell, repeat: {"step_s": seconds.get(cell.engine, 1.0), "skipped_steps": 3}
+        tmp_path, two(), lambda cell, repeat: {"step_s": 1.1 if cell.kind == "ceiling" else 1.0}
     )
-    assert all("3 optimizer steps were skipped" in cell.flags[0] for cell in cells.values())
-    flags = " ".join(cells["strong-ddp-n2"].flags)
-    assert "faster than its ceiling" in flags
-    assert "10.0 % by DDP's own counters" in flags
+    assert any("faster than its ceiling" in flag for flag in cells["strong-ddp-n2"].flags)
 
 
 # --- what is said before, and what is run
@@ -586,21 +543,14 @@ def test_what_is_about_to_run_is_described(tmp_path: Path) -> None:
     made = grid(gpus=(2,), modes=("weak",), engines=("ddp",), tensor=(1, 2), synthetic=False)
     said: list[str] = []
     benchmark.describe(made, tmp_path, said.append, ["checkpoint.keep=5", "optim.lr=1"], cores=1)
-    assert said == [
-        f"scaling benchmark: {tmp_path}",
-        "5 cells x 2 repeats, 2 + 6 steps each, in random order",
-        "  weak-single-n1: 1 rank, global batch 8 = 4 x 2 x 1",
-        "  weak-ddp-n1: 1 rank, global batch 8 = 4 x 2 x 1",
-        "  weak-ddp-n2: 2 ranks, global batch 16 = 4 x 2 x 2",
-        "  weak-ddp-n2-tp2: 2 ranks, tensor 2, global batch 8 = 4 x 2 x 1",
-        "  weak-ceiling-n2: 2 ranks, global batch 16 = 4 x 2 x 2",
-        "weak scaling trains another global batch at every N: losses are not compared",
-        "warning: checkpoint.keep has no effect: a measured run saves nothing",
-        "warning: more CPU ranks than cores: efficiency says nothing about the program",
-    ]
+    assert "  weak-ddp-n2: 2 ranks, global batch 16 = 4 x 2 x 2" in said
+    assert "  weak-ddp-n2-tp2: 2 ranks, tensor 2, global batch 8 = 4 x 2 x 1" in said
+    warnings = [line for line in said if line.startswith("warning")]
+    assert ["checkpoint.keep" in warnings[0], "more CPU ranks than cores" in warnings[1]] == [True, True]
+    assert len(said) == 2 + len(made.cells) + len(warnings)
     said.clear()
     benchmark.describe(grid(gpus=(2,)), tmp_path, said.append, [], cores=2)
-    assert [line for line in said if line.startswith(("warning", "weak"))] == []
+    assert [line for line in said if line.startswith("warning")] == []
 
 
 def test_a_ceiling_that_cannot_be_is_told_before(tmp_path: Path) -> None:
@@ -646,48 +596,38 @@ class MadeRunner(Runner):
         return [read_json(RECORD / "peak.json")]
 
 
+def made_runner(out: Path, said: list[str], *, on_gpu: bool = False) -> MadeRunner:
+    (out / SCRATCH).mkdir(exist_ok=True)
+    return MadeRunner(out, [Slot()], [], launcher="torchrun", on_gpu=on_gpu, log=said.append).begin()
+
+
 def test_a_grid_runs_its_cells_and_measures_links_profile_and_peak_once(tmp_path: Path) -> None:
-    (tmp_path / SCRATCH).mkdir()
-    settings = dataclasses.replace(SETTINGS, gpus=(2,), modes=("weak",), synthetic=False)
-    made = Grid(CONFIG.model_copy(update={"precision": "auto"}), settings, MACHINE, on_gpu=False)
+    made = grid(gpus=(2,), modes=("weak",), synthetic=False)
     said: list[str] = []
-    runs = MadeRunner(tmp_path, [Slot()], [], launcher="torchrun", on_gpu=False, log=said.append).begin()
+    runs = made_runner(tmp_path, said)
     run_grid(made, runs, said.append)
     names = [trial.name for trial in runs.ran]
     (lost,) = [name for name in names if name.startswith("weak-ddp-n2")]
     assert len(names) == len(set(names)) == 2 * len(made.cells) - 1, "what failed is not repeated"
-    for trial in runs.ran:
-        assert trial.cores == cores_of(trial.ranks, 2)
-    assert any(
-        line.startswith(f"[{names.index(lost) + 1}/{2 * len(made.cells)}] {lost}: failed: no;")
-        for line in said
-    )
-    assert f"weak-ddp-n2: failed; to run it again remove {tmp_path / 'runs' / lost}" in said
-    assert any("weak-single-n1-r0: 2 k tokens/s over 1 rank, warm-up included; left" in line for line in said)
+    assert all(trial.cores == cores_of(trial.ranks, 2) for trial in runs.ran)
+    place = f"[{names.index(lost) + 1}/{2 * len(made.cells)}] {lost}"
+    assert any(line.startswith(f"{place}: failed: no;") for line in said)
+    assert any(line.endswith(f"remove {tmp_path / 'runs' / lost}") for line in said)
+    assert any("weak-single-n1-r0: 2 k tokens/s over 1 rank" in line for line in said)
     (links, profile, peak) = runs.asked
     sizes = sorted({*(4**k for k in range(6, 14)), 5000})
     assert links == ("all_reduce", ["2", "0.3", *map(str, sizes)])
-    assert f"links: all-reduce over 2 ranks at {len(sizes)} sizes" in said
-    link = results.read(tmp_path / "links-2.json", models.Link)
-    assert (link.world_size, link.backend) == (2, "gloo")
+    link = results.read(tmp_path / "links-2.json", models.MeasuredLink)
+    assert (link.world_size, link.backend, len(link.points)) == (2, "gloo", len(sizes))
     assert [point.bytes for point in link.points if point.bucket] == [4096, 5000]
-    assert [point.algbw_gb_s for point in link.points] == pytest.approx([size / 0.5 / 1e9 for size in sizes])
-    assert {(p.seconds, p.busbw_gb_s, p.repeats) for p in link.points} == {(0.5, 3.0, 7)}
+    assert {(p.seconds, p.busbw_gb_s) for p in link.points} == {(0.5, 3.0)}
     assert runs.cores == [None, cores_of(1, 2), cores_of(1, 2)]
     assert (profile[0], peak) == ("profiling", ("peak", [made.precision, "2"]))
     assert (runs.profiled.batch.global_size, runs.profiled.batch.micro_size) == (4, 4)
     assert (runs.profiled.data.synthetic, runs.profiled.parallel.engine) == (True, "single")
-    runs.asked.clear()
-    runs.ran.clear()
-    shutil.rmtree(tmp_path / "runs")
-    run_grid(made, runs, said.append)
-    assert runs.asked == [], "what is there is not measured again"
 
 
 def test_a_sweep_that_was_cut_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / SCRATCH).mkdir()
-    settings = dataclasses.replace(SETTINGS, gpus=(2,), modes=("weak",), synthetic=False)
-    made = Grid(CONFIG, settings, MACHINE, on_gpu=False)
     whole = MadeRunner.helper
 
     def cut(self: MadeRunner, module: str, *given: Any) -> list[Any]:
@@ -695,46 +635,37 @@ def test_a_sweep_that_was_cut_is_not_kept(tmp_path: Path, monkeypatch: pytest.Mo
         return lines[:3] if module.endswith("all_reduce") else lines
 
     monkeypatch.setattr(MadeRunner, "helper", cut)
-    runs = MadeRunner(tmp_path, [Slot()], [], launcher="torchrun", on_gpu=False, log=print).begin()
-    run_grid(made, runs, print)
+    made = grid(gpus=(2,), modes=("weak",), synthetic=False)
+    run_grid(made, made_runner(tmp_path, []), print)
     assert (tmp_path / "peak.json").exists()
     assert not (tmp_path / "links-2.json").exists()
 
 
 def test_a_rank_with_a_gpu_may_use_every_core(tmp_path: Path) -> None:
-    (tmp_path / SCRATCH).mkdir()
     gpus = [environment.Gpu(0, "g", 80.0, None)] * 2
     made = grid(with_memory(64.0, gpus=gpus), on_gpu=True, gpus=(2,), modes=("weak",), synthetic=False)
-    runs = MadeRunner(tmp_path, [Slot()], [], launcher="torchrun", on_gpu=True, log=print).begin()
+    runs = made_runner(tmp_path, [], on_gpu=True)
     run_grid(made, runs, print)
     assert {trial.cores for trial in runs.ran} == {None}
     assert runs.cores == [None, None, None]
 
 
 def test_a_grid_goes_on_with_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What failed is its cell's result; a link without a measurement is none."""
-    (tmp_path / SCRATCH).mkdir()
+    """What failed is its cell's result; what was not measured is measured."""
     monkeypatch.setattr("launcher.run.trials.is_whole", lambda *_: True)
     made = grid(gpus=(2,), modes=("weak",), synthetic=False)
-    said: list[str] = []
-
-    def run() -> MadeRunner:
-        runs = MadeRunner(tmp_path, [Slot()], [], launcher="torchrun", on_gpu=False, log=said.append).begin()
-        run_grid(made, runs, said.append)
-        return runs
-
-    first = run()
+    first, said = made_runner(tmp_path, []), list[str]()
+    run_grid(made, first, print)
     for trial in first.ran:
         record.write_text(trial.directory / "config.yaml", dump_config(trial.config))
     *rest, last = [trial for trial in first.ran if not trial.name.startswith("weak-ddp-n2")]
     shutil.rmtree(last.directory)
-    results.write(tmp_path / "links-2.json", models.Link(world_size=2, backend="gloo", points=[]))
-    said.clear()
-    second = run()
+    (tmp_path / "links-2.json").unlink()
+    second = made_runner(tmp_path, said)
+    run_grid(made, second, said.append)
     assert [trial.name for trial in second.ran] == [last.name]
     assert f"resuming: {len(rest) + 1} of {2 * len(made.cells)} runs already done" in said
-    assert any(f"/{2 * len(made.cells)}] {last.name}: 2 k tokens/s" in line for line in said)
-    assert any(line.startswith("weak-ddp-n2: failed; to run it again remove ") for line in said)
+    assert any(line.startswith("weak-ddp-n2: no result") for line in said)
     assert [module for module, _ in second.asked] == ["all_reduce"]
 
 
@@ -789,8 +720,10 @@ def test_the_committed_record_follows_from_its_raw_files_and_the_tables_from_it(
     made = Grid(resolve([plan["config"]]), settings, MACHINE, on_gpu=False)
     again = results.plain(analyze(made, RECORD, facts={}))
     assert again["status"] == "complete"
-    assert (again["settings"], again["links"]) == (recorded["settings"], recorded["links"])
-    assert numbers(again["cells"]) == pytest.approx(numbers(recorded["cells"]), rel=1e-9)
+    then = numbers(recorded)
+    kept = {path: number for path, number in numbers(again).items() if path in then}
+    assert kept == pytest.approx({path: then[path] for path in kept}, rel=1e-9)
+    assert len(kept) > 400
     cells = {cell["id"]: cell for cell in recorded["cells"]}
     table = (RECORD.parents[1] / "RESULTS.md").read_text()
     ddp = cells["weak-ddp-n2"]

@@ -9,12 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from bert_dp.record.models import NoiseScale
 from launcher.run.trials import TrialsFailed
 from launcher.tune import batch, lr, lr_search
 from launcher.tune.batch import BatchSearch, BatchSearchSpec, TrialMeasurement
 from launcher.tune.lr import LrSearch, LrSearchSpec
 from launcher.tune.lr_search import LrOptions, LrTrial, RangeTest, Rung
-from launcher.tune.throughput import Noise, TimedRun
+from launcher.tune.throughput import TimedRun
 from tests import simulated_searches as simulated
 from tests.helpers import TINY_MODEL, make_config, read_json
 from tests.simulated_searches import LossCurve, ThroughputCurve
@@ -48,8 +49,8 @@ class SimulatedTrials:
         seconds = curve.startup_s + sum(step for step, _ in times)
         return TrialMeasurement(seconds, *batch.judge(run, curve.limit_gib), run=run)
 
-    def noise_scale(self, micro: int, steps: int) -> tuple[TrialMeasurement, Noise]:
-        return TrialMeasurement(0.0, "ok"), Noise(verdict="inconclusive", why="simulated")
+    def noise_scale(self, micro: int, steps: int) -> tuple[float, NoiseScale]:
+        return 0.0, NoiseScale(verdict="inconclusive", why="simulated")
 
 
 class SimulatedSpec(BatchSearchSpec):

@@ -88,9 +88,3 @@ def test_intervals_are_the_central_95_per_cent() -> None:
 )
 def test_percentiles_are_linear_between_values(values: list[float], share: float, expected: float) -> None:
     assert stats.percentile(values, share) == pytest.approx(expected)
-
-
-def test_five_numbers() -> None:
-    assert set(stats.five_numbers([3.0]).values()) == {3.0}
-    five = {"min": 1.0, "q1": 2.0, "median": 3.0, "q3": 4.0, "max": 5.0}
-    assert stats.five_numbers([5.0, 1.0, 2.0, 4.0, 3.0]) == five

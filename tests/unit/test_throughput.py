@@ -57,11 +57,9 @@ def trials(peaks: dict[int, float | None]) -> list[MemoryTrial]:
 def test_the_memory_line_goes_through_the_two_largest_sizes_that_ran() -> None:
     line = throughput.memory_line(trials({1: 2.0, 8: 3.0, 4: 2.0, 16: None}), 9.0)
     assert line == MemoryLine(intercept_gib=1.0, gib_per_sequence=0.25)
-    assert throughput.memory_line(trials({4: 3.0}), 0.5) == MemoryLine(
-        intercept_gib=1.0, gib_per_sequence=0.5
-    )
+    one = throughput.memory_line(trials({4: 3.0}) + trials({4: 5.0}), 0.5)
+    assert one == MemoryLine(intercept_gib=3.0, gib_per_sequence=0.5), "by the formula, of the greatest peak"
     assert throughput.memory_line(trials({4: 3.0, 8: 2.0}), 0.5).gib_per_sequence == 0
-    assert throughput.memory_line(trials({4: 3.0}) + trials({4: 5.0}), 0.5).gib(4) == 5.0  # the greatest peak
     assert throughput.memory_line(trials({4: None}), 0.5) is None
 
 
@@ -88,26 +86,22 @@ def test_passes_count_as_often_as_the_declared_batch_needs_and_the_rest_once() -
 
 def test_the_interval_is_students_with_a_deviation_pooled_over_the_sizes() -> None:
     rates = {1: [90.0, 110.0, 100.0], 2: [200.0, 190.0], 4: [300.0]}
-    logs = {m: [math.log(r) for r in each] for m, each in rates.items()}
-    squares = sum((len(each) - 1) * statistics.variance(each) for each in (logs[1], logs[2]))
-    sd, degrees = throughput.deviation(rates)
-    assert (sd, degrees) == (pytest.approx(math.sqrt(squares / 3)), 3)
-    middle = math.exp(statistics.fmean(logs[1]))
-    assert throughput.mean_rate(rates, 1) == pytest.approx(middle)
-    half = 3.182 * sd / math.sqrt(3)
-    assert throughput.rate_interval(rates, 1) == pytest.approx(
-        [middle * math.exp(-half), middle * math.exp(half)], rel=1e-4
-    )
+    logs = [[math.log(r) for r in rates[m]] for m in (1, 2)]
+    sd = math.sqrt(sum((len(each) - 1) * statistics.variance(each) for each in logs) / 3)
+    assert throughput.deviation(rates) == (pytest.approx(sd), 3)
+    middle, half = statistics.fmean(logs[0]), 3.182 * sd / math.sqrt(3)
+    ends = [math.exp(middle - half), math.exp(middle + half)]
+    assert throughput.rate_interval(rates, 1) == pytest.approx(ends, rel=1e-4)
     assert throughput.rate_interval({1: [100.0], 2: [200.0]}, 1) is None
 
 
-def test_the_faster_half_of_a_round_runs_again_and_two_to_the_end() -> None:
-    rates = {1: [1.0], 2: [5.0], 4: [4.0], 8: [3.0], 16: [2.0]}
-    assert throughput.next_round(rates, [1, 2, 4, 8, 16]) == [2, 4, 8]
-    assert throughput.next_round(rates, [2, 4, 8]) == [2, 4]
-    assert throughput.next_round(rates, [2, 4]) == [2, 4]
-    assert throughput.next_round(rates, [2]) == [2]
-    assert throughput.next_round(rates, [2, 4, 32]) == [2, 4]  # 32 has not run well
+@pytest.mark.parametrize(
+    ("sizes", "following"),
+    [([1, 2, 4, 8, 16], [2, 4, 8]), ([2, 4, 8], [2, 4]), ([2, 4], [2, 4]), ([2], [2]), ([2, 4, 32], [2, 4])],
+)
+def test_the_faster_half_of_a_round_runs_again(sizes: list[int], following: list[int]) -> None:
+    rates = {1: [1.0], 2: [5.0], 4: [4.0], 8: [3.0], 16: [2.0]}  # 32 has not run well
+    assert throughput.next_round(rates, sizes) == following
 
 
 def repeated(rates: dict[int, float], spread: float, times: int = 4) -> dict[int, list[float]]:
@@ -151,28 +145,23 @@ def test_what_may_be_three_percent_faster_is_not_settled() -> None:
 # --- goodput
 
 
-def test_goodput_by_hand() -> None:
+@pytest.mark.parametrize("noise", [2.0, 8.0, 32.0])
+def test_goodput_by_hand(noise: float) -> None:
     """A pass of 4 takes 0.5 s, an update 1 s; a sequence in a step of B is worth (8 + n) / (B + n)."""
 
-    def good(size: int, noise: float) -> float:
-        return size / (size / 4 * 0.5 + 1.0) * (8 + noise) / (size + noise)
+    def good(size: int, scale: float) -> float:
+        return size / (size / 4 * 0.5 + 1.0) * (8 + scale) / (size + scale)
+
+    def best(scale: float) -> int:
+        return max([4, 8, 16, 32, 64, 128], key=lambda size: good(size, scale))
 
     found = throughput.goodput(
-        micro_s=0.5, update_s=1.0, per_pass=4, global_size=8, noise=8.0, interval=(2.0, 32.0)
+        micro_s=0.5, update_s=1.0, per_pass=4, global_size=8, noise=noise, interval=(2.0, 32.0)
     )
-    assert (found.recommended, found.declared, found.gain, found.at_edge) == (8, 8, 0.0, False)
-    sizes = [4, 8, 16, 32, 64, 128]
-    best = [max(sizes, key=lambda size: good(size, noise)) for noise in (2.0, 32.0)]
-    assert found.recommended_interval == best == [4, 16]
-    more = throughput.goodput(
-        micro_s=0.5, update_s=1.0, per_pass=4, global_size=8, noise=32.0, interval=(32.0, 32.0)
-    )
-    assert more.recommended == 16
-    assert more.gain == pytest.approx(good(16, 32.0) / good(8, 32.0) - 1)
-    low = throughput.goodput(
-        micro_s=4.0, update_s=0.0, per_pass=4, global_size=8, noise=1.0, interval=(1.0, 1.0)
-    )
-    assert (low.recommended, low.at_edge) == (4, True)
+    assert (found.declared, found.recommended) == (8, best(noise))
+    assert found.recommended_interval == [best(2.0), best(32.0)] == [4, 16]
+    assert found.gain == pytest.approx(good(found.recommended, noise) / good(8, noise) - 1)
+    assert found.at_edge == (found.recommended == 4)
 
 
 @pytest.mark.parametrize(("per_pass", "recommended"), [(2, 1024), (48, 768), (4096, 64)])

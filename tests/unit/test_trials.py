@@ -25,10 +25,10 @@ from bert_dp.config import Config, dump_config
 from bert_dp.record.models import Failure
 from launcher import children
 from launcher.log import Log
-from launcher.machine import environment
-from launcher.run import processes, read_run, trial_process, trials
+from launcher.run import processes, read_run, trials
 from launcher.run.processes import RunResult
 from launcher.run.trials import Ending, Outcome, Runner, Slot, Stopped, Trial, TrialsFailed, run_to_end
+from launcher.watch import heartbeats
 from tests.helpers import failed, make_config, read_json, write_lines
 
 FAILED = failed("rank 0: it broke")
@@ -107,13 +107,6 @@ def test_a_trial_is_the_same_wherever_its_data_lies(tmp_path: Path) -> None:
     assert trials.earlier_outcome(dataclasses.replace(trial, config=config(8, "data.path=/two"))) is not None
 
 
-def test_a_run_of_an_older_benchmark_counts_with_the_time_that_it_tells(tmp_path: Path) -> None:
-    """It has no trial.json."""
-    trial = Trial(tmp_path / "t", config(), 2)
-    write(trial, {"status": "done", "time_s": {"setup": 1.0, "train": 2.0}})
-    assert trials.earlier_outcome(trial) == Outcome("ok", 3.0)
-
-
 @pytest.mark.parametrize("damage", [None, "torn", "gone", "short", "list", "zero"])
 def test_a_run_whose_steps_are_not_whole_is_run_again(tmp_path: Path, damage: str | None) -> None:
     trial = Trial(tmp_path / "t", config(8, "log.step_times=true"), 2)
@@ -181,14 +174,6 @@ def test_a_measured_run_is_read_without_its_warm_up(
         read_run.read_repeat(tmp_path, 2, warm_up, 5 - warm_up)
 
 
-def test_a_measured_precision_is_decided_once_but_on_gpus_by_their_ranks() -> None:
-    machine = environment.probe()
-    for units, on_gpu, precision in (((), True, "auto"), ((), False, "fp32"), (("amx_bf16",), False, "bf16")):
-        here = dataclasses.replace(machine, bf16_units=units)
-        decided = trials.trial_precision(config(8, "precision=auto"), here, ["ddp"], on_gpu=on_gpu)
-        assert decided == precision
-
-
 def test_the_end_of_all_trials_has_its_status_and_exit_code(tmp_path: Path) -> None:
     def end(error: Exception) -> None:
         raise error
@@ -232,9 +217,10 @@ def test_what_ends_without_a_word_runs_twice(tmp_path: Path, started: list[list[
         assert runs.scratch.is_dir()
     assert not runs.scratch.exists()
     assert [line.strip() for line in said] == ["t: ended from outside; once more"]
-    directory = str(trial.directory)
-    line = [directory, "--nproc", "2", "--launcher", "torchrun", "--cores", "1", "--data-bytes", "5"]
-    assert started == [line, line]
+    directory, ranks, options, limit = started[0]
+    assert (directory, ranks, limit) == (str(trial.directory), "2", "5")
+    assert json.loads(options) == {"launcher": "torchrun", "on_gpu": False, "cores": [1]}
+    assert started == [started[0]] * 2
     assert read_run.cause(trial.directory) == "both attempts ended without writing summary.json"
 
 
@@ -245,7 +231,7 @@ def test_a_trial_gets_its_slots_devices_and_says_how_far_it_is(
     asked: list[Any] = []
 
     def start(_: str, arguments: list[str], *, scratch: str, environ: object, **options: Any) -> Any:
-        asked.append((arguments[1:], environ))
+        asked.append((arguments[1], json.loads(arguments[2]), environ))
         trial = Path(arguments[0])
         assert read_json(trial / "environment.json") == {"bf16_units": []}
         write_lines(trial / "metrics.jsonl", [{"step": 1}])
@@ -267,18 +253,12 @@ def test_a_trial_gets_its_slots_devices_and_says_how_far_it_is(
     monkeypatch.setattr(trials, "time", clock)
     record.write_json(tmp_path / "environment.json", {"bf16_units": []})
     with trials.runner(
-        tmp_path, [Slot(gpus=("2", "5"))], launcher="accelerate", on_gpu=True, log=log
+        tmp_path, [Slot((0, 3), ("2", "5"))], launcher="accelerate", on_gpu=True, log=log
     ) as runs:
         assert runs.run_one(Trial(tmp_path / "t", config(), 2)) == Outcome("ok", 125.0)
     assert said == ["  t: step 1 of 2, running for 2 min 05 s"]
-    line = ["--nproc", "2", "--launcher", "accelerate", "--on-gpu"]
-    assert asked == [(line, {"CUDA_VISIBLE_DEVICES": "2,5"})]
-
-
-def test_without_cores_of_its_own_a_trial_has_its_slots(tmp_path: Path, started: list[list[str]]) -> None:
-    with runner(tmp_path, Slot(cores=(0, 3))) as runs:
-        runs.run_one(Trial(tmp_path / "t", config(), 2))
-    assert started[0][-2:] == ["--cores", "0,3"]
+    options = {"launcher": "accelerate", "on_gpu": True, "cores": [0, 3]}
+    assert asked == [("2", options, {"CUDA_VISIBLE_DEVICES": "2,5"})]
 
 
 def test_the_process_of_a_trial_runs_what_it_is_asked_for(
@@ -287,25 +267,19 @@ def test_the_process_of_a_trial_runs_what_it_is_asked_for(
     calls: list[Any] = []
     limits: list[Any] = []
 
-    def run(directory: Path, *given: Any, **options: Any) -> RunResult:
-        calls.append((directory, given[0], given[1], options))
+    def run(directory: Path, *given: Any, watch: heartbeats.Watch, **options: Any) -> RunResult:
+        calls.append((directory, given[0], given[1], watch._hang_after_s, watch._end_after_s, options))
         return RunResult(3, Failure(rank=1, message="ValueError: no"))
 
     monkeypatch.setattr(processes, "run", run)
-    monkeypatch.setattr(trial_process.heartbeats, "Watch", lambda *_, **limits: limits)
-    monkeypatch.setattr(trial_process.resource, "setrlimit", lambda *given: limits.append(given))
+    monkeypatch.setattr(trials.resource, "setrlimit", lambda *given: limits.append(given))
     settings = ("run.hang_after_s=7", "run.end_hung_after_s=70")
     (tmp_path / "config.yaml").write_text(dump_config(config(8, *settings)))
-    watch = {"hang_after_s": 7.0, "end_hung_after_s": 70.0}
-    line = [str(tmp_path), "--nproc", "2"]
-    plain = {"launcher": "torchrun", "on_gpu": False, "watch": watch, "cores": None}
-    assert trial_process.main(line) == 3
-    more = ["--launcher", "deepspeed", "--on-gpu", "--cores", "4,5", "--data-bytes", "99"]
-    assert trial_process.main([*line, *more]) == 3
-    full = {"launcher": "deepspeed", "on_gpu": True, "watch": watch, "cores": [4, 5]}
-    assert calls == [(tmp_path, 2, "never", plain), (tmp_path, 2, "never", full)]
+    options = {"launcher": "deepspeed", "on_gpu": True, "cores": [4, 5]}
+    assert trials.main([str(tmp_path), "2", json.dumps(options), "99"]) == 3
+    assert calls == [(tmp_path, 2, "never", 7.0, 70.0, options)]
     assert limits == [(resource.RLIMIT_DATA, (99, 99))]
-    assert capsys.readouterr().out == "rank 1: ValueError: no\n" * 2
+    assert capsys.readouterr().out == "rank 1: ValueError: no\n"
 
 
 def test_the_next_trial_is_taken_when_a_slot_is_free(tmp_path: Path, started: list[list[str]]) -> None:
@@ -344,58 +318,30 @@ def test_a_stop_signal_is_passed_to_a_trial_once(tmp_path: Path, monkeypatch: py
     assert notes.read_text() == "15\n"
 
 
-def test_a_signal_ends_a_helper_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not when its time is over, which no clock here says."""
-    looks = itertools.count()
-
-    def start(*_: object, scratch: str, environ: dict[str, str], **options: Any) -> subprocess.Popen[str]:
-        command = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"]
-        process = subprocess.Popen(command, text=True, **options)
-        os.kill(os.getpid(), signal.SIGTERM)
-        return process
-
-    def stands_still() -> float:
-        assert next(looks) < 20, "the signal is not heeded"
-        return 0.0
-
-    monkeypatch.setattr(children, "start_module", start)
-    monkeypatch.setattr(processes, "POLL_S", 0.01)
-    monkeypatch.setattr(trials, "time", types.SimpleNamespace(monotonic=stands_still))
-    with runner(tmp_path) as runs:
-        with pytest.raises(Stopped) as stopped:
-            runs.helper("bert_dp.dist", [])
-    assert stopped.value.number == signal.SIGTERM
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_helper_says_json_on_its_cores_and_its_failure_is_told(
+def test_a_helper_answers_in_json_on_its_cores_and_a_signal_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One that takes too long is killed; what it has said until then counts."""
-    code, said = "print('noise'); print('{\"a\": 1}', flush=True)", tmp_path / "said"
-    asked: list[Any] = []
+    core = min(os.sched_getaffinity(0))
+    code = "print('noise'); import os; print('{\"cores\": %s}' % list(os.sched_getaffinity(0)), flush=True)"
 
-    def start(
-        module: str, arguments: list[str], *, scratch: str, environ: dict[str, str], **options: Any
-    ) -> subprocess.Popen[str]:
-        assert environ == {"CUDA_VISIBLE_DEVICES": ""}, "of trials on CPU ranks"
-        asked.append((module, arguments, scratch, os.sched_getaffinity(0)))
+    def start(module: str, arguments: list[str], *, scratch: str, **options: Any) -> subprocess.Popen[str]:
+        assert options.pop("environ") == {"CUDA_VISIBLE_DEVICES": ""}, "of trials on CPU ranks"
         return subprocess.Popen([sys.executable, "-I", "-S", "-c", code], text=True, **options)
 
     monkeypatch.setattr(children, "start_module", start)
-    monkeypatch.setattr(processes, "POLL_S", 0.01)
     before = os.sched_getaffinity(0)
-    core = min(before)
     with runner(tmp_path) as runs:
-        assert runs.helper("m", ["x"], [core]) == [{"a": 1}]
-        assert (asked, os.sched_getaffinity(0)) == ([("m", ["x"], f"{runs.scratch}", {core})], before)
+        assert runs.helper("m", ["x"], [core]) == [{"cores": [core]}]
+        assert os.sched_getaffinity(0) == before
         assert capsys.readouterr().err == ""
-        late = 2 * trials.HELPER_TIMEOUT_S
-        clock = types.SimpleNamespace(monotonic=lambda: late if said.exists() else 0.0)
-        monkeypatch.setattr(trials, "time", clock)
-        code += f"; open({str(said)!r}, 'w'); import time; time.sleep(15)"
-        assert runs.helper("m", ["x"]) == [{"a": 1}]
-    assert capsys.readouterr().err == "warning: m killed by signal 9 (SIGKILL)\n"
+        code += "; os._exit(3)"
+        assert runs.helper("m", ["x"], [core]) == [{"cores": [core]}]
+        assert "warning: m ended with exit code 3" in capsys.readouterr().err
+        code = "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
+        with pytest.raises(Stopped) as stopped:
+            runs.helper("m", [])
+    assert stopped.value.number == signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_tells_why_it_ended_and_of_which_kind(tmp_path: Path) -> None:
@@ -413,29 +359,12 @@ def test_ranks_have_as_many_threads_as_the_cores_that_they_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(
-        processes,
-        "start_command",
-        lambda *_: [sys.executable, "-c", "import os; print(os.environ['OMP_NUM_THREADS'])"],
-    )
+    command = [sys.executable, "-c", "import os; print(os.environ['OMP_NUM_THREADS'])"]
+    monkeypatch.setattr(processes, "start_command", lambda *_: command)
     cores = sorted(os.sched_getaffinity(0))
-    run = tmp_path / "run"
     for share in (1, len(cores)):
-        run.mkdir(exist_ok=True)
-        processes.run(run, 1, "never", lambda: None, cores=cores[:share])
-        assert (run / "logs" / "torchrun.log").read_text().splitlines()[-1] == str(share)
-
-
-def test_progress_counts_and_says_what_is_left() -> None:
-    said: list[str] = []
-    progress = trials.Progress([1.0, 1.0, 2.0], said.append)
-    progress.had(1.0)
-    progress.ended(1.0, 5.0, "a: ok")
-    progress.expect(1.0)
-    progress.ended(2.0, 5.0, "b: ok")
-    progress.ended(1.0, 5.0, "c: ok")
-    assert [line.partition("; left ")[0] for line in said] == ["[2/3] a: ok", "[3/4] b: ok", "[4/4] c: ok"]
-    assert said[-1].endswith("left <1 s")
+        processes.run(tmp_path, 1, "never", lambda: None, cores=cores[:share])
+        assert (tmp_path / "logs" / "torchrun.log").read_text().splitlines()[-1] == str(share)
 
 
 def test_the_time_left_follows_the_shares_and_the_seconds_of_this_calls_trials() -> None:

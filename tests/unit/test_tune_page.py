@@ -11,14 +11,14 @@ import pytest
 from bert_dp import record
 from launcher.report.model import Line, Report
 from launcher.stats import half_width
-from launcher.tune import throughput, tune_page
+from launcher.tune import tune_page
 from launcher.tune.lr_search import TuneLr
-from launcher.tune.throughput import TimedRun, TuneBatch
+from launcher.tune.throughput import TuneBatch
 from launcher.tune.tune_page import batch_page, lr_page
 from tests.helpers import raised_issues
 from tests.report_fixture import figure_of, read_page, shown
-from tests.tune_fixture import DECLARED, NOISE, STEP_S, TOO_LARGE, batch, lr, transfer, unmeasured
-from tests.unit.test_scale_page import numbers, points
+from tests.tune_fixture import DECLARED, STEP_S, batch, lr, unmeasured
+from tests.unit.test_scale_page import points
 
 OUT = Path("OUT")
 THROUGHPUT, MEMORY = "Throughput against micro batch", "Peak memory against micro batch"
@@ -40,7 +40,7 @@ def line(report: Report, title: str, label: str) -> Line:
 
 
 def test_the_page_is_found_by_the_kind_of_search(tmp_path: Path) -> None:
-    for data in (batch(), lr(transfer=transfer())):
+    for data in (batch(), lr()):
         record.write_json(tmp_path / "tune.json", data)
         assert tune_page.tune_page(tmp_path / "tune.json").title == of(data).title
     record.write_json(tmp_path / "tune.json", {"kind": "other"})
@@ -51,7 +51,7 @@ def test_the_page_is_found_by_the_kind_of_search(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "figures"), [(batch(), {THROUGHPUT, MEMORY}), (lr(), {LOSS, RANGE})], ids=["batch", "lr"]
 )
-def test_every_figure_and_section_is_there(data: dict[str, Any], figures: set[str]) -> None:
+def test_every_figure_is_there(data: dict[str, Any], figures: set[str]) -> None:
     page = read_page(of(data))
     assert set(page.labels) == figures
     assert "bert-dp train OUT/tuned.yaml" in page.text
@@ -69,7 +69,6 @@ def test_every_figure_and_section_is_there(data: dict[str, Any], figures: set[st
         ),
         (change(batch(), "choice", limited_by="budget"), "ok", ["--budget"]),
         (change(batch(), "choice", not_settled=[4, 2]), "warn", ["4, 2"]),
-        (batch(cached=True), "ok", ["--fresh"]),
         (batch(status="partial"), "warn", ["Partial"]),
         (batch(status="failed", why="micro batch 1 fails", choice=None), "fail", ["micro batch 1 fails"]),
         (batch(choice=None), "warn", ["No micro batch"]),
@@ -115,17 +114,12 @@ def test_a_lead_that_the_held_out_text_cannot_carry_is_warned_of(se: float, warn
 
 
 def test_throughput_shows_each_size_and_each_run() -> None:
+    """tests/golden records the numbers of every figure and table; here they are those of the file."""
     data = batch()
     figure = figure_of(of(data), THROUGHPUT)
     mean, runs = (t for t in figure.traces if isinstance(t, Line))
-    sizes = data["sizes"]
-    assert points(mean) == {s["micro_batch"]: s["samples_per_s"] for s in sizes}
-    assert list(zip(mean.low, mean.high, strict=True)) == [tuple(s["samples_per_s_ci95"]) for s in sizes]
-    assert runs.x == [2, 2, 4, 4, 8, 8]
+    assert points(mean) == {s["micro_batch"]: s["samples_per_s"] for s in data["sizes"]}
     assert runs.y == pytest.approx([DECLARED / s for micro in STEP_S for s in STEP_S[micro]])
-    assert figure.levels[0].value == pytest.approx(0.97 * sizes[-1]["samples_per_s"])
-    assert [mark.value for mark in figure.marks] == [8]
-    assert list(figure.x.ticks) == [2, 4, 8]
 
 
 def test_a_lost_size_is_listed_with_its_reason() -> None:
@@ -137,45 +131,11 @@ def test_a_lost_size_is_listed_with_its_reason() -> None:
     assert line(report, THROUGHPUT, "each run").x == [4, 4, 8, 8]
 
 
-def test_a_shorter_trial_counts_the_update_once() -> None:
-    """Half the sequences: a step of the declared batch has twice the passes and one update."""
-    run = TimedRun(name="r", step_s=[1.0, 1.2], forward_backward_s=[0.8, 0.9], peak_gib=[1.0])
-    assert throughput.run_rate(run, 64, 128) == pytest.approx(128 / ((1.8 + 2.1) / 2))
-
-
-def test_memory_shows_the_line_the_peaks_and_the_limits() -> None:
-    data = batch()
-    report = of(data)
-    ends = points(line(report, MEMORY, "line through the two largest"))
-    assert ends == pytest.approx({0: 0.2, TOO_LARGE: 0.2 + 0.0125 * TOO_LARGE})
-    assert points(line(report, MEMORY, "measured, greatest rank")) == pytest.approx(
-        {2: 0.225, 4: 0.25, 8: 0.3}
-    )
-    assert [rule.value for rule in figure_of(report, MEMORY).levels] == pytest.approx([0.5, 0.45])
-    far = figure_of(of(change(data, "memory", limit_gib=64.0)), MEMORY)
+def test_a_memory_limit_that_is_far_away_is_told_and_not_drawn() -> None:
+    assert [rule.value for rule in figure_of(of(batch()), MEMORY).levels] == pytest.approx([0.5, 0.45])
+    far = figure_of(of(change(batch(), "memory", limit_gib=64.0)), MEMORY)
     assert not far.levels
     assert "64.00 GiB" in far.note
-
-
-def test_noise_scale_with_its_equation_or_why_there_is_none() -> None:
-    report = of(batch())
-    verdict = next(v for v in report.verdicts if v.text.startswith("Noise scale"))
-    assert [value for value in ("310", "255", "391") if value not in verdict.text] == []
-    assert "0.62 / 0.002, 170 of 170 steps" in verdict.notes[0]
-    assert f"{100 / (1 + DECLARED / NOISE):.1f} %" in verdict.notes[1]
-    none = of(batch(inconclusive="fewer than 50 steps"))
-    assert any("fewer than 50 steps" in v.text for v in none.verdicts)
-    assert "310" not in read_page(none).text
-
-
-def test_goodput_has_its_gain_and_its_range() -> None:
-    data = batch()
-    gain = data["goodput"]
-    verdict = next(v for v in of(data).verdicts if v.text.startswith("Goodput"))
-    assert str(gain["recommended"]) in verdict.text
-    assert f"{100 * gain['gain']:.1f} %" in verdict.text
-    both = " and ".join(map(str, gain["recommended_interval"]))
-    assert both in verdict.notes[0]
 
 
 def test_loss_by_rate_has_every_seed_of_the_last_rung_and_what_diverged() -> None:
@@ -193,27 +153,10 @@ def test_loss_by_rate_has_every_seed_of_the_last_rung_and_what_diverged() -> Non
 
 
 def test_range_test_marks_the_edge_and_cuts_what_is_far_above() -> None:
-    data = lr()
-    figure = figure_of(of(data), RANGE)
+    figure = figure_of(of(lr()), RANGE)
     assert [mark.value for mark in figure.marks] == [0.3]
-    trace = figure.traces[0]
-    assert isinstance(trace, Line)
-    assert max(trace.values) == pytest.approx(1.5 * 5.5)
-    assert "8.25" in figure.note
-    figure = figure_of(of(change(data, "range_test", edge=None, why="no divergence up to 0.1")), RANGE)
-    assert not figure.marks
-    assert "no divergence up to 0.1" in figure.note
-
-
-def test_tables_hold_every_number() -> None:
-    data = batch()
-    sizes = [{key: value for key, value in size.items() if key != "runs"} for size in data["sizes"]]
-    assert numbers([sizes]) <= read_page(of(data)).exact
-    data = lr()
-    page = read_page(of(data))
-    trials = [t for rung in data["rungs"] for t in rung["trials"]]
-    assert numbers([trials]) <= page.exact
-    assert all(t["trial"] in page.text for t in trials)
+    assert max(line(of(lr()), RANGE, "training loss").values) == pytest.approx(1.5 * 5.5)
+    assert not figure_of(of(change(lr(), "range_test", edge=None)), RANGE).marks
 
 
 def test_the_last_rung_says_which_rate_is_chosen_and_which_is_tied() -> None:
