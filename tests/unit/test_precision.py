@@ -12,8 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-import bert_dp.precision
-from bert_dp import record, setup
+from bert_dp import precision, record, setup
 from bert_dp.config import ENGINES, bf16_units, decide_precision, dump_config
 from bert_dp.dist import Comm
 from bert_dp.train_state import TrainState
@@ -105,7 +104,7 @@ class Ranks(Comm):
 def agreed(
     monkeypatch: pytest.MonkeyPatch, able: Sequence[bool], *settings: str, kept: str | None = None
 ) -> str:
-    monkeypatch.setattr(bert_dp.precision, "bf16_units", lambda: ("amx_bf16",) if able[0] else ())
+    monkeypatch.setattr(precision, "bf16_units", lambda: ("amx_bf16",) if able[0] else ())
     resumed = None if kept is None else setup.Checkpoint(Path(), {}, TrainState(), None, kept, None)
     config = make_config("precision=auto", *settings)
     rank: Any = SimpleNamespace(config=config, comm=Ranks(able), device=CPU, log_rank0=print)
@@ -121,7 +120,7 @@ def test_a_gpu_multiplies_bf16_from_ampere_on(
     asked: list[Any] = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda of: (asked.append(of), capability)[1])
     gpu = torch.device("cuda", 3)
-    assert bert_dp.precision.choose_precision("auto", gpu).name == chosen
+    assert precision.choose_precision("auto", gpu).name == chosen
     assert asked == [gpu], "machines may hold GPUs of two kinds"
 
 
@@ -152,8 +151,8 @@ def test_a_run_that_goes_on_keeps_its_precision_and_says_where_that_is_slow(
 def test_launcher_and_ranks_estimate_and_try_in_the_same_precision(
     machine: Environment, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bert_dp.precision, "bf16_units", lambda: machine.bf16_units)
-    own = bert_dp.precision.choose_precision(AUTO.precision, torch.device("cpu"), AUTO.parallel.engine)
+    monkeypatch.setattr(precision, "bf16_units", lambda: machine.bf16_units)
+    own = precision.choose_precision(AUTO.precision, torch.device("cpu"), AUTO.parallel.engine)
     assert own.name == chosen
     assert check_memory(AUTO, 2, machine, on_gpu=False).precision == chosen
     assert check_memory(AUTO, 2, machine, on_gpu=False, kept="fp64").precision == "fp64"
@@ -275,7 +274,7 @@ def test_fp32_products_are_in_tf32_on_a_gpu_beside_16_bits_alone(
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("medium")
-        bert_dp.precision.allow_tf32(bert_dp.precision.precision_of(name), torch.device(device))
+        precision.allow_tf32(precision.precision_of(name), torch.device(device))
         assert torch.get_float32_matmul_precision() == allowed
     finally:
         torch.set_float32_matmul_precision(before)
