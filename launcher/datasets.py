@@ -82,23 +82,18 @@ def build(
         for issue in no_effect(config):
             if issue.setting.startswith("data.build."):
                 show(console, f"warning: {issue}", **PLAIN)
-        # the tokenising processes look for modules in the current folder otherwise
-        os.environ["PYTHONSAFEPATH"] = "1"
-        try:
-            with shown_progress() as progress:
-                manifest = build_shards(
-                    sources,
-                    out,
-                    config.data.build,
-                    vocab_size=size,
-                    sequence_length=sequence_length,
-                    tokenizer=tokenizer,
-                    processes=processes,
-                    force=force,
-                    progress=progress,
-                )
-        except RuntimeError as error:  # a tokenising process died
-            sys.exit(f"error: {error}")
+        with shown_progress() as progress:
+            manifest = build_shards(
+                sources,
+                out,
+                config.data.build,
+                vocab_size=size,
+                sequence_length=sequence_length,
+                tokenizer=tokenizer,
+                processes=processes,
+                force=force,
+                progress=progress,
+            )
     for line in built_lines(out, manifest, None if tokenizer else size):
         show(console, line, **PLAIN)
     return 0

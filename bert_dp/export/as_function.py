@@ -1,4 +1,4 @@
-"""A run's model as one function of token ids and a padding mask: what is compared, traced and compiled."""
+"""Open a run for export: its model as one function of token ids and a padding mask."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from bert_dp.model import CrammedBert
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
-    """What is exported."""
+class ExportSource:
+    """A checkpoint that is exported, and what it is exported as."""
 
     checkpoint: Path
     facts: record.CheckpointFacts
@@ -36,34 +36,34 @@ class Source:
         folder = self.checkpoint.parent
         return folder.parent.name if folder.name == "checkpoints" else self.checkpoint.name
 
-    def whole(self) -> Whole:
-        return Whole(self.model, self.kind).eval()
+    def module(self) -> ExportModule:
+        """Build the module that is traced, compiled and compared."""
+        return ExportModule(self.model, self.kind).eval()
 
 
-def open_run(run: str | Path, *, encoder: bool) -> Source:
-    """The newest good checkpoint of a run, or one checkpoint. `encoder`: without its head.
+def open_run(run: str | Path, *, encoder: bool) -> ExportSource:
+    """Load the newest good checkpoint of a run, or one checkpoint. `encoder`: without its head.
 
     Raises ConfigError.
     """
-    path = checkpoint.resolve(str(run))
-    model, tokenizer, config = pretrained.load_with_config(path)
-    file = record.tokenizer_of(path)
+    loaded = pretrained.load_checkpoint(checkpoint.resolve(str(run)).resolve())
+    model, file = loaded.model, record.tokenizer_of(loaded.path)
     kind: Kind = "encoder" if encoder else "mlm" if isinstance(model, CrammedBert) else "classifier"
-    return Source(
-        checkpoint=path.resolve(),
-        facts=record.read_checkpoint_facts(path),
-        config=config,
+    return ExportSource(
+        checkpoint=loaded.path,
+        facts=loaded.facts,
+        config=loaded.config,
         kind=kind,
         model=model.float(),
-        tokenizer=tokenizer,
+        tokenizer=loaded.tokenizer,
         tokenizer_file=file,
-        special=tokens.special_ids(tokenizer, str(file)),
+        special=tokens.special_ids(loaded.tokenizer, str(file)),
     )
 
 
-class Whole(nn.Module):
-    """input_ids and attention_mask, each [B, S] int64, to foreign.OUTPUTS: logits [B, S, V] of tokens or
-    [B, L] of labels, hidden states [B, S, H]."""
+class ExportModule(nn.Module):
+    """Compute foreign.OUTPUTS of input_ids and attention_mask, each [B, S] int64: logits [B, S, V] of tokens
+    or [B, L] of labels, hidden states [B, S, H]."""
 
     def __init__(self, model: CrammedBert | Classifier, kind: Kind):
         super().__init__()
