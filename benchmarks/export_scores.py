@@ -4,7 +4,7 @@
 
 RUN is a finetuned run that has kept its checkpoint (`bert-dp finetune`; a trial of `eval glue` keeps it only
 where another task starts from it), with the examples that it was finetuned on still prepared. It is exported
-by `python -m bert_dp.export` in each form, and every labelled split but train is predicted as
+by `bert-dp export` in each form, and every labelled split but train is predicted as
 `bert-dp predict` does: first by the run in fp32, then by each exported directory. The drop is the run's score
 less the export's, in points (hundredths of the metric).
 """
@@ -27,7 +27,7 @@ from benchmarks import records
 from benchmarks.export_speed import PACKAGES
 from benchmarks.turns import aligned, tell
 from bert_dp import predict
-from bert_dp.config import Config, ConfigError, ExamplesManifest, read_examples
+from bert_dp.config import Config, ConfigError, ExamplesManifest, Issue, read_examples
 from bert_dp.config.examples import TRAIN
 from bert_dp.examples.store import Examples
 from bert_dp.export.as_function import open_run
@@ -39,7 +39,6 @@ FORMS = {
     "onnx-int8": ("onnx", "--int8"),
     "aoti": ("aoti",),
     "aoti-bf16": ("aoti", "--bf16"),
-    "aoti-int8": ("aoti", "--int8"),
 }
 DEFAULT = "onnx,onnx-int8,aoti-bf16"
 GOAL_POINTS = 0.5  # the largest drop
@@ -61,7 +60,8 @@ def measure(run: Path, forms: Sequence[str]) -> dict[str, Any]:
     """The scores of a run by each form. Raises ConfigError for one that is not finetuned."""
     source = open_run(run, encoder=False)
     if source.kind != "classifier":
-        raise ConfigError([f"{run}: is not a finetuned run; name one that `bert-dp finetune` has made"])
+        hint = "name one that `bert-dp finetune` has made"
+        raise ConfigError([Issue(str(run), "unsupported", "is not a finetuned run", hint=hint)])
     config: Config = source.config
     manifest = read_examples(Path(config.data.path or ""))
     scores = {"run": scores_of(run, config, manifest)}
@@ -69,8 +69,8 @@ def measure(run: Path, forms: Sequence[str]) -> dict[str, Any]:
         for form in forms:
             out = Path(scratch) / form
             kind, *options = FORMS[form]
-            words = [kind, str(run), "--out", str(out), "--command", f"export {form}", *options]
-            subprocess.run([sys.executable, "-m", "bert_dp.export", *words], check=True)
+            words = ["export", kind, str(run), "--out", str(out), *options]
+            subprocess.run([sys.executable, "-m", "launcher", *words], check=True)
             scores[form] = scores_of(out, config, manifest)
             tell(f"{run.name}: {form} is measured")
     return {
@@ -92,7 +92,7 @@ def splits_of(manifest: ExamplesManifest) -> Iterator[str]:
 
 def scores_of(place: Path, config: Config, manifest: ExamplesManifest) -> dict[str, float]:
     """split/metric -> score, of a run or of an exported directory."""
-    source = predict.find_source(str(place))
+    source = predict.find_source(place)
     compute, encoder = predict.open_model(source.path), source.encoder
     scores: dict[str, float] = {}
     for split in splits_of(manifest):
