@@ -4,7 +4,7 @@
 
 RUN is a finetuned run that has kept its checkpoint (`bert-dp finetune`; a trial of `eval glue` keeps it only
 where another task starts from it), with the examples that it was finetuned on still prepared. It is exported
-by `python -m bert_dp.export` in each form, and every labelled split but train is predicted as
+by `bert-dp export` in each form, and every labelled split but train is predicted as
 `bert-dp predict` does: first by the run in fp32, then by each exported directory. The drop is the run's score
 less the export's, in points (hundredths of the metric).
 """
@@ -39,7 +39,6 @@ FORMS = {
     "onnx-int8": ("onnx", "--int8"),
     "aoti": ("aoti",),
     "aoti-bf16": ("aoti", "--bf16"),
-    "aoti-int8": ("aoti", "--int8"),
 }
 DEFAULT = "onnx,onnx-int8,aoti-bf16"
 GOAL_POINTS = 0.5  # the largest drop
@@ -70,8 +69,8 @@ def measure(run: Path, forms: Sequence[str]) -> dict[str, Any]:
         for form in forms:
             out = Path(scratch) / form
             kind, *options = FORMS[form]
-            words = [kind, str(run), "--out", str(out), "--command", f"export {form}", *options]
-            subprocess.run([sys.executable, "-m", "bert_dp.export", *words], check=True)
+            words = ["export", kind, str(run), "--out", str(out), *options]
+            subprocess.run([sys.executable, "-m", "launcher", *words], check=True)
             scores[form] = scores_of(out, config, manifest)
             tell(f"{run.name}: {form} is measured")
     return {
@@ -93,7 +92,7 @@ def splits_of(manifest: ExamplesManifest) -> Iterator[str]:
 
 def scores_of(place: Path, config: Config, manifest: ExamplesManifest) -> dict[str, float]:
     """split/metric -> score, of a run or of an exported directory."""
-    source = predict.find_source(str(place))
+    source = predict.find_source(place)
     compute, encoder = predict.open_model(source.path), source.encoder
     scores: dict[str, float] = {}
     for split in splits_of(manifest):

@@ -16,8 +16,7 @@ A row is PROGRAM:MODE:PRECISION. A row whose package is not installed, or whose 
 multiply, is named as absent. Every row lives in a process of its own, on the same cores with the same number
 of threads, and glibc keeps freed memory in all of them; rows take turns at every batch x length, in an order
 drawn anew in each round from a fixed seed. The first call of each row and point is outside the timing, but
-for points of more than 4,096 tokens. transformers imports torchao where it is installed, which is then in its
-load time.
+for points of more than 4,096 tokens.
 
     load_s        from a bare Python to a model that is ready, its libraries' import in it
     first_s       the first answer, 3 sequences of ragged lengths: what is compiled is compiled there
@@ -52,7 +51,6 @@ from benchmarks import records, step_speed, turns
 from benchmarks.turns import aligned, ratios, spread, tell, with_range
 from bert_dp.config import Config, bf16_units, find_config, read_yaml, resolve, shipped_configs
 from bert_dp.record import TOKENIZER
-from bert_dp.record.exported import ExportPrecision
 
 MODELS = ("crammed-rope", "small-text")
 ROWS = (
@@ -62,7 +60,6 @@ ROWS = (
     "ours:compiled:bf16",
     "ours:aoti:fp32",
     "ours:aoti:bf16",
-    "ours:aoti:int8",
     "transformers:eager:fp32",
     "transformers:eager:bf16",
     "transformers:compiled:fp32",
@@ -80,18 +77,16 @@ FUSED, INT8 = "onnxruntime:fused:fp32", "onnxruntime:plain:int8"
 FILES = {  # row -> what is exported for it
     "ours:aoti:fp32": "aoti",
     "ours:aoti:bf16": "aoti-bf16",
-    "ours:aoti:int8": "aoti-int8",
     **dict.fromkeys((row for row in ROWS if row.startswith("transformers")), "hf"),
     **dict.fromkeys((row for row in ROWS if row.startswith("openvino")), "onnx"),
     PLAIN: "onnx",
     FUSED: "onnx-fused",
     INT8: "onnx-int8",
 }
-AOTI: dict[str, ExportPrecision] = {"aoti": "fp32", "aoti-bf16": "bf16", "aoti-int8": "int8"}
 SHARE_AT = (8, 128)
 WARM_TOKENS = 4096  # of the calls that have an untimed one before them; others are long beside what it costs
 MOST_CALLS = 50  # of a row at a point in one round
-PACKAGES = ("torch", "transformers", "onnx", "onnxruntime", "torchao", "openvino", "numpy")
+PACKAGES = ("torch", "transformers", "onnx", "onnxruntime", "openvino", "numpy")
 QUICK = {
     "model": {"vocab_size": 256, "hidden_size": 32, "num_heads": 2, "num_layers": 1, "intermediate_size": 32},
     "data": {"sequence_length": 16},
@@ -160,8 +155,6 @@ def absent(row: str) -> str | None:
     """Why this machine cannot measure a row."""
     program, mode, precision = row.split(":")
     package = {"ours": "torch", "matmul": "torch"}.get(program, program)
-    if row == "ours:aoti:int8":
-        package = "torchao"
     if importlib.util.find_spec(package) is None:
         return f"{package} is not installed"
     if precision == "bf16" and not bf16_units():
@@ -228,7 +221,7 @@ def export(form: str, source: Any, folder: Path, config: Config) -> dict[str, An
         write_hf(source, folder)
     elif form.startswith("aoti"):
         write_about(folder, source, "aoti", "benchmarks/export_speed.py")
-        write_aoti(source, folder, AOTI[form])
+        write_aoti(source, folder, bf16=form == "aoti-bf16")
     elif form == "onnx-int8":
         write_onnx(source, folder, int8=True)
     elif form == "onnx-fused" and plain.exists():
@@ -266,7 +259,7 @@ def open_row(row: str, scratch: Path, threads: int) -> Callable[..., Any]:
         )
     from bert_dp.export.as_function import open_run
 
-    model: Any = open_run(folder, encoder=True).whole().to(dtype)
+    model: Any = open_run(folder, encoder=True).module().to(dtype)
     if mode == "compiled":
         model = torch.compile(model, dynamic=True)
 
@@ -529,7 +522,6 @@ def findings(o: argparse.Namespace, rows: dict[str, dict[str, Any]]) -> dict[str
         "our best fp32 over transformers eager": (PEER, wide),
         "our best bf16 over our best fp32": (wide, narrow),
         "int8 over fp32 of onnxruntime": (PLAIN, INT8),
-        "int8 over fp32 of aoti": ("ours:aoti:fp32", "ours:aoti:int8"),
         "fused over plain of onnxruntime": (PLAIN, FUSED),
     }
     figures: dict[str, Any] = {

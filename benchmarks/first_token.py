@@ -27,7 +27,7 @@ from benchmarks.turns import aligned
 from bert_dp.config import ConfigError, read_examples
 from bert_dp.examples.store import Examples
 from bert_dp.model import Attention, EncoderModel, build_model, rotate
-from bert_dp.pretrained import load_with_config
+from bert_dp.pretrained import load
 from launcher.evaluate.finetune import find_pretrained, glue_source, prepare
 
 NEAR = 8  # positions
@@ -89,9 +89,10 @@ def equal_shares(examples: list[Tensor], sep: int) -> dict[str, float]:
 
 
 def measure(o: argparse.Namespace) -> dict[str, Any]:
-    model, _, config = load_with_config(o.run)
-    length = config.data.sequence_length
-    path = prepare(find_pretrained(o.run), glue_source(o.task, o.glue), length)
+    model, _ = load(o.run)
+    start = find_pretrained(o.run)
+    config, length = start.config, start.config.data.sequence_length
+    path = prepare(start, glue_source(o.task, o.glue), length)
     manifest = read_examples(path)
     split = next(name for name in manifest.splits if name.startswith("dev"))
     stored = Examples.open(path, manifest, split)

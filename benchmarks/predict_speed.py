@@ -85,7 +85,7 @@ def main() -> None:
     keep_freed_memory()  # as predict does
     with tempfile.TemporaryDirectory(prefix="predict-speed-") as scratch:
         run = make_run(Path(scratch) / "run", subject_of(o.model, o).config, train)
-        source = predict.find_source(str(run))
+        source = predict.find_source(run)
         compute, encoder = predict.open_model(source.path, precision="fp32"), source.encoder
     encoded = encoder.encode([(text,) for text in dev])
     rows = np.split(encoded.ids, encoded.offsets[1:-1])

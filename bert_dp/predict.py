@@ -1,39 +1,35 @@
-"""Labels or encodings of a file's examples: `python -m bert_dp.predict RUN FILE` writes a JSON line for each.
+"""Label or encode the examples of a file, a JSON line for each, in the order of the file.
 
-The lines stand in the order of the file; examples of about one length are computed together. A line of what
-was computed in bf16 says so.
+Examples of about one length are computed together. A line that was computed in bf16 says so.
 
 Axes: N examples that are held at once, B of a batch, S tokens of its longest, L outputs of an example.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
-import functools
 import itertools
 import json
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bert_dp import checkpoint, instances, pretrained, record
+from bert_dp import checkpoint, pretrained, record
 from bert_dp.classifier import Classifier, pool
-from bert_dp.config import ConfigError, FinetuneConfig, resolve
+from bert_dp.config import ConfigError, FinetuneConfig, Issue, resolve
 from bert_dp.config.manifest import WARNED_LOSS, lost_words
 from bert_dp.corpus import readers
 from bert_dp.corpus.builder import shown_progress
-from bert_dp.corpus.command import run_command
 from bert_dp.corpus.pipeline import Progress
 from bert_dp.examples.custom import read_table
 from bert_dp.examples.prepare import Encoder
@@ -43,7 +39,7 @@ from bert_dp.measure.peak import use_all_cores
 from bert_dp.model import CrammedBert
 from bert_dp.precision import allow_tf32, inference_precision
 from bert_dp.rank_process import RunFailed
-from bert_dp.record.exported import is_exported, read_exported
+from bert_dp.record.exported import is_exported, read_exported, require_loaders
 
 HELD = 8192  # examples that are sorted by length among each other
 # of one forward pass, padding included: a GPU needs many to be busy; a core is busy with few, and then fewer
@@ -54,48 +50,89 @@ DIGITS = 6  # after the point, of what is written
 
 Texts = Sequence[tuple[str, ...]]
 Compute = Callable[[Tensor, Tensor], Tensor]
-"""Token ids and which of them are real, each [B, S], to logits [B, L] of a finetuned run or hidden states
+"""Token ids and a mask of the real ones, each [B, S], to logits [B, L] of a finetuned run or hidden states
 [B, S, H]."""
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelSource:
-    """What predicts, without its weights."""
+    """A model that predicts, without its weights."""
 
     path: Path
-    """A checkpoint, or an exported directory."""
+    """A checkpoint that was verified, or an exported directory."""
     finetune: FinetuneConfig | None
     """None of a pretrained run."""
     encoder: Encoder
 
 
-def find_source(run: str) -> ModelSource:
-    """Of a run, of a checkpoint or of an exported directory. Raises ConfigError."""
-    path = Path(run)
+def predict_file(
+    run: Path,
+    file: str,
+    *,
+    text: str | None = None,
+    text_pair: str | None = None,
+    pooling: str | None = None,
+    out: Path | None = None,
+    threads: int | None = None,
+    precision: str = "auto",
+) -> None:
+    """Write a line for each example of `file`, to a new file `out` or to stdout.
+
+    `run`: a run, a checkpoint or an exported directory. `text` and `text_pair`: columns of a table.
+    `threads`: by default one for each core. The rest as in `predict`. Raises ConfigError and RunFailed.
+    """
+    if text_pair is not None and text is None:
+        message = "goes with --text, the column of the first text"
+        raise ConfigError([Issue("--text-pair", "missing", message, text_pair, "--text")])
+    if out is not None and out.exists():
+        raise ConfigError([Issue("--out", "exists", f"{out} exists", str(out), hint="name a new file")])
+    source = find_source(run.expanduser())
+    if precision != "auto" and is_exported(source.path):
+        message = f"{precision} is for runs, and {run} was exported in {read_exported(source.path).precision}"
+        raise ConfigError(
+            [Issue("--precision", "conflict", message, precision, "RUN", "leave it out, or name the run")]
+        )
+    if pooling is not None and source.finetune is not None:
+        message = f"{run} was finetuned with pooling: {source.finetune.pooling} and gives labels"
+        raise ConfigError([Issue("--pooling", "conflict", message, pooling, "RUN", "leave it out")])
+    texts = read_texts(file, [column for column in (text, text_pair) if column is not None])
+    use_all_cores()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    with shown_progress() as progress:
+        lines = predict(source, texts, pooling, progress, threads or 0, precision)
+        first = next(lines)  # bad input is refused before a folder is made for --out
+        with destination(out) as stream:
+            for line in itertools.chain([first], lines):
+                stream.write(json.dumps(line) + "\n")
+
+
+def find_source(path: Path) -> ModelSource:
+    """Find a model, its labels and its tokenizer. Raises ConfigError."""
     if is_exported(path):
         exported = read_exported(path)
+        require_loaders(exported, "predict")
         encoder = Encoder.load(path / record.TOKENIZER, exported.sequence_length)
         return ModelSource(path, exported.finetune, encoder)
-    path = checkpoint.resolve(run)
+    path = checkpoint.resolve(str(path))
     config = resolve([record.read_checkpoint_facts(path).config])
     encoder = Encoder.load(record.tokenizer_of(path), config.data.sequence_length)
     return ModelSource(path, config.finetune if config.objective.name == "finetune" else None, encoder)
 
 
 def device_of(path: Path) -> torch.device:
-    """The GPU where there is one; what is exported computes on the CPU. `path`: of a ModelSource."""
+    """Choose the GPU if there is one; exported models compute on the CPU. `path`: of a ModelSource."""
     return torch.device("cuda" if torch.cuda.is_available() and not is_exported(path) else "cpu")
 
 
 def open_model(path: Path, threads: int = 0, precision: str = "auto") -> Compute:
-    """`path`: of a ModelSource. `threads`: of ONNX Runtime, 0 = its own choice; all else has torch's.
-    `precision`: see inference_precision; what is exported has its own.
+    """Load the model of a ModelSource. `threads`: of ONNX Runtime, 0 = its own choice; the others have
+    torch's. `precision`: see inference_precision; an exported model has its own.
 
     Raises ConfigError.
     """
     if not is_exported(path):
-        return on_device(pretrained.load(path)[0], device_of(path), precision)
+        return on_device(pretrained.load_checkpoint(path).model, device_of(path), precision)
     exported = read_exported(path)
     kind = "classifier" if exported.kind == "classifier" else "encoder"
     try:
@@ -110,7 +147,7 @@ def open_model(path: Path, threads: int = 0, precision: str = "auto") -> Compute
 
 
 def on_device(model: CrammedBert | Classifier, device: torch.device, precision: str = "auto") -> Compute:
-    """A model of ours as `Compute`."""
+    """Move a model of ours to a device and return it as `Compute`."""
     chosen = inference_precision(precision, device)
     allow_tf32(chosen, device)
     model.to(device)
@@ -125,106 +162,71 @@ def on_device(model: CrammedBert | Classifier, device: torch.device, precision: 
 
 
 def predict(
-    run: str,
+    source: ModelSource,
     texts: Texts,
     pooling: str | None,
     progress: Progress,
-    count: int = 1,
-    threads: int | None = None,
+    threads: int = 0,
     precision: str = "auto",
 ) -> Iterator[dict[str, Any]]:
-    """Of each example, in their order, its index and what the run makes of it: see `labelled`; a pretrained
-    one `encoding`, the hidden states pooled by `pooling` (mean, which None is too, or cls); and `precision`
-    where autocast has narrowed it. An example with a text of which no token is left has `tokens`: 0 instead.
-    `count`: of the processes that compute, each with `threads` (None: one a core). `precision`: see
-    inference_precision.
+    """Yield a line for each example, in order: `index`, and the labels of a finetuned run (see `labelled`) or
+    the `encoding` of a pretrained one, its hidden states pooled by `pooling` (mean, which None is too, or
+    cls); `precision` where autocast has narrowed it. An example with a text without a token has `tokens`: 0
+    instead. `threads` and `precision`: see open_model.
 
-    Raises ConfigError for a run that cannot be used and where no example has tokens, RunFailed where outputs
-    are not finite.
+    Raises ConfigError for a model that cannot be used and if no example has tokens, RunFailed if outputs are
+    not finite.
     """
-    source = find_source(run)
     finetune = source.finetune
     pooling = (pooling or "mean") if finetune is None else None
     # a pretrained run has never seen a <cls>, so the mean is over rows without one
     encoder = dataclasses.replace(source.encoder, has_cls=pooling != "mean")
     if not encoder.has_tokens(texts):
-        raise ConfigError(
-            [f"FILE: the tokenizer of {run} keeps no token of its texts; name a run that knows their script"]
-        )
-    open_answer = functools.partial(
-        open_outputs, source.path, encoder.special["pad"], pooling, threads, precision
-    )
+        message = f"the tokenizer of {source.path} keeps no token of its texts"
+        hint = "name a run that knows their script"
+        raise ConfigError([Issue("FILE", "conflict", message, other="RUN", hint=hint)])
+    compute = open_model(source.path, threads, precision)
     device = device_of(source.path)
     narrow = not is_exported(source.path) and inference_precision(precision, device).autocast
     computed = {"precision": "bf16"} if narrow else {}
-    truncated = done = index = letters = lost_letters = 0
+    truncated = done = letters = lost_letters = 0
     textless: set[int] = set()
-
-    def submit_batches(first: int) -> list[tuple[NDArray[np.int64], instances.Wait]]:
-        """The examples that are held from `first` on."""
-        nonlocal truncated, letters, lost_letters
+    for first in range(0, len(texts), HELD):
         encoded = encoder.encode(texts[first : first + HELD])
         truncated += encoded.truncated
         letters += encoded.letters
         lost_letters += encoded.lost_letters
         textless.update((first + encoded.textless).tolist())
         rows = np.split(encoded.ids, encoded.offsets[1:-1])
-        together = batches(np.diff(encoded.offsets), batch_tokens(device))
-        return [(index_B, submit([rows[i] for i in index_B])) for index_B in together]
-
-    with instances.answering(open_answer, count) as submit:
-        for submitted in one_ahead(map(submit_batches, range(0, len(texts), HELD))):
-            outputs = []
-            for index_B, wait in submitted:
-                outputs.append(wait())
-                done += len(index_B)
-                progress("examples", done, len(texts))
-            for output_L in in_order(outputs, [index_B for index_B, _ in submitted]):
-                if index in textless:
-                    line: dict[str, Any] = {"tokens": 0}
-                elif finetune is None:
-                    line = {"encoding": output_L.round(DIGITS).tolist(), **computed}
-                else:
-                    line = {**labelled(output_L, finetune), **computed}
-                yield {"index": index, **line}
-                index += 1
+        together = [*batches(np.diff(encoded.offsets), batch_tokens(device))]
+        outputs = []
+        for index_B in together:
+            outputs.append(outputs_of(compute, [rows[i] for i in index_B], encoder.special["pad"], pooling))
+            done += len(index_B)
+            progress("examples", done, len(texts))
+        for index, output_L in enumerate(in_order(outputs, together), first):
+            if index in textless:
+                yield {"index": index, "tokens": 0}
+            elif finetune is None:
+                yield {"index": index, "encoding": output_L.round(DIGITS).tolist(), **computed}
+            else:
+                yield {"index": index, **labelled(output_L, finetune), **computed}
     if lost_letters > WARNED_LOSS * letters:
-        known = f"the tokenizer of {run} does not know them"
+        known = f"the tokenizer of {source.path} does not know them"
         progress(f"warning: FILE: {lost_words(lost_letters, letters)}, as {known}", 0, 0)
     if textless:
-        first = f"the first has index {min(textless)}"
+        first_textless = f"the first has index {min(textless)}"
         without = f"{len(textless)} of {len(texts)} examples have a text without a token"
-        progress(f"{without} and no result ({first})", 0, 0)
+        progress(f"{without} and no result ({first_textless})", 0, 0)
     if truncated:
         progress(f"{truncated} of {len(texts)} examples were cut to {encoder.length} tokens", 0, 0)
-
-
-def open_outputs(
-    path: Path, pad: int, pooling: str | None, threads: int | None, precision: str = "auto"
-) -> instances.Answer:
-    """Rows of tokens to `outputs_of` them, in this process and from now on with its threads. Raises
-    ConfigError."""
-    use_all_cores()
-    if threads is not None:
-        torch.set_num_threads(threads)
-    compute = open_model(path, threads or 0, precision)
-    return lambda rows: outputs_of(compute, rows, pad, pooling)
-
-
-def one_ahead(items: Iterable[T]) -> Iterator[T]:
-    """Each item once the next one has been made, so that work is submitted while results are used."""
-    before: list[T] = []
-    for item in items:
-        yield from before
-        before = [item]
-    yield from before
 
 
 def outputs_of(
     compute: Compute, rows: Sequence[NDArray[np.uint16]], pad: int, pooling: str | None
 ) -> NDArray[np.float64]:
-    """[B, L]: logits, or hidden states pooled by `pooling` (None of a finetuned run). `rows`: the tokens of
-    each example of a batch.
+    """Compute [B, L]: logits, or hidden states pooled by `pooling` (None of a finetuned run). `rows`: the
+    tokens of each example of a batch.
     """
     lengths_B = np.array([len(row) for row in rows])
     ids_BS = np.full((len(rows), lengths_B.max()), pad, np.int64)
@@ -236,17 +238,18 @@ def outputs_of(
         outputs = pool(outputs, real_BS.to(outputs.device), pooling)
     outputs_BL: NDArray[np.float64] = outputs.double().cpu().numpy()
     if not np.isfinite(outputs_BL).all():
-        raise RunFailed("what the run makes of some examples is not finite: it has diverged", "not_finite")
+        raise RunFailed("the outputs of some examples are not finite: the run has diverged", "not_finite")
     return outputs_BL
 
 
 def batch_tokens(device: torch.device) -> int:
-    """Of one forward pass, padding included."""
+    """Return the tokens of one forward pass, padding included."""
     return GPU_BATCH_TOKENS if device.type == "cuda" else CPU_BATCH_TOKENS
 
 
 def batches(lengths_N: NDArray[np.int64], most: int) -> Iterator[NDArray[np.int64]]:
-    """The examples by length, longest first: at most `most` tokens with padding, or one example."""
+    """Yield the indices of examples by length, longest first: at most `most` tokens with padding, or one
+    example."""
     order_N = np.argsort(-lengths_N, kind="stable")
     while len(order_N):
         count = max(1, most // int(lengths_N[order_N[0]]))
@@ -255,14 +258,15 @@ def batches(lengths_N: NDArray[np.int64], most: int) -> Iterator[NDArray[np.int6
 
 
 def in_order(outputs: Sequence[NDArray[np.float64]], of: Sequence[NDArray[np.int64]]) -> NDArray[np.float64]:
-    """[N, L]: the outputs of all batches, whose examples `of` names, in the order of the examples."""
+    """Concatenate the outputs of all batches, whose examples `of` names, in the order of the examples:
+    [N, L]."""
     outputs_NL: NDArray[np.float64] = np.concatenate(outputs)[np.argsort(np.concatenate(of))]
     return outputs_NL
 
 
 def labelled(logits_L: NDArray[np.float64], finetune: FinetuneConfig) -> dict[str, Any]:
-    """`score` of a regression; else `label`, the likeliest, or `labels`, those likelier than not, and the
-    `probabilities` of all by name."""
+    """Return the `score` of a regression; else `label`, the likeliest, or `labels`, those likelier than not,
+    and the `probabilities` of all by name."""
     if finetune.kind == "regression":
         return {"score": round(float(logits_L[0]), DIGITS)}
     names = finetune.labels
@@ -277,8 +281,8 @@ def labelled(logits_L: NDArray[np.float64], finetune: FinetuneConfig) -> dict[st
 
 
 def read_texts(file: str, columns: Sequence[str]) -> Texts:
-    """The one or two texts of each example: of a text file its lines, of a table `columns`. `-` is stdin:
-    lines, or with columns JSON records.
+    """Read the one or two texts of each example: the lines of a text file, or `columns` of a table. `-` is
+    stdin: lines, or with columns JSON records.
 
     Raises ConfigError for what cannot be read, and for an empty text.
     """
@@ -294,7 +298,7 @@ def read_texts(file: str, columns: Sequence[str]) -> Texts:
 
 
 def read_file(file: str, columns: Sequence[str]) -> Texts:
-    """As `read_texts`, of a file that has a name."""
+    """Read the texts of a file that has a name; see `read_texts`."""
     path = Path(os.path.expanduser(file))
     is_hub = file.startswith("hub:")
     if columns or is_hub or readers.FORMATS.get(readers.suffixes(path)[0]) != "text":
@@ -302,72 +306,36 @@ def read_file(file: str, columns: Sequence[str]) -> Texts:
     texts = []
     for number, line in readers.lines(path):
         if not line.strip():
-            raise ConfigError([f"{file}: line {number} is empty; drop it, as each line is an example"])
+            message = f"line {number} is empty"
+            raise ConfigError([Issue(file, "missing", message, hint="drop it, as each line is an example")])
         texts.append((line,))
     if not texts:
-        raise ConfigError([f"{file}: holds no example"])
+        raise ConfigError([Issue(file, "missing", "holds no example")])
     return texts
 
 
 @contextlib.contextmanager
 def destination(out: Path | None) -> Iterator[TextIO]:
-    """Stdout, or a file that appears whole or not at all."""
+    """Open stdout, or a file that appears whole or not at all. Raises ConfigError if its folder cannot be
+    written."""
     if out is None:
         try:
             yield sys.stdout
             sys.stdout.flush()
         except OSError as error:
-            try:
-                sys.stdout.flush()
-            except OSError:  # it would fail once more at the end
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left in the buffer
             if not isinstance(error, BrokenPipeError):  # its reader has enough
                 raise
         return
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
-        path = Path(folder) / out.name
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent)
+    except OSError as error:
+        message = f"{out.parent} cannot be written ({error.strerror})"
+        hint = "name a file elsewhere"
+        raise ConfigError([Issue("--out", "not_found", message, str(out), hint=hint)]) from None
+    with folder as name:
+        path = Path(name) / out.name
         with path.open("w", encoding="utf-8") as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
         path.rename(out)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 done, 1 failed, 2 bad input, 128 + signal. Progress and errors go to stderr."""
-    parser = argparse.ArgumentParser(prog="python -m bert_dp.predict")
-    parser.add_argument("run")
-    parser.add_argument("file")
-    parser.add_argument("--column", action="append", default=[], help="of the text; twice for pairs")
-    parser.add_argument("--pooling", choices=["mean", "cls"])
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--instances", type=int, default=1, help="processes that compute")
-    parser.add_argument("--threads", type=int, help="of each")
-    parser.add_argument("--precision", choices=["auto", "fp32", "bf16"], default="auto")
-    options = parser.parse_args(argv)
-
-    def answer() -> tuple[str, int]:
-        texts = read_texts(options.file, options.column)
-        with shown_progress() as progress:
-            lines = predict(
-                options.run,
-                texts,
-                options.pooling,
-                progress,
-                options.instances,
-                options.threads,
-                options.precision,
-            )
-            first = next(lines)  # bad input is refused before a folder is made for --out
-            with destination(options.out) as file:
-                for line in itertools.chain([first], lines):
-                    file.write(json.dumps(line) + "\n")
-        return "", 0
-
-    left = "nothing was written" if options.out else "not every text has its line"
-    return run_command(answer, stopped=left)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

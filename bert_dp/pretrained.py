@@ -1,8 +1,10 @@
-"""Load a pretrained model and its tokenizer from a run or a checkpoint."""
+"""Load a model for use, from a run or a checkpoint, with its tokenizer."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from pathlib import Path
 
 from tokenizers import Tokenizer
 
@@ -13,8 +15,19 @@ from bert_dp.corpus import tokenizer
 from bert_dp.model import CrammedBert
 
 
+@dataclasses.dataclass(frozen=True)
+class LoadedCheckpoint:
+    """A model for use, on the CPU and in eval mode, with what its checkpoint says of it."""
+
+    path: Path
+    facts: record.CheckpointFacts
+    config: Config
+    model: CrammedBert | Classifier
+    tokenizer: Tokenizer
+
+
 def load(run: str | os.PathLike[str]) -> tuple[CrammedBert | Classifier, Tokenizer]:
-    """Return the model, on the CPU and in eval mode, and the tokenizer of a run (a Run, its directory: the
+    """Load the model, on the CPU and in eval mode, and the tokenizer of a run (a Run, its directory: the
     newest good checkpoint) or of one checkpoint's directory.
 
     `model.model(ids_BS)` gives the hidden states [B, S, H], `model(ids_BS, positions_P)` of a pretrained run
@@ -25,12 +38,13 @@ def load(run: str | os.PathLike[str]) -> tuple[CrammedBert | Classifier, Tokeniz
 
     Raises ConfigError.
     """
-    return load_with_config(run)[:2]
+    loaded = load_checkpoint(checkpoint.resolve(os.path.expanduser(run)))
+    return loaded.model, loaded.tokenizer
 
 
-def load_with_config(run: str | os.PathLike[str]) -> tuple[CrammedBert | Classifier, Tokenizer, Config]:
-    """Load as `load` does, with the configuration of the run."""
-    path = checkpoint.resolve(os.path.expanduser(run))
+def load_checkpoint(path: Path) -> LoadedCheckpoint:
+    """Load the model and the tokenizer of a checkpoint that `checkpoint.resolve` has verified. Raises
+    ConfigError."""
     state, facts = checkpoint.load(path)
     config = resolve([facts.config])
     model = make_model(config)
@@ -39,11 +53,11 @@ def load_with_config(run: str | os.PathLike[str]) -> tuple[CrammedBert | Classif
     if issues := checkpoint.state_issues(path, state, model):
         raise ConfigError(issues)
     model.load_state_dict(state["model"])
-    return model.eval(), tokenizer.load(record.tokenizer_of(path)), config
+    return LoadedCheckpoint(path, facts, config, model.eval(), tokenizer.load(record.tokenizer_of(path)))
 
 
 def make_model(config: Config) -> CrammedBert | Classifier:
-    """Make the model that a run of `config` trains, with weights of any value."""
+    """Build the model that a run of `config` trains, with weights of any value."""
     length = config.data.sequence_length
     if config.objective.name == "finetune":
         return Classifier(config.model, length, config.finetune)

@@ -1,7 +1,8 @@
-"""`bert-dp checkpoints`: what a run could go on from, or be exported from."""
+"""`bert-dp checkpoints`: verify the checkpoints of a run."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bert_dp import record
+from bert_dp.config import ConfigError, Issue
 from bert_dp.cost import GIB
-from launcher import children
 from launcher.report.console import show_report
-from launcher.report.model import Column, Report, Row, Section, Table, Verdict
+from launcher.report.model import Column, Report, ReportSection, Table, TableRow, Verdict
 from launcher.report.numbers import count_of
 from launcher.report.parts import cell
 from launcher.run.read_run import heldout_losses
@@ -22,12 +23,15 @@ if TYPE_CHECKING:
 
 
 def verify(run: Path, *, as_json: bool, console: Console) -> int:
-    """Returns 0, 1 when a checkpoint is damaged, 2 when `run` has none."""
-    code, found = children.capture_json("bert_dp.measure.verify_checkpoints", [str(run)])
-    if found is None:
-        return code or 1
+    """Verify and show every checkpoint, newest first; return 1 if one is damaged. Raises ConfigError where
+    there is none."""
+    paths = record.list_checkpoints(run / "checkpoints")
+    if not paths:
+        message = f"{run} holds no checkpoint" if run.exists() else f"{run} does not exist"
+        hint = "name the directory of a run, which has checkpoints/"
+        raise ConfigError([Issue("RUN", "not_found", message, str(run), hint=hint)])
     losses = heldout_losses(run)
-    checkpoints = [{**each, "heldout_loss": losses.get(each["step"])} for each in found]
+    checkpoints = [_describe(path, losses) for path in paths]
     if as_json:
         sys.stdout.write(json.dumps(record.finite(checkpoints), indent=1) + "\n")
     else:
@@ -35,15 +39,33 @@ def verify(run: Path, *, as_json: bool, console: Console) -> int:
     return 1 if any(each["problem"] for each in checkpoints) else 0
 
 
+def _describe(path: Path, losses: Mapping[int, float]) -> dict[str, Any]:
+    """Verify one checkpoint; `problem` is null if it is sound. `losses`: held-out loss by step."""
+    from bert_dp import checkpoint
+
+    facts, num_bytes = None, None
+    with contextlib.suppress(OSError, ValueError):  # a run that goes on may remove it meanwhile
+        num_bytes = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+        facts = record.read_checkpoint_facts(path)
+    return {
+        "name": path.name,
+        "step": facts and facts.step,
+        "samples": facts and facts.samples,
+        "bytes": num_bytes,
+        "problem": checkpoint.check(path),
+        "heldout_loss": facts and losses.get(facts.step),
+    }
+
+
 def checkpoints_report(checkpoints: Sequence[Mapping[str, Any]]) -> Report:
-    """A row for each checkpoint, newest first; what is wrong with those that are damaged."""
+    """Build the table of the checkpoints, newest first, with a verdict for each damaged one."""
     advice = ["Remove it; a run goes on from the newest checkpoint that is sound."]
     damaged = [
         Verdict("fail", f"damaged: {each['problem']}", advice) for each in checkpoints if each["problem"]
     ]
     sound = Verdict("ok", f"{count_of(len(checkpoints), 'checkpoint')}, every file as its hash says")
     rows = [
-        Row(
+        TableRow(
             each["name"],
             [
                 cell(each["step"], "count"),
@@ -55,15 +77,9 @@ def checkpoints_report(checkpoints: Sequence[Mapping[str, Any]]) -> Report:
         )
         for each in checkpoints
     ]
-    heads = [
-        Column("step"),
-        Column("samples"),
-        Column("held-out loss"),
-        Column("size"),
-        Column("files", text=True),
-    ]
+    heads = [*map(Column, ("step", "samples", "held-out loss", "size")), Column("files", text=True)]
     return Report(
         "bert-dp: checkpoints",
         verdicts=damaged or [sound],
-        sections=[Section("", tables=[Table(rows, heads, corner="checkpoint")])],
+        sections=[ReportSection("", tables=[Table(rows, heads, corner="checkpoint")])],
     )

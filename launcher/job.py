@@ -8,7 +8,6 @@ import glob
 import importlib.util
 import os
 import re
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -257,6 +256,4 @@ def _ask_for_data(config: Config, verb: str) -> str:
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write(dump_config(config))
         file.flush()
-        done = children.run_module("bert_dp.corpus", [verb, file.name], stdout=subprocess.PIPE)
-    children.check(done.returncode, "preparing the data")
-    return done.stdout.strip()
+        return children.ask_module("bert_dp.corpus", [verb, file.name], "preparing the data")

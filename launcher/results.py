@@ -23,7 +23,6 @@ SCHEMA_VERSION = record.SCHEMA_VERSION
 
 Count = Annotated[int, Field(gt=0, le=10**9)]
 Positive = Annotated[float, Field(gt=0)]
-Tokens = Annotated[int, Field(ge=0)]
 Interval = Annotated[list[float], Field(min_length=2, max_length=2)]
 Point = Annotated[tuple[int | float, float | None], Field(strict=False)]
 F = TypeVar("F", bound=StoredFile)
@@ -73,8 +72,8 @@ def write(path: Path, file: StoredFile) -> None:
     record.write_json(path, plain(file))
 
 
-def to_json(file: StoredFile) -> str:
-    """Format a result file for `--json`."""
+def to_json(file: StoredModel) -> str:
+    """Format a result for `--json`."""
     return json.dumps(plain(file), indent=1) + "\n"
 
 
@@ -106,117 +105,6 @@ class TuneFile(Measurement):
     """tune.json of either search."""
 
     remedy: ClassVar[str] = "the same `bert-dp tune` command with the same --out writes it anew"
-
-
-# --- what is measured of a run after training
-
-
-class PredictedTokens(StoredModel):
-    """Tokens of a text that a run predicted, of all or of those that it saw in one way."""
-
-    seen: Literal["all", "mask", "random", "original"]
-    """As what: <mask>, a random token, or what it is."""
-    tokens: Tokens
-    documents: Tokens
-    loss: float | None
-    """Mean cross entropy, nats per predicted token."""
-    loss_se: float | None
-    """Standard error over documents, each drawn as a whole; null of one document."""
-    accuracy: float | None
-    """Share whose likeliest token is right."""
-
-
-class HiddenWords(StoredModel):
-    """Whole words that a run predicted, every token of a word hidden at once."""
-
-    rate: float
-    """Of the words, each drawn by (document, word): the same words for every vocabulary."""
-    words: Tokens
-    words_without_token: Tokens
-    """Among them, of which the tokenizer keeps nothing: their bytes cost no bit."""
-    bytes: Tokens
-    """UTF-8, of the words as they stand in the text."""
-    documents: Tokens
-    tokens: Tokens
-    unknown_tokens: Tokens
-    nats: float
-    bits_per_byte: float | None
-    bits_per_byte_se: float | None
-
-
-class TextLoss(StoredFile):
-    """What `eval mlm --json` prints."""
-
-    remedy: ClassVar[str] = "run `bert-dp eval mlm` again"
-    schema_version: int = SCHEMA_VERSION
-    run: str
-    step: int
-    """Of the checkpoint, optimizer steps."""
-    tokenizer: str | None
-    """SHA-256 of tokenizer.json."""
-    vocab_size: int
-    sequence_length: int
-    device: str
-    precision: str
-    sources: list[dict[str, Any]]
-    """name, bytes, sha256 (null with --max-bytes: no file is read whole) and documents read of each."""
-    documents: Tokens
-    documents_without_tokens: Tokens
-    """Documents of which the tokenizer keeps nothing; only their separators are evaluated."""
-    first_without_tokens: int | None
-    """Index of the first of them, from 0 over all sources; null where there is none."""
-    tokens: Tokens
-    """With a separator after each document."""
-    words: Tokens
-    """Runs of characters between white space."""
-    bytes: Tokens
-    """UTF-8, of the documents."""
-    mask_rate: float
-    predicted: list[PredictedTokens]
-    hidden: HiddenWords
-
-
-# --- export check
-
-
-class ExportBatch(StoredModel):
-    """One batch, computed by a run and by what was exported of it."""
-
-    batch: int
-    length: int
-    outputs: int
-    """Numbers that were compared, of real tokens."""
-    difference: float
-    """The largest, over the largest output of the run where that is above 1."""
-    top1: float | None
-    """Share of the positions or examples with the same largest output; null of hidden states."""
-
-
-class ExportCheck(StoredFile):
-    """What `export check --json` prints."""
-
-    remedy: ClassVar[str] = "run `bert-dp export check` again"
-    schema_version: int = SCHEMA_VERSION
-    ok: bool
-    format: str
-    kind: str
-    precision: str
-    architecture: str | None
-    checkpoint: str
-    tolerance: float | None
-    """Of `difference`; null where another precision is measured and not judged."""
-    rows: list[ExportBatch]
-    parameters: int | None
-    """Of the model as it was loaded; null where the format does not tell."""
-    stored_parameters: int | None
-    """In model.safetensors."""
-    run_parameters: int
-    not_loaded: list[str]
-    """Parameters of the class that are not in the file, and the other way round."""
-    again: float
-    """Largest difference after it was saved and loaded again."""
-    versions: dict[str, str]
-    """Of Python and the packages that loaded it."""
 
 
 class PlanFile(StoredFile):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import json
 import os
 import platform
 import shutil
@@ -24,7 +23,9 @@ from typing import Any
 
 from benchmarks.records import commit
 from bert_dp import record
-from bert_dp.config import Config, native_class, read_yaml, resolve, shipped_configs
+from bert_dp.config import Config, ConfigError, native_class, read_yaml, resolve, shipped_configs
+from bert_dp.export.check import check
+from bert_dp.rank_process import RunFailed
 from launcher.machine.environment import versions
 from tests.resumable import ROOT, Results
 from tests.runs_to_export import write_run
@@ -83,13 +84,11 @@ def measure(cell: Cell, run: Path, out: Path) -> dict[str, Any]:
         if done.returncode:
             return {"cell": str(cell), "ok": False, "problem": done.stderr[-2000:]}
     size = max(path.stat().st_size for path in out.iterdir())
-    command = [sys.executable, "-m", "bert_dp.export", "check", str(out), "--run", str(run)]
-    command += ["--python", cell.python] if cell.python else []
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode not in (0, 1) or not done.stdout:
-        return {"cell": str(cell), "ok": False, "problem": done.stderr[-2000:]}
-    compared = json.loads(done.stdout)
-    del compared["checkpoint"]
+    try:
+        found = check(out, run, cell.python or sys.executable)
+    except (ConfigError, RunFailed) as error:
+        return {"cell": str(cell), "ok": False, "problem": str(error)}
+    compared = found.model_dump(mode="json", exclude={"checkpoint"})
     facts = {"cell": str(cell), "configs": cell.configs, "model_bytes": size}
     return {**facts, **compared, "seconds": round(time.monotonic() - start)}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed
 
-import bert_dp.dist
+from bert_dp import dist
 
 
 def share_device() -> None:
@@ -22,4 +22,4 @@ def share_device() -> None:
         plain("gloo", **options)
 
     torch.distributed.init_process_group = init
-    bert_dp.dist.check_places = lambda places, tensor: None
+    dist.check_places = lambda places, tensor: None

@@ -185,22 +185,22 @@ def filter_warning(manifest: Manifest) -> str | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the directory of a configuration's shards: `ensure CONFIG.yaml` builds them, `find CONFIG.yaml`
-    prints nothing where they are not built. Progress and errors go to stderr.
+    prints nothing where they are not built. Progress goes to stderr.
 
-    Returns the exit code: 0, 2 for bad input, 1 for a failure, 128 + signal.
+    Returns the exit code of run_command.
     """
     parser = argparse.ArgumentParser(prog="python -m bert_dp.corpus", description="text to packed shards")
     parser.add_argument("verb", choices=["ensure", "find"])
     parser.add_argument("config", type=Path)
     given = parser.parse_args(argv)
 
-    def answer() -> tuple[str, int]:
+    def answer() -> str:
         config = load_config(given.config)
         if given.verb == "find":
-            return str(find(config) or ""), 0
+            return str(find(config) or "")
         record.keep_private()
         with shown_progress() as progress:
-            return str(ensure(config, progress)), 0
+            return str(ensure(config, progress))
 
     return run_command(answer, f"the cache is {record.cache_root()}, BERT_DP_CACHE names another")
 

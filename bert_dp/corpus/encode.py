@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 from bert_dp.config.manifest import TOKEN_BYTES
 from bert_dp.corpus.dedup import content_key, document_key, sketcher
 from bert_dp.corpus.tokenizer import loss_counter, normalize, normalizer_json
+from bert_dp.rank_process import RunFailed
 
 COUNTS = ("letters", "lost_letters", "tokens", "unknown_tokens")  # of a source, as its manifest has them
 BATCH_DOCUMENTS, BATCH_CHARS = 1000, 2**20
@@ -148,7 +149,7 @@ def encode_all(
         while pending:
             yield pending.popleft().result()
     except BrokenProcessPool:
-        raise RuntimeError("a tokenising process died (memory full?); try fewer processes") from None
+        raise RunFailed("a tokenising process died (memory full?); try fewer processes") from None
     finally:
         pool.shutdown(cancel_futures=True)
 

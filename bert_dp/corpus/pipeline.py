@@ -225,36 +225,35 @@ def _route(
     read = checked = 0
     for record in records:
         record.update(dict.fromkeys(encode.COUNTS, 0))
-    for batch in encoded:
-        # the sources are read ahead: those that end in this batch have their number of documents already
-        ended = itertools.takewhile(bool, (record["documents"] for record in records))
-        place_N = np.searchsorted(np.cumsum([*ended]), np.arange(read, read + batch.read), side="right")
-        for place in np.unique(place_N).tolist():
-            sums = batch.counts[place_N == place].sum(axis=0).tolist()
-            for name, count in zip(encode.COUNTS, sums, strict=True):
-                records[place][name] += count
-        _refuse_loss(records[checked : place_N[-1]], plan)
-        checked = place_N[-1]
-        keep = np.ones(len(batch.keys), bool)
-        if options.dedup != "none":
-            keep = is_new(batch.contents)
-            dropped["exact_duplicate"] += int((~keep).sum())
-        if is_unlike is not None:
-            exact = keep.copy()
-            keep[exact] = [is_unlike(batch.sketches[i]) for i in np.flatnonzero(exact)]
-            dropped["near_duplicate"] += int((exact & ~keep).sum())
-        is_held_out = batch.keys < bound
-        for writer, chosen in ((train, keep & ~is_held_out), (held_out, keep & is_held_out)):
-            writer.documents += int(chosen.sum())
-            writer.longest = max(writer.longest, int(batch.lengths[chosen].max(initial=0)))
-            writer.write(batch.ids[np.repeat(chosen, batch.lengths)])
-        dropped["empty"] += batch.empty
-        dropped["tokens_per_char"] += batch.filtered
-        read += batch.read
-        tell("tokenize", read, total)
-    _refuse_loss(records[checked:], plan)
-    train.close()
-    held_out.close()
+    with contextlib.closing(train), contextlib.closing(held_out):
+        for batch in encoded:
+            # the sources are read ahead: those that end in this batch have their number of documents already
+            ended = itertools.takewhile(bool, (record["documents"] for record in records))
+            place_N = np.searchsorted(np.cumsum([*ended]), np.arange(read, read + batch.read), side="right")
+            for place in np.unique(place_N).tolist():
+                sums = batch.counts[place_N == place].sum(axis=0).tolist()
+                for name, count in zip(encode.COUNTS, sums, strict=True):
+                    records[place][name] += count
+            _refuse_loss(records[checked : place_N[-1]], plan)
+            checked = place_N[-1]
+            keep = np.ones(len(batch.keys), bool)
+            if options.dedup != "none":
+                keep = is_new(batch.contents)
+                dropped["exact_duplicate"] += int((~keep).sum())
+            if is_unlike is not None:
+                exact = keep.copy()
+                keep[exact] = [is_unlike(batch.sketches[i]) for i in np.flatnonzero(exact)]
+                dropped["near_duplicate"] += int((exact & ~keep).sum())
+            is_held_out = batch.keys < bound
+            for writer, chosen in ((train, keep & ~is_held_out), (held_out, keep & is_held_out)):
+                writer.documents += int(chosen.sum())
+                writer.longest = max(writer.longest, int(batch.lengths[chosen].max(initial=0)))
+                writer.write(batch.ids[np.repeat(chosen, batch.lengths)])
+            dropped["empty"] += batch.empty
+            dropped["tokens_per_char"] += batch.filtered
+            read += batch.read
+            tell("tokenize", read, total)
+        _refuse_loss(records[checked:], plan)
     return train, held_out, dropped
 
 

@@ -42,13 +42,13 @@ BATCH_EXAMPLES = 1000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print `answer`. Returns the exit code: 0, 2 for bad input, 1 for a failure, 128 + signal."""
+    """Print the answer; return the exit code of run_command."""
     return run_command(functools.partial(answer, argv))
 
 
-def answer(argv: Sequence[str] | None) -> tuple[str, int]:
-    """Return the prepared directory, or with `missing` the files that GLUE's tasks lack, as JSON; and exit
-    code 0. Raises ConfigError."""
+def answer(argv: Sequence[str] | None) -> str:
+    """Return the prepared directory, or with `missing` the files that GLUE's tasks lack, as JSON. Raises
+    ConfigError."""
     parser = argparse.ArgumentParser(prog="python -m bert_dp.examples.prepare")
     verbs = parser.add_subparsers(dest="verb", required=True)
     verb = verbs.add_parser("missing")
@@ -66,11 +66,11 @@ def answer(argv: Sequence[str] | None) -> tuple[str, int]:
     verb.add_argument("--kind", choices=get_args(LabelKind))
     options = parser.parse_args(argv)
     if options.verb == "missing":
-        return json.dumps(missing(options.data)), 0
+        return json.dumps(missing(options.data))
     record.keep_private()
     directory, manifest = prepare(_data(options), options.tokenizer, options.length, options.dev_share)
     sys.stderr.write(record.printable(f"{summary(manifest)}\n"))
-    return str(directory), 0
+    return str(directory)
 
 
 def _data(options: argparse.Namespace) -> GlueData | CustomData:

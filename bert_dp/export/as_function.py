@@ -1,31 +1,26 @@
-"""A run's model as one function of token ids and a padding mask: what is compared, traced and compiled."""
+"""Open a run for export: its model as one function of token ids and a padding mask."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
 
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from bert_dp import checkpoint, pretrained, record
+from bert_dp import checkpoint, record
 from bert_dp.classifier import Classifier, pool
-from bert_dp.config import Config, Kind
+from bert_dp.config import Kind
 from bert_dp.corpus import tokenizer as tokens
 from bert_dp.model import CrammedBert
+from bert_dp.pretrained import LoadedCheckpoint, load_checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
-    """What is exported."""
+class ExportSource(LoadedCheckpoint):
+    """A checkpoint that is exported, its model in fp32."""
 
-    checkpoint: Path
-    facts: record.CheckpointFacts
-    config: Config
     kind: Kind
-    model: CrammedBert | Classifier
-    """In fp32, in eval mode."""
-    tokenizer: Tokenizer
+    """Of the model that is exported."""
     tokenizer_file: Path
     special: dict[str, int]
     """Ids by role."""
@@ -33,37 +28,30 @@ class Source:
     @property
     def run_name(self) -> str:
         """Name of the run's directory; of the checkpoint's where it stands alone."""
-        folder = self.checkpoint.parent
-        return folder.parent.name if folder.name == "checkpoints" else self.checkpoint.name
+        folder = self.path.parent
+        return folder.parent.name if folder.name == "checkpoints" else self.path.name
 
-    def whole(self) -> Whole:
-        return Whole(self.model, self.kind).eval()
+    def module(self) -> ExportModule:
+        """Build the module that is traced, compiled and compared."""
+        return ExportModule(self.model, self.kind).eval()
 
 
-def open_run(run: str | Path, *, encoder: bool) -> Source:
-    """The newest good checkpoint of a run, or one checkpoint. `encoder`: without its head.
+def open_run(run: str | Path, *, encoder: bool) -> ExportSource:
+    """Load the newest good checkpoint of a run, or one checkpoint. `encoder`: without its head.
 
     Raises ConfigError.
     """
-    path = checkpoint.resolve(str(run))
-    model, tokenizer, config = pretrained.load_with_config(path)
-    file = record.tokenizer_of(path)
-    kind: Kind = "encoder" if encoder else "mlm" if isinstance(model, CrammedBert) else "classifier"
-    return Source(
-        checkpoint=path.resolve(),
-        facts=record.read_checkpoint_facts(path),
-        config=config,
-        kind=kind,
-        model=model.float(),
-        tokenizer=tokenizer,
-        tokenizer_file=file,
-        special=tokens.special_ids(tokenizer, str(file)),
-    )
+    loaded = load_checkpoint(checkpoint.resolve(str(run)).resolve())
+    kind: Kind = "encoder" if encoder else "mlm" if isinstance(loaded.model, CrammedBert) else "classifier"
+    loaded.model.float()
+    file = record.tokenizer_of(loaded.path)
+    special = tokens.special_ids(loaded.tokenizer, str(file))
+    return ExportSource(**vars(loaded), kind=kind, tokenizer_file=file, special=special)
 
 
-class Whole(nn.Module):
-    """input_ids and attention_mask, each [B, S] int64, to foreign.OUTPUTS: logits [B, S, V] of tokens or
-    [B, L] of labels, hidden states [B, S, H]."""
+class ExportModule(nn.Module):
+    """Compute foreign.OUTPUTS of input_ids and attention_mask, each [B, S] int64: logits [B, S, V] of tokens
+    or [B, L] of labels, hidden states [B, S, H]."""
 
     def __init__(self, model: CrammedBert | Classifier, kind: Kind):
         super().__init__()

@@ -1,5 +1,5 @@
-"""Is an exported directory the run that it was made from? Both compute the same batches, the directory in a
-process without our code.
+"""Compare an exported directory with its run: both compute the same batches, the directory in a process
+without our code.
 
 Axes: B sequences, S positions, O outputs of a position or of a sequence.
 """
@@ -18,72 +18,112 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import computed_field
 from safetensors.numpy import load_file, save_file
 
 from bert_dp import checkpoint, record
-from bert_dp.config import ConfigError
+from bert_dp.config import ConfigError, Issue
+from bert_dp.config.stored import StoredModel
 from bert_dp.corpus import tokenizer as tokens
 from bert_dp.export import foreign
-from bert_dp.export.as_function import Source, open_run
+from bert_dp.export.as_function import ExportSource, open_run
 from bert_dp.rank_process import RunFailed
-from bert_dp.record.exported import Exported, read_exported
+from bert_dp.record import SCHEMA_VERSION
+from bert_dp.record.exported import Exported, read_exported, require_loaders
 
 BATCHES = (1, 3, 8)
 LENGTHS = (5, 37, 128)  # and the run's own
 TOLERANCES = {"hf": 1e-5, "onnx": 1e-4, "aoti": 1e-4}
 """Largest difference in fp32, of outputs up to 1; of larger ones as a share of the largest."""
 
-Batch = tuple[NDArray[np.int64], NDArray[np.int64]]
+Inputs = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""Token ids and attention mask of a batch, each [B, S]."""
 
 
-def check(directory: Path, run: Path | None, python: str = sys.executable) -> dict[str, Any]:
-    """What main prints: see launcher.results.ExportCheck. `run`: its directory; None = see `run_places`.
-    `python`: the interpreter that loads the directory.
+class ExportBatch(StoredModel):
+    """One batch, computed by a run and by what was exported of it."""
 
-    Raises ConfigError for a directory or run that cannot be used, or that is another one, and RunFailed where
-    the directory cannot be loaded.
+    batch: int
+    length: int
+    outputs: int
+    """Numbers that were compared, of real tokens."""
+    difference: float
+    """The largest, over the largest output of the run where that is above 1."""
+    top1: float | None
+    """Share of the positions or examples with the same largest output; null of hidden states."""
+
+
+class ExportCheck(StoredModel):
+    """Result of `export check`, as its --json prints it."""
+
+    schema_version: int = SCHEMA_VERSION
+    format: str
+    kind: str
+    precision: str
+    architecture: str | None
+    checkpoint: str
+    tolerance: float | None
+    """Of `difference`; null where another precision is measured and not judged."""
+    rows: list[ExportBatch]
+    parameters: int | None
+    """Of the model as it was loaded; null where the format does not tell."""
+    stored_parameters: int | None
+    """In model.safetensors."""
+    run_parameters: int
+    not_loaded: list[str]
+    """Parameters of the class that are not in the file, and the other way round."""
+    again: float
+    """Largest difference after it was saved and loaded again."""
+    versions: dict[str, str]
+    """Of Python and the packages that loaded it."""
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def ok(self) -> bool:
+        """True if both compute the same. Without a tolerance only the parameters are compared."""
+        if self.not_loaded or self.parameters != self.stored_parameters:
+            return False
+        if self.tolerance is None:
+            return True
+        near = all(row.difference <= self.tolerance and row.top1 in (None, 1) for row in self.rows)
+        return near and self.again <= self.tolerance
+
+
+def check(directory: Path, run: Path | None, python: str = sys.executable) -> ExportCheck:
+    """Compare a directory with its run. `run`: its directory; None = see `run_places`. `python`: the
+    interpreter that loads the directory.
+
+    Raises ConfigError for a directory or run that cannot be used, or that is another one, and RunFailed if
+    the directory cannot be computed.
     """
     exported = read_exported(directory)
+    require_loaders(exported, "export check")
     source = open_source(directory, exported, run)
     batches = make_batches(source, exported)
     outputs, facts = compute_apart(directory, batches, python)
     tolerance = TOLERANCES[exported.format] if exported.precision == "fp32" else None
-    rows = [
-        compare(batch, reference(source, *batch), output, exported, tolerance)
-        for batch, output in zip(batches, outputs, strict=True)
-    ]
-    comparison = {
-        "format": exported.format,
-        "kind": exported.kind,
-        "precision": exported.precision,
-        "architecture": exported.architecture,
-        "checkpoint": str(source.checkpoint),
-        "tolerance": tolerance,
-        "rows": rows,
-        "parameters": facts.get("parameters"),
-        "stored_parameters": stored_parameters(directory),
-        "run_parameters": exported.parameters,
-        "not_loaded": facts.get("odd", []),
-        "again": facts["again"],
-        "versions": facts["versions"],
-    }
-    return {**comparison, "ok": is_ok(comparison)}
-
-
-def is_ok(comparison: dict[str, Any]) -> bool:
-    """Whether the two compute the same. A directory of another precision is measured, not judged."""
-    tolerance = comparison["tolerance"]
-    same_weights: bool = (
-        not comparison["not_loaded"] and comparison["parameters"] == comparison["stored_parameters"]
+    return ExportCheck(
+        format=exported.format,
+        kind=exported.kind,
+        precision=exported.precision,
+        architecture=exported.architecture,
+        checkpoint=str(source.path),
+        tolerance=tolerance,
+        rows=[
+            compare(batch, reference(source, *batch), output, exported, tolerance)
+            for batch, output in zip(batches, outputs, strict=True)
+        ],
+        parameters=facts.get("parameters"),
+        stored_parameters=stored_parameters(directory),
+        run_parameters=exported.parameters,
+        not_loaded=facts.get("odd", []),
+        again=facts["again"],
+        versions=facts["versions"],
     )
-    if tolerance is None:
-        return same_weights
-    near = all(row["difference"] <= tolerance and row["top1"] in (None, 1) for row in comparison["rows"])
-    return near and same_weights and comparison["again"] <= tolerance
 
 
-def open_source(directory: Path, exported: Exported, run: Path | None) -> Source:
-    """The run of a directory. Raises ConfigError when it is not found or has other weights."""
+def open_source(directory: Path, exported: Exported, run: Path | None) -> ExportSource:
+    """Open the run of a directory. Raises ConfigError if it is not found or has other weights."""
     candidates = run_places(directory, exported.run) if run is None else [run]
     for candidate in candidates:
         own = checkpoint.path_of(candidate / "checkpoints", exported.step)  # it may have been trained on
@@ -92,34 +132,25 @@ def open_source(directory: Path, exported: Exported, run: Path | None) -> Source
         except ConfigError as error:
             if run is None:
                 continue  # a folder of the same name that is no run
-            raise ConfigError([f"--run: {issue}" for issue in error.issues]) from None
+            raise ConfigError([issue.within("--run") for issue in error.issues]) from None
         if record.weights_hash(path) == exported.weights_sha256:
             return open_run(path, encoder=exported.kind == "encoder")
-        if run is not None:
-            holder = path.name if path != run else "it"
-            raise ConfigError(
-                [
-                    f"--run: {run} has not the weights that were exported at step {exported.step} "
-                    f"({holder} has others)"
-                ]
-            )
-    raise ConfigError(
-        [
-            f"--run: no run {exported.run} with the weights of DIR here, in runs or beside DIR; name the run "
-            "that has them"
-        ]
-    )
+    if run is not None:
+        message = f"{run} has not the weights that were exported at step {exported.step}"
+        raise ConfigError([Issue("--run", "conflict", message, str(run), "DIR")])
+    message = f"no run {exported.run} with the weights of DIR here, in runs or beside DIR"
+    raise ConfigError([Issue("--run", "not_found", message, hint="name the run that has them")])
 
 
 def run_places(directory: Path, name: str) -> list[Path]:
-    """The runs of this name in the current folder, in runs, and beside the directory."""
+    """List the runs of this name in the current folder, in runs, and beside the directory."""
     folders = (Path(), directory.absolute().parent)
     places = [folder / part / name for folder in folders for part in ("", "runs")]
     return [place for place in places if place.exists()]
 
 
-def make_batches(source: Source, exported: Exported) -> list[Batch]:
-    """Ordinary tokens, drawn by seed; the first sequence of a batch is whole, the others of any length."""
+def make_batches(source: ExportSource, exported: Exported) -> list[Inputs]:
+    """Draw ordinary tokens by seed; the first sequence of a batch is whole, the others of any length."""
     rng = np.random.default_rng(0)
     first = tokens.first_ordinary(source.tokenizer, source.special)
     most = exported.sequence_length
@@ -134,18 +165,20 @@ def make_batches(source: Source, exported: Exported) -> list[Batch]:
     return batches
 
 
-def reference(source: Source, ids_BS: NDArray[np.int64], mask_BS: NDArray[np.int64]) -> NDArray[np.float32]:
-    """What our model makes of a batch, in fp32."""
+def reference(
+    source: ExportSource, ids_BS: NDArray[np.int64], mask_BS: NDArray[np.int64]
+) -> NDArray[np.float32]:
+    """Compute a batch by our model, in fp32."""
     with torch.inference_mode():
-        first = source.whole()(torch.from_numpy(ids_BS), torch.from_numpy(mask_BS))[0]
+        first = source.module()(torch.from_numpy(ids_BS), torch.from_numpy(mask_BS))[0]
     output: NDArray[np.float32] = first.float().numpy()
     return output
 
 
 def compute_apart(
-    directory: Path, batches: Sequence[Batch], python: str = sys.executable
+    directory: Path, batches: Sequence[Inputs], python: str = sys.executable
 ) -> tuple[list[NDArray[Any]], dict[str, Any]]:
-    """What the directory makes of the batches in a process of its own, and what it says of itself."""
+    """Compute the batches by the directory in a process of its own; return the outputs and its facts."""
     with tempfile.TemporaryDirectory() as scratch:
         inputs, results = Path(scratch) / "in.safetensors", Path(scratch) / "out.safetensors"
         arrays = {
@@ -162,7 +195,7 @@ def compute_apart(
             text=True,
         )
         if done.returncode == foreign.UNUSABLE:
-            raise ConfigError([])  # it has said why
+            raise ConfigError([done.stdout.strip()])
         if done.returncode:
             raise RunFailed(f"{directory} could not be computed; see above", "error")
         outputs = load_file(results)
@@ -170,10 +203,9 @@ def compute_apart(
 
 
 def compare(
-    batch: Batch, ours: NDArray[Any], theirs: NDArray[Any], exported: Exported, tolerance: float | None
-) -> dict[str, Any]:
-    """The largest difference of a batch's outputs, over the largest of ours where that is above 1; and the
-    share whose largest output is the same, which a tie within the tolerance is (None of hidden states).
+    batch: Inputs, ours: NDArray[Any], theirs: NDArray[Any], exported: Exported, tolerance: float | None
+) -> ExportBatch:
+    """Compare the outputs of a batch; a largest output within the tolerance of another one is the same.
     Raises RunFailed for an output that is not finite."""
     mask_BS = batch[1]
     if exported.kind != "classifier":
@@ -183,16 +215,16 @@ def compare(
     scale = max(1.0, float(np.abs(ours).max()))
     margin_N = ours.max(-1) - np.take_along_axis(ours, theirs.argmax(-1)[:, None], -1)[:, 0]
     is_same_N = margin_N <= 2 * scale * (tolerance or 0.0)
-    return {
-        "batch": mask_BS.shape[0],
-        "length": mask_BS.shape[1],
-        "outputs": ours.size,
-        "difference": float(np.abs(ours - theirs).max()) / scale,
-        "top1": None if exported.kind == "encoder" else float(is_same_N.mean()),
-    }
+    return ExportBatch(
+        batch=mask_BS.shape[0],
+        length=mask_BS.shape[1],
+        outputs=ours.size,
+        difference=float(np.abs(ours - theirs).max()) / scale,
+        top1=None if exported.kind == "encoder" else float(is_same_N.mean()),
+    )
 
 
 def stored_parameters(directory: Path) -> int | None:
-    """Numbers in model.safetensors, where there is one."""
+    """Count the numbers in model.safetensors, if there is one."""
     file = directory / "model.safetensors"
     return sum(tensor.size for tensor in load_file(file).values()) if file.is_file() else None

@@ -1,7 +1,7 @@
-"""What an exported directory computes, by the programs it is made for and without our code.
+"""Load and compute an exported directory by the programs it is made for, without our code.
 
 `python -I foreign.py DIR IN OUT`: IN has the batches ids-0 and mask-0, ids-1 ... (safetensors), OUT gets
-output-0 ...; stdout a JSON line of facts. Also what `bert-dp predict` computes an exported directory with.
+output-0 ...; stdout a JSON line of facts. `bert-dp predict` uses `open_directory`.
 
 Axes: B sequences, S positions.
 """
@@ -44,8 +44,8 @@ class Unusable(RuntimeError):
 
 
 def open_directory(directory: Path, form: str, kind: str, threads: int = 0) -> Compute:
-    """The first output of `kind`; an exported masked language model is opened as an encoder too. `threads`:
-    of ONNX Runtime, 0 = as many as it likes; the others have torch's.
+    """Return a function that computes the first output of `kind`; an exported masked language model opens as
+    an encoder too. `threads`: of ONNX Runtime, 0 = its own choice; the others have torch's.
 
     Raises Unusable.
     """
@@ -61,7 +61,7 @@ def open_directory(directory: Path, form: str, kind: str, threads: int = 0) -> C
 
 
 def open_hf(directory: Path, kind: str) -> Compute:
-    """By transformers' own classes. Raises Unusable where the file lacks a parameter or has another shape."""
+    """Open by transformers' own classes. Raises Unusable if a parameter is absent or misshapen."""
     model, missing, _ = load_hf(directory, kind)
     if absent := [name for name in missing if "pooler." not in name]:  # no output of ours needs that one
         raise Unusable(
@@ -72,8 +72,8 @@ def open_hf(directory: Path, kind: str) -> Compute:
 
 
 def load_hf(directory: Path, kind: str) -> tuple[Any, list[str], list[str]]:
-    """(the model, names of parameters that the file has not or in another shape, and of those that are not in
-    the model)."""
+    """Return the model, the names of parameters that the file lacks or has in another shape, and of those
+    that the model lacks."""
     for name in ("torchao", "torch.utils._pytree"):  # which transformers imports where it is installed
         logging.getLogger(name).setLevel(logging.ERROR)  # they tell of each CUDA library that does not load
     import transformers
@@ -93,7 +93,7 @@ def load_hf(directory: Path, kind: str) -> tuple[Any, list[str], list[str]]:
 
 
 def compute_hf(model: Any, kind: str) -> Compute:
-    """By a model of transformers."""
+    """Return a function that computes by a model of transformers."""
     import torch
 
     def compute(ids_BS: Array, mask_BS: Array) -> Array:
@@ -107,7 +107,7 @@ def compute_hf(model: Any, kind: str) -> Compute:
 
 
 def open_onnx(directory: Path, kind: str, threads: int = 0) -> Compute:
-    """By ONNX Runtime on the CPU. What the output does not need is not computed."""
+    """Open by ONNX Runtime on the CPU, which computes only what the output needs."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -126,7 +126,7 @@ def open_onnx(directory: Path, kind: str, threads: int = 0) -> Compute:
 
 
 def open_aoti(directory: Path, kind: str) -> Compute:
-    """By the runtime of AOTInductor, in torch."""
+    """Open by the runtime of AOTInductor, in torch."""
     import torch
 
     package = torch._inductor.aoti_load_package(str(directory / "model.pt2"))
@@ -143,7 +143,7 @@ def open_aoti(directory: Path, kind: str) -> Compute:
 
 
 def again(directory: Path, form: str, kind: str, scratch: Path) -> tuple[Compute, dict[str, Any]]:
-    """What the directory computes once it was loaded, saved and loaded, and facts of the first loading."""
+    """Load, save and load the directory; return its function and facts of the first loading."""
     if form == "hf":
         model, missing, unexpected = load_hf(directory, kind)
         model.save_pretrained(scratch)
@@ -158,7 +158,7 @@ def again(directory: Path, form: str, kind: str, scratch: Path) -> tuple[Compute
 
 
 def main(directory: Path, inputs: Path, out: Path) -> int:
-    """See above. Exit code UNUSABLE, and a line on stderr, for a directory that cannot be loaded."""
+    """Compute the batches of IN; return the exit code. A directory that cannot be loaded is UNUSABLE."""
     for name in ("bert_dp", "launcher"):
         sys.modules[name] = None  # type: ignore[assignment]  # not by any means
     # torch says that it cannot import what our package has registered there
@@ -172,7 +172,7 @@ def main(directory: Path, inputs: Path, out: Path) -> int:
     try:
         compute = open_directory(directory, form, kind)
     except Unusable as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stdout.write(f"{error}\n")
         return UNUSABLE
     outputs = [compute(*batch) for batch in batches]
     with tempfile.TemporaryDirectory() as scratch:
@@ -187,7 +187,7 @@ def main(directory: Path, inputs: Path, out: Path) -> int:
 
 
 def versions(form: str) -> dict[str, str]:
-    """Of Python and of what has loaded the directory."""
+    """Return the versions of Python and of the packages that loaded the directory."""
     packages = {"hf": ("torch", "transformers"), "onnx": ("onnxruntime",), "aoti": ("torch",)}[form]
     return {"python": platform.python_version(), **{name: version(name) for name in packages}}
 

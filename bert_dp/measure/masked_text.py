@@ -1,8 +1,8 @@
-"""Text in the tokens of one vocabulary, and what a masked language model is asked of it.
+"""Draw the tokens and the whole words of a text that a masked language model predicts.
 
-Which tokens are predicted is a function of (document, position), which whole words are hidden one of
-(document, word index): of the document's text alone, not of the other documents, their order or how sequences
-are cut, and the words not of the vocabulary either.
+The predicted tokens are a function of (document, position), the hidden words one of (document, word index):
+of the document's text alone, not of the other documents, their order or the cutting of sequences, and the
+words not of the vocabulary either.
 
 Axes: D documents, T tokens of all, W words of a document.
 """
@@ -24,16 +24,13 @@ from bert_dp.data import GOLDEN, U64, hash64, mix64
 from bert_dp.tasks.mlm import EVAL_MASK_RATE
 
 MASK_RATE = EVAL_MASK_RATE  # of the tokens, and of the words
-KINDS = ("mask", "random", "original")
-"""What the model sees in place of a predicted token, in 80, 10 and 10 % of cases. A kind is stored as its
-place in this list + 1."""
 WORD = re.compile(r"\S+")
 TOKENS, WORDS = 6, 7  # streams of draws, apart from those of training
 
 
 @dataclasses.dataclass(frozen=True)
 class Words:
-    """The words of one document, and which of its tokens hide some."""
+    """The hidden words of one document and their tokens."""
 
     hidden_T: NDArray[np.bool_]
     """Tokens that share a character with a hidden word."""
@@ -53,7 +50,7 @@ class Text:
     seen_T: NDArray[np.uint16]
     """The tokens as the model sees them when it predicts those of `kind_T`."""
     kind_T: NDArray[np.uint8]
-    """0: not predicted, else the place in KINDS + 1."""
+    """0: not predicted; 1, 2, 3: seen as <mask>, as a random token, as it is (80, 10 and 10 %)."""
     hidden_T: NDArray[np.bool_]
     """Tokens of hidden words."""
     document_T: NDArray[np.int32]
@@ -68,7 +65,7 @@ class Text:
 
 
 def read(documents: Iterable[str], tokenizer: Tokenizer, special: dict[str, int]) -> Text:
-    """All documents, tokenized and drawn. `special`: ids by role."""
+    """Tokenize all documents and draw. `special`: ids by role."""
     tokenizer.no_padding()
     tokenizer.no_truncation()
     tokenizer.encode_special_tokens = True  # "<mask>" in a text is text
@@ -108,8 +105,8 @@ def draw_tokens(
     mask_id: int,
     ordinary: tuple[int, int],
 ) -> tuple[NDArray[np.uint16], NDArray[np.uint8]]:
-    """The tokens that the model sees, and the kind of each: a token is predicted with probability MASK_RATE,
-    and then seen as <mask>, as a random token of `range(*ordinary)`, or as it is."""
+    """Return the tokens that the model sees, and the kind of each: a token is predicted with probability
+    MASK_RATE, and then seen as <mask>, as a random token of `range(*ordinary)`, or as it is."""
     random_T = hash64(keys_T, TOKENS, positions_T)
     share_T = mix64(random_T + GOLDEN)
     kind_T = np.select([share_T % U64(10) == 0, share_T % U64(10) == 1], [2, 3], 1)
@@ -121,8 +118,8 @@ def draw_tokens(
 
 
 def hide_words(text: str, offsets: Sequence[tuple[int, int]], key: int) -> Words:
-    """The words of a document that are hidden, with probability MASK_RATE each, and the tokens that hide
-    them. `offsets`: of each token its first character and the one after its last."""
+    """Hide words of a document, with probability MASK_RATE each, and their tokens. `offsets`: of each token
+    its first character and the one after its last."""
     spans_W2 = np.array([word.span() for word in WORD.finditer(text)], np.int64).reshape(-1, 2)
     starts_W, ends_W = spans_W2.T
     drawn_W = hash64(key, WORDS, np.arange(len(spans_W2))) < U64(int(MASK_RATE * 2.0**64))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -86,6 +87,7 @@ def _leave(number: int, frame: object) -> None:
 def main() -> None:
     """Run the command line of this process. Exit codes: 0 done, 2 bad input, 1 failed, 128 + signal."""
     record.open_missing_descriptors()
+    os.environ["PYTHONSAFEPATH"] = "1"  # a process that a verb starts imports nothing from the current folder
     faulthandler.enable(file=2)
     for number in record.heeded((signal.SIGTERM, signal.SIGHUP)):
         signal.signal(number, _leave)

@@ -15,6 +15,7 @@ from typing import Any
 import typer
 
 from bert_dp.config import ConfigError
+from bert_dp.rank_process import RunFailed
 from launcher.job import ISSUES_FILE
 from launcher.log import complain
 
@@ -43,6 +44,9 @@ def exit_code(command: Callable[[], int | None]) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except RunFailed as error:
+        complain(f"error: {error}")
+        return 1
     except MemoryError:
         complain("error: out of memory; free some, or raise `ulimit -v`")
         return 1

@@ -105,28 +105,24 @@ def predict(
         Literal["mean", "cls"] | None, Option(help="Encoding of a pretrained run; default: mean.")
     ] = None,
     out: Annotated[Path | None, Option(help="File to write; default: stdout.")] = None,
-    instances: Annotated[
-        int, Option(min=1, max=1024, metavar="N", help="Processes, each with a copy of the model.")
-    ] = 1,
     threads: Annotated[
-        int | None, Option(min=1, max=1024, metavar="T", help="CPU threads per process; default: its share.")
+        int | None, Option(min=1, max=1024, metavar="T", help="CPU threads; default: one per core.")
     ] = None,
     precision: opt.Precision = "auto",
-) -> int:
+) -> None:
     """Write a JSON line per example of a file.
 
     A finetuned run gives labels with probabilities, or a score; a pretrained run gives encodings.
     """
-    from launcher.evaluate import predict as predicting
+    from bert_dp.predict import predict_file
 
-    columns = predicting.Columns(text, text_pair)
-    return predicting.predict(
+    predict_file(
         run,
         file,
-        columns,
+        text=text,
+        text_pair=text_pair,
         pooling=pooling,
         out=out,
-        instances=instances,
         threads=threads,
         precision=precision,
     )
@@ -152,8 +148,9 @@ def export_onnx(
     """Export model.onnx, for any batch size and any length up to the run's."""
     from launcher.evaluate import export
 
-    options = ["--int8"] if int8 else []
-    return export.export("onnx", run, out, encoder=encoder, options=options, console=opt.console())
+    return export.export(
+        "onnx", run, out, encoder=encoder, precision="int8" if int8 else "fp32", console=opt.console()
+    )
 
 
 def export_aoti(
@@ -161,13 +158,13 @@ def export_aoti(
     out: opt.ExportOut,
     encoder: opt.WithoutHead = False,
     bf16: Annotated[bool, Option("--bf16", help="Weights and products in bf16.")] = False,
-    int8: Annotated[bool, Option("--int8", help="Linear layers in 8 bits, by torchao.")] = False,
 ) -> int:
     """Export model.pt2 for Python or C++, compiled by AOTInductor for this kind of processor."""
     from launcher.evaluate import export
 
-    precision = [flag for flag, given in (("--bf16", bf16), ("--int8", int8)) if given]
-    return export.export("aoti", run, out, encoder=encoder, options=precision, console=opt.console())
+    return export.export(
+        "aoti", run, out, encoder=encoder, precision="bf16" if bf16 else "fp32", console=opt.console()
+    )
 
 
 def export_check(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,15 +132,11 @@ def configuration(
 
 
 def prepare(start: Pretrained, source: ExamplesSource, sequence_length: int, dev_share: float = 0.0) -> Path:
-    """Prepare the examples, or find them in the cache; return the directory. Raises ConfigError without
-    issues: the child process has printed them."""
+    """Prepare the examples, or find them in the cache; return the directory. Raises ConfigError."""
     arguments = ["prepare", "--tokenizer", str(start.tokenizer), "--length", str(sequence_length)]
     arguments += ["--dev-share", str(dev_share)] if dev_share else []
-    done = children.run_module(
-        "bert_dp.examples.prepare", [*arguments, *source.options], stdout=subprocess.PIPE
-    )
-    children.check(done.returncode, "preparing the examples")
-    return Path(done.stdout.strip())
+    arguments += source.options
+    return Path(children.ask_module("bert_dp.examples.prepare", arguments, "preparing the examples"))
 
 
 def sized_micro_batches(config: Config, ranks: int, overrides: Sequence[str], *, on_gpu: bool) -> Config:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -121,8 +122,8 @@ def evaluate(
     if issues:
         raise ConfigError(issues)
     words = [word for place in data for word in ("--data", str(place))]
-    missing = children.asked("bert_dp.examples.prepare", ["missing", *words], "looking for GLUE's files")
-    options, left_out = choose_tasks(missing, options)
+    missing = children.ask_module("bert_dp.examples.prepare", ["missing", *words], "looking for GLUE's files")
+    options, left_out = choose_tasks(json.loads(missing), options)
     plan = GluePlanFile(
         config_hash=base.hash(),
         config=base.model_dump(mode="json"),

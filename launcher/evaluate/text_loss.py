@@ -1,40 +1,39 @@
-"""`bert-dp eval mlm`: checked here, measured by `python -m bert_dp.measure.text_loss`, shown as a Report."""
+"""`bert-dp eval mlm`: measure the held-out loss of a run on any text, and show it."""
 
 from __future__ import annotations
 
-import glob
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bert_dp.config import ConfigError, resolve
+from bert_dp.config import resolve
 from bert_dp.quantiles import student
-from launcher import children, results
-from launcher.evaluate.finetune import find_pretrained
+from launcher import results
 from launcher.job import issues_by_option
 from launcher.report.console import show_report
-from launcher.report.model import Report, Section, Table
+from launcher.report.model import Report, ReportSection, Table
 from launcher.report.numbers import count_of, format_count, format_decimals, format_percent
 from launcher.report.parts import words
 from launcher.report.quantities import Computed, Quantity, table
-from launcher.results import HiddenWords, TextLoss
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from bert_dp.measure.text_loss import HiddenWords, TextLoss
+
 OPTIONS = {
+    "data.sources": "TEXT",
     "data.build.documents": "--documents",
     "data.build.source_format": "--format",
     "data.build.text_field": "--text-key",
 }
-"""Settings that options of `eval mlm` give."""
+"""Settings that arguments of `eval mlm` give."""
 SEEN = {"all": "all of them", "mask": "<mask>", "random": "a random token", "original": "the token itself"}
 
 
 def _half_width(se: float | None, documents: int) -> float | None:
-    """Of the 95 % interval of a mean over so many documents."""
+    """Return half of the 95 % interval of a mean over so many documents."""
     return None if se is None else student(documents - 1) * se
 
 
@@ -57,26 +56,19 @@ def evaluate(
     as_json: bool,
     console: Console,
 ) -> int:
-    """`options`: settings of data.build. `precision`: auto, fp32 or bf16. Returns the exit code. Raises
-    ConfigError."""
+    """Measure a run on `texts` and show its losses; return the exit code.
+
+    `options`: settings of data.build. `precision`: auto, fp32 or bf16. Raises ConfigError and RunFailed.
+    """
+    from bert_dp.corpus.builder import shown_progress
+    from bert_dp.measure.peak import use_all_cores
+    from bert_dp.measure.text_loss import text_loss
+
     settings = {"data": {"sources": list(texts), "build": dict(options)}, "schedule": {"steps": 1}}
-    with issues_by_option(OPTIONS):
+    use_all_cores()
+    with issues_by_option(OPTIONS), shown_progress() as tell:
         build = resolve([settings]).data.build
-    start = find_pretrained(run.expanduser())
-    issues = text_issues(texts)
-    if start.config.objective.name != "mlm":
-        source = start.config.run.init_from or "a pretrained run"
-        issues.append(f"RUN: {run} was finetuned and predicts no tokens; name {source}")
-    if issues:
-        raise ConfigError(issues)
-    arguments = ["--options", build.model_dump_json(), "--precision", precision]
-    if max_bytes is not None:
-        arguments += ["--max-bytes", str(max_bytes)]
-    arguments += ["--", str(start.run), *texts]
-    code, data = children.capture_json("bert_dp.measure.text_loss", arguments)
-    if code or data is None:
-        return code or 1
-    loss = results.parse(data, TextLoss, "the measurement")
+        loss = text_loss(str(run.expanduser()), texts, build, max_bytes, tell, precision)
     if as_json:
         sys.stdout.write(results.to_json(loss))
     else:
@@ -84,24 +76,8 @@ def evaluate(
     return 0
 
 
-def text_issues(texts: Sequence[str]) -> list[str]:
-    """Names that stand for no file; one line each."""
-    issues = []
-    for text in texts:
-        path = Path(os.path.expanduser(text))
-        if (
-            text == "builtin"
-            or text.startswith("hub:")
-            or path.exists()
-            or glob.glob(str(path), recursive=True)
-        ):
-            continue
-        issues.append(f"TEXT: {text} matches no file; name a file, a directory, a glob, hub:NAME or builtin")
-    return issues
-
-
 def text_report(loss: TextLoss) -> Report:
-    """The losses by what the model saw, and the bits per byte, each with what it is a mean of."""
+    """Build the table of losses by what the model saw, and the bits per byte, each with its denominator."""
     hidden = loss.hidden
     losses = table(
         [(SEEN[row.seen], row) for row in loss.predicted],
@@ -126,7 +102,7 @@ def text_report(loss: TextLoss) -> Report:
     ]
     return Report(
         "bert-dp: masked language model on text",
-        sections=[Section("", tables=[losses, Table(facts)], notes=_notes(loss))],
+        sections=[ReportSection("", tables=[losses, Table(facts)], notes=_notes(loss))],
     )
 
 
@@ -138,7 +114,7 @@ def _bits(hidden: HiddenWords) -> str:
 
 
 def _basis(hidden: HiddenWords) -> str:
-    """What the bits are divided by."""
+    """Name the denominator of the bits per byte."""
     return (
         f"of {count_of(hidden.bytes, 'byte')} in {count_of(hidden.words, 'hidden word')} "
         f"({count_of(hidden.tokens, 'token')}) of {count_of(hidden.documents, 'document')}, "

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from bert_dp.config import read_manifest
-from launcher import results
 from tests.e2e.cli import TINY, bert_dp
 from tests.helpers import read_json
 
@@ -69,7 +68,7 @@ def test_a_language_is_trained_finetuned_predicted_and_exported(language: str, t
         out = str(tmp_path / form)
         verb("export", form, of, "--out", out)
         checked = verb("export", "check", out, "--json", "--run", of)
-        assert results.parse(json.loads(checked), results.ExportCheck, "stdout").ok
+        assert json.loads(checked)["ok"]
     # the tokenizer as transformers loads it: a text comes back whole
     from transformers import AutoTokenizer
 

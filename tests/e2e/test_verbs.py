@@ -9,11 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from bert_dp import checkpoint
 from launcher.machine import doctor
 from tests.e2e.cli import bert_dp, here, refused, train
-from tests.helpers import read_lines
+from tests.helpers import write_lines
 from tests.scaling_fixture import scaling
+from tests.states import FACTS
 from tests.tune_fixture import batch
 
 
@@ -71,40 +74,38 @@ def test_data_build_refuses_what_it_cannot_read(tmp_path: Path) -> None:
     assert missing.returncode == 2
 
 
-def test_checkpoints_are_verified(tmp_path: Path, shards: Path) -> None:
-    train(
-        shards,
-        tmp_path / "run",
-        "checkpoint.every_steps=1",
-        "checkpoint.keep=3",
-        "eval.every_steps=1",
-        nproc=1,
-    )
-    sound = bert_dp("checkpoints", str(tmp_path / "run"), "--json")
+@pytest.mark.quick
+def test_checkpoints_are_verified(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    for step in (0, 1, 2):
+        weight = torch.full((4,), float(step))
+        state = {"model": {"w": weight}, "optimizer": {"w/m": weight}, "scaler": {}}
+        checkpoint.save(run / "checkpoints", step, state, {**FACTS, "samples": 8 * step}, keep=3)
+    write_lines(run / "evals.jsonl", [{"step": step, "loss": 7.5 - step} for step in (1, 2, 3)])
+    sound = here("checkpoints", str(run), "--json")
     assert sound.returncode == 0, sound.stderr
     listed = json.loads(sound.stdout)
-    losses = [line["loss"] for line in read_lines(tmp_path / "run" / "evals.jsonl")]
     assert [each["step"] for each in listed] == [2, 1, 0]
     assert [each["samples"] for each in listed] == [16, 8, 0]
-    assert [each["heldout_loss"] for each in listed] == [losses[1], losses[0], None]
+    assert [each["heldout_loss"] for each in listed] == [5.5, 6.5, None]
     assert not any(each["problem"] for each in listed)
-    weights = tmp_path / "run" / "checkpoints" / "step-00000001" / "model.safetensors"
+    weights = run / "checkpoints" / "step-00000001" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    damaged = bert_dp("checkpoints", str(tmp_path / "run"))
+    damaged = here("checkpoints", str(run))
     assert damaged.returncode == 1
     assert f"damaged: {weights}" in damaged.stdout
     (weights.parent / "optimizer.safetensors").unlink()
     (weights.parent / "manifest.json").write_text("[]")
-    (tmp_path / "run" / "evals.jsonl").write_text('{"step": 2, "loss": NaN}\n')
-    torn = bert_dp("checkpoints", str(tmp_path / "run"), "--json")
+    (run / "evals.jsonl").write_text('{"step": 2, "loss": NaN}\n')
+    torn = here("checkpoints", str(run), "--json")
     assert torn.returncode == 1
     newest, middle, _ = json.loads(torn.stdout, parse_constant=pytest.fail)
     assert newest["heldout_loss"] is None
-    assert middle["problem"].startswith(f"{weights.parent / 'manifest.json'}: no manifest of a checkpoint")
-    for name, why in ((str(tmp_path), "holds no checkpoint"), ("nothing", "does not exist")):
-        none = bert_dp("checkpoints", name)
-        assert (none.returncode, none.stdout) == (2, "")
-        assert f"{name} {why}" in none.stderr
+    assert middle["problem"].startswith(f"{weights.parent / 'manifest.json'}: ")
+    for name in (str(tmp_path), "nothing"):
+        (issue,) = json.loads(here("checkpoints", name, "--json").stdout)["issues"]
+        assert (issue["setting"], issue["kind"]) == ("RUN", "not_found")
 
 
 def test_doctor_reports_and_measures_an_all_reduce(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

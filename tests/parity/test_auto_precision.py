@@ -24,14 +24,13 @@ STARTS: tuple[tuple[str, int, tuple[bool, bool]], ...] = (  # run, steps, which 
 
 
 def train_all(root: str) -> None:
-    import bert_dp.precision
-    from bert_dp import worker
+    from bert_dp import precision, worker
 
     store, rank = os.environ["BERT_DP_INIT_FILE"], int(os.environ["RANK"])
     for number, (name, steps, units) in enumerate(STARTS):
         os.environ["BERT_DP_INIT_FILE"] = f"{store}-{number}"
         mine: Any = ("amx_bf16",) if units[rank] else ()
-        bert_dp.precision.bf16_units = lambda mine=mine: mine
+        precision.bf16_units = lambda mine=mine: mine
         assert worker.main([f"{root}/{name}-{steps}.yaml", "--run-dir", f"{root}/{name}"]) == 0
 
 

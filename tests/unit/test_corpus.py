@@ -474,6 +474,7 @@ def russian(num: int) -> list[str]:
         ([[f"{i} " + "\u4e2d\u6587\u8a9e" * (i % 7 + 2) for i in range(200)]], BYTES, False),
     ],
 )
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # an open file
 def test_a_source_that_loses_much_is_refused(
     tmp_path: Path, source_docs: list[list[str]], options: dict[str, Any], refused: bool
 ) -> None:

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import resource
-import signal
 import socket
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from launcher.machine.doctor import diagnose
 from launcher.machine.environment import Gpu, cgroup_limit, num_gpus, probe
 from launcher.run.starters import start_environment
 from tests.e2e.cli import wait_for
-from tests.helpers import write_files
+from tests.helpers import raised_issues, write_files
 
 CSV = """0, GPU-aaaa1111, NVIDIA H100 80GB HBM3, 81559, 81000, 570.124.06, 00000000:1A:00.0, Disabled
 1, GPU-bbbb2222, NVIDIA H100 80GB HBM3, 81559, 20480, 570.124.06, 00000000:3D:00.0, Disabled
@@ -380,26 +379,18 @@ def test_a_command_of_the_system_answers_or_says_why_not(tmp_path):
     assert children.run_command(group, 20)[0] != str(os.getpgid(0)), "Ctrl-C ends us, and not it first"
 
 
-def test_what_a_module_printed_is_its_json_whatever_its_exit_code(fake_module):
-    for source, expected in (
-        ("print('{\"a\": 1}'); raise SystemExit(4)", (4, {"a": 1})),
-        ("print('no JSON')", (0, None)),
-        ("raise SystemExit(2)", (2, None)),
+def test_a_module_answers_refuses_or_fails(fake_module):
+    issue = {"setting": "a.b", "kind": "conflict", "message": "is odd", "value": 1, "other": "c", "hint": "x"}
+    assert children.ask_module(fake_module("print('the answer')"), [], "asking") == "the answer"
+    refusal = fake_module(f"print({json.dumps([issue])!r}); raise SystemExit(2)")
+    assert [each.to_json() for each in raised_issues(children.ask_module, refusal, [], "asking")] == [issue]
+    for source, said in (
+        ("raise SystemExit(4)", "asking ended with exit code 4"),
+        ("import os; os.kill(os.getpid(), 9)", r"asking killed by signal 9 \(SIGKILL\); memory may"),
+        ("import os; os.kill(os.getpid(), 11)", r"asking killed by signal 11 \(SIGSEGV\)"),
     ):
-        assert children.capture_json(fake_module(source), []) == expected
-
-
-@pytest.mark.parametrize(
-    ("number", "said"),
-    [
-        (signal.SIGKILL, "killed by signal 9 (SIGKILL); memory may have been full (bert-dp doctor)"),
-        (signal.SIGSEGV, "killed by signal 11 (SIGSEGV)"),
-    ],
-)
-def test_a_module_that_a_signal_killed_is_no_silent_end(fake_module, capsys, number, said):
-    name = fake_module(f"import os; os.kill(os.getpid(), {int(number)})")
-    assert children.capture_json(name, []) == (128 + number, None)
-    assert capsys.readouterr().err == f"error: {name}: {said}\n"
+        with pytest.raises(SystemExit, match=f"error: {said}"):
+            children.ask_module(fake_module(source), [], "asking")
 
 
 def test_time_that_ran_out_on_a_busy_machine_is_a_warning(monkeypatch):

@@ -10,7 +10,7 @@ import torch
 
 from bert_dp.config import Config, Kind, shipped_configs
 from bert_dp.export import check, foreign, trace
-from bert_dp.export.as_function import Source, open_run
+from bert_dp.export.as_function import ExportSource, open_run
 from bert_dp.export.write import describe
 from tests.runs_to_export import config_of, finetuned, write_run
 
@@ -26,12 +26,12 @@ CONFIGS: dict[str, tuple[Config, Kind]] = {
 }
 
 
-def source_of(folder: Path, name: str) -> Source:
+def source_of(folder: Path, name: str) -> ExportSource:
     config, kind = CONFIGS[name]
     return open_run(write_run(folder / "run", config), encoder=kind == "encoder")
 
 
-def difference(source: Source, compute: foreign.Compute, *, tolerance: float | None = None) -> float:
+def difference(source: ExportSource, compute: foreign.Compute, *, tolerance: float | None = None) -> float:
     """The largest of all batches that `export check` compares; the first outputs are the same within
     `tolerance`."""
     exported = describe(source, "onnx")
@@ -41,8 +41,8 @@ def difference(source: Source, compute: foreign.Compute, *, tolerance: float | N
         check.compare(batch, check.reference(source, *batch), compute(*batch), exported, tolerance)
         for batch in batches
     ]
-    assert tolerance is None or all(row["top1"] in (None, 1) for row in rows)
-    return max(row["difference"] for row in rows)
+    assert tolerance is None or all(row.top1 in (None, 1) for row in rows)
+    return max(row.difference for row in rows)
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_a_masked_language_model_as_onnx_is_an_encoder_too_and_eight_bits_are_ne
 def test_a_norm_without_a_mean_is_one_operator_and_the_source_keeps_its_precision(tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     source = source_of(tmp_path, "rms, encoder")
-    trace.trace(source, "bf16")
+    trace.trace(source, bf16=True)
     assert {parameter.dtype for parameter in source.model.parameters()} == {torch.float32}
     trace.write_onnx(source, tmp_path, int8=False)
     kinds = [node.op_type for node in onnx.load(tmp_path / "model.onnx").graph.node]

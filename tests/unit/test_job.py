@@ -7,7 +7,6 @@ import io
 import json
 import os
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -307,24 +306,15 @@ def test_a_secret_in_the_place_of_a_run_or_in_its_sources_is_told_with_what_is_n
     assert held == [("data.sources", "MY_KEY"), ("--run-dir", "MY_KEY")]
 
 
-@pytest.mark.parametrize(("code", "error"), [(0, None), (2, ConfigError), (3, SystemExit), (-9, SystemExit)])
-def test_the_data_are_built_by_the_configuration_or_the_verb_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, error: type[BaseException] | None
-) -> None:
-    """Of bad input the build has said what is wrong; what ended it otherwise is told with its exit code."""
+def test_the_data_are_built_by_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, seen = make_config("schedule.steps=77"), []
 
-    def run_module(module: str, arguments: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+    def ask_module(module: str, arguments: list[str], task: str) -> str:
         seen.append((module, arguments[0], load_config(Path(arguments[1]), [])))
-        return subprocess.CompletedProcess([], code, f"{tmp_path}\n", None)
+        return str(tmp_path)
 
-    monkeypatch.setattr(children, "run_module", run_module)
-    if error is None:
-        assert job.prepare_data(config) == tmp_path
-    else:
-        with pytest.raises(error) as ended:
-            job.prepare_data(config)
-        assert str(ended.value) == "" if code == 2 else f"exit code {code};" in str(ended.value)
+    monkeypatch.setattr(children, "ask_module", ask_module)
+    assert job.prepare_data(config) == tmp_path
     assert seen == [("bert_dp.corpus", "ensure", config)]
 
 

@@ -12,8 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-import bert_dp.precision
-from bert_dp import record, setup
+from bert_dp import precision, record, setup
 from bert_dp.config import ENGINES, bf16_units, decide_precision, dump_config
 from bert_dp.dist import Comm
 from bert_dp.train_state import TrainState
@@ -105,7 +104,7 @@ class Ranks(Comm):
 def agreed(
     monkeypatch: pytest.MonkeyPatch, able: Sequence[bool], *settings: str, kept: str | None = None
 ) -> str:
-    monkeypatch.setattr(bert_dp.precision, "bf16_units", lambda: ("amx_bf16",) if able[0] else ())
+    monkeypatch.setattr(precision, "bf16_units", lambda: ("amx_bf16",) if able[0] else ())
     resumed = None if kept is None else setup.Checkpoint(Path(), {}, TrainState(), None, kept, None)
     config = make_config("precision=auto", *settings)
     rank: Any = SimpleNamespace(config=config, comm=Ranks(able), device=CPU, log_rank0=print)
@@ -121,7 +120,7 @@ def test_a_gpu_multiplies_bf16_from_ampere_on(
     asked: list[Any] = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda of: (asked.append(of), capability)[1])
     gpu = torch.device("cuda", 3)
-    assert bert_dp.precision.choose_precision("auto", gpu).name == chosen
+    assert precision.choose_precision("auto", gpu).name == chosen
     assert asked == [gpu], "machines may hold GPUs of two kinds"
 
 
@@ -152,8 +151,8 @@ def test_a_run_that_goes_on_keeps_its_precision_and_says_where_that_is_slow(
 def test_launcher_and_ranks_estimate_and_try_in_the_same_precision(
     machine: Environment, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bert_dp.precision, "bf16_units", lambda: machine.bf16_units)
-    own = bert_dp.precision.choose_precision(AUTO.precision, torch.device("cpu"), AUTO.parallel.engine)
+    monkeypatch.setattr(precision, "bf16_units", lambda: machine.bf16_units)
+    own = precision.choose_precision(AUTO.precision, torch.device("cpu"), AUTO.parallel.engine)
     assert own.name == chosen
     assert check_memory(AUTO, 2, machine, on_gpu=False).precision == chosen
     assert check_memory(AUTO, 2, machine, on_gpu=False, kept="fp64").precision == "fp64"
@@ -172,9 +171,9 @@ def test_advice_on_memory_counts_in_the_precision_of_the_machine_or_the_checkpoi
     for machine in (WITH, WITHOUT):
         record.write_json(tmp_path / "environment.json", machine.to_json())
         advised = advice._what_to_lower(tmp_path, 1, "", on_host=True)[0][-1]
-        for precision in ("bf16", "fp32"):
-            fits = advice.what_fits(AUTO, precision, 1, MACHINE.memory_gib, on_gpu=False)[0]
-            assert (advised == fits) == (precision == ("bf16" if machine is WITH else "fp32"))
+        for name in ("bf16", "fp32"):
+            fits = advice.what_fits(AUTO, name, 1, MACHINE.memory_gib, on_gpu=False)[0]
+            assert (advised == fits) == (name == ("bf16" if machine is WITH else "fp32"))
 
 
 def dry_run(tmp_path: Path, *settings: str, resume: str = "auto") -> None:
@@ -239,13 +238,9 @@ def test_doctor_names_the_units_and_the_ratio(
 def test_a_run_that_left_no_summary_tells_what_its_ranks_had_decided(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(dump_config(AUTO))
     facts: dict[str, Any]
-    for facts, precision in (
-        ({}, None),
-        ({"worker": "x"}, None),
-        ({"worker": {"precision": "bf16"}}, "bf16"),
-    ):
+    for facts, chosen in (({}, None), ({"worker": "x"}, None), ({"worker": {"precision": "bf16"}}, "bf16")):
         record.write_json(tmp_path / "environment.json", facts)
-        assert run_files.load(tmp_path).summary.precision == precision
+        assert run_files.load(tmp_path).summary.precision == chosen
 
 
 def test_the_estimate_of_a_run_that_goes_on_is_in_its_own_precision(
@@ -275,7 +270,7 @@ def test_fp32_products_are_in_tf32_on_a_gpu_beside_16_bits_alone(
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("medium")
-        bert_dp.precision.allow_tf32(bert_dp.precision.precision_of(name), torch.device(device))
+        precision.allow_tf32(precision.precision_of(name), torch.device(device))
         assert torch.get_float32_matmul_precision() == allowed
     finally:
         torch.set_float32_matmul_precision(before)

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import shutil
-import signal
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
 
-from bert_dp.config import BuildConfig, ModelConfig
+from bert_dp.config import BuildConfig, ModelConfig, resolve
 from bert_dp.corpus import tokenizer as tokens
 from bert_dp.measure import masked_text, text_loss
 from bert_dp.model import CrammedBert, build_model
 from bert_dp.rank_process import RunFailed
-from launcher import results
-from launcher.evaluate.text_loss import text_issues, text_report
-from tests.helpers import TINY_MODEL, issues_of
+from launcher.evaluate.text_loss import text_report
+from tests.helpers import TINY_MODEL, raised_issues
+from tests.runs_to_export import config_of, finetuned, write_run
 
 RUN = Path(__file__).parents[1] / "fixtures/stopped-run"
 SENTENCE = "Seven old ships sailed slowly past the quiet harbour, while rain fell on every lamp of it."
 DOCUMENTS = [f"{SENTENCE} This is number {i}: {SENTENCE[i % 40 :]}" for i in range(60)]
 LENGTH = 16
+SMALL = {"hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
 
 
 def quiet(stage: str, done: int, total: int | None) -> None:
@@ -129,17 +129,17 @@ def test_a_model_that_knows_nothing_needs_the_bits_of_its_vocabulary() -> None:
     model, text = model_of(80), read(DOCUMENTS, tokenizer)
     torch.nn.init.zeros_(model.model.embeddings.tok_embeddings.weight)
     rows = text_loss.token_losses(model, text, LENGTH, quiet)
-    assert [row["seen"] for row in rows] == ["all", "mask", "random", "original"]
-    assert [row["loss"] for row in rows] == pytest.approx([math.log(80)] * 4, rel=1e-6)
-    assert [row["loss_se"] for row in rows] == pytest.approx([0.0] * 4, abs=1e-6)
-    assert rows[0]["tokens"] == sum(row["tokens"] for row in rows[1:]) == (text.kind_T > 0).sum()
+    assert [row.seen for row in rows] == ["all", "mask", "random", "original"]
+    assert [row.loss for row in rows] == pytest.approx([math.log(80)] * 4, rel=1e-6)
+    assert [row.loss_se for row in rows] == pytest.approx([0.0] * 4, abs=1e-6)
+    assert rows[0].tokens == sum(row.tokens for row in rows[1:]) == (text.kind_T > 0).sum()
     special = tokens.special_ids(tokenizer, "it")
     words = text_loss.word_losses(model, text, LENGTH, special, quiet)
     hidden = [word for document in DOCUMENTS for word in hidden_words(document, tokenizer)]
-    assert (words["words"], words["bytes"]) == (len(hidden), sum(map(len, hidden)))
-    assert words["bits_per_byte"] == pytest.approx(words["tokens"] * math.log2(80) / words["bytes"], rel=1e-6)
-    assert words["nats"] == pytest.approx(words["tokens"] * math.log(80), rel=1e-6)
-    assert words["bits_per_byte_se"] > 0
+    assert (words.words, words.bytes) == (len(hidden), sum(map(len, hidden)))
+    assert words.bits_per_byte == pytest.approx(words.tokens * math.log2(80) / words.bytes, rel=1e-6)
+    assert words.nats == pytest.approx(words.tokens * math.log(80), rel=1e-6)
+    assert words.bits_per_byte_se > 0
 
 
 def test_hidden_words_that_the_vocabulary_lacks_are_counted_and_so_are_their_documents() -> None:
@@ -149,10 +149,10 @@ def test_hidden_words_that_the_vocabulary_lacks_are_counted_and_so_are_their_doc
     text, special = read(documents, tokenizer), tokens.special_ids(tokenizer, "it")
     words = text_loss.word_losses(model_of(64), text, LENGTH, special, quiet)
     hidden = [hidden_words(document, tokenizer) for document in documents]
-    assert words["documents"] == sum(map(bool, hidden)) < len(documents)
+    assert words.documents == sum(map(bool, hidden)) < len(documents)
     unknown = sum(word == "xyz" for each in hidden for word in each)
-    assert (words["unknown_tokens"], words["words"]) == (unknown, sum(map(len, hidden)))
-    assert 0 < unknown < words["tokens"]
+    assert (words.unknown_tokens, words.words) == (unknown, sum(map(len, hidden)))
+    assert 0 < unknown < words.tokens
 
 
 def test_the_loss_is_that_of_training_at_the_same_positions() -> None:
@@ -167,7 +167,7 @@ def test_the_loss_is_that_of_training_at_the_same_positions() -> None:
         labels = torch.from_numpy(text.ids_T[cut][positions].astype(np.int64))
         total += model(ids, torch.from_numpy(positions), labels).item()
     assert len(text.ids_T) % LENGTH
-    assert row["loss"] * row["tokens"] == pytest.approx(total, rel=1e-5)
+    assert row.loss * row.tokens == pytest.approx(total, rel=1e-5)
 
 
 def test_each_way_of_seeing_a_token_has_its_own_accuracy() -> None:
@@ -178,10 +178,10 @@ def test_each_way_of_seeing_a_token_has_its_own_accuracy() -> None:
         for layer in model.model.layers:
             for name in ("attn.Wo", "mlp.Wo"):
                 layer.get_submodule(name).weight.zero_()
-    rows = {row["seen"]: row for row in text_loss.token_losses(model, text, LENGTH, quiet)}
-    right = {seen: row["accuracy"] * row["tokens"] for seen, row in rows.items()}
+    rows = {row.seen: row for row in text_loss.token_losses(model, text, LENGTH, quiet)}
+    right = {seen: row.accuracy * row.tokens for seen, row in rows.items()}
     assert right["all"] == pytest.approx(right["mask"] + right["random"] + right["original"])
-    assert rows["original"]["accuracy"] > 0.5 > rows["all"]["accuracy"]
+    assert rows["original"].accuracy > 0.5 > rows["all"].accuracy
 
 
 def test_the_error_of_a_ratio_by_hand() -> None:
@@ -228,57 +228,43 @@ def run_dir(tmp_path: Path) -> Path:
     return path
 
 
+def measure(run: Path, texts: Path, **options: Any) -> text_loss.TextLoss:
+    how = {"options": BuildConfig(), "max_bytes": None, "tell": quiet, **options}
+    return text_loss.text_loss(str(run), [str(texts)], **how)
+
+
 def test_what_is_measured_of_a_run_and_shown(run_dir: Path, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("\n\n".join("\n".join(DOCUMENTS[i : i + 3]) for i in range(0, 60, 3)))
+    path = tmp_path / "a.txt"
+    path.write_text("\n\n".join("\n".join(DOCUMENTS[i : i + 3]) for i in range(0, 60, 3)))
     options = BuildConfig(documents="blank_line")
-    facts = text_loss.text_loss(str(run_dir), [str(tmp_path / "a.txt")], options, None, quiet)
-    measured = results.parse(json.loads(json.dumps(facts)), results.TextLoss, "it")
+    measured = measure(run_dir, path, options=options)
     assert (measured.documents, measured.step, measured.precision) == (20, 12, "float32")
     assert measured.vocab_size == 60, "of the tokenizer, not of the model"
     assert measured.bytes == sum(map(len, DOCUMENTS)) + 40
     assert [source["documents"] for source in measured.sources] == [20]
-    assert results.plain(measured).items() >= facts.items()
-    (section,) = text_report(measured).sections
-    losses, facts = section.tables
+    losses, facts = text_report(measured).sections[0].tables
     assert [row.label for row in losses.rows][:2] == ["all of them", "<mask>"]
     assert losses.rows[0].cells[0].exact == measured.predicted[0].loss
-    assert (
-        f"{measured.hidden.bytes:,} bytes in {measured.hidden.words} hidden words"
-        in facts.rows[0].cells[0].note
-    )
-    assert (facts.rows[1].cells[0].text, facts.rows[1].cells[0].note) == (
-        "20 documents",
-        f"{measured.bytes:,} bytes, {measured.words:,} words, {measured.tokens:,} tokens with their "
-        "separators",
-    )
-    assert (facts.rows[2].cells[0].text, facts.rows[2].cells[0].note[:31]) == (
-        f"{measured.run}, step 12",
-        "vocabulary of 60, sequences of ",
-    )
-    two = {"documents": 2, "loss_se": 0.01}
+    hidden = measured.hidden
+    assert f"{hidden.bytes:,} bytes in {hidden.words} hidden words" in facts.rows[0].cells[0].note
+    assert facts.rows[1].cells[0].text == "20 documents"
     few = measured.model_copy(
         update={
-            "predicted": [row.model_copy(update=two) for row in measured.predicted],
-            "hidden": measured.hidden.model_copy(update={"documents": 2, "bits_per_byte_se": 0.02}),
+            "predicted": [r.model_copy(update={"documents": 2, "loss_se": 0.01}) for r in measured.predicted],
+            "hidden": hidden.model_copy(update={"documents": 2, "bits_per_byte_se": 0.02}),
         }
     )
     losses, facts = text_report(few).sections[0].tables  # Student's t of one degree of freedom: 12.706
     assert losses.rows[0].cells[1].text == "0.1271"
     assert facts.rows[0].cells[0].text.endswith(" \u00b1 0.2541")
-    shares = {"mask_rate": 0.15, "hidden": measured.hidden.model_copy(update={"rate": 0.05})}
-    losses, facts = text_report(measured.model_copy(update=shares)).sections[0].tables
-    assert losses.title.startswith("Loss of predicted tokens, 15.0 % of all")
-    assert facts.rows[0].cells[0].note.endswith("5.0 % of the words hidden")
-    assert "sequences of 32 tokens, float32 on " in facts.rows[2].cells[0].note
     for words, unknown, notes in ((0, 0, 1), (2, 0, 2), (0, 1, 2)):
-        hidden = measured.hidden.model_copy(update={"words_without_token": words, "unknown_tokens": unknown})
-        (section,) = text_report(measured.model_copy(update={"hidden": hidden})).sections
+        counted = hidden.model_copy(update={"words_without_token": words, "unknown_tokens": unknown})
+        (section,) = text_report(measured.model_copy(update={"hidden": counted})).sections
         assert len(section.notes) == notes
-    assert section.notes[1].startswith("0 hidden words without a token and 1 unknown token cost fewer bits")
-    first = text_loss.text_loss(str(run_dir), [str(tmp_path / "a.txt")], options, 400, quiet)
-    assert first["documents"] == 1
-    assert [source["documents"] for source in first["sources"]] == [1], "what was read of the file"
-    assert first["predicted"][0]["loss_se"] is None
+    first = measure(run_dir, path, options=options, max_bytes=400)
+    assert first.documents == 1
+    assert [source["documents"] for source in first.sources] == [1], "what was read of the file"
+    assert first.predicted[0].loss_se is None
 
 
 def test_documents_of_which_no_token_is_left_are_counted(run_dir: Path, tmp_path: Path) -> None:
@@ -286,64 +272,40 @@ def test_documents_of_which_no_token_is_left_are_counted(run_dir: Path, tmp_path
     lost = "\u043c\u0438\u0440"
     (tmp_path / "a.txt").write_text("\n".join([*DOCUMENTS[:20], lost, *DOCUMENTS[20:], lost]))
     (tmp_path / "lost.txt").write_text(f"{lost}\n" * 40)
-    facts = text_loss.text_loss(str(run_dir), [str(tmp_path / "a.txt")], BuildConfig(), None, quiet)
-    assert [facts[f"{name}_without_tokens"] for name in ("documents", "first")] == [2, 20]
-    measured = results.parse(json.loads(json.dumps(facts)), results.TextLoss, "it")
+    measured = measure(run_dir, tmp_path / "a.txt")
+    assert (measured.documents_without_tokens, measured.first_without_tokens) == (2, 20)
     none = measured.model_copy(update={"documents_without_tokens": 0, "first_without_tokens": None})
     notes = [text_report(each).sections[0].notes for each in (measured, none)]
     assert len(notes[0]) == len(notes[1]) + 1
-    (line,) = issues_of(
-        text_loss.text_loss, str(run_dir), [str(tmp_path / "lost.txt")], BuildConfig(), None, quiet
-    )
-    assert line.startswith("TEXT: ")
+    (issue,) = raised_issues(measure, run_dir, tmp_path / "lost.txt")
+    assert (issue.setting, issue.kind, issue.other) == ("TEXT", "conflict", "RUN")
 
 
 def test_what_is_measured_in_bf16_says_so(run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("\n".join(DOCUMENTS))
-    found = {}
-    for precision in ("auto", "fp32", "bf16"):
-        facts = text_loss.text_loss(
-            str(run_dir), [str(tmp_path / "a.txt")], BuildConfig(), None, quiet, precision
-        )
-        found[precision] = (facts["precision"], facts["predicted"][0]["loss"])
-    assert found["auto"] == found["fp32"], "no GPU is here"
-    assert [found[name][0] for name in ("fp32", "bf16")] == ["float32", "bfloat16"]
-    assert 0 < abs(found["bf16"][1] - found["fp32"][1]) < 0.01
-
-
-def test_the_command_hands_on_its_options(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked: list[tuple[object, ...]] = []
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(text_loss, "use_all_cores", lambda: None)
-    monkeypatch.setattr(
-        text_loss, "text_loss", lambda *given: asked.append((*given[:4], given[5])) or {"run": given[0]}
+    auto, fp32, bf16 = (
+        measure(run_dir, tmp_path / "a.txt", precision=name) for name in ("auto", "fp32", "bf16")
     )
-    options = '{"documents": "blank_line", "text_field": "body"}'
-    assert (
-        text_loss.main(["--options", options, "--max-bytes", "9", "--precision", "bf16", "run", "a", "b"])
-        == 0
-    )
-    assert text_loss.main(["run", "a"]) == 0
-    assert capsys.readouterr().out == '{"run": "run"}\n' * 2
-    assert asked == [
-        ("run", ["a", "b"], BuildConfig(documents="blank_line", text_field="body"), 9, "bf16"),
-        ("run", ["a"], BuildConfig(), None, "auto"),
-    ]
+    assert auto == fp32, "no GPU is here"
+    assert (fp32.precision, bf16.precision) == ("float32", "bfloat16")
+    losses = [found.predicted[0].loss or 0.0 for found in (fp32, bf16)]
+    assert 0 < abs(losses[1] - losses[0]) < 0.01
 
 
-def test_what_cannot_be_measured_is_one_line(run_dir: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_measured_is_an_issue(run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
-    arguments = ([str(tmp_path / "a.txt")], BuildConfig(), None, quiet)
-    (line,) = issues_of(text_loss.text_loss, str(run_dir), *arguments)
-    assert line.endswith("that are drawn to be predicted; give more text")
+
+    def refusal(run: Path) -> tuple[str, str, str | None]:
+        (issue,) = raised_issues(measure, run, tmp_path / "a.txt")
+        return issue.setting, issue.kind, issue.hint
+
+    assert refusal(run_dir) == ("TEXT", "out_of_range", "give more text")
     larger = trained(60)
     larger.add_tokens([f"word{i}" for i in range(1000)])
     larger.save(str(run_dir / "tokenizer.json"))
-    assert (
-        "put the tokenizer.json of the run's shards there"
-        in issues_of(text_loss.text_loss, str(run_dir), *arguments)[0]
-    )
-    assert text_issues(["builtin", "hub:x", str(tmp_path), str(tmp_path / "*.txt")]) == []
-    assert "matches no file" in text_issues([str(tmp_path / "*.json")])[0]
+    assert refusal(run_dir)[:2] == ("RUN", "conflict")
+    plain = finetuned(config_of("quickstart", model=SMALL), "recipe")
+    for begin, named in ((None, "name a pretrained run"), ("/runs/a", "name /runs/a")):
+        config = resolve([plain.model_dump(mode="json"), {"run": {"init_from": begin}}])
+        run = write_run(tmp_path / f"finetuned-{begin is None}", config)
+        assert refusal(run) == ("RUN", "unsupported", named)
