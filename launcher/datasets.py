@@ -15,7 +15,7 @@ from bert_dp.config.manifest import SourceFile, loss_warnings
 from launcher.job import issues_by_option
 from launcher.log import PLAIN, secret_issues, show
 from launcher.report.console import show_report
-from launcher.report.model import Column, Report, Row, Section, Table, Verdict
+from launcher.report.model import Column, Report, ReportSection, Table, TableRow, Verdict
 from launcher.report.numbers import count_of, format_count, format_nats, format_percent, format_si
 from launcher.report.parts import cell, words
 
@@ -135,7 +135,7 @@ def shards_report(facts: Mapping[str, Any], directory: Path) -> Report:
     damaged = [Verdict("fail", f"damaged: {problem}") for problem in facts["problems"]]
     sound = Verdict("ok", "sound: every hash and token id checked")
     splits = [
-        Row(
+        TableRow(
             name,
             [
                 *(cell(split[key], "count") for key in ("documents", "tokens", "sequences")),
@@ -157,7 +157,7 @@ def shards_report(facts: Mapping[str, Any], directory: Path) -> Report:
     ]
     heads = [Column(name) for name in ("documents", "tokens", "sequences", "files")]
     sources = [
-        Row(
+        TableRow(
             source.name,
             [
                 cell(source.documents, "count"),
@@ -177,7 +177,7 @@ def shards_report(facts: Mapping[str, Any], directory: Path) -> Report:
     return Report(
         "bert-dp: shards",
         verdicts=[*(damaged or [sound]), *lost],
-        sections=[Section("", tables=tables)],
+        sections=[ReportSection("", tables=tables)],
         next="" if damaged else train_command(directory, manifest),
     )
 

@@ -19,8 +19,6 @@ from bert_dp.config import ConfigError, Issue
 from bert_dp.config.stored import problem_lines, read_regular
 from bert_dp.record.models import StoredFile, StoredModel
 
-SCHEMA_VERSION = record.SCHEMA_VERSION
-
 Count = Annotated[int, Field(gt=0, le=10**9)]
 Positive = Annotated[float, Field(gt=0)]
 Interval = Annotated[list[float], Field(min_length=2, max_length=2)]

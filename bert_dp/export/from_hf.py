@@ -23,20 +23,20 @@ def modernbert_state(directory: Path, config: Config, tokenizer: str | None) -> 
 
     Raises ConfigError for a file that cannot be read or does not fit.
     """
-    issues = [*modernbert_issues(directory, config)]
+    issues = modernbert_issues(directory, config)
     own = directory / record.TOKENIZER
     known = {(record.read_json(directory / EXPORTED) or {}).get("tokenizer_sha256")}  # of our own exports
     if tokenizer is not None and own.is_file() and tokenizer not in known | {sha256(own)}:
         message = f"the shards have another tokenizer than {directory}"
         hint = f"build them with data.tokenizer={own}"
-        issues.append(Issue("data.tokenizer", "conflict", message, other="run.init_from", hint=hint))
+        issues.append(Issue("data.tokenizer", "conflict", message, tokenizer, "run.init_from", hint))
     if issues:
         raise ConfigError(issues)
     try:
         tensors = load_file(directory / "model.safetensors")
     except (OSError, SafetensorError) as error:
         message = f"{directory}: model.safetensors cannot be read ({error})"
-        raise ConfigError([Issue("run.init_from", "damaged", message)]) from None
+        raise ConfigError([Issue("run.init_from", "damaged", message, str(directory))]) from None
     return {"model": dict(our_names(tensors)), "optimizer": {}, "scaler": {}}
 
 
@@ -52,7 +52,7 @@ def our_names(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
             query_H, key_H, value_H = tensor.chunk(3)
             if key_H.any():
                 message = f"{theirs} has a bias of the keys, which our attention lacks"
-                raise ConfigError([Issue("run.init_from", "unsupported", message)])
+                raise ConfigError([Issue("run.init_from", "unsupported", message, theirs)])
             yield f"{layer}.q_bias", query_H.clone()
             yield f"{layer}.v_bias", value_H.clone()
         else:

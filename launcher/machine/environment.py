@@ -74,8 +74,6 @@ class Environment:
     cpu_model: str
     bf16_units: tuple[str, ...]
     """Flags of its units that multiply bf16; without any bf16 is emulated."""
-    physical_cores: int | None
-    logical_cores: int
     affinity_cores: int
     cpu_quota_cores: float | None
     """Limit of the control group; None = no limit."""
@@ -86,7 +84,6 @@ class Environment:
     memory_available_gib: float
     memory_limit_gib: float | None
     shm_gib: float | None
-    shm_free_gib: float | None
     disk_free_gib: float | None
     open_files: int
     max_processes: int | None
@@ -157,8 +154,6 @@ def probe(path: Path = Path(), root: Path = ROOT) -> Environment:
         python=platform.python_version(),
         cpu_model=cpu_field("model name", root) or platform.machine(),
         bf16_units=bf16_units(root),
-        physical_cores=psutil.cpu_count(logical=False),
-        logical_cores=os.cpu_count() or 1,
         affinity_cores=len(os.sched_getaffinity(0)),
         cpu_quota_cores=cgroup_limit(root, "cpu"),
         numa_nodes=max(1, len(numa_cores)),
@@ -167,7 +162,6 @@ def probe(path: Path = Path(), root: Path = ROOT) -> Environment:
         memory_available_gib=memory.available / GIB,
         memory_limit_gib=None if memory_limit is None or memory_limit > memory.total else memory_limit / GIB,
         shm_gib=shm.total / GIB if shm else None,
-        shm_free_gib=shm.free / GIB if shm else None,
         disk_free_gib=disk.free / GIB if disk else None,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         max_processes=min(

@@ -83,12 +83,11 @@ def test_what_is_there_is_told_from_what_is_free_and_from_a_limit(tmp_path, monk
     memory = SimpleNamespace(total=16 * GIB, available=4 * GIB)
     monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr("os.cpu_count", lambda: 64)
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (2**16, 2**20))
     files = {"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/job/memory.max": f"{group * GIB}\n"}
     facts = probe(tmp_path, write_files(tmp_path, files))
     assert (facts.memory_gib, facts.memory_available_gib, facts.memory_limit_gib) == (16, 4, limit)
-    assert (facts.shm_gib, facts.shm_free_gib, facts.disk_free_gib) == (7, 2, 30)
+    assert (facts.shm_gib, facts.disk_free_gib) == (7, 30)
     assert (facts.affinity_cores, facts.max_processes) == (2, 2**16)
 
 

@@ -171,9 +171,9 @@ def test_advice_on_memory_counts_in_the_precision_of_the_machine_or_the_checkpoi
     for machine in (WITH, WITHOUT):
         record.write_json(tmp_path / "environment.json", machine.to_json())
         advised = advice._what_to_lower(tmp_path, 1, "", on_host=True)[0][-1]
-        for precision in ("bf16", "fp32"):
-            fits = advice.what_fits(AUTO, precision, 1, MACHINE.memory_gib, on_gpu=False)[0]
-            assert (advised == fits) == (precision == ("bf16" if machine is WITH else "fp32"))
+        for name in ("bf16", "fp32"):
+            fits = advice.what_fits(AUTO, name, 1, MACHINE.memory_gib, on_gpu=False)[0]
+            assert (advised == fits) == (name == ("bf16" if machine is WITH else "fp32"))
 
 
 def dry_run(tmp_path: Path, *settings: str, resume: str = "auto") -> None:
@@ -238,13 +238,9 @@ def test_doctor_names_the_units_and_the_ratio(
 def test_a_run_that_left_no_summary_tells_what_its_ranks_had_decided(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(dump_config(AUTO))
     facts: dict[str, Any]
-    for facts, precision in (
-        ({}, None),
-        ({"worker": "x"}, None),
-        ({"worker": {"precision": "bf16"}}, "bf16"),
-    ):
+    for facts, chosen in (({}, None), ({"worker": "x"}, None), ({"worker": {"precision": "bf16"}}, "bf16")):
         record.write_json(tmp_path / "environment.json", facts)
-        assert run_files.load(tmp_path).summary.precision == precision
+        assert run_files.load(tmp_path).summary.precision == chosen
 
 
 def test_the_estimate_of_a_run_that_goes_on_is_in_its_own_precision(
