@@ -27,7 +27,7 @@ from benchmarks import records
 from benchmarks.export_speed import PACKAGES
 from benchmarks.turns import aligned, tell
 from bert_dp import predict
-from bert_dp.config import Config, ConfigError, ExamplesManifest, read_examples
+from bert_dp.config import Config, ConfigError, ExamplesManifest, Issue, read_examples
 from bert_dp.config.examples import TRAIN
 from bert_dp.examples.store import Examples
 from bert_dp.export.as_function import open_run
@@ -60,7 +60,8 @@ def measure(run: Path, forms: Sequence[str]) -> dict[str, Any]:
     """The scores of a run by each form. Raises ConfigError for one that is not finetuned."""
     source = open_run(run, encoder=False)
     if source.kind != "classifier":
-        raise ConfigError([f"{run}: is not a finetuned run; name one that `bert-dp finetune` has made"])
+        hint = "name one that `bert-dp finetune` has made"
+        raise ConfigError([Issue(str(run), "unsupported", "is not a finetuned run", hint=hint)])
     config: Config = source.config
     manifest = read_examples(Path(config.data.path or ""))
     scores = {"run": scores_of(run, config, manifest)}

@@ -3,7 +3,7 @@
     python benchmarks/tune_batch.py OUT [--config quickstart] [--tries 3] [--budget 3m] [--rounds 5]
                                     [--steps 40] [--gpus 2] [--set a.b=v ...]
 
-Each try is the verb itself with --fresh; between the tries the sweep runs rounds, every size once in random
+Each try is the verb itself; between the tries the sweep runs rounds, every size once in random
 order. The figure of a try: the sweep's throughput (median over its rounds) of the size chosen, over that of
 the sweep's best. Goes on where it was ended. Prints JSON.
 """

@@ -27,7 +27,7 @@ class Topology:
     sibling: dict[int, int]
 
     def ordered(self, cores: Iterable[int]) -> list[int]:
-        """Cores of a node together, within it those of one physical core together."""
+        """Sort cores by node, then by physical core."""
         return sorted(cores, key=lambda c: (self.node.get(c, 0), self.sibling.get(c, c), c))
 
 

@@ -99,9 +99,7 @@ def first_state(config: Config, model: Model, data: DatasetInfo, comm: Comm) -> 
         "optimizer": _as_wide_as(dtype, state["optimizer"]),
         "scaler": {},
     }
-    issues += [
-        Issue("run.init_from", "conflict", line) for line in checkpoint.state_issues(path, start, model)
-    ]
+    issues += [issue.within("run.init_from") for issue in checkpoint.state_issues(path, start, model)]
     if issues:
         raise ConfigError(issues)
     return start, InitFrom(checkpoint=str(path), sha256=sha256, tensors=len(loaded), of=len(own))
@@ -115,10 +113,10 @@ def _chosen_by_rank_0(source: str, comm: Comm) -> Path:
         try:
             answer["path"] = str(checkpoint.resolve(source))
         except ConfigError as error:
-            answer["issues"] = [f"run.init_from: {issue}" for issue in error.issues]
+            answer["issues"] = [issue.within("run.init_from").to_json() for issue in error.issues]
     answer = comm.broadcast(answer)
     if "issues" in answer:
-        raise ConfigError(answer["issues"])
+        raise ConfigError([Issue(**issue) for issue in answer["issues"]])
     return Path(answer["path"])
 
 

@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from bert_dp import record
-from bert_dp.config import ConfigError
+from bert_dp.config import ConfigError, Issue
 from bert_dp.config.stored import MAX_JSON_BYTES, read_regular, sha256
 from bert_dp.cost import GIB
 from bert_dp.parallel import State
@@ -221,7 +221,8 @@ def load(path: Path) -> tuple[State, record.CheckpointFacts]:
         if not state["optimizer"] and facts.step > facts.skipped_steps:
             raise ValueError(f"optimizer.safetensors is empty after {facts.step} steps")
     except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError([f"{path}: not a checkpoint ({type(error).__name__}: {error})"]) from None
+        message = f"not a checkpoint ({type(error).__name__}: {error})"
+        raise ConfigError([Issue(str(path), "damaged", message)]) from None
     state["scaler"] = {k: torch.tensor(v, dtype=torch.float64) for k, v in facts.scaler.items()}
     return state, facts
 
@@ -237,30 +238,30 @@ def load_tensors(path: Path) -> State:
     return state
 
 
-def state_issues(path: Path, state: State, model: nn.Module) -> list[str]:
-    """List tensors of a loaded checkpoint that are not those of `model`, whole, or its optimizer, by lines.
+def state_issues(path: Path, state: State, model: nn.Module) -> list[Issue]:
+    """Find tensors of a loaded checkpoint that are not those of `model`, whole, or its optimizer.
 
     A tensor of an optimizer is a number, or has its parameter's type and shape.
     """
-    expected, weights, issues = model.state_dict(), state["model"], []
+    expected, weights, lines = model.state_dict(), state["model"], list[str]()
     if absent := sorted(expected.keys() - weights.keys()):
-        issues.append(f"{path}: model.safetensors has no {', '.join(absent)}")
+        lines.append(f"model.safetensors has no {', '.join(absent)}")
     for name, tensor in weights.items():
         if name not in expected:
-            issues.append(f"{path}: the model has no tensor {name!a}")
+            lines.append(f"the model has no tensor {name!a}")
         elif kind(tensor) != kind(expected[name]):
-            issues.append(f"{path}: {name}: expected {kind(expected[name])}, found {kind(tensor)}")
+            lines.append(f"{name}: expected {kind(expected[name])}, found {kind(tensor)}")
     stepped = {key: key.rpartition("/")[0] for key in state["optimizer"]}
     parameters = [name for name, _ in model.named_parameters()]
     if stepped and (absent := sorted(set(parameters) - set(stepped.values()))):
-        issues.append(f"{path}: optimizer.safetensors has nothing for {', '.join(absent)}")
+        lines.append(f"optimizer.safetensors has nothing for {', '.join(absent)}")
     for key, name in stepped.items():
         tensor = state["optimizer"][key]
         if name not in expected:
-            issues.append(f"{path}: {key!a} in optimizer.safetensors: the model has no such parameter")
+            lines.append(f"{key!a} in optimizer.safetensors: the model has no such parameter")
         elif tensor.dim() and kind(tensor) != kind(expected[name]):
-            issues.append(f"{path}: {key}: expected {kind(expected[name])}, found {kind(tensor)}")
-    return [issue[:400] for issue in issues[:8]]
+            lines.append(f"{key}: expected {kind(expected[name])}, found {kind(tensor)}")
+    return [Issue(str(path), "conflict", line[:400]) for line in lines[:8]]
 
 
 def kind(tensor: Tensor) -> str:
@@ -277,12 +278,13 @@ def resolve(source: str) -> Path:
     if (path / "manifest.json").exists():
         problem = check(path)
         if problem:
-            raise ConfigError([problem])
+            raise ConfigError([Issue("", "damaged", problem)])
         return path
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     newest, problems = newest_valid(folder)
     if newest is None:
-        raise ConfigError([f"{source}: no valid checkpoint there; name a run or a checkpoint", *problems])
+        missing = Issue(source, "not_found", "no valid checkpoint there", hint="name a run or a checkpoint")
+        raise ConfigError([missing, *(Issue("", "damaged", problem) for problem in problems)])
     return newest
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from bert_dp.binding import Placement, bind
-from bert_dp.config import ConfigError
+from bert_dp.config import ConfigError, Issue
 from bert_dp.cost import GIB
 from bert_dp.world import World
 
@@ -65,9 +65,8 @@ def choose_device(setting: str, world: World) -> torch.device:
         return torch.device("cuda", 0)
     if ranks > gpus:
         fix = f"use --nproc {gpus}, or run.device: cpu" if gpus else "use run.device: cpu or auto"
-        raise ConfigError(
-            [f"run.device: {setting} needs a GPU for each rank of this machine, {ranks}, found {gpus}; {fix}"]
-        )
+        message = f"{setting} needs a GPU for each rank of this machine, {ranks}, found {gpus}"
+        raise ConfigError([Issue("run.device", "conflict", message, setting, "--nproc", fix)])
     return torch.device("cuda", world.local_rank)
 
 

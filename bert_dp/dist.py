@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
-from bert_dp.config import ConfigError
+from bert_dp.config import ConfigError, Issue
 from bert_dp.devices import HostAndDevice, own_host_and_device
 from bert_dp.record import INIT_FILE
 from bert_dp.world import World
@@ -128,20 +128,23 @@ def check_places(places: Sequence[HostAndDevice], tensor: int) -> None:
     for shared in dict.fromkeys(places):
         ranks = [rank for rank, place in enumerate(places) if place == shared]
         if shared.gpu is not None and len(ranks) > 1:
-            issues.append(
-                f"run.device: ranks {_listed(ranks)} have one GPU, {shared.gpu} of {shared.host}, and each "
-                "needs its own; start as many ranks as there are GPUs (--nproc), or give each task one "
+            message = f"ranks {_listed(ranks)} have one GPU, {shared.gpu} of {shared.host}"
+            hint = (
+                "start as many ranks as there are GPUs (--nproc), or give each task one "
                 "(srun --gpus-per-task=1)"
             )
+            issues.append(Issue("run.device", "conflict", message, shared.gpu, "--nproc", hint))
     for first in range(0, len(places), tensor):
         ranks = list(range(first, first + tensor))
         hosts = {places[rank].node: places[rank].host for rank in ranks}
         if len(hosts) > 1:
-            issues.append(
-                f"parallel.tensor: {tensor}, and ranks {_listed(ranks)} of one replica are spread over "
-                f"{_listed(list(hosts.values()))}; start a multiple of {tensor} ranks on every node, "
-                "numbered node by node (srun --distribution=block), or use parallel.tensor: 1"
+            over = _listed(list(hosts.values()))
+            message = f"{tensor}, and ranks {_listed(ranks)} of one replica are spread over {over}"
+            hint = (
+                f"start a multiple of {tensor} ranks on every node, numbered node by node "
+                "(srun --distribution=block), or use parallel.tensor: 1"
             )
+            issues.append(Issue("parallel.tensor", "conflict", message, tensor, hint=hint))
     if issues:
         raise ConfigError(issues)
 

@@ -338,6 +338,4 @@ def destination(out: Path | None) -> Iterator[TextIO]:
         path = Path(name) / out.name
         with path.open("w", encoding="utf-8") as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
         path.rename(out)

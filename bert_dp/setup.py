@@ -11,7 +11,7 @@ import torch
 from bert_dp import checkpoint, cost, optim, parallel, record
 from bert_dp.binding import OMP, Placement, format_cores
 from bert_dp.building import first_state, prepare_model
-from bert_dp.config import ConfigError, changed_settings, decide_precision, peak_lr, residual_issues
+from bert_dp.config import ConfigError, Issue, changed_settings, decide_precision, peak_lr, residual_issues
 from bert_dp.config.checks import ProfilePlan
 from bert_dp.devices import device_name
 from bert_dp.dist import Comm
@@ -47,12 +47,9 @@ def check_same_data(comm: Comm, data: DatasetInfo) -> None:
     Collective."""
     first = comm.broadcast(data.data_hash)
     if data.data_hash != first:
-        raise ConfigError(
-            [
-                f"data: rank {comm.world.rank} has shards {data.data_hash[:16]}, rank 0 has {first[:16]}; "
-                "name the same shards by data.path on every node"
-            ]
-        )
+        message = f"rank {comm.world.rank} has shards {data.data_hash[:16]}, rank 0 has {first[:16]}"
+        hint = "name the same shards by data.path on every node"
+        raise ConfigError([Issue("data", "conflict", message, data.data_hash, hint=hint)])
 
 
 def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
@@ -68,17 +65,18 @@ def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
                 newest, passed_over = checkpoint.newest_valid(rank.run_dir / "checkpoints")
                 answer["passed_over"] = passed_over
                 if newest is None and passed_over:  # a new start would take the records of this one
-                    remedy = "look at the disk and run again, or choose another --run-dir"
-                    unread = f"no checkpoint of this run can be read: {passed_over[0]}; {remedy}"
-                    raise ConfigError([unread, *passed_over[1:]])
+                    hint = "look at the disk and run again, or choose another --run-dir"
+                    message = f"no checkpoint of this run can be read: {passed_over[0]}"
+                    others = [Issue("", "damaged", problem) for problem in passed_over[1:]]
+                    raise ConfigError([Issue("", "damaged", message, hint=hint), *others])
             else:
                 newest = checkpoint.resolve(policy)
             answer["path"] = str(newest) if newest else None
         except ConfigError as error:
-            answer["issues"] = list(map(str, error.issues))
+            answer["issues"] = [issue.within("--resume").to_json() for issue in error.issues]
     answer = rank.comm.broadcast(answer)
     if "issues" in answer:
-        raise ConfigError([f"--resume: {issue}" for issue in answer["issues"]])
+        raise ConfigError([Issue(**issue) for issue in answer["issues"]])
     for problem in answer["passed_over"]:
         rank.log_rank0(f"checkpoint passed over: {problem}")
     if answer["path"] is None:
@@ -90,7 +88,8 @@ def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
         raise ConfigError([dataclasses.replace(issue, hint=hint) for issue in changed])
     if facts.data_hash != rank.data.data_hash:
         own = rank.data.data_hash[:16]
-        raise ConfigError([f"data: the run was trained on shards {facts.data_hash[:16]}, these are {own}"])
+        message = f"the run was trained on shards {facts.data_hash[:16]}, these are {own}"
+        raise ConfigError([Issue("data", "conflict", message, own)])
     state = TrainState.from_checkpoint(facts)
     rank.log_rank0(f"resuming from {path.name}: {state.samples} samples seen")
     is_kept = rank.config.compile == "auto" and facts.device == rank.device.type

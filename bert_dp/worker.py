@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from bert_dp import record
-from bert_dp.config import Config, ConfigError, batch_layout, load_config, with_budget
+from bert_dp.config import Config, ConfigError, Issue, batch_layout, load_config, with_budget
 from bert_dp.config.checks import ProfilePlan, parse_profile, profile_issues
 from bert_dp.heartbeat import HeartbeatWriter
 from bert_dp.lines import WriteErrors
@@ -197,7 +197,8 @@ def lock_run(run_dir: Path) -> IO[str]:
     is_told = False
     while (held := record.lock(run_dir / ".lock")) is None:
         if time.monotonic() >= end:
-            raise ConfigError([f"--run-dir {run_dir}: in use by another run; choose another directory"])
+            message, hint = f"{run_dir} is in use by another run", "choose another directory"
+            raise ConfigError([Issue("--run-dir", "exists", message, str(run_dir), hint=hint)])
         if not is_told:
             sys.stdout.write(f"{run_dir}: held by another process; waiting {DYING_S:.0f} s for its end\n")
             sys.stdout.flush()

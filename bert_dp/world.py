@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from bert_dp.config import ConfigError
+from bert_dp.config import ConfigError, Issue
 from bert_dp.record import INIT_FILE
 
 # (rank, local rank, world size, local world size): torchrun / accelerate, deepspeed, Slurm, Open MPI
@@ -46,16 +46,14 @@ def read_world(environ: Mapping[str, str]) -> World:
                 _local_size(environ, local_size, environ[size]),
             )
         except ValueError:
-            raise ConfigError([f"{rank}, {size} and their local kin must be whole numbers"]) from None
+            message = f"and {size} and their local kin must be whole numbers"
+            raise ConfigError([Issue(rank, "wrong_type", message)]) from None
         if not 0 <= world.rank < world.size:
-            raise ConfigError([f"{rank}={world.rank} is outside {size}={world.size}"])
+            message = f"{world.rank} is outside {size}={world.size}"
+            raise ConfigError([Issue(rank, "out_of_range", message, world.rank, size)])
         if not 0 <= world.local_rank < world.local_size <= world.size:
-            raise ConfigError(
-                [
-                    f"{local_rank}={world.local_rank} and {local_size}={world.local_size} do not fit "
-                    f"{size}={world.size}"
-                ]
-            )
+            message = f"{world.local_rank} and {local_size}={world.local_size} do not fit {size}={world.size}"
+            raise ConfigError([Issue(local_rank, "conflict", message, world.local_rank, size)])
         return world
     return World(0, 0, 1, 1)
 
@@ -79,12 +77,9 @@ def check_rendezvous(world: World, environ: Mapping[str, str]) -> None:
     """Raise ConfigError when several ranks have no place for a rendezvous: our launcher's file or env://."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if world.size > 1 and INIT_FILE not in environ and missing:
-        raise ConfigError(
-            [
-                f"{' and '.join(missing)}: not set, and {world.size} ranks need a place to meet; on one "
-                "machine MASTER_ADDR=127.0.0.1 and any free MASTER_PORT, else rank 0's host"
-            ]
-        )
+        message = f"not set, and {world.size} ranks need a place to meet"
+        hint = "on one machine MASTER_ADDR=127.0.0.1 and any free MASTER_PORT, else rank 0's host"
+        raise ConfigError([Issue(" and ".join(missing), "missing", message, hint=hint)])
 
 
 def standard_variables(world: World, gpu: int | None) -> dict[str, str]:

@@ -13,7 +13,7 @@ from bert_dp import record
 from bert_dp.config import ConfigError, Issue
 from bert_dp.cost import GIB
 from launcher.report.console import show_report
-from launcher.report.model import Column, Report, Row, Section, Table, Verdict
+from launcher.report.model import Column, Report, ReportSection, Table, TableRow, Verdict
 from launcher.report.numbers import count_of
 from launcher.report.parts import cell
 from launcher.run.read_run import heldout_losses
@@ -65,7 +65,7 @@ def checkpoints_report(checkpoints: Sequence[Mapping[str, Any]]) -> Report:
     ]
     sound = Verdict("ok", f"{count_of(len(checkpoints), 'checkpoint')}, every file as its hash says")
     rows = [
-        Row(
+        TableRow(
             each["name"],
             [
                 cell(each["step"], "count"),
@@ -77,15 +77,9 @@ def checkpoints_report(checkpoints: Sequence[Mapping[str, Any]]) -> Report:
         )
         for each in checkpoints
     ]
-    heads = [
-        Column("step"),
-        Column("samples"),
-        Column("held-out loss"),
-        Column("size"),
-        Column("files", text=True),
-    ]
+    heads = [*map(Column, ("step", "samples", "held-out loss", "size")), Column("files", text=True)]
     return Report(
         "bert-dp: checkpoints",
         verdicts=damaged or [sound],
-        sections=[Section("", tables=[Table(rows, heads, corner="checkpoint")])],
+        sections=[ReportSection("", tables=[Table(rows, heads, corner="checkpoint")])],
     )

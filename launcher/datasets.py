@@ -15,7 +15,7 @@ from bert_dp.config.manifest import SourceFile, loss_warnings
 from launcher.job import issues_by_option
 from launcher.log import PLAIN, secret_issues, show
 from launcher.report.console import show_report
-from launcher.report.model import Column, Report, Row, Section, Table, Verdict
+from launcher.report.model import Column, Report, ReportSection, Table, TableRow, Verdict
 from launcher.report.numbers import count_of, format_count, format_nats, format_percent, format_si
 from launcher.report.parts import cell, words
 
@@ -54,8 +54,8 @@ def build(
     force: bool,
     console: Console,
 ) -> int:
-    """`vocab_size`: of the tokenizer to train; None = VOCAB_SIZE, or that of the one that is given. Returns
-    the exit code. Raises ConfigError for an option that a run could not use."""
+    """Build shards and describe them. `vocab_size`: of the tokenizer to train; None = VOCAB_SIZE, or that of
+    the one that is given. Raises ConfigError for an option that a run could not use."""
     from bert_dp.corpus.builder import build as build_shards
     from bert_dp.corpus.builder import shown_progress
 
@@ -100,8 +100,8 @@ def build(
 
 
 def built_lines(out: Path, manifest: Manifest, vocab_size: int | None) -> list[str]:
-    """What was made, what was left out, and how to train on it. `vocab_size`: asked of the tokenizer that was
-    trained."""
+    """Describe the shards, the documents that were left out, and how to train. `vocab_size`: asked of the
+    tokenizer that was trained."""
     train, held_out, length = manifest.train, manifest.held_out, manifest.sequence_length
     is_less = vocab_size is not None and vocab_size != manifest.vocab_size
     fewer = f" ({vocab_size:,} asked; the text has no more)" if is_less else ""
@@ -128,14 +128,14 @@ def inspect(directory: Path, *, as_json: bool, console: Console) -> int:
 
 
 def shards_report(facts: Mapping[str, Any], directory: Path) -> Report:
-    """What `inspect` found: counts, entropies, tokens, samples; every damaged file, or that none is."""
+    """Build the report of `inspect`: counts, entropies, tokens, samples and every damaged file."""
     manifest = facts["manifest"]
     counted = [SourceFile.model_validate(source) for source in manifest["sources"]]
     lost = [Verdict("warn", line) for line in loss_warnings(counted)]
     damaged = [Verdict("fail", f"damaged: {problem}") for problem in facts["problems"]]
     sound = Verdict("ok", "sound: every hash and token id checked")
     splits = [
-        Row(
+        TableRow(
             name,
             [
                 *(cell(split[key], "count") for key in ("documents", "tokens", "sequences")),
@@ -157,7 +157,7 @@ def shards_report(facts: Mapping[str, Any], directory: Path) -> Report:
     ]
     heads = [Column(name) for name in ("documents", "tokens", "sequences", "files")]
     sources = [
-        Row(
+        TableRow(
             source.name,
             [
                 cell(source.documents, "count"),
@@ -177,7 +177,7 @@ def shards_report(facts: Mapping[str, Any], directory: Path) -> Report:
     return Report(
         "bert-dp: shards",
         verdicts=[*(damaged or [sound]), *lost],
-        sections=[Section("", tables=tables)],
+        sections=[ReportSection("", tables=tables)],
         next="" if damaged else train_command(directory, manifest),
     )
 
@@ -193,13 +193,13 @@ def _sources_head(count: int) -> str:
 
 
 def dropped_words(dropped: Mapping[str, int]) -> str:
-    """Documents that were left out, by the reason."""
+    """Count the documents that were left out, by the reason."""
     counts = [f"{format_count(n)} {DROPPED.get(stage, stage)}" for stage, n in dropped.items() if n]
     return ", ".join(counts) or "no document"
 
 
 def train_command(directory: Path, manifest: Mapping[str, Any]) -> str:
-    """A run on these shards."""
+    """Return the command of a run on these shards."""
     settings = f"data.sequence_length={manifest['sequence_length']} model.vocab_size={manifest['vocab_size']}"
     return f"bert-dp train data.path={shlex.quote(str(directory))} {settings}"
 

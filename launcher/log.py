@@ -20,7 +20,7 @@ PLAIN: Any = {"markup": False, "highlight": False, "soft_wrap": True}
 
 
 def show(console: Console, what: Any, **options: Any) -> None:
-    """Print; a reader that has gone away must not end the run."""
+    """Print on the console; a reader that has gone away must not end the run."""
     try:
         console.print(record.printable(what) if isinstance(what, str) else what, **options)
         console.file.flush()

@@ -252,7 +252,7 @@ def _prediction(rng: random.Random, cells: Sequence[Mapping[str, Any]]) -> dict[
         for cell in cells
     ]
     batch = {"tensor": 1, "accumulation": 4}
-    figures = {"step_time_s": 5.2, "exposed_comm_fraction": 0.03, "efficiency": 0.88, "state_gib": 1.5}
+    figures = {"step_time_s": 5.2, "exposed_comm_fraction": 0.03, "efficiency": 0.88}
     split = {"forward_backward": 4.7, "optimizer": 0.3, "straggler": 0.04, "exposed_comm": 0.16}
     rows = [
         {"world_size": n, **batch, "global_batch": 32 * n, "tokens_per_s": 790.0 * n, "speedup": 0.88 * n}

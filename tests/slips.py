@@ -110,6 +110,13 @@ SLIPS = (
         "tests/unit/test_meter.py",
     ),
     Slip(
+        "metrics-left-out-of-the-summary",
+        "bert_dp/summary.py",
+        "metrics=trainer.meter.measured",
+        "metrics={}",
+        "tests/unit/test_loop.py",
+    ),
+    Slip(
         "evaluation-without-a-pause",
         "bert_dp/trainer.py",
         "            with meter.paused():\n                evaluate_and_write",

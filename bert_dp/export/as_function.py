@@ -5,27 +5,22 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from bert_dp import checkpoint, pretrained, record
+from bert_dp import checkpoint, record
 from bert_dp.classifier import Classifier, pool
-from bert_dp.config import Config, Kind
+from bert_dp.config import Kind
 from bert_dp.corpus import tokenizer as tokens
 from bert_dp.model import CrammedBert
+from bert_dp.pretrained import LoadedCheckpoint, load_checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
-class ExportSource:
-    """A checkpoint that is exported, and what it is exported as."""
+class ExportSource(LoadedCheckpoint):
+    """A checkpoint that is exported, its model in fp32."""
 
-    checkpoint: Path
-    facts: record.CheckpointFacts
-    config: Config
     kind: Kind
-    model: CrammedBert | Classifier
-    """In fp32, in eval mode."""
-    tokenizer: Tokenizer
+    """Of the model that is exported."""
     tokenizer_file: Path
     special: dict[str, int]
     """Ids by role."""
@@ -33,8 +28,8 @@ class ExportSource:
     @property
     def run_name(self) -> str:
         """Name of the run's directory; of the checkpoint's where it stands alone."""
-        folder = self.checkpoint.parent
-        return folder.parent.name if folder.name == "checkpoints" else self.checkpoint.name
+        folder = self.path.parent
+        return folder.parent.name if folder.name == "checkpoints" else self.path.name
 
     def module(self) -> ExportModule:
         """Build the module that is traced, compiled and compared."""
@@ -46,19 +41,12 @@ def open_run(run: str | Path, *, encoder: bool) -> ExportSource:
 
     Raises ConfigError.
     """
-    loaded = pretrained.load_checkpoint(checkpoint.resolve(str(run)).resolve())
-    model, file = loaded.model, record.tokenizer_of(loaded.path)
-    kind: Kind = "encoder" if encoder else "mlm" if isinstance(model, CrammedBert) else "classifier"
-    return ExportSource(
-        checkpoint=loaded.path,
-        facts=loaded.facts,
-        config=loaded.config,
-        kind=kind,
-        model=model.float(),
-        tokenizer=loaded.tokenizer,
-        tokenizer_file=file,
-        special=tokens.special_ids(loaded.tokenizer, str(file)),
-    )
+    loaded = load_checkpoint(checkpoint.resolve(str(run)).resolve())
+    kind: Kind = "encoder" if encoder else "mlm" if isinstance(loaded.model, CrammedBert) else "classifier"
+    loaded.model.float()
+    file = record.tokenizer_of(loaded.path)
+    special = tokens.special_ids(loaded.tokenizer, str(file))
+    return ExportSource(**vars(loaded), kind=kind, tokenizer_file=file, special=special)
 
 
 class ExportModule(nn.Module):

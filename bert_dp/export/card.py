@@ -53,7 +53,7 @@ def card(exported: Exported, source: ExportSource, command: str) -> str:
 
 def training_facts(source: ExportSource) -> Iterator[tuple[str, str]]:
     """Yield what the run's directory says of the training, and of the evaluation at this step."""
-    run, facts, config = source.checkpoint.parent.parent, source.facts, source.config
+    run, facts, config = source.path.parent.parent, source.facts, source.config
     environment = record.read_json(run / "environment.json") or {}
     if command := environment.get("command"):
         yield "command", f"`{shlex.join(record.without_folders(str(word)) for word in command)}`"

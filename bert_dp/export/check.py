@@ -107,7 +107,7 @@ def check(directory: Path, run: Path | None, python: str = sys.executable) -> Ex
         kind=exported.kind,
         precision=exported.precision,
         architecture=exported.architecture,
-        checkpoint=str(source.checkpoint),
+        checkpoint=str(source.path),
         tolerance=tolerance,
         rows=[
             compare(batch, reference(source, *batch), output, exported, tolerance)

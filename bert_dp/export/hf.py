@@ -1,4 +1,4 @@
-"""Our models as classes of transformers hold them: config.json and tensors by name. Needs no transformers.
+"""Convert our models to classes of transformers: config.json and tensors by name. Needs no transformers.
 
 ModernBERT has our parameter names. EuroBERT has no norm behind its embedding: as that is all that stands
 there, the norm is applied to every row of the table beforehand, and the decoder keeps the table as it was.
@@ -34,9 +34,9 @@ PROBLEMS = {
 
 
 def settings_of(config: Config, special: Mapping[str, int], kind: Kind) -> dict[str, Any]:
-    """config.json of transformers' class. `special`: ids of tokens by role.
+    """Return config.json of transformers' class. `special`: ids of tokens by role.
 
-    Raises ConfigError where no class holds the model, naming the settings.
+    Raises ConfigError if no class holds the model, naming the settings.
     """
     name = _class_for(config, kind)
     settings = {**_shared(config, special, kind), **_SETTINGS[name](config, special, kind)}
@@ -46,7 +46,7 @@ def settings_of(config: Config, special: Mapping[str, int], kind: Kind) -> dict[
 def tensors_of(
     model: CrammedBert | Classifier, config: Config, special: Mapping[str, int], kind: Kind
 ) -> dict[str, Tensor]:
-    """The parameters of `model` in fp32, by their names in that class; a tied decoder is left out.
+    """Return the parameters of `model` in fp32, by their names in that class; a tied decoder is left out.
 
     Raises ConfigError as settings_of.
     """
@@ -55,7 +55,7 @@ def tensors_of(
 
 
 def new_model(settings: Mapping[str, Any], **more: Any) -> Any:
-    """A model of the class that `settings` name, in fp32 and with weights of its own. `more`: settings of
+    """Make a model of the class that `settings` name, in fp32, with random weights. `more`: settings of
     transformers beside them. Needs transformers."""
     import transformers
 
@@ -76,7 +76,7 @@ def _class_for(config: Config, kind: Kind) -> str:
 
 
 def _shared(config: Config, special: Mapping[str, int], kind: Kind) -> dict[str, Any]:
-    """What the classes spell alike."""
+    """Return the settings that all classes have."""
     model = config.model
     settings: dict[str, Any] = {
         "vocab_size": model.vocab_size,
@@ -95,7 +95,7 @@ def _shared(config: Config, special: Mapping[str, int], kind: Kind) -> dict[str,
 
 
 def labels(config: Config) -> dict[str, Any]:
-    """Names of a classifier's outputs."""
+    """Return the names of a classifier's outputs."""
     finetune = config.finetune
     names = ("score",) if finetune.kind == "regression" else finetune.labels
     return {
@@ -106,7 +106,7 @@ def labels(config: Config) -> dict[str, Any]:
 
 
 def _modernbert_settings(config: Config, special: Mapping[str, int], kind: Kind) -> dict[str, Any]:
-    """Global attention in every layer, in the layout of transformers 5 and in that before it."""
+    """Return the settings of global attention in every layer, in the layouts of transformers 5 and 4."""
     model = config.model
     rope = {"rope_type": "default", "rope_theta": model.rope_theta}
     return {
@@ -175,8 +175,8 @@ Renamed = Iterator[tuple[str, Tensor]]
 
 
 def _module(state: Named, theirs: str, ours: str, *, biased: bool = False) -> Renamed:
-    """Weight and bias of a linear layer or a norm; `biased`: theirs always has one, zeros where ours has
-    none."""
+    """Yield weight and bias of a linear layer or a norm; `biased`: theirs always has one, zeros where ours
+    has none."""
     weight, bias = state[f"{ours}.weight"], state.get(f"{ours}.bias")
     yield f"{theirs}.weight", weight
     if bias is None and biased:
@@ -186,7 +186,7 @@ def _module(state: Named, theirs: str, ours: str, *, biased: bool = False) -> Re
 
 
 def _projections(state: Named, attention: str, theirs: Mapping[str, str], *, biased: bool = False) -> Renamed:
-    """Query, key and value of our fused projection. The key has no bias."""
+    """Yield query, key and value of our fused projection. The key has no bias."""
     weight_3HH = state[f"{attention}.Wqkv.weight"]
     zeros_H = weight_3HH.new_zeros(weight_3HH.shape[1])
     has_bias = f"{attention}.q_bias" in state
@@ -208,7 +208,7 @@ def _modernbert_tensors(state: Named, config: Config, special: Mapping[str, int]
 
 
 def theirs_of(name: str, kind: Kind) -> str:
-    """ModernBERT's name for a parameter of ours."""
+    """Return ModernBERT's name for a parameter of ours."""
     if kind == "encoder":
         return name.removeprefix("model.")
     return name.removeprefix("head.") if name.startswith("head.classifier.") else name

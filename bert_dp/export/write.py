@@ -59,7 +59,7 @@ def describe(source: ExportSource, form: ExportFormat, precision: ExportPrecisio
         architecture=native_class(source.config.model) if form == "hf" else None,
         precision=precision,
         run=source.run_name,
-        weights_sha256=record.weights_hash(source.checkpoint),
+        weights_sha256=record.weights_hash(source.path),
         step=source.facts.step,
         tokenizer_sha256=sha256(source.tokenizer_file),
         sequence_length=source.config.data.sequence_length,

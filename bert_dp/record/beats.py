@@ -32,7 +32,7 @@ class Heartbeat:
 
     @property
     def place(self) -> tuple[int, int, int, int]:
-        """How far the rank is, for comparison with other ranks."""
+        """Progress of the rank, for comparison with other ranks."""
         in_step = PHASES[self.phase] in IN_STEP
         return self.step, PHASES.index("step") if in_step else self.phase, self.done, self.phase
 

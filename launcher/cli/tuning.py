@@ -177,7 +177,7 @@ def plan_scaling(
     from_: Annotated[Path | None, Option("--from", help="A run's scaling.json or profile.json.")] = None,
     model: Annotated[str | None, Option(help="bert-base, bert-large or a configuration.")] = None,
     seq_per_s: Annotated[
-        float | None, Option(min=1e-3, max=1e9, help="Sequences/s on one GPU; instead of --from.")
+        float | None, Option(min=1e-3, help="Sequences/s on one GPU; instead of --from.")
     ] = None,
     micro: Annotated[int | None, Option(min=1, max=10**6, help="Micro batch of --seq-per-s.")] = None,
     gpu: Annotated[str | None, Option(help="Its GPU, for the optimizer's time: A100-80G, ...")] = None,

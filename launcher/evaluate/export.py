@@ -12,7 +12,7 @@ from launcher import results
 from launcher.children import kernel_caches
 from launcher.log import PLAIN, complain, show
 from launcher.report.console import show_report
-from launcher.report.model import Cell, Report, Section, Table, Verdict
+from launcher.report.model import Report, ReportSection, Table, TableCell, Verdict
 from launcher.report.numbers import count_of, format_count
 from launcher.report.parts import words
 from launcher.report.quantities import Computed, Quantity, table
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 BATCH = (
     Quantity("length", "length", "count"),
     Quantity("outputs", "outputs", "count"),
-    Computed(lambda row: Cell(f"{row.difference:.1e}", exact=row.difference), "difference"),
+    Computed(lambda row: TableCell(f"{row.difference:.1e}", exact=row.difference), "difference"),
     Quantity("top1", "same top 1", "percent"),
 )
 NOTE = (
@@ -105,7 +105,7 @@ def check_report(check: ExportCheck) -> Report:
     return Report(
         "bert-dp: an exported directory beside its run",
         verdicts=[verdict],
-        sections=[Section("", tables=[table(rows, BATCH, corner="batch"), Table(facts)], notes=[NOTE])],
+        sections=[ReportSection("", tables=[table(rows, BATCH, corner="batch"), Table(facts)], notes=[NOTE])],
     )
 
 

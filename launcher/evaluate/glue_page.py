@@ -10,8 +10,7 @@ from bert_dp.config import ConfigError, Issue
 from launcher import results
 from launcher.evaluate import FILE, glue_scores
 from launcher.evaluate.glue_scores import AVERAGED, Glue, GlueScore, GlueTask
-from launcher.report.measured import status_verdicts, subtitle
-from launcher.report.model import Cell, Column, Report, Row, Section, Table, Verdict
+from launcher.report.model import Column, Report, ReportSection, Table, TableCell, TableRow, Verdict
 from launcher.report.numbers import (
     NA,
     count_of,
@@ -21,7 +20,7 @@ from launcher.report.numbers import (
     format_percent,
     format_points,
 )
-from launcher.report.parts import cell, words
+from launcher.report.parts import cell, status_verdicts, subtitle, words
 from launcher.report.quantities import Quantity, table
 from launcher.stats import half_width
 
@@ -53,10 +52,10 @@ def glue_report(glue: Glue) -> Report:
         subtitle(glue, [describe_method(glue), f"rate {format_lr(glue.lr)}", seeds]),
         [*status_verdicts(glue), *_verdicts(glue)],
         sections=[
-            Section("Dev scores", tables=[_scores(glue)], notes=["Out of 100; median over the seeds."]),
-            *([Section("Rates", tables=[_rates(glue)])] if glue.rates else []),
-            Section("Left out", tables=[Table(left_out)], console=bool(left_out)),
-            Section("Submission files", tables=[Table(files)], console=False),
+            ReportSection("Dev scores", tables=[_scores(glue)], notes=["Out of 100; median over the seeds."]),
+            *([ReportSection("Rates", tables=[_rates(glue)])] if glue.rates else []),
+            ReportSection("Left out", tables=[Table(left_out)], console=bool(left_out)),
+            ReportSection("Submission files", tables=[Table(files)], console=False),
         ],
     )
 
@@ -83,12 +82,12 @@ def _scores(glue: Glue) -> Table:
         cells = [
             *(cell(value, "points") for value in (score.median, score.sd, score.majority)),
             cell(score.examples, "count"),
-            Cell(_remark(task, score)),
-            Cell(format_percent(score.truncated / score.examples)),
+            TableCell(_remark(task, score)),
+            TableCell(format_percent(score.truncated / score.examples)),
             cell(score.in_train, "count"),
-            Cell(", ".join(map(format_points, score.seeds))),
+            TableCell(", ".join(map(format_points, score.seeds))),
         ]
-        rows.append(Row(name_score(task, score), cells))
+        rows.append(TableRow(name_score(task, score), cells))
     heads = [Column(head, text=head in ("remark", "every seed")) for head in HEADS]
     return Table(rows, heads, describe_method(glue), "task", "no task was evaluated")
 
@@ -157,27 +156,27 @@ def compare_report(folders: Sequence[Path]) -> Report:
             medians = [_median(each, score.name) for each in (one, *others)]
             pairs = [glue_scores.paired_differences(one, other, score.name) for other in others]
             cells = [cell(score.majority, "points"), *medians, *map(_difference, pairs)]
-            rows.append(Row(name_score(one, score), cells))
+            rows.append(TableRow(name_score(one, score), cells))
     heads = ["majority", *names, *(f"{name} - {names[0]}" for name in names[1:])]
     scores = Table(rows, list(map(Column, heads)), "", "task")
     return Report(
         "bert-dp: GLUE, compared",
         [f"{name}: {describe_method(glue)}" for name, glue in zip(names, evaluations, strict=True)],
-        sections=[Section("Dev scores", tables=[scores], notes=[DIFFERENCE])],
+        sections=[ReportSection("Dev scores", tables=[scores], notes=[DIFFERENCE])],
     )
 
 
-def _median(task: GlueTask, name: str) -> Cell:
+def _median(task: GlueTask, name: str) -> TableCell:
     score = next((score for score in task.scores if score.name == name), None)
     if score is None:
-        return Cell(NA)
+        return TableCell(NA)
     sd = "" if score.sd is None else f" (sd {format_points(score.sd)})"
-    return Cell(f"{format_points(score.median)}{sd}", _remark(task, score), score.median)
+    return TableCell(f"{format_points(score.median)}{sd}", _remark(task, score), score.median)
 
 
-def _difference(pairs: Sequence[float]) -> Cell:
+def _difference(pairs: Sequence[float]) -> TableCell:
     if not pairs:
-        return Cell(NA)
+        return TableCell(NA)
     mean = statistics.fmean(pairs)
     interval = f" \u00b1 {100 * half_width(pairs):.1f}" if len(pairs) > 1 else ""
-    return Cell(f"{100 * mean:+.1f}{interval}", count_of(len(pairs), "seed"), mean)
+    return TableCell(f"{100 * mean:+.1f}{interval}", count_of(len(pairs), "seed"), mean)

@@ -12,7 +12,7 @@ from bert_dp.quantiles import student
 from launcher import results
 from launcher.job import issues_by_option
 from launcher.report.console import show_report
-from launcher.report.model import Report, Section, Table
+from launcher.report.model import Report, ReportSection, Table
 from launcher.report.numbers import count_of, format_count, format_decimals, format_percent
 from launcher.report.parts import words
 from launcher.report.quantities import Computed, Quantity, table
@@ -102,7 +102,7 @@ def text_report(loss: TextLoss) -> Report:
     ]
     return Report(
         "bert-dp: masked language model on text",
-        sections=[Section("", tables=[losses, Table(facts)], notes=_notes(loss))],
+        sections=[ReportSection("", tables=[losses, Table(facts)], notes=_notes(loss))],
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from launcher.report.model import Report, Section, Table, Verdict
+from launcher.report.model import Report, ReportSection, Table, Verdict
 from launcher.report.numbers import count_of, format_change, format_count
 from launcher.report.parts import words
 from launcher.report.quantities import Computed, Quantity, Ratio, table
@@ -57,7 +57,7 @@ def plan_page(prediction: Prediction, config: str | None = None) -> Report:
     return Report(
         "bert-dp: predicted scaling",
         verdicts=[Verdict("warn", text) for text in prediction.warnings],
-        sections=[Section("", tables=tables, notes=prediction.assumptions)],
+        sections=[ReportSection("", tables=tables, notes=prediction.assumptions)],
         next="" if config is None else f"bert-dp scale {shlex.quote(config)} --nproc {counts}",
     )
 

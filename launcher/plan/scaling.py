@@ -52,6 +52,10 @@ ADAM_BYTES = 28  # per parameter: reads p, g, m, v, writes p, m, v in fp32
 MIN_MICRO_S = 1e-8
 BACKWARD = 2 / 3  # of a micro batch: every product of the forward pass has two in the backward pass
 GIVE = "give scaling.json or profile.json of `bert-dp scale`, or --model with --seq-per-s and --micro"
+CPU_WITH_GPU_LINK = (
+    "The profile is of a CPU, whose steps are far longer than a GPU's, but --link joins GPUs: the efficiency "
+    "is too high. Measure the profile on one GPU, or give --seq-per-s, --micro and --gpu in place of --from."
+)
 _BERT: dict[str, Any] = {
     "vocab_size": 30_522,
     "position": "learned",
@@ -96,19 +100,15 @@ class PlanSource:
 
     profile: StepProfile
     accumulation: int = 1
-    notes: tuple[str, ...] = ()
-    """Origin of the numbers, and assumptions."""
-    spread: float = 0.0
-    """Standard deviation / mean of the ranks' speed."""
+    notes: tuple[str, ...] = ()  # origin of the numbers, and assumptions
+    spread: float = 0.0  # standard deviation / mean of the ranks' speed
     curves: Mapping[int, AllReduceCurve] = dataclasses.field(default_factory=dict)
     """Measured all-reduces within one machine, by world size."""
     slowdowns: Mapping[int, float] = dataclasses.field(default_factory=dict)
     """1 / measured ceiling efficiency, by world size."""
-    cells: Sequence[CellMeasurement] = ()
-    """Measured cells of the same benchmark."""
+    cells: Sequence[CellMeasurement] = ()  # measured cells of the same benchmark
     flops_per_token: float | None = None
     peak_flops: float | None = None
-    memory_gib: float | None = None
 
     def slowdown(self, ranks: int) -> float:
         """Return the measured slowdown of this or the next smaller number of ranks."""
@@ -132,9 +132,10 @@ def predict_scaling(source: PlanSource, spec: PlanSpec) -> Prediction:
         message = f"no size of {list(spec.tensor)} divides any of {list(spec.gpus)}"
         raise ConfigError([Issue("--tensor", "does_not_divide", message, spec.tensor, "--nproc")])
     micro = source.profile.micro_batch
+    of_gpus = spec.link is not None and find_link(spec.link).kind in GPU_LINKS
     return Prediction(
         engine=spec.engine,
-        warnings=_warnings(source, spec, rows),
+        warnings=[CPU_WITH_GPU_LINK] if of_gpus and _is_cpu(source.profile.device) else [],
         assumptions=[
             *source.notes,
             f"weak scaling: every replica keeps its micro batch of {micro} and its accumulation",
@@ -181,12 +182,10 @@ def scenario_of(
 
 def _row(source: PlanSource, scenario: Scenario) -> PredictedRow:
     row = predict(source.profile, scenario)
-    mfu = fits = None
+    mfu = None
     if source.peak_flops and source.flops_per_token:
         mfu = row.tokens_per_s * source.flops_per_token / (row.world_size * source.peak_flops)
-    if source.memory_gib is not None:
-        fits = row.state_gib < source.memory_gib
-    return row.model_copy(update={"mfu": mfu, "fits": fits, "levers": levers(source.profile, scenario)})
+    return row.model_copy(update={"mfu": mfu, "levers": levers(source.profile, scenario)})
 
 
 def levers(profile: StepProfile, scenario: Scenario) -> list[Lever]:
@@ -251,31 +250,6 @@ def _compared(source: PlanSource, spec: PlanSpec, cell: CellMeasurement) -> Comp
     )
 
 
-def _warnings(source: PlanSource, spec: PlanSpec, rows: Sequence[PredictedRow]) -> list[str]:
-    """Name a link that nothing crosses, links of GPUs with the profile of a CPU, and rows that do not fit."""
-    warnings = []
-    if spec.inter is not None and max(spec.gpus) <= spec.per_node:
-        warnings.append(
-            f"--inter: {max(spec.gpus)} GPUs are in one node of {spec.per_node}, so {spec.inter} carries "
-            "nothing; ask for more GPUs, or give --gpus-per-node."
-        )
-    if spec.link and find_link(spec.link).kind in GPU_LINKS and _is_cpu(source.profile.device):
-        warnings.append(
-            f"The profile is of a CPU, whose steps are far longer than a GPU's, but {spec.link} joins GPUs: "
-            "the efficiency is too high. Measure the profile on one GPU, or give --seq-per-s, --micro and "
-            "--gpu in place of --from."
-        )
-    if too_large := [row for row in rows if row.fits is False]:
-        counts = ", ".join(dict.fromkeys(str(row.world_size) for row in too_large))
-        most_gib = max(row.state_gib for row in too_large)
-        warnings.append(
-            f"Does not fit on {counts} GPUs: weights, gradients and optimizer take up to {most_gib:.1f} of "
-            f"{source.memory_gib:g} GiB a rank with {spec.engine}; more --tensor or another --engine divides "
-            "them."
-        )
-    return warnings
-
-
 def _is_cpu(device: str) -> bool:
     return device.upper().startswith("CPU")
 
@@ -293,6 +267,10 @@ def _option_issues(source: PlanSource, spec: PlanSpec) -> list[Issue]:
         issues.append(Issue("--reduce-dtype", "conflict", message, spec.reduce_dtype, "--engine"))
     if spec.bucket_mib is not None and spec.engine == "fsdp":
         issues.append(Issue("--bucket-mib", "no_effect", "fsdp has no buckets", spec.bucket_mib, "--engine"))
+    if spec.inter is not None and max(spec.gpus) <= spec.per_node:
+        message = f"{max(spec.gpus)} GPUs are in one node of {spec.per_node}"
+        hint = "ask for more GPUs, or give --gpus-per-node"
+        issues.append(Issue("--inter", "no_effect", message, spec.inter, "--gpus-per-node", hint))
     return [*issues, *_link_issues(source, spec), *_tensor_issues(source.profile, spec.tensor)]
 
 
@@ -305,14 +283,16 @@ def _unknown(setting: str, value: str | None, names: Collection[str]) -> list[Is
 
 
 def _link_issues(source: PlanSource, spec: PlanSpec) -> list[Issue]:
-    most, per_node, links = max(spec.gpus), spec.per_node, hardware()["links"]
+    most, per_node = max(spec.gpus), spec.per_node
+
+    def missing(setting: str, why: str, between: bool) -> list[Issue]:
+        names = [n for n in hardware()["links"] if (find_link(n).kind in NODE_LINKS) == between]
+        return [Issue(setting, "missing", f"not given, and {why}", hint=f"use one of {', '.join(names)}")]
+
     if per_node < most and spec.inter is None:
-        message = f"not given, and {most} GPUs fill more than one node of {per_node}"
-        hint = f"use one of {', '.join(name for name in links if find_link(name).kind in NODE_LINKS)}"
-        return [Issue("--inter", "missing", message, hint=hint)]
+        return missing("--inter", f"{most} GPUs fill more than one node of {per_node}", between=True)
     if spec.link is None and min(most, per_node) > 1 and (per_node < most or not source.curves):
-        message = f"not given, and not measured for {most} GPUs"
-        return [Issue("--link", "missing", message, hint=f"use one of {', '.join(links)}")]
+        return missing("--link", f"not measured for {most} GPUs", between=False)
     return []
 
 
@@ -425,10 +405,10 @@ def source_of_rate(
     if issues := _unknown("--gpu", gpu, gpus):
         raise ConfigError(issues)
     known = find_model(model)
-    device, memory_gib, optimizer_s = "GPU", None, 0.0
+    device, optimizer_s = "GPU", 0.0
     adam = "counted with the micro batches: give --gpu"
     if gpu is not None:
-        device, memory_gib = gpus[gpu]["device"], gpus[gpu]["memory_gib"]
+        device = gpus[gpu]["device"]
         bytes_s = gpus[gpu]["memory_gb_s"] * GB * constant("memory_reach")
         optimizer_s = known.parameters * ADAM_BYTES / bytes_s
         adam = f"{1000 * optimizer_s:.1f} ms, fused AdamW at {gpu}'s memory bandwidth"
@@ -451,8 +431,7 @@ def source_of_rate(
     )
     settings = ScalingSettings(accumulation=accumulation, flops_per_token=known.flops_per_token)
     name = f"estimated from the layers of {model} and {seq_per_s:g} sequences/s; optimizer {adam}"
-    source = source_of(Scaling(profile=profile, settings=settings), name)
-    return dataclasses.replace(source, memory_gib=memory_gib)
+    return source_of(Scaling(profile=profile, settings=settings), name)
 
 
 class ModelShape(NamedTuple):
@@ -461,8 +440,7 @@ class ModelShape(NamedTuple):
     shape: ModelConfig
     sequence_length: int
     parameters: int
-    flops_per_token: float
-    """Forward and backward."""
+    flops_per_token: float  # forward and backward
 
 
 def find_model(name: str) -> ModelShape:

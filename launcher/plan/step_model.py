@@ -17,8 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from bert_dp.config import ModelConfig, read_yaml, sharded
-from bert_dp.cost import GIB, linear_parameters
+from bert_dp.config import ModelConfig, read_yaml
+from bert_dp.cost import linear_parameters
 from launcher.scale.models import MeasuredGradient, PredictedRow, PredictedSplit, StepProfile
 
 FILE = Path(__file__).with_name("hardware.yaml")
@@ -27,7 +27,6 @@ FIRST_BUCKET, BUCKET = 1 * MIB, 25 * MIB  # of torch's DDP, unless a size is giv
 PLATEAU = 1.9  # a ring over nodes waits longer per hop with large messages, protocol simple (NCCL tuning.cc)
 TREE_SHARE = 0.9  # of a ring's bandwidth that a tree gets (NCCL tuning.cc)
 TENSOR_REDUCTIONS = 4  # of the activations, per block: two forward, two backward (arXiv 1909.08053)
-MOMENTS = 2  # of Adam, per parameter
 ACTIVATION_BYTES = {"bf16": 2, "fp16": 2, "fp64": 8}  # of a number; of other precisions 4
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "rooted"]
 
@@ -120,13 +119,10 @@ class Fabric:
     """
 
     gpus_per_node: int
-    intra: LinkSpec | None
-    """None: not known, and `inter` is slower than any."""
+    intra: LinkSpec | None  # None: not known, and `inter` is slower than any
     inter: LinkSpec | None = None
-    nics: int = 1
-    """Per node."""
-    curve: AllReduceCurve | None = None
-    """Takes the place of `intra` within one node."""
+    nics: int = 1  # per node
+    curve: AllReduceCurve | None = None  # takes the place of `intra` within one node
 
     def nodes(self, ranks: int) -> int:
         """Return the number of nodes that `ranks` ranks fill."""
@@ -197,20 +193,15 @@ class Scenario:
 
     fabric: Fabric
     ranks: int = 1
-    engine: str = "ddp"
-    """ddp, zero1 or fsdp."""
+    engine: str = "ddp"  # ddp, zero1 or fsdp
     tensor: int = 1
     accumulation: int = 1
-    spread: float = 0.0
-    """Standard deviation / mean of the ranks' speed; all wait for the slowest."""
-    slowdown: float = 1.0
-    """Factor on the computation where all devices of a machine work: 1 / ceiling."""
+    spread: float = 0.0  # standard deviation / mean of the ranks' speed; all wait for the slowest
+    slowdown: float = 1.0  # factor on the computation where all devices of a machine work: 1 / ceiling
     bucket_bytes: float = BUCKET
     first_bucket: float | None = FIRST_BUCKET
-    sent_bytes: float = math.inf
-    """Bytes of a number of a gradient that is sent, at most."""
-    overlap: bool = True
-    """Reductions run beside the backward pass; False: one bucket after it."""
+    sent_bytes: float = math.inf  # bytes of a number of a gradient that is sent, at most
+    overlap: bool = True  # reductions run beside the backward pass; False: one bucket after it
     gain: float = dataclasses.field(default_factory=lambda: constant("overlap_gain"))
     """Share of the hidden communication time that is gained."""
 
@@ -246,7 +237,6 @@ def predict(profile: StepProfile, scenario: Scenario) -> PredictedRow:
         samples_per_s=batch / step,
         speedup=efficiency * n,
         efficiency=efficiency,
-        state_gib=_state_gib(profile, scenario),
     )
 
 
@@ -298,19 +288,6 @@ def _optimizer_share(profile: StepProfile, scenario: Scenario) -> float:
     if scenario.engine == "zero1":
         share = max(share, max(gradient.bytes for gradient in profile.gradients) / profile.size)
     return share / scenario.tensor
-
-
-def _state_gib(profile: StepProfile, scenario: Scenario) -> float:
-    """Return weights, gradients and optimizer state of one rank, GiB: a lower bound, without activations.
-
-    fsdp keeps whole gradients between the micro batches of a step.
-    """
-    weights = profile.size / scenario.tensor
-    parts = {"parameters": weights, "gradients": weights, "optimizer": MOMENTS * weights}
-    for part in sharded(scenario.engine, 1):
-        if part != "gradients" or scenario.accumulation == 1:
-            parts[part] /= scenario.replicas
-    return sum(parts.values()) / GIB
 
 
 def exposed_s(profile: StepProfile, scenario: Scenario) -> float:

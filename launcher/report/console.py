@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from bert_dp.record import safe
 from launcher.log import PLAIN, show
-from launcher.report.model import Report, Row, Table, Verdict
+from launcher.report.model import Report, Table, TableRow, Verdict
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -82,7 +82,7 @@ def _tables(table: Table, console: Console) -> list[RichTable]:
     return [_grid(table, rows, part) for part in parts]
 
 
-def _grid(table: Table, rows: Sequence[Row], columns: Sequence[int]) -> RichTable:
+def _grid(table: Table, rows: Sequence[TableRow], columns: Sequence[int]) -> RichTable:
     from rich.table import Table as RichTable
     from rich.text import Text
 
@@ -98,7 +98,7 @@ def _grid(table: Table, rows: Sequence[Row], columns: Sequence[int]) -> RichTabl
     return grid
 
 
-def _pairs(rows: Sequence[Row]) -> RichTable:
+def _pairs(rows: Sequence[TableRow]) -> RichTable:
     """Return a list of labels and values, with the denominator of each."""
     from rich.table import Table as RichTable
     from rich.text import Text

@@ -20,8 +20,7 @@ class Verdict:
     level: Level
     text: str
     notes: Sequence[str] = ()
-    name: str = ""
-    """Run or task that it is about, where a report has several."""
+    name: str = ""  # run or task that it is about, where a report has several
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,14 +33,12 @@ class Tile:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cell:
+class TableCell:
     """One value of a table."""
 
     text: str
-    note: str = ""
-    """Its denominator or scope."""
-    exact: float | None = None
-    """Its value with all digits."""
+    note: str = ""  # its denominator or scope
+    exact: float | None = None  # its value with all digits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,43 +46,36 @@ class Column:
     """A column of a table."""
 
     head: str
-    text: bool = False
-    """Holds words, which may be long and are aligned left."""
+    text: bool = False  # holds words, which may be long and are aligned left
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class TableRow:
     """A row of a table."""
 
     label: str
-    cells: Sequence[Cell]
-    topic: str = ""
-    """Heading above the first of the rows that share it."""
-    console: bool = True
-    """False: on the page alone."""
+    cells: Sequence[TableCell]
+    topic: str = ""  # heading above the first of the rows that share it
+    console: bool = True  # False: on the page alone
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
     """Rows named by their labels; without columns it is a list of labels and values."""
 
-    rows: Sequence[Row]
+    rows: Sequence[TableRow]
     columns: Sequence[Column] = ()
     title: str = ""
-    corner: str = ""
-    """Head above the labels."""
-    empty: str = "none"
-    """Text in place of a table without rows."""
+    corner: str = ""  # head above the labels
+    empty: str = "none"  # text in place of a table without rows
 
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
     """An axis of a figure."""
 
-    label: str
-    """Names the unit in words."""
-    unit: Unit = "si"
-    """Format of its numbers."""
+    label: str  # names the unit in words
+    unit: Unit = "si"  # format of its numbers
     log: bool = False
     from_zero: bool = False
     ticks: Sequence[float] = ()
@@ -99,8 +89,7 @@ class Line:
     label: str
     x: Sequence[float]
     y: Sequence[float | None]
-    colour: int | None = 0
-    """Of the palette; None: grey."""
+    colour: int | None = 0  # of the palette; None: grey
     style: Style = "line"
     low: Sequence[float | None] = ()
     high: Sequence[float | None] = ()
@@ -118,8 +107,7 @@ class Bars:
 
     label: str
     parts: Sequence[float | None]
-    texts: Sequence[str] = ()
-    """Printed at the pointer; by default the part in the unit of the x axis."""
+    texts: Sequence[str] = ()  # printed at the pointer; by default the part in the unit of the x axis
 
     @property
     def values(self) -> list[float]:
@@ -128,13 +116,12 @@ class Bars:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class ReferenceLine:
     """A horizontal reference line."""
 
     label: str
     value: float
-    left: bool = False
-    """Puts its label at the left."""
+    left: bool = False  # puts its label at the left
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,11 +141,10 @@ class Figure:
     x: Axis
     y: Axis
     rows: Sequence[str] = ()
-    levels: Sequence[Rule] = ()
+    levels: Sequence[ReferenceLine] = ()
     marks: Sequence[Mark] = ()
     note: str = ""
-    switch: bool = False
-    """Offers a logarithmic x axis."""
+    switch: bool = False  # offers a logarithmic x axis
 
     @property
     def is_empty(self) -> bool:
@@ -167,19 +153,16 @@ class Figure:
 
 
 @dataclasses.dataclass(frozen=True)
-class Section:
+class ReportSection:
     """A part of the report."""
 
     title: str
     figures: Sequence[Figure] = ()
     tables: Sequence[Table] = ()
     notes: Sequence[str] = ()
-    text: str = ""
-    """Shown unchanged, in fixed width."""
-    folded: bool = False
-    """Opens on a click."""
-    console: bool = True
-    """False: on the page alone."""
+    text: str = ""  # shown unchanged, in fixed width
+    folded: bool = False  # opens on a click
+    console: bool = True  # False: on the page alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,6 +173,5 @@ class Report:
     subtitle: Sequence[str] = ()
     verdicts: Sequence[Verdict] = ()
     tiles: Sequence[Tile] = ()
-    sections: Sequence[Section] = ()
-    next: str = ""
-    """A command to run next."""
+    sections: Sequence[ReportSection] = ()
+    next: str = ""  # a command to run next

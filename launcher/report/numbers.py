@@ -112,7 +112,7 @@ def count_of(count: object, noun: str) -> str:
 
 
 def unit_of(name: str) -> Unit:
-    """Return the unit that the last word of a metric's name tells."""
+    """Return the unit in the last word of a metric's name."""
     units: dict[str, Unit] = {"s": "seconds", "gib": "gib", "share": "percent", "steps": "count"}
     return units.get(name.rpartition("_")[2], "si")
 

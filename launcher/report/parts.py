@@ -8,24 +8,25 @@ from typing import Any
 
 import yaml
 
-from launcher.report.model import Cell, Row, Section
-from launcher.report.numbers import FORMATS, NA, Unit, number
+from launcher.report.model import ReportSection, TableCell, TableRow, Verdict
+from launcher.report.numbers import FORMATS, NA, Unit, count_of, number
+from launcher.results import Measurement
 
 
-def cell(value: object, unit: Unit, note: str = "") -> Cell:
+def cell(value: object, unit: Unit, note: str = "") -> TableCell:
     """Return a value in the format of its unit, with all its digits beside."""
     exact = value if isinstance(value, float) and math.isfinite(value) else None
-    return Cell(FORMATS[unit](value), note, exact)
+    return TableCell(FORMATS[unit](value), note, exact)
 
 
-def value(label: str, number: object, unit: Unit, note: str = "", *, console: bool = True) -> Row:
+def value(label: str, number: object, unit: Unit, note: str = "", *, console: bool = True) -> TableRow:
     """Return a row of one number."""
-    return Row(label, (cell(number, unit, note),), console=console)
+    return TableRow(label, (cell(number, unit, note),), console=console)
 
 
-def words(label: str, text: str | None, note: str = "", *, console: bool = True) -> Row:
+def words(label: str, text: str | None, note: str = "", *, console: bool = True) -> TableRow:
     """Return a row of one text."""
-    return Row(label, (Cell(text or NA, note),), console=console)
+    return TableRow(label, (TableCell(text or NA, note),), console=console)
 
 
 def series(pairs: Sequence[tuple[Any, Any]]) -> tuple[list[float], list[float | None]]:
@@ -40,9 +41,9 @@ def first_line(text: object, otherwise: str = "cause not recorded") -> str:
     return next((line for line in str(text or "").strip().splitlines() if line), otherwise)
 
 
-def folded(title: str, text: str) -> Section:
+def folded(title: str, text: str) -> ReportSection:
     """Return a section of the page alone, which opens on a click."""
-    return Section(title, text=text, folded=True, console=False)
+    return ReportSection(title, text=text, folded=True, console=False)
 
 
 def record_text(content: Mapping[str, Any]) -> str:
@@ -64,3 +65,18 @@ def machine_line(environment: Mapping[str, Any], *front: str) -> str:
         str(environment.get("date") or ""),
     ]
     return " \u00b7 ".join(part for part in parts if part)
+
+
+def subtitle(result: Measurement, method: Sequence[str]) -> list[str]:
+    """Name the machine and the method."""
+    trial = f"trials on {count_of(result.ranks, 'rank')}"
+    return [machine_line(result.environment, trial), " \u00b7 ".join(method)]
+
+
+def status_verdicts(result: Measurement) -> list[Verdict]:
+    """Say that the measurement failed or is partial."""
+    if result.status == "failed":
+        return [Verdict("fail", f"Failed: {result.why or 'cause not recorded'}")]
+    if result.status != "complete":
+        return [Verdict("warn", "Partial: stopped before its end; the same command goes on.")]
+    return []

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from launcher.report.model import Cell, Column, Row, Table
+from launcher.report.model import Column, Table, TableCell, TableRow
 from launcher.report.numbers import FORMATS, NA, Unit, count_of, format_interval, number
 from launcher.report.parts import cell
 from launcher.stats import is_measurable
@@ -18,10 +18,8 @@ ENDS = {"low": 0, "high": 1}  # of an interval
 class Quantity:
     """A field of a part of a result."""
 
-    path: str
-    """Keys that lead to it, with dots."""
-    head: str
-    """Head of its column, with what the unit does not say."""
+    path: str  # keys that lead to it, with dots
+    head: str  # head of its column, with what the unit does not say
     unit: Unit = "si"
 
     def of(self, part: object) -> object:
@@ -40,7 +38,7 @@ class Ratio(Quantity):
         value = at(part, self.path)
         if value is None or is_measurable(at(part, self.interval)):
             return value
-        return Cell(f"not measurable with {count_of(at(part, 'repeats'), 'repeat')}")
+        return TableCell(f"not measurable with {count_of(at(part, 'repeats'), 'repeat')}")
 
     def number(self, part: object) -> float | None:
         """Return the value; None where it is not measurable."""
@@ -61,8 +59,7 @@ class Ratio(Quantity):
 class Computed:
     """A function of a part, for what no field holds."""
 
-    of: Callable[[Any], object]
-    """Returns a value in `unit`, or a Cell, e.g. one with a note."""
+    of: Callable[[Any], object]  # returns a value in `unit`, or a TableCell, e.g. one with a note
     head: str
     unit: Unit = "si"
 
@@ -82,10 +79,10 @@ def at(part: object, path: str) -> Any:
     return len(part) if path in ("repeats", "runs") and isinstance(part, list) else part
 
 
-def cell_of(part: object, quantity: Quantity | Computed) -> Cell:
+def cell_of(part: object, quantity: Quantity | Computed) -> TableCell:
     """Return the cell of a quantity of `part`."""
     value = quantity.of(part)
-    return value if isinstance(value, Cell) else cell(value, quantity.unit)
+    return value if isinstance(value, TableCell) else cell(value, quantity.unit)
 
 
 def table(
@@ -97,6 +94,6 @@ def table(
     empty: str = "none",
 ) -> Table:
     """Return a row for each named part, a column for each quantity; those of words are aligned left."""
-    named = [Row(name, [cell_of(part, q) for q in quantities]) for name, part in parts]
+    named = [TableRow(name, [cell_of(part, q) for q in quantities]) for name, part in parts]
     heads = [Column(q.head, text=q.unit == "word") for q in quantities]
     return Table(named, heads, title, corner, empty)

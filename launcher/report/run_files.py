@@ -28,20 +28,15 @@ class RunFiles:
 
     path: Path
     name: str
-    finished: bool
-    """summary.json was written."""
-    summary: Summary
-    """From summary.json, completed by the last lines of the logs."""
+    finished: bool  # summary.json was written
+    summary: Summary  # from summary.json, completed by the last lines of the logs
     metrics: list[dict[str, Any]]
     evals: list[dict[str, Any]]
     config: dict[str, Any]
     environment: dict[str, Any]
-    missing: list[str]
-    """Files that are not there, or are damaged."""
-    profiles: list[ProfileFile]
-    """By rank."""
-    heldout: HeldOut
-    """Denominator of the held-out loss, as far as it is known."""
+    missing: list[str]  # files that are not there, or are damaged
+    profiles: list[ProfileFile]  # by rank
+    heldout: HeldOut  # denominator of the held-out loss, as far as it is known
 
 
 def load(run_dir: Path) -> RunFiles:

@@ -16,17 +16,17 @@ from launcher.report import heldout
 from launcher.report.model import (
     Axis,
     Bars,
-    Cell,
     Column,
     Figure,
     Level,
     Line,
+    ReferenceLine,
     Report,
-    Row,
-    Rule,
-    Section,
+    ReportSection,
     Style,
     Table,
+    TableCell,
+    TableRow,
     Tile,
     Verdict,
 )
@@ -71,9 +71,9 @@ def of_directories(run_dirs: Sequence[Path]) -> Report:
         [*(Verdict(*_end(run), run.missing, name) for name, run in named), *_small_difference(runs)],
         [] if many else _tiles(runs[0]),
         [
-            Section("", [figure(runs) for figure in FIGURES], console=False),
-            Section("Numbers", tables=[_numbers(runs)]),
-            *([Section("Settings that differ", tables=[_differences(runs)])] if many else []),
+            ReportSection("", _figures(runs), console=False),
+            ReportSection("Numbers", tables=[_numbers(runs)]),
+            *([ReportSection("Settings that differ", tables=[_differences(runs)])] if many else []),
             *[
                 folded(f"{title}: {name}" if name else title, record_text(content))
                 for name, run in named
@@ -161,10 +161,26 @@ def _tiles(run: RunFiles) -> list[Tile]:
     ]
 
 
-# --- figures: one function of the runs each, in FIGURES
+# --- figures
 
 
-def loss(runs: Sequence[RunFiles]) -> Figure:
+def _figures(runs: Sequence[RunFiles]) -> list[Figure]:
+    curves = (
+        ("Learning rate", "lr", Axis("learning rate", "lr", from_zero=True)),
+        ("Global batch", "global_batch", Axis("sequences per optimizer step", from_zero=True)),
+    )
+    return [
+        _loss(runs),
+        _throughput(runs),
+        *[
+            Figure(title, [Line(r.name, *_points(r, key), i) for i, r in enumerate(runs)], Axis("tokens"), y)
+            for title, key, y in curves
+        ],
+        _time_split(runs),
+    ]
+
+
+def _loss(runs: Sequence[RunFiles]) -> Figure:
     """Draw the training and the held-out loss, with that of a model without context."""
     many = len(runs) > 1
     style: Style = "dashed" if many else "both"
@@ -180,14 +196,14 @@ def loss(runs: Sequence[RunFiles]) -> Figure:
         for name, nats, _ in _entropies(summary):
             if nats is not None:
                 label = f"{name} {format_ratio(nats)}"
-                levels[label] = Rule(label, nats)
+                levels[label] = ReferenceLine(label, nats)
     first = runs[0].heldout
     per = "masked token" if first.examples is None else "example"
     y = Axis(f"loss ({first.loss_unit} per {per})", _unit(first))
     return Figure("Loss", lines, Axis("tokens"), y, levels=list(levels.values()), switch=True)
 
 
-def throughput(runs: Sequence[RunFiles]) -> Figure:
+def _throughput(runs: Sequence[RunFiles]) -> Figure:
     """Draw tokens per second over the time of the run."""
     lines = [Line(run.name, *_points(run, "tokens_per_s", "elapsed_s"), i) for i, run in enumerate(runs)]
     longest = max((x for line in lines for x in line.x), default=0.0)
@@ -197,20 +213,7 @@ def throughput(runs: Sequence[RunFiles]) -> Figure:
     return Figure("Throughput", lines, Axis(f"elapsed ({unit})"), y)
 
 
-def learning_rate(runs: Sequence[RunFiles]) -> Figure:
-    """Draw the learning rate over the tokens."""
-    lines = [Line(run.name, *_points(run, "lr"), i) for i, run in enumerate(runs)]
-    return Figure("Learning rate", lines, Axis("tokens"), Axis("learning rate", "lr", from_zero=True))
-
-
-def global_batch(runs: Sequence[RunFiles]) -> Figure:
-    """Draw the global batch with its ramp, over the tokens."""
-    lines = [Line(run.name, *_points(run, "global_batch"), i) for i, run in enumerate(runs)]
-    y = Axis("sequences per optimizer step", from_zero=True)
-    return Figure("Global batch", lines, Axis("tokens"), y)
-
-
-def time_split(runs: Sequence[RunFiles]) -> Figure:
+def _time_split(runs: Sequence[RunFiles]) -> Figure:
     """Draw the parts of the wall time, a row of 100 % for each run."""
     splits = [_split(run.summary) for run in runs]
     walls = [sum(split.values()) for split in splits]
@@ -228,9 +231,6 @@ def time_split(runs: Sequence[RunFiles]) -> Figure:
             texts = [f"{format_duration(s)}, {format_percent(share)}" for s, share in parts]
             bars.append(Bars(label, shares, texts))
     return Figure("Where the time went", bars, Axis("share of the wall time", "percent"), Axis(""), rows)
-
-
-FIGURES = (loss, throughput, learning_rate, global_batch, time_split)
 
 
 def _points(run: RunFiles, y: str, x: str = "tokens") -> tuple[list[float], list[float | None]]:
@@ -254,12 +254,12 @@ def _numbers(runs: Sequence[RunFiles]) -> Table:
         longest_first = sorted(columns, key=len, reverse=True)
         for label in dict.fromkeys(label for column in longest_first for label in column):
             members = [column.get(label) for column in columns]
-            cells = [row.cells[0] if row else Cell("") for row in members]
-            rows.append(Row(label, cells, topic, any(row.console for row in members if row)))
+            cells = [row.cells[0] if row else TableCell("") for row in members]
+            rows.append(TableRow(label, cells, topic, any(row.console for row in members if row)))
     return Table(rows, [Column(run.name) for run in runs] if len(runs) > 1 else ())
 
 
-def _outcome(run: RunFiles) -> list[Row]:
+def _outcome(run: RunFiles) -> list[TableRow]:
     summary, measured = run.summary, run.heldout
     loss, basis, failure = summary.heldout_loss, heldout.basis(measured), summary.failure
     status = (summary.status, f"exit code {summary.exit_code}") if run.finished else ("no end recorded", "")
@@ -282,7 +282,7 @@ def _outcome(run: RunFiles) -> list[Row]:
         rows.append(value("restarts", len(summary.restarts), "count", note))
     interval = "; ± 95 % over sequences" if heldout.half_width(measured) is not None else ""
     note = f"{_measured_at(summary)}mean over {basis}{interval}"
-    rows.append(Row("held-out loss", (Cell(heldout.loss_text(loss, measured), note, loss),)))
+    rows.append(TableRow("held-out loss", (TableCell(heldout.loss_text(loss, measured), note, loss),)))
     if (accuracy := measured.masked_accuracy) is not None:
         note = "of the same masked tokens, the greatest logit is right"
         rows.append(value("masked accuracy", accuracy, "percent", note, console=False))
@@ -324,7 +324,7 @@ def _unit(measured: HeldOut) -> Unit:
     return "nats" if measured.loss_unit == "nats" else "ratio"
 
 
-def _work(run: RunFiles) -> list[Row]:
+def _work(run: RunFiles) -> list[TableRow]:
     summary = run.summary
     batch = (
         f"global batch {format_count(summary.global_batch)} = micro {format_count(summary.micro_batch)} x "
@@ -332,7 +332,7 @@ def _work(run: RunFiles) -> list[Row]:
     )
     step = f"one step = {batch}"
     if _is_ramped(summary) and summary.samples and summary.step:
-        step = f"{summary.samples / summary.step:,.1f} sequences in the mean, at most {batch}"
+        step = f"{summary.samples / summary.step:,.1f} sequences on average, at most {batch}"
     lost = f"{_share(summary.skipped_steps, summary.step)} of the steps; gradient norm not finite"
     compiled = None if summary.compiled is None else "compiled" if summary.compiled else "eager"
     narrow = run.config.get("model", {}).get("residual_dtype") == "bf16"
@@ -353,13 +353,13 @@ def _work(run: RunFiles) -> list[Row]:
     ]
 
 
-def _rates(run: RunFiles) -> list[Row]:
+def _rates(run: RunFiles) -> list[TableRow]:
     summary = run.summary
     over = f"summed over {_ranks(summary)}"
     micro = f"{_micro_batches(summary)} micro batches per optimizer step"
     if _is_ramped(summary) and summary.steps_per_s and summary.global_steps_per_s is not None:
         mean = format_ratio(summary.global_steps_per_s / summary.steps_per_s)
-        micro = f"{mean} micro batches per optimizer step in the mean"
+        micro = f"{mean} micro batches per optimizer step on average"
     peak = " ".join(filter(None, [summary.precision, "peak of the device"]))
     profiled = f"; {_steps(summary.profiled_steps)} under the profiler" if summary.profiled_steps else ""
     per_device = f"tokens/s divided by {_ranks(summary)}"
@@ -375,7 +375,7 @@ def _rates(run: RunFiles) -> list[Row]:
     )
     rows = [
         *[
-            Row(label, (Cell(format_si(rate, unit), note, rate),), console=label != "samples")
+            TableRow(label, (TableCell(format_si(rate, unit), note, rate),), console=label != "samples")
             for label, rate, unit, note in rates
         ],
         value("straggler ratio", summary.straggler_ratio, "ratio", work, console=False),
@@ -389,7 +389,7 @@ def _rates(run: RunFiles) -> list[Row]:
     return [*rows, *(_profiled(run.path, profile) for profile in run.profiles)]
 
 
-def _profiled(run_dir: Path, profile: ProfileFile) -> Row:
+def _profiled(run_dir: Path, profile: ProfileFile) -> TableRow:
     """Return a row of what torch.profiler recorded of a rank."""
     state = "the GPU ran nothing" if profile.device == "cuda" else "it was in no operator or collective"
     most = ", ".join(
@@ -404,7 +404,7 @@ def _profiled(run_dir: Path, profile: ProfileFile) -> Row:
     )
 
 
-def _times(run: RunFiles) -> list[Row]:
+def _times(run: RunFiles) -> list[TableRow]:
     """Return the wall time with its parts, and a row for each part of training."""
     summary, parts = run.summary, run.summary.time_s
     wall = sum(parts[part] for part in WALL_PARTS if part in parts) or None
@@ -424,7 +424,7 @@ def _times(run: RunFiles) -> list[Row]:
     return rows
 
 
-def _files(run: RunFiles) -> list[Row]:
+def _files(run: RunFiles) -> list[TableRow]:
     summary, since = run.summary, _since(run.summary)
     # of this start, as the energy is
     tokens = (summary.tokens_per_s or 0.0) * summary.time_s.get("train", 0.0)
@@ -460,7 +460,7 @@ def _differences(runs: Sequence[RunFiles]) -> Table:
     for key in sorted({key for setting in settings for key in setting}):
         values = [str(setting.get(key, NA)) for setting in settings]
         if len(set(values)) > 1:
-            rows.append(Row(key, [Cell(text) for text in values]))
+            rows.append(TableRow(key, [TableCell(text) for text in values]))
     return Table(rows, [Column(run.name, text=True) for run in runs])
 
 

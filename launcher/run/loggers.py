@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -52,7 +53,7 @@ class Loggers:
     """A context around a run that sends its records to services. Errors of the child never reach the run."""
 
     def __init__(self, run_dir: Path, names: Sequence[str], log: Log, *, wait: bool = False):
-        """`log` prints the lines of the child. `wait`: at the end wait until all is sent, however long."""
+        """Set up; `log` prints the child's lines. `wait`: at the end wait until all is sent."""
         self._run_dir, self._names, self._log = run_dir, names, log
         self._limit_s = NO_LIMIT_S if wait else SERVICES_S
         self._child: subprocess.Popen[str] | None = None
@@ -62,20 +63,15 @@ class Loggers:
     def __enter__(self) -> Loggers:
         if not self._names:
             return self
-        command = module_command("launcher.run.loggers")
-        try:
-            self._child = subprocess.Popen(
-                [*command, str(self._run_dir), str(self._limit_s), *self._names],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                errors="replace",
-                start_new_session=True,  # Ctrl-C of a terminal ends the run, not the child
-            )
-        except OSError as error:
-            self._log(f"warning: nothing is sent to {', '.join(self._names)} ({error.strerror})")
-            self.exit_code = 1
-            return self
+        command = [*module_command("launcher.run.loggers"), str(self._run_dir), str(self._limit_s)]
+        self._child = subprocess.Popen(
+            [*command, *self._names],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # Ctrl-C of a terminal ends the run, not the child
+        )
         self._relay = threading.Thread(target=self._print_lines, args=(self._child.stdout,), daemon=True)
         self._relay.start()
         return self
@@ -122,47 +118,38 @@ def main(run_dir: Path, limit_s: float, names: Sequence[str]) -> int:
     with (run_dir / LOG).open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    over = threading.Event()
-    threads = [SendThread(run_dir, name, over, partial(print, file=lines)) for name in names]
-    for thread in threads:
-        thread.start()
+    log, over = partial(print, file=lines), threading.Event()
+    pool = futures.ThreadPoolExecutor(len(names))
+    jobs = {pool.submit(send_or_warn, run_dir, name, over, log): name for name in names}
     sys.stdin.buffer.read()
     over.set()
-    end = time.monotonic() + limit_s
-    for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
-    late = [thread for thread in threads if thread.is_alive()]
-    for thread in late:
-        thread.warn(f"not done {limit_s:.0f} s after the end of the run")
+    done, late = futures.wait(jobs, limit_s)
+    for job in late:
+        log(gave_up(run_dir, jobs[job], f"not done {limit_s:.0f} s after the end of the run"))
     lines.flush()
     if late:
         os._exit(INCOMPLETE)  # the interpreter would wait for threads of the service
-    return INCOMPLETE if any(thread.failed for thread in threads) else 0
+    return 0 if all(job.result() for job in done) else INCOMPLETE
 
 
-class SendThread(threading.Thread):
-    """Sends one run to one service. An exception becomes one warning, and the service gets no more."""
+def send_or_warn(run_dir: Path, service: str, over: threading.Event, log: Log) -> bool:
+    """Send a run to a service. Returns False after an exception, which becomes one warning."""
+    try:
+        send(run_dir, service, over, log)
+    except Exception as error:
+        first = (str(error).strip() or "no message").splitlines()[0]
+        log(gave_up(run_dir, service, f"{type(error).__name__}: {first}"))
+        with contextlib.suppress(OSError):  # of a log on a full disk
+            traceback.print_exc()
+        return False
+    return True
 
-    def __init__(self, run_dir: Path, name: str, over: threading.Event, log: Log):
-        super().__init__(name=name, daemon=True)
-        self._run_dir, self._over, self._log = run_dir, over, log
-        self.failed = False
 
-    def run(self) -> None:
-        try:
-            send(self._run_dir, self.name, self._over, self._log)
-        except Exception as error:
-            self.failed = True
-            first = (str(error).strip() or "no message").splitlines()[0]
-            self.warn(f"{type(error).__name__}: {first}")
-            with contextlib.suppress(OSError):  # of a log on a full disk
-                traceback.print_exc()
-
-    def warn(self, problem: str) -> None:
-        self._log(
-            f"warning: {self.name} gets no more of this run ({problem}; see {self._run_dir / LOG}); "
-            f"`bert-dp report {self._run_dir} --log-to {self.name}` sends the whole run"
-        )
+def gave_up(run_dir: Path, service: str, problem: str) -> str:
+    return (
+        f"warning: {service} gets no more of this run ({problem}; see {run_dir / LOG}); "
+        f"`bert-dp report {run_dir} --log-to {service}` sends the whole run"
+    )
 
 
 def send(run_dir: Path, service: str, over: threading.Event, log: Log) -> None:

@@ -26,7 +26,7 @@ from launcher.run.reaper import reaper
 from launcher.run.starters import WORKER, start_command, start_environment
 from launcher.watch import advice, failure
 from launcher.watch.failure import MemoryWatch, RankExit
-from launcher.watch.heartbeats import Watch
+from launcher.watch.hangs import Watch
 
 POLL_S = 0.2
 KILL_AFTER_FAILURE_S, SAVE_AFTER_FAILURE_S = 5.0, 25.0  # torchrun itself kills after 30
@@ -224,9 +224,10 @@ def _result(run_dir: Path, cause: Failure | None, unknown: Failure, pending: lis
     if stop and summary is None and (cause is unknown or by_stop):
         message = f"{signal.Signals(stop).name}: stopped before this run's next checkpoint"
         cause = unknown.model_copy(update={"message": message, "log_tail": [], "kind": "stopped"})
-    step = max((line["step"] for line in record.read_lines(run_dir / "metrics.jsonl")), default=0)
-    facts = {"failure": cause, "signal": stop or None, "step": step}
-    summary = (summary or Summary(status="failed")).model_copy(update=facts)
+    if summary is None:
+        steps = (line["step"] for line in record.read_lines(run_dir / "metrics.jsonl"))
+        summary = Summary(status="failed", step=max(steps, default=0))
+    summary = summary.model_copy(update={"failure": cause, "signal": stop or None})
     try:
         results.write(run_dir / "summary.json", summary)
     except OSError as error:

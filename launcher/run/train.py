@@ -49,7 +49,7 @@ from launcher.report.numbers import count_of, format_duration, format_gib, forma
 from launcher.report.run_report import PAGE, of_directories
 from launcher.run import processes, restarts
 from launcher.run.loggers import Loggers
-from launcher.watch import advice, heartbeats
+from launcher.watch import advice, hangs
 from launcher.watch.card import card
 from launcher.watch.display import Display
 
@@ -178,7 +178,7 @@ def run_locked(
     loggers = Loggers(run_dir, config.log.loggers, log)
 
     def attempt(ranks: int, resume: str) -> processes.RunResult:
-        watch = heartbeats.Watch(
+        watch = hangs.Watch(
             run_dir, log, hang_after_s=config.run.hang_after_s, end_hung_after_s=config.run.end_hung_after_s
         )
         with Display(run_dir, console, config) as display:

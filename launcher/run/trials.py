@@ -37,7 +37,7 @@ from launcher.results import MeasureStatus
 from launcher.run import processes
 from launcher.run.read_run import Ended, ended, from_outside, is_whole, read_summary
 from launcher.run.reaper import reaper
-from launcher.watch import heartbeats
+from launcher.watch import hangs
 
 PROGRESS_S = 30.0
 SCRATCH = ".scratch"
@@ -396,7 +396,7 @@ def main(arguments: Sequence[str]) -> int:
     for size in map(int, limit):  # an allocation fails before the kernel has to kill
         resource.setrlimit(resource.RLIMIT_DATA, (size, size))
     run = load_config(Path(directory) / "config.yaml").run
-    watch = heartbeats.Watch(
+    watch = hangs.Watch(
         Path(directory), print, hang_after_s=run.hang_after_s, end_hung_after_s=run.end_hung_after_s
     )
     result = processes.run(

@@ -324,8 +324,6 @@ class PredictedRow(StoredModel):
     speedup: float
     efficiency: float
     mfu: float | None = None
-    state_gib: float  # weights, gradients and optimizer of a rank
-    fits: bool | None = None  # the device holds them; null: its memory is not known
     levers: list[Lever] = []  # best first
 
 

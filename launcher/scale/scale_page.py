@@ -19,14 +19,14 @@ from launcher.report.model import (
     Level,
     Line,
     Mark,
+    ReferenceLine,
     Report,
-    Rule,
-    Section,
+    ReportSection,
     Table,
+    TableCell,
     Tile,
     Verdict,
 )
-from launcher.report.model import Cell as TableCell
 from launcher.report.numbers import NA, count_of, format_count, format_interval, format_lr, format_step_time
 from launcher.report.numbers import number as finite
 from launcher.report.parts import first_line, machine_line
@@ -68,7 +68,7 @@ RESULT_NOTE = (
     "Rates over all ranks; speed-up, efficiency with its 95 % interval: against single on one rank; comm.: "
     "throughput / ceiling; exposed, data: shares of a step that waits for gradients, for data; slowest: own "
     "work of the slowest rank / median; memory: peak of the greatest rank. "
-    "Every number of every cell is in scaling.csv, of every repeat and rank in scaling.json."
+    "Every number of every cell is in scaling.csv, of every repeat in scaling.json."
 )
 BANDS = (
     "Whiskers: 95 % intervals over the repeats; a point whose interval is wider than a factor of "
@@ -83,7 +83,7 @@ def scale_page(scaling: Scaling, folder: Path | None = None) -> Report:
     figures = [figure(scaling, mode) for mode in modes for figure in by_mode] + [_bandwidth(scaling)]
     if "strong" in modes:  # weak scaling trains another global batch, so another model, at every N
         figures.append(_loss(scaling))
-    result = Section("Result", tables=[_result(scaling)], notes=[RESULT_NOTE])
+    result = ReportSection("Result", tables=[_result(scaling)], notes=[RESULT_NOTE])
     prediction = [_prediction(scaling.prediction)] if scaling.prediction else []
     can_plan = folder is not None and scaling.profile is not None
     return Report(
@@ -91,7 +91,7 @@ def scale_page(scaling: Scaling, folder: Path | None = None) -> Report:
         [_machine(scaling), _method(scaling, modes)],
         [*_ends(scaling), *_verdicts(scaling)],
         _tiles(scaling),
-        [result, Section("", figures, console=False), *prediction],
+        [result, ReportSection("", figures, console=False), *prediction],
         next=f"bert-dp plan scaling --from {shlex.quote(f'{folder}/{FILE}')}" if can_plan else "",
     )
 
@@ -200,7 +200,7 @@ def _result(scaling: Scaling) -> Table:
     return table([(run.id, run) for run in runs], columns, corner="cell", empty="no cells recorded")
 
 
-def _prediction(prediction: models.Prediction) -> Section:
+def _prediction(prediction: models.Prediction) -> ReportSection:
     """Return each measured cell beside its prediction, and the predictions for other numbers of ranks."""
     compared = (
         Quantity("predicted_step_s", "step, predicted", "seconds"),
@@ -229,7 +229,9 @@ def _prediction(prediction: models.Prediction) -> Section:
         table(others, predicted, title="Predicted"),
     ]
     shown = [each for each in tables if each.rows]
-    return Section("Prediction and measurement", tables=shown, notes=prediction.assumptions, console=False)
+    return ReportSection(
+        "Prediction and measurement", tables=shown, notes=prediction.assumptions, console=False
+    )
 
 
 # --- figures
@@ -309,7 +311,7 @@ def _share(
         [*ceiling, *_lines(scaling, mode, ratio)],
         _ranks_axis(scaling, mode),
         Axis(label, "percent"),
-        levels=[Rule("100 %", 1.0)],
+        levels=[ReferenceLine("100 %", 1.0)],
         note=f"{note} The axis does not start at 0.",
     )
 

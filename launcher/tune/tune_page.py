@@ -11,8 +11,17 @@ from bert_dp.config import ConfigError, Issue
 from bert_dp.record.models import HeldOut
 from launcher import results
 from launcher.report import heldout
-from launcher.report.measured import status_verdicts, subtitle
-from launcher.report.model import Axis, Figure, Line, Mark, Report, Rule, Section, Table, Verdict
+from launcher.report.model import (
+    Axis,
+    Figure,
+    Line,
+    Mark,
+    ReferenceLine,
+    Report,
+    ReportSection,
+    Table,
+    Verdict,
+)
 from launcher.report.numbers import (
     NA,
     count_of,
@@ -26,6 +35,7 @@ from launcher.report.numbers import (
     format_ratio,
     format_si,
 )
+from launcher.report.parts import status_verdicts, subtitle
 from launcher.report.quantities import Computed, Quantity, table
 from launcher.tune import TUNED
 from launcher.tune.lr_search import Rung, TuneLr
@@ -94,8 +104,8 @@ def batch_page(tune: TuneBatch, folder: Path) -> Report:
             *_goodput(tune),
         ],
         sections=[
-            Section("Sizes", tables=[result]),
-            Section("", [throughput_figure(tune), memory_figure(tune)], console=False),
+            ReportSection("Sizes", tables=[result]),
+            ReportSection("", [throughput_figure(tune), memory_figure(tune)], console=False),
         ],
         next=train_command(folder) if tune.choice else "",
     )
@@ -171,7 +181,7 @@ def throughput_figure(tune: TuneBatch) -> Figure:
         [Line("mean, 95 % over runs", x, means, 0, "both", lows, highs), _marks("each run", rates, 1)],
         Axis("micro batch (sequences)", "count", log=True, ticks=x),
         Axis("sequences/s, all ranks", from_zero=True),
-        levels=[Rule("97 % of the fastest", MIN_SHARE_OF_BEST * best, left=True)] if best else [],
+        levels=[ReferenceLine("97 % of the fastest", MIN_SHARE_OF_BEST * best, left=True)] if best else [],
         marks=_chosen(tune),
         note="At the declared global batch; accumulation follows the micro batch.",
     )
@@ -191,7 +201,10 @@ def memory_figure(tune: TuneBatch) -> Figure:
     levels = []
     if limit is not None and not is_far:
         share = f"{format_percent(MEMORY_SHARE)} of it"
-        levels = [Rule(f"limit {format_gib(limit)}", limit), Rule(share, MEMORY_SHARE * limit, left=True)]
+        levels = [
+            ReferenceLine(f"limit {format_gib(limit)}", limit),
+            ReferenceLine(share, MEMORY_SHARE * limit, left=True),
+        ]
     return Figure(
         "Peak memory against micro batch",
         traces,
@@ -232,8 +245,8 @@ def lr_page(tune: TuneLr, folder: Path) -> Report:
             *([Verdict("info", without, lost)] if lost else []),
         ],
         sections=[
-            Section("", [loss_figure(tune), range_figure(tune)], console=False),
-            Section("Last rung", tables=[_last_rung(tune)]),
+            ReportSection("", [loss_figure(tune), range_figure(tune)], console=False),
+            ReportSection("Last rung", tables=[_last_rung(tune)]),
         ],
         next=train_command(folder) if tune.choice else "",
     )

@@ -1,1 +1,1 @@
-"""What the ranks tell while they run, read: heartbeats, hangs, failures, memory, their lines."""
+"""Watch the ranks of a run: heartbeats, hangs, failures, memory, lines of rank 0."""

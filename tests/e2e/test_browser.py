@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launcher.report.html import write
-from launcher.report.model import Axis, Report, Rule
+from launcher.report.model import Axis, ReferenceLine, Report
 from launcher.scale.scale_page import scale_page
 from tests.browser import COLLISIONS, FIGURES, OVERFLOW, Browser, find
 from tests.report_fixture import HOSTILE, with_strings
@@ -27,7 +27,7 @@ def hostile(text: str) -> str:
 
 def hostile_scaling(path: Path) -> Report:
     """The labels of axes and rules are ours."""
-    return with_strings(MAKERS["scaling"](path), hostile, but=(Axis, Rule))
+    return with_strings(MAKERS["scaling"](path), hostile, but=(Axis, ReferenceLine))
 
 
 REPORTS: dict[str, tuple[int, Callable[[Path], Report]]] = {

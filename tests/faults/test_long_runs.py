@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -66,7 +65,7 @@ def test_row_25_a_clock_that_jumps_changes_nothing(tmp_path: Path, shards: Path)
 
 def many_lines(path: Path, count: int) -> None:
     """metrics.jsonl of `count` steps with one spike."""
-    line = dataclasses.asdict(metrics(0))
+    line = metrics(0)
     with path.open("w", encoding="utf-8") as file:
         for step in range(1, count + 1):
             loss = 99.0 if step == count // 3 else 10 - 5 * step / count

@@ -506,8 +506,8 @@ def test_tensors_that_are_not_the_models_are_refused_by_name(
     else:
         state[part][name] = tensor
     (issue,) = checkpoint.state_issues(tmp_path, state, Two())
-    assert re.search(message, issue), issue
-    assert issue.isprintable()
+    assert re.search(message, str(issue)), issue
+    assert str(issue).isprintable()
 
 
 @pytest.mark.timeout(60)
@@ -519,7 +519,7 @@ def test_what_is_no_regular_file_is_never_waited_for(tmp_path: Path, name: str) 
     if name != "manifest.json":
         entry = read_json(path / "manifest.json")["files"][name]
         name_in_manifest(path, name, {**entry, "bytes": 0})
-        with pytest.raises(ConfigError, match=rf"{name}: not a regular file"):
+        with pytest.raises(ConfigError, match="not a regular file"):
             checkpoint.load(path)
     assert f"{name}: not a regular file" in str(checkpoint.check(path))
     with pytest.raises(ConfigError, match="not a regular file"):

@@ -13,14 +13,7 @@ import torch
 
 from bert_dp import devices
 from bert_dp.binding import Placement
-from bert_dp.devices import (
-    HostAndDevice,
-    choose_device,
-    joules,
-    own_host_and_device,
-    restart_peak_memory,
-    set_affinity,
-)
+from bert_dp.devices import HostAndDevice, choose_device, joules, own_host_and_device, set_affinity
 from bert_dp.world import World
 from tests.helpers import issues_of
 from tests.tensors import CPU
@@ -153,16 +146,6 @@ def test_a_deterministic_run_leaves_no_kernel_to_choose_by_timing() -> None:
         flags[0].enable_mem_efficient_sdp(before[0])
         flags[0].enable_cudnn_sdp(before[1])
         flags[1].deterministic = before[2]
-
-
-def test_a_gpus_peak_memory_can_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("cache"))
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", calls.append)
-    restart_peak_memory(CPU)
-    assert calls == []
-    restart_peak_memory(torch.device("cuda", 1))
-    assert calls == ["cache", torch.device("cuda", 1)]
 
 
 def test_peak_memory_is_the_resident_set_or_what_the_allocator_reserved_in_gib(

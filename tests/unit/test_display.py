@@ -119,12 +119,6 @@ def test_a_regression_has_its_unit_and_a_budget_in_hours_its_own_time_left(
     assert shown == ({line, ("squared error", "", "20 min 00 s")} if terminal else {line})
 
 
-def test_a_budget_in_hours_tells_what_is_left() -> None:
-    assert eta_s([{"progress": 0.25}], hours=2.0) == 1.5 * 3600
-    assert eta_s([{"progress": None}], hours=2.0) is None
-    assert eta_s([], hours=2.0) is None
-
-
 def run_of(tmp_path: Path) -> tuple[io.StringIO, Display]:
     (tmp_path / "logs").mkdir()
     out = io.StringIO()
@@ -218,7 +212,8 @@ def test_eta():
     lines = [{"elapsed_s": 10.0 + t, "progress": t / 100} for t in range(1, 51)]
     assert eta_s(lines) == pytest.approx(50)
     assert eta_s(lines[:1]) is None
-    assert eta_s([]) is None
+    assert eta_s([]) is eta_s([], hours=2.0) is None
+    assert eta_s([{"progress": 0.25}], hours=2.0) == 1.5 * 3600
     assert eta_s([{"elapsed_s": 1.0, "progress": 0.5}, {"elapsed_s": 2.0, "progress": 0.5}]) is None
     assert eta_s([{"elapsed_s": 1.0, "progress": None}, *lines]) == pytest.approx(50)
     # the pace of the last twenty, whatever came before

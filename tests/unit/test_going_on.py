@@ -14,7 +14,7 @@ import torch
 from bert_dp import checkpoint, setup
 from bert_dp.binding import Placement
 from bert_dp.building import first_state
-from bert_dp.config import Config, ConfigError, resolve
+from bert_dp.config import Config, ConfigError, Issue, resolve
 from bert_dp.dist import Comm
 from bert_dp.measure.profiling import ALONE, lone_trainer
 from bert_dp.tasks import DatasetInfo
@@ -110,8 +110,10 @@ def test_every_rank_follows_the_choice_of_rank_0_and_its_error(
     assert resumed is not None
     assert (resumed.path, resumed.state.step) == (old, 3)
     assert said[0] == "checkpoint passed over: step-00000004: no manifest"
-    rank.comm = Told({"path": None, "passed_over": [], "issues": ["x: no valid checkpoint there"]})
-    assert issues_of(setup.select_checkpoint, rank, "auto") == ("--resume: x: no valid checkpoint there",)
+    rank.comm = Told(
+        {"path": None, "passed_over": [], "issues": [Issue("--resume", "not_found", "gone").to_json()]}
+    )
+    assert issues_of(setup.select_checkpoint, rank, "auto") == ("--resume: gone",)
     rank.comm = Told({"path": None, "passed_over": []})
     assert setup.select_checkpoint(rank, "auto") is None
 

@@ -71,19 +71,9 @@ Current thread 0x00007f02 (most recent call first):
 def test_the_main_threads_frames_are_read() -> None:
     stack = parse_stack(DUMP)
     assert [f.function for f in stack] == ["recv", "<lambda>", "train_step"]
+    assert (parse_stack(DUMP + DUMP), parse_stack("")) == (stack, ())
+    assert (snapshot(0, stack[:1]).where, snapshot(0).where) == (stack[0], None), "a package's, or none"
     assert snapshot(0, stack).where == Frame("/users/me/my model.py", 3, "<lambda>")
-
-
-def test_two_dumps_in_a_row_and_none() -> None:
-    assert parse_stack(DUMP + DUMP) == parse_stack(DUMP)
-    assert parse_stack("") == ()
-    assert parse_stack("Current thread 0x1 (most recent call first):\n  <no Python frame>\n") == ()
-
-
-def test_a_stack_of_packages_alone_has_its_innermost_frame() -> None:
-    inner = Frame(f"{STDLIB}/runpy.py", 1, "run")
-    assert snapshot(0, (inner,)).where == inner
-    assert snapshot(0).where is None
 
 
 def test_what_a_stack_waits_in() -> None:

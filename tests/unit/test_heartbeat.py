@@ -179,15 +179,3 @@ def test_the_stack_of_a_process_that_holds_the_lock(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.communicate()
-
-
-def test_without_a_log_directory_stacks_go_to_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("BERT_DP_LOG_DIR", raising=False)
-    code = (
-        "import os, signal\n"
-        "from bert_dp.rank_process import show_stacks_on_signal\n"
-        "show_stacks_on_signal(0)\n"
-        "os.kill(os.getpid(), signal.SIGUSR2)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "most recent call first" in done.stderr

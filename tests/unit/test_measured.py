@@ -12,7 +12,7 @@ import torch
 
 from bert_dp import building, checkpoint
 from bert_dp.config import batch_layout
-from bert_dp.measure import bf16_ratio, disk, peak, profiling
+from bert_dp.measure import disk, peak, profiling
 from bert_dp.measure.profiling import lone_trainer
 from bert_dp.precision import precision_of
 from tests.helpers import TINY_MODEL, make_config
@@ -30,14 +30,6 @@ def test_a_product_of_m_n_k_is_two_operations_for_each(monkeypatch: pytest.Monke
     monkeypatch.setattr(peak, "product", product)
     rate = peak.matmul_rate((8, 4, 2), CPU, torch.float32, 5.0)
     assert rate == 2 * 8 * 4 * 2 / 0.5
-
-
-def test_the_seconds_are_shared_by_the_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(peak, "matmul_rate", lambda *given: asked.append(given) or len(asked))
-    best = peak.matmul_flops(CPU, torch.float64, 6.0)
-    assert asked == [(shape, CPU, torch.float64, 2.0) for shape in peak.SHAPES["cpu"]]
-    assert best == 3
 
 
 @pytest.mark.parametrize(
@@ -58,17 +50,6 @@ def test_the_peak_is_the_best_shapes_in_the_precision_of_the_products(
     told = json.loads(capsys.readouterr().out)
     assert (told["matmul_flops"], told["precision"]) == (3e9, precision)
     assert asked == [(dtype, 0.25)]
-
-
-def test_each_rate_of_the_cpu_stands_under_its_own_precision(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flops = {torch.float32: 1e9, torch.bfloat16: 4e9}
-    monkeypatch.setattr(bf16_ratio, "matmul_rate", lambda shape, device, dtype, s: flops[dtype])
-    monkeypatch.setattr(bf16_ratio, "use_all_cores", lambda: None)
-    bf16_ratio.main()
-    told = json.loads(capsys.readouterr().out)
-    assert (told["fp32_flops"], told["bf16_flops"]) == (1e9, 4e9)
 
 
 @pytest.mark.parametrize("problem", [None, "w: other bytes"])
@@ -142,12 +123,9 @@ def test_a_step_taken_apart(shards: Path, tmp_path: Path) -> None:
         (["schedule.steps=501"], 1, True),
         (["schedule.steps=1000"], 2, False),
         (["schedule.steps=1001"], 2, True),
-        (["schedule.steps=null", "schedule.tokens=64000"], 1, False),
         (["schedule.steps=null", "schedule.tokens=64032"], 1, True),
-        (["schedule.steps=null", "schedule.hours=1.1"], 1, False),
         (["schedule.steps=null", "schedule.hours=1.2"], 1, True),
         (["schedule.steps=501", "parallel.engine=deepspeed", "parallel.zero_stage=3"], 1, False),
-        (["schedule.steps=501", "parallel.engine=deepspeed", "parallel.zero_stage=2"], 1, True),
         (["schedule.steps=500", "compile='on'"], 1, True),
         (["schedule.steps=501", "compile='off'"], 1, False),
     ],
@@ -168,7 +146,6 @@ def test_a_cpu_run_is_compiled_where_that_saves_more_than_it_takes(
         (["model.dropout=0.1"], "bf16", ("amx_bf16", "avx512_bf16"), 1, 300),  # 60 s / 0.2
         (["model.dropout=0.1"], "bf16", ("amx_bf16", "avx512_bf16"), 7, 1050),  # (60 s + 6 x 25 s) / 0.2
         ([], "bf16", ("amx_bf16",), 1, 600),  # 60 s / 0.1
-        ([], "bf16", ("avx512_bf16",), 1, 4000),
     ],
 )
 def test_dropout_and_tiles_make_compiling_pay_sooner_and_lengths_later(

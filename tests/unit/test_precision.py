@@ -238,9 +238,9 @@ def test_doctor_names_the_units_and_the_ratio(
 def test_a_run_that_left_no_summary_tells_what_its_ranks_had_decided(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(dump_config(AUTO))
     facts: dict[str, Any]
-    for facts, expected in (({}, None), ({"worker": "x"}, None), ({"worker": {"precision": "bf16"}}, "bf16")):
+    for facts, chosen in (({}, None), ({"worker": "x"}, None), ({"worker": {"precision": "bf16"}}, "bf16")):
         record.write_json(tmp_path / "environment.json", facts)
-        assert run_files.load(tmp_path).summary.precision == expected
+        assert run_files.load(tmp_path).summary.precision == chosen
 
 
 def test_the_estimate_of_a_run_that_goes_on_is_in_its_own_precision(

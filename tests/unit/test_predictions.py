@@ -8,9 +8,7 @@ import io
 import json
 import math
 import os
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -188,30 +186,6 @@ def test_threads_are_those_that_were_asked_for(tmp_path: Path) -> None:
         torch.set_num_threads(before)
 
 
-def test_onnx_runtime_has_its_threads_and_computes_what_is_asked_for_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    sessions: list[tuple[Any, ...]] = []
-    runs: list[tuple[Any, ...]] = []
-
-    def session(file: Path, options: Any, providers: list[str]) -> Any:
-        sessions.append((file, options.intra_op_num_threads, providers))
-        return SimpleNamespace(run=lambda *given: runs.append(given) or [given[0]])
-
-    runtime = SimpleNamespace(
-        SessionOptions=SimpleNamespace, RunOptions=SimpleNamespace, InferenceSession=session
-    )
-    monkeypatch.setitem(sys.modules, "onnxruntime", runtime)
-    compute = foreign.open_directory(Path("out"), "onnx", "encoder", 5)
-    ids, mask = np.ones((1, 2), np.int64), np.zeros((1, 2), np.int64)
-    assert compute(ids, mask) == ("last_hidden_state",)
-    assert sessions == [(Path("out/model.onnx"), 5, ["CPUExecutionProvider"])]
-    ((_, inputs, options),) = runs
-    assert inputs["input_ids"] is ids
-    assert inputs["attention_mask"] is mask
-    assert options.only_execute_path_to_fetches
-
-
 def test_a_run_that_has_diverged_predicts_nothing() -> None:
     """Nor where a single example is not finite."""
 
@@ -377,19 +351,3 @@ def test_a_file_that_is_not_finished_does_not_appear(tmp_path: Path) -> None:
         assert not out.exists()
     assert [path.name for path in out.parent.iterdir()] == ["out.jsonl"]
     assert out.read_text() == "1\n"
-
-
-def test_what_is_predicted_is_on_the_disk_before_it_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, synced = tmp_path / "out.jsonl", []
-    fsync = os.fsync
-
-    def noted(descriptor: int) -> None:
-        fsync(descriptor)
-        synced.append((os.fstat(descriptor).st_size, out.exists()))
-
-    monkeypatch.setattr(os, "fsync", noted)
-    with predict.destination(out) as file:
-        file.write("12345\n")
-    assert synced == [(6, False)]

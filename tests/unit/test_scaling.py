@@ -60,15 +60,6 @@ def grid(machine: Environment = MACHINE, *, on_gpu: bool = False, **changes: Any
     return Grid(CONFIG, dataclasses.replace(SETTINGS, **changes), machine, on_gpu=on_gpu)
 
 
-def test_hybrid_sharding_is_of_the_fsdp_cells_alone() -> None:
-    parallel = CONFIG.parallel.model_copy(update={"engine": "fsdp", "fsdp_replicas": 2})
-    settings = dataclasses.replace(SETTINGS, gpus=(4,), modes=("weak",), engines=("fsdp",))
-    made = Grid(CONFIG.model_copy(update={"parallel": parallel}), settings, MACHINE, on_gpu=False)
-    assert made.issues == []
-    replicas = {(c.engine, c.world_size): made.config_of(c).parallel.fsdp_replicas for c in made.cells}
-    assert replicas == {("single", 1): 1, ("ddp", 1): 1, ("fsdp", 4): 2, ("independent", 4): 1}
-
-
 def two(**changes: Any) -> Grid:
     """Strong scaling of ddp over two ranks, with its baselines and its controls."""
     return grid(**{"gpus": (2,), "modes": ("strong",), "engines": ("ddp",), **changes})
@@ -88,34 +79,30 @@ def test_the_grid_has_its_baselines_ceilings_and_twins() -> None:
     assert twins == {f"{mode}-ddp-n{n}" for mode in ("weak", "strong") for n in (2, 4)}
 
 
-def test_weak_keeps_the_batch_of_a_rank_and_strong_the_global_one() -> None:
-    for cell in grid().cells:
-        assert cell.global_batch == cell.micro_batch * cell.accumulation * cell.world_size
-        assert cell.micro_batch == 4
-        assert cell.accumulation == 2 if cell.mode == "weak" else cell.global_batch == 32
-
-
-def test_a_cell_trains_the_users_configuration_and_saves_nothing() -> None:
+def test_a_cell_trains_the_users_configuration_at_its_batch_and_saves_nothing() -> None:
     made = grid()
     for cell in made.cells:
         conf = made.config_of(cell)
-        assert conf.model == made.config.model
-        assert conf.optim == made.config.optim
+        assert cell.global_batch == cell.micro_batch * cell.accumulation * cell.world_size
+        assert cell.micro_batch == 4
+        assert cell.accumulation == 2 if cell.mode == "weak" else cell.global_batch == 32
+        assert (conf.model, conf.optim) == (CONFIG.model, CONFIG.optim)
         assert (conf.schedule.steps, conf.schedule.hours, conf.checkpoint.keep) == (8, None, 0)
-        assert conf.batch.ramp_fraction == 0
-        assert conf.data.synthetic == (cell.kind == "synthetic")
-        assert conf.parallel.engine == cell.engine
-        assert conf.compile == "off"
+        assert (conf.batch.ramp_fraction, conf.compile) == (0, "off")
+        assert (conf.data.synthetic, conf.parallel.engine) == (cell.kind == "synthetic", cell.engine)
 
 
-def test_an_engine_with_a_stage_trains_at_that_stage() -> None:
-    made = grid(gpus=(2,), modes=("weak",), engines=("deepspeed-1", "deepspeed-3"), synthetic=False)
-    stages = {
-        cell.id: (made.config_of(cell).parallel.engine, made.config_of(cell).parallel.zero_stage)
-        for cell in made.cells
-        if cell.engine.startswith("deepspeed")
-    }
-    assert stages == {f"weak-deepspeed-{stage}-n2": ("deepspeed", stage) for stage in (1, 3)}
+def test_settings_of_an_engine_are_those_of_its_cells_alone() -> None:
+    parallel = CONFIG.parallel.model_copy(update={"engine": "fsdp", "fsdp_replicas": 2})
+    engines = ("fsdp", "deepspeed-1", "deepspeed-3")
+    settings = dataclasses.replace(SETTINGS, gpus=(4,), modes=("weak",), engines=engines, synthetic=False)
+    made = Grid(CONFIG.model_copy(update={"parallel": parallel}), settings, MACHINE, on_gpu=False)
+    assert made.issues == []
+    own = {cell.id: made.config_of(cell).parallel for cell in made.cells}
+    assert {name for name, each in own.items() if each.fsdp_replicas == 2} == {"weak-fsdp-n4"}
+    for stage in (1, 3):
+        each = own[f"weak-deepspeed-{stage}-n4"]
+        assert (each.engine, each.zero_stage) == ("deepspeed", stage)
 
 
 def test_every_repeat_runs_each_cell_once_in_an_order_of_its_own() -> None:
@@ -303,11 +290,9 @@ def test_figures_of_a_gpu_have_their_denominators(tmp_path: Path) -> None:
     record.write_json(tmp_path / "peak.json", {"matmul_flops": 600e12})
     ddp = collected(tmp_path, two(), lambda cell, repeat: {"step_s": 0.5, **gpu})["strong-ddp-n2"]
     flops = 32 * 16 / 0.5 * flops_per_token(CONFIG.model, 16, CONFIG.objective.mask_rate)
-    assert ddp.tokens_per_s_per_gpu == pytest.approx(32 * 16 / 0.5 / 2)
     assert (ddp.mfu, ddp.mamfu) == pytest.approx((flops / (2 * 989e12), flops / (2 * 600e12)))
     assert (ddp.energy_j, ddp.energy_j_per_mtoken) == pytest.approx((50.0, 50.0 / 0.004))
-    assert ddp.peak_memory_gib == 2.0
-    assert ddp.launch_fraction == pytest.approx(1.0)
+    assert (ddp.peak_memory_gib, ddp.launch_fraction) == (2.0, pytest.approx(1.0))
 
 
 def test_a_job_is_as_fast_as_its_slowest_rank_and_copies_as_their_sum(tmp_path: Path) -> None:
@@ -389,6 +374,8 @@ def test_a_cell_has_the_worst_memory_and_skips_of_its_repeats_and_the_median_of_
     assert (ddp.step_time_s.median, ddp.step_time_s.p95) == pytest.approx((1.1, 1.4))
     assert [r.tokens_per_s for r in ddp.repeats] == pytest.approx([32 * 16 / s for s in (1.0, 1.4, 1.1)])
     assert (ddp.data_wait_fraction, ddp.split_s.data) == pytest.approx((0.05, 0.055))
+    for cell in cells.values():  # the repeat in the middle is taken apart, not each part's own median
+        assert sum(v or 0.0 for v in cell.split_s.model_dump().values()) == pytest.approx(1.1)
     assert ddp.launch_fraction is None, "a CPU has no host beside it"
 
 
@@ -493,18 +480,6 @@ def test_shares_of_a_step_have_intervals_over_the_repeats(tmp_path: Path) -> Non
     assert ddp.launch_fraction_ci95 == pytest.approx([1.0, 1.0])
     once = collected(tmp_path / "b", two(repeats=1), lambda cell, repeat: {})["strong-ddp-n2"]
     assert (once.data_wait_fraction_ci95, once.loader_fraction_ci95, once.straggler_ratio_ci95) == (None,) * 3
-
-
-def test_the_parts_of_a_step_sum_to_it_whatever_the_repeats(tmp_path: Path) -> None:
-    """Three repeats: the one in the middle is taken apart, not each part's own median."""
-
-    def records(cell: GridCell, repeat: int) -> dict[str, Any]:
-        return {"step_s": (1.0, 3.0, 1.5)[repeat], "own": [0.1 * repeat + 0.1] * 2}
-
-    cells = collected(tmp_path, two(repeats=3), records)
-    assert {cell.status for cell in cells.values()} == {"ok"}
-    for cell in cells.values():
-        assert sum(v or 0.0 for v in cell.split_s.model_dump().values()) == pytest.approx(1.5)
 
 
 def test_a_replica_of_two_ranks_counts_once(tmp_path: Path) -> None:
@@ -676,28 +651,18 @@ def test_a_grid_goes_on_with_what_is_left(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_benchmark_ends_as_its_runs_did_and_keeps_what_is_predicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str, has_result: bool, code: int
 ) -> None:
-    data = scaling_fixture.scaling(prediction=True)
-    whole = results.parse(data, models.Scaling, "scaling.json")
-    prediction, whole = whole.prediction, whole.model_copy(update={"prediction": None})
-    if not has_result:
-        failed = [cell.model_copy(update={"status": "failed"}) for cell in whole.cells]
-        whole = whole.model_copy(update={"cells": failed})
+    whole = results.parse(scaling_fixture.scaling(prediction=True), models.Scaling, "scaling.json")
+    cells = [c.model_copy(update={"status": "ok" if has_result else "failed"}) for c in whole.cells]
+    found = whole.model_copy(update={"prediction": None, "cells": cells})
     end = Ending("complete") if ending == "complete" else Ending("partial", None, 130)
-    monkeypatch.setattr(benchmark, "measure", lambda *_: (whole, end))
-    asked: list[models.Scaling] = []
-
-    def predict(scaling: models.Scaling) -> models.Prediction | None:
-        asked.append(scaling)
-        return prediction
-
+    monkeypatch.setattr(benchmark, "measure", lambda *_: (found, end))
     settings = [*TINY, "data.sources=[builtin]", "run.device=cpu", "batch.global_size=32", "precision=fp32"]
     how: dict[str, Any] = {"dry_run": False, "as_json": False, "console": Console(width=200)}
     out = tmp_path / "out"
-    assert benchmark.scale("quickstart", settings, SETTINGS, out=out, predict=predict, **how) == code
-    assert asked == [whole]
-    assert results.read(out / "scaling.json", models.Scaling).prediction == prediction
-    rows = (out / "scaling.csv").read_text().splitlines()
-    assert len(rows) == 1 + len(whole.cells)
+    how["predict"] = lambda scaling: whole.prediction if scaling == found else None
+    assert benchmark.scale("quickstart", settings, SETTINGS, out=out, **how) == code
+    assert results.read(out / "scaling.json", models.Scaling).prediction == whole.prediction
+    assert len((out / "scaling.csv").read_text().splitlines()) == 1 + len(cells)
     assert (out / "report.html").exists()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bert_dp.config import ModelConfig
-from bert_dp.cost import GIB, linear_parameters, num_parameters
+from bert_dp.cost import linear_parameters, num_parameters
 from launcher.plan.step_model import (
     AllReduceCurve,
     Fabric,
@@ -24,7 +24,7 @@ from launcher.plan.step_model import (
     predict,
     slowest,
 )
-from launcher.scale.models import Profile
+from launcher.scale.models import StepProfile
 
 MS = 1e-3
 NEAR, FAR, TCP = (LinkSpec(kind, gb_s, 1.0) for kind, gb_s in (("nvlink", 100), ("net", 10), ("tcp", 10)))
@@ -44,12 +44,12 @@ class Wire:
         return self
 
 
-def made(*gradients: tuple[float, float], **changes: Any) -> Profile:
+def made(*gradients: tuple[float, float], **changes: Any) -> StepProfile:
     """Return a profile of three blocks: forward 0.8 s, backward 1.2 s, optimizer 0.4 s, 1,000 parameters."""
     times = {"micro_s": 2.0, "backward_s": 1.2, "optimizer_s": 0.4, "parameters": 1000}
     sizes = {"micro_batch": 8, "sequence_length": 16, "num_layers": 3, "hidden_size": 4, "precision": "bf16"}
     listed = [{"bytes": size, "ready_s": ready} for size, ready in gradients]
-    return Profile(**{**times, **sizes, "gradients": listed, **changes})
+    return StepProfile(**{**times, **sizes, "gradients": listed, **changes})
 
 
 PROFILE = made((1000, 0.4), (2000, 0.8), (1000, 1.2))
@@ -256,34 +256,13 @@ def test_the_optimizer_is_divided_as_the_engine_divides_it(engine: str, ranks: i
     assert predict(even, ask(ranks, engine="zero1")).split_s.optimizer == pytest.approx(0.4 / ranks)
 
 
-@pytest.mark.parametrize(
-    ("engine", "tensor", "accumulation", "numbers"),
-    [
-        # weights + gradients + two moments, of 1,000 parameters on 4 ranks
-        ("ddp", 1, 3, 1000 + 1000 + 2000),
-        ("zero1", 1, 3, 1000 + 1000 + 500),
-        ("fsdp", 1, 1, 250 + 250 + 500),
-        ("fsdp", 1, 2, 250 + 1000 + 500),
-        ("ddp", 2, 1, 500 + 500 + 1000),
-        ("zero1", 2, 1, 500 + 500 + 500),  # over the two replicas, not the four ranks
-    ],
-)
-@pytest.mark.parametrize("sent_bytes", [math.inf, 2.0])
-def test_the_state_of_a_rank(
-    engine: str, tensor: int, accumulation: int, numbers: int, sent_bytes: float
-) -> None:
-    """In fp32, also where gradients are sent in 16 bits."""
-    options = {"engine": engine, "tensor": tensor, "accumulation": accumulation, "sent_bytes": sent_bytes}
-    assert predict(PROFILE, ask(4, **options)).state_gib * GIB == pytest.approx(4 * numbers)
-
-
 # --- real links
 
 
-def crammed(micro_s: float = 0.1) -> Profile:
+def crammed(micro_s: float = 0.1) -> StepProfile:
     """Return the estimated profile of the crammed BERT."""
     gradients = layer_gradients(ModelConfig(), num_parameters(ModelConfig(), 128), 4.0, micro_s * 2 / 3)
-    return Profile(
+    return StepProfile(
         micro_s=micro_s,
         backward_s=micro_s * 2 / 3,
         optimizer_s=0.005,

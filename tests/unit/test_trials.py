@@ -28,7 +28,7 @@ from launcher.log import Log
 from launcher.run import processes, read_run, trials
 from launcher.run.processes import RunResult
 from launcher.run.trials import Ending, Outcome, Runner, Slot, Stopped, Trial, TrialsFailed, run_to_end
-from launcher.watch import heartbeats
+from launcher.watch import hangs
 from tests.helpers import failed, make_config, read_json, write_lines
 
 FAILED = failed("rank 0: it broke")
@@ -59,12 +59,6 @@ def write(trial: Trial, summary: dict[str, Any], seconds: float | None = None) -
 
 def runner(out: Path, *slots: Slot, log: Log = print) -> AbstractContextManager[Runner]:
     return trials.runner(out, slots, launcher="torchrun", on_gpu=False, log=log)
-
-
-def write_steps(directory: Path, ranks: int = 2) -> None:
-    for rank in range(ranks):
-        line = {"step": 2, **PARTS, "peak_memory_gib": 1.0}
-        write_lines(directory / "steps" / f"rank-{rank}.jsonl", [line])
 
 
 @pytest.mark.parametrize(
@@ -103,50 +97,51 @@ def test_a_trial_that_ended_is_not_run_again(
 def test_a_trial_is_the_same_wherever_its_data_lies(tmp_path: Path) -> None:
     """Its hash stands in what the directory was begun with."""
     trial = Trial(tmp_path / "t", config(8, "data.path=/cache/one"), 2)
-    write(trial, {"status": "done"}, 9.0)
-    assert trials.earlier_outcome(dataclasses.replace(trial, config=config(8, "data.path=/two"))) is not None
+    write(trial, {"status": "done", "time_s": {"train": 2.0}})
+    moved = dataclasses.replace(trial, config=config(8, "data.path=/two"))
+    assert trials.earlier_outcome(moved) == Outcome("ok", 2.0)
 
 
-@pytest.mark.parametrize("damage", [None, "torn", "gone", "short", "list", "zero"])
-def test_a_run_whose_steps_are_not_whole_is_run_again(tmp_path: Path, damage: str | None) -> None:
+WHOLE = json.dumps({"step": 2, **PARTS, "peak_memory_gib": 1.0}) + "\n"
+
+
+SHORT, ZERO = WHOLE.replace("[0.5, 0.5]", "[0.5]"), WHOLE.replace("0.5,", "0.0,")
+DAMAGED = [WHOLE[:-40], "", SHORT, "[1]\n" + WHOLE, ZERO]
+
+
+@pytest.mark.parametrize("text", [*DAMAGED, WHOLE], ids=["torn", "gone", "short", "list", "zero", "whole"])
+def test_a_run_whose_steps_are_not_whole_is_run_again(tmp_path: Path, text: str) -> None:
     trial = Trial(tmp_path / "t", config(8, "log.step_times=true"), 2)
     write(trial, {"status": "done"})
-    write_steps(trial.directory)
-    path = trial.directory / "steps" / "rank-1.jsonl"
-    line = json.loads(path.read_text())
-    if damage == "torn":
-        path.write_text(path.read_text()[:-40])
-    elif damage == "gone":
-        path.unlink()
-    elif damage == "short":
-        path.write_text(json.dumps({**line, "step_s": [0.5]}) + "\n")
-    elif damage == "list":
-        path.write_text("[1]\n" + path.read_text())
-    elif damage == "zero":
-        path.write_text(json.dumps({**line, "step_s": [0.0, 0.5]}) + "\n")
-    assert (trials.earlier_outcome(trial) is None) == (damage is not None)
+    (trial.directory / "steps").mkdir()
+    for rank, lines in enumerate((WHOLE, text)):
+        (trial.directory / "steps" / f"rank-{rank}.jsonl").write_text(lines)
+    assert (trials.earlier_outcome(trial) is None) == (text != WHOLE)
 
 
 def test_a_measured_run_keeps_the_users_settings_and_saves_nothing() -> None:
     user = config(8, "batch.ramp_fraction=0.5", "batch.ramp_quantum=2", "log.noise_scale=true")
-    assert config(8, "log.to=[wandb]", "log.tensorboard=true").log.loggers
     run = trials.timed_config(user, on_gpu=False, steps=40, global_size=16, micro_size=4)
     assert (run.model, run.optim, run.data) == (user.model, user.optim, user.data)
     assert (run.batch.global_size, run.batch.micro_size, run.batch.ramp_fraction) == (16, 4, 0)
     assert (run.schedule.steps, run.checkpoint.keep, run.eval.every_steps) == (40, 0, 0)
     assert (run.log.step_times, run.log.noise_scale, run.log.every_steps) == (True, False, 4)
-    assert (run.compile, run.eval.max_sequences) == ("off", 4)
-    other = trials.timed_config(
-        user, on_gpu=True, steps=4, global_size=8, micro_size=1, parallel={"engine": "zero1"}
-    )
-    assert (other.compile, other.parallel.engine) == ("auto", "zero1"), "a GPU compiles what can be"
-    for compiled in ("on", "off"):
-        user = config(8, f"compile={compiled}", "log.to=[wandb]", "log.tensorboard=true")
-        run = trials.timed_config(
-            user, on_gpu=compiled == "off", steps=41, global_size=8, micro_size=1, noise_scale=True
-        )
-        assert (run.compile, run.log.loggers) == (compiled, ()), "nothing is sent to services"
-        assert (run.log.every_steps, run.log.noise_scale) == (5, True)
+    assert run.eval.max_sequences == 4
+
+
+@pytest.mark.parametrize(
+    ("compiled", "on_gpu", "expected"),
+    [("auto", False, "off"), ("auto", True, "auto"), ("on", False, "on"), ("off", True, "off")],
+)
+def test_a_measured_run_is_compiled_as_the_run_itself_and_sends_nothing_to_services(
+    compiled: str, on_gpu: bool, expected: str
+) -> None:
+    user = config(8, f"compile={compiled}", "log.to=[wandb]", "log.tensorboard=true")
+    assert user.log.loggers
+    sizes: dict[str, Any] = {"steps": 41, "global_size": 8, "micro_size": 1, "noise_scale": True}
+    run = trials.timed_config(user, on_gpu=on_gpu, parallel={"engine": "zero1"}, **sizes)
+    assert (run.compile, run.log.loggers, run.parallel.engine) == (expected, (), "zero1")
+    assert (run.log.every_steps, run.log.noise_scale) == (5, True)
 
 
 @pytest.mark.parametrize(("warm_up", "exposed"), [(0, [0.1, 0.2, 0.3]), (2, [0.3])])
@@ -267,7 +262,7 @@ def test_the_process_of_a_trial_runs_what_it_is_asked_for(
     calls: list[Any] = []
     limits: list[Any] = []
 
-    def run(directory: Path, *given: Any, watch: heartbeats.Watch, **options: Any) -> RunResult:
+    def run(directory: Path, *given: Any, watch: hangs.Watch, **options: Any) -> RunResult:
         calls.append((directory, given[0], given[1], watch._hang_after_s, watch._end_after_s, options))
         return RunResult(3, Failure(rank=1, message="ValueError: no"))
 

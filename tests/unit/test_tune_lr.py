@@ -33,7 +33,7 @@ from launcher.output import KeptPlan, Output
 from launcher.run import trials
 from launcher.run.trials import Outcome, Runner, Slot, Stopped, Trial, earlier_outcome
 from launcher.tune import lr, transfer
-from launcher.tune.lr_search import LrChoice, LrOptions, Rung, TuneLr
+from launcher.tune.lr_search import LrChoice, LrOptions, TuneLr
 from launcher.tune.tune_page import lr_page
 from tests import tune_fixture
 from tests.e2e.cli import TINY
@@ -128,20 +128,11 @@ class Searched(NamedTuple):
     exit_code: int
     tune: TuneLr
     ran: list[str]
-    said: list[str]
     out: Path
 
     @property
     def choice(self) -> LrChoice | None:
         return self.tune.choice
-
-    @property
-    def first(self) -> Rung:
-        return self.tune.rungs[0]
-
-    @property
-    def last(self) -> Rung:
-        return self.tune.rungs[-1]
 
 
 def search(
@@ -154,7 +145,7 @@ def search(
     at_a_time: int = 2,
 ) -> Searched:
     out.mkdir(exist_ok=True)
-    made, said = MadeRunner(out, surface, limit, tokens_per_s), list[str]()
+    made = MadeRunner(out, surface, limit, tokens_per_s)
     plan = lr.LrPlanFile(config_hash=config.hash(), settings=results.plain(settings))
     output = Output(out, "search", lr.STATE, plan, lr.FIXED)
     slots = [Slot(cores=(k,)) for k in range(at_a_time)]  # how many trials run at once decides their order
@@ -162,9 +153,10 @@ def search(
         mock.patch.object(trials, "runner", return_value=contextlib.nullcontext(made)),
         mock.patch.object(trials, "device_slots", return_value=slots),
     ):
-        tune, code = lr.measure(job.Job("tiny", config, probe()), settings, 1, output, said.append)
+        tune, code = lr.measure(job.Job("tiny", config, probe()), settings, 1, output, print)
     assert results.plain(tune) == read_json(out / "tune.json")
-    return Searched(code, tune, made.ran, said + shown(lr_page(tune, out), 200), out)
+    assert shown(lr_page(tune, out), 200)
+    return Searched(code, tune, made.ran, out)
 
 
 probe = functools.cache(environment.probe)
@@ -191,11 +183,11 @@ def test_a_rate_within_the_ladder_is_found_for_less_than_half_a_grid(whole: Sear
     tune, chosen = whole.tune, whole.choice.lr
     assert (whole.exit_code, tune.status) == (0, "complete")
     assert tune.range_test.edge == pytest.approx(EDGE, rel=0.6)
-    rates = whole.first.rates
+    rates = whole.tune.rungs[0].rates
     assert [b / a for a, b in itertools.pairwise(rates)] == pytest.approx([2] * (len(rates) - 1))
     assert [rung.tokens for rung in tune.rungs] == [WHOLE // 8, WHOLE]
-    assert whole.first.ranked()[:2] == [t.lr for t in whole.last.trials][:2]
-    trained = {(t.lr, t.seed) for t in whole.last.trials}
+    assert whole.tune.rungs[0].ranked()[:2] == [t.lr for t in whole.tune.rungs[-1].trials][:2]
+    trained = {(t.lr, t.seed) for t in whole.tune.rungs[-1].trials}
     assert trained == {(chosen, 0), (chosen, 1), (chosen, 2), (chosen / 2, 0), (2 * chosen, 0)}
     assert abs(math.log2(chosen / 0.004)) <= 0.5  # the nearest of the ladder
     assert chosen == min(rates, key=lambda rate: abs(math.log2(rate / 0.004)))
@@ -215,9 +207,9 @@ def test_what_diverges_and_what_fails_is_out_and_told(run: Run) -> None:
 
     result = run(surface)
     assert result.exit_code == 0
-    assert {t.status for t in result.first.trials if t.lr > 0.008} == {"diverged"}
-    assert {t.status for t in result.first.trials if t.lr < 0.0015} <= {"failed"}
-    failed = [t for t in result.first.trials if t.status == "failed"]
+    assert {t.status for t in result.tune.rungs[0].trials if t.lr > 0.008} == {"diverged"}
+    assert {t.status for t in result.tune.rungs[0].trials if t.lr < 0.0015} <= {"failed"}
+    failed = [t for t in result.tune.rungs[0].trials if t.status == "failed"]
     assert all(t.cause == "RuntimeError: broken" and t.failure_kind == "error" for t in failed)
     assert 0.0015 <= result.choice.lr <= 0.008
 
@@ -249,7 +241,7 @@ def test_a_stopped_search_goes_on_where_it_was(whole: Searched, run: Run) -> Non
     assert not set(first.ran) & set(second.ran)
     assert len(first.ran) + len(second.ran) == 11
     assert second.tune.trained_tokens == whole.tune.trained_tokens
-    assert second.last.seeds == [0, 1, 2]
+    assert second.tune.rungs[-1].seeds == [0, 1, 2]
     assert (second.choice, second.tune.rungs) == (whole.choice, whole.tune.rungs)
     assert run().ran == []
 
@@ -290,13 +282,9 @@ def test_a_trial_has_the_ranks_that_were_asked_for_or_those_of_one_replica(
     monkeypatch.setattr(lr, "measure", measure)
     settings = [*TINY, f"data.path={shards}", "run.device=cpu", "schedule.steps=80"]
     settings += [f"parallel.tensor={tensor}", f"parallel.engine={'fsdp' if tensor > 1 else 'ddp'}"]
-    how: dict[str, Any] = {"dry_run": False, "as_json": True, "console": Console()}
-    options = LrOptions(ranks=asked)
-    assert lr.tune_lr("quickstart", settings, options, out=tmp_path / "out", **how) == 130
+    how: dict[str, Any] = {"out": tmp_path / "out", "as_json": True, "console": Console()}
+    assert lr.tune_lr("quickstart", settings, LrOptions(ranks=asked), dry_run=False, **how) == 130
     assert seen == [ranks]
-    seen.clear()
-    assert lr.tune_lr("quickstart", settings, options, out=tmp_path / "o", **{**how, "dry_run": True}) == 0
-    assert (seen, (tmp_path / "o").exists()) == ([], False)
 
 
 def test_a_budget_shortens_the_runs_and_says_so(whole: Searched, run: Run) -> None:
@@ -313,12 +301,6 @@ def test_a_budget_shortens_the_runs_and_says_so(whole: Searched, run: Run) -> No
     used = 2 + 100 * STEP / TOKENS_PER_S + 0.5
     step_s = sum(math.ceil(n / at_a_time) for n, *_ in batches) * STEP / TOKENS_PER_S
     assert seconds + used == pytest.approx(60, abs=step_s)
-
-
-def test_tokens_of_a_run_count_its_ramp(shards: Path) -> None:
-    assert lr.full_tokens(make(shards)) == WHOLE
-    ramp = make(shards, "batch.ramp_fraction=0.5", "batch.ramp_quantum=2")
-    assert WHOLE * 0.75 < (lr.full_tokens(ramp) or 0) < WHOLE
 
 
 @pytest.mark.parametrize(
@@ -404,31 +386,24 @@ def test_a_trial_has_devices_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    ("facts", "status"),
+    ("facts", "ended", "status"),
     [
-        (failed("no words", "not_finite"), "diverged"),
-        (failed("a gradient that is not finite"), "failed"),
-        (failed("no words", "no_cause"), "failed"),
+        (failed("no words", "not_finite"), "failed", "diverged"),
+        (failed("a gradient that is not finite"), "failed", "failed"),
+        (failed("no words", "no_cause"), "failed", "failed"),
+        ({"status": "done"}, "ok", "diverged"),  # without a finite held-out loss
+        ({"status": "done", "heldout_loss": 4.5}, "ok", "ok"),
     ],
 )
 def test_a_trial_has_diverged_by_the_kind_of_its_failure(
-    shards: Path, tmp_path: Path, facts: dict[str, str], status: str
+    shards: Path, tmp_path: Path, facts: dict[str, Any], ended: Any, status: str
 ) -> None:
-    record.write_json(tmp_path / "summary.json", {"status": "failed", "exit_code": 1, "step": 3, **facts})
-    result = lr.read_trial(Trial(tmp_path, make(shards), 1), Outcome("failed", 1.0))
-    assert (result.status, result.tokens, result.cause) == (status, 3 * STEP, facts["failure"]["message"])
-    assert result.failure_kind == facts["failure"]["kind"]
-
-
-def test_a_run_to_its_end_without_a_finite_held_out_loss_has_diverged(shards: Path, tmp_path: Path) -> None:
-    trial = Trial(tmp_path, make(shards), 1)
-    record.write_json(tmp_path / "summary.json", {"status": "done", "step": 3, "heldout_loss": None})
-    result = lr.read_trial(trial, Outcome("ok", 1.5))
-    assert (result.status, result.cause) == ("diverged", "the held-out loss is not finite")
-    assert (result.seconds, result.score) == (1.5, math.inf)
-    record.write_json(tmp_path / "summary.json", {"status": "done", "heldout_loss": 4.5, "tokens": 999})
-    result = lr.read_trial(trial, Outcome("ok", 1.5))
-    assert (result.status, result.cause, result.heldout_loss, result.tokens) == ("ok", None, 4.5, 999)
+    record.write_json(tmp_path / "summary.json", {"step": 3, **facts})
+    result = lr.read_trial(Trial(tmp_path, make(shards), 1), Outcome(ended, 1.5))
+    failure = facts.get("failure", {})
+    assert (result.status, result.failure_kind) == (status, failure.get("kind"))
+    assert result.cause == failure.get("message", None if status == "ok" else result.cause)
+    assert (result.seconds, result.tokens, result.heldout_loss) == (1.5, 3 * STEP, facts.get("heldout_loss"))
 
 
 # --- transfer

@@ -16,8 +16,8 @@ import pytest
 
 from bert_dp.record import BEAT_SLOTS, PHASES, Heartbeat, heartbeat_path
 from bert_dp.record.models import Failure
-from launcher.watch import heartbeats
-from launcher.watch.heartbeats import PATIENT_S, Watch
+from launcher.watch import hangs
+from launcher.watch.hangs import PATIENT_S, Watch
 
 STACK = 'Current thread 0x1 (most recent call first):\n  File "/p/model.py", line 7 in forward\n'
 
@@ -176,7 +176,7 @@ def test_what_an_earlier_hang_or_start_left_is_no_answer(
     """A rank that can write no stack has none, and is not waited for without end."""
     now, naps = itertools.count(0.0, 0.5), iter(range(50))
     clock = types.SimpleNamespace(monotonic=lambda: next(now), sleep=lambda _: next(naps), strftime=str)
-    monkeypatch.setattr(heartbeats, "time", clock)
+    monkeypatch.setattr(hangs, "time", clock)
     scene.train(5)
     scene.ranks[0].go("log")
     for rank in scene.ranks.values():

@@ -253,7 +253,7 @@ def test_a_rank_refuses_by_itself_what_the_launcher_refuses(many_ways: Path) -> 
     for line in (
         "error: --profile: step 3 is beyond this run's 2",
         "error: --profile-ranks: no rank 1",
-        f"error: --run-dir {many_ways}: in use by another run",
+        f"error: --run-dir: {many_ways} is in use by another run",
         "error: data: another",
     ):
         assert line in log
