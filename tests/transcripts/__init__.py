@@ -35,7 +35,7 @@ VERBS = {  # verb -> a success, a refusal; empty where it depends on the machine
     "data inspect": ("data inspect shards", "data inspect nowhere"),
     "eval glue": ("eval glue run precision=fp32 --data glue --dry-run", "eval glue run"),
     "eval mlm": ("eval mlm run corpus.txt", "eval mlm nowhere corpus.txt"),
-    "export hf": ("export hf run --out exported", "export hf run --out shards"),
+    "export hf": ("export hf run --out exported", "export hf nowhere --out other"),
     "export onnx": ("export onnx run --out run.onnx", "export onnx nowhere --out other"),
     "export aoti": ("", "export aoti nowhere --out other"),
     "export check": ("export check exported --run run", "export check shards"),
