@@ -138,7 +138,7 @@ def open_model(path: Path, threads: int = 0, precision: str = "auto") -> Compute
     try:
         compute_arrays = foreign.open_directory(path, exported.format, kind, threads)
     except foreign.Unusable as error:
-        raise ConfigError([str(error)]) from None
+        raise ConfigError([Issue("", "unsupported", str(error))]) from None
 
     def compute(ids_BS: Tensor, real_BS: Tensor) -> Tensor:
         return torch.from_numpy(compute_arrays(ids_BS.numpy(), real_BS.long().numpy()))
@@ -294,7 +294,15 @@ def read_texts(file: str, columns: Sequence[str]) -> Texts:
         try:
             return read_file(copy.name, columns)
         except ConfigError as error:
-            raise ConfigError([str(issue).replace(copy.name, "stdin") for issue in error.issues]) from None
+            issues = [
+                dataclasses.replace(
+                    issue,
+                    setting=issue.setting.replace(copy.name, "stdin"),
+                    message=issue.message.replace(copy.name, "stdin"),
+                )
+                for issue in error.issues
+            ]
+            raise ConfigError(issues) from None
 
 
 def read_file(file: str, columns: Sequence[str]) -> Texts:

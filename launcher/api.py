@@ -98,7 +98,8 @@ def train(
     ended = _follow(["train", *words, "--", *([] if config is None else [os.fspath(config)])])
     if ended.code == 2:
         lines = [line.removeprefix(ERROR) for line in ended.lines if line.startswith(ERROR)]
-        raise ConfigError(ended.issues or lines or ended.lines)
+        told = [Issue("", "unsupported", line) for line in lines or ended.lines]
+        raise ConfigError(ended.issues or told)
     if ended.interrupted and ended.code != 1:
         raise KeyboardInterrupt(f"stopped; the same call with run_dir={str(directory)!r} goes on")
     run = _read(directory)

@@ -89,7 +89,7 @@ class Job:
             f"{machine.gpus_present}), so ranks use CPU cores; correct it, or say --set run.device=cpu"
         ]
 
-    def issues(self, directory: Path, option: str) -> list[Issue | str]:
+    def issues(self, directory: Path, option: str) -> list[Issue]:
         """Find missing inputs, and secrets that would be written to `directory`, which `option` names."""
         return [*input_issues(self.config), *exposure_issues(self.config, directory, option)]
 
@@ -151,9 +151,9 @@ def absolute(config: Config) -> Config:
     return config.model_copy(update={"data": data.model_copy(update=paths), "run": run})
 
 
-def input_issues(config: Config) -> list[Issue | str]:
+def input_issues(config: Config) -> list[Issue]:
     """Find files and packages that the configuration names and that are missing or do not fit."""
-    issues: list[Issue | str] = []
+    issues: list[Issue] = []
     data, init_from, engine = config.data, config.run.init_from, config.parallel.engine
 
     def missing(setting: str, message: str, hint: str | None = None) -> None:
@@ -220,7 +220,7 @@ def has_package(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-def exposure_issues(config: Config, directory: Path, option: str) -> list[Issue | str]:
+def exposure_issues(config: Config, directory: Path, option: str) -> list[Issue]:
     """Find settings that would carry a secret into the directory, which `option` names."""
     data = config.data
     texts = {

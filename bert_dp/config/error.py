@@ -59,18 +59,12 @@ class Issue:
 class ConfigError(ValueError):
     """Input that cannot be used. `issues` holds every problem found."""
 
-    def __init__(self, issues: Sequence[Issue | str]):
-        self.issues = tuple(i if isinstance(i, Issue) else _from_line(i) for i in issues)
+    def __init__(self, issues: Sequence[Issue]):
+        self.issues = tuple(issues)
         super().__init__("\n".join(map(str, self.issues)))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Issue, ...]]]:
         return ConfigError, (self.issues,)  # the default would pickle the joined text
-
-
-def _from_line(line: str) -> Issue:
-    """Return `setting: message` as an Issue."""
-    setting, colon, message = line.partition(": ")
-    return Issue(setting, "unsupported", message) if colon else Issue("", "unsupported", line)
 
 
 def plain_message(message: str) -> str:

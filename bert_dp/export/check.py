@@ -195,7 +195,7 @@ def compute_apart(
             text=True,
         )
         if done.returncode == foreign.UNUSABLE:
-            raise ConfigError([done.stdout.strip()])
+            raise ConfigError([Issue("", "unsupported", done.stdout.strip())])
         if done.returncode:
             raise RunFailed(f"{directory} could not be computed; see above", "error")
         outputs = load_file(results)

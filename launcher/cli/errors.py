@@ -14,7 +14,7 @@ from typing import Any
 
 import typer
 
-from bert_dp.config import ConfigError
+from bert_dp.config import ConfigError, Issue
 from bert_dp.rank_process import RunFailed
 from launcher.job import ISSUES_FILE
 from launcher.log import complain
@@ -31,7 +31,8 @@ def exit_code(command: Callable[[], int | None]) -> int:
     """
     try:
         if not_utf8 := [a for a in sys.argv[1:] if any("\ud800" <= c <= "\udfff" for c in a)]:
-            raise ConfigError([f"argument {a!a} is not UTF-8" for a in not_utf8])  # no file could hold it
+            # no file could hold it
+            raise ConfigError([Issue("", "wrong_type", f"argument {a!a} is not UTF-8") for a in not_utf8])
         return command() or 0
     except ConfigError as error:
         issues = json.dumps({"issues": [issue.to_json() for issue in error.issues]}) + "\n"

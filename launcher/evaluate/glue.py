@@ -113,7 +113,7 @@ def evaluate(
     base = finetune.configuration(start, overrides, weights)
     this_job = job.Job(start.run.name, base, environment.probe(Path()))
     folder = this_job.directory(out, "eval", "glue")
-    issues: list[Issue | str] = [
+    issues: list[Issue] = [
         *finetune.setting_issues(overrides),
         *setting_issues(overrides, options.rates),
         *this_job.device_issues(options.ranks, "--ranks-per-job"),
@@ -231,10 +231,10 @@ def setting_issues(overrides: Sequence[str], rates: Sequence[float]) -> list[Iss
     return issues
 
 
-def trial_issues(grid: GlueGrid) -> list[Issue | str]:
+def trial_issues(grid: GlueGrid) -> list[Issue]:
     """Return the reasons that the tasks, which share their settings, cannot be trained."""
     config = configure(grid, grid.every_task[0], grid.weights)
-    issues: list[Issue | str] = [*job.input_issues(config)]
+    issues: list[Issue] = [*job.input_issues(config)]
     try:
         batch_layout(config, grid.options.ranks)
     except ConfigError as error:

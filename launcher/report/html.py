@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bert_dp import record
+from bert_dp.config import Issue
 from launcher.log import complain
 from launcher.report.figures import drawing
 from launcher.report.model import Report
@@ -75,18 +76,19 @@ def write_or_warn(report: Report, out: Path) -> bool:
     return True
 
 
-def target_issues(path: Path) -> list[str]:
-    """Return the reasons why a page may not replace `path`, one line each."""
+def target_issues(path: Path) -> list[Issue]:
+    """Find why a page may not replace `path`."""
     try:
         if not path.exists():
             return []
         if not path.is_file():
-            return [f"--out: {path} is not a regular file; name a file to write"]
+            return [Issue("--out", "exists", f"{path} is not a regular file", hint="name a file to write")]
         with path.open("rb") as file:
             own = file.read(len(START)) in (START.encode(), b"")
     except OSError as error:
-        return [f"--out: {path} cannot be written ({error.strerror})"]
-    return [] if own else [f"--out: {path} is no page of bert-dp and would be replaced; name another file"]
+        return [Issue("--out", "not_found", f"{path} cannot be written ({error.strerror})")]
+    message = f"{path} is no page of bert-dp and would be replaced"
+    return [] if own else [Issue("--out", "exists", message, str(path), hint="name another file")]
 
 
 @functools.cache

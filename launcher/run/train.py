@@ -97,13 +97,14 @@ def train(
         raise ConfigError(narrow)
     too_much = memory.issues()
     warnings = start_warnings(job, ranks, run_dir, policy, manifest)
-    warn(console, [*warnings, *memory.warnings(), *(too_much if force else [])])
+    warn(console, [*warnings, *map(str, [*memory.warnings(), *(too_much if force else [])])])
     if dry_run:
         goes_on = describe_start(checkpoint, is_done=is_complete(run_dir, job.config, resume))
         for line in [*describe(job.config, layout, manifest, memory), *goes_on]:
             show(console, line, **PLAIN)
     if too_much and not force:
-        raise ConfigError([f"{line}; or --force starts anyway" for line in too_much])
+        forced = "or --force starts anyway"
+        raise ConfigError([dataclasses.replace(i, hint=f"{i.hint}; {forced}") for i in too_much])
     if dry_run:
         return 0
     with claim(run_dir, LOCK, "--run-dir", "run"):
@@ -226,39 +227,38 @@ def print_failure(cause: Failure, run_dir: Path, console: Console) -> None:
 # --- the run directory
 
 
-def start_issues(job: Job, run_dir: Path, resume: str) -> list[Issue | str]:
+def start_issues(job: Job, run_dir: Path, resume: str) -> list[Issue]:
     """Find why a run cannot start there. One that goes on no longer needs the weights that it began with."""
     config = job.config
     if checkpoint_to_resume(run_dir, resume) is not None:
         config = config.model_copy(update={"run": config.run.model_copy(update={"init_from": None})})
-    issues: list[Issue | str] = [*input_issues(config), *exposure_issues(job.config, run_dir, "--run-dir")]
+    issues: list[Issue] = [*input_issues(config), *exposure_issues(job.config, run_dir, "--run-dir")]
     return [*issues, *run_dir_issues(run_dir, job.config, resume)]
 
 
-def run_dir_issues(run_dir: Path, config: Config, resume: str) -> Sequence[Issue | str]:
+def run_dir_issues(run_dir: Path, config: Config, resume: str) -> Sequence[Issue]:
     """Find why this directory cannot take this run; one line each."""
     if issues := place_issues(run_dir, "--run-dir"):
         return issues
     has_run = any((run_dir / "checkpoints").glob("step-*")) or (run_dir / "metrics.jsonl").exists()
     if not has_run and anyone_writes(run_dir):
-        return [
-            f"--run-dir: {run_dir} can be written by every user, who could exchange its checkpoints; "
-            f"chmod o-w it, or choose another directory"
-        ]
+        message = f"{run_dir} can be written by every user, who could exchange its checkpoints"
+        hint = "chmod o-w it, or choose another directory"
+        return [Issue("--run-dir", "unsupported", message, str(run_dir), hint=hint)]
     if (strange := foreign_files(run_dir)) and not holds_run(run_dir):
         names = ", ".join(strange[:3]) + (f" and {len(strange) - 3} more" if len(strange) > 3 else "")
-        return [
-            f"--run-dir: {run_dir} holds {names} but no run, and a run would write among what is yours; "
-            f"choose a new directory, for example {run_dir / 'run'}"
-        ]
+        message = f"{run_dir} holds {names} but no run, and a run would write among what is yours"
+        hint = f"choose a new directory, for example {run_dir / 'run'}"
+        return [Issue("--run-dir", "exists", message, str(run_dir), hint=hint)]
     if linked := links(run_dir):
-        return [
-            f"--run-dir: {path} is a link, and a run would write through it; remove it" for path in linked
-        ]
+        message = "is a link, and a run would write through it"
+        return [Issue("--run-dir", "exists", f"{path} {message}", hint="remove it") for path in linked]
     if resume not in ("auto", "never") and record.newest_checkpoint_facts(Path(resume)) is None:
-        return [f"--resume: {resume} holds no checkpoint; use auto, never, or a checkpoint's directory"]
+        hint = "use auto, never, or a checkpoint's directory"
+        return [Issue("--resume", "not_found", f"{resume} holds no checkpoint", resume, hint=hint)]
     if has_run and resume == "never":
-        return [f"--resume never: {run_dir} already holds a run; choose another --run-dir"]
+        message, hint = f"{run_dir} already holds a run", "choose another --run-dir"
+        return [Issue("--resume never", "exists", message, str(run_dir), "--run-dir", hint)]
     checkpoint = checkpoint_to_resume(run_dir, resume)
     return change_issues(checkpoint[1], config, resume) if checkpoint else []
 
@@ -385,36 +385,40 @@ class MemoryCheck:
     def total_gib(self) -> float:
         return sum(self.parts_gib.values())
 
-    def impossible(self) -> list[str]:
+    def impossible(self) -> list[Issue]:
         """Find why it cannot fit, whatever the micro batch: at most one line."""
         if self.limit_gib is None or self.state_gib <= self.limit_gib:
             return []
-        return [
+        message = (
             f"weights, gradients and optimizer state take {self.state_gib:.1f} GiB of a rank's "
-            f"{self.limit_gib:.1f} GiB; use zero1 or fsdp, more ranks, or a smaller model"
-        ]
+            f"{self.limit_gib:.1f} GiB"
+        )
+        hint = "use zero1 or fsdp, more ranks, or a smaller model"
+        return [Issue("model", "out_of_range", message, hint=hint)]
 
-    def issues(self) -> list[str]:
+    def issues(self) -> list[Issue]:
         """Find why the run is expected to run out of memory; at most one line."""
         if issues := self.impossible():
-            return [f"model: {issues[0]}"]
+            return issues
         return self._tight() if self._ratio() > MAX_ESTIMATE_RATIO else []
 
-    def warnings(self) -> list[str]:
+    def warnings(self) -> list[Issue]:
         """Find why the run may run out of memory; at most one line."""
         return self._tight() if 1 < self._ratio() <= MAX_ESTIMATE_RATIO else []
 
     def _ratio(self) -> float:
         return 0.0 if self.limit_gib is None else self.total_gib / max(self.limit_gib, 1e-9)
 
-    def _tight(self) -> list[str]:
+    def _tight(self) -> list[Issue]:
         _, fixes = advice.what_fits(
             self.config, self.precision, self.world_size, self.limit_gib, on_gpu=self.on_gpu
         )
-        return [
-            f"batch.micro_size: {self.config.batch.micro_size} takes about {format_gib(self.total_gib)} a "
-            f"rank (estimate), and there are {format_gib(self.limit_gib)} ({self.limit_of}); {fixes[0]}"
-        ]
+        size = self.config.batch.micro_size
+        message = (
+            f"{size} takes about {format_gib(self.total_gib)} a rank (estimate), and there are "
+            f"{format_gib(self.limit_gib)} ({self.limit_of})"
+        )
+        return [Issue("batch.micro_size", "out_of_range", message, size, hint=fixes[0])]
 
 
 def check_memory(

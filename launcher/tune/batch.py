@@ -177,7 +177,7 @@ def search_spec(setup: job.Job, options: BatchOptions) -> BatchSearchSpec:
     config, on_gpu = setup.config, setup.gpus > 0
     ranks = setup.choose_ranks(options.nproc)
     allowed = tuple(throughput.dividing_sizes(config, ranks))
-    issues: list[Issue | str] = [*job.input_issues(config)]
+    issues: list[Issue] = [*job.input_issues(config)]
     limit, limit_of = options.memory_gib, "--memory"
     if limit is None:
         limit, limit_of = setup.machine.rank_memory(ranks, on_gpu)

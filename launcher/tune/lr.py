@@ -146,9 +146,9 @@ def tune_lr(
     return exit_code
 
 
-def option_issues(config: Config, options: LrOptions, ranks: int) -> list[Issue | str]:
+def option_issues(config: Config, options: LrOptions, ranks: int) -> list[Issue]:
     """Return the reasons that these options cannot be searched with this configuration."""
-    issues: list[Issue | str] = [*length_issues(config, options)]
+    issues: list[Issue] = [*length_issues(config, options)]
     try:
         batch_layout(with_settings(config, optim=fixed_rate(1.0)), ranks)
     except ConfigError as error:

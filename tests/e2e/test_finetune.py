@@ -77,7 +77,10 @@ REFUSED = {
     "missing file": (("--train", "none.csv", *OWN[2:]), "none.csv"),
     "batch": ((*OWN, "batch.global_size=7"), "batch.global_size: 7 is not a multiple"),
     "ramp": ((*OWN, "batch.ramp_fraction=0.5", "batch.ramp_quantum=16"), "batch.ramp_fraction: 0.5"),
-    "tokens": ((*OWN, "schedule.tokens=1000"), "schedule.tokens: examples differ in length"),
+    "tokens": (
+        (*OWN, "schedule.tokens=1000"),
+        "schedule.tokens: 1000, but in finetuning examples differ in length",
+    ),
     "other shape": ((*OWN, "model.num_layers=3"), "model.num_layers: 3, but run.init_from"),
     "native head": ((*OWN, "finetune.head=native"), "finetune.head: native, but transformers has no class"),
     "another task's data": ((*OWN, "data.path=/x"), "data.path: "),

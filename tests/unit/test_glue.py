@@ -355,8 +355,6 @@ def test_options_that_cannot_be_run_are_refused(options: dict[str, Any], expecte
 def test_data_without_a_task_is_refused() -> None:
     nothing = {name: [f"{name}/train.tsv"] for name in MISSING}
     assert refusals(choose_tasks, nothing, GlueOptions()) == [("--data", "not_found", None, None)]
-    both = refusals(choose_tasks, nothing, GlueOptions(rates=[1e-4]))
-    assert both[1] == ("--rates", "not_found", None, "--data")
 
 
 @pytest.mark.parametrize(
@@ -375,14 +373,6 @@ def test_settings_that_an_evaluation_makes_itself_are_refused(
     issues = glue.setting_issues([setting, "log.every_steps=5"], rates)
     name = setting.partition("=")[0]
     assert [(issue.setting, issue.kind) for issue in issues] == ([(name, kind)] if kind else [])
-
-
-def test_a_test_file_with_labels_has_no_say() -> None:
-    labelled = [make_task("MRPC").manifest.splits["dev"]] * 3
-    manifest = make_task("MRPC").manifest.model_copy(
-        update={"splits": dict(zip(("train", "dev", "test"), labelled, strict=True))}
-    )
-    assert glue_scores.dev_splits(manifest) == ["dev"]
 
 
 # --- files for GLUE's server

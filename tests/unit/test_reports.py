@@ -287,10 +287,10 @@ def test_only_a_page_is_replaced(tmp_path: Path) -> None:
     html.write(Report("r"), out)
     assert html.target_issues(out) == []
     out.write_text("<html>mine</html>")
-    assert "no page of bert-dp" in html.target_issues(out)[0]
+    assert "no page of bert-dp" in html.target_issues(out)[0].message
     out.write_text("")
     assert html.target_issues(out) == html.target_issues(tmp_path / "new.html") == []
-    assert "is not a regular file" in html.target_issues(tmp_path)[0]
+    assert "is not a regular file" in html.target_issues(tmp_path)[0].message
 
 
 # --- parts of the console

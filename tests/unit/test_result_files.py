@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bert_dp import record
-from bert_dp.config import ConfigError
+from bert_dp.config import ConfigError, Issue
 from bert_dp.record.models import FailureKind, kind_of_error, kind_of_text
 from launcher import results
 from launcher.evaluate.glue_scores import Glue
@@ -161,7 +161,7 @@ def test_an_exception_is_known_by_its_own_kind_or_errno() -> None:
     assert kind_of_error(OSError(122, "over the quota")) == "disk"
     assert kind_of_error(OSError(2, "no such file")) == "error"
     assert kind_of_error(MemoryError()) == "host_memory"
-    assert kind_of_error(ConfigError(["optim.lr: no"])) == "bad_input"
+    assert kind_of_error(ConfigError([Issue("optim.lr", "conflict", "no")])) == "bad_input"
     known = ValueError("5 steps in a row")
     known.failure_kind = "not_finite"  # type: ignore[attr-defined]
     assert kind_of_error(known) == "not_finite"

@@ -98,7 +98,7 @@ def test_a_directory_that_holds_something_else_is_refused_and_stays(
     fill(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     (issue,) = run_dir_issues(tmp_path, CONFIG, "auto")
-    assert issue == (
+    assert str(issue) == (
         f"--run-dir: {tmp_path} holds {named} but no run, and a run would write among what is yours; choose "
         f"a new directory, for example {tmp_path}/run"
     )
@@ -145,9 +145,9 @@ def test_what_a_run_may_not_change_is_told_as_it_was_and_is(tmp_path: Path) -> N
         assert "other data (0000000000000000, these are 1111111111111111)" in issue.message
     assert resume_issues(run, changed, "never", "1" * 64) == []
     (issue,) = run_dir_issues(run, CONFIG, "never")
-    assert issue.startswith(f"--resume never: {run} already holds a run")
+    assert str(issue).startswith(f"--resume never: {run} already holds a run")
     (issue,) = run_dir_issues(run, CONFIG, str(tmp_path))
-    assert issue.startswith(f"--resume: {tmp_path} holds no checkpoint")
+    assert str(issue).startswith(f"--resume: {tmp_path} holds no checkpoint")
 
 
 def weights(run: Path, sha256: str) -> Path:
@@ -196,7 +196,7 @@ def test_what_every_user_can_write_takes_no_new_run_but_keeps_the_one_that_is_th
     for mode, refused in ((0o770, False), (0o707, True)):
         tmp_path.chmod(mode)
         issues = run_dir_issues(tmp_path, CONFIG, "auto")
-        assert ["can be written by every user" in issue for issue in issues] == [True] * refused
+        assert ["can be written by every user" in issue.message for issue in issues] == [True] * refused
     checkpoint(tmp_path)
     assert run_dir_issues(tmp_path, CONFIG, "auto") == []
 
@@ -208,14 +208,14 @@ def test_a_run_elsewhere_to_go_on_from_makes_it_no_run(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "x").touch()
     (issue,) = run_dir_issues(tmp_path / "mine", CONFIG, str(tmp_path / "old"))
-    assert "holds x but no run" in issue
+    assert "holds x but no run" in issue.message
 
 
 def test_a_checkpoint_is_no_run_directory(tmp_path: Path) -> None:
     checkpoint(tmp_path)
     for folder in (tmp_path / "checkpoints", tmp_path / "checkpoints" / "step-00000001"):
         (issue,) = run_dir_issues(folder, CONFIG, "auto")
-        assert "but no run" in issue
+        assert "but no run" in issue.message
         assert run_dir_issues(tmp_path / "new", CONFIG, str(folder)) == []
 
 
@@ -231,7 +231,7 @@ def test_a_run_whose_files_lead_elsewhere_is_refused(tmp_path: Path, name: str) 
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
         path.symlink_to(target)
         (issue,) = run_dir_issues(folder, CONFIG, "auto")
-        assert issue.startswith(f"--run-dir: {path} is a link")
+        assert str(issue).startswith(f"--run-dir: {path} is a link")
 
 
 def test_logs_and_checkpoints_may_lie_on_a_disk_of_their_own(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from bert_dp import dist, record
-from bert_dp.config import ConfigError, load_config
+from bert_dp.config import ConfigError, Issue, load_config
 from bert_dp.cost import num_parameters
 from bert_dp.rank_process import GC_THRESHOLD, Signals
 from bert_dp.record import LOG_DIR, STOP_SIGNALS
@@ -196,7 +196,7 @@ def start_in_many_ways(folder: str) -> None:
 
     def refuse(comm: Any, data: Any) -> None:
         assert (comm.world.rank, data.num_samples) == (0, 96)
-        raise ConfigError(["data: another"])
+        raise ConfigError([Issue("data", "conflict", "another")])
 
     setup.check_same_data = refuse
     assert worker.main([config]) == 2
