@@ -35,7 +35,7 @@ VERBS = {  # verb -> a success, a refusal; empty where it depends on the machine
     "data inspect": ("data inspect shards", "data inspect nowhere"),
     "eval glue": ("eval glue run precision=fp32 --data glue --dry-run", "eval glue run"),
     "eval mlm": ("eval mlm run corpus.txt", "eval mlm nowhere corpus.txt"),
-    "export hf": ("export hf run --out exported", "export hf run --out shards"),
+    "export hf": ("export hf run --out exported", "export hf nowhere --out other"),
     "export onnx": ("export onnx run --out run.onnx", "export onnx nowhere --out other"),
     "export aoti": ("", "export aoti nowhere --out other"),
     "export check": ("export check exported --run run", "export check shards"),
@@ -67,6 +67,8 @@ def masked(text: str) -> str:
     text = re.sub(r"\d+\.\d+\.\d+[\w.+]*", "VERSION", text)
     text = re.sub(r"<?\d[\d,]*(\.\d+)?[eE][-+]\d+|<?\d[\d,]*\.\d+", "#", text)
     text = re.sub(rf"<?\d[\d,]*(?= {UNITS})", "#", text)
+    text = re.sub(r"(# (ms|s|min|h)\b ?)+", lambda times: f"# s{' ' * times[0].endswith(' ')}", text)
+    text = re.sub(r"# [kM](?= tokens|$)", "#", text, flags=re.MULTILINE)
     text = re.sub(r"\d+ threads? per rank, cores [\d |,-]+", "# threads per rank, cores #", text)
     return re.sub(r" {2,}|\u2500+", "  ", text)
 
@@ -110,7 +112,8 @@ class Stage:
         environ = {"BERT_DP_CACHE": str(self.folder / "cache"), "CUDA_VISIBLE_DEVICES": ""}
         done = here(*shlex.split(command), cwd=self.folder, COLUMNS=str(columns), **environ)
         assert done.returncode == code, done.stdout + done.stderr
-        text = f"$ bert-dp {command}\n{done.stdout}{done.stderr}".replace(str(self.folder), "STAGE")
+        errors = done.stderr if code else ""  # of a success: progress, by the speed of the machine
+        text = f"$ bert-dp {command}\n{done.stdout}{errors}".replace(str(self.folder), "STAGE")
         return "".join(f"{line.rstrip()}\n" for line in text.rstrip().splitlines())
 
 
