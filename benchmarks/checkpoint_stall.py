@@ -32,11 +32,14 @@ import torch
 
 from benchmarks import records, turns
 from benchmarks.communication import CPU, recipe
-from bert_dp import checkpoint, config, data, metrics, model, optim, saving, trainer, world
-from bert_dp.lines import WriteErrors
+from bert_dp import config, optim
+from bert_dp.data import stream
+from bert_dp.model import bert
 from bert_dp.parallel import make_engine
-from bert_dp.precision import Precision
 from bert_dp.tasks.mlm import MaskedLanguageModel
+from bert_dp.training import checkpoint, loop, metrics, world
+from bert_dp.training.devices import Precision
+from bert_dp.training.record_files import WriteErrors
 
 WAYS = ("none", "before", "beside")
 
@@ -62,7 +65,7 @@ def build(o: argparse.Namespace) -> tuple[Any, Any, Precision]:
     engine = make_engine(
         "single", settings, world.World(0, 0, 1, 1), CPU, precision="fp32", run_dir=Path(".")
     )
-    bare = model.build_model(settings.model, 128, 0)
+    bare = bert.build_model(settings.model, 128, 0)
     wrapped, _ = engine.prepare(bare, lambda named: optim.make_optimizer(settings.optim, named, bare))
     return engine, wrapped, Precision("fp32", torch.float32, None)
 
@@ -70,10 +73,10 @@ def build(o: argparse.Namespace) -> tuple[Any, Any, Precision]:
 def measure(o: argparse.Namespace, way: str, parts: tuple[Any, Any, Precision]) -> dict[str, Any]:
     """The intervals of o.steps steps, and what the saves between them cost."""
     engine, wrapped, precision = parts
-    batch = data.random_batch(0, o.micro, 128, config.num_masked(0.25, 128), o.vocab)
+    batch = stream.random_batch(0, o.micro, 128, config.num_masked(0.25, 128), o.vocab)
     timers = metrics.Timers(CPU)
     written: list[float] = []
-    plain = checkpoint.save
+    plain = checkpoint.save_checkpoint
 
     def timed(*arguments: Any, **options: Any) -> Path:
         start = time.perf_counter()
@@ -82,19 +85,19 @@ def measure(o: argparse.Namespace, way: str, parts: tuple[Any, Any, Precision]) 
         return path
 
     folder = Path(tempfile.mkdtemp(prefix="bert-dp-", dir=o.folder))
-    saver = saving.AsyncCheckpointer(
+    saver = checkpoint.AsyncCheckpointer(
         folder / "checkpoints",
         config.CheckpointConfig(keep=1),
         log_rank0=print,
         saved_step=None,
         write_errors=WriteErrors(),
     )
-    checkpoint.save = timed
+    checkpoint.save_checkpoint = timed
     intervals = []
     try:
         last = time.perf_counter()
         for step in range(1, o.steps + 1):
-            trainer.train_step(
+            loop.train_step(
                 engine,
                 wrapped,
                 MaskedLanguageModel.loss,
@@ -117,7 +120,7 @@ def measure(o: argparse.Namespace, way: str, parts: tuple[Any, Any, Precision]) 
         saver.close()
         settled = time.perf_counter() - last
     finally:
-        checkpoint.save = plain
+        checkpoint.save_checkpoint = plain
         size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
         shutil.rmtree(folder)
     return {

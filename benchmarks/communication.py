@@ -35,12 +35,14 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import records, turns
-from bert_dp import config, data, metrics, model, optim, trainer
-from bert_dp.devices import set_affinity
+from bert_dp import config, optim
+from bert_dp.data import stream
+from bert_dp.model import bert
 from bert_dp.parallel import make_engine
-from bert_dp.precision import Precision
 from bert_dp.tasks.mlm import MaskedLanguageModel
-from bert_dp.world import World
+from bert_dp.training import loop, metrics
+from bert_dp.training.devices import Precision, set_affinity
+from bert_dp.training.world import World
 
 CPU = torch.device("cpu")
 WAYS = ("ceiling", "ours", "accelerate", "deepspeed-1")
@@ -88,7 +90,9 @@ def recipe(o: argparse.Namespace, engine: str, global_size: int) -> config.Confi
     )
 
 
-def our_step(o: argparse.Namespace, engine_name: str, world: World) -> Callable[[list[data.MlmBatch]], None]:
+def our_step(
+    o: argparse.Namespace, engine_name: str, world: World
+) -> Callable[[list[stream.MlmBatch]], None]:
     """Our train_step under an engine; the ceiling is `single` in every process."""
     if engine_name == "single":
         world = World(0, 0, 1, 1)
@@ -98,8 +102,8 @@ def our_step(o: argparse.Namespace, engine_name: str, world: World) -> Callable[
     wrapped, _ = engine.prepare(bare, lambda named: optim.make_optimizer(settings.optim, named, bare))
     precision = Precision("fp32", torch.float32, None)
 
-    def step(batches: list[data.MlmBatch]) -> None:
-        trainer.train_step(
+    def step(batches: list[stream.MlmBatch]) -> None:
+        loop.train_step(
             engine,
             wrapped,
             MaskedLanguageModel.loss,
@@ -116,11 +120,11 @@ def our_step(o: argparse.Namespace, engine_name: str, world: World) -> Callable[
     return step
 
 
-def build(settings: config.Config) -> model.CrammedBert:
-    return model.build_model(settings.model, 128, 0)
+def build(settings: config.Config) -> bert.CrammedBert:
+    return bert.build_model(settings.model, 128, 0)
 
 
-def accelerate_step(o: argparse.Namespace) -> Callable[[list[data.MlmBatch]], None]:
+def accelerate_step(o: argparse.Namespace) -> Callable[[list[stream.MlmBatch]], None]:
     """The loop of accelerate's documentation on gradient accumulation."""
     from accelerate import Accelerator
 
@@ -129,7 +133,7 @@ def accelerate_step(o: argparse.Namespace) -> Callable[[list[data.MlmBatch]], No
     optimizer = torch.optim.AdamW(bare.parameters(), lr=LR, fused=True)
     wrapped, prepared = accelerator.prepare(bare, optimizer)
 
-    def step(batches: list[data.MlmBatch]) -> None:
+    def step(batches: list[stream.MlmBatch]) -> None:
         for batch in batches:
             with accelerator.accumulate(wrapped):
                 accelerator.backward(MaskedLanguageModel.loss(wrapped, batch) / batch.num_masked)
@@ -141,7 +145,7 @@ def accelerate_step(o: argparse.Namespace) -> Callable[[list[data.MlmBatch]], No
     return step
 
 
-def deepspeed_step(o: argparse.Namespace) -> Callable[[list[data.MlmBatch]], None]:
+def deepspeed_step(o: argparse.Namespace) -> Callable[[list[stream.MlmBatch]], None]:
     """The loop of DeepSpeed's documentation, with torch's fused AdamW."""
     os.environ.update({"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": str(o.ranks)})
     with contextlib.redirect_stdout(sys.stderr):
@@ -167,7 +171,7 @@ def deepspeed_step(o: argparse.Namespace) -> Callable[[list[data.MlmBatch]], Non
             },
         )
 
-    def step(batches: list[data.MlmBatch]) -> None:
+    def step(batches: list[stream.MlmBatch]) -> None:
         for batch in batches:
             wrapped.backward(MaskedLanguageModel.loss(wrapped, batch) / batch.num_masked)
             wrapped.step()
@@ -201,7 +205,7 @@ def rank_main(rank: int, o: argparse.Namespace, store: str) -> None:
     steps = {way: make[way]() for way in o.ways.split(",")}
     masked = config.num_masked(0.25, 128)
     batches = [
-        data.random_batch(100 * rank + i, o.micro, 128, masked, o.vocab) for i in range(o.accumulation)
+        stream.random_batch(100 * rank + i, o.micro, 128, masked, o.vocab) for i in range(o.accumulation)
     ]
     seconds: dict[str, list[list[float]]] = {way: [] for way in steps}
     for number, order in enumerate(turns.orders(steps, o.rounds + 1)):

@@ -50,7 +50,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import records, step_speed, turns
 from benchmarks.turns import aligned, ratios, spread, tell, with_range
 from bert_dp.config import Config, bf16_units, find_config, read_yaml, resolve, shipped_configs
-from bert_dp.record import TOKENIZER
+from bert_dp.files import TOKENIZER
 
 MODELS = ("crammed-rope", "small-text")
 ROWS = (
@@ -169,9 +169,9 @@ def absent(row: str) -> str | None:
 
 def make_run(path: Path, config: Config, texts: Iterable[str]) -> Path:
     """A run directory with a checkpoint of initial weights and a tokenizer trained on `texts`."""
-    from bert_dp import checkpoint
-    from bert_dp.corpus import tokenizer
-    from bert_dp.model import build_model
+    from bert_dp.data import tokenizer
+    from bert_dp.model.bert import build_model
+    from bert_dp.training import checkpoint
 
     (path / "checkpoints").mkdir(parents=True)
     words = tokenizer.train(
@@ -189,14 +189,16 @@ def make_run(path: Path, config: Config, texts: Iterable[str]) -> Path:
         "precision": "fp32",
         "scaler": {},
     }
-    checkpoint.save(path / "checkpoints", 0, {"model": model, "optimizer": {}, "scaler": {}}, facts, keep=1)
+    checkpoint.save_checkpoint(
+        path / "checkpoints", 0, {"model": model, "optimizer": {}, "scaler": {}}, facts, keep=1
+    )
     return path
 
 
 def prepare(subject: Subject, scratch: Path, forms: Sequence[str], pipe: Connection) -> None:
     """Writes SCRATCH/run and SCRATCH/FORM of each form; tells seconds and sizes."""
     with turns.telling_errors(pipe):
-        from bert_dp.export.as_function import open_run
+        from bert_dp.exporting.traced import open_run
 
         run = make_run(scratch / "run", subject.config, ["a run of initial weights"])
         source = open_run(run, encoder=True)
@@ -213,8 +215,8 @@ def prepare(subject: Subject, scratch: Path, forms: Sequence[str], pipe: Connect
 
 def export(form: str, source: Any, folder: Path, config: Config) -> dict[str, Any]:
     """Writes one form; what is worth telling of it."""
-    from bert_dp.export.trace import fuse, write_aoti, write_onnx
-    from bert_dp.export.write import write_about, write_hf
+    from bert_dp.exporting.source import write_about, write_hf
+    from bert_dp.exporting.traced import fuse, write_aoti, write_onnx
 
     plain = folder.parent / "onnx/model.onnx"
     if form == "hf":
@@ -244,20 +246,20 @@ def open_row(row: str, scratch: Path, threads: int) -> Callable[..., Any]:
         return open_openvino(folder / "model.onnx", threads, precision)
     import torch
 
-    from bert_dp.export import foreign
+    from bert_dp.exporting import load_exported
 
     torch.set_num_threads(threads)
     if mode == "aoti":
-        return foreign.open_aoti(folder, "encoder")
+        return load_exported.open_aoti(folder, "encoder")
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     if program == "transformers":
         import transformers
 
         peer = transformers.AutoModel.from_pretrained(folder, local_files_only=True, dtype=dtype).eval()
-        return foreign.compute_hf(
+        return load_exported.compute_hf(
             torch.compile(peer, dynamic=True) if mode == "compiled" else peer, "encoder"
         )
-    from bert_dp.export.as_function import open_run
+    from bert_dp.exporting.traced import open_run
 
     model: Any = open_run(folder, encoder=True).module().to(dtype)
     if mode == "compiled":

@@ -47,13 +47,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import records
 from benchmarks.records import bert_dp, set_options
-from bert_dp import record
+from bert_dp import files
 from bert_dp.config import Config, ConfigError, load_config, read_examples
 from launcher import job, results
 from launcher.evaluate import FILE, finetune
 from launcher.evaluate.glue_scores import Glue, GlueTask, predicted_answer
 from launcher.report.numbers import format_duration
-from launcher.run.read_run import read_summary
+from launcher.run.trials import read_summary
 
 POINT = 0.001  # the claim's 0.1 points, as a share
 MANY_FLIPS = 0.01
@@ -133,12 +133,12 @@ def parse() -> argparse.Namespace:
     for setting in (*o.settings, *o.finetune_settings):
         if setting.startswith(("schedule.", "precision", "run.seed")):
             parser.error(f"{setting}: follows from --tokens, --epochs, --precision and the seeds")
-    before = record.read_json(o.out / "settings.json")
+    before = files.read_json(o.out / "settings.json")
     fixed = {name: getattr(o, name) for name in FIXED}
     if before is not None and (differ := [name for name in FIXED if before.get(name) != fixed[name]]):
         parser.error(f"--out: {o.out} holds another comparison ({', '.join(differ)} differ); name a new one")
     o.out.mkdir(parents=True, exist_ok=True)
-    record.write_json(o.out / "settings.json", fixed)
+    files.write_json(o.out / "settings.json", fixed)
     return o
 
 
@@ -210,7 +210,7 @@ def is_evaluated(folder: Path, seeds: int) -> bool:
 def calibrate(o: argparse.Namespace) -> dict[str, Any]:
     """Rates of 1 rank in short runs, measured once, by which times are expected."""
     path = o.out / "calibration.json"
-    if (measured := record.read_json(path)) is not None:
+    if (measured := files.read_json(path)) is not None:
         return measured
     config = load_config(job.find_config(o.config), o.settings)
     tokens = CALIBRATION_STEPS * config.batch.global_size * config.data.sequence_length
@@ -240,7 +240,7 @@ def calibrate(o: argparse.Namespace) -> dict[str, Any]:
         "start_s": max(0.0, finetune_s - computing_s),
         "tokens": task_tokens,
     }
-    record.write_json(path, measured)
+    files.write_json(path, measured)
     return measured
 
 
@@ -325,7 +325,7 @@ class Evaluation:
 
 def read_dev_answers(trial: Path) -> Answers:
     """Return the answer and the label of each labelled dev example. A labelled test file is left out."""
-    lines = map(record.parse_json, (trial / record.PREDICTIONS).read_bytes().splitlines())
+    lines = map(files.parse_json, (trial / files.PREDICTIONS).read_bytes().splitlines())
     return {
         (line["split"], line["index"]): (predicted_answer(line["logits"]), line["label"])
         for line in lines
@@ -559,9 +559,9 @@ def write(o: argparse.Namespace, figures: Mapping[str, Any], whole: bool = False
         "environment": records.probed_machine(o.date),
         "settings": {
             **{name: getattr(o, name) for name in (*FIXED, "pretrainings", "seeds", "arms")},
-            "settings": [record.without_folders(setting) for setting in o.settings],
+            "settings": [files.without_folders(setting) for setting in o.settings],
         },
-        "calibration": record.read_json(o.out / "calibration.json"),
+        "calibration": files.read_json(o.out / "calibration.json"),
         **figures,
     }
     for path in (o.out / "claim.json", o.json):

@@ -47,7 +47,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import records, step_speed
 from benchmarks.records import bert_dp
 from benchmarks.turns import aligned, ratios, spread, telling_errors, variables, with_range
-from bert_dp import record
+from bert_dp import files
 from bert_dp.config import dump_config, load_config, peak_lr, read_examples
 from bert_dp.config.examples import ExamplesManifest
 from bert_dp.config.manifest import hash_json
@@ -189,7 +189,7 @@ def write_part(source: Path, out: Path, o: argparse.Namespace) -> Path:
         }
     content |= {"splits": splits, "official": False}
     shutil.copyfile(source / manifest.tokenizer.file, out / manifest.tokenizer.file)
-    record.write_json(out / ExamplesManifest.file_name, {**content, "hash": hash_json(content)})
+    files.write_json(out / ExamplesManifest.file_name, {**content, "hash": hash_json(content)})
     return out
 
 
@@ -255,8 +255,8 @@ def child(name: str, o: argparse.Namespace, pipe: Connection) -> None:
 
 def finetune_ours(name: str, o: argparse.Namespace, turns: Turns) -> None:
     """A whole rank; only its stream of micro batches waits for turns."""
-    from bert_dp import worker
     from bert_dp.tasks.finetune import Finetuning
+    from bert_dp.training import rank
 
     class Taken:
         """A stream whose first micro batch of a step waits for a turn."""
@@ -298,7 +298,7 @@ def finetune_ours(name: str, o: argparse.Namespace, turns: Turns) -> None:
                 turns.end()
 
     config = folder_of(o, name) / "config.yaml"
-    if code := worker.main([str(config), "--resume", "never"], TakingTurns):
+    if code := rank.main([str(config), "--resume", "never"], TakingTurns):
         raise RuntimeError(f"the rank ended with exit code {code}; see {config.parent / 'logs'}")
 
 

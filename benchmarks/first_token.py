@@ -26,8 +26,8 @@ from benchmarks import records
 from benchmarks.turns import aligned
 from bert_dp.config import ConfigError, read_examples
 from bert_dp.examples.store import Examples
-from bert_dp.model import Attention, EncoderModel, build_model, rotate
-from bert_dp.pretrained import load
+from bert_dp.model.bert import Attention, EncoderModel, build_model, rotate
+from bert_dp.model.build import load
 from launcher.evaluate.finetune import find_pretrained, glue_source, prepare
 
 NEAR = 8  # positions

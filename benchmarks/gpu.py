@@ -37,8 +37,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import step_speed
 from benchmarks.records import ROOT, set_options
-from bert_dp import devices
-from bert_dp.devices import synchronize
+from bert_dp.training import devices
+from bert_dp.training.devices import synchronize
 from tests.e2e.cli import TINY, command
 from tests.gpu.checks import Found, Place
 from tests.helpers import read_json, read_lines

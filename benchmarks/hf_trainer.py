@@ -36,8 +36,8 @@ import torch.distributed as dist
 from benchmarks import records
 from benchmarks.turns import aligned
 from bert_dp.config import Config, dump_config, load_config, num_masked, peak_lr, read_manifest
-from bert_dp.data import Shards, held_out_batches
-from bert_dp.model import IGNORE
+from bert_dp.data.stream import Shards, held_out_batches
+from bert_dp.model.bert import IGNORE
 from bert_dp.tasks.mlm import EVAL_MASK_RATE
 from launcher import job
 

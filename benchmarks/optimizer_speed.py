@@ -22,9 +22,9 @@ import torch
 from benchmarks import records
 from benchmarks.turns import ratios
 from bert_dp.config import ModelConfig, OptimConfig
-from bert_dp.devices import keep_freed_memory, synchronize
-from bert_dp.model import build_model
+from bert_dp.model.bert import build_model
 from bert_dp.optim import make_optimizer
+from bert_dp.training.devices import keep_freed_memory, synchronize
 
 VARIANTS = {
     "adamw": ("adamw", False),

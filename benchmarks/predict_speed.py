@@ -36,10 +36,10 @@ from numpy.typing import NDArray
 from benchmarks import records, turns
 from benchmarks.export_speed import make_run, subject_of
 from benchmarks.turns import aligned, ratios, spread, tell, with_range
-from bert_dp import predict
 from bert_dp.config import ConfigError
-from bert_dp.devices import keep_freed_memory
+from bert_dp.evaluation import prediction
 from bert_dp.examples.glue import GlueData
+from bert_dp.training.devices import keep_freed_memory
 
 SORTED, LARGE = "by length", "by length, large"
 LARGE_TOKENS = 8192
@@ -85,14 +85,14 @@ def main() -> None:
     keep_freed_memory()  # as predict does
     with tempfile.TemporaryDirectory(prefix="predict-speed-") as scratch:
         run = make_run(Path(scratch) / "run", subject_of(o.model, o).config, train)
-        source = predict.find_source(run)
-        compute, encoder = predict.open_model(source.path, precision="fp32"), source.encoder
+        source = prediction.find_source(run)
+        compute, encoder = prediction.open_model(source.path, precision="fp32"), source.encoder
     encoded = encoder.encode([(text,) for text in dev])
     rows = np.split(encoded.ids, encoded.offsets[1:-1])
     lengths = np.array([len(row) for row in rows])
-    budgets = {SORTED: predict.batch_tokens(predict.device_of(source.path)), LARGE: LARGE_TOKENS}
+    budgets = {SORTED: prediction.batch_tokens(prediction.device_of(source.path)), LARGE: LARGE_TOKENS}
     ways: dict[str, list[NDArray[np.int64]]] = {
-        **{way: list(predict.batches(lengths, budget)) for way, budget in budgets.items()},
+        **{way: list(prediction.batches(lengths, budget)) for way, budget in budgets.items()},
         **{
             way: np.split(np.arange(len(rows)), range(size, len(rows), size))
             for way, size in IN_ORDER.items()
@@ -101,8 +101,8 @@ def main() -> None:
 
     def outputs_of(batches: Sequence[NDArray[np.int64]]) -> NDArray[np.float64]:
         pad = encoder.special["pad"]
-        outputs = [predict.outputs_of(compute, [rows[i] for i in index], pad, "cls") for index in batches]
-        return predict.in_order(outputs, batches)
+        outputs = [prediction.outputs_of(compute, [rows[i] for i in index], pad, "cls") for index in batches]
+        return prediction.in_order(outputs, batches)
 
     reference = outputs_of(ways[SORTED])
     differences = {way: float(np.abs(outputs_of(each) - reference).max()) for way, each in ways.items()}

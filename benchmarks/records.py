@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from bert_dp.record import without_folders
+from bert_dp.files import without_folders
 from launcher.machine.environment import PACKAGES, probe
 
 ROOT = Path(__file__).resolve().parent.parent

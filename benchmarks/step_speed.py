@@ -5,9 +5,9 @@
 A step is `accumulation` micro batches (forward, backward), clipping at 0.5, AdamW, gradients freed. All get
 the same tokens and masks: exactly a quarter of every sequence, 26/3/3 of 32. Dropout is 0 everywhere (in the
 original by eval mode, as it pretrains). All use torch's fused AdamW with the recipe's numbers, so only the
-models and the loop around them differ; ours runs by bert_dp.trainer.train_step and the `single` engine.
+models and the loop around them differ; ours runs by bert_dp.training.loop.train_step and the `single` engine.
 
-    ours         bert_dp.model, crammed variant       eager, regions (compile_parts), whole
+    ours         bert_dp.model.bert, crammed variant       eager, regions (compile_parts), whole
     bert         transformers BertForMaskedLM         eager, whole; head over all positions, as published
     modernbert   transformers ModernBertForMaskedLM   eager, whole; sparse prediction, global attention, RoPE
     cramming     the original code of a checkout      eager, whole; sparse prediction
@@ -217,17 +217,17 @@ def make_ours(o: argparse.Namespace, mode: str) -> tuple[Callable[..., tuple[flo
     import numpy as np
     import torch
 
-    from bert_dp.building import compile_parts
     from bert_dp.config import OptimConfig, resolve
-    from bert_dp.data import MlmBatch
-    from bert_dp.metrics import Timers
-    from bert_dp.model import build_model
+    from bert_dp.data.stream import MlmBatch
+    from bert_dp.model.bert import build_model
+    from bert_dp.model.build import compile_parts
     from bert_dp.optim import make_optimizer
     from bert_dp.parallel.single import Engine
-    from bert_dp.precision import choose_precision
     from bert_dp.tasks.mlm import MaskedLanguageModel
-    from bert_dp.trainer import train_step
-    from bert_dp.world import read_world
+    from bert_dp.training.devices import choose_precision
+    from bert_dp.training.loop import train_step
+    from bert_dp.training.metrics import Timers
+    from bert_dp.training.world import read_world
 
     device = torch.device(o.device)
     precision = choose_precision(o.precision, device)
@@ -322,8 +322,8 @@ def make_bert(o: argparse.Namespace) -> Any:
 def make_modernbert(o: argparse.Namespace) -> Any:
     """What a model of ours in ModernBERT's shape is exported to, at these sizes."""
     from bert_dp.config import find_config, read_yaml, resolve
-    from bert_dp.corpus.tokenizer import ROLES, SPECIALS
-    from bert_dp.export.hf import new_model, settings_of
+    from bert_dp.data.tokenizer import ROLES, SPECIALS
+    from bert_dp.exporting.hf import new_model, settings_of
 
     changes = {"model": sizes_of(o), "data": {"sequence_length": o.sequence}}
     run = resolve([read_yaml(find_config("crammed-rope")), changes])

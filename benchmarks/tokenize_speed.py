@@ -28,7 +28,7 @@ from tokenizers import Tokenizer
 
 from benchmarks import records
 from benchmarks.turns import ratios, tell
-from bert_dp.corpus import encode, sources, tokenizer
+from bert_dp.data import readers, tokenizer
 
 Batches = list[list[str]]
 
@@ -55,7 +55,7 @@ def _alone_together(tokenizer_json: str, batches: Batches, barrier: object) -> f
     return alone(tokenizer_json, batches)
 
 
-def ours(settings: encode.Encoding, batches: Batches, processes: int) -> tuple[float, float]:
+def ours(settings: tokenizer.Encoding, batches: Batches, processes: int) -> tuple[float, float]:
     """(cold, warm) seconds of the tokenising stage."""
     starts = []
 
@@ -66,7 +66,7 @@ def ours(settings: encode.Encoding, batches: Batches, processes: int) -> tuple[f
         yield from batches
 
     start = time.perf_counter()
-    for _ in encode.encode_all(feed(), settings, processes):
+    for _ in tokenizer.encode_all(feed(), settings, processes):
         end = time.perf_counter()
     return end - start, end - starts[0]
 
@@ -85,11 +85,11 @@ def main() -> None:
     parser.add_argument("--cased", action="store_true", help="a tokenizer without our normaliser")
     o = parser.parse_args()
     count = o.processes
-    docs = [text for source in sources.resolve([o.text]) for text in sources.documents(source)]
+    docs = [text for source in readers.resolve([o.text]) for text in readers.documents(source)]
     trained = tokenizer.train(docs, model="wordpiece", vocab_size=o.vocab_size, with_normalizer=not o.cased)
     text = trained.to_str()
-    settings = encode.Encoding(text, sep=5, unk=3, max_tokens_per_char=0.25, near=False, seed=0)
-    batches = list(encode.in_batches(docs))
+    settings = tokenizer.Encoding(text, sep=5, unk=3, max_tokens_per_char=0.25, near=False, seed=0)
+    batches = list(tokenizer.in_batches(docs))
     size = sum(len(doc.encode()) for doc in docs)
 
     runs: dict[str, Callable[[], tuple[float, ...]]] = {

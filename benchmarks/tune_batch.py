@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import records, turns
-from bert_dp import record
+from bert_dp import files
 from launcher import job
 from launcher.cli import options
 from launcher.machine import environment
@@ -59,10 +59,10 @@ def main() -> None:
 
 def search(o: argparse.Namespace, out: Path) -> dict[str, Any]:
     """tune.json of one call of the verb."""
-    if (record.read_json(out / FILE) or {}).get("status") != "complete":
+    if (files.read_json(out / FILE) or {}).get("status") != "complete":
         options = ["--gpus", o.gpus, "--budget", o.budget, "--out", str(out)]
         records.bert_dp("tune", "batch", o.config, *records.set_options(o.settings), *options)
-    result = record.read_json(out / FILE)
+    result = files.read_json(out / FILE)
     assert result is not None
     return result
 

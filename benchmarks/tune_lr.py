@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import records
-from bert_dp import record
+from bert_dp import files
 from bert_dp.config import Config
 from launcher import job
 from launcher.machine import environment
@@ -63,7 +63,7 @@ def search(o: argparse.Namespace) -> dict[str, Any]:
     options = ["--tokens", str(o.tokens), "--seeds", str(o.seeds), "--rates", str(RATES)]
     options += ["--out", str(o.out / "search"), *records.set_options(o.settings)]
     records.bert_dp("tune", "lr", o.config, *options)
-    result = record.read_json(o.out / "search" / FILE)
+    result = files.read_json(o.out / "search" / FILE)
     assert result is not None
     return result
 
@@ -95,7 +95,7 @@ def grid(o: argparse.Namespace, config: Config, shards: Path, searched: dict[str
         cores=int(machine.usable_cores),
         most=searched["at_a_time"],
     )
-    before = (record.read_json(out / "seconds.json") or {"seconds": 0.0})["seconds"]
+    before = (files.read_json(out / "seconds.json") or {"seconds": 0.0})["seconds"]
     start, outcomes = time.monotonic(), []
     left = [trial for trial in todo if trials.earlier_outcome(trial) is None]
     try:
@@ -111,7 +111,7 @@ def grid(o: argparse.Namespace, config: Config, shards: Path, searched: dict[str
         sys.exit(128 + stop.number)
     finally:
         spent = before + (time.monotonic() - start if left else 0.0)
-        record.write_json(out / "seconds.json", {"seconds": spent})
+        files.write_json(out / "seconds.json", {"seconds": spent})
     outcomes.sort(key=lambda outcome: (-outcome.lr, outcome.seed))
     lines = [{name: getattr(outcome, name) for name in OUTCOME} for outcome in outcomes]
     return {"seconds": spent, "trials": lines}

@@ -18,14 +18,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from bert_dp import record
+from bert_dp import files
 from bert_dp.config import ConfigError, Issue
-from bert_dp.record.models import FailureKind, Summary, kind_of_text
+from bert_dp.files.models import FailureKind, Summary, kind_of_text
 from launcher import job
 from launcher.children import child_environment, ending, launcher_marks, module_command
-from launcher.report.run_report import PAGE
-from launcher.run.read_run import read_summary
+from launcher.report.run_page import PAGE
 from launcher.run.reaper import reaper
+from launcher.run.trials import read_summary
 
 PathLike = str | os.PathLike[str]
 ERROR, FAILED = "error: ", "failed: "  # begin a line of bad input, and the cause of a failure
@@ -138,15 +138,15 @@ def _plain(value: Any) -> Any:
 
 
 def _read(directory: Path) -> Run:
-    newest = record.newest_checkpoint_facts(directory) if (directory / "checkpoints").is_dir() else None
+    newest = files.newest_checkpoint_facts(directory) if (directory / "checkpoints").is_dir() else None
     page = directory / PAGE
     return Run(
         directory=directory,
         summary=read_summary(directory),
         checkpoint=newest[0] if newest else None,
         report=page if page.is_file() else None,
-        metrics=list(record.read_lines(directory / "metrics.jsonl")),
-        evals=list(record.read_lines(directory / "evals.jsonl")),
+        metrics=list(files.read_lines(directory / "metrics.jsonl")),
+        evals=list(files.read_lines(directory / "evals.jsonl")),
     )
 
 

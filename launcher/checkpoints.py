@@ -9,14 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bert_dp import record
+from bert_dp import files
 from bert_dp.config import ConfigError, Issue
 from bert_dp.cost import GIB
 from launcher.report.console import show_report
-from launcher.report.model import Column, Report, ReportSection, Table, TableRow, Verdict
 from launcher.report.numbers import count_of
-from launcher.report.parts import cell
-from launcher.run.read_run import heldout_losses
+from launcher.report.page import Column, Report, ReportSection, Table, TableRow, Verdict, cell
+from launcher.run.trials import heldout_losses
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 def verify(run: Path, *, as_json: bool, console: Console) -> int:
     """Verify and show every checkpoint, newest first; return 1 if one is damaged. Raises ConfigError where
     there is none."""
-    paths = record.list_checkpoints(run / "checkpoints")
+    paths = files.list_checkpoints(run / "checkpoints")
     if not paths:
         message = f"{run} holds no checkpoint" if run.exists() else f"{run} does not exist"
         hint = "name the directory of a run, which has checkpoints/"
@@ -33,7 +32,7 @@ def verify(run: Path, *, as_json: bool, console: Console) -> int:
     losses = heldout_losses(run)
     checkpoints = [_describe(path, losses) for path in paths]
     if as_json:
-        sys.stdout.write(json.dumps(record.finite(checkpoints), indent=1) + "\n")
+        sys.stdout.write(json.dumps(files.finite(checkpoints), indent=1) + "\n")
     else:
         show_report(console, checkpoints_report(checkpoints))
     return 1 if any(each["problem"] for each in checkpoints) else 0
@@ -41,12 +40,12 @@ def verify(run: Path, *, as_json: bool, console: Console) -> int:
 
 def _describe(path: Path, losses: Mapping[int, float]) -> dict[str, Any]:
     """Verify one checkpoint; `problem` is null if it is sound. `losses`: held-out loss by step."""
-    from bert_dp import checkpoint
+    from bert_dp.training import checkpoint
 
     facts, num_bytes = None, None
     with contextlib.suppress(OSError, ValueError):  # a run that goes on may remove it meanwhile
         num_bytes = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
-        facts = record.read_checkpoint_facts(path)
+        facts = files.read_checkpoint_facts(path)
     return {
         "name": path.name,
         "step": facts and facts.step,

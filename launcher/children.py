@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bert_dp.config import ConfigError, Issue
-from bert_dp.record import LAUNCHER_PID, LAUNCHER_START, cache_issues, cache_root, start_ticks
+from bert_dp.files import LAUNCHER_PID, LAUNCHER_START, cache_issues, cache_root, start_ticks
 
 NO_ANSWER = "no answer within"  # and how long, says run_command of a time-out
 KILLED_S = 1.0  # that a command has to be gone after SIGKILL

@@ -15,9 +15,8 @@ from bert_dp.config.manifest import SourceFile, loss_warnings
 from launcher.job import issues_by_option
 from launcher.log import PLAIN, secret_issues, show
 from launcher.report.console import show_report
-from launcher.report.model import Column, Report, ReportSection, Table, TableRow, Verdict
 from launcher.report.numbers import count_of, format_count, format_nats, format_percent, format_si
-from launcher.report.parts import cell, words
+from launcher.report.page import Column, Report, ReportSection, Table, TableRow, Verdict, cell, words
 
 VOCAB_SIZE = 32_768
 OPTIONS = {
@@ -56,8 +55,8 @@ def build(
 ) -> int:
     """Build shards and describe them. `vocab_size`: of the tokenizer to train; None = VOCAB_SIZE, or that of
     the one that is given. Raises ConfigError for an option that a run could not use."""
-    from bert_dp.corpus.builder import build as build_shards
-    from bert_dp.corpus.builder import shown_progress
+    from bert_dp.data.build import build as build_shards
+    from bert_dp.data.build import shown_progress
 
     if tokenizer is not None and vocab_size is not None:
         message, hint = "--tokenizer brings its own vocabulary", "leave --vocab-size out"
@@ -117,7 +116,7 @@ def built_lines(out: Path, manifest: Manifest, vocab_size: int | None) -> list[s
 
 def inspect(directory: Path, *, as_json: bool, console: Console) -> int:
     """Verify and show shards; return 1 if one is damaged. Raises ConfigError where a file is missing."""
-    from bert_dp.corpus import shards
+    from bert_dp.data import shards
 
     facts = shards.inspect(directory.expanduser())
     if as_json:

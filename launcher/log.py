@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bert_dp import record
+from bert_dp import files
 from bert_dp.config import Issue
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ PLAIN: Any = {"markup": False, "highlight": False, "soft_wrap": True}
 def show(console: Console, what: Any, **options: Any) -> None:
     """Print on the console; a reader that has gone away must not end the run."""
     try:
-        console.print(record.printable(what) if isinstance(what, str) else what, **options)
+        console.print(files.printable(what) if isinstance(what, str) else what, **options)
         console.file.flush()
     except (OSError, ValueError, SystemExit):  # rich answers a broken pipe with SystemExit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -31,7 +31,7 @@ def show(console: Console, what: Any, **options: Any) -> None:
 def complain(text: str) -> None:
     """Write lines to stderr."""
     with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(f"{record.printable(text)}\n")
+        sys.stderr.write(f"{files.printable(text)}\n")
         sys.stderr.flush()
 
 
@@ -49,21 +49,21 @@ def logger(console: Console, as_json: bool) -> Log:
 
 def masked_command(argv: Sequence[str]) -> list[str]:
     """Mask the secrets in a command line: `--token=abc`, `TOKEN=abc`, `--api-key abc`, `Token: abc`."""
-    secrets = record.secret_values(os.environ)
+    secrets = files.secret_values(os.environ)
     shown = []
     for before, item in zip(("", *argv), argv, strict=False):
         named = re.match(r"([^=:\s]+)(=|:\s*)(.+)", item, re.DOTALL)
-        if named and record.is_secret(named[1], named[3]):
-            item = f"{named[1]}{named[2]}{record.REDACTED}"
-        elif re.fullmatch(r"-[^=]*", before) and record.is_secret(before, item) and item[:2] != "--":
-            item = record.REDACTED
-        shown.append(record.hide(item, secrets))
+        if named and files.is_secret(named[1], named[3]):
+            item = f"{named[1]}{named[2]}{files.REDACTED}"
+        elif re.fullmatch(r"-[^=]*", before) and files.is_secret(before, item) and item[:2] != "--":
+            item = files.REDACTED
+        shown.append(files.hide(item, secrets))
     return shown
 
 
 def secret_issues(settings: Mapping[str, str | None]) -> list[Issue]:
     """Find settings, by name, whose value holds a secret and would be written to a file."""
-    secrets = record.secret_values(os.environ)
+    secrets = files.secret_values(os.environ)
     hint = "use a path without it"
     issues = []
     for setting, text in settings.items():
@@ -78,7 +78,7 @@ def secret_issues(settings: Mapping[str, str | None]) -> list[Issue]:
             )
             for name in names
         ]
-        if text and not names and (shown := record.hide(text)) != text:
+        if text and not names and (shown := files.hide(text)) != text:
             message = f"{shown} holds a password or a token, and would be written to a file"
             issues.append(Issue(setting, "unsupported", message, value=shown, hint=hint))
     return issues

@@ -14,10 +14,10 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
-from bert_dp import record
+from bert_dp import files
 from bert_dp.config import ConfigError, Issue
 from bert_dp.config.stored import problem_lines, read_regular
-from bert_dp.record.models import StoredFile, StoredModel
+from bert_dp.files.models import StoredFile, StoredModel
 
 Count = Annotated[int, Field(gt=0, le=10**9)]
 Positive = Annotated[float, Field(gt=0)]
@@ -34,7 +34,7 @@ def read(path: Path, model: type[F]) -> F:
 def load(path: Path, remedy: str) -> Any:
     """Read a JSON file. Raises ConfigError with one issue."""
     try:
-        return record.parse_json(read_regular(path, record.MAX_JSON_BYTES))
+        return files.parse_json(read_regular(path, files.MAX_JSON_BYTES))
     except OSError as error:
         message = f"cannot be read ({error.strerror})"
         raise ConfigError([Issue(str(path), "not_found", message, hint=remedy)]) from None
@@ -67,7 +67,7 @@ def plain(part: StoredModel) -> dict[str, Any]:
 
 def write(path: Path, file: StoredFile) -> None:
     """Write a result file atomically. Raises OSError."""
-    record.write_json(path, plain(file))
+    files.write_json(path, plain(file))
 
 
 def to_json(file: StoredModel) -> str:

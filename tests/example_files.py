@@ -12,7 +12,7 @@ import numpy as np
 from bert_dp.config.examples import ExamplesManifest
 from bert_dp.config.manifest import with_hash
 from bert_dp.examples.store import LABEL_TYPES, Examples
-from bert_dp.record import write_json
+from bert_dp.files import write_json
 from tests.shards import SPECIAL
 
 METRICS = {"single_label": ["accuracy"], "multi_label": ["f1"], "regression": ["pearson", "spearman"]}

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records import commit
-from bert_dp import record
+from bert_dp import files
 from bert_dp.config import Config, ConfigError, native_class, read_yaml, resolve, shipped_configs
-from bert_dp.export.check import check
-from bert_dp.rank_process import RunFailed
+from bert_dp.exporting.check import check
+from bert_dp.training.process import RunFailed
 from launcher.machine.environment import versions
 from tests.resumable import ROOT, Results
 from tests.runs_to_export import write_run
@@ -117,7 +117,7 @@ def write_record(results: Sequence[dict[str, Any]], path: Path) -> None:
         "python": platform.python_version(),
         "versions": versions(),
     }
-    record.write_json(path, {"environment": environment, "cells": list(results)})
+    files.write_json(path, {"environment": environment, "cells": list(results)})
 
 
 def table(results: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -35,14 +35,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bert_dp import optim
 from bert_dp.config import batch_layout
-from bert_dp.data import random_batch
-from bert_dp.metrics import Meter
-from bert_dp.model import CrammedBert
+from bert_dp.data.stream import random_batch
+from bert_dp.model.bert import CrammedBert
 from bert_dp.parallel import Engine, make_engine
-from bert_dp.precision import Precision
 from bert_dp.tasks.mlm import MaskedLanguageModel
-from bert_dp.trainer import train_step
-from bert_dp.world import World
+from bert_dp.training.devices import Precision
+from bert_dp.training.loop import train_step
+from bert_dp.training.metrics import Meter
+from bert_dp.training.world import World
 from tests.helpers import make_config
 
 GPU, LENGTH, VOCABULARY = torch.device("cuda", 0), 16, 64

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bert_dp import record
+from bert_dp import files
 from bert_dp.config import Config, ExamplesManifest, dump_config
 from launcher import results
 from launcher.evaluate import finetune, glue_scores
@@ -109,7 +109,7 @@ def write_trial(
     """What a finished run leaves in the directory of a trial."""
     directory = trial.directory
     directory.mkdir(parents=True, exist_ok=True)
-    record.write_text(directory / "config.yaml", dump_config(trial.config))
+    files.write_text(directory / "config.yaml", dump_config(trial.config))
     splits = [(name, split) for name, split in task.manifest.splits.items() if name != "train"]
     write_lines(
         directory / "predictions.jsonl",

@@ -33,12 +33,12 @@ MODULES = {
     "launcher/scale/diagnose.py": ["test_diagnose.py"],
     "launcher/tune/throughput.py": ["test_throughput.py"],
     "launcher/tune/lr_search.py": ["test_lr_search.py"],
-    "bert_dp/record/text.py": ["test_secrets.py", "test_terminal.py"],
+    "bert_dp/files/io.py": ["test_secrets.py", "test_terminal.py"],
     "bert_dp/config/batch.py": ["test_config.py", "test_checks.py", "test_rates.py"],
     "bert_dp/config/checks.py": ["test_config.py", "test_checks.py"],
     "bert_dp/cost.py": ["test_cost.py"],
-    "bert_dp/data.py": ["test_data.py"],
-    "bert_dp/noise.py": ["test_noise_estimate.py"],
+    "bert_dp/data/stream.py": ["test_data.py"],
+    "bert_dp/training/noise.py": ["test_noise_estimate.py"],
 }
 """Each with the files of tests/unit that are to notice."""
 

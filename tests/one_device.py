@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed
 
-from bert_dp import dist
+from bert_dp.training import distributed
 
 
 def share_device() -> None:
@@ -22,4 +22,4 @@ def share_device() -> None:
         plain("gloo", **options)
 
     torch.distributed.init_process_group = init
-    dist.check_places = lambda places, tensor: None
+    distributed.check_places = lambda places, tensor: None

@@ -15,7 +15,13 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "bert_dp.worker", "bert_dp.trainer", "bert_dp.setup"]
+PRELOADED = [
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "bert_dp.worker",
+    "bert_dp.training.loop",
+    "bert_dp.training.build",
+]
 
 
 def _enter(

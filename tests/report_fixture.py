@@ -17,11 +17,11 @@ from typing import Any
 
 from rich.console import Console
 
-from bert_dp import record
+from bert_dp import files
 from launcher.machine.environment import probe
 from launcher.report.console import show_report
 from launcher.report.html import html as page_of
-from launcher.report.model import Figure, Report
+from launcher.report.page import Figure, Report
 
 HOSTILE = "<script>alert(1)</script>\"'&$x_1$\x00\x1b[0m\ud800"
 VOID = {"meta", "input", "br"}
@@ -115,11 +115,11 @@ def machine() -> dict[str, Any]:
 def make_run(path: Path, num_lines: int = 10, summary: dict[str, Any] | None = None, **config: Any) -> Path:
     path.mkdir(parents=True)
     for i in range(1, num_lines + 1):
-        record.append_line(path / "metrics.jsonl", metrics(10 * i))
-    record.append_line(path / "evals.jsonl", evaluation(100, 819200, 6.25))
-    record.write_json(path / "summary.json", {**SUMMARY, **(summary or {})})
-    record.write_text(path / "config.yaml", json.dumps({"optim": {"lr": 1e-3}, **config}))
-    record.write_json(path / "environment.json", machine())
+        files.append_line(path / "metrics.jsonl", metrics(10 * i))
+    files.append_line(path / "evals.jsonl", evaluation(100, 819200, 6.25))
+    files.write_json(path / "summary.json", {**SUMMARY, **(summary or {})})
+    files.write_text(path / "config.yaml", json.dumps({"optim": {"lr": 1e-3}, **config}))
+    files.write_json(path / "environment.json", machine())
     return path
 
 

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from bert_dp import checkpoint, record
-from bert_dp.classifier import Classifier
+from bert_dp import files
 from bert_dp.config import Config, Kind, read_yaml, resolve
-from bert_dp.corpus import tokenizer
-from bert_dp.export.hf import new_model, settings_of, tensors_of
-from bert_dp.model import CrammedBert
-from bert_dp.pretrained import make_model
+from bert_dp.data import tokenizer
+from bert_dp.exporting.hf import new_model, settings_of, tensors_of
+from bert_dp.model.bert import CrammedBert
+from bert_dp.model.build import make_model
+from bert_dp.model.classifier import Classifier
+from bert_dp.training import checkpoint
 from tests.helpers import CONFIGS
 from tests.states import FACTS
 
@@ -61,12 +62,12 @@ def write_run(path: Path, config: Config, *, step: int = 3) -> Path:
     (path / "checkpoints").mkdir(parents=True)
     texts = [" ".join(WORDS[(i * j) % len(WORDS)] for j in range(1, 12)) for i in range(1, 40)]
     words = tokenizer.train(texts, model="wordpiece", vocab_size=200, with_normalizer=True)
-    words.save(str(path / record.TOKENIZER))
+    words.save(str(path / files.TOKENIZER))
     model = perturbed(config).state_dict()
     optimizer = {f"{name}/step": torch.tensor(1.0) for name in model} if step else {}
     state = {"model": model, "optimizer": optimizer, "scaler": {}}
     facts = {**FACTS, "samples": 24, "config": config.model_dump(mode="json")}
-    checkpoint.save(path / "checkpoints", step, state, facts, keep=1)
+    checkpoint.save_checkpoint(path / "checkpoints", step, state, facts, keep=1)
     return path
 
 

@@ -92,18 +92,18 @@ def test_the_walk_sees_what_it_must() -> None:
     seen = {(i.module, i.target, i.in_function) for i in imports()}
     assert ("launcher.run.train", "bert_dp.config", False) in seen
     assert ("launcher.cli.training", "launcher.run.train", True) in seen
-    assert ("bert_dp.worker", "bert_dp.dist", True) in seen
-    assert ("bert_dp.checkpoint", "safetensors.torch", False) in seen
+    assert ("bert_dp.training.rank", "bert_dp.training.distributed", True) in seen
+    assert ("bert_dp.training.checkpoint", "safetensors.torch", False) in seen
     assert any(i.for_types for i in imports())
     assert len(sources()) > 20
 
 
 ONE_SHOT = {
-    "launcher.cli.evaluation": ("bert_dp.predict",),
-    "launcher.checkpoints": ("bert_dp.checkpoint",),
-    "launcher.datasets": ("bert_dp.corpus",),
-    "launcher.evaluate.export": ("bert_dp.export", "bert_dp.measure"),
-    "launcher.evaluate.text_loss": ("bert_dp.corpus", "bert_dp.measure"),
+    "launcher.cli.evaluation": ("bert_dp.evaluation.prediction",),
+    "launcher.checkpoints": ("bert_dp.training.checkpoint",),
+    "launcher.datasets": ("bert_dp.data",),
+    "launcher.evaluate.export": ("bert_dp.exporting", "bert_dp.measure"),
+    "launcher.evaluate.text_loss": ("bert_dp.data", "bert_dp.measure"),
 }
 """Verbs that work in the launcher's process -> what their functions import, torch included."""
 
@@ -111,11 +111,11 @@ ONE_SHOT = {
 def test_launcher_imports_only_config_record_and_cost() -> None:
     allowed = (
         "bert_dp.config",
-        "bert_dp.record",
+        "bert_dp.files",
         "bert_dp.cost",
-        "bert_dp.quantiles",
+        "bert_dp.files.quantiles",
         "bert_dp.__version__",
-        "bert_dp.rank_process",
+        "bert_dp.training.process",
     )
     bad = [
         i
@@ -129,22 +129,23 @@ def test_launcher_imports_only_config_record_and_cost() -> None:
     assert say(bad) == []
 
 
-LOOP = "trainer setup"
+LOOP = "training.loop training.build"
+RANKS = "training.distributed training.world parallel training.loop"
 FORBIDDEN = {
     "bert_dp": "launcher typer",
-    "bert_dp.parallel": "model data tasks trainer",
+    "bert_dp.parallel": "model.bert data.stream tasks training.loop",
     "bert_dp.config": "bert_dp",
-    "bert_dp.binding": "bert_dp",
-    "bert_dp.trainable": "bert_dp",
-    "bert_dp.train_state": "trainer dist parallel",
+    "bert_dp.training.affinity": "bert_dp",
+    "bert_dp.model.interface": "bert_dp",
+    "bert_dp.training.state": "training.loop training.distributed parallel",
     "bert_dp.tasks": f"{LOOP} parallel",
-    "bert_dp.examples": f"{LOOP} parallel model data tasks",
-    "bert_dp.model": "dist world parallel trainer",
-    "bert_dp.data": "dist world parallel trainer",
-    "bert_dp.optim": "dist world parallel trainer model",
-    "bert_dp.dist": f"{LOOP} data model parallel",
-    "bert_dp.checkpoint": f"{LOOP} data model",
-    "bert_dp.trainer": "setup model corpus tasks.mlm",
+    "bert_dp.examples": f"{LOOP} parallel model data.stream tasks",
+    "bert_dp.model.bert": RANKS,
+    "bert_dp.data.stream": RANKS,
+    "bert_dp.optim": f"{RANKS} model.bert model.classifier",
+    "bert_dp.training.distributed": f"{LOOP} data.stream model.bert parallel",
+    "bert_dp.training.checkpoint": f"{LOOP} data.stream model.bert",
+    "bert_dp.training.loop": "training.build model.bert model.classifier data.build tasks.mlm",
 }
 """Room -> what it does not import, of bert_dp where no package is named: the lower rooms do not know the
 loop, model, data and optim know no rank, engines know neither model nor data."""
@@ -167,7 +168,7 @@ def test_a_room_does_not_know_those_above_it(room: str) -> None:
 
 def test_rich_is_imported_in_functions_of_the_corpus_builder_only() -> None:
     rich = [i for i in imports() if within(i.module, "bert_dp") and within(i.target, "rich")]
-    assert say([i for i in rich if i.module != "bert_dp.corpus.builder" or not i.in_function]) == []
+    assert say([i for i in rich if i.module != "bert_dp.data.build" or not i.in_function]) == []
 
 
 @pytest.mark.parametrize("package", ["accelerate", "deepspeed"])
@@ -228,7 +229,7 @@ def test_only_world_reads_the_rank_variables() -> None:
         for node in ast.walk(tree(module))
         if isinstance(node, ast.Constant) and node.value in names
     }
-    assert readers == {"bert_dp.world"}
+    assert readers == {"bert_dp.training.world"}
 
 
 # --- imports that must work, and what they must not pull
@@ -254,7 +255,10 @@ def test_launcher_does_not_pull_torch() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    "binding config record cost world rank_process heartbeat train_state corpus examples scores".split(),
+    (
+        "config files cost data examples training.affinity training.world training.process training.state "
+        "evaluation.scores"
+    ).split(),
 )
 def test_torch_free_rooms(module: str) -> None:
     done = python(f"import bert_dp.{module}, sys; assert 'torch' not in sys.modules")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bert_dp.record.models import NoiseScale
+from bert_dp.files.models import NoiseScale
 from launcher import results
 from launcher.tune import lr_search, throughput
 from launcher.tune.lr_search import LrOptions, LrTrial, RangeTest, Rung, TuneLr

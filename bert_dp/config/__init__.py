@@ -34,7 +34,7 @@ from bert_dp.config.engines import (
     engines_with,
     sharded,
 )
-from bert_dp.config.error import ConfigError, Issue, IssueKind, install_command, plain_message
+from bert_dp.config.errors import ConfigError, Issue, IssueKind, install_command, plain_message
 from bert_dp.config.examples import ExamplesManifest, read_data, read_examples
 from bert_dp.config.load import (
     dump_config,

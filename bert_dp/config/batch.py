@@ -7,7 +7,7 @@ from typing import NamedTuple
 from pydantic import BaseModel, ConfigDict
 
 from bert_dp.config.checks import finetune_issues, noise_issues, parallel_issues, residual_issues
-from bert_dp.config.error import ConfigError, Issue
+from bert_dp.config.errors import ConfigError, Issue
 from bert_dp.config.schema import BatchConfig, Config, divisors
 
 # arXiv 1904.00962, table 2: one rule for batches 512 to 32,768, and 3,125 warm-up steps whatever the batch

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bert_dp.config.engines import ENGINES, OPTIMIZERS, EngineFacts, engine_facts, engines_with, sharded
-from bert_dp.config.error import ConfigError, Issue
+from bert_dp.config.errors import ConfigError, Issue
 from bert_dp.config.schema import (
     FREE_FROM_WEIGHTS,
     FREE_ON_RESUME,

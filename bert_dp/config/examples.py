@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from bert_dp.config.error import Issue
+from bert_dp.config.errors import Issue
 from bert_dp.config.manifest import (
     WARNED_LOSS,
     BaseName,

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from bert_dp.config.error import ConfigError, Issue, IssueKind, plain_message
+from bert_dp.config.errors import ConfigError, Issue, IssueKind, plain_message
 from bert_dp.config.schema import BUDGETS, Config, all_settings
 from bert_dp.config.stored import read_regular, refusing
 

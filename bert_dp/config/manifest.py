@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import Field, model_validator
 
-from bert_dp.config.error import ConfigError, Issue, IssueKind
+from bert_dp.config.errors import ConfigError, Issue, IssueKind
 from bert_dp.config.schema import MAX_VOCAB_SIZE, Config
 from bert_dp.config.stored import MAX_JSON_BYTES, Count, Sha256, StoredModel, read_regular, refusing, sha256
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bert_dp.config.error import ConfigError, Issue
+from bert_dp.config.errors import ConfigError, Issue
 from bert_dp.config.schema import Config
 from bert_dp.config.stored import read_regular, refusing
 

@@ -13,7 +13,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from bert_dp.config.error import ConfigError, Issue, IssueKind, plain_message
+from bert_dp.config.errors import ConfigError, Issue, IssueKind, plain_message
 
 CHUNK = 2**20  # bytes
 MAX_JSON_BYTES = 2**28  # of a file: a manifest takes 20 KB for 4 GB of shards

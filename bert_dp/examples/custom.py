@@ -11,7 +11,7 @@ from typing import Any
 
 from bert_dp.config.examples import TRAIN, Metric
 from bert_dp.config.schema import LabelKind
-from bert_dp.corpus import readers, sources
+from bert_dp.data import readers
 from bert_dp.examples.table import (
     COLUMN_FIX,
     Columns,
@@ -53,7 +53,7 @@ class CustomData:
     def identity(self) -> dict[str, Any]:
         """Return values that change when a file does, without reading it. Raises ConfigError."""
         return dataclasses.asdict(self) | {
-            "files": {split: sources.identity(_source(name)) for split, name in self.files.items()}
+            "files": {split: readers.identity(_source(name)) for split, name in self.files.items()}
         }
 
     def read(self, *, train_only: bool) -> LabelledData:
@@ -98,23 +98,23 @@ def read_table(
         raise data_error(name, "missing", message, "label all rows or none")
     if source.path is None:
         return LabelledTable(name, digest.hexdigest(), rows)
-    return LabelledTable(source.path.name, sources.file_hash(source.path), rows)
+    return LabelledTable(source.path.name, readers.file_hash(source.path), rows)
 
 
-def _source(name: str) -> sources.Source:
+def _source(name: str) -> readers.Source:
     if name.startswith("hub:"):
-        return sources.Source(name)
+        return readers.Source(name)
     path = Path(os.path.expanduser(name))
     if path.exists() and not path.is_file():
         raise data_error(name, "wrong_type", "is not a regular file", "name a file of examples")
-    return sources.Source(name, path, FORMATS.get(readers.suffixes(path)[0], "text"))
+    return readers.Source(name, path, FORMATS.get(readers.suffixes(path)[0], "text"))
 
 
-def _records(source: sources.Source, columns: Columns, split: str) -> Iterator[tuple[str, Any]]:
+def _records(source: readers.Source, columns: Columns, split: str) -> Iterator[tuple[str, Any]]:
     """Yield the place and record of every row. Raises ConfigError."""
     if source.path is None or source.format in ("jsonl", "parquet"):
         needed = columns.texts if split == "test" else (*columns.texts, columns.label)
-        yield from sources.records(
+        yield from readers.records(
             source, needed, [columns.label, PAIR], split=HUB_SPLITS[split], fix=COLUMN_FIX
         )
         return

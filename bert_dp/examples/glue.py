@@ -20,7 +20,7 @@ from bert_dp.config import ConfigError, Issue
 from bert_dp.config.examples import TRAIN, Metric
 from bert_dp.config.schema import LabelKind
 from bert_dp.config.stored import read_regular
-from bert_dp.corpus import sources
+from bert_dp.data import readers
 from bert_dp.examples.table import (
     Columns,
     LabelledData,
@@ -126,7 +126,7 @@ class GlueData:
             for file in ([place / name for name in self._names()] if place.is_dir() else [place])
             if file.exists() or file == place
         ]
-        return {"task": self.task, "files": list(map(sources.file_identity, files))}
+        return {"task": self.task, "files": list(map(readers.file_identity, files))}
 
     def read(self, *, train_only: bool) -> LabelledData:
         """Read and check every file. Raises ConfigError."""

@@ -22,21 +22,20 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from bert_dp import record
+from bert_dp import files as record
 from bert_dp.config import ConfigError, Issue
 from bert_dp.config.examples import MAX_LENGTH, MIN_LENGTH, TRAIN, ExamplesManifest, read_examples
 from bert_dp.config.manifest import format_of, hash_json, with_hash
 from bert_dp.config.schema import LabelKind
-from bert_dp.corpus import sources
-from bert_dp.corpus import tokenizer as tokens
-from bert_dp.corpus.atomic_directory import locked, replaced
-from bert_dp.corpus.command import run_command
-from bert_dp.corpus.dedup import document_key
+from bert_dp.data import readers
+from bert_dp.data import tokenizer as tokens
+from bert_dp.data.build import locked, replaced, run_command
+from bert_dp.data.dedup import document_key
+from bert_dp.evaluation.scores import majority
 from bert_dp.examples.custom import CustomData
 from bert_dp.examples.glue import GlueData, missing
 from bert_dp.examples.store import Examples
 from bert_dp.examples.table import Columns, LabelledData, Row, data_error, to_array
-from bert_dp.scores import majority
 
 BATCH_EXAMPLES = 1000
 
@@ -98,7 +97,7 @@ def prepare(
     facts = {
         "format": format_of(ExamplesManifest),
         "data": data.identity(),
-        "tokenizer": sources.file_hash(tokenizer),
+        "tokenizer": readers.file_hash(tokenizer),
         "length": length,
         "dev_share": dev_share,
     }
@@ -119,7 +118,7 @@ def _verified(directory: Path) -> ExamplesManifest:
     manifest = read_examples(directory)
     for split in manifest.splits:
         Examples.open(directory, manifest, split)
-    if sources.file_hash(directory / manifest.tokenizer.file) != manifest.tokenizer.sha256:
+    if readers.file_hash(directory / manifest.tokenizer.file) != manifest.tokenizer.sha256:
         raise data_error(str(directory / manifest.tokenizer.file), "damaged", "is another tokenizer")
     return manifest
 
@@ -167,7 +166,7 @@ def _build(labelled: LabelledData, encoder: Encoder, tokenizer: Path, dev_share:
         "sequence_length": encoder.length,
         "vocab_size": tokens.size(encoder.tokenizer),
         "special_tokens": {role: encoder.special[role] for role in ("pad", "cls", "sep")},
-        "tokenizer": {"file": "tokenizer.json", "sha256": sources.file_hash(work / "tokenizer.json")},
+        "tokenizer": {"file": "tokenizer.json", "sha256": readers.file_hash(work / "tokenizer.json")},
         "splits": splits,
         "official": labelled.official,
         "rows": labelled.rows,

@@ -14,11 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bert_dp.config import ConfigError, Issue
-from bert_dp.config.error import IssueKind
+from bert_dp.config.errors import IssueKind
 from bert_dp.config.examples import MAX_LABELS, Metric
 from bert_dp.config.schema import LabelKind
-from bert_dp.corpus.readers import MAX_DOCUMENT_BYTES
-from bert_dp.corpus.sources import ABSENT, text_of, value_of
+from bert_dp.data.readers import ABSENT, MAX_DOCUMENT_BYTES, text_of, value_of
 from bert_dp.examples.store import LABEL_TYPES
 
 DIALECTS: dict[str, dict[str, Any]] = {

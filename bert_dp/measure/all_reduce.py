@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bert_dp.devices import synchronize
-from bert_dp.rank_process import follow_launcher
+from bert_dp.training.devices import synchronize
+from bert_dp.training.process import follow_launcher
 
 MEASURE_S = 2.0
 WARM_UP = 5

@@ -8,8 +8,8 @@ import sys
 
 import torch
 
-from bert_dp.measure.peak import SHAPES, matmul_rate, use_all_cores
-from bert_dp.rank_process import follow_launcher
+from bert_dp.measure.matmul_peak import SHAPES, matmul_rate, use_all_cores
+from bert_dp.training.process import follow_launcher
 
 SECONDS = 0.5  # of each
 

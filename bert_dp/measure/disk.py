@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from bert_dp import checkpoint
 from bert_dp.parallel import State
-from bert_dp.rank_process import follow_launcher
+from bert_dp.training import checkpoint
+from bert_dp.training.process import follow_launcher
 
 
 def main(folder: Path, num_bytes: int = 32 * 2**20) -> None:
@@ -25,7 +25,7 @@ def main(folder: Path, num_bytes: int = 32 * 2**20) -> None:
     state: State = {"model": {"w": parts[0]}, "optimizer": {"w": parts[1]}, "scaler": {}}
     with tempfile.TemporaryDirectory(prefix=".bert-dp-", dir=folder) as place:
         start = time.perf_counter()
-        path = checkpoint.save(Path(place), 0, state, {}, keep=1)
+        path = checkpoint.save_checkpoint(Path(place), 0, state, {}, keep=1)
         problem = checkpoint.check(path)
         loaded = checkpoint.load_tensors(path)
         seconds = time.perf_counter() - start

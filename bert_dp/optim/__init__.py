@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from bert_dp.config import OptimConfig
+from bert_dp.model.interface import Model
 from bert_dp.optim.contract import parameter_groups
 from bert_dp.optim.schedule import lr_factor
-from bert_dp.trainable import Model
 
 
 def make_optimizer(

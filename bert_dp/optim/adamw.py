@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from bert_dp.config import OptimConfig
+from bert_dp.model.interface import Model
 from bert_dp.optim.contract import Named, parameter_groups
-from bert_dp.trainable import Model
 
 
 def make(

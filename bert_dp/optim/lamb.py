@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from bert_dp.config import OptimConfig
+from bert_dp.model.interface import Model
 from bert_dp.optim.contract import Named, Optimizer, parameter_groups
-from bert_dp.trainable import Model
 
 Tensors = list[Tensor]
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bert_dp.config import Config, ConfigError, Issue
+from bert_dp.model.interface import Model
 from bert_dp.parallel import MakeOptimizer, State
+from bert_dp.parallel.base import clip_and_step, make_scaler
 from bert_dp.parallel.state import read_state, write_state
-from bert_dp.parallel.stepping import clip_and_step, make_scaler
-from bert_dp.trainable import Model
-from bert_dp.world import World, standard_variables
+from bert_dp.training.world import World, standard_variables
 
 
 class Engine:

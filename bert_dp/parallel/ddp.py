@@ -15,14 +15,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from bert_dp.config import Config
-from bert_dp.noise import CommHook, NormPairs
+from bert_dp.model.interface import Model
 from bert_dp.parallel import MakeOptimizer, State
-from bert_dp.parallel.grid import RankGrid
+from bert_dp.parallel.base import RankGrid, clip_and_step, make_scaler, scaled_backward
 from bert_dp.parallel.state import read_state, write_state
-from bert_dp.parallel.stepping import clip_and_step, make_scaler, scaled_backward
 from bert_dp.parallel.tensor import TensorParallel
-from bert_dp.trainable import Model
-from bert_dp.world import World
+from bert_dp.training.noise import CommHook, NormPairs
+from bert_dp.training.world import World
 
 # every rank builds the same buffers; the option's name changed after torch 2.11
 _OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters

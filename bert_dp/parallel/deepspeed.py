@@ -20,12 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bert_dp import record
+from bert_dp import files
 from bert_dp.config import Config, ConfigError, Issue
+from bert_dp.model.interface import Model
 from bert_dp.parallel import MakeOptimizer, State
 from bert_dp.parallel.state import check_names, read_state, write_state
-from bert_dp.trainable import Model
-from bert_dp.world import World, standard_variables
+from bert_dp.training.world import World, standard_variables
 
 OLDEST = (0, 19, 8)  # of the versions tried; others may step in fp32 with a gradient that is not finite
 BUCKET_ELEMENTS = 25 * 2**20 // 4  # 25 MiB of fp32, as ddp; DeepSpeed allocates its default of 2 GB whole
@@ -67,7 +67,7 @@ class Engine:
         self._device = device
         self._settings = settings(config, precision)
         if world.rank == 0:
-            record.write_json(run_dir / "deepspeed.json", self._settings)
+            files.write_json(run_dir / "deepspeed.json", self._settings)
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         self._model, self._parameters = model, dict(model.named_parameters())

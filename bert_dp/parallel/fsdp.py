@@ -17,13 +17,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from bert_dp.config import Config
+from bert_dp.model.interface import Model
 from bert_dp.parallel import MakeOptimizer, State
-from bert_dp.parallel.grid import RankGrid
+from bert_dp.parallel.base import RankGrid, clip_and_step, make_scaler, scaled_backward
 from bert_dp.parallel.state import read_state, write_state
-from bert_dp.parallel.stepping import clip_and_step, make_scaler, scaled_backward
 from bert_dp.parallel.tensor import TensorParallel
-from bert_dp.trainable import Model
-from bert_dp.world import World
+from bert_dp.training.world import World
 
 
 class Engine:

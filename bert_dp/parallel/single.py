@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from bert_dp.config import Config
-from bert_dp.noise import NormPairs
+from bert_dp.model.interface import Model
 from bert_dp.parallel import MakeOptimizer, State
+from bert_dp.parallel.base import clip_and_step, make_scaler, scaled_backward
 from bert_dp.parallel.state import read_state, write_state
-from bert_dp.parallel.stepping import clip_and_step, make_scaler, scaled_backward
-from bert_dp.trainable import Model
-from bert_dp.world import World
+from bert_dp.training.noise import NormPairs
+from bert_dp.training.world import World
 
 
 class Engine:

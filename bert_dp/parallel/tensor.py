@@ -16,11 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from bert_dp.config import ConfigError, Issue
-from bert_dp.lookup import add_row_gradients
-from bert_dp.matmul import Linear, linear, product, widened
-from bert_dp.parallel.grid import RankGrid, ShardedSums
-from bert_dp.parallel.stepping import optimizer_parameters
-from bert_dp.trainable import Model
+from bert_dp.model.interface import Model
+from bert_dp.model.kernels import Linear, add_row_gradients, linear, product, widened
+from bert_dp.parallel.base import RankGrid, ShardedSums, optimizer_parameters
 
 Group = dist.ProcessGroup | None
 

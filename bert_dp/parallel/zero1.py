@@ -19,15 +19,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bert_dp.config import Config, ConfigError, Issue
-from bert_dp.dist import gather_json
-from bert_dp.noise import NormPairs
+from bert_dp.model.interface import Model
 from bert_dp.parallel import MakeOptimizer, State
-from bert_dp.parallel.grid import RankGrid
+from bert_dp.parallel.base import RankGrid, clip_and_step, make_scaler, scaled_backward
 from bert_dp.parallel.state import optimizer_state, read_scaler, to_host, write_state
-from bert_dp.parallel.stepping import clip_and_step, make_scaler, scaled_backward
 from bert_dp.parallel.tensor import TensorParallel
-from bert_dp.trainable import Model
-from bert_dp.world import World
+from bert_dp.training.distributed import gather_json
+from bert_dp.training.noise import NormPairs
+from bert_dp.training.world import World
 
 MIB = 2**20
 DEFAULT_BUCKET_MIB = 25.0

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from bert_dp.config import Config
-from bert_dp.dist import Comm
-from bert_dp.precision import Precision
-from bert_dp.trainable import Model
+from bert_dp.model.interface import Model
+from bert_dp.training.devices import Precision
+from bert_dp.training.distributed import Comm
 
 LENGTH_MULTIPLE = 16  # of a padded length: few shapes to compile
 

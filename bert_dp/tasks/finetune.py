@@ -19,13 +19,13 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from bert_dp import cost, record
-from bert_dp.classifier import Classifier, build_classifier
+from bert_dp import cost, files
 from bert_dp.config import Config, ConfigError, read_examples
-from bert_dp.data import TensorBatch, TrainingStream, hash64, key32, permute
+from bert_dp.data.stream import TensorBatch, TrainingStream, hash64, key32, permute
+from bert_dp.evaluation.scores import score
 from bert_dp.examples.store import Examples
-from bert_dp.matmul import widened
-from bert_dp.scores import score
+from bert_dp.model.classifier import Classifier, build_classifier
+from bert_dp.model.kernels import widened
 from bert_dp.tasks import LENGTH_MULTIPLE, Context, DatasetInfo
 
 
@@ -108,12 +108,12 @@ class Finetuning:
         if context.run_dir is not None:
             lines = (_prediction_lines(name, logits[name], each) for name, each in self._splits.items())
             text = "".join(itertools.chain.from_iterable(lines))
-            path = context.run_dir / record.PREDICTIONS
+            path = context.run_dir / files.PREDICTIONS
             try:
                 path.unlink(missing_ok=True)  # older answers are not those of this model
-                record.write_text(path, text)
+                files.write_text(path, text)
             except OSError as error:  # a full disk ends no run
-                sys.stdout.write(f"warning: {record.PREDICTIONS} could not be written: {error}\n")
+                sys.stdout.write(f"warning: {files.PREDICTIONS} could not be written: {error}\n")
         return measured
 
     def _measure(self, logits: Mapping[str, NDArray[np.float64]]) -> dict[str, Any] | None:

@@ -10,9 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from bert_dp import corpus, cost, data, model
+from bert_dp import cost
+from bert_dp import data as corpus
 from bert_dp.config import Config, num_masked, read_manifest
-from bert_dp.model import CrammedBert
+from bert_dp.data import stream as data
+from bert_dp.model import bert as model
+from bert_dp.model.bert import CrammedBert
 from bert_dp.tasks import Context, DatasetInfo
 
 EVAL_MASK_RATE = 0.15  # fixed, so that held-out losses of runs with other mask rates compare

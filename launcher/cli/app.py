@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from bert_dp import __version__, record
+from bert_dp import __version__, files
 from launcher.cli import data, evaluation, reports, training, tuning
 from launcher.cli.errors import exit_code
 
@@ -48,7 +48,7 @@ def _root(
 ) -> None:
     """Pretrain a crammed BERT on every GPU of this machine, and measure what each GPU adds."""
     if context.invoked_subcommand not in SHARED:
-        record.keep_private()
+        files.keep_private()
 
 
 for verb in (
@@ -86,9 +86,9 @@ def _leave(number: int, frame: object) -> None:
 
 def main() -> None:
     """Run the command line of this process. Exit codes: 0 done, 2 bad input, 1 failed, 128 + signal."""
-    record.open_missing_descriptors()
+    files.open_missing_descriptors()
     os.environ["PYTHONSAFEPATH"] = "1"  # a process that a verb starts imports nothing from the current folder
     faulthandler.enable(file=2)
-    for number in record.heeded((signal.SIGTERM, signal.SIGHUP)):
+    for number in files.heeded((signal.SIGTERM, signal.SIGHUP)):
         signal.signal(number, _leave)
     sys.exit(exit_code(lambda: app(prog_name="bert-dp", standalone_mode=False)))

@@ -15,7 +15,7 @@ from typing import Any
 import typer
 
 from bert_dp.config import ConfigError, Issue
-from bert_dp.rank_process import RunFailed
+from bert_dp.training.process import RunFailed
 from launcher.job import ISSUES_FILE
 from launcher.log import complain
 

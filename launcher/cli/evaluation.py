@@ -114,7 +114,7 @@ def predict(
 
     A finetuned run gives labels with probabilities, or a score; a pretrained run gives encodings.
     """
-    from bert_dp.predict import predict_file
+    from bert_dp.evaluation.prediction import predict_file
 
     predict_file(
         run,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from typer import Argument, BadParameter, Option
 
 from bert_dp.config import ConfigError, Issue, benchmark_names, engine_facts, shipped_configs
-from bert_dp.config.error import install_command
+from bert_dp.config.errors import install_command
 from launcher.job import logger_issues
 from launcher.run.starters import launcher_problem
 

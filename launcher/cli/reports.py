@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from bert_dp import record
+from bert_dp import files
 from bert_dp.config import ConfigError, Issue
 from launcher.cli import options as opt
 from launcher.log import logger
 
 if TYPE_CHECKING:
-    from launcher.report.model import Report
+    from launcher.report.page import Report
 
 
 def report(
@@ -34,7 +34,7 @@ def report(
     """Write the page of a run, a comparison, a benchmark, a search or an evaluation."""
     from launcher.report import html
     from launcher.report.console import show_end
-    from launcher.report.run_report import PAGE
+    from launcher.report.run_page import PAGE
     from launcher.run.loggers import send_run
 
     if json and out is not None:
@@ -44,7 +44,7 @@ def report(
     target = out or run_dirs[0] / PAGE
     report = report_of(run_dirs)
     if json:
-        typer.echo(jsonlib.dumps(record.finite(dataclasses.asdict(report)), indent=1))
+        typer.echo(jsonlib.dumps(files.finite(dataclasses.asdict(report)), indent=1))
     else:
         if issues := html.target_issues(target):
             raise ConfigError(issues)
@@ -66,7 +66,7 @@ def report_of(run_dirs: Sequence[Path]) -> Report:
     from launcher import evaluate, results, tune
     from launcher.evaluate.glue_page import compare_report, glue_report
     from launcher.evaluate.glue_scores import Glue
-    from launcher.report.run_report import of_directories
+    from launcher.report.run_page import of_directories
     from launcher.scale import scale_page
     from launcher.scale.models import Scaling
     from launcher.tune.tune_page import tune_page

@@ -137,8 +137,8 @@ def tune_lr(
     compared on whole runs with several seeds by held-out loss. Writes tune.json and tuned.yaml for `train`.
     """
     from launcher.tune import lr as search
+    from launcher.tune.lr import carry
     from launcher.tune.lr_search import LrOptions
-    from launcher.tune.transfer import carry
 
     config, overrides = opt.split_words(words, set_)
     if transfer is not None:

@@ -12,16 +12,24 @@ from launcher import results
 from launcher.children import kernel_caches
 from launcher.log import PLAIN, complain, show
 from launcher.report.console import show_report
-from launcher.report.model import Report, ReportSection, Table, TableCell, Verdict
 from launcher.report.numbers import count_of, format_count
-from launcher.report.parts import words
-from launcher.report.quantities import Computed, Quantity, table
+from launcher.report.page import (
+    Computed,
+    Quantity,
+    Report,
+    ReportSection,
+    Table,
+    TableCell,
+    Verdict,
+    table,
+    words,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from bert_dp.export.check import ExportCheck
-    from bert_dp.record.exported import ExportFormat, ExportPrecision
+    from bert_dp.exporting.check import ExportCheck
+    from bert_dp.files.run_facts import ExportFormat, ExportPrecision
 
 BATCH = (
     Quantity("length", "length", "count"),
@@ -46,9 +54,9 @@ def export(
 ) -> int:
     """Write a run to the new directory `out`, and say what is there. Raises ConfigError."""
     os.environ |= kernel_caches()  # torch takes a directory of its own otherwise
-    from bert_dp.export import write
-    from bert_dp.export.as_function import open_run
-    from bert_dp.measure.peak import use_all_cores
+    from bert_dp.exporting import source as write
+    from bert_dp.exporting.traced import open_run
+    from bert_dp.measure.matmul_peak import use_all_cores
 
     use_all_cores()
     run = run.expanduser().resolve()
@@ -69,8 +77,8 @@ def export(
 def check(directory: Path, run: Path | None, *, as_json: bool, console: Console) -> int:
     """Compare a directory with its run and show the differences; return 1 if they differ. Raises ConfigError
     and RunFailed."""
-    from bert_dp.export.check import check as compare
-    from bert_dp.measure.peak import use_all_cores
+    from bert_dp.exporting.check import check as compare
+    from bert_dp.measure.matmul_peak import use_all_cores
 
     use_all_cores()
     comparison = compare(directory.expanduser(), run and run.expanduser())

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bert_dp import record
+from bert_dp import files as record
 from bert_dp.config import (
     Config,
     ConfigError,

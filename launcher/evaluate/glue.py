@@ -26,14 +26,22 @@ from launcher.evaluate import FILE, finetune, glue_scores
 from launcher.evaluate.finetune import Pretrained
 from launcher.evaluate.glue_page import glue_report
 from launcher.evaluate.glue_scores import Glue, GlueOptions, GlueTask, GlueTrial, RateScore
+from launcher.job import KeptPlan, Output, publish
 from launcher.log import Log, logger
 from launcher.machine import environment
-from launcher.output import KeptPlan, Output, publish
 from launcher.report.numbers import count_of, format_lr, format_points
 from launcher.results import TimedPlanFile
 from launcher.run import trials
-from launcher.run.read_run import heldout_losses
-from launcher.run.trials import Ending, Progress, Runner, Trial, TrialsFailed, earlier_outcome, run_to_end
+from launcher.run.trials import (
+    Ending,
+    Progress,
+    Runner,
+    Trial,
+    TrialsFailed,
+    earlier_outcome,
+    heldout_losses,
+    run_to_end,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -10,7 +10,6 @@ from bert_dp.config import ConfigError, Issue
 from launcher import results
 from launcher.evaluate import FILE, glue_scores
 from launcher.evaluate.glue_scores import AVERAGED, Glue, GlueScore, GlueTask
-from launcher.report.model import Column, Report, ReportSection, Table, TableCell, TableRow, Verdict
 from launcher.report.numbers import (
     NA,
     count_of,
@@ -20,8 +19,21 @@ from launcher.report.numbers import (
     format_percent,
     format_points,
 )
-from launcher.report.parts import cell, status_verdicts, subtitle, words
-from launcher.report.quantities import Quantity, table
+from launcher.report.page import (
+    Column,
+    Quantity,
+    Report,
+    ReportSection,
+    Table,
+    TableCell,
+    TableRow,
+    Verdict,
+    cell,
+    status_verdicts,
+    subtitle,
+    table,
+    words,
+)
 from launcher.stats import half_width
 
 METRICS = {"mcc": "Matthews", "f1": "F1", "auc": "AUC", "pearson": "Pearson", "spearman": "Spearman"}

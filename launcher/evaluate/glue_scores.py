@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from bert_dp import record
+from bert_dp import files
 from bert_dp.config import ExamplesManifest, peak_lr
 from bert_dp.config.examples import Metric
-from bert_dp.record.models import HeldOut, StoredModel
+from bert_dp.files.models import HeldOut, StoredModel
 from launcher.evaluate.finetune import Pretrained
 from launcher.results import Measurement
-from launcher.run.read_run import Ended, cause, read_summary
-from launcher.run.trials import Outcome, Trial
+from launcher.run.trials import Ended, Outcome, Trial, cause, read_summary
 
 AVERAGED = ("CoLA", "SST-2", "MRPC", "STS-B", "QQP", "MNLI", "QNLI", "RTE")  # the recipe's: never WNLI
 AVERAGED_METRICS = {"CoLA": "mcc", "MRPC": "f1", "STS-B": "pearson", "QQP": "f1"}  # accuracy for the others
@@ -119,7 +118,7 @@ def describe_start(start: Pretrained) -> GlueStart:
     """Return the checkpoint with its hash."""
     sha256 = None
     with contextlib.suppress(OSError, ValueError, KeyError):
-        sha256 = record.weights_hash(start.checkpoint)
+        sha256 = files.weights_hash(start.checkpoint)
     return GlueStart(checkpoint=str(start.checkpoint), step=start.step, sha256=sha256)
 
 
@@ -214,8 +213,8 @@ def write_submissions(out: Path, trial: str, manifest: ExamplesManifest) -> list
     there is no test set, or a test example has no finite prediction."""
     tests = [split for split in manifest.splits if split.startswith("test")]
     answers: dict[str, dict[int, float]] = {split: {} for split in tests}
-    path = out / "trials" / trial / record.PREDICTIONS
-    for line in map(record.parse_json, path.read_bytes().splitlines() if path.is_file() else ()):
+    path = out / "trials" / trial / files.PREDICTIONS
+    for line in map(files.parse_json, path.read_bytes().splitlines() if path.is_file() else ()):
         answer = predicted_answer(line["logits"])
         if line["split"] in answers and answer is not None:
             answers[line["split"]][line["index"]] = answer
@@ -226,7 +225,7 @@ def write_submissions(out: Path, trial: str, manifest: ExamplesManifest) -> list
         (out / SUBMISSIONS).mkdir(exist_ok=True)
         paths.append(f"{SUBMISSIONS}/{SUBMISSION_NAMES.get((manifest.task, split), manifest.task)}.tsv")
         lines = [f"{i}\t{format_answer(answer, manifest)}" for i, answer in sorted(answers[split].items())]
-        record.write_text(out / paths[-1], "\n".join(["index\tprediction", *lines, ""]))
+        files.write_text(out / paths[-1], "\n".join(["index\tprediction", *lines, ""]))
     return paths
 
 

@@ -8,19 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bert_dp.config import resolve
-from bert_dp.quantiles import student
+from bert_dp.files.quantiles import student
 from launcher import results
 from launcher.job import issues_by_option
 from launcher.report.console import show_report
-from launcher.report.model import Report, ReportSection, Table
 from launcher.report.numbers import count_of, format_count, format_decimals, format_percent
-from launcher.report.parts import words
-from launcher.report.quantities import Computed, Quantity, table
+from launcher.report.page import Computed, Quantity, Report, ReportSection, Table, table, words
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from bert_dp.measure.text_loss import HiddenWords, TextLoss
+    from bert_dp.evaluation.text_loss import HiddenWords, TextLoss
 
 OPTIONS = {
     "data.sources": "TEXT",
@@ -60,9 +58,9 @@ def evaluate(
 
     `options`: settings of data.build. `precision`: auto, fp32 or bf16. Raises ConfigError and RunFailed.
     """
-    from bert_dp.corpus.builder import shown_progress
-    from bert_dp.measure.peak import use_all_cores
-    from bert_dp.measure.text_loss import text_loss
+    from bert_dp.data.build import shown_progress
+    from bert_dp.evaluation.text_loss import text_loss
+    from bert_dp.measure.matmul_peak import use_all_cores
 
     settings = {"data": {"sources": list(texts), "build": dict(options)}, "schedule": {"steps": 1}}
     use_all_cores()

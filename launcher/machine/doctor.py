@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from launcher.children import NO_ANSWER, module_command, run_command
 from launcher.machine.environment import Environment, existing, probe
-from launcher.report.model import Report, Verdict
 from launcher.report.numbers import format_gib, format_ratio, format_si
+from launcher.report.page import Report, Verdict
 
 MIN_PYTHON, MAX_PYTHON, MIN_TORCH = (3, 11), (3, 13), (2, 11)
 DOCTOR_LIMIT_S = 28.0

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import shlex
 
-from launcher.report.model import Report, ReportSection, Table, Verdict
 from launcher.report.numbers import count_of, format_change, format_count
-from launcher.report.parts import words
-from launcher.report.quantities import Computed, Quantity, Ratio, table
+from launcher.report.page import (
+    Computed,
+    Quantity,
+    Ratio,
+    Report,
+    ReportSection,
+    Table,
+    Verdict,
+    table,
+    words,
+)
 from launcher.scale.models import PredictedRow, Prediction
 
 ROW = (

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from bert_dp.record import safe
+from bert_dp.files import safe
 from launcher.log import PLAIN, show
-from launcher.report.model import Report, Table, TableRow, Verdict
+from launcher.report.page import Report, Table, TableRow, Verdict
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bert_dp.record import safe
-from launcher.report.model import Axis, Bars, Figure, Line, Mark
+from bert_dp.files import safe
 from launcher.report.numbers import FORMATS, Unit
+from launcher.report.page import Axis, Bars, Figure, Line, Mark
 
 NUM_COLOURS = 8
 SYMBOLS = ("circle", "square", "diamond", "triangle-up")

@@ -12,11 +12,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bert_dp import record
+from bert_dp import files
 from bert_dp.config import Issue
 from launcher.log import complain
 from launcher.report.figures import drawing
-from launcher.report.model import Report
+from launcher.report.page import Report
 
 TEMPLATES = Path(__file__).parent / "templates"
 # the first bytes of every page of ours
@@ -41,8 +41,8 @@ def html(report: Report) -> str:
     drawings = [
         {
             **drawing(figure),
-            "name": record.safe(figure.title),
-            "switch": record.safe(figure.x.label) if figure.switch else "",
+            "name": files.safe(figure.title),
+            "switch": files.safe(figure.x.label) if figure.switch else "",
         }
         for figure in figures
     ]
@@ -63,7 +63,7 @@ def html(report: Report) -> str:
 def write(report: Report, out: Path) -> None:
     """Write the page to `out`, atomically. Raises OSError when it cannot be written."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    record.write_text(out, html(report))
+    files.write_text(out, html(report))
 
 
 def write_or_warn(report: Report, out: Path) -> bool:
@@ -96,7 +96,7 @@ def _template() -> Any:
     import jinja2
 
     def printable(value: object) -> object:
-        return value if hasattr(value, "__html__") else record.safe(str(value))
+        return value if hasattr(value, "__html__") else files.safe(str(value))
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),

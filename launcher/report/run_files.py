@@ -11,10 +11,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from bert_dp import record
+from bert_dp import files
 from bert_dp.config import Config, ConfigError, read_yaml, resolve
 from bert_dp.config.stored import problem_lines
-from bert_dp.record.models import HeldOut, ProfileFile, Summary
+from bert_dp.files.models import HeldOut, ProfileFile, Summary
 from launcher.report.numbers import number
 
 WALL_PARTS = ("setup", "compile", "train", "eval", "save")  # disjoint; the parts of train are below
@@ -44,7 +44,7 @@ def load(run_dir: Path) -> RunFiles:
     missing: list[str] = []
     summary = _summary(run_dir / "summary.json", missing)
     settings = _yaml(run_dir / "config.yaml", missing)
-    environment = record.read_json(run_dir / "environment.json") or {}
+    environment = files.read_json(run_dir / "environment.json") or {}
     config = None
     with contextlib.suppress(ConfigError):
         config = resolve([settings])
@@ -60,7 +60,7 @@ def load(run_dir: Path) -> RunFiles:
     unmeasured = HeldOut() if is_mlm or config is None else HeldOut(loss_unit=config.loss_unit, examples=0)
     return RunFiles(
         path=run_dir,
-        name=record.printable(run_dir.absolute().name),
+        name=files.printable(run_dir.absolute().name),
         finished=summary is not None,
         summary=completed,
         metrics=metrics,
@@ -80,7 +80,7 @@ def other(times: Mapping[str, float]) -> float:
 
 def _summary(path: Path, missing: list[str]) -> Summary | None:
     """Read summary.json. Returns None, and names the problem in `missing`, if it cannot be read."""
-    data = record.read_json(path)
+    data = files.read_json(path)
     problem = "missing or torn"
     if data is not None:
         try:
@@ -116,7 +116,7 @@ def _logged(
     if evals:
         newest = evals[-1]
         known |= {"heldout_loss": newest.get("loss"), "heldout": newest, "heldout_step": newest.get("step")}
-    if checkpoints := record.list_checkpoints(run_dir / "checkpoints"):
+    if checkpoints := files.list_checkpoints(run_dir / "checkpoints"):
         known["checkpoint"] = f"checkpoints/{checkpoints[0].name}"
     if config is not None:
         worker = environment.get("worker")
@@ -135,7 +135,7 @@ def _profiles(folder: Path) -> list[ProfileFile]:
     profiles = []
     for path in folder.glob("rank-*.json"):
         with contextlib.suppress(ValidationError):
-            profiles.append(ProfileFile.model_validate(record.read_json(path)))
+            profiles.append(ProfileFile.model_validate(files.read_json(path)))
     return sorted(profiles, key=lambda profile: profile.rank)
 
 
@@ -146,7 +146,7 @@ def _lines(path: Path, missing: list[str]) -> list[dict[str, Any]]:
         return []
     with path.open("rb") as file:
         num_lines = sum(1 for _ in file)
-    lines = record.read_lines(path)
+    lines = files.read_lines(path)
     kept: list[dict[str, Any]] = []
     num_read = 0
     while part := list(itertools.islice(lines, max(1, num_lines // NUM_STRETCHES))):

@@ -23,9 +23,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from bert_dp import record
+from bert_dp import files
 from bert_dp.config import flat, read_yaml
-from bert_dp.record.models import Summary
+from bert_dp.files.models import Summary
 from launcher import results
 from launcher.children import ending, module_command
 from launcher.log import Log
@@ -110,7 +110,7 @@ def send_run(run_dir: Path, names: Sequence[str], log: Log) -> int:
 
 def main(run_dir: Path, limit_s: float, names: Sequence[str]) -> int:
     """Send to each service from a thread, so that one that does not answer delays no other."""
-    for number in record.STOP_SIGNALS:  # the launcher decides when to end
+    for number in files.STOP_SIGNALS:  # the launcher decides when to end
         signal.signal(number, signal.SIG_IGN)
     os.nice(19)  # ranks come first
     lines = os.fdopen(os.dup(1), "w", buffering=1)
@@ -187,7 +187,7 @@ class StepReader:
         while lines := self._tail.lines()[0]:
             for line in lines:
                 try:
-                    facts = record.parse_json(line)
+                    facts = files.parse_json(line)
                     step = int(facts["step"])
                 except (ValueError, KeyError, TypeError):
                     continue

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import psutil
 
-from bert_dp import record
-from bert_dp.record.models import Failure, Summary
+from bert_dp import files
+from bert_dp.files.models import Failure, Summary
 from launcher import results
 from launcher.children import ending, launcher_marks
 from launcher.log import Log, complain
@@ -60,7 +60,7 @@ def stop_signals() -> Iterator[list[int]]:
             first_s = first_s if came else now
             came.append(number)
 
-    previous = {number: signal.signal(number, note) for number in record.heeded(record.STOP_SIGNALS)}
+    previous = {number: signal.signal(number, note) for number in files.heeded(files.STOP_SIGNALS)}
     try:
         yield came
     finally:
@@ -104,7 +104,7 @@ def run(
             with reaper(scratch, launcher_marks()):
                 with launcher_log.open("ab", buffering=0) as output, confined(cores):
                     if output.tell():
-                        output.write(f"{record.STARTED_AGAIN}\n".encode())
+                        output.write(f"{files.STARTED_AGAIN}\n".encode())
                     environ = start_environment(  # counts the cores of the ranks
                         launcher, run_dir, scratch, nproc, on_gpu=on_gpu, grace_s=grace_s
                     )
@@ -123,8 +123,8 @@ def run(
                     kill_tree(process, workers)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-        secrets = record.secret_values(os.environ)
-        launcher_said = record.hide(failure.read_end(launcher_log), secrets)  # summary.json quotes it
+        secrets = files.secret_values(os.environ)
+        launcher_said = files.hide(failure.read_end(launcher_log), secrets)  # summary.json quotes it
         hung = watch.hang if watch is not None else None
         place = f" at {hung.where}" if hung and hung.where else ""
         unknown = Failure(
@@ -161,7 +161,7 @@ def _follow(
     last_s = 0.0  # until then a save that is under way may end
     failed = False
     left_behind = _unfinished(run_dir)
-    while (ended := process.poll()) is None or (workers.present() and -ended in record.STOP_SIGNALS):
+    while (ended := process.poll()) is None or (workers.present() and -ended in files.STOP_SIGNALS):
         if ended is not None and not pending:
             pending.append(-ended)
         if len(pending) >= 2:
@@ -220,12 +220,12 @@ def _result(run_dir: Path, cause: Failure | None, unknown: Failure, pending: lis
     if summary is not None and summary.status != "failed":  # written after all was saved
         return RunResult(summary.exit_code, None, stop)
     cause = cause or unknown
-    by_stop = cause.kind in ("no_cause", "peer_gone") or cause.killed_by in record.STOP_SIGNALS
+    by_stop = cause.kind in ("no_cause", "peer_gone") or cause.killed_by in files.STOP_SIGNALS
     if stop and summary is None and (cause is unknown or by_stop):
         message = f"{signal.Signals(stop).name}: stopped before this run's next checkpoint"
         cause = unknown.model_copy(update={"message": message, "log_tail": [], "kind": "stopped"})
     if summary is None:
-        steps = (line["step"] for line in record.read_lines(run_dir / "metrics.jsonl"))
+        steps = (line["step"] for line in files.read_lines(run_dir / "metrics.jsonl"))
         summary = Summary(status="failed", step=max(steps, default=0))
     summary = summary.model_copy(update={"failure": cause, "signal": stop or None})
     try:

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bert_dp import record
+from bert_dp import files
 from bert_dp.config import Config, ConfigError, batch_layout
-from bert_dp.record.models import Failure, Restart, Summary
+from bert_dp.files.models import Failure, Restart, Summary
 from launcher.machine import environment
 from launcher.report.numbers import count_of
 from launcher.run import processes
@@ -95,7 +95,7 @@ def supervise(
 
 def newest_checkpoint(run_dir: Path) -> tuple[int, int]:
     """Return step and time (ns) of the newest checkpoint, which may be saved again; -1 and 0 without one."""
-    newest = record.newest_checkpoint_facts(run_dir)
+    newest = files.newest_checkpoint_facts(run_dir)
     if newest is None:
         return -1, 0
     path, facts = newest

@@ -11,8 +11,8 @@ import json
 import os
 from pathlib import Path
 
-from bert_dp.config.error import install_command
-from bert_dp.record import INIT_FILE, LOG_DIR
+from bert_dp.config.errors import install_command
+from bert_dp.files import INIT_FILE, LOG_DIR
 from launcher.children import child_environment, kernel_caches, module_command
 
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")

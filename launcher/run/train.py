@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from bert_dp import record
+from bert_dp import files as record
 from bert_dp.config import (
     BatchLayout,
     Config,
@@ -37,21 +37,20 @@ from bert_dp.config import (
 )
 from bert_dp.config.checks import ProfilePlan, profile_issues
 from bert_dp.cost import flops_per_token, num_parameters, rank_memory_gib
-from bert_dp.record.models import Failure, Summary
+from bert_dp.files.models import Failure, Summary
 from launcher import results
-from launcher.job import Job, built_data, exposure_issues, input_issues, prepare_data
+from launcher.job import Job, built_data, claim, exposure_issues, input_issues, place_issues, prepare_data
 from launcher.log import PLAIN, logger, masked_command, show
 from launcher.machine.environment import Environment, emulated_warnings, precision_of
-from launcher.output import claim, place_issues
 from launcher.report.console import show_end, show_report
 from launcher.report.html import write_or_warn
 from launcher.report.numbers import count_of, format_duration, format_gib, format_percent
-from launcher.report.run_report import PAGE, of_directories
+from launcher.report.run_page import PAGE, of_directories
 from launcher.run import processes, restarts
 from launcher.run.loggers import Loggers
 from launcher.watch import advice, hangs
-from launcher.watch.card import card
 from launcher.watch.display import Display
+from launcher.watch.failure_card import card
 
 if TYPE_CHECKING:
     from rich.console import Console

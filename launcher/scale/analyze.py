@@ -10,9 +10,9 @@ from typing import Any
 
 from bert_dp import cost
 from bert_dp.config import computes_alone
-from bert_dp.record.models import STRAGGLER_RATIO, Summary
+from bert_dp.files.models import STRAGGLER_RATIO, Summary
 from launcher import results, stats
-from launcher.run.read_run import UNREADABLE, Repeat, cause, ended, failure_kind, read_repeat, read_summary
+from launcher.run.trials import UNREADABLE, Repeat, cause, ended, failure_kind, read_repeat, read_summary
 from launcher.scale import models
 from launcher.scale.grid import Grid, run_dir
 from launcher.scale.models import CellMeasurement, GridCell, Scaling

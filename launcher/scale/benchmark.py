@@ -9,15 +9,24 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bert_dp import record
+from bert_dp import files
 from bert_dp.config import ConfigError, Issue, dump_config
 from launcher import job, results
+from launcher.job import Output, publish
 from launcher.log import Log, complain, logger
-from launcher.output import Output, publish
 from launcher.report.numbers import count_of, format_si
 from launcher.run import trials
-from launcher.run.read_run import cause, read_summary
-from launcher.run.trials import Ending, Progress, Runner, Slot, Trial, earlier_outcome, run_to_end
+from launcher.run.trials import (
+    Ending,
+    Progress,
+    Runner,
+    Slot,
+    Trial,
+    cause,
+    earlier_outcome,
+    read_summary,
+    run_to_end,
+)
 from launcher.scale import models
 from launcher.scale.analyze import analyze
 from launcher.scale.diagnose import diagnose
@@ -220,7 +229,7 @@ def _measure_profile(grid: Grid, runs: Runner, log: Log) -> None:
     batch = config.batch.model_copy(update={"global_size": config.batch.micro_size})
     data = config.data.model_copy(update={"synthetic": True})
     path = runs.scratch / "profile.yaml"
-    record.write_text(path, dump_config(config.model_copy(update={"batch": batch, "data": data})))
+    files.write_text(path, dump_config(config.model_copy(update={"batch": batch, "data": data})))
     _measure_once(grid, runs, log, models.StepProfile, "profile.json", "profiling", [str(path)])
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from launcher.report.numbers import count_of, format_interval, format_percent
-from launcher.report.quantities import Ratio
+from launcher.report.page import Ratio
 from launcher.scale.models import BottleneckDiagnosis, CellMeasurement, DiagnosisKind
 from launcher.stats import is_measurable
 

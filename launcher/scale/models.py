@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from bert_dp.record.models import FailureKind, StoredFile, StoredModel
+from bert_dp.files.models import FailureKind, StoredFile, StoredModel
 from launcher.results import Count, Interval, PlanFile, Point, Positive
 
 MAX_READY_RATIO = 1.05  # of the last ready time over the backward pass: two clocks

@@ -10,15 +10,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from bert_dp import record
+from bert_dp import files
 from launcher import results
-from launcher.report.model import (
+from launcher.report.numbers import NA, count_of, format_count, format_interval, format_lr, format_step_time
+from launcher.report.numbers import number as finite
+from launcher.report.page import (
     Axis,
     Bars,
+    Computed,
     Figure,
     Level,
     Line,
     Mark,
+    Quantity,
+    Ratio,
     ReferenceLine,
     Report,
     ReportSection,
@@ -26,11 +31,12 @@ from launcher.report.model import (
     TableCell,
     Tile,
     Verdict,
+    at,
+    cell_of,
+    first_line,
+    machine_line,
+    table,
 )
-from launcher.report.numbers import NA, count_of, format_count, format_interval, format_lr, format_step_time
-from launcher.report.numbers import number as finite
-from launcher.report.parts import first_line, machine_line
-from launcher.report.quantities import Computed, Quantity, Ratio, at, cell_of, table
 from launcher.scale import models
 from launcher.scale.diagnose import CEILING, COMMUNICATION, EFFICIENCY, STRAGGLER
 from launcher.scale.models import CellMeasurement, DiagnosisKind, Mode, Scaling
@@ -389,7 +395,7 @@ def write_csv(scaling: Scaling, out: Path) -> None:
     lines = csv.writer(text, lineterminator="\n")
     lines.writerow(paths)
     lines.writerows([_csv_text(cell, path) for path in paths] for cell in scaling.cells)
-    record.write_text(out, record.safe(text.getvalue()))
+    files.write_text(out, files.safe(text.getvalue()))
 
 
 def _csv_paths(part: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bert_dp import record
+from bert_dp import files
 from bert_dp.config import Config, dump_config
 from launcher import results
 
@@ -24,4 +24,4 @@ def write_result(tune: results.TuneFile, tuned: Config | None, out: Path) -> Non
     """Write tune.json, and tuned.yaml if something was chosen. Raises OSError."""
     results.write(out / FILE, tune)
     if tuned is not None:
-        record.write_text(out / TUNED, dump_config(tuned))
+        files.write_text(out / TUNED, dump_config(tuned))

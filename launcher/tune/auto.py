@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bert_dp import record
+from bert_dp import files
 from bert_dp.config import ConfigError, load_config, micro_is_auto, read_manifest, resolve
 from bert_dp.config.checks import ProfilePlan
 from bert_dp.config.manifest import hash_json
 from launcher import job, results
+from launcher.job import COMPARED, identity
 from launcher.log import PLAIN, show
-from launcher.output import COMPARED, identity
-from launcher.report.run_report import PAGE
+from launcher.report.run_page import PAGE
 from launcher.run.train import check_profile, start_issues
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def resolve_auto_batch(
     own = run_dir / "config.yaml" if run_dir else None
     if own is not None and own.exists():
         return with_micro(load_config(own).batch.micro_size, "as this run has it")
-    earlier = None if resume in ("auto", "never") else record.newest_checkpoint_facts(Path(resume))
+    earlier = None if resume in ("auto", "never") else files.newest_checkpoint_facts(Path(resume))
     if earlier is not None:
         return with_micro(resolve([earlier[1].config]).batch.micro_size, "as the run of --resume has it")
     from launcher.tune import FILE, batch
@@ -66,11 +66,11 @@ def resolve_auto_batch(
     options = batch.BatchOptions(nproc, BUDGET_S, None, launcher)
     spec = batch.search_spec(setup, options)
     folder = setup.directory(run_dir, "runs")
-    if issues := start_issues(setup, folder, resume) or record.cache_issues():
+    if issues := start_issues(setup, folder, resume) or files.cache_issues():
         raise ConfigError(issues)
     check_profile(profile, setup.config, spec.ranks, folder, resume)
     machine = setup.machine.to_json()
-    place = record.cache_root() / "tune" / cache_key(spec, machine)
+    place = files.cache_root() / "tune" / cache_key(spec, machine)
     for file in sorted(place.glob(f"*/{FILE}")):
         kept = results.find(file, TuneBatch)
         if kept is not None and kept.choice is not None and still_holds(kept, spec.limit_gib):

@@ -10,18 +10,29 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from bert_dp import cost, record
+from bert_dp import cost, files
 from bert_dp.config import Config, ConfigError, Issue, batch_layout, parse_overrides
 from bert_dp.cost import GIB
-from bert_dp.record.models import FailureKind, NoiseScale
+from bert_dp.files.models import FailureKind, NoiseScale
 from launcher import job
+from launcher.job import Output, Session, publish
 from launcher.log import Log, logger
-from launcher.output import Output, Session, publish
 from launcher.report.numbers import format_gib, format_si
 from launcher.results import PlanFile
 from launcher.run import trials
-from launcher.run.read_run import cause, failure_kind, read_repeat, read_summary
-from launcher.run.trials import Ending, Runner, Slot, Trial, TrialsFailed, run_to_end, timed_config
+from launcher.run.trials import (
+    Ending,
+    Runner,
+    Slot,
+    Trial,
+    TrialsFailed,
+    cause,
+    failure_kind,
+    read_repeat,
+    read_summary,
+    run_to_end,
+    timed_config,
+)
 from launcher.tune import throughput, with_settings, write_result
 from launcher.tune.throughput import (
     MAX_ROUNDS,
@@ -308,7 +319,7 @@ def alloc_retries(directory: Path, ranks: int, warm_up: int) -> int | None:
     """Return the greatest number of allocator retries of a rank after the warm-up; None on a CPU."""
     retries = []
     for rank in range(ranks):
-        lines = record.read_lines(directory / "steps" / f"rank-{rank}.jsonl")
+        lines = files.read_lines(directory / "steps" / f"rank-{rank}.jsonl")
         counts = [(n["step"], n["alloc_retries"]) for n in lines if n.get("alloc_retries") is not None]
         if counts:
             before = max(count for step, count in counts if step <= max(warm_up, counts[0][0]))

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Literal
 
-from bert_dp.record.models import FailureKind, HeldOut, StoredModel
+from bert_dp.files.models import FailureKind, HeldOut, StoredModel
 from launcher.results import Point, Positive, TuneFile
 from launcher.stats import half_width
 

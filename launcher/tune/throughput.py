@@ -14,7 +14,7 @@ from pydantic import Field
 
 from bert_dp.config import Config, ConfigError, batch_layout
 from bert_dp.config.schema import divisors
-from bert_dp.record.models import FailureKind, NoiseScale, StoredModel
+from bert_dp.files.models import FailureKind, NoiseScale, StoredModel
 from launcher.results import Count, Interval, Positive, TuneFile
 from launcher.stats import student
 from launcher.tune import with_settings

@@ -8,20 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bert_dp.config import ConfigError, Issue
-from bert_dp.record.models import HeldOut
+from bert_dp.files.models import HeldOut
 from launcher import results
-from launcher.report import heldout
-from launcher.report.model import (
-    Axis,
-    Figure,
-    Line,
-    Mark,
-    ReferenceLine,
-    Report,
-    ReportSection,
-    Table,
-    Verdict,
-)
+from launcher.report import run_page
 from launcher.report.numbers import (
     NA,
     count_of,
@@ -35,8 +24,22 @@ from launcher.report.numbers import (
     format_ratio,
     format_si,
 )
-from launcher.report.parts import status_verdicts, subtitle
-from launcher.report.quantities import Computed, Quantity, table
+from launcher.report.page import (
+    Axis,
+    Computed,
+    Figure,
+    Line,
+    Mark,
+    Quantity,
+    ReferenceLine,
+    Report,
+    ReportSection,
+    Table,
+    Verdict,
+    status_verdicts,
+    subtitle,
+    table,
+)
 from launcher.tune import TUNED
 from launcher.tune.lr_search import Rung, TuneLr
 from launcher.tune.throughput import MEMORY_SHARE, MIN_SHARE_OF_BEST, TuneBatch, run_rate
@@ -266,9 +269,9 @@ def _lr_choice(tune: TuneLr, folder: Path) -> Verdict:
         f"Edge of the grid: no worse rate was measured on the {side} side, so the best one may lie beyond."
         if side
         else "",
-        heldout.too_small(_heldout(tune), choice.lead) or "",
+        run_page.too_small(_heldout(tune), choice.lead) or "",
     ]
-    loss = heldout.loss_text(choice.heldout_loss, _heldout(tune), finite_losses(_last(tune), choice.lr))
+    loss = run_page.loss_text(choice.heldout_loss, _heldout(tune), finite_losses(_last(tune), choice.lr))
     seeds = count_of(choice.seeds, "seed")
     text = f"Learning rate {format_lr(choice.lr)}: held-out loss {loss}, mean of {seeds}."
     return Verdict("warn" if side else "ok", text, [*filter(None, notes)])

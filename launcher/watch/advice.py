@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bert_dp import record
+from bert_dp import files
 from bert_dp.config import Config, ConfigError, batch_layout, divisors, load_config
 from bert_dp.cost import GIB, rank_memory_gib
-from bert_dp.record.models import OUT_OF_MEMORY, Environment, Failure, RunMemory
+from bert_dp.files.models import OUT_OF_MEMORY, Environment, Failure, RunMemory
 from launcher import results
 from launcher.machine.environment import ROOT, precision_of
 from launcher.report.numbers import format_count, format_gib
@@ -108,7 +108,7 @@ def _what_to_lower(
             "this host, fewer other processes, or more memory"
         ]
     capacity, why = _host_capacity(machine, world_size) if on_host else _device_capacity(message, machine)
-    newest = record.newest_checkpoint_facts(run_dir)
+    newest = files.newest_checkpoint_facts(run_dir)
     kept = newest[1].precision if newest else None
     precision = precision_of(config, machine.bf16_units, on_gpu=not on_host, kept=kept)
     equation, fixes = what_fits(config, precision, world_size, capacity, on_gpu=not on_host)

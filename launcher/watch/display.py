@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bert_dp import record
+from bert_dp import files
 from bert_dp.config import Config
-from bert_dp.record.models import HeldOut, Summary
+from bert_dp.files.models import HeldOut, Summary
 from launcher import results
 from launcher.log import PLAIN, show
-from launcher.report import heldout
+from launcher.report import run_page
 from launcher.report.numbers import (
     count_of,
     format_count,
@@ -159,7 +159,7 @@ def progress_line(
     parts = {
         "step": f"step {format_count(metrics.get('step'))}",
         "progress": format_percent(metrics.get("progress")),
-        "loss": f"loss {heldout.loss_in(unit, metrics.get('loss'))}",
+        "loss": f"loss {run_page.loss_in(unit, metrics.get('loss'))}",
         "lr": f"lr {format_lr(metrics.get('lr'))}",
         "tokens": format_si(metrics.get("tokens_per_s"), "tokens/s"),
         "global": format_si(metrics.get("global_steps_per_s"), "global steps/s"),
@@ -176,9 +176,9 @@ def heldout_line(line: Mapping[str, Any]) -> str:
     measured = HeldOut.model_validate(line)
     parts = (
         f"step {format_count(line.get('step'))}",
-        f"held-out loss {heldout.loss_text(measured.loss, measured)}",
-        heldout.basis(measured),
-        heldout.scores_text(measured),
+        f"held-out loss {run_page.loss_text(measured.loss, measured)}",
+        run_page.basis_of(measured),
+        run_page.scores_text(measured),
     )
     return " | ".join(filter(None, parts))
 
@@ -202,5 +202,5 @@ def eta_s(lines: Sequence[Mapping[str, Any]], hours: float | None = None) -> flo
 def readable(line: str) -> str:
     """Make a line of a log printable and bounded; of a progress bar the last state remains."""
     states = [part for part in line.split("\r") if part]
-    line = record.printable(states[-1]) if states else ""
+    line = files.printable(states[-1]) if states else ""
     return line if len(line) <= LINE_CHARS else f"{line[:LINE_CHARS]} ..."

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import psutil
 
-from bert_dp import record
+from bert_dp import files
 from bert_dp.cost import GIB
-from bert_dp.record import is_own_code
-from bert_dp.record.models import Failure, RunMemory
+from bert_dp.files import is_own_code
+from bert_dp.files.models import Failure, RunMemory
 from launcher import results
 from launcher.children import ending
 from launcher.machine.environment import ROOT, control_groups
@@ -171,7 +171,7 @@ def read_end(path: Path) -> str:
             text = file.read().decode("utf-8", "replace")
     except OSError:
         return ""
-    return text.rpartition(f"{record.STARTED_AGAIN}\n")[2]
+    return text.rpartition(f"{files.STARTED_AGAIN}\n")[2]
 
 
 def tail_of(text: str) -> list[str]:

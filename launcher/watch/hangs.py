@@ -19,8 +19,8 @@ from typing import Any
 import psutil
 
 from bert_dp.config import ENGINES
-from bert_dp.record import IN_STEP, PHASES, Heartbeat, heartbeat_path, is_own_code, read_heartbeat, read_json
-from bert_dp.record.models import Failure
+from bert_dp.files import IN_STEP, PHASES, Heartbeat, heartbeat_path, is_own_code, read_heartbeat, read_json
+from bert_dp.files.models import Failure
 
 LOOK_EVERY_S = 1.0
 UNWATCHED_S = 5.0  # the most that counts of the time between two looks: this process may have been stopped
@@ -35,7 +35,7 @@ STACK_LINES = 12
 FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
 # functions of ours that do nothing but wait for a collective that was started before
 WAITS = {
-    ("bert_dp/dist.py", "wait"): "a side-group exchange",
+    ("bert_dp/training/distributed.py", "wait"): "a side-group exchange",
     **{place: what for facts in ENGINES.values() for place, what in facts.waits.items()},
 }
 # these wait for a collective, or work: a backward pass reduces on its way, a device may be busy or stuck
@@ -54,7 +54,7 @@ BEGUN = ("started", "completed")  # states of collectives that GPUs have; those 
 UNEVEN = ("scatter", "all_to_all", "alltoall", "alltoall_base")  # whose inputs may differ by rank
 
 Collectives = Sequence[Mapping[str, Any]]
-"""Recent collectives of a rank, as bert_dp.dist.recent_collectives returns them."""
+"""Recent collectives of a rank, as bert_dp.training.distributed.recent_collectives returns them."""
 
 
 @dataclasses.dataclass(frozen=True)

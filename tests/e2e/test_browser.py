@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launcher.report.html import write
-from launcher.report.model import Axis, ReferenceLine, Report
+from launcher.report.page import Axis, ReferenceLine, Report
 from launcher.scale.scale_page import scale_page
 from tests.browser import COLLISIONS, FIGURES, OVERFLOW, Browser, find
 from tests.report_fixture import HOSTILE, with_strings

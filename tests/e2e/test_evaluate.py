@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from bert_dp.corpus import tokenizer
-from bert_dp.measure.text_loss import TextLoss
+from bert_dp.data import tokenizer
+from bert_dp.evaluation.text_loss import TextLoss
 from tests.e2e.cli import bert_dp, command, interrupted, refused, start
 from tests.helpers import read_lines
 

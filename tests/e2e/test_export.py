@@ -18,8 +18,8 @@ from tokenizers.models import WordLevel
 
 from bert_dp import load
 from bert_dp.config import Config
-from bert_dp.export.check import ExportCheck
-from bert_dp.record.exported import MODEL_FILES
+from bert_dp.exporting.check import ExportCheck
+from bert_dp.files.run_facts import MODEL_FILES
 from tests.e2e.cli import bert_dp, interrupted, refused
 from tests.helpers import logged, read_json, read_lines, write_files
 from tests.runs_to_export import WORDS, config_of, finetuned, write_run

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import bert_dp as package
-from bert_dp.record import PREDICTIONS
+from bert_dp.files import PREDICTIONS
 from launcher import job
 from tests.e2e.cli import TINY, bert_dp, here, refused
 from tests.glue_fixture import write_two_tasks

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bert_dp import checkpoint
+from bert_dp.training import checkpoint
 from launcher.machine import doctor
 from tests.e2e.cli import bert_dp, here, refused, train
 from tests.helpers import write_lines
@@ -81,7 +81,7 @@ def test_checkpoints_are_verified(tmp_path: Path) -> None:
     for step in (0, 1, 2):
         weight = torch.full((4,), float(step))
         state = {"model": {"w": weight}, "optimizer": {"w/m": weight}, "scaler": {}}
-        checkpoint.save(run / "checkpoints", step, state, {**FACTS, "samples": 8 * step}, keep=3)
+        checkpoint.save_checkpoint(run / "checkpoints", step, state, {**FACTS, "samples": 8 * step}, keep=3)
     write_lines(run / "evals.jsonl", [{"step": step, "loss": 7.5 - step} for step in (1, 2, 3)])
     sound = here("checkpoints", str(run), "--json")
     assert sound.returncode == 0, sound.stderr

@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 
-from bert_dp import checkpoint
 from bert_dp.config import CheckpointConfig
-from bert_dp.lines import WriteErrors
 from bert_dp.parallel import State
-from bert_dp.saving import AsyncCheckpointer
+from bert_dp.training import checkpoint
+from bert_dp.training.checkpoint import AsyncCheckpointer
+from bert_dp.training.record_files import WriteErrors
 from tests.states import FACTS
 
 

@@ -21,10 +21,10 @@ from typing import Any
 import pytest
 import torch
 
-from bert_dp import checkpoint
 from bert_dp.config import load_config
 from bert_dp.cost import num_parameters
 from bert_dp.parallel import State
+from bert_dp.training import checkpoint
 from launcher import job
 from tests.e2e.cli import command, go_on, tiny, train
 from tests.faults.harness import broken, needs_mount, observe, on_small_disk, rounds
@@ -182,7 +182,7 @@ def damage(file: Path, draw: random.Random) -> str:
 
 def test_row_10_a_damaged_newest_is_named_and_the_one_before_is_loaded(tmp_path: Path) -> None:
     for step in (1, 2):
-        checkpoint.save(tmp_path, step, state_of(step), {**FACTS, "samples": step}, 9)
+        checkpoint.save_checkpoint(tmp_path, step, state_of(step), {**FACTS, "samples": step}, 9)
     older, whole = tmp_path / "step-00000001", tmp_path / "step-00000002"
     for number in rounds(12, 100):
         draw = random.Random(number)
@@ -202,7 +202,7 @@ def test_row_10_a_damaged_newest_is_named_and_the_one_before_is_loaded(tmp_path:
 def test_row_10_no_single_bit_of_the_manifest_may_change(tmp_path: Path) -> None:
     """The manifest has no hash of its own: every bit of it must matter."""
     tiny_state: State = {"model": {"w": torch.ones(2)}, "optimizer": {"w/m": torch.ones(2)}, "scaler": {}}
-    path = checkpoint.save(tmp_path, 1, tiny_state, FACTS, 9)
+    path = checkpoint.save_checkpoint(tmp_path, 1, tiny_state, FACTS, 9)
     file = path / "manifest.json"
     data = file.read_bytes()
     for place in range(len(data)):
@@ -414,7 +414,7 @@ def test_row_15_a_run_that_skipped_every_step_is_not_done(tmp_path: Path, shards
 
 def _give_up(run_dirs: list[str]) -> None:
     """Train each; the losses of rank 1 are NaN from step number 3 (from 0) on. Only rank 0 reports it."""
-    from bert_dp import worker
+    from bert_dp.training import rank as worker
 
     store, rank = os.environ["BERT_DP_INIT_FILE"], int(os.environ["RANK"])
     make_task = functools.partial(PoisonedTask, bad_steps=range(3, 1000)) if rank == 1 else None

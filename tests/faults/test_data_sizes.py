@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from bert_dp.config import read_manifest
-from bert_dp.data import Shards, TrainingStream, held_out_batches, training_batch
+from bert_dp.data.stream import Shards, TrainingStream, held_out_batches, training_batch
 from tests.faults.harness import FULL, observe, rounds
 from tests.parity.runs import settings, train_runs, write_run
 from tests.shards import write_shards

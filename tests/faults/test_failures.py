@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from bert_dp import record
+from bert_dp import files
 from launcher.run import processes
 from launcher.run.starters import LAUNCHERS
-from launcher.watch.card import card
 from launcher.watch.failure import MemoryWatch
+from launcher.watch.failure_card import card
 from tests.e2e.cli import members, train, write_config
 from tests.faults.harness import FULL, broken, observe, rounds
 from tests.helpers import read_json, write_files
@@ -110,7 +110,7 @@ def test_row_02_a_kill_for_want_of_memory_is_told_as_such(
     counter = root / "sys/fs/cgroup/job/memory.events"
     write_files(root, {str(counter): "oom_kill 0\n", "proc/self/cgroup": "0::/job\n"})
     write_config(run_dir, shards, "compile=off", "schedule.steps=100000", "run.device=cpu")
-    record.write_json(run_dir / "environment.json", {"gpus": [], "memory_gib": 1.0, "memory_limit_gib": None})
+    files.write_json(run_dir / "environment.json", {"gpus": [], "memory_gib": 1.0, "memory_limit_gib": None})
 
     def rise() -> None:
         while not sign.exists():
@@ -155,7 +155,7 @@ def test_row_03_a_crash_is_named_with_its_stack(
         assert any(line.startswith("  why: ") for line in facts["first"])
         stack = [line for line in facts["said"] if line.startswith("  | ")]
         assert stack[0].startswith("  | Fatal Python error: ")
-        assert any("bert_dp/trainer.py" in line and "in train_step" in line for line in stack)
+        assert any("bert_dp/training/loop.py" in line and "in train_step" in line for line in stack)
 
 
 def test_row_20_a_device_out_of_memory_says_what_to_lower(tmp_path: Path, shards: Path) -> None:

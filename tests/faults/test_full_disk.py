@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bert_dp import record
+from bert_dp import files
 from tests.e2e.cli import begin, command, step_reached, train_command, wait_for
 from tests.faults.harness import needs_mount, on_small_disk
 from tests.helpers import logged, read_lines
@@ -30,7 +30,7 @@ def fill_and_free(place: Path, shards: Path) -> None:
     seen = len(read_lines(run_dir / "metrics.jsonl"))
 
     def step() -> int:
-        beat = record.read_heartbeat(record.heartbeat_path(run_dir, 0))
+        beat = files.read_heartbeat(files.heartbeat_path(run_dir, 0))
         return beat.step if beat else 0
 
     wait_for(lambda: process.poll() is not None or step() > seen + 60)
@@ -42,7 +42,7 @@ def fill_and_free(place: Path, shards: Path) -> None:
     assert steps == sorted(set(steps))
     assert steps[-1] == 400
     assert len(steps) < 400
-    summary = record.read_json(run_dir / "summary.json") or {}
+    summary = files.read_json(run_dir / "summary.json") or {}
     assert (summary["status"], summary["step"]) == ("done", 400)
     assert summary["checkpoint"] == "checkpoints/step-00000400"
     assert summary["failed_writes"] > 0
@@ -57,7 +57,7 @@ def fill_and_stay(place: Path, shards: Path) -> None:
     said, errors = process.communicate(timeout=300)
     assert process.returncode == 1, said + errors
     assert "Traceback" not in said + errors, said + errors
-    beat = record.read_heartbeat(record.heartbeat_path(run_dir, 0))
+    beat = files.read_heartbeat(files.heartbeat_path(run_dir, 0))
     assert beat.step == 40
     first = next(line for line in said.splitlines() if line.startswith("failed: "))
     assert "No space left on device" in first

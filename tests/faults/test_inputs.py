@@ -21,7 +21,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from bert_dp.config.manifest import manifest_hash
-from bert_dp.corpus.sources import file_hash
+from bert_dp.data.readers import file_hash
 from launcher.run.starters import LAUNCHERS
 from tests.e2e.cli import begin, bert_dp, go_on, members, step_reached, tiny, train, wait_for
 from tests.e2e.test_launchers import TOOLS, with_site

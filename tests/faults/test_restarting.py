@@ -11,7 +11,7 @@ import psutil
 import pytest
 import yaml
 
-from bert_dp.record import STARTED_AGAIN
+from bert_dp.files import STARTED_AGAIN
 from tests.e2e.cli import begin, here, members, train, wait_for
 from tests.faults.harness import FULL, broken, observe, rounds
 from tests.helpers import logged, read_json, read_lines

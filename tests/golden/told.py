@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bert_dp import record
+from bert_dp import files
 from launcher import results
 from launcher.plan.plan_page import plan_page
-from launcher.report.model import Bars, Figure, Line, Report
 from launcher.report.numbers import number
-from launcher.report.run_report import of_directories
+from launcher.report.page import Bars, Figure, Line, Report
+from launcher.report.run_page import of_directories
 from launcher.scale import models
 from launcher.scale.scale_page import scale_page
 from launcher.tune.lr_search import TuneLr
@@ -40,7 +40,7 @@ LOST: dict[str, tuple[str, str | None]] = {"weak-zero1-n4": ("oom", "no"), "weak
 def run(path: Path, summary: Mapping[str, Any]) -> Path:
     """A run directory that tells nothing of this machine."""
     made = make_run(path, summary=dict(summary), run={"seed": len(path.name)})
-    record.write_json(made / "environment.json", ENVIRONMENT)
+    files.write_json(made / "environment.json", ENVIRONMENT)
     return made
 
 

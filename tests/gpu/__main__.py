@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import gpu, records
-from bert_dp import record
+from bert_dp import files
 from launcher.children import kernel_caches
 from tests.gpu import checks
 from tests.gpu.checks import Found, Place
@@ -236,7 +236,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 def result_of(name: str, one: Running, late: bool, out: Path) -> dict[str, Any]:
     """The result of a part that has ended, or how it ended; keeps its records in raw/NAME."""
-    found = record.read_json(one.folder / "found.json")
+    found = files.read_json(one.folder / "found.json")
     if one.process.returncode != 0 or found is None:
         code = one.process.returncode
         how = f"was ended after {one.limit_s:.0f} s" if late else f"ended with exit code {code}"
@@ -268,7 +268,7 @@ def run_here(name: str, o: argparse.Namespace) -> int:
     """In the part's own process."""
     folder = o.out / "work" / name
     found = PARTS[name].run(Place(o.devices, o.short, o.one, folder, o.data))
-    record.write_json(folder / "found.json", dataclasses.asdict(found))
+    files.write_json(folder / "found.json", dataclasses.asdict(found))
     return 0
 
 
@@ -284,7 +284,7 @@ def gpus() -> tuple[str, int]:
 def write_record(out: Path, facts: dict[str, Any], results: list[dict[str, Any]]) -> None:
     """Write record.json and table.txt; print the table."""
     environment = {**records.probed_machine(None), **facts}
-    record.write_json(out / "record.json", {"environment": environment, "parts": results})
+    files.write_json(out / "record.json", {"environment": environment, "parts": results})
     lines = list(table(results, f"{facts['devices']} x {facts['device']}"))
     (out / "table.txt").write_text("\n".join(lines) + "\n")
     print("", *lines, sep="\n", flush=True)

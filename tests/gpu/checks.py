@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from bert_dp.config import load_config
-from bert_dp.devices import synchronize
-from bert_dp.measure.profiling import lone_trainer
-from bert_dp.metrics import Timers
-from bert_dp.model import TiedLookup
-from bert_dp.trainer import Trainer
+from bert_dp.measure.profile_step import lone_trainer
+from bert_dp.model.bert import TiedLookup
+from bert_dp.training.devices import synchronize
+from bert_dp.training.loop import Trainer
+from bert_dp.training.metrics import Timers
 from launcher.job import find_config
 from tests.e2e.cli import TINY, train
 from tests.example_files import label_names, write_examples

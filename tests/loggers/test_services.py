@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from bert_dp import record
+from bert_dp import files
 from launcher.run.loggers import Loggers
 from tests.e2e.cli import here, wait_for
 from tests.report_fixture import make_run, metrics
@@ -157,10 +157,10 @@ def test_a_resumed_run_is_sent_whole_as_a_new_one(tmp_path: Path, service: str) 
     (run_dir / "summary.json").rename(tmp_path / "summary.json")
     assert send(run_dir, service).ended in {"wandb": ["1"], "mlflow": ["FAILED"], "trackio": [None]}[service]
     for name in ("metrics.jsonl", "evals.jsonl"):
-        record.cut_back(run_dir / name, 80)
+        files.cut_back(run_dir / name, 80)
     for step in (90, 100, 110):
-        record.append_line(run_dir / "metrics.jsonl", metrics(step))
-    record.append_line(run_dir / "evals.jsonl", {"step": 110, "loss": 6.0})
+        files.append_line(run_dir / "metrics.jsonl", metrics(step))
+    files.append_line(run_dir / "evals.jsonl", {"step": 110, "loss": 6.0})
     (tmp_path / "summary.json").rename(run_dir / "summary.json")
     time.sleep(1.1)  # a run is named by the second
     stored = send(run_dir, service)
@@ -179,7 +179,7 @@ def test_lines_arrive_while_the_run_goes_on_and_a_lost_store_ends_nothing(
         shutil.rmtree(run_dir)
         run_dir.mkdir()
         for step in (10, 20):
-            record.append_line(run_dir / "metrics.jsonl", metrics(step))
+            files.append_line(run_dir / "metrics.jsonl", metrics(step))
     _, line = said
     assert line.startswith(f"warning: {service} gets no more of this run (")
     assert sender.exit_code == 1

@@ -64,13 +64,15 @@ def train_runs(size: int, run_dirs: Sequence[Path], **options: Any) -> None:
 
 
 def _train_all(run_dirs: list[str], options: dict[str, Any]) -> None:
-    from bert_dp import data, dist, worker
+    from bert_dp.data import stream as data
+    from bert_dp.training import distributed
+    from bert_dp.training import rank as worker
 
     if options.get("share_device"):
         share_device()
     store = os.environ["BERT_DP_INIT_FILE"]
     rank = int(os.environ["RANK"])
-    plain_next, plain_clock = data.TrainingStream.next, dist.SharedClock
+    plain_next, plain_clock = data.TrainingStream.next, distributed.SharedClock
     for number, run_dir in enumerate(run_dirs):
         os.environ["BERT_DP_INIT_FILE"] = f"{store}-{number}"
         torch._dynamo.reset()  # each run compiles as in a process of its own
@@ -87,7 +89,7 @@ def _train_all(run_dirs: list[str], options: dict[str, Any]) -> None:
         data.TrainingStream.next = watched  # type: ignore[method-assign]
         if "seconds_per_call" in options:  # each rank's clock has a speed of its own; only rank 0's may count
             ticks = itertools.count(step=options["seconds_per_call"] * (1 + 3 * rank))
-            dist.SharedClock = functools.partial(plain_clock, now=ticks.__next__)  # type: ignore[misc,assignment]
+            distributed.SharedClock = functools.partial(plain_clock, now=ticks.__next__)  # type: ignore[misc,assignment]
         bad_rank, bad_steps = options.get("poison", (None, range(0)))
         poisoned = functools.partial(PoisonedTask, bad_steps=bad_steps)
         make_task = poisoned if bad_rank == rank else options.get("make_task")

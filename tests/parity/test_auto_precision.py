@@ -24,7 +24,8 @@ STARTS: tuple[tuple[str, int, tuple[bool, bool]], ...] = (  # run, steps, which 
 
 
 def train_all(root: str) -> None:
-    from bert_dp import precision, worker
+    from bert_dp.training import devices as precision
+    from bert_dp.training import rank as worker
 
     store, rank = os.environ["BERT_DP_INIT_FILE"], int(os.environ["RANK"])
     for number, (name, steps, units) in enumerate(STARTS):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bert_dp.config import load_config
-from bert_dp.model import build_model
+from bert_dp.model.bert import build_model
 from tests.parity.runs import _train_all, settings, write_run
 from tests.ranks import run_ranks
 from tests.shards import write_shards

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from bert_dp.record import PREDICTIONS
+from bert_dp.files import PREDICTIONS
 from tests.example_files import label_names, write_examples
 from tests.helpers import read_lines
 from tests.parity.runs import _train_all, losses, settings, state, summary, train_run, write_run

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from bert_dp.building import first_state
 from bert_dp.config import ConfigError, load_config
-from bert_dp.dist import Comm
-from bert_dp.measure.profiling import ALONE
+from bert_dp.measure.profile_step import ALONE
+from bert_dp.model.build import first_state
 from bert_dp.tasks import make_task
+from bert_dp.training.distributed import Comm
 from tests.helpers import read_json
 from tests.parity.runs import metrics, settings, state, train_run, train_runs, write_run
 from tests.tensors import bits

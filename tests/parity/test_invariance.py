@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from bert_dp.config import batch_at, load_config
-from bert_dp.model import build_model
+from bert_dp.model.bert import build_model
 from bert_dp.optim import lr_factor
 from tests.helpers import logged, read_json
 from tests.parity.runs import (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bert_dp.config import ModelConfig
-from bert_dp.model import build_model
+from bert_dp.model.bert import build_model
 from tests.parity.runs import evals, losses, settings, summary, train_runs, write_run
 from tests.shards import write_shards
 from tests.tensors import bits

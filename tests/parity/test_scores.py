@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from bert_dp.config import read_examples, resolve
 from bert_dp.examples.store import Examples
-from bert_dp.record import PREDICTIONS
+from bert_dp.files import PREDICTIONS
 from bert_dp.tasks.finetune import Finetuning
 from tests.example_files import label_names, write_examples
 from tests.helpers import read_json, read_lines
@@ -83,19 +83,19 @@ class SumOfTokens(torch.nn.Module):
 
 def evaluate_all(folder: str) -> None:
     """In a rank: each kind's prepared directory."""
-    from bert_dp import dist
-    from bert_dp.world import read_world
+    from bert_dp.training import distributed
+    from bert_dp.training.world import read_world
 
-    comm = dist.connect(read_world(os.environ), torch.device("cpu"))
+    comm = distributed.connect(read_world(os.environ), torch.device("cpu"))
     for name, (kind, outputs, _) in KINDS.items():
         evaluate(Path(folder, name), kind, outputs, comm)
-    dist.disconnect()
+    distributed.disconnect()
 
 
 def evaluate(out: Path, kind: str, outputs: int, comm: Any) -> None:
     """Writes scores-RANK.json."""
-    from bert_dp.precision import choose_precision
     from bert_dp.tasks import Context
+    from bert_dp.training.devices import choose_precision
 
     world, device = comm.world, torch.device("cpu")
     own: dict[str, Any] = {

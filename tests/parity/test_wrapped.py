@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from bert_dp.config import ConfigError, resolve
-from bert_dp.measure.profiling import ALONE
+from bert_dp.measure.profile_step import ALONE
 from tests.helpers import read_json
 from tests.parity.runs import BASE, _train_all, metrics, settings, state, write_run
 from tests.ranks import run_ranks
@@ -53,13 +53,15 @@ def _steps(engine_name: str, folder: str, script: Sequence[float]) -> tuple[list
 
     Returns the norms and, on rank 0, the canonical state after them.
     """
-    from bert_dp import dist, model, optim
+    from bert_dp import optim
+    from bert_dp.model import bert
     from bert_dp.parallel import make_engine
-    from bert_dp.world import read_world
+    from bert_dp.training import distributed
+    from bert_dp.training.world import read_world
 
     world, device = read_world(os.environ), CPU
     os.environ["BERT_DP_INIT_FILE"] += "-next"
-    dist.connect(world, device)
+    distributed.connect(world, device)
     sections = {
         **BASE,
         "data": {"sources": ["builtin"], "sequence_length": 16},
@@ -73,7 +75,7 @@ def _steps(engine_name: str, folder: str, script: Sequence[float]) -> tuple[list
     def make_optimizer(named: Any) -> torch.optim.Optimizer:
         return optim.make_optimizer(config.optim, named, bare)
 
-    bare = model.build_model(config.model, 16, 0)
+    bare = bert.build_model(config.model, 16, 0)
     wrapped, optimizer = engine.prepare(bare, make_optimizer)
     optim.set_lr(optimizer, 1e-2)
     norms = []
@@ -93,7 +95,7 @@ def _steps(engine_name: str, folder: str, script: Sequence[float]) -> tuple[list
         if engine_name == "accelerate":  # views of DDP's buckets: freed, they would stand twice
             assert all(p.grad is not None and not p.grad.any() for p in bare.parameters())
     gathered = engine.gather_state()
-    dist.disconnect()
+    distributed.disconnect()
     return norms, gathered
 
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bert_dp.config import Config
-from bert_dp.data import hash64
+from bert_dp.data.stream import hash64
+from bert_dp.model.interface import Model
 from bert_dp.tasks import Context, DatasetInfo
-from bert_dp.trainable import Model
 
 WORDS, WIDTH, MOST = 32, 8, 3
 NUM_SAMPLES, HELD_OUT = 60, 14

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from bert_dp import record
+from bert_dp import files
 from bert_dp.config import Config, batch_layout, dump_config, load_config, shipped_configs
 from bert_dp.cost import GIB, memory_estimate_gib
-from bert_dp.record.models import Failure, RunMemory, kind_of_text
+from bert_dp.files.models import Failure, RunMemory, kind_of_text
 from launcher.watch.advice import MEANING, SPARE, explain, what_fits
 
 
@@ -117,7 +117,7 @@ def run_dir(tmp_path: Path) -> Path:
         "memory_gib": 64.0,
         "memory_limit_gib": 20.0,
     }
-    record.write_json(tmp_path / "environment.json", facts)
+    files.write_json(tmp_path / "environment.json", facts)
     return tmp_path
 
 
@@ -145,11 +145,11 @@ def test_a_host_out_of_memory_shares_it_between_the_ranks(run_dir: Path) -> None
     assert explained.explanation[0] == "control group's limit 20.00 GiB / 2 ranks = 10.00 GiB a rank"
     assert "there are 10.00 GiB" in explained.explanation[1]
     assert explained.memory is NONE
-    record.write_json(run_dir / "environment.json", {"memory_gib": 64.0})
+    files.write_json(run_dir / "environment.json", {"memory_gib": 64.0})
     whole = explain(raised(HOST), run_dir, 4, NONE).explanation[0]
     assert whole == "machine 64.00 GiB / 4 ranks = 16.00 GiB a rank"
     (run_dir / "config.yaml").write_text(dump_config(config()))
-    record.write_json(run_dir / "environment.json", {"gpus": [{"memory_gib": 12.0}]})
+    files.write_json(run_dir / "environment.json", {"gpus": [{"memory_gib": 12.0}]})
     assert explain(raised(HOST), run_dir, 2, NONE).fix[0].startswith("on GPUs the host holds")
 
 

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from bert_dp import anomalies
 from bert_dp.config import BatchLayout
-from bert_dp.dist import Comm, SharedClock
-from bert_dp.measure.profiling import ALONE, lone_trainer
-from bert_dp.metrics import Meter
-from bert_dp.rank_process import gc_paused
-from bert_dp.record import CheckpointFacts
-from bert_dp.train_state import TrainState
-from bert_dp.trainer import log_steps
-from bert_dp.world import World
+from bert_dp.files import CheckpointFacts
+from bert_dp.measure.profile_step import ALONE, lone_trainer
+from bert_dp.training import metrics
+from bert_dp.training.distributed import Comm, SharedClock
+from bert_dp.training.loop import log_steps
+from bert_dp.training.metrics import Meter
+from bert_dp.training.process import gc_paused
+from bert_dp.training.state import TrainState
+from bert_dp.training.world import World
 from tests.helpers import TINY_MODEL, logged, make_config, read_lines
 from tests.states import FACTS
 from tests.tensors import CPU
@@ -44,13 +44,13 @@ def noise(count: int, mean: float = 2.0, deviation: float = 0.1) -> list[float]:
     ],
 )
 def test_a_spike_is_above_mean_and_six_deviations(loss: float, recent: int, spike: bool) -> None:
-    assert anomalies.is_spike(loss, noise(recent)) == spike
+    assert metrics.is_spike(loss, noise(recent)) == spike
 
 
 def test_a_falling_loss_has_no_spikes() -> None:
     """The start of training: ten nats down to three, with noise."""
     losses = list(3.0 + 7.0 * np.exp(-np.arange(400) / 40) + np.array(noise(400, 0.0, 0.1)))
-    assert not any(anomalies.is_spike(x, losses[max(0, i - 128) : i]) for i, x in enumerate(losses))
+    assert not any(metrics.is_spike(x, losses[max(0, i - 128) : i]) for i, x in enumerate(losses))
 
 
 @pytest.mark.parametrize(
@@ -59,8 +59,8 @@ def test_a_falling_loss_has_no_spikes() -> None:
 )
 def test_how_many_in_a_row_stop(precision: str, row: int, limit: int) -> None:
     settings = make_config(run={"max_skipped_in_a_row": limit}, log={"every_steps": 7})
-    assert anomalies.too_many_skipped(settings, precision, row - 1, 40, 2e-4) is None
-    cause = anomalies.too_many_skipped(settings, precision, row, 40, 2e-4)
+    assert metrics.too_many_skipped(settings, precision, row - 1, 40, 2e-4) is None
+    cause = metrics.too_many_skipped(settings, precision, row, 40, 2e-4)
     assert cause is not None
     steps = f"{row} steps in a row" if row > 1 else "1 step up to"
     for text in (steps, "step 40", "at learning rate 0.0002;", "optim.lr (now 0.001)"):
@@ -71,7 +71,7 @@ def test_how_many_in_a_row_stop(precision: str, row: int, limit: int) -> None:
 
 @pytest.mark.parametrize(("skipped", "step", "failed"), [(0, 0, False), (3, 4, False), (4, 4, True)])
 def test_a_run_that_skipped_every_step_is_not_done(skipped: int, step: int, failed: bool) -> None:
-    cause = anomalies.nothing_learned(make_config(), "bf16", skipped, step)
+    cause = metrics.nothing_learned(make_config(), "bf16", skipped, step)
     assert (cause is not None) == failed
     for text in ("all 4 steps", "not finite", "optim.lr (now 0.001)", "precision: fp32"):
         assert not failed or text in (cause or "")

@@ -17,7 +17,7 @@ import torch
 from benchmarks import first_token, gpu, records, tune_lr
 from benchmarks.records import set_options
 from bert_dp.config import read_examples
-from bert_dp.model import build_model
+from bert_dp.model.bert import build_model
 from tests.e2e.cli import TINY, tiny
 from tests.glue_fixture import write_two_tasks
 from tests.gpu.checks import Place

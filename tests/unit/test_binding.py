@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bert_dp.binding import (
+from bert_dp.training.affinity import (
     Placement,
     Topology,
     bind,
@@ -142,7 +142,7 @@ def test_place_binds_by_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores to tell them apart")
 def test_a_rank_that_was_bound_by_its_starter_keeps_its_cores() -> None:
     code = (
-        "import os, sys; from bert_dp.binding import bind\n"
+        "import os, sys; from bert_dp.training.affinity import bind\n"
         "mine = os.sched_getaffinity(0); placed = bind(0, 2)\n"
         "assert os.sched_getaffinity(0) == mine, placed; print(placed.inherited, len(placed.shares[0]))"
     )
@@ -166,7 +166,7 @@ TORCHRUN = """
 import os, subprocess, sys
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["TORCHELASTIC_RUN_ID"] = "none"
-rank = "import os; from bert_dp.binding import omp_threads; print(omp_threads(os.environ))"
+rank = "import os; from bert_dp.training.affinity import omp_threads; print(omp_threads(os.environ))"
 sys.exit(subprocess.run([sys.executable, "-c", rank]).returncode)
 """
 

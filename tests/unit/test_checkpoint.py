@@ -19,9 +19,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bert_dp import checkpoint, record
+from bert_dp import files
 from bert_dp.config import ConfigError
 from bert_dp.parallel import State
+from bert_dp.training import checkpoint
 from tests.helpers import read_json
 from tests.states import FACTS
 from tests.tensors import bits, flat
@@ -47,7 +48,7 @@ def make_state(seed: int = 0) -> State:
 def save(folder: Path, step: int, keep: int = 9) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     facts = {**FACTS, "samples": step * 8, "elapsed_s": 0.1}
-    return checkpoint.save(folder, step, make_state(step), facts, keep)
+    return checkpoint.save_checkpoint(folder, step, make_state(step), facts, keep)
 
 
 def names(folder: Path) -> set[str]:
@@ -83,7 +84,7 @@ def test_the_tokenizer_of_the_run_lies_in_each_checkpoint_and_is_verified(tmp_pa
 
 def test_the_weights_are_known_by_their_own_hash(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
-    assert record.weights_hash(path) == checkpoint.sha256(path / "model.safetensors")
+    assert files.weights_hash(path) == checkpoint.sha256(path / "model.safetensors")
 
 
 def test_newest_are_kept_and_listed_first(tmp_path: Path) -> None:
@@ -165,14 +166,14 @@ def test_a_save_that_fails_leaves_the_old_ones_and_nothing_else(
     }
     monkeypatch.setattr(*failing[fails_at])
     with pytest.raises(OSError, match="No space left"):
-        checkpoint.save(tmp_path, step, make_state(2), FACTS, 9)
+        checkpoint.save_checkpoint(tmp_path, step, make_state(2), FACTS, 9)
     assert tree(tmp_path) == before
     assert names(tmp_path) == {"step-00000001", "latest"}
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    path = checkpoint.save(tmp_path, 1, make_state(5), FACTS, 9)
+    path = checkpoint.save_checkpoint(tmp_path, 1, make_state(5), FACTS, 9)
     assert bits(flat(checkpoint.load(path)[0])) == bits(flat(make_state(5)))
     assert names(tmp_path) == {"step-00000001", "latest"}
 
@@ -221,9 +222,9 @@ def test_what_is_trusted_is_not_read_again(tmp_path: Path, monkeypatch: pytest.M
     old = [save(tmp_path, step) for step in (1, 2)]
     read: list[Path] = []
     monkeypatch.setattr(checkpoint, "check", read.append)  # None: it is good
-    checkpoint.save(tmp_path, 3, make_state(3), FACTS, 2, trusted={old[1]})
+    checkpoint.save_checkpoint(tmp_path, 3, make_state(3), FACTS, 2, trusted={old[1]})
     assert read == []
-    checkpoint.save(tmp_path, 4, make_state(4), FACTS, 2)
+    checkpoint.save_checkpoint(tmp_path, 4, make_state(4), FACTS, 2)
     assert read == [tmp_path / "step-00000003"]
 
 
@@ -252,11 +253,11 @@ def test_too_little_space_is_seen_before_anything_is_written(
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=int(1.5 * size) - 1))
     with pytest.raises(OSError, match=r"free, .* wanted before a save") as caught:
-        checkpoint.save(tmp_path, 2, state, FACTS, 9)
+        checkpoint.save_checkpoint(tmp_path, 2, state, FACTS, 9)
     assert caught.value.errno == errno.ENOSPC
     assert tree(tmp_path) == before
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=int(1.5 * size) + 1))
-    checkpoint.save(tmp_path, 2, state, FACTS, 9)
+    checkpoint.save_checkpoint(tmp_path, 2, state, FACTS, 9)
 
 
 def test_a_state_without_moments_counts_with_them() -> None:
@@ -456,16 +457,16 @@ def test_a_fact_that_is_missing_or_of_another_type_or_range_is_named(
     with pytest.raises(ConfigError, match=needle) as caught:
         checkpoint.load(path)
     assert str(caught.value).isprintable()
-    assert record.newest_checkpoint_facts(path) is None
+    assert files.newest_checkpoint_facts(path) is None
 
 
 def test_an_empty_optimizer_after_steps_is_an_error_and_none_before(tmp_path: Path) -> None:
     """Else the moments would begin anew, and nobody would be told."""
     bare: State = {**make_state(), "optimizer": {}}
-    state, _ = checkpoint.load(checkpoint.save(tmp_path, 0, bare, FACTS, 9))
+    state, _ = checkpoint.load(checkpoint.save_checkpoint(tmp_path, 0, bare, FACTS, 9))
     assert state["optimizer"] == {}
-    checkpoint.load(checkpoint.save(tmp_path, 4, bare, {**FACTS, "skipped_steps": 4}, 9))
-    path = checkpoint.save(tmp_path, 5, bare, {**FACTS, "skipped_steps": 4}, 9)
+    checkpoint.load(checkpoint.save_checkpoint(tmp_path, 4, bare, {**FACTS, "skipped_steps": 4}, 9))
+    path = checkpoint.save_checkpoint(tmp_path, 5, bare, {**FACTS, "skipped_steps": 4}, 9)
     with pytest.raises(ConfigError, match=r"optimizer\.safetensors is empty after 5 steps"):
         checkpoint.load(path)
 

@@ -12,15 +12,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bert_dp import record
-from bert_dp.classifier import Classifier, build_classifier
+from bert_dp import files
 from bert_dp.config import ConfigError, FinetuneConfig, ModelConfig, resolve
-from bert_dp.data import hash64, key32
-from bert_dp.dist import Comm
-from bert_dp.measure.profiling import ALONE
-from bert_dp.precision import precision_of
+from bert_dp.data.stream import hash64, key32
+from bert_dp.measure.profile_step import ALONE
+from bert_dp.model.classifier import Classifier, build_classifier
 from bert_dp.tasks import Context, finetune
 from bert_dp.tasks.finetune import Finetuning
+from bert_dp.training.devices import precision_of
+from bert_dp.training.distributed import Comm
 from tests.example_files import label_names, write_examples
 from tests.helpers import read_lines
 from tests.runs_to_export import peer_of
@@ -254,7 +254,7 @@ def test_predictions_are_of_every_split_with_null_for_what_is_not_known(
     measured = task.evaluate(model, context)
     assert measured is not None
     assert measured["scores"] == {}
-    lines = read_lines(tmp_path / record.PREDICTIONS)
+    lines = read_lines(tmp_path / files.PREDICTIONS)
     dev = task._splits["dev"].labels
     assert dev is not None
     assert [(line["split"], line["index"], line["label"]) for line in lines] == [

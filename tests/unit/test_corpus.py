@@ -22,12 +22,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from bert_dp import record
+from bert_dp import files as record
 from bert_dp.config import BuildConfig, Config, ConfigError, Issue, read_manifest
 from bert_dp.config.manifest import Split
 from bert_dp.config.schema import MIN_BYTE_VOCAB_SIZE
-from bert_dp.corpus import atomic_directory, builder, dedup, encode, pipeline, shards, sources, tokenizer
-from bert_dp.corpus.pipeline import Progress
+from bert_dp.data import build as atomic_directory
+from bert_dp.data import build as builder
+from bert_dp.data import build as pipeline
+from bert_dp.data import dedup, readers, shards, tokenizer
+from bert_dp.data.build import Progress
 from launcher.job import input_issues
 from tests.e2e import cli
 from tests.e2e.cli import open_to_others, umask
@@ -155,14 +158,14 @@ def test_shard_writer_against_plain_lists(
     assert [len(ids) // length for ids in files[:-1]] == [per_shard] * len(files[:-1])
     assert writer.counts.tolist() == np.bincount(np.array(flat, int), minlength=50).tolist()
     assert all(s["bytes"] == (directory / s["file"]).stat().st_size for s in writer.shards)
-    assert all(s["sha256"] == sources.file_hash(directory / s["file"]) for s in writer.shards)
+    assert all(s["sha256"] == readers.file_hash(directory / s["file"]) for s in writer.shards)
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "bpe", "byte_bpe"])
 def test_the_number_of_processes_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(encode, "BATCH_DOCUMENTS", 37)
+    monkeypatch.setattr(tokenizer, "BATCH_DOCUMENTS", 37)
     docs = prose(400) + prose(50)
     source = write(tmp_path / "a.txt", docs)
     options = {"tokenizer_model": kind, "max_tokens_per_char": 0.5}
@@ -337,7 +340,7 @@ def test_a_source_that_changes_while_it_is_read_is_refused(
     assert not list(tmp_path.glob(".out.building-*"))
     write(source, prose(100))
     manifest = make(str(source), tmp_path / "out")
-    assert manifest["sources"][0]["sha256"] == sources.file_hash(source)
+    assert manifest["sources"][0]["sha256"] == readers.file_hash(source)
 
 
 def test_near_dedup_without_rensa(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -540,7 +543,7 @@ def test_sources_are_counted_apart_whatever_the_batches(
     files = [write(tmp_path / f"{i}.txt", docs) for i, docs in enumerate(texts)]
     expected = [sum(map(str.isalpha, "".join(docs))) for docs in texts]
     for size, processes in ((1, 1), (7, 1), (31, 2), (1000, 1)):
-        monkeypatch.setattr(encode, "BATCH_DOCUMENTS", size)
+        monkeypatch.setattr(tokenizer, "BATCH_DOCUMENTS", size)
         out = tmp_path / f"{size}"
         found = make(files, out, processes=processes, normalize=False)["sources"]
         assert [counted["letters"] for counted in found] == expected
@@ -628,7 +631,7 @@ def test_given_tokenizer(tmp_path: Path) -> None:
     manifest = make(source, tmp_path / "out", tokenizer=path)
     assert manifest["special_tokens"] == {"pad": 0, "unk": 2, "cls": 3, "sep": 4, "mask": 5}
     assert manifest["num_special"] == 6
-    assert manifest["tokenizer"]["sha256"] == sources.file_hash(Path(path))
+    assert manifest["tokenizer"]["sha256"] == readers.file_hash(Path(path))
     rows = split(tmp_path / "out", "train")
     assert (rows == 4).sum() == pytest.approx(manifest["train"]["documents"], abs=5)
     assert not (rows == 0).any()
@@ -666,12 +669,12 @@ def test_ordinary_tokens_begin_behind_the_special_ones_of_the_lower_half() -> No
 def test_a_batch_of_documents_is_bounded_by_their_number_and_by_their_characters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(encode, "BATCH_DOCUMENTS", 3)
-    monkeypatch.setattr(encode, "BATCH_CHARS", 10)
+    monkeypatch.setattr(tokenizer, "BATCH_DOCUMENTS", 3)
+    monkeypatch.setattr(tokenizer, "BATCH_CHARS", 10)
     documents = ["a" * size for size in (1, 1, 1, 6, 4, 30, 9, 1, 1, 1)]
-    sizes = [list(map(len, batch)) for batch in encode.in_batches(documents)]
+    sizes = [list(map(len, batch)) for batch in tokenizer.in_batches(documents)]
     assert sizes == [[1, 1, 1], [6, 4], [30], [9, 1], [1, 1]]
-    assert list(encode.in_batches([])) == []
+    assert list(tokenizer.in_batches([])) == []
 
 
 def test_a_small_source_is_tokenized_by_few_processes(
@@ -679,13 +682,13 @@ def test_a_small_source_is_tokenized_by_few_processes(
 ) -> None:
     """One for every so many bytes, and no more than there are cores; `processes` counts where it is given."""
     asked: list[int] = []
-    encode_all = encode.encode_all
+    encode_all = tokenizer.encode_all
 
     def noted(batches: Any, settings: Any, processes: int) -> Any:
         asked.append(processes)
         return encode_all(batches, settings, 1)
 
-    monkeypatch.setattr(encode, "encode_all", noted)
+    monkeypatch.setattr(tokenizer, "encode_all", noted)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
     files = [write(tmp_path / f"{name}.txt", prose(40, seed=n)) for n, name in enumerate("ab")]
     size = sum(Path(file).stat().st_size for file in files)
@@ -706,7 +709,7 @@ def test_a_set_of_the_hub_is_recorded_by_its_text_and_kept_by_its_name(
         read.append(name)
         yield from ((f"row {i}", {"text": text}) for i, text in enumerate([*prose(60), " "]))
 
-    monkeypatch.setattr(sources.readers, "hub_records", rows)
+    monkeypatch.setattr(readers.readers, "hub_records", rows)
     manifest = make("hub:org/\u00fc", tmp_path / "out")
     data = "".join(text + "\n" for text in prose(60)).encode()
     (source,) = manifest["sources"]
@@ -883,7 +886,7 @@ def test_ensure_builds_once_and_follows_the_source(
         source, tokenizer=bert_like(tmp_path / "t.json", ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"])
     )
     built = read_manifest(builder.ensure(given))
-    assert built.tokenizer.sha256 == sources.file_hash(tmp_path / "t.json") == built.build["tokenizer_sha256"]
+    assert built.tokenizer.sha256 == readers.file_hash(tmp_path / "t.json") == built.build["tokenizer_sha256"]
     write(tmp_path / "a.txt", prose(101))
     assert builder.ensure(config(source)) != first
     assert builder.ensure(config(source, build={**PLAIN, "dedup": "none"})).parent == first.parent
@@ -925,7 +928,7 @@ def test_ensure_with_a_given_path(out: Path, tmp_path: Path) -> None:
 
 def start(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "bert_dp.corpus", *arguments],
+        [sys.executable, "-m", "bert_dp.data", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -1040,7 +1043,7 @@ def test_a_build_for_a_run_that_fails_is_one_line_that_names_the_cache(
 
 
 def test_no_torch_is_imported() -> None:
-    code = "import sys, bert_dp.corpus; assert 'torch' not in sys.modules"
+    code = "import sys, bert_dp.data; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(builder.__file__).parents[2])
 
 

@@ -19,7 +19,7 @@ from bert_dp.cost import (
     peak_flops,
     rank_memory_gib,
 )
-from bert_dp.model import build_model
+from bert_dp.model.bert import build_model
 from tests.helpers import make_config
 
 TINY = {"vocab_size": 40, "hidden_size": 16, "num_layers": 3, "num_heads": 2, "intermediate_size": 20}

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from bert_dp.config import ConfigError, read_manifest
-from bert_dp.data import (
+from bert_dp.data.stream import (
     MaskVocabulary,
     MlmBatch,
     Shards,
@@ -29,7 +29,7 @@ from bert_dp.data import (
     random_batch,
     training_batch,
 )
-from bert_dp.model import IGNORE
+from bert_dp.model.bert import IGNORE
 from bert_dp.tasks import SameBatch
 from tests.shards import SPECIAL, write_shards
 
@@ -472,7 +472,7 @@ def test_data_wait_is_the_sum_of_the_waits(shards: Shards, monkeypatch: pytest.M
     made = stream(shards)
     clock = iter([10.0, 12.0, 20.0, 24.0])  # seconds at which two calls begin and end
     with monkeypatch.context() as patched:
-        patched.setattr("bert_dp.data.time.perf_counter", lambda: next(clock))
+        patched.setattr("bert_dp.data.stream.time.perf_counter", lambda: next(clock))
         made.next()
         first = made.wait_s
         made.next()

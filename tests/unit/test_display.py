@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from bert_dp import record
+from bert_dp import files
 from launcher.cli.options import console as make_console
 from launcher.log import PLAIN, show
 from launcher.watch.display import Display, Tail, eta_s, progress_line, readable
@@ -31,7 +31,7 @@ def test_tail_gives_whole_lines_once(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write("o\nthree\n")
     assert tail.lines() == (["two", "three"], False)
-    record.write_text(path, "new\n")  # replaced, as `cut_back` does
+    files.write_text(path, "new\n")  # replaced, as `cut_back` does
     assert tail.lines() == (["new"], True)
 
 
@@ -60,7 +60,7 @@ def test_display_follows_a_run_that_was_cut_back(tmp_path: Path) -> None:
     with Display(tmp_path, Console(file=out, width=200), CONFIG) as display:
         display.poll()
         assert not out.getvalue()  # what an earlier attempt has left is no progress
-        record.write_text(tmp_path / "metrics.jsonl", line(50))
+        files.write_text(tmp_path / "metrics.jsonl", line(50))
         display.poll()
         assert not out.getvalue()  # nor is what it goes on from
         with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -72,13 +72,13 @@ def test_display_follows_a_run_that_was_cut_back(tmp_path: Path) -> None:
 def test_every_logged_line_and_every_held_out_loss_is_shown_once(tmp_path: Path) -> None:
     out = io.StringIO()
     evals = tmp_path / "evals.jsonl"
-    record.write_text(evals, json.dumps(evaluation(10, 1000, 7.0)) + "\n")
+    files.write_text(evals, json.dumps(evaluation(10, 1000, 7.0)) + "\n")
     with Display(tmp_path, Console(file=out, width=200), CONFIG) as display:
         for step in (20, 30):
-            record.append_line(tmp_path / "metrics.jsonl", metrics(step))
-            record.append_line(tmp_path / "metrics.jsonl", metrics(step + 5))
-            record.cut_back(evals, step - 1)  # as the trainer does
-            record.append_line(evals, evaluation(step, 1000, 6.0))
+            files.append_line(tmp_path / "metrics.jsonl", metrics(step))
+            files.append_line(tmp_path / "metrics.jsonl", metrics(step + 5))
+            files.cut_back(evals, step - 1)  # as the trainer does
+            files.append_line(evals, evaluation(step, 1000, 6.0))
             display.poll()
     shown = [line.split(" | ") for line in out.getvalue().splitlines()]
     steps = ["step 20", "step 25", "step 20", "step 30", "step 35", "step 30"]
@@ -92,7 +92,7 @@ def test_a_terminal_has_a_bar_and_a_line_that_stays_now_and_then(tmp_path: Path)
     console = Console(file=out, width=90, force_terminal=True, color_system=None)
     with Display(tmp_path, console, CONFIG) as display:
         for step in (10, 20, 30):
-            record.append_line(tmp_path / "metrics.jsonl", metrics(step))
+            files.append_line(tmp_path / "metrics.jsonl", metrics(step))
             display.poll()
             display._bar.refresh()
     text = out.getvalue()
@@ -111,7 +111,7 @@ def test_a_regression_has_its_unit_and_a_budget_in_hours_its_own_time_left(
     settings = ("objective.name=finetune", "finetune.kind=regression", "data.path=/x", "schedule.hours=0.5")
     console = Console(file=out, width=200, force_terminal=terminal, color_system=None)
     with Display(tmp_path, console, make_config(*settings)) as display:
-        record.append_line(tmp_path / "metrics.jsonl", metrics(10, progress=1 / 3))
+        files.append_line(tmp_path / "metrics.jsonl", metrics(10, progress=1 / 3))
         display.poll()
         display._bar.refresh() if terminal else None
     shown = set(re.findall(r"loss 7.80 (.+?) \| (lr )?.*?left (\w+ min \w+ s)", out.getvalue()))
@@ -138,7 +138,7 @@ def test_the_lines_of_rank_0_are_shown_and_the_last_ones_at_the_end(tmp_path: Pa
         display.poll()
         assert out.getvalue() == "rank 0\n20 %\n"
         say(tmp_path, 0, "last\n")
-        record.write_json(tmp_path / "summary.json", {"status": "done"})
+        files.write_json(tmp_path / "summary.json", {"status": "done"})
     assert out.getvalue() == "rank 0\n20 %\nlast\n"
 
 
@@ -154,7 +154,7 @@ def test_no_line_is_shown_once_a_rank_has_failed(tmp_path: Path) -> None:
     out, display = io.StringIO(), Display(tmp_path, Console(file=out), CONFIG)
     with display:
         say(tmp_path, 0, "Fatal Python error: Segmentation fault\n")
-        record.write_json(tmp_path / "summary.json", {"status": "failed"})
+        files.write_json(tmp_path / "summary.json", {"status": "failed"})
     assert out.getvalue() == ""
 
 

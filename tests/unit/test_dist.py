@@ -15,9 +15,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bert_dp import dist
-from bert_dp.devices import HostAndDevice, own_host_and_device
-from bert_dp.dist import (
+from bert_dp.measure import all_reduce
+from bert_dp.training import distributed
+from bert_dp.training.devices import HostAndDevice, own_host_and_device
+from bert_dp.training.distributed import (
     Comm,
     SharedClock,
     Stop,
@@ -28,8 +29,7 @@ from bert_dp.dist import (
     recent_collectives,
     rendezvous,
 )
-from bert_dp.measure import all_reduce
-from bert_dp.world import World, check_rendezvous, read_world, standard_variables
+from bert_dp.training.world import World, check_rendezvous, read_world, standard_variables
 from tests.helpers import issues_of
 from tests.ranks import run_ranks
 from tests.tensors import CPU
@@ -144,7 +144,7 @@ def test_each_attempt_meets_in_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch
         asked.append((url, rank, size, timeout))
         yield store, rank, size
 
-    monkeypatch.setattr(dist, "torch_rendezvous", of_torch)
+    monkeypatch.setattr(distributed, "torch_rendezvous", of_torch)
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     monkeypatch.setenv("BERT_DP_INIT_FILE", "/x/store")
     met = rendezvous(World(0, 0, 2, 1), CPU)
@@ -154,7 +154,7 @@ def test_each_attempt_meets_in_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("BERT_DP_INIT_FILE")
     rendezvous(World(0, 0, 2, 1), CPU)
     urls = ("file:///x/store-0", "file:///x/store-3", "env://")
-    assert asked == [(url, 0, 2, dist.TIMEOUT) for url in urls]
+    assert asked == [(url, 0, 2, distributed.TIMEOUT) for url in urls]
 
 
 @pytest.mark.parametrize(
@@ -171,12 +171,12 @@ def test_gradients_go_by_nccl_on_gpus_and_everything_else_by_gloo(
     )
     monkeypatch.setattr(torch.distributed, "new_group", lambda backend, **how: begun.append((backend, how)))
     world = World(3, 1, 4, 2)
-    met = dist.RendezvousResult(torch.distributed.HashStore(), (HostAndDevice("n1/1", None),) * 4)
+    met = distributed.RendezvousResult(torch.distributed.HashStore(), (HostAndDevice("n1/1", None),) * 4)
     assert connect(world, device, met).world == world
     (main, how), side = begun
-    assert (main, how["device_id"], how["timeout"]) == (backend, bound, dist.TIMEOUT)
+    assert (main, how["device_id"], how["timeout"]) == (backend, bound, distributed.TIMEOUT)
     assert (how["rank"], how["world_size"]) == (3, 4)
-    assert side == ("gloo", {"timeout": dist.TIMEOUT})
+    assert side == ("gloo", {"timeout": distributed.TIMEOUT})
 
 
 # --- places
@@ -348,7 +348,7 @@ def check_bus_bandwidth(comm: Comm) -> None:
 def check_everything() -> None:
     world = read_world(os.environ)
     node = own_host_and_device(CPU).node
-    dist.own_host_and_device = lambda device: HostAndDevice(node, f"gpu {world.rank}")  # type: ignore[assignment]
+    distributed.own_host_and_device = lambda device: HostAndDevice(node, f"gpu {world.rank}")  # type: ignore[assignment]
     met = rendezvous(world, CPU)
     assert met.places == tuple(HostAndDevice(node, f"gpu {rank}") for rank in range(world.size))
     comm = connect(world, CPU, met)

@@ -20,9 +20,9 @@ import psutil
 import pytest
 from rich.console import Console
 
-from bert_dp import record
+from bert_dp import files
 from bert_dp.config import dump_config
-from bert_dp.record.models import Failure
+from bert_dp.files.models import Failure
 from launcher.run import processes, reaper
 from launcher.watch.display import Display
 from tests.helpers import make_config, read_json, write_files, write_lines
@@ -273,7 +273,7 @@ def test_what_an_earlier_start_said_is_not_this_ones(
     ended = processes.run(directory, 3, "never", lambda: None, options=["--more"])
     assert ended.failure.log_tail == ["now"]
     assert ended.failure.headline() == "torchrun: ended with exit code 3 and no summary"
-    assert (tmp_path / "logs" / "torchrun.log").read_text() == f"earlier\n{record.STARTED_AGAIN}\nnow\n"
+    assert (tmp_path / "logs" / "torchrun.log").read_text() == f"earlier\n{files.STARTED_AGAIN}\nnow\n"
     assert not list(tmp_path.glob("heartbeats/*"))
     assert read_json(tmp_path / "summary.json")["step"] == 20
     assert asked[:2] == ["torchrun", 3]
@@ -312,7 +312,7 @@ def test_what_is_written_last_is_still_shown_and_memory_is_of_all_ranks(
     processes.run(directory, 2, "none", lambda: seen.append(Path("last").exists()))
     assert seen[-1]
     (tmp_path / "config.yaml").write_text(dump_config(make_config("run.device=cpu")))
-    record.write_json(tmp_path / "environment.json", {"memory_gib": 64.0})
+    files.write_json(tmp_path / "environment.json", {"memory_gib": 64.0})
     monkeypatch.setattr(processes, "start_command", lambda *_: [*command[:-1], f"{RAISE}; {command[-1]}"])
     ended = processes.run(directory, 2, "none", lambda: None)
     assert ended.failure.explanation[0] == "machine 64.00 GiB / 2 ranks = 32.00 GiB a rank"
@@ -332,7 +332,7 @@ def test_a_worker_that_ends_after_the_summary_hurries_no_other(
     def on_poll() -> None:
         polls[0] += Path("ready").exists()
         if polls[0] == 5:
-            record.write_json(tmp_path / "summary.json", {"status": "done", "exit_code": 0})
+            files.write_json(tmp_path / "summary.json", {"status": "done", "exit_code": 0})
             Path("go").touch()
         if polls[0] == 60:
             Path("end").touch()

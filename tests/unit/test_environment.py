@@ -456,7 +456,7 @@ def test_nothing_starts_without_time(monkeypatch):
 def test_what_doctor_starts_ends_with_it(fake_module, tmp_path):
     """Killed, it can end nothing itself: our modules follow it by the pid in their environment."""
     name = fake_module(
-        "import os, time; from bert_dp.rank_process import follow_launcher; follow_launcher()\n"
+        "import os, time; from bert_dp.training.process import follow_launcher; follow_launcher()\n"
         f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     )
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
@@ -470,7 +470,7 @@ def test_what_doctor_starts_ends_with_it(fake_module, tmp_path):
 
 def test_import_is_free_of_torch_and_rich():
     heavy = "{'torch', 'rich'} & set(sys.modules)"
-    light = "launcher.machine.doctor, launcher.report.html, launcher.report.run_report"
+    light = "launcher.machine.doctor, launcher.report.html, launcher.report.run_page"
     code = f"import sys, {light}; sys.exit(bool({heavy}))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 

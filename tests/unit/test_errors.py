@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from bert_dp.record import CONTROL
+from bert_dp.files import CONTROL
 from launcher.cli import app
 from tests.e2e.cli import here
 

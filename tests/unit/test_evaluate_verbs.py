@@ -9,14 +9,14 @@ import pytest
 from rich.console import Console
 
 from bert_dp.config import MAX_VOCAB_SIZE, Manifest, read_manifest
-from bert_dp.corpus import builder
-from bert_dp.export.check import ExportCheck
+from bert_dp.data import build as builder
+from bert_dp.exporting.check import ExportCheck
 from launcher import children, datasets, results
 from launcher.evaluate import export as exporting
 from launcher.evaluate import finetune, glue
 from launcher.evaluate.export import check_report
 from launcher.evaluate.glue_scores import GlueOptions
-from launcher.output import Output
+from launcher.job import Output
 from tests.e2e.cli import refused
 from tests.glue_fixture import make_task
 from tests.helpers import make_config, raised_issues
@@ -207,7 +207,7 @@ def test_a_check_ends_as_its_comparison_does(
     as_json: bool,
 ) -> None:
     comparison = ExportCheck.model_validate({**CHECK, "again": again})
-    monkeypatch.setattr("bert_dp.export.check.check", lambda *_: comparison)
+    monkeypatch.setattr("bert_dp.exporting.check.check", lambda *_: comparison)
     how: dict[str, Any] = {"as_json": as_json, "console": Console(width=160)}
     assert exporting.check(Path("out"), None, **how) == code
     printed = capsys.readouterr().out

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from bert_dp.config import Issue
 from bert_dp.config.examples import ExamplesManifest, read_examples
 from bert_dp.config.manifest import manifest_hash
-from bert_dp.corpus import tokenizer as tokens
+from bert_dp.data import tokenizer as tokens
 from bert_dp.examples import custom, glue, prepare
 from bert_dp.examples.prepare import Encoder, main, summary, truncate
 from bert_dp.examples.store import LABEL_TYPES, Examples

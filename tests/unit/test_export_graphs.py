@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from bert_dp.config import Config, Kind, shipped_configs
-from bert_dp.export import check, foreign, trace
-from bert_dp.export.as_function import ExportSource, open_run
-from bert_dp.export.write import describe
+from bert_dp.exporting import check, load_exported, traced
+from bert_dp.exporting.source import describe
+from bert_dp.exporting.traced import ExportSource, open_run
 from tests.runs_to_export import config_of, finetuned, write_run
 
 NAMES = [path.stem for path in sorted(shipped_configs().glob("*.yaml")) if path.stem != "glue"]
@@ -31,7 +31,9 @@ def source_of(folder: Path, name: str) -> ExportSource:
     return open_run(write_run(folder / "run", config), encoder=kind == "encoder")
 
 
-def difference(source: ExportSource, compute: foreign.Compute, *, tolerance: float | None = None) -> float:
+def difference(
+    source: ExportSource, compute: load_exported.Compute, *, tolerance: float | None = None
+) -> float:
     """The largest of all batches that `export check` compares; the first outputs are the same within
     `tolerance`."""
     exported = describe(source, "onnx")
@@ -50,8 +52,8 @@ def difference(source: ExportSource, compute: foreign.Compute, *, tolerance: flo
 def test_onnx_runtime_computes_the_same(tmp_path: Path, name: str) -> None:
     pytest.importorskip("onnxruntime")
     source = source_of(tmp_path, name)
-    trace.write_onnx(source, tmp_path, int8=False)
-    assert difference(source, foreign.open_onnx(tmp_path, source.kind), tolerance=1e-4) < 1e-4
+    traced.write_onnx(source, tmp_path, int8=False)
+    assert difference(source, load_exported.open_onnx(tmp_path, source.kind), tolerance=1e-4) < 1e-4
 
 
 @pytest.mark.slow
@@ -61,24 +63,24 @@ def test_a_masked_language_model_as_onnx_is_an_encoder_too_and_eight_bits_are_ne
     whole, small = tmp_path / "fp32", tmp_path / "int8"
     for folder in (whole, small):
         folder.mkdir()
-        trace.write_onnx(source, folder, int8=folder == small)
+        traced.write_onnx(source, folder, int8=folder == small)
     ids_BS = np.array([[7, 8, 9, 10]])
-    hidden_BSH = foreign.open_onnx(whole, "encoder")(ids_BS, np.ones_like(ids_BS))
+    hidden_BSH = load_exported.open_onnx(whole, "encoder")(ids_BS, np.ones_like(ids_BS))
     with torch.inference_mode():
         expected = source.model.model(torch.from_numpy(ids_BS)).numpy()
     assert hidden_BSH == pytest.approx(expected, abs=1e-4)
     sizes = [(folder / "model.onnx").stat().st_size for folder in (small, whole)]
     assert sizes[0] < 0.4 * sizes[1]
-    assert 1e-4 < difference(source, foreign.open_onnx(small, source.kind)) < 0.1
+    assert 1e-4 < difference(source, load_exported.open_onnx(small, source.kind)) < 0.1
 
 
 @pytest.mark.slow
 def test_a_norm_without_a_mean_is_one_operator_and_the_source_keeps_its_precision(tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     source = source_of(tmp_path, "rms, encoder")
-    trace.trace(source, bf16=True)
+    traced.trace(source, bf16=True)
     assert {parameter.dtype for parameter in source.model.parameters()} == {torch.float32}
-    trace.write_onnx(source, tmp_path, int8=False)
+    traced.write_onnx(source, tmp_path, int8=False)
     kinds = [node.op_type for node in onnx.load(tmp_path / "model.onnx").graph.node]
     norms = [kind for kind in kinds if kind.endswith("SimplifiedLayerNormalization")]
     assert len(norms) == 2 * source.config.model.num_layers + 2  # of the blocks, the embedding and the last

@@ -13,16 +13,18 @@ import pytest
 import torch
 from tokenizers import Tokenizer, processors
 
-from bert_dp import record
+from bert_dp import files as record
 from bert_dp.config import Config, ConfigError, Kind, modernbert_issues, native_issues
-from bert_dp.corpus import sources
-from bert_dp.export import card, check, foreign, write
-from bert_dp.export.as_function import ExportModule, open_run
-from bert_dp.export.from_hf import modernbert_state, our_names
-from bert_dp.export.hf import settings_of, tensors_of
-from bert_dp.export.write import describe, new_directory, write_about, write_hf
-from bert_dp.rank_process import RunFailed
-from bert_dp.record.exported import read_exported
+from bert_dp.data import readers
+from bert_dp.exporting import check, hf
+from bert_dp.exporting import load_exported as foreign
+from bert_dp.exporting import source as write
+from bert_dp.exporting.hf import settings_of, tensors_of
+from bert_dp.exporting.source import describe, new_directory, write_about, write_hf
+from bert_dp.exporting.traced import ExportModule, open_run
+from bert_dp.files.run_facts import read_exported
+from bert_dp.model.build import modernbert_state, our_names
+from bert_dp.training.process import RunFailed
 from tests.helpers import issues_of, raised_issues, read_json
 from tests.runs_to_export import SPECIAL, VOCABULARY, config_of, finetuned, peer_of, perturbed, write_run
 
@@ -243,7 +245,7 @@ def test_weights_that_cannot_be_read_or_were_made_for_other_tokens_are_refused(t
         json.dumps({"tokenizer_sha256": "0" * 64})
     )  # in another frame there
     assert modernbert_state(tmp_path, config, "0" * 64)["model"]
-    state = modernbert_state(tmp_path, config, sources.file_hash(tmp_path / "tokenizer.json"))
+    state = modernbert_state(tmp_path, config, readers.file_hash(tmp_path / "tokenizer.json"))
     assert state["model"].keys() == perturbed(config).state_dict().keys()
     assert state["optimizer"] == {}
 
@@ -373,7 +375,7 @@ def test_a_card_tells_no_folders_and_nothing_of_a_damaged_summary(tmp_path: Path
     words = ["/opt/env/bin/bert-dp", "train", "data.sources=[/srv/texts/a b.txt]"]
     (run / "environment.json").write_text(json.dumps({"command": words}))
     (run / "summary.json").write_text('{"status": "done", "step": 3, "final_loss": "4"')
-    facts = dict(card.training_facts(open_run(run, encoder=False)))
+    facts = dict(hf.training_facts(open_run(run, encoder=False)))
     assert facts["command"] == "`bert-dp train 'data.sources=[a b.txt]'`"
     assert set(facts) == {"command", "steps", "samples", "tokens", "data"}
     assert (facts["steps"], facts["samples"], facts["tokens"]) == ("3", "24", "3,072")
@@ -384,7 +386,7 @@ def test_a_card_quotes_the_evaluation_of_its_own_step_alone(tmp_path: Path) -> N
     heldout = {"heldout_loss": 4.25, "heldout": {"loss": 4.25, "scores": {"dev/auc": None}}}
     for step in (3, 2):
         (run / "summary.json").write_text(json.dumps({"status": "done", "heldout_step": step, **heldout}))
-        facts = dict(card.training_facts(open_run(run, encoder=False)))
+        facts = dict(hf.training_facts(open_run(run, encoder=False)))
         told = ("4.2500 nats", "not defined") if step == 3 else (None, None)
         assert (facts.get("held-out loss"), facts.get("dev/auc")) == told
 
@@ -396,7 +398,7 @@ def test_a_directory_says_what_it_was_made_of(tmp_path: Path) -> None:
         source = open_run(run, encoder=encoder)
         told = describe(source, "hf", "bf16")
         weights = run / "checkpoints/step-00000007/model.safetensors"
-        assert (told.weights_sha256, told.step, told.run) == (sources.file_hash(weights), 7, "mine")
+        assert (told.weights_sha256, told.step, told.run) == (readers.file_hash(weights), 7, "mine")
         assert (told.kind, told.precision, told.architecture) == (kind, "bf16", "ModernBERT")
         assert (told.pad, told.vocab_size, told.sequence_length) == (0, VOCABULARY, 128)
         assert told.finetune == (None if encoder else config.finetune)
@@ -422,7 +424,7 @@ def test_a_foreign_tokenizer_frames_a_pair_as_examples_were_trained(tmp_path: Pa
         write_about(out, dataclasses.replace(source, tokenizer_file=file), "hf", "bert-dp export")
     assert (tmp_path / "ours/tokenizer.json").read_bytes() == ours
     told = read_json(tmp_path / "foreign/export.json")
-    assert told["tokenizer_sha256"] == sources.file_hash(file)
+    assert told["tokenizer_sha256"] == readers.file_hash(file)
     exported = Tokenizer.from_file(str(tmp_path / "foreign/tokenizer.json"))
     wanted = Tokenizer.from_str(ours.decode()).encode("an old ship", "rain")
     got = exported.encode("an old ship", "rain")
@@ -454,9 +456,9 @@ def test_a_card_names_what_the_run_began_with(tmp_path: Path) -> None:
     state = run / "checkpoints/step-00000003/state.json"
     init = {"checkpoint": "runs/b", "sha256": "a" * 64, "tensors": 1, "of": 2}
     source = open_run(run, encoder=False)
-    assert "began with" not in dict(card.training_facts(source))
+    assert "began with" not in dict(hf.training_facts(source))
     facts = source.facts.model_validate({**read_json(state), "init_from": init})
-    told = dict(card.training_facts(dataclasses.replace(source, facts=facts)))
+    told = dict(hf.training_facts(dataclasses.replace(source, facts=facts)))
     assert told["began with"] == f"weights with sha256 {'a' * 64}"
     assert "tokens" not in told, "examples differ in length"
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from bert_dp import rank_process, record
+from bert_dp import files
 from bert_dp.config import ConfigError, Issue
-from bert_dp.record import STARTED_AGAIN
-from bert_dp.record.models import Failure, FailureKind, RunMemory, kind_of_text
+from bert_dp.files import STARTED_AGAIN
+from bert_dp.files.models import Failure, FailureKind, RunMemory, kind_of_text
+from bert_dp.training import process
 from launcher.children import ending
-from launcher.watch.card import CONSEQUENCES_SHOWN, card
 from launcher.watch.failure import (
     GROUP,
     NO_CAUSE,
@@ -30,6 +30,7 @@ from launcher.watch.failure import (
     read_end,
     tail_of,
 )
+from launcher.watch.failure_card import CONSEQUENCES_SHOWN, card
 
 WRONG = {"setting": "optim.lr", "kind": "out_of_range", "message": "wrong"}
 TORCHRUN = """
@@ -232,15 +233,15 @@ def test_the_card_cannot_control_the_terminal(tmp_path: Path) -> None:
 def test_the_cause_is_on_disk_before_its_traceback_is_in_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(record.LOG_DIR, str(tmp_path))
+    monkeypatch.setenv(files.LOG_DIR, str(tmp_path))
     path = tmp_path / "rank-2.error.json"
     there: list[bool] = []
-    monkeypatch.setattr(rank_process, "hide", lambda text, secrets: text)
-    monkeypatch.setattr(rank_process.sys.stderr, "write", lambda text: there.append(path.exists()))
+    monkeypatch.setattr(process, "hide", lambda text, secrets: text)
+    monkeypatch.setattr(process.sys.stderr, "write", lambda text: there.append(path.exists()))
     try:
         json.loads("{")
     except ValueError as problem:
-        rank_process.record_error(2, problem)
+        process.record_error(2, problem)
     assert there == [True]
     facts = json.loads(path.read_text())
     # raised in the standard library, blamed on the line above
@@ -251,8 +252,8 @@ def test_the_cause_is_on_disk_before_its_traceback_is_in_the_log(
 
 
 def test_bad_input_is_recorded_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    monkeypatch.setenv(record.LOG_DIR, str(tmp_path))
-    rank_process.record_error(0, ConfigError([Issue(**WRONG)]))
+    monkeypatch.setenv(files.LOG_DIR, str(tmp_path))
+    process.record_error(0, ConfigError([Issue(**WRONG)]))
     assert json.loads((tmp_path / "rank-0.error.json").read_text())["kind"] == "bad_input"
     assert capsys.readouterr().err == "error: optim.lr: wrong\n"
     failure = cause_of(tmp_path)
@@ -263,16 +264,16 @@ def test_the_message_of_an_error_holds_no_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MY_TOKEN", "q7Zx-81kkd-Pw04ff")
-    monkeypatch.setenv(record.LOG_DIR, str(tmp_path))
-    rank_process.record_error(1, RuntimeError("login with q7Zx-81kkd-Pw04ff failed"))
+    monkeypatch.setenv(files.LOG_DIR, str(tmp_path))
+    process.record_error(1, RuntimeError("login with q7Zx-81kkd-Pw04ff failed"))
     for text in ((tmp_path / "rank-1.error.json").read_text(), capsys.readouterr().err):
         assert "login with" in text
         assert "q7Zx-81kkd-Pw04ff" not in text
 
 
 def test_own_code_is_neither_pythons_nor_a_packages() -> None:
-    assert record.is_own_code(record.__file__)
-    assert record.is_own_code("/data/mine/hook.py")
+    assert files.is_own_code(files.__file__)
+    assert files.is_own_code("/data/mine/hook.py")
     packages = sysconfig.get_path("purelib")
     for library in (
         json.__file__,
@@ -282,14 +283,14 @@ def test_own_code_is_neither_pythons_nor_a_packages() -> None:
         "<frozen runpy>",
         "<string>",
     ):
-        assert not record.is_own_code(library)
+        assert not files.is_own_code(library)
 
 
 def test_what_all_ranks_decided_together_is_no_ranks_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(record.LOG_DIR, str(tmp_path))
-    rank_process.record_error(0, rank_process.RunFailed("5 steps in a row were skipped", "not_finite"))
+    monkeypatch.setenv(files.LOG_DIR, str(tmp_path))
+    process.record_error(0, process.RunFailed("5 steps in a row were skipped", "not_finite"))
     failure = cause_of(tmp_path)
     assert (failure.rank, failure.headline()) == (None, "5 steps in a row were skipped")
     assert failure.kind == "not_finite", "whatever the words"

@@ -18,11 +18,10 @@ from launcher.evaluate import glue, glue_scores
 from launcher.evaluate.glue import GluePlanFile, GlueRun, PreparedTask, choose_tasks, result_file
 from launcher.evaluate.glue_page import compare_report, glue_report
 from launcher.evaluate.glue_scores import Glue, GlueOptions, GlueTask, GlueTrial, RateScore
-from launcher.output import Output
-from launcher.report.model import Report
+from launcher.job import Output
+from launcher.report.page import Report
 from launcher.run import trials
-from launcher.run.read_run import Ended
-from launcher.run.trials import Ending, Outcome, Slot, Stopped, Trial, TrialsFailed
+from launcher.run.trials import Ended, Ending, Outcome, Slot, Stopped, Trial, TrialsFailed
 from tests.glue_fixture import (
     MadeRunner,
     evaluation,

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from bert_dp import checkpoint, setup
-from bert_dp.binding import Placement
-from bert_dp.building import first_state
 from bert_dp.config import Config, ConfigError, Issue, resolve
-from bert_dp.dist import Comm
-from bert_dp.measure.profiling import ALONE, lone_trainer
+from bert_dp.measure.profile_step import ALONE, lone_trainer
+from bert_dp.model.build import first_state
 from bert_dp.tasks import DatasetInfo
 from bert_dp.tasks.mlm import MaskedLanguageModel
-from bert_dp.train_state import TrainState
-from bert_dp.world import World
+from bert_dp.training import build, checkpoint
+from bert_dp.training.affinity import Placement
+from bert_dp.training.distributed import Comm
+from bert_dp.training.state import TrainState
+from bert_dp.training.world import World
 from tests.helpers import TINY_MODEL, issues_of, make_config, read_json, read_lines, write_lines
 from tests.states import FACTS
 from tests.tensors import CPU
@@ -49,29 +49,29 @@ def run_dir(tmp_path: Path) -> Path:
     state = {"model": {"w": torch.ones(2)}, "optimizer": {"w/step": torch.tensor(3.0)}, "scaler": {}}
     facts = {**FACTS, "config": config().model_dump(mode="json"), "samples": 12, "elapsed_s": 7.5}
     (tmp_path / "checkpoints").mkdir()
-    checkpoint.save(tmp_path / "checkpoints", 3, state, facts, 9)
+    checkpoint.save_checkpoint(tmp_path / "checkpoints", 3, state, facts, 9)
     return tmp_path
 
 
 def test_a_rank_goes_on_with_the_data_of_the_checkpoint_only(run_dir: Path) -> None:
     """srun and mpirun start ranks without the launcher, which checks the same."""
     said: list[str] = []
-    resumed = setup.select_checkpoint(rank_with(run_dir, "0", said), "auto")
+    resumed = build.select_checkpoint(rank_with(run_dir, "0", said), "auto")
     assert said == ["resuming from step-00000003: 12 samples seen"]
     assert resumed.path == run_dir / "checkpoints" / "step-00000003"
     assert resumed.state == TrainState(step=3, samples=12, elapsed_s=7.5, logged_step=3)
     with pytest.raises(ConfigError, match=f"was trained on shards {'0' * 16}, these are {'1' * 16}"):
-        setup.select_checkpoint(rank_with(run_dir, "1"), "auto")
+        build.select_checkpoint(rank_with(run_dir, "1"), "auto")
 
 
 def test_a_run_that_is_to_begin_anew_takes_no_checkpoint(run_dir: Path) -> None:
-    assert setup.select_checkpoint(rank_with(run_dir, "0"), "never") is None
+    assert build.select_checkpoint(rank_with(run_dir, "0"), "never") is None
 
 
 def test_a_checkpoint_of_other_settings_is_refused_by_a_rank_too(run_dir: Path) -> None:
     rank = rank_with(run_dir, "0")
     rank.config = config().model_copy(update={"optim": config().optim.model_copy(update={"clip": 0.75})})
-    (line,) = issues_of(setup.select_checkpoint, rank, "auto")
+    (line,) = issues_of(build.select_checkpoint, rank, "auto")
     assert line.startswith("optim.clip: the run has ")
     assert line.endswith("undo it or use --resume never in another run directory")
 
@@ -80,7 +80,7 @@ def test_a_run_whose_checkpoints_cannot_be_read_is_not_begun_again(run_dir: Path
     """A new start would cut its records back and set its checkpoints aside; one bad read is enough."""
     weights = run_dir / "checkpoints" / "step-00000003" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    (line,) = issues_of(setup.select_checkpoint, rank_with(run_dir, "0"), "auto")
+    (line,) = issues_of(build.select_checkpoint, rank_with(run_dir, "0"), "auto")
     assert line.startswith(f"--resume: no checkpoint of this run can be read: {weights}: ")
     assert line.endswith("look at the disk and run again, or choose another --run-dir")
 
@@ -106,20 +106,20 @@ def test_every_rank_follows_the_choice_of_rank_0_and_its_error(
     rank, said = rank_with(run_dir, "0"), list[str]()
     rank.log_rank0 = said.append
     rank.comm = Told({"path": str(old), "passed_over": ["step-00000004: no manifest"]})
-    resumed = setup.select_checkpoint(rank, str(run_dir / "nowhere"))
+    resumed = build.select_checkpoint(rank, str(run_dir / "nowhere"))
     assert resumed is not None
     assert (resumed.path, resumed.state.step) == (old, 3)
     assert said[0] == "checkpoint passed over: step-00000004: no manifest"
     rank.comm = Told(
         {"path": None, "passed_over": [], "issues": [Issue("--resume", "not_found", "gone").to_json()]}
     )
-    assert issues_of(setup.select_checkpoint, rank, "auto") == ("--resume: gone",)
+    assert issues_of(build.select_checkpoint, rank, "auto") == ("--resume: gone",)
     rank.comm = Told({"path": None, "passed_over": []})
-    assert setup.select_checkpoint(rank, "auto") is None
+    assert build.select_checkpoint(rank, "auto") is None
 
 
 def test_a_path_without_a_checkpoint_is_bad_input(run_dir: Path) -> None:
-    (line,) = issues_of(setup.select_checkpoint, rank_with(run_dir, "0"), str(run_dir / "nowhere"))
+    (line,) = issues_of(build.select_checkpoint, rank_with(run_dir, "0"), str(run_dir / "nowhere"))
     why = "no valid checkpoint there; name a run or a checkpoint"
     assert line == f"--resume: {run_dir / 'nowhere'}: {why}"
 
@@ -134,10 +134,10 @@ def test_a_run_stays_compiled_on_the_same_kind_of_device_unless_the_setting_says
     state = {"model": {"w": torch.ones(2)}, "optimizer": {"w/step": torch.tensor(3.0)}, "scaler": {}}
     facts = {**FACTS, "config": config().model_dump(mode="json"), "compiled": True, "device": device}
     (tmp_path / "checkpoints").mkdir()
-    checkpoint.save(tmp_path / "checkpoints", 3, state, facts, 9)
+    checkpoint.save_checkpoint(tmp_path / "checkpoints", 3, state, facts, 9)
     rank = rank_with(tmp_path, "0")
     rank.config = rank.config.model_copy(update={"compile": setting})
-    resumed = setup.select_checkpoint(rank, "auto")
+    resumed = build.select_checkpoint(rank, "auto")
     assert resumed is not None
     assert resumed.compiled is kept
 
@@ -164,10 +164,10 @@ def test_no_rank_writes_before_rank_0_has_cut_the_records_back(run_dir: Path, ra
     meeting = Meeting(World(rank, rank, 2, 2), record)
     trainer: Any = SimpleNamespace(run_dir=run_dir, comm=meeting, config=config())
     state = TrainState(step=3)
-    resumed = setup.Checkpoint(run_dir / "checkpoints" / "step-00000003", {}, state, None, "fp32", None)
+    resumed = build.Checkpoint(run_dir / "checkpoints" / "step-00000003", {}, state, None, "fp32", None)
     later = checkpoint.path_of(run_dir / "checkpoints", 5)
     shutil.copytree(run_dir / "checkpoints" / "step-00000003", later)
-    setup.cut_records_back(trainer, state, resumed)
+    build.cut_records_back(trainer, state, resumed)
     assert later.exists() == (rank == 1), "else the next start would go on from it"
     assert (run_dir / "summary.json").exists() == (rank == 1), "it told of an earlier end"
     left = [1, 2, 3] if rank == 0 else [1, 2, 3, 4, 5]
@@ -187,7 +187,7 @@ def test_the_log_says_what_is_about_to_run(
     with lone_trainer(lone_config(shards, optim={"lr": 2e-3}), tmp_path) as trainer:
         begun = dataclasses.replace(trainer, metadata={**trainer.metadata, "init_from": init})
         for resumed in (None, SimpleNamespace(path=tmp_path)):
-            setup.describe(begun, Placement(((0, 1), (2, 3)), 1), resumed)  # type: ignore[arg-type]
+            build.describe(begun, Placement(((0, 1), (2, 3)), 1), resumed)  # type: ignore[arg-type]
         count = sum(p.numel() for p in trainer.bare_model.parameters())
     ranks, batch, model, rate, source, *resumed_lines = capsys.readouterr().out.splitlines()
     for line, facts in (
@@ -205,7 +205,7 @@ def test_the_environment_tells_of_this_rank_and_of_the_cores_of_each(shards: Pat
     config = lone_config(shards)
     (tmp_path / "environment.json").write_text('{"host": "n1"}')
     with lone_trainer(config, tmp_path) as trainer:
-        setup.write_environment(trainer, Placement(((0, 1, 2), (4, 5, 6)), 3, limited_by_omp=True))
+        build.write_environment(trainer, Placement(((0, 1, 2), (4, 5, 6)), 3, limited_by_omp=True))
     facts = read_json(tmp_path / "environment.json")
     worker = facts["worker"]
     assert facts["host"] == "n1"
@@ -219,13 +219,13 @@ def test_the_optimizer_is_compiled_where_the_model_is(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[bool, str]] = []
-    plain = setup.optim.make_optimizer
+    plain = build.optim.make_optimizer
 
     def make_optimizer(*of: Any, compiled: bool, precision: str) -> torch.optim.Optimizer:
         asked.append((compiled, precision))
         return plain(*of)
 
-    monkeypatch.setattr(setup.optim, "make_optimizer", make_optimizer)
+    monkeypatch.setattr(build.optim, "make_optimizer", make_optimizer)
     for setting in ("on", "off"):
         with lone_trainer(lone_config(shards, compile=setting), tmp_path) as trainer:
             assert trainer.metadata["compiled"] is (setting == "on")
@@ -239,7 +239,7 @@ def test_a_residual_stream_in_bf16_is_refused_where_auto_is_no_bf16(
     """By the ranks, which alone can ask a GPU."""
     config = lone_config(shards, precision="auto", model={**TINY_MODEL, "residual_dtype": "bf16"})
     for native in (True, False):
-        monkeypatch.setattr(setup, "has_bf16", lambda _, native=native: native)
+        monkeypatch.setattr(build, "has_bf16", lambda _, native=native: native)
         if native:
             with lone_trainer(config, tmp_path) as trainer:
                 assert trainer.precision.name == "bf16"
@@ -258,9 +258,9 @@ def test_a_synthetic_run_reads_no_samples(shards: Path, tmp_path: Path) -> None:
 def test_only_a_checkpoint_of_the_run_itself_counts_as_saved(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoints"
     for parent, saved in ((folder, 7), (tmp_path / "other" / "checkpoints", None)):
-        resumed = setup.Checkpoint(parent / "step-00000007", {}, TrainState(step=7), None, "fp32", None)
-        assert setup.saved_step(resumed, folder) == saved
-    assert setup.saved_step(None, folder) is None
+        resumed = build.Checkpoint(parent / "step-00000007", {}, TrainState(step=7), None, "fp32", None)
+        assert build.saved_step(resumed, folder) == saved
+    assert build.saved_step(None, folder) is None
 
 
 def test_tokens_are_counted_without_padding_where_samples_differ_in_length(
@@ -288,7 +288,7 @@ def test_weights_of_another_tokenizer_are_refused_and_those_of_an_unknown_one_ta
             facts = {**FACTS, "config": trainer.config.model_dump(mode="json"), "tokenizer": name}
             folder = tmp_path / f"{name}"
             folder.mkdir()
-            saved = checkpoint.save(folder, 0, state, facts, 9)
+            saved = checkpoint.save_checkpoint(folder, 0, state, facts, 9)
             config = lone_config(shards, run={"init_from": str(saved)})
             if name == "cd" * 32:
                 (line,) = issues_of(first_state, config, model, data, trainer.comm)

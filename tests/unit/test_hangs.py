@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bert_dp.record import PHASES, Heartbeat
+from bert_dp.files import PHASES, Heartbeat
 from launcher.watch.hangs import (
     Frame,
     HangDiagnosis,
@@ -21,13 +21,16 @@ from launcher.watch.hangs import (
 
 STDLIB = sysconfig.get_paths()["stdlib"]
 TORCH = f"{STDLIB}/site-packages/torch"
-WORK = (Frame("/p/bert_dp/data.py", 40, "next"), Frame("/p/bert_dp/trainer.py", 99, "train"))
+WORK = (Frame("/p/bert_dp/data/stream.py", 40, "next"), Frame("/p/bert_dp/training/loop.py", 99, "train"))
 GATHER = (
     Frame(f"{TORCH}/distributed/distributed_c10d.py", 4000, "all_gather"),
     Frame(f"{TORCH}/distributed/c10d_logger.py", 83, "wrapper"),
-    Frame("/p/bert_dp/dist.py", 43, "gather"),
+    Frame("/p/bert_dp/training/distributed.py", 43, "gather"),
 )
-TICK = (Frame("/p/bert_dp/dist.py", 57, "wait"), Frame("/p/bert_dp/trainer.py", 90, "train"))
+TICK = (
+    Frame("/p/bert_dp/training/distributed.py", 57, "wait"),
+    Frame("/p/bert_dp/training/loop.py", 90, "train"),
+)
 BACKWARD = (
     Frame(f"{TORCH}/autograd/graph.py", 979, "_engine_run_backward"),
     Frame("/p/bert_dp/parallel/ddp.py", 76, "backward"),
@@ -58,12 +61,12 @@ def started(*names: str, group: str = "0", size: int = 8, first: int = 1) -> lis
 
 DUMP = f"""Thread 0x00007f01 (most recent call first):
   File "{STDLIB}/threading.py", line 331 in wait
-  File "/p/bert_dp/heartbeat.py", line 60 in _live
+  File "/p/bert_dp/training/process.py", line 60 in _live
 
 Current thread 0x00007f02 (most recent call first):
   File "{STDLIB}/socket.py", line 12 in recv
   File "/users/me/my model.py", line 3 in <lambda>
-  File "/p/bert_dp/trainer.py", line 128 in train_step
+  File "/p/bert_dp/training/loop.py", line 128 in train_step
   File "<frozen runpy>", line 88 in _run_code
 """
 
@@ -276,7 +279,7 @@ def test_the_report_names_rank_phase_step_seconds_and_line() -> None:
     lines = report(snapshots, find_culprit(snapshots))
     assert "rank 1 in step 4 (step" in lines[0]
     assert "no progress for 30 s" in lines[0]
-    assert lines[1] == "  rank 1 at /p/bert_dp/data.py:40 in next"
+    assert lines[1] == "  rank 1 at /p/bert_dp/data/stream.py:40 in next"
     stopped = [snapshot(rank, state="T", silent_s=20.0 + rank) for rank in range(2)]
     assert "(no progress for 21 s)" in report(stopped, find_culprit(stopped))[0]
-    assert "waits in all_gather (/p/bert_dp/dist.py:43 in gather)" in lines[-1]
+    assert "waits in all_gather (/p/bert_dp/training/distributed.py:43 in gather)" in lines[-1]

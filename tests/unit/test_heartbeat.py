@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from bert_dp import heartbeat
-from bert_dp.heartbeat import HeartbeatWriter
-from bert_dp.record import BEAT_BYTES, PHASES, Heartbeat, heartbeat_path, read_heartbeat
+from bert_dp.files import BEAT_BYTES, PHASES, Heartbeat, heartbeat_path, read_heartbeat
+from bert_dp.training import process as heartbeat
+from bert_dp.training.process import HeartbeatWriter
 from launcher.watch.hangs import parse_stack
 from tests.e2e.cli import wait_for
 from tests.faults.harness import observe
@@ -159,7 +159,7 @@ def test_a_beat_is_no_system_call(path: Path) -> None:
 def test_the_stack_of_a_process_that_holds_the_lock(tmp_path: Path) -> None:
     code = (
         "import ctypes, sys\n"
-        "from bert_dp.rank_process import show_stacks_on_signal\n"
+        "from bert_dp.training.process import show_stacks_on_signal\n"
         "show_stacks_on_signal(2)\n"
         "print('ready', flush=True)\n"
         "def held():\n"

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bert_dp.config import Config, Section
-from bert_dp.corpus import sources
+from bert_dp.data import readers
 from tests.e2e.cli import here, refused
 from tests.helpers import raised_issues
 
@@ -104,7 +104,7 @@ def test_what_is_no_regular_file(endless: list[str], tmp_path: Path) -> None:
         refuse((*BASE, "--set", f"run.init_from={path}"), "run.init_from", "holds no checkpoint")
         refuse((*BASE, "--resume", path), "--resume", "holds no checkpoint")
         refuse(("plan", "scaling", "--from", path), "--from", path)
-        (issue,) = raised_issues(sources.file_hash, Path(path))
+        (issue,) = raised_issues(readers.file_hash, Path(path))
         assert (issue.setting, issue.kind) == (path, "unsupported")
     (tmp_path / "state").mkdir()
     os.mkfifo(tmp_path / "state" / "state.json")

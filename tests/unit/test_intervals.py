@@ -9,8 +9,8 @@ import math
 import numpy as np
 import pytest
 
-from bert_dp import noise
-from bert_dp.quantiles import student
+from bert_dp.files.quantiles import student
+from bert_dp.training import noise
 from launcher import stats
 
 NORMAL_95 = 1.960

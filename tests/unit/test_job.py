@@ -15,10 +15,10 @@ from rich.console import Console
 
 from bert_dp.config import MAX_RANKS, ConfigError, load_config
 from launcher import children, job, results
+from launcher.job import KeptPlan, Output, claim, identity, place_issues, publish
 from launcher.machine import environment
 from launcher.machine.environment import Gpu
-from launcher.output import KeptPlan, Output, claim, identity, place_issues, publish
-from launcher.report.model import Report
+from launcher.report.page import Report
 from launcher.run.restarts import Policy
 from launcher.run.train import start_warnings
 from launcher.tune.lr import LrPlanFile
@@ -162,7 +162,7 @@ def test_another_configuration_is_told_by_its_settings(tmp_path: Path) -> None:
 def test_runs_of_another_machine_or_other_data_are_not_mixed(
     tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launcher.output.prepare_data", lambda config: shards)
+    monkeypatch.setattr("launcher.job.prepare_data", lambda config: shards)
     config = make_config()
     out = tmp_path / "out"
     out.mkdir()
@@ -198,7 +198,7 @@ def test_identity_is_of_the_machine_and_the_data() -> None:
 
 def test_the_seconds_of_all_calls_are_added_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter((100.0, 103.0, 110.0))
-    monkeypatch.setattr("launcher.output.time.monotonic", lambda: next(now))
+    monkeypatch.setattr("launcher.job.time.monotonic", lambda: next(now))
     kept = KeptPlan(tmp_path / "grid.json", plan().model_copy(update={"seconds": 50.0}))
     kept.save()
     kept.save()
@@ -315,7 +315,7 @@ def test_the_data_are_built_by_the_configuration(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(children, "ask_module", ask_module)
     assert job.prepare_data(config) == tmp_path
-    assert seen == [("bert_dp.corpus", "ensure", config)]
+    assert seen == [("bert_dp.data", "ensure", config)]
 
 
 def test_the_result_is_printed_as_json_or_as_a_report_that_names_its_page(

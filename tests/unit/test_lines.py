@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from bert_dp import record
-from bert_dp.lines import Records, TolerantFile, WriteErrors
+from bert_dp import files
+from bert_dp.training.record_files import Records, TolerantFile, WriteErrors
 
 FULL = "[Errno 28] No space left on device"
 
@@ -20,8 +20,8 @@ def test_a_full_disk_does_not_end_a_process_that_logs(tmp_path: Path) -> None:
     (tmp_path / "rank-0.log").symlink_to("/dev/full")
     script = (
         "import sys, warnings\n"
-        "from bert_dp.lines import WriteErrors\n"
-        "from bert_dp.rank_process import redirect_output, show_stacks_on_signal\n"
+        "from bert_dp.training.record_files import WriteErrors\n"
+        "from bert_dp.training.process import redirect_output, show_stacks_on_signal\n"
         "redirect_output(0, WriteErrors())\n"
         "show_stacks_on_signal(0)\n"
         "for i in range(100): print('a line of a log ' * 100)\n"
@@ -32,7 +32,7 @@ def test_a_full_disk_does_not_end_a_process_that_logs(tmp_path: Path) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path / "end")],
-        env={**os.environ, record.LOG_DIR: str(tmp_path)},
+        env={**os.environ, files.LOG_DIR: str(tmp_path)},
         check=False,
     )
     assert done.returncode == 0  # 120 is a flush that failed at the interpreter's end
@@ -43,17 +43,17 @@ def test_a_log_goes_on_where_an_earlier_process_of_the_rank_has_left_it(tmp_path
     """And no other user can read it."""
     script = (
         "import os, sys\n"
-        "from bert_dp.lines import WriteErrors\n"
-        "from bert_dp.rank_process import redirect_output\n"
+        "from bert_dp.training.record_files import WriteErrors\n"
+        "from bert_dp.training.process import redirect_output\n"
         "for word in ('first', 'second', 'third'):\n"
         "    if not os.fork():\n"
         "        redirect_output(1, WriteErrors()); print(word); sys.stderr.write('.\\n'); os._exit(0)\n"
         "    os.wait()\n"
     )
-    environ = {**os.environ, record.LOG_DIR: str(tmp_path)}
+    environ = {**os.environ, files.LOG_DIR: str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, check=True)
     assert done.stdout + done.stderr == b""
-    again = f"{record.STARTED_AGAIN}\n"
+    again = f"{files.STARTED_AGAIN}\n"
     log = tmp_path / "rank-1.log"
     assert log.read_text() == f"first\n.\n{again}second\n.\n{again}third\n.\n"
     assert log.stat().st_mode & 0o777 == 0o600
@@ -63,8 +63,8 @@ def test_a_process_follows_its_own_launcher_alone() -> None:
     """A launcher that has gone before, or whose pid is another process's by now, is gone."""
     script = (
         "import os\n"
-        "from bert_dp.rank_process import follow_launcher\n"
-        "from bert_dp.record import LAUNCHER_PID, LAUNCHER_START, start_ticks\n"
+        "from bert_dp.training.process import follow_launcher\n"
+        "from bert_dp.files import LAUNCHER_PID, LAUNCHER_START, start_ticks\n"
         "gone = os.fork()\n"
         "if not gone: os._exit(0)\n"
         "os.waitpid(gone, 0)\n"
@@ -81,11 +81,11 @@ def test_a_process_follows_its_own_launcher_alone() -> None:
 
 def test_a_log_that_cannot_be_made_does_not_end_a_process(tmp_path: Path) -> None:
     script = (
-        "from bert_dp.lines import WriteErrors\n"
-        "from bert_dp.rank_process import redirect_output, show_stacks_on_signal\n"
+        "from bert_dp.training.record_files import WriteErrors\n"
+        "from bert_dp.training.process import redirect_output, show_stacks_on_signal\n"
         "redirect_output(0, WriteErrors()); show_stacks_on_signal(0); print('goes on')\n"
     )
-    environ = {**os.environ, record.LOG_DIR: str(tmp_path / "gone")}
+    environ = {**os.environ, files.LOG_DIR: str(tmp_path / "gone")}
     done = subprocess.run(
         [sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=False
     )
@@ -107,14 +107,14 @@ def test_the_first_missing_line_of_a_record_is_reported(
 ) -> None:
     said: list[str] = []
     errors = WriteErrors()
-    records, real, full = Records(tmp_path, said.append, errors), record.append_line, {"metrics.jsonl"}
+    records, real, full = Records(tmp_path, said.append, errors), files.append_line, {"metrics.jsonl"}
 
     def append(path: Path, line: dict[str, int]) -> None:
         if path.name in full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(path, line)
 
-    monkeypatch.setattr(record, "append_line", append)
+    monkeypatch.setattr(files, "append_line", append)
     for step in range(10, 60, 10):
         records.append("metrics.jsonl", {"step": step})
         records.append("evals.jsonl", {"step": step})
@@ -122,5 +122,5 @@ def test_the_first_missing_line_of_a_record_is_reported(
     assert errors.count == 5
     full.clear()
     records.append("metrics.jsonl", {"step": 60})
-    assert [line["step"] for line in record.read_lines(tmp_path / "metrics.jsonl")] == [60]
-    assert [line["step"] for line in record.read_lines(tmp_path / "evals.jsonl")] == [10, 20, 30, 40, 50]
+    assert [line["step"] for line in files.read_lines(tmp_path / "metrics.jsonl")] == [60]
+    assert [line["step"] for line in files.read_lines(tmp_path / "evals.jsonl")] == [10, 20, 30, 40, 50]

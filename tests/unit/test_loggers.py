@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from bert_dp import record
+from bert_dp import files
 from launcher import job
 from launcher.cli.options import loggers as parse_loggers
 from launcher.run import loggers
@@ -84,7 +84,7 @@ def test_a_run_is_sent_with_its_settings_numbers_summary_and_links(
     first = metrics(10)
     del first["step"], first["mfu"]  # null: not known
     assert run.rows[0] == (10, first)
-    (evaluation,) = record.read_lines(run_dir / "evals.jsonl")
+    (evaluation,) = files.read_lines(run_dir / "evals.jsonl")
     measured = evaluation.keys() - {"step", "tokens", "elapsed_s"}
     assert run.rows[-1] == (100, {f"heldout_{key}": evaluation[key] for key in measured})
     assert "heldout_loss" in run.rows[-1][1]
@@ -113,12 +113,12 @@ def test_what_a_resumed_run_repeats_is_not_sent_twice(tmp_path: Path) -> None:
     """It is cut back to its checkpoint and logs the same steps again."""
     path = tmp_path / "metrics.jsonl"
     for step in (1, 2, 3, 4):
-        record.append_line(path, metrics(step))
+        files.append_line(path, metrics(step))
     reader = loggers.StepReader(path)
     assert [step for step, _ in reader.rows()] == [1, 2, 3, 4]
-    record.cut_back(path, 2)
+    files.cut_back(path, 2)
     for step in (3, 4, 5, 6):
-        record.append_line(path, metrics(step, loss=1.0))  # a shorter line than before
+        files.append_line(path, metrics(step, loss=1.0))  # a shorter line than before
     assert [step for step, _ in reader.rows()] == [5, 6]
 
 
@@ -169,7 +169,7 @@ def test_lines_are_sent_while_the_run_goes_on(
     thread = threading.Thread(target=loggers.send, args=(run_dir, "wandb", over, lambda line: None))
     thread.start()
     wait_for(lambda: opened and steps(opened[0]) == [10], 10)
-    record.append_line(run_dir / "metrics.jsonl", metrics(20))
+    files.append_line(run_dir / "metrics.jsonl", metrics(20))
     wait_for(lambda: steps(opened[0]) == [10, 20], 10)
     assert opened[0].ended is None
     over.set()

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bert_dp import lookup
+from bert_dp.model import kernels
 
 ROWS, HIDDEN = 11, 6
 
@@ -32,7 +32,7 @@ def by_one_hot_vectors(
 
 
 @pytest.mark.parametrize("foreign", [False, True], ids=["own", "some foreign"])
-@pytest.mark.parametrize("add", [lookup.add_by_index, lookup.add_dense])
+@pytest.mark.parametrize("add", [kernels.add_by_index, kernels.add_dense])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_every_place_of_a_row_counts_in_place(add, dtype: torch.dtype, foreign: bool) -> None:
     grad_VH, ids_BS, grad_BSH, foreign_BS = case(dtype, foreign=foreign)
@@ -51,11 +51,11 @@ def test_the_device_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
 
     called = []
     for name in ("add_by_index", "add_dense"):
-        monkeypatch.setattr(lookup, name, lambda *_, name=name: called.append(name))
+        monkeypatch.setattr(kernels, name, lambda *_, name=name: called.append(name))
     with FakeTensorMode():
         for device in ("cpu", "cuda"):
             ids_BS = torch.zeros(2, 3, dtype=torch.int64, device=device)
-            lookup.add_row_gradients(
+            kernels.add_row_gradients(
                 torch.ones(4, 5, device=device), ids_BS, torch.ones(2, 3, 5, device=device)
             )
     assert called == ["add_by_index", "add_dense"]

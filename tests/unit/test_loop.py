@@ -16,23 +16,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bert_dp import devices, metrics, record, summary, tasks
+from bert_dp import files, tasks
 from bert_dp.config import progress_at
-from bert_dp.data import MlmBatch, random_batch
-from bert_dp.dist import Comm, SharedClock, Stop
-from bert_dp.measure import profiling
-from bert_dp.measure.profiling import lone_trainer
-from bert_dp.model import TiedEmbedding
+from bert_dp.data.stream import MlmBatch, random_batch
+from bert_dp.files.models import Failure
+from bert_dp.measure import profile_step
+from bert_dp.measure.profile_step import lone_trainer
+from bert_dp.model.bert import TiedEmbedding
+from bert_dp.model.interface import Model
 from bert_dp.optim import lr_factor
 from bert_dp.parallel import single
-from bert_dp.precision import precision_of
-from bert_dp.rank_process import Signals, gc_paused
-from bert_dp.record.models import Failure
 from bert_dp.tasks.mlm import MaskedLanguageModel
-from bert_dp.train_state import TrainState
-from bert_dp.trainable import Model
-from bert_dp.trainer import Trainer, TrainingOutcome, evaluate, train
-from bert_dp.world import World
+from bert_dp.training import devices, metrics, summary
+from bert_dp.training.devices import precision_of
+from bert_dp.training.distributed import Comm, SharedClock, Stop
+from bert_dp.training.loop import Trainer, TrainingOutcome, evaluate, train
+from bert_dp.training.process import Signals, gc_paused
+from bert_dp.training.state import TrainState
+from bert_dp.training.world import World
 from tests.helpers import TINY_MODEL, logged, make_config, read_json, read_lines, write_lines
 
 LENGTH = 16
@@ -440,7 +441,7 @@ def test_a_signal_in_the_last_evaluation_stops_the_run_unless_it_has_failed(
             signals.received = 15
             monkeypatch.setattr(SlowCheckpointer, "abort_reason", failure)
 
-    monkeypatch.setattr(profiling, "Signals", lambda: signals)
+    monkeypatch.setattr(profile_step, "Signals", lambda: signals)
     heartbeat = SimpleNamespace(enter=enter, progress=lambda: None)
     _, state, result = train_here(
         tmp_path, shards, clock, heartbeat=heartbeat, eval={"max_sequences": 20, "every_steps": 4}
@@ -454,7 +455,7 @@ def test_a_run_whose_held_out_loss_is_no_number_has_failed(
     tmp_path: Path, shards: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     diverged = {"loss": math.nan, "loss_unit": "nats"}
-    monkeypatch.setattr("bert_dp.trainer.evaluate", lambda *_: diverged)
+    monkeypatch.setattr("bert_dp.training.loop.evaluate", lambda *_: diverged)
     _, state, result = train_here(tmp_path, shards, clock, eval={"every_steps": 0})
     assert state.step == 5
     assert result.failure.kind == "not_finite"
@@ -473,7 +474,7 @@ def test_a_run_is_saved_before_its_last_evaluation(
         saved.append([*trainer.checkpointer.steps])
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr("bert_dp.trainer.evaluate_and_write", fails)
+    monkeypatch.setattr("bert_dp.training.loop.evaluate_and_write", fails)
     with pytest.raises(RuntimeError, match="out of memory"):
         train_here(tmp_path, shards, clock, checkpoint={"every_steps": 0})
     assert saved == [[0, 5]]
@@ -664,6 +665,6 @@ def test_a_summary_that_cannot_be_written_is_reported(
         raise OSError(28, "No space left on device")
 
     trainer, state, result = trained
-    monkeypatch.setattr(record, "write_json", full)
+    monkeypatch.setattr(files, "write_json", full)
     summary.write_summary(trainer, state, result, 1.0, 2.0, before_j=None)
     assert "warning: summary.json is missing: [Errno 28] No space" in capsys.readouterr().out

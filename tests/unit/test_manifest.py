@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bert_dp.config import Config, ConfigError, Issue, Manifest, read_manifest
-from bert_dp.corpus import builder, shards
-from bert_dp.data import Shards
+from bert_dp.data import build, shards
+from bert_dp.data.stream import Shards
 from launcher.job import input_issues
 from tests.e2e.cli import refused
 from tests.helpers import make_config, raised_issues
@@ -75,7 +75,7 @@ def test_what_does_not_hold_together_is_refused_by_every_reader(place: Path, nam
     assert shards.verify(place) == list(issues)
     lines = [*map(str, issues)]
     assert [str(i).removeprefix("data.path: ") for i in input_issues(config(place))] == lines
-    assert raised_issues(builder.ensure, config(place)) == raised_issues(shards.inspect, place) == issues
+    assert raised_issues(build.ensure, config(place)) == raised_issues(shards.inspect, place) == issues
     assert refused("data", "inspect", str(place)).splitlines() == [f"error: {line}" for line in lines]
 
 
@@ -90,7 +90,7 @@ def test_another_version_is_refused_in_one_line(place: Path) -> None:
 def test_what_holds_together_is_read_by_every_reader(place: Path) -> None:
     manifest = read_manifest(place)
     assert shards.verify(place) == input_issues(config(place)) == []
-    assert builder.ensure(config(place)) == place
+    assert build.ensure(config(place)) == place
     assert len(Shards(place, manifest, "train")) == manifest.train.sequences == 96
 
 
@@ -136,7 +136,7 @@ def test_an_id_beyond_the_vocabulary_is_found_by_the_start_and_by_inspect(place:
     expected = [(str(file), "damaged", 1000)]
     for issues in (shards.check_sample(place, manifest), shards.verify(place)):
         assert [(i.setting, i.kind, i.value) for i in issues] == expected
-    assert raised_issues(builder.ensure, config(place))[0].value == 1000
+    assert raised_issues(build.ensure, config(place))[0].value == 1000
     with pytest.raises(ConfigError):
         Shards(place, manifest, "train").rows(np.arange(96))
 

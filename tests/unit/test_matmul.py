@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bert_dp import matmul
+from bert_dp.model import kernels
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this build of torch has no oneDNN"
@@ -27,10 +27,10 @@ def gradients(linear: object, inputs: tuple[Tensor, ...]) -> list[Tensor]:
 def test_product_and_gradients_are_those_of_linear(
     by_onednn: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(matmul, "USES_ONEDNN", by_onednn)
+    monkeypatch.setattr(kernels, "USES_ONEDNN", by_onednn)
     torch.manual_seed(0)
     inputs = (torch.randn(3, 5, 24), torch.randn(40, 24), torch.randn(40))
-    ours = torch.compile(matmul.linear, fullgraph=True) if compiled else matmul.linear
+    ours = torch.compile(kernels.linear, fullgraph=True) if compiled else kernels.linear
     with torch.profiler.profile() as profile:
         mine = gradients(ours, inputs)
     torch.testing.assert_close(mine, gradients(F.linear, inputs), rtol=1e-4, atol=1e-4)
@@ -45,19 +45,19 @@ def test_product_and_gradients_are_those_of_linear(
 def test_what_needs_no_gradient_takes_the_same_way(
     by_onednn: bool, mode: type, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(matmul, "USES_ONEDNN", by_onednn)
+    monkeypatch.setattr(kernels, "USES_ONEDNN", by_onednn)
     torch.manual_seed(0)
     inputs = (torch.randn(3, 5, 24), torch.randn(40, 24), torch.randn(40))
     with mode(), torch.profiler.profile() as profile:
-        torch.testing.assert_close(matmul.linear(*inputs), F.linear(*inputs), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(kernels.linear(*inputs), F.linear(*inputs), rtol=1e-4, atol=1e-4)
     found = [event.count for event in profile.key_averages() if event.key == "mkldnn::_linear_pointwise"]
     assert sum(found) == calls
 
 
 def test_what_is_exported_has_torchs_own_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """No operator of ours stands in a file for other programs."""
-    monkeypatch.setattr(matmul, "USES_ONEDNN", True)
+    monkeypatch.setattr(kernels, "USES_ONEDNN", True)
     with torch.no_grad():
-        program = torch.export.export(matmul.Linear(24, 40), (torch.randn(5, 24),))
+        program = torch.export.export(kernels.Linear(24, 40), (torch.randn(5, 24),))
     names = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
     assert names == {"aten.linear.default"}

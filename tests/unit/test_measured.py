@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from bert_dp import building, checkpoint
 from bert_dp.config import batch_layout
-from bert_dp.measure import disk, peak, profiling
-from bert_dp.measure.profiling import lone_trainer
-from bert_dp.precision import precision_of
+from bert_dp.measure import disk, matmul_peak, profile_step
+from bert_dp.measure.profile_step import lone_trainer
+from bert_dp.model import build
+from bert_dp.training import checkpoint
+from bert_dp.training.devices import precision_of
 from tests.helpers import TINY_MODEL, make_config
 from tests.tensors import CPU
 
@@ -26,9 +27,9 @@ def test_a_product_of_m_n_k_is_two_operations_for_each(monkeypatch: pytest.Monke
         assert (x.shape, w.shape) == ((8, 2), (4, 2))
         clock.now += 0.5
 
-    monkeypatch.setattr(peak, "time", clock)
-    monkeypatch.setattr(peak, "product", product)
-    rate = peak.matmul_rate((8, 4, 2), CPU, torch.float32, 5.0)
+    monkeypatch.setattr(matmul_peak, "time", clock)
+    monkeypatch.setattr(matmul_peak, "product", product)
+    rate = matmul_peak.matmul_rate((8, 4, 2), CPU, torch.float32, 5.0)
     assert rate == 2 * 8 * 4 * 2 / 0.5
 
 
@@ -44,9 +45,9 @@ def test_the_peak_is_the_best_shapes_in_the_precision_of_the_products(
         asked.append((dtype, seconds))
         return 3e9
 
-    monkeypatch.setattr(peak, "matmul_flops", flops)
-    monkeypatch.setattr(peak, "use_all_cores", lambda: None)
-    peak.main(precision, 0.25)
+    monkeypatch.setattr(matmul_peak, "matmul_flops", flops)
+    monkeypatch.setattr(matmul_peak, "use_all_cores", lambda: None)
+    matmul_peak.main(precision, 0.25)
     told = json.loads(capsys.readouterr().out)
     assert (told["matmul_flops"], told["precision"]) == (3e9, precision)
     assert asked == [(dtype, 0.25)]
@@ -108,7 +109,7 @@ def test_a_step_taken_apart(shards: Path, tmp_path: Path) -> None:
     )
     clock: Any = Ticks()
     with lone_trainer(config, tmp_path) as trainer:
-        told = profiling.measure(trainer, clock)
+        told = profile_step.measure(trainer, clock)
         count = len(list(trainer.bare_model.parameters()))
     assert (told["forward_s"], told["backward_s"], told["optimizer_s"]) == (1.0, count + 1.0, 1.0)
     assert told["micro_s"] == told["forward_s"] + told["backward_s"]
@@ -157,7 +158,7 @@ def test_dropout_and_tiles_make_compiling_pay_sooner_and_lengths_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def pays(steps: int) -> bool:
-        monkeypatch.setattr(building, "bf16_units", lambda: units)
+        monkeypatch.setattr(build, "bf16_units", lambda: units)
         more = [*settings, f"schedule.steps={steps}"]
         return compile_pays(monkeypatch, more, precision=precision, lengths=lengths)
 
@@ -176,9 +177,9 @@ def compile_pays(
 ) -> bool:
     sections = {"data": {"sequence_length": 16}, "batch": {"global_size": 8, "micro_size": 2}}
     config = make_config("compile=auto", *settings, **sections)
-    monkeypatch.setattr(building, "time_micro_step", lambda *_: 2.0)
+    monkeypatch.setattr(build, "time_micro_step", lambda *_: 2.0)
     task = SimpleNamespace(num_lengths=lengths)
     layout = batch_layout(config, ranks)
     rank: Any = SimpleNamespace(config=config, device=CPU, layout=layout, task=task)
     model: Any = None
-    return building.compile_pays(rank, model, precision_of(precision))
+    return build.compile_pays(rank, model, precision_of(precision))

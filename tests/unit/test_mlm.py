@@ -16,10 +16,10 @@ from torch import nn
 from bert_dp import tasks
 from bert_dp.config import read_manifest
 from bert_dp.cost import flops_per_token
-from bert_dp.data import MlmBatch, Shards, training_batch
-from bert_dp.measure.profiling import lone_trainer
-from bert_dp.model import IGNORE, TiedEmbedding
-from bert_dp.trainer import evaluate
+from bert_dp.data.stream import MlmBatch, Shards, training_batch
+from bert_dp.measure.profile_step import lone_trainer
+from bert_dp.model.bert import IGNORE, TiedEmbedding
+from bert_dp.training.loop import evaluate
 from tests.helpers import TINY_MODEL, make_config
 from tests.shards import edited_manifest, write_shards
 from tests.tensors import CPU

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bert_dp.building import compile_parts
 from bert_dp.config import ModelConfig
 from bert_dp.cost import num_parameters
-from bert_dp.dropout import KeyedDropout
-from bert_dp.model import IGNORE, INIT_STD, CrammedBert, build_model, sinusoidal_table
+from bert_dp.model.bert import IGNORE, INIT_STD, CrammedBert, build_model, sinusoidal_table
+from bert_dp.model.build import compile_parts
+from bert_dp.model.dropout import KeyedDropout
 from tests.helpers import make_config
 from tests.runs_to_export import peer_of
 from tests.tensors import assert_near, randomise
@@ -288,7 +288,7 @@ def test_attention_in_bf16_on_a_cpu_rounds_as_torchs_kernel_does(monkeypatch):
     model.float()
     errors = {}
     for way, written in (("written", True), ("kernel", False)):
-        monkeypatch.setattr("bert_dp.model.is_slow_in_kernel", lambda q, written=written: written)
+        monkeypatch.setattr("bert_dp.model.bert.is_slow_in_kernel", lambda q, written=written: written)
         with torch.autocast("cpu", torch.bfloat16):
             out = model.model(ids_BS, real_BS)
         errors[way] = ((out - wanted)[real_BS].norm() / wanted[real_BS].norm()).item()

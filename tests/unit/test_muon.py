@@ -13,10 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bert_dp.config import OptimConfig, load_config, shipped_configs
-from bert_dp.model import CrammedBert
+from bert_dp.model.bert import CrammedBert
+from bert_dp.model.interface import Model
 from bert_dp.optim import make_optimizer, muon
 from bert_dp.optim.muon import Muon, orthogonalize
-from bert_dp.trainable import Model
 from tests.unit.test_optimizers import parameters_of, random_tensors, rate, take_step
 
 MOMENTUM, BETAS, EPS, DECAY = 0.9, (0.8, 0.95), 1e-6, 0.1

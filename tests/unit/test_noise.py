@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from bert_dp.config import batch_layout
-from bert_dp.noise import estimate
+from bert_dp.training.noise import estimate
 from tests.helpers import issues_of, make_config, read_json, read_lines
 from tests.parity.runs import settings, state, summary, train_runs, write_run
 from tests.ranks import run_ranks
@@ -155,16 +155,17 @@ class FakeBatch:
 def measure(cases: Sequence[Case], out: str) -> None:
     """Write the lines of noise.jsonl of each case, by train_step on the real engine; the weights stand
     still. The step before the first and the one after the last are as a dry run and a skipped one."""
-    from bert_dp import dist, optim
-    from bert_dp.metrics import Timers
+    from bert_dp import optim
+    from bert_dp.model.interface import Model
     from bert_dp.parallel import make_engine
-    from bert_dp.precision import Precision
-    from bert_dp.trainable import Model
-    from bert_dp.trainer import train_step
-    from bert_dp.world import read_world
+    from bert_dp.training import distributed
+    from bert_dp.training.devices import Precision
+    from bert_dp.training.loop import train_step
+    from bert_dp.training.metrics import Timers
+    from bert_dp.training.world import read_world
 
     world, cpu = read_world(os.environ), torch.device("cpu")
-    comm = dist.connect(world, cpu, group_of_one=True)
+    comm = distributed.connect(world, cpu, group_of_one=True)
     lines = []
     for case in cases:
         parallel = {"engine": case.engine, "bucket_mib": 1e-4, **dict(case.parallel)}
@@ -197,7 +198,7 @@ def measure(cases: Sequence[Case], out: str) -> None:
             if step == 0:
                 engine.norm_pairs.clear()
         lines.append(engine.norm_pairs.drain(comm, case.steps + 1))
-    dist.disconnect()
+    distributed.disconnect()
     if world.rank == 0:
         Path(out).write_text(json.dumps(lines))
 

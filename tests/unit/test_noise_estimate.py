@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bert_dp.config import Config
-from bert_dp.noise import NormPairs, estimate, estimate_of_run
+from bert_dp.training.noise import NormPairs, estimate, estimate_of_run
 from tests.helpers import make_config, write_lines
 
 # --- the estimate

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from bert_dp.config import ModelConfig, OptimConfig, ScheduleConfig
-from bert_dp.model import build_model
+from bert_dp.model.bert import build_model
+from bert_dp.model.interface import Model
 from bert_dp.optim import lr_factor, make_optimizer, parameter_groups, set_lr
-from bert_dp.trainable import Model
 
 NAMES = ("budget_triangle", "linear", "cosine", "wsd", "constant", "exponential")
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from bert_dp.config import OptimConfig
+from bert_dp.model.interface import Model
 from bert_dp.optim import make_optimizer, set_lr
-from bert_dp.trainable import Model
 from tests.tensors import bits, with_moments
 
 SHAPES = {

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import typer
 
-from bert_dp import predict
 from bert_dp.config.checks import parse_profile
-from bert_dp.corpus import shards
+from bert_dp.data import shards
+from bert_dp.evaluation import prediction
 from launcher import checkpoints, datasets, results
 from launcher.cli import options
 from launcher.evaluate import export, finetune, glue, text_loss
@@ -20,7 +20,7 @@ from launcher.evaluate.glue_scores import GlueOptions
 from launcher.machine import doctor, environment
 from launcher.plan.scaling import PlanSpec, predict_scaling, source_of_rate
 from launcher.run import loggers, restarts, train
-from launcher.tune import auto, batch, transfer
+from launcher.tune import auto, batch, lr
 from tests.e2e.cli import here, refused, tiny
 from tests.report_fixture import make_run
 
@@ -256,7 +256,7 @@ def test_a_finetuning_begins_with_what_its_options_name(monkeypatch: pytest.Monk
         ),
         (
             "tune lr quickstart optim.lr=1 --transfer 2->8 --out o --dry-run --json",
-            transfer,
+            lr,
             "carry",
             ("quickstart", ["optim.lr=1"], 2, 8, Path("o")),
             {"as_json": True},
@@ -297,7 +297,7 @@ def test_a_finetuning_begins_with_what_its_options_name(monkeypatch: pytest.Monk
         ),
         (
             "predict r f --text q --text-pair s --pooling cls --out o --threads 5 --precision bf16",
-            predict,
+            prediction,
             "predict_file",
             (Path("r"), "f"),
             {
@@ -334,7 +334,7 @@ def test_a_verb_hands_on_every_option_and_ends_as_its_work_does(
 ) -> None:
     calls = asked_of(monkeypatch, module, name)
     done = here(*command.split())
-    assert done.returncode == (0 if module is predict else 3), done.stderr
+    assert done.returncode == (0 if module is prediction else 3), done.stderr
     assert calls == [(given, named)]
 
 

@@ -12,11 +12,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from bert_dp import precision, record, setup
+from bert_dp import files
 from bert_dp.config import ENGINES, bf16_units, decide_precision, dump_config
-from bert_dp.dist import Comm
-from bert_dp.train_state import TrainState
-from bert_dp.world import World
+from bert_dp.training import build, devices
+from bert_dp.training.distributed import Comm
+from bert_dp.training.state import TrainState
+from bert_dp.training.world import World
 from launcher import job
 from launcher.machine import doctor, environment
 from launcher.machine.environment import Environment, precision_of
@@ -104,11 +105,11 @@ class Ranks(Comm):
 def agreed(
     monkeypatch: pytest.MonkeyPatch, able: Sequence[bool], *settings: str, kept: str | None = None
 ) -> str:
-    monkeypatch.setattr(precision, "bf16_units", lambda: ("amx_bf16",) if able[0] else ())
-    resumed = None if kept is None else setup.Checkpoint(Path(), {}, TrainState(), None, kept, None)
+    monkeypatch.setattr(devices, "bf16_units", lambda: ("amx_bf16",) if able[0] else ())
+    resumed = None if kept is None else build.Checkpoint(Path(), {}, TrainState(), None, kept, None)
     config = make_config("precision=auto", *settings)
     rank: Any = SimpleNamespace(config=config, comm=Ranks(able), device=CPU, log_rank0=print)
-    return setup.agree_precision(rank, resumed).name
+    return build.agree_precision(rank, resumed).name
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def test_a_gpu_multiplies_bf16_from_ampere_on(
     asked: list[Any] = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda of: (asked.append(of), capability)[1])
     gpu = torch.device("cuda", 3)
-    assert precision.choose_precision("auto", gpu).name == chosen
+    assert devices.choose_precision("auto", gpu).name == chosen
     assert asked == [gpu], "machines may hold GPUs of two kinds"
 
 
@@ -151,8 +152,8 @@ def test_a_run_that_goes_on_keeps_its_precision_and_says_where_that_is_slow(
 def test_launcher_and_ranks_estimate_and_try_in_the_same_precision(
     machine: Environment, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(precision, "bf16_units", lambda: machine.bf16_units)
-    own = precision.choose_precision(AUTO.precision, torch.device("cpu"), AUTO.parallel.engine)
+    monkeypatch.setattr(devices, "bf16_units", lambda: machine.bf16_units)
+    own = devices.choose_precision(AUTO.precision, torch.device("cpu"), AUTO.parallel.engine)
     assert own.name == chosen
     assert check_memory(AUTO, 2, machine, on_gpu=False).precision == chosen
     assert check_memory(AUTO, 2, machine, on_gpu=False, kept="fp64").precision == "fp64"
@@ -169,7 +170,7 @@ def test_launcher_and_ranks_estimate_and_try_in_the_same_precision(
 def test_advice_on_memory_counts_in_the_precision_of_the_machine_or_the_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(dump_config(AUTO))
     for machine in (WITH, WITHOUT):
-        record.write_json(tmp_path / "environment.json", machine.to_json())
+        files.write_json(tmp_path / "environment.json", machine.to_json())
         advised = advice._what_to_lower(tmp_path, 1, "", on_host=True)[0][-1]
         for name in ("bf16", "fp32"):
             fits = advice.what_fits(AUTO, name, 1, MACHINE.memory_gib, on_gpu=False)[0]
@@ -239,7 +240,7 @@ def test_a_run_that_left_no_summary_tells_what_its_ranks_had_decided(tmp_path: P
     (tmp_path / "config.yaml").write_text(dump_config(AUTO))
     facts: dict[str, Any]
     for facts, chosen in (({}, None), ({"worker": "x"}, None), ({"worker": {"precision": "bf16"}}, "bf16")):
-        record.write_json(tmp_path / "environment.json", facts)
+        files.write_json(tmp_path / "environment.json", facts)
         assert run_files.load(tmp_path).summary.precision == chosen
 
 
@@ -249,8 +250,8 @@ def test_the_estimate_of_a_run_that_goes_on_is_in_its_own_precision(
     monkeypatch.setattr(environment, "probe", lambda *_: WITHOUT)
     config = job.load(None, ["run.device=cpu"]).config
     facts = {**FACTS, "step": 1, "precision": "bf16", "config": config.model_dump(mode="json")}
-    record.write_json(write_files(tmp_path, {"run/checkpoints/step-00000001/x": ""}) / "x", {})
-    record.write_json(tmp_path / "run/checkpoints/step-00000001/state.json", facts)
+    files.write_json(write_files(tmp_path, {"run/checkpoints/step-00000001/x": ""}) / "x", {})
+    files.write_json(tmp_path / "run/checkpoints/step-00000001/state.json", facts)
     dry_run(tmp_path)
     assert "(estimate, bf16, " in capsys.readouterr().out
 
@@ -270,7 +271,7 @@ def test_fp32_products_are_in_tf32_on_a_gpu_beside_16_bits_alone(
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("medium")
-        precision.allow_tf32(precision.precision_of(name), torch.device(device))
+        devices.allow_tf32(devices.precision_of(name), torch.device(device))
         assert torch.get_float32_matmul_precision() == allowed
     finally:
         torch.set_float32_matmul_precision(before)

@@ -15,16 +15,16 @@ import numpy as np
 import pytest
 import torch
 
-from bert_dp import predict
-from bert_dp.classifier import build_classifier
 from bert_dp.config import FinetuneConfig, ModelConfig
-from bert_dp.export import foreign
-from bert_dp.export.as_function import open_run
-from bert_dp.export.write import write_about
-from bert_dp.model import build_model
-from bert_dp.precision import inference_precision
-from bert_dp.rank_process import RunFailed
-from bert_dp.record.exported import MODEL_FILES
+from bert_dp.evaluation import prediction
+from bert_dp.exporting import load_exported
+from bert_dp.exporting.source import write_about
+from bert_dp.exporting.traced import open_run
+from bert_dp.files.run_facts import MODEL_FILES
+from bert_dp.model.bert import build_model
+from bert_dp.model.classifier import build_classifier
+from bert_dp.training.devices import inference_precision
+from bert_dp.training.process import RunFailed
 from tests.helpers import TINY_MODEL, issues_of, raised_issues, read_json, write_files
 from tests.runs_to_export import WORDS, config_of, finetuned, write_run
 
@@ -39,7 +39,7 @@ ROWS = [
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 def test_an_encoding_is_the_mean_or_that_of_the_first_token(pooling: str) -> None:
     model = build_model(ModelConfig(**TINY_MODEL), LENGTH, 0).eval()
-    encodings = predict.outputs_of(predict.on_device(model, CPU), ROWS, PAD, pooling)
+    encodings = prediction.outputs_of(prediction.on_device(model, CPU), ROWS, PAD, pooling)
     for row, encoding in zip(ROWS, encodings, strict=True):
         ids = torch.from_numpy(row.astype(np.int64))[None]
         with torch.no_grad():
@@ -53,10 +53,10 @@ def test_an_answer_does_not_depend_on_its_neighbours(pooling: str) -> None:
     model = build_classifier(ModelConfig(**TINY_MODEL), LENGTH, finetune, 0).eval()
     for weight in model.parameters():
         weight.data *= 1 if weight.dim() == 1 else 8  # or all examples are nearly alike
-    compute = predict.on_device(model, CPU)
-    together = predict.outputs_of(compute, ROWS, PAD, None)
+    compute = prediction.on_device(model, CPU)
+    together = prediction.outputs_of(compute, ROWS, PAD, None)
     assert together.std(0).min() > 1e-3
-    alone = np.concatenate([predict.outputs_of(compute, [row], PAD, None) for row in ROWS])
+    alone = np.concatenate([prediction.outputs_of(compute, [row], PAD, None) for row in ROWS])
     assert together == pytest.approx(alone, abs=1e-5)
 
 
@@ -64,15 +64,15 @@ def answers(run: Path, texts: Any, pooling: str | None = None, **options: Any) -
     """The lines of these texts, and what was reported."""
     reports: list[tuple[str, int, int | None]] = []
     tell = lambda *now: reports.append(now)  # noqa: E731
-    return list(predict.predict(predict.find_source(run), texts, pooling, tell, **options)), reports
+    return list(prediction.predict(prediction.find_source(run), texts, pooling, tell, **options)), reports
 
 
 def test_lines_stand_in_the_order_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path / "run", config_of("quickstart", model=SMALL))
     texts = [(" ".join(WORDS[: 1 + n * 7 % len(WORDS)]),) for n in range(50)]
     whole, _ = answers(run, texts, "mean")
-    monkeypatch.setattr(predict, "HELD", 20)
-    monkeypatch.setattr(predict, "CPU_BATCH_TOKENS", 60)
+    monkeypatch.setattr(prediction, "HELD", 20)
+    monkeypatch.setattr(prediction, "CPU_BATCH_TOKENS", 60)
     lines, reports = answers(run, texts)
     assert [line["index"] for line in lines] == list(range(50))
     for line, expected in zip(lines, whole, strict=True):
@@ -86,7 +86,7 @@ def test_lines_stand_in_the_order_of_the_file(tmp_path: Path, monkeypatch: pytes
 
 def test_what_was_cut_is_counted_over_all_held_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path / "run", config_of("quickstart", model=SMALL))
-    monkeypatch.setattr(predict, "HELD", 2)
+    monkeypatch.setattr(prediction, "HELD", 2)
     lines, reports = answers(run, [(" ".join(WORDS * times),) for times in (1, 40, 40, 1, 1)])
     assert len(lines) == 5
     assert reports[-1][0].startswith("2 of 5 examples were cut to 128")
@@ -100,7 +100,7 @@ def test_a_text_of_which_no_token_is_left_has_no_label(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], form: str
 ) -> None:
     """In pairs each side counts; a file of nothing else is refused, and nothing is written."""
-    monkeypatch.setattr(predict, "HELD", 2)
+    monkeypatch.setattr(prediction, "HELD", 2)
     config = config_of("quickstart", model=SMALL)
     run = write_run(tmp_path / "run", config if form == "encodings" else finetuned(config, "recipe"))
     known = " ".join(WORDS[:5])
@@ -118,7 +118,7 @@ def test_a_text_of_which_no_token_is_left_has_no_label(
         ("a.txt", {}, [1, 3], 2 * len(LOST)),
         ("pairs.csv", pair, [1, 2, 3], 4 * len(LOST)),
     ):
-        predict.predict_file(run, str(tmp_path / name), **columns)
+        prediction.predict_file(run, str(tmp_path / name), **columns)
         printed = capsys.readouterr()
         lines = [json.loads(line) for line in printed.out.splitlines()]
         assert [line["index"] for line in lines] == [0, 1, 2, 3]
@@ -130,7 +130,7 @@ def test_a_text_of_which_no_token_is_left_has_no_label(
     out = tmp_path / "new" / "out.jsonl"
     for name, columns in (("lost.txt", {}), ("lost.csv", pair)):
         for place in (None, out):
-            (issue,) = raised_issues(predict.predict_file, run, str(tmp_path / name), out=place, **columns)
+            (issue,) = raised_issues(prediction.predict_file, run, str(tmp_path / name), out=place, **columns)
             assert (issue.setting, issue.kind, issue.other) == ("FILE", "conflict", "RUN")
             assert capsys.readouterr().out == ""
     assert not out.parent.exists()
@@ -142,13 +142,13 @@ def test_a_text_may_fill_all_positions_but_those_of_special_tokens(
 ) -> None:
     run = write_run(tmp_path / "run", config_of("quickstart", model=SMALL))
     lengths: list[int] = []
-    outputs_of = predict.outputs_of
+    outputs_of = prediction.outputs_of
 
     def noted(compute: Any, rows: Any, *rest: Any) -> Any:
         lengths.extend(map(len, rows))
         return outputs_of(compute, rows, *rest)
 
-    monkeypatch.setattr(predict, "outputs_of", noted)
+    monkeypatch.setattr(prediction, "outputs_of", noted)
     for more in (0, 1):
         _, reports = answers(run, [("a " * (128 - special + more),)], pooling)
         assert len([total for *_, total in reports if not total]) == more
@@ -165,13 +165,13 @@ def test_what_an_exported_directory_predicts_by_is_its_own(tmp_path: Path) -> No
     write_about(out, source, "onnx", "bert-dp export")
     (out / "model.onnx").touch()
     (out / "export.json").write_text(json.dumps({**read_json(out / "export.json"), "sequence_length": 9}))
-    found = predict.find_source(out)
+    found = prediction.find_source(out)
     assert (found.path, found.finetune, found.encoder.length) == (out, config.finetune, 9)
-    of_run = predict.find_source(tmp_path / "run")
+    of_run = prediction.find_source(tmp_path / "run")
     assert (of_run.finetune, of_run.encoder.length) == (config.finetune, 128)
     encoder = open_run(tmp_path / "run", encoder=True)
     write_about(out, encoder, "onnx", "bert-dp export")
-    assert predict.find_source(out).finetune is None
+    assert prediction.find_source(out).finetune is None
 
 
 def test_threads_are_those_that_were_asked_for(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_threads_are_those_that_were_asked_for(tmp_path: Path) -> None:
     before = torch.get_num_threads()
     try:
         for asked, used in ((3, 3), (None, len(os.sched_getaffinity(0)))):
-            predict.predict_file(run, str(tmp_path / "a.txt"), threads=asked)
+            prediction.predict_file(run, str(tmp_path / "a.txt"), threads=asked)
             assert torch.get_num_threads() == used
     finally:
         torch.set_num_threads(before)
@@ -193,9 +193,9 @@ def test_a_run_that_has_diverged_predicts_nothing() -> None:
         return torch.where(real_BS.sum(1, keepdim=True) == 9, math.nan, 1.0)
 
     fine = [row for row in ROWS if len(row) != 9]
-    assert predict.outputs_of(compute, fine, PAD, None).tolist() == [[1.0]] * len(fine)
+    assert prediction.outputs_of(compute, fine, PAD, None).tolist() == [[1.0]] * len(fine)
     with pytest.raises(RunFailed, match="not finite") as caught:
-        predict.outputs_of(compute, ROWS, PAD, None)
+        prediction.outputs_of(compute, ROWS, PAD, None)
     assert caught.value.failure_kind == "not_finite"
 
 
@@ -208,15 +208,15 @@ def test_a_model_file_that_is_damaged_is_one_line(tmp_path: Path, form: str) -> 
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "modernbert", **small}))
     for content in (b"torn", b"PK\x03\x04" + bytes(64), b"\x08\x00\x00\x00\x00\x00\x00\x00{}      "):
         (tmp_path / MODEL_FILES[form]).write_bytes(content)  # type: ignore[index]
-        with pytest.raises(foreign.Unusable, match="export the run again") as caught:
-            foreign.open_directory(tmp_path, form, "mlm")
+        with pytest.raises(load_exported.Unusable, match="export the run again") as caught:
+            load_exported.open_directory(tmp_path, form, "mlm")
         assert str(caught.value).startswith(f"DIR: {tmp_path}")
         assert "\n" not in str(caught.value)
 
 
 def test_batches_are_sorted_bounded_and_whole() -> None:
     lengths = np.random.default_rng(0).integers(1, 130, 200)
-    found = list(predict.batches(lengths, 100))
+    found = list(prediction.batches(lengths, 100))
     assert sorted(np.concatenate(found).tolist()) == list(range(200))
     assert all(len(b) * lengths[b].max() <= 100 or len(b) == 1 for b in found)
     assert sum(len(b) * int(lengths[b].max()) for b in found) < 1.05 * lengths.sum()
@@ -226,11 +226,11 @@ def test_a_batch_is_small_where_no_gpu_computes_it(tmp_path: Path, monkeypatch: 
     """A core is busy with few tokens, and examples of few batches differ in length: more of it is padding."""
     exported = tmp_path / "exported"
     exported.mkdir()
-    monkeypatch.setattr(predict, "is_exported", lambda path: path == exported)
+    monkeypatch.setattr(prediction, "is_exported", lambda path: path == exported)
     for has_gpu, tokens in ((False, 1024), (True, 65_536)):
         monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
-        assert predict.batch_tokens(predict.device_of(tmp_path)) == tokens
-        assert predict.batch_tokens(predict.device_of(exported)) == 1024, "it computes on the CPU"
+        assert prediction.batch_tokens(prediction.device_of(tmp_path)) == tokens
+        assert prediction.batch_tokens(prediction.device_of(exported)) == 1024, "it computes on the CPU"
 
 
 @pytest.mark.parametrize("is_finetuned", [False, True])
@@ -254,21 +254,21 @@ def test_auto_is_bf16_only_on_a_gpu_that_multiplies_it(monkeypatch: pytest.Monke
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
         assert inference_precision("auto", torch.device("cuda")).name == name
         assert inference_precision("fp32", torch.device("cuda")).autocast is None
-    monkeypatch.setattr("bert_dp.precision.has_bf16", lambda _: True)
+    monkeypatch.setattr("bert_dp.training.devices.has_bf16", lambda _: True)
     assert inference_precision("auto", CPU).name == "fp32"
 
 
 def test_labels_and_their_probabilities() -> None:
     logits = np.array([0.0, math.log(3), -800.0])
     names = ("no", "yes", "never")
-    single = predict.labelled(logits, FinetuneConfig(labels=names))
+    single = prediction.labelled(logits, FinetuneConfig(labels=names))
     assert single == {"label": "yes", "probabilities": {"no": 0.25, "yes": 0.75, "never": 0.0}}
-    several = predict.labelled(logits, FinetuneConfig(labels=names, kind="multi_label"))
+    several = prediction.labelled(logits, FinetuneConfig(labels=names, kind="multi_label"))
     assert several == {"labels": ["yes"], "probabilities": {"no": 0.5, "yes": 0.75, "never": 0.0}}
     regression = FinetuneConfig(kind="regression")
-    assert predict.labelled(np.array([2.123456789]), regression) == {"score": 2.123457}
+    assert prediction.labelled(np.array([2.123456789]), regression) == {"score": 2.123457}
     thirds = np.log([1.5, 0.75, 0.75])  # the first alone is likelier than not
-    several = predict.labelled(thirds, FinetuneConfig(labels=names, kind="multi_label"))
+    several = prediction.labelled(thirds, FinetuneConfig(labels=names, kind="multi_label"))
     assert several == {"labels": ["no"], "probabilities": {"no": 0.6, "yes": 0.428571, "never": 0.428571}}
 
 
@@ -289,15 +289,15 @@ def test_what_is_read_of_a_file_or_of_stdin(tmp_path: Path, monkeypatch: pytest.
     )
     texts = [("one",), ("two, and",)]
     for name in ("a.txt", "a.jsonl", "a.csv"):
-        assert predict.read_texts(str(tmp_path / name), []) == texts
+        assert prediction.read_texts(str(tmp_path / name), []) == texts
     for name in ("a.jsonl", "a.tsv"):
-        assert predict.read_texts(str(tmp_path / name), ["a", "b"]) == [("x", "y"), ("v", "w")]
+        assert prediction.read_texts(str(tmp_path / name), ["a", "b"]) == [("x", "y"), ("v", "w")]
     for name, packed in (("a.txt.gz", "one\ntwo, and\n"), ("a.jsonl.gz", lines)):
         (tmp_path / name).write_bytes(gzip.compress(packed.encode()))
-        assert predict.read_texts(str(tmp_path / name), []) == texts
+        assert prediction.read_texts(str(tmp_path / name), []) == texts
     for given, columns in (("one\ntwo, and\n", []), (lines, ["text"])):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given.encode())))
-        assert predict.read_texts("-", columns) == texts
+        assert prediction.read_texts("-", columns) == texts
 
 
 def test_what_is_no_example_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,10 +314,10 @@ def test_what_is_no_example_is_one_line(tmp_path: Path, monkeypatch: pytest.Monk
         ("none.csv", [], "cannot be read"),
         ("", [], "cannot be read"),
     ):
-        (line,) = issues_of(predict.read_texts, str(tmp_path / name), columns)
+        (line,) = issues_of(prediction.read_texts, str(tmp_path / name), columns)
         assert said in line
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"one\n \n")))
-    (line,) = issues_of(predict.read_texts, "-", [])
+    (line,) = issues_of(prediction.read_texts, "-", [])
     assert line.startswith("stdin: line 2 ")
 
 
@@ -336,17 +336,17 @@ def test_options_that_do_not_fit_are_issues(
     run = write_run(tmp_path / "run", finetuned(config_of("quickstart", model=SMALL), "recipe"))
     (tmp_path / "a.txt").write_text("one\n")
     given = {key: tmp_path / value if key == "out" else value for key, value in options.items()}
-    (issue,) = raised_issues(predict.predict_file, run, str(tmp_path / "a.txt"), **given)
+    (issue,) = raised_issues(prediction.predict_file, run, str(tmp_path / "a.txt"), **given)
     assert (issue.setting, issue.kind) == (setting, kind)
 
 
 def test_a_file_that_is_not_finished_does_not_appear(tmp_path: Path) -> None:
     out = tmp_path / "new" / "out.jsonl"
-    with contextlib.suppress(KeyboardInterrupt), predict.destination(out) as file:
+    with contextlib.suppress(KeyboardInterrupt), prediction.destination(out) as file:
         file.write("1\n")
         raise KeyboardInterrupt
     assert list(out.parent.iterdir()) == []
-    with predict.destination(out) as file:
+    with prediction.destination(out) as file:
         file.write("1\n")
         assert not out.exists()
     assert [path.name for path in out.parent.iterdir()] == ["out.jsonl"]

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import bert_dp
-from bert_dp.corpus import tokenizer
+from bert_dp.data import tokenizer
 from tests.helpers import issues_of
 
 ROOT = Path(__file__).parents[1]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bert_dp.config import Config, load_config, peak_lr
-from bert_dp.model import build_model
+from bert_dp.model.bert import build_model
 from bert_dp.optim import lr_factor
 from tests.helpers import CONFIGS, issues_of, make_config
 

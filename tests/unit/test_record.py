@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bert_dp import record
+from bert_dp import files
 from bert_dp.config.stored import read_regular
-from bert_dp.record.models import Summary
+from bert_dp.files.models import Summary
 from tests.states import FACTS
 
 
@@ -28,7 +28,7 @@ def evaluation(step: int, loss: float = 1.5) -> dict[str, Any]:
 
 
 def steps(path: Path) -> list[int]:
-    return [line["step"] for line in record.read_lines(path)]
+    return [line["step"] for line in files.read_lines(path)]
 
 
 def test_the_summary_has_the_promised_keys() -> None:
@@ -38,23 +38,23 @@ def test_the_summary_has_the_promised_keys() -> None:
 
 def test_append_then_read(tmp_path: Path) -> None:
     path = tmp_path / "evals.jsonl"
-    assert list(record.read_lines(path)) == []
+    assert list(files.read_lines(path)) == []
     lines = [evaluation(1), evaluation(2), evaluation(3, 0.1 + 0.2)]
     for line in lines:
-        record.append_line(path, line)
-    assert list(record.read_lines(path)) == lines
+        files.append_line(path, line)
+    assert list(files.read_lines(path)) == lines
     before = path.read_bytes()
     assert before.count(b"\n") == 3
-    record.cut_back(path, 3)
+    files.cut_back(path, 3)
     assert path.read_bytes() == before, "numbers stay as they are"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite_becomes_null(tmp_path: Path, value: float) -> None:
-    record.append_line(tmp_path / "a", evaluation(1, value))
-    (line,) = record.read_lines(tmp_path / "a")
+    files.append_line(tmp_path / "a", evaluation(1, value))
+    (line,) = files.read_lines(tmp_path / "a")
     assert line["loss"] is None
-    record.write_json(tmp_path / "b", {"a": [value, {"b": (value, 1.5)}], "c": "NaN"})
+    files.write_json(tmp_path / "b", {"a": [value, {"b": (value, 1.5)}], "c": "NaN"})
     assert json.loads((tmp_path / "b").read_text()) == {"a": [None, {"b": [None, 1.5]}], "c": "NaN"}
 
 
@@ -64,28 +64,28 @@ def test_a_file_torn_anywhere_gives_its_whole_lines(
 ) -> None:
     path = tmp_path_factory.mktemp("torn") / "evals.jsonl"
     for step in (1, 2, 3):
-        record.append_line(path, evaluation(step))
+        files.append_line(path, evaluation(step))
     data = path.read_bytes()
     path.write_bytes(data[:cut])
     whole = data[:cut].count(b"\n")
     assert steps(path) == [1, 2, 3][:whole]
-    record.cut_back(path, 99)
+    files.cut_back(path, 99)
     assert path.read_bytes() == b"".join(data.splitlines(keepends=True)[:whole])
-    record.append_line(path, evaluation(9))
+    files.append_line(path, evaluation(9))
     assert steps(path) == [*[1, 2, 3][:whole], 9]
 
 
 def test_cut_back_drops_later_lines_only(tmp_path: Path) -> None:
     path = tmp_path / "x"
     for step in (2, 4, 6, 8):
-        record.append_line(path, evaluation(step))
-    record.cut_back(path, 5)
+        files.append_line(path, evaluation(step))
+    files.cut_back(path, 5)
     assert steps(path) == [2, 4]
-    record.cut_back(path, 4)
+    files.cut_back(path, 4)
     assert steps(path) == [2, 4]
-    record.cut_back(path, -1)
+    files.cut_back(path, -1)
     assert path.read_bytes() == b""
-    record.cut_back(tmp_path / "absent", 3)
+    files.cut_back(tmp_path / "absent", 3)
     assert not (tmp_path / "absent").exists()
 
 
@@ -107,10 +107,10 @@ NO_STEP = [b"{}", b'{"step": null}', b'{"step": "1"}', b'{"step": true}', b'{"st
 def test_damaged_json_is_none_and_ends_the_lines(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x"
     path.write_bytes(content)
-    assert (record.read_json(path) is None) == (content in DAMAGED)
+    assert (files.read_json(path) is None) == (content in DAMAGED)
     path.write_bytes(b'{"step": 1}\n' + content + b'\n{"step": 3}\n')
-    assert list(record.read_lines(path)) == [{"step": 1}]
-    record.cut_back(path, 9)
+    assert list(files.read_lines(path)) == [{"step": 1}]
+    files.cut_back(path, 9)
     assert path.read_bytes() == b'{"step": 1}\n'
 
 
@@ -125,14 +125,14 @@ def test_what_is_no_regular_file_is_no_record(tmp_path: Path) -> None:
         Path("a" * 256),
     )
     for path in no_files:
-        assert record.read_json(path) is None
-    assert list(record.read_lines(tmp_path / "pipe")) == []
+        assert files.read_json(path) is None
+    assert list(files.read_lines(tmp_path / "pipe")) == []
 
 
 def test_a_small_file_is_read_in_little_memory(tmp_path: Path) -> None:
-    record.write_json(tmp_path / "x", {"a": 1})
+    files.write_json(tmp_path / "x", {"a": 1})
     tracemalloc.start()
-    assert record.read_json(tmp_path / "x") == {"a": 1}
+    assert files.read_json(tmp_path / "x") == {"a": 1}
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2**23
@@ -142,16 +142,16 @@ def test_a_failed_write_names_its_file_and_leaves_the_old_one_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "summary.json"
-    record.write_json(path, {"a": 1})
+    files.write_json(path, {"a": 1})
 
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("bert_dp.record.lines.os.fsync", full)
+    monkeypatch.setattr("bert_dp.files.json_lines.os.fsync", full)
     with pytest.raises(OSError, match="No space left") as caught:
-        record.write_json(path, {"a": 2})
+        files.write_json(path, {"a": 2})
     assert caught.value.filename == str(path)
-    assert record.read_json(path) == {"a": 1}
+    assert files.read_json(path) == {"a": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
 
 
@@ -167,15 +167,15 @@ def test_a_lock_is_held_while_its_holder_lives(tmp_path: Path) -> None:
     try:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"True\n"
-        assert record.lock(path) is None
-        assert record.lock(path) is None
+        assert files.lock(path) is None
+        assert files.lock(path) is None
     finally:
         holder.kill()
         holder.communicate()
-    held = record.lock(path)
+    held = files.lock(path)
     assert held is not None
     held.close()
-    again = record.lock(path)
+    again = files.lock(path)
     assert again is not None
     again.close()
 
@@ -183,9 +183,9 @@ def test_a_lock_is_held_while_its_holder_lives(tmp_path: Path) -> None:
 def test_a_lock_whose_file_was_removed_by_its_holder_is_taken_at_the_new_one(tmp_path: Path) -> None:
     """Else the one who waited and the next one to come would both hold it."""
     path, taken = tmp_path / ".lock", []
-    held = record.lock(path)
+    held = files.lock(path)
     assert held is not None
-    waiting = threading.Thread(target=lambda: taken.append(record.lock(path, wait=True)))
+    waiting = threading.Thread(target=lambda: taken.append(files.lock(path, wait=True)))
     waiting.start()
     deadline = time.monotonic() + 10
     opened: list[str] = []
@@ -198,7 +198,7 @@ def test_a_lock_whose_file_was_removed_by_its_holder_is_taken_at_the_new_one(tmp
     waiting.join(10)
     (second,) = taken
     assert os.path.samestat(os.fstat(second.fileno()), path.stat())
-    assert record.lock(path) is None
+    assert files.lock(path) is None
     second.close()
 
 
@@ -224,10 +224,10 @@ def test_start_ticks_survives_a_name_with_brackets_and_spaces(tmp_path: Path) ->
     program.symlink_to("/bin/sleep")
     process = subprocess.Popen([str(program), "30"])
     try:
-        assert record.start_ticks(process.pid).isdigit()
+        assert files.start_ticks(process.pid).isdigit()
         stat = Path(f"/proc/{process.pid}/stat").read_text()
-        assert record.start_ticks(process.pid) == stat.rpartition(")")[2].split()[19]
-        assert int(record.start_ticks(process.pid)) >= int(record.start_ticks(os.getpid()))
+        assert files.start_ticks(process.pid) == stat.rpartition(")")[2].split()[19]
+        assert int(files.start_ticks(process.pid)) >= int(files.start_ticks(os.getpid()))
     finally:
         process.kill()
         process.wait()
@@ -241,13 +241,13 @@ def test_what_was_left_behind_is_no_checkpoint(tmp_path: Path) -> None:
 
     leave("step-00000009.tmp-12345678", 9)  # of a save that was cut off
     leave("step-00000008.abandoned-12345678", 8)
-    assert record.newest_checkpoint_facts(tmp_path) is None
+    assert files.newest_checkpoint_facts(tmp_path) is None
     leave("step-00000004", 4)
-    found = record.newest_checkpoint_facts(tmp_path)
+    found = files.newest_checkpoint_facts(tmp_path)
     assert found is not None
     assert found[1].step == 4
     leave("step-100000000", 10**8)
-    found = record.newest_checkpoint_facts(tmp_path)
+    found = files.newest_checkpoint_facts(tmp_path)
     assert found is not None
     assert found[1].step == 10**8
 
@@ -261,10 +261,10 @@ def test_the_newest_facts_are_those_that_can_be_read(tmp_path: Path) -> None:
             (folder / "state.json").write_text(text)
     good = tmp_path / "checkpoints/step-00000003"
     for place in (tmp_path, tmp_path / "checkpoints", good):
-        found = record.newest_checkpoint_facts(place)
+        found = files.newest_checkpoint_facts(place)
         assert found is not None
         assert (found[0], found[1].step) == (good, 3)
-    assert record.newest_checkpoint_facts(tmp_path / "checkpoints/step-00000005") is None
+    assert files.newest_checkpoint_facts(tmp_path / "checkpoints/step-00000005") is None
 
 
 def test_a_line_for_which_there_is_no_room_leaves_no_torn_one(tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_a_line_for_which_there_is_no_room_leaves_no_torn_one(tmp_path: Path) ->
         [sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=True
     )
     assert done.stdout == "refused\n"
-    assert [line["step"] for line in record.read_lines(path)] == [1, 3]
+    assert [line["step"] for line in files.read_lines(path)] == [1, 3]
 
 
 @pytest.mark.parametrize(
@@ -301,4 +301,4 @@ def test_a_line_for_which_there_is_no_room_leaves_no_torn_one(tmp_path: Path) ->
     ],
 )
 def test_a_card_names_files_and_not_where_they_are(word: str, cut: str) -> None:
-    assert record.without_folders(word) == cut
+    assert files.without_folders(word) == cut

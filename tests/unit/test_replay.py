@@ -13,7 +13,7 @@ import yaml
 
 import bert_dp
 from bert_dp.config import Config, read_manifest
-from bert_dp.data import Shards, held_out_batches
+from bert_dp.data.stream import Shards, held_out_batches
 from tests.helpers import issues_of, make_config, write_lines
 from tests.shards import SPECIAL
 from tests.states import FACTS

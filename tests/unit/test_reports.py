@@ -22,7 +22,7 @@ from launcher.plan.plan_page import plan_page
 from launcher.report import html
 from launcher.report.console import show_report
 from launcher.report.figures import HOVER, drawing, text_of
-from launcher.report.model import (
+from launcher.report.page import (
     Axis,
     Bars,
     Column,
@@ -38,7 +38,7 @@ from launcher.report.model import (
     TableRow,
     Verdict,
 )
-from launcher.report.run_report import of_directories
+from launcher.report.run_page import of_directories
 from launcher.scale import models
 from launcher.scale.scale_page import scale_page
 from tests.glue_fixture import evaluation, scored_task

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bert_dp.config import Config
-from bert_dp.record.models import Failure
+from bert_dp.files.models import Failure
 from launcher.machine import environment
 from launcher.run import processes, restarts
 from launcher.run.processes import RunResult

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from bert_dp import record
+from bert_dp import files
 from bert_dp.config import ConfigError, Issue
-from bert_dp.record.models import FailureKind, kind_of_error, kind_of_text
+from bert_dp.files.models import FailureKind, kind_of_error, kind_of_text
 from launcher import results
 from launcher.evaluate.glue_scores import Glue
 from launcher.scale import models
@@ -118,7 +118,7 @@ def test_a_damaged_file_is_one_line_with_a_remedy(
 def test_a_file_of_any_size_or_kind_is_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(record, "MAX_JSON_BYTES", 100)
+    monkeypatch.setattr(files, "MAX_JSON_BYTES", 100)
     (tmp_path / "large.json").write_text(" " * 101)
     for path, problem in (
         (tmp_path / "large.json", "larger than 100 bytes"),

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bert_dp import record
+from bert_dp import files
 from bert_dp.config import ConfigError
 from bert_dp.config.checks import parse_profile
-from bert_dp.record.models import Failure
+from bert_dp.files.models import Failure
 from launcher import job
 from launcher.run import processes, train
 from launcher.run.processes import RunResult
@@ -96,7 +96,7 @@ class Verb:
         poll()
         end = self.ends.pop(0)
         summary = {"status": "failed" if end.failure else "done", "exit_code": end.exit_code}
-        record.write_json(self.run_dir / "summary.json", summary)
+        files.write_json(self.run_dir / "summary.json", summary)
         return end
 
     def go(self, *ends: RunResult, settings: tuple[str, ...] = (), **options: Any) -> int:
@@ -164,8 +164,8 @@ def test_steps_that_are_done_are_not_profiled_and_a_complete_run_is_not_started(
     place.mkdir(parents=True)
     data_hash = json.loads((verb.shards / "manifest.json").read_text())["hash"]
     facts = {**FACTS, "step": 2, "samples": 16, "data_hash": data_hash}
-    record.write_json(place / "state.json", {**facts, "config": config.model_dump(mode="json")})
-    record.write_json(verb.run_dir / "summary.json", {"status": "done", "exit_code": 0, "step": 2})
+    files.write_json(place / "state.json", {**facts, "config": config.model_dump(mode="json")})
+    files.write_json(verb.run_dir / "summary.json", {"status": "done", "exit_code": 0, "step": 2})
     with pytest.raises(ConfigError, match="--profile"):
         verb.go(profile=parse_profile("1:2", "0"), settings=("schedule.steps=9",))
     assert verb.go() == 0
@@ -173,7 +173,7 @@ def test_steps_that_are_done_are_not_profiled_and_a_complete_run_is_not_started(
     assert not verb.asked
     assert not (verb.run_dir / "config.yaml").exists(), "nothing in it has changed"
     other = {**facts, "data_hash": "1" * 64, "config": config.model_dump(mode="json")}
-    record.write_json(place / "state.json", other)
+    files.write_json(place / "state.json", other)
     with pytest.raises(ConfigError, match="was trained on other data"):
         verb.go(settings=("schedule.steps=9",))
     assert not verb.asked

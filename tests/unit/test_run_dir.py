@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bert_dp import record
+from bert_dp import files as record
 from bert_dp.config import Config, dump_config
 from launcher.job import Job
 from launcher.machine import environment

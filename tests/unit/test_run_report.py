@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from bert_dp import record
+from bert_dp import files
 from bert_dp.config import dump_config
-from launcher.report.model import Report
-from launcher.report.run_report import of_directories
+from launcher.report.page import Report
+from launcher.report.run_page import of_directories
 from tests.helpers import failed, make_config
 from tests.report_fixture import SUMMARY, evaluation, figure_of, make_run, metrics, read_page, shown, unfolded
 
@@ -200,8 +200,8 @@ def test_comparison_names_the_runs_and_what_differs(tmp_path: Path) -> None:
 
 def test_figures_show_what_was_logged(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    record.append_line(run / "metrics.jsonl", metrics(110, loss=math.nan))
-    record.append_line(run / "metrics.jsonl", metrics(120))
+    files.append_line(run / "metrics.jsonl", metrics(110, loss=math.nan))
+    files.append_line(run / "metrics.jsonl", metrics(120))
     report = of_directories([run])
     loss = figure_of(report, "Loss")
     training, heldout = loss.traces
@@ -329,7 +329,7 @@ def test_a_long_run_has_its_time_in_a_greater_unit(
     tmp_path: Path, seconds: float, unit: str, last: float
 ) -> None:
     run = make_run(tmp_path / "run")
-    record.append_line(run / "metrics.jsonl", metrics(110, elapsed_s=seconds))
+    files.append_line(run / "metrics.jsonl", metrics(110, elapsed_s=seconds))
     figure = figure_of(of_directories([run]), "Throughput")
     assert figure.x.label == f"elapsed ({unit})"
     assert max(figure.traces[0].x) == pytest.approx(last)
@@ -388,7 +388,7 @@ def test_a_diverged_run_is_begun_anew_at_half_the_rate(tmp_path: Path, checkpoin
 def test_a_killed_run_shows_what_its_logs_and_its_configuration_hold(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     (run / "summary.json").unlink()
-    record.append_line(run / "evals.jsonl", evaluation(200, 819200, 5.5))
+    files.append_line(run / "evals.jsonl", evaluation(200, 819200, 5.5))
     (run / "checkpoints" / "step-00000090").mkdir(parents=True)
     (run / "config.yaml").write_text(dump_config(make_config("precision=fp32")))
     rows = {label: cells[0] for (_, label), cells in rows_of(of_directories([run])).items()}
@@ -399,7 +399,7 @@ def test_a_killed_run_shows_what_its_logs_and_its_configuration_hold(tmp_path: P
     assert unknown == logged_nowhere | {"wall"}
     assert rows["parameters"].endswith("| precision fp32")
     gpu = {"worker": {"precision": "bf16"}, "gpus": [{"name": "H100"}], "git_dirty": True, "git_commit": "a"}
-    record.write_json(run / "environment.json", gpu)
+    files.write_json(run / "environment.json", gpu)
     narrow = make_config("precision=auto", "model.residual_dtype=bf16")
     (run / "config.yaml").write_text(dump_config(narrow))
     report = of_directories([run])
@@ -458,7 +458,7 @@ LOGGED = (
 def make_ended(path: Path, ending: str) -> Path:
     run = make_run(path, num_lines=3 if ending == "running" else 10, summary=ENDINGS[ending] or {})
     if ending == "rank killed":  # its launcher wrote what it knows
-        record.write_json(run / "summary.json", ENDINGS[ending])
+        files.write_json(run / "summary.json", ENDINGS[ending])
     (run / "checkpoints" / "step-00000100").mkdir(parents=True)
     if ENDINGS[ending] is None:
         (run / "summary.json").unlink()

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from bert_dp import checkpoint
 from bert_dp.config import CheckpointConfig
-from bert_dp.lines import WriteErrors
 from bert_dp.parallel import State
-from bert_dp.saving import AsyncCheckpointer
+from bert_dp.training import checkpoint
+from bert_dp.training.checkpoint import AsyncCheckpointer
+from bert_dp.training.record_files import WriteErrors
 from tests.states import FACTS
 
 SaveFile = Callable[[dict[str, torch.Tensor], Path], None]
@@ -226,7 +226,7 @@ def test_the_newest_good_one_is_named_past_a_broken_one(
 ) -> None:
     """Checkpoints of an earlier process are verified before one is named."""
     for step in (1, 2):
-        checkpoint.save(tmp_path, step, state(step), FACTS, 9)
+        checkpoint.save_checkpoint(tmp_path, step, state(step), FACTS, 9)
     (tmp_path / "step-00000002" / "model.safetensors").write_bytes(b"")
     monkeypatch.setattr(checkpoint, "save_file", failing(errno.EIO, 1, 1))
     problem = save(make(tmp_path, saved=1), 3)[1]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from launcher import results
-from launcher.report.model import Line, Report
 from launcher.report.numbers import NA, format_percent, format_si, format_step_time
+from launcher.report.page import Line, Report
 from launcher.scale import models
 from launcher.scale.diagnose import diagnose
 from launcher.scale.scale_page import scale_page, write_csv

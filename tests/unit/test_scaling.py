@@ -13,16 +13,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bert_dp import record
+from bert_dp import files
 from bert_dp.config import dump_config, load_config, resolve
 from bert_dp.cost import flops_per_token, memory_estimate_gib
 from launcher import results
+from launcher.job import Output
 from launcher.machine import environment
 from launcher.machine.environment import Environment
-from launcher.output import Output
-from launcher.run.read_run import read_repeat
 from launcher.run.train import MEMORY_STATE, check_memory
-from launcher.run.trials import SCRATCH, Ending, Outcome, Runner, Slot, Trial
+from launcher.run.trials import SCRATCH, Ending, Outcome, Runner, Slot, Trial, read_repeat
 from launcher.scale import benchmark, models
 from launcher.scale.analyze import CellRuns, analyze
 from launcher.scale.benchmark import cores_of, run_grid
@@ -216,7 +215,7 @@ def write_run(
     directory.mkdir(parents=True)
     tokens = cell.global_batch * 16
     whole = {"status": "done", "precision": "fp32", "device": "CPU", "compiled": False}
-    record.write_json(directory / "summary.json", {**whole, "tokens": steps * tokens, **summary})
+    files.write_json(directory / "summary.json", {**whole, "tokens": steps * tokens, **summary})
     (directory / "steps").mkdir()
     for rank in range(cell.world_size):
         times = [9.0, 9.0] + [step_s * (pace[rank] if pace else 1.0)] * (steps - 2)
@@ -231,10 +230,10 @@ def write_run(
             "peak_memory_gib": memory + rank,
             "ddp_exposed_s": exposed * step_s if cell.engine == "ddp" else None,
         }
-        record.append_line(directory / "steps" / f"rank-{rank}.jsonl", line)
+        files.append_line(directory / "steps" / f"rank-{rank}.jsonl", line)
     for step in (4, 8):
         logged = {"step": step, "tokens": step * tokens, "loss": loss - step / 10}
-        record.append_line(directory / "metrics.jsonl", logged)
+        files.append_line(directory / "metrics.jsonl", logged)
 
 
 def collected(
@@ -287,7 +286,7 @@ def test_figures_and_verdicts_follow_from_the_records(tmp_path: Path) -> None:
 def test_figures_of_a_gpu_have_their_denominators(tmp_path: Path) -> None:
     """MFU is over the peaks of all GPUs, memory the greatest of all ranks, energy per million tokens."""
     gpu = {"device": "NVIDIA H100 80GB HBM3", "precision": "bf16", "energy_j": 50.0, "tokens": 4000}
-    record.write_json(tmp_path / "peak.json", {"matmul_flops": 600e12})
+    files.write_json(tmp_path / "peak.json", {"matmul_flops": 600e12})
     ddp = collected(tmp_path, two(), lambda cell, repeat: {"step_s": 0.5, **gpu})["strong-ddp-n2"]
     flops = 32 * 16 / 0.5 * flops_per_token(CONFIG.model, 16, CONFIG.objective.mask_rate)
     assert (ddp.mfu, ddp.mamfu) == pytest.approx((flops / (2 * 989e12), flops / (2 * 600e12)))
@@ -556,7 +555,7 @@ class MadeRunner(Runner):
             buckets = [4096, 5000] if trial.config.parallel.engine == "zero1" else []
             facts = failed("no") if fails else {"status": "done", "tokens_per_s": 2e3}
             trial.directory.mkdir(parents=True)
-            record.write_json(trial.directory / "summary.json", {**facts, "bucket_bytes": buckets})
+            files.write_json(trial.directory / "summary.json", {**facts, "bucket_bytes": buckets})
             yield trial, Outcome("failed" if fails else "ok", 1.0)
 
     def helper(self, module: str, arguments: Sequence[str], cores: Sequence[int] | None = None) -> list[Any]:
@@ -632,7 +631,7 @@ def test_a_grid_goes_on_with_what_is_left(tmp_path: Path, monkeypatch: pytest.Mo
     first, said = made_runner(tmp_path, []), list[str]()
     run_grid(made, first, print)
     for trial in first.ran:
-        record.write_text(trial.directory / "config.yaml", dump_config(trial.config))
+        files.write_text(trial.directory / "config.yaml", dump_config(trial.config))
     *rest, last = [trial for trial in first.ran if not trial.name.startswith("weak-ddp-n2")]
     shutil.rmtree(last.directory)
     (tmp_path / "links-2.json").unlink()

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from bert_dp.config.examples import Metric
-from bert_dp.scores import majority, score
+from bert_dp.evaluation.scores import majority, score
 
 pytest.importorskip("sklearn", reason="needs the extra glue")
 

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from bert_dp import record
+from bert_dp import files
 from bert_dp.config import setting_paths
-from bert_dp.record import hide, is_secret, secret_values
-from bert_dp.record.models import Summary
+from bert_dp.files import hide, is_secret, secret_values
+from bert_dp.files.models import Summary
 from launcher import datasets, job
 from launcher.log import masked_command, secret_issues
 from launcher.machine.environment import Environment, probe
@@ -40,7 +40,7 @@ PLAIN = (
 @pytest.mark.parametrize(("text", "secret"), IN_URLS)
 def test_a_password_in_a_url_is_hidden(text: str, secret: str) -> None:
     shown = hide(text)
-    assert shown == text.replace(secret, record.REDACTED)
+    assert shown == text.replace(secret, files.REDACTED)
     assert hide(shown) == shown
 
 
@@ -128,8 +128,8 @@ def test_the_log_of_a_rank_holds_no_secret(tmp_path: Path) -> None:
     """Printed, raised, logged or warned of: the stream masks it before it is written."""
     script = (
         "import logging, os, sys, warnings\n"
-        "from bert_dp.lines import WriteErrors\n"
-        "from bert_dp.rank_process import redirect_output\n"
+        "from bert_dp.training.record_files import WriteErrors\n"
+        "from bert_dp.training.process import redirect_output\n"
         "redirect_output(0, WriteErrors())\n"
         "token = os.environ['MY_TOKEN']\n"
         "print('printed', token, end='')\n"
@@ -138,7 +138,7 @@ def test_the_log_of_a_rank_holds_no_secret(tmp_path: Path) -> None:
         "logging.warning('logged %s', token)\n"
         "raise RuntimeError('raised ' + token)\n"
     )
-    environ = {"MY_TOKEN": "q7Zx-81kkd", record.LOG_DIR: str(tmp_path), "PATH": ""}
+    environ = {"MY_TOKEN": "q7Zx-81kkd", files.LOG_DIR: str(tmp_path), "PATH": ""}
     done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (1, b"", b"")
     said = (tmp_path / "rank-0.log").read_text()

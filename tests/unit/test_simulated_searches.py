@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from bert_dp.record.models import NoiseScale
+from bert_dp.files.models import NoiseScale
 from launcher.run.trials import TrialsFailed
 from launcher.tune import batch, lr, lr_search
 from launcher.tune.batch import BatchSearch, BatchSearchSpec, TrialMeasurement

@@ -19,15 +19,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bert_dp.config import BuildConfig, ConfigError, Issue
-from bert_dp.corpus import builtin, readers, sources
+from bert_dp.data import builtin, readers
 from tests.helpers import raised_issues
 
 DOCS = ["First document.", "Zwölf Boxkämpfer — jagen", 'third "quoted"', "x" * 5000]
 
 
 def read(*items: object, **options: Any) -> list[str]:
-    found = sources.resolve([str(i) for i in items], BuildConfig(**options))
-    return [text for source in found for text in sources.documents(source)]
+    found = readers.resolve([str(i) for i in items], BuildConfig(**options))
+    return [text for source in found for text in readers.documents(source)]
 
 
 def as_text(docs: list[str]) -> bytes:
@@ -97,7 +97,7 @@ def test_hidden_folders_of_a_directory_are_no_text(tmp_path: Path) -> None:
         path = tmp_path / ".above" / name  # the directory itself may be hidden
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("words\n")
-    (found,) = sources.resolve([str(tmp_path / ".above")], BuildConfig())
+    (found,) = readers.resolve([str(tmp_path / ".above")], BuildConfig())
     assert found.name.endswith("sub/a.txt")
 
 
@@ -111,7 +111,7 @@ def test_a_blank_line_ends_a_document(tmp_path: Path, compression: str) -> None:
 
 
 def test_a_document_of_many_lines_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "MAX_DOCUMENT_BYTES", 2**20)
+    monkeypatch.setattr(readers, "MAX_DOCUMENT_BYTES", 2**20)
     path = tmp_path / "a.txt"
     path.write_text(("x" * 1023 + "\n") * 1024 + "\n" + "y\n")
     assert len(read(path, documents="blank_line")) == 2
@@ -192,7 +192,7 @@ def test_a_small_file_that_unpacks_to_very_much_is_read_in_little_memory(
     assert path.stat().st_size < 2**18
     tracemalloc.start()
     try:
-        assert sum(len(text) + 1 for text in sources.documents(sources.Source("", path))) == 2**27
+        assert sum(len(text) + 1 for text in readers.documents(readers.Source("", path))) == 2**27
         # zstandard unpacks all of a piece at once
         assert tracemalloc.get_traced_memory()[1] < (2**27 if compression == ".zst" else 2**24)
     finally:
@@ -251,9 +251,9 @@ def test_globs_and_directories_are_sorted_and_literal_names_win(tmp_path: Path) 
 
 def test_all_unmatched_sources_are_named_at_once(tmp_path: Path) -> None:
     names = [str(tmp_path / "no*.txt"), str(tmp_path / "gone.txt")]
-    issues = raised_issues(sources.resolve, names)
+    issues = raised_issues(readers.resolve, names)
     assert [(i.setting, i.kind, i.value) for i in issues] == [("data.sources", "not_found", n) for n in names]
-    (issue,) = raised_issues(sources.resolve, [])
+    (issue,) = raised_issues(readers.resolve, [])
     assert (issue.setting, issue.kind) == ("data.sources", "missing")
 
 
@@ -345,12 +345,12 @@ def test_a_key_may_be_a_path_of_nested_keys(tmp_path: Path, monkeypatch: pytest.
 def test_an_unknown_suffix_is_refused_unless_its_format_is_told(tmp_path: Path) -> None:
     path = tmp_path / "big.csv"
     path.write_text("id,text\n1,one\n")
-    unknown, gone = raised_issues(sources.resolve, [str(path), str(tmp_path / "gone.txt")])
+    unknown, gone = raised_issues(readers.resolve, [str(path), str(tmp_path / "gone.txt")])
     assert (unknown.setting, unknown.kind, unknown.value) == ("data.sources", "unknown", str(path))
     assert (unknown.other, gone.kind) == ("data.build.source_format", "not_found")
     assert read(path, source_format="text") == ["id,text", "1,one"]
     (tmp_path / "compressed.csv.gz").write_bytes(gzip.compress(b"one\n"))
-    (issue,) = raised_issues(sources.resolve, [str(tmp_path / "compressed.csv.gz")])
+    (issue,) = raised_issues(readers.resolve, [str(tmp_path / "compressed.csv.gz")])
     assert issue.kind == "unknown"
     (tmp_path / "part-00000").write_text("no suffix is text\n")
     assert read(tmp_path / "part-00000") == ["no suffix is text"]
@@ -413,7 +413,7 @@ def test_hub_errors(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_builtin_is_two_megabytes_of_prose_and_imports_nothing() -> None:
     code = """if True:
         import json, sys
-        from bert_dp.corpus import sources
+        from bert_dp.data import sources
         before = set(sys.modules)
         docs = list(sources.documents(sources.resolve(["builtin"])[0]))
         print(json.dumps([sum(map(len, docs)), len(docs), sorted(set(sys.modules) - before),
@@ -438,15 +438,15 @@ def test_builtin_without_library_sources(tmp_path: Path, monkeypatch: pytest.Mon
 def test_identity_changes_with_the_file(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("one")
-    first = sources.identity(sources.Source(str(path), path))
+    first = readers.identity(readers.Source(str(path), path))
     path.write_text("other")
-    assert sources.identity(sources.Source(str(path), path)) != first
+    assert readers.identity(readers.Source(str(path), path)) != first
     path.write_text("one")
     os.utime(path, ns=(0, first["mtime_ns"]))
-    assert sources.identity(sources.Source(str(path), path)) == first
+    assert readers.identity(readers.Source(str(path), path)) == first
     os.utime(path, ns=(0, first["mtime_ns"] + 1))
-    assert sources.identity(sources.Source(str(path), path)) != first, "of as many bytes, written later"
+    assert readers.identity(readers.Source(str(path), path)) != first, "of as many bytes, written later"
     other = tmp_path / "b.txt"
     other.write_text("two")
     os.utime(other, ns=(0, first["mtime_ns"]))
-    assert sources.identity(sources.Source(str(other), other)) != first, "another file of that size and time"
+    assert readers.identity(readers.Source(str(other), other)) != first, "another file of that size and time"

@@ -16,22 +16,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from bert_dp.building import first_state
 from bert_dp.config import OptimConfig
-from bert_dp.data import random_batch
-from bert_dp.dist import connect, disconnect
-from bert_dp.measure.profiling import ALONE, lone_trainer
-from bert_dp.metrics import bucket_bytes
-from bert_dp.model import build_model
+from bert_dp.data.stream import random_batch
+from bert_dp.measure.profile_step import ALONE, lone_trainer
+from bert_dp.model.bert import build_model
+from bert_dp.model.build import first_state
+from bert_dp.model.interface import Model
 from bert_dp.optim import make_optimizer
 from bert_dp.parallel import Engine, State, deepspeed, make_engine, single
+from bert_dp.parallel.base import ShardedSums, clip_and_step
 from bert_dp.parallel.ddp import reduce_narrow
-from bert_dp.parallel.grid import ShardedSums
-from bert_dp.parallel.stepping import clip_and_step
 from bert_dp.parallel.zero1 import assign
-from bert_dp.trainable import Model
-from bert_dp.trainer import dry_run
-from bert_dp.world import World, read_world
+from bert_dp.training.distributed import connect, disconnect
+from bert_dp.training.loop import dry_run
+from bert_dp.training.metrics import bucket_bytes
+from bert_dp.training.world import World, read_world
 from tests.helpers import TINY_MODEL, issues_of, make_config
 from tests.ranks import run_ranks
 from tests.tensors import CPU, bits, flat, with_moments

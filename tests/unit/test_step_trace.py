@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from bert_dp import record
+from bert_dp import files
 from bert_dp.config import find_config, load_config
 from bert_dp.config.checks import ProfilePlan, parse_profile, profile_issues
-from bert_dp.dist import Comm
-from bert_dp.lines import WriteErrors
-from bert_dp.record.models import ProfileFile
-from bert_dp.step_trace import StepTrace, idle_share, top_operators
-from bert_dp.world import World
-from launcher.report.run_report import of_directories
+from bert_dp.files.models import ProfileFile
+from bert_dp.training.distributed import Comm
+from bert_dp.training.profiler import StepTrace, idle_share, top_operators
+from bert_dp.training.record_files import WriteErrors
+from bert_dp.training.world import World
+from launcher.report.run_page import of_directories
 from tests.e2e.cli import TINY, refused, tiny
 from tests.helpers import issues_of, read_json
 from tests.report_fixture import SUMMARY, make_run, shown, unfolded
@@ -95,7 +95,7 @@ def test_a_step_that_the_checkpoint_has_behind_it_is_refused(shards: Path, tmp_p
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000001"
     checkpoint.mkdir(parents=True)
     config = load_config(find_config("quickstart"), [*TINY, f"data.path={shards}"])
-    record.write_json(
+    files.write_json(
         checkpoint / "state.json", {**FACTS, "step": 1, "config": config.model_dump(mode="json")}
     )
     asked = ("train", "quickstart", *tiny(shards), "--resume", str(checkpoint), "--profile")
@@ -243,7 +243,7 @@ def test_the_busiest_operators_of_a_rank_are_named(tmp_path: Path) -> None:
     for rank, device in ((0, "cuda"), (1, "cpu")):
         facts = {"rank": rank, "steps": [10, 12], "device": device, "wall_s": 2.0, "idle_share": 0.125}
         (run / "profile").mkdir(exist_ok=True)
-        record.write_json(
+        files.write_json(
             run / "profile" / f"rank-{rank}.json", {**facts, "operators": operators, "trace": "t.json.gz"}
         )
     (run / "profile" / "rank-2.json").write_text("{}")

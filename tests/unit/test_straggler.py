@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bert_dp.metrics import STRAGGLER_RATIO, STRAGGLER_STEPS, Timers, straggler
-from launcher.report.run_report import of_directories
+from bert_dp.training.metrics import STRAGGLER_RATIO, STRAGGLER_STEPS, Timers, straggler
+from launcher.report.run_page import of_directories
 from tests.report_fixture import make_run, shown, unfolded
 from tests.tensors import CPU
 

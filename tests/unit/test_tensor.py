@@ -22,15 +22,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bert_dp.building import recompute_blocks
 from bert_dp.config import ModelConfig, OptimConfig
-from bert_dp.dist import connect, disconnect
-from bert_dp.model import IGNORE, CrammedBert, TiedEmbedding, build_model
+from bert_dp.model.bert import IGNORE, CrammedBert, TiedEmbedding, build_model
+from bert_dp.model.build import recompute_blocks
 from bert_dp.optim import make_optimizer, set_lr
-from bert_dp.parallel.grid import RankGrid
-from bert_dp.parallel.stepping import clip_and_step
+from bert_dp.parallel.base import RankGrid, clip_and_step
 from bert_dp.parallel.tensor import ColumnLinear, ParallelEmbedding, RowLinear, TensorParallel
-from bert_dp.world import read_world
+from bert_dp.training.distributed import connect, disconnect
+from bert_dp.training.world import read_world
 from tests.helpers import read_json
 from tests.ranks import run_ranks
 from tests.tensors import CPU, assert_near, bits, randomise

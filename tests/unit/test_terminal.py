@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bert_dp.record import CONTROL, safe
+from bert_dp.files import CONTROL, safe
 from launcher import checkpoints
 from launcher.cli import options
 from launcher.log import complain, logger, show

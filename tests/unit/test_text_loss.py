@@ -15,10 +15,10 @@ import torch
 from tokenizers import Tokenizer
 
 from bert_dp.config import BuildConfig, ModelConfig, resolve
-from bert_dp.corpus import tokenizer as tokens
-from bert_dp.measure import masked_text, text_loss
-from bert_dp.model import CrammedBert, build_model
-from bert_dp.rank_process import RunFailed
+from bert_dp.data import tokenizer as tokens
+from bert_dp.evaluation import text_loss
+from bert_dp.model.bert import CrammedBert, build_model
+from bert_dp.training.process import RunFailed
 from launcher.evaluate.text_loss import text_report
 from tests.helpers import TINY_MODEL, raised_issues
 from tests.runs_to_export import config_of, finetuned, write_run
@@ -38,8 +38,8 @@ def trained(size: int, kind: str = "wordpiece") -> Tokenizer:
     return tokens.train(DOCUMENTS, model=kind, vocab_size=size, with_normalizer=True)  # type: ignore[arg-type]
 
 
-def read(documents: Sequence[str], tokenizer: Tokenizer) -> masked_text.Text:
-    return masked_text.read(documents, tokenizer, tokens.special_ids(tokenizer, "it"))
+def read(documents: Sequence[str], tokenizer: Tokenizer) -> text_loss.Text:
+    return text_loss.read(documents, tokenizer, tokens.special_ids(tokenizer, "it"))
 
 
 def model_of(size: int) -> CrammedBert:
@@ -49,7 +49,7 @@ def model_of(size: int) -> CrammedBert:
 def hidden_words(text: str, tokenizer: Tokenizer) -> list[str]:
     """The words of which a token is hidden, read back from the text by the tokens' places."""
     encoded = tokenizer.encode(text, add_special_tokens=False)
-    hiding = masked_text.hide_words(text, encoded.offsets, masked_text.document_key(text, 0))
+    hiding = text_loss.hide_words(text, encoded.offsets, text_loss.document_key(text, 0))
     places = [span for span, hides in zip(encoded.offsets, hiding.hidden_T, strict=True) if hides]
     words = [word.span() for word in re.finditer(r"\S+", text)]
     return [text[a:b] for a, b in words if any(begin < b and a < end for begin, end in places)]
@@ -73,7 +73,7 @@ def test_hidden_words_are_whole_and_their_bytes_are_those_of_the_text() -> None:
     text = "Zw\u00f6lf Boxk\u00e4mpfer \u2192 jagen \u00e4\u00f6\u00fc, " * 30
     tokenizer = trained(90)
     encoded = tokenizer.encode(text, add_special_tokens=False)
-    hiding = masked_text.hide_words(text, encoded.offsets, 7)
+    hiding = text_loss.hide_words(text, encoded.offsets, 7)
     words = [word.span() for word in re.finditer(r"\S+", text)]
     hidden = [span for span, hides in zip(encoded.offsets, hiding.hidden_T, strict=True) if hides]
     seen = [span for span, hides in zip(encoded.offsets, hiding.hidden_T, strict=True) if not hides]
@@ -101,7 +101,7 @@ def test_what_is_drawn_of_a_document_depends_on_nothing_beside_it() -> None:
 def test_shares_of_what_is_drawn_and_how_it_is_seen() -> None:
     count, first, end = 200_000, 7, 64
     ids_T = np.full(count, 9, np.uint16)
-    seen_T, kind_T = masked_text.draw_tokens(
+    seen_T, kind_T = text_loss.draw_tokens(
         ids_T, np.full(count, 3, np.uint64), np.arange(count), 6, (first, end)
     )
     assert (kind_T > 0).mean() == pytest.approx(0.15, abs=0.004)

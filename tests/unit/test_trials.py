@@ -20,12 +20,12 @@ from typing import Any
 import psutil
 import pytest
 
-from bert_dp import record
+from bert_dp import files
 from bert_dp.config import Config, dump_config
-from bert_dp.record.models import Failure
+from bert_dp.files.models import Failure
 from launcher import children
 from launcher.log import Log
-from launcher.run import processes, read_run, trials
+from launcher.run import processes, trials
 from launcher.run.processes import RunResult
 from launcher.run.trials import Ending, Outcome, Runner, Slot, Stopped, Trial, TrialsFailed, run_to_end
 from launcher.watch import hangs
@@ -39,7 +39,7 @@ def killed(number: int, oom_kills: int) -> dict[str, Any]:
     return failed("killed by a signal", "killed", killed_by=number, memory=memory)
 
 
-PARTS = {name: [0.5, 0.5] for name in read_run.PARTS}
+PARTS = {name: [0.5, 0.5] for name in trials.PARTS}
 
 
 def config(global_size: int = 8, *overrides: str) -> Config:
@@ -149,7 +149,7 @@ def test_a_measured_run_is_read_without_its_warm_up(
     tmp_path: Path, warm_up: int, exposed: list[float]
 ) -> None:
     """The samples of rank 0 alone count; the memory was highest in between."""
-    none = dict.fromkeys(read_run.PARTS, ())
+    none = dict.fromkeys(trials.PARTS, ())
     for rank in range(2):
         lines = [
             {"step": 2, **PARTS, "step_s": [9.0, 8.0], "peak_memory_gib": 1.0, "ddp_exposed_s": 0.1 + rank},
@@ -162,11 +162,11 @@ def test_a_measured_run_is_read_without_its_warm_up(
         {"step": step, "tokens": 8 * step, "loss": loss} for step, loss in enumerate((4.0, None, 3.0), 1)
     ]
     write_lines(tmp_path / "metrics.jsonl", losses)
-    run = read_run.read_repeat(tmp_path, 2, warm_up, 4 - warm_up)
+    run = trials.read_repeat(tmp_path, 2, warm_up, 4 - warm_up)
     assert run.parts["step_s"] == [[9.0, 8.0, 2.0, 1.0][warm_up:]] * 2
     assert (run.memory_gib, run.exposed_s, run.curve) == ([3.0, 3.0], exposed, [(8, 4.0), (24, 3.0)])
     with pytest.raises(ValueError, match="4 steps, 5 were to be taken"):
-        read_run.read_repeat(tmp_path, 2, warm_up, 5 - warm_up)
+        trials.read_repeat(tmp_path, 2, warm_up, 5 - warm_up)
 
 
 def test_the_end_of_all_trials_has_its_status_and_exit_code(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_what_ends_without_a_word_runs_twice(tmp_path: Path, started: list[list[
     assert (directory, ranks, limit) == (str(trial.directory), "2", "5")
     assert json.loads(options) == {"launcher": "torchrun", "on_gpu": False, "cores": [1]}
     assert started == [started[0]] * 2
-    assert read_run.cause(trial.directory) == "both attempts ended without writing summary.json"
+    assert trials.cause(trial.directory) == "both attempts ended without writing summary.json"
 
 
 def test_a_trial_gets_its_slots_devices_and_says_how_far_it_is(
@@ -246,7 +246,7 @@ def test_a_trial_gets_its_slots_devices_and_says_how_far_it_is(
     monkeypatch.setattr(children, "start_module", start)
     monkeypatch.setattr(processes, "POLL_S", 0.01)
     monkeypatch.setattr(trials, "time", clock)
-    record.write_json(tmp_path / "environment.json", {"bf16_units": []})
+    files.write_json(tmp_path / "environment.json", {"bf16_units": []})
     with trials.runner(
         tmp_path, [Slot((0, 3), ("2", "5"))], launcher="accelerate", on_gpu=True, log=log
     ) as runs:
@@ -340,14 +340,14 @@ def test_a_helper_answers_in_json_on_its_cores_and_a_signal_ends_it(
 
 
 def test_a_run_tells_why_it_ended_and_of_which_kind(tmp_path: Path) -> None:
-    assert (read_run.failure_kind(tmp_path), read_run.heldout_losses(tmp_path)) == ("no_cause", {})
+    assert (trials.failure_kind(tmp_path), trials.heldout_losses(tmp_path)) == ("no_cause", {})
     (tmp_path / "summary.json").write_text(json.dumps(failed("full", "disk")))
-    assert (read_run.cause(tmp_path), read_run.failure_kind(tmp_path)) == ("full", "disk")
+    assert (trials.cause(tmp_path), trials.failure_kind(tmp_path)) == ("full", "disk")
     (tmp_path / "summary.json").write_text(json.dumps({"status": "done"}))
-    assert read_run.cause(tmp_path) == "its records are not whole"
+    assert trials.cause(tmp_path) == "its records are not whole"
     lines = [{"step": 1, "loss": 3.0}, {"step": 2}, {"step": 3, "loss": None}]
     write_lines(tmp_path / "evals.jsonl", lines)
-    assert read_run.heldout_losses(tmp_path) == {1: 3.0, 3: None}
+    assert trials.heldout_losses(tmp_path) == {1: 3.0, 3: None}
 
 
 def test_ranks_have_as_many_threads_as_the_cores_that_they_share(
@@ -378,6 +378,6 @@ def test_a_finetuning_without_its_predictions_is_run_again(tmp_path: Path) -> No
     finetuned = make_config(
         "objective.name=finetune", "finetune.labels=[a,b]", "data.path=x", "log.step_times=false"
     )
-    assert not read_run.is_whole(tmp_path, 1, finetuned)
+    assert not trials.is_whole(tmp_path, 1, finetuned)
     (tmp_path / "predictions.jsonl").write_text("")
-    assert read_run.is_whole(tmp_path, 1, finetuned)
+    assert trials.is_whole(tmp_path, 1, finetuned)

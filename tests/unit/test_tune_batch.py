@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bert_dp import record
+from bert_dp import files
 from bert_dp.config import Config, dump_config
 from bert_dp.cost import GIB
 from launcher import results
@@ -143,7 +143,7 @@ def test_micro_size_auto_is_the_runs_own_the_cached_or_the_found_one(
     (run_dir / "config.yaml").write_text(dump_config(make_config("batch.micro_size=2")))
     assert "auto = 2, as this run has it" in resolve(run_dir)[2]
     saved = {**FACTS, "step": 1, "config": make_config("batch.micro_size=8").model_dump(mode="json")}
-    record.write_json(run_dir / "state.json", saved)
+    files.write_json(run_dir / "state.json", saved)
     assert "auto = 8, as the run of --resume has it" in resolve(resume=str(run_dir))[2]
 
 
@@ -248,9 +248,9 @@ class NoisyRunner(MadeRunner):
         outcome, batch = super().run_one(trial), trial.config.batch
         if trial.name == "noise":
             facts = {"batch": [batch.global_size, batch.micro_size, trial.config.log.noise_scale]}
-            record.write_json(self.out / "noise.json", facts)
+            files.write_json(self.out / "noise.json", facts)
             estimate = {"verdict": "ok", "noise_scale": 100.0, "interval": [80.0, 130.0], "steps": 390}
-            record.write_json(trial.directory / "summary.json", {"status": "done", "noise_scale": estimate})
+            files.write_json(trial.directory / "summary.json", {"status": "done", "noise_scale": estimate})
         return outcome
 
 
@@ -306,7 +306,7 @@ class PreferringRunner(NoisyRunner):
 class FailingRunner(MadeRunner):
     def run_one(self, trial: Trial) -> Outcome:
         super().run_one(trial)
-        record.write_json(trial.directory / "summary.json", failed("rank 0: no"))
+        files.write_json(trial.directory / "summary.json", failed("rank 0: no"))
         return Outcome("failed", 1.0)
 
 
@@ -316,7 +316,7 @@ class FailingRunner(MadeRunner):
 def test_the_result_says_what_was_searched_and_how_it_ended(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Runner], status: str, code: int
 ) -> None:
-    monkeypatch.setattr("launcher.output.prepare_data", lambda config: shards)
+    monkeypatch.setattr("launcher.job.prepare_data", lambda config: shards)
     made, said = runner(kind, tmp_path), list[str]()
     monkeypatch.setattr(batch.trials, "runner", lambda *_, **options: contextlib.nullcontext(made))
     asked = config(64).model_copy(update={"parallel": config().parallel.model_copy(update={"tensor": 2})})
@@ -337,7 +337,7 @@ class LosingRunner(MadeRunner):
         ended = super().run_one(trial)
         if trial.config.batch.micro_size <= 10:
             return ended
-        record.write_json(trial.directory / "summary.json", failed("rank 1: no memory", "device_memory"))
+        files.write_json(trial.directory / "summary.json", failed("rank 1: no memory", "device_memory"))
         return Outcome("oom", 1.0)
 
 

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 from rich.console import Console
 
-from bert_dp import record
+from bert_dp import files
 from bert_dp.config import (
     BatchConfig,
     Config,
@@ -28,11 +28,11 @@ from bert_dp.config import (
     peak_lr,
 )
 from launcher import job, results
+from launcher.job import KeptPlan, Output
 from launcher.machine import environment
-from launcher.output import KeptPlan, Output
 from launcher.run import trials
 from launcher.run.trials import Outcome, Runner, Slot, Stopped, Trial, earlier_outcome
-from launcher.tune import lr, transfer
+from launcher.tune import lr
 from launcher.tune.lr_search import LrChoice, LrOptions, TuneLr
 from launcher.tune.tune_page import lr_page
 from tests import tune_fixture
@@ -52,7 +52,7 @@ Run = Callable[..., "Searched"]
 @pytest.fixture(autouse=True)
 def data_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """No process is started for it."""
-    monkeypatch.setattr("launcher.output.prepare_data", lambda config: Path(config.data.path))
+    monkeypatch.setattr("launcher.job.prepare_data", lambda config: Path(config.data.path))
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ class MadeRunner(Runner):
     def _train(self, trial: Trial) -> None:
         directory, config = trial.directory, trial.config
         directory.mkdir(parents=True, exist_ok=True)
-        record.write_text(directory / "config.yaml", dump_config(config))
+        files.write_text(directory / "config.yaml", dump_config(config))
         count = config.schedule.steps or 0
         tokens = config.schedule.tokens or count * STEP
         if is_range_test(config):
@@ -96,7 +96,7 @@ class MadeRunner(Runner):
                 rate = 1e-4 ** (1 - k / count)
                 loss = 6 - 20 * rate if rate < EDGE else 9.0
                 line = {"step": k + 1, "lr": rate, "loss": loss, "skipped_steps": 0}
-                record.append_line(directory / "metrics.jsonl", line)
+                files.append_line(directory / "metrics.jsonl", line)
         loss = self.surface(config)
         facts: dict[str, Any] = {
             "status": "done",
@@ -108,7 +108,7 @@ class MadeRunner(Runner):
         if isinstance(loss, str):
             kind = "host_memory" if loss == "oom" else "not_finite" if "not finite" in loss else "error"
             facts |= {"heldout_loss": None, **failed(loss, kind)}
-        record.write_json(directory / "summary.json", facts)
+        files.write_json(directory / "summary.json", facts)
 
 
 def is_range_test(config: Config) -> bool:
@@ -170,7 +170,7 @@ def run(shards: Path, tmp_path: Path) -> Run:
 @pytest.fixture(scope="module")
 def whole(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Searched:
     """A search of the valley to its end, in a budget that is large enough."""
-    with mock.patch("launcher.output.prepare_data", lambda config: Path(config.data.path)):
+    with mock.patch("launcher.job.prepare_data", lambda config: Path(config.data.path)):
         return search(
             make(shards), tmp_path_factory.mktemp("whole") / "out", settings=LrOptions(budget_s=1e6)
         )
@@ -398,7 +398,7 @@ def test_a_trial_has_devices_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_trial_has_diverged_by_the_kind_of_its_failure(
     shards: Path, tmp_path: Path, facts: dict[str, Any], ended: Any, status: str
 ) -> None:
-    record.write_json(tmp_path / "summary.json", {"step": 3, **facts})
+    files.write_json(tmp_path / "summary.json", {"step": 3, **facts})
     result = lr.read_trial(Trial(tmp_path, make(shards), 1), Outcome(ended, 1.5))
     failure = facts.get("failure", {})
     assert (result.status, result.failure_kind) == (status, failure.get("kind"))
@@ -411,15 +411,15 @@ def test_a_trial_has_diverged_by_the_kind_of_its_failure(
 
 def test_transfer_follows_the_papers(shards: Path) -> None:
     config = make(shards, "optim.beta1=0.99", "optim.beta2=0.999", "optim.eps=1e-8")
-    result = transfer.transfer(config, 1e-3, "x", 256, 4096)
+    result = lr.transfer(config, 1e-3, "x", 256, 4096)
     root, linear, untuned = result["rules"]
     assert (result["from_batch"], result["to_batch"], result["ours"]) == (256, 4096, None)
     assert (root["lr"], root["beta1"], root["beta2"]) == pytest.approx((4e-3, 0.84, 0.984))
     assert root["eps"] == pytest.approx(2.5e-9)
     assert (linear["lr"], untuned["lr"]) == pytest.approx((1.6e-2, 5 / (2**1.5 * 1e3)))
-    assert transfer.transfer(config, 1e-3, "x", 1, 128)["rules"][0]["beta1"] is None
+    assert lr.transfer(config, 1e-3, "x", 1, 128)["rules"][0]["beta1"] is None
     ours = make(shards, "optim.lr_scaling=sqrt", "optim.lr_batch=8")
-    assert transfer.transfer(ours, 1e-3, "x", 8, 16)["ours"] == "sqrt"
+    assert lr.transfer(ours, 1e-3, "x", 8, 16)["ours"] == "sqrt"
 
 
 def test_transfer_takes_the_rate_that_was_found(
@@ -428,7 +428,7 @@ def test_transfer_takes_the_rate_that_was_found(
     def carry(batches: tuple[int, int], out: Path | None, *more: str, as_json: bool = False) -> str:
         overrides = [f"data.path={shards}", *TINY, *more]
         console = Console(width=200)
-        assert transfer.carry("quickstart", overrides, *batches, out, as_json=as_json, console=console) == 0
+        assert lr.carry("quickstart", overrides, *batches, out, as_json=as_json, console=console) == 0
         return capsys.readouterr().out
 
     printed = json.loads(carry((8, 32), whole.out, as_json=True))
@@ -486,7 +486,7 @@ def test_data_without_held_out_documents_is_refused(tmp_path: Path) -> None:
 
 def test_a_search_counts_its_seconds_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([100.0, 107.0, 112.0])
-    monkeypatch.setattr("launcher.output.time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr("launcher.job.time", SimpleNamespace(monotonic=lambda: next(now)))
     file = KeptPlan(tmp_path / "search.json", lr.LrPlanFile(config_hash="x", settings={}, seconds=30.0))
     file.save()
     file.save()

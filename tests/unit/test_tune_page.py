@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from bert_dp import record
-from launcher.report.model import Line, Report
+from bert_dp import files
+from launcher.report.page import Line, Report
 from launcher.stats import half_width
 from launcher.tune import tune_page
 from launcher.tune.lr_search import TuneLr
@@ -41,9 +41,9 @@ def line(report: Report, title: str, label: str) -> Line:
 
 def test_the_page_is_found_by_the_kind_of_search(tmp_path: Path) -> None:
     for data in (batch(), lr()):
-        record.write_json(tmp_path / "tune.json", data)
+        files.write_json(tmp_path / "tune.json", data)
         assert tune_page.tune_page(tmp_path / "tune.json").title == of(data).title
-    record.write_json(tmp_path / "tune.json", {"kind": "other"})
+    files.write_json(tmp_path / "tune.json", {"kind": "other"})
     (issue,) = raised_issues(tune_page.tune_page, tmp_path / "tune.json")
     assert (issue.setting, issue.kind) == (str(tmp_path / "tune.json"), "unsupported")
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from bert_dp.record import BEAT_SLOTS, PHASES, Heartbeat, heartbeat_path
-from bert_dp.record.models import Failure
+from bert_dp.files import BEAT_SLOTS, PHASES, Heartbeat, heartbeat_path
+from bert_dp.files.models import Failure
 from launcher.watch import hangs
 from launcher.watch.hangs import PATIENT_S, Watch
 

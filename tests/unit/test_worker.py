@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
-from bert_dp import dist, record
+from bert_dp import files
 from bert_dp.config import ConfigError, Issue, load_config
 from bert_dp.cost import num_parameters
-from bert_dp.rank_process import GC_THRESHOLD, Signals
-from bert_dp.record import LOG_DIR, STOP_SIGNALS
-from bert_dp.worker import lock_run, parse_arguments, write_collectives
+from bert_dp.files import LOG_DIR, STOP_SIGNALS
+from bert_dp.training import distributed
+from bert_dp.training.process import GC_THRESHOLD, Signals
+from bert_dp.training.rank import lock_run, parse_arguments, write_collectives
 from tests.helpers import logged, read_json
 from tests.parity.runs import evals, losses, settings, summary, write_run
 from tests.ranks import run_ranks
@@ -41,21 +42,22 @@ def slowed(module: Any, name: str, clock: SimpleNamespace, seconds: float) -> No
 
 def train_twice(run_dir: str, more: dict[str, Any]) -> None:
     """Two steps, the second with a bad gradient, and in a second process's place as `more` says."""
-    from bert_dp import devices, setup, trainer, worker
+    from bert_dp.training import build, devices, loop
+    from bert_dp.training import rank as worker
 
     os.environ[LOG_DIR] = run_dir
     clock = SimpleNamespace(now=100.0)
     worker.time = SimpleNamespace(monotonic=lambda: clock.now)  # type: ignore[assignment]
-    slowed(setup, "build_trainer", clock, ASSEMBLE_S)
-    slowed(trainer, "dry_run", clock, DRY_RUN_S)
-    events, plain = [], trainer.train
+    slowed(build, "build_trainer", clock, ASSEMBLE_S)
+    slowed(loop, "dry_run", clock, DRY_RUN_S)
+    events, plain = [], loop.train
 
     def train(*arguments: Any) -> Any:
         events.append(("train", gc.get_threshold()[0], clock.now))
         assert sys.getswitchinterval() == pytest.approx(5e-4)
         return plain(*arguments)
 
-    trainer.train = train
+    loop.train = train
     devices.restart_peak_memory = lambda device: events.append(("peak", gc.get_threshold()[0], clock.now))
     poisoned = functools.partial(PoisonedTask, bad_steps=range(1, 2))
     assert worker.main([f"{run_dir}/config.yaml"], poisoned) == 0
@@ -114,9 +116,9 @@ def test_a_restart_waits_for_the_rank_that_is_still_dying(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Under a launcher of ours, which lets no other run into the directory; alone a rank refuses at once."""
-    monkeypatch.delenv(record.LAUNCHER_PID, raising=False)
+    monkeypatch.delenv(files.LAUNCHER_PID, raising=False)
     naps: list[float] = []
-    dying = record.lock(tmp_path / ".lock")
+    dying = files.lock(tmp_path / ".lock")
     assert dying is not None
 
     def nap(seconds: float) -> None:
@@ -124,11 +126,11 @@ def test_a_restart_waits_for_the_rank_that_is_still_dying(
         if len(naps) == 3:
             dying.close()
 
-    monkeypatch.setattr("bert_dp.worker.time.sleep", nap)
+    monkeypatch.setattr("bert_dp.training.rank.time.sleep", nap)
     with pytest.raises(ConfigError, match="in use by another run"):
         lock_run(tmp_path)
     assert naps == []
-    monkeypatch.setenv(record.LAUNCHER_PID, "1")
+    monkeypatch.setenv(files.LAUNCHER_PID, "1")
     lock_run(tmp_path).close()
     assert len(naps) == 3
     assert capsys.readouterr().out == f"{tmp_path}: held by another process; waiting 60 s for its end\n"
@@ -155,9 +157,10 @@ def test_the_first_stop_signal_is_the_one_that_counts() -> None:
 
 def build_and_meet(folder: str) -> None:
     """Two ranks without shards; notes whether the data is there when this rank goes to meet the other."""
-    from bert_dp import dist, worker
+    from bert_dp.training import distributed
+    from bert_dp.training import rank as worker
 
-    rank, plain = os.environ["RANK"], dist.connect
+    rank, plain = os.environ["RANK"], distributed.connect
     os.environ["BERT_DP_CACHE"] = f"{folder}/cache"
 
     def connect(*arguments: Any, **options: Any) -> Any:
@@ -165,7 +168,7 @@ def build_and_meet(folder: str) -> None:
         Path(folder, f"built-{rank}").write_text(str(len(built)))
         return plain(*arguments, **options)
 
-    dist.connect = connect
+    distributed.connect = connect
     assert worker.main([f"{folder}/config.yaml"]) == 0
 
 
@@ -184,31 +187,32 @@ def start_in_many_ways(folder: str) -> None:
     """A rank without our launcher, which checks some of this before; notes the energy's clock."""
     import time
 
-    from bert_dp import checkpoint, devices, setup, trainer, worker
+    from bert_dp.training import build, checkpoint, devices, loop
+    from bert_dp.training import rank as worker
 
     config, elsewhere = f"{folder}/config.yaml", f"{folder}/not yet/there"
     os.environ[LOG_DIR] = folder
     assert worker.main([config, "--profile", "3:4"]) == 2
     assert worker.main([config, "--profile", "1:2", "--profile-ranks", "1"]) == 2
-    with record.lock(Path(folder, ".lock")):  # type: ignore[union-attr]
+    with files.lock(Path(folder, ".lock")):  # type: ignore[union-attr]
         assert worker.main([config]) == 2
-    plain_check = setup.check_same_data
+    plain_check = build.check_same_data
 
     def refuse(comm: Any, data: Any) -> None:
         assert (comm.world.rank, data.num_samples) == (0, 96)
         raise ConfigError([Issue("data", "conflict", "another")])
 
-    setup.check_same_data = refuse
+    build.check_same_data = refuse
     assert worker.main([config]) == 2
     assert not Path(folder, "checkpoints").exists()
-    setup.check_same_data = plain_check
+    build.check_same_data = plain_check
     # 3 J before the run, 40 J from the end of the dry run to the summary
-    plain_train, plain_dry_run, used = trainer.train, trainer.dry_run, [3.0]
+    plain_train, plain_dry_run, used = loop.train, loop.dry_run, [3.0]
 
     def dry_run(*arguments: Any) -> None:
-        beat = record.read_heartbeat(record.heartbeat_path(arguments[0].run_dir, 0))
+        beat = files.read_heartbeat(files.heartbeat_path(arguments[0].run_dir, 0))
         assert beat is not None
-        assert record.PHASES[beat.phase] == "compile", "which may take long"
+        assert files.PHASES[beat.phase] == "compile", "which may take long"
         used[0] += 1000.0
         plain_dry_run(*arguments)
 
@@ -216,7 +220,7 @@ def start_in_many_ways(folder: str) -> None:
         used[0] += 40.0
         return plain_train(*arguments)
 
-    trainer.train, trainer.dry_run, devices.joules = train, dry_run, lambda device: used[0]
+    loop.train, loop.dry_run, devices.joules = train, dry_run, lambda device: used[0]
     assert worker.main([config, "--run-dir", elsewhere]) == 0
     assert worker.main([config, "--run-dir", f"{folder}/next", "--resume", elsewhere]) == 0
     plain_save_file = checkpoint.save_file
@@ -228,10 +232,10 @@ def start_in_many_ways(folder: str) -> None:
     def fail(lone: Any, state: Any, clock: Any) -> None:
         checkpoint.save_file = slow
         state.step = 1
-        trainer.save(lone, state, 1.0)
+        loop.save(lone, state, 1.0)
         raise RuntimeError("broken")
 
-    trainer.train = fail
+    loop.train = fail
     assert worker.main([config]) == 1
     assert checkpoint.newest_valid(Path(folder, "checkpoints"))[0] == Path(
         folder, "checkpoints/step-00000001"
@@ -271,15 +275,15 @@ def test_the_energy_is_that_of_the_steps(many_ways: Path) -> None:
 
 def test_a_rank_that_has_done_all_says_so_to_who_watches_it(many_ways: Path) -> None:
     """Else it would seem to hang while it waits for the others."""
-    beat = record.read_heartbeat(record.heartbeat_path(many_ways / "next", 0))
+    beat = files.read_heartbeat(files.heartbeat_path(many_ways / "next", 0))
     assert beat is not None
-    assert record.PHASES[beat.phase] == "done"
+    assert files.PHASES[beat.phase] == "done"
 
 
 def test_a_rank_tells_its_collectives_in_a_file_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dist, "recent_collectives", lambda: [{"sequence": 4}])
+    monkeypatch.setattr(distributed, "recent_collectives", lambda: [{"sequence": 4}])
     (tmp_path / "logs").mkdir()
     write_collectives(tmp_path, 3, 17)
     facts = {"pid": os.getpid(), "progress": 17, "collectives": [{"sequence": 4}]}
@@ -304,9 +308,10 @@ def train_deterministically(folder: str) -> None:
     import torch
     from torch._inductor import config as inductor
 
-    from bert_dp import trainer, worker
+    from bert_dp.training import loop
+    from bert_dp.training import rank as worker
 
-    plain = trainer.train
+    plain = loop.train
     for on in (True, False):
 
         def train(*arguments: Any, on: bool = on) -> Any:
@@ -316,7 +321,7 @@ def train_deterministically(folder: str) -> None:
             assert torch.backends.cuda.flash_sdp_enabled()
             return plain(*arguments)
 
-        trainer.train = train
+        loop.train = train
         assert worker.main([f"{folder}/{on}/config.yaml"]) == 0
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
@@ -330,15 +335,16 @@ def test_a_run_can_be_made_deterministic(tmp_path: Path, shards: Path) -> None:
 
 def start_misplaced(folder: str) -> None:
     """Two ranks that have one GPU, and then a replica of two ranks on two nodes: bad input on both."""
-    from bert_dp import dist, worker
+    from bert_dp.training import distributed
+    from bert_dp.training import rank as worker
 
     rank, store = os.environ["RANK"], os.environ["BERT_DP_INIT_FILE"]
     for name, place in (
-        ("gpu", dist.HostAndDevice("n/1", "0000:1a:00.0")),
-        ("nodes", dist.HostAndDevice(f"n/{rank}", None)),
+        ("gpu", distributed.HostAndDevice("n/1", "0000:1a:00.0")),
+        ("nodes", distributed.HostAndDevice(f"n/{rank}", None)),
     ):
         os.environ["BERT_DP_INIT_FILE"] = f"{store}-{name}"
-        dist.own_host_and_device = lambda device, place=place: place  # type: ignore[misc,assignment]
+        distributed.own_host_and_device = lambda device, place=place: place  # type: ignore[misc,assignment]
         assert worker.main([f"{folder}/{name}/config.yaml"]) == 2
 
 
@@ -350,10 +356,10 @@ def test_ranks_at_the_wrong_place_are_refused(tmp_path: Path, shards: Path) -> N
 
 def test_ranks_with_other_data_than_rank_0_are_refused() -> None:
     """Nodes may have caches of their own."""
-    from bert_dp.dist import Comm
-    from bert_dp.setup import check_same_data
     from bert_dp.tasks import DatasetInfo
-    from bert_dp.world import World
+    from bert_dp.training.build import check_same_data
+    from bert_dp.training.distributed import Comm
+    from bert_dp.training.world import World
 
     class RankOne(Comm):
         def broadcast(self, value: Any) -> Any:

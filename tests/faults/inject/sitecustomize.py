@@ -136,7 +136,7 @@ if VARIABLE in os.environ and is_worker():
         Finder(
             {
                 "bert_dp.tasks": patch_tasks,
-                "bert_dp.checkpoint": lambda module: patch_checkpoint(module, COUNTER),
+                "bert_dp.training.checkpoint": lambda module: patch_checkpoint(module, COUNTER),
             }
         ),
     )

@@ -1,0 +1,613 @@
+"""Build shards from sources, in a directory or in the cache, under a lock. Torch-free.
+
+Sources are filtered, deduplicated, tokenised and packed. They are read for their hashes, for a sample to train
+the tokenizer (left out when one is given) and to build. Held in memory: the sample (at most 128 MiB of text,
+twice), a few batches per process, 8 bytes per document for exact dedup (24 while two tables are merged; about
+2 kB for near dedup). The result does not depend on the number of processes.
+
+A build works in a temporary directory beside OUT, which takes OUT's place as its last act: OUT appears whole or
+not at all, and one process at a time builds it. `python -m bert_dp.data` builds for a launcher that supervises
+ranks, and prints one answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from bert_dp import files
+from bert_dp.config import BuildConfig, Config, ConfigError, Issue, Manifest, load_config, read_manifest
+from bert_dp.config.manifest import (
+    ANY_LANGUAGE,
+    REFUSED_LOSS,
+    SourceFile,
+    format_of,
+    hash_json,
+    loss_warnings,
+    with_hash,
+)
+from bert_dp.data import dedup, shards
+from bert_dp.data import readers as inputs
+from bert_dp.data import tokenizer as encode
+from bert_dp.data import tokenizer as tokens
+from bert_dp.data.shards import ShardWriter
+from bert_dp.files import write_json, write_text
+from bert_dp.training.process import follow_launcher
+
+SAMPLE_BYTES = 128 * 2**20  # text that the tokenizer is trained on, at most
+BYTES_PER_PROCESS = 8 * 2**20  # of source; for less, starting a process costs more than it saves
+
+LONG_DOCUMENT = 0.1  # of all tokens: a document of more distorts the split
+DOCUMENT_HINT = {
+    "line": "each line of a text file is a document (data.build.documents)",
+    "blank_line": "a blank line ends a document of a text file; where it has none, use documents=line",
+}
+
+Progress = Callable[[str, int, int | None], None]
+"""Stage, done, total; None: unknown, 0: a message and no stage."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BuildPlan:
+    """Hold the sources and settings of a build."""
+
+    sources: list[inputs.Source]
+    options: BuildConfig
+    tokenizer: str | None
+    """A file; None = train one."""
+    settings: dict[str, Any]
+    """`build` of the manifest: everything that the shards depend on beside the sources."""
+    processes: int | None
+
+
+def build_in(plan: BuildPlan, records: list[dict[str, Any]], work: Path, tell: Progress) -> Manifest:
+    """Build the shards, tokenizer.json and manifest.json in the directory `work`; returns the manifest."""
+    options, settings = plan.options, plan.settings
+    tokenizer_json, total = _tokenizer(plan, tell)
+    write_text(work / "tokenizer.json", tokenizer_json)
+    tokenizer = Tokenizer.from_str(tokenizer_json)
+    vocab_size, special = tokens.size(tokenizer), tokens.special_ids(tokenizer, plan.tokenizer or "trained")
+    encoding = encode.Encoding(
+        tokenizer_json,
+        sep=special["sep"],
+        unk=special["unk"],
+        max_tokens_per_char=options.max_tokens_per_char,
+        near=options.dedup == "near",
+        seed=settings["seed"],
+    )
+    batches = encode.in_batches(read_documents(plan.sources, records))
+    encoded = encode.encode_all(batches, encoding, plan.processes or _processes(plan.sources))
+    with contextlib.closing(encoded):  # ends the processes, however this ends
+        train, held_out, dropped = _route(encoded, records, work, plan, vocab_size, tell, total)
+    _check_split(train, held_out, dropped, options, tell)
+    content = {
+        "sequence_length": settings["sequence_length"],
+        "dtype": "uint16",
+        "vocab_size": vocab_size,
+        "special_tokens": special,
+        "num_special": tokens.first_ordinary(tokenizer, special),
+        "train": train.record(),
+        "held_out": held_out.record(),
+        "unigram_entropy_nats": shards.cross_entropy(train.counts, held_out.counts),
+        "uniform_entropy_nats": math.log(vocab_size),
+        "tokenizer": {"file": "tokenizer.json", "sha256": inputs.file_hash(work / "tokenizer.json")},
+        "sources": records,
+        "build": settings,
+        "dropped": dropped,
+    }
+    write_json(work / Manifest.file_name, with_hash(Manifest, content))
+    return read_manifest(work)
+
+
+def _tokenizer(plan: BuildPlan, tell: Progress) -> tuple[str, int | None]:
+    """Return (tokenizer.json, number of all documents if it was counted)."""
+    most, path, options = plan.settings["vocab_size"], plan.tokenizer, plan.options
+    if path is None:
+        sample, total = _sample(chain.from_iterable(map(inputs.documents, plan.sources)), tell)
+        tell("train tokenizer", 0, None)
+        kind = options.tokenizer_model
+        trained = _in_thread(
+            functools.partial(
+                tokens.train, sample, model=kind, vocab_size=most, with_normalizer=options.normalize
+            )
+        )
+        return trained.to_str(), total
+    size = tokens.size(tokens.load(Path(path)))
+    if size > most:
+        message = f"{most} is below the {size} tokens of {path}"
+        raise ConfigError(
+            [Issue("model.vocab_size", "conflict", message, most, "data.tokenizer", "raise it")]
+        )
+    return Path(path).read_text(encoding="utf-8"), None
+
+
+def _in_thread(work: Callable[[], Tokenizer]) -> Tokenizer:
+    """Do long work outside of Python in a thread, so that signals are handled meanwhile."""
+    future: Future[Tokenizer] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future.result()
+
+
+def source_record(source: inputs.Source, *, hashed: bool = True) -> dict[str, Any]:
+    """Return bytes and hash of a file, if it is to be `hashed`; of anything else those of its text, filled in
+    when it is read, as the number of documents is."""
+    if source.path is None:
+        return {"name": source.name, "bytes": 0, "sha256": "", "documents": 0}
+    size = inputs.file_identity(source.path)["bytes"]
+    sha256 = inputs.file_hash(source.path) if hashed else None
+    name = source.path.name  # not the directory: the same text elsewhere is the same build
+    return {"name": name, "bytes": size, "sha256": sha256, "documents": 0}
+
+
+def read_documents(sources: list[inputs.Source], records: list[dict[str, Any]]) -> Generator[str, None, None]:
+    """Yield all documents of the sources, in order; fill in their records (`source_record`), also of a source
+    that is closed before its end."""
+    for source, record in zip(sources, records, strict=True):
+        digest, size, count = hashlib.sha256(), 0, 0
+        try:
+            for text in inputs.documents(source):
+                count += 1
+                if source.path is None:
+                    data = text.encode() + b"\n"
+                    digest.update(data)
+                    size += len(data)
+                yield text
+        finally:
+            record["documents"] = count
+            if source.path is None:
+                record |= {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _sample(documents: Iterable[str], tell: Progress) -> tuple[list[str], int]:
+    """Return (documents to train a tokenizer on, number of all documents).
+
+    Those whose CRC-32 lies below a bound, which halves whenever more than SAMPLE_BYTES are held: a function
+    of the texts alone.
+    """
+    bound, size, sample, total = 2**32, 0, [], 0
+    for text in documents:
+        total += 1
+        if total % 10_000 == 0:
+            tell("read", total, None)
+        key = zlib.crc32(text.encode())
+        if key >= bound:
+            continue
+        sample.append((key, text))
+        size += len(text)
+        while size > SAMPLE_BYTES and len(sample) > 1:
+            bound //= 2
+            sample = [pair for pair in sample if pair[0] < bound]
+            size = sum(len(text) for _, text in sample)
+    tell("read", total, total)
+    return [text for _, text in sample], total
+
+
+def _processes(sources: list[inputs.Source]) -> int:
+    cores = len(os.sched_getaffinity(0))
+    if any(source.name.startswith("hub:") for source in sources):
+        return cores
+    size: int = sum(inputs.identity(source).get("bytes", 0) for source in sources)
+    return min(cores, 1 + size // BYTES_PER_PROCESS)
+
+
+def _route(
+    encoded: Iterable[encode.EncodedDocuments],
+    records: list[dict[str, Any]],
+    work: Path,
+    plan: BuildPlan,
+    vocab_size: int,
+    tell: Progress,
+    total: int | None,
+) -> tuple[ShardWriter, ShardWriter, dict[str, int]]:
+    """Drop duplicates, then send each document to training or held-out by the hash of its text; add what
+    was counted to the records of the sources.
+
+    Returns both splits, and how many documents each stage dropped. Raises ConfigError as soon as a source
+    ends of which too much is lost.
+    """
+    options, settings = plan.options, plan.settings
+    length = settings["sequence_length"]
+    train = ShardWriter(work, "train", length, vocab_size)
+    held_out = ShardWriter(work, "held_out", length, vocab_size)
+    bound = np.uint64(int(options.held_out_fraction * 2.0**64))
+    is_new = dedup.exact_filter()
+    is_unlike = (
+        dedup.near_filter(options.near_threshold, settings["seed"]) if options.dedup == "near" else None
+    )
+    dropped = {"empty": 0, "tokens_per_char": 0, "exact_duplicate": 0, "near_duplicate": 0}
+    read = checked = 0
+    for record in records:
+        record.update(dict.fromkeys(encode.COUNTS, 0))
+    with contextlib.closing(train), contextlib.closing(held_out):
+        for batch in encoded:
+            # the sources are read ahead: those that end in this batch have their number of documents already
+            ended = itertools.takewhile(bool, (record["documents"] for record in records))
+            place_N = np.searchsorted(np.cumsum([*ended]), np.arange(read, read + batch.read), side="right")
+            for place in np.unique(place_N).tolist():
+                sums = batch.counts[place_N == place].sum(axis=0).tolist()
+                for name, count in zip(encode.COUNTS, sums, strict=True):
+                    records[place][name] += count
+            _refuse_loss(records[checked : place_N[-1]], plan)
+            checked = place_N[-1]
+            keep = np.ones(len(batch.keys), bool)
+            if options.dedup != "none":
+                keep = is_new(batch.contents)
+                dropped["exact_duplicate"] += int((~keep).sum())
+            if is_unlike is not None:
+                exact = keep.copy()
+                keep[exact] = [is_unlike(batch.sketches[i]) for i in np.flatnonzero(exact)]
+                dropped["near_duplicate"] += int((exact & ~keep).sum())
+            is_held_out = batch.keys < bound
+            for writer, chosen in ((train, keep & ~is_held_out), (held_out, keep & is_held_out)):
+                writer.documents += int(chosen.sum())
+                writer.longest = max(writer.longest, int(batch.lengths[chosen].max(initial=0)))
+                writer.write(batch.ids[np.repeat(chosen, batch.lengths)])
+            dropped["empty"] += batch.empty
+            dropped["tokens_per_char"] += batch.filtered
+            read += batch.read
+            tell("tokenize", read, total)
+        _refuse_loss(records[checked:], plan)
+    return train, held_out, dropped
+
+
+def _refuse_loss(records: list[dict[str, Any]], plan: BuildPlan) -> None:
+    """Raise ConfigError for sources of which more than REFUSED_LOSS is lost."""
+    without = "" if plan.tokenizer is None else "leave data.tokenizer (--tokenizer) out, and "
+    hint = f"{without}{ANY_LANGUAGE}, or leave the source out"
+    issues = [
+        Issue("data.sources", "out_of_range", f"{source.name}: {source.loss_words()}", source.loss, hint=hint)
+        for source in (SourceFile(**record) for record in records)
+        if source.loss > REFUSED_LOSS
+    ]
+    if issues:
+        raise ConfigError(issues)
+
+
+def _check_split(
+    train: ShardWriter, held_out: ShardWriter, dropped: dict[str, int], options: BuildConfig, tell: Progress
+) -> None:
+    """Warn of a document that is a large part of the text.
+
+    Raises ConfigError for a split without a sequence and for more held-out than training sequences.
+    """
+    counts = [f"{w.sequences} sequences from {w.documents} documents" for w in (train, held_out)]
+    hint, share = DOCUMENT_HINT[options.documents], options.held_out_fraction
+    total = train.length * (train.sequences + held_out.sequences)
+    longest = max(train.longest, held_out.longest) / max(1, total)
+    if held_out.sequences > train.sequences:
+        message = (
+            f"held-out {counts[1]}, but training {counts[0]}: documents are held out whole and the longest "
+            f"has {longest:.0%} of the tokens"
+        )
+        hint += f"; split long documents, add text, or lower data.build.held_out_fraction {share}"
+        other = "data.build.held_out_fraction"
+        raise ConfigError([Issue("data.sources", "conflict", message, other=other, hint=hint)])
+    if not train.sequences or not (held_out.sequences or share == 0):
+        lost = ", ".join(f"{n} {stage}" for stage, n in dropped.items() if n) or "none"
+        message = f"too little text: training {counts[0]}, held-out {counts[1]} (dropped: {lost})"
+        hint += (
+            f"; add text, raise data.build.held_out_fraction {share} or data.build.max_tokens_per_char "
+            f"{options.max_tokens_per_char} (0 = no filter)"
+        )
+        issue = Issue("data.sources", "out_of_range", message, other="data.sequence_length", hint=hint)
+        raise ConfigError([issue])
+    if longest > LONG_DOCUMENT and share > 0:
+        what = f"one document has {longest:.0%} of the tokens, and documents are held out whole"
+        tell(f"warning: {what}; {hint}", 0, 0)
+
+
+def _to_stderr(stage: str, done: int, total: int | None) -> None:
+    sys.stderr.write(files.printable(f"{stage}\n"))
+
+
+@contextlib.contextmanager
+def locked(out: Path, tell: Callable[[str, int, int | None], None] = _to_stderr) -> Iterator[None]:
+    """Hold the lock file beside `out`; the kernel frees it when its holder ends. Raises ConfigError."""
+    path = out.parent / f".{out.name}.lock"
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        file = files.lock(path)
+        if file is None:
+            tell(f"wait for another process that writes {out}", 0, 0)
+            file = files.lock(path, wait=True)
+    except OSError as error:
+        setting = "BERT_DP_CACHE" if out.is_relative_to(files.cache_root()) else "--out"
+        message, hint = f"{out.parent} cannot be written ({error.strerror})", "name a directory elsewhere"
+        raise ConfigError([Issue(setting, "not_found", message, value=str(out), hint=hint)]) from None
+    with file:
+        try:
+            yield
+        finally:
+            if path.exists() and not path.stat().st_size:  # else it is someone's file of that name
+                path.unlink()
+
+
+@contextlib.contextmanager
+def replaced(out: Path) -> Iterator[Path]:
+    """Yield a new directory beside `out` that takes its place at the end; on failure it is removed. The
+    caller holds the lock of `out`."""
+    prefix = f".{out.name}.building-"
+    for stale in [p for p in out.parent.iterdir() if p.name.startswith(prefix)]:
+        shutil.rmtree(stale)  # its process is gone: this one holds the lock
+    work = Path(tempfile.mkdtemp(prefix=prefix, dir=out.parent))
+    old = work.with_name(f"{work.name}-old")
+    try:
+        yield work
+        umask = os.umask(0o077)
+        os.umask(umask)
+        work.chmod(0o777 & ~umask)  # mkdtemp makes it private, also where the user shares
+        if out.exists():
+            out.rename(old)
+        work.rename(out)
+    finally:
+        if old.exists() and not out.exists():
+            old.rename(out)  # stopped between the two
+        for directory in (work, old):
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def run_command(answer: Callable[[], str], hint: str = "") -> int:
+    """Print the answer and return 0; for bad input print its issues as JSON and return 2.
+
+    Return 1 for a failure, with its line and `hint` on stderr, and 128 + signal when stopped.
+    """
+    for number in files.heeded(STOPS):
+        signal.signal(number, _stop)
+    follow_launcher()
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # which a launcher lets wait until here
+        sys.stdout.write(f"{answer()}\n")
+    except ConfigError as error:
+        sys.stdout.write(json.dumps([issue.to_json() for issue in error.issues]))
+        return 2
+    except KeyboardInterrupt as stop:
+        return 128 + int(stop.args[0])
+    except (OSError, RuntimeError) as error:
+        sys.stderr.write(files.printable(f"error: {error}{hint and '; '}{hint}\n"))
+        return 1
+    return 0
+
+
+def _stop(number: int, frame: object) -> None:
+    """Leave once: another signal must not disturb the removal of what is unfinished."""
+    for other in STOPS:
+        signal.signal(other, lambda *_: None)
+    raise KeyboardInterrupt(number)
+
+
+def build(
+    sources: Sequence[str],
+    out: Path,
+    options: BuildConfig,
+    *,
+    vocab_size: int,
+    sequence_length: int,
+    tokenizer: str | None = None,
+    seed: int = 0,
+    processes: int | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Manifest:
+    """Build shards of [sequences, sequence_length] token ids in `out`; return the manifest.
+
+    `vocab_size`: of the tokenizer to train, and the most that a given one may have. `seed` selects the
+    held-out split and the MinHash permutations. `processes`: by default one per core, fewer for small input.
+    An `out` that holds these options and sources is kept; `force` replaces another build. Raises ConfigError
+    for bad sources or tokenizer, a missing package, too little text, or an `out` that would be lost.
+    """
+    tell: Progress = progress or (lambda stage, done, total: None)
+    out = out.expanduser().resolve()
+    if options.dedup == "near":
+        dedup.rensa()
+    settings = {
+        **options.model_dump(),
+        "sequence_length": sequence_length,
+        "vocab_size": vocab_size,
+        "seed": seed,
+        "tokenizer_sha256": inputs.file_hash(Path(tokenizer)) if tokenizer else None,
+    }
+    found = inputs.resolve(sources, options, out)
+    plan = BuildPlan(found, options, tokenizer, settings, processes)
+    with locked(out, tell):
+        before = [*map(inputs.identity, found)]
+        records = [*map(source_record, found)]
+        if (kept := _existing(out, settings, records, force)) is not None:
+            tell(f"kept {out}: it holds this build", 0, 0)
+            return kept
+        with replaced(out) as work:
+            manifest = build_in(plan, records, work, tell)
+            if before != [*map(inputs.identity, found)]:
+                message = "a source changed while it was read"
+                raise ConfigError([Issue("data.sources", "conflict", message, hint="run again")])
+    if warning := filter_warning(manifest):
+        tell(warning, 0, 0)
+    for line in loss_warnings(manifest.sources):
+        tell(f"warning: {line}", 0, 0)
+    return manifest
+
+
+def cache_dir(config: Config) -> Path:
+    """Return where `ensure` keeps the shards of `config`: $BERT_DP_CACHE or ~/.cache/bert-dp, then a hash.
+
+    The hash covers the options, the tokenizer and every source's name, size and mtime. Raises ConfigError.
+    """
+    data = config.data
+    facts = {
+        "format": format_of(Manifest),
+        "build": data.build.model_dump(),
+        "sequence_length": data.sequence_length,
+        "vocab_size": config.model.vocab_size,
+        "tokenizer": inputs.file_identity(Path(data.tokenizer)) if data.tokenizer else None,
+        "sources": [inputs.identity(source) for source in inputs.resolve(data.sources or (), data.build)],
+    }
+    return files.cache_root() / hash_json(facts)[:20]
+
+
+def find(config: Config) -> Path | None:
+    """Return where `ensure` has built the shards of `config`, if it has. Raises ConfigError."""
+    directory = cache_dir(config)
+    with contextlib.suppress(ConfigError):  # what is damaged is built again
+        read_manifest(directory)
+        return directory
+    return None
+
+
+def ensure(config: Config, progress: Progress | None = None) -> Path:
+    """Return the directory of the shards that `config` needs, built in the cache on first use.
+
+    Safe when several processes call it at once: one builds, the others wait. Raises ConfigError.
+    """
+    data = config.data
+    if data.path is not None:
+        directory = Path(data.path).expanduser()
+        manifest = _verified(directory)
+    else:
+        if issues := files.cache_issues():
+            raise ConfigError(issues)
+        directory = cache_dir(config)
+        try:
+            manifest = _verified(directory)
+        except ConfigError:
+            manifest = build(
+                data.sources or (),
+                directory,
+                data.build,
+                vocab_size=config.model.vocab_size,
+                sequence_length=data.sequence_length,
+                tokenizer=data.tokenizer,
+                force=True,
+                progress=progress,
+            )
+    if unfit := manifest.issues(config):
+        raise ConfigError(unfit)
+    return directory
+
+
+def _verified(directory: Path) -> Manifest:
+    """Read the manifest and check a sample of the shards against it. Raises ConfigError."""
+    manifest = read_manifest(directory)
+    if issues := shards.check_sample(directory, manifest):
+        raise ConfigError(issues)
+    return manifest
+
+
+def _existing(
+    out: Path, settings: dict[str, Any], records: list[dict[str, Any]], force: bool
+) -> Manifest | None:
+    """Return the manifest of `out` if it holds this build undamaged, None if `out` may be written. Raises
+    ConfigError."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return None
+    same = False
+    with contextlib.suppress(ConfigError):
+        manifest = read_manifest(out)
+        same = manifest.build == settings and _are_these(manifest.sources, records)
+        if same and not shards.verify(out):
+            return manifest
+    if not shards.are_alone(out):
+        message = f"{out} holds files that are not shards"
+        raise ConfigError([Issue("--out", "exists", message, str(out), hint="name a new directory")])
+    if not (same or force):
+        message = f"{out} holds another build (options or sources differ)"
+        raise ConfigError([Issue("--out", "exists", message, str(out), "--force", "--force replaces it")])
+    return None
+
+
+def _are_these(sources: Sequence[SourceFile], records: Sequence[dict[str, Any]]) -> bool:
+    """Compare a manifest's sources with the records: by hash, or by name where a record has no hash."""
+    return len(sources) == len(records) and all(
+        old.sha256 == new["sha256"] if new["sha256"] else old.name == new["name"]
+        for old, new in zip(sources, records, strict=True)
+    )
+
+
+def filter_warning(manifest: Manifest) -> str | None:
+    """Warn when the token filter dropped over a fifth of the documents: a small vocabulary does that."""
+    filtered = manifest.dropped["tokens_per_char"]
+    total = sum(manifest.dropped.values()) + manifest.train.documents + manifest.held_out.documents
+    if filtered <= 0.2 * total:
+        return None
+    limit = manifest.build["max_tokens_per_char"]
+    return (
+        f"warning: {filtered / total:.0%} of the documents were dropped for more than {limit} tokens per "
+        "character; raise max_tokens_per_char (0 keeps all) or the vocabulary"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the directory of a configuration's shards: `ensure CONFIG.yaml` builds them, `find CONFIG.yaml`
+    prints nothing where they are not built. Progress goes to stderr.
+
+    Returns the exit code of run_command.
+    """
+    parser = argparse.ArgumentParser(prog="python -m bert_dp.data", description="text to packed shards")
+    parser.add_argument("verb", choices=["ensure", "find"])
+    parser.add_argument("config", type=Path)
+    given = parser.parse_args(argv)
+
+    def answer() -> str:
+        config = load_config(given.config)
+        if given.verb == "find":
+            return str(find(config) or "")
+        files.keep_private()
+        with shown_progress() as progress:
+            return str(ensure(config, progress))
+
+    return run_command(answer, f"the cache is {files.cache_root()}, BERT_DP_CACHE names another")
+
+
+@contextlib.contextmanager
+def shown_progress() -> Iterator[Progress]:
+    """Yield a function that writes a line per stage to stderr, renewed twice a second on a terminal, else
+    followed by one every ten seconds."""
+    on_terminal = sys.stderr.isatty()
+    last: dict[str, float] = {}
+    ends = [""]  # the end of the open line
+
+    def write(stage: str, done: int, total: int | None) -> None:
+        pause = 0.5 if on_terminal else 10
+        if stage in last and time.monotonic() - last[stage] < pause and done != total:
+            return
+        last[stage] = time.monotonic()
+        line = files.printable(f"{stage}{f': {done}' if done else ''}{f' of {total}' if total else ''}")
+        is_open = on_terminal and done != total
+        sys.stderr.write(("\r\x1b[K" if on_terminal else "") + line + ("" if is_open else "\n"))
+        sys.stderr.flush()
+        ends[0] = "\n" if is_open else ""
+
+    try:
+        yield write
+    finally:
+        sys.stderr.write(ends[0])

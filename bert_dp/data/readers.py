@@ -1,0 +1,465 @@
+"""Read documents from files, globs, directories, the hub and CPython's documentation. Torch-free.
+
+A document is one non-empty line of a text file (or the lines between two blank ones), the text of one JSON
+record, Parquet row or row of a hub data set, one docstring or one help topic of CPython. The order is that of
+the arguments; a glob or directory is read sorted by path. Nothing larger than one line, one JSON array, one
+chunk or one Parquet row group is held.
+"""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+import glob
+import gzip
+import itertools
+import json
+import lzma
+import os
+import platform
+import tempfile
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from bert_dp.config import BuildConfig, ConfigError, Issue, IssueKind
+from bert_dp.config.errors import require
+from bert_dp.config.stored import refusing, sha256
+from bert_dp.data import builtin
+
+MAX_DOCUMENT_BYTES = 16 * 2**20
+MAX_ARRAY_BYTES = 64 * 2**20
+CHUNK_BYTES = 2**20
+HEAD_BYTES = 2**20  # of a text file, that decide what ends its lines
+ENCODING_FIX = "convert it: iconv -f UTF-16 (or LATIN1, CP1251, GB18030, ...) -t UTF-8 OLD > NEW"
+ZSTD_WINDOW_BYTES = 2**31  # the largest that zstd --long=31 makes
+ZSTD_READ_BYTES = 1024  # a call unpacks all of its input, which may be 32 768 times as much
+COMPRESSIONS = (".gz", ".xz", ".zst")
+FORMATS = {
+    "": "text",
+    ".txt": "text",
+    ".text": "text",
+    ".md": "text",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".parquet": "parquet",
+}
+"""Suffix -> what a file holds."""
+
+
+def suffixes(path: Path) -> tuple[str, str]:
+    """Split the suffixes of format and compression: corpus.jsonl.gz -> (".jsonl", ".gz")."""
+    compression = path.suffix.lower() if path.suffix.lower() in COMPRESSIONS else ""
+    return (Path(path.stem).suffix if compression else path.suffix).lower(), compression
+
+
+def json_records(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield (place, record) of JSON records: one on each line, or all in one array. Raises ConfigError."""
+    begin = next((text for chunk in _chunks(path) if (text := chunk.lstrip(b"\xef\xbb\xbf \t\r\n"))), b"")
+    if begin.startswith(b"["):
+        yield from _array(path)
+        return
+    for number, line in lines(path):
+        if not line or line.isspace():
+            continue
+        try:
+            yield f"line {number}", json.loads(line)
+        except (ValueError, RecursionError) as error:
+            message, hint = f"line {number} is not JSON ({error})", "write one object a line"
+            raise ConfigError([Issue(str(path), "damaged", message, hint=hint)]) from None
+
+
+def _array(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield (place, record) of a JSON array, which is read whole. Raises ConfigError."""
+    data = bytearray()
+    for chunk in _chunks(path):
+        data += chunk
+        if len(data) > MAX_ARRAY_BYTES:
+            message = f"a JSON array of more than {MAX_ARRAY_BYTES // 2**20} MiB is not read"
+            hint = "write one object a line (JSONL): jq -c '.[]' OLD > NEW.jsonl"
+            raise ConfigError([Issue(str(path), "out_of_range", message, hint=hint)])
+    try:
+        records = json.loads(data.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise _not_utf8(path, f"byte {error.start + 1}", data[error.start]) from None
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, f"not a JSON array ({error})") from None
+    for number, record in enumerate(records, 1):
+        yield f"record {number}", record
+
+
+def lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield (line number from 1, text without its end) of a text file, compressed or not. Raises ConfigError.
+
+    A line ends with LF or CRLF; where the first HEAD_BYTES hold no LF, with a lone CR too.
+    """
+    number, rest = 0, b""
+    for chunk in _with_line_feeds(_chunks(path)):
+        *whole, rest = (rest + chunk).split(b"\n")
+        for line in whole:
+            number += 1
+            yield number, _decode(path, number, line)
+        if len(rest) > MAX_DOCUMENT_BYTES:
+            message = f"line {number + 1} is longer than {MAX_DOCUMENT_BYTES // 2**20} MiB"
+            hint = "a line is one document, split it"
+            raise ConfigError([Issue(str(path), "out_of_range", message, hint=hint)])
+    if rest:
+        yield number + 1, _decode(path, number + 1, rest)
+
+
+def _with_line_feeds(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield chunks of a file; where its first HEAD_BYTES hold no LF, every CR and CRLF becomes LF."""
+    head = b""
+    while len(head) < HEAD_BYTES and (chunk := next(chunks, b"")):
+        head += chunk
+    if b"\n" in head[:HEAD_BYTES]:
+        yield head
+        yield from chunks
+        return
+    rest = b""  # a CR whose LF may begin the next chunk
+    for chunk in itertools.chain([head], chunks):
+        data = rest + chunk
+        rest = b"\r" if data.endswith(b"\r") else b""
+        yield data.removesuffix(rest).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    yield b"\n" if rest else b""
+
+
+def _decode(path: Path, number: int, line: bytes) -> str:
+    if number == 1:
+        line = line.removeprefix(codecs.BOM_UTF8)
+    try:
+        text = line.removesuffix(b"\r").decode()
+    except UnicodeDecodeError as error:
+        raise _not_utf8(path, f"line {number}, byte {error.start + 1}", line[error.start]) from None
+    if "\0" in text:
+        raise _not_utf8(path, f"line {number}", 0)
+    return text
+
+
+def _not_utf8(path: Path, place: str, byte: int) -> ConfigError:
+    message = f"{place} is not UTF-8 text (0x{byte:02x})"
+    return ConfigError([Issue(str(path), "unsupported", message, hint=ENCODING_FIX)])
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    compression = suffixes(path)[1]
+    try:
+        with path.open("rb") as raw:
+            if compression == ".zst":
+                yield from filter(None, _zstd_chunks(path, raw))
+                return
+            if compression == ".xz":
+                yield from filter(None, _xz_chunks(raw))  # an empty chunk would end the file for a reader
+                return
+            file: Any = gzip.GzipFile(fileobj=raw) if compression == ".gz" else raw
+            while chunk := file.read(CHUNK_BYTES):
+                yield chunk
+    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+        raise _damaged(path, f"corrupt or cut {compression} file ({error})") from None
+    except OSError as error:
+        raise ConfigError([Issue(str(path), "not_found", f"cannot be read ({error.strerror})")]) from None
+
+
+def _damaged(path: Path, message: str) -> ConfigError:
+    return ConfigError([Issue(str(path), "damaged", message, hint="fetch it again")])
+
+
+def _xz_chunks(raw: BinaryIO) -> Iterator[bytes]:
+    """Yield the content of all streams of an .xz file.
+
+    lzma.LZMAFile ends without an error at a second stream that is damaged, which would lose the rest.
+    """
+    stream: lzma.LZMADecompressor | None = None
+    while data := raw.read(CHUNK_BYTES):
+        while stream is not None or (data := data.lstrip(b"\0")):  # zeros may stand after a stream
+            stream = stream or lzma.LZMADecompressor()
+            yield stream.decompress(data, CHUNK_BYTES)
+            data = b""
+            if stream.eof:
+                data, stream = stream.unused_data, None
+            elif stream.needs_input:
+                break
+    if stream is not None:
+        raise EOFError("the last stream does not end")
+
+
+def _zstd_chunks(path: Path, raw: BinaryIO) -> Iterator[bytes]:
+    zstandard = require("zstandard", "zstd", f"{path}: reading .zst")
+    frame: Any = None
+    try:
+        while data := raw.read(ZSTD_READ_BYTES):
+            while data:  # a file is one or more frames
+                if frame is None:
+                    frame = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW_BYTES).decompressobj()
+                yield frame.decompress(data)
+                data, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+        if frame is not None:
+            raise zstandard.ZstdError("the last frame does not end")
+    except zstandard.ZstdError as error:
+        raise _damaged(path, f"corrupt or cut .zst file ({error})") from None
+
+
+def parquet_records(
+    path: Path, keys: Sequence[str], optional: Sequence[str], fix: str
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (place, row) with the columns `keys`, and those of `optional` that the file has. The key a.b,
+    where no column has that name, stands for the column a.
+
+    Raises ConfigError for a column of `keys` that is not there (`fix`: what to do about it) and for a damaged
+    file.
+    """
+    parquet = require("pyarrow.parquet", "parquet", f"{path}: reading Parquet")
+    arrow = require("pyarrow", "parquet", f"{path}: reading Parquet")
+    # Parquet is read from its end, so a compressed one is unpacked first
+    with tempfile.TemporaryFile() as plain:
+        file: Any = path
+        if suffixes(path)[1]:
+            for chunk in _chunks(path):
+                plain.write(chunk)
+            plain.seek(0)
+            file = plain
+        row = 0
+        try:
+            table = parquet.ParquetFile(file)
+            names = table.schema_arrow.names
+            column_of = {key: key if key in names else key.partition(".")[0] for key in (*keys, *optional)}
+            if missing := [key for key in keys if column_of[key] not in names]:
+                message = f"no column {missing[0]!r} (got {names[:8]})"
+                raise ConfigError([Issue(str(path), "missing", message, value=missing[0], hint=fix)])
+            columns = dict.fromkeys(column for column in column_of.values() if column in names)
+            for batch in table.iter_batches(batch_size=1000, columns=[*columns]):
+                for record in batch.to_pylist():
+                    row += 1
+                    yield f"row {row}", record
+        except ConfigError:
+            raise
+        except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise _damaged(path, f"corrupt Parquet after row {row} ({reason})") from None
+
+
+def hub_records(name: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (place, row) of `hub:NAME[:CONFIG]`, streamed through `datasets`; a class has its name, or null
+    where it is not told. Raises ConfigError."""
+    datasets = require("datasets", "hub", name)
+    _, _, rest = name.partition(":")
+    repository, _, config = rest.partition(":")
+    row = 0
+    try:
+        rows = datasets.load_dataset(repository, config or None, split=split, streaming=True)
+        features = getattr(rows, "features", None) or {}
+        classes = {key: feature.names for key, feature in features.items() if hasattr(feature, "names")}
+        for record in rows:
+            row += 1
+            for key, names in classes.items():
+                record[key] = None if record[key] in (None, -1) else names[record[key]]
+            yield f"row {row}", record
+    except Exception as error:  # the hub, the network and every data format raise their own
+        message = f"{type(error).__name__} after row {row}: {' '.join(str(error).split())[:300]}"
+        raise ConfigError([Issue(name, "not_found", message, hint="check the name and network")]) from None
+
+
+ABSENT = object()
+KEY_FIX = "name the key that holds the text with --text-key (data.build.text_field)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Name one file (path set), `hub:NAME[:CONFIG]`, or `builtin:VERSION`."""
+
+    name: str
+    path: Path | None = None
+    format: str = "text"
+    """Of a file: text, jsonl or parquet."""
+    text_field: str = "text"
+    """Of a record or row: the key of its text, or a path of nested keys such as a.b."""
+    documents: str = "line"
+    """What ends a document of a text file: line or blank_line."""
+
+
+def resolve(
+    sources: Sequence[str], options: BuildConfig | None = None, out: Path | None = None
+) -> list[Source]:
+    """Expand globs and directories; what a directory holds in `out`, an earlier build, is no source.
+
+    Raises ConfigError with every source that matches nothing, is no regular file or has a format that is not
+    known.
+    """
+    options = options or BuildConfig()
+    of_format = None if options.source_format == "auto" else options.source_format
+    resolved: list[Source] = []
+    issues: list[Issue] = []
+    for item in sources:
+        if item == "builtin":
+            resolved.append(Source(f"builtin:cpython-{platform.python_version()}"))
+            continue
+        if item.startswith("hub:"):
+            resolved.append(Source(item, text_field=options.text_field))
+            continue
+        paths = _expand(item, out, every_suffix=of_format is not None)
+        if not paths:
+            hint = f"check the path (relative to {Path.cwd()})"
+            issues.append(Issue("data.sources", "not_found", f"{item!r} matches no file", item, hint=hint))
+        for path in paths:
+            format = of_format or FORMATS.get(suffixes(path)[0])
+            if not path.is_file():
+                message = f"{path} is not a regular file"
+                issues.append(Issue("data.sources", "unsupported", message, str(path)))
+            elif format is None:
+                issues.append(_unknown_suffix(path))
+            else:
+                resolved.append(Source(str(path), path, format, options.text_field, options.documents))
+    if not sources:
+        hint = "name a file, a glob or `builtin`"
+        issues.append(Issue("data.sources", "missing", "is empty", hint=hint))
+    if issues:
+        raise ConfigError(issues)
+    return resolved
+
+
+def _unknown_suffix(path: Path) -> Issue:
+    message = f"{path} has the suffix {suffixes(path)[0]}, which is none of a known format"
+    hint = (
+        f"convert it to one of {', '.join(filter(None, FORMATS))}, or name its format: --format text "
+        "(data.build.source_format) reads its lines as they are, header, ids and quotes too"
+    )
+    return Issue("data.sources", "unknown", message, str(path), "data.build.source_format", hint)
+
+
+def _expand(item: str, out: Path | None, *, every_suffix: bool) -> list[Path]:
+    """Find the files of a name, of a glob or of a directory: of a directory those with a known suffix, or
+    all, but none in `out`."""
+    path = Path(os.path.expanduser(item))
+    if path.is_dir():
+        inside = (p for p in path.rglob("*") if p.is_file() and not _is_hidden(p.relative_to(path)))
+        known = [p for p in inside if every_suffix or suffixes(p)[0] in FORMATS]
+        if out is not None and out != path.resolve():
+            known = [p for p in known if not p.resolve().is_relative_to(out)]
+        return sorted(known)
+    if path.exists():
+        return [path]
+    return sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())
+
+
+def _is_hidden(path: Path) -> bool:
+    """Return True if the file or a folder above it has a name such as .git."""
+    return any(part.startswith(".") for part in path.parts)
+
+
+def identity(source: Source) -> dict[str, Any]:
+    """Return what changes when the source changes, without reading it. Raises ConfigError."""
+    return {"name": source.name} if source.path is None else file_identity(source.path)
+
+
+def file_identity(path: Path) -> dict[str, Any]:
+    """Return name, bytes and time of the last change of a file. Raises ConfigError."""
+    with refusing(str(path)):
+        stat = path.stat()
+    return {"name": str(path.resolve()), "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+
+
+def file_hash(path: Path) -> str:
+    """Return the hex SHA-256 of a regular file. Raises ConfigError."""
+    if path.exists() and not path.is_file():
+        raise ConfigError([Issue(str(path), "unsupported", "not a regular file", hint="name one")])
+    with refusing(str(path)):
+        return sha256(path)
+
+
+def documents(source: Source) -> Iterator[str]:
+    """Yield the documents of a source, in order, without blank ones.
+
+    Raises ConfigError naming file, line (or row) and a fix for corrupt, empty, binary or non-UTF-8 input.
+    """
+    empty = True
+    for text in _texts(source):
+        if text and not text.isspace():
+            empty = False
+            yield text
+    if empty:
+        raise ConfigError([Issue(source.name, "missing", "holds no text", hint="leave it out")])
+
+
+def _texts(source: Source) -> Iterator[str]:
+    if source.name.startswith("builtin:"):
+        yield from builtin.documents()
+    elif source.path is None or source.format != "text":
+        for place, record in records(source, [source.text_field]):
+            yield text_of(record, source.text_field, source.name, place)
+    elif source.documents == "blank_line":
+        yield from _blocks(source.path)
+    else:
+        yield from (line for _, line in lines(source.path))
+
+
+def records(
+    source: Source,
+    columns: Sequence[str],
+    optional: Sequence[str] = (),
+    *,
+    split: str = "train",
+    fix: str = KEY_FIX,
+) -> Iterator[tuple[str, Any]]:
+    """Yield (place, record) of a JSON or Parquet file or of a split of a hub data set. Raises ConfigError.
+
+    Of Parquet only `columns` are read, and those of `optional` that it has; `fix`: what to do where it lacks
+    one of `columns`.
+    """
+    if source.path is None:
+        return hub_records(source.name, split)
+    if source.format == "parquet":
+        return parquet_records(source.path, columns, optional, fix)
+    return json_records(source.path)
+
+
+def value_of(record: Any, key: str) -> Any:
+    """Look up a key of a record, or a path of nested keys such as a.b; ABSENT where there is none. A key that
+    holds dots itself goes first."""
+    if not isinstance(record, dict):
+        return ABSENT
+    if key in record:
+        return record[key]
+    outer, _, inner = key.partition(".")
+    return value_of(record.get(outer), inner)
+
+
+def text_of(record: Any, key: str, name: str, place: str, fix: str = KEY_FIX) -> str:
+    """Return the text of a record of the source `name`. Raises ConfigError for one that has none."""
+    text = value_of(record, key)
+    if not isinstance(text, str):
+        kind: IssueKind = "missing" if text is ABSENT else "wrong_type"
+        got = type(record if text is ABSENT else text).__name__
+        if text is ABSENT and isinstance(record, dict):
+            got = f"keys {sorted(record)[:8]}"
+        message = f"{place} has no string {key!r} (got {got})"
+        raise ConfigError([Issue(name, kind, message, key, hint=f"{fix}, or drop the record")])
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        message = f"{place} holds a lone surrogate {text[error.start]!a}, which is not text"
+        raise ConfigError([Issue(name, "damaged", message, hint="remove it")]) from None
+    return text
+
+
+def _blocks(path: Path) -> Iterator[str]:
+    """Yield the lines between two blank ones as one text."""
+    block: list[str] = []
+    size = 0  # characters
+    for number, line in lines(path):
+        if line and not line.isspace():
+            block.append(line)
+            size += len(line)
+        elif block:
+            yield "\n".join(block)
+            block, size = [], 0
+        if size > MAX_DOCUMENT_BYTES:
+            limit = f"{MAX_DOCUMENT_BYTES // 2**20} M characters"
+            message = (
+                f"more than {limit} up to line {number} without a blank line, which would end a document"
+            )
+            hint = "use documents=line (data.build.documents)"
+            raise ConfigError([Issue(str(path), "out_of_range", message, hint=hint)])
+    if block:
+        yield "\n".join(block)

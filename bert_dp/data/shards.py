@@ -1,0 +1,200 @@
+"""Write, map, verify and inspect packed shards. Torch-free.
+
+Flat uint16 files of whole sequences [sequences, S], and a manifest.json with their sizes and hashes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bert_dp.config import ConfigError, Issue, Manifest, read_manifest
+from bert_dp.config.manifest import Shard, beyond
+from bert_dp.data import tokenizer as tokens
+
+SHARD_BYTES = 2**30
+SAMPLED_BYTES = 2**30  # verified at the start of a run, about a second however large the corpus
+CHUNK_BYTES = 4 * 2**20
+TOKEN = np.dtype("<u2")
+CHUNK_SEQUENCES = 8192  # that a reader of all holds at once
+OWN_FILES = re.compile(r"(train|held_out)-\d{5,}\.bin|manifest\.json|tokenizer\.json")
+FREQUENT_TOKENS, SAMPLE_SEQUENCES = 20, 3  # that `inspect` shows
+
+
+class ShardWriter:
+    """Pack a stream of tokens into sequences of S and those into files of at most SHARD_BYTES."""
+
+    def __init__(self, directory: Path, name: str, sequence_length: int, vocab_size: int):
+        self.directory, self.name, self.length = directory, name, sequence_length
+        self.counts = np.zeros(vocab_size, np.int64)  # of the tokens written
+        self.documents = self.longest = 0  # their number, and the tokens of the longest
+        self.sequences = 0
+        self.shards: list[dict[str, Any]] = []
+        self._rest = np.empty(0, TOKEN)  # fewer than S tokens
+        self._file: BinaryIO | None = None
+
+    def write(self, ids: np.ndarray) -> None:
+        """Append tokens [T]; whole sequences go to disk."""
+        ids = np.concatenate([self._rest, ids.astype(TOKEN, copy=False)])
+        whole = len(ids) // self.length
+        self._rest = ids[whole * self.length :]
+        rows = ids[: whole * self.length].reshape(whole, self.length)
+        self.counts += np.bincount(rows.ravel(), minlength=len(self.counts))
+        self.sequences += whole
+        capacity = max(1, SHARD_BYTES // (self.length * TOKEN.itemsize))
+        while len(rows):
+            if self._file is None:
+                self.shards.append({"file": f"{self.name}-{len(self.shards):05d}.bin", "sequences": 0})
+                self._file = (self.directory / self.shards[-1]["file"]).open("wb")
+                self._digest = hashlib.sha256()
+            shard = self.shards[-1]
+            part, rows = np.split(rows, [capacity - shard["sequences"]])
+            self._file.write(data := part.tobytes())
+            self._digest.update(data)
+            shard["sequences"] += len(part)
+            if shard["sequences"] == capacity:
+                self.close()
+
+    def close(self) -> None:
+        """End the open file; the tokens that fill no sequence are dropped."""
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._file = None
+            size = self.shards[-1]["sequences"] * self.length * TOKEN.itemsize
+            self.shards[-1] |= {"bytes": size, "sha256": self._digest.hexdigest()}
+
+    def record(self) -> dict[str, Any]:
+        """Return the split's part of the manifest."""
+        size = {"sequences": self.sequences, "tokens": self.sequences * self.length}
+        return {**size, "documents": self.documents, "shards": self.shards}
+
+
+class MappedShards:
+    """Map the sequences of several files as one array: [n, S] uint16."""
+
+    def __init__(self, files: Sequence[Path], length: int, vocab_size: int | None = None):
+        """`vocab_size`: `rows` refuses token ids beyond it."""
+        self.length, self._files, self._vocab_size = length, files, vocab_size
+        self._maps = [np.memmap(file, TOKEN, "r").reshape(-1, length) for file in files]
+        self._starts = np.cumsum([0, *(len(m) for m in self._maps)])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def rows(self, index_B: NDArray[np.int64]) -> NDArray[np.uint16]:
+        """Read the sequences at `index_B`, [B, S], in that order.
+
+        Raises ConfigError for a token id beyond the vocabulary, which no embedding has a row for.
+        """
+        out_BS = np.empty((len(index_B), self.length), TOKEN)
+        shard_B = np.searchsorted(self._starts, index_B, side="right") - 1
+        for shard in np.unique(shard_B):
+            here = shard_B == shard
+            rows = self._maps[shard][index_B[here] - self._starts[shard]]
+            if self._vocab_size is not None and (greatest := int(rows.max())) >= self._vocab_size:
+                raise ConfigError([_id_beyond(self._files[shard], greatest, self._vocab_size)])
+            out_BS[here] = rows
+        return out_BS
+
+    def chunks(self) -> Iterator[NDArray[np.uint16]]:
+        """Yield all sequences in order, some at a time."""
+        for mapped in self._maps:
+            for start in range(0, len(mapped), CHUNK_SEQUENCES):
+                yield np.asarray(mapped[start : start + CHUNK_SEQUENCES])
+
+
+def check_sample(directory: Path, manifest: Manifest) -> list[Issue]:
+    """Find damage in shards taken at random, other ones at every start: as many as hold SAMPLED_BYTES. A
+    smaller corpus is read whole; of a larger one the time does not grow with its size."""
+    files, issues, read = [*manifest.shards], [], 0
+    for i in np.random.default_rng().permutation(len(files)):
+        if read < SAMPLED_BYTES:
+            read += files[i].bytes
+            issues += _shard_issues(directory / files[i].file, files[i], manifest.vocab_size)
+    return issues
+
+
+def _shard_issues(file: Path, shard: Shard, vocab_size: int) -> list[Issue]:
+    """Compare a shard's SHA-256 and its largest token id with the manifest; one chunk is held."""
+    digest, greatest = hashlib.sha256(), 0
+    try:
+        with file.open("rb") as opened:
+            while chunk := opened.read(CHUNK_BYTES):
+                digest.update(chunk)
+                greatest = max(greatest, int(np.frombuffer(chunk, TOKEN).max()))
+    except (OSError, ValueError) as error:  # ValueError: half a token
+        message = f"cannot be read ({getattr(error, 'strerror', error)})"
+        return [Issue(str(file), "damaged", message, hint=Manifest.remedy)]
+    issues = []
+    if (actual := digest.hexdigest()) != shard.sha256:
+        message = f"expected SHA-256 {shard.sha256[:16]}, found {actual[:16]}"
+        issues.append(Issue(str(file), "damaged", message, actual, hint=Manifest.remedy))
+    if greatest >= vocab_size:
+        issues.append(_id_beyond(file, greatest, vocab_size))
+    return issues
+
+
+def _id_beyond(file: Path, token: int, vocab_size: int) -> Issue:
+    """Describe a token id that the vocabulary does not have."""
+    return Issue(str(file), "damaged", beyond(token, vocab_size), token, hint=Manifest.remedy)
+
+
+def are_alone(directory: Path) -> bool:
+    """Return whether the directory holds nothing but files with the names that a build writes."""
+    return directory.is_dir() and all(OWN_FILES.fullmatch(path.name) for path in directory.iterdir())
+
+
+def verify(directory: Path) -> list[Issue]:
+    """Find every problem by reading all shards: sizes, SHA-256, token ids. Empty = sound."""
+    try:
+        manifest = read_manifest(directory)
+    except ConfigError as error:
+        return [*error.issues]
+    found = (_shard_issues(directory / s.file, s, manifest.vocab_size) for s in manifest.shards)
+    return [issue for issues in found for issue in issues]
+
+
+def inspect(directory: Path) -> dict[str, Any]:
+    """Return the manifest, tokens per document, frequent tokens of the training set, decoded sequences and
+    problems, as JSON values. Raises ConfigError."""
+    manifest = read_manifest(directory)
+    tokenizer = tokens.load(directory / manifest.tokenizer.file)
+    mapped = MappedShards([directory / s.file for s in manifest.train.shards], manifest.sequence_length)
+    counts = np.zeros(manifest.vocab_size, np.int64)
+    for part in mapped.chunks():  # an id beyond the vocabulary is among the problems
+        counts += np.bincount(part.ravel(), minlength=len(counts))[: len(counts)]
+    top = np.argsort(-counts, kind="stable")[:FREQUENT_TOKENS]
+    total = manifest.train.sequences
+    samples = mapped.rows(np.linspace(0, total - 1, min(SAMPLE_SEQUENCES, total)).astype(np.int64))
+    return {
+        "manifest": manifest.model_dump(),
+        "tokens_per_document": manifest.train.tokens / manifest.train.documents,
+        "frequent_tokens": [
+            {
+                "token": tokens.readable(tokenizer, int(i)),
+                "id": int(i),
+                "share": float(counts[i] / counts.sum()),
+            }
+            for i in top
+        ],
+        "samples": [tokenizer.decode(row.tolist(), skip_special_tokens=False) for row in samples],
+        "problems": [str(issue) for issue in verify(directory)],
+    }
+
+
+def cross_entropy(train: np.ndarray, held_out: np.ndarray) -> float | None:
+    """Compute nats per held-out token under add-one smoothed training frequencies; counts [V]. None if
+    empty."""
+    if not held_out.sum():
+        return None
+    log_p = np.log((train + 1) / (train.sum() + len(train)))
+    return float(-(held_out * log_p).sum() / held_out.sum())

@@ -1,0 +1,256 @@
+"""Make micro batches of shards. Order and masks are pure functions of (seed, epoch, sample index).
+
+Axes: B sequences of a micro batch, S positions, K predicted positions per sequence, P = B * K.
+A *sample* is a position in the endless training stream; its epoch is sample // n, and the sequence it
+reads is a permutation of sample % n. Nothing depends on the number of ranks, threads or micro batches.
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Generic, Literal, Self, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bert_dp.config import Manifest
+from bert_dp.data.shards import MappedShards
+from bert_dp.model.bert import IGNORE
+
+U64 = np.uint64
+GOLDEN = U64(0x9E3779B97F4A7C15)
+FEISTEL_ROUNDS = 6
+
+
+@dataclass(frozen=True)
+class TensorBatch:
+    """Hold one micro batch; sample_ids are positions in the training stream."""
+
+    sample_ids: NDArray[np.int64]
+
+    def to(self, device: torch.device) -> Self:
+        return self if device.type == "cpu" else self._map(lambda t: t.to(device, non_blocking=True))
+
+    def pin(self) -> Self:
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """Return a copy with `change` applied to every tensor."""
+        changed: dict[str, Any] = {
+            name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return replace(self, **changed)
+
+
+@dataclass(frozen=True)
+class MlmBatch(TensorBatch):
+    """Hold masked sequences. positions are flat: b * S + s; key_B is dropout's."""
+
+    ids_BS: Tensor
+    positions_P: Tensor
+    labels_P: Tensor
+    key_B: Tensor
+    num_masked: int
+
+
+def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Apply splitmix64's finaliser (Steele et al. 2014, doi 10.1145/2714064.2660195): a 64-bit bijection."""
+    x = (x ^ (x >> U64(30))) * U64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> U64(27))) * U64(0x94D049BB133111EB)
+    return x ^ (x >> U64(31))
+
+
+def hash64(*parts: Any) -> NDArray[np.uint64]:
+    """Return a 64-bit hash of integers or integer arrays, broadcast together; at least one axis."""
+    state = np.zeros(1, U64)
+    for part in parts:
+        state = mix64((state ^ np.atleast_1d(part).astype(U64)) + GOLDEN)
+    return state
+
+
+def permute(index: NDArray[np.int64], size: int, key: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Apply a keyed permutation of range(size) in O(1) memory: a balanced Feistel network over the next even
+    number of bits, walked until the value falls inside (Black & Rogaway 2002, doi 10.1007/3-540-45760-7_9).
+
+    index: [B] int64 in [0, size); key: [1] or [B] uint64. Returns [B] int64.
+    """
+    half = U64(max(1, ((size - 1).bit_length() + 1) // 2))
+    low = (U64(1) << half) - U64(1)
+    keys = np.broadcast_to(key, index.shape)
+
+    def network(x: NDArray[np.uint64], k: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        left, right = x >> half, x & low
+        for r in range(FEISTEL_ROUNDS):
+            left, right = right, left ^ (hash64(k, r, right) & low)
+        return (left << half) | right
+
+    out = network(index.astype(U64), keys)
+    while (outside := np.flatnonzero(out >= U64(size))).size:
+        out[outside] = network(out[outside], keys[outside])
+    return out.astype(np.int64)
+
+
+@dataclass(frozen=True)
+class MaskVocabulary:
+    size: int
+    num_special: int
+    mask_id: int
+
+
+def mask(
+    rows_BS: NDArray[np.uint16], key_B: NDArray[np.uint64], num_masked: int, vocabulary: MaskVocabulary
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Choose exactly `num_masked` = K positions per row and corrupt them 80/10/10 by deterministic counts.
+
+    Of K, round(K / 10) become a random ordinary token, round(K / 10) stay, the rest become <mask>
+    (K = 32: 26 / 3 / 3, the recipe's counts; K = 16: 12 / 2 / 2, which is 75 / 12.5 / 12.5 %). Returns
+    ids [B, S], flat positions [B * K], labels [B * K].
+    """
+    batch, length = rows_BS.shape
+    columns = np.arange(1, length + 1, dtype=U64)
+    random_BS = mix64((key_B[:, None] + columns * GOLDEN).astype(U64))
+    chosen_BK = np.argsort(random_BS, axis=1, kind="stable")[:, :num_masked]
+    ids_BS = rows_BS.astype(np.int64)
+    rows = np.arange(batch)[:, None]
+    labels_BK = ids_BS[rows, chosen_BK]
+    tenth = int(num_masked / 10 + 0.5)
+    masked, randomised = chosen_BK[:, 2 * tenth :], chosen_BK[:, :tenth]
+    ids_BS[rows, masked] = vocabulary.mask_id
+    draw = mix64(random_BS[rows, randomised] + GOLDEN) % U64(vocabulary.size - vocabulary.num_special)
+    ids_BS[rows, randomised] = draw.astype(np.int64) + vocabulary.num_special
+    return ids_BS, (chosen_BK + rows * length).reshape(-1), labels_BK.reshape(-1)
+
+
+class Shards(MappedShards):
+    """Map the sequences of one split: [n, S] uint16."""
+
+    def __init__(self, directory: Path, manifest: Manifest, split: Literal["train", "held_out"]):
+        files = [directory / shard.file for shard in getattr(manifest, split).shards]
+        super().__init__(files, manifest.sequence_length, manifest.vocab_size)
+        self.vocabulary = MaskVocabulary(
+            manifest.vocab_size, manifest.num_special, manifest.special_tokens["mask"]
+        )
+
+
+def training_batch(
+    shards: Shards, sample_ids: NDArray[np.int64], *, seed: int, num_masked: int, shuffle: bool
+) -> MlmBatch:
+    """Make the micro batch of the given stream positions."""
+    epoch_B, within_B = np.divmod(sample_ids, len(shards))
+    index_B = permute(within_B, len(shards), hash64(seed, 1, epoch_B)) if shuffle else within_B
+    key_B = hash64(seed, 2, epoch_B, index_B)
+    arrays = mask(shards.rows(index_B), key_B, num_masked, shards.vocabulary)
+    ids, positions, labels = (torch.from_numpy(a) for a in arrays)
+    dropout_key_B = key32(hash64(seed, 4, epoch_B, index_B))
+    return MlmBatch(sample_ids, ids, positions, labels, dropout_key_B, len(labels))
+
+
+def key32(key_B: NDArray[np.uint64]) -> Tensor:
+    """Return [B] int32: the keys of examples for bert_dp.model.dropout."""
+    return torch.from_numpy((key_B >> U64(32)).astype(np.uint32).view(np.int32))
+
+
+def held_out_batches(
+    shards: Shards, *, micro_size: int, num_masked: int, max_sequences: int, dp_rank: int, dp_size: int
+) -> list[MlmBatch]:
+    """Return this replica's share of the held-out sequences, dealt round-robin, their masks always the same.
+
+    Every replica gets as many batches, filled up with rows whose labels are IGNORE: shapes stay static, and
+    engines that communicate in the forward pass stay together.
+    """
+    total = min(len(shards), max_sequences)
+    batches = []
+    rounds = -(-total // (micro_size * dp_size))
+    for start in range(dp_rank * micro_size, rounds * dp_size * micro_size, dp_size * micro_size):
+        index_B = np.arange(start, start + micro_size)
+        real_B = index_B < total
+        index_B = np.where(real_B, index_B, 0)
+        ids, positions, labels = mask(
+            shards.rows(index_B), hash64(0, 3, index_B), num_masked, shards.vocabulary
+        )
+        labels[~np.repeat(real_B, num_masked)] = IGNORE
+        count = int(real_B.sum()) * num_masked
+        tensors = (torch.from_numpy(ids), torch.from_numpy(positions), torch.from_numpy(labels))
+        batches.append(MlmBatch(index_B, *tensors, key32(hash64(0, 4, index_B)), count))
+    return batches
+
+
+def random_batch(
+    seed: int, micro_size: int, sequence_length: int, num_masked: int, vocab_size: int
+) -> MlmBatch:
+    """Return a micro batch of uniformly random tokens and predicted positions."""
+    g = torch.Generator().manual_seed(seed)
+    ids_BS = torch.randint(vocab_size, (micro_size, sequence_length), generator=g)
+    within = [torch.randperm(sequence_length, generator=g)[:num_masked].sort()[0] for _ in range(micro_size)]
+    positions_P = torch.cat([row * sequence_length + chosen for row, chosen in enumerate(within)])
+    labels_P = torch.randint(vocab_size, (len(positions_P),), generator=g)
+    sample_ids = np.arange(micro_size)
+    key_B = key32(hash64(seed, 4, sample_ids))
+    return MlmBatch(sample_ids, ids_BS, positions_P, labels_P, key_B, len(positions_P))
+
+
+AnyBatch = TypeVar("AnyBatch", bound=TensorBatch)
+
+
+class TrainingStream(Generic[AnyBatch]):
+    """Prefetch the micro batches of one replica by threads, in order; `make` gives that of some positions in
+    the training stream.
+
+    From `start_sample` on, micro batches of `micro_size` samples go round-robin to the replicas, so a
+    replica's stream does not depend on accumulation or on the batch ramp.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[NDArray[np.int64]], AnyBatch],
+        *,
+        micro_size: int,
+        dp_rank: int,
+        dp_size: int,
+        start_sample: int,
+        workers: int,
+        pin: bool,
+    ):
+        self._make = make
+        self._pin = pin
+        self._micro_size = micro_size
+        self._next_start = start_sample + dp_rank * micro_size
+        self._stride = dp_size * micro_size
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="prefetch") if workers else None
+        self._queue: collections.deque[Future[AnyBatch]] = collections.deque()
+        self._depth = 2 * workers
+        self.wait_s = 0.0
+        """Seconds `next` has blocked so far."""
+
+    def next(self) -> AnyBatch:
+        """Return this replica's next micro batch, on the host; wait when the threads are behind."""
+        start = time.perf_counter()
+        if self._pool is None:
+            batch = self._build(self._advance())
+        else:
+            while len(self._queue) <= self._depth:
+                self._queue.append(self._pool.submit(self._build, self._advance()))
+            batch = self._queue.popleft().result()
+        self.wait_s += time.perf_counter() - start
+        return batch
+
+    def close(self) -> None:
+        """Stop the threads."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _advance(self) -> NDArray[np.int64]:
+        ids = np.arange(self._next_start, self._next_start + self._micro_size)
+        self._next_start += self._stride
+        return ids
+
+    def _build(self, sample_ids: NDArray[np.int64]) -> AnyBatch:
+        batch = self._make(sample_ids)
+        return batch.pin() if self._pin else batch

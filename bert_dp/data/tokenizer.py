@@ -1,0 +1,505 @@
+"""Normalise texts, train and load tokenizers, encode documents. Torch-free.
+
+Recipe (cramming, `tokenizer_preparation.py`): WordPiece of 32768, split at white space and punctuation, `##`,
+the normaliser in the tokenizer itself, so that a tokenizer.json carries it. One deviation: the recipe's
+normaliser (NFD, lower case, drop non-ASCII) also drops the white space, dashes, quotes and ligatures that are
+not ASCII, which joins the words beside them; this one replaces them by ASCII first. Documents are encoded in one
+process or a pool of spawned ones.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import re
+import signal
+import string
+import threading
+import unicodedata
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from bert_dp import files
+from bert_dp.config import MAX_VOCAB_SIZE, ConfigError, Issue, IssueKind
+from bert_dp.config.manifest import TOKEN_BYTES
+from bert_dp.config.stored import read_regular
+from bert_dp.data.dedup import content_key, document_key, sketcher
+from bert_dp.training.process import RunFailed
+
+SPECIALS = ("<pad>", "<s>", "</s>", "<unk>", "<cls>", "<sep>", "<mask>")  # ids 0..6
+UNK = SPECIALS[3]
+ROLES = ("pad", "unk", "cls", "sep", "mask")
+ROBERTA = {"cls": "<s>", "sep": "</s>"}
+PREFIX = "##"
+MAX_ALPHABET = 1000  # characters; rarer ones become <unk>
+SPACES = re.compile(" {2,}")
+NON_ASCII = re.compile(r"[^\x00-\x7f]+")
+ASCII_LETTERS = string.ascii_letters.encode()
+# replaced after NFKD and lower case; regular expressions of explicit characters, because \s and the like
+# depend on the version of Unicode
+WHITE_SPACE = "[\t-\r\u0085\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
+DASHES = (
+    "[\u058a\u05be\u1400\u1806\u2010-\u2015\u2053\u207b\u208b\u2212\u2e17\u2e1a\u2e3a\u2e3b\u2e40\u2e5d\u301c"
+    "\u3030\u30a0\ufe31\ufe32\ufe58\ufe63\uff0d\U00010d6e\U00010ead]"
+)
+# after NFKD; a space, as they often stand between words or numbers without one. Not the middle dot and
+# the hyphenation point, which stand inside of words
+SYMBOLS = (
+    "[\u00a1-\u00b6\u00b8-\u00bf\u2020-\u2026\u2030-\u205e\u20a0-\u20cf\u2100-\u2bff\u2e00-\u2e5d\u3001-\u3003"
+    "\u3008-\u3020\u303d\U0001f000-\U0001faff]"
+)
+REPLACED = (
+    (WHITE_SPACE, " "),
+    (DASHES, "-"),
+    ("[\u2018-\u201b\u2032\u2035\u2039\u203a]", "'"),
+    ("[\u00ab\u00bb\u201c-\u201f]", '"'),
+    ("\u00d7", "x"),  # multiplication sign
+    ("\u2044", "/"),  # fraction slash, also of vulgar fractions after NFKD
+    ("\u00e6", "ae"),
+    ("\u0153", "oe"),
+    ("\u00df", "ss"),
+    ("\u00f7", "/"),  # division sign
+    ("\u2264", "<="),
+    ("\u2265", ">="),
+    ("\u00ad", ""),  # soft hyphen, which SYMBOLS would make a space
+    (SYMBOLS, " "),
+)
+NEGATED = (("\u2260", "!="), ("\u226e", ">="), ("\u226f", "<="))  # NFKD makes them = < > and a stroke
+FRACTIONS = "\u00bc\u00bd\u00be\u2189" + "".join(map(chr, range(0x2150, 0x2160)))
+RAISED = "\u00b2\u00b3\u00b9\u2070\u2074\u2075\u2076\u2077\u2078\u2079\u2120\u2122"  # digits, SM and TM
+
+
+class _CharacterTable(dict[int, str]):
+    """Map a code point to its normal form for str.translate; filled on demand."""
+
+    def __missing__(self, code: int) -> str:
+        self[code] = text = normalizer().normalize_str(chr(code))
+        return text
+
+
+_table = _CharacterTable()
+
+
+def normalize(text: str) -> str:
+    """Do in Python what `normalizer()` does; encoding is faster than with the normaliser left in."""
+    text = text.replace("``", '"').replace("''", '"')
+    if not text.isascii():
+        text = NON_ASCII.sub(lambda run: run[0].translate(_table), text)
+    return SPACES.sub(" ", text.translate(_table))
+
+
+@functools.cache
+def normalizer() -> normalizers.Normalizer:
+    """Replace TeX-style quote pairs by ", apply NFKD and lower case, replace what has an ASCII counterpart
+    (REPLACED), drop the rest of non-ASCII, collapse spaces.
+
+    But for quote pairs and spaces no character's result depends on its neighbours, which `normalize` needs.
+    """
+    return normalizers.Sequence(
+        [
+            normalizers.Replace("``", '"'),
+            normalizers.Replace("''", '"'),
+            *(normalizers.Replace(sign, ascii_text) for sign, ascii_text in NEGATED),
+            # 1\u00bd is 1 1/2, not 11/2, and 10\u00b2 is not 102; one by one, because a match of no width
+            # damages the alignment
+            *(normalizers.Replace(sign, f" {sign}") for sign in FRACTIONS + RAISED),
+            normalizers.NFKD(),
+            normalizers.Lowercase(),
+            *(normalizers.Replace(Regex(pattern), ascii_text) for pattern, ascii_text in REPLACED),
+            normalizers.Replace(Regex(r"[^\x00-\x7F]+"), ""),
+            normalizers.Replace(Regex(" {2,}"), " "),
+        ]
+    )
+
+
+def letter_counter(normalizer: normalizers.Normalizer | None) -> Callable[[str], tuple[int, int]]:
+    """Return the function that counts the letters (Unicode category L) of a text and those that `normalizer`
+    drops, each taken alone."""
+
+    @functools.cache
+    def is_letter(char: str) -> bool:
+        return unicodedata.category(char).startswith("L")
+
+    @functools.cache
+    def is_lost(char: str) -> bool:
+        kept = char if normalizer is None else normalizer.normalize_str(char)
+        return all(c.isascii() and not c.isalpha() for c in kept)
+
+    def count(text: str) -> tuple[int, int]:
+        data = text.encode()
+        letters, lost = len(data) - len(data.translate(None, ASCII_LETTERS)), 0
+        if not text.isascii():
+            for char, n in collections.Counter("".join(NON_ASCII.findall(text))).items():
+                if is_letter(char):
+                    letters += n
+                    lost += n * is_lost(char)
+        return letters, lost
+
+    return count
+
+
+def loss_counter(tokenizer: Tokenizer, unk: int) -> Callable[[str, Sequence[int]], tuple[int, int]]:
+    """Return the function that counts the letters of a text, given with its token ids, and those that are
+    lost: dropped by the normaliser of `tokenizer`, or part of a token `unk`."""
+    count_letters = letter_counter(tokenizer.normalizer)
+
+    def count(text: str, ids: Sequence[int]) -> tuple[int, int]:
+        letters, lost = count_letters(text)
+        if unk in ids:
+            encoded = tokenizer.encode(text, add_special_tokens=False)  # its offsets are those of the text
+            for token, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
+                if token == unk:
+                    inside, lost_inside = count_letters(text[start:end])
+                    lost += inside - lost_inside
+        return letters, lost
+
+    return count
+
+
+def train(
+    sample: Iterable[str],
+    *,
+    model: Literal["wordpiece", "bpe", "byte_bpe"],
+    vocab_size: int,
+    with_normalizer: bool,
+) -> Tokenizer:
+    """Train a tokenizer of at most `vocab_size` tokens (fewer when the sample has fewer pieces).
+
+    The same sample gives the same tokenizer. `tokenizers` alone does not: it numbers the `##` letters in the
+    order of a hash map and breaks ties by number (its issue 1794), so here they are numbered beforehand.
+    Byte-level BPE has no `##`: its alphabet is the 256 bytes, in order.
+    """
+    texts = [normalize(text) if with_normalizer else text for text in sample]
+    if model == "byte_bpe":
+        return _train_byte_bpe(texts, vocab_size, with_normalizer)
+    letters = collections.Counter(chain.from_iterable(texts))
+    for space in [c for c in letters if c.isspace()]:
+        del letters[space]
+    most = min(MAX_ALPHABET, (vocab_size - len(SPECIALS)) // 3)  # as letter, as ## letter, and room for words
+    alphabet = sorted(sorted(letters, key=lambda c: (-letters[c], c))[:most])
+    inner = [PREFIX + c for c in alphabet]
+    trainer_class, empty_model = {
+        "wordpiece": (trainers.WordPieceTrainer, models.WordPiece(unk_token=UNK)),
+        "bpe": (trainers.BpeTrainer, models.BPE(unk_token=UNK, continuing_subword_prefix=PREFIX)),
+    }[model]
+    learner = Tokenizer(empty_model)
+    learner.pre_tokenizer = pre_tokenizers.Whitespace()
+    trainer = trainer_class(
+        vocab_size=vocab_size,
+        special_tokens=[*SPECIALS, *inner],
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        continuing_subword_prefix=PREFIX,
+        show_progress=False,
+    )
+    learner.train_from_iterator(texts, trainer)
+    learnt = json.loads(learner.to_str())["model"]
+    if model == "wordpiece":
+        return _assemble(models.WordPiece(learnt["vocab"], unk_token=UNK), with_normalizer)
+    merges = [tuple(pair) for pair in learnt["merges"]]
+    bpe = models.BPE(learnt["vocab"], merges, unk_token=UNK, continuing_subword_prefix=PREFIX)
+    return _assemble(bpe, with_normalizer)
+
+
+def _train_byte_bpe(texts: list[str], vocab_size: int, with_normalizer: bool) -> Tokenizer:
+    learner = Tokenizer(models.BPE())
+    learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIALS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    learner.train_from_iterator(texts, trainer)
+    return _assemble(learner.model, with_normalizer, byte_level=True)
+
+
+def _assemble(model: models.Model, with_normalizer: bool, *, byte_level: bool = False) -> Tokenizer:
+    """Put the normaliser, the split into words, the special tokens and the decoder around a model."""
+    tokenizer = Tokenizer(model)
+    if with_normalizer:
+        tokenizer.normalizer = normalizer()
+    if byte_level:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        tokenizer.decoder = decoders.WordPiece(prefix=PREFIX)
+    tokenizer.add_special_tokens(list(SPECIALS))
+    tokenizer.post_processor = _frame(
+        tokenizer, {"cls": SPECIALS.index("<cls>"), "sep": SPECIALS.index("<sep>")}
+    )
+    return tokenizer
+
+
+def _frame(tokenizer: Tokenizer, special: Mapping[str, int]) -> processors.TemplateProcessing:
+    """Frame texts as <cls> A <sep> and <cls> A <sep> B <sep>, like examples of finetuning."""
+    cls, sep = (tokenizer.id_to_token(special[role]) for role in ("cls", "sep"))
+    return processors.TemplateProcessing(
+        single=[cls, "$A", sep],
+        pair=[cls, "$A", sep, "$B:1", f"{sep}:1"],
+        special_tokens=[(cls, special["cls"]), (sep, special["sep"])],
+    )
+
+
+def framing_as_trained(path: Path, special: Mapping[str, int]) -> Tokenizer | None:
+    """Return the tokenizer at `path` with the frame of our examples; None where it has that frame already.
+    One made elsewhere may have another: RoBERTa's puts </s></s> between two texts."""
+    tokenizer = load(path)
+    cls, sep = special["cls"], special["sep"]
+    text = tokenizer.encode("a", add_special_tokens=False).ids
+    if tokenizer.encode("a", "a").ids == [cls, *text, sep, *text, sep] and (
+        tokenizer.encode("a").ids == [cls, *text, sep]
+    ):
+        return None
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    tokenizer.post_processor = _frame(tokenizer, special)
+    return tokenizer
+
+
+def load(path: Path) -> Tokenizer:
+    """Read a tokenizer.json. Raises ConfigError when it is not one or its ids do not fit in 16 bits."""
+    try:
+        tokenizer = Tokenizer.from_str(read_regular(path, files.MAX_JSON_BYTES).decode())
+    except OSError as error:
+        raise _refused(path, "not_found", f"cannot be read ({error.strerror})") from None
+    except Exception as error:  # tokenizers raises plain Exception
+        reason = " ".join(str(error).split())[:200]
+        raise _refused(path, "damaged", f"not a tokenizer.json ({reason})") from None
+    if size(tokenizer) > MAX_VOCAB_SIZE:
+        message = f"{size(tokenizer)} tokens, at most {MAX_VOCAB_SIZE} fit in 16 bits"
+        raise _refused(path, "out_of_range", message, "use a smaller tokenizer")
+    return tokenizer
+
+
+def _refused(path: Path, kind: IssueKind, message: str, hint: str | None = None) -> ConfigError:
+    return ConfigError([Issue("data.tokenizer", kind, f"{path}: {message}", str(path), hint=hint)])
+
+
+def size(tokenizer: Tokenizer) -> int:
+    """Return the rows that an embedding needs: one more than the largest id."""
+    return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+
+
+def readable(tokenizer: Tokenizer, token_id: int) -> str | None:
+    """Return a token as text: of byte-level BPE the characters that its bytes stand for."""
+    token = tokenizer.id_to_token(token_id)
+    is_bytes = token is not None and isinstance(tokenizer.decoder, decoders.ByteLevel)
+    return tokenizer.decoder.decode([token]) if is_bytes else token
+
+
+def special_ids(tokenizer: Tokenizer, name: str) -> dict[str, int]:
+    """Find ids by role: pad, unk, cls, sep, mask as `<role>`, `[ROLE]`, or RoBERTa's `<s>` and `</s>`.
+
+    Raises ConfigError with every role that the tokenizer `name` lacks.
+    """
+    ids_by_role, missing = {}, []
+    for role in ROLES:
+        spellings = [f"<{role}>", f"[{role.upper()}]", *([ROBERTA[role]] if role in ROBERTA else [])]
+        ids = [i for i in map(tokenizer.token_to_id, spellings) if i is not None]
+        if ids:
+            ids_by_role[role] = ids[0]
+        else:
+            message = f"{name}: has no token {' or '.join(spellings)}"
+            hint = "add it or train a tokenizer"
+            missing.append(Issue("data.tokenizer", "missing", message, name, hint=hint))
+    if missing:
+        raise ConfigError(missing)
+    return ids_by_role
+
+
+def first_ordinary(tokenizer: Tokenizer, specials: dict[str, int]) -> int:
+    """Return `num_special`: ids from here on may replace a token at random.
+
+    A tokenizer may keep its special tokens at the end (ModernBERT); those in the upper half are not counted,
+    and a random replacement then hits one of them a few times in 50 000.
+    """
+    special_ids = {*specials.values(), *(tokenizer.token_to_id(s) for s in SPECIALS)}
+    return 1 + max((i for i in special_ids if i is not None and i < size(tokenizer) / 2), default=-1)
+
+
+def normalizer_json() -> str:
+    """Return `normalizer()` as it stands in a tokenizer.json."""
+    bare = Tokenizer(models.WordPiece(unk_token=UNK))
+    bare.normalizer = normalizer()
+    return json.dumps(json.loads(bare.to_str())["normalizer"])
+
+
+COUNTS = ("letters", "lost_letters", "tokens", "unknown_tokens")  # of a source, as its manifest has them
+BATCH_DOCUMENTS, BATCH_CHARS = 1000, 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoding:
+    """Hold the settings of encoding, which travel to every process."""
+
+    tokenizer_json: str
+    sep: int
+    """Id put after every document."""
+    unk: int
+    max_tokens_per_char: float
+    near: bool
+    """Also make the MinHash sketches for near dedup."""
+    seed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class EncodedDocuments:
+    """Hold the D kept documents of the N of a batch, in order."""
+
+    ids: np.ndarray  # [T] uint16, each document followed by sep
+    lengths: np.ndarray  # [D] int64, tokens with sep
+    keys: np.ndarray  # [D] uint64, hash of the text, which decides the split
+    contents: np.ndarray  # [D] uint64, hash of the token ids, which duplicates share
+    sketches: list[Any]  # [D] rensa.RMinHash, or empty
+    counts: np.ndarray  # [N, len(COUNTS)] int64, of all documents
+    read: int
+    empty: int
+    filtered: int
+
+
+def in_batches(documents: Iterable[str]) -> Iterator[list[str]]:
+    """Yield lists of at most BATCH_DOCUMENTS documents and, but for a last one, BATCH_CHARS characters."""
+    batch: list[str] = []
+    chars = 0
+    for text in documents:
+        batch.append(text)
+        chars += len(text)
+        if len(batch) == BATCH_DOCUMENTS or chars >= BATCH_CHARS:
+            yield batch
+            batch, chars = [], 0
+    if batch:
+        yield batch
+
+
+def make_encoder(settings: Encoding) -> Callable[[list[str]], EncodedDocuments]:
+    """Return a function that encodes a list of texts in this process."""
+    whole = Tokenizer.from_str(settings.tokenizer_json)
+    count_letters = loss_counter(whole, settings.unk)
+    tree = json.loads(settings.tokenizer_json)
+    has_our_normalizer = tree.get("normalizer") == json.loads(normalizer_json())
+    if has_our_normalizer:  # `normalize` does the same, and is faster
+        tree["normalizer"] = None
+    tokenizer = Tokenizer.from_str(json.dumps(tree))
+    for each in (whole, tokenizer):
+        each.no_padding()
+        each.no_truncation()
+        each.encode_special_tokens = True  # "<mask>" in a text is text
+    sketch = sketcher(settings.seed) if settings.near else None
+    rate = settings.max_tokens_per_char
+
+    def encode(texts: list[str]) -> EncodedDocuments:
+        normalized = [normalize(text) for text in texts] if has_our_normalizer else texts
+        rows = [e.ids for e in tokenizer.encode_batch_fast(normalized, add_special_tokens=False)]
+        counts = [
+            (*count_letters(text, row), len(row), row.count(settings.unk))
+            for text, row in zip(texts, rows, strict=True)
+        ]
+        full = [i for i, row in enumerate(rows) if row]
+        kept = [i for i in full if not rate or len(rows[i]) < rate * len(texts[i])]
+        for i in kept:
+            rows[i].append(settings.sep)
+        lengths = np.fromiter((len(rows[i]) for i in kept), np.int64, len(kept))
+        ids = np.fromiter(chain.from_iterable(rows[i] for i in kept), np.uint16, int(lengths.sum()))
+        ends = TOKEN_BYTES * np.cumsum(lengths)
+        data = ids.tobytes()
+        contents = [
+            content_key(data[end - TOKEN_BYTES * n : end], settings.seed)
+            for end, n in zip(ends.tolist(), lengths.tolist(), strict=True)
+        ]
+        sketches = sketch([normalized[i] for i in kept]) if sketch else []
+        return EncodedDocuments(
+            ids,
+            lengths,
+            keys=np.array([document_key(texts[i], settings.seed) for i in kept], np.uint64),
+            contents=np.array(contents, np.uint64),
+            sketches=sketches,
+            counts=np.array(counts, np.int64),
+            read=len(texts),
+            empty=len(texts) - len(full),
+            filtered=len(full) - len(kept),
+        )
+
+    return encode
+
+
+def encode_all(
+    batches: Iterable[list[str]], settings: Encoding, processes: int
+) -> Generator[EncodedDocuments, None, None]:
+    """Encode batches in `processes` spawned processes (1 = in this one); results in the order of the batches.
+
+    At most three batches per process are held. The processes end with this one, however it ends.
+    """
+    if processes == 1:
+        encode = make_encoder(settings)
+        for batch in batches:
+            with single_threaded():
+                encoded = encode(batch)
+            yield encoded
+        return
+    pool = ProcessPoolExecutor(
+        processes, multiprocessing.get_context("spawn"), initializer=_start, initargs=(settings,)
+    )
+    pending: collections.deque[Future[EncodedDocuments]] = collections.deque()
+    try:
+        for batch in batches:
+            pending.append(pool.submit(_encode, batch))
+            if len(pending) == 3 * processes:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool:
+        raise RunFailed("a tokenising process died (memory full?); try fewer processes") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def single_threaded() -> Iterator[None]:
+    """Switch off the Rust threads of `tokenizers`: many processes or many threads, never both."""
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        yield
+    finally:
+        del os.environ["TOKENIZERS_PARALLELISM"]
+        if before is not None:
+            os.environ["TOKENIZERS_PARALLELISM"] = before
+
+
+def _start(settings: Encoding) -> None:
+    """Set up a spawned process: end with the parent, leave Ctrl-C to it, load the tokenizer once."""
+    global _encoder
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _encoder = make_encoder(settings)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+_encoder: Callable[[list[str]], EncodedDocuments] | None = None  # of a spawned process
+
+
+def _encode(texts: list[str]) -> EncodedDocuments:
+    assert _encoder is not None
+    return _encoder(texts)

@@ -1,0 +1,1 @@
+"""Predictions, scores and text losses of a trained model."""

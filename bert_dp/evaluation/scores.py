@@ -1,0 +1,85 @@
+"""Score predictions by scikit-learn and scipy (extra `glue`). Torch-free.
+
+f1 is that of the second of two labels, the mean over labels of more, and over all decisions together of
+multi_label, where a label is predicted if its logit is above 0 and accuracy counts examples with every label
+right. auc is of two labels.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bert_dp.config.errors import require
+from bert_dp.config.examples import Metric
+from bert_dp.config.schema import LabelKind
+
+Measure = Callable[[NDArray[Any], NDArray[Any]], Any]
+
+
+def score(
+    metrics: Sequence[Metric], kind: LabelKind, logits: NDArray[Any], labels: NDArray[Any]
+) -> dict[str, float]:
+    """Compute each metric of the model's outputs [n, L] (regression [n, 1]) against labels: [n] whole
+    numbers, [n, L] of 0 and 1, or [n] scores. No prediction is clipped or rounded.
+
+    NaN where a metric is not defined: a correlation with what is constant, an auc where one label is absent.
+    Raises ValueError for logits that are not finite, KeyError for a metric that is none of the kind's, and
+    ConfigError where the extra is not installed.
+    """
+    if not np.isfinite(logits).all():
+        raise ValueError("a logit is not finite, so there is nothing to score")
+    measures = _regression() if kind == "regression" else _classification(kind, logits.shape[1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of metrics that are not defined
+        return {name: float(measures[name](labels, logits.astype(np.float64))) for name in metrics}
+
+
+def majority(
+    metrics: Sequence[Metric], kind: LabelKind, train_labels: NDArray[Any], dev_labels: NDArray[Any]
+) -> dict[str, float]:
+    """Score a constant prediction: the most frequent label of train, or the mean of a regression."""
+    if kind == "regression":
+        logits = np.full((len(dev_labels), 1), train_labels.mean())
+    elif kind == "multi_label":
+        logits = np.tile(train_labels.mean(axis=0) - 0.5, (len(dev_labels), 1))
+    else:
+        counts = np.bincount(train_labels, minlength=max(2, dev_labels.max() + 1))
+        logits = np.tile(counts == counts.max(), (len(dev_labels), 1)).astype(np.float64)
+    return score(metrics, kind, logits, dev_labels)
+
+
+def _regression() -> Mapping[Metric, Measure]:
+    stats = require("scipy.stats", "glue", "scoring")
+
+    def correlation(measure: Callable[..., Any], labels: NDArray[Any], logits: NDArray[Any]) -> float:
+        return float(measure(labels, logits[:, 0]).statistic) if len(labels) > 1 else np.nan
+
+    return {
+        "pearson": functools.partial(correlation, stats.pearsonr),
+        "spearman": functools.partial(correlation, stats.spearmanr),
+    }
+
+
+def _classification(kind: LabelKind, num_labels: int) -> Mapping[Metric, Measure]:
+    sklearn = require("sklearn.metrics", "glue", "scoring")
+    if kind == "multi_label":
+        return {
+            "accuracy": lambda labels, logits: sklearn.accuracy_score(labels, logits > 0),
+            "f1": lambda labels, logits: sklearn.f1_score(labels.ravel(), (logits > 0).ravel()),
+        }
+    two = num_labels == 2
+    average = "binary" if two else "macro"
+    measures: dict[Metric, Measure] = {
+        "accuracy": lambda labels, logits: sklearn.accuracy_score(labels, logits.argmax(axis=1)),
+        "mcc": lambda labels, logits: sklearn.matthews_corrcoef(labels, logits.argmax(axis=1)),
+        "f1": lambda labels, logits: sklearn.f1_score(labels, logits.argmax(axis=1), average=average),
+    }
+    if two:
+        measures["auc"] = lambda labels, logits: sklearn.roc_auc_score(labels, logits[:, 1] - logits[:, 0])
+    return measures

@@ -1,0 +1,407 @@
+"""Measure the loss of a run on any text.
+
+Sequences are cut from the concatenated documents, each followed by <sep>, as in the run's training data; the
+last one may be shorter. They are read twice: for the loss of single tokens, and for that of whole words,
+which is divided by the words' bytes so that runs with different vocabularies compare.
+
+The predicted tokens are a function of (document, position), the hidden words one of (document, word index):
+of the document's text alone, not of the other documents, their order or the cutting of sequences, and the
+words not of the vocabulary either.
+
+Axes: D documents, T tokens of all, W words of a document.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from bert_dp.config import BuildConfig, ConfigError, Issue
+from bert_dp.config.stored import Count, StoredModel
+from bert_dp.data import readers as inputs
+from bert_dp.data import tokenizer as encode
+from bert_dp.data import tokenizer as tokens
+from bert_dp.data.build import Progress, read_documents, source_record
+from bert_dp.data.dedup import document_key
+from bert_dp.data.stream import GOLDEN, U64, hash64, mix64
+from bert_dp.files import SCHEMA_VERSION
+from bert_dp.model import build
+from bert_dp.model.bert import CrammedBert
+from bert_dp.tasks.mlm import EVAL_MASK_RATE
+from bert_dp.training import checkpoint
+from bert_dp.training.devices import allow_tf32, inference_precision
+from bert_dp.training.process import RunFailed
+
+MASK_RATE = EVAL_MASK_RATE  # of the tokens, and of the words
+WORD = re.compile(r"\S+")
+TOKENS, WORDS = 6, 7  # streams of draws, apart from those of training
+
+
+@dataclasses.dataclass(frozen=True)
+class Words:
+    """The hidden words of one document and their tokens."""
+
+    hidden_T: NDArray[np.bool_]
+    """Tokens that share a character with a hidden word."""
+    words: int
+    hidden: int
+    hidden_bytes: int
+    """UTF-8 bytes of the hidden words, without the white space around them."""
+    silent: int
+    """Hidden words of which the tokenizer keeps nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """D documents one after another, each followed by a <sep>."""
+
+    ids_T: NDArray[np.uint16]
+    seen_T: NDArray[np.uint16]
+    """The tokens as the model sees them when it predicts those of `kind_T`."""
+    kind_T: NDArray[np.uint8]
+    """0: not predicted; 1, 2, 3: seen as <mask>, as a random token, as it is (80, 10 and 10 %)."""
+    hidden_T: NDArray[np.bool_]
+    """Tokens of hidden words."""
+    document_T: NDArray[np.int32]
+    bytes: int
+    """UTF-8 bytes of all documents."""
+    words: int
+    hidden_words: int
+    silent_words: int
+    hidden_bytes_D: NDArray[np.int64]
+    textless_documents: NDArray[np.int64]
+    """Indices of the documents of which no token is left but their <sep>."""
+
+
+def read(documents: Iterable[str], tokenizer: Tokenizer, special: dict[str, int]) -> Text:
+    """Tokenize all documents and draw. `special`: ids by role."""
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    tokenizer.encode_special_tokens = True  # "<mask>" in a text is text
+    ordinary = (tokens.first_ordinary(tokenizer, special), tokens.size(tokenizer))
+    ids, seen, kinds, words, size = [], [], [], [], 0
+    for batch in encode.in_batches(documents):
+        for text, encoded in zip(batch, tokenizer.encode_batch(batch, add_special_tokens=False), strict=True):
+            key = document_key(text, 0)
+            ids_T = np.array([*encoded.ids, special["sep"]], np.uint16)
+            keys_T = np.full(len(ids_T), key, np.uint64)
+            seen_T, kind_T = draw_tokens(ids_T, keys_T, np.arange(len(ids_T)), special["mask"], ordinary)
+            ids.append(ids_T)
+            seen.append(seen_T)
+            kinds.append(kind_T)
+            words.append(hide_words(text, encoded.offsets, key))
+            size += len(text.encode())
+    lengths_D = np.array([len(ids_T) for ids_T in ids], np.int64)
+    return Text(
+        ids_T=np.concatenate(ids),
+        seen_T=np.concatenate(seen),
+        kind_T=np.concatenate(kinds),
+        hidden_T=np.concatenate([np.append(each.hidden_T, False) for each in words]),
+        document_T=np.repeat(np.arange(len(lengths_D), dtype=np.int32), lengths_D),
+        bytes=size,
+        words=sum(each.words for each in words),
+        hidden_words=sum(each.hidden for each in words),
+        silent_words=sum(each.silent for each in words),
+        hidden_bytes_D=np.array([each.hidden_bytes for each in words], np.int64),
+        textless_documents=np.flatnonzero(lengths_D == 1),
+    )
+
+
+def draw_tokens(
+    ids_T: NDArray[np.uint16],
+    keys_T: NDArray[np.uint64],
+    positions_T: NDArray[np.int64],
+    mask_id: int,
+    ordinary: tuple[int, int],
+) -> tuple[NDArray[np.uint16], NDArray[np.uint8]]:
+    """Return the tokens that the model sees, and the kind of each: a token is predicted with probability
+    MASK_RATE, and then seen as <mask>, as a random token of `range(*ordinary)`, or as it is."""
+    random_T = hash64(keys_T, TOKENS, positions_T)
+    share_T = mix64(random_T + GOLDEN)
+    kind_T = np.select([share_T % U64(10) == 0, share_T % U64(10) == 1], [2, 3], 1)
+    kind_T[random_T >= U64(int(MASK_RATE * 2.0**64))] = 0
+    first, end = ordinary
+    others_T = (mix64(share_T + GOLDEN) % U64(end - first)).astype(np.uint16) + np.uint16(first)
+    seen_T = np.where(kind_T == 1, np.uint16(mask_id), np.where(kind_T == 2, others_T, ids_T))
+    return seen_T, kind_T.astype(np.uint8)
+
+
+def hide_words(text: str, offsets: Sequence[tuple[int, int]], key: int) -> Words:
+    """Hide words of a document, with probability MASK_RATE each, and their tokens. `offsets`: of each token
+    its first character and the one after its last."""
+    spans_W2 = np.array([word.span() for word in WORD.finditer(text)], np.int64).reshape(-1, 2)
+    starts_W, ends_W = spans_W2.T
+    drawn_W = hash64(key, WORDS, np.arange(len(spans_W2))) < U64(int(MASK_RATE * 2.0**64))
+    begin_T, end_T = np.array(offsets, np.int64).reshape(-1, 2).T
+    first_T = np.searchsorted(ends_W, begin_T, side="right")  # the words that a token shares characters with
+    last_T = np.maximum(np.searchsorted(starts_W, end_T, side="left"), first_T)
+    drawn_before_W = np.concatenate([[0], np.cumsum(drawn_W)])
+    has_token_W = np.zeros(len(spans_W2) + 1, np.int64)
+    np.add.at(has_token_W, first_T, 1)
+    np.add.at(has_token_W, last_T, -1)
+    silent_W = drawn_W & (np.cumsum(has_token_W)[:-1] == 0)
+    return Words(
+        hidden_T=drawn_before_W[last_T] > drawn_before_W[first_T],
+        words=len(spans_W2),
+        hidden=int(drawn_W.sum()),
+        hidden_bytes=sum(len(text[a:b].encode()) for a, b in spans_W2[drawn_W].tolist()),
+        silent=int(silent_W.sum()),
+    )
+
+
+# of one forward pass, about; the logits of 15 % of them are held at once. A GPU needs many tokens to be busy
+BATCH_TOKENS = {"cuda": 65_536, "cpu": 8192}
+
+Seen = Literal["all", "mask", "random", "original"]
+"""In place of a predicted token a model sees any, <mask>, a random token, or the token itself. The index is
+the kind in masked_text.Text."""
+
+
+class PredictedTokens(StoredModel):
+    """Tokens of a text that a run predicted: all, or those that it saw in one way."""
+
+    seen: Seen
+    tokens: Count
+    documents: Count
+    loss: float | None
+    """Mean cross entropy, nats per predicted token."""
+    loss_se: float | None
+    """Standard error over documents, each drawn as a whole; null of one document."""
+    accuracy: float | None
+    """Share whose likeliest token is right."""
+
+
+class HiddenWords(StoredModel):
+    """Whole words that a run predicted, every token of a word hidden at once."""
+
+    rate: float
+    """Of the words, each drawn by (document, word): the same words for every vocabulary."""
+    words: Count
+    words_without_token: Count
+    """Among them, of which the tokenizer keeps nothing: their bytes cost no bit."""
+    bytes: Count
+    """UTF-8, of the words as they stand in the text."""
+    documents: Count
+    tokens: Count
+    unknown_tokens: Count
+    nats: float
+    bits_per_byte: float | None
+    bits_per_byte_se: float | None
+
+
+class TextLoss(StoredModel):
+    """Result of `eval mlm`, as its --json prints it."""
+
+    schema_version: int = SCHEMA_VERSION
+    run: str
+    step: int
+    """Of the checkpoint, optimizer steps."""
+    tokenizer: str | None
+    """SHA-256 of tokenizer.json."""
+    vocab_size: int
+    sequence_length: int
+    device: str
+    precision: str
+    sources: list[dict[str, Any]]
+    """name, bytes, sha256 (null with --max-bytes: no file is read whole) and documents read of each."""
+    documents: Count
+    documents_without_tokens: Count
+    """Documents of which the tokenizer keeps nothing; only their separators are evaluated."""
+    first_without_tokens: int | None
+    """Index of the first of them, from 0 over all sources; null where there is none."""
+    tokens: Count
+    """With a separator after each document."""
+    words: Count
+    """Runs of characters between white space."""
+    bytes: Count
+    """UTF-8, of the documents."""
+    mask_rate: float
+    predicted: list[PredictedTokens]
+    hidden: HiddenWords
+
+
+def text_loss(
+    run: str,
+    texts: Sequence[str],
+    options: BuildConfig,
+    max_bytes: int | None,
+    tell: Progress,
+    precision: str = "auto",
+) -> TextLoss:
+    """Measure the newest good checkpoint of a run, or one checkpoint, on the documents of `texts`.
+
+    `max_bytes`: of text, after which no further document is read. `precision`: see inference_precision.
+    Raises ConfigError for a run or text that cannot be used, RunFailed where the loss is not finite.
+    """
+    resolved = inputs.resolve(texts, options)
+    loaded = build.load_checkpoint(checkpoint.resolve(run))
+    path, facts, config, model = loaded.path, loaded.facts, loaded.config, loaded.model
+    if not isinstance(model, CrammedBert):
+        hint = f"name {config.run.init_from or 'a pretrained run'}"
+        message = f"{run} was finetuned and predicts no tokens"
+        raise ConfigError([Issue("RUN", "unsupported", message, run, hint=hint)])
+    special = tokens.special_ids(loaded.tokenizer, str(path))
+    if (size := tokens.size(loaded.tokenizer)) > config.model.vocab_size:
+        message = f"{path}: its tokenizer has {size} tokens, its model {config.model.vocab_size}"
+        hint = "put the tokenizer.json of the run's shards there"
+        raise ConfigError([Issue("RUN", "conflict", message, size, "model.vocab_size", hint)])
+    # only a small part of a source may be read
+    records = [source_record(source, hashed=max_bytes is None) for source in resolved]
+    tell("tokenize", 0, None)
+    with contextlib.closing(read_documents(resolved, records)) as documents:
+        text = read(up_to(documents, max_bytes), loaded.tokenizer, special)
+    textless = text.textless_documents.tolist()
+    if len(textless) == len(text.hidden_bytes_D):
+        message, hint = f"the tokenizer of {path} keeps no token of its text", "name a run that knows it"
+        raise ConfigError([Issue("TEXT", "conflict", message, other="RUN", hint=hint)])
+    if not text.kind_T.any():
+        drawn = f"the {MASK_RATE:.0%} that are drawn to be predicted"
+        message = f"none of its {len(text.ids_T)} tokens is among {drawn}"
+        raise ConfigError([Issue("TEXT", "out_of_range", message, len(text.ids_T), hint="give more text")])
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model.to(device)
+    chosen = inference_precision(precision, device)
+    allow_tf32(chosen, device)
+    length = config.data.sequence_length
+    with chosen.context(device):
+        predicted = token_losses(model, text, length, tell)
+        hidden = word_losses(model, text, length, special, tell)
+    return TextLoss(
+        run=run,
+        step=facts.step,
+        tokenizer=facts.tokenizer,
+        vocab_size=size,
+        sequence_length=length,
+        device=device.type,
+        precision=str(chosen.autocast or next(model.parameters()).dtype).removeprefix("torch."),
+        sources=records,
+        documents=len(text.hidden_bytes_D),
+        documents_without_tokens=len(textless),
+        first_without_tokens=textless[0] if textless else None,
+        tokens=len(text.ids_T),
+        words=text.words,
+        bytes=text.bytes,
+        mask_rate=MASK_RATE,
+        predicted=predicted,
+        hidden=hidden,
+    )
+
+
+def up_to(documents: Iterable[str], max_bytes: int | None) -> Iterator[str]:
+    """Yield documents until `max_bytes` of UTF-8 are reached; the one that reaches them is the last."""
+    size = 0
+    for text in documents:
+        yield text
+        size += len(text.encode())
+        if max_bytes is not None and size >= max_bytes:
+            return
+
+
+def token_losses(model: CrammedBert, text: Text, length: int, tell: Progress) -> list[PredictedTokens]:
+    """Compute the loss of the predicted tokens: of all, and by what the model saw in their place."""
+    drawn_T = text.kind_T > 0
+    loss_P, hit_P = scores(
+        model, text.seen_T, text.ids_T, drawn_T, length, lambda n: tell("tokens", n, len(drawn_T))
+    )
+    kind_P, document_P = text.kind_T[drawn_T], text.document_T[drawn_T]
+    documents = len(text.hidden_bytes_D)
+    rows = []
+    for kind, seen in enumerate(get_args(Seen)):
+        of_P = (kind_P == kind) | (kind == 0)
+        count_D = np.bincount(document_P[of_P], minlength=documents)
+        mean, se = ratio(np.bincount(document_P[of_P], loss_P[of_P], documents), count_D)
+        rows.append(
+            PredictedTokens(
+                seen=seen,
+                tokens=int(of_P.sum()),
+                documents=int((count_D > 0).sum()),
+                loss=mean,
+                loss_se=se,
+                accuracy=float(hit_P[of_P].mean()) if of_P.any() else None,
+            )
+        )
+    return rows
+
+
+def word_losses(
+    model: CrammedBert, text: Text, length: int, special: dict[str, int], tell: Progress
+) -> HiddenWords:
+    """Compute the loss of the hidden words, whose tokens the model sees as <mask>, over their bytes."""
+    hidden_T = text.hidden_T
+    seen_T = np.where(hidden_T, np.uint16(special["mask"]), text.ids_T)
+    loss_P, _ = scores(model, seen_T, text.ids_T, hidden_T, length, lambda n: tell("words", n, len(hidden_T)))
+    bits_D = np.bincount(text.document_T[hidden_T], loss_P / math.log(2), len(text.hidden_bytes_D))
+    mean, se = ratio(bits_D, text.hidden_bytes_D)
+    return HiddenWords(
+        rate=MASK_RATE,
+        words=text.hidden_words,
+        words_without_token=text.silent_words,
+        bytes=int(text.hidden_bytes_D.sum()),
+        documents=int((text.hidden_bytes_D > 0).sum()),
+        tokens=int(hidden_T.sum()),
+        unknown_tokens=int((text.ids_T[hidden_T] == special["unk"]).sum()),
+        nats=float(loss_P.sum()),
+        bits_per_byte=mean,
+        bits_per_byte_se=se,
+    )
+
+
+def scores(
+    model: CrammedBert,
+    seen_T: NDArray[np.uint16],
+    ids_T: NDArray[np.uint16],
+    predicted_T: NDArray[np.bool_],
+    length: int,
+    tell: Callable[[int], None],
+) -> NDArray[np.float64]:
+    """Compute [2, P]: of each predicted token, in order, its cross entropy in nats and whether it is the best
+    guess.
+
+    Raises RunFailed where a loss is not finite.
+    """
+    device = next(model.parameters()).device
+    parts = [np.empty((2, 0))]
+    for begin, end, width in pieces(len(ids_T), length, BATCH_TOKENS[device.type]):
+        tell(begin)
+        rows_BS = torch.from_numpy(seen_T[begin:end].astype(np.int64).reshape(-1, width))
+        positions_P = np.flatnonzero(predicted_T[begin:end])
+        labels_P = torch.from_numpy(ids_T[begin:end][positions_P].astype(np.int64))
+        with torch.inference_mode():
+            logits_PV = model(rows_BS.to(device), torch.from_numpy(positions_P).to(device))
+            parts.append(model.vocabulary.score(logits_PV, labels_P.to(device)).double().cpu().numpy())
+    tell(len(ids_T))
+    loss_and_hit_2P: NDArray[np.float64] = np.concatenate(parts, axis=1)
+    if not np.isfinite(loss_and_hit_2P).all():
+        raise RunFailed("the loss of some tokens is not finite: the run has diverged", "not_finite")
+    return loss_and_hit_2P
+
+
+def pieces(count: int, length: int, most: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (first, end, tokens in each sequence) of batches of about `most` tokens, `count` in all."""
+    whole, step = count // length * length, max(1, most // length) * length
+    for begin in range(0, whole, step):
+        yield begin, min(begin + step, whole), length
+    if whole < count:
+        yield whole, count, count - whole
+
+
+def ratio(sum_D: NDArray[Any], count_D: NDArray[Any]) -> tuple[float | None, float | None]:
+    """Compute a ratio of two sums and its standard error over documents, each drawn as a whole (Cochran 1977,
+    2.11). None where the count is 0; no error of one document."""
+    total, documents = count_D.sum(), int((count_D > 0).sum())
+    if not total:
+        return None, None
+    mean = float(sum_D.sum() / total)
+    if documents < 2:
+        return mean, None
+    squares = np.square(sum_D - mean * count_D).sum()
+    return mean, float(math.sqrt(squares * documents / (documents - 1)) / total)

@@ -1,0 +1,231 @@
+"""Compare an exported directory with its run: both compute the same batches, the directory in a process
+without our code.
+
+Axes: B sequences, S positions, O outputs of a position or of a sequence.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import computed_field
+from safetensors.numpy import load_file, save_file
+
+from bert_dp import files
+from bert_dp.config import ConfigError, Issue
+from bert_dp.config.stored import StoredModel
+from bert_dp.data import tokenizer as tokens
+from bert_dp.exporting import load_exported
+from bert_dp.exporting.traced import ExportSource, open_run
+from bert_dp.files import SCHEMA_VERSION
+from bert_dp.files.run_facts import Exported, read_exported, require_loaders
+from bert_dp.training import checkpoint
+from bert_dp.training.process import RunFailed
+
+BATCHES = (1, 3, 8)
+LENGTHS = (5, 37, 128)  # and the run's own
+TOLERANCES = {"hf": 1e-5, "onnx": 1e-4, "aoti": 1e-4}
+"""Largest difference in fp32, of outputs up to 1; of larger ones as a share of the largest."""
+
+Inputs = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""Token ids and attention mask of a batch, each [B, S]."""
+
+
+class ExportBatch(StoredModel):
+    """One batch, computed by a run and by what was exported of it."""
+
+    batch: int
+    length: int
+    outputs: int
+    """Numbers that were compared, of real tokens."""
+    difference: float
+    """The largest, over the largest output of the run where that is above 1."""
+    top1: float | None
+    """Share of the positions or examples with the same largest output; null of hidden states."""
+
+
+class ExportCheck(StoredModel):
+    """Result of `export check`, as its --json prints it."""
+
+    schema_version: int = SCHEMA_VERSION
+    format: str
+    kind: str
+    precision: str
+    architecture: str | None
+    checkpoint: str
+    tolerance: float | None
+    """Of `difference`; null where another precision is measured and not judged."""
+    rows: list[ExportBatch]
+    parameters: int | None
+    """Of the model as it was loaded; null where the format does not tell."""
+    stored_parameters: int | None
+    """In model.safetensors."""
+    run_parameters: int
+    not_loaded: list[str]
+    """Parameters of the class that are not in the file, and the other way round."""
+    again: float
+    """Largest difference after it was saved and loaded again."""
+    versions: dict[str, str]
+    """Of Python and the packages that loaded it."""
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def ok(self) -> bool:
+        """True if both compute the same. Without a tolerance only the parameters are compared."""
+        if self.not_loaded or self.parameters != self.stored_parameters:
+            return False
+        if self.tolerance is None:
+            return True
+        near = all(row.difference <= self.tolerance and row.top1 in (None, 1) for row in self.rows)
+        return near and self.again <= self.tolerance
+
+
+def check(directory: Path, run: Path | None, python: str = sys.executable) -> ExportCheck:
+    """Compare a directory with its run. `run`: its directory; None = see `run_places`. `python`: the
+    interpreter that loads the directory.
+
+    Raises ConfigError for a directory or run that cannot be used, or that is another one, and RunFailed if
+    the directory cannot be computed.
+    """
+    exported = read_exported(directory)
+    require_loaders(exported, "export check")
+    source = open_source(directory, exported, run)
+    batches = make_batches(source, exported)
+    outputs, facts = compute_apart(directory, batches, python)
+    tolerance = TOLERANCES[exported.format] if exported.precision == "fp32" else None
+    return ExportCheck(
+        format=exported.format,
+        kind=exported.kind,
+        precision=exported.precision,
+        architecture=exported.architecture,
+        checkpoint=str(source.path),
+        tolerance=tolerance,
+        rows=[
+            compare(batch, reference(source, *batch), output, exported, tolerance)
+            for batch, output in zip(batches, outputs, strict=True)
+        ],
+        parameters=facts.get("parameters"),
+        stored_parameters=stored_parameters(directory),
+        run_parameters=exported.parameters,
+        not_loaded=facts.get("odd", []),
+        again=facts["again"],
+        versions=facts["versions"],
+    )
+
+
+def open_source(directory: Path, exported: Exported, run: Path | None) -> ExportSource:
+    """Open the run of a directory. Raises ConfigError if it is not found or has other weights."""
+    candidates = run_places(directory, exported.run) if run is None else [run]
+    for candidate in candidates:
+        own = checkpoint.path_of(candidate / "checkpoints", exported.step)  # it may have been trained on
+        try:
+            path = checkpoint.resolve(str(own if own.is_dir() else candidate))
+        except ConfigError as error:
+            if run is None:
+                continue  # a folder of the same name that is no run
+            raise ConfigError([issue.within("--run") for issue in error.issues]) from None
+        if files.weights_hash(path) == exported.weights_sha256:
+            return open_run(path, encoder=exported.kind == "encoder")
+    if run is not None:
+        message = f"{run} has not the weights that were exported at step {exported.step}"
+        raise ConfigError([Issue("--run", "conflict", message, str(run), "DIR")])
+    message = f"no run {exported.run} with the weights of DIR here, in runs or beside DIR"
+    raise ConfigError([Issue("--run", "not_found", message, hint="name the run that has them")])
+
+
+def run_places(directory: Path, name: str) -> list[Path]:
+    """List the runs of this name in the current folder, in runs, and beside the directory."""
+    folders = (Path(), directory.absolute().parent)
+    places = [folder / part / name for folder in folders for part in ("", "runs")]
+    return [place for place in places if place.exists()]
+
+
+def make_batches(source: ExportSource, exported: Exported) -> list[Inputs]:
+    """Draw ordinary tokens by seed; the first sequence of a batch is whole, the others of any length."""
+    rng = np.random.default_rng(0)
+    first = tokens.first_ordinary(source.tokenizer, source.special)
+    most = exported.sequence_length
+    batches = []
+    for length in sorted({min(length, most) for length in (*LENGTHS, most)}):
+        for size in BATCHES:
+            lengths_B = rng.integers(1, length + 1, size)
+            lengths_B[0] = length
+            mask_BS = (np.arange(length) < lengths_B[:, None]).astype(np.int64)
+            ids_BS = rng.integers(min(first, exported.vocab_size - 1), exported.vocab_size, (size, length))
+            batches.append((np.where(mask_BS, ids_BS, exported.pad), mask_BS))
+    return batches
+
+
+def reference(
+    source: ExportSource, ids_BS: NDArray[np.int64], mask_BS: NDArray[np.int64]
+) -> NDArray[np.float32]:
+    """Compute a batch by our model, in fp32."""
+    with torch.inference_mode():
+        first = source.module()(torch.from_numpy(ids_BS), torch.from_numpy(mask_BS))[0]
+    output: NDArray[np.float32] = first.float().numpy()
+    return output
+
+
+def compute_apart(
+    directory: Path, batches: Sequence[Inputs], python: str = sys.executable
+) -> tuple[list[NDArray[Any]], dict[str, Any]]:
+    """Compute the batches by the directory in a process of its own; return the outputs and its facts."""
+    with tempfile.TemporaryDirectory() as scratch:
+        inputs, results = Path(scratch) / "in.safetensors", Path(scratch) / "out.safetensors"
+        arrays = {
+            f"{name}-{i}": np.ascontiguousarray(array)
+            for i, batch in enumerate(batches)
+            for name, array in zip(("ids", "mask"), batch, strict=True)
+        }
+        save_file(arrays, inputs)
+        done = subprocess.run(
+            [python, "-I", load_exported.__file__, str(directory.absolute()), str(inputs), str(results)],
+            stdout=subprocess.PIPE,
+            cwd=scratch,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            text=True,
+        )
+        if done.returncode == load_exported.UNUSABLE:
+            raise ConfigError([Issue("", "unsupported", done.stdout.strip())])
+        if done.returncode:
+            raise RunFailed(f"{directory} could not be computed; see above", "error")
+        outputs = load_file(results)
+    return [outputs[f"output-{i}"] for i in range(len(batches))], json.loads(done.stdout.splitlines()[-1])
+
+
+def compare(
+    batch: Inputs, ours: NDArray[Any], theirs: NDArray[Any], exported: Exported, tolerance: float | None
+) -> ExportBatch:
+    """Compare the outputs of a batch; a largest output within the tolerance of another one is the same.
+    Raises RunFailed for an output that is not finite."""
+    mask_BS = batch[1]
+    if exported.kind != "classifier":
+        ours, theirs = ours[mask_BS != 0], theirs[mask_BS != 0]  # what stands at padding says nothing
+    if not (np.isfinite(ours).all() and np.isfinite(theirs).all()):
+        raise RunFailed("an output of the run or of the directory is not finite", "not_finite")
+    scale = max(1.0, float(np.abs(ours).max()))
+    margin_N = ours.max(-1) - np.take_along_axis(ours, theirs.argmax(-1)[:, None], -1)[:, 0]
+    is_same_N = margin_N <= 2 * scale * (tolerance or 0.0)
+    return ExportBatch(
+        batch=mask_BS.shape[0],
+        length=mask_BS.shape[1],
+        outputs=ours.size,
+        difference=float(np.abs(ours - theirs).max()) / scale,
+        top1=None if exported.kind == "encoder" else float(is_same_N.mean()),
+    )
+
+
+def stored_parameters(directory: Path) -> int | None:
+    """Count the numbers in model.safetensors, if there is one."""
+    file = directory / "model.safetensors"
+    return sum(tensor.size for tensor in load_file(file).values()) if file.is_file() else None

@@ -1,0 +1,359 @@
+"""Convert our models to classes of transformers, and write the model card. Needs no transformers.
+
+ModernBERT has our parameter names. EuroBERT has no norm behind its embedding: as that is all that stands
+there, the norm is applied to every row of the table beforehand, and the decoder keeps the table as it was.
+RobertaPreLayerNorm counts positions from pad_token_id + 1, and has biases everywhere: zeros where we have
+none. Axes as in bert_dp.model.bert.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bert_dp import __version__, files
+from bert_dp.config import Config, ConfigError, Kind, native_class, native_issues
+from bert_dp.exporting.load_exported import AUTO, OUTPUTS
+from bert_dp.exporting.traced import ExportSource
+from bert_dp.files.models import Summary
+from bert_dp.files.run_facts import Exported
+from bert_dp.model.bert import CrammedBert, make_norm
+from bert_dp.model.classifier import Classifier
+
+Named = Mapping[str, Tensor]
+
+CLASS_OF: dict[Kind, str] = {
+    "mlm": "ForMaskedLM",
+    "classifier": "ForSequenceClassification",
+    "encoder": "Model",
+}
+PREFIX = {"ModernBERT": "ModernBert", "EuroBERT": "EuroBert", "RobertaPreLayerNorm": "RobertaPreLayerNorm"}
+PROBLEMS = {
+    "single_label": "single_label_classification",
+    "multi_label": "multi_label_classification",
+    "regression": "regression",
+}
+
+
+def settings_of(config: Config, special: Mapping[str, int], kind: Kind) -> dict[str, Any]:
+    """Return config.json of transformers' class. `special`: ids of tokens by role.
+
+    Raises ConfigError if no class holds the model, naming the settings.
+    """
+    name = _class_for(config, kind)
+    settings = {**_shared(config, special, kind), **_SETTINGS[name](config, special, kind)}
+    return {"architectures": [PREFIX[name] + CLASS_OF[kind]], **settings}
+
+
+def tensors_of(
+    model: CrammedBert | Classifier, config: Config, special: Mapping[str, int], kind: Kind
+) -> dict[str, Tensor]:
+    """Return the parameters of `model` in fp32, by their names in that class; a tied decoder is left out.
+
+    Raises ConfigError as settings_of.
+    """
+    renamed = _TENSORS[_class_for(config, kind)](model.state_dict(), config, special, kind)
+    return {name: tensor.to(torch.float32).clone().contiguous() for name, tensor in renamed}
+
+
+def new_model(settings: Mapping[str, Any], **more: Any) -> Any:
+    """Make a model of the class that `settings` name, in fp32, with random weights. `more`: settings of
+    transformers beside them. Needs transformers."""
+    import transformers
+
+    rest = {name: value for name, value in settings.items() if name not in ("architectures", "dtype")}
+    (name,) = settings["architectures"]
+    return getattr(transformers, name)(transformers.AutoConfig.for_model(**{**rest, **more}))
+
+
+def _class_for(config: Config, kind: Kind) -> str:
+    name = native_class(config.model)
+    if issues := native_issues(config, kind):
+        raise ConfigError(issues)
+    assert name is not None
+    return name
+
+
+# --- config.json
+
+
+def _shared(config: Config, special: Mapping[str, int], kind: Kind) -> dict[str, Any]:
+    """Return the settings that all classes have."""
+    model = config.model
+    settings: dict[str, Any] = {
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "intermediate_size": model.intermediate_size,
+        "max_position_embeddings": config.data.sequence_length,
+        "pad_token_id": special["pad"],
+        "bos_token_id": special["cls"],
+        "eos_token_id": special["sep"],
+        "tie_word_embeddings": True,
+        "dtype": "float32",
+    }
+    return {**settings, **(labels(config) if kind == "classifier" else {})}
+
+
+def labels(config: Config) -> dict[str, Any]:
+    """Return the names of a classifier's outputs."""
+    finetune = config.finetune
+    names = ("score",) if finetune.kind == "regression" else finetune.labels
+    return {
+        "id2label": {str(i): name for i, name in enumerate(names)},
+        "label2id": {name: i for i, name in enumerate(names)},
+        "problem_type": PROBLEMS[finetune.kind],
+    }
+
+
+def _modernbert_settings(config: Config, special: Mapping[str, int], kind: Kind) -> dict[str, Any]:
+    """Return the settings of global attention in every layer, in the layouts of transformers 5 and 4."""
+    model = config.model
+    rope = {"rope_type": "default", "rope_theta": model.rope_theta}
+    return {
+        "model_type": "modernbert",
+        "cls_token_id": special["cls"],
+        "sep_token_id": special["sep"],
+        "norm_eps": model.norm_eps,
+        "norm_bias": model.norm_bias,
+        "attention_bias": model.bias,
+        "mlp_bias": model.bias,
+        "decoder_bias": False,
+        "classifier_bias": model.bias and kind == "mlm",
+        "classifier_pooling": config.finetune.pooling,
+        "hidden_activation": "gelu",
+        "classifier_activation": "gelu",
+        "layer_types": ["full_attention"] * model.num_layers,
+        "rope_parameters": {"full_attention": rope, "sliding_attention": rope},
+        "global_attn_every_n_layers": 1,
+        "global_rope_theta": model.rope_theta,
+        "local_rope_theta": model.rope_theta,
+        "local_attention": 2 * config.data.sequence_length,
+    }
+
+
+def _eurobert_settings(config: Config, special: Mapping[str, int], kind: Kind) -> dict[str, Any]:
+    model = config.model
+    return {
+        "model_type": "eurobert",
+        "mask_token_id": special["mask"],
+        "rms_norm_eps": model.norm_eps,
+        "attention_bias": model.bias,
+        "mlp_bias": model.bias,
+        "hidden_act": "gelu",
+        "num_key_value_heads": model.num_heads,
+        "head_dim": model.hidden_size // model.num_heads,
+        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
+        "classifier_pooling": {"cls": "bos", "mean": "mean"}[config.finetune.pooling],
+        "tie_word_embeddings": False,  # the decoder has the table without the norm
+    }
+
+
+def _roberta_settings(config: Config, special: Mapping[str, int], kind: Kind) -> dict[str, Any]:
+    model = config.model
+    return {
+        "model_type": "roberta-prelayernorm",
+        "max_position_embeddings": special["pad"] + 1 + config.data.sequence_length,
+        "type_vocab_size": 1,
+        "layer_norm_eps": model.norm_eps,
+        "hidden_act": "gelu",
+        "hidden_dropout_prob": model.dropout,
+        "attention_probs_dropout_prob": model.attention_dropout,
+    }
+
+
+_SETTINGS = {
+    "ModernBERT": _modernbert_settings,
+    "EuroBERT": _eurobert_settings,
+    "RobertaPreLayerNorm": _roberta_settings,
+}
+
+
+# --- tensors
+
+
+Renamed = Iterator[tuple[str, Tensor]]
+
+
+def _module(state: Named, theirs: str, ours: str, *, biased: bool = False) -> Renamed:
+    """Yield weight and bias of a linear layer or a norm; `biased`: theirs always has one, zeros where ours
+    has none."""
+    weight, bias = state[f"{ours}.weight"], state.get(f"{ours}.bias")
+    yield f"{theirs}.weight", weight
+    if bias is None and biased:
+        bias = weight.new_zeros(weight.shape[0])
+    if bias is not None:
+        yield f"{theirs}.bias", bias
+
+
+def _projections(state: Named, attention: str, theirs: Mapping[str, str], *, biased: bool = False) -> Renamed:
+    """Yield query, key and value of our fused projection. The key has no bias."""
+    weight_3HH = state[f"{attention}.Wqkv.weight"]
+    zeros_H = weight_3HH.new_zeros(weight_3HH.shape[1])
+    has_bias = f"{attention}.q_bias" in state
+    for role, weight_HH in zip("qkv", weight_3HH.chunk(3), strict=True):
+        yield f"{theirs[role]}.weight", weight_HH
+        if has_bias or biased:
+            yield f"{theirs[role]}.bias", state.get(f"{attention}.{role}_bias", zeros_H)
+
+
+def _modernbert_tensors(state: Named, config: Config, special: Mapping[str, int], kind: Kind) -> Renamed:
+    for name, tensor in state.items():
+        if name.startswith("head.") and kind == "encoder":
+            continue
+        if name.endswith(".q_bias"):
+            bias_3H = torch.cat([tensor, torch.zeros_like(tensor), state[name.replace(".q_", ".v_")]])
+            yield theirs_of(name.replace(".q_bias", ".Wqkv.bias"), kind), bias_3H
+        elif not name.endswith(".v_bias"):
+            yield theirs_of(name, kind), tensor
+
+
+def theirs_of(name: str, kind: Kind) -> str:
+    """Return ModernBERT's name for a parameter of ours."""
+    if kind == "encoder":
+        return name.removeprefix("model.")
+    return name.removeprefix("head.") if name.startswith("head.classifier.") else name
+
+
+def _eurobert_tensors(state: Named, config: Config, special: Mapping[str, int], kind: Kind) -> Renamed:
+    model = config.model
+    front = "" if kind == "encoder" else "model."
+    table_VH = state["model.embeddings.tok_embeddings.weight"]
+    norm = make_norm(model).to(table_VH.dtype)
+    norm.load_state_dict({"weight": state["model.embeddings.norm.weight"]})
+    with torch.no_grad():
+        yield f"{front}embed_tokens.weight", norm(table_VH)
+    for i in range(model.num_layers):
+        ours, theirs = f"model.layers.{i}", f"{front}layers.{i}"
+        roles = {role: f"{theirs}.self_attn.{role}_proj" for role in "qkv"}
+        yield from _projections(state, f"{ours}.attn", roles)
+        yield from _module(state, f"{theirs}.self_attn.o_proj", f"{ours}.attn.Wo")
+        inner = dict(_module(state, "Wi", f"{ours}.mlp.Wi"))
+        for name, tensor in inner.items():
+            gate, up = tensor.chunk(2)  # the half that is activated comes first
+            yield name.replace("Wi", f"{theirs}.mlp.gate_proj"), gate
+            yield name.replace("Wi", f"{theirs}.mlp.up_proj"), up
+        yield from _module(state, f"{theirs}.mlp.down_proj", f"{ours}.mlp.Wo")
+        yield from _module(state, f"{theirs}.input_layernorm", f"{ours}.attn_norm")
+        yield from _module(state, f"{theirs}.post_attention_layernorm", f"{ours}.mlp_norm")
+    yield from _module(state, f"{front}norm", "model.final_norm")
+    if kind == "mlm":
+        yield "lm_head.weight", table_VH
+        if model.bias:  # its mlp_bias is the decoder's too
+            yield "lm_head.bias", table_VH.new_zeros(len(table_VH))
+    if kind == "classifier":
+        yield from _module(state, "dense", "head.dense")
+        yield from _module(state, "classifier", "head.classifier")
+
+
+def _roberta_tensors(state: Named, config: Config, special: Mapping[str, int], kind: Kind) -> Renamed:
+    front = "" if kind == "encoder" else "roberta_prelayernorm."
+    places = f"{front}embeddings."
+    position_SH = state["model.embeddings.position_embeddings.weight"]
+    unused_PH = position_SH.new_zeros(special["pad"] + 1, position_SH.shape[1])
+    yield f"{places}word_embeddings.weight", state["model.embeddings.tok_embeddings.weight"]
+    yield f"{places}position_embeddings.weight", torch.cat([unused_PH, position_SH])
+    yield f"{places}token_type_embeddings.weight", torch.zeros_like(position_SH[:1])
+    yield from _module(state, f"{places}LayerNorm", "model.embeddings.norm", biased=True)
+    for i in range(config.model.num_layers):
+        ours, theirs = f"model.layers.{i}", f"{front}encoder.layer.{i}"
+        words = {"q": "query", "k": "key", "v": "value"}
+        roles = {role: f"{theirs}.attention.self.{word}" for role, word in words.items()}
+        yield from _projections(state, f"{ours}.attn", roles, biased=True)
+        for name, own in (
+            ("attention.output.dense", "attn.Wo"),
+            ("attention.LayerNorm", "attn_norm"),
+            ("intermediate.LayerNorm", "mlp_norm"),
+            ("intermediate.dense", "mlp.Wi"),
+            ("output.dense", "mlp.Wo"),
+        ):
+            yield from _module(state, f"{theirs}.{name}", f"{ours}.{own}", biased=True)
+    yield from _module(state, f"{front}LayerNorm", "model.final_norm", biased=True)
+    if kind == "mlm":
+        yield from _module(state, "lm_head.dense", "head.dense", biased=True)
+        yield from _module(state, "lm_head.layer_norm", "head.norm", biased=True)
+        yield "lm_head.bias", position_SH.new_zeros(config.model.vocab_size)
+    elif kind == "classifier":
+        yield from _module(state, "classifier.dense", "head.dense")
+        yield from _module(state, "classifier.out_proj", "head.classifier")
+    else:  # a pooler that nothing was trained for: zeros, where a reader would draw at random
+        hidden = config.model.hidden_size
+        yield "pooler.dense.weight", position_SH.new_zeros(hidden, hidden)
+        yield "pooler.dense.bias", position_SH.new_zeros(hidden)
+
+
+_TENSORS = {
+    "ModernBERT": _modernbert_tensors,
+    "EuroBERT": _eurobert_tensors,
+    "RobertaPreLayerNorm": _roberta_tensors,
+}
+
+
+LIBRARIES = {"hf": "transformers", "onnx": "onnx", "aoti": "pytorch"}
+TAGS = {"mlm": "fill-mask", "classifier": "text-classification", "encoder": "feature-extraction"}
+USAGE = {
+    "hf": "    from transformers import {auto}, AutoTokenizer\n\n"
+    '    model = {auto}.from_pretrained("DIR")\n'
+    '    tokenizer = AutoTokenizer.from_pretrained("DIR")\n',
+    "onnx": "    import onnxruntime\n\n"
+    '    session = onnxruntime.InferenceSession("DIR/model.onnx")\n'
+    '    session.run(["{output}"], {{"input_ids": ids, "attention_mask": mask}})  # int64 [batch, length]\n',
+    "aoti": "    import torch\n\n"
+    '    model = torch._inductor.aoti_load_package("DIR/model.pt2")\n'
+    "    model(ids, mask)  # both int64 [batch, length]\n",
+}
+NEEDS = {
+    "EuroBERT": "Its class exists from transformers 5 on.\n",
+    "aoti": "It runs on CPUs of the same kind.\n",
+}
+PRETRAINED = (
+    "It was pretrained on running text whose documents end with the separator, without a classification "
+    "token at the front: `tokenizer(text, add_special_tokens=False)` is what it has seen.\n"
+)
+
+
+def card(exported: Exported, source: ExportSource, command: str) -> str:
+    """Return the card as Markdown. `command`: of `bert-dp export`."""
+    parts = [
+        f"---\nlibrary_name: {LIBRARIES[exported.format]}\npipeline_tag: {TAGS[exported.kind]}\n"
+        "tags: [bert, bert-dp]\n---\n",
+        f"# {source.run_name}\n",
+        f"{exported.parameters:,} parameters, at most {exported.sequence_length} tokens, made by bert-dp "
+        f"{__version__}: `{command}`.\n",
+        USAGE[exported.format].format(auto=AUTO[exported.kind], output=OUTPUTS[exported.kind][0]),
+        PRETRAINED if source.config.objective.name == "mlm" else "",
+        NEEDS.get(exported.architecture or exported.format, ""),
+        "| trained | |\n|---|---|",
+        *(f"| {name} | {text} |" for name, text in training_facts(source)),
+    ]
+    return "\n".join([*filter(None, parts), ""])
+
+
+def training_facts(source: ExportSource) -> Iterator[tuple[str, str]]:
+    """Yield what the run's directory says of the training, and of the evaluation at this step."""
+    run, facts, config = source.path.parent.parent, source.facts, source.config
+    environment = files.read_json(run / "environment.json") or {}
+    if command := environment.get("command"):
+        yield "command", f"`{shlex.join(files.without_folders(str(word)) for word in command)}`"
+    yield "steps", f"{facts.step:,}"
+    yield "samples", f"{facts.samples:,}"
+    if config.objective.name == "mlm":
+        yield "tokens", f"{facts.samples * config.data.sequence_length:,}"
+    yield "data", f"sha256 {facts.data_hash}"
+    if facts.init_from is not None:
+        yield "began with", f"weights with sha256 {facts.init_from.sha256}"
+    try:
+        summary = Summary.model_validate(files.read_json(run / "summary.json"))
+    except ValueError:
+        return
+    if summary.heldout_step != facts.step:
+        return
+    if summary.heldout_loss is not None:
+        yield "held-out loss", f"{summary.heldout_loss:.4f} {config.loss_unit}"
+    for name, value in ((summary.heldout and summary.heldout.scores) or {}).items():
+        yield name, "not defined" if value is None else f"{value:.4f}"

@@ -1,0 +1,167 @@
+"""Find checkpoints, read their state.json, read export.json of an exported directory. Torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, ValidationError
+
+from bert_dp.config import FinetuneConfig
+from bert_dp.config.checks import Kind
+from bert_dp.config.errors import ConfigError, Issue, require
+from bert_dp.config.stored import (
+    MAX_JSON_BYTES,
+    Count,
+    Sha256,
+    StoredModel,
+    problem_lines,
+    read_regular,
+    refusing,
+)
+from bert_dp.files.models import InitFrom, StoredFile
+
+SCHEMA_VERSION = 1
+TOKENIZER = "tokenizer.json"
+"""The tokenizer's file: in the run directory, and a copy of it in each checkpoint."""
+PREDICTIONS = "predictions.jsonl"
+"""A finetuned run's logits of every example of dev and test."""
+CHECKPOINT_NAME = re.compile(
+    r"step-(\d{8,})(\.old-\w+)?"
+)  # of a complete one, not of a save that was cut off
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """List complete checkpoints, newest first; one set aside by a save comes after its replacement."""
+    if not folder.is_dir():
+        return []
+    checkpoints = [
+        (int(m[1]), not m[2], p)
+        for p in folder.iterdir()
+        if (m := CHECKPOINT_NAME.fullmatch(p.name)) and p.is_dir()
+    ]
+    return [path for *_, path in sorted(checkpoints, reverse=True)]
+
+
+class CheckpointFacts(StoredModel):
+    """state.json of a checkpoint: how far the run was, and what it was."""
+
+    step: Count
+    samples: Count
+    elapsed_s: float = Field(ge=0)
+    skipped_steps: Count = 0
+    loss_spikes: Count = 0
+    recent_losses: list[float] = []  # noqa: RUF012 (pydantic copies a default)
+    config: dict[str, Any]
+    data_hash: Sha256
+    tokenizer: Sha256 | None = None
+    """SHA-256 of the tokenizer's file."""
+    compiled: bool
+    device: Literal["cpu", "cuda"]
+    precision: Literal["fp64", "fp32", "bf16", "fp16"]
+    scaler: dict[str, float]
+    init_from: InitFrom | None = None
+    """What the run began with."""
+
+
+def read_checkpoint_facts(path: Path) -> CheckpointFacts:
+    """Read state.json of the checkpoint `path`. Raises OSError or ValueError."""
+    file = path / "state.json"
+    try:
+        return CheckpointFacts.model_validate_json(read_regular(file, MAX_JSON_BYTES))
+    except ValidationError as error:
+        raise ValueError("; ".join(f"{file.name}: {line}" for line in problem_lines(error))) from None
+
+
+def weights_hash(checkpoint: Path) -> str:
+    """Read the SHA-256 of a checkpoint's weights from its manifest. Raises OSError, ValueError or KeyError
+    where that does not tell."""
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    digest: str = manifest["files"]["model.safetensors"]["sha256"]
+    return digest
+
+
+def tokenizer_of(checkpoint: Path) -> Path:
+    """Find the tokenizer.json of a checkpoint, or of its run where it has none. Raises ConfigError."""
+    places = (checkpoint / TOKENIZER, checkpoint.parent.parent / TOKENIZER)
+    for place in places:
+        if place.is_file():
+            return place
+    hint = f"put the {TOKENIZER} of its shards at {places[1]}"
+    raise ConfigError([Issue(str(checkpoint), "not_found", "has no tokenizer", hint=hint)])
+
+
+def newest_checkpoint_facts(directory: Path) -> tuple[Path, CheckpointFacts] | None:
+    """Read the facts of a checkpoint, or of the newest one in a run or checkpoints directory, unverified."""
+    folder = directory / "checkpoints"
+    for path in [directory, *list_checkpoints(folder if folder.is_dir() else directory)]:
+        with contextlib.suppress(OSError, ValueError):
+            return path, read_checkpoint_facts(path)
+    return None
+
+
+EXPORTED = "export.json"
+ExportFormat = Literal["hf", "onnx", "aoti"]
+ExportPrecision = Literal["fp32", "bf16", "int8"]
+MODEL_FILES: dict[ExportFormat, str] = {"hf": "model.safetensors", "onnx": "model.onnx", "aoti": "model.pt2"}
+LOADERS: dict[ExportFormat, tuple[str, ...]] = {
+    "hf": ("transformers",),
+    "onnx": ("onnx", "onnxruntime"),
+    "aoti": (),
+}
+"""Packages of the extra `export` that load a format."""
+
+
+class Exported(StoredFile):
+    """Describe the run that a directory was exported from, and what it computes."""
+
+    remedy: ClassVar[str] = "export the run again"
+    schema_version: Literal[1] = 1
+    format: ExportFormat
+    kind: Kind
+    architecture: str | None = None
+    """Class of transformers, of the format hf."""
+    precision: ExportPrecision = "fp32"
+    run: str
+    """Name of the run's directory."""
+    step: Count
+    """Of its checkpoint."""
+    weights_sha256: Sha256
+    """Of the checkpoint's model.safetensors."""
+    tokenizer_sha256: Sha256
+    """Of the run's tokenizer.json, whose frame may be another one."""
+    sequence_length: Count
+    vocab_size: Count
+    parameters: Count
+    """Of the run's model."""
+    pad: Count
+    """Id of the padding token."""
+    finetune: FinetuneConfig | None = None
+    """Of a classifier: its kind, labels and pooling."""
+
+
+def is_exported(directory: Path) -> bool:
+    """Return True if `bert-dp export` made the directory."""
+    return (directory / EXPORTED).is_file()
+
+
+def read_exported(directory: Path) -> Exported:
+    """Read export.json of a directory that has all files of its format. Raises ConfigError."""
+    path = directory / EXPORTED
+    with refusing("DIR", str(path), Exported.remedy):
+        exported = Exported.model_validate_json(read_regular(path, MAX_JSON_BYTES))
+    needed = [MODEL_FILES[exported.format], "tokenizer.json"]
+    needed += ["config.json"] if exported.format == "hf" else []
+    if absent := [name for name in needed if not (directory / name).is_file()]:
+        message = f"{directory} has no {' and no '.join(absent)}"
+        raise ConfigError([Issue("DIR", "damaged", message, str(directory), hint=Exported.remedy)])
+    return exported
+
+
+def require_loaders(exported: Exported, use: str) -> None:
+    """Import the packages that load a directory. `use`: the verb that needs them. Raises ConfigError."""
+    for package in LOADERS[exported.format]:
+        require(package, "export", use)

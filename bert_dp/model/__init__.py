@@ -1,0 +1,1 @@
+"""The crammed BERT and its parts."""

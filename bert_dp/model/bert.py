@@ -1,0 +1,405 @@
+"""Define the crammed BERT, without ranks, files or optimizers.
+
+Axes: B sequences, S positions, H hidden, A heads, D = H / A, I intermediate, V vocabulary,
+P predicted positions of the whole micro batch. Parameter names and shapes are ModernBERT's
+(transformers), so a rope variant exports without code of ours.
+Source of the architecture: arXiv 2212.14034 and github JonasGeiping/cramming, `arch=crammed-bert`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bert_dp.config import ModelConfig
+from bert_dp.model.dropout import KeyedDropout, fold_in
+from bert_dp.model.interface import Model
+from bert_dp.model.kernels import Linear, add_row_gradients, linear, widened
+
+INIT_STD = 0.02
+IGNORE = -100  # label of a position that counts for nothing
+
+
+def make_norm(config: ModelConfig) -> nn.Module:
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+    return nn.LayerNorm(config.hidden_size, eps=config.norm_eps, bias=config.norm_bias)
+
+
+def sinusoidal_table(length: int, hidden: int) -> Tensor:
+    """Return [S, H] float64: sin in even columns, cos in odd ones (arXiv 1706.03762, 3.5)."""
+    angle_SH = torch.arange(length, dtype=torch.float64)[:, None] * torch.exp(
+        torch.arange(0, hidden, 2, dtype=torch.float64) * (-math.log(10_000.0) / hidden)
+    )
+    return torch.stack([angle_SH.sin(), angle_SH.cos()], dim=-1).reshape(length, hidden)
+
+
+def rotary_table(length: int, head_size: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Return cos and sin, each [S, D] float64, halves repeated (arXiv 2104.09864, the rotate-half layout)."""
+    frequency_D2 = theta ** (-torch.arange(0, head_size, 2, dtype=torch.float64) / head_size)
+    angle_SD = (torch.arange(length, dtype=torch.float64)[:, None] * frequency_D2).repeat(1, 2)
+    return angle_SD.cos(), angle_SD.sin()
+
+
+def rotate(x_BASD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
+    first, second = x_BASD.chunk(2, dim=-1)
+    return x_BASD * cos_SD + torch.cat([-second, first], dim=-1) * sin_SD
+
+
+class TiedLookup(torch.autograd.Function):
+    """Return (weight[ids], weight): the second for the decoder, which is tied to the embedding.
+
+    So the matrix gets one gradient, not two: the looked-up rows' share is added into the decoder's in place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, ids_BS: Tensor, weight_VH: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(ids_BS)
+        return F.embedding(ids_BS, weight_VH), weight_VH.view_as(weight_VH)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BSH: Tensor, grad_VH: Tensor) -> tuple[None, Tensor]:
+        (ids_BS,) = ctx.saved_tensors
+        return None, add_row_gradients(grad_VH, ids_BS, grad_BSH)
+
+
+class TiedEmbedding:
+    """Compute the tied embedding and decoder, and the loss over the vocabulary; tensor parallelism has its
+    own."""
+
+    def look_up(self, ids_BS: Tensor, weight_VH: Tensor) -> tuple[Tensor, Tensor]:
+        """Return x [B, S, H] and the weight for the decoder."""
+        out: tuple[Tensor, Tensor] = TiedLookup.apply(ids_BS, weight_VH)
+        return out
+
+    def logits(self, x_PH: Tensor, weight_VH: Tensor) -> Tensor:
+        return linear(x_PH, weight_VH)
+
+    def loss(self, logits_PV: Tensor, labels_P: Tensor) -> Tensor:
+        """Return the sum of the cross entropies; a label of IGNORE contributes nothing."""
+        return F.cross_entropy(widened(logits_PV), labels_P, ignore_index=IGNORE, reduction="sum")
+
+    def score(self, logits_PV: Tensor, labels_P: Tensor) -> Tensor:
+        """Return [2, P]: the cross entropy of each position, and 1 where the label has the greatest logit.
+
+        Both are 0 for a label of IGNORE.
+        """
+        wide_PV = widened(logits_PV)
+        loss_P = F.cross_entropy(wide_PV, labels_P, ignore_index=IGNORE, reduction="none")
+        label_logit_P = wide_PV.gather(1, labels_P.clamp(min=0)[:, None])[:, 0]
+        is_best_P = (label_logit_P == wide_PV.amax(-1)) & (labels_P != IGNORE)
+        return torch.stack([loss_P, is_best_P.to(loss_P.dtype)])
+
+
+class Embeddings(nn.Module):
+    """Add positions to the token embedding, then normalise: [B, S] -> [B, S, H]."""
+
+    sinusoids_SH: Tensor
+
+    def __init__(self, config: ModelConfig, sequence_length: int):
+        super().__init__()
+        self.position = config.position
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        if config.position == "scaled_sinusoidal":
+            self.position_scale = nn.Parameter(torch.full((1,), config.hidden_size**-0.5))
+            table = sinusoidal_table(sequence_length, config.hidden_size)
+            self.register_buffer("sinusoids_SH", table.to(torch.get_default_dtype()), persistent=False)
+        elif config.position == "learned":
+            self.position_embeddings = nn.Embedding(sequence_length, config.hidden_size)
+        self.norm = make_norm(config)
+        self.drop = KeyedDropout(config.dropout, site=0)
+        self.narrow_residual = config.residual_dtype == "bf16"
+
+    def forward(self, x_BSH: Tensor, key_B: Tensor | None) -> Tensor:
+        """Return the residual stream in its dtype. `x_BSH`: the looked-up tokens."""
+        length = x_BSH.shape[1]
+        if self.position == "scaled_sinusoidal":
+            x_BSH = x_BSH + self.position_scale * self.sinusoids_SH[:length]
+        elif self.position == "learned":
+            x_BSH = x_BSH + self.position_embeddings.weight[:length]
+        out: Tensor = self.drop(self.norm(x_BSH), key_B)
+        # each block adds a bf16 output under autocast, so the stream keeps the dtype that it begins with
+        return out.bfloat16() if self.narrow_residual and autocasts_to_bf16(out) else out
+
+
+def autocasts_to_bf16(x: Tensor) -> bool:
+    kind = x.device.type
+    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
+
+
+def is_slow_in_kernel(q_BASD: Tensor) -> bool:
+    """Return True where torch's attention kernel is slower than written products: in bf16 on a CPU, where it
+    takes 2.5 to 4 times as long, forward and backward (benchmarks/RESULTS.md)."""
+    return q_BASD.device.type == "cpu" and q_BASD.dtype == torch.bfloat16
+
+
+class Attention(nn.Module):
+    """Attend over whole sequences, bidirectionally: [B, S, H] -> [B, S, H]. `real_B11S`: False where no query
+    may look; None = everywhere, without a mask's cost. `key_B`: see bert_dp.model.dropout."""
+
+    tensor_rank = 0
+    """Which shard of the heads these are."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        hidden = config.hidden_size
+        self.head_size = hidden // config.num_heads
+        self.Wqkv = Linear(hidden, 3 * hidden, bias=False)
+        self.Wo = Linear(hidden, hidden, bias=config.bias)
+        self.drop_probabilities = KeyedDropout(config.attention_dropout, site=0)
+        self.drop = KeyedDropout(config.dropout, site=1)
+        # no key bias: without rotary positions it shifts all scores of a query alike, which softmax ignores
+        self.q_bias = nn.Parameter(torch.zeros(hidden)) if config.bias else None
+        self.v_bias = nn.Parameter(torch.zeros(hidden)) if config.bias else None
+
+    def forward(
+        self,
+        x_BSH: Tensor,
+        cos_SD: Tensor | None,
+        sin_SD: Tensor | None,
+        real_B11S: Tensor | None,
+        key_B: Tensor | None,
+    ) -> Tensor:
+        batch, length, _ = x_BSH.shape
+        qkv = self.Wqkv(x_BSH)
+        if self.q_bias is not None and self.v_bias is not None:
+            qkv = qkv + torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias]).to(qkv.dtype)
+        q, k, v = (
+            part.view(batch, length, -1, self.head_size).transpose(1, 2) for part in qkv.chunk(3, dim=-1)
+        )  # each [B, A, S, D], A the heads that this rank's weights make
+        if cos_SD is not None and sin_SD is not None:
+            cos, sin = cos_SD[:length].to(q.dtype), sin_SD[:length].to(q.dtype)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if (self.training and self.drop_probabilities.p) or is_slow_in_kernel(q):
+            out_BASD = self._attend_in_full(q, k, v, real_B11S, key_B)
+        else:
+            out_BASD = F.scaled_dot_product_attention(q, k, v, attn_mask=real_B11S)
+        out: Tensor = self.drop(self.Wo(out_BASD.transpose(1, 2).reshape(batch, length, -1)), key_B)
+        return out
+
+    def _attend_in_full(
+        self, q: Tensor, k: Tensor, v: Tensor, real_B11S: Tensor | None, key_B: Tensor | None
+    ) -> Tensor:
+        """Attend with scores written out. With dropout, since what torch's own kernels drop changes with the
+        padded length."""
+        heads = q.shape[1]
+        score_BASS = (q * self.head_size**-0.5) @ k.transpose(-2, -1)
+        if real_B11S is not None:
+            score_BASS = score_BASS.masked_fill(~real_B11S, -math.inf)
+        key_BA = None
+        if self.drop_probabilities.p and key_B is not None:
+            head_A = torch.arange(heads, dtype=torch.int32, device=q.device) + self.tensor_rank * heads
+            key_BA = fold_in(key_B[:, None], head_A)
+        probability_BASS = self.drop_probabilities(score_BASS.softmax(-1), key_BA)
+        return probability_BASS.to(v.dtype) @ v
+
+
+class MLP(nn.Module):
+    """Apply GELU or gated GELU (arXiv 2002.05202): [B, S, H] -> [B, S, H]."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.gated = config.mlp == "geglu"
+        width = config.intermediate_size * (2 if self.gated else 1)
+        self.Wi = Linear(config.hidden_size, width, bias=config.bias)
+        self.Wo = Linear(config.intermediate_size, config.hidden_size, bias=config.bias)
+        self.drop = KeyedDropout(config.dropout, site=2)
+
+    def forward(self, x_BSH: Tensor, key_B: Tensor | None) -> Tensor:
+        x = self.Wi(x_BSH)
+        if self.gated:
+            x, gate = x.chunk(2, dim=-1)  # the recipe gates with the first half; the same up to a renaming
+            x = F.gelu(x) * gate
+        else:
+            x = F.gelu(x)
+        out: Tensor = self.drop(self.Wo(x), key_B)
+        return out
+
+
+class Layer(nn.Module):
+    """Apply attention and MLP, each after its norm."""
+
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__()
+        has_norm = index > 0 or config.first_attention_norm
+        self.attn_norm = make_norm(config) if has_norm else nn.Identity()
+        self.attn = Attention(config)
+        self.mlp_norm = make_norm(config)
+        self.mlp = MLP(config)
+
+    def forward(
+        self,
+        x_BSH: Tensor,
+        cos_SD: Tensor | None,
+        sin_SD: Tensor | None,
+        real_B11S: Tensor | None = None,
+        key_B: Tensor | None = None,
+    ) -> Tensor:
+        x_BSH = x_BSH + self.attn(self.attn_norm(x_BSH), cos_SD, sin_SD, real_B11S, key_B)
+        return x_BSH + self.mlp(self.mlp_norm(x_BSH), key_B)
+
+
+class Encoder(nn.Module):
+    """Apply embeddings, blocks, final norm: [B, S] -> [B, S, H]."""
+
+    def __init__(self, config: ModelConfig, sequence_length: int):
+        super().__init__()
+        self.embeddings = Embeddings(config, sequence_length)
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
+        self.final_norm = make_norm(config)
+        self.has_dropout = config.dropout > 0 or config.attention_dropout > 0
+        self.rope = config.position == "rope"
+        if self.rope:
+            head_size = config.hidden_size // config.num_heads
+            cos, sin = rotary_table(sequence_length, head_size, config.rope_theta)
+            self.register_buffer("cos_SD", cos.to(torch.get_default_dtype()), persistent=False)
+            self.register_buffer("sin_SD", sin.to(torch.get_default_dtype()), persistent=False)
+
+    def forward(self, ids_BS: Tensor, real_BS: Tensor | None = None) -> Tensor:
+        return self.encode(self.embeddings.tok_embeddings(ids_BS), real_BS)
+
+    def encode(self, x_BSH: Tensor, real_BS: Tensor | None = None, key_B: Tensor | None = None) -> Tensor:
+        """Return the hidden states. `x_BSH`: the looked-up tokens. `real_BS`: False for padding; None = all
+        are tokens. `key_B`: int32 keys of the examples, for dropout in training."""
+        out: Tensor = self.final_norm(self.residual_stream(x_BSH, real_BS, key_B))
+        return out
+
+    def residual_stream(self, x_BSH: Tensor, real_BS: Tensor | None, key_B: Tensor | None) -> Tensor:
+        """Encode as `encode` does, without the final norm."""
+        if not self.has_dropout:
+            key_B = None
+        x_BSH = self.embeddings(x_BSH, key_B)
+        real_B11S = None if real_BS is None else real_BS[:, None, None, :]
+        cos, sin = (self.cos_SD, self.sin_SD) if self.rope else (None, None)
+        # of each layer a key of its own, as a tensor, so that one compiled graph serves all layers
+        keys: Sequence[Tensor | None] = [None] * len(self.layers)
+        if key_B is not None:
+            site_L1 = torch.arange(1, len(keys) + 1, dtype=torch.int32, device=key_B.device)[:, None]
+            keys = fold_in(key_B, site_L1).unbind()
+        for layer, layer_key_B in zip(self.layers, keys, strict=True):
+            x_BSH = layer(x_BSH, cos, sin, real_B11S, layer_key_B)
+        return x_BSH
+
+
+class PredictionHead(nn.Module):
+    """Apply dense + GELU + norm where the configuration has them, then the tied, bias-free decoder and its
+    loss.
+
+    `final_norm`: the encoder's, where `x_PH` has not been through it yet. The head applies it, so that one
+    compiled graph does, to the predicted positions alone.
+    """
+
+    def __init__(self, config: ModelConfig, vocabulary: TiedEmbedding):
+        super().__init__()
+        self.transforms = config.head == "dense"
+        if self.transforms:
+            self.dense = Linear(config.hidden_size, config.hidden_size, bias=config.bias)
+            self.norm = make_norm(config)
+        self.vocabulary = vocabulary
+
+    def forward(
+        self, x_PH: Tensor, weight_VH: Tensor, labels_P: Tensor | None, final_norm: nn.Module | None = None
+    ) -> Tensor:
+        if final_norm is not None:
+            x_PH = final_norm(x_PH)
+        if self.transforms:
+            x_PH = self.norm(F.gelu(self.dense(x_PH)))
+        logits_PV = self.vocabulary.logits(x_PH, weight_VH)
+        return logits_PV if labels_P is None else self.vocabulary.loss(logits_PV, labels_P)
+
+
+class EncoderModel(Model):
+    """Join an encoder and a head, `head`, as engines see them."""
+
+    head: nn.Module
+
+    def __init__(self, config: ModelConfig, sequence_length: int):
+        super().__init__()
+        self.vocabulary = TiedEmbedding()
+        self.model = Encoder(config, sequence_length)
+        self.gated = config.mlp == "geglu"
+
+    def blocks(self) -> Sequence[nn.Module]:
+        return list(self.model.layers)
+
+    def compiled_parts(self) -> Sequence[nn.Module]:
+        """Return the parts. One graph serves all blocks, and DDP still sees the gradients block by block, so
+        it can overlap their reduction."""
+        return [*self.model.layers, self.model.embeddings, self.head]
+
+    def is_matrix(self, name: str) -> bool:
+        """Return True for the weights of the blocks' linear layers."""
+        return ".layers." in name and name.endswith(".weight") and "norm" not in name
+
+    def tensor_plan(self) -> dict[str, tuple[int, int]]:
+        """Return the division of parameters by tensor parallelism: name -> (dimension, fused matrices in it).
+
+        Attention by heads, the MLP by intermediate columns, the vocabulary by rows; the rest stays whole.
+        """
+        plan = {"model.embeddings.tok_embeddings.weight": (0, 1)}
+        for i, layer in enumerate(self.model.layers):
+            blocks = 2 if self.gated else 1
+            here = {
+                "attn.Wqkv.weight": (0, 3),
+                "attn.q_bias": (0, 1),
+                "attn.v_bias": (0, 1),
+                "attn.Wo.weight": (1, 1),
+                "mlp.Wi.weight": (0, blocks),
+                "mlp.Wi.bias": (0, blocks),
+                "mlp.Wo.weight": (1, 1),
+            }
+            names = dict(layer.named_parameters())
+            plan.update({f"model.layers.{i}.{name}": split for name, split in here.items() if name in names})
+        return plan
+
+
+class CrammedBert(EncoderModel):
+    """Predict masked tokens by a tied, bias-free decoder that sees only the predicted positions."""
+
+    def __init__(self, config: ModelConfig, sequence_length: int):
+        super().__init__(config, sequence_length)
+        self.head = PredictionHead(config, self.vocabulary)
+
+    def forward(
+        self,
+        ids_BS: Tensor,
+        positions_P: Tensor,
+        labels_P: Tensor | None = None,
+        real_BS: Tensor | None = None,
+        key_B: Tensor | None = None,
+    ) -> Tensor:
+        """Return logits [P, V] of the flat positions b * S + s, or with labels the SUM of their cross
+        entropies.
+
+        A label of IGNORE contributes nothing. `real_BS`, `key_B`: see Encoder.encode.
+        """
+        x_BSH, weight_VH = self.vocabulary.look_up(ids_BS, self.model.embeddings.tok_embeddings.weight)
+        x_PH = self.model.residual_stream(x_BSH, real_BS, key_B).flatten(0, 1)[positions_P]
+        out: Tensor = self.head(x_PH, weight_VH, labels_P, self.model.final_norm)
+        return out
+
+
+def build_model(config: ModelConfig, sequence_length: int, seed: int) -> CrammedBert:
+    """Build a whole model on the CPU; see `initialize`. Every rank builds the same one."""
+    return initialize(CrammedBert(config, sequence_length), seed)
+
+
+AnyModel = TypeVar("AnyModel", bound=nn.Module)
+
+
+def initialize(model: AnyModel, seed: int) -> AnyModel:
+    """Draw N(0, 0.02) for linears and embeddings, norms 1 / 0, biases 0: a pure function of shapes and
+    seed."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                module.weight.normal_(0.0, INIT_STD, generator=generator)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                module.bias.zero_()
+    return model

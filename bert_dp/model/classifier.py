@@ -1,0 +1,99 @@
+"""Define the encoder with a head for whole examples: labels of a classification, or a score.
+
+Axes as in bert_dp.model.bert; W the width of a head, L labels.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bert_dp.config import FinetuneConfig, ModelConfig, native_head
+from bert_dp.model.bert import EncoderModel, initialize, make_norm
+from bert_dp.model.dropout import KeyedDropout
+
+HEAD_SITE = 1_000_000  # of the head's dropout: beyond every layer's
+
+
+class HeadShape(NamedTuple):
+    """Describe the layers between the pooled hidden state and the last linear layer."""
+
+    tanh: bool
+    """Else GELU."""
+    bias: bool
+    """Of the dense layer."""
+    norm: bool = False
+    """After the activation."""
+    drops_input: bool = False
+    drops_output: bool = True
+
+
+HEADS = {
+    # crammed (JonasGeiping/cramming): Linear 1024, tanh, dropout, Linear
+    "recipe": HeadShape(tanh=True, bias=True),
+    # as transformers' ...ForSequenceClassification compute them
+    "ModernBERT": HeadShape(tanh=False, bias=False, norm=True),
+    "RobertaPreLayerNorm": HeadShape(tanh=True, bias=True, drops_input=True),
+    "EuroBERT": HeadShape(tanh=False, bias=True, drops_output=False),
+}
+
+
+class ClassificationHead(nn.Module):
+    """Map [B, H] -> [B, L]: dense, activation, norm where the head has one, dropout, linear."""
+
+    def __init__(self, config: ModelConfig, finetune: FinetuneConfig):
+        super().__init__()
+        native = finetune.head == "native"
+        self.shape = shape = HEADS[native_head(config) if native else finetune.head]
+        width = config.hidden_size if native else finetune.head_size
+        self.dense = nn.Linear(config.hidden_size, width, bias=shape.bias)
+        self.norm = make_norm(config) if shape.norm else None
+        self.drop_in = KeyedDropout(config.dropout if shape.drops_input else 0.0, HEAD_SITE)
+        self.drop = KeyedDropout(config.dropout if shape.drops_output else 0.0, HEAD_SITE + 1)
+        self.classifier = nn.Linear(width, finetune.num_outputs)
+
+    def forward(self, x_BH: Tensor, key_B: Tensor | None) -> Tensor:
+        x_B1H = self.dense(self.drop_in(x_BH[:, None], key_B))
+        x_B1W = x_B1H.tanh() if self.shape.tanh else F.gelu(x_B1H)
+        if self.norm is not None:
+            x_B1W = self.norm(x_B1W)
+        out: Tensor = self.classifier(self.drop(x_B1W, key_B))[:, 0]
+        return out
+
+
+def pool(x_BSH: Tensor, real_BS: Tensor | None, pooling: str) -> Tensor:
+    """Return [B, H]: of the first token (cls), or the mean over real tokens."""
+    if pooling == "cls":
+        return x_BSH[:, 0]
+    if real_BS is None:
+        return x_BSH.mean(1)
+    weight_BS1 = real_BS[..., None].to(x_BSH.dtype)
+    return (x_BSH * weight_BS1).sum(1) / weight_BS1.sum(1)
+
+
+class Classifier(EncoderModel):
+    """Compute logits of whole examples."""
+
+    def __init__(self, config: ModelConfig, sequence_length: int, finetune: FinetuneConfig):
+        super().__init__(config, sequence_length)
+        self.head = ClassificationHead(config, finetune)
+        self.pooling = finetune.pooling
+
+    def forward(self, ids_BS: Tensor, real_BS: Tensor | None = None, key_B: Tensor | None = None) -> Tensor:
+        """Return [B, L], or [B, 1] of a regression; see Encoder.encode."""
+        x_BSH, _ = self.vocabulary.look_up(ids_BS, self.model.embeddings.tok_embeddings.weight)
+        x_BSH = self.model.encode(x_BSH, real_BS, key_B)
+        out: Tensor = self.head(pool(x_BSH, real_BS, self.pooling), key_B)
+        return out
+
+    def is_pretrained(self, name: str) -> bool:
+        return name.startswith("model.")
+
+
+def build_classifier(
+    config: ModelConfig, sequence_length: int, finetune: FinetuneConfig, seed: int
+) -> Classifier:
+    """Build a whole model on the CPU, a pure function of its arguments: see model.initialize."""
+    return initialize(Classifier(config, sequence_length, finetune), seed)

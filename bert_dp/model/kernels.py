@@ -1,0 +1,116 @@
+"""Multiply matrices by oneDNN where torch's own product is slow, and add an embedding's gradient by rows.
+
+The product by oneDNN is taken on an AMD CPU with AVX-512 in fp32. The gradient of an embedding's rows is added to
+the gradient that the matrix has from another use; both ways are deterministic. A row is looked up many times:
+`<mask>` alone is a fifth of all positions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bert_dp.config import cpu_field
+
+# torch hands fp32 products on x86 to MKL, and carries oneDNN too. For the products of a training step oneDNN
+# takes 5-10 % less time on AMD with AVX-512 (Zen 4), 22 % more on AMD with AVX2 (Zen 3) and 39 % more on
+# Intel (Xeon, AVX-512): benchmarks/RESULTS.md
+USES_ONEDNN = (
+    cpu_field("vendor_id") == "AuthenticAMD"
+    and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    and torch.backends.mkldnn.is_available()
+    and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+)
+
+
+@torch.library.custom_op("bert_dp::matmul_nt", mutates_args=())
+def matmul_nt(a_MK: Tensor, b_NK: Tensor) -> Tensor:
+    """Return a @ b.T, [M, N]. An operator of its own because inductor takes oneDNN's only with constant
+    weights."""
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(a_MK, b_NK, None, "none", [], "")
+    return product
+
+
+@matmul_nt.register_fake
+def _(a_MK: Tensor, b_NK: Tensor) -> Tensor:
+    return a_MK.new_empty(a_MK.shape[0], b_NK.shape[0])
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor, Tensor]:
+    a_MK, b_NK = ctx.saved_tensors
+    return matmul_nt(grad_MN, b_NK.t()), matmul_nt(grad_MN.t(), a_MK.t())
+
+
+matmul_nt.register_autograd(_backward, setup_context=_save)
+
+
+def product(a_MK: Tensor, b_NK: Tensor) -> Tensor:
+    """Return a @ b.T, [M, N], by the faster library for this device and dtype; for code with its own
+    backward."""
+    fast = USES_ONEDNN and a_MK.device.type == "cpu" and a_MK.dtype == b_NK.dtype == torch.float32
+    out: Tensor = matmul_nt(a_MK, b_NK) if fast else a_MK @ b_NK.t()
+    return out
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute F.linear. Sharded weights, autocast, other widths and devices, and what is exported take
+    torch's own way."""
+    if not (
+        USES_ONEDNN
+        and x.device.type == "cpu"
+        and x.dtype == weight.dtype == torch.float32
+        and type(weight) in (nn.Parameter, Tensor)
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.compiler.is_exporting()
+    ):
+        return F.linear(x, weight, bias)
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        out = matmul_nt(x.flatten(0, -2), weight).view(*x.shape[:-1], weight.shape[0])
+        return out if bias is None else out + bias
+    inferred: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return inferred
+
+
+class Linear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+def widened(logits_PV: Tensor) -> Tensor:
+    """Convert to fp32 at least, as cross entropies are computed."""
+    return logits_PV if logits_PV.dtype == torch.float64 else logits_PV.float()
+
+
+def add_row_gradients(
+    grad_VH: Tensor, ids_BS: Tensor, grad_BSH: Tensor, foreign_BS: Tensor | None = None
+) -> Tensor:
+    """Add the gradient of every looked-up row to grad_VH in place; nothing of the places that `foreign_BS`
+    marks, whose ids may be any within V."""
+    add = add_dense if grad_VH.device.type == "cuda" else add_by_index
+    return add(grad_VH, ids_BS, grad_BSH, foreign_BS)
+
+
+def add_by_index(grad_VH: Tensor, ids_BS: Tensor, grad_BSH: Tensor, foreign_BS: Tensor | None) -> Tensor:
+    """Add row by row: the fastest on a CPU. On a GPU one warp would walk all places of a row, one by one."""
+    if foreign_BS is not None:
+        grad_BSH = grad_BSH.masked_fill(foreign_BS[..., None], 0.0)
+    return grad_VH.index_put_((ids_BS,), grad_BSH, accumulate=True)
+
+
+def add_dense(grad_VH: Tensor, ids_BS: Tensor, grad_BSH: Tensor, foreign_BS: Tensor | None) -> Tensor:
+    """Add by the kernel of nn.Embedding's backward, which sums a row's places in parallel, and 16-bit
+    gradients in fp32. Foreign places go to a padding row behind the last one, which the kernel leaves out."""
+    rows = grad_VH.shape[0]
+    if foreign_BS is None:
+        dense_VH = torch.ops.aten.embedding_dense_backward(grad_BSH, ids_BS, rows, -1, False)
+    else:
+        ids_BS = ids_BS.masked_fill(foreign_BS, rows)
+        dense_VH = torch.ops.aten.embedding_dense_backward(grad_BSH, ids_BS, rows + 1, rows, False)[:rows]
+    return grad_VH.add_(dense_VH)

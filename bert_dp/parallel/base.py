@@ -1,0 +1,120 @@
+"""End a step (norm, clip, skip, update) and place ranks among and inside replicas, for every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from bert_dp.training.distributed import TIMEOUT
+from bert_dp.training.world import World
+
+
+class RankGrid:
+    """Arrange ranks as [dp, tp]: the tensor-parallel ranks of a replica are neighbours, so they share a node.
+
+    `replicas` > 1 divides dp further, into [replicas, dp / replicas].
+    """
+
+    def __init__(self, world: World, tensor: int, device: torch.device, *, replicas: int = 1):
+        self.tp_rank, self.tp_size = world.rank % tensor, tensor
+        self.dp_rank, self.dp_size = world.rank // tensor, world.size // tensor
+        shape = {"replica": replicas, "shard": self.dp_size // replicas, "tp": tensor}
+        if replicas == 1:
+            shape.pop("replica")
+        if tensor == 1:
+            shape.pop("tp")
+        self.mesh = init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+        if device.type == "cuda":  # NCCL gives groups of a mesh 10 minutes, whatever the world has
+            for group in self.mesh.get_all_groups():
+                distributed_c10d._set_pg_timeout(TIMEOUT, group)
+        self.tp_group = self.mesh["tp"].get_group() if tensor > 1 else None
+        self.dp_group = self.mesh["shard"].get_group()
+        """The ranks that hold the same part of other replicas; with `replicas` > 1 those of one shard set."""
+        self.data_mesh: DeviceMesh = self.mesh[tuple(name for name in shape if name != "tp")]
+        """The dimensions that gradients are summed over."""
+
+
+class ShardedSums:
+    """Sum over whole tensors from sums over the parts on this rank: [k, N] -> [k, N], N tensors.
+
+    `counts_N` is 0 for a tensor that another rank of the group already counts. Collective over `groups`.
+    """
+
+    def __init__(self, counts_N: Tensor | None = None, groups: Sequence[dist.ProcessGroup | None] = ()):
+        self._counts_N = counts_N
+        self._groups = [group for group in groups if group is not None and group.size() > 1]
+
+    def __call__(self, sums_kN: Tensor) -> Tensor:
+        if self._counts_N is not None:
+            sums_kN = sums_kN * self._counts_N
+        return self._reduce(sums_kN)
+
+    def total(self, sums_N: Tensor) -> Tensor:
+        """Return the sum over all tensors, a scalar: one number on the wire, not N."""
+        if self._counts_N is not None:
+            sums_N = sums_N * self._counts_N
+        return self._reduce(sums_N.sum())
+
+    def _reduce(self, sums: Tensor) -> Tensor:
+        for group in self._groups:
+            dist.all_reduce(sums, group=group)
+        return sums
+
+
+def make_scaler(device: torch.device, fp16: bool) -> torch.amp.GradScaler | None:
+    return torch.amp.GradScaler(device.type) if fp16 else None
+
+
+def scaled_backward(loss: Tensor, scaler: torch.amp.GradScaler | None) -> None:
+    scaled: Any = loss if scaler is None else scaler.scale(loss)
+    scaled.backward()
+
+
+def optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def clip_and_step(
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler | None,
+    max_norm: float,
+    sharded_sums: ShardedSums | None = None,
+    *,
+    norm_sums: ShardedSums | None = None,
+) -> Tensor:
+    """Take one optimizer step on reduced gradients, without a host sync; return the norm before clipping.
+
+    Clipping rides on the fused step's own division (`grad_scale`), so the gradients are read once, not twice.
+    A norm that is not finite skips the step through `found_inf`; the norm is of reduced gradients, so
+    all ranks skip together. Gradients stay for the caller to free.
+
+    `sharded_sums` covers the ranks that hold parts of the optimizer's tensors (None = it holds them whole),
+    `norm_sums` those that hold the other tensors as well (None = the same).
+    """
+    if scaler is not None:
+        scaler.unscale_(optimizer)
+    gradients = [p.grad for p in optimizer_parameters(optimizer) if p.grad is not None]
+    sharded_sums = sharded_sums or ShardedSums()
+    norm = (norm_sums or sharded_sums).total(torch.stack(torch._foreach_norm(gradients)).square()).sqrt()
+    finite = norm.isfinite()
+    scale = (norm / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(norm)
+    scale = torch.where(finite, scale, torch.ones_like(scale))
+    if norm.dtype == torch.float64:  # the fused kernels take the divisor in float32 only
+        torch._foreach_div_(gradients, scale)
+        scale = torch.ones_like(scale)
+    found_inf = (~finite).float()
+    optimizer.grad_scale = scale.float()  # type: ignore[attr-defined]
+    optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+    optimizer.sharded_sums = sharded_sums  # type: ignore[attr-defined]
+    optimizer.step()
+    if scaler is not None:
+        for local in scaler._found_inf_per_device(optimizer).values():
+            local.copy_(found_inf)  # one rank's parts may be finite where another's are not
+        scaler.update()
+    return norm

@@ -1,0 +1,1 @@
+"""One rank: its process, the train loop, checkpoints and metrics."""

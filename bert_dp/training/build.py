@@ -1,0 +1,279 @@
+"""Build a Trainer from a configuration, before the first step."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bert_dp import cost, files, optim, parallel
+from bert_dp.config import ConfigError, Issue, changed_settings, decide_precision, peak_lr, residual_issues
+from bert_dp.config.checks import ProfilePlan
+from bert_dp.files.models import InitFrom
+from bert_dp.model.build import first_state, prepare_model
+from bert_dp.optim.contract import Named
+from bert_dp.tasks import DatasetInfo, SameBatch, Stream
+from bert_dp.training import checkpoint
+from bert_dp.training.affinity import OMP, Placement, format_cores
+from bert_dp.training.checkpoint import AsyncCheckpointer
+from bert_dp.training.devices import Precision, allow_tf32, device_name, has_bf16, precision_of
+from bert_dp.training.distributed import Comm
+from bert_dp.training.loop import Rank, Trainer
+from bert_dp.training.metrics import Meter, sample_communication
+from bert_dp.training.profiler import StepTrace
+from bert_dp.training.record_files import Records
+from bert_dp.training.state import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """The checkpoint of an earlier part of this run."""
+
+    path: Path
+    tensors: parallel.State
+    state: TrainState
+    compiled: bool | None
+    """True if the model was compiled; None where that is decided anew: on another kind of device, or by
+    compile: on or off."""
+    precision: str
+    init: InitFrom | None
+    """Weights that the run began with."""
+
+
+def check_same_data(comm: Comm, data: DatasetInfo) -> None:
+    """Raise ConfigError on a rank whose data are not rank 0's: nodes may have caches of their own.
+    Collective."""
+    first = comm.broadcast(data.data_hash)
+    if data.data_hash != first:
+        message = f"rank {comm.world.rank} has shards {data.data_hash[:16]}, rank 0 has {first[:16]}"
+        hint = "name the same shards by data.path on every node"
+        raise ConfigError([Issue("data", "conflict", message, data.data_hash, hint=hint)])
+
+
+def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
+    """Choose and verify the checkpoint to go on from, on rank 0; all ranks follow its choice and its error.
+
+    policy: auto = the newest valid one of the run directory, if it has any at all; never; or a path. Raises
+    ConfigError when none that is there is valid, or when settings or data differ that may not. Collective.
+    """
+    answer: dict[str, Any] = {"path": None, "passed_over": []}
+    if rank.comm.world.rank == 0 and policy != "never":
+        try:
+            if policy == "auto":
+                newest, passed_over = checkpoint.newest_valid(rank.run_dir / "checkpoints")
+                answer["passed_over"] = passed_over
+                if newest is None and passed_over:  # a new start would take the records of this one
+                    hint = "look at the disk and run again, or choose another --run-dir"
+                    message = f"no checkpoint of this run can be read: {passed_over[0]}"
+                    others = [Issue("", "damaged", problem) for problem in passed_over[1:]]
+                    raise ConfigError([Issue("", "damaged", message, hint=hint), *others])
+            else:
+                newest = checkpoint.resolve(policy)
+            answer["path"] = str(newest) if newest else None
+        except ConfigError as error:
+            answer["issues"] = [issue.within("--resume").to_json() for issue in error.issues]
+    answer = rank.comm.broadcast(answer)
+    if "issues" in answer:
+        raise ConfigError([Issue(**issue) for issue in answer["issues"]])
+    for problem in answer["passed_over"]:
+        rank.log_rank0(f"checkpoint passed over: {problem}")
+    if answer["path"] is None:
+        return None
+    path = Path(answer["path"])
+    tensors, facts = checkpoint.load(path)
+    if changed := changed_settings(facts.config, rank.config):
+        hint = "undo it or use --resume never in another run directory"
+        raise ConfigError([dataclasses.replace(issue, hint=hint) for issue in changed])
+    if facts.data_hash != rank.data.data_hash:
+        own = rank.data.data_hash[:16]
+        message = f"the run was trained on shards {facts.data_hash[:16]}, these are {own}"
+        raise ConfigError([Issue("data", "conflict", message, own)])
+    state = TrainState.from_checkpoint(facts)
+    rank.log_rank0(f"resuming from {path.name}: {state.samples} samples seen")
+    is_kept = rank.config.compile == "auto" and facts.device == rank.device.type
+    compiled = facts.compiled if is_kept else None
+    return Checkpoint(path, tensors, state, compiled, facts.precision, facts.init_from)
+
+
+def agree_precision(rank: Rank, resumed: Checkpoint | None) -> Precision:
+    """Choose the precision of all ranks, on rank 0, by what the devices of all can do. Under auto a run that
+    goes on keeps its own, also where that is slow. Collective. Raises ConfigError for a model that needs
+    another precision."""
+    config = rank.config
+    native = bool(rank.comm.all_gather([has_bf16(rank.device)]).all())
+    name = rank.comm.broadcast(
+        decide_precision(
+            config.precision,
+            [config.parallel.engine],
+            on_gpu=rank.device.type == "cuda",
+            has_bf16=native,
+            kept=resumed.precision if resumed else None,
+        )
+    )
+    if issues := residual_issues(config, name):
+        raise ConfigError(issues)
+    if resumed and config.precision == "auto" and name == "bf16" and not native:
+        rank.log_rank0("warning: the run was begun in bf16 and keeps it, and here bf16 is emulated and slow")
+    return precision_of(name)
+
+
+def saved_step(resumed: Checkpoint | None, folder: Path) -> int | None:
+    """Return the step that this run's own folder has already; None for a new run, and for one that goes on
+    from another directory's checkpoint: it first saves one of its own."""
+    if resumed is None or resumed.path.parent.resolve() != folder.resolve():
+        return None
+    return resumed.state.step
+
+
+def build_trainer(
+    rank: Rank, resumed: Checkpoint | None = None, plan: ProfilePlan | None = None
+) -> tuple[Trainer, TrainState, parallel.State]:
+    """Build the trainer, the state where it starts, and the tensors that it starts from, not yet loaded.
+    `plan`: steps to profile. Collective.
+
+    Raises ConfigError for a checkpoint with the tensors of another model.
+    """
+    config, comm, device, data = rank.config, rank.comm, rank.device, rank.data
+    precision = agree_precision(rank, resumed)
+    allow_tf32(precision, device)
+    state = resumed.state if resumed else TrainState()
+    bare, compiled = prepare_model(rank, precision, resumed.compiled if resumed else None)
+    num_parameters = sum(p.numel() for p in bare.parameters())
+    tensors, init = (resumed.tensors, resumed.init) if resumed else first_state(config, bare, data, comm)
+    if resumed and (issues := checkpoint.state_issues(resumed.path, tensors, bare)):
+        raise ConfigError(issues)
+    engine = parallel.make_engine(
+        parallel.engine_name(config.parallel, comm.world.size),
+        config,
+        comm.world,
+        device,
+        precision=precision.name,
+        run_dir=rank.run_dir,
+    )
+
+    def make_optimizer(named: Named) -> torch.optim.Optimizer:
+        return optim.make_optimizer(config.optim, named, bare, compiled=compiled, precision=precision.name)
+
+    model, optimizer = engine.prepare(bare, make_optimizer)
+    if config.log.step_times:
+        sample_communication(model, config.log.every_steps)
+    meter = Meter(
+        comm,
+        device,
+        rank.layout,
+        tokens_per_sample=data.tokens_per_sample or config.data.sequence_length,
+        flops_per_token=rank.task.flops_per_token,
+        peak_flops=cost.peak_flops(device_name(device), precision.name),
+        skipped=state.skipped_steps,
+    )
+    if comm.world.rank == 0 and data.tokenizer_file is not None:
+        files.write_text(rank.run_dir / files.TOKENIZER, data.tokenizer_file.read_text(encoding="utf-8"))
+    folder = rank.run_dir / "checkpoints"
+    trainer = Trainer(
+        **vars(rank),
+        precision=precision,
+        stream=make_stream(rank, engine, state.samples),
+        engine=engine,
+        bare_model=bare,
+        model=model,
+        optimizer=optimizer,
+        num_parameters=num_parameters,
+        metadata={
+            "config": config.model_dump(mode="json"),
+            "data_hash": data.data_hash,
+            "tokenizer": data.tokenizer,
+            "compiled": compiled,
+            "device": device.type,
+            "precision": precision.name,
+            "world_size": comm.world.size,
+            "init_from": init.model_dump() if init else None,
+        },
+        meter=meter,
+        checkpointer=AsyncCheckpointer(
+            folder,
+            config.checkpoint,
+            log_rank0=rank.log_rank0,
+            saved_step=saved_step(resumed, folder),
+            write_errors=rank.write_errors,
+        ),
+        records=Records(rank.run_dir, rank.log_rank0, rank.write_errors),
+        trace=StepTrace(plan, comm, device, rank.run_dir, rank.heartbeat, rank.write_errors),
+    )
+    return trainer, state, tensors
+
+
+def make_stream(rank: Rank, engine: parallel.Engine, start_sample: int) -> Stream:
+    """Open the stream of this replica's micro batches."""
+    if rank.config.data.synthetic:
+        batch = rank.task.example_batch(rank.config.batch.micro_size)
+        return SameBatch(batch.pin() if rank.device.type == "cuda" else batch)
+    return rank.task.stream(dp_rank=engine.dp_rank, dp_size=engine.dp_size, start_sample=start_sample)
+
+
+def cut_records_back(trainer: Trainer, state: TrainState, resumed: Checkpoint | None) -> None:
+    """Cut the records back to the step that the run goes on from, on rank 0. Collective: no rank writes
+    before."""
+    run_dir, steps = trainer.run_dir, trainer.run_dir / "steps"
+    if trainer.comm.world.rank == 0:
+        lines = [run_dir / name for name in ("metrics.jsonl", "evals.jsonl", "noise.jsonl")]
+        for path in (*lines, *steps.glob("rank-*.jsonl")):
+            files.cut_back(path, state.step if resumed else -1)
+        (run_dir / "summary.json").unlink(missing_ok=True)  # of an earlier start, which this one goes beyond
+        if trainer.config.log.step_times:
+            steps.mkdir(exist_ok=True)
+        checkpoint.set_aside_after(run_dir / "checkpoints", state.step)
+    trainer.comm.barrier()
+
+
+def describe(trainer: Trainer, placed: Placement, resumed: Checkpoint | None) -> None:
+    """Describe the run in a few lines of rank 0's log."""
+    config, world = trainer.config, trainer.comm.world
+    by = f" by {OMP}" if placed.limited_by_omp else ""
+    threads = f"{placed.threads} thread{'s' * (placed.threads > 1)} per rank{by}"
+    how = threads if trainer.device.type == "cpu" else f"one GPU and {threads}"
+    compiled = "compiled" if trainer.metadata["compiled"] else "eager"
+    engine = parallel.engine_name(config.parallel, world.size)
+    if trainer.layout.tensor > 1:
+        engine += f", tensor {trainer.layout.tensor}"
+    residual = ", residual stream in bf16" if config.model.residual_dtype == "bf16" else ""
+    lines = [
+        f"ranks: {world.size} x {device_name(trainer.device)}, {how}, {placed}",
+        f"batch: {trainer.layout}",
+        f"model: {trainer.num_parameters:,} parameters, {trainer.precision.name}{residual}, {compiled}, "
+        f"engine {engine}",
+        f"learning rate: {peak_lr(config).equation}, {config.optim.name}",
+    ]
+    if resumed is None and (init := trainer.metadata["init_from"]):
+        kept = "weights and moments" if config.run.init_keeps == "moments" else "weights"
+        lines.append(
+            f"{kept}: loaded {init['tensors']} of {init['of']} tensors from {init['checkpoint']}, SHA-256 "
+            f"{init['sha256'][:16]}"
+        )
+    for line in lines:
+        trainer.log_rank0(line)
+
+
+def write_environment(trainer: Trainer, placed: Placement) -> None:
+    """Add the facts that only a rank knows to environment.json (the launcher wrote the machine's part)."""
+    if trainer.comm.world.rank != 0:
+        return
+    path = trainer.run_dir / "environment.json"
+    on_gpu = trainer.device.type == "cuda"
+    facts = files.read_json(path) or {}
+    facts["worker"] = {
+        "torch": torch.__version__,
+        "device": device_name(trainer.device),
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
+        "world_size": trainer.comm.world.size,
+        "threads_per_rank": placed.threads,
+        "threads_limited_by_omp": placed.limited_by_omp,
+        "cores": [format_cores(share) for share in placed.shares],  # of each rank of rank 0's node
+        "cores_inherited": placed.inherited,
+        "config_hash": trainer.config.hash(),
+        "precision": trainer.precision.name,
+        "compiled": trainer.metadata["compiled"],
+    }
+    files.write_json(path, facts)

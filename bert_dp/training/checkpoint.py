@@ -1,0 +1,431 @@
+"""Write and verify checkpoints: canonical (unsharded) state in safetensors + JSON, hashed, atomic.
+
+    checkpoints/step-00000100/  model.safetensors optimizer.safetensors state.json manifest.json
+    checkpoints/latest          the name of the newest, for people and scripts
+
+A directory is complete exactly when it has its final name: it is written under a temporary one and renamed.
+What is loaded is the newest that verifies, whatever `latest` says. Rank 0 writes in one thread beside training;
+the long parts of a save (safetensors from 0.8 on, SHA-256, fsync, the look for NaN) leave Python's lock to others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import shutil
+import stat
+import uuid
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from bert_dp import files as record
+from bert_dp.config import ConfigError, Issue
+from bert_dp.config.stored import MAX_JSON_BYTES, read_regular, sha256
+from bert_dp.cost import GIB
+from bert_dp.files import list_checkpoints
+from bert_dp.parallel import State
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+import threading
+import time
+from collections.abc import Callable
+
+from bert_dp.config import CheckpointConfig
+from bert_dp.files.models import Failure, FailureKind, kind_of_error
+from bert_dp.training.record_files import WriteErrors
+
+VERSION = 1  # of the manifest
+SPARE = 1.5  # free space asked for before a save, in sizes of the checkpoint: others write to the disk too
+MOMENTS = 2  # sizes of the weights that an optimizer's state will have, for a state that has none yet
+
+
+def save_checkpoint(
+    folder: Path, step: int, state: State, facts: dict[str, Any], keep: int, trusted: Collection[Path] = ()
+) -> Path:
+    """Write `folder`/step-NNNNNNNN, point `latest` to it and prune to the `keep` newest. Rank 0 only.
+
+    Everything is on the disk before it gets its name, and the name before this returns. `folder` is there.
+    `trusted`: see prune. Raises OSError; then no checkpoint has changed or gone.
+    """
+    _check_space(folder, state)
+    final = path_of(folder, step)
+    temporary = folder / f"{final.name}.tmp-{uuid.uuid4().hex[:8]}"
+    temporary.mkdir()
+    try:
+        _write_tensors(state["model"], temporary / "model.safetensors")
+        _write_tensors(state["optimizer"], temporary / "optimizer.safetensors")
+        scaler = {name: value.item() for name, value in state["scaler"].items()}
+        (temporary / "state.json").write_text(json.dumps({**facts, "step": step, "scaler": scaler}, indent=1))
+        if (tokenizer := folder.parent / record.TOKENIZER).is_file():
+            shutil.copyfile(tokenizer, temporary / record.TOKENIZER)
+        files = {
+            p.name: {"bytes": p.stat().st_size, "sha256": sha256(p)} for p in sorted(temporary.iterdir())
+        }
+        manifest = {"version": VERSION, "files": files}
+        (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
+        for path in temporary.iterdir():
+            _fsync(path)
+        _fsync(temporary)
+        if final.exists():  # set aside under a name that still counts, in case the next line is the last
+            final.rename(folder / f"{final.name}.old-{uuid.uuid4().hex[:8]}")
+        temporary.rename(final)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    _fsync(folder)
+    _fsync(folder.parent)
+    _point_latest(folder, final.name)
+    prune(folder, keep, (final, *trusted))
+    return final
+
+
+def _write_tensors(tensors: dict[str, Any], path: Path) -> None:
+    """Write one safetensors file. Raises OSError, from the number in the text of safetensors' own error."""
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:
+        match = re.search(r"os error (\d+)", str(error))
+        if match is None:
+            raise
+        number = int(match[1])
+        raise OSError(number, os.strerror(number), str(path)) from None
+
+
+def num_bytes(state: State) -> int:
+    """Compute the size of the checkpoint of `state`; an optimizer without steps counts as it will be."""
+    model, optimizer = (sum(t.nbytes for t in state[part].values()) for part in ("model", "optimizer"))
+    return model + (optimizer or MOMENTS * model)
+
+
+def _check_space(folder: Path, state: State) -> None:
+    """Raise OSError (ENOSPC) when the file system has less free than a save should find."""
+    free, wanted = shutil.disk_usage(folder).free, SPARE * num_bytes(state)
+    if free < wanted:
+        text = f"{free / GIB:.3f} GiB free, {wanted / GIB:.3f} wanted before a save"
+        raise OSError(errno.ENOSPC, text, str(folder))
+
+
+def first_not_finite(state: State) -> str | None:
+    """Find a tensor with a NaN or an infinity among the weights and the optimizer's state."""
+    import torch
+
+    for part in ("model", "optimizer"):
+        for name, tensor in state[part].items():
+            if not tensor.is_floating_point() or not tensor.numel():
+                continue
+            if not torch.stack(tensor.aminmax()).isfinite().all():  # a NaN is the extreme of its tensor
+                return name
+    return None
+
+
+def path_of(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name[len("step-") :].partition(".")[0])
+
+
+def prune(folder: Path, keep: int, trusted: Collection[Path] = ()) -> None:
+    """Remove all but the `keep` newest checkpoints, and the temporary directories of interrupted saves.
+
+    What was set aside (set_aside_after) goes once the run has got as far again. The two newest that verify
+    stay (one at keep = 1), so a checkpoint goes only when enough newer ones are good. `trusted` are known to
+    be, and are not read again.
+    """
+    for path in folder.glob("step-*.tmp-*"):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob("step-*.old-*"):
+        if path.with_suffix("").exists():
+            _remove(path)
+    listed = list_checkpoints(folder)
+    for path in folder.glob("step-*.abandoned-*") if listed else ():
+        if _step_of(path) <= _step_of(listed[0]):
+            _remove(path)
+    good = 0
+    for place, path in enumerate(listed):
+        if place >= keep and good >= min(keep, 2):
+            _remove(path)
+        elif len(listed) > keep:
+            good += path in trusted or check(path) is None
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint, renamed first: what is half removed must not look like one."""
+    with contextlib.suppress(OSError):
+        path = path.rename(path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}"))
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def set_aside_after(folder: Path, step: int) -> None:
+    """Rename checkpoints beyond `step`: a run that goes on from there must not meet them. Rank 0 only."""
+    for path in list_checkpoints(folder):
+        if _step_of(path) > step:
+            path.rename(folder / f"{path.name}.abandoned-{uuid.uuid4().hex[:8]}")
+    for path in list_checkpoints(folder)[:1]:
+        _point_latest(folder, path.name)
+
+
+def _point_latest(folder: Path, name: str) -> None:
+    with contextlib.suppress(OSError):  # a hint only, and the checkpoint is safe
+        record.write_text(folder / "latest", f"{name}\n")
+
+
+def check(path: Path) -> str | None:
+    """Find why `path` is not a valid checkpoint: every file that the manifest names has its size and hash."""
+    try:
+        manifest = json.loads(read_regular(path / "manifest.json", MAX_JSON_BYTES))
+        if manifest["version"] != VERSION:
+            return f"{path}: the manifest is of version {manifest['version']}, this program reads {VERSION}"
+        if missing := {"model.safetensors", "optimizer.safetensors", "state.json"} - manifest["files"].keys():
+            return f"{path}: the manifest does not name {', '.join(sorted(missing))}"
+        for name, expected in manifest["files"].items():
+            file = path / Path(name).name
+            if special := _special(file):
+                return special
+            size = file.stat().st_size
+            if size != expected["bytes"]:
+                return f"{file}: {size} bytes, manifest says {expected['bytes']}"
+            if sha256(file) != expected["sha256"]:
+                return f"{file}: SHA-256 differs from the manifest's"
+    except OSError as error:
+        return f"{error.filename or path}: {error.strerror or error}"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return f"{path / 'manifest.json'}: no manifest of a checkpoint ({type(error).__name__}: {error})"
+    return None
+
+
+def _special(file: Path) -> str | None:
+    """Find why `file` must not be opened: a pipe or a device would never end. Raises OSError without it."""
+    return None if stat.S_ISREG(file.stat().st_mode) else f"{file}: not a regular file"
+
+
+def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
+    """Find the newest checkpoint that verifies, and why newer ones were passed over."""
+    problems: list[str] = []
+    for path in list_checkpoints(folder):
+        problem = check(path)
+        if problem is None:
+            return path, problems
+        problems.append(problem)
+    return None, problems
+
+
+def load(path: Path) -> tuple[State, record.CheckpointFacts]:
+    """Load the state (whole, on the host) and state.json. Raises ConfigError naming a broken file."""
+    import torch
+
+    try:
+        facts = record.read_checkpoint_facts(path)
+        state = load_tensors(path)
+        if not state["optimizer"] and facts.step > facts.skipped_steps:
+            raise ValueError(f"optimizer.safetensors is empty after {facts.step} steps")
+    except (OSError, ValueError, SafetensorError) as error:
+        message = f"not a checkpoint ({type(error).__name__}: {error})"
+        raise ConfigError([Issue(str(path), "damaged", message)]) from None
+    state["scaler"] = {k: torch.tensor(v, dtype=torch.float64) for k, v in facts.scaler.items()}
+    return state, facts
+
+
+def load_tensors(path: Path) -> State:
+    """Load weights and optimizer state, unverified. Raises OSError, ValueError or SafetensorError."""
+    state: State = {}
+    for part in ("model", "optimizer"):
+        file = path / f"{part}.safetensors"
+        if special := _special(file):
+            raise ValueError(special)
+        state[part] = load_file(file)
+    return state
+
+
+def state_issues(path: Path, state: State, model: nn.Module) -> list[Issue]:
+    """Find tensors of a loaded checkpoint that are not those of `model`, whole, or its optimizer.
+
+    A tensor of an optimizer is a number, or has its parameter's type and shape.
+    """
+    expected, weights, lines = model.state_dict(), state["model"], list[str]()
+    if absent := sorted(expected.keys() - weights.keys()):
+        lines.append(f"model.safetensors has no {', '.join(absent)}")
+    for name, tensor in weights.items():
+        if name not in expected:
+            lines.append(f"the model has no tensor {name!a}")
+        elif kind(tensor) != kind(expected[name]):
+            lines.append(f"{name}: expected {kind(expected[name])}, found {kind(tensor)}")
+    stepped = {key: key.rpartition("/")[0] for key in state["optimizer"]}
+    parameters = [name for name, _ in model.named_parameters()]
+    if stepped and (absent := sorted(set(parameters) - set(stepped.values()))):
+        lines.append(f"optimizer.safetensors has nothing for {', '.join(absent)}")
+    for key, name in stepped.items():
+        tensor = state["optimizer"][key]
+        if name not in expected:
+            lines.append(f"{key!a} in optimizer.safetensors: the model has no such parameter")
+        elif tensor.dim() and kind(tensor) != kind(expected[name]):
+            lines.append(f"{key}: expected {kind(expected[name])}, found {kind(tensor)}")
+    return [Issue(str(path), "conflict", line[:400]) for line in lines[:8]]
+
+
+def kind(tensor: Tensor) -> str:
+    """Format type and shape, as in `float32 (3, 5)`."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def resolve(source: str) -> Path:
+    """Find the checkpoint at a path, or the newest valid one of a run directory or its checkpoints folder.
+
+    Raises ConfigError when there is none, with the problem of each.
+    """
+    path = Path(source)
+    if (path / "manifest.json").exists():
+        problem = check(path)
+        if problem:
+            raise ConfigError([Issue("", "damaged", problem)])
+        return path
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    newest, problems = newest_valid(folder)
+    if newest is None:
+        missing = Issue(source, "not_found", "no valid checkpoint there", hint="name a run or a checkpoint")
+        raise ConfigError([missing, *(Issue("", "damaged", problem) for problem in problems)])
+    return newest
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class NotFiniteError(ValueError):
+    """Raised for a state that must not become a checkpoint."""
+
+    failure_kind: FailureKind = "not_finite"
+
+
+class AsyncCheckpointer:
+    """Writes checkpoints one at a time; every rank has one, only rank 0's is given states.
+
+    A save that fails leaves those before it and is counted; `abort_reason` then tells whether the run ends.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: CheckpointConfig,
+        *,
+        log_rank0: Callable[[str], None],
+        saved_step: int | None,
+        write_errors: WriteErrors,
+    ):
+        self._folder, self._settings, self._log = folder, settings, log_rank0
+        self._write_errors = write_errors
+        self.saved_step = saved_step
+        """Step of the newest checkpoint that is safe in `folder`; None without one."""
+        self.failed_saves = 0
+        self.stall_s = 0.0
+        """Seconds that training stood still for saving: gathering, and waiting for an earlier write."""
+        self.abort_reason: Failure | None = None
+        """The first failed save, where the policy is to stop the run."""
+        self.problem: Failure | None = None
+        """The last save, if it failed."""
+        self._reason = ""  # of the last save that failed, since the last good one
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._trusted: set[Path] = set()
+
+    @property
+    def newest(self) -> Path | None:
+        if self.saved_step is None or self._settings.keep == 0:
+            return None
+        return path_of(self._folder, self.saved_step)
+
+    def save(self, step: int, gather: Callable[[], State | None], metadata: dict[str, Any]) -> None:
+        """Gather the state and begin to write it. Collective, as `gather` is.
+
+        An earlier write is waited for first, so the host never holds two states. With `keep` 0 nothing is
+        gathered or written, and the step counts as safe.
+        """
+        if self._settings.keep == 0:
+            self.saved_step = step
+            return
+        self.wait()
+        start = time.perf_counter()
+        state = gather()
+        if state is not None:
+            self._thread = threading.Thread(
+                target=self._write, args=(step, state, metadata), name="checkpoint-writer"
+            )
+            self._thread.start()
+        self.stall_s += time.perf_counter() - start
+
+    def wait(self) -> int | None:
+        """Wait for the write; return the newest step that is safe. Raises unexpected errors of the writer."""
+        self.close()
+        if self._error is not None:
+            raise self._error
+        return self.saved_step
+
+    def close(self) -> None:
+        """Wait for the write."""
+        if self._thread is not None:
+            start = time.perf_counter()
+            self._thread.join()
+            self._thread = None
+            self.stall_s += time.perf_counter() - start
+
+    def _write(self, step: int, state: State, metadata: dict[str, Any]) -> None:
+        try:
+            name = first_not_finite(state)
+            if name is not None:
+                raise NotFiniteError(f"{name} holds a value that is not finite")
+            self._folder.mkdir(exist_ok=True)
+            path = self._write_or_make_room(step, state, metadata)
+        except (OSError, NotFiniteError) as error:
+            self._failed(step, error)
+        except BaseException as error:
+            self._error = error
+        else:
+            self._trusted.add(path)
+            self.saved_step, self.problem, self._reason = step, None, ""
+
+    def _failed(self, step: int, error: OSError | NotFiniteError) -> None:
+        """Count a failed save; warn of saves in a row that fail for one reason once."""
+        self.failed_saves += 1
+        before, self._reason = self._reason, str(error)
+        if isinstance(error, OSError):
+            self._write_errors.note(error)
+            self._reason = os.strerror(error.errno or errno.EIO)
+        name = path_of(self._folder, step).name
+        message = f"{name} could not be saved: {error}; {self._newest_good()}"
+        self.problem = Failure(message=message, kind=kind_of_error(error))
+        if self._settings.on_error == "stop":
+            self.abort_reason = self.abort_reason or self.problem
+        if self._reason != before:
+            self._log(f"warning: {message}")
+
+    def _write_or_make_room(self, step: int, state: State, metadata: dict[str, Any]) -> Path:
+        keep = self._settings.keep
+        try:
+            return save_checkpoint(self._folder, step, state, metadata, keep, self._trusted)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            prune(self._folder, min(keep, 2), self._trusted)
+            return save_checkpoint(self._folder, step, state, metadata, keep, self._trusted)
+
+    def _newest_good(self) -> str:
+        listed = list_checkpoints(self._folder)
+        good = (p.name for p in listed if p in self._trusted or check(p) is None)
+        newest = next(good, None)
+        return f"the newest good checkpoint is {newest}" if newest else "no good checkpoint yet"

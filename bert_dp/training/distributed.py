@@ -1,0 +1,285 @@
+"""Rendezvous of the ranks, collectives of host values beside the gradients, and the shared clock."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel
+from torch import Tensor
+from torch.distributed.rendezvous import rendezvous as torch_rendezvous
+
+from bert_dp.config import ConfigError, Issue
+from bert_dp.files import INIT_FILE
+from bert_dp.training.devices import HostAndDevice, own_host_and_device
+from bert_dp.training.world import World
+
+M = TypeVar("M", bound=BaseModel)
+TIMEOUT = datetime.timedelta(minutes=30)
+
+
+class Comm:
+    """Collectives of small host values on a gloo side group, beside the gradients.
+
+    Every rank must call them in the same order. Without a group they are the identity.
+    """
+
+    def __init__(self, world: World, group: dist.ProcessGroup | None):
+        self.world = world
+        self._group = group
+
+    def all_gather(self, values: Sequence[float]) -> Tensor:
+        """Gather every rank's values: [N, len(values)] float64."""
+        mine = torch.tensor(values, dtype=torch.float64)
+        if self._group is None:
+            return mine[None]
+        parts = [torch.empty_like(mine) for _ in range(self.world.size)]
+        dist.all_gather(parts, mine, group=self._group)
+        return torch.stack(parts)
+
+    def max_async(self, values: Sequence[float]) -> Callable[[], list[float]]:
+        """Start an elementwise MAX over ranks; call the result to wait for it."""
+        mine = torch.tensor(values, dtype=torch.float64)
+        if self._group is None:
+            return mine.tolist
+        work = dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+        def wait() -> list[float]:
+            assert work is not None
+            work.wait()
+            return mine.tolist()
+
+        return wait
+
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's JSON value on every rank."""
+        if self._group is None:
+            return value
+        data = json.dumps(value).encode() if self.world.rank == 0 else b""
+        size = int(self.all_gather([len(data)])[0, 0])
+        buffer = torch.empty(size, dtype=torch.uint8)
+        if self.world.rank == 0:
+            buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        dist.broadcast(buffer, 0, group=self._group)
+        return json.loads(bytes(buffer.tolist()))
+
+    def broadcast_model(self, model: M | None, kind: type[M]) -> M | None:
+        """Return rank 0's pydantic model, of class `kind`, on every rank. Collective."""
+        data = self.broadcast(None if model is None else model.model_dump(mode="json"))
+        return None if data is None else kind.model_validate(data)
+
+    def barrier(self) -> None:
+        self.all_gather([0.0])
+
+
+def gather_json(value: Any, group: dist.ProcessGroup | None, device: torch.device) -> list[Any]:
+    """Gather every rank's JSON value, in the order of the group's ranks. Collective; `device`: one the group
+    knows. Torch's own collectives of objects unpickle, and so execute, what a peer sends.
+    """
+    data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
+    sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
+    sizes[dist.get_rank(group)] = len(data)
+    dist.all_reduce(sizes, group=group)
+    parts = [data.new_zeros(int(sizes.max())) for _ in sizes]
+    mine = data.new_zeros(int(sizes.max()))
+    mine[: len(data)] = data
+    dist.all_gather(parts, mine, group=group)
+    return [json.loads(bytes(part[:size].tolist())) for part, size in zip(parts, sizes.tolist(), strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class RendezvousResult:
+    """The ranks of a run before they have a process group: their store, and host and device of each rank."""
+
+    store: dist.Store
+    places: tuple[HostAndDevice, ...]
+
+
+def rendezvous(world: World, device: torch.device) -> RendezvousResult:
+    """Find the other ranks and where each runs, without a process group: NCCL's start fails, or never ends,
+    where two ranks have one GPU. Collective."""
+    mine = own_host_and_device(device)
+    if world.size == 1:
+        return RendezvousResult(dist.HashStore(), (mine,))
+    path, attempt = os.environ.get(INIT_FILE), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    url = "env://" if path is None else f"file://{path}-{attempt}"
+    store, _, _ = next(torch_rendezvous(url, world.rank, world.size, timeout=TIMEOUT))
+    store.set_timeout(TIMEOUT)
+    store.set(f"place-{world.rank}", json.dumps(dataclasses.astuple(mine)))
+    if world.rank == 0:
+        each = [json.loads(store.get(f"place-{rank}")) for rank in range(world.size)]
+        store.set("places", json.dumps(each))
+    return RendezvousResult(
+        store, tuple(HostAndDevice(*fields) for fields in json.loads(store.get("places")))
+    )
+
+
+def check_places(places: Sequence[HostAndDevice], tensor: int) -> None:
+    """Raise ConfigError for ranks that share a GPU, which NCCL refuses, and for a replica of `tensor` ranks
+    that is spread over nodes: it communicates in every layer."""
+    issues = []
+    for shared in dict.fromkeys(places):
+        ranks = [rank for rank, place in enumerate(places) if place == shared]
+        if shared.gpu is not None and len(ranks) > 1:
+            message = f"ranks {_listed(ranks)} have one GPU, {shared.gpu} of {shared.host}"
+            hint = (
+                "start as many ranks as there are GPUs (--nproc), or give each task one "
+                "(srun --gpus-per-task=1)"
+            )
+            issues.append(Issue("run.device", "conflict", message, shared.gpu, "--nproc", hint))
+    for first in range(0, len(places), tensor):
+        ranks = list(range(first, first + tensor))
+        hosts = {places[rank].node: places[rank].host for rank in ranks}
+        if len(hosts) > 1:
+            over = _listed(list(hosts.values()))
+            message = f"{tensor}, and ranks {_listed(ranks)} of one replica are spread over {over}"
+            hint = (
+                f"start a multiple of {tensor} ranks on every node, numbered node by node "
+                "(srun --distribution=block), or use parallel.tensor: 1"
+            )
+            issues.append(Issue("parallel.tensor", "conflict", message, tensor, hint=hint))
+    if issues:
+        raise ConfigError(issues)
+
+
+def _listed(items: Sequence[Any]) -> str:
+    return ", ".join(map(str, items))
+
+
+def connect(
+    world: World, device: torch.device, met: RendezvousResult | None = None, *, group_of_one: bool = False
+) -> Comm:
+    """Join the process group (nccl on GPUs, gloo on CPUs) and make the gloo side group.
+
+    `met`: None = rendezvous here. A lone rank joins none unless `group_of_one` (the ddp engine on one GPU).
+    """
+    if world.size == 1 and not group_of_one:
+        return Comm(world, None)
+    met = met or rendezvous(world, device)
+    on_gpu = device.type == "cuda"
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=dist.PrefixStore("ranks", met.store),
+        rank=world.rank,
+        world_size=world.size,
+        timeout=TIMEOUT,
+        device_id=device if on_gpu else None,
+    )
+    return Comm(world, dist.new_group(backend="gloo", timeout=TIMEOUT))
+
+
+def recent_collectives(count: int = 200) -> list[dict[str, Any]]:
+    """List the last `count` collectives that this rank has started, oldest first; [] without a recorder.
+
+    One flight recorder holds what NCCL ran, one what the other backends did; both are private to torch and
+    have moved between versions. Sizes are of the inputs, in elements.
+    """
+    collectives: list[dict[str, Any]] = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(torch._C._distributed_c10d, name, None)
+        entries = json.loads(dump()).get("entries", []) if dump else []
+        collectives += [
+            {
+                "group": str(entry["process_group"][0]),
+                "sequence": entry["collective_seq_id"],
+                "operation": entry["profiling_name"].partition(":")[2].removeprefix("_"),
+                "sizes": entry.get("input_sizes", []),
+                "state": entry.get("state", "unknown"),
+            }
+            for entry in entries[-count:]
+            if not entry.get("is_p2p")
+        ]
+    return collectives
+
+
+def disconnect() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@dataclasses.dataclass(frozen=True)
+class Stop:
+    """Request to stop: none, by a signal after a checkpoint, or of a failed run, which goes first."""
+
+    signal: int = 0
+    failed: bool = False
+
+    def __bool__(self) -> bool:
+        return self.failed or self.signal != 0
+
+
+class SharedClock:
+    """Elapsed seconds on rank 0's clock and the stop request of any rank, the same on every rank.
+
+    `exchange` returns what was sent one step earlier and sends the next, so no step waits for it. Rank 0
+    sends when it expects the next step to begin: its reading plus the time of the step that ended last.
+    """
+
+    def __init__(self, comm: Comm, elapsed_s: float = 0.0, now: Callable[[], float] = time.monotonic):
+        self._comm = comm
+        self._now = now
+        self._origin = now() - elapsed_s
+        self._shared_s = elapsed_s  # what the last exchange returned
+        self._step_began_s = elapsed_s
+        self._step_s: float | None = None  # None until the first step has ended
+        self._pending: Callable[[], list[float]] | None = None
+
+    def elapsed_s(self) -> float:
+        """Return this rank's own reading: for records, never for decisions."""
+        return self._now() - self._origin
+
+    def spent_s(self) -> float:
+        """Return the spent seconds of a budget in hours, for a checkpoint: progress never falls, also where a
+        run that goes on from it had expected a longer step."""
+        return max(self.elapsed_s(), self._shared_s)
+
+    def exchange(self, stop: Stop) -> tuple[float, Stop]:
+        """Return elapsed_s at the beginning of this step, which never falls, and the request of any rank.
+
+        The first exchange returns the elapsed_s that this clock began with. The second waits for rank 0's
+        reading: no step has been timed before. Collective.
+        """
+        self._step_began_s = self.elapsed_s()
+        if self._pending is None:
+            self._send(self._shared_s if self._step_s is None else self._step_began_s, stop)
+        elapsed_s, wanted = self._receive()
+        self._shared_s = max(self._shared_s, elapsed_s)
+        if self._step_s is not None:
+            self._send(self._step_began_s + self._step_s, stop)
+        return self._shared_s, wanted
+
+    def end_step(self) -> None:
+        """Time the step that began at the last exchange; called before evaluation and saving."""
+        self._step_s = self.elapsed_s() - self._step_began_s
+
+    def poll_stop(self, stop: Stop) -> Stop:
+        """Exchange the request alone, between steps: the clock is not read. Collective."""
+        if self._pending is None:
+            self._send(0.0, stop)
+            return self._receive()[1]
+        elapsed_s, wanted = self._receive()
+        self._send(elapsed_s, stop)
+        return wanted
+
+    def finish(self) -> None:
+        if self._pending is not None:
+            self._receive()
+
+    def _send(self, elapsed_s: float, stop: Stop) -> None:
+        """Start an exchange; of elapsed_s only rank 0's counts."""
+        mine = elapsed_s if self._comm.world.rank == 0 else 0.0
+        self._pending = self._comm.max_async([mine, float(stop.signal), float(stop.failed)])
+
+    def _receive(self) -> tuple[float, Stop]:
+        """Wait for the exchange that was started."""
+        assert self._pending is not None
+        elapsed_s, signal, failed = self._pending()
+        self._pending = None
+        return elapsed_s, Stop(int(signal), bool(failed))

@@ -1,0 +1,359 @@
+"""Run the one loop: train_step, evaluate, save, train."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bert_dp import files
+from bert_dp.config import BatchLayout, Config, batch_at, peak_lr, progress_at
+from bert_dp.files.models import Failure
+from bert_dp.model.interface import Model
+from bert_dp.optim import lr_factor, set_lr
+from bert_dp.parallel import Engine, State
+from bert_dp.tasks import Context, DatasetInfo, MicroBatch, Stream, Task
+from bert_dp.training import metrics
+from bert_dp.training.checkpoint import AsyncCheckpointer
+from bert_dp.training.devices import Precision
+from bert_dp.training.distributed import Comm, SharedClock, Stop
+from bert_dp.training.metrics import Meter, Timers, exposed_communication_s
+from bert_dp.training.process import HeartbeatWriter, Signals
+from bert_dp.training.profiler import StepTrace
+from bert_dp.training.record_files import Records, WriteErrors
+from bert_dp.training.state import TrainState
+
+LossFn = Callable[[nn.Module, Any], Tensor]
+"""(model, micro batch on the device) -> sum over the targets, a device scalar."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rank:
+    """Describe one rank after the rendezvous, before it builds anything."""
+
+    config: Config
+    layout: BatchLayout
+    run_dir: Path
+    comm: Comm
+    device: torch.device
+    task: Task
+    data: DatasetInfo
+    heartbeat: HeartbeatWriter
+    signals: Signals
+    write_errors: WriteErrors
+
+    def log_rank0(self, text: str) -> None:
+        """Write a line of rank 0's log; the launcher shows it."""
+        if self.comm.world.rank == 0:
+            with suppress(OSError):  # the log's disk is full: no reason to end the run
+                sys.stdout.write(files.printable(text) + "\n")
+                sys.stdout.flush()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trainer(Rank):
+    """Hold everything that one rank trains with; built by setup.py."""
+
+    precision: Precision
+    stream: Stream
+    engine: Engine
+    bare_model: Model
+    model: nn.Module
+    """The model as the engine wraps it."""
+    optimizer: torch.optim.Optimizer
+    num_parameters: int
+    metadata: dict[str, Any]
+    """Other facts for state.json: the configuration, the data's hash, whether the model is compiled."""
+    meter: Meter
+    checkpointer: AsyncCheckpointer
+    records: Records
+    trace: StepTrace
+
+    def step(
+        self, batches: Iterable[MicroBatch], *, grad_accum_steps: int, num_targets: int, timers: Timers
+    ) -> tuple[Tensor, Tensor]:
+        """Call `train_step` with the parts of this trainer."""
+        return train_step(
+            self.engine,
+            self.model,
+            self.task.loss,
+            batches,
+            grad_accum_steps=grad_accum_steps,
+            num_targets=num_targets,
+            device=self.device,
+            precision=self.precision,
+            max_norm=self.config.optim.clip,
+            timers=timers,
+            progress=self.heartbeat.progress,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingOutcome:
+    """Describe the end of `train`."""
+
+    signal: int
+    """0 = the budget is spent, or `failure`."""
+    failure: Failure | None
+    """Why the run ended itself; the same on every rank."""
+    checkpoint: Path | None
+
+
+def train_step(
+    engine: Engine,
+    model: nn.Module,
+    loss_fn: LossFn,
+    batches: Iterable[MicroBatch],
+    *,
+    grad_accum_steps: int,
+    num_targets: int,
+    device: torch.device,
+    precision: Precision,
+    max_norm: float,
+    timers: Timers,
+    progress: Callable[[], None],
+) -> tuple[Tensor, Tensor]:
+    """Run forward, backward, reduction, clipping and the optimizer step.
+
+    `batches` gives `grad_accum_steps` micro batches, each drawn when the one before it has been passed to the
+    device: the next is made while that computes. `num_targets` is that of the step over all replicas. Returns
+    this replica's share of the mean loss over them (the shares sum to it) and the reduced gradient norm, both
+    device scalars; no host sync. `progress` is called after each micro batch.
+
+    Timed without the wait for data, as own_work: up to the last micro batch's backward, before any gradient
+    is reduced. That is this rank's alone under single, ddp, zero1 and accelerate; fsdp and tensor parallelism
+    meet in the forward.
+    """
+    loss_share = torch.zeros((), dtype=precision.parameters, device=device)
+    for left, batch in zip(reversed(range(grad_accum_steps)), batches, strict=True):
+        with timers.phase("forward_backward"):
+            timers.start("own_work")
+            with engine.accumulate(last=not left):
+                with precision.context(device):
+                    loss = loss_fn(model, batch.to(device)) / num_targets
+                if not left:
+                    timers.stop("own_work")
+                engine.backward(loss)
+            loss_share += loss.detach()
+            if left:
+                timers.stop("own_work")
+        progress()
+    with timers.phase("optimizer"):
+        norm = engine.step(max_norm)
+    return loss_share, norm
+
+
+def dry_run(trainer: Trainer, start: State) -> None:
+    """Run one synchronised step before the first real one: compile, find out-of-memory early, let DDP build
+    its buckets (at three ranks or more its first iteration reduces in another order). Collective.
+
+    It takes no samples, and what it moves is then what `start` holds.
+    """
+    layout, engine = trainer.layout, trainer.engine
+    count = min(2, layout.grad_accum_steps)
+    trainer.step(
+        [trainer.task.example_batch(layout.micro_size)] * count,
+        grad_accum_steps=count,
+        num_targets=trainer.task.num_targets(0, count * layout.samples_per_micro_step),
+        timers=Timers(trainer.device),
+    )
+    batches = itertools.count()
+    evaluate(trainer, lambda: next(batches) > 0)  # one batch
+    trainer.comm.barrier()
+    engine.scatter_state(start)
+    if engine.norm_pairs is not None:
+        engine.norm_pairs.clear()
+
+
+def evaluate(
+    trainer: Trainer, stopped: Callable[[], bool], run_dir: Path | None = None
+) -> dict[str, Any] | None:
+    """Return the task's measurements on held-out data, without dropout; None when nothing is held out or
+    `stopped`, asked before each batch and alike on all ranks, says so. `run_dir`: where rank 0 writes
+    predictions of single examples. Collective."""
+    context = Context(
+        comm=trainer.comm,
+        device=trainer.device,
+        precision=trainer.precision,
+        dp_rank=trainer.engine.dp_rank,
+        dp_size=trainer.engine.dp_size,
+        tensor=trainer.layout.tensor,
+        progress=trainer.heartbeat.progress,
+        stopped=stopped,
+        run_dir=run_dir if trainer.comm.world.rank == 0 else None,
+    )
+    model = trainer.bare_model.eval()
+    measured = trainer.task.evaluate(model, context)
+    model.train()
+    return measured
+
+
+def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> TrainingOutcome:
+    """Train until the budget is spent, a signal arrives on any rank, or the run gives up; `state` is kept up
+    to date.
+
+    Rank 0 writes metrics.jsonl, noise.jsonl, evals.jsonl and checkpoints. Collective.
+    """
+    config, meter, heartbeat = trainer.config, trainer.meter, trainer.heartbeat
+    peak = peak_lr(config).value
+    meter.start(trainer.stream.wait_s)
+    trainer.trace.reached(state.step, meter)
+    while True:
+        heartbeat.enter("data", state.step + 1)
+        elapsed_s, stop = clock.exchange(stop_request(trainer, state))
+        if config.parallel.engine == "independent":
+            meter.timers.restart()  # what copies wait for each other is no part of their steps
+        progress = progress_at(config, state.step, state.samples, elapsed_s)
+        if stop or progress >= 1.0:
+            break
+        state.progress, state.global_batch = progress, batch_at(config.batch, progress)
+        state.lr = peak * lr_factor(config.schedule, progress)
+        set_lr(trainer.optimizer, state.lr)
+        grad_accum_steps = state.global_batch // trainer.layout.samples_per_micro_step
+        loss, norm = trainer.step(
+            micro_batches(trainer, grad_accum_steps),
+            grad_accum_steps=grad_accum_steps,
+            num_targets=trainer.task.num_targets(state.samples, state.global_batch),
+            timers=meter.timers,
+        )
+        meter.observe(loss, norm, state.global_batch, grad_accum_steps, trainer.stream.wait_s)
+        state.step += 1
+        state.samples += state.global_batch
+        trainer.trace.reached(state.step, meter)
+        if state.step % config.log.every_steps == 0:
+            log_steps(trainer, state, clock)
+        clock.end_step()
+        if config.eval.every_steps and state.step % config.eval.every_steps == 0:
+            with meter.paused():
+                evaluate_and_write(trainer, state, clock)
+        if config.checkpoint.every_steps and state.step % config.checkpoint.every_steps == 0:
+            with meter.paused():
+                save(trainer, state, clock.spent_s())
+    trainer.trace.reached(state.step, meter, at_end=True)
+    return _finish(trainer, state, clock, stop)
+
+
+def micro_batches(trainer: Trainer, count: int) -> Iterator[MicroBatch]:
+    """Yield the next ones of the stream; while one is waited for the heartbeat says so."""
+    for _ in range(count):
+        trainer.heartbeat.enter("data")
+        batch = trainer.stream.next()
+        trainer.heartbeat.enter("step")
+        yield batch
+
+
+def stop_request(trainer: Trainer, state: TrainState) -> Stop:
+    """Return the request of this rank to all."""
+    failed = bool(state.abort_reason or trainer.checkpointer.abort_reason)
+    return Stop(trainer.signals.received, failed)
+
+
+def _finish(trainer: Trainer, state: TrainState, clock: SharedClock, stop: Stop) -> TrainingOutcome:
+    """Write the last line, evaluation and checkpoint. `stop`: what ended the loop, if not a spent budget."""
+    if state.step > state.logged_step:
+        log_steps(trainer, state, clock)
+    if not stop:
+        precision, skipped = trainer.precision.name, state.skipped_steps
+        nothing = metrics.nothing_learned(trainer.config, precision, skipped, state.step)
+        state.request_abort(nothing, "not_finite")
+    is_due = not (stop or state.abort_reason or state.step == state.evaluated_step)
+    unsaved = save(trainer, state, clock.spent_s(), wait=True) if is_due else None
+    if is_due:  # after the save: an error here must not cost the run
+        evaluate_and_write(trainer, state, clock)
+        if state.step != state.evaluated_step:  # a signal came meanwhile, or nothing is held out
+            stop = clock.poll_stop(stop_request(trainer, state))
+    clock.finish()
+    failure = trainer.comm.broadcast_model(state.abort_reason or trainer.checkpointer.abort_reason, Failure)
+    if failure is None:  # else the state may be what made it fail, and must not push out the good ones
+        failure = unsaved if is_due else save(trainer, state, clock.spent_s(), wait=True)
+    return TrainingOutcome(
+        signal=0 if stop.failed else stop.signal, failure=failure, checkpoint=trainer.checkpointer.newest
+    )
+
+
+def log_steps(trainer: Trainer, state: TrainState, clock: SharedClock) -> None:
+    """Write a line of metrics.jsonl and check its loss and skipped steps. Collective."""
+    trainer.heartbeat.enter("log", state.step)
+    gc.collect()  # on all ranks at once, while a device still works; whole, as only what is new is walked
+    epoch = state.samples // trainer.data.num_samples
+    elapsed_s = clock.elapsed_s()
+    progress = progress_at(trainer.config, state.step, state.samples, elapsed_s)  # after the step
+    line = trainer.meter.flush(state, epoch=epoch, progress=progress, elapsed_s=elapsed_s)
+    norm_pairs = trainer.engine.norm_pairs
+    norms = norm_pairs.drain(trainer.comm, state.step) if norm_pairs is not None else []
+    if trainer.config.log.step_times:
+        steps = {**trainer.meter.steps, "ddp_exposed_s": exposed_communication_s(trainer.model)}
+        trainer.records.append(f"steps/rank-{trainer.comm.world.rank}.jsonl", steps)
+    if trainer.comm.world.rank == 0:
+        trainer.records.append("metrics.jsonl", line)
+        for pairs in norms:
+            trainer.records.append("noise.jsonl", pairs)
+    state.logged_step, state.final_loss = state.step, line["loss"]
+    state.skipped_steps = line["skipped_steps"]
+    watch_loss(trainer, state, line["loss"])
+    skipping = metrics.too_many_skipped(
+        trainer.config, trainer.precision.name, trainer.meter.skipped_in_a_row, state.step, state.lr
+    )
+    state.request_abort(skipping, "not_finite")
+
+
+def watch_loss(trainer: Trainer, state: TrainState, loss: float) -> None:
+    """Report and count a spike of the logged loss; remember it for the next ones."""
+    recent = state.recent_losses
+    if metrics.is_spike(loss, recent):
+        state.loss_spikes += 1
+        mean = sum(recent) / len(recent)
+        trainer.log_rank0(
+            f"warning: loss spike at step {state.step}: {loss:.4f}, mean of the last {len(recent)} "
+            f"logged losses {mean:.4f}"
+        )
+    if math.isfinite(loss):
+        state.recent_losses = [*recent, loss][-metrics.WINDOW :]
+
+
+def evaluate_and_write(trainer: Trainer, state: TrainState, clock: SharedClock) -> None:
+    """Evaluate and write a line of evals.jsonl. Collective."""
+    trainer.heartbeat.enter("evaluate", state.step)
+    start = clock.elapsed_s()
+    measured = evaluate(trainer, lambda: bool(clock.poll_stop(stop_request(trainer, state))), trainer.run_dir)
+    elapsed = clock.elapsed_s()
+    state.eval_s += elapsed - start
+    if measured is not None:
+        state.heldout, state.evaluated_step = measured, state.step
+    if trainer.comm.world.rank == 0 and measured:
+        with suppress(OSError):
+            files.cut_back(trainer.run_dir / "evals.jsonl", state.step - 1)  # one line a step, also repeated
+        line = {
+            "step": state.step,
+            "tokens": trainer.meter.tokens(state.samples),
+            **measured,
+            "elapsed_s": elapsed,
+        }
+        trainer.records.append("evals.jsonl", line)
+    if measured is not None:
+        state.request_abort(metrics.has_diverged(measured["loss"], state.step), "not_finite")
+
+
+def save(trainer: Trainer, state: TrainState, elapsed_s: float, *, wait: bool = False) -> Failure | None:
+    """Begin to save the run beside training. With `wait`, return once the state is safe, or the reason that
+    it is not, the same on every rank. Collective."""
+    trainer.heartbeat.enter("save", state.step)
+    checkpointer, comm = trainer.checkpointer, trainer.comm
+    if wait and comm.broadcast(checkpointer.wait()) == state.step:
+        return None
+    state.elapsed_s, state.skipped_steps = elapsed_s, int(trainer.meter.skipped)
+    checkpointer.save(state.step, trainer.engine.gather_state, {**trainer.metadata, **state.saved()})
+    if not wait:
+        return None
+    if comm.broadcast(checkpointer.wait()) == state.step:
+        return None
+    return comm.broadcast_model(checkpointer.problem, Failure)

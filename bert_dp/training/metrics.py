@@ -1,0 +1,354 @@
+"""Sum and time steps on the device: one sync, one gather, one record a log line; detect anomalies.
+
+Anomalies are loss spikes, skipped steps and divergence.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bert_dp.config import BatchLayout, Config
+from bert_dp.files.models import STRAGGLER_RATIO
+from bert_dp.training.devices import alloc_retries, peak_memory_gib, synchronize
+from bert_dp.training.distributed import Comm
+from bert_dp.training.state import TrainState
+
+PHASES = ("forward_backward", "optimizer")
+TIMED = (*PHASES, "own_work")
+STRAGGLER_STEPS = 10  # over fewer steps nobody is: one pause would name a rank
+
+
+Mark = Any  # a point in time: a CUDA event on a GPU, seconds of the clock on a CPU
+
+
+class Timers:
+    """Measures seconds of each step, whole and by phase: CUDA events on a GPU, read at the next drain."""
+
+    def __init__(self, device: torch.device):
+        self._cuda = device.type == "cuda"
+        self._started: dict[str, Mark] = {}
+        self._phases: list[tuple[str, Mark, Mark]] = []
+        self._finished: list[tuple[list[tuple[str, Mark, Mark]], Mark, Mark, float]] = []
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin the next step here, so that it excludes the time before."""
+        self._step_start, self._host_start = self.mark(), time.perf_counter()
+
+    def start(self, name: str) -> None:
+        """Begin to count the time as `name`, one of TIMED."""
+        self._started[name] = self.mark()
+
+    def stop(self, name: str) -> None:
+        """End what `start` began."""
+        self._phases.append((name, self._started.pop(name), self.mark()))
+
+    def end_step(self) -> None:
+        """End the step and begin the next one."""
+        host_s = time.perf_counter() - self._host_start
+        phases, start = self._phases, self._step_start
+        if self._cuda and phases and not phases[-1][1].query():
+            host_s = 0.0  # the device has not come to the last phase: it does not wait for the host
+        self._phases = []
+        self.restart()
+        self._finished.append((phases, start, self._step_start, host_s))
+
+    def mark(self) -> Mark:
+        """Return the current time of the device's clock."""
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, begin: Mark, end: Mark) -> float:
+        """Return the seconds between two marks; the device must be synchronised."""
+        return begin.elapsed_time(end) / 1e3 if self._cuda else end - begin
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the block as one of TIMED."""
+        self.start(name)
+        yield
+        self.stop(name)
+
+    def drain(self) -> dict[str, list[float]]:
+        """Return name -> seconds of each step that has ended since the last drain: TIMED, `step` (the whole
+        step) and `host` (until its last operation was enqueued; 0 where a GPU still had most of it before it,
+        as the host may then have waited for room in its queue). The device must be synchronised."""
+        steps = []
+        for phases, begin, end, host_s in self._finished:
+            seconds = dict.fromkeys(TIMED, 0.0) | {"step": self.between(begin, end), "host": host_s}
+            for name, start, stop in phases:
+                seconds[name] += self.between(start, stop)
+            steps.append(seconds)
+        self._finished.clear()
+        return {name: [step[name] for step in steps] for name in (*TIMED, "step", "host")}
+
+
+def straggler(own_work_s: Sequence[float], steps: int) -> tuple[float | None, dict[str, float] | None]:
+    """Return the ratio of the slowest rank's own work to the median of the others', and the straggler: rank,
+    ratio and the seconds per step that the others wait for it, or None.
+
+    own_work_s: seconds of each rank over `steps` steps. (None, None) for a lone rank or before a step.
+    """
+    if len(own_work_s) < 2 or not steps:
+        return None, None
+    slowest = max(own_work_s)
+    rank = list(own_work_s).index(slowest)
+    others = statistics.median([*own_work_s[:rank], *own_work_s[rank + 1 :]])
+    if others <= 0:
+        return None, None
+    ratio = slowest / others
+    if ratio <= STRAGGLER_RATIO or steps < STRAGGLER_STEPS:
+        return ratio, None
+    return ratio, {"rank": rank, "ratio": ratio, "seconds_per_step": (slowest - others) / steps}
+
+
+def exposed_waits(waits_s: Sequence[float], phases: Mapping[str, Sequence[float]]) -> list[float]:
+    """Return the seconds of each step in which the device waited for data: a host waits while its GPU still
+    computes, and only what the phases leave of the step is lost. `phases`: see `Timers.drain`."""
+    busy = zip(*(phases[name] for name in PHASES), strict=True)
+    return [
+        min(wait, max(0.0, step - sum(parts)))
+        for wait, step, parts in zip(waits_s, phases["step"], busy, strict=True)
+    ]
+
+
+class Meter:
+    """Accumulates between log lines; `totals` (seconds, of all real steps) feed the summary."""
+
+    def __init__(
+        self,
+        comm: Comm,
+        device: torch.device,
+        layout: BatchLayout,
+        *,
+        tokens_per_sample: float,
+        flops_per_token: float,
+        peak_flops: float | None,
+        skipped: int = 0,
+    ):
+        """`tokens_per_sample`: without padding; `skipped`: steps that the run has skipped before."""
+        self._comm, self._device, self._layout = comm, device, layout
+        self._tokens_per_sample = tokens_per_sample
+        self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
+        self.timers = Timers(device)
+        self.totals = dict.fromkeys(("train_s", "data_wait_s", *(f"{p}_s" for p in PHASES)), 0.0)
+        self.own_work_s = [0.0] * layout.world_size
+        """Seconds of each rank before any reduction, of all real steps."""
+        self.total_steps = self.total_samples = self.total_micro = 0
+        self.skipped = torch.tensor(skipped, dtype=torch.int64, device=device)
+        self._row, self._longest_row = torch.zeros_like(self.skipped), torch.zeros_like(self.skipped)
+        self.steps: dict[str, Any] = {}
+        """A line of steps/rank-N.jsonl: this rank's steps of the last flush."""
+        self.measured: dict[str, float | None] = {}
+        """Metrics of the last line that the summary and the page show by their names."""
+        self.skipped_in_a_row = 0
+        """The longest row of skipped steps that reached into those of the last line."""
+        self.start(0.0)
+
+    def start(self, wait_s: float) -> None:
+        """Begin timing; `wait_s` is the stream's data wait so far."""
+        self._start = time.perf_counter()
+        self._paused_s = 0.0
+        self._steps = self._samples = self._micro = 0
+        self._waits = [wait_s]
+        self.timers.restart()
+
+    def observe(self, loss: Tensor, norm: Tensor, samples: int, grad_accum_steps: int, wait_s: float) -> None:
+        """Take the device scalars of one step, this replica's share of the mean loss and the reduced norm,
+        and the stream's data wait so far. No sync."""
+        self._loss, self._norm = loss, norm
+        bad = ~norm.isfinite()
+        self.skipped += bad
+        self._row.add_(1).mul_(bad)
+        torch.maximum(self._longest_row, self._row, out=self._longest_row)
+        self._steps += 1
+        self._samples += samples
+        self._micro += grad_accum_steps * self._layout.dp
+        self._waits.append(wait_s)
+        self.timers.end_step()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Exclude the block, such as an evaluation or a save, from the time of steps."""
+        synchronize(self._device)
+        start = time.perf_counter()
+        yield
+        synchronize(self._device)
+        self._paused_s += time.perf_counter() - start
+        self.timers.restart()
+
+    def flush(self, state: TrainState, *, epoch: int, progress: float, elapsed_s: float) -> dict[str, Any]:
+        """Return a line of metrics.jsonl: times and rates are means over the steps since the previous line,
+        `lr` and `global_batch` those of the step, `progress` is after it. One sync, one gather; the same
+        line on every rank, but for its clock. Collective."""
+        synchronize(self._device)
+        ranks = self._gather(state.step, time.perf_counter() - self._start - self._paused_s)
+        names = ("data_wait_s", "forward_backward_s", "optimizer_s")
+        split = dict(zip(names, ranks[0, 2:5].tolist(), strict=True))
+        self.own_work_s = [s + t for s, t in zip(self.own_work_s, ranks[:, 5].tolist(), strict=True)]
+        seconds = ranks[0, 6].item()
+        for name, value in {"train_s": seconds, **split}.items():
+            self.totals[name] += value
+        self.total_steps += self._steps
+        self.total_samples += self._samples
+        self.total_micro += self._micro
+        # a metric more is a line here: metrics.jsonl, the summary and the page have it under its name
+        self.measured = {"grad_norm": float(self._norm)}
+        line = {
+            "step": state.step,
+            "samples": state.samples,
+            "tokens": self.tokens(state.samples),
+            "epoch": epoch,
+            "progress": progress,
+            "loss": ranks[:: self._layout.tensor, 0].sum().item(),  # ranks of a replica hold the same share
+            "lr": state.lr,
+            "global_batch": state.global_batch,
+            "micro_batch": self._layout.micro_size,
+            "accumulation": state.global_batch // self._layout.samples_per_micro_step,
+            "world_size": self._layout.world_size,
+            "step_time_s": seconds / self._steps,
+            **self.rates(self._steps, self._samples, self._micro, seconds),
+            **{name: value / self._steps for name, value in split.items()},
+            "peak_memory_gib": ranks[:, 1].max().item(),
+            "elapsed_s": elapsed_s,
+            "skipped_steps": int(self.skipped),
+            **self.measured,
+        }
+        self.skipped_in_a_row = int(self._longest_row)
+        self._longest_row.zero_()
+        self.start(self._waits[-1])
+        return line
+
+    def _gather(self, step: int, seconds: float) -> Tensor:
+        """Gather [N, 7] of every rank since the last line: loss share, peak memory in GiB, seconds of data
+        wait, TIMED and all. Leave this rank's own steps in `steps`."""
+        phases, memory_gib = self.timers.drain(), peak_memory_gib(self._device)
+        waits = exposed_waits([b - a for a, b in itertools.pairwise(self._waits)], phases)
+        parts = {f"{name}_s": each for name, each in phases.items()}
+        self.steps = {
+            "step": step,
+            "data_wait_s": waits,
+            **parts,
+            "peak_memory_gib": memory_gib,
+            "alloc_retries": alloc_retries(self._device),
+        }
+        sums = [sum(phases[name]) for name in TIMED]
+        return self._comm.all_gather([float(self._loss), memory_gib, sum(waits), *sums, seconds])
+
+    def tokens(self, samples: int) -> int:
+        """Return the tokens of so many samples; each counts as if it had the mean length."""
+        return round(samples * self._tokens_per_sample)
+
+    def rates(self, steps: int, samples: int, micro: int, seconds: float) -> dict[str, Any]:
+        """Return the throughput over all replicas; `micro`: micro-batch steps summed over replicas."""
+        tokens_per_s = samples * self._tokens_per_sample / seconds
+        per_gpu = tokens_per_s / self._layout.world_size
+        return {
+            "steps_per_s": steps / seconds,
+            "global_steps_per_s": micro / seconds,
+            "samples_per_s": samples / seconds,
+            "tokens_per_s": tokens_per_s,
+            "tokens_per_s_per_gpu": per_gpu,
+            "mfu": per_gpu * self._flops_per_token / self._peak_flops if self._peak_flops else None,
+        }
+
+    def total_rates(self) -> dict[str, Any]:
+        """Return the rates over all real steps of this process; all None before the first flush."""
+        if not self.total_steps:
+            return dict.fromkeys(self.rates(1, 1, 1, 1.0))
+        return self.rates(self.total_steps, self.total_samples, self.total_micro, self.totals["train_s"])
+
+
+# torch's own counts of DDP's reductions are private to torch, so every reader may find nothing
+
+
+def sample_communication(model: Any, every_steps: int) -> None:
+    """Let DDP time one step in so many, beside its first ten; on a GPU each costs a synchronisation."""
+    choose = getattr(model, "_set_ddp_runtime_logging_sample_rate", None)
+    if choose is not None:
+        choose(every_steps)
+
+
+def exposed_communication_s(model: Any) -> float | None:
+    """Return the seconds of reductions that no backward pass covered, in the step that DDP timed last."""
+    data = _ddp_logging_data(model)
+    comm, overlap = data.get("backward_comm_time"), data.get("backward_compute_comm_overlap_time")
+    return None if comm is None or overlap is None else (comm - overlap) / 1e9
+
+
+def bucket_bytes(model: Any) -> list[int]:
+    """Return the bytes of DDP's reduction buckets; empty under other engines."""
+    data = _ddp_logging_data(model)
+    sizes = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
+    return [int(size) for size in sizes.split(",") if size.strip()]
+
+
+def _ddp_logging_data(model: Any) -> dict[str, Any]:
+    read = getattr(model, "_get_ddp_logging_data", None)
+    return dict(read()) if read is not None else {}
+
+
+WINDOW = 128  # logged losses that a spike is seen against, and its height: OLMo-core's SkipStepOptimizer
+SIGMAS = 6.0
+ENOUGH = 16  # logged losses before there is a spread to speak of
+FP16_ROOM = 16  # the scaler starts at 2^16 and halves at each skip: so many may pass before it is at 1
+
+
+def is_spike(loss: float, recent: Sequence[float]) -> bool:
+    """Return True if a logged loss is above mean + SIGMAS standard deviations of the ones before it."""
+    if len(recent) < ENOUGH or not math.isfinite(loss):  # the latter is skipped and counted elsewhere
+        return False
+    mean = sum(recent) / len(recent)
+    deviation = math.sqrt(sum((x - mean) ** 2 for x in recent) / len(recent))
+    return loss > mean + SIGMAS * deviation
+
+
+def has_diverged(heldout_loss: float, step: int) -> str | None:
+    """Return the reason to stop when the held-out loss is no number."""
+    if math.isfinite(heldout_loss):
+        return None
+    return (
+        f"the held-out loss after step {step} is {heldout_loss}: the model has diverged; lower optim.lr, or "
+        "go on from an earlier checkpoint"
+    )
+
+
+def too_many_skipped(config: Config, precision: str, in_a_row: int, step: int, lr: float) -> str | None:
+    """Return the reason to stop when too many steps in a row had a gradient that is not finite, up to `step`,
+    whose rate was `lr`. Asked when a line is logged, so that no step waits for the device."""
+    run = config.run
+    if in_a_row < run.max_skipped_in_a_row + (FP16_ROOM if precision == "fp16" else 0):
+        return None
+    steps = "1 step" if in_a_row == 1 else f"{in_a_row} steps in a row"
+    return (
+        f"{steps} up to step {step} had a gradient that is not finite and were skipped, "
+        f"at learning rate {lr:.3g}; run.max_skipped_in_a_row is {run.max_skipped_in_a_row}, looked at "
+        f"every {config.log.every_steps} steps; {_advice(config, precision)}"
+    )
+
+
+def nothing_learned(config: Config, precision: str, skipped: int, step: int) -> str | None:
+    """Return the reason that a run has failed whose every step was skipped."""
+    if not step or skipped < step:
+        return None
+    return (
+        f"all {step} steps had a gradient that is not finite and were skipped: the weights are those that "
+        f"the run began with; {_advice(config, precision)}"
+    )
+
+
+def _advice(config: Config, precision: str) -> str:
+    other = ", or try precision: fp32" if precision in ("fp16", "bf16") else ""
+    return f"lower optim.lr (now {config.optim.lr}) in a new run directory{other}"

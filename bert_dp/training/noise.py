@@ -1,0 +1,188 @@
+"""Estimate the gradient noise scale B_simple = tr(Sigma) / |G|^2 (McCandlish et al. 2018, arXiv 1812.06162,
+A.1): the batch beyond which more samples a step begin to be wasted.
+
+NormPairs collects, per step, squared gradient norms at two batches; `estimate` makes the figure of them.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from bert_dp import files
+from bert_dp.config import Config
+from bert_dp.files.models import NoiseScale
+from bert_dp.files.quantiles import student
+from bert_dp.training.distributed import Comm
+
+WINDOW = 200  # steps that the summary's figure is of: the scale grows over a run
+MIN_STEPS = 50
+BLOCKS = 20
+T_95, T_999 = (student(BLOCKS - 1, level) for level in (0.95, 0.998))  # two-sided 95 %, one-sided 99.9 %
+
+CommHook = Callable[[Any, Any], Any]
+"""A hook of DDP: (state, bucket) -> future of the reduced bucket."""
+
+
+class NormPairs:
+    """Collect for each step the norms of the mean gradient over a small batch and over the global one, before
+    clipping; kept on the device until `drain`, no host sync.
+
+    With several replicas the small batch is a replica's own; a lone one's is its first micro batch. An engine
+    holds one and tells it what it does; without log.noise_scale all of that is nothing.
+
+    `share`: what a gradient of a replica holds before the reduction, over the mean of its samples' gradients.
+    """
+
+    def __init__(self, config: Config, dp_size: int, *, share: float = 1.0):
+        self.on = config.log.noise_scale
+        self._micro_size, self._dp_size, self._share = config.batch.micro_size, dp_size, share
+        self._ended: list[tuple[Tensor, Tensor, int]] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all steps, the open one too."""
+        self._ended.clear()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._parts: list[Tensor] = []
+        self._num_micro = 0
+        self._loss_scale: Tensor | None = None
+
+    def reducing(self, gradient: Tensor) -> None:
+        """Measure a part of this replica's whole gradient that is about to be reduced."""
+        if self.on and self._dp_size > 1:
+            self._parts.append(torch.linalg.vector_norm(gradient))
+
+    def before(self, reduce: CommHook) -> CommHook:
+        """Return `reduce` with each of its buckets measured first."""
+
+        def measured(state: Any, bucket) -> Any:
+            self.reducing(bucket.buffer())
+            return reduce(state, bucket)
+
+        measured.__annotations__.clear()  # torch compares them with types, and here they are text
+        return measured
+
+    def end_micro(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> None:
+        """Note that a micro batch's gradient has been added."""
+        if not self.on:
+            return
+        self._num_micro += 1
+        if self._num_micro > 1:
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if scaler is not None:
+            self._loss_scale = scaler.scale(torch.ones((), device=parameters[0].device))
+        if self._dp_size == 1:
+            self._parts = list(torch._foreach_norm([p.grad for p in parameters]))
+
+    def end_step(self, norm: Tensor) -> None:
+        """End the step. `norm`: of the reduced gradient, unscaled, before clipping."""
+        if not self.on:
+            return
+        # a lone replica's first micro batch stands for 1 / num_micro of the step's mean
+        own = torch.stack(self._parts).norm() * (self._num_micro if self._dp_size == 1 else 1 / self._share)
+        own = own if self._loss_scale is None else own / self._loss_scale
+        self._ended.append((own, norm, self._num_micro))
+        self._begin()
+
+    def drain(self, comm: Comm, step: int) -> list[dict[str, Any]]:
+        """Return lines of noise.jsonl for the steps since the last drain, `step` the last of them; a new line
+        where the batch changes. Steps that were skipped or had one batch only are left out. Collective."""
+        ended, self._ended = self._ended, []
+        if not ended:
+            return []
+        own, reduced, micros = zip(*ended, strict=True)
+        small_sq = comm.all_gather(_squares(own)).mean(0).tolist()
+        rows = zip(itertools.count(step - len(ended) + 1), micros, small_sq, _squares(reduced), strict=False)
+        lines = []
+        for num_micro, group in itertools.groupby(rows, key=lambda row: row[1]):
+            big = self._micro_size * num_micro * self._dp_size
+            small = self._micro_size if self._dp_size == 1 else big // self._dp_size
+            measured = [row for row in group if np.isfinite(row[2:]).all() and small < big]
+            if measured:
+                numbers, _, smalls, bigs = (list(column) for column in zip(*measured, strict=True))
+                batches = {"step": numbers[-1], "small_batch": small, "big_batch": big}
+                lines.append({**batches, "small_sq": smalls, "big_sq": bigs})
+        return lines
+
+
+def _squares(norms: Sequence[Tensor]) -> list[float]:
+    """Square norms on the host. Sync point."""
+    squares: list[float] = torch.stack(list(norms)).double().square().tolist()
+    return squares
+
+
+def estimate(
+    small_sq: Sequence[float], big_sq: Sequence[float], b_small: ArrayLike, b_big: ArrayLike
+) -> NoiseScale:
+    """Estimate B_simple from squared gradient norms of steps at batch b < B; b and B one number, or one a
+    step.
+
+        E |g_b|^2 = |G|^2 + tr(Sigma) / b, so per step, without bias,
+        |G|^2      = (B |g_B|^2 - b |g_b|^2) / (B - b)
+        tr(Sigma)  = (|g_b|^2 - |g_B|^2) / (1/b - 1/B)
+
+    Both are averaged over the steps before they are divided. The interval is Fieller's: all ratios x with
+    (mean tr - x mean |G|^2)^2 <= t^2 Var(mean tr - x mean |G|^2), the variance from 20 blocks of consecutive
+    steps. It covered the truth in 95 % of simulations, a percentile bootstrap of such blocks in 92 %.
+
+    Inconclusive: fewer than 50 steps, or |G|^2 or tr(Sigma) not above 0 at 99.9 %: at 97.5 % one run in forty
+    without any gradient would show a figure. Raises ValueError where b is not below B.
+    """
+    small_N, big_N, b_N, B_N = np.broadcast_arrays(
+        *(np.asarray(x, np.float64) for x in (small_sq, big_sq, b_small, b_big))
+    )
+    if not (b_N < B_N).all():
+        raise ValueError("the small batch must be below the big one")
+    steps = small_N.size
+    if steps < MIN_STEPS:
+        why = f"{steps} measured steps, fewer than {MIN_STEPS}"
+        return NoiseScale(steps=steps, verdict="inconclusive", why=why)
+    both_2N = np.stack([(B_N * big_N - b_N * small_N) / (B_N - b_N), (small_N - big_N) / (1 / b_N - 1 / B_N)])
+    (grad, trace), (var, cov, var_trace) = both_2N.mean(1), _variances(both_2N)
+    margin = T_95 * var**0.5
+    facts: dict[str, Any] = {
+        "grad_sq": float(grad),
+        "grad_sq_interval": [float(grad - margin), float(grad + margin)],
+        "trace": float(trace),
+    }
+    for name, mean, variance in (("gradient signal", grad, var), ("gradient noise", trace, var_trace)):
+        if mean <= T_999 * variance**0.5:
+            why = f"the {name} is too weak to measure in {steps} steps (not above 0 at 99.9 %)"
+            return NoiseScale(steps=steps, verdict="inconclusive", why=why, **facts)
+    # a x^2 - 2 h x + c <= 0; a > 0 after the checks above
+    a, h, c = grad**2 - T_95**2 * var, grad * trace - T_95**2 * cov, trace**2 - T_95**2 * var_trace
+    root = max(h**2 - a * c, 0.0) ** 0.5
+    facts |= {"noise_scale": float(trace / grad), "interval": [float((h - root) / a), float((h + root) / a)]}
+    return NoiseScale(steps=steps, verdict="ok", **facts)
+
+
+def _variances(both_2N: np.ndarray) -> tuple[float, float, float]:
+    """Return the variance of the first mean, covariance, variance of the second, from sums over BLOCKS
+    blocks."""
+    n = both_2N.shape[1]
+    starts = np.arange(BLOCKS) * n // BLOCKS
+    sums = np.add.reduceat(both_2N - both_2N.mean(1, keepdims=True), starts, axis=1)
+    covariance = sums @ sums.T * (BLOCKS / (BLOCKS - 1) / n**2)
+    return float(covariance[0, 0]), float(covariance[0, 1]), float(covariance[1, 1])
+
+
+def estimate_of_run(run_dir: Path) -> NoiseScale:
+    """Estimate over the last WINDOW measured steps of a run, from its noise.jsonl."""
+    pairs: collections.deque[tuple[float, float, int, int]] = collections.deque(maxlen=WINDOW)
+    for line in files.read_lines(run_dir / "noise.jsonl"):
+        batches = itertools.repeat(line["small_batch"]), itertools.repeat(line["big_batch"])
+        pairs.extend(zip(line["small_sq"], line["big_sq"], *batches, strict=False))
+    columns: Any = zip(*pairs, strict=True) if pairs else ((), (), (), ())
+    return estimate(*columns)

@@ -1,0 +1,268 @@
+"""Set up a rank before it imports torch (signals, log, error file) and write its heartbeat. Torch-free.
+
+The heartbeat is a memory-mapped file that the launcher may read: writing it stores to memory, without a system
+call, and nothing depends on a reader.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import mmap
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from bert_dp.config import ConfigError
+from bert_dp.files import (
+    BEAT_BYTES,
+    BEAT_SLOTS,
+    IN_STEP,
+    LAUNCHER_PID,
+    LAUNCHER_START,
+    LOG_DIR,
+    PHASES,
+    STARTED_AGAIN,
+    STOP_SIGNALS,
+    heeded,
+    hide,
+    is_own_code,
+    safe,
+    secret_values,
+    start_ticks,
+    write_json,
+)
+from bert_dp.files.models import Failure, FailureKind, kind_of_error
+from bert_dp.training.record_files import LogStream, WriteErrors
+
+GC_THRESHOLD = 100_000  # objects; recomputing a block leaves 7 at each call, some 0.5 KB
+
+
+class RunFailed(RuntimeError):
+    """Raised when all ranks have ended the run together; the message is the cause."""
+
+    def __init__(self, cause: str, failure_kind: FailureKind = "error"):
+        super().__init__(cause)
+        self.failure_kind = failure_kind
+
+
+class Signals:
+    """Remembers the first stop signal after `catch`; the loop reads it once per step."""
+
+    def __init__(self) -> None:
+        self.received = 0
+
+    def catch(self) -> None:
+        for number in heeded(STOP_SIGNALS):
+            signal.signal(number, self._remember)
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        self.received = self.received or number
+
+
+@contextlib.contextmanager
+def gc_paused() -> Iterator[None]:
+    """Collect garbage only on gc.collect() within the block, and not among the objects of now.
+
+    By itself Python would pause a rank at a step of its own, and all others with it. It still collects where
+    GC_THRESHOLD objects come together.
+    """
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_THRESHOLD, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+
+
+def redirect_output(rank: int, errors: WriteErrors) -> None:
+    """Append everything this process prints to $BERT_DP_LOG_DIR/rank-N.log, if the launcher set it.
+
+    A line separates it from the output of an earlier process of that rank. Failed writes are counted in
+    `errors`.
+    """
+    sys.stdout, sys.stderr = LogStream(1, errors), LogStream(2, errors)
+    if folder := os.environ.get(LOG_DIR):
+        try:
+            log = os.open(Path(folder) / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        except OSError as error:
+            errors.note(error)
+        else:
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            if os.fstat(log).st_size:
+                sys.stdout.write(f"{STARTED_AGAIN}\n")
+            os.close(log)
+    faulthandler.enable()
+
+
+def show_stacks_on_signal(rank: int) -> None:
+    """On SIGUSR2 append the stacks of all threads to $BERT_DP_LOG_DIR/rank-N.stack, or to stderr without it.
+
+    A C handler writes them: also while other C code holds the interpreter lock.
+    """
+    file: IO[str] = sys.stderr
+    if folder := os.environ.get(LOG_DIR):
+        with contextlib.suppress(OSError):  # a full disk
+            file = open(Path(folder) / f"rank-{rank}.stack", "a")  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
+
+
+def follow_launcher() -> None:
+    """End this process at once when the launcher is gone, however it went.
+
+    torchrun puts every worker into a session of its own, so nothing else would.
+    """
+    pid = int(os.environ.get(LAUNCHER_PID, "0"))
+    if not pid:
+        return
+    try:
+        descriptor = os.pidfd_open(pid)
+        same = start_ticks(pid) == os.environ.get(LAUNCHER_START)
+    except OSError:
+        same = False
+    if not same:
+        os._exit(1)
+
+    def watch() -> None:
+        poller = select.poll()
+        poller.register(descriptor, select.POLLIN)  # readable once the process has ended
+        while not poller.poll():
+            pass
+        os._exit(1)
+
+    threading.Thread(target=watch, name="follow-launcher", daemon=True).start()
+
+
+def record_error(rank: int, error: BaseException) -> None:
+    """Write the cause to $BERT_DP_LOG_DIR/rank-N.error.json, then to the log.
+
+    In this order: once the launcher sees the file it shows no more of the log, and its report comes first.
+    """
+    secrets = secret_values(os.environ)  # a library may have put one into its message
+    folder = os.environ.get(LOG_DIR)
+    if folder:
+        path = Path(folder) / f"rank-{rank}.error.json"
+        with contextlib.suppress(OSError):  # a full disk must not hide the cause: the log has it too
+            write_json(path, failure_of(rank, error, secrets).model_dump(mode="json"))
+    if isinstance(error, ConfigError):
+        text = "".join(f"error: {issue}\n" for issue in error.issues)
+    elif isinstance(error, RunFailed):  # no line of code is the place of it
+        text = f"error: {error}\n"
+    else:
+        text = "".join(traceback.format_exception(error))
+    sys.stderr.write(safe(hide(text, secrets)))
+
+
+def failure_of(rank: int, error: BaseException, secrets: Iterable[str]) -> Failure:
+    """Describe an exception with the innermost frame of our code or the user's."""
+    agreed = isinstance(error, RunFailed)
+    frames = [] if agreed else traceback.extract_tb(error.__traceback__)
+    frame = next((f for f in reversed(frames) if is_own_code(f.filename)), frames[-1] if frames else None)
+    name, text = type(error).__name__, hide(str(error), secrets)
+    issues = [i.to_json() for i in error.issues] if isinstance(error, ConfigError) else []
+    return Failure(
+        kind=kind_of_error(error),
+        message=text if agreed else f"{name}: {text}" if text else name,
+        rank=rank,
+        time_ns=time.monotonic_ns(),  # since boot: one clock for all processes, and it never jumps
+        error_type=name,
+        where=f"{frame.filename}:{frame.lineno}" if frame else None,
+        source=hide(f"in {frame.name}: {frame.line}", secrets) if frame and frame.line else None,
+        issues=[{k: hide(v, secrets) if isinstance(v, str) else v for k, v in i.items()} for i in issues],
+        agreed=agreed,
+    )
+
+
+ALIVE_EVERY_S = 1.0
+PID, STEP, PHASE, DONE, PROGRESS, PROGRESS_NS, ALIVE = BEAT_SLOTS.values()
+
+
+class HeartbeatWriter:
+    """Writes the heartbeat of one rank; `record.Heartbeat` defines the fields."""
+
+    def __init__(self, path: Path):
+        self._memory = _map(path)
+        self._slots = memoryview(self._memory).cast("q")
+        self._slots[PID] = os.getpid()
+        self._silence: tuple[float, Callable[[int], None]] | None = None
+        self._stopped = threading.Event()
+        self.enter("setup")
+        self._slots[ALIVE] += 1
+        threading.Thread(target=self._live, name="heartbeat", daemon=True).start()
+
+    def enter(self, phase: str, step: int | None = None) -> None:
+        """Begin a phase (of record.PHASES) in optimizer step `step` (None = unchanged). The phases of IN_STEP
+        take turns within a step and do not restart the count of pieces."""
+        slots = self._slots
+        if step is not None:
+            slots[STEP] = step
+        if step is not None or phase not in IN_STEP:
+            slots[DONE] = 0
+        slots[PHASE] = PHASES.index(phase)
+        slots[PROGRESS] += 1
+        slots[PROGRESS_NS] = time.monotonic_ns()
+
+    def progress(self) -> None:
+        """Count a finished piece of the phase: a micro batch, an evaluation batch."""
+        slots = self._slots
+        slots[DONE] += 1
+        slots[PROGRESS] += 1
+        slots[PROGRESS_NS] = time.monotonic_ns()
+
+    def on_silence(self, after_s: float, report: Callable[[int], None]) -> None:
+        """Let the heartbeat's thread call `report(progress)` after `after_s` seconds without progress, and
+        again each time that the silence has doubled."""
+        self._silence = after_s, report
+
+    def close(self) -> None:
+        """Stop the thread; the file stays."""
+        self._stopped.set()
+
+    def _live(self) -> None:
+        slots, seen, due_s = self._slots, -1, 0.0
+        while not self._stopped.wait(ALIVE_EVERY_S):
+            slots[ALIVE] += 1
+            if self._silence is None:
+                continue
+            after_s, report = self._silence
+            progress, silent_s = slots[PROGRESS], (time.monotonic_ns() - slots[PROGRESS_NS]) / 1e9
+            if progress != seen:
+                seen, due_s = progress, after_s
+            if silent_s >= due_s:
+                due_s = 2 * silent_s
+                with contextlib.suppress(Exception):  # a report that fails must not end the rank
+                    report(progress)
+
+
+def _map(path: Path) -> mmap.mmap:
+    """Create and map a file of zeros; anonymous memory where there is no place for it.
+
+    The zeros are written and not left a hole: a hole that a full disk cannot fill later would end the rank
+    with SIGBUS. A file of an earlier run is replaced and not truncated: its owner may still write to it.
+    """
+    try:
+        path.parent.mkdir(exist_ok=True)
+        path.unlink(missing_ok=True)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError:
+        return mmap.mmap(-1, BEAT_BYTES)
+    try:
+        os.write(file, bytes(BEAT_BYTES))
+        return mmap.mmap(file, BEAT_BYTES)
+    except (OSError, ValueError):  # ValueError: the file is shorter than it should be
+        return mmap.mmap(-1, BEAT_BYTES)
+    finally:
+        os.close(file)

@@ -1,0 +1,208 @@
+"""Run one rank: `python -m bert_dp.worker RUN/config.yaml`.
+
+torchrun, accelerate launch and deepspeed start it, by `bert-dp train` or without it; so do srun and mpirun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import os
+import sys
+import time
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from bert_dp import files
+from bert_dp.config import Config, ConfigError, Issue, batch_layout, load_config, with_budget
+from bert_dp.config.checks import ProfilePlan, parse_profile, profile_issues
+from bert_dp.training.process import (
+    HeartbeatWriter,
+    RunFailed,
+    Signals,
+    follow_launcher,
+    gc_paused,
+    record_error,
+    redirect_output,
+    show_stacks_on_signal,
+)
+from bert_dp.training.record_files import WriteErrors
+from bert_dp.training.world import World, check_rendezvous, read_world
+
+if TYPE_CHECKING:
+    from bert_dp.tasks import MakeTask
+
+SWITCH_S = 5e-4  # Python's default, 5 ms, delays prefetching threads when steps are short
+DYING_S = 60.0  # for a killed process to go: it may wait for a file server or a GPU
+
+
+def main(argv: list[str] | None = None, make_task: MakeTask | None = None) -> int:
+    """Run one rank. Returns 0 when done or stopped after a checkpoint, 2 for bad input, 1 when failed.
+
+    `make_task`: makes a task that the configuration cannot name; None = the one that it names.
+    """
+    files.open_missing_descriptors()
+    files.keep_private()
+    signals = Signals()
+    signals.catch()
+    arguments = parse_arguments(argv)
+    try:
+        world = read_world(os.environ)
+        check_rendezvous(world, os.environ)
+    except ConfigError as error:
+        sys.stderr.write(files.printable(f"error: {error}\n"))
+        return 2
+    write_errors = WriteErrors()
+    redirect_output(world.rank, write_errors)
+    show_stacks_on_signal(world.rank)
+    follow_launcher()
+    sys.setswitchinterval(SWITCH_S)
+    with contextlib.ExitStack() as at_end:  # once an error has been recorded
+        try:
+            run(arguments, world, signals, write_errors, make_task, at_end)
+        except ConfigError as error:
+            record_error(world.rank, error)
+            return 2
+        except BaseException as error:
+            record_error(world.rank, error)
+            return 1
+    return 0
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bert_dp.worker", description="One rank of a run.")
+    parser.add_argument("config", type=Path, help="YAML file of a whole configuration")
+    parser.add_argument("--run-dir", type=Path, help="default: the directory of the configuration")
+    parser.add_argument("--resume", default="auto", help="auto | never | path of a checkpoint or run")
+    parser.add_argument("--profile", metavar="FIRST:END", help="optimizer steps; 10:13 = 10, 11 and 12")
+    parser.add_argument("--profile-ranks", default="0", metavar="N,...", help="ranks; default: 0")
+    # deepspeed passes it
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def run(
+    arguments: argparse.Namespace,
+    world: World,
+    signals: Signals,
+    write_errors: WriteErrors,
+    make_task: MakeTask | None,
+    at_end: contextlib.ExitStack,
+) -> None:
+    """Take one rank from its environment to its summary. Raises ConfigError for bad input, RunFailed on rank
+    0 when all ranks have ended the run together; the other ranks then return.
+
+    After an error the process group is left to the process's end: a peer that sees its connections close
+    would otherwise report first.
+    """
+    started = time.monotonic()
+    from bert_dp import parallel, tasks
+    from bert_dp.training import build, devices, distributed
+    from bert_dp.training.loop import Rank, dry_run, save, train
+    from bert_dp.training.summary import write_summary
+
+    config = load_config(arguments.config)
+    run_dir = (arguments.run_dir or arguments.config.parent).resolve()
+    if arguments.run_dir is not None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    layout = batch_layout(config, world.size)
+    plan = profile_plan(arguments, config, world)
+    device = devices.choose_device(config.run.device, world)
+    lock = lock_run(run_dir) if world.rank == 0 else None
+    heartbeat = HeartbeatWriter(files.heartbeat_path(run_dir, world.rank))
+    devices.use_device(device, deterministic=config.run.deterministic)
+    engine = parallel.engine_name(config.parallel, world.size)
+    task = (make_task or tasks.make_task)(config, device)
+    data = task.open_data()  # before the ranks meet: a corpus may take longer than a collective may
+    config = with_budget(config, data.num_samples)
+    heartbeat.progress()
+    met = distributed.rendezvous(world, device)
+    distributed.check_places(met.places, layout.tensor)
+    placed = devices.set_affinity(device, world, met.places)
+    comm = distributed.connect(world, device, met, group_of_one=engine != "single")
+    report = functools.partial(write_collectives, run_dir, world.rank)
+    heartbeat.on_silence(config.run.hang_after_s / 2, report)
+    heartbeat.progress()
+    build.check_same_data(comm, data)
+    rank = Rank(
+        config=config,
+        layout=layout,
+        run_dir=run_dir,
+        comm=comm,
+        device=device,
+        task=task,
+        data=data,
+        heartbeat=heartbeat,
+        signals=signals,
+        write_errors=write_errors,
+    )
+    resumed = build.select_checkpoint(rank, arguments.resume)
+    heartbeat.progress()
+    trainer, state, tensors = build.build_trainer(rank, resumed, plan)
+    at_end.callback(trainer.checkpointer.close)  # a checkpoint that is being written outlives an error
+    build.describe(trainer, placed, resumed)
+    build.write_environment(trainer, placed)
+    setup_s = time.monotonic() - started
+    heartbeat.enter("compile", state.step)
+    dry_run(trainer, tensors)
+    devices.restart_peak_memory(device)
+    build.cut_records_back(trainer, state, resumed)
+    del resumed, tensors  # or a whole state stays on the host of every rank
+    dry_run_s = time.monotonic() - started - setup_s
+    trainer.log_rank0(f"ready: set-up {setup_s:.1f} s, dry run {dry_run_s:.1f} s")
+    failure = save(trainer, state, state.elapsed_s, wait=True)  # before hours are spent
+    if failure is None:
+        before_j = devices.joules(device)
+        with gc_paused():
+            result = train(trainer, state, distributed.SharedClock(comm, state.elapsed_s))
+        write_summary(trainer, state, result, setup_s, dry_run_s, before_j)
+        failure = result.failure
+    heartbeat.enter("done")
+    trainer.stream.close()
+    with contextlib.suppress(RuntimeError):  # all is written; a peer that has left first is no failure
+        comm.barrier()  # no rank ends while another still saves
+    distributed.disconnect()
+    heartbeat.close()
+    if lock is not None:
+        lock.close()
+    if failure is not None and world.rank == 0:
+        raise RunFailed(failure.message, failure.kind)
+
+
+def profile_plan(arguments: argparse.Namespace, config: Config, world: World) -> ProfilePlan | None:
+    """Parse the steps to profile. Raises ConfigError for steps or ranks that the run does not have."""
+    if arguments.profile is None:
+        return None
+    plan = parse_profile(arguments.profile, arguments.profile_ranks)
+    if issues := profile_issues(plan, world.size, steps=config.schedule.steps):
+        raise ConfigError(issues)
+    return plan
+
+
+def write_collectives(run_dir: Path, rank: int, progress: int) -> None:
+    """Write logs/rank-N.collectives.json: the rank's recent collectives at this progress of its heartbeat."""
+    from bert_dp.training import distributed
+
+    facts = {"pid": os.getpid(), "progress": progress, "collectives": distributed.recent_collectives()}
+    files.write_json(run_dir / "logs" / f"rank-{rank}.collectives.json", facts)
+
+
+def lock_run(run_dir: Path) -> IO[str]:
+    """Hold the run directory while this process lives. Raises ConfigError when another run holds it.
+
+    Our launcher holds one too: started by it this is no other run, but the rank 0 that it has just killed and
+    that the kernel has not let go yet.
+    """
+    end = time.monotonic() + (DYING_S if files.LAUNCHER_PID in os.environ else 0.0)
+    is_told = False
+    while (held := files.lock(run_dir / ".lock")) is None:
+        if time.monotonic() >= end:
+            message, hint = f"{run_dir} is in use by another run", "choose another directory"
+            raise ConfigError([Issue("--run-dir", "exists", message, str(run_dir), hint=hint)])
+        if not is_told:
+            sys.stdout.write(f"{run_dir}: held by another process; waiting {DYING_S:.0f} s for its end\n")
+            sys.stdout.flush()
+            is_told = True
+        time.sleep(0.2)
+    return held

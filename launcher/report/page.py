@@ -1,0 +1,342 @@
+"""Hold the result of a verb as a value, with its tables; console.py and html.py show it.
+
+Each column of a table is a quantity, with its unit, of the parts of a result that the rows show.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import yaml
+
+from launcher.report.numbers import FORMATS, NA, Unit, count_of, format_interval, number
+from launcher.results import Measurement
+from launcher.stats import is_measurable
+
+Level = Literal["ok", "warn", "fail", "info"]
+Style = Literal["line", "dashed", "dotted", "marks", "both"]
+"""Style of a line: solid, dashed, dotted (not measured by any run), marks alone, line and marks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """One finding and its evidence."""
+
+    level: Level
+    text: str
+    notes: Sequence[str] = ()
+    name: str = ""  # run or task that it is about, where a report has several
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """A number that stands out, with its denominator or scope."""
+
+    label: str
+    text: str
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class TableCell:
+    """One value of a table."""
+
+    text: str
+    note: str = ""  # its denominator or scope
+    exact: float | None = None  # its value with all digits
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A column of a table."""
+
+    head: str
+    text: bool = False  # holds words, which may be long and are aligned left
+
+
+@dataclasses.dataclass(frozen=True)
+class TableRow:
+    """A row of a table."""
+
+    label: str
+    cells: Sequence[TableCell]
+    topic: str = ""  # heading above the first of the rows that share it
+    console: bool = True  # False: on the page alone
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows named by their labels; without columns it is a list of labels and values."""
+
+    rows: Sequence[TableRow]
+    columns: Sequence[Column] = ()
+    title: str = ""
+    corner: str = ""  # head above the labels
+    empty: str = "none"  # text in place of a table without rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """An axis of a figure."""
+
+    label: str  # names the unit in words
+    unit: Unit = "si"  # format of its numbers
+    log: bool = False
+    from_zero: bool = False
+    ticks: Sequence[float] = ()
+    """Places of the ticks, e.g. the numbers of ranks that were run; empty: round numbers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A named series; a y of None is a gap. `low` and `high`: an interval around each point."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float | None]
+    colour: int | None = 0  # of the palette; None: grey
+    style: Style = "line"
+    low: Sequence[float | None] = ()
+    high: Sequence[float | None] = ()
+    width: float = 2.0
+
+    @property
+    def values(self) -> list[float]:
+        """Values that were measured."""
+        return [y for y in self.y if y is not None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Bars:
+    """One part of every row of a figure; the parts of a row are stacked."""
+
+    label: str
+    parts: Sequence[float | None]
+    texts: Sequence[str] = ()  # printed at the pointer; by default the part in the unit of the x axis
+
+    @property
+    def values(self) -> list[float]:
+        """Values that were measured."""
+        return [part for part in self.parts if part]
+
+
+@dataclasses.dataclass(frozen=True)
+class ReferenceLine:
+    """A horizontal reference line."""
+
+    label: str
+    value: float
+    left: bool = False  # puts its label at the left
+
+
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """A vertical reference line; the legend names it."""
+
+    label: str
+    value: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """Lines over x and y, or bars of named rows along x."""
+
+    title: str
+    traces: Sequence[Line | Bars]
+    x: Axis
+    y: Axis
+    rows: Sequence[str] = ()
+    levels: Sequence[ReferenceLine] = ()
+    marks: Sequence[Mark] = ()
+    note: str = ""
+    switch: bool = False  # offers a logarithmic x axis
+
+    @property
+    def is_empty(self) -> bool:
+        """True if no run measured anything of it."""
+        return not any(t.values for t in self.traces if not (isinstance(t, Line) and t.style == "dotted"))
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportSection:
+    """A part of the report."""
+
+    title: str
+    figures: Sequence[Figure] = ()
+    tables: Sequence[Table] = ()
+    notes: Sequence[str] = ()
+    text: str = ""  # shown unchanged, in fixed width
+    folded: bool = False  # opens on a click
+    console: bool = True  # False: on the page alone
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """The result of a verb."""
+
+    title: str
+    subtitle: Sequence[str] = ()
+    verdicts: Sequence[Verdict] = ()
+    tiles: Sequence[Tile] = ()
+    sections: Sequence[ReportSection] = ()
+    next: str = ""  # a command to run next
+
+
+def cell(value: object, unit: Unit, note: str = "") -> TableCell:
+    """Return a value in the format of its unit, with all its digits beside."""
+    exact = value if isinstance(value, float) and math.isfinite(value) else None
+    return TableCell(FORMATS[unit](value), note, exact)
+
+
+def value(label: str, number: object, unit: Unit, note: str = "", *, console: bool = True) -> TableRow:
+    """Return a row of one number."""
+    return TableRow(label, (cell(number, unit, note),), console=console)
+
+
+def words(label: str, text: str | None, note: str = "", *, console: bool = True) -> TableRow:
+    """Return a row of one text."""
+    return TableRow(label, (TableCell(text or NA, note),), console=console)
+
+
+def series(pairs: Sequence[tuple[Any, Any]]) -> tuple[list[float], list[float | None]]:
+    """Return the x and the y of points; one without an x is left out, a y that is no number is a gap."""
+    numbers = [(number(x), number(y)) for x, y in pairs]
+    kept = [(x, y) for x, y in numbers if x is not None]
+    return [x for x, _ in kept], [y for _, y in kept]
+
+
+def first_line(text: object, otherwise: str = "cause not recorded") -> str:
+    """Return the first line of a text that may have many or none."""
+    return next((line for line in str(text or "").strip().splitlines() if line), otherwise)
+
+
+def folded(title: str, text: str) -> ReportSection:
+    """Return a section of the page alone, which opens on a click."""
+    return ReportSection(title, text=text, folded=True, console=False)
+
+
+def record_text(content: Mapping[str, Any]) -> str:
+    """Return a nested record as YAML."""
+    return yaml.safe_dump(dict(content), sort_keys=False) if content else "not recorded"
+
+
+def machine_line(environment: Mapping[str, Any], *front: str) -> str:
+    """Return `front`, then processor, torch, commit and date as far as they are known."""
+    versions = environment.get("versions")
+    torch = versions.get("torch") if isinstance(versions, Mapping) else None
+    commit = str(environment.get("git_commit") or "")[:10]
+    dirty = " + uncommitted changes" if environment.get("git_dirty") else ""
+    parts = [
+        *front,
+        str(environment.get("cpu_model") or ""),
+        f"torch {torch}" if torch is not None else "",
+        f"commit {commit}{dirty}" if commit else "",
+        str(environment.get("date") or ""),
+    ]
+    return " \u00b7 ".join(part for part in parts if part)
+
+
+def subtitle(result: Measurement, method: Sequence[str]) -> list[str]:
+    """Name the machine and the method."""
+    trial = f"trials on {count_of(result.ranks, 'rank')}"
+    return [machine_line(result.environment, trial), " \u00b7 ".join(method)]
+
+
+def status_verdicts(result: Measurement) -> list[Verdict]:
+    """Say that the measurement failed or is partial."""
+    if result.status == "failed":
+        return [Verdict("fail", f"Failed: {result.why or 'cause not recorded'}")]
+    if result.status != "complete":
+        return [Verdict("warn", "Partial: stopped before its end; the same command goes on.")]
+    return []
+
+
+ENDS = {"low": 0, "high": 1}  # of an interval
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantity:
+    """A field of a part of a result."""
+
+    path: str  # keys that lead to it, with dots
+    head: str  # head of its column, with what the unit does not say
+    unit: Unit = "si"
+
+    def of(self, part: object) -> object:
+        """Return its value in `part`."""
+        return at(part, self.path)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ratio(Quantity):
+    """A ratio with the path of its interval. One that is not measurable is shown as such, without digits."""
+
+    interval: str = ""
+
+    def of(self, part: object) -> object:
+        """Return its value in `part`, or a cell that says that it is not measurable."""
+        value = at(part, self.path)
+        if value is None or is_measurable(at(part, self.interval)):
+            return value
+        return TableCell(f"not measurable with {count_of(at(part, 'repeats'), 'repeat')}")
+
+    def number(self, part: object) -> float | None:
+        """Return the value; None where it is not measurable."""
+        return number(self.of(part))
+
+    def ends(self, part: object) -> str:
+        """Return the ends of its interval: `78.0 % to 82.0 %`."""
+        shown = self.number(part) is not None
+        return format_interval(at(part, self.interval) if shown else None, FORMATS[self.unit])
+
+    def text(self, part: object) -> str:
+        """Return the value with its interval: `80.0 % [78.0 % to 82.0 %]`."""
+        shown, ends = cell_of(part, self).text, self.ends(part)
+        return shown if ends == NA else f"{shown} [{ends}]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Computed:
+    """A function of a part, for what no field holds."""
+
+    of: Callable[[Any], object]  # returns a value in `unit`, or a TableCell, e.g. one with a note
+    head: str
+    unit: Unit = "si"
+
+
+def at(part: object, path: str) -> Any:
+    """Follow `path` through fields, keys and the ends of intervals, e.g. `step_time_s.ci95.low`.
+
+    Returns None behind null, and of `repeats` and `runs`, which are lists, their number.
+    """
+    for key in path.split("."):
+        if part is None:
+            return None
+        if isinstance(part, Mapping):
+            part = part.get(key)
+        else:
+            part = part[ENDS[key]] if isinstance(part, list) else getattr(part, key)
+    return len(part) if path in ("repeats", "runs") and isinstance(part, list) else part
+
+
+def cell_of(part: object, quantity: Quantity | Computed) -> TableCell:
+    """Return the cell of a quantity of `part`."""
+    value = quantity.of(part)
+    return value if isinstance(value, TableCell) else cell(value, quantity.unit)
+
+
+def table(
+    parts: Iterable[tuple[str, object]],
+    quantities: Sequence[Quantity | Computed],
+    *,
+    title: str = "",
+    corner: str = "",
+    empty: str = "none",
+) -> Table:
+    """Return a row for each named part, a column for each quantity; those of words are aligned left."""
+    named = [TableRow(name, [cell_of(part, q) for q in quantities]) for name, part in parts]
+    heads = [Column(q.head, text=q.unit == "word") for q in quantities]
+    return Table(named, heads, title, corner, empty)

@@ -1,0 +1,566 @@
+"""Report a run, or several beside each other: how each ended, every number with its denominator."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import shlex
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+from bert_dp.config import flat
+from bert_dp.files.models import HeldOut, ProfileFile, Summary
+from launcher import stats
+from launcher.report.numbers import (
+    NA,
+    Unit,
+    count_of,
+    format_count,
+    format_decimals,
+    format_duration,
+    format_gib,
+    format_nats,
+    format_percent,
+    format_ratio,
+    format_si,
+    number,
+    unit_of,
+)
+from launcher.report.page import (
+    Axis,
+    Bars,
+    Column,
+    Figure,
+    Level,
+    Line,
+    ReferenceLine,
+    Report,
+    ReportSection,
+    Style,
+    Table,
+    TableCell,
+    TableRow,
+    Tile,
+    Verdict,
+    first_line,
+    folded,
+    machine_line,
+    record_text,
+    series,
+    value,
+    words,
+)
+from launcher.report.run_files import TRAIN_PARTS, WALL_PARTS, RunFiles, load, other
+from launcher.stats import NORMAL
+
+
+def half_width(heldout: HeldOut, seeds: Sequence[float] = ()) -> float | None:
+    """Return half of the 95 % interval of the loss, nats; None where it was not measured.
+
+    `seeds`: losses of which it is the mean. All are of one text, whose error adds to that of the mean over
+    the seeds as an independent one.
+    """
+    se = number(heldout.loss_se)
+    parts = [] if se is None else [NORMAL * se]
+    parts += [stats.half_width(seeds)] if len(seeds) > 1 else []
+    return math.hypot(*parts) if parts else None
+
+
+def loss_text(loss: float | None, heldout: HeldOut, seeds: Sequence[float] = ()) -> str:
+    """Format a loss with its interval where it has one: `5.7123 nats ± 0.0312`."""
+    width = half_width(heldout, seeds)
+    return loss_in(heldout.loss_unit, loss) + ("" if loss is None or width is None else f" ± {width:.4f}")
+
+
+def loss_in(unit: str, loss: float | None) -> str:
+    """Format a loss in nats or in another unit."""
+    return format_nats(loss) if unit == "nats" else f"{format_ratio(loss)} {unit}"
+
+
+def basis_of(heldout: HeldOut) -> str:
+    """Format the denominator of the loss: `4,096 masked tokens of 216 sequences, 15.0 % masked`."""
+    if heldout.examples is not None:
+        return count_of(heldout.examples, "example") if heldout.examples else "held-out examples"
+    if heldout.masked_tokens is None:
+        return "held-out masked tokens"
+    sequences = f" of {count_of(heldout.sequences, 'sequence')}" if heldout.sequences else ""
+    rate = f", {format_percent(heldout.mask_rate)} masked" if heldout.mask_rate else ""
+    return f"{format_count(heldout.masked_tokens)} masked tokens{sequences}{rate}"
+
+
+def scores_text(heldout: HeldOut) -> str | None:
+    """Format the scores: `dev accuracy 0.7123, dev f1 0.8012`; None where no example is scored."""
+    if heldout.scores is None:
+        return None
+    named = [f"{name.replace('/', ' ')} {format_decimals(score)}" for name, score in heldout.scores.items()]
+    return ", ".join(named) or "no score: a logit was not finite"
+
+
+def too_small(heldout: HeldOut, difference: float | None) -> str | None:
+    """Return a warning where the held-out text is too small for a difference of losses, nats; else None.
+
+    The interval is that of one loss: a difference on the same masked tokens is known better, by how much is
+    not measured.
+    """
+    width = half_width(heldout)
+    if width is None or not difference or abs(difference) >= width:
+        return None
+    return (
+        f"The held-out text is small for a difference of {format_nats(abs(difference))}: {basis_of(heldout)} "
+        f"give ± {width:.4f} (95 %, over sequences). Hold out more with data.build.held_out_fraction, or "
+        "raise eval.max_sequences."
+    )
+
+
+PAGE = "report.html"
+NAMED_OPERATORS = 3
+SPLIT = {
+    "setup": "setup",
+    "compile": "compile",
+    **TRAIN_PARTS,
+    "other": "other",
+    "eval": "eval",
+    "save": "save",
+}
+"""Parts of the wall time in their order, with those of training in its place."""
+
+
+def of_directories(run_dirs: Sequence[Path]) -> Report:
+    """Report one run directory, or several beside each other. Raises no error on a crashed or torn one."""
+    runs = _distinct([load(run_dir) for run_dir in run_dirs])
+    many = len(runs) > 1
+    named = [(run.name if many else "", run) for run in runs]  # a page of one run does not repeat its name
+    return Report(
+        f"bert-dp: {len(runs)} runs compared" if many else f"{runs[0].name}: bert-dp run",
+        [_machine(name, run) for name, run in named],
+        [*(Verdict(*_end(run), run.missing, name) for name, run in named), *_small_difference(runs)],
+        [] if many else _tiles(runs[0]),
+        [
+            ReportSection("", _figures(runs), console=False),
+            ReportSection("Numbers", tables=[_numbers(runs)]),
+            *([ReportSection("Settings that differ", tables=[_differences(runs)])] if many else []),
+            *[
+                folded(f"{title}: {name}" if name else title, record_text(content))
+                for name, run in named
+                for title, content in (("Configuration", run.config), ("Environment", run.environment))
+            ],
+        ],
+        next="" if many else _next(runs[0]),
+    )
+
+
+def _distinct(runs: Sequence[RunFiles]) -> list[RunFiles]:
+    """Number the runs whose directories have the same name."""
+    names = [run.name for run in runs]
+    return [
+        dataclasses.replace(run, name=f"{run.name} ({i + 1})") if names.count(run.name) > 1 else run
+        for i, run in enumerate(runs)
+    ]
+
+
+def _next(run: RunFiles) -> str:
+    """Return the command that uses the trained model, or goes on with the run."""
+    path, failure = str(run.path), run.summary.failure
+    if run.finished and run.summary.status == "done":
+        code = f"import bert_dp; model, tokenizer = bert_dp.load({json.dumps(path)})"
+        return f"python -ic {shlex.quote(code)}"
+    if failure is not None and failure.kind == "not_finite":  # with the same settings it would diverge again
+        lr = number(flat(run.config).get("optim.lr"))
+        config = shlex.quote(f"{path}/config.yaml")
+        return "" if lr is None else f"bert-dp train {config} --set optim.lr={lr / 2:g}"
+    return f"bert-dp train --run-dir {shlex.quote(path)}" if run.summary.checkpoint else ""
+
+
+def _machine(name: str, run: RunFiles) -> str:
+    device = run.summary.device or "device not recorded"
+    return machine_line(run.environment, name, f"{format_count(run.summary.world_size)} x {device}")
+
+
+def _end(run: RunFiles) -> tuple[Level, str]:
+    """Describe in one sentence how the run ended."""
+    summary, measured = run.summary, run.heldout
+    step = f"step {format_count(summary.step)}"
+    if not run.finished:
+        return "warn", f"No end recorded: still running, or killed. Last logged: {step}."
+    if summary.status == "failed":
+        cause = first_line(summary.failure.headline() if summary.failure else None)
+        return "fail", f"Failed at {step} (exit code {summary.exit_code}): {cause}"
+    if summary.status == "stopped":
+        saved = " after a checkpoint" if summary.checkpoint else ""
+        names = {s.value: s.name for s in signal.Signals}
+        by = names.get(summary.signal, f"signal {summary.signal}") if summary.signal else "a signal"
+        return "warn", f"Stopped by {by}{saved} at {step}."
+    if (scores := scores_text(measured)) is not None:
+        result = f"{scores} on {basis_of(measured)}."
+    elif (loss := summary.heldout_loss) is None:
+        result = "held-out loss not recorded."
+    else:
+        result, entropy = f"held-out loss {loss_text(loss, measured)}", summary.unigram_entropy_nats
+        if entropy is not None:
+            result += f" (a context-free model: {format_nats(entropy)})"
+        useless = entropy is not None and loss >= entropy
+        result += ": no better than word frequencies; train longer." if useless else "."
+    if measured.one_class:
+        result += f" Every example of {', '.join(measured.one_class)} gets the same class."
+    return "warn" if measured.one_class else "ok", f"Done after {step}: {result}"
+
+
+def _small_difference(runs: Sequence[RunFiles]) -> list[Verdict]:
+    """Warn where the held-out losses of runs are nearer to each other than either is known."""
+    measured = [(loss, run.heldout) for run in runs if (loss := run.summary.heldout_loss) is not None]
+    neighbours = itertools.pairwise(sorted(measured, key=lambda pair: pair[0]))
+    warnings = [too_small(a, y - x) for (x, a), (y, _) in neighbours]
+    return [Verdict("warn", text) for text in warnings if text][:1]
+
+
+def _tiles(run: RunFiles) -> list[Tile]:
+    summary, ranks, since = run.summary, _ranks(run.summary), _since(run.summary)
+    entropy = f"unigram entropy {format_nats(summary.unigram_entropy_nats)}"
+    loss = loss_text(summary.heldout_loss, run.heldout)
+    rates = [format_si(r, "tokens/s") for r in (summary.tokens_per_s, summary.tokens_per_s_per_gpu)]
+    return [
+        Tile("Held-out loss", loss, f"{_measured_at(summary)}{basis_of(run.heldout)}; {entropy}"),
+        Tile("Throughput", rates[0], f"summed over {ranks}{since}"),
+        Tile(f"Per {_device(summary)}", rates[1], ranks),
+        Tile("Peak memory", format_gib(summary.peak_memory_gib), f"greatest of {ranks}{since}"),
+    ]
+
+
+# --- figures
+
+
+def _figures(runs: Sequence[RunFiles]) -> list[Figure]:
+    curves = (
+        ("Learning rate", "lr", Axis("learning rate", "lr", from_zero=True)),
+        ("Global batch", "global_batch", Axis("sequences per optimizer step", from_zero=True)),
+    )
+    return [
+        _loss(runs),
+        _throughput(runs),
+        *[
+            Figure(title, [Line(r.name, *_points(r, key), i) for i, r in enumerate(runs)], Axis("tokens"), y)
+            for title, key, y in curves
+        ],
+        _time_split(runs),
+    ]
+
+
+def _loss(runs: Sequence[RunFiles]) -> Figure:
+    """Draw the training and the held-out loss, with that of a model without context."""
+    many = len(runs) > 1
+    style: Style = "dashed" if many else "both"
+    lines, levels = [], {}
+    for i, run in enumerate(runs):
+        prefix, summary = (f"{run.name}: " if many else ""), run.summary
+        evals = [(line.get("tokens"), line.get("loss")) for line in run.evals]
+        evals = evals or [(summary.tokens, summary.heldout_loss)]
+        lines += [
+            Line(f"{prefix}training", *_points(run, "loss"), i),
+            Line(f"{prefix}held-out", *series(evals), i if many else 1, style),
+        ]
+        for name, nats, _ in _entropies(summary):
+            if nats is not None:
+                label = f"{name} {format_ratio(nats)}"
+                levels[label] = ReferenceLine(label, nats)
+    first = runs[0].heldout
+    per = "masked token" if first.examples is None else "example"
+    y = Axis(f"loss ({first.loss_unit} per {per})", _unit(first))
+    return Figure("Loss", lines, Axis("tokens"), y, levels=list(levels.values()), switch=True)
+
+
+def _throughput(runs: Sequence[RunFiles]) -> Figure:
+    """Draw tokens per second over the time of the run."""
+    lines = [Line(run.name, *_points(run, "tokens_per_s", "elapsed_s"), i) for i, run in enumerate(runs)]
+    longest = max((x for line in lines for x in line.x), default=0.0)
+    unit, seconds = ("h", 3600.0) if longest > 7200 else ("min", 60.0) if longest > 300 else ("s", 1.0)
+    lines = [dataclasses.replace(line, x=[x / seconds for x in line.x]) for line in lines]
+    y = Axis("tokens/s, summed over all ranks", from_zero=True)
+    return Figure("Throughput", lines, Axis(f"elapsed ({unit})"), y)
+
+
+def _time_split(runs: Sequence[RunFiles]) -> Figure:
+    """Draw the parts of the wall time, a row of 100 % for each run."""
+    splits = [_split(run.summary) for run in runs]
+    walls = [sum(split.values()) for split in splits]
+    names = ["wall of rank 0" if len(runs) == 1 else f"{run.name}, wall" for run in runs]
+    rows = [
+        f"{name}{_since(run.summary)}: {format_duration(wall) if wall else 'not recorded'}"
+        for name, run, wall in zip(names, runs, walls, strict=True)
+    ]
+    bars = []
+    for part, label in SPLIT.items():
+        if any(part in split for split in splits):
+            seconds = [split.get(part, 0.0) for split in splits]
+            shares = [s / wall if wall else 0.0 for s, wall in zip(seconds, walls, strict=True)]
+            parts = zip(seconds, shares, strict=True)
+            texts = [f"{format_duration(s)}, {format_percent(share)}" for s, share in parts]
+            bars.append(Bars(label, shares, texts))
+    return Figure("Where the time went", bars, Axis("share of the wall time", "percent"), Axis(""), rows)
+
+
+def _points(run: RunFiles, y: str, x: str = "tokens") -> tuple[list[float], list[float | None]]:
+    return series([(line.get(x), line.get(y)) for line in run.metrics])
+
+
+def _split(summary: Summary) -> dict[str, float]:
+    """Return the seconds of each part of the wall time that is known, of training by its own parts."""
+    seconds = {**summary.time_s, "other": other(summary.time_s)} if summary.time_s else {}
+    return {part: seconds[part] for part in SPLIT if part in seconds}
+
+
+# --- numbers: the rows of each topic, in TOPICS
+
+
+def _numbers(runs: Sequence[RunFiles]) -> Table:
+    """Return a column for each run. Rows are joined by their labels: a failed run has some of its own."""
+    rows = []
+    for topic, rows_of in TOPICS.items():
+        columns = [{row.label: row for row in rows_of(run)} for run in runs]
+        longest_first = sorted(columns, key=len, reverse=True)
+        for label in dict.fromkeys(label for column in longest_first for label in column):
+            members = [column.get(label) for column in columns]
+            cells = [row.cells[0] if row else TableCell("") for row in members]
+            rows.append(TableRow(label, cells, topic, any(row.console for row in members if row)))
+    return Table(rows, [Column(run.name) for run in runs] if len(runs) > 1 else ())
+
+
+def _outcome(run: RunFiles) -> list[TableRow]:
+    summary, measured = run.summary, run.heldout
+    loss, basis, failure = summary.heldout_loss, basis_of(measured), summary.failure
+    status = (summary.status, f"exit code {summary.exit_code}") if run.finished else ("no end recorded", "")
+    rows = [words("status", *status, console=False)]
+    if summary.status == "failed" and failure is not None:
+        texts: dict[str, Sequence[str | None]] = {
+            "cause": [failure.headline()],
+            "at": [" ".join(filter(None, [failure.where, failure.source]))],
+            "why": failure.explanation,
+            "fix": failure.fix,
+            "consequence": failure.consequences,
+            "log": [failure.log],
+        }
+        joined = {label: "\n".join(filter(None, lines)) for label, lines in texts.items()}
+        rows += [words(label, text, console=False) for label, text in joined.items() if text]
+    if summary.restarts:
+        last = summary.restarts[-1]
+        place = f"step {format_count(last.step)}" if last.step >= 0 else "the start"
+        note = f"the last from {place} on {count_of(last.ranks, 'rank')}: {first_line(last.cause)}"
+        rows.append(value("restarts", len(summary.restarts), "count", note))
+    interval = "; ± 95 % over sequences" if half_width(measured) is not None else ""
+    note = f"{_measured_at(summary)}mean over {basis}{interval}"
+    rows.append(TableRow("held-out loss", (TableCell(loss_text(loss, measured), note, loss),)))
+    if (accuracy := measured.masked_accuracy) is not None:
+        note = "of the same masked tokens, the greatest logit is right"
+        rows.append(value("masked accuracy", accuracy, "percent", note, console=False))
+    note = f"split and metric; {basis} in all"
+    rows += [value(name, score, "decimals", note) for name, score in (measured.scores or {}).items()]
+    if measured.examples is None:  # the losses of a language model compare with these
+        for name, entropy, knows in _entropies(summary):
+            rows.append(value(name, entropy, "nats", f"{knows}; held-out loss is {_gap(loss, entropy)}"))
+    return [*rows, value("training loss, last", summary.final_loss, _unit(measured), "mean over all ranks")]
+
+
+def _measured_at(summary: Summary) -> str:
+    """Name the step of the held-out loss where it is not the run's last one."""
+    if summary.heldout_step is None or summary.heldout_step == summary.step:
+        return ""
+    return f"at step {format_count(summary.heldout_step)}, "
+
+
+def _since(summary: Summary) -> str:
+    """Name the first step of rates, times and memory where an earlier start has taken others."""
+    return f", since step {format_count(summary.since_step)}" if summary.since_step else ""
+
+
+def _entropies(summary: Summary) -> list[tuple[str, float | None, str]]:
+    """Return the losses to compare a language model with: name, nats, and what the model knows."""
+    return [
+        ("unigram entropy", summary.unigram_entropy_nats, "no context"),
+        ("ln V", summary.uniform_entropy_nats, "uniform guess"),
+    ]
+
+
+def _gap(loss: float | None, entropy: float | None) -> str:
+    if loss is None or entropy is None:
+        return NA
+    return f"{format_nats(abs(entropy - loss))} {'below' if loss < entropy else 'above'}"
+
+
+def _unit(measured: HeldOut) -> Unit:
+    return "nats" if measured.loss_unit == "nats" else "ratio"
+
+
+def _work(run: RunFiles) -> list[TableRow]:
+    summary = run.summary
+    batch = (
+        f"global batch {format_count(summary.global_batch)} = micro {format_count(summary.micro_batch)} x "
+        f"{_micro_batches(summary)}"
+    )
+    step = f"one step = {batch}"
+    if _is_ramped(summary) and summary.samples and summary.step:
+        step = f"{summary.samples / summary.step:,.1f} sequences on average, at most {batch}"
+    lost = f"{_share(summary.skipped_steps, summary.step)} of the steps; gradient norm not finite"
+    compiled = None if summary.compiled is None else "compiled" if summary.compiled else "eager"
+    narrow = run.config.get("model", {}).get("residual_dtype") == "bf16"
+    residual = "residual stream in bf16" if narrow else None
+    precision = ", ".join(filter(None, [f"precision {summary.precision or NA}", residual, compiled]))
+    spikes = value("loss spikes", summary.loss_spikes, "count", "logged losses far above the ones before")
+    return [
+        value("optimizer steps", summary.step, "count", step),
+        value("samples", summary.samples, "count", "sequences over all ranks", console=False),
+        value("tokens", summary.tokens, "count", "over all ranks"),
+        value("skipped steps", summary.skipped_steps, "count", lost, console=bool(summary.skipped_steps)),
+        *([spikes] if summary.loss_spikes else []),
+        value("parameters", summary.parameters, "si", precision),
+        *(
+            value(name.replace("_", " "), number, unit_of(name), "at the last logged step", console=False)
+            for name, number in summary.metrics.items()
+        ),
+    ]
+
+
+def _rates(run: RunFiles) -> list[TableRow]:
+    summary = run.summary
+    over = f"summed over {_ranks(summary)}"
+    micro = f"{_micro_batches(summary)} micro batches per optimizer step"
+    if _is_ramped(summary) and summary.steps_per_s and summary.global_steps_per_s is not None:
+        mean = format_ratio(summary.global_steps_per_s / summary.steps_per_s)
+        micro = f"{mean} micro batches per optimizer step on average"
+    peak = " ".join(filter(None, [summary.precision, "peak of the device"]))
+    profiled = f"; {_steps(summary.profiled_steps)} under the profiler" if summary.profiled_steps else ""
+    per_device = f"tokens/s divided by {_ranks(summary)}"
+    rates = [
+        ("optimizer steps", summary.steps_per_s, "steps/s", f"of the whole job{_since(summary)}{profiled}"),
+        ("global steps", summary.global_steps_per_s, "global steps/s", micro),
+        ("samples", summary.samples_per_s, "samples/s", over),
+        ("tokens", summary.tokens_per_s, "tokens/s", over),
+        ("tokens per device", summary.tokens_per_s_per_gpu, "tokens/s", per_device),
+    ]
+    work = (
+        f"own work of the slowest rank / median of the others, before any gradient reduction{_since(summary)}"
+    )
+    rows = [
+        *[
+            TableRow(label, (TableCell(format_si(rate, unit), note, rate),), console=label != "samples")
+            for label, rate, unit, note in rates
+        ],
+        value("straggler ratio", summary.straggler_ratio, "ratio", work, console=False),
+    ]
+    if (slow := summary.straggler) is not None:
+        lost = f"{format_duration(slow.seconds_per_step)} lost per step"
+        note = f"own work {format_ratio(slow.ratio)} x the others' median, {lost}"
+        rows.append(words("straggler", f"rank {format_count(slow.rank)}", note))
+    known = "" if summary.mfu is not None else " unknown"
+    rows.append(value("MFU", summary.mfu, "percent", f"model FLOPs / {peak}{known}"))
+    return [*rows, *(_profiled(run.path, profile) for profile in run.profiles)]
+
+
+def _profiled(run_dir: Path, profile: ProfileFile) -> TableRow:
+    """Return a row of what torch.profiler recorded of a rank."""
+    state = "the GPU ran nothing" if profile.device == "cuda" else "it was in no operator or collective"
+    most = ", ".join(
+        f"{format_percent(each.self_s / profile.wall_s)} in {each.name}"
+        for each in profile.operators[:NAMED_OPERATORS]
+    )
+    trace = run_dir / "profile" / profile.trace
+    return words(
+        f"profile of rank {format_count(profile.rank)}",
+        f"{_steps(profile.steps)}, idle {format_percent(profile.idle_share)}",
+        f"share of {format_duration(profile.wall_s)} in which {state}; {most}. {trace}: for ui.perfetto.dev",
+    )
+
+
+def _times(run: RunFiles) -> list[TableRow]:
+    """Return the wall time with its parts, and a row for each part of training."""
+    summary, parts = run.summary, run.summary.time_s
+    wall = sum(parts[part] for part in WALL_PARTS if part in parts) or None
+    named = ", ".join(f"{part} {format_duration(parts.get(part))}" for part in WALL_PARTS)
+    rows = [value("wall", wall, "duration", f"from set-up to the last save: {named}{_since(summary)}")]
+    if wall and summary.command_s is not None and not summary.restarts:
+        rest = max(0.0, summary.command_s - wall)
+        note = (
+            f"the rest of {format_duration(summary.command_s)} from the command to the end of the last rank: "
+            "checks, data, starting and ending processes"
+        )
+        rows.append(value("start-up", rest, "duration", note))
+    if parts:
+        inner = {label: parts.get(part) for part, label in TRAIN_PARTS.items()} | {"other": other(parts)}
+        for label, seconds in inner.items():
+            rows.append(value(label, seconds, "duration", f"{_share(seconds, wall)} of wall, part of train"))
+    return rows
+
+
+def _files(run: RunFiles) -> list[TableRow]:
+    summary, since = run.summary, _since(run.summary)
+    # of this start, as the energy is
+    tokens = (summary.tokens_per_s or 0.0) * summary.time_s.get("train", 0.0)
+    each = format_si(summary.energy_j / tokens * 1e6 if summary.energy_j and tokens else None, "J")
+    energy = f"{each} per million tokens, {_ranks(summary)}{since}"
+    memory = f"greatest of {_ranks(summary)}{since}"
+    rows = [
+        value("peak memory", summary.peak_memory_gib, "gib", memory),
+        value("energy", summary.energy_j, "energy", energy, console=summary.energy_j is not None),
+        words("checkpoint", summary.checkpoint),
+    ]
+    if summary.failed_saves:
+        rows.append(value("failed saves", summary.failed_saves, "count", f"see the log{since}"))
+    if summary.failed_writes:
+        note = "of logs and records: lines are missing"
+        rows.append(value("failed writes", summary.failed_writes, "count", note))
+    return rows
+
+
+TOPICS = {
+    "Outcome": _outcome,
+    "Work": _work,
+    "Throughput": _rates,
+    "Time (rank 0)": _times,
+    "Resources and files": _files,
+}
+
+
+def _differences(runs: Sequence[RunFiles]) -> Table:
+    """Return the settings, by their paths, in which the runs differ."""
+    settings = [flat(run.config) for run in runs]
+    rows = []
+    for key in sorted({key for setting in settings for key in setting}):
+        values = [str(setting.get(key, NA)) for setting in settings]
+        if len(set(values)) > 1:
+            rows.append(TableRow(key, [TableCell(text) for text in values]))
+    return Table(rows, [Column(run.name, text=True) for run in runs])
+
+
+# --- words
+
+
+def _steps(ends: Sequence[int]) -> str:
+    first, last = (format_count(end) for end in ends)
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
+def _is_ramped(summary: Summary) -> bool:
+    """Return True if some steps had less than the global batch."""
+    whole = summary.global_batch
+    return bool(summary.samples and whole and summary.samples != summary.step * whole)
+
+
+def _micro_batches(summary: Summary) -> str:
+    """Return the micro batches of a step as a product."""
+    whole, micro, accumulation = summary.global_batch, summary.micro_batch, summary.accumulation
+    dp = whole / (micro * accumulation) if whole and micro and accumulation else None
+    dp = dp if dp is not None and dp.is_integer() else None
+    return f"accumulation {format_count(accumulation)} x dp {format_count(dp)}"
+
+
+def _device(summary: Summary) -> str:
+    return "CPU rank" if str(summary.device).lower().startswith("cpu") else "GPU"
+
+
+def _ranks(summary: Summary) -> str:
+    return count_of(summary.world_size, _device(summary) if summary.device else "rank")
+
+
+def _share(part: float | None, whole: float | None) -> str:
+    return format_percent(part / whole) if whole and part is not None else NA
