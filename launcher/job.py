@@ -1,7 +1,7 @@
 """Find the configuration, devices, data and output directory of a verb that starts runs.
 
-A verb that measures locks its output directory and continues there only with the same options, machine, versions
-and data; otherwise the figures would not compare.
+A verb that measures locks its output directory and continues there only with the same options, machine,
+versions and data; otherwise the figures would not compare.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Build shards from sources, in a directory or in the cache, under a lock. Torch-free.
 
-Sources are filtered, deduplicated, tokenised and packed. They are read for their hashes, for a sample to train
-the tokenizer (left out when one is given) and to build. Held in memory: the sample (at most 128 MiB of text,
-twice), a few batches per process, 8 bytes per document for exact dedup (24 while two tables are merged; about
-2 kB for near dedup). The result does not depend on the number of processes.
+Sources are filtered, deduplicated, tokenised and packed. They are read for their hashes, for a sample to
+train the tokenizer (left out when one is given) and to build. Held in memory: the sample (at most 128 MiB
+of text, twice), a few batches per process, 8 bytes per document for exact dedup (24 while two tables are
+merged; about 2 kB for near dedup). The result does not depend on the number of processes.
 
-A build works in a temporary directory beside OUT, which takes OUT's place as its last act: OUT appears whole or
-not at all, and one process at a time builds it. `python -m bert_dp.data` builds for a launcher that supervises
-ranks, and prints one answer.
+A build works in a temporary directory beside OUT, which takes OUT's place as its last act: OUT appears
+whole or not at all, and one process at a time builds it. `python -m bert_dp.data` builds for a launcher
+that supervises ranks, and prints one answer.
 """
 
 from __future__ import annotations

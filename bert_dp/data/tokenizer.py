@@ -1,10 +1,10 @@
 """Normalise texts, train and load tokenizers, encode documents. Torch-free.
 
-Recipe (cramming, `tokenizer_preparation.py`): WordPiece of 32768, split at white space and punctuation, `##`,
-the normaliser in the tokenizer itself, so that a tokenizer.json carries it. One deviation: the recipe's
-normaliser (NFD, lower case, drop non-ASCII) also drops the white space, dashes, quotes and ligatures that are
-not ASCII, which joins the words beside them; this one replaces them by ASCII first. Documents are encoded in one
-process or a pool of spawned ones.
+Recipe (cramming, `tokenizer_preparation.py`): WordPiece of 32768, split at white space and punctuation,
+`##`, the normaliser in the tokenizer itself, so that a tokenizer.json carries it. One deviation: the
+recipe's normaliser (NFD, lower case, drop non-ASCII) also drops the white space, dashes, quotes and
+ligatures that are not ASCII, which joins the words beside them; this one replaces them by ASCII first.
+Documents are encoded in one process or a pool of spawned ones.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Multiply matrices by oneDNN where torch's own product is slow, and add an embedding's gradient by rows.
 
-The product by oneDNN is taken on an AMD CPU with AVX-512 in fp32. The gradient of an embedding's rows is added to
-the gradient that the matrix has from another use; both ways are deterministic. A row is looked up many times:
-`<mask>` alone is a fifth of all positions.
+The product by oneDNN is taken on an AMD CPU with AVX-512 in fp32. The gradient of an embedding's rows is
+added to the gradient that the matrix has from another use; both ways are deterministic. A row is looked up
+many times: `<mask>` alone is a fifth of all positions.
 """
 
 from __future__ import annotations

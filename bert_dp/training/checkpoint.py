@@ -3,9 +3,10 @@
     checkpoints/step-00000100/  model.safetensors optimizer.safetensors state.json manifest.json
     checkpoints/latest          the name of the newest, for people and scripts
 
-A directory is complete exactly when it has its final name: it is written under a temporary one and renamed.
-What is loaded is the newest that verifies, whatever `latest` says. Rank 0 writes in one thread beside training;
-the long parts of a save (safetensors from 0.8 on, SHA-256, fsync, the look for NaN) leave Python's lock to others.
+A directory is complete exactly when it has its final name: it is written under a temporary one and
+renamed. What is loaded is the newest that verifies, whatever `latest` says. Rank 0 writes in one thread
+beside training; the long parts of a save (safetensors from 0.8 on, SHA-256, fsync, the look for NaN) leave
+Python's lock to others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Set up a rank before it imports torch (signals, log, error file) and write its heartbeat. Torch-free.
 
-The heartbeat is a memory-mapped file that the launcher may read: writing it stores to memory, without a system
-call, and nothing depends on a reader.
+The heartbeat is a memory-mapped file that the launcher may read: writing it stores to memory, without a
+system call, and nothing depends on a reader.
 """
 
 from __future__ import annotations
