@@ -100,10 +100,10 @@ def test_the_walk_sees_what_it_must() -> None:
 
 ONE_SHOT = {
     "launcher.cli.evaluation": ("bert_dp.evaluation.prediction",),
-    "launcher.checkpoints": ("bert_dp.training.checkpoint",),
+    "launcher.checkpoints": ("bert_dp.training",),
     "launcher.datasets": ("bert_dp.data",),
     "launcher.evaluate.export": ("bert_dp.exporting", "bert_dp.measure"),
-    "launcher.evaluate.text_loss": ("bert_dp.data", "bert_dp.measure"),
+    "launcher.evaluate.text_loss": ("bert_dp.data", "bert_dp.evaluation", "bert_dp.measure"),
 }
 """Verbs that work in the launcher's process -> what their functions import, torch included."""
 
@@ -113,7 +113,6 @@ def test_launcher_imports_only_config_record_and_cost() -> None:
         "bert_dp.config",
         "bert_dp.files",
         "bert_dp.cost",
-        "bert_dp.files.quantiles",
         "bert_dp.__version__",
         "bert_dp.training.process",
     )
@@ -147,8 +146,8 @@ FORBIDDEN = {
     "bert_dp.training.checkpoint": f"{LOOP} data.stream model.bert",
     "bert_dp.training.loop": "training.build model.bert model.classifier data.build tasks.mlm",
 }
-"""Room -> what it does not import, of bert_dp where no package is named: the lower rooms do not know the
-loop, model, data and optim know no rank, engines know neither model nor data."""
+"""Package -> what it does not import, of bert_dp where no package is named: lower packages do not import the
+loop, model, data and optim import nothing of ranks, engines import neither model nor data."""
 
 
 def is_forwarded(found: Import) -> bool:
@@ -156,14 +155,14 @@ def is_forwarded(found: Import) -> bool:
     return found.module == "bert_dp" and found.for_types and within(found.target, "launcher.api")
 
 
-@pytest.mark.parametrize("room", FORBIDDEN)
-def test_a_room_does_not_know_those_above_it(room: str) -> None:
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_a_package_does_not_import_those_above_it(package: str) -> None:
     packages = ("bert_dp", "launcher", "typer")
-    below = [word if word in packages else f"bert_dp.{word}" for word in FORBIDDEN[room].split()]
+    below = [word if word in packages else f"bert_dp.{word}" for word in FORBIDDEN[package].split()]
     bad = [
-        i for i in imports() if within(i.module, room) and within(i.target, *below) and not is_forwarded(i)
+        i for i in imports() if within(i.module, package) and within(i.target, *below) and not is_forwarded(i)
     ]
-    assert say([i for i in bad if room == "bert_dp" or not within(i.target, room)]) == []
+    assert say([i for i in bad if package == "bert_dp" or not within(i.target, package)]) == []
 
 
 def test_rich_is_imported_in_functions_of_the_corpus_builder_only() -> None:
@@ -177,24 +176,24 @@ def test_only_an_engines_own_file_imports_its_package(package: str) -> None:
     assert say(bad) == []
 
 
-def room_of(module: str) -> str:
-    """The room of a module of the launcher; one that lies beside the rooms is its own."""
+def package_of(module: str) -> str:
+    """The package of a module of the launcher; one that lies beside the packages is its own."""
     return module.split(".")[1] if "." in module else module
 
 
-def test_the_launchers_rooms_import_each_other_in_one_direction() -> None:
+def test_the_launchers_packages_import_each_other_in_one_direction() -> None:
     """scale, tune, plan and evaluate ask runs for what they need, and no run knows them. None knows another,
     but plan reads the models of the files that scale writes."""
-    rooms: dict[str, set[str]] = {}
+    packages: dict[str, set[str]] = {}
     for i in imports():
         if within(i.module, "launcher") and within(i.target, "launcher") and i.target != "launcher":
-            rooms.setdefault(room_of(i.module), set()).add(room_of(i.target))
-    rooms = {room: others - {room} for room, others in rooms.items()}
-    assert rooms["scale"] >= {"run", "report", "job", "results"}
-    order = list(TopologicalSorter(rooms).static_order())  # raises CycleError, which names the cycle
+            packages.setdefault(package_of(i.module), set()).add(package_of(i.target))
+    packages = {package: others - {package} for package, others in packages.items()}
+    assert packages["scale"] >= {"run", "report", "job", "results"}
+    order = list(TopologicalSorter(packages).static_order())  # raises CycleError, which names the cycle
     assert order.index("report") < order.index("machine") < order.index("watch") < order.index("run")
     questions = {"scale", "tune", "plan", "evaluate"}
-    assert {room: others & questions for room, others in rooms.items() if others & questions} == {
+    assert {package: others & questions for package, others in packages.items() if others & questions} == {
         "cli": questions,
         "plan": {"scale"},
     }
@@ -260,7 +259,7 @@ def test_launcher_does_not_pull_torch() -> None:
         "evaluation.scores"
     ).split(),
 )
-def test_torch_free_rooms(module: str) -> None:
+def test_torch_free_packages(module: str) -> None:
     done = python(f"import bert_dp.{module}, sys; assert 'torch' not in sys.modules")
     assert done.returncode == 0, done.stderr
 
@@ -342,6 +341,32 @@ def test_modules_say_what_they_are() -> None:
         if ast.get_docstring(tree(module)) is None and path.name not in ("__main__.py",)
     ]
     assert silent == []
+
+
+def test_no_product_file_is_over_700_lines() -> None:
+    assert {m: n for m, path in sources().items() if (n := len(path.read_text().splitlines())) > 700} == {}
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    """`Engine` is the protocol and each implementation of it."""
+    places: dict[str, list[str]] = {}
+    for module in sources():
+        for node in ast.walk(tree(module)):
+            if isinstance(node, ast.ClassDef) and node.name != "Engine":
+                places.setdefault(node.name, []).append(module)
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    first = {
+        f"{module}:{getattr(node, 'name', '')}": (ast.get_docstring(node) or "-").split()[0]
+        for module in sources()
+        for node in ast.walk(tree(module))
+        if isinstance(node, documented)
+    }
+    fragments = {"What", "Whether", "How", "Of", "Why", "Which", "Where", "That"}
+    assert {place: word for place, word in first.items() if word in fragments} == {}
 
 
 # --- what must not be in the files
@@ -438,7 +463,7 @@ def committed() -> list[str]:
     return listed.stdout.split()
 
 
-def test_the_tour_names_files_that_exist() -> None:
+def test_the_guide_names_files_that_exist() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     names = re.findall(r"`([\w/]+(?:\.(?:py|yaml)|/))`", text)
     assert len(names) > 60

@@ -30,7 +30,7 @@ from bert_dp.config.manifest import WARNED_LOSS, lost_words
 from bert_dp.data import readers
 from bert_dp.data.build import Progress, shown_progress
 from bert_dp.examples.custom import read_table
-from bert_dp.examples.prepare import Encoder
+from bert_dp.examples.prepare import ExampleEncoder
 from bert_dp.examples.table import Columns
 from bert_dp.exporting import load_exported
 from bert_dp.files.run_facts import is_exported, read_exported, require_loaders
@@ -63,7 +63,7 @@ class ModelSource:
     """A checkpoint that was verified, or an exported directory."""
     finetune: FinetuneConfig | None
     """None of a pretrained run."""
-    encoder: Encoder
+    encoder: ExampleEncoder
 
 
 def predict_file(
@@ -113,11 +113,11 @@ def find_source(path: Path) -> ModelSource:
     if is_exported(path):
         exported = read_exported(path)
         require_loaders(exported, "predict")
-        encoder = Encoder.load(path / files.TOKENIZER, exported.sequence_length)
+        encoder = ExampleEncoder.load(path / files.TOKENIZER, exported.sequence_length)
         return ModelSource(path, exported.finetune, encoder)
     path = checkpoint.resolve(str(path))
     config = resolve([files.read_checkpoint_facts(path).config])
-    encoder = Encoder.load(files.tokenizer_of(path), config.data.sequence_length)
+    encoder = ExampleEncoder.load(files.tokenizer_of(path), config.data.sequence_length)
     return ModelSource(path, config.finetune if config.objective.name == "finetune" else None, encoder)
 
 

@@ -107,7 +107,7 @@ def prepare(
             return directory, _verified(directory)
         with replaced(directory) as work:
             labelled = data.read(train_only=dev_share > 0)
-            _build(labelled, Encoder.load(tokenizer, length), tokenizer, dev_share, work)
+            _build(labelled, ExampleEncoder.load(tokenizer, length), tokenizer, dev_share, work)
             if data.identity() != facts["data"]:
                 raise data_error("", "conflict", "a file changed while it was read", "run again")
         return directory, read_examples(directory)
@@ -123,7 +123,9 @@ def _verified(directory: Path) -> ExamplesManifest:
     return manifest
 
 
-def _build(labelled: LabelledData, encoder: Encoder, tokenizer: Path, dev_share: float, work: Path) -> None:
+def _build(
+    labelled: LabelledData, encoder: ExampleEncoder, tokenizer: Path, dev_share: float, work: Path
+) -> None:
     """Write the splits, tokenizer.json and examples.json into the directory `work`."""
     if dev_share:
         labelled = _with_drawn_dev(labelled, dev_share)
@@ -241,7 +243,7 @@ class EncodedExamples:
 
 
 @dataclasses.dataclass(frozen=True)
-class Encoder:
+class ExampleEncoder:
     """Convert examples to `<cls> A <sep>` or `<cls> A <sep> B <sep>` of at most `length` token ids."""
 
     tokenizer: Tokenizer
@@ -252,7 +254,7 @@ class Encoder:
     """False: the examples are `A <sep>` or `A <sep> B <sep>`."""
 
     @classmethod
-    def load(cls, path: Path, length: int) -> Encoder:
+    def load(cls, path: Path, length: int) -> ExampleEncoder:
         """Read a tokenizer.json. Raises ConfigError, also if it lacks a special token."""
         tokenizer = tokens.load(path)
         special = tokens.special_ids(tokenizer, str(path))

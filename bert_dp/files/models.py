@@ -333,7 +333,7 @@ class GpuMemory(StoredModel):
     memory_gib: float | None = None
 
 
-class Environment(StoredFile):
+class RecordedEnvironment(StoredFile):
     """Model the part of environment.json that a failure's advice reads; the launcher writes the whole."""
 
     gpus: list[GpuMemory] = []

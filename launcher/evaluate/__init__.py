@@ -1,3 +1,3 @@
-"""What a pretrained run is worth: finetuning, GLUE, and the loss on any text."""
+"""Evaluate a pretrained run: finetuning, GLUE, and the loss on any text."""
 
 FILE = "glue.json"

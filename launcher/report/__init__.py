@@ -1,1 +1,1 @@
-"""What a verb has to say, as a value, and how the console and a page show it."""
+"""Show the results of verbs: a report is a value that the console and a page render."""

@@ -13,7 +13,7 @@ from typing import Any
 from bert_dp import files
 from bert_dp.config import Config, ConfigError, batch_layout, divisors, load_config
 from bert_dp.cost import GIB, rank_memory_gib
-from bert_dp.files.models import OUT_OF_MEMORY, Environment, Failure, RunMemory
+from bert_dp.files.models import OUT_OF_MEMORY, Failure, RecordedEnvironment, RunMemory
 from launcher import results
 from launcher.machine.environment import ROOT, precision_of
 from launcher.report.numbers import format_count, format_gib
@@ -101,7 +101,7 @@ def _what_to_lower(
         config = load_config(run_dir / "config.yaml")
     except (ConfigError, OSError):
         return [], []
-    machine = results.find(run_dir / "environment.json", Environment) or Environment()
+    machine = results.find(run_dir / "environment.json", RecordedEnvironment) or RecordedEnvironment()
     if on_host and config.run.device != "cpu" and machine.gpus:
         return [], [
             "on GPUs the host holds the data, the checkpoint's copy and the program: fewer ranks on "
@@ -115,7 +115,7 @@ def _what_to_lower(
     return [*why, equation], fixes
 
 
-def _device_capacity(message: str, machine: Environment) -> tuple[float | None, list[str]]:
+def _device_capacity(message: str, machine: RecordedEnvironment) -> tuple[float | None, list[str]]:
     """Find the GiB that this process can have of the device: in torch's message, else in environment.json."""
 
     def said(before: str) -> float | None:
@@ -134,7 +134,7 @@ def _device_capacity(message: str, machine: Environment) -> tuple[float | None, 
     return total, []
 
 
-def _host_capacity(machine: Environment, world_size: int) -> tuple[float | None, list[str]]:
+def _host_capacity(machine: RecordedEnvironment, world_size: int) -> tuple[float | None, list[str]]:
     total = machine.memory_limit_gib or machine.memory_gib
     if not total:
         return None, []

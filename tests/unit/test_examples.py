@@ -24,7 +24,7 @@ from bert_dp.config.examples import ExamplesManifest, read_examples
 from bert_dp.config.manifest import manifest_hash
 from bert_dp.data import tokenizer as tokens
 from bert_dp.examples import custom, glue, prepare
-from bert_dp.examples.prepare import Encoder, main, summary, truncate
+from bert_dp.examples.prepare import ExampleEncoder, main, summary, truncate
 from bert_dp.examples.store import LABEL_TYPES, Examples
 from bert_dp.examples.table import Columns, LabelledData
 from tests.e2e.cli import open_to_others, umask
@@ -458,7 +458,7 @@ def test_examples_are_encoded_alike_in_batches_of_any_size(lab: Lab, monkeypatch
     found = []
     for size in (1000, 4, 7, 1):
         monkeypatch.setattr(prepare, "BATCH_EXAMPLES", size)
-        encoder = Encoder.load(lab.tokenizer, 16)
+        encoder = ExampleEncoder.load(lab.tokenizer, 16)
         encoded = encoder.encode(texts)
         assert len(encoded.offsets) == len(texts) + 1
         assert (encoded.ids == encoder.special["sep"]).sum() == 2 * len(texts)
