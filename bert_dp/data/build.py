@@ -21,10 +21,10 @@ import itertools
 import json
 import math
 import os
+import secrets
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 import zlib
@@ -358,13 +358,16 @@ def replaced(out: Path) -> Iterator[Path]:
     prefix = f".{out.name}.building-"
     for stale in [p for p in out.parent.iterdir() if p.name.startswith(prefix)]:
         shutil.rmtree(stale)  # its process is gone: this one holds the lock
-    work = Path(tempfile.mkdtemp(prefix=prefix, dir=out.parent))
+    work = out.with_name(
+        f"{prefix}{secrets.token_hex(4)}"
+    )  # a signal finds its name
     old = work.with_name(f"{work.name}-old")
     try:
+        work.mkdir(mode=0o700)
         yield work
         umask = os.umask(0o077)
         os.umask(umask)
-        work.chmod(0o777 & ~umask)  # mkdtemp makes it private, also where the user shares
+        work.chmod(0o777 & ~umask)  # it was private until here, also where the user shares
         if out.exists():
             out.rename(old)
         work.rename(out)

@@ -169,8 +169,8 @@ def test_out_of_memory_on_one_rank_is_the_result_of_its_size(shards: Path, tmp_p
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("--budget", "soon"), "--budget: expected a duration"),
-        (("--nproc", "0"), "--nproc: 0 is not auto"),
+        (("--budget", "soon"), "--budget: 'soon' is not a duration"),
+        (("--nproc", "0"), "--nproc: must be auto or a whole number"),
         (("--gpus", "3"), "global_size: 8 is not a multiple"),
         (("--memory", "-1"), "--memory: -1"),
         (("--launcher", "slurm"), "slurm"),

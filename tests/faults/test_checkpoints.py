@@ -335,14 +335,14 @@ def test_row_11_a_disk_that_fills_up(tmp_path: Path, shards: Path, policy: str) 
 
 FULL_DISK = """
 import errno, pathlib, sys, torch
-from bert_dp import checkpoint
+from bert_dp.training import checkpoint
 folder = pathlib.Path(sys.argv[1])
 state = {"model": {"w": torch.ones(2**17)}, "optimizer": {"w/m": torch.ones(2**17)}, "scaler": {}}
-checkpoint.save(folder, 1, state, {}, 9)
+checkpoint.save_checkpoint(folder, 1, state, {}, 9)
 checkpoint._check_space = lambda *_: None
 for expected in (errno.ENOSPC, errno.EROFS):
     try:
-        checkpoint.save(folder, 2, state, {}, 9)
+        checkpoint.save_checkpoint(folder, 2, state, {}, 9)
     except OSError as error:
         assert error.errno == expected, error
     else:

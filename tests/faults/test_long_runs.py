@@ -90,15 +90,15 @@ def test_row_25_a_million_steps_are_reported_and_cut_back_in_little_memory(tmp_p
     size = (tmp_path / "metrics.jsonl").stat().st_size
     start = time.monotonic()
     report = growth_mb(
-        "from pathlib import Path\nfrom launcher.report import html, run_report\n"
+        "from pathlib import Path\nfrom launcher.report import html, run_page\n"
         "import yaml, jinja2, plotly\n---\n"
-        "run = Path(sys.argv[1])\nhtml.write(run_report.of_directories([run]), run / 'report.html')\n",
+        "run = Path(sys.argv[1])\nhtml.write(run_page.of_directories([run]), run / 'report.html')\n",
         str(tmp_path),
     )
     assert "training: 99.0000 nats" in (tmp_path / "report.html").read_text()  # the spike stays visible
     cut = growth_mb(
-        "from pathlib import Path\nfrom bert_dp import record\n---\n"
-        "record.cut_back(Path(sys.argv[1]), int(sys.argv[2]))\n",
+        "from pathlib import Path\nfrom bert_dp import files\n---\n"
+        "files.cut_back(Path(sys.argv[1]), int(sys.argv[2]))\n",
         str(tmp_path / "metrics.jsonl"),
         str(count - 10),
     )

@@ -709,7 +709,7 @@ def test_a_set_of_the_hub_is_recorded_by_its_text_and_kept_by_its_name(
         read.append(name)
         yield from ((f"row {i}", {"text": text}) for i, text in enumerate([*prose(60), " "]))
 
-    monkeypatch.setattr(readers.readers, "hub_records", rows)
+    monkeypatch.setattr(readers, "hub_records", rows)
     manifest = make("hub:org/\u00fc", tmp_path / "out")
     data = "".join(text + "\n" for text in prose(60)).encode()
     (source,) = manifest["sources"]

@@ -254,7 +254,7 @@ def test_packages_that_a_finetuning_needs_are_named_before_it(
 def test_a_cache_that_others_write_is_refused_where_data_are_built_there(
     monkeypatch: pytest.MonkeyPatch, shards: Path
 ) -> None:
-    monkeypatch.setattr(job.record, "cache_issues", lambda: ["BERT_DP_CACHE: others write there"])
+    monkeypatch.setattr(job.files, "cache_issues", lambda: ["BERT_DP_CACHE: others write there"])
     ours = ("data.sources=null", f"data.path={shards}", "data.sequence_length=16", "model.vocab_size=64")
     assert job.input_issues(make_config("data.sources=[builtin,hub:some/text]")) == [
         "BERT_DP_CACHE: others write there"

@@ -158,8 +158,8 @@ def test_a_failed_write_names_its_file_and_leaves_the_old_one_alone(
 def test_a_lock_is_held_while_its_holder_lives(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
     code = (
-        "import sys\nfrom pathlib import Path\nfrom bert_dp import record\n"
-        "held = record.lock(Path(sys.argv[1]))\nprint(held is not None, flush=True)\ninput()"
+        "import sys\nfrom pathlib import Path\nfrom bert_dp import files\n"
+        "held = files.lock(Path(sys.argv[1]))\nprint(held is not None, flush=True)\ninput()"
     )
     holder = subprocess.Popen(
         [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -271,10 +271,10 @@ def test_a_line_for_which_there_is_no_room_leaves_no_torn_one(tmp_path: Path) ->
     """Else no later line would be read. The limit of a file's size stands for the full disk."""
     path = tmp_path / "evals.jsonl"
     script = (
-        "import resource, signal, sys; from pathlib import Path; from bert_dp import record\n"
+        "import resource, signal, sys; from pathlib import Path; from bert_dp import files\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "line = lambda step: {'step': step, 'tokens': 1, 'loss': 1.0}\n"
-        "add = lambda step: record.append_line(Path(sys.argv[1]), line(step))\n"
+        "add = lambda step: files.append_line(Path(sys.argv[1]), line(step))\n"
         "add(1)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (Path(sys.argv[1]).stat().st_size + 9, -1))\n"
         "try: add(2)\n"

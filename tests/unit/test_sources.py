@@ -413,9 +413,9 @@ def test_hub_errors(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_builtin_is_two_megabytes_of_prose_and_imports_nothing() -> None:
     code = """if True:
         import json, sys
-        from bert_dp.data import sources
+        from bert_dp.data import readers
         before = set(sys.modules)
-        docs = list(sources.documents(sources.resolve(["builtin"])[0]))
+        docs = list(readers.documents(readers.resolve(["builtin"])[0]))
         print(json.dumps([sum(map(len, docs)), len(docs), sorted(set(sys.modules) - before),
                           [d for d in docs if "Return True if" in d][:1]]))
     """

@@ -85,8 +85,8 @@ def test_closed_descriptors_are_not_taken_by_the_next_file(tmp_path: Path, close
     """Nor in a child, and printing harms nobody."""
     code = """
 import subprocess, sys
-from bert_dp import record
-record.open_missing_descriptors()
+from bert_dp import files
+files.open_missing_descriptors()
 file = open("f", "w")
 print("x"); sys.stderr.write("y"); sys.stdin.read()
 child = "import os, sys; print('x'); sys.stderr.write('y'); sys.exit(os.fstat(2).st_ino == 0)"
