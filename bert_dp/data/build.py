@@ -358,9 +358,7 @@ def replaced(out: Path) -> Iterator[Path]:
     prefix = f".{out.name}.building-"
     for stale in [p for p in out.parent.iterdir() if p.name.startswith(prefix)]:
         shutil.rmtree(stale)  # its process is gone: this one holds the lock
-    work = out.with_name(
-        f"{prefix}{secrets.token_hex(4)}"
-    )  # a signal finds its name
+    work = out.with_name(f"{prefix}{secrets.token_hex(4)}")  # a signal finds its name
     old = work.with_name(f"{work.name}-old")
     try:
         work.mkdir(mode=0o700)
