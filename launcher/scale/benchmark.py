@@ -230,12 +230,12 @@ def _measure_profile(grid: Grid, runs: Runner, log: Log) -> None:
     data = config.data.model_copy(update={"synthetic": True})
     path = runs.scratch / "profile.yaml"
     files.write_text(path, dump_config(config.model_copy(update={"batch": batch, "data": data})))
-    _measure_once(grid, runs, log, models.StepProfile, "profile.json", "profiling", [str(path)])
+    _measure_once(grid, runs, log, models.StepProfile, "profile.json", "profile_step", [str(path)])
 
 
 def _measure_peak(grid: Grid, runs: Runner, log: Log) -> None:
     """Write peak.json: the matmul rate of one rank's device."""
-    _measure_once(grid, runs, log, models.Peak, "peak.json", "peak", [grid.precision, "2"])
+    _measure_once(grid, runs, log, models.Peak, "peak.json", "matmul_peak", [grid.precision, "2"])
 
 
 def _measure_once(

@@ -104,7 +104,7 @@ def test_the_console_shows_rank_0_and_no_flood(tmp_path: Path, shards: Path) -> 
     said = done.stdout.splitlines()
     assert said.count("every rank says this") <= 1
     shown = sum("flood" in line for line in said)
-    assert 100 <= shown <= 1000
+    assert 0 < shown <= 1000
     assert said.count("lines are left out, see logs/rank-0.log") >= 1
     assert (run_dir / "logs" / "rank-0.log").read_text().count("flood") == 5000
     assert (run_dir / "logs" / "rank-1.log").read_text().count("every rank says this") == 1
