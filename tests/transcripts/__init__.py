@@ -90,6 +90,7 @@ class Stage:
             *TINY,
             "model.vocab_size=200",
             "run.device=cpu",
+            "precision=fp32",  # auto is bf16 on some CPUs
             "checkpoint.every_steps=2",
             "data.path=shards",
         ]
