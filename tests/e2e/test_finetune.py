@@ -121,7 +121,7 @@ def test_a_run_without_its_tokenizer_is_refused(run_dir: Path, files: Path, tmp_
     ):
         said = refused(*arguments, cwd=files)
         assert told in said or f"{bare}/checkpoints/step-00000000/tokenizer.json: No such file" in said
-        assert said.count("\n") == 1
+        assert all(line.startswith("error: ") for line in said.splitlines())
 
 
 def test_a_vocabulary_that_does_not_fit_is_refused(run_dir: Path, files: Path, tmp_path: Path) -> None:
