@@ -824,7 +824,7 @@ TABLE = "text,label\na cat,x\na dog,y\n"
         ("own.tsv", "text,label\na,x\n", "missing", ".csv"),
         ("own.csv", TABLE.encode("utf-16"), None, "iconv -f UTF-16"),
         ("own.tsv", TABLE.encode("utf-16-be"), None, "iconv -f UTF-16"),
-        ("own.csv.gz", gzip.compress(TABLE.encode("utf-16")), None, "iconv -f UTF-16"),
+        ("own.csv.gz", gzip.compress(TABLE.encode("utf-16"), mtime=0), None, "iconv -f UTF-16"),
         ("own.txt", "a cat\n", "unsupported", ".csv, .tsv"),
     ],
 )
