@@ -564,7 +564,7 @@ class MadeRunner(Runner):
         if module.endswith("all_reduce"):
             measured = {"seconds_median": 0.5, "busbw_gb_s": 3.0, "repeats": 7, "backend": "gloo"}
             return [{"bytes": int(size), **measured} for size in arguments[2:]]
-        if module.endswith("profiling"):
+        if module.endswith("profile_step"):
             self.profiled = load_config(Path(arguments[0]))
             return [{"micro_batch": 4}, read_json(RECORD / "profile.json")]
         return [read_json(RECORD / "peak.json")]
@@ -596,7 +596,7 @@ def test_a_grid_runs_its_cells_and_measures_links_profile_and_peak_once(tmp_path
     assert [point.bytes for point in link.points if point.bucket] == [4096, 5000]
     assert {(p.seconds, p.busbw_gb_s) for p in link.points} == {(0.5, 3.0)}
     assert runs.cores == [None, cores_of(1, 2), cores_of(1, 2)]
-    assert (profile[0], peak) == ("profiling", ("peak", [made.precision, "2"]))
+    assert (profile[0], peak) == ("profile_step", ("matmul_peak", [made.precision, "2"]))
     assert (runs.profiled.batch.global_size, runs.profiled.batch.micro_size) == (4, 4)
     assert (runs.profiled.data.synthetic, runs.profiled.parallel.engine) == (True, "single")
 
