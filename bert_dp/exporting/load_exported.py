@@ -1,7 +1,7 @@
 """Load and compute an exported directory by the programs it is made for, without our code.
 
-`python -I foreign.py DIR IN OUT`: IN has the batches ids-0 and mask-0, ids-1 ... (safetensors), OUT gets
-output-0 ...; stdout a JSON line of facts. `bert-dp predict` uses `open_directory`.
+`python -I load_exported.py DIR IN OUT`: IN has the batches ids-0 and mask-0, ids-1 ... (safetensors), OUT
+gets output-0 ...; stdout a JSON line of facts. `bert-dp predict` uses `open_directory`.
 
 Axes: B sequences, S positions.
 """

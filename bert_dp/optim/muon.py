@@ -125,7 +125,7 @@ def batches_of_a_shape(matrices: Sequence[Tensor]) -> Iterator[list[int]]:
 
 @contextmanager
 def no_tf32() -> Iterator[None]:
-    """Multiply fp32 matrices in fp32, whatever the model's own are allowed (setup.py)."""
+    """Multiply fp32 matrices in fp32, whatever the model's own are allowed (training/build.py)."""
     allowed = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

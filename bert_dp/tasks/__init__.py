@@ -133,7 +133,7 @@ class Task(Protocol):
         """Return the targets of `count` samples of the stream, alike on every rank, without drawing them."""
 
     def evaluate(self, model: nn.Module, context: Context) -> dict[str, Any] | None:
-        """Return measurements on held-out data over all replicas, `loss` among them, as record.models.HeldOut
+        """Return measurements on held-out data over all replicas, `loss` among them, as files.models.HeldOut
         has them. None when nothing is held out or `context.stopped`. The model is in eval mode.
         Collective."""
 

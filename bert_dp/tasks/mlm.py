@@ -81,7 +81,7 @@ class MaskedLanguageModel:
         return count * self._config.num_masked
 
     def evaluate(self, model: nn.Module, context: Context) -> dict[str, float] | None:
-        """Measure the held-out sequences at EVAL_MASK_RATE: see `record.models.HeldOut`."""
+        """Measure the held-out sequences at EVAL_MASK_RATE: see `files.models.HeldOut`."""
         vocabulary = cast(CrammedBert, model).vocabulary
         each = num_masked(EVAL_MASK_RATE, self._config.data.sequence_length)  # masked tokens of a sequence
         # of the mean losses of sequences, of their squares, and of tokens that were guessed

@@ -97,7 +97,7 @@ def use_device(device: torch.device, *, deterministic: bool) -> None:
 
 
 def set_affinity(device: torch.device, world: World, places: Sequence[HostAndDevice] = ()) -> Placement:
-    """Give this rank its cores and threads, see binding.py.
+    """Give this rank its cores and threads, see affinity.py.
 
     `places`: of all ranks; () = this one is alone. A GPU of another rank may not be visible here.
     """

@@ -61,7 +61,7 @@ class Rank:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trainer(Rank):
-    """Hold everything that one rank trains with; built by setup.py."""
+    """Hold everything that one rank trains with; made by build.py."""
 
     precision: Precision
     stream: Stream

@@ -191,7 +191,7 @@ PID, STEP, PHASE, DONE, PROGRESS, PROGRESS_NS, ALIVE = BEAT_SLOTS.values()
 
 
 class HeartbeatWriter:
-    """Writes the heartbeat of one rank; `record.Heartbeat` defines the fields."""
+    """Writes the heartbeat of one rank; `files.Heartbeat` defines the fields."""
 
     def __init__(self, path: Path):
         self._memory = _map(path)
@@ -204,7 +204,7 @@ class HeartbeatWriter:
         threading.Thread(target=self._live, name="heartbeat", daemon=True).start()
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Begin a phase (of record.PHASES) in optimizer step `step` (None = unchanged). The phases of IN_STEP
+        """Begin a phase (of files.PHASES) in optimizer step `step` (None = unchanged). The phases of IN_STEP
         take turns within a step and do not restart the count of pieces."""
         slots = self._slots
         if step is not None:

@@ -130,7 +130,7 @@ class Environment:
         return free, f"free of the {total:.1f} GiB of GPU {index}"
 
     def to_json(self) -> dict[str, Any]:
-        """Convert for `record.write_json`."""
+        """Convert for `files.write_json`."""
         return {**dataclasses.asdict(self), "usable_cores": self.usable_cores}
 
 
