@@ -1,5 +1,1 @@
-"""Text -> filtered, deduplicated, tokenized, packed shards, by `python -m bert_dp.data`. Torch-free."""
-
-from bert_dp.data.build import ensure
-
-__all__ = ["ensure"]
+"""Make shards of text, and stream batches from them. Torch-free but for `stream`."""

@@ -50,7 +50,6 @@ from bert_dp.config.manifest import (
 )
 from bert_dp.data import dedup, shards
 from bert_dp.data import readers as inputs
-from bert_dp.data import tokenizer as encode
 from bert_dp.data import tokenizer as tokens
 from bert_dp.data.shards import ShardWriter
 from bert_dp.files import write_json, write_text
@@ -89,7 +88,7 @@ def build_in(plan: BuildPlan, records: list[dict[str, Any]], work: Path, tell: P
     write_text(work / "tokenizer.json", tokenizer_json)
     tokenizer = Tokenizer.from_str(tokenizer_json)
     vocab_size, special = tokens.size(tokenizer), tokens.special_ids(tokenizer, plan.tokenizer or "trained")
-    encoding = encode.Encoding(
+    encoding = tokens.Encoding(
         tokenizer_json,
         sep=special["sep"],
         unk=special["unk"],
@@ -97,8 +96,8 @@ def build_in(plan: BuildPlan, records: list[dict[str, Any]], work: Path, tell: P
         near=options.dedup == "near",
         seed=settings["seed"],
     )
-    batches = encode.in_batches(read_documents(plan.sources, records))
-    encoded = encode.encode_all(batches, encoding, plan.processes or _processes(plan.sources))
+    batches = tokens.in_batches(read_documents(plan.sources, records))
+    encoded = tokens.encode_all(batches, encoding, plan.processes or _processes(plan.sources))
     with contextlib.closing(encoded):  # ends the processes, however this ends
         train, held_out, dropped = _route(encoded, records, work, plan, vocab_size, tell, total)
     _check_split(train, held_out, dropped, options, tell)
@@ -220,7 +219,7 @@ def _processes(sources: list[inputs.Source]) -> int:
 
 
 def _route(
-    encoded: Iterable[encode.EncodedDocuments],
+    encoded: Iterable[tokens.EncodedDocuments],
     records: list[dict[str, Any]],
     work: Path,
     plan: BuildPlan,
@@ -246,7 +245,7 @@ def _route(
     dropped = {"empty": 0, "tokens_per_char": 0, "exact_duplicate": 0, "near_duplicate": 0}
     read = checked = 0
     for record in records:
-        record.update(dict.fromkeys(encode.COUNTS, 0))
+        record.update(dict.fromkeys(tokens.COUNTS, 0))
     with contextlib.closing(train), contextlib.closing(held_out):
         for batch in encoded:
             # the sources are read ahead: those that end in this batch have their number of documents already
@@ -254,7 +253,7 @@ def _route(
             place_N = np.searchsorted(np.cumsum([*ended]), np.arange(read, read + batch.read), side="right")
             for place in np.unique(place_N).tolist():
                 sums = batch.counts[place_N == place].sum(axis=0).tolist()
-                for name, count in zip(encode.COUNTS, sums, strict=True):
+                for name, count in zip(tokens.COUNTS, sums, strict=True):
                     records[place][name] += count
             _refuse_loss(records[checked : place_N[-1]], plan)
             checked = place_N[-1]

@@ -28,7 +28,6 @@ from tokenizers import Tokenizer
 from bert_dp.config import BuildConfig, ConfigError, Issue
 from bert_dp.config.stored import Count, StoredModel
 from bert_dp.data import readers as inputs
-from bert_dp.data import tokenizer as encode
 from bert_dp.data import tokenizer as tokens
 from bert_dp.data.build import Progress, read_documents, source_record
 from bert_dp.data.dedup import document_key
@@ -89,7 +88,7 @@ def read(documents: Iterable[str], tokenizer: Tokenizer, special: dict[str, int]
     tokenizer.encode_special_tokens = True  # "<mask>" in a text is text
     ordinary = (tokens.first_ordinary(tokenizer, special), tokens.size(tokenizer))
     ids, seen, kinds, words, size = [], [], [], [], 0
-    for batch in encode.in_batches(documents):
+    for batch in tokens.in_batches(documents):
         for text, encoded in zip(batch, tokenizer.encode_batch(batch, add_special_tokens=False), strict=True):
             key = document_key(text, 0)
             ids_T = np.array([*encoded.ids, special["sep"]], np.uint16)

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from bert_dp import cost
-from bert_dp import data as corpus
 from bert_dp.config import Config, num_masked, read_manifest
 from bert_dp.data import stream as data
+from bert_dp.data.build import ensure
 from bert_dp.model import bert as model
 from bert_dp.model.bert import CrammedBert
 from bert_dp.tasks import Context, DatasetInfo
@@ -34,7 +34,7 @@ class MaskedLanguageModel:
 
     def open_data(self) -> DatasetInfo:
         """Open the shards, built on first use."""
-        path = corpus.ensure(self._config)
+        path = ensure(self._config)
         manifest = read_manifest(path)
         self._train = data.Shards(path, manifest, "train")
         self._held_out_shards = data.Shards(path, manifest, "held_out")
