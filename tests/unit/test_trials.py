@@ -224,6 +224,7 @@ def test_a_trial_gets_its_slots_devices_and_says_how_far_it_is(
 ) -> None:
     """It logs a step and ends once its progress was said, 125 s after its start."""
     asked: list[Any] = []
+    command = [sys.executable, "-I", "-S", "-c", "import time\nwhile True: time.sleep(1)"]
 
     def start(_: str, arguments: list[str], *, scratch: str, environ: object, **options: Any) -> Any:
         asked.append((arguments[1], json.loads(arguments[2]), environ))
@@ -231,13 +232,13 @@ def test_a_trial_gets_its_slots_devices_and_says_how_far_it_is(
         assert read_json(trial / "environment.json") == {"bf16_units": []}
         write_lines(trial / "metrics.jsonl", [{"step": 1}])
         write(Trial(trial, config(), 2), {"status": "done"})
-        command = [sys.executable, "-I", "-S", "-c", "import time\nwhile True: time.sleep(1)"]
         return subprocess.Popen(command, text=True, **options)
 
     def log(line: str) -> None:
         said.append(line)
         for child in psutil.Process().children():
-            if child.cmdline()[-1].startswith("import time"):
+            # A child that has not yet called exec has its parent's command, one that has ended has none.
+            if child.cmdline()[-1:] == command[-1:]:
                 child.kill()
 
     said: list[str] = []
