@@ -26,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import published_rows, records
-from benchmarks.published_rows import Constants, NotPredictable, Outcome, Row
+from benchmarks.published_rows import Constants, NotPredictable, Row, TrialOutcome
 
 GOAL_MEDIAN, GOAL_P90 = 3.0, 8.0  # points of efficiency
 SPREADS, GAINS = (0.0, 0.0075, 0.015, 0.0225, 0.03), (0.0, 0.21, 0.5, 1.0)
@@ -50,7 +50,7 @@ def family(row: Row) -> str:
     return re.split(r"[@:\s(]", row["source"])[0] + " " + row["framework"].split()[0]
 
 
-def predict_all(rows: list[Row], constants: Constants) -> tuple[list[Outcome], list[tuple[Row, str]]]:
+def predict_all(rows: list[Row], constants: Constants) -> tuple[list[TrialOutcome], list[tuple[Row, str]]]:
     """Every row but the bases themselves, and those that cannot be predicted with the reason."""
     done, refused = [], []
     for row in rows:
@@ -63,7 +63,7 @@ def predict_all(rows: list[Row], constants: Constants) -> tuple[list[Outcome], l
     return done, refused
 
 
-def errors(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def errors(outcomes: Sequence[TrialOutcome]) -> dict[str, Any]:
     """Absolute errors in points of efficiency."""
     points = sorted(abs(o.points) for o in outcomes)
     if not points:
@@ -77,7 +77,7 @@ def errors(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
-def kept(outcomes: Sequence[Outcome]) -> list[Outcome]:
+def kept(outcomes: Sequence[TrialOutcome]) -> list[TrialOutcome]:
     return [o for o in outcomes if o.dropped is None]
 
 
@@ -105,7 +105,7 @@ def leave_one_out(rows: list[Row]) -> list[dict[str, Any]]:
     """Both constants chosen for the smallest median + p90 / 2 on all other sources, judged on this one."""
     grid = {(s, g): kept(predict_all(rows, Constants(s, g))[0]) for s in SPREADS for g in GAINS}
     sources: list[dict[str, Any]] = []
-    pooled: list[Outcome] = []
+    pooled: list[TrialOutcome] = []
     for name in sorted({family(o.row) for o in next(iter(grid.values()))}):
 
         def cost(pair: tuple[float, float], name: str = name) -> float:
@@ -119,7 +119,7 @@ def leave_one_out(rows: list[Row]) -> list[dict[str, Any]]:
     return [*sources, {"source": "all", "device_spread": None, "overlap_gain": None, **errors(pooled)}]
 
 
-def tier_figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def tier_figures(outcomes: Sequence[TrialOutcome]) -> dict[str, Any]:
     out = {}
     for tier, (what, holds) in TIERS.items():
         mine = [o for o in outcomes if holds(o.row)]
@@ -151,7 +151,7 @@ def result(rows: list[Row], o: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def line(o: Outcome) -> dict[str, Any]:
+def line(o: TrialOutcome) -> dict[str, Any]:
     return {
         "id": o.row["id"],
         "gpus": int(o.row["gpus"]),

@@ -258,7 +258,7 @@ def step_s(row: Row) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class TrialOutcome:
     """One row, predicted from its base alone."""
 
     row: Row
@@ -278,7 +278,7 @@ class Outcome:
         return 100 * (self.predicted - self.measured)
 
 
-def outcome(row: Row, rows: list[Row], constants: Constants) -> Outcome:
+def outcome(row: Row, rows: list[Row], constants: Constants) -> TrialOutcome:
     """Raises NotPredictable."""
     try:
         return _outcome(row, rows, constants)
@@ -286,7 +286,7 @@ def outcome(row: Row, rows: list[Row], constants: Constants) -> Outcome:
         raise NotPredictable(str(error)) from None
 
 
-def _outcome(row: Row, rows: list[Row], constants: Constants) -> Outcome:
+def _outcome(row: Row, rows: list[Row], constants: Constants) -> TrialOutcome:
     base = base_of(row, rows)
     if base["micro_batch"] and float(base["micro_batch"]) != float(row["micro_batch"]):
         raise NotPredictable("micro batch differs from the base's, so its own speed does")
@@ -298,7 +298,7 @@ def _outcome(row: Row, rows: list[Row], constants: Constants) -> Outcome:
     per_gpu = float(base["seq_per_s"]) / int(base["gpus"])
     measured = float(row["seq_per_s"]) / int(row["gpus"]) / per_gpu
     sequences = profile.micro_batch * question.accumulation / whole_s
-    return Outcome(
+    return TrialOutcome(
         row,
         measured,
         sequences / per_gpu,

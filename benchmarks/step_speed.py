@@ -250,9 +250,9 @@ def make_ours(o: argparse.Namespace, mode: str) -> tuple[Callable[..., tuple[flo
         for ids_BS, labels_BS in micro_batches:
             positions_P = (labels_BS.flatten() != IGNORE).nonzero().flatten()
             labels_P = labels_BS.flatten()[positions_P]
-            key_B = torch.zeros(len(ids_BS), dtype=torch.int32)
+            seed_B = torch.zeros(len(ids_BS), dtype=torch.int32)
             batches.append(
-                MlmBatch(np.arange(len(ids_BS)), ids_BS, positions_P, labels_P, key_B, len(labels_P))
+                MlmBatch(np.arange(len(ids_BS)), ids_BS, positions_P, labels_P, seed_B, len(labels_P))
             )
         loss, norm = train_step(
             engine,

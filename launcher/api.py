@@ -22,7 +22,7 @@ from bert_dp import files
 from bert_dp.config import ConfigError, Issue
 from bert_dp.files.models import FailureKind, Summary, kind_of_text
 from launcher import job
-from launcher.children import child_environment, ending, launcher_marks, module_command
+from launcher.children import child_environment, describe_exit_code, launcher_marks, module_command
 from launcher.report.run_page import PAGE
 from launcher.run.reaper import reaper
 from launcher.run.trials import read_summary
@@ -153,7 +153,7 @@ def _read(directory: Path) -> Run:
 def _printed_cause(ended: _Ended) -> str:
     """Return the first line of the failure card, or the verb's last line."""
     if ended.code < 0:
-        return ending(ended.code, "")
+        return describe_exit_code(ended.code, "")
     heads = [line for line in ended.lines if line.startswith(FAILED)]
     return (heads or ended.lines or [f"exit code {ended.code}"])[-1].removeprefix(FAILED).removeprefix(ERROR)
 

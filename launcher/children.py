@@ -99,11 +99,11 @@ def ask_module(module: str, arguments: list[str], task: str) -> str:
         raise ConfigError([Issue(**issue) for issue in json.loads(output)])
     if code:
         hint = "memory may have been full (bert-dp doctor)" if code == -signal.SIGKILL else "see above"
-        sys.exit(f"error: {task} {ending(code, '')}; {hint}")
+        sys.exit(f"error: {task} {describe_exit_code(code, '')}; {hint}")
     return output.strip()
 
 
-def ending(code: int, without: str) -> str:
+def describe_exit_code(code: int, without: str) -> str:
     """Describe an exit code; -N = killed by signal N."""
     if code >= 0:
         return f"ended with exit code {code} {without}".rstrip()

@@ -294,7 +294,7 @@ def place_issues(directory: Path, option: str) -> list[Issue]:
 
 
 @contextlib.contextmanager
-def claim(directory: Path, lock: str, option: str, what: str) -> Iterator[None]:
+def lock_output_dir(directory: Path, lock: str, option: str, what: str) -> Iterator[None]:
     """Create and lock an output directory. On exit, remove the lock and the directory if it is still empty.
 
     Raises ConfigError, naming `option`, if it cannot be written or another `what` uses it.
@@ -347,7 +347,7 @@ class DataSession(Session[P]):
     manifest: Manifest
 
 
-class KeptPlan(Generic[T]):
+class SearchState(Generic[T]):
     """A plan with its file, and the seconds of all calls."""
 
     def __init__(self, path: Path, plan: T):
@@ -401,9 +401,9 @@ class Output(Generic[P]):
         message = f"{self.path} holds another {self.what} ({'; '.join(_difference(*d) for d in differ)})"
         return [Issue("--out", "exists", message, hint=f"{hint}, or continue with its options")]
 
-    def claim(self) -> AbstractContextManager[None]:
+    def lock(self) -> AbstractContextManager[None]:
         """Lock the directory. Raises ConfigError."""
-        return claim(self.path, ".lock", "--out", self.what)
+        return lock_output_dir(self.path, ".lock", "--out", self.what)
 
     def begin(
         self, config: Config, data_issues: Callable[[Manifest], Sequence[Issue]] = lambda manifest: ()
@@ -442,7 +442,7 @@ class Output(Generic[P]):
             sys.stdout.write(results.to_json(self.plan))
 
 
-def publish(file: StoredFile, report: Report, out: Path, *, as_json: bool, console: Console) -> None:
+def write_result(file: StoredFile, report: Report, out: Path, *, as_json: bool, console: Console) -> None:
     """Write the page of a result to `out`, and print the file as JSON or the report."""
     has_page = write_or_warn(report, out / PAGE)
     if as_json:

@@ -28,7 +28,7 @@ def show(console: Console, what: Any, **options: Any) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def complain(text: str) -> None:
+def print_error(text: str) -> None:
     """Write lines to stderr."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"{files.printable(text)}\n")
@@ -40,7 +40,7 @@ def logger(console: Console, as_json: bool) -> Log:
 
     def log(line: str) -> None:
         if as_json:
-            complain(line)
+            print_error(line)
         else:
             show(console, line, **PLAIN)
 

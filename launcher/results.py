@@ -28,18 +28,18 @@ F = TypeVar("F", bound=StoredFile)
 
 def read(path: Path, model: type[F]) -> F:
     """Read a result file. Raises ConfigError with one issue."""
-    return parse(load(path, model.remedy), model, str(path))
+    return parse(load(path, model.hint), model, str(path))
 
 
-def load(path: Path, remedy: str) -> Any:
+def load(path: Path, hint: str) -> Any:
     """Read a JSON file. Raises ConfigError with one issue."""
     try:
         return files.parse_json(read_regular(path, files.MAX_JSON_BYTES))
     except OSError as error:
         message = f"cannot be read ({error.strerror})"
-        raise ConfigError([Issue(str(path), "not_found", message, hint=remedy)]) from None
+        raise ConfigError([Issue(str(path), "not_found", message, hint=hint)]) from None
     except ValueError as error:
-        raise ConfigError([Issue(str(path), "damaged", f"is not JSON ({error})", hint=remedy)]) from None
+        raise ConfigError([Issue(str(path), "damaged", f"is not JSON ({error})", hint=hint)]) from None
 
 
 def find(path: Path, model: type[F]) -> F | None:
@@ -57,7 +57,7 @@ def parse(data: Any, model: type[F], name: str) -> F:
     except ValidationError as error:
         more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
         message = f"{problem_lines(error)[0]}{more}"
-        raise ConfigError([Issue(name, "damaged", message, hint=model.remedy)]) from None
+        raise ConfigError([Issue(name, "damaged", message, hint=model.hint)]) from None
 
 
 def plain(part: StoredModel) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class Measurement(StoredFile):
 
     schema_version: Literal[1] = 1
     status: MeasureStatus = "complete"
-    why: str | None = None
+    reason: str | None = None
     """Cause of the failure."""
     date: str | None = None
     seconds: float | None = None
@@ -102,13 +102,13 @@ class Measurement(StoredFile):
 class TuneFile(Measurement):
     """tune.json of either search."""
 
-    remedy: ClassVar[str] = "the same `bert-dp tune` command with the same --out writes it anew"
+    hint: ClassVar[str] = "the same `bert-dp tune` command with the same --out writes it anew"
 
 
 class PlanFile(StoredFile):
     """The options and the configuration with which an output directory was begun."""
 
-    remedy: ClassVar[str] = "choose another directory"
+    hint: ClassVar[str] = "choose another directory"
     schema_version: Literal[1] = 1
     config_hash: str
     config: dict[str, Any] = {}

@@ -15,7 +15,7 @@ from launcher.evaluate import finetune, glue_scores
 from launcher.evaluate.finetune import Pretrained
 from launcher.evaluate.glue import GlueGrid, GlueRun, PreparedTask, make_trial, result_file
 from launcher.evaluate.glue_scores import Glue, GlueOptions, GlueTask, GlueTrial
-from launcher.run.trials import Ending, Outcome, Runner, Slot, Stopped, Trial, earlier_outcome
+from launcher.run.trials import Runner, SearchOutcome, Slot, Stopped, Trial, TrialOutcome, earlier_outcome
 from tests.helpers import failed, make_config, write_lines
 from tests.shards import SPECIAL
 
@@ -145,7 +145,7 @@ class MadeRunner(Runner):
         self.tasks = {str(task.path): task for task in tasks}
         self.ran: list[Trial] = []
 
-    def run(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, Outcome]]:
+    def run(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, TrialOutcome]]:
         for trial in reversed([*trials]):  # they may end in any order
             if earlier_outcome(trial) is None:
                 if len(self.ran) >= self.limit:
@@ -181,7 +181,7 @@ def evaluation(out: Path, tasks: Sequence[GlueTask], **asked: Any) -> Glue:
     """glue.json of these results."""
     grid = make_grid(GlueOptions(tasks=[task.task for task in tasks], **{"seeds": 2, **asked}))
     done = GlueRun(grid, MadeRunner(out, [], lambda *_: 0.5), print)
-    return result_file(done, tasks, Ending("complete"), {"seconds": 60.0})
+    return result_file(done, tasks, SearchOutcome("complete"), {"seconds": 60.0})
 
 
 def measured(
@@ -207,7 +207,7 @@ def measured(
             )
             one_class = ["dev"] if is_constant else []
             write_trial(trial, task, scores_of(task, score(name, seed)), logits, one_class)
-            trials.append(glue_scores.read_trial(trial, Outcome("ok", 2.0), task.manifest))
+            trials.append(glue_scores.read_trial(trial, TrialOutcome("ok", 2.0), task.manifest))
         found.append(glue_scores.score_task(task.manifest, trials, None))
     results.write(folder / "glue.json", evaluation(folder, found))
     return folder

@@ -224,15 +224,15 @@ def _profile() -> dict[str, Any]:
 def _verdict(cell: Mapping[str, Any]) -> dict[str, str]:
     lost = cell["exposed_comm_fraction"]
     if lost > 0.1:
-        kind, text, remedy = "communication_bound", "communication-bound", "more accumulation"
+        kind, text, hint = "communication_bound", "communication-bound", "more accumulation"
     elif cell["mode"] == "strong":
-        kind, text, remedy = "intervals_overlap", "intervals overlap", "more --repeats or --steps"
+        kind, text, hint = "intervals_overlap", "intervals overlap", "more --repeats or --steps"
     elif cell["world_size"] == 2:
-        kind, text, remedy = "scales", "scales", "nothing"
+        kind, text, hint = "scales", "scales", "nothing"
     else:
-        kind, text, remedy = "hardware_ceiling", "hardware ceiling", "the devices slow each other"
+        kind, text, hint = "hardware_ceiling", "hardware ceiling", "the devices slow each other"
     evidence = f"{100 * lost:.1f} % of a step waits for gradients, ceiling {cell['ceiling_efficiency']:.1%}"
-    return {"cell": cell["id"], "kind": kind, "verdict": text, "evidence": evidence, "next": remedy}
+    return {"cell": cell["id"], "kind": kind, "verdict": text, "evidence": evidence, "next": hint}
 
 
 def _prediction(rng: random.Random, cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def batch(*, inconclusive: str = "", **changes: Any) -> dict[str, Any]:
         for m in runs
     ]
     trials = [MemoryTrial(micro_batch=m, status="ok", peak_gib=gib) for m, gib in peaks.items()]
-    noise = NoiseScale(verdict="inconclusive", why=inconclusive)
+    noise = NoiseScale(verdict="inconclusive", reason=inconclusive)
     if not inconclusive:
         estimate: dict[str, Any] = {
             "noise_scale": NOISE,
@@ -145,7 +145,7 @@ def lr(**changes: Any) -> dict[str, Any]:
         tokens_why="8,192 tokens, the configuration's",
         at_a_time=2,
         unigram_entropy_nats=5.0251,
-        range_test=RangeTest(trial="range-adamw", points=points, edge=0.3, why="the loss rose 4 nats"),
+        range_test=RangeTest(trial="range-adamw", points=points, edge=0.3, reason="the loss rose 4 nats"),
         rungs=rungs,
         choice=lr_search.choose_rate(rungs),
         trained_tokens=36864,

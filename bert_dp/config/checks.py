@@ -136,12 +136,12 @@ def finetune_issues(config: Config) -> list[Issue]:
             native_head(config.model)
         except ConfigError as error:
             issues += error.issues
-    for path, why, hint in (
+    for path, reason, hint in (
         ("batch.ramp_fraction", "batches are sorted by length inside one global batch", "use 0"),
         ("schedule.tokens", "examples differ in length", "use schedule.epochs or schedule.steps"),
     ):
         if value := value_at(config, path):
-            message = f"{value}, but in finetuning {why}"
+            message = f"{value}, but in finetuning {reason}"
             issues.append(Issue(path, "conflict", message, value, "objective.name", hint))
     return issues
 

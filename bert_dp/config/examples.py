@@ -72,7 +72,7 @@ class ExamplesManifest(HashedFile):
     """Describe a prepared directory of examples."""
 
     file_name: ClassVar[str] = "examples.json"
-    remedy: ClassVar[str] = "prepare it again with `bert-dp finetune`"
+    hint: ClassVar[str] = "prepare it again with `bert-dp finetune`"
     format: Literal["bert-dp-examples"]
     version: Literal[3]
     task: str = Field(min_length=1, max_length=64)

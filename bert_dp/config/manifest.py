@@ -33,7 +33,7 @@ class HashedFile(StoredModel):
     """Model a file that holds its own hash, its `format` and its `version`."""
 
     file_name: ClassVar[str]
-    remedy: ClassVar[str]
+    hint: ClassVar[str]
     """Command that makes another one."""
 
 
@@ -95,7 +95,7 @@ class Manifest(HashedFile):
     """Describe a directory of shards. Entropies in nats per token."""
 
     file_name: ClassVar[str] = "manifest.json"
-    remedy: ClassVar[str] = "build it with `bert-dp data build`"
+    hint: ClassVar[str] = "build it with `bert-dp data build`"
     format: Literal["bert-dp-shards"]
     version: Literal[3]
     sequence_length: int = Field(ge=1, le=8192)
@@ -217,7 +217,7 @@ def read_hashed(directory: Path, model: type[Hashed]) -> Hashed:
     Raises ConfigError naming the file, what was expected and what was found.
     """
     path = directory / model.file_name
-    with refusing(str(path), hint=model.remedy):
+    with refusing(str(path), hint=model.hint):
         content = json.loads(read_regular(path, MAX_JSON_BYTES))
         if not isinstance(content, dict):
             raise ValueError("holds no object")
@@ -225,7 +225,7 @@ def read_hashed(directory: Path, model: type[Hashed]) -> Hashed:
         if (content.get("format"), content.get("version")) != (format, version):
             other = f"{content.get('format')!r:.40} version {content.get('version')!r:.40}"
             message = f"expected {format!r} version {version}, found {other}"
-            raise ConfigError([Issue(str(path), "unsupported", message, hint=model.remedy)])
+            raise ConfigError([Issue(str(path), "unsupported", message, hint=model.hint)])
         expected, actual = content.get("hash"), manifest_hash(content)
         if expected != actual:
             raise ValueError(f"expected hash {str(expected)[:16]}, found {actual[:16]}: edited or torn")
@@ -262,7 +262,7 @@ def _file_issue(
     if actual != expected:
         kind: IssueKind = "damaged" if file.is_file() else "not_found"
         message = f"expected {expected!s:.16} {unit}, found {actual!s:.16}"
-        yield Issue(str(file), kind, message, actual, Manifest.file_name, Manifest.remedy)
+        yield Issue(str(file), kind, message, actual, Manifest.file_name, Manifest.hint)
 
 
 def hash_json(data: Any) -> str:

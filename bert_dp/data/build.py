@@ -383,7 +383,7 @@ def run_command(answer: Callable[[], str], hint: str = "") -> int:
 
     Return 1 for a failure, with its line and `hint` on stderr, and 128 + signal when stopped.
     """
-    for number in files.heeded(STOPS):
+    for number in files.honoured(STOPS):
         signal.signal(number, _stop)
     follow_launcher()
     try:
@@ -581,7 +581,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(given.config)
         if given.verb == "find":
             return str(find(config) or "")
-        files.keep_private()
+        files.set_private_umask()
         with shown_progress() as progress:
             return str(ensure(config, progress))
 

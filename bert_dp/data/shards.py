@@ -133,11 +133,11 @@ def _shard_issues(file: Path, shard: Shard, vocab_size: int) -> list[Issue]:
                 greatest = max(greatest, int(np.frombuffer(chunk, TOKEN).max()))
     except (OSError, ValueError) as error:  # ValueError: half a token
         message = f"cannot be read ({getattr(error, 'strerror', error)})"
-        return [Issue(str(file), "damaged", message, hint=Manifest.remedy)]
+        return [Issue(str(file), "damaged", message, hint=Manifest.hint)]
     issues = []
     if (actual := digest.hexdigest()) != shard.sha256:
         message = f"expected SHA-256 {shard.sha256[:16]}, found {actual[:16]}"
-        issues.append(Issue(str(file), "damaged", message, actual, hint=Manifest.remedy))
+        issues.append(Issue(str(file), "damaged", message, actual, hint=Manifest.hint))
     if greatest >= vocab_size:
         issues.append(_id_beyond(file, greatest, vocab_size))
     return issues
@@ -145,7 +145,7 @@ def _shard_issues(file: Path, shard: Shard, vocab_size: int) -> list[Issue]:
 
 def _id_beyond(file: Path, token: int, vocab_size: int) -> Issue:
     """Describe a token id that the vocabulary does not have."""
-    return Issue(str(file), "damaged", beyond(token, vocab_size), token, hint=Manifest.remedy)
+    return Issue(str(file), "damaged", beyond(token, vocab_size), token, hint=Manifest.hint)
 
 
 def are_alone(directory: Path) -> bool:

@@ -51,12 +51,12 @@ class TensorBatch:
 
 @dataclass(frozen=True)
 class MlmBatch(TensorBatch):
-    """Hold masked sequences. positions are flat: b * S + s; key_B is dropout's."""
+    """Hold masked sequences. positions are flat: b * S + s; seed_B is dropout's."""
 
     ids_BS: Tensor
     positions_P: Tensor
     labels_P: Tensor
-    key_B: Tensor
+    seed_B: Tensor
     num_masked: int
 
 
@@ -105,7 +105,7 @@ class MaskVocabulary:
 
 
 def mask(
-    rows_BS: NDArray[np.uint16], key_B: NDArray[np.uint64], num_masked: int, vocabulary: MaskVocabulary
+    rows_BS: NDArray[np.uint16], seed_B: NDArray[np.uint64], num_masked: int, vocabulary: MaskVocabulary
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Choose exactly `num_masked` = K positions per row and corrupt them 80/10/10 by deterministic counts.
 
@@ -115,7 +115,7 @@ def mask(
     """
     batch, length = rows_BS.shape
     columns = np.arange(1, length + 1, dtype=U64)
-    random_BS = mix64((key_B[:, None] + columns * GOLDEN).astype(U64))
+    random_BS = mix64((seed_B[:, None] + columns * GOLDEN).astype(U64))
     chosen_BK = np.argsort(random_BS, axis=1, kind="stable")[:, :num_masked]
     ids_BS = rows_BS.astype(np.int64)
     rows = np.arange(batch)[:, None]
@@ -145,16 +145,16 @@ def training_batch(
     """Make the micro batch of the given stream positions."""
     epoch_B, within_B = np.divmod(sample_ids, len(shards))
     index_B = permute(within_B, len(shards), hash64(seed, 1, epoch_B)) if shuffle else within_B
-    key_B = hash64(seed, 2, epoch_B, index_B)
-    arrays = mask(shards.rows(index_B), key_B, num_masked, shards.vocabulary)
+    seed_B = hash64(seed, 2, epoch_B, index_B)
+    arrays = mask(shards.rows(index_B), seed_B, num_masked, shards.vocabulary)
     ids, positions, labels = (torch.from_numpy(a) for a in arrays)
     dropout_key_B = key32(hash64(seed, 4, epoch_B, index_B))
     return MlmBatch(sample_ids, ids, positions, labels, dropout_key_B, len(labels))
 
 
-def key32(key_B: NDArray[np.uint64]) -> Tensor:
+def key32(seed_B: NDArray[np.uint64]) -> Tensor:
     """Return [B] int32: the keys of examples for bert_dp.model.dropout."""
-    return torch.from_numpy((key_B >> U64(32)).astype(np.uint32).view(np.int32))
+    return torch.from_numpy((seed_B >> U64(32)).astype(np.uint32).view(np.int32))
 
 
 def held_out_batches(
@@ -192,8 +192,8 @@ def random_batch(
     positions_P = torch.cat([row * sequence_length + chosen for row, chosen in enumerate(within)])
     labels_P = torch.randint(vocab_size, (len(positions_P),), generator=g)
     sample_ids = np.arange(micro_size)
-    key_B = key32(hash64(seed, 4, sample_ids))
-    return MlmBatch(sample_ids, ids_BS, positions_P, labels_P, key_B, len(positions_P))
+    seed_B = key32(hash64(seed, 4, sample_ids))
+    return MlmBatch(sample_ids, ids_BS, positions_P, labels_P, seed_B, len(positions_P))
 
 
 AnyBatch = TypeVar("AnyBatch", bound=TensorBatch)

@@ -66,7 +66,7 @@ def answer(argv: Sequence[str] | None) -> str:
     options = parser.parse_args(argv)
     if options.verb == "missing":
         return json.dumps(missing(options.data))
-    record.keep_private()
+    record.set_private_umask()
     directory, manifest = prepare(_data(options), options.tokenizer, options.length, options.dev_share)
     sys.stderr.write(record.printable(f"{summary(manifest)}\n"))
     return str(directory)

@@ -44,7 +44,7 @@ class Examples:
             raise ConfigError([Issue(str(directory), "unknown", message, split)])
         entry = manifest.splits[split]
         path = directory / entry.file
-        with refusing(str(path), hint=manifest.remedy):
+        with refusing(str(path), hint=manifest.hint):
             data = read_regular(path, MAX_BYTES)
             if hashlib.sha256(data).hexdigest() != entry.sha256:
                 raise ValueError("its SHA-256 is another one")

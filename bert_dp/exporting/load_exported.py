@@ -56,8 +56,8 @@ def open_directory(directory: Path, form: str, kind: str, threads: int = 0) -> C
     except Unusable:
         raise
     except Exception as error:  # each library has its own for a damaged file
-        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise Unusable(f"DIR: {directory} cannot be loaded ({why}); export the run again") from None
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise Unusable(f"DIR: {directory} cannot be loaded ({reason}); export the run again") from None
 
 
 def open_hf(directory: Path, kind: str) -> Compute:

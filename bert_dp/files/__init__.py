@@ -51,9 +51,9 @@ from bert_dp.files.shared import (
     STOP_SIGNALS,
     cache_issues,
     cache_root,
-    heeded,
+    honoured,
     is_own_code,
-    keep_private,
-    open_missing_descriptors,
+    reopen_std_streams,
+    set_private_umask,
     start_ticks,
 )

@@ -84,7 +84,7 @@ Pair = Annotated[list[float], Field(strict=False)]
 class StoredFile(StoredModel):
     """Model a whole file. `remedy`: fix of a damaged one."""
 
-    remedy: ClassVar[str] = "see the logs of its run"
+    hint: ClassVar[str] = "see the logs of its run"
 
 
 class RunMemory(StoredModel):
@@ -156,7 +156,7 @@ class NoiseScale(StoredModel):
     """Hold the gradient noise scale (bert_dp.training.noise) over the last measured steps."""
 
     verdict: Literal["ok", "inconclusive"]
-    why: str | None = None
+    reason: str | None = None
     """Why it is inconclusive."""
     steps: int | None = None
     noise_scale: FiniteOrNone = None

@@ -118,7 +118,7 @@ LOADERS: dict[ExportFormat, tuple[str, ...]] = {
 class Exported(StoredFile):
     """Describe the run that a directory was exported from, and what it computes."""
 
-    remedy: ClassVar[str] = "export the run again"
+    hint: ClassVar[str] = "export the run again"
     schema_version: Literal[1] = 1
     format: ExportFormat
     kind: Kind
@@ -151,13 +151,13 @@ def is_exported(directory: Path) -> bool:
 def read_exported(directory: Path) -> Exported:
     """Read export.json of a directory that has all files of its format. Raises ConfigError."""
     path = directory / EXPORTED
-    with refusing("DIR", str(path), Exported.remedy):
+    with refusing("DIR", str(path), Exported.hint):
         exported = Exported.model_validate_json(read_regular(path, MAX_JSON_BYTES))
     needed = [MODEL_FILES[exported.format], "tokenizer.json"]
     needed += ["config.json"] if exported.format == "hf" else []
     if absent := [name for name in needed if not (directory / name).is_file()]:
         message = f"{directory} has no {' and no '.join(absent)}"
-        raise ConfigError([Issue("DIR", "damaged", message, str(directory), hint=Exported.remedy)])
+        raise ConfigError([Issue("DIR", "damaged", message, str(directory), hint=Exported.hint)])
     return exported
 
 

@@ -23,7 +23,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """What ends a run after a checkpoint."""
 
 
-def heeded(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
+def honoured(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
     """Return the signals that this process was not told to ignore, as nohup does with SIGHUP and a script's
     shell with SIGINT in the background."""
     return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
@@ -47,7 +47,7 @@ def is_own_code(filename: str) -> bool:
     return not foreign and not filename.startswith("<")
 
 
-def open_missing_descriptors() -> None:
+def reopen_std_streams() -> None:
     """Reopen stdin, stdout and stderr as /dev/null where they are closed: the next file that is opened would
     take their place."""
     while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -79,6 +79,6 @@ def cache_issues() -> list[Issue]:
     return [Issue("BERT_DP_CACHE", "unsupported", message, str(root), hint=hint)]
 
 
-def keep_private() -> None:
+def set_private_umask() -> None:
     """Make all files that this process and its children create private to the user."""
     os.umask(0o077)

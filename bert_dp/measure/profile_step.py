@@ -21,7 +21,7 @@ from bert_dp import tasks
 from bert_dp.config import Config, batch_layout, load_config
 from bert_dp.training import build
 from bert_dp.training.devices import choose_device, device_name, set_affinity, synchronize, use_device
-from bert_dp.training.distributed import Comm
+from bert_dp.training.distributed import HostCollectives
 from bert_dp.training.loop import Rank, Trainer
 from bert_dp.training.metrics import Timers
 from bert_dp.training.process import HeartbeatWriter, Signals, follow_launcher
@@ -43,7 +43,7 @@ def lone_trainer(config: Config, work: Path) -> Iterator[Trainer]:
         config=config,
         layout=batch_layout(config, 1),
         run_dir=work,
-        comm=Comm(ALONE, None),
+        comm=HostCollectives(ALONE, None),
         device=device,
         task=task,
         data=task.open_data(),

@@ -115,14 +115,14 @@ class Embeddings(nn.Module):
         self.drop = KeyedDropout(config.dropout, site=0)
         self.narrow_residual = config.residual_dtype == "bf16"
 
-    def forward(self, x_BSH: Tensor, key_B: Tensor | None) -> Tensor:
+    def forward(self, x_BSH: Tensor, seed_B: Tensor | None) -> Tensor:
         """Return the residual stream in its dtype. `x_BSH`: the looked-up tokens."""
         length = x_BSH.shape[1]
         if self.position == "scaled_sinusoidal":
             x_BSH = x_BSH + self.position_scale * self.sinusoids_SH[:length]
         elif self.position == "learned":
             x_BSH = x_BSH + self.position_embeddings.weight[:length]
-        out: Tensor = self.drop(self.norm(x_BSH), key_B)
+        out: Tensor = self.drop(self.norm(x_BSH), seed_B)
         # each block adds a bf16 output under autocast, so the stream keeps the dtype that it begins with
         return out.bfloat16() if self.narrow_residual and autocasts_to_bf16(out) else out
 
@@ -140,7 +140,7 @@ def is_slow_in_kernel(q_BASD: Tensor) -> bool:
 
 class Attention(nn.Module):
     """Attend over whole sequences, bidirectionally: [B, S, H] -> [B, S, H]. `real_B11S`: False where no query
-    may look; None = everywhere, without a mask's cost. `key_B`: see bert_dp.model.dropout."""
+    may look; None = everywhere, without a mask's cost. `seed_B`: see bert_dp.model.dropout."""
 
     tensor_rank = 0
     """Which shard of the heads these are."""
@@ -163,7 +163,7 @@ class Attention(nn.Module):
         cos_SD: Tensor | None,
         sin_SD: Tensor | None,
         real_B11S: Tensor | None,
-        key_B: Tensor | None,
+        seed_B: Tensor | None,
     ) -> Tensor:
         batch, length, _ = x_BSH.shape
         qkv = self.Wqkv(x_BSH)
@@ -176,14 +176,14 @@ class Attention(nn.Module):
             cos, sin = cos_SD[:length].to(q.dtype), sin_SD[:length].to(q.dtype)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if (self.training and self.drop_probabilities.p) or is_slow_in_kernel(q):
-            out_BASD = self._attend_in_full(q, k, v, real_B11S, key_B)
+            out_BASD = self._attend_in_full(q, k, v, real_B11S, seed_B)
         else:
             out_BASD = F.scaled_dot_product_attention(q, k, v, attn_mask=real_B11S)
-        out: Tensor = self.drop(self.Wo(out_BASD.transpose(1, 2).reshape(batch, length, -1)), key_B)
+        out: Tensor = self.drop(self.Wo(out_BASD.transpose(1, 2).reshape(batch, length, -1)), seed_B)
         return out
 
     def _attend_in_full(
-        self, q: Tensor, k: Tensor, v: Tensor, real_B11S: Tensor | None, key_B: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, real_B11S: Tensor | None, seed_B: Tensor | None
     ) -> Tensor:
         """Attend with scores written out. With dropout, since what torch's own kernels drop changes with the
         padded length."""
@@ -192,9 +192,9 @@ class Attention(nn.Module):
         if real_B11S is not None:
             score_BASS = score_BASS.masked_fill(~real_B11S, -math.inf)
         key_BA = None
-        if self.drop_probabilities.p and key_B is not None:
+        if self.drop_probabilities.p and seed_B is not None:
             head_A = torch.arange(heads, dtype=torch.int32, device=q.device) + self.tensor_rank * heads
-            key_BA = fold_in(key_B[:, None], head_A)
+            key_BA = fold_in(seed_B[:, None], head_A)
         probability_BASS = self.drop_probabilities(score_BASS.softmax(-1), key_BA)
         return probability_BASS.to(v.dtype) @ v
 
@@ -210,14 +210,14 @@ class MLP(nn.Module):
         self.Wo = Linear(config.intermediate_size, config.hidden_size, bias=config.bias)
         self.drop = KeyedDropout(config.dropout, site=2)
 
-    def forward(self, x_BSH: Tensor, key_B: Tensor | None) -> Tensor:
+    def forward(self, x_BSH: Tensor, seed_B: Tensor | None) -> Tensor:
         x = self.Wi(x_BSH)
         if self.gated:
             x, gate = x.chunk(2, dim=-1)  # the recipe gates with the first half; the same up to a renaming
             x = F.gelu(x) * gate
         else:
             x = F.gelu(x)
-        out: Tensor = self.drop(self.Wo(x), key_B)
+        out: Tensor = self.drop(self.Wo(x), seed_B)
         return out
 
 
@@ -238,10 +238,10 @@ class Layer(nn.Module):
         cos_SD: Tensor | None,
         sin_SD: Tensor | None,
         real_B11S: Tensor | None = None,
-        key_B: Tensor | None = None,
+        seed_B: Tensor | None = None,
     ) -> Tensor:
-        x_BSH = x_BSH + self.attn(self.attn_norm(x_BSH), cos_SD, sin_SD, real_B11S, key_B)
-        return x_BSH + self.mlp(self.mlp_norm(x_BSH), key_B)
+        x_BSH = x_BSH + self.attn(self.attn_norm(x_BSH), cos_SD, sin_SD, real_B11S, seed_B)
+        return x_BSH + self.mlp(self.mlp_norm(x_BSH), seed_B)
 
 
 class Encoder(nn.Module):
@@ -263,24 +263,24 @@ class Encoder(nn.Module):
     def forward(self, ids_BS: Tensor, real_BS: Tensor | None = None) -> Tensor:
         return self.encode(self.embeddings.tok_embeddings(ids_BS), real_BS)
 
-    def encode(self, x_BSH: Tensor, real_BS: Tensor | None = None, key_B: Tensor | None = None) -> Tensor:
+    def encode(self, x_BSH: Tensor, real_BS: Tensor | None = None, seed_B: Tensor | None = None) -> Tensor:
         """Return the hidden states. `x_BSH`: the looked-up tokens. `real_BS`: False for padding; None = all
-        are tokens. `key_B`: int32 keys of the examples, for dropout in training."""
-        out: Tensor = self.final_norm(self.residual_stream(x_BSH, real_BS, key_B))
+        are tokens. `seed_B`: int32 keys of the examples, for dropout in training."""
+        out: Tensor = self.final_norm(self.residual_stream(x_BSH, real_BS, seed_B))
         return out
 
-    def residual_stream(self, x_BSH: Tensor, real_BS: Tensor | None, key_B: Tensor | None) -> Tensor:
+    def residual_stream(self, x_BSH: Tensor, real_BS: Tensor | None, seed_B: Tensor | None) -> Tensor:
         """Encode as `encode` does, without the final norm."""
         if not self.has_dropout:
-            key_B = None
-        x_BSH = self.embeddings(x_BSH, key_B)
+            seed_B = None
+        x_BSH = self.embeddings(x_BSH, seed_B)
         real_B11S = None if real_BS is None else real_BS[:, None, None, :]
         cos, sin = (self.cos_SD, self.sin_SD) if self.rope else (None, None)
         # of each layer a key of its own, as a tensor, so that one compiled graph serves all layers
         keys: Sequence[Tensor | None] = [None] * len(self.layers)
-        if key_B is not None:
-            site_L1 = torch.arange(1, len(keys) + 1, dtype=torch.int32, device=key_B.device)[:, None]
-            keys = fold_in(key_B, site_L1).unbind()
+        if seed_B is not None:
+            site_L1 = torch.arange(1, len(keys) + 1, dtype=torch.int32, device=seed_B.device)[:, None]
+            keys = fold_in(seed_B, site_L1).unbind()
         for layer, layer_key_B in zip(self.layers, keys, strict=True):
             x_BSH = layer(x_BSH, cos, sin, real_B11S, layer_key_B)
         return x_BSH
@@ -371,15 +371,15 @@ class CrammedBert(EncoderModel):
         positions_P: Tensor,
         labels_P: Tensor | None = None,
         real_BS: Tensor | None = None,
-        key_B: Tensor | None = None,
+        seed_B: Tensor | None = None,
     ) -> Tensor:
         """Return logits [P, V] of the flat positions b * S + s, or with labels the SUM of their cross
         entropies.
 
-        A label of IGNORE contributes nothing. `real_BS`, `key_B`: see Encoder.encode.
+        A label of IGNORE contributes nothing. `real_BS`, `seed_B`: see Encoder.encode.
         """
         x_BSH, weight_VH = self.vocabulary.look_up(ids_BS, self.model.embeddings.tok_embeddings.weight)
-        x_PH = self.model.residual_stream(x_BSH, real_BS, key_B).flatten(0, 1)[positions_P]
+        x_PH = self.model.residual_stream(x_BSH, real_BS, seed_B).flatten(0, 1)[positions_P]
         out: Tensor = self.head(x_PH, weight_VH, labels_P, self.model.final_norm)
         return out
 

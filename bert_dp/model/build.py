@@ -39,7 +39,7 @@ from bert_dp.parallel import State
 from bert_dp.tasks import LENGTH_MULTIPLE, DatasetInfo
 from bert_dp.training import checkpoint
 from bert_dp.training.devices import Precision
-from bert_dp.training.distributed import Comm
+from bert_dp.training.distributed import HostCollectives
 from bert_dp.training.loop import Rank
 
 
@@ -182,7 +182,9 @@ def compile_parts(model: Model, sequence_length: int) -> None:
         part.compile(dynamic=False)
 
 
-def first_state(config: Config, model: Model, data: DatasetInfo, comm: Comm) -> tuple[State, InitFrom | None]:
+def first_state(
+    config: Config, model: Model, data: DatasetInfo, comm: HostCollectives
+) -> tuple[State, InitFrom | None]:
     """Return the canonical state that a run begins with, on the host: the model's own weights, or those of
     run.init_from, with its optimizer's state where run.init_keeps says so; and what came from there.
     Collective.
@@ -219,7 +221,7 @@ def first_state(config: Config, model: Model, data: DatasetInfo, comm: Comm) -> 
     return start, InitFrom(checkpoint=str(path), sha256=sha256, tensors=len(loaded), of=len(own))
 
 
-def _chosen_by_rank_0(source: str, comm: Comm) -> Path:
+def _chosen_by_rank_0(source: str, comm: HostCollectives) -> Path:
     """Return the newest good checkpoint of a run; the other run may go on, and prune. Collective. Raises
     ConfigError."""
     answer: dict[str, Any] = {}

@@ -54,12 +54,12 @@ class ClassificationHead(nn.Module):
         self.drop = KeyedDropout(config.dropout if shape.drops_output else 0.0, HEAD_SITE + 1)
         self.classifier = nn.Linear(width, finetune.num_outputs)
 
-    def forward(self, x_BH: Tensor, key_B: Tensor | None) -> Tensor:
-        x_B1H = self.dense(self.drop_in(x_BH[:, None], key_B))
+    def forward(self, x_BH: Tensor, seed_B: Tensor | None) -> Tensor:
+        x_B1H = self.dense(self.drop_in(x_BH[:, None], seed_B))
         x_B1W = x_B1H.tanh() if self.shape.tanh else F.gelu(x_B1H)
         if self.norm is not None:
             x_B1W = self.norm(x_B1W)
-        out: Tensor = self.classifier(self.drop(x_B1W, key_B))[:, 0]
+        out: Tensor = self.classifier(self.drop(x_B1W, seed_B))[:, 0]
         return out
 
 
@@ -81,11 +81,11 @@ class Classifier(EncoderModel):
         self.head = ClassificationHead(config, finetune)
         self.pooling = finetune.pooling
 
-    def forward(self, ids_BS: Tensor, real_BS: Tensor | None = None, key_B: Tensor | None = None) -> Tensor:
+    def forward(self, ids_BS: Tensor, real_BS: Tensor | None = None, seed_B: Tensor | None = None) -> Tensor:
         """Return [B, L], or [B, 1] of a regression; see Encoder.encode."""
         x_BSH, _ = self.vocabulary.look_up(ids_BS, self.model.embeddings.tok_embeddings.weight)
-        x_BSH = self.model.encode(x_BSH, real_BS, key_B)
-        out: Tensor = self.head(pool(x_BSH, real_BS, self.pooling), key_B)
+        x_BSH = self.model.encode(x_BSH, real_BS, seed_B)
+        out: Tensor = self.head(pool(x_BSH, real_BS, self.pooling), seed_B)
         return out
 
     def is_pretrained(self, name: str) -> bool:

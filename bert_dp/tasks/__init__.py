@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from bert_dp.config import Config
 from bert_dp.model.interface import Model
 from bert_dp.training.devices import Precision
-from bert_dp.training.distributed import Comm
+from bert_dp.training.distributed import HostCollectives
 
 LENGTH_MULTIPLE = 16  # of a padded length: few shapes to compile
 
@@ -80,7 +80,7 @@ class DatasetInfo:
 class Context:
     """Hold what an evaluation needs beside the model."""
 
-    comm: Comm
+    comm: HostCollectives
     device: torch.device
     precision: Precision
     dp_rank: int

@@ -37,7 +37,7 @@ class LabelledBatch(TensorBatch):
     real_BS: Tensor | None
     labels: Tensor | None
     """[B] int64 of classes or of scores in the parameters' precision, or [B, L] of independent labels."""
-    key_B: Tensor
+    seed_B: Tensor
 
 
 class Finetuning:
@@ -84,7 +84,7 @@ class Finetuning:
 
     def loss(self, model: nn.Module, batch: LabelledBatch) -> Tensor:
         assert batch.labels is not None
-        logits = widened(model(batch.ids_BS, batch.real_BS, batch.key_B))
+        logits = widened(model(batch.ids_BS, batch.real_BS, batch.seed_B))
         return self._loss(logits, batch.labels)
 
     def num_targets(self, first_sample: int, count: int) -> int:
@@ -175,11 +175,11 @@ class Finetuning:
         order = np.argsort(self._train.lengths[index], kind="stable")
         chosen = order[sample_ids - first]
         index_B, epoch_B = index[chosen], epoch[chosen]
-        key_B = key32(hash64(seed, 4, epoch_B, index_B))
-        return self._batch(self._train, index_B, first + chosen, key_B)
+        seed_B = key32(hash64(seed, 4, epoch_B, index_B))
+        return self._batch(self._train, index_B, first + chosen, seed_B)
 
     def _batch(
-        self, examples: Examples, index_B: NDArray[np.int64], sample_ids: NDArray[np.int64], key_B: Tensor
+        self, examples: Examples, index_B: NDArray[np.int64], sample_ids: NDArray[np.int64], seed_B: Tensor
     ) -> LabelledBatch:
         """Return examples padded to the longest one, rounded up."""
         length_B = examples.lengths[index_B]
@@ -191,7 +191,7 @@ class Finetuning:
         real_BS = np.arange(length) < length_B[:, None]
         labels = None if examples.labels is None else torch.from_numpy(np.asarray(examples.labels)[index_B])
         real = None if real_BS.all() else torch.from_numpy(real_BS)
-        return LabelledBatch(sample_ids, torch.from_numpy(ids_BS), real, labels, key_B)
+        return LabelledBatch(sample_ids, torch.from_numpy(ids_BS), real, labels, seed_B)
 
     def _evaluation_batches(self, examples: Examples, context: Context) -> Iterator[LabelledBatch]:
         """Yield this replica's batches, by length; every replica gets as many, filled up with the longest

@@ -74,7 +74,7 @@ class MaskedLanguageModel:
 
     @staticmethod
     def loss(model: nn.Module, batch: data.MlmBatch) -> Tensor:
-        loss: Tensor = model(batch.ids_BS, batch.positions_P, batch.labels_P, key_B=batch.key_B)
+        loss: Tensor = model(batch.ids_BS, batch.positions_P, batch.labels_P, seed_B=batch.seed_B)
         return loss
 
     def num_targets(self, first_sample: int, count: int) -> int:

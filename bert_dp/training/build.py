@@ -19,7 +19,7 @@ from bert_dp.training import checkpoint
 from bert_dp.training.affinity import OMP, Placement, format_cores
 from bert_dp.training.checkpoint import AsyncCheckpointer
 from bert_dp.training.devices import Precision, allow_tf32, device_name, has_bf16, precision_of
-from bert_dp.training.distributed import Comm
+from bert_dp.training.distributed import HostCollectives
 from bert_dp.training.loop import Rank, Trainer
 from bert_dp.training.metrics import Meter, sample_communication
 from bert_dp.training.profiler import StepTrace
@@ -42,7 +42,7 @@ class Checkpoint:
     """Weights that the run began with."""
 
 
-def check_same_data(comm: Comm, data: DatasetInfo) -> None:
+def check_same_data(comm: HostCollectives, data: DatasetInfo) -> None:
     """Raise ConfigError on a rank whose data are not rank 0's: nodes may have caches of their own.
     Collective."""
     first = comm.broadcast(data.data_hash)

@@ -25,7 +25,7 @@ M = TypeVar("M", bound=BaseModel)
 TIMEOUT = datetime.timedelta(minutes=30)
 
 
-class Comm:
+class HostCollectives:
     """Collectives of small host values on a gloo side group, beside the gradients.
 
     Every rank must call them in the same order. Without a group they are the identity.
@@ -155,13 +155,13 @@ def _listed(items: Sequence[Any]) -> str:
 
 def connect(
     world: World, device: torch.device, met: RendezvousResult | None = None, *, group_of_one: bool = False
-) -> Comm:
+) -> HostCollectives:
     """Join the process group (nccl on GPUs, gloo on CPUs) and make the gloo side group.
 
     `met`: None = rendezvous here. A lone rank joins none unless `group_of_one` (the ddp engine on one GPU).
     """
     if world.size == 1 and not group_of_one:
-        return Comm(world, None)
+        return HostCollectives(world, None)
     met = met or rendezvous(world, device)
     on_gpu = device.type == "cuda"
     dist.init_process_group(
@@ -172,7 +172,7 @@ def connect(
         timeout=TIMEOUT,
         device_id=device if on_gpu else None,
     )
-    return Comm(world, dist.new_group(backend="gloo", timeout=TIMEOUT))
+    return HostCollectives(world, dist.new_group(backend="gloo", timeout=TIMEOUT))
 
 
 def recent_collectives(count: int = 200) -> list[dict[str, Any]]:
@@ -222,7 +222,9 @@ class SharedClock:
     sends when it expects the next step to begin: its reading plus the time of the step that ended last.
     """
 
-    def __init__(self, comm: Comm, elapsed_s: float = 0.0, now: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, comm: HostCollectives, elapsed_s: float = 0.0, now: Callable[[], float] = time.monotonic
+    ):
         self._comm = comm
         self._now = now
         self._origin = now() - elapsed_s

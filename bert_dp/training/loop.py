@@ -25,7 +25,7 @@ from bert_dp.tasks import Context, DatasetInfo, MicroBatch, Stream, Task
 from bert_dp.training import metrics
 from bert_dp.training.checkpoint import AsyncCheckpointer
 from bert_dp.training.devices import Precision
-from bert_dp.training.distributed import Comm, SharedClock, Stop
+from bert_dp.training.distributed import HostCollectives, SharedClock, Stop
 from bert_dp.training.metrics import Meter, Timers, exposed_communication_s
 from bert_dp.training.process import HeartbeatWriter, Signals
 from bert_dp.training.profiler import StepTrace
@@ -43,7 +43,7 @@ class Rank:
     config: Config
     layout: BatchLayout
     run_dir: Path
-    comm: Comm
+    comm: HostCollectives
     device: torch.device
     task: Task
     data: DatasetInfo

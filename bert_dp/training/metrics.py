@@ -19,7 +19,7 @@ from torch import Tensor
 from bert_dp.config import BatchLayout, Config
 from bert_dp.files.models import STRAGGLER_RATIO
 from bert_dp.training.devices import alloc_retries, peak_memory_gib, synchronize
-from bert_dp.training.distributed import Comm
+from bert_dp.training.distributed import HostCollectives
 from bert_dp.training.state import TrainState
 
 PHASES = ("forward_backward", "optimizer")
@@ -95,17 +95,20 @@ class Timers:
         return {name: [step[name] for step in steps] for name in (*TIMED, "step", "host")}
 
 
-def straggler(own_work_s: Sequence[float], steps: int) -> tuple[float | None, dict[str, float] | None]:
+def straggler(
+    compute_before_reduction_s: Sequence[float], steps: int
+) -> tuple[float | None, dict[str, float] | None]:
     """Return the ratio of the slowest rank's own work to the median of the others', and the straggler: rank,
     ratio and the seconds per step that the others wait for it, or None.
 
-    own_work_s: seconds of each rank over `steps` steps. (None, None) for a lone rank or before a step.
+    compute_before_reduction_s: seconds of each rank over `steps` steps.
+    (None, None) for a lone rank or before a step.
     """
-    if len(own_work_s) < 2 or not steps:
+    if len(compute_before_reduction_s) < 2 or not steps:
         return None, None
-    slowest = max(own_work_s)
-    rank = list(own_work_s).index(slowest)
-    others = statistics.median([*own_work_s[:rank], *own_work_s[rank + 1 :]])
+    slowest = max(compute_before_reduction_s)
+    rank = list(compute_before_reduction_s).index(slowest)
+    others = statistics.median([*compute_before_reduction_s[:rank], *compute_before_reduction_s[rank + 1 :]])
     if others <= 0:
         return None, None
     ratio = slowest / others
@@ -129,7 +132,7 @@ class Meter:
 
     def __init__(
         self,
-        comm: Comm,
+        comm: HostCollectives,
         device: torch.device,
         layout: BatchLayout,
         *,
@@ -144,7 +147,7 @@ class Meter:
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
         self.timers = Timers(device)
         self.totals = dict.fromkeys(("train_s", "data_wait_s", *(f"{p}_s" for p in PHASES)), 0.0)
-        self.own_work_s = [0.0] * layout.world_size
+        self.compute_before_reduction_s = [0.0] * layout.world_size
         """Seconds of each rank before any reduction, of all real steps."""
         self.total_steps = self.total_samples = self.total_micro = 0
         self.skipped = torch.tensor(skipped, dtype=torch.int64, device=device)
@@ -197,7 +200,9 @@ class Meter:
         ranks = self._gather(state.step, time.perf_counter() - self._start - self._paused_s)
         names = ("data_wait_s", "forward_backward_s", "optimizer_s")
         split = dict(zip(names, ranks[0, 2:5].tolist(), strict=True))
-        self.own_work_s = [s + t for s, t in zip(self.own_work_s, ranks[:, 5].tolist(), strict=True)]
+        self.compute_before_reduction_s = [
+            s + t for s, t in zip(self.compute_before_reduction_s, ranks[:, 5].tolist(), strict=True)
+        ]
         seconds = ranks[0, 6].item()
         for name, value in {"train_s": seconds, **split}.items():
             self.totals[name] += value

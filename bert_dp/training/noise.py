@@ -21,7 +21,7 @@ from bert_dp import files
 from bert_dp.config import Config
 from bert_dp.files.models import NoiseScale
 from bert_dp.files.quantiles import student
-from bert_dp.training.distributed import Comm
+from bert_dp.training.distributed import HostCollectives
 
 WINDOW = 200  # steps that the summary's figure is of: the scale grows over a run
 MIN_STEPS = 50
@@ -96,7 +96,7 @@ class NormPairs:
         self._ended.append((own, norm, self._num_micro))
         self._begin()
 
-    def drain(self, comm: Comm, step: int) -> list[dict[str, Any]]:
+    def drain(self, comm: HostCollectives, step: int) -> list[dict[str, Any]]:
         """Return lines of noise.jsonl for the steps since the last drain, `step` the last of them; a new line
         where the batch changes. Steps that were skipped or had one batch only are left out. Collective."""
         ended, self._ended = self._ended, []
@@ -147,8 +147,8 @@ def estimate(
         raise ValueError("the small batch must be below the big one")
     steps = small_N.size
     if steps < MIN_STEPS:
-        why = f"{steps} measured steps, fewer than {MIN_STEPS}"
-        return NoiseScale(steps=steps, verdict="inconclusive", why=why)
+        reason = f"{steps} measured steps, fewer than {MIN_STEPS}"
+        return NoiseScale(steps=steps, verdict="inconclusive", reason=reason)
     both_2N = np.stack([(B_N * big_N - b_N * small_N) / (B_N - b_N), (small_N - big_N) / (1 / b_N - 1 / B_N)])
     (grad, trace), (var, cov, var_trace) = both_2N.mean(1), _variances(both_2N)
     margin = T_95 * var**0.5
@@ -159,8 +159,8 @@ def estimate(
     }
     for name, mean, variance in (("gradient signal", grad, var), ("gradient noise", trace, var_trace)):
         if mean <= T_999 * variance**0.5:
-            why = f"the {name} is too weak to measure in {steps} steps (not above 0 at 99.9 %)"
-            return NoiseScale(steps=steps, verdict="inconclusive", why=why, **facts)
+            reason = f"the {name} is too weak to measure in {steps} steps (not above 0 at 99.9 %)"
+            return NoiseScale(steps=steps, verdict="inconclusive", reason=reason, **facts)
     # a x^2 - 2 h x + c <= 0; a > 0 after the checks above
     a, h, c = grad**2 - T_95**2 * var, grad * trace - T_95**2 * cov, trace**2 - T_95**2 * var_trace
     root = max(h**2 - a * c, 0.0) ** 0.5

@@ -33,8 +33,8 @@ from bert_dp.files import (
     PHASES,
     STARTED_AGAIN,
     STOP_SIGNALS,
-    heeded,
     hide,
+    honoured,
     is_own_code,
     safe,
     secret_values,
@@ -62,7 +62,7 @@ class Signals:
         self.received = 0
 
     def catch(self) -> None:
-        for number in heeded(STOP_SIGNALS):
+        for number in honoured(STOP_SIGNALS):
             signal.signal(number, self._remember)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:

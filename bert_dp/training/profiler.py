@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from bert_dp import files
 from bert_dp.config.checks import ProfilePlan
 from bert_dp.files.models import ProfiledOperator, ProfileFile
-from bert_dp.training.distributed import Comm
+from bert_dp.training.distributed import HostCollectives
 from bert_dp.training.metrics import Meter
 from bert_dp.training.process import HeartbeatWriter
 from bert_dp.training.record_files import WriteErrors
@@ -29,7 +29,7 @@ class StepTrace:
     def __init__(
         self,
         plan: ProfilePlan | None,
-        comm: Comm,
+        comm: HostCollectives,
         device: torch.device,
         run_dir: Path,
         heartbeat: HeartbeatWriter,

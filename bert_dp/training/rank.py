@@ -42,8 +42,8 @@ def main(argv: list[str] | None = None, make_task: MakeTask | None = None) -> in
 
     `make_task`: makes a task that the configuration cannot name; None = the one that it names.
     """
-    files.open_missing_descriptors()
-    files.keep_private()
+    files.reopen_std_streams()
+    files.set_private_umask()
     signals = Signals()
     signals.catch()
     arguments = parse_arguments(argv)

@@ -37,7 +37,7 @@ def batches(run_or_config: str | os.PathLike[str] | Config, step: int) -> Iterat
     * ids_BS: [B, S] token ids as the model sees them, masked;
     * positions_P: [P] predicted positions, flat: b * S + s;
     * labels_P: [P] the tokens that stood there;
-    * key_B: [B] int32 keys of dropout;
+    * seed_B: [B] int32 keys of dropout;
     * num_masked: P; sample_ids: [B] positions in the training stream.
 
     The loss of the step in metrics.jsonl is the sum of the cross entropies over the sum of P.

@@ -38,7 +38,7 @@ def write_summary(
     engine = engine_name(trainer.config.parallel, trainer.comm.world.size)
     ratio, slowest = None, None
     if computes_alone(engine, trainer.layout.tensor):
-        ratio, slowest = straggler(trainer.meter.own_work_s, trainer.meter.total_steps)
+        ratio, slowest = straggler(trainer.meter.compute_before_reduction_s, trainer.meter.total_steps)
     init = trainer.metadata["init_from"]
     heldout = HeldOut.model_validate(state.heldout) if state.heldout else None
     summary = Summary(

@@ -48,7 +48,7 @@ def _root(
 ) -> None:
     """Pretrain a crammed BERT on every GPU of this machine, and measure what each GPU adds."""
     if context.invoked_subcommand not in SHARED:
-        files.keep_private()
+        files.set_private_umask()
 
 
 for verb in (
@@ -86,9 +86,9 @@ def _leave(number: int, frame: object) -> None:
 
 def main() -> None:
     """Run the command line of this process. Exit codes: 0 done, 2 bad input, 1 failed, 128 + signal."""
-    files.open_missing_descriptors()
+    files.reopen_std_streams()
     os.environ["PYTHONSAFEPATH"] = "1"  # a process that a verb starts imports nothing from the current folder
     faulthandler.enable(file=2)
-    for number in files.heeded((signal.SIGTERM, signal.SIGHUP)):
+    for number in files.honoured((signal.SIGTERM, signal.SIGHUP)):
         signal.signal(number, _leave)
     sys.exit(exit_code(lambda: app(prog_name="bert-dp", standalone_mode=False)))

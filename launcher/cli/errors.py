@@ -17,7 +17,7 @@ import typer
 from bert_dp.config import ConfigError, Issue
 from bert_dp.training.process import RunFailed
 from launcher.job import ISSUES_FILE
-from launcher.log import complain
+from launcher.log import print_error
 
 DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 LIMITS = (errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
@@ -41,28 +41,28 @@ def exit_code(command: Callable[[], int | None]) -> int:
         if path := os.environ.get(ISSUES_FILE):
             Path(path).write_text(issues)
         for issue in error.issues:
-            complain(f"error: {' '.join(str(issue).splitlines())}")
+            print_error(f"error: {' '.join(str(issue).splitlines())}")
         return 2
     except KeyboardInterrupt:
         return 130
     except RunFailed as error:
-        complain(f"error: {error}")
+        print_error(f"error: {error}")
         return 1
     except MemoryError:
-        complain("error: out of memory; free some, or raise `ulimit -v`")
+        print_error("error: out of memory; free some, or raise `ulimit -v`")
         return 1
     except OSError as error:
         if error.errno not in (*DISK_FAILED, *LIMITS, *BAD_PATH):
-            complain(traceback.format_exc().rstrip())
+            print_error(traceback.format_exc().rstrip())
             return 1
         path = f"{error.filename}: " if error.filename else ""
-        complain(f"error: {path}{error.strerror}{'; see `ulimit -a`' if error.errno in LIMITS else ''}")
+        print_error(f"error: {path}{error.strerror}{'; see `ulimit -a`' if error.errno in LIMITS else ''}")
         return 2 if error.errno in BAD_PATH else 1
     except Exception as error:
         if hasattr(error, "show") and hasattr(error, "exit_code"):  # typer's, of a wrong command line
-            complain(_usage_error(error))
+            print_error(_usage_error(error))
             return int(error.exit_code)
-        complain(traceback.format_exc().rstrip())
+        print_error(traceback.format_exc().rstrip())
         return 1
 
 

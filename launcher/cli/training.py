@@ -11,7 +11,7 @@ from typer import Argument, Option
 from bert_dp.config import ConfigError, Issue, find_config, shipped_configs
 from bert_dp.config.checks import parse_profile
 from launcher.cli import options as opt
-from launcher.log import complain
+from launcher.log import print_error
 
 
 def train(
@@ -145,5 +145,5 @@ def configs(
     for path in sorted(shipped_configs().glob("*.yaml")):
         summary = path.read_text().partition("\n")[0].removeprefix("# ")
         typer.echo(f"{path.stem:<18} {summary}")
-    complain("next: bert-dp train NAME --dry-run")
+    print_error("next: bert-dp train NAME --dry-run")
     return 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from launcher import results
 from launcher.children import kernel_caches
-from launcher.log import PLAIN, complain, show
+from launcher.log import PLAIN, print_error, show
 from launcher.report.console import show_report
 from launcher.report.numbers import count_of, format_count
 from launcher.report.page import (
@@ -62,7 +62,7 @@ def export(
     run = run.expanduser().resolve()
     source = open_run(run, encoder=encoder)
     if source.facts.step == 0:
-        complain("warning: RUN has not trained a step: its weights are random")
+        print_error("warning: RUN has not trained a step: its weights are random")
     out = out.expanduser().absolute()
     flags = [*(["--encoder"] if encoder else []), *([f"--{precision}"] if precision != "fp32" else [])]
     command = shlex.join(["bert-dp", "export", form, run.name, "--out", out.name, *flags])

@@ -26,16 +26,16 @@ from launcher.evaluate import FILE, finetune, glue_scores
 from launcher.evaluate.finetune import Pretrained
 from launcher.evaluate.glue_page import glue_report
 from launcher.evaluate.glue_scores import Glue, GlueOptions, GlueTask, GlueTrial, RateScore
-from launcher.job import KeptPlan, Output, publish
+from launcher.job import Output, SearchState, write_result
 from launcher.log import Log, logger
 from launcher.machine import environment
 from launcher.report.numbers import count_of, format_lr, format_points
 from launcher.results import TimedPlanFile
 from launcher.run import trials
 from launcher.run.trials import (
-    Ending,
     Progress,
     Runner,
+    SearchOutcome,
     Trial,
     TrialsFailed,
     earlier_outcome,
@@ -169,9 +169,9 @@ def evaluate(
     if dry_run:
         output.print_plan(as_json=as_json)
         return 0
-    with output.claim():
+    with output.lock():
         file, exit_code = run_trials(grid, output, log)
-        publish(file, glue_report(file), folder, as_json=as_json, console=console)
+        write_result(file, glue_report(file), folder, as_json=as_json, console=console)
     return exit_code
 
 
@@ -315,24 +315,24 @@ def run_trials(grid: GlueGrid, output: Output[GluePlanFile], log: Log) -> tuple[
         cores=int(session.machine["usable_cores"]),
         most=max(len(grid.tasks) * grid.options.seeds, len(grid.rate_tasks) * len(grid.options.rates)),
     )
-    kept = KeptPlan(out / STATE, session.plan)
+    kept = SearchState(out / STATE, session.plan)
     with trials.runner(out, slots, launcher=grid.options.launcher, on_gpu=grid.on_gpu, log=log) as runner:
         glue_run = GlueRun(grid, runner, log)
-        ending = run_to_end(glue_run.run, out, log)
+        outcome = run_to_end(glue_run.run, out, log)
     kept.save()
     tasks = []
     for name, task in grid.tasks.items():
         result = glue_scores.score_task(
             task.manifest, glue_run.trials[name], grid.options.init_task.get(name)
         )
-        if result.median_trial is not None and ending.status == "complete":
+        if result.median_trial is not None and outcome.status == "complete":
             result.submissions.extend(glue_scores.write_submissions(out, result.median_trial, task.manifest))
         tasks.append(result)
-    if ending.status == "complete" and all(task.median_trial is None for task in tasks):
-        ending = Ending("failed", "every trial failed; see the logs below trials", 1)
-    file = result_file(glue_run, tasks, ending, {**session.facts(), "seconds": kept.plan.seconds})
+    if outcome.status == "complete" and all(task.median_trial is None for task in tasks):
+        outcome = SearchOutcome("failed", "every trial failed; see the logs below trials", 1)
+    file = result_file(glue_run, tasks, outcome, {**session.facts(), "seconds": kept.plan.seconds})
     results.write(out / FILE, file)
-    return file, ending.exit_code
+    return file, outcome.exit_code
 
 
 class GlueRun:
@@ -420,15 +420,15 @@ def mean_of(scores: Mapping[str, float | None]) -> float | None:
 
 
 def result_file(
-    glue_run: GlueRun, tasks: Sequence[GlueTask], ending: Ending, facts: Mapping[str, Any]
+    glue_run: GlueRun, tasks: Sequence[GlueTask], outcome: SearchOutcome, facts: Mapping[str, Any]
 ) -> Glue:
     """Return glue.json. `facts`: the machine, the data and the time."""
     grid = glue_run.grid
     evaluations = heldout_losses(grid.start.checkpoint.parent.parent)
     mean, lacking = glue_scores.average(tasks)
     return Glue(
-        status=ending.status,
-        why=ending.why,
+        status=outcome.status,
+        reason=outcome.reason,
         date=time.strftime("%Y-%m-%d"),
         **facts,
         config=grid.base.model_dump(mode="json"),
@@ -440,6 +440,6 @@ def result_file(
         rates=glue_run.rates,
         tasks=list(tasks),
         left_out=dict(grid.left_out),
-        average=mean if ending.status == "complete" else None,
+        average=mean if outcome.status == "complete" else None,
         not_averaged=lacking,
     )

@@ -16,7 +16,7 @@ from bert_dp.config.examples import Metric
 from bert_dp.files.models import HeldOut, StoredModel
 from launcher.evaluate.finetune import Pretrained
 from launcher.results import Measurement
-from launcher.run.trials import Ended, Outcome, Trial, cause, read_summary
+from launcher.run.trials import Trial, TrialOutcome, TrialStatus, cause, read_summary
 
 AVERAGED = ("CoLA", "SST-2", "MRPC", "STS-B", "QQP", "MNLI", "QNLI", "RTE")  # the recipe's: never WNLI
 AVERAGED_METRICS = {"CoLA": "mcc", "MRPC": "f1", "STS-B": "pearson", "QQP": "f1"}  # accuracy for the others
@@ -52,7 +52,7 @@ class GlueTrial(StoredModel):
     trial: str
     lr: float
     seed: int
-    status: Ended
+    status: TrialStatus
     cause: str | None = None
     scores: dict[str, float] = {}  # "split/metric" -> score, at most 1; empty for a failed trial
     one_class: list[str] = []  # dev sets with the same answer for every example
@@ -100,7 +100,7 @@ class RateScore(StoredModel):
 class Glue(Measurement):
     """glue.json."""
 
-    remedy: ClassVar[str] = "the same `bert-dp eval glue` command with the same --out writes it anew"
+    hint: ClassVar[str] = "the same `bert-dp eval glue` command with the same --out writes it anew"
     schema_version: Literal[1] = 1
     kind: Literal["glue"] = "glue"
     settings: GlueOptions
@@ -127,7 +127,7 @@ def dev_splits(manifest: ExamplesManifest) -> list[str]:
     return [name for name in manifest.splits if name.startswith("dev")]
 
 
-def read_trial(trial: Trial, outcome: Outcome, manifest: ExamplesManifest) -> GlueTrial:
+def read_trial(trial: Trial, outcome: TrialOutcome, manifest: ExamplesManifest) -> GlueTrial:
     """Read the scores of a trial that has ended. A trial that lacks a score of a dev set has failed."""
     result = GlueTrial(
         trial=trial.name, lr=peak_lr(trial.config).value, seed=trial.config.run.seed, status=outcome.status

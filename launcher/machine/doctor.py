@@ -33,7 +33,7 @@ class Finding:
     """One line of `doctor`: an observation and, unless it is ok, its consequence and its fix."""
 
     level: Level
-    what: str
+    message: str
     consequence: str = ""
     fix: str = ""
 
@@ -45,7 +45,9 @@ def doctor_report(machine: Environment, findings: Sequence[Finding]) -> Report:
     return Report(
         title,
         verdicts=[
-            Verdict(f.level, f.what, () if f.level == "ok" else (f"causes: {f.consequence}", f"fix: {f.fix}"))
+            Verdict(
+                f.level, f.message, () if f.level == "ok" else (f"causes: {f.consequence}", f"fix: {f.fix}")
+            )
             for f in findings
         ],
         next="" if any(f.level == "fail" for f in findings) else "bert-dp train --dry-run",
@@ -77,9 +79,9 @@ def diagnose(env: Environment) -> list[Finding]:
     return [*_package_findings(env), *_gpu_findings(env), *_host_findings(env)]
 
 
-def _finding(good: bool, what: str, consequence: str, fix: str, level: Level = "warn") -> Finding:
+def _finding(good: bool, message: str, consequence: str, fix: str, level: Level = "warn") -> Finding:
     """Make a finding; `level` is used where it is not good."""
-    return Finding("ok", what) if good else Finding(level, what, consequence, fix)
+    return Finding("ok", message) if good else Finding(level, message, consequence, fix)
 
 
 def _package_findings(env: Environment) -> list[Finding]:

@@ -285,9 +285,9 @@ def _unknown(setting: str, value: str | None, names: Collection[str]) -> list[Is
 def _link_issues(source: PlanSource, spec: PlanSpec) -> list[Issue]:
     most, per_node = max(spec.gpus), spec.per_node
 
-    def missing(setting: str, why: str, between: bool) -> list[Issue]:
+    def missing(setting: str, reason: str, between: bool) -> list[Issue]:
         names = [n for n in hardware()["links"] if (find_link(n).kind in NODE_LINKS) == between]
-        return [Issue(setting, "missing", f"not given, and {why}", hint=f"use one of {', '.join(names)}")]
+        return [Issue(setting, "missing", f"not given, and {reason}", hint=f"use one of {', '.join(names)}")]
 
     if per_node < most and spec.inter is None:
         return missing("--inter", f"{most} GPUs fill more than one node of {per_node}", between=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from bert_dp import files
 from bert_dp.config import Issue
-from launcher.log import complain
+from launcher.log import print_error
 from launcher.report.figures import drawing
 from launcher.report.page import Report
 
@@ -71,7 +71,7 @@ def write_or_warn(report: Report, out: Path) -> bool:
     try:
         write(report, out)
     except OSError as error:
-        complain(f"warning: the page {out} was not written: {error.strerror or error}")
+        print_error(f"warning: the page {out} was not written: {error.strerror or error}")
         return False
     return True
 

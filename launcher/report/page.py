@@ -248,7 +248,7 @@ def subtitle(result: Measurement, method: Sequence[str]) -> list[str]:
 def status_verdicts(result: Measurement) -> list[Verdict]:
     """Say that the measurement failed or is partial."""
     if result.status == "failed":
-        return [Verdict("fail", f"Failed: {result.why or 'cause not recorded'}")]
+        return [Verdict("fail", f"Failed: {result.reason or 'cause not recorded'}")]
     if result.status != "complete":
         return [Verdict("warn", "Partial: stopped before its end; the same command goes on.")]
     return []

@@ -336,7 +336,7 @@ def _outcome(run: RunFiles) -> list[TableRow]:
         texts: dict[str, Sequence[str | None]] = {
             "cause": [failure.headline()],
             "at": [" ".join(filter(None, [failure.where, failure.source]))],
-            "why": failure.explanation,
+            "reason": failure.explanation,
             "fix": failure.fix,
             "consequence": failure.consequences,
             "log": [failure.log],

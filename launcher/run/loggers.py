@@ -27,7 +27,7 @@ from bert_dp import files
 from bert_dp.config import flat, read_yaml
 from bert_dp.files.models import Summary
 from launcher import results
-from launcher.children import ending, module_command
+from launcher.children import describe_exit_code, module_command
 from launcher.log import Log
 from launcher.run.processes import stop_signals
 from launcher.watch.display import Tail
@@ -96,7 +96,7 @@ class Loggers:
         code = self._child.wait()
         self._relay.join(CHILD_S)
         if code not in (0, INCOMPLETE):
-            how = ending(code, "without a message")
+            how = describe_exit_code(code, "without a message")
             self._log(f"warning: not all was sent to {', '.join(self._names)}: their process {how}")
         self.exit_code = 128 + came[0] if came else int(code != 0)
 

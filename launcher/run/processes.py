@@ -20,8 +20,8 @@ import psutil
 from bert_dp import files
 from bert_dp.files.models import Failure, Summary
 from launcher import results
-from launcher.children import ending, launcher_marks
-from launcher.log import Log, complain
+from launcher.children import describe_exit_code, launcher_marks
+from launcher.log import Log, print_error
 from launcher.run.reaper import reaper
 from launcher.run.starters import WORKER, start_command, start_environment
 from launcher.watch import advice, failure
@@ -35,7 +35,7 @@ ONE_STOP_S = 0.5  # signals this near to the first are the same stop: terminals 
 
 
 @dataclasses.dataclass(frozen=True)
-class RunResult:
+class RunOutcome:
     exit_code: int
     """Exit code by the summary."""
     failure: Failure | None
@@ -60,7 +60,7 @@ def stop_signals() -> Iterator[list[int]]:
             first_s = first_s if came else now
             came.append(number)
 
-    previous = {number: signal.signal(number, note) for number in files.heeded(files.STOP_SIGNALS)}
+    previous = {number: signal.signal(number, note) for number in files.honoured(files.STOP_SIGNALS)}
     try:
         yield came
     finally:
@@ -74,14 +74,14 @@ def run(
     resume: str,
     on_poll: Callable[[], None],
     *,
-    log: Log = complain,
+    log: Log = print_error,
     launcher: str = "torchrun",
     on_gpu: bool = False,
     grace_s: float = 300.0,
     watch: Watch | None = None,
     cores: Collection[int] | None = None,
     options: Sequence[str] = (),
-) -> RunResult:
+) -> RunOutcome:
     """Train RUN/config.yaml on `nproc` ranks of this node, started by `launcher`, and return how it ended.
 
     `on_poll` is called several times a second until a rank has failed. The first stop signal is said in
@@ -129,7 +129,7 @@ def run(
         place = f" at {hung.where}" if hung and hung.where else ""
         unknown = Failure(
             kind="no_cause",
-            message=f"{launcher}: {ending(process.returncode, 'and no summary')}",
+            message=f"{launcher}: {describe_exit_code(process.returncode, 'and no summary')}",
             log=str(launcher_log),
             log_tail=failure.tail_of(launcher_said),
             explanation=[f"no progress: {hung.headline()}{place}; stacks in hang.txt"] if hung else [],
@@ -209,7 +209,7 @@ def _unfinished(run_dir: Path) -> set[Path]:
     return set()
 
 
-def _result(run_dir: Path, cause: Failure | None, unknown: Failure, pending: list[int]) -> RunResult:
+def _result(run_dir: Path, cause: Failure | None, unknown: Failure, pending: list[int]) -> RunOutcome:
     """Complete the summary that rank 0 wrote, or build it if no rank could. `unknown` is the failure if no
     rank's end explains the end of the run.
 
@@ -218,7 +218,7 @@ def _result(run_dir: Path, cause: Failure | None, unknown: Failure, pending: lis
     stop = pending[0] if pending else 0
     summary = results.find(run_dir / "summary.json", Summary)
     if summary is not None and summary.status != "failed":  # written after all was saved
-        return RunResult(summary.exit_code, None, stop)
+        return RunOutcome(summary.exit_code, None, stop)
     cause = cause or unknown
     by_stop = cause.kind in ("no_cause", "peer_gone") or cause.killed_by in files.STOP_SIGNALS
     if stop and summary is None and (cause is unknown or by_stop):
@@ -232,7 +232,7 @@ def _result(run_dir: Path, cause: Failure | None, unknown: Failure, pending: lis
         results.write(run_dir / "summary.json", summary)
     except OSError as error:
         cause = failure.of_a_disk(cause, run_dir, error)
-    return RunResult(summary.exit_code, cause, stop)
+    return RunOutcome(summary.exit_code, cause, stop)
 
 
 def complete_summary(run_dir: Path, **facts: object) -> None:

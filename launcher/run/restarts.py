@@ -19,7 +19,7 @@ from launcher.watch.failure import first_line
 WITHOUT_PROGRESS = 3
 """Failures in a row, without a newer checkpoint in between, after which restarting is pointless."""
 
-Start = Callable[[int, str], processes.RunResult]
+Start = Callable[[int, str], processes.RunOutcome]
 """(ranks, resume) -> how that attempt ended."""
 
 
@@ -42,7 +42,7 @@ def supervise(
     policy: Policy,
     log: Callable[[str], None],
     sleep: Callable[[float], int] | None = None,
-) -> processes.RunResult:
+) -> processes.RunOutcome:
     """Run to its end, or until restarting is over. Each restart stands in summary.json under `restarts`.
 
     A run that ended by itself, by bad input or by a signal to the launcher is never restarted, nor is one
@@ -86,7 +86,7 @@ def supervise(
         if stop := (sleep or wait_for_signal)(wait_s):
             stopped = Summary(status="stopped", signal=stop)
             processes.complete_summary(run_dir, status=stopped.status, signal=stop)
-            result = processes.RunResult(stopped.exit_code, failure, stop)
+            result = processes.RunOutcome(stopped.exit_code, failure, stop)
             break
     if past:
         processes.complete_summary(run_dir, restarts=past)

@@ -39,7 +39,15 @@ from bert_dp.config.checks import ProfilePlan, profile_issues
 from bert_dp.cost import flops_per_token, num_parameters, rank_memory_gib
 from bert_dp.files.models import Failure, Summary
 from launcher import results
-from launcher.job import Job, built_data, claim, exposure_issues, input_issues, place_issues, prepare_data
+from launcher.job import (
+    Job,
+    built_data,
+    exposure_issues,
+    input_issues,
+    lock_output_dir,
+    place_issues,
+    prepare_data,
+)
 from launcher.log import PLAIN, logger, masked_command, show
 from launcher.machine.environment import Environment, emulated_warnings, precision_of
 from launcher.report.console import show_end, show_report
@@ -106,7 +114,7 @@ def train(
         raise ConfigError([dataclasses.replace(i, hint=f"{i.hint}; {forced}") for i in too_much])
     if dry_run:
         return 0
-    with claim(run_dir, LOCK, "--run-dir", "run"):
+    with lock_output_dir(run_dir, LOCK, "--run-dir", "run"):
         return run_locked(
             job, ranks, run_dir, resume, launcher=launcher, console=console, policy=policy, profile=profile
         )
@@ -177,7 +185,7 @@ def run_locked(
     log(f"launcher: {launcher}")
     loggers = Loggers(run_dir, config.log.loggers, log)
 
-    def attempt(ranks: int, resume: str) -> processes.RunResult:
+    def attempt(ranks: int, resume: str) -> processes.RunOutcome:
         watch = hangs.Watch(
             run_dir, log, hang_after_s=config.run.hang_after_s, end_hung_after_s=config.run.end_hung_after_s
         )

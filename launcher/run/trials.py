@@ -33,7 +33,7 @@ from bert_dp.config import (
 )
 from bert_dp.files.models import FailureKind, Summary
 from launcher import children, results
-from launcher.log import Log, complain
+from launcher.log import Log, print_error
 from launcher.machine.environment import Environment
 from launcher.report.numbers import format_duration, format_eta
 from launcher.results import MeasureStatus
@@ -41,10 +41,10 @@ from launcher.run import processes
 from launcher.run.reaper import reaper
 from launcher.watch import hangs
 
-Ended = Literal["ok", "oom", "failed"]
+TrialStatus = Literal["ok", "oom", "failed"]
 OUTSIDE: tuple[FailureKind, ...] = ("disk", "peer_gone")
 KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-PARTS = ("data_wait_s", "forward_backward_s", "own_work_s", "optimizer_s", "step_s", "host_s")
+PARTS = ("data_wait_s", "forward_backward_s", "compute_before_reduction_s", "optimizer_s", "step_s", "host_s")
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)  # raised by read_repeat
 
 
@@ -74,7 +74,7 @@ def heldout_losses(directory: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in evaluations if "loss" in line}
 
 
-def ended(directory: Path) -> Ended | None:
+def ended(directory: Path) -> TrialStatus | None:
     """Return how a run ended; None if it has not, or a signal stopped it."""
     summary = read_summary(directory)
     if summary is None or summary.signal:
@@ -168,24 +168,24 @@ class TrialsFailed(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Ending:
+class SearchOutcome:
     """Outcome of all trials of a verb."""
 
     status: MeasureStatus
-    why: str | None = None
+    reason: str | None = None
     exit_code: int = 0
 
 
-def run_to_end(run: Callable[[], None], out: Path, log: Log) -> Ending:
+def run_to_end(run: Callable[[], None], out: Path, log: Log) -> SearchOutcome:
     """Call `run`, which runs the trials of a verb that writes to `out`, and return how it ended."""
     try:
         run()
     except Stopped as stop:
         log(f"stopped: {out} holds what was measured; the same command goes on")
-        return Ending("partial", exit_code=128 + stop.number)
+        return SearchOutcome("partial", exit_code=128 + stop.number)
     except TrialsFailed as failed:
-        return Ending("failed", str(failed), 1)
-    return Ending("complete")
+        return SearchOutcome("failed", str(failed), 1)
+    return SearchOutcome("complete")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,10 +229,10 @@ class Trial:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class TrialOutcome:
     """End of a trial."""
 
-    status: Ended
+    status: TrialStatus
     seconds: float
     """From its start to its end."""
 
@@ -284,7 +284,7 @@ def timed_config(
     return resolve([config.model_dump(mode="json"), {**own, **sections}])
 
 
-def earlier_outcome(trial: Trial) -> Outcome | None:
+def earlier_outcome(trial: Trial) -> TrialOutcome | None:
     """Return how this trial ended in an earlier call; None: it is to be run (again).
 
     The same configuration makes it the same trial, wherever its data lies: the output directory keeps the
@@ -298,7 +298,7 @@ def earlier_outcome(trial: Trial) -> Outcome | None:
     return _outcome(trial) if before.model_copy(update={"data": data}) == trial.config else None
 
 
-def _outcome(trial: Trial) -> Outcome | None:
+def _outcome(trial: Trial) -> TrialOutcome | None:
     """Return how the run of a trial has ended; None where that says nothing of its settings."""
     directory = trial.directory
     status, summary = ended(directory), read_summary(directory)
@@ -309,7 +309,7 @@ def _outcome(trial: Trial) -> Outcome | None:
     seconds = sum(summary.time_s.values())
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         seconds = float(files.parse_json((directory / TRIAL_FILE).read_bytes())["seconds"])
-    return Outcome(status, seconds)
+    return TrialOutcome(status, seconds)
 
 
 class Progress:
@@ -378,7 +378,7 @@ class Runner:
         """Directory of temporary files, removed at the end."""
         return self.out / SCRATCH
 
-    def run(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, Outcome]]:
+    def run(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, TrialOutcome]]:
         """Yield each trial with its outcome as it ends; its records are in its directory.
 
         A trial that an earlier call has ended is not run again. The next trial is taken when a slot is free,
@@ -414,7 +414,7 @@ class Runner:
                         running.append(self._start(each.trial, each.slot))
                         continue
                     free.append(each.slot)
-                    yield each.trial, outcome or Outcome("failed", seconds)
+                    yield each.trial, outcome or TrialOutcome("failed", seconds)
                 self._log_progress(running)
                 time.sleep(processes.POLL_S)
         finally:
@@ -425,7 +425,7 @@ class Runner:
         if self.signals:
             raise Stopped(self.signals[0])
 
-    def run_one(self, trial: Trial) -> Outcome:
+    def run_one(self, trial: Trial) -> TrialOutcome:
         """Run one trial. Raises Stopped."""
         [(_, outcome)] = self.run([trial])
         return outcome
@@ -452,7 +452,7 @@ class Runner:
         if self.signals:
             raise Stopped(self.signals[0])
         if process.returncode:
-            complain(f"warning: {module} {children.ending(process.returncode, '')}")
+            print_error(f"warning: {module} {children.describe_exit_code(process.returncode, '')}")
         return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
     def _start(self, trial: Trial, slot: Slot) -> _Running:

@@ -101,7 +101,9 @@ class CellRuns:
         Unknown where ranks meet in the forward pass: under fsdp, DeepSpeed and tensor parallelism.
         """
         ranks = range(self.cell.world_size)
-        own = [[sum(steps) for steps in r.parts["own_work_s"]] for r in self.repeats]  # [repeat][rank]
+        own = [
+            [sum(steps) for steps in r.parts["compute_before_reduction_s"]] for r in self.repeats
+        ]  # [repeat][rank]
         alone = computes_alone(self.cell.engine, self.cell.tensor)
         if len(ranks) == 1 or not alone or not all(map(all, own)):
             return {}
@@ -321,8 +323,8 @@ def _flags(cell: CellMeasurement, has_baseline: bool) -> list[str]:
             f"{cell.skipped_steps} optimizer steps were skipped (gradient not finite), and count as steps"
         )
     if cell.mode == "strong" and cell.kind == "run" and cell.loss_agrees is None:
-        why = "a logged line is missing or not finite" if has_baseline else "there is no run of one rank"
-        flags.append(f"losses are not compared: {why}")
+        reason = "a logged line is missing or not finite" if has_baseline else "there is no run of one rank"
+        flags.append(f"losses are not compared: {reason}")
     if cell.loss_agrees is False:
         flags.append(f"not the same model: losses differ from one rank's by {cell.loss_deviation}")
     sent, counters = cell.communication_efficiency_ci95, cell.exposed_comm_ddp_fraction

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 from bert_dp import files
 from bert_dp.config import ConfigError, Issue, dump_config
 from launcher import job, results
-from launcher.job import Output, publish
-from launcher.log import Log, complain, logger
+from launcher.job import Output, write_result
+from launcher.log import Log, logger, print_error
 from launcher.report.numbers import count_of, format_si
 from launcher.run import trials
 from launcher.run.trials import (
-    Ending,
     Progress,
     Runner,
+    SearchOutcome,
     Slot,
     Trial,
     cause,
@@ -74,14 +74,14 @@ def scale(
     if dry_run:
         output.print_plan(as_json=as_json)
         return 0
-    with output.claim():
-        scaling, ending = measure(grid, output, log)
+    with output.lock():
+        scaling, outcome = measure(grid, output, log)
         scaling = scaling.model_copy(update={"prediction": predict(scaling)})
         results.write(folder / FILE, scaling)
         write_csv(scaling, folder / "scaling.csv")
-        publish(scaling, scale_page(scaling, folder), folder, as_json=as_json, console=console)
+        write_result(scaling, scale_page(scaling, folder), folder, as_json=as_json, console=console)
     has_result = any(cell.status == "ok" for cell in scaling.cells)
-    return ending.exit_code or int(not has_result)
+    return outcome.exit_code or int(not has_result)
 
 
 def plan_of(grid: Grid) -> models.GridFile:
@@ -119,16 +119,16 @@ def describe(grid: Grid, folder: Path, log: Log, overrides: Sequence[str], *, co
         log("warning: more CPU ranks than cores: efficiency says nothing about the program")
 
 
-def measure(grid: Grid, output: Output[models.GridFile], log: Log) -> tuple[models.Scaling, Ending]:
+def measure(grid: Grid, output: Output[models.GridFile], log: Log) -> tuple[models.Scaling, SearchOutcome]:
     """Return the grid's result with its verdicts, partial if a signal came."""
     out = output.path
     facts = output.begin(grid.config).facts()
     slots, launcher = [Slot()], grid.settings.launcher
     with trials.runner(out, slots, launcher=launcher, on_gpu=grid.on_gpu, log=log) as runs:
-        ending = run_to_end(lambda: run_grid(grid, runs, log), out, log)
+        outcome = run_to_end(lambda: run_grid(grid, runs, log), out, log)
     scaling = analyze(grid, out, facts=facts)
-    status = {"status": ending.status} if ending.exit_code else {}
-    return scaling.model_copy(update={"verdicts": diagnose(scaling.cells), **status}), ending
+    status = {"status": outcome.status} if outcome.exit_code else {}
+    return scaling.model_copy(update={"verdicts": diagnose(scaling.cells), **status}), outcome
 
 
 def run_grid(grid: Grid, runs: Runner, log: Log) -> None:
@@ -256,4 +256,4 @@ def _measure_once(
         try:
             results.write(runs.out / file, results.parse(lines[-1], model, file))
         except ConfigError as error:
-            complain(f"warning: {error}")
+            print_error(f"warning: {error}")

@@ -161,14 +161,14 @@ class Grid:
 
     def displaced(self, overrides: Sequence[str]) -> list[str]:
         """Return a line for each of the user's `a.b=value` that has no effect on any cell."""
-        why = dict(DISPLACED)
+        reasons = dict(DISPLACED)
         if "strong" not in self.settings.modes:
-            why["batch.global_size"] = "in weak mode it follows from the micro batch and the ranks"
+            reasons["batch.global_size"] = "in weak mode it follows from the micro batch and the ranks"
         names = [item.partition("=")[0].strip() for item in overrides]
         return [
             f"{name} has no effect: {reason}"
             for name in names
-            for start, reason in why.items()
+            for start, reason in reasons.items()
             if name.startswith(start)
         ]
 

@@ -78,7 +78,7 @@ class LinkPoint(StoredModel):
 class MeasuredLink(StoredFile):
     """links-N.json, and an entry of `links` in scaling.json: the all-reduce over N ranks."""
 
-    remedy: ClassVar[str] = MEASURE_AGAIN
+    hint: ClassVar[str] = MEASURE_AGAIN
     world_size: Annotated[int, Field(ge=2, le=10**9)]
     backend: str | None = None
     points: list[LinkPoint]
@@ -95,7 +95,7 @@ class MeasuredGradient(StoredModel):
 class StepProfile(StoredFile):
     """profile.json, and `profile` in scaling.json: one micro batch of one rank."""
 
-    remedy: ClassVar[str] = MEASURE_AGAIN
+    hint: ClassVar[str] = MEASURE_AGAIN
     device: str = "GPU"
     precision: str | None = None
     compiled: bool | None = None
@@ -148,7 +148,7 @@ class StepProfile(StoredFile):
 class Peak(StoredFile):
     """peak.json, and `peak` in scaling.json: FLOP/s of one rank's device."""
 
-    remedy: ClassVar[str] = MEASURE_AGAIN
+    hint: ClassVar[str] = MEASURE_AGAIN
     device: str | None = None
     precision: str | None = None  # of the measured rate
     matmul_flops: Positive | None = None  # the best of the measured shapes
@@ -347,7 +347,7 @@ class ComparedCell(StoredModel):
 class Prediction(StoredFile):
     """`prediction` in scaling.json, and the output of `plan scaling --json`."""
 
-    remedy: ClassVar[str] = "run `bert-dp plan scaling` again"
+    hint: ClassVar[str] = "run `bert-dp plan scaling` again"
     schema_version: Literal[1] = 1
     engine: str
     warnings: list[str] = []
@@ -359,7 +359,7 @@ class Prediction(StoredFile):
 class Scaling(StoredFile):
     """scaling.json: the result of `bert-dp scale`."""
 
-    remedy: ClassVar[str] = "`bert-dp scale` with the same --out writes it anew from its runs"
+    hint: ClassVar[str] = "`bert-dp scale` with the same --out writes it anew from its runs"
     schema_version: Literal[1] = 1
     status: Literal["complete", "partial"] = "complete"
     environment: dict[str, Any] = {}  # the machine, as in environment.json

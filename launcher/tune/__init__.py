@@ -20,7 +20,7 @@ def with_settings(config: Config, **sections: Mapping[str, Any]) -> Config:
     return config.model_copy(update=changed)
 
 
-def write_result(tune: results.TuneFile, tuned: Config | None, out: Path) -> None:
+def write_tuned(tune: results.TuneFile, tuned: Config | None, out: Path) -> None:
     """Write tune.json, and tuned.yaml if something was chosen. Raises OSError."""
     results.write(out / FILE, tune)
     if tuned is not None:

@@ -15,14 +15,14 @@ from bert_dp.config import Config, ConfigError, Issue, batch_layout, parse_overr
 from bert_dp.cost import GIB
 from bert_dp.files.models import FailureKind, NoiseScale
 from launcher import job
-from launcher.job import Output, Session, publish
+from launcher.job import Output, Session, write_result
 from launcher.log import Log, logger
 from launcher.report.numbers import format_gib, format_si
 from launcher.results import PlanFile
 from launcher.run import trials
 from launcher.run.trials import (
-    Ending,
     Runner,
+    SearchOutcome,
     Slot,
     Trial,
     TrialsFailed,
@@ -33,7 +33,7 @@ from launcher.run.trials import (
     run_to_end,
     timed_config,
 )
-from launcher.tune import throughput, with_settings, write_result
+from launcher.tune import throughput, with_settings, write_tuned
 from launcher.tune.throughput import (
     MAX_ROUNDS,
     MAX_STEPS,
@@ -166,10 +166,10 @@ def tune_batch(
     if dry_run:
         output.print_plan(as_json=as_json)
         return 0
-    with output.claim():
+    with output.lock():
         tune, exit_code = measure(spec, output, log)
-        write_result(tune, with_micro(spec.config, tune.choice.micro_batch) if tune.choice else None, folder)
-        publish(tune, batch_page(tune, folder), folder, as_json=as_json, console=console)
+        write_tuned(tune, with_micro(spec.config, tune.choice.micro_batch) if tune.choice else None, folder)
+        write_result(tune, batch_page(tune, folder), folder, as_json=as_json, console=console)
     return exit_code
 
 
@@ -223,10 +223,10 @@ def measure(spec: BatchSearchSpec, output: Output[BatchPlanFile], log: Log) -> t
     out, session = output.path, output.begin(spec.config)
     with trials.runner(out, [Slot()], launcher=spec.launcher, on_gpu=spec.on_gpu, log=log) as runs:
         search = BatchSearch(spec, BatchTrials(spec, runs), log)
-        ending = run_to_end(search.run, out, log)
-    if ending.why:
-        log(f"error: {ending.why}")
-    return search.result(ending, session), ending.exit_code
+        outcome = run_to_end(search.run, out, log)
+    if outcome.reason:
+        log(f"error: {outcome.reason}")
+    return search.result(outcome, session), outcome.exit_code
 
 
 # --- trials
@@ -239,7 +239,7 @@ class TrialMeasurement:
     seconds: float
     """From its start to its end."""
     status: SizeStatus
-    why: str | None = None
+    reason: str | None = None
     failure_kind: FailureKind | None = None
     run: TimedRun | None = None
     """None: not all steps were taken."""
@@ -260,7 +260,7 @@ class BatchTrials:
         trial = self.trial("noise", micro, self._spec.global_size, steps, noise=True)
         measured, summary = self._measure(trial, 0), read_summary(trial.directory)
         if measured.run is None or summary is None or summary.noise_scale is None:
-            return measured.seconds, NoiseScale(verdict="inconclusive", why=cause(trial.directory))
+            return measured.seconds, NoiseScale(verdict="inconclusive", reason=cause(trial.directory))
         return measured.seconds, summary.noise_scale
 
     def trial(self, name: str, micro: int, samples: int, steps: int, *, noise: bool = False) -> Trial:
@@ -286,8 +286,8 @@ class BatchTrials:
             kind = failure_kind(directory)
             return TrialMeasurement(outcome.seconds, outcome.status, cause(directory), kind)
         run = timed_run(trial, warm_up)
-        status, why = judge(run, self._spec.limit_gib)
-        return TrialMeasurement(outcome.seconds, status, why, run=run)
+        status, reason = judge(run, self._spec.limit_gib)
+        return TrialMeasurement(outcome.seconds, status, reason, run=run)
 
 
 def judge(run: TimedRun, limit_gib: float | None) -> tuple[SizeStatus, str | None]:
@@ -370,7 +370,7 @@ class BatchSearch:
         smallest, *larger = self.spec.sizes
         first = self._memory_trial(smallest)
         if first.run is None:
-            raise TrialsFailed(f"micro batch {smallest} does not run: {first.why}")
+            raise TrialsFailed(f"micro batch {smallest} does not run: {first.reason}")
         peak, limit = max(first.run.peak_gib), self.spec.limit_gib
         room_gib = peak if limit is None else MEMORY_SHARE * limit - peak
         before_gib = self._formula_gib(smallest)
@@ -478,8 +478,12 @@ class BatchSearch:
         self._record(micro, measured)
         text = f"[{len(self.order)}] micro batch {micro}: "
         if measured.run is None or measured.status != "ok":
-            size.status, size.why, size.failure_kind = measured.status, measured.why, measured.failure_kind
-            self._log(f"{text}{measured.status}: {measured.why}")
+            size.status, size.reason, size.failure_kind = (
+                measured.status,
+                measured.reason,
+                measured.failure_kind,
+            )
+            self._log(f"{text}{measured.status}: {measured.reason}")
             return
         size.runs.append(measured.run)
         size.measured_gib = max(*measured.run.peak_gib, size.measured_gib or 0.0)
@@ -516,7 +520,7 @@ class BatchSearch:
     def _measure_noise(self) -> None:
         choice = self.choice()
         if choice is None:
-            lost = [f"micro batch {size.micro_batch}: {size.why}" for size in self.sizes.values()]
+            lost = [f"micro batch {size.micro_batch}: {size.reason}" for size in self.sizes.values()]
             raise TrialsFailed("; ".join(lost))
         micro = choice.micro_batch
         if self.spec.dp == 1 and choice.accumulation == 1:  # the noise scale compares two batches
@@ -525,7 +529,7 @@ class BatchSearch:
         steps = max(1, min(NOISE_STEPS, int((self._left_s(1.0) - self._startup_s) / step_s)))
         reason = self._no_noise(micro, steps)
         if reason is not None:
-            self.noise = NoiseScale(verdict="inconclusive", why=reason)
+            self.noise = NoiseScale(verdict="inconclusive", reason=reason)
             self._log(f"noise scale: not measured: {reason}")
             return
         self._log(f"noise scale: {steps} steps of the declared batch")
@@ -564,7 +568,7 @@ class BatchSearch:
             limited_by=self._limited_by,
         )
 
-    def result(self, ending: Ending, session: Session[BatchPlanFile]) -> TuneBatch:
+    def result(self, outcome: SearchOutcome, session: Session[BatchPlanFile]) -> TuneBatch:
         """Return tune.json."""
         spec, choice, rates = self.spec, self.choice(), self.rates()
         if choice is not None:
@@ -575,8 +579,8 @@ class BatchSearch:
             size.samples_per_s, size.relative = mean, mean / max(means.values())
             size.samples_per_s_ci95 = throughput.rate_interval(rates, micro)
         return TuneBatch(
-            status=ending.status,
-            why=ending.why,
+            status=outcome.status,
+            reason=outcome.reason,
             date=datetime.date.today().isoformat(),
             seconds=self.used_s,
             budget_s=spec.budget_s,

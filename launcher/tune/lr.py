@@ -26,17 +26,17 @@ from bert_dp.config import (
 )
 from bert_dp.files.models import Summary
 from launcher import job, results
-from launcher.job import DataSession, KeptPlan, Output, publish
+from launcher.job import DataSession, Output, SearchState, write_result
 from launcher.log import Log, logger
 from launcher.report.numbers import count_of, format_duration, format_si
 from launcher.results import TimedPlanFile
 from launcher.run import trials
 from launcher.run.trials import (
-    Ending,
-    Outcome,
     Progress,
     Runner,
+    SearchOutcome,
     Trial,
+    TrialOutcome,
     TrialsFailed,
     cause,
     earlier_outcome,
@@ -44,7 +44,7 @@ from launcher.run.trials import (
     read_summary,
     run_to_end,
 )
-from launcher.tune import lr_search, with_settings, write_result
+from launcher.tune import lr_search, with_settings, write_tuned
 from launcher.tune.lr_search import FINALISTS, LrOptions, LrTrial, LrTrialStatus, RangeTest, Rung, TuneLr
 
 if TYPE_CHECKING:
@@ -150,9 +150,9 @@ def tune_lr(
     if dry_run:
         output.print_plan(as_json=as_json)
         return 0
-    with output.claim():
+    with output.lock():
         tuned, exit_code = measure(setup, options, ranks, output, log)
-        publish(tuned, lr_page(tuned, folder), folder, as_json=as_json, console=console)
+        write_result(tuned, lr_page(tuned, folder), folder, as_json=as_json, console=console)
     return exit_code
 
 
@@ -207,14 +207,14 @@ def measure(
         len(slots),
         trials.trial_precision(config, setup.machine, [config.parallel.engine], on_gpu=on_gpu),
     )
-    plan = KeptPlan(out / STATE, session.plan)
+    plan = SearchState(out / STATE, session.plan)
     with trials.runner(out, slots, launcher=options.launcher, on_gpu=on_gpu, log=log) as runs:
         search = LrSearch(spec, runs, plan, log)
-        ending = run_to_end(search.run, out, log)
+        outcome = run_to_end(search.run, out, log)
     plan.save()
-    tuned = search.result(ending, session)
-    write_result(tuned, tuned_config(config, tuned.choice.lr) if tuned.choice else None, out)
-    return tuned, ending.exit_code
+    tuned = search.result(outcome, session)
+    write_tuned(tuned, tuned_config(config, tuned.choice.lr) if tuned.choice else None, out)
+    return tuned, outcome.exit_code
 
 
 # --- the search
@@ -226,7 +226,7 @@ class LrSearch:
     Every decision follows from the trials' records, so a search that goes on decides the same.
     """
 
-    def __init__(self, spec: LrSearchSpec, runs: Runner, plan: KeptPlan[LrPlanFile], log: Log):
+    def __init__(self, spec: LrSearchSpec, runs: Runner, plan: SearchState[LrPlanFile], log: Log):
         self.spec, self._runs, self.plan, self._log = spec, runs, plan, log
         self.range_test: RangeTest | None = None
         self.range_tokens = 0
@@ -268,13 +268,13 @@ class LrSearch:
         self.range_tokens = len(points) * step_tokens(config)
         if not points or (outcome.status != "ok" and failure_kind(directory) != "not_finite"):
             raise TrialsFailed(f"{trial.name}: {outcome.status}: {cause(directory)}")
-        edge, why = lr_search.find_edge(points)
-        self._log(f"  edge at {edge:.3g}: {why}" if edge is not None else f"  {why}")
+        edge, reason = lr_search.find_edge(points)
+        self._log(f"  edge at {edge:.3g}: {reason}" if edge is not None else f"  {reason}")
         summary = read_summary(directory) or Summary(status="failed")
         self._tokens_per_s, self._range_s = summary.tokens_per_s or 0.0, outcome.seconds
         self._fixed_s = max(0.0, outcome.seconds - summary.time_s.get("train", 0.0))
         pairs = [(lr, loss) for lr, loss, _ in points]
-        return RangeTest(trial=trial.name, points=pairs, edge=edge, why=why)
+        return RangeTest(trial=trial.name, points=pairs, edge=edge, reason=reason)
 
     def _fix_tokens(self) -> int:
         """Decide the tokens of a whole run, once for all calls, and log what is about to run."""
@@ -360,12 +360,12 @@ class LrSearch:
         config = config.model_copy(update={"precision": self.spec.precision})
         return Trial(self._runs.out / "trials" / name, config, self.spec.ranks)
 
-    def result(self, ending: Ending, session: DataSession[LrPlanFile]) -> TuneLr:
+    def result(self, outcome: SearchOutcome, session: DataSession[LrPlanFile]) -> TuneLr:
         """Return tune.json."""
         spec, plan = self.spec, self.plan.plan
         return TuneLr(
-            status=ending.status,
-            why=ending.why,
+            status=outcome.status,
+            reason=outcome.reason,
             date=datetime.date.today().isoformat(),
             seconds=plan.seconds,
             **session.facts(),
@@ -378,7 +378,7 @@ class LrSearch:
             unigram_entropy_nats=spec.unigram,
             range_test=self.range_test,
             rungs=self.rungs,
-            choice=lr_search.choose_rate(self.rungs) if ending.status == "complete" else None,
+            choice=lr_search.choose_rate(self.rungs) if outcome.status == "complete" else None,
             trained_tokens=self.range_tokens + sum(t.tokens for rung in self.rungs for t in rung.trials),
         )
 
@@ -477,7 +477,7 @@ def tuned_config(config: Config, lr: float) -> Config:
     return with_settings(config, optim=update)
 
 
-def read_trial(trial: Trial, outcome: Outcome) -> LrTrial:
+def read_trial(trial: Trial, outcome: TrialOutcome) -> LrTrial:
     """Read the result of a trial that has ended."""
     directory, config = trial.directory, trial.config
     summary = read_summary(directory) or Summary(status="failed")

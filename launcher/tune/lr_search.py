@@ -44,7 +44,7 @@ class RangeTest(StoredModel):
     trial: str
     points: list[Point]  # [rate, training loss or null]
     edge: float | None  # the lowest rate at which training broke; null: it did not
-    why: str
+    reason: str
 
 
 class LrTrial(StoredModel):

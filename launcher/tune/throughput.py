@@ -88,7 +88,7 @@ class SizeResult(StoredModel, frozen=False):
     accumulation: int  # at the declared global batch
     status: SizeStatus = "ok"
     failure_kind: FailureKind | None = None
-    why: str | None = None
+    reason: str | None = None
     samples_per_s: float | None = None  # geometric mean over the runs
     samples_per_s_ci95: Interval | None = None
     relative: float | None = None  # to the fastest size

@@ -66,7 +66,7 @@ SIZE_COLUMNS = (
 
 def tune_page(path: Path) -> Report:
     """Build the page of a tune.json of either search. Raises ConfigError."""
-    data = results.load(path, TuneBatch.remedy)
+    data = results.load(path, TuneBatch.hint)
     kind = data.get("kind") if isinstance(data, dict) else None
     if kind == "lr":
         return lr_page(results.parse(data, TuneLr, str(path)), path.parent)
@@ -95,7 +95,9 @@ def batch_page(tune: TuneBatch, folder: Path) -> Report:
     ]
     sizes = [(format_count(size.micro_batch), size) for size in tune.sizes]
     result = table(sizes, SIZE_COLUMNS, corner="micro batch", empty="no size was measured")
-    lost = [f"micro batch {format_count(s.micro_batch)}: {s.status}: {s.why}" for s in tune.sizes if s.why]
+    lost = [
+        f"micro batch {format_count(s.micro_batch)}: {s.status}: {s.reason}" for s in tune.sizes if s.reason
+    ]
     return Report(
         "bert-dp: tuned micro batch",
         subtitle(tune, method),
@@ -139,7 +141,7 @@ def _noise(tune: TuneBatch) -> Verdict:
     if noise is None:
         return Verdict("info", "Noise scale: not measured.")
     if noise.noise_scale is None or noise.interval is None:
-        return Verdict("info", f"Noise scale: inconclusive: {noise.why or NA}.")
+        return Verdict("info", f"Noise scale: inconclusive: {noise.reason or NA}.")
     equal = f" = {noise.trace:.3g} / {noise.grad_sq:.3g}" if noise.trace and noise.grad_sq else ""
     weights = tune.config.get("run", {}).get("init_from") or "random weights"
     efficiency = format_percent(1 / (1 + tune.global_batch / noise.noise_scale))
@@ -325,7 +327,7 @@ def range_figure(tune: TuneLr) -> Figure:
     points = test.points if test else []
     ceiling = MAX_LOSS_RATIO * next((loss for _, loss in points if loss is not None), 0.0)
     drawn = [None if loss is None else min(loss, ceiling) for _, loss in points]
-    note = f"The rate rises with every step; {test.why}." if test else ""
+    note = f"The rate rises with every step; {test.reason}." if test else ""
     if drawn != [loss for _, loss in points]:
         note += f" Losses above {format_ratio(ceiling)} are drawn there."
     edge = test.edge if test else None

@@ -70,8 +70,8 @@ def explain(failure: Failure, run_dir: Path, world_size: int, memory: RunMemory)
         facts = {"explanation": [meaning], "fix": [fix]}
     elif failure.kind in OUT_OF_MEMORY:
         on_host = failure.kind == "host_memory"
-        why, fixes = _what_to_lower(run_dir, world_size, failure.message, on_host=on_host)
-        facts = {"explanation": why, "fix": fixes, "memory": memory if on_host else None}
+        reasons, fixes = _what_to_lower(run_dir, world_size, failure.message, on_host=on_host)
+        facts = {"explanation": reasons, "fix": fixes, "memory": memory if on_host else None}
     return failure.model_copy(update=facts)
 
 
@@ -81,9 +81,9 @@ def _explain_kill(failure: Failure, run_dir: Path, world_size: int, memory: RunM
     if memory.oom_kills:
         killed = f"{memory.oom_kills} process{'es' * (memory.oom_kills > 1)}"
         first = f"the kernel killed {killed} for want of host memory (oom_kill in {memory.counter}); {peaked}"
-        why, fixes = _what_to_lower(run_dir, world_size, "", on_host=True)
+        reasons, fixes = _what_to_lower(run_dir, world_size, "", on_host=True)
         facts = {"message": f"{failure.message}: host out of memory", "kind": "host_memory"}
-        return {**facts, "explanation": [first, *why], "fix": fixes, "memory": memory}
+        return {**facts, "explanation": [first, *reasons], "fix": fixes, "memory": memory}
     reason = f"from outside: no out-of-memory kill was counted; {peaked}"
     if memory.oom_kills is None:
         reason = (
@@ -107,12 +107,12 @@ def _what_to_lower(
             "on GPUs the host holds the data, the checkpoint's copy and the program: fewer ranks on "
             "this host, fewer other processes, or more memory"
         ]
-    capacity, why = _host_capacity(machine, world_size) if on_host else _device_capacity(message, machine)
+    capacity, reasons = _host_capacity(machine, world_size) if on_host else _device_capacity(message, machine)
     newest = files.newest_checkpoint_facts(run_dir)
     kept = newest[1].precision if newest else None
     precision = precision_of(config, machine.bf16_units, on_gpu=not on_host, kept=kept)
     equation, fixes = what_fits(config, precision, world_size, capacity, on_gpu=not on_host)
-    return [*why, equation], fixes
+    return [*reasons, equation], fixes
 
 
 def _device_capacity(message: str, machine: RecordedEnvironment) -> tuple[float | None, list[str]]:

@@ -22,7 +22,7 @@ from bert_dp.cost import GIB
 from bert_dp.files import is_own_code
 from bert_dp.files.models import Failure, RunMemory
 from launcher import results
-from launcher.children import ending
+from launcher.children import describe_exit_code
 from launcher.machine.environment import ROOT, control_groups
 
 TAIL_LINES = 20
@@ -119,7 +119,7 @@ def _of_a_silent_end(logs: Path, rank: int, code: int | None) -> Failure:
     return Failure(
         kind="killed" if signalled else "no_cause",
         rank=rank,
-        message=f"ended {NO_CAUSE}" if code is None else ending(code, NO_CAUSE),
+        message=f"ended {NO_CAUSE}" if code is None else describe_exit_code(code, NO_CAUSE),
         where=f"{frame[0]}:{frame[1]}" if frame else None,
         source=f"in {frame[2]}" if frame else None,
         killed_by=signalled,
@@ -134,7 +134,9 @@ def _consequences(
     lines = {rank: f"rank {rank}: {first_line(e.message).partition('. ')[0]}" for rank, e in errors.items()}
     for rank_exit in silent:
         if rank_exit.code is not None and rank_exit.code not in (-signal.SIGTERM, 1):
-            lines.setdefault(rank_exit.rank, f"rank {rank_exit.rank}: {ending(rank_exit.code, '')}")
+            lines.setdefault(
+                rank_exit.rank, f"rank {rank_exit.rank}: {describe_exit_code(rank_exit.code, '')}"
+            )
     return [lines[rank] for rank in sorted(lines) if rank not in causes]
 
 

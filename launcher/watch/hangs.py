@@ -361,10 +361,10 @@ def find_culprit(snapshots: Sequence[RankSnapshot]) -> HangDiagnosis:
     # while a GPU's queue is full
     reached = min((s.heartbeat.step for s in snapshots if not s.frozen), default=None)
     if frozen := [s for s in snapshots if s.frozen and (reached is None or s.heartbeat.step <= reached)]:
-        why = "holds the interpreter lock (GIL), or gets no processor"
+        reason = "holds the interpreter lock (GIL), or gets no processor"
         if frozen[0].state == "D":
-            why = f"stuck in the kernel {frozen[0].kernel_wait}".rstrip()
-        return _named(frozen, f"not schedulable: {why}")
+            reason = f"stuck in the kernel {frozen[0].kernel_wait}".rstrip()
+        return _named(frozen, f"not schedulable: {reason}")
     if len(snapshots) == 1:
         return _named(snapshots, "makes no progress")
     recorded = {s.rank: s.collectives for s in snapshots}

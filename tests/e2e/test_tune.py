@@ -70,7 +70,7 @@ def test_every_size_was_tried_at_the_declared_global_batch(tune: dict[str, Any],
     assert tune["status"] == "complete"
     assert [size["micro_batch"] for size in tune["sizes"]] == [1, 2, 4]
     for size in tune["sizes"]:
-        assert size["status"] == "ok", size["why"]
+        assert size["status"] == "ok", size["reason"]
         assert size["micro_batch"] * size["accumulation"] * tune["dp"] == tune["global_batch"] == 8
         for run in size["runs"]:
             batch = load_config(out / "trials" / run["name"] / "config.yaml").batch
@@ -160,8 +160,8 @@ def test_out_of_memory_on_one_rank_is_the_result_of_its_size(shards: Path, tmp_p
     hit = result["order"][0]
     assert states == {micro: "oom" if micro == hit else "ok" for micro in (1, 2)}
     (row,) = [size for size in result["sizes"] if size["micro_batch"] == hit]
-    assert "rank 1" in row["why"]
-    assert "out of memory" in row["why"]
+    assert "rank 1" in row["reason"]
+    assert "out of memory" in row["reason"]
     assert result["choice"]["micro_batch"] != hit
 
 

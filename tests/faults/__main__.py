@@ -62,7 +62,7 @@ def run(test: str) -> dict[str, Any]:
         "row": row_of(test),
         "test": test.split("::", 1)[1],
         "outcome": "failed" if done.returncode else "skipped" if skipped else "passed",
-        "why": done.stdout[-2000:] if done.returncode else skipped[0] if skipped else None,
+        "reason": done.stdout[-2000:] if done.returncode else skipped[0] if skipped else None,
         "seconds": round(time.monotonic() - start, 1),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",

@@ -12,7 +12,7 @@ from bert_dp.config import ConfigError, load_config
 from bert_dp.measure.profile_step import ALONE
 from bert_dp.model.build import first_state
 from bert_dp.tasks import make_task
-from bert_dp.training.distributed import Comm
+from bert_dp.training.distributed import HostCollectives
 from tests.helpers import read_json
 from tests.parity.runs import metrics, settings, state, train_run, train_runs, write_run
 from tests.tensors import bits
@@ -77,7 +77,7 @@ def test_moments_that_do_not_fit_are_refused(
     config = load_config(run_dir / "config.yaml")
     task = make_task(config, torch.device("cpu"))
     with pytest.raises(ConfigError, match=message):
-        first_state(config, task.build_model(0), task.open_data(), Comm(ALONE, None))
+        first_state(config, task.build_model(0), task.open_data(), HostCollectives(ALONE, None))
 
 
 def test_two_epochs_are_each_sequence_twice_and_a_resumed_run_ends_with_them(

@@ -13,7 +13,7 @@ from bert_dp.config import BatchLayout
 from bert_dp.files import CheckpointFacts
 from bert_dp.measure.profile_step import ALONE, lone_trainer
 from bert_dp.training import metrics
-from bert_dp.training.distributed import Comm, SharedClock
+from bert_dp.training.distributed import HostCollectives, SharedClock
 from bert_dp.training.loop import log_steps
 from bert_dp.training.metrics import Meter
 from bert_dp.training.process import gc_paused
@@ -78,7 +78,9 @@ def test_a_run_that_skipped_every_step_is_not_done(skipped: int, step: int, fail
 
 
 def make_meter() -> Meter:
-    return Meter(Comm(ALONE, None), CPU, LAYOUT, tokens_per_sample=4, flops_per_token=1.0, peak_flops=None)
+    return Meter(
+        HostCollectives(ALONE, None), CPU, LAYOUT, tokens_per_sample=4, flops_per_token=1.0, peak_flops=None
+    )
 
 
 @pytest.mark.parametrize(
@@ -147,7 +149,7 @@ def test_another_rank_writes_its_own_steps_and_nothing_else(tmp_path: Path, shar
     with lone_trainer(settings, tmp_path) as lone:
         (tmp_path / "steps").mkdir()
         before = set(tmp_path.iterdir())
-        trainer = dataclasses.replace(lone, comm=Comm(World(1, 1, 2, 2), None))
+        trainer = dataclasses.replace(lone, comm=HostCollectives(World(1, 1, 2, 2), None))
         trainer.meter.observe(torch.tensor(2.0), torch.tensor(1.0), 2, 1, 0.0)
         log_steps(trainer, TrainState(step=1, samples=2, global_batch=2), SharedClock(lone.comm))
     assert set(tmp_path.iterdir()) == before

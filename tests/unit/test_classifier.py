@@ -20,7 +20,7 @@ from bert_dp.model.classifier import Classifier, build_classifier
 from bert_dp.tasks import Context, finetune
 from bert_dp.tasks.finetune import Finetuning
 from bert_dp.training.devices import precision_of
-from bert_dp.training.distributed import Comm
+from bert_dp.training.distributed import HostCollectives
 from tests.example_files import label_names, write_examples
 from tests.helpers import read_lines
 from tests.runs_to_export import peer_of
@@ -163,8 +163,8 @@ def test_each_epoch_is_each_example_once_whatever_the_micro_batch(task: Finetuni
         whole = task._training_batch(np.arange(start, start + 8))
         assert sorted(whole.sample_ids) == list(range(start, start + 8))
         assert np.array_equal(np.concatenate([b.sample_ids for b in halves]), whole.sample_ids)
-        assert torch.equal(torch.cat([b.key_B for b in halves]), whole.key_B)
-        keys |= set(whole.key_B.tolist())
+        assert torch.equal(torch.cat([b.seed_B for b in halves]), whole.seed_B)
+        keys |= set(whole.seed_B.tolist())
         assert whole.real_BS is not None
         lengths = whole.real_BS.sum(1)
         assert lengths.tolist() == sorted(lengths.tolist()), "sorted by length inside the batch"
@@ -209,7 +209,7 @@ def test_the_loss_depends_on_neither_padding_nor_micro_batch(
     assert task._training_batch(np.arange(2)).ids_BS.shape[1] == LENGTH > shortest, "padding was added"
     task_of_another_seed = hash64(1, 4, np.arange(8))
     batch = task._training_batch(np.arange(8))
-    changed = task.loss(model, type(batch)(**{**vars(batch), "key_B": key32(task_of_another_seed)}))
+    changed = task.loss(model, type(batch)(**{**vars(batch), "seed_B": key32(task_of_another_seed)}))
     assert changed.item() != pytest.approx(wanted, rel=1e-6), "dropout changes nothing here"
 
 
@@ -241,7 +241,7 @@ def test_predictions_are_of_every_split_with_null_for_what_is_not_known(
     with torch.no_grad():
         model.head.classifier.bias[1] = math.inf
     context = Context(
-        comm=Comm(ALONE, None),
+        comm=HostCollectives(ALONE, None),
         device=CPU,
         precision=precision_of("fp32"),
         dp_rank=0,

@@ -1031,7 +1031,7 @@ def test_a_build_for_a_run_that_fails_is_one_line_that_names_the_cache(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(record, "keep_private", lambda: None)
+    monkeypatch.setattr(record, "set_private_umask", lambda: None)
     monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path / "cache"))
     source = write(tmp_path / "a.txt", prose(100))
     (tmp_path / "c.yaml").write_text(json.dumps(config(source).model_dump(mode="json")))

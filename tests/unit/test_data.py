@@ -65,7 +65,7 @@ def rows_of(batch: MlmBatch) -> list[tuple[int, bytes]]:
     positions = batch.positions_P.reshape(size, -1) - torch.arange(size)[:, None] * length
     labels = batch.labels_P.reshape(size, -1)
     return [
-        (int(s), b"|".join(t[i].numpy().tobytes() for t in (batch.ids_BS, positions, labels, batch.key_B)))
+        (int(s), b"|".join(t[i].numpy().tobytes() for t in (batch.ids_BS, positions, labels, batch.seed_B)))
         for i, s in enumerate(batch.sample_ids)
     ]
 
@@ -262,7 +262,7 @@ def test_without_shuffle_the_order_is_the_shards_and_masks_still_move(shards: Sh
 
 def test_dropout_is_drawn_for_each_sequence_in_each_epoch_and_for_each_seed(shards: Shards) -> None:
     drawn = [
-        batch_of(shards, 0, 150, seed=s, shuffle=shuffle).key_B for s in (3, 4) for shuffle in (True, False)
+        batch_of(shards, 0, 150, seed=s, shuffle=shuffle).seed_B for s in (3, 4) for shuffle in (True, False)
     ]
     for keys, same in zip(drawn[::2], drawn[1::2], strict=True):
         assert len(keys.unique()) == 150

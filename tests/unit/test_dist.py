@@ -19,7 +19,7 @@ from bert_dp.measure import all_reduce
 from bert_dp.training import distributed
 from bert_dp.training.devices import HostAndDevice, own_host_and_device
 from bert_dp.training.distributed import (
-    Comm,
+    HostCollectives,
     SharedClock,
     Stop,
     check_places,
@@ -227,7 +227,7 @@ def test_a_lone_rank_talks_to_itself() -> None:
     check_clock(comm)
 
 
-def check_comm(comm: Comm, values: list[float]) -> None:
+def check_comm(comm: HostCollectives, values: list[float]) -> None:
     """`values`: what each rank says, by rank."""
     rank, size = comm.world.rank, comm.world.size
     gathered = comm.all_gather([values[rank], float(rank)])
@@ -255,7 +255,7 @@ class FakeTime:
         self.value += seconds * self.rate
 
 
-def check_clock(comm: Comm) -> None:
+def check_clock(comm: HostCollectives) -> None:
     """Of a run that goes on after 50 s: seven steps, and an evaluation of 100 s after the third."""
     rank, size = comm.world.rank, comm.world.size
     now = FakeTime(start=1000.0 * (rank + 1), rate=1.0 + rank)
@@ -279,7 +279,7 @@ def check_clock(comm: Comm) -> None:
     clock.finish()  # twice is harmless
 
 
-def exchanged(comm: Comm, *stops: Stop) -> list[Stop]:
+def exchanged(comm: HostCollectives, *stops: Stop) -> list[Stop]:
     """What a rank that asks for these, one after the other, hears."""
     clock = SharedClock(comm, now=lambda: 0.0)
     heard = []
@@ -290,14 +290,14 @@ def exchanged(comm: Comm, *stops: Stop) -> list[Stop]:
     return heard
 
 
-def check_signal(comm: Comm, sender: int) -> None:
+def check_signal(comm: HostCollectives, sender: int) -> None:
     """A signal on one rank reaches all at one tick, the next."""
     sent = [Stop(15 if comm.world.rank == sender and i >= 2 else 0) for i in range(5)]
     signals = [float(stop.signal) for stop in exchanged(comm, *sent)]
     assert comm.all_gather(signals).tolist() == [[0.0, 0.0, 0.0, 15.0, 15.0]] * comm.world.size
 
 
-def check_polling(comm: Comm) -> None:
+def check_polling(comm: HostCollectives) -> None:
     """Asking passes signals on and reads no clock: the next tick gives what the last one sent."""
     now = FakeTime(start=0.0, rate=1.0)
     clock = SharedClock(comm, now=now)
@@ -317,11 +317,11 @@ def check_polling(comm: Comm) -> None:
 
 
 def test_a_signal_before_the_first_step_is_seen_at_once() -> None:
-    clock = SharedClock(Comm(LONE, None), now=lambda: 0.0)
+    clock = SharedClock(HostCollectives(LONE, None), now=lambda: 0.0)
     assert clock.exchange(Stop(2)) == (0.0, Stop(2))
 
 
-def check_two_signals(comm: Comm) -> None:
+def check_two_signals(comm: HostCollectives) -> None:
     """Two ranks with different signals agree on one, and a failure is no signal."""
     mine = Stop(10 + comm.world.rank, failed=comm.world.rank == comm.world.size - 1)
     assert exchanged(comm, mine, mine) == [Stop(9 + comm.world.size, failed=True)] * 2
@@ -330,7 +330,7 @@ def check_two_signals(comm: Comm) -> None:
     assert not Stop()
 
 
-def check_values(comm: Comm) -> None:
+def check_values(comm: HostCollectives) -> None:
     """Each rank's own, of any length, in rank order."""
     rank, size = comm.world.rank, comm.world.size
     values = [{"rank": r, "text": "ü" * 100 * r, "none": None} for r in range(size)]
@@ -338,7 +338,7 @@ def check_values(comm: Comm) -> None:
     assert gather_json([], None, CPU) == [[]] * size
 
 
-def check_bus_bandwidth(comm: Comm) -> None:
+def check_bus_bandwidth(comm: HostCollectives) -> None:
     """As nccl-tests define it: what a ring of N sends of each byte, 2 (N - 1) / N."""
     result, size = all_reduce._time_all_reduce(4096, 0.0, CPU), comm.world.size
     sent = result["bytes"] * 2 * (size - 1) / size

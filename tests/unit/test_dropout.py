@@ -68,12 +68,12 @@ def test_a_model_without_dropout_computes_nothing_for_its_keys() -> None:
             self.calls.append(str(function))
             return function(*args, **(kwargs or {}))
 
-    def calls_of(dropout: str, key_B: torch.Tensor | None) -> list[str]:
+    def calls_of(dropout: str, seed_B: torch.Tensor | None) -> list[str]:
         settings = (f"model.dropout={dropout}", "data.sequence_length=16", "model.num_layers=2")
         config = make_config("model.vocab_size=64", "model.hidden_size=32", "model.num_heads=2", *settings)
         model = build_model(config.model, 16, seed=0).model.train()
         with Count() as counted:
-            model.encode(torch.zeros(4, 16, 32), None, key_B)
+            model.encode(torch.zeros(4, 16, 32), None, seed_B)
         return counted.calls
 
     assert calls_of("0.0", KEYS) == calls_of("0.0", None)

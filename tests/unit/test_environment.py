@@ -158,7 +158,7 @@ def test_the_numa_node_of_a_gpu_and_its_usable_cores(smi, tmp_path):
     facts = probe(root=write_files(tmp_path, files))
     assert [gpu.numa_node for gpu in facts.gpus] == [1, None, None]
     assert facts.numa_cores == {"0": 1, "1": 0}
-    assert any(f.level == "warn" and f.what.startswith("NUMA") for f in diagnose(facts))
+    assert any(f.level == "warn" and f.message.startswith("NUMA") for f in diagnose(facts))
 
 
 def test_broken_driver_is_a_finding_and_the_drivers_list_still_counts(smi, tmp_path, monkeypatch):
@@ -174,8 +174,8 @@ def test_broken_driver_is_a_finding_and_the_drivers_list_still_counts(smi, tmp_p
     assert facts.gpus == (Gpu(0, "NVIDIA A100", None, "535.104.05"),)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1")
     assert probe(root=root).gpus == facts.gpus
-    finding = next(f for f in diagnose(facts) if f.level == "fail" and "driver" in f.what)
-    assert "version mismatch" in finding.what
+    finding = next(f for f in diagnose(facts) if f.level == "fail" and "driver" in f.message)
+    assert "version mismatch" in finding.message
 
 
 def test_cgroup_v2_takes_the_tightest_ancestor(tmp_path):
@@ -252,7 +252,7 @@ def test_git_commit_and_dirty_flag(tmp_path):
 def test_each_finding_says_consequence_and_fix(change, level, word):
     bad = [f for f in diagnose(dataclasses.replace(GOOD, **change)) if f.level != "ok"]
     assert [f.level for f in bad] == [level]
-    assert word in bad[0].what
+    assert word in bad[0].message
     assert bad[0].consequence
     assert bad[0].fix
 
@@ -286,7 +286,7 @@ def test_doctor_asks_of_bf16_where_ranks_run_on_a_cpu_and_keeps_to_its_time(
     now = iter([100.0, 102.0, 110.0, 115.0])
     monkeypatch.setattr(doctor, "time", SimpleNamespace(monotonic=lambda: next(now)))
     _, findings = doctor.doctor(tmp_path)
-    assert findings[-1].what == last
+    assert findings[-1].message == last
     assert asked.pop("checkpoint") == (tmp_path, (doctor.DOCTOR_LIMIT_S - 2) / 2)
     times = {name: given[-1] for name, given in asked.items()}
     expected = {"all-reduce": doctor.DOCTOR_LIMIT_S - 10, "bf16": doctor.DOCTOR_LIMIT_S - 15}
@@ -327,7 +327,7 @@ RESULT = {"world_size": 2, "backend": "gloo", "bytes": 2**22, "seconds_median": 
 )
 def test_an_all_reduce(fake_module, source, level, words):
     finding = doctor.all_reduce(20, fake_module(source))
-    assert (finding.level, words in finding.what) == (level, True)
+    assert (finding.level, words in finding.message) == (level, True)
 
 
 def test_a_module_of_ours_gets_its_own_folder_and_variables(fake_module, tmp_path):
@@ -416,41 +416,41 @@ time.sleep(600)
 """
     finding = doctor.all_reduce(3, fake_module(source))
     assert finding.level == "fail"
-    assert "no answer within 3 s | rank 1 is late" in finding.what
+    assert "no answer within 3 s | rank 1 is late" in finding.message
     wait_for(lambda: has_ended((tmp_path / "pid").read_text()), seconds=5)
 
 
 def test_doctor_names_a_directory_that_cannot_be_written(monkeypatch):
     monkeypatch.setattr(doctor, "all_reduce", lambda timeout_s, **_: doctor.Finding("ok", f"{timeout_s > 5}"))
     _, findings = doctor.doctor(Path("/proc/runs"))
-    assert [f.level for f in findings if f.what.startswith("checkpoint")] == ["fail"]
-    assert any(f.what.startswith("loopback") and f.level == "ok" for f in findings)
+    assert [f.level for f in findings if f.message.startswith("checkpoint")] == ["fail"]
+    assert any(f.message.startswith("loopback") and f.level == "ok" for f in findings)
 
 
 def test_checkpoint_round_trip_results(fake_module, tmp_path):
     target = tmp_path / "not" / "yet"
     fast, slow = ({"bytes": 2**26, "seconds": s, "mb_per_s": 67.1 / s} for s in (0.5, 2.0))
     finding = doctor.checkpoint(target, 20, fake_module(f"print({json.dumps(fast)!r})"))
-    assert (finding.level, finding.what) == ("ok", "checkpoint round trip: 64 MiB in 0.50 s, 134 MB/s")
+    assert (finding.level, finding.message) == ("ok", "checkpoint round trip: 64 MiB in 0.50 s, 134 MB/s")
     finding = doctor.checkpoint(target, 20, fake_module(f"print({json.dumps(slow)!r})"))
     assert finding.level == "warn"
     assert "take 42 s" in finding.consequence
     leave = "import pathlib, sys; (pathlib.Path(sys.argv[1]) / 'step').write_text('x'); raise OSError('full')"
     finding = doctor.checkpoint(target, 20, fake_module(leave))
-    assert (finding.level, "OSError: full" in finding.what) == ("fail", True)
+    assert (finding.level, "OSError: full" in finding.message) == ("fail", True)
     assert not list(tmp_path.glob(".bert-dp-doctor-*"))
 
 
 def test_a_real_checkpoint_round_trip(tmp_path):
     finding = doctor.checkpoint(tmp_path, 100)
-    assert "64 MiB" in finding.what
+    assert "64 MiB" in finding.message
     assert finding.level in ("ok", "warn")  # a busy disk is slow
     assert not list(tmp_path.iterdir())
 
 
 def test_nothing_starts_without_time(monkeypatch):
     monkeypatch.setattr(doctor, "run_command", lambda *_: pytest.fail("started"))
-    assert children.NO_ANSWER in doctor.all_reduce(1.0).what
+    assert children.NO_ANSWER in doctor.all_reduce(1.0).message
 
 
 def test_what_doctor_starts_ends_with_it(fake_module, tmp_path):

@@ -18,7 +18,7 @@ from bert_dp.config import ConfigError, Issue
 from bert_dp.files import STARTED_AGAIN
 from bert_dp.files.models import Failure, FailureKind, RunMemory, kind_of_text
 from bert_dp.training import process
-from launcher.children import ending
+from launcher.children import describe_exit_code
 from launcher.watch.failure import (
     GROUP,
     NO_CAUSE,
@@ -340,4 +340,7 @@ def test_what_an_error_was_raised_by_and_the_end_that_the_tool_saw(tmp_path: Pat
     (tmp_path / "rank-1.error.json").write_text(json.dumps(facts))
     failure = cause_of(tmp_path, TORCHRUN)
     assert (failure.where, failure.source) == ("a.py:7", "in f: g()"), "the kill was of the rank that raised"
-    assert ending(-signal.SIGRTMIN - 3, "") == f"killed by signal {signal.SIGRTMIN + 3} (real-time)"
+    words = f"killed by signal {signal.SIGRTMIN + 3} (real-time)"
+    assert describe_exit_code(-signal.SIGRTMIN - 3, "") == words
+        describe_exit_code(-signal.SIGRTMIN - 3, "") == f"killed by signal {signal.SIGRTMIN + 3} (real-time)"
+    )

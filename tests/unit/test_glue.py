@@ -21,7 +21,7 @@ from launcher.evaluate.glue_scores import Glue, GlueOptions, GlueTask, GlueTrial
 from launcher.job import Output
 from launcher.report.page import Report
 from launcher.run import trials
-from launcher.run.trials import Ended, Ending, Outcome, Slot, Stopped, Trial, TrialsFailed
+from launcher.run.trials import SearchOutcome, Slot, Stopped, Trial, TrialOutcome, TrialsFailed, TrialStatus
 from tests.glue_fixture import (
     MadeRunner,
     evaluation,
@@ -46,8 +46,8 @@ def made_trial(
     return task, trial
 
 
-def read(task: PreparedTask, trial: Trial, status: Ended = "ok") -> GlueTrial:
-    return glue_scores.read_trial(trial, Outcome(status, 2.0), task.manifest)
+def read(task: PreparedTask, trial: Trial, status: TrialStatus = "ok") -> GlueTrial:
+    return glue_scores.read_trial(trial, TrialOutcome(status, 2.0), task.manifest)
 
 
 def refusals(function: Callable[..., Any], *arguments: Any) -> list[tuple[str, str, object, str | None]]:
@@ -526,7 +526,7 @@ def test_only_a_complete_evaluation_has_an_average(tmp_path: Path) -> None:
     glue = evaluation(tmp_path, [scored_task(name, [0.5, 0.7]) for name in EIGHT])
     assert (glue.average, glue_report(glue).verdicts[0].level) == (pytest.approx(0.6), "ok")
     glue_run = GlueRun(make_grid(GlueOptions(seeds=2)), MadeRunner(tmp_path, [], lambda *_: 0.5), print)
-    stopped = result_file(glue_run, glue.tasks, Ending("partial"), {})
+    stopped = result_file(glue_run, glue.tasks, SearchOutcome("partial"), {})
     assert (stopped.status, stopped.average) == ("partial", None)
 
 
@@ -537,7 +537,7 @@ def test_the_loss_of_a_start_is_that_of_its_own_step(tmp_path: Path) -> None:
         path = tmp_path / "checkpoints" / f"step-{step:08}"
         grid = dataclasses.replace(grid, start=dataclasses.replace(grid.start, checkpoint=path, step=step))
         ended = GlueRun(grid, MadeRunner(tmp_path, [], lambda *_: 0.5), print)
-        assert result_file(ended, [], Ending("complete"), {}).heldout_loss == loss
+        assert result_file(ended, [], SearchOutcome("complete"), {}).heldout_loss == loss
 
 
 # --- several evaluations side by side

@@ -18,7 +18,7 @@ from bert_dp.tasks import DatasetInfo
 from bert_dp.tasks.mlm import MaskedLanguageModel
 from bert_dp.training import build, checkpoint
 from bert_dp.training.affinity import Placement
-from bert_dp.training.distributed import Comm
+from bert_dp.training.distributed import HostCollectives
 from bert_dp.training.state import TrainState
 from bert_dp.training.world import World
 from tests.helpers import TINY_MODEL, issues_of, make_config, read_json, read_lines, write_lines
@@ -36,7 +36,7 @@ def rank_with(run_dir: Path, digit: str, said: list[str] | None = None) -> Any:
     return SimpleNamespace(
         config=config(),
         run_dir=run_dir,
-        comm=Comm(ALONE, None),
+        comm=HostCollectives(ALONE, None),
         device=CPU,
         data=DatasetInfo(data_hash=digit * 64, tokenizer=None, num_samples=9),
         log_rank0=said.append,
@@ -85,7 +85,7 @@ def test_a_run_whose_checkpoints_cannot_be_read_is_not_begun_again(run_dir: Path
     assert line.endswith("look at the disk and run again, or choose another --run-dir")
 
 
-class Told(Comm):
+class Told(HostCollectives):
     """The second of two ranks, and what rank 0 says."""
 
     def __init__(self, answer: Any):
@@ -120,8 +120,8 @@ def test_every_rank_follows_the_choice_of_rank_0_and_its_error(
 
 def test_a_path_without_a_checkpoint_is_bad_input(run_dir: Path) -> None:
     (line,) = issues_of(build.select_checkpoint, rank_with(run_dir, "0"), str(run_dir / "nowhere"))
-    why = "no valid checkpoint there; name a run or a checkpoint"
-    assert line == f"--resume: {run_dir / 'nowhere'}: {why}"
+    reason = "no valid checkpoint there; name a run or a checkpoint"
+    assert line == f"--resume: {run_dir / 'nowhere'}: {reason}"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_run_stays_compiled_on_the_same_kind_of_device_unless_the_setting_says
     assert resumed.compiled is kept
 
 
-class Meeting(Comm):
+class Meeting(HostCollectives):
     """Notes the steps that the records hold when the ranks meet."""
 
     def __init__(self, world: World, record: Path):

@@ -159,10 +159,10 @@ CULPRITS: dict[str, tuple[list[RankSnapshot], tuple[int, ...], str]] = {
 
 @pytest.mark.parametrize("what", CULPRITS)
 def test_whom_the_evidence_names(what: str) -> None:
-    snapshots, ranks, why = CULPRITS[what]
+    snapshots, ranks, reason = CULPRITS[what]
     diagnosis = find_culprit(snapshots)
     assert diagnosis.ranks == ranks
-    assert diagnosis.reason.startswith(why)
+    assert diagnosis.reason.startswith(reason)
 
 
 def test_a_late_heartbeat_is_not_a_frozen_rank() -> None:

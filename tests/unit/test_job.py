@@ -15,7 +15,7 @@ from rich.console import Console
 
 from bert_dp.config import MAX_RANKS, ConfigError, load_config
 from launcher import children, job, results
-from launcher.job import KeptPlan, Output, claim, identity, place_issues, publish
+from launcher.job import Output, SearchState, identity, lock_output_dir, place_issues, write_result
 from launcher.machine import environment
 from launcher.machine.environment import Gpu
 from launcher.report.page import Report
@@ -199,7 +199,7 @@ def test_identity_is_of_the_machine_and_the_data() -> None:
 def test_the_seconds_of_all_calls_are_added_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter((100.0, 103.0, 110.0))
     monkeypatch.setattr("launcher.job.time.monotonic", lambda: next(now))
-    kept = KeptPlan(tmp_path / "grid.json", plan().model_copy(update={"seconds": 50.0}))
+    kept = SearchState(tmp_path / "grid.json", plan().model_copy(update={"seconds": 50.0}))
     kept.save()
     kept.save()
     assert kept.plan.seconds == results.read(tmp_path / "grid.json", LrPlanFile).seconds == 60.0
@@ -267,14 +267,14 @@ def test_a_directory_in_which_nothing_was_written_is_as_before(tmp_path: Path, s
     directory = tmp_path / "run"
     if stands:
         directory.mkdir()
-    with claim(directory, ".lock", "--run-dir", "run"):
+    with lock_output_dir(directory, ".lock", "--run-dir", "run"):
         assert (directory / ".lock").exists()
-        again = claim(directory, ".lock", "-", "run")
+        again = lock_output_dir(directory, ".lock", "-", "run")
         with pytest.raises(ConfigError, match="in use by another run"):
             again.__enter__()
     assert directory.exists() == stands
     assert not list(tmp_path.rglob(".lock"))
-    with claim(directory, ".lock", "--run-dir", "run"):
+    with lock_output_dir(directory, ".lock", "--run-dir", "run"):
         (directory / "config.yaml").touch()
     assert sorted(path.name for path in directory.iterdir()) == [".lock", "config.yaml"]
 
@@ -282,11 +282,11 @@ def test_a_directory_in_which_nothing_was_written_is_as_before(tmp_path: Path, s
 def test_what_a_verb_makes_is_its_users_alone_and_what_it_cannot_make_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with umask(0), claim(tmp_path / "a" / "out", ".lock", "--out", "grid"):
+    with umask(0), lock_output_dir(tmp_path / "a" / "out", ".lock", "--out", "grid"):
         assert (tmp_path / "a" / "out").stat().st_mode & 0o777 == 0o700
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="--out: ") as caught:
-        claim(tmp_path / "file" / "x", ".lock", "--out", "grid").__enter__()
+        lock_output_dir(tmp_path / "file" / "x", ".lock", "--out", "grid").__enter__()
     asked: list[Any] = []
     monkeypatch.setattr("os.access", lambda *given: asked.append(given))
     issues = [*caught.value.issues, *place_issues(tmp_path / "new" / "er", "--out")]
@@ -323,14 +323,14 @@ def test_the_result_is_printed_as_json_or_as_a_report_that_names_its_page(
 ) -> None:
     report, out = Report("a result"), io.StringIO()
     console = Console(file=out, width=200)
-    publish(plan(), report, tmp_path, as_json=True, console=console)
+    write_result(plan(), report, tmp_path, as_json=True, console=console)
     assert (out.getvalue(), capsys.readouterr().out) == ("", results.to_json(plan()))
     assert "a result" in (tmp_path / "report.html").read_text()
-    publish(plan(), report, tmp_path, as_json=False, console=console)
+    write_result(plan(), report, tmp_path, as_json=False, console=console)
     assert f"{tmp_path}/report.html" in out.getvalue()
     (tmp_path / "other" / "report.html").mkdir(parents=True)
     last = io.StringIO()
-    publish(plan(), report, tmp_path / "other", as_json=False, console=Console(file=last, width=200))
+    write_result(plan(), report, tmp_path / "other", as_json=False, console=Console(file=last, width=200))
     assert "report.html" not in last.getvalue(), "it could not be written"
     assert "report.html was not written" in capsys.readouterr().err
 

@@ -51,12 +51,12 @@ def test_tables_are_read() -> None:
 
 def test_only_the_visible_gpus_count() -> None:
     (near,) = link_findings(with_gpus(2, 3), P2P)
-    assert (near.level, near.what.partition(": ")[2]) == ("ok", "PIX 2-3")
+    assert (near.level, near.message.partition(": ")[2]) == ("ok", "PIX 2-3")
     assert link_findings(with_gpus(5, 6), P2P) == []
 
 
 def test_slow_links_and_p2p_that_is_off_name_their_pairs() -> None:
     far, p2p = link_findings(with_gpus(0, 1, 2, 3), P2P)
     assert (far.level, p2p.level) == ("warn", "warn")
-    assert far.what.endswith("NV12 0-1; PIX 2-3; SYS 0-2 0-3 1-2 1-3")
-    assert p2p.what.endswith("CNS 0-3")
+    assert far.message.endswith("NV12 0-1; PIX 2-3; SYS 0-2 0-3 1-2 1-3")
+    assert p2p.message.endswith("CNS 0-3")

@@ -29,7 +29,7 @@ from bert_dp.parallel import single
 from bert_dp.tasks.mlm import MaskedLanguageModel
 from bert_dp.training import devices, metrics, summary
 from bert_dp.training.devices import precision_of
-from bert_dp.training.distributed import Comm, SharedClock, Stop
+from bert_dp.training.distributed import HostCollectives, SharedClock, Stop
 from bert_dp.training.loop import Trainer, TrainingOutcome, evaluate, train
 from bert_dp.training.process import Signals, gc_paused
 from bert_dp.training.state import TrainState
@@ -91,7 +91,7 @@ def test_nothing_held_out_is_no_loss(trainer: Trainer) -> None:
     assert evaluate(trainer, lambda: False) is None
 
 
-class FourRanks(Comm):
+class FourRanks(HostCollectives):
     """Two replicas of two ranks each; the second replica has fewer positions and a greater loss."""
 
     def all_gather(self, values: Any) -> Tensor:
@@ -121,7 +121,11 @@ class Slow(Model):
         self._clock = clock
 
     def forward(
-        self, ids_BS: Tensor, positions_P: Tensor, labels_P: Tensor | None = None, key_B: Tensor | None = None
+        self,
+        ids_BS: Tensor,
+        positions_P: Tensor,
+        labels_P: Tensor | None = None,
+        seed_B: Tensor | None = None,
     ) -> Tensor:
         self._clock.now += 1.0 if self.training else 100.0
         return torch.zeros(len(positions_P), 64) if labels_P is None else (self.scale * labels_P).sum()
@@ -240,7 +244,7 @@ def test_evaluation_and_saving_are_no_part_of_a_steps_time(tmp_path: Path, train
 class WaitingClock(SharedClock):
     """Three seconds pass until the other ranks have answered."""
 
-    def __init__(self, comm: Comm, clock: Clock):
+    def __init__(self, comm: HostCollectives, clock: Clock):
         super().__init__(comm, now=clock.read)
         self._clock = clock
 
@@ -387,7 +391,7 @@ def test_rank_0_alone_fills_the_log_and_with_nothing_that_a_terminal_would_obey(
     trainer: Trainer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer.log_rank0("one\x1b[2J")
-    dataclasses.replace(trainer, comm=Comm(World(1, 1, 2, 2), None)).log_rank0("two")
+    dataclasses.replace(trainer, comm=HostCollectives(World(1, 1, 2, 2), None)).log_rank0("two")
     out = capsys.readouterr().out
     assert out.startswith("one")
     assert out.count("\n") == 1
@@ -518,7 +522,7 @@ def test_a_micro_batch_is_drawn_when_the_one_before_it_is_on_its_way(
     assert steps[:3] == [1, 2, 1], "the step, the data of the one that does not come, and the line"
     (line,) = read_lines(tmp_path / "metrics.jsonl")
     assert (line["step_time_s"], line["data_wait_s"], line["forward_backward_s"]) == (33.0, 30.0, 3.0)
-    assert trainer.meter.own_work_s == [3.0]
+    assert trainer.meter.compute_before_reduction_s == [3.0]
 
 
 class Knot:
@@ -576,7 +580,7 @@ def test_a_step_of_the_ramp_is_divided_by_its_own_targets(
     assert logged(tmp_path, "accumulation") == [counts[step - 1] // 2 for step in (2, 4, 5)]
 
 
-class TwoRanks(Comm):
+class TwoRanks(HostCollectives):
     """The other rank has taken more memory and less energy, and two of its writes failed."""
 
     def all_gather(self, values: Any) -> Tensor:
@@ -592,7 +596,7 @@ def test_the_summary_has_the_greatest_ranks_memory_and_everyones_energy(
     state.samples += 1000  # of an earlier start
     state.global_batch = 2  # of a step in a ramp, not the run's
     state.step += 1000
-    trainer.meter.own_work_s, trainer.meter.total_steps = [20.0, 60.0], 20
+    trainer.meter.compute_before_reduction_s, trainer.meter.total_steps = [20.0, 60.0], 20
     trainer.meter.totals |= {"data_wait_s": 1.0, "forward_backward_s": 6.0, "optimizer_s": 3.0}
     trainer.checkpointer.stall_s, trainer.checkpointer.failed_saves = 4.5, 3  # type: ignore[misc]
     state.loss_spikes, state.skipped_steps = 2, 1

@@ -69,7 +69,7 @@ def test_what_does_not_hold_together_is_refused_by_every_reader(place: Path, nam
         edit(edited)
     issues = raised_issues(read_manifest, place)
     assert {(i.setting, i.kind, i.hint) for i in issues} == {
-        (str(place / "manifest.json"), "damaged", Manifest.remedy)
+        (str(place / "manifest.json"), "damaged", Manifest.hint)
     }
     assert any(field in i.message for i in issues)
     assert shards.verify(place) == list(issues)
@@ -84,7 +84,7 @@ def test_another_version_is_refused_in_one_line(place: Path) -> None:
         edited["version"] = 2
     (issue,) = raised_issues(read_manifest, place)
     assert (issue.setting, issue.kind) == (str(place / "manifest.json"), "unsupported")
-    assert issue.hint == Manifest.remedy
+    assert issue.hint == Manifest.hint
 
 
 def test_what_holds_together_is_read_by_every_reader(place: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bert_dp.config import BatchLayout
 from bert_dp.training import metrics
-from bert_dp.training.distributed import Comm
+from bert_dp.training.distributed import HostCollectives
 from bert_dp.training.metrics import Meter
 from bert_dp.training.state import TrainState
 from bert_dp.training.world import World
@@ -26,7 +26,7 @@ STEP = WAIT + PASSES + UPDATE
 OWN_GIB = 1.0
 
 
-class Others(Comm):
+class Others(HostCollectives):
     """This rank is the first of four. The second holds the rest of this replica's tensors, and as much loss;
     the third and fourth are the other replica. The second takes most memory, the last most time."""
 
@@ -152,7 +152,7 @@ def test_own_work_and_phases_are_summed_over_all_lines(monkeypatch: pytest.Monke
         for _ in range(steps):
             run.step()
         run.line()
-    assert run.meter.own_work_s == [6 * OWN * times for times in (1, 2, 3, 4)]
+    assert run.meter.compute_before_reduction_s == [6 * OWN * times for times in (1, 2, 3, 4)]
     totals = {"train_s": STEP, "data_wait_s": WAIT, "forward_backward_s": PASSES, "optimizer_s": UPDATE}
     assert run.meter.totals == {name: 6 * seconds for name, seconds in totals.items()}
 

@@ -110,7 +110,7 @@ def test_samples_are_drawn_as_the_settings_say(shards: Path, shuffle: bool, seed
     expected = training_batch(own, np.arange(92, 96), seed=seed, num_masked=8, shuffle=shuffle)
     assert isinstance(batch, MlmBatch)
     assert batch.sample_ids.tolist() == [92, 93, 94, 95]
-    for name in ("ids_BS", "positions_P", "labels_P", "key_B"):
+    for name in ("ids_BS", "positions_P", "labels_P", "seed_B"):
         assert torch.equal(getattr(batch, name), getattr(expected, name)), name
 
 

@@ -252,8 +252,8 @@ def test_every_dropout_acts():
     for name, alone in places.items():
         for place in places.values():
             place.p = 0.5 if place is alone else 0.0
-        losses[name] = model(*case, key_B=KEYS[0]).item()
-        assert losses[name] != model(*case, key_B=KEYS[1]).item(), name
+        losses[name] = model(*case, seed_B=KEYS[0]).item()
+        assert losses[name] != model(*case, seed_B=KEYS[1]).item(), name
     assert len(set(losses.values())) == len(places)
 
 
@@ -264,7 +264,7 @@ def test_no_two_places_drop_alike():
     for module in model.modules():
         if isinstance(module, KeyedDropout):
             module.register_forward_hook(lambda module, _, out: dropped.append(out == 0))
-    model(*make_case(), key_B=KEYS[0])
+    model(*make_case(), seed_B=KEYS[0])
     grids = [grid for out_BASS in dropped if out_BASS.dim() == 4 for grid in out_BASS.unbind(1)]
     rows = [out_BSH for out_BSH in dropped if out_BSH.dim() == 3]
     assert (len(rows), len(grids)) == (1 + 3 * 2, 3 * 4)  # of three layers with four heads

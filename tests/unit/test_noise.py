@@ -71,10 +71,13 @@ def test_without_a_gradient_or_with_ten_steps_there_is_no_figure(
         none = estimate(*draw(seed, steps=200, grad_sq=0.0, **kind)[:2], 1, replicas)
         few = estimate(*draw(seed, steps=10, **kind)[:2], 1, replicas)
         shown += none.verdict == "ok"
-        for scale, why in ((none, "gradient signal is too weak"), (few, "10 measured steps, fewer than 50")):
+        for scale, reason in (
+            (none, "gradient signal is too weak"),
+            (few, "10 measured steps, fewer than 50"),
+        ):
             if scale is few or scale.verdict != "ok":
                 assert (scale.verdict, scale.noise_scale, scale.interval) == ("inconclusive", None, None)
-                assert why in (scale.why or "")
+                assert reason in (scale.reason or "")
     assert shown <= 1
 
 

@@ -39,7 +39,7 @@ def test_figures_and_intervals_are_those_of_the_formulas(steps: int) -> None:
     grads = [(10 * y - 2 * x) / 8 for x, y in zip(small, big, strict=True)]
     traces = [(x - y) / (1 / 2 - 1 / 10) for x, y in zip(small, big, strict=True)]
     (grad, trace), ((var, cov), (_, var_trace)) = moments([grads, traces])
-    assert (result.steps, result.verdict, result.why) == (steps, "ok", None)
+    assert (result.steps, result.verdict, result.reason) == (steps, "ok", None)
     assert (result.grad_sq, result.trace) == (pytest.approx(grad), pytest.approx(trace))
     assert result.noise_scale == pytest.approx(trace / grad)
     half = 2.0930240544 * math.sqrt(var)
@@ -62,7 +62,7 @@ def test_either_figure_must_be_above_zero_at_99_9_per_cent(sigmas: float, ok: bo
     big = [5 + mean + turn for turn in TURNS]
     result = estimate([x + 5 for x in big], big, 1, 2)  # |G|^2 = 2 y - x, tr = 2 (x - y) = 10
     assert (result.verdict == "ok") == ok
-    assert result.why == (
+    assert result.reason == (
         None if ok else "the gradient signal is too weak to measure in 60 steps (not above 0 at 99.9 %)"
     )
     assert result.trace == pytest.approx(10)
@@ -70,7 +70,7 @@ def test_either_figure_must_be_above_zero_at_99_9_per_cent(sigmas: float, ok: bo
     big = [3 + (mean + turn) / 2 for turn in TURNS]
     result = estimate([2 * x - 3 for x in big], big, 1, 2)  # |G|^2 = 3, tr = 2 (y - 3)
     assert (result.verdict == "ok") == ok
-    assert result.why == (
+    assert result.reason == (
         None if ok else "the gradient noise is too weak to measure in 60 steps (not above 0 at 99.9 %)"
     )
     assert result.grad_sq == pytest.approx(3)
@@ -78,14 +78,14 @@ def test_either_figure_must_be_above_zero_at_99_9_per_cent(sigmas: float, ok: bo
 
 def test_too_little_says_nothing_and_a_figure_of_nothing_neither() -> None:
     few = estimate([13.0] * 49, [5.0] * 49, 2, 10)
-    assert (few.steps, few.verdict, few.why) == (49, "inconclusive", "49 measured steps, fewer than 50")
+    assert (few.steps, few.verdict, few.reason) == (49, "inconclusive", "49 measured steps, fewer than 50")
     assert (few.noise_scale, few.interval, few.grad_sq, few.trace) == (None, None, None, None)
     # |G|^2 = 3, tr = 20 at every step: b = 2 gives 13, B = 10 gives 5, B = 5 gives 7
     by_hand = estimate([13.0] * 60, [5.0] * 30 + [7.0] * 30, 2, [10] * 30 + [5] * 30)
     assert (by_hand.noise_scale, *(by_hand.interval or ())) == pytest.approx((20 / 3,) * 3)
     assert (by_hand.grad_sq, by_hand.trace) == pytest.approx((3, 20))
     same = estimate([5.0] * 60, [5.0] * 60, 2, 10)
-    assert same.why == "the gradient noise is too weak to measure in 60 steps (not above 0 at 99.9 %)"
+    assert same.reason == "the gradient noise is too weak to measure in 60 steps (not above 0 at 99.9 %)"
     assert estimate([13.0] * 50, [5.0] * 50, 2, 10).verdict == "ok"
     none = estimate([2.0] * 50, [1.0] * 50, 1, 2)  # |G|^2 = 0
     assert (none.verdict, none.grad_sq, none.grad_sq_interval) == ("inconclusive", 0.0, [0.0, 0.0])
@@ -104,14 +104,14 @@ def test_the_figure_of_a_run_is_of_its_last_200_steps(tmp_path: Path) -> None:
     assert result.noise_scale != pytest.approx(20 / 3)  # 20 steps of the first line are left
     write_lines(tmp_path / "noise.jsonl", (before, line, other, line, line))
     assert estimate_of_run(tmp_path).noise_scale == pytest.approx(20 / 3)
-    assert estimate_of_run(tmp_path / "none").why == "0 measured steps, fewer than 50"
+    assert estimate_of_run(tmp_path / "none").reason == "0 measured steps, fewer than 50"
 
 
 # --- the norms
 
 
 class Others:
-    """A Comm whose other ranks say `parts`."""
+    """A HostCollectives whose other ranks say `parts`."""
 
     def __init__(self, *parts: list[float]):
         self._parts = parts

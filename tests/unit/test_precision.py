@@ -15,7 +15,7 @@ from rich.console import Console
 from bert_dp import files
 from bert_dp.config import ENGINES, bf16_units, decide_precision, dump_config
 from bert_dp.training import build, devices
-from bert_dp.training.distributed import Comm
+from bert_dp.training.distributed import HostCollectives
 from bert_dp.training.state import TrainState
 from bert_dp.training.world import World
 from launcher import job
@@ -90,7 +90,7 @@ def test_an_engine_that_does_not_take_bf16_decides_for_all(monkeypatch: pytest.M
 # --- ranks
 
 
-class Ranks(Comm):
+class Ranks(HostCollectives):
     """Rank 0 of several, of which only those in `able` multiply bf16."""
 
     def __init__(self, able: Sequence[bool]):
@@ -233,7 +233,7 @@ def test_doctor_names_the_units_and_the_ratio(
     line = {"fp32_flops": 4e10, "bf16_flops": bf16}
     monkeypatch.setattr(doctor, "_json_of", lambda *_: (line, ""))
     finding = doctor.bf16(machine, 20.0)
-    assert (finding.level, said in finding.what) == (level, True), finding
+    assert (finding.level, said in finding.message) == (level, True), finding
 
 
 def test_a_run_that_left_no_summary_tells_what_its_ranks_had_decided(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_the_micro_batches_of_a_step_are_the_documented_ones(shards: Path, step:
             assert batch.ids_BS[b].tolist() == seen
             assert batch.positions_P[part].tolist() == [b * LENGTH + s for s in chosen]
             assert batch.labels_P[part].tolist() == [rows[index][s] for s in chosen]
-            assert int(batch.key_B[b]) % 2**32 == hash64(5, 4, epoch, index) >> 32
+            assert int(batch.seed_B[b]) % 2**32 == hash64(5, 4, epoch, index) >> 32
             sample += 1
 
 

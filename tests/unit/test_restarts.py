@@ -14,7 +14,7 @@ from bert_dp.config import Config
 from bert_dp.files.models import Failure
 from launcher.machine import environment
 from launcher.run import processes, restarts
-from launcher.run.processes import RunResult
+from launcher.run.processes import RunOutcome
 from launcher.run.restarts import Policy, supervise
 from tests.helpers import make_config, read_json
 from tests.states import FACTS
@@ -37,7 +37,7 @@ class Play:
         self.waits: list[float] = []
         self.stop = self.signal = self.made_ns = 0
 
-    def start(self, ranks: int, resume: str) -> RunResult:
+    def start(self, ranks: int, resume: str) -> RunOutcome:
         self.started.append((ranks, resume))
         code, failure, step = self.attempts[len(self.started) - 1]
         if step is not None:
@@ -49,13 +49,13 @@ class Play:
         (self.run_dir / "summary.json").write_text(
             json.dumps({"status": "failed" if code else "done", "exit_code": code})
         )
-        return RunResult(code, failure, self.signal)
+        return RunOutcome(code, failure, self.signal)
 
     def sleep(self, seconds: float) -> int:
         self.waits.append(seconds)
         return self.stop
 
-    def go(self, policy: Policy, ranks: int = 4, resume: str = "auto", **batch: int) -> RunResult:
+    def go(self, policy: Policy, ranks: int = 4, resume: str = "auto", **batch: int) -> RunOutcome:
         return supervise(
             self.start, config(**batch), self.run_dir, ranks, resume, policy, self.said.append, self.sleep
         )

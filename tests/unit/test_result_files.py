@@ -108,7 +108,7 @@ def test_a_damaged_file_is_one_line_with_a_remedy(
     with pytest.raises(ConfigError) as caught:
         results.read(path, models.Scaling)
     (issue,) = caught.value.issues
-    assert (issue.setting, issue.kind, issue.hint) == (str(path), kind, models.Scaling.remedy)
+    assert (issue.setting, issue.kind, issue.hint) == (str(path), kind, models.Scaling.hint)
     assert problem in issue.message
     assert "\n" not in str(issue)
     assert len(str(issue)) < 400

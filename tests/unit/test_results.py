@@ -17,7 +17,7 @@ from bert_dp.config.checks import parse_profile
 from bert_dp.files.models import Failure
 from launcher import job
 from launcher.run import processes, train
-from launcher.run.processes import RunResult
+from launcher.run.processes import RunOutcome
 from tests.e2e.cli import TINY
 from tests.helpers import read_json
 from tests.states import FACTS
@@ -28,7 +28,7 @@ LR = {"setting": "optim.lr", "kind": "out_of_range", "message": "no"}
 STOPPED = "SIGTERM: stopped before this run's next checkpoint"
 
 
-def result(run_dir: Path, cause: Failure | None) -> tuple[processes.RunResult, dict]:
+def result(run_dir: Path, cause: Failure | None) -> tuple[processes.RunOutcome, dict]:
     found = processes._result(run_dir, cause, UNKNOWN, [signal.SIGTERM])
     return found, json.loads((run_dir / "summary.json").read_text())
 
@@ -87,11 +87,11 @@ class Verb:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, shards: Path, run_dir: Path):
         self.shards, self.run_dir, self.out = shards, run_dir, io.StringIO()
         self.asked: list[dict[str, Any]] = []
-        self.ends: list[RunResult] = []
+        self.ends: list[RunOutcome] = []
         monkeypatch.setattr(train, "prepare_data", lambda config: Path(config.data.path))
         monkeypatch.setattr(processes, "run", self.start)
 
-    def start(self, run_dir: Path, ranks: int, resume: str, poll: Any, **more: Any) -> RunResult:
+    def start(self, run_dir: Path, ranks: int, resume: str, poll: Any, **more: Any) -> RunOutcome:
         self.asked.append({"path": run_dir, "ranks": ranks, "resume": resume, **more})
         poll()
         end = self.ends.pop(0)
@@ -99,7 +99,7 @@ class Verb:
         files.write_json(self.run_dir / "summary.json", summary)
         return end
 
-    def go(self, *ends: RunResult, settings: tuple[str, ...] = (), **options: Any) -> int:
+    def go(self, *ends: RunOutcome, settings: tuple[str, ...] = (), **options: Any) -> int:
         self.ends, self.out = list(ends), io.StringIO()
         words = [*TINY, f"data.path={self.shards}", "run.device=cpu", *settings]
         loaded = job.load("quickstart", words, self.run_dir)
@@ -116,7 +116,7 @@ def verb(monkeypatch: pytest.MonkeyPatch, shards: Path, tmp_path: Path) -> Verb:
 def test_the_ranks_are_started_as_the_run_is_configured(verb: Verb) -> None:
     settings = ("run.hang_after_s=7", "run.end_hung_after_s=70", "schedule.steps=9")
     plan = parse_profile("2:4", "0")
-    assert verb.go(RunResult(0, None), settings=settings, launcher="accelerate", profile=plan) == 0
+    assert verb.go(RunOutcome(0, None), settings=settings, launcher="accelerate", profile=plan) == 0
     (asked,) = verb.asked
     assert (asked["path"], asked["ranks"], asked["resume"]) == (verb.run_dir, 1, "auto")
     assert (asked["launcher"], asked["on_gpu"]) == ("accelerate", False)
@@ -131,13 +131,13 @@ def test_the_ranks_are_started_as_the_run_is_configured(verb: Verb) -> None:
 
 
 def test_a_failure_is_a_card_and_a_page_and_bad_input_its_lines_alone(verb: Verb) -> None:
-    assert verb.go(RunResult(1, RAISED)) == 1
+    assert verb.go(RunOutcome(1, RAISED)) == 1
     said = verb.out.getvalue()
     assert "failed: rank 1: ValueError: no\n  at a.py:1\n" in said
     assert f"page: {verb.run_dir}/report.html" in said
     issues = [LR, {**LR, "setting": "data.path"}]
     bad = Failure(rank=0, message="ConfigError", kind="bad_input", issues=issues)
-    assert verb.go(RunResult(2, bad)) == 2
+    assert verb.go(RunOutcome(2, bad)) == 2
     said = verb.out.getvalue()
     assert "error: optim.lr: no\nerror: data.path: no\n" in said
     assert "failed:" not in said
@@ -149,9 +149,9 @@ def test_a_run_is_started_again_as_often_as_was_asked_for(
 ) -> None:
     monkeypatch.setattr(train.restarts, "wait_for_signal", lambda seconds: 0)
     policy = train.restarts.Policy(2)
-    again = RunResult(1, RAISED)
+    again = RunOutcome(1, RAISED)
     assert (
-        verb.go(again, again, RunResult(0, None), policy=policy, settings=("checkpoint.every_steps=1",)) == 0
+        verb.go(again, again, RunOutcome(0, None), policy=policy, settings=("checkpoint.every_steps=1",)) == 0
     )
     assert len(verb.asked) == 3
     assert "restart 2 of 2" in verb.out.getvalue()

@@ -161,7 +161,7 @@ def test_a_failed_run_tells_why_and_what_to_do_and_others_beside_it_have_no_such
     assert rows["Outcome", "cause"] == [" | ", "rank 1: no | ", "disk | "]
     assert rows["Outcome", "fix"] == [" | ", "do\nor do | ", "free | "]
     assert rows["Outcome", "at"] == [" | ", "a.py:1 in f: g() | ", " | "]
-    assert rows["Outcome", "why"] == [" | ", "so | ", " | "]
+    assert rows["Outcome", "reason"] == [" | ", "so | ", " | "]
     assert rows["Outcome", "log"] == [" | ", "l | ", " | "]
     assert rows["Outcome", "consequence"] == [" | ", " | ", "rank 1 followed | "]
     assert rows["Resources and files", "failed saves"] == ["1 | see the log", " | ", " | "]

@@ -21,7 +21,7 @@ from launcher.job import Output
 from launcher.machine import environment
 from launcher.machine.environment import Environment
 from launcher.run.train import MEMORY_STATE, check_memory
-from launcher.run.trials import SCRATCH, Ending, Outcome, Runner, Slot, Trial, read_repeat
+from launcher.run.trials import SCRATCH, Runner, SearchOutcome, Slot, Trial, TrialOutcome, read_repeat
 from launcher.scale import benchmark, models
 from launcher.scale.analyze import CellRuns, analyze
 from launcher.scale.benchmark import cores_of, run_grid
@@ -224,7 +224,7 @@ def write_run(
             "step_s": times,
             "data_wait_s": [wait * t for t in times],
             "forward_backward_s": [0.8 * t for t in times],
-            "own_work_s": [(own[rank] if own else 0.5) * t for t in times],
+            "compute_before_reduction_s": [(own[rank] if own else 0.5) * t for t in times],
             "optimizer_s": [0.1 * t for t in times],
             "host_s": times,
             "peak_memory_gib": memory + rank,
@@ -548,7 +548,7 @@ class MadeRunner(Runner):
         self.cores: list[Sequence[int] | None] = []
         return self
 
-    def run(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, Outcome]]:
+    def run(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, TrialOutcome]]:
         for trial in trials:
             self.ran.append(trial)
             fails = trial.config.parallel.engine == "ddp" and trial.ranks == 2
@@ -556,7 +556,7 @@ class MadeRunner(Runner):
             facts = failed("no") if fails else {"status": "done", "tokens_per_s": 2e3}
             trial.directory.mkdir(parents=True)
             files.write_json(trial.directory / "summary.json", {**facts, "bucket_bytes": buckets})
-            yield trial, Outcome("failed" if fails else "ok", 1.0)
+            yield trial, TrialOutcome("failed" if fails else "ok", 1.0)
 
     def helper(self, module: str, arguments: Sequence[str], cores: Sequence[int] | None = None) -> list[Any]:
         self.asked.append((module.rpartition(".")[2], list(arguments)))
@@ -653,7 +653,7 @@ def test_a_benchmark_ends_as_its_runs_did_and_keeps_what_is_predicted(
     whole = results.parse(scaling_fixture.scaling(prediction=True), models.Scaling, "scaling.json")
     cells = [c.model_copy(update={"status": "ok" if has_result else "failed"}) for c in whole.cells]
     found = whole.model_copy(update={"prediction": None, "cells": cells})
-    end = Ending("complete") if ending == "complete" else Ending("partial", None, 130)
+    end = SearchOutcome("complete") if ending == "complete" else SearchOutcome("partial", None, 130)
     monkeypatch.setattr(benchmark, "measure", lambda *_: (found, end))
     settings = [*TINY, "data.sources=[builtin]", "run.device=cpu", "batch.global_size=32", "precision=fp32"]
     how: dict[str, Any] = {"dry_run": False, "as_json": False, "console": Console(width=200)}

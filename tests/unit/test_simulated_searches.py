@@ -50,7 +50,7 @@ class SimulatedTrials:
         return TrialMeasurement(seconds, *batch.judge(run, curve.limit_gib), run=run)
 
     def noise_scale(self, micro: int, steps: int) -> tuple[float, NoiseScale]:
-        return 0.0, NoiseScale(verdict="inconclusive", why="simulated")
+        return 0.0, NoiseScale(verdict="inconclusive", reason="simulated")
 
 
 class SimulatedSpec(BatchSearchSpec):
@@ -115,9 +115,9 @@ class SimulatedLrSearch(LrSearch):
         super().__init__(spec, plan, plan, lambda line: None)
         self.curve, self.whole = curve, STEPS * lr.step_tokens(config)
         points = curve.range_points(100)
-        edge, why = lr_search.find_edge(points)
+        edge, reason = lr_search.find_edge(points)
         self.test = RangeTest(
-            trial="r", points=[(rate, loss) for rate, loss, _ in points], edge=edge, why=why
+            trial="r", points=[(rate, loss) for rate, loss, _ in points], edge=edge, reason=reason
         )
 
     def _train(self, rung: Rung, runs: Any) -> None:

@@ -18,7 +18,7 @@ from bert_dp import files
 from bert_dp.config import find_config, load_config
 from bert_dp.config.checks import ProfilePlan, parse_profile, profile_issues
 from bert_dp.files.models import ProfileFile
-from bert_dp.training.distributed import Comm
+from bert_dp.training.distributed import HostCollectives
 from bert_dp.training.profiler import StepTrace, idle_share, top_operators
 from bert_dp.training.record_files import WriteErrors
 from bert_dp.training.world import World
@@ -178,7 +178,7 @@ def traced(plan: ProfilePlan, run_dir: Path, rank: int, steps: range, stop: int 
     """A run of `steps`, each a matrix product, that stops after step `stop`."""
     entered: list[str] = []
     heartbeat: Any = SimpleNamespace(enter=lambda phase, step: entered.append(phase))
-    comm = Comm(World(rank, rank, 2, 2), None)
+    comm = HostCollectives(World(rank, rank, 2, 2), None)
     trace = StepTrace(plan, comm, CPU_DEVICE, run_dir, heartbeat, WriteErrors())
     meter: Any = Paused()
     trace.reached(steps.start - 1, meter)

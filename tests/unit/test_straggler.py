@@ -14,7 +14,7 @@ from tests.tensors import CPU
 
 
 @pytest.mark.parametrize(
-    ("own_work_s", "steps", "ratio", "seconds_per_step"),
+    ("compute_before_reduction_s", "steps", "ratio", "seconds_per_step"),
     [
         ([1.0, 5.0, 2.0, 3.0], 20, 2.5, 0.15),  # against the median of the others
         ([10.0, 10.0 * STRAGGLER_RATIO], 1000, STRAGGLER_RATIO, None),  # even enough
@@ -27,11 +27,11 @@ from tests.tensors import CPU
     ],
 )
 def test_the_slowest_is_held_against_the_others(
-    own_work_s: list[float], steps: int, ratio: float | None, seconds_per_step: float | None
+    compute_before_reduction_s: list[float], steps: int, ratio: float | None, seconds_per_step: float | None
 ) -> None:
     slowest = {"rank": 1, "ratio": ratio, "seconds_per_step": seconds_per_step}
     expected = (ratio and pytest.approx(ratio), slowest if seconds_per_step else None)
-    assert straggler(own_work_s, steps) == expected
+    assert straggler(compute_before_reduction_s, steps) == expected
 
 
 def test_timers_may_overlap_and_restart() -> None:

@@ -86,7 +86,7 @@ def make_case() -> Case:
 
 def loss_and_gradients(model: CrammedBert, seed: int = 3) -> tuple[Tensor, Numbers]:
     model.zero_grad()
-    loss = model(*make_case(), key_B=torch.arange(seed, seed + 5, dtype=torch.int32))
+    loss = model(*make_case(), seed_B=torch.arange(seed, seed + 5, dtype=torch.int32))
     loss.backward()
     return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 

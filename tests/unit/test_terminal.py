@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from bert_dp.files import CONTROL, safe
 from launcher import checkpoints
 from launcher.cli import options
-from launcher.log import complain, logger, show
+from launcher.log import logger, print_error, show
 from launcher.watch.display import readable
 from tests.e2e.cli import here
 from tests.report_fixture import shown
@@ -54,7 +54,7 @@ def test_every_way_to_the_console(
     monkeypatch.setenv("HF_TOKEN", "s3cret-1")
     console = options.console()
     show(console, f"{EVIL} s3cret-1", markup=False)
-    complain(f"error: {EVIL} s3cret-1")
+    print_error(f"error: {EVIL} s3cret-1")
     logger(console, as_json=True)(f"{EVIL} s3cret-1")
     shown = capsys.readouterr()
     for text in (shown.out, shown.err, readable(f"x{EVIL} s3cret-1")):
@@ -86,7 +86,7 @@ def test_closed_descriptors_are_not_taken_by_the_next_file(tmp_path: Path, close
     code = """
 import subprocess, sys
 from bert_dp import files
-files.open_missing_descriptors()
+files.reopen_std_streams()
 file = open("f", "w")
 print("x"); sys.stderr.write("y"); sys.stdin.read()
 child = "import os, sys; print('x'); sys.stderr.write('y'); sys.exit(os.fstat(2).st_ino == 0)"

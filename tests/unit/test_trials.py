@@ -26,8 +26,17 @@ from bert_dp.files.models import Failure
 from launcher import children
 from launcher.log import Log
 from launcher.run import processes, trials
-from launcher.run.processes import RunResult
-from launcher.run.trials import Ending, Outcome, Runner, Slot, Stopped, Trial, TrialsFailed, run_to_end
+from launcher.run.processes import RunOutcome
+from launcher.run.trials import (
+    Runner,
+    SearchOutcome,
+    Slot,
+    Stopped,
+    Trial,
+    TrialOutcome,
+    TrialsFailed,
+    run_to_end,
+)
 from launcher.watch import hangs
 from tests.helpers import failed, make_config, read_json, write_lines
 
@@ -99,7 +108,7 @@ def test_a_trial_is_the_same_wherever_its_data_lies(tmp_path: Path) -> None:
     trial = Trial(tmp_path / "t", config(8, "data.path=/cache/one"), 2)
     write(trial, {"status": "done", "time_s": {"train": 2.0}})
     moved = dataclasses.replace(trial, config=config(8, "data.path=/two"))
-    assert trials.earlier_outcome(moved) == Outcome("ok", 2.0)
+    assert trials.earlier_outcome(moved) == TrialOutcome("ok", 2.0)
 
 
 WHOLE = json.dumps({"step": 2, **PARTS, "peak_memory_gib": 1.0}) + "\n"
@@ -174,9 +183,11 @@ def test_the_end_of_all_trials_has_its_status_and_exit_code(tmp_path: Path) -> N
         raise error
 
     said: list[str] = []
-    assert run_to_end(lambda: None, tmp_path, said.append) == Ending("complete")
-    assert run_to_end(lambda: end(Stopped(2)), tmp_path, said.append) == Ending("partial", None, 130)
-    assert run_to_end(lambda: end(TrialsFailed("no")), tmp_path, said.append) == Ending("failed", "no", 1)
+    assert run_to_end(lambda: None, tmp_path, said.append) == SearchOutcome("complete")
+    assert run_to_end(lambda: end(Stopped(2)), tmp_path, said.append) == SearchOutcome("partial", None, 130)
+    assert run_to_end(lambda: end(TrialsFailed("no")), tmp_path, said.append) == SearchOutcome(
+        "failed", "no", 1
+    )
     assert said == [f"stopped: {tmp_path} holds what was measured; the same command goes on"]
 
 
@@ -251,7 +262,7 @@ def test_a_trial_gets_its_slots_devices_and_says_how_far_it_is(
     with trials.runner(
         tmp_path, [Slot((0, 3), ("2", "5"))], launcher="accelerate", on_gpu=True, log=log
     ) as runs:
-        assert runs.run_one(Trial(tmp_path / "t", config(), 2)) == Outcome("ok", 125.0)
+        assert runs.run_one(Trial(tmp_path / "t", config(), 2)) == TrialOutcome("ok", 125.0)
     assert said == ["  t: step 1 of 2, running for 2 min 05 s"]
     options = {"launcher": "accelerate", "on_gpu": True, "cores": [0, 3]}
     assert asked == [("2", options, {"CUDA_VISIBLE_DEVICES": "2,5"})]
@@ -263,9 +274,9 @@ def test_the_process_of_a_trial_runs_what_it_is_asked_for(
     calls: list[Any] = []
     limits: list[Any] = []
 
-    def run(directory: Path, *given: Any, watch: hangs.Watch, **options: Any) -> RunResult:
+    def run(directory: Path, *given: Any, watch: hangs.Watch, **options: Any) -> RunOutcome:
         calls.append((directory, given[0], given[1], watch._hang_after_s, watch._end_after_s, options))
-        return RunResult(3, Failure(rank=1, message="ValueError: no"))
+        return RunOutcome(3, Failure(rank=1, message="ValueError: no"))
 
     monkeypatch.setattr(processes, "run", run)
     monkeypatch.setattr(trials.resource, "setrlimit", lambda *given: limits.append(given))

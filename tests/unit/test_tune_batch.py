@@ -20,7 +20,7 @@ from launcher import results
 from launcher.job import Job
 from launcher.log import Log
 from launcher.machine import environment
-from launcher.run.trials import Ending, Outcome, Runner, Slot, Trial, TrialsFailed
+from launcher.run.trials import Runner, SearchOutcome, Slot, Trial, TrialOutcome, TrialsFailed
 from launcher.tune import auto, batch, throughput
 from launcher.tune.batch import BatchOptions, BatchSearch, BatchSearchSpec, BatchTrials, alloc_retries
 from launcher.tune.throughput import TuneBatch
@@ -169,10 +169,15 @@ class MadeRunner(Runner):
     """Trials that write what real ones would: a step takes 0.01 s and 0.01 s a sequence of a replica, the
     second rank 0.4 GiB more than the first."""
 
-    def run_one(self, trial: Trial) -> Outcome:
+    def run_one(self, trial: Trial) -> TrialOutcome:
         batch, steps = trial.config.batch, trial.config.schedule.steps or 0
         step_s = 0.01 + 0.01 * batch.global_size / trial.ranks
-        parts = {"data_wait_s": 0.0, "forward_backward_s": 0.8, "own_work_s": 0.7, "optimizer_s": 0.1}
+        parts = {
+            "data_wait_s": 0.0,
+            "forward_backward_s": 0.8,
+            "compute_before_reduction_s": 0.7,
+            "optimizer_s": 0.1,
+        }
         shares = {**parts, "step_s": 1.0, "host_s": 1.0}
         for rank in range(trial.ranks):
             line = {
@@ -182,7 +187,7 @@ class MadeRunner(Runner):
                 "alloc_retries": None,
             }
             write_steps(trial.directory, [line], rank)
-        return Outcome("ok", 1.0)
+        return TrialOutcome("ok", 1.0)
 
 
 def runner(kind: type[Runner], out: Path) -> Runner:
@@ -193,7 +198,7 @@ def made_gib(micro: int, rank: int) -> float:
     return 0.5 + 0.02 * micro + 0.4 * rank
 
 
-ENDING = Ending("complete")
+ENDING = SearchOutcome("complete")
 SESSION: Any = SimpleNamespace(facts=dict)
 
 
@@ -244,7 +249,7 @@ def test_a_search_keeps_to_its_budget(
 class NoisyRunner(MadeRunner):
     """The run for the noise scale measures one; noise.json: at what batches."""
 
-    def run_one(self, trial: Trial) -> Outcome:
+    def run_one(self, trial: Trial) -> TrialOutcome:
         outcome, batch = super().run_one(trial), trial.config.batch
         if trial.name == "noise":
             facts = {"batch": [batch.global_size, batch.micro_size, trial.config.log.noise_scale]}
@@ -297,17 +302,17 @@ def scale_steps(trial: Trial, factor: Callable[[int], float]) -> None:
 class PreferringRunner(NoisyRunner):
     """The largest micro batch is by far the fastest."""
 
-    def run_one(self, trial: Trial) -> Outcome:
+    def run_one(self, trial: Trial) -> TrialOutcome:
         outcome = super().run_one(trial)
         scale_steps(trial, lambda step: 1 / trial.config.batch.micro_size)
         return outcome
 
 
 class FailingRunner(MadeRunner):
-    def run_one(self, trial: Trial) -> Outcome:
+    def run_one(self, trial: Trial) -> TrialOutcome:
         super().run_one(trial)
         files.write_json(trial.directory / "summary.json", failed("rank 0: no"))
-        return Outcome("failed", 1.0)
+        return TrialOutcome("failed", 1.0)
 
 
 @pytest.mark.parametrize(
@@ -326,19 +331,19 @@ def test_the_result_says_what_was_searched_and_how_it_ended(
     assert (tune.ranks, tune.dp, tune.config["parallel"]["tensor"]) == (2, 1, 2)
     assert (tune.global_batch, tune.sequence_length, tune.budget_s) == (64, asked.data.sequence_length, 500.0)
     assert tune.seconds == len(list(tmp_path.glob("trials/*")))
-    assert ("rank 0: no" in (tune.why or "")) == bool(code)
-    assert (f"error: {tune.why}" in said) == bool(code)
+    assert ("rank 0: no" in (tune.reason or "")) == bool(code)
+    assert (f"error: {tune.reason}" in said) == bool(code)
 
 
 class LosingRunner(MadeRunner):
     """What takes more than 10 sequences is out of memory."""
 
-    def run_one(self, trial: Trial) -> Outcome:
+    def run_one(self, trial: Trial) -> TrialOutcome:
         ended = super().run_one(trial)
         if trial.config.batch.micro_size <= 10:
             return ended
         files.write_json(trial.directory / "summary.json", failed("rank 1: no memory", "device_memory"))
-        return Outcome("oom", 1.0)
+        return TrialOutcome("oom", 1.0)
 
 
 def test_a_size_that_is_out_of_memory_is_a_result_and_no_larger_one_runs(tmp_path: Path) -> None:
@@ -348,7 +353,7 @@ def test_a_size_that_is_out_of_memory_is_a_result_and_no_larger_one_runs(tmp_pat
     assert lost[-1] == (16, "oom", None)
     last = tune.sizes[-1]
     assert (last.micro_batch, last.status, last.failure_kind) == (16, "oom", "device_memory")
-    assert last.why == "rank 1: no memory"
+    assert last.reason == "rank 1: no memory"
     assert 32 not in tune.order
     assert (tune.choice.micro_batch, tune.choice.limited_by) == (1, "memory")
 
@@ -368,7 +373,7 @@ def test_a_model_that_does_not_fit_is_refused_with_its_peak(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("peaks", "retries", "status", "why"),
+    ("peaks", "retries", "status", "reason"),
     [
         ([0.5, 0.9], 0, "ok", None),
         ([0.5, 1.1], 0, "over", "its peak of 1.10 GiB is above the 1.00 GiB of a rank"),
@@ -382,12 +387,19 @@ def test_one_rank_over_its_limit_or_a_thrashing_allocator_rejects_the_size(
     peaks: list[float],
     retries: int | None,
     status: str,
-    why: str | None,
+    reason: str | None,
 ) -> None:
-    monkeypatch.setattr(Runner, "run_one", lambda self, trial: Outcome("ok", 2.0))
+    monkeypatch.setattr(Runner, "run_one", lambda self, trial: TrialOutcome("ok", 2.0))
     batches = BatchTrials(spec_of(config(8)), runner(Runner, tmp_path))
     directory = tmp_path / "trials" / "t"
-    parts = ("data_wait_s", "forward_backward_s", "own_work_s", "optimizer_s", "step_s", "host_s")
+    parts = (
+        "data_wait_s",
+        "forward_backward_s",
+        "compute_before_reduction_s",
+        "optimizer_s",
+        "step_s",
+        "host_s",
+    )
     for rank, peak in enumerate(peaks):
         lines = [
             {
@@ -400,7 +412,7 @@ def test_one_rank_over_its_limit_or_a_thrashing_allocator_rejects_the_size(
         ]
         write_steps(directory, lines, rank)
     measured = batches.time_steps("t", 2, 8, 1, 3)
-    assert (measured.status, measured.why) == (status, why)
+    assert (measured.status, measured.reason) == (status, reason)
     assert measured.seconds == 2.0
     assert measured.run is not None
     assert (measured.run.peak_gib, len(measured.run.step_s)) == (peaks, 3)

@@ -28,10 +28,10 @@ from bert_dp.config import (
     peak_lr,
 )
 from launcher import job, results
-from launcher.job import KeptPlan, Output
+from launcher.job import Output, SearchState
 from launcher.machine import environment
 from launcher.run import trials
-from launcher.run.trials import Outcome, Runner, Slot, Stopped, Trial, earlier_outcome
+from launcher.run.trials import Runner, Slot, Stopped, Trial, TrialOutcome, earlier_outcome
 from launcher.tune import lr
 from launcher.tune.lr_search import LrChoice, LrOptions, TuneLr
 from launcher.tune.tune_page import lr_page
@@ -74,7 +74,7 @@ class MadeRunner(Runner):
         self.out, self.surface, self.limit, self.tokens_per_s = out, surface, limit, tokens_per_s
         self.ran: list[str] = []
 
-    def run(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, Outcome]]:
+    def run(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, TrialOutcome]]:
         for trial in reversed([*trials]):  # they may end in any order
             if earlier_outcome(trial) is None:
                 if len(self.ran) >= self.limit:
@@ -215,20 +215,20 @@ def test_what_diverges_and_what_fails_is_out_and_told(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "why"),
+    ("part", "reason"),
     [
         ("range test", "range-adamw: oom: oom"),
         ("short", "no rate of the first rung can be chosen"),
         ("whole", "no rate of the last rung can be chosen"),
     ],
 )
-def test_a_search_in_which_everything_fails_has_failed(run: Run, part: str, why: str) -> None:
+def test_a_search_in_which_everything_fails_has_failed(run: Run, part: str, reason: str) -> None:
     def surface(config: Config) -> float | str:
         kind = "whole" if config.schedule.tokens == WHOLE else "short"
         return "oom" if part == ("range test" if is_range_test(config) else kind) else valley(config)
 
     result = run(surface)
-    assert (result.exit_code, result.tune.status, result.tune.why) == (1, "failed", why)
+    assert (result.exit_code, result.tune.status, result.tune.reason) == (1, "failed", reason)
     assert result.choice is None
     assert not (result.out / "tuned.yaml").exists()
 
@@ -399,7 +399,7 @@ def test_a_trial_has_diverged_by_the_kind_of_its_failure(
     shards: Path, tmp_path: Path, facts: dict[str, Any], ended: Any, status: str
 ) -> None:
     files.write_json(tmp_path / "summary.json", {"step": 3, **facts})
-    result = lr.read_trial(Trial(tmp_path, make(shards), 1), Outcome(ended, 1.5))
+    result = lr.read_trial(Trial(tmp_path, make(shards), 1), TrialOutcome(ended, 1.5))
     failure = facts.get("failure", {})
     assert (result.status, result.failure_kind) == (status, failure.get("kind"))
     assert result.cause == failure.get("message", None if status == "ok" else result.cause)
@@ -487,7 +487,7 @@ def test_data_without_held_out_documents_is_refused(tmp_path: Path) -> None:
 def test_a_search_counts_its_seconds_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([100.0, 107.0, 112.0])
     monkeypatch.setattr("launcher.job.time", SimpleNamespace(monotonic=lambda: next(now)))
-    file = KeptPlan(tmp_path / "search.json", lr.LrPlanFile(config_hash="x", settings={}, seconds=30.0))
+    file = SearchState(tmp_path / "search.json", lr.LrPlanFile(config_hash="x", settings={}, seconds=30.0))
     file.save()
     file.save()
     assert results.read(tmp_path / "search.json", lr.LrPlanFile).seconds == 30.0 + 12.0

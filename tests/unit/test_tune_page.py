@@ -70,7 +70,7 @@ def test_every_figure_is_there(data: dict[str, Any], figures: set[str]) -> None:
         (change(batch(), "choice", limited_by="budget"), "ok", ["--budget"]),
         (change(batch(), "choice", not_settled=[4, 2]), "warn", ["4, 2"]),
         (batch(status="partial"), "warn", ["Partial"]),
-        (batch(status="failed", why="micro batch 1 fails", choice=None), "fail", ["micro batch 1 fails"]),
+        (batch(status="failed", reason="micro batch 1 fails", choice=None), "fail", ["micro batch 1 fails"]),
         (batch(choice=None), "warn", ["No micro batch"]),
         (lr(), "ok", ["5.70e-02", "4.822", "2 seeds"]),
         (change(lr(), "choice", edge_side="high"), "warn", ["higher"]),
@@ -124,7 +124,13 @@ def test_throughput_shows_each_size_and_each_run() -> None:
 
 def test_a_lost_size_is_listed_with_its_reason() -> None:
     data = batch()
-    data["sizes"][0] |= {"status": "thrash", "why": "w", "runs": [], "samples_per_s": None, "relative": None}
+    data["sizes"][0] |= {
+        "status": "thrash",
+        "reason": "w",
+        "runs": [],
+        "samples_per_s": None,
+        "relative": None,
+    }
     data["sizes"][0]["samples_per_s_ci95"] = None
     report = of(data)
     assert "micro batch 2: thrash: w" in read_page(report).text

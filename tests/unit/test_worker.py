@@ -358,10 +358,10 @@ def test_ranks_with_other_data_than_rank_0_are_refused() -> None:
     """Nodes may have caches of their own."""
     from bert_dp.tasks import DatasetInfo
     from bert_dp.training.build import check_same_data
-    from bert_dp.training.distributed import Comm
+    from bert_dp.training.distributed import HostCollectives
     from bert_dp.training.world import World
 
-    class RankOne(Comm):
+    class RankOne(HostCollectives):
         def broadcast(self, value: Any) -> Any:
             return "0" * 64
 
