@@ -342,5 +342,3 @@ def test_what_an_error_was_raised_by_and_the_end_that_the_tool_saw(tmp_path: Pat
     assert (failure.where, failure.source) == ("a.py:7", "in f: g()"), "the kill was of the rank that raised"
     words = f"killed by signal {signal.SIGRTMIN + 3} (real-time)"
     assert describe_exit_code(-signal.SIGRTMIN - 3, "") == words
-        describe_exit_code(-signal.SIGRTMIN - 3, "") == f"killed by signal {signal.SIGRTMIN + 3} (real-time)"
-    )
