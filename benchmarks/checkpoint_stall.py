@@ -37,9 +37,9 @@ from bert_dp.data import stream
 from bert_dp.model import bert
 from bert_dp.parallel import make_engine
 from bert_dp.tasks.mlm import MaskedLanguageModel
-from bert_dp.training import checkpoint, loop, metrics, world
+from bert_dp.training import checkpoint, loop, metrics, process
 from bert_dp.training.devices import Precision
-from bert_dp.training.record_files import WriteErrors
+from bert_dp.training.process import WriteErrors
 
 WAYS = ("none", "before", "beside")
 
@@ -63,7 +63,7 @@ def build(o: argparse.Namespace) -> tuple[Any, Any, Precision]:
     """(engine, wrapped model, precision) of one rank in fp32."""
     settings = recipe(o, "single", o.micro)
     engine = make_engine(
-        "single", settings, world.World(0, 0, 1, 1), CPU, precision="fp32", run_dir=Path(".")
+        "single", settings, process.World(0, 0, 1, 1), CPU, precision="fp32", run_dir=Path(".")
     )
     bare = bert.build_model(settings.model, 128, 0)
     wrapped, _ = engine.prepare(bare, lambda named: optim.make_optimizer(settings.optim, named, bare))

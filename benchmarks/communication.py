@@ -42,7 +42,7 @@ from bert_dp.parallel import make_engine
 from bert_dp.tasks.mlm import MaskedLanguageModel
 from bert_dp.training import loop, metrics
 from bert_dp.training.devices import Precision, set_affinity
-from bert_dp.training.world import World
+from bert_dp.training.process import World
 
 CPU = torch.device("cpu")
 WAYS = ("ceiling", "ours", "accelerate", "deepspeed-1")

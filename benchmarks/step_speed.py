@@ -227,7 +227,7 @@ def make_ours(o: argparse.Namespace, mode: str) -> tuple[Callable[..., tuple[flo
     from bert_dp.training.devices import choose_precision
     from bert_dp.training.loop import train_step
     from bert_dp.training.metrics import Timers
-    from bert_dp.training.world import read_world
+    from bert_dp.training.process import read_world
 
     device = torch.device(o.device)
     precision = choose_precision(o.precision, device)

@@ -42,7 +42,7 @@ from bert_dp.tasks.mlm import MaskedLanguageModel
 from bert_dp.training.devices import Precision
 from bert_dp.training.loop import train_step
 from bert_dp.training.metrics import Meter
-from bert_dp.training.world import World
+from bert_dp.training.process import World
 from tests.helpers import make_config
 
 GPU, LENGTH, VOCABULARY = torch.device("cuda", 0), 16, 64

@@ -129,7 +129,7 @@ def test_launcher_imports_only_config_record_and_cost() -> None:
 
 
 LOOP = "training.loop training.build"
-RANKS = "training.distributed training.world parallel training.loop"
+RANKS = "training.distributed parallel training.loop"
 FORBIDDEN = {
     "bert_dp": "launcher typer",
     "bert_dp.parallel": "model.bert data.stream tasks training.loop",
@@ -219,7 +219,7 @@ def test_optional_packages_are_imported_inside_functions() -> None:
     assert say(bad) == []
 
 
-def test_only_world_reads_the_rank_variables() -> None:
+def test_only_process_reads_the_rank_variables() -> None:
     names = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"}
     readers = {
         module
@@ -228,7 +228,7 @@ def test_only_world_reads_the_rank_variables() -> None:
         for node in ast.walk(tree(module))
         if isinstance(node, ast.Constant) and node.value in names
     }
-    assert readers == {"bert_dp.training.world"}
+    assert readers == {"bert_dp.training.process"}
 
 
 # --- imports that must work, and what they must not pull
@@ -255,8 +255,7 @@ def test_launcher_does_not_pull_torch() -> None:
 @pytest.mark.parametrize(
     "module",
     (
-        "config files cost data examples training.affinity training.world training.process training.state "
-        "evaluation.scores"
+        "config files cost data examples training.affinity training.process training.state evaluation.scores"
     ).split(),
 )
 def test_torch_free_packages(module: str) -> None:

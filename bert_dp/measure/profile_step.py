@@ -24,9 +24,7 @@ from bert_dp.training.devices import choose_device, device_name, set_affinity, s
 from bert_dp.training.distributed import HostCollectives
 from bert_dp.training.loop import Rank, Trainer
 from bert_dp.training.metrics import Timers
-from bert_dp.training.process import HeartbeatWriter, Signals, follow_launcher
-from bert_dp.training.record_files import WriteErrors
-from bert_dp.training.world import World
+from bert_dp.training.process import HeartbeatWriter, Signals, World, WriteErrors, follow_launcher
 
 ALONE = World(0, 0, 1, 1)
 WARM_UP, REPEATS = 2, 7

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bert_dp.config import Config, ConfigError, Issue, ParallelConfig, install_command
 from bert_dp.model.interface import Model
 from bert_dp.training.noise import NormPairs
-from bert_dp.training.world import World
+from bert_dp.training.process import World
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 """named parameters -> optimizer; called after sharding."""

@@ -20,7 +20,7 @@ from bert_dp.model.interface import Model
 from bert_dp.parallel import MakeOptimizer, State
 from bert_dp.parallel.base import clip_and_step, make_scaler
 from bert_dp.parallel.state import read_state, write_state
-from bert_dp.training.world import World, standard_variables
+from bert_dp.training.process import World, standard_variables
 
 
 class Engine:

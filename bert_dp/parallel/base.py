@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from bert_dp.training.distributed import TIMEOUT
-from bert_dp.training.world import World
+from bert_dp.training.process import World
 
 
 class RankGrid:

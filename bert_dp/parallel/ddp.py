@@ -21,7 +21,7 @@ from bert_dp.parallel.base import RankGrid, clip_and_step, make_scaler, scaled_b
 from bert_dp.parallel.state import read_state, write_state
 from bert_dp.parallel.tensor import TensorParallel
 from bert_dp.training.noise import CommHook, NormPairs
-from bert_dp.training.world import World
+from bert_dp.training.process import World
 
 # every rank builds the same buffers; the option's name changed after torch 2.11
 _OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters

@@ -25,7 +25,7 @@ from bert_dp.config import Config, ConfigError, Issue
 from bert_dp.model.interface import Model
 from bert_dp.parallel import MakeOptimizer, State
 from bert_dp.parallel.state import check_names, read_state, write_state
-from bert_dp.training.world import World, standard_variables
+from bert_dp.training.process import World, standard_variables
 
 OLDEST = (0, 19, 8)  # of the versions tried; others may step in fp32 with a gradient that is not finite
 BUCKET_ELEMENTS = 25 * 2**20 // 4  # 25 MiB of fp32, as ddp; DeepSpeed allocates its default of 2 GB whole

@@ -17,7 +17,7 @@ from bert_dp.parallel import MakeOptimizer, State
 from bert_dp.parallel.base import clip_and_step, make_scaler, scaled_backward
 from bert_dp.parallel.state import read_state, write_state
 from bert_dp.training.noise import NormPairs
-from bert_dp.training.world import World
+from bert_dp.training.process import World
 
 
 class Engine:

@@ -26,7 +26,7 @@ from bert_dp.parallel.state import optimizer_state, read_scaler, to_host, write_
 from bert_dp.parallel.tensor import TensorParallel
 from bert_dp.training.distributed import gather_json
 from bert_dp.training.noise import NormPairs
-from bert_dp.training.world import World
+from bert_dp.training.process import World
 
 MIB = 2**20
 DEFAULT_BUCKET_MIB = 25.0

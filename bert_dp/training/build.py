@@ -22,8 +22,8 @@ from bert_dp.training.devices import Precision, allow_tf32, device_name, has_bf1
 from bert_dp.training.distributed import HostCollectives
 from bert_dp.training.loop import Rank, Trainer
 from bert_dp.training.metrics import Meter, sample_communication
+from bert_dp.training.process import Records
 from bert_dp.training.profiler import StepTrace
-from bert_dp.training.record_files import Records
 from bert_dp.training.state import TrainState
 
 

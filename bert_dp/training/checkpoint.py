@@ -41,7 +41,7 @@ from collections.abc import Callable
 
 from bert_dp.config import CheckpointConfig
 from bert_dp.files.models import Failure, FailureKind, kind_of_error
-from bert_dp.training.record_files import WriteErrors
+from bert_dp.training.process import WriteErrors
 
 VERSION = 1  # of the manifest
 SPARE = 1.5  # free space asked for before a save, in sizes of the checkpoint: others write to the disk too

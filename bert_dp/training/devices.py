@@ -17,7 +17,7 @@ import torch
 from bert_dp.config import ConfigError, Issue, bf16_units, decide_precision
 from bert_dp.cost import GIB
 from bert_dp.training.affinity import Placement, bind
-from bert_dp.training.world import World
+from bert_dp.training.process import World
 
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables that torch's CUDA allocator reads (2.11 to 2.13), when it first allocates."""

@@ -19,7 +19,7 @@ from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 from bert_dp.config import ConfigError, Issue
 from bert_dp.files import INIT_FILE
 from bert_dp.training.devices import HostAndDevice, own_host_and_device
-from bert_dp.training.world import World
+from bert_dp.training.process import World
 
 M = TypeVar("M", bound=BaseModel)
 TIMEOUT = datetime.timedelta(minutes=30)

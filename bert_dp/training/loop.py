@@ -27,9 +27,8 @@ from bert_dp.training.checkpoint import AsyncCheckpointer
 from bert_dp.training.devices import Precision
 from bert_dp.training.distributed import HostCollectives, SharedClock, Stop
 from bert_dp.training.metrics import Meter, Timers, exposed_communication_s
-from bert_dp.training.process import HeartbeatWriter, Signals
+from bert_dp.training.process import HeartbeatWriter, Records, Signals, WriteErrors
 from bert_dp.training.profiler import StepTrace
-from bert_dp.training.record_files import Records, WriteErrors
 from bert_dp.training.state import TrainState
 
 LossFn = Callable[[nn.Module, Any], Tensor]

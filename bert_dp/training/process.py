@@ -1,4 +1,5 @@
-"""Set up a rank before it imports torch (signals, log, error file) and write its heartbeat. Torch-free.
+"""Set up a rank before it imports torch (world, signals, log, error file) and write its heartbeat and
+records. Torch-free.
 
 The heartbeat is a memory-mapped file that the launcher may read: writing it stores to memory, without a
 system call, and nothing depends on a reader.
@@ -7,8 +8,10 @@ system call, and nothing depends on a reader.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import faulthandler
 import gc
+import io
 import mmap
 import os
 import select
@@ -17,22 +20,24 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, Any
 
-from bert_dp.config import ConfigError
+from bert_dp.config import ConfigError, Issue
 from bert_dp.files import (
     BEAT_BYTES,
     BEAT_SLOTS,
     IN_STEP,
+    INIT_FILE,
     LAUNCHER_PID,
     LAUNCHER_START,
     LOG_DIR,
     PHASES,
     STARTED_AGAIN,
     STOP_SIGNALS,
+    append_line,
     hide,
     honoured,
     is_own_code,
@@ -42,7 +47,6 @@ from bert_dp.files import (
     write_json,
 )
 from bert_dp.files.models import Failure, FailureKind, kind_of_error
-from bert_dp.training.record_files import LogStream, WriteErrors
 
 GC_THRESHOLD = 100_000  # objects; recomputing a block leaves 7 at each call, some 0.5 KB
 
@@ -85,6 +89,62 @@ def gc_paused() -> Iterator[None]:
     finally:
         gc.set_threshold(*before)
         gc.unfreeze()
+
+
+class WriteErrors:
+    """Failed writes of this process, for summary.json."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def note(self, error: OSError) -> None:
+        self.count += 1
+
+
+class TolerantFile(io.FileIO):
+    """An open file descriptor whose failed writes are counted and dropped."""
+
+    def __init__(self, descriptor: int, errors: WriteErrors):
+        super().__init__(descriptor, "w", closefd=False)
+        self._errors = errors
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self._errors.note(error)
+            return len(data)
+
+
+class LogStream(io.TextIOWrapper):
+    """A text stream on a descriptor: masks secrets, is flushed at the end of each line, raises no OSError."""
+
+    def __init__(self, descriptor: int, errors: WriteErrors):
+        raw = io.BufferedWriter(TolerantFile(descriptor, errors))
+        super().__init__(raw, "utf-8", "backslashreplace", line_buffering=True)
+        self._secrets = secret_values(os.environ)
+
+    def write(self, text: str) -> int:
+        super().write(hide(text, self._secrets))
+        return len(text)
+
+
+class Records:
+    """Appends lines to the records of a run directory."""
+
+    def __init__(self, run_dir: Path, log_rank0: Callable[[str], None], errors: WriteErrors):
+        self._run_dir, self._log, self._errors = run_dir, log_rank0, errors
+        self._incomplete: set[str] = set()
+
+    def append(self, name: str, line: Mapping[str, Any]) -> None:
+        """Append `line`, which has a `step`, to the record `name`. Warn of its first line that is lost."""
+        try:
+            append_line(self._run_dir / name, line)
+        except OSError as error:
+            self._errors.note(error)
+            if name not in self._incomplete:
+                self._incomplete.add(name)
+                self._log(f"warning: step {line['step']} is missing in {name}: {error}")
 
 
 def redirect_output(rank: int, errors: WriteErrors) -> None:
@@ -266,3 +326,84 @@ def _map(path: Path) -> mmap.mmap:
         return mmap.mmap(-1, BEAT_BYTES)
     finally:
         os.close(file)
+
+
+# (rank, local rank, world size, local world size): torchrun / accelerate, deepspeed, Slurm, Open MPI
+_SCHEMES = (
+    ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    # the step's own: only srun sets them, while a batch script itself also sees SLURM_PROCID, SLURM_NTASKS
+    ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
+    (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    rank: int
+    local_rank: int
+    size: int
+    local_size: int
+
+
+def read_world(environ: Mapping[str, str]) -> World:
+    """Read rank and world from the first scheme present; a lone process when none is.
+
+    Raises ConfigError for variables that are not numbers and a rank outside the world.
+    """
+    for rank, local_rank, size, local_size in _SCHEMES:
+        if rank not in environ or size not in environ:
+            continue
+        try:
+            world = World(
+                int(environ[rank]),
+                int(environ.get(local_rank, environ[rank])),
+                int(environ[size]),
+                _local_size(environ, local_size, environ[size]),
+            )
+        except ValueError:
+            message = f"and {size} and their local kin must be whole numbers"
+            raise ConfigError([Issue(rank, "wrong_type", message)]) from None
+        if not 0 <= world.rank < world.size:
+            message = f"{world.rank} is outside {size}={world.size}"
+            raise ConfigError([Issue(rank, "out_of_range", message, world.rank, size)])
+        if not 0 <= world.local_rank < world.local_size <= world.size:
+            message = f"{world.local_rank} and {local_size}={world.local_size} do not fit {size}={world.size}"
+            raise ConfigError([Issue(local_rank, "conflict", message, world.local_rank, size)])
+        return world
+    return World(0, 0, 1, 1)
+
+
+def _local_size(environ: Mapping[str, str], name: str, default: str) -> int:
+    """Count the ranks on this node. Slurm lists all nodes: 4(x2),1 = 4 on each of two nodes, 1 on the third.
+
+    Raises ValueError.
+    """
+    if name == "LOCAL_WORLD_SIZE":
+        default = environ.get("LOCAL_SIZE", default)  # deepspeed's name for it
+    nodes: list[int] = []
+    for part in environ.get(name, default).split(","):
+        count, _, times = part.rstrip(")").partition("(x")
+        nodes += [int(count)] * int(times or 1)
+    node = int(environ.get("SLURM_NODEID", "0")) if len(nodes) > 1 else 0
+    return nodes[min(node, len(nodes) - 1)]
+
+
+def check_rendezvous(world: World, environ: Mapping[str, str]) -> None:
+    """Raise ConfigError when several ranks have no place for a rendezvous: our launcher's file or env://."""
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
+    if world.size > 1 and INIT_FILE not in environ and missing:
+        message = f"not set, and {world.size} ranks need a place to meet"
+        hint = "on one machine MASTER_ADDR=127.0.0.1 and any free MASTER_PORT, else rank 0's host"
+        raise ConfigError([Issue(" and ".join(missing), "missing", message, hint=hint)])
+
+
+def standard_variables(world: World, gpu: int | None) -> dict[str, str]:
+    """Return RANK and its kin, for packages that read nothing else and take LOCAL_RANK for the number of the
+    GPU: 0 where a rank sees only its own. `gpu`: None on a CPU."""
+    named = world if gpu is None else dataclasses.replace(world, local_rank=gpu)
+    return dict(zip(_SCHEMES[0], map(str, dataclasses.astuple(named)), strict=True))

@@ -17,8 +17,7 @@ from bert_dp.config.checks import ProfilePlan
 from bert_dp.files.models import ProfiledOperator, ProfileFile
 from bert_dp.training.distributed import HostCollectives
 from bert_dp.training.metrics import Meter
-from bert_dp.training.process import HeartbeatWriter
-from bert_dp.training.record_files import WriteErrors
+from bert_dp.training.process import HeartbeatWriter, WriteErrors
 
 MOST_OPERATORS = 20
 

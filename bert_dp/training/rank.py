@@ -21,14 +21,16 @@ from bert_dp.training.process import (
     HeartbeatWriter,
     RunFailed,
     Signals,
+    World,
+    WriteErrors,
+    check_rendezvous,
     follow_launcher,
     gc_paused,
+    read_world,
     record_error,
     redirect_output,
     show_stacks_on_signal,
 )
-from bert_dp.training.record_files import WriteErrors
-from bert_dp.training.world import World, check_rendezvous, read_world
 
 if TYPE_CHECKING:
     from bert_dp.tasks import MakeTask

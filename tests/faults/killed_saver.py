@@ -26,7 +26,7 @@ from bert_dp.config import CheckpointConfig
 from bert_dp.parallel import State
 from bert_dp.training import checkpoint
 from bert_dp.training.checkpoint import AsyncCheckpointer
-from bert_dp.training.record_files import WriteErrors
+from bert_dp.training.process import WriteErrors
 from tests.states import FACTS
 
 

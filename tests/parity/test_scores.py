@@ -84,7 +84,7 @@ class SumOfTokens(torch.nn.Module):
 def evaluate_all(folder: str) -> None:
     """In a rank: each kind's prepared directory."""
     from bert_dp.training import distributed
-    from bert_dp.training.world import read_world
+    from bert_dp.training.process import read_world
 
     comm = distributed.connect(read_world(os.environ), torch.device("cpu"))
     for name, (kind, outputs, _) in KINDS.items():

@@ -57,7 +57,7 @@ def _steps(engine_name: str, folder: str, script: Sequence[float]) -> tuple[list
     from bert_dp.model import bert
     from bert_dp.parallel import make_engine
     from bert_dp.training import distributed
-    from bert_dp.training.world import read_world
+    from bert_dp.training.process import read_world
 
     world, device = read_world(os.environ), CPU
     os.environ["BERT_DP_INIT_FILE"] += "-next"

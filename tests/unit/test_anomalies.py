@@ -16,9 +16,8 @@ from bert_dp.training import metrics
 from bert_dp.training.distributed import HostCollectives, SharedClock
 from bert_dp.training.loop import log_steps
 from bert_dp.training.metrics import Meter
-from bert_dp.training.process import gc_paused
+from bert_dp.training.process import World, gc_paused
 from bert_dp.training.state import TrainState
-from bert_dp.training.world import World
 from tests.helpers import TINY_MODEL, logged, make_config, read_lines
 from tests.states import FACTS
 from tests.tensors import CPU

@@ -14,7 +14,7 @@ import torch
 from bert_dp.training import devices
 from bert_dp.training.affinity import Placement
 from bert_dp.training.devices import HostAndDevice, choose_device, joules, own_host_and_device, set_affinity
-from bert_dp.training.world import World
+from bert_dp.training.process import World
 from tests.helpers import issues_of
 from tests.tensors import CPU
 

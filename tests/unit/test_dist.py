@@ -29,7 +29,7 @@ from bert_dp.training.distributed import (
     recent_collectives,
     rendezvous,
 )
-from bert_dp.training.world import World, check_rendezvous, read_world, standard_variables
+from bert_dp.training.process import World, check_rendezvous, read_world, standard_variables
 from tests.helpers import issues_of
 from tests.ranks import run_ranks
 from tests.tensors import CPU

@@ -19,8 +19,8 @@ from bert_dp.tasks.mlm import MaskedLanguageModel
 from bert_dp.training import build, checkpoint
 from bert_dp.training.affinity import Placement
 from bert_dp.training.distributed import HostCollectives
+from bert_dp.training.process import World
 from bert_dp.training.state import TrainState
-from bert_dp.training.world import World
 from tests.helpers import TINY_MODEL, issues_of, make_config, read_json, read_lines, write_lines
 from tests.states import FACTS
 from tests.tensors import CPU

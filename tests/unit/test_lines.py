@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bert_dp import files
-from bert_dp.training.record_files import Records, TolerantFile, WriteErrors
+from bert_dp.training.process import Records, TolerantFile, WriteErrors
 
 FULL = "[Errno 28] No space left on device"
 
@@ -20,7 +20,7 @@ def test_a_full_disk_does_not_end_a_process_that_logs(tmp_path: Path) -> None:
     (tmp_path / "rank-0.log").symlink_to("/dev/full")
     script = (
         "import sys, warnings\n"
-        "from bert_dp.training.record_files import WriteErrors\n"
+        "from bert_dp.training.process import WriteErrors\n"
         "from bert_dp.training.process import redirect_output, show_stacks_on_signal\n"
         "redirect_output(0, WriteErrors())\n"
         "show_stacks_on_signal(0)\n"
@@ -43,7 +43,7 @@ def test_a_log_goes_on_where_an_earlier_process_of_the_rank_has_left_it(tmp_path
     """And no other user can read it."""
     script = (
         "import os, sys\n"
-        "from bert_dp.training.record_files import WriteErrors\n"
+        "from bert_dp.training.process import WriteErrors\n"
         "from bert_dp.training.process import redirect_output\n"
         "for word in ('first', 'second', 'third'):\n"
         "    if not os.fork():\n"
@@ -81,7 +81,7 @@ def test_a_process_follows_its_own_launcher_alone() -> None:
 
 def test_a_log_that_cannot_be_made_does_not_end_a_process(tmp_path: Path) -> None:
     script = (
-        "from bert_dp.training.record_files import WriteErrors\n"
+        "from bert_dp.training.process import WriteErrors\n"
         "from bert_dp.training.process import redirect_output, show_stacks_on_signal\n"
         "redirect_output(0, WriteErrors()); show_stacks_on_signal(0); print('goes on')\n"
     )

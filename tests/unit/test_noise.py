@@ -165,7 +165,7 @@ def measure(cases: Sequence[Case], out: str) -> None:
     from bert_dp.training.devices import Precision
     from bert_dp.training.loop import train_step
     from bert_dp.training.metrics import Timers
-    from bert_dp.training.world import read_world
+    from bert_dp.training.process import read_world
 
     world, cpu = read_world(os.environ), torch.device("cpu")
     comm = distributed.connect(world, cpu, group_of_one=True)

@@ -30,7 +30,7 @@ from bert_dp.parallel.zero1 import assign
 from bert_dp.training.distributed import connect, disconnect
 from bert_dp.training.loop import dry_run
 from bert_dp.training.metrics import bucket_bytes
-from bert_dp.training.world import World, read_world
+from bert_dp.training.process import World, read_world
 from tests.helpers import TINY_MODEL, issues_of, make_config
 from tests.ranks import run_ranks
 from tests.tensors import CPU, bits, flat, with_moments

@@ -19,9 +19,8 @@ from bert_dp.config import find_config, load_config
 from bert_dp.config.checks import ProfilePlan, parse_profile, profile_issues
 from bert_dp.files.models import ProfileFile
 from bert_dp.training.distributed import HostCollectives
+from bert_dp.training.process import World, WriteErrors
 from bert_dp.training.profiler import StepTrace, idle_share, top_operators
-from bert_dp.training.record_files import WriteErrors
-from bert_dp.training.world import World
 from launcher.report.run_page import of_directories
 from tests.e2e.cli import TINY, refused, tiny
 from tests.helpers import issues_of, read_json

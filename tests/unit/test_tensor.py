@@ -29,7 +29,7 @@ from bert_dp.optim import make_optimizer, set_lr
 from bert_dp.parallel.base import RankGrid, clip_and_step
 from bert_dp.parallel.tensor import ColumnLinear, ParallelEmbedding, RowLinear, TensorParallel
 from bert_dp.training.distributed import connect, disconnect
-from bert_dp.training.world import read_world
+from bert_dp.training.process import read_world
 from tests.helpers import read_json
 from tests.ranks import run_ranks
 from tests.tensors import CPU, assert_near, bits, randomise

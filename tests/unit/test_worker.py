@@ -359,7 +359,7 @@ def test_ranks_with_other_data_than_rank_0_are_refused() -> None:
     from bert_dp.tasks import DatasetInfo
     from bert_dp.training.build import check_same_data
     from bert_dp.training.distributed import HostCollectives
-    from bert_dp.training.world import World
+    from bert_dp.training.process import World
 
     class RankOne(HostCollectives):
         def broadcast(self, value: Any) -> Any:
