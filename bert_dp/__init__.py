@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bert_dp.config import ConfigError
     from bert_dp.model.build import load
-    from bert_dp.training.replay import batches
+    from bert_dp.tasks.mlm import batches
     from launcher.api import Run, TrainingFailed, read_run, train
 
 __version__ = "0.1.0"
@@ -14,7 +14,7 @@ _HOMES = {
     "ConfigError": "bert_dp.config",
     "Run": "launcher.api",
     "TrainingFailed": "launcher.api",
-    "batches": "bert_dp.training.replay",
+    "batches": "bert_dp.tasks.mlm",
     "load": "bert_dp.model.build",
     "read_run": "launcher.api",
     "train": "launcher.api",

@@ -134,9 +134,7 @@ FORBIDDEN = {
     "bert_dp": "launcher typer",
     "bert_dp.parallel": "model.bert data.stream tasks training.loop",
     "bert_dp.config": "bert_dp",
-    "bert_dp.training.affinity": "bert_dp",
     "bert_dp.model.interface": "bert_dp",
-    "bert_dp.training.state": "training.loop training.distributed parallel",
     "bert_dp.tasks": f"{LOOP} parallel",
     "bert_dp.examples": f"{LOOP} parallel model data.stream tasks",
     "bert_dp.model.bert": RANKS,
@@ -253,10 +251,7 @@ def test_launcher_does_not_pull_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    "module",
-    (
-        "config files cost data examples training.affinity training.process training.state evaluation.scores"
-    ).split(),
+    "module", ("config files cost data examples training.process evaluation.scores").split()
 )
 def test_torch_free_packages(module: str) -> None:
     done = python(f"import bert_dp.{module}, sys; assert 'torch' not in sys.modules")

@@ -16,15 +16,21 @@ from bert_dp.model.build import first_state, prepare_model
 from bert_dp.optim.contract import Named
 from bert_dp.tasks import DatasetInfo, SameBatch, Stream
 from bert_dp.training import checkpoint
-from bert_dp.training.affinity import OMP, Placement, format_cores
-from bert_dp.training.checkpoint import AsyncCheckpointer
-from bert_dp.training.devices import Precision, allow_tf32, device_name, has_bf16, precision_of
+from bert_dp.training.checkpoint import AsyncCheckpointer, TrainState
+from bert_dp.training.devices import (
+    Placement,
+    Precision,
+    allow_tf32,
+    device_name,
+    format_cores,
+    has_bf16,
+    precision_of,
+)
 from bert_dp.training.distributed import HostCollectives
 from bert_dp.training.loop import Rank, Trainer
 from bert_dp.training.metrics import Meter, sample_communication
 from bert_dp.training.process import Records
 from bert_dp.training.profiler import StepTrace
-from bert_dp.training.state import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,8 +236,7 @@ def cut_records_back(trainer: Trainer, state: TrainState, resumed: Checkpoint | 
 def describe(trainer: Trainer, placed: Placement, resumed: Checkpoint | None) -> None:
     """Describe the run in a few lines of rank 0's log."""
     config, world = trainer.config, trainer.comm.world
-    by = f" by {OMP}" if placed.limited_by_omp else ""
-    threads = f"{placed.threads} thread{'s' * (placed.threads > 1)} per rank{by}"
+    threads = f"{placed.threads} thread{'s' * (placed.threads > 1)} per rank"
     how = threads if trainer.device.type == "cpu" else f"one GPU and {threads}"
     compiled = "compiled" if trainer.metadata["compiled"] else "eager"
     engine = parallel.engine_name(config.parallel, world.size)
@@ -269,9 +274,7 @@ def write_environment(trainer: Trainer, placed: Placement) -> None:
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
         "world_size": trainer.comm.world.size,
         "threads_per_rank": placed.threads,
-        "threads_limited_by_omp": placed.limited_by_omp,
         "cores": [format_cores(share) for share in placed.shares],  # of each rank of rank 0's node
-        "cores_inherited": placed.inherited,
         "config_hash": trainer.config.hash(),
         "precision": trainer.precision.name,
         "compiled": trainer.metadata["compiled"],

@@ -12,40 +12,85 @@ Python's lock to others.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import json
 import os
 import re
 import shutil
 import stat
-import uuid
-from collections.abc import Collection
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-
-from bert_dp import files as record
-from bert_dp.config import ConfigError, Issue
-from bert_dp.config.stored import MAX_JSON_BYTES, read_regular, sha256
-from bert_dp.cost import GIB
-from bert_dp.files import list_checkpoints
-from bert_dp.parallel import State
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 import threading
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
 
-from bert_dp.config import CheckpointConfig
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from bert_dp import files as record
+from bert_dp.config import CheckpointConfig, ConfigError, Issue
+from bert_dp.config.stored import MAX_JSON_BYTES, read_regular, sha256
+from bert_dp.cost import GIB
+from bert_dp.files import CheckpointFacts, list_checkpoints
 from bert_dp.files.models import Failure, FailureKind, kind_of_error
+from bert_dp.parallel import State
 from bert_dp.training.process import WriteErrors
 
 VERSION = 1  # of the manifest
 SPARE = 1.5  # free space asked for before a save, in sizes of the checkpoint: others write to the disk too
 MOMENTS = 2  # sizes of the weights that an optimizer's state will have, for a state that has none yet
+
+
+SAVED = ("step", "samples", "elapsed_s", "skipped_steps", "loss_spikes", "recent_losses")
+
+
+@dataclasses.dataclass
+class TrainState:
+    """The fields of SAVED are in state.json of a checkpoint; the others belong to this start alone."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    samples: int = 0
+    """Taken from the stream."""
+    elapsed_s: float = 0.0
+    """Reading of rank 0's clock, when this was last saved."""
+    skipped_steps: int = 0
+    """Count at the last line of metrics.jsonl or the last save; the meter counts on the device."""
+    loss_spikes: int = 0
+    recent_losses: list[float] = dataclasses.field(default_factory=list)
+    """Logged losses that the next is compared with."""
+    progress: float = 0.0
+    """f at the beginning of the last step; `lr` and `global_batch` follow it."""
+    lr: float = 0.0
+    global_batch: int = 0
+    logged_step: int = 0
+    final_loss: float | None = None
+    heldout: Mapping[str, Any] | None = None
+    """The last measurements on held-out data, `loss` among them."""
+    evaluated_step: int | None = None
+    """Step of `heldout`."""
+    eval_s: float = 0.0
+    """Seconds spent in evaluations."""
+    abort_reason: Failure | None = None
+    """Failure for which the run must end."""
+
+    @classmethod
+    def from_checkpoint(cls, facts: CheckpointFacts) -> TrainState:
+        """Return the state in which the run goes on from a checkpoint."""
+        return cls(logged_step=facts.step, **{name: getattr(facts, name) for name in SAVED})
+
+    def request_abort(self, message: str | None, kind: FailureKind) -> None:
+        """End the run for this reason, unless it is None or there is one already."""
+        if message is not None and self.abort_reason is None:
+            self.abort_reason = Failure(message=message, kind=kind)
+
+    def saved(self) -> dict[str, Any]:
+        """Return the fields of state.json."""
+        return {name: getattr(self, name) for name in SAVED}
 
 
 def save_checkpoint(
@@ -116,8 +161,6 @@ def _check_space(folder: Path, state: State) -> None:
 
 def first_not_finite(state: State) -> str | None:
     """Find a tensor with a NaN or an infinity among the weights and the optimizer's state."""
-    import torch
-
     for part in ("model", "optimizer"):
         for name, tensor in state[part].items():
             if not tensor.is_floating_point() or not tensor.numel():
@@ -220,10 +263,8 @@ def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
     return None, problems
 
 
-def load(path: Path) -> tuple[State, record.CheckpointFacts]:
+def load(path: Path) -> tuple[State, CheckpointFacts]:
     """Load the state (whole, on the host) and state.json. Raises ConfigError naming a broken file."""
-    import torch
-
     try:
         facts = record.read_checkpoint_facts(path)
         state = load_tensors(path)

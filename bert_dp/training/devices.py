@@ -1,13 +1,14 @@
-"""Choose the device of a rank and its precision; read its address, memory and energy."""
+"""Choose the device of a rank, its cores and its precision; read its address, memory and energy."""
 
 from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 import os
 import resource
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ import torch
 
 from bert_dp.config import ConfigError, Issue, bf16_units, decide_precision
 from bert_dp.cost import GIB
-from bert_dp.training.affinity import Placement, bind
 from bert_dp.training.process import World
 
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -96,8 +96,26 @@ def use_device(device: torch.device, *, deterministic: bool) -> None:
         torch.cuda.set_device(device)
 
 
+Cores = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """The cores and threads that `set_affinity` has given."""
+
+    shares: tuple[Cores, ...]
+    """Cores of each rank of this node, or of this one alone; an empty share is not bound."""
+    threads: int
+    """Threads of this rank: one for each of its cores, or OMP_NUM_THREADS where that is less."""
+
+    def __str__(self) -> str:
+        if not any(self.shares):
+            return "cores not bound"
+        return f"cores {' | '.join(format_cores(share) or 'not bound' for share in self.shares)}"
+
+
 def set_affinity(device: torch.device, world: World, places: Sequence[HostAndDevice] = ()) -> Placement:
-    """Give this rank its cores and threads, see affinity.py.
+    """Give this rank its cores and threads.
 
     `places`: of all ranks; () = this one is alone. A GPU of another rank may not be visible here.
     """
@@ -110,6 +128,100 @@ def set_affinity(device: torch.device, world: World, places: Sequence[HostAndDev
         keep_freed_memory()
     torch.set_num_threads(placed.threads)
     return placed
+
+
+def bind(local_rank: int, local_size: int, gpus: Sequence[str] = (), root: Path = Path("/")) -> Placement:
+    """Bind this process to cores near its GPU, or to an equal share of those that it may use: a GPU reached
+    over the link between sockets costs copies and launches.
+
+    `gpus`: the PCI address of each local rank's GPU, empty for CPU ranks. With fewer cores than ranks nothing
+    is bound. A rank that has fewer cores than its parent was bound on purpose (srun, numactl) and keeps them.
+    `root`: the directory that holds sys/.
+    """
+    allowed = os.sched_getaffinity(0)
+    if allowed < _parent_affinity():
+        shares, cores = (tuple(sorted(allowed)),), len(allowed)
+    else:
+        nodes = cores_by_node(allowed, root)
+        shares = core_shares(nodes, [pci_node(gpu, root) for gpu in gpus] or [None] * local_size)
+        if shares[local_rank]:
+            os.sched_setaffinity(0, shares[local_rank])
+        cores = max(1, len(shares[local_rank]) or len(allowed) // local_size)
+    return Placement(shares, min(cores, omp_threads(os.environ) or cores))
+
+
+def omp_threads(environ: Mapping[str, str]) -> int | None:
+    """Read OMP_NUM_THREADS; None when it is not set, no number above 0, or the 1 that torchrun sets."""
+    first = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # a list is by level of nesting
+    if first == "1" and "TORCHELASTIC_RUN_ID" in environ:
+        return None
+    return int(first) or None if first.isdecimal() else None
+
+
+def core_shares(nodes: Mapping[int, Sequence[int]], wanted: Sequence[int | None]) -> tuple[Cores, ...]:
+    """Divide cores among ranks by the node that each one wants (None = any): equal shares, so that no rank
+    waits for one with fewer cores. All of a node's cores where they are fewer than its ranks; none where no
+    core of it is allowed, or where all cores are fewer than the ranks."""
+    shares: list[Cores] = [()] * len(wanted)
+    for node in dict.fromkeys(wanted):
+        ranks = [rank for rank, other in enumerate(wanted) if other == node]
+        near = list(itertools.chain(*nodes.values())) if node is None else nodes.get(node, ())
+        size = len(near) // len(ranks)
+        for place, rank in enumerate(ranks):
+            share = near[place * size : (place + 1) * size] or (() if node is None else near)
+            shares[rank] = tuple(sorted(share))
+    return tuple(shares)
+
+
+def cores_by_node(allowed: Set[int], root: Path) -> dict[int, list[int]]:
+    """Group cores by NUMA node, threads of a physical core side by side, as sysfs has them; by default there
+    is one node, and every core is a physical one."""
+    node, sibling = {}, {}
+    for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        for core in parse_cores(_read(folder / "cpulist")):
+            node[core] = int(folder.name[4:])
+    for core in allowed:
+        listed = _read(root / f"sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
+        sibling[core] = min(parse_cores(listed), default=core)
+    ordered = sorted(allowed, key=lambda core: (node.get(core, 0), sibling[core], core))
+    return {k: list(cores) for k, cores in itertools.groupby(ordered, lambda core: node.get(core, 0))}
+
+
+def pci_node(address: str, root: Path) -> int | None:
+    """Read the NUMA node of a PCI device, domain:bus:device.function; None when the kernel knows none."""
+    text = _read(root / "sys/bus/pci/devices" / address.lower() / "numa_node").strip()
+    return int(text) if text.isdigit() else None  # -1 = not known
+
+
+def parse_cores(text: str) -> list[int]:
+    """Parse the kernel's list format: 0-3,8 -> [0, 1, 2, 3, 8]."""
+    cores: list[int] = []
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cores += range(int(first), int(last or first) + 1)
+    return cores
+
+
+def format_cores(cores: Iterable[int]) -> str:
+    """Format cores in the kernel's list format, the inverse of `parse_cores`."""
+    ordered = sorted(cores)
+    groups = itertools.groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0])
+    runs = [[core for _, core in group] for _, group in groups]
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _parent_affinity() -> Set[int]:
+    try:
+        return os.sched_getaffinity(os.getppid())
+    except OSError:  # it has gone, or is another user's
+        return set()
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def keep_freed_memory() -> None:

@@ -23,13 +23,12 @@ from bert_dp.optim import lr_factor, set_lr
 from bert_dp.parallel import Engine, State
 from bert_dp.tasks import Context, DatasetInfo, MicroBatch, Stream, Task
 from bert_dp.training import metrics
-from bert_dp.training.checkpoint import AsyncCheckpointer
+from bert_dp.training.checkpoint import AsyncCheckpointer, TrainState
 from bert_dp.training.devices import Precision
 from bert_dp.training.distributed import HostCollectives, SharedClock, Stop
 from bert_dp.training.metrics import Meter, Timers, exposed_communication_s
 from bert_dp.training.process import HeartbeatWriter, Records, Signals, WriteErrors
 from bert_dp.training.profiler import StepTrace
-from bert_dp.training.state import TrainState
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 """(model, micro batch on the device) -> sum over the targets, a device scalar."""

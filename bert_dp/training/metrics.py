@@ -18,9 +18,9 @@ from torch import Tensor
 
 from bert_dp.config import BatchLayout, Config
 from bert_dp.files.models import STRAGGLER_RATIO
+from bert_dp.training.checkpoint import TrainState
 from bert_dp.training.devices import alloc_retries, peak_memory_gib, synchronize
 from bert_dp.training.distributed import HostCollectives
-from bert_dp.training.state import TrainState
 
 PHASES = ("forward_backward", "optimizer")
 TIMED = (*PHASES, "own_work")

@@ -9,9 +9,9 @@ from bert_dp.config import computes_alone
 from bert_dp.files.models import HeldOut, InitFrom, RunStatus, Straggler, Summary
 from bert_dp.parallel import engine_name
 from bert_dp.training import devices, metrics, noise
+from bert_dp.training.checkpoint import TrainState
 from bert_dp.training.loop import Trainer, TrainingOutcome
 from bert_dp.training.metrics import straggler
-from bert_dp.training.state import TrainState
 
 
 def write_summary(

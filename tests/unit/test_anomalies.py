@@ -13,11 +13,11 @@ from bert_dp.config import BatchLayout
 from bert_dp.files import CheckpointFacts
 from bert_dp.measure.profile_step import ALONE, lone_trainer
 from bert_dp.training import metrics
+from bert_dp.training.checkpoint import TrainState
 from bert_dp.training.distributed import HostCollectives, SharedClock
 from bert_dp.training.loop import log_steps
 from bert_dp.training.metrics import Meter
 from bert_dp.training.process import World, gc_paused
-from bert_dp.training.state import TrainState
 from tests.helpers import TINY_MODEL, logged, make_config, read_lines
 from tests.states import FACTS
 from tests.tensors import CPU

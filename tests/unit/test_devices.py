@@ -4,30 +4,50 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bert_dp.training import devices
-from bert_dp.training.affinity import Placement
-from bert_dp.training.devices import HostAndDevice, choose_device, joules, own_host_and_device, set_affinity
+from bert_dp.training.devices import (
+    HostAndDevice,
+    Placement,
+    bind,
+    choose_device,
+    core_shares,
+    cores_by_node,
+    format_cores,
+    joules,
+    omp_threads,
+    own_host_and_device,
+    parse_cores,
+    pci_node,
+    set_affinity,
+)
 from bert_dp.training.process import World
-from tests.helpers import issues_of
+from tests.helpers import raised_issues
 from tests.tensors import CPU
 
 LONE = World(0, 0, 1, 1)
 GPU = torch.device("cuda", 0)
 
 
+# --- devices
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of a machine without a GPU")
 def test_devices_of_a_machine_without_a_gpu() -> None:
     assert choose_device("cpu", LONE) == CPU
     assert choose_device("auto", World(1, 1, 2, 2)) == CPU
-    (line,) = issues_of(choose_device, "cuda", LONE)
-    assert line.startswith("run.device: cuda needs a GPU for each rank of this machine, 1, found 0; use run.")
+    (issue,) = raised_issues(choose_device, "cuda", LONE)
+    assert (issue.setting, issue.value) == ("run.device", "cuda")
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,10 +55,8 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     assert choose_device("auto", World(1, 1, 2, 2)) == torch.device("cuda", 1)
     assert choose_device("cpu", World(5, 5, 8, 8)) == CPU
     for rank in range(4):  # also those for which there is one: they would wait for the others
-        (line,) = issues_of(choose_device, "auto", World(rank, rank, 4, 4))
-        assert line.startswith(
-            "run.device: auto needs a GPU for each rank of this machine, 4, found 2; use --"
-        )
+        (issue,) = raised_issues(choose_device, "auto", World(rank, rank, 4, 4))
+        assert (issue.setting, issue.other) == ("run.device", "--nproc")
 
 
 def test_a_rank_that_sees_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +70,6 @@ def test_a_rank_that_sees_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> N
     ("setting", "given", "expected"),
     [
         ("auto", {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
-        ("cuda", {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
         ("cpu", {}, {}),
         *(("auto", given, given) for given in ({"PYTORCH_ALLOC_CONF": ""}, {"PYTORCH_CUDA_ALLOC_CONF": "x"})),
     ],
@@ -70,6 +87,132 @@ def test_a_gpu_rank_expands_segments_unless_the_user_has_set_the_allocator(
     choose_device(setting, LONE)
     assert environment == expected
     assert at_start == ([] if setting == "cpu" else [expected])
+
+
+def test_a_deterministic_run_leaves_no_kernel_to_choose_by_timing() -> None:
+    flags = torch.backends.cuda, torch.backends.cudnn
+    before = flags[0].mem_efficient_sdp_enabled(), flags[0].cudnn_sdp_enabled(), flags[1].deterministic
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        for on in (True, False):
+            torch.utils.deterministic.fill_uninitialized_memory = True
+            devices.use_device(CPU, deterministic=on)
+            assert torch.are_deterministic_algorithms_enabled() is on
+            assert flags[1].deterministic is on
+            assert not torch.utils.deterministic.fill_uninitialized_memory, "a pass over every new tensor"
+            assert (flags[0].mem_efficient_sdp_enabled(), flags[0].cudnn_sdp_enabled()) == (not on, not on)
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = filled
+        flags[0].enable_mem_efficient_sdp(before[0])
+        flags[0].enable_cudnn_sdp(before[1])
+        flags[1].deterministic = before[2]
+
+
+# --- cores, on machines made of files
+
+
+def machine(root: Path) -> Path:
+    """Write the sysfs of 2 x 4 physical cores with two threads each, as Linux numbers them, and two GPUs."""
+    texts = {
+        "devices/system/node/node0/cpulist": "0-3,8-11",
+        "devices/system/node/node1/cpulist": "4-7,12-15",
+    }
+    for core in range(16):
+        name = f"devices/system/cpu/cpu{core}/topology/thread_siblings_list"
+        texts[name] = f"{core % 8},{core % 8 + 8}"
+    nodes = {"0000:1a:00.0": 0, "0001:e3:00.0": 1, "0000:0a:00.0": -1}
+    texts |= {f"bus/pci/devices/{address}/numa_node": str(node) for address, node in nodes.items()}
+    for name, text in texts.items():
+        (root / "sys" / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / "sys" / name).write_text(f"{text}\n")
+    return root
+
+
+def test_topology_is_read(tmp_path: Path) -> None:
+    nodes = {0: [0, 8, 1, 9, 2, 10, 3, 11], 1: [4, 12, 5, 13, 6, 14, 7, 15]}
+    assert cores_by_node(set(range(16)), machine(tmp_path)) == nodes
+    assert cores_by_node({3, 1}, tmp_path / "nothing") == {0: [1, 3]}
+    addresses = ("0001:E3:00.0", "0000:ff:00.0", "0000:0a:00.0")
+    assert [pci_node(address, tmp_path) for address in addresses] == [1, None, None]
+
+
+QUARTERS = ((0, 1, 8, 9), (2, 3, 10, 11), (4, 5, 12, 13), (6, 7, 14, 15))
+HALVES = ((0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15))
+
+
+@pytest.mark.parametrize(
+    ("allowed", "wanted", "shares"),
+    [
+        # CPU ranks keep to a node and to physical cores
+        (range(16), [None], (tuple(range(16)),)),
+        (range(16), [None] * 2, HALVES),
+        (range(16), [None] * 4, QUARTERS),
+        (range(2), [None] * 3, ((), (), ())),
+        # GPU ranks share the cores of their GPU's node
+        (range(16), [0, 0, 1, 1], QUARTERS),
+        (range(16), [0, 1], HALVES),
+        ((0, 4, 5), [0, 0, 1], ((0,), (0,), (4, 5))),  # fewer cores than ranks
+        (range(2), [1, 0], ((), (0, 1))),  # no core of node 1 is allowed
+    ],
+)
+def test_cores_of_each_rank(tmp_path: Path, allowed: Any, wanted: Any, shares: Any) -> None:
+    assert core_shares(cores_by_node(set(allowed), machine(tmp_path)), wanted) == shares
+
+
+@given(st.sets(st.integers(0, 63), min_size=1), st.integers(1, 9), st.integers(1, 4))
+def test_shares_are_equal_disjoint_and_allowed(allowed: set[int], ranks: int, nodes: int) -> None:
+    by_node: dict[int, list[int]] = {}
+    for core in allowed:
+        by_node.setdefault(core * nodes // 64, []).append(core)
+    shares = core_shares(by_node, [None] * ranks)
+    taken = [c for share in shares for c in share]
+    assert {len(share) for share in shares} == {len(allowed) // ranks}
+    assert len(taken) == len(set(taken))
+    assert set(taken) <= allowed
+
+
+@given(st.sets(st.integers(0, 300)))
+def test_lists_of_cores_are_the_kernels(cores: set[int]) -> None:
+    assert parse_cores(format_cores(cores)) == sorted(cores)
+
+
+@pytest.mark.parametrize(
+    ("shares", "text"),
+    [
+        (((0, 1), (2, 3)), "cores 0-1 | 2-3"),
+        (((), ()), "cores not bound"),
+        (((), (2, 3)), "cores not bound | 2-3"),
+    ],
+)
+def test_a_placement_says_what_it_did(shares: Any, text: str) -> None:
+    assert str(Placement(shares, 2)) == text
+
+
+def test_a_rank_is_bound_by_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: list[tuple[int, ...]] = []
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: bound.append(cores))
+    root, gpus = machine(tmp_path), ["0000:1a:00.0", "0001:e3:00.0"]
+    assert bind(1, 2, gpus, root).shares == HALVES
+    assert bound == [HALVES[1]]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})  # none of them near the second
+    assert bind(1, 2, gpus, root) == Placement(((0, 1, 2, 3), ()), 2)
+    assert len(bound) == 1, "a rank without a share is not bound, and its threads are an equal part"
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores to tell them apart")
+def test_a_rank_that_was_bound_by_its_starter_keeps_its_cores() -> None:
+    code = (
+        "import os; from bert_dp.training.devices import bind\n"
+        "mine = os.sched_getaffinity(0); placed = bind(0, 2)\n"
+        "assert os.sched_getaffinity(0) == mine, placed; print(*map(set, placed.shares))"
+    )
+    one = min(os.sched_getaffinity(0))
+    run = f"os.execv({sys.executable!r}, [{sys.executable!r}, '-c', {code!r}])"
+    starter = f"import os; os.sched_setaffinity(0, [{one}]); {run}"
+    done = subprocess.run([sys.executable, "-c", starter], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == f"{{{one}}}", done.stderr
 
 
 def test_a_gpu_rank_asks_for_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +240,17 @@ def test_a_gpu_rank_asks_for_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) 
     assert calls == [(1, 2, ["0000:1a:00.0", "000a:1b:00.0"]), (0, 1, ["000a:1b:00.0"])]
 
 
-@pytest.mark.parametrize(("given", "allowed", "threads"), [(8, 4, 4), (2, 4, 2), (4, 4, 4), (4, 1, 1)])
+@pytest.mark.parametrize(
+    ("value", "threads"),
+    [("3", 3), (" 2 ", 2), ("4,2", 4), ("1", 1), ("", None), ("0", None), ("-1", None), ("x", None)],
+)
+def test_a_limit_of_threads_is_a_number_above_0(value: str, threads: int | None) -> None:
+    assert omp_threads({"OMP_NUM_THREADS": value}) == threads
+    under_torchrun = {"OMP_NUM_THREADS": value, "TORCHELASTIC_RUN_ID": "none"}
+    assert omp_threads(under_torchrun) == (None if threads == 1 else threads), "its own 1 is no limit"
+
+
+@pytest.mark.parametrize(("given", "allowed", "threads"), [(8, 4, 4), (2, 4, 2), (4, 1, 1)])
 def test_a_rank_has_no_more_threads_than_it_was_allowed(
     monkeypatch: pytest.MonkeyPatch, given: int, allowed: int, threads: int
 ) -> None:
@@ -109,9 +262,11 @@ def test_a_rank_has_no_more_threads_than_it_was_allowed(
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, mine: None)
     monkeypatch.setattr(torch, "set_num_threads", set_to.append)
     for device, places in ((CPU, []), (GPU, [HostAndDevice("n1/1", "0000:1a:00.0")])):
-        placed = set_affinity(device, LONE, places)
-        assert (placed.threads, placed.limited_by_omp) == (threads, allowed < given)
+        assert set_affinity(device, LONE, places).threads == threads
     assert set_to == [threads] * 2
+
+
+# --- memory and energy
 
 
 def test_a_cpu_rank_keeps_the_memory_that_tensors_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,25 +284,6 @@ def test_a_cpu_rank_keeps_the_memory_that_tensors_free(monkeypatch: pytest.Monke
     set_affinity(CPU, LONE)
 
 
-def test_a_deterministic_run_leaves_no_kernel_to_choose_by_timing() -> None:
-    flags = torch.backends.cuda, torch.backends.cudnn
-    before = flags[0].mem_efficient_sdp_enabled(), flags[0].cudnn_sdp_enabled(), flags[1].deterministic
-    filled = torch.utils.deterministic.fill_uninitialized_memory
-    try:
-        for on in (True, False):
-            torch.utils.deterministic.fill_uninitialized_memory = True
-            devices.use_device(CPU, deterministic=on)
-            assert torch.are_deterministic_algorithms_enabled() is on
-            assert flags[1].deterministic is on
-            assert not torch.utils.deterministic.fill_uninitialized_memory, "a pass over every new tensor"
-            assert (flags[0].mem_efficient_sdp_enabled(), flags[0].cudnn_sdp_enabled()) == (not on, not on)
-    finally:
-        torch.utils.deterministic.fill_uninitialized_memory = filled
-        flags[0].enable_mem_efficient_sdp(before[0])
-        flags[0].enable_cudnn_sdp(before[1])
-        flags[1].deterministic = before[2]
-
-
 def test_peak_memory_is_the_resident_set_or_what_the_allocator_reserved_in_gib(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -158,31 +294,22 @@ def test_peak_memory_is_the_resident_set_or_what_the_allocator_reserved_in_gib(
     assert (devices.peak_memory_gib(CPU), devices.peak_memory_gib(GPU)) == (3.0, 5.0)
 
 
-class NVMLError(Exception):
-    pass
+def test_joules_are_none_without_a_counter(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NVMLError(Exception):
+        pass
 
-
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    fake = ModuleType("pynvml")
-    fake.NVMLError = NVMLError
-    fake.nvmlInit = lambda: None
-    fake.nvmlDeviceGetHandleByUUID = lambda uuid: uuid
-    fake.nvmlDeviceGetTotalEnergyConsumption = lambda handle: {"GPU-abc": 12_500}[handle]
-    monkeypatch.setitem(sys.modules, "pynvml", fake)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="abc"))
-    return fake
-
-
-def test_an_old_gpu_has_no_counter(driver: ModuleType) -> None:
     def refuse(handle: str) -> int:
         raise NVMLError("Not Supported")
 
-    driver.nvmlDeviceGetTotalEnergyConsumption = refuse
+    driver = ModuleType("pynvml")
+    driver.NVMLError = NVMLError
+    driver.nvmlInit = lambda: None
+    driver.nvmlDeviceGetHandleByUUID = lambda uuid: uuid
+    driver.nvmlDeviceGetTotalEnergyConsumption = lambda handle: 12_500
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="abc"))
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    assert joules(GPU) == 12.5
+    driver.nvmlDeviceGetTotalEnergyConsumption = refuse  # an old GPU
     assert joules(GPU) is None
-
-
-def test_a_cpu_and_a_missing_package_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert joules(GPU) is None
-    assert joules(CPU) is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # no package
+    assert (joules(GPU), joules(CPU)) == (None, None)

@@ -17,10 +17,10 @@ from bert_dp.model.build import first_state
 from bert_dp.tasks import DatasetInfo
 from bert_dp.tasks.mlm import MaskedLanguageModel
 from bert_dp.training import build, checkpoint
-from bert_dp.training.affinity import Placement
+from bert_dp.training.checkpoint import TrainState
+from bert_dp.training.devices import Placement
 from bert_dp.training.distributed import HostCollectives
 from bert_dp.training.process import World
-from bert_dp.training.state import TrainState
 from tests.helpers import TINY_MODEL, issues_of, make_config, read_json, read_lines, write_lines
 from tests.states import FACTS
 from tests.tensors import CPU
@@ -205,13 +205,12 @@ def test_the_environment_tells_of_this_rank_and_of_the_cores_of_each(shards: Pat
     config = lone_config(shards)
     (tmp_path / "environment.json").write_text('{"host": "n1"}')
     with lone_trainer(config, tmp_path) as trainer:
-        build.write_environment(trainer, Placement(((0, 1, 2), (4, 5, 6)), 3, limited_by_omp=True))
+        build.write_environment(trainer, Placement(((0, 1, 2), (4, 5, 6)), 3))
     facts = read_json(tmp_path / "environment.json")
     worker = facts["worker"]
     assert facts["host"] == "n1"
     assert (worker["cores"], worker["threads_per_rank"], worker["world_size"]) == (["0-2", "4-6"], 3, 1)
-    assert worker["threads_limited_by_omp"] is True
-    assert (worker["precision"], worker["compiled"], worker["cores_inherited"]) == ("fp32", False, False)
+    assert (worker["precision"], worker["compiled"]) == ("fp32", False)
     assert (worker["config_hash"], worker["device"], worker["nccl"]) == (config.hash(), "CPU", None)
 
 

@@ -28,11 +28,11 @@ from bert_dp.optim import lr_factor
 from bert_dp.parallel import single
 from bert_dp.tasks.mlm import MaskedLanguageModel
 from bert_dp.training import devices, metrics, summary
+from bert_dp.training.checkpoint import TrainState
 from bert_dp.training.devices import precision_of
 from bert_dp.training.distributed import HostCollectives, SharedClock, Stop
 from bert_dp.training.loop import Trainer, TrainingOutcome, evaluate, train
 from bert_dp.training.process import Signals, World, gc_paused
-from bert_dp.training.state import TrainState
 from tests.helpers import TINY_MODEL, logged, make_config, read_json, read_lines, write_lines
 
 LENGTH = 16

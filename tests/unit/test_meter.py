@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from bert_dp.config import BatchLayout
 from bert_dp.training import metrics
+from bert_dp.training.checkpoint import TrainState
 from bert_dp.training.distributed import HostCollectives
 from bert_dp.training.metrics import Meter
 from bert_dp.training.process import World
-from bert_dp.training.state import TrainState
 from tests.tensors import CPU
 
 LAYOUT = BatchLayout(world_size=4, tensor=2, dp=2, micro_size=2, grad_accum_steps=3, global_size=12)

@@ -15,9 +15,9 @@ from rich.console import Console
 from bert_dp import files
 from bert_dp.config import ENGINES, bf16_units, decide_precision, dump_config
 from bert_dp.training import build, devices
+from bert_dp.training.checkpoint import TrainState
 from bert_dp.training.distributed import HostCollectives
 from bert_dp.training.process import World
-from bert_dp.training.state import TrainState
 from launcher import job
 from launcher.machine import doctor, environment
 from launcher.machine.environment import Environment, precision_of
