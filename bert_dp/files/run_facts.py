@@ -29,21 +29,16 @@ TOKENIZER = "tokenizer.json"
 """The tokenizer's file: in the run directory, and a copy of it in each checkpoint."""
 PREDICTIONS = "predictions.jsonl"
 """A finetuned run's logits of every example of dev and test."""
-CHECKPOINT_NAME = re.compile(
-    r"step-(\d{8,})(\.old-\w+)?"
-)  # of a complete one, not of a save that was cut off
+CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")  # of a complete one, not of a save that was cut off
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """List complete checkpoints, newest first; one set aside by a save comes after its replacement."""
+    """List complete checkpoints, newest first."""
     if not folder.is_dir():
         return []
-    checkpoints = [
-        (int(m[1]), not m[2], p)
-        for p in folder.iterdir()
-        if (m := CHECKPOINT_NAME.fullmatch(p.name)) and p.is_dir()
-    ]
-    return [path for *_, path in sorted(checkpoints, reverse=True)]
+    found = ((CHECKPOINT_NAME.fullmatch(path.name), path) for path in folder.iterdir())
+    steps = [(int(match[1]), path) for match, path in found if match and path.is_dir()]
+    return [path for _, path in sorted(steps, reverse=True)]
 
 
 class CheckpointFacts(StoredModel):

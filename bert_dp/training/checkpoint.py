@@ -18,7 +18,6 @@ import json
 import os
 import re
 import shutil
-import stat
 import threading
 import time
 import uuid
@@ -34,17 +33,13 @@ from torch import Tensor, nn
 from bert_dp import files as record
 from bert_dp.config import CheckpointConfig, ConfigError, Issue
 from bert_dp.config.stored import MAX_JSON_BYTES, read_regular, sha256
-from bert_dp.cost import GIB
 from bert_dp.files import CheckpointFacts, list_checkpoints
 from bert_dp.files.models import Failure, FailureKind, kind_of_error
 from bert_dp.parallel import State
 from bert_dp.training.process import WriteErrors
 
 VERSION = 1  # of the manifest
-SPARE = 1.5  # free space asked for before a save, in sizes of the checkpoint: others write to the disk too
-MOMENTS = 2  # sizes of the weights that an optimizer's state will have, for a state that has none yet
-
-
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 SAVED = ("step", "samples", "elapsed_s", "skipped_steps", "loss_spikes", "recent_losses")
 
 
@@ -101,7 +96,6 @@ def save_checkpoint(
     Everything is on the disk before it gets its name, and the name before this returns. `folder` is there.
     `trusted`: see prune. Raises OSError; then no checkpoint has changed or gone.
     """
-    _check_space(folder, state)
     final = path_of(folder, step)
     temporary = folder / f"{final.name}.tmp-{uuid.uuid4().hex[:8]}"
     temporary.mkdir()
@@ -120,8 +114,8 @@ def save_checkpoint(
         for path in temporary.iterdir():
             _fsync(path)
         _fsync(temporary)
-        if final.exists():  # set aside under a name that still counts, in case the next line is the last
-            final.rename(folder / f"{final.name}.old-{uuid.uuid4().hex[:8]}")
+        if final.exists():  # of a run that another one replaces
+            _remove(final)
         temporary.rename(final)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -143,20 +137,6 @@ def _write_tensors(tensors: dict[str, Any], path: Path) -> None:
             raise
         number = int(match[1])
         raise OSError(number, os.strerror(number), str(path)) from None
-
-
-def num_bytes(state: State) -> int:
-    """Compute the size of the checkpoint of `state`; an optimizer without steps counts as it will be."""
-    model, optimizer = (sum(t.nbytes for t in state[part].values()) for part in ("model", "optimizer"))
-    return model + (optimizer or MOMENTS * model)
-
-
-def _check_space(folder: Path, state: State) -> None:
-    """Raise OSError (ENOSPC) when the file system has less free than a save should find."""
-    free, wanted = shutil.disk_usage(folder).free, SPARE * num_bytes(state)
-    if free < wanted:
-        text = f"{free / GIB:.3f} GiB free, {wanted / GIB:.3f} wanted before a save"
-        raise OSError(errno.ENOSPC, text, str(folder))
 
 
 def first_not_finite(state: State) -> str | None:
@@ -187,9 +167,6 @@ def prune(folder: Path, keep: int, trusted: Collection[Path] = ()) -> None:
     """
     for path in folder.glob("step-*.tmp-*"):
         shutil.rmtree(path, ignore_errors=True)
-    for path in folder.glob("step-*.old-*"):
-        if path.with_suffix("").exists():
-            _remove(path)
     listed = list_checkpoints(folder)
     for path in folder.glob("step-*.abandoned-*") if listed else ():
         if _step_of(path) <= _step_of(listed[0]):
@@ -233,9 +210,9 @@ def check(path: Path) -> str | None:
             return f"{path}: the manifest does not name {', '.join(sorted(missing))}"
         for name, expected in manifest["files"].items():
             file = path / Path(name).name
-            if special := _special(file):
-                return special
             size = file.stat().st_size
+            if not file.is_file():  # a pipe would never end
+                return f"{file}: not a regular file"
             if size != expected["bytes"]:
                 return f"{file}: {size} bytes, manifest says {expected['bytes']}"
             if sha256(file) != expected["sha256"]:
@@ -245,11 +222,6 @@ def check(path: Path) -> str | None:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{path / 'manifest.json'}: no manifest of a checkpoint ({type(error).__name__}: {error})"
     return None
-
-
-def _special(file: Path) -> str | None:
-    """Find why `file` must not be opened: a pipe or a device would never end. Raises OSError without it."""
-    return None if stat.S_ISREG(file.stat().st_mode) else f"{file}: not a regular file"
 
 
 def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
@@ -279,13 +251,7 @@ def load(path: Path) -> tuple[State, CheckpointFacts]:
 
 def load_tensors(path: Path) -> State:
     """Load weights and optimizer state, unverified. Raises OSError, ValueError or SafetensorError."""
-    state: State = {}
-    for part in ("model", "optimizer"):
-        file = path / f"{part}.safetensors"
-        if special := _special(file):
-            raise ValueError(special)
-        state[part] = load_file(file)
-    return state
+    return {part: load_file(path / f"{part}.safetensors") for part in ("model", "optimizer")}
 
 
 def state_issues(path: Path, state: State, model: nn.Module) -> list[Issue]:
@@ -346,9 +312,6 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
-
-
 class NotFiniteError(ValueError):
     """Raised for a state that must not become a checkpoint."""
 
@@ -381,7 +344,6 @@ class AsyncCheckpointer:
         """The first failed save, where the policy is to stop the run."""
         self.problem: Failure | None = None
         """The last save, if it failed."""
-        self._reason = ""  # of the last save that failed, since the last good one
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._trusted: set[Path] = set()
@@ -427,47 +389,38 @@ class AsyncCheckpointer:
             self.stall_s += time.perf_counter() - start
 
     def _write(self, step: int, state: State, metadata: dict[str, Any]) -> None:
+        keep = self._settings.keep
         try:
             name = first_not_finite(state)
             if name is not None:
                 raise NotFiniteError(f"{name} holds a value that is not finite")
             self._folder.mkdir(exist_ok=True)
-            path = self._write_or_make_room(step, state, metadata)
+            try:
+                path = save_checkpoint(self._folder, step, state, metadata, keep, self._trusted)
+            except OSError as error:
+                if error.errno not in DISK_FULL:
+                    raise
+                prune(self._folder, min(keep, 2), self._trusted)  # makes room
+                path = save_checkpoint(self._folder, step, state, metadata, keep, self._trusted)
         except (OSError, NotFiniteError) as error:
             self._failed(step, error)
         except BaseException as error:
             self._error = error
         else:
             self._trusted.add(path)
-            self.saved_step, self.problem, self._reason = step, None, ""
+            self.saved_step, self.problem = step, None
 
     def _failed(self, step: int, error: OSError | NotFiniteError) -> None:
-        """Count a failed save; warn of saves in a row that fail for one reason once."""
+        """Count a failed save; warn of the first one in a row."""
         self.failed_saves += 1
-        before, self._reason = self._reason, str(error)
         if isinstance(error, OSError):
             self._write_errors.note(error)
-            self._reason = os.strerror(error.errno or errno.EIO)
-        name = path_of(self._folder, step).name
-        message = f"{name} could not be saved: {error}; {self._newest_good()}"
+        newest = "no good checkpoint yet"
+        if self.saved_step is not None:
+            newest = f"the newest good checkpoint is {path_of(self._folder, self.saved_step).name}"
+        message = f"{path_of(self._folder, step).name} could not be saved: {error}; {newest}"
+        if self.problem is None:
+            self._log(f"warning: {message}")
         self.problem = Failure(message=message, kind=kind_of_error(error))
         if self._settings.on_error == "stop":
             self.abort_reason = self.abort_reason or self.problem
-        if self._reason != before:
-            self._log(f"warning: {message}")
-
-    def _write_or_make_room(self, step: int, state: State, metadata: dict[str, Any]) -> Path:
-        keep = self._settings.keep
-        try:
-            return save_checkpoint(self._folder, step, state, metadata, keep, self._trusted)
-        except OSError as error:
-            if error.errno not in FULL:
-                raise
-            prune(self._folder, min(keep, 2), self._trusted)
-            return save_checkpoint(self._folder, step, state, metadata, keep, self._trusted)
-
-    def _newest_good(self) -> str:
-        listed = list_checkpoints(self._folder)
-        good = (p.name for p in listed if p in self._trusted or check(p) is None)
-        newest = next(good, None)
-        return f"the newest good checkpoint is {newest}" if newest else "no good checkpoint yet"

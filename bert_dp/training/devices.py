@@ -140,7 +140,8 @@ def bind(local_rank: int, local_size: int, gpus: Sequence[str] = (), root: Path 
     """
     allowed = os.sched_getaffinity(0)
     if allowed < _parent_affinity():
-        shares, cores = (tuple(sorted(allowed)),), len(allowed)
+        shares: tuple[Cores, ...] = (tuple(sorted(allowed)),)
+        cores = len(allowed)
     else:
         nodes = cores_by_node(allowed, root)
         shares = core_shares(nodes, [pci_node(gpu, root) for gpu in gpus] or [None] * local_size)

@@ -221,19 +221,6 @@ def test_what_is_no_failed_save_is_raised(tmp_path: Path, monkeypatch: pytest.Mo
         saver.save(2, lambda: state(2.0), FACTS)
 
 
-def test_the_newest_good_one_is_named_past_a_broken_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Checkpoints of an earlier process are verified before one is named."""
-    for step in (1, 2):
-        checkpoint.save_checkpoint(tmp_path, step, state(step), FACTS, 9)
-    (tmp_path / "step-00000002" / "model.safetensors").write_bytes(b"")
-    monkeypatch.setattr(checkpoint, "save_file", failing(errno.EIO, 1, 1))
-    problem = save(make(tmp_path, saved=1), 3)[1]
-    assert problem is not None
-    assert problem.endswith("the newest good checkpoint is step-00000001")
-
-
 def test_other_threads_run_while_a_file_is_written(tmp_path: Path) -> None:
     """Of ten slices of the time that save_file takes, this thread is seen in three at least, however busy the
     machine; beside a writer that keeps Python's lock it could be seen in the first and the last only."""
