@@ -163,15 +163,11 @@ def profile(place: Place) -> Found:
     settings = ["schedule.steps=6"] if place.short else settings
     steps = ["--profile", "4:6" if place.short else "12:14"]
     run_dir = train(place, [*settings, "eval.max_sequences=256", "checkpoint.keep=0"], *steps)
-    found = read_json(run_dir / "profile" / "rank-0.json")
     trace = run_dir / "profile" / "rank-0.json.gz"
     trace.rename(place.folder / "trace.json.gz")
     return Found(
         {
-            "idle_share": found["idle_share"],
-            "wall_s": found["wall_s"],
             "tokens_per_s": read_json(run_dir / "summary.json")["tokens_per_s"],
-            "operators_s": {each["name"][:50]: each["self_s"] for each in found["operators"][:8]},
             **kernel_times(place.folder / "trace.json.gz"),
         },
         [],
@@ -179,16 +175,22 @@ def profile(place: Place) -> Found:
 
 
 def kernel_times(trace: Path) -> dict[str, Any]:
-    """GPU milliseconds and number of launches in a trace, and the milliseconds of the longest kernels."""
+    """GPU milliseconds and launches in a trace, the share of its length in which the GPU ran nothing,
+    and the milliseconds of the longest kernels."""
     total: dict[str, float] = {}
-    launches = 0
-    for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]:
+    launches, busy_us, until = 0, 0.0, float("-inf")
+    timed = [e for e in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"] if e.get("dur")]
+    length_us = max(e["ts"] + e["dur"] for e in timed) - min(e["ts"] for e in timed)
+    for event in sorted(timed, key=lambda e: e["ts"]):
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             name = event["name"][:70]
             total[name] = total.get(name, 0.0) + event["dur"] / 1e3
             launches += 1
+            busy_us += max(0.0, event["ts"] + event["dur"] - max(event["ts"], until))
+            until = max(until, event["ts"] + event["dur"])
     longest = dict(sorted(total.items(), key=lambda item: -item[1])[:20])
-    return {"gpu_ms": sum(total.values()), "launches": launches, "kernels_ms": longest}
+    idle = {"wall_s": length_us / 1e6, "idle_share": 1 - busy_us / length_us}
+    return {**idle, "gpu_ms": sum(total.values()), "launches": launches, "kernels_ms": longest}
 
 
 def pretrain(place: Place) -> Found:

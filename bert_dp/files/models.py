@@ -171,31 +171,6 @@ class NoiseScale(StoredModel):
     """Of the covariance of the gradient of one sequence."""
 
 
-class ProfiledOperator(StoredModel):
-    name: str
-    calls: int
-    self_s: float
-    """Seconds without the operators that it calls, on the GPU or else on the CPU."""
-
-
-class ProfileFile(StoredFile):
-    """RUN/profile/rank-N.json: what torch.profiler recorded of a rank's steps."""
-
-    rank: int
-    steps: list[int]
-    """First and last."""
-    device: str
-    """cpu or cuda"""
-    wall_s: float
-    """From the first step's begin to the last one's end, evaluations and saves between them included."""
-    idle_share: float
-    """Of `wall_s`: the GPU ran nothing; on a CPU the rank was in no operator or collective."""
-    operators: list[ProfiledOperator]
-    """Those with the most time of their own."""
-    trace: str
-    """Name of the trace beside this file, for Perfetto or chrome://tracing."""
-
-
 class Restart(StoredModel):
     """Describe one restart after a failure."""
 

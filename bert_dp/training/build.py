@@ -205,7 +205,7 @@ def build_trainer(
             write_errors=rank.write_errors,
         ),
         records=Records(rank.run_dir, rank.log_rank0, rank.write_errors),
-        trace=StepTrace(plan, comm, device, rank.run_dir, rank.heartbeat, rank.write_errors),
+        trace=StepTrace(plan, comm, rank.run_dir, rank.heartbeat, rank.write_errors),
     )
     return trainer, state, tensors
 

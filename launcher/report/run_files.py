@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from bert_dp import files
 from bert_dp.config import Config, ConfigError, read_yaml, resolve
 from bert_dp.config.stored import problem_lines
-from bert_dp.files.models import HeldOut, ProfileFile, Summary
+from bert_dp.files.models import HeldOut, Summary
 from launcher.report.numbers import number
 
 WALL_PARTS = ("setup", "compile", "train", "eval", "save")  # disjoint; the parts of train are below
@@ -35,7 +35,6 @@ class RunFiles:
     config: dict[str, Any]
     environment: dict[str, Any]
     missing: list[str]  # files that are not there, or are damaged
-    profiles: list[ProfileFile]  # by rank
     heldout: HeldOut  # denominator of the held-out loss, as far as it is known
 
 
@@ -68,7 +67,6 @@ def load(run_dir: Path) -> RunFiles:
         config=settings,
         environment=environment,
         missing=missing,
-        profiles=_profiles(run_dir / "profile"),
         heldout=completed.heldout or unmeasured,
     )
 
@@ -128,15 +126,6 @@ def _logged(
         return Summary.model_validate({"status": "stopped", **known})
     except ValidationError:
         return Summary(status="stopped")
-
-
-def _profiles(folder: Path) -> list[ProfileFile]:
-    """Read the profiles of a run's ranks; a damaged one is left out."""
-    profiles = []
-    for path in folder.glob("rank-*.json"):
-        with contextlib.suppress(ValidationError):
-            profiles.append(ProfileFile.model_validate(files.read_json(path)))
-    return sorted(profiles, key=lambda profile: profile.rank)
 
 
 def _lines(path: Path, missing: list[str]) -> list[dict[str, Any]]:

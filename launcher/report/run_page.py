@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bert_dp.config import flat
-from bert_dp.files.models import HeldOut, ProfileFile, Summary
+from bert_dp.files.models import HeldOut, Summary
 from launcher import stats
 from launcher.report.numbers import (
     NA,
@@ -116,7 +116,6 @@ def too_small(heldout: HeldOut, difference: float | None) -> str | None:
 
 
 PAGE = "report.html"
-NAMED_OPERATORS = 3
 SPLIT = {
     "setup": "setup",
     "compile": "compile",
@@ -454,22 +453,7 @@ def _rates(run: RunFiles) -> list[TableRow]:
         rows.append(words("straggler", f"rank {format_count(slow.rank)}", note))
     known = "" if summary.mfu is not None else " unknown"
     rows.append(value("MFU", summary.mfu, "percent", f"model FLOPs / {peak}{known}"))
-    return [*rows, *(_profiled(run.path, profile) for profile in run.profiles)]
-
-
-def _profiled(run_dir: Path, profile: ProfileFile) -> TableRow:
-    """Return a row of what torch.profiler recorded of a rank."""
-    state = "the GPU ran nothing" if profile.device == "cuda" else "it was in no operator or collective"
-    most = ", ".join(
-        f"{format_percent(each.self_s / profile.wall_s)} in {each.name}"
-        for each in profile.operators[:NAMED_OPERATORS]
-    )
-    trace = run_dir / "profile" / profile.trace
-    return words(
-        f"profile of rank {format_count(profile.rank)}",
-        f"{_steps(profile.steps)}, idle {format_percent(profile.idle_share)}",
-        f"share of {format_duration(profile.wall_s)} in which {state}; {most}. {trace}: for ui.perfetto.dev",
-    )
+    return rows
 
 
 def _times(run: RunFiles) -> list[TableRow]:

@@ -204,9 +204,8 @@ def test_profiled_steps_leave_a_trace_and_the_run_as_it_was(
     first: tuple[Path, str], shards: Path, tmp_path: Path
 ) -> None:
     plain, run_dir = first[0], tmp_path / "run"
-    done = train(shards, run_dir, options=("--profile", "2:3", "--profile-ranks", "1"))
-    assert "profile of rank 1" in done.stdout
-    assert sorted(path.name for path in (run_dir / "profile").iterdir()) == ["rank-1.json", "rank-1.json.gz"]
+    train(shards, run_dir, options=("--profile", "2:3", "--profile-ranks", "1"))
+    assert sorted(path.name for path in (run_dir / "profile").iterdir()) == ["rank-1.json.gz"]
     with gzip.open(run_dir / "profile" / "rank-1.json.gz") as file:
         assert json.load(file)["traceEvents"]
     assert read_json(run_dir / "summary.json")["profiled_steps"] == [2, 2]
