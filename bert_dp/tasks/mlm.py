@@ -19,6 +19,7 @@ from bert_dp.config import (
     ConfigError,
     Issue,
     batch_at,
+    batch_layout,
     find_config,
     load_config,
     num_masked,
@@ -170,8 +171,7 @@ def batches(run_or_config: str | os.PathLike[str] | Config, step: int) -> Iterat
     The loss of the step in metrics.jsonl is the sum of the cross entropies over the sum of P.
 
     Under a batch ramp the samples before a step follow from its line in metrics.jsonl, or else from the
-    budget in steps or tokens that the configuration has now. Raises ConfigError for another objective, data
-    that are not the run's, a step beyond the budget, and, under a ramp over hours, a step without a line.
+    budget in steps or tokens that the configuration has now. Raises ConfigError.
     """
     if step < 1:
         raise ConfigError([Issue("step", "out_of_range", f"{step} is below 1", step, hint="use 1 or more")])
@@ -200,33 +200,25 @@ def batches(run_or_config: str | os.PathLike[str] | Config, step: int) -> Iterat
         message = f"the run was trained on shards {was}, these are {here}"
         raise ConfigError([Issue("data", "conflict", message, here, str(run_dir), "restore the run's data")])
     first, size = _locate(with_budget(config, opened.num_samples), step, run_dir)
-    micro = config.batch.micro_size
-    if size % micro:
-        message = f"{micro} does not divide the {size} sequences of step {step}"
-        raise ConfigError([Issue("batch.micro_size", "does_not_divide", message, micro)])
+    micro = batch_layout(config, world_size=1).micro_size  # raises where it does not divide the batch
     starts = range(first, first + size, micro)
     return (task.training_batch(np.arange(start, start + micro)) for start in starts)
 
 
 def _locate(config: Config, step: int, run_dir: Path | None) -> tuple[int, int]:
     """Find the number of samples before a step and its global batch. Raises ConfigError."""
-    batch, samples, done = config.batch, 0, 0
+    batch, samples = config.batch, (step - 1) * config.batch.global_size
     if batch.ramp_fraction > 0:
         for line in files.read_lines(run_dir / "metrics.jsonl") if run_dir else ():
             if line["step"] == step:
                 return line["samples"] - line["global_batch"], line["global_batch"]
         if config.schedule.hours is not None:
-            # the batch follows the clock, so that only a logged step can be located
-            message = (
-                f"{step} has no line in metrics.jsonl, and batch.ramp_fraction follows a budget in hours"
-            )
-            issue = Issue("step", "not_found", message, step, "schedule.hours", "name a logged step")
-            raise ConfigError([issue])
-        size = batch_at(batch, 0.0)
-        while size < batch.global_size and done < step - 1:
-            samples, done = samples + size, done + 1
-            size = batch_at(batch, progress_at(config, done, samples, 0.0))
-    samples += (step - 1 - done) * batch.global_size  # once the ramp has ended
+            message = f"{step} has no line in metrics.jsonl, and the batch follows a budget in hours"
+            hint = "name a logged step"
+            raise ConfigError([Issue("step", "not_found", message, step, "schedule.hours", hint)])
+        samples = 0
+        for done in range(step - 1):
+            samples += batch_at(batch, progress_at(config, done, samples, 0.0))
     progress = progress_at(config, step - 1, samples, 0.0)
     if progress >= 1.0:
         message = f"{step} is beyond the budget of the run"

@@ -11,7 +11,7 @@ import torch
 from bert_dp import cost, files, optim, parallel
 from bert_dp.config import ConfigError, Issue, changed_settings, decide_precision, peak_lr, residual_issues
 from bert_dp.config.checks import ProfilePlan
-from bert_dp.files.models import InitFrom
+from bert_dp.files import CheckpointFacts
 from bert_dp.model.build import first_state, prepare_model
 from bert_dp.optim.contract import Named
 from bert_dp.tasks import DatasetInfo, SameBatch, Stream
@@ -35,17 +35,14 @@ from bert_dp.training.profiler import StepTrace
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """The checkpoint of an earlier part of this run."""
+    """The checkpoint that a run goes on from."""
 
     path: Path
     tensors: parallel.State
-    state: TrainState
+    facts: CheckpointFacts
     compiled: bool | None
     """True if the model was compiled; None where that is decided anew: on another kind of device, or by
     compile: on or off."""
-    precision: str
-    init: InitFrom | None
-    """Weights that the run began with."""
 
 
 def check_same_data(comm: HostCollectives, data: DatasetInfo) -> None:
@@ -58,28 +55,34 @@ def check_same_data(comm: HostCollectives, data: DatasetInfo) -> None:
         raise ConfigError([Issue("data", "conflict", message, data.data_hash, hint=hint)])
 
 
-def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
-    """Choose and verify the checkpoint to go on from, on rank 0; all ranks follow its choice and its error.
+def find_checkpoint(run_dir: Path, policy: str) -> tuple[Path | None, list[str]]:
+    """Choose and verify the checkpoint to go on from; also return why newer ones are passed over.
 
     policy: auto = the newest valid one of the run directory, if it has any at all; never; or a path. Raises
-    ConfigError when none that is there is valid, or when settings or data differ that may not. Collective.
+    ConfigError when none that is there is valid.
     """
-    answer: dict[str, Any] = {"path": None, "passed_over": []}
-    if rank.comm.world.rank == 0 and policy != "never":
+    if policy == "never":
+        return None, []
+    if policy != "auto":
+        return checkpoint.resolve(policy), []
+    newest, passed_over = checkpoint.newest_valid(run_dir / "checkpoints")
+    if newest is None and passed_over:  # a new start would take the records of this one
+        hint = "look at the disk and run again, or choose another --run-dir"
+        message = f"no checkpoint of this run can be read: {passed_over[0]}"
+        raise ConfigError([Issue("", "damaged", message, hint=hint)])
+    return newest, passed_over
+
+
+def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
+    """Load the checkpoint to go on from: all ranks follow rank 0's choice (see `find_checkpoint`) and its
+    error. Raises ConfigError also when settings or data differ that may not. Collective."""
+    answer: dict[str, Any] = {}
+    if rank.comm.world.rank == 0:
         try:
-            if policy == "auto":
-                newest, passed_over = checkpoint.newest_valid(rank.run_dir / "checkpoints")
-                answer["passed_over"] = passed_over
-                if newest is None and passed_over:  # a new start would take the records of this one
-                    hint = "look at the disk and run again, or choose another --run-dir"
-                    message = f"no checkpoint of this run can be read: {passed_over[0]}"
-                    others = [Issue("", "damaged", problem) for problem in passed_over[1:]]
-                    raise ConfigError([Issue("", "damaged", message, hint=hint), *others])
-            else:
-                newest = checkpoint.resolve(policy)
-            answer["path"] = str(newest) if newest else None
+            found, passed_over = find_checkpoint(rank.run_dir, policy)
+            answer = {"path": str(found) if found else None, "passed_over": passed_over}
         except ConfigError as error:
-            answer["issues"] = [issue.within("--resume").to_json() for issue in error.issues]
+            answer = {"issues": [issue.within("--resume").to_json() for issue in error.issues]}
     answer = rank.comm.broadcast(answer)
     if "issues" in answer:
         raise ConfigError([Issue(**issue) for issue in answer["issues"]])
@@ -96,11 +99,9 @@ def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
         own = rank.data.data_hash[:16]
         message = f"the run was trained on shards {facts.data_hash[:16]}, these are {own}"
         raise ConfigError([Issue("data", "conflict", message, own)])
-    state = TrainState.from_checkpoint(facts)
-    rank.log_rank0(f"resuming from {path.name}: {state.samples} samples seen")
+    rank.log_rank0(f"resuming from {path.name}: {facts.samples} samples seen")
     is_kept = rank.config.compile == "auto" and facts.device == rank.device.type
-    compiled = facts.compiled if is_kept else None
-    return Checkpoint(path, tensors, state, compiled, facts.precision, facts.init_from)
+    return Checkpoint(path, tensors, facts, facts.compiled if is_kept else None)
 
 
 def agree_precision(rank: Rank, resumed: Checkpoint | None) -> Precision:
@@ -108,29 +109,17 @@ def agree_precision(rank: Rank, resumed: Checkpoint | None) -> Precision:
     goes on keeps its own, also where that is slow. Collective. Raises ConfigError for a model that needs
     another precision."""
     config = rank.config
-    native = bool(rank.comm.all_gather([has_bf16(rank.device)]).all())
-    name = rank.comm.broadcast(
-        decide_precision(
-            config.precision,
-            [config.parallel.engine],
-            on_gpu=rank.device.type == "cuda",
-            has_bf16=native,
-            kept=resumed.precision if resumed else None,
-        )
+    chosen = decide_precision(
+        config.precision,
+        [config.parallel.engine],
+        on_gpu=rank.device.type == "cuda",
+        has_bf16=bool(rank.comm.all_gather([has_bf16(rank.device)]).all()),
+        kept=resumed.facts.precision if resumed else None,
     )
+    name = rank.comm.broadcast(chosen)
     if issues := residual_issues(config, name):
         raise ConfigError(issues)
-    if resumed and config.precision == "auto" and name == "bf16" and not native:
-        rank.log_rank0("warning: the run was begun in bf16 and keeps it, and here bf16 is emulated and slow")
     return precision_of(name)
-
-
-def saved_step(resumed: Checkpoint | None, folder: Path) -> int | None:
-    """Return the step that this run's own folder has already; None for a new run, and for one that goes on
-    from another directory's checkpoint: it first saves one of its own."""
-    if resumed is None or resumed.path.parent.resolve() != folder.resolve():
-        return None
-    return resumed.state.step
 
 
 def build_trainer(
@@ -144,12 +133,15 @@ def build_trainer(
     config, comm, device, data = rank.config, rank.comm, rank.device, rank.data
     precision = agree_precision(rank, resumed)
     allow_tf32(precision, device)
-    state = resumed.state if resumed else TrainState()
+    state = TrainState.from_checkpoint(resumed.facts) if resumed else TrainState()
     bare, compiled = prepare_model(rank, precision, resumed.compiled if resumed else None)
     num_parameters = sum(p.numel() for p in bare.parameters())
-    tensors, init = (resumed.tensors, resumed.init) if resumed else first_state(config, bare, data, comm)
-    if resumed and (issues := checkpoint.state_issues(resumed.path, tensors, bare)):
-        raise ConfigError(issues)
+    if resumed is None:
+        tensors, init = first_state(config, bare, data, comm)
+    else:
+        tensors, init = resumed.tensors, resumed.facts.init_from
+        if issues := checkpoint.state_issues(resumed.path, tensors, bare):
+            raise ConfigError(issues)
     engine = parallel.make_engine(
         parallel.engine_name(config.parallel, comm.world.size),
         config,
@@ -177,6 +169,7 @@ def build_trainer(
     if comm.world.rank == 0 and data.tokenizer_file is not None:
         files.write_text(rank.run_dir / files.TOKENIZER, data.tokenizer_file.read_text(encoding="utf-8"))
     folder = rank.run_dir / "checkpoints"
+    is_saved = resumed is not None and resumed.path.parent.resolve() == folder.resolve()
     trainer = Trainer(
         **vars(rank),
         precision=precision,
@@ -201,7 +194,7 @@ def build_trainer(
             folder,
             config.checkpoint,
             log_rank0=rank.log_rank0,
-            saved_step=saved_step(resumed, folder),
+            saved_step=state.step if is_saved else None,  # a run that is moved saves anew
             write_errors=rank.write_errors,
         ),
         records=Records(rank.run_dir, rank.log_rank0, rank.write_errors),

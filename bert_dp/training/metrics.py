@@ -151,13 +151,13 @@ class Meter:
         """Seconds of each rank before any reduction, of all real steps."""
         self.total_steps = self.total_samples = self.total_micro = 0
         self.skipped = torch.tensor(skipped, dtype=torch.int64, device=device)
-        self._row, self._longest_row = torch.zeros_like(self.skipped), torch.zeros_like(self.skipped)
+        self._row = torch.zeros_like(self.skipped)
         self.steps: dict[str, Any] = {}
         """A line of steps/rank-N.jsonl: this rank's steps of the last flush."""
         self.measured: dict[str, float | None] = {}
         """Metrics of the last line that the summary and the page show by their names."""
         self.skipped_in_a_row = 0
-        """The longest row of skipped steps that reached into those of the last line."""
+        """Skipped steps up to the last line, that of the line included."""
         self.start(0.0)
 
     def start(self, wait_s: float) -> None:
@@ -175,7 +175,6 @@ class Meter:
         bad = ~norm.isfinite()
         self.skipped += bad
         self._row.add_(1).mul_(bad)
-        torch.maximum(self._longest_row, self._row, out=self._longest_row)
         self._steps += 1
         self._samples += samples
         self._micro += grad_accum_steps * self._layout.dp
@@ -231,8 +230,7 @@ class Meter:
             "skipped_steps": int(self.skipped),
             **self.measured,
         }
-        self.skipped_in_a_row = int(self._longest_row)
-        self._longest_row.zero_()
+        self.skipped_in_a_row = int(self._row)
         self.start(self._waits[-1])
         return line
 
@@ -324,23 +322,18 @@ def has_diverged(heldout_loss: float, step: int) -> str | None:
     """Return the reason to stop when the held-out loss is no number."""
     if math.isfinite(heldout_loss):
         return None
-    return (
-        f"the held-out loss after step {step} is {heldout_loss}: the model has diverged; lower optim.lr, or "
-        "go on from an earlier checkpoint"
-    )
+    return f"the held-out loss after step {step} is {heldout_loss}: the model has diverged; lower optim.lr"
 
 
 def too_many_skipped(config: Config, precision: str, in_a_row: int, step: int, lr: float) -> str | None:
     """Return the reason to stop when too many steps in a row had a gradient that is not finite, up to `step`,
     whose rate was `lr`. Asked when a line is logged, so that no step waits for the device."""
-    run = config.run
-    if in_a_row < run.max_skipped_in_a_row + (FP16_ROOM if precision == "fp16" else 0):
+    most = config.run.max_skipped_in_a_row
+    if in_a_row < most + (FP16_ROOM if precision == "fp16" else 0):
         return None
-    steps = "1 step" if in_a_row == 1 else f"{in_a_row} steps in a row"
     return (
-        f"{steps} up to step {step} had a gradient that is not finite and were skipped, "
-        f"at learning rate {lr:.3g}; run.max_skipped_in_a_row is {run.max_skipped_in_a_row}, looked at "
-        f"every {config.log.every_steps} steps; {_advice(config, precision)}"
+        f"{in_a_row} steps in a row up to step {step} had a gradient that is not finite and were skipped, at "
+        f"learning rate {lr:.3g}; run.max_skipped_in_a_row is {most}; {_advice(config, precision)}"
     )
 
 

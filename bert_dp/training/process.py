@@ -283,8 +283,8 @@ class HeartbeatWriter:
         slots[PROGRESS_NS] = time.monotonic_ns()
 
     def on_silence(self, after_s: float, report: Callable[[int], None]) -> None:
-        """Let the heartbeat's thread call `report(progress)` after `after_s` seconds without progress, and
-        again each time that the silence has doubled."""
+        """Let the heartbeat's thread call `report(progress)` after `after_s` seconds without progress, once
+        for each silence."""
         self._silence = after_s, report
 
     def close(self) -> None:
@@ -292,17 +292,15 @@ class HeartbeatWriter:
         self._stopped.set()
 
     def _live(self) -> None:
-        slots, seen, due_s = self._slots, -1, 0.0
+        slots, reported = self._slots, -1
         while not self._stopped.wait(ALIVE_EVERY_S):
             slots[ALIVE] += 1
             if self._silence is None:
                 continue
             after_s, report = self._silence
             progress, silent_s = slots[PROGRESS], (time.monotonic_ns() - slots[PROGRESS_NS]) / 1e9
-            if progress != seen:
-                seen, due_s = progress, after_s
-            if silent_s >= due_s:
-                due_s = 2 * silent_s
+            if silent_s >= after_s and progress != reported:
+                reported = progress
                 with contextlib.suppress(Exception):  # a report that fails must not end the rank
                     report(progress)
 

@@ -67,9 +67,7 @@ def test_places_rise_through_a_step(path: Path) -> None:
     beat.close()
 
 
-def test_a_silent_rank_is_reported_again_each_time_its_silence_has_doubled(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_rank_is_reported_once_for_each_silence(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after a report that failed; an error there must not end the thread."""
     monkeypatch.setattr(heartbeat, "ALIVE_EVERY_S", 0.02)
     beat, reports = HeartbeatWriter(path), list[tuple[int, float]]()
@@ -81,15 +79,14 @@ def test_a_silent_rank_is_reported_again_each_time_its_silence_has_doubled(
 
     start = time.monotonic()
     beat.on_silence(0.2, report)
-    wait_for(lambda: len(reports) == 2, 30)
-    times = [seconds for _, seconds in reports]
-    assert times[0] >= 0.15
-    assert times[1] >= 2 * times[0] - 0.1
-    assert read(path).alive > before.alive
+    wait_for(lambda: len(reports) == 1, 30)
+    seen = read(path).alive
+    assert reports[0][1] >= 0.15
+    wait_for(lambda: read(path).alive > seen + 20, 30)
     assert read(path).progress == before.progress, "being alive is not progress"
     beat.progress()
-    wait_for(lambda: len(reports) == 3, 30)
-    assert [progress for progress, _ in reports] == [before.progress] * 2 + [before.progress + 1]
+    wait_for(lambda: len(reports) == 2, 30)
+    assert [progress for progress, _ in reports] == [before.progress, before.progress + 1]
     beat.close()
 
 

@@ -15,7 +15,6 @@ from rich.console import Console
 from bert_dp import files
 from bert_dp.config import ENGINES, bf16_units, decide_precision, dump_config
 from bert_dp.training import build, devices
-from bert_dp.training.checkpoint import TrainState
 from bert_dp.training.distributed import HostCollectives
 from bert_dp.training.process import World
 from launcher import job
@@ -102,14 +101,25 @@ class Ranks(HostCollectives):
         return torch.tensor(self._able, dtype=torch.float64)[:, None]
 
 
-def agreed(
-    monkeypatch: pytest.MonkeyPatch, able: Sequence[bool], *settings: str, kept: str | None = None
-) -> str:
+@pytest.mark.parametrize(
+    ("able", "settings", "kept", "name"),
+    [
+        ([True, True], (), None, "bf16"),
+        ([True, False], (), None, "fp32"),
+        ([False, True], (), None, "fp32"),
+        ([True, True], ("precision=fp32",), None, "fp32"),
+        ([True], (), "fp32", "fp32"),
+        ([True, False], (), "bf16", "bf16"),  # a run that goes on keeps its own
+    ],
+)
+def test_ranks_compute_in_bf16_only_if_all_of_them_can(
+    monkeypatch: pytest.MonkeyPatch, able: list[bool], settings: tuple[str, ...], kept: str | None, name: str
+) -> None:
     monkeypatch.setattr(devices, "bf16_units", lambda: ("amx_bf16",) if able[0] else ())
-    resumed = None if kept is None else build.Checkpoint(Path(), {}, TrainState(), None, kept, None)
+    resumed: Any = kept and SimpleNamespace(facts=SimpleNamespace(precision=kept))
     config = make_config("precision=auto", *settings)
-    rank: Any = SimpleNamespace(config=config, comm=Ranks(able), device=CPU, log_rank0=print)
-    return build.agree_precision(rank, resumed).name
+    rank: Any = SimpleNamespace(config=config, comm=Ranks(able), device=CPU)
+    assert build.agree_precision(rank, resumed).name == name
 
 
 @pytest.mark.parametrize(
@@ -123,26 +133,6 @@ def test_a_gpu_multiplies_bf16_from_ampere_on(
     gpu = torch.device("cuda", 3)
     assert devices.choose_precision("auto", gpu).name == chosen
     assert asked == [gpu], "machines may hold GPUs of two kinds"
-
-
-def test_ranks_compute_in_bf16_only_if_all_of_them_can(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert agreed(monkeypatch, [True, True]) == "bf16"
-    assert agreed(monkeypatch, [True, False]) == "fp32"
-    assert agreed(monkeypatch, [False, True]) == "fp32"
-    assert agreed(monkeypatch, [True, True], "precision=fp32") == "fp32"
-    assert capsys.readouterr().out == ""
-
-
-def test_a_run_that_goes_on_keeps_its_precision_and_says_where_that_is_slow(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert agreed(monkeypatch, [True], kept="fp32") == "fp32"
-    assert agreed(monkeypatch, [True], kept="bf16") == "bf16"
-    assert capsys.readouterr().out == ""
-    assert agreed(monkeypatch, [True, False], kept="bf16") == "bf16"
-    assert "begun in bf16 and keeps it, and here bf16 is emulated and slow" in capsys.readouterr().out
 
 
 # --- the launcher

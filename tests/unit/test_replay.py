@@ -173,7 +173,7 @@ def test_what_cannot_be_drawn_is_refused(tmp_path: Path, shards: Path) -> None:
         ("data", other, 1),
         ("objective.name", config_of(shards, objective={"name": "finetune"}), 1),
         ("data.synthetic", synthetic(shards), 1),
-        ("batch.micro_size", config_of(shards, batch={"global_size": 12, "micro_size": 5}), 1),
+        ("batch.global_size", config_of(shards, batch={"global_size": 12, "micro_size": 5}), 1),
         ("no-such-run", "no-such-run", 1),
     ]
     for setting, given, step in refusals:
