@@ -55,6 +55,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def tiny_run(shards: Path, **sections: Any) -> Config:
+    """A configuration of a tiny model on what `write_shards` has made."""
+    data = {"path": str(shards), "sequence_length": 16, **sections.pop("data", {})}
+    base = {"model": TINY_MODEL, "batch": {"global_size": 4, "micro_size": 4}, "compile": "off"}
+    return make_config(**{**base, "data": data, **sections})
+
+
 def logged(run_dir: Path, key: str) -> list[Any]:
     """This value of every line in metrics.jsonl."""
     return [line[key] for line in read_lines(run_dir / "metrics.jsonl")]

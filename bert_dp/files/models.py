@@ -165,7 +165,6 @@ class NoiseScale(StoredModel):
     """95 %, sequences."""
     grad_sq: FiniteOrNone = None
     """Squared norm of the true gradient."""
-    grad_sq_interval: Pair | None = None
     """95 %."""
     trace: FiniteOrNone = None
     """Of the covariance of the gradient of one sequence."""

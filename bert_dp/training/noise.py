@@ -34,10 +34,9 @@ CommHook = Callable[[Any, Any], Any]
 
 class NormPairs:
     """Collect for each step the norms of the mean gradient over a small batch and over the global one, before
-    clipping; kept on the device until `drain`, no host sync.
+    clipping, on the device until `drain`. Does nothing without log.noise_scale.
 
-    With several replicas the small batch is a replica's own; a lone one's is its first micro batch. An engine
-    holds one and tells it what it does; without log.noise_scale all of that is nothing.
+    With several replicas the small batch is a replica's own; a lone one's is its first micro batch.
 
     `share`: what a gradient of a replica holds before the reduction, over the mean of its samples' gradients.
     """
@@ -103,8 +102,9 @@ class NormPairs:
         if not ended:
             return []
         own, reduced, micros = zip(*ended, strict=True)
-        small_sq = comm.all_gather(_squares(own)).mean(0).tolist()
-        rows = zip(itertools.count(step - len(ended) + 1), micros, small_sq, _squares(reduced), strict=False)
+        own_sq, big_sq = torch.stack([*own, *reduced]).view(2, -1).double().square().tolist()  # syncs
+        small_sq = comm.all_gather(own_sq).mean(0).tolist()
+        rows = zip(itertools.count(step - len(ended) + 1), micros, small_sq, big_sq, strict=False)
         lines = []
         for num_micro, group in itertools.groupby(rows, key=lambda row: row[1]):
             big = self._micro_size * num_micro * self._dp_size
@@ -115,12 +115,6 @@ class NormPairs:
                 batches = {"step": numbers[-1], "small_batch": small, "big_batch": big}
                 lines.append({**batches, "small_sq": smalls, "big_sq": bigs})
         return lines
-
-
-def _squares(norms: Sequence[Tensor]) -> list[float]:
-    """Square norms on the host. Sync point."""
-    squares: list[float] = torch.stack(list(norms)).double().square().tolist()
-    return squares
 
 
 def estimate(
@@ -151,12 +145,7 @@ def estimate(
         return NoiseScale(steps=steps, verdict="inconclusive", reason=reason)
     both_2N = np.stack([(B_N * big_N - b_N * small_N) / (B_N - b_N), (small_N - big_N) / (1 / b_N - 1 / B_N)])
     (grad, trace), (var, cov, var_trace) = both_2N.mean(1), _variances(both_2N)
-    margin = T_95 * var**0.5
-    facts: dict[str, Any] = {
-        "grad_sq": float(grad),
-        "grad_sq_interval": [float(grad - margin), float(grad + margin)],
-        "trace": float(trace),
-    }
+    facts: dict[str, Any] = {"grad_sq": float(grad), "trace": float(trace)}
     for name, mean, variance in (("gradient signal", grad, var), ("gradient noise", trace, var_trace)):
         if mean <= T_999 * variance**0.5:
             reason = f"the {name} is too weak to measure in {steps} steps (not above 0 at 99.9 %)"
@@ -169,8 +158,7 @@ def estimate(
 
 
 def _variances(both_2N: np.ndarray) -> tuple[float, float, float]:
-    """Return the variance of the first mean, covariance, variance of the second, from sums over BLOCKS
-    blocks."""
+    """Return variance of the first mean, covariance, variance of the second, from sums of BLOCKS blocks."""
     n = both_2N.shape[1]
     starts = np.arange(BLOCKS) * n // BLOCKS
     sums = np.add.reduceat(both_2N - both_2N.mean(1, keepdims=True), starts, axis=1)

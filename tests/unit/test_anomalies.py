@@ -18,7 +18,7 @@ from bert_dp.training.distributed import HostCollectives, SharedClock
 from bert_dp.training.loop import log_steps
 from bert_dp.training.metrics import Meter
 from bert_dp.training.process import World, gc_paused
-from tests.helpers import TINY_MODEL, logged, make_config, read_lines
+from tests.helpers import logged, make_config, read_lines, tiny_run
 from tests.states import FACTS
 from tests.tensors import CPU
 
@@ -109,12 +109,7 @@ def test_the_row_of_skips_up_to_each_line_is_known(steps: str, rows: list[int]) 
 def test_a_logged_spike_is_said_counted_and_remembered_with_the_checkpoint(
     tmp_path: Path, shards: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = make_config(
-        data={"path": str(shards), "sequence_length": 16},
-        model=TINY_MODEL,
-        batch={"global_size": 2, "micro_size": 2},
-        compile="off",
-    )
+    settings = tiny_run(shards, batch={"global_size": 2, "micro_size": 2})
     state = TrainState(global_batch=2)
     losses = [*noise(140), 20.0, *noise(3), float("nan")]
     with lone_trainer(settings, tmp_path) as trainer, gc_paused():  # each line collects garbage
@@ -139,13 +134,7 @@ def test_a_logged_spike_is_said_counted_and_remembered_with_the_checkpoint(
 
 
 def test_another_rank_writes_its_own_steps_and_nothing_else(tmp_path: Path, shards: Path) -> None:
-    settings = make_config(
-        data={"path": str(shards), "sequence_length": 16},
-        model=TINY_MODEL,
-        batch={"global_size": 2, "micro_size": 2},
-        log={"step_times": True},
-        compile="off",
-    )
+    settings = tiny_run(shards, batch={"global_size": 2, "micro_size": 2}, log={"step_times": True})
     with lone_trainer(settings, tmp_path) as lone:
         (tmp_path / "steps").mkdir()
         before = set(tmp_path.iterdir())

@@ -89,25 +89,6 @@ def test_a_gpu_rank_expands_segments_unless_the_user_has_set_the_allocator(
     assert at_start == ([] if setting == "cpu" else [expected])
 
 
-def test_a_deterministic_run_leaves_no_kernel_to_choose_by_timing() -> None:
-    flags = torch.backends.cuda, torch.backends.cudnn
-    before = flags[0].mem_efficient_sdp_enabled(), flags[0].cudnn_sdp_enabled(), flags[1].deterministic
-    filled = torch.utils.deterministic.fill_uninitialized_memory
-    try:
-        for on in (True, False):
-            torch.utils.deterministic.fill_uninitialized_memory = True
-            devices.use_device(CPU, deterministic=on)
-            assert torch.are_deterministic_algorithms_enabled() is on
-            assert flags[1].deterministic is on
-            assert not torch.utils.deterministic.fill_uninitialized_memory, "a pass over every new tensor"
-            assert (flags[0].mem_efficient_sdp_enabled(), flags[0].cudnn_sdp_enabled()) == (not on, not on)
-    finally:
-        torch.utils.deterministic.fill_uninitialized_memory = filled
-        flags[0].enable_mem_efficient_sdp(before[0])
-        flags[0].enable_cudnn_sdp(before[1])
-        flags[1].deterministic = before[2]
-
-
 # --- cores, on machines made of files
 
 

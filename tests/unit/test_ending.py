@@ -125,12 +125,6 @@ def test_a_worker_that_never_ends_is_killed_when_the_time_since_the_first_signal
     assert (tmp_path / "signals").read_text() == "15\n"  # it was told once
 
 
-def test_a_second_signal_does_not_wait(directory: Path, clock: Clock) -> None:
-    ended = processes.run(directory, 1, "none", once_ready(lambda: stop(2, 0.6)), grace_s=100.0)
-    assert ended.exit_code == 128 + signal.SIGTERM
-    assert clock.now < 5
-
-
 HUP, TERM, INT = signal.SIGHUP, signal.SIGTERM, signal.SIGINT
 
 
@@ -163,14 +157,6 @@ def test_what_nohup_ignores_stops_nothing() -> None:
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-def test_a_run_that_is_stopped_while_it_stands_still_says_so(directory: Path, clock: Clock) -> None:
-    watch: Any = Patience()
-    watch.hang = Failure(rank=0, message="hang in step 3", where="x.py:1")
-    ended = processes.run(directory, 1, "none", once_ready(lambda: stop(2, 0.6)), watch=watch)
-    told = "no progress: rank 0: hang in step 3 at x.py:1; stacks in hang.txt"
-    assert ended.failure.explanation == [told]
 
 
 def test_a_save_that_is_under_way_when_a_rank_fails_may_end(
@@ -396,15 +382,6 @@ def test_the_reaper_looks_again_until_nothing_is_left(
     assert system.killed == [404, 11, 11, 12]
     assert system.now >= reaper.PATIENCE_S  # ranks that can end by themselves had their time
     assert not (tmp_path / "scratch").exists()
-
-
-def test_the_reaper_of_a_launcher_that_is_done_touches_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "scratch").mkdir()
-    system = reap(monkeypatch, tmp_path / "scratch", [11], said=b"done")
-    assert (system.killed, system.now) == ([], 0.0)
-    assert (tmp_path / "scratch").exists()
 
 
 def test_a_reaper_stands_by_without_our_marks_and_is_gone_after_the_block(tmp_path: Path) -> None:

@@ -21,15 +21,7 @@ from bert_dp.training.checkpoint import TrainState
 from bert_dp.training.devices import Placement
 from bert_dp.training.distributed import HostCollectives
 from bert_dp.training.process import World
-from tests.helpers import (
-    TINY_MODEL,
-    issues_of,
-    make_config,
-    raised_issues,
-    read_json,
-    read_lines,
-    write_lines,
-)
+from tests.helpers import TINY_MODEL, issues_of, raised_issues, read_json, read_lines, tiny_run, write_lines
 from tests.states import FACTS
 from tests.tensors import CPU
 
@@ -174,8 +166,7 @@ def test_no_rank_writes_before_rank_0_has_cut_the_records_back(run_dir: Path, ra
 
 
 def lone_config(shards: Path, **sections: Any) -> Config:
-    base = {"data": {"path": str(shards), "sequence_length": 16}, "model": TINY_MODEL, "compile": "off"}
-    return make_config(**{**base, "batch": {"global_size": 8, "micro_size": 2}, **sections})
+    return tiny_run(shards, **{"batch": {"global_size": 8, "micro_size": 2}, **sections})
 
 
 def test_the_log_says_what_is_about_to_run(
@@ -247,8 +238,7 @@ def test_a_residual_stream_in_bf16_is_refused_where_auto_is_no_bf16(
 
 def test_a_synthetic_run_reads_no_samples(shards: Path, tmp_path: Path) -> None:
     for synthetic in (True, False):
-        data = {"path": str(shards), "sequence_length": 16, "synthetic": synthetic}
-        with lone_trainer(lone_config(shards, data=data), tmp_path) as trainer:
+        with lone_trainer(lone_config(shards, data={"synthetic": synthetic}), tmp_path) as trainer:
             assert (trainer.stream.next() is trainer.stream.next()) == synthetic
 
 

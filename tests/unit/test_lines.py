@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from bert_dp import files
+from bert_dp.training import process
 from bert_dp.training.process import Records, TolerantFile, WriteErrors
 
 FULL = "[Errno 28] No space left on device"
@@ -114,7 +115,7 @@ def test_the_first_missing_line_of_a_record_is_reported(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(path, line)
 
-    monkeypatch.setattr(files, "append_line", append)
+    monkeypatch.setattr(process, "append_line", append)
     for step in range(10, 60, 10):
         records.append("metrics.jsonl", {"step": step})
         records.append("evals.jsonl", {"step": step})

@@ -20,7 +20,7 @@ from bert_dp.data.stream import MlmBatch, Shards, training_batch
 from bert_dp.measure.profile_step import lone_trainer
 from bert_dp.model.bert import IGNORE, TiedEmbedding
 from bert_dp.training.loop import evaluate
-from tests.helpers import TINY_MODEL, make_config
+from tests.helpers import tiny_run
 from tests.shards import edited_manifest, write_shards
 from tests.tensors import CPU
 
@@ -30,13 +30,7 @@ def test_held_out_text_is_masked_alike_whatever_the_training_rate(
     shards: Path, tmp_path: Path, mask_rate: float
 ) -> None:
     """20 sequences of 16 tokens, of which round(0.15 x 16) = 2 are masked."""
-    config = make_config(
-        data={"path": str(shards), "sequence_length": 16},
-        model=TINY_MODEL,
-        objective={"mask_rate": mask_rate},
-        batch={"micro_size": 4, "global_size": 4},
-        compile="off",
-    )
+    config = tiny_run(shards, objective={"mask_rate": mask_rate})
     masked: list[int] = []
     with lone_trainer(config, tmp_path) as trainer:
         task, model = trainer.task, trainer.bare_model
@@ -54,13 +48,7 @@ def test_held_out_text_is_masked_alike_whatever_the_training_rate(
 
 
 def test_no_more_held_out_sequences_are_read_than_asked_for(shards: Path, tmp_path: Path) -> None:
-    config = make_config(
-        data={"path": str(shards), "sequence_length": 16},
-        model=TINY_MODEL,
-        batch={"micro_size": 4, "global_size": 4},
-        eval={"max_sequences": 6},
-        compile="off",
-    )
+    config = tiny_run(shards, eval={"max_sequences": 6})
     with lone_trainer(config, tmp_path) as trainer:
         measured = evaluate(trainer, lambda: False)
         held_out = trainer.task._held_out  # type: ignore[attr-defined]
@@ -76,12 +64,7 @@ def test_without_held_out_text_there_is_no_held_out_loss(tmp_path: Path) -> None
     with edited_manifest(directory) as edited:
         edited["held_out"] = {"sequences": 0, "tokens": 0, "documents": 0, "shards": []}
         edited["unigram_entropy_nats"] = None
-    config = make_config(
-        data={"path": str(directory), "sequence_length": 16},
-        model=TINY_MODEL,
-        batch={"micro_size": 4, "global_size": 4},
-        compile="off",
-    )
+    config = tiny_run(directory)
     with lone_trainer(config, tmp_path) as trainer:
         assert evaluate(trainer, lambda: False) is None
         assert trainer.stream.next().sample_ids.tolist() == [0, 1, 2, 3]
@@ -90,10 +73,10 @@ def test_without_held_out_text_there_is_no_held_out_loss(tmp_path: Path) -> None
 @pytest.mark.parametrize(("shuffle", "seed", "workers"), [(True, 3, 0), (False, 3, 1), (True, 4, 1)])
 def test_samples_are_drawn_as_the_settings_say(shards: Path, shuffle: bool, seed: int, workers: int) -> None:
     """Order, seed, masks, place in the stream, and threads; FLOPs by the rate of training."""
-    config = make_config(
-        data={"path": str(shards), "sequence_length": 16, "shuffle": shuffle, "workers": workers},
+    config = tiny_run(
+        shards,
+        data={"shuffle": shuffle, "workers": workers},
         run={"seed": seed},
-        model=TINY_MODEL,
         objective={"mask_rate": 0.5},
         batch={"micro_size": 4, "global_size": 8},
     )

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from bert_dp.config import batch_layout
 from bert_dp.training.noise import estimate
-from tests.helpers import issues_of, make_config, read_json, read_lines
+from tests.helpers import make_config, raised_issues, read_json, read_lines
 from tests.parity.runs import settings, state, summary, train_runs, write_run
 from tests.ranks import run_ranks
 from tests.shards import write_shards
@@ -58,27 +58,6 @@ def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
         covered += scale.interval[0] <= truth <= scale.interval[1]
         tries += 1
     assert covered == pytest.approx(0.95 * tries, abs=3 * math.sqrt(0.95 * 0.05 * tries))
-
-
-@pytest.mark.parametrize(("d_eff", "replicas", "ratio"), CELLS)
-def test_without_a_gradient_or_with_ten_steps_there_is_no_figure(
-    d_eff: int, replicas: int, ratio: float
-) -> None:
-    """One run in a thousand may show one without a gradient: the test for it is at 99.9 %."""
-    shown = 0
-    for seed in range(100):
-        kind: Any = {"d_eff": d_eff, "replicas": replicas, "ratio": ratio}
-        none = estimate(*draw(seed, steps=200, grad_sq=0.0, **kind)[:2], 1, replicas)
-        few = estimate(*draw(seed, steps=10, **kind)[:2], 1, replicas)
-        shown += none.verdict == "ok"
-        for scale, reason in (
-            (none, "gradient signal is too weak"),
-            (few, "10 measured steps, fewer than 50"),
-        ):
-            if scale is few or scale.verdict != "ok":
-                assert (scale.verdict, scale.noise_scale, scale.interval) == ("inconclusive", None, None)
-                assert reason in (scale.reason or "")
-    assert shown <= 1
 
 
 # --- engines
@@ -257,26 +236,22 @@ def test_norms_are_those_of_the_samples(ranks: int, tmp_path: Path) -> None:
             grad_sq, trace = case.model.moments()
             estimated = estimate(line["small_sq"], line["big_sq"], small, big)
             assert estimated.interval is not None, case
-            assert estimated.grad_sq_interval is not None
-            for (low, high), truth in (
-                (estimated.grad_sq_interval, grad_sq),
-                (estimated.interval, trace / grad_sq),
-            ):  # four standard errors to either side: of so many 95 % intervals one may well miss
-                assert low - (high - low) / 2 < truth < high + (high - low) / 2, case
-                assert high - low < truth, case  # else it would say little
+            (low, high), truth = estimated.interval, trace / grad_sq
+            # four standard errors to either side: of so many 95 % intervals one may well miss
+            assert low - (high - low) / 2 < truth < high + (high - low) / 2, case
+            assert high - low < truth, case  # else it would say little
 
 
 # --- refusals
 
 
 @pytest.mark.parametrize(
-    ("ranks", "parallel", "batch", "needle"),
+    ("ranks", "parallel", "batch", "other"),
     [
-        (2, {"engine": "fsdp"}, {}, "under parallel.engine: fsdp"),
-        (2, {"engine": "independent"}, {}, "under parallel.engine: independent"),
-        (4, {"tensor": 2}, {}, "under parallel.tensor: 2"),
-        (1, {}, {"micro_size": 8}, "use batch.micro_size: 4, more ranks"),
-        (1, {"engine": "ddp"}, {"micro_size": 1, "global_size": 1}, "use more ranks"),
+        (2, {"engine": "fsdp"}, {}, "parallel.engine"),
+        (4, {"tensor": 2}, {}, "parallel.tensor"),
+        (1, {}, {"micro_size": 8}, "batch.micro_size"),
+        (1, {"engine": "ddp"}, {"micro_size": 1, "global_size": 1}, "batch.micro_size"),
         (2, {}, {}, None),
         (2, {"engine": "zero1"}, {"micro_size": 4}, None),
         (1, {"engine": "ddp"}, {}, None),
@@ -284,18 +259,16 @@ def test_norms_are_those_of_the_samples(ranks: int, tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_measured_is_refused(
-    ranks: int, parallel: dict[str, Any], batch: dict[str, int], needle: str | None
+    ranks: int, parallel: dict[str, Any], batch: dict[str, int], other: str | None
 ) -> None:
     sections: dict[str, Any] = {"parallel": parallel, "batch": {"global_size": 8, "micro_size": 2, **batch}}
     batch_layout(make_config(**sections), ranks)
     config = make_config(**sections, log={"noise_scale": True})
-    if needle is None:
+    if other is None:
         batch_layout(config, ranks)
         return
-    (line,) = issues_of(batch_layout, config, ranks)
-    assert line.startswith("log.noise_scale: true, ")
-    assert needle in line
-    assert line.endswith("or log.noise_scale: false")
+    (issue,) = raised_issues(batch_layout, config, ranks)
+    assert (issue.setting, issue.other) == ("log.noise_scale", other)
 
 
 # --- whole runs

@@ -31,7 +31,7 @@ from bert_dp.training.distributed import connect, disconnect
 from bert_dp.training.loop import dry_run
 from bert_dp.training.metrics import bucket_bytes
 from bert_dp.training.process import World, read_world
-from tests.helpers import TINY_MODEL, issues_of, make_config
+from tests.helpers import TINY_MODEL, issues_of, make_config, tiny_run
 from tests.ranks import run_ranks
 from tests.tensors import CPU, bits, flat, with_moments
 
@@ -311,22 +311,6 @@ def test_a_gathered_state_is_on_rank_0_alone() -> None:
     run_ranks(2, gather_on_two_ranks)
 
 
-def test_the_scaler_goes_on_where_it_was() -> None:
-    engine, model, _, _ = prepare("single", fp16=True)
-    for step in range(3):
-        run_step(engine, model, step, fp16=True)
-    state = gathered(engine)
-    assert state["scaler"]["_growth_tracker"].item() == 3  # no step was skipped
-    state["scaler"]["scale"] = torch.tensor(1024.0, dtype=torch.float64)
-    state["scaler"]["_growth_tracker"] = torch.tensor(1999.0, dtype=torch.float64)
-    fresh, model_2, _, _ = prepare("single", fp16=True)
-    fresh.scatter_state(state)
-    assert gathered(fresh)["scaler"]["scale"].item() == 1024.0
-    run_step(fresh, model_2, 3, fp16=True)  # the 2000th good step doubles it
-    after = gathered(fresh)["scaler"]
-    assert (after["scale"].item(), after["_growth_tracker"].item()) == (2048.0, 0.0)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_mean_sent_in_16_bits_is_divided_before_it_is_narrowed(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -354,13 +338,7 @@ def test_a_mean_sent_in_16_bits_is_divided_before_it_is_narrowed(
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_the_dry_run_and_a_fresh_start_leave_no_trace(tmp_path: Path, shards: Path, precision: str) -> None:
-    config = make_config(
-        data={"path": str(shards), "sequence_length": 16},
-        batch={"global_size": 8, "micro_size": 4},
-        model=TINY_MODEL,
-        precision=precision,
-        compile="off",
-    )
+    config = tiny_run(shards, batch={"global_size": 8, "micro_size": 4}, precision=precision)
     with lone_trainer(config, tmp_path) as trainer:
         bare = trainer.bare_model
         before = gathered(trainer.engine)
@@ -381,13 +359,7 @@ def test_the_dry_run_takes_one_micro_batch_of_each_kind_and_one_to_evaluate(
     tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch, global_size: int, micro_batches: list[bool]
 ) -> None:
     """Enough to compile everything, and no more: a step of a large batch may take minutes."""
-    config = make_config(
-        data={"path": str(shards), "sequence_length": 16},
-        batch={"global_size": global_size, "micro_size": 4},
-        eval={"max_sequences": 20},
-        model=TINY_MODEL,
-        compile="off",
-    )
+    config = tiny_run(shards, batch={"global_size": global_size, "micro_size": 4}, eval={"max_sequences": 20})
     taken: list[bool] = []
     done: list[bool] = []
     plain = single.Engine.accumulate
