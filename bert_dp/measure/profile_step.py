@@ -57,15 +57,9 @@ def lone_trainer(config: Config, work: Path) -> Iterator[Trainer]:
         rank.heartbeat.close()
 
 
-def profile(config: Config, work: Path) -> dict[str, Any]:
-    """Return the `profile` of scaling.json: medians over REPEATS micro batches. `work`: a scratch
-    directory."""
-    with lone_trainer(config, work) as trainer:
-        return measure(trainer, Timers(trainer.device))
-
-
 def measure(trainer: Trainer, clock: Timers) -> dict[str, Any]:
-    """Return the profile of a trainer; its weights are of no use afterwards."""
+    """Return the `profile` of scaling.json: medians over REPEATS micro batches. The trainer's weights are of
+    no use afterwards."""
     named = [(name, p) for name, p in trainer.bare_model.named_parameters() if p.requires_grad]
     arrived: dict[str, Any] = {}
 
@@ -127,9 +121,11 @@ def measure(trainer: Trainer, clock: Timers) -> dict[str, Any]:
 def main(path: Path) -> None:
     """Print the profile. Raises ConfigError."""
     follow_launcher()
-    with tempfile.TemporaryDirectory(prefix="bert-dp-") as work:
-        facts = profile(load_config(path), Path(work))
-    sys.stdout.write(json.dumps(facts) + "\n")
+    with (
+        tempfile.TemporaryDirectory(prefix="bert-dp-") as work,
+        lone_trainer(load_config(path), Path(work)) as trainer,
+    ):
+        sys.stdout.write(json.dumps(measure(trainer, Timers(trainer.device))) + "\n")
 
 
 if __name__ == "__main__":

@@ -104,10 +104,8 @@ class Task(Protocol):
     """Define seven verbs and two numbers. Made from the configuration and the rank's device, without reading
     data.
 
-    A new one is a file here, its name in TASKS and in `objective.name` of `config/schema.py`; then what it
-    asks of the configuration and of its data (`objective.name` is asked for in `config/schema.py`,
-    `config/checks.py`, `config/batch.py`, `config/examples.py` and `launcher/job.py`), and a parity test
-    of its own.
+    A new one is a file here, its name in TASKS and in `objective.name` of `config/schema.py`, and a parity
+    test of its own.
     """
 
     flops_per_token: float
@@ -133,9 +131,8 @@ class Task(Protocol):
         """Return the targets of `count` samples of the stream, alike on every rank, without drawing them."""
 
     def evaluate(self, model: nn.Module, context: Context) -> dict[str, Any] | None:
-        """Return measurements on held-out data over all replicas, `loss` among them, as files.models.HeldOut
-        has them. None when nothing is held out or `context.stopped`. The model is in eval mode.
-        Collective."""
+        """Return the fields of files.models.HeldOut over all replicas; None when nothing is held out or
+        `context.stopped`. The model is in eval mode. Collective."""
 
     def example_batch(self, micro_size: int) -> MicroBatch:
         """Return a micro batch of the largest shapes, made of no data."""

@@ -230,24 +230,22 @@ def describe(trainer: Trainer, placed: Placement, resumed: Checkpoint | None) ->
     """Describe the run in a few lines of rank 0's log."""
     config, world = trainer.config, trainer.comm.world
     threads = f"{placed.threads} thread{'s' * (placed.threads > 1)} per rank"
-    how = threads if trainer.device.type == "cpu" else f"one GPU and {threads}"
     compiled = "compiled" if trainer.metadata["compiled"] else "eager"
     engine = parallel.engine_name(config.parallel, world.size)
     if trainer.layout.tensor > 1:
         engine += f", tensor {trainer.layout.tensor}"
     residual = ", residual stream in bf16" if config.model.residual_dtype == "bf16" else ""
     lines = [
-        f"ranks: {world.size} x {device_name(trainer.device)}, {how}, {placed}",
+        f"ranks: {world.size} x {device_name(trainer.device)}, {threads}, {placed}",
         f"batch: {trainer.layout}",
         f"model: {trainer.num_parameters:,} parameters, {trainer.precision.name}{residual}, {compiled}, "
         f"engine {engine}",
         f"learning rate: {peak_lr(config).equation}, {config.optim.name}",
     ]
     if resumed is None and (init := trainer.metadata["init_from"]):
-        kept = "weights and moments" if config.run.init_keeps == "moments" else "weights"
         lines.append(
-            f"{kept}: loaded {init['tensors']} of {init['of']} tensors from {init['checkpoint']}, SHA-256 "
-            f"{init['sha256'][:16]}"
+            f"run.init_from, {config.run.init_keeps}: loaded {init['tensors']} of {init['of']} tensors from "
+            f"{init['checkpoint']}, SHA-256 {init['sha256'][:16]}"
         )
     for line in lines:
         trainer.log_rank0(line)

@@ -1,12 +1,10 @@
 """Write and verify checkpoints: canonical (unsharded) state in safetensors + JSON, hashed, atomic.
 
     checkpoints/step-00000100/  model.safetensors optimizer.safetensors state.json manifest.json
-    checkpoints/latest          the name of the newest, for people and scripts
 
 A directory is complete exactly when it has its final name: it is written under a temporary one and
-renamed. What is loaded is the newest that verifies, whatever `latest` says. Rank 0 writes in one thread
-beside training; the long parts of a save (safetensors from 0.8 on, SHA-256, fsync, the look for NaN) leave
-Python's lock to others.
+renamed. What is loaded is the newest that verifies. Rank 0 writes in one thread beside training; the long
+parts of a save (safetensors from 0.8 on, SHA-256, fsync, the look for NaN) leave Python's lock to others.
 """
 
 from __future__ import annotations
@@ -91,7 +89,7 @@ class TrainState:
 def save_checkpoint(
     folder: Path, step: int, state: State, facts: dict[str, Any], keep: int, trusted: Collection[Path] = ()
 ) -> Path:
-    """Write `folder`/step-NNNNNNNN, point `latest` to it and prune to the `keep` newest. Rank 0 only.
+    """Write `folder`/step-NNNNNNNN and prune to the `keep` newest. Rank 0 only.
 
     Everything is on the disk before it gets its name, and the name before this returns. `folder` is there.
     `trusted`: see prune. Raises OSError; then no checkpoint has changed or gone.
@@ -122,7 +120,6 @@ def save_checkpoint(
         raise
     _fsync(folder)
     _fsync(folder.parent)
-    _point_latest(folder, final.name)
     prune(folder, keep, (final, *trusted))
     return final
 
@@ -168,8 +165,8 @@ def prune(folder: Path, keep: int, trusted: Collection[Path] = ()) -> None:
     for path in folder.glob("step-*.tmp-*"):
         shutil.rmtree(path, ignore_errors=True)
     listed = list_checkpoints(folder)
-    for path in folder.glob("step-*.abandoned-*") if listed else ():
-        if _step_of(path) <= _step_of(listed[0]):
+    for path in folder.glob("step-*.abandoned-*"):
+        if listed and _step_of(path) <= _step_of(listed[0]):
             _remove(path)
     good = 0
     for place, path in enumerate(listed):
@@ -191,13 +188,6 @@ def set_aside_after(folder: Path, step: int) -> None:
     for path in list_checkpoints(folder):
         if _step_of(path) > step:
             path.rename(folder / f"{path.name}.abandoned-{uuid.uuid4().hex[:8]}")
-    for path in list_checkpoints(folder)[:1]:
-        _point_latest(folder, path.name)
-
-
-def _point_latest(folder: Path, name: str) -> None:
-    with contextlib.suppress(OSError):  # a hint only, and the checkpoint is safe
-        record.write_text(folder / "latest", f"{name}\n")
 
 
 def check(path: Path) -> str | None:

@@ -80,9 +80,8 @@ class HostCollectives:
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None, device: torch.device) -> list[Any]:
-    """Gather every rank's JSON value, in the order of the group's ranks. Collective; `device`: one the group
-    knows. Torch's own collectives of objects unpickle, and so execute, what a peer sends.
-    """
+    """Gather every rank's JSON value, in the order of the group's ranks, on a device that the group knows.
+    Collective. Torch's own collectives of objects unpickle, and so execute, what a peer sends."""
     data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
     sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
     sizes[dist.get_rank(group)] = len(data)
@@ -129,28 +128,22 @@ def check_places(places: Sequence[HostAndDevice], tensor: int) -> None:
         ranks = [rank for rank, place in enumerate(places) if place == shared]
         if shared.gpu is not None and len(ranks) > 1:
             message = f"ranks {_listed(ranks)} have one GPU, {shared.gpu} of {shared.host}"
-            hint = (
-                "start as many ranks as there are GPUs (--nproc), or give each task one "
-                "(srun --gpus-per-task=1)"
-            )
+            hint = "start a rank for each GPU (--nproc), or give each task one (srun --gpus-per-task=1)"
             issues.append(Issue("run.device", "conflict", message, shared.gpu, "--nproc", hint))
     for first in range(0, len(places), tensor):
         ranks = list(range(first, first + tensor))
         hosts = {places[rank].node: places[rank].host for rank in ranks}
         if len(hosts) > 1:
-            over = _listed(list(hosts.values()))
+            over = ", ".join(hosts.values())
             message = f"{tensor}, and ranks {_listed(ranks)} of one replica are spread over {over}"
-            hint = (
-                f"start a multiple of {tensor} ranks on every node, numbered node by node "
-                "(srun --distribution=block), or use parallel.tensor: 1"
-            )
+            hint = f"start a multiple of {tensor} ranks on every node, numbered node by node"
             issues.append(Issue("parallel.tensor", "conflict", message, tensor, hint=hint))
     if issues:
         raise ConfigError(issues)
 
 
-def _listed(items: Sequence[Any]) -> str:
-    return ", ".join(map(str, items))
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def connect(
@@ -177,11 +170,9 @@ def connect(
 
 def recent_collectives(count: int = 200) -> list[dict[str, Any]]:
     """List the last `count` collectives that this rank has started, oldest first; [] without a recorder.
-
-    One flight recorder holds what NCCL ran, one what the other backends did; both are private to torch and
-    have moved between versions. Sizes are of the inputs, in elements.
-    """
+    Sizes are of the inputs, in elements."""
     collectives: list[dict[str, Any]] = []
+    # what the other backends ran, and what NCCL ran; private to torch
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump = getattr(torch._C._distributed_c10d, name, None)
         entries = json.loads(dump()).get("entries", []) if dump else []

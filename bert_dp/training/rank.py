@@ -197,14 +197,9 @@ def lock_run(run_dir: Path) -> IO[str]:
     that the kernel has not let go yet.
     """
     end = time.monotonic() + (DYING_S if files.LAUNCHER_PID in os.environ else 0.0)
-    is_told = False
     while (held := files.lock(run_dir / ".lock")) is None:
         if time.monotonic() >= end:
             message, hint = f"{run_dir} is in use by another run", "choose another directory"
             raise ConfigError([Issue("--run-dir", "exists", message, str(run_dir), hint=hint)])
-        if not is_told:
-            sys.stdout.write(f"{run_dir}: held by another process; waiting {DYING_S:.0f} s for its end\n")
-            sys.stdout.flush()
-            is_told = True
         time.sleep(0.2)
     return held

@@ -161,7 +161,7 @@ def test_row_09_a_run_killed_in_the_background_write_goes_on_from_the_one_before
     assert "resuming from step-00000004" in again.stdout
     assert logged(run_dir, "step") == list(range(1, 9))
     left = {p.name for p in (run_dir / "checkpoints").iterdir()}
-    assert left == {"step-00000006", "step-00000008", "latest"}
+    assert left == {"step-00000006", "step-00000008"}
 
 
 # --- row 10
@@ -347,7 +347,7 @@ for expected in (errno.ENOSPC, errno.EROFS):
     else:
         raise AssertionError(expected)
     assert [p.name for p in checkpoint.list_checkpoints(folder)] == ["step-00000001"]
-    assert {p.name for p in folder.iterdir()} == {"step-00000001", "latest"}
+    assert {p.name for p in folder.iterdir()} == {"step-00000001"}
     import subprocess
     subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
 """

@@ -87,7 +87,7 @@ def test_newest_are_kept_and_listed_first(tmp_path: Path) -> None:
     for step in (1, 2, 99_999_999, 100_000_000):
         save(tmp_path, step, keep=2)
     assert [p.name for p in checkpoint.list_checkpoints(tmp_path)] == ["step-100000000", "step-99999999"]
-    assert names(tmp_path) == {"step-100000000", "step-99999999", "latest"}
+    assert names(tmp_path) == {"step-100000000", "step-99999999"}
 
 
 def test_foreign_names_stay_and_left_overs_of_interrupted_saves_go(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_foreign_names_stay_and_left_overs_of_interrupted_saves_go(tmp_path: Pat
     assert checkpoint.list_checkpoints(tmp_path) == []
     save(tmp_path, 1, keep=1)
     assert [p.name for p in checkpoint.list_checkpoints(tmp_path)] == ["step-00000001"]
-    assert names(tmp_path) == {"step-7", "best", "step-00000009", "step-00000001", "latest"}
+    assert names(tmp_path) == {"step-7", "best", "step-00000009", "step-00000001"}
 
 
 def fail(*_: object) -> None:
@@ -140,25 +140,14 @@ def test_a_save_that_fails_leaves_the_old_ones_and_nothing_else(
     with pytest.raises(OSError, match="No space left"):
         checkpoint.save_checkpoint(tmp_path, 2, make_state(2), FACTS, 9)
     assert tree(tmp_path) == before
-    assert names(tmp_path) == {"step-00000001", "latest"}
+    assert names(tmp_path) == {"step-00000001"}
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     save(tmp_path, 1)
     path = checkpoint.save_checkpoint(tmp_path, 1, make_state(5), FACTS, 9)
     assert bits(flat(checkpoint.load(path)[0])) == bits(flat(make_state(5)))
-    assert names(tmp_path) == {"step-00000001", "latest"}
-
-
-def test_latest_names_the_newest_and_decides_nothing(tmp_path: Path) -> None:
-    for step in (1, 2):
-        save(tmp_path, step)
-        assert (tmp_path / "latest").read_text() == f"step-{step:08d}\n"
-    checkpoint.set_aside_after(tmp_path, 1)
-    assert (tmp_path / "latest").read_text() == "step-00000001\n"
-    save(tmp_path, 2)
-    (tmp_path / "latest").write_text("step-00000001\n")
-    assert checkpoint.newest_valid(tmp_path)[0] == tmp_path / "step-00000002"
+    assert names(tmp_path) == {"step-00000001"}
 
 
 def test_what_was_set_aside_goes_once_the_run_is_as_far_again(tmp_path: Path) -> None:
@@ -167,16 +156,9 @@ def test_what_was_set_aside_goes_once_the_run_is_as_far_again(tmp_path: Path) ->
     checkpoint.set_aside_after(tmp_path, 1)
     save(tmp_path, 2)
     left = sorted(name.partition(".")[0] for name in names(tmp_path))
-    assert left == ["latest", "step-00000001", "step-00000002", "step-00000003"]
+    assert left == ["step-00000001", "step-00000002", "step-00000003"]
     save(tmp_path, 3)
     assert not [name for name in names(tmp_path) if "abandoned" in name]
-
-
-def test_latest_that_cannot_be_written_is_no_failed_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checkpoint.record, "write_text", fail)
-    assert checkpoint.check(save(tmp_path, 1)) is None
 
 
 @pytest.mark.parametrize(("keep", "left"), [(1, {5}), (2, {5, 3}), (3, {5, 4, 3}), (4, {5, 4, 3, 2})])
@@ -200,7 +182,7 @@ def test_a_checkpoint_that_is_half_removed_does_not_look_like_one(
     assert [p.name for p in checkpoint.list_checkpoints(tmp_path)] == ["step-00000003", "step-00000002"]
     monkeypatch.undo()
     save(tmp_path, 4, keep=2)
-    assert names(tmp_path) == {"step-00000003", "step-00000004", "latest"}
+    assert names(tmp_path) == {"step-00000003", "step-00000004"}
 
 
 @pytest.mark.parametrize("part", ["model", "optimizer"])
@@ -491,8 +473,3 @@ def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(
         (str(temporary / file.name), file.stat().st_size) for file in path.iterdir()
     }
     assert [call[:2] for call in after[:2]] == [("fsync", str(folder)), ("fsync", str(folder.parent))]
-    (hint, hint_size), latest = after[2][1:], after[3]
-    assert after[2][0] == "fsync"
-    assert Path(hint).name.startswith(".latest.")
-    assert latest == ("rename", str(folder / "latest"), hint_size)
-    assert hint_size == len(f"{path.name}\n")

@@ -152,7 +152,7 @@ def test_an_error_is_said_and_counted_and_the_good_ones_stay(
     step, problem = save(saver, 3)
     assert (step, saver.failed_saves) == (2, 1)
     assert lost.count == 1
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001", "step-00000002"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
     (line,) = said
     assert problem is not None
     assert problem in line
