@@ -182,16 +182,9 @@ def batches(run_or_config: str | os.PathLike[str] | Config, step: int) -> Iterat
         path = Path(run_or_config).expanduser()
         run_dir = path if (path / "config.yaml").is_file() else None
         config = load_config(find_config(str(path)) if run_dir is None else path / "config.yaml")
-    if config.objective.name != "mlm":
-        message = f"{config.objective.name} has no masked batches"
-        raise ConfigError(
-            [Issue("objective.name", "unsupported", message, config.objective.name, hint="name an mlm run")]
-        )
-    if config.data.synthetic:
-        message = "true trains on one random batch"
-        raise ConfigError(
-            [Issue("data.synthetic", "unsupported", message, True, hint="name a run on real data")]
-        )
+    if config.objective.name != "mlm" or config.data.synthetic:
+        message, hint = "has no masked batches of real data", "name an mlm run on real data"
+        raise ConfigError([Issue("RUN", "unsupported", message, str(run_or_config), hint=hint)])
     task = MaskedLanguageModel(config, torch.device("cpu"))
     opened = task.open_data()
     found = files.newest_checkpoint_facts(run_dir) if run_dir else None

@@ -105,9 +105,8 @@ def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
 
 
 def agree_precision(rank: Rank, resumed: Checkpoint | None) -> Precision:
-    """Choose the precision of all ranks, on rank 0, by what the devices of all can do. Under auto a run that
-    goes on keeps its own, also where that is slow. Collective. Raises ConfigError for a model that needs
-    another precision."""
+    """Choose the precision of all ranks by what all devices can do; under auto a run that goes on keeps its
+    own. Raises ConfigError for a model that needs another precision. Collective."""
     config = rank.config
     chosen = decide_precision(
         config.precision,
@@ -126,10 +125,7 @@ def build_trainer(
     rank: Rank, resumed: Checkpoint | None = None, plan: ProfilePlan | None = None
 ) -> tuple[Trainer, TrainState, parallel.State]:
     """Build the trainer, the state where it starts, and the tensors that it starts from, not yet loaded.
-    `plan`: steps to profile. Collective.
-
-    Raises ConfigError for a checkpoint with the tensors of another model.
-    """
+    `plan`: steps to profile. Raises ConfigError for a checkpoint of another model. Collective."""
     config, comm, device, data = rank.config, rank.comm, rank.device, rank.data
     precision = agree_precision(rank, resumed)
     allow_tf32(precision, device)
@@ -212,8 +208,7 @@ def make_stream(rank: Rank, engine: parallel.Engine, start_sample: int) -> Strea
 
 
 def cut_records_back(trainer: Trainer, state: TrainState, resumed: Checkpoint | None) -> None:
-    """Cut the records back to the step that the run goes on from, on rank 0. Collective: no rank writes
-    before."""
+    """Cut the records back to the step that the run goes on from, before any rank writes. Collective."""
     run_dir, steps = trainer.run_dir, trainer.run_dir / "steps"
     if trainer.comm.world.rank == 0:
         lines = [run_dir / name for name in ("metrics.jsonl", "evals.jsonl", "noise.jsonl")]

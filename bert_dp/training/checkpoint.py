@@ -89,11 +89,8 @@ class TrainState:
 def save_checkpoint(
     folder: Path, step: int, state: State, facts: dict[str, Any], keep: int, trusted: Collection[Path] = ()
 ) -> Path:
-    """Write `folder`/step-NNNNNNNN and prune to the `keep` newest. Rank 0 only.
-
-    Everything is on the disk before it gets its name, and the name before this returns. `folder` is there.
-    `trusted`: see prune. Raises OSError; then no checkpoint has changed or gone.
-    """
+    """Write `folder`/step-NNNNNNNN, which is on the disk before it gets its name, and prune to the `keep`
+    newest. Rank 0 only. `trusted`: see prune. Raises OSError; then no checkpoint has changed or gone."""
     final = path_of(folder, step)
     temporary = folder / f"{final.name}.tmp-{uuid.uuid4().hex[:8]}"
     temporary.mkdir()
@@ -245,10 +242,8 @@ def load_tensors(path: Path) -> State:
 
 
 def state_issues(path: Path, state: State, model: nn.Module) -> list[Issue]:
-    """Find tensors of a loaded checkpoint that are not those of `model`, whole, or its optimizer.
-
-    A tensor of an optimizer is a number, or has its parameter's type and shape.
-    """
+    """Find tensors of a loaded checkpoint that are not those of `model`, whole, or its optimizer, where each
+    is a number, or has its parameter's type and shape."""
     expected, weights, lines = model.state_dict(), state["model"], list[str]()
     if absent := sorted(expected.keys() - weights.keys()):
         lines.append(f"model.safetensors has no {', '.join(absent)}")
@@ -345,11 +340,8 @@ class AsyncCheckpointer:
         return path_of(self._folder, self.saved_step)
 
     def save(self, step: int, gather: Callable[[], State | None], metadata: dict[str, Any]) -> None:
-        """Gather the state and begin to write it. Collective, as `gather` is.
-
-        An earlier write is waited for first, so the host never holds two states. With `keep` 0 nothing is
-        gathered or written, and the step counts as safe.
-        """
+        """Gather the state and begin to write it, once an earlier write has ended: the host never holds two
+        states. With `keep` 0 nothing is written, and the step counts as safe. Collective."""
         if self._settings.keep == 0:
             self.saved_step = step
             return

@@ -52,10 +52,7 @@ def pci_address(index: int) -> str:
 
 def choose_device(setting: str, world: World) -> torch.device:
     """Choose the device of this rank: the GPU of its local number, or the only one that it sees, which its
-    starter has chosen (srun --gpus-per-task=1, --gpu-bind).
-
-    Raises ConfigError, on all ranks of the machine, when there are more of them than GPUs.
-    """
+    starter has chosen (srun --gpus-per-task=1). Raises ConfigError when there are more ranks than GPUs."""
     if setting != "cpu" and torch.cuda.is_available():
         expand_segments()
         torch.cuda.init()  # before that whole GPUs are counted, also where each is divided (MIG)
@@ -79,9 +76,8 @@ def expand_segments() -> None:
 
 
 def use_device(device: torch.device, *, deterministic: bool) -> None:
-    """Select `device` before anything runs on a GPU, and let torch compute in a fixed order or as is fastest:
-    gradients of attention and of look-ups, and what cuBLAS and inductor choose by timing. The dry run raises
-    where torch knows no fixed order."""
+    """Select `device` before anything runs on a GPU, and let torch compute in a fixed order or as is fastest.
+    The dry run raises where torch knows no fixed order."""
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     # inductor's setting follows, and is slow to load
@@ -131,8 +127,7 @@ def set_affinity(device: torch.device, world: World, places: Sequence[HostAndDev
 
 
 def bind(local_rank: int, local_size: int, gpus: Sequence[str] = (), root: Path = Path("/")) -> Placement:
-    """Bind this process to cores near its GPU, or to an equal share of those that it may use: a GPU reached
-    over the link between sockets costs copies and launches.
+    """Bind this process to cores near its GPU, or to an equal share of those that it may use.
 
     `gpus`: the PCI address of each local rank's GPU, empty for CPU ranks. With fewer cores than ranks nothing
     is bound. A rank that has fewer cores than its parent was bound on purpose (srun, numactl) and keeps them.
@@ -227,8 +222,7 @@ def _read(path: Path) -> str:
 
 def keep_freed_memory() -> None:
     """Let glibc keep what tensors free; else every micro batch gets its large tensors from the kernel again,
-    page by page (110,000 faults a micro batch at 4 layers x 768). Nothing where there is no mallopt.
-    """
+    page by page. Nothing where there is no mallopt."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(-4, 0)  # M_MMAP_MAX: no tensor in a mapping of its own
@@ -266,10 +260,7 @@ def alloc_retries(device: torch.device) -> int | None:
 
 
 def joules(device: torch.device) -> float | None:
-    """Read NVML's counter of this device: joules since its driver was loaded.
-
-    None on a CPU, without the package, or on a GPU older than Volta.
-    """
+    """Read NVML's counter of this device: joules since its driver was loaded; None where there is none."""
     if device.type != "cuda":
         return None
     try:

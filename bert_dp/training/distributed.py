@@ -93,20 +93,12 @@ def gather_json(value: Any, group: dist.ProcessGroup | None, device: torch.devic
     return [json.loads(bytes(part[:size].tolist())) for part, size in zip(parts, sizes.tolist(), strict=True)]
 
 
-@dataclasses.dataclass(frozen=True)
-class RendezvousResult:
-    """The ranks of a run before they have a process group: their store, and host and device of each rank."""
-
-    store: dist.Store
-    places: tuple[HostAndDevice, ...]
-
-
-def rendezvous(world: World, device: torch.device) -> RendezvousResult:
-    """Find the other ranks and where each runs, without a process group: NCCL's start fails, or never ends,
-    where two ranks have one GPU. Collective."""
+def rendezvous(world: World, device: torch.device) -> tuple[dist.Store, tuple[HostAndDevice, ...]]:
+    """Return the store of the ranks, and host and device of each, without a process group: NCCL's start
+    fails, or never ends, where two ranks have one GPU. Collective."""
     mine = own_host_and_device(device)
     if world.size == 1:
-        return RendezvousResult(dist.HashStore(), (mine,))
+        return dist.HashStore(), (mine,)
     path, attempt = os.environ.get(INIT_FILE), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     url = "env://" if path is None else f"file://{path}-{attempt}"
     store, _, _ = next(torch_rendezvous(url, world.rank, world.size, timeout=TIMEOUT))
@@ -115,9 +107,7 @@ def rendezvous(world: World, device: torch.device) -> RendezvousResult:
     if world.rank == 0:
         each = [json.loads(store.get(f"place-{rank}")) for rank in range(world.size)]
         store.set("places", json.dumps(each))
-    return RendezvousResult(
-        store, tuple(HostAndDevice(*fields) for fields in json.loads(store.get("places")))
-    )
+    return store, tuple(HostAndDevice(*fields) for fields in json.loads(store.get("places")))
 
 
 def check_places(places: Sequence[HostAndDevice], tensor: int) -> None:
@@ -147,19 +137,20 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def connect(
-    world: World, device: torch.device, met: RendezvousResult | None = None, *, group_of_one: bool = False
+    world: World, device: torch.device, store: dist.Store | None = None, *, group_of_one: bool = False
 ) -> HostCollectives:
     """Join the process group (nccl on GPUs, gloo on CPUs) and make the gloo side group.
 
-    `met`: None = rendezvous here. A lone rank joins none unless `group_of_one` (the ddp engine on one GPU).
+    `store`: None = rendezvous here. A lone rank joins none unless `group_of_one` (the ddp engine on one GPU).
     """
     if world.size == 1 and not group_of_one:
         return HostCollectives(world, None)
-    met = met or rendezvous(world, device)
+    if store is None:
+        store, _ = rendezvous(world, device)
     on_gpu = device.type == "cuda"
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
-        store=dist.PrefixStore("ranks", met.store),
+        store=dist.PrefixStore("ranks", store),
         rank=world.rank,
         world_size=world.size,
         timeout=TIMEOUT,

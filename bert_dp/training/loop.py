@@ -123,13 +123,10 @@ def train_step(
     """Run forward, backward, reduction, clipping and the optimizer step.
 
     `batches` gives `grad_accum_steps` micro batches, each drawn when the one before it has been passed to the
-    device: the next is made while that computes. `num_targets` is that of the step over all replicas. Returns
-    this replica's share of the mean loss over them (the shares sum to it) and the reduced gradient norm, both
-    device scalars; no host sync. `progress` is called after each micro batch.
-
-    Timed without the wait for data, as own_work: up to the last micro batch's backward, before any gradient
-    is reduced. That is this rank's alone under single, ddp, zero1 and accelerate; fsdp and tensor parallelism
-    meet in the forward.
+    device. `num_targets` is that of the step over all replicas. Returns this replica's share of the mean loss
+    over them (the shares sum to it) and the reduced gradient norm, both device scalars; no host sync.
+    `progress` is called after each micro batch. Timed as own_work: forward and backward up to the last micro
+    batch's backward, before any gradient is reduced.
     """
     loss_share = torch.zeros((), dtype=precision.parameters, device=device)
     for left, batch in zip(reversed(range(grad_accum_steps)), batches, strict=True):
@@ -152,10 +149,8 @@ def train_step(
 
 def dry_run(trainer: Trainer, start: State) -> None:
     """Run one synchronised step before the first real one: compile, find out-of-memory early, let DDP build
-    its buckets (at three ranks or more its first iteration reduces in another order). Collective.
-
-    It takes no samples, and what it moves is then what `start` holds.
-    """
+    its buckets (at three ranks or more its first iteration reduces in another order). It takes no samples;
+    then the state is `start`. Collective."""
     layout, engine = trainer.layout, trainer.engine
     count = min(2, layout.grad_accum_steps)
     trainer.step(
@@ -175,9 +170,8 @@ def dry_run(trainer: Trainer, start: State) -> None:
 def evaluate(
     trainer: Trainer, stopped: Callable[[], bool], run_dir: Path | None = None
 ) -> dict[str, Any] | None:
-    """Return the task's measurements on held-out data, without dropout; None when nothing is held out or
-    `stopped`, asked before each batch and alike on all ranks, says so. `run_dir`: where rank 0 writes
-    predictions of single examples. Collective."""
+    """Return the task's measurements on held-out data, without dropout. `stopped`, `run_dir`: see `Context`.
+    Collective."""
     context = Context(
         comm=trainer.comm,
         device=trainer.device,
@@ -197,10 +191,7 @@ def evaluate(
 
 def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> TrainingOutcome:
     """Train until the budget is spent, a signal arrives on any rank, or the run gives up; `state` is kept up
-    to date.
-
-    Rank 0 writes metrics.jsonl, noise.jsonl, evals.jsonl and checkpoints. Collective.
-    """
+    to date. Collective."""
     config, meter, heartbeat = trainer.config, trainer.meter, trainer.heartbeat
     peak = peak_lr(config).value
     meter.start(trainer.stream.wait_s)

@@ -82,9 +82,9 @@ class Timers:
         self.stop(name)
 
     def drain(self) -> dict[str, list[float]]:
-        """Return name -> seconds of each step that has ended since the last drain: TIMED, `step` (the whole
-        step) and `host` (until its last operation was enqueued; 0 where a GPU still had most of it before it,
-        as the host may then have waited for room in its queue). The device must be synchronised."""
+        """Return name -> seconds of each step since the last drain: TIMED, `step` (the whole step) and `host`
+        (until its last operation was enqueued; 0 where the GPU lagged, as the host may then have waited for
+        room in its queue). The device must be synchronised."""
         steps = []
         for phases, begin, end, host_s in self._finished:
             seconds = dict.fromkeys(TIMED, 0.0) | {"step": self.between(begin, end), "host": host_s}
@@ -98,12 +98,8 @@ class Timers:
 def straggler(
     compute_before_reduction_s: Sequence[float], steps: int
 ) -> tuple[float | None, dict[str, float] | None]:
-    """Return the ratio of the slowest rank's own work to the median of the others', and the straggler: rank,
-    ratio and the seconds per step that the others wait for it, or None.
-
-    compute_before_reduction_s: seconds of each rank over `steps` steps.
-    (None, None) for a lone rank or before a step.
-    """
+    """Return the ratio of the slowest rank's own work over `steps` steps to the median of the others', and
+    the straggler: rank, ratio and the seconds per step that the others wait for it, or None."""
     if len(compute_before_reduction_s) < 2 or not steps:
         return None, None
     slowest = max(compute_before_reduction_s)
@@ -193,15 +189,13 @@ class Meter:
 
     def flush(self, state: TrainState, *, epoch: int, progress: float, elapsed_s: float) -> dict[str, Any]:
         """Return a line of metrics.jsonl: times and rates are means over the steps since the previous line,
-        `lr` and `global_batch` those of the step, `progress` is after it. One sync, one gather; the same
-        line on every rank, but for its clock. Collective."""
+        `lr` and `global_batch` those of the step. One sync, one gather. Collective."""
         synchronize(self._device)
         ranks = self._gather(state.step, time.perf_counter() - self._start - self._paused_s)
         names = ("data_wait_s", "forward_backward_s", "optimizer_s")
         split = dict(zip(names, ranks[0, 2:5].tolist(), strict=True))
-        self.compute_before_reduction_s = [
-            s + t for s, t in zip(self.compute_before_reduction_s, ranks[:, 5].tolist(), strict=True)
-        ]
+        own = zip(self.compute_before_reduction_s, ranks[:, 5].tolist(), strict=True)
+        self.compute_before_reduction_s = [before + seconds for before, seconds in own]
         seconds = ranks[0, 6].item()
         for name, value in {"train_s": seconds, **split}.items():
             self.totals[name] += value
@@ -239,11 +233,10 @@ class Meter:
         wait, TIMED and all. Leave this rank's own steps in `steps`."""
         phases, memory_gib = self.timers.drain(), peak_memory_gib(self._device)
         waits = exposed_waits([b - a for a, b in itertools.pairwise(self._waits)], phases)
-        parts = {f"{name}_s": each for name, each in phases.items()}
         self.steps = {
             "step": step,
             "data_wait_s": waits,
-            **parts,
+            **{f"{name}_s": each for name, each in phases.items()},
             "peak_memory_gib": memory_gib,
             "alloc_retries": alloc_retries(self._device),
         }

@@ -120,8 +120,7 @@ class NormPairs:
 def estimate(
     small_sq: Sequence[float], big_sq: Sequence[float], b_small: ArrayLike, b_big: ArrayLike
 ) -> NoiseScale:
-    """Estimate B_simple from squared gradient norms of steps at batch b < B; b and B one number, or one a
-    step.
+    """Estimate B_simple from squared gradient norms of steps at batch b < B, one number or one a step.
 
         E |g_b|^2 = |G|^2 + tr(Sigma) / b, so per step, without bias,
         |G|^2      = (B |g_B|^2 - b |g_b|^2) / (B - b)
@@ -129,10 +128,7 @@ def estimate(
 
     Both are averaged over the steps before they are divided. The interval is Fieller's: all ratios x with
     (mean tr - x mean |G|^2)^2 <= t^2 Var(mean tr - x mean |G|^2), the variance from 20 blocks of consecutive
-    steps. It covered the truth in 95 % of simulations, a percentile bootstrap of such blocks in 92 %.
-
-    Inconclusive: fewer than 50 steps, or |G|^2 or tr(Sigma) not above 0 at 99.9 %: at 97.5 % one run in forty
-    without any gradient would show a figure. Raises ValueError where b is not below B.
+    steps. Inconclusive: fewer than 50 steps, or |G|^2 or tr(Sigma) not above 0 at 99.9 %.
     """
     small_N, big_N, b_N, B_N = np.broadcast_arrays(
         *(np.asarray(x, np.float64) for x in (small_sq, big_sq, b_small, b_big))

@@ -148,11 +148,8 @@ class Records:
 
 
 def redirect_output(rank: int, errors: WriteErrors) -> None:
-    """Append everything this process prints to $BERT_DP_LOG_DIR/rank-N.log, if the launcher set it.
-
-    A line separates it from the output of an earlier process of that rank. Failed writes are counted in
-    `errors`.
-    """
+    """Append everything this process prints to $BERT_DP_LOG_DIR/rank-N.log, if the launcher set it, after a
+    line that separates it from an earlier process's. Failed writes are counted in `errors`."""
     sys.stdout, sys.stderr = LogStream(1, errors), LogStream(2, errors)
     if folder := os.environ.get(LOG_DIR):
         try:
@@ -169,10 +166,8 @@ def redirect_output(rank: int, errors: WriteErrors) -> None:
 
 
 def show_stacks_on_signal(rank: int) -> None:
-    """On SIGUSR2 append the stacks of all threads to $BERT_DP_LOG_DIR/rank-N.stack, or to stderr without it.
-
-    A C handler writes them: also while other C code holds the interpreter lock.
-    """
+    """On SIGUSR2 append the stacks of all threads to $BERT_DP_LOG_DIR/rank-N.stack, or to stderr without it,
+    also while C code holds the interpreter lock."""
     file: IO[str] = sys.stderr
     if folder := os.environ.get(LOG_DIR):
         with contextlib.suppress(OSError):  # a full disk

@@ -139,8 +139,8 @@ def test_each_attempt_meets_in_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(distributed, "torch_rendezvous", of_torch)
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     monkeypatch.setenv("BERT_DP_INIT_FILE", "/x/store")
-    met = rendezvous(World(0, 0, 2, 1), CPU)
-    assert met.places == (own_host_and_device(CPU), HostAndDevice("n2/1", None))
+    _, places = rendezvous(World(0, 0, 2, 1), CPU)
+    assert places == (own_host_and_device(CPU), HostAndDevice("n2/1", None))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
     rendezvous(World(0, 0, 2, 1), CPU)
     monkeypatch.delenv("BERT_DP_INIT_FILE")
@@ -163,8 +163,7 @@ def test_gradients_go_by_nccl_on_gpus_and_everything_else_by_gloo(
     )
     monkeypatch.setattr(torch.distributed, "new_group", lambda backend, **how: begun.append((backend, how)))
     world = World(3, 1, 4, 2)
-    met = distributed.RendezvousResult(torch.distributed.HashStore(), (HostAndDevice("n1/1", None),) * 4)
-    assert connect(world, device, met).world == world
+    assert connect(world, device, torch.distributed.HashStore()).world == world
     (main, how), side = begun
     assert (main, how["device_id"], how["timeout"]) == (backend, bound, distributed.TIMEOUT)
     assert (how["rank"], how["world_size"]) == (3, 4)
@@ -333,9 +332,9 @@ def check_everything() -> None:
     world = read_world(os.environ)
     node = own_host_and_device(CPU).node
     distributed.own_host_and_device = lambda device: HostAndDevice(node, f"gpu {world.rank}")  # type: ignore[assignment]
-    met = rendezvous(world, CPU)
-    assert met.places == tuple(HostAndDevice(node, f"gpu {rank}") for rank in range(world.size))
-    comm = connect(world, CPU, met)
+    store, places = rendezvous(world, CPU)
+    assert places == tuple(HostAndDevice(node, f"gpu {rank}") for rank in range(world.size))
+    comm = connect(world, CPU, store)
     check_comm(comm, [3.5, -1.25, 1e300][: world.size])
     check_clock(comm)
     for sender in range(world.size):

@@ -171,8 +171,8 @@ def test_what_cannot_be_drawn_is_refused(tmp_path: Path, shards: Path) -> None:
         ("step", hours, 3),
         ("step", config_of(shards), 0),
         ("data", other, 1),
-        ("objective.name", config_of(shards, objective={"name": "finetune"}), 1),
-        ("data.synthetic", synthetic(shards), 1),
+        ("RUN", config_of(shards, objective={"name": "finetune"}), 1),
+        ("RUN", synthetic(shards), 1),
         ("batch.global_size", config_of(shards, batch={"global_size": 12, "micro_size": 5}), 1),
         ("no-such-run", "no-such-run", 1),
     ]
