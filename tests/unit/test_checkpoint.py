@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
-import io
 import itertools
 import json
 import os
-import pickle
 import re
 import shutil
 from collections.abc import Callable
@@ -303,27 +301,6 @@ def test_resolve_takes_a_checkpoint_a_run_and_a_folder(tmp_path: Path) -> None:
     for source in (tmp_path / "file", tmp_path / "empty", tmp_path / "none", tmp_path / "a" / "b"):
         with pytest.raises(ConfigError, match="no valid checkpoint there"):
             checkpoint.resolve(str(source))
-
-
-class Bomb:
-    def __init__(self, canary: str):
-        self.canary = canary
-
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return os.mkdir, (self.canary,)
-
-
-@pytest.mark.parametrize("writer", ["pickle", "torch"])
-def test_a_pickle_is_refused_and_not_executed(tmp_path: Path, writer: str) -> None:
-    canary = tmp_path / "canary"
-    path = save(tmp_path / "checkpoints", 1)
-    data = io.BytesIO()
-    {"pickle": pickle.dump, "torch": torch.save}[writer](Bomb(str(canary)), data)
-    rewrite(path, "model.safetensors", data.getvalue())
-    assert checkpoint.check(path) is None  # its hashes are right: only the format can stop it
-    with pytest.raises(ConfigError, match="not a checkpoint"):
-        checkpoint.load(path)
-    assert not canary.exists()
 
 
 # --- what was written by hand

@@ -105,24 +105,20 @@ def test_a_closed_heartbeat_is_still_and_holds_its_file_once(path: Path) -> None
     assert path.exists(), "the launcher still reads it"
 
 
-def test_a_full_disk_gives_a_heartbeat_that_nobody_reads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", ["a full disk", "a file in the place of the directory"])
+def test_a_run_goes_on_where_no_file_can_be(path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     def full(descriptor: int, data: bytes) -> int:
         raise OSError(errno.ENOSPC, "full")
 
     with monkeypatch.context() as disk:
-        disk.setattr(os, "write", full)
+        if how == "a full disk":
+            disk.setattr(os, "write", full)
+        else:
+            path.parent.write_text("")
         beat = HeartbeatWriter(path)
     beat.enter("step", 1)
     beat.close()
     assert read_heartbeat(path) is None
-
-
-def test_a_run_goes_on_where_no_file_can_be(tmp_path: Path) -> None:
-    (tmp_path / "heartbeats").write_text("a file where the directory should be")
-    beat = HeartbeatWriter(heartbeat_path(tmp_path, 0))
-    beat.enter("step", 1)
-    beat.close()
-    assert read_heartbeat(heartbeat_path(tmp_path, 0)) is None
 
 
 def test_an_earlier_file_is_replaced_and_a_torn_one_is_none(path: Path) -> None:

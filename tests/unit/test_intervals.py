@@ -1,9 +1,8 @@
 """Every interval that a person is shown, against its documented formula, by plain arithmetic; that of a micro
-batch is in test_throughput.py."""
+batch is in test_throughput.py, that of the noise scale in test_noise_estimate.py."""
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
@@ -31,33 +30,6 @@ def test_the_half_width_of_a_mean_has_the_degrees_of_its_values() -> None:
     assert stats.half_width(values) == pytest.approx(2.228139 * sd / math.sqrt(11), rel=1e-6)
     assert pytest.approx(2.093024, rel=1e-6) == noise.T_95
     assert pytest.approx(3.579400, rel=1e-6) == noise.T_999
-
-
-# --- the gradient noise scale
-
-
-@pytest.mark.parametrize("steps", [50, 60, 207])
-def test_ends_of_the_noise_interval_solve_fiellers_equation(steps: int) -> None:
-    """(mean tr - x mean |G|^2)^2 = t^2 Var(mean tr - x mean |G|^2), the variance from 20 blocks of steps:
-    20 / 19 of the sum of squared deviations of the blocks' sums, over steps^2."""
-    rng = np.random.default_rng(steps)
-    slow = np.repeat(rng.normal(0, 0.3, steps), 4)[:steps]  # neighbours are alike
-    big = 5.0 + slow + rng.normal(0, 0.3, steps)
-    small = big + 8.0 + rng.normal(0, 0.5, steps) - slow
-    found = noise.estimate(small.tolist(), big.tolist(), 2, 10)
-    grad, trace = (10 * big - 2 * small) / 8, (small - big) / (1 / 2 - 1 / 10)
-
-    def variance_of_mean(values: np.ndarray) -> float:
-        cuts = [k * steps // 20 for k in range(21)]
-        deviations = [sum(values[a:b] - values.mean()) for a, b in itertools.pairwise(cuts)]
-        return float(20 / 19 * sum(d**2 for d in deviations) / steps**2)
-
-    assert found.noise_scale == pytest.approx(trace.mean() / grad.mean())
-    assert found.interval is not None
-    assert found.interval[0] < found.interval[1]
-    for x in found.interval:
-        off = trace - x * grad
-        assert off.mean() ** 2 == pytest.approx(noise.T_95**2 * variance_of_mean(off), rel=1e-9)
 
 
 # --- a cell of `bert-dp scale`

@@ -33,19 +33,14 @@ from bert_dp.training.devices import precision_of
 from bert_dp.training.distributed import HostCollectives, SharedClock, Stop
 from bert_dp.training.loop import Trainer, TrainingOutcome, evaluate, train
 from bert_dp.training.process import Signals, World, gc_paused
-from tests.helpers import TINY_MODEL, logged, make_config, read_json, read_lines, write_lines
+from tests.helpers import TINY_MODEL, logged, read_json, read_lines, tiny_run, write_lines
 
 LENGTH = 16
 
 
 def config(shards: Path, **sections: Any) -> Any:
-    base = {
-        "data": {"path": str(shards), "sequence_length": LENGTH},
-        "batch": {"global_size": 4, "micro_size": 2},
-        "model": {**TINY_MODEL, "dropout": 0.5},
-        "compile": "off",
-    }
-    return make_config(**base | sections)
+    base = {"batch": {"global_size": 4, "micro_size": 2}, "model": {**TINY_MODEL, "dropout": 0.5}}
+    return tiny_run(shards, **base | sections)
 
 
 # --- evaluation

@@ -85,9 +85,12 @@ def test_rates_count_all_ranks_or_one_gpu_and_mfu_is_a_share_of_one_peak(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = Run(monkeypatch)
+    early = run.meter.total_rates()  # of a run that is stopped before it has made a step
     for _ in range(3):
         run.step()
     line = run.line()
+    assert (line.lr, line.progress, line.elapsed_s, line.epoch) == (1e-3, 0.2, run.now, 0)
+    assert (line.step, line.samples, line.tokens, line.global_batch) == (3, 36, 36 * LENGTH, 12)
     tokens_per_s = 12 * LENGTH / STEP
     assert line.step_time_s == STEP
     assert line.steps_per_s == pytest.approx(1 / STEP)
@@ -103,33 +106,10 @@ def test_rates_count_all_ranks_or_one_gpu_and_mfu_is_a_share_of_one_peak(
     run.line()
     for name, rate in run.meter.total_rates().items():
         assert rate == pytest.approx(getattr(line, name)), name
-
-
-def test_a_line_has_the_rate_the_progress_and_the_time_that_it_is_given(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    run = Run(monkeypatch)
-    run.step()
-    line = run.line()
-    assert (line.lr, line.progress, line.elapsed_s, line.epoch) == (1e-3, 0.2, run.now, 0)
-    assert (line.step, line.samples, line.tokens, line.global_batch) == (1, 12, 12 * LENGTH, 12)
-
-
-def test_before_the_first_line_no_rate_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a run that is stopped before it has made a step."""
-    run = Run(monkeypatch)
-    early = run.meter.total_rates()
-    assert set(early.values()) == {None}
-    run.step()
-    run.line()
-    assert early.keys() == run.meter.total_rates().keys()
-
-
-def test_without_a_known_peak_there_is_no_mfu(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(monkeypatch, peak=None)
-    run.step()
-    assert run.line().mfu is None
-    assert run.meter.total_rates()["mfu"] is None
+    assert early == dict.fromkeys(run.meter.total_rates())
+    unknown = Run(monkeypatch, peak=None)
+    unknown.step()
+    assert unknown.line().mfu is None
 
 
 def test_the_loss_is_summed_over_replicas_and_the_memory_is_the_greatest_ranks(

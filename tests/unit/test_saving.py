@@ -6,7 +6,6 @@ import errno
 import functools
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -183,17 +182,6 @@ def test_a_full_disk_makes_room_and_tries_once_more(
     assert (said, saver.failed_saves) == ([], 0)
 
 
-def test_a_disk_that_stays_full_keeps_the_last_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saver = make(tmp_path, keep=9)
-    save(saver, 1, 2, 3)
-    monkeypatch.setattr(checkpoint, "save_file", failing(errno.ENOSPC, 1, 99))
-    for step in (4, 5):
-        assert save(saver, step)[0] == 3
-        assert names(tmp_path) == ["step-00000003", "step-00000002"]
-    assert saver.failed_saves == 2
-    assert [weight(p) for p in checkpoint.list_checkpoints(tmp_path)] == [3.0, 2.0]
-
-
 @pytest.mark.parametrize("part", ["model", "optimizer"])
 def test_what_is_not_finite_is_never_written(tmp_path: Path, part: str) -> None:
     said: list[str] = []
@@ -223,28 +211,6 @@ def test_what_is_no_failed_save_is_raised(tmp_path: Path, monkeypatch: pytest.Mo
         saver.wait()
     with pytest.raises(RuntimeError, match="a fault of ours"):
         saver.save(2, lambda: state(2.0), FACTS)
-
-
-def test_other_threads_run_while_a_file_is_written(tmp_path: Path) -> None:
-    """Of ten slices of the time that save_file takes, this thread is seen in three at least, however busy the
-    machine; beside a writer that keeps Python's lock it could be seen in the first and the last only."""
-    tensors = {"w": torch.ones(64 * 2**20)}  # 256 MiB
-    times: list[float] = []
-
-    def write() -> None:
-        times.append(time.perf_counter())
-        checkpoint.save_file(tensors, tmp_path / "file")
-        times.append(time.perf_counter())
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    seen: list[float] = []
-    while writer.is_alive():
-        seen.append(time.perf_counter())
-        time.sleep(0)
-    begin, end = times
-    slices = {int(10 * (t - begin) / (end - begin)) for t in seen if begin <= t < end}
-    assert len(slices) >= 3, slices
 
 
 def test_a_save_does_not_make_the_run_directory_again(tmp_path: Path) -> None:
