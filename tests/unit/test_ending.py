@@ -335,16 +335,16 @@ class System:
 
     SIGKILL, SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIG_IGN = 9, 2, 15, 1, 10, 1
 
-    def __init__(self, *rounds: list[int], said: bytes = b""):
+    def __init__(self, *rounds: list[int]):
         self.rounds, self.now, self.killed = list(rounds), 0.0, list[int]()
-        self.said, self.ignored = said, set[int]()
+        self.ignored = set[int]()
 
     def marked(self, marks: tuple[str, ...]) -> list[int]:
         return (self.rounds.pop(0) if len(self.rounds) > 1 else self.rounds[0]) if marks == ("RUN=1",) else []
 
     def read(self, descriptor: int, count: int) -> bytes:
         assert self.ignored == {1, 2, 10, 15}, "it must outlive what ends the launcher"
-        return self.said
+        return b""
 
     def signal(self, number: int, handler: int) -> None:
         assert handler == self.SIG_IGN
@@ -364,21 +364,16 @@ class System:
         return self.now
 
 
-def reap(monkeypatch: pytest.MonkeyPatch, scratch: Path, *rounds: list[int], said: bytes = b"") -> System:
-    system = System(*rounds, said=said)
-    for name in ("os", "signal", "time"):
-        monkeypatch.setattr(reaper, name, system)
-    monkeypatch.setattr(reaper, "marked", system.marked)
-    reaper.main(str(scratch), "RUN=1")
-    return system
-
-
 def test_the_reaper_looks_again_until_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Something was started while the first were killed, one had gone, one needed a second time."""
     (tmp_path / "scratch").mkdir()
-    system = reap(monkeypatch, tmp_path / "scratch", [404, 11], [11, 12], [])
+    system = System([404, 11], [11, 12], [])
+    for name in ("os", "signal", "time"):
+        monkeypatch.setattr(reaper, name, system)
+    monkeypatch.setattr(reaper, "marked", system.marked)
+    reaper.main(str(tmp_path / "scratch"), "RUN=1")
     assert system.killed == [404, 11, 11, 12]
     assert system.now >= reaper.PATIENCE_S  # ranks that can end by themselves had their time
     assert not (tmp_path / "scratch").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -167,46 +168,28 @@ def test_advice_on_memory_counts_in_the_precision_of_the_machine_or_the_checkpoi
             assert (advised == fits) == (name == ("bf16" if machine is WITH else "fp32"))
 
 
-def dry_run(tmp_path: Path, *settings: str, resume: str = "auto") -> None:
-    overrides = ["run.device=cpu", *settings]
-    console = Console(width=400)
-    loaded = job.load(None, overrides, tmp_path / "run")
-    code = train.train(
-        loaded, nproc="1", run_dir=tmp_path / "run", resume=resume, dry_run=True, console=console
-    )
-    assert code == 0
-
-
-@pytest.mark.parametrize(("machine", "chosen"), [(WITH, "bf16"), (WITHOUT, "fp32")])
-def test_a_dry_run_names_what_auto_is(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    machine: Environment,
-    chosen: str,
-) -> None:
-    monkeypatch.setattr(environment, "probe", lambda *_: machine)
-    dry_run(tmp_path)
-    shown = capsys.readouterr().out
-    assert f"(estimate, {chosen}, " in shown
-    assert "emulated" not in shown
-
-
-def test_bf16_where_it_is_emulated_is_a_warning(
+def test_a_dry_run_names_what_auto_is_and_warns_of_what_is_emulated(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(environment, "probe", lambda *_: WITHOUT)
 
-    def warnings(*settings: str) -> list[str]:
-        dry_run(tmp_path, *settings)
-        lines = capsys.readouterr().out.splitlines()
-        return [line for line in lines if line.startswith("warning: precision: bf16 is emulated on this CPU")]
+    def dry_run(machine: Environment, *settings: str) -> tuple[str, bool]:
+        """The precision of the estimate, and whether there is a warning."""
+        monkeypatch.setattr(environment, "probe", lambda *_: machine)
+        run_dir, console = tmp_path / "run", Console(width=400)
+        loaded = job.load(None, ["run.device=cpu", *settings], run_dir)
+        options: Any = {"run_dir": run_dir, "resume": "auto", "dry_run": True, "console": console}
+        assert train.train(loaded, nproc="1", **options) == 0
+        shown = capsys.readouterr().out
+        return shown.partition("(estimate, ")[2].partition(",")[0], "bf16 is emulated on this CPU" in shown
 
-    assert warnings() == warnings("precision=fp32") == []
-    assert len(warnings("precision=bf16")) == 1
-    monkeypatch.setattr(environment, "probe", lambda *_: WITH)
-    assert warnings("precision=bf16") == []
+    assert dry_run(WITH) == dry_run(WITH, "precision=bf16") == ("bf16", False)
+    assert dry_run(WITHOUT) == dry_run(WITHOUT, "precision=fp32") == ("fp32", False)
+    assert dry_run(WITHOUT, "precision=bf16") == ("bf16", True)
+    config = job.load(None, ["run.device=cpu"]).config
+    facts = {**FACTS, "step": 1, "precision": "bf16", "config": config.model_dump(mode="json")}
+    write_files(tmp_path / "run/checkpoints/step-00000001", {"state.json": json.dumps(facts)})
+    assert dry_run(WITHOUT)[0] == "bf16", "a run that goes on has its own"
 
 
 @pytest.mark.parametrize(
@@ -232,18 +215,6 @@ def test_a_run_that_left_no_summary_tells_what_its_ranks_had_decided(tmp_path: P
     for facts, chosen in (({}, None), ({"worker": "x"}, None), ({"worker": {"precision": "bf16"}}, "bf16")):
         files.write_json(tmp_path / "environment.json", facts)
         assert run_files.load(tmp_path).summary.precision == chosen
-
-
-def test_the_estimate_of_a_run_that_goes_on_is_in_its_own_precision(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setattr(environment, "probe", lambda *_: WITHOUT)
-    config = job.load(None, ["run.device=cpu"]).config
-    facts = {**FACTS, "step": 1, "precision": "bf16", "config": config.model_dump(mode="json")}
-    files.write_json(write_files(tmp_path, {"run/checkpoints/step-00000001/x": ""}) / "x", {})
-    files.write_json(tmp_path / "run/checkpoints/step-00000001/state.json", facts)
-    dry_run(tmp_path)
-    assert "(estimate, bf16, " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
