@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import itertools
 import math
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -300,11 +301,8 @@ def watch_loss(trainer: Trainer, state: TrainState, loss: float) -> None:
     recent = state.recent_losses
     if metrics.is_spike(loss, recent):
         state.loss_spikes += 1
-        mean = sum(recent) / len(recent)
-        trainer.log_rank0(
-            f"warning: loss spike at step {state.step}: {loss:.4f}, mean of the last {len(recent)} "
-            f"logged losses {mean:.4f}"
-        )
+        mean = f"mean of the last {len(recent)} logged losses {statistics.fmean(recent):.4f}"
+        trainer.log_rank0(f"warning: loss spike at step {state.step}: {loss:.4f}, {mean}")
     if math.isfinite(loss):
         state.recent_losses = [*recent, loss][-metrics.WINDOW :]
 

@@ -306,9 +306,7 @@ def is_spike(loss: float, recent: Sequence[float]) -> bool:
     """Return True if a logged loss is above mean + SIGMAS standard deviations of the ones before it."""
     if len(recent) < ENOUGH or not math.isfinite(loss):  # the latter is skipped and counted elsewhere
         return False
-    mean = sum(recent) / len(recent)
-    deviation = math.sqrt(sum((x - mean) ** 2 for x in recent) / len(recent))
-    return loss > mean + SIGMAS * deviation
+    return loss > statistics.fmean(recent) + SIGMAS * statistics.pstdev(recent)
 
 
 def has_diverged(heldout_loss: float, step: int) -> str | None:

@@ -309,16 +309,11 @@ def _map(path: Path) -> mmap.mmap:
     try:
         path.parent.mkdir(exist_ok=True)
         path.unlink(missing_ok=True)
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    except OSError:
-        return mmap.mmap(-1, BEAT_BYTES)
-    try:
-        os.write(file, bytes(BEAT_BYTES))
-        return mmap.mmap(file, BEAT_BYTES)
+        path.write_bytes(bytes(BEAT_BYTES))
+        with path.open("r+b") as file:
+            return mmap.mmap(file.fileno(), BEAT_BYTES)
     except (OSError, ValueError):  # ValueError: the file is shorter than it should be
         return mmap.mmap(-1, BEAT_BYTES)
-    finally:
-        os.close(file)
 
 
 # (rank, local rank, world size, local world size): torchrun / accelerate, deepspeed, Slurm, Open MPI

@@ -32,7 +32,6 @@ def write_summary(
     memory, used = gathered[:, 0].max().item(), gathered[:, 1].sum().item()
     if trainer.comm.world.rank != 0:
         return
-    totals = trainer.meter.totals
     status: RunStatus = "failed" if result.failure else "stopped" if result.signal else "done"
     scale = noise.estimate_of_run(trainer.run_dir) if trainer.config.log.noise_scale else None
     engine = engine_name(trainer.config.parallel, trainer.comm.world.size)
@@ -81,10 +80,7 @@ def write_summary(
         time_s={
             "setup": setup_s,
             "compile": dry_run_s,
-            "train": totals["train_s"],
-            "data_wait": totals["data_wait_s"],
-            "forward_backward": totals["forward_backward_s"],
-            "optimizer": totals["optimizer_s"],
+            **{name.removesuffix("_s"): seconds for name, seconds in trainer.meter.totals.items()},
             "eval": state.eval_s,
             "save": trainer.checkpointer.stall_s,
         },

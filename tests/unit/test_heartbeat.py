@@ -107,12 +107,12 @@ def test_a_closed_heartbeat_is_still_and_holds_its_file_once(path: Path) -> None
 
 @pytest.mark.parametrize("how", ["a full disk", "a file in the place of the directory"])
 def test_a_run_goes_on_where_no_file_can_be(path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    def full(descriptor: int, data: bytes) -> int:
+    def full(path: Path, data: bytes) -> int:
         raise OSError(errno.ENOSPC, "full")
 
     with monkeypatch.context() as disk:
         if how == "a full disk":
-            disk.setattr(os, "write", full)
+            disk.setattr(Path, "write_bytes", full)
         else:
             path.parent.write_text("")
         beat = HeartbeatWriter(path)
