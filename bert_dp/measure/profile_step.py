@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from bert_dp import tasks
 from bert_dp.config import Config, batch_layout, load_config
 from bert_dp.training import build
@@ -62,18 +60,14 @@ def measure(trainer: Trainer, clock: Timers) -> dict[str, Any]:
     no use afterwards."""
     named = [(name, p) for name, p in trainer.bare_model.named_parameters() if p.requires_grad]
     arrived: dict[str, Any] = {}
-
-    def note(name: str) -> Any:
-        def hook(_: Tensor) -> None:
-            arrived[name] = clock.mark()
-
-        return hook
-
-    hooks = [p.register_post_accumulate_grad_hook(note(name)) for name, p in named]
-    rounds: list[tuple[float, float, float, dict[str, float]]] = []
+    hooks = [
+        p.register_post_accumulate_grad_hook(lambda _, name=name: arrived.update({name: clock.mark()}))
+        for name, p in named
+    ]
+    rounds: list[dict[str, float]] = []
     batch = trainer.stream.next().to(trainer.device)
     num_targets = trainer.task.num_targets(0, trainer.layout.micro_size)
-    for number in range(WARM_UP + REPEATS):
+    for _ in range(WARM_UP + REPEATS):
         synchronize(trainer.device)
         start = clock.mark()
         with trainer.precision.context(trainer.device):
@@ -84,17 +78,12 @@ def measure(trainer: Trainer, clock: Timers) -> dict[str, Any]:
         trainer.engine.step(trainer.config.optim.clip)
         stepped = clock.mark()
         synchronize(trainer.device)
-        if number >= WARM_UP:
-            ready = {name: clock.between(turn, mark) for name, mark in arrived.items()}
-            rounds.append(
-                (clock.between(start, turn), clock.between(turn, end), clock.between(end, stepped), ready)
-            )
+        parts = {"forward_s": (start, turn), "backward_s": (turn, end), "optimizer_s": (end, stepped)}
+        seconds = {name: clock.between(*marks) for name, marks in parts.items()}
+        rounds.append(seconds | {name: clock.between(turn, mark) for name, mark in arrived.items()})
     for handle in hooks:
         handle.remove()
-    forward_s, backward_s, optimizer_s = (
-        statistics.median(times) for times in zip(*(r[:3] for r in rounds), strict=True)
-    )
-    ready_s = {name: statistics.median(r[3][name] for r in rounds) for name in rounds[0][3]}
+    medians = {name: statistics.median(r[name] for r in rounds[WARM_UP:]) for name in rounds[0]}
     sizes = {name: p.nbytes for name, p in named}
     return {
         "device": device_name(trainer.device),
@@ -107,13 +96,11 @@ def measure(trainer: Trainer, clock: Timers) -> dict[str, Any]:
         "num_layers": trainer.config.model.num_layers,
         "hidden_size": trainer.config.model.hidden_size,
         "num_heads": trainer.config.model.num_heads,
-        "forward_s": forward_s,
-        "backward_s": backward_s,
-        "optimizer_s": optimizer_s,
-        "micro_s": forward_s + backward_s,
+        **{name: medians[name] for name in parts},
+        "micro_s": medians["forward_s"] + medians["backward_s"],
         "gradients": [
-            {"name": name, "bytes": sizes[name], "ready_s": ready_s[name]}
-            for name in sorted(ready_s, key=lambda name: ready_s[name])
+            {"name": name, "bytes": sizes[name], "ready_s": medians[name]}
+            for name in sorted(arrived, key=lambda name: medians[name])
         ],
     }
 
