@@ -1,4 +1,4 @@
-"""A rank's heartbeat: what is written is what a reader reads, cheaply, and never at the run's cost."""
+"""A rank before it imports torch: its heartbeat, and logs and records on a disk that is full."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from bert_dp import files
 from bert_dp.files import BEAT_BYTES, PHASES, Heartbeat, heartbeat_path, read_heartbeat
-from bert_dp.training import process as heartbeat
-from bert_dp.training.process import HeartbeatWriter
+from bert_dp.training import process
+from bert_dp.training.process import HeartbeatWriter, Records, TolerantFile, WriteErrors
 from launcher.watch.hangs import parse_stack
 from tests.e2e.cli import wait_for
 from tests.faults.harness import observe
@@ -69,7 +70,7 @@ def test_places_rise_through_a_step(path: Path) -> None:
 
 def test_a_silent_rank_is_reported_once_for_each_silence(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after a report that failed; an error there must not end the thread."""
-    monkeypatch.setattr(heartbeat, "ALIVE_EVERY_S", 0.02)
+    monkeypatch.setattr(process, "ALIVE_EVERY_S", 0.02)
     beat, reports = HeartbeatWriter(path), list[tuple[int, float]]()
     before = read(path)
 
@@ -160,15 +161,128 @@ def test_the_stack_of_a_process_that_holds_the_lock(tmp_path: Path) -> None:
         "held()\n"
     )
     environ = {**os.environ, "BERT_DP_LOG_DIR": str(tmp_path)}
-    process = subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE, text=True)
     try:
-        assert process.stdout.readline() == "ready\n"
+        assert child.stdout.readline() == "ready\n"
         written = tmp_path / "rank-2.stack"
         time.sleep(0.2)
-        process.send_signal(signal.SIGUSR2)
+        child.send_signal(signal.SIGUSR2)
         whole = [("<string>", "held"), ("<string>", "<module>")]  # faulthandler writes it frame by frame
         wait_for(lambda: [(f.path, f.function) for f in parse_stack(written.read_text())] == whole, 30)
-        assert process.poll() is None
+        assert child.poll() is None
     finally:
-        process.kill()
-        process.communicate()
+        child.kill()
+        child.communicate()
+
+
+FULL = "[Errno 28] No space left on device"
+
+
+def test_a_full_disk_does_not_end_a_process_that_logs(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.log").symlink_to("/dev/full")
+    script = (
+        "import sys, warnings\n"
+        "from bert_dp.training.process import WriteErrors\n"
+        "from bert_dp.training.process import redirect_output, show_stacks_on_signal\n"
+        "redirect_output(0, WriteErrors())\n"
+        "show_stacks_on_signal(0)\n"
+        "for i in range(100): print('a line of a log ' * 100)\n"
+        "sys.stderr.write('another')\n"
+        "warnings.warn('a third')\n"
+        "sys.stdout.flush()\n"
+        "open(sys.argv[1], 'w').write('reached')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "end")],
+        env={**os.environ, files.LOG_DIR: str(tmp_path)},
+        check=False,
+    )
+    assert done.returncode == 0  # 120 is a flush that failed at the interpreter's end
+    assert (tmp_path / "end").read_text() == "reached"
+
+
+def test_a_log_goes_on_where_an_earlier_process_of_the_rank_has_left_it(tmp_path: Path) -> None:
+    """And no other user can read it."""
+    script = (
+        "import os, sys\n"
+        "from bert_dp.training.process import WriteErrors\n"
+        "from bert_dp.training.process import redirect_output\n"
+        "for word in ('first', 'second', 'third'):\n"
+        "    if not os.fork():\n"
+        "        redirect_output(1, WriteErrors()); print(word); sys.stderr.write('.\\n'); os._exit(0)\n"
+        "    os.wait()\n"
+    )
+    environ = {**os.environ, files.LOG_DIR: str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, check=True)
+    assert done.stdout + done.stderr == b""
+    again = f"{files.STARTED_AGAIN}\n"
+    log = tmp_path / "rank-1.log"
+    assert log.read_text() == f"first\n.\n{again}second\n.\n{again}third\n.\n"
+    assert log.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_process_follows_its_own_launcher_alone() -> None:
+    """A launcher that has gone before, or whose pid is another process's by now, is gone."""
+    script = (
+        "import os\n"
+        "from bert_dp.training.process import follow_launcher\n"
+        "from bert_dp.files import LAUNCHER_PID, LAUNCHER_START, start_ticks\n"
+        "gone = os.fork()\n"
+        "if not gone: os._exit(0)\n"
+        "os.waitpid(gone, 0)\n"
+        "mine = os.getpid()\n"
+        "for pid, start in ((mine, start_ticks(mine)), (mine, '1'), (gone, '1'), (0, '')):\n"
+        "    os.environ[LAUNCHER_PID], os.environ[LAUNCHER_START] = str(pid), start\n"
+        "    child = os.fork()\n"
+        "    if not child: follow_launcher(); os._exit(0)\n"
+        "    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0", "1", "1", "0"]
+
+
+def test_a_log_that_cannot_be_made_does_not_end_a_process(tmp_path: Path) -> None:
+    script = (
+        "from bert_dp.training.process import WriteErrors\n"
+        "from bert_dp.training.process import redirect_output, show_stacks_on_signal\n"
+        "redirect_output(0, WriteErrors()); show_stacks_on_signal(0); print('goes on')\n"
+    )
+    environ = {**os.environ, files.LOG_DIR: str(tmp_path / "gone")}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "goes on\n"), done.stderr
+    assert not (tmp_path / "gone").exists()
+
+
+def test_failed_writes_are_counted_and_dropped() -> None:
+    errors = WriteErrors()
+    descriptor = os.open("/dev/full", os.O_WRONLY)
+    file = TolerantFile(descriptor, errors)
+    assert [file.write(b"first\n"), file.write(b"second\n")] == [6, 7]
+    os.close(descriptor)
+    assert errors.count == 2
+
+
+def test_the_first_missing_line_of_a_record_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    errors = WriteErrors()
+    records, real, full = Records(tmp_path, said.append, errors), files.append_line, {"metrics.jsonl"}
+
+    def append(path: Path, line: dict[str, int]) -> None:
+        if path.name in full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(path, line)
+
+    monkeypatch.setattr(process, "append_line", append)
+    for step in range(10, 60, 10):
+        records.append("metrics.jsonl", {"step": step})
+        records.append("evals.jsonl", {"step": step})
+    assert said == [f"warning: step 10 is missing in metrics.jsonl: {FULL}"]
+    assert errors.count == 5
+    full.clear()
+    records.append("metrics.jsonl", {"step": 60})
+    assert [line["step"] for line in files.read_lines(tmp_path / "metrics.jsonl")] == [60]
+    assert [line["step"] for line in files.read_lines(tmp_path / "evals.jsonl")] == [10, 20, 30, 40, 50]
