@@ -1,27 +1,32 @@
-"""Pretraining as a task: what is masked where."""
+"""Pretraining as a task: what is masked where; the micro batches of a step are those of docs/definitions.md."""
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch import nn
 
+import bert_dp
 from bert_dp import tasks
-from bert_dp.config import read_manifest
+from bert_dp.config import Config, read_manifest
 from bert_dp.cost import flops_per_token
-from bert_dp.data.stream import MlmBatch, Shards, training_batch
+from bert_dp.data.stream import MlmBatch, Shards, held_out_batches, training_batch
 from bert_dp.measure.profile_step import lone_trainer
 from bert_dp.model.bert import IGNORE, TiedEmbedding
 from bert_dp.training.loop import evaluate
-from tests.helpers import tiny_run
-from tests.shards import edited_manifest, write_shards
+from tests.helpers import issues_of, make_config, tiny_run, write_lines
+from tests.shards import SPECIAL, edited_manifest, write_shards
+from tests.states import FACTS
 from tests.tensors import CPU
 
 
@@ -119,3 +124,171 @@ def test_a_score_is_the_cross_entropy_and_whether_the_label_is_the_guess() -> No
     expected = [math.log(math.exp(-2) + 1 + math.exp(-1)), math.log(math.exp(4) + 2), 0.0]
     assert loss_P.tolist() == pytest.approx(expected)
     assert hit_P.tolist() == [1.0, 0.0, 0.0]
+
+
+TRAIN, LENGTH, VOCAB, NUM_SPECIAL = 96, 16, 64, 7  # as write_shards makes them
+ALL_64 = 2**64 - 1
+GOLDEN = 0x9E3779B97F4A7C15
+
+
+def mix64(x: int) -> int:
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & ALL_64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & ALL_64
+    return x ^ (x >> 31)
+
+
+def hash64(*parts: int) -> int:
+    state = 0
+    for part in parts:
+        state = mix64(((state ^ part) + GOLDEN) & ALL_64)
+    return state
+
+
+def permute(index: int, size: int, key: int) -> int:
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    while True:
+        left, right = index >> half, index & (2**half - 1)
+        for round_ in range(6):
+            left, right = right, left ^ (hash64(key, round_, right) & (2**half - 1))
+        index = (left << half) | right
+        if index < size:
+            return index
+
+
+def mask(row: list[int], key: int, count: int) -> tuple[list[int], list[int]]:
+    """(the row as the model sees it, the predicted positions in order)."""
+    draw = [mix64((key + (s + 1) * GOLDEN) & ALL_64) for s in range(len(row))]
+    chosen = sorted(range(len(row)), key=lambda s: draw[s])[:count]
+    tenth, seen = int(count / 10 + 0.5), list(row)
+    for place, s in enumerate(chosen):
+        if place < tenth:
+            seen[s] = NUM_SPECIAL + mix64((draw[s] + GOLDEN) & ALL_64) % (VOCAB - NUM_SPECIAL)
+        elif place >= 2 * tenth:
+            seen[s] = SPECIAL["mask"]
+    return seen, chosen
+
+
+def tokens(shards: Path, split: str) -> list[list[int]]:
+    rows: list[list[int]] = np.fromfile(shards / f"{split}-00000.bin", "<u2").reshape(-1, LENGTH).tolist()
+    return rows
+
+
+def config_of(shards: Path, **sections: Any) -> Config:
+    data = {"path": str(shards), "sources": None, "sequence_length": LENGTH}
+    given = {"batch": {"global_size": 12, "micro_size": 4}, "objective": {"mask_rate": 0.5}, **sections}
+    model = {"vocab_size": VOCAB, "hidden_size": 32, "num_layers": 1, "num_heads": 2, "intermediate_size": 32}
+    return make_config(data=data, model=model, run={"seed": 5}, **given)
+
+
+def samples_of(given: Any, step: int) -> list[int]:
+    return [int(i) for batch in bert_dp.batches(given, step) for i in batch.sample_ids]
+
+
+@pytest.mark.parametrize("step", [1, 9, 10])
+def test_the_micro_batches_of_a_step_are_the_documented_ones(shards: Path, step: int) -> None:
+    """Across the end of the first epoch, too: step 9 begins the second."""
+    rows, count = tokens(shards, "train"), 8
+    drawn = list(bert_dp.batches(config_of(shards), step))
+    assert [len(batch.sample_ids) for batch in drawn] == [4, 4, 4]
+    sample = 12 * (step - 1)
+    for batch in drawn:
+        assert batch.num_masked == 4 * count
+        for b in range(4):
+            assert batch.sample_ids[b] == sample
+            epoch, within = divmod(sample, TRAIN)
+            index = permute(within, TRAIN, hash64(5, 1, epoch))
+            seen, chosen = mask(rows[index], hash64(5, 2, epoch, index), count)
+            part = slice(b * count, (b + 1) * count)
+            assert batch.ids_BS[b].tolist() == seen
+            assert batch.positions_P[part].tolist() == [b * LENGTH + s for s in chosen]
+            assert batch.labels_P[part].tolist() == [rows[index][s] for s in chosen]
+            assert int(batch.seed_B[b]) % 2**32 == hash64(5, 4, epoch, index) >> 32
+            sample += 1
+
+
+def test_the_held_out_masks_are_the_documented_ones(shards: Path) -> None:
+    rows = tokens(shards, "held_out")
+    split = Shards(shards, read_manifest(shards), "held_out")
+    (batch,) = held_out_batches(split, micro_size=20, num_masked=10, max_sequences=20, dp_rank=0, dp_size=1)
+    for index, row in enumerate(rows):
+        seen, chosen = mask(row, hash64(0, 3, index), 10)
+        assert batch.ids_BS[index].tolist() == seen
+        assert (batch.positions_P[10 * index : 10 * index + 10] - LENGTH * index).tolist() == chosen
+
+
+RAMP = {"global_size": 12, "micro_size": 2, "ramp_fraction": 0.5, "ramp_quantum": 4}
+
+
+@pytest.mark.parametrize(
+    ("sections", "sizes"),
+    [
+        # 4 sequences below f = 1/6, 8 below 1/3, and f = 0, 0.1, 0.2 ...
+        ({"schedule": {"steps": 10}, "batch": RAMP}, [4, 4, 8, 8, 12, 12, 12, 12, 12, 12]),
+        # after 11 and 22 of the 66 sequences of the budget
+        ({"schedule": {"tokens": 66 * LENGTH}, "batch": RAMP}, [4, 4, 4, 8, 8, 12, 12, 12, 12]),
+        ({"schedule": {"epochs": 0.5}}, [12, 12, 12, 12]),
+        ({"schedule": {"tokens": 13 * LENGTH}}, [12, 12]),
+    ],
+)
+def test_steps_follow_each_other_without_a_gap_to_the_end_of_the_budget(
+    shards: Path, sections: dict[str, Any], sizes: list[int]
+) -> None:
+    config = config_of(shards, **sections)
+    drawn = [samples_of(config, step) for step in range(1, len(sizes) + 1)]
+    assert list(map(len, drawn)) == sizes
+    assert [i for step in drawn for i in step] == list(range(sum(sizes)))
+    (line,) = issues_of(bert_dp.batches, config, len(sizes) + 1)
+    assert str(line).startswith(f"step: {len(sizes) + 1} ")
+
+
+def run_of(folder: Path, config: Config) -> Path:
+    folder.mkdir()
+    (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    lines = [{"step": 2, "samples": 12, "global_batch": 8}, {"step": 4, "samples": 32, "global_batch": 12}]
+    write_lines(folder / "metrics.jsonl", lines)
+    return folder
+
+
+@pytest.mark.parametrize("schedule", [{"hours": 1.0}, {"steps": 400}])
+def test_a_ramp_follows_the_lines_of_the_run(tmp_path: Path, shards: Path, schedule: dict[str, Any]) -> None:
+    """Under hours these alone know; and a budget may have been made longer since."""
+    run = run_of(tmp_path / "run", config_of(shards, schedule=schedule, batch=RAMP))
+    assert samples_of(run, 2) == list(range(4, 12))
+    assert samples_of(str(run), 4) == list(range(20, 32))
+
+
+def test_a_constant_batch_of_hours_needs_no_line(shards: Path) -> None:
+    assert samples_of(config_of(shards, schedule={"hours": 1.0}), 1000) == list(range(11_988, 12_000))
+
+
+def test_a_file_is_a_configuration(tmp_path: Path, shards: Path) -> None:
+    config = config_of(shards)
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    for ours, theirs in zip(
+        bert_dp.batches(tmp_path / "mine.yaml", 3), bert_dp.batches(config, 3), strict=True
+    ):
+        assert torch.equal(ours.ids_BS, theirs.ids_BS)
+
+
+def test_what_cannot_be_drawn_is_refused(tmp_path: Path, shards: Path) -> None:
+    hours = run_of(tmp_path / "hours", config_of(shards, schedule={"hours": 1.0}, batch=RAMP))
+    other = run_of(tmp_path / "other", config_of(shards))
+    (other / "checkpoints/step-00000002").mkdir(parents=True)
+    (other / "checkpoints/step-00000002/state.json").write_text(json.dumps({**FACTS, "step": 2}))
+    refusals = [
+        ("step", hours, 3),
+        ("step", config_of(shards), 0),
+        ("data", other, 1),
+        ("RUN", config_of(shards, objective={"name": "finetune"}), 1),
+        ("RUN", synthetic(shards), 1),
+        ("batch.global_size", config_of(shards, batch={"global_size": 12, "micro_size": 5}), 1),
+        ("no-such-run", "no-such-run", 1),
+    ]
+    for setting, given, step in refusals:
+        (line,) = issues_of(bert_dp.batches, given, step)
+        assert str(line).partition(":")[0] == setting
+
+
+def synthetic(shards: Path) -> Config:
+    config = config_of(shards)
+    return config.model_copy(update={"data": config.data.model_copy(update={"synthetic": True})})
