@@ -1,4 +1,4 @@
-"""Pretraining as a task: what is masked where; the micro batches of a step are those of docs/definitions.md."""
+"""Pretraining as a task: what is masked where, and the micro batches of any step as documented."""
 
 from __future__ import annotations
 
