@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bert_dp.config import ModelConfig
-from bert_dp.model.dropout import KeyedDropout, fold_in
 from bert_dp.model.interface import Model
-from bert_dp.model.kernels import Linear, add_row_gradients, linear, widened
+from bert_dp.model.kernels import KeyedDropout, Linear, add_row_gradients, fold_in, linear, widened
 
 INIT_STD = 0.02
 IGNORE = -100  # label of a position that counts for nothing
@@ -140,7 +139,7 @@ def is_slow_in_kernel(q_BASD: Tensor) -> bool:
 
 class Attention(nn.Module):
     """Attend over whole sequences, bidirectionally: [B, S, H] -> [B, S, H]. `real_B11S`: False where no query
-    may look; None = everywhere, without a mask's cost. `seed_B`: see bert_dp.model.dropout."""
+    may look; None = everywhere, without a mask's cost. `seed_B`: see bert_dp.model.kernels."""
 
     tensor_rank = 0
     """Which shard of the heads these are."""

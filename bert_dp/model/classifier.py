@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bert_dp.config import FinetuneConfig, ModelConfig, native_head
 from bert_dp.model.bert import EncoderModel, initialize, make_norm
-from bert_dp.model.dropout import KeyedDropout
+from bert_dp.model.kernels import KeyedDropout
 
 HEAD_SITE = 1_000_000  # of the head's dropout: beyond every layer's
 

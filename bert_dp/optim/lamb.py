@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bert_dp.config import OptimConfig
 from bert_dp.model.interface import Model
-from bert_dp.optim.contract import Named, Optimizer, parameter_groups
+from bert_dp.optim import Named, Optimizer, parameter_groups
 
 Tensors = list[Tensor]
 

@@ -13,7 +13,7 @@ from bert_dp.config import ConfigError, Issue, changed_settings, decide_precisio
 from bert_dp.config.checks import ProfilePlan
 from bert_dp.files.models import InitFrom
 from bert_dp.model.build import first_state, prepare_model
-from bert_dp.optim.contract import Named
+from bert_dp.optim import Named
 from bert_dp.tasks import DatasetInfo, SameBatch, Stream
 from bert_dp.training import checkpoint
 from bert_dp.training.affinity import OMP, Placement, format_cores

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bert_dp.model.bert import build_model
-from bert_dp.model.dropout import KeyedDropout, dropped, fold_in
+from bert_dp.model.kernels import KeyedDropout, dropped, fold_in
 from tests.helpers import make_config
 
 KEYS = torch.tensor([5, -7, 2**31 - 1, 0], dtype=torch.int32)

@@ -15,7 +15,7 @@ from bert_dp.config import ModelConfig
 from bert_dp.cost import num_parameters
 from bert_dp.model.bert import IGNORE, INIT_STD, CrammedBert, build_model, sinusoidal_table
 from bert_dp.model.build import compile_parts
-from bert_dp.model.dropout import KeyedDropout
+from bert_dp.model.kernels import KeyedDropout
 from tests.helpers import make_config
 from tests.runs_to_export import peer_of
 from tests.tensors import assert_near, randomise
