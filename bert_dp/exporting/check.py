@@ -26,7 +26,7 @@ from bert_dp.config import ConfigError, Issue
 from bert_dp.config.stored import StoredModel
 from bert_dp.data import tokenizer as tokens
 from bert_dp.exporting import load_exported
-from bert_dp.exporting.traced import ExportSource, open_run
+from bert_dp.exporting.source import ExportSource, open_run
 from bert_dp.files import SCHEMA_VERSION
 from bert_dp.files.run_facts import Exported, read_exported, require_loaders
 from bert_dp.training import checkpoint

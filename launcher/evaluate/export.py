@@ -55,12 +55,11 @@ def export(
     """Write a run to the new directory `out`, and say what is there. Raises ConfigError."""
     os.environ |= kernel_caches()  # torch takes a directory of its own otherwise
     from bert_dp.exporting import source as write
-    from bert_dp.exporting.traced import open_run
     from bert_dp.measure.matmul_peak import use_all_cores
 
     use_all_cores()
     run = run.expanduser().resolve()
-    source = open_run(run, encoder=encoder)
+    source = write.open_run(run, encoder=encoder)
     if source.facts.step == 0:
         print_error("warning: RUN has not trained a step: its weights are random")
     out = out.expanduser().absolute()

@@ -16,12 +16,11 @@ from tokenizers import Tokenizer, processors
 from bert_dp import files as record
 from bert_dp.config import Config, ConfigError, Kind, modernbert_issues, native_issues
 from bert_dp.data import readers
-from bert_dp.exporting import check, hf
+from bert_dp.exporting import check
 from bert_dp.exporting import load_exported as foreign
 from bert_dp.exporting import source as write
 from bert_dp.exporting.hf import settings_of, tensors_of
-from bert_dp.exporting.source import describe, new_directory, write_about, write_hf
-from bert_dp.exporting.traced import ExportModule, open_run
+from bert_dp.exporting.source import ExportModule, describe, new_directory, open_run, write_about, write_hf
 from bert_dp.files.run_facts import read_exported
 from bert_dp.model.build import modernbert_state, our_names
 from bert_dp.training.process import RunFailed
@@ -88,27 +87,6 @@ def test_outputs_are_those_of_the_class(name: str, kind: Kind, options: dict[str
         scale = max(1.0, float(ours.abs().max()))
         assert scale > 0.1
         assert float((ours - theirs).abs().max()) / scale < 1e-5
-
-
-@pytest.mark.parametrize("name", ["ModernBERT", "EuroBERT", "RobertaPreLayerNorm"])
-def test_an_encoder_is_one_of_sentence_transformers_too(tmp_path: Path, name: str) -> None:
-    source = open_run(write_run(tmp_path / "run", CONFIGS[name]), encoder=True)
-    out = tmp_path / "out"
-    out.mkdir()
-    write_hf(source, out)
-    write_about(out, source, "hf", "bert-dp export")
-    modules = read_json(out / "modules.json")
-    assert [module["type"] for module in modules] == [
-        "sentence_transformers.models.Transformer",
-        "sentence_transformers.models.Pooling",
-    ]
-    assert [module["path"] for module in modules] == ["", "1_Pooling"]
-    assert read_json(out / "1_Pooling" / "config.json") == {
-        "word_embedding_dimension": SMALL["hidden_size"],
-        "pooling_mode_cls_token": False,
-        "pooling_mode_mean_tokens": True,
-    }
-    assert read_json(out / "sentence_bert_config.json")["max_seq_length"] == 128
 
 
 def test_config_json_has_the_names_that_its_class_reads() -> None:
@@ -375,7 +353,7 @@ def test_a_card_tells_no_folders_and_nothing_of_a_damaged_summary(tmp_path: Path
     words = ["/opt/env/bin/bert-dp", "train", "data.sources=[/srv/texts/a b.txt]"]
     (run / "environment.json").write_text(json.dumps({"command": words}))
     (run / "summary.json").write_text('{"status": "done", "step": 3, "final_loss": "4"')
-    facts = dict(hf.training_facts(open_run(run, encoder=False)))
+    facts = dict(write.training_facts(open_run(run, encoder=False)))
     assert facts["command"] == "`bert-dp train 'data.sources=[a b.txt]'`"
     assert set(facts) == {"command", "steps", "samples", "tokens", "data"}
     assert (facts["steps"], facts["samples"], facts["tokens"]) == ("3", "24", "3,072")
@@ -386,7 +364,7 @@ def test_a_card_quotes_the_evaluation_of_its_own_step_alone(tmp_path: Path) -> N
     heldout = {"heldout_loss": 4.25, "heldout": {"loss": 4.25, "scores": {"dev/auc": None}}}
     for step in (3, 2):
         (run / "summary.json").write_text(json.dumps({"status": "done", "heldout_step": step, **heldout}))
-        facts = dict(hf.training_facts(open_run(run, encoder=False)))
+        facts = dict(write.training_facts(open_run(run, encoder=False)))
         told = ("4.2500 nats", "not defined") if step == 3 else (None, None)
         assert (facts.get("held-out loss"), facts.get("dev/auc")) == told
 
@@ -456,9 +434,9 @@ def test_a_card_names_what_the_run_began_with(tmp_path: Path) -> None:
     state = run / "checkpoints/step-00000003/state.json"
     init = {"checkpoint": "runs/b", "sha256": "a" * 64, "tensors": 1, "of": 2}
     source = open_run(run, encoder=False)
-    assert "began with" not in dict(hf.training_facts(source))
+    assert "began with" not in dict(write.training_facts(source))
     facts = source.facts.model_validate({**read_json(state), "init_from": init})
-    told = dict(hf.training_facts(dataclasses.replace(source, facts=facts)))
+    told = dict(write.training_facts(dataclasses.replace(source, facts=facts)))
     assert told["began with"] == f"weights with sha256 {'a' * 64}"
     assert "tokens" not in told, "examples differ in length"
 

@@ -18,8 +18,7 @@ import torch
 from bert_dp.config import FinetuneConfig, ModelConfig
 from bert_dp.evaluation import prediction
 from bert_dp.exporting import load_exported
-from bert_dp.exporting.source import write_about
-from bert_dp.exporting.traced import open_run
+from bert_dp.exporting.source import open_run, write_about
 from bert_dp.files.run_facts import MODEL_FILES
 from bert_dp.model.bert import build_model
 from bert_dp.model.classifier import build_classifier
