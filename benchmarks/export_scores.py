@@ -98,11 +98,11 @@ def scores_of(place: Path, config: Config, manifest: ExamplesManifest) -> dict[s
     for split in splits_of(manifest):
         examples = Examples.open(Path(config.data.path or ""), manifest, split)
         rows = [examples.tokens(i) for i in range(len(examples))]
-        most = prediction.batch_tokens(prediction.device_of(source.path))
+        most = prediction.BATCH_TOKENS[prediction.device_of(source.path).type]
         batches = list(prediction.batches(np.array([len(row) for row in rows]), most))
         pad = encoder.special["pad"]
         outputs = [prediction.outputs_of(compute, [rows[i] for i in index], pad, None) for index in batches]
-        logits_NL = prediction.in_order(outputs, batches)
+        logits_NL = np.concatenate(outputs)[np.argsort(np.concatenate(batches))]
         measured = score(manifest.metrics, config.finetune.kind, logits_NL, np.asarray(examples.labels))
         scores |= {f"{split}/{metric}": value for metric, value in measured.items()}
     return scores

@@ -90,7 +90,7 @@ def main() -> None:
     encoded = encoder.encode([(text,) for text in dev])
     rows = np.split(encoded.ids, encoded.offsets[1:-1])
     lengths = np.array([len(row) for row in rows])
-    budgets = {SORTED: prediction.batch_tokens(prediction.device_of(source.path)), LARGE: LARGE_TOKENS}
+    budgets = {SORTED: prediction.BATCH_TOKENS[prediction.device_of(source.path).type], LARGE: LARGE_TOKENS}
     ways: dict[str, list[NDArray[np.int64]]] = {
         **{way: list(prediction.batches(lengths, budget)) for way, budget in budgets.items()},
         **{
@@ -102,7 +102,7 @@ def main() -> None:
     def outputs_of(batches: Sequence[NDArray[np.int64]]) -> NDArray[np.float64]:
         pad = encoder.special["pad"]
         outputs = [prediction.outputs_of(compute, [rows[i] for i in index], pad, "cls") for index in batches]
-        return prediction.in_order(outputs, batches)
+        return np.concatenate(outputs)[np.argsort(np.concatenate(batches))]
 
     reference = outputs_of(ways[SORTED])
     differences = {way: float(np.abs(outputs_of(each) - reference).max()) for way, each in ways.items()}

@@ -12,7 +12,6 @@ import dataclasses
 import itertools
 import json
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -45,8 +44,7 @@ from bert_dp.training.process import RunFailed
 HELD = 8192  # examples that are sorted by length among each other
 # of one forward pass, padding included: a GPU needs many to be busy; a core is busy with few, and then fewer
 # are padding (benchmarks/RESULTS.md)
-GPU_BATCH_TOKENS = 65_536
-CPU_BATCH_TOKENS = 1024
+BATCH_TOKENS = {"cuda": 65_536, "cpu": 1024}
 DIGITS = 6  # after the point, of what is written
 
 Texts = Sequence[tuple[str, ...]]
@@ -74,13 +72,12 @@ def predict_file(
     text_pair: str | None = None,
     pooling: str | None = None,
     out: Path | None = None,
-    threads: int | None = None,
     precision: str = "auto",
 ) -> None:
     """Write a line for each example of `file`, to a new file `out` or to stdout.
 
     `run`: a run, a checkpoint or an exported directory. `text` and `text_pair`: columns of a table.
-    `threads`: by default one for each core. The rest as in `predict`. Raises ConfigError and RunFailed.
+    The rest as in `predict`. Raises ConfigError and RunFailed.
     """
     if text_pair is not None and text is None:
         message = "goes with --text, the column of the first text"
@@ -98,10 +95,8 @@ def predict_file(
         raise ConfigError([Issue("--pooling", "conflict", message, pooling, "RUN", "leave it out")])
     texts = read_texts(file, [column for column in (text, text_pair) if column is not None])
     use_all_cores()
-    if threads is not None:
-        torch.set_num_threads(threads)
     with shown_progress() as progress:
-        lines = predict(source, texts, pooling, progress, threads or 0, precision)
+        lines = predict(source, texts, pooling, progress, precision)
         first = next(lines)  # bad input is refused before a folder is made for --out
         with destination(out) as stream:
             for line in itertools.chain([first], lines):
@@ -126,9 +121,8 @@ def device_of(path: Path) -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() and not is_exported(path) else "cpu")
 
 
-def open_model(path: Path, threads: int = 0, precision: str = "auto") -> Compute:
-    """Load the model of a ModelSource. `threads`: of ONNX Runtime, 0 = its own choice; the others have
-    torch's. `precision`: see inference_precision; an exported model has its own.
+def open_model(path: Path, precision: str = "auto") -> Compute:
+    """Load the model of a ModelSource. `precision`: see inference_precision; an exported model has its own.
 
     Raises ConfigError.
     """
@@ -137,7 +131,7 @@ def open_model(path: Path, threads: int = 0, precision: str = "auto") -> Compute
     exported = read_exported(path)
     kind = "classifier" if exported.kind == "classifier" else "encoder"
     try:
-        compute_arrays = load_exported.open_directory(path, exported.format, kind, threads)
+        compute_arrays = load_exported.open_directory(path, exported.format, kind)
     except load_exported.Unusable as error:
         raise ConfigError([Issue("", "unsupported", str(error))]) from None
 
@@ -163,17 +157,12 @@ def on_device(model: CrammedBert | Classifier, device: torch.device, precision: 
 
 
 def predict(
-    source: ModelSource,
-    texts: Texts,
-    pooling: str | None,
-    progress: Progress,
-    threads: int = 0,
-    precision: str = "auto",
+    source: ModelSource, texts: Texts, pooling: str | None, progress: Progress, precision: str = "auto"
 ) -> Iterator[dict[str, Any]]:
     """Yield a line for each example, in order: `index`, and the labels of a finetuned run (see `labelled`) or
     the `encoding` of a pretrained one, its hidden states pooled by `pooling` (mean, which None is too, or
     cls); `precision` where autocast has narrowed it. An example with a text without a token has `tokens`: 0
-    instead. `threads` and `precision`: see open_model.
+    instead. `precision`: see open_model.
 
     Raises ConfigError for a model that cannot be used and if no example has tokens, RunFailed if outputs are
     not finite.
@@ -186,7 +175,7 @@ def predict(
         message = f"the tokenizer of {source.path} keeps no token of its texts"
         hint = "name a run that knows their script"
         raise ConfigError([Issue("FILE", "conflict", message, other="RUN", hint=hint)])
-    compute = open_model(source.path, threads, precision)
+    compute = open_model(source.path, precision)
     device = device_of(source.path)
     narrow = not is_exported(source.path) and inference_precision(precision, device).autocast
     computed = {"precision": "bf16"} if narrow else {}
@@ -199,13 +188,14 @@ def predict(
         lost_letters += encoded.lost_letters
         textless.update((first + encoded.textless).tolist())
         rows = np.split(encoded.ids, encoded.offsets[1:-1])
-        together = [*batches(np.diff(encoded.offsets), batch_tokens(device))]
+        together = [*batches(np.diff(encoded.offsets), BATCH_TOKENS[device.type])]
         outputs = []
         for index_B in together:
             outputs.append(outputs_of(compute, [rows[i] for i in index_B], encoder.special["pad"], pooling))
             done += len(index_B)
             progress("examples", done, len(texts))
-        for index, output_L in enumerate(in_order(outputs, together), first):
+        outputs_NL = np.concatenate(outputs)[np.argsort(np.concatenate(together))]
+        for index, output_L in enumerate(outputs_NL, first):
             if index in textless:
                 yield {"index": index, "tokens": 0}
             elif finetune is None:
@@ -243,11 +233,6 @@ def outputs_of(
     return outputs_BL
 
 
-def batch_tokens(device: torch.device) -> int:
-    """Return the tokens of one forward pass, padding included."""
-    return GPU_BATCH_TOKENS if device.type == "cuda" else CPU_BATCH_TOKENS
-
-
 def batches(lengths_N: NDArray[np.int64], most: int) -> Iterator[NDArray[np.int64]]:
     """Yield the indices of examples by length, longest first: at most `most` tokens with padding, or one
     example."""
@@ -256,13 +241,6 @@ def batches(lengths_N: NDArray[np.int64], most: int) -> Iterator[NDArray[np.int6
         count = max(1, most // int(lengths_N[order_N[0]]))
         yield order_N[:count]
         order_N = order_N[count:]
-
-
-def in_order(outputs: Sequence[NDArray[np.float64]], of: Sequence[NDArray[np.int64]]) -> NDArray[np.float64]:
-    """Concatenate the outputs of all batches, whose examples `of` names, in the order of the examples:
-    [N, L]."""
-    outputs_NL: NDArray[np.float64] = np.concatenate(outputs)[np.argsort(np.concatenate(of))]
-    return outputs_NL
 
 
 def labelled(logits_L: NDArray[np.float64], finetune: FinetuneConfig) -> dict[str, Any]:
@@ -282,32 +260,8 @@ def labelled(logits_L: NDArray[np.float64], finetune: FinetuneConfig) -> dict[st
 
 
 def read_texts(file: str, columns: Sequence[str]) -> Texts:
-    """Read the one or two texts of each example: the lines of a text file, or `columns` of a table. `-` is
-    stdin: lines, or with columns JSON records.
-
-    Raises ConfigError for what cannot be read, and for an empty text.
-    """
-    if file != "-":
-        return read_file(file, columns)
-    with tempfile.NamedTemporaryFile(suffix=".jsonl" if columns else ".txt") as copy:
-        shutil.copyfileobj(sys.stdin.buffer, copy)
-        copy.flush()
-        try:
-            return read_file(copy.name, columns)
-        except ConfigError as error:
-            issues = [
-                dataclasses.replace(
-                    issue,
-                    setting=issue.setting.replace(copy.name, "stdin"),
-                    message=issue.message.replace(copy.name, "stdin"),
-                )
-                for issue in error.issues
-            ]
-            raise ConfigError(issues) from None
-
-
-def read_file(file: str, columns: Sequence[str]) -> Texts:
-    """Read the texts of a file that has a name; see `read_texts`."""
+    """Read the one or two texts of each example: the lines of a text file, or `columns` of a table. Raises
+    ConfigError for what cannot be read, and for an empty text."""
     path = Path(os.path.expanduser(file))
     is_hub = file.startswith("hub:")
     if columns or is_hub or readers.FORMATS.get(readers.suffixes(path)[0]) != "text":

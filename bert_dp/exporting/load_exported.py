@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import platform
 import sys
 import tempfile
@@ -43,16 +44,11 @@ class Unusable(RuntimeError):
     """A directory that cannot be loaded; the message is one line."""
 
 
-def open_directory(directory: Path, form: str, kind: str, threads: int = 0) -> Compute:
+def open_directory(directory: Path, form: str, kind: str) -> Compute:
     """Return a function that computes the first output of `kind`; an exported masked language model opens as
-    an encoder too. `threads`: of ONNX Runtime, 0 = its own choice; the others have torch's.
-
-    Raises Unusable.
-    """
+    an encoder too. Raises Unusable."""
     try:
-        if form == "onnx":
-            return open_onnx(directory, kind, threads)
-        return {"hf": open_hf, "aoti": open_aoti}[form](directory, kind)
+        return {"hf": open_hf, "onnx": open_onnx, "aoti": open_aoti}[form](directory, kind)
     except Unusable:
         raise
     except Exception as error:  # each library has its own for a damaged file
@@ -106,12 +102,12 @@ def compute_hf(model: Any, kind: str) -> Compute:
     return compute
 
 
-def open_onnx(directory: Path, kind: str, threads: int = 0) -> Compute:
+def open_onnx(directory: Path, kind: str) -> Compute:
     """Open by ONNX Runtime on the CPU, which computes only what the output needs."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
+    options.intra_op_num_threads = len(os.sched_getaffinity(0))
     file, providers = directory / "model.onnx", ["CPUExecutionProvider"]
     session = onnxruntime.InferenceSession(file, options, providers=providers)
     run_options = onnxruntime.RunOptions()

@@ -81,8 +81,8 @@ def eval_mlm(
 ) -> int:
     """Measure the held-out loss of a run on any text.
 
-    Shows the loss per token by what the model saw in its place, and whole words in bits per byte, which
-    compare across vocabularies. Intervals are over documents.
+    Shows the loss per token, and whole words in bits per byte, which compare across vocabularies. Intervals
+    are over documents.
     """
     from launcher.evaluate import text_loss
 
@@ -95,7 +95,7 @@ def eval_mlm(
 def predict(
     run: opt.Run,
     file: Annotated[
-        str, Argument(metavar="FILE", help="Lines, a table (CSV, TSV, JSONL, Parquet), hub:NAME or -.")
+        str, Argument(metavar="FILE", help="Lines, a table (CSV, TSV, JSONL, Parquet) or hub:NAME.")
     ],
     text: Annotated[
         str | None, Option(metavar="COLUMN", help="Text column of a table; default: text.")
@@ -105,9 +105,6 @@ def predict(
         Literal["mean", "cls"] | None, Option(help="Encoding of a pretrained run; default: mean.")
     ] = None,
     out: Annotated[Path | None, Option(help="File to write; default: stdout.")] = None,
-    threads: Annotated[
-        int | None, Option(min=1, max=1024, metavar="T", help="CPU threads; default: one per core.")
-    ] = None,
     precision: opt.Precision = "auto",
 ) -> None:
     """Write a JSON line per example of a file.
@@ -116,16 +113,7 @@ def predict(
     """
     from bert_dp.evaluation.prediction import predict_file
 
-    predict_file(
-        run,
-        file,
-        text=text,
-        text_pair=text_pair,
-        pooling=pooling,
-        out=out,
-        threads=threads,
-        precision=precision,
-    )
+    predict_file(run, file, text=text, text_pair=text_pair, pooling=pooling, out=out, precision=precision)
 
 
 def export_hf(run: opt.Run, out: opt.ExportOut, encoder: opt.WithoutHead = False) -> int:

@@ -6,14 +6,13 @@ import json
 import math
 import shutil
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from bert_dp.data import tokenizer
 from bert_dp.evaluation.text_loss import TextLoss
-from tests.e2e.cli import bert_dp, command, interrupted, refused, start
+from tests.e2e.cli import bert_dp, interrupted, refused, start
 from tests.helpers import read_lines
 
 RUN = Path(__file__).parents[1] / "fixtures/stopped-run"
@@ -44,7 +43,7 @@ def test_eval_mlm_prints_a_table_or_json(run_dir: Path, tmp_path: Path) -> None:
     shown = bert_dp("eval", "mlm", str(run_dir), "a.jsonl", "--text-key", "body", cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr
     assert f"{found.hidden.bytes:,} bytes in {found.hidden.words} hidden words" in shown.stdout
-    assert f"{found.predicted[1].tokens:,} " in shown.stdout  # <mask>: the same tokens in another order
+    assert f"{found.predicted.tokens:,} tokens" in shown.stdout  # the same tokens in another order
 
 
 @pytest.mark.quick
@@ -77,15 +76,6 @@ def test_predict_encodes_by_a_pretrained_run(run_dir: Path, tmp_path: Path) -> N
     found = read_lines(tmp_path / "a.jsonl")
     assert [line["index"] for line in found] == list(range(len(LINES)))
     assert {len(line["encoding"]) for line in found} == {16}
-    piped = subprocess.run(
-        command("predict", str(run_dir), "-"),
-        input=f"{LINES[7]}\n",
-        text=True,
-        capture_output=True,
-        check=True,
-    )
-    (line,) = map(json.loads, piped.stdout.splitlines())
-    assert line["encoding"] == pytest.approx(found[7]["encoding"], abs=1e-5)
     left = start("predict", str(run_dir), "a.txt", cwd=tmp_path)
     assert left.stdout is not None
     left.stdout.close()  # as `head` does

@@ -138,15 +138,15 @@ def test_what_the_directory_holds(runs: Path, tmp_path: Path) -> None:
 def test_predict_takes_it_in_place_of_the_run(runs: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     out = export("onnx", runs / "rope", tmp_path / "out")
-    assert_encodes_alike(runs / "rope", out, tmp_path, "--threads", "1")
+    assert_encodes_alike(runs / "rope", out, tmp_path)
 
 
-def assert_encodes_alike(run: Path, out: Path, folder: Path, *options: str) -> None:
-    """`predict` gives the run's encodings; `options` are given for the exported directory."""
+def assert_encodes_alike(run: Path, out: Path, folder: Path) -> None:
+    """`predict` gives the run's encodings."""
     file = folder / "a.txt"
     file.write_text("\n".join(" ".join(WORDS[: n + 1]) for n in range(len(WORDS))))
     ours = predicted(run, file, folder / "ours.jsonl")
-    theirs = predicted(out, file, folder / "theirs.jsonl", *options)
+    theirs = predicted(out, file, folder / "theirs.jsonl")
     assert len(ours) == len(WORDS)
     for mine, other in zip(ours, theirs, strict=True):
         assert other["index"] == mine["index"]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import io
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +69,7 @@ def test_lines_stand_in_the_order_of_the_file(tmp_path: Path, monkeypatch: pytes
     texts = [(" ".join(WORDS[: 1 + n * 7 % len(WORDS)]),) for n in range(50)]
     whole, _ = answers(run, texts, "mean")
     monkeypatch.setattr(prediction, "HELD", 20)
-    monkeypatch.setattr(prediction, "CPU_BATCH_TOKENS", 60)
+    monkeypatch.setitem(prediction.BATCH_TOKENS, "cpu", 60)
     lines, reports = answers(run, texts)
     assert [line["index"] for line in lines] == list(range(50))
     for line, expected in zip(lines, whole, strict=True):
@@ -173,18 +171,6 @@ def test_what_an_exported_directory_predicts_by_is_its_own(tmp_path: Path) -> No
     assert prediction.find_source(out).finetune is None
 
 
-def test_threads_are_those_that_were_asked_for(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", config_of("quickstart", model=SMALL))
-    (tmp_path / "a.txt").write_text("one\n")
-    before = torch.get_num_threads()
-    try:
-        for asked, used in ((3, 3), (None, len(os.sched_getaffinity(0)))):
-            prediction.predict_file(run, str(tmp_path / "a.txt"), threads=asked)
-            assert torch.get_num_threads() == used
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_a_run_that_has_diverged_predicts_nothing() -> None:
     """Nor where a single example is not finite."""
 
@@ -219,17 +205,6 @@ def test_batches_are_sorted_bounded_and_whole() -> None:
     assert sorted(np.concatenate(found).tolist()) == list(range(200))
     assert all(len(b) * lengths[b].max() <= 100 or len(b) == 1 for b in found)
     assert sum(len(b) * int(lengths[b].max()) for b in found) < 1.05 * lengths.sum()
-
-
-def test_a_batch_is_small_where_no_gpu_computes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A core is busy with few tokens, and examples of few batches differ in length: more of it is padding."""
-    exported = tmp_path / "exported"
-    exported.mkdir()
-    monkeypatch.setattr(prediction, "is_exported", lambda path: path == exported)
-    for has_gpu, tokens in ((False, 1024), (True, 65_536)):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
-        assert prediction.batch_tokens(prediction.device_of(tmp_path)) == tokens
-        assert prediction.batch_tokens(prediction.device_of(exported)) == 1024, "it computes on the CPU"
 
 
 @pytest.mark.parametrize("is_finetuned", [False, True])
@@ -271,7 +246,7 @@ def test_labels_and_their_probabilities() -> None:
     assert several == {"labels": ["no"], "probabilities": {"no": 0.6, "yes": 0.428571, "never": 0.428571}}
 
 
-def test_what_is_read_of_a_file_or_of_stdin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_read_of_a_file(tmp_path: Path) -> None:
     records = [
         {"text": "one", "a": "x", "b": "y", "label": None},
         {"text": "two, and", "a": "v", "b": "w", "label": "1"},
@@ -294,12 +269,9 @@ def test_what_is_read_of_a_file_or_of_stdin(tmp_path: Path, monkeypatch: pytest.
     for name, packed in (("a.txt.gz", "one\ntwo, and\n"), ("a.jsonl.gz", lines)):
         (tmp_path / name).write_bytes(gzip.compress(packed.encode()))
         assert prediction.read_texts(str(tmp_path / name), []) == texts
-    for given, columns in (("one\ntwo, and\n", []), (lines, ["text"])):
-        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given.encode())))
-        assert prediction.read_texts("-", columns) == texts
 
 
-def test_what_is_no_example_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_example_is_one_line(tmp_path: Path) -> None:
     write_files(
         tmp_path,
         {"a.txt": "one\n\nthree\n", "empty.txt": "", "a.csv": "a,b\n1,2\n", "b.csv": "text\n' '\n\"\"\n"},
@@ -315,9 +287,6 @@ def test_what_is_no_example_is_one_line(tmp_path: Path, monkeypatch: pytest.Monk
     ):
         (line,) = issues_of(prediction.read_texts, str(tmp_path / name), columns)
         assert said in line
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"one\n \n")))
-    (line,) = issues_of(prediction.read_texts, "-", [])
-    assert line.startswith("stdin: line 2 ")
 
 
 @pytest.mark.parametrize(
