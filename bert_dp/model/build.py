@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import time
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,16 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from bert_dp import files
-from bert_dp.config import (
-    Config,
-    ConfigError,
-    Issue,
-    bf16_units,
-    hf_directory,
-    init_issues,
-    modernbert_issues,
-    resolve,
-)
+from bert_dp.config import Config, ConfigError, Issue, hf_directory, init_issues, modernbert_issues, resolve
 from bert_dp.config.stored import sha256
 from bert_dp.data import tokenizer
 from bert_dp.files.models import InitFrom
@@ -136,25 +126,25 @@ def our_names(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
             yield f"head.{name}" if name.startswith("classifier.") else name, tensor
 
 
-# torch.compile on a CPU (benchmarks/step_speed.py, finetune_speed.py): seconds for a first and for a further
-# padded length; share of an eager step that it saves in the widest model measured, by (bf16 in AMX's tiles,
-# dropout)
-CPU_COMPILE_S = 60.0
-CPU_COMPILE_LENGTH_S = 25.0
-CPU_COMPILE_GAIN = {(False, False): 0.015, (False, True): 0.07, (True, False): 0.1, (True, True): 0.2}
-
-
-def prepare_model(rank: Rank, precision: Precision, compiled: bool | None) -> tuple[Model, bool]:
-    """Return the whole model on its device, and True if it is compiled (`compiled`: what an earlier part of
-    the run has chosen). Collective."""
-    model = rank.task.build_model(rank.config.run.seed).to(rank.device, precision.parameters)
-    if compiled is None:
-        compiled = rank.comm.broadcast(compile_pays(rank, model, precision))
-    if rank.config.parallel.activation_checkpointing:
+def prepare_model(rank: Rank, precision: Precision) -> tuple[Model, bool]:
+    """Return the whole model on its device, and True if it is compiled."""
+    config = rank.config
+    model = rank.task.build_model(config.run.seed).to(rank.device, precision.parameters)
+    if config.parallel.activation_checkpointing:
         recompute_blocks(model)
+    compiled = is_compiled(config, rank.device.type)
     if compiled:
-        compile_parts(model, rank.config.data.sequence_length)
+        compile_parts(model, config.data.sequence_length)
     return model, compiled
+
+
+def is_compiled(config: Config, device: str) -> bool:
+    """Decide compile: auto = on a GPU."""
+    if config.compile != "auto":
+        return config.compile == "on"
+    # deepspeed's hooks on every module of stage 3 make torch compile anew until it gives up
+    is_hooked = config.parallel.engine == "deepspeed" and config.parallel.zero_stage == 3
+    return device == "cuda" and not is_hooked
 
 
 def recompute_blocks(model: Model) -> None:
@@ -258,39 +248,3 @@ def _saved_state(path: Path, source: str, config: Config, tokenizer: str | None)
 def _as_wide_as(dtype: torch.dtype, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Convert floating tensors to `dtype`; leave numbers, such as a step count, as they are."""
     return {name: t.to(dtype) if t.is_floating_point() and t.dim() else t for name, t in tensors.items()}
-
-
-def compile_pays(rank: Rank, model: Model, precision: Precision) -> bool:
-    """Decide compile: auto = always on a GPU; on a CPU when it saves more time over the run than it takes."""
-    config = rank.config
-    if config.compile != "auto":
-        return config.compile == "on"
-    if config.parallel.engine == "deepspeed" and config.parallel.zero_stage == 3:
-        return False  # its hooks on every module make torch compile anew until it gives up
-    if rank.device.type == "cuda":
-        return True
-    schedule = config.schedule
-    if schedule.hours is not None:
-        run_s = schedule.hours * 3600
-    else:
-        sequences = (schedule.tokens or 0) / config.data.sequence_length
-        sequences += (schedule.steps or 0) * config.batch.global_size
-        micro_steps = sequences / rank.layout.samples_per_micro_step
-        run_s = micro_steps * time_micro_step(rank, model, precision)
-    in_tiles = precision.name == "bf16" and "amx_bf16" in bf16_units()
-    has_dropout = config.model.dropout > 0 or config.model.attention_dropout > 0
-    compile_s = CPU_COMPILE_S + CPU_COMPILE_LENGTH_S * (rank.task.num_lengths - 1)
-    return run_s * CPU_COMPILE_GAIN[in_tiles, has_dropout] > compile_s
-
-
-def time_micro_step(rank: Rank, model: Model, precision: Precision) -> float:
-    """Return the seconds of the second of two eager forward/backward passes; leave no gradients."""
-    batch = rank.task.example_batch(rank.config.batch.micro_size).to(rank.device)
-    for _ in range(2):
-        start = time.perf_counter()
-        with precision.context(rank.device):
-            loss = rank.task.loss(model, batch)
-        loss.backward()
-        seconds = time.perf_counter() - start
-    model.zero_grad(set_to_none=True)
-    return seconds

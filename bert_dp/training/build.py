@@ -34,9 +34,6 @@ class Checkpoint:
     path: Path
     tensors: parallel.State
     state: TrainState
-    compiled: bool | None
-    """True if the model was compiled; None where that is decided anew: on another kind of device, or by
-    compile: on or off."""
     precision: str
     init: InitFrom | None
     """Weights that the run began with."""
@@ -92,9 +89,7 @@ def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
         raise ConfigError([Issue("data", "conflict", message, own)])
     state = TrainState.from_checkpoint(facts)
     rank.log_rank0(f"resuming from {path.name}: {state.samples} samples seen")
-    is_kept = rank.config.compile == "auto" and facts.device == rank.device.type
-    compiled = facts.compiled if is_kept else None
-    return Checkpoint(path, tensors, state, compiled, facts.precision, facts.init_from)
+    return Checkpoint(path, tensors, state, facts.precision, facts.init_from)
 
 
 def agree_precision(rank: Rank, resumed: Checkpoint | None) -> Precision:
@@ -139,7 +134,7 @@ def build_trainer(
     precision = agree_precision(rank, resumed)
     allow_tf32(precision, device)
     state = resumed.state if resumed else TrainState()
-    bare, compiled = prepare_model(rank, precision, resumed.compiled if resumed else None)
+    bare, compiled = prepare_model(rank, precision)
     num_parameters = sum(p.numel() for p in bare.parameters())
     tensors, init = (resumed.tensors, resumed.init) if resumed else first_state(config, bare, data, comm)
     if resumed and (issues := checkpoint.state_issues(resumed.path, tensors, bare)):

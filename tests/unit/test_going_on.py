@@ -124,24 +124,6 @@ def test_a_path_without_a_checkpoint_is_bad_input(run_dir: Path) -> None:
     assert line == f"--resume: {run_dir / 'nowhere'}: {reason}"
 
 
-@pytest.mark.parametrize(
-    ("device", "setting", "kept"),
-    [("cpu", "auto", True), ("cuda", "auto", None), ("cpu", "off", None), ("cpu", "on", None)],
-)
-def test_a_run_stays_compiled_on_the_same_kind_of_device_unless_the_setting_says_otherwise(
-    tmp_path: Path, device: str, setting: str, kept: bool | None
-) -> None:
-    state = {"model": {"w": torch.ones(2)}, "optimizer": {"w/step": torch.tensor(3.0)}, "scaler": {}}
-    facts = {**FACTS, "config": config().model_dump(mode="json"), "compiled": True, "device": device}
-    (tmp_path / "checkpoints").mkdir()
-    checkpoint.save_checkpoint(tmp_path / "checkpoints", 3, state, facts, 9)
-    rank = rank_with(tmp_path, "0")
-    rank.config = rank.config.model_copy(update={"compile": setting})
-    resumed = build.select_checkpoint(rank, "auto")
-    assert resumed is not None
-    assert resumed.compiled is kept
-
-
 class Meeting(HostCollectives):
     """Notes the steps that the records hold when the ranks meet."""
 
@@ -164,7 +146,7 @@ def test_no_rank_writes_before_rank_0_has_cut_the_records_back(run_dir: Path, ra
     meeting = Meeting(World(rank, rank, 2, 2), record)
     trainer: Any = SimpleNamespace(run_dir=run_dir, comm=meeting, config=config())
     state = TrainState(step=3)
-    resumed = build.Checkpoint(run_dir / "checkpoints" / "step-00000003", {}, state, None, "fp32", None)
+    resumed = build.Checkpoint(run_dir / "checkpoints" / "step-00000003", {}, state, "fp32", None)
     later = checkpoint.path_of(run_dir / "checkpoints", 5)
     shutil.copytree(run_dir / "checkpoints" / "step-00000003", later)
     build.cut_records_back(trainer, state, resumed)
@@ -258,7 +240,7 @@ def test_a_synthetic_run_reads_no_samples(shards: Path, tmp_path: Path) -> None:
 def test_only_a_checkpoint_of_the_run_itself_counts_as_saved(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoints"
     for parent, saved in ((folder, 7), (tmp_path / "other" / "checkpoints", None)):
-        resumed = build.Checkpoint(parent / "step-00000007", {}, TrainState(step=7), None, "fp32", None)
+        resumed = build.Checkpoint(parent / "step-00000007", {}, TrainState(step=7), "fp32", None)
         assert build.saved_step(resumed, folder) == saved
     assert build.saved_step(None, folder) is None
 

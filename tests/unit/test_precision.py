@@ -106,7 +106,7 @@ def agreed(
     monkeypatch: pytest.MonkeyPatch, able: Sequence[bool], *settings: str, kept: str | None = None
 ) -> str:
     monkeypatch.setattr(devices, "bf16_units", lambda: ("amx_bf16",) if able[0] else ())
-    resumed = None if kept is None else build.Checkpoint(Path(), {}, TrainState(), None, kept, None)
+    resumed = None if kept is None else build.Checkpoint(Path(), {}, TrainState(), kept, None)
     config = make_config("precision=auto", *settings)
     rank: Any = SimpleNamespace(config=config, comm=Ranks(able), device=CPU, log_rank0=print)
     return build.agree_precision(rank, resumed).name
