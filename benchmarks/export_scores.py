@@ -101,7 +101,7 @@ def scores_of(place: Path, config: Config, manifest: ExamplesManifest) -> dict[s
         most = prediction.BATCH_TOKENS[prediction.device_of(source.path).type]
         batches = list(prediction.batches(np.array([len(row) for row in rows]), most))
         pad = encoder.special["pad"]
-        outputs = [prediction.outputs_of(compute, [rows[i] for i in index], pad, None) for index in batches]
+        outputs = [prediction.outputs_of(compute, [rows[i] for i in index], pad) for index in batches]
         logits_NL = np.concatenate(outputs)[np.argsort(np.concatenate(batches))]
         measured = score(manifest.metrics, config.finetune.kind, logits_NL, np.asarray(examples.labels))
         scores |= {f"{split}/{metric}": value for metric, value in measured.items()}

@@ -215,7 +215,7 @@ def prepare(subject: Subject, scratch: Path, forms: Sequence[str], pipe: Connect
 
 def export(form: str, source: Any, folder: Path, config: Config) -> dict[str, Any]:
     """Writes one form; what is worth telling of it."""
-    from bert_dp.exporting.source import fuse, write_about, write_aoti, write_hf, write_onnx
+    from bert_dp.exporting.source import write_about, write_aoti, write_hf, write_onnx
 
     plain = folder.parent / "onnx/model.onnx"
     if form == "hf":

@@ -101,7 +101,7 @@ def main() -> None:
 
     def outputs_of(batches: Sequence[NDArray[np.int64]]) -> NDArray[np.float64]:
         pad = encoder.special["pad"]
-        outputs = [prediction.outputs_of(compute, [rows[i] for i in index], pad, "cls") for index in batches]
+        outputs = [prediction.outputs_of(compute, [rows[i] for i in index], pad) for index in batches]
         return np.concatenate(outputs)[np.argsort(np.concatenate(batches))]
 
     reference = outputs_of(ways[SORTED])

@@ -1,6 +1,6 @@
 """Label or encode the examples of a file, a JSON line for each, in the order of the file.
 
-Examples of about one length are computed together. A line that was computed in bf16 says so.
+Examples of about one length are computed together.
 
 Axes: N examples that are held at once, B of a batch, S tokens of its longest, L outputs of an example.
 """
@@ -70,7 +70,6 @@ def predict_file(
     *,
     text: str | None = None,
     text_pair: str | None = None,
-    pooling: str | None = None,
     out: Path | None = None,
     precision: str = "auto",
 ) -> None:
@@ -90,13 +89,10 @@ def predict_file(
         raise ConfigError(
             [Issue("--precision", "conflict", message, precision, "RUN", "leave it out, or name the run")]
         )
-    if pooling is not None and source.finetune is not None:
-        message = f"{run} was finetuned with pooling: {source.finetune.pooling} and gives labels"
-        raise ConfigError([Issue("--pooling", "conflict", message, pooling, "RUN", "leave it out")])
     texts = read_texts(file, [column for column in (text, text_pair) if column is not None])
     use_all_cores()
     with shown_progress() as progress:
-        lines = predict(source, texts, pooling, progress, precision)
+        lines = predict(source, texts, progress, precision)
         first = next(lines)  # bad input is refused before a folder is made for --out
         with destination(out) as stream:
             for line in itertools.chain([first], lines):
@@ -157,28 +153,24 @@ def on_device(model: CrammedBert | Classifier, device: torch.device, precision: 
 
 
 def predict(
-    source: ModelSource, texts: Texts, pooling: str | None, progress: Progress, precision: str = "auto"
+    source: ModelSource, texts: Texts, progress: Progress, precision: str = "auto"
 ) -> Iterator[dict[str, Any]]:
     """Yield a line for each example, in order: `index`, and the labels of a finetuned run (see `labelled`) or
-    the `encoding` of a pretrained one, its hidden states pooled by `pooling` (mean, which None is too, or
-    cls); `precision` where autocast has narrowed it. An example with a text without a token has `tokens`: 0
-    instead. `precision`: see open_model.
+    the `encoding` of a pretrained one, the mean of its hidden states. An example with a text without a token
+    has `tokens`: 0 instead. `precision`: see open_model.
 
     Raises ConfigError for a model that cannot be used and if no example has tokens, RunFailed if outputs are
     not finite.
     """
     finetune = source.finetune
-    pooling = (pooling or "mean") if finetune is None else None
-    # a pretrained run has never seen a <cls>, so the mean is over rows without one
-    encoder = dataclasses.replace(source.encoder, has_cls=pooling != "mean")
+    # a pretrained run has never seen a <cls>
+    encoder = dataclasses.replace(source.encoder, has_cls=finetune is not None)
     if not encoder.has_tokens(texts):
         message = f"the tokenizer of {source.path} keeps no token of its texts"
         hint = "name a run that knows their script"
         raise ConfigError([Issue("FILE", "conflict", message, other="RUN", hint=hint)])
     compute = open_model(source.path, precision)
     device = device_of(source.path)
-    narrow = not is_exported(source.path) and inference_precision(precision, device).autocast
-    computed = {"precision": "bf16"} if narrow else {}
     truncated = done = letters = lost_letters = 0
     textless: set[int] = set()
     for first in range(0, len(texts), HELD):
@@ -191,7 +183,7 @@ def predict(
         together = [*batches(np.diff(encoded.offsets), BATCH_TOKENS[device.type])]
         outputs = []
         for index_B in together:
-            outputs.append(outputs_of(compute, [rows[i] for i in index_B], encoder.special["pad"], pooling))
+            outputs.append(outputs_of(compute, [rows[i] for i in index_B], encoder.special["pad"]))
             done += len(index_B)
             progress("examples", done, len(texts))
         outputs_NL = np.concatenate(outputs)[np.argsort(np.concatenate(together))]
@@ -199,9 +191,9 @@ def predict(
             if index in textless:
                 yield {"index": index, "tokens": 0}
             elif finetune is None:
-                yield {"index": index, "encoding": output_L.round(DIGITS).tolist(), **computed}
+                yield {"index": index, "encoding": output_L.round(DIGITS).tolist()}
             else:
-                yield {"index": index, **labelled(output_L, finetune), **computed}
+                yield {"index": index, **labelled(output_L, finetune)}
     if lost_letters > WARNED_LOSS * letters:
         known = f"the tokenizer of {source.path} does not know them"
         progress(f"warning: FILE: {lost_words(lost_letters, letters)}, as {known}", 0, 0)
@@ -213,20 +205,17 @@ def predict(
         progress(f"{truncated} of {len(texts)} examples were cut to {encoder.length} tokens", 0, 0)
 
 
-def outputs_of(
-    compute: Compute, rows: Sequence[NDArray[np.uint16]], pad: int, pooling: str | None
-) -> NDArray[np.float64]:
-    """Compute [B, L]: logits, or hidden states pooled by `pooling` (None of a finetuned run). `rows`: the
-    tokens of each example of a batch.
-    """
+def outputs_of(compute: Compute, rows: Sequence[NDArray[np.uint16]], pad: int) -> NDArray[np.float64]:
+    """Compute [B, L]: logits, or the mean of the hidden states. `rows`: the tokens of each example of a
+    batch."""
     lengths_B = np.array([len(row) for row in rows])
     ids_BS = np.full((len(rows), lengths_B.max()), pad, np.int64)
     for ids_S, row in zip(ids_BS, rows, strict=True):
         ids_S[: len(row)] = row
     real_BS = torch.from_numpy(np.arange(ids_BS.shape[1]) < lengths_B[:, None])
     outputs = compute(torch.from_numpy(ids_BS), real_BS)
-    if pooling is not None:
-        outputs = pool(outputs, real_BS.to(outputs.device), pooling)
+    if outputs.dim() == 3:
+        outputs = pool(outputs, real_BS.to(outputs.device), "mean")
     outputs_BL: NDArray[np.float64] = outputs.double().cpu().numpy()
     if not np.isfinite(outputs_BL).all():
         raise RunFailed("the outputs of some examples are not finite: the run has diverged", "not_finite")

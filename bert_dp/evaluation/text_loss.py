@@ -163,9 +163,8 @@ class PredictedTokens(StoredModel):
 class HiddenWords(StoredModel):
     """Whole words that a run predicted, every token of a word hidden at once."""
 
-    rate: float
-    """Of the words, each drawn by (document, word): the same words for every vocabulary."""
     words: Count
+    """Drawn by (document, word): the same words for every vocabulary."""
     words_without_token: Count
     """Among them, of which the tokenizer keeps nothing: their bytes cost no bit."""
     bytes: Count
@@ -173,7 +172,6 @@ class HiddenWords(StoredModel):
     documents: Count
     tokens: Count
     unknown_tokens: Count
-    nats: float
     bits_per_byte: float | None
     bits_per_byte_se: float | None
 
@@ -203,6 +201,7 @@ class TextLoss(StoredModel):
     bytes: Count
     """UTF-8, of the documents."""
     mask_rate: float
+    """Share of the tokens that are predicted, and of the words that are hidden."""
     predicted: PredictedTokens
     hidden: HiddenWords
 
@@ -313,14 +312,12 @@ def word_losses(
     bits_D = np.bincount(text.document_T[hidden_T], loss_P / math.log(2), len(counts_D.words))
     mean, se = ratio(bits_D, counts_D.hidden_bytes)
     return HiddenWords(
-        rate=MASK_RATE,
         words=int(counts_D.hidden.sum()),
         words_without_token=int(counts_D.silent.sum()),
         bytes=int(counts_D.hidden_bytes.sum()),
         documents=int((counts_D.hidden_bytes > 0).sum()),
         tokens=int(hidden_T.sum()),
         unknown_tokens=int((text.ids_T[hidden_T] == special["unk"]).sum()),
-        nats=float(loss_P.sum()),
         bits_per_byte=mean,
         bits_per_byte_se=se,
     )

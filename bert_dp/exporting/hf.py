@@ -54,20 +54,10 @@ def tensors_of(
     return {name: tensor.to(torch.float32).clone().contiguous() for name, tensor in renamed}
 
 
-def new_model(settings: Mapping[str, Any], **more: Any) -> Any:
-    """Make a model of the class that `settings` name, in fp32, with random weights. `more`: settings of
-    transformers beside them. Needs transformers."""
-    import transformers
-
-    rest = {name: value for name, value in settings.items() if name not in ("architectures", "dtype")}
-    (name,) = settings["architectures"]
-    return getattr(transformers, name)(transformers.AutoConfig.for_model(**{**rest, **more}))
-
-
 def _class_for(config: Config, kind: Kind) -> str:
-    name = native_class(config.model)
     if issues := native_issues(config, kind):
         raise ConfigError(issues)
+    name = native_class(config.model)
     assert name is not None
     return name
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
 
 Array = NDArray[Any]
 Compute = Callable[[Array, Array], Array]
@@ -143,8 +144,12 @@ def again(directory: Path, form: str, kind: str, scratch: Path) -> tuple[Compute
     if form == "hf":
         model, missing, unexpected = load_hf(directory, kind)
         model.save_pretrained(scratch)
-        count = sum(parameter.numel() for parameter in model.parameters())
-        return open_hf(scratch, kind), {"parameters": count, "odd": [*missing, *unexpected]}
+        facts = {
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "stored_parameters": sum(t.size for t in load_file(directory / "model.safetensors").values()),
+            "not_loaded": [*missing, *unexpected],
+        }
+        return open_hf(scratch, kind), facts
     if form == "onnx":
         import onnx
 
@@ -159,8 +164,6 @@ def main(directory: Path, inputs: Path, out: Path) -> int:
         sys.modules[name] = None  # type: ignore[assignment]  # not by any means
     # torch says that it cannot import what our package has registered there
     logging.getLogger("torch.distributed.elastic.rendezvous.registry").setLevel(logging.ERROR)
-    from safetensors.numpy import load_file, save_file
-
     about = json.loads((directory / "export.json").read_text())
     form, kind = about["format"], about["kind"]
     given = load_file(inputs)

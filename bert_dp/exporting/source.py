@@ -293,17 +293,13 @@ def card(exported: Exported, source: ExportSource, command: str) -> str:
 
 def training_facts(source: ExportSource) -> Iterator[tuple[str, str]]:
     """Yield what the run's directory says of the training, and of the evaluation at this step."""
-    run, facts, config = source.path.parent.parent, source.facts, source.config
+    run, facts = source.path.parent.parent, source.facts
     environment = files.read_json(run / "environment.json") or {}
     if command := environment.get("command"):
         yield "command", f"`{shlex.join(files.without_folders(str(word)) for word in command)}`"
     yield "steps", f"{facts.step:,}"
     yield "samples", f"{facts.samples:,}"
-    if config.objective.name == "mlm":
-        yield "tokens", f"{facts.samples * config.data.sequence_length:,}"
     yield "data", f"sha256 {facts.data_hash}"
-    if facts.init_from is not None:
-        yield "began with", f"weights with sha256 {facts.init_from.sha256}"
     try:
         summary = Summary.model_validate(files.read_json(run / "summary.json"))
     except ValueError:
@@ -311,6 +307,6 @@ def training_facts(source: ExportSource) -> Iterator[tuple[str, str]]:
     if summary.heldout_step != facts.step:
         return
     if summary.heldout_loss is not None:
-        yield "held-out loss", f"{summary.heldout_loss:.4f} {config.loss_unit}"
+        yield "held-out loss", f"{summary.heldout_loss:.4f} {source.config.loss_unit}"
     for name, value in ((summary.heldout and summary.heldout.scores) or {}).items():
         yield name, "not defined" if value is None else f"{value:.4f}"

@@ -122,19 +122,10 @@ class Embeddings(nn.Module):
         elif self.position == "learned":
             x_BSH = x_BSH + self.position_embeddings.weight[:length]
         out: Tensor = self.drop(self.norm(x_BSH), seed_B)
+        kind = out.device.type
+        in_bf16 = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
         # each block adds a bf16 output under autocast, so the stream keeps the dtype that it begins with
-        return out.bfloat16() if self.narrow_residual and autocasts_to_bf16(out) else out
-
-
-def autocasts_to_bf16(x: Tensor) -> bool:
-    kind = x.device.type
-    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
-
-
-def is_slow_in_kernel(q_BASD: Tensor) -> bool:
-    """Return True where torch's attention kernel is slower than written products: in bf16 on a CPU, where it
-    takes 2.5 to 4 times as long, forward and backward (benchmarks/RESULTS.md)."""
-    return q_BASD.device.type == "cpu" and q_BASD.dtype == torch.bfloat16
+        return out.bfloat16() if self.narrow_residual and in_bf16 else out
 
 
 class Attention(nn.Module):
@@ -174,7 +165,9 @@ class Attention(nn.Module):
         if cos_SD is not None and sin_SD is not None:
             cos, sin = cos_SD[:length].to(q.dtype), sin_SD[:length].to(q.dtype)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if (self.training and self.drop_probabilities.p) or is_slow_in_kernel(q):
+        # torch's kernel takes 2.5 to 4 times as long in bf16 on a CPU (benchmarks/RESULTS.md)
+        is_slow = q.device.type == "cpu" and q.dtype == torch.bfloat16
+        if (self.training and self.drop_probabilities.p) or is_slow:
             out_BASD = self._attend_in_full(q, k, v, real_B11S, seed_B)
         else:
             out_BASD = F.scaled_dot_product_attention(q, k, v, attn_mask=real_B11S)

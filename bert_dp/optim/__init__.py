@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
+from torch.optim.adamw import adamw as adamw_update  # adamw.py beside this is a module of that name
 
 from bert_dp.config import OptimConfig
 from bert_dp.model.interface import Model
@@ -99,7 +99,7 @@ class Optimizer(torch.optim.Optimizer):
         """Update `params`, which have gradients, by AdamW in torch's fused kernel."""
         exp_avgs, exp_avg_sqs, steps = self.adam_state(params)
         beta1, beta2 = group["betas"]
-        adamw(
+        adamw_update(
             params,
             [p.grad for p in params if p.grad is not None],
             exp_avgs,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -33,20 +33,12 @@ def read_state(
     """
     weights = ((name, unshard(name, tensor)) for name, tensor in dict(model.state_dict()).items())
     moments = (
-        (key, unshard(name, value) if value.shape == parameter.shape else value)
+        (f"{name}/{key}", unshard(name, value) if value.shape == parameter.shape else value)
         for name, parameter in (parameters or dict(model.named_parameters())).items()
-        for key, value in optimizer_state(optimizer, name, parameter)
+        for key, value in optimizer.state.get(parameter, {}).items()
     )
     state = {"model": to_host(weights, keep), "optimizer": to_host(moments, keep)}
     return {**state, "scaler": read_scaler(scaler)} if keep else None
-
-
-def optimizer_state(
-    optimizer: torch.optim.Optimizer, name: str, parameter: Tensor
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the optimizer's state of a parameter, as (name in a State, value)."""
-    for key, value in optimizer.state.get(parameter, {}).items():
-        yield f"{name}/{key}", value
 
 
 def read_scaler(scaler: torch.amp.GradScaler | None) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from typer import Argument, Option
 
@@ -101,9 +101,6 @@ def predict(
         str | None, Option(metavar="COLUMN", help="Text column of a table; default: text.")
     ] = None,
     text_pair: Annotated[str | None, Option(metavar="COLUMN", help="Column of a pair's second text.")] = None,
-    pooling: Annotated[
-        Literal["mean", "cls"] | None, Option(help="Encoding of a pretrained run; default: mean.")
-    ] = None,
     out: Annotated[Path | None, Option(help="File to write; default: stdout.")] = None,
     precision: opt.Precision = "auto",
 ) -> None:
@@ -113,7 +110,7 @@ def predict(
     """
     from bert_dp.evaluation.prediction import predict_file
 
-    predict_file(run, file, text=text, text_pair=text_pair, pooling=pooling, out=out, precision=precision)
+    predict_file(run, file, text=text, text_pair=text_pair, out=out, precision=precision)
 
 
 def export_hf(run: opt.Run, out: opt.ExportOut, encoder: opt.WithoutHead = False) -> int:

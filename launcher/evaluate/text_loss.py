@@ -74,7 +74,7 @@ def text_report(loss: TextLoss) -> Report:
             _with_interval(hidden.bits_per_byte, hidden.bits_per_byte_se, hidden.documents),
             f"of {count_of(hidden.bytes, 'byte')} in {count_of(hidden.words, 'hidden word')} "
             f"({count_of(hidden.tokens, 'token')}) of {count_of(hidden.documents, 'document')}, "
-            f"{format_percent(hidden.rate)} of the words hidden",
+            f"{format_percent(loss.mask_rate)} of the words hidden",
         ),
         words(
             "text",

@@ -106,8 +106,6 @@ def test_predict_labels_by_a_finetuned_run(run_dir: Path, tmp_path: Path) -> Non
         shares = [math.exp(x) / sum(map(math.exp, before["logits"])) for x in before["logits"]]
         assert list(line["probabilities"].values()) == pytest.approx(shares, abs=2e-5)
         assert line["probabilities"][line["label"]] == max(line["probabilities"].values())
-    errors = refused("predict", str(tmp_path / "tuned"), str(tmp_path / "dev.tsv"), "--pooling", "cls")
-    assert errors.startswith("error: --pooling: ")
     errors = refused("eval", "mlm", str(tmp_path / "tuned"), "builtin")
     assert errors.startswith("error: RUN: ")
 
@@ -122,7 +120,6 @@ def test_predict_refuses(run_dir: Path, tmp_path: Path) -> None:
         ([str(run_dir), text, "--out", text], "--out: "),
         ([str(run_dir), text, "--out", f"{text}/b"], "--out: "),
         ([str(run_dir), text, "--text-pair", "b"], "--text-pair: "),
-        ([str(run_dir), text, "--pooling", "max"], "--pooling"),
     ):
         errors = refused("predict", *arguments)
         assert said in errors

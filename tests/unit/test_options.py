@@ -296,11 +296,11 @@ def test_a_finetuning_begins_with_what_its_options_name(monkeypatch: pytest.Monk
             {"max_bytes": 9, "precision": "auto", "as_json": True},
         ),
         (
-            "predict r f --text q --text-pair s --pooling cls --out o --precision bf16",
+            "predict r f --text q --text-pair s --out o --precision bf16",
             prediction,
             "predict_file",
             (Path("r"), "f"),
-            {"text": "q", "text_pair": "s", "pooling": "cls", "out": Path("o"), "precision": "bf16"},
+            {"text": "q", "text_pair": "s", "out": Path("o"), "precision": "bf16"},
         ),
         ("export hf r --out o --encoder", export, "export", ("hf", Path("r"), Path("o")), {"encoder": True}),
         (

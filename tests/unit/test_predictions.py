@@ -33,14 +33,12 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("pooling", ["mean", "cls"])
-def test_an_encoding_is_the_mean_or_that_of_the_first_token(pooling: str) -> None:
+def test_an_encoding_is_the_mean() -> None:
     model = build_model(ModelConfig(**TINY_MODEL), LENGTH, 0).eval()
-    encodings = prediction.outputs_of(prediction.on_device(model, CPU), ROWS, PAD, pooling)
+    encodings = prediction.outputs_of(prediction.on_device(model, CPU), ROWS, PAD)
     for row, encoding in zip(ROWS, encodings, strict=True):
-        ids = torch.from_numpy(row.astype(np.int64))[None]
         with torch.no_grad():
-            expected = model.model(ids)[0, 0] if pooling == "cls" else model.model(ids)[0].mean(0)
+            expected = model.model(torch.from_numpy(row.astype(np.int64))[None])[0].mean(0)
         assert encoding == pytest.approx(expected.numpy(), abs=1e-5)
 
 
@@ -51,23 +49,23 @@ def test_an_answer_does_not_depend_on_its_neighbours(pooling: str) -> None:
     for weight in model.parameters():
         weight.data *= 1 if weight.dim() == 1 else 8  # or all examples are nearly alike
     compute = prediction.on_device(model, CPU)
-    together = prediction.outputs_of(compute, ROWS, PAD, None)
+    together = prediction.outputs_of(compute, ROWS, PAD)
     assert together.std(0).min() > 1e-3
-    alone = np.concatenate([prediction.outputs_of(compute, [row], PAD, None) for row in ROWS])
+    alone = np.concatenate([prediction.outputs_of(compute, [row], PAD) for row in ROWS])
     assert together == pytest.approx(alone, abs=1e-5)
 
 
-def answers(run: Path, texts: Any, pooling: str | None = None, **options: Any) -> tuple[list[Any], list[Any]]:
+def answers(run: Path, texts: Any, **options: Any) -> tuple[list[Any], list[Any]]:
     """The lines of these texts, and what was reported."""
     reports: list[tuple[str, int, int | None]] = []
     tell = lambda *now: reports.append(now)  # noqa: E731
-    return list(prediction.predict(prediction.find_source(run), texts, pooling, tell, **options)), reports
+    return list(prediction.predict(prediction.find_source(run), texts, tell, **options)), reports
 
 
 def test_lines_stand_in_the_order_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path / "run", config_of("quickstart", model=SMALL))
     texts = [(" ".join(WORDS[: 1 + n * 7 % len(WORDS)]),) for n in range(50)]
-    whole, _ = answers(run, texts, "mean")
+    whole, _ = answers(run, texts)
     monkeypatch.setattr(prediction, "HELD", 20)
     monkeypatch.setitem(prediction.BATCH_TOKENS, "cpu", 60)
     lines, reports = answers(run, texts)
@@ -133,21 +131,22 @@ def test_a_text_of_which_no_token_is_left_has_no_label(
     assert not out.parent.exists()
 
 
-@pytest.mark.parametrize(("pooling", "special"), [("mean", 1), ("cls", 2)])
+@pytest.mark.parametrize(("is_finetuned", "special"), [(False, 1), (True, 2)])
 def test_a_text_may_fill_all_positions_but_those_of_special_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pooling: str, special: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_finetuned: bool, special: int
 ) -> None:
-    run = write_run(tmp_path / "run", config_of("quickstart", model=SMALL))
+    config = config_of("quickstart", model=SMALL)
+    run = write_run(tmp_path / "run", finetuned(config, "recipe") if is_finetuned else config)
     lengths: list[int] = []
     outputs_of = prediction.outputs_of
 
-    def noted(compute: Any, rows: Any, *rest: Any) -> Any:
+    def noted(compute: Any, rows: Any, pad: int) -> Any:
         lengths.extend(map(len, rows))
-        return outputs_of(compute, rows, *rest)
+        return outputs_of(compute, rows, pad)
 
     monkeypatch.setattr(prediction, "outputs_of", noted)
     for more in (0, 1):
-        _, reports = answers(run, [("a " * (128 - special + more),)], pooling)
+        _, reports = answers(run, [("a " * (128 - special + more),)])
         assert len([total for *_, total in reports if not total]) == more
     assert lengths == [128, 128]
 
@@ -178,9 +177,9 @@ def test_a_run_that_has_diverged_predicts_nothing() -> None:
         return torch.where(real_BS.sum(1, keepdim=True) == 9, math.nan, 1.0)
 
     fine = [row for row in ROWS if len(row) != 9]
-    assert prediction.outputs_of(compute, fine, PAD, None).tolist() == [[1.0]] * len(fine)
+    assert prediction.outputs_of(compute, fine, PAD).tolist() == [[1.0]] * len(fine)
     with pytest.raises(RunFailed, match="not finite") as caught:
-        prediction.outputs_of(compute, ROWS, PAD, None)
+        prediction.outputs_of(compute, ROWS, PAD)
     assert caught.value.failure_kind == "not_finite"
 
 
@@ -207,20 +206,13 @@ def test_batches_are_sorted_bounded_and_whole() -> None:
     assert sum(len(b) * int(lengths[b].max()) for b in found) < 1.05 * lengths.sum()
 
 
-@pytest.mark.parametrize("is_finetuned", [False, True])
-def test_lines_that_were_computed_in_bf16_say_so(tmp_path: Path, is_finetuned: bool) -> None:
-    config = config_of("quickstart", model=SMALL)
-    run = write_run(tmp_path / "run", finetuned(config, "recipe") if is_finetuned else config)
+def test_bf16_is_near_and_auto_is_fp32_without_a_gpu(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", config_of("quickstart", model=SMALL))
     texts = [(" ".join(WORDS[: n + 1]),) for n in range(5)]
     found = {precision: answers(run, texts, precision=precision)[0] for precision in ("auto", "fp32", "bf16")}
-    assert found["auto"] == found["fp32"], "no GPU is here"
-    assert not any("precision" in line for line in found["fp32"])
-    for wide, narrow in zip(found["fp32"], found["bf16"], strict=True):
-        assert narrow.pop("precision") == "bf16"
-        assert narrow.keys() == wide.keys()
-        key = "probabilities" if is_finetuned else "encoding"
-        a, b = (np.array(list(line[key].values()) if is_finetuned else line[key]) for line in (wide, narrow))
-        assert 0 < np.abs(a - b).max() < 0.05 * max(1.0, np.abs(a).max())
+    assert found["auto"] == found["fp32"]
+    wide, narrow = (np.array([line["encoding"] for line in found[name]]) for name in ("fp32", "bf16"))
+    assert 0 < np.abs(wide - narrow).max() < 0.05 * max(1.0, np.abs(wide).max())
 
 
 def test_auto_is_bf16_only_on_a_gpu_that_multiplies_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +287,6 @@ def test_what_is_no_example_is_one_line(tmp_path: Path) -> None:
         ({"text_pair": "b"}, "--text-pair", "missing"),
         ({"out": "a.txt"}, "--out", "exists"),
         ({"out": "a.txt/b"}, "--out", "not_found"),
-        ({"pooling": "cls"}, "--pooling", "conflict"),
     ],
 )
 def test_options_that_do_not_fit_are_issues(

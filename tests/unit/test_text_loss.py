@@ -136,7 +136,6 @@ def test_a_model_that_knows_nothing_needs_the_bits_of_its_vocabulary() -> None:
     hidden = [word for document in DOCUMENTS for word in hidden_words(document, tokenizer)]
     assert (words.words, words.bytes) == (len(hidden), sum(map(len, hidden)))
     assert words.bits_per_byte == pytest.approx(words.tokens * math.log2(80) / words.bytes, rel=1e-6)
-    assert words.nats == pytest.approx(words.tokens * math.log(80), rel=1e-6)
     assert words.bits_per_byte_se > 0
 
 
