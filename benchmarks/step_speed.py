@@ -332,7 +332,7 @@ def make_modernbert(o: argparse.Namespace) -> Any:
     special = {role: SPECIALS.index(f"<{role}>") for role in ROLES}
     settings = {**settings_of(run, special, "mlm"), "sparse_prediction": True}
     del settings["architectures"], settings["dtype"]
-    return transformers.ModernBertForMaskedLM(transformers.AutoConfig.for_model(**settings))
+    return transformers.AutoModelForMaskedLM.from_config(transformers.AutoConfig.for_model(**settings))
 
 
 def make_cramming(o: argparse.Namespace) -> Any:

@@ -2,7 +2,6 @@
 
 `python -m bert_dp.measure.matmul_peak PRECISION [SECONDS]` prints one JSON line: the best of several shapes,
 as MAMF-finder (stas00/ml-engineering) takes it; on a CPU with as many threads as this process has cores.
-PRECISION `ratio`: the rates of this CPU in fp32 and in bf16.
 """
 
 from __future__ import annotations
@@ -57,31 +56,18 @@ def use_all_cores() -> None:
     keep_freed_memory()
 
 
-def cpu_rates(seconds: float) -> dict[str, float]:
-    """Return the FLOP/s of this CPU in fp32 and bf16, each over `seconds`."""
-    use_all_cores()
-    shape = SHAPES["cpu"][0]  # one product of a block's size: an emulated one may take seconds a size
-    dtypes = {"fp32_flops": torch.float32, "bf16_flops": torch.bfloat16}
-    return {name: matmul_rate(shape, torch.device("cpu"), t, seconds) for name, t in dtypes.items()}
-
-
-def peak(precision: str, seconds: float) -> dict[str, str | float]:
-    """Return the peak in `precision`, as the configuration has it; about `seconds` in all."""
+def main(precision: str, seconds: float = 2.0) -> None:
+    """Print the peak in `precision`, as the configuration has it; about `seconds` in all."""
+    follow_launcher()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         use_all_cores()
     chosen = choose_precision(precision, device)
     allow_tf32(chosen, device)
     flops = matmul_flops(device, chosen.autocast or chosen.parameters, seconds)
-    return {"device": device.type, "precision": chosen.name, "matmul_flops": flops}
-
-
-def main(precision: str, seconds: str = "2") -> None:
-    """Print the peak in `precision`, or for `ratio` the rates of this CPU, as a JSON line."""
-    follow_launcher()
-    rates = cpu_rates(float(seconds)) if precision == "ratio" else peak(precision, float(seconds))
-    sys.stdout.write(json.dumps(rates) + "\n")
+    facts = {"device": device.type, "precision": chosen.name, "matmul_flops": flops}
+    sys.stdout.write(json.dumps(facts) + "\n")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1], *(float(s) for s in sys.argv[2:]))

@@ -128,6 +128,12 @@ class Embeddings(nn.Module):
         return out.bfloat16() if self.narrow_residual and in_bf16 else out
 
 
+def is_slow_in_kernel(q_BASD: Tensor) -> bool:
+    """Return True in bf16 on a CPU, where torch's attention takes 2.5 to 4 times as long as written products
+    (benchmarks/RESULTS.md)."""
+    return q_BASD.device.type == "cpu" and q_BASD.dtype == torch.bfloat16
+
+
 class Attention(nn.Module):
     """Attend over whole sequences, bidirectionally: [B, S, H] -> [B, S, H]. `real_B11S`: False where no query
     may look; None = everywhere, without a mask's cost. `seed_B`: see bert_dp.model.kernels."""
@@ -165,9 +171,7 @@ class Attention(nn.Module):
         if cos_SD is not None and sin_SD is not None:
             cos, sin = cos_SD[:length].to(q.dtype), sin_SD[:length].to(q.dtype)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        # torch's kernel takes 2.5 to 4 times as long in bf16 on a CPU (benchmarks/RESULTS.md)
-        is_slow = q.device.type == "cpu" and q.dtype == torch.bfloat16
-        if (self.training and self.drop_probabilities.p) or is_slow:
+        if (self.training and self.drop_probabilities.p) or is_slow_in_kernel(q):
             out_BASD = self._attend_in_full(q, k, v, real_B11S, seed_B)
         else:
             out_BASD = F.scaled_dot_product_attention(q, k, v, attn_mask=real_B11S)

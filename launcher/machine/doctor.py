@@ -278,10 +278,10 @@ def all_reduce(timeout_s: float, module: str = "bert_dp.measure.all_reduce", *, 
     )
 
 
-def bf16(env: Environment, timeout_s: float, module: str = "bert_dp.measure.matmul_peak") -> Finding:
+def bf16(env: Environment, timeout_s: float, module: str = "bert_dp.measure.bf16_ratio") -> Finding:
     """Compare the bf16 and fp32 matmul rates of this CPU by `python -m module`."""
     what = f"bf16: {', '.join(env.bf16_units) or 'no unit on this CPU, so precision: auto is fp32'}"
-    measured, error = _json_of(module, ["ratio", "0.5"], timeout_s)
+    measured, error = _json_of(module, [], timeout_s)
     if measured is None:
         return Finding("ok", f"{what}; its matmul rate is not known ({error})")
     bf16, fp32 = measured["bf16_flops"], measured["fp32_flops"]

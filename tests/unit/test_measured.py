@@ -45,7 +45,7 @@ def test_the_peak_is_the_best_shapes_in_the_precision_of_the_products(
 
     monkeypatch.setattr(matmul_peak, "matmul_flops", flops)
     monkeypatch.setattr(matmul_peak, "use_all_cores", lambda: None)
-    matmul_peak.main(precision, "0.25")
+    matmul_peak.main(precision, 0.25)
     told = json.loads(capsys.readouterr().out)
     assert (told["matmul_flops"], told["precision"]) == (3e9, precision)
     assert asked == [(dtype, 0.25)]
