@@ -92,13 +92,13 @@ def splits_of(manifest: ExamplesManifest) -> Iterator[str]:
 
 def scores_of(place: Path, config: Config, manifest: ExamplesManifest) -> dict[str, float]:
     """split/metric -> score, of a run or of an exported directory."""
-    source = prediction.find_source(place)
-    compute, encoder = prediction.open_model(source.path), source.encoder
+    source = prediction.open_predictor(place)
+    compute, encoder = source.compute, source.encoder
     scores: dict[str, float] = {}
     for split in splits_of(manifest):
         examples = Examples.open(Path(config.data.path or ""), manifest, split)
         rows = [examples.tokens(i) for i in range(len(examples))]
-        most = prediction.BATCH_TOKENS[prediction.device_of(source.path).type]
+        most = prediction.BATCH_TOKENS[source.device.type]
         batches = list(prediction.batches(np.array([len(row) for row in rows]), most))
         pad = encoder.special["pad"]
         outputs = [prediction.outputs_of(compute, [rows[i] for i in index], pad) for index in batches]

@@ -85,12 +85,12 @@ def main() -> None:
     keep_freed_memory()  # as predict does
     with tempfile.TemporaryDirectory(prefix="predict-speed-") as scratch:
         run = make_run(Path(scratch) / "run", subject_of(o.model, o).config, train)
-        source = prediction.find_source(run)
-        compute, encoder = prediction.open_model(source.path, precision="fp32"), source.encoder
+        predictor = prediction.open_predictor(run, "fp32")
+        compute, encoder = predictor.compute, predictor.encoder
     encoded = encoder.encode([(text,) for text in dev])
     rows = np.split(encoded.ids, encoded.offsets[1:-1])
     lengths = np.array([len(row) for row in rows])
-    budgets = {SORTED: prediction.BATCH_TOKENS[prediction.device_of(source.path).type], LARGE: LARGE_TOKENS}
+    budgets = {SORTED: prediction.BATCH_TOKENS[predictor.device.type], LARGE: LARGE_TOKENS}
     ways: dict[str, list[NDArray[np.int64]]] = {
         **{way: list(prediction.batches(lengths, budget)) for way, budget in budgets.items()},
         **{

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bert_dp import files
-from bert_dp.config import ConfigError, FinetuneConfig, Issue, resolve
+from bert_dp.config import ConfigError, FinetuneConfig, Issue
 from bert_dp.config.manifest import WARNED_LOSS, lost_words
 from bert_dp.data import readers
 from bert_dp.data.build import Progress, shown_progress
@@ -54,14 +54,16 @@ Compute = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelSource:
-    """A model that predicts, without its weights."""
+class Predictor:
+    """A model that predicts, as it was loaded."""
 
     path: Path
-    """A checkpoint that was verified, or an exported directory."""
+    """Its checkpoint or exported directory."""
     finetune: FinetuneConfig | None
     """None of a pretrained run."""
     encoder: ExampleEncoder
+    compute: Compute
+    device: torch.device
 
 
 def predict_file(
@@ -75,66 +77,52 @@ def predict_file(
 ) -> None:
     """Write a line for each example of `file`, to a new file `out` or to stdout.
 
-    `run`: a run, a checkpoint or an exported directory. `text` and `text_pair`: columns of a table.
-    The rest as in `predict`. Raises ConfigError and RunFailed.
+    `text` and `text_pair`: columns of a table. `run`, `precision`: see `open_predictor`. Raises ConfigError
+    and RunFailed.
     """
     if text_pair is not None and text is None:
         message = "goes with --text, the column of the first text"
         raise ConfigError([Issue("--text-pair", "missing", message, text_pair, "--text")])
     if out is not None and out.exists():
         raise ConfigError([Issue("--out", "exists", f"{out} exists", str(out), hint="name a new file")])
-    source = find_source(run.expanduser())
-    if precision != "auto" and is_exported(source.path):
-        message = f"{precision} is for runs, and {run} was exported in {read_exported(source.path).precision}"
-        raise ConfigError(
-            [Issue("--precision", "conflict", message, precision, "RUN", "leave it out, or name the run")]
-        )
-    texts = read_texts(file, [column for column in (text, text_pair) if column is not None])
     use_all_cores()
+    predictor = open_predictor(run.expanduser(), precision)
+    texts = read_texts(file, [column for column in (text, text_pair) if column is not None])
     with shown_progress() as progress:
-        lines = predict(source, texts, progress, precision)
+        lines = predict(predictor, texts, progress)
         first = next(lines)  # bad input is refused before a folder is made for --out
         with destination(out) as stream:
             for line in itertools.chain([first], lines):
                 stream.write(json.dumps(line) + "\n")
 
 
-def find_source(path: Path) -> ModelSource:
-    """Find a model, its labels and its tokenizer. Raises ConfigError."""
-    if is_exported(path):
-        exported = read_exported(path)
-        require_loaders(exported, "predict")
-        encoder = ExampleEncoder.load(path / files.TOKENIZER, exported.sequence_length)
-        return ModelSource(path, exported.finetune, encoder)
-    path = checkpoint.resolve(str(path))
-    config = resolve([files.read_checkpoint_facts(path).config])
-    encoder = ExampleEncoder.load(files.tokenizer_of(path), config.data.sequence_length)
-    return ModelSource(path, config.finetune if config.objective.name == "finetune" else None, encoder)
-
-
-def device_of(path: Path) -> torch.device:
-    """Choose the GPU if there is one; exported models compute on the CPU. `path`: of a ModelSource."""
-    return torch.device("cuda" if torch.cuda.is_available() and not is_exported(path) else "cpu")
-
-
-def open_model(path: Path, precision: str = "auto") -> Compute:
-    """Load the model of a ModelSource. `precision`: see inference_precision; an exported model has its own.
-
-    Raises ConfigError.
-    """
-    if not is_exported(path):
-        return on_device(build.load_checkpoint(path).model, device_of(path), precision)
-    exported = read_exported(path)
+def open_predictor(run: Path, precision: str = "auto") -> Predictor:
+    """Load a run, a checkpoint or an exported directory, which computes on the CPU in its own precision.
+    `precision`: of the others, see inference_precision. Raises ConfigError."""
+    if not is_exported(run):
+        loaded = build.load_checkpoint(checkpoint.resolve(str(run)))
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        encoder = ExampleEncoder.load(files.tokenizer_of(loaded.path), loaded.config.data.sequence_length)
+        finetune = loaded.config.finetune if isinstance(loaded.model, Classifier) else None
+        compute = on_device(loaded.model, device, precision)
+        return Predictor(loaded.path, finetune, encoder, compute, device)
+    exported = read_exported(run)
+    if precision != "auto":
+        message = f"{precision} is for runs, and {run} was exported in {exported.precision}"
+        hint = "leave it out, or name the run"
+        raise ConfigError([Issue("--precision", "conflict", message, precision, "RUN", hint)])
+    require_loaders(exported, "predict")
+    encoder = ExampleEncoder.load(run / files.TOKENIZER, exported.sequence_length)
     kind = "classifier" if exported.kind == "classifier" else "encoder"
     try:
-        compute_arrays = load_exported.open_directory(path, exported.format, kind)
+        compute_arrays = load_exported.open_directory(run, exported.format, kind)
     except load_exported.Unusable as error:
         raise ConfigError([Issue("", "unsupported", str(error))]) from None
 
-    def compute(ids_BS: Tensor, real_BS: Tensor) -> Tensor:
+    def compute_tensors(ids_BS: Tensor, real_BS: Tensor) -> Tensor:
         return torch.from_numpy(compute_arrays(ids_BS.numpy(), real_BS.long().numpy()))
 
-    return compute
+    return Predictor(run, exported.finetune, encoder, compute_tensors, torch.device("cpu"))
 
 
 def on_device(model: CrammedBert | Classifier, device: torch.device, precision: str = "auto") -> Compute:
@@ -146,31 +134,25 @@ def on_device(model: CrammedBert | Classifier, device: torch.device, precision: 
 
     def compute(ids_BS: Tensor, real_BS: Tensor) -> Tensor:
         with torch.inference_mode(), chosen.context(device):
-            outputs: Tensor = inner(ids_BS.to(device), real_BS.to(device))
-        return outputs
+            return inner(ids_BS.to(device), real_BS.to(device))
 
     return compute
 
 
-def predict(
-    source: ModelSource, texts: Texts, progress: Progress, precision: str = "auto"
-) -> Iterator[dict[str, Any]]:
+def predict(predictor: Predictor, texts: Texts, progress: Progress) -> Iterator[dict[str, Any]]:
     """Yield a line for each example, in order: `index`, and the labels of a finetuned run (see `labelled`) or
     the `encoding` of a pretrained one, the mean of its hidden states. An example with a text without a token
-    has `tokens`: 0 instead. `precision`: see open_model.
+    has `tokens`: 0 instead.
 
-    Raises ConfigError for a model that cannot be used and if no example has tokens, RunFailed if outputs are
-    not finite.
+    Raises ConfigError if no example has tokens, RunFailed if outputs are not finite.
     """
-    finetune = source.finetune
+    finetune = predictor.finetune
     # a pretrained run has never seen a <cls>
-    encoder = dataclasses.replace(source.encoder, has_cls=finetune is not None)
+    encoder = dataclasses.replace(predictor.encoder, has_cls=finetune is not None)
     if not encoder.has_tokens(texts):
-        message = f"the tokenizer of {source.path} keeps no token of its texts"
+        message = f"the tokenizer of {predictor.path} keeps no token of its texts"
         hint = "name a run that knows their script"
         raise ConfigError([Issue("FILE", "conflict", message, other="RUN", hint=hint)])
-    compute = open_model(source.path, precision)
-    device = device_of(source.path)
     truncated = done = letters = lost_letters = 0
     textless: set[int] = set()
     for first in range(0, len(texts), HELD):
@@ -180,10 +162,11 @@ def predict(
         lost_letters += encoded.lost_letters
         textless.update((first + encoded.textless).tolist())
         rows = np.split(encoded.ids, encoded.offsets[1:-1])
-        together = [*batches(np.diff(encoded.offsets), BATCH_TOKENS[device.type])]
+        together = [*batches(np.diff(encoded.offsets), BATCH_TOKENS[predictor.device.type])]
         outputs = []
         for index_B in together:
-            outputs.append(outputs_of(compute, [rows[i] for i in index_B], encoder.special["pad"]))
+            of_batch = [rows[i] for i in index_B]
+            outputs.append(outputs_of(predictor.compute, of_batch, encoder.special["pad"]))
             done += len(index_B)
             progress("examples", done, len(texts))
         outputs_NL = np.concatenate(outputs)[np.argsort(np.concatenate(together))]
@@ -195,7 +178,7 @@ def predict(
             else:
                 yield {"index": index, **labelled(output_L, finetune)}
     if lost_letters > WARNED_LOSS * letters:
-        known = f"the tokenizer of {source.path} does not know them"
+        known = f"the tokenizer of {predictor.path} does not know them"
         progress(f"warning: FILE: {lost_words(lost_letters, letters)}, as {known}", 0, 0)
     if textless:
         first_textless = f"the first has index {min(textless)}"
@@ -216,7 +199,7 @@ def outputs_of(compute: Compute, rows: Sequence[NDArray[np.uint16]], pad: int) -
     outputs = compute(torch.from_numpy(ids_BS), real_BS)
     if outputs.dim() == 3:
         outputs = pool(outputs, real_BS.to(outputs.device), "mean")
-    outputs_BL: NDArray[np.float64] = outputs.double().cpu().numpy()
+    outputs_BL = outputs.double().cpu().numpy()
     if not np.isfinite(outputs_BL).all():
         raise RunFailed("the outputs of some examples are not finite: the run has diverged", "not_finite")
     return outputs_BL

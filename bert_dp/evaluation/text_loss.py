@@ -347,7 +347,7 @@ def scores(
             logits_PV = model(rows_BS.to(device), torch.from_numpy(positions_P).to(device))
             parts.append(model.vocabulary.score(logits_PV, labels_P.to(device)).double().cpu().numpy())
     tell(len(ids_T))
-    loss_and_hit_2P: NDArray[np.float64] = np.concatenate(parts, axis=1)
+    loss_and_hit_2P = np.concatenate(parts, axis=1)
     if not np.isfinite(loss_and_hit_2P).all():
         raise RunFailed("the loss of some tokens is not finite: the run has diverged", "not_finite")
     return loss_and_hit_2P

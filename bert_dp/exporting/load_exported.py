@@ -97,8 +97,7 @@ def compute_hf(model: Any, kind: str) -> Compute:
         with torch.inference_mode():
             ids, mask = torch.from_numpy(ids_BS), torch.from_numpy(mask_BS)
             outputs = model(input_ids=ids, attention_mask=mask)
-        first: Array = getattr(outputs, OUTPUTS[kind][0]).float().numpy()
-        return first
+        return getattr(outputs, OUTPUTS[kind][0]).float().numpy()
 
     return compute
 
@@ -133,8 +132,7 @@ def open_aoti(directory: Path, kind: str) -> Compute:
     def compute(ids_BS: Array, mask_BS: Array) -> Array:
         with torch.inference_mode():
             outputs = package(torch.from_numpy(ids_BS), torch.from_numpy(mask_BS))
-        output: Array = outputs[index].float().numpy()
-        return output
+        return outputs[index].float().numpy()
 
     return compute
 

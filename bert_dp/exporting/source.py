@@ -15,7 +15,6 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -161,22 +160,18 @@ def write_about(
         shutil.copyfile(source.tokenizer_file, folder / files.TOKENIZER)
     else:
         files.write_text(folder / files.TOKENIZER, framed.to_str(pretty=True))
-    files.write_json(folder / "tokenizer_config.json", tokenizer_settings(source))
-    files.write_json(folder / EXPORTED, exported.model_dump(mode="json"))
-    files.write_text(folder / "README.md", card(exported, source, command))
-    return exported
-
-
-def tokenizer_settings(source: ExportSource) -> dict[str, Any]:
-    """Return tokenizer_config.json as PreTrainedTokenizerFast reads it, beside tokenizer.json."""
     roles = {f"{role}_token": source.tokenizer.id_to_token(i) for role, i in source.special.items()}
-    return {
+    settings = {  # as PreTrainedTokenizerFast reads them
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": source.config.data.sequence_length,
-        "model_input_names": ["input_ids", "attention_mask"],
+        "model_max_length": exported.sequence_length,
+        "model_input_names": list(INPUTS),
         "clean_up_tokenization_spaces": False,
         **roles,
     }
+    files.write_json(folder / "tokenizer_config.json", settings)
+    files.write_json(folder / EXPORTED, exported.model_dump(mode="json"))
+    files.write_text(folder / "README.md", card(exported, source, command))
+    return exported
 
 
 def write_hf(source: ExportSource, folder: Path) -> None:

@@ -73,8 +73,7 @@ class TiedEmbedding:
 
     def look_up(self, ids_BS: Tensor, weight_VH: Tensor) -> tuple[Tensor, Tensor]:
         """Return x [B, S, H] and the weight for the decoder."""
-        out: tuple[Tensor, Tensor] = TiedLookup.apply(ids_BS, weight_VH)
-        return out
+        return TiedLookup.apply(ids_BS, weight_VH)
 
     def logits(self, x_PH: Tensor, weight_VH: Tensor) -> Tensor:
         return linear(x_PH, weight_VH)
@@ -175,8 +174,7 @@ class Attention(nn.Module):
             out_BASD = self._attend_in_full(q, k, v, real_B11S, seed_B)
         else:
             out_BASD = F.scaled_dot_product_attention(q, k, v, attn_mask=real_B11S)
-        out: Tensor = self.drop(self.Wo(out_BASD.transpose(1, 2).reshape(batch, length, -1)), seed_B)
-        return out
+        return self.drop(self.Wo(out_BASD.transpose(1, 2).reshape(batch, length, -1)), seed_B)
 
     def _attend_in_full(
         self, q: Tensor, k: Tensor, v: Tensor, real_B11S: Tensor | None, seed_B: Tensor | None
@@ -213,8 +211,7 @@ class MLP(nn.Module):
             x = F.gelu(x) * gate
         else:
             x = F.gelu(x)
-        out: Tensor = self.drop(self.Wo(x), seed_B)
-        return out
+        return self.drop(self.Wo(x), seed_B)
 
 
 class Layer(nn.Module):
@@ -262,8 +259,7 @@ class Encoder(nn.Module):
     def encode(self, x_BSH: Tensor, real_BS: Tensor | None = None, seed_B: Tensor | None = None) -> Tensor:
         """Return the hidden states. `x_BSH`: the looked-up tokens. `real_BS`: False for padding; None = all
         are tokens. `seed_B`: int32 keys of the examples, for dropout in training."""
-        out: Tensor = self.final_norm(self.residual_stream(x_BSH, real_BS, seed_B))
-        return out
+        return self.final_norm(self.residual_stream(x_BSH, real_BS, seed_B))
 
     def residual_stream(self, x_BSH: Tensor, real_BS: Tensor | None, seed_B: Tensor | None) -> Tensor:
         """Encode as `encode` does, without the final norm."""
@@ -376,8 +372,7 @@ class CrammedBert(EncoderModel):
         """
         x_BSH, weight_VH = self.vocabulary.look_up(ids_BS, self.model.embeddings.tok_embeddings.weight)
         x_PH = self.model.residual_stream(x_BSH, real_BS, seed_B).flatten(0, 1)[positions_P]
-        out: Tensor = self.head(x_PH, weight_VH, labels_P, self.model.final_norm)
-        return out
+        return self.head(x_PH, weight_VH, labels_P, self.model.final_norm)
 
 
 def build_model(config: ModelConfig, sequence_length: int, seed: int) -> CrammedBert:

@@ -30,8 +30,7 @@ USES_ONEDNN = (
 def matmul_nt(a_MK: Tensor, b_NK: Tensor) -> Tensor:
     """Return a @ b.T, [M, N]. An operator of its own because inductor takes oneDNN's only with constant
     weights."""
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(a_MK, b_NK, None, "none", [], "")
-    return product
+    return torch.ops.mkldnn._linear_pointwise(a_MK, b_NK, None, "none", [], "")
 
 
 @matmul_nt.register_fake
@@ -55,8 +54,7 @@ def product(a_MK: Tensor, b_NK: Tensor) -> Tensor:
     """Return a @ b.T, [M, N], by the faster library for this device and dtype; for code with its own
     backward."""
     fast = USES_ONEDNN and a_MK.device.type == "cpu" and a_MK.dtype == b_NK.dtype == torch.float32
-    out: Tensor = matmul_nt(a_MK, b_NK) if fast else a_MK @ b_NK.t()
-    return out
+    return matmul_nt(a_MK, b_NK) if fast else a_MK @ b_NK.t()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -74,8 +72,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         out = matmul_nt(x.flatten(0, -2), weight).view(*x.shape[:-1], weight.shape[0])
         return out if bias is None else out + bias
-    inferred: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return inferred
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 class Linear(nn.Linear):

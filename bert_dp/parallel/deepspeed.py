@@ -154,8 +154,7 @@ class Engine:
 
     def _whole(self, parameter: nn.Parameter, key: str) -> Tensor:
         """Gather the weight (key "") or a moment of it. Collective."""
-        whole: Tensor = self._safe("get_full", key)(parameter, *filter(None, [key]))
-        return whole.detach()
+        return self._safe("get_full", key)(parameter, *filter(None, [key])).detach()
 
     def _write(self, parameter: Any, whole: Tensor, key: str) -> None:
         """Write this rank's part of the weight that the optimizer has (key ""), or of a moment."""

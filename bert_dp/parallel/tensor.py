@@ -124,8 +124,7 @@ class ParallelEmbedding:
         self._group, self._rank = group, rank
 
     def look_up(self, ids_BS: Tensor, weight_VH: Tensor) -> tuple[Tensor, Tensor]:
-        out: tuple[Tensor, Tensor] = _LookUp.apply(ids_BS, weight_VH, self._rank, self._group)
-        return out
+        return _LookUp.apply(ids_BS, weight_VH, self._rank, self._group)
 
     def logits(self, x_PH: Tensor, weight_VH: Tensor) -> Tensor:
         """Return [P, V / ranks]: this rank's columns."""
@@ -134,8 +133,7 @@ class ParallelEmbedding:
     def loss(self, logits_PV: Tensor, labels_P: Tensor) -> Tensor:
         """Return the sum of the cross entropies over the whole vocabulary; negative labels count for
         nothing."""
-        loss: Tensor = _CrossEntropy.apply(widened(logits_PV), labels_P, self._rank, self._group)
-        return loss
+        return _CrossEntropy.apply(widened(logits_PV), labels_P, self._rank, self._group)
 
     def score(self, logits_PV: Tensor, labels_P: Tensor) -> Tensor:
         """Return [2, P]: the cross entropy of each position over the whole vocabulary, and 1 where the label
@@ -191,8 +189,7 @@ def column_product(x: Tensor, weight: Tensor, group: str) -> Tensor:
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         x, weight = x.to(dtype), weight.to(dtype)
-    out: Tensor = _ColumnProduct.apply(x, weight, group)
-    return out
+    return _ColumnProduct.apply(x, weight, group)
 
 
 class _ColumnProduct(torch.autograd.Function):

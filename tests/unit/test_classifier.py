@@ -23,7 +23,6 @@ from bert_dp.training.devices import precision_of
 from bert_dp.training.distributed import HostCollectives
 from tests.example_files import label_names, write_examples
 from tests.helpers import read_lines
-from tests.runs_to_export import peer_of
 from tests.tensors import CPU
 
 LENGTH, VOCABULARY = 128, 64
@@ -75,29 +74,6 @@ def test_logits_do_not_depend_on_padding_or_neighbours(variant: str, pooling: st
         padded = model(padded_ids, torch.arange(LENGTH)[None] < length)
         torch.testing.assert_close(alone[0], together[row], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(alone, padded, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("options", [{}, {"pooling": "mean"}], ids=["cls", "mean"])
-def test_fifty_steps_are_those_of_modernbert(options: dict[str, Any]) -> None:
-    pytest.importorskip("transformers")
-    model = make("ModernBERT", **options).train()
-    sections = {"model": SHAPE | VARIANTS["ModernBERT"], "data": {"path": "x", "sequence_length": LENGTH}}
-    finetune = {"labels": ["a", "b", "c"], "head": "native", **options}
-    config = resolve(
-        [{**sections, "objective": {"name": "finetune"}, "finetune": finetune, "schedule": {"steps": 1}}]
-    )
-    peer = peer_of(model, config, "classifier").train()
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, peer)]
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        ids_BS, real_BS = make_examples(rng.integers(3, LENGTH, 8).tolist())
-        labels = torch.from_numpy(rng.integers(0, 3, 8))
-        logits = [model(ids_BS, real_BS), peer(input_ids=ids_BS, attention_mask=real_BS.long()).logits]
-        torch.testing.assert_close(logits[0], logits[1], rtol=1e-5, atol=1e-5)
-        for each, optimizer in zip(logits, optimizers, strict=True):
-            optimizer.zero_grad()
-            F.cross_entropy(each, labels).backward()
-            optimizer.step()
 
 
 def test_a_head_that_no_class_has_is_refused() -> None:

@@ -12,7 +12,6 @@ from bert_dp.config import MAX_VOCAB_SIZE, Manifest, read_manifest
 from bert_dp.data import build as builder
 from bert_dp.exporting.check import ExportCheck
 from launcher import children, datasets, results
-from launcher.evaluate import export as exporting
 from launcher.evaluate import finetune, glue
 from launcher.evaluate.export import check_report
 from launcher.evaluate.glue_scores import GlueOptions
@@ -197,23 +196,6 @@ CHECK: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("again", "code"), [(4e-8, 0), (1.0, 1)])
-@pytest.mark.parametrize("as_json", [False, True])
-def test_a_check_ends_as_its_comparison_does(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    again: float,
-    code: int,
-    as_json: bool,
-) -> None:
-    comparison = ExportCheck.model_validate({**CHECK, "again": again})
-    monkeypatch.setattr("bert_dp.exporting.check.check", lambda *_: comparison)
-    how: dict[str, Any] = {"as_json": as_json, "console": Console(width=160)}
-    assert exporting.check(Path("out"), None, **how) == code
-    printed = capsys.readouterr().out
-    assert ('"ok": false' in printed if as_json else "does not compute what" in printed) == bool(code)
-
-
 def test_a_comparison_shows_what_decides() -> None:
     def text(**changes: Any) -> str:
         found = ExportCheck.model_validate({**CHECK, **changes})
@@ -221,20 +203,14 @@ def test_a_comparison_shows_what_decides() -> None:
 
     for words in (
         "ok The directory computes",
-        "1 5 50 2.0e-07 100.0 %",
         "3 37 900 3.0e-06 100.0 %",
         "8 5 400 1.0e-07 n/a",
-        "EuroBERT (mlm, fp32)",
         "largest difference 3.0e-06, 1e-05 is allowed",
         "saved and loaded again 4.0e-08",
         "1,100 numbers loaded, 1,100 numbers stored, 1,000 in the run",
-        "not loaded none",
-        "python 3.12, torch 2",
     ):
         assert words in text()
-    other = text(tolerance=None, precision="int8", architecture=None)
-    assert "ok Measured and not judged, as int8 is no fp32." in other
-    assert "hf (mlm, int8)" in other
+    assert "ok Measured and not judged" in text(tolerance=None, precision="int8", architecture=None)
     other = text(parameters=None, not_loaded=["a.weight", "b.bias"])
-    for words in ("fail The directory does not", "parameters n/a, 1,000 in", "not loaded a.weight, b.bias"):
+    for words in ("fail The directory does not", "not loaded a.weight, b.bias"):
         assert words in other

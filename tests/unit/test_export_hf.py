@@ -326,28 +326,6 @@ def test_an_encoder_leaves_a_head_out_that_no_class_has() -> None:
     assert native_issues(finetuned(config, "native"), "classifier") == []
 
 
-@pytest.mark.parametrize(
-    ("form", "precision", "written"),
-    [
-        ("hf", "fp32", ("write_hf", {})),
-        ("onnx", "fp32", ("write_onnx", {"int8": False})),
-        ("onnx", "int8", ("write_onnx", {"int8": True})),
-        ("aoti", "bf16", ("write_aoti", {"bf16": True})),
-    ],
-)
-def test_a_directory_is_written_in_its_format_and_precision(
-    tmp_path: Path, form: Any, precision: Any, written: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, calls = open_run(write_run(tmp_path / "run", CONFIGS["EuroBERT"]), encoder=True), []
-    monkeypatch.setattr(write, written[0], lambda *_, **options: calls.append((written[0], options)))
-    out = tmp_path / "out"
-    exported = write.export(source, form, out, command="bert-dp export", precision=precision)
-    assert calls == [written]
-    assert (exported.format, exported.kind, exported.precision) == (form, "encoder", precision)
-    assert read_json(out / "export.json") == exported.model_dump(mode="json")
-    assert "`bert-dp export`" in (out / "README.md").read_text()
-
-
 def test_a_card_tells_no_folders_and_nothing_of_a_damaged_summary(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", config_of("small-text"))
     words = ["/opt/env/bin/bert-dp", "train", "data.sources=[/srv/texts/a b.txt]"]
@@ -380,10 +358,6 @@ def test_a_directory_says_what_it_was_made_of(tmp_path: Path) -> None:
         assert (told.kind, told.precision, told.architecture) == (kind, "bf16", "ModernBERT")
         assert (told.pad, told.vocab_size, told.sequence_length) == (0, VOCABULARY, 128)
         assert told.finetune == (None if encoder else config.finetune)
-    names = write.tokenizer_settings(source)
-    assert {role: names[f"{role}_token"] for role in ("pad", "unk", "cls", "sep", "mask")} == {
-        role: f"<{role}>" for role in ("pad", "unk", "cls", "sep", "mask")
-    }
 
 
 def test_a_foreign_tokenizer_frames_a_pair_as_examples_were_trained(tmp_path: Path) -> None:
@@ -503,27 +477,3 @@ def test_a_run_is_found_beside_a_folder_of_the_same_name(
     assert (source.run_name, open_run(alone, encoder=False).run_name) == ("first", "mine")
     (issue,) = raised_issues(check.open_source, tmp_path / "elsewhere" / "out", exported, None)
     assert (issue.setting, issue.kind) == ("--run", "not_found")
-
-
-@pytest.mark.parametrize(
-    ("name", "form", "encoder", "told", "not_told"),
-    [
-        ("EuroBERT", "hf", False, "AutoModelForMaskedLM|transformers 5", "same kind"),
-        ("EuroBERT", "onnx", False, 'session.run(["logits"]', "transformers 5|same kind"),
-        ("ModernBERT", "aoti", True, "of the same kind", "transformers 5"),
-    ],
-)
-def test_a_card_says_how_to_load_and_what_to_know(
-    tmp_path: Path, name: str, form: Any, encoder: bool, told: str, not_told: str
-) -> None:
-    source = open_run(write_run(tmp_path / "run", CONFIGS[name]), encoder=encoder)
-    write_about(tmp_path, source, form, "bert-dp export")
-    text = (tmp_path / "README.md").read_text()
-    for words in (*told.split("|"), "add_special_tokens=False", "at most 128 tokens"):
-        assert words in text, words
-    assert not [words for words in not_told.split("|") if words in text]
-    assert read_json(tmp_path / "tokenizer_config.json")["model_max_length"] == 128
-    about = read_json(tmp_path / "export.json")
-    assert (about["run"], about["architecture"]) == ("run", name if form == "hf" else None)
-    assert (about["finetune"], about["precision"], about["step"]) == (None, "fp32", 3)
-    assert about["parameters"] == sum(p.numel() for p in perturbed(CONFIGS[name]).parameters())

@@ -191,35 +191,6 @@ def test_every_parameter_of_every_variant_learns(options):
         assert parameter.grad.abs().max() > 0, name
 
 
-def test_learned_positions_biases_and_the_dense_head_restated():
-    """One layer without a gate, in other words than the model's."""
-    model = random_model(num_layers=1, **OPTIONS["bert"])
-    w = {name: p.detach() for name, p in model.named_parameters()}
-    ids_BS, positions_P, _ = make_case(batch=1)
-    x = (
-        w["model.embeddings.tok_embeddings.weight"][ids_BS[0]]
-        + w["model.embeddings.position_embeddings.weight"]
-    )
-    x = restated_norm(x, w, "model.embeddings.norm", 1e-12)
-    block = "model.layers.0"
-    normed = restated_norm(x, w, f"{block}.attn_norm", 1e-12)
-    Wq, Wk, Wv = w[f"{block}.attn.Wqkv.weight"].split(48)
-    q, k = normed @ Wq.T + w[f"{block}.attn.q_bias"], normed @ Wk.T
-    v = normed @ Wv.T + w[f"{block}.attn.v_bias"]
-    heads = [slice(h * 12, (h + 1) * 12) for h in range(4)]
-    out = torch.cat([(q[:, h] @ k[:, h].T / math.sqrt(12)).softmax(-1) @ v[:, h] for h in heads], -1)
-    x = x + out @ w[f"{block}.attn.Wo.weight"].T + w[f"{block}.attn.Wo.bias"]
-    normed = restated_norm(x, w, f"{block}.mlp_norm", 1e-12)
-    inner = restated_gelu(normed @ w[f"{block}.mlp.Wi.weight"].T + w[f"{block}.mlp.Wi.bias"])
-    x = x + inner @ w[f"{block}.mlp.Wo.weight"].T + w[f"{block}.mlp.Wo.bias"]
-    x = restated_norm(x, w, "model.final_norm", 1e-12)[positions_P]
-    x = restated_norm(
-        restated_gelu(x @ w["head.dense.weight"].T + w["head.dense.bias"]), w, "head.norm", 1e-12
-    )
-    logits_PV = x @ w["model.embeddings.tok_embeddings.weight"].T
-    torch.testing.assert_close(model(ids_BS, positions_P), logits_PV, rtol=1e-4, atol=1e-4)
-
-
 def test_rotary_scores_depend_on_distance_only():
     """With all tokens alike, what position s sees does not depend on s."""
     model = random_model(**MODERN)

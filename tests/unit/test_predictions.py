@@ -55,11 +55,11 @@ def test_an_answer_does_not_depend_on_its_neighbours(pooling: str) -> None:
     assert together == pytest.approx(alone, abs=1e-5)
 
 
-def answers(run: Path, texts: Any, **options: Any) -> tuple[list[Any], list[Any]]:
+def answers(run: Path, texts: Any, precision: str = "auto") -> tuple[list[Any], list[Any]]:
     """The lines of these texts, and what was reported."""
     reports: list[tuple[str, int, int | None]] = []
     tell = lambda *now: reports.append(now)  # noqa: E731
-    return list(prediction.predict(prediction.find_source(run), texts, tell, **options)), reports
+    return list(prediction.predict(prediction.open_predictor(run, precision), texts, tell)), reports
 
 
 def test_lines_stand_in_the_order_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,23 +151,25 @@ def test_a_text_may_fill_all_positions_but_those_of_special_tokens(
     assert lengths == [128, 128]
 
 
-def test_what_an_exported_directory_predicts_by_is_its_own(tmp_path: Path) -> None:
+def test_what_an_exported_directory_predicts_by_is_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Length, labels and tokenizer are those of export.json, wherever its run is."""
     pytest.importorskip("onnxruntime")
+    monkeypatch.setattr(load_exported, "open_directory", lambda *_: None)
     config = finetuned(config_of("quickstart", model=SMALL), "recipe", pooling="mean")
-    source = open_run(write_run(tmp_path / "run", config), encoder=False)
-    out = tmp_path / "out"
+    run, out = write_run(tmp_path / "run", config), tmp_path / "out"
     out.mkdir()
-    write_about(out, source, "onnx", "bert-dp export")
+    write_about(out, open_run(run, encoder=False), "onnx", "bert-dp export")
     (out / "model.onnx").touch()
     (out / "export.json").write_text(json.dumps({**read_json(out / "export.json"), "sequence_length": 9}))
-    found = prediction.find_source(out)
-    assert (found.path, found.finetune, found.encoder.length) == (out, config.finetune, 9)
-    of_run = prediction.find_source(tmp_path / "run")
-    assert (of_run.finetune, of_run.encoder.length) == (config.finetune, 128)
-    encoder = open_run(tmp_path / "run", encoder=True)
-    write_about(out, encoder, "onnx", "bert-dp export")
-    assert prediction.find_source(out).finetune is None
+    for place, length in ((out, 9), (run, 128)):
+        found = prediction.open_predictor(place)
+        assert (found.finetune, found.encoder.length) == (config.finetune, length)
+    (issue,) = raised_issues(prediction.open_predictor, out, "bf16")
+    assert (issue.setting, issue.kind) == ("--precision", "conflict")
+    write_about(out, open_run(run, encoder=True), "onnx", "bert-dp export")
+    assert prediction.open_predictor(out).finetune is None
 
 
 def test_a_run_that_has_diverged_predicts_nothing() -> None:

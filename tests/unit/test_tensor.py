@@ -13,7 +13,6 @@ import os
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ from bert_dp.model.bert import IGNORE, CrammedBert, TiedEmbedding, build_model
 from bert_dp.model.build import recompute_blocks
 from bert_dp.optim import make_optimizer, set_lr
 from bert_dp.parallel.base import RankGrid, clip_and_step
-from bert_dp.parallel.tensor import ColumnLinear, ParallelEmbedding, RowLinear, TensorParallel
+from bert_dp.parallel.tensor import ParallelEmbedding, TensorParallel
 from bert_dp.training.distributed import connect, disconnect
 from bert_dp.training.world import read_world
 from tests.helpers import read_json
@@ -140,28 +139,6 @@ def check_cross_entropy(tensor: TensorParallel, grid: RankGrid) -> None:
     assert nothing == 0
     assert ignored_PV.grad is not None
     assert not ignored_PV.grad.any()
-
-
-def check_look_up(tensor: TensorParallel, grid: RankGrid) -> None:
-    """Against an embedding and a second use of its matrix, as the decoder's."""
-    vocabulary = ParallelEmbedding(grid.tp_group.group_name, grid.tp_rank)
-    generator = torch.Generator().manual_seed(0)
-    ids_BS = torch.cat([torch.arange(VOCABULARY), torch.tensor([0, 0, 23, 7, 7, 7])]).view(5, 6)
-    whole_VH = torch.randn(VOCABULARY, HIDDEN, generator=generator, dtype=torch.float64)
-    factor_BSH = torch.randn(5, 6, HIDDEN, generator=generator, dtype=torch.float64)
-    factor_VH = torch.randn(VOCABULARY, HIDDEN, generator=generator, dtype=torch.float64)
-    rows = VOCABULARY // grid.tp_size
-    mine = slice(grid.tp_rank * rows, (grid.tp_rank + 1) * rows)
-    part_VH = whole_VH[mine].clone().requires_grad_()
-    x_BSH, weight_VH = vocabulary.look_up(ids_BS, part_VH)
-    ((x_BSH * factor_BSH).sum() + (weight_VH * factor_VH[mine]).sum()).backward()
-    whole_VH.requires_grad_()
-    expected_BSH = F.embedding(ids_BS, whole_VH)
-    ((expected_BSH * factor_BSH).sum() + (whole_VH * factor_VH).sum()).backward()
-    assert torch.equal(x_BSH, expected_BSH)
-    assert torch.equal(weight_VH, part_VH)
-    assert whole_VH.grad is not None
-    torch.testing.assert_close(part_VH.grad, whole_VH.grad[mine], rtol=1e-12, atol=1e-12)
 
 
 def divided_names(model: CrammedBert, bias: bool) -> set[str]:
@@ -322,7 +299,6 @@ def check_grid(tensor: TensorParallel, grid: RankGrid) -> None:
 CHECKS: dict[str, Check] = {
     "grid": check_grid,
     "cross_entropy": check_cross_entropy,
-    "look_up": check_look_up,
     "part_and_whole": check_part_and_whole,
     **{f"model-{name}": functools.partial(check_model, variant) for name, variant in VARIANTS.items()},
     "autocast-gelu-bias": functools.partial(check_autocast, {"mlp": "gelu", "bias": True, "head": "dense"}),
@@ -382,17 +358,3 @@ def test_activation_checkpointing_changes_no_bit(mlp: str, dropout: float) -> No
     assert grads.keys() == dict(plain.named_parameters()).keys()
     other, _ = loss_and_gradients(plain, seed=4)
     assert torch.equal(other, loss) == (dropout == 0)
-
-
-def test_a_replica_of_one_rank_stays_as_it_is() -> None:
-    model = make_model(bias=True)
-    before = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
-    tensor = TensorParallel(SimpleNamespace(tp_group=None, tp_rank=0, tp_size=1))  # type: ignore[arg-type]
-    tensor.shard_model(model)
-    assert {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()} == before
-    assert type(model.vocabulary) is TiedEmbedding
-    assert not any(isinstance(module, (ColumnLinear, RowLinear)) for module in model.modules())
-    name = "model.layers.0.attn.Wqkv.weight"
-    weight = model.get_parameter(name)
-    assert tensor.shard(name, weight) is weight
-    assert tensor.unshard(name, weight) is weight
