@@ -80,14 +80,12 @@ def predict_file(
     `text` and `text_pair`: columns of a table. `run`, `precision`: see `open_predictor`. Raises ConfigError
     and RunFailed.
     """
-    if text_pair is not None and text is None:
-        message = "goes with --text, the column of the first text"
-        raise ConfigError([Issue("--text-pair", "missing", message, text_pair, "--text")])
     if out is not None and out.exists():
         raise ConfigError([Issue("--out", "exists", f"{out} exists", str(out), hint="name a new file")])
     use_all_cores()
     predictor = open_predictor(run.expanduser(), precision)
-    texts = read_texts(file, [column for column in (text, text_pair) if column is not None])
+    first_column = "text" if text is None and text_pair is not None else text
+    texts = read_texts(file, [column for column in (first_column, text_pair) if column is not None])
     with shown_progress() as progress:
         lines = predict(predictor, texts, progress)
         first = next(lines)  # bad input is refused before a folder is made for --out

@@ -1,12 +1,9 @@
 """Measure the loss of a run on any text.
 
-Sequences are cut from the concatenated documents, each followed by <sep>, as in the run's training data; the
-last one may be shorter. They are read twice: for the loss of single tokens, and for that of whole words,
-which is divided by the words' bytes so that runs with different vocabularies compare.
-
-The predicted tokens are a function of (document, position), the hidden words one of (document, word index):
-of the document's text alone, not of the other documents, their order or the cutting of sequences, and the
-words not of the vocabulary either.
+Sequences are cut from the concatenated documents, each followed by <sep>, as in the run's training data.
+They are read twice: for the loss of single tokens, and for that of whole words, which is divided by the
+words' bytes so that runs with different vocabularies compare. The predicted tokens are a function of
+(document, position), the hidden words one of (document, word index), whatever stands beside the document.
 
 Axes: D documents, T tokens of all, W words of a document.
 """

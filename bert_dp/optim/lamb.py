@@ -35,10 +35,8 @@ class Rule(NamedTuple):
 class Lamb(Optimizer):
     """Keep step, exp_avg, exp_avg_sq of each tensor, as Adam. `step` leaves the update in .grad.
 
-    `compiled` fuses the operations on a tensor, on CPUs and GPUs. `moments` then reads a weight, its gradient
-    and its two moments, and writes the moments and the update: 7 passes over memory. `descend` reads weight
-    and update and writes the weight: 3 more. AdamW takes 7 in all; the norms of whole tensors come between
-    the two parts.
+    `compiled` fuses the operations on a tensor: `moments` takes 7 passes over memory then, as AdamW in all,
+    and `descend` 3; the norms of whole tensors come between the two parts.
     """
 
     def __init__(

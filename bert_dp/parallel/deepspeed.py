@@ -1,10 +1,9 @@
 """Train by DeepSpeed ZeRO (arXiv 1910.02054) around our model, optimizer and loop: its engine reduces, clips,
 steps.
 
-Stage 0 shares nothing out, 1 the optimizer state, 2 the gradients too, 3 the parameters too. Stages 0 and 1
-reduce on the last micro batch only, 2 and 3 every micro batch. Tensors are flattened, so there is no Muon,
-and LAMB at stage 0 only. Clipping divides by (norm + 1e-6) / clip, ours by norm / clip. Stages 1 to 3 read
-the norm on the host in every step, to skip one that is not finite; stage 0 would step and gets `found_inf`.
+Stages 0 and 1 reduce on the last micro batch only, 2 and 3 every micro batch. Tensors are flattened, so there
+is no Muon, and LAMB at stage 0 only. Clipping divides by (norm + 1e-6) / clip, ours by norm / clip. Stages 1
+to 3 skip a step whose norm is not finite; stage 0 would step and gets `found_inf`.
 """
 
 from __future__ import annotations

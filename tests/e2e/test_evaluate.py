@@ -119,7 +119,6 @@ def test_predict_refuses(run_dir: Path, tmp_path: Path) -> None:
         ([str(run_dir), str(tmp_path)], "cannot be read"),
         ([str(run_dir), text, "--out", text], "--out: "),
         ([str(run_dir), text, "--out", f"{text}/b"], "--out: "),
-        ([str(run_dir), text, "--text-pair", "b"], "--text-pair: "),
     ):
         errors = refused("predict", *arguments)
         assert said in errors

@@ -252,20 +252,6 @@ def test_a_place_that_cannot_be_written_is_an_issue() -> None:
     assert (issue.setting, issue.kind) == ("--out", "not_found")
 
 
-def test_what_a_killed_export_left_is_removed_by_the_next(tmp_path: Path) -> None:
-    left = tmp_path / ".out.building-killed"
-    left.mkdir()
-    (left / "model.safetensors").touch()
-    with new_directory(tmp_path / "out") as folder:
-        (folder / "README.md").touch()
-        assert not (tmp_path / "out").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["README.md"]
-    for place in (tmp_path / "out", tmp_path / "out/README.md"):
-        (issue,) = raised_issues(new_directory(place).__enter__)
-        assert (issue.setting, issue.kind, issue.value) == ("--out", "exists", str(place))
-
-
 def test_a_file_that_is_not_what_config_json_says_is_refused(tmp_path: Path) -> None:
     """transformers would draw what is missing at random."""
     out = tmp_path / "out"
