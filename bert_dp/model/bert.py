@@ -333,21 +333,19 @@ class EncoderModel(Model):
 
         Attention by heads, the MLP by intermediate columns, the vocabulary by rows; the rest stays whole.
         """
-        plan = {"model.embeddings.tok_embeddings.weight": (0, 1)}
-        for i, layer in enumerate(self.model.layers):
-            blocks = 2 if self.gated else 1
-            here = {
-                "attn.Wqkv.weight": (0, 3),
-                "attn.q_bias": (0, 1),
-                "attn.v_bias": (0, 1),
-                "attn.Wo.weight": (1, 1),
-                "mlp.Wi.weight": (0, blocks),
-                "mlp.Wi.bias": (0, blocks),
-                "mlp.Wo.weight": (1, 1),
-            }
-            names = dict(layer.named_parameters())
-            plan.update({f"model.layers.{i}.{name}": split for name, split in here.items() if name in names})
-        return plan
+        fused = 2 if self.gated else 1
+        splits = {
+            "tok_embeddings.weight": (0, 1),
+            "attn.Wqkv.weight": (0, 3),
+            "attn.q_bias": (0, 1),
+            "attn.v_bias": (0, 1),
+            "attn.Wo.weight": (1, 1),
+            "mlp.Wi.weight": (0, fused),
+            "mlp.Wi.bias": (0, fused),
+            "mlp.Wo.weight": (1, 1),
+        }
+        names = [name for name, _ in self.named_parameters()]
+        return {name: split for name in names for end, split in splits.items() if name.endswith(end)}
 
 
 class CrammedBert(EncoderModel):

@@ -1,4 +1,4 @@
-"""Scores by the formulas of their papers, and the score of a constant answer; tests/parity/test_scores.py has the rest."""
+"""Scores by the formulas of their papers, and of a constant answer; the rest: tests/parity/test_scores.py."""
 
 from __future__ import annotations
 
