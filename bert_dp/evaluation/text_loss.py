@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -282,9 +282,7 @@ def up_to(documents: Iterable[str], max_bytes: int | None) -> Iterator[str]:
 
 def token_losses(model: CrammedBert, text: Text, length: int, tell: Progress) -> PredictedTokens:
     """Compute the loss of the tokens that are predicted alone."""
-    loss_P, hit_P = scores(
-        model, text.seen_T, text.ids_T, text.drawn_T, length, lambda n: tell("tokens", n, len(text.ids_T))
-    )
+    loss_P, hit_P = scores(model, text.seen_T, text.ids_T, text.drawn_T, length, "tokens", tell)
     document_P = text.document_T[text.drawn_T]
     count_D = np.bincount(document_P)
     mean, se = ratio(np.bincount(document_P, loss_P), count_D)
@@ -304,7 +302,7 @@ def word_losses(
     """Compute the loss of the hidden words, whose tokens the model sees as <mask>, over their bytes."""
     hidden_T = text.hidden_T
     seen_T = np.where(hidden_T, np.uint16(special["mask"]), text.ids_T)
-    loss_P, _ = scores(model, seen_T, text.ids_T, hidden_T, length, lambda n: tell("words", n, len(hidden_T)))
+    loss_P, _ = scores(model, seen_T, text.ids_T, hidden_T, length, "words", tell)
     counts_D = text.counts_D
     bits_D = np.bincount(text.document_T[hidden_T], loss_P / math.log(2), len(counts_D.words))
     mean, se = ratio(bits_D, counts_D.hidden_bytes)
@@ -326,7 +324,8 @@ def scores(
     ids_T: NDArray[np.uint16],
     predicted_T: NDArray[np.bool_],
     length: int,
-    tell: Callable[[int], None],
+    stage: str,
+    tell: Progress,
 ) -> NDArray[np.float64]:
     """Compute [2, P]: of each predicted token, in order, its cross entropy in nats and whether it is the best
     guess.
@@ -336,14 +335,14 @@ def scores(
     device = next(model.parameters()).device
     parts = [np.empty((2, 0))]
     for begin, end, width in pieces(len(ids_T), length, BATCH_TOKENS[device.type]):
-        tell(begin)
+        tell(stage, begin, len(ids_T))
         rows_BS = torch.from_numpy(seen_T[begin:end].astype(np.int64).reshape(-1, width))
         positions_P = np.flatnonzero(predicted_T[begin:end])
         labels_P = torch.from_numpy(ids_T[begin:end][positions_P].astype(np.int64))
         with torch.inference_mode():
             logits_PV = model(rows_BS.to(device), torch.from_numpy(positions_P).to(device))
             parts.append(model.vocabulary.score(logits_PV, labels_P.to(device)).double().cpu().numpy())
-    tell(len(ids_T))
+    tell(stage, len(ids_T), len(ids_T))
     loss_and_hit_2P = np.concatenate(parts, axis=1)
     if not np.isfinite(loss_and_hit_2P).all():
         raise RunFailed("the loss of some tokens is not finite: the run has diverged", "not_finite")

@@ -170,11 +170,9 @@ def compute_apart(
     """Compute the batches by the directory in a process of its own; return the outputs and its facts."""
     with tempfile.TemporaryDirectory() as scratch:
         inputs, results = Path(scratch) / "in.safetensors", Path(scratch) / "out.safetensors"
-        arrays = {
-            f"{name}-{i}": np.ascontiguousarray(array)
-            for i, batch in enumerate(batches)
-            for name, array in zip(("ids", "mask"), batch, strict=True)
-        }
+        arrays = {}
+        for i, (ids_BS, mask_BS) in enumerate(batches):
+            arrays |= {f"ids-{i}": ids_BS, f"mask-{i}": mask_BS}
         save_file(arrays, inputs)
         done = subprocess.run(
             [python, "-I", load_exported.__file__, str(directory.absolute()), str(inputs), str(results)],

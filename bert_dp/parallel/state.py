@@ -77,12 +77,12 @@ def write_state(
         for name, parameter in (parameters or dict(model.named_parameters())).items():
             if state["optimizer"] and name not in saved:
                 raise ValueError(f"{name}: the checkpoint has no optimizer state for it")
-            optimizer.state[parameter] = {
-                key: _like(
-                    parameter, key, value if value.dim() == 0 else (optimizer_shard or shard)(name, value)
-                )
-                for key, value in saved.get(name, {}).items()
-            }
+            own = optimizer.state[parameter] = {}
+            for key, value in saved.get(name, {}).items():
+                if value.dim() > 0:
+                    value = (optimizer_shard or shard)(name, value)
+                dtype = value.dtype if key == "step" else parameter.dtype
+                own[key] = value.to(parameter.device, dtype, copy=True).contiguous()
     if scaler is not None:
         write_scaler(scaler, state["scaler"])
 
@@ -98,11 +98,6 @@ def write_scaler(scaler: torch.amp.GradScaler, saved: Mapping[str, Tensor]) -> N
     values["growth_interval"] = int(values["growth_interval"])
     values["_growth_tracker"] = int(values["_growth_tracker"])
     scaler.load_state_dict(values)
-
-
-def _like(parameter: Tensor, key: str, value: Tensor) -> Tensor:
-    dtype = value.dtype if key == "step" else parameter.dtype
-    return value.to(parameter.device, dtype, copy=True).contiguous()
 
 
 def to_host(items: Iterable[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor]:

@@ -6,19 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from bert_dp.config import MAX_VOCAB_SIZE, Manifest, read_manifest
-from bert_dp.data import build as builder
 from bert_dp.exporting.check import ExportCheck
-from launcher import children, datasets, results
+from launcher import children, results
 from launcher.evaluate import finetune, glue
 from launcher.evaluate.export import check_report
 from launcher.evaluate.glue_scores import GlueOptions
 from launcher.job import Output
 from tests.e2e.cli import refused
 from tests.glue_fixture import make_task
-from tests.helpers import make_config, raised_issues
+from tests.helpers import make_config
 from tests.report_fixture import shown, unfolded
 from tests.runs_to_export import config_of, write_run
 
@@ -44,33 +41,6 @@ def test_the_recipe_is_the_protocol_of_the_crammed_paper(run: Path) -> None:
     assert (recipe.eval.every_steps, GlueOptions().seeds) == (0, 5)
 
 
-def test_a_build_is_asked_for_as_its_options_say(monkeypatch: pytest.MonkeyPatch, shards: Path) -> None:
-    built: list[tuple[Any, dict[str, Any]]] = []
-
-    def build(*arguments: Any, progress: object, **options: Any) -> Manifest:
-        built.append((arguments, options))
-        return read_manifest(shards)
-
-    monkeypatch.setattr(builder, "build", build)
-    settings = ["data.build.held_out_fraction=0.25", "dedup=none"]
-    options: dict[str, Any] = {"vocab_size": 500, "sequence_length": 64, "tokenizer": None}
-    more: dict[str, Any] = {"overrides": settings, "processes": 2, "force": True, "console": Console()}
-    assert datasets.build(["a.txt"], Path("out"), **options, **more) == 0
-    ((sources, out, how), passed) = built[0]
-    assert (sources, out, passed) == (["a.txt"], Path("out"), {**options, "processes": 2, "force": True})
-    assert (how.held_out_fraction, how.dedup) == (0.25, "none")
-
-    def problem(**changed: Any) -> tuple[str, str, str | None]:
-        (issue,) = raised_issues(datasets.build, ["a.txt"], Path("out"), **{**options, **more, **changed})
-        return issue.setting, issue.kind, issue.other
-
-    assert problem(vocab_size=5)[0] == "--vocab-size"
-    assert problem(tokenizer="t.json") == ("--vocab-size", "conflict", "--tokenizer")
-    given = {**options, "tokenizer": "t.json", "vocab_size": None}
-    assert datasets.build(["a.txt"], Path("out"), **given, **more) == 0
-    assert (built[-1][1]["tokenizer"], built[-1][1]["vocab_size"]) == ("t.json", MAX_VOCAB_SIZE)
-
-
 def test_a_refusal_of_a_build_names_the_option_that_was_given(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some words\n")
     (tmp_path / "t.json").write_text("{}")
@@ -78,6 +48,8 @@ def test_a_refusal_of_a_build_names_the_option_that_was_given(tmp_path: Path) ->
     for words, setting in (
         ([str(tmp_path / "gone")], "SOURCES"),
         ([str(tmp_path / "a.txt"), "--tokenizer", str(tmp_path / "t.json")], "--tokenizer"),
+        ([str(tmp_path / "a.txt"), "--vocab-size", "5"], "--vocab-size"),
+        ([str(tmp_path / "a.txt"), "--tokenizer", "t", "--vocab-size", "99"], "--vocab-size"),
     ):
         assert refused(*command, *words).startswith(f"error: {setting}: ")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "t.json"]
