@@ -170,7 +170,7 @@ def compute_apart(
     """Compute the batches by the directory in a process of its own; return the outputs and its facts."""
     with tempfile.TemporaryDirectory() as scratch:
         inputs, results = Path(scratch) / "in.safetensors", Path(scratch) / "out.safetensors"
-        arrays = {}
+        arrays: dict[str, NDArray[Any]] = {}
         for i, (ids_BS, mask_BS) in enumerate(batches):
             arrays |= {f"ids-{i}": ids_BS, f"mask-{i}": mask_BS}
         save_file(arrays, inputs)

@@ -239,7 +239,7 @@ def checkpoint(
         with tempfile.TemporaryDirectory(prefix=".bert-dp-doctor-", dir=existing(target)) as folder:
             measured, error = _json_of(module, [folder], timeout_s)
     except OSError as problem:
-        measured, error = None, problem.strerror
+        measured, error = None, str(problem.strerror)
     if measured is None:
         return _unmeasured("checkpoint round trip", error, consequence, fix)
     mib, seconds, rate = measured["bytes"] / 2**20, measured["seconds"], measured["mb_per_s"]

@@ -111,16 +111,15 @@ def test_a_head_drops_where_its_class_does(variant: str, places: set[str]) -> No
 
 
 @pytest.fixture
-def task(tmp_path: Any, request: pytest.FixtureRequest) -> Finetuning:
-    kind = getattr(request, "param", "single_label")
-    path = write_examples(tmp_path, kind=kind, train=37, test=4)
+def task(tmp_path: Any) -> Finetuning:
+    path = write_examples(tmp_path, train=37, test=4)
     config = resolve(
         [
             {
                 "data": {"path": str(path), "sequence_length": LENGTH},
                 "model": {**SHAPE, "dropout": 0.1, "attention_dropout": 0.1},
                 "objective": {"name": "finetune"},
-                "finetune": {"kind": kind, "labels": label_names(kind), "head_size": 20},
+                "finetune": {"labels": label_names("single_label"), "head_size": 20},
                 "batch": {"global_size": 8, "micro_size": 4},
                 "schedule": {"steps": 9},
             }
@@ -155,38 +154,6 @@ def test_each_epoch_is_each_example_once_whatever_the_micro_batch(task: Finetuni
     assert all(epoch == epochs[0] for epoch in epochs)
     order = [[by_sample[i] for i in range(e * 37, e * 37 + 37)] for e in range(2)]
     assert order[0] != order[1], "another order in every epoch"
-
-
-@pytest.mark.parametrize("task", ["single_label", "multi_label", "regression"], indirect=True)
-def test_the_loss_depends_on_neither_padding_nor_micro_batch(
-    task: Finetuning, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = task.build_model(0).double().train()
-
-    def loss(size: int) -> tuple[float, torch.Tensor]:
-        """Of eight examples, and its gradient."""
-        model.zero_grad()
-        total = 0.0
-        for start in range(0, 8, size):
-            part = task.loss(model, task._training_batch(np.arange(start, start + size)))
-            part.backward()
-            total += part.item()
-        gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-        return total, torch.cat(gradients)
-
-    wanted, gradient = loss(8)
-    assert loss(8)[0] == wanted
-    shortest = task._training_batch(np.arange(2)).ids_BS.shape[1]
-    for size, multiple in ((4, 16), (2, LENGTH)):
-        monkeypatch.setattr(finetune, "LENGTH_MULTIPLE", multiple)
-        found, other = loss(size)
-        assert found == pytest.approx(wanted, rel=1e-12)
-        torch.testing.assert_close(other, gradient, rtol=1e-10, atol=1e-12)
-    assert task._training_batch(np.arange(2)).ids_BS.shape[1] == LENGTH > shortest, "padding was added"
-    task_of_another_seed = hash64(1, 4, np.arange(8))
-    batch = task._training_batch(np.arange(8))
-    changed = task.loss(model, type(batch)(**{**vars(batch), "seed_B": key32(task_of_another_seed)}))
-    assert changed.item() != pytest.approx(wanted, rel=1e-6), "dropout changes nothing here"
 
 
 def test_the_held_out_loss_is_a_mean_over_the_examples_of_dev(task: Finetuning) -> None:

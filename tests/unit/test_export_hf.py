@@ -13,7 +13,6 @@ import pytest
 import torch
 from tokenizers import Tokenizer, processors
 
-from bert_dp import files as record
 from bert_dp.config import Config, ConfigError, Kind, modernbert_issues, native_issues
 from bert_dp.data import readers
 from bert_dp.exporting import check
@@ -21,7 +20,6 @@ from bert_dp.exporting import load_exported as foreign
 from bert_dp.exporting import source as write
 from bert_dp.exporting.hf import settings_of, tensors_of
 from bert_dp.exporting.source import ExportModule, describe, new_directory, open_run, write_about, write_hf
-from bert_dp.files.run_facts import read_exported
 from bert_dp.model.build import modernbert_state, our_names
 from bert_dp.training.process import RunFailed
 from tests.helpers import issues_of, raised_issues, read_json
@@ -367,26 +365,6 @@ def test_a_foreign_tokenizer_frames_a_pair_as_examples_were_trained(tmp_path: Pa
     wanted = Tokenizer.from_str(ours.decode()).encode("an old ship", "rain")
     got = exported.encode("an old ship", "rain")
     assert (got.ids, got.type_ids) == (wanted.ids, wanted.type_ids)
-
-
-@pytest.mark.parametrize("form", ["hf", "onnx", "aoti"])
-def test_a_directory_without_one_of_its_files_is_refused(tmp_path: Path, form: Any) -> None:
-    source = open_run(write_run(tmp_path / "run", CONFIGS["EuroBERT"]), encoder=False)
-    write_about(tmp_path, source, form, "bert-dp export")
-    files = {"hf": ["model.safetensors", "config.json"], "onnx": ["model.onnx"], "aoti": ["model.pt2"]}[form]
-    for name in files:
-        (tmp_path / name).touch()
-    assert read_exported(tmp_path).format == form
-    for name in (*files, record.TOKENIZER):
-        kept = (tmp_path / name).read_bytes()
-        (tmp_path / name).unlink()
-        (issue,) = raised_issues(read_exported, tmp_path)
-        assert (issue.setting, issue.kind, issue.message.endswith(f"has no {name}")) == (
-            "DIR",
-            "damaged",
-            True,
-        )
-        (tmp_path / name).write_bytes(kept)
 
 
 NEAR = {"batch": 1, "length": 5, "outputs": 9, "difference": 1e-7, "top1": 1.0}
