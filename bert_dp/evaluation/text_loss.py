@@ -180,14 +180,12 @@ class TextLoss(StoredModel):
     run: str
     step: int
     """Of the checkpoint, optimizer steps."""
-    tokenizer: str | None
-    """SHA-256 of tokenizer.json."""
     vocab_size: int
     sequence_length: int
     device: str
     precision: str
     sources: list[dict[str, Any]]
-    """name, bytes, sha256 (null with --max-bytes: no file is read whole) and documents read of each."""
+    """name, bytes, sha256 and documents of each."""
     documents: Count
     documents_without_tokens: Count
     """Documents of which the tokenizer keeps nothing; only their separators are evaluated."""
@@ -204,17 +202,12 @@ class TextLoss(StoredModel):
 
 
 def text_loss(
-    run: str,
-    texts: Sequence[str],
-    options: BuildConfig,
-    max_bytes: int | None,
-    tell: Progress,
-    precision: str = "auto",
+    run: str, texts: Sequence[str], options: BuildConfig, tell: Progress, precision: str = "auto"
 ) -> TextLoss:
     """Measure the newest good checkpoint of a run, or one checkpoint, on the documents of `texts`.
 
-    `max_bytes`: of text, after which no further document is read. `precision`: see inference_precision.
-    Raises ConfigError for a run or text that cannot be used, RunFailed where the loss is not finite.
+    `precision`: see inference_precision. Raises ConfigError for a run or text that cannot be used, RunFailed
+    where the loss is not finite.
     """
     resolved = inputs.resolve(texts, options)
     loaded = build.load_checkpoint(checkpoint.resolve(run))
@@ -228,11 +221,10 @@ def text_loss(
         message = f"{path}: its tokenizer has {size} tokens, its model {config.model.vocab_size}"
         hint = "put the tokenizer.json of the run's shards there"
         raise ConfigError([Issue("RUN", "conflict", message, size, "model.vocab_size", hint)])
-    # only a small part of a source may be read
-    records = [source_record(source, hashed=max_bytes is None) for source in resolved]
+    records = [source_record(source) for source in resolved]
     tell("tokenize", 0, None)
     with contextlib.closing(read_documents(resolved, records)) as documents:
-        text = read(up_to(documents, max_bytes), loaded.tokenizer, special)
+        text = read(documents, loaded.tokenizer, special)
     lengths_D = np.bincount(text.document_T)
     textless = int((lengths_D == 1).sum())
     if textless == len(lengths_D):
@@ -253,7 +245,6 @@ def text_loss(
     return TextLoss(
         run=run,
         step=facts.step,
-        tokenizer=facts.tokenizer,
         vocab_size=size,
         sequence_length=length,
         device=device.type,
@@ -268,16 +259,6 @@ def text_loss(
         predicted=predicted,
         hidden=hidden,
     )
-
-
-def up_to(documents: Iterable[str], max_bytes: int | None) -> Iterator[str]:
-    """Yield documents until `max_bytes` of UTF-8 are reached; the one that reaches them is the last."""
-    size = 0
-    for text in documents:
-        yield text
-        size += len(text.encode())
-        if max_bytes is not None and size >= max_bytes:
-            return
 
 
 def token_losses(model: CrammedBert, text: Text, length: int, tell: Progress) -> PredictedTokens:

@@ -75,7 +75,7 @@ def open_run(run: str | Path, *, encoder: bool) -> ExportSource:
 
 
 class ExportModule(nn.Module):
-    """Compute foreign.OUTPUTS of input_ids and attention_mask, each [B, S] int64: logits [B, S, V] of tokens
+    """Compute load_exported.OUTPUTS of input_ids and attention_mask, each [B, S] int64: logits [B, S, V] of tokens
     or [B, L] of labels, hidden states [B, S, H]."""
 
     def __init__(self, model: CrammedBert | Classifier, kind: Kind):

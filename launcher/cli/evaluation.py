@@ -73,9 +73,6 @@ def eval_mlm(
     documents: Annotated[str, Option(help="End of a document of plain text: line or blank_line.")] = "line",
     format: opt.Format = "auto",
     text_key: opt.TextKey = "text",
-    max_bytes: Annotated[
-        int | None, Option(min=1, help="Bytes to read, to the end of a document; default: all.")
-    ] = None,
     precision: opt.Precision = "auto",
     json: opt.Json = False,
 ) -> int:
@@ -87,9 +84,7 @@ def eval_mlm(
     from launcher.evaluate import text_loss
 
     options = {"documents": documents, "source_format": format, "text_field": text_key}
-    return text_loss.evaluate(
-        run, texts, options, max_bytes=max_bytes, precision=precision, as_json=json, console=opt.console()
-    )
+    return text_loss.evaluate(run, texts, options, precision=precision, as_json=json, console=opt.console())
 
 
 def predict(

@@ -34,7 +34,6 @@ def evaluate(
     texts: Sequence[str],
     options: Mapping[str, str],
     *,
-    max_bytes: int | None,
     precision: str,
     as_json: bool,
     console: Console,
@@ -51,7 +50,7 @@ def evaluate(
     use_all_cores()
     with issues_by_option(OPTIONS), shown_progress() as tell:
         build = resolve([settings]).data.build
-        loss = text_loss(str(run.expanduser()), texts, build, max_bytes, tell, precision)
+        loss = text_loss(str(run.expanduser()), texts, build, tell, precision)
     if as_json:
         sys.stdout.write(results.to_json(loss))
     else:
