@@ -75,8 +75,8 @@ def open_run(run: str | Path, *, encoder: bool) -> ExportSource:
 
 
 class ExportModule(nn.Module):
-    """Compute OUTPUTS of input_ids and attention_mask, each [B, S] int64: logits [B, S, V] of tokens or [B, L]
-    of labels, hidden states [B, S, H]."""
+    """Compute OUTPUTS of input_ids and attention_mask, each [B, S] int64: logits [B, S, V] of tokens or
+    [B, L] of labels, hidden states [B, S, H]."""
 
     def __init__(self, model: CrammedBert | Classifier, kind: Kind):
         super().__init__()

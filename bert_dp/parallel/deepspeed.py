@@ -23,7 +23,7 @@ from bert_dp import files
 from bert_dp.config import Config, ConfigError, Issue
 from bert_dp.model.interface import Model
 from bert_dp.parallel import MakeOptimizer, State
-from bert_dp.parallel.state import check_names, read_state, write_state
+from bert_dp.parallel.state import read_state, write_state
 from bert_dp.training.world import World, standard_variables
 
 OLDEST = (0, 19, 8)  # of the versions tried; others may step in fp32 with a gradient that is not finite
@@ -126,27 +126,20 @@ class Engine:
         if self._stage == 0:
             write_state(self._model, self._optimizer, None, state)
             return
-        tensors = self._model.state_dict()
-        check_names(tensors, state)
         steps = {float(value) for name, value in state["optimizer"].items() if name.endswith("/step")}
         if len(steps) > 1:
             raise ValueError(f"the checkpoint's parameters have done different numbers of steps: {steps}")
-        for name, tensor in tensors.items():
+        for name, tensor in self._model.state_dict().items():
             value = state["model"][name].to(self._device)
             if name not in self._parameters:
                 tensor.copy_(value)
                 continue
             parameter = self._parameters[name]
-            shape = getattr(parameter, "ds_shape", parameter.shape)
-            if shape != value.shape:
-                raise ValueError(f"{name}: checkpoint has {tuple(value.shape)}, model {tuple(shape)}")
             with self._package.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
                 parameter.copy_(value)
             self._write(parameter, value, "")
             for key in MOMENTS:
-                if state["optimizer"] and f"{name}/{key}" not in state["optimizer"]:
-                    raise ValueError(f"{name}: the checkpoint has no optimizer state for it")
-                moment = state["optimizer"].get(f"{name}/{key}", torch.zeros(shape))
+                moment = state["optimizer"].get(f"{name}/{key}", torch.zeros(value.shape))
                 self._write(parameter, moment.to(self._device, value.dtype), key)
         for values in self._optimizer.state.values():
             values["step"].fill_(max(steps, default=0.0))

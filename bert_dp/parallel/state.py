@@ -58,25 +58,15 @@ def write_state(
     optimizer_shard: Convert | None = None,
     parameters: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Load a canonical state in place; empty optimizer or scaler parts start those anew.
-
-    Raises ValueError naming a parameter that is missing or of another shape.
-    """
-    tensors = dict(model.state_dict())
-    check_names(tensors, state)
+    """Load a canonical state of this model in place; empty optimizer or scaler parts start those anew."""
     saved: dict[str, dict[str, Tensor]] = {}
     for name_key, value in state["optimizer"].items():
         name, _, key = name_key.rpartition("/")
         saved.setdefault(name, {})[key] = value
     with torch.no_grad():
-        for name, tensor in tensors.items():
-            value = shard(name, state["model"][name])
-            if tensor.shape != value.shape:
-                raise ValueError(f"{name}: checkpoint has {tuple(value.shape)}, model {tuple(tensor.shape)}")
-            tensor.copy_(value)
+        for name, tensor in dict(model.state_dict()).items():
+            tensor.copy_(shard(name, state["model"][name]))
         for name, parameter in (parameters or dict(model.named_parameters())).items():
-            if state["optimizer"] and name not in saved:
-                raise ValueError(f"{name}: the checkpoint has no optimizer state for it")
             own = optimizer.state[parameter] = {}
             for key, value in saved.get(name, {}).items():
                 if value.dim() > 0:
@@ -85,12 +75,6 @@ def write_state(
                 own[key] = value.to(parameter.device, dtype, copy=True).contiguous()
     if scaler is not None:
         write_scaler(scaler, state["scaler"])
-
-
-def check_names(tensors: Mapping[str, Tensor], state: State) -> None:
-    """Raise ValueError naming the tensors that only the model or only the state has."""
-    if differing := tensors.keys() ^ state["model"].keys():
-        raise ValueError(f"checkpoint and model differ in: {', '.join(sorted(differing))}")
 
 
 def write_scaler(scaler: torch.amp.GradScaler, saved: Mapping[str, Tensor]) -> None:
