@@ -310,25 +310,22 @@ def test_an_encoder_leaves_a_head_out_that_no_class_has() -> None:
     assert native_issues(finetuned(config, "native"), "classifier") == []
 
 
-def test_a_card_tells_no_folders_and_nothing_of_a_damaged_summary(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", config_of("small-text"))
+def test_a_card_tells_no_folders_and_quotes_the_evaluation_of_its_own_step_alone(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", config_of("small-text"), step=3)
     words = ["/opt/env/bin/bert-dp", "train", "data.sources=[/srv/texts/a b.txt]"]
     (run / "environment.json").write_text(json.dumps({"command": words}))
-    (run / "summary.json").write_text('{"status": "done", "step": 3, "final_loss": "4"')
-    facts = dict(write.training_facts(open_run(run, encoder=False)))
-    assert facts["command"] == "`bert-dp train 'data.sources=[a b.txt]'`"
-    assert set(facts) == {"command", "steps", "samples", "data"}
-    assert (facts["steps"], facts["samples"]) == ("3", "24")
-
-
-def test_a_card_quotes_the_evaluation_of_its_own_step_alone(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", config_of("small-text"), step=3)
     heldout = {"heldout_loss": 4.25, "heldout": {"loss": 4.25, "scores": {"dev/auc": None}}}
-    for step in (3, 2):
-        (run / "summary.json").write_text(json.dumps({"status": "done", "heldout_step": step, **heldout}))
+    told = {"command": "`bert-dp train 'data.sources=[a b.txt]'`", "steps": "3", "samples": "24"}
+    for step, more in (
+        (3, {"held-out loss": "4.2500 nats", "dev/auc": "not defined"}),
+        (2, {}),
+        (None, {}),  # damaged
+    ):
+        summary = json.dumps({"status": "done", "heldout_step": step, **heldout})
+        (run / "summary.json").write_text(summary if step else "{")
         facts = dict(write.training_facts(open_run(run, encoder=False)))
-        told = ("4.2500 nats", "not defined") if step == 3 else (None, None)
-        assert (facts.get("held-out loss"), facts.get("dev/auc")) == told
+        assert facts.pop("data").startswith("sha256 ")
+        assert facts == {**told, **more}
 
 
 def test_a_directory_says_what_it_was_made_of(tmp_path: Path) -> None:
