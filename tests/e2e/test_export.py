@@ -237,11 +237,11 @@ def test_a_signal_leaves_no_half_written_directory(runs: Path, tmp_path: Path, n
     assert list(tmp_path.iterdir()) == []
 
 
-def write_exported(folder: Path, form: str, **changes: Any) -> None:
+def write_exported(folder: Path, form: str) -> None:
     """A directory whose files are there and damaged, all but export.json and the tokenizer."""
     counts = dict.fromkeys(("step", "sequence_length", "vocab_size", "parameters", "pad"), 64)
     hashes = dict.fromkeys(("weights_sha256", "tokenizer_sha256"), "0" * 64)
-    about = {"format": form, "kind": "mlm", "run": "x", **hashes, **counts, **changes}
+    about = {"format": form, "kind": "mlm", "run": "x", **hashes, **counts}
     folder.mkdir(exist_ok=True)
     write_files(
         folder,
