@@ -31,7 +31,7 @@ from bert_dp.config.examples import TRAIN
 from bert_dp.evaluation import prediction
 from bert_dp.evaluation.scores import score
 from bert_dp.examples.store import Examples
-from bert_dp.exporting.traced import open_run
+from bert_dp.exporting.source import open_run
 from bert_dp.measure.matmul_peak import use_all_cores
 
 FORMS = {
@@ -92,17 +92,17 @@ def splits_of(manifest: ExamplesManifest) -> Iterator[str]:
 
 def scores_of(place: Path, config: Config, manifest: ExamplesManifest) -> dict[str, float]:
     """split/metric -> score, of a run or of an exported directory."""
-    source = prediction.find_source(place)
-    compute, encoder = prediction.open_model(source.path), source.encoder
+    source = prediction.open_predictor(place)
+    compute, encoder = source.compute, source.encoder
     scores: dict[str, float] = {}
     for split in splits_of(manifest):
         examples = Examples.open(Path(config.data.path or ""), manifest, split)
         rows = [examples.tokens(i) for i in range(len(examples))]
-        most = prediction.batch_tokens(prediction.device_of(source.path))
+        most = prediction.BATCH_TOKENS[source.device.type]
         batches = list(prediction.batches(np.array([len(row) for row in rows]), most))
         pad = encoder.special["pad"]
-        outputs = [prediction.outputs_of(compute, [rows[i] for i in index], pad, None) for index in batches]
-        logits_NL = prediction.in_order(outputs, batches)
+        outputs = [prediction.outputs_of(compute, [rows[i] for i in index], pad) for index in batches]
+        logits_NL = np.concatenate(outputs)[np.argsort(np.concatenate(batches))]
         measured = score(manifest.metrics, config.finetune.kind, logits_NL, np.asarray(examples.labels))
         scores |= {f"{split}/{metric}": value for metric, value in measured.items()}
     return scores

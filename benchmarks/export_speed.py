@@ -49,7 +49,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import records, step_speed, turns
 from benchmarks.turns import aligned, ratios, spread, tell, with_range
-from bert_dp.config import Config, bf16_units, find_config, read_yaml, resolve, shipped_configs
+from bert_dp.config import Config, ModelConfig, bf16_units, find_config, read_yaml, resolve, shipped_configs
 from bert_dp.files import TOKENIZER
 
 MODELS = ("crammed-rope", "small-text")
@@ -198,7 +198,7 @@ def make_run(path: Path, config: Config, texts: Iterable[str]) -> Path:
 def prepare(subject: Subject, scratch: Path, forms: Sequence[str], pipe: Connection) -> None:
     """Writes SCRATCH/run and SCRATCH/FORM of each form; tells seconds and sizes."""
     with turns.telling_errors(pipe):
-        from bert_dp.exporting.traced import open_run
+        from bert_dp.exporting.source import open_run
 
         run = make_run(scratch / "run", subject.config, ["a run of initial weights"])
         source = open_run(run, encoder=True)
@@ -215,8 +215,7 @@ def prepare(subject: Subject, scratch: Path, forms: Sequence[str], pipe: Connect
 
 def export(form: str, source: Any, folder: Path, config: Config) -> dict[str, Any]:
     """Writes one form; what is worth telling of it."""
-    from bert_dp.exporting.source import write_about, write_hf
-    from bert_dp.exporting.traced import fuse, write_aoti, write_onnx
+    from bert_dp.exporting.source import write_about, write_aoti, write_hf, write_onnx
 
     plain = folder.parent / "onnx/model.onnx"
     if form == "hf":
@@ -229,8 +228,22 @@ def export(form: str, source: Any, folder: Path, config: Config) -> dict[str, An
     elif form == "onnx-fused" and plain.exists():
         shutil.copyfile(plain, folder / "model.onnx")
     else:
-        write_onnx(source, folder, int8=False, fused=False)
+        write_onnx(source, folder, int8=False)
     return {"fused": fuse(folder / "model.onnx", config.model)} if form == "onnx-fused" else {}
+
+
+def fuse(path: Path, model: ModelConfig) -> dict[str, int]:
+    """Rewrites an ONNX file by the transformer optimizer of ONNX Runtime; the operators that it makes."""
+    from onnxruntime.transformers.fusion_options import FusionOptions
+    from onnxruntime.transformers.optimizer import optimize_model
+
+    options = FusionOptions("bert")
+    # it fails on a LayerNorm without a bias; where the runtime loads the file it fuses what it can anyway
+    options.enable_skip_layer_norm = model.norm == "rmsnorm" or model.norm_bias
+    sizes = {"num_heads": model.num_heads, "hidden_size": model.hidden_size}
+    optimized = optimize_model(str(path), optimization_options=options, **sizes)
+    optimized.save_model_to_file(str(path))
+    return {name: count for name, count in optimized.get_fused_operator_statistics().items() if count}
 
 
 # ---- the rows; each in a child process, which alone imports its libraries ----
@@ -259,7 +272,7 @@ def open_row(row: str, scratch: Path, threads: int) -> Callable[..., Any]:
         return load_exported.compute_hf(
             torch.compile(peer, dynamic=True) if mode == "compiled" else peer, "encoder"
         )
-    from bert_dp.exporting.traced import open_run
+    from bert_dp.exporting.source import open_run
 
     model: Any = open_run(folder, encoder=True).module().to(dtype)
     if mode == "compiled":

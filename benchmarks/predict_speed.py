@@ -85,12 +85,12 @@ def main() -> None:
     keep_freed_memory()  # as predict does
     with tempfile.TemporaryDirectory(prefix="predict-speed-") as scratch:
         run = make_run(Path(scratch) / "run", subject_of(o.model, o).config, train)
-        source = prediction.find_source(run)
-        compute, encoder = prediction.open_model(source.path, precision="fp32"), source.encoder
+        predictor = prediction.open_predictor(run, "fp32")
+        compute, encoder = predictor.compute, predictor.encoder
     encoded = encoder.encode([(text,) for text in dev])
     rows = np.split(encoded.ids, encoded.offsets[1:-1])
     lengths = np.array([len(row) for row in rows])
-    budgets = {SORTED: prediction.batch_tokens(prediction.device_of(source.path)), LARGE: LARGE_TOKENS}
+    budgets = {SORTED: prediction.BATCH_TOKENS[predictor.device.type], LARGE: LARGE_TOKENS}
     ways: dict[str, list[NDArray[np.int64]]] = {
         **{way: list(prediction.batches(lengths, budget)) for way, budget in budgets.items()},
         **{
@@ -101,8 +101,8 @@ def main() -> None:
 
     def outputs_of(batches: Sequence[NDArray[np.int64]]) -> NDArray[np.float64]:
         pad = encoder.special["pad"]
-        outputs = [prediction.outputs_of(compute, [rows[i] for i in index], pad, "cls") for index in batches]
-        return prediction.in_order(outputs, batches)
+        outputs = [prediction.outputs_of(compute, [rows[i] for i in index], pad) for index in batches]
+        return np.concatenate(outputs)[np.argsort(np.concatenate(batches))]
 
     reference = outputs_of(ways[SORTED])
     differences = {way: float(np.abs(outputs_of(each) - reference).max()) for way, each in ways.items()}

@@ -321,14 +321,18 @@ def make_bert(o: argparse.Namespace) -> Any:
 
 def make_modernbert(o: argparse.Namespace) -> Any:
     """What a model of ours in ModernBERT's shape is exported to, at these sizes."""
+    import transformers
+
     from bert_dp.config import find_config, read_yaml, resolve
     from bert_dp.data.tokenizer import ROLES, SPECIALS
-    from bert_dp.exporting.hf import new_model, settings_of
+    from bert_dp.exporting.hf import settings_of
 
     changes = {"model": sizes_of(o), "data": {"sequence_length": o.sequence}}
     run = resolve([read_yaml(find_config("crammed-rope")), changes])
     special = {role: SPECIALS.index(f"<{role}>") for role in ROLES}
-    return new_model(settings_of(run, special, "mlm"), sparse_prediction=True)
+    settings = {**settings_of(run, special, "mlm"), "sparse_prediction": True}
+    del settings["architectures"], settings["dtype"]
+    return transformers.AutoModelForMaskedLM.from_config(transformers.AutoConfig.for_model(**settings))
 
 
 def make_cramming(o: argparse.Namespace) -> Any:

@@ -3,7 +3,7 @@
 A run of each has random weights, every parameter off its first value; it is exported and compared by `bert-dp
 export check`, which loads the directory without our code. What transformers 4.57 has a class for is compared
 there too, by the interpreter that --transformers4 names. Results go to OUT/results.jsonl, a line each; what
-has passed there with this code is not done again. Then a table, and OUT/record.json.
+has passed there with this code is not done again. Then OUT/record.json.
 """
 
 from __future__ import annotations
@@ -120,29 +120,6 @@ def write_record(results: Sequence[dict[str, Any]], path: Path) -> None:
     files.write_json(path, {"environment": environment, "cells": list(results)})
 
 
-def table(results: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Markdown: of each cell the largest difference at each length, over the batches."""
-    yield "| configuration | format | loaded by | parameters | largest difference by length | again | |"
-    yield "|---|---|---|---|---|---|---|"
-    for result in results:
-        if "rows" not in result:
-            yield f"| {result['cell']} | | | | | | failed |"
-            continue
-        lengths = sorted({row["length"] for row in result["rows"]})
-        worst = ", ".join(
-            f"{length}: {max(r['difference'] for r in result['rows'] if r['length'] == length):.1e}"
-            for length in lengths
-        )
-        by = ", ".join(
-            f"{name} {version}" for name, version in result["versions"].items() if name != "python"
-        )
-        form = result["architecture"] or result["format"]
-        state = "ok" if result["ok"] else "differs"
-        names = ", ".join(result["configs"])
-        numbers = f"{result['run_parameters']:,} | {worst} | {result['again']:.1e}"
-        yield f"| {names} | {form} | {by} | {numbers} | {state} |"
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--transformers4", metavar="PYTHON", help="interpreter with transformers 4.57")
@@ -162,7 +139,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     newest = results.newest
     lines = [newest[str(cell)] for cell in wanted]
     write_record(lines, out / "record.json")
-    print(*table(lines), sep="\n", flush=True)
     return 0 if all(line["ok"] for line in lines) else 1
 
 

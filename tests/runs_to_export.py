@@ -11,7 +11,7 @@ from torch import nn
 from bert_dp import files
 from bert_dp.config import Config, Kind, read_yaml, resolve
 from bert_dp.data import tokenizer
-from bert_dp.exporting.hf import new_model, settings_of, tensors_of
+from bert_dp.exporting.hf import settings_of, tensors_of
 from bert_dp.model.bert import CrammedBert
 from bert_dp.model.build import make_model
 from bert_dp.model.classifier import Classifier
@@ -73,7 +73,12 @@ def write_run(path: Path, config: Config, *, step: int = 3) -> Path:
 
 def peer_of(model: CrammedBert | Classifier, config: Config, kind: Kind, **more: Any) -> nn.Module:
     """The class of transformers that `model` is exported to, with its weights, in memory."""
-    peer: nn.Module = new_model(settings_of(config, SPECIAL, kind), **more)
+    import transformers
+
+    settings = {**settings_of(config, SPECIAL, kind), **more}
+    (name,) = settings.pop("architectures")
+    del settings["dtype"]
+    peer: nn.Module = getattr(transformers, name)(transformers.AutoConfig.for_model(**settings))
     missing, unexpected = peer.load_state_dict(tensors_of(model, config, SPECIAL, kind), strict=False)
     assert not unexpected
     assert {name.rpartition("decoder.")[2] for name in missing} <= {"weight", "bias"}, missing  # a tied one

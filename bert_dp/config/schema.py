@@ -435,7 +435,7 @@ class Config(Section):
     """auto = bf16 where every rank's device multiplies it (a GPU since Ampere, a CPU with avx512_bf16 or
     amx_bf16), else fp16 with a gradient scaler on GPUs and fp32 on CPUs. A run keeps what it was begun in."""
     compile: Annotated[Literal["auto", "on", "off"], FREE_ON_RESUME] = "auto"
-    """auto = on a GPU, and on a CPU when the run is long enough to earn the compile time back."""
+    """auto = on a GPU."""
     checkpoint: Annotated[CheckpointConfig, FREE_ON_RESUME] = CheckpointConfig()
     eval: Annotated[EvalConfig, FREE_ON_RESUME] = EvalConfig()
     log: Annotated[LogConfig, FREE_ON_RESUME] = LogConfig()

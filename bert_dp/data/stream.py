@@ -153,7 +153,7 @@ def training_batch(
 
 
 def key32(seed_B: NDArray[np.uint64]) -> Tensor:
-    """Return [B] int32: the keys of examples for bert_dp.model.dropout."""
+    """Return [B] int32: the keys of examples for bert_dp.model.kernels."""
     return torch.from_numpy((seed_B >> U64(32)).astype(np.uint32).view(np.int32))
 
 

@@ -1,12 +1,9 @@
 """Measure the loss of a run on any text.
 
-Sequences are cut from the concatenated documents, each followed by <sep>, as in the run's training data; the
-last one may be shorter. They are read twice: for the loss of single tokens, and for that of whole words,
-which is divided by the words' bytes so that runs with different vocabularies compare.
-
-The predicted tokens are a function of (document, position), the hidden words one of (document, word index):
-of the document's text alone, not of the other documents, their order or the cutting of sequences, and the
-words not of the vocabulary either.
+Sequences are cut from the concatenated documents, each followed by <sep>, as in the run's training data.
+They are read twice: for the loss of single tokens, and for that of whole words, which is divided by the
+words' bytes so that runs with different vocabularies compare. The predicted tokens are a function of
+(document, position), the hidden words one of (document, word index), whatever stands beside the document.
 
 Axes: D documents, T tokens of all, W words of a document.
 """
@@ -17,8 +14,8 @@ import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,17 +42,14 @@ WORD = re.compile(r"\S+")
 TOKENS, WORDS = 6, 7  # streams of draws, apart from those of training
 
 
-@dataclasses.dataclass(frozen=True)
-class Words:
-    """The hidden words of one document and their tokens."""
+class WordCounts(NamedTuple):
+    """Words of one document, or [D] of each."""
 
-    hidden_T: NDArray[np.bool_]
-    """Tokens that share a character with a hidden word."""
-    words: int
-    hidden: int
-    hidden_bytes: int
+    words: Any
+    hidden: Any
+    hidden_bytes: Any
     """UTF-8 bytes of the hidden words, without the white space around them."""
-    silent: int
+    silent: Any
     """Hidden words of which the tokenizer keeps nothing."""
 
 
@@ -65,20 +59,14 @@ class Text:
 
     ids_T: NDArray[np.uint16]
     seen_T: NDArray[np.uint16]
-    """The tokens as the model sees them when it predicts those of `kind_T`."""
-    kind_T: NDArray[np.uint8]
-    """0: not predicted; 1, 2, 3: seen as <mask>, as a random token, as it is (80, 10 and 10 %)."""
+    """The tokens as the model sees them when it predicts those of `drawn_T`."""
+    drawn_T: NDArray[np.bool_]
     hidden_T: NDArray[np.bool_]
     """Tokens of hidden words."""
     document_T: NDArray[np.int32]
     bytes: int
     """UTF-8 bytes of all documents."""
-    words: int
-    hidden_words: int
-    silent_words: int
-    hidden_bytes_D: NDArray[np.int64]
-    textless_documents: NDArray[np.int64]
-    """Indices of the documents of which no token is left but their <sep>."""
+    counts_D: WordCounts
 
 
 def read(documents: Iterable[str], tokenizer: Tokenizer, special: dict[str, int]) -> Text:
@@ -87,56 +75,51 @@ def read(documents: Iterable[str], tokenizer: Tokenizer, special: dict[str, int]
     tokenizer.no_truncation()
     tokenizer.encode_special_tokens = True  # "<mask>" in a text is text
     ordinary = (tokens.first_ordinary(tokenizer, special), tokens.size(tokenizer))
-    ids, seen, kinds, words, size = [], [], [], [], 0
+    ids, seen, drawn, hidden, counts, size = [], [], [], [], [], 0
     for batch in tokens.in_batches(documents):
         for text, encoded in zip(batch, tokenizer.encode_batch(batch, add_special_tokens=False), strict=True):
             key = document_key(text, 0)
             ids_T = np.array([*encoded.ids, special["sep"]], np.uint16)
-            keys_T = np.full(len(ids_T), key, np.uint64)
-            seen_T, kind_T = draw_tokens(ids_T, keys_T, np.arange(len(ids_T)), special["mask"], ordinary)
+            seen_T, drawn_T = draw_tokens(ids_T, key, special["mask"], ordinary)
+            hidden_T, words = hide_words(text, encoded.offsets, key)
             ids.append(ids_T)
             seen.append(seen_T)
-            kinds.append(kind_T)
-            words.append(hide_words(text, encoded.offsets, key))
+            drawn.append(drawn_T)
+            hidden.append(np.append(hidden_T, False))
+            counts.append(words)
             size += len(text.encode())
-    lengths_D = np.array([len(ids_T) for ids_T in ids], np.int64)
+    lengths_D = [len(ids_T) for ids_T in ids]
     return Text(
         ids_T=np.concatenate(ids),
         seen_T=np.concatenate(seen),
-        kind_T=np.concatenate(kinds),
-        hidden_T=np.concatenate([np.append(each.hidden_T, False) for each in words]),
-        document_T=np.repeat(np.arange(len(lengths_D), dtype=np.int32), lengths_D),
+        drawn_T=np.concatenate(drawn),
+        hidden_T=np.concatenate(hidden),
+        document_T=np.repeat(np.arange(len(ids), dtype=np.int32), lengths_D),
         bytes=size,
-        words=sum(each.words for each in words),
-        hidden_words=sum(each.hidden for each in words),
-        silent_words=sum(each.silent for each in words),
-        hidden_bytes_D=np.array([each.hidden_bytes for each in words], np.int64),
-        textless_documents=np.flatnonzero(lengths_D == 1),
+        counts_D=WordCounts(*np.array(counts, np.int64).T),
     )
 
 
 def draw_tokens(
-    ids_T: NDArray[np.uint16],
-    keys_T: NDArray[np.uint64],
-    positions_T: NDArray[np.int64],
-    mask_id: int,
-    ordinary: tuple[int, int],
-) -> tuple[NDArray[np.uint16], NDArray[np.uint8]]:
-    """Return the tokens that the model sees, and the kind of each: a token is predicted with probability
-    MASK_RATE, and then seen as <mask>, as a random token of `range(*ordinary)`, or as it is."""
-    random_T = hash64(keys_T, TOKENS, positions_T)
+    ids_T: NDArray[np.uint16], key: int, mask_id: int, ordinary: tuple[int, int]
+) -> tuple[NDArray[np.uint16], NDArray[np.bool_]]:
+    """Return the tokens of a document as the model sees them, and which it predicts: each with probability
+    MASK_RATE, seen as <mask> (80 %), as a random token of `range(*ordinary)` (10 %), or as it is."""
+    random_T = hash64(key, TOKENS, np.arange(len(ids_T)))
     share_T = mix64(random_T + GOLDEN)
-    kind_T = np.select([share_T % U64(10) == 0, share_T % U64(10) == 1], [2, 3], 1)
-    kind_T[random_T >= U64(int(MASK_RATE * 2.0**64))] = 0
+    drawn_T = random_T < U64(int(MASK_RATE * 2.0**64))
     first, end = ordinary
     others_T = (mix64(share_T + GOLDEN) % U64(end - first)).astype(np.uint16) + np.uint16(first)
-    seen_T = np.where(kind_T == 1, np.uint16(mask_id), np.where(kind_T == 2, others_T, ids_T))
-    return seen_T, kind_T.astype(np.uint8)
+    tenth_T = share_T % U64(10)
+    changed_T = np.select([tenth_T == 0, tenth_T == 1], [others_T, ids_T], np.uint16(mask_id))
+    return np.where(drawn_T, changed_T, ids_T), drawn_T
 
 
-def hide_words(text: str, offsets: Sequence[tuple[int, int]], key: int) -> Words:
-    """Hide words of a document, with probability MASK_RATE each, and their tokens. `offsets`: of each token
-    its first character and the one after its last."""
+def hide_words(
+    text: str, offsets: Sequence[tuple[int, int]], key: int
+) -> tuple[NDArray[np.bool_], WordCounts]:
+    """Return the tokens of a document that share a character with a hidden word: a word is hidden with
+    probability MASK_RATE. `offsets`: of each token its first character and the one after its last."""
     spans_W2 = np.array([word.span() for word in WORD.finditer(text)], np.int64).reshape(-1, 2)
     starts_W, ends_W = spans_W2.T
     drawn_W = hash64(key, WORDS, np.arange(len(spans_W2))) < U64(int(MASK_RATE * 2.0**64))
@@ -148,43 +131,37 @@ def hide_words(text: str, offsets: Sequence[tuple[int, int]], key: int) -> Words
     np.add.at(has_token_W, first_T, 1)
     np.add.at(has_token_W, last_T, -1)
     silent_W = drawn_W & (np.cumsum(has_token_W)[:-1] == 0)
-    return Words(
-        hidden_T=drawn_before_W[last_T] > drawn_before_W[first_T],
+    counts = WordCounts(
         words=len(spans_W2),
         hidden=int(drawn_W.sum()),
         hidden_bytes=sum(len(text[a:b].encode()) for a, b in spans_W2[drawn_W].tolist()),
         silent=int(silent_W.sum()),
     )
+    return drawn_before_W[last_T] > drawn_before_W[first_T], counts
 
 
 # of one forward pass, about; the logits of 15 % of them are held at once. A GPU needs many tokens to be busy
 BATCH_TOKENS = {"cuda": 65_536, "cpu": 8192}
 
-Seen = Literal["all", "mask", "random", "original"]
-"""In place of a predicted token a model sees any, <mask>, a random token, or the token itself. The index is
-the kind in masked_text.Text."""
-
 
 class PredictedTokens(StoredModel):
-    """Tokens of a text that a run predicted: all, or those that it saw in one way."""
+    """Single tokens of a text that a run predicted."""
 
-    seen: Seen
     tokens: Count
     documents: Count
-    loss: float | None
+    loss: float
     """Mean cross entropy, nats per predicted token."""
     loss_se: float | None
     """Standard error over documents, each drawn as a whole; null of one document."""
-    accuracy: float | None
+    accuracy: float
     """Share whose likeliest token is right."""
 
 
 class HiddenWords(StoredModel):
     """Whole words that a run predicted, every token of a word hidden at once."""
 
-    rate: float
-    """Of the words, each drawn by (document, word): the same words for every vocabulary."""
     words: Count
+    """Drawn by (document, word): the same words for every vocabulary."""
     words_without_token: Count
     """Among them, of which the tokenizer keeps nothing: their bytes cost no bit."""
     bytes: Count
@@ -192,7 +169,6 @@ class HiddenWords(StoredModel):
     documents: Count
     tokens: Count
     unknown_tokens: Count
-    nats: float
     bits_per_byte: float | None
     bits_per_byte_se: float | None
 
@@ -204,19 +180,15 @@ class TextLoss(StoredModel):
     run: str
     step: int
     """Of the checkpoint, optimizer steps."""
-    tokenizer: str | None
-    """SHA-256 of tokenizer.json."""
     vocab_size: int
     sequence_length: int
     device: str
     precision: str
     sources: list[dict[str, Any]]
-    """name, bytes, sha256 (null with --max-bytes: no file is read whole) and documents read of each."""
+    """name, bytes, sha256 and documents of each."""
     documents: Count
     documents_without_tokens: Count
     """Documents of which the tokenizer keeps nothing; only their separators are evaluated."""
-    first_without_tokens: int | None
-    """Index of the first of them, from 0 over all sources; null where there is none."""
     tokens: Count
     """With a separator after each document."""
     words: Count
@@ -224,22 +196,18 @@ class TextLoss(StoredModel):
     bytes: Count
     """UTF-8, of the documents."""
     mask_rate: float
-    predicted: list[PredictedTokens]
+    """Share of the tokens that are predicted, and of the words that are hidden."""
+    predicted: PredictedTokens
     hidden: HiddenWords
 
 
 def text_loss(
-    run: str,
-    texts: Sequence[str],
-    options: BuildConfig,
-    max_bytes: int | None,
-    tell: Progress,
-    precision: str = "auto",
+    run: str, texts: Sequence[str], options: BuildConfig, tell: Progress, precision: str = "auto"
 ) -> TextLoss:
     """Measure the newest good checkpoint of a run, or one checkpoint, on the documents of `texts`.
 
-    `max_bytes`: of text, after which no further document is read. `precision`: see inference_precision.
-    Raises ConfigError for a run or text that cannot be used, RunFailed where the loss is not finite.
+    `precision`: see inference_precision. Raises ConfigError for a run or text that cannot be used, RunFailed
+    where the loss is not finite.
     """
     resolved = inputs.resolve(texts, options)
     loaded = build.load_checkpoint(checkpoint.resolve(run))
@@ -253,16 +221,16 @@ def text_loss(
         message = f"{path}: its tokenizer has {size} tokens, its model {config.model.vocab_size}"
         hint = "put the tokenizer.json of the run's shards there"
         raise ConfigError([Issue("RUN", "conflict", message, size, "model.vocab_size", hint)])
-    # only a small part of a source may be read
-    records = [source_record(source, hashed=max_bytes is None) for source in resolved]
+    records = [source_record(source) for source in resolved]
     tell("tokenize", 0, None)
     with contextlib.closing(read_documents(resolved, records)) as documents:
-        text = read(up_to(documents, max_bytes), loaded.tokenizer, special)
-    textless = text.textless_documents.tolist()
-    if len(textless) == len(text.hidden_bytes_D):
+        text = read(documents, loaded.tokenizer, special)
+    lengths_D = np.bincount(text.document_T)
+    textless = int((lengths_D == 1).sum())
+    if textless == len(lengths_D):
         message, hint = f"the tokenizer of {path} keeps no token of its text", "name a run that knows it"
         raise ConfigError([Issue("TEXT", "conflict", message, other="RUN", hint=hint)])
-    if not text.kind_T.any():
+    if not text.drawn_T.any():
         drawn = f"the {MASK_RATE:.0%} that are drawn to be predicted"
         message = f"none of its {len(text.ids_T)} tokens is among {drawn}"
         raise ConfigError([Issue("TEXT", "out_of_range", message, len(text.ids_T), hint="give more text")])
@@ -277,17 +245,15 @@ def text_loss(
     return TextLoss(
         run=run,
         step=facts.step,
-        tokenizer=facts.tokenizer,
         vocab_size=size,
         sequence_length=length,
         device=device.type,
         precision=str(chosen.autocast or next(model.parameters()).dtype).removeprefix("torch."),
         sources=records,
-        documents=len(text.hidden_bytes_D),
-        documents_without_tokens=len(textless),
-        first_without_tokens=textless[0] if textless else None,
+        documents=len(lengths_D),
+        documents_without_tokens=textless,
         tokens=len(text.ids_T),
-        words=text.words,
+        words=int(text.counts_D.words.sum()),
         bytes=text.bytes,
         mask_rate=MASK_RATE,
         predicted=predicted,
@@ -295,40 +261,20 @@ def text_loss(
     )
 
 
-def up_to(documents: Iterable[str], max_bytes: int | None) -> Iterator[str]:
-    """Yield documents until `max_bytes` of UTF-8 are reached; the one that reaches them is the last."""
-    size = 0
-    for text in documents:
-        yield text
-        size += len(text.encode())
-        if max_bytes is not None and size >= max_bytes:
-            return
-
-
-def token_losses(model: CrammedBert, text: Text, length: int, tell: Progress) -> list[PredictedTokens]:
-    """Compute the loss of the predicted tokens: of all, and by what the model saw in their place."""
-    drawn_T = text.kind_T > 0
-    loss_P, hit_P = scores(
-        model, text.seen_T, text.ids_T, drawn_T, length, lambda n: tell("tokens", n, len(drawn_T))
+def token_losses(model: CrammedBert, text: Text, length: int, tell: Progress) -> PredictedTokens:
+    """Compute the loss of the tokens that are predicted alone."""
+    loss_P, hit_P = scores(model, text.seen_T, text.ids_T, text.drawn_T, length, "tokens", tell)
+    document_P = text.document_T[text.drawn_T]
+    count_D = np.bincount(document_P)
+    mean, se = ratio(np.bincount(document_P, loss_P), count_D)
+    assert mean is not None
+    return PredictedTokens(
+        tokens=len(loss_P),
+        documents=int((count_D > 0).sum()),
+        loss=mean,
+        loss_se=se,
+        accuracy=float(hit_P.mean()),
     )
-    kind_P, document_P = text.kind_T[drawn_T], text.document_T[drawn_T]
-    documents = len(text.hidden_bytes_D)
-    rows = []
-    for kind, seen in enumerate(get_args(Seen)):
-        of_P = (kind_P == kind) | (kind == 0)
-        count_D = np.bincount(document_P[of_P], minlength=documents)
-        mean, se = ratio(np.bincount(document_P[of_P], loss_P[of_P], documents), count_D)
-        rows.append(
-            PredictedTokens(
-                seen=seen,
-                tokens=int(of_P.sum()),
-                documents=int((count_D > 0).sum()),
-                loss=mean,
-                loss_se=se,
-                accuracy=float(hit_P[of_P].mean()) if of_P.any() else None,
-            )
-        )
-    return rows
 
 
 def word_losses(
@@ -337,18 +283,17 @@ def word_losses(
     """Compute the loss of the hidden words, whose tokens the model sees as <mask>, over their bytes."""
     hidden_T = text.hidden_T
     seen_T = np.where(hidden_T, np.uint16(special["mask"]), text.ids_T)
-    loss_P, _ = scores(model, seen_T, text.ids_T, hidden_T, length, lambda n: tell("words", n, len(hidden_T)))
-    bits_D = np.bincount(text.document_T[hidden_T], loss_P / math.log(2), len(text.hidden_bytes_D))
-    mean, se = ratio(bits_D, text.hidden_bytes_D)
+    loss_P, _ = scores(model, seen_T, text.ids_T, hidden_T, length, "words", tell)
+    counts_D = text.counts_D
+    bits_D = np.bincount(text.document_T[hidden_T], loss_P / math.log(2), len(counts_D.words))
+    mean, se = ratio(bits_D, counts_D.hidden_bytes)
     return HiddenWords(
-        rate=MASK_RATE,
-        words=text.hidden_words,
-        words_without_token=text.silent_words,
-        bytes=int(text.hidden_bytes_D.sum()),
-        documents=int((text.hidden_bytes_D > 0).sum()),
+        words=int(counts_D.hidden.sum()),
+        words_without_token=int(counts_D.silent.sum()),
+        bytes=int(counts_D.hidden_bytes.sum()),
+        documents=int((counts_D.hidden_bytes > 0).sum()),
         tokens=int(hidden_T.sum()),
         unknown_tokens=int((text.ids_T[hidden_T] == special["unk"]).sum()),
-        nats=float(loss_P.sum()),
         bits_per_byte=mean,
         bits_per_byte_se=se,
     )
@@ -360,7 +305,8 @@ def scores(
     ids_T: NDArray[np.uint16],
     predicted_T: NDArray[np.bool_],
     length: int,
-    tell: Callable[[int], None],
+    stage: str,
+    tell: Progress,
 ) -> NDArray[np.float64]:
     """Compute [2, P]: of each predicted token, in order, its cross entropy in nats and whether it is the best
     guess.
@@ -370,15 +316,15 @@ def scores(
     device = next(model.parameters()).device
     parts = [np.empty((2, 0))]
     for begin, end, width in pieces(len(ids_T), length, BATCH_TOKENS[device.type]):
-        tell(begin)
+        tell(stage, begin, len(ids_T))
         rows_BS = torch.from_numpy(seen_T[begin:end].astype(np.int64).reshape(-1, width))
         positions_P = np.flatnonzero(predicted_T[begin:end])
         labels_P = torch.from_numpy(ids_T[begin:end][positions_P].astype(np.int64))
         with torch.inference_mode():
             logits_PV = model(rows_BS.to(device), torch.from_numpy(positions_P).to(device))
             parts.append(model.vocabulary.score(logits_PV, labels_P.to(device)).double().cpu().numpy())
-    tell(len(ids_T))
-    loss_and_hit_2P: NDArray[np.float64] = np.concatenate(parts, axis=1)
+    tell(stage, len(ids_T), len(ids_T))
+    loss_and_hit_2P = np.concatenate(parts, axis=1)
     if not np.isfinite(loss_and_hit_2P).all():
         raise RunFailed("the loss of some tokens is not finite: the run has diverged", "not_finite")
     return loss_and_hit_2P

@@ -26,7 +26,7 @@ from bert_dp.config import ConfigError, Issue
 from bert_dp.config.stored import StoredModel
 from bert_dp.data import tokenizer as tokens
 from bert_dp.exporting import load_exported
-from bert_dp.exporting.traced import ExportSource, open_run
+from bert_dp.exporting.source import ExportSource, open_run
 from bert_dp.files import SCHEMA_VERSION
 from bert_dp.files.run_facts import Exported, read_exported, require_loaders
 from bert_dp.training import checkpoint
@@ -66,12 +66,12 @@ class ExportCheck(StoredModel):
     tolerance: float | None
     """Of `difference`; null where another precision is measured and not judged."""
     rows: list[ExportBatch]
-    parameters: int | None
+    parameters: int | None = None
     """Of the model as it was loaded; null where the format does not tell."""
-    stored_parameters: int | None
+    stored_parameters: int | None = None
     """In model.safetensors."""
     run_parameters: int
-    not_loaded: list[str]
+    not_loaded: list[str] = []  # noqa: RUF012 (pydantic copies a default)
     """Parameters of the class that are not in the file, and the other way round."""
     again: float
     """Largest difference after it was saved and loaded again."""
@@ -91,7 +91,7 @@ class ExportCheck(StoredModel):
 
 
 def check(directory: Path, run: Path | None, python: str = sys.executable) -> ExportCheck:
-    """Compare a directory with its run. `run`: its directory; None = see `run_places`. `python`: the
+    """Compare a directory with its run. `run`: its directory; None = see `open_source`. `python`: the
     interpreter that loads the directory.
 
     Raises ConfigError for a directory or run that cannot be used, or that is another one, and RunFailed if
@@ -114,19 +114,17 @@ def check(directory: Path, run: Path | None, python: str = sys.executable) -> Ex
             compare(batch, reference(source, *batch), output, exported, tolerance)
             for batch, output in zip(batches, outputs, strict=True)
         ],
-        parameters=facts.get("parameters"),
-        stored_parameters=stored_parameters(directory),
         run_parameters=exported.parameters,
-        not_loaded=facts.get("odd", []),
-        again=facts["again"],
-        versions=facts["versions"],
+        **facts,
     )
 
 
 def open_source(directory: Path, exported: Exported, run: Path | None) -> ExportSource:
-    """Open the run of a directory. Raises ConfigError if it is not found or has other weights."""
-    candidates = run_places(directory, exported.run) if run is None else [run]
-    for candidate in candidates:
+    """Open the run of a directory: `run`, or one of its name in the current folder, in runs, or beside the
+    directory. Raises ConfigError if it is not found or has other weights."""
+    folders = (Path(), directory.absolute().parent)
+    places = [folder / part / exported.run for folder in folders for part in ("", "runs")]
+    for candidate in [place for place in places if place.exists()] if run is None else [run]:
         own = checkpoint.path_of(candidate / "checkpoints", exported.step)  # it may have been trained on
         try:
             path = checkpoint.resolve(str(own if own.is_dir() else candidate))
@@ -141,13 +139,6 @@ def open_source(directory: Path, exported: Exported, run: Path | None) -> Export
         raise ConfigError([Issue("--run", "conflict", message, str(run), "DIR")])
     message = f"no run {exported.run} with the weights of DIR here, in runs or beside DIR"
     raise ConfigError([Issue("--run", "not_found", message, hint="name the run that has them")])
-
-
-def run_places(directory: Path, name: str) -> list[Path]:
-    """List the runs of this name in the current folder, in runs, and beside the directory."""
-    folders = (Path(), directory.absolute().parent)
-    places = [folder / part / name for folder in folders for part in ("", "runs")]
-    return [place for place in places if place.exists()]
 
 
 def make_batches(source: ExportSource, exported: Exported) -> list[Inputs]:
@@ -166,14 +157,11 @@ def make_batches(source: ExportSource, exported: Exported) -> list[Inputs]:
     return batches
 
 
-def reference(
-    source: ExportSource, ids_BS: NDArray[np.int64], mask_BS: NDArray[np.int64]
-) -> NDArray[np.float32]:
+def reference(source: ExportSource, ids_BS: NDArray[Any], mask_BS: NDArray[Any]) -> NDArray[Any]:
     """Compute a batch by our model, in fp32."""
     with torch.inference_mode():
-        first = source.module()(torch.from_numpy(ids_BS), torch.from_numpy(mask_BS))[0]
-    output: NDArray[np.float32] = first.float().numpy()
-    return output
+        outputs = source.module()(torch.from_numpy(ids_BS), torch.from_numpy(mask_BS))
+    return outputs[0].numpy()
 
 
 def compute_apart(
@@ -182,11 +170,9 @@ def compute_apart(
     """Compute the batches by the directory in a process of its own; return the outputs and its facts."""
     with tempfile.TemporaryDirectory() as scratch:
         inputs, results = Path(scratch) / "in.safetensors", Path(scratch) / "out.safetensors"
-        arrays = {
-            f"{name}-{i}": np.ascontiguousarray(array)
-            for i, batch in enumerate(batches)
-            for name, array in zip(("ids", "mask"), batch, strict=True)
-        }
+        arrays: dict[str, NDArray[Any]] = {}
+        for i, (ids_BS, mask_BS) in enumerate(batches):
+            arrays |= {f"ids-{i}": ids_BS, f"mask-{i}": mask_BS}
         save_file(arrays, inputs)
         done = subprocess.run(
             [python, "-I", load_exported.__file__, str(directory.absolute()), str(inputs), str(results)],
@@ -223,9 +209,3 @@ def compare(
         difference=float(np.abs(ours - theirs).max()) / scale,
         top1=None if exported.kind == "encoder" else float(is_same_N.mean()),
     )
-
-
-def stored_parameters(directory: Path) -> int | None:
-    """Count the numbers in model.safetensors, if there is one."""
-    file = directory / "model.safetensors"
-    return sum(tensor.size for tensor in load_file(file).values()) if file.is_file() else None

@@ -1,4 +1,4 @@
-"""Convert our models to classes of transformers, and write the model card. Needs no transformers.
+"""Convert our models to classes of transformers. Needs no transformers.
 
 ModernBERT has our parameter names. EuroBERT has no norm behind its embedding: as that is all that stands
 there, the norm is applied to every row of the table beforehand, and the decoder keeps the table as it was.
@@ -8,34 +8,23 @@ none. Axes as in bert_dp.model.bert.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bert_dp import __version__, files
 from bert_dp.config import Config, ConfigError, Kind, native_class, native_issues
-from bert_dp.exporting.load_exported import AUTO, OUTPUTS
-from bert_dp.exporting.traced import ExportSource
-from bert_dp.files.models import Summary
-from bert_dp.files.run_facts import Exported
 from bert_dp.model.bert import CrammedBert, make_norm
 from bert_dp.model.classifier import Classifier
 
 Named = Mapping[str, Tensor]
+Renamed = Iterator[tuple[str, Tensor]]
 
 CLASS_OF: dict[Kind, str] = {
     "mlm": "ForMaskedLM",
     "classifier": "ForSequenceClassification",
     "encoder": "Model",
-}
-PREFIX = {"ModernBERT": "ModernBert", "EuroBERT": "EuroBert", "RobertaPreLayerNorm": "RobertaPreLayerNorm"}
-PROBLEMS = {
-    "single_label": "single_label_classification",
-    "multi_label": "multi_label_classification",
-    "regression": "regression",
 }
 
 
@@ -44,47 +33,10 @@ def settings_of(config: Config, special: Mapping[str, int], kind: Kind) -> dict[
 
     Raises ConfigError if no class holds the model, naming the settings.
     """
-    name = _class_for(config, kind)
-    settings = {**_shared(config, special, kind), **_SETTINGS[name](config, special, kind)}
-    return {"architectures": [PREFIX[name] + CLASS_OF[kind]], **settings}
-
-
-def tensors_of(
-    model: CrammedBert | Classifier, config: Config, special: Mapping[str, int], kind: Kind
-) -> dict[str, Tensor]:
-    """Return the parameters of `model` in fp32, by their names in that class; a tied decoder is left out.
-
-    Raises ConfigError as settings_of.
-    """
-    renamed = _TENSORS[_class_for(config, kind)](model.state_dict(), config, special, kind)
-    return {name: tensor.to(torch.float32).clone().contiguous() for name, tensor in renamed}
-
-
-def new_model(settings: Mapping[str, Any], **more: Any) -> Any:
-    """Make a model of the class that `settings` name, in fp32, with random weights. `more`: settings of
-    transformers beside them. Needs transformers."""
-    import transformers
-
-    rest = {name: value for name, value in settings.items() if name not in ("architectures", "dtype")}
-    (name,) = settings["architectures"]
-    return getattr(transformers, name)(transformers.AutoConfig.for_model(**{**rest, **more}))
-
-
-def _class_for(config: Config, kind: Kind) -> str:
-    name = native_class(config.model)
-    if issues := native_issues(config, kind):
-        raise ConfigError(issues)
-    assert name is not None
-    return name
-
-
-# --- config.json
-
-
-def _shared(config: Config, special: Mapping[str, int], kind: Kind) -> dict[str, Any]:
-    """Return the settings that all classes have."""
-    model = config.model
+    prefix, own_settings, _ = _class_for(config, kind)
+    model, finetune = config.model, config.finetune
     settings: dict[str, Any] = {
+        "architectures": [prefix + CLASS_OF[kind]],
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
         "num_hidden_layers": model.num_layers,
@@ -97,18 +49,36 @@ def _shared(config: Config, special: Mapping[str, int], kind: Kind) -> dict[str,
         "tie_word_embeddings": True,
         "dtype": "float32",
     }
-    return {**settings, **(labels(config) if kind == "classifier" else {})}
+    if kind == "classifier":
+        is_regression = finetune.kind == "regression"
+        names = ("score",) if is_regression else finetune.labels
+        settings["id2label"] = {str(i): name for i, name in enumerate(names)}
+        settings["label2id"] = {name: i for i, name in enumerate(names)}
+        settings["problem_type"] = finetune.kind if is_regression else f"{finetune.kind}_classification"
+    return {**settings, **own_settings(config, special, kind)}
 
 
-def labels(config: Config) -> dict[str, Any]:
-    """Return the names of a classifier's outputs."""
-    finetune = config.finetune
-    names = ("score",) if finetune.kind == "regression" else finetune.labels
-    return {
-        "id2label": {str(i): name for i, name in enumerate(names)},
-        "label2id": {name: i for i, name in enumerate(names)},
-        "problem_type": PROBLEMS[finetune.kind],
-    }
+def tensors_of(
+    model: CrammedBert | Classifier, config: Config, special: Mapping[str, int], kind: Kind
+) -> dict[str, Tensor]:
+    """Return the parameters of `model` in fp32, by their names in that class; a tied decoder is left out.
+
+    Raises ConfigError as settings_of.
+    """
+    _, _, own_tensors = _class_for(config, kind)
+    renamed = own_tensors(model.state_dict(), config, special, kind)
+    return {name: tensor.to(torch.float32).clone().contiguous() for name, tensor in renamed}
+
+
+def _class_for(config: Config, kind: Kind) -> tuple[str, Any, Any]:
+    if issues := native_issues(config, kind):
+        raise ConfigError(issues)
+    name = native_class(config.model)
+    assert name is not None
+    return _CLASSES[name]
+
+
+# --- config.json
 
 
 def _modernbert_settings(config: Config, special: Mapping[str, int], kind: Kind) -> dict[str, Any]:
@@ -167,17 +137,7 @@ def _roberta_settings(config: Config, special: Mapping[str, int], kind: Kind) ->
     }
 
 
-_SETTINGS = {
-    "ModernBERT": _modernbert_settings,
-    "EuroBERT": _eurobert_settings,
-    "RobertaPreLayerNorm": _roberta_settings,
-}
-
-
 # --- tensors
-
-
-Renamed = Iterator[tuple[str, Tensor]]
 
 
 def _module(state: Named, theirs: str, ours: str, *, biased: bool = False) -> Renamed:
@@ -204,20 +164,14 @@ def _projections(state: Named, attention: str, theirs: Mapping[str, str], *, bia
 
 def _modernbert_tensors(state: Named, config: Config, special: Mapping[str, int], kind: Kind) -> Renamed:
     for name, tensor in state.items():
-        if name.startswith("head.") and kind == "encoder":
-            continue
+        theirs = name.removeprefix("model.") if kind == "encoder" else name
+        if name.startswith("head.classifier."):
+            theirs = name.removeprefix("head.")
         if name.endswith(".q_bias"):
             bias_3H = torch.cat([tensor, torch.zeros_like(tensor), state[name.replace(".q_", ".v_")]])
-            yield theirs_of(name.replace(".q_bias", ".Wqkv.bias"), kind), bias_3H
-        elif not name.endswith(".v_bias"):
-            yield theirs_of(name, kind), tensor
-
-
-def theirs_of(name: str, kind: Kind) -> str:
-    """Return ModernBERT's name for a parameter of ours."""
-    if kind == "encoder":
-        return name.removeprefix("model.")
-    return name.removeprefix("head.") if name.startswith("head.classifier.") else name
+            yield theirs.replace(".q_bias", ".Wqkv.bias"), bias_3H
+        elif not name.endswith(".v_bias") and not (kind == "encoder" and name.startswith("head.")):
+            yield theirs, tensor
 
 
 def _eurobert_tensors(state: Named, config: Config, special: Mapping[str, int], kind: Kind) -> Renamed:
@@ -233,8 +187,7 @@ def _eurobert_tensors(state: Named, config: Config, special: Mapping[str, int], 
         roles = {role: f"{theirs}.self_attn.{role}_proj" for role in "qkv"}
         yield from _projections(state, f"{ours}.attn", roles)
         yield from _module(state, f"{theirs}.self_attn.o_proj", f"{ours}.attn.Wo")
-        inner = dict(_module(state, "Wi", f"{ours}.mlp.Wi"))
-        for name, tensor in inner.items():
+        for name, tensor in _module(state, "Wi", f"{ours}.mlp.Wi"):
             gate, up = tensor.chunk(2)  # the half that is activated comes first
             yield name.replace("Wi", f"{theirs}.mlp.gate_proj"), gate
             yield name.replace("Wi", f"{theirs}.mlp.up_proj"), up
@@ -287,73 +240,8 @@ def _roberta_tensors(state: Named, config: Config, special: Mapping[str, int], k
         yield "pooler.dense.bias", position_SH.new_zeros(hidden)
 
 
-_TENSORS = {
-    "ModernBERT": _modernbert_tensors,
-    "EuroBERT": _eurobert_tensors,
-    "RobertaPreLayerNorm": _roberta_tensors,
+_CLASSES = {
+    "ModernBERT": ("ModernBert", _modernbert_settings, _modernbert_tensors),
+    "EuroBERT": ("EuroBert", _eurobert_settings, _eurobert_tensors),
+    "RobertaPreLayerNorm": ("RobertaPreLayerNorm", _roberta_settings, _roberta_tensors),
 }
-
-
-LIBRARIES = {"hf": "transformers", "onnx": "onnx", "aoti": "pytorch"}
-TAGS = {"mlm": "fill-mask", "classifier": "text-classification", "encoder": "feature-extraction"}
-USAGE = {
-    "hf": "    from transformers import {auto}, AutoTokenizer\n\n"
-    '    model = {auto}.from_pretrained("DIR")\n'
-    '    tokenizer = AutoTokenizer.from_pretrained("DIR")\n',
-    "onnx": "    import onnxruntime\n\n"
-    '    session = onnxruntime.InferenceSession("DIR/model.onnx")\n'
-    '    session.run(["{output}"], {{"input_ids": ids, "attention_mask": mask}})  # int64 [batch, length]\n',
-    "aoti": "    import torch\n\n"
-    '    model = torch._inductor.aoti_load_package("DIR/model.pt2")\n'
-    "    model(ids, mask)  # both int64 [batch, length]\n",
-}
-NEEDS = {
-    "EuroBERT": "Its class exists from transformers 5 on.\n",
-    "aoti": "It runs on CPUs of the same kind.\n",
-}
-PRETRAINED = (
-    "It was pretrained on running text whose documents end with the separator, without a classification "
-    "token at the front: `tokenizer(text, add_special_tokens=False)` is what it has seen.\n"
-)
-
-
-def card(exported: Exported, source: ExportSource, command: str) -> str:
-    """Return the card as Markdown. `command`: of `bert-dp export`."""
-    parts = [
-        f"---\nlibrary_name: {LIBRARIES[exported.format]}\npipeline_tag: {TAGS[exported.kind]}\n"
-        "tags: [bert, bert-dp]\n---\n",
-        f"# {source.run_name}\n",
-        f"{exported.parameters:,} parameters, at most {exported.sequence_length} tokens, made by bert-dp "
-        f"{__version__}: `{command}`.\n",
-        USAGE[exported.format].format(auto=AUTO[exported.kind], output=OUTPUTS[exported.kind][0]),
-        PRETRAINED if source.config.objective.name == "mlm" else "",
-        NEEDS.get(exported.architecture or exported.format, ""),
-        "| trained | |\n|---|---|",
-        *(f"| {name} | {text} |" for name, text in training_facts(source)),
-    ]
-    return "\n".join([*filter(None, parts), ""])
-
-
-def training_facts(source: ExportSource) -> Iterator[tuple[str, str]]:
-    """Yield what the run's directory says of the training, and of the evaluation at this step."""
-    run, facts, config = source.path.parent.parent, source.facts, source.config
-    environment = files.read_json(run / "environment.json") or {}
-    if command := environment.get("command"):
-        yield "command", f"`{shlex.join(files.without_folders(str(word)) for word in command)}`"
-    yield "steps", f"{facts.step:,}"
-    yield "samples", f"{facts.samples:,}"
-    if config.objective.name == "mlm":
-        yield "tokens", f"{facts.samples * config.data.sequence_length:,}"
-    yield "data", f"sha256 {facts.data_hash}"
-    if facts.init_from is not None:
-        yield "began with", f"weights with sha256 {facts.init_from.sha256}"
-    try:
-        summary = Summary.model_validate(files.read_json(run / "summary.json"))
-    except ValueError:
-        return
-    if summary.heldout_step != facts.step:
-        return
-    if summary.heldout_loss is not None:
-        yield "held-out loss", f"{summary.heldout_loss:.4f} {config.loss_unit}"
-    for name, value in ((summary.heldout and summary.heldout.scores) or {}).items():
-        yield name, "not defined" if value is None else f"{value:.4f}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import platform
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
 
 Array = NDArray[Any]
 Compute = Callable[[Array, Array], Array]
@@ -43,16 +45,11 @@ class Unusable(RuntimeError):
     """A directory that cannot be loaded; the message is one line."""
 
 
-def open_directory(directory: Path, form: str, kind: str, threads: int = 0) -> Compute:
+def open_directory(directory: Path, form: str, kind: str) -> Compute:
     """Return a function that computes the first output of `kind`; an exported masked language model opens as
-    an encoder too. `threads`: of ONNX Runtime, 0 = its own choice; the others have torch's.
-
-    Raises Unusable.
-    """
+    an encoder too. Raises Unusable."""
     try:
-        if form == "onnx":
-            return open_onnx(directory, kind, threads)
-        return {"hf": open_hf, "aoti": open_aoti}[form](directory, kind)
+        return {"hf": open_hf, "onnx": open_onnx, "aoti": open_aoti}[form](directory, kind)
     except Unusable:
         raise
     except Exception as error:  # each library has its own for a damaged file
@@ -100,18 +97,17 @@ def compute_hf(model: Any, kind: str) -> Compute:
         with torch.inference_mode():
             ids, mask = torch.from_numpy(ids_BS), torch.from_numpy(mask_BS)
             outputs = model(input_ids=ids, attention_mask=mask)
-        first: Array = getattr(outputs, OUTPUTS[kind][0]).float().numpy()
-        return first
+        return getattr(outputs, OUTPUTS[kind][0]).float().numpy()
 
     return compute
 
 
-def open_onnx(directory: Path, kind: str, threads: int = 0) -> Compute:
+def open_onnx(directory: Path, kind: str) -> Compute:
     """Open by ONNX Runtime on the CPU, which computes only what the output needs."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
+    options.intra_op_num_threads = len(os.sched_getaffinity(0))
     file, providers = directory / "model.onnx", ["CPUExecutionProvider"]
     session = onnxruntime.InferenceSession(file, options, providers=providers)
     run_options = onnxruntime.RunOptions()
@@ -136,8 +132,7 @@ def open_aoti(directory: Path, kind: str) -> Compute:
     def compute(ids_BS: Array, mask_BS: Array) -> Array:
         with torch.inference_mode():
             outputs = package(torch.from_numpy(ids_BS), torch.from_numpy(mask_BS))
-        output: Array = outputs[index].float().numpy()
-        return output
+        return outputs[index].float().numpy()
 
     return compute
 
@@ -147,8 +142,12 @@ def again(directory: Path, form: str, kind: str, scratch: Path) -> tuple[Compute
     if form == "hf":
         model, missing, unexpected = load_hf(directory, kind)
         model.save_pretrained(scratch)
-        count = sum(parameter.numel() for parameter in model.parameters())
-        return open_hf(scratch, kind), {"parameters": count, "odd": [*missing, *unexpected]}
+        facts = {
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "stored_parameters": sum(t.size for t in load_file(directory / "model.safetensors").values()),
+            "not_loaded": [*missing, *unexpected],
+        }
+        return open_hf(scratch, kind), facts
     if form == "onnx":
         import onnx
 
@@ -163,8 +162,6 @@ def main(directory: Path, inputs: Path, out: Path) -> int:
         sys.modules[name] = None  # type: ignore[assignment]  # not by any means
     # torch says that it cannot import what our package has registered there
     logging.getLogger("torch.distributed.elastic.rendezvous.registry").setLevel(logging.ERROR)
-    from safetensors.numpy import load_file, save_file
-
     about = json.loads((directory / "export.json").read_text())
     form, kind = about["format"], about["kind"]
     given = load_file(inputs)

@@ -1,23 +1,96 @@
-"""Write the directories of `bert-dp export`: each appears whole or not at all."""
+"""Write the directories of `bert-dp export`: each appears whole or not at all.
+
+The model is one function of token ids and a padding mask, for any batch and any length up to the run's: the
+weights of a class of transformers, or a graph that needs no code of ours, ONNX or a package of AOTInductor.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
+import logging
+import shlex
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+import torch
 from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
 
-from bert_dp import files
-from bert_dp.config import Config, ConfigError, Issue, native_class
+from bert_dp import __version__, files
+from bert_dp.config import ConfigError, Issue, Kind, cpu_field, native_class
+from bert_dp.config.errors import require
 from bert_dp.config.stored import sha256
 from bert_dp.data import tokenizer as tokens
 from bert_dp.data.build import locked, replaced
-from bert_dp.exporting.hf import card, settings_of, tensors_of
-from bert_dp.exporting.traced import ExportSource, require_tools, write_aoti, write_onnx
+from bert_dp.exporting.hf import settings_of, tensors_of
+from bert_dp.exporting.load_exported import AUTO, OUTPUTS
+from bert_dp.files.models import Summary
 from bert_dp.files.run_facts import EXPORTED, Exported, ExportFormat, ExportPrecision
+from bert_dp.model.bert import CrammedBert
+from bert_dp.model.build import LoadedCheckpoint, load_checkpoint
+from bert_dp.model.classifier import Classifier, pool
+from bert_dp.training import checkpoint
+
+INPUTS = ("input_ids", "attention_mask")
+MAX_BATCH = 2**16
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportSource(LoadedCheckpoint):
+    """A checkpoint that is exported, its model in fp32."""
+
+    kind: Kind
+    """Of the model that is exported."""
+    tokenizer_file: Path
+    special: dict[str, int]
+    """Ids by role."""
+
+    @property
+    def run_name(self) -> str:
+        """Name of the run's directory; of the checkpoint's where it stands alone."""
+        folder = self.path.parent
+        return folder.parent.name if folder.name == "checkpoints" else self.path.name
+
+    def module(self) -> ExportModule:
+        """Build the module that is traced, compiled and compared."""
+        return ExportModule(self.model, self.kind).eval()
+
+
+def open_run(run: str | Path, *, encoder: bool) -> ExportSource:
+    """Load the newest good checkpoint of a run, or one checkpoint. `encoder`: without its head.
+
+    Raises ConfigError.
+    """
+    loaded = load_checkpoint(checkpoint.resolve(str(run)).resolve())
+    kind: Kind = "encoder" if encoder else "mlm" if isinstance(loaded.model, CrammedBert) else "classifier"
+    loaded.model.float()
+    file = files.tokenizer_of(loaded.path)
+    special = tokens.special_ids(loaded.tokenizer, str(file))
+    return ExportSource(**vars(loaded), kind=kind, tokenizer_file=file, special=special)
+
+
+class ExportModule(nn.Module):
+    """Compute OUTPUTS of input_ids and attention_mask, each [B, S] int64: logits [B, S, V] of tokens or
+    [B, L] of labels, hidden states [B, S, H]."""
+
+    def __init__(self, model: CrammedBert | Classifier, kind: Kind):
+        super().__init__()
+        self.model, self.kind = model, kind
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
+        real_BS = attention_mask != 0
+        x_BSH = self.model.model(input_ids, real_BS)
+        if self.kind == "encoder":
+            return (x_BSH.float(),)
+        if isinstance(self.model, Classifier):
+            return (self.model.head(pool(x_BSH, real_BS, self.model.pooling), None).float(),)
+        table_VH = self.model.model.embeddings.tok_embeddings.weight
+        return self.model.head(x_BSH, table_VH, None).float(), x_BSH.float()
 
 
 def export(
@@ -36,6 +109,15 @@ def export(
         else:
             write_aoti(source, folder, bf16=precision == "bf16")
         return write_about(folder, source, form, command, precision)
+
+
+def require_tools(form: ExportFormat) -> None:
+    """Import the packages that write a format, and find its compiler. Raises ConfigError."""
+    for package in ("onnx", "onnxscript", "onnxruntime") if form == "onnx" else ():
+        require(package, "export", "export onnx")
+    if form == "aoti" and shutil.which("g++") is None:
+        message = "compiles by g++, which is not installed"
+        raise ConfigError([Issue("export aoti", "needs_package", message, hint="install it, or export onnx")])
 
 
 @contextlib.contextmanager
@@ -78,22 +160,18 @@ def write_about(
         shutil.copyfile(source.tokenizer_file, folder / files.TOKENIZER)
     else:
         files.write_text(folder / files.TOKENIZER, framed.to_str(pretty=True))
-    files.write_json(folder / "tokenizer_config.json", tokenizer_settings(source))
-    files.write_json(folder / EXPORTED, exported.model_dump(mode="json"))
-    files.write_text(folder / "README.md", card(exported, source, command))
-    return exported
-
-
-def tokenizer_settings(source: ExportSource) -> dict[str, Any]:
-    """Return tokenizer_config.json as PreTrainedTokenizerFast reads it, beside tokenizer.json."""
     roles = {f"{role}_token": source.tokenizer.id_to_token(i) for role, i in source.special.items()}
-    return {
+    settings = {  # as PreTrainedTokenizerFast reads them
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": source.config.data.sequence_length,
-        "model_input_names": ["input_ids", "attention_mask"],
+        "model_max_length": exported.sequence_length,
+        "model_input_names": list(INPUTS),
         "clean_up_tokenization_spaces": False,
         **roles,
     }
+    files.write_json(folder / "tokenizer_config.json", settings)
+    files.write_json(folder / EXPORTED, exported.model_dump(mode="json"))
+    files.write_text(folder / "README.md", card(exported, source, command))
+    return exported
 
 
 def write_hf(source: ExportSource, folder: Path) -> None:
@@ -102,23 +180,128 @@ def write_hf(source: ExportSource, folder: Path) -> None:
     layout = (source.config, source.special, source.kind)
     files.write_json(folder / "config.json", settings_of(*layout))
     save_file(tensors_of(source.model, *layout), folder / "model.safetensors", metadata={"format": "pt"})
-    if source.kind == "encoder":
-        write_sentence_transformer(source.config, folder)
 
 
-def write_sentence_transformer(config: Config, folder: Path) -> None:
-    """Write the files that make an encoder one of sentence-transformers: the mean over its tokens."""
-    modules = [
-        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{name}"}
-        for i, (path, name) in enumerate((("", "Transformer"), ("1_Pooling", "Pooling")))
-    ]
-    pooling = {
-        "word_embedding_dimension": config.model.hidden_size,
-        "pooling_mode_cls_token": False,
-        "pooling_mode_mean_tokens": True,
+def trace(source: ExportSource, *, bf16: bool = False) -> ExportedProgram:
+    """Return the graph; its outputs are fp32 also if it computes in bf16."""
+    most = source.config.data.sequence_length
+    ids_BS = torch.full((2, min(7, most - 1)), source.special["mask"])  # no size of 1, which would be fixed
+    mask_BS = torch.ones_like(ids_BS)
+    sizes = {0: Dim("batch", max=MAX_BATCH), 1: Dim("length", max=most)}
+    model: nn.Module = source.module()
+    if bf16:
+        model = copy.deepcopy(model).to(torch.bfloat16)  # the source keeps its own
+    with torch.no_grad():
+        return torch.export.export(model, (ids_BS, mask_BS), dynamic_shapes=dict.fromkeys(INPUTS, sizes))
+
+
+@contextlib.contextmanager
+def silenced() -> Iterator[None]:
+    """Suppress warnings of the exporters: of packages and CUDA libraries that are not there, of deprecations,
+    of other formats."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+@silenced()
+def write_onnx(source: ExportSource, folder: Path, *, int8: bool) -> None:
+    """Write FOLDER/model.onnx. `int8`: products with weights of 8 bits, those of the activations chosen as it
+    runs (ONNX Runtime's dynamic quantisation)."""
+    program = torch.onnx.export(
+        trace(source),
+        dynamo=True,
+        input_names=list(INPUTS),
+        output_names=list(OUTPUTS[source.kind]),
+        verbose=False,
+    )
+    assert program is not None
+    path = folder / "model.onnx"
+    program.save(path, external_data=False)
+    if int8:
+        from onnxruntime.quantization import QuantType, quantize_dynamic
+
+        whole = path.rename(folder / "fp32.onnx")
+        quantize_dynamic(whole, path, weight_type=QuantType.QInt8, per_channel=True)
+        whole.unlink()
+
+
+@silenced()
+def write_aoti(source: ExportSource, folder: Path, *, bf16: bool = False) -> None:
+    """Write FOLDER/model.pt2, compiled for processors like this one and any number of threads."""
+    program = trace(source, bf16=bf16)
+    settings = {
+        "cpp.dynamic_threads": True,
+        # constant weights, laid out for oneDNN; else fp32 products are MKL's, which are faster on Intel CPUs
+        "freezing": bf16 or cpu_field("vendor_id") == "AuthenticAMD",
     }
-    length = {"max_seq_length": config.data.sequence_length, "do_lower_case": False}
-    (folder / "1_Pooling").mkdir()
-    files.write_json(folder / "modules.json", modules)
-    files.write_json(folder / "1_Pooling" / "config.json", pooling)
-    files.write_json(folder / "sentence_bert_config.json", length)
+    with torch.no_grad():  # else nothing is frozen
+        torch._inductor.aoti_compile_and_package(
+            program, package_path=str(folder / "model.pt2"), inductor_configs=settings
+        )
+
+
+LIBRARIES = {"hf": "transformers", "onnx": "onnx", "aoti": "pytorch"}
+TAGS = {"mlm": "fill-mask", "classifier": "text-classification", "encoder": "feature-extraction"}
+USAGE = {
+    "hf": "    from transformers import {auto}, AutoTokenizer\n\n"
+    '    model = {auto}.from_pretrained("DIR")\n'
+    '    tokenizer = AutoTokenizer.from_pretrained("DIR")\n',
+    "onnx": "    import onnxruntime\n\n"
+    '    session = onnxruntime.InferenceSession("DIR/model.onnx")\n'
+    '    session.run(["{output}"], {{"input_ids": ids, "attention_mask": mask}})  # int64 [batch, length]\n',
+    "aoti": "    import torch\n\n"
+    '    model = torch._inductor.aoti_load_package("DIR/model.pt2")\n'
+    "    model(ids, mask)  # both int64 [batch, length]\n",
+}
+NEEDS = {
+    "EuroBERT": "Its class exists from transformers 5 on.\n",
+    "aoti": "It runs on CPUs of the same kind.\n",
+}
+PRETRAINED = (
+    "It was pretrained on running text whose documents end with the separator, without a classification "
+    "token at the front: `tokenizer(text, add_special_tokens=False)` is what it has seen.\n"
+)
+
+
+def card(exported: Exported, source: ExportSource, command: str) -> str:
+    """Return the card as Markdown. `command`: of `bert-dp export`."""
+    parts = [
+        f"---\nlibrary_name: {LIBRARIES[exported.format]}\npipeline_tag: {TAGS[exported.kind]}\n"
+        "tags: [bert, bert-dp]\n---\n",
+        f"# {source.run_name}\n",
+        f"{exported.parameters:,} parameters, at most {exported.sequence_length} tokens, made by bert-dp "
+        f"{__version__}: `{command}`.\n",
+        USAGE[exported.format].format(auto=AUTO[exported.kind], output=OUTPUTS[exported.kind][0]),
+        PRETRAINED if source.config.objective.name == "mlm" else "",
+        NEEDS.get(exported.architecture or exported.format, ""),
+        "| trained | |\n|---|---|",
+        *(f"| {name} | {text} |" for name, text in training_facts(source)),
+    ]
+    return "\n".join([*filter(None, parts), ""])
+
+
+def training_facts(source: ExportSource) -> Iterator[tuple[str, str]]:
+    """Yield what the run's directory says of the training, and of the evaluation at this step."""
+    run, facts = source.path.parent.parent, source.facts
+    environment = files.read_json(run / "environment.json") or {}
+    if command := environment.get("command"):
+        yield "command", f"`{shlex.join(files.without_folders(str(word)) for word in command)}`"
+    yield "steps", f"{facts.step:,}"
+    yield "samples", f"{facts.samples:,}"
+    yield "data", f"sha256 {facts.data_hash}"
+    try:
+        summary = Summary.model_validate(files.read_json(run / "summary.json"))
+    except ValueError:
+        return
+    if summary.heldout_step != facts.step:
+        return
+    if summary.heldout_loss is not None:
+        yield "held-out loss", f"{summary.heldout_loss:.4f} {source.config.loss_unit}"
+    for name, value in ((summary.heldout and summary.heldout.scores) or {}).items():
+        yield name, "not defined" if value is None else f"{value:.4f}"

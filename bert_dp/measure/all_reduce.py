@@ -66,7 +66,7 @@ def _time_all_reduce(num_bytes: int, seconds: float, device: torch.device) -> di
     return {"bytes": sent, "repeats": len(times), "seconds_median": median, "busbw_gb_s": busbw}
 
 
-def main(size: int | None = None, seconds: float = MEASURE_S, sizes: Sequence[int] = ()) -> None:
+def main(size: int = 0, seconds: float = MEASURE_S, *sizes: int) -> None:
     """Start `size` ranks; by default one on each GPU when there are several, else two on the CPU."""
     follow_launcher()
     gpus = torch.cuda.device_count()
@@ -82,9 +82,5 @@ def main(size: int | None = None, seconds: float = MEASURE_S, sizes: Sequence[in
 
 
 if __name__ == "__main__":
-    number, *measured = sys.argv[1:] or [""]
-    main(
-        int(number) if number else None,
-        float(measured[0]) if measured else MEASURE_S,
-        [int(n) for n in measured[1:]],
-    )
+    kinds = (int, float, *[int] * len(sys.argv))
+    main(*(kind(word) for kind, word in zip(kinds, sys.argv[1:], strict=False)))

@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bert_dp.config import ModelConfig
-from bert_dp.model.dropout import KeyedDropout, fold_in
 from bert_dp.model.interface import Model
-from bert_dp.model.kernels import Linear, add_row_gradients, linear, widened
+from bert_dp.model.kernels import KeyedDropout, Linear, add_row_gradients, fold_in, linear, widened
 
 INIT_STD = 0.02
 IGNORE = -100  # label of a position that counts for nothing
@@ -74,8 +73,7 @@ class TiedEmbedding:
 
     def look_up(self, ids_BS: Tensor, weight_VH: Tensor) -> tuple[Tensor, Tensor]:
         """Return x [B, S, H] and the weight for the decoder."""
-        out: tuple[Tensor, Tensor] = TiedLookup.apply(ids_BS, weight_VH)
-        return out
+        return TiedLookup.apply(ids_BS, weight_VH)
 
     def logits(self, x_PH: Tensor, weight_VH: Tensor) -> Tensor:
         return linear(x_PH, weight_VH)
@@ -123,24 +121,21 @@ class Embeddings(nn.Module):
         elif self.position == "learned":
             x_BSH = x_BSH + self.position_embeddings.weight[:length]
         out: Tensor = self.drop(self.norm(x_BSH), seed_B)
+        kind = out.device.type
+        in_bf16 = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
         # each block adds a bf16 output under autocast, so the stream keeps the dtype that it begins with
-        return out.bfloat16() if self.narrow_residual and autocasts_to_bf16(out) else out
-
-
-def autocasts_to_bf16(x: Tensor) -> bool:
-    kind = x.device.type
-    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
+        return out.bfloat16() if self.narrow_residual and in_bf16 else out
 
 
 def is_slow_in_kernel(q_BASD: Tensor) -> bool:
-    """Return True where torch's attention kernel is slower than written products: in bf16 on a CPU, where it
-    takes 2.5 to 4 times as long, forward and backward (benchmarks/RESULTS.md)."""
+    """Return True in bf16 on a CPU, where torch's attention takes 2.5 to 4 times as long as written products
+    (benchmarks/RESULTS.md)."""
     return q_BASD.device.type == "cpu" and q_BASD.dtype == torch.bfloat16
 
 
 class Attention(nn.Module):
     """Attend over whole sequences, bidirectionally: [B, S, H] -> [B, S, H]. `real_B11S`: False where no query
-    may look; None = everywhere, without a mask's cost. `seed_B`: see bert_dp.model.dropout."""
+    may look; None = everywhere, without a mask's cost. `seed_B`: see bert_dp.model.kernels."""
 
     tensor_rank = 0
     """Which shard of the heads these are."""
@@ -179,8 +174,7 @@ class Attention(nn.Module):
             out_BASD = self._attend_in_full(q, k, v, real_B11S, seed_B)
         else:
             out_BASD = F.scaled_dot_product_attention(q, k, v, attn_mask=real_B11S)
-        out: Tensor = self.drop(self.Wo(out_BASD.transpose(1, 2).reshape(batch, length, -1)), seed_B)
-        return out
+        return self.drop(self.Wo(out_BASD.transpose(1, 2).reshape(batch, length, -1)), seed_B)
 
     def _attend_in_full(
         self, q: Tensor, k: Tensor, v: Tensor, real_B11S: Tensor | None, seed_B: Tensor | None
@@ -217,8 +211,7 @@ class MLP(nn.Module):
             x = F.gelu(x) * gate
         else:
             x = F.gelu(x)
-        out: Tensor = self.drop(self.Wo(x), seed_B)
-        return out
+        return self.drop(self.Wo(x), seed_B)
 
 
 class Layer(nn.Module):
@@ -266,8 +259,7 @@ class Encoder(nn.Module):
     def encode(self, x_BSH: Tensor, real_BS: Tensor | None = None, seed_B: Tensor | None = None) -> Tensor:
         """Return the hidden states. `x_BSH`: the looked-up tokens. `real_BS`: False for padding; None = all
         are tokens. `seed_B`: int32 keys of the examples, for dropout in training."""
-        out: Tensor = self.final_norm(self.residual_stream(x_BSH, real_BS, seed_B))
-        return out
+        return self.final_norm(self.residual_stream(x_BSH, real_BS, seed_B))
 
     def residual_stream(self, x_BSH: Tensor, real_BS: Tensor | None, seed_B: Tensor | None) -> Tensor:
         """Encode as `encode` does, without the final norm."""
@@ -341,21 +333,19 @@ class EncoderModel(Model):
 
         Attention by heads, the MLP by intermediate columns, the vocabulary by rows; the rest stays whole.
         """
-        plan = {"model.embeddings.tok_embeddings.weight": (0, 1)}
-        for i, layer in enumerate(self.model.layers):
-            blocks = 2 if self.gated else 1
-            here = {
-                "attn.Wqkv.weight": (0, 3),
-                "attn.q_bias": (0, 1),
-                "attn.v_bias": (0, 1),
-                "attn.Wo.weight": (1, 1),
-                "mlp.Wi.weight": (0, blocks),
-                "mlp.Wi.bias": (0, blocks),
-                "mlp.Wo.weight": (1, 1),
-            }
-            names = dict(layer.named_parameters())
-            plan.update({f"model.layers.{i}.{name}": split for name, split in here.items() if name in names})
-        return plan
+        fused = 2 if self.gated else 1
+        splits = {
+            "tok_embeddings.weight": (0, 1),
+            "attn.Wqkv.weight": (0, 3),
+            "attn.q_bias": (0, 1),
+            "attn.v_bias": (0, 1),
+            "attn.Wo.weight": (1, 1),
+            "mlp.Wi.weight": (0, fused),
+            "mlp.Wi.bias": (0, fused),
+            "mlp.Wo.weight": (1, 1),
+        }
+        names = [name for name, _ in self.named_parameters()]
+        return {name: split for name in names for end, split in splits.items() if name.endswith(end)}
 
 
 class CrammedBert(EncoderModel):
@@ -380,8 +370,7 @@ class CrammedBert(EncoderModel):
         """
         x_BSH, weight_VH = self.vocabulary.look_up(ids_BS, self.model.embeddings.tok_embeddings.weight)
         x_PH = self.model.residual_stream(x_BSH, real_BS, seed_B).flatten(0, 1)[positions_P]
-        out: Tensor = self.head(x_PH, weight_VH, labels_P, self.model.final_norm)
-        return out
+        return self.head(x_PH, weight_VH, labels_P, self.model.final_norm)
 
 
 def build_model(config: ModelConfig, sequence_length: int, seed: int) -> CrammedBert:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import time
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,16 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from bert_dp import files
-from bert_dp.config import (
-    Config,
-    ConfigError,
-    Issue,
-    bf16_units,
-    hf_directory,
-    init_issues,
-    modernbert_issues,
-    resolve,
-)
+from bert_dp.config import Config, ConfigError, Issue, hf_directory, init_issues, modernbert_issues, resolve
 from bert_dp.config.stored import sha256
 from bert_dp.data import tokenizer
 from bert_dp.files.models import InitFrom
@@ -55,15 +45,12 @@ class LoadedCheckpoint:
 
 
 def load(run: str | os.PathLike[str]) -> tuple[CrammedBert | Classifier, Tokenizer]:
-    """Load the model, on the CPU and in eval mode, and the tokenizer of a run (a Run, its directory: the
-    newest good checkpoint) or of one checkpoint's directory.
+    """Load the model, on the CPU and in eval mode, and the tokenizer of a run (its newest good checkpoint) or
+    of one checkpoint.
 
     `model.model(ids_BS)` gives the hidden states [B, S, H], `model(ids_BS, positions_P)` of a pretrained run
     the logits [P, V] at the flat positions b * S + s, `model(ids_BS, real_BS)` of a finetuned one those of
-    whole examples [B, L]; S is at most the run's data.sequence_length. Models are pretrained on text without
-    <cls>, where a <sep> ends each document: encode with `add_special_tokens=False`. An example of finetuning
-    is <cls> A <sep> or <cls> A <sep> B <sep>.
-
+    whole examples [B, L]. Models are pretrained without <cls>: encode with `add_special_tokens=False`.
     Raises ConfigError.
     """
     loaded = load_checkpoint(checkpoint.resolve(os.path.expanduser(run)))
@@ -90,9 +77,6 @@ def make_model(config: Config) -> CrammedBert | Classifier:
     if config.objective.name == "finetune":
         return Classifier(config.model, length, config.finetune)
     return CrammedBert(config.model, length)
-
-
-TIED = "decoder.weight"  # to the embedding
 
 
 def modernbert_state(directory: Path, config: Config, tokenizer: str | None) -> State:
@@ -122,7 +106,7 @@ def our_names(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     is_bare = not any(name.startswith("model.") for name in tensors)  # of AutoModel
     for theirs, tensor in tensors.items():
         name = f"model.{theirs}" if is_bare else theirs
-        if theirs == TIED:
+        if theirs == "decoder.weight":  # tied to the embedding
             continue
         if name.endswith(".Wqkv.bias"):
             layer = name.removesuffix(".Wqkv.bias")
@@ -136,25 +120,25 @@ def our_names(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
             yield f"head.{name}" if name.startswith("classifier.") else name, tensor
 
 
-# torch.compile on a CPU (benchmarks/step_speed.py, finetune_speed.py): seconds for a first and for a further
-# padded length; share of an eager step that it saves in the widest model measured, by (bf16 in AMX's tiles,
-# dropout)
-CPU_COMPILE_S = 60.0
-CPU_COMPILE_LENGTH_S = 25.0
-CPU_COMPILE_GAIN = {(False, False): 0.015, (False, True): 0.07, (True, False): 0.1, (True, True): 0.2}
-
-
-def prepare_model(rank: Rank, precision: Precision, compiled: bool | None) -> tuple[Model, bool]:
-    """Return the whole model on its device, and True if it is compiled (`compiled`: what an earlier part of
-    the run has chosen). Collective."""
-    model = rank.task.build_model(rank.config.run.seed).to(rank.device, precision.parameters)
-    if compiled is None:
-        compiled = rank.comm.broadcast(compile_pays(rank, model, precision))
-    if rank.config.parallel.activation_checkpointing:
+def prepare_model(rank: Rank, precision: Precision) -> tuple[Model, bool]:
+    """Return the whole model on its device, and True if it is compiled."""
+    config = rank.config
+    model = rank.task.build_model(config.run.seed).to(rank.device, precision.parameters)
+    if config.parallel.activation_checkpointing:
         recompute_blocks(model)
+    compiled = is_compiled(config, rank.device.type)
     if compiled:
-        compile_parts(model, rank.config.data.sequence_length)
+        compile_parts(model, config.data.sequence_length)
     return model, compiled
+
+
+def is_compiled(config: Config, device: str) -> bool:
+    """Decide compile: auto = on a GPU."""
+    if config.compile != "auto":
+        return config.compile == "on"
+    # deepspeed's hooks on every module of stage 3 make torch compile anew until it gives up
+    is_hooked = config.parallel.engine == "deepspeed" and config.parallel.zero_stage == 3
+    return device == "cuda" and not is_hooked
 
 
 def recompute_blocks(model: Model) -> None:
@@ -186,27 +170,21 @@ def first_state(
     config: Config, model: Model, data: DatasetInfo, comm: HostCollectives
 ) -> tuple[State, InitFrom | None]:
     """Return the canonical state that a run begins with, on the host: the model's own weights, or those of
-    run.init_from, with its optimizer's state where run.init_keeps says so; and what came from there.
-    Collective.
-
-    Every tensor that is pretrained (`Model.is_pretrained`) comes from the checkpoint. Raises ConfigError when
-    the weights are another model's or were trained with another tokenizer, or the optimizer's state does not
-    fit.
+    run.init_from (of `Model.is_pretrained`), with its optimizer's state where run.init_keeps says so; and
+    what came from there. Collective. Raises ConfigError for what does not fit.
     """
     source = config.run.init_from
     own = {name: t.detach().to("cpu", copy=True) for name, t in model.state_dict().items()}
     if source is None:
         return {"model": own, "optimizer": {}, "scaler": {}}, None
-    directory = hf_directory(source)
-    if directory is not None:
+    if directory := hf_directory(source):
         path = directory
-        issues: list[Issue] = []
         state = modernbert_state(directory, config, data.tokenizer)
-        sha256 = checkpoint.sha256(directory / "model.safetensors")
+        digest = sha256(directory / "model.safetensors")
     else:
         path = _chosen_by_rank_0(source, comm)
-        state, issues = _saved_state(path, source, config, data.tokenizer)
-        sha256 = files.weights_hash(path)
+        state = _saved_state(path, source, config, data.tokenizer)
+        digest = files.weights_hash(path)
     dtype = next(model.parameters()).dtype
     loaded = {name: t for name, t in state["model"].items() if model.is_pretrained(name)}
     fresh = {name: t for name, t in own.items() if not model.is_pretrained(name)}
@@ -215,10 +193,9 @@ def first_state(
         "optimizer": _as_wide_as(dtype, state["optimizer"]),
         "scaler": {},
     }
-    issues += [issue.within("run.init_from") for issue in checkpoint.state_issues(path, start, model)]
-    if issues:
-        raise ConfigError(issues)
-    return start, InitFrom(checkpoint=str(path), sha256=sha256, tensors=len(loaded), of=len(own))
+    if issues := checkpoint.state_issues(path, start, model):
+        raise ConfigError([issue.within("run.init_from") for issue in issues])
+    return start, InitFrom(checkpoint=str(path), sha256=digest, tensors=len(loaded), of=len(own))
 
 
 def _chosen_by_rank_0(source: str, comm: HostCollectives) -> Path:
@@ -236,61 +213,25 @@ def _chosen_by_rank_0(source: str, comm: HostCollectives) -> Path:
     return Path(answer["path"])
 
 
-def _saved_state(path: Path, source: str, config: Config, tokenizer: str | None) -> tuple[State, list[Issue]]:
-    """Read the part of a checkpoint that a run begins with, and find why it does not fit. `tokenizer`: hash
-    of the data's tokenizer."""
+def _saved_state(path: Path, source: str, config: Config, tokenizer: str | None) -> State:
+    """Read the part of a checkpoint that a run begins with. `tokenizer`: hash of the data's tokenizer. Raises
+    ConfigError if it does not fit."""
     state, facts = checkpoint.load(path)
     issues = init_issues(source, facts.config, config)
     if tokenizer is not None and facts.tokenizer not in (None, tokenizer):
-        message = (
-            f"run.init_from {source} was trained with tokenizer {str(facts.tokenizer)[:16]}, the shards have "
-            f"{tokenizer[:16]}"
-        )
+        own = str(facts.tokenizer)[:16]
+        message = f"{source} was trained with tokenizer {own}, the shards have {tokenizer[:16]}"
         hint = "build them with data.tokenizer set to that run's tokenizer.json"
         issues.append(Issue("data.tokenizer", "conflict", message, tokenizer, "run.init_from", hint))
     keeps_moments = config.run.init_keeps == "moments"
     if keeps_moments and not state["optimizer"]:
         message = f"moments, but {path} was saved before the first step and has none"
         issues.append(Issue("run.init_keeps", "conflict", message, "moments", "run.init_from", "use weights"))
-    return {**state, "optimizer": state["optimizer"] if keeps_moments else {}}, issues
+    if issues:
+        raise ConfigError(issues)
+    return {**state, "optimizer": state["optimizer"] if keeps_moments else {}}
 
 
 def _as_wide_as(dtype: torch.dtype, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Convert floating tensors to `dtype`; leave numbers, such as a step count, as they are."""
     return {name: t.to(dtype) if t.is_floating_point() and t.dim() else t for name, t in tensors.items()}
-
-
-def compile_pays(rank: Rank, model: Model, precision: Precision) -> bool:
-    """Decide compile: auto = always on a GPU; on a CPU when it saves more time over the run than it takes."""
-    config = rank.config
-    if config.compile != "auto":
-        return config.compile == "on"
-    if config.parallel.engine == "deepspeed" and config.parallel.zero_stage == 3:
-        return False  # its hooks on every module make torch compile anew until it gives up
-    if rank.device.type == "cuda":
-        return True
-    schedule = config.schedule
-    if schedule.hours is not None:
-        run_s = schedule.hours * 3600
-    else:
-        sequences = (schedule.tokens or 0) / config.data.sequence_length
-        sequences += (schedule.steps or 0) * config.batch.global_size
-        micro_steps = sequences / rank.layout.samples_per_micro_step
-        run_s = micro_steps * time_micro_step(rank, model, precision)
-    in_tiles = precision.name == "bf16" and "amx_bf16" in bf16_units()
-    has_dropout = config.model.dropout > 0 or config.model.attention_dropout > 0
-    compile_s = CPU_COMPILE_S + CPU_COMPILE_LENGTH_S * (rank.task.num_lengths - 1)
-    return run_s * CPU_COMPILE_GAIN[in_tiles, has_dropout] > compile_s
-
-
-def time_micro_step(rank: Rank, model: Model, precision: Precision) -> float:
-    """Return the seconds of the second of two eager forward/backward passes; leave no gradients."""
-    batch = rank.task.example_batch(rank.config.batch.micro_size).to(rank.device)
-    for _ in range(2):
-        start = time.perf_counter()
-        with precision.context(rank.device):
-            loss = rank.task.loss(model, batch)
-        loss.backward()
-        seconds = time.perf_counter() - start
-    model.zero_grad(set_to_none=True)
-    return seconds

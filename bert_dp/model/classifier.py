@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bert_dp.config import FinetuneConfig, ModelConfig, native_head
 from bert_dp.model.bert import EncoderModel, initialize, make_norm
-from bert_dp.model.dropout import KeyedDropout
+from bert_dp.model.kernels import KeyedDropout
 
 HEAD_SITE = 1_000_000  # of the head's dropout: beyond every layer's
 
@@ -59,8 +59,7 @@ class ClassificationHead(nn.Module):
         x_B1W = x_B1H.tanh() if self.shape.tanh else F.gelu(x_B1H)
         if self.norm is not None:
             x_B1W = self.norm(x_B1W)
-        out: Tensor = self.classifier(self.drop(x_B1W, seed_B))[:, 0]
-        return out
+        return self.classifier(self.drop(x_B1W, seed_B))[:, 0]
 
 
 def pool(x_BSH: Tensor, real_BS: Tensor | None, pooling: str) -> Tensor:
@@ -85,8 +84,7 @@ class Classifier(EncoderModel):
         """Return [B, L], or [B, 1] of a regression; see Encoder.encode."""
         x_BSH, _ = self.vocabulary.look_up(ids_BS, self.model.embeddings.tok_embeddings.weight)
         x_BSH = self.model.encode(x_BSH, real_BS, seed_B)
-        out: Tensor = self.head(pool(x_BSH, real_BS, self.pooling), seed_B)
-        return out
+        return self.head(pool(x_BSH, real_BS, self.pooling), seed_B)
 
     def is_pretrained(self, name: str) -> bool:
         return name.startswith("model.")

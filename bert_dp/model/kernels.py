@@ -1,8 +1,8 @@
-"""Multiply matrices by oneDNN where torch's own product is slow, and add an embedding's gradient by rows.
+"""Compute products by oneDNN, the gradient of an embedding's rows, and dropout by example and site.
 
-The product by oneDNN is taken on an AMD CPU with AVX-512 in fp32. The gradient of an embedding's rows is
-added to the gradient that the matrix has from another use; both ways are deterministic. A row is looked up
-many times: `<mask>` alone is a fifth of all positions.
+What is dropped follows from a key for each example (`data.key32`, of seed, epoch and index), the site in the
+model, and row and column on the whole grid. So it does not change with the micro batch, the padded length,
+the rank or the shard that a number falls to, and a block that is computed again drops the same.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ USES_ONEDNN = (
 def matmul_nt(a_MK: Tensor, b_NK: Tensor) -> Tensor:
     """Return a @ b.T, [M, N]. An operator of its own because inductor takes oneDNN's only with constant
     weights."""
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(a_MK, b_NK, None, "none", [], "")
-    return product
+    return torch.ops.mkldnn._linear_pointwise(a_MK, b_NK, None, "none", [], "")
 
 
 @matmul_nt.register_fake
@@ -55,8 +54,7 @@ def product(a_MK: Tensor, b_NK: Tensor) -> Tensor:
     """Return a @ b.T, [M, N], by the faster library for this device and dtype; for code with its own
     backward."""
     fast = USES_ONEDNN and a_MK.device.type == "cpu" and a_MK.dtype == b_NK.dtype == torch.float32
-    out: Tensor = matmul_nt(a_MK, b_NK) if fast else a_MK @ b_NK.t()
-    return out
+    return matmul_nt(a_MK, b_NK) if fast else a_MK @ b_NK.t()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -74,8 +72,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         out = matmul_nt(x.flatten(0, -2), weight).view(*x.shape[:-1], weight.shape[0])
         return out if bias is None else out + bias
-    inferred: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return inferred
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 class Linear(nn.Linear):
@@ -114,3 +111,47 @@ def add_dense(grad_VH: Tensor, ids_BS: Tensor, grad_BSH: Tensor, foreign_BS: Ten
         ids_BS = ids_BS.masked_fill(foreign_BS, rows)
         dense_VH = torch.ops.aten.embedding_dense_backward(grad_BSH, ids_BS, rows + 1, rows, False)[:rows]
     return grad_VH.add_(dense_VH)
+
+
+ROW = 2**17  # above any number of columns: a column is below it, a row times it below 2^31
+
+
+def mix32(x: Tensor) -> Tensor:
+    """Apply a 32-bit bijection of int32 (C. Wellons, hash-prospector, "lowbias32")."""
+    x = x ^ ((x >> 16) & 0xFFFF)
+    x = x * 0x7FEB352D
+    x = x ^ ((x >> 15) & 0x1FFFF)
+    x = x * (0x846CA68B - 2**32)
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+def fold_in(key: Tensor, site: int | Tensor) -> Tensor:
+    """Return the key of a site below `key`, int32 of their broadcast shape; for sites, an int32 tensor on the
+    same device, theirs."""
+    if isinstance(site, int):  # filled there: a number that is copied there makes the host wait
+        site = torch.full((), site, dtype=torch.int32, device=key.device)
+    return mix32(key ^ mix32(site + 1))
+
+
+def dropped(key: Tensor, rows: int, columns: int, p: float) -> Tensor:
+    """Return [*key.shape, rows, columns] bool, True with probability p; int32 keys."""
+    row_R1 = torch.arange(rows, dtype=torch.int32, device=key.device)[:, None] * ROW
+    column_C = torch.arange(columns, dtype=torch.int32, device=key.device)
+    return (mix32(key[..., None, None] ^ (row_R1 + column_C)) & 0x7FFFFFFF) < int(p * 2**31)
+
+
+class KeyedDropout(nn.Module):
+    """Zero in training what `dropped` says, with probability p, and divide the rest by 1 - p."""
+
+    def __init__(self, p: float, site: int):
+        super().__init__()
+        self.p, self.site = p, site
+
+    def forward(self, x: Tensor, key: Tensor | None) -> Tensor:
+        """Apply to x, [*key.shape, rows, columns]. Raises ValueError in training without a key."""
+        if not self.training or not self.p:
+            return x
+        if key is None:
+            raise ValueError("dropout needs a key for each example: its random numbers follow from it")
+        out = dropped(fold_in(key, self.site), x.shape[-2], x.shape[-1], self.p)
+        return (x / (1 - self.p)).masked_fill(out, 0.0)

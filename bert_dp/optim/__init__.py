@@ -6,15 +6,18 @@ A new optimizer is a file here with a function `make` and a row of `OPTIMIZERS` 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim.adamw import adamw as adamw_update  # adamw.py beside this is a module of that name
 
 from bert_dp.config import OptimConfig
 from bert_dp.model.interface import Model
-from bert_dp.optim.contract import parameter_groups
 from bert_dp.optim.schedule import lr_factor
+
+Named = Sequence[tuple[str, nn.Parameter]]
 
 
 def make_optimizer(
@@ -42,3 +45,75 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Set the learning rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+
+def parameter_groups(
+    named: Iterable[tuple[str, nn.Parameter]], weight_decay: float, is_decayed: Callable[[str], bool]
+) -> list[dict[str, object]]:
+    """Split into two groups in the order of `named`: with and without weight decay."""
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for name, parameter in named:
+        groups[is_decayed(name)].append(parameter)
+    return [
+        {"params": groups[True], "weight_decay": weight_decay},
+        {"params": groups[False], "weight_decay": 0.0},
+    ]
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Clip and skip without a host sync, as torch's fused AdamW does: before `step` an engine sets
+    `grad_scale` and `found_inf`, float32 device scalars, and `sharded_sums`."""
+
+    grad_scale: Tensor | None = None
+    """Gradients are divided by it."""
+    found_inf: Tensor | None = None
+    """1.0 = leave everything as it is."""
+    sharded_sums: Callable[[Tensor], Tensor] | None = None
+    """On a rank that holds parts of tensors: turns [k, N] sums over the parts, N in the order of the
+    optimizer's parameters, into sums over the tensors."""
+
+    def controls(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (keep, divisor), scalars with the device and type of `like`: keep is 0 in a step that is
+        skipped, else 1; gradients are divided by divisor."""
+        skip = torch.zeros((), device=like.device) if self.found_inf is None else self.found_inf
+        divisor = torch.ones((), device=like.device) if self.grad_scale is None else self.grad_scale
+        return 1.0 - skip.to(like.dtype), divisor.to(like.dtype)
+
+    def adam_state(self, params: list[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Return exp_avg, exp_avg_sq and step of each of `params`; zeros before the first step."""
+        for p in params:
+            if not self.state[p]:
+                self.state[p] = {
+                    "step": torch.zeros((), device=p.device),
+                    "exp_avg": torch.zeros_like(p),
+                    "exp_avg_sq": torch.zeros_like(p),
+                }
+        states = [self.state[p] for p in params]
+        return (
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [state["step"] for state in states],
+        )
+
+    def adamw(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        """Update `params`, which have gradients, by AdamW in torch's fused kernel."""
+        exp_avgs, exp_avg_sqs, steps = self.adam_state(params)
+        beta1, beta2 = group["betas"]
+        adamw_update(
+            params,
+            [p.grad for p in params if p.grad is not None],
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            steps,
+            fused=True,
+            grad_scale=self.grad_scale,
+            found_inf=self.found_inf,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )

@@ -6,7 +6,7 @@ import torch
 
 from bert_dp.config import OptimConfig
 from bert_dp.model.interface import Model
-from bert_dp.optim.contract import Named, parameter_groups
+from bert_dp.optim import Named, parameter_groups
 
 
 def make(

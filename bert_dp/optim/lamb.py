@@ -5,14 +5,14 @@ Clipping by the global norm belongs to the engine."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bert_dp.config import OptimConfig
 from bert_dp.model.interface import Model
-from bert_dp.optim.contract import Named, Optimizer, parameter_groups
+from bert_dp.optim import Named, Optimizer, parameter_groups
 
 Tensors = list[Tensor]
 
@@ -23,22 +23,11 @@ def make(config: OptimConfig, named: Named, model: Model, *, compiled: bool, pre
     return Lamb(groups, lr=0.0, betas=(config.beta1, config.beta2), eps=config.eps, compiled=compiled)
 
 
-class Rule(NamedTuple):
-    """Hold the constants of a parameter group, but the learning rate."""
-
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-
-
 class Lamb(Optimizer):
     """Keep step, exp_avg, exp_avg_sq of each tensor, as Adam. `step` leaves the update in .grad.
 
-    `compiled` fuses the operations on a tensor, on CPUs and GPUs. `moments` then reads a weight, its gradient
-    and its two moments, and writes the moments and the update: 7 passes over memory. `descend` reads weight
-    and update and writes the weight: 3 more. AdamW takes 7 in all; the norms of whole tensors come between
-    the two parts.
+    `compiled` fuses the operations on a tensor: `moments` takes 7 passes over memory then, as AdamW in all,
+    and `descend` 3; the norms of whole tensors come between the two parts.
     """
 
     def __init__(
@@ -72,8 +61,7 @@ class Lamb(Optimizer):
             exp_avgs, exp_avg_sqs, steps = self.adam_state(params)
             torch._foreach_add_(steps, [keep.float()] * len(steps))  # no host sync
             grads = [p.grad for p in params]
-            beta1, beta2 = group["betas"]
-            rule = Rule(beta1, beta2, group["eps"], group["weight_decay"])
+            rule = (*group["betas"], group["eps"], group["weight_decay"])
             step = steps[0].to(torch.float64 if keep.dtype == torch.float64 else torch.float32)
             adapted.append((len(sums), params, grads, keep * group["lr"]))
             sums.append(self._moments(params, grads, exp_avgs, exp_avg_sqs, step, keep, divisor, rule))
@@ -93,22 +81,24 @@ def moments(
     step: Tensor,
     keep: Tensor,
     divisor: Tensor,
-    rule: Rule,
+    rule: tuple[float, float, float, float],
 ) -> Tensor:
     """Compute moments and updates in place (the update over the gradient) and return [2, N] squared norms,
     tensors first.
 
-    `keep` = 0 leaves the moments as they are. A tensor with no element on this rank counts 0.
+    `keep` = 0 leaves the moments as they are; `rule`: both betas, eps, weight decay. A tensor with no element
+    on this rank counts 0.
     """
-    new1, new2 = (1.0 - rule.beta1) * keep, (1.0 - rule.beta2) * keep
-    correction1 = 1.0 - rule.beta1 ** step.clamp(min=1.0)
-    correction2 = 1.0 - rule.beta2 ** step.clamp(min=1.0)
+    beta1, beta2, eps, weight_decay = rule
+    new1, new2 = (1.0 - beta1) * keep, (1.0 - beta2) * keep
+    correction1 = 1.0 - beta1 ** step.clamp(min=1.0)
+    correction2 = 1.0 - beta2 ** step.clamp(min=1.0)
     sums = []
     for p, g, m, v in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
         gradient = torch.where(keep > 0, g / divisor, 0.0)
         m.copy_(m + new1 * (gradient - m))
         v.copy_(v + new2 * (gradient * gradient - v))
-        update = (m / correction1) / ((v / correction2).sqrt() + rule.eps) + rule.weight_decay * p
+        update = (m / correction1) / ((v / correction2).sqrt() + eps) + weight_decay * p
         g.copy_(update)
         # row by row, or inductor reads weight and update once more for their sums
         sums.append(torch.stack([(p * p).sum(-1).sum(), (update * update).sum(-1).sum()]))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bert_dp.config import OptimConfig
 from bert_dp.model.interface import Model
-from bert_dp.optim.contract import Named, Optimizer, parameter_groups
+from bert_dp.optim import Named, Optimizer, parameter_groups
 
 # Newton-Schulz: x <- a x + b (x x') x + c (x x')^2 x, five times
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

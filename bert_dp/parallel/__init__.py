@@ -56,7 +56,7 @@ class Engine(Protocol):
         """Return the canonical state on rank 0, None elsewhere. Collective."""
 
     def scatter_state(self, state: State) -> None:
-        """Load a canonical state, given whole on every rank."""
+        """Load a canonical state of this model (see `checkpoint.state_issues`), given whole on every rank."""
 
 
 def engine_name(config: ParallelConfig, world_size: int) -> str:

@@ -1,6 +1,7 @@
 """Train by Hugging Face Accelerate: DistributedDataParallel as `Accelerator.prepare` makes it.
 
-Autocast, loss scaling and the learning rate stay with us: a scheduler of Accelerate's steps once per process.
+Autocast, loss scaling, the optimizer and the learning rate stay with us: a scheduler of Accelerate's steps
+once per process.
 """
 
 from __future__ import annotations
@@ -50,18 +51,19 @@ class Engine:
         )
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Prepare both. Raises ConfigError when the environment makes accelerate use something else than
+        """Prepare the model. Raises ConfigError when the environment makes accelerate use something else than
         DDP."""
-        self._model, self._optimizer = model, make_optimizer(model.named_parameters())
+        self._model = model
         with warnings.catch_warnings():  # accelerate knows only broadcast_buffers, torch 2.13 has a new name
             warnings.simplefilter("ignore", FutureWarning)
-            self._wrapped, prepared = self._accelerator.prepare(model, self._optimizer)
+            self._wrapped = self._accelerator.prepare(model)
         if self.dp_size > 1 and not isinstance(self._wrapped, DistributedDataParallel):
             kind = self._accelerator.distributed_type.value
             text = f"accelerate chose {kind} for {self.dp_size} ranks"
             hint = "unset ACCELERATE_USE_*, start its launcher with --multi_gpu"
             raise ConfigError([Issue("parallel.engine", "unsupported", text, "accelerate", hint=hint)])
-        self._stepper: Any = Stepper(prepared)
+        # not accelerate's wrapper, which would hide the attributes that `clip_and_step` sets
+        self._optimizer = make_optimizer(model.named_parameters())
         return self._wrapped, self._optimizer
 
     def accumulate(self, *, last: bool) -> AbstractContextManager[Any]:
@@ -72,7 +74,7 @@ class Engine:
         self._accelerator.backward(whole if self._scaler is None else self._scaler.scale(whole))
 
     def step(self, max_norm: float) -> Tensor:
-        norm = clip_and_step(self._stepper, self._scaler, max_norm)
+        norm = clip_and_step(self._optimizer, self._scaler, max_norm)
         # of several ranks they are views of the buckets: freed, they would stand twice
         self._optimizer.zero_grad(set_to_none=self.dp_size == 1)
         return norm
@@ -82,19 +84,3 @@ class Engine:
 
     def scatter_state(self, state: State) -> None:
         write_state(self._model, self._optimizer, self._scaler, state)
-
-
-class Stepper:
-    """Step the inner optimizer, on which `clip_and_step` sets attributes, through accelerate's wrapper."""
-
-    def __init__(self, prepared: Any):
-        self.__dict__["_prepared"] = prepared
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._prepared.optimizer, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._prepared.optimizer, name, value)
-
-    def step(self) -> None:
-        self._prepared.step()

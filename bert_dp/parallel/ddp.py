@@ -117,8 +117,7 @@ def reduce_narrow(
     narrow = (buffer / group.size()).to(dtype)
     work = dist.all_reduce(narrow, group=group, async_op=True)
     assert work is not None
-    future: torch.futures.Future[Tensor] = work.get_future().then(lambda f: buffer.copy_(f.value()[0]))
-    return future
+    return work.get_future().then(lambda f: buffer.copy_(f.value()[0]))
 
 
 reduce_narrow.__annotations__.clear()  # torch compares them with types, and here they are text

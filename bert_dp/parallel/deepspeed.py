@@ -1,10 +1,9 @@
 """Train by DeepSpeed ZeRO (arXiv 1910.02054) around our model, optimizer and loop: its engine reduces, clips,
 steps.
 
-Stage 0 shares nothing out, 1 the optimizer state, 2 the gradients too, 3 the parameters too. Stages 0 and 1
-reduce on the last micro batch only, 2 and 3 every micro batch. Tensors are flattened, so there is no Muon,
-and LAMB at stage 0 only. Clipping divides by (norm + 1e-6) / clip, ours by norm / clip. Stages 1 to 3 read
-the norm on the host in every step, to skip one that is not finite; stage 0 would step and gets `found_inf`.
+Stages 0 and 1 reduce on the last micro batch only, 2 and 3 every micro batch. Tensors are flattened, so there
+is no Muon, and LAMB at stage 0 only. Clipping divides by (norm + 1e-6) / clip, ours by norm / clip. Stages 1
+to 3 skip a step whose norm is not finite; stage 0 would step and gets `found_inf`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from bert_dp import files
 from bert_dp.config import Config, ConfigError, Issue
 from bert_dp.model.interface import Model
 from bert_dp.parallel import MakeOptimizer, State
-from bert_dp.parallel.state import check_names, read_state, write_state
+from bert_dp.parallel.state import read_state, write_state
 from bert_dp.training.process import World, standard_variables
 
 OLDEST = (0, 19, 8)  # of the versions tried; others may step in fp32 with a gradient that is not finite
@@ -127,35 +126,27 @@ class Engine:
         if self._stage == 0:
             write_state(self._model, self._optimizer, None, state)
             return
-        tensors = self._model.state_dict()
-        check_names(tensors, state)
         steps = {float(value) for name, value in state["optimizer"].items() if name.endswith("/step")}
         if len(steps) > 1:
             raise ValueError(f"the checkpoint's parameters have done different numbers of steps: {steps}")
-        for name, tensor in tensors.items():
+        for name, tensor in self._model.state_dict().items():
             value = state["model"][name].to(self._device)
             if name not in self._parameters:
                 tensor.copy_(value)
                 continue
             parameter = self._parameters[name]
-            shape = getattr(parameter, "ds_shape", parameter.shape)
-            if shape != value.shape:
-                raise ValueError(f"{name}: checkpoint has {tuple(value.shape)}, model {tuple(shape)}")
             with self._package.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
                 parameter.copy_(value)
             self._write(parameter, value, "")
             for key in MOMENTS:
-                if state["optimizer"] and f"{name}/{key}" not in state["optimizer"]:
-                    raise ValueError(f"{name}: the checkpoint has no optimizer state for it")
-                moment = state["optimizer"].get(f"{name}/{key}", torch.zeros(shape))
+                moment = state["optimizer"].get(f"{name}/{key}", torch.zeros(value.shape))
                 self._write(parameter, moment.to(self._device, value.dtype), key)
         for values in self._optimizer.state.values():
             values["step"].fill_(max(steps, default=0.0))
 
     def _whole(self, parameter: nn.Parameter, key: str) -> Tensor:
         """Gather the weight (key "") or a moment of it. Collective."""
-        whole: Tensor = self._safe("get_full", key)(parameter, *filter(None, [key]))
-        return whole.detach()
+        return self._safe("get_full", key)(parameter, *filter(None, [key])).detach()
 
     def _write(self, parameter: Any, whole: Tensor, key: str) -> None:
         """Write this rank's part of the weight that the optimizer has (key ""), or of a moment."""

@@ -33,15 +33,15 @@ class Engine:
         self._grid = RankGrid(world, parallel.tensor, device, replicas=parallel.fsdp_replicas)
         self.dp_rank, self.dp_size = self._grid.dp_rank, self._grid.dp_size
         self._tensor = TensorParallel(self._grid)
-        # weights are gathered as wide as they are: autocast then narrows what it narrows under ddp, and norms
-        # and embeddings stay wide on every device
-        self._policy = MixedPrecisionPolicy(cast_forward_inputs=False)
         self.norm_pairs = None
         self._scaler = make_scaler(device, precision == "fp16")
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         self._tensor.shard_model(model)
-        options: dict[str, Any] = {"mesh": self._grid.data_mesh, "mp_policy": self._policy}
+        # weights are gathered as wide as they are: autocast then narrows what it narrows under ddp, and norms
+        # and embeddings stay wide on every device
+        policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+        options: dict[str, Any] = {"mesh": self._grid.data_mesh, "mp_policy": policy}
         blocks = model.blocks()
         for block in blocks:
             fully_shard(block, **options)

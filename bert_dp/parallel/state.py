@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -33,20 +33,12 @@ def read_state(
     """
     weights = ((name, unshard(name, tensor)) for name, tensor in dict(model.state_dict()).items())
     moments = (
-        (key, unshard(name, value) if value.shape == parameter.shape else value)
+        (f"{name}/{key}", unshard(name, value) if value.shape == parameter.shape else value)
         for name, parameter in (parameters or dict(model.named_parameters())).items()
-        for key, value in optimizer_state(optimizer, name, parameter)
+        for key, value in optimizer.state.get(parameter, {}).items()
     )
     state = {"model": to_host(weights, keep), "optimizer": to_host(moments, keep)}
     return {**state, "scaler": read_scaler(scaler)} if keep else None
-
-
-def optimizer_state(
-    optimizer: torch.optim.Optimizer, name: str, parameter: Tensor
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the optimizer's state of a parameter, as (name in a State, value)."""
-    for key, value in optimizer.state.get(parameter, {}).items():
-        yield f"{name}/{key}", value
 
 
 def read_scaler(scaler: torch.amp.GradScaler | None) -> dict[str, Tensor]:
@@ -66,39 +58,23 @@ def write_state(
     optimizer_shard: Convert | None = None,
     parameters: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Load a canonical state in place; empty optimizer or scaler parts start those anew.
-
-    Raises ValueError naming a parameter that is missing or of another shape.
-    """
-    tensors = dict(model.state_dict())
-    check_names(tensors, state)
+    """Load a canonical state of this model in place; empty optimizer or scaler parts start those anew."""
     saved: dict[str, dict[str, Tensor]] = {}
     for name_key, value in state["optimizer"].items():
         name, _, key = name_key.rpartition("/")
         saved.setdefault(name, {})[key] = value
     with torch.no_grad():
-        for name, tensor in tensors.items():
-            value = shard(name, state["model"][name])
-            if tensor.shape != value.shape:
-                raise ValueError(f"{name}: checkpoint has {tuple(value.shape)}, model {tuple(tensor.shape)}")
-            tensor.copy_(value)
+        for name, tensor in dict(model.state_dict()).items():
+            tensor.copy_(shard(name, state["model"][name]))
         for name, parameter in (parameters or dict(model.named_parameters())).items():
-            if state["optimizer"] and name not in saved:
-                raise ValueError(f"{name}: the checkpoint has no optimizer state for it")
-            optimizer.state[parameter] = {
-                key: _like(
-                    parameter, key, value if value.dim() == 0 else (optimizer_shard or shard)(name, value)
-                )
-                for key, value in saved.get(name, {}).items()
-            }
+            own = optimizer.state[parameter] = {}
+            for key, value in saved.get(name, {}).items():
+                if value.dim() > 0:
+                    value = (optimizer_shard or shard)(name, value)
+                dtype = value.dtype if key == "step" else parameter.dtype
+                own[key] = value.to(parameter.device, dtype, copy=True).contiguous()
     if scaler is not None:
         write_scaler(scaler, state["scaler"])
-
-
-def check_names(tensors: Mapping[str, Tensor], state: State) -> None:
-    """Raise ValueError naming the tensors that only the model or only the state has."""
-    if differing := tensors.keys() ^ state["model"].keys():
-        raise ValueError(f"checkpoint and model differ in: {', '.join(sorted(differing))}")
 
 
 def write_scaler(scaler: torch.amp.GradScaler, saved: Mapping[str, Tensor]) -> None:
@@ -106,11 +82,6 @@ def write_scaler(scaler: torch.amp.GradScaler, saved: Mapping[str, Tensor]) -> N
     values["growth_interval"] = int(values["growth_interval"])
     values["_growth_tracker"] = int(values["_growth_tracker"])
     scaler.load_state_dict(values)
-
-
-def _like(parameter: Tensor, key: str, value: Tensor) -> Tensor:
-    dtype = value.dtype if key == "step" else parameter.dtype
-    return value.to(parameter.device, dtype, copy=True).contiguous()
 
 
 def to_host(items: Iterable[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ linear holds some inputs: its output is. The vocabulary's rows are divided; logi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -23,19 +24,13 @@ from bert_dp.parallel.base import RankGrid, ShardedSums, optimizer_parameters
 Group = dist.ProcessGroup | None
 
 
-class TensorSplit(NamedTuple):
-    """Divide `dim` over the ranks, each of its `blocks` fused matrices for itself."""
-
-    dim: int
-    blocks: int = 1
-
-
 class TensorParallel:
     """Divide a whole model over the ranks of `grid.tp_group`; with one rank it changes nothing."""
 
     def __init__(self, grid: RankGrid):
         self._group, self._rank, self._size = grid.tp_group, grid.tp_rank, grid.tp_size
-        self._plan: dict[str, TensorSplit] = {}
+        self._plan: Mapping[str, tuple[int, int]] = {}
+        """Parameters that are divided: (dimension, fused matrices along it, each divided for itself)."""
 
     def shard_model(self, model: Model) -> None:
         """Keep this rank's shard of every parameter in `model.tensor_plan()`, whole ones stay replicated.
@@ -50,15 +45,15 @@ class TensorParallel:
             raise ConfigError([Issue("parallel.tensor", "unsupported", text, self._size, hint="use 1")])
         assert self._group is not None
         group = self._group.group_name
-        self._plan = {name: TensorSplit(*split) for name, split in plan.items()}
-        for name, split in self._plan.items():
+        self._plan = plan
+        for name, (dim, _) in plan.items():
             path, _, leaf = name.rpartition(".")
             module = model.get_submodule(path)
             parameter = getattr(module, leaf)
             parameter.data = self.shard(name, parameter.data).clone()
             if isinstance(module, nn.Linear) and leaf == "weight":
                 parent, _, child = path.rpartition(".")
-                parallel = (ColumnLinear, RowLinear)[split.dim](module, group)
+                parallel = (ColumnLinear, RowLinear)[dim](module, group)
                 setattr(model.get_submodule(parent), child, parallel)
         vocabulary = ParallelEmbedding(group, self._rank)
         for module in model.modules():
@@ -69,23 +64,21 @@ class TensorParallel:
 
     def shard(self, name: str, whole: Tensor) -> Tensor:
         """Return this rank's shard of a tensor with the whole shape of parameter `name`."""
-        split = self._plan.get(name)
-        if split is None:
+        if name not in self._plan:
             return whole
-        blocks = whole.chunk(split.blocks, split.dim)
-        return torch.cat([block.chunk(self._size, split.dim)[self._rank] for block in blocks], split.dim)
+        dim, count = self._plan[name]
+        return torch.cat([m.chunk(self._size, dim)[self._rank] for m in whole.chunk(count, dim)], dim)
 
     def unshard(self, name: str, shard: Tensor) -> Tensor:
         """Invert `shard`. Collective over the ranks of a replica."""
-        split = self._plan.get(name)
-        if split is None:
+        if name not in self._plan:
             return shard
+        dim, count = self._plan[name]
         shard = shard.contiguous()
         shards = [torch.empty_like(shard) for _ in range(self._size)]
         dist.all_gather(shards, shard, group=self._group)
-        pieces = [s.chunk(split.blocks, split.dim) for s in shards]
-        ordered = [piece[block] for block in range(split.blocks) for piece in pieces]
-        return torch.cat(ordered, split.dim)
+        matrices = zip(*(s.chunk(count, dim) for s in shards), strict=True)
+        return torch.cat([part for parts in matrices for part in parts], dim)
 
     def sharded_sums(
         self, optimizer: torch.optim.Optimizer, named: list[tuple[str, Any]], *groups: Group
@@ -100,24 +93,24 @@ class TensorParallel:
         return ShardedSums(ordered[0].new_tensor(counts), (self._group, *groups))
 
 
-class ColumnLinear(Linear):
-    """Map [..., in] -> [..., out / ranks]; the input is the same on every rank."""
+class ParallelLinear(Linear):
+    """Hold a rank's share of a linear layer."""
 
-    def __init__(self, linear: nn.Linear, group: str):
+    def __init__(self, share: nn.Linear, group: str):
         nn.Module.__init__(self)
-        self.weight, self.bias, self._group = linear.weight, linear.bias, group
+        self.weight, self.bias, self._group = share.weight, share.bias, group
+
+
+class ColumnLinear(ParallelLinear):
+    """Map [..., in] -> [..., out / ranks]; the input is the same on every rank."""
 
     def forward(self, x: Tensor) -> Tensor:
         out = column_product(x, self.weight, self._group)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
 
-class RowLinear(Linear):
+class RowLinear(ParallelLinear):
     """Map [..., in / ranks] -> [..., out], summed over the ranks; the bias is added once, after the sum."""
-
-    def __init__(self, linear: nn.Linear, group: str):
-        nn.Module.__init__(self)
-        self.weight, self.bias, self._group = linear.weight, linear.bias, group
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = _SumOverRanks.apply(linear(x, self.weight), self._group)
@@ -131,9 +124,7 @@ class ParallelEmbedding:
         self._group, self._rank = group, rank
 
     def look_up(self, ids_BS: Tensor, weight_VH: Tensor) -> tuple[Tensor, Tensor]:
-        start = self._rank * weight_VH.shape[0]
-        out: tuple[Tensor, Tensor] = _LookUp.apply(ids_BS, weight_VH, start, self._group)
-        return out
+        return _LookUp.apply(ids_BS, weight_VH, self._rank, self._group)
 
     def logits(self, x_PH: Tensor, weight_VH: Tensor) -> Tensor:
         """Return [P, V / ranks]: this rank's columns."""
@@ -142,28 +133,19 @@ class ParallelEmbedding:
     def loss(self, logits_PV: Tensor, labels_P: Tensor) -> Tensor:
         """Return the sum of the cross entropies over the whole vocabulary; negative labels count for
         nothing."""
-        loss: Tensor = _CrossEntropy.apply(widened(logits_PV), labels_P, self._start(logits_PV), self._group)
-        return loss
+        return _CrossEntropy.apply(widened(logits_PV), labels_P, self._rank, self._group)
 
     def score(self, logits_PV: Tensor, labels_P: Tensor) -> Tensor:
         """Return [2, P]: the cross entropy of each position over the whole vocabulary, and 1 where the label
         has the greatest logit; both are 0 for a negative label. Has no gradient."""
         with torch.no_grad():
-            sums = _reduced_sums(widened(logits_PV), labels_P, self._start(logits_PV), self._group)
-        real_P = labels_P >= 0
-        return torch.stack(
-            [sums.cross_entropy_P * real_P, ((sums.label_P == 0) & real_P).to(sums.sum_P.dtype)]
-        )
-
-    def _start(self, logits_PV: Tensor) -> int:
-        """Return the first of this rank's rows."""
-        return self._rank * logits_PV.shape[1]
+            sums = _reduced_sums(widened(logits_PV), labels_P, self._rank, self._group)
+        loss_P, real_P = sums.sum_P.log() - sums.label_P, labels_P >= 0
+        return torch.stack([loss_P * real_P, ((sums.label_P == 0) & real_P).to(loss_P.dtype)])
 
 
 # Collectives as operators of their own, so that a compiled block has them in its graph: Dynamo ends one at
 # torch's. A group goes by its name, as no graph holds an object.
-
-OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 def named_group(name: str) -> dist.ProcessGroup:
@@ -172,9 +154,9 @@ def named_group(name: str) -> dist.ProcessGroup:
 
 @torch.library.custom_op("bert_dp::all_reduce", mutates_args=())
 def all_reduce(x: Tensor, operation: str, group: str) -> Tensor:
-    """Return a copy, reduced over the ranks: `operation` is sum or max. Has no gradient of its own."""
+    """Return a copy, reduced over the ranks: `operation` is SUM or MAX. Has no gradient of its own."""
     out = x.contiguous().clone()
-    dist.all_reduce(out, OPERATIONS[operation], group=named_group(group))
+    dist.all_reduce(out, getattr(dist.ReduceOp, operation), group=named_group(group))
     return out
 
 
@@ -207,8 +189,7 @@ def column_product(x: Tensor, weight: Tensor, group: str) -> Tensor:
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         x, weight = x.to(dtype), weight.to(dtype)
-    out: Tensor = _ColumnProduct.apply(x, weight, group)
-    return out
+    return _ColumnProduct.apply(x, weight, group)
 
 
 class _ColumnProduct(torch.autograd.Function):
@@ -228,7 +209,7 @@ class _ColumnProduct(torch.autograd.Function):
 class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        return all_reduce(x, "sum", group)
+        return all_reduce(x, "SUM", group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -239,12 +220,13 @@ class _LookUp(torch.autograd.Function):
     """Return (weight[ids], weight) with one gradient for both uses, as the model's own look-up."""
 
     @staticmethod
-    def forward(ctx: Any, ids_BS: Tensor, weight_VH: Tensor, start: int, group: str) -> tuple[Tensor, Tensor]:
-        foreign_BS = (ids_BS < start) | (ids_BS >= start + weight_VH.shape[0])
-        local_BS = (ids_BS - start).masked_fill(foreign_BS, 0)
+    def forward(ctx: Any, ids_BS: Tensor, weight_VH: Tensor, rank: int, group: str) -> tuple[Tensor, Tensor]:
+        local_BS = ids_BS - rank * weight_VH.shape[0]
+        foreign_BS = (local_BS < 0) | (local_BS >= weight_VH.shape[0])
+        local_BS = local_BS.masked_fill(foreign_BS, 0)
         ctx.save_for_backward(local_BS, foreign_BS)
         out_BSH = F.embedding(local_BS, weight_VH).masked_fill_(foreign_BS[..., None], 0.0)
-        return all_reduce(out_BSH, "sum", group), weight_VH.view_as(weight_VH)
+        return all_reduce(out_BSH, "SUM", group), weight_VH.view_as(weight_VH)
 
     @staticmethod
     def backward(ctx: Any, grad_BSH: Tensor, grad_VH: Tensor) -> tuple[None, Tensor, None, None]:
@@ -266,30 +248,27 @@ class _Sums(NamedTuple):
     """The label's column here, where it is one of `mine_P`."""
     mine_P: Tensor
 
-    @property
-    def cross_entropy_P(self) -> Tensor:
-        return self.sum_P.log() - self.label_P
 
-
-def _reduced_sums(logits_PV: Tensor, labels_P: Tensor, start: int, group: str) -> _Sums:
+def _reduced_sums(logits_PV: Tensor, labels_P: Tensor, rank: int, group: str) -> _Sums:
     """Compute the terms by two reductions of P and 2 P numbers in place of a gather of P x V."""
-    top_P = all_reduce(logits_PV.max(dim=-1).values, "max", group)
+    top_P = all_reduce(logits_PV.max(dim=-1).values, "MAX", group)
     shifted_PV = logits_PV - top_P[:, None]
-    mine_P = (labels_P >= start) & (labels_P < start + logits_PV.shape[1])
-    local_P = (labels_P - start).masked_fill(~mine_P, 0)
+    local_P = labels_P - rank * logits_PV.shape[1]
+    mine_P = (local_P >= 0) & (local_P < logits_PV.shape[1])
+    local_P = local_P.masked_fill(~mine_P, 0)
     label_P = shifted_PV.gather(1, local_P[:, None])[:, 0].masked_fill(~mine_P, 0.0)
     exp_PV = shifted_PV.exp_()
-    sums_2P = all_reduce(torch.stack([exp_PV.sum(-1), label_P]), "sum", group)
+    sums_2P = all_reduce(torch.stack([exp_PV.sum(-1), label_P]), "SUM", group)
     return _Sums(exp_PV, sums_2P[0], sums_2P[1], local_P, mine_P)
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_PV: Tensor, labels_P: Tensor, start: int, group: str) -> Tensor:
-        sums = _reduced_sums(logits_PV, labels_P, start, group)
+    def forward(ctx: Any, logits_PV: Tensor, labels_P: Tensor, rank: int, group: str) -> Tensor:
+        sums = _reduced_sums(logits_PV, labels_P, rank, group)
         counts_P = labels_P >= 0
         ctx.save_for_backward(sums.exp_PV, sums.sum_P, sums.local_P, sums.mine_P, counts_P)
-        return (sums.cross_entropy_P * counts_P).sum()
+        return ((sums.sum_P.log() - sums.label_P) * counts_P).sum()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:

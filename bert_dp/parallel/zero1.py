@@ -8,7 +8,7 @@ Tensors stay whole, so norms over a tensor (LAMB) and products with it (Muon) st
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ from bert_dp.config import Config, ConfigError, Issue
 from bert_dp.model.interface import Model
 from bert_dp.parallel import MakeOptimizer, State
 from bert_dp.parallel.base import RankGrid, clip_and_step, make_scaler, scaled_backward
-from bert_dp.parallel.state import optimizer_state, read_scaler, to_host, write_state
+from bert_dp.parallel.state import read_scaler, to_host, write_state
 from bert_dp.parallel.tensor import TensorParallel
 from bert_dp.training.distributed import gather_json
 from bert_dp.training.noise import NormPairs
@@ -157,34 +157,31 @@ class Engine:
     def gather_state(self) -> State | None:
         """Send every owner's state to all replicas, tensor by tensor; rank 0 keeps it."""
         keep = self.dp_rank == 0 and self._grid.tp_rank == 0
-        mine = {
-            key: value
-            for name, parameter in self._parameters.items()
-            for key, value in optimizer_state(self._optimizer, name, parameter)
-        }
         weights = dict(self._model.state_dict()) if self.dp_rank == 0 else {}
         model = to_host(((name, self._tensor.unshard(name, t)) for name, t in weights.items()), keep)
-        moments = to_host(self._gather_moments(mine), keep)
-        order = {name: i for i, name in enumerate(self._parameters)}
-        in_order = dict(sorted(moments.items(), key=lambda item: order[item[0].rpartition("/")[0]]))
-        return {"model": model, "optimizer": in_order, "scaler": read_scaler(self._scaler)} if keep else None
+        moments = to_host(self._gather_moments(), keep)
+        return {"model": model, "optimizer": moments, "scaler": read_scaler(self._scaler)} if keep else None
 
-    def _gather_moments(self, mine: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the state of each owner (`mine` here), whole on the ranks of the first replica.
-        Collective."""
+    def _gather_moments(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the state of all owners, whole on the ranks of the first replica. Collective."""
         device = next(iter(self._parameters.values())).device
-        facts = [(key, list(t.shape), str(t.dtype).removeprefix("torch.")) for key, t in mine.items()]
-        for owner, tensors in enumerate(gather_json(facts, self._grid.dp_group, device)):
-            for key, shape, dtype in tensors:
+        mine = {name: self._optimizer.state.get(p, {}) for name, p in self._parameters.items()}
+        facts = {
+            name: [(key, list(t.shape), str(t.dtype).removeprefix("torch.")) for key, t in state.items()]
+            for name, state in mine.items()
+        }
+        of_owners = gather_json(facts, self._grid.dp_group, device)
+        for name, parameter in self._parameters.items():
+            owner = self._owners[name]
+            for key, shape, dtype in of_owners[owner][name]:
                 if owner == self.dp_rank:
-                    value = mine[key].to(device).contiguous()
+                    value = mine[name][key].to(device).contiguous()
                 else:
                     value = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
                 dist.broadcast(value, group_src=owner, group=self._grid.dp_group)
-                name = key.rpartition("/")[0]
-                if self.dp_rank == 0 and value.shape == self._parameters[name].shape:
+                if self.dp_rank == 0 and value.shape == parameter.shape:
                     value = self._tensor.unshard(name, value)
-                yield key, value
+                yield f"{name}/{key}", value
 
     def scatter_state(self, state: State) -> None:
         mine = {name: p for name, p in self._parameters.items() if self._owners[name] == self.dp_rank}

@@ -110,9 +110,6 @@ class Task(Protocol):
 
     flops_per_token: float
     """Model FLOPs of forward and backward per token of the input, by cost.py."""
-    num_lengths: int
-    """Padded lengths that micro batches have at most, known once the data are open: torch.compile compiles
-    each apart."""
 
     def open_data(self) -> DatasetInfo:
         """Make or find the data; called once, before the ranks meet. Raises ConfigError."""

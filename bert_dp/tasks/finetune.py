@@ -58,7 +58,6 @@ class Finetuning:
         self._manifest = manifest
         self._splits = {name: Examples.open(path, manifest, name) for name in manifest.splits}
         self._train = self._splits.pop("train")
-        self.num_lengths = -(-int(self._train.lengths.max()) // LENGTH_MULTIPLE)
         return DatasetInfo(
             data_hash=manifest.hash,
             tokenizer=manifest.tokenizer.sha256,

@@ -39,8 +39,6 @@ EVAL_MASK_RATE = 0.15  # fixed, so that held-out losses of runs with other mask 
 class MaskedLanguageModel:
     """See `bert_dp.tasks.Task`."""
 
-    num_lengths = 1
-
     def __init__(self, config: Config, device: torch.device):
         self._config, self._pin = config, device.type == "cuda"
         length = config.data.sequence_length

@@ -13,7 +13,7 @@ from bert_dp.config import ConfigError, Issue, changed_settings, decide_precisio
 from bert_dp.config.checks import ProfilePlan
 from bert_dp.files import CheckpointFacts
 from bert_dp.model.build import first_state, prepare_model
-from bert_dp.optim.contract import Named
+from bert_dp.optim import Named
 from bert_dp.tasks import DatasetInfo, SameBatch, Stream
 from bert_dp.training import checkpoint
 from bert_dp.training.checkpoint import AsyncCheckpointer, TrainState
@@ -40,9 +40,6 @@ class Checkpoint:
     path: Path
     tensors: parallel.State
     facts: CheckpointFacts
-    compiled: bool | None
-    """True if the model was compiled; None where that is decided anew: on another kind of device, or by
-    compile: on or off."""
 
 
 def check_same_data(comm: HostCollectives, data: DatasetInfo) -> None:
@@ -100,8 +97,7 @@ def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
         message = f"the run was trained on shards {facts.data_hash[:16]}, these are {own}"
         raise ConfigError([Issue("data", "conflict", message, own)])
     rank.log_rank0(f"resuming from {path.name}: {facts.samples} samples seen")
-    is_kept = rank.config.compile == "auto" and facts.device == rank.device.type
-    return Checkpoint(path, tensors, facts, facts.compiled if is_kept else None)
+    return Checkpoint(path, tensors, facts)
 
 
 def agree_precision(rank: Rank, resumed: Checkpoint | None) -> Precision:
@@ -130,7 +126,7 @@ def build_trainer(
     precision = agree_precision(rank, resumed)
     allow_tf32(precision, device)
     state = TrainState.from_checkpoint(resumed.facts) if resumed else TrainState()
-    bare, compiled = prepare_model(rank, precision, resumed.compiled if resumed else None)
+    bare, compiled = prepare_model(rank, precision)
     num_parameters = sum(p.numel() for p in bare.parameters())
     if resumed is None:
         tensors, init = first_state(config, bare, data, comm)

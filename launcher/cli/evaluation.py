@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from typer import Argument, Option
 
@@ -73,41 +73,30 @@ def eval_mlm(
     documents: Annotated[str, Option(help="End of a document of plain text: line or blank_line.")] = "line",
     format: opt.Format = "auto",
     text_key: opt.TextKey = "text",
-    max_bytes: Annotated[
-        int | None, Option(min=1, help="Bytes to read, to the end of a document; default: all.")
-    ] = None,
     precision: opt.Precision = "auto",
     json: opt.Json = False,
 ) -> int:
     """Measure the held-out loss of a run on any text.
 
-    Shows the loss per token by what the model saw in its place, and whole words in bits per byte, which
-    compare across vocabularies. Intervals are over documents.
+    Shows the loss per token, and whole words in bits per byte, which compare across vocabularies. Intervals
+    are over documents.
     """
     from launcher.evaluate import text_loss
 
     options = {"documents": documents, "source_format": format, "text_field": text_key}
-    return text_loss.evaluate(
-        run, texts, options, max_bytes=max_bytes, precision=precision, as_json=json, console=opt.console()
-    )
+    return text_loss.evaluate(run, texts, options, precision=precision, as_json=json, console=opt.console())
 
 
 def predict(
     run: opt.Run,
     file: Annotated[
-        str, Argument(metavar="FILE", help="Lines, a table (CSV, TSV, JSONL, Parquet), hub:NAME or -.")
+        str, Argument(metavar="FILE", help="Lines, a table (CSV, TSV, JSONL, Parquet) or hub:NAME.")
     ],
     text: Annotated[
         str | None, Option(metavar="COLUMN", help="Text column of a table; default: text.")
     ] = None,
     text_pair: Annotated[str | None, Option(metavar="COLUMN", help="Column of a pair's second text.")] = None,
-    pooling: Annotated[
-        Literal["mean", "cls"] | None, Option(help="Encoding of a pretrained run; default: mean.")
-    ] = None,
     out: Annotated[Path | None, Option(help="File to write; default: stdout.")] = None,
-    threads: Annotated[
-        int | None, Option(min=1, max=1024, metavar="T", help="CPU threads; default: one per core.")
-    ] = None,
     precision: opt.Precision = "auto",
 ) -> None:
     """Write a JSON line per example of a file.
@@ -116,16 +105,7 @@ def predict(
     """
     from bert_dp.evaluation.prediction import predict_file
 
-    predict_file(
-        run,
-        file,
-        text=text,
-        text_pair=text_pair,
-        pooling=pooling,
-        out=out,
-        threads=threads,
-        precision=precision,
-    )
+    predict_file(run, file, text=text, text_pair=text_pair, out=out, precision=precision)
 
 
 def export_hf(run: opt.Run, out: opt.ExportOut, encoder: opt.WithoutHead = False) -> int:

@@ -12,35 +12,14 @@ from launcher import results
 from launcher.children import kernel_caches
 from launcher.log import PLAIN, print_error, show
 from launcher.report.console import show_report
-from launcher.report.numbers import count_of, format_count
-from launcher.report.page import (
-    Computed,
-    Quantity,
-    Report,
-    ReportSection,
-    Table,
-    TableCell,
-    Verdict,
-    table,
-    words,
-)
+from launcher.report.numbers import format_count, format_percent
+from launcher.report.page import Report, ReportSection, Table, Verdict, words
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from bert_dp.exporting.check import ExportCheck
     from bert_dp.files.run_facts import ExportFormat, ExportPrecision
-
-BATCH = (
-    Quantity("length", "length", "count"),
-    Quantity("outputs", "outputs", "count"),
-    Computed(lambda row: TableCell(f"{row.difference:.1e}", exact=row.difference), "difference"),
-    Quantity("top1", "same top 1", "percent"),
-)
-NOTE = (
-    "difference: the largest of any output, over the largest output where that is above 1. The sequences "
-    "of a batch differ in length; padding is not compared."
-)
 
 
 def export(
@@ -55,12 +34,11 @@ def export(
     """Write a run to the new directory `out`, and say what is there. Raises ConfigError."""
     os.environ |= kernel_caches()  # torch takes a directory of its own otherwise
     from bert_dp.exporting import source as write
-    from bert_dp.exporting.traced import open_run
     from bert_dp.measure.matmul_peak import use_all_cores
 
     use_all_cores()
     run = run.expanduser().resolve()
-    source = open_run(run, encoder=encoder)
+    source = write.open_run(run, encoder=encoder)
     if source.facts.step == 0:
         print_error("warning: RUN has not trained a step: its weights are random")
     out = out.expanduser().absolute()
@@ -90,17 +68,20 @@ def check(directory: Path, run: Path | None, *, as_json: bool, console: Console)
 
 
 def check_report(check: ExportCheck) -> Report:
-    """Build the table of differences by batch and length, with the verdict."""
-    rows = [(f"{row.batch}", row) for row in check.rows]
-    largest = max(row.difference for row in check.rows)
+    """Build the table of what was compared, over all batches, with the verdict."""
+    shares = [row.top1 for row in check.rows if row.top1 is not None]
     allowed = "not judged, as it is no fp32"
     if check.tolerance is not None:
-        allowed = f"{check.tolerance:.0e} is allowed"
+        allowed = f"{check.tolerance:.0e} is allowed; over the largest output where that is above 1"
+    loaded = None
+    if check.parameters is not None and check.stored_parameters is not None:
+        loaded = f"{format_count(check.parameters)} loaded, {format_count(check.stored_parameters)} stored"
     facts = [
         words("what", f"{check.architecture or check.format} ({check.kind}, {check.precision})"),
-        words("largest difference", f"{largest:.1e}", allowed),
+        words("largest difference", f"{max(row.difference for row in check.rows):.1e}", allowed),
+        words("same largest output", format_percent(min(shares)) if shares else None, "the least of a batch"),
         words("saved and loaded again", f"{check.again:.1e}", "difference from what was loaded first"),
-        words("parameters", _parameters(check), f"{format_count(check.run_parameters)} in the run"),
+        words("parameters", loaded, f"{format_count(check.run_parameters)} in the run"),
         words("not loaded", ", ".join(check.not_loaded[:8]) or "none"),
         words("checkpoint", check.checkpoint),
         words("loaded by", ", ".join(f"{name} {version}" for name, version in check.versions.items())),
@@ -110,16 +91,5 @@ def check_report(check: ExportCheck) -> Report:
         verdict = Verdict("ok", f"Measured and not judged, as {check.precision} is no fp32.")
     if not check.ok:
         verdict = Verdict("fail", "The directory does not compute what the run computes.")
-    return Report(
-        "bert-dp: an exported directory beside its run",
-        verdicts=[verdict],
-        sections=[ReportSection("", tables=[table(rows, BATCH, corner="batch"), Table(facts)], notes=[NOTE])],
-    )
-
-
-def _parameters(check: ExportCheck) -> str | None:
-    if check.parameters is None or check.stored_parameters is None:
-        return None
-    return (
-        f"{count_of(check.parameters, 'number')} loaded, {count_of(check.stored_parameters, 'number')} stored"
-    )
+    title = "bert-dp: an exported directory beside its run"
+    return Report(title, verdicts=[verdict], sections=[ReportSection("", tables=[Table(facts)])])

@@ -13,12 +13,12 @@ from launcher import results
 from launcher.job import issues_by_option
 from launcher.report.console import show_report
 from launcher.report.numbers import count_of, format_count, format_decimals, format_percent
-from launcher.report.page import Computed, Quantity, Report, ReportSection, Table, table, words
+from launcher.report.page import Report, ReportSection, Table, words
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from bert_dp.evaluation.text_loss import HiddenWords, TextLoss
+    from bert_dp.evaluation.text_loss import TextLoss
 
 OPTIONS = {
     "data.sources": "TEXT",
@@ -27,21 +27,6 @@ OPTIONS = {
     "data.build.text_field": "--text-key",
 }
 """Settings that arguments of `eval mlm` give."""
-SEEN = {"all": "all of them", "mask": "<mask>", "random": "a random token", "original": "the token itself"}
-
-
-def _half_width(se: float | None, documents: int) -> float | None:
-    """Return half of the 95 % interval of a mean over so many documents."""
-    return None if se is None else student(documents - 1) * se
-
-
-PREDICTED = (
-    Quantity("loss", "loss", "nats"),
-    Computed(lambda row: _half_width(row.loss_se, row.documents), "\u00b1", "decimals"),
-    Quantity("accuracy", "guessed", "percent"),
-    Quantity("tokens", "tokens", "count"),
-    Quantity("documents", "documents", "count"),
-)
 
 
 def evaluate(
@@ -49,7 +34,6 @@ def evaluate(
     texts: Sequence[str],
     options: Mapping[str, str],
     *,
-    max_bytes: int | None,
     precision: str,
     as_json: bool,
     console: Console,
@@ -66,7 +50,7 @@ def evaluate(
     use_all_cores()
     with issues_by_option(OPTIONS), shown_progress() as tell:
         build = resolve([settings]).data.build
-        loss = text_loss(str(run.expanduser()), texts, build, max_bytes, tell, precision)
+        loss = text_loss(str(run.expanduser()), texts, build, tell, precision)
     if as_json:
         sys.stdout.write(results.to_json(loss))
     else:
@@ -75,16 +59,22 @@ def evaluate(
 
 
 def text_report(loss: TextLoss) -> Report:
-    """Build the table of losses by what the model saw, and the bits per byte, each with its denominator."""
-    hidden = loss.hidden
-    losses = table(
-        [(SEEN[row.seen], row) for row in loss.predicted],
-        PREDICTED,
-        title=f"Loss of predicted tokens, {format_percent(loss.mask_rate)} of all, by what the model saw",
-        corner="saw",
-    )
+    """Build the table of the losses, each with its denominator."""
+    predicted, hidden = loss.predicted, loss.hidden
+    share = f"of {count_of(predicted.tokens, 'token')}, {format_percent(loss.mask_rate)} of all"
     facts = [
-        words("pseudo-bits per byte", _bits(hidden), _basis(hidden)),
+        words(
+            "loss per token, nats",
+            _with_interval(predicted.loss, predicted.loss_se, predicted.documents),
+            f"{share}; {format_percent(predicted.accuracy)} guessed",
+        ),
+        words(
+            "pseudo-bits per byte",
+            _with_interval(hidden.bits_per_byte, hidden.bits_per_byte_se, hidden.documents),
+            f"of {count_of(hidden.bytes, 'byte')} in {count_of(hidden.words, 'hidden word')} "
+            f"({count_of(hidden.tokens, 'token')}) of {count_of(hidden.documents, 'document')}, "
+            f"{format_percent(loss.mask_rate)} of the words hidden",
+        ),
         words(
             "text",
             count_of(loss.documents, "document"),
@@ -98,40 +88,20 @@ def text_report(loss: TextLoss) -> Report:
             f"{loss.precision} on {loss.device}",
         ),
     ]
-    return Report(
-        "bert-dp: masked language model on text",
-        sections=[ReportSection("", tables=[losses, Table(facts)], notes=_notes(loss))],
-    )
-
-
-def _bits(hidden: HiddenWords) -> str:
-    width = _half_width(hidden.bits_per_byte_se, hidden.documents)
-    return format_decimals(hidden.bits_per_byte) + (
-        "" if width is None else f" \u00b1 {format_decimals(width)}"
-    )
-
-
-def _basis(hidden: HiddenWords) -> str:
-    """Name the denominator of the bits per byte."""
-    return (
-        f"of {count_of(hidden.bytes, 'byte')} in {count_of(hidden.words, 'hidden word')} "
-        f"({count_of(hidden.tokens, 'token')}) of {count_of(hidden.documents, 'document')}, "
-        f"{format_percent(hidden.rate)} of the words hidden"
-    )
-
-
-def _notes(loss: TextLoss) -> list[str]:
-    """Explain the intervals, and count the text that the tokenizer drops, which costs it no bit."""
-    hidden = loss.hidden
-    notes = ["\u00b1: half of a 95 % interval over documents, each drawn as a whole; n/a of one document."]
+    # a text that the tokenizer drops costs it no bit
+    notes = ["\u00b1: half of a 95 % interval over documents, each drawn as a whole; none of one document."]
     if hidden.words_without_token or hidden.unknown_tokens:
         notes.append(
             f"{count_of(hidden.words_without_token, 'hidden word')} without a token and "
             f"{count_of(hidden.unknown_tokens, 'unknown token')} cost fewer bits than their text holds."
         )
-    if loss.first_without_tokens is not None:
-        notes.append(
-            f"No token is left of {format_count(loss.documents_without_tokens)} of the "
-            f"{count_of(loss.documents, 'document')} (first: index {loss.first_without_tokens})."
-        )
-    return notes
+    if loss.documents_without_tokens:
+        notes.append(f"No token is left of {format_count(loss.documents_without_tokens)} of the documents.")
+    section = ReportSection("", tables=[Table(facts)], notes=notes)
+    return Report("bert-dp: masked language model on text", sections=[section])
+
+
+def _with_interval(mean: float | None, se: float | None, documents: int) -> str:
+    """Format a mean over so many documents with half of its 95 % interval."""
+    half = "" if se is None else f" \u00b1 {format_decimals(student(documents - 1) * se)}"
+    return format_decimals(mean) + half

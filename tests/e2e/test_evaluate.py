@@ -6,14 +6,13 @@ import json
 import math
 import shutil
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from bert_dp.data import tokenizer
 from bert_dp.evaluation.text_loss import TextLoss
-from tests.e2e.cli import bert_dp, command, interrupted, refused, start
+from tests.e2e.cli import bert_dp, interrupted, refused, start
 from tests.helpers import read_lines
 
 RUN = Path(__file__).parents[1] / "fixtures/stopped-run"
@@ -44,7 +43,7 @@ def test_eval_mlm_prints_a_table_or_json(run_dir: Path, tmp_path: Path) -> None:
     shown = bert_dp("eval", "mlm", str(run_dir), "a.jsonl", "--text-key", "body", cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr
     assert f"{found.hidden.bytes:,} bytes in {found.hidden.words} hidden words" in shown.stdout
-    assert f"{found.predicted[1].tokens:,} " in shown.stdout  # <mask>: the same tokens in another order
+    assert f"{found.predicted.tokens:,} tokens" in shown.stdout  # the same tokens in another order
 
 
 @pytest.mark.quick
@@ -57,7 +56,6 @@ def test_eval_mlm_refuses(run_dir: Path, tmp_path: Path) -> None:
         ([str(bare), text], f"put the tokenizer.json of its shards at {bare / 'tokenizer.json'}"),
         ([str(run_dir), str(tmp_path / "none.txt")], "error: TEXT: "),
         ([str(run_dir), text, "--documents", "page"], "error: --documents: "),
-        ([str(run_dir), text, "--max-bytes", "0"], "--max-bytes"),
         ([str(run_dir)], "Missing argument"),
     ):
         errors = refused("eval", "mlm", *arguments)
@@ -77,15 +75,6 @@ def test_predict_encodes_by_a_pretrained_run(run_dir: Path, tmp_path: Path) -> N
     found = read_lines(tmp_path / "a.jsonl")
     assert [line["index"] for line in found] == list(range(len(LINES)))
     assert {len(line["encoding"]) for line in found} == {16}
-    piped = subprocess.run(
-        command("predict", str(run_dir), "-"),
-        input=f"{LINES[7]}\n",
-        text=True,
-        capture_output=True,
-        check=True,
-    )
-    (line,) = map(json.loads, piped.stdout.splitlines())
-    assert line["encoding"] == pytest.approx(found[7]["encoding"], abs=1e-5)
     left = start("predict", str(run_dir), "a.txt", cwd=tmp_path)
     assert left.stdout is not None
     left.stdout.close()  # as `head` does
@@ -116,8 +105,6 @@ def test_predict_labels_by_a_finetuned_run(run_dir: Path, tmp_path: Path) -> Non
         shares = [math.exp(x) / sum(map(math.exp, before["logits"])) for x in before["logits"]]
         assert list(line["probabilities"].values()) == pytest.approx(shares, abs=2e-5)
         assert line["probabilities"][line["label"]] == max(line["probabilities"].values())
-    errors = refused("predict", str(tmp_path / "tuned"), str(tmp_path / "dev.tsv"), "--pooling", "cls")
-    assert errors.startswith("error: --pooling: ")
     errors = refused("eval", "mlm", str(tmp_path / "tuned"), "builtin")
     assert errors.startswith("error: RUN: ")
 
@@ -131,8 +118,6 @@ def test_predict_refuses(run_dir: Path, tmp_path: Path) -> None:
         ([str(run_dir), str(tmp_path)], "cannot be read"),
         ([str(run_dir), text, "--out", text], "--out: "),
         ([str(run_dir), text, "--out", f"{text}/b"], "--out: "),
-        ([str(run_dir), text, "--text-pair", "b"], "--text-pair: "),
-        ([str(run_dir), text, "--pooling", "max"], "--pooling"),
     ):
         errors = refused("predict", *arguments)
         assert said in errors

@@ -13,7 +13,7 @@ ENGINE = "from bert_dp.parallel.ddp import Engine\n"
 OPTIMIZER = """
 import torch
 
-from bert_dp.optim.contract import parameter_groups
+from bert_dp.optim import parameter_groups
 
 
 def make(config, named, model, *, compiled, precision):

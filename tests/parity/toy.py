@@ -80,7 +80,6 @@ class ToyTask:
     """See `bert_dp.tasks.Task`."""
 
     flops_per_token = 1.0
-    num_lengths = 1
 
     def __init__(self, config: Config, device: torch.device):
         self._micro_size = config.batch.micro_size

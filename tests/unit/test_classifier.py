@@ -23,7 +23,6 @@ from bert_dp.training.devices import precision_of
 from bert_dp.training.distributed import HostCollectives
 from tests.example_files import label_names, write_examples
 from tests.helpers import read_lines
-from tests.runs_to_export import peer_of
 from tests.tensors import CPU
 
 LENGTH, VOCABULARY = 128, 64
@@ -77,29 +76,6 @@ def test_logits_do_not_depend_on_padding_or_neighbours(variant: str, pooling: st
         torch.testing.assert_close(alone, padded, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"pooling": "mean"}], ids=["cls", "mean"])
-def test_fifty_steps_are_those_of_modernbert(options: dict[str, Any]) -> None:
-    pytest.importorskip("transformers")
-    model = make("ModernBERT", **options).train()
-    sections = {"model": SHAPE | VARIANTS["ModernBERT"], "data": {"path": "x", "sequence_length": LENGTH}}
-    finetune = {"labels": ["a", "b", "c"], "head": "native", **options}
-    config = resolve(
-        [{**sections, "objective": {"name": "finetune"}, "finetune": finetune, "schedule": {"steps": 1}}]
-    )
-    peer = peer_of(model, config, "classifier").train()
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, peer)]
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        ids_BS, real_BS = make_examples(rng.integers(3, LENGTH, 8).tolist())
-        labels = torch.from_numpy(rng.integers(0, 3, 8))
-        logits = [model(ids_BS, real_BS), peer(input_ids=ids_BS, attention_mask=real_BS.long()).logits]
-        torch.testing.assert_close(logits[0], logits[1], rtol=1e-5, atol=1e-5)
-        for each, optimizer in zip(logits, optimizers, strict=True):
-            optimizer.zero_grad()
-            F.cross_entropy(each, labels).backward()
-            optimizer.step()
-
-
 def test_a_head_that_no_class_has_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"finetune\.head: native, but transformers has no class"):
         build_classifier(ModelConfig(**SHAPE), LENGTH, FinetuneConfig(labels=("a", "b"), head="native"), 0)
@@ -135,16 +111,15 @@ def test_a_head_drops_where_its_class_does(variant: str, places: set[str]) -> No
 
 
 @pytest.fixture
-def task(tmp_path: Any, request: pytest.FixtureRequest) -> Finetuning:
-    kind = getattr(request, "param", "single_label")
-    path = write_examples(tmp_path, kind=kind, train=37, test=4)
+def task(tmp_path: Any) -> Finetuning:
+    path = write_examples(tmp_path, train=37, test=4)
     config = resolve(
         [
             {
                 "data": {"path": str(path), "sequence_length": LENGTH},
                 "model": {**SHAPE, "dropout": 0.1, "attention_dropout": 0.1},
                 "objective": {"name": "finetune"},
-                "finetune": {"kind": kind, "labels": label_names(kind), "head_size": 20},
+                "finetune": {"labels": label_names("single_label"), "head_size": 20},
                 "batch": {"global_size": 8, "micro_size": 4},
                 "schedule": {"steps": 9},
             }
@@ -179,38 +154,6 @@ def test_each_epoch_is_each_example_once_whatever_the_micro_batch(task: Finetuni
     assert all(epoch == epochs[0] for epoch in epochs)
     order = [[by_sample[i] for i in range(e * 37, e * 37 + 37)] for e in range(2)]
     assert order[0] != order[1], "another order in every epoch"
-
-
-@pytest.mark.parametrize("task", ["single_label", "multi_label", "regression"], indirect=True)
-def test_the_loss_depends_on_neither_padding_nor_micro_batch(
-    task: Finetuning, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = task.build_model(0).double().train()
-
-    def loss(size: int) -> tuple[float, torch.Tensor]:
-        """Of eight examples, and its gradient."""
-        model.zero_grad()
-        total = 0.0
-        for start in range(0, 8, size):
-            part = task.loss(model, task._training_batch(np.arange(start, start + size)))
-            part.backward()
-            total += part.item()
-        gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-        return total, torch.cat(gradients)
-
-    wanted, gradient = loss(8)
-    assert loss(8)[0] == wanted
-    shortest = task._training_batch(np.arange(2)).ids_BS.shape[1]
-    for size, multiple in ((4, 16), (2, LENGTH)):
-        monkeypatch.setattr(finetune, "LENGTH_MULTIPLE", multiple)
-        found, other = loss(size)
-        assert found == pytest.approx(wanted, rel=1e-12)
-        torch.testing.assert_close(other, gradient, rtol=1e-10, atol=1e-12)
-    assert task._training_batch(np.arange(2)).ids_BS.shape[1] == LENGTH > shortest, "padding was added"
-    task_of_another_seed = hash64(1, 4, np.arange(8))
-    batch = task._training_batch(np.arange(8))
-    changed = task.loss(model, type(batch)(**{**vars(batch), "seed_B": key32(task_of_another_seed)}))
-    assert changed.item() != pytest.approx(wanted, rel=1e-6), "dropout changes nothing here"
 
 
 def test_the_held_out_loss_is_a_mean_over_the_examples_of_dev(task: Finetuning) -> None:

@@ -6,20 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from bert_dp.config import MAX_VOCAB_SIZE, Manifest, read_manifest
-from bert_dp.data import build as builder
 from bert_dp.exporting.check import ExportCheck
-from launcher import children, datasets, results
-from launcher.evaluate import export as exporting
+from launcher import children, results
 from launcher.evaluate import finetune, glue
 from launcher.evaluate.export import check_report
 from launcher.evaluate.glue_scores import GlueOptions
 from launcher.job import Output
 from tests.e2e.cli import refused
 from tests.glue_fixture import make_task
-from tests.helpers import make_config, raised_issues
+from tests.helpers import make_config
 from tests.report_fixture import shown, unfolded
 from tests.runs_to_export import config_of, write_run
 
@@ -45,33 +41,6 @@ def test_the_recipe_is_the_protocol_of_the_crammed_paper(run: Path) -> None:
     assert (recipe.eval.every_steps, GlueOptions().seeds) == (0, 5)
 
 
-def test_a_build_is_asked_for_as_its_options_say(monkeypatch: pytest.MonkeyPatch, shards: Path) -> None:
-    built: list[tuple[Any, dict[str, Any]]] = []
-
-    def build(*arguments: Any, progress: object, **options: Any) -> Manifest:
-        built.append((arguments, options))
-        return read_manifest(shards)
-
-    monkeypatch.setattr(builder, "build", build)
-    settings = ["data.build.held_out_fraction=0.25", "dedup=none"]
-    options: dict[str, Any] = {"vocab_size": 500, "sequence_length": 64, "tokenizer": None}
-    more: dict[str, Any] = {"overrides": settings, "processes": 2, "force": True, "console": Console()}
-    assert datasets.build(["a.txt"], Path("out"), **options, **more) == 0
-    ((sources, out, how), passed) = built[0]
-    assert (sources, out, passed) == (["a.txt"], Path("out"), {**options, "processes": 2, "force": True})
-    assert (how.held_out_fraction, how.dedup) == (0.25, "none")
-
-    def problem(**changed: Any) -> tuple[str, str, str | None]:
-        (issue,) = raised_issues(datasets.build, ["a.txt"], Path("out"), **{**options, **more, **changed})
-        return issue.setting, issue.kind, issue.other
-
-    assert problem(vocab_size=5)[0] == "--vocab-size"
-    assert problem(tokenizer="t.json") == ("--vocab-size", "conflict", "--tokenizer")
-    given = {**options, "tokenizer": "t.json", "vocab_size": None}
-    assert datasets.build(["a.txt"], Path("out"), **given, **more) == 0
-    assert (built[-1][1]["tokenizer"], built[-1][1]["vocab_size"]) == ("t.json", MAX_VOCAB_SIZE)
-
-
 def test_a_refusal_of_a_build_names_the_option_that_was_given(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some words\n")
     (tmp_path / "t.json").write_text("{}")
@@ -79,6 +48,8 @@ def test_a_refusal_of_a_build_names_the_option_that_was_given(tmp_path: Path) ->
     for words, setting in (
         ([str(tmp_path / "gone")], "SOURCES"),
         ([str(tmp_path / "a.txt"), "--tokenizer", str(tmp_path / "t.json")], "--tokenizer"),
+        ([str(tmp_path / "a.txt"), "--vocab-size", "5"], "--vocab-size"),
+        ([str(tmp_path / "a.txt"), "--tokenizer", "t", "--vocab-size", "99"], "--vocab-size"),
     ):
         assert refused(*command, *words).startswith(f"error: {setting}: ")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "t.json"]
@@ -197,23 +168,6 @@ CHECK: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("again", "code"), [(4e-8, 0), (1.0, 1)])
-@pytest.mark.parametrize("as_json", [False, True])
-def test_a_check_ends_as_its_comparison_does(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    again: float,
-    code: int,
-    as_json: bool,
-) -> None:
-    comparison = ExportCheck.model_validate({**CHECK, "again": again})
-    monkeypatch.setattr("bert_dp.exporting.check.check", lambda *_: comparison)
-    how: dict[str, Any] = {"as_json": as_json, "console": Console(width=160)}
-    assert exporting.check(Path("out"), None, **how) == code
-    printed = capsys.readouterr().out
-    assert ('"ok": false' in printed if as_json else "does not compute what" in printed) == bool(code)
-
-
 def test_a_comparison_shows_what_decides() -> None:
     def text(**changes: Any) -> str:
         found = ExportCheck.model_validate({**CHECK, **changes})
@@ -221,20 +175,13 @@ def test_a_comparison_shows_what_decides() -> None:
 
     for words in (
         "ok The directory computes",
-        "1 5 50 2.0e-07 100.0 %",
-        "3 37 900 3.0e-06 100.0 %",
-        "8 5 400 1.0e-07 n/a",
-        "EuroBERT (mlm, fp32)",
         "largest difference 3.0e-06, 1e-05 is allowed",
+        "same largest output 100.0 %",
         "saved and loaded again 4.0e-08",
-        "1,100 numbers loaded, 1,100 numbers stored, 1,000 in the run",
-        "not loaded none",
-        "python 3.12, torch 2",
+        "1,100 loaded, 1,100 stored, 1,000 in the run",
     ):
         assert words in text()
-    other = text(tolerance=None, precision="int8", architecture=None)
-    assert "ok Measured and not judged, as int8 is no fp32." in other
-    assert "hf (mlm, int8)" in other
+    assert "ok Measured and not judged" in text(tolerance=None, precision="int8", architecture=None)
     other = text(parameters=None, not_loaded=["a.weight", "b.bias"])
-    for words in ("fail The directory does not", "parameters n/a, 1,000 in", "not loaded a.weight, b.bias"):
+    for words in ("fail The directory does not", "not loaded a.weight, b.bias"):
         assert words in other

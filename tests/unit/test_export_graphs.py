@@ -1,4 +1,5 @@
-"""Every model of a shipped configuration as a graph for ONNX Runtime, at its own widths and two layers."""
+"""Every model of a shipped configuration as a graph for ONNX Runtime, at its own widths and two layers; and
+`make export`, which does it at full size."""
 
 from __future__ import annotations
 
@@ -9,9 +10,11 @@ import pytest
 import torch
 
 from bert_dp.config import Config, Kind, shipped_configs
-from bert_dp.exporting import check, load_exported, traced
-from bert_dp.exporting.source import describe
-from bert_dp.exporting.traced import ExportSource, open_run
+from bert_dp.exporting import check, load_exported
+from bert_dp.exporting import source as write
+from bert_dp.exporting.source import ExportSource, describe, open_run
+from tests import export_all
+from tests.helpers import read_json
 from tests.runs_to_export import config_of, finetuned, write_run
 
 NAMES = [path.stem for path in sorted(shipped_configs().glob("*.yaml")) if path.stem != "glue"]
@@ -52,7 +55,7 @@ def difference(
 def test_onnx_runtime_computes_the_same(tmp_path: Path, name: str) -> None:
     pytest.importorskip("onnxruntime")
     source = source_of(tmp_path, name)
-    traced.write_onnx(source, tmp_path, int8=False)
+    write.write_onnx(source, tmp_path, int8=False)
     assert difference(source, load_exported.open_onnx(tmp_path, source.kind), tolerance=1e-4) < 1e-4
 
 
@@ -63,7 +66,7 @@ def test_a_masked_language_model_as_onnx_is_an_encoder_too_and_eight_bits_are_ne
     whole, small = tmp_path / "fp32", tmp_path / "int8"
     for folder in (whole, small):
         folder.mkdir()
-        traced.write_onnx(source, folder, int8=folder == small)
+        write.write_onnx(source, folder, int8=folder == small)
     ids_BS = np.array([[7, 8, 9, 10]])
     hidden_BSH = load_exported.open_onnx(whole, "encoder")(ids_BS, np.ones_like(ids_BS))
     with torch.inference_mode():
@@ -74,14 +77,42 @@ def test_a_masked_language_model_as_onnx_is_an_encoder_too_and_eight_bits_are_ne
     assert 1e-4 < difference(source, load_exported.open_onnx(small, source.kind)) < 0.1
 
 
-@pytest.mark.slow
-def test_a_norm_without_a_mean_is_one_operator_and_the_source_keeps_its_precision(tmp_path: Path) -> None:
-    onnx = pytest.importorskip("onnx")
+def test_a_source_keeps_its_precision_where_its_graph_is_in_bf16(tmp_path: Path) -> None:
     source = source_of(tmp_path, "rms, encoder")
-    traced.trace(source, bf16=True)
+    write.trace(source, bf16=True)
     assert {parameter.dtype for parameter in source.model.parameters()} == {torch.float32}
-    traced.write_onnx(source, tmp_path, int8=False)
-    kinds = [node.op_type for node in onnx.load(tmp_path / "model.onnx").graph.node]
-    norms = [kind for kind in kinds if kind.endswith("SimplifiedLayerNormalization")]
-    assert len(norms) == 2 * source.config.model.num_layers + 2  # of the blocks, the embedding and the last
-    assert "ReduceMean" not in kinds
+
+
+# --- make export
+
+
+def test_every_configuration_is_in_every_format_that_holds_it() -> None:
+    cells = list(export_all.cells("python"))
+    names = {path.stem for path in shipped_configs().glob("*.yaml")} - {"glue"}
+    by_form = {
+        form: sorted(
+            name for cell in cells if (cell.form, cell.python) == (form, "") for name in cell.configs
+        )
+        for form in export_all.FORMATS
+    }
+    assert by_form["onnx"] == by_form["aoti"] == sorted(names)
+    assert by_form["hf"] == ["bert-simple", "crammed-rope", "small-text"]
+    assert [str(cell) for cell in cells if cell.python] == [
+        "bert-simple hf transformers4",
+        "crammed-rope hf transformers4",
+    ]
+    assert len(cells) == len(set(map(str, cells)))
+
+
+@pytest.mark.slow
+def test_a_cell_is_measured_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    asked = ["--only", "small-text", "--format", "hf", "--out", str(tmp_path)]
+    assert export_all.main(asked) == 0
+    (cell,) = read_json(tmp_path / "record.json")["cells"]
+    assert (cell["cell"], cell["architecture"], cell["ok"]) == ("small-text hf", "EuroBERT", True)
+    assert {row["length"] for row in cell["rows"]} == {5, 37, 128}
+    assert "small-text hf: ok" in capsys.readouterr().out
+    before = (tmp_path / "results.jsonl").read_text()
+    assert export_all.main(asked) == 0
+    assert (tmp_path / "results.jsonl").read_text() == before

@@ -114,22 +114,10 @@ def test_every_rank_follows_the_choice_of_rank_0_and_its_error(
     assert build.select_checkpoint(rank, "auto") is None
 
 
-@pytest.mark.parametrize(
-    ("device", "setting", "kept"),
-    [("cpu", "auto", True), ("cuda", "auto", None), ("cpu", "off", None), ("cpu", "on", None)],
-)
-def test_a_run_stays_compiled_on_the_same_kind_of_device_unless_the_setting_says_otherwise(
-    tmp_path: Path, device: str, setting: str, kept: bool | None
-) -> None:
-    state = {"model": {"w": torch.ones(2)}, "optimizer": {"w/step": torch.tensor(3.0)}, "scaler": {}}
-    facts = {**FACTS, "config": config().model_dump(mode="json"), "compiled": True, "device": device}
-    (tmp_path / "checkpoints").mkdir()
-    checkpoint.save_checkpoint(tmp_path / "checkpoints", 3, state, facts, 9)
-    rank = rank_with(tmp_path, "0")
-    rank.config = rank.config.model_copy(update={"compile": setting})
-    resumed = build.select_checkpoint(rank, "auto")
-    assert resumed is not None
-    assert resumed.compiled is kept
+def test_a_path_without_a_checkpoint_is_bad_input(run_dir: Path) -> None:
+    (line,) = issues_of(build.select_checkpoint, rank_with(run_dir, "0"), str(run_dir / "nowhere"))
+    reason = "no valid checkpoint there; name a run or a checkpoint"
+    assert line == f"--resume: {run_dir / 'nowhere'}: {reason}"
 
 
 class Meeting(HostCollectives):

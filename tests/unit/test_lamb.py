@@ -1,15 +1,13 @@
-"""LAMB against timm's, against a rule written out in float64, and what an engine asks of it."""
+"""LAMB against timm's, and what an engine asks of it."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -77,30 +75,11 @@ def train(
     return out
 
 
-class Reference:
-    """LAMB as apex computes it, one number or one tensor at a time, in numpy: the ratio only with decay."""
-
-    def __init__(self, weights: np.ndarray, decay: float):
-        self.w, self.decay, self.t = weights.copy(), decay, 0
-        self.m, self.v = np.zeros_like(weights), np.zeros_like(weights)
-
-    def step(self, g: np.ndarray, lr: float) -> None:
-        self.t += 1
-        self.m = BETAS[0] * self.m + (1 - BETAS[0]) * g
-        self.v = BETAS[1] * self.v + (1 - BETAS[1]) * g**2
-        m_hat = self.m / (1 - BETAS[0] ** self.t)
-        v_hat = self.v / (1 - BETAS[1] ** self.t)
-        u = m_hat / (np.sqrt(v_hat) + EPS) + self.decay * self.w
-        size, length = np.linalg.norm(self.w.ravel()), np.linalg.norm(u.ravel())
-        ratio = size / length if self.decay and size and length else 1.0
-        self.w = self.w - lr * ratio * u
-
-
 def timms_lamb() -> Any:
     """timm's Lamb without timm/__init__, which needs torchvision; the stand-in packages do not stay."""
     spec = importlib.util.find_spec("timm")
     if spec is None or not spec.submodule_search_locations:
-        pytest.skip("timm is not installed: the rule written by hand is the only reference here")
+        pytest.skip("timm is not installed")
     root = spec.submodule_search_locations[0]
     before = {name for name in sys.modules if name.partition(".")[0] == "timm"}
     try:
@@ -116,23 +95,12 @@ def timms_lamb() -> Any:
 
 @pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
 def test_thirty_steps_are_timms(scale: float) -> None:
-    theirs = timms_lamb()
+    theirs, start = timms_lamb(), starting_weights(scale)
+    assert scale < 1 or all(float(start[name].norm()) > 10 for name in DECAYED)
     expected = train(lambda p: theirs(groups(p), lr=0.0, betas=BETAS, eps=EPS, max_grad_norm=None), scale)
     for step, (a, b) in enumerate(zip(train(make_lamb, scale), expected, strict=True)):
         assert_near(a, b, 1e-12, step)
-
-
-@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
-def test_thirty_steps_are_the_rule_written_by_hand(scale: float) -> None:
-    start = starting_weights(scale)
-    if scale > 1:
-        assert all(float(start[name].norm()) > 10 for name in DECAYED)
-    references = {name: Reference(w.numpy(), DECAY * (name in DECAYED)) for name, w in start.items()}
-    for step, (ours, grads) in enumerate(zip(train(make_lamb, scale), gradients(30), strict=True)):
-        for name, reference in references.items():
-            reference.step(grads[name].numpy(), rate(step))
-        assert_near(ours, {n: torch.from_numpy(r.w) for n, r in references.items()}, 1e-12, step)
-    moved = {name: float((ours[name] - start[name]).norm() / start[name].norm()) for name in start}
+    moved = {name: float((b[name] - start[name]).norm() / start[name].norm()) for name in start}
     assert min(moved.values()) > 1e-3, moved  # far beyond the tolerance
 
 
@@ -157,57 +125,6 @@ def test_an_update_of_norm_zero_moves_nothing() -> None:
     parameter.grad = torch.zeros(4, dtype=torch.float64)
     optimizer.step()  # the squares of the update underflow
     assert torch.equal(parameter, torch.ones(4, dtype=torch.float64))
-
-
-def half_of(tensors: dict[str, Tensor], side: int) -> dict[str, Tensor]:
-    """Along the first dimension, at one third: parts need not be equal."""
-    return {
-        name: t[: len(t) // 3].clone() if side == 0 else t[len(t) // 3 :].clone()
-        for name, t in tensors.items()
-    }
-
-
-class Exchange:
-    """Adds up what two threads bring, as an all-reduce does; also counts the calls."""
-
-    def __init__(self) -> None:
-        self._barrier = threading.Barrier(2, timeout=60)
-        self._brought: list[Tensor] = [torch.empty(0), torch.empty(0)]
-        self.shapes: list[torch.Size] = []
-
-    def __call__(self, side: int, sums_2N: Tensor) -> Tensor:
-        self._brought[side] = sums_2N.clone()
-        self._barrier.wait()
-        total = self._brought[0] + self._brought[1]
-        self._barrier.wait()
-        self.shapes.append(sums_2N.shape)
-        return total
-
-
-def test_two_optimizers_of_halves_are_one_of_whole_tensors() -> None:
-    exchange, start, steps = Exchange(), starting_weights(0.02), gradients(10)
-    halves = [parameters_of(half_of(start, side)) for side in (0, 1)]
-    failures: list[BaseException] = []
-
-    def work(side: int) -> None:
-        try:
-            optimizer = make_lamb(halves[side])
-            optimizer.sharded_sums = lambda sums_2N: exchange(side, sums_2N)
-            for step, grads in enumerate(steps):
-                take_step(optimizer, halves[side], half_of(grads, side), rate(step))
-        except BaseException as error:
-            failures.append(error)
-            exchange._barrier.abort()
-
-    threads = [threading.Thread(target=work, args=(side,)) for side in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures
-    together = {name: torch.cat([halves[0][name], halves[1][name]]) for name in SHAPES}
-    assert_near(together, train(make_lamb, 0.02, steps=10)[-1], 1e-12, "the end")
-    assert exchange.shapes == [torch.Size((2, len(SHAPES)))] * 20  # one exchange a step for all tensors
 
 
 def test_the_order_of_the_sums_is_that_of_the_parameters() -> None:

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from bert_dp.config import ModelConfig
 from bert_dp.cost import num_parameters
 from bert_dp.model.bert import IGNORE, INIT_STD, CrammedBert, build_model, sinusoidal_table
-from bert_dp.model.build import compile_parts
-from bert_dp.model.dropout import KeyedDropout
+from bert_dp.model.kernels import KeyedDropout
 from tests.helpers import make_config
 from tests.runs_to_export import peer_of
 from tests.tensors import assert_near, randomise
@@ -142,10 +141,6 @@ def test_the_crammed_variant_is_the_published_recipe(dtype, tolerance):
     assert_near(actual, reference, tolerance)
 
 
-def test_the_positions_begin_at_the_published_scale():
-    assert build_model(small(), 16, 0).model.embeddings.position_scale.item() == pytest.approx(48**-0.5)
-
-
 @pytest.mark.parametrize("length", [16, 128])
 def test_the_compatible_variant_is_modernbert_name_by_name(length):
     pytest.importorskip("transformers")
@@ -189,35 +184,6 @@ def test_every_parameter_of_every_variant_learns(options):
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
         assert parameter.grad.abs().max() > 0, name
-
-
-def test_learned_positions_biases_and_the_dense_head_restated():
-    """One layer without a gate, in other words than the model's."""
-    model = random_model(num_layers=1, **OPTIONS["bert"])
-    w = {name: p.detach() for name, p in model.named_parameters()}
-    ids_BS, positions_P, _ = make_case(batch=1)
-    x = (
-        w["model.embeddings.tok_embeddings.weight"][ids_BS[0]]
-        + w["model.embeddings.position_embeddings.weight"]
-    )
-    x = restated_norm(x, w, "model.embeddings.norm", 1e-12)
-    block = "model.layers.0"
-    normed = restated_norm(x, w, f"{block}.attn_norm", 1e-12)
-    Wq, Wk, Wv = w[f"{block}.attn.Wqkv.weight"].split(48)
-    q, k = normed @ Wq.T + w[f"{block}.attn.q_bias"], normed @ Wk.T
-    v = normed @ Wv.T + w[f"{block}.attn.v_bias"]
-    heads = [slice(h * 12, (h + 1) * 12) for h in range(4)]
-    out = torch.cat([(q[:, h] @ k[:, h].T / math.sqrt(12)).softmax(-1) @ v[:, h] for h in heads], -1)
-    x = x + out @ w[f"{block}.attn.Wo.weight"].T + w[f"{block}.attn.Wo.bias"]
-    normed = restated_norm(x, w, f"{block}.mlp_norm", 1e-12)
-    inner = restated_gelu(normed @ w[f"{block}.mlp.Wi.weight"].T + w[f"{block}.mlp.Wi.bias"])
-    x = x + inner @ w[f"{block}.mlp.Wo.weight"].T + w[f"{block}.mlp.Wo.bias"]
-    x = restated_norm(x, w, "model.final_norm", 1e-12)[positions_P]
-    x = restated_norm(
-        restated_gelu(x @ w["head.dense.weight"].T + w["head.dense.bias"]), w, "head.norm", 1e-12
-    )
-    logits_PV = x @ w["model.embeddings.tok_embeddings.weight"].T
-    torch.testing.assert_close(model(ids_BS, positions_P), logits_PV, rtol=1e-4, atol=1e-4)
 
 
 def test_rotary_scores_depend_on_distance_only():
@@ -337,6 +303,7 @@ def test_initial_weights_are_a_pure_function_of_the_seed(options):
 
 
 def test_initial_weights_have_the_published_spread():
+    assert make_model().model.embeddings.position_scale.item() == pytest.approx(48**-0.5)
     model = build_model(small(hidden_size=96, vocab_size=2000, **OPTIONS["bert"]), 128, seed=1)
     for name, p in model.named_parameters():
         if p.dim() == 2:
@@ -346,22 +313,6 @@ def test_initial_weights_have_the_published_spread():
             assert (p == 1).all(), name
         else:
             assert (p == 0).all(), name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, MODERN], ids=["crammed", "modern"])
-def test_compiled_regions_keep_names_and_loss(options):
-    model = make_model(**options)
-    names = list(model.state_dict())
-    case, parameters = make_case(), dict(model.named_parameters())
-    expected = model(*case)
-    expected_gradients = gradients(expected, parameters)
-    compile_parts(model, 128)
-    assert list(model.state_dict()) == names
-    assert [name for name, _ in model.named_parameters()] == list(parameters)
-    loss = model(*case)
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    assert_near(gradients(loss, parameters), expected_gradients, 1e-4)
 
 
 @pytest.mark.parametrize("options", [{}, MODERN], ids=["crammed", "modern"])

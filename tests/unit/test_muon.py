@@ -1,4 +1,4 @@
-"""Muon against a rule written through singular values, torch's Muon and AdamW, and an engine's contract."""
+"""Muon against a rule written through singular values, torch's AdamW, and an engine's contract."""
 
 from __future__ import annotations
 
@@ -158,29 +158,6 @@ def test_a_large_batch_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
         results.append(parameters)
     for name, parameter in results[0].items():
         torch.testing.assert_close(parameter, results[1][name], rtol=1e-12, atol=1e-12)
-
-
-def test_it_is_nearly_torchs_muon() -> None:
-    """Theirs multiplies in bf16, 8 bits, and small singular values grow: one or two percent."""
-    weights = random_tensors(0, 0.02, torch.float32)
-    ours, theirs = (parameters_of({name: weights[name] for name in MATRICES}) for _ in range(2))
-    own = make_muon({"params": list(ours.values()), "weight_decay": DECAY, "matrix": True})
-    torchs = torch.optim.Muon(
-        list(theirs.values()),
-        lr=0.0,
-        weight_decay=DECAY,
-        momentum=MOMENTUM,
-        nesterov=True,
-        adjust_lr_fn="match_rms_adamw",
-    )
-    for step in range(8):
-        grads = random_tensors(step + 1)
-        before = {name: (ours[name].detach().clone(), theirs[name].detach().clone()) for name in ours}
-        take_step(own, ours, grads, rate(step))
-        take_step(torchs, theirs, grads, rate(step))
-        for name, (a, b) in before.items():
-            moved, expected = ours[name].detach() - a, theirs[name].detach() - b
-            assert float((moved - expected).norm() / expected.norm()) < 5e-2, (step, name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -285,7 +285,7 @@ def test_a_finetuning_begins_with_what_its_options_name(monkeypatch: pytest.Monk
             {"out": Path("o"), "dry_run": True, "as_json": True},
         ),
         (
-            "eval mlm r a b --documents blank_line --format jsonl --text-key body --max-bytes 9 --json",
+            "eval mlm r a b --documents blank_line --format jsonl --text-key body --json",
             text_loss,
             "evaluate",
             (
@@ -293,17 +293,14 @@ def test_a_finetuning_begins_with_what_its_options_name(monkeypatch: pytest.Monk
                 ["a", "b"],
                 {"documents": "blank_line", "source_format": "jsonl", "text_field": "body"},
             ),
-            {"max_bytes": 9, "precision": "auto", "as_json": True},
+            {"precision": "auto", "as_json": True},
         ),
         (
-            "predict r f --text q --text-pair s --pooling cls --out o --threads 5 --precision bf16",
+            "predict r f --text q --text-pair s --out o --precision bf16",
             prediction,
             "predict_file",
             (Path("r"), "f"),
-            {
-                **{"text": "q", "text_pair": "s", "pooling": "cls", "out": Path("o"), "threads": 5},
-                "precision": "bf16",
-            },
+            {"text": "q", "text_pair": "s", "out": Path("o"), "precision": "bf16"},
         ),
         ("export hf r --out o --encoder", export, "export", ("hf", Path("r"), Path("o")), {"encoder": True}),
         (

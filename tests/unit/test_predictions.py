@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import io
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,7 @@ import torch
 from bert_dp.config import FinetuneConfig, ModelConfig
 from bert_dp.evaluation import prediction
 from bert_dp.exporting import load_exported
-from bert_dp.exporting.source import write_about
-from bert_dp.exporting.traced import open_run
+from bert_dp.exporting.source import open_run, write_about
 from bert_dp.files.run_facts import MODEL_FILES
 from bert_dp.model.bert import build_model
 from bert_dp.model.classifier import build_classifier
@@ -36,14 +33,12 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("pooling", ["mean", "cls"])
-def test_an_encoding_is_the_mean_or_that_of_the_first_token(pooling: str) -> None:
+def test_an_encoding_is_the_mean() -> None:
     model = build_model(ModelConfig(**TINY_MODEL), LENGTH, 0).eval()
-    encodings = prediction.outputs_of(prediction.on_device(model, CPU), ROWS, PAD, pooling)
+    encodings = prediction.outputs_of(prediction.on_device(model, CPU), ROWS, PAD)
     for row, encoding in zip(ROWS, encodings, strict=True):
-        ids = torch.from_numpy(row.astype(np.int64))[None]
         with torch.no_grad():
-            expected = model.model(ids)[0, 0] if pooling == "cls" else model.model(ids)[0].mean(0)
+            expected = model.model(torch.from_numpy(row.astype(np.int64))[None])[0].mean(0)
         assert encoding == pytest.approx(expected.numpy(), abs=1e-5)
 
 
@@ -54,25 +49,25 @@ def test_an_answer_does_not_depend_on_its_neighbours(pooling: str) -> None:
     for weight in model.parameters():
         weight.data *= 1 if weight.dim() == 1 else 8  # or all examples are nearly alike
     compute = prediction.on_device(model, CPU)
-    together = prediction.outputs_of(compute, ROWS, PAD, None)
+    together = prediction.outputs_of(compute, ROWS, PAD)
     assert together.std(0).min() > 1e-3
-    alone = np.concatenate([prediction.outputs_of(compute, [row], PAD, None) for row in ROWS])
+    alone = np.concatenate([prediction.outputs_of(compute, [row], PAD) for row in ROWS])
     assert together == pytest.approx(alone, abs=1e-5)
 
 
-def answers(run: Path, texts: Any, pooling: str | None = None, **options: Any) -> tuple[list[Any], list[Any]]:
+def answers(run: Path, texts: Any, precision: str = "auto") -> tuple[list[Any], list[Any]]:
     """The lines of these texts, and what was reported."""
     reports: list[tuple[str, int, int | None]] = []
     tell = lambda *now: reports.append(now)  # noqa: E731
-    return list(prediction.predict(prediction.find_source(run), texts, pooling, tell, **options)), reports
+    return list(prediction.predict(prediction.open_predictor(run, precision), texts, tell)), reports
 
 
 def test_lines_stand_in_the_order_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path / "run", config_of("quickstart", model=SMALL))
     texts = [(" ".join(WORDS[: 1 + n * 7 % len(WORDS)]),) for n in range(50)]
-    whole, _ = answers(run, texts, "mean")
+    whole, _ = answers(run, texts)
     monkeypatch.setattr(prediction, "HELD", 20)
-    monkeypatch.setattr(prediction, "CPU_BATCH_TOKENS", 60)
+    monkeypatch.setitem(prediction.BATCH_TOKENS, "cpu", 60)
     lines, reports = answers(run, texts)
     assert [line["index"] for line in lines] == list(range(50))
     for line, expected in zip(lines, whole, strict=True):
@@ -124,66 +119,54 @@ def test_a_text_of_which_no_token_is_left_has_no_label(
         assert [line["index"] for line in lines] == [0, 1, 2, 3]
         assert [line for line in lines if "tokens" in line] == [{"index": i, "tokens": 0} for i in lost]
         assert all(("label" in line) == (form == "labels") for line in lines if "tokens" not in line)
-        assert f"{len(lost)} of 4 examples" in printed.err
-        assert "index 1" in printed.err
-        assert f"({lost_letters} of " in printed.err
+        for said in (f"{len(lost)} of 4 examples", "index 1", f"({lost_letters} of "):
+            assert said in printed.err
     out = tmp_path / "new" / "out.jsonl"
     for name, columns in (("lost.txt", {}), ("lost.csv", pair)):
-        for place in (None, out):
-            (issue,) = raised_issues(prediction.predict_file, run, str(tmp_path / name), out=place, **columns)
-            assert (issue.setting, issue.kind, issue.other) == ("FILE", "conflict", "RUN")
-            assert capsys.readouterr().out == ""
+        (issue,) = raised_issues(prediction.predict_file, run, str(tmp_path / name), out=out, **columns)
+        assert (issue.setting, issue.kind, issue.other) == ("FILE", "conflict", "RUN")
     assert not out.parent.exists()
 
 
-@pytest.mark.parametrize(("pooling", "special"), [("mean", 1), ("cls", 2)])
+@pytest.mark.parametrize(("is_finetuned", "special"), [(False, 1), (True, 2)])
 def test_a_text_may_fill_all_positions_but_those_of_special_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pooling: str, special: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_finetuned: bool, special: int
 ) -> None:
-    run = write_run(tmp_path / "run", config_of("quickstart", model=SMALL))
+    config = config_of("quickstart", model=SMALL)
+    run = write_run(tmp_path / "run", finetuned(config, "recipe") if is_finetuned else config)
     lengths: list[int] = []
     outputs_of = prediction.outputs_of
 
-    def noted(compute: Any, rows: Any, *rest: Any) -> Any:
+    def noted(compute: Any, rows: Any, pad: int) -> Any:
         lengths.extend(map(len, rows))
-        return outputs_of(compute, rows, *rest)
+        return outputs_of(compute, rows, pad)
 
     monkeypatch.setattr(prediction, "outputs_of", noted)
     for more in (0, 1):
-        _, reports = answers(run, [("a " * (128 - special + more),)], pooling)
+        _, reports = answers(run, [("a " * (128 - special + more),)])
         assert len([total for *_, total in reports if not total]) == more
     assert lengths == [128, 128]
 
 
-def test_what_an_exported_directory_predicts_by_is_its_own(tmp_path: Path) -> None:
+def test_what_an_exported_directory_predicts_by_is_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Length, labels and tokenizer are those of export.json, wherever its run is."""
     pytest.importorskip("onnxruntime")
+    monkeypatch.setattr(load_exported, "open_directory", lambda *_: None)
     config = finetuned(config_of("quickstart", model=SMALL), "recipe", pooling="mean")
-    source = open_run(write_run(tmp_path / "run", config), encoder=False)
-    out = tmp_path / "out"
+    run, out = write_run(tmp_path / "run", config), tmp_path / "out"
     out.mkdir()
-    write_about(out, source, "onnx", "bert-dp export")
+    write_about(out, open_run(run, encoder=False), "onnx", "bert-dp export")
     (out / "model.onnx").touch()
     (out / "export.json").write_text(json.dumps({**read_json(out / "export.json"), "sequence_length": 9}))
-    found = prediction.find_source(out)
-    assert (found.path, found.finetune, found.encoder.length) == (out, config.finetune, 9)
-    of_run = prediction.find_source(tmp_path / "run")
-    assert (of_run.finetune, of_run.encoder.length) == (config.finetune, 128)
-    encoder = open_run(tmp_path / "run", encoder=True)
-    write_about(out, encoder, "onnx", "bert-dp export")
-    assert prediction.find_source(out).finetune is None
-
-
-def test_threads_are_those_that_were_asked_for(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", config_of("quickstart", model=SMALL))
-    (tmp_path / "a.txt").write_text("one\n")
-    before = torch.get_num_threads()
-    try:
-        for asked, used in ((3, 3), (None, len(os.sched_getaffinity(0)))):
-            prediction.predict_file(run, str(tmp_path / "a.txt"), threads=asked)
-            assert torch.get_num_threads() == used
-    finally:
-        torch.set_num_threads(before)
+    for place, length in ((out, 9), (run, 128)):
+        found = prediction.open_predictor(place)
+        assert (found.finetune, found.encoder.length) == (config.finetune, length)
+    (issue,) = raised_issues(prediction.open_predictor, out, "bf16")
+    assert (issue.setting, issue.kind) == ("--precision", "conflict")
+    write_about(out, open_run(run, encoder=True), "onnx", "bert-dp export")
+    assert prediction.open_predictor(out).finetune is None
 
 
 def test_a_run_that_has_diverged_predicts_nothing() -> None:
@@ -193,9 +176,9 @@ def test_a_run_that_has_diverged_predicts_nothing() -> None:
         return torch.where(real_BS.sum(1, keepdim=True) == 9, math.nan, 1.0)
 
     fine = [row for row in ROWS if len(row) != 9]
-    assert prediction.outputs_of(compute, fine, PAD, None).tolist() == [[1.0]] * len(fine)
+    assert prediction.outputs_of(compute, fine, PAD).tolist() == [[1.0]] * len(fine)
     with pytest.raises(RunFailed, match="not finite") as caught:
-        prediction.outputs_of(compute, ROWS, PAD, None)
+        prediction.outputs_of(compute, ROWS, PAD)
     assert caught.value.failure_kind == "not_finite"
 
 
@@ -222,31 +205,13 @@ def test_batches_are_sorted_bounded_and_whole() -> None:
     assert sum(len(b) * int(lengths[b].max()) for b in found) < 1.05 * lengths.sum()
 
 
-def test_a_batch_is_small_where_no_gpu_computes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A core is busy with few tokens, and examples of few batches differ in length: more of it is padding."""
-    exported = tmp_path / "exported"
-    exported.mkdir()
-    monkeypatch.setattr(prediction, "is_exported", lambda path: path == exported)
-    for has_gpu, tokens in ((False, 1024), (True, 65_536)):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
-        assert prediction.batch_tokens(prediction.device_of(tmp_path)) == tokens
-        assert prediction.batch_tokens(prediction.device_of(exported)) == 1024, "it computes on the CPU"
-
-
-@pytest.mark.parametrize("is_finetuned", [False, True])
-def test_lines_that_were_computed_in_bf16_say_so(tmp_path: Path, is_finetuned: bool) -> None:
-    config = config_of("quickstart", model=SMALL)
-    run = write_run(tmp_path / "run", finetuned(config, "recipe") if is_finetuned else config)
+def test_bf16_is_near_and_auto_is_fp32_without_a_gpu(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", config_of("quickstart", model=SMALL))
     texts = [(" ".join(WORDS[: n + 1]),) for n in range(5)]
     found = {precision: answers(run, texts, precision=precision)[0] for precision in ("auto", "fp32", "bf16")}
-    assert found["auto"] == found["fp32"], "no GPU is here"
-    assert not any("precision" in line for line in found["fp32"])
-    for wide, narrow in zip(found["fp32"], found["bf16"], strict=True):
-        assert narrow.pop("precision") == "bf16"
-        assert narrow.keys() == wide.keys()
-        key = "probabilities" if is_finetuned else "encoding"
-        a, b = (np.array(list(line[key].values()) if is_finetuned else line[key]) for line in (wide, narrow))
-        assert 0 < np.abs(a - b).max() < 0.05 * max(1.0, np.abs(a).max())
+    assert found["auto"] == found["fp32"]
+    wide, narrow = (np.array([line["encoding"] for line in found[name]]) for name in ("fp32", "bf16"))
+    assert 0 < np.abs(wide - narrow).max() < 0.05 * max(1.0, np.abs(wide).max())
 
 
 def test_auto_is_bf16_only_on_a_gpu_that_multiplies_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +237,7 @@ def test_labels_and_their_probabilities() -> None:
     assert several == {"labels": ["no"], "probabilities": {"no": 0.6, "yes": 0.428571, "never": 0.428571}}
 
 
-def test_what_is_read_of_a_file_or_of_stdin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_read_of_a_file(tmp_path: Path) -> None:
     records = [
         {"text": "one", "a": "x", "b": "y", "label": None},
         {"text": "two, and", "a": "v", "b": "w", "label": "1"},
@@ -295,12 +260,9 @@ def test_what_is_read_of_a_file_or_of_stdin(tmp_path: Path, monkeypatch: pytest.
     for name, packed in (("a.txt.gz", "one\ntwo, and\n"), ("a.jsonl.gz", lines)):
         (tmp_path / name).write_bytes(gzip.compress(packed.encode()))
         assert prediction.read_texts(str(tmp_path / name), []) == texts
-    for given, columns in (("one\ntwo, and\n", []), (lines, ["text"])):
-        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given.encode())))
-        assert prediction.read_texts("-", columns) == texts
 
 
-def test_what_is_no_example_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_example_is_one_line(tmp_path: Path) -> None:
     write_files(
         tmp_path,
         {"a.txt": "one\n\nthree\n", "empty.txt": "", "a.csv": "a,b\n1,2\n", "b.csv": "text\n' '\n\"\"\n"},
@@ -316,19 +278,11 @@ def test_what_is_no_example_is_one_line(tmp_path: Path, monkeypatch: pytest.Monk
     ):
         (line,) = issues_of(prediction.read_texts, str(tmp_path / name), columns)
         assert said in line
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"one\n \n")))
-    (line,) = issues_of(prediction.read_texts, "-", [])
-    assert line.startswith("stdin: line 2 ")
 
 
 @pytest.mark.parametrize(
     ("options", "setting", "kind"),
-    [
-        ({"text_pair": "b"}, "--text-pair", "missing"),
-        ({"out": "a.txt"}, "--out", "exists"),
-        ({"out": "a.txt/b"}, "--out", "not_found"),
-        ({"pooling": "cls"}, "--pooling", "conflict"),
-    ],
+    [({"out": "a.txt"}, "--out", "exists"), ({"out": "a.txt/b"}, "--out", "not_found")],
 )
 def test_options_that_do_not_fit_are_issues(
     tmp_path: Path, options: dict[str, Any], setting: str, kind: str

@@ -46,13 +46,20 @@ def model_of(size: int) -> CrammedBert:
     return build_model(ModelConfig(**{**TINY_MODEL, "vocab_size": size}), LENGTH, 0).eval()
 
 
-def hidden_words(text: str, tokenizer: Tokenizer) -> list[str]:
-    """The words of which a token is hidden, read back from the text by the tokens' places."""
+def hide(text: str, tokenizer: Tokenizer) -> tuple[list[Any], text_loss.WordCounts, list[Any], list[Any]]:
+    """The words of which a token is hidden, read back from the text by the tokens' places; the counts, and
+    the places of tokens that are seen and of all words."""
     encoded = tokenizer.encode(text, add_special_tokens=False)
-    hiding = text_loss.hide_words(text, encoded.offsets, text_loss.document_key(text, 0))
-    places = [span for span, hides in zip(encoded.offsets, hiding.hidden_T, strict=True) if hides]
+    hidden_T, counts = text_loss.hide_words(text, encoded.offsets, text_loss.document_key(text, 0))
+    places = [span for span, hides in zip(encoded.offsets, hidden_T, strict=True) if hides]
+    seen = [span for span, hides in zip(encoded.offsets, hidden_T, strict=True) if not hides]
     words = [word.span() for word in re.finditer(r"\S+", text)]
-    return [text[a:b] for a, b in words if any(begin < b and a < end for begin, end in places)]
+    covered = [(a, b) for a, b in words if any(begin < b and a < end for begin, end in places)]
+    return [text[a:b] for a, b in covered], counts, covered, seen
+
+
+def hidden_words(text: str, tokenizer: Tokenizer) -> list[str]:
+    return hide(text, tokenizer)[0]
 
 
 # --- what is drawn
@@ -64,52 +71,44 @@ def test_the_same_words_are_hidden_for_every_vocabulary() -> None:
     assert len(small.encode(texts[0]).ids) > 1.5 * len(large.encode(texts[0]).ids)
     assert [hidden_words(t, small) for t in texts] == [hidden_words(t, large) for t in texts]
     of_small, of_large = read(texts, small), read(texts, large)
-    assert of_small.hidden_words == of_large.hidden_words > 0.1 * of_small.words
-    assert of_small.hidden_bytes_D.tolist() == of_large.hidden_bytes_D.tolist()
+    small_D, large_D = of_small.counts_D, of_large.counts_D
+    assert small_D.hidden.sum() > 0.1 * small_D.words.sum()
+    assert small_D.hidden.tolist() == large_D.hidden.tolist()
+    assert small_D.hidden_bytes.tolist() == large_D.hidden_bytes.tolist()
     assert of_small.hidden_T.sum() > of_large.hidden_T.sum()
 
 
 def test_hidden_words_are_whole_and_their_bytes_are_those_of_the_text() -> None:
     text = "Zw\u00f6lf Boxk\u00e4mpfer \u2192 jagen \u00e4\u00f6\u00fc, " * 30
-    tokenizer = trained(90)
-    encoded = tokenizer.encode(text, add_special_tokens=False)
-    hiding = text_loss.hide_words(text, encoded.offsets, 7)
-    words = [word.span() for word in re.finditer(r"\S+", text)]
-    hidden = [span for span, hides in zip(encoded.offsets, hiding.hidden_T, strict=True) if hides]
-    seen = [span for span, hides in zip(encoded.offsets, hiding.hidden_T, strict=True) if not hides]
-    covered = [(a, b) for a, b in words if any(x < b and a < y for x, y in hidden)]
+    words, counts, covered, seen = hide(text, trained(90))
     assert all(not (x < b and a < y) for a, b in covered for x, y in seen)
-    arrows = hiding.hidden - len(covered)  # the normaliser drops them, so no token stands for one
-    assert hiding.words == len(words) == 150
-    assert hiding.silent == arrows > 0
-    sizes = sum(len(text[a:b].encode()) for a, b in covered)
-    assert hiding.hidden_bytes == sizes + arrows * len("\u2192".encode())
+    arrows = counts.hidden - len(covered)  # the normaliser drops them, so no token stands for one
+    assert counts.words == 150
+    assert counts.silent == arrows > 0
+    assert counts.hidden_bytes == sum(len(word.encode()) for word in words) + arrows * len("\u2192".encode())
 
 
 def test_what_is_drawn_of_a_document_depends_on_nothing_beside_it() -> None:
     tokenizer = trained(80)
     whole, alone = read(DOCUMENTS, tokenizer), read(DOCUMENTS[7:8], tokenizer)
     there = whole.document_T == 7
-    for name in ("ids_T", "seen_T", "kind_T", "hidden_T"):
+    for name in ("ids_T", "seen_T", "drawn_T", "hidden_T"):
         assert getattr(whole, name)[there].tolist() == getattr(alone, name).tolist()
-    assert alone.kind_T.any()
+    assert alone.drawn_T.any()
     assert alone.hidden_T.any()
     other = whole.document_T == 8
-    assert whole.kind_T[there].tolist() != whole.kind_T[other].tolist()
+    assert whole.drawn_T[there].tolist() != whole.drawn_T[other].tolist()
 
 
 def test_shares_of_what_is_drawn_and_how_it_is_seen() -> None:
     count, first, end = 200_000, 7, 64
     ids_T = np.full(count, 9, np.uint16)
-    seen_T, kind_T = text_loss.draw_tokens(
-        ids_T, np.full(count, 3, np.uint64), np.arange(count), 6, (first, end)
-    )
-    assert (kind_T > 0).mean() == pytest.approx(0.15, abs=0.004)
-    shares = np.bincount(kind_T[kind_T > 0], minlength=4)[1:] / (kind_T > 0).sum()
-    assert shares.tolist() == pytest.approx([0.8, 0.1, 0.1], abs=0.01)
-    assert set(seen_T[kind_T == 1]) == {6}
-    assert set(seen_T[kind_T == 2]) == set(range(first, end))
-    assert set(seen_T[(kind_T == 0) | (kind_T == 3)]) == {9}
+    seen_T, drawn_T = text_loss.draw_tokens(ids_T, 3, 6, (first, end))
+    assert drawn_T.mean() == pytest.approx(0.15, abs=0.004)
+    share = [(seen_T[drawn_T] == token).mean() for token in (6, 9)]
+    assert share == pytest.approx([0.8, 0.1 + 0.1 / (end - first)], abs=0.01)
+    assert set(seen_T[drawn_T]) == {6, *range(first, end)}
+    assert set(seen_T[~drawn_T]) == {9}
 
 
 def test_special_tokens_of_a_text_are_text() -> None:
@@ -128,17 +127,15 @@ def test_a_model_that_knows_nothing_needs_the_bits_of_its_vocabulary() -> None:
     tokenizer = trained(80)
     model, text = model_of(80), read(DOCUMENTS, tokenizer)
     torch.nn.init.zeros_(model.model.embeddings.tok_embeddings.weight)
-    rows = text_loss.token_losses(model, text, LENGTH, quiet)
-    assert [row.seen for row in rows] == ["all", "mask", "random", "original"]
-    assert [row.loss for row in rows] == pytest.approx([math.log(80)] * 4, rel=1e-6)
-    assert [row.loss_se for row in rows] == pytest.approx([0.0] * 4, abs=1e-6)
-    assert rows[0].tokens == sum(row.tokens for row in rows[1:]) == (text.kind_T > 0).sum()
+    row = text_loss.token_losses(model, text, LENGTH, quiet)
+    assert row.loss == pytest.approx(math.log(80), rel=1e-6)
+    assert row.loss_se == pytest.approx(0.0, abs=1e-6)
+    assert (row.tokens, row.documents) == (text.drawn_T.sum(), len(DOCUMENTS))
     special = tokens.special_ids(tokenizer, "it")
     words = text_loss.word_losses(model, text, LENGTH, special, quiet)
     hidden = [word for document in DOCUMENTS for word in hidden_words(document, tokenizer)]
     assert (words.words, words.bytes) == (len(hidden), sum(map(len, hidden)))
     assert words.bits_per_byte == pytest.approx(words.tokens * math.log2(80) / words.bytes, rel=1e-6)
-    assert words.nats == pytest.approx(words.tokens * math.log(80), rel=1e-6)
     assert words.bits_per_byte_se > 0
 
 
@@ -158,11 +155,11 @@ def test_hidden_words_that_the_vocabulary_lacks_are_counted_and_so_are_their_doc
 def test_the_loss_is_that_of_training_at_the_same_positions() -> None:
     tokenizer = trained(80)
     model, text = model_of(80), read(DOCUMENTS, tokenizer)
-    (row, *_) = text_loss.token_losses(model, text, LENGTH, quiet)
+    row = text_loss.token_losses(model, text, LENGTH, quiet)
     total = 0.0
     for first in range(0, len(text.ids_T), LENGTH):  # the last one is shorter
         cut = slice(first, first + LENGTH)
-        (positions,) = np.nonzero(text.kind_T[cut])
+        (positions,) = np.nonzero(text.drawn_T[cut])
         ids = torch.from_numpy(text.seen_T[cut].astype(np.int64))[None]
         labels = torch.from_numpy(text.ids_T[cut][positions].astype(np.int64))
         total += model(ids, torch.from_numpy(positions), labels).item()
@@ -170,7 +167,7 @@ def test_the_loss_is_that_of_training_at_the_same_positions() -> None:
     assert row.loss * row.tokens == pytest.approx(total, rel=1e-5)
 
 
-def test_each_way_of_seeing_a_token_has_its_own_accuracy() -> None:
+def test_a_token_is_right_where_its_logit_is_the_greatest() -> None:
     """A model that guesses what it sees is right where that is the token itself, and seldom elsewhere."""
     model, text = model_of(80), read(DOCUMENTS, trained(80))
     with torch.no_grad():
@@ -178,10 +175,8 @@ def test_each_way_of_seeing_a_token_has_its_own_accuracy() -> None:
         for layer in model.model.layers:
             for name in ("attn.Wo", "mlp.Wo"):
                 layer.get_submodule(name).weight.zero_()
-    rows = {row.seen: row for row in text_loss.token_losses(model, text, LENGTH, quiet)}
-    right = {seen: row.accuracy * row.tokens for seen, row in rows.items()}
-    assert right["all"] == pytest.approx(right["mask"] + right["random"] + right["original"])
-    assert rows["original"].accuracy > 0.5 > rows["all"].accuracy
+    same = (text.seen_T == text.ids_T)[text.drawn_T].mean()
+    assert text_loss.token_losses(model, text, LENGTH, quiet).accuracy == pytest.approx(same, abs=0.02)
 
 
 def test_the_error_of_a_ratio_by_hand() -> None:
@@ -229,7 +224,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def measure(run: Path, texts: Path, **options: Any) -> text_loss.TextLoss:
-    how = {"options": BuildConfig(), "max_bytes": None, "tell": quiet, **options}
+    how = {"options": BuildConfig(), "tell": quiet, **options}
     return text_loss.text_loss(str(run), [str(texts)], **how)
 
 
@@ -242,29 +237,26 @@ def test_what_is_measured_of_a_run_and_shown(run_dir: Path, tmp_path: Path) -> N
     assert measured.vocab_size == 60, "of the tokenizer, not of the model"
     assert measured.bytes == sum(map(len, DOCUMENTS)) + 40
     assert [source["documents"] for source in measured.sources] == [20]
-    losses, facts = text_report(measured).sections[0].tables
-    assert [row.label for row in losses.rows][:2] == ["all of them", "<mask>"]
-    assert losses.rows[0].cells[0].exact == measured.predicted[0].loss
+    rows = text_report(measured).sections[0].tables[0].rows
     hidden = measured.hidden
-    assert f"{hidden.bytes:,} bytes in {hidden.words} hidden words" in facts.rows[0].cells[0].note
-    assert facts.rows[1].cells[0].text == "20 documents"
+    assert f"of {measured.predicted.tokens:,} tokens, 15.0 % of all" in rows[0].cells[0].note
+    assert f"{hidden.bytes:,} bytes in {hidden.words} hidden words" in rows[1].cells[0].note
+    assert rows[2].cells[0].text == "20 documents"
     few = measured.model_copy(
         update={
-            "predicted": [r.model_copy(update={"documents": 2, "loss_se": 0.01}) for r in measured.predicted],
+            "predicted": measured.predicted.model_copy(update={"documents": 2, "loss_se": 0.01}),
             "hidden": hidden.model_copy(update={"documents": 2, "bits_per_byte_se": 0.02}),
         }
     )
-    losses, facts = text_report(few).sections[0].tables  # Student's t of one degree of freedom: 12.706
-    assert losses.rows[0].cells[1].text == "0.1271"
-    assert facts.rows[0].cells[0].text.endswith(" \u00b1 0.2541")
+    rows = text_report(few).sections[0].tables[0].rows  # Student's t of one degree of freedom: 12.706
+    assert [row.cells[0].text.rpartition(" \u00b1 ")[2] for row in rows[:2]] == ["0.1271", "0.2541"]
     for words, unknown, notes in ((0, 0, 1), (2, 0, 2), (0, 1, 2)):
         counted = hidden.model_copy(update={"words_without_token": words, "unknown_tokens": unknown})
         (section,) = text_report(measured.model_copy(update={"hidden": counted})).sections
         assert len(section.notes) == notes
-    first = measure(run_dir, path, options=options, max_bytes=400)
-    assert first.documents == 1
-    assert [source["documents"] for source in first.sources] == [1], "what was read of the file"
-    assert first.predicted[0].loss_se is None
+    path.write_text(" ".join(DOCUMENTS[:9]))
+    alone = measure(run_dir, path, options=options)
+    assert (alone.documents, alone.predicted.loss_se) == (1, None)
 
 
 def test_documents_of_which_no_token_is_left_are_counted(run_dir: Path, tmp_path: Path) -> None:
@@ -273,8 +265,8 @@ def test_documents_of_which_no_token_is_left_are_counted(run_dir: Path, tmp_path
     (tmp_path / "a.txt").write_text("\n".join([*DOCUMENTS[:20], lost, *DOCUMENTS[20:], lost]))
     (tmp_path / "lost.txt").write_text(f"{lost}\n" * 40)
     measured = measure(run_dir, tmp_path / "a.txt")
-    assert (measured.documents_without_tokens, measured.first_without_tokens) == (2, 20)
-    none = measured.model_copy(update={"documents_without_tokens": 0, "first_without_tokens": None})
+    assert measured.documents_without_tokens == 2
+    none = measured.model_copy(update={"documents_without_tokens": 0})
     notes = [text_report(each).sections[0].notes for each in (measured, none)]
     assert len(notes[0]) == len(notes[1]) + 1
     (issue,) = raised_issues(measure, run_dir, tmp_path / "lost.txt")
@@ -288,7 +280,7 @@ def test_what_is_measured_in_bf16_says_so(run_dir: Path, tmp_path: Path) -> None
     )
     assert auto == fp32, "no GPU is here"
     assert (fp32.precision, bf16.precision) == ("float32", "bfloat16")
-    losses = [found.predicted[0].loss or 0.0 for found in (fp32, bf16)]
+    losses = [found.predicted.loss for found in (fp32, bf16)]
     assert 0 < abs(losses[1] - losses[0]) < 0.01
 
 
