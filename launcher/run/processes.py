@@ -20,9 +20,8 @@ import psutil
 from bert_dp import files
 from bert_dp.files.models import Failure, Summary
 from launcher import results
-from launcher.children import describe_exit_code, launcher_marks
+from launcher.children import describe_exit_code, reaper
 from launcher.log import Log, print_error
-from launcher.run.reaper import reaper
 from launcher.run.starters import WORKER, start_command, start_environment
 from launcher.watch import advice, failure
 from launcher.watch.failure import MemoryWatch, RankExit
@@ -101,7 +100,7 @@ def run(
     memory = MemoryWatch()
     with stop_signals() as pending:  # until all is written: one that comes last must not cost the summary
         try:
-            with reaper(scratch, launcher_marks()):
+            with reaper(scratch):
                 with launcher_log.open("ab", buffering=0) as output, confined(cores):
                     if output.tell():
                         output.write(f"{files.STARTED_AGAIN}\n".encode())

@@ -38,7 +38,6 @@ from launcher.machine.environment import Environment
 from launcher.report.numbers import format_duration, format_eta
 from launcher.results import MeasureStatus
 from launcher.run import processes
-from launcher.run.reaper import reaper
 from launcher.watch import hangs
 
 TrialStatus = Literal["ok", "oom", "failed"]
@@ -355,7 +354,7 @@ def runner(out: Path, slots: Sequence[Slot], *, launcher: str, on_gpu: bool, log
     scratch = out / SCRATCH
     scratch.mkdir(exist_ok=True)
     try:
-        with reaper(scratch, children.launcher_marks()), processes.stop_signals() as signals:
+        with children.reaper(scratch), processes.stop_signals() as signals:
             yield Runner(out, slots, signals, launcher, on_gpu, log)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
