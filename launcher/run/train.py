@@ -58,7 +58,7 @@ from launcher.run import processes, restarts
 from launcher.run.loggers import Loggers
 from launcher.watch import advice, hangs
 from launcher.watch.display import Display
-from launcher.watch.failure_card import card
+from launcher.watch.failure import card
 
 if TYPE_CHECKING:
     from rich.console import Console

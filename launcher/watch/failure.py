@@ -19,11 +19,12 @@ import psutil
 
 from bert_dp import files
 from bert_dp.cost import GIB
-from bert_dp.files import is_own_code
+from bert_dp.files import is_own_code, safe
 from bert_dp.files.models import Failure, RunMemory
 from launcher import results
 from launcher.children import describe_exit_code
 from launcher.machine.environment import ROOT, control_groups
+from launcher.report.numbers import format_gib
 
 TAIL_LINES = 20
 TAIL_BYTES = 65_536  # of a log's end that is read
@@ -34,6 +35,7 @@ CPP_PLACE = re.compile(r"\[\S+\.(?:cc|cpp|cu|h|hpp):\d+\] ")
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 SAMPLE_S = 1.0
 GROUP = "control group"
+CONSEQUENCES_SHOWN = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,6 +187,35 @@ def first_line(message: str) -> str:
     lines = [line.strip() for line in CPP_PLACE.sub("", message).splitlines() if line.strip()]
     line = lines[0] if lines else ""
     return line if len(line) <= MESSAGE_CHARS else f"{line[:MESSAGE_CHARS]} ..."
+
+
+def card(failure: Failure, run_dir: Path) -> list[str]:
+    """Lay out a failure in lines: rank, error, place and log; then why and what to do, consequences, and the
+    log's end."""
+    lines = [f"failed: {first_line(failure.headline())}"]
+    if failure.where:
+        lines.append(f"  at {failure.where}" + (f" {failure.source}" if failure.source else ""))
+    lines += [f"  log: {failure.log}"] if failure.log else []
+    lines.append(f"  run: {run_dir}")
+    if failure.same_error_ranks:
+        lines.append(f"  same error: rank {', '.join(map(str, failure.same_error_ranks))}")
+    lines += [f"  why: {line}" for line in failure.explanation]
+    lines += [f"  fix: {line}" for line in failure.fix]
+    lines += _memory_lines(failure)
+    lines += [f"  consequence: {line}" for line in failure.consequences[:CONSEQUENCES_SHOWN]]
+    if (more := len(failure.consequences) - CONSEQUENCES_SHOWN) > 0:
+        lines.append(f"  consequence: {more} more ranks; all in summary.json")
+    lines += [f"  | {line}" for line in failure.log_tail]
+    return [safe(line) for line in lines]
+
+
+def _memory_lines(failure: Failure) -> list[str]:
+    """Name the peaks of the rank that failed, of the greatest other one, and of the control group."""
+    peaks = failure.memory.peaks_gib if failure.memory else {}
+    mine = f"rank {failure.rank}"
+    others = sorted(peaks.keys() - {mine, GROUP}, key=lambda name: peaks[name], reverse=True)
+    shown = [name for name in (mine, *others[:1], GROUP) if name in peaks]
+    return [f"  memory: {name} peaked at {format_gib(peaks[name])}" for name in shown]
 
 
 class MemoryWatch:

@@ -20,9 +20,11 @@ from bert_dp.files.models import Failure, FailureKind, RunMemory, kind_of_text
 from bert_dp.training import process
 from launcher.children import describe_exit_code
 from launcher.watch.failure import (
+    CONSEQUENCES_SHOWN,
     GROUP,
     NO_CAUSE,
     RankExit,
+    card,
     decide_cause,
     first_cause,
     first_line,
@@ -30,7 +32,6 @@ from launcher.watch.failure import (
     read_end,
     tail_of,
 )
-from launcher.watch.failure_card import CONSEQUENCES_SHOWN, card
 
 WRONG = {"setting": "optim.lr", "kind": "out_of_range", "message": "wrong"}
 TORCHRUN = """
