@@ -23,7 +23,7 @@ from launcher import results
 from launcher.children import describe_exit_code, reaper
 from launcher.log import Log, print_error
 from launcher.run.starters import WORKER, start_command, start_environment
-from launcher.watch import advice, failure
+from launcher.watch import failure
 from launcher.watch.failure import MemoryWatch, RankExit
 from launcher.watch.hangs import Watch
 
@@ -135,7 +135,7 @@ def run(
         )
         cause = failure.decide_cause(logs, launcher_said, workers.exits, unknown, hang=hang)
         if cause is not None:
-            cause = advice.explain(cause, run_dir, nproc, memory.facts())
+            cause = failure.explain(cause, run_dir, nproc, memory.facts())
         return _result(run_dir, cause, unknown, pending)
 
 

@@ -56,9 +56,9 @@ from launcher.report.numbers import count_of, format_duration, format_gib, forma
 from launcher.report.run_page import PAGE, of_directories
 from launcher.run import processes, restarts
 from launcher.run.loggers import Loggers
-from launcher.watch import advice, hangs
+from launcher.watch import hangs
 from launcher.watch.display import Display
-from launcher.watch.failure import card
+from launcher.watch.failure import card, what_fits
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -417,15 +417,13 @@ class MemoryCheck:
         return 0.0 if self.limit_gib is None else self.total_gib / max(self.limit_gib, 1e-9)
 
     def _tight(self) -> list[Issue]:
-        _, fixes = advice.what_fits(
-            self.config, self.precision, self.world_size, self.limit_gib, on_gpu=self.on_gpu
-        )
+        _, fix = what_fits(self.config, self.precision, self.world_size, self.limit_gib, on_gpu=self.on_gpu)
         size = self.config.batch.micro_size
         message = (
             f"{size} takes about {format_gib(self.total_gib)} a rank (estimate), and there are "
             f"{format_gib(self.limit_gib)} ({self.limit_of})"
         )
-        return [Issue("batch.micro_size", "out_of_range", message, size, hint=fixes[0])]
+        return [Issue("batch.micro_size", "out_of_range", message, size, hint=fix)]
 
 
 def check_memory(
