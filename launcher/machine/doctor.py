@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import socket
 import tempfile
-import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from launcher.children import NO_ANSWER, module_command, run_command
 from launcher.machine.environment import Environment, existing, probe
-from launcher.report.numbers import format_gib, format_ratio, format_si
+from launcher.report.numbers import format_gib
 from launcher.report.page import Report, Verdict
 
-MIN_PYTHON, MAX_PYTHON, MIN_TORCH = (3, 11), (3, 13), (2, 11)
-DOCTOR_LIMIT_S = 28.0
-MIN_ALL_REDUCE_S = 3.0
-LINKS_LIMIT_S = 4.0
+MIN_TORCH = (2, 11)
+CHECKPOINT_S, ALL_REDUCE_S = 10.0, 14.0  # limits; with the probe of the machine doctor takes under 30 s
+LINKS_S = 4.0
 MIN_CHECKPOINT_MB_S = 50.0
 
 Level = Literal["ok", "warn", "fail"]
@@ -59,19 +56,13 @@ def doctor(run_dir: Path | None = None) -> tuple[Environment, list[Finding]]:
 
     Every process that it starts has ended when it returns, and ends with it when it is killed.
     """
-    deadline = time.monotonic() + DOCTOR_LIMIT_S
     target = run_dir or Path()
     env = probe(target)
     findings = diagnose(env)
     if len(env.gpus) > 1:
-        p2p = run_command(["nvidia-smi", "topo", "-p2p", "r"], LINKS_LIMIT_S)[0]
+        p2p = run_command(["nvidia-smi", "topo", "-p2p", "r"], LINKS_S)[0]
         findings += link_findings(env, p2p or "")
-    findings.append(loopback())
-    findings.append(checkpoint(target, (deadline - time.monotonic()) / 2))
-    findings.append(all_reduce(deadline - time.monotonic(), gpus=len(env.gpus)))
-    if not env.gpus:
-        findings.append(bf16(env, deadline - time.monotonic()))
-    return env, findings
+    return env, [*findings, loopback(), checkpoint(target), all_reduce()]
 
 
 def diagnose(env: Environment) -> list[Finding]:
@@ -86,24 +77,18 @@ def _finding(good: bool, message: str, consequence: str, fix: str, level: Level 
 
 def _package_findings(env: Environment) -> list[Finding]:
     torch = env.versions.get("torch")
+    build = "CPU" if "+cpu" in (torch or "") else "GPU"
     return [
         _finding(
-            MIN_PYTHON <= _version(env.python) <= MAX_PYTHON,
-            f"python {env.python}",
-            "supported are 3.11 to 3.13; imports or runs may fail",
-            "make a virtual environment with python 3.13",
-            "fail",
-        ),
-        _finding(
-            torch is not None and _version(torch) >= MIN_TORCH,
-            f"torch {torch or 'is not installed'}",
-            "2.11 or newer is needed; every rank stops at start",
+            torch is not None and tuple(map(int, re.findall(r"\d+", torch)[:2])) >= MIN_TORCH,
+            f"python {env.python}, torch {torch or 'is not installed'}",
+            "torch 2.11 or newer is needed; every rank stops at start",
             "pip install 'torch>=2.11'",
             "fail",
         ),
         _finding(
-            not (env.gpus and "+cpu" in (torch or "")),
-            f"torch build: {'CPU' if '+cpu' in (torch or '') else 'GPU'}, {len(env.gpus)} GPUs",
+            not (env.gpus and build == "CPU"),
+            f"torch build: {build}, {len(env.gpus)} GPUs",
             "the GPUs stay unused",
             "install the CUDA build of the same version",
             "fail",
@@ -244,7 +229,9 @@ def loopback() -> Finding:
         return Finding("fail", f"loopback: {error}", "ranks of one node cannot meet", "ip link set lo up")
 
 
-def checkpoint(target: Path, timeout_s: float, module: str = "bert_dp.measure.disk") -> Finding:
+def checkpoint(
+    target: Path, timeout_s: float = CHECKPOINT_S, module: str = "bert_dp.measure.disk"
+) -> Finding:
     """Write, verify and load a checkpoint by `python -m module` where `target` is or would be made."""
     consequence = "a run stops, or loses its work, at its first checkpoint"
     fix = "choose another --run-dir; free space and rights are above, dmesg names a failing disk"
@@ -252,7 +239,7 @@ def checkpoint(target: Path, timeout_s: float, module: str = "bert_dp.measure.di
         with tempfile.TemporaryDirectory(prefix=".bert-dp-doctor-", dir=existing(target)) as folder:
             measured, error = _json_of(module, [folder], timeout_s)
     except OSError as problem:
-        return Finding("fail", f"checkpoint round trip: {problem.strerror}", consequence, fix)
+        measured, error = None, problem.strerror
     if measured is None:
         return _unmeasured("checkpoint round trip", error, consequence, fix)
     mib, seconds, rate = measured["bytes"] / 2**20, measured["seconds"], measured["mb_per_s"]
@@ -264,13 +251,12 @@ def checkpoint(target: Path, timeout_s: float, module: str = "bert_dp.measure.di
     )
 
 
-def all_reduce(timeout_s: float, module: str = "bert_dp.measure.all_reduce", *, gpus: int = 0) -> Finding:
+def all_reduce(timeout_s: float = ALL_REDUCE_S, module: str = "bert_dp.measure.all_reduce") -> Finding:
     """Run `python -m module`: between all GPUs if there are several, else between two CPU ranks."""
     r, error = _json_of(module, [], timeout_s)
     if r is None:
         consequence = "ranks cannot talk to each other: every run on more than one rank will fail"
-        fix = f"run `python -m {module}` to see its messages"
-        return _unmeasured("all-reduce", error, consequence, fix, gpus=gpus)
+        return _unmeasured("all-reduce", error, consequence, f"run `python -m {module}` to see its messages")
     return Finding(
         "ok",
         f"all-reduce: {r['world_size']} {r['backend']} ranks, {r['bytes'] / 2**20:.1f} MiB in "
@@ -278,40 +264,15 @@ def all_reduce(timeout_s: float, module: str = "bert_dp.measure.all_reduce", *, 
     )
 
 
-def bf16(env: Environment, timeout_s: float, module: str = "bert_dp.measure.bf16_ratio") -> Finding:
-    """Compare the bf16 and fp32 matmul rates of this CPU by `python -m module`."""
-    what = f"bf16: {', '.join(env.bf16_units) or 'no unit on this CPU, so precision: auto is fp32'}"
-    measured, error = _json_of(module, [], timeout_s)
-    if measured is None:
-        return Finding("ok", f"{what}; its matmul rate is not known ({error})")
-    bf16, fp32 = measured["bf16_flops"], measured["fp32_flops"]
-    rates = f"({format_si(bf16, 'FLOP/s')} against {format_si(fp32, 'FLOP/s')})"
-    return _finding(
-        not env.bf16_units or bf16 >= fp32,
-        f"{what}; it multiplies bf16 at {format_ratio(bf16 / fp32)} x its fp32 matmul rate {rates}",
-        "precision: auto is bf16 here, which is slower than fp32",
-        "precision=fp32; ask again when the machine is idle",
-    )
-
-
-def _unmeasured(check: str, error: str, consequence: str, fix: str, *, gpus: int = 0) -> Finding:
-    """Return a failure, or a warning if time ran out on a busy machine or while GPUs were opened."""
-    busy = os.getloadavg()[0] > len(os.sched_getaffinity(0))
-    if error.startswith(NO_ANSWER) and (busy or gpus > 1):
-        return Finding(
-            "warn", f"{check}: {error}", f"on an idle machine {consequence}", "ask again when it is idle"
-        )
+def _unmeasured(check: str, error: str, consequence: str, fix: str) -> Finding:
+    """Return a failure, or a warning if time ran out, as on a busy machine."""
+    if error.startswith(NO_ANSWER):
+        return Finding("warn", f"{check}: {error}", "it could not be tested", "ask again on an idle machine")
     return Finding("fail", f"{check}: {error}", consequence, fix)
 
 
 def _json_of(module: str, arguments: list[str], timeout_s: float) -> tuple[Any, str]:
     """Return the last JSON object that `python -m module` printed, or None and the error."""
-    if timeout_s < MIN_ALL_REDUCE_S:
-        return None, f"{NO_ANSWER} the time that was left"
     output, error = run_command([*module_command(module), *arguments], timeout_s)
     lines = [line for line in (output or "").splitlines() if line.startswith("{")]
     return (json.loads(lines[-1]), "") if lines else (None, error or "no result line")
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])

@@ -239,8 +239,6 @@ def test_git_commit_and_dirty_flag(tmp_path):
         ({"affinity_cores": 1}, "warn", "cores"),
         ({"cpu_quota_cores": 1.5}, "warn", "cores"),
         ({"numa_cores": {"0": 0, "1": 16}}, "warn", "NUMA nodes: 2, usable 0 cores of node 0"),
-        ({"python": "3.10.4"}, "fail", "python 3.10.4"),
-        ({"python": "3.14.0"}, "fail", "python 3.14.0"),
         ({"versions": {}}, "fail", "torch is not installed"),
         ({"versions": {"torch": "2.10.9"}}, "fail", "torch 2.10.9"),
         ({"versions": {"torch": "2.13.0+cpu"}}, "fail", "torch build: CPU, 2 GPUs"),
@@ -265,33 +263,9 @@ def test_a_good_machine_has_no_findings():
     assert {f.level for f in diagnose(as_many_cores_as_ranks)} == {"ok"}
     just = {"open_files": 1024, "max_processes": 2048, "disk_free_gib": 5.0, "memory_available_gib": 4.0}
     just |= {"affinity_cores": 2}
-    for python, torch in (("3.11.0", "2.11.0+cu130"), ("3.13.9", "2.11.1")):
-        least = {**just, "python": python, "versions": {"torch": torch}}
+    for torch in ("2.11.0+cu130", "2.11.1"):
+        least = {**just, "versions": {"torch": torch}}
         assert {f.level for f in diagnose(dataclasses.replace(GOOD, shm_gib=1.0, **least))} == {"ok"}
-
-
-@pytest.mark.parametrize(("gpus", "last"), [(GOOD.gpus[:1], "all-reduce"), ((), "bf16")])
-def test_doctor_asks_of_bf16_where_ranks_run_on_a_cpu_and_keeps_to_its_time(
-    tmp_path, monkeypatch, gpus, last
-):
-    """The checkpoint has half of the time, the others what is left."""
-    asked = {}
-    monkeypatch.setattr(doctor, "probe", lambda _: dataclasses.replace(GOOD, gpus=gpus))
-    for check, name in (("checkpoint", "checkpoint"), ("all_reduce", "all-reduce"), ("bf16", "bf16")):
-        monkeypatch.setattr(
-            doctor,
-            check,
-            lambda *given, name=name, **_: asked.update({name: given}) or doctor.Finding("ok", name),
-        )
-    now = iter([100.0, 102.0, 110.0, 115.0])
-    monkeypatch.setattr(doctor, "time", SimpleNamespace(monotonic=lambda: next(now)))
-    _, findings = doctor.doctor(tmp_path)
-    assert findings[-1].message == last
-    assert asked.pop("checkpoint") == (tmp_path, (doctor.DOCTOR_LIMIT_S - 2) / 2)
-    times = {name: given[-1] for name, given in asked.items()}
-    expected = {"all-reduce": doctor.DOCTOR_LIMIT_S - 10, "bf16": doctor.DOCTOR_LIMIT_S - 15}
-    assert times == {name: expected[name] for name in times}
-    assert doctor.DOCTOR_LIMIT_S < 30
 
 
 def has_ended(pid: str) -> bool:
@@ -392,21 +366,8 @@ def test_a_module_answers_refuses_or_fails(fake_module):
             children.ask_module(fake_module(source), [], "asking")
 
 
-def test_time_that_ran_out_on_a_busy_machine_is_a_warning(monkeypatch):
-    late = (None, f"{children.NO_ANSWER} 3 s")
-    for load, gpus, answer, level in (
-        (1000.0, 0, late, "warn"),
-        (0.0, 8, late, "warn"),
-        (0.0, 1, late, "fail"),
-        (1000.0, 8, (None, "no gloo"), "fail"),
-    ):
-        monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0.0, 0.0))
-        monkeypatch.setattr(doctor, "run_command", lambda *_, answer=answer: answer)
-        assert doctor.all_reduce(20, gpus=gpus).level == level
-
-
-def test_all_reduce_timeout_ends_the_grandchildren_and_shows_stderr(fake_module, tmp_path, monkeypatch):
-    monkeypatch.setattr("os.getloadavg", lambda: (float(len(os.sched_getaffinity(0))), 0.0, 0.0))
+def test_all_reduce_timeout_ends_the_grandchildren_and_shows_stderr(fake_module, tmp_path):
+    """Time that runs out is a warning: the machine may be busy."""
     source = f"""
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -415,13 +376,13 @@ print("rank 1 is late", file=sys.stderr, flush=True)
 time.sleep(600)
 """
     finding = doctor.all_reduce(3, fake_module(source))
-    assert finding.level == "fail"
+    assert finding.level == "warn"
     assert "no answer within 3 s | rank 1 is late" in finding.message
     wait_for(lambda: has_ended((tmp_path / "pid").read_text()), seconds=5)
 
 
 def test_doctor_names_a_directory_that_cannot_be_written(monkeypatch):
-    monkeypatch.setattr(doctor, "all_reduce", lambda timeout_s, **_: doctor.Finding("ok", f"{timeout_s > 5}"))
+    monkeypatch.setattr(doctor, "all_reduce", lambda: doctor.Finding("ok", "all-reduce"))
     _, findings = doctor.doctor(Path("/proc/runs"))
     assert [f.level for f in findings if f.message.startswith("checkpoint")] == ["fail"]
     assert any(f.message.startswith("loopback") and f.level == "ok" for f in findings)
@@ -446,11 +407,6 @@ def test_a_real_checkpoint_round_trip(tmp_path):
     assert "64 MiB" in finding.message
     assert finding.level in ("ok", "warn")  # a busy disk is slow
     assert not list(tmp_path.iterdir())
-
-
-def test_nothing_starts_without_time(monkeypatch):
-    monkeypatch.setattr(doctor, "run_command", lambda *_: pytest.fail("started"))
-    assert children.NO_ANSWER in doctor.all_reduce(1.0).message
 
 
 def test_what_doctor_starts_ends_with_it(fake_module, tmp_path):
