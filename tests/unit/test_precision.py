@@ -19,7 +19,7 @@ from bert_dp.training.distributed import HostCollectives
 from bert_dp.training.state import TrainState
 from bert_dp.training.world import World
 from launcher import job
-from launcher.machine import doctor, environment
+from launcher.machine import environment
 from launcher.machine.environment import Environment, precision_of
 from launcher.report import run_files
 from launcher.run import train
@@ -217,23 +217,6 @@ def test_bf16_where_it_is_emulated_is_a_warning(
     assert len(warnings("precision=bf16")) == 1
     monkeypatch.setattr(environment, "probe", lambda *_: WITH)
     assert warnings("precision=bf16") == []
-
-
-@pytest.mark.parametrize(
-    ("machine", "bf16", "level", "said"),
-    [
-        (WITH, 8e10, "ok", "bf16: amx_bf16, avx512_bf16; it multiplies bf16 at 2.00 x"),
-        (WITH, 2e10, "warn", "at 0.50 x its fp32 matmul rate (20 GFLOP/s against 40 GFLOP/s)"),
-        (WITHOUT, 2e10, "ok", "bf16: no unit on this CPU, so precision: auto is fp32; it multiplies"),
-    ],
-)
-def test_doctor_names_the_units_and_the_ratio(
-    monkeypatch: pytest.MonkeyPatch, machine: Environment, bf16: float, level: str, said: str
-) -> None:
-    line = {"fp32_flops": 4e10, "bf16_flops": bf16}
-    monkeypatch.setattr(doctor, "_json_of", lambda *_: (line, ""))
-    finding = doctor.bf16(machine, 20.0)
-    assert (finding.level, said in finding.message) == (level, True), finding
 
 
 def test_a_run_that_left_no_summary_tells_what_its_ranks_had_decided(tmp_path: Path) -> None:
