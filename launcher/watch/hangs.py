@@ -21,6 +21,7 @@ import psutil
 from bert_dp.config import ENGINES
 from bert_dp.files import IN_STEP, PHASES, Heartbeat, heartbeat_path, is_own_code, read_heartbeat, read_json
 from bert_dp.files.models import Failure
+from launcher.machine.environment import read_text
 
 LOOK_EVERY_S = 1.0
 UNWATCHED_S = 5.0  # the most that counts of the time between two looks: this process may have been stopped
@@ -79,8 +80,6 @@ class RankSnapshot:
     """Seconds since its heartbeat thread last ran."""
     state: str = "S"
     """State of its process, as in proc_pid_stat(5)."""
-    kernel_wait: str = ""
-    """Kernel function that it waits in, where that may be read."""
     stack: tuple[Frame, ...] = ()
     """Frames of its main thread, innermost first."""
     collectives: Collectives = ()
@@ -109,9 +108,7 @@ class RankSnapshot:
         """Describe how far the rank is: step, phase and micro batches."""
         if self.phase in ("setup", "compile"):
             return f"in {self.phase}"
-        on_gpu = any(entry["state"] in BEGUN for entry in self.collectives)
-        how = "passed to the GPU" if on_gpu else "done"
-        done = f", {self.heartbeat.done} micro batches {how}" if self.phase in IN_STEP else ""
+        done = f", {self.heartbeat.done} micro batches done" if self.phase in IN_STEP else ""
         return f"in step {self.heartbeat.step} ({self.phase}{done})"
 
 
@@ -266,8 +263,7 @@ class Watch:
 def add_evidence(
     run_dir: Path, workers: Mapping[int, psutil.Process], snapshots: Sequence[RankSnapshot]
 ) -> list[RankSnapshot]:
-    """Add kernel waits, and the stacks and collectives of the ranks that can write them. Takes up to
-    ANSWER_S."""
+    """Add the stacks and collectives of the ranks that can write them. Takes up to ANSWER_S."""
     able = [s for s in snapshots if s.heartbeat.pid and not s.stopped]  # SIGUSR2 would end one not begun
     stacks = {s.rank: run_dir / "logs" / f"rank-{s.rank}.stack" for s in able}
     for rank, path in stacks.items():
@@ -279,16 +275,13 @@ def add_evidence(
     deadline = time.monotonic() + ANSWER_S
     while time.monotonic() < deadline:
         time.sleep(0.1)
-        before, texts = texts, {rank: _text(path) for rank, path in stacks.items()}
+        before, texts = texts, {rank: read_text(path) for rank, path in stacks.items()}
         settled = texts == before and all(texts.values())
         if settled and all(s.frozen or recorded_collectives(run_dir, s) is not None for s in able):
             break
     return [
         dataclasses.replace(
-            s,
-            kernel_wait=_kernel_wait(workers[s.rank].pid),
-            stack=parse_stack(texts.get(s.rank, "")),
-            collectives=recorded_collectives(run_dir, s) or (),
+            s, stack=parse_stack(texts.get(s.rank, "")), collectives=recorded_collectives(run_dir, s) or ()
         )
         for s in snapshots
     ]
@@ -308,17 +301,6 @@ def process_state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return "X"
-
-
-def _kernel_wait(pid: int) -> str:
-    """Read the kernel function that a process waits in; "" where that may not be read or it runs."""
-    return _text(Path(f"/proc/{pid}/wchan")).strip().removeprefix("0")
-
-
-def _text(path: Path) -> str:
-    with contextlib.suppress(OSError):
-        return path.read_text(encoding="utf-8", errors="replace")
-    return ""
 
 
 def parse_stack(text: str) -> tuple[Frame, ...]:
@@ -354,16 +336,15 @@ def find_culprit(snapshots: Sequence[RankSnapshot]) -> HangDiagnosis:
     A rank on a GPU runs ahead of it: its place is what it has queued, its collectives tell what is done.
     """
     if stopped := [s for s in snapshots if s.stopped]:
-        debugged = all(s.state == "t" for s in stopped)
-        by = "a debugger" if debugged else "a signal (SIGSTOP); SIGCONT lets it go on"
-        return _named(stopped, f"stopped by {by}")
+        return _named(stopped, "stopped by a signal (SIGSTOP) or a debugger; SIGCONT lets it go on")
     # one that is steps further than a rank which can be heard waits for that one: a launch holds the GIL
     # while a GPU's queue is full
     reached = min((s.heartbeat.step for s in snapshots if not s.frozen), default=None)
     if frozen := [s for s in snapshots if s.frozen and (reached is None or s.heartbeat.step <= reached)]:
-        reason = "holds the interpreter lock (GIL), or gets no processor"
-        if frozen[0].state == "D":
-            reason = f"stuck in the kernel {frozen[0].kernel_wait}".rstrip()
+        in_kernel = frozen[0].state == "D"
+        reason = (
+            "stuck in the kernel" if in_kernel else "holds the interpreter lock (GIL), or gets no processor"
+        )
         return _named(frozen, f"not schedulable: {reason}")
     if len(snapshots) == 1:
         return _named(snapshots, "makes no progress")
