@@ -47,21 +47,17 @@ def child_environment() -> dict[str, str]:
 
 
 def kernel_caches() -> dict[str, str]:
-    """Make directories for torch's compiled kernels below our cache; return the variables that name them. One
+    """Make a directory for torch's compiled kernels below our cache; return the variable that names it. One
     that the user has set stays. {} if our cache cannot be used: torch then takes a temporary directory."""
     # the trials of a search have a temporary directory of their own: each would compile the same kernels anew
-    folders = {
-        "TORCHINDUCTOR_CACHE_DIR": cache_root() / "kernels" / "inductor",
-        "TRITON_CACHE_DIR": cache_root() / "kernels" / "triton",
-    }
+    name, folder = "TORCHINDUCTOR_CACHE_DIR", cache_root() / "kernels"
     if cache_issues():
         return {}
     try:
-        for folder in folders.values():
-            folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError:
         return {}
-    return {name: os.environ.get(name, str(folder)) for name, folder in folders.items()}
+    return {name: os.environ.get(name, str(folder))}
 
 
 def launcher_marks() -> list[str]:

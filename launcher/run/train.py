@@ -17,6 +17,7 @@ import psutil
 
 from bert_dp import files as record
 from bert_dp.config import (
+    BF16_UNITS,
     BatchLayout,
     Config,
     ConfigError,
@@ -49,7 +50,7 @@ from launcher.job import (
     prepare_data,
 )
 from launcher.log import PLAIN, logger, masked_command, show
-from launcher.machine.environment import Environment, emulated_warnings, precision_of
+from launcher.machine.environment import Environment, precision_of
 from launcher.report.console import show_end, show_report
 from launcher.report.html import write_or_warn
 from launcher.report.numbers import count_of, format_duration, format_gib, format_percent
@@ -152,7 +153,10 @@ def start_warnings(
         warnings.append("checkpoint.keep is 0: nothing is saved, and a run that ends early starts over")
     if anyone_writes(run_dir):  # a file system without modes must not lock out the run that is there
         warnings.append(f"{run_dir} can be written by every user; chmod o-w it")
-    return [*warnings, *emulated_warnings(config, job.machine, on_gpu=job.gpus > 0)]
+    if config.precision == "bf16" and not job.gpus and not job.machine.bf16_units:
+        units = " or ".join(BF16_UNITS)
+        warnings.append(f"precision: bf16 is emulated on this CPU, which has no {units}; use auto or fp32")
+    return warnings
 
 
 def run_locked(

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from bert_dp import files
-from bert_dp.config import Config, ConfigError, batch_layout, divisors, flat, load_config
+from bert_dp.config import Config, ConfigError, batch_layout, divisors, load_config
 from bert_dp.cost import GIB, rank_memory_gib
 from bert_dp.files import is_own_code, safe
 from bert_dp.files.models import OUT_OF_MEMORY, Failure, RecordedEnvironment, RunMemory
@@ -57,14 +57,6 @@ MEANING: dict[int, tuple[str, str]] = {  # of a signal, and the fix
     ),
 }
 SPARE = 0.1  # of the memory, for what the estimate does not count, such as buffers of collectives
-CHANGES: tuple[dict[str, Any], ...] = (  # beside a smaller micro batch, the cheapest in time first
-    {},
-    {"activation_checkpointing": True},
-    {"engine": "zero1"},
-    {"engine": "zero1", "activation_checkpointing": True},
-    {"engine": "fsdp"},
-    {"engine": "fsdp", "activation_checkpointing": True},
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,10 +71,8 @@ class RankExit:
 def decide_cause(
     logs: Path, launcher_said: str, exits: Sequence[RankExit], unknown: Failure, *, hang: Failure | None
 ) -> Failure | None:
-    """Find the cause of a run's end: the hang that it was ended for, else the earliest error of a rank.
-
-    None if no rank recorded one. `unknown` has the log of a rank that ended before it opened its own.
-    """
+    """Find the cause of a run's end: the hang that it was ended for, else the earliest error of a rank, if
+    any. `unknown` has the log of a rank that ended before it opened its own."""
     cause = hang or first_cause(logs, launcher_said, exits)
     if cause is not None and (cause.log is None or not Path(cause.log).exists()):
         cause = cause.model_copy(update={"log": unknown.log, "log_tail": unknown.log_tail})
@@ -284,8 +274,8 @@ def what_to_lower(
 def what_fits(
     config: Config, precision: str, world_size: int, capacity_gib: float | None, *, on_gpu: bool
 ) -> tuple[str, str]:
-    """Return the memory estimate of a rank in words, and settings that bring it below `capacity_gib` with
-    10 % spare: the smallest change and with it the largest micro batch. The global batch stays.
+    """Return the memory estimate of a rank in words, and the largest micro batch that brings it below
+    `capacity_gib` with 10 % spare, as an option.
 
     A run that failed though its estimate fits needs more than it: then a tenth less than it is sought.
     """
@@ -300,29 +290,19 @@ def what_fits(
         words += f"; there are {format_gib(capacity_gib)}"
         if needed <= capacity_gib:
             words += ", so more was taken than the estimate counts"
-    sizes = [n for n in reversed(divisors(batch.global_size)) if n <= batch.micro_size]
-    for change in CHANGES:
-        parallel = config.parallel.model_copy(update=change)
-        for micro in sizes:
-            resized = batch.model_copy(update={"micro_size": micro})
-            changed = config.model_copy(update={"parallel": parallel, "batch": resized})
-            with contextlib.suppress(ConfigError):  # of a batch that does not divide
-                layout, size = batch_layout(changed, world_size), needs(changed)
-                if changed != config and size <= limit:
-                    before = batch.global_size // (batch.micro_size * layout.dp)
-                    kept = f"the global batch of {format_count(layout.global_size)} stays"
-                    steps = f"accumulation {before} -> {layout.grad_accum_steps}, {kept}"
-                    return words, f"{_options(config, changed)} ({steps}): about {format_gib(size)}"
+    before = batch_layout(config, world_size)
+    for micro in (n for n in reversed(divisors(batch.global_size)) if n < batch.micro_size):
+        smaller = config.model_copy(update={"batch": batch.model_copy(update={"micro_size": micro})})
+        with contextlib.suppress(ConfigError):  # of a batch that does not divide
+            after, size = batch_layout(smaller, world_size), needs(smaller)
+            if size <= limit:
+                steps = f"accumulation {before.grad_accum_steps} -> {after.grad_accum_steps}"
+                kept = f"the global batch of {format_count(batch.global_size)} stays"
+                return words, f"--set batch.micro_size={micro} ({steps}, {kept}): about {format_gib(size)}"
     return words, (
-        "nothing fits by the estimate: a smaller model, more ranks with parallel.engine=fsdp, or more memory"
+        "nothing fits by the estimate: parallel.activation_checkpointing=true, parallel.engine=zero1 or "
+        "fsdp, more ranks, or a smaller model"
     )
-
-
-def _options(old: Config, new: Config) -> str:
-    """Format the `--set` options that lead from `old` to `new`."""
-    before, after = flat(old.model_dump(mode="json")), flat(new.model_dump(mode="json"))
-    changed = {name: value for name, value in after.items() if before[name] != value}
-    return " ".join(f"--set {name}={str(value).lower()}" for name, value in changed.items())
 
 
 def card(failure: Failure, run_dir: Path) -> list[str]:
@@ -380,11 +360,7 @@ class MemoryWatch:
 
 def oom_kills(root: Path = ROOT) -> tuple[int, str] | None:
     """Read the number of processes killed for want of memory so far, and the counter's path: that of our
-    control group (cgroup v2 memory.events, v1 memory.oom_control), else of the machine. None without any.
-
-    A group counts its own processes whichever limit was hit, the machine's included (kernel documentation,
-    admin-guide/cgroup-v2, memory.events).
-    """
+    control group (v2, v1), which counts whichever limit was hit, else of the machine. None without any."""
     places = [
         group / name
         for group in reversed(control_groups(root, "memory"))

@@ -7,7 +7,6 @@ import signal
 from pathlib import Path
 
 import pytest
-import yaml
 
 from bert_dp import files
 from bert_dp.config import Config, batch_layout, dump_config, load_config, shipped_configs
@@ -33,18 +32,13 @@ def size(of: Config, world: int) -> float:
 
 
 def applied(base: Config, fix: str) -> Config:
-    """The configuration after the `--set` options of a fix."""
-    pairs = re.findall(r"--set (\S+)=(\S+)", fix)
-    assert pairs, fix
-    tree = base.model_dump(mode="json")
-    for name, value in pairs:
-        section, key = name.split(".")
-        tree[section][key] = yaml.safe_load(value)
-    return Config.model_validate(tree, strict=False)
+    """The configuration after the `--set` option of a fix."""
+    (micro,) = re.findall(r"--set batch.micro_size=(\d+)", fix)
+    return base.model_copy(update={"batch": base.batch.model_copy(update={"micro_size": int(micro)})})
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("capacity", [2.5, 4.0, 6.0, 10.0])
+@pytest.mark.parametrize("capacity", [4.0, 6.0, 10.0])
 def test_what_is_advised_fits_divides_and_keeps_the_global_batch(world: int, capacity: float) -> None:
     base = config()
     estimate, fix = what_fits(base, "bf16", world, capacity, on_gpu=True)
@@ -55,9 +49,8 @@ def test_what_is_advised_fits_divides_and_keeps_the_global_batch(world: int, cap
     before, after = (512 // (of.batch.micro_size * world) for of in (base, changed))
     assert f" (accumulation {before} -> {after}, the" in fix
     assert fix.endswith(f"about {size(changed, world):.2f} GiB")
-    if changed.parallel == base.parallel:  # micro batches of 512 / world are powers of two: the next one is
-        batch = changed.batch.model_copy(update={"micro_size": 2 * changed.batch.micro_size})  # the double
-        assert size(changed.model_copy(update={"batch": batch}), world) > (1 - SPARE) * capacity
+    larger = applied(base, f"--set batch.micro_size={2 * changed.batch.micro_size}")
+    assert size(larger, world) > (1 - SPARE) * capacity, "micro batches of 512 / world are powers of two"
 
 
 def test_an_estimate_that_fits_did_not_so_less_is_advised() -> None:
@@ -68,13 +61,10 @@ def test_an_estimate_that_fits_did_not_so_less_is_advised() -> None:
         assert size(applied(base, fix), 1) <= (1 - SPARE) * size(base, 1)
 
 
-def test_where_one_sequence_is_too_much_the_engine_is_changed_or_nothing_fits() -> None:
-    base = config("optim.name=adamw")
-    fixed = size(config("batch.micro_size=1"), 4)
-    _, fix = what_fits(base, "bf16", 4, fixed, on_gpu=True)
+def test_where_one_sequence_is_too_much_the_other_settings_are_named() -> None:
+    _, fix = what_fits(config(), "bf16", 4, 0.1, on_gpu=True)
+    assert fix.startswith("nothing fits")
     assert "parallel.engine=zero1" in fix
-    assert "activation_checkpointing" not in fix
-    assert "nothing fits" in what_fits(base, "bf16", 4, 0.1, on_gpu=True)[1]
 
 
 def raised(message: str) -> Failure:

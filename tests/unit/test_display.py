@@ -219,8 +219,6 @@ def test_eta():
     # the pace of the last twenty, whatever came before
     slow = [{"elapsed_s": 1.0, "progress": 0.001}, {"elapsed_s": 9.0, "progress": 0.002}]
     assert eta_s([*slow, *lines]) == pytest.approx(50)
-    resumed = [{"elapsed_s": 90.0, "progress": 0.9}, *lines[:10]]
-    assert eta_s(resumed) == pytest.approx(90)
 
 
 def test_a_flood_of_lines_is_cut_with_one_note(tmp_path: Path) -> None:
