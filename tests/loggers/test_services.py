@@ -140,7 +140,9 @@ def send(run_dir: Path, service: str) -> Stored:
 
 
 def test_a_run_is_stored_whole(tmp_path: Path, service: str) -> None:
-    stored = send(make_run(tmp_path / "run"), service)
+    run_dir = make_run(tmp_path / "run", settings={f"s{number}": number for number in range(250)})
+    stored = send(run_dir, service)
+    assert len([name for name in stored.config if name.startswith("settings.s")]) == 250
     assert stored.steps("loss") == list(range(10, 101, 10))
     assert stored.steps("heldout_loss") == [100]
     losses = {step: values["loss"] for step, values in stored.rows if "loss" in values}

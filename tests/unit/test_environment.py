@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import resource
 import socket
@@ -88,16 +89,8 @@ def test_what_is_there_is_told_from_what_is_free_and_from_a_limit(tmp_path, monk
     facts = probe(tmp_path, write_files(tmp_path, files))
     assert (facts.memory_gib, facts.memory_available_gib, facts.memory_limit_gib) == (16, 4, limit)
     assert (facts.shm_gib, facts.disk_free_gib) == (7, 30)
-    assert (facts.affinity_cores, facts.max_processes) == (2, 2**16)
-
-
-def test_the_limit_of_open_files_is_the_one_that_applies():
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
-    try:
-        assert probe().open_files == soft - 1
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    limits = (facts.max_processes, facts.open_files)
+    assert (facts.affinity_cores, *limits) == (2, 2**16, 2**16), "the soft limits are those that apply"
 
 
 def test_gpus_from_nvidia_smi(smi):
@@ -178,39 +171,37 @@ def test_broken_driver_is_a_finding_and_the_drivers_list_still_counts(smi, tmp_p
     assert "version mismatch" in finding.message
 
 
-def test_cgroup_v2_takes_the_tightest_ancestor(tmp_path):
-    root = write_files(
-        tmp_path,
-        {
-            "proc/self/cgroup": "0::/slice/job\n",
-            "sys/fs/cgroup/slice/cpu.max": "150000 100000\n",
-            "sys/fs/cgroup/slice/job/cpu.max": "max 100000\n",
-            "sys/fs/cgroup/slice/job/memory.max": f"{3 * 2**30}\n",
-            "sys/fs/cgroup/slice/pids.max": "64\n",
-            "sys/fs/cgroup/slice/job/pids.max": "max\n",
-        },
-    )
-    assert probe(root=root).max_processes == 64
-    assert cgroup_limit(root, "cpu") == 1.5
-    assert cgroup_limit(root, "memory") == 3 * 2**30
-    assert probe(root=root).to_json()["usable_cores"] <= 1.5
+GROUP_V2 = {
+    "proc/self/cgroup": "0::/slice/job\n",
+    "sys/fs/cgroup/slice/cpu.max": "150000 100000\n",
+    "sys/fs/cgroup/slice/job/cpu.max": "max 100000\n",
+    "sys/fs/cgroup/slice/job/memory.max": f"{3 * 2**30}\n",
+    "sys/fs/cgroup/slice/pids.max": "64\n",
+    "sys/fs/cgroup/slice/job/pids.max": "max\n",
+}
+GROUP_V1 = {
+    "proc/self/cgroup": "4:memory:/job\n1:cpu,cpuacct:/job\n",
+    "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": "-1\n",
+    "sys/fs/cgroup/cpu/job/cpu.cfs_period_us": "100000\n",
+    "sys/fs/cgroup/memory/job/memory.limit_in_bytes": "9223372036854771712\n",
+}
 
 
-def test_cgroup_v1_and_no_limit(tmp_path):
-    root = write_files(
-        tmp_path,
-        {
-            "proc/self/cgroup": "4:memory:/job\n1:cpu,cpuacct:/job\n",
-            "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": "-1\n",
-            "sys/fs/cgroup/cpu/job/cpu.cfs_period_us": "100000\n",
-            "sys/fs/cgroup/memory/job/memory.limit_in_bytes": "9223372036854771712\n",
-        },
-    )
-    assert cgroup_limit(root, "cpu") is None
-    assert cgroup_limit(root, "memory") is None
-    write_files(root, {"sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": "50000\n"})
-    assert cgroup_limit(root, "cpu") == 0.5
-    assert cgroup_limit(tmp_path / "nothing", "cpu") is None
+@pytest.mark.parametrize(
+    ("files", "limits"),
+    [
+        (GROUP_V2, (1.5, 3 * 2**30, 64)),  # the tightest ancestor
+        (GROUP_V1, (None, None, None)),
+        (GROUP_V1 | {"sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": "50000\n"}, (0.5, None, None)),
+        ({}, (None, None, None)),
+    ],
+)
+def test_limits_of_control_groups(tmp_path, files, limits):
+    root = write_files(tmp_path, files)
+    assert tuple(cgroup_limit(root, name) for name in ("cpu", "memory", "pids")) == limits
+    facts = probe(root=root)
+    assert facts.usable_cores <= (limits[0] or math.inf)
+    assert limits[2] is None or facts.max_processes == limits[2]
 
 
 def test_git_commit_and_dirty_flag(tmp_path):
@@ -304,13 +295,6 @@ def test_an_all_reduce(fake_module, source, level, words):
     assert (finding.level, words in finding.message) == (level, True)
 
 
-def test_a_module_of_ours_gets_its_own_folder_and_variables(fake_module, tmp_path):
-    name = fake_module("import os; print(os.environ['TMPDIR'], os.environ['MINE'])")
-    options = {"scratch": str(tmp_path), "environ": {"MINE": "2,3"}}
-    started = children.start_module(name, [], stdout=subprocess.PIPE, **options)
-    assert started.communicate()[0].split() == [str(tmp_path), "2,3"]
-
-
 @pytest.mark.parametrize("start", ["module", "ranks"])
 def test_kernels_are_compiled_once_for_all_temporary_directories(fake_module, tmp_path, monkeypatch, start):
     def kernels(scratch):
@@ -385,17 +369,21 @@ def test_doctor_names_a_directory_that_cannot_be_written(monkeypatch):
     assert any(f.message.startswith("loopback") and f.level == "ok" for f in findings)
 
 
-def test_checkpoint_round_trip_results(fake_module, tmp_path):
-    target = tmp_path / "not" / "yet"
-    fast, slow = ({"bytes": 2**26, "seconds": s, "mb_per_s": 67.1 / s} for s in (0.5, 2.0))
-    finding = doctor.checkpoint(target, 20, fake_module(f"print({json.dumps(fast)!r})"))
-    assert (finding.level, finding.message) == ("ok", "checkpoint round trip: 64 MiB in 0.50 s, 134 MB/s")
-    finding = doctor.checkpoint(target, 20, fake_module(f"print({json.dumps(slow)!r})"))
-    assert finding.level == "warn"
-    assert "take 42 s" in finding.consequence
-    leave = "import pathlib, sys; (pathlib.Path(sys.argv[1]) / 'step').write_text('x'); raise OSError('full')"
-    finding = doctor.checkpoint(target, 20, fake_module(leave))
-    assert (finding.level, "OSError: full" in finding.message) == ("fail", True)
+@pytest.mark.parametrize(
+    ("source", "level", "words"),
+    [
+        (f"print({json.dumps({'bytes': 2**26, 'seconds': 0.5, 'mb_per_s': 134.2})!r})", "ok", "134 MB/s"),
+        (f"print({json.dumps({'bytes': 2**26, 'seconds': 2.0, 'mb_per_s': 33.5})!r})", "warn", "34 MB/s"),
+        (
+            "import pathlib, sys; (pathlib.Path(sys.argv[1]) / 'x').write_text(''); raise OSError('full')",
+            "fail",
+            "OSError: full",
+        ),
+    ],
+)
+def test_checkpoint_round_trip_results(fake_module, tmp_path, source, level, words):
+    finding = doctor.checkpoint(tmp_path / "not" / "yet", 20, fake_module(source))
+    assert (finding.level, words in finding.message) == (level, True)
     assert not list(tmp_path.glob(".bert-dp-doctor-*"))
 
 

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -93,7 +92,7 @@ def test_a_run_is_sent_with_its_settings_numbers_summary_and_links(
     assert all(isinstance(value, str | int | float) for value in facts.values())
 
 
-def test_lines_are_sent_by_step_and_a_torn_one_when_it_is_whole(tmp_path: Path) -> None:
+def test_lines_are_sent_by_step_a_torn_one_when_it_is_whole_and_a_repeated_one_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     reader = loggers.StepReader(path)
     assert list(reader.rows()) == []
@@ -103,19 +102,10 @@ def test_lines_are_sent_by_step_and_a_torn_one_when_it_is_whole(tmp_path: Path) 
     with path.open("a") as file:
         file.write('ss": 2.5}\nnot JSON\n{"step": 3, "loss": null}\n')
     assert list(reader.rows()) == [(2, {"loss": 2.5}), (3, {})]
-
-
-def test_what_a_resumed_run_repeats_is_not_sent_twice(tmp_path: Path) -> None:
-    """It is cut back to its checkpoint and logs the same steps again."""
-    path = tmp_path / "metrics.jsonl"
-    for step in (1, 2, 3, 4):
-        files.append_line(path, metrics(step))
-    reader = loggers.StepReader(path)
-    assert [step for step, _ in reader.rows()] == [1, 2, 3, 4]
-    files.cut_back(path, 2)
-    for step in (3, 4, 5, 6):
-        files.append_line(path, metrics(step, loss=1.0))  # a shorter line than before
-    assert [step for step, _ in reader.rows()] == [5, 6]
+    files.cut_back(path, 2)  # as a run that is resumed from step 2
+    for step in (3, 4):
+        files.append_line(path, {"step": step})
+    assert [step for step, _ in reader.rows()] == [4]
 
 
 def test_a_held_out_loss_goes_between_the_lines_it_was_measured_between(
@@ -165,66 +155,6 @@ def test_lines_are_sent_while_the_run_goes_on(tmp_path: Path, opened: list[Fake]
     loggers.send(run_dir, "wandb", wait_for_end, lambda line: None)
     assert [*seen, steps(opened[0])] == [[], [10, 20], [10, 20, 30], [10, 20, 30, 40]]
     assert opened[0].ended is not None
-
-
-# --- the services' own files, on packages that only note what they are asked
-
-
-class Noted:
-    """Whatever is asked of it, noted as (name, arguments); a name in `answers` gives that."""
-
-    def __init__(self, **answers: Any):
-        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
-        self.__dict__.update(answers)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return lambda *given, **named: self.calls.append((name, given, named))
-
-    def of(self, name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        return [(given, named) for called, given, named in self.calls if called == name]
-
-
-def without_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith(("WANDB_", "MLFLOW_", "TRACKIO_"))]:
-        monkeypatch.delenv(name)
-    monkeypatch.setattr(os, "environ", dict(os.environ))  # a writer sets some for its service
-
-
-@pytest.mark.parametrize(("code", "status"), [(0, "FINISHED"), (1, "FAILED"), (143, "FAILED")])
-def test_mlflow_gets_every_parameter_numbers_as_metrics_and_how_the_run_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, status: str
-) -> None:
-    client = Noted(
-        create_experiment=lambda name: f"made {name}",
-        get_experiment_by_name=lambda name: None,
-        create_run=lambda of, run_name: SimpleNamespace(info=SimpleNamespace(run_id=f"{of}/{run_name}")),
-    )
-    where: list[str] = []
-    entities = {name: lambda *given: given for name in ("Param", "Metric", "RunTag")}
-    package = SimpleNamespace(MlflowClient=lambda tracking_uri: where.append(tracking_uri) or client)
-    monkeypatch.setitem(sys.modules, "mlflow", package)
-    monkeypatch.setitem(sys.modules, "mlflow.entities", SimpleNamespace(**entities))
-    without_variables(monkeypatch)
-    settings = {f"s{number}": number for number in range(250)} | {"long": "x" * 9000}
-    writer = loggers.open_mlflow(tmp_path, "mine", settings)
-    run_id = "made bert-dp/mine"
-    assert where == [writer.where] == [f"{tmp_path.as_uri()}/mlflow"]
-    sent = [named["params"] for _, named in client.of("log_batch")]
-    assert max(map(len, sent)) <= 100
-    flat = {name: value for batch in sent for name, value in batch}
-    assert flat == {name: str(value)[:6000] for name, value in settings.items()}
-    client.calls.clear()
-    writer.write(7, {"loss": 2.5})
-    writer.finish(9, {"summary/loss": 2.0, "summary/status": "done"}, code)
-    assert client.of("set_terminated") == [((run_id, status), {})]
-    batches = [named for _, named in client.of("log_batch")]
-    sent = [(key, value, step) for batch in batches for key, value, _, step in batch.get("metrics", ())]
-    assert sent == [("loss", 2.5, 7), ("summary/loss", 2.0, 9)]
-    assert [batch["tags"] for batch in batches if "tags" in batch] == [[("summary/status", "done")]]
-    os.environ["MLFLOW_TRACKING_URI"] = "http://there"
-    assert loggers.open_mlflow(tmp_path, "mine", settings).where == "http://there"
 
 
 # --- the child
