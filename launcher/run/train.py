@@ -188,7 +188,7 @@ def run_locked(
     record.write_json(run_dir / "environment.json", {**job.machine.to_json(), **command})  # see holds_run
     record.write_text(run_dir / "config.yaml", dump_config(config))
     log(f"launcher: {launcher}")
-    loggers = Loggers(run_dir, config.log.loggers, log)
+    loggers = Loggers(run_dir, config.log.to, log)
 
     def attempt(ranks: int, resume: str) -> processes.RunOutcome:
         watch = hangs.Watch(

@@ -23,7 +23,7 @@ from launcher.run import loggers
 from launcher.run.loggers import Writer
 from launcher.run.processes import stop_signals
 from tests.e2e.cli import here, is_alive, refused, wait_for
-from tests.helpers import failed, make_config, raised_issues, write_lines
+from tests.helpers import failed, make_config, write_lines
 from tests.report_fixture import make_run, metrics
 
 ABSENT = "trackio"
@@ -242,18 +242,6 @@ def test_without_services_no_process_is_started(tmp_path: Path) -> None:
 
 
 # --- what is asked for
-
-
-def test_the_older_setting_means_tensorboard() -> None:
-    def asked(*settings: str) -> tuple[str, ...]:
-        return make_config(*settings).log.loggers
-
-    assert asked() == ()
-    assert asked("log.tensorboard=true") == ("tensorboard",)
-    assert asked("log.to=[wandb,tensorboard]", "log.tensorboard=true") == ("wandb", "tensorboard")
-    assert asked("log.to=mlflow") == ("mlflow",)
-    (issue,) = raised_issues(make_config, "log.to=[tensorbord]")
-    assert issue.setting == "log.to.0"
 
 
 @needs_absent

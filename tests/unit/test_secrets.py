@@ -79,7 +79,8 @@ def test_names_of_secrets_and_ordinary_names() -> None:
     secret = (
         "DB_PWD pwd --pwd PGPASSWORD SSHPASS MYSQL_PWD HTTP_AUTH --auth BASICAUTH AUTHORIZATION oauth2 "
         "AWS_CRED GCP_CREDENTIALS creds GITHUB_PAT githubPat SENTRY_DSN SLACK_WEBHOOK_URL "
-        "DB_CONNECTION_STRING apiKey APIKey AWS_ACCESS_KEY_ID HF_TOKEN API_TOKENS MySecret X-Api-Key model.auth"
+        "DB_CONNECTION_STRING apiKey APIKey AWS_ACCESS_KEY_ID HF_TOKEN API_TOKENS MySecret X-Api-Key "
+        "model.auth"
     )
     ordinary = (
         "PATH PYTHONPATH PATTERN COMPAT PATCH AUTHOR GIT_AUTHOR_NAME AUTHORITY XAUTHORITY KEYBOARD KEYWORDS "
