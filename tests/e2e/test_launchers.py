@@ -201,6 +201,12 @@ def test_ranks_started_by_hand_train_to_the_end(tmp_path: Path, shards: Path) ->
     assert [process.returncode for process in ranks] == [0, 0, 0], said
     summary = read_json(tmp_path / "run" / "summary.json")
     assert (summary["status"], summary["step"], summary["world_size"]) == ("done", 2, 3)
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("MASTER_")} | BY_HAND[1]
+    command = [sys.executable, "-m", "bert_dp.worker", str(config)]
+    lost = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert lost.returncode == 2
+    assert "MASTER_ADDR and MASTER_PORT" in lost.stderr
+    assert "Traceback" not in lost.stderr
 
 
 def test_torchrun_starts_the_worker_as_the_documentation_says(tmp_path: Path, shards: Path) -> None:
@@ -213,18 +219,3 @@ def test_torchrun_starts_the_worker_as_the_documentation_says(tmp_path: Path, sh
     assert done.returncode == 0, done.stderr
     summary = read_json(tmp_path / "run" / "summary.json")
     assert (summary["status"], summary["world_size"]) == ("done", 2)
-
-
-def test_ranks_started_by_hand_without_a_meeting_point_say_so(tmp_path: Path, shards: Path) -> None:
-    config = write_config(tmp_path / "run", shards, "compile=off")
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("MASTER_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "bert_dp.worker", str(config)],
-        env={**environ, **BY_HAND[1]},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2, done.stderr
-    assert "MASTER_ADDR and MASTER_PORT" in done.stderr
-    assert "Traceback" not in done.stderr
