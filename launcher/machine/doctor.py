@@ -139,12 +139,6 @@ def _host_findings(env: Environment) -> list[Finding]:
             "free space, choose another --run-dir, or lower checkpoint.keep",
         ),
         _finding(
-            env.open_files >= 1024,
-            f"open files: limit {env.open_files}",
-            "'too many open files' with many ranks or shards",
-            "ulimit -n 65536 before the start",
-        ),
-        _finding(
             env.max_processes is None or env.max_processes >= 2048,
             f"processes: limit {'none' if env.max_processes is None else env.max_processes}",
             "'resource temporarily unavailable': a rank has 50 threads or more, and each counts",
@@ -239,7 +233,7 @@ def checkpoint(
         with tempfile.TemporaryDirectory(prefix=".bert-dp-doctor-", dir=existing(target)) as folder:
             measured, error = _json_of(module, [folder], timeout_s)
     except OSError as problem:
-        measured, error = None, problem.strerror
+        measured, error = None, str(problem.strerror)
     if measured is None:
         return _unmeasured("checkpoint round trip", error, consequence, fix)
     mib, seconds, rate = measured["bytes"] / 2**20, measured["seconds"], measured["mb_per_s"]

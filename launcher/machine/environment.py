@@ -85,7 +85,6 @@ class Environment:
     memory_limit_gib: float | None
     shm_gib: float | None
     disk_free_gib: float | None
-    open_files: int
     max_processes: int | None
     """Limit of this user or of the control group, whichever is less, threads included; None = no limit."""
     cuda_visible_devices: str | None
@@ -159,7 +158,6 @@ def probe(path: Path = Path(), root: Path = ROOT) -> Environment:
         memory_limit_gib=None if memory_limit is None or memory_limit > memory.total else memory_limit / GIB,
         shm_gib=shm.total / GIB if shm else None,
         disk_free_gib=disk.free / GIB if disk else None,
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         max_processes=min(
             (int(n) for n in (processes, pids) if n not in (None, resource.RLIM_INFINITY)), default=None
         ),

@@ -280,8 +280,7 @@ def holds_run(run_dir: Path) -> bool:
     was refused late leaves one, and what came there since is the user's."""
     if (run_dir / "checkpoints").is_dir() and record.newest_checkpoint_facts(run_dir) is not None:
         return True
-    facts = record.read_json(run_dir / "environment.json") or {}
-    return "launcher" in facts and any((run_dir / name).exists() for name in (LOCK, "config.yaml"))
+    return "launcher" in (record.read_json(run_dir / "environment.json") or {})
 
 
 def foreign_files(run_dir: Path) -> list[str]:

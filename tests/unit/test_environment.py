@@ -55,7 +55,6 @@ GOOD = dataclasses.replace(
     memory_limit_gib=None,
     shm_gib=64.0,
     disk_free_gib=500.0,
-    open_files=65536,
     max_processes=None,
     cuda_visible_devices=None,
     gpu_error=None,
@@ -89,8 +88,7 @@ def test_what_is_there_is_told_from_what_is_free_and_from_a_limit(tmp_path, monk
     facts = probe(tmp_path, write_files(tmp_path, files))
     assert (facts.memory_gib, facts.memory_available_gib, facts.memory_limit_gib) == (16, 4, limit)
     assert (facts.shm_gib, facts.disk_free_gib) == (7, 30)
-    limits = (facts.max_processes, facts.open_files)
-    assert (facts.affinity_cores, *limits) == (2, 2**16, 2**16), "the soft limits are those that apply"
+    assert (facts.affinity_cores, facts.max_processes) == (2, 2**16), "the soft limit is the one that applies"
 
 
 def test_gpus_from_nvidia_smi(smi):
@@ -225,7 +223,6 @@ def test_git_commit_and_dirty_flag(tmp_path):
         ({"disk_free_gib": 4.9}, "warn", "free disk"),
         ({"memory_available_gib": 3.9}, "warn", "memory: 3.9"),
         ({"memory_limit_gib": 2.0}, "warn", "memory: 2.0"),
-        ({"open_files": 1023}, "warn", "open files: limit 1023"),
         ({"max_processes": 2047}, "warn", "processes: limit 2047"),
         ({"affinity_cores": 1}, "warn", "cores"),
         ({"cpu_quota_cores": 1.5}, "warn", "cores"),
@@ -252,7 +249,7 @@ def test_a_good_machine_has_no_findings():
     assert {f.level for f in diagnose(no_gpu)} == {"ok"}
     as_many_cores_as_ranks = dataclasses.replace(no_gpu, affinity_cores=2, cpu_quota_cores=2.0)
     assert {f.level for f in diagnose(as_many_cores_as_ranks)} == {"ok"}
-    just = {"open_files": 1024, "max_processes": 2048, "disk_free_gib": 5.0, "memory_available_gib": 4.0}
+    just = {"max_processes": 2048, "disk_free_gib": 5.0, "memory_available_gib": 4.0}
     just |= {"affinity_cores": 2}
     for torch in ("2.11.0+cu130", "2.11.1"):
         least = {**just, "versions": {"torch": torch}}
