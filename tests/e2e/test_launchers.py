@@ -29,22 +29,6 @@ TOOLS = [
     for name in LAUNCHERS
 ]
 EAGER = ("schedule.steps=100000", "compile=off")
-CHATTER = """
-import os, sys
-if "bert_dp.worker" in sys.orig_argv:
-    from bert_dp.tasks import mlm
-    class Chatting(mlm.MaskedLanguageModel):
-        chatted = False
-        def example_batch(self, micro_size):
-            if not self.chatted:
-                print("every rank says this")
-            if os.environ["RANK"] == "0" and not self.chatted:
-                for number in range(5000):
-                    print("flood", number)
-            self.chatted = True
-            return super().example_batch(micro_size)
-    mlm.make_task = Chatting
-"""
 NO_PACKAGE = """
 import importlib.util
 find = importlib.util.find_spec
@@ -96,20 +80,6 @@ def test_a_stop_signal_to_the_tool_alone_checkpoints_too(tmp_path: Path, shards:
     summary = read_json(run_dir / "summary.json")
     assert (run_dir / summary["checkpoint"] / "manifest.json").is_file()
     wait_for(lambda: not members(run_dir), seconds=10)
-
-
-def test_the_console_shows_rank_0_and_no_flood(tmp_path: Path, shards: Path) -> None:
-    run_dir = tmp_path / "run"
-    done = train(shards, run_dir, PYTHONPATH=with_site(tmp_path, CHATTER))
-    said = done.stdout.splitlines()
-    assert said.count("every rank says this") <= 1
-    shown = sum("flood" in line for line in said)
-    assert 0 < shown <= 1000
-    assert said.count("lines are left out, see logs/rank-0.log") >= 1
-    assert (run_dir / "logs" / "rank-0.log").read_text().count("flood") == 5000
-    assert (run_dir / "logs" / "rank-1.log").read_text().count("every rank says this") == 1
-    ready = next(i for i, line in enumerate(said) if line.startswith("ready"))
-    assert ready < next(i for i, line in enumerate(said) if line.startswith("step "))
 
 
 @pytest.mark.parametrize(
