@@ -34,15 +34,12 @@ ABSENT = Heartbeat()  # of a rank that has not begun
 UNHEARD_S = 3.0  # a rank beats about once a second; a busy machine may delay that
 STACK_LINES = 12
 FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
-# functions of ours that do nothing but wait for a collective that was started before
+# what a function waits for: with 2 it does nothing else, with 1 it may be at work, or its device
 WAITS = {
-    ("bert_dp/training/distributed.py", "wait"): "a side-group exchange",
-    **{place: what for facts in ENGINES.values() for place, what in facts.waits.items()},
-}
-# these wait for a collective, or work: a backward pass reduces on its way, a device may be busy or stuck
-UNSURE = {
-    ("autograd/graph.py", "_engine_run_backward"): "the backward pass and its reductions",
-    ("cuda/__init__.py", "synchronize"): "the device",
+    ("bert_dp/training/distributed.py", "wait"): (2, "a side-group exchange"),
+    **{place: (2, what) for facts in ENGINES.values() for place, what in facts.waits.items()},
+    ("autograd/graph.py", "_engine_run_backward"): (1, "the backward pass and its reductions"),
+    ("cuda/__init__.py", "synchronize"): (1, "the device"),
 }
 # of torch.compile: a finetuning compiles each padded length when it comes, in the middle of a step
 COMPILES = (
@@ -314,10 +311,9 @@ def waits_in(stack: Sequence[Frame]) -> tuple[int, str]:
     """Return (2, collective) for a stack that waits in one, (1, what) where that cannot be told from work,
     else (0, "")."""
     for frame in stack:
-        for table, sureness in ((WAITS, 2), (UNSURE, 1)):
-            for (path, function), what in table.items():
-                if frame.path.endswith(path) and frame.function == function:
-                    return sureness, what
+        for (path, function), answer in WAITS.items():
+            if frame.path.endswith(path) and frame.function == function:
+                return answer
         is_torchs = frame.path.endswith("torch/distributed/distributed_c10d.py")
         if is_torchs and not frame.function.startswith("_"):
             return 2, frame.function
