@@ -260,14 +260,12 @@ def test_a_missing_package_is_refused_before_anything_starts(tmp_path: Path) -> 
 def test_an_unknown_service_is_refused(tmp_path: Path, name: str) -> None:
     (issue,) = job.logger_issues([name], "log.to")
     assert (issue.setting, issue.kind, issue.value) == ("log.to", "unknown", name)
-    said = refused("report", str(make_run(tmp_path / "run")), "--log-to", name)
-    assert said.startswith("error: --log-to: ")
-    assert parse_loggers("tensorboard, tensorboard") == ("tensorboard",)
-
-
-def test_only_a_run_can_be_sent(tmp_path: Path) -> None:
+    assert refused("report", str(make_run(tmp_path / "run")), "--log-to", name).startswith(
+        "error: --log-to: "
+    )
     said = refused("report", str(tmp_path), "--log-to", "tensorboard")
     assert said.startswith(f"error: --log-to: {tmp_path} is not a run directory")
+    assert parse_loggers("tensorboard, tensorboard") == ("tensorboard",)
 
 
 def test_a_run_that_was_not_sent_is_sent_by_report(tmp_path: Path) -> None:
