@@ -22,9 +22,8 @@ from bert_dp import files
 from bert_dp.config import ConfigError, Issue
 from bert_dp.files.models import FailureKind, Summary, kind_of_text
 from launcher import job
-from launcher.children import child_environment, describe_exit_code, launcher_marks, module_command
+from launcher.children import child_environment, describe_exit_code, module_command, reaper
 from launcher.report.run_page import PAGE
-from launcher.run.reaper import reaper
 from launcher.run.trials import read_summary
 
 PathLike = str | os.PathLike[str]
@@ -183,7 +182,7 @@ def _follow(arguments: list[str]) -> _Ended:
     """
     lines: collections.deque[str] = collections.deque(maxlen=MAX_LINES)
     interrupted = False
-    with tempfile.TemporaryDirectory() as scratch, reaper(Path(scratch), launcher_marks()):
+    with tempfile.TemporaryDirectory() as scratch, reaper(Path(scratch)):
         issues = Path(scratch) / "issues.json"
         process = subprocess.Popen(
             [*module_command("launcher"), *arguments],

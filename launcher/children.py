@@ -1,15 +1,19 @@
 """Processes that are started and waited for: `python -m` of our own modules, which end with us and import
-nothing from the current folder, and commands of the system."""
+nothing from the current folder; commands of the system; and the reaper, which outlives us by a moment."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from bert_dp.config import ConfigError, Issue
@@ -18,6 +22,15 @@ from bert_dp.files import LAUNCHER_PID, LAUNCHER_START, cache_issues, cache_root
 NO_ANSWER = "no answer within"  # and how long, says run_command of a time-out
 KILLED_S = 1.0  # that a command has to be gone after SIGKILL
 CLEANING_S = 10.0  # that a module has to remove its files after a signal
+PATIENCE_S = 1.0  # that ranks have to end by themselves after the launcher
+SEARCH_S = (
+    5.0  # a process may be starting others while it is killed: the reaper looks again while any is found
+)
+REAPER_IMPORTS = """
+from __future__ import annotations
+import contextlib, os, shutil, signal, sys, time
+from pathlib import Path
+"""
 
 
 def module_command(module: str, *options: str) -> list[str]:
@@ -34,21 +47,17 @@ def child_environment() -> dict[str, str]:
 
 
 def kernel_caches() -> dict[str, str]:
-    """Make directories for torch's compiled kernels below our cache; return the variables that name them. One
+    """Make a directory for torch's compiled kernels below our cache; return the variable that names it. One
     that the user has set stays. {} if our cache cannot be used: torch then takes a temporary directory."""
     # the trials of a search have a temporary directory of their own: each would compile the same kernels anew
-    folders = {
-        "TORCHINDUCTOR_CACHE_DIR": cache_root() / "kernels" / "inductor",
-        "TRITON_CACHE_DIR": cache_root() / "kernels" / "triton",
-    }
+    name, folder = "TORCHINDUCTOR_CACHE_DIR", cache_root() / "kernels"
     if cache_issues():
         return {}
     try:
-        for folder in folders.values():
-            folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError:
         return {}
-    return {name: os.environ.get(name, str(folder)) for name, folder in folders.items()}
+    return {name: os.environ.get(name, str(folder))}
 
 
 def launcher_marks() -> list[str]:
@@ -142,3 +151,71 @@ def run_command(argv: Sequence[str], timeout_s: float) -> tuple[str | None, str 
         lines = (errors.strip() or output.strip()).splitlines()
         return None, " | ".join(lines[-3:]) or f"exit code {process.returncode}"
     return output.rstrip(), None
+
+
+# --- the reaper
+
+
+@contextlib.contextmanager
+def reaper(scratch: Path) -> Iterator[None]:
+    """Kill what we have started, and remove `scratch`, should this process be killed in the block.
+
+    Ranks end by themselves then, unless they are stopped (SIGSTOP) or hold the interpreter lock. The reaper
+    is a small process that waits until its standard input closes. It does not have our marks itself: another
+    launcher's reaper must not end it first.
+    """
+    constants = f"PATIENCE_S, SEARCH_S = {PATIENCE_S}, {SEARCH_S}"
+    functions = [inspect.getsource(function) for function in (marked, reap)]
+    source = "\n".join([REAPER_IMPORTS, constants, *functions, "reap(*sys.argv[1:])"])
+    marks = launcher_marks()
+    names = {mark.partition("=")[0] for mark in marks}
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-I",
+            "-S",
+            "-c",
+            source,
+            str(scratch),
+            *marks,
+        ],  # a bare interpreter: fast and small
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+        env={name: value for name, value in os.environ.items() if name not in names},
+    )
+    try:
+        yield
+    finally:
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):
+            process.stdin.write(b"done")
+            process.stdin.close()
+        process.wait()
+
+
+def marked(marks: Sequence[str]) -> list[int]:
+    """List processes that have all of `marks` (NAME=value) in their environment, without this one."""
+    wanted = {mark.encode() for mark in marks}
+    pids = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):  # gone, or another user's
+                if wanted <= set((entry / "environ").read_bytes().split(b"\0")):
+                    pids.append(int(entry.name))
+    return pids
+
+
+def reap(scratch: str, *marks: str) -> None:
+    """Wait for the launcher's end; then, unless it said "done", kill and clean up."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    if os.read(0, 16) == b"done":
+        return
+    time.sleep(PATIENCE_S)
+    end = time.monotonic() + SEARCH_S
+    while (pids := marked(marks)) and time.monotonic() < end:
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+    shutil.rmtree(scratch, ignore_errors=True)

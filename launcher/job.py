@@ -209,7 +209,7 @@ def input_issues(config: Config) -> list[Issue]:
             )
         else:
             issues += init_issues(init_from, checkpoint[1].config, config)
-    issues += logger_issues(config.log.loggers, "log.to")
+    issues += logger_issues(config.log.to, "log.to")
     if (package := engine_facts(engine).package) is not None:
         needs("parallel.engine", engine, package, extra=package)
     if config.objective.name == "finetune":

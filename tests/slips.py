@@ -358,7 +358,7 @@ SLIPS = (
     ),
     Slip(
         "reaper-kills-once",
-        "launcher/run/reaper.py",
+        "launcher/children.py",
         "while (pids := marked(marks)) and time.monotonic() < end:",
         "for pids in (marked(marks),):",
         "tests/unit/test_ending.py",

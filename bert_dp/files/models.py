@@ -91,7 +91,7 @@ class RunMemory(StoredModel):
     """Hold the memory of a run as its launcher sampled it."""
 
     peaks_gib: dict[str, float] = {}
-    """Resident memory; keys "rank 0", ..., "control group", whose count includes the file cache."""
+    """Resident memory; keys "rank 0", ..."""
     oom_kills: int | None
     """Processes that the kernel killed for lack of memory; null: no counter is readable."""
     counter: str | None

@@ -51,7 +51,7 @@ FIXED = ("kind", "config_hash", "settings", "start")
 GROWS = ("settings.seeds",)
 RATE_TASKS = ("CoLA", "MRPC", "STS-B", "RTE")  # small ones
 RATE_SHARE = 0.1  # of train, held out to choose a rate: the dev sets must have no say in it
-NO_EFFECT = ("checkpoint", "log.to", "log.tensorboard")  # trials keep no checkpoint and send no records
+NO_EFFECT = ("checkpoint", "log.to")  # trials keep no checkpoint and send no records
 
 
 class GluePlanFile(TimedPlanFile):
@@ -272,7 +272,7 @@ def make_trial(
             "run": config.run.model_copy(update={"seed": seed}),
             "optim": optim,
             "checkpoint": CheckpointConfig(keep=int(is_start)),
-            "log": config.log.model_copy(update={"to": (), "tensorboard": False}),
+            "log": config.log.model_copy(update={"to": ()}),
             "precision": grid.precision,
         }
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 import socket
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +23,6 @@ LINKS_S = 4.0
 MIN_CHECKPOINT_MB_S = 50.0
 
 Level = Literal["ok", "warn", "fail"]
-GpuPair = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,12 +139,6 @@ def _host_findings(env: Environment) -> list[Finding]:
             "free space, choose another --run-dir, or lower checkpoint.keep",
         ),
         _finding(
-            env.open_files >= 1024,
-            f"open files: limit {env.open_files}",
-            "'too many open files' with many ranks or shards",
-            "ulimit -n 65536 before the start",
-        ),
-        _finding(
             env.max_processes is None or env.max_processes >= 2048,
             f"processes: limit {'none' if env.max_processes is None else env.max_processes}",
             "'resource temporarily unavailable': a rank has 50 threads or more, and each counts",
@@ -168,23 +162,24 @@ def _host_findings(env: Environment) -> list[Finding]:
 def link_findings(env: Environment, p2p: str) -> list[Finding]:
     """Judge the links between the visible GPUs. `p2p`: output of `nvidia-smi topo -p2p r`."""
     gpus = [gpu.index for gpu in env.gpus]
-    paths = link_table(env.gpu_topology or "", gpus)
-    off = {pair: code for pair, code in link_table(p2p, gpus).items() if code != "OK"}
+    links, transfers = pairs_by_code(env.gpu_topology or "", gpus), pairs_by_code(p2p, gpus)
     findings = []
-    if paths:
+    if links:
+        shown = "; ".join(f"{code} {' '.join(pairs)}" for code, pairs in sorted(links.items()))
         findings.append(
             _finding(
-                not {"SYS", "NODE"} & set(paths.values()),
-                f"GPU links (nvidia-smi topo -m): {_by_code(paths)}",
+                not {"SYS", "NODE"} & set(links),
+                f"GPU links (nvidia-smi topo -m): {shown}",
                 "gradients cross host bridges (SYS, NODE), and every reduction takes as long as they do",
                 "choose near GPUs by CUDA_VISIBLE_DEVICES, or accumulate more micro batches per step",
             )
         )
-    if off:
+    transfers.pop("OK", None)
+    if transfers:
         findings.append(
             Finding(
                 "warn",
-                f"P2P is off: {_by_code(off)}",
+                f"P2P is off: {'; '.join(f'{code} ' + ' '.join(transfers[code]) for code in transfers)}",
                 "each transfer goes through the host's memory, or NCCL hangs",
                 "turn ACS and the IOMMU off in the BIOS; else NCCL_P2P_DISABLE=1 ends a hang",
             )
@@ -192,28 +187,15 @@ def link_findings(env: Environment, p2p: str) -> list[Finding]:
     return findings
 
 
-def link_table(text: str, gpus: Collection[int]) -> dict[GpuPair, str]:
-    """Parse the cells above the diagonal of a table of `nvidia-smi topo` for the pairs of `gpus`."""
-    text = re.sub(r"\x1b\[[\d;]*m", "", text)  # the head is underlined
-    columns: list[int] = []
-    cells: dict[GpuPair, str] = {}
-    for line in text.splitlines():
-        words = line.split()
-        heads = [int(word[3:]) for word in words if re.fullmatch(r"GPU\d+", word)]
-        if len(heads) > 1 and not columns:
-            columns = heads
-        elif columns and len(heads) == 1 and words[0] == f"GPU{heads[0]}":
-            row = zip(columns, words[1:], strict=False)
-            cells |= {(heads[0], column): cell for column, cell in row if heads[0] < column}
-    return {pair: cell for pair, cell in cells.items() if set(pair) <= set(gpus)}
-
-
-def _by_code(cells: Mapping[GpuPair, str]) -> str:
-    """List the pairs of each code."""
+def pairs_by_code(text: str, gpus: Collection[int]) -> dict[str, list[str]]:
+    """Return pairs of `gpus`, as `0-1`, by the code of their cell in a table of `nvidia-smi topo`."""
+    rows = [line.split() for line in text.splitlines()]
+    cells = {row[0]: row[1:] for row in rows if row and row[0].startswith("GPU") and "X" in row}
     pairs: dict[str, list[str]] = {}
-    for (a, b), code in sorted(cells.items()):
-        pairs.setdefault(code, []).append(f"{a}-{b}")
-    return "; ".join(f"{code} {' '.join(each)}" for code, each in sorted(pairs.items()))
+    for a, b in itertools.combinations(sorted(gpus), 2):
+        if b < len(row := cells.get(f"GPU{a}", [])):
+            pairs.setdefault(row[b], []).append(f"{a}-{b}")
+    return pairs
 
 
 def loopback() -> Finding:

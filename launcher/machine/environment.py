@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import psutil
 
-from bert_dp.config import BF16_UNITS, Config, bf16_units, cpu_field, decide_precision
+from bert_dp.config import Config, bf16_units, cpu_field, decide_precision
 from bert_dp.cost import GIB
 from launcher.children import run_command
 from launcher.log import masked_command
@@ -85,7 +85,6 @@ class Environment:
     memory_limit_gib: float | None
     shm_gib: float | None
     disk_free_gib: float | None
-    open_files: int
     max_processes: int | None
     """Limit of this user or of the control group, whichever is less, threads included; None = no limit."""
     cuda_visible_devices: str | None
@@ -119,15 +118,11 @@ class Environment:
         least free memory, or a share of the host's."""
         if not on_gpu:
             return self.usable_memory_gib / ranks, f"this machine / {ranks} ranks"
-        rooms = [
-            (gpu.memory_gib if gpu.free_gib is None else gpu.free_gib, gpu.index, gpu.memory_gib)
-            for gpu in self.gpus[:ranks]
-            if gpu.memory_gib is not None
-        ]
-        if not rooms:
+        free = [(gpu.free_gib, gpu) for gpu in self.gpus[:ranks] if gpu.free_gib is not None]
+        if not free:
             return None, "the GPUs"
-        free, index, total = min(rooms)
-        return free, f"free of the {total:.1f} GiB of GPU {index}"
+        least, gpu = min(free, key=lambda pair: pair[0])
+        return least, f"free of the {gpu.memory_gib:.1f} GiB of GPU {gpu.index}"
 
     def to_json(self) -> dict[str, Any]:
         """Convert for `files.write_json`."""
@@ -163,7 +158,6 @@ def probe(path: Path = Path(), root: Path = ROOT) -> Environment:
         memory_limit_gib=None if memory_limit is None or memory_limit > memory.total else memory_limit / GIB,
         shm_gib=shm.total / GIB if shm else None,
         disk_free_gib=disk.free / GIB if disk else None,
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         max_processes=min(
             (int(n) for n in (processes, pids) if n not in (None, resource.RLIM_INFINITY)), default=None
         ),
@@ -324,13 +318,3 @@ def precision_of(config: Config, bf16_units: Sequence[str], *, on_gpu: bool, kep
     has_bf16 = on_gpu or bool(bf16_units)  # only a rank can ask its GPU
     engines = [config.parallel.engine]
     return decide_precision(config.precision, engines, on_gpu=on_gpu, has_bf16=has_bf16, kept=kept)
-
-
-def emulated_warnings(config: Config, machine: Environment, *, on_gpu: bool) -> list[str]:
-    """Warn of a requested precision that is emulated on this CPU; at most one line."""
-    if config.precision != "bf16" or on_gpu or machine.bf16_units:
-        return []
-    return [
-        f"precision: bf16 is emulated on this CPU, which has no {' or '.join(BF16_UNITS)}, and "
-        "slower than fp32; use auto or fp32"
-    ]

@@ -1,15 +1,17 @@
-"""Send the records of a run to TensorBoard, Weights & Biases, MLflow or trackio, from one child process.
+"""Send the records of a run to TensorBoard, Weights & Biases, MLflow or trackio, each from a child process.
 
-The child, `python -m launcher.run.loggers RUN SECONDS NAME...`, works until its standard input ends (the
-launcher closes it or is gone) and has SECONDS from then on. It prints lines for the user; output of the
-services goes to logs/loggers.log. Exit code: 0 when all was sent, else INCOMPLETE.
+The child, `python -m launcher.run.loggers RUN SERVICE`, works until its standard input ends (the launcher
+closes it or is gone). It prints lines for the user; output of the service goes to logs/loggers.log. It exits
+with 0 when all was sent, with INCOMPLETE when it has said what was not.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -17,7 +19,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent import futures
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -34,8 +35,6 @@ from launcher.watch.display import Tail
 
 INCOMPLETE = 3
 SERVICES_S = 8.0  # for the services after the end of the run
-NO_LIMIT_S = 1e6
-CHILD_S = 1.0  # for the child on top: it names the late services
 POLL_S = 1.0
 WAIT_S = 0.02
 LOG = "logs/loggers.log"
@@ -43,37 +42,35 @@ PROJECT = "bert-dp"
 MLFLOW_PARAMS = 100  # of one request
 MLFLOW_CHARACTERS = 6000  # of a parameter; of a tag 8000
 # record file -> prefix of its numbers, and the keys that are not sent
-# record file -> prefix of its numbers, and the keys that are not sent
 RECORDS = {"metrics.jsonl": ("", ("step",)), "evals.jsonl": ("heldout_", ("step", "tokens", "elapsed_s"))}
 
 Scalar = str | int | float | bool
 
 
 class Loggers:
-    """A context around a run that sends its records to services. Errors of the child never reach the run."""
+    """A context around a run that sends its records to services. Errors of a child never reach the run."""
 
     def __init__(self, run_dir: Path, names: Sequence[str], log: Log, *, wait: bool = False):
-        """Set up; `log` prints the child's lines. `wait`: at the end wait until all is sent."""
+        """Set up; `log` prints the children's lines. `wait`: at the end wait until all is sent."""
         self._run_dir, self._names, self._log = run_dir, names, log
-        self._limit_s = NO_LIMIT_S if wait else SERVICES_S
-        self._child: subprocess.Popen[str] | None = None
+        self._limit_s = math.inf if wait else SERVICES_S
+        self._children: dict[str, subprocess.Popen[str]] = {}
+        self._relays: list[threading.Thread] = []
         self.exit_code = 0
         """After the end: 0 = all was sent; 1 = not all; 128 + the signal that stopped the wait."""
 
     def __enter__(self) -> Loggers:
-        if not self._names:
-            return self
-        command = [*module_command("launcher.run.loggers"), str(self._run_dir), str(self._limit_s)]
-        self._child = subprocess.Popen(
-            [*command, *self._names],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,  # Ctrl-C of a terminal ends the run, not the child
-        )
-        self._relay = threading.Thread(target=self._print_lines, args=(self._child.stdout,), daemon=True)
-        self._relay.start()
+        for name in self._names:
+            self._children[name] = child = subprocess.Popen(
+                [*module_command("launcher.run.loggers"), str(self._run_dir), name],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,  # Ctrl-C of a terminal ends the run, not the child
+            )
+            self._relays.append(threading.Thread(target=self._print_lines, args=(child.stdout,), daemon=True))
+            self._relays[-1].start()
         return self
 
     def _print_lines(self, lines: IO[str]) -> None:
@@ -82,23 +79,28 @@ class Loggers:
                 self._log(line.rstrip("\n"))
 
     def __exit__(self, *_: object) -> None:
-        """Close the child's input, wait and leave no process behind. A stop signal cuts the wait short."""
-        if self._child is None:
-            return
-        assert self._child.stdin is not None
-        self._child.stdin.close()
-        deadline = time.monotonic() + self._limit_s + CHILD_S
+        """Close the children's input, wait and leave no process behind. A stop signal cuts the wait short."""
+        children = self._children.values()
+        for child in children:
+            assert child.stdin is not None
+            child.stdin.close()
+        deadline = time.monotonic() + self._limit_s
         with stop_signals() as came:
-            while self._child.poll() is None and not came and time.monotonic() < deadline:
+            while any(child.poll() is None for child in children):
+                if came or time.monotonic() > deadline:
+                    break
                 time.sleep(WAIT_S)
-        if self._child.poll() is None:
-            os.killpg(self._child.pid, signal.SIGKILL)
-        code = self._child.wait()
-        self._relay.join(CHILD_S)
-        if code not in (0, INCOMPLETE):
-            how = describe_exit_code(code, "without a message")
-            self._log(f"warning: not all was sent to {', '.join(self._names)}: their process {how}")
-        self.exit_code = 128 + came[0] if came else int(code != 0)
+        late = {name for name, child in self._children.items() if child.poll() is None}
+        for name in late:
+            os.killpg(self._children[name].pid, signal.SIGKILL)
+        codes = {name: child.wait() for name, child in self._children.items()}
+        for relay in self._relays:
+            relay.join(1.0)
+        for name, code in codes.items():
+            if code not in (0, INCOMPLETE):
+                how = "it did not end" if name in late else describe_exit_code(code, "without a message")
+                self._log(incomplete(self._run_dir, name, how))
+        self.exit_code = 128 + came[0] if came else int(any(codes.values()))
 
 
 def send_run(run_dir: Path, names: Sequence[str], log: Log) -> int:
@@ -108,8 +110,16 @@ def send_run(run_dir: Path, names: Sequence[str], log: Log) -> int:
     return loggers.exit_code
 
 
-def main(run_dir: Path, limit_s: float, names: Sequence[str]) -> int:
-    """Send to each service from a thread, so that one that does not answer delays no other."""
+def incomplete(run_dir: Path, service: str, problem: str) -> str:
+    """Word the warning about records that were not sent."""
+    return (
+        f"warning: {service} gets no more of this run ({problem}; see {run_dir / LOG}); "
+        f"`bert-dp report {run_dir} --log-to {service}` sends the whole run"
+    )
+
+
+def main(run_dir: Path, service: str) -> int:
+    """Send a run until the launcher says that it is over. An exception becomes one warning."""
     for number in files.STOP_SIGNALS:  # the launcher decides when to end
         signal.signal(number, signal.SIG_IGN)
     os.nice(19)  # ranks come first
@@ -118,56 +128,33 @@ def main(run_dir: Path, limit_s: float, names: Sequence[str]) -> int:
     with (run_dir / LOG).open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    log, over = partial(print, file=lines), threading.Event()
-    pool = futures.ThreadPoolExecutor(len(names))
-    jobs = {pool.submit(send_or_warn, run_dir, name, over, log): name for name in names}
-    sys.stdin.buffer.read()
-    over.set()
-    done, late = futures.wait(jobs, limit_s)
-    for job in late:
-        log(gave_up(run_dir, jobs[job], f"not done {limit_s:.0f} s after the end of the run"))
-    lines.flush()
-    if late:
-        os._exit(INCOMPLETE)  # the interpreter would wait for threads of the service
-    return 0 if all(job.result() for job in done) else INCOMPLETE
-
-
-def send_or_warn(run_dir: Path, service: str, over: threading.Event, log: Log) -> bool:
-    """Send a run to a service. Returns False after an exception, which becomes one warning."""
+    log = partial(print, file=lines)
     try:
-        send(run_dir, service, over, log)
+        send(run_dir, service, lambda seconds: bool(select.select([0], [], [], seconds)[0]), log)
     except Exception as error:
         first = (str(error).strip() or "no message").splitlines()[0]
-        log(gave_up(run_dir, service, f"{type(error).__name__}: {first}"))
+        log(incomplete(run_dir, service, f"{type(error).__name__}: {first}"))
         with contextlib.suppress(OSError):  # of a log on a full disk
             traceback.print_exc()
-        return False
-    return True
+        return INCOMPLETE
+    return 0
 
 
-def gave_up(run_dir: Path, service: str, problem: str) -> str:
-    return (
-        f"warning: {service} gets no more of this run ({problem}; see {run_dir / LOG}); "
-        f"`bert-dp report {run_dir} --log-to {service}` sends the whole run"
-    )
-
-
-def send(run_dir: Path, service: str, over: threading.Event, log: Log) -> None:
-    """Send the settings, all records as they come until `over` is set, and the summary. Raises any error."""
+def send(run_dir: Path, service: str, wait_for_end: Callable[[float], bool], log: Log) -> None:
+    """Send the settings, all records as they come, and the summary. `wait_for_end(seconds)` returns whether
+    the run is over. Raises any error."""
     config = flat(read_yaml(run_dir / "config.yaml"))
     settings = {k: json.dumps(v) if isinstance(v, list) else v for k, v in config.items() if v is not None}
     name = f"{run_dir.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     writer = OPENERS[service](run_dir, name, settings)
     log(f"{service}: {writer.where}")
     readers = [StepReader(run_dir / file) for file in RECORDS]
-    is_last = False
-    while not is_last:
-        is_last = over.is_set()  # before reading, so that every line written until then is sent
+    is_over = False
+    while not is_over:
+        is_over = wait_for_end(POLL_S)  # before reading, so that every line written until then is sent
         # metrics.jsonl is read first: evaluations before its last line are in evals.jsonl by then
         for step, values in sorted((row for reader in readers for row in reader.rows()), key=itemgetter(0)):
             writer.write(step, values)
-        if not is_last:
-            over.wait(POLL_S)
     last = max(reader.sent for reader in readers)
     writer.finish(last, *summary_facts(run_dir))
     with (run_dir / LOG).open("a") as file:  # raises on a lost or full disk, which some services ignore
@@ -334,4 +321,4 @@ OPENERS: dict[str, Callable[[Path, str, Mapping[str, Scalar]], Writer]] = {
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]))
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2]))

@@ -20,11 +20,10 @@ import psutil
 from bert_dp import files
 from bert_dp.files.models import Failure, Summary
 from launcher import results
-from launcher.children import describe_exit_code, launcher_marks
+from launcher.children import describe_exit_code, reaper
 from launcher.log import Log, print_error
-from launcher.run.reaper import reaper
 from launcher.run.starters import WORKER, start_command, start_environment
-from launcher.watch import advice, failure
+from launcher.watch import failure
 from launcher.watch.failure import MemoryWatch, RankExit
 from launcher.watch.hangs import Watch
 
@@ -101,7 +100,7 @@ def run(
     memory = MemoryWatch()
     with stop_signals() as pending:  # until all is written: one that comes last must not cost the summary
         try:
-            with reaper(scratch, launcher_marks()):
+            with reaper(scratch):
                 with launcher_log.open("ab", buffering=0) as output, confined(cores):
                     if output.tell():
                         output.write(f"{files.STARTED_AGAIN}\n".encode())
@@ -136,7 +135,7 @@ def run(
         )
         cause = failure.decide_cause(logs, launcher_said, workers.exits, unknown, hang=hang)
         if cause is not None:
-            cause = advice.explain(cause, run_dir, nproc, memory.facts())
+            cause = failure.explain(cause, run_dir, nproc, memory.facts())
         return _result(run_dir, cause, unknown, pending)
 
 

@@ -17,6 +17,7 @@ import psutil
 
 from bert_dp import files as record
 from bert_dp.config import (
+    BF16_UNITS,
     BatchLayout,
     Config,
     ConfigError,
@@ -49,16 +50,16 @@ from launcher.job import (
     prepare_data,
 )
 from launcher.log import PLAIN, logger, masked_command, show
-from launcher.machine.environment import Environment, emulated_warnings, precision_of
+from launcher.machine.environment import Environment, precision_of
 from launcher.report.console import show_end, show_report
 from launcher.report.html import write_or_warn
 from launcher.report.numbers import count_of, format_duration, format_gib, format_percent
 from launcher.report.run_page import PAGE, of_directories
 from launcher.run import processes, restarts
 from launcher.run.loggers import Loggers
-from launcher.watch import advice, hangs
+from launcher.watch import hangs
 from launcher.watch.display import Display
-from launcher.watch.failure_card import card
+from launcher.watch.failure import card, what_fits
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -98,18 +99,22 @@ def train(
         job = dataclasses.replace(job, config=with_budget(job.config, manifest.num_samples))
     check_profile(profile, job.config, ranks, run_dir, resume)
     checkpoint = checkpoint_to_resume(run_dir, resume)
-    on_gpu, precision = job.gpus > 0, checkpoint[1].precision if checkpoint else None
-    memory = check_memory(job.config, ranks, job.machine, on_gpu=on_gpu, kept=precision)
+    kept = checkpoint[1].precision if checkpoint else None
+    memory = check_memory(job.config, ranks, job.machine, on_gpu=job.gpus > 0, kept=kept)
     if narrow := residual_issues(job.config, memory.precision):
         raise ConfigError(narrow)
-    too_much = memory.issues()
-    warnings = start_warnings(job, ranks, run_dir, policy, manifest)
-    warn(console, [*warnings, *map(str, [*memory.warnings(), *(too_much if force else [])])])
+    too_much = [] if force else memory.issues()
+    tight = [] if too_much else memory.issues(above=1.0)
+    warn(console, [*start_warnings(job, ranks, run_dir, policy, manifest), *map(str, tight)])
     if dry_run:
-        goes_on = describe_start(checkpoint, is_done=is_complete(run_dir, job.config, resume))
-        for line in [*describe(job.config, layout, manifest, memory), *goes_on]:
+        lines = describe(job.config, layout, manifest, memory)
+        if checkpoint:
+            is_done = is_complete(run_dir, job.config, resume)
+            place = f"from step {checkpoint[1].step:,}, {checkpoint[0].name}"
+            lines.append(f"resume  {COMPLETE if is_done else place}")
+        for line in lines:
             show(console, line, **PLAIN)
-    if too_much and not force:
+    if too_much:
         forced = "or --force starts anyway"
         raise ConfigError([dataclasses.replace(i, hint=f"{i.hint}; {forced}") for i in too_much])
     if dry_run:
@@ -122,11 +127,9 @@ def train(
 
 def check_profile(plan: ProfilePlan | None, config: Config, ranks: int, run_dir: Path, resume: str) -> None:
     """Raise ConfigError when the run does not have the steps or ranks that are to be profiled."""
-    if plan is None:
-        return
     checkpoint = checkpoint_to_resume(run_dir, resume)
     done = checkpoint[1].step if checkpoint else 0
-    if issues := profile_issues(plan, ranks, steps=expected_steps(config), done=done):
+    if plan and (issues := profile_issues(plan, ranks, steps=expected_steps(config), done=done)):
         raise ConfigError(issues)
 
 
@@ -150,7 +153,10 @@ def start_warnings(
         warnings.append("checkpoint.keep is 0: nothing is saved, and a run that ends early starts over")
     if anyone_writes(run_dir):  # a file system without modes must not lock out the run that is there
         warnings.append(f"{run_dir} can be written by every user; chmod o-w it")
-    return [*warnings, *emulated_warnings(config, job.machine, on_gpu=job.gpus > 0)]
+    if config.precision == "bf16" and not job.gpus and not job.machine.bf16_units:
+        units = " or ".join(BF16_UNITS)
+        warnings.append(f"precision: bf16 is emulated on this CPU, which has no {units}; use auto or fp32")
+    return warnings
 
 
 def run_locked(
@@ -172,9 +178,8 @@ def run_locked(
     if job.config.data.path is None:  # else these were said before
         log(f"data: {describe_data(config, manifest)}")
         warn(console, manifest.warnings(config))
-    if issues := resume_issues(run_dir, config, resume, manifest.hash):
+    if issues := data_issues(run_dir, resume, manifest.hash):
         raise ConfigError(issues)
-    check_profile(profile, config, ranks, run_dir, resume)
     if is_complete(run_dir, config, resume):
         log(COMPLETE)
         show_report(console, of_directories([run_dir]))
@@ -183,7 +188,7 @@ def run_locked(
     record.write_json(run_dir / "environment.json", {**job.machine.to_json(), **command})  # see holds_run
     record.write_text(run_dir / "config.yaml", dump_config(config))
     log(f"launcher: {launcher}")
-    loggers = Loggers(run_dir, config.log.loggers, log)
+    loggers = Loggers(run_dir, config.log.to, log)
 
     def attempt(ranks: int, resume: str) -> processes.RunOutcome:
         watch = hangs.Watch(
@@ -275,8 +280,7 @@ def holds_run(run_dir: Path) -> bool:
     was refused late leaves one, and what came there since is the user's."""
     if (run_dir / "checkpoints").is_dir() and record.newest_checkpoint_facts(run_dir) is not None:
         return True
-    facts = record.read_json(run_dir / "environment.json") or {}
-    return "launcher" in facts and any((run_dir / name).exists() for name in (LOCK, "config.yaml"))
+    return "launcher" in (record.read_json(run_dir / "environment.json") or {})
 
 
 def foreign_files(run_dir: Path) -> list[str]:
@@ -314,19 +318,14 @@ def checkpoint_to_resume(run_dir: Path, resume: str) -> tuple[Path, record.Check
     return record.newest_checkpoint_facts(run_dir if resume == "auto" else Path(resume))
 
 
-def resume_issues(run_dir: Path, config: Config, resume: str, data_hash: str) -> list[Issue]:
-    """Find why the checkpoint that this run would go on from does not fit."""
+def data_issues(run_dir: Path, resume: str, data_hash: str) -> list[Issue]:
+    """Find whether the checkpoint that this run would go on from was trained on other data."""
     checkpoint = checkpoint_to_resume(run_dir, resume)
-    if checkpoint is None:
-        missing = Issue("--resume", "not_found", f"{resume} holds no checkpoint", resume)
-        return [] if resume in ("auto", "never") else [missing]
-    path, facts = checkpoint
-    issues = change_issues(facts, config, resume)
-    if facts.data_hash != data_hash:
-        hashes = f"({facts.data_hash[:16]}, these are {data_hash[:16]})"
-        message = f"{path.name} was trained on other data {hashes}"
-        issues.append(Issue("data", "conflict", message, hint=undo(resume)))
-    return issues
+    if checkpoint is None or checkpoint[1].data_hash == data_hash:
+        return []
+    hashes = f"({checkpoint[1].data_hash[:16]}, these are {data_hash[:16]})"
+    message = f"{checkpoint[0].name} was trained on other data {hashes}"
+    return [Issue("data", "conflict", message, hint=undo(resume))]
 
 
 def undo(resume: str) -> str:
@@ -337,24 +336,12 @@ def undo(resume: str) -> str:
 def change_issues(facts: record.CheckpointFacts, config: Config, resume: str) -> list[Issue]:
     """List the settings of a checkpoint's run that `config` changes and may not."""
     before, now = facts.config.get("run", {}).get("init_from"), config.run.init_from
-    # a first phase that was removed since, or moved
-    gone = now is None and before is not None and not (hf_directory(before) or Path(before)).exists()
-    moved = facts.init_from is not None and now is not None and holds_weights(now, facts.init_from.sha256)
+    was_moved = before is not None and not (hf_directory(before) or Path(before)).exists()
     issues = changed_settings(facts.config, config)
-    if before != now and not gone and not moved:
+    if before != now and not was_moved:
         message = "the run began with {}, now {}".format(*(s or "random weights" for s in (before, now)))
         issues.append(Issue("run.init_from", "conflict", message, now))
     return [dataclasses.replace(issue, hint=undo(resume)) for issue in issues]
-
-
-def holds_weights(source: str, sha256: str) -> bool:
-    """Return whether a checkpoint, or one of a run, has these weights, by their hash."""
-    path = Path(source)
-    for checkpoint in (path, *record.list_checkpoints(path / "checkpoints")):
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            if record.weights_hash(checkpoint) == sha256:
-                return True
-    return False
 
 
 def is_complete(run_dir: Path, config: Config, resume: str) -> bool:
@@ -385,47 +372,36 @@ class MemoryCheck:
     limit_of: str
 
     @property
-    def state_gib(self) -> float:
-        return sum(self.parts_gib[name] for name in MEMORY_STATE)
-
-    @property
     def total_gib(self) -> float:
         return sum(self.parts_gib.values())
 
     def impossible(self) -> list[Issue]:
         """Find why it cannot fit, whatever the micro batch: at most one line."""
-        if self.limit_gib is None or self.state_gib <= self.limit_gib:
+        state_gib = sum(self.parts_gib[name] for name in MEMORY_STATE)
+        if self.limit_gib is None or state_gib <= self.limit_gib:
             return []
         message = (
-            f"weights, gradients and optimizer state take {self.state_gib:.1f} GiB of a rank's "
+            f"weights, gradients and optimizer state take {state_gib:.1f} GiB of a rank's "
             f"{self.limit_gib:.1f} GiB"
         )
         hint = "use zero1 or fsdp, more ranks, or a smaller model"
         return [Issue("model", "out_of_range", message, hint=hint)]
 
-    def issues(self) -> list[Issue]:
-        """Find why the run is expected to run out of memory; at most one line."""
+    def issues(self, above: float = MAX_ESTIMATE_RATIO) -> list[Issue]:
+        """Find why the run may run out of memory: at most one line. `above`: allowed ratio of the estimate to
+        what there is."""
+        if self.limit_gib is None or self.total_gib <= above * self.limit_gib:
+            return []
         if issues := self.impossible():
             return issues
-        return self._tight() if self._ratio() > MAX_ESTIMATE_RATIO else []
-
-    def warnings(self) -> list[Issue]:
-        """Find why the run may run out of memory; at most one line."""
-        return self._tight() if 1 < self._ratio() <= MAX_ESTIMATE_RATIO else []
-
-    def _ratio(self) -> float:
-        return 0.0 if self.limit_gib is None else self.total_gib / max(self.limit_gib, 1e-9)
-
-    def _tight(self) -> list[Issue]:
-        _, fixes = advice.what_fits(
-            self.config, self.precision, self.world_size, self.limit_gib, on_gpu=self.on_gpu
-        )
+        where = (self.config, self.precision, self.world_size, self.limit_gib)
         size = self.config.batch.micro_size
         message = (
             f"{size} takes about {format_gib(self.total_gib)} a rank (estimate), and there are "
             f"{format_gib(self.limit_gib)} ({self.limit_of})"
         )
-        return [Issue("batch.micro_size", "out_of_range", message, size, hint=fixes[0])]
+        hint = what_fits(*where, on_gpu=self.on_gpu)[1]
+        return [Issue("batch.micro_size", "out_of_range", message, size, hint=hint)]
 
 
 def check_memory(
@@ -483,14 +459,6 @@ def describe(
     ]
 
 
-def describe_start(checkpoint: tuple[Path, record.CheckpointFacts] | None, *, is_done: bool) -> list[str]:
-    """Describe where a run would go on; nothing for a new one."""
-    if checkpoint is None:
-        return []
-    path, facts = checkpoint
-    return [f"resume  {COMPLETE if is_done else f'from step {facts.step:,}, {path.name}'}"]
-
-
 def describe_length(config: Config, step_tokens: int | None) -> str:
     """Describe the length of a run: steps, hours or epochs, and tokens where their number is known.
 
@@ -514,28 +482,20 @@ def describe_data(config: Config, manifest: Manifest | ExamplesManifest | None) 
     """Describe the data and how often the run passes over them. `manifest`: None before they are built."""
     if manifest is None:
         return "not built yet; built when the run starts"
+    steps, schedule, size = expected_steps(config), config.schedule, config.batch.global_size
     if isinstance(manifest, ExamplesManifest):
-        return describe_examples(config, manifest)
-    train, schedule = manifest.train, config.schedule
-    line = f"{train.sequences:,} sequences of {manifest.sequence_length} tokens"
-    if schedule.hours is not None or (schedule.steps is not None and config.batch.ramp_fraction):
-        return line  # how much that is shows only as it runs
-    step_tokens = config.batch.global_size * manifest.sequence_length
-    passes = (schedule.tokens or (expected_steps(config) or 0) * step_tokens) / train.tokens
+        rows = manifest.splits["train"]
+        mean, cut = rows.tokens / rows.examples, format_percent(rows.truncated / rows.examples)
+        line = f"{manifest.task}: {rows.examples:,} examples of {mean:.1f} tokens on average, {cut} of them"
+        line += f" truncated to {manifest.sequence_length}"
+        passes = None if steps is None else steps * size / rows.examples
+    else:
+        train = manifest.train
+        line = f"{train.sequences:,} sequences of {manifest.sequence_length} tokens"
+        if schedule.hours is not None or (schedule.steps is not None and config.batch.ramp_fraction):
+            return line  # how much that is shows only as it runs
+        passes = (schedule.tokens or (steps or 0) * size * manifest.sequence_length) / train.tokens
+    if passes is None:
+        return line
     how = f"reads {format_percent(passes)} of them" if passes < 1 else f"passes over them {passes:.3g} times"
     return f"{line}; the run {how}"
-
-
-def describe_examples(config: Config, manifest: ExamplesManifest) -> str:
-    """Describe task, rows and lengths, and whether the rows of a GLUE task are all of them."""
-    train, steps = manifest.splits["train"], expected_steps(config)
-    of_glue = {None: "", True: ", GLUE's own rows", False: ", a subset of GLUE's rows"}[manifest.official]
-    cut = format_percent(train.truncated / train.examples)
-    line = (
-        f"{manifest.task}: {train.examples:,} examples of {train.tokens / train.examples:.1f} tokens on "
-        f"average, {cut} of them truncated to {manifest.sequence_length}{of_glue}"
-    )
-    if steps is None:
-        return line
-    passes = steps * config.batch.global_size / train.examples
-    return f"{line}; the run passes over them {passes:.3g} times"

@@ -38,7 +38,6 @@ from launcher.machine.environment import Environment
 from launcher.report.numbers import format_duration, format_eta
 from launcher.results import MeasureStatus
 from launcher.run import processes
-from launcher.run.reaper import reaper
 from launcher.watch import hangs
 
 TrialStatus = Literal["ok", "oom", "failed"]
@@ -82,21 +81,6 @@ def ended(directory: Path) -> TrialStatus | None:
     if summary.status == "done":
         return "ok"
     return "oom" if summary.out_of_memory else "failed"
-
-
-def from_outside(directory: Path) -> bool:
-    """Return True for a run whose end says nothing of its settings.
-
-    It wrote no summary, a signal stopped it, its disk failed, or a rank was killed for another reason than
-    memory.
-    """
-    summary = read_summary(directory)
-    if summary is None or summary.signal:
-        return True
-    if (failure := summary.failure) is None:
-        return False
-    is_killed = failure.killed_by in KILLS and not (failure.memory and failure.memory.oom_kills)
-    return failure.kind in OUTSIDE or is_killed
 
 
 def cause(directory: Path) -> str:
@@ -277,7 +261,6 @@ def timed_config(
             "every_steps": max(1, -(-steps // LOG_LINES)),
             "step_times": True,
             "to": [],
-            "tensorboard": False,
             "noise_scale": noise_scale,
         },
     }
@@ -299,13 +282,18 @@ def earlier_outcome(trial: Trial) -> TrialOutcome | None:
 
 
 def _outcome(trial: Trial) -> TrialOutcome | None:
-    """Return how the run of a trial has ended; None where that says nothing of its settings."""
+    """Return how the run of a trial has ended; None where that says nothing of its settings: a signal or
+    something outside has ended it, or its records are not whole."""
     directory = trial.directory
     status, summary = ended(directory), read_summary(directory)
-    if status is None or summary is None or from_outside(directory):
+    if status is None or summary is None:
         return None
     if status == "ok" and not is_whole(directory, trial.ranks, trial.config):
         return None
+    if failure := summary.failure:
+        is_killed = failure.killed_by in KILLS and not (failure.memory and failure.memory.oom_kills)
+        if is_killed or failure.kind in OUTSIDE:
+            return None
     seconds = sum(summary.time_s.values())
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         seconds = float(files.parse_json((directory / TRIAL_FILE).read_bytes())["seconds"])
@@ -355,7 +343,7 @@ def runner(out: Path, slots: Sequence[Slot], *, launcher: str, on_gpu: bool, log
     scratch = out / SCRATCH
     scratch.mkdir(exist_ok=True)
     try:
-        with reaper(scratch, children.launcher_marks()), processes.stop_signals() as signals:
+        with children.reaper(scratch), processes.stop_signals() as signals:
             yield Runner(out, slots, signals, launcher, on_gpu, log)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -156,19 +156,16 @@ def progress_line(
 ) -> str:
     """Format a line of metrics.jsonl for the console; `eta` in seconds, `unit` of the loss. `short`: within
     60 characters, for beside the bar."""
-    parts = {
-        "step": f"step {format_count(metrics.get('step'))}",
-        "progress": format_percent(metrics.get("progress")),
-        "loss": f"loss {run_page.loss_in(unit, metrics.get('loss'))}",
-        "lr": f"lr {format_lr(metrics.get('lr'))}",
-        "tokens": format_si(metrics.get("tokens_per_s"), "tokens/s"),
-        "global": format_si(metrics.get("global_steps_per_s"), "global steps/s"),
-    }
-    if short:
-        parts = {name: parts[name] for name in ("progress", "loss", "tokens")}
-    else:
-        parts["tokens"] += f" over {count_of(metrics.get('world_size'), 'rank')}"
-    return " | ".join([*parts.values(), *([] if eta is None else [f"left {format_eta(eta)}"])])
+    get = metrics.get
+    progress, loss = format_percent(get("progress")), f"loss {run_page.loss_in(unit, get('loss'))}"
+    tokens = format_si(get("tokens_per_s"), "tokens/s")
+    parts = [progress, loss, tokens]
+    if not short:
+        tokens += f" over {count_of(get('world_size'), 'rank')}"
+        steps = format_si(get("global_steps_per_s"), "global steps/s")
+        step, lr = f"step {format_count(get('step'))}", f"lr {format_lr(get('lr'))}"
+        parts = [step, progress, loss, lr, tokens, steps]
+    return " | ".join([*parts, *([] if eta is None else [f"left {format_eta(eta)}"])])
 
 
 def heldout_line(line: Mapping[str, Any]) -> str:
@@ -191,8 +188,6 @@ def eta_s(lines: Sequence[Mapping[str, Any]], hours: float | None = None) -> flo
         return None if done is None else (1 - done) * hours * 3600
     recent = [(number(line.get("elapsed_s")), number(line.get("progress"))) for line in lines[-ETA_LINES:]]
     points = [(t, f) for t, f in recent if t is not None and f is not None]
-    while len(points) > 1 and points[0] >= points[-1]:
-        points.pop(0)  # before a resume the clock or the progress stood higher
     if len(points) < 2 or points[-1][1] <= points[0][1]:
         return None
     (start, done), (now, progress) = points[0], points[-1]

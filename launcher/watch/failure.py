@@ -1,6 +1,5 @@
-"""Find why a run failed: the first cause among what the ranks left behind, and the memory of the ranks.
-
-Every function that reads kernel files takes `root`, the directory that holds proc/ and sys/.
+"""Find why a run failed: the first cause among what the ranks left behind, what it means, settings that need
+less memory, and the failure card. Functions that read kernel files take `root`, which holds proc/ and sys/.
 """
 
 from __future__ import annotations
@@ -14,16 +13,19 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from bert_dp import files
-from bert_dp.cost import GIB
-from bert_dp.files import is_own_code
-from bert_dp.files.models import Failure, RunMemory
+from bert_dp.config import Config, ConfigError, batch_layout, divisors, load_config
+from bert_dp.cost import GIB, rank_memory_gib
+from bert_dp.files import is_own_code, safe
+from bert_dp.files.models import OUT_OF_MEMORY, Failure, RecordedEnvironment, RunMemory
 from launcher import results
 from launcher.children import describe_exit_code
-from launcher.machine.environment import ROOT, control_groups
+from launcher.machine.environment import ROOT, control_groups, precision_of
+from launcher.report.numbers import format_count, format_gib
 
 TAIL_LINES = 20
 TAIL_BYTES = 65_536  # of a log's end that is read
@@ -33,7 +35,28 @@ NO_CAUSE = "without recording an error"
 CPP_PLACE = re.compile(r"\[\S+\.(?:cc|cpp|cu|h|hpp):\d+\] ")
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 SAMPLE_S = 1.0
-GROUP = "control group"
+CONSEQUENCES_SHOWN = 6
+MEANING: dict[int, tuple[str, str]] = {  # of a signal, and the fix
+    signal.SIGSEGV: (
+        "native code used memory that is not its own",
+        "see the stack; often packages built for another torch, CUDA or driver than these (`bert-dp doctor` "
+        "lists the versions)",
+    ),
+    signal.SIGABRT: (
+        "native code gave up: a failed assertion or a C++ exception that nobody caught",
+        "its message stands in the log, above the stack",
+    ),
+    signal.SIGBUS: (
+        "a page of mapped memory could not be allocated or read: /dev/shm is full, or a data file was cut",
+        "free or enlarge /dev/shm (a container's default is 64 MiB: --shm-size), and check the shards with "
+        "`bert-dp data inspect`",
+    ),
+    signal.SIGILL: (
+        "an instruction that this CPU does not have",
+        "install a build of torch and of the extensions that is meant for this CPU",
+    ),
+}
+SPARE = 0.1  # of the memory, for what the estimate does not count, such as buffers of collectives
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +71,8 @@ class RankExit:
 def decide_cause(
     logs: Path, launcher_said: str, exits: Sequence[RankExit], unknown: Failure, *, hang: Failure | None
 ) -> Failure | None:
-    """Find the cause of a run's end: the hang that it was ended for, else the earliest error of a rank.
-
-    None if no rank recorded one. `unknown` has the log of a rank that ended before it opened its own.
-    """
+    """Find the cause of a run's end: the hang that it was ended for, else the earliest error of a rank, if
+    any. `unknown` has the log of a rank that ended before it opened its own."""
     cause = hang or first_cause(logs, launcher_said, exits)
     if cause is not None and (cause.log is None or not Path(cause.log).exists()):
         cause = cause.model_copy(update={"log": unknown.log, "log_tail": unknown.log_tail})
@@ -187,8 +208,129 @@ def first_line(message: str) -> str:
     return line if len(line) <= MESSAGE_CHARS else f"{line[:MESSAGE_CHARS]} ..."
 
 
+# --- what it means, and what to do
+
+
+def explain(failure: Failure, run_dir: Path, world_size: int, memory: RunMemory) -> Failure:
+    """Add to a failure what it means and what to do, as far as that is known from RUN/config.yaml and
+    RUN/environment.json."""
+    facts: dict[str, Any] = {}
+    if failure.killed_by in MEANING:
+        meaning, fix = MEANING[failure.killed_by]
+        facts = {"explanation": [meaning], "fix": [fix]}
+    elif failure.killed_by == signal.SIGKILL:
+        facts = {**_explain_kill(failure, run_dir, world_size, memory), "memory": memory}
+    elif failure.kind in OUT_OF_MEMORY:
+        on_host = failure.kind == "host_memory"
+        reasons, fixes = what_to_lower(run_dir, world_size, failure.message, on_host=on_host)
+        facts = {"explanation": reasons, "fix": fixes, "memory": memory if on_host else None}
+    return failure.model_copy(update=facts)
+
+
+def _explain_kill(failure: Failure, run_dir: Path, world_size: int, memory: RunMemory) -> dict[str, Any]:
+    peak = memory.peaks_gib.get(f"rank {failure.rank}")
+    peaked = f"its memory peaked at {format_gib(peak)}" if peak else "it ended before its memory was seen"
+    if memory.oom_kills:
+        first = f"the kernel killed it for want of host memory (oom_kill in {memory.counter}); {peaked}"
+        reasons, fixes = what_to_lower(run_dir, world_size, "", on_host=True)
+        message = f"{failure.message}: host out of memory"
+        return {"message": message, "kind": "host_memory", "explanation": [first, *reasons], "fix": fixes}
+    reason = "from outside: no out-of-memory kill was counted"
+    if memory.oom_kills is None:
+        reason = "from outside, or by the kernel for want of memory: no oom_kill counter can be read"
+    fix = "see who ended it: a limit of the batch system or container, an administrator; `dmesg` if readable"
+    return {"explanation": [f"{reason}; {peaked}"], "fix": [fix]}
+
+
+def what_to_lower(
+    run_dir: Path, world_size: int, message: str, *, on_host: bool
+) -> tuple[list[str], list[str]]:
+    """Explain a lack of memory, of the host or the device, and find settings that need less."""
+    try:
+        config = load_config(run_dir / "config.yaml")
+    except (ConfigError, OSError):
+        return [], []
+    machine = results.find(run_dir / "environment.json", RecordedEnvironment) or RecordedEnvironment()
+    if on_host and config.run.device != "cpu" and machine.gpus:
+        return [], ["on GPUs the host holds data and the checkpoint's copy: fewer ranks, or more memory"]
+    reasons: list[str] = []
+    if on_host:
+        total = machine.memory_limit_gib or machine.memory_gib
+        capacity = total / world_size if total else None
+        if total:
+            shared = f"{format_gib(total)} / {world_size} ranks = {format_gib(capacity)} a rank"
+            reasons = [f"{'control group limit' if machine.memory_limit_gib else 'machine'} {shared}"]
+    elif match := re.search(r"total capacity of ([\d.]+) (GiB|MiB)", message):  # torch's words
+        capacity = float(match[1]) / {"GiB": 1, "MiB": 1024}[match[2]]
+    else:
+        capacity = min((gpu.memory_gib for gpu in machine.gpus if gpu.memory_gib), default=None)
+    newest = files.newest_checkpoint_facts(run_dir)
+    kept = newest[1].precision if newest else None
+    precision = precision_of(config, machine.bf16_units, on_gpu=not on_host, kept=kept)
+    estimate, fix = what_fits(config, precision, world_size, capacity, on_gpu=not on_host)
+    return [*reasons, estimate], [fix]
+
+
+def what_fits(
+    config: Config, precision: str, world_size: int, capacity_gib: float | None, *, on_gpu: bool
+) -> tuple[str, str]:
+    """Return the memory estimate of a rank in words, and the largest micro batch that brings it below
+    `capacity_gib` with 10 % spare, as an option.
+
+    A run that failed though its estimate fits needs more than it: then a tenth less than it is sought.
+    """
+
+    def needs(of: Config) -> float:
+        return sum(rank_memory_gib(of, precision, world_size, on_gpu=on_gpu).values())
+
+    needed, batch = needs(config), config.batch
+    limit = (1 - SPARE) * (needed if capacity_gib is None else min(needed, capacity_gib))
+    words = f"estimate of a rank: {format_gib(needed)} at micro batch {batch.micro_size}"
+    if capacity_gib is not None:
+        words += f"; there are {format_gib(capacity_gib)}"
+        if needed <= capacity_gib:
+            words += ", so more was taken than the estimate counts"
+    before = batch_layout(config, world_size)
+    for micro in (n for n in reversed(divisors(batch.global_size)) if n < batch.micro_size):
+        smaller = config.model_copy(update={"batch": batch.model_copy(update={"micro_size": micro})})
+        with contextlib.suppress(ConfigError):  # of a batch that does not divide
+            after, size = batch_layout(smaller, world_size), needs(smaller)
+            if size <= limit:
+                steps = f"accumulation {before.grad_accum_steps} -> {after.grad_accum_steps}"
+                kept = f"the global batch of {format_count(batch.global_size)} stays"
+                return words, f"--set batch.micro_size={micro} ({steps}, {kept}): about {format_gib(size)}"
+    return words, (
+        "nothing fits by the estimate: parallel.activation_checkpointing=true, parallel.engine=zero1 or "
+        "fsdp, more ranks, or a smaller model"
+    )
+
+
+def card(failure: Failure, run_dir: Path) -> list[str]:
+    """Lay out a failure in lines: rank, error, place and log; then why and what to do, consequences, and the
+    log's end."""
+    lines = [f"failed: {first_line(failure.headline())}"]
+    if failure.where:
+        lines.append(f"  at {failure.where} {failure.source or ''}".rstrip())
+    lines += [f"  log: {failure.log}"] if failure.log else []
+    lines.append(f"  run: {run_dir}")
+    if failure.same_error_ranks:
+        lines.append(f"  same error: rank {', '.join(map(str, failure.same_error_ranks))}")
+    lines += [f"  why: {line}" for line in failure.explanation]
+    lines += [f"  fix: {line}" for line in failure.fix]
+    if failure.memory and (peak := failure.memory.peaks_gib.get(f"rank {failure.rank}")):
+        lines.append(f"  memory: rank {failure.rank} peaked at {format_gib(peak)}")
+    lines += [f"  consequence: {line}" for line in failure.consequences[:CONSEQUENCES_SHOWN]]
+    if (more := len(failure.consequences) - CONSEQUENCES_SHOWN) > 0:
+        lines.append(f"  consequence: {more} more ranks; all in summary.json")
+    lines += [f"  | {line}" for line in failure.log_tail]
+    return [safe(line) for line in lines]
+
+
+# --- memory of the ranks
+
+
 class MemoryWatch:
-    """Notes the peak memory of each rank and of our control group, sampled once a second."""
+    """Notes the peak resident memory of each rank, sampled once a second."""
 
     def __init__(self, root: Path = ROOT):
         self._root, self._next_s = root, 0.0
@@ -201,18 +343,16 @@ class MemoryWatch:
         if now < self._next_s:
             return
         self._next_s = now + SAMPLE_S
-        used = {GROUP: group_bytes(self._root) or 0}
         for rank, worker in workers.items():
             with contextlib.suppress(psutil.Error):
-                used[f"rank {rank}"] = worker.memory_info().rss
-        for name, size in used.items():
-            self._peaks_gib[name] = max(self._peaks_gib.get(name, 0.0), size / GIB)
+                used = worker.memory_info().rss / GIB
+                self._peaks_gib[f"rank {rank}"] = max(self._peaks_gib.get(f"rank {rank}", 0.0), used)
 
     def facts(self) -> RunMemory:
         """Return the peaks so far, and the out-of-memory kills since the watch began."""
         before, after = self._kills_before, oom_kills(self._root)
         return RunMemory(
-            peaks_gib={name: round(peak, 3) for name, peak in self._peaks_gib.items() if peak},
+            peaks_gib={name: round(peak, 3) for name, peak in self._peaks_gib.items()},
             oom_kills=after[0] - before[0] if before and after and before[1] == after[1] else None,
             counter=after[1] if after else None,
         )
@@ -220,11 +360,7 @@ class MemoryWatch:
 
 def oom_kills(root: Path = ROOT) -> tuple[int, str] | None:
     """Read the number of processes killed for want of memory so far, and the counter's path: that of our
-    control group (cgroup v2 memory.events, v1 memory.oom_control), else of the machine. None without any.
-
-    A group counts its own processes whichever limit was hit, the machine's included (kernel documentation,
-    admin-guide/cgroup-v2, memory.events).
-    """
+    control group (v2, v1), which counts whichever limit was hit, else of the machine. None without any."""
     places = [
         group / name
         for group in reversed(control_groups(root, "memory"))
@@ -234,13 +370,4 @@ def oom_kills(root: Path = ROOT) -> tuple[int, str] | None:
         with contextlib.suppress(OSError):
             if match := re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE):
                 return int(match[1]), str(path)
-    return None
-
-
-def group_bytes(root: Path = ROOT) -> int | None:
-    """Read the memory that our control group uses, file cache included; None where there is no such group."""
-    for group in reversed(control_groups(root, "memory")):
-        for name in ("memory.current", "memory.usage_in_bytes"):
-            with contextlib.suppress(OSError, ValueError):
-                return int((group / name).read_text())
     return None

@@ -21,6 +21,7 @@ import psutil
 from bert_dp.config import ENGINES
 from bert_dp.files import IN_STEP, PHASES, Heartbeat, heartbeat_path, is_own_code, read_heartbeat, read_json
 from bert_dp.files.models import Failure
+from launcher.machine.environment import read_text
 
 LOOK_EVERY_S = 1.0
 UNWATCHED_S = 5.0  # the most that counts of the time between two looks: this process may have been stopped
@@ -33,15 +34,12 @@ ABSENT = Heartbeat()  # of a rank that has not begun
 UNHEARD_S = 3.0  # a rank beats about once a second; a busy machine may delay that
 STACK_LINES = 12
 FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
-# functions of ours that do nothing but wait for a collective that was started before
+# what a function waits for: with 2 it does nothing else, with 1 it may be at work, or its device
 WAITS = {
-    ("bert_dp/training/distributed.py", "wait"): "a side-group exchange",
-    **{place: what for facts in ENGINES.values() for place, what in facts.waits.items()},
-}
-# these wait for a collective, or work: a backward pass reduces on its way, a device may be busy or stuck
-UNSURE = {
-    ("autograd/graph.py", "_engine_run_backward"): "the backward pass and its reductions",
-    ("cuda/__init__.py", "synchronize"): "the device",
+    ("bert_dp/training/distributed.py", "wait"): (2, "a side-group exchange"),
+    **{place: (2, what) for facts in ENGINES.values() for place, what in facts.waits.items()},
+    ("autograd/graph.py", "_engine_run_backward"): (1, "the backward pass and its reductions"),
+    ("cuda/__init__.py", "synchronize"): (1, "the device"),
 }
 # of torch.compile: a finetuning compiles each padded length when it comes, in the middle of a step
 COMPILES = (
@@ -79,8 +77,6 @@ class RankSnapshot:
     """Seconds since its heartbeat thread last ran."""
     state: str = "S"
     """State of its process, as in proc_pid_stat(5)."""
-    kernel_wait: str = ""
-    """Kernel function that it waits in, where that may be read."""
     stack: tuple[Frame, ...] = ()
     """Frames of its main thread, innermost first."""
     collectives: Collectives = ()
@@ -109,9 +105,7 @@ class RankSnapshot:
         """Describe how far the rank is: step, phase and micro batches."""
         if self.phase in ("setup", "compile"):
             return f"in {self.phase}"
-        on_gpu = any(entry["state"] in BEGUN for entry in self.collectives)
-        how = "passed to the GPU" if on_gpu else "done"
-        done = f", {self.heartbeat.done} micro batches {how}" if self.phase in IN_STEP else ""
+        done = f", {self.heartbeat.done} micro batches done" if self.phase in IN_STEP else ""
         return f"in step {self.heartbeat.step} ({self.phase}{done})"
 
 
@@ -266,8 +260,7 @@ class Watch:
 def add_evidence(
     run_dir: Path, workers: Mapping[int, psutil.Process], snapshots: Sequence[RankSnapshot]
 ) -> list[RankSnapshot]:
-    """Add kernel waits, and the stacks and collectives of the ranks that can write them. Takes up to
-    ANSWER_S."""
+    """Add the stacks and collectives of the ranks that can write them. Takes up to ANSWER_S."""
     able = [s for s in snapshots if s.heartbeat.pid and not s.stopped]  # SIGUSR2 would end one not begun
     stacks = {s.rank: run_dir / "logs" / f"rank-{s.rank}.stack" for s in able}
     for rank, path in stacks.items():
@@ -279,16 +272,13 @@ def add_evidence(
     deadline = time.monotonic() + ANSWER_S
     while time.monotonic() < deadline:
         time.sleep(0.1)
-        before, texts = texts, {rank: _text(path) for rank, path in stacks.items()}
+        before, texts = texts, {rank: read_text(path) for rank, path in stacks.items()}
         settled = texts == before and all(texts.values())
         if settled and all(s.frozen or recorded_collectives(run_dir, s) is not None for s in able):
             break
     return [
         dataclasses.replace(
-            s,
-            kernel_wait=_kernel_wait(workers[s.rank].pid),
-            stack=parse_stack(texts.get(s.rank, "")),
-            collectives=recorded_collectives(run_dir, s) or (),
+            s, stack=parse_stack(texts.get(s.rank, "")), collectives=recorded_collectives(run_dir, s) or ()
         )
         for s in snapshots
     ]
@@ -310,17 +300,6 @@ def process_state(pid: int) -> str:
         return "X"
 
 
-def _kernel_wait(pid: int) -> str:
-    """Read the kernel function that a process waits in; "" where that may not be read or it runs."""
-    return _text(Path(f"/proc/{pid}/wchan")).strip().removeprefix("0")
-
-
-def _text(path: Path) -> str:
-    with contextlib.suppress(OSError):
-        return path.read_text(encoding="utf-8", errors="replace")
-    return ""
-
-
 def parse_stack(text: str) -> tuple[Frame, ...]:
     """Read the main thread's frames, innermost first, from faulthandler's output, where it comes last."""
     blocks = re.split(r"^(?:Current thread|Thread) .*$", text, flags=re.MULTILINE)
@@ -332,10 +311,9 @@ def waits_in(stack: Sequence[Frame]) -> tuple[int, str]:
     """Return (2, collective) for a stack that waits in one, (1, what) where that cannot be told from work,
     else (0, "")."""
     for frame in stack:
-        for table, sureness in ((WAITS, 2), (UNSURE, 1)):
-            for (path, function), what in table.items():
-                if frame.path.endswith(path) and frame.function == function:
-                    return sureness, what
+        for (path, function), answer in WAITS.items():
+            if frame.path.endswith(path) and frame.function == function:
+                return answer
         is_torchs = frame.path.endswith("torch/distributed/distributed_c10d.py")
         if is_torchs and not frame.function.startswith("_"):
             return 2, frame.function
@@ -354,16 +332,15 @@ def find_culprit(snapshots: Sequence[RankSnapshot]) -> HangDiagnosis:
     A rank on a GPU runs ahead of it: its place is what it has queued, its collectives tell what is done.
     """
     if stopped := [s for s in snapshots if s.stopped]:
-        debugged = all(s.state == "t" for s in stopped)
-        by = "a debugger" if debugged else "a signal (SIGSTOP); SIGCONT lets it go on"
-        return _named(stopped, f"stopped by {by}")
+        return _named(stopped, "stopped by a signal (SIGSTOP) or a debugger; SIGCONT lets it go on")
     # one that is steps further than a rank which can be heard waits for that one: a launch holds the GIL
     # while a GPU's queue is full
     reached = min((s.heartbeat.step for s in snapshots if not s.frozen), default=None)
     if frozen := [s for s in snapshots if s.frozen and (reached is None or s.heartbeat.step <= reached)]:
-        reason = "holds the interpreter lock (GIL), or gets no processor"
-        if frozen[0].state == "D":
-            reason = f"stuck in the kernel {frozen[0].kernel_wait}".rstrip()
+        in_kernel = frozen[0].state == "D"
+        reason = (
+            "stuck in the kernel" if in_kernel else "holds the interpreter lock (GIL), or gets no processor"
+        )
         return _named(frozen, f"not schedulable: {reason}")
     if len(snapshots) == 1:
         return _named(snapshots, "makes no progress")

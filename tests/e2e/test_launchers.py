@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher.run.starters import LAUNCHERS, start_command, start_environment
+from launcher.run.starters import LAUNCHERS, launcher_problem, start_command, start_environment
 from tests.e2e.cli import begin, members, step_reached, train, wait_for, write_config
 from tests.helpers import read_json
 
@@ -29,27 +29,6 @@ TOOLS = [
     for name in LAUNCHERS
 ]
 EAGER = ("schedule.steps=100000", "compile=off")
-CHATTER = """
-import os, sys
-if "bert_dp.worker" in sys.orig_argv:
-    from bert_dp.tasks import mlm
-    class Chatting(mlm.MaskedLanguageModel):
-        chatted = False
-        def example_batch(self, micro_size):
-            if not self.chatted:
-                print("every rank says this")
-            if os.environ["RANK"] == "0" and not self.chatted:
-                for number in range(5000):
-                    print("flood", number)
-            self.chatted = True
-            return super().example_batch(micro_size)
-    mlm.make_task = Chatting
-"""
-NO_PACKAGE = """
-import importlib.util
-find = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *a: None if name in ("accelerate", "deepspeed") else find(name, *a)
-"""
 
 
 def with_site(folder: Path, code: str) -> str:
@@ -98,34 +77,14 @@ def test_a_stop_signal_to_the_tool_alone_checkpoints_too(tmp_path: Path, shards:
     wait_for(lambda: not members(run_dir), seconds=10)
 
 
-def test_the_console_shows_rank_0_and_no_flood(tmp_path: Path, shards: Path) -> None:
-    run_dir = tmp_path / "run"
-    done = train(shards, run_dir, PYTHONPATH=with_site(tmp_path, CHATTER))
-    said = done.stdout.splitlines()
-    assert said.count("every rank says this") <= 1
-    shown = sum("flood" in line for line in said)
-    assert 0 < shown <= 1000
-    assert said.count("lines are left out, see logs/rank-0.log") >= 1
-    assert (run_dir / "logs" / "rank-0.log").read_text().count("flood") == 5000
-    assert (run_dir / "logs" / "rank-1.log").read_text().count("every rank says this") == 1
-    ready = next(i for i, line in enumerate(said) if line.startswith("ready"))
-    assert ready < next(i for i, line in enumerate(said) if line.startswith("step "))
-
-
-@pytest.mark.parametrize(
-    ("launcher", "line"),
-    [
-        ("mpirun", "--launcher: unknown launcher mpirun; choose from torchrun, accelerate, deepspeed"),
-        ("accelerate", "--launcher: accelerate needs `pip install 'accelerate>="),
-        ("deepspeed", "--launcher: deepspeed needs `pip install 'deepspeed>="),
-    ],
-)
 def test_a_launcher_that_is_unknown_or_not_installed_is_refused(
-    tmp_path: Path, shards: Path, launcher: str, line: str
+    tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    site, options = with_site(tmp_path, NO_PACKAGE), ("--launcher", launcher)
-    done = train(shards, tmp_path / "run", options=options, code=2, PYTHONPATH=site)
-    assert done.stderr.startswith(f"error: {line}")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for launcher in ("accelerate", "deepspeed"):
+        assert f"{launcher} needs `pip install '{launcher}>=" in (launcher_problem(launcher) or "")
+    done = train(shards, tmp_path / "run", options=("--launcher", "mpirun"), code=2)
+    assert done.stderr.startswith("error: --launcher: unknown launcher mpirun")
     assert len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "run").exists()
 
@@ -201,6 +160,12 @@ def test_ranks_started_by_hand_train_to_the_end(tmp_path: Path, shards: Path) ->
     assert [process.returncode for process in ranks] == [0, 0, 0], said
     summary = read_json(tmp_path / "run" / "summary.json")
     assert (summary["status"], summary["step"], summary["world_size"]) == ("done", 2, 3)
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("MASTER_")} | BY_HAND[1]
+    command = [sys.executable, "-m", "bert_dp.worker", str(config)]
+    lost = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert lost.returncode == 2
+    assert "MASTER_ADDR and MASTER_PORT" in lost.stderr
+    assert "Traceback" not in lost.stderr
 
 
 def test_torchrun_starts_the_worker_as_the_documentation_says(tmp_path: Path, shards: Path) -> None:
@@ -213,18 +178,3 @@ def test_torchrun_starts_the_worker_as_the_documentation_says(tmp_path: Path, sh
     assert done.returncode == 0, done.stderr
     summary = read_json(tmp_path / "run" / "summary.json")
     assert (summary["status"], summary["world_size"]) == ("done", 2)
-
-
-def test_ranks_started_by_hand_without_a_meeting_point_say_so(tmp_path: Path, shards: Path) -> None:
-    config = write_config(tmp_path / "run", shards, "compile=off")
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("MASTER_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "bert_dp.worker", str(config)],
-        env={**environ, **BY_HAND[1]},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2, done.stderr
-    assert "MASTER_ADDR and MASTER_PORT" in done.stderr
-    assert "Traceback" not in done.stderr

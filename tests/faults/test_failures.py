@@ -15,8 +15,7 @@ import pytest
 from bert_dp import files
 from launcher.run import processes
 from launcher.run.starters import LAUNCHERS
-from launcher.watch.failure import MemoryWatch
-from launcher.watch.failure_card import card
+from launcher.watch.failure import MemoryWatch, card
 from tests.e2e.cli import members, train, write_config
 from tests.faults.harness import FULL, broken, observe, rounds
 from tests.helpers import read_json, write_files

@@ -139,33 +139,21 @@ def send(run_dir: Path, service: str) -> Stored:
     return READERS[service](run_dir)
 
 
-def test_a_run_is_stored_whole(tmp_path: Path, service: str) -> None:
-    stored = send(make_run(tmp_path / "run"), service)
+def test_a_run_is_stored_whole_and_as_failed_where_it_was_killed(tmp_path: Path, service: str) -> None:
+    run_dir = make_run(tmp_path / "run", settings={f"s{number}": number for number in range(250)})
+    (run_dir / "summary.json").rename(tmp_path / "summary.json")
+    assert send(run_dir, service).ended in {"wandb": ["1"], "mlflow": ["FAILED"], "trackio": [None]}[service]
+    (tmp_path / "summary.json").rename(run_dir / "summary.json")
+    time.sleep(1.1)  # a run is named by the second
+    stored = send(run_dir, service)
+    assert len([name for name in stored.config if name.startswith("settings.s")]) == 250
     assert stored.steps("loss") == list(range(10, 101, 10))
     assert stored.steps("heldout_loss") == [100]
     losses = {step: values["loss"] for step, values in stored.rows if "loss" in values}
     assert losses == {step: metrics(step).loss for step in losses}
     assert float(stored.config["optim.lr"]) == 1e-3
     assert stored.summary["summary/heldout_loss"] == 6.25
-    assert stored.summary["summary/checkpoint"] == str(tmp_path / "run" / "checkpoints" / "step-00000100")
-    assert stored.ended in {"wandb": ["0"], "mlflow": ["FINISHED"], "trackio": [None]}[service]
-
-
-def test_a_resumed_run_is_sent_whole_as_a_new_one(tmp_path: Path, service: str) -> None:
-    """A killed run that is cut back to step 80 and goes on to step 110."""
-    run_dir = make_run(tmp_path / "run")
-    (run_dir / "summary.json").rename(tmp_path / "summary.json")
-    assert send(run_dir, service).ended in {"wandb": ["1"], "mlflow": ["FAILED"], "trackio": [None]}[service]
-    for name in ("metrics.jsonl", "evals.jsonl"):
-        files.cut_back(run_dir / name, 80)
-    for step in (90, 100, 110):
-        files.append_line(run_dir / "metrics.jsonl", metrics(step))
-    files.append_line(run_dir / "evals.jsonl", {"step": 110, "loss": 6.0})
-    (tmp_path / "summary.json").rename(run_dir / "summary.json")
-    time.sleep(1.1)  # a run is named by the second
-    stored = send(run_dir, service)
-    assert stored.steps("loss") == list(range(10, 111, 10))
-    assert stored.steps("heldout_loss") == [110]
+    assert stored.summary["summary/checkpoint"] == str(run_dir / "checkpoints" / "step-00000100")
     assert stored.ended in {"wandb": ["0"], "mlflow": ["FINISHED"], "trackio": [None]}[service]
 
 

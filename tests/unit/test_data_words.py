@@ -57,19 +57,14 @@ def test_the_length_of_a_run_is_in_tokens_where_their_number_is_known(
     assert lines[4] == f"length  {length}; schedule {config.schedule.name}"
 
 
-@pytest.mark.parametrize(
-    ("official", "rows"), [(None, ""), (True, ", GLUE's own rows"), (False, ", a subset of GLUE's rows")]
-)
-def test_examples_are_described_with_their_lengths_and_passes(
-    tmp_path: Path, official: bool | None, rows: str
-) -> None:
+def test_examples_are_described_with_their_lengths_and_passes(tmp_path: Path) -> None:
     settings = ("objective.name=finetune", f"data.path={write_examples(tmp_path)}", "batch.micro_size=4")
     config = make_config(*settings, "data.sequence_length=32", "batch.global_size=16", "schedule.steps=5")
     found = read_data(config, tmp_path)
     train = found.splits["train"].model_copy(update={"tokens": 500, "truncated": 10})
-    manifest = found.model_copy(update={"official": official, "splits": {**found.splits, "train": train}})
+    manifest = found.model_copy(update={"splits": {**found.splits, "train": train}})
     assert describe_data(config, manifest) == (
-        f"{found.task}: 40 examples of 12.5 tokens on average, 25.0 % of them truncated to 32{rows}; the run "
+        f"{found.task}: 40 examples of 12.5 tokens on average, 25.0 % of them truncated to 32; the run "
         "passes over them 2 times"
     )
 

@@ -33,21 +33,13 @@ def test_tail_gives_whole_lines_once(tmp_path: Path) -> None:
     assert tail.lines() == (["two", "three"], False)
     files.write_text(path, "new\n")  # replaced, as `cut_back` does
     assert tail.lines() == (["new"], True)
-
-
-def test_a_file_that_cannot_be_read_now_has_no_new_lines() -> None:
-    """Opened, its first page gives EIO, as a file server that does not answer."""
-    assert Tail(Path("/proc/self/mem")).lines() == ([], False)
-
-
-def test_tail_can_skip_what_is_there(tmp_path: Path) -> None:
-    path = tmp_path / "f"
-    path.write_text("old\n")
+    assert Tail(Path("/proc/self/mem")).lines() == ([], False), (
+        "EIO, as of a file server that does not answer"
+    )
     tail = Tail(path, skip_present=True)
     assert tail.lines() == ([], False)
-    with path.open("a") as file:
-        file.write("new\n")
-    assert tail.lines()[0] == ["new"]
+    files.append_line(path, {})
+    assert tail.lines()[0] == ["{}"]
 
 
 def test_display_follows_a_run_that_was_cut_back(tmp_path: Path) -> None:
@@ -103,20 +95,15 @@ def test_a_terminal_has_a_bar_and_a_line_that_stays_now_and_then(tmp_path: Path)
         assert re.search(bar, text)
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_a_regression_has_its_unit_and_a_budget_in_hours_its_own_time_left(
-    tmp_path: Path, terminal: bool
-) -> None:
+def test_a_regression_has_its_unit_and_a_budget_in_hours_its_own_time_left(tmp_path: Path) -> None:
     out = io.StringIO()
     settings = ("objective.name=finetune", "finetune.kind=regression", "data.path=/x", "schedule.hours=0.5")
-    console = Console(file=out, width=200, force_terminal=terminal, color_system=None)
-    with Display(tmp_path, console, make_config(*settings)) as display:
+    with Display(tmp_path, Console(file=out, width=200), make_config(*settings)) as display:
         files.append_line(tmp_path / "metrics.jsonl", metrics(10, progress=1 / 3))
         display.poll()
-        display._bar.refresh() if terminal else None
-    shown = set(re.findall(r"loss 7.80 (.+?) \| (lr )?.*?left (\w+ min \w+ s)", out.getvalue()))
-    line = ("squared error", "lr ", "20 min 00 s")
-    assert shown == ({line, ("squared error", "", "20 min 00 s")} if terminal else {line})
+    assert re.findall(r"loss 7.80 (.+?) \| lr .*?left (\w+ min \w+ s)", out.getvalue()) == [
+        ("squared error", "20 min 00 s")
+    ]
 
 
 def run_of(tmp_path: Path) -> tuple[io.StringIO, Display]:
@@ -135,11 +122,13 @@ def test_the_lines_of_rank_0_are_shown_and_the_last_ones_at_the_end(tmp_path: Pa
     with display:
         for rank in range(2):
             say(tmp_path, rank, f"\x1b[31mrank {rank}\x1b[0m\n10 %\r20 %\n\n")
+        files.append_line(tmp_path / "metrics.jsonl", metrics(10))
         display.poll()
-        assert out.getvalue() == "rank 0\n20 %\n"
         say(tmp_path, 0, "last\n")
         files.write_json(tmp_path / "summary.json", {"status": "done"})
-    assert out.getvalue() == "rank 0\n20 %\nlast\n"
+    first, second, step, last = out.getvalue().splitlines()
+    assert (first, second, last) == ("rank 0", "20 %", "last")
+    assert step.startswith("step 10 | "), "lines before a step stand before it"
 
 
 def test_no_line_is_shown_once_a_rank_has_failed(tmp_path: Path) -> None:
@@ -194,18 +183,16 @@ def test_a_line_is_made_readable() -> None:
 
 def test_progress_line():
     line = progress_line(metrics(10), eta=125)
-    for part in (
+    assert line.split(" | ") == [
         "step 10",
         "10.0 %",
-        "7.8000 nats",
-        "1.00e-03",
+        "loss 7.8000 nats",
+        "lr 1.00e-03",
         "16.4 k tokens/s over 2 ranks",
         "8 global steps/s",
         "left 2 min 05 s",
-    ):
-        assert part in line
+    ]
     assert "left" not in progress_line({})
-    assert "left <1 s" in progress_line({}, eta=0.007)
 
 
 def test_eta():
@@ -219,8 +206,6 @@ def test_eta():
     # the pace of the last twenty, whatever came before
     slow = [{"elapsed_s": 1.0, "progress": 0.001}, {"elapsed_s": 9.0, "progress": 0.002}]
     assert eta_s([*slow, *lines]) == pytest.approx(50)
-    resumed = [{"elapsed_s": 90.0, "progress": 0.9}, *lines[:10]]
-    assert eta_s(resumed) == pytest.approx(90)
 
 
 def test_a_flood_of_lines_is_cut_with_one_note(tmp_path: Path) -> None:

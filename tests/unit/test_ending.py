@@ -23,7 +23,8 @@ from rich.console import Console
 from bert_dp import files
 from bert_dp.config import dump_config
 from bert_dp.files.models import Failure
-from launcher.run import processes, reaper
+from launcher import children
+from launcher.run import processes
 from launcher.watch.display import Display
 from tests.helpers import make_config, read_json, write_files, write_lines
 
@@ -371,11 +372,11 @@ def test_the_reaper_looks_again_until_nothing_is_left(
     (tmp_path / "scratch").mkdir()
     system = System([404, 11], [11, 12], [])
     for name in ("os", "signal", "time"):
-        monkeypatch.setattr(reaper, name, system)
-    monkeypatch.setattr(reaper, "marked", system.marked)
-    reaper.main(str(tmp_path / "scratch"), "RUN=1")
+        monkeypatch.setattr(children, name, system)
+    monkeypatch.setattr(children, "marked", system.marked)
+    children.reap(str(tmp_path / "scratch"), "RUN=1")
     assert system.killed == [404, 11, 11, 12]
-    assert system.now >= reaper.PATIENCE_S  # ranks that can end by themselves had their time
+    assert system.now >= children.PATIENCE_S  # ranks that can end by themselves had their time
     assert not (tmp_path / "scratch").exists()
 
 
@@ -383,8 +384,9 @@ def test_a_reaper_stands_by_without_our_marks_and_is_gone_after_the_block(tmp_pa
     mark = f"BERT_DP_TEST_MARK={tmp_path}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(*mark.split("="))
+        patch.setattr(children, "launcher_marks", lambda: [mark])
         before = set(psutil.Process().children())
-        with contextlib.suppress(KeyError), reaper.reaper(tmp_path / "scratch", [mark]):
+        with contextlib.suppress(KeyError), children.reaper(tmp_path / "scratch"):
             (stands_by,) = set(psutil.Process().children()) - before
             assert "BERT_DP_TEST_MARK" not in stands_by.environ()
             raise KeyError
@@ -396,10 +398,10 @@ def test_only_what_bears_every_mark_is_ended(tmp_path: Path) -> None:
     marks = [f"PID={tmp_path}", f"START={tmp_path}"]
     command = [sys.executable, "-I", "-S", "-c", "import sys; sys.stdin.read()"]
     with contextlib.ExitStack() as started:
-        children = [
+        bearers = [
             started.enter_context(
                 subprocess.Popen(command, stdin=subprocess.PIPE, env=dict(m.split("=", 1) for m in borne))
             )
             for borne in (marks, marks[:1], marks[1:], [])
         ]
-        assert reaper.marked(marks) == [children[0].pid]
+        assert children.marked(marks) == [bearers[0].pid]

@@ -20,17 +20,16 @@ from bert_dp.files.models import Failure, FailureKind, RunMemory, kind_of_text
 from bert_dp.training import process
 from launcher.children import describe_exit_code
 from launcher.watch.failure import (
-    GROUP,
+    CONSEQUENCES_SHOWN,
     NO_CAUSE,
     RankExit,
+    card,
     decide_cause,
     first_cause,
     first_line,
     of_a_disk,
     read_end,
-    tail_of,
 )
-from launcher.watch.failure_card import CONSEQUENCES_SHOWN, card
 
 WRONG = {"setting": "optim.lr", "kind": "out_of_range", "message": "wrong"}
 TORCHRUN = """
@@ -56,20 +55,6 @@ def cause_of(logs: Path, said: str = "", exits: Sequence[RankExit] = ()) -> Fail
     failure = first_cause(logs, said, exits)
     assert failure is not None
     return failure
-
-
-def test_a_kill_comes_before_what_the_others_saw(tmp_path: Path) -> None:
-    error(tmp_path, 0, "Connection reset by peer", 5)
-    failure = cause_of(tmp_path, TORCHRUN)
-    assert (failure.rank, failure.message) == (1, "killed by signal 9 (SIGKILL)")
-    assert failure.kind == "killed"
-
-
-def test_an_exception_comes_before_the_kills_that_follow_it(tmp_path: Path) -> None:
-    error(tmp_path, 0, "out of memory", 9)
-    error(tmp_path, 2, "Connection closed by peer", 5)
-    failure = cause_of(tmp_path, TORCHRUN)
-    assert (failure.rank, failure.message) == (0, "RuntimeError: out of memory")
 
 
 @pytest.mark.parametrize("kinds", sorted(set(itertools.product(("error", "silence", "peer"), repeat=3))))
@@ -103,39 +88,37 @@ GONE, LATER = "Connection closed by peer", "out of luck"
         (GONE, [(1, None, 51)], "", "rank 1: ended without recording an error"),
         (GONE, [(1, 7, 51)], "", "rank 1: ended with exit code 7 without recording an error"),
         (GONE, [(1, 0, 51)], "", "rank 0: RuntimeError: Connection closed by peer"),
+        (GONE, [], TORCHRUN, "rank 1: killed by signal 9 (SIGKILL)"),
+        (LATER, [], TORCHRUN, "rank 0: RuntimeError: out of luck"),
     ],
 )
 def test_the_first_to_go_is_the_cause_unless_an_error_came_before(
     tmp_path: Path, message: str, exits: list[tuple[int, int | None, int]], said: str, cause: str
 ) -> None:
     error(tmp_path, 0, message, 50)
-    assert cause_of(tmp_path, said, [RankExit(*each) for each in exits]).headline() == cause
+    failure = cause_of(tmp_path, said, [RankExit(*each) for each in exits])
+    assert failure.headline() == cause
+    assert (failure.kind == "killed") == ("killed" in cause)
 
 
 def test_the_earliest_exception_wins_and_bad_input_before_it(tmp_path: Path) -> None:
+    assert first_cause(tmp_path, "") is None
     error(tmp_path, 0, "late", 9)
     error(tmp_path, 1, "early", 3)
     assert cause_of(tmp_path).rank == 1
+    assert cause_of(tmp_path, TORCHRUN).source is None, "the kill was of the rank that raised"
     error(tmp_path, 2, "optim.lr: wrong", 20, issues=[WRONG])
-    failure = cause_of(tmp_path)
-    assert failure.issues == [WRONG]
+    assert cause_of(tmp_path).issues == [WRONG]
 
 
-def test_nothing_recorded_is_no_cause(tmp_path: Path) -> None:
-    assert first_cause(tmp_path, "") is None
-
-
-def test_the_log_of_an_earlier_start_is_not_this_ones(tmp_path: Path) -> None:
-    path = tmp_path / "rank-0.log"
-    path.write_text(f"ValueError: of the first start\n{STARTED_AGAIN}\nsetting up\n")
-    assert tail_of(read_end(path)) == ["setting up"]
-
-
-def test_the_log_tail_comes_along(tmp_path: Path) -> None:
-    (tmp_path / "rank-1.log").write_text("\n".join(f"line {i}" for i in range(100)))
-    failure = cause_of(tmp_path, TORCHRUN)
-    assert failure.log_tail[-1] == "line 99"
-    assert len(failure.log_tail) == 20
+def test_the_end_of_a_log_comes_along_without_that_of_an_earlier_start(tmp_path: Path) -> None:
+    path = tmp_path / "rank-1.log"
+    path.write_text("x" * 5_000_000 + f"\nof the first start\n{STARTED_AGAIN}\nsetting up\n")
+    assert cause_of(tmp_path, TORCHRUN).log_tail == ["setting up"]
+    path.write_text("x" * 5_000_000 + "".join(f"\nline {i}" for i in range(100)))
+    assert cause_of(tmp_path, TORCHRUN).log_tail == [f"line {i}" for i in range(80, 100)]
+    assert len(read_end(path)) < 100_000
+    assert read_end(tmp_path / "none") == ""
 
 
 def test_what_followed_is_marked_and_who_failed_alike_is_no_consequence(tmp_path: Path) -> None:
@@ -178,14 +161,6 @@ def test_a_crash_shows_the_stack_of_its_thread_and_our_line_in_it(tmp_path: Path
     assert (killed.where, killed.log_tail[0]) == (None, "setting up")
 
 
-def test_a_log_of_any_size_is_read_from_its_end(tmp_path: Path) -> None:
-    path = tmp_path / "rank-0.log"
-    path.write_bytes(b"x" * 5_000_000 + b"\nlast\n")
-    assert read_end(path).endswith("last\n")
-    assert len(read_end(path)) < 100_000
-    assert read_end(tmp_path / "none") == ""
-
-
 def test_the_first_line_of_a_message_that_says_something() -> None:
     assert first_line("\n\n  one  \ntwo") == "one"
     assert first_line("[enforce fail at alloc_cpu.cpp:118] err") == "[enforce fail at alloc_cpu.cpp:118] err"
@@ -208,8 +183,7 @@ def full(**more: object) -> Failure:
 
 def test_the_card_says_the_most_important_first(tmp_path: Path) -> None:
     many = [f"rank {i}: RuntimeError: Connection closed by peer" for i in range(4, 40)]
-    peaks = {"rank 3": 2.0, "rank 1": 1.0, "rank 2": 0.1, GROUP: 4.0}
-    memory = RunMemory(peaks_gib=peaks, oom_kills=0, counter=None)
+    memory = RunMemory(peaks_gib={"rank 3": 2.0, "rank 1": 1.0}, oom_kills=0, counter=None)
     said = {"explanation": ["it is so"], "fix": ["do so"], "same_error_ranks": [0, 1]}
     lines = card(full(consequences=many, memory=memory, **said), tmp_path)
     assert lines.pop(4) == "  same error: rank 0, 1"
@@ -219,8 +193,7 @@ def test_the_card_says_the_most_important_first(tmp_path: Path) -> None:
         "  log: logs/rank-3.log",
         f"  run: {tmp_path}",
     ]
-    assert lines[4:6] == ["  why: it is so", "  fix: do so"]
-    assert [line.partition(" peaked at ")[2] for line in lines[6:9]] == ["2.00 GiB", "1.00 GiB", "4.00 GiB"]
+    assert lines[4:7] == ["  why: it is so", "  fix: do so", "  memory: rank 3 peaked at 2.00 GiB"]
     assert sum(line.startswith("  consequence: rank") for line in lines) == CONSEQUENCES_SHOWN
     assert "  consequence: 30 more ranks; all in summary.json" in lines
     assert lines[-2:] == ["  | a", "  | b"]
@@ -333,12 +306,5 @@ def test_a_hang_comes_before_errors(tmp_path: Path) -> None:
     assert (hung.log, hung.log_tail) == (str(log), ["  | frame"])
     raised = decide_cause(tmp_path, "", (), unknown, hang=None)
     assert (raised.rank, raised.where, raised.log) == (0, "a.py:1", unknown.log)
-
-
-def test_what_an_error_was_raised_by_and_the_end_that_the_tool_saw(tmp_path: Path) -> None:
-    facts = {"rank": 1, "time_ns": 5, "message": "ValueError: no", "where": "a.py:7", "source": "in f: g()"}
-    (tmp_path / "rank-1.error.json").write_text(json.dumps(facts))
-    failure = cause_of(tmp_path, TORCHRUN)
-    assert (failure.where, failure.source) == ("a.py:7", "in f: g()"), "the kill was of the rank that raised"
     words = f"killed by signal {signal.SIGRTMIN + 3} (real-time)"
     assert describe_exit_code(-signal.SIGRTMIN - 3, "") == words

@@ -7,13 +7,10 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -26,7 +23,7 @@ from launcher.run import loggers
 from launcher.run.loggers import Writer
 from launcher.run.processes import stop_signals
 from tests.e2e.cli import here, is_alive, refused, wait_for
-from tests.helpers import failed, make_config, raised_issues, write_lines
+from tests.helpers import failed, make_config, write_lines
 from tests.report_fixture import make_run, metrics
 
 ABSENT = "trackio"
@@ -62,10 +59,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Fake]:
 
 def send_all(run_dir: Path) -> None:
     """Send like `report --log-to`: all records, and the end."""
-    over = threading.Event()
-    over.set()
     (run_dir / "logs").mkdir(exist_ok=True)
-    loggers.send(run_dir, "wandb", over, lambda line: None)
+    loggers.send(run_dir, "wandb", lambda seconds: True, lambda line: None)
 
 
 def steps(run: Fake, key: str = "loss") -> list[int]:
@@ -97,7 +92,7 @@ def test_a_run_is_sent_with_its_settings_numbers_summary_and_links(
     assert all(isinstance(value, str | int | float) for value in facts.values())
 
 
-def test_lines_are_sent_by_step_and_a_torn_one_when_it_is_whole(tmp_path: Path) -> None:
+def test_lines_are_sent_by_step_a_torn_one_when_it_is_whole_and_a_repeated_one_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     reader = loggers.StepReader(path)
     assert list(reader.rows()) == []
@@ -107,19 +102,10 @@ def test_lines_are_sent_by_step_and_a_torn_one_when_it_is_whole(tmp_path: Path) 
     with path.open("a") as file:
         file.write('ss": 2.5}\nnot JSON\n{"step": 3, "loss": null}\n')
     assert list(reader.rows()) == [(2, {"loss": 2.5}), (3, {})]
-
-
-def test_what_a_resumed_run_repeats_is_not_sent_twice(tmp_path: Path) -> None:
-    """It is cut back to its checkpoint and logs the same steps again."""
-    path = tmp_path / "metrics.jsonl"
-    for step in (1, 2, 3, 4):
-        files.append_line(path, metrics(step))
-    reader = loggers.StepReader(path)
-    assert [step for step, _ in reader.rows()] == [1, 2, 3, 4]
-    files.cut_back(path, 2)
-    for step in (3, 4, 5, 6):
-        files.append_line(path, metrics(step, loss=1.0))  # a shorter line than before
-    assert [step for step, _ in reader.rows()] == [5, 6]
+    files.cut_back(path, 2)  # as a run that is resumed from step 2
+    for step in (3, 4):
+        files.append_line(path, {"step": step})
+    assert [step for step, _ in reader.rows()] == [4]
 
 
 def test_a_held_out_loss_goes_between_the_lines_it_was_measured_between(
@@ -142,123 +128,33 @@ def test_a_lost_directory_is_noticed_where_the_service_ignores_it(
         send_all(run_dir)
 
 
-def test_a_run_without_a_summary_has_failed(tmp_path: Path, opened: list[Fake]) -> None:
+def test_the_end_of_a_run_has_its_exit_code_and_links_what_there_is(
+    tmp_path: Path, opened: list[Fake]
+) -> None:
     run_dir = make_run(tmp_path / "run")
     (run_dir / "summary.json").unlink()
     send_all(run_dir)
-    assert opened[0].ended == (100, {}, 1)
-    send_all(make_run(tmp_path / "failed", summary=failed("optim.lr: no", "bad_input")))
-    assert opened[1].ended is not None
-    assert opened[1].ended[2] == 2
-
-
-def test_the_end_of_a_run_links_what_there_is(tmp_path: Path) -> None:
-    run_dir = make_run(tmp_path / "run", summary={"status": "stopped", "signal": 15, "checkpoint": None})
-    facts, code = loggers.summary_facts(run_dir)
+    assert opened[0].ended == (100, {}, 1), "a run without a summary has failed"
+    stopped = make_run(tmp_path / "stopped", summary={"status": "stopped", "signal": 15, "checkpoint": None})
+    facts, code = loggers.summary_facts(stopped)
     assert (facts["summary/status"], code) == ("stopped", 143)
     assert "summary/checkpoint" not in facts
-    assert facts["summary/report"] == f"{run_dir}/report.html"
+    assert loggers.summary_facts(make_run(tmp_path / "bad", summary=failed("no", "bad_input")))[1] == 2
 
 
-def test_lines_are_sent_while_the_run_goes_on(
-    tmp_path: Path, opened: list[Fake], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loggers, "POLL_S", 0.01)
-    run_dir, over = make_run(tmp_path / "run", 1), threading.Event()
+def test_lines_are_sent_while_the_run_goes_on(tmp_path: Path, opened: list[Fake]) -> None:
+    run_dir, seen = make_run(tmp_path / "run", 1), list[list[int]]()
     (run_dir / "logs").mkdir()
-    thread = threading.Thread(target=loggers.send, args=(run_dir, "wandb", over, lambda line: None))
-    thread.start()
-    wait_for(lambda: opened and steps(opened[0]) == [10], 10)
-    files.append_line(run_dir / "metrics.jsonl", metrics(20))
-    wait_for(lambda: steps(opened[0]) == [10, 20], 10)
-    assert opened[0].ended is None
-    over.set()
-    thread.join(10)
+
+    def wait_for_end(seconds: float) -> bool:
+        seen.append(steps(opened[0]))
+        assert opened[0].ended is None
+        files.append_line(run_dir / "metrics.jsonl", metrics(10 + 10 * len(seen)))
+        return len(seen) == 3
+
+    loggers.send(run_dir, "wandb", wait_for_end, lambda line: None)
+    assert [*seen, steps(opened[0])] == [[], [10, 20], [10, 20, 30], [10, 20, 30, 40]]
     assert opened[0].ended is not None
-
-
-@pytest.mark.parametrize(
-    "error", [RuntimeError("service down\nand more"), OSError(28, "full"), ImportError()]
-)
-def test_a_service_that_fails_is_one_warning_and_is_given_up(
-    tmp_path: Path, opened: list[Fake], monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    """Also where its traceback finds the log's disk full."""
-
-    def fail(*_: object) -> None:
-        raise error
-
-    def full(*_: object) -> None:
-        raise OSError(28, "full")
-
-    monkeypatch.setattr(Fake, "write", fail)
-    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=full, flush=full))
-    run_dir, said = make_run(tmp_path / "run"), list[str]()
-    assert not loggers.send_or_warn(run_dir, "wandb", threading.Event(), said.append)
-    assert said[0] == "wandb: nowhere"
-    (line,) = said[1:]
-    assert line.startswith(f"warning: wandb gets no more of this run ({type(error).__name__}: ")
-    assert f"`bert-dp report {run_dir} --log-to wandb`" in line
-
-
-# --- the services' own files, on packages that only note what they are asked
-
-
-class Noted:
-    """Whatever is asked of it, noted as (name, arguments); a name in `answers` gives that."""
-
-    def __init__(self, **answers: Any):
-        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
-        self.__dict__.update(answers)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return lambda *given, **named: self.calls.append((name, given, named))
-
-    def of(self, name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        return [(given, named) for called, given, named in self.calls if called == name]
-
-
-def without_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith(("WANDB_", "MLFLOW_", "TRACKIO_"))]:
-        monkeypatch.delenv(name)
-    monkeypatch.setattr(os, "environ", dict(os.environ))  # a writer sets some for its service
-
-
-@pytest.mark.parametrize(("code", "status"), [(0, "FINISHED"), (1, "FAILED"), (143, "FAILED")])
-def test_mlflow_gets_every_parameter_numbers_as_metrics_and_how_the_run_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, status: str
-) -> None:
-    client = Noted(
-        create_experiment=lambda name: f"made {name}",
-        get_experiment_by_name=lambda name: None,
-        create_run=lambda of, run_name: SimpleNamespace(info=SimpleNamespace(run_id=f"{of}/{run_name}")),
-    )
-    where: list[str] = []
-    entities = {name: lambda *given: given for name in ("Param", "Metric", "RunTag")}
-    package = SimpleNamespace(MlflowClient=lambda tracking_uri: where.append(tracking_uri) or client)
-    monkeypatch.setitem(sys.modules, "mlflow", package)
-    monkeypatch.setitem(sys.modules, "mlflow.entities", SimpleNamespace(**entities))
-    without_variables(monkeypatch)
-    settings = {f"s{number}": number for number in range(250)} | {"long": "x" * 9000}
-    writer = loggers.open_mlflow(tmp_path, "mine", settings)
-    run_id = "made bert-dp/mine"
-    assert where == [writer.where] == [f"{tmp_path.as_uri()}/mlflow"]
-    sent = [named["params"] for _, named in client.of("log_batch")]
-    assert max(map(len, sent)) <= 100
-    flat = {name: value for batch in sent for name, value in batch}
-    assert flat == {name: str(value)[:6000] for name, value in settings.items()}
-    client.calls.clear()
-    writer.write(7, {"loss": 2.5})
-    writer.finish(9, {"summary/loss": 2.0, "summary/status": "done"}, code)
-    assert client.of("set_terminated") == [((run_id, status), {})]
-    batches = [named for _, named in client.of("log_batch")]
-    sent = [(key, value, step) for batch in batches for key, value, _, step in batch.get("metrics", ())]
-    assert sent == [("loss", 2.5, 7), ("summary/loss", 2.0, 9)]
-    assert [batch["tags"] for batch in batches if "tags" in batch] == [[("summary/status", "done")]]
-    os.environ["MLFLOW_TRACKING_URI"] = "http://there"
-    assert loggers.open_mlflow(tmp_path, "mine", settings).where == "http://there"
 
 
 # --- the child
@@ -299,77 +195,43 @@ def test_signals_to_every_process_of_a_job_do_not_cost_the_summary(tmp_path: Pat
     assert b"summary/final_loss" in events(run_dir)
 
 
-STUCK = """
-import subprocess, sys, time
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-open(sys.argv[1], "w").close()
-time.sleep(600)
-"""
-
-
-def test_a_service_that_never_ends_is_ended_with_all_it_has_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ready, said = tmp_path / "ready", list[str]()
-    monkeypatch.setattr(loggers, "module_command", lambda _: [sys.executable, "-c", STUCK, str(ready)])
-    monkeypatch.setattr(loggers, "SERVICES_S", 0.1)
-    monkeypatch.setattr(loggers, "CHILD_S", 0.1)
-    before = set(psutil.Process().children(recursive=True))
-    with loggers.Loggers(tmp_path, ["wandb"], said.append) as sender:
-        wait_for(ready.exists, 30)
-        started = set(psutil.Process().children(recursive=True)) - before
-        assert len(started) == 2
-    wait_for(lambda: not any(map(is_alive, started)), 10)
-    assert sender.exit_code == 1
-    (line,) = said
-    assert line.startswith("warning: not all was sent to wandb")
-
-
-SENDER = """
-import os, sys, time
-open(sys.argv[1], "w").write(" ".join(sys.argv[3:]))
+CHILD = """
+import os, subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], stdout=subprocess.DEVNULL)
+open(sys.argv[1], "w").write(sys.argv[-1])
 sys.stdin.read()
 {}
 """
 
 
 @pytest.mark.parametrize(
-    ("wait", "end", "code"),
+    ("wait", "end", "code", "words"),
     [
-        (True, "time.sleep(0.3)", 0),  # however long
-        (False, f"sys.exit({loggers.INCOMPLETE})", 1),  # it has said itself what was not sent
-        (True, "while True: os.kill(os.getppid(), 15); time.sleep(0.05)", 143),
+        (True, "time.sleep(0.3)", 0, None),  # however long
+        (False, f"sys.exit({loggers.INCOMPLETE})", 1, None),  # it has said itself what was not sent
+        (False, "time.sleep(600)", 1, "it did not end"),
+        (True, "while True: os.kill(os.getppid(), 15); time.sleep(0.05)", 143, "it did not end"),
+        (True, "os.abort()", 1, "killed by signal 6"),
     ],
 )
-def test_how_long_the_sender_has_and_how_it_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: bool, end: str, code: int
+def test_how_long_a_service_has_and_how_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: bool, end: str, code: int, words: str | None
 ) -> None:
-    asked, said = tmp_path / "asked", list[str]()
-    command = [sys.executable, "-I", "-S", "-c", SENDER.format(end), str(asked)]
+    """Whatever it has started ends with one that does not."""
+    ready, said = tmp_path / "ready", list[str]()
+    command = [sys.executable, "-I", "-S", "-c", CHILD.format(end), str(ready)]
     monkeypatch.setattr(loggers, "module_command", lambda _: command)
-    monkeypatch.setattr(loggers, "SERVICES_S", 0.0 if wait else 30.0)
-    with stop_signals(), loggers.Loggers(tmp_path, ["wandb", "mlflow"], said.append, wait=wait) as sender:
-        wait_for(lambda: asked.exists() and asked.read_text(), 30)
-    assert asked.read_text() == f"{loggers.NO_LIMIT_S if wait else 30.0} wandb mlflow"
-    assert (sender.exit_code, len(said)) == (code, code == 143)
-
-
-STUCK_SERVICE = """
-import sys, threading
-from pathlib import Path
-from launcher.run import loggers
-loggers.OPENERS["wandb"] = lambda *_: threading.Event().wait(600)
-sys.exit(loggers.main(Path(sys.argv[1]), 0.1, ["wandb"]))
-"""
-
-
-def test_a_late_service_is_named_and_left(tmp_path: Path) -> None:
-    """The child itself ends although a service does not."""
-    run_dir = make_run(tmp_path / "run")
-    command = [sys.executable, "-c", STUCK_SERVICE, str(run_dir)]
-    done = subprocess.run(command, input="", capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == loggers.INCOMPLETE
-    assert done.stdout.startswith("warning: wandb gets no more of this run (not done ")
+    monkeypatch.setattr(loggers, "SERVICES_S", 0.0 if wait else 0.5)
+    before = set(psutil.Process().children(recursive=True))
+    with stop_signals(), loggers.Loggers(tmp_path, ["wandb"], said.append, wait=wait) as sender:
+        wait_for(lambda: ready.exists() and ready.read_text() == "wandb", 30)
+        started = set(psutil.Process().children(recursive=True)) - before
+    if words == "it did not end":
+        wait_for(lambda: not any(map(is_alive, started)), 10)
+    for left in filter(is_alive, started):
+        left.kill()
+    assert (sender.exit_code, len(said)) == (code, words is not None)
+    assert all(line.startswith("warning: wandb") and words in line for line in said)
 
 
 def test_without_services_no_process_is_started(tmp_path: Path) -> None:
@@ -380,18 +242,6 @@ def test_without_services_no_process_is_started(tmp_path: Path) -> None:
 
 
 # --- what is asked for
-
-
-def test_the_older_setting_means_tensorboard() -> None:
-    def asked(*settings: str) -> tuple[str, ...]:
-        return make_config(*settings).log.loggers
-
-    assert asked() == ()
-    assert asked("log.tensorboard=true") == ("tensorboard",)
-    assert asked("log.to=[wandb,tensorboard]", "log.tensorboard=true") == ("wandb", "tensorboard")
-    assert asked("log.to=mlflow") == ("mlflow",)
-    (issue,) = raised_issues(make_config, "log.to=[tensorbord]")
-    assert issue.setting == "log.to.0"
 
 
 @needs_absent
@@ -410,14 +260,12 @@ def test_a_missing_package_is_refused_before_anything_starts(tmp_path: Path) -> 
 def test_an_unknown_service_is_refused(tmp_path: Path, name: str) -> None:
     (issue,) = job.logger_issues([name], "log.to")
     assert (issue.setting, issue.kind, issue.value) == ("log.to", "unknown", name)
-    said = refused("report", str(make_run(tmp_path / "run")), "--log-to", name)
-    assert said.startswith("error: --log-to: ")
-    assert parse_loggers("tensorboard, tensorboard") == ("tensorboard",)
-
-
-def test_only_a_run_can_be_sent(tmp_path: Path) -> None:
+    assert refused("report", str(make_run(tmp_path / "run")), "--log-to", name).startswith(
+        "error: --log-to: "
+    )
     said = refused("report", str(tmp_path), "--log-to", "tensorboard")
     assert said.startswith(f"error: --log-to: {tmp_path} is not a run directory")
+    assert parse_loggers("tensorboard, tensorboard") == ("tensorboard",)
 
 
 def test_a_run_that_was_not_sent_is_sent_by_report(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from bert_dp.cost import GIB
 from launcher.watch import failure
-from launcher.watch.failure import GROUP, MemoryWatch, group_bytes, oom_kills
+from launcher.watch.failure import MemoryWatch, oom_kills
 from tests.helpers import write_files
 
 EVENTS = "low 0\nhigh 0\nmax 7\noom 3\noom_kill {}\noom_group_kill 0\n"
@@ -19,12 +19,10 @@ V2 = {
     "proc/self/cgroup": "0::/user/job\n",
     "sys/fs/cgroup/user/job/memory.events": EVENTS.format(2),
     "sys/fs/cgroup/user/memory.events": EVENTS.format(9),
-    "sys/fs/cgroup/user/job/memory.current": f"{3 * GIB}\n",
 }
 V1 = {
     "proc/self/cgroup": "4:cpu:/\n3:memory:/job\n",
     "sys/fs/cgroup/memory/job/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 4\n",
-    "sys/fs/cgroup/memory/job/memory.usage_in_bytes": f"{GIB}\n",
 }
 CONTAINER = {
     "proc/self/cgroup": "3:memory:/docker/abc\n",  # a path of the host's; ours is mounted at the top
@@ -33,17 +31,11 @@ CONTAINER = {
 NO_GROUP = {"proc/self/cgroup": "0::/\n", "proc/vmstat": "nr_free_pages 1\noom_kill 6\n"}
 
 
-@pytest.mark.parametrize(
-    ("files", "kills", "used"),
-    [(V2, 2, 3 * GIB), (V1, 4, GIB), (CONTAINER, 5, None), (NO_GROUP, 6, None), ({}, None, None)],
-)
-def test_the_nearest_counter_is_read(
-    tmp_path: Path, files: dict, kills: int | None, used: int | None
-) -> None:
+@pytest.mark.parametrize(("files", "kills"), [(V2, 2), (V1, 4), (CONTAINER, 5), (NO_GROUP, 6), ({}, None)])
+def test_the_nearest_counter_is_read(tmp_path: Path, files: dict, kills: int | None) -> None:
     root = write_files(tmp_path, files)
     counter = oom_kills(root)
     assert (counter[0] if counter else None) == kills
-    assert group_bytes(root) == used
 
 
 def test_kills_during_the_run_are_counted(tmp_path: Path) -> None:
@@ -79,15 +71,15 @@ def test_the_peak_of_each_rank_is_kept_also_of_one_that_has_gone(
     seconds = 100.0
     monkeypatch.setattr(failure.time, "monotonic", lambda: seconds)
     watch = MemoryWatch(write_files(tmp_path, V1))
-    workers = {0: Worker(1.0), 10: Worker(2.0), 2: Worker(0.0)}
+    workers = {0: Worker(1.0), 10: Worker(2.0)}
     watch.sample(workers)
     workers[0].gib = 9.0
     watch.sample(workers)  # within the second: nothing
-    assert watch.facts().peaks_gib == {"rank 0": 1.0, "rank 10": 2.0, GROUP: 1.0}
+    assert watch.facts().peaks_gib == {"rank 0": 1.0, "rank 10": 2.0}
     for seconds, gib in ((101.0, 5.0), (102.0, 3.0)):  # noqa: B007 (the clock reads it)
         workers[0].gib, workers[10].gone = gib, True
         watch.sample(workers)
-    assert watch.facts().peaks_gib == {"rank 0": 5.0, "rank 10": 2.0, GROUP: 1.0}
+    assert watch.facts().peaks_gib == {"rank 0": 5.0, "rank 10": 2.0}
 
 
 def test_the_memory_of_a_real_process_is_seen() -> None:

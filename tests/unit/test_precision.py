@@ -27,7 +27,7 @@ from launcher.run.train import check_memory
 from launcher.run.trials import trial_precision
 from launcher.scale.grid import Grid, Settings
 from launcher.tune import batch
-from launcher.watch import advice
+from launcher.watch.failure import what_fits, what_to_lower
 from tests.helpers import make_config, write_files
 from tests.states import FACTS
 from tests.tensors import CPU
@@ -162,9 +162,9 @@ def test_advice_on_memory_counts_in_the_precision_of_the_machine_or_the_checkpoi
     (tmp_path / "config.yaml").write_text(dump_config(AUTO))
     for machine in (WITH, WITHOUT):
         files.write_json(tmp_path / "environment.json", machine.to_json())
-        advised = advice._what_to_lower(tmp_path, 1, "", on_host=True)[0][-1]
+        advised = what_to_lower(tmp_path, 1, "", on_host=True)[0][-1]
         for name in ("bf16", "fp32"):
-            fits = advice.what_fits(AUTO, name, 1, MACHINE.memory_gib, on_gpu=False)[0]
+            fits = what_fits(AUTO, name, 1, MACHINE.memory_gib, on_gpu=False)[0]
             assert (advised == fits) == (name == ("bf16" if machine is WITH else "fp32"))
 
 

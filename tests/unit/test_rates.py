@@ -28,91 +28,52 @@ def value_of(equation: str) -> float:
     return value
 
 
-# --- LAMB's untuned rule (arXiv 1904.00962, the table of batches 512 to 32K)
-
-
-@pytest.mark.parametrize(
-    ("batch", "lr"),
-    [
-        (512, 5 / (2**3.0 * 1e3)),
-        (1024, 5 / (2**2.5 * 1e3)),
-        (2048, 5 / (2**2.0 * 1e3)),
-        (4096, 5 / (2**1.5 * 1e3)),
-        (8192, 5 / (2**1.0 * 1e3)),
-        (16384, 5 / (2**0.5 * 1e3)),
-        (32768, 5 / (2**0.0 * 1e3)),
-    ],
-)
-def test_untuned_lamb_has_the_published_rates(batch: int, lr: float) -> None:
+@pytest.mark.parametrize("halvings", range(7))
+def test_untuned_lamb_has_the_published_rates(halvings: int) -> None:
+    """arXiv 1904.00962, the table of batches 512 to 32K: 5 / (2^(n / 2) x 10^3)."""
+    batch, lr = 2**15 >> halvings, 5e-3 / 2 ** (halvings / 2)
     peak = peak_lr(make_config("optim.name=lamb", "optim.lr=auto", f"batch.global_size={batch}"))
     assert peak.value == pytest.approx(lr, rel=1e-12)
     assert value_of(peak.equation) == pytest.approx(lr, rel=1e-12)
-    assert "untuned LAMB" in peak.equation
     assert "3,125 steps" in peak.equation
 
 
 # --- scaling from a tuned rate
 
 
-@pytest.mark.parametrize(
-    ("rule", "batch", "value"),
-    [
-        ("none", 4096, 1e-3),
-        ("sqrt", 1024, 1e-3),
-        ("sqrt", 4096, 2e-3),
-        ("sqrt", 256, 5e-4),
-        ("linear", 1024, 1e-3),
-        ("linear", 4096, 4e-3),
-        ("linear", 256, 2.5e-4),
-    ],
-)
 @pytest.mark.parametrize("name", ["adamw", "lamb", "muon"])
-def test_scaling_from_the_batch_it_was_tuned_at(name: str, rule: str, batch: int, value: float) -> None:
-    optim = {"name": name, "lr": 1e-3, "lr_batch": 1024, "lr_scaling": rule}
-    peak = peak_lr(make_config(optim=optim, batch={"global_size": batch, "micro_size": 1}))
-    assert peak.value == pytest.approx(value, rel=1e-12)
+@pytest.mark.parametrize(("rule", "power"), [("none", 0.0), ("sqrt", 0.5), ("linear", 1.0)])
+@settings(deadline=None, max_examples=20)  # loading many configurations, on a busy machine
+@given(lr=st.floats(1e-6, 1.0), batch=st.integers(1, 2**14), factor=st.integers(1, 64), down=st.booleans())
+def test_the_rate_follows_the_batch_by_the_power_of_the_rule(
+    name: str, rule: str, power: float, lr: float, batch: int, factor: int, down: bool
+) -> None:
+    at, size = (batch * factor, batch) if down else (batch, batch * factor)
+    optim = {"name": name, "lr": lr, "lr_batch": at, "lr_scaling": rule}
+    peak = peak_lr(make_config(optim=optim, batch={"global_size": size, "micro_size": 1}))
+    assert peak.value == pytest.approx(lr * (size / at) ** power, rel=1e-12)
     if rule == "none":
-        assert peak.equation == f"0.001 as given, for global batch {batch}"
+        assert peak.equation.endswith(f"as given, for global batch {size}")
     else:
-        assert value_of(peak.equation) == pytest.approx(value, rel=1e-12)
+        assert value_of(peak.equation) == pytest.approx(peak.value, rel=1e-3)
         assert ("sqrt" in peak.equation) == (rule == "sqrt")
 
 
-@settings(deadline=None)  # loading many configurations, on a busy machine
-@given(lr=st.floats(1e-6, 1.0), batch=st.integers(1, 2**14), factor=st.integers(1, 64))
-def test_four_times_the_batch_is_twice_the_rate(lr: float, batch: int, factor: int) -> None:
-    def value(rule: str, size: int) -> float:
-        optim = {"lr": lr, "lr_batch": batch, "lr_scaling": rule}
-        return peak_lr(make_config(optim=optim, batch={"global_size": size})).value
-
-    for rule, power in (("none", 0.0), ("sqrt", 0.5), ("linear", 1.0)):
-        assert value(rule, batch) == pytest.approx(lr, rel=1e-12)
-        assert value(rule, batch * factor) == pytest.approx(lr * factor**power, rel=1e-12)
-
-
-# --- refusals
-
-
 @pytest.mark.parametrize(
-    ("settings", "start"),
+    ("settings", "words"),
     [
-        ("optim.lr=auto optim.name=adamw", "lr: auto is LAMB's untuned rule; give a number for adamw"),
-        ("optim.lr=auto optim.name=muon", "lr: auto is LAMB's untuned rule; give a number for muon"),
-        (
-            "optim.lr=auto optim.name=lamb optim.lr_batch=512 optim.lr_scaling=sqrt",
-            "lr: auto follows the batch already; lr_scaling: sqrt must be none",
-        ),
-        (
-            "optim.lr=auto optim.name=lamb optim.lr_batch=512 optim.lr_scaling=linear",
-            "lr: auto follows the batch already; lr_scaling: linear must be none",
-        ),
-        ("optim.lr_scaling=sqrt", "lr_scaling: sqrt needs lr_batch, the global batch lr was tuned at"),
-        ("optim.lr_scaling=linear", "lr_scaling: linear needs lr_batch, the global batch lr was tuned at"),
+        ("optim.lr=auto optim.name=adamw", "lr: auto"),
+        ("optim.lr=auto optim.name=muon", "lr: auto"),
+        ("optim.lr=auto optim.name=lamb optim.lr_batch=512 optim.lr_scaling=sqrt", "lr_scaling: sqrt"),
+        ("optim.lr=auto optim.name=lamb optim.lr_batch=512 optim.lr_scaling=linear", "lr_scaling: linear"),
+        ("optim.lr_scaling=sqrt", "lr_scaling: sqrt needs lr_batch"),
+        ("optim.lr_scaling=linear", "lr_scaling: linear needs lr_batch"),
     ],
 )
-def test_what_the_rules_cannot_answer_is_refused(settings: str, start: str) -> None:
+def test_what_the_rules_cannot_answer_is_refused(settings: str, words: str) -> None:
     (line,) = issues_of(make_config, *settings.split())
-    assert line.startswith(f"optim: {start}")
+    assert line.startswith("optim: ")
+    assert words in line
 
 
 # --- the shipped large-batch runs

@@ -61,50 +61,35 @@ class Play:
         )
 
 
-def test_a_run_that_fails_goes_on_from_its_checkpoint_and_says_so(tmp_path: Path) -> None:
-    play = Play(tmp_path, (1, RAISED, 4), (0, None, 9))
-    assert play.go(Policy(3)).exit_code == 0
-    assert play.started == [(4, "auto"), (4, "auto")]
-    assert play.said == ["restart 1 of 3 in 1 s on 4 ranks from step 4: rank 0: ValueError: no"]
-    summary = read_json(tmp_path / "summary.json")
-    assert [(r["step"], r["ranks"], r["cause"]) for r in summary["restarts"]] == [
-        (4, 4, "rank 0: ValueError: no")
-    ]
+NONE, AGREED = (1, RAISED, None), RAISED.model_copy(update={"agreed": True})
+BAD = Failure(rank=0, message="bad", kind="bad_input")
 
 
 @pytest.mark.parametrize(
-    ("code", "failure"), [(0, None), (2, Failure(rank=0, message="bad", kind="bad_input")), (143, KILLED)]
+    ("attempts", "code", "waits", "said"),
+    [
+        ([(0, None, 9)], 0, [], None),
+        ([(2, BAD, None)], 2, [], None),
+        ([(143, KILLED, None)], 143, [], None),
+        ([(1, AGREED, 8)], 1, [], "not started again: the ranks ended the run together, and would again"),
+        ([(1, RAISED, 4), (0, None, 9)], 0, [1], "from step 4: rank 0: ValueError: no"),
+        ([NONE, NONE, (1, RAISED, 3), NONE, (0, None, 9)], 0, [2, 4, 1, 2], "from step 3"),
+        ([(1, RAISED, 2), NONE, NONE, NONE], 1, [1, 2, 4], "3 failures without a newer checkpoint"),
+    ],
 )
-def test_only_a_failure_is_started_again(tmp_path: Path, code: int, failure: Failure | None) -> None:
-    play = Play(tmp_path, (code, failure, None))
-    assert play.go(Policy(5)).exit_code == code
-    assert len(play.started) == 1
-    assert not read_json(tmp_path / "summary.json").get("restarts")
-
-
-def test_what_the_ranks_ended_together_is_not_started_again(tmp_path: Path) -> None:
-    agreed = Failure(message="5 steps in a row up to step 8 had a gradient that is not finite", agreed=True)
-    play = Play(tmp_path, (1, agreed, 8), (0, None, 9))
-    assert play.go(Policy(9)).exit_code == 1
-    assert len(play.started) == 1
-    assert "ended the run together" in play.said[-1]
-
-
-def test_without_progress_it_waits_longer_and_gives_up_after_three(tmp_path: Path) -> None:
-    play = Play(tmp_path, (1, RAISED, 2), *[(1, RAISED, None)] * 9)
-    result = play.go(Policy(100))
-    assert (result.exit_code, result.failure, len(play.started)) == (1, RAISED, 4)
-    assert play.waits == [1.0, 2.0, 4.0]
-    assert play.said[-1] == "not started again: 3 failures without a newer checkpoint"
-
-
-def test_progress_resets_the_wait(tmp_path: Path) -> None:
-    none = (1, RAISED, None)
-    play = Play(tmp_path, none, none, (1, RAISED, 3), none, (0, None, 9))
-    assert play.go(Policy(9)).exit_code == 0
-    assert play.waits == [2.0, 4.0, 1.0, 2.0]
-    places = [line.partition(" from ")[2].partition(":")[0] for line in play.said]
-    assert places == ["the start", "the start", "step 3", "step 3"]
+def test_a_failure_is_started_again_later_and_later_until_it_is_pointless(
+    tmp_path: Path,
+    attempts: list[tuple[int, Failure | None, int | None]],
+    code: int,
+    waits: list[float],
+    said: str | None,
+) -> None:
+    play = Play(tmp_path, *attempts)
+    assert play.go(Policy(9)).exit_code == code
+    assert (len(play.started), play.waits) == (len(attempts), waits)
+    assert (said is None) == (play.said == [])
+    assert said is None or said in play.said[-1]
+    assert len(read_json(tmp_path / "summary.json").get("restarts") or []) == len(waits)
 
 
 def test_a_disk_that_takes_no_summary_costs_no_restart(
@@ -144,36 +129,29 @@ def test_a_run_that_failed_while_it_was_to_stop_is_not_started_again(tmp_path: P
     assert len(play.started) == 1
 
 
-def test_another_runs_checkpoint_is_named_again_until_there_is_an_own_one(tmp_path: Path) -> None:
-    play = Play(tmp_path, (1, RAISED, None), (1, RAISED, 5), (0, None, 9))
-    play.go(Policy(9), resume="/other/run")
-    assert [resume for _, resume in play.started] == ["/other/run", "/other/run", "auto"]
-
-
-def test_a_named_checkpoint_is_read_once_also_where_the_run_comes_back_to_its_last_step(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("newest", "attempts", "named"),
+    [
+        (None, [None, 5, 9], 2),  # another run's is named again until there is an own one
+        (100, [100, 150], 1),  # begun again from step 50 of a run that had 100, it had saved 100 once more
+        (90, [None, None], 2),  # else it would go on from the newest, which the user wanted to leave
+    ],
+)
+def test_a_named_checkpoint_is_named_again_until_it_was_read(
+    tmp_path: Path, newest: int | None, attempts: list[int | None], named: int
 ) -> None:
-    """It began again from step 50 of a run that had step 100, and failed when it had saved 100 once more."""
-    play = Play(tmp_path, (1, RAISED, 100), (0, None, 150))
-    earlier = tmp_path / "checkpoints" / "step-00000100"
-    earlier.mkdir(parents=True)
-    (earlier / "state.json").write_text(json.dumps({**FACTS, "step": 100}))
-    play.go(Policy(9), resume="checkpoints/step-00000050")
-    assert [resume for _, resume in play.started] == ["checkpoints/step-00000050", "auto"]
-
-
-def test_an_older_checkpoint_is_named_again_until_it_was_read(tmp_path: Path) -> None:
-    """Else the restart would go on from the newest, which the user wanted to leave."""
-    newest = tmp_path / "checkpoints" / "step-00000090"
-    newest.mkdir(parents=True)
-    (newest / "state.json").write_text(json.dumps({**FACTS, "step": 90}))
-    play = Play(tmp_path, (1, RAISED, None), (0, None, None))
-    play.go(Policy(9), resume="old/step-00000010")
-    assert [resume for _, resume in play.started] == ["old/step-00000010", "old/step-00000010"]
+    if newest is not None:
+        folder = tmp_path / "checkpoints" / f"step-{newest:08d}"
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text(json.dumps({**FACTS, "step": newest}))
+    failed = [(1, RAISED, step) for step in attempts[:-1]]
+    play = Play(tmp_path, *failed, (0, None, attempts[-1]))
+    play.go(Policy(9), resume="named")
+    assert [resume for _, resume in play.started] == ["named"] * named + ["auto"] * (len(attempts) - named)
 
 
 def test_never_is_not_said_twice(tmp_path: Path) -> None:
-    play = Play(tmp_path, (1, RAISED, None), (0, None, 9))
+    play = Play(tmp_path, NONE, (0, None, 9))
     play.go(Policy(9), resume="never")
     assert [resume for _, resume in play.started] == ["never", "auto"]
 

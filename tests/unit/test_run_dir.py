@@ -13,14 +13,7 @@ from bert_dp import files as record
 from bert_dp.config import Config, dump_config
 from launcher.job import Job
 from launcher.machine import environment
-from launcher.run.train import (
-    COMPLETE,
-    describe_start,
-    is_complete,
-    resume_issues,
-    run_dir_issues,
-    start_issues,
-)
+from launcher.run.train import data_issues, is_complete, run_dir_issues, start_issues
 from tests.helpers import make_config
 from tests.states import FACTS
 
@@ -116,14 +109,6 @@ def test_a_run_is_complete_while_its_newest_checkpoint_has_spent_the_budget(tmp_
     assert not is_complete(tmp_path, CONFIG, "auto")
 
 
-def test_a_dry_run_says_from_where_a_run_would_go_on(tmp_path: Path) -> None:
-    checkpoint(tmp_path, step=1234)
-    found = record.newest_checkpoint_facts(tmp_path)
-    assert describe_start(found, is_done=False) == ["resume  from step 1,234, step-00000001"]
-    assert describe_start(found, is_done=True) == [f"resume  {COMPLETE}"]
-    assert describe_start(None, is_done=False) == []
-
-
 def test_a_budget_in_hours_or_tokens_is_spent_by_its_own_measure(tmp_path: Path) -> None:
     checkpoint(tmp_path, elapsed_s=1800.0, samples=10)
     record.write_json(tmp_path / "summary.json", {"status": "done"})
@@ -137,13 +122,12 @@ def test_what_a_run_may_not_change_is_told_as_it_was_and_is(tmp_path: Path) -> N
     run, changed = tmp_path / "run", make_config("schedule.steps=1", "optim.beta1=0.5")
     line = f"optim.beta1: the run has {CONFIG.optim.beta1}, now 0.5; undo it or choose another --run-dir"
     for place, resume in ((run, "auto"), (tmp_path / "new", str(run))):
-        assert resume_issues(place, CONFIG, resume, FACTS["data_hash"]) == []
+        assert data_issues(place, resume, FACTS["data_hash"]) == []
         told = line.replace("--run-dir", "--resume") if resume != "auto" else line
-        assert [*map(str, resume_issues(place, changed, resume, FACTS["data_hash"]))] == [told]
         assert [*map(str, run_dir_issues(place, changed, resume))] == [told]  # known before any data is built
-        (issue,) = resume_issues(place, CONFIG, resume, "1" * 64)
+        (issue,) = data_issues(place, resume, "1" * 64)
         assert "other data (0000000000000000, these are 1111111111111111)" in issue.message
-    assert resume_issues(run, changed, "never", "1" * 64) == []
+    assert data_issues(run, "never", "1" * 64) == []
     (issue,) = run_dir_issues(run, CONFIG, "never")
     assert str(issue).startswith(f"--resume never: {run} already holds a run")
     (issue,) = run_dir_issues(run, CONFIG, str(tmp_path))
@@ -174,7 +158,6 @@ def test_a_run_that_began_with_other_weights_is_not_taken_for_this_one(tmp_path:
             line = "run.init_from: the run began with {}, now {}".format(*names)
             line += "; undo it or choose another --run-dir"
             assert [*map(str, run_dir_issues(run, begun_with(other), "auto"))] == [line]
-            assert [*map(str, resume_issues(run, begun_with(other), "auto", FACTS["data_hash"]))] == [line]
 
 
 def test_the_weights_that_a_run_began_with_may_be_moved_or_removed(tmp_path: Path) -> None:
@@ -188,7 +171,7 @@ def test_the_weights_that_a_run_began_with_may_be_moved_or_removed(tmp_path: Pat
     assert [str(i) for i in start_issues(job, tmp_path / "new", "auto")] == [
         f"run.init_from: {first} does not exist"
     ]
-    for source in (moved, moved / "checkpoints" / "step-00000001", None):
+    for source in (moved, None):
         assert run_dir_issues(run, begun_with(source), "auto") == []
 
 

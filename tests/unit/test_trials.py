@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import os
 import resource
 import signal
 import subprocess
 import sys
-import time
-import types
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from bert_dp import files
@@ -27,16 +23,7 @@ from launcher import children
 from launcher.log import Log
 from launcher.run import processes, trials
 from launcher.run.processes import RunOutcome
-from launcher.run.trials import (
-    Runner,
-    SearchOutcome,
-    Slot,
-    Stopped,
-    Trial,
-    TrialOutcome,
-    TrialsFailed,
-    run_to_end,
-)
+from launcher.run.trials import Runner, SearchOutcome, Slot, Stopped, Trial, TrialsFailed, run_to_end
 from launcher.watch import hangs
 from tests.helpers import failed, make_config, read_json, write_lines
 
@@ -94,21 +81,15 @@ def runner(out: Path, *slots: Slot, log: Log = print) -> AbstractContextManager[
 def test_a_trial_that_ended_is_not_run_again(
     tmp_path: Path, summary: dict[str, Any], status: str | None
 ) -> None:
-    trial = Trial(tmp_path / "t", config(), 2)
+    trial = Trial(tmp_path / "t", config(8, "data.path=/one"), 2)
     assert trials.earlier_outcome(trial) is None
     write(trial, summary, 9.0)
     outcome = trials.earlier_outcome(trial)
     assert (outcome and outcome.status) == status
     assert outcome is None or outcome.seconds == 9.0
     assert trials.earlier_outcome(Trial(trial.directory, config(16), 2)) is None, "it is of other settings"
-
-
-def test_a_trial_is_the_same_wherever_its_data_lies(tmp_path: Path) -> None:
-    """Its hash stands in what the directory was begun with."""
-    trial = Trial(tmp_path / "t", config(8, "data.path=/cache/one"), 2)
-    write(trial, {"status": "done", "time_s": {"train": 2.0}})
     moved = dataclasses.replace(trial, config=config(8, "data.path=/two"))
-    assert trials.earlier_outcome(moved) == TrialOutcome("ok", 2.0)
+    assert trials.earlier_outcome(moved) == outcome, "the directory keeps the hash of its data"
 
 
 WHOLE = json.dumps({"step": 2, **PARTS, "peak_memory_gib": 1.0}) + "\n"
@@ -128,29 +109,30 @@ def test_a_run_whose_steps_are_not_whole_is_run_again(tmp_path: Path, text: str)
     assert (trials.earlier_outcome(trial) is None) == (text != WHOLE)
 
 
-def test_a_measured_run_keeps_the_users_settings_and_saves_nothing() -> None:
-    user = config(8, "batch.ramp_fraction=0.5", "batch.ramp_quantum=2", "log.noise_scale=true")
-    run = trials.timed_config(user, on_gpu=False, steps=40, global_size=16, micro_size=4)
-    assert (run.model, run.optim, run.data) == (user.model, user.optim, user.data)
-    assert (run.batch.global_size, run.batch.micro_size, run.batch.ramp_fraction) == (16, 4, 0)
-    assert (run.schedule.steps, run.checkpoint.keep, run.eval.every_steps) == (40, 0, 0)
-    assert (run.log.step_times, run.log.noise_scale, run.log.every_steps) == (True, False, 4)
-    assert run.eval.max_sequences == 4
+def test_a_finetuning_without_its_predictions_is_run_again(tmp_path: Path) -> None:
+    """A full disk may have taken them, and the run itself ended well."""
+    finetuned = make_config("objective.name=finetune", "finetune.labels=[a,b]", "data.path=x")
+    assert not trials.is_whole(tmp_path, 1, finetuned)
+    (tmp_path / "predictions.jsonl").write_text("")
+    assert trials.is_whole(tmp_path, 1, finetuned)
 
 
 @pytest.mark.parametrize(
     ("compiled", "on_gpu", "expected"),
     [("auto", False, "off"), ("auto", True, "auto"), ("on", False, "on"), ("off", True, "off")],
 )
-def test_a_measured_run_is_compiled_as_the_run_itself_and_sends_nothing_to_services(
+def test_a_measured_run_keeps_the_users_settings_and_saves_and_sends_nothing(
     compiled: str, on_gpu: bool, expected: str
 ) -> None:
-    user = config(8, f"compile={compiled}", "log.to=[wandb]", "log.tensorboard=true")
-    assert user.log.loggers
-    sizes: dict[str, Any] = {"steps": 41, "global_size": 8, "micro_size": 1, "noise_scale": True}
+    ramp = ("batch.ramp_fraction=0.5", "batch.ramp_quantum=2")
+    user = config(8, *ramp, f"compile={compiled}", "log.to=[wandb]")
+    sizes: dict[str, Any] = {"steps": 41, "global_size": 16, "micro_size": 4, "noise_scale": True}
     run = trials.timed_config(user, on_gpu=on_gpu, parallel={"engine": "zero1"}, **sizes)
-    assert (run.compile, run.log.loggers, run.parallel.engine) == (expected, (), "zero1")
-    assert (run.log.every_steps, run.log.noise_scale) == (5, True)
+    assert (run.model, run.optim, run.data) == (user.model, user.optim, user.data)
+    assert (run.batch.global_size, run.batch.micro_size, run.batch.ramp_fraction) == (16, 4, 0)
+    assert (run.schedule.steps, run.checkpoint.keep, run.eval.every_steps) == (41, 0, 0)
+    assert (run.log.step_times, run.log.noise_scale, run.log.every_steps) == (True, True, 5)
+    assert (run.compile, run.log.to, run.parallel.engine) == (expected, (), "zero1")
 
 
 @pytest.mark.parametrize(("warm_up", "exposed"), [(0, [0.1, 0.2, 0.3]), (2, [0.3])])
@@ -233,9 +215,9 @@ def test_what_ends_without_a_word_runs_twice(tmp_path: Path, started: list[list[
 def test_a_trial_gets_its_slots_devices_and_says_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It logs a step and ends once its progress was said, 125 s after its start."""
+    """It logs a step, and ends once that was shown."""
     asked: list[Any] = []
-    command = [sys.executable, "-I", "-S", "-c", "import time\nwhile True: time.sleep(1)"]
+    code = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.01)"
 
     def start(_: str, arguments: list[str], *, scratch: str, environ: object, **options: Any) -> Any:
         asked.append((arguments[1], json.loads(arguments[2]), environ))
@@ -243,27 +225,22 @@ def test_a_trial_gets_its_slots_devices_and_says_how_far_it_is(
         assert read_json(trial / "environment.json") == {"bf16_units": []}
         write_lines(trial / "metrics.jsonl", [{"step": 1}])
         write(Trial(trial, config(), 2), {"status": "done"})
+        command = [sys.executable, "-I", "-S", "-c", code, str(tmp_path / "shown")]
         return subprocess.Popen(command, text=True, **options)
+
+    monkeypatch.setattr(children, "start_module", start)
+    monkeypatch.setattr(trials, "PROGRESS_S", 0.0)
+    files.write_json(tmp_path / "environment.json", {"bf16_units": []})
+    said: list[str] = []
 
     def log(line: str) -> None:
         said.append(line)
-        for child in psutil.Process().children():
-            # A child that has not yet called exec has its parent's command, one that has ended has none.
-            if child.cmdline()[-1:] == command[-1:]:
-                child.kill()
+        (tmp_path / "shown").touch()
 
-    said: list[str] = []
-    now = itertools.chain([100.0], itertools.repeat(225.0))
-    clock = types.SimpleNamespace(monotonic=lambda: next(now), sleep=time.sleep)
-    monkeypatch.setattr(children, "start_module", start)
-    monkeypatch.setattr(processes, "POLL_S", 0.01)
-    monkeypatch.setattr(trials, "time", clock)
-    files.write_json(tmp_path / "environment.json", {"bf16_units": []})
-    with trials.runner(
-        tmp_path, [Slot((0, 3), ("2", "5"))], launcher="accelerate", on_gpu=True, log=log
-    ) as runs:
-        assert runs.run_one(Trial(tmp_path / "t", config(), 2)) == TrialOutcome("ok", 125.0)
-    assert said == ["  t: step 1 of 2, running for 2 min 05 s"]
+    slots, trial = [Slot((0, 3), ("2", "5"))], Trial(tmp_path / "t", config(), 2)
+    with trials.runner(tmp_path, slots, launcher="accelerate", on_gpu=True, log=log) as runs:
+        assert runs.run_one(trial).status == "ok"
+    assert said[0].startswith("  t: step 1 of 2, running for ")
     options = {"launcher": "accelerate", "on_gpu": True, "cores": [0, 3]}
     assert asked == [("2", options, {"CUDA_VISIBLE_DEVICES": "2,5"})]
 
@@ -383,13 +360,3 @@ def test_the_time_left_follows_the_shares_and_the_seconds_of_this_calls_trials()
         progress.had(5.0)
         progress.ended(2.0, 60.0, "a: ok")
     assert said == ["[3/4] a: ok; left 2 min 00 s", "[3/4] a: ok; left 60.0 s"]
-
-
-def test_a_finetuning_without_its_predictions_is_run_again(tmp_path: Path) -> None:
-    """A full disk may have taken them, and the run itself ended well."""
-    finetuned = make_config(
-        "objective.name=finetune", "finetune.labels=[a,b]", "data.path=x", "log.step_times=false"
-    )
-    assert not trials.is_whole(tmp_path, 1, finetuned)
-    (tmp_path / "predictions.jsonl").write_text("")
-    assert trials.is_whole(tmp_path, 1, finetuned)
