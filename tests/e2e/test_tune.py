@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from bert_dp.config import load_config
-from launcher.tune import auto, throughput
+from launcher.tune import batch, throughput
 from launcher.tune.throughput import TimedRun
 from tests.e2e.cli import bert_dp, here, interrupted, processes_of, refused, start, tiny, wait_for
 from tests.faults.harness import broken
@@ -114,7 +114,7 @@ def test_the_tuned_configuration_trains_as_it_is(out: Path, tune: dict[str, Any]
 def test_micro_size_auto_searches_once_and_only_for_a_run_that_can_start(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auto, "BUDGET_S", 5.0)
+    monkeypatch.setattr(batch, "AUTO_BUDGET_S", 5.0)
     cache = tmp_path / "cache"
     options = tiny(shards, "batch.micro_size=auto", "batch.global_size=2")
     run = ["train", "quickstart", *options, "--nproc", "2"]

@@ -20,7 +20,7 @@ from launcher.evaluate.glue_scores import GlueOptions
 from launcher.machine import doctor, environment
 from launcher.plan.scaling import PlanSpec, predict_scaling, source_of_rate
 from launcher.run import loggers, restarts, train
-from launcher.tune import auto, batch, lr
+from launcher.tune import batch, lr
 from tests.e2e.cli import here, refused, tiny
 from tests.report_fixture import make_run
 
@@ -188,15 +188,18 @@ def asked_of(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, answer: An
 def test_only_what_was_asked_or_measured_starts_whatever_the_estimate(
     monkeypatch: pytest.MonkeyPatch, more: str, forced: bool
 ) -> None:
-    found = ["batch.micro_size=4"]
-    search = asked_of(monkeypatch, auto, "resolve_auto_batch", (found if "auto" in more else [], 0))
+    search = asked_of(monkeypatch, batch, "resolve_auto_batch", (["batch.micro_size=4"], 0))
     runs = asked_of(monkeypatch, train, "train")
     options = "--nproc 2 --launcher accelerate --run-dir place --resume never --profile 2:4 --profile-ranks 1"
     assert here("train", "quickstart", *more.split(), *options.split()).returncode == 3
-    ((job,), told), (given, asked) = runs[0], search[0]
+    ((job,), told) = runs[0]
     assert (told["force"], told["profile"]) == (forced, parse_profile("2:4", "1"))
-    assert job.config.batch.micro_size == 4 or "auto" not in more
-    assert given == ("quickstart", [word for word in more.split() if "=" in word])
+    if "auto" not in more:
+        assert search == []
+        return
+    ((given, asked),) = search
+    assert job.config.batch.micro_size == 4
+    assert given == ("quickstart", [more])
     place = {"nproc": "2", "run_dir": Path("place"), "resume": "never", "launcher": "accelerate"}
     assert asked == {**place, "dry_run": False, "profile": told["profile"]}
 
@@ -204,16 +207,16 @@ def test_only_what_was_asked_or_measured_starts_whatever_the_estimate(
 def test_a_dry_run_with_a_micro_batch_to_be_found_still_says_what_does_not_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked_of(monkeypatch, auto, "resolve_auto_batch", (["batch.micro_size=4"], 0))
+    asked_of(monkeypatch, batch, "resolve_auto_batch", (["batch.micro_size=4"], 0))
     runs = asked_of(monkeypatch, train, "train")
-    here("train", "quickstart", "--dry-run")
+    here("train", "quickstart", "batch.micro_size=auto", "--dry-run")
     assert (runs[0][1]["force"], runs[0][1]["dry_run"]) == (False, True)
 
 
 def test_a_search_that_fails_is_the_end_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked_of(monkeypatch, auto, "resolve_auto_batch", ([], 143))
+    asked_of(monkeypatch, batch, "resolve_auto_batch", ([], 143))
     monkeypatch.setattr(train, "train", lambda *_, **__: pytest.fail("started"))
-    assert here("train", "quickstart").returncode == 143
+    assert here("train", "quickstart", "batch.micro_size=auto").returncode == 143
 
 
 def test_a_finetuning_begins_with_what_its_options_name(monkeypatch: pytest.MonkeyPatch) -> None:

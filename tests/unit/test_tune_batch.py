@@ -21,7 +21,7 @@ from launcher.job import Job
 from launcher.log import Log
 from launcher.machine import environment
 from launcher.run.trials import Runner, SearchOutcome, Slot, Trial, TrialOutcome, TrialsFailed
-from launcher.tune import auto, batch, throughput
+from launcher.tune import batch, throughput
 from launcher.tune.batch import BatchOptions, BatchSearch, BatchSearchSpec, BatchTrials, alloc_retries
 from launcher.tune.throughput import TuneBatch
 from tests import tune_fixture
@@ -98,7 +98,7 @@ def test_micro_size_auto_is_the_runs_own_the_cached_or_the_found_one(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(auto.job, "prepare_data", lambda config: Path(config.data.path))
+    monkeypatch.setattr(batch.job, "prepare_data", lambda config: Path(config.data.path))
     asked: list[dict[str, Any]] = []
 
     def search(name: str, overrides: list[str], options: BatchOptions, **rest: Any) -> int:
@@ -117,7 +117,7 @@ def test_micro_size_auto_is_the_runs_own_the_cached_or_the_found_one(
     ) -> tuple[list[str], int, str]:
         options: dict[str, Any] = {"nproc": "2", "resume": resume, "launcher": "accelerate"}
         options |= {"run_dir": run_dir, "dry_run": dry_run, "console": Console(width=200)}
-        overrides, code = auto.resolve_auto_batch(str(tmp_path / "auto.yaml"), [*settings, *more], **options)
+        overrides, code = batch.resolve_auto_batch(str(tmp_path / "auto.yaml"), [*settings, *more], **options)
         return overrides, code, capsys.readouterr().out
 
     overrides, code, said = resolve(dry_run=True)
@@ -449,7 +449,7 @@ MACHINE = {"gpus": [], "cpu_model": "a CPU", "affinity_cores": 2, "versions": {"
 
 
 def key(asked: Config, machine: dict[str, Any] = MACHINE, **changes: Any) -> str:
-    return auto.cache_key(spec_of(asked, **{"precision": asked.precision, **changes}), MACHINE | machine)
+    return batch.cache_key(spec_of(asked, **{"precision": asked.precision, **changes}), MACHINE | machine)
 
 
 def test_the_key_follows_all_that_decides_and_nothing_else() -> None:
@@ -489,4 +489,4 @@ def test_the_key_follows_all_that_decides_and_nothing_else() -> None:
 def test_a_cached_choice_holds_while_it_fits_and_no_more_would(
     changes: dict[str, Any], limit_gib: float | None, holds: bool
 ) -> None:
-    assert auto.still_holds(found(**changes), limit_gib) == holds
+    assert batch.still_holds(found(**changes), limit_gib) == holds
