@@ -120,6 +120,3 @@ def test_the_verb_describes_and_refuses(shards: Path, tmp_path: Path) -> None:
     assert "error: --tokens: 5 tokens are fewer than 8 steps" in bad
     (tmp_path / "mine.txt").write_text("x")
     assert "is not empty and holds no search" in refused(*command(shards, tmp_path))
-    carried = here("tune", "lr", "quickstart", "--transfer", "64->256")
-    assert carried.returncode == 0, carried.stderr
-    assert "0.008 = 0.004 x sqrt(256 / 64)" in carried.stdout

@@ -21,6 +21,7 @@ from launcher.machine import doctor, environment
 from launcher.plan.scaling import PlanSpec, predict_scaling, source_of_rate
 from launcher.run import loggers, restarts, train
 from launcher.tune import batch, lr
+from launcher.tune.lr_search import LrOptions
 from tests.e2e.cli import here, refused, tiny
 from tests.report_fixture import make_run
 
@@ -39,7 +40,6 @@ from tests.report_fixture import make_run
         (options.seconds, "90s", 90),
         (options.seconds, " 2 m", 120),
         (options.seconds, "1.5h", 5400),
-        (options.two_batches, " 256 -> 4096", (256, 4096)),
         (options.launcher, "torchrun", "torchrun"),
         (options.words, "RTE, CoLA,RTE", ("RTE", "CoLA")),
         (options.rates, "3e-4, 1e-4,0.0003", (1e-4, 3e-4)),
@@ -54,7 +54,6 @@ REFUSED = {
     options.counts: ("", *"0 1,0 -1 1.5 a 4..2 0..8 1.. 1,,2 9999999 1..9999999".split()),
     options.engines: ("ddp,magic", "", "deepspeed-9"),
     options.seconds: ("", "5", "0s", "-5m", "5 days", "nan s", "1e99h", "m", "9" * 400 + "s"),
-    options.two_batches: ("256", "256->", "0->4", "a->b", "256->4096->8", "1->" + "9" * 400),
     options.launcher: ("mpirun", ""),
     options.words: ("", "RTE,", ",RTE"),
     options.rates: ("", "fast", "0", "1e-4,3", "nan", "1e-4,"),
@@ -77,7 +76,6 @@ def test_what_is_refused(parse: Callable[[str], Any], text: str) -> None:
         ("scale --engines ddp,magic,x", "--engines"),
         ("scale --repeats 0", "--repeats"),
         ("scale --mode strong --accumulation 2", "--accumulation"),
-        ("tune lr --transfer 2->8 --seeds 4", "--seeds"),
         ("tune lr --tokens 1e15", "--tokens"),
         ("train --elastic", "--elastic"),
         ("train --profile-ranks 1", "--profile-ranks"),
@@ -258,11 +256,11 @@ def test_a_finetuning_begins_with_what_its_options_name(monkeypatch: pytest.Monk
             {"out": Path("o"), "dry_run": True, "as_json": True},
         ),
         (
-            "tune lr quickstart optim.lr=1 --transfer 2->8 --out o --dry-run --json",
+            "tune lr quickstart optim.lr=1 --rates 4 --tokens 99 --budget 2m --out o --dry-run --json",
             lr,
-            "carry",
-            ("quickstart", ["optim.lr=1"], 2, 8, Path("o")),
-            {"as_json": True},
+            "tune_lr",
+            ("quickstart", ["optim.lr=1"], LrOptions(rates=4, tokens=99, budget_s=120.0)),
+            {"out": Path("o"), "dry_run": True, "as_json": True},
         ),
         (
             "eval glue r optim.lr=1 --data x --data y --tasks RTE,CoLA --seeds 2 --rates 1e-4,3e-4 "

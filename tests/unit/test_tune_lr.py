@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -404,45 +403,6 @@ def test_a_trial_has_diverged_by_the_kind_of_its_failure(
     assert (result.status, result.failure_kind) == (status, failure.get("kind"))
     assert result.cause == failure.get("message", None if status == "ok" else result.cause)
     assert (result.seconds, result.tokens, result.heldout_loss) == (1.5, 3 * STEP, facts.get("heldout_loss"))
-
-
-# --- transfer
-
-
-def test_transfer_follows_the_papers(shards: Path) -> None:
-    config = make(shards, "optim.beta1=0.99", "optim.beta2=0.999", "optim.eps=1e-8")
-    result = lr.transfer(config, 1e-3, "x", 256, 4096)
-    root, linear, untuned = result["rules"]
-    assert (result["from_batch"], result["to_batch"], result["ours"]) == (256, 4096, None)
-    assert (root["lr"], root["beta1"], root["beta2"]) == pytest.approx((4e-3, 0.84, 0.984))
-    assert root["eps"] == pytest.approx(2.5e-9)
-    assert (linear["lr"], untuned["lr"]) == pytest.approx((1.6e-2, 5 / (2**1.5 * 1e3)))
-    assert lr.transfer(config, 1e-3, "x", 1, 128)["rules"][0]["beta1"] is None
-    ours = make(shards, "optim.lr_scaling=sqrt", "optim.lr_batch=8")
-    assert lr.transfer(ours, 1e-3, "x", 8, 16)["ours"] == "sqrt"
-
-
-def test_transfer_takes_the_rate_that_was_found(
-    whole: Searched, shards: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def carry(batches: tuple[int, int], out: Path | None, *more: str, as_json: bool = False) -> str:
-        overrides = [f"data.path={shards}", *TINY, *more]
-        console = Console(width=200)
-        assert lr.carry("quickstart", overrides, *batches, out, as_json=as_json, console=console) == 0
-        return capsys.readouterr().out
-
-    printed = json.loads(carry((8, 32), whole.out, as_json=True))
-    assert printed["rules"][0]["lr"] == pytest.approx(2 * whole.choice.lr)
-    assert "sqrt          1 = 0.5 x sqrt(32 / 8)" in carry((8, 32), None, "optim.lr=0.5")
-    scaled = ("optim.lr=0.004", "optim.lr_scaling=sqrt", "optim.lr_batch=8")
-    assert "0.016 = 0.008 x sqrt(128 / 32)" in carry((32, 128), None, *scaled)
-    for batches, out, more, setting, kind in (
-        ((8, 32), whole.out, ["optim.beta2=0.9"], "optim", "conflict"),
-        ((16, 32), whole.out, [], "--transfer", "conflict"),
-        ((8, 32), whole.out / "none", [], "--out", "not_found"),
-    ):
-        (issue,) = raised_issues(carry, batches, out, *more)
-        assert (issue.setting, issue.kind) == (setting, kind)
 
 
 # --- refusals
