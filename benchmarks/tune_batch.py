@@ -99,7 +99,7 @@ def result(
         "model": spec.config.model.model_dump(mode="json"),
         "global_batch": spec.config.batch.global_size,
         "ranks": spec.ranks,
-        "budget_s": spec.budget_s,
+        "budget_s": spec.options.budget_s,
         "sweep": {
             str(micro): {"samples_per_s_median": medians.get(micro), "samples_per_s": values}
             for micro, values in rates.items()

@@ -39,6 +39,7 @@ def timed_run(name: str, step_s: float, peak_gib: float = 0.25) -> TimedRun:
         name=name,
         step_s=steps,
         forward_backward_s=[0.8 * s for s in steps],
+        data_wait_s=[0.0] * len(steps),
         peak_gib=[peak_gib, peak_gib - 0.01],
     )
 
@@ -72,24 +73,16 @@ def batch(*, inconclusive: str = "", **changes: Any) -> dict[str, Any]:
             "grad_sq": 0.002,
         }
         noise = NoiseScale(verdict="ok", steps=170, **estimate)
-    gain = throughput.goodput(
-        micro_s=0.07, update_s=0.02, per_pass=16, global_size=DECLARED, noise=NOISE, interval=INTERVAL
-    )
     tune = TuneBatch(
         **COMMON,
         command=["bert-dp", "tune", "batch"],
         seconds=41.5,
         ranks=2,
-        budget_s=300.0,
-        dp=DP,
         global_batch=DECLARED,
-        sequence_length=32,
         memory=BatchMemory(
             limit_gib=0.5,
-            limit_of="--memory",
             line=MemoryLine(intercept_gib=0.2, gib_per_sequence=0.0125),
             trials=[*trials, MemoryTrial(micro_batch=TOO_LARGE, status="oom", peak_gib=None)],
-            parts_gib={"weights": 0.01, "activations": 0.1},
         ),
         sizes=sizes,
         order=[2, 4, 8, 8, 4, 2],
@@ -104,14 +97,13 @@ def batch(*, inconclusive: str = "", **changes: Any) -> dict[str, Any]:
             limited_by="global batch",
         ),
         noise=noise,
-        goodput=None if inconclusive else gain,
     )
     return {**results.plain(tune), **changes}
 
 
 def unmeasured() -> dict[str, Any]:
     """A search of the micro batch that was stopped before its first trial ended."""
-    none = dict.fromkeys(("choice", "noise", "goodput", "seconds"))
+    none = dict.fromkeys(("choice", "noise", "seconds"))
     return batch(status="partial", memory={}, sizes=[], order=[], trial_samples=0, **none)
 
 

@@ -27,13 +27,12 @@ from bert_dp.config import (
 from bert_dp.config.checks import ProfilePlan
 from bert_dp.config.manifest import hash_json
 from bert_dp.cost import GIB
-from bert_dp.files.models import FailureKind, NoiseScale
+from bert_dp.files.models import NoiseScale
 from launcher import job, results
 from launcher.job import COMPARED, Output, Session, identity, write_result
 from launcher.log import PLAIN, Log, logger, show
 from launcher.report.numbers import format_gib, format_si
 from launcher.report.run_page import PAGE
-from launcher.results import PlanFile
 from launcher.run import trials
 from launcher.run.train import check_profile, start_issues
 from launcher.run.trials import (
@@ -43,13 +42,12 @@ from launcher.run.trials import (
     Trial,
     TrialsFailed,
     cause,
-    failure_kind,
     read_repeat,
     read_summary,
     run_to_end,
     timed_config,
 )
-from launcher.tune import FILE, throughput, with_settings, write_tuned
+from launcher.tune import FILE, SearchPlan, search_output, throughput, with_settings, write_tuned
 from launcher.tune.throughput import (
     MAX_ROUNDS,
     MAX_STEPS,
@@ -58,7 +56,6 @@ from launcher.tune.throughput import (
     MIN_STEPS,
     BatchChoice,
     BatchMemory,
-    Goodput,
     MemoryTrial,
     SizeResult,
     SizeStatus,
@@ -70,9 +67,6 @@ from launcher.tune.throughput import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-PLAN = "plan.json"
-FIXED = ("kind", "config_hash", "ranks", "sizes", "budget_s", "memory", "launcher")
-GROWS = ("budget_s",)
 CURVE_SHARE = 0.85  # of the budget; the noise scale takes the rest
 STEPS_SHARE = 0.5  # of the budget, that the steps of MIN_SIZES runs may take
 MEMORY_STEPS = 3
@@ -81,17 +75,6 @@ NOISE_STEPS, MIN_NOISE_STEPS = 400, 60
 AUTO_BUDGET_S = 300.0
 MAX_MEMORY_RATIO = 1.1  # of the present limit over that of a search that memory bounded
 GUARD_GIB = 1.0  # address space above a rank's memory that is private and never touched
-
-
-class BatchPlanFile(PlanFile):
-    """plan.json: the options that a search was begun with."""
-
-    kind: Literal["batch"] = "batch"
-    ranks: int
-    sizes: list[int]
-    budget_s: float
-    memory: float | None
-    launcher: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,22 +92,15 @@ class BatchSearchSpec:
     """The configuration and the limits of a search."""
 
     config: Config
+    options: BatchOptions
     ranks: int
     sizes: tuple[int, ...]
     """Micro batches that divide the global batch, ascending."""
-    budget_s: float
     limit_gib: float | None
     """Memory that a rank may use; None: unknown."""
-    limit_of: str
-    launcher: str
     on_gpu: bool
     precision: str
     """Precision of every trial."""
-
-    @property
-    def user_limit_gib(self) -> float | None:
-        """Return the limit if the user set it."""
-        return self.limit_gib if self.limit_of == "--memory" else None
 
     @property
     def dp(self) -> int:
@@ -141,9 +117,10 @@ class BatchSearchSpec:
         """Return the number of steps before the timed ones."""
         return 10 if self.on_gpu else 3
 
-    def formula_gib(self, micro: int) -> dict[str, float]:
-        """Return the estimated peak of a rank by part."""
-        return cost.memory_estimate_gib(with_micro(self.config, micro), self.precision, self.ranks)
+    def formula_gib(self, micro: int) -> float:
+        """Estimate the peak of a rank."""
+        parts = cost.memory_estimate_gib(with_micro(self.config, micro), self.precision, self.ranks)
+        return sum(parts.values())
 
 
 # --- the verb
@@ -177,7 +154,7 @@ def tune_batch(
         log(f"warning: {line}")
     log(f"batch search: {folder}")
     devices = "GPUs" if spec.on_gpu else "CPU ranks"
-    log(f"{spec.ranks} {devices}, global batch {spec.global_size}, budget about {spec.budget_s:.0f} s")
+    log(f"{spec.ranks} {devices}, global batch {spec.global_size}, budget about {options.budget_s:.0f} s")
     log(f"micro batches that divide it: {', '.join(map(str, spec.sizes))}")
     if spec.config.compile == "auto" and not spec.on_gpu:
         log("trials on a CPU are not compiled; compile=on compiles them")
@@ -203,43 +180,32 @@ def load(name: str | None, overrides: Sequence[str], run_dir: Path | None = None
 
 def search_spec(setup: job.Job, options: BatchOptions) -> BatchSearchSpec:
     """Return what these options search. Raises ConfigError."""
-    config, on_gpu = setup.config, setup.gpus > 0
+    config, on_gpu, limit = setup.config, setup.gpus > 0, options.memory_gib
     ranks = setup.choose_ranks(options.nproc)
-    allowed = tuple(throughput.dividing_sizes(config, ranks))
+    sizes = tuple(throughput.dividing_sizes(config, ranks))
     issues: list[Issue] = [*job.input_issues(config)]
-    limit, limit_of = options.memory_gib, "--memory"
     if limit is None:
-        limit, limit_of = setup.machine.rank_memory(ranks, on_gpu)
+        limit, _ = setup.machine.rank_memory(ranks, on_gpu)
     elif not 0 < limit < math.inf:
-        issues.append(
-            Issue("--memory", "out_of_range", f"{limit} GiB", value=limit, hint="give a number above 0")
-        )
+        hint = "give a number above 0"
+        issues.append(Issue("--memory", "out_of_range", f"{limit} GiB", value=limit, hint=hint))
     if issues:
         raise ConfigError(issues)
     precision = trials.trial_precision(config, setup.machine, [config.parallel.engine], on_gpu=on_gpu)
-    return BatchSearchSpec(
-        config, ranks, allowed, options.budget_s, limit, limit_of, options.launcher, on_gpu, precision
-    )
+    return BatchSearchSpec(config, options, ranks, sizes, limit, on_gpu, precision)
 
 
-def output_of(spec: BatchSearchSpec, folder: Path) -> Output[BatchPlanFile]:
-    """Return the output directory of a search, with the options that it must have been begun with."""
-    plan = BatchPlanFile(
-        config_hash=spec.config.hash(),
-        config=spec.config.model_dump(mode="json"),
-        ranks=spec.ranks,
-        sizes=list(spec.sizes),
-        budget_s=spec.budget_s,
-        memory=spec.user_limit_gib,
-        launcher=spec.launcher,
-    )
-    return Output(folder, "search", PLAN, plan, FIXED, GROWS)
+def output_of(spec: BatchSearchSpec, folder: Path) -> Output[SearchPlan]:
+    """Return the output directory of a search. A greater budget goes on with it."""
+    settings = {**dataclasses.asdict(spec.options), "nproc": spec.ranks}
+    return search_output(folder, "batch", spec.config, settings, "budget_s")
 
 
-def measure(spec: BatchSearchSpec, output: Output[BatchPlanFile], log: Log) -> tuple[TuneBatch, int]:
+def measure(spec: BatchSearchSpec, output: Output[SearchPlan], log: Log) -> tuple[TuneBatch, int]:
     """Run the search, or go on with it; return tune.json and the exit code."""
     out, session = output.path, output.begin(spec.config)
-    with trials.runner(out, [Slot()], launcher=spec.launcher, on_gpu=spec.on_gpu, log=log) as runs:
+    launcher = spec.options.launcher
+    with trials.runner(out, [Slot()], launcher=launcher, on_gpu=spec.on_gpu, log=log) as runs:
         search = BatchSearch(spec, BatchTrials(spec, runs), log)
         outcome = run_to_end(search.run, out, log)
     if outcome.reason:
@@ -258,7 +224,6 @@ class TrialMeasurement:
     """From its start to its end."""
     status: SizeStatus
     reason: str | None = None
-    failure_kind: FailureKind | None = None
     run: TimedRun | None = None
     """None: not all steps were taken."""
 
@@ -271,15 +236,20 @@ class BatchTrials:
 
     def time_steps(self, name: str, micro: int, samples: int, warm_up: int, steps: int) -> TrialMeasurement:
         """Run steps of `samples` sequences, or read those that an earlier call ran."""
-        return self._measure(self.trial(name, micro, samples, warm_up + steps), warm_up)
+        trial = self.trial(name, micro, samples, warm_up + steps)
+        outcome = self._runs.run_one(trial)
+        if outcome.status != "ok":
+            return TrialMeasurement(outcome.seconds, outcome.status, cause(trial.directory))
+        run = timed_run(trial, warm_up)
+        return TrialMeasurement(outcome.seconds, *judge(run, self._spec.limit_gib), run)
 
     def noise_scale(self, micro: int, steps: int) -> tuple[float, NoiseScale]:
         """Measure the noise scale over steps of the declared batch; return also the seconds."""
         trial = self.trial("noise", micro, self._spec.global_size, steps, noise=True)
-        measured, summary = self._measure(trial, 0), read_summary(trial.directory)
-        if measured.run is None or summary is None or summary.noise_scale is None:
-            return measured.seconds, NoiseScale(verdict="inconclusive", reason=cause(trial.directory))
-        return measured.seconds, summary.noise_scale
+        outcome, summary = self._runs.run_one(trial), read_summary(trial.directory)
+        if outcome.status != "ok" or summary is None or summary.noise_scale is None:
+            return outcome.seconds, NoiseScale(verdict="inconclusive", reason=cause(trial.directory))
+        return outcome.seconds, summary.noise_scale
 
     def trial(self, name: str, micro: int, samples: int, steps: int, *, noise: bool = False) -> Trial:
         """Return the user's configuration at this batch for so many steps; nothing is saved."""
@@ -298,23 +268,12 @@ class BatchTrials:
             guard = int((spec.limit_gib + GUARD_GIB) * GIB)
         return Trial(self._runs.out / "trials" / name, config, spec.ranks, data_bytes=guard)
 
-    def _measure(self, trial: Trial, warm_up: int) -> TrialMeasurement:
-        outcome, directory = self._runs.run_one(trial), trial.directory
-        if outcome.status != "ok":
-            kind = failure_kind(directory)
-            return TrialMeasurement(outcome.seconds, outcome.status, cause(directory), kind)
-        run = timed_run(trial, warm_up)
-        status, reason = judge(run, self._spec.limit_gib)
-        return TrialMeasurement(outcome.seconds, status, reason, run=run)
-
 
 def judge(run: TimedRun, limit_gib: float | None) -> tuple[SizeStatus, str | None]:
     """Return the status of a run that took every step, and the reason if it is not ok."""
     peak = max(run.peak_gib)
     if limit_gib is not None and peak > limit_gib:
         return "over", f"its peak of {format_gib(peak)} is above the {format_gib(limit_gib)} of a rank"
-    if run.alloc_retries:
-        return "thrash", "the GPU's allocator freed its cache and tried again"
     return "ok", None
 
 
@@ -326,23 +285,10 @@ def timed_run(trial: Trial, warm_up: int) -> TimedRun:
         name=trial.name,
         step_s=repeat.parts["step_s"][0],
         forward_backward_s=repeat.parts["forward_backward_s"][0],
+        data_wait_s=repeat.parts["data_wait_s"][0],
         peak_gib=repeat.memory_gib,
         exposed_s=statistics.median(repeat.exposed_s or [0.0]),
-        data_wait_s=repeat.parts["data_wait_s"][0],
-        alloc_retries=alloc_retries(trial.directory, trial.ranks, warm_up),
     )
-
-
-def alloc_retries(directory: Path, ranks: int, warm_up: int) -> int | None:
-    """Return the greatest number of allocator retries of a rank after the warm-up; None on a CPU."""
-    retries = []
-    for rank in range(ranks):
-        lines = files.read_lines(directory / "steps" / f"rank-{rank}.jsonl")
-        counts = [(n["step"], n["alloc_retries"]) for n in lines if n.get("alloc_retries") is not None]
-        if counts:
-            before = max(count for step, count in counts if step <= max(warm_up, counts[0][0]))
-            retries.append(counts[-1][1] - before)
-    return max(retries, default=None)
 
 
 # --- the search
@@ -356,7 +302,7 @@ class BatchSearch:
 
     def __init__(self, spec: BatchSearchSpec, search_trials: BatchTrials, log: Log):
         self.spec, self._trials, self._log = spec, search_trials, log
-        self.memory = BatchMemory(limit_gib=spec.limit_gib, limit_of=spec.limit_of)
+        self.memory = BatchMemory(limit_gib=spec.limit_gib)
         self.sizes: dict[int, SizeResult] = {}
         """Micro batches that are timed, ascending."""
         self.trial_samples = 0
@@ -377,6 +323,16 @@ class BatchSearch:
         self._more_rounds()
         self._measure_noise()
 
+    def _run_trial(self, name: str, micro: int, samples: int, warm_up: int, steps: int) -> TrialMeasurement:
+        """Run a trial, count its time and draw the memory line anew."""
+        measured = self._trials.time_steps(name, micro, samples, warm_up, steps)
+        self.used_s += measured.seconds
+        peak = max(measured.run.peak_gib) if measured.run else None
+        self.memory.trials.append(MemoryTrial(micro_batch=micro, status=measured.status, peak_gib=peak))
+        slope_gib = self.spec.formula_gib(2) - self.spec.formula_gib(1)
+        self.memory.line = throughput.memory_line(self.memory.trials, slope_gib)
+        return measured
+
     # --- memory
 
     def _measure_memory(self) -> None:
@@ -391,43 +347,28 @@ class BatchSearch:
             raise TrialsFailed(f"micro batch {smallest} does not run: {first.reason}")
         peak, limit = max(first.run.peak_gib), self.spec.limit_gib
         room_gib = peak if limit is None else MEMORY_SHARE * limit - peak
-        before_gib = self._formula_gib(smallest)
-        most_s = MEMORY_TRIAL_SHARE * self.spec.budget_s
+        before_gib = self.spec.formula_gib(smallest)
+        most_s = MEMORY_TRIAL_SHARE * self.spec.options.budget_s
 
         def is_cheap(micro: int) -> bool:
             share = 1.0 if micro == larger[0] else 0.5
-            fits = self._formula_gib(micro) - before_gib <= share * room_gib
+            fits = self.spec.formula_gib(micro) - before_gib <= share * room_gib
             return fits and MEMORY_STEPS * self._step_s(2 * micro) <= most_s
 
         if cheap := [micro for micro in larger if is_cheap(micro)]:
             self._memory_trial(cheap[-1])
-        self._update_line()
         if line := self.memory.line:
             text = f"memory: {format_gib(line.intercept_gib)} + {line.gib_per_sequence:.4f} GiB a sequence"
             usable = "" if limit is None else f"; usable: {MEMORY_SHARE:.0%} of {format_gib(limit)}"
             self._log(text + usable)
 
-    def _formula_gib(self, micro: int) -> float:
-        return sum(self.spec.formula_gib(micro).values())
-
     def _memory_trial(self, micro: int) -> TrialMeasurement:
         samples = min(2 * micro * self.spec.dp, self.spec.global_size)
-        measured = self._trials.time_steps(f"memory-{micro}", micro, samples, 0, MEMORY_STEPS)
-        self._record(micro, measured)
+        measured = self._run_trial(f"memory-{micro}", micro, samples, 0, MEMORY_STEPS)
         if measured.run is not None:
             self._startup_s = max(0.0, measured.seconds - sum(measured.run.step_s))
             self._sequence_s = min(measured.run.step_s) / samples
         return measured
-
-    def _record(self, micro: int, measured: TrialMeasurement) -> None:
-        """Count a trial's time and its memory."""
-        self.used_s += measured.seconds
-        peak = max(measured.run.peak_gib) if measured.run else None
-        self.memory.trials.append(MemoryTrial(micro_batch=micro, status=measured.status, peak_gib=peak))
-
-    def _update_line(self) -> None:
-        slope_gib = self._formula_gib(2) - self._formula_gib(1)
-        self.memory.line = throughput.memory_line(self.memory.trials, slope_gib)
 
     def _choose_sizes(self, sizes: Sequence[int]) -> list[int]:
         """Return those of `sizes` to time: they fit in memory and in the budget. Raises TrialsFailed."""
@@ -439,7 +380,7 @@ class BatchSearch:
                 f"micro batch {sizes[0]} takes {peak}, above {MEMORY_SHARE:.0%} of the {limit} of a rank; "
                 "use zero1 or fsdp, parallel.activation_checkpointing, more ranks, or a smaller model"
             )
-        most_s = STEPS_SHARE * spec.budget_s / min(MIN_SIZES, len(fitting))
+        most_s = STEPS_SHARE * spec.options.budget_s / min(MIN_SIZES, len(fitting))
         affordable = [m for m in fitting if self._steps_s(m * spec.dp) <= most_s] or fitting[:1]
         if affordable[-1] < spec.sizes[-1]:
             self._limited_by = "budget" if affordable[-1] < fitting[-1] else "memory"
@@ -465,9 +406,8 @@ class BatchSearch:
                 return self._drop_from(micro)
             self._time(micro, sizes)
             largest = max((t.micro_batch for t in self.memory.trials if t.status == "ok"), default=0)
-            if self.sizes[micro].status in ("oom", "over", "thrash") and micro > largest:
+            if self.sizes[micro].status in ("oom", "over") and micro > largest:
                 return self._drop_from(micro + 1)
-            self._update_line()
 
     def _more_rounds(self) -> None:
         """Run the faster half of the sizes again, then the faster half of those, within the budget."""
@@ -485,28 +425,19 @@ class BatchSearch:
         self.sizes = {m: size for m, size in self.sizes.items() if m < micro}
 
     def _time(self, micro: int, round_: Sequence[int]) -> None:
-        """Run a size once more, unless a run of it was lost."""
-        size, warm_up = self.sizes[micro], self.spec.warm_up
-        if size.status != "ok":
-            return
-        steps = self._timed_steps(len(round_))
+        """Run a size once more."""
+        size, steps = self.sizes[micro], self._timed_steps(len(round_))
         name = f"micro-{micro}-r{len(size.runs)}"
-        measured = self._trials.time_steps(name, micro, self.trial_samples, warm_up, steps)
+        measured = self._run_trial(name, micro, self.trial_samples, self.spec.warm_up, steps)
         self.order.append(micro)
-        self._record(micro, measured)
         text = f"[{len(self.order)}] micro batch {micro}: "
         if measured.run is None or measured.status != "ok":
-            size.status, size.reason, size.failure_kind = (
-                measured.status,
-                measured.reason,
-                measured.failure_kind,
-            )
+            size.status, size.reason = measured.status, measured.reason
             self._log(f"{text}{measured.status}: {measured.reason}")
             return
         size.runs.append(measured.run)
-        size.measured_gib = max(*measured.run.peak_gib, size.measured_gib or 0.0)
         self._sequence_s = min(self._sequence_s, statistics.fmean(measured.run.step_s) / self.trial_samples)
-        rate, peak = format_si(self.rates()[micro][-1], "sequences/s"), format_gib(size.measured_gib)
+        rate, peak = format_si(self.rates()[micro][-1], "sequences/s"), format_gib(max(measured.run.peak_gib))
         self._log(f"{text}{rate}, {steps} steps, peak {peak}; {self._left_s():.0f} s left for throughput")
 
     def _timed_steps(self, runs: int) -> int:
@@ -523,7 +454,7 @@ class BatchSearch:
         return (self.spec.warm_up + MIN_STEPS) * self._step_s(samples)
 
     def _left_s(self, share: float = CURVE_SHARE) -> float:
-        return max(0.0, share * self.spec.budget_s - self.used_s)
+        return max(0.0, share * self.spec.options.budget_s - self.used_s)
 
     def rates(self) -> dict[int, list[float]]:
         """Return sequences/s at the declared global batch of every run, by micro batch."""
@@ -545,8 +476,7 @@ class BatchSearch:
             micro = max((size for size in self.spec.sizes if size < micro), default=micro)
         step_s = self.spec.global_size / choice.samples_per_s
         steps = max(1, min(NOISE_STEPS, int((self._left_s(1.0) - self._startup_s) / step_s)))
-        reason = self._no_noise(micro, steps)
-        if reason is not None:
+        if reason := self._no_noise(micro, steps):
             self.noise = NoiseScale(verdict="inconclusive", reason=reason)
             self._log(f"noise scale: not measured: {reason}")
             return
@@ -586,52 +516,30 @@ class BatchSearch:
             limited_by=self._limited_by,
         )
 
-    def result(self, outcome: SearchOutcome, session: Session[BatchPlanFile]) -> TuneBatch:
+    def result(self, outcome: SearchOutcome, session: Session[SearchPlan]) -> TuneBatch:
         """Return tune.json."""
-        spec, choice, rates = self.spec, self.choice(), self.rates()
-        if choice is not None:
-            self.memory.parts_gib = spec.formula_gib(choice.micro_batch)
+        spec, rates = self.spec, self.rates()
         means = {micro: throughput.mean_rate(rates, micro) for micro in rates}
         for micro, mean in means.items():
             size = self.sizes[micro]
             size.samples_per_s, size.relative = mean, mean / max(means.values())
             size.samples_per_s_ci95 = throughput.rate_interval(rates, micro)
+            size.measured_gib = max(peak for run in size.runs for peak in run.peak_gib)
         return TuneBatch(
             status=outcome.status,
             reason=outcome.reason,
             date=datetime.date.today().isoformat(),
             seconds=self.used_s,
-            budget_s=spec.budget_s,
             **session.facts(),
             config=spec.config.model_dump(mode="json"),
             ranks=spec.ranks,
-            dp=spec.dp,
             global_batch=spec.global_size,
-            sequence_length=spec.config.data.sequence_length,
             memory=self.memory,
             sizes=list(self.sizes.values()),
             order=self.order,
             trial_samples=self.trial_samples,
-            choice=choice,
+            choice=self.choice(),
             noise=self.noise,
-            goodput=self._goodput(choice),
-        )
-
-    def _goodput(self, choice: BatchChoice | None) -> Goodput | None:
-        """Return goodput against the global batch; None without a noise scale."""
-        noise = self.noise
-        if choice is None or noise is None or noise.noise_scale is None or noise.interval is None:
-            return None
-        runs, per_pass = self.sizes[choice.micro_batch].runs, choice.micro_batch * self.spec.dp
-        own_s = statistics.fmean(s for run in runs for s in throughput.passes_s(run))
-        step_s = statistics.fmean(s for run in runs for s in run.step_s)
-        return throughput.goodput(
-            micro_s=own_s / (self.trial_samples / per_pass),
-            update_s=step_s - own_s,
-            per_pass=per_pass,
-            global_size=self.spec.global_size,
-            noise=noise.noise_scale,
-            interval=noise.interval,
         )
 
 
@@ -657,16 +565,14 @@ def resolve_auto_batch(
     ranks of `profile` that the run does not have.
     """
 
-    def with_micro(size: int, origin: str) -> tuple[list[str], int]:
+    def found(size: int, origin: str) -> tuple[list[str], int]:
         show(console, f"batch.micro_size: auto = {size}, {origin}", **PLAIN)
         return [*overrides, f"batch.micro_size={size}"], 0
 
-    own = run_dir / "config.yaml" if run_dir else None
-    if own is not None and own.exists():
-        return with_micro(load_config(own).batch.micro_size, "as this run has it")
-    earlier = None if resume in ("auto", "never") else files.newest_checkpoint_facts(Path(resume))
-    if earlier is not None:
-        return with_micro(resolve([earlier[1].config]).batch.micro_size, "as the run of --resume has it")
+    if run_dir is not None and (run_dir / "config.yaml").exists():
+        return found(load_config(run_dir / "config.yaml").batch.micro_size, "as this run has it")
+    if resume not in ("auto", "never") and (earlier := files.newest_checkpoint_facts(Path(resume))):
+        return found(resolve([earlier[1].config]).batch.micro_size, "as the run of --resume has it")
     setup = load(name, overrides, run_dir)
     options = BatchOptions(nproc, AUTO_BUDGET_S, None, launcher)
     spec = search_spec(setup, options)
@@ -675,22 +581,22 @@ def resolve_auto_batch(
         raise ConfigError(issues)
     check_profile(profile, setup.config, spec.ranks, folder, resume)
     machine = setup.machine.to_json()
-    place = files.cache_root() / "tune" / cache_key(spec, machine)
-    for file in sorted(place.glob(f"*/{FILE}")):
+    cached = files.cache_root() / "tune" / cache_key(spec, machine)
+    for file in sorted(cached.glob(f"*/{FILE}")):
         kept = results.find(file, TuneBatch)
         if kept is not None and kept.choice is not None and still_holds(kept, spec.limit_gib):
-            return with_micro(kept.choice.micro_batch, f"measured on {kept.date}")
+            return found(kept.choice.micro_batch, f"measured on {kept.date}")
     if dry_run:
-        origin = f"for this dry run; a search of {AUTO_BUDGET_S / 60:.0f} min would find the best"
-        return with_micro(spec.sizes[0], origin)
+        minutes = f"{AUTO_BUDGET_S / 60:.0f} min"
+        return found(spec.sizes[0], f"for this dry run; a search of {minutes} would find the best")
     data_hash = read_manifest(job.prepare_data(spec.config)).hash
-    out = place / digest([spec.config.hash(), identity(machine, data_hash)])
+    out = cached / hash_json([spec.config.hash(), identity(machine, data_hash)])[:16]
     code = tune_batch(name, overrides, options, out=out, dry_run=False, as_json=False, console=console)
     if code:
         return list(overrides), code
     choice = results.read(out / FILE, TuneBatch).choice
     assert choice is not None  # exit code 0
-    return with_micro(choice.micro_batch, f"measured just now; {out / PAGE}")
+    return found(choice.micro_batch, f"measured just now; {out / PAGE}")
 
 
 def cache_key(spec: BatchSearchSpec, machine: Mapping[str, Any]) -> str:
@@ -700,30 +606,24 @@ def cache_key(spec: BatchSearchSpec, machine: Mapping[str, Any]) -> str:
     """
     config = spec.config
     gpus = [[gpu["name"], gpu["driver"], gpu["memory_gib"]] for gpu in machine["gpus"]]
-    return digest(
-        {
-            "devices": gpus if spec.on_gpu else [machine["cpu_model"], machine["affinity_cores"]],
-            "versions": {name: machine["versions"].get(name) for name in COMPARED},
-            "model": config.model.model_dump(mode="json"),
-            "sequence_length": config.data.sequence_length,
-            "mask_rate": config.objective.mask_rate,
-            "precision": spec.precision,
-            "compile": config.compile,
-            "deterministic": config.run.deterministic,
-            "workers": config.data.workers,
-            "parallel": config.parallel.model_dump(mode="json"),
-            "optimizer": config.optim.name,
-            "batch": config.batch.model_dump(mode="json", exclude={"micro_size"}),
-            "noise_scale": config.log.noise_scale,  # it needs two batches
-            "ranks": spec.ranks,
-            "launcher": spec.launcher,
-        }
-    )
-
-
-def digest(facts: object) -> str:
-    """Return 16 hex digits of JSON values."""
-    return hash_json(facts)[:16]
+    decisive = {
+        "devices": gpus if spec.on_gpu else [machine["cpu_model"], machine["affinity_cores"]],
+        "versions": {name: machine["versions"].get(name) for name in COMPARED},
+        "model": config.model.model_dump(mode="json"),
+        "sequence_length": config.data.sequence_length,
+        "mask_rate": config.objective.mask_rate,
+        "precision": spec.precision,
+        "compile": config.compile,
+        "deterministic": config.run.deterministic,
+        "workers": config.data.workers,
+        "parallel": config.parallel.model_dump(mode="json"),
+        "optimizer": config.optim.name,
+        "batch": config.batch.model_dump(mode="json", exclude={"micro_size"}),
+        "noise_scale": config.log.noise_scale,  # it needs two batches
+        "ranks": spec.ranks,
+        "launcher": spec.options.launcher,
+    }
+    return hash_json(decisive)[:16]
 
 
 def still_holds(search: TuneBatch, limit_gib: float | None) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from bert_dp.files.models import NoiseScale
 from launcher.run.trials import TrialsFailed
 from launcher.tune import batch, lr, lr_search
-from launcher.tune.batch import BatchSearch, BatchSearchSpec, TrialMeasurement
+from launcher.tune.batch import BatchOptions, BatchSearch, BatchSearchSpec, TrialMeasurement
 from launcher.tune.lr import LrSearch, LrSearchSpec
 from launcher.tune.lr_search import LrOptions, LrTrial, RangeTest, Rung
 from launcher.tune.throughput import TimedRun
@@ -44,10 +44,11 @@ class SimulatedTrials:
             name=name,
             step_s=[step for step, _ in times[warm_up:]],
             forward_backward_s=[passes for _, passes in times[warm_up:]],
+            data_wait_s=[0.0] * steps,
             peak_gib=[curve.peak_gib(micro)],
         )
         seconds = curve.startup_s + sum(step for step, _ in times)
-        return TrialMeasurement(seconds, *batch.judge(run, curve.limit_gib), run=run)
+        return TrialMeasurement(seconds, *batch.judge(run, curve.limit_gib), run)
 
     def noise_scale(self, micro: int, steps: int) -> tuple[float, NoiseScale]:
         return 0.0, NoiseScale(verdict="inconclusive", reason="simulated")
@@ -58,24 +59,15 @@ class SimulatedSpec(BatchSearchSpec):
 
     curve: ThroughputCurve
 
-    def formula_gib(self, micro: int) -> dict[str, float]:
-        error = 0.8 + 0.45 * (self.curve.index % 7) / 6
-        return {"activations": error * self.curve.gib_per_sequence * micro}
+    def formula_gib(self, micro: int) -> float:
+        return (0.8 + 0.45 * (self.curve.index % 7) / 6) * self.curve.gib_per_sequence * micro
 
 
 def tune_batch(curve: ThroughputCurve) -> tuple[BatchSearch, SimulatedTrials]:
     sections: dict[str, Any] = {"batch": {"global_size": curve.global_size, "micro_size": 1}}
-    spec = SimulatedSpec(
-        make_config(model=TINY_MODEL, **sections),
-        curve.dp,
-        curve.sizes,
-        curve.budget_s,
-        curve.limit_gib,
-        "--memory",
-        "torchrun",
-        False,
-        "fp32",
-    )
+    options = BatchOptions("2", curve.budget_s, curve.limit_gib, "torchrun")
+    config = make_config(model=TINY_MODEL, **sections)
+    spec = SimulatedSpec(config, options, curve.dp, curve.sizes, curve.limit_gib, False, "fp32")
     object.__setattr__(spec, "curve", curve)
     made: Any = SimulatedTrials(curve)
     search = BatchSearch(spec, made, lambda line: None)

@@ -1,4 +1,4 @@
-"""Rules of `tune batch` by hand: sizes, memory line, rates with their intervals, the choice, goodput."""
+"""Rules of `tune batch` by hand: sizes, memory line, rates with their intervals, the choice."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ def timed(steps: list[float], passes: list[float] | None = None, exposed_s: floa
         name="r",
         step_s=steps,
         forward_backward_s=passes or [0.8 * s for s in steps],
+        data_wait_s=[0.0] * len(steps),
         peak_gib=[1.0],
         exposed_s=exposed_s,
     )
@@ -140,34 +141,3 @@ def test_what_may_be_three_percent_faster_is_not_settled() -> None:
     chosen, _, open_sizes = throughput.choose_size(repeated({1: 99.0, 2: 100.0, 4: 80.0}, 0.03))
     assert (chosen, open_sizes) == (2, [1])
     assert throughput.choose_size({1: [99.0], 2: [100.0], 4: [50.0]}) == (2, 2, [1, 4])  # none ran twice
-
-
-# --- goodput
-
-
-@pytest.mark.parametrize("noise", [2.0, 8.0, 32.0])
-def test_goodput_by_hand(noise: float) -> None:
-    """A pass of 4 takes 0.5 s, an update 1 s; a sequence in a step of B is worth (8 + n) / (B + n)."""
-
-    def good(size: int, scale: float) -> float:
-        return size / (size / 4 * 0.5 + 1.0) * (8 + scale) / (size + scale)
-
-    def best(scale: float) -> int:
-        return max([4, 8, 16, 32, 64, 128], key=lambda size: good(size, scale))
-
-    found = throughput.goodput(
-        micro_s=0.5, update_s=1.0, per_pass=4, global_size=8, noise=noise, interval=(2.0, 32.0)
-    )
-    assert (found.declared, found.recommended) == (8, best(noise))
-    assert found.recommended_interval == [best(2.0), best(32.0)] == [4, 16]
-    assert found.gain == pytest.approx(good(found.recommended, noise) / good(8, noise) - 1)
-    assert found.at_edge == (found.recommended == 4)
-
-
-@pytest.mark.parametrize(("per_pass", "recommended"), [(2, 1024), (48, 768), (4096, 64)])
-def test_goodput_compares_doublings_within_a_factor_of_16(per_pass: int, recommended: int) -> None:
-    """An endless noise scale makes the largest batch the best."""
-    found = throughput.goodput(
-        micro_s=0.1, update_s=9.0, per_pass=per_pass, global_size=64, noise=1e12, interval=(1e12, 1e12)
-    )
-    assert (found.recommended, found.at_edge) == (recommended, True)
