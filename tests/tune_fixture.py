@@ -108,13 +108,10 @@ def unmeasured() -> dict[str, Any]:
 
 
 def trial(lr: float, seed: int, tokens: int, loss: float | None) -> LrTrial:
-    lost = (
-        {} if loss is not None else {"cause": "5 steps in a row were skipped", "failure_kind": "not_finite"}
-    )
-    name = f"adamw-lr-{lr:g}-t{tokens}-s{seed}"
-    status = "ok" if loss is not None else "diverged"
+    status, cause = ("ok", None) if loss is not None else ("diverged", "5 steps in a row were skipped")
+    facts: dict[str, Any] = {"status": status, "cause": cause, "heldout_loss": loss}
     return LrTrial(
-        trial=name, lr=lr, seed=seed, status=status, heldout_loss=loss, tokens=tokens, seconds=2.5, **lost
+        trial=f"lr-{lr:g}-t{tokens}-s{seed}", lr=lr, seed=seed, tokens=tokens, seconds=2.5, **facts
     )
 
 
@@ -134,10 +131,9 @@ def lr(**changes: Any) -> dict[str, Any]:
         ranks=1,
         settings=LrOptions(rates=3, seeds=2),
         tokens=8192,
-        tokens_why="8,192 tokens, the configuration's",
         at_a_time=2,
         unigram_entropy_nats=5.0251,
-        range_test=RangeTest(trial="range-adamw", points=points, edge=0.3, reason="the loss rose 4 nats"),
+        range_test=RangeTest(points=points, edge=0.3, reason="the loss rose 4 nats"),
         rungs=rungs,
         choice=lr_search.choose_rate(rungs),
         trained_tokens=36864,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import datetime
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from bert_dp import files
 from bert_dp.config import (
@@ -26,10 +25,9 @@ from bert_dp.config import (
 )
 from bert_dp.files.models import Summary
 from launcher import job, results
-from launcher.job import DataSession, Output, SearchState, write_result
+from launcher.job import DataSession, Output, write_result
 from launcher.log import Log, logger
 from launcher.report.numbers import count_of, format_duration, format_si
-from launcher.results import TimedPlanFile
 from launcher.run import trials
 from launcher.run.trials import (
     Progress,
@@ -44,28 +42,16 @@ from launcher.run.trials import (
     read_summary,
     run_to_end,
 )
-from launcher.tune import lr_search, with_settings, write_tuned
+from launcher.tune import SearchPlan, lr_search, search_output, with_settings, write_tuned
 from launcher.tune.lr_search import FINALISTS, LrOptions, LrTrial, LrTrialStatus, RangeTest, Rung, TuneLr
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-STATE = "search.json"
-FIXED = ("kind", "config_hash", "settings")
 SHORT_RATIO = 8  # of a whole run over a run of the first rung; also the least steps of a whole run
 RANGE_TOP = 1.0  # rate at the end of a range test, which begins at 1e-4 of it
 RANGE_STEPS, MIN_RANGE_STEPS = 100, 25
 RANGE_RATIO = 16  # of the steps of a whole run over those of a range test
-SHORT_BUDGET_H = 0.5  # a budget in hours below it has a range test of MIN_RANGE_STEPS
-
-
-class LrPlanFile(TimedPlanFile):
-    """search.json: the options that a search was begun with, and the length of its runs once it is known."""
-
-    kind: Literal["lr"] = "lr"
-    settings: dict[str, Any]
-    tokens: int | None = None
-    tokens_why: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,10 +105,7 @@ def tune_lr(
     config = setup.config
     ranks = options.ranks or config.parallel.tensor
     folder = setup.directory(out, "tune", "lr")
-    plan = LrPlanFile(
-        config_hash=config.hash(), config=config.model_dump(mode="json"), settings=results.plain(options)
-    )
-    output = Output(folder, "search", STATE, plan, FIXED)
+    output = search_output(folder, "lr", config, results.plain(options))
     issues = [
         *setup.issues(folder, "--out"),
         *setup.device_issues(ranks),
@@ -150,7 +133,7 @@ def tune_lr(
 
 def option_issues(config: Config, options: LrOptions, ranks: int) -> list[Issue]:
     """Return the reasons that these options cannot be searched with this configuration."""
-    issues: list[Issue] = [*length_issues(config, options)]
+    issues = length_issues(config, options)
     try:
         batch_layout(with_settings(config, optim=fixed_rate(1.0)), ranks)
     except ConfigError as error:
@@ -179,7 +162,7 @@ def data_issues(config: Config, options: LrOptions, manifest: Manifest) -> list[
 
 
 def measure(
-    setup: job.Job, options: LrOptions, ranks: int, output: Output[LrPlanFile], log: Log
+    setup: job.Job, options: LrOptions, ranks: int, output: Output[SearchPlan], log: Log
 ) -> tuple[TuneLr, int]:
     """Run the search, or go on with it; return tune.json, partial after a signal, and the exit code."""
     config, out, on_gpu = setup.config, output.path, setup.gpus > 0
@@ -199,11 +182,9 @@ def measure(
         len(slots),
         trials.trial_precision(config, setup.machine, [config.parallel.engine], on_gpu=on_gpu),
     )
-    plan = SearchState(out / STATE, session.plan)
     with trials.runner(out, slots, launcher=options.launcher, on_gpu=on_gpu, log=log) as runs:
-        search = LrSearch(spec, runs, plan, log)
+        search = LrSearch(spec, runs, log)
         outcome = run_to_end(search.run, out, log)
-    plan.save()
     tuned = search.result(outcome, session)
     write_tuned(tuned, tuned_config(config, tuned.choice.lr) if tuned.choice else None, out)
     return tuned, outcome.exit_code
@@ -218,10 +199,10 @@ class LrSearch:
     Every decision follows from the trials' records, so a search that goes on decides the same.
     """
 
-    def __init__(self, spec: LrSearchSpec, runs: Runner, plan: SearchState[LrPlanFile], log: Log):
-        self.spec, self._runs, self.plan, self._log = spec, runs, plan, log
+    def __init__(self, spec: LrSearchSpec, runs: Runner, log: Log):
+        self.spec, self._runs, self._log = spec, runs, log
         self.range_test: RangeTest | None = None
-        self.range_tokens = 0
+        self.tokens: int | None = None  # of a whole run
         self.rungs: list[Rung] = []
         self._tokens_per_s = self._fixed_s = self._range_s = 0.0  # as the range test measured
         self._progress = Progress([], log)
@@ -229,7 +210,7 @@ class LrSearch:
     def run(self) -> None:
         """Run the whole search. Raises Stopped for a signal, TrialsFailed, ConfigError for too few hours."""
         test = self.range_test = self._test_range()
-        tokens = self._fix_tokens()
+        tokens = self.tokens = self._choose_tokens()
         expected = [self._trial_s(share * tokens) for count, share in self.spec.planned for _ in range(count)]
         self._progress = Progress(expected, self._log, self.spec.at_a_time)
         self.train_rungs(test, tokens)
@@ -252,12 +233,11 @@ class LrSearch:
         """Train while the rate rises. Raises TrialsFailed if nothing trains."""
         config = self.spec.config
         steps = range_steps(config, self.spec.options.tokens or full_tokens(config))
-        trial = self._trial(f"range-{config.optim.name}", range_config(config, self.spec.shards, steps))
+        trial = self._trial("range-test", range_config(config, self.spec.shards, steps))
         self._log(f"range test: {steps} steps, the rate rising from {1e-4 * RANGE_TOP:g} to {RANGE_TOP:g}")
         outcome, directory = self._runs.run_one(trial), trial.directory
         lines = files.read_lines(directory / "metrics.jsonl")
         points = [(line["lr"], line["loss"], line["skipped_steps"]) for line in lines]
-        self.range_tokens = len(points) * step_tokens(config)
         if not points or (outcome.status != "ok" and failure_kind(directory) != "not_finite"):
             raise TrialsFailed(f"{trial.name}: {outcome.status}: {cause(directory)}")
         edge, reason = lr_search.find_edge(points)
@@ -265,48 +245,32 @@ class LrSearch:
         summary = read_summary(directory) or Summary(status="failed")
         self._tokens_per_s, self._range_s = summary.tokens_per_s or 0.0, outcome.seconds
         self._fixed_s = max(0.0, outcome.seconds - summary.time_s.get("train", 0.0))
-        pairs = [(lr, loss) for lr, loss, _ in points]
-        return RangeTest(trial=trial.name, points=pairs, edge=edge, reason=reason)
+        return RangeTest(points=[(lr, loss) for lr, loss, _ in points], edge=edge, reason=reason)
 
-    def _fix_tokens(self) -> int:
-        """Decide the tokens of a whole run, once for all calls, and log what is about to run."""
-        spec = self.spec
-        if self.plan.plan.tokens is None:
-            tokens, reason = self._whole_tokens()
-            if issues := length_issues(spec.config, spec.options, tokens):
-                raise ConfigError(issues)
-            self.plan.save(tokens=tokens, tokens_why=reason)
-        tokens = self.plan.plan.tokens or 0
-        self._log(f"whole run: {self.plan.plan.tokens_why}")
-        self._log(
-            f"about {sum(count for count, _ in spec.planned)} trials, {spec.at_a_time} at a time: "
-            f"{format_duration(self._rungs_s(tokens))}"
-        )
-        return tokens
-
-    def _whole_tokens(self) -> tuple[int, str]:
-        """Return the tokens of a whole run and where they come from."""
-        config, options = self.spec.config, self.spec.options
+    def _choose_tokens(self) -> int:
+        """Return the tokens of a whole run, and log what is about to run. Raises ConfigError."""
+        spec, config, options = self.spec, self.spec.config, self.spec.options
         tokens = options.tokens or full_tokens(config)
         reason = "as asked" if options.tokens else "the configuration's"
         if tokens is None:
             hours = config.schedule.hours or 0.0
             tokens = round(hours * 3600 * self._tokens_per_s)
-            speed = f"{format_si(self._tokens_per_s, 'tokens/s')} of {count_of(self.spec.ranks, 'rank')}"
+            speed = f"{format_si(self._tokens_per_s, 'tokens/s')} of {count_of(spec.ranks, 'rank')}"
             reason = f"{hours:g} h at the measured {speed}; for more ranks give --tokens"
         tokens = whole_steps(config, tokens)
-        if options.budget_s is not None:
-            left_s, whole_s, fixed_s = (
-                options.budget_s - self._range_s,
-                self._rungs_s(tokens),
-                self._rungs_s(0),
-            )
-            if whole_s > left_s:
-                share = max(0.0, left_s - fixed_s) / (whole_s - fixed_s)
-                reason = f"instead of {tokens:,}, for --budget; shorter runs like higher rates"
-                least = SHORT_RATIO * step_tokens(config)
-                tokens = max(least, whole_steps(config, math.floor(share * tokens)))
-        return tokens, f"{tokens:,} tokens, {reason}"
+        left_s = math.inf if options.budget_s is None else options.budget_s - self._range_s
+        if (whole_s := self._rungs_s(tokens)) > left_s:
+            fixed_s = self._rungs_s(0)
+            share = max(0.0, left_s - fixed_s) / (whole_s - fixed_s)
+            reason = f"instead of {tokens:,}, for --budget; shorter runs like higher rates"
+            tokens = whole_steps(config, math.floor(share * tokens))
+            tokens = max(SHORT_RATIO * step_tokens(config), tokens)
+        if issues := length_issues(config, options, tokens):
+            raise ConfigError(issues)
+        self._log(f"whole run: {tokens:,} tokens, {reason}")
+        count, duration = sum(count for count, _ in spec.planned), format_duration(self._rungs_s(tokens))
+        self._log(f"about {count} trials, {spec.at_a_time} at a time: {duration}")
+        return tokens
 
     def _trial_s(self, tokens: float) -> float:
         """Return the expected seconds of a trial."""
@@ -330,8 +294,8 @@ class LrSearch:
         spec, trial_s = self.spec, self._trial_s(rung.tokens)
         todo = []
         for lr, seed in runs:
-            name = trial_name(spec.config, lr, rung.tokens, seed)
-            todo.append(self._trial(name, trial_config(spec.config, spec.shards, lr, rung.tokens, seed)))
+            config = trial_config(spec.config, spec.shards, lr, rung.tokens, seed)
+            todo.append(self._trial(trial_name(lr, rung.tokens, seed), config))
         earlier = {trial.name for trial in todo if earlier_outcome(trial) is not None}
         if earlier:
             self._log(f"resuming: {len(earlier)} of {len(todo)} trials already done")
@@ -346,32 +310,32 @@ class LrSearch:
         finally:
             here = [done[trial.name] for trial in todo if trial.name in done]
             rung.trials[:] = lr_search.mark_diverged([*rung.trials, *here], spec.unigram)
-            self.plan.save()
 
     def _trial(self, name: str, config: Config) -> Trial:
         config = config.model_copy(update={"precision": self.spec.precision})
         return Trial(self._runs.out / "trials" / name, config, self.spec.ranks)
 
-    def result(self, outcome: SearchOutcome, session: DataSession[LrPlanFile]) -> TuneLr:
+    def result(self, outcome: SearchOutcome, session: DataSession[SearchPlan]) -> TuneLr:
         """Return tune.json."""
-        spec, plan = self.spec, self.plan.plan
+        spec, test = self.spec, self.range_test
+        trained = [trial for rung in self.rungs for trial in rung.trials]
+        range_tokens = len(test.points) * step_tokens(spec.config) if test else 0
         return TuneLr(
             status=outcome.status,
             reason=outcome.reason,
             date=datetime.date.today().isoformat(),
-            seconds=plan.seconds,
+            seconds=self._range_s + sum(trial.seconds for trial in trained),
             **session.facts(),
             config=spec.config.model_dump(mode="json"),
             settings=spec.options,
-            tokens=plan.tokens,
-            tokens_why=plan.tokens_why,
+            tokens=self.tokens,
             ranks=spec.ranks,
             at_a_time=spec.at_a_time,
             unigram_entropy_nats=spec.unigram,
-            range_test=self.range_test,
+            range_test=test,
             rungs=self.rungs,
             choice=lr_search.choose_rate(self.rungs) if outcome.status == "complete" else None,
-            trained_tokens=self.range_tokens + sum(t.tokens for rung in self.rungs for t in rung.trials),
+            trained_tokens=range_tokens + sum(trial.tokens for trial in trained),
         )
 
 
@@ -400,28 +364,24 @@ def full_tokens(config: Config) -> int | None:
     batch, steps = config.batch, config.schedule.steps
     if steps is None:
         return config.schedule.tokens
-    samples = step = 0
-    while step < steps:  # by the sizes of the ramp: there may be many steps
-        size = batch_at(batch, step / steps)
-        beyond = bisect.bisect_right(range(steps), size, lo=step, key=lambda k: batch_at(batch, k / steps))
-        samples, step = samples + size * (beyond - step), beyond
-    return samples * config.data.sequence_length
+    ramped = math.ceil(batch.ramp_fraction * steps)  # steps before the batch is whole
+    samples = sum(batch_at(batch, step / steps) for step in range(ramped))
+    return (samples + (steps - ramped) * batch.global_size) * config.data.sequence_length
 
 
 def range_steps(config: Config, tokens: int | None) -> int:
     """Return the steps of the range test for whole runs of `tokens`; None: not known yet."""
     if tokens is None:
-        is_short = (config.schedule.hours or math.inf) < SHORT_BUDGET_H
-        return MIN_RANGE_STEPS if is_short else RANGE_STEPS
+        return RANGE_STEPS
     return min(RANGE_STEPS, max(MIN_RANGE_STEPS, tokens // RANGE_RATIO // step_tokens(config)))
 
 
 # --- trials
 
 
-def trial_name(config: Config, lr: float, tokens: int, seed: int) -> str:
+def trial_name(lr: float, tokens: int, seed: int) -> str:
     """Return the name of the trial's directory."""
-    return f"{config.optim.name}-lr-{lr:g}-wd-{config.optim.weight_decay:g}-t{tokens}-s{seed}"
+    return f"lr-{lr:g}-t{tokens}-s{seed}"
 
 
 def trial_config(config: Config, shards: Path, lr: float, tokens: int, seed: int) -> Config:
@@ -474,17 +434,16 @@ def read_trial(trial: Trial, outcome: TrialOutcome) -> LrTrial:
     directory, config = trial.directory, trial.config
     summary = read_summary(directory) or Summary(status="failed")
     status: LrTrialStatus = outcome.status
-    reason, kind = (None, None) if status == "ok" else (cause(directory), failure_kind(directory))
+    reason = None if status == "ok" else cause(directory)
     if status == "ok" and summary.heldout_loss is None:
         status, reason = "diverged", "the held-out loss is not finite"
-    elif status == "failed" and kind == "not_finite":
+    elif status == "failed" and failure_kind(directory) == "not_finite":
         status = "diverged"
     return LrTrial(
         trial=trial.name,
         lr=float(config.optim.lr),
         seed=config.run.seed,
         status=status,
-        failure_kind=kind,
         cause=reason,
         heldout_loss=summary.heldout_loss,
         heldout=summary.heldout,

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Literal
 
-from bert_dp.files.models import FailureKind, HeldOut, StoredModel
+from bert_dp.files.models import HeldOut, StoredModel
 from launcher.results import Point, Positive, TuneFile
 from launcher.stats import half_width
 
@@ -41,7 +41,6 @@ class LrOptions(StoredModel):
 class RangeTest(StoredModel):
     """A run whose rate rises until training breaks."""
 
-    trial: str
     points: list[Point]  # [rate, training loss or null]
     edge: float | None  # the lowest rate at which training broke; null: it did not
     reason: str
@@ -54,12 +53,11 @@ class LrTrial(StoredModel):
     lr: float
     seed: int
     status: LrTrialStatus
-    failure_kind: FailureKind | None = None
     cause: str | None = None
     heldout_loss: float | None = None
     heldout: HeldOut | None = None  # the loss with its denominator
     tokens: int
-    seconds: float | None = None
+    seconds: float = 0.0
 
     @property
     def score(self) -> float:
@@ -110,7 +108,6 @@ class TuneLr(TuneFile):
     kind: Literal["lr"] = "lr"
     settings: LrOptions
     tokens: int | None  # of a whole run; null: stopped before the range test ended
-    tokens_why: str | None
     at_a_time: int  # trials
     unigram_entropy_nats: float | None
     range_test: RangeTest | None = None
@@ -250,12 +247,10 @@ def open_side(rungs: Sequence[Rung], best: float) -> Side | None:
     The nearest rate on each side counts, in the longest rung that has both.
     """
     measured = {t.lr for rung in rungs for t in rung.trials if t.status in ("ok", "diverged")}
-    sides: dict[Side, list[float]] = {
-        "high": [lr for lr in measured if lr > best],
-        "low": [lr for lr in measured if lr < best],
-    }
-    for side, beyond in sides.items():
-        nearest = min(beyond, key=lambda lr: abs(math.log(lr / best)), default=None)
+    above = min((lr for lr in measured if lr > best), default=None)
+    below = max((lr for lr in measured if lr < best), default=None)
+    sides: dict[Side, float | None] = {"high": above, "low": below}
+    for side, nearest in sides.items():
         common = [rung for rung in rungs if {nearest, best} <= set(rung.rates)]
         if nearest is None or not common or common[-1].mean(nearest) <= common[-1].mean(best):
             return side

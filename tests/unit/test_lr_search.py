@@ -77,7 +77,7 @@ def test_a_skipped_step_is_the_edge_but_the_first_ones(skipped: list[int], edge:
     ],
 )
 def test_the_first_ladder(edge: float | None, last: float, rates: list[float]) -> None:
-    test = RangeTest(trial="r", points=[(last, 1.0)], edge=edge, reason="")
+    test = RangeTest(points=[(last, 1.0)], edge=edge, reason="")
     assert lr_search.first_ladder(test, 3) == pytest.approx(rates, rel=1e-12)
 
 

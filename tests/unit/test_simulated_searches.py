@@ -6,7 +6,6 @@ tests/simulated_searches.json is the record of the searches that they replaced o
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from bert_dp.files.models import NoiseScale
@@ -103,14 +102,12 @@ class SimulatedLrSearch(LrSearch):
             model=TINY_MODEL, batch={"global_size": 8, "micro_size": 2}, schedule={"steps": STEPS}
         )
         spec = LrSearchSpec(config, LrOptions(), 1, Path(), curve.unigram, 2, "fp32")
-        plan: Any = SimpleNamespace(save=lambda: None)
-        super().__init__(spec, plan, plan, lambda line: None)
+        no_runs: Any = None
+        super().__init__(spec, no_runs, lambda line: None)
         self.curve, self.whole = curve, STEPS * lr.step_tokens(config)
         points = curve.range_points(100)
         edge, reason = lr_search.find_edge(points)
-        self.test = RangeTest(
-            trial="r", points=[(rate, loss) for rate, loss, _ in points], edge=edge, reason=reason
-        )
+        self.test = RangeTest(points=[(rate, loss) for rate, loss, _ in points], edge=edge, reason=reason)
 
     def _train(self, rung: Rung, runs: Any) -> None:
         for rate, seed in runs:

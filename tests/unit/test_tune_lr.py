@@ -8,7 +8,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -27,11 +26,10 @@ from bert_dp.config import (
     peak_lr,
 )
 from launcher import job, results
-from launcher.job import Output, SearchState
 from launcher.machine import environment
 from launcher.run import trials
 from launcher.run.trials import Runner, Slot, Stopped, Trial, TrialOutcome, earlier_outcome
-from launcher.tune import lr
+from launcher.tune import lr, search_output
 from launcher.tune.lr_search import LrChoice, LrOptions, TuneLr
 from launcher.tune.tune_page import lr_page
 from tests import tune_fixture
@@ -145,8 +143,7 @@ def search(
 ) -> Searched:
     out.mkdir(exist_ok=True)
     made = MadeRunner(out, surface, limit, tokens_per_s)
-    plan = lr.LrPlanFile(config_hash=config.hash(), settings=results.plain(settings))
-    output = Output(out, "search", lr.STATE, plan, lr.FIXED)
+    output = search_output(out, "lr", config, results.plain(settings))
     slots = [Slot(cores=(k,)) for k in range(at_a_time)]  # how many trials run at once decides their order
     with (
         mock.patch.object(trials, "runner", return_value=contextlib.nullcontext(made)),
@@ -209,14 +206,14 @@ def test_what_diverges_and_what_fails_is_out_and_told(run: Run) -> None:
     assert {t.status for t in result.tune.rungs[0].trials if t.lr > 0.008} == {"diverged"}
     assert {t.status for t in result.tune.rungs[0].trials if t.lr < 0.0015} <= {"failed"}
     failed = [t for t in result.tune.rungs[0].trials if t.status == "failed"]
-    assert all(t.cause == "RuntimeError: broken" and t.failure_kind == "error" for t in failed)
+    assert all(t.cause == "RuntimeError: broken" for t in failed)
     assert 0.0015 <= result.choice.lr <= 0.008
 
 
 @pytest.mark.parametrize(
     ("part", "reason"),
     [
-        ("range test", "range-adamw: oom: oom"),
+        ("range test", "range-test: oom: oom"),
         ("short", "no rate of the first rung can be chosen"),
         ("whole", "no rate of the last rung can be chosen"),
     ],
@@ -239,8 +236,10 @@ def test_a_stopped_search_goes_on_where_it_was(whole: Searched, run: Run) -> Non
     assert (second.exit_code, second.tune.status) == (0, "complete")
     assert not set(first.ran) & set(second.ran)
     assert len(first.ran) + len(second.ran) == 11
-    assert second.tune.trained_tokens == whole.tune.trained_tokens
-    assert second.tune.rungs[-1].seeds == [0, 1, 2]
+    assert (second.tune.trained_tokens, second.tune.seconds) == (
+        whole.tune.trained_tokens,
+        whole.tune.seconds,
+    )
     assert (second.choice, second.tune.rungs) == (whole.choice, whole.tune.rungs)
     assert run().ran == []
 
@@ -293,7 +292,6 @@ def test_a_budget_shortens_the_runs_and_says_so(whole: Searched, run: Run) -> No
     assert result.exit_code == 0
     assert STEP * 8 < tokens < WHOLE
     assert tokens % STEP == 0
-    assert "--budget" in (result.tune.tokens_why or "")
     # what the runner says a trial takes: set-up 2 s, an evaluation of 0.5 s, tokens at 1e4 a second
     batches = [(5, tokens / 8, 2.5), (7, tokens, 2.5)]
     seconds = sum(math.ceil(n / at_a_time) * (fixed + each / TOKENS_PER_S) for n, each, fixed in batches)
@@ -311,8 +309,6 @@ def test_a_ramp_is_counted_as_it_is_trained(shards: Path, steps: int, fraction: 
     sizes = [batch_at(batch, step / steps) for step in range(steps)]
     ramp = config.model_copy(update={"batch": batch})
     assert lr.full_tokens(ramp) == sum(sizes) * config.data.sequence_length
-    endless = config.schedule.model_copy(update={"steps": 10**15})
-    assert lr.full_tokens(ramp.model_copy(update={"schedule": endless}))
 
 
 # --- trials
@@ -350,9 +346,6 @@ def test_a_range_test_has_the_whole_batch_from_the_start(shards: Path) -> None:
     assert (test.schedule.name, test.schedule.steps, test.schedule.tokens) == ("exponential", 60, None)
     assert (test.batch.ramp_fraction, test.log.every_steps, test.optim.lr) == (0, 1, 1.0)
     assert lr.range_steps(config, None) == 100
-    hours = config.schedule.model_copy(update={"steps": None, "tokens": None, "hours": 0.03})
-    brief = config.model_copy(update={"schedule": hours})
-    assert lr.range_steps(brief, None) == lr.MIN_RANGE_STEPS
     assert lr.range_steps(config, 10**9) == 100
     assert lr.range_steps(config, 800 * STEP) == 50
     assert lr.range_steps(config, 8 * STEP) == lr.MIN_RANGE_STEPS
@@ -399,9 +392,8 @@ def test_a_trial_has_diverged_by_the_kind_of_its_failure(
 ) -> None:
     files.write_json(tmp_path / "summary.json", {"step": 3, **facts})
     result = lr.read_trial(Trial(tmp_path, make(shards), 1), TrialOutcome(ended, 1.5))
-    failure = facts.get("failure", {})
-    assert (result.status, result.failure_kind) == (status, failure.get("kind"))
-    assert result.cause == failure.get("message", None if status == "ok" else result.cause)
+    assert result.status == status
+    assert result.cause == facts.get("failure", {}).get("message", None if status == "ok" else result.cause)
     assert (result.seconds, result.tokens, result.heldout_loss) == (1.5, 3 * STEP, facts.get("heldout_loss"))
 
 
@@ -442,12 +434,3 @@ def test_data_without_held_out_documents_is_refused(tmp_path: Path) -> None:
         edited["held_out"] = {"sequences": 0, "tokens": 0, "documents": 0, "shards": []}
     (issue,) = raised_issues(search, make(bare), tmp_path / "out")
     assert (issue.setting, issue.kind) == ("data", "missing")
-
-
-def test_a_search_counts_its_seconds_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter([100.0, 107.0, 112.0])
-    monkeypatch.setattr("launcher.job.time", SimpleNamespace(monotonic=lambda: next(now)))
-    file = SearchState(tmp_path / "search.json", lr.LrPlanFile(config_hash="x", settings={}, seconds=30.0))
-    file.save()
-    file.save()
-    assert results.read(tmp_path / "search.json", lr.LrPlanFile).seconds == 30.0 + 12.0
