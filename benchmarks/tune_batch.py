@@ -76,8 +76,8 @@ def sweep(spec: BatchSearchSpec, out: Path, number: int, steps: int) -> dict[int
             global_size = spec.config.batch.global_size
             name = f"micro-{micro}-round-{number}"
             measured = batches.time_steps(name, micro, global_size, WARM_UP, steps)
-            if measured.run is not None:
-                rates[micro] = global_size / statistics.fmean(measured.run.step_s)
+            if measured.step_s:
+                rates[micro] = global_size / statistics.fmean(measured.step_s)
             turns.tell(f"round {number}, micro {micro}: {measured.status} {rates.get(micro, 0):.1f}/s")
     return rates
 
@@ -109,7 +109,7 @@ def result(
                 "micro_batch": micro,
                 "share_of_sweeps_best": share,
                 "seconds": tried["seconds"],
-                "trials": len(tried["order"]),
+                "trials": len(tried["trials"]),
                 "not_settled": tried["choice"]["not_settled"],
                 "curve": {
                     str(s["micro_batch"]): [s["samples_per_s"], *(s["samples_per_s_ci95"] or [None, None])]

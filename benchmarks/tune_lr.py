@@ -33,7 +33,7 @@ from launcher.tune import FILE, lr
 GOAL_NATS, GOAL_TOKENS = 0.02, 0.5
 TOKENS = 1_200_000  # about two minutes of one rank on one core, as long as the quickstart trains
 RATES = 5
-OUTCOME = ("trial", "lr", "seed", "status", "cause", "heldout_loss", "tokens", "seconds")
+OUTCOME = ("name", "lr", "seed", "status", "reason", "heldout_loss", "tokens", "seconds")
 KEPT = (
     "settings",
     "tokens",

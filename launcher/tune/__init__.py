@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from bert_dp import files
 from bert_dp.config import Config, dump_config
@@ -19,18 +19,13 @@ PLAN = "plan.json"
 class SearchPlan(results.PlanFile):
     """plan.json: the options that a search was begun with."""
 
-    kind: Literal["batch", "lr"]
     settings: dict[str, Any]
 
 
-def search_output(
-    folder: Path, kind: Literal["batch", "lr"], config: Config, settings: dict[str, Any], *grows: str
-) -> Output[SearchPlan]:
+def search_output(folder: Path, config: Config, settings: dict[str, Any], *grows: str) -> Output[SearchPlan]:
     """Return the output directory of a search. Only the settings `grows` may be greater in a later call."""
-    plan = SearchPlan(
-        config_hash=config.hash(), config=config.model_dump(mode="json"), kind=kind, settings=settings
-    )
-    fixed = ("kind", "config_hash", "settings")
+    plan = SearchPlan(config_hash=config.hash(), config=config.model_dump(mode="json"), settings=settings)
+    fixed = ("config_hash", "settings")
     return Output(folder, "search", PLAN, plan, fixed, tuple(f"settings.{name}" for name in grows))
 
 

@@ -29,7 +29,7 @@ from bert_dp.config.manifest import hash_json
 from bert_dp.cost import GIB
 from bert_dp.files.models import NoiseScale
 from launcher import job, results
-from launcher.job import COMPARED, Output, Session, identity, write_result
+from launcher.job import Output, Session, identity, write_result
 from launcher.log import PLAIN, Log, logger, show
 from launcher.report.numbers import format_gib, format_si
 from launcher.report.run_page import PAGE
@@ -49,17 +49,13 @@ from launcher.run.trials import (
 )
 from launcher.tune import FILE, SearchPlan, search_output, throughput, with_settings, write_tuned
 from launcher.tune.throughput import (
-    MAX_ROUNDS,
-    MAX_STEPS,
     MEMORY_SHARE,
     MIN_SIZES,
     MIN_STEPS,
     BatchChoice,
-    BatchMemory,
-    MemoryTrial,
+    BatchTrial,
+    MemoryLine,
     SizeResult,
-    SizeStatus,
-    TimedRun,
     TuneBatch,
     with_micro,
 )
@@ -70,6 +66,7 @@ if TYPE_CHECKING:
 CURVE_SHARE = 0.85  # of the budget; the noise scale takes the rest
 STEPS_SHARE = 0.5  # of the budget, that the steps of MIN_SIZES runs may take
 MEMORY_STEPS = 3
+TIMES = ("step_s", "forward_backward_s", "data_wait_s")
 MEMORY_TRIAL_SHARE = 0.1  # of the budget, that the second memory trial may take
 NOISE_STEPS, MIN_NOISE_STEPS = 400, 60
 AUTO_BUDGET_S = 300.0
@@ -198,7 +195,7 @@ def search_spec(setup: job.Job, options: BatchOptions) -> BatchSearchSpec:
 def output_of(spec: BatchSearchSpec, folder: Path) -> Output[SearchPlan]:
     """Return the output directory of a search. A greater budget goes on with it."""
     settings = {**dataclasses.asdict(spec.options), "nproc": spec.ranks}
-    return search_output(folder, "batch", spec.config, settings, "budget_s")
+    return search_output(folder, spec.config, settings, "budget_s")
 
 
 def measure(spec: BatchSearchSpec, output: Output[SearchPlan], log: Log) -> tuple[TuneBatch, int]:
@@ -208,24 +205,10 @@ def measure(spec: BatchSearchSpec, output: Output[SearchPlan], log: Log) -> tupl
     with trials.runner(out, [Slot()], launcher=launcher, on_gpu=spec.on_gpu, log=log) as runs:
         search = BatchSearch(spec, BatchTrials(spec, runs), log)
         outcome = run_to_end(search.run, out, log)
-    if outcome.reason:
-        log(f"error: {outcome.reason}")
     return search.result(outcome, session), outcome.exit_code
 
 
 # --- trials
-
-
-@dataclasses.dataclass(frozen=True)
-class TrialMeasurement:
-    """The outcome of one trial."""
-
-    seconds: float
-    """From its start to its end."""
-    status: SizeStatus
-    reason: str | None = None
-    run: TimedRun | None = None
-    """None: not all steps were taken."""
 
 
 class BatchTrials:
@@ -234,14 +217,20 @@ class BatchTrials:
     def __init__(self, spec: BatchSearchSpec, runs: Runner):
         self._spec, self._runs = spec, runs
 
-    def time_steps(self, name: str, micro: int, samples: int, warm_up: int, steps: int) -> TrialMeasurement:
+    def time_steps(self, name: str, micro: int, samples: int, warm_up: int, steps: int) -> BatchTrial:
         """Run steps of `samples` sequences, or read those that an earlier call ran."""
         trial = self.trial(name, micro, samples, warm_up + steps)
         outcome = self._runs.run_one(trial)
+        measured = BatchTrial(
+            name=name, micro_batch=micro, samples=samples, seconds=outcome.seconds, status=outcome.status
+        )
         if outcome.status != "ok":
-            return TrialMeasurement(outcome.seconds, outcome.status, cause(trial.directory))
-        run = timed_run(trial, warm_up)
-        return TrialMeasurement(outcome.seconds, *judge(run, self._spec.limit_gib), run)
+            return measured.model_copy(update={"reason": cause(trial.directory)})
+        repeat = read_repeat(trial.directory, trial.ranks, warm_up, steps)
+        update: dict[str, Any] = {part: repeat.parts[part][0] for part in TIMES}
+        exposed_s = statistics.median(repeat.exposed_s or [0.0])
+        update |= {"exposed_s": exposed_s, "peaks_gib": repeat.memory_gib}
+        return judged(measured.model_copy(update=update), self._spec.limit_gib)
 
     def noise_scale(self, micro: int, steps: int) -> tuple[float, NoiseScale]:
         """Measure the noise scale over steps of the declared batch; return also the seconds."""
@@ -269,26 +258,12 @@ class BatchTrials:
         return Trial(self._runs.out / "trials" / name, config, spec.ranks, data_bytes=guard)
 
 
-def judge(run: TimedRun, limit_gib: float | None) -> tuple[SizeStatus, str | None]:
-    """Return the status of a run that took every step, and the reason if it is not ok."""
-    peak = max(run.peak_gib)
-    if limit_gib is not None and peak > limit_gib:
-        return "over", f"its peak of {format_gib(peak)} is above the {format_gib(limit_gib)} of a rank"
-    return "ok", None
-
-
-def timed_run(trial: Trial, warm_up: int) -> TimedRun:
-    """Read the steps of a complete trial after the warm-up."""
-    steps = (trial.config.schedule.steps or 0) - warm_up
-    repeat = read_repeat(trial.directory, trial.ranks, warm_up, steps)
-    return TimedRun(
-        name=trial.name,
-        step_s=repeat.parts["step_s"][0],
-        forward_backward_s=repeat.parts["forward_backward_s"][0],
-        data_wait_s=repeat.parts["data_wait_s"][0],
-        peak_gib=repeat.memory_gib,
-        exposed_s=statistics.median(repeat.exposed_s or [0.0]),
-    )
+def judged(trial: BatchTrial, limit_gib: float | None) -> BatchTrial:
+    """Mark a trial whose peak is above the limit."""
+    if limit_gib is None or trial.peak_gib is None or trial.peak_gib <= limit_gib:
+        return trial
+    reason = f"its peak of {format_gib(trial.peak_gib)} is above the {format_gib(limit_gib)} of a rank"
+    return trial.model_copy(update={"status": "over", "reason": reason})
 
 
 # --- the search
@@ -302,11 +277,13 @@ class BatchSearch:
 
     def __init__(self, spec: BatchSearchSpec, search_trials: BatchTrials, log: Log):
         self.spec, self._trials, self._log = spec, search_trials, log
-        self.memory = BatchMemory(limit_gib=spec.limit_gib)
-        self.sizes: dict[int, SizeResult] = {}
-        """Micro batches that are timed, ascending."""
-        self.trial_samples = 0
-        self.order: list[int] = []
+        self.memory_trials: list[BatchTrial] = []
+        self.trials: list[BatchTrial] = []
+        """Timed ones, in their order."""
+        self.sizes: list[int] = []
+        """Micro batches that were timed, ascending."""
+        self.samples = 0  # of a step of a timed trial
+        self.line: MemoryLine | None = None
         self.noise: NoiseScale | None = None
         self.used_s = 0.0
         self._startup_s = self._sequence_s = 0.0  # of a trial beside its steps; of a sequence at best
@@ -323,15 +300,17 @@ class BatchSearch:
         self._more_rounds()
         self._measure_noise()
 
-    def _run_trial(self, name: str, micro: int, samples: int, warm_up: int, steps: int) -> TrialMeasurement:
-        """Run a trial, count its time and draw the memory line anew."""
-        measured = self._trials.time_steps(name, micro, samples, warm_up, steps)
-        self.used_s += measured.seconds
-        peak = max(measured.run.peak_gib) if measured.run else None
-        self.memory.trials.append(MemoryTrial(micro_batch=micro, status=measured.status, peak_gib=peak))
+    def _add(self, trial: BatchTrial, trials: list[BatchTrial]) -> BatchTrial:
+        """Add a trial to `trials`, count its time and draw the memory line anew."""
+        trials.append(trial)
+        self.used_s += trial.seconds
         slope_gib = self.spec.formula_gib(2) - self.spec.formula_gib(1)
-        self.memory.line = throughput.memory_line(self.memory.trials, slope_gib)
-        return measured
+        self.line = throughput.memory_line([*self.memory_trials, *self.trials], slope_gib)
+        return trial
+
+    def _fits(self, micro: int) -> bool:
+        limit = self.spec.limit_gib
+        return limit is None or self.line is None or self.line.gib(micro) <= MEMORY_SHARE * limit
 
     # --- memory
 
@@ -342,10 +321,9 @@ class BatchSearch:
         formula, and a tenth of the budget; if there is none, the second smallest if it fits.
         """
         smallest, *larger = self.spec.sizes
-        first = self._memory_trial(smallest)
-        if first.run is None:
+        first, limit = self._memory_trial(smallest), self.spec.limit_gib
+        if (peak := first.peak_gib) is None:
             raise TrialsFailed(f"micro batch {smallest} does not run: {first.reason}")
-        peak, limit = max(first.run.peak_gib), self.spec.limit_gib
         room_gib = peak if limit is None else MEMORY_SHARE * limit - peak
         before_gib = self.spec.formula_gib(smallest)
         most_s = MEMORY_TRIAL_SHARE * self.spec.options.budget_s
@@ -353,29 +331,29 @@ class BatchSearch:
         def is_cheap(micro: int) -> bool:
             share = 1.0 if micro == larger[0] else 0.5
             fits = self.spec.formula_gib(micro) - before_gib <= share * room_gib
-            return fits and MEMORY_STEPS * self._step_s(2 * micro) <= most_s
+            return fits and MEMORY_STEPS * 2 * micro * self._sequence_s <= most_s
 
         if cheap := [micro for micro in larger if is_cheap(micro)]:
             self._memory_trial(cheap[-1])
-        if line := self.memory.line:
+        if line := self.line:
             text = f"memory: {format_gib(line.intercept_gib)} + {line.gib_per_sequence:.4f} GiB a sequence"
             usable = "" if limit is None else f"; usable: {MEMORY_SHARE:.0%} of {format_gib(limit)}"
             self._log(text + usable)
 
-    def _memory_trial(self, micro: int) -> TrialMeasurement:
+    def _memory_trial(self, micro: int) -> BatchTrial:
         samples = min(2 * micro * self.spec.dp, self.spec.global_size)
-        measured = self._run_trial(f"memory-{micro}", micro, samples, 0, MEMORY_STEPS)
-        if measured.run is not None:
-            self._startup_s = max(0.0, measured.seconds - sum(measured.run.step_s))
-            self._sequence_s = min(measured.run.step_s) / samples
-        return measured
+        trial = self._trials.time_steps(f"memory-{micro}", micro, samples, 0, MEMORY_STEPS)
+        if trial.step_s:
+            self._startup_s = max(0.0, trial.seconds - sum(trial.step_s))
+            self._sequence_s = min(trial.step_s) / samples
+        return self._add(trial, self.memory_trials)
 
     def _choose_sizes(self, sizes: Sequence[int]) -> list[int]:
         """Return those of `sizes` to time: they fit in memory and in the budget. Raises TrialsFailed."""
         spec = self.spec
-        fitting = [micro for micro in sizes if self.memory.fits(micro)]
-        if not fitting:
-            peak, limit = format_gib(self.memory.peak_gib(sizes[0])), format_gib(spec.limit_gib)
+        fitting = [micro for micro in sizes if self._fits(micro)]
+        if not fitting and self.line is not None:
+            peak, limit = format_gib(self.line.gib(sizes[0])), format_gib(spec.limit_gib)
             raise TrialsFailed(
                 f"micro batch {sizes[0]} takes {peak}, above {MEMORY_SHARE:.0%} of the {limit} of a rank; "
                 "use zero1 or fsdp, parallel.activation_checkpointing, more ranks, or a smaller model"
@@ -394,74 +372,66 @@ class BatchSearch:
 
     def _first_round(self, sizes: Sequence[int]) -> None:
         """Run every size once, ascending, while the line through the last two says that the next one fits."""
-        spec, self.trial_samples = self.spec, sizes[-1] * self.spec.dp
-        self.sizes = {
-            m: SizeResult(micro_batch=m, accumulation=spec.global_size // (m * spec.dp)) for m in sizes
-        }
-        self._log(
-            f"throughput: micro batches {', '.join(map(str, sizes))}, {self.trial_samples} sequences a step"
-        )
+        self.sizes, self.samples = [], sizes[-1] * self.spec.dp
+        self._log(f"throughput: micro batches {', '.join(map(str, sizes))}, {self.samples} sequences a step")
         for micro in sizes:
-            if not self.memory.fits(micro):
-                return self._drop_from(micro)
-            self._time(micro, sizes)
-            largest = max((t.micro_batch for t in self.memory.trials if t.status == "ok"), default=0)
-            if self.sizes[micro].status in ("oom", "over") and micro > largest:
-                return self._drop_from(micro + 1)
+            if self._fits(micro):
+                trial = self._time(micro, sizes)
+                self.sizes.append(micro)
+                ran = [t.micro_batch for t in (*self.memory_trials, *self.trials) if t.status == "ok"]
+                if trial.status not in ("oom", "over") or micro <= max(ran, default=0):
+                    continue
+            self._limited_by = "memory"  # larger sizes need more
+            return
 
     def _more_rounds(self) -> None:
         """Run the faster half of the sizes again, then the faster half of those, within the budget."""
         runs = list(self.rates())
-        for _ in range(MAX_ROUNDS - 1 if len(runs) > 1 else 0):
+        for _ in range(throughput.MAX_ROUNDS - 1 if len(runs) > 1 else 0):
             runs = throughput.next_round(self.rates(), runs)
             for micro in runs:
-                if self._startup_s + self._steps_s(self.trial_samples) > self._left_s():
+                if self._startup_s + self._steps_s(self.samples) > self._left_s():
                     return
                 self._time(micro, runs)
 
-    def _drop_from(self, micro: int) -> None:
-        """Remove the sizes from `micro` upwards that have not run: they need too much memory."""
-        self._limited_by = "memory"
-        self.sizes = {m: size for m, size in self.sizes.items() if m < micro}
-
-    def _time(self, micro: int, round_: Sequence[int]) -> None:
+    def _time(self, micro: int, round_: Sequence[int]) -> BatchTrial:
         """Run a size once more."""
-        size, steps = self.sizes[micro], self._timed_steps(len(round_))
-        name = f"micro-{micro}-r{len(size.runs)}"
-        measured = self._run_trial(name, micro, self.trial_samples, self.spec.warm_up, steps)
-        self.order.append(micro)
-        text = f"[{len(self.order)}] micro batch {micro}: "
-        if measured.run is None or measured.status != "ok":
-            size.status, size.reason = measured.status, measured.reason
-            self._log(f"{text}{measured.status}: {measured.reason}")
-            return
-        size.runs.append(measured.run)
-        self._sequence_s = min(self._sequence_s, statistics.fmean(measured.run.step_s) / self.trial_samples)
-        rate, peak = format_si(self.rates()[micro][-1], "sequences/s"), format_gib(max(measured.run.peak_gib))
-        self._log(f"{text}{rate}, {steps} steps, peak {peak}; {self._left_s():.0f} s left for throughput")
+        steps, samples = self._timed_steps(len(round_)), self.samples
+        name = f"micro-{micro}-r{sum(trial.micro_batch == micro for trial in self.trials)}"
+        trial = self._trials.time_steps(name, micro, samples, self.spec.warm_up, steps)
+        self._add(trial, self.trials)
+        text = f"[{len(self.trials)}] micro batch {micro}: "
+        if trial.status != "ok":
+            self._log(f"{text}{trial.status}: {trial.reason}")
+            return trial
+        self._sequence_s = min(self._sequence_s, statistics.fmean(trial.step_s) / samples)
+        rate = format_si(throughput.run_rate(trial, self.spec.global_size), "sequences/s")
+        peak, left = format_gib(trial.peak_gib), f"{self._left_s():.0f} s left for throughput"
+        self._log(f"{text}{rate}, {steps} steps, peak {peak}; {left}")
+        return trial
 
     def _timed_steps(self, runs: int) -> int:
         """Return the steps of a run: as long as its start-up if the budget allows it for a whole round."""
-        step_s = max(self._step_s(self.trial_samples), 1e-9)
+        step_s = max(self.samples * self._sequence_s, 1e-9)
         each_s = min(self._startup_s, self._left_s() / runs - self._startup_s - self.spec.warm_up * step_s)
-        return min(MAX_STEPS, max(MIN_STEPS, int(each_s / step_s)))
-
-    def _step_s(self, samples: int) -> float:
-        return samples * self._sequence_s
+        return min(throughput.MAX_STEPS, max(MIN_STEPS, int(each_s / step_s)))
 
     def _steps_s(self, samples: int) -> float:
         """Return the expected seconds of the steps of the shortest run."""
-        return (self.spec.warm_up + MIN_STEPS) * self._step_s(samples)
+        return (self.spec.warm_up + MIN_STEPS) * samples * self._sequence_s
 
     def _left_s(self, share: float = CURVE_SHARE) -> float:
         return max(0.0, share * self.spec.options.budget_s - self.used_s)
 
+    def _runs(self, micro: int) -> list[BatchTrial]:
+        return [trial for trial in self.trials if trial.micro_batch == micro]
+
     def rates(self) -> dict[int, list[float]]:
         """Return sequences/s at the declared global batch of every run, by micro batch."""
         return {
-            micro: [throughput.run_rate(run, self.trial_samples, self.spec.global_size) for run in size.runs]
-            for micro, size in self.sizes.items()
-            if size.status == "ok" and size.runs
+            micro: [throughput.run_rate(trial, self.spec.global_size) for trial in self._runs(micro)]
+            for micro in self.sizes
+            if all(trial.status == "ok" for trial in self._runs(micro))
         }
 
     # --- noise scale
@@ -469,7 +439,7 @@ class BatchSearch:
     def _measure_noise(self) -> None:
         choice = self.choice()
         if choice is None:
-            lost = [f"micro batch {size.micro_batch}: {size.reason}" for size in self.sizes.values()]
+            lost = [f"micro batch {trial.micro_batch}: {trial.reason}" for trial in self.trials]
             raise TrialsFailed("; ".join(lost))
         micro = choice.micro_batch
         if self.spec.dp == 1 and choice.accumulation == 1:  # the noise scale compares two batches
@@ -486,21 +456,20 @@ class BatchSearch:
 
     def _no_noise(self, micro: int, steps: int) -> str | None:
         """Return the reason that the noise scale cannot be measured, if there is one."""
-        config = with_micro(self.spec.config, micro)
-        try:
-            batch_layout(with_settings(config, log={"noise_scale": True}), self.spec.ranks)
-        except ConfigError as error:
-            return str(error.issues[0])
         if steps < MIN_NOISE_STEPS:
             return f"the budget leaves {steps} steps, {MIN_NOISE_STEPS} are needed; raise --budget"
+        config = with_settings(with_micro(self.spec.config, micro), log={"noise_scale": True})
+        try:
+            batch_layout(config, self.spec.ranks)
+        except ConfigError as error:
+            return str(error.issues[0])
         return None
 
     # --- the result
 
     def choice(self) -> BatchChoice | None:
-        """Return the choice; None before the end of the first round, and if no size ran."""
-        rates = self.rates()
-        if not rates or any(size.status == "ok" and not size.runs for size in self.sizes.values()):
+        """Return the choice by all runs so far; None if no size ran."""
+        if not (rates := self.rates()):
             return None
         # a GPU's memory serves nothing else, so there the fastest is taken
         share = 1.0 if self.spec.on_gpu else throughput.MIN_SHARE_OF_BEST
@@ -508,7 +477,7 @@ class BatchSearch:
         rate = throughput.mean_rate(rates, micro)
         return BatchChoice(
             micro_batch=micro,
-            accumulation=self.sizes[micro].accumulation,
+            accumulation=self.spec.global_size // (micro * self.spec.dp),
             samples_per_s=rate,
             fastest_micro_batch=fastest,
             share_of_best=rate / throughput.mean_rate(rates, fastest),
@@ -516,29 +485,35 @@ class BatchSearch:
             limited_by=self._limited_by,
         )
 
+    def _size(self, micro: int, rates: throughput.Rates) -> SizeResult:
+        runs = self._runs(micro)
+        return SizeResult(
+            micro_batch=micro,
+            status=runs[-1].status,
+            samples_per_s=throughput.mean_rate(rates, micro) if micro in rates else None,
+            samples_per_s_ci95=throughput.rate_interval(rates, micro) if micro in rates else None,
+            peak_gib=max((peak for trial in runs for peak in trial.peaks_gib), default=None),
+            runs=len(runs),
+        )
+
     def result(self, outcome: SearchOutcome, session: Session[SearchPlan]) -> TuneBatch:
         """Return tune.json."""
-        spec, rates = self.spec, self.rates()
-        means = {micro: throughput.mean_rate(rates, micro) for micro in rates}
-        for micro, mean in means.items():
-            size = self.sizes[micro]
-            size.samples_per_s, size.relative = mean, mean / max(means.values())
-            size.samples_per_s_ci95 = throughput.rate_interval(rates, micro)
-            size.measured_gib = max(peak for run in size.runs for peak in run.peak_gib)
+        rates = self.rates()
         return TuneBatch(
             status=outcome.status,
             reason=outcome.reason,
             date=datetime.date.today().isoformat(),
             seconds=self.used_s,
             **session.facts(),
-            config=spec.config.model_dump(mode="json"),
-            ranks=spec.ranks,
-            global_batch=spec.global_size,
-            memory=self.memory,
-            sizes=list(self.sizes.values()),
-            order=self.order,
-            trial_samples=self.trial_samples,
-            choice=self.choice(),
+            config=self.spec.config.model_dump(mode="json"),
+            ranks=self.spec.ranks,
+            global_batch=self.spec.global_size,
+            memory_limit_gib=self.spec.limit_gib,
+            memory_line=self.line,
+            memory_trials=self.memory_trials,
+            trials=self.trials,
+            sizes=[self._size(micro, rates) for micro in self.sizes],
+            choice=self.choice() if outcome.status == "complete" else None,
             noise=self.noise,
         )
 
@@ -605,10 +580,8 @@ def cache_key(spec: BatchSearchSpec, machine: Mapping[str, Any]) -> str:
     `machine` is `Environment.to_json()`.
     """
     config = spec.config
-    gpus = [[gpu["name"], gpu["driver"], gpu["memory_gib"]] for gpu in machine["gpus"]]
     decisive = {
-        "devices": gpus if spec.on_gpu else [machine["cpu_model"], machine["affinity_cores"]],
-        "versions": {name: machine["versions"].get(name) for name in COMPARED},
+        "machine": identity(machine, None),
         "model": config.model.model_dump(mode="json"),
         "sequence_length": config.data.sequence_length,
         "mask_rate": config.objective.mask_rate,
@@ -631,11 +604,11 @@ def still_holds(search: TuneBatch, limit_gib: float | None) -> bool:
 
     Its peak must be below the limit, and if memory bounded the search, there must hardly be more of it now.
     """
-    choice, before_gib = search.choice, search.memory.limit_gib
+    choice, before_gib = search.choice, search.memory_limit_gib
     if search.status != "complete" or choice is None:
         return False
     if limit_gib is None or before_gib is None:
         return limit_gib is None
-    peaks = [size.measured_gib or 0.0 for size in search.sizes if size.micro_batch == choice.micro_batch]
+    peaks = [size.peak_gib or 0.0 for size in search.sizes if size.micro_batch == choice.micro_batch]
     has_more = choice.limited_by == "memory" and limit_gib > MAX_MEMORY_RATIO * before_gib
     return max(peaks, default=math.inf) <= limit_gib and not has_more

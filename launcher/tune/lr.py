@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SHORT_RATIO = 8  # of a whole run over a run of the first rung; also the least steps of a whole run
-RANGE_TOP = 1.0  # rate at the end of a range test, which begins at 1e-4 of it
+RANGE_TOP = 1.0  # rate at the end of a range test, which begins at 1e-4
 RANGE_STEPS, MIN_RANGE_STEPS = 100, 25
 RANGE_RATIO = 16  # of the steps of a whole run over those of a range test
 
@@ -105,13 +105,10 @@ def tune_lr(
     config = setup.config
     ranks = options.ranks or config.parallel.tensor
     folder = setup.directory(out, "tune", "lr")
-    output = search_output(folder, "lr", config, results.plain(options))
-    issues = [
-        *setup.issues(folder, "--out"),
-        *setup.device_issues(ranks),
-        *option_issues(config, options, ranks),
-    ]
-    if issues := [*{str(issue): issue for issue in issues}.values(), *output.issues()]:
+    output = search_output(folder, config, results.plain(options))
+    layout = batch_layout(with_settings(config, optim=fixed_rate(1.0)), ranks)
+    issues = [*setup.issues(folder, "--out"), *setup.device_issues(ranks), *length_issues(config, options)]
+    if issues := [*issues, *output.issues()]:
         raise ConfigError(issues)
 
     log = logger(console, as_json)
@@ -120,7 +117,7 @@ def tune_lr(
     log(f"learning rate search: {folder}")
     log(
         f"{options.rates} rates spaced 2x at 1/{SHORT_RATIO} of a whole run, then {FINALISTS} with "
-        f"{count_of(options.seeds, 'seed')} at all of it; {batch_layout(config, ranks)}"
+        f"{count_of(options.seeds, 'seed')} at all of it; {layout}"
     )
     if dry_run:
         output.print_plan(as_json=as_json)
@@ -129,16 +126,6 @@ def tune_lr(
         tuned, exit_code = measure(setup, options, ranks, output, log)
         write_result(tuned, lr_page(tuned, folder), folder, as_json=as_json, console=console)
     return exit_code
-
-
-def option_issues(config: Config, options: LrOptions, ranks: int) -> list[Issue]:
-    """Return the reasons that these options cannot be searched with this configuration."""
-    issues = length_issues(config, options)
-    try:
-        batch_layout(with_settings(config, optim=fixed_rate(1.0)), ranks)
-    except ConfigError as error:
-        issues += error.issues
-    return issues
 
 
 def length_issues(config: Config, options: LrOptions, tokens: int | None = None) -> list[Issue]:
@@ -234,7 +221,7 @@ class LrSearch:
         config = self.spec.config
         steps = range_steps(config, self.spec.options.tokens or full_tokens(config))
         trial = self._trial("range-test", range_config(config, self.spec.shards, steps))
-        self._log(f"range test: {steps} steps, the rate rising from {1e-4 * RANGE_TOP:g} to {RANGE_TOP:g}")
+        self._log(f"range test: {steps} steps, the rate rising from 1e-4 to {RANGE_TOP:g}")
         outcome, directory = self._runs.run_one(trial), trial.directory
         lines = files.read_lines(directory / "metrics.jsonl")
         points = [(line["lr"], line["loss"], line["skipped_steps"]) for line in lines]
@@ -306,7 +293,13 @@ class LrSearch:
                 if trial.name in earlier:
                     self._progress.had(trial_s)
                 else:
-                    self._progress.ended(trial_s, outcome.seconds, describe_trial(result))
+                    how = f"held-out {result.score:.4f}"
+                    if result.score == math.inf:
+                        how = f"{result.status}: {result.reason}"
+                    text = (
+                        f"rate {result.lr:g}, {format_si(result.tokens, 'tokens')}, seed {result.seed}: {how}"
+                    )
+                    self._progress.ended(trial_s, outcome.seconds, text)
         finally:
             here = [done[trial.name] for trial in todo if trial.name in done]
             rung.trials[:] = lr_search.mark_diverged([*rung.trials, *here], spec.unigram)
@@ -337,12 +330,6 @@ class LrSearch:
             choice=lr_search.choose_rate(self.rungs) if outcome.status == "complete" else None,
             trained_tokens=range_tokens + sum(trial.tokens for trial in trained),
         )
-
-
-def describe_trial(trial: LrTrial) -> str:
-    """Return one line about the result of a trial."""
-    how = f"held-out {trial.score:.4f}" if trial.score < math.inf else f"{trial.status}: {trial.cause}"
-    return f"rate {trial.lr:g}, {format_si(trial.tokens, 'tokens')}, seed {trial.seed}: {how}"
 
 
 # --- lengths of runs
@@ -440,11 +427,11 @@ def read_trial(trial: Trial, outcome: TrialOutcome) -> LrTrial:
     elif status == "failed" and failure_kind(directory) == "not_finite":
         status = "diverged"
     return LrTrial(
-        trial=trial.name,
+        name=trial.name,
         lr=float(config.optim.lr),
         seed=config.run.seed,
         status=status,
-        cause=reason,
+        reason=reason,
         heldout_loss=summary.heldout_loss,
         heldout=summary.heldout,
         tokens=summary.tokens or step_tokens(config) * summary.step,

@@ -21,7 +21,6 @@ EDGE_RATIO = 4.0  # of the edge over the highest rate of the first ladder (arXiv
 EXTENSIONS = 3  # rates that may be added at either end of the ladder
 FINALISTS = 2
 CLOSE_NATS = 0.03  # above the best mean, up to which a rate trains every seed
-NEIGHBOUR_OCTAVES = 0.49  # between two rates that count as neighbours, at least
 
 LrTrialStatus = Literal["ok", "diverged", "oom", "failed"]
 Side = Literal["high", "low"]
@@ -49,11 +48,11 @@ class RangeTest(StoredModel):
 class LrTrial(StoredModel):
     """One complete run."""
 
-    trial: str
+    name: str
     lr: float
     seed: int
     status: LrTrialStatus
-    cause: str | None = None
+    reason: str | None = None
     heldout_loss: float | None = None
     heldout: HeldOut | None = None  # the loss with its denominator
     tokens: int
@@ -180,7 +179,7 @@ def mark_diverged(trials: Sequence[LrTrial], unigram: float | None) -> list[LrTr
         if trial.status != "ok" or trial.score <= unigram or trial.lr <= lowest:
             return trial
         reason = f"{trial.heldout_loss:.4g} nats, above the unigram entropy {unigram:.4g}"
-        return trial.model_copy(update={"status": "diverged", "cause": reason})
+        return trial.model_copy(update={"status": "diverged", "reason": reason})
 
     return [marked(trial) for trial in trials]
 
@@ -230,12 +229,9 @@ def next_whole_runs(first: Rung, last: Rung) -> list[tuple[float, int]]:
 def untrained_neighbour(first: Rung, last: Rung, best: float) -> float | None:
     """Return the nearest rate of the first rung above or below `best` that the last rung has not trained."""
     tried = {*first.ranked(), *last.rates}
-    for sign in (1, -1):
-        beyond = [lr for lr in tried if sign * math.log2(lr / best) > NEIGHBOUR_OCTAVES]
-        nearest = min(beyond, key=lambda lr: abs(math.log(lr / best)), default=None)
-        if nearest is not None and nearest not in last.rates:
-            return nearest
-    return None
+    above = min((lr for lr in tried if lr > best), default=None)
+    below = max((lr for lr in tried if lr < best), default=None)
+    return next((lr for lr in (above, below) if lr is not None and lr not in last.rates), None)
 
 
 # --- the choice

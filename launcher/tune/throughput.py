@@ -8,9 +8,7 @@ import contextlib
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal
-
-from pydantic import Field
+from typing import Literal
 
 from bert_dp.config import Config, ConfigError, batch_layout
 from bert_dp.config.schema import divisors
@@ -27,7 +25,27 @@ MAX_ROUNDS = 6
 
 SizeStatus = Literal["ok", "oom", "failed", "over"]
 """over: the peak is above the limit."""
-Samples = Annotated[list[float], Field(min_length=1)]
+
+
+class BatchTrial(StoredModel):
+    """One run at a micro batch. The lists of one that did not take every step are empty."""
+
+    name: str
+    micro_batch: int
+    samples: int  # sequences of a step, of all ranks
+    seconds: float  # from its start to its end
+    status: SizeStatus
+    reason: str | None = None
+    peaks_gib: list[float] = []  # of each rank
+    step_s: list[float] = []  # of each timed step
+    forward_backward_s: list[float] = []
+    data_wait_s: list[float] = []
+    exposed_s: float = 0.0  # reductions per step that no backward pass covered; 0: the engine does not tell
+
+    @property
+    def peak_gib(self) -> float | None:
+        """Return the peak of the rank with most; None if not every step was taken."""
+        return max(self.peaks_gib, default=None)
 
 
 class MemoryLine(StoredModel):
@@ -41,54 +59,15 @@ class MemoryLine(StoredModel):
         return self.intercept_gib + self.gib_per_sequence * micro
 
 
-class MemoryTrial(StoredModel):
-    """The memory of one trial."""
-
-    micro_batch: int
-    status: SizeStatus
-    peak_gib: float | None  # of the rank with most; null: not every step was taken
-
-
-class BatchMemory(StoredModel, frozen=False):
-    """The memory that a rank may use and the peaks that were measured."""
-
-    limit_gib: float | None = None  # null: unknown
-    line: MemoryLine | None = None  # through the two largest sizes that ran
-    trials: list[MemoryTrial] = []
-
-    def peak_gib(self, micro: float) -> float | None:
-        """Return the expected peak of a rank at this size; None before a trial has shown it."""
-        return self.line.gib(micro) if self.line else None
-
-    def fits(self, micro: int) -> bool:
-        """Return True if the line puts this size within MEMORY_SHARE of the limit."""
-        peak = self.peak_gib(micro)
-        return self.limit_gib is None or peak is None or peak <= MEMORY_SHARE * self.limit_gib
-
-
-class TimedRun(StoredModel):
-    """The timed steps of one run."""
-
-    name: str
-    step_s: Samples
-    forward_backward_s: Samples
-    peak_gib: Samples  # of each rank
-    data_wait_s: Samples
-    exposed_s: float = 0.0  # reductions per step that no backward pass covered; 0: the engine does not tell
-
-
-class SizeResult(StoredModel, frozen=False):
+class SizeResult(StoredModel):
     """One micro batch. Rates are sequences/s of all ranks at the declared global batch."""
 
     micro_batch: int
-    accumulation: int  # at the declared global batch
-    status: SizeStatus = "ok"
-    reason: str | None = None
+    status: SizeStatus
     samples_per_s: float | None = None  # geometric mean over the runs
     samples_per_s_ci95: Interval | None = None
-    relative: float | None = None  # to the fastest size
-    measured_gib: float | None = None
-    runs: list[TimedRun] = []
+    peak_gib: float | None = None
+    runs: int
 
 
 class BatchChoice(StoredModel):
@@ -109,15 +88,16 @@ class TuneBatch(TuneFile):
     schema_version: Literal[1] = 1
     kind: Literal["batch"] = "batch"
     global_batch: int
-    memory: BatchMemory
-    sizes: list[SizeResult]  # ascending
-    order: list[int]  # micro batches in the order of their runs
-    trial_samples: int  # sequences per step of a timed run; 0: none has run
+    memory_limit_gib: float | None  # of a rank; null: unknown
+    memory_line: MemoryLine | None = None  # through the two largest sizes that ran
+    memory_trials: list[BatchTrial] = []
+    trials: list[BatchTrial] = []  # timed
+    sizes: list[SizeResult] = []  # ascending
     choice: BatchChoice | None = None
     noise: NoiseScale | None = None
 
 
-# --- sizes
+# --- sizes and memory
 
 
 def with_micro(config: Config, micro: int) -> Config:
@@ -153,7 +133,7 @@ def sizes_to_time(sizes: Sequence[int]) -> list[int]:
     return sorted({min(sizes, key=lambda size: abs(math.log(size) - place)) for place in even})
 
 
-def memory_line(trials: Sequence[MemoryTrial], slope_gib: float) -> MemoryLine | None:
+def memory_line(trials: Sequence[BatchTrial], slope_gib: float) -> MemoryLine | None:
     """Return the line through the two largest sizes that ran, or with `slope_gib` through the only one."""
     peaks: dict[int, float] = {}
     for trial in trials:
@@ -173,22 +153,22 @@ Rates = Mapping[int, Sequence[float]]
 """Micro batch -> sequences/s of each run."""
 
 
-def passes_s(run: TimedRun) -> list[float]:
+def passes_s(trial: BatchTrial) -> list[float]:
     """Return the seconds of each step that grow with its sequences.
 
     These are forward and backward passes without the exposed reduction, and the wait for data.
     """
-    pairs = zip(run.forward_backward_s, run.data_wait_s, strict=True)
-    return [max(0.0, seconds - run.exposed_s) + wait for seconds, wait in pairs]
+    pairs = zip(trial.forward_backward_s, trial.data_wait_s, strict=True)
+    return [max(0.0, seconds - trial.exposed_s) + wait for seconds, wait in pairs]
 
 
-def run_rate(run: TimedRun, trial_samples: int, global_size: int) -> float:
-    """Return sequences/s at the global batch, from steps of `trial_samples` sequences.
+def run_rate(trial: BatchTrial, global_size: int) -> float:
+    """Return sequences/s at the global batch.
 
     The passes count as often as the global batch needs them, reduction and update once.
     """
-    more = global_size / trial_samples - 1
-    steps = [step + more * own for step, own in zip(run.step_s, passes_s(run), strict=True)]
+    more = global_size / trial.samples - 1
+    steps = [step + more * own for step, own in zip(trial.step_s, passes_s(trial), strict=True)]
     return global_size / statistics.fmean(steps)
 
 

@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from bert_dp.config import ConfigError, Issue
 from bert_dp.files.models import HeldOut
 from launcher import results
 from launcher.report import run_page
@@ -21,8 +20,8 @@ from launcher.report.numbers import (
     format_lr,
     format_nats,
     format_percent,
-    format_ratio,
     format_si,
+    number,
 )
 from launcher.report.page import (
     Axis,
@@ -41,24 +40,21 @@ from launcher.report.page import (
     table,
 )
 from launcher.tune import TUNED
-from launcher.tune.lr_search import Rung, TuneLr
-from launcher.tune.throughput import MEMORY_SHARE, MIN_SHARE_OF_BEST, TuneBatch, run_rate
+from launcher.tune.lr_search import LrTrial, Rung, TuneLr
+from launcher.tune.throughput import MEMORY_SHARE, MIN_SHARE_OF_BEST, BatchTrial, TuneBatch, run_rate
 
 MAX_LIMIT_RATIO = 3.0  # over the greatest peak, up to which a memory limit is drawn
-MAX_LOSS_RATIO = 1.5  # over the first loss of a range test: losses above are drawn there
 LIMITS = {
     "memory": "Larger sizes do not fit the memory of a rank.",
     "budget": "The budget left no time for larger sizes; --budget raises it.",
     "global batch": "Tried up to the largest size that the global batch allows.",
 }
 SIZE_COLUMNS = (
-    Quantity("accumulation", "accumulation", "count"),
     Quantity("status", "status", "word"),
     Quantity("samples_per_s", "sequences/s"),
     Quantity("samples_per_s_ci95.low", "95 % from"),
     Quantity("samples_per_s_ci95.high", "to"),
-    Quantity("relative", "share of the fastest", "percent"),
-    Quantity("measured_gib", "peak", "gib"),
+    Quantity("peak_gib", "peak", "gib"),
     Quantity("runs", "runs", "count"),
 )
 
@@ -66,13 +62,9 @@ SIZE_COLUMNS = (
 def tune_page(path: Path) -> Report:
     """Build the page of a tune.json of either search. Raises ConfigError."""
     data = results.load(path, TuneBatch.hint)
-    kind = data.get("kind") if isinstance(data, dict) else None
-    if kind == "lr":
+    if isinstance(data, dict) and data.get("kind") == "lr":
         return lr_page(results.parse(data, TuneLr, str(path)), path.parent)
-    if kind == "batch":
-        return batch_page(results.parse(data, TuneBatch, str(path)), path.parent)
-    message, hint = "this is no search of `bert-dp tune`", "name another directory"
-    raise ConfigError([Issue(str(path), "unsupported", message, kind, hint=hint)])
+    return batch_page(results.parse(data, TuneBatch, str(path)), path.parent)
 
 
 def train_command(folder: Path) -> str:
@@ -80,8 +72,9 @@ def train_command(folder: Path) -> str:
     return f"bert-dp train {shlex.quote(str(folder / TUNED))}"
 
 
-def _lost(title: str, lines: Sequence[str]) -> list[Verdict]:
-    return [Verdict("info", title, lines)] if lines else []
+def _lost(trials: Sequence[BatchTrial | LrTrial]) -> list[Verdict]:
+    lines = [f"{trial.name}: {trial.status}: {trial.reason}" for trial in trials if trial.reason]
+    return [Verdict("info", f"{count_of(len(lines), 'trial')} without a result:", lines)] if lines else []
 
 
 def _marks(label: str, points: Sequence[tuple[float, float | None]], colour: int) -> Line:
@@ -95,22 +88,14 @@ def batch_page(tune: TuneBatch, folder: Path) -> Report:
     """Build the page of a search of the micro batch. `folder` holds tune.json."""
     method = [
         f"global batch {format_count(tune.global_batch)}",
-        f"{count_of(len(tune.order), 'run')} in {format_duration(tune.seconds or 0.0)}",
+        f"{count_of(len(tune.trials), 'run')} in {format_duration(tune.seconds or 0.0)}",
     ]
     sizes = [(format_count(size.micro_batch), size) for size in tune.sizes]
     result = table(sizes, SIZE_COLUMNS, corner="micro batch", empty="no size was measured")
-    lost = [
-        f"micro batch {format_count(s.micro_batch)}: {s.status}: {s.reason}" for s in tune.sizes if s.reason
-    ]
     return Report(
         "bert-dp: tuned micro batch",
         subtitle(tune, method),
-        [
-            *status_verdicts(tune),
-            *_lost("Sizes without a throughput:", lost),
-            _batch_choice(tune),
-            _noise(tune),
-        ],
+        [*status_verdicts(tune), *_lost(tune.trials), _batch_choice(tune), _noise(tune)],
         sections=[
             ReportSection("Sizes", tables=[result]),
             ReportSection("", [throughput_figure(tune), memory_figure(tune)], console=False),
@@ -156,13 +141,10 @@ def _noise(tune: TuneBatch) -> Verdict:
 
 def throughput_figure(tune: TuneBatch) -> Figure:
     """Draw throughput against the micro batch, with intervals, every run and the share that is enough."""
-    ran = [size for size in tune.sizes if size.samples_per_s is not None]
-    x = [float(size.micro_batch) for size in ran]
-    rates = [
-        (s.micro_batch, run_rate(run, tune.trial_samples, tune.global_batch)) for s in ran for run in s.runs
-    ]
-    means = [size.samples_per_s for size in ran]
-    intervals = [size.samples_per_s_ci95 or (None, None) for size in ran]
+    ran = {size.micro_batch: size for size in tune.sizes if size.samples_per_s is not None}
+    x, means = list(map(float, ran)), [size.samples_per_s for size in ran.values()]
+    rates = [(t.micro_batch, run_rate(t, tune.global_batch)) for t in tune.trials if t.micro_batch in ran]
+    intervals = [size.samples_per_s_ci95 or (None, None) for size in ran.values()]
     lows, highs = [low for low, _ in intervals], [high for _, high in intervals]
     best = max((mean or 0.0 for mean in means), default=None)
     return Figure(
@@ -178,13 +160,13 @@ def throughput_figure(tune: TuneBatch) -> Figure:
 
 def memory_figure(tune: TuneBatch) -> Figure:
     """Draw the measured peaks, the line through the two largest, and the memory that a size may take."""
-    memory, limit = tune.memory, tune.memory.limit_gib
-    peaks = {(t.micro_batch, t.peak_gib) for t in memory.trials if t.peak_gib is not None}
+    line, limit, trials = tune.memory_line, tune.memory_limit_gib, [*tune.memory_trials, *tune.trials]
+    peaks = {(trial.micro_batch, trial.peak_gib) for trial in trials if trial.peak_gib is not None}
     traces = [_marks("measured, greatest rank", sorted(peaks), 1)]
-    if memory.line is not None:
-        across = [0.0, float(max(trial.micro_batch for trial in memory.trials))]
+    if line is not None:
+        across = [0.0, float(max(micro for micro, _ in peaks))]
         label = "line through the two largest"
-        traces.insert(0, Line(label, across, [memory.peak_gib(x) for x in across], 0, "dashed"))
+        traces.insert(0, Line(label, across, [line.gib(x) for x in across], 0, "dashed"))
     highest = max([value for trace in traces for value in trace.values], default=0.0)
     levels, share = [], format_percent(MEMORY_SHARE)
     if limit is not None and limit <= MAX_LIMIT_RATIO * highest:
@@ -214,15 +196,10 @@ def lr_page(tune: TuneLr, folder: Path) -> Report:
         f"whole runs of {format_si(tune.tokens, 'tokens')}",
         f"{count_of(len(tune.trials), 'trial')}, {format_duration(tune.seconds or 0.0)} in all",
     ]
-    lost = [f"{t.trial}: {t.status}: {t.cause}" for t in tune.trials if t.cause]
     return Report(
         "bert-dp: tuned learning rate",
         subtitle(tune, method),
-        [
-            *status_verdicts(tune),
-            _lr_choice(tune, folder),
-            *_lost(f"{count_of(len(lost), 'trial')} without a loss:", lost),
-        ],
+        [*status_verdicts(tune), _lr_choice(tune, folder), *_lost(tune.trials)],
         sections=[
             ReportSection("", [loss_figure(tune), range_figure(tune)], console=False),
             ReportSection("Last rung", tables=[_last_rung(tune)]),
@@ -261,18 +238,12 @@ def finite_losses(rung: Rung, lr: float) -> list[float]:
     return [score for score in rung.scores(lr) if score < math.inf]
 
 
-def _mean(rung: Rung, lr: float) -> float | None:
-    """Return the mean loss of a rate; None unless every seed has one."""
-    mean = rung.mean(lr)
-    return mean if mean < math.inf else None
-
-
 def loss_figure(tune: TuneLr) -> Figure:
     """Draw the held-out loss against the rate, a line for each rung, with every seed of the last one."""
     lines: list[Line] = []
     for colour, rung in enumerate(tune.rungs):
         name = f"{format_si(rung.tokens, 'tokens')}, {count_of(len(rung.seeds), 'seed')}"
-        lines.append(Line(name, rung.rates, [_mean(rung, lr) for lr in rung.rates], colour, "both"))
+        lines.append(Line(name, rung.rates, [number(rung.mean(lr)) for lr in rung.rates], colour, "both"))
     if len(tune.rungs) > 1:
         seeds = [(lr, loss) for lr in _last(tune).rates for loss in finite_losses(_last(tune), lr)]
         lines.append(_marks("a seed of the last rung", seeds, 1))
@@ -295,17 +266,14 @@ def range_figure(tune: TuneLr) -> Figure:
     """Draw the training loss while the rate rises, and the edge."""
     test = tune.range_test
     points = test.points if test else []
-    ceiling = MAX_LOSS_RATIO * next((loss for _, loss in points if loss is not None), 0.0)
-    drawn = [None if loss is None else min(loss, ceiling) for _, loss in points]
-    note = f"{test.reason}; losses above {format_ratio(ceiling)} are drawn there." if test else ""
     edge = test.edge if test else None
     return Figure(
         "Range test",
-        [Line("training loss", [lr for lr, _ in points], drawn)],
+        [Line("training loss", [lr for lr, _ in points], [loss for _, loss in points])],
         Axis("learning rate", "lr", log=True),
-        Axis("training loss (nats per masked token)", "nats"),
+        Axis("training loss (nats per masked token)", "nats", log=True),
         marks=[Mark(f"divergence edge: {format_lr(edge)}", edge)] if edge is not None else [],
-        note=note,
+        note=test.reason if test else "",
     )
 
 
@@ -316,12 +284,10 @@ def _last(tune: TuneLr) -> Rung:
 
 def _last_rung(tune: TuneLr) -> Table:
     """List the rates of the last rung, best first."""
-    last, choice = _last(tune), tune.choice
-    marks = {lr: " (tied)" for lr in (choice.tied if choice else ())}
-    marks |= {choice.lr: " (chosen)"} if choice else {}
+    last = _last(tune)
     columns = [
-        Computed(lambda lr: _mean(last, lr), "mean", "nats"),
+        Computed(last.mean, "mean", "nats"),
         Computed(lambda lr: len(finite_losses(last, lr)), "seeds", "count"),
     ]
-    rates = [(f"{format_lr(lr)}{marks.get(lr, '')}", lr) for lr in sorted(last.rates, key=last.mean)]
+    rates = [(format_lr(lr), lr) for lr in sorted(last.rates, key=last.mean)]
     return table(rates, columns, corner="held-out loss", empty="no trial recorded")

@@ -64,7 +64,7 @@ def test_the_choice_follows_from_the_trials_records(tune: dict[str, Any], out: P
     first, last = rungs[0], rungs[-1]
     assert (first["tokens"], last["tokens"]) == (STEPS // 8 * STEP, STEPS * STEP)
     for trial in [trial for rung in rungs for trial in rung["trials"]]:
-        directory = out / "trials" / trial["trial"]
+        directory = out / "trials" / trial["name"]
         summary = read_json(directory / "summary.json")
         assert trial["heldout_loss"] == summary["heldout_loss"]
         assert trial["tokens"] == summary["tokens"]

@@ -11,10 +11,10 @@ from typing import Any
 from bert_dp.files.models import NoiseScale
 from launcher.run.trials import TrialsFailed
 from launcher.tune import batch, lr, lr_search
-from launcher.tune.batch import BatchOptions, BatchSearch, BatchSearchSpec, TrialMeasurement
+from launcher.tune.batch import BatchOptions, BatchSearch, BatchSearchSpec
 from launcher.tune.lr import LrSearch, LrSearchSpec
 from launcher.tune.lr_search import LrOptions, LrTrial, RangeTest, Rung
-from launcher.tune.throughput import TimedRun
+from launcher.tune.throughput import BatchTrial
 from tests import simulated_searches as simulated
 from tests.helpers import TINY_MODEL, make_config, read_json
 from tests.simulated_searches import LossCurve, ThroughputCurve
@@ -32,22 +32,25 @@ class SimulatedTrials:
     def __init__(self, curve: ThroughputCurve):
         self.curve, self.timed, self.above_limit = curve, list[tuple[int, int]](), 0
 
-    def time_steps(self, name: str, micro: int, samples: int, warm_up: int, steps: int) -> TrialMeasurement:
+    def time_steps(self, name: str, micro: int, samples: int, warm_up: int, steps: int) -> BatchTrial:
         curve = self.curve
         number = 1000 if name.startswith("memory") else sum(m == micro for m, _ in self.timed)
         times = curve.steps(micro, samples, warm_up + steps, number)
         if warm_up:
             self.timed.append((micro, steps))
         self.above_limit += not curve.fits(micro)
-        run = TimedRun(
+        trial = BatchTrial(
             name=name,
+            micro_batch=micro,
+            samples=samples,
+            seconds=curve.startup_s + sum(step for step, _ in times),
+            status="ok",
+            peaks_gib=[curve.peak_gib(micro)],
             step_s=[step for step, _ in times[warm_up:]],
             forward_backward_s=[passes for _, passes in times[warm_up:]],
             data_wait_s=[0.0] * steps,
-            peak_gib=[curve.peak_gib(micro)],
         )
-        seconds = curve.startup_s + sum(step for step, _ in times)
-        return TrialMeasurement(seconds, *batch.judge(run, curve.limit_gib), run)
+        return batch.judged(trial, curve.limit_gib)
 
     def noise_scale(self, micro: int, steps: int) -> tuple[float, NoiseScale]:
         return 0.0, NoiseScale(verdict="inconclusive", reason="simulated")
@@ -83,7 +86,7 @@ def test_the_micro_batch_is_at_least_as_good_as_before_and_as_an_even_allocation
         assert choice is not None
         losses.append(max(0.0, curve.loss(choice.micro_batch)))
         steps = round(sum(steps for _, steps in made.timed) / runs)
-        even.append(curve.loss(curve.equally_often(runs, steps, search.trial_samples)))
+        even.append(curve.loss(curve.equally_often(runs, steps, search.samples)))
         above_limit += made.above_limit
         over_budget += search.used_s > 1.05 * curve.budget_s
     found, evenly = simulated.quality(losses, MAX_LOSS), simulated.quality(even, MAX_LOSS)
@@ -114,7 +117,7 @@ class SimulatedLrSearch(LrSearch):
             loss = self.curve.loss(rate, rung.tokens / self.whole, seed)
             status: Any = "ok" if loss is not None else "diverged"
             rung.trials.append(
-                LrTrial(trial="t", lr=rate, seed=seed, status=status, heldout_loss=loss, tokens=rung.tokens)
+                LrTrial(name="t", lr=rate, seed=seed, status=status, heldout_loss=loss, tokens=rung.tokens)
             )
         rung.trials[:] = lr_search.mark_diverged(rung.trials, self.curve.unigram)
 

@@ -15,16 +15,7 @@ import pytest
 from rich.console import Console
 
 from bert_dp import files
-from bert_dp.config import (
-    BatchConfig,
-    Config,
-    Issue,
-    batch_at,
-    batch_layout,
-    dump_config,
-    load_config,
-    peak_lr,
-)
+from bert_dp.config import BatchConfig, Config, batch_at, batch_layout, dump_config, load_config, peak_lr
 from launcher import job, results
 from launcher.machine import environment
 from launcher.run import trials
@@ -143,7 +134,7 @@ def search(
 ) -> Searched:
     out.mkdir(exist_ok=True)
     made = MadeRunner(out, surface, limit, tokens_per_s)
-    output = search_output(out, "lr", config, results.plain(settings))
+    output = search_output(out, config, results.plain(settings))
     slots = [Slot(cores=(k,)) for k in range(at_a_time)]  # how many trials run at once decides their order
     with (
         mock.patch.object(trials, "runner", return_value=contextlib.nullcontext(made)),
@@ -206,7 +197,7 @@ def test_what_diverges_and_what_fails_is_out_and_told(run: Run) -> None:
     assert {t.status for t in result.tune.rungs[0].trials if t.lr > 0.008} == {"diverged"}
     assert {t.status for t in result.tune.rungs[0].trials if t.lr < 0.0015} <= {"failed"}
     failed = [t for t in result.tune.rungs[0].trials if t.status == "failed"]
-    assert all(t.cause == "RuntimeError: broken" for t in failed)
+    assert all(t.reason == "RuntimeError: broken" for t in failed)
     assert 0.0015 <= result.choice.lr <= 0.008
 
 
@@ -267,22 +258,24 @@ def test_epochs_are_those_of_the_data(shards: Path, tmp_path: Path) -> None:
     assert [rung.tokens for rung in tune.rungs] == [20 * 96 * 16 // 8, 20 * 96 * 16]
 
 
+def verb(shards: Path, out: Path, options: LrOptions, *overrides: str, dry_run: bool) -> int:
+    settings = [*TINY, f"data.path={shards}", "run.device=cpu", "schedule.steps=80", *overrides]
+    how: dict[str, Any] = {"out": out, "as_json": True, "console": Console()}
+    return lr.tune_lr("quickstart", settings, options, dry_run=dry_run, **how)
+
+
 @pytest.mark.parametrize(("asked", "tensor", "ranks"), [(None, 1, 1), (None, 2, 2), (4, 2, 4)])
 def test_a_trial_has_the_ranks_that_were_asked_for_or_those_of_one_replica(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: int | None, tensor: int, ranks: int
 ) -> None:
-    seen: list[int] = []
-
-    def measure(setup: job.Job, settings: LrOptions, ranks: int, *_: Any) -> tuple[TuneLr, int]:
-        seen.append(ranks)
+    def measure(setup: job.Job, options: LrOptions, given: int, *_: Any) -> tuple[TuneLr, int]:
+        assert given == ranks
         return TuneLr.model_validate(tune_fixture.lr()), 130
 
     monkeypatch.setattr(lr, "measure", measure)
-    settings = [*TINY, f"data.path={shards}", "run.device=cpu", "schedule.steps=80"]
-    settings += [f"parallel.tensor={tensor}", f"parallel.engine={'fsdp' if tensor > 1 else 'ddp'}"]
-    how: dict[str, Any] = {"out": tmp_path / "out", "as_json": True, "console": Console()}
-    assert lr.tune_lr("quickstart", settings, LrOptions(ranks=asked), dry_run=False, **how) == 130
-    assert seen == [ranks]
+    engine = "fsdp" if tensor > 1 else "ddp"
+    overrides = [f"parallel.tensor={tensor}", f"parallel.engine={engine}"]
+    assert verb(shards, tmp_path / "out", LrOptions(ranks=asked), *overrides, dry_run=False) == 130
 
 
 def test_a_budget_shortens_the_runs_and_says_so(whole: Searched, run: Run) -> None:
@@ -393,7 +386,7 @@ def test_a_trial_has_diverged_by_the_kind_of_its_failure(
     files.write_json(tmp_path / "summary.json", {"step": 3, **facts})
     result = lr.read_trial(Trial(tmp_path, make(shards), 1), TrialOutcome(ended, 1.5))
     assert result.status == status
-    assert result.cause == facts.get("failure", {}).get("message", None if status == "ok" else result.cause)
+    assert result.reason == facts.get("failure", {}).get("message", None if status == "ok" else result.reason)
     assert (result.seconds, result.tokens, result.heldout_loss) == (1.5, 3 * STEP, facts.get("heldout_loss"))
 
 
@@ -410,10 +403,9 @@ def test_a_trial_has_diverged_by_the_kind_of_its_failure(
     ],
 )
 def test_what_cannot_be_searched(
-    shards: Path, options: LrOptions, overrides: tuple[str, ...], setting: str, kind: str
+    shards: Path, tmp_path: Path, options: LrOptions, overrides: tuple[str, ...], setting: str, kind: str
 ) -> None:
-    (issue,) = lr.option_issues(make(shards, *overrides), options, 1)
-    assert isinstance(issue, Issue)
+    (issue,) = raised_issues(verb, shards, tmp_path, options, *overrides, dry_run=True)
     assert (issue.setting, issue.kind) == (setting, kind)
     assert setting != "--tokens" or issue.value == 7 * STEP
 
