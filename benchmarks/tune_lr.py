@@ -34,17 +34,7 @@ GOAL_NATS, GOAL_TOKENS = 0.02, 0.5
 TOKENS = 1_200_000  # about two minutes of one rank on one core, as long as the quickstart trains
 RATES = 5
 OUTCOME = ("name", "lr", "seed", "status", "reason", "heldout_loss", "tokens", "seconds")
-KEPT = (
-    "settings",
-    "tokens",
-    "range_test",
-    "rungs",
-    "choice",
-    "trained_tokens",
-    "ranks",
-    "at_a_time",
-    "unigram_entropy_nats",
-)
+KEPT = ("settings", "tokens", "range_test", "rungs", "choice", "trained_tokens", "ranks", "at_a_time")
 
 
 def parse() -> argparse.Namespace:

@@ -114,7 +114,6 @@ def lr(**changes: Any) -> dict[str, Any]:
         settings=LrOptions(rates=3, seeds=2),
         tokens=8192,
         at_a_time=2,
-        unigram_entropy_nats=5.0251,
         range_test=RangeTest(points=points, edge=0.3, reason="the loss rose 4 nats"),
         rungs=rungs,
         choice=lr_search.choose_rate(rungs),

@@ -221,16 +221,16 @@ class BatchTrials:
         """Run steps of `samples` sequences, or read those that an earlier call ran."""
         trial = self.trial(name, micro, samples, warm_up + steps)
         outcome = self._runs.run_one(trial)
-        measured = BatchTrial(
-            name=name, micro_batch=micro, samples=samples, seconds=outcome.seconds, status=outcome.status
-        )
-        if outcome.status != "ok":
-            return measured.model_copy(update={"reason": cause(trial.directory)})
-        repeat = read_repeat(trial.directory, trial.ranks, warm_up, steps)
-        update: dict[str, Any] = {part: repeat.parts[part][0] for part in TIMES}
-        exposed_s = statistics.median(repeat.exposed_s or [0.0])
-        update |= {"exposed_s": exposed_s, "peaks_gib": repeat.memory_gib}
-        return judged(measured.model_copy(update=update), self._spec.limit_gib)
+        facts: dict[str, Any]
+        if outcome.status == "ok":
+            repeat = read_repeat(trial.directory, trial.ranks, warm_up, steps)
+            facts = {part: repeat.parts[part][0] for part in TIMES}
+            facts["exposed_s"] = statistics.median(repeat.exposed_s or [0.0])
+            facts["peaks_gib"] = repeat.memory_gib
+        else:
+            facts = {"reason": cause(trial.directory)}
+        asked = {"name": name, "micro_batch": micro, "samples": samples}
+        return BatchTrial(**asked, status=outcome.status, seconds=outcome.seconds, **facts)
 
     def noise_scale(self, micro: int, steps: int) -> tuple[float, NoiseScale]:
         """Measure the noise scale over steps of the declared batch; return also the seconds."""
@@ -256,14 +256,6 @@ class BatchTrials:
             # An allocation above it fails in the rank, before the machine's out-of-memory killer acts.
             guard = int((spec.limit_gib + GUARD_GIB) * GIB)
         return Trial(self._runs.out / "trials" / name, config, spec.ranks, data_bytes=guard)
-
-
-def judged(trial: BatchTrial, limit_gib: float | None) -> BatchTrial:
-    """Mark a trial whose peak is above the limit."""
-    if limit_gib is None or trial.peak_gib is None or trial.peak_gib <= limit_gib:
-        return trial
-    reason = f"its peak of {format_gib(trial.peak_gib)} is above the {format_gib(limit_gib)} of a rank"
-    return trial.model_copy(update={"status": "over", "reason": reason})
 
 
 # --- the search
@@ -301,7 +293,11 @@ class BatchSearch:
         self._measure_noise()
 
     def _add(self, trial: BatchTrial, trials: list[BatchTrial]) -> BatchTrial:
-        """Add a trial to `trials`, count its time and draw the memory line anew."""
+        """Judge a trial by its peak, add it to `trials`, count its time and draw the memory line anew."""
+        peak, limit = trial.peak_gib, self.spec.limit_gib
+        if peak is not None and limit is not None and peak > limit:
+            reason = f"its peak of {format_gib(peak)} is above the {format_gib(limit)} of a rank"
+            trial = trial.model_copy(update={"status": "over", "reason": reason})
         trials.append(trial)
         self.used_s += trial.seconds
         slope_gib = self.spec.formula_gib(2) - self.spec.formula_gib(1)
@@ -398,8 +394,8 @@ class BatchSearch:
         """Run a size once more."""
         steps, samples = self._timed_steps(len(round_)), self.samples
         name = f"micro-{micro}-r{sum(trial.micro_batch == micro for trial in self.trials)}"
-        trial = self._trials.time_steps(name, micro, samples, self.spec.warm_up, steps)
-        self._add(trial, self.trials)
+        measured = self._trials.time_steps(name, micro, samples, self.spec.warm_up, steps)
+        trial = self._add(measured, self.trials)
         text = f"[{len(self.trials)}] micro batch {micro}: "
         if trial.status != "ok":
             self._log(f"{text}{trial.status}: {trial.reason}")

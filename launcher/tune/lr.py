@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SHORT_RATIO = 8  # of a whole run over a run of the first rung; also the least steps of a whole run
-RANGE_TOP = 1.0  # rate at the end of a range test, which begins at 1e-4
 RANGE_STEPS, MIN_RANGE_STEPS = 100, 25
 RANGE_RATIO = 16  # of the steps of a whole run over those of a range test
 
@@ -221,7 +220,7 @@ class LrSearch:
         config = self.spec.config
         steps = range_steps(config, self.spec.options.tokens or full_tokens(config))
         trial = self._trial("range-test", range_config(config, self.spec.shards, steps))
-        self._log(f"range test: {steps} steps, the rate rising from 1e-4 to {RANGE_TOP:g}")
+        self._log(f"range test: {steps} steps, the rate rising from 1e-4 to 1")
         outcome, directory = self._runs.run_one(trial), trial.directory
         lines = files.read_lines(directory / "metrics.jsonl")
         points = [(line["lr"], line["loss"], line["skipped_steps"]) for line in lines]
@@ -324,7 +323,6 @@ class LrSearch:
             tokens=self.tokens,
             ranks=spec.ranks,
             at_a_time=spec.at_a_time,
-            unigram_entropy_nats=spec.unigram,
             range_test=test,
             rungs=self.rungs,
             choice=lr_search.choose_rate(self.rungs) if outcome.status == "complete" else None,
@@ -382,9 +380,9 @@ def trial_config(config: Config, shards: Path, lr: float, tokens: int, seed: int
 
 
 def range_config(config: Config, shards: Path, steps: int) -> Config:
-    """Return a run whose rate rises over four decades, at the full batch from the start."""
+    """Return a run whose rate rises from 1e-4 to 1, at the full batch from the start."""
     trial = with_settings(
-        _bare(config, shards, RANGE_TOP, config.run.seed), batch={"ramp_fraction": 0.0, "ramp_quantum": None}
+        _bare(config, shards, 1.0, config.run.seed), batch={"ramp_fraction": 0.0, "ramp_quantum": None}
     )
     schedule = ScheduleConfig(name="exponential", steps=steps)
     return trial.model_copy(update={"schedule": schedule, "log": LogConfig(every_steps=1)})

@@ -96,7 +96,7 @@ class LrChoice(StoredModel):
     heldout_loss: float  # mean over the seeds
     seeds: int
     lead: float | None  # nats to the next rate, mean over the seeds that both have; null: the only rate
-    edge_side: Side | None  # where no worse rate was measured
+    edge_side: Side | None  # where no rate was measured
     tied: list[float]  # rates that cannot be told apart from it
 
 
@@ -108,7 +108,6 @@ class TuneLr(TuneFile):
     settings: LrOptions
     tokens: int | None  # of a whole run; null: stopped before the range test ended
     at_a_time: int  # trials
-    unigram_entropy_nats: float | None
     range_test: RangeTest | None = None
     rungs: list[Rung] = []  # short runs, whole runs
     choice: LrChoice | None = None
@@ -238,19 +237,11 @@ def untrained_neighbour(first: Rung, last: Rung, best: float) -> float | None:
 
 
 def open_side(rungs: Sequence[Rung], best: float) -> Side | None:
-    """Return the side of the best on which no worse rate was measured.
-
-    The nearest rate on each side counts, in the longest rung that has both.
-    """
+    """Return the side of the best on which no rate was measured, if there is one."""
     measured = {t.lr for rung in rungs for t in rung.trials if t.status in ("ok", "diverged")}
-    above = min((lr for lr in measured if lr > best), default=None)
-    below = max((lr for lr in measured if lr < best), default=None)
-    sides: dict[Side, float | None] = {"high": above, "low": below}
-    for side, nearest in sides.items():
-        common = [rung for rung in rungs if {nearest, best} <= set(rung.rates)]
-        if nearest is None or not common or common[-1].mean(nearest) <= common[-1].mean(best):
-            return side
-    return None
+    if best == max(measured):
+        return "high"
+    return "low" if best == min(measured) else None
 
 
 def choose_rate(rungs: Sequence[Rung]) -> LrChoice | None:

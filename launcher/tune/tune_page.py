@@ -219,7 +219,7 @@ def _lr_choice(tune: TuneLr, folder: Path) -> Verdict:
         notes.append(f"Cannot be told apart from {', '.join(map(format_lr, choice.tied))}.")
     if choice.edge_side:
         side = {"low": "lower", "high": "higher"}[choice.edge_side]
-        notes.append(f"No worse rate was measured on the {side} side, so the best one may lie beyond.")
+        notes.append(f"No {side} rate was measured, so the best one may lie beyond.")
     if warning := run_page.too_small(heldout, choice.lead):
         notes.append(warning)
     loss = run_page.loss_text(choice.heldout_loss, heldout, finite_losses(_last(tune), choice.lr))
@@ -247,11 +247,6 @@ def loss_figure(tune: TuneLr) -> Figure:
     if len(tune.rungs) > 1:
         seeds = [(lr, loss) for lr in _last(tune).rates for loss in finite_losses(_last(tune), lr)]
         lines.append(_marks("a seed of the last rung", seeds, 1))
-    diverged = sorted({trial.lr for trial in tune.trials if trial.status == "diverged"})
-    losses = [loss for line in lines for loss in line.values]
-    if diverged and losses:
-        top = max(losses) + 0.08 * ((max(losses) - min(losses)) or 1.0)
-        lines.append(_marks("diverged (drawn at the top)", [(lr, top) for lr in diverged], 3))
     return Figure(
         "Held-out loss against learning rate",
         lines,

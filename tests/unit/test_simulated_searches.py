@@ -10,7 +10,7 @@ from typing import Any
 
 from bert_dp.files.models import NoiseScale
 from launcher.run.trials import TrialsFailed
-from launcher.tune import batch, lr, lr_search
+from launcher.tune import lr, lr_search
 from launcher.tune.batch import BatchOptions, BatchSearch, BatchSearchSpec
 from launcher.tune.lr import LrSearch, LrSearchSpec
 from launcher.tune.lr_search import LrOptions, LrTrial, RangeTest, Rung
@@ -39,7 +39,7 @@ class SimulatedTrials:
         if warm_up:
             self.timed.append((micro, steps))
         self.above_limit += not curve.fits(micro)
-        trial = BatchTrial(
+        return BatchTrial(
             name=name,
             micro_batch=micro,
             samples=samples,
@@ -50,7 +50,6 @@ class SimulatedTrials:
             forward_backward_s=[passes for _, passes in times[warm_up:]],
             data_wait_s=[0.0] * steps,
         )
-        return batch.judged(trial, curve.limit_gib)
 
     def noise_scale(self, micro: int, steps: int) -> tuple[float, NoiseScale]:
         return 0.0, NoiseScale(verdict="inconclusive", reason="simulated")

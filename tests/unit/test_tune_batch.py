@@ -306,10 +306,11 @@ def test_a_model_that_does_not_fit_is_refused_with_its_peak(tmp_path: Path) -> N
     ("peaks", "status"), [([0.5, 0.9], "ok"), ([0.5, 1.1], "over"), ([1.1, 0.5], "over")]
 )
 def test_one_rank_over_its_limit_rejects_the_size(peaks: list[float], status: str) -> None:
-    trial = tune_fixture.timed_trial(2, 0, 0.1, peaks_gib=peaks)
-    judged = batch.judged(trial, 1.0)
-    assert (judged.status, "1.10 GiB" in (judged.reason or "")) == (status, status == "over")
-    assert batch.judged(trial, None) == trial
+    made: Any = SimpleNamespace(time_steps=lambda *_: tune_fixture.timed_trial(1, 0, 0.1, peaks_gib=peaks))
+    search = BatchSearch(spec_of(config(2), sizes=(1,), limit_gib=1.0), made, print)
+    trial = search._add(made.time_steps(), search.trials)
+    assert search.trials == [trial]
+    assert (trial.status, "1.10 GiB" in (trial.reason or "")) == (status, status == "over")
 
 
 @pytest.mark.parametrize(
