@@ -21,7 +21,7 @@ from launcher.machine import environment
 from launcher.run import trials
 from launcher.run.trials import Runner, Slot, Stopped, Trial, TrialOutcome, earlier_outcome
 from launcher.tune import lr, search_output
-from launcher.tune.lr_search import LrChoice, LrOptions, TuneLr
+from launcher.tune.lr_search import LrOptions, TuneLr
 from launcher.tune.tune_page import lr_page
 from tests import tune_fixture
 from tests.e2e.cli import TINY
@@ -58,9 +58,8 @@ def make(shards: Path, *overrides: str) -> Config:
 class MadeRunner(Runner):
     """Ends every trial at once as `surface` says; `limit` trials, then a Ctrl-C."""
 
-    def __init__(self, out: Path, surface: Surface, limit: float, tokens_per_s: float):
-        self.out, self.surface, self.limit, self.tokens_per_s = out, surface, limit, tokens_per_s
-        self.ran: list[str] = []
+    def __init__(self, out: Path, surface: Surface, limit: float):
+        self.out, self.surface, self.limit, self.ran = out, surface, limit, list[str]()
 
     def run(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, TrialOutcome]]:
         for trial in reversed([*trials]):  # they may end in any order
@@ -90,8 +89,8 @@ class MadeRunner(Runner):
             "status": "done",
             "heldout_loss": loss,
             "tokens": tokens,
-            "tokens_per_s": self.tokens_per_s,
-            "time_s": {"setup": 1.0, "compile": 1.0, "train": tokens / self.tokens_per_s, "eval": 0.5},
+            "tokens_per_s": TOKENS_PER_S,
+            "time_s": {"setup": 1.0, "compile": 1.0, "train": tokens / TOKENS_PER_S, "eval": 0.5},
         }
         if isinstance(loss, str):
             kind = "host_memory" if loss == "oom" else "not_finite" if "not finite" in loss else "error"
@@ -103,13 +102,13 @@ def is_range_test(config: Config) -> bool:
     return config.schedule.name == "exponential"
 
 
-def valley(config: Config, best: float = 0.004, curvature: float = 0.1) -> float:
-    """Lowest at `best`; shorter runs learn less and like a higher rate; seeds differ, the same for all."""
+def valley(config: Config) -> float:
+    """Lowest at 0.004; shorter runs learn less and like a higher rate; seeds differ, the same for all."""
     if is_range_test(config):
         return 5.0
     shorter = math.log2(WHOLE / (config.schedule.tokens or 0))
-    away = math.log2(float(config.optim.lr) / best) - 0.25 * shorter
-    return 2.5 + 0.05 * shorter + curvature * away**2 + 0.01 * config.run.seed
+    away = math.log2(float(config.optim.lr) / 0.004) - 0.25 * shorter
+    return 2.5 + 0.05 * shorter + 0.1 * away**2 + 0.01 * config.run.seed
 
 
 class Searched(NamedTuple):
@@ -118,10 +117,6 @@ class Searched(NamedTuple):
     ran: list[str]
     out: Path
 
-    @property
-    def choice(self) -> LrChoice | None:
-        return self.tune.choice
-
 
 def search(
     config: Config,
@@ -129,13 +124,11 @@ def search(
     surface: Surface = valley,
     settings: LrOptions = LrOptions(),  # noqa: B008
     limit: float = math.inf,
-    tokens_per_s: float = TOKENS_PER_S,
-    at_a_time: int = 2,
 ) -> Searched:
     out.mkdir(exist_ok=True)
-    made = MadeRunner(out, surface, limit, tokens_per_s)
+    made = MadeRunner(out, surface, limit)
     output = search_output(out, config, results.plain(settings))
-    slots = [Slot(cores=(k,)) for k in range(at_a_time)]  # how many trials run at once decides their order
+    slots = [Slot(cores=(k,)) for k in range(2)]
     with (
         mock.patch.object(trials, "runner", return_value=contextlib.nullcontext(made)),
         mock.patch.object(trials, "device_slots", return_value=slots),
@@ -167,7 +160,7 @@ def whole(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Searched:
 
 
 def test_a_rate_within_the_ladder_is_found_for_less_than_half_a_grid(whole: Searched, shards: Path) -> None:
-    tune, chosen = whole.tune, whole.choice.lr
+    tune, chosen = whole.tune, whole.tune.choice.lr
     assert (whole.exit_code, tune.status) == (0, "complete")
     assert tune.range_test.edge == pytest.approx(EDGE, rel=0.6)
     rates = whole.tune.rungs[0].rates
@@ -178,7 +171,7 @@ def test_a_rate_within_the_ladder_is_found_for_less_than_half_a_grid(whole: Sear
     assert trained == {(chosen, 0), (chosen, 1), (chosen, 2), (chosen / 2, 0), (2 * chosen, 0)}
     assert abs(math.log2(chosen / 0.004)) <= 0.5  # the nearest of the ladder
     assert chosen == min(rates, key=lambda rate: abs(math.log2(rate / 0.004)))
-    assert (whole.choice.tied, whole.choice.edge_side) == ([], None)
+    assert (whole.tune.choice.tied, whole.tune.choice.edge_side) == ([], None)
     trained = sum(t.tokens for t in tune.trials)
     assert tune.trained_tokens == trained + 100 * STEP < 0.4 * 5 * 3 * WHOLE
     assert len(whole.ran) == 11
@@ -198,7 +191,7 @@ def test_what_diverges_and_what_fails_is_out_and_told(run: Run) -> None:
     assert {t.status for t in result.tune.rungs[0].trials if t.lr < 0.0015} <= {"failed"}
     failed = [t for t in result.tune.rungs[0].trials if t.status == "failed"]
     assert all(t.reason == "RuntimeError: broken" for t in failed)
-    assert 0.0015 <= result.choice.lr <= 0.008
+    assert 0.0015 <= result.tune.choice.lr <= 0.008
 
 
 @pytest.mark.parametrize(
@@ -216,7 +209,7 @@ def test_a_search_in_which_everything_fails_has_failed(run: Run, part: str, reas
 
     result = run(surface)
     assert (result.exit_code, result.tune.status, result.tune.reason) == (1, "failed", reason)
-    assert result.choice is None
+    assert result.tune.choice is None
     assert not (result.out / "tuned.yaml").exists()
 
 
@@ -231,7 +224,7 @@ def test_a_stopped_search_goes_on_where_it_was(whole: Searched, run: Run) -> Non
         whole.tune.trained_tokens,
         whole.tune.seconds,
     )
-    assert (second.choice, second.tune.rungs) == (whole.choice, whole.tune.rungs)
+    assert (second.tune.choice, second.tune.rungs) == (whole.tune.choice, whole.tune.rungs)
     assert run().ran == []
 
 
@@ -246,10 +239,10 @@ def other_budget(shards: Path, budget: str) -> Config:
 def test_hours_become_tokens_at_the_measured_speed_once(shards: Path, tmp_path: Path) -> None:
     config = other_budget(shards, "schedule.hours=0.01")
     assert lr.full_tokens(config) is None
-    for tokens_per_s in (1e4, 2e4):  # a machine that is faster in the second call
-        result = search(config, tmp_path, tokens_per_s=tokens_per_s)
-        assert result.tune.tokens == round(0.01 * 3600 * 1e4 / STEP) * STEP
-    assert result.ran == []
+    for count in (11, 0):  # trials of the first call, and of the second
+        result = search(config, tmp_path)
+        assert result.tune.tokens == round(0.01 * 3600 * TOKENS_PER_S / STEP) * STEP
+        assert len(result.ran) == count
 
 
 def test_epochs_are_those_of_the_data(shards: Path, tmp_path: Path) -> None:
