@@ -221,16 +221,15 @@ class BatchTrials:
         """Run steps of `samples` sequences, or read those that an earlier call ran."""
         trial = self.trial(name, micro, samples, warm_up + steps)
         outcome = self._runs.run_one(trial)
-        facts: dict[str, Any]
+        facts: dict[str, Any] = {"name": name, "micro_batch": micro, "samples": samples}
         if outcome.status == "ok":
             repeat = read_repeat(trial.directory, trial.ranks, warm_up, steps)
-            facts = {part: repeat.parts[part][0] for part in TIMES}
+            facts |= {part: repeat.parts[part][0] for part in TIMES}
             facts["exposed_s"] = statistics.median(repeat.exposed_s or [0.0])
             facts["peaks_gib"] = repeat.memory_gib
         else:
-            facts = {"reason": cause(trial.directory)}
-        asked = {"name": name, "micro_batch": micro, "samples": samples}
-        return BatchTrial(**asked, status=outcome.status, seconds=outcome.seconds, **facts)
+            facts["reason"] = cause(trial.directory)
+        return BatchTrial(**facts, status=outcome.status, seconds=outcome.seconds)
 
     def noise_scale(self, micro: int, steps: int) -> tuple[float, NoiseScale]:
         """Measure the noise scale over steps of the declared batch; return also the seconds."""
