@@ -215,7 +215,7 @@ def tune(place: Place, length: int = 128) -> Found:
     result = verb(place, "tune batch", length, sizes, "--gpus", "1", "--budget", budget)
     rows = {
         f"micro batch {size['micro_batch']}": {
-            key: size.get(key) for key in ("status", "samples_per_s", "predicted_gib", "measured_gib")
+            key: size.get(key) for key in ("status", "samples_per_s", "peak_gib")
         }
         for size in result["sizes"]
     }

@@ -76,8 +76,8 @@ def sweep(spec: BatchSearchSpec, out: Path, number: int, steps: int) -> dict[int
             global_size = spec.config.batch.global_size
             name = f"micro-{micro}-round-{number}"
             measured = batches.time_steps(name, micro, global_size, WARM_UP, steps)
-            if measured.run is not None:
-                rates[micro] = global_size / statistics.fmean(measured.run.step_s)
+            if measured.step_s:
+                rates[micro] = global_size / statistics.fmean(measured.step_s)
             turns.tell(f"round {number}, micro {micro}: {measured.status} {rates.get(micro, 0):.1f}/s")
     return rates
 
@@ -99,7 +99,7 @@ def result(
         "model": spec.config.model.model_dump(mode="json"),
         "global_batch": spec.config.batch.global_size,
         "ranks": spec.ranks,
-        "budget_s": spec.budget_s,
+        "budget_s": spec.options.budget_s,
         "sweep": {
             str(micro): {"samples_per_s_median": medians.get(micro), "samples_per_s": values}
             for micro, values in rates.items()
@@ -109,7 +109,7 @@ def result(
                 "micro_batch": micro,
                 "share_of_sweeps_best": share,
                 "seconds": tried["seconds"],
-                "trials": len(tried["order"]),
+                "trials": len(tried["trials"]),
                 "not_settled": tried["choice"]["not_settled"],
                 "curve": {
                     str(s["micro_batch"]): [s["samples_per_s"], *(s["samples_per_s_ci95"] or [None, None])]

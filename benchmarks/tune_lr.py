@@ -5,7 +5,7 @@
 First the search (DIR/search), then a grid (DIR/grid): every rate that the search's first rung had, spaced 2x
 and at least five, with the same seeds, each to the whole budget, as ordinary trials by the same means, as
 many at a time. Both go on where they were stopped. Losses do not depend on how busy the machine is; seconds
-do: they are the wall clock of both parts, over all calls.
+do: they are summed over the trials (records until 2026-11-26: the wall clock of both parts).
 
     gap     nats: mean over the seeds of the search's rate, less that of the grid's best (goal: at most 0.02)
     tokens  trained by the search over those of the grid (goal: below 0.5); the same of the seconds
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +33,8 @@ from launcher.tune import FILE, lr
 GOAL_NATS, GOAL_TOKENS = 0.02, 0.5
 TOKENS = 1_200_000  # about two minutes of one rank on one core, as long as the quickstart trains
 RATES = 5
-OUTCOME = ("trial", "lr", "seed", "status", "cause", "heldout_loss", "tokens", "seconds")
-KEPT = (
-    "settings",
-    "tokens",
-    "range_test",
-    "rungs",
-    "choice",
-    "trained_tokens",
-    "ranks",
-    "at_a_time",
-    "unigram_entropy_nats",
-)
+OUTCOME = ("name", "lr", "seed", "status", "reason", "heldout_loss", "tokens", "seconds")
+KEPT = ("settings", "tokens", "range_test", "rungs", "choice", "trained_tokens", "ranks", "at_a_time")
 
 
 def parse() -> argparse.Namespace:
@@ -84,7 +73,7 @@ def grid(o: argparse.Namespace, config: Config, shards: Path, searched: dict[str
     todo = []
     for seed in seeds:
         for rate in ladder_of(searched):
-            name = lr.trial_name(config, rate, tokens, seed)
+            name = lr.trial_name(rate, tokens, seed)
             settings = lr.trial_config(config, shards, rate, tokens, seed)
             todo.append(Trial(out / "trials" / name, settings, searched["ranks"]))
     machine = environment.probe()
@@ -95,9 +84,7 @@ def grid(o: argparse.Namespace, config: Config, shards: Path, searched: dict[str
         cores=int(machine.usable_cores),
         most=searched["at_a_time"],
     )
-    before = (files.read_json(out / "seconds.json") or {"seconds": 0.0})["seconds"]
-    start, outcomes = time.monotonic(), []
-    left = [trial for trial in todo if trials.earlier_outcome(trial) is None]
+    outcomes = []
     try:
         with trials.runner(out, slots, launcher="torchrun", on_gpu=on_gpu, log=print) as runs:
             for trial, ended in runs.run(todo):
@@ -109,12 +96,9 @@ def grid(o: argparse.Namespace, config: Config, shards: Path, searched: dict[str
                 )
     except Stopped as stop:
         sys.exit(128 + stop.number)
-    finally:
-        spent = before + (time.monotonic() - start if left else 0.0)
-        files.write_json(out / "seconds.json", {"seconds": spent})
     outcomes.sort(key=lambda outcome: (-outcome.lr, outcome.seed))
     lines = [{name: getattr(outcome, name) for name in OUTCOME} for outcome in outcomes]
-    return {"seconds": spent, "trials": lines}
+    return {"seconds": sum(outcome.seconds for outcome in outcomes), "trials": lines}
 
 
 def means(trials: list[dict[str, Any]]) -> dict[float, float]:

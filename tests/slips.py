@@ -91,8 +91,8 @@ SLIPS = (
     Slip(
         "pilot-memory-of-rank-0",
         "launcher/tune/batch.py",
-        "        peak_gib=repeat.memory_gib,",
-        "        peak_gib=repeat.memory_gib[:1],",
+        'facts["peaks_gib"] = repeat.memory_gib',
+        'facts["peaks_gib"] = repeat.memory_gib[:1]',
         "tests/unit/test_tune_batch.py",
     ),
     Slip(

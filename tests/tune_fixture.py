@@ -8,22 +8,12 @@ from bert_dp.files.models import NoiseScale
 from launcher import results
 from launcher.tune import lr_search, throughput
 from launcher.tune.lr_search import LrOptions, LrTrial, RangeTest, Rung, TuneLr
-from launcher.tune.throughput import (
-    BatchChoice,
-    BatchMemory,
-    MemoryLine,
-    MemoryTrial,
-    SizeResult,
-    TimedRun,
-    TuneBatch,
-)
+from launcher.tune.throughput import BatchChoice, BatchTrial, MemoryLine, SizeResult, TuneBatch
 from tests.helpers import make_config
 from tests.scaling_fixture import ENVIRONMENT
 
-NOISE, DECLARED, DP = 310.0, 16, 2  # sequences
-INTERVAL = [255.0, 391.0]
+DECLARED = 16  # sequences
 STEP_S = {2: (0.12, 0.13), 4: (0.1, 0.11), 8: (0.08, 0.078)}  # of the runs of each size
-TOO_LARGE = 12
 COMMON: dict[str, Any] = {
     "date": "2026-11-24",
     "environment": ENVIRONMENT,
@@ -33,67 +23,54 @@ COMMON: dict[str, Any] = {
 }
 
 
-def timed_run(name: str, step_s: float, peak_gib: float = 0.25) -> TimedRun:
-    steps = [step_s * (1 + 0.01 * k) for k in range(-2, 3)]
-    return TimedRun(
-        name=name,
+def timed_trial(micro: int, number: int, step_s: float, **changes: Any) -> BatchTrial:
+    """Five steps of the declared batch on two ranks."""
+    steps, peak_gib = [step_s * (1 + 0.01 * k) for k in range(-2, 3)], 0.2 + 0.0125 * micro
+    trial = BatchTrial(
+        name=f"micro-{micro}-r{number}",
+        micro_batch=micro,
+        samples=DECLARED,
+        seconds=5.0,
+        status="ok",
+        peaks_gib=[peak_gib, peak_gib - 0.01],
         step_s=steps,
         forward_backward_s=[0.8 * s for s in steps],
-        peak_gib=[peak_gib, peak_gib - 0.01],
+        data_wait_s=[0.0] * len(steps),
     )
+    return trial.model_copy(update=changes)
 
 
 def batch(*, inconclusive: str = "", **changes: Any) -> dict[str, Any]:
-    """A choice between three sizes, one that is too large, a noise scale or why it is `inconclusive`.
-    `changes` replace whole entries."""
-    peaks = {micro: 0.2 + 0.0125 * micro for micro in STEP_S}
-    runs = {m: [timed_run(f"micro-{m}-r{k}", s, peaks[m]) for k, s in enumerate(STEP_S[m])] for m in STEP_S}
-    rates = {m: [throughput.run_rate(run, DECLARED, DECLARED) for run in each] for m, each in runs.items()}
+    """A choice between three sizes, a noise scale or why it is `inconclusive`. `changes` replace whole
+    entries."""
+    trials = [timed_trial(m, k, s) for m, each in STEP_S.items() for k, s in enumerate(each)]
+    rates = {m: [throughput.run_rate(t, DECLARED) for t in trials if t.micro_batch == m] for m in STEP_S}
     means = {m: throughput.mean_rate(rates, m) for m in rates}
     sizes = [
         SizeResult(
             micro_batch=m,
-            accumulation=DECLARED // m // DP,
+            status="ok",
             samples_per_s=means[m],
             samples_per_s_ci95=throughput.rate_interval(rates, m),
-            relative=means[m] / max(means.values()),
-            measured_gib=peaks[m],
-            runs=runs[m],
+            peak_gib=0.2 + 0.0125 * m,
+            runs=2,
         )
-        for m in runs
+        for m in STEP_S
     ]
-    trials = [MemoryTrial(micro_batch=m, status="ok", peak_gib=gib) for m, gib in peaks.items()]
-    noise = NoiseScale(verdict="inconclusive", reason=inconclusive)
-    if not inconclusive:
-        estimate: dict[str, Any] = {
-            "noise_scale": NOISE,
-            "interval": INTERVAL,
-            "trace": 0.62,
-            "grad_sq": 0.002,
-        }
-        noise = NoiseScale(verdict="ok", steps=170, **estimate)
-    gain = throughput.goodput(
-        micro_s=0.07, update_s=0.02, per_pass=16, global_size=DECLARED, noise=NOISE, interval=INTERVAL
-    )
+    noise = NoiseScale(verdict="ok", steps=170, noise_scale=310.0, interval=[255.0, 391.0])
+    if inconclusive:
+        noise = NoiseScale(verdict="inconclusive", reason=inconclusive)
     tune = TuneBatch(
         **COMMON,
         command=["bert-dp", "tune", "batch"],
         seconds=41.5,
         ranks=2,
-        budget_s=300.0,
-        dp=DP,
         global_batch=DECLARED,
-        sequence_length=32,
-        memory=BatchMemory(
-            limit_gib=0.5,
-            limit_of="--memory",
-            line=MemoryLine(intercept_gib=0.2, gib_per_sequence=0.0125),
-            trials=[*trials, MemoryTrial(micro_batch=TOO_LARGE, status="oom", peak_gib=None)],
-            parts_gib={"weights": 0.01, "activations": 0.1},
-        ),
+        memory_limit_gib=0.5,
+        memory_line=MemoryLine(intercept_gib=0.2, gib_per_sequence=0.0125),
+        memory_trials=[timed_trial(m, 0, 0.1) for m in (2, 4)],
         sizes=sizes,
-        order=[2, 4, 8, 8, 4, 2],
-        trial_samples=DECLARED,
+        trials=trials,
         choice=BatchChoice(
             micro_batch=8,
             accumulation=1,
@@ -104,26 +81,20 @@ def batch(*, inconclusive: str = "", **changes: Any) -> dict[str, Any]:
             limited_by="global batch",
         ),
         noise=noise,
-        goodput=None if inconclusive else gain,
     )
     return {**results.plain(tune), **changes}
 
 
 def unmeasured() -> dict[str, Any]:
     """A search of the micro batch that was stopped before its first trial ended."""
-    none = dict.fromkeys(("choice", "noise", "goodput", "seconds"))
-    return batch(status="partial", memory={}, sizes=[], order=[], trial_samples=0, **none)
+    nothing = {"choice": None, "noise": None, "seconds": None, "memory_limit_gib": None, "memory_line": None}
+    return batch(status="partial", memory_trials=[], sizes=[], trials=[], **nothing)
 
 
 def trial(lr: float, seed: int, tokens: int, loss: float | None) -> LrTrial:
-    lost = (
-        {} if loss is not None else {"cause": "5 steps in a row were skipped", "failure_kind": "not_finite"}
-    )
-    name = f"adamw-lr-{lr:g}-t{tokens}-s{seed}"
-    status = "ok" if loss is not None else "diverged"
-    return LrTrial(
-        trial=name, lr=lr, seed=seed, status=status, heldout_loss=loss, tokens=tokens, seconds=2.5, **lost
-    )
+    status, reason = ("ok", None) if loss is not None else ("diverged", "5 steps in a row were skipped")
+    facts: dict[str, Any] = {"status": status, "reason": reason, "heldout_loss": loss}
+    return LrTrial(name=f"lr-{lr:g}-t{tokens}-s{seed}", lr=lr, seed=seed, tokens=tokens, seconds=2.5, **facts)
 
 
 def lr(**changes: Any) -> dict[str, Any]:
@@ -142,10 +113,8 @@ def lr(**changes: Any) -> dict[str, Any]:
         ranks=1,
         settings=LrOptions(rates=3, seeds=2),
         tokens=8192,
-        tokens_why="8,192 tokens, the configuration's",
         at_a_time=2,
-        unigram_entropy_nats=5.0251,
-        range_test=RangeTest(trial="range-adamw", points=points, edge=0.3, reason="the loss rose 4 nats"),
+        range_test=RangeTest(points=points, edge=0.3, reason="the loss rose 4 nats"),
         rungs=rungs,
         choice=lr_search.choose_rate(rungs),
         trained_tokens=36864,

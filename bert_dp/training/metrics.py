@@ -23,7 +23,7 @@ from bert_dp.training.devices import alloc_retries, peak_memory_gib, synchronize
 from bert_dp.training.distributed import HostCollectives
 
 PHASES = ("forward_backward", "optimizer")
-TIMED = (*PHASES, "own_work")
+TIMED = (*PHASES, "compute_before_reduction")
 STRAGGLER_STEPS = 10  # over fewer steps nobody is: one pause would name a rank
 
 

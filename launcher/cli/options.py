@@ -112,15 +112,6 @@ def seconds(text: str) -> float:
     return value
 
 
-def two_batches(text: str) -> tuple[int, int]:
-    """Parse `256->4096`: two global batches."""
-    match = re.fullmatch(r"\s*(\d{1,9})\s*->\s*(\d{1,9})\s*", text)
-    batches = (int(match[1]), int(match[2])) if match else (0, 0)
-    if not min(batches):
-        raise BadParameter(f"{text!r} is not of the form '256->4096', two global batches; quote it")
-    return batches
-
-
 def launcher(text: str) -> str:
     """Check that a launcher is known and installed."""
     if problem := launcher_problem(text):

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 from typer import Argument, Option
 
-from bert_dp.config import ConfigError, Issue, find_config, shipped_configs
+from bert_dp.config import ConfigError, Issue, find_config, micro_is_auto, shipped_configs
 from bert_dp.config.checks import parse_profile
 from launcher.cli import options as opt
 from launcher.log import print_error
@@ -37,7 +37,6 @@ def train(
     """Pretrain; by default two minutes on built-in text."""
     from launcher import job
     from launcher.run import restarts, train
-    from launcher.tune import auto
 
     config, settings = opt.split_words(words, set_)
     if elastic and not max_restarts:
@@ -49,19 +48,23 @@ def train(
             [Issue("--profile-ranks", "no_effect", "records nothing without --profile FIRST:END")]
         )
     plan = None if profile is None else parse_profile(profile, profile_ranks or "0")
-    overrides, failed = auto.resolve_auto_batch(
-        config,
-        settings,
-        nproc=nproc,
-        run_dir=run_dir,
-        resume=resume,
-        launcher=launcher,
-        dry_run=dry_run,
-        console=opt.console(),
-        profile=plan,
-    )
-    if failed:
-        return failed
+    overrides = settings
+    if micro_is_auto(job.find_config(config, run_dir), settings):
+        from launcher.tune.batch import resolve_auto_batch
+
+        overrides, failed = resolve_auto_batch(
+            config,
+            settings,
+            nproc=nproc,
+            run_dir=run_dir,
+            resume=resume,
+            launcher=launcher,
+            dry_run=dry_run,
+            console=opt.console(),
+            profile=plan,
+        )
+        if failed:
+            return failed
     searched = overrides != settings and not dry_run  # a micro batch that was measured needs no estimate
     return train.train(
         job.load(config, overrides, run_dir),

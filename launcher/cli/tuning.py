@@ -13,7 +13,6 @@ from bert_dp.config import ConfigError, Issue
 from launcher.cli import options as opt
 
 MAX_TOKENS = 1e15
-RATES, SEEDS = 5, 3  # defaults of `tune lr`
 
 
 def scale(
@@ -92,7 +91,7 @@ def tune_batch(
     """Find the micro batch of a rank by real runs.
 
     The result is the smallest micro batch within 3 % of the best throughput. The global batch stays;
-    accumulation follows. Memory per rank, gradient noise scale and critical global batch are also shown.
+    accumulation follows. Memory per rank and gradient noise scale are also shown.
     """
     from launcher.tune import batch as search
 
@@ -113,17 +112,13 @@ def tune_lr(
     nproc: Annotated[
         int | None, Option("--nproc", "--ranks", min=1, help="Ranks of a trial; default: one replica's.")
     ] = None,
-    rates: Annotated[int, Option(min=3, max=20, help="Rates of the first rung, spaced 2x.")] = RATES,
-    seeds: Annotated[int, Option(min=1, max=100, help="Seeds of each finalist.")] = SEEDS,
+    rates: Annotated[int, Option(min=3, max=20, help="Rates of the first rung, spaced 2x.")] = 5,
+    seeds: Annotated[int, Option(min=1, max=100, help="Seeds of each finalist.")] = 3,
     tokens: Annotated[
         float | None, Option(min=1, help="Tokens of a whole run; default: the configuration's.")
     ] = None,
     budget: Annotated[
         float | None, opt.parsed(opt.seconds, "TIME", "Shorten the runs to fit in 90s, 30m, 2h.")
-    ] = None,
-    transfer: Annotated[
-        Sequence[int] | None,
-        opt.parsed(opt.two_batches, "'B1->B2'", "Scale the rate from global batch B1 to B2; run nothing."),
     ] = None,
     launcher: opt.Launcher = "torchrun",
     set_: opt.Set = None,
@@ -137,24 +132,9 @@ def tune_lr(
     compared on whole runs with several seeds by held-out loss. Writes tune.json and tuned.yaml for `train`.
     """
     from launcher.tune import lr as search
-    from launcher.tune.lr import carry
     from launcher.tune.lr_search import LrOptions
 
     config, overrides = opt.split_words(words, set_)
-    if transfer is not None:
-        given = {
-            "--nproc": nproc is not None,
-            "--rates": rates != RATES,
-            "--seeds": seeds != SEEDS,
-            "--tokens": tokens is not None,
-            "--budget": budget is not None,
-        }
-        idle = [option for option, is_given in given.items() if is_given]
-        if idle:
-            message = "--transfer runs nothing"
-            raise ConfigError([Issue(name, "no_effect", message, other="--transfer") for name in idle])
-        before, after = transfer
-        return carry(config, overrides, before, after, out, as_json=json, console=opt.console())
     if tokens is not None and not tokens < MAX_TOKENS:
         raise ConfigError([Issue("--tokens", "out_of_range", f"must be below {MAX_TOKENS:g}", tokens)])
     options = LrOptions(

@@ -9,9 +9,24 @@ from typing import Any
 from bert_dp import files
 from bert_dp.config import Config, dump_config
 from launcher import results
+from launcher.job import Output
 
 FILE = "tune.json"
 TUNED = "tuned.yaml"
+PLAN = "plan.json"
+
+
+class SearchPlan(results.PlanFile):
+    """plan.json: the options that a search was begun with."""
+
+    settings: dict[str, Any]
+
+
+def search_output(folder: Path, config: Config, settings: dict[str, Any], *grows: str) -> Output[SearchPlan]:
+    """Return the output directory of a search. Only the settings `grows` may be greater in a later call."""
+    plan = SearchPlan(config_hash=config.hash(), config=config.model_dump(mode="json"), settings=settings)
+    fixed = ("config_hash", "settings")
+    return Output(folder, "search", PLAN, plan, fixed, tuple(f"settings.{name}" for name in grows))
 
 
 def with_settings(config: Config, **sections: Mapping[str, Any]) -> Config:

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Literal
 
-from bert_dp.files.models import FailureKind, HeldOut, StoredModel
+from bert_dp.files.models import HeldOut, StoredModel
 from launcher.results import Point, Positive, TuneFile
 from launcher.stats import half_width
 
@@ -21,7 +21,6 @@ EDGE_RATIO = 4.0  # of the edge over the highest rate of the first ladder (arXiv
 EXTENSIONS = 3  # rates that may be added at either end of the ladder
 FINALISTS = 2
 CLOSE_NATS = 0.03  # above the best mean, up to which a rate trains every seed
-NEIGHBOUR_OCTAVES = 0.49  # between two rates that count as neighbours, at least
 
 LrTrialStatus = Literal["ok", "diverged", "oom", "failed"]
 Side = Literal["high", "low"]
@@ -41,7 +40,6 @@ class LrOptions(StoredModel):
 class RangeTest(StoredModel):
     """A run whose rate rises until training breaks."""
 
-    trial: str
     points: list[Point]  # [rate, training loss or null]
     edge: float | None  # the lowest rate at which training broke; null: it did not
     reason: str
@@ -50,16 +48,15 @@ class RangeTest(StoredModel):
 class LrTrial(StoredModel):
     """One complete run."""
 
-    trial: str
+    name: str
     lr: float
     seed: int
     status: LrTrialStatus
-    failure_kind: FailureKind | None = None
-    cause: str | None = None
+    reason: str | None = None
     heldout_loss: float | None = None
     heldout: HeldOut | None = None  # the loss with its denominator
     tokens: int
-    seconds: float | None = None
+    seconds: float = 0.0
 
     @property
     def score(self) -> float:
@@ -99,7 +96,7 @@ class LrChoice(StoredModel):
     heldout_loss: float  # mean over the seeds
     seeds: int
     lead: float | None  # nats to the next rate, mean over the seeds that both have; null: the only rate
-    edge_side: Side | None  # where no worse rate was measured
+    edge_side: Side | None  # where no rate was measured
     tied: list[float]  # rates that cannot be told apart from it
 
 
@@ -110,9 +107,7 @@ class TuneLr(TuneFile):
     kind: Literal["lr"] = "lr"
     settings: LrOptions
     tokens: int | None  # of a whole run; null: stopped before the range test ended
-    tokens_why: str | None
     at_a_time: int  # trials
-    unigram_entropy_nats: float | None
     range_test: RangeTest | None = None
     rungs: list[Rung] = []  # short runs, whole runs
     choice: LrChoice | None = None
@@ -183,7 +178,7 @@ def mark_diverged(trials: Sequence[LrTrial], unigram: float | None) -> list[LrTr
         if trial.status != "ok" or trial.score <= unigram or trial.lr <= lowest:
             return trial
         reason = f"{trial.heldout_loss:.4g} nats, above the unigram entropy {unigram:.4g}"
-        return trial.model_copy(update={"status": "diverged", "cause": reason})
+        return trial.model_copy(update={"status": "diverged", "reason": reason})
 
     return [marked(trial) for trial in trials]
 
@@ -233,33 +228,20 @@ def next_whole_runs(first: Rung, last: Rung) -> list[tuple[float, int]]:
 def untrained_neighbour(first: Rung, last: Rung, best: float) -> float | None:
     """Return the nearest rate of the first rung above or below `best` that the last rung has not trained."""
     tried = {*first.ranked(), *last.rates}
-    for sign in (1, -1):
-        beyond = [lr for lr in tried if sign * math.log2(lr / best) > NEIGHBOUR_OCTAVES]
-        nearest = min(beyond, key=lambda lr: abs(math.log(lr / best)), default=None)
-        if nearest is not None and nearest not in last.rates:
-            return nearest
-    return None
+    above = min((lr for lr in tried if lr > best), default=None)
+    below = max((lr for lr in tried if lr < best), default=None)
+    return next((lr for lr in (above, below) if lr is not None and lr not in last.rates), None)
 
 
 # --- the choice
 
 
 def open_side(rungs: Sequence[Rung], best: float) -> Side | None:
-    """Return the side of the best on which no worse rate was measured.
-
-    The nearest rate on each side counts, in the longest rung that has both.
-    """
+    """Return the side of the best on which no rate was measured, if there is one."""
     measured = {t.lr for rung in rungs for t in rung.trials if t.status in ("ok", "diverged")}
-    sides: dict[Side, list[float]] = {
-        "high": [lr for lr in measured if lr > best],
-        "low": [lr for lr in measured if lr < best],
-    }
-    for side, beyond in sides.items():
-        nearest = min(beyond, key=lambda lr: abs(math.log(lr / best)), default=None)
-        common = [rung for rung in rungs if {nearest, best} <= set(rung.rates)]
-        if nearest is None or not common or common[-1].mean(nearest) <= common[-1].mean(best):
-            return side
-    return None
+    if best == max(measured):
+        return "high"
+    return "low" if best == min(measured) else None
 
 
 def choose_rate(rungs: Sequence[Rung]) -> LrChoice | None:

@@ -1,4 +1,4 @@
-"""Rules of `tune batch`: sizes, memory, rounds of runs, choice, goodput; and the models of its tune.json."""
+"""Rules of `tune batch`: sizes, memory, rounds of runs, choice; and the models of its tune.json."""
 
 # ruff: noqa: RUF012 (pydantic copies a default)
 
@@ -8,13 +8,11 @@ import contextlib
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal
-
-from pydantic import Field
+from typing import Literal
 
 from bert_dp.config import Config, ConfigError, batch_layout
 from bert_dp.config.schema import divisors
-from bert_dp.files.models import FailureKind, NoiseScale, StoredModel
+from bert_dp.files.models import NoiseScale, StoredModel
 from launcher.results import Count, Interval, Positive, TuneFile
 from launcher.stats import student
 from launcher.tune import with_settings
@@ -24,11 +22,30 @@ MEMORY_SHARE = 0.9  # of a rank's memory, that a size may take
 MAX_SIZES, MIN_SIZES = 8, 3
 MIN_STEPS, MAX_STEPS = 6, 60  # timed, of a run
 MAX_ROUNDS = 6
-MAX_BATCH_RATIO = 16  # of a global batch over the declared one, in goodput
 
-SizeStatus = Literal["ok", "oom", "failed", "over", "thrash"]
-"""over: the peak is above the limit; thrash: the GPU's allocator had to free its cache."""
-Samples = Annotated[list[float], Field(min_length=1)]
+SizeStatus = Literal["ok", "oom", "failed", "over"]
+"""over: the peak is above the limit."""
+
+
+class BatchTrial(StoredModel):
+    """One run at a micro batch. The lists of one that did not take every step are empty."""
+
+    name: str
+    micro_batch: int
+    samples: int  # sequences of a step, of all ranks
+    seconds: float  # from its start to its end
+    status: SizeStatus
+    reason: str | None = None
+    peaks_gib: list[float] = []  # of each rank
+    step_s: list[float] = []  # of each timed step
+    forward_backward_s: list[float] = []
+    data_wait_s: list[float] = []
+    exposed_s: float = 0.0  # reductions per step that no backward pass covered; 0: the engine does not tell
+
+    @property
+    def peak_gib(self) -> float | None:
+        """Return the peak of the rank with most; None if not every step was taken."""
+        return max(self.peaks_gib, default=None)
 
 
 class MemoryLine(StoredModel):
@@ -42,58 +59,15 @@ class MemoryLine(StoredModel):
         return self.intercept_gib + self.gib_per_sequence * micro
 
 
-class MemoryTrial(StoredModel):
-    """The memory of one trial."""
-
-    micro_batch: int
-    status: SizeStatus
-    peak_gib: float | None  # of the rank with most; null: not every step was taken
-
-
-class BatchMemory(StoredModel, frozen=False):
-    """The memory that a rank may use and the peaks that were measured."""
-
-    limit_gib: float | None = None  # null: unknown
-    limit_of: str | None = None
-    line: MemoryLine | None = None  # through the two largest sizes that ran
-    trials: list[MemoryTrial] = []
-    parts_gib: dict[str, float] = {}  # of the chosen size, by the formula
-
-    def peak_gib(self, micro: float) -> float | None:
-        """Return the expected peak of a rank at this size; None before a trial has shown it."""
-        return self.line.gib(micro) if self.line else None
-
-    def fits(self, micro: int) -> bool:
-        """Return True if the line puts this size within MEMORY_SHARE of the limit."""
-        peak = self.peak_gib(micro)
-        return self.limit_gib is None or peak is None or peak <= MEMORY_SHARE * self.limit_gib
-
-
-class TimedRun(StoredModel):
-    """The timed steps of one run."""
-
-    name: str
-    step_s: Samples
-    forward_backward_s: Samples
-    peak_gib: Samples  # of each rank
-    exposed_s: float = 0.0  # reductions per step that no backward pass covered; 0: the engine does not tell
-    data_wait_s: list[float] = []
-    alloc_retries: int | None = None  # of the GPU's allocator, after the warm-up
-
-
-class SizeResult(StoredModel, frozen=False):
+class SizeResult(StoredModel):
     """One micro batch. Rates are sequences/s of all ranks at the declared global batch."""
 
     micro_batch: int
-    accumulation: int  # at the declared global batch
-    status: SizeStatus = "ok"
-    failure_kind: FailureKind | None = None
-    reason: str | None = None
+    status: SizeStatus
     samples_per_s: float | None = None  # geometric mean over the runs
     samples_per_s_ci95: Interval | None = None
-    relative: float | None = None  # to the fastest size
-    measured_gib: float | None = None
-    runs: list[TimedRun] = []
+    peak_gib: float | None = None
+    runs: int
 
 
 class BatchChoice(StoredModel):
@@ -108,35 +82,22 @@ class BatchChoice(StoredModel):
     limited_by: Literal["memory", "budget", "global batch"]
 
 
-class Goodput(StoredModel):
-    """The global batch with the greatest goodput. Batches are in sequences."""
-
-    declared: int
-    recommended: int
-    recommended_interval: list[int]  # at the ends of the noise scale's interval
-    gain: float  # over the declared batch, less one
-    at_edge: bool  # of the batches that were compared
-
-
 class TuneBatch(TuneFile):
     """tune.json of `tune batch`."""
 
     schema_version: Literal[1] = 1
     kind: Literal["batch"] = "batch"
-    budget_s: float
-    dp: int
     global_batch: int
-    sequence_length: int
-    memory: BatchMemory
-    sizes: list[SizeResult]  # ascending
-    order: list[int]  # micro batches in the order of their runs
-    trial_samples: int  # sequences per step of a timed run; 0: none has run
+    memory_limit_gib: float | None  # of a rank; null: unknown
+    memory_line: MemoryLine | None = None  # through the two largest sizes that ran
+    memory_trials: list[BatchTrial] = []
+    trials: list[BatchTrial] = []  # timed
+    sizes: list[SizeResult] = []  # ascending
     choice: BatchChoice | None = None
     noise: NoiseScale | None = None
-    goodput: Goodput | None = None
 
 
-# --- sizes
+# --- sizes and memory
 
 
 def with_micro(config: Config, micro: int) -> Config:
@@ -172,7 +133,7 @@ def sizes_to_time(sizes: Sequence[int]) -> list[int]:
     return sorted({min(sizes, key=lambda size: abs(math.log(size) - place)) for place in even})
 
 
-def memory_line(trials: Sequence[MemoryTrial], slope_gib: float) -> MemoryLine | None:
+def memory_line(trials: Sequence[BatchTrial], slope_gib: float) -> MemoryLine | None:
     """Return the line through the two largest sizes that ran, or with `slope_gib` through the only one."""
     peaks: dict[int, float] = {}
     for trial in trials:
@@ -192,23 +153,22 @@ Rates = Mapping[int, Sequence[float]]
 """Micro batch -> sequences/s of each run."""
 
 
-def passes_s(run: TimedRun) -> list[float]:
+def passes_s(trial: BatchTrial) -> list[float]:
     """Return the seconds of each step that grow with its sequences.
 
     These are forward and backward passes without the exposed reduction, and the wait for data.
     """
-    waits = run.data_wait_s or [0.0] * len(run.step_s)
-    passes = [max(0.0, seconds - run.exposed_s) for seconds in run.forward_backward_s]
-    return [seconds + wait for seconds, wait in zip(passes, waits, strict=True)]
+    pairs = zip(trial.forward_backward_s, trial.data_wait_s, strict=True)
+    return [max(0.0, seconds - trial.exposed_s) + wait for seconds, wait in pairs]
 
 
-def run_rate(run: TimedRun, trial_samples: int, global_size: int) -> float:
-    """Return sequences/s at the global batch, from steps of `trial_samples` sequences.
+def run_rate(trial: BatchTrial, global_size: int) -> float:
+    """Return sequences/s at the global batch.
 
     The passes count as often as the global batch needs them, reduction and update once.
     """
-    more = global_size / trial_samples - 1
-    steps = [step + more * own for step, own in zip(run.step_s, passes_s(run), strict=True)]
+    more = global_size / trial.samples - 1
+    steps = [step + more * own for step, own in zip(trial.step_s, passes_s(trial), strict=True)]
     return global_size / statistics.fmean(steps)
 
 
@@ -264,44 +224,3 @@ def choose_size(rates: Rates, min_share: float = MIN_SHARE_OF_BEST) -> tuple[int
     others = [size for size in rates if size != chosen]
     open_ = [s for s in others if log_share(s, chosen) + times * error(s, chosen) > -least]
     return chosen, fastest, sorted(open_)
-
-
-# --- goodput
-
-
-def goodput(
-    *,
-    micro_s: float,
-    update_s: float,
-    per_pass: int,
-    global_size: int,
-    noise: float,
-    interval: Sequence[float],
-) -> Goodput:
-    """Find the global batch with the greatest throughput x efficiency (Pollux, OSDI 2021, section 3).
-
-    Compared are `per_pass` and its doublings within MAX_BATCH_RATIO of the declared batch, and that one. A
-    step of B sequences takes B / per_pass x micro_s + update_s seconds; a sequence in it is worth
-    (B_ref + noise) / (B + noise) of one in the declared batch B_ref (arXiv 1812.06162, equation 2.7).
-    """
-
-    def good(size: int, scale: float) -> float:
-        samples_per_s = size / (size / per_pass * micro_s + update_s)
-        return samples_per_s * (global_size + scale) / (size + scale)
-
-    def best(scale: float) -> int:
-        return max(sizes, key=lambda size: good(size, scale))
-
-    most = MAX_BATCH_RATIO * global_size
-    doubled = (per_pass * 2**k for k in range((most // per_pass).bit_length()))
-    sizes = sorted(
-        {size for size in doubled if global_size / MAX_BATCH_RATIO <= size <= most} | {global_size}
-    )
-    recommended = best(noise)
-    return Goodput(
-        declared=global_size,
-        recommended=recommended,
-        recommended_interval=sorted(map(best, interval)),
-        gain=good(recommended, noise) / good(global_size, noise) - 1,
-        at_edge=recommended in (sizes[0], sizes[-1]),
-    )

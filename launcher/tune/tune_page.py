@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from bert_dp.config import ConfigError, Issue
 from bert_dp.files.models import HeldOut
 from launcher import results
 from launcher.report import run_page
@@ -21,8 +20,8 @@ from launcher.report.numbers import (
     format_lr,
     format_nats,
     format_percent,
-    format_ratio,
     format_si,
+    number,
 )
 from launcher.report.page import (
     Axis,
@@ -41,25 +40,21 @@ from launcher.report.page import (
     table,
 )
 from launcher.tune import TUNED
-from launcher.tune.lr_search import Rung, TuneLr
-from launcher.tune.throughput import MEMORY_SHARE, MIN_SHARE_OF_BEST, TuneBatch, run_rate
+from launcher.tune.lr_search import LrTrial, Rung, TuneLr
+from launcher.tune.throughput import MEMORY_SHARE, MIN_SHARE_OF_BEST, BatchTrial, TuneBatch, run_rate
 
 MAX_LIMIT_RATIO = 3.0  # over the greatest peak, up to which a memory limit is drawn
-MAX_LOSS_RATIO = 1.5  # over the first loss of a range test: losses above are drawn there
-MAX_RATE_TICKS = 8
 LIMITS = {
     "memory": "Larger sizes do not fit the memory of a rank.",
     "budget": "The budget left no time for larger sizes; --budget raises it.",
     "global batch": "Tried up to the largest size that the global batch allows.",
 }
 SIZE_COLUMNS = (
-    Quantity("accumulation", "accumulation", "count"),
     Quantity("status", "status", "word"),
     Quantity("samples_per_s", "sequences/s"),
     Quantity("samples_per_s_ci95.low", "95 % from"),
     Quantity("samples_per_s_ci95.high", "to"),
-    Quantity("relative", "share of the fastest", "percent"),
-    Quantity("measured_gib", "peak", "gib"),
+    Quantity("peak_gib", "peak", "gib"),
     Quantity("runs", "runs", "count"),
 )
 
@@ -67,20 +62,23 @@ SIZE_COLUMNS = (
 def tune_page(path: Path) -> Report:
     """Build the page of a tune.json of either search. Raises ConfigError."""
     data = results.load(path, TuneBatch.hint)
-    kind = data.get("kind") if isinstance(data, dict) else None
-    if kind == "lr":
+    if isinstance(data, dict) and data.get("kind") == "lr":
         return lr_page(results.parse(data, TuneLr, str(path)), path.parent)
-    if kind == "batch":
-        return batch_page(results.parse(data, TuneBatch, str(path)), path.parent)
-    hint = "name another directory"
-    raise ConfigError(
-        [Issue(str(path), "unsupported", "this is no search of `bert-dp tune`", kind, hint=hint)]
-    )
+    return batch_page(results.parse(data, TuneBatch, str(path)), path.parent)
 
 
 def train_command(folder: Path) -> str:
     """Return the command that trains what was chosen."""
     return f"bert-dp train {shlex.quote(str(folder / TUNED))}"
+
+
+def _lost(trials: Sequence[BatchTrial | LrTrial]) -> list[Verdict]:
+    lines = [f"{trial.name}: {trial.status}: {trial.reason}" for trial in trials if trial.reason]
+    return [Verdict("info", f"{count_of(len(lines), 'trial')} without a result:", lines)] if lines else []
+
+
+def _marks(label: str, points: Sequence[tuple[float, float | None]], colour: int) -> Line:
+    return Line(label, [float(x) for x, _ in points], [y for _, y in points], colour, "marks")
 
 
 # --- the micro batch
@@ -90,24 +88,14 @@ def batch_page(tune: TuneBatch, folder: Path) -> Report:
     """Build the page of a search of the micro batch. `folder` holds tune.json."""
     method = [
         f"global batch {format_count(tune.global_batch)}",
-        f"{format_count(tune.sequence_length)} tokens a sequence",
-        f"{count_of(len(tune.order), 'run')} in {format_duration(tune.seconds or 0.0)}",
+        f"{count_of(len(tune.trials), 'run')} in {format_duration(tune.seconds or 0.0)}",
     ]
     sizes = [(format_count(size.micro_batch), size) for size in tune.sizes]
     result = table(sizes, SIZE_COLUMNS, corner="micro batch", empty="no size was measured")
-    lost = [
-        f"micro batch {format_count(s.micro_batch)}: {s.status}: {s.reason}" for s in tune.sizes if s.reason
-    ]
     return Report(
         "bert-dp: tuned micro batch",
         subtitle(tune, method),
-        [
-            *status_verdicts(tune),
-            *([Verdict("info", "Sizes without a throughput:", lost)] if lost else []),
-            _batch_choice(tune),
-            _noise(tune),
-            *_goodput(tune),
-        ],
+        [*status_verdicts(tune), *_lost(tune.trials), _batch_choice(tune), _noise(tune)],
         sections=[
             ReportSection("Sizes", tables=[result]),
             ReportSection("", [throughput_figure(tune), memory_figure(tune)], console=False),
@@ -120,20 +108,17 @@ def _batch_choice(tune: TuneBatch) -> Verdict:
     choice = tune.choice
     if choice is None:
         return Verdict("warn", "No micro batch was chosen.")
-    fastest = format_count(choice.fastest_micro_batch)
-    share = f"{format_percent(choice.share_of_best)} of the fastest ({fastest})"
-    if choice.micro_batch == choice.fastest_micro_batch:
-        share = "the fastest"
-    parts = ", ".join(f"{name} {format_gib(gib)}" for name, gib in tune.memory.parts_gib.items())
-    open_ = ", ".join(map(format_count, choice.not_settled))
-    notes = [
-        LIMITS[choice.limited_by],
-        f"Memory of a rank at this size, by the formula: {parts}." if parts else "",
-        f"Not settled: micro batch {open_} may be more than 3 % faster; raise --budget." if open_ else "",
-    ]
+    share = "the fastest"
+    if choice.micro_batch != choice.fastest_micro_batch:
+        fastest = format_count(choice.fastest_micro_batch)
+        share = f"{format_percent(choice.share_of_best)} of the fastest ({fastest})"
+    notes = [LIMITS[choice.limited_by]]
+    if choice.not_settled:
+        sizes = ", ".join(map(format_count, choice.not_settled))
+        notes.append(f"Not settled: micro batch {sizes} may be more than 3 % faster; raise --budget.")
     chosen = f"Micro batch {format_count(choice.micro_batch)}, accumulation {choice.accumulation}"
     text = f"{chosen}: {format_si(choice.samples_per_s, 'sequences/s')}, {share}."
-    return Verdict("warn" if open_ else "ok", text, [*filter(None, notes)])
+    return Verdict("warn" if choice.not_settled else "ok", text, notes)
 
 
 def _noise(tune: TuneBatch) -> Verdict:
@@ -142,12 +127,10 @@ def _noise(tune: TuneBatch) -> Verdict:
         return Verdict("info", "Noise scale: not measured.")
     if noise.noise_scale is None or noise.interval is None:
         return Verdict("info", f"Noise scale: inconclusive: {noise.reason or NA}.")
-    equal = f" = {noise.trace:.3g} / {noise.grad_sq:.3g}" if noise.trace and noise.grad_sq else ""
     weights = tune.config.get("run", {}).get("init_from") or "random weights"
     efficiency = format_percent(1 / (1 + tune.global_batch / noise.noise_scale))
     notes = [
-        f"B_simple = tr(Sigma) / |G|^2{equal}, {format_count(noise.steps)} steps from {weights}; it grows in "
-        "training.",
+        f"{format_count(noise.steps)} steps from {weights}; it grows in training.",
         f"In the declared batch of {format_count(tune.global_batch)} a sequence is worth {efficiency} of one "
         "in a small batch.",
     ]
@@ -156,29 +139,12 @@ def _noise(tune: TuneBatch) -> Verdict:
     return Verdict("info", text, notes)
 
 
-def _goodput(tune: TuneBatch) -> list[Verdict]:
-    if (gain := tune.goodput) is None:
-        return []
-    interval = " and ".join(map(format_count, gain.recommended_interval))
-    notes = [
-        f"At the ends of the noise scale's interval: {interval}.",
-        "This is the end of the compared range, not known to be the best." if gain.at_edge else "",
-        "Another global batch needs another learning rate." if gain.recommended != gain.declared else "",
-    ]
-    text = f"Goodput (throughput x what a sequence is worth) is greatest at {format_count(gain.recommended)} "
-    text += f"sequences, {format_percent(gain.gain)} above the declared {format_count(gain.declared)}."
-    return [Verdict("info", text, [*filter(None, notes)])]
-
-
 def throughput_figure(tune: TuneBatch) -> Figure:
     """Draw throughput against the micro batch, with intervals, every run and the share that is enough."""
-    ran = [size for size in tune.sizes if size.samples_per_s is not None]
-    x = [float(size.micro_batch) for size in ran]
-    rates = [
-        (s.micro_batch, run_rate(run, tune.trial_samples, tune.global_batch)) for s in ran for run in s.runs
-    ]
-    means = [size.samples_per_s for size in ran]
-    intervals = [size.samples_per_s_ci95 or (None, None) for size in ran]
+    ran = {size.micro_batch: size for size in tune.sizes if size.samples_per_s is not None}
+    x, means = list(map(float, ran)), [size.samples_per_s for size in ran.values()]
+    rates = [(t.micro_batch, run_rate(t, tune.global_batch)) for t in tune.trials if t.micro_batch in ran]
+    intervals = [size.samples_per_s_ci95 or (None, None) for size in ran.values()]
     lows, highs = [low for low, _ in intervals], [high for _, high in intervals]
     best = max((mean or 0.0 for mean in means), default=None)
     return Figure(
@@ -193,23 +159,18 @@ def throughput_figure(tune: TuneBatch) -> Figure:
 
 
 def memory_figure(tune: TuneBatch) -> Figure:
-    """Draw the measured peaks, the line through the two largest, and the memory that a rank may use."""
-    memory = tune.memory
-    measured = [(t.micro_batch, t.peak_gib) for t in memory.trials]
-    traces = [_marks("measured, greatest rank", sorted({(m, p) for m, p in measured if p is not None}), 1)]
-    if memory.line is not None:
-        across = [0.0, float(max(micro for micro, _ in measured))]
+    """Draw the measured peaks, the line through the two largest, and the memory that a size may take."""
+    line, limit, trials = tune.memory_line, tune.memory_limit_gib, [*tune.memory_trials, *tune.trials]
+    peaks = {(trial.micro_batch, trial.peak_gib) for trial in trials if trial.peak_gib is not None}
+    traces = [_marks("measured, greatest rank", sorted(peaks), 1)]
+    if line is not None:
+        across = [0.0, float(max(micro for micro, _ in peaks))]
         label = "line through the two largest"
-        traces.insert(0, Line(label, across, [memory.peak_gib(x) for x in across], 0, "dashed"))
-    limit, highest = memory.limit_gib, max([value for trace in traces for value in trace.values], default=0.0)
-    is_far = limit is not None and limit > MAX_LIMIT_RATIO * highest
-    levels = []
-    if limit is not None and not is_far:
-        share = f"{format_percent(MEMORY_SHARE)} of it"
-        levels = [
-            ReferenceLine(f"limit {format_gib(limit)}", limit),
-            ReferenceLine(share, MEMORY_SHARE * limit, left=True),
-        ]
+        traces.insert(0, Line(label, across, [line.gib(x) for x in across], 0, "dashed"))
+    highest = max([value for trace in traces for value in trace.values], default=0.0)
+    levels, share = [], format_percent(MEMORY_SHARE)
+    if limit is not None and limit <= MAX_LIMIT_RATIO * highest:
+        levels = [ReferenceLine(f"{share} of the memory of a rank", MEMORY_SHARE * limit)]
     return Figure(
         "Peak memory against micro batch",
         traces,
@@ -217,12 +178,8 @@ def memory_figure(tune: TuneBatch) -> Figure:
         Axis("peak memory of a rank (GiB)", from_zero=True),
         levels=levels,
         marks=_chosen(tune),
-        note=f"The limit, {format_gib(limit)}, is far above." if is_far else "",
+        note="" if limit is None else f"A rank has {format_gib(limit)}, of which a size may take {share}.",
     )
-
-
-def _marks(label: str, points: Sequence[tuple[float, float | None]], colour: int) -> Line:
-    return Line(label, [float(x) for x, _ in points], [y for _, y in points], colour, "marks")
 
 
 def _chosen(tune: TuneBatch) -> list[Mark]:
@@ -236,19 +193,13 @@ def _chosen(tune: TuneBatch) -> list[Mark]:
 def lr_page(tune: TuneLr, folder: Path) -> Report:
     """Build the page of a search of the learning rate. `folder` holds tune.json."""
     method = [
-        f"range test, {count_of(len(tune.rungs), 'rung')}; whole runs of {format_si(tune.tokens, 'tokens')}",
-        f"{count_of(len(tune.trials), 'trial')} in {format_duration(tune.seconds or 0.0)}",
+        f"whole runs of {format_si(tune.tokens, 'tokens')}",
+        f"{count_of(len(tune.trials), 'trial')}, {format_duration(tune.seconds or 0.0)} in all",
     ]
-    lost = [f"{t.trial}: {t.status}: {t.cause}" for t in tune.trials if t.cause]
-    without = f"{count_of(len(lost), 'trial')} without a loss:"
     return Report(
         "bert-dp: tuned learning rate",
         subtitle(tune, method),
-        [
-            *status_verdicts(tune),
-            _lr_choice(tune, folder),
-            *([Verdict("info", without, lost)] if lost else []),
-        ],
+        [*status_verdicts(tune), _lr_choice(tune, folder), *_lost(tune.trials)],
         sections=[
             ReportSection("", [loss_figure(tune), range_figure(tune)], console=False),
             ReportSection("Last rung", tables=[_last_rung(tune)]),
@@ -261,28 +212,25 @@ def _lr_choice(tune: TuneLr, folder: Path) -> Verdict:
     choice = tune.choice
     if choice is None:
         return Verdict("warn", f"No learning rate was chosen; the logs are below {folder / 'trials'}.")
-    tied = ", ".join(map(format_lr, choice.tied))
-    side = {"low": "lower", "high": "higher"}.get(choice.edge_side or "")
-    notes = [
-        f"{format_nats(choice.lead)} below the next rate." if choice.lead is not None else "",
-        f"Cannot be told apart from {tied}{': one seed has no interval' if choice.seeds < 2 else ''}."
-        if tied
-        else "",
-        f"Edge of the grid: no worse rate was measured on the {side} side, so the best one may lie beyond."
-        if side
-        else "",
-        run_page.too_small(_heldout(tune), choice.lead) or "",
-    ]
-    loss = run_page.loss_text(choice.heldout_loss, _heldout(tune), finite_losses(_last(tune), choice.lr))
+    heldout, notes = _heldout(tune, choice.lr), []
+    if choice.lead is not None:
+        notes.append(f"{format_nats(choice.lead)} below the next rate.")
+    if choice.tied:
+        notes.append(f"Cannot be told apart from {', '.join(map(format_lr, choice.tied))}.")
+    if choice.edge_side:
+        side = {"low": "lower", "high": "higher"}[choice.edge_side]
+        notes.append(f"No {side} rate was measured, so the best one may lie beyond.")
+    if warning := run_page.too_small(heldout, choice.lead):
+        notes.append(warning)
+    loss = run_page.loss_text(choice.heldout_loss, heldout, finite_losses(_last(tune), choice.lr))
     seeds = count_of(choice.seeds, "seed")
     text = f"Learning rate {format_lr(choice.lr)}: held-out loss {loss}, mean of {seeds}."
-    return Verdict("warn" if side else "ok", text, [*filter(None, notes)])
+    return Verdict("warn" if choice.edge_side else "ok", text, notes)
 
 
-def _heldout(tune: TuneLr) -> HeldOut:
-    """Return the denominator of the losses, with the interval of one trial of the chosen rate."""
-    chosen = tune.choice.lr if tune.choice else None
-    return next((t.heldout for t in _last(tune).trials if t.lr == chosen and t.heldout), HeldOut())
+def _heldout(tune: TuneLr, lr: float) -> HeldOut:
+    """Return the denominator of the losses, with the interval of one trial of this rate."""
+    return next((t.heldout for t in _last(tune).trials if t.lr == lr and t.heldout), HeldOut())
 
 
 def finite_losses(rung: Rung, lr: float) -> list[float]:
@@ -290,31 +238,19 @@ def finite_losses(rung: Rung, lr: float) -> list[float]:
     return [score for score in rung.scores(lr) if score < math.inf]
 
 
-def _mean(rung: Rung, lr: float) -> float | None:
-    """Return the mean loss of a rate; None unless every seed has one."""
-    mean = rung.mean(lr)
-    return mean if mean < math.inf else None
-
-
 def loss_figure(tune: TuneLr) -> Figure:
     """Draw the held-out loss against the rate, a line for each rung, with every seed of the last one."""
     lines: list[Line] = []
     for colour, rung in enumerate(tune.rungs):
         name = f"{format_si(rung.tokens, 'tokens')}, {count_of(len(rung.seeds), 'seed')}"
-        lines.append(Line(name, rung.rates, [_mean(rung, lr) for lr in rung.rates], colour, "both"))
+        lines.append(Line(name, rung.rates, [number(rung.mean(lr)) for lr in rung.rates], colour, "both"))
     if len(tune.rungs) > 1:
         seeds = [(lr, loss) for lr in _last(tune).rates for loss in finite_losses(_last(tune), lr)]
         lines.append(_marks("a seed of the last rung", seeds, 1))
-    diverged = sorted({trial.lr for trial in tune.trials if trial.status == "diverged"})
-    losses = [loss for line in lines for loss in line.values]
-    if diverged and losses:
-        top = max(losses) + 0.08 * ((max(losses) - min(losses)) or 1.0)
-        lines.append(_marks("diverged (drawn at the top)", [(lr, top) for lr in diverged], 3))
-    rates = sorted({trial.lr for trial in tune.trials})
     return Figure(
         "Held-out loss against learning rate",
         lines,
-        Axis("learning rate", "lr", log=True, ticks=rates if len(rates) <= MAX_RATE_TICKS else ()),
+        Axis("learning rate", "lr", log=True, ticks=sorted({trial.lr for trial in tune.trials})),
         Axis("held-out loss (nats per masked token)", "nats"),
         marks=[Mark(f"chosen: {format_lr(tune.choice.lr)}", tune.choice.lr)] if tune.choice else [],
         note="Lines: mean over the seeds. The axis does not start at 0.",
@@ -325,19 +261,14 @@ def range_figure(tune: TuneLr) -> Figure:
     """Draw the training loss while the rate rises, and the edge."""
     test = tune.range_test
     points = test.points if test else []
-    ceiling = MAX_LOSS_RATIO * next((loss for _, loss in points if loss is not None), 0.0)
-    drawn = [None if loss is None else min(loss, ceiling) for _, loss in points]
-    note = f"The rate rises with every step; {test.reason}." if test else ""
-    if drawn != [loss for _, loss in points]:
-        note += f" Losses above {format_ratio(ceiling)} are drawn there."
     edge = test.edge if test else None
     return Figure(
         "Range test",
-        [Line("training loss", [lr for lr, _ in points], drawn)],
+        [Line("training loss", [lr for lr, _ in points], [loss for _, loss in points])],
         Axis("learning rate", "lr", log=True),
-        Axis("training loss (nats per masked token)", "nats"),
+        Axis("training loss (nats per masked token)", "nats", log=True),
         marks=[Mark(f"divergence edge: {format_lr(edge)}", edge)] if edge is not None else [],
-        note=note,
+        note=test.reason if test else "",
     )
 
 
@@ -348,16 +279,10 @@ def _last(tune: TuneLr) -> Rung:
 
 def _last_rung(tune: TuneLr) -> Table:
     """List the rates of the last rung, best first."""
-    last, choice = _last(tune), tune.choice
-    marks = {lr: " (tied)" for lr in (choice.tied if choice else ())}
-    marks |= {choice.lr: " (chosen)"} if choice else {}
-    best = choice.heldout_loss if choice else math.nan
+    last = _last(tune)
     columns = [
-        Computed(lambda lr: _mean(last, lr), "mean", "nats"),
-        Computed(lambda lr: min(finite_losses(last, lr), default=None), "least", "nats"),
-        Computed(lambda lr: max(finite_losses(last, lr), default=None), "greatest", "nats"),
-        Computed(lambda lr: last.mean(lr) - best, "above", "nats"),
+        Computed(last.mean, "mean", "nats"),
         Computed(lambda lr: len(finite_losses(last, lr)), "seeds", "count"),
     ]
-    rates = [(f"{format_lr(lr)}{marks.get(lr, '')}", lr) for lr in sorted(last.rates, key=last.mean)]
+    rates = [(format_lr(lr), lr) for lr in sorted(last.rates, key=last.mean)]
     return table(rates, columns, corner="held-out loss", empty="no trial recorded")

@@ -78,8 +78,6 @@ def smaller(command: str, folder: Path) -> list[str]:
     if words[1:2] != ["inspect"] and rare is not None and "data.path=shards" not in words:
         words += ["--set", f"{rare}max_tokens_per_char=0"]  # so few words make many tokens
     more = list(SMALLER.get(verb, []))
-    if "--transfer" in words:  # which runs nothing
-        more = [*SHRINK, "--dry-run"]
     if verb == "train":
         steps = 13 if "--profile" in words else 4 if words[1:2] == ["--run-dir"] else 2  # 4: goes on
         dry = any(word.startswith(DRY) for word in words)

@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from bert_dp.config import load_config
-from launcher.tune import auto, throughput
-from launcher.tune.throughput import TimedRun
+from launcher.tune import batch, throughput
+from launcher.tune.throughput import BatchTrial
 from tests.e2e.cli import bert_dp, here, interrupted, processes_of, refused, start, tiny, wait_for
 from tests.faults.harness import broken
 from tests.helpers import read_json, read_lines
@@ -69,36 +69,34 @@ def tune(out: Path) -> dict[str, Any]:
 def test_every_size_was_tried_at_the_declared_global_batch(tune: dict[str, Any], out: Path) -> None:
     assert tune["status"] == "complete"
     assert [size["micro_batch"] for size in tune["sizes"]] == [1, 2, 4]
-    for size in tune["sizes"]:
-        assert size["status"] == "ok", size["reason"]
-        assert size["micro_batch"] * size["accumulation"] * tune["dp"] == tune["global_batch"] == 8
-        for run in size["runs"]:
-            batch = load_config(out / "trials" / run["name"] / "config.yaml").batch
-            assert batch.micro_size == size["micro_batch"]
-            assert batch.global_size == tune["trial_samples"]
+    for trial in tune["trials"]:
+        assert trial["status"] == "ok", trial["reason"]
+        batch = load_config(out / "trials" / trial["name"] / "config.yaml").batch
+        assert (batch.micro_size, batch.global_size) == (trial["micro_batch"], trial["samples"])
 
 
 def test_the_rates_and_the_choice_follow_from_the_raw_steps(tune: dict[str, Any], out: Path) -> None:
-    rates = {}
+    rates: dict[int, list[float]] = {}
+    for trial in tune["trials"]:
+        lines = read_lines(out / "trials" / trial["name"] / "steps" / "rank-0.jsonl")
+        assert [s for line in lines for s in line["step_s"]][3:] == trial["step_s"]
+        rate = throughput.run_rate(BatchTrial.model_validate(trial), tune["global_batch"])
+        rates.setdefault(trial["micro_batch"], []).append(rate)
     for size in tune["sizes"]:
-        for run in size["runs"]:
-            lines = read_lines(out / "trials" / run["name"] / "steps" / "rank-0.jsonl")
-            assert [s for line in lines for s in line["step_s"]][3:] == run["step_s"]
-        micro, runs = size["micro_batch"], [TimedRun.model_validate(run) for run in size["runs"]]
-        rates[micro] = [throughput.run_rate(run, tune["trial_samples"], tune["global_batch"]) for run in runs]
-        assert size["samples_per_s"] == pytest.approx(throughput.mean_rate(rates, micro))
-    assert tune["choice"]["micro_batch"] == throughput.choose_size(rates)[0]
-    assert tune["order"][:3] == [1, 2, 4]
+        assert size["samples_per_s"] == pytest.approx(throughput.mean_rate(rates, size["micro_batch"]))
+    choice = tune["choice"]
+    assert choice["micro_batch"] == throughput.choose_size(rates)[0]
+    assert choice["micro_batch"] * choice["accumulation"] * 2 == tune["global_batch"] == 8
+    assert [trial["micro_batch"] for trial in tune["trials"]][:3] == [1, 2, 4]
 
 
 def test_the_memory_is_measured_and_predicted_by_a_line(tune: dict[str, Any]) -> None:
-    memory, chosen = tune["memory"], tune["choice"]["micro_batch"]
+    line, chosen = tune["memory_line"], tune["choice"]["micro_batch"]
     row = next(size for size in tune["sizes"] if size["micro_batch"] == chosen)
-    line = memory["line"]["intercept_gib"] + memory["line"]["gib_per_sequence"] * chosen
-    assert row["measured_gib"] == pytest.approx(line, rel=0.1)
-    assert [trial["micro_batch"] for trial in memory["trials"][:2]] == [1, 4]
-    assert memory["limit_of"] == "this machine / 2 ranks"
-    assert sum(memory["parts_gib"].values()) > 0
+    predicted = line["intercept_gib"] + line["gib_per_sequence"] * chosen
+    assert row["peak_gib"] == pytest.approx(predicted, rel=0.1)
+    assert [trial["micro_batch"] for trial in tune["memory_trials"]] == [1, 4]
+    assert tune["memory_limit_gib"] > 0
 
 
 def test_the_tuned_configuration_trains_as_it_is(out: Path, tune: dict[str, Any], tmp_path: Path) -> None:
@@ -114,7 +112,7 @@ def test_the_tuned_configuration_trains_as_it_is(out: Path, tune: dict[str, Any]
 def test_micro_size_auto_searches_once_and_only_for_a_run_that_can_start(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auto, "BUDGET_S", 5.0)
+    monkeypatch.setattr(batch, "AUTO_BUDGET_S", 5.0)
     cache = tmp_path / "cache"
     options = tiny(shards, "batch.micro_size=auto", "batch.global_size=2")
     run = ["train", "quickstart", *options, "--nproc", "2"]
@@ -157,11 +155,11 @@ def test_out_of_memory_on_one_rank_is_the_result_of_its_size(shards: Path, tmp_p
     assert done.returncode == 0, done.stdout + done.stderr
     result = read_json(tmp_path / "o" / "tune.json")
     states = {size["micro_batch"]: size["status"] for size in result["sizes"]}
-    hit = result["order"][0]
+    lost = result["trials"][0]
+    hit = lost["micro_batch"]
     assert states == {micro: "oom" if micro == hit else "ok" for micro in (1, 2)}
-    (row,) = [size for size in result["sizes"] if size["micro_batch"] == hit]
-    assert "rank 1" in row["reason"]
-    assert "out of memory" in row["reason"]
+    assert "rank 1" in lost["reason"]
+    assert "out of memory" in lost["reason"]
     assert result["choice"]["micro_batch"] != hit
 
 

@@ -45,7 +45,7 @@ VERBS = {  # verb -> a success, a refusal; empty where it depends on the machine
         "plan scaling --model bert-large --seq-per-s 580 --micro 256 --nproc 1..16",
     ),
     "tune batch": ("tune batch tiny.yaml --dry-run", "tune batch --budget 5"),
-    "tune lr": ("tune lr tiny.yaml --tokens 1024 --dry-run", "tune lr --transfer '2->8' --seeds 4"),
+    "tune lr": ("tune lr tiny.yaml --tokens 1024 --dry-run", "tune lr --budget 5"),
 }
 NEEDS = {  # verb -> verbs whose success comes before it
     "train": ["data build"],

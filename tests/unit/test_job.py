@@ -19,20 +19,25 @@ from launcher.job import Output, SearchState, identity, lock_output_dir, place_i
 from launcher.machine import environment
 from launcher.machine.environment import Gpu
 from launcher.report.page import Report
+from launcher.results import TimedPlanFile
 from launcher.run.restarts import Policy
 from launcher.run.train import start_warnings
-from launcher.tune.lr import LrPlanFile
 from tests.e2e.cli import umask
 from tests.helpers import make_config, write_files
 
 ASKED = {"repeats": 3, "steps": 50, "tokens": None}
 
 
-def plan(**settings: Any) -> LrPlanFile:
-    return LrPlanFile(config_hash="abc", settings={**ASKED, **settings})
+class MadePlan(TimedPlanFile):
+    settings: dict[str, Any]
+    tokens: int | None = None
 
 
-def output(out: Path, **settings: Any) -> Output[LrPlanFile]:
+def plan(**settings: Any) -> MadePlan:
+    return MadePlan(config_hash="abc", settings={**ASKED, **settings})
+
+
+def output(out: Path, **settings: Any) -> Output[MadePlan]:
     fixed, grows = ("config_hash", "settings"), ("settings.repeats",)
     return Output(out, "grid", "grid.json", plan(**settings), fixed, grows)
 
@@ -148,7 +153,7 @@ def test_what_a_directory_was_begun_with(tmp_path: Path, now: dict[str, Any], wo
 
 
 def test_another_configuration_is_told_by_its_settings(tmp_path: Path) -> None:
-    def begun(*settings: str) -> Output[LrPlanFile]:
+    def begun(*settings: str) -> Output[MadePlan]:
         config = make_config(*settings)
         mine = {"config_hash": config.hash(), "config": config.model_dump(mode="json")}
         return dataclasses.replace(output(tmp_path), plan=plan().model_copy(update=mine))
@@ -167,7 +172,7 @@ def test_runs_of_another_machine_or_other_data_are_not_mixed(
     out = tmp_path / "out"
     out.mkdir()
     first = output(out).begin(config)
-    assert first.plan == results.read(out / "grid.json", LrPlanFile)
+    assert first.plan == results.read(out / "grid.json", MadePlan)
     assert first.plan.machine["data"] == first.manifest.hash
     results.write(out / "grid.json", first.plan.model_copy(update={"tokens": 7}))
     later = output(out, repeats=4).begin(config).plan
@@ -202,7 +207,7 @@ def test_the_seconds_of_all_calls_are_added_once(tmp_path: Path, monkeypatch: py
     kept = SearchState(tmp_path / "grid.json", plan().model_copy(update={"seconds": 50.0}))
     kept.save()
     kept.save()
-    assert kept.plan.seconds == results.read(tmp_path / "grid.json", LrPlanFile).seconds == 60.0
+    assert kept.plan.seconds == results.read(tmp_path / "grid.json", MadePlan).seconds == 60.0
 
 
 def test_the_configuration_of_a_directory_that_is_gone_on_with_is_its_own(tmp_path: Path) -> None:
@@ -343,4 +348,4 @@ def test_a_directory_tells_of_the_last_call_and_keeps_the_machine_of_the_first(t
     assert facts["cpu_model"] == session.facts()["environment"]["cpu_model"]
     with pytest.raises(ConfigError, match="data: first then, other now"):
         output(tmp_path).begin_with("other")
-    assert results.read(tmp_path / "grid.json", LrPlanFile).machine["data"] == "first"
+    assert results.read(tmp_path / "grid.json", MadePlan).machine["data"] == "first"

@@ -20,7 +20,8 @@ from launcher.evaluate.glue_scores import GlueOptions
 from launcher.machine import doctor, environment
 from launcher.plan.scaling import PlanSpec, predict_scaling, source_of_rate
 from launcher.run import loggers, restarts, train
-from launcher.tune import auto, batch, lr
+from launcher.tune import batch, lr
+from launcher.tune.lr_search import LrOptions
 from tests.e2e.cli import here, refused, tiny
 from tests.report_fixture import make_run
 
@@ -39,7 +40,6 @@ from tests.report_fixture import make_run
         (options.seconds, "90s", 90),
         (options.seconds, " 2 m", 120),
         (options.seconds, "1.5h", 5400),
-        (options.two_batches, " 256 -> 4096", (256, 4096)),
         (options.launcher, "torchrun", "torchrun"),
         (options.words, "RTE, CoLA,RTE", ("RTE", "CoLA")),
         (options.rates, "3e-4, 1e-4,0.0003", (1e-4, 3e-4)),
@@ -54,7 +54,6 @@ REFUSED = {
     options.counts: ("", *"0 1,0 -1 1.5 a 4..2 0..8 1.. 1,,2 9999999 1..9999999".split()),
     options.engines: ("ddp,magic", "", "deepspeed-9"),
     options.seconds: ("", "5", "0s", "-5m", "5 days", "nan s", "1e99h", "m", "9" * 400 + "s"),
-    options.two_batches: ("256", "256->", "0->4", "a->b", "256->4096->8", "1->" + "9" * 400),
     options.launcher: ("mpirun", ""),
     options.words: ("", "RTE,", ",RTE"),
     options.rates: ("", "fast", "0", "1e-4,3", "nan", "1e-4,"),
@@ -77,7 +76,6 @@ def test_what_is_refused(parse: Callable[[str], Any], text: str) -> None:
         ("scale --engines ddp,magic,x", "--engines"),
         ("scale --repeats 0", "--repeats"),
         ("scale --mode strong --accumulation 2", "--accumulation"),
-        ("tune lr --transfer 2->8 --seeds 4", "--seeds"),
         ("tune lr --tokens 1e15", "--tokens"),
         ("train --elastic", "--elastic"),
         ("train --profile-ranks 1", "--profile-ranks"),
@@ -188,15 +186,18 @@ def asked_of(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, answer: An
 def test_only_what_was_asked_or_measured_starts_whatever_the_estimate(
     monkeypatch: pytest.MonkeyPatch, more: str, forced: bool
 ) -> None:
-    found = ["batch.micro_size=4"]
-    search = asked_of(monkeypatch, auto, "resolve_auto_batch", (found if "auto" in more else [], 0))
+    search = asked_of(monkeypatch, batch, "resolve_auto_batch", (["batch.micro_size=4"], 0))
     runs = asked_of(monkeypatch, train, "train")
     options = "--nproc 2 --launcher accelerate --run-dir place --resume never --profile 2:4 --profile-ranks 1"
     assert here("train", "quickstart", *more.split(), *options.split()).returncode == 3
-    ((job,), told), (given, asked) = runs[0], search[0]
+    ((job,), told) = runs[0]
     assert (told["force"], told["profile"]) == (forced, parse_profile("2:4", "1"))
-    assert job.config.batch.micro_size == 4 or "auto" not in more
-    assert given == ("quickstart", [word for word in more.split() if "=" in word])
+    if "auto" not in more:
+        assert search == []
+        return
+    ((given, asked),) = search
+    assert job.config.batch.micro_size == 4
+    assert given == ("quickstart", [more])
     place = {"nproc": "2", "run_dir": Path("place"), "resume": "never", "launcher": "accelerate"}
     assert asked == {**place, "dry_run": False, "profile": told["profile"]}
 
@@ -204,16 +205,16 @@ def test_only_what_was_asked_or_measured_starts_whatever_the_estimate(
 def test_a_dry_run_with_a_micro_batch_to_be_found_still_says_what_does_not_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked_of(monkeypatch, auto, "resolve_auto_batch", (["batch.micro_size=4"], 0))
+    asked_of(monkeypatch, batch, "resolve_auto_batch", (["batch.micro_size=4"], 0))
     runs = asked_of(monkeypatch, train, "train")
-    here("train", "quickstart", "--dry-run")
+    here("train", "quickstart", "batch.micro_size=auto", "--dry-run")
     assert (runs[0][1]["force"], runs[0][1]["dry_run"]) == (False, True)
 
 
 def test_a_search_that_fails_is_the_end_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked_of(monkeypatch, auto, "resolve_auto_batch", ([], 143))
+    asked_of(monkeypatch, batch, "resolve_auto_batch", ([], 143))
     monkeypatch.setattr(train, "train", lambda *_, **__: pytest.fail("started"))
-    assert here("train", "quickstart").returncode == 143
+    assert here("train", "quickstart", "batch.micro_size=auto").returncode == 143
 
 
 def test_a_finetuning_begins_with_what_its_options_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,11 +256,11 @@ def test_a_finetuning_begins_with_what_its_options_name(monkeypatch: pytest.Monk
             {"out": Path("o"), "dry_run": True, "as_json": True},
         ),
         (
-            "tune lr quickstart optim.lr=1 --transfer 2->8 --out o --dry-run --json",
+            "tune lr quickstart optim.lr=1 --rates 4 --tokens 99 --budget 2m --out o --dry-run --json",
             lr,
-            "carry",
-            ("quickstart", ["optim.lr=1"], 2, 8, Path("o")),
-            {"as_json": True},
+            "tune_lr",
+            ("quickstart", ["optim.lr=1"], LrOptions(rates=4, tokens=99, budget_s=120.0)),
+            {"out": Path("o"), "dry_run": True, "as_json": True},
         ),
         (
             "eval glue r optim.lr=1 --data x --data y --tasks RTE,CoLA --seeds 2 --rates 1e-4,3e-4 "

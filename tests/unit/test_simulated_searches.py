@@ -6,16 +6,15 @@ tests/simulated_searches.json is the record of the searches that they replaced o
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from bert_dp.files.models import NoiseScale
 from launcher.run.trials import TrialsFailed
-from launcher.tune import batch, lr, lr_search
-from launcher.tune.batch import BatchSearch, BatchSearchSpec, TrialMeasurement
+from launcher.tune import lr, lr_search
+from launcher.tune.batch import BatchOptions, BatchSearch, BatchSearchSpec
 from launcher.tune.lr import LrSearch, LrSearchSpec
 from launcher.tune.lr_search import LrOptions, LrTrial, RangeTest, Rung
-from launcher.tune.throughput import TimedRun
+from launcher.tune.throughput import BatchTrial
 from tests import simulated_searches as simulated
 from tests.helpers import TINY_MODEL, make_config, read_json
 from tests.simulated_searches import LossCurve, ThroughputCurve
@@ -33,21 +32,24 @@ class SimulatedTrials:
     def __init__(self, curve: ThroughputCurve):
         self.curve, self.timed, self.above_limit = curve, list[tuple[int, int]](), 0
 
-    def time_steps(self, name: str, micro: int, samples: int, warm_up: int, steps: int) -> TrialMeasurement:
+    def time_steps(self, name: str, micro: int, samples: int, warm_up: int, steps: int) -> BatchTrial:
         curve = self.curve
         number = 1000 if name.startswith("memory") else sum(m == micro for m, _ in self.timed)
         times = curve.steps(micro, samples, warm_up + steps, number)
         if warm_up:
             self.timed.append((micro, steps))
         self.above_limit += not curve.fits(micro)
-        run = TimedRun(
+        return BatchTrial(
             name=name,
+            micro_batch=micro,
+            samples=samples,
+            seconds=curve.startup_s + sum(step for step, _ in times),
+            status="ok",
+            peaks_gib=[curve.peak_gib(micro)],
             step_s=[step for step, _ in times[warm_up:]],
             forward_backward_s=[passes for _, passes in times[warm_up:]],
-            peak_gib=[curve.peak_gib(micro)],
+            data_wait_s=[0.0] * steps,
         )
-        seconds = curve.startup_s + sum(step for step, _ in times)
-        return TrialMeasurement(seconds, *batch.judge(run, curve.limit_gib), run=run)
 
     def noise_scale(self, micro: int, steps: int) -> tuple[float, NoiseScale]:
         return 0.0, NoiseScale(verdict="inconclusive", reason="simulated")
@@ -58,24 +60,15 @@ class SimulatedSpec(BatchSearchSpec):
 
     curve: ThroughputCurve
 
-    def formula_gib(self, micro: int) -> dict[str, float]:
-        error = 0.8 + 0.45 * (self.curve.index % 7) / 6
-        return {"activations": error * self.curve.gib_per_sequence * micro}
+    def formula_gib(self, micro: int) -> float:
+        return (0.8 + 0.45 * (self.curve.index % 7) / 6) * self.curve.gib_per_sequence * micro
 
 
 def tune_batch(curve: ThroughputCurve) -> tuple[BatchSearch, SimulatedTrials]:
     sections: dict[str, Any] = {"batch": {"global_size": curve.global_size, "micro_size": 1}}
-    spec = SimulatedSpec(
-        make_config(model=TINY_MODEL, **sections),
-        curve.dp,
-        curve.sizes,
-        curve.budget_s,
-        curve.limit_gib,
-        "--memory",
-        "torchrun",
-        False,
-        "fp32",
-    )
+    options = BatchOptions("2", curve.budget_s, curve.limit_gib, "torchrun")
+    config = make_config(model=TINY_MODEL, **sections)
+    spec = SimulatedSpec(config, options, curve.dp, curve.sizes, curve.limit_gib, False, "fp32")
     object.__setattr__(spec, "curve", curve)
     made: Any = SimulatedTrials(curve)
     search = BatchSearch(spec, made, lambda line: None)
@@ -92,7 +85,7 @@ def test_the_micro_batch_is_at_least_as_good_as_before_and_as_an_even_allocation
         assert choice is not None
         losses.append(max(0.0, curve.loss(choice.micro_batch)))
         steps = round(sum(steps for _, steps in made.timed) / runs)
-        even.append(curve.loss(curve.equally_often(runs, steps, search.trial_samples)))
+        even.append(curve.loss(curve.equally_often(runs, steps, search.samples)))
         above_limit += made.above_limit
         over_budget += search.used_s > 1.05 * curve.budget_s
     found, evenly = simulated.quality(losses, MAX_LOSS), simulated.quality(even, MAX_LOSS)
@@ -111,21 +104,19 @@ class SimulatedLrSearch(LrSearch):
             model=TINY_MODEL, batch={"global_size": 8, "micro_size": 2}, schedule={"steps": STEPS}
         )
         spec = LrSearchSpec(config, LrOptions(), 1, Path(), curve.unigram, 2, "fp32")
-        plan: Any = SimpleNamespace(save=lambda: None)
-        super().__init__(spec, plan, plan, lambda line: None)
+        no_runs: Any = None
+        super().__init__(spec, no_runs, lambda line: None)
         self.curve, self.whole = curve, STEPS * lr.step_tokens(config)
         points = curve.range_points(100)
         edge, reason = lr_search.find_edge(points)
-        self.test = RangeTest(
-            trial="r", points=[(rate, loss) for rate, loss, _ in points], edge=edge, reason=reason
-        )
+        self.test = RangeTest(points=[(rate, loss) for rate, loss, _ in points], edge=edge, reason=reason)
 
     def _train(self, rung: Rung, runs: Any) -> None:
         for rate, seed in runs:
             loss = self.curve.loss(rate, rung.tokens / self.whole, seed)
             status: Any = "ok" if loss is not None else "diverged"
             rung.trials.append(
-                LrTrial(trial="t", lr=rate, seed=seed, status=status, heldout_loss=loss, tokens=rung.tokens)
+                LrTrial(name="t", lr=rate, seed=seed, status=status, heldout_loss=loss, tokens=rung.tokens)
             )
         rung.trials[:] = lr_search.mark_diverged(rung.trials, self.curve.unigram)
 

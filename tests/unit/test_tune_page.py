@@ -9,20 +9,19 @@ from typing import Any
 import pytest
 
 from bert_dp import files
-from launcher.report.page import Line, Report
+from launcher import results
+from launcher.report.page import Report
 from launcher.stats import half_width
 from launcher.tune import tune_page
 from launcher.tune.lr_search import TuneLr
 from launcher.tune.throughput import TuneBatch
 from launcher.tune.tune_page import batch_page, lr_page
 from tests.helpers import raised_issues
-from tests.report_fixture import figure_of, read_page, shown
-from tests.tune_fixture import DECLARED, STEP_S, batch, lr, unmeasured
-from tests.unit.test_scale_page import points
+from tests.report_fixture import figure_of, read_page
+from tests.tune_fixture import batch, lr, timed_trial, unmeasured
 
 OUT = Path("OUT")
-THROUGHPUT, MEMORY = "Throughput against micro batch", "Peak memory against micro batch"
-LOSS, RANGE = "Held-out loss against learning rate", "Range test"
+MEMORY, RANGE = "Peak memory against micro batch", "Range test"
 
 
 def of(data: dict[str, Any]) -> Report:
@@ -35,27 +34,13 @@ def change(data: dict[str, Any], key: str, **entries: Any) -> dict[str, Any]:
     return {**data, key: {**data[key], **entries}}
 
 
-def line(report: Report, title: str, label: str) -> Line:
-    return next(t for t in figure_of(report, title).traces if isinstance(t, Line) and t.label == label)
-
-
 def test_the_page_is_found_by_the_kind_of_search(tmp_path: Path) -> None:
     for data in (batch(), lr()):
         files.write_json(tmp_path / "tune.json", data)
         assert tune_page.tune_page(tmp_path / "tune.json").title == of(data).title
     files.write_json(tmp_path / "tune.json", {"kind": "other"})
     (issue,) = raised_issues(tune_page.tune_page, tmp_path / "tune.json")
-    assert (issue.setting, issue.kind) == (str(tmp_path / "tune.json"), "unsupported")
-
-
-@pytest.mark.parametrize(
-    ("data", "figures"), [(batch(), {THROUGHPUT, MEMORY}), (lr(), {LOSS, RANGE})], ids=["batch", "lr"]
-)
-def test_every_figure_is_there(data: dict[str, Any], figures: set[str]) -> None:
-    page = read_page(of(data))
-    assert set(page.labels) == figures
-    assert "bert-dp train OUT/tuned.yaml" in page.text
-    assert "no data recorded" not in page.text
+    assert (issue.setting, issue.kind) == (str(tmp_path / "tune.json"), "damaged")
 
 
 @pytest.mark.parametrize(
@@ -113,63 +98,22 @@ def test_a_lead_that_the_held_out_text_cannot_carry_is_warned_of(se: float, warn
     assert [f"± {1.96 * se:.4f}" in note for note in notes] == [True] * warned
 
 
-def test_throughput_shows_each_size_and_each_run() -> None:
-    """tests/golden records the numbers of every figure and table; here they are those of the file."""
-    data = batch()
-    figure = figure_of(of(data), THROUGHPUT)
-    mean, runs = (t for t in figure.traces if isinstance(t, Line))
-    assert points(mean) == {s["micro_batch"]: s["samples_per_s"] for s in data["sizes"]}
-    assert runs.y == pytest.approx([DECLARED / s for micro in STEP_S for s in STEP_S[micro]])
-
-
-def test_a_lost_size_is_listed_with_its_reason() -> None:
-    data = batch()
-    data["sizes"][0] |= {
-        "status": "thrash",
-        "reason": "w",
-        "runs": [],
-        "samples_per_s": None,
-        "relative": None,
-    }
-    data["sizes"][0]["samples_per_s_ci95"] = None
-    report = of(data)
-    assert "micro batch 2: thrash: w" in read_page(report).text
-    assert line(report, THROUGHPUT, "each run").x == [4, 4, 8, 8]
+def test_a_lost_trial_is_listed_with_its_reason() -> None:
+    lost = timed_trial(16, 0, 0.1, status="over", reason="w")
+    assert "micro-16-r0: over: w" in read_page(of(batch(trials=[results.plain(lost)]))).text
+    assert "lr-0.114-t8192-s0: diverged: " in read_page(of(lr())).text
 
 
 def test_a_memory_limit_that_is_far_away_is_told_and_not_drawn() -> None:
-    assert [rule.value for rule in figure_of(of(batch()), MEMORY).levels] == pytest.approx([0.5, 0.45])
-    far = figure_of(of(change(batch(), "memory", limit_gib=64.0)), MEMORY)
+    assert [rule.value for rule in figure_of(of(batch()), MEMORY).levels] == pytest.approx([0.45])
+    far = figure_of(of(batch(memory_limit_gib=64.0)), MEMORY)
     assert not far.levels
     assert "64.00 GiB" in far.note
 
 
-def test_loss_by_rate_has_every_seed_of_the_last_rung_and_what_diverged() -> None:
-    data = lr()
-    figure = figure_of(of(data), LOSS)
-    first, last, seeds, diverged = (t for t in figure.traces if isinstance(t, Line))
-    short = {t["lr"]: t["heldout_loss"] for t in data["rungs"][0]["trials"]}
-    assert points(first) == short
-    mean = (4.7074 + 4.9367) / 2
-    assert points(last) == pytest.approx({0.0285: 5.0091, 0.057: mean, 0.114: None})
-    assert sorted(seeds.values) == [4.7074, 4.9367, 5.0091]
-    assert diverged.x == [0.114]
-    assert diverged.values[0] > max(first.values)
-    assert [mark.value for mark in figure.marks] == [0.057]
-
-
-def test_range_test_marks_the_edge_and_cuts_what_is_far_above() -> None:
-    figure = figure_of(of(lr()), RANGE)
-    assert [mark.value for mark in figure.marks] == [0.3]
-    assert max(line(of(lr()), RANGE, "training loss").values) == pytest.approx(1.5 * 5.5)
+def test_the_edge_of_a_range_test_is_marked() -> None:
+    assert [mark.value for mark in figure_of(of(lr()), RANGE).marks] == [0.3]
     assert not figure_of(of(change(lr(), "range_test", edge=None)), RANGE).marks
-
-
-def test_the_last_rung_says_which_rate_is_chosen_and_which_is_tied() -> None:
-    text = " ".join(shown(of(change(lr(), "choice", tied=[0.0285])), 120))
-    assert "5.70e-02 (chosen)" in text
-    assert "2.85e-02 (tied)" in text
-    assert "(tied)" not in " ".join(shown(of(lr())))
 
 
 def empty_lr() -> dict[str, Any]:
