@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError
 
 from bert_dp import files
 from bert_dp.config import ConfigError, Issue
-from bert_dp.config.stored import problem_lines, read_regular
+from bert_dp.config.errors import problem_lines, read_regular
 from bert_dp.files.models import StoredFile, StoredModel
 
 Count = Annotated[int, Field(gt=0, le=10**9)]

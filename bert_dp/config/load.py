@@ -18,9 +18,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from bert_dp.config.errors import ConfigError, Issue, IssueKind, plain_message
+from bert_dp.config.errors import ConfigError, Issue, IssueKind, plain_message, read_regular, refusing
 from bert_dp.config.schema import BUDGETS, Config, all_settings
-from bert_dp.config.stored import read_regular, refusing
 
 AUTO = "auto"
 MAX_CONFIG_BYTES = 1_000_000

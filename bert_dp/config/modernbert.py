@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bert_dp.config.errors import ConfigError, Issue
+from bert_dp.config.errors import ConfigError, Issue, read_regular, refusing
 from bert_dp.config.schema import Config
-from bert_dp.config.stored import read_regular, refusing
 
 HF = "hf:"  # before a directory in the format of transformers
 MAX_BYTES = 2**22  # of config.json

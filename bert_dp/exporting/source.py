@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from bert_dp import files
 from bert_dp.config import Config, ConfigError, Issue, native_class
-from bert_dp.config.stored import sha256
+from bert_dp.config.errors import sha256
 from bert_dp.data import tokenizer as tokens
 from bert_dp.data.build import locked, replaced
 from bert_dp.exporting.hf import card, settings_of, tensors_of

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bert_dp.config.stored import MAX_JSON_BYTES, read_regular
+from bert_dp.config.errors import MAX_JSON_BYTES, read_regular
 
 MAX_JSON_DEPTH = 32  # of nested objects and lists; ours have less than ten
 MAX_WHOLE = 2**64  # no count, size or time in ns is as large

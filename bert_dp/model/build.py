@@ -28,7 +28,7 @@ from bert_dp.config import (
     modernbert_issues,
     resolve,
 )
-from bert_dp.config.stored import sha256
+from bert_dp.config.errors import sha256
 from bert_dp.data import tokenizer
 from bert_dp.files.models import InitFrom
 from bert_dp.files.run_facts import EXPORTED

@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 
 from bert_dp import files as record
 from bert_dp.config import ConfigError, Issue
-from bert_dp.config.stored import MAX_JSON_BYTES, read_regular, sha256
+from bert_dp.config.errors import MAX_JSON_BYTES, read_regular, sha256
 from bert_dp.cost import GIB
 from bert_dp.files import list_checkpoints
 from bert_dp.parallel import State

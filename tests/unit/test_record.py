@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bert_dp import files
-from bert_dp.config.stored import read_regular
+from bert_dp.config.errors import read_regular
 from bert_dp.files.models import Summary
 from tests.states import FACTS
 
