@@ -100,7 +100,7 @@ def test_the_walk_sees_what_it_must() -> None:
 
 ONE_SHOT = {
     "launcher.cli.evaluation": ("bert_dp.evaluation.prediction",),
-    "launcher.checkpoints": ("bert_dp.training",),
+    "launcher.cli.reports": ("bert_dp.training",),
     "launcher.datasets": ("bert_dp.data",),
     "launcher.evaluate.export": ("bert_dp.exporting", "bert_dp.measure"),
     "launcher.evaluate.text_loss": ("bert_dp.data", "bert_dp.evaluation", "bert_dp.measure"),

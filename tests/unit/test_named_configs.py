@@ -16,11 +16,11 @@ from bert_dp.config import (
     setting_paths,
     shipped_configs,
 )
-from bert_dp.config.reference import settings_reference
 from launcher.cli.options import split_words
 from tests.e2e.cli import here
 from tests.helpers import issues_of, make_config, write_files
 from tests.report_fixture import make_run
+from tests.settings_reference import settings_reference
 
 ROOT = Path(__file__).parents[2]
 
@@ -131,7 +131,7 @@ def test_a_report_as_json_holds_its_numbers_and_writes_no_page(tmp_path: Path) -
 
 
 def test_the_reference_of_settings_is_that_of_the_schema() -> None:
-    """`python -m bert_dp.config.reference > docs/settings.md` writes it."""
+    """`python -m tests.settings_reference > docs/settings.md` writes it."""
     reference = settings_reference()
     assert (ROOT / "docs" / "settings.md").read_text() == reference
     documented = set(re.findall(r"^\| `([\w.]+)` \|", reference, re.MULTILINE))

@@ -13,7 +13,7 @@ import typer
 from bert_dp.config.checks import parse_profile
 from bert_dp.data import shards
 from bert_dp.evaluation import prediction
-from launcher import checkpoints, datasets, results
+from launcher import datasets, results
 from launcher.cli import options
 from launcher.evaluate import export, finetune, glue, text_loss
 from launcher.evaluate.glue_scores import GlueOptions
@@ -245,7 +245,6 @@ def test_a_finetuning_begins_with_what_its_options_name(monkeypatch: pytest.Monk
             },
         ),
         ("data inspect o --json", datasets, "inspect", (Path("o"),), {"as_json": True}),
-        ("checkpoints r --json", checkpoints, "verify", (Path("r"),), {"as_json": True}),
         (
             "tune batch quickstart optim.lr=1 --nproc 4 --budget 90s --memory 3 --launcher accelerate "
             "--out o --dry-run --json",

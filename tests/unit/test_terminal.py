@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bert_dp.files import CONTROL, safe
-from launcher import checkpoints
-from launcher.cli import options
+from launcher.cli import options, reports
 from launcher.log import logger, print_error, show
 from launcher.watch.display import readable
 from tests.e2e.cli import here
@@ -126,7 +125,7 @@ def test_a_verb_with_stderr_closed(tmp_path: Path) -> None:
 def test_checkpoints_are_listed_with_their_losses_and_sizes(problem: str | None) -> None:
     sound = {"name": "step-20", "step": 20, "samples": 160, "heldout_loss": 6.25, "bytes": 3 * 2**29}
     other = {"name": "step-10", "step": 10, "samples": 80, "heldout_loss": None, "bytes": None}
-    lines = shown(checkpoints.checkpoints_report([{**sound, "problem": None}, {**other, "problem": problem}]))
+    lines = shown(reports.checkpoints_report([{**sound, "problem": None}, {**other, "problem": problem}]))
     rows = [line.split() for line in lines if "step-" in line]
     assert rows[0] == ["step-20", "20", "160", "6.2500", "nats", "1.50", "GiB", "verified"]
     assert (rows[1][:3], rows[1][-1]) == (["step-10", "10", "80"], "damaged" if problem else "verified")

@@ -1,4 +1,4 @@
-"""docs/settings.md from the schema: `python -m bert_dp.config.reference > docs/settings.md`."""
+"""docs/settings.md from the schema: `python -m tests.settings_reference > docs/settings.md`."""
 
 from __future__ import annotations
 
