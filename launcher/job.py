@@ -44,7 +44,7 @@ from bert_dp.config.manifest import Manifest
 from bert_dp.config.schema import Logger
 from bert_dp.files.models import StoredFile
 from launcher import children, results
-from launcher.log import masked_command, secret_issues
+from launcher.log import masked_command
 from launcher.machine import environment
 from launcher.machine.environment import Environment
 from launcher.report.console import show_report
@@ -107,10 +107,6 @@ class Job:
             f"CUDA_VISIBLE_DEVICES={machine.cuda_visible_devices} names no usable GPU (this machine shows "
             f"{machine.gpus_present}), so ranks use CPU cores; correct it, or say --set run.device=cpu"
         ]
-
-    def issues(self, directory: Path, option: str) -> list[Issue]:
-        """Find missing inputs, and secrets that would be written to `directory`, which `option` names."""
-        return [*input_issues(self.config), *exposure_issues(self.config, directory, option)]
 
     def directory(self, given: Path | None, folder: str, kind: str = "") -> Path:
         """Return `given`, or FOLDER/NAME-KIND-DATE-TIME."""
@@ -209,7 +205,7 @@ def input_issues(config: Config) -> list[Issue]:
             )
         else:
             issues += init_issues(init_from, checkpoint[1].config, config)
-    issues += logger_issues(config.log.loggers, "log.to")
+    issues += logger_issues(config.log.to, "log.to")
     if (package := engine_facts(engine).package) is not None:
         needs("parallel.engine", engine, package, extra=package)
     if config.objective.name == "finetune":
@@ -237,19 +233,6 @@ def logger_issues(names: Iterable[str], setting: str) -> list[Issue]:
 
 def has_package(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
-
-
-def exposure_issues(config: Config, directory: Path, option: str) -> list[Issue]:
-    """Find settings that would carry a secret into the directory, which `option` names."""
-    data = config.data
-    texts = {
-        "data.path": data.path,
-        "data.sources": " ".join(data.sources or ()),
-        option: str(directory),
-        "data.tokenizer": data.tokenizer,
-        "run.init_from": config.run.init_from,
-    }
-    return [*secret_issues(texts)]
 
 
 def built_data(config: Config) -> Path | None:

@@ -411,14 +411,6 @@ class LogConfig(Section):
     to: Annotated[tuple[Logger, ...], OneOrMore] = ()
     """Services that the records are also sent to (extras of the same names); on this machine alone unless
     the environment asks for more."""
-    tensorboard: bool = False
-    """The same as tensorboard in log.to."""
-
-    @property
-    def loggers(self) -> tuple[Logger, ...]:
-        """Services that the records are sent to, each once."""
-        mirrored: tuple[Logger, ...] = ("tensorboard",) if self.tensorboard else ()
-        return tuple(dict.fromkeys((*self.to, *mirrored)))
 
 
 class Config(Section):

@@ -26,7 +26,6 @@ from bert_dp.files.io import (
     is_secret,
     lock,
     printable,
-    reopen_std_streams,
     safe,
     secret_values,
     set_private_umask,

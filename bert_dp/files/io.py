@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import stat
-import sys
 import sysconfig
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -141,17 +140,6 @@ def is_own_code(filename: str) -> bool:
     within = any(filename.startswith(library + os.sep) for library in libraries)
     foreign = within or "site-packages" in filename or "dist-packages" in filename
     return not foreign and not filename.startswith("<")
-
-
-def reopen_std_streams() -> None:
-    """Reopen stdin, stdout and stderr as /dev/null where they are closed: the next file that is opened would
-    take their place."""
-    while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(file, True)
-    os.close(file)
-    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
 
 
 def cache_root() -> Path:

@@ -98,7 +98,6 @@ def _leave(number: int, frame: object) -> None:
 
 def main() -> None:
     """Run the command line of this process. Exit codes: 0 done, 2 bad input, 1 failed, 128 + signal."""
-    files.reopen_std_streams()
     os.environ["PYTHONSAFEPATH"] = "1"  # a process that a verb starts imports nothing from the current folder
     faulthandler.enable(file=2)
     for number in files.honoured((signal.SIGTERM, signal.SIGHUP)):

@@ -51,7 +51,7 @@ FIXED = ("kind", "config_hash", "settings", "start")
 GROWS = ("settings.seeds",)
 RATE_TASKS = ("CoLA", "MRPC", "STS-B", "RTE")  # small ones
 RATE_SHARE = 0.1  # of train, held out to choose a rate: the dev sets must have no say in it
-NO_EFFECT = ("checkpoint", "log.to", "log.tensorboard")  # trials keep no checkpoint and send no records
+NO_EFFECT = ("checkpoint", "log.to")  # trials keep no checkpoint and send no records
 
 
 class GluePlanFile(TimedPlanFile):
@@ -125,7 +125,6 @@ def evaluate(
         *finetune.setting_issues(overrides),
         *setting_issues(overrides, options.rates),
         *this_job.device_issues(options.ranks, "--ranks-per-job"),
-        *job.exposure_issues(base, folder, "--out"),
     ]
     if issues:
         raise ConfigError(issues)

@@ -277,7 +277,6 @@ def timed_config(
             "every_steps": max(1, -(-steps // LOG_LINES)),
             "step_times": True,
             "to": [],
-            "tensorboard": False,
             "noise_scale": noise_scale,
         },
     }

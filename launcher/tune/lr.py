@@ -131,11 +131,7 @@ def tune_lr(
         config_hash=config.hash(), config=config.model_dump(mode="json"), settings=results.plain(options)
     )
     output = Output(folder, "search", STATE, plan, FIXED)
-    issues = [
-        *setup.issues(folder, "--out"),
-        *setup.device_issues(ranks),
-        *option_issues(config, options, ranks),
-    ]
+    issues = [*job.input_issues(config), *setup.device_issues(ranks), *option_issues(config, options, ranks)]
     if issues := [*{str(issue): issue for issue in issues}.values(), *output.issues()]:
         raise ConfigError(issues)
 

@@ -270,14 +270,14 @@ def test_a_rate_with_a_failed_trial_is_not_chosen(
 
 
 def test_a_trial_takes_the_rate_as_it_is_and_goes_to_no_service(tmp_path: Path) -> None:
-    asked = ("optim.lr_scaling=sqrt", "optim.lr_batch=64", "log.to=[wandb]", "log.tensorboard=true")
+    asked = ("optim.lr_scaling=sqrt", "optim.lr_batch=64", "log.to=[wandb]")
     mnli, tenth = make_task("MNLI"), make_task("MNLI", dev_share=0.1)
     grid = make_grid(options("MNLI", "RTE", init_task={"RTE": "MNLI"}), [mnli], [tenth], asked)
     trials = [glue.make_trial(grid, tmp_path, task, 1e-4, 0, None) for task in (mnli, tenth)]
     assert [trial.name for trial in trials] == ["MNLI-lr-0.0001-s0", "rate-MNLI-lr-0.0001-s0"]
     assert [trial.config.checkpoint.keep for trial in trials] == [1, 0]
     for config in (trial.config for trial in trials):
-        assert (peak_lr(config).value, config.log.to, config.log.tensorboard) == (1e-4, (), False)
+        assert (peak_lr(config).value, config.log.to) == (1e-4, ())
     given = glue.make_trial(grid, tmp_path, mnli, None, 0, None).config
     assert peak_lr(given).value == pytest.approx(4e-5 * (16 / 64) ** 0.5)
 

@@ -294,18 +294,6 @@ def test_what_a_verb_makes_is_its_users_alone_and_what_it_cannot_make_is_named(
     assert asked == [(tmp_path, os.W_OK | os.X_OK)]
 
 
-def test_a_secret_in_the_place_of_a_run_or_in_its_sources_is_told_with_what_is_not_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MY_KEY", "q7Zx-81kkd")
-    config = make_config("data.sources=[builtin,/none/q7Zx-81kkd]", "run.device=cpu")
-    asked = dataclasses.replace(made("cpu", 0), config=config)
-    issues = asked.issues(tmp_path / "q7Zx-81kkd", "--run-dir")
-    assert str(issues[0]).startswith("data.sources: ")
-    held = [(issue.setting, issue.other) for issue in issues[1:] if not isinstance(issue, str)]
-    assert held == [("data.sources", "MY_KEY"), ("--run-dir", "MY_KEY")]
-
-
 def test_the_data_are_built_by_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, seen = make_config("schedule.steps=77"), []
 

@@ -382,14 +382,8 @@ def test_without_services_no_process_is_started(tmp_path: Path) -> None:
 # --- what is asked for
 
 
-def test_the_older_setting_means_tensorboard() -> None:
-    def asked(*settings: str) -> tuple[str, ...]:
-        return make_config(*settings).log.loggers
-
-    assert asked() == ()
-    assert asked("log.tensorboard=true") == ("tensorboard",)
-    assert asked("log.to=[wandb,tensorboard]", "log.tensorboard=true") == ("wandb", "tensorboard")
-    assert asked("log.to=mlflow") == ("mlflow",)
+def test_services_are_asked_for_by_name() -> None:
+    assert make_config("log.to=mlflow").log.to == ("mlflow",)
     (issue,) = raised_issues(make_config, "log.to=[tensorbord]")
     assert issue.setting == "log.to.0"
 

@@ -10,16 +10,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from bert_dp import files
 from bert_dp.config import setting_paths
 from bert_dp.files import hide, is_secret, secret_values
 from bert_dp.files.models import Summary
-from launcher import datasets, job
-from launcher.log import masked_command, secret_issues
+from launcher.log import masked_command
 from launcher.machine.environment import Environment, probe
-from tests.helpers import make_config, raised_issues
 
 IN_URLS = (  # (text, the secret in it)
     ("get https://user:pa55@word@host/x failed", "user:pa55@word"),
@@ -145,51 +142,3 @@ def test_the_log_of_a_rank_holds_no_secret(tmp_path: Path) -> None:
     assert "q7Zx-81kkd" not in said
     for word in ("printed", "line", "warned", "logged", "RuntimeError: raised"):
         assert f"{word} <redacted>" in said
-
-
-def test_each_setting_and_each_name_that_it_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"MY_KEY": "secret-1", "MY_PWD": "other-3"}.items():
-        monkeypatch.setenv(name, value)
-    texts = {"a": "/x/secret-1/other-3", "b": None, "c": "/x", "d": "s3://me:other-4@h", "e": "other-3"}
-    issues = secret_issues(texts)
-    assert [(i.setting, i.kind, i.other) for i in issues] == [
-        ("a", "conflict", "MY_KEY"),
-        ("a", "conflict", "MY_PWD"),
-        ("d", "unsupported", None),
-        ("e", "conflict", "MY_PWD"),
-    ]
-    for secret in ("secret-1", "other-3", "other-4"):
-        assert secret not in str(issues)
-
-
-def test_settings_that_hold_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MY_KEY", "corpus")
-    config = make_config()
-    assert job.exposure_issues(config, tmp_path / "corpus" / "data-1:2@3", "--run-dir") == []
-    data = config.data.model_copy(update={"sources": ("https://me:hunter2@host/corpus.txt",)})
-    config = job.absolute(config.model_copy(update={"data": data}))
-    (issue,) = job.exposure_issues(config, tmp_path, "--run-dir")
-    assert (issue.setting, issue.kind) == ("data.sources", "unsupported")
-    assert issue.value.endswith("<redacted>@host/corpus.txt")
-    assert "hunter2" not in str(issue)
-    monkeypatch.setenv("MY_KEY", "q7Zx-81kkd")
-    for name in ("data.path", "data.tokenizer", "run.init_from"):
-        (issue,) = job.exposure_issues(make_config(f"{name}=/data/q7Zx-81kkd"), tmp_path, "--run-dir")
-        assert (issue.setting, issue.kind, issue.other) == (name, "conflict", "MY_KEY")
-
-
-def test_sources_of_shards_that_hold_one(tmp_path: Path) -> None:
-    (issue,) = raised_issues(
-        datasets.build,
-        ["s3://me:hunter2@host/x.txt"],
-        tmp_path / "out",
-        vocab_size=64,
-        sequence_length=16,
-        tokenizer=None,
-        overrides=[],
-        processes=None,
-        force=False,
-        console=Console(),
-    )
-    assert (issue.setting, issue.value) == ("SOURCES", "s3://<redacted>@host/x.txt")
-    assert not list(tmp_path.iterdir())

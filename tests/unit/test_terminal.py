@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -77,48 +74,6 @@ def test_hostile_names_reach_no_terminal(
     assert not re.search(CONTROL, done.stdout + done.stderr)
     assert "Traceback" not in done.stderr
     assert done.stderr
-
-
-@pytest.mark.parametrize("closed", [(2,), (0,), (1, 2), (0, 1, 2)])
-def test_closed_descriptors_are_not_taken_by_the_next_file(tmp_path: Path, closed: tuple[int, ...]) -> None:
-    """Nor in a child, and printing harms nobody."""
-    code = """
-import subprocess, sys
-from bert_dp import files
-files.reopen_std_streams()
-file = open("f", "w")
-print("x"); sys.stderr.write("y"); sys.stdin.read()
-child = "import os, sys; print('x'); sys.stderr.write('y'); sys.exit(os.fstat(2).st_ino == 0)"
-assert subprocess.run([sys.executable, "-c", child]).returncode == 0
-file.write(f"descriptor {file.fileno() > 2}")
-"""
-    redirect = " ".join(f"{n}<&-" if n == 0 else f"{n}>&-" for n in closed)
-    done = subprocess.run(
-        ["sh", "-c", f'exec "$@" {redirect}', "sh", sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "f").read_text() == "descriptor True"
-
-
-def test_a_verb_with_stderr_closed(tmp_path: Path) -> None:
-    verb = [sys.executable, "-m", "launcher", "train", "--dry-run", "--set", "run.device=cpu"]
-    done = subprocess.run(
-        ["sh", "-c", 'exec "$@" 2>&- <&-', "sh", *verb],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0
-    assert "parameters" in done.stdout
 
 
 @pytest.mark.parametrize("problem", [None, "x: torn"])
