@@ -94,7 +94,7 @@ def train(
     options = {"nproc": nproc, "launcher": launcher, "run-dir": directory, "resume": os.fspath(resume)}
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     words += [word for item in overrides(settings or {}) for word in ("--set", item)]
-    before = _written(directory)
+    before = read_summary(directory)
     ended = _follow(["train", *words, "--", *([] if config is None else [os.fspath(config)])])
     if ended.code == 2:
         lines = [line.removeprefix(ERROR) for line in ended.lines if line.startswith(ERROR)]
@@ -105,7 +105,7 @@ def train(
     run = _read(directory)
     if ended.code == 0:
         return run
-    if run.summary is None or _written(directory) == before:  # this start wrote none
+    if run.summary is None or run.summary == before:  # this start wrote none
         cause = _printed_cause(ended)
         raise TrainingFailed(cause, "killed" if ended.code < 0 else kind_of_text(cause), run)
     status = f"{signal.Signals(ended.code - 128).name}: stopped" if ended.code > 128 else "failed"
@@ -151,20 +151,11 @@ def _read(directory: Path) -> Run:
 
 
 def _printed_cause(ended: _Ended) -> str:
-    """Return the first line of the failure card, or the verb's last line."""
+    """Return the last failure or error that the verb printed."""
     if ended.code < 0:
         return describe_exit_code(ended.code, "")
-    heads = [line for line in ended.lines if line.startswith(FAILED)]
-    return (heads or ended.lines or [f"exit code {ended.code}"])[-1].removeprefix(FAILED).removeprefix(ERROR)
-
-
-def _written(directory: Path) -> tuple[int, int] | None:
-    """Identify the version of summary.json."""
-    try:
-        status = (directory / "summary.json").stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns
+    heads = [line for line in ended.lines if line.startswith((FAILED, ERROR))]
+    return (heads or [f"exit code {ended.code}"])[-1].removeprefix(FAILED).removeprefix(ERROR)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +192,8 @@ def _follow(arguments: list[str]) -> _Ended:
                 try:
                     for line in process.stdout:
                         lines.append(line.rstrip("\n"))
-                        _print(line)
+                        sys.stdout.write(line)
+                        sys.stdout.flush()
                     process.wait()
                 except KeyboardInterrupt:
                     interrupted = True
@@ -219,11 +211,3 @@ def _signal(process: subprocess.Popen[str], number: int) -> None:
     """Signal the verb and the processes in its session, as a terminal does."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)
-
-
-def _print(line: str) -> None:
-    """Write to the caller's stdout; a failure does not end the run."""
-    if sys.stdout is not None:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.write(line)
-            sys.stdout.flush()

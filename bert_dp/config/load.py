@@ -226,33 +226,22 @@ def dump_config(config: Config) -> str:
 
 class ConfigLoader(yaml.SafeLoader):
     """SafeLoader with the scalars of YAML 1.2. Keys are words and stand once; aliases, which grow without
-    bound, and deep nesting are refused."""
-
-    depth = 0
+    bound, are refused."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        mark = self.peek_event().start_mark
         if self.check_event(yaml.events.AliasEvent):
-            raise yaml.composer.ComposerError(None, None, "aliases are not supported", mark)
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise yaml.composer.ComposerError(None, None, "nested too deeply", mark)
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
-
-    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
-        text = super().construct_scalar(node)
-        text.encode()  # raises ValueError for half of a character
-        return text
+            raise yaml.composer.ComposerError(
+                None, None, "aliases are not supported", self.peek_event().start_mark
+            )
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for number, (key, (key_node, _)) in enumerate(zip(keys, node.value, strict=True)):
-            if not isinstance(key, str | int) or key in keys[:number]:
-                is_word = isinstance(key, str | int)
-                problem = f"duplicate key {key!r}" if is_word else "a key must be a word or whole number"
-                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+        for number, key in enumerate(keys):
+            if not isinstance(key, str | int):
+                raise ValueError(f"key {key!r} is no word or whole number")
+            if key in keys[:number]:
+                raise ValueError(f"duplicate key {key!r}")
         return super().construct_mapping(node, deep)
 
 
@@ -313,24 +302,14 @@ def setting_paths() -> list[str]:
 
 def _suggested(path: str, value: object) -> list[str]:
     """Return the settings that an unknown one may stand for; for an unknown section those of its keys."""
-    section, _, leaf = path.rpartition(".")
-    settings = setting_paths()
-    prefix = f"{section}." if section else ""
-    mates = dict.fromkeys(
-        name.removeprefix(prefix).partition(".")[0] for name in settings if name.startswith(prefix)
-    )
-
-    def mate(cutoff: float) -> list[str]:
-        return [prefix + name for name in difflib.get_close_matches(leaf, mates, n=1, cutoff=cutoff)]
-
     if isinstance(value, dict):
         inner = (_suggested(f"{path}.{key}", below) for key, below in value.items())
-        return mate(0.75) or list(dict.fromkeys(itertools.chain.from_iterable(inner)))
+        return list(dict.fromkeys(itertools.chain.from_iterable(inner)))
+    settings, leaf = setting_paths(), path.rpartition(".")[2]
     return (
         list(SYNONYMS.get(leaf.lower(), ()))
-        or mate(0.75)
+        or difflib.get_close_matches(path, settings, n=1, cutoff=0.8)
         or [name for name in settings if name.rpartition(".")[2] == leaf][:1]
-        or mate(0.5)
         or difflib.get_close_matches(path, settings, n=1, cutoff=0.5)
     )
 

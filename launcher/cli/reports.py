@@ -97,12 +97,9 @@ def report_of(run_dirs: Sequence[Path]) -> Report:
 
 
 def _no_run(setting: str, path: Path) -> Issue:
-    """Return the issue of a path that is no run directory, with the one that may be meant."""
-    hint = None
-    if path.is_file():
-        hint = f"name the directory, {path.parent}"
-    elif runs := sorted(child.parent.name for child in path.glob("*/config.yaml")):
-        hint = f"it holds runs, name one: {', '.join(runs[:3])}"
+    """Return the issue of a path that is no run directory, with those that may be meant."""
+    runs = sorted(child.parent.name for child in path.glob("*/config.yaml"))
+    hint = f"it holds runs, name one: {', '.join(runs[:3])}" if runs else None
     return Issue(setting, "not_found", f"{path} is not a run directory (no config.yaml in it)", hint=hint)
 
 

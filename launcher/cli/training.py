@@ -134,11 +134,7 @@ def finetune(
     )
 
 
-def configs(
-    name: Annotated[
-        str | None, Argument(help="Configuration to print.", autocompletion=opt.shipped_names)
-    ] = None,
-) -> int:
+def configs(name: Annotated[str | None, Argument(help="Configuration to print.")] = None) -> int:
     """List the shipped configurations, or print one."""
     if name is not None:
         typer.echo(find_config(name).read_text(), nl=False)

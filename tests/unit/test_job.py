@@ -238,9 +238,7 @@ def test_what_a_configuration_names_and_is_not_there(
     assert [(i.setting, i.kind) for i in issues] == ([(setting.partition("=")[0], kind)] if kind else [])
 
 
-@pytest.mark.parametrize(
-    ("absent", "settings"), [("torch", ["torch"]), ("scipy", ["objective.name"]), ("rensa", [])]
-)
+@pytest.mark.parametrize(("absent", "settings"), [("scipy", ["objective.name"]), ("rensa", [])])
 def test_packages_that_a_finetuning_needs_are_named_before_it(
     monkeypatch: pytest.MonkeyPatch, absent: str, settings: list[str]
 ) -> None:

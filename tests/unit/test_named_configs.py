@@ -143,7 +143,7 @@ def test_what_is_no_run_is_told_from_a_folder_of_runs_and_a_file_of_one(tmp_path
     run = make_run(tmp_path / "runs" / "first")
     for path, hint in (
         (tmp_path / "runs", "it holds runs, name one: first"),
-        (run / "config.yaml", f"name the directory, {run}"),
+        (run / "config.yaml", "(no config.yaml in it)"),
         (tmp_path / "nowhere", "(no config.yaml in it)"),
     ):
         done = here("report", str(path))

@@ -194,22 +194,11 @@ def test_an_interrupt_is_raised_whatever_the_verb_made_of_it(
         bert_dp.train(run_dir=path)
 
 
-def test_a_stdout_that_is_closed_or_absent_costs_lines_alone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    closed = (tmp_path / "out").open("w")
-    closed.close()
-    for stdout in (closed, None):
-        monkeypatch.setattr(sys, "stdout", stdout)
-        ended = api._follow(["--version"])
-        assert (ended.code, ended.lines, ended.interrupted) == (0, [f"bert-dp {bert_dp.__version__}"], False)
-
-
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
-def test_bash_completes_verbs_options_and_names() -> None:
+def test_bash_completes_verbs_and_options() -> None:
     script = (
         'eval "$(_BERT_DP_COMPLETE=source_bash bert-dp)"\n'
-        "for line in 'bert-dp tr' 'bert-dp train --res' 'bert-dp train quick' 'bert-dp train no-such-'; do\n"
+        "for line in 'bert-dp tr' 'bert-dp train --res'; do\n"
         "  COMP_WORDS=($line) COMP_CWORD=$((${#COMP_WORDS[@]} - 1)) COMPREPLY=()\n"
         "  complete -p bert-dp > /dev/null && _bert_dp_completion bert-dp\n"
         '  echo "${COMPREPLY[@]}"\n'
@@ -219,4 +208,4 @@ def test_bash_completes_verbs_options_and_names() -> None:
     done = subprocess.run(
         ["bash", "-c", script], env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False
     )
-    assert done.stdout.split("\n") == ["train", "--resume", "quickstart", "", ""], done.stderr
+    assert done.stdout.split("\n") == ["train", "--resume", ""], done.stderr
