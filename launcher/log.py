@@ -52,9 +52,9 @@ def masked_command(argv: Sequence[str]) -> list[str]:
     shown = []
     for before, item in zip(("", *argv), argv, strict=False):
         named = re.match(r"([^=:\s]+)(=|:\s*)(.+)", item, re.DOTALL)
-        if named and files.is_secret(named[1], named[3]):
+        if named and files.is_secret(named[1]):
             item = f"{named[1]}{named[2]}{files.REDACTED}"
-        elif re.fullmatch(r"-[^=]*", before) and files.is_secret(before, item) and item[:2] != "--":
+        elif re.fullmatch(r"-[^=]*", before) and files.is_secret(before) and item[:2] != "--":
             item = files.REDACTED
         shown.append(files.hide(item, secrets))
     return shown

@@ -1,14 +1,6 @@
 """Configuration of a run: settings, checks, and the data that fit it. Torch-free."""
 
-from bert_dp.config.batch import (
-    BatchLayout,
-    PeakLr,
-    batch_at,
-    batch_layout,
-    peak_lr,
-    progress_at,
-    with_budget,
-)
+from bert_dp.config.batch import BatchLayout, batch_at, batch_layout, peak_lr, progress_at, with_budget
 from bert_dp.config.checks import (
     BF16_UNITS,
     Kind,
@@ -25,16 +17,8 @@ from bert_dp.config.checks import (
     no_effect,
     residual_issues,
 )
-from bert_dp.config.engines import (
-    ENGINES,
-    OPTIMIZERS,
-    benchmark_names,
-    computes_alone,
-    engine_facts,
-    engines_with,
-    sharded,
-)
-from bert_dp.config.errors import ConfigError, Issue, IssueKind, install_command, plain_message
+from bert_dp.config.engines import ENGINES, OPTIMIZERS, benchmark_names, computes_alone, engine_facts, sharded
+from bert_dp.config.errors import ConfigError, Issue, IssueKind, install_command
 from bert_dp.config.examples import ExamplesManifest, read_data, read_examples
 from bert_dp.config.load import (
     dump_config,
@@ -57,7 +41,6 @@ from bert_dp.config.schema import (
     BuildConfig,
     CheckpointConfig,
     Config,
-    DataConfig,
     FinetuneConfig,
     LogConfig,
     ModelConfig,

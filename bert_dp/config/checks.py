@@ -104,22 +104,16 @@ def _tensor_issues(config: Config, facts: EngineFacts, world_size: int) -> list[
     for name in ("num_heads", "intermediate_size", "vocab_size"):
         if (size := getattr(config.model, name)) % tensor:
             message = f"{size} is not a multiple of parallel.tensor {tensor}"
-            hint = f"nearest that are: {_near_multiples(config.model, name, tensor)}"
+            sizes = (
+                divisors(config.model.hidden_size)
+                if name == "num_heads"
+                else (size // tensor * tensor, -(-size // tensor) * tensor)
+            )
+            near = [n for n in sizes if n % tensor == 0 and 0 < n <= max(size, MAX_VOCAB_SIZE)]
+            near = sorted(sorted(near, key=lambda n: abs(n - size))[:2])
+            hint = f"nearest that are: {', '.join(map(str, near)) or 'none with this model.hidden_size'}"
             issues.append(Issue(f"model.{name}", "does_not_divide", message, size, "parallel.tensor", hint))
     return issues
-
-
-def _near_multiples(model: ModelConfig, name: str, tensor: int) -> str:
-    """Name sizes near model.`name` that `tensor` divides; a number of heads divides the hidden size too."""
-    size = getattr(model, name)
-    if name != "num_heads":
-        most = MAX_VOCAB_SIZE if name == "vocab_size" else size + tensor
-        multiples = [size // tensor * tensor, -(-size // tensor) * tensor]
-        return ", ".join(str(n) for n in multiples if 0 < n <= most)
-    fits = [n for n in divisors(model.hidden_size) if n % tensor == 0]
-    if not fits:
-        return f"with a model.hidden_size that is a multiple, not {model.hidden_size}"
-    return ", ".join(map(str, [*[n for n in fits if n < size][-1:], *[n for n in fits if n > size][:1]]))
 
 
 def finetune_issues(config: Config) -> list[Issue]:

@@ -44,13 +44,10 @@ REDACTED = "<redacted>"
 # shorter values and plain words stand in ordinary text by chance, so hiding them would spoil it
 MIN_SECRET = 6  # characters
 WORD = re.compile(r"[A-Z]?[a-z]{,12}|[A-Z]{,12}")
-# one word of the name of a variable or setting: PAT but not PATH, KEY but not KEYBOARD
-SECRET_PART = re.compile(
-    r"\w*(token|secret|passw(or)?d|passphrase|credential|apikey)s?|\w*(pwd|auth|dsn)|(api|ssh)?(key|pass)s?"
-    r"|authorization|bearer|webhook|pats?|creds?|connections?"
+SECRET_NAME = re.compile(
+    r"(?i).*(token|secret|passw(or)?d|passphrase|credentials?|api_?key)|.*[_.-](key|pwd|pass|auth|pat|dsn)"
+    r"|authorization"
 )
-NAME_PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-NO_SECRETS = ("PWD", "OLDPWD")  # the shell's own: the current folder and the one before
 # https://user:password@host, also where a path has lost a slash, and https://TOKEN@host
 URL_PASSWORD = re.compile(
     r"(?<=[:/]/)[^\s/?#\"'<>:@]{,256}:[^\s/\"'<>]{1,256}(?=@)|(?<=://)[^\s/?#\"'<>:@]{16,256}(?=@)"
@@ -61,28 +58,16 @@ ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_][^\x07\x1b\n]{,1000}(?
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def is_secret(name: str, value: object) -> bool:
-    """Return whether a value of this name is a secret, which must not be written to a file."""
-    parts = [part.lower() for part in NAME_PART.findall(name)]
-    if name in NO_SECRETS or value is None or not any(map(SECRET_PART.fullmatch, parts)):
-        return False
-    counted = "tokens" in parts or "connections" in parts
-    return not (counted and re.fullmatch(r"[\d.e+_]+|null", str(value)))
+def is_secret(name: str) -> bool:
+    """Return True if the value of a variable or option of this name must not be written to a file."""
+    return SECRET_NAME.fullmatch(name) is not None
 
 
-def secret_values(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return value -> name of the variables that hold a secret by their name.
-
-    Short values and plain words are left out, and so is the path of a file, which says where a secret is.
-    """
-    return {
-        value.strip(): name
-        for name, value in environ.items()
-        if is_secret(name, value)
-        and len(value.strip()) >= MIN_SECRET
-        and not WORD.fullmatch(value.strip())
-        and not os.path.exists(os.path.expanduser(value))
-    }
+def secret_values(environ: Mapping[str, str]) -> list[str]:
+    """Return the values of the variables that hold a secret by their name, but not short ones and plain
+    words."""
+    values = [value.strip() for name, value in environ.items() if is_secret(name)]
+    return [value for value in values if len(value) >= MIN_SECRET and not WORD.fullmatch(value)]
 
 
 def hide(text: str, secrets: Iterable[str] = ()) -> str:

@@ -25,8 +25,6 @@ from launcher.log import print_error
 
 SHARED = ("report", "data", "export")  # write where the user says, with the user's umask; others privately
 
-DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
-LIMITS = (errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 BAD_PATH = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR)
 
 app = typer.Typer(
@@ -133,11 +131,8 @@ def exit_code(command: Callable[[], int | None]) -> int:
         print_error("error: out of memory; free some, or raise `ulimit -v`")
         return 1
     except OSError as error:
-        if error.errno not in (*DISK_FAILED, *LIMITS, *BAD_PATH):
-            print_error(traceback.format_exc().rstrip())
-            return 1
         path = f"{error.filename}: " if error.filename else ""
-        print_error(f"error: {path}{error.strerror}{'; see `ulimit -a`' if error.errno in LIMITS else ''}")
+        print_error(f"error: {path}{error.strerror or error}")
         return 2 if error.errno in BAD_PATH else 1
     except Exception as error:
         if hasattr(error, "show") and hasattr(error, "exit_code"):  # typer's, of a wrong command line

@@ -40,32 +40,24 @@ def named_in(line: str, before: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("batch", "line"),
+    ("batch", "setting", "value", "near"),
     [
-        (
-            {"global_size": 7, "micro_size": 3},
-            "batch.global_size: 7 is not a multiple of batch.micro_size 3 x 2 replicas = 6; nearest that "
-            "are: 6, 12 (or change the number of ranks)",
-        ),
-        (
-            {"global_size": 5, "micro_size": 3},
-            "batch.global_size: 5 is not a multiple of batch.micro_size 3 x 2 replicas = 6; nearest that "
-            "are: 6 (or change the number of ranks)",
-        ),
-        (
-            {"global_size": 8, "micro_size": 3},
-            "batch.global_size: 8 is not a multiple of batch.micro_size 3 x 2 replicas = 6; nearest that "
-            "are: 6, 12 (or change batch.micro_size or the number of ranks)",
-        ),
+        ({"global_size": 7, "micro_size": 3}, "batch.global_size", 7, [6, 12]),
+        ({"global_size": 5, "micro_size": 3}, "batch.global_size", 5, [6]),
         (
             {"global_size": 144, "micro_size": 3, "ramp_fraction": 0.5, "ramp_quantum": 16},
-            "batch.ramp_quantum: 16 is not a multiple of batch.micro_size 3 x 2 replicas = 6; nearest that "
-            "are: 18, 12",
+            "batch.ramp_quantum",
+            16,
+            [18, 12],
         ),
     ],
 )
-def test_a_batch_or_a_ramp_that_does_not_divide(batch: dict[str, Any], line: str) -> None:
-    assert issues_of(batch_layout, make_config(batch=batch), 2) == (line,)
+def test_a_batch_or_a_ramp_that_does_not_divide(
+    batch: dict[str, Any], setting: str, value: int, near: list[int]
+) -> None:
+    (issue,) = raised_issues(batch_layout, make_config(batch=batch), 2)
+    assert (issue.setting, issue.kind, issue.value) == (setting, "does_not_divide", value)
+    assert named_in(str(issue), "nearest that are: ") == near
 
 
 @pytest.mark.parametrize("ramp", [{"ramp_quantum": 9}, {"ramp_quantum": 12, "ramp_fraction": 0.5}])

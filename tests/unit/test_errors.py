@@ -44,8 +44,7 @@ def test_a_wrong_command_line_is_one_line(arguments: str, line: str) -> None:
     [
         (error_of(errno.ENOSPC), 1, "a/b: No space left on device"),
         (error_of(errno.EACCES), 2, "a/b: Permission denied"),
-        (error_of(errno.EMFILE), 1, "a/b: Too many open files; see `ulimit -a`"),
-        (error_of(errno.EAGAIN, None), 1, "Resource temporarily unavailable; see `ulimit -a`"),
+        (error_of(errno.EMFILE, None), 1, "Too many open files"),
         (MemoryError(), 1, "out of memory; free some, or raise `ulimit -v`"),
         (KeyboardInterrupt(), 130, None),
     ],
@@ -71,19 +70,6 @@ def test_a_traceback_holds_no_secret_and_no_control_character(monkeypatch: pytes
     assert "RuntimeError: red" in done.stderr
     assert "s3cret-1" not in done.stderr
     assert not CONTROL.search(done.stderr)
-
-
-def test_an_error_of_the_system_that_nobody_foresaw_has_its_traceback(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fail(**_: object) -> None:
-        raise error_of(errno.ENOTCONN)
-
-    monkeypatch.setattr(app, "app", fail)
-    done = here("configs")
-    assert done.returncode == 1
-    assert done.stderr.startswith("Traceback")
-    assert done.stderr.rstrip().endswith("Transport endpoint is not connected: 'a/b'")
 
 
 def test_several_problems_are_as_many_lines_and_verbs_alone_show_what_there_is() -> None:
