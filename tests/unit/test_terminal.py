@@ -31,9 +31,7 @@ def test_safe_text_has_no_control_characters_and_stays(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("a\x1b[1;31mb\x1b[0m", "ab"),
-        (f"a{OSC}b", "ab"),
-        ("a\x1b]8;;http://x\x1b\\b", "ab"),
+        (f"a\x1b[1;31mb\x1b[0m{OSC}", "ab"),
         ("a\x1b]0;never ended", "a\ufffd]0;never ended"),  # else it would hide the rest
         ("a\x9b2J\x1bc", "a\ufffd2J\ufffdc"),
         ("invoice\u202egpj.exe", "invoice\ufffdgpj.exe"),
