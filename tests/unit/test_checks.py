@@ -92,18 +92,13 @@ def ramp(quantum: int | None, fraction: float = 0.6, size: int = 8192) -> BatchC
     return BatchConfig(global_size=size, micro_size=1, ramp_fraction=fraction, ramp_quantum=quantum)
 
 
-SMALL = ramp(4, 0.5, 16)
-
-
 @pytest.mark.parametrize(
     ("batch", "sizes"),
     [  # progress -> sequences; the first is the recipe's
         (ramp(512), {0.0: 512, 0.1: 1536, 0.3: 4608, 0.5624: 7680, 0.5626: 8192, 0.57: 8192, 1.0: 8192}),
-        (ramp(4096), {0.0: 4096, 0.29: 4096, 0.31: 8192, 1.0: 8192}),
         (ramp(None, 0.0), {0.0: 8192, 0.5: 8192, 1.0: 8192}),
         (ramp(4, 0.0, 16), {0.0: 16, 1.0: 16}),
-        (SMALL, {0.0: 4, 0.12: 4, 0.13: 8, 0.37: 12, 0.375: 16, 0.5: 16, 1.0: 16}),
-        (ramp(4, 1.0, 16), {0.0: 4, 0.26: 8, 0.51: 12, 0.8: 16}),
+        (ramp(4, 0.5, 16), {0.0: 4, 0.12: 4, 0.13: 8, 0.37: 12, 0.375: 16, 0.5: 16, 1.0: 16}),
     ],
 )
 def test_the_ramp_grows_by_whole_quanta(batch: BatchConfig, sizes: dict[float, int]) -> None:
@@ -217,27 +212,17 @@ def test_unsupported_combinations_of_an_engine_are_refused_with_a_fix(row: tuple
         assert parallel_issues(make_config(*settings, fix), ranks) == [], fix
 
 
-@pytest.mark.parametrize(
-    ("settings", "ranks", "named"),
-    [
-        (
-            "parallel.engine=deepspeed parallel.tensor=4 model.num_heads=6 model.intermediate_size=10 "
-            "model.vocab_size=30 parallel.fsdp_replicas=2 optim.name=muon precision=fp64 "
-            "batch.global_size=9 batch.micro_size=2",
-            2,
-            "batch.global_size parallel.tensor parallel.tensor model.num_heads model.intermediate_size "
-            "model.vocab_size optim.name precision",
-        ),
-        (
-            "parallel.engine=single batch.global_size=10 batch.micro_size=4",
-            2,
-            "batch.global_size parallel.engine",
-        ),
-    ],
-)
-def test_everything_that_cannot_be_is_told_at_once(settings: str, ranks: int, named: str) -> None:
-    lines = issues_of(batch_layout, make_config(*settings.split()), ranks)
-    assert [line.partition(":")[0] for line in lines] == named.split()
+def test_everything_that_cannot_be_is_told_at_once() -> None:
+    settings = (
+        "parallel.engine=deepspeed parallel.tensor=4 model.num_heads=6 model.intermediate_size=10 "
+        "model.vocab_size=30 optim.name=muon precision=fp64 batch.global_size=9 batch.micro_size=2"
+    )
+    named = (
+        "batch.global_size parallel.tensor parallel.tensor model.num_heads model.intermediate_size "
+        "model.vocab_size optim.name precision"
+    )
+    issues = raised_issues(batch_layout, make_config(*settings.split()), 2)
+    assert [issue.setting for issue in issues] == named.split()
 
 
 @pytest.mark.parametrize(
@@ -246,14 +231,11 @@ def test_everything_that_cannot_be_is_told_at_once(settings: str, ranks: int, na
         ("", 3),
         ("parallel.engine=single precision=fp64 optim.name=muon", 1),
         ("parallel.engine=independent", 2),
-        ("optim.name=muon", 4),
         ("optim.name=muon parallel.engine=zero1", 4),
-        ("optim.name=muon parallel.engine=accelerate", 2),
         (f"optim.name=lamb {TENSOR}", 4),
         ("optim.name=lamb parallel.engine=fsdp parallel.tensor=4 parallel.fsdp_replicas=2", 8),
         ("optim.name=lamb parallel.engine=deepspeed parallel.zero_stage=0 precision=bf16", 2),
         ("parallel.engine=deepspeed parallel.zero_stage=3 precision=fp32", 2),
-        ("parallel.tensor=4", 4),
     ],
 )
 def test_what_an_engine_can_do_is_not_refused(settings: str, ranks: int) -> None:
@@ -452,17 +434,17 @@ def unfit(old: dict[str, Any], *settings: str) -> list[str]:
     ("epochs", "samples", "tokens"), [(2.5, 101, 252 * 128), (3.0, 7, 21 * 128), (1e-6, 10, 128)]
 )
 def test_a_budget_in_epochs_becomes_whole_sequences(epochs: float, samples: int, tokens: int) -> None:
-    config = make_config(f"schedule.epochs={epochs}")
-    budget = with_budget(config, samples).schedule
+    budget = with_budget(make_config(f"schedule.epochs={epochs}"), samples).schedule
     assert (budget.tokens, budget.epochs, budget.steps) == (tokens, None, None)
     in_steps = make_config("schedule.steps=7")
     assert with_budget(in_steps, samples) is in_steps
 
 
-@pytest.mark.parametrize(("samples", "steps"), [(31, 3), (32, 4), (3, 1)])
-def test_a_finetuning_budget_in_epochs_becomes_whole_steps(samples: int, steps: int) -> None:
+def test_a_finetuning_budget_in_epochs_becomes_whole_steps() -> None:
     """The last samples that fill no batch are not trained, but there is one step at least."""
-    config = make_config("schedule.epochs=2", "batch.global_size=16", "batch.micro_size=4")
-    objective = config.objective.model_copy(update={"name": "finetune"})
-    resolved = with_budget(config.model_copy(update={"objective": objective}), samples)
-    assert (resolved.schedule.steps, resolved.schedule.epochs) == (steps, None)
+    settings = (
+        "objective.name=finetune data.path=/x schedule.epochs=2 batch.global_size=16 batch.micro_size=4"
+    )
+    for samples, steps in ((31, 3), (32, 4), (3, 1)):
+        budget = with_budget(make_config(*settings.split()), samples).schedule
+        assert (budget.steps, budget.epochs) == (steps, None)

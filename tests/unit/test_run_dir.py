@@ -57,18 +57,10 @@ def killed_early(folder: Path) -> None:
     put(".launcher.lock", "logs/rank-0.log", "notes.txt")(folder)
 
 
-@pytest.mark.parametrize(
-    "fill",
-    [
-        put(),
-        put(".env", ".git/config", "slurm-123.out", "logs/job.out"),
-        put("checkpoints/lost+found/", "lost+found/"),
-        put("logs/", "logs/slurm-1.out", ".launcher.lock"),
-        checkpoint,
-        copied,
-        killed_early,
-    ],
-)
+BESIDE = (".env", ".git/config", "slurm-123.out", "logs/job.out", ".launcher.lock", "checkpoints/lost+found/")
+
+
+@pytest.mark.parametrize("fill", [put(), put(*BESIDE), checkpoint, copied, killed_early])
 def test_an_empty_directory_one_with_a_run_and_what_may_stand_beside_it(
     tmp_path: Path, fill: Callable[[Path], None]
 ) -> None:
