@@ -5,7 +5,6 @@ The caller's signal handlers, umask, threads and standard streams stay as they a
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import json
@@ -29,7 +28,6 @@ from launcher.run.trials import read_summary
 
 PathLike = str | os.PathLike[str]
 ERROR, FAILED = "error: ", "failed: "  # begin a line of bad input, and the cause of a failure
-MAX_LINES = 1000
 NO_TERMINAL = {"FORCE_COLOR": "", "TTY_COMPATIBLE": "0"}  # a notebook asks for colors; a bar needs a terminal
 
 
@@ -172,7 +170,7 @@ def _follow(arguments: list[str]) -> _Ended:
 
     It has a session of its own: an interrupt of the terminal or notebook reaches only us, and is passed on.
     """
-    lines: collections.deque[str] = collections.deque(maxlen=MAX_LINES)
+    lines: list[str] = []
     interrupted = False
     with tempfile.TemporaryDirectory() as scratch, reaper(Path(scratch), launcher_marks()):
         issues = Path(scratch) / "issues.json"
@@ -204,7 +202,7 @@ def _follow(arguments: list[str]) -> _Ended:
                 process.wait()
             process.stdout.close()
         found = json.loads(issues.read_text())["issues"] if issues.exists() else []
-    return _Ended(process.returncode, list(lines), interrupted, [Issue(**issue) for issue in found])
+    return _Ended(process.returncode, lines, interrupted, [Issue(**issue) for issue in found])
 
 
 def _signal(process: subprocess.Popen[str], number: int) -> None:

@@ -10,10 +10,9 @@ from bert_dp.config.checks import finetune_issues, noise_issues, parallel_issues
 from bert_dp.config.errors import ConfigError, Issue
 from bert_dp.config.schema import BatchConfig, Config, divisors
 
-# arXiv 1904.00962, table 2: one rule for batches 512 to 32,768, and 3,125 warm-up steps whatever the batch
+# arXiv 1904.00962, table 2: one rule for batches 512 to 32,768
 UNTUNED_LR = 5e-3
 UNTUNED_BATCH = 32_768
-UNTUNED_WARMUP_STEPS = 3_125
 
 
 class BatchLayout(BaseModel):
@@ -131,11 +130,8 @@ def peak_lr(config: Config) -> PeakLr:
     optim, batch = config.optim, config.batch.global_size
     if optim.lr == "auto":
         value = UNTUNED_LR * (batch / UNTUNED_BATCH) ** 0.5
-        return PeakLr(
-            value,
-            f"{value:.4g} = {UNTUNED_LR:g} sqrt({batch} / {UNTUNED_BATCH}) (untuned LAMB; its rule warms up "
-            f"over {UNTUNED_WARMUP_STEPS:,} steps of the whole run)",
-        )
+        rule = f"{UNTUNED_LR:g} sqrt({batch} / {UNTUNED_BATCH}) (untuned LAMB; warm up over 3,125 steps)"
+        return PeakLr(value, f"{value:.4g} = {rule}")
     if optim.lr_scaling == "none" or optim.lr_batch is None:
         return PeakLr(optim.lr, f"{optim.lr:g} as given, for global batch {batch}")
     ratio = batch / optim.lr_batch

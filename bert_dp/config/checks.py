@@ -369,18 +369,17 @@ class ProfilePlan:
 
 def parse_profile(steps: str, ranks: str) -> ProfilePlan:
     """Parse `10:13` = steps 10, 11 and 12, and `0,1` = two ranks. Raises ConfigError."""
-    issues = []
     span = re.fullmatch(r"(\d{1,12}):(\d{1,12})", steps.strip())
     first, end = (int(span[1]), int(span[2])) if span else (0, 0)
     if not 1 <= first < end:
-        message = f"{steps[:40]!a} is not FIRST:END with 1 <= FIRST < END"
-        hint = "10:13 is steps 10, 11 and 12"
-        issues.append(Issue("--profile", "wrong_type", message, steps[:40], hint=hint))
+        message, hint = (
+            f"{steps[:40]!a} is not FIRST:END with 1 <= FIRST < END",
+            "10:13 is steps 10, 11 and 12",
+        )
+        raise ConfigError([Issue("--profile", "wrong_type", message, hint=hint)])
     if re.fullmatch(r"\d{1,12}(,\d{1,12})*", ranks.replace(" ", "")) is None:
         message = f"{ranks[:40]!a} is not a list of ranks such as 0,1"
-        issues.append(Issue("--profile-ranks", "wrong_type", message, ranks[:40]))
-    if issues:
-        raise ConfigError(issues)
+        raise ConfigError([Issue("--profile-ranks", "wrong_type", message)])
     return ProfilePlan(first, end - 1, tuple(sorted(map(int, set(ranks.split(","))))))
 
 

@@ -85,31 +85,24 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
 
     Raises ConfigError with every problem found, each with its full path and a suggestion.
     """
-    return resolve(_levels(path, overrides))
+    levels = [] if path is None else _levels(Path(path))
+    return resolve([*levels, parse_overrides(overrides)])
 
 
-def _levels(path: str | Path | None, overrides: Sequence[str]) -> list[dict[str, Any]]:
-    """Read the bases of a file, the file and the overrides, lowest precedence first. Raises ConfigError."""
-    levels: list[dict[str, Any]] = []
-    chain: list[Path] = []
-    file = None if path is None else Path(path)
-    while file is not None:
-        if file.resolve() in chain:
-            names = " -> ".join(p.stem for p in (*chain, file))
-            message, hint = f"base: {names} is a circle", "one of them must have no base"
-            raise ConfigError([Issue(str(path), "conflict", message, hint=hint)])
-        chain.append(file.resolve())
-        level = _undotted(read_yaml(file), file)
-        base = level.pop("base", None)
-        levels.insert(0, level)
-        if base is not None and not isinstance(base, str):
-            message = f"base: expected the name or path of a configuration, got {base!r}"
-            raise ConfigError([Issue(str(file), "wrong_type", message, base)])
-        try:
-            file = None if base is None else find_config(base, file.parent)
-        except ConfigError as error:
-            raise ConfigError([issue.within(f"{file}: base") for issue in error.issues]) from None
-    return [*levels, parse_overrides(overrides)] if overrides else levels
+def _levels(file: Path, above: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
+    """Read a file after its bases, lowest precedence first. Raises ConfigError."""
+    if file.resolve() in above:
+        message, hint = "base: leads back to this file", "one of them must have no base"
+        raise ConfigError([Issue(str(file), "conflict", message, hint=hint)])
+    level = _undotted(read_yaml(file), file)
+    base = level.pop("base", None)
+    if base is None:
+        return [level]
+    try:
+        found = find_config(str(base), file.parent)
+    except ConfigError as error:
+        raise ConfigError([issue.within(f"{file}: base") for issue in error.issues]) from None
+    return [*_levels(found, (*above, file.resolve())), level]
 
 
 def shipped_configs() -> Path:
@@ -142,7 +135,7 @@ def micro_is_auto(path: str | Path, overrides: Sequence[str] = ()) -> bool:
     """Return True if `batch.micro_size` is to be found before the run. Raises ConfigError as `load_config`
     does."""
     merged: dict[str, Any] = {}
-    for level in _levels(path, overrides):
+    for level in [*_levels(Path(path)), parse_overrides(overrides)]:
         merged = _merged(merged, level)
     batch = merged.get("batch")
     return isinstance(batch, dict) and batch.get("micro_size") == AUTO

@@ -76,11 +76,7 @@ def _differences(settings: Mapping[str, Any], config: Config) -> Iterator[str]:
             yield f"{theirs} is {value}, and our models have {only} alone"
     if mlm and settings.get("decoder_bias", True):
         yield "decoder_bias is true, and our decoder has no bias"
-    yield from _attention(settings, config)
-
-
-def _attention(settings: Mapping[str, Any], config: Config) -> Iterator[str]:
-    """Check that every layer attends to the whole sequence with the same positions, in either layout."""
+    # every layer attends to the whole sequence with the same positions, in either layout
     every = settings.get("global_attn_every_n_layers", 3)
     kinds = settings.get("layer_types") or [
         "sliding_attention" if i % every else "full_attention" for i in range(config.model.num_layers)
