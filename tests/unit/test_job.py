@@ -161,7 +161,11 @@ def test_runs_of_another_machine_or_other_data_are_not_mixed(
     out.mkdir()
     first = output(out).begin(config)
     assert first.plan == results.read(out / "grid.json", LrPlanFile)
-    assert first.plan.machine["data"] == first.manifest.hash
+    assert first.plan.machine["data"] == first.facts()["data_hash"] == first.manifest.hash
+    facts = json.loads((out / "environment.json").read_text())
+    assert facts["cpu_model"] == first.facts()["environment"]["cpu_model"]
+    with pytest.raises(ConfigError, match="then, other now"):
+        output(out).begin_with("other")
     results.write(out / "grid.json", first.plan.model_copy(update={"tokens": 7}))
     later = output(out, repeats=4).begin(config).plan
     assert (later.tokens, later.settings["repeats"]) == (7, 4)  # what was measured stays
@@ -228,25 +232,19 @@ def test_what_a_configuration_names_and_is_not_there(
     assert [(i.setting, i.kind) for i in issues] == ([(setting.partition("=")[0], kind)] if kind else [])
 
 
-@pytest.mark.parametrize(("absent", "settings"), [("scipy", ["objective.name"]), ("rensa", [])])
-def test_packages_that_a_finetuning_needs_are_named_before_it(
-    monkeypatch: pytest.MonkeyPatch, absent: str, settings: list[str]
-) -> None:
-    monkeypatch.setattr(job, "has_package", lambda name: name != absent)
-    issues = job.input_issues(
-        make_config("objective.name=finetune", "finetune.labels=[a,b]", "data.path=/none")
-    )
-    assert [i.setting for i in issues if i.kind == "needs_package"] == settings
+def test_a_finetuning_needs_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "has_package", lambda name: name != "scipy")
+    config = make_config("objective.name=finetune", "finetune.labels=[a,b]", "data.path=/none")
+    issues = [i.setting for i in job.input_issues(config) if i.kind == "needs_package"]
+    assert issues == ["objective.name"]
 
 
 def test_a_cache_that_others_write_is_refused_where_data_are_built_there(
     monkeypatch: pytest.MonkeyPatch, shards: Path
 ) -> None:
-    monkeypatch.setattr(job.files, "cache_issues", lambda: ["BERT_DP_CACHE: others write there"])
+    monkeypatch.setattr(job.files, "cache_issues", lambda: ["others write there"])
     ours = ("data.sources=null", f"data.path={shards}", "data.sequence_length=16", "model.vocab_size=64")
-    assert job.input_issues(make_config("data.sources=[builtin,hub:some/text]")) == [
-        "BERT_DP_CACHE: others write there"
-    ]
+    assert job.input_issues(make_config("data.sources=[builtin,hub:some/text]")) == ["others write there"]
     assert job.input_issues(make_config(*ours)) == []
 
 
@@ -292,14 +290,3 @@ def test_the_result_is_printed_as_json_or_as_a_report_that_names_its_page(
     (tmp_path / "other" / "report.html").mkdir(parents=True)
     write_result(plan(), Report("a result"), tmp_path / "other", as_json=True, console=console)
     assert "report.html was not written" in capsys.readouterr().err
-
-
-def test_a_directory_tells_of_the_last_call_and_keeps_the_machine_of_the_first(tmp_path: Path) -> None:
-    session = output(tmp_path).begin_with("first")
-    assert session.facts()["data_hash"] == session.plan.machine["data"] == "first"
-    assert session.facts()["config_hash"] == "abc"
-    facts = json.loads((tmp_path / "environment.json").read_text())
-    assert facts["cpu_model"] == session.facts()["environment"]["cpu_model"]
-    with pytest.raises(ConfigError, match="data: first then, other now"):
-        output(tmp_path).begin_with("other")
-    assert results.read(tmp_path / "grid.json", LrPlanFile).machine["data"] == "first"
