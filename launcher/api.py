@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from bert_dp import files
 from bert_dp.config import ConfigError, Issue
-from bert_dp.files.models import FailureKind, Summary, kind_of_text
+from bert_dp.files.models import Failure, Summary, kind_of_text
 from launcher import job
 from launcher.children import child_environment, describe_exit_code, launcher_marks, module_command
 from launcher.report.run_page import PAGE
@@ -54,18 +54,16 @@ class Run(os.PathLike[str]):
 class TrainingFailed(RuntimeError):
     """A run that started and failed; the message is the cause, with its fixes."""
 
-    def __init__(self, cause: str, kind: FailureKind, run: Run):
-        super().__init__(cause, kind, run)
-        self.cause = cause
-        self.kind = kind
+    def __init__(self, failure: Failure, run: Run):
+        super().__init__(failure, run)
+        self.failure = failure
+        self.cause = failure.headline()
+        self.kind = failure.kind
         self.run = run
 
     def __str__(self) -> str:
-        lines, summary = [self.cause], self.run.summary
-        failure = summary.failure if summary is not None else None
-        if failure is not None and failure.headline() == self.cause:
-            lines += [*([f"at {failure.where}"] if failure.where else []), *failure.fix]
-        return "\n".join([*lines, f"run: {self.run.directory}"])
+        place = [f"at {self.failure.where}"] if self.failure.where else []
+        return "\n".join([self.cause, *place, *self.failure.fix, f"run: {self.run.directory}"])
 
 
 def train(
@@ -103,14 +101,9 @@ def train(
     run = _read(directory)
     if ended.code == 0:
         return run
-    if run.summary is None or run.summary == before:  # this start wrote none
-        cause = _printed_cause(ended)
-        raise TrainingFailed(cause, "killed" if ended.code < 0 else kind_of_text(cause), run)
-    status = f"{signal.Signals(ended.code - 128).name}: stopped" if ended.code > 128 else "failed"
-    failure = run.summary.failure
-    if failure is None:
-        raise TrainingFailed(status, "stopped", run)
-    raise TrainingFailed(failure.headline(), failure.kind, run)
+    summary = None if run.summary == before else run.summary  # of this start
+    failure = summary.failure if summary is not None else None
+    raise TrainingFailed(failure or _printed_failure(ended), run)
 
 
 def read_run(directory: PathLike) -> Run:
@@ -148,12 +141,15 @@ def _read(directory: Path) -> Run:
     )
 
 
-def _printed_cause(ended: _Ended) -> str:
-    """Return the last failure or error that the verb printed."""
+def _printed_failure(ended: _Ended) -> Failure:
+    """Describe the end of a verb by its exit code and by what it printed last."""
     if ended.code < 0:
-        return describe_exit_code(ended.code, "")
+        return Failure(message=describe_exit_code(ended.code, ""), kind="killed")
+    if ended.code > 128:
+        return Failure(message=f"{signal.Signals(ended.code - 128).name}: stopped", kind="stopped")
     heads = [line for line in ended.lines if line.startswith((FAILED, ERROR))]
-    return (heads or [f"exit code {ended.code}"])[-1].removeprefix(FAILED).removeprefix(ERROR)
+    cause = (heads or [f"exit code {ended.code}"])[-1].removeprefix(FAILED).removeprefix(ERROR)
+    return Failure(message=cause, kind=kind_of_text(cause))
 
 
 @dataclasses.dataclass(frozen=True)

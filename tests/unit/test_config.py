@@ -118,6 +118,8 @@ def test_no_budget_and_no_data_are_named(tmp_path: Path) -> None:
         ("optim.lr=1.5e+2", 150.0),
         ("optim.lr=.5e-1", 0.05),
         ("optim.clip=1", 1.0),  # a whole number where a float is asked
+        ("batch.global_size=1e2", 100),  # a power of ten where a count is asked
+        ("log.to=wandb", ("wandb",)),  # one of a list
         ("compile=on", "on"),  # words that YAML 1.1 reads as booleans
         ("compile=off", "off"),
         ("compile=auto", "auto"),

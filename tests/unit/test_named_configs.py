@@ -18,7 +18,7 @@ from bert_dp.config import (
 )
 from launcher.cli.options import split_words
 from tests.e2e.cli import here
-from tests.helpers import issues_of, make_config, raised_issues, write_files
+from tests.helpers import issues_of, raised_issues, write_files
 from tests.report_fixture import make_run
 from tests.settings_reference import settings_reference
 
@@ -89,14 +89,6 @@ def test_arguments_with_an_equals_sign_are_settings() -> None:
     assert split_words(None, None) == (None, [])
     (issue,) = issues_of(split_words, ["one", "two"], None)
     assert issue.startswith("CONFIG: one and two ")
-
-
-def test_a_count_may_be_written_as_a_power_of_ten_and_one_source_without_brackets() -> None:
-    config = make_config("schedule.steps=1e3", "batch.global_size=1e2", "data.sources=builtin")
-    assert (config.schedule.steps, config.batch.global_size, config.data.sources) == (1000, 100, ("builtin",))
-    assert isinstance(config.schedule.steps, int)
-    (issue,) = issues_of(make_config, "schedule.steps=1.5")
-    assert issue.startswith("schedule.steps: ")
 
 
 @pytest.mark.parametrize(
