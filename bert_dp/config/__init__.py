@@ -3,6 +3,7 @@
 from bert_dp.config.batch import BatchLayout, batch_at, batch_layout, peak_lr, progress_at, with_budget
 from bert_dp.config.checks import (
     BF16_UNITS,
+    HF,
     Kind,
     bf16_units,
     changed_settings,
@@ -10,7 +11,9 @@ from bert_dp.config.checks import (
     decide_precision,
     differing_settings,
     flat,
+    hf_directory,
     init_issues,
+    modernbert_issues,
     native_class,
     native_head,
     native_issues,
@@ -32,7 +35,6 @@ from bert_dp.config.load import (
     shipped_configs,
 )
 from bert_dp.config.manifest import Manifest, read_manifest
-from bert_dp.config.modernbert import HF, hf_directory, modernbert_issues
 from bert_dp.config.schema import (
     BUDGETS,
     MAX_RANKS,

@@ -135,16 +135,13 @@ def cache_root() -> Path:
 def cache_issues() -> list[Issue]:
     """Find why the cache cannot be trusted; a cache that does not exist yet has no issue."""
     root = cache_root()
-    try:
-        status = root.stat()
-    except OSError:
+    if not root.exists():
         return []
-    who = "" if status.st_uid in (os.geteuid(), 0) else f"belongs to another user (uid {status.st_uid})"
-    if status.st_mode & stat.S_IWOTH:
-        who = "can be written by every user"
-    if not who:
+    status = root.stat()
+    if status.st_uid in (os.geteuid(), 0) and not status.st_mode & stat.S_IWOTH:
         return []
-    message, hint = f"{root} {who}, so its files cannot be trusted", "set it to a directory of your own"
+    message = f"{root} belongs to another user, or every user can write it, so its files cannot be trusted"
+    hint = "set it to a directory of your own"
     return [Issue("BERT_DP_CACHE", "unsupported", message, str(root), hint=hint)]
 
 
