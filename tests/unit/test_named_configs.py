@@ -99,14 +99,6 @@ def test_what_is_missing_is_installed_by_the_names_of_its_packages(extra: str) -
     assert re.fullmatch(rf"pip install '{package}>=[\d.]+'", install_command(extra))
 
 
-def test_the_shipped_configurations_are_listed_and_printed() -> None:
-    listed = here("configs").stdout.splitlines()
-    assert [line.split()[0] for line in listed] == [
-        path.stem for path in sorted(shipped_configs().glob("*.yaml"))
-    ]
-    assert here("configs", "quickstart").stdout == (shipped_configs() / "quickstart.yaml").read_text()
-
-
 def test_a_report_as_json_holds_its_numbers_and_writes_no_page(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     done = here("report", str(run), "--json")
