@@ -18,7 +18,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-CHUNK = 2**20  # bytes
 MAX_JSON_BYTES = 2**28  # of a file: a manifest takes 20 KB for 4 GB of shards
 MAX_PROBLEMS = 8  # listed of one file
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -165,15 +164,12 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
-        data, size = bytearray(), status.st_size
-        while size <= most_bytes and (part := os.read(descriptor, CHUNK)):  # one read would allocate them all
-            data += part
-            size = max(size, len(data))  # it may grow meanwhile
+        if status.st_size > most_bytes:
+            raise OSError(errno.EFBIG, f"larger than {most_bytes} bytes", str(path))
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(status.st_size)
     finally:
         os.close(descriptor)
-    if size > most_bytes:
-        raise OSError(errno.EFBIG, f"larger than {most_bytes} bytes", str(path))
-    return bytes(data)
 
 
 def sha256(path: Path) -> str:

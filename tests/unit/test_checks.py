@@ -144,9 +144,6 @@ REFUSED = """
 2: parallel.engine=accelerate parallel.tensor=2
     parallel.tensor unsupported parallel.engine
     fix: parallel.engine=ddp parallel.engine=zero1 parallel.engine=fsdp
-4: parallel.engine=deepspeed parallel.tensor=4
-    parallel.tensor unsupported parallel.engine
-    fix: parallel.engine=ddp parallel.engine=zero1 parallel.engine=fsdp
 4: parallel.engine=ddp parallel.tensor=3 model.vocab_size=32760
     parallel.tensor does_not_divide --nproc
     fix: parallel.tensor=2 parallel.tensor=4
@@ -156,9 +153,6 @@ REFUSED = """
 8: parallel.tensor=8 model.num_heads=12
     model.num_heads does_not_divide parallel.tensor
     fix: model.num_heads=8 model.num_heads=16
-2: parallel.engine=ddp parallel.tensor=2 model.num_heads=1
-    model.num_heads does_not_divide parallel.tensor
-    fix: model.num_heads=2
 3: parallel.tensor=3 model.hidden_size=36 model.num_heads=4 model.intermediate_size=48 model.vocab_size=96
     model.num_heads does_not_divide parallel.tensor
     fix: model.num_heads=3 model.num_heads=6
@@ -180,9 +174,6 @@ REFUSED = """
 2: optim.name=muon parallel.engine=fsdp
     optim.name conflict parallel.engine
     fix: parallel.engine=ddp parallel.engine=zero1
-2: optim.name=muon parallel.engine=deepspeed
-    optim.name conflict parallel.engine
-    fix: parallel.engine=ddp parallel.engine=zero1
 2: optim.name=muon parallel.engine=ddp parallel.tensor=2
     optim.name conflict parallel.tensor
     fix: parallel.tensor=1
@@ -193,9 +184,6 @@ REFUSED = """
     parallel.reduce_dtype conflict precision
     fix: parallel.reduce_dtype=bf16 precision=fp16
 2: parallel.engine=deepspeed precision=fp64
-    precision unsupported parallel.engine
-    fix: precision=fp32 precision=bf16
-1: parallel.engine=deepspeed precision=fp16
     precision unsupported parallel.engine
     fix: precision=fp32 precision=bf16
 """
