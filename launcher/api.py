@@ -5,7 +5,6 @@ The caller's signal handlers, umask, threads and standard streams stay as they a
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import json
@@ -20,7 +19,7 @@ from typing import Any, Literal
 
 from bert_dp import files
 from bert_dp.config import ConfigError, Issue
-from bert_dp.files.models import FailureKind, Summary, kind_of_text
+from bert_dp.files.models import Failure, Summary, kind_of_text
 from launcher import job
 from launcher.children import child_environment, describe_exit_code, module_command, reaper
 from launcher.report.run_page import PAGE
@@ -28,7 +27,6 @@ from launcher.run.trials import read_summary
 
 PathLike = str | os.PathLike[str]
 ERROR, FAILED = "error: ", "failed: "  # begin a line of bad input, and the cause of a failure
-MAX_LINES = 1000
 NO_TERMINAL = {"FORCE_COLOR": "", "TTY_COMPATIBLE": "0"}  # a notebook asks for colors; a bar needs a terminal
 
 
@@ -55,18 +53,16 @@ class Run(os.PathLike[str]):
 class TrainingFailed(RuntimeError):
     """A run that started and failed; the message is the cause, with its fixes."""
 
-    def __init__(self, cause: str, kind: FailureKind, run: Run):
-        super().__init__(cause, kind, run)
-        self.cause = cause
-        self.kind = kind
+    def __init__(self, failure: Failure, run: Run):
+        super().__init__(failure, run)
+        self.failure = failure
+        self.cause = failure.headline()
+        self.kind = failure.kind
         self.run = run
 
     def __str__(self) -> str:
-        lines, summary = [self.cause], self.run.summary
-        failure = summary.failure if summary is not None else None
-        if failure is not None and failure.headline() == self.cause:
-            lines += [*([f"at {failure.where}"] if failure.where else []), *failure.fix]
-        return "\n".join([*lines, f"run: {self.run.directory}"])
+        place = [f"at {self.failure.where}"] if self.failure.where else []
+        return "\n".join([self.cause, *place, *self.failure.fix, f"run: {self.run.directory}"])
 
 
 def train(
@@ -93,7 +89,7 @@ def train(
     options = {"nproc": nproc, "launcher": launcher, "run-dir": directory, "resume": os.fspath(resume)}
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     words += [word for item in overrides(settings or {}) for word in ("--set", item)]
-    before = _written(directory)
+    before = read_summary(directory)
     ended = _follow(["train", *words, "--", *([] if config is None else [os.fspath(config)])])
     if ended.code == 2:
         lines = [line.removeprefix(ERROR) for line in ended.lines if line.startswith(ERROR)]
@@ -104,14 +100,9 @@ def train(
     run = _read(directory)
     if ended.code == 0:
         return run
-    if run.summary is None or _written(directory) == before:  # this start wrote none
-        cause = _printed_cause(ended)
-        raise TrainingFailed(cause, "killed" if ended.code < 0 else kind_of_text(cause), run)
-    status = f"{signal.Signals(ended.code - 128).name}: stopped" if ended.code > 128 else "failed"
-    failure = run.summary.failure
-    if failure is None:
-        raise TrainingFailed(status, "stopped", run)
-    raise TrainingFailed(failure.headline(), failure.kind, run)
+    summary = None if run.summary == before else run.summary  # of this start
+    failure = summary.failure if summary is not None else None
+    raise TrainingFailed(failure or _printed_failure(ended), run)
 
 
 def read_run(directory: PathLike) -> Run:
@@ -149,21 +140,15 @@ def _read(directory: Path) -> Run:
     )
 
 
-def _printed_cause(ended: _Ended) -> str:
-    """Return the first line of the failure card, or the verb's last line."""
+def _printed_failure(ended: _Ended) -> Failure:
+    """Describe the end of a verb by its exit code and by what it printed last."""
     if ended.code < 0:
-        return describe_exit_code(ended.code, "")
-    heads = [line for line in ended.lines if line.startswith(FAILED)]
-    return (heads or ended.lines or [f"exit code {ended.code}"])[-1].removeprefix(FAILED).removeprefix(ERROR)
-
-
-def _written(directory: Path) -> tuple[int, int] | None:
-    """Identify the version of summary.json."""
-    try:
-        status = (directory / "summary.json").stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns
+        return Failure(message=describe_exit_code(ended.code, ""), kind="killed")
+    if ended.code > 128:
+        return Failure(message=f"{signal.Signals(ended.code - 128).name}: stopped", kind="stopped")
+    heads = [line for line in ended.lines if line.startswith((FAILED, ERROR))]
+    cause = (heads or [f"exit code {ended.code}"])[-1].removeprefix(FAILED).removeprefix(ERROR)
+    return Failure(message=cause, kind=kind_of_text(cause))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +165,7 @@ def _follow(arguments: list[str]) -> _Ended:
 
     It has a session of its own: an interrupt of the terminal or notebook reaches only us, and is passed on.
     """
-    lines: collections.deque[str] = collections.deque(maxlen=MAX_LINES)
+    lines: list[str] = []
     interrupted = False
     with tempfile.TemporaryDirectory() as scratch, reaper(Path(scratch)):
         issues = Path(scratch) / "issues.json"
@@ -200,7 +185,8 @@ def _follow(arguments: list[str]) -> _Ended:
                 try:
                     for line in process.stdout:
                         lines.append(line.rstrip("\n"))
-                        _print(line)
+                        sys.stdout.write(line)
+                        sys.stdout.flush()
                     process.wait()
                 except KeyboardInterrupt:
                     interrupted = True
@@ -211,18 +197,10 @@ def _follow(arguments: list[str]) -> _Ended:
                 process.wait()
             process.stdout.close()
         found = json.loads(issues.read_text())["issues"] if issues.exists() else []
-    return _Ended(process.returncode, list(lines), interrupted, [Issue(**issue) for issue in found])
+    return _Ended(process.returncode, lines, interrupted, [Issue(**issue) for issue in found])
 
 
 def _signal(process: subprocess.Popen[str], number: int) -> None:
     """Signal the verb and the processes in its session, as a terminal does."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)
-
-
-def _print(line: str) -> None:
-    """Write to the caller's stdout; a failure does not end the run."""
-    if sys.stdout is not None:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.write(line)
-            sys.stdout.flush()

@@ -30,6 +30,7 @@ from bert_dp.config import (
     differing_settings,
     dump_config,
     engine_facts,
+    flat,
     hf_directory,
     init_issues,
     load_config,
@@ -44,7 +45,7 @@ from bert_dp.config.manifest import Manifest
 from bert_dp.config.schema import Logger
 from bert_dp.files.models import StoredFile
 from launcher import children, results
-from launcher.log import masked_command, secret_issues
+from launcher.log import masked_command
 from launcher.machine import environment
 from launcher.machine.environment import Environment
 from launcher.report.console import show_report
@@ -107,10 +108,6 @@ class Job:
             f"CUDA_VISIBLE_DEVICES={machine.cuda_visible_devices} names no usable GPU (this machine shows "
             f"{machine.gpus_present}), so ranks use CPU cores; correct it, or say --set run.device=cpu"
         ]
-
-    def issues(self, directory: Path, option: str) -> list[Issue]:
-        """Find missing inputs, and secrets that would be written to `directory`, which `option` names."""
-        return [*input_issues(self.config), *exposure_issues(self.config, directory, option)]
 
     def directory(self, given: Path | None, folder: str, kind: str = "") -> Path:
         """Return `given`, or FOLDER/NAME-KIND-DATE-TIME."""
@@ -178,11 +175,6 @@ def input_issues(config: Config) -> list[Issue]:
     def missing(setting: str, message: str, hint: str | None = None) -> None:
         issues.append(Issue(setting, "not_found", message, hint=hint))
 
-    def needs(setting: str, what: str, *packages: str, extra: str) -> None:
-        if not all(map(has_package, packages)):
-            message, hint = f"{what} needs {' and '.join(packages)}", f"`{install_command(extra)}`"
-            issues.append(Issue(setting, "needs_package", message, hint=hint))
-
     if data.path is not None:
         try:
             issues += read_data(config, Path(data.path)).issues(config)
@@ -204,20 +196,20 @@ def input_issues(config: Config) -> list[Issue]:
     elif init_from is not None:
         checkpoint = files.newest_checkpoint_facts(Path(init_from))
         if checkpoint is None:
-            missing(
-                "run.init_from", f"{init_from} holds no checkpoint", "name a checkpoint or a run directory"
-            )
+            hint = "name a checkpoint or a run directory"
+            missing("run.init_from", f"{init_from} holds no checkpoint", hint)
         else:
             issues += init_issues(init_from, checkpoint[1].config, config)
     issues += logger_issues(config.log.to, "log.to")
-    if (package := engine_facts(engine).package) is not None:
-        needs("parallel.engine", engine, package, extra=package)
-    if config.objective.name == "finetune":
-        needs("objective.name", "scoring", "sklearn", "scipy", extra="glue")
+    if (package := engine_facts(engine).package) is not None and not has_package(package):
+        hint = f"`{install_command(package)}`"
+        issues.append(Issue("parallel.engine", "needs_package", f"{engine} is not installed", hint=hint))
+    if config.objective.name == "finetune" and not (has_package("sklearn") and has_package("scipy")):
+        message, hint = "scoring needs sklearn and scipy", f"`{install_command('glue')}`"
+        issues.append(Issue("objective.name", "needs_package", message, hint=hint))
     if engine == "independent":
         message = "independent trains a model on every rank, as the ceiling of `bert-dp scale`"
         issues.append(Issue("parallel.engine", "unsupported", message, engine, hint="use ddp"))
-    needs("torch", "training", "torch", extra="torch")
     return issues
 
 
@@ -237,19 +229,6 @@ def logger_issues(names: Iterable[str], setting: str) -> list[Issue]:
 
 def has_package(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
-
-
-def exposure_issues(config: Config, directory: Path, option: str) -> list[Issue]:
-    """Find settings that would carry a secret into the directory, which `option` names."""
-    data = config.data
-    texts = {
-        "data.path": data.path,
-        "data.sources": " ".join(data.sources or ()),
-        option: str(directory),
-        "data.tokenizer": data.tokenizer,
-        "run.init_from": config.run.init_from,
-    }
-    return [*secret_issues(texts)]
 
 
 def built_data(config: Config) -> Path | None:
@@ -378,21 +357,17 @@ class Output(Generic[P]):
     """Numbers among them (`field` or `field.name`) that may increase."""
 
     def issues(self) -> list[Issue]:
-        """Find the reason why this verb cannot use the directory; at most one."""
+        """Find the reason why this verb cannot use the directory; at most one. Raises OSError."""
         hint = "choose another directory"
-        try:
-            if issues := place_issues(self.path, "--out"):
-                return issues
-            names = os.listdir(self.path) if self.path.exists() else []
-        except OSError as error:
-            return [Issue("--out", "not_found", f"{self.path} cannot be used ({error.strerror})")]
-        if all(name.startswith(".") for name in names):
+        if issues := place_issues(self.path, "--out"):
+            return issues
+        if not self.path.exists() or all(name.startswith(".") for name in os.listdir(self.path)):
             return []
         before = results.find(self.path / self.file, type(self.plan))
         if before is None:
             message = f"{self.path} is not empty and holds no {self.what}"
             return [Issue("--out", "exists", message, hint=hint)]
-        then, now = _flat(before, self.fixed), _flat(self.plan, self.fixed)
+        then, now = (flat({name: getattr(p, name) for name in self.fixed}) for p in (before, self.plan))
         changed = [n for n in now if then.get(n) != now[n] and not (n in self.grows and then[n] < now[n])]
         if not changed:
             return []
@@ -460,15 +435,6 @@ def identity(machine: Mapping[str, Any], data_hash: object) -> dict[str, Any]:
         "versions": {name: machine["versions"].get(name) for name in COMPARED},
         "data": data_hash,
     }
-
-
-def _flat(plan: PlanFile, fields: Sequence[str]) -> dict[str, Any]:
-    """Return the values of `fields`, those of a mapping as `field.name`."""
-    flat: dict[str, Any] = {}
-    for field in fields:
-        value = getattr(plan, field)
-        flat |= {f"{field}.{n}": v for n, v in value.items()} if isinstance(value, dict) else {field: value}
-    return flat
 
 
 def _difference(name: str, then: object, now: object) -> str:

@@ -6,11 +6,10 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bert_dp import files
-from bert_dp.config import Issue
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,32 +52,9 @@ def masked_command(argv: Sequence[str]) -> list[str]:
     shown = []
     for before, item in zip(("", *argv), argv, strict=False):
         named = re.match(r"([^=:\s]+)(=|:\s*)(.+)", item, re.DOTALL)
-        if named and files.is_secret(named[1], named[3]):
+        if named and files.is_secret(named[1]):
             item = f"{named[1]}{named[2]}{files.REDACTED}"
-        elif re.fullmatch(r"-[^=]*", before) and files.is_secret(before, item) and item[:2] != "--":
+        elif re.fullmatch(r"-[^=]*", before) and files.is_secret(before) and item[:2] != "--":
             item = files.REDACTED
         shown.append(files.hide(item, secrets))
     return shown
-
-
-def secret_issues(settings: Mapping[str, str | None]) -> list[Issue]:
-    """Find settings, by name, whose value holds a secret and would be written to a file."""
-    secrets = files.secret_values(os.environ)
-    hint = "use a path without it"
-    issues = []
-    for setting, text in settings.items():
-        names = dict.fromkeys(name for value, name in secrets.items() if text and value in text)
-        issues += [
-            Issue(
-                setting,
-                "conflict",
-                f"holds the value of {name}, a secret by its name, and would be written to a file",
-                other=name,
-                hint=f"{hint}, or unset {name}",
-            )
-            for name in names
-        ]
-        if text and not names and (shown := files.hide(text)) != text:
-            message = f"{shown} holds a password or a token, and would be written to a file"
-            issues.append(Issue(setting, "unsupported", message, value=shown, hint=hint))
-    return issues

@@ -8,6 +8,7 @@ are fractions. An interval is [low, high], of 95 %. null: not measured.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -16,7 +17,7 @@ from pydantic import Field, ValidationError
 
 from bert_dp import files
 from bert_dp.config import ConfigError, Issue
-from bert_dp.config.stored import problem_lines, read_regular
+from bert_dp.config.errors import problem_lines, read_regular, refusing
 from bert_dp.files.models import StoredFile, StoredModel
 
 Count = Annotated[int, Field(gt=0, le=10**9)]
@@ -27,37 +28,29 @@ F = TypeVar("F", bound=StoredFile)
 
 
 def read(path: Path, model: type[F]) -> F:
-    """Read a result file. Raises ConfigError with one issue."""
+    """Read a result file. Raises ConfigError."""
     return parse(load(path, model.hint), model, str(path))
 
 
 def load(path: Path, hint: str) -> Any:
-    """Read a JSON file. Raises ConfigError with one issue."""
-    try:
+    """Read a JSON file. Raises ConfigError."""
+    with refusing(str(path), hint=hint):
         return files.parse_json(read_regular(path, files.MAX_JSON_BYTES))
-    except OSError as error:
-        message = f"cannot be read ({error.strerror})"
-        raise ConfigError([Issue(str(path), "not_found", message, hint=hint)]) from None
-    except ValueError as error:
-        raise ConfigError([Issue(str(path), "damaged", f"is not JSON ({error})", hint=hint)]) from None
 
 
 def find(path: Path, model: type[F]) -> F | None:
     """Read a result file; None if it is absent or damaged."""
-    try:
+    with contextlib.suppress(ConfigError):
         return read(path, model)
-    except ConfigError:
-        return None
+    return None
 
 
 def parse(data: Any, model: type[F], name: str) -> F:
-    """Validate the contents of a file called `name`. Raises ConfigError with one issue."""
+    """Validate the contents of a file called `name`. Raises ConfigError, with its first problem."""
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-        message = f"{problem_lines(error)[0]}{more}"
-        raise ConfigError([Issue(name, "damaged", message, hint=model.hint)]) from None
+        raise ConfigError([Issue(name, "damaged", problem_lines(error)[0], hint=model.hint)]) from None
 
 
 def plain(part: StoredModel) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from bert_dp.files.quantiles import student
+from bert_dp.cost import student
 
 if TYPE_CHECKING:
     import numpy as np

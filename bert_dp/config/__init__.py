@@ -1,16 +1,9 @@
 """Configuration of a run: settings, checks, and the data that fit it. Torch-free."""
 
-from bert_dp.config.batch import (
-    BatchLayout,
-    PeakLr,
-    batch_at,
-    batch_layout,
-    peak_lr,
-    progress_at,
-    with_budget,
-)
+from bert_dp.config.batch import BatchLayout, batch_at, batch_layout, peak_lr, progress_at, with_budget
 from bert_dp.config.checks import (
     BF16_UNITS,
+    HF,
     Kind,
     bf16_units,
     changed_settings,
@@ -18,23 +11,17 @@ from bert_dp.config.checks import (
     decide_precision,
     differing_settings,
     flat,
+    hf_directory,
     init_issues,
+    modernbert_issues,
     native_class,
     native_head,
     native_issues,
     no_effect,
     residual_issues,
 )
-from bert_dp.config.engines import (
-    ENGINES,
-    OPTIMIZERS,
-    benchmark_names,
-    computes_alone,
-    engine_facts,
-    engines_with,
-    sharded,
-)
-from bert_dp.config.errors import ConfigError, Issue, IssueKind, install_command, plain_message
+from bert_dp.config.engines import ENGINES, OPTIMIZERS, benchmark_names, computes_alone, engine_facts, sharded
+from bert_dp.config.errors import ConfigError, Issue, IssueKind, install_command
 from bert_dp.config.examples import ExamplesManifest, read_data, read_examples
 from bert_dp.config.load import (
     dump_config,
@@ -48,7 +35,6 @@ from bert_dp.config.load import (
     shipped_configs,
 )
 from bert_dp.config.manifest import Manifest, read_manifest
-from bert_dp.config.modernbert import HF, hf_directory, modernbert_issues
 from bert_dp.config.schema import (
     BUDGETS,
     MAX_RANKS,
@@ -57,7 +43,6 @@ from bert_dp.config.schema import (
     BuildConfig,
     CheckpointConfig,
     Config,
-    DataConfig,
     FinetuneConfig,
     LogConfig,
     ModelConfig,

@@ -10,10 +10,9 @@ from bert_dp.config.checks import finetune_issues, noise_issues, parallel_issues
 from bert_dp.config.errors import ConfigError, Issue
 from bert_dp.config.schema import BatchConfig, Config, divisors
 
-# arXiv 1904.00962, table 2: one rule for batches 512 to 32,768, and 3,125 warm-up steps whatever the batch
+# arXiv 1904.00962, table 2: one rule for batches 512 to 32,768
 UNTUNED_LR = 5e-3
 UNTUNED_BATCH = 32_768
-UNTUNED_WARMUP_STEPS = 3_125
 
 
 class BatchLayout(BaseModel):
@@ -50,25 +49,24 @@ def batch_layout(config: Config, world_size: int) -> BatchLayout:
     quantum = batch.ramp_quantum if batch.ramp_fraction > 0 else None
     per_pass = f"batch.micro_size {batch.micro_size} x {dp} replicas = {micro_step}"
     issues: list[Issue] = []
+
+    def refuse(name: str, value: int, near: list[int], or_else: str = "") -> None:
+        message = f"{value} is not a multiple of {per_pass}"
+        hint = f"nearest that are: {', '.join(map(str, near))}{or_else}"
+        issues.append(Issue(name, "does_not_divide", message, value, "batch.micro_size", hint))
+
     if batch.global_size % micro_step:
         low = batch.global_size // micro_step * micro_step
-        or_else = "" if batch.global_size % dp else "batch.micro_size or "
-        issues.append(
-            _not_a_multiple(
-                "batch.global_size",
-                batch.global_size,
-                per_pass,
-                [n for n in (low, low + micro_step) if n],
-                f" (or change {or_else}the number of ranks)",
-            )
+        near = [n for n in (low, low + micro_step) if n]
+        refuse(
+            "batch.global_size",
+            batch.global_size,
+            near,
+            " (or change batch.micro_size or the number of ranks)",
         )
     elif quantum is not None and quantum % micro_step:
         fits = [q for q in divisors(batch.global_size) if q % micro_step == 0]
-        issues.append(
-            _not_a_multiple(
-                "batch.ramp_quantum", quantum, per_pass, sorted(fits, key=lambda q: abs(q - quantum))[:2]
-            )
-        )
+        refuse("batch.ramp_quantum", quantum, sorted(fits, key=lambda q: abs(q - quantum))[:2])
     issues += parallel_issues(config, world_size)
     issues += residual_issues(config, config.precision)
     issues += noise_issues(config, dp) + finetune_issues(config)
@@ -82,12 +80,6 @@ def batch_layout(config: Config, world_size: int) -> BatchLayout:
         grad_accum_steps=batch.global_size // micro_step,
         global_size=batch.global_size,
     )
-
-
-def _not_a_multiple(name: str, value: int, of: str, near: list[int], or_else: str = "") -> Issue:
-    message = f"{value} is not a multiple of {of}"
-    hint = f"nearest that are: {', '.join(map(str, near))}{or_else}"
-    return Issue(name, "does_not_divide", message, value, "batch.micro_size", hint)
 
 
 def progress_at(config: Config, step: int, samples: int, elapsed_s: float) -> float:
@@ -138,11 +130,8 @@ def peak_lr(config: Config) -> PeakLr:
     optim, batch = config.optim, config.batch.global_size
     if optim.lr == "auto":
         value = UNTUNED_LR * (batch / UNTUNED_BATCH) ** 0.5
-        return PeakLr(
-            value,
-            f"{value:.4g} = {UNTUNED_LR:g} sqrt({batch} / {UNTUNED_BATCH}) (untuned LAMB; its rule warms up "
-            f"over {UNTUNED_WARMUP_STEPS:,} steps of the whole run)",
-        )
+        rule = f"{UNTUNED_LR:g} sqrt({batch} / {UNTUNED_BATCH}) (untuned LAMB; warm up over 3,125 steps)"
+        return PeakLr(value, f"{value:.4g} = {rule}")
     if optim.lr_scaling == "none" or optim.lr_batch is None:
         return PeakLr(optim.lr, f"{optim.lr:g} as given, for global batch {batch}")
     ratio = batch / optim.lr_batch

@@ -7,12 +7,12 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from bert_dp.config.engines import ENGINES, OPTIMIZERS, EngineFacts, engine_facts, engines_with, sharded
-from bert_dp.config.errors import ConfigError, Issue
+from bert_dp.config.errors import ConfigError, Issue, read_regular, refusing
 from bert_dp.config.schema import (
     FREE_FROM_WEIGHTS,
     FREE_ON_RESUME,
@@ -104,22 +104,16 @@ def _tensor_issues(config: Config, facts: EngineFacts, world_size: int) -> list[
     for name in ("num_heads", "intermediate_size", "vocab_size"):
         if (size := getattr(config.model, name)) % tensor:
             message = f"{size} is not a multiple of parallel.tensor {tensor}"
-            hint = f"nearest that are: {_near_multiples(config.model, name, tensor)}"
+            sizes = (
+                divisors(config.model.hidden_size)
+                if name == "num_heads"
+                else (size // tensor * tensor, -(-size // tensor) * tensor)
+            )
+            near = [n for n in sizes if n % tensor == 0 and 0 < n <= max(size, MAX_VOCAB_SIZE)]
+            near = sorted(sorted(near, key=lambda n: abs(n - size))[:2])
+            hint = f"nearest that are: {', '.join(map(str, near)) or 'none with this model.hidden_size'}"
             issues.append(Issue(f"model.{name}", "does_not_divide", message, size, "parallel.tensor", hint))
     return issues
-
-
-def _near_multiples(model: ModelConfig, name: str, tensor: int) -> str:
-    """Name sizes near model.`name` that `tensor` divides; a number of heads divides the hidden size too."""
-    size = getattr(model, name)
-    if name != "num_heads":
-        most = MAX_VOCAB_SIZE if name == "vocab_size" else size + tensor
-        multiples = [size // tensor * tensor, -(-size // tensor) * tensor]
-        return ", ".join(str(n) for n in multiples if 0 < n <= most)
-    fits = [n for n in divisors(model.hidden_size) if n % tensor == 0]
-    if not fits:
-        return f"with a model.hidden_size that is a multiple, not {model.hidden_size}"
-    return ", ".join(map(str, [*[n for n in fits if n < size][-1:], *[n for n in fits if n > size][:1]]))
 
 
 def finetune_issues(config: Config) -> list[Issue]:
@@ -322,6 +316,93 @@ def native_issues(config: Config, kind: Kind) -> list[Issue]:
     return issues
 
 
+# --- weights of run.init_from in the format of transformers
+
+HF = "hf:"  # before a directory in the format of transformers
+MAX_HF_BYTES = 2**22  # of config.json
+# config.json -> our setting of the same meaning
+FIELDS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "intermediate_size": "intermediate_size",
+    "norm_eps": "norm_eps",
+    "norm_bias": "norm_bias",
+    "attention_bias": "bias",
+    "mlp_bias": "bias",
+}
+# config.json -> the only value that our models have
+FIXED = {"hidden_activation": "gelu", "classifier_activation": "gelu", "tie_word_embeddings": True}
+SHAPE = {"position": "rope", "norm": "layernorm", "mlp": "geglu", "first_attention_norm": False}
+THETAS = {
+    "full_attention": ("global_rope_theta", 160_000.0),
+    "sliding_attention": ("local_rope_theta", 10_000.0),
+}
+"""Kind of layer -> its field in the layout before transformers 5, and the default."""
+
+
+def hf_directory(init_from: str | None) -> Path | None:
+    """Return DIR of hf:DIR."""
+    if init_from is None or not init_from.startswith(HF):
+        return None
+    return Path(init_from.removeprefix(HF))
+
+
+def modernbert_issues(directory: Path, config: Config) -> list[Issue]:
+    """Find why the weights in `directory` do not fit this model, an issue for each field."""
+    try:
+        with refusing("run.init_from", str(directory / "config.json")):
+            settings = json.loads(read_regular(directory / "config.json", MAX_HF_BYTES))
+            if not isinstance(settings, dict):
+                raise ValueError("no object")
+    except ConfigError as error:
+        return [*error.issues]
+    if (kind := settings.get("model_type")) != "modernbert":
+        lines = [f"model_type is {kind!r}; only modernbert can be begun with"]
+    elif not (directory / "model.safetensors").is_file():
+        lines = ["no model.safetensors"]
+    else:
+        lines = [*_differences(settings, config)]
+        if config.run.init_keeps == "moments":
+            lines.append("holds weights alone; set run.init_keeps=weights")
+    return [Issue("run.init_from", "conflict", f"{directory}: {line}", str(directory)) for line in lines]
+
+
+def _differences(settings: Mapping[str, Any], config: Config) -> Iterator[str]:
+    model = config.model
+    mlm = config.objective.name == "mlm"
+    for name, value in {**SHAPE, **({"head": "dense"} if mlm else {})}.items():
+        if (ours := getattr(model, name)) != value:
+            yield f"ModernBERT has {name} {value}; set model.{name}={value}, not {ours}"
+    for theirs, name in {**FIELDS, **({"classifier_bias": "bias"} if mlm else {})}.items():
+        value, ours = settings.get(theirs), getattr(model, name)
+        if value != ours:
+            yield f"{theirs} is {value}; set model.{name}={value}, not {ours}"
+    for theirs, only in FIXED.items():
+        if (value := settings.get(theirs, only)) != only:
+            yield f"{theirs} is {value}, and our models have {only} alone"
+    if mlm and settings.get("decoder_bias", True):
+        yield "decoder_bias is true, and our decoder has no bias"
+    # every layer attends to the whole sequence with the same positions, in either layout
+    every = settings.get("global_attn_every_n_layers", 3)
+    kinds = settings.get("layer_types") or [
+        "sliding_attention" if i % every else "full_attention" for i in range(config.model.num_layers)
+    ]
+    length, window = config.data.sequence_length, settings.get("local_attention", 128)
+    if "sliding_attention" in kinds and window // 2 < length - 1:
+        yield f"local_attention is {window}, which is not global at data.sequence_length {length}"
+    parameters = settings.get("rope_parameters") or {}
+    for kind in sorted(set(kinds) & THETAS.keys()):
+        field, default = THETAS[kind]
+        rope = parameters.get(kind) or {}
+        theta = rope.get("rope_theta", settings.get(field, default))
+        if rope.get("rope_type", "default") != "default":
+            yield f"rope_parameters.{kind} has rope_type {rope['rope_type']}, and ours is default"
+        if theta != config.model.rope_theta:
+            yield f"{field} is {theta}; set model.rope_theta={theta}, not {config.model.rope_theta}"
+
+
 # --- precision
 
 
@@ -375,18 +456,17 @@ class ProfilePlan:
 
 def parse_profile(steps: str, ranks: str) -> ProfilePlan:
     """Parse `10:13` = steps 10, 11 and 12, and `0,1` = two ranks. Raises ConfigError."""
-    issues = []
     span = re.fullmatch(r"(\d{1,12}):(\d{1,12})", steps.strip())
     first, end = (int(span[1]), int(span[2])) if span else (0, 0)
     if not 1 <= first < end:
-        message = f"{steps[:40]!a} is not FIRST:END with 1 <= FIRST < END"
-        hint = "10:13 is steps 10, 11 and 12"
-        issues.append(Issue("--profile", "wrong_type", message, steps[:40], hint=hint))
+        message, hint = (
+            f"{steps[:40]!a} is not FIRST:END with 1 <= FIRST < END",
+            "10:13 is steps 10, 11 and 12",
+        )
+        raise ConfigError([Issue("--profile", "wrong_type", message, hint=hint)])
     if re.fullmatch(r"\d{1,12}(,\d{1,12})*", ranks.replace(" ", "")) is None:
         message = f"{ranks[:40]!a} is not a list of ranks such as 0,1"
-        issues.append(Issue("--profile-ranks", "wrong_type", message, ranks[:40]))
-    if issues:
-        raise ConfigError(issues)
+        raise ConfigError([Issue("--profile-ranks", "wrong_type", message)])
     return ProfilePlan(first, end - 1, tuple(sorted(map(int, set(ranks.split(","))))))
 
 

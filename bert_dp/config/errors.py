@@ -1,13 +1,27 @@
-"""Problems of a configuration, option, file or missing package, and the exception that carries them."""
+"""Problems of a configuration, option, file or missing package, the exception that carries them, and the
+reader of files that others made: regular, of limited size, one line for each problem."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
+import hashlib
 import importlib
 import importlib.metadata
+import os
 import re
-from collections.abc import Sequence
-from typing import Any, Literal
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+MAX_JSON_BYTES = 2**28  # of a file: a manifest takes 20 KB for 4 GB of shards
+MAX_PROBLEMS = 8  # listed of one file
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 IssueKind = Literal[
     "missing",  # a value, file or column that is needed was not given
@@ -93,3 +107,72 @@ def install_command(extra: str) -> str:
     of_extra = re.compile(rf"""(.*);.*extra == ["']{extra}["']""")
     needed = [match[1].strip() for line in lines if (match := of_extra.match(line))]
     return "pip install " + " ".join(f"'{name}'" for name in needed or [extra])
+
+
+# --- files that others made
+
+
+class StoredModel(BaseModel):
+    """Model a part of a file: numbers are finite and of their declared type, unknown keys are ignored."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False, defer_build=True)
+
+
+def problem_lines(error: ValidationError) -> list[str]:
+    """Describe the first problems of a file in a line each: place, problem, and a value that is short."""
+    lines = []
+    for problem in error.errors()[:MAX_PROBLEMS]:
+        path = ascii(".".join(map(str, problem["loc"])))[1:-1][:80]
+        line = plain_message(problem["msg"])
+        if isinstance(problem["input"], (str, int, float, type(None))):
+            line += f", got {ascii(problem['input'])[:80]}"
+        lines.append(f"{path}: {line}" if path else line)
+    return lines
+
+
+@contextlib.contextmanager
+def refusing(setting: str, what: str = "", hint: str | None = None) -> Iterator[None]:
+    """Raise ConfigError for an OSError, ValueError or RecursionError of reading a file. `setting`: option or
+    file; `what`: the file or its part, where `setting` does not name it."""
+    problems: list[str]
+    kind: IssueKind = "damaged"
+    try:
+        yield
+        return
+    except ConfigError:
+        raise
+    except OSError as error:
+        kind, problems = "not_found", [f"cannot be read ({error.strerror or error})"]
+    except ValidationError as error:
+        problems = problem_lines(error)
+    except RecursionError:
+        problems = ["is nested too deep"]
+    except ValueError as error:
+        problems = [str(error)]
+    prefix = f"{what}: " if what else ""
+    raise ConfigError([Issue(setting, kind, prefix + problem, hint=hint) for problem in problems])
+
+
+def read_regular(path: Path, most_bytes: int) -> bytes:
+    """Read a regular file. Raises OSError for anything else, because a pipe or a device may never
+    end, for one larger than `most_bytes`, and where the path is none."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except ValueError as error:  # a NUL, or what is not UTF-8
+        raise OSError(errno.EINVAL, str(error), str(path)) from None
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        if status.st_size > most_bytes:
+            raise OSError(errno.EFBIG, f"larger than {most_bytes} bytes", str(path))
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(status.st_size)
+    finally:
+        os.close(descriptor)
+
+
+def sha256(path: Path) -> str:
+    """Return the hex digest of a file. Raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from bert_dp.config.errors import Issue
+from bert_dp.config.errors import Count, Issue, Sha256, StoredModel
 from bert_dp.config.manifest import (
     WARNED_LOSS,
     BaseName,
@@ -21,7 +21,6 @@ from bert_dp.config.manifest import (
     read_manifest,
 )
 from bert_dp.config.schema import MAX_VOCAB_SIZE, Config, LabelKind
-from bert_dp.config.stored import Count, Sha256, StoredModel
 
 MIN_LENGTH, MAX_LENGTH = 8, 8192  # tokens of an example
 MAX_LABELS = 1000

@@ -18,9 +18,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from bert_dp.config.errors import ConfigError, Issue, IssueKind, plain_message
+from bert_dp.config.errors import ConfigError, Issue, IssueKind, plain_message, read_regular, refusing
 from bert_dp.config.schema import BUDGETS, Config, all_settings
-from bert_dp.config.stored import read_regular, refusing
 
 AUTO = "auto"
 MAX_CONFIG_BYTES = 1_000_000
@@ -86,31 +85,24 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
 
     Raises ConfigError with every problem found, each with its full path and a suggestion.
     """
-    return resolve(_levels(path, overrides))
+    levels = [] if path is None else _levels(Path(path))
+    return resolve([*levels, parse_overrides(overrides)])
 
 
-def _levels(path: str | Path | None, overrides: Sequence[str]) -> list[dict[str, Any]]:
-    """Read the bases of a file, the file and the overrides, lowest precedence first. Raises ConfigError."""
-    levels: list[dict[str, Any]] = []
-    chain: list[Path] = []
-    file = None if path is None else Path(path)
-    while file is not None:
-        if file.resolve() in chain:
-            names = " -> ".join(p.stem for p in (*chain, file))
-            message, hint = f"base: {names} is a circle", "one of them must have no base"
-            raise ConfigError([Issue(str(path), "conflict", message, hint=hint)])
-        chain.append(file.resolve())
-        level = _undotted(read_yaml(file), file)
-        base = level.pop("base", None)
-        levels.insert(0, level)
-        if base is not None and not isinstance(base, str):
-            message = f"base: expected the name or path of a configuration, got {base!r}"
-            raise ConfigError([Issue(str(file), "wrong_type", message, base)])
-        try:
-            file = None if base is None else find_config(base, file.parent)
-        except ConfigError as error:
-            raise ConfigError([issue.within(f"{file}: base") for issue in error.issues]) from None
-    return [*levels, parse_overrides(overrides)] if overrides else levels
+def _levels(file: Path, above: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
+    """Read a file after its bases, lowest precedence first. Raises ConfigError."""
+    if file.resolve() in above:
+        message, hint = "base: leads back to this file", "one of them must have no base"
+        raise ConfigError([Issue(str(file), "conflict", message, hint=hint)])
+    level = _undotted(read_yaml(file), file)
+    base = level.pop("base", None)
+    if base is None:
+        return [level]
+    try:
+        found = find_config(str(base), file.parent)
+    except ConfigError as error:
+        raise ConfigError([issue.within(f"{file}: base") for issue in error.issues]) from None
+    return [*_levels(found, (*above, file.resolve())), level]
 
 
 def shipped_configs() -> Path:
@@ -143,7 +135,7 @@ def micro_is_auto(path: str | Path, overrides: Sequence[str] = ()) -> bool:
     """Return True if `batch.micro_size` is to be found before the run. Raises ConfigError as `load_config`
     does."""
     merged: dict[str, Any] = {}
-    for level in _levels(path, overrides):
+    for level in [*_levels(Path(path)), parse_overrides(overrides)]:
         merged = _merged(merged, level)
     batch = merged.get("batch")
     return isinstance(batch, dict) and batch.get("micro_size") == AUTO
@@ -227,33 +219,22 @@ def dump_config(config: Config) -> str:
 
 class ConfigLoader(yaml.SafeLoader):
     """SafeLoader with the scalars of YAML 1.2. Keys are words and stand once; aliases, which grow without
-    bound, and deep nesting are refused."""
-
-    depth = 0
+    bound, are refused."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        mark = self.peek_event().start_mark
         if self.check_event(yaml.events.AliasEvent):
-            raise yaml.composer.ComposerError(None, None, "aliases are not supported", mark)
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise yaml.composer.ComposerError(None, None, "nested too deeply", mark)
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
-
-    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
-        text = super().construct_scalar(node)
-        text.encode()  # raises ValueError for half of a character
-        return text
+            raise yaml.composer.ComposerError(
+                None, None, "aliases are not supported", self.peek_event().start_mark
+            )
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for number, (key, (key_node, _)) in enumerate(zip(keys, node.value, strict=True)):
-            if not isinstance(key, str | int) or key in keys[:number]:
-                is_word = isinstance(key, str | int)
-                problem = f"duplicate key {key!r}" if is_word else "a key must be a word or whole number"
-                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+        for number, key in enumerate(keys):
+            if not isinstance(key, str | int):
+                raise ValueError(f"key {key!r} is no word or whole number")
+            if key in keys[:number]:
+                raise ValueError(f"duplicate key {key!r}")
         return super().construct_mapping(node, deep)
 
 
@@ -314,24 +295,14 @@ def setting_paths() -> list[str]:
 
 def _suggested(path: str, value: object) -> list[str]:
     """Return the settings that an unknown one may stand for; for an unknown section those of its keys."""
-    section, _, leaf = path.rpartition(".")
-    settings = setting_paths()
-    prefix = f"{section}." if section else ""
-    mates = dict.fromkeys(
-        name.removeprefix(prefix).partition(".")[0] for name in settings if name.startswith(prefix)
-    )
-
-    def mate(cutoff: float) -> list[str]:
-        return [prefix + name for name in difflib.get_close_matches(leaf, mates, n=1, cutoff=cutoff)]
-
     if isinstance(value, dict):
         inner = (_suggested(f"{path}.{key}", below) for key, below in value.items())
-        return mate(0.75) or list(dict.fromkeys(itertools.chain.from_iterable(inner)))
+        return list(dict.fromkeys(itertools.chain.from_iterable(inner)))
+    settings, leaf = setting_paths(), path.rpartition(".")[2]
     return (
         list(SYNONYMS.get(leaf.lower(), ()))
-        or mate(0.75)
+        or difflib.get_close_matches(path, settings, n=1, cutoff=0.8)
         or [name for name in settings if name.rpartition(".")[2] == leaf][:1]
-        or mate(0.5)
         or difflib.get_close_matches(path, settings, n=1, cutoff=0.5)
     )
 

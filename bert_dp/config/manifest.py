@@ -11,9 +11,19 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import Field, model_validator
 
-from bert_dp.config.errors import ConfigError, Issue, IssueKind
+from bert_dp.config.errors import (
+    MAX_JSON_BYTES,
+    ConfigError,
+    Count,
+    Issue,
+    IssueKind,
+    Sha256,
+    StoredModel,
+    read_regular,
+    refusing,
+    sha256,
+)
 from bert_dp.config.schema import MAX_VOCAB_SIZE, Config
-from bert_dp.config.stored import MAX_JSON_BYTES, Count, Sha256, StoredModel, read_regular, refusing, sha256
 
 TOKEN_BYTES = 2
 

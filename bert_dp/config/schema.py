@@ -72,21 +72,16 @@ OneOrMore = BeforeValidator(_as_tuple)
 """One may stand without brackets."""
 
 
-class KeyOf:
-    """Validate that a text is a key of `table`, or `other`, at the time of validation."""
+def key_of(table: Mapping[str, object], *other: str) -> AfterValidator:
+    """Validate that a text is a key of `table`, or one of `other`, at the time of validation."""
 
-    def __init__(self, table: Mapping[str, object], *other: str):
-        self._table, self._other = table, other
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (*self._other, *self._table)
-
-    def __call__(self, text: str) -> str:
-        if text in self.names:
+    def check(text: str) -> str:
+        if text in (*other, *table):
             return text
-        expected = ", ".join(map(repr, self.names))
+        expected = ", ".join(map(repr, (*other, *table)))
         raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})
+
+    return AfterValidator(check)
 
 
 PathText = Annotated[str, AfterValidator(_can_be_a_path)]
@@ -317,7 +312,7 @@ class ScheduleConfig(Section):
 
 
 class OptimConfig(Section):
-    name: Annotated[str, AfterValidator(KeyOf(OPTIMIZERS))] = "adamw"
+    name: Annotated[str, key_of(OPTIMIZERS)] = "adamw"
     """muon = Muon for the matrices of the blocks, AdamW for the rest."""
     lr: Annotated[float, Field(gt=0)] | Literal["auto"] = 1e-3
     """Peak learning rate. auto, for lamb, is the untuned rule 5e-3 sqrt(global_size / 32768)."""
@@ -362,7 +357,7 @@ class OptimConfig(Section):
 
 
 class ParallelConfig(Section):
-    engine: Annotated[str, AfterValidator(KeyOf(ENGINES, "auto"))] = "auto"
+    engine: Annotated[str, key_of(ENGINES, "auto")] = "auto"
     """auto = single on one rank, ddp on more. independent = every rank a model of its own, nothing reduced:
     the ceiling that `scale` measures, refused by `train`."""
     tensor: int = Field(1, ge=1, le=MAX_RANKS)

@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from bert_dp.config import BuildConfig, ConfigError, Issue, IssueKind
-from bert_dp.config.errors import require
-from bert_dp.config.stored import refusing, sha256
+from bert_dp.config.errors import refusing, require, sha256
 from bert_dp.data import builtin
 
 MAX_DOCUMENT_BYTES = 16 * 2**20

@@ -34,8 +34,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from bert_dp import files
 from bert_dp.config import MAX_VOCAB_SIZE, ConfigError, Issue, IssueKind
+from bert_dp.config.errors import read_regular
 from bert_dp.config.manifest import TOKEN_BYTES
-from bert_dp.config.stored import read_regular
 from bert_dp.data.dedup import content_key, document_key, sketcher
 from bert_dp.training.process import RunFailed
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from bert_dp.config import BuildConfig, ConfigError, Issue
-from bert_dp.config.stored import Count, StoredModel
+from bert_dp.config.errors import Count, StoredModel
 from bert_dp.data import readers as inputs
 from bert_dp.data import tokenizer as tokens
 from bert_dp.data.build import Progress, read_documents, source_record

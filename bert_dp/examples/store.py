@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 
 from bert_dp.config import ConfigError, Issue
+from bert_dp.config.errors import read_regular, refusing
 from bert_dp.config.examples import ExamplesManifest, ExampleSplit
-from bert_dp.config.stored import read_regular, refusing
 
 MAX_BYTES = 2**31  # of a split's file, which is held whole
 LABEL_TYPES = {"single_label": np.int64, "multi_label": np.uint8, "regression": np.float32}

@@ -23,7 +23,7 @@ from safetensors.numpy import load_file, save_file
 
 from bert_dp import files
 from bert_dp.config import ConfigError, Issue
-from bert_dp.config.stored import StoredModel
+from bert_dp.config.errors import StoredModel
 from bert_dp.data import tokenizer as tokens
 from bert_dp.exporting import load_exported
 from bert_dp.exporting.source import ExportSource, open_run

@@ -23,8 +23,7 @@ from torch.export import Dim, ExportedProgram
 
 from bert_dp import __version__, files
 from bert_dp.config import ConfigError, Issue, Kind, cpu_field, native_class
-from bert_dp.config.errors import require
-from bert_dp.config.stored import sha256
+from bert_dp.config.errors import require, sha256
 from bert_dp.data import tokenizer as tokens
 from bert_dp.data.build import locked, replaced
 from bert_dp.exporting.hf import settings_of, tensors_of

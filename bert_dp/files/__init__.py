@@ -11,13 +11,25 @@ from bert_dp.files.heartbeat_layout import (
 )
 from bert_dp.files.io import (
     CONTROL,
+    INIT_FILE,
+    LAUNCHER_PID,
+    LAUNCHER_START,
+    LOG_DIR,
     REDACTED,
+    STARTED_AGAIN,
+    STOP_SIGNALS,
+    cache_issues,
+    cache_root,
     hide,
+    honoured,
+    is_own_code,
     is_secret,
     lock,
     printable,
     safe,
     secret_values,
+    set_private_umask,
+    start_ticks,
     without_folders,
 )
 from bert_dp.files.json_lines import (
@@ -41,19 +53,4 @@ from bert_dp.files.run_facts import (
     read_checkpoint_facts,
     tokenizer_of,
     weights_hash,
-)
-from bert_dp.files.shared import (
-    INIT_FILE,
-    LAUNCHER_PID,
-    LAUNCHER_START,
-    LOG_DIR,
-    STARTED_AGAIN,
-    STOP_SIGNALS,
-    cache_issues,
-    cache_root,
-    honoured,
-    is_own_code,
-    reopen_std_streams,
-    set_private_umask,
-    start_ticks,
 )

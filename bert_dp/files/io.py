@@ -1,4 +1,5 @@
-"""Lock files, and clean text that is shown of secrets and control characters. Torch-free."""
+"""Lock files, text without secrets and control characters, environment variables from launcher to worker,
+signals, the cache and the set-up of a process. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,9 +7,14 @@ import contextlib
 import fcntl
 import os
 import re
+import signal
+import stat
+import sysconfig
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Literal, overload
+
+from bert_dp.config.errors import Issue
 
 
 @overload
@@ -38,13 +44,10 @@ REDACTED = "<redacted>"
 # shorter values and plain words stand in ordinary text by chance, so hiding them would spoil it
 MIN_SECRET = 6  # characters
 WORD = re.compile(r"[A-Z]?[a-z]{,12}|[A-Z]{,12}")
-# one word of the name of a variable or setting: PAT but not PATH, KEY but not KEYBOARD
-SECRET_PART = re.compile(
-    r"\w*(token|secret|passw(or)?d|passphrase|credential|apikey)s?|\w*(pwd|auth|dsn)|(api|ssh)?(key|pass)s?"
-    r"|authorization|bearer|webhook|pats?|creds?|connections?"
+SECRET_NAME = re.compile(
+    r"(?i).*(token|secret|passw(or)?d|passphrase|credentials?|api_?key)|.*[_.-](key|pwd|pass|auth|pat|dsn)"
+    r"|authorization"
 )
-NAME_PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-NO_SECRETS = ("PWD", "OLDPWD")  # the shell's own: the current folder and the one before
 # https://user:password@host, also where a path has lost a slash, and https://TOKEN@host
 URL_PASSWORD = re.compile(
     r"(?<=[:/]/)[^\s/?#\"'<>:@]{,256}:[^\s/\"'<>]{1,256}(?=@)|(?<=://)[^\s/?#\"'<>:@]{16,256}(?=@)"
@@ -55,28 +58,16 @@ ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_][^\x07\x1b\n]{,1000}(?
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def is_secret(name: str, value: object) -> bool:
-    """Return whether a value of this name is a secret, which must not be written to a file."""
-    parts = [part.lower() for part in NAME_PART.findall(name)]
-    if name in NO_SECRETS or value is None or not any(map(SECRET_PART.fullmatch, parts)):
-        return False
-    counted = "tokens" in parts or "connections" in parts
-    return not (counted and re.fullmatch(r"[\d.e+_]+|null", str(value)))
+def is_secret(name: str) -> bool:
+    """Return True if the value of a variable or option of this name must not be written to a file."""
+    return SECRET_NAME.fullmatch(name) is not None
 
 
-def secret_values(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return value -> name of the variables that hold a secret by their name.
-
-    Short values and plain words are left out, and so is the path of a file, which says where a secret is.
-    """
-    return {
-        value.strip(): name
-        for name, value in environ.items()
-        if is_secret(name, value)
-        and len(value.strip()) >= MIN_SECRET
-        and not WORD.fullmatch(value.strip())
-        and not os.path.exists(os.path.expanduser(value))
-    }
+def secret_values(environ: Mapping[str, str]) -> list[str]:
+    """Return the values of the variables that hold a secret by their name, but not short ones and plain
+    words."""
+    values = [value.strip() for name, value in environ.items() if is_secret(name)]
+    return [value for value in values if len(value) >= MIN_SECRET and not WORD.fullmatch(value)]
 
 
 def hide(text: str, secrets: Iterable[str] = ()) -> str:
@@ -99,3 +90,61 @@ def printable(text: str) -> str:
 def without_folders(word: str) -> str:
     """Cut the absolute paths in a word of a command to their names."""
     return re.sub(r"(?<![\w.~/-])/(?:[^/\s,]+/)+(?=[^/\s,])", "", word)
+
+
+# environment variables by which the launcher tells its workers what a user-started worker does without
+INIT_FILE = "BERT_DP_INIT_FILE"  # a file to meet in; without it env:// (MASTER_ADDR, MASTER_PORT)
+LOG_DIR = "BERT_DP_LOG_DIR"  # where rank-N.log and rank-N.error.json go
+STARTED_AGAIN = "-- started again --"  # a line of rank-N.log
+LAUNCHER_PID = "BERT_DP_LAUNCHER_PID"
+LAUNCHER_START = "BERT_DP_LAUNCHER_START"  # see start_ticks
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""What ends a run after a checkpoint."""
+
+
+def honoured(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
+    """Return the signals that this process was not told to ignore, as nohup does with SIGHUP and a script's
+    shell with SIGINT in the background."""
+    return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+
+
+def start_ticks(pid: int) -> str:
+    """Return the start time of a process in clock ticks since boot, which with the pid is unique.
+
+    Raises OSError when there is none.
+    """
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+
+
+def is_own_code(filename: str) -> bool:
+    """Return True if a stack frame of this file is ours or the user's: not of Python, torch or a package."""
+    if filename.startswith(str(Path(__file__).parents[1]) + os.sep):
+        return True  # also when bert_dp itself is installed among the packages
+    libraries = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    within = any(filename.startswith(library + os.sep) for library in libraries)
+    foreign = within or "site-packages" in filename or "dist-packages" in filename
+    return not foreign and not filename.startswith("<")
+
+
+def cache_root() -> Path:
+    """Return the directory of built corpora: $BERT_DP_CACHE, by default ~/.cache/bert-dp."""
+    return Path(os.environ.get("BERT_DP_CACHE") or Path.home() / ".cache" / "bert-dp")
+
+
+def cache_issues() -> list[Issue]:
+    """Find why the cache cannot be trusted; a cache that does not exist yet has no issue."""
+    root = cache_root()
+    if not root.exists():
+        return []
+    status = root.stat()
+    if status.st_uid in (os.geteuid(), 0) and not status.st_mode & stat.S_IWOTH:
+        return []
+    message = f"{root} is of uid {status.st_uid}, mode {status.st_mode:o}: others can change its files"
+    hint = "set it to a directory of your own"
+    return [Issue("BERT_DP_CACHE", "unsupported", message, str(root), hint=hint)]
+
+
+def set_private_umask() -> None:
+    """Make all files that this process and its children create private to the user."""
+    os.umask(0o077)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bert_dp.config.stored import MAX_JSON_BYTES, read_regular
+from bert_dp.config.errors import MAX_JSON_BYTES, read_regular
 
 MAX_JSON_DEPTH = 32  # of nested objects and lists; ours have less than ten
 MAX_WHOLE = 2**64  # no count, size or time in ns is as large
@@ -94,8 +94,8 @@ def parse_json(text: bytes | str) -> Any:
     and nesting deeper than MAX_JSON_DEPTH, which no file of ours has."""
     try:
         data = json.loads(text if isinstance(text, str) else text.decode(), parse_int=_whole_number)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is not JSON ({error})") from None
     level = [data]
     for _ in range(MAX_JSON_DEPTH):
         inside = (v.values() if isinstance(v, dict) else v for v in level if isinstance(v, (dict, list)))

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, computed_field
 
-from bert_dp.config.stored import StoredModel
+from bert_dp.config.errors import StoredModel
 
 FailureKind = Literal[
     "bad_input",

@@ -12,15 +12,17 @@ from pydantic import Field, ValidationError
 
 from bert_dp.config import FinetuneConfig
 from bert_dp.config.checks import Kind
-from bert_dp.config.errors import ConfigError, Issue, require
-from bert_dp.config.stored import (
+from bert_dp.config.errors import (
     MAX_JSON_BYTES,
+    ConfigError,
     Count,
+    Issue,
     Sha256,
     StoredModel,
     problem_lines,
     read_regular,
     refusing,
+    require,
 )
 from bert_dp.files.models import InitFrom, StoredFile
 

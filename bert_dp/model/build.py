@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from bert_dp import files
 from bert_dp.config import Config, ConfigError, Issue, hf_directory, init_issues, modernbert_issues, resolve
-from bert_dp.config.stored import sha256
+from bert_dp.config.errors import sha256
 from bert_dp.data import tokenizer
 from bert_dp.files.models import InitFrom
 from bert_dp.files.run_facts import EXPORTED

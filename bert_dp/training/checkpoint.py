@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from bert_dp import files as record
 from bert_dp.config import CheckpointConfig, ConfigError, Issue
-from bert_dp.config.stored import MAX_JSON_BYTES, read_regular, sha256
+from bert_dp.config.errors import MAX_JSON_BYTES, read_regular, sha256
 from bert_dp.files import CheckpointFacts, list_checkpoints
 from bert_dp.files.models import Failure, FailureKind, kind_of_error
 from bert_dp.parallel import State

@@ -126,8 +126,8 @@ def train_step(
     `batches` gives `grad_accum_steps` micro batches, each drawn when the one before it has been passed to the
     device. `num_targets` is that of the step over all replicas. Returns this replica's share of the mean loss
     over them (the shares sum to it) and the reduced gradient norm, both device scalars; no host sync.
-    `progress` is called after each micro batch. Timed as compute_before_reduction: forward and backward up to the last micro
-    batch's backward, before any gradient is reduced.
+    `progress` is called after each micro batch. Timed as compute_before_reduction: forward and backward up to
+    the last micro batch's backward, before any gradient is reduced.
     """
     loss_share = torch.zeros((), dtype=precision.parameters, device=device)
     for left, batch in zip(reversed(range(grad_accum_steps)), batches, strict=True):

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from bert_dp import files
 from bert_dp.config import Config
+from bert_dp.cost import student
 from bert_dp.files.models import NoiseScale
-from bert_dp.files.quantiles import student
 from bert_dp.training.distributed import HostCollectives
 
 WINDOW = 200  # steps that the summary's figure is of: the scale grows over a run

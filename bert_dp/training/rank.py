@@ -44,7 +44,6 @@ def main(argv: list[str] | None = None, make_task: MakeTask | None = None) -> in
 
     `make_task`: makes a task that the configuration cannot name; None = the one that it names.
     """
-    files.reopen_std_streams()
     files.set_private_umask()
     signals = Signals()
     signals.catch()

@@ -1,21 +1,31 @@
-"""The application: its verbs by group, and the entry point."""
+"""The application: its verbs by group, the entry point, and the exit codes and error lines of a failure."""
 
 from __future__ import annotations
 
+import errno
 import faulthandler
+import io
+import json
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from bert_dp import __version__, files
-from launcher.cli import data, evaluation, reports, training, tuning
-from launcher.cli.errors import exit_code
+from bert_dp.config import ConfigError, Issue
+from bert_dp.training.process import RunFailed
+from launcher.cli import evaluation, reports, training, tuning
+from launcher.job import ISSUES_FILE
+from launcher.log import print_error
 
 SHARED = ("report", "data", "export")  # write where the user says, with the user's umask; others privately
+
+BAD_PATH = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -55,7 +65,7 @@ for verb in (
     training.train,
     training.finetune,
     training.configs,
-    evaluation.checkpoints,
+    reports.checkpoints,
     evaluation.predict,
     tuning.scale,
     reports.report,
@@ -63,7 +73,7 @@ for verb in (
 ):
     app.command()(verb)
 
-_group("data", "Build and inspect token shards.", build=data.build, inspect=data.inspect)
+_group("data", "Build and inspect token shards.", build=training.data_build, inspect=training.data_inspect)
 _group("eval", "Evaluate a run.", glue=evaluation.eval_glue, mlm=evaluation.eval_mlm)
 _group(
     "export",
@@ -86,9 +96,59 @@ def _leave(number: int, frame: object) -> None:
 
 def main() -> None:
     """Run the command line of this process. Exit codes: 0 done, 2 bad input, 1 failed, 128 + signal."""
-    files.reopen_std_streams()
     os.environ["PYTHONSAFEPATH"] = "1"  # a process that a verb starts imports nothing from the current folder
     faulthandler.enable(file=2)
     for number in files.honoured((signal.SIGTERM, signal.SIGHUP)):
         signal.signal(number, _leave)
     sys.exit(exit_code(lambda: app(prog_name="bert-dp", standalone_mode=False)))
+
+
+def exit_code(command: Callable[[], int | None]) -> int:
+    """Run a typer command line and return its exit code.
+
+    A failure is one line on stderr; an unexpected exception is shown with its traceback.
+    """
+    try:
+        if not_utf8 := [a for a in sys.argv[1:] if any("\ud800" <= c <= "\udfff" for c in a)]:
+            # no file could hold it
+            raise ConfigError([Issue("", "wrong_type", f"argument {a!a} is not UTF-8") for a in not_utf8])
+        return command() or 0
+    except ConfigError as error:
+        issues = json.dumps({"issues": [issue.to_json() for issue in error.issues]}) + "\n"
+        if "--json" in sys.argv:
+            sys.stdout.write(issues)
+        if path := os.environ.get(ISSUES_FILE):
+            Path(path).write_text(issues)
+        for issue in error.issues:
+            print_error(f"error: {' '.join(str(issue).splitlines())}")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except RunFailed as error:
+        print_error(f"error: {error}")
+        return 1
+    except MemoryError:
+        print_error("error: out of memory; free some, or raise `ulimit -v`")
+        return 1
+    except OSError as error:
+        path = f"{error.filename}: " if error.filename else ""
+        print_error(f"error: {path}{error.strerror or error}")
+        return 2 if error.errno in BAD_PATH else 1
+    except Exception as error:
+        if hasattr(error, "show") and hasattr(error, "exit_code"):  # typer's, of a wrong command line
+            print_error(_usage_error(error))
+            return int(error.exit_code)
+        print_error(traceback.format_exc().rstrip())
+        return 1
+
+
+def _usage_error(error: Any) -> str:
+    """Return typer's message as one line with the option first, or the help of a group without its verb."""
+    shown = io.StringIO()
+    error.show(shown)
+    if "Error: " not in shown.getvalue():
+        return shown.getvalue().rstrip()
+    if isinstance(error, typer.BadParameter) and error.param is not None and error.message:
+        return f"error: {error.param.opts[0]}: {error.message.removeprefix('Value error, ').rstrip('.')}"
+    verb = error.ctx.command_path if error.ctx else "bert-dp"
+    return f"error: {error.format_message().rstrip('.')}; see `{verb} --help`"

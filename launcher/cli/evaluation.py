@@ -1,4 +1,4 @@
-"""`eval glue`, `eval mlm`, `predict`, `export` and `checkpoints`: verbs that read a run."""
+"""`eval glue`, `eval mlm`, `predict` and `export`: verbs that read a run."""
 
 from __future__ import annotations
 
@@ -162,16 +162,3 @@ def export_check(
     from launcher.evaluate import export
 
     return export.check(directory, run, as_json=json, console=opt.console())
-
-
-def checkpoints(
-    run: Annotated[Path, Argument(metavar="RUN", show_default=False, help="Run directory.")],
-    json: opt.Json = False,
-) -> int:
-    """Verify the checkpoints of a run by their hashes.
-
-    Exit code 1 if one is damaged.
-    """
-    from launcher import checkpoints
-
-    return checkpoints.verify(run, as_json=json, console=opt.console())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import importlib.util
 import io
 import math
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Argument, BadParameter, Option
 
-from bert_dp.config import ConfigError, Issue, benchmark_names, engine_facts, shipped_configs
+from bert_dp.config import ConfigError, Issue, benchmark_names, engine_facts
 from bert_dp.config.errors import install_command
 from launcher.job import logger_issues
 from launcher.run.starters import launcher_problem
@@ -119,19 +118,11 @@ def launcher(text: str) -> str:
     return text
 
 
-def shipped_names(incomplete: str) -> list[str]:
-    """Complete the name of a shipped configuration."""
-    return [path.stem for path in sorted(shipped_configs().glob(f"{glob.escape(incomplete)}*.yaml"))]
-
-
 # --- options, by the order in which they appear
 
 CONFIG_HELP = "YAML file or a name that `bert-dp configs` lists (default: quickstart), and settings."
 Words = Annotated[
-    list[str] | None,
-    Argument(
-        metavar="CONFIG | SETTING=VALUE", show_default=False, autocompletion=shipped_names, help=CONFIG_HELP
-    ),
+    list[str] | None, Argument(metavar="CONFIG | SETTING=VALUE", show_default=False, help=CONFIG_HELP)
 ]
 Settings = Annotated[
     list[str] | None,

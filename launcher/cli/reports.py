@@ -1,18 +1,20 @@
-"""`report` and `doctor`."""
+"""`report`, `checkpoints` and `doctor`."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json as jsonlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Option
 
 from bert_dp import files
 from bert_dp.config import ConfigError, Issue
+from bert_dp.cost import GIB
 from launcher.cli import options as opt
 from launcher.log import logger
 
@@ -95,13 +97,84 @@ def report_of(run_dirs: Sequence[Path]) -> Report:
 
 
 def _no_run(setting: str, path: Path) -> Issue:
-    """Return the issue of a path that is no run directory, with the one that may be meant."""
-    hint = None
-    if path.is_file():
-        hint = f"name the directory, {path.parent}"
-    elif runs := sorted(child.parent.name for child in path.glob("*/config.yaml")):
-        hint = f"it holds runs, name one: {', '.join(runs[:3])}"
+    """Return the issue of a path that is no run directory, with those that may be meant."""
+    runs = sorted(child.parent.name for child in path.glob("*/config.yaml"))
+    hint = f"it holds runs, name one: {', '.join(runs[:3])}" if runs else None
     return Issue(setting, "not_found", f"{path} is not a run directory (no config.yaml in it)", hint=hint)
+
+
+def checkpoints(
+    run: Annotated[Path, Argument(metavar="RUN", show_default=False, help="Run directory.")],
+    json: opt.Json = False,
+) -> int:
+    """Verify the checkpoints of a run by their hashes.
+
+    Exit code 1 if one is damaged.
+    """
+    from launcher.report.console import show_report
+    from launcher.run.trials import heldout_losses
+
+    paths = files.list_checkpoints(run / "checkpoints")
+    if not paths:
+        message = f"{run} holds no checkpoint" if run.exists() else f"{run} does not exist"
+        hint = "name the directory of a run, which has checkpoints/"
+        raise ConfigError([Issue("RUN", "not_found", message, str(run), hint=hint)])
+    losses = heldout_losses(run)
+    found = [_describe(path, losses) for path in paths]
+    if json:
+        typer.echo(jsonlib.dumps(files.finite(found), indent=1))
+    else:
+        show_report(opt.console(), checkpoints_report(found))
+    return 1 if any(each["problem"] for each in found) else 0
+
+
+def _describe(path: Path, losses: Mapping[int, float]) -> dict[str, Any]:
+    """Verify one checkpoint; `problem` is null if it is sound. `losses`: held-out loss by step."""
+    from bert_dp.training import checkpoint
+
+    facts, num_bytes = None, None
+    with contextlib.suppress(OSError, ValueError):  # a run that goes on may remove it meanwhile
+        num_bytes = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+        facts = files.read_checkpoint_facts(path)
+    return {
+        "name": path.name,
+        "step": facts and facts.step,
+        "samples": facts and facts.samples,
+        "bytes": num_bytes,
+        "problem": checkpoint.check(path),
+        "heldout_loss": facts and losses.get(facts.step),
+    }
+
+
+def checkpoints_report(checkpoints: Sequence[Mapping[str, Any]]) -> Report:
+    """Build the table of the checkpoints, newest first, with a verdict for each damaged one."""
+    from launcher.report.numbers import count_of
+    from launcher.report.page import Column, Report, ReportSection, Table, TableRow, Verdict, cell
+
+    advice = ["Remove it; a run goes on from the newest checkpoint that is sound."]
+    damaged = [
+        Verdict("fail", f"damaged: {each['problem']}", advice) for each in checkpoints if each["problem"]
+    ]
+    sound = Verdict("ok", f"{count_of(len(checkpoints), 'checkpoint')}, every file as its hash says")
+    rows = [
+        TableRow(
+            each["name"],
+            [
+                cell(each["step"], "count"),
+                cell(each["samples"], "count"),
+                cell(each["heldout_loss"], "nats"),
+                cell(each["bytes"] and each["bytes"] / GIB, "gib"),
+                cell("damaged" if each["problem"] else "verified", "word"),
+            ],
+        )
+        for each in checkpoints
+    ]
+    heads = [*map(Column, ("step", "samples", "held-out loss", "size")), Column("files", text=True)]
+    return Report(
+        "bert-dp: checkpoints",
+        verdicts=damaged or [sound],
+        sections=[ReportSection("", tables=[Table(rows, heads, corner="checkpoint")])],
+    )
 
 
 def doctor(

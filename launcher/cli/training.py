@@ -1,7 +1,8 @@
-"""`train`, `finetune` and `configs`."""
+"""`train`, `finetune`, `configs`, `data build` and `data inspect`."""
 
 from __future__ import annotations
 
+import json as jsonlib
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -136,11 +137,7 @@ def finetune(
     )
 
 
-def configs(
-    name: Annotated[
-        str | None, Argument(help="Configuration to print.", autocompletion=opt.shipped_names)
-    ] = None,
-) -> int:
+def configs(name: Annotated[str | None, Argument(help="Configuration to print.")] = None) -> int:
     """List the shipped configurations, or print one."""
     if name is not None:
         typer.echo(find_config(name).read_text(), nl=False)
@@ -150,3 +147,50 @@ def configs(
         typer.echo(f"{path.stem:<18} {summary}")
     print_error("next: bert-dp train NAME --dry-run")
     return 0
+
+
+def data_build(
+    sources: Annotated[list[str], Argument(help=opt.TEXTS)],
+    out: Annotated[Path, Option(help="Directory to write.")],
+    vocab_size: Annotated[
+        int | None, Option(help="Tokens of the tokenizer to train; default: 32,768.")
+    ] = None,
+    sequence_length: Annotated[int, Option(help="Tokens per sequence.")] = 128,
+    tokenizer: Annotated[str | None, Option(help="Existing tokenizer.json; default: train one.")] = None,
+    format: opt.Format = "auto",
+    text_key: opt.TextKey = "text",
+    set_: Annotated[
+        list[str] | None, Option("--set", metavar="name=v", help="Set data.build.NAME; repeatable.")
+    ] = None,
+    processes: Annotated[
+        int | None, Option(min=1, max=4096, help="Tokenizing processes; default: one per core.")
+    ] = None,
+    force: Annotated[bool, Option("--force", help="Replace the contents of OUT.")] = False,
+) -> int:
+    """Build token shards from text.
+
+    Steps: filter, deduplicate, train a tokenizer, tokenize and pack; a manifest has the hash of each shard.
+    """
+    from launcher import datasets
+
+    return datasets.build(
+        sources,
+        out,
+        vocab_size=vocab_size,
+        sequence_length=sequence_length,
+        tokenizer=tokenizer,
+        overrides=[f"source_format={format}", f"text_field={jsonlib.dumps(text_key)}", *(set_ or [])],
+        processes=processes,
+        force=force,
+        console=opt.console(),
+    )
+
+
+def data_inspect(
+    directory: Annotated[Path, Argument(help="Directory made by `bert-dp data build`.")],
+    json: opt.Json = False,
+) -> int:
+    """Verify the hashes of shards; show their counts, entropies and samples."""
+    from launcher import datasets
+
+    return datasets.inspect(directory, as_json=json, console=opt.console())

@@ -125,7 +125,6 @@ def evaluate(
         *finetune.setting_issues(overrides),
         *setting_issues(overrides, options.rates),
         *this_job.device_issues(options.ranks, "--ranks-per-job"),
-        *job.exposure_issues(base, folder, "--out"),
     ]
     if issues:
         raise ConfigError(issues)

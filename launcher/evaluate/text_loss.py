@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bert_dp.config import resolve
-from bert_dp.files.quantiles import student
+from bert_dp.cost import student
 from launcher import results
 from launcher.job import issues_by_option
 from launcher.report.console import show_report

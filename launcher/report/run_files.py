@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from bert_dp import files
 from bert_dp.config import Config, ConfigError, read_yaml, resolve
-from bert_dp.config.stored import problem_lines
+from bert_dp.config.errors import problem_lines
 from bert_dp.files.models import HeldOut, Summary
 from launcher.report.numbers import number
 

@@ -40,15 +40,7 @@ from bert_dp.config.checks import ProfilePlan, profile_issues
 from bert_dp.cost import flops_per_token, num_parameters, rank_memory_gib
 from bert_dp.files.models import Failure, Summary
 from launcher import results
-from launcher.job import (
-    Job,
-    built_data,
-    exposure_issues,
-    input_issues,
-    lock_output_dir,
-    place_issues,
-    prepare_data,
-)
+from launcher.job import Job, built_data, input_issues, lock_output_dir, place_issues, prepare_data
 from launcher.log import PLAIN, logger, masked_command, show
 from launcher.machine.environment import Environment, precision_of
 from launcher.report.console import show_end, show_report
@@ -244,8 +236,7 @@ def start_issues(job: Job, run_dir: Path, resume: str) -> list[Issue]:
     config = job.config
     if checkpoint_to_resume(run_dir, resume) is not None:
         config = config.model_copy(update={"run": config.run.model_copy(update={"init_from": None})})
-    issues: list[Issue] = [*input_issues(config), *exposure_issues(job.config, run_dir, "--run-dir")]
-    return [*issues, *run_dir_issues(run_dir, job.config, resume)]
+    return [*input_issues(config), *run_dir_issues(run_dir, job.config, resume)]
 
 
 def run_dir_issues(run_dir: Path, config: Config, resume: str) -> Sequence[Issue]:

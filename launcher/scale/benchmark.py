@@ -62,7 +62,7 @@ def scale(
     folder = setup.directory(out, "scaling")
     grid = Grid(setup.config, settings, setup.machine, on_gpu=setup.gpus > 0)
     output = Output(folder, "grid", PLAN, plan_of(grid), FIXED, GROWS)
-    issues: list[Issue] = [*setup.issues(folder, "--out"), *setup.device_issues(max(settings.gpus))]
+    issues: list[Issue] = [*job.input_issues(setup.config), *setup.device_issues(max(settings.gpus))]
     issues += [*grid.issues, *output.issues()]
     if issues:
         raise ConfigError(issues)

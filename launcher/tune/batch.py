@@ -143,7 +143,7 @@ def tune_batch(
     spec = search_spec(setup, options)
     folder = setup.directory(out, "tune", "batch")
     output = output_of(spec, folder)
-    if issues := [*job.exposure_issues(spec.config, folder, "--out"), *output.issues()]:
+    if issues := output.issues():
         raise ConfigError(issues)
 
     log = logger(console, as_json)

@@ -106,7 +106,7 @@ def tune_lr(
     folder = setup.directory(out, "tune", "lr")
     output = search_output(folder, config, results.plain(options))
     layout = batch_layout(with_settings(config, optim=fixed_rate(1.0)), ranks)
-    issues = [*setup.issues(folder, "--out"), *setup.device_issues(ranks), *length_issues(config, options)]
+    issues = [*job.input_issues(config), *setup.device_issues(ranks), *length_issues(config, options)]
     if issues := [*issues, *output.issues()]:
         raise ConfigError(issues)
 

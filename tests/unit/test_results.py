@@ -144,20 +144,6 @@ def test_a_failure_is_a_card_and_a_page_and_bad_input_its_lines_alone(verb: Verb
     assert "page:" not in said
 
 
-def test_a_run_is_started_again_as_often_as_was_asked_for(
-    verb: Verb, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(train.restarts, "wait_for_signal", lambda seconds: 0)
-    policy = train.restarts.Policy(2)
-    again = RunOutcome(1, RAISED)
-    assert (
-        verb.go(again, again, RunOutcome(0, None), policy=policy, settings=("checkpoint.every_steps=1",)) == 0
-    )
-    assert len(verb.asked) == 3
-    assert "restart 2 of 2" in verb.out.getvalue()
-    assert len(read_json(verb.run_dir / "summary.json")["restarts"]) == 2
-
-
 def test_steps_that_are_done_are_not_profiled_and_a_complete_run_is_not_started(verb: Verb) -> None:
     config = job.load("quickstart", [*TINY, f"data.path={verb.shards}", "run.device=cpu"]).config
     place = verb.run_dir / "checkpoints" / "step-00000002"

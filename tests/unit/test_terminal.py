@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bert_dp.files import CONTROL, safe
-from launcher import checkpoints
-from launcher.cli import options
+from launcher.cli import options, reports
 from launcher.log import logger, print_error, show
 from launcher.watch.display import readable
 from tests.e2e.cli import here
@@ -35,9 +31,7 @@ def test_safe_text_has_no_control_characters_and_stays(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("a\x1b[1;31mb\x1b[0m", "ab"),
-        (f"a{OSC}b", "ab"),
-        ("a\x1b]8;;http://x\x1b\\b", "ab"),
+        (f"a\x1b[1;31mb\x1b[0m{OSC}", "ab"),
         ("a\x1b]0;never ended", "a\ufffd]0;never ended"),  # else it would hide the rest
         ("a\x9b2J\x1bc", "a\ufffd2J\ufffdc"),
         ("invoice\u202egpj.exe", "invoice\ufffdgpj.exe"),
@@ -80,53 +74,11 @@ def test_hostile_names_reach_no_terminal(
     assert done.stderr
 
 
-@pytest.mark.parametrize("closed", [(2,), (0,), (1, 2), (0, 1, 2)])
-def test_closed_descriptors_are_not_taken_by_the_next_file(tmp_path: Path, closed: tuple[int, ...]) -> None:
-    """Nor in a child, and printing harms nobody."""
-    code = """
-import subprocess, sys
-from bert_dp import files
-files.reopen_std_streams()
-file = open("f", "w")
-print("x"); sys.stderr.write("y"); sys.stdin.read()
-child = "import os, sys; print('x'); sys.stderr.write('y'); sys.exit(os.fstat(2).st_ino == 0)"
-assert subprocess.run([sys.executable, "-c", child]).returncode == 0
-file.write(f"descriptor {file.fileno() > 2}")
-"""
-    redirect = " ".join(f"{n}<&-" if n == 0 else f"{n}>&-" for n in closed)
-    done = subprocess.run(
-        ["sh", "-c", f'exec "$@" {redirect}', "sh", sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "f").read_text() == "descriptor True"
-
-
-def test_a_verb_with_stderr_closed(tmp_path: Path) -> None:
-    verb = [sys.executable, "-m", "launcher", "train", "--dry-run", "--set", "run.device=cpu"]
-    done = subprocess.run(
-        ["sh", "-c", 'exec "$@" 2>&- <&-', "sh", *verb],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0
-    assert "parameters" in done.stdout
-
-
 @pytest.mark.parametrize("problem", [None, "x: torn"])
 def test_checkpoints_are_listed_with_their_losses_and_sizes(problem: str | None) -> None:
     sound = {"name": "step-20", "step": 20, "samples": 160, "heldout_loss": 6.25, "bytes": 3 * 2**29}
     other = {"name": "step-10", "step": 10, "samples": 80, "heldout_loss": None, "bytes": None}
-    lines = shown(checkpoints.checkpoints_report([{**sound, "problem": None}, {**other, "problem": problem}]))
+    lines = shown(reports.checkpoints_report([{**sound, "problem": None}, {**other, "problem": problem}]))
     rows = [line.split() for line in lines if "step-" in line]
     assert rows[0] == ["step-20", "20", "160", "6.2500", "nats", "1.50", "GiB", "verified"]
     assert (rows[1][:3], rows[1][-1]) == (["step-10", "10", "80"], "damaged" if problem else "verified")

@@ -305,7 +305,6 @@ def test_a_trial_is_a_whole_run_of_its_length(shards: Path) -> None:
         shards,
         "optim.lr_scaling=sqrt",
         "optim.lr_batch=2",
-        "log.to=tensorboard",
         "checkpoint.every_steps=5",
         "parallel.engine=ddp",
         "optim.name=lamb",
@@ -316,7 +315,7 @@ def test_a_trial_is_a_whole_run_of_its_length(shards: Path) -> None:
     assert peak_lr(trial).value == 0.003
     assert (trial.optim.name, trial.optim.weight_decay, trial.run.seed) == ("lamb", 0.1, 7)
     assert (trial.data.path, trial.data.sources) == ("/shards", None)
-    assert (trial.checkpoint.keep, trial.eval.every_steps, trial.log.to) == (0, 0, ())
+    assert (trial.checkpoint.keep, trial.eval.every_steps) == (0, 0)
     assert (trial.batch, trial.model, trial.parallel) == (config.batch, config.model, config.parallel)
     assert batch_layout(trial, 1).global_size == config.batch.global_size
     ramp = make(shards, "batch.ramp_fraction=0.5", "batch.ramp_quantum=2")

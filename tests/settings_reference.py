@@ -1,4 +1,4 @@
-"""docs/settings.md from the schema: `python -m bert_dp.config.reference > docs/settings.md`."""
+"""docs/settings.md from the schema: `python -m tests.settings_reference > docs/settings.md`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import json
 import sys
 from typing import Literal, get_args, get_origin
 
-from pydantic import AfterValidator
 from pydantic.fields import FieldInfo
 
-from bert_dp.config.schema import KeyOf, all_settings
+from bert_dp.config.engines import ENGINES, OPTIMIZERS
+from bert_dp.config.schema import all_settings
 
 TYPES = {int: "whole number", float: "number", bool: "true, false", str: "text", type(None): "null"}
 SIGNS = {"Ge": ">=", "Gt": ">", "Le": "<=", "Lt": "<"}
+KEYS = {"optim.name": (*OPTIMIZERS,), "parallel.engine": ("auto", *ENGINES)}
+HEAD = """# Settings
+
+Every setting, made from `bert_dp/config/schema.py`: `a.b` is key `b` of section `a` in YAML.
+"""
 
 
 def settings_reference() -> str:
@@ -21,28 +26,19 @@ def settings_reference() -> str:
     for path, field, _ in all_settings():
         meaning = " ".join((field.description or "").split()).replace("|", "\\|")
         default = json.dumps(field.default).strip('"')
-        row = f"| `{path}` | {describe_values(field)} | `{default}` | {meaning} |"
+        row = f"| `{path}` | {describe_values(path, field)} | `{default}` | {meaning} |\n"
         rows.setdefault(path.rpartition(".")[0], []).append(row)
-    lines = [
-        "# Settings",
-        "",
-        "Every setting, made from `bert_dp/config/schema.py`: `a.b` is key `b` of section `a` in YAML.",
-    ]
-    for section, of_section in rows.items():
-        title = f"## {section or 'Top level'}"
-        lines += ["", title, "", "| setting | values | default | |", "|---|---|---|---|", *of_section]
-    return "\n".join(lines) + "\n"
+    table = "| setting | values | default | |\n|---|---|---|---|\n"
+    parts = [f"\n## {section or 'Top level'}\n\n{table}{''.join(each)}" for section, each in rows.items()]
+    return HEAD + "".join(parts)
 
 
-def describe_values(field: FieldInfo) -> str:
+def describe_values(path: str, field: FieldInfo) -> str:
     """Describe the values of a field: a type with its bounds, or the names."""
-    limits = []
-    for part in field.metadata:
-        kind = type(part).__name__
-        if isinstance(part, AfterValidator) and isinstance(part.func, KeyOf):
-            return ", ".join(f"`{name}`" for name in part.func.names)
-        if kind in SIGNS:
-            limits.append(f"{SIGNS[kind]} {getattr(part, kind.lower()):g}")
+    if path in KEYS:
+        return ", ".join(f"`{name}`" for name in KEYS[path])
+    kinds = [(type(part).__name__, part) for part in field.metadata]
+    limits = [f"{SIGNS[kind]} {getattr(part, kind.lower()):g}" for kind, part in kinds if kind in SIGNS]
     return ", ".join([type_name(field.annotation), *([" and ".join(limits)] if limits else [])])
 
 
