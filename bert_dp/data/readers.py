@@ -8,8 +8,10 @@ chunk or one Parquet row group is held.
 
 from __future__ import annotations
 
+import ast
 import codecs
 import dataclasses
+import functools
 import glob
 import gzip
 import itertools
@@ -17,7 +19,9 @@ import json
 import lzma
 import os
 import platform
+import sysconfig
 import tempfile
+import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,7 +30,6 @@ from typing import Any, BinaryIO
 from bert_dp.config import BuildConfig, ConfigError, Issue, IssueKind
 from bert_dp.config.errors import require
 from bert_dp.config.stored import refusing, sha256
-from bert_dp.data import builtin
 
 MAX_DOCUMENT_BYTES = 16 * 2**20
 MAX_ARRAY_BYTES = 64 * 2**20
@@ -47,6 +50,10 @@ FORMATS = {
     ".parquet": "parquet",
 }
 """Suffix -> what a file holds."""
+# the library's own tests are not documentation, and site-packages differs from machine to machine
+NOT_DOCUMENTATION = frozenset(
+    ("site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "turtledemo", "__pycache__")
+)
 
 
 def suffixes(path: Path) -> tuple[str, str]:
@@ -261,6 +268,33 @@ def hub_records(name: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
         raise ConfigError([Issue(name, "not_found", message, hint="check the name and network")]) from None
 
 
+@functools.cache
+def builtin_documents() -> tuple[str, ...]:
+    """Return docstrings of the standard library and help topics, about 2 MB; parsed, never run."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    texts: list[str] = []
+    for path in sorted(root.rglob("*.py")):
+        if not NOT_DOCUMENTATION.isdisjoint(path.relative_to(root).parts):
+            continue
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # old escape sequences in the library
+                tree = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError, OSError):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                texts.append(ast.get_docstring(node) or "")
+            elif isinstance(node, ast.Dict) and path.name == "topics.py":
+                texts += [
+                    v.value for v in node.values if isinstance(v, ast.Constant) and isinstance(v.value, str)
+                ]
+    if sum(map(len, texts)) < 100_000:
+        message = f"builtin: {root} holds no library sources"
+        raise ConfigError([Issue("data.sources", "not_found", message, hint="name a text file instead")])
+    return tuple(texts)
+
+
 ABSENT = object()
 KEY_FIX = "name the key that holds the text with --text-key (data.build.text_field)"
 
@@ -384,7 +418,7 @@ def documents(source: Source) -> Iterator[str]:
 
 def _texts(source: Source) -> Iterator[str]:
     if source.name.startswith("builtin:"):
-        yield from builtin.documents()
+        yield from builtin_documents()
     elif source.path is None or source.format != "text":
         for place, record in records(source, [source.text_field]):
             yield text_of(record, source.text_field, source.name, place)

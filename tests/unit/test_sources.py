@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bert_dp.config import BuildConfig, ConfigError, Issue
-from bert_dp.data import builtin, readers
+from bert_dp.data import readers
 from tests.helpers import raised_issues
 
 DOCS = ["First document.", "Zwölf Boxkämpfer — jagen", 'third "quoted"', "x" * 5000]
@@ -428,11 +428,11 @@ def test_builtin_is_two_megabytes_of_prose_and_imports_nothing() -> None:
 
 
 def test_builtin_without_library_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    builtin.documents.cache_clear()
-    monkeypatch.setattr(builtin.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    readers.builtin_documents.cache_clear()
+    monkeypatch.setattr(readers.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     (issue,) = raised_issues(read, "builtin")
     assert (issue.setting, issue.kind) == ("data.sources", "not_found")
-    builtin.documents.cache_clear()
+    readers.builtin_documents.cache_clear()
 
 
 def test_identity_changes_with_the_file(tmp_path: Path) -> None:
