@@ -6,7 +6,7 @@ of text, twice), a few batches per process, 8 bytes per document for exact dedup
 merged; about 2 kB for near dedup). The result does not depend on the number of processes.
 
 A build works in a temporary directory beside OUT, which takes OUT's place as its last act: OUT appears
-whole or not at all, and one process at a time builds it. `python -m bert_dp.data` builds for a launcher
+whole or not at all, and one process at a time builds it. `python -m bert_dp.data.build` builds for a launcher
 that supervises ranks, and prints one answer.
 """
 
@@ -572,7 +572,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns the exit code of run_command.
     """
-    parser = argparse.ArgumentParser(prog="python -m bert_dp.data", description="text to packed shards")
+    parser = argparse.ArgumentParser(prog="python -m bert_dp.data.build", description="text to packed shards")
     parser.add_argument("verb", choices=["ensure", "find"])
     parser.add_argument("config", type=Path)
     given = parser.parse_args(argv)
@@ -611,3 +611,7 @@ def shown_progress() -> Iterator[Progress]:
         yield write
     finally:
         sys.stderr.write(ends[0])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -928,7 +928,7 @@ def test_ensure_with_a_given_path(out: Path, tmp_path: Path) -> None:
 
 def start(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "bert_dp.data", *arguments],
+        [sys.executable, "-m", "bert_dp.data.build", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -315,7 +315,7 @@ def test_the_data_are_built_by_the_configuration(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(children, "ask_module", ask_module)
     assert job.prepare_data(config) == tmp_path
-    assert seen == [("bert_dp.data", "ensure", config)]
+    assert seen == [("bert_dp.data.build", "ensure", config)]
 
 
 def test_the_result_is_printed_as_json_or_as_a_report_that_names_its_page(
