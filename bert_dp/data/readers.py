@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import glob
 import gzip
+import hashlib
 import itertools
 import json
 import lzma
@@ -497,3 +498,14 @@ def _blocks(path: Path) -> Iterator[str]:
             raise ConfigError([Issue(str(path), "out_of_range", message, hint=hint)])
     if block:
         yield "\n".join(block)
+
+
+def document_key(text: str, seed: int) -> int:
+    """Return a 64-bit hash of a document, regardless of case and white space."""
+    return content_key(" ".join(text.lower().split()).encode(), seed)
+
+
+def content_key(data: bytes, seed: int) -> int:
+    """Return a 64-bit hash of bytes, such as the token ids of a document."""
+    digest = hashlib.blake2b(data, digest_size=8, key=seed.to_bytes(8, "little"))
+    return int.from_bytes(digest.digest(), "little")

@@ -34,9 +34,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from bert_dp import files
 from bert_dp.config import MAX_VOCAB_SIZE, ConfigError, Issue, IssueKind
+from bert_dp.config.errors import require
 from bert_dp.config.manifest import TOKEN_BYTES
 from bert_dp.config.stored import read_regular
-from bert_dp.data.dedup import content_key, document_key, sketcher
+from bert_dp.data.readers import content_key, document_key
 from bert_dp.training.process import RunFailed
 
 SPECIALS = ("<pad>", "<s>", "</s>", "<unk>", "<cls>", "<sep>", "<mask>")  # ids 0..6
@@ -341,6 +342,8 @@ def normalizer_json() -> str:
 
 COUNTS = ("letters", "lost_letters", "tokens", "unknown_tokens")  # of a source, as its manifest has them
 BATCH_DOCUMENTS, BATCH_CHARS = 1000, 2**20
+NUM_PERMUTATIONS = 128  # of a MinHash sketch
+SHINGLE_WORDS = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -435,6 +438,30 @@ def make_encoder(settings: Encoding) -> Callable[[list[str]], EncodedDocuments]:
         )
 
     return encode
+
+
+def sketcher(seed: int) -> Callable[[list[str]], list[Any]]:
+    """Return a function that makes MinHash sketches of texts. Raises ConfigError without the package
+    rensa."""
+    package = rensa()
+
+    def sketch(texts: list[str]) -> list[Any]:
+        sketches: list[Any] = package.RMinHash.from_token_sets(
+            [_shingles(t) for t in texts], NUM_PERMUTATIONS, seed
+        )
+        return sketches
+
+    return sketch
+
+
+def rensa() -> Any:
+    """Import the package rensa. Raises ConfigError where it is not installed."""
+    return require("rensa", "dedup", "data.build.dedup: near")
+
+
+def _shingles(text: str) -> list[str]:
+    words = text.lower().split()
+    return [" ".join(words[i : i + SHINGLE_WORDS]) for i in range(max(1, len(words) - SHINGLE_WORDS + 1))]
 
 
 def encode_all(

@@ -30,7 +30,6 @@ from bert_dp.config.stored import Count, StoredModel
 from bert_dp.data import readers as inputs
 from bert_dp.data import tokenizer as tokens
 from bert_dp.data.build import Progress, read_documents, source_record
-from bert_dp.data.dedup import document_key
 from bert_dp.data.stream import GOLDEN, U64, hash64, mix64
 from bert_dp.files import SCHEMA_VERSION
 from bert_dp.model import build
@@ -90,7 +89,7 @@ def read(documents: Iterable[str], tokenizer: Tokenizer, special: dict[str, int]
     ids, seen, kinds, words, size = [], [], [], [], 0
     for batch in tokens.in_batches(documents):
         for text, encoded in zip(batch, tokenizer.encode_batch(batch, add_special_tokens=False), strict=True):
-            key = document_key(text, 0)
+            key = inputs.document_key(text, 0)
             ids_T = np.array([*encoded.ids, special["sep"]], np.uint16)
             keys_T = np.full(len(ids_T), key, np.uint64)
             seen_T, kind_T = draw_tokens(ids_T, keys_T, np.arange(len(ids_T)), special["mask"], ordinary)

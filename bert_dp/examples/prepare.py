@@ -30,7 +30,6 @@ from bert_dp.config.schema import LabelKind
 from bert_dp.data import readers
 from bert_dp.data import tokenizer as tokens
 from bert_dp.data.build import locked, replaced, run_command
-from bert_dp.data.dedup import document_key
 from bert_dp.evaluation.scores import majority
 from bert_dp.examples.custom import CustomData
 from bert_dp.examples.glue import GlueData, missing
@@ -189,7 +188,7 @@ def _baseline(
 
 def _key(row: Row) -> int:
     """Hash the texts of an example to 64 bits, regardless of case and white space."""
-    return document_key("\0".join(" ".join(text.split()) for text in row.texts), seed=0)
+    return readers.document_key("\0".join(" ".join(text.split()) for text in row.texts), seed=0)
 
 
 def _with_drawn_dev(labelled: LabelledData, share: float) -> LabelledData:

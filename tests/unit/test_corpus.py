@@ -29,7 +29,7 @@ from bert_dp.config.schema import MIN_BYTE_VOCAB_SIZE
 from bert_dp.data import build as atomic_directory
 from bert_dp.data import build as builder
 from bert_dp.data import build as pipeline
-from bert_dp.data import dedup, readers, shards, tokenizer
+from bert_dp.data import readers, shards, tokenizer
 from bert_dp.data.build import Progress
 from launcher.job import input_issues
 from tests.e2e import cli
@@ -107,7 +107,7 @@ def restated(out: Path, docs: list[str], fraction: float, *, seed: int = 0) -> d
     streams: dict[str, list[int]] = {"train": [], "held_out": []}
     seen = set()
     for doc in docs:
-        key = dedup.document_key(doc, seed)
+        key = readers.document_key(doc, seed)
         ids = tok.encode(doc, add_special_tokens=False).ids
         if key in seen or not ids:
             continue
@@ -258,7 +258,7 @@ def test_no_held_out_on_request(tmp_path: Path) -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 60), max_size=20), max_size=12))
 def test_exact_filter_against_a_set(batches: list[list[int]]) -> None:
-    is_new = dedup.exact_filter()
+    is_new = builder.exact_filter()
     seen: set[int] = set()
     for batch in batches:
         expected = []
@@ -579,8 +579,8 @@ def test_byte_level_bpe_keeps_every_text(normalize: bool) -> None:
 @given(st.text("aB é\t\n\xa0\u2003\x1f\u0130", max_size=12), st.integers(0, 3))
 def test_document_key_ignores_case_and_white_space_only(text: str, seed: int) -> None:
     plain = " ".join(text.lower().split())
-    assert dedup.document_key(text, seed) == dedup.document_key(plain, seed)
-    assert dedup.document_key(text + "x", seed) != dedup.document_key(text, seed)
+    assert readers.document_key(text, seed) == readers.document_key(plain, seed)
+    assert readers.document_key(text + "x", seed) != readers.document_key(text, seed)
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "bpe", "byte_bpe"])
