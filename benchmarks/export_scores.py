@@ -30,7 +30,7 @@ from bert_dp.config import Config, ConfigError, ExamplesManifest, Issue, read_ex
 from bert_dp.config.examples import TRAIN
 from bert_dp.evaluation import prediction
 from bert_dp.evaluation.scores import score
-from bert_dp.examples.store import Examples
+from bert_dp.examples.table import Examples
 from bert_dp.exporting.traced import open_run
 from bert_dp.measure.matmul_peak import use_all_cores
 

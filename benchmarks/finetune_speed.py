@@ -51,7 +51,7 @@ from bert_dp import files
 from bert_dp.config import dump_config, load_config, peak_lr, read_examples
 from bert_dp.config.examples import ExamplesManifest
 from bert_dp.config.manifest import hash_json
-from bert_dp.examples.store import Examples
+from bert_dp.examples.table import Examples
 from launcher.evaluate import finetune
 
 GOAL = 1.3

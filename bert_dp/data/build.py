@@ -48,8 +48,8 @@ from bert_dp.config.manifest import (
     loss_warnings,
     with_hash,
 )
-from bert_dp.data import shards
 from bert_dp.data import readers as inputs
+from bert_dp.data import shards
 from bert_dp.data import tokenizer as tokens
 from bert_dp.data.shards import ShardWriter
 from bert_dp.files import write_json, write_text

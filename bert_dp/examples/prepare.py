@@ -33,8 +33,7 @@ from bert_dp.data.build import locked, replaced, run_command
 from bert_dp.evaluation.scores import majority
 from bert_dp.examples.custom import CustomData
 from bert_dp.examples.glue import GlueData, missing
-from bert_dp.examples.store import Examples
-from bert_dp.examples.table import Columns, LabelledData, Row, data_error, to_array
+from bert_dp.examples.table import Columns, Examples, LabelledData, Row, data_error, to_array
 
 BATCH_EXAMPLES = 1000
 

@@ -1,24 +1,33 @@
-"""Read rows of labelled texts and check the types of their columns. Torch-free."""
+"""Read rows of labelled texts, check the types of their columns, and store encoded examples. Torch-free.
+
+A file of encoded examples holds `ids` uint16 [T], the tokens of all examples one after another; `offsets`
+int64 [n + 1], where each begins and ends; and where they are known `labels`: int64 [n] (single_label), uint8
+[n, L] (multi_label) or float32 [n] (regression).
+"""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
+import hashlib
 import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.numpy
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 
 from bert_dp.config import ConfigError, Issue
 from bert_dp.config.errors import IssueKind
-from bert_dp.config.examples import MAX_LABELS, Metric
+from bert_dp.config.examples import MAX_LABELS, ExamplesManifest, ExampleSplit, Metric
 from bert_dp.config.schema import LabelKind
+from bert_dp.config.stored import read_regular, refusing
 from bert_dp.data.readers import ABSENT, MAX_DOCUMENT_BYTES, text_of, value_of
-from bert_dp.examples.store import LABEL_TYPES
 
 DIALECTS: dict[str, dict[str, Any]] = {
     "csv": {"delimiter": ",", "strict": True},
@@ -27,6 +36,8 @@ DIALECTS: dict[str, dict[str, Any]] = {
 SEPARATOR_FIX = "the fields of .csv are separated by commas, of .tsv by tabs"
 COLUMN_FIX = f"name it with --text, --text-pair or --label; {SEPARATOR_FIX}"
 SCORES_FIX = "give --kind regression where the labels are scores"
+MAX_BYTES = 2**31  # of a split's file, which is held whole
+LABEL_TYPES = {"single_label": np.int64, "multi_label": np.uint8, "regression": np.float32}
 MAX_NAME = 1000  # characters of a label
 MAX_SHOWN = 8  # names in a message
 MAX_SCORE = float(np.finfo(np.float32).max)
@@ -243,3 +254,82 @@ def to_array(kind: LabelKind, names: Sequence[str], table: LabelledTable) -> NDA
     for ones, of_row in zip(labels, indices, strict=True):
         ones[of_row] = 1
     return labels
+
+
+@dataclasses.dataclass(frozen=True)
+class Examples:
+    """Hold the n examples of a split."""
+
+    ids: NDArray[np.uint16]  # [T]
+    offsets: NDArray[np.int64]  # [n + 1]
+    labels: NDArray[Any] | None  # as LABEL_TYPES says; None where the split has none
+
+    @classmethod
+    def open(cls, directory: Path, manifest: ExamplesManifest, split: str) -> Examples:
+        """Read a split of a prepared directory.
+
+        Raises ConfigError for a split that the manifest lacks and for a file that is not as it says.
+        """
+        if split not in manifest.splits:
+            message = f"no split {split!r}, only {', '.join(manifest.splits)}"
+            raise ConfigError([Issue(str(directory), "unknown", message, split)])
+        entry = manifest.splits[split]
+        path = directory / entry.file
+        with refusing(str(path), hint=manifest.hint):
+            data = read_regular(path, MAX_BYTES)
+            if hashlib.sha256(data).hexdigest() != entry.sha256:
+                raise ValueError("its SHA-256 is another one")
+            try:
+                arrays = safetensors.numpy.load(data)
+                examples = cls(arrays["ids"], arrays["offsets"], arrays.get("labels"))
+            except (SafetensorError, KeyError) as error:
+                raise ValueError(f"holds no examples ({error})") from None
+            if wrong := examples._misfits(manifest, entry):
+                raise ValueError(f"its {' and '.join(wrong)} are not as {manifest.file_name} says")
+        return examples
+
+    def _misfits(self, manifest: ExamplesManifest, entry: ExampleSplit) -> list[str]:
+        """Return the names of the arrays that do not fit the manifest."""
+        ids, offsets, labels = self.ids, self.offsets, self.labels
+        count, names = entry.examples, len(manifest.labels)
+        shape = (count, names) if manifest.kind == "multi_label" else (count,)
+        most = {"single_label": names - 1, "multi_label": 1, "regression": np.inf}[manifest.kind]
+        fits = {
+            "ids": ids.dtype == np.uint16
+            and ids.shape == (entry.tokens,)
+            and ids.max() < manifest.vocab_size,
+            "offsets": offsets.dtype == np.int64
+            and offsets.shape == (count + 1,)
+            and (offsets[0], offsets[-1]) == (0, entry.tokens)
+            and 2 <= self.lengths.min() <= self.lengths.max() <= manifest.sequence_length,
+            "labels": labels is None
+            if not entry.has_labels
+            else labels is not None
+            and labels.dtype == LABEL_TYPES[manifest.kind]
+            and labels.shape == shape
+            and np.isfinite(labels).all()
+            and labels.max() <= most
+            and (manifest.kind == "regression" or labels.min() >= 0),
+        }
+        return [name for name, fit in fits.items() if not fit]
+
+    def save(self, path: Path) -> str:
+        """Write the file; returns its SHA-256."""
+        arrays: dict[str, NDArray[Any]] = {"ids": self.ids, "offsets": self.offsets}
+        if self.labels is not None:
+            arrays["labels"] = self.labels
+        data = safetensors.numpy.save(arrays)
+        path.write_bytes(data)
+        return hashlib.sha256(data).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Return the number of tokens of each example, [n]."""
+        return np.diff(self.offsets)
+
+    def tokens(self, index: int) -> NDArray[np.uint16]:
+        """Return the token ids of an example, <cls> first."""
+        return self.ids[self.offsets[index] : self.offsets[index + 1]]

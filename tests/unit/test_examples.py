@@ -25,8 +25,7 @@ from bert_dp.config.manifest import manifest_hash
 from bert_dp.data import tokenizer as tokens
 from bert_dp.examples import custom, glue, prepare
 from bert_dp.examples.prepare import ExampleEncoder, main, summary, truncate
-from bert_dp.examples.store import LABEL_TYPES, Examples
-from bert_dp.examples.table import Columns, LabelledData
+from bert_dp.examples.table import LABEL_TYPES, Columns, Examples, LabelledData
 from tests.e2e.cli import open_to_others, umask
 from tests.example_files import write_examples
 from tests.helpers import make_config, raised_issues, read_json
