@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from bert_dp.config.examples import ExamplesManifest
-from bert_dp.config.manifest import with_hash
+from bert_dp.config.manifest import ExamplesManifest, with_hash
 from bert_dp.examples.table import LABEL_TYPES, Examples
 from bert_dp.files import write_json
 from tests.shards import SPECIAL

@@ -35,7 +35,6 @@ from bert_dp.config.engines import (
     sharded,
 )
 from bert_dp.config.errors import ConfigError, Issue, IssueKind, install_command, plain_message
-from bert_dp.config.examples import ExamplesManifest, read_data, read_examples
 from bert_dp.config.load import (
     dump_config,
     find_config,
@@ -47,7 +46,7 @@ from bert_dp.config.load import (
     setting_paths,
     shipped_configs,
 )
-from bert_dp.config.manifest import Manifest, read_manifest
+from bert_dp.config.manifest import ExamplesManifest, Manifest, read_data, read_examples, read_manifest
 from bert_dp.config.modernbert import HF, hf_directory, modernbert_issues
 from bert_dp.config.schema import (
     BUDGETS,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bert_dp.config.examples import TRAIN, Metric
+from bert_dp.config.manifest import TRAIN, Metric
 from bert_dp.config.schema import LabelKind
 from bert_dp.data import readers
 from bert_dp.examples.table import (

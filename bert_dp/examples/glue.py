@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bert_dp.config import ConfigError, Issue
-from bert_dp.config.examples import TRAIN, Metric
+from bert_dp.config.manifest import TRAIN, Metric
 from bert_dp.config.schema import LabelKind
 from bert_dp.config.stored import read_regular
 from bert_dp.data import readers

@@ -24,8 +24,16 @@ from tokenizers import Tokenizer
 
 from bert_dp import files as record
 from bert_dp.config import ConfigError, Issue
-from bert_dp.config.examples import MAX_LENGTH, MIN_LENGTH, TRAIN, ExamplesManifest, read_examples
-from bert_dp.config.manifest import format_of, hash_json, with_hash
+from bert_dp.config.manifest import (
+    MAX_LENGTH,
+    MIN_LENGTH,
+    TRAIN,
+    ExamplesManifest,
+    format_of,
+    hash_json,
+    read_examples,
+    with_hash,
+)
 from bert_dp.config.schema import LabelKind
 from bert_dp.data import readers
 from bert_dp.data import tokenizer as tokens

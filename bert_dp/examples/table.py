@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 
 from bert_dp.config import ConfigError, Issue
 from bert_dp.config.errors import IssueKind
-from bert_dp.config.examples import MAX_LABELS, ExamplesManifest, ExampleSplit, Metric
+from bert_dp.config.manifest import MAX_LABELS, ExamplesManifest, ExampleSplit, Metric
 from bert_dp.config.schema import LabelKind
 from bert_dp.config.stored import read_regular, refusing
 from bert_dp.data.readers import ABSENT, MAX_DOCUMENT_BYTES, text_of, value_of

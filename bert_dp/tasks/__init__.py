@@ -106,7 +106,7 @@ class Task(Protocol):
 
     A new one is a file here, its name in TASKS and in `objective.name` of `config/schema.py`; then what it
     asks of the configuration and of its data (`objective.name` is asked for in `config/schema.py`,
-    `config/checks.py`, `config/batch.py`, `config/examples.py` and `launcher/job.py`), and a parity test
+    `config/checks.py`, `config/batch.py`, `config/manifest.py` and `launcher/job.py`), and a parity test
     of its own.
     """
 

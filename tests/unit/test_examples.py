@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from bert_dp.config import Issue
-from bert_dp.config.examples import ExamplesManifest, read_examples
-from bert_dp.config.manifest import manifest_hash
+from bert_dp.config.manifest import ExamplesManifest, manifest_hash, read_examples
 from bert_dp.data import tokenizer as tokens
 from bert_dp.examples import custom, glue, prepare
 from bert_dp.examples.prepare import ExampleEncoder, main, summary, truncate
