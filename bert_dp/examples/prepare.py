@@ -39,9 +39,8 @@ from bert_dp.data import readers
 from bert_dp.data import tokenizer as tokens
 from bert_dp.data.build import locked, replaced, run_command
 from bert_dp.evaluation.scores import majority
-from bert_dp.examples.custom import CustomData
 from bert_dp.examples.glue import GlueData, missing
-from bert_dp.examples.table import Columns, Examples, LabelledData, Row, data_error, to_array
+from bert_dp.examples.table import Columns, CustomData, Examples, LabelledData, Row, data_error, to_array
 
 BATCH_EXAMPLES = 1000
 

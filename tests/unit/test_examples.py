@@ -22,7 +22,8 @@ from tokenizers import Tokenizer
 from bert_dp.config import Issue
 from bert_dp.config.manifest import ExamplesManifest, manifest_hash, read_examples
 from bert_dp.data import tokenizer as tokens
-from bert_dp.examples import custom, glue, prepare
+from bert_dp.examples import glue, prepare
+from bert_dp.examples import table as labelled_table
 from bert_dp.examples.prepare import ExampleEncoder, main, summary, truncate
 from bert_dp.examples.table import LABEL_TYPES, Columns, Examples, LabelledData
 from tests.e2e.cli import open_to_others, umask
@@ -573,14 +574,14 @@ def test_labels_that_look_like_one_are_remarked_on(lab: Lab, labels: list[str], 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     file = lab.write("own.csv", GOOD)
-    read = custom.CustomData.read
+    read = labelled_table.CustomData.read
 
-    def read_and_change(self: custom.CustomData, *, train_only: bool) -> LabelledData:
+    def read_and_change(self: labelled_table.CustomData, *, train_only: bool) -> LabelledData:
         found = read(self, train_only=train_only)
         lab.write("own.csv", GOOD + "the mat,x\n")
         return found
 
-    monkeypatch.setattr(custom.CustomData, "read", read_and_change)
+    monkeypatch.setattr(labelled_table.CustomData, "read", read_and_change)
     (issue,) = lab.refused("--train", file, "--dev", file)
     assert issue.kind == "conflict"
 
@@ -886,20 +887,20 @@ def test_a_blank_line_is_an_empty_text_of_one_column_and_none_at_the_end_of_more
     for suffix, separator in (("csv", ","), ("tsv", "\t")):
         for text, place in (("text\na\n\nb\n", 3), ("text\na\n\n", 3), ("text\n \nb\n", 2)):
             file = lab.write(f"own.{suffix}", text)
-            (issue,) = raised_issues(custom.read_table, file, Columns(("text",)), "test")
+            (issue,) = raised_issues(labelled_table.read_table, file, Columns(("text",)), "test")
             assert (issue.setting, issue.kind, issue.message[:6]) == (file, "missing", f"line {place}")
         file = lab.write(f"own.{suffix}", f"text{separator}label\na{separator}x\nb{separator}y\n\n \n\n")
-        table = custom.read_table(file, Columns(("text",), "label"), "train")
+        table = labelled_table.read_table(file, Columns(("text",), "label"), "train")
         assert [(row.place, *row.texts) for row in table.rows] == [("line 2", "a"), ("line 3", "b")]
 
 
 def test_a_table_may_end_its_lines_with_cr_have_long_texts_and_quotes_in_a_tsv(lab: Lab) -> None:
     """Python's own limit of a field is 131,072 characters."""
     columns = Columns(("text",), "label")
-    table = custom.read_table(lab.write("a.csv", b"text,label\ra cat,x\ra dog,y\r"), columns, "train")
+    table = labelled_table.read_table(lab.write("a.csv", b"text,label\ra cat,x\ra dog,y\r"), columns, "train")
     assert [(row.texts, row.label) for row in table.rows] == [(("a cat",), ("x",)), (("a dog",), ("y",))]
     long = "the cat, " * 20_000
-    table = custom.read_table(lab.write("a.csv", f'text,label\n"{long}",x\n'), columns, "train")
+    table = labelled_table.read_table(lab.write("a.csv", f'text,label\n"{long}",x\n'), columns, "train")
     assert table.rows[0].texts == (long,)
-    table = custom.read_table(lab.write("a.tsv", 'text\tlabel\n"a\tx\nb "c"\ty\n'), columns, "train")
+    table = labelled_table.read_table(lab.write("a.tsv", 'text\tlabel\n"a\tx\nb "c"\ty\n'), columns, "train")
     assert [row.texts for row in table.rows] == [('"a',), ('b "c"',)]
