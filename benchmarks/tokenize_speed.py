@@ -59,11 +59,11 @@ def ours(settings: tokenizer.Encoding, batches: Batches, processes: int) -> tupl
     """(cold, warm) seconds of the tokenising stage."""
     starts = []
 
-    def feed() -> Iterator[list[str]]:
+    def feed() -> Iterator[tuple[int, list[str]]]:
         for _ in range(3 * processes):
-            yield ["start every process"]
+            yield 0, ["start every process"]
         starts.append(time.perf_counter())
-        yield from batches
+        yield from enumerate(batches)
 
     start = time.perf_counter()
     for _ in tokenizer.encode_all(feed(), settings, processes):

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
@@ -254,23 +252,21 @@ def with_hash(model: type[HashedFile], content: dict[str, Any]) -> dict[str, Any
 
 def _file_issues(directory: Path, manifest: Manifest) -> Iterator[Issue]:
     """Find files that are missing or have another size or hash."""
-    for shard in manifest.shards:
-        yield from _file_issue(directory / shard.file, lambda file: file.stat().st_size, shard.bytes, "bytes")
     tokenizer = manifest.tokenizer
-    yield from _file_issue(directory / tokenizer.file, sha256, tokenizer.sha256, "as SHA-256")
-
-
-def _file_issue(
-    file: Path, measure: Callable[[Path], int | str], expected: int | str, unit: str
-) -> Iterator[Issue]:
-    try:
-        actual: int | str = measure(file) if file.is_file() else "no such file"
-    except OSError as error:
-        actual = str(error.strerror)
-    if actual != expected:
-        kind: IssueKind = "damaged" if file.is_file() else "not_found"
-        message = f"expected {expected!s:.16} {unit}, found {actual!s:.16}"
-        yield Issue(str(file), kind, message, actual, Manifest.file_name, Manifest.hint)
+    expectations: list[tuple[str, int | str]] = [(shard.file, shard.bytes) for shard in manifest.shards]
+    for name, expected in (*expectations, (tokenizer.file, tokenizer.sha256)):
+        file = directory / name
+        actual: int | str = "no such file"
+        try:
+            if file.is_file():
+                actual = file.stat().st_size if isinstance(expected, int) else sha256(file)
+        except OSError as error:
+            actual = str(error.strerror)
+        if actual != expected:
+            kind: IssueKind = "damaged" if file.is_file() else "not_found"
+            unit = "bytes" if isinstance(expected, int) else "as SHA-256"
+            message = f"expected {expected!s:.16} {unit}, found {actual!s:.16}"
+            yield Issue(str(file), kind, message, actual, Manifest.file_name, Manifest.hint)
 
 
 def hash_json(data: Any) -> str:
@@ -288,7 +284,6 @@ class ExampleSplit(StoredModel):
 
     source: str
     """File that the examples were read from; of an archive its member."""
-    source_sha256: Sha256
     file: BaseName
     sha256: Sha256
     examples: int = Field(ge=1, lt=2**63)
@@ -308,8 +303,6 @@ class ExampleSplit(StoredModel):
     """Letters that the tokenizer drops, or that are part of unknown tokens."""
     without_tokens: Count
     """Examples with a text of which the tokenizer keeps nothing; of a pair one such text is enough."""
-    first_without_tokens: str | None
-    """Place of the first of them in its file, as in "line 7"."""
 
 
 class SpecialTokens(StoredModel):
@@ -342,8 +335,6 @@ class ExamplesManifest(HashedFile):
     splits: dict[BaseName, ExampleSplit]
     official: bool | None
     """Whether every split has GLUE's own number of rows; null where the task is none of GLUE's."""
-    rows: dict[str, Count]
-    """GLUE's own number of rows by split."""
     dev_share: Share
     """Of train that became dev; 0 where dev is a file."""
     hash: Sha256
@@ -388,8 +379,8 @@ class ExamplesManifest(HashedFile):
     def warnings(self, config: Config) -> list[str]:
         """List what fits the configuration but is probably not intended; one line each."""
         warnings = [
-            f"{name}: {split.without_tokens:,} of {split.examples:,} examples have a text without a token "
-            f"(first: {split.first_without_tokens}); drop them, or finetune a run whose tokenizer knows them"
+            f"{name}: {split.without_tokens:,} of {split.examples:,} examples have a text without a token; "
+            "drop them, or finetune a run whose tokenizer knows them"
             for name, split in self.splits.items()
             if split.without_tokens
         ]
@@ -401,24 +392,14 @@ class ExamplesManifest(HashedFile):
         ]
         spellings: dict[str, list[str]] = {}
         for label in self.labels:
-            spellings.setdefault(_folded(label), []).append(label)
-        for names in spellings.values():
-            if len(names) > 1:
-                # escapes where the names may look the same
-                show = repr if len({name.casefold() for name in names}) == 1 else ascii
-                warnings.append(
-                    f"labels {' and '.join(map(show, names))} differ in case, white space or spelling alone "
-                    f"and count as {len(names)} labels"
-                )
+            spellings.setdefault(" ".join(label.casefold().split()), []).append(label)
+        warnings += [
+            f"labels {' and '.join(map(ascii, names))} differ in case or white space alone and count as "
+            f"{len(names)} labels"
+            for names in spellings.values()
+            if len(names) > 1
+        ]
         return warnings
-
-
-def _folded(label: str) -> str:
-    """Return the form that spellings of one label share: without case, white space, invisible characters and
-    the Unicode form of an accent, and of a whole number without a plus sign and leading zeros."""
-    text = unicodedata.normalize("NFKC", label).casefold()
-    text = " ".join("".join(c for c in text if unicodedata.category(c) != "Cf").split())
-    return str(int(text)) if re.fullmatch(r"[+-]?\d+", text) else text
 
 
 def read_examples(directory: Path) -> ExamplesManifest:

@@ -15,13 +15,11 @@ import functools
 import glob
 import gzip
 import hashlib
-import itertools
 import json
 import lzma
 import os
 import platform
 import sysconfig
-import tempfile
 import warnings
 import zlib
 from collections.abc import Iterator, Sequence
@@ -35,7 +33,6 @@ from bert_dp.config.stored import refusing, sha256
 MAX_DOCUMENT_BYTES = 16 * 2**20
 MAX_ARRAY_BYTES = 64 * 2**20
 CHUNK_BYTES = 2**20
-HEAD_BYTES = 2**20  # of a text file, that decide what ends its lines
 ENCODING_FIX = "convert it: iconv -f UTF-16 (or LATIN1, CP1251, GB18030, ...) -t UTF-8 OLD > NEW"
 ZSTD_WINDOW_BYTES = 2**31  # the largest that zstd --long=31 makes
 ZSTD_READ_BYTES = 1024  # a call unpacks all of its input, which may be 32 768 times as much
@@ -101,10 +98,10 @@ def _array(path: Path) -> Iterator[tuple[str, Any]]:
 def lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield (line number from 1, text without its end) of a text file, compressed or not. Raises ConfigError.
 
-    A line ends with LF or CRLF; where the first HEAD_BYTES hold no LF, with a lone CR too.
+    A line ends with LF or CRLF.
     """
     number, rest = 0, b""
-    for chunk in _with_line_feeds(_chunks(path)):
+    for chunk in _chunks(path):
         *whole, rest = (rest + chunk).split(b"\n")
         for line in whole:
             number += 1
@@ -115,23 +112,6 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
             raise ConfigError([Issue(str(path), "out_of_range", message, hint=hint)])
     if rest:
         yield number + 1, _decode(path, number + 1, rest)
-
-
-def _with_line_feeds(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield chunks of a file; where its first HEAD_BYTES hold no LF, every CR and CRLF becomes LF."""
-    head = b""
-    while len(head) < HEAD_BYTES and (chunk := next(chunks, b"")):
-        head += chunk
-    if b"\n" in head[:HEAD_BYTES]:
-        yield head
-        yield from chunks
-        return
-    rest = b""  # a CR whose LF may begin the next chunk
-    for chunk in itertools.chain([head], chunks):
-        data = rest + chunk
-        rest = b"\r" if data.endswith(b"\r") else b""
-        yield data.removesuffix(rest).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-    yield b"\n" if rest else b""
 
 
 def _decode(path: Path, number: int, line: bytes) -> str:
@@ -220,32 +200,22 @@ def parquet_records(
     """
     parquet = require("pyarrow.parquet", "parquet", f"{path}: reading Parquet")
     arrow = require("pyarrow", "parquet", f"{path}: reading Parquet")
-    # Parquet is read from its end, so a compressed one is unpacked first
-    with tempfile.TemporaryFile() as plain:
-        file: Any = path
-        if suffixes(path)[1]:
-            for chunk in _chunks(path):
-                plain.write(chunk)
-            plain.seek(0)
-            file = plain
-        row = 0
-        try:
-            table = parquet.ParquetFile(file)
-            names = table.schema_arrow.names
-            column_of = {key: key if key in names else key.partition(".")[0] for key in (*keys, *optional)}
-            if missing := [key for key in keys if column_of[key] not in names]:
-                message = f"no column {missing[0]!r} (got {names[:8]})"
-                raise ConfigError([Issue(str(path), "missing", message, value=missing[0], hint=fix)])
-            columns = dict.fromkeys(column for column in column_of.values() if column in names)
-            for batch in table.iter_batches(batch_size=1000, columns=[*columns]):
-                for record in batch.to_pylist():
-                    row += 1
-                    yield f"row {row}", record
-        except ConfigError:
-            raise
-        except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise _damaged(path, f"corrupt Parquet after row {row} ({reason})") from None
+    row = 0
+    try:
+        table = parquet.ParquetFile(path)
+        names = table.schema_arrow.names
+        column_of = {key: key if key in names else key.partition(".")[0] for key in (*keys, *optional)}
+        if missing := [key for key in keys if column_of[key] not in names]:
+            message = f"no column {missing[0]!r} (got {names[:8]})"
+            raise ConfigError([Issue(str(path), "missing", message, value=missing[0], hint=fix)])
+        columns = dict.fromkeys(column for column in column_of.values() if column in names)
+        for batch in table.iter_batches(batch_size=1000, columns=[*columns]):
+            for record in batch.to_pylist():
+                row += 1
+                yield f"row {row}", record
+    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise _damaged(path, f"corrupt or compressed Parquet after row {row} ({reason})") from None
 
 
 def hub_records(name: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -343,7 +313,13 @@ def resolve(
                 message = f"{path} is not a regular file"
                 issues.append(Issue("data.sources", "unsupported", message, str(path)))
             elif format is None:
-                issues.append(_unknown_suffix(path))
+                message = f"{path} has the suffix {suffixes(path)[0]}, which is none of a known format"
+                hint = (
+                    f"convert it to one of {', '.join(filter(None, FORMATS))}, or name its format: --format "
+                    "text (data.build.source_format) reads its lines as they are, header, ids and quotes too"
+                )
+                other = "data.build.source_format"
+                issues.append(Issue("data.sources", "unknown", message, str(path), other, hint))
             else:
                 resolved.append(Source(str(path), path, format, options.text_field, options.documents))
     if not sources:
@@ -354,33 +330,19 @@ def resolve(
     return resolved
 
 
-def _unknown_suffix(path: Path) -> Issue:
-    message = f"{path} has the suffix {suffixes(path)[0]}, which is none of a known format"
-    hint = (
-        f"convert it to one of {', '.join(filter(None, FORMATS))}, or name its format: --format text "
-        "(data.build.source_format) reads its lines as they are, header, ids and quotes too"
-    )
-    return Issue("data.sources", "unknown", message, str(path), "data.build.source_format", hint)
-
-
 def _expand(item: str, out: Path | None, *, every_suffix: bool) -> list[Path]:
     """Find the files of a name, of a glob or of a directory: of a directory those with a known suffix, or
     all, but none in `out`."""
     path = Path(os.path.expanduser(item))
     if path.is_dir():
-        inside = (p for p in path.rglob("*") if p.is_file() and not _is_hidden(p.relative_to(path)))
-        known = [p for p in inside if every_suffix or suffixes(p)[0] in FORMATS]
+        files = [p for p in path.rglob("*") if p.is_file() and "/." not in f"/{p.relative_to(path)}"]
+        known = [p for p in files if every_suffix or suffixes(p)[0] in FORMATS]
         if out is not None and out != path.resolve():
             known = [p for p in known if not p.resolve().is_relative_to(out)]
         return sorted(known)
     if path.exists():
         return [path]
     return sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())
-
-
-def _is_hidden(path: Path) -> bool:
-    """Return True if the file or a folder above it has a name such as .git."""
-    return any(part.startswith(".") for part in path.parts)
 
 
 def identity(source: Source) -> dict[str, Any]:
@@ -490,10 +452,7 @@ def _blocks(path: Path) -> Iterator[str]:
             yield "\n".join(block)
             block, size = [], 0
         if size > MAX_DOCUMENT_BYTES:
-            limit = f"{MAX_DOCUMENT_BYTES // 2**20} M characters"
-            message = (
-                f"more than {limit} up to line {number} without a blank line, which would end a document"
-            )
+            message = f"more than {MAX_DOCUMENT_BYTES} characters up to line {number} without a blank line"
             hint = "use documents=line (data.build.documents)"
             raise ConfigError([Issue(str(path), "out_of_range", message, hint=hint)])
     if block:

@@ -10,7 +10,6 @@ Documents are encoded in one process or a pool of spawned ones.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import json
@@ -171,11 +170,7 @@ def loss_counter(tokenizer: Tokenizer, unk: int) -> Callable[[str, Sequence[int]
 
 
 def train(
-    sample: Iterable[str],
-    *,
-    model: Literal["wordpiece", "bpe", "byte_bpe"],
-    vocab_size: int,
-    with_normalizer: bool,
+    sample: Iterable[str], *, model: Literal["wordpiece", "byte_bpe"], vocab_size: int, with_normalizer: bool
 ) -> Tokenizer:
     """Train a tokenizer of at most `vocab_size` tokens (fewer when the sample has fewer pieces).
 
@@ -192,13 +187,9 @@ def train(
     most = min(MAX_ALPHABET, (vocab_size - len(SPECIALS)) // 3)  # as letter, as ## letter, and room for words
     alphabet = sorted(sorted(letters, key=lambda c: (-letters[c], c))[:most])
     inner = [PREFIX + c for c in alphabet]
-    trainer_class, empty_model = {
-        "wordpiece": (trainers.WordPieceTrainer, models.WordPiece(unk_token=UNK)),
-        "bpe": (trainers.BpeTrainer, models.BPE(unk_token=UNK, continuing_subword_prefix=PREFIX)),
-    }[model]
-    learner = Tokenizer(empty_model)
+    learner = Tokenizer(models.WordPiece(unk_token=UNK))
     learner.pre_tokenizer = pre_tokenizers.Whitespace()
-    trainer = trainer_class(
+    trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size,
         special_tokens=[*SPECIALS, *inner],
         initial_alphabet=alphabet,
@@ -207,12 +198,8 @@ def train(
         show_progress=False,
     )
     learner.train_from_iterator(texts, trainer)
-    learnt = json.loads(learner.to_str())["model"]
-    if model == "wordpiece":
-        return _assemble(models.WordPiece(learnt["vocab"], unk_token=UNK), with_normalizer)
-    merges = [tuple(pair) for pair in learnt["merges"]]
-    bpe = models.BPE(learnt["vocab"], merges, unk_token=UNK, continuing_subword_prefix=PREFIX)
-    return _assemble(bpe, with_normalizer)
+    vocabulary = json.loads(learner.to_str())["model"]["vocab"]
+    return _assemble(models.WordPiece(vocabulary, unk_token=UNK), with_normalizer)
 
 
 def _train_byte_bpe(texts: list[str], vocab_size: int, with_normalizer: bool) -> Tokenizer:
@@ -296,13 +283,6 @@ def size(tokenizer: Tokenizer) -> int:
     return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
 
-def readable(tokenizer: Tokenizer, token_id: int) -> str | None:
-    """Return a token as text: of byte-level BPE the characters that its bytes stand for."""
-    token = tokenizer.id_to_token(token_id)
-    is_bytes = token is not None and isinstance(tokenizer.decoder, decoders.ByteLevel)
-    return tokenizer.decoder.decode([token]) if is_bytes else token
-
-
 def special_ids(tokenizer: Tokenizer, name: str) -> dict[str, int]:
     """Find ids by role: pad, unk, cls, sep, mask as `<role>`, `[ROLE]`, or RoBERTa's `<s>` and `</s>`.
 
@@ -331,13 +311,6 @@ def first_ordinary(tokenizer: Tokenizer, specials: dict[str, int]) -> int:
     """
     special_ids = {*specials.values(), *(tokenizer.token_to_id(s) for s in SPECIALS)}
     return 1 + max((i for i in special_ids if i is not None and i < size(tokenizer) / 2), default=-1)
-
-
-def normalizer_json() -> str:
-    """Return `normalizer()` as it stands in a tokenizer.json."""
-    bare = Tokenizer(models.WordPiece(unk_token=UNK))
-    bare.normalizer = normalizer()
-    return json.dumps(json.loads(bare.to_str())["normalizer"])
 
 
 COUNTS = ("letters", "lost_letters", "tokens", "unknown_tokens")  # of a source, as its manifest has them
@@ -369,7 +342,7 @@ class EncodedDocuments:
     keys: np.ndarray  # [D] uint64, hash of the text, which decides the split
     contents: np.ndarray  # [D] uint64, hash of the token ids, which duplicates share
     sketches: list[Any]  # [D] rensa.RMinHash, or empty
-    counts: np.ndarray  # [N, len(COUNTS)] int64, of all documents
+    counts: list[int]  # of all documents, in the order of COUNTS
     read: int
     empty: int
     filtered: int
@@ -394,7 +367,9 @@ def make_encoder(settings: Encoding) -> Callable[[list[str]], EncodedDocuments]:
     whole = Tokenizer.from_str(settings.tokenizer_json)
     count_letters = loss_counter(whole, settings.unk)
     tree = json.loads(settings.tokenizer_json)
-    has_our_normalizer = tree.get("normalizer") == json.loads(normalizer_json())
+    tokenizer = Tokenizer(models.WordPiece())
+    tokenizer.normalizer = normalizer()
+    has_our_normalizer = tree.get("normalizer") == json.loads(tokenizer.to_str())["normalizer"]
     if has_our_normalizer:  # `normalize` does the same, and is faster
         tree["normalizer"] = None
     tokenizer = Tokenizer.from_str(json.dumps(tree))
@@ -402,16 +377,13 @@ def make_encoder(settings: Encoding) -> Callable[[list[str]], EncodedDocuments]:
         each.no_padding()
         each.no_truncation()
         each.encode_special_tokens = True  # "<mask>" in a text is text
-    sketch = sketcher(settings.seed) if settings.near else None
     rate = settings.max_tokens_per_char
 
     def encode(texts: list[str]) -> EncodedDocuments:
         normalized = [normalize(text) for text in texts] if has_our_normalizer else texts
         rows = [e.ids for e in tokenizer.encode_batch_fast(normalized, add_special_tokens=False)]
-        counts = [
-            (*count_letters(text, row), len(row), row.count(settings.unk))
-            for text, row in zip(texts, rows, strict=True)
-        ]
+        letters, lost = map(sum, zip(*map(count_letters, texts, rows), strict=True))
+        num_tokens, unknown = sum(map(len, rows)), sum(row.count(settings.unk) for row in rows)
         full = [i for i, row in enumerate(rows) if row]
         kept = [i for i in full if not rate or len(rows[i]) < rate * len(texts[i])]
         for i in kept:
@@ -424,14 +396,14 @@ def make_encoder(settings: Encoding) -> Callable[[list[str]], EncodedDocuments]:
             content_key(data[end - TOKEN_BYTES * n : end], settings.seed)
             for end, n in zip(ends.tolist(), lengths.tolist(), strict=True)
         ]
-        sketches = sketch([normalized[i] for i in kept]) if sketch else []
+        sketches = make_sketches([normalized[i] for i in kept], settings.seed) if settings.near else []
         return EncodedDocuments(
             ids,
             lengths,
             keys=np.array([document_key(texts[i], settings.seed) for i in kept], np.uint64),
             contents=np.array(contents, np.uint64),
             sketches=sketches,
-            counts=np.array(counts, np.int64),
+            counts=[letters, lost, num_tokens, unknown],
             read=len(texts),
             empty=len(texts) - len(full),
             filtered=len(full) - len(kept),
@@ -440,18 +412,11 @@ def make_encoder(settings: Encoding) -> Callable[[list[str]], EncodedDocuments]:
     return encode
 
 
-def sketcher(seed: int) -> Callable[[list[str]], list[Any]]:
-    """Return a function that makes MinHash sketches of texts. Raises ConfigError without the package
-    rensa."""
-    package = rensa()
-
-    def sketch(texts: list[str]) -> list[Any]:
-        sketches: list[Any] = package.RMinHash.from_token_sets(
-            [_shingles(t) for t in texts], NUM_PERMUTATIONS, seed
-        )
-        return sketches
-
-    return sketch
+def make_sketches(texts: list[str], seed: int) -> list[Any]:
+    """Make the MinHash sketch of each text. Raises ConfigError without the package rensa."""
+    shingles = [_shingles(text) for text in texts]
+    sketches: list[Any] = rensa().RMinHash.from_token_sets(shingles, NUM_PERMUTATIONS, seed)
+    return sketches
 
 
 def rensa() -> Any:
@@ -465,47 +430,37 @@ def _shingles(text: str) -> list[str]:
 
 
 def encode_all(
-    batches: Iterable[list[str]], settings: Encoding, processes: int
-) -> Generator[EncodedDocuments, None, None]:
-    """Encode batches in `processes` spawned processes (1 = in this one); results in the order of the batches.
+    batches: Iterable[tuple[int, list[str]]], settings: Encoding, processes: int
+) -> Generator[tuple[int, EncodedDocuments], None, None]:
+    """Encode numbered batches in `processes` spawned processes (1 = in this one), in their order.
 
     At most three batches per process are held. The processes end with this one, however it ends.
     """
     if processes == 1:
         encode = make_encoder(settings)
-        for batch in batches:
-            with single_threaded():
-                encoded = encode(batch)
-            yield encoded
+        for index, texts in batches:
+            yield index, encode(texts)
         return
     pool = ProcessPoolExecutor(
         processes, multiprocessing.get_context("spawn"), initializer=_start, initargs=(settings,)
     )
-    pending: collections.deque[Future[EncodedDocuments]] = collections.deque()
+    pending: collections.deque[tuple[int, Future[EncodedDocuments]]] = collections.deque()
+
+    def first() -> tuple[int, EncodedDocuments]:
+        index, future = pending.popleft()
+        return index, future.result()
+
     try:
-        for batch in batches:
-            pending.append(pool.submit(_encode, batch))
+        for index, texts in batches:
+            pending.append((index, pool.submit(_encode, texts)))
             if len(pending) == 3 * processes:
-                yield pending.popleft().result()
+                yield first()
         while pending:
-            yield pending.popleft().result()
+            yield first()
     except BrokenProcessPool:
         raise RunFailed("a tokenising process died (memory full?); try fewer processes") from None
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-@contextlib.contextmanager
-def single_threaded() -> Iterator[None]:
-    """Switch off the Rust threads of `tokenizers`: many processes or many threads, never both."""
-    before = os.environ.get("TOKENIZERS_PARALLELISM")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    try:
-        yield
-    finally:
-        del os.environ["TOKENIZERS_PARALLELISM"]
-        if before is not None:
-            os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
 def _start(settings: Encoding) -> None:

@@ -54,20 +54,14 @@ def answer(argv: Sequence[str] | None) -> str:
     """Return the prepared directory, or with `missing` the files that GLUE's tasks lack, as JSON. Raises
     ConfigError."""
     parser = argparse.ArgumentParser(prog="python -m bert_dp.examples.prepare")
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    verb = verbs.add_parser("missing")
-    verb.add_argument("--data", type=Path, action="append", required=True)
-    verb = verbs.add_parser("prepare")
-    verb.add_argument("--tokenizer", type=Path, required=True)
-    verb.add_argument("--length", type=int, required=True)
-    verb.add_argument("--dev-share", type=float, default=0.0)
-    data = verb.add_mutually_exclusive_group(required=True)
-    data.add_argument("--task")
-    data.add_argument("--train")
-    verb.add_argument("--data", type=Path, action="append", default=[])
-    for name in ("--dev", "--test", "--text", "--text-pair", "--label"):
-        verb.add_argument(name)
-    verb.add_argument("--kind", choices=get_args(LabelKind))
+    parser.add_argument("verb", choices=["missing", "prepare"])
+    parser.add_argument("--tokenizer", type=Path)
+    parser.add_argument("--length", type=int)
+    parser.add_argument("--dev-share", type=float, default=0.0)
+    parser.add_argument("--data", type=Path, action="append", default=[])
+    for name in ("--task", "--train", "--dev", "--test", "--text", "--text-pair", "--label"):
+        parser.add_argument(name)
+    parser.add_argument("--kind", choices=get_args(LabelKind))
     options = parser.parse_args(argv)
     if options.verb == "missing":
         return json.dumps(missing(options.data))
@@ -149,7 +143,6 @@ def _build(
         arrays = Examples(encoded.ids, encoded.offsets, labels.get(split))
         splits[split] = {
             "source": table.name,
-            "source_sha256": table.sha256,
             "file": f"{split}.safetensors",
             "sha256": arrays.save(work / f"{split}.safetensors"),
             "examples": len(table.rows),
@@ -162,7 +155,6 @@ def _build(
             "letters": encoded.letters,
             "lost_letters": encoded.lost_letters,
             "without_tokens": len(encoded.textless),
-            "first_without_tokens": next((table.rows[i].place for i in encoded.textless), None),
         }
     shutil.copyfile(tokenizer, work / "tokenizer.json")
     content = {
@@ -176,7 +168,6 @@ def _build(
         "tokenizer": {"file": "tokenizer.json", "sha256": readers.file_hash(work / "tokenizer.json")},
         "splits": splits,
         "official": labelled.official,
-        "rows": labelled.rows,
         "dev_share": dev_share,
     }
     record.write_json(work / ExamplesManifest.file_name, with_hash(ExamplesManifest, content))
@@ -215,20 +206,17 @@ def summary(manifest: ExamplesManifest) -> str:
     """Describe a prepared directory in one line."""
     parts = []
     for name, split in manifest.splits.items():
-        published = manifest.rows.get(name) if manifest.official is False else None
-        of = "" if published is None else f" of GLUE's {published:,}"
-        share = split.truncated / split.examples
-        notes = [f"{split.tokens:,} tokens", f"{share:.1%} truncated to {manifest.sequence_length}"]
-        for count, what in (
-            (split.in_train, "also in train"),
-            (split.left_out, "broken rows left out"),
-            (split.without_tokens, "with a text without a token"),
-        ):
-            if count:
-                notes.append(f"{count:,} {what}")
-        parts.append(f"{name} {split.examples:,}{of} examples ({', '.join(notes)})")
-    counts = {None: "", True: "; GLUE's own numbers of rows", False: "; a subset, no GLUE score"}
-    return f"{manifest.task}: {', '.join(parts)}{counts[manifest.official]}"
+        counts = {
+            "tokens": split.tokens,
+            f"truncated to {manifest.sequence_length}": split.truncated,
+            "also in train": split.in_train,
+            "broken rows left out": split.left_out,
+            "with a text without a token": split.without_tokens,
+        }
+        notes = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+        parts.append(f"{name} {split.examples:,} examples ({notes})")
+    official = {None: "", True: "; GLUE's own numbers of rows", False: "; a subset, no GLUE score"}
+    return f"{manifest.task}: {', '.join(parts)}{official[manifest.official]}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -87,7 +87,6 @@ class LabelledTable:
     """Hold the rows of one file."""
 
     name: str
-    sha256: str
     rows: list[Row]
     left_out: int = 0
     """Broken rows."""
@@ -103,10 +102,8 @@ class LabelledData:
     """Names in the order of the model's outputs; empty of a regression."""
     metrics: tuple[Metric, ...]
     tables: dict[str, LabelledTable]
-    rows: dict[str, int]
-    """GLUE's own number of rows by split; empty of other tasks."""
     official: bool | None
-    """True if the tables have these; None of other tasks."""
+    """True if the tables have GLUE's own numbers of rows; None of other tasks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,12 +133,7 @@ class CustomData:
         names = label_names(self.kind, train)
         others = [] if train_only else [split for split in self.files if split != TRAIN]
         tables = {split: read_table(self.files[split], columns, split, kind) for split in others}
-        # data sets of the hub mark a test set whose labels are not public by -1 in every row
-        if "test" in tables and "-1" not in names:
-            rows = tables["test"].rows
-            if all(row.label in (("-1",), -1.0) for row in rows):
-                rows[:] = [dataclasses.replace(row, label=None) for row in rows]
-        return LabelledData("own", kind, names, METRICS[kind], {TRAIN: train, **tables}, {}, None)
+        return LabelledData("own", kind, names, METRICS[kind], {TRAIN: train, **tables}, None)
 
 
 def read_table(
@@ -151,14 +143,12 @@ def read_table(
     `finds_pair`: a column PAIR is the second text. Raises ConfigError."""
     source, is_test = _source(name), split == "test"
     rows: list[Row] = []
-    digest = hashlib.sha256()
     for place, record in _records(source, columns, split):
         if finds_pair and not rows and isinstance(record, dict) and PAIR in record:
             columns = dataclasses.replace(columns, texts=(*columns.texts, PAIR))
         row = make_row(name, place, record, columns, kind, is_test=is_test)
         if not all(text.strip() for text in row.texts):
             raise data_error(name, "missing", f"{place}: a text is empty", "drop the row")
-        digest.update(repr((row.texts, row.label)).encode())
         rows.append(row)
     if not rows:
         raise data_error(name, "missing", "holds no example")
@@ -167,9 +157,7 @@ def read_table(
     elif bare := next((row.place for row in rows if row.label is None), None):
         message = f"{bare} has no label, but others have one"
         raise data_error(name, "missing", message, "label all rows or none")
-    if source.path is None:
-        return LabelledTable(name, digest.hexdigest(), rows)
-    return LabelledTable(source.path.name, readers.file_hash(source.path), rows)
+    return LabelledTable(source.path.name if source.path else name, rows)
 
 
 def _source(name: str) -> readers.Source:
@@ -389,34 +377,29 @@ class Examples:
                 examples = cls(arrays["ids"], arrays["offsets"], arrays.get("labels"))
             except (SafetensorError, KeyError) as error:
                 raise ValueError(f"holds no examples ({error})") from None
-            if wrong := examples._misfits(manifest, entry):
-                raise ValueError(f"its {' and '.join(wrong)} are not as {manifest.file_name} says")
+            if not examples._fits(manifest, entry):
+                raise ValueError(f"its arrays are not as {manifest.file_name} says")
         return examples
 
-    def _misfits(self, manifest: ExamplesManifest, entry: ExampleSplit) -> list[str]:
-        """Return the names of the arrays that do not fit the manifest."""
+    def _fits(self, manifest: ExamplesManifest, entry: ExampleSplit) -> bool:
+        """Compare types, shapes and ranges of the arrays with the manifest."""
         ids, offsets, labels = self.ids, self.offsets, self.labels
         count, names = entry.examples, len(manifest.labels)
+        if (ids.dtype, ids.shape) != (np.uint16, (entry.tokens,)) or ids.max() >= manifest.vocab_size:
+            return False
+        if (offsets.dtype, offsets.shape) != (np.int64, (count + 1,)) or offsets[-1] != entry.tokens:
+            return False
+        if offsets[0] or not 2 <= self.lengths.min() <= self.lengths.max() <= manifest.sequence_length:
+            return False
+        if labels is None or not entry.has_labels:
+            return labels is None and not entry.has_labels
         shape = (count, names) if manifest.kind == "multi_label" else (count,)
-        most = {"single_label": names - 1, "multi_label": 1, "regression": np.inf}[manifest.kind]
-        fits = {
-            "ids": ids.dtype == np.uint16
-            and ids.shape == (entry.tokens,)
-            and ids.max() < manifest.vocab_size,
-            "offsets": offsets.dtype == np.int64
-            and offsets.shape == (count + 1,)
-            and (offsets[0], offsets[-1]) == (0, entry.tokens)
-            and 2 <= self.lengths.min() <= self.lengths.max() <= manifest.sequence_length,
-            "labels": labels is None
-            if not entry.has_labels
-            else labels is not None
-            and labels.dtype == LABEL_TYPES[manifest.kind]
-            and labels.shape == shape
-            and np.isfinite(labels).all()
-            and labels.max() <= most
-            and (manifest.kind == "regression" or labels.min() >= 0),
-        }
-        return [name for name, fit in fits.items() if not fit]
+        if (labels.dtype, labels.shape) != (LABEL_TYPES[manifest.kind], shape):
+            return False
+        if manifest.kind == "regression":
+            return bool(np.isfinite(labels).all())
+        most = 1 if manifest.kind == "multi_label" else names - 1
+        return bool(0 <= labels.min() <= labels.max() <= most)
 
     def save(self, path: Path) -> str:
         """Write the file; returns its SHA-256."""

@@ -15,6 +15,7 @@ import torch
 from tokenizers import Tokenizer
 
 from bert_dp.config import BuildConfig, ModelConfig, resolve
+from bert_dp.data import readers
 from bert_dp.data import tokenizer as tokens
 from bert_dp.evaluation import text_loss
 from bert_dp.model.bert import CrammedBert, build_model
@@ -49,7 +50,7 @@ def model_of(size: int) -> CrammedBert:
 def hidden_words(text: str, tokenizer: Tokenizer) -> list[str]:
     """The words of which a token is hidden, read back from the text by the tokens' places."""
     encoded = tokenizer.encode(text, add_special_tokens=False)
-    hiding = text_loss.hide_words(text, encoded.offsets, text_loss.document_key(text, 0))
+    hiding = text_loss.hide_words(text, encoded.offsets, readers.document_key(text, 0))
     places = [span for span, hides in zip(encoded.offsets, hiding.hidden_T, strict=True) if hides]
     words = [word.span() for word in re.finditer(r"\S+", text)]
     return [text[a:b] for a, b in words if any(begin < b and a < end for begin, end in places)]
@@ -60,7 +61,7 @@ def hidden_words(text: str, tokenizer: Tokenizer) -> list[str]:
 
 def test_the_same_words_are_hidden_for_every_vocabulary() -> None:
     texts = [*DOCUMENTS, "Na\u00efve caf\u00e9s sold \u201ccr\u00eapes\u201d \u2014 and  ``tea''.\n" * 9]
-    small, large = trained(80), trained(400, "bpe")
+    small, large = trained(80), trained(400)
     assert len(small.encode(texts[0]).ids) > 1.5 * len(large.encode(texts[0]).ids)
     assert [hidden_words(t, small) for t in texts] == [hidden_words(t, large) for t in texts]
     of_small, of_large = read(texts, small), read(texts, large)
