@@ -174,24 +174,32 @@ def train(
 ) -> Tokenizer:
     """Train a tokenizer of at most `vocab_size` tokens (fewer when the sample has fewer pieces).
 
-    The same sample gives the same tokenizer. `tokenizers` alone does not: it numbers the `##` letters in the
-    order of a hash map and breaks ties by number (its issue 1794), so here they are numbered beforehand.
-    Byte-level BPE has no `##`: its alphabet is the 256 bytes, in order.
+    The same sample gives the same tokenizer.
     """
     texts = [normalize(text) if with_normalizer else text for text in sample]
-    if model == "byte_bpe":
-        return _train_byte_bpe(texts, vocab_size, with_normalizer)
+    learn = _train_byte_bpe if model == "byte_bpe" else _train_wordpiece
+    tokenizer = learn(texts, vocab_size)
+    if with_normalizer:
+        tokenizer.normalizer = normalizer()
+    tokenizer.add_special_tokens(list(SPECIALS))
+    special = {"cls": SPECIALS.index("<cls>"), "sep": SPECIALS.index("<sep>")}
+    tokenizer.post_processor = _frame(tokenizer, special)
+    return tokenizer
+
+
+def _train_wordpiece(texts: list[str], vocab_size: int) -> Tokenizer:
+    """`tokenizers` numbers the `##` letters in the order of a hash map and breaks ties by number (its issue
+    1794), so here they are numbered beforehand."""
     letters = collections.Counter(chain.from_iterable(texts))
     for space in [c for c in letters if c.isspace()]:
         del letters[space]
     most = min(MAX_ALPHABET, (vocab_size - len(SPECIALS)) // 3)  # as letter, as ## letter, and room for words
     alphabet = sorted(sorted(letters, key=lambda c: (-letters[c], c))[:most])
-    inner = [PREFIX + c for c in alphabet]
     learner = Tokenizer(models.WordPiece(unk_token=UNK))
     learner.pre_tokenizer = pre_tokenizers.Whitespace()
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size,
-        special_tokens=[*SPECIALS, *inner],
+        special_tokens=[*SPECIALS, *(PREFIX + c for c in alphabet)],
         initial_alphabet=alphabet,
         limit_alphabet=len(alphabet),
         continuing_subword_prefix=PREFIX,
@@ -199,37 +207,23 @@ def train(
     )
     learner.train_from_iterator(texts, trainer)
     vocabulary = json.loads(learner.to_str())["model"]["vocab"]
-    return _assemble(models.WordPiece(vocabulary, unk_token=UNK), with_normalizer)
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=UNK))
+    tokenizer.pre_tokenizer = learner.pre_tokenizer
+    tokenizer.decoder = decoders.WordPiece(prefix=PREFIX)
+    return tokenizer
 
 
-def _train_byte_bpe(texts: list[str], vocab_size: int, with_normalizer: bool) -> Tokenizer:
-    learner = Tokenizer(models.BPE())
-    learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+def _train_byte_bpe(texts: list[str], vocab_size: int) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=list(SPECIALS),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    learner.train_from_iterator(texts, trainer)
-    return _assemble(learner.model, with_normalizer, byte_level=True)
-
-
-def _assemble(model: models.Model, with_normalizer: bool, *, byte_level: bool = False) -> Tokenizer:
-    """Put the normaliser, the split into words, the special tokens and the decoder around a model."""
-    tokenizer = Tokenizer(model)
-    if with_normalizer:
-        tokenizer.normalizer = normalizer()
-    if byte_level:
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
-    else:
-        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-        tokenizer.decoder = decoders.WordPiece(prefix=PREFIX)
-    tokenizer.add_special_tokens(list(SPECIALS))
-    tokenizer.post_processor = _frame(
-        tokenizer, {"cls": SPECIALS.index("<cls>"), "sep": SPECIALS.index("<sep>")}
-    )
+    tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 

@@ -14,7 +14,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,6 @@ SCORES_FIX = "give --kind regression where the labels are scores"
 MAX_BYTES = 2**31  # of a split's file, which is held whole
 LABEL_TYPES = {"single_label": np.int64, "multi_label": np.uint8, "regression": np.float32}
 MAX_NAME = 1000  # characters of a label
-MAX_SHOWN = 8  # names in a message
 MAX_SCORE = float(np.finfo(np.float32).max)
 WHOLE = re.compile(r"([+-]?[0-9]+)\.0+")
 WITH_DECIMALS = re.compile(r"[+-]?([0-9]*\.[0-9]+([eE][+-]?[0-9]+)?|[0-9]+[eE]-[0-9]+)")
@@ -211,7 +210,9 @@ def read_delimited(
             place, end = f"line {end + 1}", reader.line_num
             if not header:
                 header = fields
-                _check_header(name, header, columns)
+                if twice := [c for c in (*columns.texts, columns.label) if header.count(c) > 1]:
+                    message = f"the header names {twice[0]!r} twice"
+                    raise data_error(name, "conflict", message, "rename one", twice[0])
             elif len(header) == 1 or len(fields) > 1 or "".join(fields).strip():
                 fields = fields or [""]
                 yield place, dict(zip(header, fields, strict=False)), len(fields) - len(header)
@@ -220,36 +221,13 @@ def read_delimited(
         raise data_error(name, "damaged", f"line {end + 1} is not {format.upper()} ({error})", fix) from None
 
 
-def _check_header(name: str, header: Sequence[str], columns: Columns) -> None:
-    if not "".join(header).strip():
-        fix = "begin the file with the names of its columns"
-        raise data_error(name, "missing", "no header in line 1", fix)
-    for column in columns.texts:
-        if column not in header:
-            raise no_column(name, "line 1", column, header)
-    for column in (*columns.texts, columns.label):
-        if header.count(column) > 1:
-            raise data_error(name, "conflict", f"the header names {column!r} twice", "rename one", column)
-
-
-def no_column(name: str, place: str, column: str, names: Iterable[str]) -> ConfigError:
-    """Return the error of a file that lacks a column."""
-    message = f"{place}: no column {column!r} (got {shown(names)})"
-    return data_error(name, "missing", message, COLUMN_FIX, column)
-
-
-def shown(names: Iterable[str]) -> str:
-    """Quote the first of the names for a message."""
-    every = list(map(repr, names))
-    return ", ".join(every[:MAX_SHOWN]) + (f" and {len(every) - MAX_SHOWN} more" if every[MAX_SHOWN:] else "")
-
-
 def make_row(name: str, place: str, record: Any, columns: Columns, kind: LabelKind, *, is_test: bool) -> Row:
     """Check the types of a record's texts and label. A test set may have no labels. Raises ConfigError."""
     texts = tuple(text_of(record, column, name, place, COLUMN_FIX) for column in columns.texts)
     cell = value_of(record, columns.label) if columns.label else None
     if cell is ABSENT and not is_test:
-        raise no_column(name, place, columns.label, record)
+        message = f"{place} has no label {columns.label!r} (got keys {sorted(record)[:8]})"
+        raise data_error(name, "missing", message, COLUMN_FIX, columns.label)
     is_blank = isinstance(cell, str) and not cell.strip() and kind != "multi_label"
     if not columns.label or (is_test and (cell is ABSENT or cell is None or is_blank)):
         return Row(place, texts, None)
@@ -336,7 +314,7 @@ def to_array(kind: LabelKind, names: Sequence[str], table: LabelledTable) -> NDA
     for row in table.rows:
         assert isinstance(row.label, tuple)
         if unknown := [name for name in row.label if name not in index]:
-            message = f"{row.place}: label {unknown[0]!r} is none of train's {shown(names)}"
+            message = f"{row.place}: label {unknown[0]!r} is none of train's {[*names[:8]]}"
             is_score = WITH_DECIMALS.fullmatch(unknown[0])
             fix = SCORES_FIX if is_score else "correct it, or add such examples to train"
             raise data_error(table.name, "unknown", message, fix, unknown[0])

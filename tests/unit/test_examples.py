@@ -742,8 +742,8 @@ def test_any_bytes_of_glue_are_refused_in_one_line(lab: Lab, content: bytes) -> 
 @pytest.mark.parametrize(
     ("name", "content", "kind", "said"),
     [
-        ("own.csv", "title,label\na cat,x\n", "missing", "'text' (got 'title', 'label')"),
-        ("own.csv", "text\na cat\n", "missing", "'label' (got 'text')"),
+        ("own.csv", "title,label\na cat,x\n", "missing", "'text' (got keys ['label', 'title'])"),
+        ("own.csv", "text\na cat\n", "missing", "'label' (got keys ['text'])"),
         ("own.csv", f"{GOOD} \t,y\n", "missing", "line 4"),
         ("own.csv", f"{GOOD}a dog,\n", "wrong_type", "line 4"),
         ("own.csv", "text,label\na cat,x\n", "out_of_range", "1 different"),
