@@ -37,13 +37,6 @@ OF_SOURCE = [
     Quantity("lost_share", "letters lost", "percent"),
     Quantity("unknown_share", "unknown tokens", "percent"),
 ]
-DROPPED = {
-    "empty": "without a token",
-    "tokens_per_char": "with too many tokens per character",
-    "exact_duplicate": "exact duplicates",
-    "near_duplicate": "near duplicates",
-}
-
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -100,21 +93,18 @@ def build(
                 force=force,
                 progress=progress,
             )
-    for line in built_lines(out, manifest, None if tokenizer else size):
+    for line in built_lines(out, manifest):
         show(console, line, **PLAIN)
     return 0
 
 
-def built_lines(out: Path, manifest: Manifest, vocab_size: int | None) -> list[str]:
-    """Describe the shards, the documents that were left out, and how to train. `vocab_size`: asked of the
-    tokenizer that was trained."""
+def built_lines(out: Path, manifest: Manifest) -> list[str]:
+    """Describe the shards, the documents that were left out, and how to train."""
     train, held_out, length = manifest.train, manifest.held_out, manifest.sequence_length
-    is_less = vocab_size is not None and vocab_size != manifest.vocab_size
-    fewer = f" ({vocab_size:,} asked; the text has no more)" if is_less else ""
     return [
         f"{out}: {train.sequences:,} training and {held_out.sequences:,} held-out sequences of {length} "
         f"tokens, from {count_of(train.documents + held_out.documents, 'document')}",
-        f"dropped: {dropped_words(manifest.dropped)}; vocabulary: {manifest.vocab_size:,} tokens{fewer}",
+        f"dropped: {dropped_words(manifest.dropped)}; vocabulary: {manifest.vocab_size:,} tokens",
         f"letters lost: {_of(manifest.sources, 'lost_letters', 'letters')}; "
         f"unknown tokens: {_of(manifest.sources, 'unknown_tokens', 'tokens')}",
         f"next: {train_command(out, manifest.model_dump())}",
@@ -172,7 +162,7 @@ def _of(sources: Sequence[SourceFile], part: str, whole: str) -> str:
 
 def dropped_words(dropped: Mapping[str, int]) -> str:
     """Count the documents that were left out, by the reason."""
-    counts = [f"{format_count(n)} {DROPPED.get(stage, stage)}" for stage, n in dropped.items() if n]
+    counts = [f"{format_count(n)} {stage.replace('_', ' ')}" for stage, n in dropped.items() if n]
     return ", ".join(counts) or "no document"
 
 

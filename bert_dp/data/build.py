@@ -52,11 +52,6 @@ from bert_dp.training.process import follow_launcher
 
 SAMPLE_BYTES = 128 * 2**20  # text that the tokenizer is trained on, at most
 BYTES_PER_PROCESS = 8 * 2**20  # of source; for less, starting a process costs more than it saves
-DOCUMENT_HINT = {
-    "line": "each line of a text file is a document (data.build.documents)",
-    "blank_line": "a blank line ends a document of a text file; where it has none, use documents=line",
-}
-
 Progress = Callable[[str, int, int | None], None]
 """Stage, done, total; None: unknown, 0: a message and no stage."""
 
@@ -107,7 +102,7 @@ def build(
         "tokenizer_sha256": inputs.file_hash(Path(tokenizer)) if tokenizer else None,
     }
     found = inputs.resolve(sources, options, out)
-    with locked(out, tell):
+    with locked(out):
         before = [*map(inputs.identity, found)]
         records = [*map(source_record, found)]
         if (kept := _existing(out, settings, records, force)) is not None:
@@ -132,7 +127,6 @@ def _existing(
     ConfigError."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
-    is_same = False
     with contextlib.suppress(ConfigError):
         manifest = read_manifest(out)
         before = [source.sha256 or source.name for source in manifest.sources]
@@ -142,8 +136,8 @@ def _existing(
     if not shards.are_alone(out):
         message = f"{out} holds files that are not shards"
         raise ConfigError([Issue("--out", "exists", message, str(out), hint="name a new directory")])
-    if not (is_same or force):
-        message = f"{out} holds another build (options or sources differ)"
+    if not force:
+        message = f"{out} holds another build, or a damaged one"
         raise ConfigError([Issue("--out", "exists", message, str(out), "--force", "--force replaces it")])
     return None
 
@@ -354,9 +348,9 @@ def _route(
     options = plan.options
     bound = np.uint64(int(options.held_out_fraction * 2.0**64))
     is_new = exact_filter()
-    is_unlike = (
-        near_filter(options.near_threshold, plan.settings["seed"]) if options.dedup == "near" else None
-    )
+    near = None
+    if options.dedup == "near":
+        near = tokens.make_sketch_index(options.near_threshold, plan.settings["seed"])
     dropped = {"empty": 0, "tokens_per_char": 0, "exact_duplicate": 0, "near_duplicate": 0}
     read = current = 0
     for record in records:
@@ -371,9 +365,9 @@ def _route(
         if options.dedup != "none":
             keep = is_new(batch.contents)
             dropped["exact_duplicate"] += int((~keep).sum())
-        if is_unlike is not None:
+        if near is not None:
             exact = keep.copy()
-            keep[exact] = [is_unlike(batch.sketches[i]) for i in np.flatnonzero(exact)]
+            keep[exact] = [near.add(str(near.len()), batch.sketches[i]) for i in np.flatnonzero(exact)]
             dropped["near_duplicate"] += int((exact & ~keep).sum())
         is_held_out = batch.keys < bound
         for writer, chosen in ((train, keep & ~is_held_out), (held_out, keep & is_held_out)):
@@ -381,7 +375,7 @@ def _route(
             writer.write(batch.ids[np.repeat(chosen, batch.lengths)])
         dropped["empty"] += batch.empty
         dropped["tokens_per_char"] += batch.filtered
-        read += batch.read
+        read += len(batch.keys) + batch.empty + batch.filtered
         plan.tell("tokenize", read, total)
     _refuse_loss(records[current], plan)
     return dropped
@@ -411,17 +405,6 @@ def exact_filter() -> Callable[[np.ndarray], np.ndarray]:
     return is_new
 
 
-def near_filter(threshold: float, seed: int) -> Callable[[Any], bool]:
-    """Return a function that is true of a MinHash sketch if no earlier one is as similar as the threshold."""
-    index = tokens.rensa().RMinHashDeduplicator(threshold, tokens.NUM_PERMUTATIONS, True, None, seed)
-
-    def is_unlike(sketch: Any) -> bool:
-        added: bool = index.add(str(index.len()), sketch)
-        return added
-
-    return is_unlike
-
-
 def _refuse_loss(record: dict[str, Any], plan: BuildPlan) -> None:
     """Raise ConfigError for a source of which more than REFUSED_LOSS is lost."""
     source = SourceFile(**record)
@@ -446,7 +429,7 @@ def _check_split(
         "out whole"
     )
     hint = (
-        f"{DOCUMENT_HINT[options.documents]}; add text, split long documents, or change "
+        f"add text, split long documents (data.build.documents {options.documents}), or change "
         f"data.build.held_out_fraction {share} or data.build.max_tokens_per_char "
         f"{options.max_tokens_per_char} (0 = no filter)"
     )
@@ -467,19 +450,15 @@ def filter_warnings(manifest: Manifest) -> list[str]:
     ]
 
 
-def _to_stderr(stage: str, done: int, total: int | None) -> None:
-    sys.stderr.write(files.printable(f"{stage}\n"))
-
-
 @contextlib.contextmanager
-def locked(out: Path, tell: Callable[[str, int, int | None], None] = _to_stderr) -> Iterator[None]:
+def locked(out: Path) -> Iterator[None]:
     """Hold the lock file beside `out`; the kernel frees it when its holder ends. Raises ConfigError."""
     path = out.parent / f".{out.name}.lock"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         file = files.lock(path)
         if file is None:
-            tell(f"wait for another process that writes {out}", 0, 0)
+            sys.stderr.write(files.printable(f"wait for another process that writes {out}\n"))
             file = files.lock(path, wait=True)
     except OSError as error:
         setting = "BERT_DP_CACHE" if out.is_relative_to(files.cache_root()) else "--out"
@@ -556,9 +535,10 @@ def shown_progress() -> Iterator[Progress]:
     followed by one every ten seconds."""
     on_terminal = sys.stderr.isatty()
     last: dict[str, float] = {}
-    ends = [""]  # the end of the open line
+    end = ""  # of the open line
 
     def write(stage: str, done: int, total: int | None) -> None:
+        nonlocal end
         pause = 0.5 if on_terminal else 10
         if stage in last and time.monotonic() - last[stage] < pause and done != total:
             return
@@ -567,12 +547,12 @@ def shown_progress() -> Iterator[Progress]:
         is_open = on_terminal and done != total
         sys.stderr.write(("\r\x1b[K" if on_terminal else "") + line + ("" if is_open else "\n"))
         sys.stderr.flush()
-        ends[0] = "\n" if is_open else ""
+        end = "\n" if is_open else ""
 
     try:
         yield write
     finally:
-        sys.stderr.write(ends[0])
+        sys.stderr.write(end)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -22,7 +22,7 @@ import platform
 import sysconfig
 import warnings
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,7 +35,7 @@ MAX_ARRAY_BYTES = 64 * 2**20
 CHUNK_BYTES = 2**20
 ENCODING_FIX = "convert it: iconv -f UTF-16 (or LATIN1, CP1251, GB18030, ...) -t UTF-8 OLD > NEW"
 ZSTD_WINDOW_BYTES = 2**31  # the largest that zstd --long=31 makes
-ZSTD_READ_BYTES = 1024  # a call unpacks all of its input, which may be 32 768 times as much
+PACKED_BYTES = 512  # of .xz and .zst: a call unpacks all of its input, which may be 32 768 times as much
 COMPRESSIONS = (".gz", ".xz", ".zst")
 FORMATS = {
     "": "text",
@@ -132,84 +132,62 @@ def _not_utf8(path: Path, place: str, byte: int) -> ConfigError:
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
+    """Yield the content of a file, unpacked, in pieces that are not empty. Raises ConfigError."""
     compression = suffixes(path)[1]
+    damage: tuple[type[Exception], ...] = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
     try:
         with path.open("rb") as raw:
             if compression == ".zst":
-                yield from filter(None, _zstd_chunks(path, raw))
-                return
-            if compression == ".xz":
-                yield from filter(None, _xz_chunks(raw))  # an empty chunk would end the file for a reader
-                return
-            file: Any = gzip.GzipFile(fileobj=raw) if compression == ".gz" else raw
-            while chunk := file.read(CHUNK_BYTES):
-                yield chunk
-    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+                zstandard = require("zstandard", "zstd", f"{path}: reading .zst")
+                damage = (EOFError, zstandard.ZstdError)
+                unpacker = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW_BYTES)
+                yield from filter(None, _unpacked(raw, unpacker.decompressobj))
+            elif compression == ".xz":
+                yield from filter(None, _unpacked(raw, lzma.LZMADecompressor, padding=b"\0"))
+            else:
+                file: Any = gzip.GzipFile(fileobj=raw) if compression == ".gz" else raw
+                while chunk := file.read(CHUNK_BYTES):
+                    yield chunk
+    except damage as error:
         raise _damaged(path, f"corrupt or cut {compression} file ({error})") from None
     except OSError as error:
         raise ConfigError([Issue(str(path), "not_found", f"cannot be read ({error.strerror})")]) from None
+
+
+def _unpacked(raw: BinaryIO, make_stream: Callable[[], Any], padding: bytes = b"") -> Iterator[bytes]:
+    """Yield the content of all streams of a compressed file, with `padding` between them.
+
+    The readers of lzma and zstandard end without an error at a second stream that is damaged and at a last
+    one that is cut, which would lose the rest.
+    """
+    stream: Any = None
+    while data := raw.read(PACKED_BYTES):
+        while stream is not None or (data := data.lstrip(padding) if padding else data):
+            stream = stream or make_stream()
+            yield stream.decompress(data)
+            if not stream.eof:
+                break
+            data, stream = stream.unused_data, None
+    if stream is not None:
+        raise EOFError("the last stream does not end")
 
 
 def _damaged(path: Path, message: str) -> ConfigError:
     return ConfigError([Issue(str(path), "damaged", message, hint="fetch it again")])
 
 
-def _xz_chunks(raw: BinaryIO) -> Iterator[bytes]:
-    """Yield the content of all streams of an .xz file.
-
-    lzma.LZMAFile ends without an error at a second stream that is damaged, which would lose the rest.
-    """
-    stream: lzma.LZMADecompressor | None = None
-    while data := raw.read(CHUNK_BYTES):
-        while stream is not None or (data := data.lstrip(b"\0")):  # zeros may stand after a stream
-            stream = stream or lzma.LZMADecompressor()
-            yield stream.decompress(data, CHUNK_BYTES)
-            data = b""
-            if stream.eof:
-                data, stream = stream.unused_data, None
-            elif stream.needs_input:
-                break
-    if stream is not None:
-        raise EOFError("the last stream does not end")
-
-
-def _zstd_chunks(path: Path, raw: BinaryIO) -> Iterator[bytes]:
-    zstandard = require("zstandard", "zstd", f"{path}: reading .zst")
-    frame: Any = None
-    try:
-        while data := raw.read(ZSTD_READ_BYTES):
-            while data:  # a file is one or more frames
-                if frame is None:
-                    frame = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW_BYTES).decompressobj()
-                yield frame.decompress(data)
-                data, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
-        if frame is not None:
-            raise zstandard.ZstdError("the last frame does not end")
-    except zstandard.ZstdError as error:
-        raise _damaged(path, f"corrupt or cut .zst file ({error})") from None
-
-
-def parquet_records(
-    path: Path, keys: Sequence[str], optional: Sequence[str], fix: str
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, row) with the columns `keys`, and those of `optional` that the file has. The key a.b,
-    where no column has that name, stands for the column a.
-
-    Raises ConfigError for a column of `keys` that is not there (`fix`: what to do about it) and for a damaged
-    file.
-    """
+def parquet_records(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (place, row) with the columns `keys` that the file has; with all where it lacks the first. A key
+    a.b, where no column has that name, stands for the column a. Raises ConfigError for a damaged file."""
     parquet = require("pyarrow.parquet", "parquet", f"{path}: reading Parquet")
     arrow = require("pyarrow", "parquet", f"{path}: reading Parquet")
     row = 0
     try:
         table = parquet.ParquetFile(path)
         names = table.schema_arrow.names
-        column_of = {key: key if key in names else key.partition(".")[0] for key in (*keys, *optional)}
-        if missing := [key for key in keys if column_of[key] not in names]:
-            message = f"no column {missing[0]!r} (got {names[:8]})"
-            raise ConfigError([Issue(str(path), "missing", message, value=missing[0], hint=fix)])
-        columns = dict.fromkeys(column for column in column_of.values() if column in names)
-        for batch in table.iter_batches(batch_size=1000, columns=[*columns]):
+        columns = [key if key in names else key.partition(".")[0] for key in keys]
+        known = [*dict.fromkeys(column for column in columns if column in names)]
+        for batch in table.iter_batches(batch_size=1000, columns=known if columns[0] in names else None):
             for record in batch.to_pylist():
                 row += 1
                 yield f"row {row}", record
@@ -391,24 +369,12 @@ def _texts(source: Source) -> Iterator[str]:
         yield from (line for _, line in lines(source.path))
 
 
-def records(
-    source: Source,
-    columns: Sequence[str],
-    optional: Sequence[str] = (),
-    *,
-    split: str = "train",
-    fix: str = KEY_FIX,
-) -> Iterator[tuple[str, Any]]:
-    """Yield (place, record) of a JSON or Parquet file or of a split of a hub data set. Raises ConfigError.
-
-    Of Parquet only `columns` are read, and those of `optional` that it has; `fix`: what to do where it lacks
-    one of `columns`.
-    """
+def records(source: Source, keys: Sequence[str], split: str = "train") -> Iterator[tuple[str, Any]]:
+    """Yield (place, record) of a JSON or Parquet file or of a split of a hub data set. Of Parquet only the
+    columns `keys` are read. Raises ConfigError."""
     if source.path is None:
         return hub_records(source.name, split)
-    if source.format == "parquet":
-        return parquet_records(source.path, columns, optional, fix)
-    return json_records(source.path)
+    return parquet_records(source.path, keys) if source.format == "parquet" else json_records(source.path)
 
 
 def value_of(record: Any, key: str) -> Any:

@@ -243,9 +243,8 @@ def framing_as_trained(path: Path, special: Mapping[str, int]) -> Tokenizer | No
     tokenizer = load(path)
     cls, sep = special["cls"], special["sep"]
     text = tokenizer.encode("a", add_special_tokens=False).ids
-    if tokenizer.encode("a", "a").ids == [cls, *text, sep, *text, sep] and (
-        tokenizer.encode("a").ids == [cls, *text, sep]
-    ):
+    framed, pair = [cls, *text, sep], [cls, *text, sep, *text, sep]
+    if (tokenizer.encode("a").ids, tokenizer.encode("a", "a").ids) == (framed, pair):
         return None
     tokenizer.no_padding()
     tokenizer.no_truncation()
@@ -337,7 +336,6 @@ class EncodedDocuments:
     contents: np.ndarray  # [D] uint64, hash of the token ids, which duplicates share
     sketches: list[Any]  # [D] rensa.RMinHash, or empty
     counts: list[int]  # of all documents, in the order of COUNTS
-    read: int
     empty: int
     filtered: int
 
@@ -398,7 +396,6 @@ def make_encoder(settings: Encoding) -> Callable[[list[str]], EncodedDocuments]:
             contents=np.array(contents, np.uint64),
             sketches=sketches,
             counts=[letters, lost, num_tokens, unknown],
-            read=len(texts),
             empty=len(texts) - len(full),
             filtered=len(full) - len(kept),
         )
@@ -411,6 +408,11 @@ def make_sketches(texts: list[str], seed: int) -> list[Any]:
     shingles = [_shingles(text) for text in texts]
     sketches: list[Any] = rensa().RMinHash.from_token_sets(shingles, NUM_PERMUTATIONS, seed)
     return sketches
+
+
+def make_sketch_index(threshold: float, seed: int) -> Any:
+    """Return an index whose `add` is false of a sketch as similar as the threshold to an earlier one."""
+    return rensa().RMinHashDeduplicator(threshold, NUM_PERMUTATIONS, True, None, seed)
 
 
 def rensa() -> Any:

@@ -171,10 +171,7 @@ def _source(name: str) -> readers.Source:
 def _records(source: readers.Source, columns: Columns, split: str) -> Iterator[tuple[str, Any]]:
     """Yield the place and record of every row. Raises ConfigError."""
     if source.path is None or source.format in ("jsonl", "parquet"):
-        needed = columns.texts if split == "test" else (*columns.texts, columns.label)
-        yield from readers.records(
-            source, needed, [columns.label, PAIR], split=HUB_SPLITS[split], fix=COLUMN_FIX
-        )
+        yield from readers.records(source, [*columns.texts, columns.label, PAIR], HUB_SPLITS[split])
         return
     if source.format == "text":
         message = f"is no table; known suffixes are {', '.join(FORMATS)}"

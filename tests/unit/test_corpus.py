@@ -589,7 +589,8 @@ def test_a_damaged_build_is_made_again(out: Path, source: str, monkeypatch: pyte
     shard = out / "train-00000.bin"
     good = shard.read_bytes()
     shard.write_bytes(bytes([good[0] ^ 1]) + good[1:])
-    make(source, out)
+    assert refusal(source, out).other == "--force"
+    make(source, out, force=True)
     assert shard.read_bytes() == good
 
 

@@ -339,7 +339,7 @@ def test_shards() -> None:
         "[red]a.txt 600 1,000 0.0 % 0.0 %",
         "train 1,200 128,000 1,000",
         "held-out 12 1,280 10",
-        "7 exact duplicates",
+        "3 empty, 7 exact duplicate",
         "a [bold]sample[/bold] of text",
     ):
         assert words in text
