@@ -1,13 +1,10 @@
 """Build shards from sources, in a directory or in the cache, under a lock. Torch-free.
 
-Sources are filtered, deduplicated, tokenised and packed. They are read for their hashes, for a sample to
-train the tokenizer (left out when one is given) and to build. Held in memory: the sample (at most 128 MiB
-of text, twice), a few batches per process, 8 bytes per document for exact dedup (24 while two tables are
-merged; about 2 kB for near dedup). The result does not depend on the number of processes.
-
-A build works in a temporary directory beside OUT, which takes OUT's place as its last act: OUT appears
-whole or not at all, and one process at a time builds it. `python -m bert_dp.data.build` builds for a launcher
-that supervises ranks, and prints one answer.
+Sources are read for their hashes, for a sample to train the tokenizer (left out when one is given) and to
+build. Held in memory: the sample (at most 128 MiB of text, twice), a few batches per process, 8 bytes per
+document for exact dedup (24 while two tables are merged; about 2 kB for near dedup). A build works in a
+temporary directory beside OUT, which takes OUT's place as its last act. `python -m bert_dp.data.build` builds
+for a launcher that supervises ranks, and prints one answer.
 """
 
 from __future__ import annotations
@@ -214,14 +211,7 @@ def build_in(plan: BuildPlan, records: list[dict[str, Any]], work: Path) -> Mani
     write_text(work / "tokenizer.json", tokenizer_json)
     tokenizer = Tokenizer.from_str(tokenizer_json)
     vocab_size, special = tokens.size(tokenizer), tokens.special_ids(tokenizer, plan.tokenizer or "trained")
-    encoding = tokens.Encoding(
-        tokenizer_json,
-        sep=special["sep"],
-        unk=special["unk"],
-        max_tokens_per_char=options.max_tokens_per_char,
-        near=options.dedup == "near",
-        seed=settings["seed"],
-    )
+    encoding = tokens.Encoding(tokenizer_json, special["sep"], special["unk"], options, settings["seed"])
     processes = plan.processes or _processes(plan.sources)
     encoded = tokens.encode_all(_batches(plan.sources, records), encoding, processes)
     train, held_out = (

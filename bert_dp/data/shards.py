@@ -105,8 +105,8 @@ class MappedShards:
 
 
 def check_sample(directory: Path, manifest: Manifest) -> list[Issue]:
-    """Find damage in shards taken at random, other ones at every start: as many as hold SAMPLED_BYTES. A
-    smaller corpus is read whole; of a larger one the time does not grow with its size."""
+    """Find damage in shards taken at random, other ones at every start, until SAMPLED_BYTES are read. Of a
+    larger corpus the time does not grow with its size."""
     files, issues, read = [*manifest.shards], [], 0
     for i in np.random.default_rng().permutation(len(files)):
         if read < SAMPLED_BYTES:

@@ -32,7 +32,7 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from bert_dp import files
-from bert_dp.config import MAX_VOCAB_SIZE, ConfigError, Issue, IssueKind
+from bert_dp.config import MAX_VOCAB_SIZE, BuildConfig, ConfigError, Issue, IssueKind
 from bert_dp.config.errors import require
 from bert_dp.config.manifest import TOKEN_BYTES
 from bert_dp.config.stored import read_regular
@@ -320,9 +320,7 @@ class Encoding:
     sep: int
     """Id put after every document."""
     unk: int
-    max_tokens_per_char: float
-    near: bool
-    """Also make the MinHash sketches for near dedup."""
+    options: BuildConfig
     seed: int
 
 
@@ -369,7 +367,7 @@ def make_encoder(settings: Encoding) -> Callable[[list[str]], EncodedDocuments]:
         each.no_padding()
         each.no_truncation()
         each.encode_special_tokens = True  # "<mask>" in a text is text
-    rate = settings.max_tokens_per_char
+    rate, near = settings.options.max_tokens_per_char, settings.options.dedup == "near"
 
     def encode(texts: list[str]) -> EncodedDocuments:
         normalized = [normalize(text) for text in texts] if has_our_normalizer else texts
@@ -388,7 +386,7 @@ def make_encoder(settings: Encoding) -> Callable[[list[str]], EncodedDocuments]:
             content_key(data[end - TOKEN_BYTES * n : end], settings.seed)
             for end, n in zip(ends.tolist(), lengths.tolist(), strict=True)
         ]
-        sketches = make_sketches([normalized[i] for i in kept], settings.seed) if settings.near else []
+        sketches = make_sketches([normalized[i] for i in kept], settings.seed) if near else []
         return EncodedDocuments(
             ids,
             lengths,

@@ -165,17 +165,17 @@ def _source(name: str) -> readers.Source:
     path = Path(os.path.expanduser(name))
     if path.exists() and not path.is_file():
         raise data_error(name, "wrong_type", "is not a regular file", "name a file of examples")
-    return readers.Source(name, path, FORMATS.get(readers.suffixes(path)[0], "text"))
+    if (suffix := readers.suffixes(path)[0]) not in FORMATS:
+        message = f"is no table; known suffixes are {', '.join(FORMATS)}"
+        raise data_error(name, "unsupported", message, "convert it")
+    return readers.Source(name, path, FORMATS[suffix])
 
 
 def _records(source: readers.Source, columns: Columns, split: str) -> Iterator[tuple[str, Any]]:
     """Yield the place and record of every row. Raises ConfigError."""
-    if source.path is None or source.format in ("jsonl", "parquet"):
+    if source.path is None or source.format not in DIALECTS:
         yield from readers.records(source, [*columns.texts, columns.label, PAIR], HUB_SPLITS[split])
         return
-    if source.format == "text":
-        message = f"is no table; known suffixes are {', '.join(FORMATS)}"
-        raise data_error(source.name, "unsupported", message, "convert it")
     lines = (line + "\n" for _, line in readers.lines(source.path))
     for place, record, surplus in read_delimited(source.name, lines, source.format, columns):
         if surplus:
