@@ -389,16 +389,14 @@ def test_builtin_without_library_sources(tmp_path: Path, monkeypatch: pytest.Mon
     readers.builtin_documents.cache_clear()
 
 
-def test_identity_changes_with_the_file(tmp_path: Path) -> None:
-    """By its size, the time of its last change, and its name."""
-    path, other = tmp_path / "a.txt", tmp_path / "b.txt"
-    for file in (path, other):
-        file.write_text("one")
-        os.utime(file, ns=(0, 10**18))
-    first = readers.file_identity(path)
-    assert readers.file_identity(path) == first != readers.file_identity(other)
-    os.utime(path, ns=(0, 10**18 + 1))
-    assert readers.file_identity(path) != first
-    path.write_text("other")
-    os.utime(path, ns=(0, 10**18))
-    assert readers.file_identity(path) != first
+@pytest.mark.parametrize(("name", "text", "time_ns"), [("b", "one", 1), ("a", "other", 1), ("a", "one", 2)])
+def test_a_file_is_identified_by_name_size_and_time(
+    tmp_path: Path, name: str, text: str, time_ns: int
+) -> None:
+    def identity(name: str, text: str, time_ns: int) -> dict[str, Any]:
+        (tmp_path / name).write_text(text)
+        os.utime(tmp_path / name, ns=(0, time_ns))
+        return readers.file_identity(tmp_path / name)
+
+    first = identity("a", "one", 1)
+    assert identity("a", "one", 1) == first != identity(name, text, time_ns)
