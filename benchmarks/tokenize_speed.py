@@ -89,7 +89,7 @@ def main() -> None:
     docs = [text for source in readers.resolve([o.text]) for text in readers.documents(source)]
     trained = tokenizer.train(docs, model="wordpiece", vocab_size=o.vocab_size, with_normalizer=not o.cased)
     text = trained.to_str()
-    settings = tokenizer.Encoding(text, sep=5, unk=3, options=BuildConfig(), seed=0)
+    settings = tokenizer.Encoding(text, sep=5, unk=3, options=BuildConfig())
     batches = list(tokenizer.in_batches(docs))
     size = sum(len(doc.encode()) for doc in docs)
 

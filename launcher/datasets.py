@@ -82,17 +82,7 @@ def build(
             if issue.setting.startswith("data.build."):
                 show(console, f"warning: {issue}", **PLAIN)
         with shown_progress() as progress:
-            manifest = build_shards(
-                sources,
-                out,
-                config.data.build,
-                vocab_size=size,
-                sequence_length=sequence_length,
-                tokenizer=tokenizer,
-                processes=processes,
-                force=force,
-                progress=progress,
-            )
+            manifest = build_shards(config, out, processes=processes, force=force, progress=progress)
     for line in built_lines(out, manifest):
         show(console, line, **PLAIN)
     return 0

@@ -58,9 +58,7 @@ class BuildPlan:
     """Hold the sources and settings of a build."""
 
     sources: list[inputs.Source]
-    options: BuildConfig
-    tokenizer: str | None
-    """A file; None = train one."""
+    config: Config
     settings: dict[str, Any]
     """`build` of the manifest: everything that the shards depend on beside the sources."""
     processes: int | None
@@ -68,37 +66,32 @@ class BuildPlan:
 
 
 def build(
-    sources: Sequence[str],
+    config: Config,
     out: Path,
-    options: BuildConfig,
     *,
-    vocab_size: int,
-    sequence_length: int,
-    tokenizer: str | None = None,
-    seed: int = 0,
     processes: int | None = None,
     force: bool = False,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Build shards of [sequences, sequence_length] token ids in `out`; return the manifest.
+    """Build the shards of [sequences, data.sequence_length] token ids in `out`; return the manifest.
 
-    `vocab_size`: of the tokenizer to train, and the most that a given one may have. `seed` selects the
-    held-out split and the MinHash permutations. `processes`: by default one per core, fewer for small input.
-    An `out` that holds these options and sources is kept; `force` replaces another build. Raises ConfigError
-    for bad sources or tokenizer, a missing package, too little text, or an `out` that would be lost.
+    `model.vocab_size`: of the tokenizer to train, and the most that a given one may have. `processes`: by
+    default one per core, fewer for small input. An `out` that holds these options and sources is kept;
+    `force` replaces another build. Raises ConfigError for bad sources or tokenizer, a missing package, too
+    little text, or an `out` that would be lost.
     """
+    data = config.data
     tell: Progress = progress or (lambda stage, done, total: None)
     out = out.expanduser().resolve()
-    if options.dedup == "near":
+    if data.build.dedup == "near":
         tokens.rensa()
     settings = {
-        **options.model_dump(),
-        "sequence_length": sequence_length,
-        "vocab_size": vocab_size,
-        "seed": seed,
-        "tokenizer_sha256": inputs.file_hash(Path(tokenizer)) if tokenizer else None,
+        **data.build.model_dump(),
+        "sequence_length": data.sequence_length,
+        "vocab_size": config.model.vocab_size,
+        "tokenizer_sha256": inputs.file_hash(Path(data.tokenizer)) if data.tokenizer else None,
     }
-    found = inputs.resolve(sources, options, out)
+    found = inputs.resolve(data.sources or (), data.build, out)
     with locked(out):
         before = [*map(inputs.identity, found)]
         records = [*map(source_record, found)]
@@ -106,9 +99,7 @@ def build(
             tell(f"kept {out}: it holds this build", 0, 0)
             return kept
         with replaced(out) as work:
-            manifest = build_in(
-                BuildPlan(found, options, tokenizer, settings, processes, tell), records, work
-            )
+            manifest = build_in(BuildPlan(found, config, settings, processes, tell), records, work)
             if before != [*map(inputs.identity, found)]:
                 message = "a source changed while it was read"
                 raise ConfigError([Issue("data.sources", "conflict", message, hint="run again")])
@@ -181,16 +172,7 @@ def ensure(config: Config, progress: Progress | None = None) -> Path:
         try:
             manifest = _verified(directory)
         except ConfigError:
-            manifest = build(
-                data.sources or (),
-                directory,
-                data.build,
-                vocab_size=config.model.vocab_size,
-                sequence_length=data.sequence_length,
-                tokenizer=data.tokenizer,
-                force=True,
-                progress=progress,
-            )
+            manifest = build(config, directory, force=True, progress=progress)
     if unfit := manifest.issues(config):
         raise ConfigError(unfit)
     return directory
@@ -206,22 +188,22 @@ def _verified(directory: Path) -> Manifest:
 
 def build_in(plan: BuildPlan, records: list[dict[str, Any]], work: Path) -> Manifest:
     """Build the shards, tokenizer.json and manifest.json in the directory `work`; returns the manifest."""
-    options, settings = plan.options, plan.settings
+    data = plan.config.data
     tokenizer_json, total = _tokenizer(plan)
     write_text(work / "tokenizer.json", tokenizer_json)
     tokenizer = Tokenizer.from_str(tokenizer_json)
-    vocab_size, special = tokens.size(tokenizer), tokens.special_ids(tokenizer, plan.tokenizer or "trained")
-    encoding = tokens.Encoding(tokenizer_json, special["sep"], special["unk"], options, settings["seed"])
+    vocab_size, special = tokens.size(tokenizer), tokens.special_ids(tokenizer, data.tokenizer or "trained")
+    encoding = tokens.Encoding(tokenizer_json, special["sep"], special["unk"], data.build)
     processes = plan.processes or _processes(plan.sources)
     encoded = tokens.encode_all(_batches(plan.sources, records), encoding, processes)
     train, held_out = (
-        ShardWriter(work, name, settings["sequence_length"], vocab_size) for name in ("train", "held_out")
+        ShardWriter(work, name, data.sequence_length, vocab_size) for name in ("train", "held_out")
     )
     with contextlib.closing(train), contextlib.closing(held_out), contextlib.closing(encoded):
         dropped = _route(encoded, records, plan, train, held_out, total)
-    _check_split(train, held_out, dropped, options)
+    _check_split(train, held_out, dropped, data.build)
     content = {
-        "sequence_length": settings["sequence_length"],
+        "sequence_length": data.sequence_length,
         "dtype": "uint16",
         "vocab_size": vocab_size,
         "special_tokens": special,
@@ -232,7 +214,7 @@ def build_in(plan: BuildPlan, records: list[dict[str, Any]], work: Path) -> Mani
         "uniform_entropy_nats": math.log(vocab_size),
         "tokenizer": {"file": "tokenizer.json", "sha256": inputs.file_hash(work / "tokenizer.json")},
         "sources": records,
-        "build": settings,
+        "build": plan.settings,
         "dropped": dropped,
     }
     write_json(work / Manifest.file_name, with_hash(Manifest, content))
@@ -241,7 +223,7 @@ def build_in(plan: BuildPlan, records: list[dict[str, Any]], work: Path) -> Mani
 
 def _tokenizer(plan: BuildPlan) -> tuple[str, int | None]:
     """Return (tokenizer.json, number of all documents if it was counted)."""
-    most, path, options = plan.settings["vocab_size"], plan.tokenizer, plan.options
+    most, path, options = plan.config.model.vocab_size, plan.config.data.tokenizer, plan.config.data.build
     if path is None:
         sample, total = _sample(chain.from_iterable(map(inputs.documents, plan.sources)), plan.tell)
         plan.tell("train tokenizer", 0, None)
@@ -335,12 +317,12 @@ def _route(
     Returns how many documents each stage dropped. Raises ConfigError as soon as a source ends of which too
     much is lost.
     """
-    options = plan.options
+    options = plan.config.data.build
     bound = np.uint64(int(options.held_out_fraction * 2.0**64))
     is_new = exact_filter()
     near = None
     if options.dedup == "near":
-        near = tokens.make_sketch_index(options.near_threshold, plan.settings["seed"])
+        near = tokens.make_sketch_index(options.near_threshold)
     dropped = {"empty": 0, "tokens_per_char": 0, "exact_duplicate": 0, "near_duplicate": 0}
     read = current = 0
     for record in records:
@@ -399,7 +381,7 @@ def _refuse_loss(record: dict[str, Any], plan: BuildPlan) -> None:
     """Raise ConfigError for a source of which more than REFUSED_LOSS is lost."""
     source = SourceFile(**record)
     if source.loss > REFUSED_LOSS:
-        without = "" if plan.tokenizer is None else "leave data.tokenizer (--tokenizer) out, and "
+        without = "" if plan.config.data.tokenizer is None else "leave data.tokenizer (--tokenizer) out, and "
         hint = f"{without}{ANY_LANGUAGE}, or leave the source out"
         message = f"{source.name}: {source.loss_words()}"
         raise ConfigError([Issue("data.sources", "out_of_range", message, source.loss, hint=hint)])

@@ -425,12 +425,12 @@ def _blocks(path: Path) -> Iterator[str]:
         yield "\n".join(block)
 
 
-def document_key(text: str, seed: int) -> int:
+def document_key(text: str) -> int:
     """Return a 64-bit hash of a document, regardless of case and white space."""
-    return content_key(" ".join(text.lower().split()).encode(), seed)
+    return content_key(" ".join(text.lower().split()).encode())
 
 
-def content_key(data: bytes, seed: int) -> int:
+def content_key(data: bytes) -> int:
     """Return a 64-bit hash of bytes, such as the token ids of a document."""
-    digest = hashlib.blake2b(data, digest_size=8, key=seed.to_bytes(8, "little"))
+    digest = hashlib.blake2b(data, digest_size=8, key=bytes(8))
     return int.from_bytes(digest.digest(), "little")

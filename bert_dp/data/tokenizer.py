@@ -321,7 +321,6 @@ class Encoding:
     """Id put after every document."""
     unk: int
     options: BuildConfig
-    seed: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -383,14 +382,14 @@ def make_encoder(settings: Encoding) -> Callable[[list[str]], EncodedDocuments]:
         ends = TOKEN_BYTES * np.cumsum(lengths)
         data = ids.tobytes()
         contents = [
-            content_key(data[end - TOKEN_BYTES * n : end], settings.seed)
+            content_key(data[end - TOKEN_BYTES * n : end])
             for end, n in zip(ends.tolist(), lengths.tolist(), strict=True)
         ]
-        sketches = make_sketches([normalized[i] for i in kept], settings.seed) if near else []
+        sketches = make_sketches([normalized[i] for i in kept]) if near else []
         return EncodedDocuments(
             ids,
             lengths,
-            keys=np.array([document_key(texts[i], settings.seed) for i in kept], np.uint64),
+            keys=np.array([document_key(texts[i]) for i in kept], np.uint64),
             contents=np.array(contents, np.uint64),
             sketches=sketches,
             counts=[letters, lost, num_tokens, unknown],
@@ -401,16 +400,16 @@ def make_encoder(settings: Encoding) -> Callable[[list[str]], EncodedDocuments]:
     return encode
 
 
-def make_sketches(texts: list[str], seed: int) -> list[Any]:
+def make_sketches(texts: list[str]) -> list[Any]:
     """Make the MinHash sketch of each text. Raises ConfigError without the package rensa."""
     shingles = [_shingles(text) for text in texts]
-    sketches: list[Any] = rensa().RMinHash.from_token_sets(shingles, NUM_PERMUTATIONS, seed)
+    sketches: list[Any] = rensa().RMinHash.from_token_sets(shingles, NUM_PERMUTATIONS, 0)
     return sketches
 
 
-def make_sketch_index(threshold: float, seed: int) -> Any:
+def make_sketch_index(threshold: float) -> Any:
     """Return an index whose `add` is false of a sketch as similar as the threshold to an earlier one."""
-    return rensa().RMinHashDeduplicator(threshold, NUM_PERMUTATIONS, True, None, seed)
+    return rensa().RMinHashDeduplicator(threshold, NUM_PERMUTATIONS, True, None, 0)
 
 
 def rensa() -> Any:

@@ -89,7 +89,7 @@ def read(documents: Iterable[str], tokenizer: Tokenizer, special: dict[str, int]
     ids, seen, kinds, words, size = [], [], [], [], 0
     for batch in tokens.in_batches(documents):
         for text, encoded in zip(batch, tokenizer.encode_batch(batch, add_special_tokens=False), strict=True):
-            key = inputs.document_key(text, 0)
+            key = inputs.document_key(text)
             ids_T = np.array([*encoded.ids, special["sep"]], np.uint16)
             keys_T = np.full(len(ids_T), key, np.uint64)
             seen_T, kind_T = draw_tokens(ids_T, keys_T, np.arange(len(ids_T)), special["mask"], ordinary)

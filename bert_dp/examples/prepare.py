@@ -185,7 +185,7 @@ def _baseline(
 
 def _key(row: Row) -> int:
     """Hash the texts of an example to 64 bits, regardless of case and white space."""
-    return readers.document_key("\0".join(" ".join(text.split()) for text in row.texts), seed=0)
+    return readers.document_key("\0".join(" ".join(text.split()) for text in row.texts))
 
 
 def _with_drawn_dev(labelled: LabelledData, share: float) -> LabelledData:

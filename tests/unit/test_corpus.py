@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from bert_dp import files as record
-from bert_dp.config import BuildConfig, Config, Issue, read_manifest
+from bert_dp.config import Config, Issue, read_manifest
 from bert_dp.config.manifest import Split
 from bert_dp.config.schema import MIN_BYTE_VOCAB_SIZE
 from bert_dp.data import build as builder
@@ -69,17 +69,20 @@ def out(source: str, tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
+def config(*sources: str, vocab_size: int = VOCAB, **extra: Any) -> Config:
+    data = {"sources": sources, "sequence_length": LENGTH, "build": PLAIN, **extra}
+    return make_config(data=data, model={"vocab_size": vocab_size})
+
+
 def make(
     source: str | list[str], out: Path, *, progress: Progress | None = None, **options: Any
 ) -> dict[str, Any]:
     """`options`: of the request, and of how text becomes shards."""
-    request = {"processes": 1, "vocab_size": VOCAB, "sequence_length": LENGTH}
-    for name in (*request, "tokenizer", "seed", "force"):
-        if name in options:
-            request[name] = options.pop(name)
-    items = [source] if isinstance(source, str) else source
-    built = builder.build(items, out, BuildConfig(**{**PLAIN, **options}), progress=progress, **request)
-    return built.model_dump()
+    request = {name: options.pop(name, default) for name, default in (("processes", 1), ("force", False))}
+    vocab_size, tokenizer = options.pop("vocab_size", VOCAB), options.pop("tokenizer", None)
+    sources = [source] if isinstance(source, str) else source
+    asked = config(*sources, vocab_size=vocab_size, tokenizer=tokenizer, build={**PLAIN, **options})
+    return builder.build(asked, out, progress=progress, **request).model_dump()
 
 
 def refusal(source: str | list[str], out: Path, **options: Any) -> Issue:
@@ -96,14 +99,14 @@ def split(out: Path, name: str) -> np.ndarray:
     return np.concatenate(parts).reshape(-1, LENGTH)
 
 
-def restated(out: Path, docs: list[str], fraction: float, *, seed: int = 0) -> dict[str, list[int]]:
+def restated(out: Path, docs: list[str], fraction: float) -> dict[str, list[int]]:
     """The pipeline said again, one document at a time, with the saved tokenizer as it is."""
     tok = Tokenizer.from_file(str(out / "tokenizer.json"))
     tok.encode_special_tokens = True
     streams: dict[str, list[int]] = {"train": [], "held_out": []}
     seen = set()
     for doc in docs:
-        key = readers.document_key(doc, seed)
+        key = readers.document_key(doc)
         ids = tok.encode(doc, add_special_tokens=False).ids
         if key in seen or not ids:
             continue
@@ -115,8 +118,8 @@ def restated(out: Path, docs: list[str], fraction: float, *, seed: int = 0) -> d
 def test_packing_is_exact(tmp_path: Path) -> None:
     """A special token in a text is text."""
     docs = [*prose(300), *(f"{doc} <mask> <pad> <cls> <s>" for doc in prose(50, seed=1))]
-    manifest = make(write(tmp_path / "a.txt", docs), tmp_path / "out", seed=7)
-    streams = restated(tmp_path / "out", docs, 0.1, seed=7)
+    manifest = make(write(tmp_path / "a.txt", docs), tmp_path / "out")
+    streams = restated(tmp_path / "out", docs, 0.1)
     for name, ids in streams.items():
         rows = split(tmp_path / "out", name)
         assert rows.ravel().tolist() == ids
@@ -671,11 +674,6 @@ def test_a_big_sample_is_bounded_and_deterministic(monkeypatch: pytest.MonkeyPat
     assert total == 500
     assert 1000 < sum(map(len, sample)) <= 5000
     assert sorted(sample) == sorted(builder._sample(docs[::-1], lambda stage, done, total: None)[0])
-
-
-def config(source: str, **extra: Any) -> Config:
-    data = {"sources": [source], "sequence_length": LENGTH, "build": PLAIN, **extra}
-    return make_config(data=data, model={"vocab_size": VOCAB})
 
 
 def test_ensure_builds_once_and_follows_the_source(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bert_dp.config import MAX_VOCAB_SIZE, Manifest, read_manifest
+from bert_dp.config import MAX_VOCAB_SIZE, Config, Manifest, read_manifest
 from bert_dp.data import build as builder
 from bert_dp.exporting.check import ExportCheck
 from launcher import children, datasets, results
@@ -46,10 +46,10 @@ def test_the_recipe_is_the_protocol_of_the_crammed_paper(run: Path) -> None:
 
 
 def test_a_build_is_asked_for_as_its_options_say(monkeypatch: pytest.MonkeyPatch, shards: Path) -> None:
-    built: list[tuple[Any, dict[str, Any]]] = []
+    built: list[tuple[Config, Path, dict[str, Any]]] = []
 
-    def build(*arguments: Any, progress: object, **options: Any) -> Manifest:
-        built.append((arguments, options))
+    def build(config: Config, out: Path, *, progress: object, **options: Any) -> Manifest:
+        built.append((config, out, options))
         return read_manifest(shards)
 
     monkeypatch.setattr(builder, "build", build)
@@ -57,9 +57,14 @@ def test_a_build_is_asked_for_as_its_options_say(monkeypatch: pytest.MonkeyPatch
     options: dict[str, Any] = {"vocab_size": 500, "sequence_length": 64, "tokenizer": None}
     more: dict[str, Any] = {"overrides": settings, "processes": 2, "force": True, "console": Console()}
     assert datasets.build(["a.txt"], Path("out"), **options, **more) == 0
-    ((sources, out, how), passed) = built[0]
-    assert (sources, out, passed) == (["a.txt"], Path("out"), {**options, "processes": 2, "force": True})
-    assert (how.held_out_fraction, how.dedup) == (0.25, "none")
+    config, out, passed = built[0]
+    assert (out, passed) == (Path("out"), {"processes": 2, "force": True})
+    assert (config.data.sources, config.data.sequence_length, config.model.vocab_size) == (
+        ("a.txt",),
+        64,
+        500,
+    )
+    assert (config.data.build.held_out_fraction, config.data.build.dedup) == (0.25, "none")
 
     def problem(**changed: Any) -> tuple[str, str, str | None]:
         (issue,) = raised_issues(datasets.build, ["a.txt"], Path("out"), **{**options, **more, **changed})
@@ -69,7 +74,8 @@ def test_a_build_is_asked_for_as_its_options_say(monkeypatch: pytest.MonkeyPatch
     assert problem(tokenizer="t.json") == ("--vocab-size", "conflict", "--tokenizer")
     given = {**options, "tokenizer": "t.json", "vocab_size": None}
     assert datasets.build(["a.txt"], Path("out"), **given, **more) == 0
-    assert (built[-1][1]["tokenizer"], built[-1][1]["vocab_size"]) == ("t.json", MAX_VOCAB_SIZE)
+    config = built[-1][0]
+    assert (config.data.tokenizer, config.model.vocab_size) == ("t.json", MAX_VOCAB_SIZE)
 
 
 def test_a_refusal_of_a_build_names_the_option_that_was_given(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def model_of(size: int) -> CrammedBert:
 def hidden_words(text: str, tokenizer: Tokenizer) -> list[str]:
     """The words of which a token is hidden, read back from the text by the tokens' places."""
     encoded = tokenizer.encode(text, add_special_tokens=False)
-    hiding = text_loss.hide_words(text, encoded.offsets, readers.document_key(text, 0))
+    hiding = text_loss.hide_words(text, encoded.offsets, readers.document_key(text))
     places = [span for span, hides in zip(encoded.offsets, hiding.hidden_T, strict=True) if hides]
     words = [word.span() for word in re.finditer(r"\S+", text)]
     return [text[a:b] for a, b in words if any(begin < b and a < end for begin, end in places)]
