@@ -378,18 +378,13 @@ class ExamplesManifest(HashedFile):
 
     def warnings(self, config: Config) -> list[str]:
         """List what fits the configuration but is probably not intended; one line each."""
-        warnings = [
-            f"{name}: {split.without_tokens:,} of {split.examples:,} examples have a text without a token; "
-            "drop them, or finetune a run whose tokenizer knows them"
-            for name, split in self.splits.items()
-            if split.without_tokens
-        ]
-        warnings += [
-            f"{name}: {lost_words(split.lost_letters, split.letters)}; finetune a run whose tokenizer knows "
-            "them"
-            for name, split in self.splits.items()
-            if split.lost_letters > WARNED_LOSS * split.letters
-        ]
+        warnings, fix = [], "finetune a run whose tokenizer knows them"
+        for name, split in self.splits.items():
+            if split.without_tokens:
+                count = f"{split.without_tokens:,} of {split.examples:,} examples"
+                warnings.append(f"{name}: {count} have a text without a token; drop them, or {fix}")
+            if split.lost_letters > WARNED_LOSS * split.letters:
+                warnings.append(f"{name}: {lost_words(split.lost_letters, split.letters)}; {fix}")
         spellings: dict[str, list[str]] = {}
         for label in self.labels:
             spellings.setdefault(" ".join(label.casefold().split()), []).append(label)

@@ -300,9 +300,6 @@ def resolve(
                 issues.append(Issue("data.sources", "unknown", message, str(path), other, hint))
             else:
                 resolved.append(Source(str(path), path, format, options.text_field, options.documents))
-    if not sources:
-        hint = "name a file, a glob or `builtin`"
-        issues.append(Issue("data.sources", "missing", "is empty", hint=hint))
     if issues:
         raise ConfigError(issues)
     return resolved

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 import shutil
@@ -23,17 +22,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from bert_dp import files as record
-from bert_dp.config import ConfigError, Issue
-from bert_dp.config.manifest import (
-    MAX_LENGTH,
-    MIN_LENGTH,
-    TRAIN,
-    ExamplesManifest,
-    format_of,
-    hash_json,
-    read_examples,
-    with_hash,
-)
+from bert_dp.config import ConfigError
+from bert_dp.config.manifest import TRAIN, ExamplesManifest, format_of, hash_json, read_examples, with_hash
 from bert_dp.config.schema import LabelKind
 from bert_dp.data import readers
 from bert_dp.data import tokenizer as tokens
@@ -47,7 +37,7 @@ BATCH_EXAMPLES = 1000
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the answer; return the exit code of run_command."""
-    return run_command(functools.partial(answer, argv))
+    return run_command(lambda: answer(argv))
 
 
 def answer(argv: Sequence[str] | None) -> str:
@@ -88,9 +78,6 @@ def prepare(
     `length`: tokens of the longest example. `dev_share`: of train that becomes dev; 0 = dev is a file.
     Safe when several processes call it at once: one builds, the others wait. Raises ConfigError.
     """
-    if not MIN_LENGTH <= length <= MAX_LENGTH:
-        message = f"{length} is not {MIN_LENGTH} to {MAX_LENGTH} tokens of an example"
-        raise ConfigError([Issue("data.sequence_length", "out_of_range", message, length)])
     if issues := record.cache_issues():
         raise ConfigError(issues)
     facts = {
@@ -103,23 +90,17 @@ def prepare(
     directory = record.cache_root() / f"examples-{hash_json(facts)[:20]}"
     with locked(directory):
         with contextlib.suppress(ConfigError):
-            return directory, _verified(directory)
+            manifest = read_examples(directory)
+            for split in manifest.splits:
+                Examples.open(directory, manifest, split)
+            if readers.file_hash(directory / manifest.tokenizer.file) == manifest.tokenizer.sha256:
+                return directory, manifest
         with replaced(directory) as work:
             labelled = data.read(train_only=dev_share > 0)
             _build(labelled, ExampleEncoder.load(tokenizer, length), tokenizer, dev_share, work)
             if data.identity() != facts["data"]:
                 raise data_error("", "conflict", "a file changed while it was read", "run again")
         return directory, read_examples(directory)
-
-
-def _verified(directory: Path) -> ExamplesManifest:
-    """Read the manifest and check every file. Raises ConfigError."""
-    manifest = read_examples(directory)
-    for split in manifest.splits:
-        Examples.open(directory, manifest, split)
-    if readers.file_hash(directory / manifest.tokenizer.file) != manifest.tokenizer.sha256:
-        raise data_error(str(directory / manifest.tokenizer.file), "damaged", "is another tokenizer")
-    return manifest
 
 
 def _build(

@@ -762,10 +762,8 @@ def test_what_does_not_fit_other_files_or_options_is_refused(
     assert (issue.setting, issue.kind, issue.value) == (file, kind, value)
 
 
-def test_a_length_and_a_tokenizer_that_do_not_fit_are_refused(lab: Lab) -> None:
+def test_a_tokenizer_without_special_tokens_is_refused(lab: Lab) -> None:
     good = lab.write("good.csv", GOOD)
-    (issue,) = lab.refused("--train", good, "--dev", good, length=7)
-    assert (issue.setting, issue.kind, issue.value) == ("data.sequence_length", "out_of_range", 7)
     bare = json.loads(lab.tokenizer.read_text())
     bare["added_tokens"] = []
     for name in ("<cls>", "<s>"):
