@@ -192,12 +192,9 @@ def lost_words(lost: int, letters: int) -> str:
 
 
 def loss_warnings(sources: Sequence[SourceFile]) -> list[str]:
-    """Name the sources of which more than WARNED_LOSS is lost, the worst first."""
+    """Name the sources of which more than WARNED_LOSS is lost: the worst of them, the worst first."""
     worst = sorted((s for s in sources if s.loss > WARNED_LOSS), key=lambda s: -s.loss)
-    lines = [f"{source.name}: {source.loss_words()}; {ANY_LANGUAGE}" for source in worst[:MAX_NAMED]]
-    if len(worst) > MAX_NAMED:
-        lines.append(f"{len(worst) - MAX_NAMED} more sources lose over {WARNED_LOSS:.0%}; see data inspect")
-    return lines
+    return [f"{source.name}: {source.loss_words()}; {ANY_LANGUAGE}" for source in worst[:MAX_NAMED]]
 
 
 def beyond(token: int, vocab_size: int) -> str:

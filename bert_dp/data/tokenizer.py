@@ -339,8 +339,7 @@ class EncodedDocuments:
 
 def in_batches(documents: Iterable[str]) -> Iterator[list[str]]:
     """Yield lists of at most BATCH_DOCUMENTS documents and, but for a last one, BATCH_CHARS characters."""
-    batch: list[str] = []
-    chars = 0
+    batch, chars = list[str](), 0
     for text in documents:
         batch.append(text)
         chars += len(text)
@@ -439,17 +438,16 @@ def encode_all(
     )
     pending: collections.deque[tuple[int, Future[EncodedDocuments]]] = collections.deque()
 
-    def first() -> tuple[int, EncodedDocuments]:
-        index, future = pending.popleft()
-        return index, future.result()
+    def finished(most: int) -> Iterator[tuple[int, EncodedDocuments]]:
+        while len(pending) > most:
+            index, future = pending.popleft()
+            yield index, future.result()
 
     try:
         for index, texts in batches:
             pending.append((index, pool.submit(_encode, texts)))
-            if len(pending) == 3 * processes:
-                yield first()
-        while pending:
-            yield first()
+            yield from finished(3 * processes - 1)
+        yield from finished(0)
     except BrokenProcessPool:
         raise RunFailed("a tokenising process died (memory full?); try fewer processes") from None
     finally:

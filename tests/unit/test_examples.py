@@ -93,9 +93,9 @@ class Lab:
         directory, manifest = self.prepare(*named, *options)
         return {split: Examples.open(directory, manifest, split) for split in manifest.splits}
 
-    def refused(self, *options: str, length: int = 16) -> tuple[Issue, ...]:
+    def refused(self, *options: str) -> tuple[Issue, ...]:
         """Return the issues of bad input, which leaves nothing in the cache."""
-        issues = raised_issues(prepare.answer, self.arguments(*options, length=length))
+        issues = raised_issues(prepare.answer, self.arguments(*options))
         assert not list((self.folder / "cache").glob("examples-*"))
         return issues
 
