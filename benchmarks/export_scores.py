@@ -27,10 +27,10 @@ from benchmarks import records
 from benchmarks.export_speed import PACKAGES
 from benchmarks.turns import aligned, tell
 from bert_dp.config import Config, ConfigError, ExamplesManifest, Issue, read_examples
-from bert_dp.config.examples import TRAIN
+from bert_dp.config.manifest import TRAIN
 from bert_dp.evaluation import prediction
 from bert_dp.evaluation.scores import score
-from bert_dp.examples.store import Examples
+from bert_dp.examples.table import Examples
 from bert_dp.exporting.source import open_run
 from bert_dp.measure.matmul_peak import use_all_cores
 

@@ -49,9 +49,8 @@ from benchmarks.records import bert_dp
 from benchmarks.turns import aligned, ratios, spread, telling_errors, variables, with_range
 from bert_dp import files
 from bert_dp.config import dump_config, load_config, peak_lr, read_examples
-from bert_dp.config.examples import ExamplesManifest
-from bert_dp.config.manifest import hash_json
-from bert_dp.examples.store import Examples
+from bert_dp.config.manifest import ExamplesManifest, hash_json
+from bert_dp.examples.table import Examples
 from launcher.evaluate import finetune
 
 GOAL = 1.3

@@ -28,6 +28,7 @@ from tokenizers import Tokenizer
 
 from benchmarks import records
 from benchmarks.turns import ratios, tell
+from bert_dp.config import BuildConfig
 from bert_dp.data import readers, tokenizer
 
 Batches = list[list[str]]
@@ -59,11 +60,11 @@ def ours(settings: tokenizer.Encoding, batches: Batches, processes: int) -> tupl
     """(cold, warm) seconds of the tokenising stage."""
     starts = []
 
-    def feed() -> Iterator[list[str]]:
+    def feed() -> Iterator[tuple[int, list[str]]]:
         for _ in range(3 * processes):
-            yield ["start every process"]
+            yield 0, ["start every process"]
         starts.append(time.perf_counter())
-        yield from batches
+        yield from enumerate(batches)
 
     start = time.perf_counter()
     for _ in tokenizer.encode_all(feed(), settings, processes):
@@ -88,7 +89,7 @@ def main() -> None:
     docs = [text for source in readers.resolve([o.text]) for text in readers.documents(source)]
     trained = tokenizer.train(docs, model="wordpiece", vocab_size=o.vocab_size, with_normalizer=not o.cased)
     text = trained.to_str()
-    settings = tokenizer.Encoding(text, sep=5, unk=3, max_tokens_per_char=0.25, near=False, seed=0)
+    settings = tokenizer.Encoding(text, sep=5, unk=3, options=BuildConfig())
     batches = list(tokenizer.in_batches(docs))
     size = sum(len(doc.encode()) for doc in docs)
 

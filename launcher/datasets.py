@@ -15,8 +15,8 @@ from bert_dp.config.manifest import SourceFile, loss_warnings
 from launcher.job import issues_by_option
 from launcher.log import PLAIN, show
 from launcher.report.console import show_report
-from launcher.report.numbers import count_of, format_count, format_nats, format_percent, format_si
-from launcher.report.page import Column, Report, ReportSection, Table, TableRow, Verdict, cell, words
+from launcher.report.numbers import count_of, format_count, format_nats, format_percent
+from launcher.report.page import Quantity, Report, ReportSection, Table, Verdict, table, words
 
 VOCAB_SIZE = 32_768
 OPTIONS = {
@@ -30,13 +30,13 @@ OPTIONS = {
 """Settings that options of `data build` give."""
 SAMPLE_CHARS = 300
 SHOWN_SOURCES = 20  # in a table, those that lose most first
-DROPPED = {
-    "empty": "without a token",
-    "tokens_per_char": "with too many tokens per character",
-    "exact_duplicate": "exact duplicates",
-    "near_duplicate": "near duplicates",
-}
-
+OF_SPLIT = [Quantity(name, name, "count") for name in ("documents", "tokens", "sequences")]
+OF_SOURCE = [
+    Quantity("documents", "documents", "count"),
+    Quantity("letters", "letters", "count"),
+    Quantity("lost_share", "letters lost", "percent"),
+    Quantity("unknown_share", "unknown tokens", "percent"),
+]
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -79,32 +79,19 @@ def build(
             if issue.setting.startswith("data.build."):
                 show(console, f"warning: {issue}", **PLAIN)
         with shown_progress() as progress:
-            manifest = build_shards(
-                sources,
-                out,
-                config.data.build,
-                vocab_size=size,
-                sequence_length=sequence_length,
-                tokenizer=tokenizer,
-                processes=processes,
-                force=force,
-                progress=progress,
-            )
-    for line in built_lines(out, manifest, None if tokenizer else size):
+            manifest = build_shards(config, out, processes=processes, force=force, progress=progress)
+    for line in built_lines(out, manifest):
         show(console, line, **PLAIN)
     return 0
 
 
-def built_lines(out: Path, manifest: Manifest, vocab_size: int | None) -> list[str]:
-    """Describe the shards, the documents that were left out, and how to train. `vocab_size`: asked of the
-    tokenizer that was trained."""
+def built_lines(out: Path, manifest: Manifest) -> list[str]:
+    """Describe the shards, the documents that were left out, and how to train."""
     train, held_out, length = manifest.train, manifest.held_out, manifest.sequence_length
-    is_less = vocab_size is not None and vocab_size != manifest.vocab_size
-    fewer = f" ({vocab_size:,} asked; the text has no more)" if is_less else ""
     return [
         f"{out}: {train.sequences:,} training and {held_out.sequences:,} held-out sequences of {length} "
         f"tokens, from {count_of(train.documents + held_out.documents, 'document')}",
-        f"dropped: {dropped_words(manifest.dropped)}; vocabulary: {manifest.vocab_size:,} tokens{fewer}",
+        f"dropped: {dropped_words(manifest.dropped)}; vocabulary: {manifest.vocab_size:,} tokens",
         f"letters lost: {_of(manifest.sources, 'lost_letters', 'letters')}; "
         f"unknown tokens: {_of(manifest.sources, 'unknown_tokens', 'tokens')}",
         f"next: {train_command(out, manifest.model_dump())}",
@@ -124,55 +111,31 @@ def inspect(directory: Path, *, as_json: bool, console: Console) -> int:
 
 
 def shards_report(facts: Mapping[str, Any], directory: Path) -> Report:
-    """Build the report of `inspect`: counts, entropies, tokens, samples and every damaged file."""
+    """Build the report of `inspect`: counts, entropies, samples and every damaged file."""
     manifest = facts["manifest"]
-    counted = [SourceFile.model_validate(source) for source in manifest["sources"]]
-    lost = [Verdict("warn", line) for line in loss_warnings(counted)]
+    sources = [SourceFile.model_validate(source) for source in manifest["sources"]]
     damaged = [Verdict("fail", f"damaged: {problem}") for problem in facts["problems"]]
-    sound = Verdict("ok", "sound: every hash and token id checked")
-    splits = [
-        TableRow(
-            name,
-            [
-                *(cell(split[key], "count") for key in ("documents", "tokens", "sequences")),
-                cell(len(split["shards"]), "count"),
-            ],
-        )
-        for name, split in (("train", manifest["train"]), ("held-out", manifest["held_out"]))
-    ]
-    shares = [f"{t['token']} {format_percent(t['share'])}" for t in facts["frequent_tokens"]]
+    verdicts = damaged or [Verdict("ok", "sound: every hash and token id checked")]
+    verdicts += [Verdict("warn", line) for line in loss_warnings(sources)]
+    worst = sorted(sources, key=lambda source: -source.loss)[:SHOWN_SOURCES]
+    corner = "source" if len(worst) == len(sources) else f"source ({len(worst)} of {len(sources):,})"
     rows = [
         words("sequence", f"{format_count(manifest['sequence_length'])} tokens"),
         words("vocabulary", f"{format_count(manifest['vocab_size'])} tokens"),
         words("unigram entropy", format_nats(manifest["unigram_entropy_nats"]), "per held-out token"),
         words("ln V", format_nats(manifest["uniform_entropy_nats"]), "a uniform guess"),
-        words("per document", format_si(facts["tokens_per_document"], "tokens"), "mean of the training set"),
         words("dropped", dropped_words(manifest["dropped"])),
-        words("frequent", ", ".join(shares)),
-        *[words(f"sample {i}", _shortened(sample)) for i, sample in enumerate(facts["samples"], 1)],
+        *[words(f"sample {i}", sample[:SAMPLE_CHARS]) for i, sample in enumerate(facts["samples"], 1)],
     ]
-    heads = [Column(name) for name in ("documents", "tokens", "sequences", "files")]
-    sources = [
-        TableRow(
-            source.name,
-            [
-                cell(source.documents, "count"),
-                cell(source.letters, "count"),
-                cell(source.lost_share, "percent"),
-                cell(source.unknown_share, "percent"),
-            ],
-        )
-        for source in sorted(counted, key=lambda source: -source.loss)[:SHOWN_SOURCES]
-    ]
-    of_source = [Column(name) for name in ("documents", "letters", "letters lost", "unknown tokens")]
+    splits = [("train", manifest["train"]), ("held-out", manifest["held_out"])]
     tables = [
-        Table(splits, heads, corner="split"),
-        Table(sources, of_source, corner=_sources_head(len(counted))),
+        table(splits, OF_SPLIT, corner="split"),
+        table([(source.name, source) for source in worst], OF_SOURCE, corner=corner),
         Table(rows),
     ]
     return Report(
         "bert-dp: shards",
-        verdicts=[*(damaged or [sound]), *lost],
+        verdicts=verdicts,
         sections=[ReportSection("", tables=tables)],
         next="" if damaged else train_command(directory, manifest),
     )
@@ -184,13 +147,9 @@ def _of(sources: Sequence[SourceFile], part: str, whole: str) -> str:
     return f"{counted:,} of {of:,} ({format_percent(counted / max(1, of))})"
 
 
-def _sources_head(count: int) -> str:
-    return "source" if count <= SHOWN_SOURCES else f"source ({SHOWN_SOURCES} of {count:,})"
-
-
 def dropped_words(dropped: Mapping[str, int]) -> str:
     """Count the documents that were left out, by the reason."""
-    counts = [f"{format_count(n)} {DROPPED.get(stage, stage)}" for stage, n in dropped.items() if n]
+    counts = [f"{format_count(n)} {stage.replace('_', ' ')}" for stage, n in dropped.items() if n]
     return ", ".join(counts) or "no document"
 
 
@@ -198,8 +157,3 @@ def train_command(directory: Path, manifest: Mapping[str, Any]) -> str:
     """Return the command of a run on these shards."""
     settings = f"data.sequence_length={manifest['sequence_length']} model.vocab_size={manifest['vocab_size']}"
     return f"bert-dp train data.path={shlex.quote(str(directory))} {settings}"
-
-
-def _shortened(sample: str) -> str:
-    text = f"{sample[:SAMPLE_CHARS]} ..." if len(sample) > SAMPLE_CHARS else sample
-    return " ".join(text.split())

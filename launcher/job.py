@@ -250,11 +250,11 @@ def prepare_data(config: Config) -> Path:
 
 
 def _ask_for_data(config: Config, verb: str) -> str:
-    """Run `python -m bert_dp.data` and return its line. Raises ConfigError."""
+    """Run `python -m bert_dp.data.build` and return its line. Raises ConfigError."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write(dump_config(config))
         file.flush()
-        return children.ask_module("bert_dp.data", [verb, file.name], "preparing the data")
+        return children.ask_module("bert_dp.data.build", [verb, file.name], "preparing the data")
 
 
 P = TypeVar("P", bound=PlanFile)

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from bert_dp.config.examples import ExamplesManifest
-from bert_dp.config.manifest import with_hash
-from bert_dp.examples.store import LABEL_TYPES, Examples
+from bert_dp.config.manifest import ExamplesManifest, with_hash
+from bert_dp.examples.table import LABEL_TYPES, Examples
 from bert_dp.files import write_json
 from tests.shards import SPECIAL
 
@@ -56,7 +55,6 @@ def write_examples(
         sha = Examples(ids, offsets, None if name == "test" else labels).save(directory / file)
         splits[name] = {
             "source": "own.csv",
-            "source_sha256": "0" * 64,
             "file": file,
             "sha256": sha,
             "examples": count,
@@ -69,7 +67,6 @@ def write_examples(
             "baseline": dict.fromkeys(METRICS[kind], 0.25) if name == "dev" else None,
             "left_out": 0,
             "without_tokens": 0,
-            "first_without_tokens": None,
         }
     manifest: dict[str, Any] = {
         "task": "own",
@@ -82,7 +79,6 @@ def write_examples(
         "tokenizer": {"file": "tokenizer.json", "sha256": hashlib.sha256(b"{}").hexdigest()},
         "splits": splits,
         "official": None,
-        "rows": {},
         "dev_share": 0.0,
     }
     write_json(directory / "examples.json", with_hash(ExamplesManifest, manifest))

@@ -41,7 +41,6 @@ def make_task(
     splits = {
         split: {
             "source": "own.csv",
-            "source_sha256": SHA,
             "file": f"{split}.safetensors",
             "sha256": SHA,
             "examples": count,
@@ -54,7 +53,6 @@ def make_task(
             "baseline": None if split not in dev else dict.fromkeys(METRICS.get(name, ["accuracy"]), 0.4),
             "left_out": 0,
             "without_tokens": 0,
-            "first_without_tokens": None,
         }
         for split, count in counts.items()
     }
@@ -72,7 +70,6 @@ def make_task(
         "tokenizer": {"file": "tokenizer.json", "sha256": SHA},
         "splits": splits,
         "official": official and not dev_share,
-        "rows": {},
         "dev_share": dev_share,
         "hash": hashlib.sha256(f"{name}{dev_share}".encode()).hexdigest(),
     }

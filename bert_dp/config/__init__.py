@@ -22,7 +22,6 @@ from bert_dp.config.checks import (
 )
 from bert_dp.config.engines import ENGINES, OPTIMIZERS, benchmark_names, computes_alone, engine_facts, sharded
 from bert_dp.config.errors import ConfigError, Issue, IssueKind, install_command
-from bert_dp.config.examples import ExamplesManifest, read_data, read_examples
 from bert_dp.config.load import (
     dump_config,
     find_config,
@@ -34,7 +33,7 @@ from bert_dp.config.load import (
     setting_paths,
     shipped_configs,
 )
-from bert_dp.config.manifest import Manifest, read_manifest
+from bert_dp.config.manifest import ExamplesManifest, Manifest, read_data, read_examples, read_manifest
 from bert_dp.config.schema import (
     BUDGETS,
     MAX_RANKS,

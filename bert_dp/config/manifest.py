@@ -1,11 +1,11 @@
-"""Model manifest.json of a directory of shards, read it, and compare it with a configuration. Also the base
-of every file that holds its own hash."""
+"""Model manifest.json of shards and examples.json of labelled examples, read them, and compare them with a
+configuration."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
@@ -23,7 +23,7 @@ from bert_dp.config.errors import (
     refusing,
     sha256,
 )
-from bert_dp.config.schema import MAX_VOCAB_SIZE, Config
+from bert_dp.config.schema import MAX_VOCAB_SIZE, Config, LabelKind
 
 TOKEN_BYTES = 2
 
@@ -37,6 +37,12 @@ ANY_LANGUAGE = (
 )
 MAX_NAMED = 5  # sources that warnings name
 VOCAB_MULTIPLE = 128  # a vocabulary may be padded to the next one, for the device's sake
+MIN_LENGTH, MAX_LENGTH = 8, 8192  # tokens of an example
+MAX_LABELS = 1000
+TRAIN = "train"
+
+Metric = Literal["mcc", "accuracy", "f1", "auc", "pearson", "spearman"]
+Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class HashedFile(StoredModel):
@@ -196,12 +202,9 @@ def lost_words(lost: int, letters: int) -> str:
 
 
 def loss_warnings(sources: Sequence[SourceFile]) -> list[str]:
-    """Name the sources of which more than WARNED_LOSS is lost, the worst first."""
+    """Name the sources of which more than WARNED_LOSS is lost: the worst of them, the worst first."""
     worst = sorted((s for s in sources if s.loss > WARNED_LOSS), key=lambda s: -s.loss)
-    lines = [f"{source.name}: {source.loss_words()}; {ANY_LANGUAGE}" for source in worst[:MAX_NAMED]]
-    if len(worst) > MAX_NAMED:
-        lines.append(f"{len(worst) - MAX_NAMED} more sources lose over {WARNED_LOSS:.0%}; see data inspect")
-    return lines
+    return [f"{source.name}: {source.loss_words()}; {ANY_LANGUAGE}" for source in worst[:MAX_NAMED]]
 
 
 def beyond(token: int, vocab_size: int) -> str:
@@ -256,23 +259,21 @@ def with_hash(model: type[HashedFile], content: dict[str, Any]) -> dict[str, Any
 
 def _file_issues(directory: Path, manifest: Manifest) -> Iterator[Issue]:
     """Find files that are missing or have another size or hash."""
-    for shard in manifest.shards:
-        yield from _file_issue(directory / shard.file, lambda file: file.stat().st_size, shard.bytes, "bytes")
     tokenizer = manifest.tokenizer
-    yield from _file_issue(directory / tokenizer.file, sha256, tokenizer.sha256, "as SHA-256")
-
-
-def _file_issue(
-    file: Path, measure: Callable[[Path], int | str], expected: int | str, unit: str
-) -> Iterator[Issue]:
-    try:
-        actual: int | str = measure(file) if file.is_file() else "no such file"
-    except OSError as error:
-        actual = str(error.strerror)
-    if actual != expected:
-        kind: IssueKind = "damaged" if file.is_file() else "not_found"
-        message = f"expected {expected!s:.16} {unit}, found {actual!s:.16}"
-        yield Issue(str(file), kind, message, actual, Manifest.file_name, Manifest.hint)
+    expectations: list[tuple[str, int | str]] = [(shard.file, shard.bytes) for shard in manifest.shards]
+    for name, expected in (*expectations, (tokenizer.file, tokenizer.sha256)):
+        file = directory / name
+        actual: int | str = "no such file"
+        try:
+            if file.is_file():
+                actual = file.stat().st_size if isinstance(expected, int) else sha256(file)
+        except OSError as error:
+            actual = str(error.strerror)
+        if actual != expected:
+            kind: IssueKind = "damaged" if file.is_file() else "not_found"
+            unit = "bytes" if isinstance(expected, int) else "as SHA-256"
+            message = f"expected {expected!s:.16} {unit}, found {actual!s:.16}"
+            yield Issue(str(file), kind, message, actual, Manifest.file_name, Manifest.hint)
 
 
 def hash_json(data: Any) -> str:
@@ -283,3 +284,131 @@ def hash_json(data: Any) -> str:
 def manifest_hash(manifest: dict[str, Any]) -> str:
     """Return the hex SHA-256 of everything in a manifest but its hash."""
     return hash_json({k: v for k, v in manifest.items() if k != "hash"})
+
+
+class ExampleSplit(StoredModel):
+    """Describe one file of examples. Its tokens include <cls> and <sep>."""
+
+    source: str
+    """File that the examples were read from; of an archive its member."""
+    file: BaseName
+    sha256: Sha256
+    examples: int = Field(ge=1, lt=2**63)
+    tokens: Count
+    truncated: Count
+    """Examples that were longer than the sequence length."""
+    has_labels: bool
+    in_train: Count | None
+    """Examples whose texts, but for case and white space, also stand in train; null of train itself."""
+    baseline: dict[Metric, float | None] | None
+    """Scores of a constant answer, the most frequent label or the mean score of train. None of train itself
+    and of a split without labels; a score is None where the metric is not defined for a constant."""
+    left_out: Count
+    """Broken rows of the file."""
+    letters: Count
+    lost_letters: Count
+    """Letters that the tokenizer drops, or that are part of unknown tokens."""
+    without_tokens: Count
+    """Examples with a text of which the tokenizer keeps nothing; of a pair one such text is enough."""
+
+
+class SpecialTokens(StoredModel):
+    """Hold the ids of the tokens that frame an example."""
+
+    pad: Count
+    cls: Count
+    sep: Count
+
+
+class ExamplesManifest(HashedFile):
+    """Describe a prepared directory of examples."""
+
+    file_name: ClassVar[str] = "examples.json"
+    hint: ClassVar[str] = "prepare it again with `bert-dp finetune`"
+    format: Literal["bert-dp-examples"]
+    version: Literal[3]
+    task: str = Field(min_length=1, max_length=64)
+    """GLUE's name, as in "RTE", or "own"."""
+    kind: LabelKind
+    labels: list[str] = Field(max_length=MAX_LABELS)
+    """Names in the order of the model's outputs; empty of a regression."""
+    metrics: list[Metric] = Field(min_length=1)
+    """The first is the one that a search goes by."""
+    sequence_length: int = Field(ge=MIN_LENGTH, le=MAX_LENGTH)
+    """No example has more tokens; longer ones were truncated."""
+    vocab_size: int = Field(ge=1, le=MAX_VOCAB_SIZE)
+    special_tokens: SpecialTokens
+    tokenizer: TokenizerFile
+    splits: dict[BaseName, ExampleSplit]
+    official: bool | None
+    """Whether every split has GLUE's own number of rows; null where the task is none of GLUE's."""
+    dev_share: Share
+    """Of train that became dev; 0 where dev is a file."""
+    hash: Sha256
+
+    @property
+    def num_samples(self) -> int:
+        """Return the number of examples of one epoch."""
+        return self.splits[TRAIN].examples
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> ExamplesManifest:
+        least = {"single_label": 2, "multi_label": 1, "regression": 0}[self.kind]
+        names, beyond = self.labels, [id for _, id in self.special_tokens if id >= self.vocab_size]
+        if TRAIN not in self.splits:
+            raise ValueError("splits: no train")
+        if len(set(names)) < max(least, len(names)) or (self.kind == "regression" and names):
+            raise ValueError(f"labels: {len(names)} do not fit {self.kind}, or one stands twice")
+        if beyond:
+            raise ValueError(f"special_tokens: {beyond[0]} is not below vocab_size {self.vocab_size}")
+        for name, split in self.splits.items():
+            if not 2 * split.examples <= split.tokens <= self.sequence_length * split.examples:
+                raise ValueError(f"splits.{name}.tokens: {split.tokens} of {split.examples} examples")
+        return self
+
+    def issues(self, config: Config) -> list[Issue]:
+        """Return the settings that conflict with the examples."""
+        directory, issues = str(config.data.path), []
+        if self.sequence_length > (length := config.data.sequence_length):
+            message = f"{length}, but {directory} holds examples of up to {self.sequence_length} tokens"
+            fix = f"set data.sequence_length={self.sequence_length}"
+            issues.append(Issue("data.sequence_length", "conflict", message, length, directory, fix))
+        if self.vocab_size > (size := config.model.vocab_size):
+            message = f"{size} is below the tokenizer's {self.vocab_size} in {directory}"
+            fix = "finetune a run that was trained with this tokenizer"
+            issues.append(Issue("model.vocab_size", "conflict", message, size, directory, fix))
+        for name, value in (("kind", self.kind), ("labels", tuple(self.labels))):
+            if (setting := getattr(config.finetune, name)) != value:
+                message, fix = f"{setting}, but {directory} has {value}", "set it so"
+                issues.append(Issue(f"finetune.{name}", "conflict", message, setting, directory, fix))
+        return issues
+
+    def warnings(self, config: Config) -> list[str]:
+        """List what fits the configuration but is probably not intended; one line each."""
+        warnings, fix = [], "finetune a run whose tokenizer knows them"
+        for name, split in self.splits.items():
+            if split.without_tokens:
+                count = f"{split.without_tokens:,} of {split.examples:,} examples"
+                warnings.append(f"{name}: {count} have a text without a token; drop them, or {fix}")
+            if split.lost_letters > WARNED_LOSS * split.letters:
+                warnings.append(f"{name}: {lost_words(split.lost_letters, split.letters)}; {fix}")
+        spellings: dict[str, list[str]] = {}
+        for label in self.labels:
+            spellings.setdefault(" ".join(label.casefold().split()), []).append(label)
+        warnings += [
+            f"labels {' and '.join(map(ascii, names))} differ in case or white space alone and count as "
+            f"{len(names)} labels"
+            for names in spellings.values()
+            if len(names) > 1
+        ]
+        return warnings
+
+
+def read_examples(directory: Path) -> ExamplesManifest:
+    """Read and check examples.json of a prepared directory, a run or a checkpoint. Raises ConfigError."""
+    return read_hashed(directory, ExamplesManifest)
+
+
+def read_data(config: Config, directory: Path) -> Manifest | ExamplesManifest:
+    """Read the manifest of the kind of data that the objective takes. Raises ConfigError."""
+    return read_examples(directory) if config.objective.name == "finetune" else read_manifest(directory)

@@ -139,9 +139,9 @@ class BuildConfig(Section):
     """In the tokenizer: NFKD, lower case, ASCII for white space, dashes, quotes and ligatures, then nothing
     but ASCII (no accents, no other scripts), single spaces. A source that loses over 20 % of its letters, or
     has over 20 % unknown tokens, is refused."""
-    tokenizer_model: Annotated[
-        Literal["wordpiece", "bpe", "byte_bpe"], OnlyWith("data.tokenizer", (None,))
-    ] = "wordpiece"
+    tokenizer_model: Annotated[Literal["wordpiece", "byte_bpe"], OnlyWith("data.tokenizer", (None,))] = (
+        "wordpiece"
+    )
     """Kind of tokenizer to train when none is given. byte_bpe has a token for every byte and so no unknown
     ones: for text in any language, with normalize: false and max_tokens_per_char: 0."""
     max_tokens_per_char: float = Field(0.25, ge=0)

@@ -1,23 +1,16 @@
 """Build shards from sources, in a directory or in the cache, under a lock. Torch-free.
 
-Sources are filtered, deduplicated, tokenised and packed. They are read for their hashes, for a sample to
-train the tokenizer (left out when one is given) and to build. Held in memory: the sample (at most 128 MiB
-of text, twice), a few batches per process, 8 bytes per document for exact dedup (24 while two tables are
-merged; about 2 kB for near dedup). The result does not depend on the number of processes.
-
-A build works in a temporary directory beside OUT, which takes OUT's place as its last act: OUT appears
-whole or not at all, and one process at a time builds it. `python -m bert_dp.data` builds for a launcher
-that supervises ranks, and prints one answer.
+Sources are read for their hashes, for a sample to train the tokenizer (left out when one is given) and to
+build. Held in memory: the sample (at most 128 MiB of text, twice), a few batches per process, 8 bytes per
+document for exact dedup (24 while two tables are merged; about 2 kB for near dedup). A build works in a
+temporary directory beside OUT, which takes OUT's place as its last act. `python -m bert_dp.data.build` builds
+for a launcher that supervises ranks, and prints one answer.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
-import functools
-import hashlib
-import itertools
 import json
 import math
 import os
@@ -29,7 +22,6 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -48,8 +40,8 @@ from bert_dp.config.manifest import (
     loss_warnings,
     with_hash,
 )
-from bert_dp.data import dedup, shards
 from bert_dp.data import readers as inputs
+from bert_dp.data import shards
 from bert_dp.data import tokenizer as tokens
 from bert_dp.data.shards import ShardWriter
 from bert_dp.files import write_json, write_text
@@ -57,13 +49,6 @@ from bert_dp.training.process import follow_launcher
 
 SAMPLE_BYTES = 128 * 2**20  # text that the tokenizer is trained on, at most
 BYTES_PER_PROCESS = 8 * 2**20  # of source; for less, starting a process costs more than it saves
-
-LONG_DOCUMENT = 0.1  # of all tokens: a document of more distorts the split
-DOCUMENT_HINT = {
-    "line": "each line of a text file is a document (data.build.documents)",
-    "blank_line": "a blank line ends a document of a text file; where it has none, use documents=line",
-}
-
 Progress = Callable[[str, int, int | None], None]
 """Stage, done, total; None: unknown, 0: a message and no stage."""
 
@@ -73,389 +58,76 @@ class BuildPlan:
     """Hold the sources and settings of a build."""
 
     sources: list[inputs.Source]
-    options: BuildConfig
-    tokenizer: str | None
-    """A file; None = train one."""
+    config: Config
     settings: dict[str, Any]
     """`build` of the manifest: everything that the shards depend on beside the sources."""
     processes: int | None
-
-
-def build_in(plan: BuildPlan, records: list[dict[str, Any]], work: Path, tell: Progress) -> Manifest:
-    """Build the shards, tokenizer.json and manifest.json in the directory `work`; returns the manifest."""
-    options, settings = plan.options, plan.settings
-    tokenizer_json, total = _tokenizer(plan, tell)
-    write_text(work / "tokenizer.json", tokenizer_json)
-    tokenizer = Tokenizer.from_str(tokenizer_json)
-    vocab_size, special = tokens.size(tokenizer), tokens.special_ids(tokenizer, plan.tokenizer or "trained")
-    encoding = tokens.Encoding(
-        tokenizer_json,
-        sep=special["sep"],
-        unk=special["unk"],
-        max_tokens_per_char=options.max_tokens_per_char,
-        near=options.dedup == "near",
-        seed=settings["seed"],
-    )
-    batches = tokens.in_batches(read_documents(plan.sources, records))
-    encoded = tokens.encode_all(batches, encoding, plan.processes or _processes(plan.sources))
-    with contextlib.closing(encoded):  # ends the processes, however this ends
-        train, held_out, dropped = _route(encoded, records, work, plan, vocab_size, tell, total)
-    _check_split(train, held_out, dropped, options, tell)
-    content = {
-        "sequence_length": settings["sequence_length"],
-        "dtype": "uint16",
-        "vocab_size": vocab_size,
-        "special_tokens": special,
-        "num_special": tokens.first_ordinary(tokenizer, special),
-        "train": train.record(),
-        "held_out": held_out.record(),
-        "unigram_entropy_nats": shards.cross_entropy(train.counts, held_out.counts),
-        "uniform_entropy_nats": math.log(vocab_size),
-        "tokenizer": {"file": "tokenizer.json", "sha256": inputs.file_hash(work / "tokenizer.json")},
-        "sources": records,
-        "build": settings,
-        "dropped": dropped,
-    }
-    write_json(work / Manifest.file_name, with_hash(Manifest, content))
-    return read_manifest(work)
-
-
-def _tokenizer(plan: BuildPlan, tell: Progress) -> tuple[str, int | None]:
-    """Return (tokenizer.json, number of all documents if it was counted)."""
-    most, path, options = plan.settings["vocab_size"], plan.tokenizer, plan.options
-    if path is None:
-        sample, total = _sample(chain.from_iterable(map(inputs.documents, plan.sources)), tell)
-        tell("train tokenizer", 0, None)
-        kind = options.tokenizer_model
-        trained = _in_thread(
-            functools.partial(
-                tokens.train, sample, model=kind, vocab_size=most, with_normalizer=options.normalize
-            )
-        )
-        return trained.to_str(), total
-    size = tokens.size(tokens.load(Path(path)))
-    if size > most:
-        message = f"{most} is below the {size} tokens of {path}"
-        raise ConfigError(
-            [Issue("model.vocab_size", "conflict", message, most, "data.tokenizer", "raise it")]
-        )
-    return Path(path).read_text(encoding="utf-8"), None
-
-
-def _in_thread(work: Callable[[], Tokenizer]) -> Tokenizer:
-    """Do long work outside of Python in a thread, so that signals are handled meanwhile."""
-    future: Future[Tokenizer] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except Exception as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future.result()
-
-
-def source_record(source: inputs.Source, *, hashed: bool = True) -> dict[str, Any]:
-    """Return bytes and hash of a file, if it is to be `hashed`; of anything else those of its text, filled in
-    when it is read, as the number of documents is."""
-    if source.path is None:
-        return {"name": source.name, "bytes": 0, "sha256": "", "documents": 0}
-    size = inputs.file_identity(source.path)["bytes"]
-    sha256 = inputs.file_hash(source.path) if hashed else None
-    name = source.path.name  # not the directory: the same text elsewhere is the same build
-    return {"name": name, "bytes": size, "sha256": sha256, "documents": 0}
-
-
-def read_documents(sources: list[inputs.Source], records: list[dict[str, Any]]) -> Generator[str, None, None]:
-    """Yield all documents of the sources, in order; fill in their records (`source_record`), also of a source
-    that is closed before its end."""
-    for source, record in zip(sources, records, strict=True):
-        digest, size, count = hashlib.sha256(), 0, 0
-        try:
-            for text in inputs.documents(source):
-                count += 1
-                if source.path is None:
-                    data = text.encode() + b"\n"
-                    digest.update(data)
-                    size += len(data)
-                yield text
-        finally:
-            record["documents"] = count
-            if source.path is None:
-                record |= {"bytes": size, "sha256": digest.hexdigest()}
-
-
-def _sample(documents: Iterable[str], tell: Progress) -> tuple[list[str], int]:
-    """Return (documents to train a tokenizer on, number of all documents).
-
-    Those whose CRC-32 lies below a bound, which halves whenever more than SAMPLE_BYTES are held: a function
-    of the texts alone.
-    """
-    bound, size, sample, total = 2**32, 0, [], 0
-    for text in documents:
-        total += 1
-        if total % 10_000 == 0:
-            tell("read", total, None)
-        key = zlib.crc32(text.encode())
-        if key >= bound:
-            continue
-        sample.append((key, text))
-        size += len(text)
-        while size > SAMPLE_BYTES and len(sample) > 1:
-            bound //= 2
-            sample = [pair for pair in sample if pair[0] < bound]
-            size = sum(len(text) for _, text in sample)
-    tell("read", total, total)
-    return [text for _, text in sample], total
-
-
-def _processes(sources: list[inputs.Source]) -> int:
-    cores = len(os.sched_getaffinity(0))
-    if any(source.name.startswith("hub:") for source in sources):
-        return cores
-    size: int = sum(inputs.identity(source).get("bytes", 0) for source in sources)
-    return min(cores, 1 + size // BYTES_PER_PROCESS)
-
-
-def _route(
-    encoded: Iterable[tokens.EncodedDocuments],
-    records: list[dict[str, Any]],
-    work: Path,
-    plan: BuildPlan,
-    vocab_size: int,
-    tell: Progress,
-    total: int | None,
-) -> tuple[ShardWriter, ShardWriter, dict[str, int]]:
-    """Drop duplicates, then send each document to training or held-out by the hash of its text; add what
-    was counted to the records of the sources.
-
-    Returns both splits, and how many documents each stage dropped. Raises ConfigError as soon as a source
-    ends of which too much is lost.
-    """
-    options, settings = plan.options, plan.settings
-    length = settings["sequence_length"]
-    train = ShardWriter(work, "train", length, vocab_size)
-    held_out = ShardWriter(work, "held_out", length, vocab_size)
-    bound = np.uint64(int(options.held_out_fraction * 2.0**64))
-    is_new = dedup.exact_filter()
-    is_unlike = (
-        dedup.near_filter(options.near_threshold, settings["seed"]) if options.dedup == "near" else None
-    )
-    dropped = {"empty": 0, "tokens_per_char": 0, "exact_duplicate": 0, "near_duplicate": 0}
-    read = checked = 0
-    for record in records:
-        record.update(dict.fromkeys(tokens.COUNTS, 0))
-    with contextlib.closing(train), contextlib.closing(held_out):
-        for batch in encoded:
-            # the sources are read ahead: those that end in this batch have their number of documents already
-            ended = itertools.takewhile(bool, (record["documents"] for record in records))
-            place_N = np.searchsorted(np.cumsum([*ended]), np.arange(read, read + batch.read), side="right")
-            for place in np.unique(place_N).tolist():
-                sums = batch.counts[place_N == place].sum(axis=0).tolist()
-                for name, count in zip(tokens.COUNTS, sums, strict=True):
-                    records[place][name] += count
-            _refuse_loss(records[checked : place_N[-1]], plan)
-            checked = place_N[-1]
-            keep = np.ones(len(batch.keys), bool)
-            if options.dedup != "none":
-                keep = is_new(batch.contents)
-                dropped["exact_duplicate"] += int((~keep).sum())
-            if is_unlike is not None:
-                exact = keep.copy()
-                keep[exact] = [is_unlike(batch.sketches[i]) for i in np.flatnonzero(exact)]
-                dropped["near_duplicate"] += int((exact & ~keep).sum())
-            is_held_out = batch.keys < bound
-            for writer, chosen in ((train, keep & ~is_held_out), (held_out, keep & is_held_out)):
-                writer.documents += int(chosen.sum())
-                writer.longest = max(writer.longest, int(batch.lengths[chosen].max(initial=0)))
-                writer.write(batch.ids[np.repeat(chosen, batch.lengths)])
-            dropped["empty"] += batch.empty
-            dropped["tokens_per_char"] += batch.filtered
-            read += batch.read
-            tell("tokenize", read, total)
-        _refuse_loss(records[checked:], plan)
-    return train, held_out, dropped
-
-
-def _refuse_loss(records: list[dict[str, Any]], plan: BuildPlan) -> None:
-    """Raise ConfigError for sources of which more than REFUSED_LOSS is lost."""
-    without = "" if plan.tokenizer is None else "leave data.tokenizer (--tokenizer) out, and "
-    hint = f"{without}{ANY_LANGUAGE}, or leave the source out"
-    issues = [
-        Issue("data.sources", "out_of_range", f"{source.name}: {source.loss_words()}", source.loss, hint=hint)
-        for source in (SourceFile(**record) for record in records)
-        if source.loss > REFUSED_LOSS
-    ]
-    if issues:
-        raise ConfigError(issues)
-
-
-def _check_split(
-    train: ShardWriter, held_out: ShardWriter, dropped: dict[str, int], options: BuildConfig, tell: Progress
-) -> None:
-    """Warn of a document that is a large part of the text.
-
-    Raises ConfigError for a split without a sequence and for more held-out than training sequences.
-    """
-    counts = [f"{w.sequences} sequences from {w.documents} documents" for w in (train, held_out)]
-    hint, share = DOCUMENT_HINT[options.documents], options.held_out_fraction
-    total = train.length * (train.sequences + held_out.sequences)
-    longest = max(train.longest, held_out.longest) / max(1, total)
-    if held_out.sequences > train.sequences:
-        message = (
-            f"held-out {counts[1]}, but training {counts[0]}: documents are held out whole and the longest "
-            f"has {longest:.0%} of the tokens"
-        )
-        hint += f"; split long documents, add text, or lower data.build.held_out_fraction {share}"
-        other = "data.build.held_out_fraction"
-        raise ConfigError([Issue("data.sources", "conflict", message, other=other, hint=hint)])
-    if not train.sequences or not (held_out.sequences or share == 0):
-        lost = ", ".join(f"{n} {stage}" for stage, n in dropped.items() if n) or "none"
-        message = f"too little text: training {counts[0]}, held-out {counts[1]} (dropped: {lost})"
-        hint += (
-            f"; add text, raise data.build.held_out_fraction {share} or data.build.max_tokens_per_char "
-            f"{options.max_tokens_per_char} (0 = no filter)"
-        )
-        issue = Issue("data.sources", "out_of_range", message, other="data.sequence_length", hint=hint)
-        raise ConfigError([issue])
-    if longest > LONG_DOCUMENT and share > 0:
-        what = f"one document has {longest:.0%} of the tokens, and documents are held out whole"
-        tell(f"warning: {what}; {hint}", 0, 0)
-
-
-def _to_stderr(stage: str, done: int, total: int | None) -> None:
-    sys.stderr.write(files.printable(f"{stage}\n"))
-
-
-@contextlib.contextmanager
-def locked(out: Path, tell: Callable[[str, int, int | None], None] = _to_stderr) -> Iterator[None]:
-    """Hold the lock file beside `out`; the kernel frees it when its holder ends. Raises ConfigError."""
-    path = out.parent / f".{out.name}.lock"
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        file = files.lock(path)
-        if file is None:
-            tell(f"wait for another process that writes {out}", 0, 0)
-            file = files.lock(path, wait=True)
-    except OSError as error:
-        setting = "BERT_DP_CACHE" if out.is_relative_to(files.cache_root()) else "--out"
-        message, hint = f"{out.parent} cannot be written ({error.strerror})", "name a directory elsewhere"
-        raise ConfigError([Issue(setting, "not_found", message, value=str(out), hint=hint)]) from None
-    with file:
-        try:
-            yield
-        finally:
-            if path.exists() and not path.stat().st_size:  # else it is someone's file of that name
-                path.unlink()
-
-
-@contextlib.contextmanager
-def replaced(out: Path) -> Iterator[Path]:
-    """Yield a new directory beside `out` that takes its place at the end; on failure it is removed. The
-    caller holds the lock of `out`."""
-    prefix = f".{out.name}.building-"
-    for stale in [p for p in out.parent.iterdir() if p.name.startswith(prefix)]:
-        shutil.rmtree(stale)  # its process is gone: this one holds the lock
-    work = out.with_name(f"{prefix}{secrets.token_hex(4)}")  # a signal finds its name
-    old = work.with_name(f"{work.name}-old")
-    try:
-        work.mkdir(mode=0o700)
-        yield work
-        umask = os.umask(0o077)
-        os.umask(umask)
-        work.chmod(0o777 & ~umask)  # it was private until here, also where the user shares
-        if out.exists():
-            out.rename(old)
-        work.rename(out)
-    finally:
-        if old.exists() and not out.exists():
-            old.rename(out)  # stopped between the two
-        for directory in (work, old):
-            shutil.rmtree(directory, ignore_errors=True)
-
-
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-def run_command(answer: Callable[[], str], hint: str = "") -> int:
-    """Print the answer and return 0; for bad input print its issues as JSON and return 2.
-
-    Return 1 for a failure, with its line and `hint` on stderr, and 128 + signal when stopped.
-    """
-    for number in files.honoured(STOPS):
-        signal.signal(number, _stop)
-    follow_launcher()
-    try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # which a launcher lets wait until here
-        sys.stdout.write(f"{answer()}\n")
-    except ConfigError as error:
-        sys.stdout.write(json.dumps([issue.to_json() for issue in error.issues]))
-        return 2
-    except KeyboardInterrupt as stop:
-        return 128 + int(stop.args[0])
-    except (OSError, RuntimeError) as error:
-        sys.stderr.write(files.printable(f"error: {error}{hint and '; '}{hint}\n"))
-        return 1
-    return 0
-
-
-def _stop(number: int, frame: object) -> None:
-    """Leave once: another signal must not disturb the removal of what is unfinished."""
-    for other in STOPS:
-        signal.signal(other, lambda *_: None)
-    raise KeyboardInterrupt(number)
+    tell: Progress
 
 
 def build(
-    sources: Sequence[str],
+    config: Config,
     out: Path,
-    options: BuildConfig,
     *,
-    vocab_size: int,
-    sequence_length: int,
-    tokenizer: str | None = None,
-    seed: int = 0,
     processes: int | None = None,
     force: bool = False,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Build shards of [sequences, sequence_length] token ids in `out`; return the manifest.
+    """Build the shards of [sequences, data.sequence_length] token ids in `out`; return the manifest.
 
-    `vocab_size`: of the tokenizer to train, and the most that a given one may have. `seed` selects the
-    held-out split and the MinHash permutations. `processes`: by default one per core, fewer for small input.
-    An `out` that holds these options and sources is kept; `force` replaces another build. Raises ConfigError
-    for bad sources or tokenizer, a missing package, too little text, or an `out` that would be lost.
+    `model.vocab_size`: of the tokenizer to train, and the most that a given one may have. `processes`: by
+    default one per core, fewer for small input. An `out` that holds these options and sources is kept;
+    `force` replaces another build. Raises ConfigError for bad sources or tokenizer, a missing package, too
+    little text, or an `out` that would be lost.
     """
+    data = config.data
     tell: Progress = progress or (lambda stage, done, total: None)
     out = out.expanduser().resolve()
-    if options.dedup == "near":
-        dedup.rensa()
+    if data.build.dedup == "near":
+        tokens.rensa()
     settings = {
-        **options.model_dump(),
-        "sequence_length": sequence_length,
-        "vocab_size": vocab_size,
-        "seed": seed,
-        "tokenizer_sha256": inputs.file_hash(Path(tokenizer)) if tokenizer else None,
+        **data.build.model_dump(),
+        "sequence_length": data.sequence_length,
+        "vocab_size": config.model.vocab_size,
+        "tokenizer_sha256": inputs.file_hash(Path(data.tokenizer)) if data.tokenizer else None,
     }
-    found = inputs.resolve(sources, options, out)
-    plan = BuildPlan(found, options, tokenizer, settings, processes)
-    with locked(out, tell):
+    found = inputs.resolve(data.sources or (), data.build, out)
+    with locked(out):
         before = [*map(inputs.identity, found)]
         records = [*map(source_record, found)]
         if (kept := _existing(out, settings, records, force)) is not None:
             tell(f"kept {out}: it holds this build", 0, 0)
             return kept
         with replaced(out) as work:
-            manifest = build_in(plan, records, work, tell)
+            manifest = build_in(BuildPlan(found, config, settings, processes, tell), records, work)
             if before != [*map(inputs.identity, found)]:
                 message = "a source changed while it was read"
                 raise ConfigError([Issue("data.sources", "conflict", message, hint="run again")])
-    if warning := filter_warning(manifest):
-        tell(warning, 0, 0)
-    for line in loss_warnings(manifest.sources):
+    for line in (*filter_warnings(manifest), *loss_warnings(manifest.sources)):
         tell(f"warning: {line}", 0, 0)
     return manifest
+
+
+def _existing(
+    out: Path, settings: dict[str, Any], records: list[dict[str, Any]], force: bool
+) -> Manifest | None:
+    """Return the manifest of `out` if it holds this build undamaged, None if `out` may be written. Raises
+    ConfigError."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return None
+    with contextlib.suppress(ConfigError):
+        manifest = read_manifest(out)
+        before = [source.sha256 or source.name for source in manifest.sources]
+        is_same = manifest.build == settings and before == [r["sha256"] or r["name"] for r in records]
+        if is_same and not shards.verify(out):
+            return manifest
+    if not shards.are_alone(out):
+        message = f"{out} holds files that are not shards"
+        raise ConfigError([Issue("--out", "exists", message, str(out), hint="name a new directory")])
+    if not force:
+        message = f"{out} holds another build, or a damaged one"
+        raise ConfigError([Issue("--out", "exists", message, str(out), "--force", "--force replaces it")])
+    return None
 
 
 def cache_dir(config: Config) -> Path:
@@ -500,16 +172,7 @@ def ensure(config: Config, progress: Progress | None = None) -> Path:
         try:
             manifest = _verified(directory)
         except ConfigError:
-            manifest = build(
-                data.sources or (),
-                directory,
-                data.build,
-                vocab_size=config.model.vocab_size,
-                sequence_length=data.sequence_length,
-                tokenizer=data.tokenizer,
-                force=True,
-                progress=progress,
-            )
+            manifest = build(config, directory, force=True, progress=progress)
     if unfit := manifest.issues(config):
         raise ConfigError(unfit)
     return directory
@@ -523,69 +186,319 @@ def _verified(directory: Path) -> Manifest:
     return manifest
 
 
-def _existing(
-    out: Path, settings: dict[str, Any], records: list[dict[str, Any]], force: bool
-) -> Manifest | None:
-    """Return the manifest of `out` if it holds this build undamaged, None if `out` may be written. Raises
-    ConfigError."""
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        return None
-    same = False
-    with contextlib.suppress(ConfigError):
-        manifest = read_manifest(out)
-        same = manifest.build == settings and _are_these(manifest.sources, records)
-        if same and not shards.verify(out):
-            return manifest
-    if not shards.are_alone(out):
-        message = f"{out} holds files that are not shards"
-        raise ConfigError([Issue("--out", "exists", message, str(out), hint="name a new directory")])
-    if not (same or force):
-        message = f"{out} holds another build (options or sources differ)"
-        raise ConfigError([Issue("--out", "exists", message, str(out), "--force", "--force replaces it")])
-    return None
-
-
-def _are_these(sources: Sequence[SourceFile], records: Sequence[dict[str, Any]]) -> bool:
-    """Compare a manifest's sources with the records: by hash, or by name where a record has no hash."""
-    return len(sources) == len(records) and all(
-        old.sha256 == new["sha256"] if new["sha256"] else old.name == new["name"]
-        for old, new in zip(sources, records, strict=True)
+def build_in(plan: BuildPlan, records: list[dict[str, Any]], work: Path) -> Manifest:
+    """Build the shards, tokenizer.json and manifest.json in the directory `work`; returns the manifest."""
+    data = plan.config.data
+    tokenizer_json, total = _tokenizer(plan)
+    write_text(work / "tokenizer.json", tokenizer_json)
+    tokenizer = Tokenizer.from_str(tokenizer_json)
+    vocab_size, special = tokens.size(tokenizer), tokens.special_ids(tokenizer, data.tokenizer or "trained")
+    encoding = tokens.Encoding(tokenizer_json, special["sep"], special["unk"], data.build)
+    processes = plan.processes or _processes(plan.sources)
+    encoded = tokens.encode_all(_batches(plan.sources, records), encoding, processes)
+    train, held_out = (
+        ShardWriter(work, name, data.sequence_length, vocab_size) for name in ("train", "held_out")
     )
+    with contextlib.closing(train), contextlib.closing(held_out), contextlib.closing(encoded):
+        dropped = _route(encoded, records, plan, train, held_out, total)
+    _check_split(train, held_out, dropped, data.build)
+    content = {
+        "sequence_length": data.sequence_length,
+        "dtype": "uint16",
+        "vocab_size": vocab_size,
+        "special_tokens": special,
+        "num_special": tokens.first_ordinary(tokenizer, special),
+        "train": train.record(),
+        "held_out": held_out.record(),
+        "unigram_entropy_nats": shards.cross_entropy(train.counts, held_out.counts),
+        "uniform_entropy_nats": math.log(vocab_size),
+        "tokenizer": {"file": "tokenizer.json", "sha256": inputs.file_hash(work / "tokenizer.json")},
+        "sources": records,
+        "build": plan.settings,
+        "dropped": dropped,
+    }
+    write_json(work / Manifest.file_name, with_hash(Manifest, content))
+    return read_manifest(work)
 
 
-def filter_warning(manifest: Manifest) -> str | None:
+def _tokenizer(plan: BuildPlan) -> tuple[str, int | None]:
+    """Return (tokenizer.json, number of all documents if it was counted)."""
+    most, path, options = plan.config.model.vocab_size, plan.config.data.tokenizer, plan.config.data.build
+    if path is None:
+        sample, total = _sample(chain.from_iterable(map(inputs.documents, plan.sources)), plan.tell)
+        plan.tell("train tokenizer", 0, None)
+        model, trained = options.tokenizer_model, list[str]()
+
+        def train() -> None:
+            tokenizer = tokens.train(sample, model=model, vocab_size=most, with_normalizer=options.normalize)
+            trained.append(tokenizer.to_str())
+
+        thread = threading.Thread(target=train, daemon=True)  # here signals are handled meanwhile
+        thread.start()
+        thread.join()
+        return trained[0], total
+    size = tokens.size(tokens.load(Path(path)))
+    if size > most:
+        message = f"{most} is below the {size} tokens of {path}"
+        raise ConfigError(
+            [Issue("model.vocab_size", "conflict", message, most, "data.tokenizer", "raise it")]
+        )
+    return Path(path).read_text(encoding="utf-8"), None
+
+
+def source_record(source: inputs.Source, *, hashed: bool = True) -> dict[str, Any]:
+    """Return the name of a source, and of a file its size and, if it is to be `hashed`, its hash."""
+    record: dict[str, Any] = {"name": source.name, "bytes": 0, "sha256": "", "documents": 0}
+    if source.path is not None:
+        record["name"] = source.path.name  # not the directory: the same text elsewhere is the same build
+        record["bytes"] = inputs.file_identity(source.path)["bytes"]
+        record["sha256"] = inputs.file_hash(source.path) if hashed else None
+    return record
+
+
+def read_documents(sources: list[inputs.Source], records: list[dict[str, Any]]) -> Generator[str, None, None]:
+    """Yield all documents of the sources, in order; count them in the records."""
+    for source, record in zip(sources, records, strict=True):
+        for text in inputs.documents(source):
+            record["documents"] += 1
+            yield text
+
+
+def _batches(sources: list[inputs.Source], records: list[dict[str, Any]]) -> Iterator[tuple[int, list[str]]]:
+    """Yield (index of the source, documents); a batch is of one source."""
+    for index, (source, record) in enumerate(zip(sources, records, strict=True)):
+        for texts in tokens.in_batches(read_documents([source], [record])):
+            yield index, texts
+
+
+def _sample(documents: Iterable[str], tell: Progress) -> tuple[list[str], int]:
+    """Return (documents to train a tokenizer on, number of all documents).
+
+    Those whose CRC-32 lies below a bound, which halves whenever more than SAMPLE_BYTES are held: a function
+    of the texts alone.
+    """
+    bound, size, sample, total = 2**32, 0, [], 0
+    for text in documents:
+        total += 1
+        if total % 10_000 == 0:
+            tell("read", total, None)
+        key = zlib.crc32(text.encode())
+        if key >= bound:
+            continue
+        sample.append((key, text))
+        size += len(text)
+        while size > SAMPLE_BYTES and len(sample) > 1:
+            bound //= 2
+            sample = [pair for pair in sample if pair[0] < bound]
+            size = sum(len(text) for _, text in sample)
+    tell("read", total, total)
+    return [text for _, text in sample], total
+
+
+def _processes(sources: list[inputs.Source]) -> int:
+    cores = len(os.sched_getaffinity(0))
+    if any(source.name.startswith("hub:") for source in sources):
+        return cores
+    size: int = sum(inputs.identity(source).get("bytes", 0) for source in sources)
+    return min(cores, 1 + size // BYTES_PER_PROCESS)
+
+
+def _route(
+    encoded: Iterable[tuple[int, tokens.EncodedDocuments]],
+    records: list[dict[str, Any]],
+    plan: BuildPlan,
+    train: ShardWriter,
+    held_out: ShardWriter,
+    total: int | None,
+) -> dict[str, int]:
+    """Drop duplicates, then send each document to training or held-out by the hash of its text; add what
+    was counted to the records of the sources.
+
+    Returns how many documents each stage dropped. Raises ConfigError as soon as a source ends of which too
+    much is lost.
+    """
+    options = plan.config.data.build
+    bound = np.uint64(int(options.held_out_fraction * 2.0**64))
+    is_new = exact_filter()
+    near = None
+    if options.dedup == "near":
+        near = tokens.make_sketch_index(options.near_threshold)
+    dropped = {"empty": 0, "tokens_per_char": 0, "exact_duplicate": 0, "near_duplicate": 0}
+    read = current = 0
+    for record in records:
+        record.update(dict.fromkeys(tokens.COUNTS, 0))
+    for index, batch in encoded:
+        if index > current:
+            _refuse_loss(records[current], plan)
+            current = index
+        for name, count in zip(tokens.COUNTS, batch.counts, strict=True):
+            records[index][name] += count
+        keep = np.ones(len(batch.keys), bool)
+        if options.dedup != "none":
+            keep = is_new(batch.contents)
+            dropped["exact_duplicate"] += int((~keep).sum())
+        if near is not None:
+            exact = keep.copy()
+            keep[exact] = [near.add(str(near.len()), batch.sketches[i]) for i in np.flatnonzero(exact)]
+            dropped["near_duplicate"] += int((exact & ~keep).sum())
+        is_held_out = batch.keys < bound
+        for writer, chosen in ((train, keep & ~is_held_out), (held_out, keep & is_held_out)):
+            writer.documents += int(chosen.sum())
+            writer.write(batch.ids[np.repeat(chosen, batch.lengths)])
+        dropped["empty"] += batch.empty
+        dropped["tokens_per_char"] += batch.filtered
+        read += len(batch.keys) + batch.empty + batch.filtered
+        plan.tell("tokenize", read, total)
+    _refuse_loss(records[current], plan)
+    return dropped
+
+
+def exact_filter() -> Callable[[np.ndarray], np.ndarray]:
+    """Return a function that marks the keys [D] uint64 that are seen for the first time, over all calls.
+
+    Sorted arrays of doubling size hold 8 bytes per key. Two different documents share a key with probability
+    n^2 / 2^65: 3e-4 for any pair among 1e8 documents.
+    """
+    levels: list[np.ndarray] = []
+
+    def is_new(keys: np.ndarray) -> np.ndarray:
+        new = np.zeros(len(keys), bool)
+        new[np.unique(keys, return_index=True)[1]] = True
+        for level in levels:
+            nearest = np.minimum(np.searchsorted(level, keys), len(level) - 1)
+            new &= level[nearest] != keys
+        added = np.sort(keys[new])
+        while levels and len(levels[-1]) <= len(added):
+            added = np.sort(np.concatenate([levels.pop(), added]), kind="stable")
+        if len(added):
+            levels.append(added)
+        return new
+
+    return is_new
+
+
+def _refuse_loss(record: dict[str, Any], plan: BuildPlan) -> None:
+    """Raise ConfigError for a source of which more than REFUSED_LOSS is lost."""
+    source = SourceFile(**record)
+    if source.loss > REFUSED_LOSS:
+        without = "" if plan.config.data.tokenizer is None else "leave data.tokenizer (--tokenizer) out, and "
+        hint = f"{without}{ANY_LANGUAGE}, or leave the source out"
+        message = f"{source.name}: {source.loss_words()}"
+        raise ConfigError([Issue("data.sources", "out_of_range", message, source.loss, hint=hint)])
+
+
+def _check_split(
+    train: ShardWriter, held_out: ShardWriter, dropped: dict[str, int], options: BuildConfig
+) -> None:
+    """Raise ConfigError for a split without a sequence and for more held-out than training sequences."""
+    share = options.held_out_fraction
+    if train.sequences >= max(1, held_out.sequences) and (held_out.sequences or share == 0):
+        return
+    counts = [f"{w.sequences} sequences from {w.documents} documents" for w in (train, held_out)]
+    lost = ", ".join(f"{n} {stage}" for stage, n in dropped.items() if n) or "none"
+    message = (
+        f"too little text: training {counts[0]}, held-out {counts[1]} (dropped: {lost}); documents are held "
+        "out whole"
+    )
+    hint = (
+        f"add text, split long documents (data.build.documents {options.documents}), or change "
+        f"data.build.held_out_fraction {share} or data.build.max_tokens_per_char "
+        f"{options.max_tokens_per_char} (0 = no filter)"
+    )
+    other = "data.build.held_out_fraction"
+    raise ConfigError([Issue("data.sources", "out_of_range", message, other=other, hint=hint)])
+
+
+def filter_warnings(manifest: Manifest) -> list[str]:
     """Warn when the token filter dropped over a fifth of the documents: a small vocabulary does that."""
     filtered = manifest.dropped["tokens_per_char"]
     total = sum(manifest.dropped.values()) + manifest.train.documents + manifest.held_out.documents
     if filtered <= 0.2 * total:
-        return None
+        return []
     limit = manifest.build["max_tokens_per_char"]
-    return (
-        f"warning: {filtered / total:.0%} of the documents were dropped for more than {limit} tokens per "
-        "character; raise max_tokens_per_char (0 keeps all) or the vocabulary"
-    )
+    return [
+        f"{filtered / total:.0%} of the documents were dropped for more than {limit} tokens per character; "
+        "raise max_tokens_per_char (0 keeps all) or the vocabulary"
+    ]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the directory of a configuration's shards: `ensure CONFIG.yaml` builds them, `find CONFIG.yaml`
-    prints nothing where they are not built. Progress goes to stderr.
+@contextlib.contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Hold the lock file beside `out`; the kernel frees it when its holder ends. Raises ConfigError."""
+    path = out.parent / f".{out.name}.lock"
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        file = files.lock(path)
+        if file is None:
+            sys.stderr.write(files.printable(f"wait for another process that writes {out}\n"))
+            file = files.lock(path, wait=True)
+    except OSError as error:
+        setting = "BERT_DP_CACHE" if out.is_relative_to(files.cache_root()) else "--out"
+        message, hint = f"{out.parent} cannot be written ({error.strerror})", "name a directory elsewhere"
+        raise ConfigError([Issue(setting, "not_found", message, value=str(out), hint=hint)]) from None
+    with file:
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
-    Returns the exit code of run_command.
+
+@contextlib.contextmanager
+def replaced(out: Path) -> Iterator[Path]:
+    """Yield a new directory beside `out` that takes its place at the end; on failure it is removed. The
+    caller holds the lock of `out`."""
+    prefix = f".{out.name}.building-"
+    for stale in [p for p in out.parent.iterdir() if p.name.startswith(prefix)]:
+        shutil.rmtree(stale)  # its process is gone: this one holds the lock
+    work = out.with_name(f"{prefix}{secrets.token_hex(4)}")  # a signal finds its name
+    old = work.with_name(f"{work.name}-old")
+    try:
+        work.mkdir(mode=0o700)
+        yield work
+        umask = os.umask(0o077)
+        os.umask(umask)
+        work.chmod(0o777 & ~umask)  # it was private until here, also where the user shares
+        if out.exists():
+            out.rename(old)
+        work.rename(out)
+    finally:
+        if old.exists() and not out.exists():
+            old.rename(out)  # stopped between the two
+        for directory in (work, old):
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def run_command(answer: Callable[[], str]) -> int:
+    """Print the answer and return 0; for bad input print its issues as JSON and return 2.
+
+    Return 1 for a failure, with its line on stderr, and 128 + signal when stopped.
     """
-    parser = argparse.ArgumentParser(prog="python -m bert_dp.data", description="text to packed shards")
-    parser.add_argument("verb", choices=["ensure", "find"])
-    parser.add_argument("config", type=Path)
-    given = parser.parse_args(argv)
+    for number in files.honoured(STOPS):
+        signal.signal(number, _stop)
+    follow_launcher()
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # which a launcher lets wait until here
+        sys.stdout.write(f"{answer()}\n")
+    except ConfigError as error:
+        sys.stdout.write(json.dumps([issue.to_json() for issue in error.issues]))
+        return 2
+    except KeyboardInterrupt as stop:
+        return 128 + int(stop.args[0])
+    except (OSError, RuntimeError) as error:
+        place = f"the cache is {files.cache_root()}, BERT_DP_CACHE names another"
+        sys.stderr.write(files.printable(f"error: {error}; {place}\n"))
+        return 1
+    return 0
 
-    def answer() -> str:
-        config = load_config(given.config)
-        if given.verb == "find":
-            return str(find(config) or "")
-        files.set_private_umask()
-        with shown_progress() as progress:
-            return str(ensure(config, progress))
 
-    return run_command(answer, f"the cache is {files.cache_root()}, BERT_DP_CACHE names another")
+def _stop(number: int, frame: object) -> None:
+    """Leave once: another signal must not disturb the removal of what is unfinished."""
+    for other in STOPS:
+        signal.signal(other, lambda *_: None)
+    raise KeyboardInterrupt(number)
 
 
 @contextlib.contextmanager
@@ -594,9 +507,10 @@ def shown_progress() -> Iterator[Progress]:
     followed by one every ten seconds."""
     on_terminal = sys.stderr.isatty()
     last: dict[str, float] = {}
-    ends = [""]  # the end of the open line
+    end = ""  # of the open line
 
     def write(stage: str, done: int, total: int | None) -> None:
+        nonlocal end
         pause = 0.5 if on_terminal else 10
         if stage in last and time.monotonic() - last[stage] < pause and done != total:
             return
@@ -605,9 +519,32 @@ def shown_progress() -> Iterator[Progress]:
         is_open = on_terminal and done != total
         sys.stderr.write(("\r\x1b[K" if on_terminal else "") + line + ("" if is_open else "\n"))
         sys.stderr.flush()
-        ends[0] = "\n" if is_open else ""
+        end = "\n" if is_open else ""
 
     try:
         yield write
     finally:
-        sys.stderr.write(ends[0])
+        sys.stderr.write(end)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the directory of a configuration's shards: `ensure CONFIG.yaml` builds them, `find CONFIG.yaml`
+    prints nothing where they are not built. Progress goes to stderr.
+
+    Returns the exit code of run_command.
+    """
+    verb, path = argv
+
+    def answer() -> str:
+        config = load_config(Path(path))
+        if verb == "find":
+            return str(find(config) or "")
+        files.set_private_umask()
+        with shown_progress() as progress:
+            return str(ensure(config, progress))
+
+    return run_command(answer)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

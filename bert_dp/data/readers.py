@@ -8,32 +8,33 @@ chunk or one Parquet row group is held.
 
 from __future__ import annotations
 
+import ast
 import codecs
 import dataclasses
+import functools
 import glob
 import gzip
-import itertools
+import hashlib
 import json
 import lzma
 import os
 import platform
-import tempfile
+import sysconfig
+import warnings
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from bert_dp.config import BuildConfig, ConfigError, Issue, IssueKind
 from bert_dp.config.errors import refusing, require, sha256
-from bert_dp.data import builtin
 
 MAX_DOCUMENT_BYTES = 16 * 2**20
 MAX_ARRAY_BYTES = 64 * 2**20
 CHUNK_BYTES = 2**20
-HEAD_BYTES = 2**20  # of a text file, that decide what ends its lines
 ENCODING_FIX = "convert it: iconv -f UTF-16 (or LATIN1, CP1251, GB18030, ...) -t UTF-8 OLD > NEW"
 ZSTD_WINDOW_BYTES = 2**31  # the largest that zstd --long=31 makes
-ZSTD_READ_BYTES = 1024  # a call unpacks all of its input, which may be 32 768 times as much
+PACKED_BYTES = 512  # of .xz and .zst: a call unpacks all of its input, which may be 32 768 times as much
 COMPRESSIONS = (".gz", ".xz", ".zst")
 FORMATS = {
     "": "text",
@@ -46,6 +47,10 @@ FORMATS = {
     ".parquet": "parquet",
 }
 """Suffix -> what a file holds."""
+# the library's own tests are not documentation, and site-packages differs from machine to machine
+NOT_DOCUMENTATION = frozenset(
+    ("site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "turtledemo", "__pycache__")
+)
 
 
 def suffixes(path: Path) -> tuple[str, str]:
@@ -92,10 +97,10 @@ def _array(path: Path) -> Iterator[tuple[str, Any]]:
 def lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield (line number from 1, text without its end) of a text file, compressed or not. Raises ConfigError.
 
-    A line ends with LF or CRLF; where the first HEAD_BYTES hold no LF, with a lone CR too.
+    A line ends with LF or CRLF.
     """
     number, rest = 0, b""
-    for chunk in _with_line_feeds(_chunks(path)):
+    for chunk in _chunks(path):
         *whole, rest = (rest + chunk).split(b"\n")
         for line in whole:
             number += 1
@@ -106,23 +111,6 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
             raise ConfigError([Issue(str(path), "out_of_range", message, hint=hint)])
     if rest:
         yield number + 1, _decode(path, number + 1, rest)
-
-
-def _with_line_feeds(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield chunks of a file; where its first HEAD_BYTES hold no LF, every CR and CRLF becomes LF."""
-    head = b""
-    while len(head) < HEAD_BYTES and (chunk := next(chunks, b"")):
-        head += chunk
-    if b"\n" in head[:HEAD_BYTES]:
-        yield head
-        yield from chunks
-        return
-    rest = b""  # a CR whose LF may begin the next chunk
-    for chunk in itertools.chain([head], chunks):
-        data = rest + chunk
-        rest = b"\r" if data.endswith(b"\r") else b""
-        yield data.removesuffix(rest).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-    yield b"\n" if rest else b""
 
 
 def _decode(path: Path, number: int, line: bytes) -> str:
@@ -143,100 +131,68 @@ def _not_utf8(path: Path, place: str, byte: int) -> ConfigError:
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
+    """Yield the content of a file, unpacked, in pieces that are not empty. Raises ConfigError."""
     compression = suffixes(path)[1]
+    damage: tuple[type[Exception], ...] = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
     try:
         with path.open("rb") as raw:
             if compression == ".zst":
-                yield from filter(None, _zstd_chunks(path, raw))
-                return
-            if compression == ".xz":
-                yield from filter(None, _xz_chunks(raw))  # an empty chunk would end the file for a reader
-                return
-            file: Any = gzip.GzipFile(fileobj=raw) if compression == ".gz" else raw
-            while chunk := file.read(CHUNK_BYTES):
-                yield chunk
-    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+                zstandard = require("zstandard", "zstd", f"{path}: reading .zst")
+                damage = (EOFError, zstandard.ZstdError)
+                unpacker = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW_BYTES)
+                yield from filter(None, _unpacked(raw, unpacker.decompressobj))
+            elif compression == ".xz":
+                yield from filter(None, _unpacked(raw, lzma.LZMADecompressor, padding=b"\0"))
+            else:
+                file: Any = gzip.GzipFile(fileobj=raw) if compression == ".gz" else raw
+                while chunk := file.read(CHUNK_BYTES):
+                    yield chunk
+    except damage as error:
         raise _damaged(path, f"corrupt or cut {compression} file ({error})") from None
     except OSError as error:
         raise ConfigError([Issue(str(path), "not_found", f"cannot be read ({error.strerror})")]) from None
+
+
+def _unpacked(raw: BinaryIO, make_stream: Callable[[], Any], padding: bytes = b"") -> Iterator[bytes]:
+    """Yield the content of all streams of a compressed file, with `padding` between them.
+
+    The readers of lzma and zstandard end without an error at a second stream that is damaged and at a last
+    one that is cut, which would lose the rest.
+    """
+    stream: Any = None
+    while data := raw.read(PACKED_BYTES):
+        while stream is not None or (data := data.lstrip(padding) if padding else data):
+            stream = stream or make_stream()
+            yield stream.decompress(data)
+            if not stream.eof:
+                break
+            data, stream = stream.unused_data, None
+    if stream is not None:
+        raise EOFError("the last stream does not end")
 
 
 def _damaged(path: Path, message: str) -> ConfigError:
     return ConfigError([Issue(str(path), "damaged", message, hint="fetch it again")])
 
 
-def _xz_chunks(raw: BinaryIO) -> Iterator[bytes]:
-    """Yield the content of all streams of an .xz file.
-
-    lzma.LZMAFile ends without an error at a second stream that is damaged, which would lose the rest.
-    """
-    stream: lzma.LZMADecompressor | None = None
-    while data := raw.read(CHUNK_BYTES):
-        while stream is not None or (data := data.lstrip(b"\0")):  # zeros may stand after a stream
-            stream = stream or lzma.LZMADecompressor()
-            yield stream.decompress(data, CHUNK_BYTES)
-            data = b""
-            if stream.eof:
-                data, stream = stream.unused_data, None
-            elif stream.needs_input:
-                break
-    if stream is not None:
-        raise EOFError("the last stream does not end")
-
-
-def _zstd_chunks(path: Path, raw: BinaryIO) -> Iterator[bytes]:
-    zstandard = require("zstandard", "zstd", f"{path}: reading .zst")
-    frame: Any = None
-    try:
-        while data := raw.read(ZSTD_READ_BYTES):
-            while data:  # a file is one or more frames
-                if frame is None:
-                    frame = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW_BYTES).decompressobj()
-                yield frame.decompress(data)
-                data, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
-        if frame is not None:
-            raise zstandard.ZstdError("the last frame does not end")
-    except zstandard.ZstdError as error:
-        raise _damaged(path, f"corrupt or cut .zst file ({error})") from None
-
-
-def parquet_records(
-    path: Path, keys: Sequence[str], optional: Sequence[str], fix: str
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, row) with the columns `keys`, and those of `optional` that the file has. The key a.b,
-    where no column has that name, stands for the column a.
-
-    Raises ConfigError for a column of `keys` that is not there (`fix`: what to do about it) and for a damaged
-    file.
-    """
+def parquet_records(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (place, row) with the columns `keys` that the file has; with all where it lacks the first. A key
+    a.b, where no column has that name, stands for the column a. Raises ConfigError for a damaged file."""
     parquet = require("pyarrow.parquet", "parquet", f"{path}: reading Parquet")
     arrow = require("pyarrow", "parquet", f"{path}: reading Parquet")
-    # Parquet is read from its end, so a compressed one is unpacked first
-    with tempfile.TemporaryFile() as plain:
-        file: Any = path
-        if suffixes(path)[1]:
-            for chunk in _chunks(path):
-                plain.write(chunk)
-            plain.seek(0)
-            file = plain
-        row = 0
-        try:
-            table = parquet.ParquetFile(file)
-            names = table.schema_arrow.names
-            column_of = {key: key if key in names else key.partition(".")[0] for key in (*keys, *optional)}
-            if missing := [key for key in keys if column_of[key] not in names]:
-                message = f"no column {missing[0]!r} (got {names[:8]})"
-                raise ConfigError([Issue(str(path), "missing", message, value=missing[0], hint=fix)])
-            columns = dict.fromkeys(column for column in column_of.values() if column in names)
-            for batch in table.iter_batches(batch_size=1000, columns=[*columns]):
-                for record in batch.to_pylist():
-                    row += 1
-                    yield f"row {row}", record
-        except ConfigError:
-            raise
-        except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise _damaged(path, f"corrupt Parquet after row {row} ({reason})") from None
+    row = 0
+    try:
+        table = parquet.ParquetFile(path)
+        names = table.schema_arrow.names
+        columns = [key if key in names else key.partition(".")[0] for key in keys]
+        known = [*dict.fromkeys(column for column in columns if column in names)]
+        for batch in table.iter_batches(batch_size=1000, columns=known if columns[0] in names else None):
+            for record in batch.to_pylist():
+                row += 1
+                yield f"row {row}", record
+    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise _damaged(path, f"corrupt or compressed Parquet after row {row} ({reason})") from None
 
 
 def hub_records(name: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -258,6 +214,33 @@ def hub_records(name: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
     except Exception as error:  # the hub, the network and every data format raise their own
         message = f"{type(error).__name__} after row {row}: {' '.join(str(error).split())[:300]}"
         raise ConfigError([Issue(name, "not_found", message, hint="check the name and network")]) from None
+
+
+@functools.cache
+def builtin_documents() -> tuple[str, ...]:
+    """Return docstrings of the standard library and help topics, about 2 MB; parsed, never run."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    texts: list[str] = []
+    for path in sorted(root.rglob("*.py")):
+        if not NOT_DOCUMENTATION.isdisjoint(path.relative_to(root).parts):
+            continue
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # old escape sequences in the library
+                tree = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError, OSError):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                texts.append(ast.get_docstring(node) or "")
+            elif isinstance(node, ast.Dict) and path.name == "topics.py":
+                texts += [
+                    v.value for v in node.values if isinstance(v, ast.Constant) and isinstance(v.value, str)
+                ]
+    if sum(map(len, texts)) < 100_000:
+        message = f"builtin: {root} holds no library sources"
+        raise ConfigError([Issue("data.sources", "not_found", message, hint="name a text file instead")])
+    return tuple(texts)
 
 
 ABSENT = object()
@@ -307,24 +290,18 @@ def resolve(
                 message = f"{path} is not a regular file"
                 issues.append(Issue("data.sources", "unsupported", message, str(path)))
             elif format is None:
-                issues.append(_unknown_suffix(path))
+                message = f"{path} has the suffix {suffixes(path)[0]}, which is none of a known format"
+                hint = (
+                    f"convert it to one of {', '.join(filter(None, FORMATS))}, or name its format: --format "
+                    "text (data.build.source_format) reads its lines as they are, header, ids and quotes too"
+                )
+                other = "data.build.source_format"
+                issues.append(Issue("data.sources", "unknown", message, str(path), other, hint))
             else:
                 resolved.append(Source(str(path), path, format, options.text_field, options.documents))
-    if not sources:
-        hint = "name a file, a glob or `builtin`"
-        issues.append(Issue("data.sources", "missing", "is empty", hint=hint))
     if issues:
         raise ConfigError(issues)
     return resolved
-
-
-def _unknown_suffix(path: Path) -> Issue:
-    message = f"{path} has the suffix {suffixes(path)[0]}, which is none of a known format"
-    hint = (
-        f"convert it to one of {', '.join(filter(None, FORMATS))}, or name its format: --format text "
-        "(data.build.source_format) reads its lines as they are, header, ids and quotes too"
-    )
-    return Issue("data.sources", "unknown", message, str(path), "data.build.source_format", hint)
 
 
 def _expand(item: str, out: Path | None, *, every_suffix: bool) -> list[Path]:
@@ -332,19 +309,14 @@ def _expand(item: str, out: Path | None, *, every_suffix: bool) -> list[Path]:
     all, but none in `out`."""
     path = Path(os.path.expanduser(item))
     if path.is_dir():
-        inside = (p for p in path.rglob("*") if p.is_file() and not _is_hidden(p.relative_to(path)))
-        known = [p for p in inside if every_suffix or suffixes(p)[0] in FORMATS]
+        files = [p for p in path.rglob("*") if p.is_file() and "/." not in f"/{p.relative_to(path)}"]
+        known = [p for p in files if every_suffix or suffixes(p)[0] in FORMATS]
         if out is not None and out != path.resolve():
             known = [p for p in known if not p.resolve().is_relative_to(out)]
         return sorted(known)
     if path.exists():
         return [path]
     return sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())
-
-
-def _is_hidden(path: Path) -> bool:
-    """Return True if the file or a folder above it has a name such as .git."""
-    return any(part.startswith(".") for part in path.parts)
 
 
 def identity(source: Source) -> dict[str, Any]:
@@ -383,7 +355,7 @@ def documents(source: Source) -> Iterator[str]:
 
 def _texts(source: Source) -> Iterator[str]:
     if source.name.startswith("builtin:"):
-        yield from builtin.documents()
+        yield from builtin_documents()
     elif source.path is None or source.format != "text":
         for place, record in records(source, [source.text_field]):
             yield text_of(record, source.text_field, source.name, place)
@@ -393,24 +365,12 @@ def _texts(source: Source) -> Iterator[str]:
         yield from (line for _, line in lines(source.path))
 
 
-def records(
-    source: Source,
-    columns: Sequence[str],
-    optional: Sequence[str] = (),
-    *,
-    split: str = "train",
-    fix: str = KEY_FIX,
-) -> Iterator[tuple[str, Any]]:
-    """Yield (place, record) of a JSON or Parquet file or of a split of a hub data set. Raises ConfigError.
-
-    Of Parquet only `columns` are read, and those of `optional` that it has; `fix`: what to do where it lacks
-    one of `columns`.
-    """
+def records(source: Source, keys: Sequence[str], split: str = "train") -> Iterator[tuple[str, Any]]:
+    """Yield (place, record) of a JSON or Parquet file or of a split of a hub data set. Of Parquet only the
+    columns `keys` are read. Raises ConfigError."""
     if source.path is None:
         return hub_records(source.name, split)
-    if source.format == "parquet":
-        return parquet_records(source.path, columns, optional, fix)
-    return json_records(source.path)
+    return parquet_records(source.path, keys) if source.format == "parquet" else json_records(source.path)
 
 
 def value_of(record: Any, key: str) -> Any:
@@ -454,11 +414,19 @@ def _blocks(path: Path) -> Iterator[str]:
             yield "\n".join(block)
             block, size = [], 0
         if size > MAX_DOCUMENT_BYTES:
-            limit = f"{MAX_DOCUMENT_BYTES // 2**20} M characters"
-            message = (
-                f"more than {limit} up to line {number} without a blank line, which would end a document"
-            )
+            message = f"more than {MAX_DOCUMENT_BYTES} characters up to line {number} without a blank line"
             hint = "use documents=line (data.build.documents)"
             raise ConfigError([Issue(str(path), "out_of_range", message, hint=hint)])
     if block:
         yield "\n".join(block)
+
+
+def document_key(text: str) -> int:
+    """Return a 64-bit hash of a document, regardless of case and white space."""
+    return content_key(" ".join(text.lower().split()).encode())
+
+
+def content_key(data: bytes) -> int:
+    """Return a 64-bit hash of bytes, such as the token ids of a document."""
+    digest = hashlib.blake2b(data, digest_size=8, key=bytes(8))
+    return int.from_bytes(digest.digest(), "little")

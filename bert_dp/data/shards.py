@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,9 +23,8 @@ SHARD_BYTES = 2**30
 SAMPLED_BYTES = 2**30  # verified at the start of a run, about a second however large the corpus
 CHUNK_BYTES = 4 * 2**20
 TOKEN = np.dtype("<u2")
-CHUNK_SEQUENCES = 8192  # that a reader of all holds at once
 OWN_FILES = re.compile(r"(train|held_out)-\d{5,}\.bin|manifest\.json|tokenizer\.json")
-FREQUENT_TOKENS, SAMPLE_SEQUENCES = 20, 3  # that `inspect` shows
+SAMPLE_SEQUENCES = 3  # that `inspect` shows
 
 
 class ShardWriter:
@@ -34,8 +33,7 @@ class ShardWriter:
     def __init__(self, directory: Path, name: str, sequence_length: int, vocab_size: int):
         self.directory, self.name, self.length = directory, name, sequence_length
         self.counts = np.zeros(vocab_size, np.int64)  # of the tokens written
-        self.documents = self.longest = 0  # their number, and the tokens of the longest
-        self.sequences = 0
+        self.documents = self.sequences = 0
         self.shards: list[dict[str, Any]] = []
         self._rest = np.empty(0, TOKEN)  # fewer than S tokens
         self._file: BinaryIO | None = None
@@ -105,16 +103,10 @@ class MappedShards:
             out_BS[here] = rows
         return out_BS
 
-    def chunks(self) -> Iterator[NDArray[np.uint16]]:
-        """Yield all sequences in order, some at a time."""
-        for mapped in self._maps:
-            for start in range(0, len(mapped), CHUNK_SEQUENCES):
-                yield np.asarray(mapped[start : start + CHUNK_SEQUENCES])
-
 
 def check_sample(directory: Path, manifest: Manifest) -> list[Issue]:
-    """Find damage in shards taken at random, other ones at every start: as many as hold SAMPLED_BYTES. A
-    smaller corpus is read whole; of a larger one the time does not grow with its size."""
+    """Find damage in shards taken at random, other ones at every start, until SAMPLED_BYTES are read. Of a
+    larger corpus the time does not grow with its size."""
     files, issues, read = [*manifest.shards], [], 0
     for i in np.random.default_rng().permutation(len(files)):
         if read < SAMPLED_BYTES:
@@ -164,28 +156,14 @@ def verify(directory: Path) -> list[Issue]:
 
 
 def inspect(directory: Path) -> dict[str, Any]:
-    """Return the manifest, tokens per document, frequent tokens of the training set, decoded sequences and
-    problems, as JSON values. Raises ConfigError."""
+    """Return the manifest, decoded training sequences and problems, as JSON values. Raises ConfigError."""
     manifest = read_manifest(directory)
     tokenizer = tokens.load(directory / manifest.tokenizer.file)
     mapped = MappedShards([directory / s.file for s in manifest.train.shards], manifest.sequence_length)
-    counts = np.zeros(manifest.vocab_size, np.int64)
-    for part in mapped.chunks():  # an id beyond the vocabulary is among the problems
-        counts += np.bincount(part.ravel(), minlength=len(counts))[: len(counts)]
-    top = np.argsort(-counts, kind="stable")[:FREQUENT_TOKENS]
     total = manifest.train.sequences
     samples = mapped.rows(np.linspace(0, total - 1, min(SAMPLE_SEQUENCES, total)).astype(np.int64))
     return {
         "manifest": manifest.model_dump(),
-        "tokens_per_document": manifest.train.tokens / manifest.train.documents,
-        "frequent_tokens": [
-            {
-                "token": tokens.readable(tokenizer, int(i)),
-                "id": int(i),
-                "share": float(counts[i] / counts.sum()),
-            }
-            for i in top
-        ],
         "samples": [tokenizer.decode(row.tolist(), skip_special_tokens=False) for row in samples],
         "problems": [str(issue) for issue in verify(directory)],
     }

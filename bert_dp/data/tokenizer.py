@@ -10,7 +10,6 @@ Documents are encoded in one process or a pool of spawned ones.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import json
@@ -33,10 +32,10 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from bert_dp import files
-from bert_dp.config import MAX_VOCAB_SIZE, ConfigError, Issue, IssueKind
-from bert_dp.config.errors import read_regular
+from bert_dp.config import MAX_VOCAB_SIZE, BuildConfig, ConfigError, Issue, IssueKind
+from bert_dp.config.errors import read_regular, require
 from bert_dp.config.manifest import TOKEN_BYTES
-from bert_dp.data.dedup import content_key, document_key, sketcher
+from bert_dp.data.readers import content_key, document_key
 from bert_dp.training.process import RunFailed
 
 SPECIALS = ("<pad>", "<s>", "</s>", "<unk>", "<cls>", "<sep>", "<mask>")  # ids 0..6
@@ -170,78 +169,60 @@ def loss_counter(tokenizer: Tokenizer, unk: int) -> Callable[[str, Sequence[int]
 
 
 def train(
-    sample: Iterable[str],
-    *,
-    model: Literal["wordpiece", "bpe", "byte_bpe"],
-    vocab_size: int,
-    with_normalizer: bool,
+    sample: Iterable[str], *, model: Literal["wordpiece", "byte_bpe"], vocab_size: int, with_normalizer: bool
 ) -> Tokenizer:
     """Train a tokenizer of at most `vocab_size` tokens (fewer when the sample has fewer pieces).
 
-    The same sample gives the same tokenizer. `tokenizers` alone does not: it numbers the `##` letters in the
-    order of a hash map and breaks ties by number (its issue 1794), so here they are numbered beforehand.
-    Byte-level BPE has no `##`: its alphabet is the 256 bytes, in order.
+    The same sample gives the same tokenizer.
     """
     texts = [normalize(text) if with_normalizer else text for text in sample]
-    if model == "byte_bpe":
-        return _train_byte_bpe(texts, vocab_size, with_normalizer)
+    learn = _train_byte_bpe if model == "byte_bpe" else _train_wordpiece
+    tokenizer = learn(texts, vocab_size)
+    if with_normalizer:
+        tokenizer.normalizer = normalizer()
+    tokenizer.add_special_tokens(list(SPECIALS))
+    special = {"cls": SPECIALS.index("<cls>"), "sep": SPECIALS.index("<sep>")}
+    tokenizer.post_processor = _frame(tokenizer, special)
+    return tokenizer
+
+
+def _train_wordpiece(texts: list[str], vocab_size: int) -> Tokenizer:
+    """`tokenizers` numbers the `##` letters in the order of a hash map and breaks ties by number (its issue
+    1794), so here they are numbered beforehand."""
     letters = collections.Counter(chain.from_iterable(texts))
     for space in [c for c in letters if c.isspace()]:
         del letters[space]
     most = min(MAX_ALPHABET, (vocab_size - len(SPECIALS)) // 3)  # as letter, as ## letter, and room for words
     alphabet = sorted(sorted(letters, key=lambda c: (-letters[c], c))[:most])
-    inner = [PREFIX + c for c in alphabet]
-    trainer_class, empty_model = {
-        "wordpiece": (trainers.WordPieceTrainer, models.WordPiece(unk_token=UNK)),
-        "bpe": (trainers.BpeTrainer, models.BPE(unk_token=UNK, continuing_subword_prefix=PREFIX)),
-    }[model]
-    learner = Tokenizer(empty_model)
+    learner = Tokenizer(models.WordPiece(unk_token=UNK))
     learner.pre_tokenizer = pre_tokenizers.Whitespace()
-    trainer = trainer_class(
+    trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size,
-        special_tokens=[*SPECIALS, *inner],
+        special_tokens=[*SPECIALS, *(PREFIX + c for c in alphabet)],
         initial_alphabet=alphabet,
         limit_alphabet=len(alphabet),
         continuing_subword_prefix=PREFIX,
         show_progress=False,
     )
     learner.train_from_iterator(texts, trainer)
-    learnt = json.loads(learner.to_str())["model"]
-    if model == "wordpiece":
-        return _assemble(models.WordPiece(learnt["vocab"], unk_token=UNK), with_normalizer)
-    merges = [tuple(pair) for pair in learnt["merges"]]
-    bpe = models.BPE(learnt["vocab"], merges, unk_token=UNK, continuing_subword_prefix=PREFIX)
-    return _assemble(bpe, with_normalizer)
+    vocabulary = json.loads(learner.to_str())["model"]["vocab"]
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=UNK))
+    tokenizer.pre_tokenizer = learner.pre_tokenizer
+    tokenizer.decoder = decoders.WordPiece(prefix=PREFIX)
+    return tokenizer
 
 
-def _train_byte_bpe(texts: list[str], vocab_size: int, with_normalizer: bool) -> Tokenizer:
-    learner = Tokenizer(models.BPE())
-    learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+def _train_byte_bpe(texts: list[str], vocab_size: int) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=list(SPECIALS),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    learner.train_from_iterator(texts, trainer)
-    return _assemble(learner.model, with_normalizer, byte_level=True)
-
-
-def _assemble(model: models.Model, with_normalizer: bool, *, byte_level: bool = False) -> Tokenizer:
-    """Put the normaliser, the split into words, the special tokens and the decoder around a model."""
-    tokenizer = Tokenizer(model)
-    if with_normalizer:
-        tokenizer.normalizer = normalizer()
-    if byte_level:
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
-    else:
-        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-        tokenizer.decoder = decoders.WordPiece(prefix=PREFIX)
-    tokenizer.add_special_tokens(list(SPECIALS))
-    tokenizer.post_processor = _frame(
-        tokenizer, {"cls": SPECIALS.index("<cls>"), "sep": SPECIALS.index("<sep>")}
-    )
+    tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 
@@ -261,9 +242,8 @@ def framing_as_trained(path: Path, special: Mapping[str, int]) -> Tokenizer | No
     tokenizer = load(path)
     cls, sep = special["cls"], special["sep"]
     text = tokenizer.encode("a", add_special_tokens=False).ids
-    if tokenizer.encode("a", "a").ids == [cls, *text, sep, *text, sep] and (
-        tokenizer.encode("a").ids == [cls, *text, sep]
-    ):
+    framed, pair = [cls, *text, sep], [cls, *text, sep, *text, sep]
+    if (tokenizer.encode("a").ids, tokenizer.encode("a", "a").ids) == (framed, pair):
         return None
     tokenizer.no_padding()
     tokenizer.no_truncation()
@@ -293,13 +273,6 @@ def _refused(path: Path, kind: IssueKind, message: str, hint: str | None = None)
 def size(tokenizer: Tokenizer) -> int:
     """Return the rows that an embedding needs: one more than the largest id."""
     return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-
-
-def readable(tokenizer: Tokenizer, token_id: int) -> str | None:
-    """Return a token as text: of byte-level BPE the characters that its bytes stand for."""
-    token = tokenizer.id_to_token(token_id)
-    is_bytes = token is not None and isinstance(tokenizer.decoder, decoders.ByteLevel)
-    return tokenizer.decoder.decode([token]) if is_bytes else token
 
 
 def special_ids(tokenizer: Tokenizer, name: str) -> dict[str, int]:
@@ -332,15 +305,10 @@ def first_ordinary(tokenizer: Tokenizer, specials: dict[str, int]) -> int:
     return 1 + max((i for i in special_ids if i is not None and i < size(tokenizer) / 2), default=-1)
 
 
-def normalizer_json() -> str:
-    """Return `normalizer()` as it stands in a tokenizer.json."""
-    bare = Tokenizer(models.WordPiece(unk_token=UNK))
-    bare.normalizer = normalizer()
-    return json.dumps(json.loads(bare.to_str())["normalizer"])
-
-
 COUNTS = ("letters", "lost_letters", "tokens", "unknown_tokens")  # of a source, as its manifest has them
 BATCH_DOCUMENTS, BATCH_CHARS = 1000, 2**20
+NUM_PERMUTATIONS = 128  # of a MinHash sketch
+SHINGLE_WORDS = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -351,10 +319,7 @@ class Encoding:
     sep: int
     """Id put after every document."""
     unk: int
-    max_tokens_per_char: float
-    near: bool
-    """Also make the MinHash sketches for near dedup."""
-    seed: int
+    options: BuildConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -366,16 +331,14 @@ class EncodedDocuments:
     keys: np.ndarray  # [D] uint64, hash of the text, which decides the split
     contents: np.ndarray  # [D] uint64, hash of the token ids, which duplicates share
     sketches: list[Any]  # [D] rensa.RMinHash, or empty
-    counts: np.ndarray  # [N, len(COUNTS)] int64, of all documents
-    read: int
+    counts: list[int]  # of all documents, in the order of COUNTS
     empty: int
     filtered: int
 
 
 def in_batches(documents: Iterable[str]) -> Iterator[list[str]]:
     """Yield lists of at most BATCH_DOCUMENTS documents and, but for a last one, BATCH_CHARS characters."""
-    batch: list[str] = []
-    chars = 0
+    batch, chars = list[str](), 0
     for text in documents:
         batch.append(text)
         chars += len(text)
@@ -391,7 +354,9 @@ def make_encoder(settings: Encoding) -> Callable[[list[str]], EncodedDocuments]:
     whole = Tokenizer.from_str(settings.tokenizer_json)
     count_letters = loss_counter(whole, settings.unk)
     tree = json.loads(settings.tokenizer_json)
-    has_our_normalizer = tree.get("normalizer") == json.loads(normalizer_json())
+    tokenizer = Tokenizer(models.WordPiece())
+    tokenizer.normalizer = normalizer()
+    has_our_normalizer = tree.get("normalizer") == json.loads(tokenizer.to_str())["normalizer"]
     if has_our_normalizer:  # `normalize` does the same, and is faster
         tree["normalizer"] = None
     tokenizer = Tokenizer.from_str(json.dumps(tree))
@@ -399,16 +364,13 @@ def make_encoder(settings: Encoding) -> Callable[[list[str]], EncodedDocuments]:
         each.no_padding()
         each.no_truncation()
         each.encode_special_tokens = True  # "<mask>" in a text is text
-    sketch = sketcher(settings.seed) if settings.near else None
-    rate = settings.max_tokens_per_char
+    rate, near = settings.options.max_tokens_per_char, settings.options.dedup == "near"
 
     def encode(texts: list[str]) -> EncodedDocuments:
         normalized = [normalize(text) for text in texts] if has_our_normalizer else texts
         rows = [e.ids for e in tokenizer.encode_batch_fast(normalized, add_special_tokens=False)]
-        counts = [
-            (*count_letters(text, row), len(row), row.count(settings.unk))
-            for text, row in zip(texts, rows, strict=True)
-        ]
+        letters, lost = map(sum, zip(*map(count_letters, texts, rows), strict=True))
+        num_tokens, unknown = sum(map(len, rows)), sum(row.count(settings.unk) for row in rows)
         full = [i for i, row in enumerate(rows) if row]
         kept = [i for i in full if not rate or len(rows[i]) < rate * len(texts[i])]
         for i in kept:
@@ -418,18 +380,17 @@ def make_encoder(settings: Encoding) -> Callable[[list[str]], EncodedDocuments]:
         ends = TOKEN_BYTES * np.cumsum(lengths)
         data = ids.tobytes()
         contents = [
-            content_key(data[end - TOKEN_BYTES * n : end], settings.seed)
+            content_key(data[end - TOKEN_BYTES * n : end])
             for end, n in zip(ends.tolist(), lengths.tolist(), strict=True)
         ]
-        sketches = sketch([normalized[i] for i in kept]) if sketch else []
+        sketches = make_sketches([normalized[i] for i in kept]) if near else []
         return EncodedDocuments(
             ids,
             lengths,
-            keys=np.array([document_key(texts[i], settings.seed) for i in kept], np.uint64),
+            keys=np.array([document_key(texts[i]) for i in kept], np.uint64),
             contents=np.array(contents, np.uint64),
             sketches=sketches,
-            counts=np.array(counts, np.int64),
-            read=len(texts),
+            counts=[letters, lost, num_tokens, unknown],
             empty=len(texts) - len(full),
             filtered=len(full) - len(kept),
         )
@@ -437,48 +398,59 @@ def make_encoder(settings: Encoding) -> Callable[[list[str]], EncodedDocuments]:
     return encode
 
 
+def make_sketches(texts: list[str]) -> list[Any]:
+    """Make the MinHash sketch of each text. Raises ConfigError without the package rensa."""
+    shingles = [_shingles(text) for text in texts]
+    sketches: list[Any] = rensa().RMinHash.from_token_sets(shingles, NUM_PERMUTATIONS, 0)
+    return sketches
+
+
+def make_sketch_index(threshold: float) -> Any:
+    """Return an index whose `add` is false of a sketch as similar as the threshold to an earlier one."""
+    return rensa().RMinHashDeduplicator(threshold, NUM_PERMUTATIONS, True, None, 0)
+
+
+def rensa() -> Any:
+    """Import the package rensa. Raises ConfigError where it is not installed."""
+    return require("rensa", "dedup", "data.build.dedup: near")
+
+
+def _shingles(text: str) -> list[str]:
+    words = text.lower().split()
+    return [" ".join(words[i : i + SHINGLE_WORDS]) for i in range(max(1, len(words) - SHINGLE_WORDS + 1))]
+
+
 def encode_all(
-    batches: Iterable[list[str]], settings: Encoding, processes: int
-) -> Generator[EncodedDocuments, None, None]:
-    """Encode batches in `processes` spawned processes (1 = in this one); results in the order of the batches.
+    batches: Iterable[tuple[int, list[str]]], settings: Encoding, processes: int
+) -> Generator[tuple[int, EncodedDocuments], None, None]:
+    """Encode numbered batches in `processes` spawned processes (1 = in this one), in their order.
 
     At most three batches per process are held. The processes end with this one, however it ends.
     """
     if processes == 1:
         encode = make_encoder(settings)
-        for batch in batches:
-            with single_threaded():
-                encoded = encode(batch)
-            yield encoded
+        for index, texts in batches:
+            yield index, encode(texts)
         return
     pool = ProcessPoolExecutor(
         processes, multiprocessing.get_context("spawn"), initializer=_start, initargs=(settings,)
     )
-    pending: collections.deque[Future[EncodedDocuments]] = collections.deque()
+    pending: collections.deque[tuple[int, Future[EncodedDocuments]]] = collections.deque()
+
+    def finished(most: int) -> Iterator[tuple[int, EncodedDocuments]]:
+        while len(pending) > most:
+            index, future = pending.popleft()
+            yield index, future.result()
+
     try:
-        for batch in batches:
-            pending.append(pool.submit(_encode, batch))
-            if len(pending) == 3 * processes:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
+        for index, texts in batches:
+            pending.append((index, pool.submit(_encode, texts)))
+            yield from finished(3 * processes - 1)
+        yield from finished(0)
     except BrokenProcessPool:
         raise RunFailed("a tokenising process died (memory full?); try fewer processes") from None
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-@contextlib.contextmanager
-def single_threaded() -> Iterator[None]:
-    """Switch off the Rust threads of `tokenizers`: many processes or many threads, never both."""
-    before = os.environ.get("TOKENIZERS_PARALLELISM")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    try:
-        yield
-    finally:
-        del os.environ["TOKENIZERS_PARALLELISM"]
-        if before is not None:
-            os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
 def _start(settings: Encoding) -> None:

@@ -28,9 +28,8 @@ from bert_dp.config import ConfigError, FinetuneConfig, Issue
 from bert_dp.config.manifest import WARNED_LOSS, lost_words
 from bert_dp.data import readers
 from bert_dp.data.build import Progress, shown_progress
-from bert_dp.examples.custom import read_table
 from bert_dp.examples.prepare import ExampleEncoder
-from bert_dp.examples.table import Columns
+from bert_dp.examples.table import Columns, read_table
 from bert_dp.exporting import load_exported
 from bert_dp.files.run_facts import is_exported, read_exported, require_loaders
 from bert_dp.measure.matmul_peak import use_all_cores

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bert_dp.config.errors import require
-from bert_dp.config.examples import Metric
+from bert_dp.config.manifest import Metric
 from bert_dp.config.schema import LabelKind
 
 Measure = Callable[[NDArray[Any], NDArray[Any]], Any]

@@ -27,7 +27,6 @@ from bert_dp.config.errors import Count, StoredModel
 from bert_dp.data import readers as inputs
 from bert_dp.data import tokenizer as tokens
 from bert_dp.data.build import Progress, read_documents, source_record
-from bert_dp.data.dedup import document_key
 from bert_dp.data.stream import GOLDEN, U64, hash64, mix64
 from bert_dp.files import SCHEMA_VERSION
 from bert_dp.model import build
@@ -78,7 +77,7 @@ def read(documents: Iterable[str], tokenizer: Tokenizer, special: dict[str, int]
     ids, seen, drawn, hidden, counts, size = [], [], [], [], [], 0
     for batch in tokens.in_batches(documents):
         for text, encoded in zip(batch, tokenizer.encode_batch(batch, add_special_tokens=False), strict=True):
-            key = document_key(text, 0)
+            key = inputs.document_key(text)
             ids_T = np.array([*encoded.ids, special["sep"]], np.uint16)
             seen_T, drawn_T = draw_tokens(ids_T, key, special["mask"], ordinary)
             hidden_T, words = hide_words(text, encoded.offsets, key)

@@ -7,7 +7,6 @@ Row counts, columns and the order of the labels are those of the published data 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import io
 import lzma
 import tarfile
@@ -18,7 +17,7 @@ from typing import Any
 
 from bert_dp.config import ConfigError, Issue
 from bert_dp.config.errors import read_regular
-from bert_dp.config.examples import TRAIN, Metric
+from bert_dp.config.manifest import TRAIN, Metric
 from bert_dp.config.schema import LabelKind
 from bert_dp.data import readers
 from bert_dp.examples.table import (
@@ -146,8 +145,8 @@ class GlueData:
         counts = {split: len(table.rows) for split, table in tables.items()}
         if counts[TRAIN] == task.other_train_rows:
             counts[TRAIN] = task.rows[TRAIN]
-        official, rows = counts.items() <= task.rows.items(), dict(task.rows)
-        return LabelledData(self.task, task.kind, task.labels, task.metrics, tables, rows, official)
+        official = counts.items() <= task.rows.items()
+        return LabelledData(self.task, task.kind, task.labels, task.metrics, tables, official)
 
     def _names(self) -> list[str]:
         return [f"{self.task}/{split}.tsv" for split in TASKS[self.task].rows]
@@ -218,4 +217,4 @@ def _table(name: str, data: bytes, task: GlueDefinition) -> LabelledTable:
         raise data_error(name, "damaged", f"not UTF-8 ({error.reason})", "fetch the file again") from None
     if not rows:
         raise data_error(name, "missing", "holds no example", "fetch the file again")
-    return LabelledTable(name, hashlib.sha256(data).hexdigest(), rows, left_out)
+    return LabelledTable(name, rows, left_out)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 import shutil
@@ -23,46 +22,36 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from bert_dp import files as record
-from bert_dp.config import ConfigError, Issue
-from bert_dp.config.examples import MAX_LENGTH, MIN_LENGTH, TRAIN, ExamplesManifest, read_examples
-from bert_dp.config.manifest import format_of, hash_json, with_hash
+from bert_dp.config import ConfigError
+from bert_dp.config.manifest import TRAIN, ExamplesManifest, format_of, hash_json, read_examples, with_hash
 from bert_dp.config.schema import LabelKind
 from bert_dp.data import readers
 from bert_dp.data import tokenizer as tokens
 from bert_dp.data.build import locked, replaced, run_command
-from bert_dp.data.dedup import document_key
 from bert_dp.evaluation.scores import majority
-from bert_dp.examples.custom import CustomData
 from bert_dp.examples.glue import GlueData, missing
-from bert_dp.examples.store import Examples
-from bert_dp.examples.table import Columns, LabelledData, Row, data_error, to_array
+from bert_dp.examples.table import Columns, CustomData, Examples, LabelledData, Row, data_error, to_array
 
 BATCH_EXAMPLES = 1000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the answer; return the exit code of run_command."""
-    return run_command(functools.partial(answer, argv))
+    return run_command(lambda: answer(argv))
 
 
 def answer(argv: Sequence[str] | None) -> str:
     """Return the prepared directory, or with `missing` the files that GLUE's tasks lack, as JSON. Raises
     ConfigError."""
     parser = argparse.ArgumentParser(prog="python -m bert_dp.examples.prepare")
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    verb = verbs.add_parser("missing")
-    verb.add_argument("--data", type=Path, action="append", required=True)
-    verb = verbs.add_parser("prepare")
-    verb.add_argument("--tokenizer", type=Path, required=True)
-    verb.add_argument("--length", type=int, required=True)
-    verb.add_argument("--dev-share", type=float, default=0.0)
-    data = verb.add_mutually_exclusive_group(required=True)
-    data.add_argument("--task")
-    data.add_argument("--train")
-    verb.add_argument("--data", type=Path, action="append", default=[])
-    for name in ("--dev", "--test", "--text", "--text-pair", "--label"):
-        verb.add_argument(name)
-    verb.add_argument("--kind", choices=get_args(LabelKind))
+    parser.add_argument("verb", choices=["missing", "prepare"])
+    parser.add_argument("--tokenizer", type=Path)
+    parser.add_argument("--length", type=int)
+    parser.add_argument("--dev-share", type=float, default=0.0)
+    parser.add_argument("--data", type=Path, action="append", default=[])
+    for name in ("--task", "--train", "--dev", "--test", "--text", "--text-pair", "--label"):
+        parser.add_argument(name)
+    parser.add_argument("--kind", choices=get_args(LabelKind))
     options = parser.parse_args(argv)
     if options.verb == "missing":
         return json.dumps(missing(options.data))
@@ -89,9 +78,6 @@ def prepare(
     `length`: tokens of the longest example. `dev_share`: of train that becomes dev; 0 = dev is a file.
     Safe when several processes call it at once: one builds, the others wait. Raises ConfigError.
     """
-    if not MIN_LENGTH <= length <= MAX_LENGTH:
-        message = f"{length} is not {MIN_LENGTH} to {MAX_LENGTH} tokens of an example"
-        raise ConfigError([Issue("data.sequence_length", "out_of_range", message, length)])
     if issues := record.cache_issues():
         raise ConfigError(issues)
     facts = {
@@ -104,23 +90,17 @@ def prepare(
     directory = record.cache_root() / f"examples-{hash_json(facts)[:20]}"
     with locked(directory):
         with contextlib.suppress(ConfigError):
-            return directory, _verified(directory)
+            manifest = read_examples(directory)
+            for split in manifest.splits:
+                Examples.open(directory, manifest, split)
+            if readers.file_hash(directory / manifest.tokenizer.file) == manifest.tokenizer.sha256:
+                return directory, manifest
         with replaced(directory) as work:
             labelled = data.read(train_only=dev_share > 0)
             _build(labelled, ExampleEncoder.load(tokenizer, length), tokenizer, dev_share, work)
             if data.identity() != facts["data"]:
                 raise data_error("", "conflict", "a file changed while it was read", "run again")
         return directory, read_examples(directory)
-
-
-def _verified(directory: Path) -> ExamplesManifest:
-    """Read the manifest and check every file. Raises ConfigError."""
-    manifest = read_examples(directory)
-    for split in manifest.splits:
-        Examples.open(directory, manifest, split)
-    if readers.file_hash(directory / manifest.tokenizer.file) != manifest.tokenizer.sha256:
-        raise data_error(str(directory / manifest.tokenizer.file), "damaged", "is another tokenizer")
-    return manifest
 
 
 def _build(
@@ -144,7 +124,6 @@ def _build(
         arrays = Examples(encoded.ids, encoded.offsets, labels.get(split))
         splits[split] = {
             "source": table.name,
-            "source_sha256": table.sha256,
             "file": f"{split}.safetensors",
             "sha256": arrays.save(work / f"{split}.safetensors"),
             "examples": len(table.rows),
@@ -157,7 +136,6 @@ def _build(
             "letters": encoded.letters,
             "lost_letters": encoded.lost_letters,
             "without_tokens": len(encoded.textless),
-            "first_without_tokens": next((table.rows[i].place for i in encoded.textless), None),
         }
     shutil.copyfile(tokenizer, work / "tokenizer.json")
     content = {
@@ -171,7 +149,6 @@ def _build(
         "tokenizer": {"file": "tokenizer.json", "sha256": readers.file_hash(work / "tokenizer.json")},
         "splits": splits,
         "official": labelled.official,
-        "rows": labelled.rows,
         "dev_share": dev_share,
     }
     record.write_json(work / ExamplesManifest.file_name, with_hash(ExamplesManifest, content))
@@ -189,7 +166,7 @@ def _baseline(
 
 def _key(row: Row) -> int:
     """Hash the texts of an example to 64 bits, regardless of case and white space."""
-    return document_key("\0".join(" ".join(text.split()) for text in row.texts), seed=0)
+    return readers.document_key("\0".join(" ".join(text.split()) for text in row.texts))
 
 
 def _with_drawn_dev(labelled: LabelledData, share: float) -> LabelledData:
@@ -210,20 +187,17 @@ def summary(manifest: ExamplesManifest) -> str:
     """Describe a prepared directory in one line."""
     parts = []
     for name, split in manifest.splits.items():
-        published = manifest.rows.get(name) if manifest.official is False else None
-        of = "" if published is None else f" of GLUE's {published:,}"
-        share = split.truncated / split.examples
-        notes = [f"{split.tokens:,} tokens", f"{share:.1%} truncated to {manifest.sequence_length}"]
-        for count, what in (
-            (split.in_train, "also in train"),
-            (split.left_out, "broken rows left out"),
-            (split.without_tokens, "with a text without a token"),
-        ):
-            if count:
-                notes.append(f"{count:,} {what}")
-        parts.append(f"{name} {split.examples:,}{of} examples ({', '.join(notes)})")
-    counts = {None: "", True: "; GLUE's own numbers of rows", False: "; a subset, no GLUE score"}
-    return f"{manifest.task}: {', '.join(parts)}{counts[manifest.official]}"
+        counts = {
+            "tokens": split.tokens,
+            f"truncated to {manifest.sequence_length}": split.truncated,
+            "also in train": split.in_train,
+            "broken rows left out": split.left_out,
+            "with a text without a token": split.without_tokens,
+        }
+        notes = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+        parts.append(f"{name} {split.examples:,} examples ({notes})")
+    official = {None: "", True: "; GLUE's own numbers of rows", False: "; a subset, no GLUE score"}
+    return f"{manifest.task}: {', '.join(parts)}{official[manifest.official]}"
 
 
 @dataclasses.dataclass(frozen=True)

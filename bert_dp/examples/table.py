@@ -1,24 +1,34 @@
-"""Read rows of labelled texts and check the types of their columns. Torch-free."""
+"""Read rows of labelled texts, check the types of their columns, and store encoded examples. Torch-free.
+
+A file of encoded examples holds `ids` uint16 [T], the tokens of all examples one after another; `offsets`
+int64 [n + 1], where each begins and ends; and where they are known `labels`: int64 [n] (single_label), uint8
+[n, L] (multi_label) or float32 [n] (regression).
+"""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
+import hashlib
 import json
 import math
+import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.numpy
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 
 from bert_dp.config import ConfigError, Issue
-from bert_dp.config.errors import IssueKind
-from bert_dp.config.examples import MAX_LABELS, Metric
+from bert_dp.config.errors import IssueKind, read_regular, refusing
+from bert_dp.config.manifest import MAX_LABELS, TRAIN, ExamplesManifest, ExampleSplit, Metric
 from bert_dp.config.schema import LabelKind
+from bert_dp.data import readers
 from bert_dp.data.readers import ABSENT, MAX_DOCUMENT_BYTES, text_of, value_of
-from bert_dp.examples.store import LABEL_TYPES
 
 DIALECTS: dict[str, dict[str, Any]] = {
     "csv": {"delimiter": ",", "strict": True},
@@ -27,11 +37,24 @@ DIALECTS: dict[str, dict[str, Any]] = {
 SEPARATOR_FIX = "the fields of .csv are separated by commas, of .tsv by tabs"
 COLUMN_FIX = f"name it with --text, --text-pair or --label; {SEPARATOR_FIX}"
 SCORES_FIX = "give --kind regression where the labels are scores"
+MAX_BYTES = 2**31  # of a split's file, which is held whole
+LABEL_TYPES = {"single_label": np.int64, "multi_label": np.uint8, "regression": np.float32}
 MAX_NAME = 1000  # characters of a label
-MAX_SHOWN = 8  # names in a message
 MAX_SCORE = float(np.finfo(np.float32).max)
 WHOLE = re.compile(r"([+-]?[0-9]+)\.0+")
 WITH_DECIMALS = re.compile(r"[+-]?([0-9]*\.[0-9]+([eE][+-]?[0-9]+)?|[0-9]+[eE]-[0-9]+)")
+FORMATS = {
+    ".csv": "csv",
+    ".tsv": "tsv",
+    **{suffix: format for suffix, format in readers.FORMATS.items() if format != "text"},
+}
+PAIR = "text_pair"
+HUB_SPLITS = {TRAIN: "train", "dev": "validation", "test": "test"}
+METRICS: dict[LabelKind, tuple[Metric, ...]] = {
+    "single_label": ("accuracy", "f1"),
+    "multi_label": ("f1", "accuracy"),
+    "regression": ("pearson", "spearman"),
+}
 csv.field_size_limit(MAX_DOCUMENT_BYTES)
 
 Label = tuple[str, ...] | float | None
@@ -62,7 +85,6 @@ class LabelledTable:
     """Hold the rows of one file."""
 
     name: str
-    sha256: str
     rows: list[Row]
     left_out: int = 0
     """Broken rows."""
@@ -78,10 +100,87 @@ class LabelledData:
     """Names in the order of the model's outputs; empty of a regression."""
     metrics: tuple[Metric, ...]
     tables: dict[str, LabelledTable]
-    rows: dict[str, int]
-    """GLUE's own number of rows by split; empty of other tasks."""
     official: bool | None
-    """True if the tables have these; None of other tasks."""
+    """True if the tables have GLUE's own numbers of rows; None of other tasks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CustomData:
+    """Name a user's files by split ("train", "dev", "test"), and their columns. A file may be
+    `hub:NAME[:CONFIG]`."""
+
+    files: dict[str, str]
+    columns: Columns
+    kind: LabelKind | None
+    """None: single_label, but scores are refused."""
+    finds_pair: bool = False
+    """Take a column PAIR of train, if there is one, as the second text."""
+
+    def identity(self) -> dict[str, Any]:
+        """Return values that change when a file does, without reading it. Raises ConfigError."""
+        return dataclasses.asdict(self) | {
+            "files": {split: readers.identity(_source(name)) for split, name in self.files.items()}
+        }
+
+    def read(self, *, train_only: bool) -> LabelledData:
+        """Read and check every file. Raises ConfigError."""
+        columns, kind = self.columns, self.kind or "single_label"
+        train = read_table(self.files[TRAIN], columns, TRAIN, kind, finds_pair=self.finds_pair)
+        if len(train.rows[0].texts) > len(columns.texts):
+            columns = dataclasses.replace(columns, texts=(*columns.texts, PAIR))
+        names = label_names(self.kind, train)
+        others = [] if train_only else [split for split in self.files if split != TRAIN]
+        tables = {split: read_table(self.files[split], columns, split, kind) for split in others}
+        return LabelledData("own", kind, names, METRICS[kind], {TRAIN: train, **tables}, None)
+
+
+def read_table(
+    name: str, columns: Columns, split: str, kind: LabelKind = "single_label", *, finds_pair: bool = False
+) -> LabelledTable:
+    """Read the rows of a file. Those of test may have no labels, but then none of them has one.
+    `finds_pair`: a column PAIR is the second text. Raises ConfigError."""
+    source, is_test = _source(name), split == "test"
+    rows: list[Row] = []
+    for place, record in _records(source, columns, split):
+        if finds_pair and not rows and isinstance(record, dict) and PAIR in record:
+            columns = dataclasses.replace(columns, texts=(*columns.texts, PAIR))
+        row = make_row(name, place, record, columns, kind, is_test=is_test)
+        if not all(text.strip() for text in row.texts):
+            raise data_error(name, "missing", f"{place}: a text is empty", "drop the row")
+        rows.append(row)
+    if not rows:
+        raise data_error(name, "missing", "holds no example")
+    if is_test and all(row.label in (None, ()) for row in rows):
+        rows = [dataclasses.replace(row, label=None) for row in rows]
+    elif bare := next((row.place for row in rows if row.label is None), None):
+        message = f"{bare} has no label, but others have one"
+        raise data_error(name, "missing", message, "label all rows or none")
+    return LabelledTable(source.path.name if source.path else name, rows)
+
+
+def _source(name: str) -> readers.Source:
+    if name.startswith("hub:"):
+        return readers.Source(name)
+    path = Path(os.path.expanduser(name))
+    if path.exists() and not path.is_file():
+        raise data_error(name, "wrong_type", "is not a regular file", "name a file of examples")
+    if (suffix := readers.suffixes(path)[0]) not in FORMATS:
+        message = f"is no table; known suffixes are {', '.join(FORMATS)}"
+        raise data_error(name, "unsupported", message, "convert it")
+    return readers.Source(name, path, FORMATS[suffix])
+
+
+def _records(source: readers.Source, columns: Columns, split: str) -> Iterator[tuple[str, Any]]:
+    """Yield the place and record of every row. Raises ConfigError."""
+    if source.path is None or source.format not in DIALECTS:
+        yield from readers.records(source, [*columns.texts, columns.label, PAIR], HUB_SPLITS[split])
+        return
+    lines = (line + "\n" for _, line in readers.lines(source.path))
+    for place, record, surplus in read_delimited(source.name, lines, source.format, columns):
+        if surplus:
+            message = f"{place} has {abs(surplus)} fields {'more' if surplus > 0 else 'less'} than the header"
+            raise data_error(source.name, "damaged", message, "correct it")
+        yield place, record
 
 
 def data_error(
@@ -107,7 +206,9 @@ def read_delimited(
             place, end = f"line {end + 1}", reader.line_num
             if not header:
                 header = fields
-                _check_header(name, header, columns)
+                if twice := [c for c in (*columns.texts, columns.label) if header.count(c) > 1]:
+                    message = f"the header names {twice[0]!r} twice"
+                    raise data_error(name, "conflict", message, "rename one", twice[0])
             elif len(header) == 1 or len(fields) > 1 or "".join(fields).strip():
                 fields = fields or [""]
                 yield place, dict(zip(header, fields, strict=False)), len(fields) - len(header)
@@ -116,36 +217,13 @@ def read_delimited(
         raise data_error(name, "damaged", f"line {end + 1} is not {format.upper()} ({error})", fix) from None
 
 
-def _check_header(name: str, header: Sequence[str], columns: Columns) -> None:
-    if not "".join(header).strip():
-        fix = "begin the file with the names of its columns"
-        raise data_error(name, "missing", "no header in line 1", fix)
-    for column in columns.texts:
-        if column not in header:
-            raise no_column(name, "line 1", column, header)
-    for column in (*columns.texts, columns.label):
-        if header.count(column) > 1:
-            raise data_error(name, "conflict", f"the header names {column!r} twice", "rename one", column)
-
-
-def no_column(name: str, place: str, column: str, names: Iterable[str]) -> ConfigError:
-    """Return the error of a file that lacks a column."""
-    message = f"{place}: no column {column!r} (got {shown(names)})"
-    return data_error(name, "missing", message, COLUMN_FIX, column)
-
-
-def shown(names: Iterable[str]) -> str:
-    """Quote the first of the names for a message."""
-    every = list(map(repr, names))
-    return ", ".join(every[:MAX_SHOWN]) + (f" and {len(every) - MAX_SHOWN} more" if every[MAX_SHOWN:] else "")
-
-
 def make_row(name: str, place: str, record: Any, columns: Columns, kind: LabelKind, *, is_test: bool) -> Row:
     """Check the types of a record's texts and label. A test set may have no labels. Raises ConfigError."""
     texts = tuple(text_of(record, column, name, place, COLUMN_FIX) for column in columns.texts)
     cell = value_of(record, columns.label) if columns.label else None
     if cell is ABSENT and not is_test:
-        raise no_column(name, place, columns.label, record)
+        message = f"{place} has no label {columns.label!r} (got keys {sorted(record)[:8]})"
+        raise data_error(name, "missing", message, COLUMN_FIX, columns.label)
     is_blank = isinstance(cell, str) and not cell.strip() and kind != "multi_label"
     if not columns.label or (is_test and (cell is ABSENT or cell is None or is_blank)):
         return Row(place, texts, None)
@@ -232,7 +310,7 @@ def to_array(kind: LabelKind, names: Sequence[str], table: LabelledTable) -> NDA
     for row in table.rows:
         assert isinstance(row.label, tuple)
         if unknown := [name for name in row.label if name not in index]:
-            message = f"{row.place}: label {unknown[0]!r} is none of train's {shown(names)}"
+            message = f"{row.place}: label {unknown[0]!r} is none of train's {[*names[:8]]}"
             is_score = WITH_DECIMALS.fullmatch(unknown[0])
             fix = SCORES_FIX if is_score else "correct it, or add such examples to train"
             raise data_error(table.name, "unknown", message, fix, unknown[0])
@@ -243,3 +321,77 @@ def to_array(kind: LabelKind, names: Sequence[str], table: LabelledTable) -> NDA
     for ones, of_row in zip(labels, indices, strict=True):
         ones[of_row] = 1
     return labels
+
+
+@dataclasses.dataclass(frozen=True)
+class Examples:
+    """Hold the n examples of a split."""
+
+    ids: NDArray[np.uint16]  # [T]
+    offsets: NDArray[np.int64]  # [n + 1]
+    labels: NDArray[Any] | None  # as LABEL_TYPES says; None where the split has none
+
+    @classmethod
+    def open(cls, directory: Path, manifest: ExamplesManifest, split: str) -> Examples:
+        """Read a split of a prepared directory.
+
+        Raises ConfigError for a split that the manifest lacks and for a file that is not as it says.
+        """
+        if split not in manifest.splits:
+            message = f"no split {split!r}, only {', '.join(manifest.splits)}"
+            raise ConfigError([Issue(str(directory), "unknown", message, split)])
+        entry = manifest.splits[split]
+        path = directory / entry.file
+        with refusing(str(path), hint=manifest.hint):
+            data = read_regular(path, MAX_BYTES)
+            if hashlib.sha256(data).hexdigest() != entry.sha256:
+                raise ValueError("its SHA-256 is another one")
+            try:
+                arrays = safetensors.numpy.load(data)
+                examples = cls(arrays["ids"], arrays["offsets"], arrays.get("labels"))
+            except (SafetensorError, KeyError) as error:
+                raise ValueError(f"holds no examples ({error})") from None
+            if not examples._fits(manifest, entry):
+                raise ValueError(f"its arrays are not as {manifest.file_name} says")
+        return examples
+
+    def _fits(self, manifest: ExamplesManifest, entry: ExampleSplit) -> bool:
+        """Compare types, shapes and ranges of the arrays with the manifest."""
+        ids, offsets, labels = self.ids, self.offsets, self.labels
+        count, names = entry.examples, len(manifest.labels)
+        if (ids.dtype, ids.shape) != (np.uint16, (entry.tokens,)) or ids.max() >= manifest.vocab_size:
+            return False
+        if (offsets.dtype, offsets.shape) != (np.int64, (count + 1,)) or offsets[-1] != entry.tokens:
+            return False
+        if offsets[0] or not 2 <= self.lengths.min() <= self.lengths.max() <= manifest.sequence_length:
+            return False
+        if labels is None or not entry.has_labels:
+            return labels is None and not entry.has_labels
+        shape = (count, names) if manifest.kind == "multi_label" else (count,)
+        if (labels.dtype, labels.shape) != (LABEL_TYPES[manifest.kind], shape):
+            return False
+        if manifest.kind == "regression":
+            return bool(np.isfinite(labels).all())
+        most = 1 if manifest.kind == "multi_label" else names - 1
+        return bool(0 <= labels.min() <= labels.max() <= most)
+
+    def save(self, path: Path) -> str:
+        """Write the file; returns its SHA-256."""
+        arrays: dict[str, NDArray[Any]] = {"ids": self.ids, "offsets": self.offsets}
+        if self.labels is not None:
+            arrays["labels"] = self.labels
+        data = safetensors.numpy.save(arrays)
+        path.write_bytes(data)
+        return hashlib.sha256(data).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Return the number of tokens of each example, [n]."""
+        return np.diff(self.offsets)
+
+    def tokens(self, index: int) -> NDArray[np.uint16]:
+        """Return the token ids of an example, <cls> first."""
+        return self.ids[self.offsets[index] : self.offsets[index + 1]]

@@ -23,7 +23,7 @@ from bert_dp import cost, files
 from bert_dp.config import Config, ConfigError, read_examples
 from bert_dp.data.stream import TensorBatch, TrainingStream, hash64, key32, permute
 from bert_dp.evaluation.scores import score
-from bert_dp.examples.store import Examples
+from bert_dp.examples.table import Examples
 from bert_dp.model.classifier import Classifier, build_classifier
 from bert_dp.model.kernels import widened
 from bert_dp.tasks import LENGTH_MULTIPLE, Context, DatasetInfo

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 
 from bert_dp import files
 from bert_dp.config import ExamplesManifest, peak_lr
-from bert_dp.config.examples import Metric
+from bert_dp.config.manifest import Metric
 from bert_dp.files.models import HeldOut, StoredModel
 from launcher.evaluate.finetune import Pretrained
 from launcher.results import Measurement

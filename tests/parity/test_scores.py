@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from bert_dp.config import read_examples, resolve
-from bert_dp.examples.store import Examples
+from bert_dp.examples.table import Examples
 from bert_dp.files import PREDICTIONS
 from bert_dp.tasks.finetune import Finetuning
 from tests.example_files import label_names, write_examples

@@ -308,7 +308,7 @@ IDLE = {
     "data.path=/x data.tokenizer=/t data.build.normalize=false data.build.dedup=near": (
         "data.tokenizer data.sources data.build.normalize data.sources data.build.dedup data.sources"
     ),
-    "data.tokenizer=/t data.build.normalize=false data.build.tokenizer_model=bpe": (
+    "data.tokenizer=/t data.build.normalize=false data.build.tokenizer_model=byte_bpe": (
         "data.build.normalize data.tokenizer data.build.tokenizer_model data.tokenizer"
     ),
     "data.tokenizer=/t": "",

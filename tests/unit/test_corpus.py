@@ -7,12 +7,10 @@ import json
 import math
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +21,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from bert_dp import files as record
-from bert_dp.config import BuildConfig, Config, ConfigError, Issue, read_manifest
+from bert_dp.config import Config, Issue, read_manifest
 from bert_dp.config.manifest import Split
 from bert_dp.config.schema import MIN_BYTE_VOCAB_SIZE
-from bert_dp.data import build as atomic_directory
 from bert_dp.data import build as builder
-from bert_dp.data import build as pipeline
-from bert_dp.data import dedup, readers, shards, tokenizer
+from bert_dp.data import readers, shards, tokenizer
 from bert_dp.data.build import Progress
 from launcher.job import input_issues
 from tests.e2e import cli
@@ -73,17 +69,20 @@ def out(source: str, tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
+def config(*sources: str, vocab_size: int = VOCAB, **extra: Any) -> Config:
+    data = {"sources": sources, "sequence_length": LENGTH, "build": PLAIN, **extra}
+    return make_config(data=data, model={"vocab_size": vocab_size})
+
+
 def make(
     source: str | list[str], out: Path, *, progress: Progress | None = None, **options: Any
 ) -> dict[str, Any]:
     """`options`: of the request, and of how text becomes shards."""
-    request = {"processes": 1, "vocab_size": VOCAB, "sequence_length": LENGTH}
-    for name in (*request, "tokenizer", "seed", "force"):
-        if name in options:
-            request[name] = options.pop(name)
-    items = [source] if isinstance(source, str) else source
-    built = builder.build(items, out, BuildConfig(**{**PLAIN, **options}), progress=progress, **request)
-    return built.model_dump()
+    request = {name: options.pop(name, default) for name, default in (("processes", 1), ("force", False))}
+    vocab_size, tokenizer = options.pop("vocab_size", VOCAB), options.pop("tokenizer", None)
+    sources = [source] if isinstance(source, str) else source
+    asked = config(*sources, vocab_size=vocab_size, tokenizer=tokenizer, build={**PLAIN, **options})
+    return builder.build(asked, out, progress=progress, **request).model_dump()
 
 
 def refusal(source: str | list[str], out: Path, **options: Any) -> Issue:
@@ -100,14 +99,14 @@ def split(out: Path, name: str) -> np.ndarray:
     return np.concatenate(parts).reshape(-1, LENGTH)
 
 
-def restated(out: Path, docs: list[str], fraction: float, *, seed: int = 0) -> dict[str, list[int]]:
+def restated(out: Path, docs: list[str], fraction: float) -> dict[str, list[int]]:
     """The pipeline said again, one document at a time, with the saved tokenizer as it is."""
     tok = Tokenizer.from_file(str(out / "tokenizer.json"))
     tok.encode_special_tokens = True
     streams: dict[str, list[int]] = {"train": [], "held_out": []}
     seen = set()
     for doc in docs:
-        key = dedup.document_key(doc, seed)
+        key = readers.document_key(doc)
         ids = tok.encode(doc, add_special_tokens=False).ids
         if key in seen or not ids:
             continue
@@ -117,21 +116,18 @@ def restated(out: Path, docs: list[str], fraction: float, *, seed: int = 0) -> d
 
 
 def test_packing_is_exact(tmp_path: Path) -> None:
+    """A special token in a text is text."""
     docs = [*prose(300), *(f"{doc} <mask> <pad> <cls> <s>" for doc in prose(50, seed=1))]
     manifest = make(write(tmp_path / "a.txt", docs), tmp_path / "out")
     streams = restated(tmp_path / "out", docs, 0.1)
     for name, ids in streams.items():
         rows = split(tmp_path / "out", name)
         assert rows.ravel().tolist() == ids
-        assert manifest[name]["sequences"] == len(rows)
-        assert manifest[name]["tokens"] == rows.size
-    assert not {0, 1, 2, 4, 6} & {*streams["train"], *streams["held_out"]}, (
-        "a special token in a text is text"
-    )
+        assert (manifest[name]["sequences"], manifest[name]["tokens"]) == (len(rows), rows.size)
+    assert not {0, 1, 2, 4, 6} & {*streams["train"], *streams["held_out"]}
     assert manifest["train"]["documents"] + manifest["held_out"]["documents"] == len(docs)
     assert manifest["special_tokens"] == {"pad": 0, "unk": 3, "cls": 4, "sep": 5, "mask": 6}
     assert manifest["num_special"] == 7
-    assert manifest["dtype"] == "uint16"
     size, train = manifest["vocab_size"], streams["train"]
     nats = [-math.log((train.count(token) + 1) / (len(train) + size)) for token in streams["held_out"]]
     assert manifest["unigram_entropy_nats"] == pytest.approx(sum(nats) / len(nats), rel=1e-12)
@@ -161,104 +157,47 @@ def test_shard_writer_against_plain_lists(
     assert all(s["sha256"] == readers.file_hash(directory / s["file"]) for s in writer.shards)
 
 
-@pytest.mark.parametrize("kind", ["wordpiece", "bpe", "byte_bpe"])
-def test_the_number_of_processes_changes_nothing(
+@pytest.mark.parametrize("kind", ["wordpiece", "byte_bpe"])
+def test_neither_processes_nor_the_directory_of_the_source_change_anything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr(tokenizer, "BATCH_DOCUMENTS", 37)
     docs = prose(400) + prose(50)
-    source = write(tmp_path / "a.txt", docs)
     options = {"tokenizer_model": kind, "max_tokens_per_char": 0.5}
-    one = make(source, tmp_path / "one", processes=1, **options)
-    two = make(source, tmp_path / "two", processes=2, **options)
+    (tmp_path / "elsewhere").mkdir()
+    one = make(write(tmp_path / "a.txt", docs), tmp_path / "one", processes=1, **options)
+    two = make(write(tmp_path / "elsewhere/a.txt", docs), tmp_path / "two", processes=2, **options)
     assert one == two
+    assert str(tmp_path) not in json.dumps(one)
     assert one["dropped"]["exact_duplicate"] == 50
     for name in ("tokenizer.json", "train-00000.bin", "held_out-00000.bin"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 
 
-def test_the_directory_of_the_source_changes_nothing(tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    first = make(write(tmp_path / "a.txt", prose(100)), tmp_path / "one")
-    assert make(write(tmp_path / "elsewhere/a.txt", prose(100)), tmp_path / "two") == first
-    assert str(tmp_path) not in json.dumps(first)
-
-
-def test_held_out_is_disjoint_and_does_not_depend_on_order(tmp_path: Path) -> None:
-    docs = prose(200)
-    shuffled = random.Random(1).sample(docs, len(docs)) + [d.upper() for d in docs[:50]]
-    first = make(write(tmp_path / "a.txt", docs), tmp_path / "a")
-    second = make(write(tmp_path / "b.txt", shuffled), tmp_path / "b")
-    assert first["held_out"]["documents"] == second["held_out"]["documents"] > 0
-    assert second["dropped"]["exact_duplicate"] == 50
-    other = make(write(tmp_path / "a.txt", docs), tmp_path / "c", seed=7)
-    assert (tmp_path / "a/held_out-00000.bin").read_bytes() != (
-        tmp_path / "c/held_out-00000.bin"
-    ).read_bytes()
-    assert other["build"]["seed"] == 7
-
-
-def test_whole_books_are_held_out_where_a_blank_line_ends_one(tmp_path: Path) -> None:
-    """Twenty books of ten lines, each line with its book's word."""
-    books = [[f"{line} book{i:02d}" for line in prose(10, seed=i)] for i in range(20)]
-    path = tmp_path / "a.txt"
-    path.write_text("\n\n".join("\n".join(lines) for lines in books))
-    shared = {}
-    for documents in ("line", "blank_line"):
-        manifest = make(str(path), tmp_path / documents, documents=documents, held_out_fraction=0.3)
-        tok = Tokenizer.from_file(str(tmp_path / documents / "tokenizer.json"))
-        train, held_out = (
-            set(re.findall(r"book\d\d", tok.decode(split(tmp_path / documents, name).ravel().tolist())))
-            for name in ("train", "held_out")
-        )
-        shared[documents] = len(train & held_out)
-        assert (manifest["build"].get("documents") == "blank_line") == (documents == "blank_line")
-        total = manifest["train"]["documents"] + manifest["held_out"]["documents"]
-        assert total == {"line": 200, "blank_line": 20}[documents]
-        assert len(train | held_out) == 20
-    assert shared["line"] > 10
-    assert shared["blank_line"] == 0
-
-
 @pytest.mark.parametrize(
-    ("fraction", "with_others", "refused", "warned"),
-    [
-        (0.3, False, ("out_of_range", "data.sequence_length"), ""),
-        (0.4, False, ("conflict", "data.build.held_out_fraction"), ""),
-        (0.4, True, ("conflict", "data.build.held_out_fraction"), ""),
-        (0.05, True, None, "warning: one document has 87% of the tokens"),
-        (0.0, False, None, ""),
-    ],
+    ("fraction", "with_others", "refused"),
+    [(0.3, False, True), (0.4, False, True), (0.4, True, True), (0.05, True, False), (0.0, False, False)],
 )
 def test_a_file_without_blank_lines_is_one_document_and_no_silent_split(
-    tmp_path: Path, fraction: float, with_others: bool, refused: tuple[str, str] | None, warned: str
+    tmp_path: Path, fraction: float, with_others: bool, refused: bool
 ) -> None:
     """The hash of its text puts it among the 40 % but not the 30 % that are held out."""
     (tmp_path / "whole.txt").write_text("\n".join(prose(400, seed=6)))
     (tmp_path / "others.txt").write_text("\n\n".join(prose(60)))
     files = [str(tmp_path / f"{name}.txt") for name in ("whole", *(["others"] if with_others else []))]
-    told: list[str] = []
     options: dict[str, Any] = {"documents": "blank_line", "held_out_fraction": fraction}
-    if refused:
-        issue = refusal(files, tmp_path / "out", **options)
-        assert (issue.setting, issue.kind, issue.other) == ("data.sources", *refused)
+    if not refused:
+        assert make(files, tmp_path / "out", **options)["train"]["sequences"]
         return
-    make(files, tmp_path / "out", progress=lambda stage, done, total: told.append(stage), **options)
-    warnings = [stage for stage in told if stage.startswith("warning")]
-    assert len(warnings) == bool(warned)
-    assert all(warning.startswith(warned) for warning in warnings)
-
-
-def test_no_held_out_on_request(tmp_path: Path) -> None:
-    manifest = make(write(tmp_path / "a.txt", prose(50)), tmp_path / "out", held_out_fraction=0.0)
-    assert manifest["held_out"] == {"sequences": 0, "tokens": 0, "documents": 0, "shards": []}
-    assert manifest["unigram_entropy_nats"] is None
+    issue = refusal(files, tmp_path / "out", **options)
+    assert (issue.setting, issue.kind) == ("data.sources", "out_of_range")
+    assert issue.other == "data.build.held_out_fraction"
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 60), max_size=20), max_size=12))
 def test_exact_filter_against_a_set(batches: list[list[int]]) -> None:
-    is_new = dedup.exact_filter()
+    is_new = builder.exact_filter()
     seen: set[int] = set()
     for batch in batches:
         expected = []
@@ -269,19 +208,20 @@ def test_exact_filter_against_a_set(batches: list[list[int]]) -> None:
 
 
 def test_near_dedup_drops_the_later_document(tmp_path: Path) -> None:
+    """A sketch belongs to its document, not to its place among those that are left by exact dedup."""
     pytest.importorskip("rensa")
     rng = random.Random(0)
     docs = [" ".join(rng.choices(WORDS, k=120)) for _ in range(60)]
-    edited = [" ".join([*d.split()[:118], "other", "end"]) for d in docs[:20]]
-    source = write(tmp_path / "a.txt", docs + edited + docs[:5])
+    edited = [" ".join([*d.split()[:118], "other", "end"]) for d in docs[-20:]]
+    source = write(tmp_path / "a.txt", [docs[0], *docs, *docs[:4], *edited])
     manifest = make(source, tmp_path / "near", dedup="near", held_out_fraction=0.2)
     assert manifest["dropped"]["exact_duplicate"] == 5
-    assert 18 <= manifest["dropped"]["near_duplicate"] <= 20
+    assert manifest["dropped"]["near_duplicate"] == 20
+    for name, ids in restated(tmp_path / "near", docs, 0.2).items():
+        assert split(tmp_path / "near", name).ravel().tolist() == ids
     two = make(source, tmp_path / "two", dedup="near", held_out_fraction=0.2, processes=2)
     assert two["hash"] == manifest["hash"]
-    for kind, dropped in (("exact", 5), ("none", 0)):
-        manifest = make(source, tmp_path / kind, dedup=kind, held_out_fraction=0.2)
-        assert manifest["dropped"]["exact_duplicate"] == dropped
+    assert make(source, tmp_path / "none", dedup="none")["dropped"]["exact_duplicate"] == 0
 
 
 def test_near_dedup_goes_by_its_threshold(tmp_path: Path) -> None:
@@ -295,52 +235,23 @@ def test_near_dedup_goes_by_its_threshold(tmp_path: Path) -> None:
     assert {threshold: each["near_duplicate"] for threshold, each in dropped.items()} == {0.2: 1, 0.9: 0}
 
 
-def test_near_dedup_stays_in_step_after_an_exact_duplicate(tmp_path: Path) -> None:
-    """A sketch belongs to its document, not to its place among those that are left."""
-    pytest.importorskip("rensa")
-    rng = random.Random(1)
-    docs = [" ".join(rng.choices(WORDS, k=120)) for _ in range(40)]
-    near = " ".join([*docs[39].split()[:118], "other", "end"])
-    order = [docs[0], docs[0], *docs[1:], near]  # exact duplicate first, near one last
-    manifest = make(write(tmp_path / "a.txt", order), tmp_path / "out", dedup="near", held_out_fraction=0.2)
-    assert manifest["dropped"]["exact_duplicate"] == manifest["dropped"]["near_duplicate"] == 1
-    for name, ids in restated(tmp_path / "out", docs, 0.2).items():
-        assert split(tmp_path / "out", name).ravel().tolist() == ids, (
-            "the later of the two is the one that went"
-        )
-
-
-def _appended(path: Path) -> None:
-    with path.open("a") as file:
-        file.write("one more document\n")
-
-
-@pytest.mark.parametrize("change", [_appended, Path.unlink])
 @pytest.mark.parametrize("when", ["read", "train tokenizer", "tokenize"])
-def test_a_source_that_changes_while_it_is_read_is_refused(
-    tmp_path: Path, change: Callable[[Path], None], when: str
-) -> None:
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path: Path, when: str, gone: bool) -> None:
     """What the manifest says of a source is what was read: nothing is left of a build that cannot say so."""
-    source, done = tmp_path / "a.txt", False
-    write(source, prose(100))
+    source = Path(write(tmp_path / "a.txt", prose(100)))
+    stages: list[str] = []
 
     def touch(stage: str, *_: object) -> None:
-        nonlocal done
-        if stage == when and not done:
-            change(source)
-            done = True
+        if stage == when and stage not in stages:
+            source.unlink() if gone else os.utime(source, ns=(0, 0))
+        stages.append(stage)
 
     (issue,) = raised_issues(make, str(source), tmp_path / "out", progress=touch)
-    assert done
-    gone = change is Path.unlink
-    assert (issue.setting, issue.kind) == (
-        (str(source), "not_found") if gone else ("data.sources", "conflict")
-    )
-    assert not (tmp_path / "out").exists()
-    assert not list(tmp_path.glob(".out.building-*"))
-    write(source, prose(100))
-    manifest = make(str(source), tmp_path / "out")
-    assert manifest["sources"][0]["sha256"] == readers.file_hash(source)
+    assert when in stages
+    expected = (str(source), "not_found") if gone else ("data.sources", "conflict")
+    assert (issue.setting, issue.kind) == expected
+    assert not list(tmp_path.glob("*out*"))
 
 
 def test_near_dedup_without_rensa(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,12 +305,6 @@ def test_python_normalisation_is_the_tokenizers_for_every_character() -> None:
         assert tokenizer.normalize(text) == rust.normalize_str(text), hex(start)
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.text("aAé'`\"  .ßİK\n\t\0<>-\u00a0\u00bd1\u2014\u0301\ufb01\u2019", max_size=30))
-def test_python_normalisation_is_the_tokenizers(text: str) -> None:
-    assert tokenizer.normalize(text) == tokenizer.normalizer().normalize_str(text)
-
-
 # White_Space of Unicode 15.1, PropList.txt
 UNICODE_WHITE_SPACE = [
     *(*range(9, 14), 0x20, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F, 0x205F, 0x3000)
@@ -434,16 +339,6 @@ def test_normal_form_keeps_word_boundaries(text: str, normal: str) -> None:
     assert tokenizer.normalize(text) == tokenizer.normalizer().normalize_str(text) == normal
 
 
-def test_offsets_stay_those_of_the_text() -> None:
-    text = "caf\u00e9 1\u00bd \u00bd\u00bd hello\u2014w\ufb03 stra\u00dfe"
-    trained = tokenizer.train([text] * 9, model="wordpiece", vocab_size=200, with_normalizer=True)
-    encoded = trained.encode(text, add_special_tokens=False)
-    ends = {token: text[a:b] for token, (a, b) in zip(encoded.tokens, encoded.offsets, strict=True)}
-    assert ends["hello"] == "hello"
-    assert ends["-"] == "\u2014"
-    assert ends["strasse"] == "stra\u00dfe"
-
-
 @settings(max_examples=100, deadline=None)
 @given(st.text("aZ 1.\u00e9\u043c\u4e2d\u00e6\u0142\u20ac\u0301\ufb01", max_size=30))
 def test_lost_letters_against_one_character_at_a_time(text: str) -> None:
@@ -468,12 +363,10 @@ def russian(num: int) -> list[str]:
 @pytest.mark.parametrize(
     ("source_docs", "options", "refused"),
     [
-        ([russian(100)], {}, True),
         ([[f"{a} {b}" for a, b in zip(prose(100), russian(100), strict=True)]], {}, True),
         ([prose(900), russian(30)], {}, True),  # a small source among others
         ([[*prose(900), *russian(10)]], {}, False),
         ([russian(200)], {"normalize": False}, False),
-        ([russian(200)], BYTES, False),
         ([[f"{i} " + "\u4e2d\u6587\u8a9e" * (i % 7 + 2) for i in range(200)]], BYTES, False),
     ],
 )
@@ -490,33 +383,27 @@ def test_a_source_that_loses_much_is_refused(
         assert issue.message.startswith(f"{len(files) - 1}.txt: ")
         assert issue.value > 0.2
         assert "tokenizer_model=byte_bpe" in (issue.hint or "")
-        assert sorted(tmp_path.iterdir()) == sorted(map(Path, files)), "nothing half-written"
         return
-    manifest = make(files, tmp_path / "out", **options)
-    for docs, counted in zip(source_docs, manifest["sources"], strict=True):
-        letters = [c for c in "".join(docs) if c.isalpha()]
-        assert counted["letters"] == len(letters)
-        normalized = options.get("normalize", True)
-        assert counted["lost_letters"] == (sum(not c.isascii() for c in letters) if normalized else 0)
-        assert counted["unknown_tokens"] == 0
-        share = counted["lost_letters"] / counted["letters"]
-        assert any(line.startswith("warning: 0.txt") for line in told) == (share > 0.01)
+    (counted,) = make(files, tmp_path / "out", **options)["sources"]
+    letters = [c for c in "".join(source_docs[0]) if c.isalpha()]
+    lost = sum(not c.isascii() for c in letters) if options.get("normalize", True) else 0
+    assert (counted["letters"], counted["lost_letters"]) == (len(letters), lost)
+    assert counted["unknown_tokens"] == 0
+    assert any(line.startswith("warning: 0.txt") for line in told) == (lost > 0.01 * len(letters))
 
 
-def test_unknown_tokens_are_counted_for_every_tokenizer(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("foreign", "refused"), [(0, False), (1, False), (6, True)])
+def test_unknown_tokens_are_counted_for_every_tokenizer(tmp_path: Path, foreign: int, refused: bool) -> None:
     """Of a given tokenizer whose words are WORDS and a full stop."""
-    specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    path = bert_like(tmp_path / "t.json", specials)
+    path = bert_like(tmp_path / "t.json", ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"])
     known = [" ".join(random.Random(i).choices(WORDS, k=20)) for i in range(100)]
-    for foreign, refused in ((0, False), (1, False), (6, True)):
-        docs = [text + " foreign" * foreign for text in known]
-        source = write(tmp_path / f"{foreign}.txt", docs)
-        if refused:
-            issue = refusal(source, tmp_path / str(foreign), tokenizer=path)
-            assert (issue.setting, issue.kind) == ("data.sources", "out_of_range")
-            assert "data.tokenizer" in (issue.hint or "")
-            continue
-        (counted,) = make(source, tmp_path / str(foreign), tokenizer=path)["sources"]
+    source = write(tmp_path / "a.txt", [text + " foreign" * foreign for text in known])
+    if refused:
+        issue = refusal(source, tmp_path / "out", tokenizer=path)
+        assert (issue.setting, issue.kind) == ("data.sources", "out_of_range")
+        assert "data.tokenizer" in (issue.hint or "")
+    else:
+        (counted,) = make(source, tmp_path / "out", tokenizer=path)["sources"]
         assert (counted["tokens"], counted["unknown_tokens"]) == (100 * (20 + foreign), 100 * foreign)
 
 
@@ -531,9 +418,8 @@ def test_letters_in_unknown_tokens_are_lost(tmp_path: Path, normalize: bool) -> 
     assert counted["unknown_tokens"] == 1
     assert (counted["letters"], counted["lost_letters"]) == (letters, len(word))
     docs = [f"{doc} {word * 9}" for doc in docs]  # 0.3 % of the tokens, over 20 % of the letters
-    with pytest.raises(ConfigError, match="tokenizer_model=byte_bpe"):
-        make(write(tmp_path / "b.txt", docs), tmp_path / "refused", normalize=normalize)
-    assert not (tmp_path / "refused").exists()
+    issue = refusal(write(tmp_path / "b.txt", docs), tmp_path / "refused", normalize=normalize)
+    assert (issue.setting, issue.kind) == ("data.sources", "out_of_range")
 
 
 def test_sources_are_counted_apart_whatever_the_batches(
@@ -561,29 +447,17 @@ def test_duplicates_are_documents_of_the_same_tokens(tmp_path: Path) -> None:
     assert make(cased, tmp_path / "e", normalize=False)["dropped"]["exact_duplicate"] == 0
 
 
-@pytest.mark.parametrize("normalize", [False, True])
-def test_byte_level_bpe_keeps_every_text(normalize: bool) -> None:
+def test_byte_level_bpe_keeps_every_text() -> None:
     docs = [*prose(100), *russian(100), "\u4e2d\u6587\u8a9e\U0001f600 a  b\t"]
-    trained = tokenizer.train(docs, model="byte_bpe", vocab_size=400, with_normalizer=normalize)
-    assert [trained.id_to_token(i) for i in range(7)] == list(tokenizer.SPECIALS)
+    trained = tokenizer.train(docs, model="byte_bpe", vocab_size=400, with_normalizer=False)
     assert tokenizer.size(trained) == 400
-    for text in docs:
-        kept = tokenizer.normalize(text) if normalize else text
-        assert trained.decode(trained.encode(text).ids) == kept
+    assert [trained.decode(trained.encode(text).ids) for text in docs] == docs
     only_bytes = tokenizer.train(docs, model="byte_bpe", vocab_size=263, with_normalizer=False)
     assert tokenizer.size(only_bytes) == MIN_BYTE_VOCAB_SIZE
     assert len(only_bytes.encode("\u4e2d", add_special_tokens=False).ids) == 3
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.text("aB é\t\n\xa0\u2003\x1f\u0130", max_size=12), st.integers(0, 3))
-def test_document_key_ignores_case_and_white_space_only(text: str, seed: int) -> None:
-    plain = " ".join(text.lower().split())
-    assert dedup.document_key(text, seed) == dedup.document_key(plain, seed)
-    assert dedup.document_key(text + "x", seed) != dedup.document_key(text, seed)
-
-
-@pytest.mark.parametrize("kind", ["wordpiece", "bpe", "byte_bpe"])
+@pytest.mark.parametrize("kind", ["wordpiece", "byte_bpe"])
 @pytest.mark.parametrize("with_normalizer", [True, False])
 def test_training_is_deterministic_and_saved_whole(kind: Any, with_normalizer: bool) -> None:
     docs = [*prose(200), "Ünïcode “quotes” ``tex''"]
@@ -601,16 +475,10 @@ def test_training_is_deterministic_and_saved_whole(kind: Any, with_normalizer: b
         assert loaded.encode("bala").ids != loaded.encode("BALA").ids
 
 
-def test_vocabulary_larger_than_the_data_give(tmp_path: Path) -> None:
-    manifest = make(
-        write(tmp_path / "a.txt", ["ab ba"] * 50 + prose(60)), tmp_path / "out", vocab_size=30_000
-    )
-    assert 50 < manifest["vocab_size"] < 2000
-    assert (
-        manifest["vocab_size"] == Tokenizer.from_file(str(tmp_path / "out/tokenizer.json")).get_vocab_size()
-    )
-    tiny = tokenizer.train(prose(60), model="wordpiece", vocab_size=16, with_normalizer=True)
-    assert tokenizer.size(tiny) <= 16
+def test_a_vocabulary_is_never_larger_than_asked_or_than_the_text_gives() -> None:
+    for asked, least, most in ((30_000, 50, 2000), (16, 10, 16)):
+        trained = tokenizer.train(prose(60), model="wordpiece", vocab_size=asked, with_normalizer=True)
+        assert least < tokenizer.size(trained) == trained.get_vocab_size() <= most
 
 
 def bert_like(path: Path, specials: list[str], extra: int = 0) -> str:
@@ -635,17 +503,23 @@ def test_given_tokenizer(tmp_path: Path) -> None:
     rows = split(tmp_path / "out", "train")
     assert (rows == 4).sum() == pytest.approx(manifest["train"]["documents"], abs=5)
     assert not (rows == 0).any()
-    whole = bert_like(tmp_path / "s.json", specials, extra=VOCAB - manifest["vocab_size"])
-    assert make(source, tmp_path / "whole", tokenizer=whole)["vocab_size"] == VOCAB
-    for other, setting, kind in (
-        (bert_like(tmp_path / "u.json", specials[:-1]), "data.tokenizer", "missing"),
-        (bert_like(tmp_path / "v.json", specials, extra=500), "model.vocab_size", "conflict"),
-        (bert_like(tmp_path / "w.json", specials, extra=70_000), "data.tokenizer", "out_of_range"),
-        (write(tmp_path / "x.json", ["{}"]), "data.tokenizer", "damaged"),
-        (str(tmp_path / "gone.json"), str(tmp_path / "gone.json"), "not_found"),
-    ):
-        issue = refusal(source, tmp_path / "no", tokenizer=other)
-        assert (issue.setting, issue.kind) == (setting, kind)
+
+
+@pytest.mark.parametrize(
+    ("missing", "extra", "setting", "kind"),
+    [
+        (1, 0, "data.tokenizer", "missing"),
+        (0, 500, "model.vocab_size", "conflict"),
+        (0, 70_000, "data.tokenizer", "out_of_range"),
+    ],
+)
+def test_a_given_tokenizer_that_cannot_be_used_is_refused(
+    source: str, tmp_path: Path, missing: int, extra: int, setting: str, kind: str
+) -> None:
+    specials = ["[UNK]", "[PAD]", "[CLS]", "[SEP]", "[MASK]"][: 5 - missing]
+    path = bert_like(tmp_path / "t.json", specials, extra)
+    issue = refusal(source, tmp_path / "no", tokenizer=path)
+    assert (issue.setting, issue.kind) == (setting, kind)
 
 
 def test_special_tokens_by_the_names_of_other_libraries() -> None:
@@ -666,43 +540,15 @@ def test_ordinary_tokens_begin_behind_the_special_ones_of_the_lower_half() -> No
         assert tokenizer.first_ordinary(tok, tokenizer.special_ids(tok, "it")) == expected
 
 
-def test_a_batch_of_documents_is_bounded_by_their_number_and_by_their_characters(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_batch_is_bounded_by_its_documents_and_characters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer, "BATCH_DOCUMENTS", 3)
     monkeypatch.setattr(tokenizer, "BATCH_CHARS", 10)
     documents = ["a" * size for size in (1, 1, 1, 6, 4, 30, 9, 1, 1, 1)]
     sizes = [list(map(len, batch)) for batch in tokenizer.in_batches(documents)]
     assert sizes == [[1, 1, 1], [6, 4], [30], [9, 1], [1, 1]]
-    assert list(tokenizer.in_batches([])) == []
 
 
-def test_a_small_source_is_tokenized_by_few_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One for every so many bytes, and no more than there are cores; `processes` counts where it is given."""
-    asked: list[int] = []
-    encode_all = tokenizer.encode_all
-
-    def noted(batches: Any, settings: Any, processes: int) -> Any:
-        asked.append(processes)
-        return encode_all(batches, settings, 1)
-
-    monkeypatch.setattr(tokenizer, "encode_all", noted)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
-    files = [write(tmp_path / f"{name}.txt", prose(40, seed=n)) for n, name in enumerate("ab")]
-    size = sum(Path(file).stat().st_size for file in files)
-    for per_process, expected in ((size + 1, 1), (size, 2), (size // 4, 5), (1, 6)):
-        monkeypatch.setattr(pipeline, "BYTES_PER_PROCESS", per_process)
-        make(files, tmp_path / "out", processes=None, force=True, seed=len(asked))
-        assert asked[-1] == expected
-    make(files, tmp_path / "out", processes=3, force=True)
-    assert asked[-1] == 3
-
-
-def test_a_set_of_the_hub_is_recorded_by_its_text_and_kept_by_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_build_of_the_hub_is_kept_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
 
     def rows(name: str, split: str) -> Any:
@@ -711,10 +557,7 @@ def test_a_set_of_the_hub_is_recorded_by_its_text_and_kept_by_its_name(
 
     monkeypatch.setattr(readers, "hub_records", rows)
     manifest = make("hub:org/\u00fc", tmp_path / "out")
-    data = "".join(text + "\n" for text in prose(60)).encode()
-    (source,) = manifest["sources"]
-    assert (source["name"], source["bytes"], source["documents"]) == ("hub:org/\u00fc", len(data), 60)
-    assert source["sha256"] == hashlib.sha256(data).hexdigest()
+    assert [(s["name"], s["documents"]) for s in manifest["sources"]] == [("hub:org/\u00fc", 60)]
     read.clear()
     assert make("hub:org/\u00fc", tmp_path / "out") == manifest
     assert read == []
@@ -723,20 +566,14 @@ def test_a_set_of_the_hub_is_recorded_by_its_text_and_kept_by_its_name(
 
 def test_too_little_text(tmp_path: Path) -> None:
     issue = refusal(write(tmp_path / "a.txt", prose(12)), tmp_path / "out", held_out_fraction=0.001)
-    assert (issue.setting, issue.kind, issue.other) == (
-        "data.sources",
-        "out_of_range",
-        "data.sequence_length",
-    )
+    assert (issue.setting, issue.kind) == ("data.sources", "out_of_range")
 
 
 def test_existing_output_is_kept_refused_or_replaced(source: str, tmp_path: Path) -> None:
     out = tmp_path / "out put ü"
     first = make(source, out)
     before = (out / "manifest.json").stat().st_mtime_ns
-    said: list[str] = []
-    assert make(source, out, progress=lambda stage, done, total: said.append(stage)) == first
-    assert any("kept" in stage for stage in said)
+    assert make(source, out) == first
     assert (out / "manifest.json").stat().st_mtime_ns == before
     issue = refusal(source, out, dedup="none")
     assert (issue.setting, issue.kind, issue.value, issue.other) == ("--out", "exists", str(out), "--force")
@@ -747,21 +584,16 @@ def test_existing_output_is_kept_refused_or_replaced(source: str, tmp_path: Path
     (out / "train.bin").write_text("mine")
     issue = refusal(source, out, dedup="none", force=True)
     assert (issue.setting, issue.kind, issue.other) == ("--out", "exists", None)
-    assert not list(tmp_path.glob(".*building*"))
 
 
-@pytest.mark.parametrize("force", [False, True])
-def test_a_damaged_build_is_made_again(
-    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, force: bool
-) -> None:
+def test_a_damaged_build_is_made_again(out: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a start, which reads a sample, would not find the damage."""
     monkeypatch.setattr(shards, "SAMPLED_BYTES", 0)
-    out = tmp_path / "out"
-    first = make(source, out)
     shard = out / "train-00000.bin"
     good = shard.read_bytes()
     shard.write_bytes(bytes([good[0] ^ 1]) + good[1:])
-    assert make(source, out, force=force) == first
+    assert refusal(source, out).other == "--force"
+    make(source, out, force=True)
     assert shard.read_bytes() == good
 
 
@@ -776,7 +608,7 @@ def test_an_earlier_build_comes_back_where_its_successor_cannot_take_its_place(
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", stopped)
-    with pytest.raises(KeyboardInterrupt), atomic_directory.replaced(out):
+    with pytest.raises(KeyboardInterrupt), builder.replaced(out):
         pass
     assert (out / "manifest.json").read_bytes() == before
     assert [path.name for path in out.parent.glob("*out*")] == ["out"]
@@ -794,75 +626,54 @@ def test_a_build_inside_its_source_can_be_repeated(tmp_path: Path) -> None:
 
 def test_damage_is_found(out: Path) -> None:
     file = out / "train-00000.bin"
-    data = file.read_bytes()
-
-    def found() -> list[tuple[str, str, Any]]:
-        issues = raised_issues(read_manifest, out)
-        assert shards.verify(out) == list(issues)
-        return [(Path(i.setting).name, i.kind, i.value) for i in issues]
-
-    file.write_bytes(data[:-2] + b"\xff\xff")
-    actual = hashlib.sha256(data[:-2] + b"\xff\xff").hexdigest()
+    data = file.read_bytes()[:-2] + b"\xff\xff"
+    file.write_bytes(data)
     problems = shards.check_sample(out, read_manifest(out))
+    actual = hashlib.sha256(data).hexdigest()
     assert [(i.setting, i.value) for i in problems] == [(str(file), actual), (str(file), 65535)]
     assert shards.verify(out) == problems
     file.write_bytes(data[:-2])
-    assert found() == [("train-00000.bin", "damaged", len(data) - 2)]
-    file.unlink()
-    assert found() == [("train-00000.bin", "not_found", "no such file")]
-    file.write_bytes(data)
+    issues = raised_issues(read_manifest, out)
+    assert [(i.setting, i.kind, i.value) for i in issues] == [(str(file), "damaged", len(data) - 2)]
+    assert shards.verify(out) == list(issues)
 
 
 def test_a_start_reads_a_sample_of_a_large_corpus_and_all_of_a_small_one(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shards, "SHARD_BYTES", LENGTH * 2 * 10)
-    make(source, tmp_path / "out")
-    manifest = read_manifest(tmp_path / "out")
-    files = [*manifest.shards]
-    assert len(files) > 4
-    for shard in files:
-        path = tmp_path / "out" / shard.file
-        path.write_bytes(bytes(shard.bytes))
-    everything = {str(tmp_path / "out" / shard.file) for shard in files}
-    assert {i.setting for i in shards.check_sample(tmp_path / "out", manifest)} == everything
+    out = tmp_path / "out"
+    make(source, out)
+    manifest = read_manifest(out)
+    for shard in manifest.shards:
+        (out / shard.file).write_bytes(bytes(shard.bytes))
+
+    def found() -> frozenset[str]:
+        return frozenset(issue.setting for issue in shards.check_sample(out, manifest))
+
+    assert found() == {str(out / shard.file) for shard in manifest.shards}
     monkeypatch.setattr(shards, "SAMPLED_BYTES", LENGTH * 2 * 10 + 1)
-    starts = [
-        frozenset(i.setting for i in shards.check_sample(tmp_path / "out", manifest)) for _ in range(30)
-    ]
-    assert {len(found) for found in starts} <= {2, 3}  # the last file of a split may be small
+    starts = [found() for _ in range(30)]
+    assert {*map(len, starts)} <= {2, 3}  # the last file of a split may be small
     assert len(set(starts)) > 1
 
 
-def test_inspect(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "CHUNK_SEQUENCES", 7)
+def test_inspect(out: Path) -> None:
     facts = shards.inspect(out)
     rows, words = split(out, "train"), Tokenizer.from_file(str(out / "tokenizer.json"))
-    counts = np.bincount(rows.ravel())
-    most = np.argsort(-counts, kind="stable")[:20].tolist()
-    assert [(each["id"], each["token"], each["share"]) for each in facts["frequent_tokens"]] == [
-        (i, words.id_to_token(i), counts[i] / rows.size) for i in most
-    ]
     spread = [rows[0], rows[(len(rows) - 1) // 2], rows[-1]]
     assert facts["samples"] == [words.decode(row.tolist(), skip_special_tokens=False) for row in spread]
-    json.dumps(facts)
+    assert json.loads(json.dumps(facts)) == facts
     assert facts["problems"] == []
-    train = facts["manifest"]["train"]
-    assert facts["tokens_per_document"] == train["tokens"] / train["documents"]
 
 
 def test_a_big_sample_is_bounded_and_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "SAMPLE_BYTES", 5000)
+    monkeypatch.setattr(builder, "SAMPLE_BYTES", 5000)
     docs = prose(500)
-    sample, total = pipeline._sample(docs, lambda stage, done, total: None)
+    sample, total = builder._sample(docs, lambda stage, done, total: None)
     assert total == 500
     assert 1000 < sum(map(len, sample)) <= 5000
-    assert sorted(sample) == sorted(pipeline._sample(docs[::-1], lambda stage, done, total: None)[0])
-
-
-def config(source: str, **extra: Any) -> Config:
-    data = {"sources": [source], "sequence_length": LENGTH, "build": PLAIN, **extra}
-    return make_config(data=data, model={"vocab_size": VOCAB})
+    assert sorted(sample) == sorted(builder._sample(docs[::-1], lambda stage, done, total: None)[0])
 
 
 def test_ensure_builds_once_and_follows_the_source(
@@ -871,9 +682,7 @@ def test_ensure_builds_once_and_follows_the_source(
     monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path / "cache"))
     assert builder.find(config(source)) is None
     first = builder.ensure(config(source))
-    assert builder.find(config(source)) == first
-    assert first == builder.cache_dir(config(source))
-    assert read_manifest(first).build["vocab_size"] == VOCAB
+    assert builder.find(config(source)) == first == builder.cache_dir(config(source))
     stamp = (first / "manifest.json").stat().st_mtime_ns
     assert builder.ensure(config(source)) == first
     assert (first / "manifest.json").stat().st_mtime_ns == stamp
@@ -882,34 +691,25 @@ def test_ensure_builds_once_and_follows_the_source(
         (first / "train-00000.bin").write_bytes(damaged)
         assert builder.find(config(source)) == (first if damaged else None)
         assert shards.verify(builder.ensure(config(source))) == []  # made again
-    given = config(
-        source, tokenizer=bert_like(tmp_path / "t.json", ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"])
-    )
-    built = read_manifest(builder.ensure(given))
-    assert built.tokenizer.sha256 == readers.file_hash(tmp_path / "t.json") == built.build["tokenizer_sha256"]
     write(tmp_path / "a.txt", prose(101))
     assert builder.ensure(config(source)) != first
-    assert builder.ensure(config(source, build={**PLAIN, "dedup": "none"})).parent == first.parent
 
 
 def test_the_cache_follows_everything_that_the_shards_depend_on(tmp_path: Path) -> None:
-    mine = config(write(tmp_path / "a.txt", ["some text"]))
-    tokenizer_file = write(tmp_path / "tokenizer.json", ["{}"])
-    changes: tuple[tuple[str, dict[str, Any]], ...] = (
-        ("model", {"vocab_size": 2 * VOCAB}),
-        ("data", {"sequence_length": 2 * LENGTH}),
-        ("data", {"sources": (write(tmp_path / "b.txt", ["more"]),)}),
-        ("data", {"build": mine.data.build.model_copy(update={"held_out_fraction": 0.5})}),
-        ("data", {"tokenizer": tokenizer_file}),
+    source, other, given = (write(tmp_path / name, ["text"]) for name in ("a.txt", "b.txt", "t.json"))
+    changes: tuple[dict[str, Any], ...] = (
+        {},
+        {"sequence_length": 2 * LENGTH},
+        {"sources": [other]},
+        {"build": {**PLAIN, "held_out_fraction": 0.4}},
+        {"tokenizer": given},
     )
-    others = [
-        mine.model_copy(update={part: getattr(mine, part).model_copy(update=change)})
-        for part, change in changes
-    ]
-    directories = {builder.cache_dir(c) for c in (mine, *others)}
-    write(Path(tokenizer_file), ['{"another": 1}'])
-    directories.add(builder.cache_dir(others[-1]))
-    assert len(directories) == 2 + len(others)
+    directories = {builder.cache_dir(config(source, **change)) for change in changes}
+    larger = config(source).model.model_copy(update={"vocab_size": 2 * VOCAB})
+    directories.add(builder.cache_dir(config(source).model_copy(update={"model": larger})))
+    write(Path(given), ["another"])
+    directories.add(builder.cache_dir(config(source, tokenizer=given)))
+    assert len(directories) == len(changes) + 2
 
 
 def test_ensure_with_a_given_path(out: Path, tmp_path: Path) -> None:
@@ -928,7 +728,7 @@ def test_ensure_with_a_given_path(out: Path, tmp_path: Path) -> None:
 
 def start(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "bert_dp.data", *arguments],
+        [sys.executable, "-m", "bert_dp.data.build", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -967,18 +767,13 @@ def test_a_cache_that_others_may_write_is_refused(tmp_path: Path, monkeypatch: p
     builder.ensure(settings)
     (tmp_path / "cache").chmod(0o777)
     (issue,) = raised_issues(builder.ensure, settings)
-    assert (issue.setting, issue.kind, issue.value) == (
-        "BERT_DP_CACHE",
-        "unsupported",
-        str(tmp_path / "cache"),
-    )
+    assert (issue.setting, issue.kind) == ("BERT_DP_CACHE", "unsupported")
     assert input_issues(settings) == [issue]
     (tmp_path / "cache").chmod(0o755)
     assert record.cache_issues() == []
     if os.getuid() == 0:  # only root can give a directory away
         os.chown(tmp_path / "cache", 12_345, -1)
-        (issue,) = record.cache_issues()
-        assert "12345" in issue.message
+        assert len(record.cache_issues()) == 1
 
 
 def build(tmp_path: Path, *options: str) -> subprocess.Popen[str]:
@@ -1035,26 +830,20 @@ def test_a_build_for_a_run_that_fails_is_one_line_that_names_the_cache(
     monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path / "cache"))
     source = write(tmp_path / "a.txt", prose(100))
     (tmp_path / "c.yaml").write_text(json.dumps(config(source).model_dump(mode="json")))
-    monkeypatch.setattr(pipeline, "build_in", full)
+    monkeypatch.setattr(builder, "build_in", full)
     assert builder.main(["ensure", str(tmp_path / "c.yaml")]) == 1
     out, err = capsys.readouterr()
-    hint = f"; the cache is {tmp_path / 'cache'}, BERT_DP_CACHE names another"
-    assert (out, err.splitlines()[-1]) == ("", f"error: [Errno 28] No space left on device{hint}")
+    assert (out, err.splitlines()[-1].startswith("error: [Errno 28] ")) == ("", True)
+    assert str(tmp_path / "cache") in err
 
 
-def test_no_torch_is_imported() -> None:
-    code = "import sys, bert_dp.data; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(builder.__file__).parents[2])
-
-
-def test_a_filter_that_takes_much_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("count", "twins", "warned"), [(30, 0, True), (15, 0, False), (30, 900, False)])
+def test_a_filter_that_takes_much_is_told(tmp_path: Path, count: int, twins: int, warned: bool) -> None:
     directory = write_shards(tmp_path / "s", train=65, held_out=5)
-    for count, twins, share in ((30, 0, "30% of the documents"), (15, 0, None), (30, 900, None)):
-        with edited_manifest(directory) as edited:
-            edited["dropped"] = {"tokens_per_char": count, "exact_duplicate": twins}
-            edited["build"] = {"max_tokens_per_char": 0.25}
-        warning = builder.filter_warning(read_manifest(directory))
-        assert warning is None if share is None else share in (warning or "")
+    with edited_manifest(directory) as edited:
+        edited["dropped"] = {"tokens_per_char": count, "exact_duplicate": twins}
+        edited["build"] = {"max_tokens_per_char": 0.25}
+    assert len(builder.filter_warnings(read_manifest(directory))) == warned
 
 
 def test_progress_on_a_terminal_renews_one_line_and_ends_it(

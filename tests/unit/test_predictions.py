@@ -270,8 +270,8 @@ def test_what_is_no_example_is_one_line(tmp_path: Path) -> None:
     for name, columns, said in (
         ("a.txt", [], "line 2 "),
         ("empty.txt", [], "holds no example"),
-        ("a.csv", [], "no column 'text' (got 'a', 'b'); name it with --text"),
-        ("a.csv", ["a", "c"], "no column 'c'"),
+        ("a.csv", [], "string 'text' (got keys ['a', 'b']); name it with --text"),
+        ("a.csv", ["a", "c"], "string 'c'"),
         ("b.csv", [], "line 3: "),
         ("none.csv", [], "cannot be read"),
         ("", [], "cannot be read"),

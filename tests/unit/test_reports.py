@@ -64,8 +64,6 @@ SHARDS: dict[str, Any] = {
         "held_out": {"documents": 12, "tokens": 1280, "sequences": 10, "shards": [{}]},
         "dropped": {"empty": 3, "tokens_per_char": 0, "exact_duplicate": 7, "near_duplicate": 0},
     },
-    "tokens_per_document": 106.7,
-    "frequent_tokens": [{"token": f"[red]{i}", "id": i, "share": 0.05} for i in range(20)],
     "samples": ["a [bold]sample[/bold]\x1b[31m\nof text", "x" * 1000],
     "problems": [],
 }
@@ -339,15 +337,12 @@ def test_shards() -> None:
     for words in (
         "b.txt 600 1,000 12.3 % 2.0 %",
         "[red]a.txt 600 1,000 0.0 % 0.0 %",
-        "train 1,200 128,000 1,000 1",
-        "held-out 12 1,280 10 1",
-        "107 tokens",
-        "7 exact duplicates",
-        "[red]0 5.0 %, [red]1 5.0 %",
+        "train 1,200 128,000 1,000",
+        "held-out 12 1,280 10",
+        "3 empty, 7 exact duplicate",
         "a [bold]sample[/bold] of text",
     ):
         assert words in text
-    assert f"{'x' * 300}..." in text.replace(" ", "")
     assert [v.level for v in shards_report(SHARDS, Path("shards")).verdicts] == ["ok", "warn"]
     assert "data.path='my shards'" in shards_report(SHARDS, Path("my shards")).next
     report = shards_report({**SHARDS, "problems": ["train-00000.bin: found cd [x]"]}, Path("shards"))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bert_dp.config.examples import Metric
+from bert_dp.config.manifest import Metric
 from bert_dp.evaluation.scores import majority, score
 
 pytest.importorskip("sklearn", reason="needs the extra glue")
