@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 from bert_dp import files
 from bert_dp.config import ConfigError, Issue
 from bert_dp.cost import GIB
-from launcher.report.console import show_report
 from launcher.report.numbers import count_of
-from launcher.report.page import Column, Report, ReportSection, Table, TableRow, Verdict, cell
+from launcher.report.page import Column, Report, ReportSection, Table, TableRow, Verdict, cell, show_report
 from launcher.run.trials import heldout_losses
 
 if TYPE_CHECKING:

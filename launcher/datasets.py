@@ -14,9 +14,18 @@ from bert_dp.config import MAX_VOCAB_SIZE, ConfigError, Issue, Manifest, no_effe
 from bert_dp.config.manifest import SourceFile, loss_warnings
 from launcher.job import issues_by_option
 from launcher.log import PLAIN, secret_issues, show
-from launcher.report.console import show_report
 from launcher.report.numbers import count_of, format_count, format_nats, format_percent, format_si
-from launcher.report.page import Column, Report, ReportSection, Table, TableRow, Verdict, cell, words
+from launcher.report.page import (
+    Column,
+    Report,
+    ReportSection,
+    Table,
+    TableRow,
+    Verdict,
+    cell,
+    show_report,
+    words,
+)
 
 VOCAB_SIZE = 32_768
 OPTIONS = {

@@ -33,7 +33,7 @@ def report(
 ) -> int:
     """Write the page of a run, a comparison, a benchmark, a search or an evaluation."""
     from launcher.report import html
-    from launcher.report.console import show_end
+    from launcher.report.page import show_end
     from launcher.report.run_page import PAGE
     from launcher.run.loggers import send_run
 
@@ -64,8 +64,7 @@ def report_of(run_dirs: Sequence[Path]) -> Report:
     Raises ConfigError if one holds no result, or if they cannot be compared.
     """
     from launcher import evaluate, results, tune
-    from launcher.evaluate.glue_page import compare_report, glue_report
-    from launcher.evaluate.glue_scores import Glue
+    from launcher.evaluate.glue_scores import Glue, compare_report, glue_report
     from launcher.report.run_page import of_directories
     from launcher.scale import scale_page
     from launcher.scale.models import Scaling
@@ -114,7 +113,7 @@ def doctor(
     less than 30 s. Exit code 1 if a run would fail.
     """
     from launcher.machine import doctor as checks
-    from launcher.report.console import show_report
+    from launcher.report.page import show_report
 
     machine, findings = checks.doctor(run_dir)
     if json:

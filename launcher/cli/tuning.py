@@ -203,8 +203,8 @@ def plan_scaling(
     """Predict the step time and efficiency of N GPUs from one GPU's profile."""
     from launcher import results
     from launcher.plan import scaling
-    from launcher.plan.plan_page import plan_page
-    from launcher.report.console import show_report
+    from launcher.plan.scaling import plan_page
+    from launcher.report.page import show_report
 
     source = scaling.find_source(from_, model, seq_per_s, micro, gpu, (*accumulation, 1)[0])
     spec = scaling.PlanSpec(

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from launcher import results
 from launcher.children import kernel_caches
 from launcher.log import PLAIN, print_error, show
-from launcher.report.console import show_report
 from launcher.report.numbers import count_of, format_count
 from launcher.report.page import (
     Computed,
@@ -21,6 +20,7 @@ from launcher.report.page import (
     Table,
     TableCell,
     Verdict,
+    show_report,
     table,
     words,
 )

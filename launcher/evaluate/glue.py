@@ -24,8 +24,7 @@ from bert_dp.config.manifest import hash_json
 from launcher import children, job, results
 from launcher.evaluate import FILE, finetune, glue_scores
 from launcher.evaluate.finetune import Pretrained
-from launcher.evaluate.glue_page import glue_report
-from launcher.evaluate.glue_scores import Glue, GlueOptions, GlueTask, GlueTrial, RateScore
+from launcher.evaluate.glue_scores import Glue, GlueOptions, GlueTask, GlueTrial, RateScore, glue_report
 from launcher.job import Output, SearchState, write_result
 from launcher.log import Log, logger
 from launcher.machine import environment

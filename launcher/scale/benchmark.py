@@ -28,8 +28,7 @@ from launcher.run.trials import (
     run_to_end,
 )
 from launcher.scale import models
-from launcher.scale.analyze import analyze
-from launcher.scale.diagnose import diagnose
+from launcher.scale.analyze import analyze, diagnose
 from launcher.scale.grid import Grid, Settings, run_dir
 from launcher.scale.scale_page import FILE, scale_page, write_csv
 

@@ -38,7 +38,7 @@ from launcher.report.page import (
     table,
 )
 from launcher.scale import models
-from launcher.scale.diagnose import CEILING, COMMUNICATION, EFFICIENCY, STRAGGLER
+from launcher.scale.analyze import CEILING, COMMUNICATION, EFFICIENCY, STRAGGLER
 from launcher.scale.models import CellMeasurement, DiagnosisKind, Mode, Scaling
 
 FILE = "scaling.json"

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from launcher.scale.diagnose import diagnose, diagnose_cell
+from launcher.scale.analyze import diagnose, diagnose_cell
 from launcher.scale.models import BottleneckDiagnosis, CellMeasurement
 
 

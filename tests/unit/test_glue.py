@@ -16,8 +16,15 @@ from bert_dp.config import Config, ConfigError, Issue, peak_lr
 from launcher import results
 from launcher.evaluate import glue, glue_scores
 from launcher.evaluate.glue import GluePlanFile, GlueRun, PreparedTask, choose_tasks, result_file
-from launcher.evaluate.glue_page import compare_report, glue_report
-from launcher.evaluate.glue_scores import Glue, GlueOptions, GlueTask, GlueTrial, RateScore
+from launcher.evaluate.glue_scores import (
+    Glue,
+    GlueOptions,
+    GlueTask,
+    GlueTrial,
+    RateScore,
+    compare_report,
+    glue_report,
+)
 from launcher.job import Output
 from launcher.report.page import Report
 from launcher.run import trials

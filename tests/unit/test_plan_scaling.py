@@ -13,13 +13,13 @@ import pytest
 from bert_dp.config import ConfigError
 from bert_dp.cost import flops_per_token, num_parameters
 from launcher import results
-from launcher.plan.plan_page import plan_page
 from launcher.plan.scaling import (
     MODELS,
     PlanSource,
     PlanSpec,
     find_model,
     find_source,
+    plan_page,
     predict_measured,
     scenario_of,
     source_of,

@@ -15,12 +15,11 @@ from rich.console import Console
 
 from launcher import results
 from launcher.datasets import shards_report
-from launcher.evaluate.glue_page import glue_report
+from launcher.evaluate.glue_scores import glue_report
 from launcher.machine.doctor import Finding, doctor_report
 from launcher.machine.environment import probe
-from launcher.plan.plan_page import plan_page
+from launcher.plan.scaling import plan_page
 from launcher.report import html
-from launcher.report.console import show_report
 from launcher.report.figures import HOVER, drawing, text_of
 from launcher.report.page import (
     Axis,
@@ -37,6 +36,7 @@ from launcher.report.page import (
     TableCell,
     TableRow,
     Verdict,
+    show_report,
 )
 from launcher.report.run_page import of_directories
 from launcher.scale import models

@@ -12,7 +12,7 @@ from launcher import results
 from launcher.report.numbers import NA, format_percent, format_si, format_step_time
 from launcher.report.page import Line, Report
 from launcher.scale import models
-from launcher.scale.diagnose import diagnose
+from launcher.scale.analyze import diagnose
 from launcher.scale.scale_page import scale_page, write_csv
 from tests.report_fixture import figure_of, figures_of, read_page, shown, unfolded
 from tests.scaling_fixture import nulls, scaling

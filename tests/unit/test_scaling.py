@@ -23,9 +23,8 @@ from launcher.machine.environment import Environment
 from launcher.run.train import MEMORY_STATE, check_memory
 from launcher.run.trials import SCRATCH, Runner, SearchOutcome, Slot, Trial, TrialOutcome, read_repeat
 from launcher.scale import benchmark, models
-from launcher.scale.analyze import CellRuns, analyze
+from launcher.scale.analyze import CellRuns, analyze, diagnose
 from launcher.scale.benchmark import cores_of, run_grid
-from launcher.scale.diagnose import diagnose
 from launcher.scale.grid import Grid, Settings, run_dir
 from launcher.scale.models import CellMeasurement, GridCell
 from tests import scaling_fixture
