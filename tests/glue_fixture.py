@@ -174,7 +174,7 @@ def scored_task(name: str, values: list[float | None], **task: Any) -> GlueTask:
         else GlueTrial(trial=f"{name}-s{seed}", lr=4e-5, seed=seed, status="failed", cause="NaN")
         for seed, value in enumerate(values)
     ]
-    return glue_scores.score_task(source.manifest, trials[::-1], None)
+    return glue_scores.score_task(source.manifest, trials[::-1])
 
 
 def evaluation(out: Path, tasks: Sequence[GlueTask], **asked: Any) -> Glue:
@@ -197,7 +197,7 @@ def measured(
     for name, task in tasks.items():
         trials = []
         for seed in seeds:
-            trial = make_trial(make_grid(GlueOptions(tasks=[name])), folder, task, None, seed, None)
+            trial = make_trial(make_grid(GlueOptions(tasks=[name])), folder, task, None, seed)
 
             def logits(config: Config, split: str, i: int, name: str = name) -> list[float]:
                 return [0.0, 2.0 * answer(name, config.run.seed, i) - 1.0]
@@ -208,7 +208,7 @@ def measured(
             one_class = ["dev"] if is_constant else []
             write_trial(trial, task, scores_of(task, score(name, seed)), logits, one_class)
             trials.append(glue_scores.read_trial(trial, TrialOutcome("ok", 2.0), task.manifest))
-        found.append(glue_scores.score_task(task.manifest, trials, None))
+        found.append(glue_scores.score_task(task.manifest, trials))
     results.write(folder / "glue.json", evaluation(folder, found))
     return folder
 

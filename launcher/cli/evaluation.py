@@ -26,13 +26,6 @@ def eval_glue(
             opt.rates, "RATE,...", "Choose one on a tenth of train; default: the recipe's.", "--rates"
         ),
     ] = (),
-    rate_tasks: Annotated[
-        Sequence[str], opt.parsed(opt.words, "NAME,...", "Tasks that choose it; default: the four smallest.")
-    ] = (),
-    init_task: Annotated[
-        Sequence[tuple[str, str]],
-        opt.parsed(opt.task_starts, "RTE=MNLI,...", "Start tasks from runs of other tasks."),
-    ] = (),
     init: opt.Init = "checkpoint",
     ranks_per_job: Annotated[int, Option("--ranks-per-job", "--nproc", min=1, help="Ranks per run.")] = 1,
     launcher: opt.Launcher = "torchrun",
@@ -53,14 +46,7 @@ def eval_glue(
     if not data:
         raise ConfigError([Issue("--data", "missing", "name the folder or archive with GLUE's files")])
     options = GlueOptions(
-        tasks=list(tasks),
-        seeds=seeds,
-        rates=list(rates_),
-        rate_tasks=list(rate_tasks),
-        init=init,
-        init_task=dict(init_task),
-        ranks=ranks_per_job,
-        launcher=launcher,
+        tasks=list(tasks), seeds=seeds, rates=list(rates_), init=init, ranks=ranks_per_job, launcher=launcher
     )
     return glue.evaluate(
         run, settings, options, data, out=out, dry_run=dry_run, as_json=json, console=opt.console()

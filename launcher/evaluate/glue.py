@@ -6,7 +6,7 @@ import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 STATE = "plan.json"
 FIXED = ("kind", "config_hash", "settings", "start")
 GROWS = ("settings.seeds",)
-RATE_TASKS = ("CoLA", "MRPC", "STS-B", "RTE")  # small ones
+RATE_TASKS = ("CoLA", "MRPC", "STS-B", "RTE")  # small ones choose the rate, or all if none is there
 RATE_SHARE = 0.1  # of train, held out to choose a rate: the dev sets must have no say in it
 NO_EFFECT = ("checkpoint", "log.to", "log.tensorboard")  # trials keep no checkpoint and send no records
 
@@ -182,47 +182,24 @@ def choose_tasks(
     """
     found = [task for task, files in missing.items() if not files]
     tasks = options.tasks or found
-    rate_tasks = options.rate_tasks or [task for task in RATE_TASKS if options.rates and task in found]
-    issues = init_task_issues(options, tasks)
-    for option, names in (("--tasks", tasks), ("--rate-tasks", rate_tasks)):
-        for task in names:
-            if task not in missing:
-                text, hint = f"{task} is not a task of GLUE", f"choose from {', '.join(missing)}"
-                issues.append(Issue(option, "unknown", text, task, hint=hint))
-            elif missing[task]:
-                text, hint = f"{task} needs {', '.join(missing[task])}", "add the place that holds it"
-                issues.append(Issue(option, "not_found", text, task, "--data", hint))
+    issues = []
+    for task in tasks:
+        if task not in missing:
+            text, hint = f"{task} is not a task of GLUE", f"choose from {', '.join(missing)}"
+            issues.append(Issue("--tasks", "unknown", text, task, hint=hint))
+        elif missing[task]:
+            text, hint = f"{task} needs {', '.join(missing[task])}", "add the place that holds it"
+            issues.append(Issue("--tasks", "not_found", text, task, "--data", hint))
     if not tasks:
         hint = "name a folder or archive with CoLA/train.tsv and so on"
         issues.append(Issue("--data", "not_found", "no task of GLUE is there", hint=hint))
-    if rate_tasks and not options.rates:
-        text = "tasks choose a rate only with --rates"
-        issues.append(Issue("--rate-tasks", "no_effect", text, other="--rates", hint="add --rates"))
-    if options.rates and not rate_tasks:
-        text = f"none of {', '.join(RATE_TASKS)} is there to choose a rate"
-        issues.append(Issue("--rates", "not_found", text, other="--data", hint="name tasks by --rate-tasks"))
     if issues:
         raise ConfigError(issues)
     left_out = {task: f"no {', '.join(files)} in --data" for task, files in missing.items() if files}
     ordered = [task for task in missing if task in tasks]
+    small = [task for task in RATE_TASKS if task in found]
+    rate_tasks = (small or ordered) if options.rates else []
     return options.model_copy(update={"tasks": ordered, "rate_tasks": rate_tasks}), left_out
-
-
-def init_task_issues(options: GlueOptions, tasks: Sequence[str]) -> list[Issue]:
-    """Return the reasons that tasks cannot start from the finetuned runs of others."""
-    issues = []
-    for task, source in options.init_task.items():
-        pair = f"{task}={source}"
-        if absent := [name for name in (task, source) if name not in tasks]:
-            text = f"{pair} needs {' and '.join(absent)} evaluated"
-            issues.append(Issue("--init-task", "conflict", text, pair, "--tasks", "add it to --tasks"))
-        if source in options.init_task:
-            text, hint = f"{source} of {pair} starts from a task itself", "start from one that does not"
-            issues.append(Issue("--init-task", "unsupported", text, pair, hint=hint))
-    if options.init_task and options.init == "random":
-        text = "the task that others start from is finetuned from random weights"
-        issues.append(Issue("--init-task", "conflict", text, other="--init", hint="leave out one of them"))
-    return issues
 
 
 def setting_issues(overrides: Sequence[str], rates: Sequence[float]) -> list[Issue]:
@@ -240,7 +217,7 @@ def setting_issues(overrides: Sequence[str], rates: Sequence[float]) -> list[Iss
 
 def trial_issues(grid: GlueGrid) -> list[Issue]:
     """Return the reasons that the tasks, which share their settings, cannot be trained."""
-    config = configure(grid, grid.every_task[0], grid.weights)
+    config = configure(grid, grid.every_task[0])
     issues: list[Issue] = [*job.input_issues(config)]
     try:
         batch_layout(config, grid.options.ranks)
@@ -249,42 +226,29 @@ def trial_issues(grid: GlueGrid) -> list[Issue]:
     return issues
 
 
-def configure(grid: GlueGrid, task: PreparedTask, weights: Path | None) -> Config:
+def configure(grid: GlueGrid, task: PreparedTask) -> Config:
     """Return the finetuning configuration of a task. Raises ConfigError."""
-    config = finetune.configuration(grid.start, grid.overrides, weights, task.path, task.manifest)
+    config = finetune.configuration(grid.start, grid.overrides, grid.weights, task.path, task.manifest)
     return finetune.sized_micro_batches(config, grid.options.ranks, grid.overrides, on_gpu=grid.on_gpu)
 
 
-def make_trial(
-    grid: GlueGrid, out: Path, task: PreparedTask, lr: float | None, seed: int, weights: Path | None
-) -> Trial:
-    """Return one finetuning run. `lr`: None = the configuration's. It keeps a checkpoint only if another task
-    starts from it."""
-    config = configure(grid, task, weights)
-    chooses_rate = task.manifest.dev_share > 0
+def make_trial(grid: GlueGrid, out: Path, task: PreparedTask, lr: float | None, seed: int) -> Trial:
+    """Return one finetuning run. `lr`: None = the configuration's."""
+    config = configure(grid, task)
     optim = config.optim
     if lr is not None:
         optim = optim.model_copy(update={"lr": lr, "lr_scaling": "none", "lr_batch": None})
-    is_start = not chooses_rate and task.name in grid.options.init_task.values()
     config = config.model_copy(
         update={
             "run": config.run.model_copy(update={"seed": seed}),
             "optim": optim,
-            "checkpoint": CheckpointConfig(keep=int(is_start)),
+            "checkpoint": CheckpointConfig(keep=0),
             "log": config.log.model_copy(update={"to": (), "tensorboard": False}),
             "precision": grid.precision,
         }
     )
-    name = f"{'rate-' if chooses_rate else ''}{task.name}-lr-{peak_lr(config).value}-s{seed}"
+    name = f"{'rate-' if task.manifest.dev_share else ''}{task.name}-lr-{peak_lr(config).value}-s{seed}"
     return Trial(out / "trials" / name, config, grid.options.ranks)
-
-
-def rounds(grid: GlueGrid) -> list[list[PreparedTask]]:
-    """Return the tasks that start from the pretrained run, then those that start from one of them; in each
-    round the longest first, so that the devices finish together."""
-    tasks = sorted(grid.tasks.values(), key=lambda task: -task.manifest.num_samples)
-    later = grid.options.init_task
-    return [[t for t in tasks if t.name not in later], [t for t in tasks if t.name in later]]
 
 
 def describe(grid: GlueGrid, folder: Path, log: Log) -> None:
@@ -321,9 +285,7 @@ def run_trials(grid: GlueGrid, output: Output[GluePlanFile], log: Log) -> tuple[
     kept.save()
     tasks = []
     for name, task in grid.tasks.items():
-        result = glue_scores.score_task(
-            task.manifest, glue_run.trials[name], grid.options.init_task.get(name)
-        )
+        result = glue_scores.score_task(task.manifest, glue_run.trials[name])
         if result.median_trial is not None and outcome.status == "complete":
             result.submissions.extend(glue_scores.write_submissions(out, result.median_trial, task.manifest))
         tasks.append(result)
@@ -349,17 +311,23 @@ class GlueRun:
 
     def run(self) -> None:
         """Run every trial. Raises Stopped after a signal, TrialsFailed if no rate can be chosen."""
-        rate = self._choose_rate() if self.grid.rate_tasks else None
-        for tasks in rounds(self.grid):
-            planned = [self._plan(task, rate, seed) for seed in self.grid.seeds for task in tasks]
-            for task, result in self._measure(filter(None, planned)):
-                self.trials[task.name].append(result)
+        grid = self.grid
+        rate = self._choose_rate() if grid.rate_tasks else None
+        # the longest first, so that the devices finish together
+        tasks = sorted(grid.tasks.values(), key=lambda task: -task.manifest.num_samples)
+        planned = [
+            (make_trial(grid, self._runner.out, task, rate, seed), task)
+            for seed in grid.seeds
+            for task in tasks
+        ]
+        for task, result in self._measure(planned):
+            self.trials[task.name].append(result)
 
     def _choose_rate(self) -> float:
         """Run each task with each rate and the first seed."""
         grid, rates = self.grid, self.grid.options.rates
         planned = [
-            (make_trial(grid, self._runner.out, task, lr, grid.seeds[0], grid.weights), task)
+            (make_trial(grid, self._runner.out, task, lr, grid.seeds[0]), task)
             for task in grid.rate_tasks.values()
             for lr in rates
         ]
@@ -375,25 +343,8 @@ class GlueRun:
         self._log(f"rate: {format_lr(self.lr)}, the highest mean score of {len(rates)}")
         return self.lr
 
-    def _plan(self, task: PreparedTask, rate: float | None, seed: int) -> tuple[Trial, PreparedTask] | None:
-        """Return the trial of a task and seed. If the trial that it would start from has failed, record it as
-        failed too and return None."""
-        grid, out = self.grid, self._runner.out
-        source = grid.options.init_task.get(task.name)
-        if source is None:
-            return make_trial(grid, out, task, rate, seed, grid.weights), task
-        before = next(result for result in self.trials[source] if result.seed == seed)
-        trial = make_trial(grid, out, task, rate, seed, out / "trials" / before.trial)
-        if before.status == "ok":
-            return trial, task
-        lr, reason = peak_lr(trial.config).value, f"{before.trial}, from which it would start, has failed"
-        failed = GlueTrial(trial=trial.name, lr=lr, seed=seed, status="failed", cause=reason)
-        self.trials[task.name].append(failed)
-        self._progress.had(task.share)
-        return None
-
     def _measure(
-        self, planned: Iterable[tuple[Trial, PreparedTask]]
+        self, planned: Sequence[tuple[Trial, PreparedTask]]
     ) -> Iterator[tuple[PreparedTask, GlueTrial]]:
         """Yield each result as its trial ends. Raises Stopped."""
         tasks = {trial.name: (trial, task) for trial, task in planned}

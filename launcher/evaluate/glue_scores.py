@@ -58,9 +58,8 @@ class GlueOptions(StoredModel):
     tasks: list[str] = []  # in GLUE's order; empty: every task whose files were found
     seeds: int = 5
     rates: list[float] = []  # one is chosen for all tasks; empty: the configuration's
-    rate_tasks: list[str] = []  # they choose the rate; empty: the small tasks whose files were found
+    rate_tasks: list[str] = []  # they choose the rate
     init: Literal["checkpoint", "random"] = "checkpoint"
-    init_task: dict[str, str] = {}  # task -> the task from whose finetuned run of the same seed it starts
     ranks: int = 1  # per trial
     launcher: str = "torchrun"
 
@@ -109,7 +108,6 @@ class GlueTask(StoredModel):
     task: str
     official: bool  # false: a subset of GLUE's rows, so the scores are not GLUE scores
     data_hash: str
-    init_task: str | None  # the task from whose finetuned run it started
     trials: list[GlueTrial]
     scores: list[GlueScore]
     median_trial: str | None  # by the first score, the lower one for an even number; null: all failed
@@ -175,7 +173,7 @@ def read_trial(trial: Trial, outcome: TrialOutcome, manifest: ExamplesManifest) 
     return result.model_copy(update={"scores": scores, "one_class": one_class})
 
 
-def score_task(manifest: ExamplesManifest, trials: Sequence[GlueTrial], init_task: str | None) -> GlueTask:
+def score_task(manifest: ExamplesManifest, trials: Sequence[GlueTrial]) -> GlueTask:
     """Compute the scores of a task over its seeds."""
     trials = sorted(trials, key=lambda trial: trial.seed)
     scores = [
@@ -189,7 +187,6 @@ def score_task(manifest: ExamplesManifest, trials: Sequence[GlueTrial], init_tas
         task=manifest.task,
         official=bool(manifest.official),
         data_hash=manifest.hash,
-        init_task=init_task,
         trials=trials,
         scores=scores,
         median_trial=ranked[(len(ranked) - 1) // 2][2] if ranked else None,
@@ -347,7 +344,6 @@ def _remark(task: GlueTask, score: GlueScore) -> str:
     constant = sum(score.split in trial.one_class for trial in task.trials)
     parts = [
         "" if task.official else "subset",
-        f"from {task.init_task}" if task.init_task else "",
         f"{failed} of {len(task.trials)} failed" if failed else "",
         f"one answer in {constant} of {len(task.trials)}" if constant else "",
     ]

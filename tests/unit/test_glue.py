@@ -48,7 +48,7 @@ def made_trial(
 ) -> tuple[PreparedTask, Trial]:
     """Write a trial that has ended, with a score of 0.5 in everything by default."""
     task = make_task(name, test=test)
-    trial = glue.make_trial(make_grid(GlueOptions(tasks=[name])), out, task, None, 0, None)
+    trial = glue.make_trial(make_grid(GlueOptions(tasks=[name])), out, task, None, 0)
     write_trial(trial, task, scores_of(task, 0.5) if scores is None else scores, *answers, **summary)
     return task, trial
 
@@ -123,7 +123,7 @@ def test_the_median_trial_is_one_of_the_trials() -> None:
     assert scored_task("RTE", [None]).median_trial is None
     both = [{"dev/accuracy": 0.1 * i, "dev/f1": 0.1 * i * (3 - i)} for i in (1, 2, 3)]  # F1: 0.2, 0.2, 0
     trials = [GlueTrial(trial=f"s{i}", lr=1, seed=i, status="ok", scores=x) for i, x in enumerate(both)]
-    whole = glue_scores.score_task(make_task("MRPC").manifest, trials, None)
+    whole = glue_scores.score_task(make_task("MRPC").manifest, trials)
     assert whole.median_trial == "s1"  # by the first metric
 
 
@@ -143,7 +143,7 @@ def test_the_average_takes_the_metrics_of_the_recipe() -> None:
         names = [f"{split}/{each}" for split in glue_scores.dev_splits(manifest) for each in manifest.metrics]
         scores = {each: 0.5 if each.endswith(f"/{metric}") else 0.25 for each in names}
         trial = GlueTrial(trial="a", lr=1e-4, seed=0, status="ok", scores=scores)
-        tasks.append(glue_scores.score_task(manifest, [trial], None))
+        tasks.append(glue_scores.score_task(manifest, [trial]))
     assert glue_scores.average(tasks) == (0.5, [])
 
 
@@ -199,9 +199,8 @@ def test_every_task_runs_with_every_seed_and_the_results_are_in_order(tmp_path: 
     measured.run()
     names = sorted(trial.name for trial in runner.ran)
     assert names == [f"{name}-lr-4e-05-s{seed}" for name in ("MRPC", "RTE") for seed in (0, 1)]
-    assert glue.rounds(measured.grid) == [[mrpc, rte], []]
     assert measured.lr == 4e-5
-    (score,) = glue_scores.score_task(rte.manifest, measured.trials["RTE"], None).scores
+    (score,) = glue_scores.score_task(rte.manifest, measured.trials["RTE"]).scores
     assert score.seeds == [0.5, 0.6]
     for config in (trial.config for trial in runner.ran):
         assert config.run.init_from == "/run/checkpoints/step-00000005"
@@ -247,7 +246,7 @@ def test_a_trial_takes_the_micro_batch_of_its_device_and_ranks(
 ) -> None:
     task = make_task("RTE")
     grid = make_grid(options("RTE", ranks=ranks), [task], overrides=given, on_gpu=on_gpu)
-    trial = glue.make_trial(grid, tmp_path, task, None, 0, None)
+    trial = glue.make_trial(grid, tmp_path, task, None, 0)
     assert (trial.ranks, trial.config.batch.global_size) == (ranks, 16)
     assert trial.config.batch.micro_size == micro
 
@@ -279,36 +278,14 @@ def test_a_rate_with_a_failed_trial_is_not_chosen(
 def test_a_trial_takes_the_rate_as_it_is_and_goes_to_no_service(tmp_path: Path) -> None:
     asked = ("optim.lr_scaling=sqrt", "optim.lr_batch=64", "log.to=[wandb]", "log.tensorboard=true")
     mnli, tenth = make_task("MNLI"), make_task("MNLI", dev_share=0.1)
-    grid = make_grid(options("MNLI", "RTE", init_task={"RTE": "MNLI"}), [mnli], [tenth], asked)
-    trials = [glue.make_trial(grid, tmp_path, task, 1e-4, 0, None) for task in (mnli, tenth)]
+    grid = make_grid(options("MNLI", "RTE"), [mnli], [tenth], asked)
+    trials = [glue.make_trial(grid, tmp_path, task, 1e-4, 0) for task in (mnli, tenth)]
     assert [trial.name for trial in trials] == ["MNLI-lr-0.0001-s0", "rate-MNLI-lr-0.0001-s0"]
-    assert [trial.config.checkpoint.keep for trial in trials] == [1, 0]
     for config in (trial.config for trial in trials):
+        assert config.checkpoint.keep == 0
         assert (peak_lr(config).value, config.log.to, config.log.tensorboard) == (1e-4, (), False)
-    given = glue.make_trial(grid, tmp_path, mnli, None, 0, None).config
+    given = glue.make_trial(grid, tmp_path, mnli, None, 0).config
     assert peak_lr(given).value == pytest.approx(4e-5 * (16 / 64) ** 0.5)
-
-
-def test_a_task_starts_from_the_finetuned_run_of_the_same_seed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    measured, runner = glue_run(
-        tmp_path,
-        options("MNLI", "RTE", init_task={"RTE": "MNLI"}),
-        lambda name, config: "loss is NaN" if (name, config.run.seed) == ("MNLI", 1) else 0.5,
-    )
-    measured.run()
-    configs = {trial.name: trial.config for trial in runner.ran}
-    assert sorted(configs) == ["MNLI-lr-4e-05-s0", "MNLI-lr-4e-05-s1", "RTE-lr-4e-05-s0"]
-    assert configs["RTE-lr-4e-05-s0"].run.init_from == str(tmp_path / "trials" / "MNLI-lr-4e-05-s0")
-    assert configs["MNLI-lr-4e-05-s0"].checkpoint.keep == 1
-    assert configs["RTE-lr-4e-05-s0"].checkpoint.keep == 0
-    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
-    assert told[-1].startswith("[4/4] "), "what cannot start counts as done"
-    assert told[-1].endswith("; left <1 s")
-    (failed,) = [trial for trial in measured.trials["RTE"] if trial.seed == 1]
-    assert (failed.status, failed.scores) == ("failed", {})
-    assert "MNLI-lr-4e-05-s1" in str(failed.cause)
 
 
 def test_what_was_stopped_goes_on(tmp_path: Path) -> None:
@@ -339,6 +316,8 @@ def test_every_task_that_is_there_is_taken_in_order() -> None:
     found, left_out = choose_tasks(MISSING, GlueOptions(tasks=["RTE", "CoLA"], rates=[1e-4]))
     assert (found.tasks, found.rate_tasks) == (["CoLA", "RTE"], ["CoLA", "MRPC", "STS-B", "RTE"])
     assert list(left_out) == ["QQP"]
+    only = {name: files or [f"{name}/dev.tsv"] * (name != "WNLI") for name, files in MISSING.items()}
+    assert choose_tasks(only, GlueOptions(rates=[1e-4]))[0].rate_tasks == ["WNLI"]
 
 
 @pytest.mark.parametrize(
@@ -346,12 +325,6 @@ def test_every_task_that_is_there_is_taken_in_order() -> None:
     [
         ({"tasks": ["cola"]}, ("--tasks", "unknown", "cola", None)),
         ({"tasks": ["QQP"]}, ("--tasks", "not_found", "QQP", "--data")),
-        ({"rate_tasks": ["RTE"]}, ("--rate-tasks", "no_effect", None, "--rates")),
-        ({"rates": [1e-4], "rate_tasks": ["QQP"]}, ("--rate-tasks", "not_found", "QQP", "--data")),
-        ({"init_task": {"RTE": "QQP"}}, ("--init-task", "conflict", "RTE=QQP", "--tasks")),
-        ({"init_task": {"RTE": "MNLI", "MNLI": "SST-2"}}, ("--init-task", "unsupported", "RTE=MNLI", None)),
-        ({"init_task": {"RTE": "RTE"}}, ("--init-task", "unsupported", "RTE=RTE", None)),
-        ({"init_task": {"RTE": "MNLI"}, "init": "random"}, ("--init-task", "conflict", None, "--init")),
     ],
 )
 def test_options_that_cannot_be_run_are_refused(options: dict[str, Any], expected: tuple[Any, ...]) -> None:
@@ -440,12 +413,12 @@ def test_the_table_has_every_score_with_its_limits(tmp_path: Path) -> None:
     tasks = [
         scored_task("MRPC", [0.68, 0.68], official=False),
         scored_task("MNLI", [0.5, 0.7]),
-        scored_task("RTE", [0.25, None]).model_copy(update={"init_task": "MNLI"}),
+        scored_task("RTE", [0.25, None]),
     ]
     for trial in (*tasks[0].trials, tasks[2].trials[0]):
         trial.one_class.append("dev")
     tasks[1].trials[0].one_class.append("dev_mismatched")
-    report = glue_report(evaluation(tmp_path, tasks, init_task={"RTE": "MNLI"}))
+    report = glue_report(evaluation(tmp_path, tasks))
     rows = texts(report, "Dev scores")
     assert list(rows) == [
         "MRPC accuracy",
@@ -457,7 +430,7 @@ def test_the_table_has_every_score_with_its_limits(tmp_path: Path) -> None:
     assert rows["MNLI matched accuracy"] == ["60.0", "14.1", "40.0", "4", "", "25.0 %", "1", "50.0, 70.0"]
     assert rows["MNLI mismatched accuracy"][4] == "one answer in 1 of 2"
     assert rows["MRPC F1"][4] == "subset, one answer in 2 of 2"
-    limits = "from MNLI, 1 of 2 failed, one answer in 1 of 2"
+    limits = "1 of 2 failed, one answer in 1 of 2"
     assert rows["RTE accuracy"] == ["25.0", "n/a", "40.0", "4", limits, "25.0 %", "1", "25.0, n/a"]
     levels = [verdict.level for verdict in report.verdicts]
     assert levels == ["info", "fail"]
@@ -512,7 +485,7 @@ def test_an_evaluation_is_told_as_it_ended(tmp_path: Path, monkeypatch: pytest.M
     file, code = made.run(asked, lambda name, config: 0.5)
     assert (file.status, code, file.lr) == ("complete", 0, 1e-4)
     assert (made.asked["ranks"], made.asked["gpus"], made.asked["most"]) == (2, 0, 4)
-    assert [(task.task, task.init_task) for task in file.tasks] == [("MNLI", None), ("RTE", "MNLI")]
+    assert [task.task for task in file.tasks] == ["MNLI", "RTE"]
     assert file.tasks[1].submissions == []
     assert file.tasks[1].scores[0].majority == 0.4
     assert file.seconds > 30.0, "of all calls"
@@ -559,9 +532,7 @@ def write_evaluation(folder: Path, *tasks: GlueTask, **changes: Any) -> Path:
 def test_a_comparison_has_medians_and_paired_differences(tmp_path: Path) -> None:
     one = write_evaluation(tmp_path / "a", scored_task("RTE", [0.5, 0.6, 0.7]), scored_task("CoLA", [0.5]))
     subset = scored_task("RTE", [0.6, 0.8, 0.75, None], official=False)
-    other = write_evaluation(
-        tmp_path / "b", subset.model_copy(update={"init_task": "MNLI"}), heldout_loss=2.5
-    )
+    other = write_evaluation(tmp_path / "b", subset, heldout_loss=2.5)
     third = write_evaluation(tmp_path / "c", scored_task("RTE", [0.25]))
     report = compare_report([one, other, third])
     (table,) = report.sections[0].tables
@@ -570,7 +541,7 @@ def test_a_comparison_has_medians_and_paired_differences(tmp_path: Path) -> None
     expected = ["40.0", "60.0 (sd 10.0)", "75.0 (sd 10.4)", "25.0", "+11.7 \u00b1 19.0", "-25.0"]
     assert texts(report, "Dev scores") == {"RTE accuracy": expected}
     notes = [cell.note for cell in table.rows[0].cells]
-    assert notes == ["", "", "subset, from MNLI, 1 of 4 failed", "", "3 seeds", "1 seed"]
+    assert notes == ["", "", "subset, 1 of 4 failed", "", "3 seeds", "1 seed"]
     assert "2.5000 nats" in report.subtitle[1]
 
 

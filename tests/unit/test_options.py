@@ -43,7 +43,6 @@ from tests.report_fixture import make_run
         (options.launcher, "torchrun", "torchrun"),
         (options.words, "RTE, CoLA,RTE", ("RTE", "CoLA")),
         (options.rates, "3e-4, 1e-4,0.0003", (1e-4, 3e-4)),
-        (options.task_starts, "RTE=MNLI, MRPC = MNLI", (("RTE", "MNLI"), ("MRPC", "MNLI"))),
     ],
 )
 def test_a_text_and_its_value(parse: Callable[[str], Any], text: str, value: object) -> None:
@@ -58,7 +57,6 @@ REFUSED = {
     options.launcher: ("mpirun", ""),
     options.words: ("", "RTE,", ",RTE"),
     options.rates: ("", "fast", "0", "1e-4,3", "nan", "1e-4,"),
-    options.task_starts: ("", "RTE", "RTE=", "RTE=MNLI=QNLI", "RTE=MNLI,RTE=QNLI"),
 }
 
 
@@ -263,7 +261,7 @@ def test_a_finetuning_begins_with_what_its_options_name(monkeypatch: pytest.Monk
         ),
         (
             "eval glue r optim.lr=1 --data x --data y --tasks RTE,CoLA --seeds 2 --rates 1e-4,3e-4 "
-            "--rate-tasks RTE --init-task RTE=MNLI --init random --ranks-per-job 4 --launcher accelerate "
+            "--init random --ranks-per-job 4 --launcher accelerate "
             "--out o --dry-run --json",
             glue,
             "evaluate",
@@ -274,8 +272,6 @@ def test_a_finetuning_begins_with_what_its_options_name(monkeypatch: pytest.Monk
                     tasks=["RTE", "CoLA"],
                     seeds=2,
                     rates=[1e-4, 3e-4],
-                    rate_tasks=["RTE"],
-                    init_task={"RTE": "MNLI"},
                     init="random",
                     ranks=4,
                     launcher="accelerate",
