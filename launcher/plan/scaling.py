@@ -253,8 +253,6 @@ def _compared(source: PlanSource, spec: PlanSpec, cell: CellMeasurement) -> Comp
         measured_step_s=cell.step_s,
         ci95=interval,
         within=interval[0] <= row.step_time_s <= interval[1] if interval else None,
-        predicted_tokens_per_s=row.tokens_per_s,
-        measured_tokens_per_s=cell.tokens_per_s,
         predicted_efficiency=row.efficiency,
         measured_efficiency=cell.efficiency,
         measured_efficiency_ci95=cell.efficiency_ci95,
@@ -363,10 +361,9 @@ def source_of(scaling: Scaling, name: str) -> PlanSource:
         raise ConfigError([Issue("--from", "missing", f"{name} holds no profile", hint=GIVE)])
     notes = [f"profile of {profile.device}, {profile.precision or 'unknown precision'}: {name}"]
     cells = [cell for cell in scaling.cells if cell.status == "ok"]
-    optimizer_s = profile.optimizer_s or 0.0
-    if (alone := scaling.alone()) and alone.step_s is not None and alone.step_s > optimizer_s:
+    if (alone := scaling.alone()) and alone.step_s is not None and alone.step_s > profile.optimizer_s:
         # it loads data and logs too
-        micro_s = (alone.step_s - optimizer_s) / alone.accumulation
+        micro_s = (alone.step_s - profile.optimizer_s) / alone.accumulation
         profile = with_micro_s(profile, micro_s * profile.micro_batch / alone.micro_batch)
         notes.append(f"one rank's step is the measured one, {alone.step_s:.4g} s (cell {alone.id})")
     if slowdowns := _slowdowns(cells):

@@ -144,9 +144,6 @@ def _settings(grid: Grid, first: CellRuns | None) -> models.ScalingSettings:
         steps=settings.steps,
         warm_up=settings.warm_up,
         repeats=settings.repeats,
-        launcher=settings.launcher,
-        engines=list(settings.engines),
-        gpus=list(settings.gpus),
         micro_batch=config.batch.micro_size,
         accumulation=settings.accumulation or 1 if "weak" in settings.modes else None,
         global_batch=config.batch.global_size if "strong" in settings.modes else None,
@@ -154,9 +151,7 @@ def _settings(grid: Grid, first: CellRuns | None) -> models.ScalingSettings:
         parameters=cost.num_parameters(model, sequence),
         flops_per_token=cost.flops_per_token(model, sequence, config.objective.mask_rate),
         precision=summary.precision or config.precision,
-        compiled=summary.compiled,
         device=summary.device,
-        optimizer=config.optim.name,
         model=f"{model.num_layers} layers x {model.hidden_size}, vocabulary {model.vocab_size:,}",
     )
 
@@ -195,7 +190,7 @@ def _cell(
         exposed_comm_ddp_fraction=_ddp_exposed(mine),
         **mine.straggler(),
         peak_memory_gib=max(max(r.memory_gib) for r in mine.repeats),
-        **_energy(mine),
+        energy_j_per_mtoken=_energy(mine),
         mfu=flops / peak.datasheet_flops if peak.datasheet_flops else None,
         mamfu=flops / peak.matmul_flops if peak.matmul_flops else None,
         **_launch(mine, settings.device),
@@ -277,20 +272,15 @@ def _ddp_exposed(mine: CellRuns) -> float | None:
     """Return the exposed share of a step by DDP's own samples, which exclude tensor parallelism."""
     if mine.cell.world_size == 1 or mine.cell.tensor > 1:
         return None
-    return _median([statistics.median(r.exposed_s) / mine.mean_s for r in mine.repeats if r.exposed_s])
+    counted = [statistics.median(r.exposed_s) / mine.mean_s for r in mine.repeats if r.exposed_s]
+    return statistics.median(counted) if counted else None
 
 
-def _energy(mine: CellRuns) -> Facts:
-    """Return the joules of the real steps, if every rank's device counts them."""
-    joules = _median([r.summary.energy_j for r in mine.repeats])
-    tokens = _median([r.summary.tokens for r in mine.repeats])
-    per_mtoken = joules / tokens * 1e6 if joules is not None and tokens else None
-    return {"energy_j": joules, "energy_j_per_mtoken": per_mtoken}
-
-
-def _median(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
+def _energy(mine: CellRuns) -> float | None:
+    """Return the joules per million tokens, if every rank's device counts them."""
+    ends = [r.summary for r in mine.repeats]
+    counted = [1e6 * end.energy_j / end.tokens for end in ends if end.energy_j is not None and end.tokens]
+    return statistics.median(counted) if counted else None
 
 
 def _launch(mine: CellRuns, device: str | None) -> Facts:
@@ -393,11 +383,9 @@ def diagnose_cell(cell: CellMeasurement) -> BottleneckDiagnosis:
         return _diagnosis(cell, "not_measurable", reached)
     if low >= GOOD:
         return _diagnosis(cell, "scales", f"{reached}; no loss beyond its bound", "nothing")
-    if cell.efficiency >= GOOD:
-        evidence = f"{reached} includes less than {format_percent(GOOD)}, from which a cell scales"
+    if cell.efficiency >= GOOD or high >= 1:
+        evidence = f"{reached} tells neither a loss nor {format_percent(GOOD)}, from which a cell scales"
         return _diagnosis(cell, "intervals_overlap", evidence)
-    if high >= 1:
-        return _diagnosis(cell, "intervals_overlap", f"{reached} includes 100 %")
     evidence = f"{reached}; no loss has its whole interval beyond its bound"
     return _diagnosis(cell, "no_single_cause", evidence, f"{MEASURE_MORE}, and look at the split of the step")
 

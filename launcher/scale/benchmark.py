@@ -30,7 +30,7 @@ from launcher.run.trials import (
 from launcher.scale import models
 from launcher.scale.analyze import analyze, diagnose
 from launcher.scale.grid import Grid, Settings, run_dir
-from launcher.scale.scale_page import FILE, scale_page, write_csv
+from launcher.scale.scale_page import FILE, scale_page
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -77,7 +77,6 @@ def scale(
         scaling, outcome = measure(grid, output, log)
         scaling = scaling.model_copy(update={"prediction": predict(scaling)})
         results.write(folder / FILE, scaling)
-        write_csv(scaling, folder / "scaling.csv")
         write_result(scaling, scale_page(scaling, folder), folder, as_json=as_json, console=console)
     has_result = any(cell.status == "ok" for cell in scaling.cells)
     return outcome.exit_code or int(not has_result)

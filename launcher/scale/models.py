@@ -98,26 +98,21 @@ class StepProfile(StoredFile):
     hint: ClassVar[str] = MEASURE_AGAIN
     device: str = "GPU"
     precision: str | None = None
-    compiled: bool | None = None
-    engine: str | None = None
     micro_batch: Count
     sequence_length: Count
     parameters: Count | None = None
     num_layers: Count | None = None
     hidden_size: Count | None = None
     num_heads: Count | None = None
-    forward_s: Seconds | None = None
+    micro_s: Seconds  # forward and backward
     backward_s: Seconds
-    optimizer_s: Annotated[float, Field(ge=0, le=1e9)] | None = None
-    micro_s: Seconds | None = None
+    optimizer_s: Annotated[float, Field(ge=0, le=1e9)] = 0.0
     gradients: list[MeasuredGradient] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
-        if self.micro_s is None and self.forward_s is None:
-            raise ValueError("micro_s: missing, and forward_s too")
-        if self.backward_s > self.whole_s:
-            raise ValueError(f"backward_s: {self.backward_s:g} is above micro_s, {self.whole_s:g}")
+        if self.backward_s > self.micro_s:
+            raise ValueError(f"backward_s: {self.backward_s:g} is above micro_s, {self.micro_s:g}")
         last = max(self.gradients, key=lambda gradient: gradient.ready_s)
         if last.ready_s > MAX_READY_RATIO * self.backward_s:
             raise ValueError(
@@ -125,14 +120,7 @@ class StepProfile(StoredFile):
             )
         if not 1 <= self.width <= 8:
             raise ValueError(f"parameters: {self.parameters} for gradients of {self.size:g} bytes")
-        if self.hidden_size and self.num_heads and self.hidden_size % self.num_heads:
-            raise ValueError(f"num_heads: {self.num_heads} does not divide hidden_size {self.hidden_size}")
         return self
-
-    @property
-    def whole_s(self) -> float:
-        """Return the seconds of a micro batch."""
-        return self.micro_s if self.micro_s is not None else self.backward_s + (self.forward_s or 0.0)
 
     @property
     def size(self) -> float:
@@ -149,7 +137,6 @@ class Peak(StoredFile):
     """peak.json, and `peak` in scaling.json: FLOP/s of one rank's device."""
 
     hint: ClassVar[str] = MEASURE_AGAIN
-    device: str | None = None
     precision: str | None = None  # of the measured rate
     matmul_flops: Positive | None = None  # the best of the measured shapes
     datasheet_flops: float | None = None
@@ -161,9 +148,6 @@ class ScalingSettings(StoredModel):
     steps: int | None = None  # timed optimizer steps of a run
     warm_up: int | None = None  # steps before them
     repeats: int | None = None
-    launcher: str | None = None
-    engines: list[str] = []
-    gpus: list[int] = []
     micro_batch: int | None = None
     accumulation: Count | None = None  # in weak mode
     global_batch: int | None = None  # in strong mode
@@ -171,9 +155,7 @@ class ScalingSettings(StoredModel):
     parameters: int | None = None
     flops_per_token: Annotated[float, Field(gt=0, le=1e18)] | None = None  # forward and backward
     precision: str | None = None
-    compiled: bool | None = None
     device: str | None = None
-    optimizer: str | None = None
     model: str | None = None
 
 
@@ -257,8 +239,7 @@ class CellMeasurement(GridCell):
     straggler_rank: int | None = None
     """The slowest rank, if the whole interval is above 1.2 and it is the slowest of every repeat."""
     peak_memory_gib: float | None = None  # greatest over all ranks
-    energy_j: float | None = None  # joules of a run's real steps, all ranks
-    energy_j_per_mtoken: float | None = None  # per million tokens
+    energy_j_per_mtoken: float | None = None  # joules of all ranks per million tokens of a run's real steps
     mfu: float | None = None  # model FLOP/s over the data sheet's
     mamfu: float | None = None  # model FLOP/s over the measured matmul rate
     launch_fraction: float | None = None  # host time to enqueue a step over the step; null on a CPU
@@ -320,7 +301,6 @@ class PredictedRow(StoredModel):
     split_s: PredictedSplit
     exposed_comm_fraction: float
     tokens_per_s: float
-    samples_per_s: float | None = None
     speedup: float
     efficiency: float
     mfu: float | None = None
@@ -336,8 +316,6 @@ class ComparedCell(StoredModel):
     measured_step_s: float | None = None
     ci95: Interval | None = None  # interval of the measured step, seconds
     within: bool | None = None  # the prediction lies in it
-    predicted_tokens_per_s: float | None = None
-    measured_tokens_per_s: float | None = None
     predicted_efficiency: float
     measured_efficiency: float | None = None
     measured_efficiency_ci95: Interval | None = None

@@ -1,17 +1,13 @@
-"""The page, the console report and the CSV of a scaling benchmark: its result, figures and verdicts."""
+"""The page and the console report of a scaling benchmark: its result, figures and verdicts."""
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
-from bert_dp import files
-from launcher import results
 from launcher.report.numbers import NA, count_of, format_count, format_interval, format_lr, format_step_time
 from launcher.report.numbers import number as finite
 from launcher.report.page import (
@@ -54,7 +50,6 @@ LEVELS: dict[DiagnosisKind, Level] = {
     "no_single_cause": "info",
 }  # the others, which are losses, are warnings
 SPEEDUP = Ratio("speedup", "speed-up", "ratio", "efficiency_ci95")
-DDP1 = Ratio("efficiency_ddp1", "against ddp on one rank", "percent", "efficiency_ddp1_ci95")
 EXPOSED = Ratio("exposed_comm_fraction", "exposed", "percent", "communication_efficiency_ci95")
 PER_PEAK = (
     Ratio("mfu", "MFU", "percent", "step_time_s.ci95"),
@@ -74,7 +69,7 @@ RESULT_NOTE = (
     "Rates over all ranks; speed-up, efficiency with its 95 % interval: against single on one rank; comm.: "
     "throughput / ceiling; exposed, data: shares of a step that waits for gradients, for data; slowest: own "
     "work of the slowest rank / median; memory: peak of the greatest rank. "
-    "Every number of every cell is in scaling.csv, of every repeat in scaling.json."
+    "Every number of every cell and repeat is in scaling.json."
 )
 BANDS = (
     "Whiskers: 95 % intervals over the repeats; a point whose interval is wider than a factor of "
@@ -85,7 +80,7 @@ BANDS = (
 def scale_page(scaling: Scaling, folder: Path | None = None) -> Report:
     """Return the report of scaling.json, partial or complete."""
     modes = _modes(scaling)
-    by_mode = (_speedup, _efficiency, _communication, _memory, _step_split)
+    by_mode = (_speedup, _efficiency, _step_split)
     figures = [figure(scaling, mode) for mode in modes for figure in by_mode] + [_bandwidth(scaling)]
     if "strong" in modes:  # weak scaling trains another global batch, so another model, at every N
         figures.append(_loss(scaling))
@@ -207,37 +202,18 @@ def _result(scaling: Scaling) -> Table:
 
 
 def _prediction(prediction: models.Prediction) -> ReportSection:
-    """Return each measured cell beside its prediction, and the predictions for other numbers of ranks."""
-    compared = (
+    """Return each measured cell beside its prediction."""
+    columns = (
         Quantity("predicted_step_s", "step, predicted", "seconds"),
         Quantity("measured_step_s", "step, measured", "seconds"),
         Computed(lambda row: TableCell(format_interval(row.ci95, format_step_time)), "95 % interval"),
-        Computed(
-            lambda row: row.predicted_step_s / row.measured_step_s - 1 if row.measured_step_s else None,
-            "difference",
-            "percent",
-        ),
         Quantity("predicted_efficiency", "efficiency, predicted", "percent"),
         MEASURED_EFFICIENCY,
         Computed(lambda row: TableCell(MEASURED_EFFICIENCY.ends(row)), "95 % interval"),
     )
-    predicted = (
-        Quantity("global_batch", "global batch", "count"),
-        Quantity("step_time_s", "step", "seconds"),
-        Quantity("exposed_comm_fraction", "exposed communication", "percent"),
-        Quantity("tokens_per_s", "tokens/s"),
-        Quantity("speedup", "speed-up", "ratio"),
-        Quantity("efficiency", "efficiency", "percent"),
-    )
-    others = [(f"N = {format_count(row.world_size)}", row) for row in prediction.rows]
-    tables = [
-        table([(row.cell, row) for row in prediction.measured], compared, corner="cell"),
-        table(others, predicted, title="Predicted"),
-    ]
-    shown = [each for each in tables if each.rows]
-    return ReportSection(
-        "Prediction and measurement", tables=shown, notes=prediction.assumptions, console=False
-    )
+    compared = table([(row.cell, row) for row in prediction.measured], columns, corner="cell")
+    title = "Prediction and measurement"
+    return ReportSection(title, tables=[compared], notes=prediction.assumptions, console=False)
 
 
 # --- figures
@@ -258,18 +234,20 @@ def _ranks_axis(scaling: Scaling, mode: Mode) -> Axis:
     return Axis("N, ranks", "count", bool(sizes) and sizes[-1] > LOG_FROM * sizes[0], ticks=sizes)
 
 
-def _lines(scaling: Scaling, mode: Mode, ratio: Ratio, *, times_n: bool = False) -> list[Line]:
-    """Return a line with its interval for each engine; `times_n` makes a speed-up of an efficiency."""
+def _lines(scaling: Scaling, mode: Mode, *, times_n: bool = False) -> list[Line]:
+    """Return a line of efficiency with its interval for each engine; `times_n` makes it a speed-up."""
 
-    def values(cells: Sequence[CellMeasurement], path: str) -> list[float | None]:
-        numbers = [dataclasses.replace(ratio, path=path).number(cell) for cell in cells]
-        factors = [cell.world_size if times_n else 1 for cell in cells]
-        return [None if x is None else x * factor for x, factor in zip(numbers, factors, strict=True)]
+    def height(cell: CellMeasurement, path: str) -> float | None:
+        value = at(cell, path) if EFFICIENCY.number(cell) is not None else None
+        return value and value * (cell.world_size if times_n else 1)
 
     lines = []
     for colour, (label, cells) in enumerate(_groups(scaling, mode).items()):
-        x, y = [float(cell.world_size) for cell in cells], values(cells, ratio.path)
-        low, high = (values(cells, f"{ratio.interval}.{end}") for end in ("low", "high"))
+        x = [float(cell.world_size) for cell in cells]
+        y, low, high = (
+            [height(cell, path) for cell in cells]
+            for path in ("efficiency", "efficiency_ci95.low", "efficiency_ci95.high")
+        )
         lines.append(Line(label, x, y, colour, "both", low, high))
     return lines
 
@@ -289,7 +267,7 @@ def _speedup(scaling: Scaling, mode: Mode) -> Figure:
     lines = [
         Line("ideal", sizes, sizes, None, "dotted"),
         *_ceiling_line(scaling, mode, times_n=True),
-        *_lines(scaling, mode, EFFICIENCY, times_n=True),
+        *_lines(scaling, mode, times_n=True),
     ]
     label = "speed-up, throughput / throughput of one rank"
     y = Axis(label, "ratio", x.log, not x.log, sizes if x.log else ())
@@ -299,37 +277,14 @@ def _speedup(scaling: Scaling, mode: Mode) -> Figure:
 
 def _efficiency(scaling: Scaling, mode: Mode) -> Figure:
     """Draw efficiency and its ceiling over N."""
-    label = "efficiency, throughput / (N x throughput of one rank)"
-    return _share(scaling, mode, EFFICIENCY, label, BANDS, _ceiling_line(scaling, mode))
-
-
-def _communication(scaling: Scaling, mode: Mode) -> Figure:
-    """Draw communication efficiency over N."""
-    note = "Efficiency = ceiling x communication efficiency."
-    return _share(scaling, mode, COMMUNICATION, "throughput / ceiling", note)
-
-
-def _share(
-    scaling: Scaling, mode: Mode, ratio: Ratio, label: str, note: str, ceiling: Sequence[Line] = ()
-) -> Figure:
     return Figure(
-        f"{ratio.head.capitalize()}, {mode} scaling",
-        [*ceiling, *_lines(scaling, mode, ratio)],
+        f"Efficiency, {mode} scaling",
+        [*_ceiling_line(scaling, mode), *_lines(scaling, mode)],
         _ranks_axis(scaling, mode),
-        Axis(label, "percent"),
+        Axis("efficiency, throughput / (N x throughput of one rank)", "percent"),
         levels=[ReferenceLine("100 %", 1.0)],
-        note=f"{note} The axis does not start at 0.",
+        note=f"{BANDS} Efficiency = ceiling x communication efficiency. The axis does not start at 0.",
     )
-
-
-def _memory(scaling: Scaling, mode: Mode) -> Figure:
-    """Draw the peak of the greatest rank over N."""
-    lines = [
-        Line(label, [float(c.world_size) for c in cells], [c.peak_memory_gib for c in cells], index, "both")
-        for index, (label, cells) in enumerate(_groups(scaling, mode).items())
-    ]
-    y = Axis("peak memory of the greatest rank (GiB)", from_zero=True)
-    return Figure(f"Peak memory, {mode} scaling", lines, _ranks_axis(scaling, mode), y)
 
 
 def _step_split(scaling: Scaling, mode: Mode) -> Figure:
@@ -377,43 +332,3 @@ def _loss(scaling: Scaling) -> Figure:
     note += f"relative deviation {format_lr(deviation)}."
     y = Axis("loss (nats per masked token)", "nats")
     return Figure("Training loss", lines, Axis("tokens"), y, note=note)
-
-
-# --- scaling.csv
-
-PARTS = ("step_time_s", "split_s", "loss")
-RATIOS = {
-    ratio.path: ratio
-    for ratio in (SPEEDUP, EFFICIENCY, DDP1, CEILING, COMMUNICATION, EXPOSED, STRAGGLER, *PER_PEAK)
-}
-
-
-def write_csv(scaling: Scaling, out: Path) -> None:
-    """Write a row per cell, atomically. A column is named by the path into scaling.json; unknown is empty."""
-    paths = dict.fromkeys(path for cell in scaling.cells for path in _csv_paths(results.plain(cell)))
-    text = io.StringIO()
-    lines = csv.writer(text, lineterminator="\n")
-    lines.writerow(paths)
-    lines.writerows([_csv_text(cell, path) for path in paths] for cell in scaling.cells)
-    files.write_text(out, files.safe(text.getvalue()))
-
-
-def _csv_paths(part: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the paths of the numbers and words of a cell, the ends of an interval by `low` and `high`."""
-    for name, value in part.items():
-        path = f"{prefix}{name}"
-        if isinstance(value, dict):
-            yield from _csv_paths(value, f"{path}.")
-        elif name.endswith("ci95"):
-            yield from (f"{path}.low", f"{path}.high")
-        elif name != "curve" and path not in PARTS:
-            yield path
-
-
-def _csv_text(cell: CellMeasurement, path: str) -> str:
-    """Return a number with all its digits; a ratio and its ends have none if they are not measurable."""
-    ratio = RATIOS.get(path.rpartition("_ci95")[0] or path)
-    value = dataclasses.replace(ratio, path=path).of(cell) if ratio else at(cell, path)
-    if isinstance(value, TableCell):
-        return value.text
-    return "" if value is None else "; ".join(value) if isinstance(value, list) else str(value)

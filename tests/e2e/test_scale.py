@@ -175,7 +175,7 @@ def test_the_prediction_stands_beside_what_was_measured(scaling: dict[str, Any])
     assert {"strong-single-n1", "strong-ddp-n1", "strong-ddp-n2", "strong-ddp-n2-tp2"} <= set(told)
     cells = {cell["id"]: cell for cell in scaling["cells"]}
     for name, entry in told.items():
-        assert entry["measured_tokens_per_s"] == cells[name]["tokens_per_s"]
+        assert entry["measured_step_s"] == cells[name]["step_time_s"]["mean"]
         assert entry["predicted_step_s"] > 0
 
 

@@ -45,7 +45,7 @@ ONE = cell("weak-single-n1", 1, 4.2)
 def test_scaling_json_gives_profile_curve_ceiling_and_baseline() -> None:
     found = source()
     assert (found.accumulation, found.spread) == (4, 0)  # a CPU has no spread of its own
-    assert found.profile.whole_s == pytest.approx((4.2 - 0.1) / 4)
+    assert found.profile.micro_s == pytest.approx((4.2 - 0.1) / 4)
     assert found.profile.backward_s == pytest.approx(0.6 * 4.1 / 4)
     assert found.profile.gradients[0].ready_s == pytest.approx(0.2 * 4.1 / 4)
     assert found.curves == {2: AllReduceCurve(2, {1e6: 1e-3, 1e7: 1e-2, 1e8: 0.1})}
@@ -65,7 +65,7 @@ def test_the_slowdown_is_the_middle_of_the_measured_ceilings_of_runs() -> None:
 
 
 def test_a_step_shorter_than_the_optimizers_leaves_the_profile() -> None:
-    assert source(cells=[cell("weak-single-n1", 1, 0.05)]).profile.whole_s == 1.0
+    assert source(cells=[cell("weak-single-n1", 1, 0.05)]).profile.micro_s == 1.0
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_the_benchmarks_own_document_gives_the_baseline(collected: Scaling) -> N
     lines = {line.cell: line for line in predicted.measured}
     assert lines.keys() == {f"{m}-{e}" for m in ("weak", "strong") for e in ("single-n1", "ddp-n1", "ddp-n2")}
     single = lines["weak-single-n1"]
-    assert single.predicted_tokens_per_s == pytest.approx(single.measured_tokens_per_s)
+    assert single.predicted_step_s == pytest.approx(single.measured_step_s)
     assert single.within is True
     assert predict_measured(collected) == predicted
     assert predict_measured(collected.model_copy(update={"profile": None})) is None
@@ -146,7 +146,7 @@ def test_a_rate_is_given_back_by_one_rank_at_its_own_accumulation(accumulation: 
     parameters = num_parameters(MODELS["bert-large"], 512)
     assert found.profile.optimizer_s == pytest.approx(parameters * (4 + 3) * 4 / speed)
     assert sum(g.bytes for g in found.profile.gradients) == pytest.approx(4 * parameters)
-    assert plan(found, 1).rows[0].samples_per_s == pytest.approx(580)
+    assert plan(found, 1).rows[0].tokens_per_s == pytest.approx(580 * 128)
 
 
 def test_a_rate_of_no_named_gpu_is_of_whole_steps() -> None:
