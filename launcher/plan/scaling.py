@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
-import math
 import shlex
 import statistics
 from collections.abc import Collection, Mapping, Sequence
@@ -17,10 +16,8 @@ from bert_dp.config.load import find_config
 from bert_dp.cost import flops_per_token, num_parameters, peak_flops
 from launcher import results
 from launcher.plan.step_model import (
-    BUCKET,
     FIRST_BUCKET,
     GB,
-    MIB,
     AllReduceCurve,
     Fabric,
     Scenario,
@@ -57,13 +54,12 @@ from launcher.scale.models import (
 from launcher.stats import is_measurable
 
 ENGINES = ("ddp", "zero1", "fsdp")
-SENT_BYTES = {"full": math.inf, "bf16": 2.0, "fp16": 2.0}  # of a number of a gradient, at most
 GPU_LINKS, NODE_LINKS = ("nvlink", "pcie"), ("net", "tcp")  # kinds
 BOUNDS = ("no stragglers", "perfect overlap")  # no settings: their gain is what is lost there
 ADAM_BYTES = 28  # per parameter: reads p, g, m, v, writes p, m, v in fp32
 MIN_MICRO_S = 1e-8
 BACKWARD = 2 / 3  # of a micro batch: every product of the forward pass has two in the backward pass
-GIVE = "give scaling.json or profile.json of `bert-dp scale`, or --model with --seq-per-s and --micro"
+GIVE = "give scaling.json of `bert-dp scale`, or --model with --seq-per-s and --micro"
 CPU_WITH_GPU_LINK = (
     "The profile is of a CPU, whose steps are far longer than a GPU's, but --link joins GPUs: the efficiency "
     "is too high. Measure the profile on one GPU, or give --seq-per-s, --micro and --gpu in place of --from."
@@ -94,8 +90,6 @@ class PlanSpec:
     engine: str = "ddp"
     tensor: tuple[int, ...] = (1,)
     accumulation: tuple[int, ...] = ()
-    bucket_mib: float | None = None
-    reduce_dtype: str = "full"
 
     @property
     def per_node(self) -> int:
@@ -177,7 +171,6 @@ def scenario_of(
     if spec.link is None and source.curves:
         curve = source.curves[min((n for n in source.curves if n >= ranks), default=max(source.curves))]
     intra, inter = (find_link(name) if name else None for name in (spec.link, spec.inter))
-    bucket = spec.bucket_mib
     return Scenario(
         Fabric(spec.per_node, intra, inter, spec.nics, curve),
         ranks,
@@ -186,9 +179,7 @@ def scenario_of(
         accumulation,
         spread=source.spread,
         slowdown=source.slowdown(min(ranks, spec.per_node)),
-        bucket_bytes=BUCKET if bucket is None else bucket * MIB,
-        first_bucket=FIRST_BUCKET if bucket is None and spec.engine == "ddp" else None,
-        sent_bytes=SENT_BYTES[spec.reduce_dtype],
+        first_bucket=FIRST_BUCKET if spec.engine == "ddp" else None,
     )
 
 
@@ -216,7 +207,7 @@ def levers(profile: StepProfile, scenario: Scenario) -> list[Lever]:
     if scenario.engine != "fsdp":  # which has no buckets
         changes["no overlap: one bucket"] = profile, change(scenario, overlap=False)
         changes["2 x bucket size"] = profile, change(scenario, bucket_bytes=2 * scenario.bucket_bytes)
-    if scenario.engine == "ddp" and min(profile.width, scenario.sent_bytes) > 2:
+    if scenario.engine == "ddp" and profile.width > 2:
         changes["16-bit gradients"] = profile, change(scenario, sent_bytes=2.0)
     now = predict(profile, scenario).tokens_per_s
     rates = {name: predict(*changed).tokens_per_s for name, changed in changes.items()}
@@ -232,7 +223,7 @@ def _compared(source: PlanSource, spec: PlanSpec, cell: CellMeasurement) -> Comp
     """Return a measured cell beside its prediction, by its own links where they were measured; None where it
     cannot be predicted."""
     engine = "ddp" if cell.engine == "single" else cell.engine
-    own = dataclasses.replace(spec, engine=engine, gpus=(cell.world_size,), reduce_dtype="full")
+    own = dataclasses.replace(spec, engine=engine, gpus=(cell.world_size,))
     if source.curves:
         own = dataclasses.replace(own, link=None, inter=None, gpus_per_node=None)
     if (
@@ -272,11 +263,6 @@ def _option_issues(source: PlanSource, spec: PlanSpec) -> list[Issue]:
     links = hardware()["links"]
     if issues := [*_unknown("--link", spec.link, links), *_unknown("--inter", spec.inter, links)]:
         return issues
-    if spec.reduce_dtype != "full" and spec.engine != "ddp":
-        message = f"only ddp sends gradients in {spec.reduce_dtype}, not {spec.engine}"
-        issues.append(Issue("--reduce-dtype", "conflict", message, spec.reduce_dtype, "--engine"))
-    if spec.bucket_mib is not None and spec.engine == "fsdp":
-        issues.append(Issue("--bucket-mib", "no_effect", "fsdp has no buckets", spec.bucket_mib, "--engine"))
     if spec.inter is not None and max(spec.gpus) <= spec.per_node:
         message = f"{max(spec.gpus)} GPUs are in one node of {spec.per_node}"
         hint = "ask for more GPUs, or give --gpus-per-node"
@@ -337,28 +323,20 @@ def find_source(
         given = {option: value for option, value in rate.items() if value is not None}
         if given:
             raise ConfigError([Issue(o, "conflict", message, value, "--from") for o, value in given.items()])
-        return source_of(read_benchmark(path), str(path))
+        try:
+            return source_of(results.read(path, Scaling), str(path))
+        except ConfigError as error:
+            raise ConfigError([issue.within("--from") for issue in error.issues]) from None
     if model is None or seq_per_s is None or micro is None:
         raise ConfigError([Issue("--from", "missing", "not given", hint=GIVE)])
     return source_of_rate(model, seq_per_s, micro, accumulation, gpu)
-
-
-def read_benchmark(path: Path) -> Scaling:
-    """Read scaling.json, or profile.json as the profile of a benchmark without cells. Raises ConfigError."""
-    try:
-        data = results.load(path, GIVE)
-        if isinstance(data, dict) and "gradients" in data:
-            return Scaling(profile=results.parse(data, StepProfile, str(path)))
-        return results.parse(data, Scaling, str(path))
-    except ConfigError as error:
-        raise ConfigError([issue.within("--from") for issue in error.issues]) from None
 
 
 def source_of(scaling: Scaling, name: str) -> PlanSource:
     """Return the source that a benchmark is. Raises ConfigError where its file `name` holds no profile."""
     profile = scaling.profile
     if profile is None:
-        raise ConfigError([Issue("--from", "missing", f"{name} holds no profile", hint=GIVE)])
+        raise ConfigError([Issue(name, "missing", "holds no profile of a rank", hint=Scaling.hint)])
     notes = [f"profile of {profile.device}, {profile.precision or 'unknown precision'}: {name}"]
     cells = [cell for cell in scaling.cells if cell.status == "ok"]
     if (alone := scaling.alone()) and alone.step_s is not None and alone.step_s > profile.optimizer_s:

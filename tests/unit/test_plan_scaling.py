@@ -19,6 +19,7 @@ from launcher.plan.scaling import (
     PlanSpec,
     find_model,
     find_source,
+    levers,
     plan_page,
     predict_measured,
     scenario_of,
@@ -28,7 +29,7 @@ from launcher.plan.scaling import (
 from launcher.plan.step_model import AllReduceCurve, constant, hardware
 from launcher.scale.analyze import analyze
 from launcher.scale.grid import run_dir
-from launcher.scale.models import Scaling, StepProfile
+from launcher.scale.models import Scaling
 from tests.helpers import issues_of
 from tests.plan_fixture import cell, measured, plan, profile, source
 from tests.report_fixture import shown, unfolded
@@ -109,10 +110,10 @@ def test_the_benchmarks_own_document_gives_the_baseline(collected: Scaling) -> N
         (measured(cells=[cell("c", 2, 1.0, accumulation=0)]), "cells.0.accumulation"),
         (measured(cells=[cell("c", 2, 1.0, tensor=3)]), "does not divide"),
         (measured(links=[{"world_size": 2, "points": [{"bytes": 1, "seconds": 0.0}]}]), "points.0.seconds"),
-        (profile(gradients=[]), "gradients"),
-        (profile(micro_batch=0.5), "micro_batch"),
-        (profile(backward_s=math.nan), "backward_s"),
-        (profile(backward_s=1.1), "above micro_s"),
+        (measured(profile=profile(gradients=[])), "gradients"),
+        (measured(profile=profile(micro_batch=0.5)), "micro_batch"),
+        (measured(profile=profile(backward_s=math.nan)), "backward_s"),
+        (measured(profile=profile(backward_s=1.1)), "above micro_s"),
     ],
 )
 def test_a_damaged_file_is_one_line_that_names_the_option_and_the_field(
@@ -127,12 +128,6 @@ def test_a_damaged_file_is_one_line_that_names_the_option_and_the_field(
     assert issue.setting == "--from"
     assert words in issue.message
     assert len(str(issue)) < 400 + len(str(path))
-
-
-def test_a_profile_alone_is_a_source(tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    path.write_text(json.dumps(profile()))
-    assert find_source(path, None, None, None, None, 1).profile == StepProfile(**profile())
 
 
 # --- a rate
@@ -209,19 +204,10 @@ def test_a_count_that_was_not_measured_has_the_curve_above_and_the_slowdown_belo
     assert (scenario.slowdown, scenario.fabric.curve) == (1.1, None)
 
 
-@pytest.mark.parametrize(
-    ("options", "bucket", "first"),
-    [
-        ({}, 25 * 2**20, 2**20),
-        ({"bucket_mib": 4.0}, 4 * 2**20, None),
-        ({"engine": "zero1"}, 25 * 2**20, None),
-    ],
-)
-def test_the_first_bucket_is_smaller_with_ddps_own_sizes_alone(
-    options: dict[str, Any], bucket: float, first: float | None
-) -> None:
-    scenario = scenario_of(BASE, PlanSpec(gpus=(2,), link="pcie3", **options), 2, 1, 3)
-    assert (scenario.bucket_bytes, scenario.first_bucket) == (bucket, first)
+@pytest.mark.parametrize(("engine", "first"), [("ddp", 2**20), ("zero1", None)])
+def test_the_first_bucket_is_smaller_with_ddp_alone(engine: str, first: float | None) -> None:
+    scenario = scenario_of(BASE, PlanSpec(gpus=(2,), link="pcie3", engine=engine), 2, 1, 3)
+    assert (scenario.bucket_bytes, scenario.first_bucket) == (25 * 2**20, first)
     assert (scenario.accumulation, scenario.spread) == (3, BASE.spread)
 
 
@@ -267,7 +253,6 @@ def test_prediction_stands_beside_what_was_measured() -> None:
     assert [line.cell for line in plan(source(links=[]), 1).measured] == ["weak-single-n1"]
     nodes = plan(source(links=[]), 4, link="pcie4", inter="ib-ndr", gpus_per_node=2)
     assert [line.cell for line in nodes.measured] == ["weak-single-n1", "ddp-2"]
-    assert plan(source(), 2, reduce_dtype="bf16").measured == [one, two], "they sent whole gradients"
 
 
 def test_a_measured_cell_is_predicted_with_its_own_batch() -> None:
@@ -302,7 +287,6 @@ def test_levers_are_what_the_model_says_of_the_change() -> None:
     assert gains == sorted(gains, reverse=True)
     changed = {
         "2 x accumulation": plan(BASE, 8, link="pcie3", accumulation=(2,)),
-        "16-bit gradients": plan(BASE, 8, link="pcie3", reduce_dtype="bf16"),
         "no stragglers": plan(dataclasses.replace(BASE, spread=0.0), 8, link="pcie3"),
     }
     for name, predicted in changed.items():
@@ -320,12 +304,12 @@ def test_levers_are_what_the_model_says_of_the_change() -> None:
 
 @pytest.mark.parametrize("engine", ["ddp", "zero1", "fsdp"])
 @pytest.mark.parametrize(
-    ("link", "bucket_mib"), [("ethernet10", 0.01), ("nvlink4", 0.001), ("gloo-loopback", None)]
+    ("link", "bucket"), [("ethernet10", 10_000), ("nvlink4", 1_000), ("gloo-loopback", 25 * 2**20)]
 )
-def test_bounds_never_lose(engine: str, link: str, bucket_mib: float | None) -> None:
-    size = None if engine == "fsdp" else bucket_mib  # which has no buckets
-    (row,) = plan(BASE, 8, link=link, gpus_per_node=8, engine=engine, bucket_mib=size).rows
-    assert all(lever.gain >= 0 for lever in row.levers if lever.bound)
+def test_bounds_never_lose(engine: str, link: str, bucket: float) -> None:
+    scenario = scenario_of(BASE, PlanSpec(gpus=(8,), link=link, gpus_per_node=8, engine=engine), 8)
+    found = levers(BASE.profile, dataclasses.replace(scenario, bucket_bytes=bucket))
+    assert all(lever.gain >= 0 for lever in found if lever.bound)
 
 
 def test_only_ddp_with_wider_gradients_can_send_16_bits() -> None:
@@ -334,8 +318,8 @@ def test_only_ddp_with_wider_gradients_can_send_16_bits() -> None:
         return {lever.lever for lever in row.levers}
 
     assert "16-bit gradients" in names()
-    for options in ({"engine": "zero1"}, {"engine": "fsdp"}, {"reduce_dtype": "bf16"}):
-        assert "16-bit gradients" not in names(**options), options
+    for engine in ("zero1", "fsdp"):
+        assert "16-bit gradients" not in names(engine=engine)
     assert names() - names(engine="fsdp") == {"16-bit gradients", "2 x bucket size", "no overlap: one bucket"}
 
 
@@ -354,8 +338,6 @@ UNMEASURED = source(links=[], cells=[])
         (UNMEASURED, 16, {"link": "nvlink4", "inter": "ib-ndx"}, "--inter", "unknown"),
         (source(), 16, {"inter": "ib-ndr", "gpus_per_node": 4}, "--link", "missing"),
         (BASE, 8, {"link": "nvlink4", "inter": "ib-ndr"}, "--inter", "no_effect"),
-        (BASE, 2, {"link": "pcie4", "engine": "zero1", "reduce_dtype": "bf16"}, "--reduce-dtype", "conflict"),
-        (BASE, 2, {"link": "pcie4", "engine": "fsdp", "bucket_mib": 4.0}, "--bucket-mib", "no_effect"),
         (BASE, 2, {"link": "pcie4", "tensor": (4,)}, "--tensor", "does_not_divide"),
         (source(), 4, {"tensor": (1, 4)}, "--tensor", "does_not_divide"),
         (source(profile=profile(num_heads=None)), 4, {"tensor": (2,)}, "--tensor", "missing"),
