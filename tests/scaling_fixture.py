@@ -218,6 +218,7 @@ def _profile() -> dict[str, Any]:
     ]
     times = {"backward_s": 0.66, "optimizer_s": 0.08, "micro_s": 0.97}
     model = {"micro_batch": 8, "sequence_length": SEQUENCE, "parameters": PARAMETERS}
+    model |= {"num_layers": 16, "hidden_size": 768, "num_heads": 12}
     return {"device": "CPU", "precision": "fp32", **model, **times, "gradients": gradients}
 
 

@@ -226,13 +226,7 @@ def _compared(source: PlanSource, spec: PlanSpec, cell: CellMeasurement) -> Comp
     own = dataclasses.replace(spec, engine=engine, gpus=(cell.world_size,))
     if source.curves:
         own = dataclasses.replace(own, link=None, inter=None, gpus_per_node=None)
-    if (
-        cell.kind != "run"
-        or cell.tokens_per_s is None
-        or engine not in ENGINES
-        or (cell.tensor > 1 and not source.profile.hidden_size)
-        or _link_issues(source, own)
-    ):
+    if cell.kind != "run" or cell.tokens_per_s is None or engine not in ENGINES or _link_issues(source, own):
         return None
     scenario = scenario_of(source, own, cell.world_size, cell.tensor, cell.accumulation)
     row = predict(with_micro_batch(source.profile, cell.micro_batch), scenario)
@@ -293,9 +287,7 @@ def _link_issues(source: PlanSource, spec: PlanSpec) -> list[Issue]:
 
 
 def _tensor_issues(profile: StepProfile, sizes: Sequence[int]) -> list[Issue]:
-    heads = profile.num_heads or 0
-    if max(sizes) > 1 and not (profile.hidden_size and heads):
-        return [Issue("--tensor", "missing", "the profile lacks the model's sizes; measure it again", sizes)]
+    heads = profile.num_heads
     hint = f"use one of {', '.join(str(n) for n in range(1, heads + 1) if heads % n == 0)}"
     message = f"does not divide the model's {heads} attention heads"
     return [
@@ -337,7 +329,7 @@ def source_of(scaling: Scaling, name: str) -> PlanSource:
     profile = scaling.profile
     if profile is None:
         raise ConfigError([Issue(name, "missing", "holds no profile of a rank", hint=Scaling.hint)])
-    notes = [f"profile of {profile.device}, {profile.precision or 'unknown precision'}: {name}"]
+    notes = [f"profile of {profile.device}, {profile.precision}: {name}"]
     cells = [cell for cell in scaling.cells if cell.status == "ok"]
     if (alone := scaling.alone()) and alone.step_s is not None and alone.step_s > profile.optimizer_s:
         # it loads data and logs too
@@ -349,7 +341,7 @@ def source_of(scaling: Scaling, name: str) -> PlanSource:
         notes.append(f"computation slowed as the measured ceiling says ({counts}), beyond as the last")
     if any(not is_measurable(cell.ceiling_efficiency_ci95) for cell in cells):
         notes.append("ceilings whose interval is wider than a factor of two are left out: run more repeats")
-    peak = peak_flops(profile.device, profile.precision or "")
+    peak = peak_flops(profile.device, profile.precision)
     if peak:
         notes.append(f"MFU over {peak / 1e12:g} TFLOP/s a GPU: {profile.device}, {profile.precision}")
     if curves := [link.world_size for link in scaling.links if link.points]:

@@ -365,7 +365,7 @@ def _fsdp_s(profile: StepProfile, scenario: Scenario) -> float:
     The embedding is one more block.
     """
     fabric, n, t = scenario.fabric.replicas(scenario.tensor), scenario.replicas, scenario.tensor
-    blocks = (profile.num_layers or 1) + 1
+    blocks = profile.num_layers + 1
     gather = fabric.seconds(profile.size / t / blocks, n, "all_gather")
     scatter = fabric.seconds(profile.size / t / blocks, n, "reduce_scatter")
     scale = scenario.slowdown / t / blocks
@@ -389,9 +389,9 @@ def _tensor_s(profile: StepProfile, scenario: Scenario) -> float:
     The backward ones hide behind the product that gives the weight's gradient, half of a block's backward
     time.
     """
-    t, blocks = scenario.tensor, profile.num_layers or 1
-    numbers = profile.micro_batch * profile.sequence_length * (profile.hidden_size or 0)
-    once = scenario.fabric.seconds(numbers * ACTIVATION_BYTES.get(profile.precision or "", 4), t)
+    t, blocks = scenario.tensor, profile.num_layers
+    numbers = profile.micro_batch * profile.sequence_length * profile.hidden_size
+    once = scenario.fabric.seconds(numbers * ACTIVATION_BYTES.get(profile.precision, 4), t)
     window = profile.backward_s * scenario.slowdown / t / blocks / 2
     hidden = scenario.gain * min(TENSOR_REDUCTIONS // 2 * once, window)
     look_up = once

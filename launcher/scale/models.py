@@ -97,13 +97,13 @@ class StepProfile(StoredFile):
 
     hint: ClassVar[str] = MEASURE_AGAIN
     device: str = "GPU"
-    precision: str | None = None
+    precision: str = "fp32"
     micro_batch: Count
     sequence_length: Count
     parameters: Count | None = None
-    num_layers: Count | None = None
-    hidden_size: Count | None = None
-    num_heads: Count | None = None
+    num_layers: Count
+    hidden_size: Count
+    num_heads: Count = 1
     micro_s: Seconds  # forward and backward
     backward_s: Seconds
     optimizer_s: Annotated[float, Field(ge=0, le=1e9)] = 0.0

@@ -340,7 +340,6 @@ UNMEASURED = source(links=[], cells=[])
         (BASE, 8, {"link": "nvlink4", "inter": "ib-ndr"}, "--inter", "no_effect"),
         (BASE, 2, {"link": "pcie4", "tensor": (4,)}, "--tensor", "does_not_divide"),
         (source(), 4, {"tensor": (1, 4)}, "--tensor", "does_not_divide"),
-        (source(profile=profile(num_heads=None)), 4, {"tensor": (2,)}, "--tensor", "missing"),
     ],
 )
 def test_options_that_contradict_each_other_or_the_source_are_refused(
