@@ -53,9 +53,8 @@ def test_every_number_stands_beside_its_denominator(tmp_path: Path) -> None:
     assert rows == [
         (outcome, "status", "done | exit code 0"),
         (outcome, "held-out loss", HELDOUT),
-        (outcome, "masked accuracy", "12.5 % | of the same masked tokens, the greatest logit is right"),
-        (outcome, "unigram entropy", "6.7500 nats | no context; held-out loss is 0.5000 nats below"),
-        (outcome, "ln V", "8.3178 nats | uniform guess; held-out loss is 2.0678 nats below"),
+        (outcome, "unigram entropy", "6.7500 nats | no context; 0.5000 nats above the loss"),
+        (outcome, "ln V", "8.3178 nats | uniform guess; 2.0678 nats above the loss"),
         (outcome, "training loss, last", "6.0000 nats | mean over all ranks"),
         (work, "optimizer steps", "100 | one step = global batch 64 = micro 16 x accumulation 2 x dp 2"),
         (work, "samples", "6,400 | sequences over all ranks"),
@@ -63,7 +62,7 @@ def test_every_number_stands_beside_its_denominator(tmp_path: Path) -> None:
         (work, "skipped steps", "2 | 2.0 % of the steps; gradient norm not finite"),
         (work, "parameters", "1.23 M | precision fp32, eager"),
         (rates, "optimizer steps", "2 steps/s | of the whole job"),
-        (rates, "global steps", "8 global steps/s | accumulation 2 x dp 2 micro batches per optimizer step"),
+        (rates, "global steps", "8 global steps/s | micro batches of all replicas, 4.00 in a step"),
         (rates, "samples", "128 samples/s | summed over 2 CPU ranks"),
         (rates, "tokens", "16.4 k tokens/s | summed over 2 CPU ranks"),
         (rates, "tokens per device", "8.19 k tokens/s | tokens/s divided by 2 CPU ranks"),
@@ -170,22 +169,6 @@ def test_a_failed_run_tells_why_and_what_to_do_and_others_beside_it_have_no_such
     read_page(report)
 
 
-@pytest.mark.parametrize(("other", "small"), [(6.26, True), (6.3, False), (6.25, False)])
-def test_a_difference_that_the_held_out_text_cannot_carry_is_warned_of(
-    tmp_path: Path, other: float, small: bool
-) -> None:
-    """The interval is 1.96 x 0.02 nats; of three runs any two may be too near."""
-    runs = [
-        make_run(tmp_path / "a"),
-        make_run(tmp_path / "twin"),
-        make_run(tmp_path / "b", summary={"heldout_loss": other}),
-    ]
-    warnings = [verdict.text for verdict in of_directories(runs).verdicts if verdict.level == "warn"]
-    assert [text[:53] for text in warnings] == [
-        "The held-out text is small for a difference of 0.0100"
-    ] * small
-
-
 def test_comparison_names_the_runs_and_what_differs(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / "a" / "run"), make_run(tmp_path / "b" / "run", run={"seed": 7})]
     report = of_directories(runs)
@@ -271,10 +254,8 @@ def test_a_run_that_went_on_says_of_which_steps_its_figures_are(tmp_path: Path) 
 
 def test_a_ramped_batch_is_told_by_its_mean(tmp_path: Path) -> None:
     rows = rows_of(report_of(tmp_path / "run", samples=3210, global_steps_per_s=4.2))
-    note = "32.1 sequences on average, at most global batch 64 = micro 16 x accumulation 2 x dp 2"
-    assert rows["Work", "optimizer steps"] == [f"100 | {note}"]
-    mean = "2.10 micro batches per optimizer step on average"
-    assert rows["Throughput", "global steps"] == [f"4.2 global steps/s | {mean}"]
+    assert rows["Work", "optimizer steps"][0].endswith("x dp 2, 32.1 sequences on average")
+    assert rows["Throughput", "global steps"][0].endswith("2.10 in a step")
 
 
 def test_a_loss_of_an_earlier_step_says_so(tmp_path: Path) -> None:
@@ -320,19 +301,6 @@ def test_a_finetuned_run_without_an_evaluation_has_its_own_unit(tmp_path: Path) 
     assert rows["Work", "parameters"][0].startswith("n/a")
     assert not {("Outcome", "unigram entropy"), ("Outcome", "ln V")} & rows.keys()
     assert figure_of(report, "Loss").y.label == "loss (squared error per example)"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "unit", "last"), [(299.0, "s", 299.0), (301.0, "min", 301 / 60), (7201.0, "h", 7201 / 3600)]
-)
-def test_a_long_run_has_its_time_in_a_greater_unit(
-    tmp_path: Path, seconds: float, unit: str, last: float
-) -> None:
-    run = make_run(tmp_path / "run")
-    files.append_line(run / "metrics.jsonl", metrics(110, elapsed_s=seconds))
-    figure = figure_of(of_directories([run]), "Throughput")
-    assert figure.x.label == f"elapsed ({unit})"
-    assert max(figure.traces[0].x) == pytest.approx(last)
 
 
 def test_spikes_of_a_long_run_stay_visible(tmp_path: Path) -> None:
@@ -400,13 +368,12 @@ def test_a_killed_run_shows_what_its_logs_and_its_configuration_hold(tmp_path: P
     assert rows["parameters"].endswith("| precision fp32")
     gpu = {"worker": {"precision": "bf16"}, "gpus": [{"name": "H100"}], "git_dirty": True, "git_commit": "a"}
     files.write_json(run / "environment.json", gpu)
-    narrow = make_config("precision=auto", "model.residual_dtype=bf16")
-    (run / "config.yaml").write_text(dump_config(narrow))
+    (run / "config.yaml").write_text(dump_config(make_config("precision=auto")))
     report = of_directories([run])
     assert report.subtitle[0].startswith("2 x H100")
     assert report.subtitle[0].endswith("commit a + uncommitted changes")
     precision = rows_of(report)["Work", "parameters"][0]
-    assert precision.endswith("| precision bf16, residual stream in bf16")
+    assert precision.endswith("| precision bf16")
     assert report.tiles[1].note == "summed over 2 GPUs"
 
 

@@ -250,11 +250,8 @@ def test_the_busiest_operators_of_a_rank_are_named(tmp_path: Path) -> None:
     report = of_directories([run])
     told = unfolded(shown(report, 200))
     assert "of the whole job; steps 10 to 12 under the profiler" in told
-    assert (
-        "profile of rank 0 steps 10 to 12, idle 12.5 %, share of 2.0 s in which the GPU ran nothing" in told
-    )
+    assert "profile of rank 0 steps 10 to 12, idle 12.5 %, of 2.0 s; " in told
     assert "20.0 % in aten::op0, 10.0 % in aten::op1, 6.7 % in aten::op2" in told
-    assert "in which it was in no operator or collective" in told
     assert "aten::op3" not in told
     notes = [row.cells[0].note for row in report.sections[1].tables[0].rows]
-    assert sum(f"{run / 'profile' / 't.json.gz'}: for ui.perfetto.dev" in note for note in notes) == 2
+    assert sum("profile/t.json.gz" in note for note in notes) == 2
