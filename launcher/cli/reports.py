@@ -46,8 +46,9 @@ def report(
     if json:
         typer.echo(jsonlib.dumps(files.finite(dataclasses.asdict(report)), indent=1))
     else:
-        if issues := html.target_issues(target):
-            raise ConfigError(issues)
+        if not html.may_replace(target):
+            message, hint = f"{target} is no page of bert-dp and would be replaced", "name another file"
+            raise ConfigError([Issue("--out", "exists", message, str(target), hint=hint)])
         try:
             html.write(report, target)
         except FileNotFoundError as error:
