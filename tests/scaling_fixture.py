@@ -42,8 +42,8 @@ def scaling(
     prediction: bool = False,
     **changes: Any,
 ) -> dict[str, Any]:
-    """scaling.json as a dictionary. `failed`: cell id -> (status, cause); `controls`: ceiling and synthetic
-    cells; `changes` replace whole entries."""
+    """scaling.json as a dictionary. `failed`: cell id -> (status, cause); `controls`: ceilings; `changes`
+    replace whole entries."""
     rng = random.Random(seed)
     cells = []
     for mode in modes:
@@ -51,7 +51,7 @@ def scaling(
         cells += [_run(rng, mode, "single", 1), *runs]
         for cell in runs:
             if controls and cell["world_size"] > 1 and cell["engine"] == engines[0]:
-                cells += [_control(rng, cell, kind) for kind in ("ceiling", "synthetic")]
+                cells.append(_ceiling(rng, cell))
     cells = [_without_figures(cell, *(failed or {}).get(cell["id"], ("ok", None))) for cell in cells]
     ok = [c for c in cells if c["kind"] == "run" and c["status"] == "ok"]
     data: dict[str, Any] = {
@@ -136,19 +136,15 @@ def _run(rng: random.Random, mode: str, engine: str, n: int) -> dict[str, Any]:
     return results.plain(cell)
 
 
-def _control(rng: random.Random, cell: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """The same cell with every collective off (`ceiling`), or without the loader (`synthetic`)."""
-    ceiling = kind == "ceiling"
-    saved = "exposed_comm" if ceiling else "data"
-    step = cell["step_time_s"]["median"] - cell["split_s"][saved]
+def _ceiling(rng: random.Random, cell: Mapping[str, Any]) -> dict[str, Any]:
+    """The same cell with every collective off."""
+    step = cell["step_time_s"]["median"] - cell["split_s"]["exposed_comm"]
     n, batch = cell["world_size"], cell["global_batch"]
-    what = "ceiling" if ceiling else f"{cell['engine']}-synthetic"
     changes = {
-        "id": f"{cell['mode']}-{what}-n{n}",
-        "kind": kind,
-        "engine": "independent" if ceiling else cell["engine"],
-        "of": None if ceiling else cell["id"],
-        "split_s": {**cell["split_s"], saved: 0.0},
+        "id": f"{cell['mode']}-ceiling-n{n}",
+        "kind": "ceiling",
+        "engine": "independent",
+        "split_s": {**cell["split_s"], "exposed_comm": 0.0},
         "loss": {"curve": []},
     }
     kept = (*models.GridCell.model_fields, "status", "peak_memory_gib", "mamfu")

@@ -34,7 +34,6 @@ def scale(
     steps: Annotated[int, Option(min=2, help="Timed optimizer steps of a run.")] = 50,
     warm_up: Annotated[int, Option(min=1, help="Untimed steps before them.")] = 20,
     accumulation: Annotated[int | None, Option(min=1, help="Micro batches per step; default: 1.")] = None,
-    synthetic: Annotated[bool, Option(help="Also run the first engine without the loader.")] = True,
     set_: opt.Set = None,
     out: opt.Out = None,
     dry_run: opt.DryRun = False,
@@ -62,7 +61,6 @@ def scale(
         steps=steps,
         warm_up=warm_up,
         accumulation=accumulation,
-        synthetic=synthetic,
     )
     return benchmark.scale(
         config,

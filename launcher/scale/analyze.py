@@ -170,7 +170,6 @@ def _cell(
     has_ceiling = cell.kind == "run" and cell.world_size > 1
     ceiling = runs.get(f"{cell.mode}-ceiling-n{cell.world_size}") if has_ceiling else None
     single, ddp = (runs.get(f"{cell.mode}-{name}-n1") for name in ("single", "ddp"))
-    twin = next((r for r in runs.values() if r.cell.kind == "synthetic" and r.cell.of == cell.id), None)
     per_gpu = mine.tokens_per_s / cell.world_size
     flops = per_gpu * (settings.flops_per_token or 0.0)
     steps = [s for each in mine.steps for s in each]
@@ -186,7 +185,7 @@ def _cell(
         split_s=_split(mine, ceiling),
         data_wait_fraction=mine.part("data_wait_s") / mine.part("step_s"),
         data_wait_fraction_ci95=mine.share_interval("data_wait_s"),
-        **_against(mine, single, ddp, ceiling, twin),
+        **_against(mine, single, ddp, ceiling),
         exposed_comm_ddp_fraction=_ddp_exposed(mine),
         **mine.straggler(),
         peak_memory_gib=max(max(r.memory_gib) for r in mine.repeats),
@@ -216,14 +215,9 @@ def _repeat(repeat: Repeat, steps: Sequence[float], tokens: int) -> models.Repea
 
 
 def _against(
-    mine: CellRuns,
-    single: CellRuns | None,
-    ddp: CellRuns | None,
-    ceiling: CellRuns | None,
-    twin: CellRuns | None,
+    mine: CellRuns, single: CellRuns | None, ddp: CellRuns | None, ceiling: CellRuns | None
 ) -> Facts:
-    """Return efficiencies, the throughput over N x that of one rank and over that of the ceiling, and the
-    share of a step that the cell without the loader saves."""
+    """Return efficiencies: the throughput over N x that of one rank, and over that of the ceiling."""
     n = mine.cell.world_size
     out: Facts = {}
 
@@ -241,10 +235,6 @@ def _against(
     if ceiling is not None:
         add("ceiling_efficiency", ceiling, single, n)
         out["exposed_comm_fraction"] = 1 - out["communication_efficiency"]
-    if twin is not None:
-        interval = stats.ratio_interval(twin.draws, mine.draws)
-        out["loader_fraction"] = 1 - twin.mean_s / mine.mean_s
-        out["loader_fraction_ci95"] = interval and [1 - interval[1], 1 - interval[0]]
     return out
 
 
@@ -404,15 +394,10 @@ class _Loss(NamedTuple):
 
 def _losses(cell: CellMeasurement) -> list[_Loss]:
     losses = []
-    wait, saved = cell.data_wait_fraction or 0.0, cell.loader_fraction or 0.0
-    waits = _is_above(cell.data_wait_fraction_ci95, LOADER_BOUND)
-    saves = _is_above(cell.loader_fraction_ci95, LOADER_BOUND)
-    if waits or saves:
+    wait = cell.data_wait_fraction or 0.0
+    if _is_above(cell.data_wait_fraction_ci95, LOADER_BOUND):
         evidence = f"{_share_text(wait, cell.data_wait_fraction_ci95)} of a step waits for data"
-        if saves:
-            evidence += f", {_share_text(saved, cell.loader_fraction_ci95)} is saved without the loader"
-        share = max(waits * wait, saves * saved)
-        losses.append(_Loss(share, "loader_bound", evidence, "raise data.workers"))
+        losses.append(_Loss(wait, "loader_bound", evidence, "raise data.workers"))
     rank, ratio = cell.straggler_rank, cell.straggler_ratio
     if ratio is not None and rank is not None:
         evidence = f"own work of rank {rank} over the others' median, before any reduction: "

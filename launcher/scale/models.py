@@ -22,7 +22,7 @@ Seconds = Annotated[float, Field(ge=1e-9, le=1e9)]
 Bytes = Annotated[int | float, Field(ge=1, le=1e18)]
 Share = Annotated[float, Field(ge=0)]
 Mode = Literal["weak", "strong"]
-CellKind = Literal["run", "ceiling", "synthetic"]
+CellKind = Literal["run", "ceiling"]
 CellStatus = Literal["ok", "oom", "failed", "pending"]
 DiagnosisKind = Literal[
     "out_of_memory",
@@ -55,7 +55,6 @@ class GridCell(StoredModel):
     micro_batch: Count
     accumulation: Count
     global_batch: Count
-    of: str | None = None  # the run that a synthetic cell belongs to
 
 
 class GridFile(PlanFile):
@@ -218,8 +217,6 @@ class CellMeasurement(GridCell):
     split_s: SplitTime | None = None
     data_wait_fraction: Share | None = None
     data_wait_fraction_ci95: Interval | None = None
-    loader_fraction: float | None = None  # share of a step that the synthetic twin saves
-    loader_fraction_ci95: Interval | None = None
     speedup: float | None = None  # throughput over that of `single` on one rank
     efficiency: Positive | None = None
     efficiency_ci95: Interval | None = None

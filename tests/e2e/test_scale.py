@@ -20,7 +20,7 @@ WARM_UP, STEPS, SEQUENCE, REPEATS = 2, 6, 16, 2
 
 
 def command(shards: Path, out: Path, *more: str) -> list[str]:
-    grid = "--gpus 1,2 --tensor 1,2 --mode strong --no-synthetic"
+    grid = "--gpus 1,2 --tensor 1,2 --mode strong"
     size = f"--repeats {REPEATS} --steps {STEPS} --warm-up {WARM_UP}"
     return ["scale", "quickstart", *tiny(shards), *grid.split(), *size.split(), "--out", str(out), *more]
 
@@ -245,7 +245,7 @@ def test_a_dry_run_lists_the_cells(tmp_path: Path, shards: Path) -> None:
 def test_a_cell_that_fails_is_a_result_and_a_signal_stops(out: Path, tmp_path: Path, shards: Path) -> None:
     """Weak, of one repeat: rank 1 raises in the first run, the ceiling's; the other cells stand."""
     where = tmp_path / "out"
-    options = "--gpus 2 --mode weak --engines zero1 --tensor 1 --synthetic --repeats 1 --steps 3".split()
+    options = "--gpus 2 --mode weak --engines zero1 --tensor 1 --repeats 1 --steps 3".split()
     grid, fault = command(shards, where, *options), broken("raise", step=1, once=str(tmp_path / "once"))
     stopped = interrupted(grid, where, signal.SIGINT, lambda: list(where.glob("runs/*/trial.json")), **fault)
     assert stopped.returncode == 130
@@ -261,7 +261,6 @@ def test_a_cell_that_fails_is_a_result_and_a_signal_stops(out: Path, tmp_path: P
         "weak-single-n1": "ok",
         "weak-ddp-n1": "ok",
         "weak-zero1-n2": "ok",
-        "weak-zero1-synthetic-n2": "ok",
         "weak-ceiling-n2": "failed",
     }
     assert "injected by a test" in cells["weak-ceiling-n2"]["cause"]

@@ -26,7 +26,6 @@ def loss(kind: str, value: float, low: float, high: float) -> dict[str, Any]:
     """One loss of a cell with its interval."""
     path = {
         "loader_bound": "data_wait_fraction",
-        "twin": "loader_fraction",
         "straggler": "straggler_ratio",
         "hardware_ceiling": "ceiling_efficiency",
         "communication_bound": "communication_efficiency",
@@ -59,11 +58,6 @@ def loss(kind: str, value: float, low: float, high: float) -> dict[str, Any]:
         ({}, "no_single_cause", ["80.0 % [78.0 % to 82.0 %]"]),
         ({"ceiling_efficiency": None, "communication_efficiency": None}, "no_single_cause", []),
         (loss("loader_bound", 0.3, 0.06, 0.5), "loader_bound", ["30.0 % [6.0 % to 50.0 %]"]),
-        (
-            loss("twin", 0.2, 0.06, 0.3),
-            "loader_bound",
-            ["1.0 % [0.0 % to 2.0 %]", "20.0 % [6.0 % to 30.0 %]"],
-        ),
         (loss("straggler", 1.5, 1.3, 1.7), "straggler", ["rank 2", "1.50 [1.30 to 1.70]"]),
         (loss("hardware_ceiling", 0.7, 0.6, 0.9), "hardware_ceiling", ["70.0 % [60.0 % to 90.0 %]"]),
         (loss("communication_bound", 0.7, 0.6, 0.9), "communication_bound", ["70.0 % [60.0 % to 90.0 %]"]),
@@ -86,12 +80,10 @@ def test_a_cell_is_judged_with_its_figures(facts: dict[str, Any], kind: str, val
     "facts",
     [
         loss("loader_bound", 0.3, 0.05, 0.5),
-        loss("twin", 0.2, 0.05, 0.3),
         loss("hardware_ceiling", 0.7, 0.6, 0.95),
         loss("communication_bound", 0.7, 0.6, 0.95),
         loss("launch_bound", 0.99, 0.95, 1.0),
         {"data_wait_fraction": 0.3, "data_wait_fraction_ci95": None},
-        {"loader_fraction": 0.3, "loader_fraction_ci95": None},
         {"ceiling_efficiency": 0.7, "ceiling_efficiency_ci95": None},
         {"communication_efficiency": 0.7, "communication_efficiency_ci95": None},
         {"launch_fraction": 0.99, "launch_fraction_ci95": None},

@@ -98,7 +98,7 @@ def test_the_line_names_the_option(command: str, setting: str) -> None:
     [
         (
             "scale --gpus 2,1 --mode weak --engines zero1,ddp --tensor 1 --launcher accelerate --repeats 4 "
-            "--steps 7 --warm-up 3 --accumulation 2 --no-synthetic",
+            "--steps 7 --warm-up 3 --accumulation 2",
             {
                 **{
                     "gpus": [1, 2],
@@ -107,7 +107,7 @@ def test_the_line_names_the_option(command: str, setting: str) -> None:
                     "tensor": [1],
                     "repeats": 4,
                 },
-                **{"launcher": "accelerate", "steps": 7, "warm_up": 3, "accumulation": 2, "synthetic": False},
+                **{"launcher": "accelerate", "steps": 7, "warm_up": 3, "accumulation": 2},
             },
         ),
         (

@@ -59,7 +59,7 @@ def test_the_slowdown_is_the_middle_of_the_measured_ceilings_of_runs() -> None:
     """At least 1, and without tensor parallelism."""
     shares = {"ddp-2": 0.8, "zero1-2": 0.5, "fsdp-2": 0.4}
     cells = [cell(name, 2, 5.3, ceiling_efficiency=share) for name, share in shares.items()]
-    cells.append(cell("ddp-synthetic-2", 2, 5.3, kind="synthetic", ceiling_efficiency=0.1))
+    cells.append(cell("ceiling-2", 2, 5.3, kind="ceiling", ceiling_efficiency=0.1))
     cells.append(cell("tp", 2, 5.3, tensor=2, ceiling_efficiency=0.1))
     assert source(cells=[ONE, *cells]).slowdowns == {2: pytest.approx(1 / 0.5)}
     assert source(cells=[ONE, cell("ddp-2", 2, 5.3, ceiling_efficiency=13.0)]).slowdown(2) == 1.0
@@ -72,7 +72,7 @@ def test_a_step_shorter_than_the_optimizers_leaves_the_profile() -> None:
 @pytest.fixture
 def collected(tmp_path: Path) -> Scaling:
     """scaling.json of both modes on 1 and 2 ranks, by the code that writes it: accumulation 2, then 8."""
-    made = grid(gpus=(1, 2), modes=("weak", "strong"), engines=("ddp",), synthetic=False)
+    made = grid(gpus=(1, 2), modes=("weak", "strong"), engines=("ddp",))
     for one in made.cells:
         step = (0.5 if one.mode == "weak" else 2.0) * (1.25 if one.world_size > 1 else 1.0)
         for repeat in range(2):

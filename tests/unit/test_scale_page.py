@@ -184,7 +184,7 @@ def test_the_console_has_the_result_and_no_controls(width: int) -> None:
     ):
         assert words in text
     assert "MFU" not in text.replace("MAMFU", "")  # no cell has one
-    assert "synthetic" not in text
+    assert "ceiling-n" not in text
     assert len([line for line in console if line.startswith("cell ")]) == (1 if width == 120 else 2)
 
 

@@ -70,11 +70,9 @@ def with_memory(gib: float, **changes: Any) -> Environment:
 def test_the_grid_has_its_baselines_ceilings_and_twins() -> None:
     made = grid()
     assert made.issues == []
-    whats = ("ddp", "ddp-synthetic", "zero1", "ceiling")
+    whats = ("ddp", "zero1", "ceiling")
     ids = ["single-n1", "ddp-n1", "zero1-n1", *(f"{what}-n{n}" for n in (2, 4) for what in whats)]
     assert [cell.id for cell in made.cells] == [f"{mode}-{i}" for mode in ("weak", "strong") for i in ids]
-    twins = {cell.of for cell in made.cells if cell.kind == "synthetic"}
-    assert twins == {f"{mode}-ddp-n{n}" for mode in ("weak", "strong") for n in (2, 4)}
 
 
 def test_a_cell_trains_the_users_configuration_at_its_batch_and_saves_nothing() -> None:
@@ -87,13 +85,13 @@ def test_a_cell_trains_the_users_configuration_at_its_batch_and_saves_nothing() 
         assert (conf.model, conf.optim) == (CONFIG.model, CONFIG.optim)
         assert (conf.schedule.steps, conf.schedule.hours, conf.checkpoint.keep) == (8, None, 0)
         assert (conf.batch.ramp_fraction, conf.compile) == (0, "off")
-        assert (conf.data.synthetic, conf.parallel.engine) == (cell.kind == "synthetic", cell.engine)
+        assert conf.parallel.engine == cell.engine
 
 
 def test_settings_of_an_engine_are_those_of_its_cells_alone() -> None:
     parallel = CONFIG.parallel.model_copy(update={"engine": "fsdp", "fsdp_replicas": 2})
     engines = ("fsdp", "deepspeed-1", "deepspeed-3")
-    settings = dataclasses.replace(SETTINGS, gpus=(4,), modes=("weak",), engines=engines, synthetic=False)
+    settings = dataclasses.replace(SETTINGS, gpus=(4,), modes=("weak",), engines=engines)
     made = Grid(CONFIG.model_copy(update={"parallel": parallel}), settings, MACHINE, on_gpu=False)
     assert made.issues == []
     own = {cell.id: made.config_of(cell).parallel for cell in made.cells}
@@ -188,7 +186,7 @@ def test_a_ceiling_that_does_not_fit_refuses_nothing() -> None:
 def test_settings_that_no_cell_heeds_are_named() -> None:
     given = [
         *("parallel.engine=zero1", "optim.lr=0.1", "log.step_times=false", "checkpoint.keep=5"),
-        *("batch.global_size=8", "data.synthetic=true"),
+        "batch.global_size=8",
     ]
     for changes, free in (({}, ["optim.lr", "batch.global_size"]), ({"modes": ("weak",)}, ["optim.lr"])):
         named = [line.partition(" ")[0] for line in grid(**changes).displaced(given)]
@@ -252,8 +250,6 @@ def test_figures_and_verdicts_follow_from_the_records(tmp_path: Path) -> None:
     no_memory = failed("rank 1: OutOfMemoryError: CUDA out of memory", "device_memory")
 
     def records(cell: GridCell, repeat: int) -> dict[str, Any] | None:
-        if cell.kind == "synthetic":
-            return None
         if cell.engine == "zero1":
             return no_memory
         return {"step_s": seconds[cell.engine] ** (cell.world_size > 1)}
@@ -274,7 +270,7 @@ def test_figures_and_verdicts_follow_from_the_records(tmp_path: Path) -> None:
     assert ddp.exposed_comm_ddp_fraction == pytest.approx(0.1)
     assert (ddp.loss_agrees, ddp.loss_deviation) == (True, 0.0)
     assert ddp.mfu is None
-    assert (cells["strong-zero1-n2"].status, cells["strong-ddp-synthetic-n2"].status) == ("oom", "pending")
+    assert cells["strong-zero1-n2"].status == "oom"
     assert analyze(made, tmp_path, facts={}).status == "partial"
     of_cells = {verdict.cell: verdict for verdict in diagnose(list(cells.values()))}
     assert of_cells["strong-ddp-n2"].verdict == "communication-bound"
@@ -468,16 +464,14 @@ def test_shares_of_a_step_have_intervals_over_the_repeats(tmp_path: Path) -> Non
     waits = (0.1, 0.11, 0.12)
 
     def records(cell: GridCell, repeat: int) -> dict[str, Any]:
-        step_s = 0.8 if cell.kind == "synthetic" else 1.0
-        return {"wait": waits[repeat], "step_s": step_s, "device": "NVIDIA H100 80GB HBM3"}
+        return {"wait": waits[repeat], "device": "NVIDIA H100 80GB HBM3"}
 
     ddp = collected(tmp_path, two(repeats=3), records)["strong-ddp-n2"]
     half = 4.302652730 * 0.01 / math.sqrt(3)
     assert ddp.data_wait_fraction_ci95 == pytest.approx([0.11 - half, 0.11 + half])
-    assert (ddp.loader_fraction, ddp.loader_fraction_ci95) == (pytest.approx(0.2), pytest.approx([0.2, 0.2]))
     assert ddp.launch_fraction_ci95 == pytest.approx([1.0, 1.0])
     once = collected(tmp_path / "b", two(repeats=1), lambda cell, repeat: {})["strong-ddp-n2"]
-    assert (once.data_wait_fraction_ci95, once.loader_fraction_ci95, once.straggler_ratio_ci95) == (None,) * 3
+    assert (once.data_wait_fraction_ci95, once.straggler_ratio_ci95) == (None, None)
 
 
 def test_a_replica_of_two_ranks_counts_once(tmp_path: Path) -> None:
@@ -513,7 +507,7 @@ def test_a_cell_that_is_faster_than_its_ceiling_is_flagged(tmp_path: Path) -> No
 
 
 def test_what_is_about_to_run_is_described(tmp_path: Path) -> None:
-    made = grid(gpus=(2,), modes=("weak",), engines=("ddp",), tensor=(1, 2), synthetic=False)
+    made = grid(gpus=(2,), modes=("weak",), engines=("ddp",), tensor=(1, 2))
     said: list[str] = []
     benchmark.describe(made, tmp_path, said.append, ["checkpoint.keep=5", "optim.lr=1"], cores=1)
     assert "  weak-ddp-n2: 2 ranks, global batch 16 = 4 x 2 x 2" in said
@@ -575,7 +569,7 @@ def made_runner(out: Path, said: list[str], *, on_gpu: bool = False) -> MadeRunn
 
 
 def test_a_grid_runs_its_cells_and_measures_links_profile_and_peak_once(tmp_path: Path) -> None:
-    made = grid(gpus=(2,), modes=("weak",), synthetic=False)
+    made = grid(gpus=(2,), modes=("weak",))
     said: list[str] = []
     runs = made_runner(tmp_path, said)
     run_grid(made, runs, said.append)
@@ -608,7 +602,7 @@ def test_a_sweep_that_was_cut_is_not_kept(tmp_path: Path, monkeypatch: pytest.Mo
         return lines[:3] if module.endswith("all_reduce") else lines
 
     monkeypatch.setattr(MadeRunner, "helper", cut)
-    made = grid(gpus=(2,), modes=("weak",), synthetic=False)
+    made = grid(gpus=(2,), modes=("weak",))
     run_grid(made, made_runner(tmp_path, []), print)
     assert (tmp_path / "peak.json").exists()
     assert not (tmp_path / "links-2.json").exists()
@@ -616,7 +610,7 @@ def test_a_sweep_that_was_cut_is_not_kept(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_rank_with_a_gpu_may_use_every_core(tmp_path: Path) -> None:
     gpus = [environment.Gpu(0, "g", 80.0, None)] * 2
-    made = grid(with_memory(64.0, gpus=gpus), on_gpu=True, gpus=(2,), modes=("weak",), synthetic=False)
+    made = grid(with_memory(64.0, gpus=gpus), on_gpu=True, gpus=(2,), modes=("weak",))
     runs = made_runner(tmp_path, [], on_gpu=True)
     run_grid(made, runs, print)
     assert {trial.cores for trial in runs.ran} == {None}
@@ -626,7 +620,7 @@ def test_a_rank_with_a_gpu_may_use_every_core(tmp_path: Path) -> None:
 def test_a_grid_goes_on_with_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What failed is its cell's result; what was not measured is measured."""
     monkeypatch.setattr("launcher.run.trials.is_whole", lambda *_: True)
-    made = grid(gpus=(2,), modes=("weak",), synthetic=False)
+    made = grid(gpus=(2,), modes=("weak",))
     first, said = made_runner(tmp_path, []), list[str]()
     run_grid(made, first, print)
     for trial in first.ran:
@@ -678,6 +672,7 @@ RECORD = Path(__file__).parents[2] / "benchmarks" / "raw" / "2026-11-21-scaling"
 def test_the_committed_record_follows_from_its_raw_files_and_the_tables_from_it() -> None:
     recorded, plan = (read_json(RECORD / name) for name in ("scaling.json", "grid.json"))
     del plan["config"]["data"]["build"]["order"]  # a setting of that day
+    del plan["settings"]["synthetic"]
     settings = Settings(**{k: tuple(v) if isinstance(v, list) else v for k, v in plan["settings"].items()})
     made = Grid(resolve([plan["config"]]), settings, MACHINE, on_gpu=False)
     again = results.plain(analyze(made, RECORD, facts={}))
