@@ -36,8 +36,7 @@ def eval_glue(
 ) -> int:
     """Finetune on every GLUE task with several seeds and score it.
 
-    Scores are medians on the dev set, beside the score of a constant answer. Writes glue.json, a page, and
-    files for GLUE's server if test files are found.
+    Scores are medians on the dev set, beside the score of a constant answer. Writes glue.json and a page.
     """
     from launcher.evaluate import glue
     from launcher.evaluate.glue_scores import GlueOptions

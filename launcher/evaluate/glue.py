@@ -283,12 +283,9 @@ def run_trials(grid: GlueGrid, output: Output[GluePlanFile], log: Log) -> tuple[
         glue_run = GlueRun(grid, runner, log)
         outcome = run_to_end(glue_run.run, out, log)
     kept.save()
-    tasks = []
-    for name, task in grid.tasks.items():
-        result = glue_scores.score_task(task.manifest, glue_run.trials[name])
-        if result.median_trial is not None and outcome.status == "complete":
-            result.submissions.extend(glue_scores.write_submissions(out, result.median_trial, task.manifest))
-        tasks.append(result)
+    tasks = [
+        glue_scores.score_task(task.manifest, glue_run.trials[name]) for name, task in grid.tasks.items()
+    ]
     if outcome.status == "complete" and all(task.median_trial is None for task in tasks):
         outcome = SearchOutcome("failed", "every trial failed; see the logs below trials", 1)
     file = result_file(glue_run, tasks, outcome, {**session.facts(), "seconds": kept.plan.seconds})

@@ -1,4 +1,4 @@
-"""Scores of `eval glue`: the models of glue.json, medians over the seeds, the average, submission files."""
+"""Scores of `eval glue`: the models of glue.json, medians over the seeds, the average, the pages."""
 
 # ruff: noqa: RUF012 (pydantic copies a default)
 
@@ -47,9 +47,6 @@ from launcher.stats import half_width
 
 AVERAGED = ("CoLA", "SST-2", "MRPC", "STS-B", "QQP", "MNLI", "QNLI", "RTE")  # the recipe's: never WNLI
 AVERAGED_METRICS = {"CoLA": "mcc", "MRPC": "f1", "STS-B": "pearson", "QQP": "f1"}  # accuracy for the others
-SUBMISSIONS = "submission"
-SUBMISSION_NAMES = {("MNLI", "test_matched"): "MNLI-m", ("MNLI", "test_mismatched"): "MNLI-mm"}
-LOWEST, HIGHEST = 0.0, 5.0  # similarities of STS-B
 
 
 class GlueOptions(StoredModel):
@@ -111,7 +108,6 @@ class GlueTask(StoredModel):
     trials: list[GlueTrial]
     scores: list[GlueScore]
     median_trial: str | None  # by the first score, the lower one for an even number; null: all failed
-    submissions: list[str] = []  # files in OUT with the predictions of the median trial
 
 
 class RateScore(StoredModel):
@@ -232,42 +228,6 @@ def average(tasks: Sequence[GlueTask]) -> tuple[float | None, list[str]]:
     return (None if lacking else statistics.fmean(medians)), lacking
 
 
-def write_submissions(out: Path, trial: str, manifest: ExamplesManifest) -> list[str]:
-    """Write a file for each test set from the predictions of a trial. Return their paths in `out`: none if
-    there is no test set, or a test example has no finite prediction."""
-    tests = [split for split in manifest.splits if split.startswith("test")]
-    answers: dict[str, dict[int, float]] = {split: {} for split in tests}
-    path = out / "trials" / trial / files.PREDICTIONS
-    for line in map(files.parse_json, path.read_bytes().splitlines() if path.is_file() else ()):
-        answer = predicted_answer(line["logits"])
-        if line["split"] in answers and answer is not None:
-            answers[line["split"]][line["index"]] = answer
-    if any(len(answers[split]) != manifest.splits[split].examples for split in tests):
-        return []
-    paths = []
-    for split in tests:
-        (out / SUBMISSIONS).mkdir(exist_ok=True)
-        paths.append(f"{SUBMISSIONS}/{SUBMISSION_NAMES.get((manifest.task, split), manifest.task)}.tsv")
-        lines = [f"{i}\t{format_answer(answer, manifest)}" for i, answer in sorted(answers[split].items())]
-        files.write_text(out / paths[-1], "\n".join(["index\tprediction", *lines, ""]))
-    return paths
-
-
-def predicted_answer(logits: Sequence[float | None]) -> float | None:
-    """Return the index of the greatest logit, or the score of a regression; None if a logit is not finite."""
-    finite = [logit for logit in logits if logit is not None]
-    if len(finite) < len(logits):
-        return None
-    return finite[0] if len(finite) == 1 else float(finite.index(max(finite)))
-
-
-def format_answer(answer: float, manifest: ExamplesManifest) -> str:
-    """Return a label by GLUE's name, or a similarity, which is clipped here alone."""
-    if manifest.kind == "regression":
-        return f"{min(max(answer, LOWEST), HIGHEST):.3f}"
-    return manifest.labels[int(answer)]
-
-
 # --- pages
 
 METRICS = {"mcc": "Matthews", "f1": "F1", "auc": "AUC", "pearson": "Pearson", "spearman": "Spearman"}
@@ -292,7 +252,6 @@ def glue_report(glue: Glue) -> Report:
     """Build the page of one evaluation."""
     seeds = count_of(glue.settings.seeds, "seed")
     left_out = [words(task, reason) for task, reason in glue.left_out.items()]
-    files = [words(task.task, ", ".join(task.submissions) or "none") for task in glue.tasks]
     return Report(
         "bert-dp: GLUE",
         subtitle(glue, [describe_method(glue), f"rate {format_lr(glue.lr)}", seeds]),
@@ -301,7 +260,6 @@ def glue_report(glue: Glue) -> Report:
             ReportSection("Dev scores", tables=[_scores(glue)], notes=["Out of 100; median over the seeds."]),
             *([ReportSection("Rates", tables=[_rates(glue)])] if glue.rates else []),
             ReportSection("Left out", tables=[Table(left_out)], console=bool(left_out)),
-            ReportSection("Submission files", tables=[Table(files)], console=False),
         ],
     )
 

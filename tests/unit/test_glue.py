@@ -1,4 +1,4 @@
-"""Test `eval glue` on made trials: scores, medians, the average, the rate, submissions, the pages."""
+"""Test `eval glue` on made trials: scores, medians, the average, the rate, the pages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.glue_fixture import (
     scores_of,
     write_trial,
 )
-from tests.helpers import failed, read_lines, write_lines
+from tests.helpers import failed, write_lines
 
 EIGHT = ["CoLA", "SST-2", "MRPC", "STS-B", "QQP", "MNLI", "QNLI", "RTE"]
 
@@ -354,52 +354,6 @@ def test_settings_that_an_evaluation_makes_itself_are_refused(
     assert [(issue.setting, issue.kind) for issue in issues] == ([(name, kind)] if kind else [])
 
 
-# --- files for GLUE's server
-
-
-def submitted(out: Path, task: PreparedTask, trial: Trial) -> dict[str, list[str]]:
-    """Return each file with its lines below the head."""
-    files = glue_scores.write_submissions(out, trial.name, task.manifest)
-    lines = {name: (out / name).read_text().splitlines() for name in files}
-    assert {head for head, *_ in lines.values()} <= {"index\tprediction"}
-    return {name: rest for name, (_, *rest) in lines.items()}
-
-
-def test_a_submission_has_names_of_labels_in_order(tmp_path: Path) -> None:
-    def answers(config: Config, split: str, i: int) -> list[float]:
-        return [float(split == "test_matched"), i - 0.5]
-
-    assert submitted(tmp_path, *made_trial(tmp_path, "MNLI", None, answers, test=3)) == {
-        "submission/MNLI-m.tsv": ["0\tentailment", "1\tentailment", "2\tnot_entailment"],
-        "submission/MNLI-mm.tsv": ["0\tentailment", "1\tnot_entailment", "2\tnot_entailment"],
-    }
-
-
-def test_a_submission_is_in_the_order_of_the_test_file_whatever_that_of_the_predictions(
-    tmp_path: Path,
-) -> None:
-    """Similarities are clipped there alone."""
-    task, trial = made_trial(tmp_path, "STS-B", None, lambda *of: [[-0.25, 2.5, 7.0, 1.0][of[2]]], test=4)
-    path = trial.directory / "predictions.jsonl"
-    write_lines(path, read_lines(path)[::-1])
-    lines = ["0\t0.000", "1\t2.500", "2\t5.000", "3\t1.000"]
-    assert submitted(tmp_path, task, trial) == {"submission/STS-B.tsv": lines}
-
-
-def test_without_a_test_file_or_a_finite_answer_there_is_no_submission(tmp_path: Path) -> None:
-    assert submitted(tmp_path, *made_trial(tmp_path, "RTE")) == {}
-    task, trial = made_trial(tmp_path, "RTE", test=3)
-    path = trial.directory / "predictions.jsonl"
-    whole = read_lines(path)
-    lines = [*whole[:-1], whole[-1] | {"logits": [None, 0.0]}]
-    for broken in (lines, whole[:-1]):
-        write_lines(path, broken)
-        assert submitted(tmp_path, task, trial) == {}
-    path.unlink()
-    assert submitted(tmp_path, task, trial) == {}
-    assert not (tmp_path / "submission").exists()
-
-
 # --- the page of one evaluation
 
 
@@ -437,9 +391,8 @@ def test_the_table_has_every_score_with_its_limits(tmp_path: Path) -> None:
     assert report.verdicts[1].notes == ["RTE-s1: failed: NaN"]
 
 
-def test_the_page_has_rates_tasks_left_out_and_submissions(tmp_path: Path) -> None:
+def test_the_page_has_rates_and_tasks_left_out(tmp_path: Path) -> None:
     tasks = [scored_task("RTE", [0.5, None]), scored_task("CoLA", [0.5, 0.7])]
-    tasks[0] = tasks[0].model_copy(update={"submissions": ["submission/RTE.tsv"]})
     rates = [
         RateScore(lr=1e-4, scores={"RTE": 0.5}, mean=0.5, trials=scored_task("RTE", [0.5]).trials),
         RateScore(lr=3e-4, scores={"RTE": None, "CoLA": 0.25}, mean=None, trials=[]),
@@ -451,7 +404,6 @@ def test_the_page_has_rates_tasks_left_out_and_submissions(tmp_path: Path) -> No
     report = glue_report(glue)
     assert texts(report, "Rates") == {"1.00e-04": ["50.0", "n/a", "50.0"], "3.00e-04": ["n/a", "25.0", "n/a"]}
     assert texts(report, "Left out") == {task: [reason] for task, reason in left_out.items()}
-    assert texts(report, "Submission files") == {"RTE": ["submission/RTE.tsv"], "CoLA": ["none"]}
     assert "2.5000 nats" in report.subtitle[1]
 
 
@@ -486,7 +438,6 @@ def test_an_evaluation_is_told_as_it_ended(tmp_path: Path, monkeypatch: pytest.M
     assert (file.status, code, file.lr) == ("complete", 0, 1e-4)
     assert (made.asked["ranks"], made.asked["gpus"], made.asked["most"]) == (2, 0, 4)
     assert [task.task for task in file.tasks] == ["MNLI", "RTE"]
-    assert file.tasks[1].submissions == []
     assert file.tasks[1].scores[0].majority == 0.4
     assert file.seconds > 30.0, "of all calls"
     assert results.plain(results.read(tmp_path / "glue.json", Glue)) == results.plain(file)
@@ -499,7 +450,7 @@ def test_an_evaluation_of_which_every_trial_failed_has_failed(
     made = Published(tmp_path, monkeypatch)
     file, code = made.run(options("RTE"), lambda name, config: "loss is NaN")
     assert (file.status, code) == ("failed", 1)
-    assert (file.tasks[0].submissions, file.average) == ([], None)
+    assert file.average is None
 
 
 def test_only_a_complete_evaluation_has_an_average(tmp_path: Path) -> None:
