@@ -128,7 +128,6 @@ def _run(rng: random.Random, mode: str, engine: str, n: int) -> dict[str, Any]:
         efficiency=efficiency,
         efficiency_ci95=[efficiency - 0.015, efficiency + 0.012],
         **(against_ceiling if many else {}),
-        loss={"curve": _curve(batch)},
         loss_agrees=None if weak else True,
         loss_deviation=None if weak else 1.2e-6,
         flags=["efficiency above 100 %"] if efficiency > 1 and engine != "single" else [],
@@ -145,7 +144,6 @@ def _ceiling(rng: random.Random, cell: Mapping[str, Any]) -> dict[str, Any]:
         "kind": "ceiling",
         "engine": "independent",
         "split_s": {**cell["split_s"], "exposed_comm": 0.0},
-        "loss": {"curve": []},
     }
     kept = (*models.GridCell.model_fields, "status", "peak_memory_gib", "mamfu")
     times = _times(rng, changes["id"], step, batch, cell["accumulation"] * n, n)
@@ -190,11 +188,6 @@ def _split(step_s: float, comm: float) -> dict[str, float]:
     parts = {"data": 0.004, "forward_backward": 0.0, "exposed_comm": comm, "optimizer": 0.05, "other": 0.01}
     parts["forward_backward"] = 1 - sum(parts.values())
     return {name: share * step_s for name, share in parts.items()}
-
-
-def _curve(batch: int) -> list[list[float]]:
-    tokens = [batch * SEQUENCE * k for k in range(1, STEPS + 1)]
-    return [[t, 7.0 + 3.4 / (1 + t / 60_000)] for t in tokens]
 
 
 def _link(rng: random.Random, n: int) -> dict[str, Any]:

@@ -109,7 +109,6 @@ class Line:
     style: Style = "line"
     low: Sequence[float | None] = ()
     high: Sequence[float | None] = ()
-    width: float = 2.0
 
     @property
     def values(self) -> list[float]:

@@ -196,7 +196,7 @@ def _cell(
         **_loss(mine, single, settings.precision),
         skipped_steps=max(r.summary.skipped_steps or 0 for r in mine.repeats),
     )
-    return whole.model_copy(update={"flags": _flags(whole, single is not None)})
+    return whole.model_copy(update={"flags": _flags(whole)})
 
 
 def _step_time(steps: Sequence[float], **facts: Any) -> models.StepTime:
@@ -283,31 +283,26 @@ def _launch(mine: CellRuns, device: str | None) -> Facts:
 
 
 def _loss(mine: CellRuns, single: CellRuns | None, precision: str | None) -> Facts:
-    """Return the curve of the first repeat, and its agreement with one rank's: only a strong grid trains one
-    model."""
-    curve = mine.repeats[0].curve
-    out: Facts = {"loss": models.LossCurve(curve=list(curve))}
-    other = (
-        single.repeats[0].curve if single and (mine.cell.mode, mine.cell.kind) == ("strong", "run") else []
-    )
-    if curve and [tokens for tokens, _ in curve] == [tokens for tokens, _ in other]:
-        pairs = zip(curve, other, strict=True)
-        deviation = max(abs(own - base) / max(abs(base), 1e-12) for (_, own), (_, base) in pairs)
-        agrees = deviation <= LOSS_TOLERANCE.get(str(precision), 1e-4)
-        out |= {"loss_deviation": deviation, "loss_agrees": agrees}
-    return out
+    """Compare the losses of the first repeat with one rank's: only a strong grid trains one model."""
+    if single is None or (mine.cell.mode, mine.cell.kind) != ("strong", "run"):
+        return {}
+    own, base = (dict(runs.repeats[0].curve) for runs in (mine, single))
+    if not own or own.keys() != base.keys():
+        return {}
+    deviation = max(abs(own[tokens] - loss) / max(abs(loss), 1e-12) for tokens, loss in base.items())
+    agrees = deviation <= LOSS_TOLERANCE.get(str(precision), 1e-4)
+    return {"loss_deviation": deviation, "loss_agrees": agrees}
 
 
-def _flags(cell: CellMeasurement, has_baseline: bool) -> list[str]:
-    """Return the remarks that a reader needs before quoting the cell. `has_baseline`: one rank ran."""
+def _flags(cell: CellMeasurement) -> list[str]:
+    """Return the remarks that a reader needs before quoting the cell."""
     flags = []
     if cell.skipped_steps:
         flags.append(
             f"{cell.skipped_steps} optimizer steps were skipped (gradient not finite), and count as steps"
         )
     if cell.mode == "strong" and cell.kind == "run" and cell.loss_agrees is None:
-        reason = "a logged line is missing or not finite" if has_baseline else "there is no run of one rank"
-        flags.append(f"losses are not compared: {reason}")
+        flags.append("losses are not compared: one rank did not log the same steps")
     if cell.loss_agrees is False:
         flags.append(f"not the same model: losses differ from one rank's by {cell.loss_deviation}")
     sent, counters = cell.communication_efficiency_ci95, cell.exposed_comm_ddp_fraction

@@ -112,17 +112,8 @@ class Grid:
         if mode == "strong":
             return batch.global_size
         if ranks % tensor:  # else the batch would follow a number of replicas that there is not
-            raise ConfigError(
-                [
-                    Issue(
-                        "--tensor",
-                        "does_not_divide",
-                        f"{tensor} does not divide {ranks} ranks",
-                        tensor,
-                        "--nproc",
-                    )
-                ]
-            )
+            message = f"{tensor} does not divide {ranks} ranks"
+            raise ConfigError([Issue("--tensor", "does_not_divide", message, tensor, "--nproc")])
         return batch.micro_size * (self.settings.accumulation or 1) * (ranks // tensor)
 
     def _config(self, engine: str, tensor: int, global_size: int) -> Config:

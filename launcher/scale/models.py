@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from bert_dp.files.models import FailureKind, StoredFile, StoredModel
-from launcher.results import Count, Interval, PlanFile, Point, Positive
+from launcher.results import Count, Interval, PlanFile, Positive
 
 MAX_READY_RATIO = 1.05  # of the last ready time over the backward pass: two clocks
 MEASURE_AGAIN = "remove it, and `bert-dp scale` measures it again"
@@ -195,12 +195,6 @@ class SplitTime(StoredModel):
     other: float
 
 
-class LossCurve(StoredModel):
-    """[[tokens, nats], ...] of the first repeat."""
-
-    curve: list[Point] = []
-
-
 class CellMeasurement(GridCell):
     """Figures of one cell; a cell that did not run to its end has none."""
 
@@ -241,7 +235,6 @@ class CellMeasurement(GridCell):
     mamfu: float | None = None  # model FLOP/s over the measured matmul rate
     launch_fraction: float | None = None  # host time to enqueue a step over the step; null on a CPU
     launch_fraction_ci95: Interval | None = None
-    loss: LossCurve | None = None
     loss_agrees: bool | None = None
     loss_deviation: float | None = None  # greatest relative difference from one rank's
     skipped_steps: int | None = None

@@ -82,9 +82,7 @@ def scale_page(scaling: Scaling, folder: Path | None = None) -> Report:
     modes = _modes(scaling)
     by_mode = (_speedup, _efficiency, _step_split)
     figures = [figure(scaling, mode) for mode in modes for figure in by_mode] + [_bandwidth(scaling)]
-    if "strong" in modes:  # weak scaling trains another global batch, so another model, at every N
-        figures.append(_loss(scaling))
-    result = ReportSection("Result", tables=[_result(scaling)], notes=[RESULT_NOTE])
+    result = ReportSection("Result", tables=[_result(scaling)], notes=[RESULT_NOTE, *_agreement(scaling)])
     prediction = [_prediction(scaling.prediction)] if scaling.prediction else []
     can_plan = folder is not None and scaling.profile is not None
     return Report(
@@ -166,16 +164,15 @@ def _tiles(scaling: Scaling) -> list[Tile]:
     if peak.matmul_flops:
         peaks.append(f"{peak.precision or ''} matmul peak measured here".lstrip())
 
-    def tile(label: str, ratio: Ratio, scope: str = "") -> Tile:
-        return Tile(label, cell_of(best, ratio).text, f"{scope}95 % interval {ratio.ends(best)}")
-
     place = f"{best.id}, N = {format_count(best.world_size)}" if best else "no cell has run"
-    both = " / ".join(cell_of(best, ratio).text for ratio in PER_PEAK)
+    speedup, efficiency, sent, *per_peak = (
+        cell_of(best, ratio).text for ratio in (SPEEDUP, EFFICIENCY, COMMUNICATION, *PER_PEAK)
+    )
     return [
-        Tile("Best speed-up", cell_of(best, SPEEDUP).text, place),
-        tile("Efficiency", EFFICIENCY),
-        tile("Communication efficiency", COMMUNICATION, "of the ceiling; "),
-        Tile("MFU / MAMFU", both, "; ".join(peaks)),
+        Tile("Best speed-up", speedup, place),
+        Tile("Efficiency", efficiency, f"95 % interval {EFFICIENCY.ends(best)}"),
+        Tile("Communication efficiency", sent, f"of the ceiling; 95 % interval {COMMUNICATION.ends(best)}"),
+        Tile("MFU / MAMFU", " / ".join(per_peak), "; ".join(peaks)),
     ]
 
 
@@ -199,6 +196,19 @@ def _result(scaling: Scaling) -> Table:
         *[ratio for ratio in PER_PEAK if any(ratio.of(run) for run in runs)],
     ]
     return table([(run.id, run) for run in runs], columns, corner="cell", empty="no cells recorded")
+
+
+def _agreement(scaling: Scaling) -> list[str]:
+    """Say how far the losses of a strong grid agree: weak scaling trains another model at every N."""
+    compared = [cell for cell in _runs(scaling) if cell.loss_agrees is not None]
+    if not compared:
+        return []
+    agree, deviation = (
+        sum(bool(c.loss_agrees) for c in compared),
+        max(c.loss_deviation or 0 for c in compared),
+    )
+    losses = f"Losses of {agree} of {len(compared)} compared cells agree with those of one rank"
+    return [f"{losses}; greatest relative deviation {format_lr(deviation)}."]
 
 
 def _prediction(prediction: models.Prediction) -> ReportSection:
@@ -315,20 +325,3 @@ def _bandwidth(scaling: Scaling) -> Figure:
     x_axis, y_axis = Axis("message (bytes)", log=True), Axis("bus bandwidth (GB/s, 1e9)", from_zero=True)
     note = "Bus bandwidth: bytes / time x 2 (N - 1) / N, what the slowest link carries."
     return Figure("All-reduce bus bandwidth", lines, x_axis, y_axis, marks=marks, note=note)
-
-
-def _loss(scaling: Scaling) -> Figure:
-    """Draw the training loss of the strong cells on top of each other, thick to thin."""
-    cells = [c for c in _runs(scaling) if c.mode == "strong" and c.loss and c.loss.curve]
-    lines = []
-    for i, cell in enumerate(cells):
-        curve = cell.loss.curve if cell.loss else []
-        width = max(1.0, 8.0 - 7.0 * i / max(1, len(cells) - 1))
-        lines.append(Line(cell.id, [t for t, _ in curve], [nats for _, nats in curve], i, width=width))
-    compared = [cell for cell in cells if cell.loss_agrees is not None]
-    agree = sum(bool(cell.loss_agrees) for cell in compared)
-    deviation = max((cell.loss_deviation or 0.0 for cell in compared), default=None)
-    note = f"The loss of {agree} of {len(compared)} compared cells agrees with the baseline's; greatest "
-    note += f"relative deviation {format_lr(deviation)}."
-    y = Axis("loss (nats per masked token)", "nats")
-    return Figure("Training loss", lines, Axis("tokens"), y, note=note)

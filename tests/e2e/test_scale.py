@@ -121,8 +121,6 @@ def test_every_number_is_recomputed_from_the_raw_records(scaling: dict[str, Any]
             assert cell["straggler_ratio"] is None
         flops = cell["tokens_per_s_per_gpu"] * scaling["settings"]["flops_per_token"]
         assert cell["mamfu"] == pytest.approx(flops / peak)
-        lines = read_lines(out / cell["repeats"][0]["run"] / "metrics.jsonl")
-        assert cell["loss"]["curve"] == [[x["tokens"], x["loss"]] for x in lines]
     one = means["strong-single-n1"]
     for cell in scaling["cells"]:
         speedup = one / means[cell["id"]]
@@ -151,7 +149,7 @@ def test_cells_of_one_global_batch_train_one_model(scaling: dict[str, Any]) -> N
     for name in ("strong-ddp-n2", "strong-ddp-n2-tp2"):
         assert cells[name]["loss_agrees"] is True
         assert cells[name]["loss_deviation"] < 1e-5
-    assert cells["strong-ceiling-n2"]["loss"]["curve"] != cells["strong-single-n1"]["loss"]["curve"]
+    assert cells["strong-ceiling-n2"]["loss_agrees"] is None
 
 
 def test_links_profile_and_peak_are_there(scaling: dict[str, Any]) -> None:
