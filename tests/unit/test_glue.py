@@ -28,7 +28,7 @@ from launcher.evaluate.glue_scores import (
 from launcher.job import Output
 from launcher.report.page import Report
 from launcher.run import trials
-from launcher.run.trials import SearchOutcome, Slot, Stopped, Trial, TrialOutcome, TrialsFailed, TrialStatus
+from launcher.run.trials import SearchOutcome, Slot, Trial, TrialOutcome, TrialsFailed, TrialStatus
 from tests.glue_fixture import (
     MadeRunner,
     evaluation,
@@ -38,7 +38,7 @@ from tests.glue_fixture import (
     scores_of,
     write_trial,
 )
-from tests.helpers import failed, write_lines
+from tests.helpers import write_lines
 
 EIGHT = ["CoLA", "SST-2", "MRPC", "STS-B", "QQP", "MNLI", "QNLI", "RTE"]
 
@@ -92,13 +92,6 @@ def test_a_trial_without_all_its_scores_has_failed(
     trial = read(*made_trial(tmp_path, name, scores, **summary))
     assert (trial.status, trial.scores) == ("failed", {})
     assert str(trial.cause).startswith(cause)
-
-
-def test_a_trial_that_failed_has_no_score(tmp_path: Path) -> None:
-    trial = read(*made_trial(tmp_path, "RTE", **failed("loss is NaN")), "failed")
-    assert (trial.status, trial.cause, trial.scores) == ("failed", "loss is NaN", {})
-    oom = read(*made_trial(tmp_path, "MRPC", **failed("rank 0: no", "device_memory")), "oom")
-    assert (oom.status, oom.scores) == ("oom", {})
 
 
 # --- over the seeds
@@ -238,20 +231,6 @@ def test_one_rate_is_chosen_for_all_on_a_tenth_of_train(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "on_gpu", "given", "micro"),
-    [(1, False, [], 8), (1, True, [], 16), (2, True, [], 8), (2, False, ["batch.micro_size=4"], 4)],
-)
-def test_a_trial_takes_the_micro_batch_of_its_device_and_ranks(
-    tmp_path: Path, ranks: int, on_gpu: bool, given: list[str], micro: int
-) -> None:
-    task = make_task("RTE")
-    grid = make_grid(options("RTE", ranks=ranks), [task], overrides=given, on_gpu=on_gpu)
-    trial = glue.make_trial(grid, tmp_path, task, None, 0)
-    assert (trial.ranks, trial.config.batch.global_size) == (ranks, 16)
-    assert trial.config.batch.micro_size == micro
-
-
-@pytest.mark.parametrize(
     ("scores", "chosen"),
     [
         ({1e-4: 0.1, 3e-4: "loss is NaN"}, 1e-4),
@@ -286,17 +265,6 @@ def test_a_trial_takes_the_rate_as_it_is_and_goes_to_no_service(tmp_path: Path) 
         assert (peak_lr(config).value, config.log.to, config.log.tensorboard) == (1e-4, (), False)
     given = glue.make_trial(grid, tmp_path, mnli, None, 0).config
     assert peak_lr(given).value == pytest.approx(4e-5 * (16 / 64) ** 0.5)
-
-
-def test_what_was_stopped_goes_on(tmp_path: Path) -> None:
-    stopped, first = glue_run(tmp_path, options("MRPC", "RTE"), lambda *_: 0.5, limit=3)
-    with pytest.raises(Stopped):
-        stopped.run()
-    assert sum(len(trials) for trials in stopped.trials.values()) == 3
-    whole, second = glue_run(tmp_path, options("MRPC", "RTE"), lambda *_: 0.5)
-    whole.run()
-    assert (len(first.ran), len(second.ran)) == (3, 1)
-    assert {name: len(trials) for name, trials in whole.trials.items()} == {"RTE": 2, "MRPC": 2}
 
 
 # --- what is refused
@@ -494,18 +462,6 @@ def test_a_comparison_has_medians_and_paired_differences(tmp_path: Path) -> None
     notes = [cell.note for cell in table.rows[0].cells]
     assert notes == ["", "", "subset, 1 of 4 failed", "", "3 seeds", "1 seed"]
     assert "2.5000 nats" in report.subtitle[1]
-
-
-def test_evaluations_of_one_name_are_named_by_their_paths(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folders = [write_evaluation(tmp_path / name / "glue", scored_task("RTE", [0.5])) for name in ("a", "b")]
-    monkeypatch.chdir(folders[0])
-    (table,) = compare_report([Path(), folders[1]]).sections[0].tables
-    assert [column.head for column in table.columns[:3]] == ["majority", ".", str(folders[1])]
-    folders[1].rename(tmp_path / "other")
-    (table,) = compare_report([Path(), tmp_path / "other"]).sections[0].tables
-    assert [column.head for column in table.columns] == ["majority", "glue", "other", "other - glue"]
 
 
 def test_evaluations_that_do_not_compare_are_refused(tmp_path: Path) -> None:

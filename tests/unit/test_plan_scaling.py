@@ -204,21 +204,6 @@ def test_a_count_that_was_not_measured_has_the_curve_above_and_the_slowdown_belo
     assert (scenario.slowdown, scenario.fabric.curve) == (1.1, None)
 
 
-@pytest.mark.parametrize(("engine", "first"), [("ddp", 2**20), ("zero1", None)])
-def test_the_first_bucket_is_smaller_with_ddp_alone(engine: str, first: float | None) -> None:
-    scenario = scenario_of(BASE, PlanSpec(gpus=(2,), link="pcie3", engine=engine), 2, 1, 3)
-    assert (scenario.bucket_bytes, scenario.first_bucket) == (25 * 2**20, first)
-    assert (scenario.accumulation, scenario.spread) == (3, BASE.spread)
-
-
-@pytest.mark.parametrize("link", ["ethernet1", "ethernet2.5", "ethernet10"])
-def test_one_gpu_a_node_needs_no_link_within_it(link: str) -> None:
-    without, with_link = (
-        plan(BASE, 1, 4, gpus_per_node=1, inter=link, link=within) for within in (None, "nvlink4")
-    )
-    assert [row.step_time_s for row in without.rows] == [row.step_time_s for row in with_link.rows]
-
-
 def test_tensor_sizes_that_do_not_divide_are_left_out() -> None:
     rows = plan(LARGE, 1, 2, 4, link="nvlink4", tensor=(1, 2)).rows
     assert [(row.tensor, row.world_size) for row in rows] == [(1, 1), (1, 2), (1, 4), (2, 2), (2, 4)]

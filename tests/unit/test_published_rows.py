@@ -9,11 +9,10 @@ import pytest
 
 import launcher
 from benchmarks import predictor, published_rows
-from benchmarks.published_rows import Constants, NotPredictable
+from benchmarks.published_rows import Constants
 from bert_dp.cost import PEAK_FLOPS, peak_flops
-from launcher.plan import step_model
 from launcher.plan.step_model import FILE, MIB, Fabric, find_link, hardware
-from tests.unit.test_step_model import REAL, crammed
+from tests.unit.test_step_model import REAL
 
 ROWS = published_rows.read()
 
@@ -79,16 +78,6 @@ def test_model_of_the_links_against_measured_curves(system: str, link: str) -> N
             assert seconds == pytest.approx(float(row["time_us"]) * 1e-6, rel=0.17), size
 
 
-def test_calibration_gives_the_measured_step_back() -> None:
-    scenario = step_model.Scenario(REAL, 16, spread=0.015, accumulation=2)
-    micro_s = published_rows.micro_s_of(0.5, scenario, crammed())
-    assert step_model.predict(
-        step_model.with_micro_s(crammed(), micro_s), scenario
-    ).step_time_s == pytest.approx(0.5)
-    with pytest.raises(ValueError, match="shorter"):
-        published_rows.micro_s_of(1e-4, scenario, crammed())
-
-
 @pytest.fixture(scope="module")
 def published() -> dict:
     outcomes, refused = predictor.predict_all(ROWS, Constants())
@@ -133,49 +122,3 @@ def test_no_result_hangs_on_the_two_constants(spread: float, gain: float) -> Non
     errors = predictor.errors(predictor.kept(outcomes))
     assert errors["median"] < 3
     assert errors["p90"] < 8
-
-
-@pytest.mark.parametrize(
-    ("text", "gb_s", "nics"),
-    [
-        ("8x HDR IB 200Gb/s (DGX A100)", 25 * 0.96, 8),
-        ("1x EDR IB 100Gb/s per node (ConnectX-4 MT27700)", 12.5 * 0.96, 1),
-        ("40GbE, 4.1 Gb/s effective (iperf)", 4.1 / 8, 1),
-        ("100Gb RDMA", 12.5 * 0.96, 1),
-        ("25 GbE", 3.125 * 0.8, 1),
-    ],
-)
-def test_links_between_nodes_are_read(text: str, gb_s: float, nics: int) -> None:
-    link, count = published_rows.inter_link(text)
-    assert link.bus_gb_s(2) == pytest.approx(gb_s)
-    assert count == nics
-
-
-@pytest.mark.parametrize("text", ["IB (rate not stated)", "", "-", "fast network", "carrier pigeon 100Gb/s"])
-def test_what_no_link_says_is_not_guessed(text: str) -> None:
-    with pytest.raises(NotPredictable, match="not stated"):
-        published_rows.inter_link(text)
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"gpu": "K80"}, "GPU not"),
-        ({"seq_len": "tokens/s"}, "not stated"),
-        ({"inter": "?"}, "between nodes"),
-        ({"micro_batch": "128"}, "differs"),
-        ({"accum": "some"}, "could not convert"),
-    ],
-)
-def test_a_row_that_says_too_little_is_refused(change: dict[str, str], reason: str) -> None:
-    row = next(r for r in ROWS if r["id"] == "dle22-AMP-s128-strong-64")
-    with pytest.raises(NotPredictable, match=reason):
-        published_rows.outcome({**row, **change}, ROWS, Constants())
-
-
-def test_a_base_that_the_file_lacks_is_taken_from_the_row() -> None:
-    row = next(r for r in ROWS if r["id"] == "dlperf-pt-FP32-b32-16")
-    whole = published_rows.outcome(row, ROWS, Constants())
-    for alone in (row, {**row, "id": "elsewhere-16", "source": "elsewhere"}):
-        outcome = published_rows.outcome(alone, [alone], Constants())
-        assert outcome.predicted == pytest.approx(whole.predicted)

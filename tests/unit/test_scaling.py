@@ -14,16 +14,16 @@ import pytest
 from rich.console import Console
 
 from bert_dp import files
-from bert_dp.config import dump_config, load_config, resolve
+from bert_dp.config import load_config, resolve
 from bert_dp.cost import flops_per_token, memory_estimate_gib
 from launcher import results
 from launcher.job import Output
 from launcher.machine import environment
 from launcher.machine.environment import Environment
 from launcher.run.train import MEMORY_STATE, check_memory
-from launcher.run.trials import SCRATCH, Runner, SearchOutcome, Slot, Trial, TrialOutcome, read_repeat
+from launcher.run.trials import SCRATCH, Runner, SearchOutcome, Slot, Trial, TrialOutcome
 from launcher.scale import benchmark, models
-from launcher.scale.analyze import CellRuns, analyze, diagnose
+from launcher.scale.analyze import analyze, diagnose
 from launcher.scale.benchmark import cores_of, run_grid
 from launcher.scale.grid import Grid, Settings, run_dir
 from launcher.scale.models import CellMeasurement, GridCell
@@ -297,24 +297,6 @@ def test_a_job_is_as_fast_as_its_slowest_rank_and_copies_as_their_sum(tmp_path: 
     assert ceiling.tokens_per_s == pytest.approx(each / 1.0 + each / 1.5)
 
 
-def test_the_steps_of_copies_are_no_pairs(tmp_path: Path) -> None:
-    """Each of two copies takes 2 s a step in the mean; that one's long step stands beside the other's short
-    one says nothing of the job."""
-    made = two()
-    ceiling = next(cell for cell in made.cells if cell.kind == "ceiling")
-    write_run(tmp_path / "run", ceiling, 1.0)
-    repeat = read_repeat(tmp_path / "run", 2, 2, 6)
-    repeat.parts["step_s"][:] = [[1.0, 3.0] * 3, [3.0, 1.0] * 3]
-    measured = CellRuns(ceiling, [repeat], 16, 0)
-    assert measured.mean_s == pytest.approx(2.0)
-    repeat.parts["step_s"][1][:] = [4.0, 2.0] * 3
-    measured = CellRuns(ceiling, [repeat], 16, 0)
-    assert measured.mean_s == pytest.approx(2 / (1 / 2 + 1 / 3))
-    job = 2.4  # s; the weights of the ranks are job^2 / mean^2 / 2
-    assert measured.steps == [pytest.approx([0.72 * 1 + 0.32 * 4, 0.72 * 3 + 0.32 * 2] * 3)]
-    assert measured.mean_s == pytest.approx(job)
-
-
 def test_the_interval_of_an_efficiency_has_the_errors_of_both_cells(tmp_path: Path) -> None:
     """Both cells' repeats differ by as much, and by chance: it is no interval of one value."""
 
@@ -398,19 +380,6 @@ def test_a_grid_is_complete_with_its_links_profile_and_peak(tmp_path: Path, miss
     assert told.status == ("partial" if missing else "complete")
     assert told.mode == "weak"
     assert (told.settings.accumulation, told.settings.global_batch) == (2, None)
-
-
-def test_the_settings_of_a_grid_are_those_of_its_modes(tmp_path: Path) -> None:
-    made = two(modes=("strong",), accumulation=None)
-    collected(tmp_path, made, lambda cell, repeat: {"precision": "bf16"})
-    found = analyze(made, tmp_path, facts={})
-    expected = {"accumulation": None, "global_batch": 32, "micro_batch": 4}
-    expected |= {"steps": 6, "warm_up": 2, "repeats": 2, "precision": "bf16"}
-    expected["model"] = "2 layers x 32, vocabulary 64"
-    assert found.mode == "strong"
-    assert expected.items() <= found.settings.model_dump().items()
-    found = analyze(grid(gpus=(2,), accumulation=None), tmp_path, facts={})
-    assert (found.mode, found.settings.accumulation, found.settings.global_batch) == ("both", 1, 32)
 
 
 def test_losses_of_other_steps_are_not_compared(tmp_path: Path) -> None:
@@ -594,20 +563,6 @@ def test_a_grid_runs_its_cells_and_measures_links_profile_and_peak_once(tmp_path
     assert (runs.profiled.data.synthetic, runs.profiled.parallel.engine) == (True, "single")
 
 
-def test_a_sweep_that_was_cut_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = MadeRunner.helper
-
-    def cut(self: MadeRunner, module: str, *given: Any) -> list[Any]:
-        lines = whole(self, module, *given)
-        return lines[:3] if module.endswith("all_reduce") else lines
-
-    monkeypatch.setattr(MadeRunner, "helper", cut)
-    made = grid(gpus=(2,), modes=("weak",))
-    run_grid(made, made_runner(tmp_path, []), print)
-    assert (tmp_path / "peak.json").exists()
-    assert not (tmp_path / "links-2.json").exists()
-
-
 def test_a_rank_with_a_gpu_may_use_every_core(tmp_path: Path) -> None:
     gpus = [environment.Gpu(0, "g", 80.0, None)] * 2
     made = grid(with_memory(64.0, gpus=gpus), on_gpu=True, gpus=(2,), modes=("weak",))
@@ -615,25 +570,6 @@ def test_a_rank_with_a_gpu_may_use_every_core(tmp_path: Path) -> None:
     run_grid(made, runs, print)
     assert {trial.cores for trial in runs.ran} == {None}
     assert runs.cores == [None, None, None]
-
-
-def test_a_grid_goes_on_with_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What failed is its cell's result; what was not measured is measured."""
-    monkeypatch.setattr("launcher.run.trials.is_whole", lambda *_: True)
-    made = grid(gpus=(2,), modes=("weak",))
-    first, said = made_runner(tmp_path, []), list[str]()
-    run_grid(made, first, print)
-    for trial in first.ran:
-        files.write_text(trial.directory / "config.yaml", dump_config(trial.config))
-    *rest, last = [trial for trial in first.ran if not trial.name.startswith("weak-ddp-n2")]
-    shutil.rmtree(last.directory)
-    (tmp_path / "links-2.json").unlink()
-    second = made_runner(tmp_path, said)
-    run_grid(made, second, said.append)
-    assert [trial.name for trial in second.ran] == [last.name]
-    assert f"resuming: {len(rest) + 1} of {2 * len(made.cells)} runs already done" in said
-    assert any(line.startswith("weak-ddp-n2: no result") for line in said)
-    assert [module for module, _ in second.asked] == ["all_reduce"]
 
 
 @pytest.mark.parametrize(

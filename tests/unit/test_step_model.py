@@ -284,30 +284,6 @@ def test_one_rank_is_exactly_what_was_measured_and_links_without_end_lose_nothin
     assert predict(crammed(10.0), Scenario(endless, 4, engine, spread=0.02)).efficiency < 0.99
 
 
-def test_efficiency_falls_with_ranks() -> None:
-    ranks = (1, 2, 4, 8, 16, 64, 256, 1024)
-    found = [predict(crammed(), Scenario(REAL, n, spread=0.015)).efficiency for n in ranks]
-    assert found == sorted(found, reverse=True)
-    assert len(set(found)) == len(ranks)
-
-
-@pytest.mark.parametrize(
-    ("change", "better"),
-    [
-        ({"accumulation": 2}, True),
-        ({"fabric": REAL.scaled(2)}, True),
-        ({"spread": 0.0}, True),
-        ({"gain": 1.0}, True),
-        ({"gain": 0.0}, False),
-        ({"slowdown": 1.2}, False),
-    ],
-)
-def test_a_change_helps_or_harms(change: dict[str, Any], better: bool) -> None:
-    now = Scenario(REAL, 16, spread=0.015)
-    before, after = (predict(crammed(), s).efficiency for s in (now, dataclasses.replace(now, **change)))
-    assert after > before if better else after < before
-
-
 @pytest.mark.parametrize(("ranks", "expected"), [(1, 0), (2, 0.564), (8, 1.424), (100, 2.508)])
 def test_the_slowest_of_many(ranks: int, expected: float) -> None:
     """The expected greatest of so many standard normals."""
