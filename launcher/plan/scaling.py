@@ -339,25 +339,26 @@ def source_of(scaling: Scaling, name: str) -> PlanSource:
     if slowdowns := _slowdowns(cells):
         counts = ", ".join(f"{n}: x {s:.3f}" for n, s in sorted(slowdowns.items()))
         notes.append(f"computation slowed as the measured ceiling says ({counts}), beyond as the last")
-    if any(not is_measurable(cell.ceiling_efficiency_ci95) for cell in cells):
-        notes.append("ceilings whose interval is wider than a factor of two are left out: run more repeats")
+    curves = {
+        # of several times at one size the longest
+        link.world_size: AllReduceCurve(
+            link.world_size, dict(sorted((float(p.bytes), p.seconds) for p in link.points))
+        )
+        for link in scaling.links
+        if link.points
+    }
+    if curves:
+        notes.append(f"without --link, the all-reduce as measured over {', '.join(map(str, curves))} ranks")
     peak = peak_flops(profile.device, profile.precision)
     if peak:
         notes.append(f"MFU over {peak / 1e12:g} TFLOP/s a GPU: {profile.device}, {profile.precision}")
-    if curves := [link.world_size for link in scaling.links if link.points]:
-        notes.append(f"without --link, the all-reduce as measured over {', '.join(map(str, curves))} ranks")
-    points = {
-        # of several times at one size the longest
-        link.world_size: dict(sorted((float(p.bytes), p.seconds) for p in link.points))
-        for link in scaling.links
-    }
     return PlanSource(
         profile,
         scaling.settings.accumulation or 1,
         tuple(notes),
         # ranks on a CPU are parts of one device and differ by its ceiling
         0.0 if _is_cpu(profile.device) else constant("device_spread"),
-        {ranks: AllReduceCurve(ranks, each) for ranks, each in points.items() if each},
+        curves,
         slowdowns,
         cells,
         scaling.settings.flops_per_token,
