@@ -17,17 +17,10 @@ from bert_dp.files.models import HeldOut, StoredModel
 from launcher import results
 from launcher.evaluate import FILE
 from launcher.evaluate.finetune import Pretrained
-from launcher.report.numbers import (
-    NA,
-    count_of,
-    format_count,
-    format_lr,
-    format_nats,
-    format_percent,
-    format_points,
-)
+from launcher.report.numbers import NA, count_of, format_count, format_lr, format_nats, format_points
 from launcher.report.page import (
     Column,
+    Computed,
     Quantity,
     Report,
     ReportSection,
@@ -231,15 +224,14 @@ def average(tasks: Sequence[GlueTask]) -> tuple[float | None, list[str]]:
 # --- pages
 
 METRICS = {"mcc": "Matthews", "f1": "F1", "auc": "AUC", "pearson": "Pearson", "spearman": "Spearman"}
-HEADS = (
-    "median",
-    "deviation",
-    "majority",
-    "dev examples",
-    "remark",
-    "truncated",
-    "also in train",
-    "every seed",
+SCORES = (
+    Quantity("median", "median", "points"),
+    Quantity("sd", "deviation", "points"),
+    Quantity("majority", "majority", "points"),
+    Quantity("examples", "dev examples", "count"),
+    Quantity("truncated", "truncated", "count"),
+    Quantity("in_train", "also in train", "count"),
+    Computed(lambda score: ", ".join(map(format_points, score.seeds)), "every seed", "word"),
 )
 SAME_DATA = "compare evaluations with the same files, tokenizer and length"
 DIFFERENCE = (
@@ -281,19 +273,11 @@ def name_score(task: GlueTask, score: GlueScore) -> str:
 
 def _scores(glue: Glue) -> Table:
     """Build the table with a row for each metric of a dev set."""
-    rows = []
-    for task, score in [(each, score) for each in glue.tasks for score in each.scores]:
-        cells = [
-            *(cell(value, "points") for value in (score.median, score.sd, score.majority)),
-            cell(score.examples, "count"),
-            TableCell(_remark(task, score)),
-            TableCell(format_percent(score.truncated / score.examples)),
-            cell(score.in_train, "count"),
-            TableCell(", ".join(map(format_points, score.seeds))),
-        ]
-        rows.append(TableRow(name_score(task, score), cells))
-    heads = [Column(head, text=head in ("remark", "every seed")) for head in HEADS]
-    return Table(rows, heads, describe_method(glue), "task", "no task was evaluated")
+    scored = [(task, score) for task in glue.tasks for score in task.scores]
+    remarks = {id(score): _remark(task, score) for task, score in scored}
+    columns = [*SCORES, Computed(lambda score: remarks[id(score)], "remark", "word")]
+    rows = [(name_score(task, score), score) for task, score in scored]
+    return table(rows, columns, title=describe_method(glue), corner="task", empty="no task was evaluated")
 
 
 def _remark(task: GlueTask, score: GlueScore) -> str:
