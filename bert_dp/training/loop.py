@@ -129,23 +129,23 @@ def train_step(
     this replica's share of the mean loss over them (the shares sum to it) and the reduced gradient norm, both
     device scalars; no host sync. `progress` is called after each micro batch.
 
-    Timed without the wait for data, as own_work: up to the last micro batch's backward, before any gradient
+    Timed without the wait for data, as compute_before_reduction: up to the last micro batch's backward, before any gradient
     is reduced. That is this rank's alone under single, ddp, zero1 and accelerate; fsdp and tensor parallelism
     meet in the forward.
     """
     loss_share = torch.zeros((), dtype=precision.parameters, device=device)
     for left, batch in zip(reversed(range(grad_accum_steps)), batches, strict=True):
         with timers.phase("forward_backward"):
-            timers.start("own_work")
+            timers.start("compute_before_reduction")
             with engine.accumulate(last=not left):
                 with precision.context(device):
                     loss = loss_fn(model, batch.to(device)) / num_targets
                 if not left:
-                    timers.stop("own_work")
+                    timers.stop("compute_before_reduction")
                 engine.backward(loss)
             loss_share += loss.detach()
             if left:
-                timers.stop("own_work")
+                timers.stop("compute_before_reduction")
         progress()
     with timers.phase("optimizer"):
         norm = engine.step(max_norm)

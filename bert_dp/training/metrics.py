@@ -23,7 +23,7 @@ from bert_dp.training.distributed import HostCollectives
 from bert_dp.training.state import TrainState
 
 PHASES = ("forward_backward", "optimizer")
-TIMED = (*PHASES, "own_work")
+TIMED = (*PHASES, "compute_before_reduction")
 STRAGGLER_STEPS = 10  # over fewer steps nobody is: one pause would name a rank
 
 

@@ -62,7 +62,7 @@ class Run:
         self.now += WAIT
         self.wait_s += WAIT
         with timers.phase("forward_backward"):
-            with timers.phase("own_work"):
+            with timers.phase("compute_before_reduction"):
                 self.now += OWN
             self.now += PASSES - OWN
         with timers.phase("optimizer"):
@@ -185,7 +185,13 @@ def test_each_rank_has_a_line_of_its_own_steps(monkeypatch: pytest.MonkeyPatch) 
     run.line()
     line = run.meter.steps
     assert (line["step"], line["alloc_retries"]) == (2, 2)
-    seconds = {"host": STEP, "step": STEP, "own_work": OWN, "forward_backward": PASSES, "optimizer": UPDATE}
+    seconds = {
+        "host": STEP,
+        "step": STEP,
+        "compute_before_reduction": OWN,
+        "forward_backward": PASSES,
+        "optimizer": UPDATE,
+    }
     assert {name: line[f"{name}_s"] for name in seconds} == {name: [s, s] for name, s in seconds.items()}
 
 

@@ -37,13 +37,13 @@ def test_the_slowest_is_held_against_the_others(
 def test_timers_may_overlap_and_restart() -> None:
     timers = Timers(CPU)
     with timers.phase("forward_backward"):
-        timers.start("own_work")
+        timers.start("compute_before_reduction")
         time.sleep(0.02)
-        timers.stop("own_work")
+        timers.stop("compute_before_reduction")
         time.sleep(0.02)
     timers.end_step()
     seconds = {name: each[0] for name, each in timers.drain().items()}
-    assert 0.02 <= seconds["own_work"] <= seconds["forward_backward"] - 0.02
+    assert 0.02 <= seconds["compute_before_reduction"] <= seconds["forward_backward"] - 0.02
     assert seconds["forward_backward"] <= seconds["step"]
     assert seconds["optimizer"] == 0.0
     assert set(map(tuple, timers.drain().values())) == {()}
