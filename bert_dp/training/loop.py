@@ -129,9 +129,9 @@ def train_step(
     this replica's share of the mean loss over them (the shares sum to it) and the reduced gradient norm, both
     device scalars; no host sync. `progress` is called after each micro batch.
 
-    Timed without the wait for data, as compute_before_reduction: up to the last micro batch's backward, before any gradient
-    is reduced. That is this rank's alone under single, ddp, zero1 and accelerate; fsdp and tensor parallelism
-    meet in the forward.
+    Timed without the wait for data, as compute_before_reduction: up to the last micro batch's backward,
+    before any gradient is reduced. That is this rank's alone under single, ddp, zero1 and accelerate; fsdp
+    and tensor parallelism meet in the forward.
     """
     loss_share = torch.zeros((), dtype=precision.parameters, device=device)
     for left, batch in zip(reversed(range(grad_accum_steps)), batches, strict=True):

@@ -84,17 +84,6 @@ def loggers(text: str) -> tuple[str, ...]:
     return names
 
 
-def rates(text: str) -> tuple[float, ...]:
-    """Parse learning rates and sort them."""
-    try:
-        rates = sorted({float(word) for word in text.split(",")})
-    except ValueError:
-        rates = []
-    if not rates or not all(0 < rate < 1 for rate in rates):
-        raise BadParameter(f"{text!r} is not a list of rates between 0 and 1 like 4e-5,1e-4")
-    return tuple(rates)
-
-
 def seconds(text: str) -> float:
     """Parse `90s`, `5m` or `1h`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|h)", text.strip())

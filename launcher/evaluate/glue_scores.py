@@ -47,8 +47,6 @@ class GlueOptions(StoredModel):
 
     tasks: list[str] = []  # in GLUE's order; empty: every task whose files were found
     seeds: int = 5
-    rates: list[float] = []  # one is chosen for all tasks; empty: the configuration's
-    rate_tasks: list[str] = []  # they choose the rate
     init: Literal["checkpoint", "random"] = "checkpoint"
     ranks: int = 1  # per trial
     launcher: str = "torchrun"
@@ -103,14 +101,6 @@ class GlueTask(StoredModel):
     median_trial: str | None  # by the first score, the lower one for an even number; null: all failed
 
 
-class RateScore(StoredModel):
-    """A learning rate with its scores on a tenth of train."""
-
-    lr: float
-    scores: dict[str, float | None]  # task -> its first metric; null: the trial failed
-    mean: float | None  # null: a trial failed, and the rate cannot be chosen
-
-
 class Glue(Measurement):
     """glue.json."""
 
@@ -119,9 +109,8 @@ class Glue(Measurement):
     kind: Literal["glue"] = "glue"
     settings: GlueOptions
     start: GlueStart
-    lr: float | None  # null: no rate could be chosen
+    lr: float
     heldout_loss: float | None  # nats, of `start`; null: random weights, or a step without an evaluation
-    rates: list[RateScore]
     tasks: list[GlueTask]
     left_out: dict[str, str]  # task -> reason
     average: float | None  # mean of the medians of AVERAGED
@@ -250,7 +239,6 @@ def glue_report(glue: Glue) -> Report:
         [*status_verdicts(glue), *_verdicts(glue)],
         sections=[
             ReportSection("Dev scores", tables=[_scores(glue)], notes=["Out of 100; median over the seeds."]),
-            *([ReportSection("Rates", tables=[_rates(glue)])] if glue.rates else []),
             ReportSection("Left out", tables=[Table(left_out)], console=bool(left_out)),
         ],
     )
@@ -275,9 +263,11 @@ def _scores(glue: Glue) -> Table:
     """Build the table with a row for each metric of a dev set."""
     scored = [(task, score) for task in glue.tasks for score in task.scores]
     remarks = {id(score): _remark(task, score) for task, score in scored}
-    columns = [*SCORES, Computed(lambda score: remarks[id(score)], "remark", "word")]
+    remark = Computed(lambda score: remarks[id(score)], "remark", "word")
     rows = [(name_score(task, score), score) for task, score in scored]
-    return table(rows, columns, title=describe_method(glue), corner="task", empty="no task was evaluated")
+    return table(
+        rows, [*SCORES, remark], title=describe_method(glue), corner="task", empty="no task was evaluated"
+    )
 
 
 def _remark(task: GlueTask, score: GlueScore) -> str:
@@ -306,14 +296,6 @@ def _verdicts(glue: Glue) -> list[Verdict]:
         text = f"{len(failed)} of {count_of(len(trials), 'trial')} failed; medians are of the others."
         verdicts.append(Verdict("fail", text, failed))
     return verdicts
-
-
-def _rates(glue: Glue) -> Table:
-    names = list(dict.fromkeys(name for rate in glue.rates for name in rate.scores))
-    columns = [Quantity(f"scores.{name}", name, "points") for name in names]
-    rows = [(format_lr(rate.lr), rate) for rate in glue.rates]
-    title = "First metric on a tenth of train, one seed"
-    return table(rows, [*columns, Quantity("mean", "mean", "points")], title=title, corner="learning rate")
 
 
 def compare_report(folders: Sequence[Path]) -> Report:

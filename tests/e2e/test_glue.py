@@ -130,8 +130,8 @@ def test_a_whole_evaluation_runs_nothing_again_and_has_a_page(
     shown = (tmp_path / "page.html").read_text()
     for words in ("subset", "recipe head, cls pooling, from step 2", "no CoLA/train.tsv"):
         assert words in shown
-    other = refused(*command(run, data, out, "--rates", "1e-4"))
-    assert "holds another evaluation (settings.rates" in other
+    other = refused(*command(run, data, out, "optim.lr=1e-4"))
+    assert "holds another evaluation (optim.lr" in other
 
 
 def test_one_checkpoint_of_a_run_is_evaluated(run: Path, data: Path, tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_one_checkpoint_of_a_run_is_evaluated(run: Path, data: Path, tmp_path: P
 
 def test_the_verb_describes_and_refuses(run: Path, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    dry = here(*command(run, data, out, "--dry-run", "--rates", "1e-4,3e-4"))
+    dry = here(*command(run, data, out, "--dry-run"))
     assert dry.returncode == 0, dry.stderr
     assert "RTE, WNLI x 2 seeds, 1 rank each" in dry.stdout
     assert "left out: CoLA: no CoLA/train.tsv" in dry.stdout

@@ -12,23 +12,15 @@ from typing import Any
 
 import pytest
 
-from bert_dp.config import Config, ConfigError, Issue, peak_lr
+from bert_dp.config import ConfigError, Issue, peak_lr
 from launcher import results
 from launcher.evaluate import glue, glue_scores
-from launcher.evaluate.glue import GluePlanFile, GlueRun, PreparedTask, choose_tasks, result_file
-from launcher.evaluate.glue_scores import (
-    Glue,
-    GlueOptions,
-    GlueTask,
-    GlueTrial,
-    RateScore,
-    compare_report,
-    glue_report,
-)
+from launcher.evaluate.glue import GluePlanFile, PreparedTask, choose_tasks, result_file
+from launcher.evaluate.glue_scores import Glue, GlueOptions, GlueTask, GlueTrial, compare_report, glue_report
 from launcher.job import Output
 from launcher.report.page import Report
 from launcher.run import trials
-from launcher.run.trials import SearchOutcome, Slot, Trial, TrialOutcome, TrialsFailed, TrialStatus
+from launcher.run.trials import SearchOutcome, Trial, TrialOutcome, TrialStatus
 from tests.glue_fixture import (
     MadeRunner,
     evaluation,
@@ -48,7 +40,7 @@ def made_trial(
 ) -> tuple[PreparedTask, Trial]:
     """Write a trial that has ended, with a score of 0.5 in everything by default."""
     task = make_task(name, test=test)
-    trial = glue.make_trial(make_grid(GlueOptions(tasks=[name])), out, task, None, 0)
+    trial = glue.make_trial(make_grid(GlueOptions(tasks=[name])), out, task, 0)
     write_trial(trial, task, scores_of(task, 0.5) if scores is None else scores, *answers, **summary)
     return task, trial
 
@@ -168,103 +160,26 @@ def options(*tasks: str, **more: Any) -> GlueOptions:
     return GlueOptions(tasks=list(tasks), **{"seeds": 2, **more})
 
 
-def glue_run(
-    out: Path,
-    options: GlueOptions,
-    surface: Callable[[str, Config], float | str],
-    tasks: Sequence[PreparedTask] = (),
-    limit: int = 10**6,
-    settings: Sequence[str] = (),
-) -> tuple[GlueRun, MadeRunner]:
-    """The trials of these options, of which none has run; `surface`: (task, configuration) -> score;
-    `settings`: those that were given."""
-    tasks = tasks or [make_task(name) for name in options.tasks]
-    tenths = [make_task(name, dev_share=0.1) for name in options.rate_tasks]
-    runner = MadeRunner(out, [*tasks, *tenths], surface, limit)
-    return GlueRun(make_grid(options, tasks, tenths, settings), runner, print), runner
-
-
 def test_every_task_runs_with_every_seed_and_the_results_are_in_order(tmp_path: Path) -> None:
     rte, mrpc = make_task("RTE", examples=4), make_task("MRPC", examples=40)
-    measured, runner = glue_run(
-        tmp_path, options("MRPC", "RTE"), lambda name, config: 0.5 + config.run.seed / 10, [rte, mrpc]
-    )
-    measured.run()
+    runner = MadeRunner(tmp_path, [rte, mrpc], lambda name, config: 0.5 + config.run.seed / 10)
+    ended: dict[str, list[GlueTrial]] = {"MRPC": [], "RTE": []}
+    glue.finetune_all(make_grid(options("MRPC", "RTE"), [rte, mrpc]), runner, print, ended)
     names = sorted(trial.name for trial in runner.ran)
     assert names == [f"{name}-lr-4e-05-s{seed}" for name in ("MRPC", "RTE") for seed in (0, 1)]
-    assert measured.lr == 4e-5
-    (score,) = glue_scores.score_task(rte.manifest, measured.trials["RTE"]).scores
+    (score,) = glue_scores.score_task(rte.manifest, ended["RTE"]).scores
     assert score.seeds == [0.5, 0.6]
     for config in (trial.config for trial in runner.ran):
         assert config.run.init_from == "/run/checkpoints/step-00000005"
         assert (config.checkpoint.keep, config.precision) == (0, "fp32")
 
 
-def test_one_rate_is_chosen_for_all_on_a_tenth_of_train(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    scores = {("MRPC", 1e-4): 0.5, ("CoLA", 1e-4): 0.9, ("MRPC", 3e-4): 0.8, ("CoLA", 3e-4): 0.5}
-    measured, runner = glue_run(
-        tmp_path,
-        options("CoLA", "MRPC", "RTE", rates=[1e-4, 3e-4], rate_tasks=["MRPC", "CoLA"]),
-        lambda name, config: 0.1 if name == "RTE" else scores[name, float(config.optim.lr)],
-        settings=["run.seed=3"],
-    )
-    measured.run()
-    told = capsys.readouterr().out
-    assert "[1/10] rate-" in told
-    assert "[10/10] " in told
-    assert told.splitlines()[-1].endswith("; left <1 s")
-    assert [(rate.lr, rate.scores, rate.mean) for rate in measured.rates] == [
-        (1e-4, {"MRPC": 0.5, "CoLA": 0.9}, pytest.approx(0.7)),
-        (3e-4, {"MRPC": 0.8, "CoLA": 0.5}, pytest.approx(0.65)),
-    ]
-    assert measured.lr == 1e-4
-    of_rate, others = runner.ran[:4], runner.ran[4:]
-    assert {trial.config.optim.lr for trial in others} == {1e-4}
-    assert sorted(trial.name for trial in of_rate) == [
-        f"rate-{name}-lr-{lr}-s3" for name in ("CoLA", "MRPC") for lr in (0.0001, 0.0003)
-    ]
-    assert {trial.config.run.seed for trial in others} == {3, 4}
-    assert all("-0.1" in str(trial.config.data.path) for trial in of_rate)
-    assert all("-0.1" not in str(trial.config.data.path) for trial in others)
-
-
-@pytest.mark.parametrize(
-    ("scores", "chosen"),
-    [
-        ({1e-4: 0.1, 3e-4: "loss is NaN"}, 1e-4),
-        ({1e-4: 0.5, 3e-4: 0.5}, 1e-4),
-        ({1e-4: "loss is NaN", 3e-4: "loss is NaN"}, None),
-    ],
-)
-def test_a_rate_with_a_failed_trial_is_not_chosen(
-    tmp_path: Path, scores: dict[float, float | str], chosen: float | None
-) -> None:
-    measured, _ = glue_run(
-        tmp_path,
-        options("RTE", rates=[*scores], rate_tasks=["RTE"]),
-        lambda _, config: scores[float(config.optim.lr)],
-    )
-    with contextlib.nullcontext() if chosen else pytest.raises(TrialsFailed):
-        measured.run()
-    assert measured.lr == chosen
-    assert [rate.mean for rate in measured.rates] == [
-        None if isinstance(score, str) else score for score in scores.values()
-    ]
-
-
-def test_a_trial_takes_the_rate_as_it_is_and_goes_to_no_service(tmp_path: Path) -> None:
-    asked = ("optim.lr_scaling=sqrt", "optim.lr_batch=64", "log.to=[wandb]", "log.tensorboard=true")
-    mnli, tenth = make_task("MNLI"), make_task("MNLI", dev_share=0.1)
-    grid = make_grid(options("MNLI", "RTE"), [mnli], [tenth], asked)
-    trials = [glue.make_trial(grid, tmp_path, task, 1e-4, 0) for task in (mnli, tenth)]
-    assert [trial.name for trial in trials] == ["MNLI-lr-0.0001-s0", "rate-MNLI-lr-0.0001-s0"]
-    for config in (trial.config for trial in trials):
-        assert config.checkpoint.keep == 0
-        assert (peak_lr(config).value, config.log.to, config.log.tensorboard) == (1e-4, (), False)
-    given = glue.make_trial(grid, tmp_path, mnli, None, 0).config
-    assert peak_lr(given).value == pytest.approx(4e-5 * (16 / 64) ** 0.5)
+def test_a_trial_scales_its_rate_and_goes_to_no_service(tmp_path: Path) -> None:
+    given = ("optim.lr_scaling=sqrt", "optim.lr_batch=64", "log.to=[wandb]", "log.tensorboard=true")
+    mnli = make_task("MNLI")
+    config = glue.make_trial(make_grid(options("MNLI"), [mnli], given), tmp_path, mnli, 0).config
+    assert (config.checkpoint.keep, config.log.to, config.log.tensorboard) == (0, (), False)
+    assert peak_lr(config).value == pytest.approx(4e-5 * (16 / 64) ** 0.5)
 
 
 # --- what is refused
@@ -281,11 +196,9 @@ def test_every_task_that_is_there_is_taken_in_order() -> None:
     found, left_out = choose_tasks(MISSING, GlueOptions())
     assert found.tasks == [name for name in MISSING if name != "QQP"]
     assert left_out == {"QQP": "no QQP/train.tsv, QQP/dev.tsv in --data"}
-    found, left_out = choose_tasks(MISSING, GlueOptions(tasks=["RTE", "CoLA"], rates=[1e-4]))
-    assert (found.tasks, found.rate_tasks) == (["CoLA", "RTE"], ["CoLA", "MRPC", "STS-B", "RTE"])
+    found, left_out = choose_tasks(MISSING, GlueOptions(tasks=["RTE", "CoLA"]))
+    assert found.tasks == ["CoLA", "RTE"]
     assert list(left_out) == ["QQP"]
-    only = {name: files or [f"{name}/dev.tsv"] * (name != "WNLI") for name, files in MISSING.items()}
-    assert choose_tasks(only, GlueOptions(rates=[1e-4]))[0].rate_tasks == ["WNLI"]
 
 
 @pytest.mark.parametrize(
@@ -304,22 +217,9 @@ def test_data_without_a_task_is_refused() -> None:
     assert refusals(choose_tasks, nothing, GlueOptions()) == [("--data", "not_found", None, None)]
 
 
-@pytest.mark.parametrize(
-    ("setting", "rates", "kind"),
-    [
-        ("optim.lr=1e-3", [1e-4], "conflict"),
-        ("optim.lr_batch=8", [1e-4], "conflict"),
-        ("optim.lr=1e-3", [], None),
-        ("checkpoint.keep=2", [], "no_effect"),
-        ("log.to=[wandb]", [], "no_effect"),
-    ],
-)
-def test_settings_that_an_evaluation_makes_itself_are_refused(
-    setting: str, rates: list[float], kind: str | None
-) -> None:
-    issues = glue.setting_issues([setting, "log.every_steps=5"], rates)
-    name = setting.partition("=")[0]
-    assert [(issue.setting, issue.kind) for issue in issues] == ([(name, kind)] if kind else [])
+def test_settings_that_an_evaluation_ignores_are_refused() -> None:
+    issues = glue.setting_issues(["checkpoint.keep=2", "log.to=[wandb]", "log.every_steps=5", "optim.lr=1"])
+    assert [issue.setting for issue in issues] == ["checkpoint.keep", "log.to"]
 
 
 # --- the page of one evaluation
@@ -359,73 +259,34 @@ def test_the_table_has_every_score_with_its_limits(tmp_path: Path) -> None:
     assert report.verdicts[1].notes == ["RTE-s1: failed: NaN"]
 
 
-def test_the_page_has_rates_and_tasks_left_out(tmp_path: Path) -> None:
+def test_the_page_has_the_tasks_left_out(tmp_path: Path) -> None:
     tasks = [scored_task("RTE", [0.5, None]), scored_task("CoLA", [0.5, 0.7])]
-    rates = [
-        RateScore(lr=1e-4, scores={"RTE": 0.5}, mean=0.5, trials=scored_task("RTE", [0.5]).trials),
-        RateScore(lr=3e-4, scores={"RTE": None, "CoLA": 0.25}, mean=None, trials=[]),
-    ]
     left_out = {"QQP": "not among --tasks", "MNLI": "no MNLI/train.tsv in --data"}
-    glue = evaluation(tmp_path, tasks).model_copy(
-        update={"rates": rates, "lr": 1e-4, "left_out": left_out, "heldout_loss": 2.5}
-    )
+    glue = evaluation(tmp_path, tasks).model_copy(update={"left_out": left_out, "heldout_loss": 2.5})
     report = glue_report(glue)
-    assert texts(report, "Rates") == {"1.00e-04": ["50.0", "n/a", "50.0"], "3.00e-04": ["n/a", "25.0", "n/a"]}
     assert texts(report, "Left out") == {task: [reason] for task, reason in left_out.items()}
     assert "2.5000 nats" in report.subtitle[1]
 
 
-class Published:
-    """glue.json of trials that end at once; how many slots were asked for."""
-
-    def __init__(self, out: Path, monkeypatch: pytest.MonkeyPatch):
-        self.out, self.asked = out, dict[str, Any]()
-        monkeypatch.setattr(trials, "device_slots", self.slots)
-        self.patch = monkeypatch
-
-    def slots(self, ranks: int, **asked: Any) -> list[Slot]:
-        self.asked = {"ranks": ranks, **asked}
-        return [Slot(), Slot()]
-
-    def run(self, asked: GlueOptions, surface: Callable[[str, Config], float | str]) -> tuple[Glue, int]:
-        tasks = [make_task(name) for name in asked.tasks]
-        tenths = [make_task(name, dev_share=0.1) for name in asked.rate_tasks]
-        runner = MadeRunner(self.out, [*tasks, *tenths], surface)
-        self.patch.setattr(trials, "runner", lambda *_, **__: contextlib.nullcontext(runner))
-        grid = make_grid(asked, tasks, tenths)
-        settings = results.plain(asked)
-        plan = GluePlanFile(config_hash="abc", settings=settings, start={}, seconds=30.0)
-        output = Output(self.out, "evaluation", glue.STATE, plan, glue.FIXED, glue.GROWS)
-        return glue.run_trials(grid, output, print)
-
-
-def test_an_evaluation_is_told_as_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Published(tmp_path, monkeypatch)
-    asked = options("MNLI", "RTE", ranks=2, init_task={"RTE": "MNLI"}, rates=[1e-4] * 3, rate_tasks=["RTE"])
-    file, code = made.run(asked, lambda name, config: 0.5)
-    assert (file.status, code, file.lr) == ("complete", 0, 1e-4)
-    assert (made.asked["ranks"], made.asked["gpus"], made.asked["most"]) == (2, 0, 4)
-    assert [task.task for task in file.tasks] == ["MNLI", "RTE"]
-    assert file.tasks[1].scores[0].majority == 0.4
+@pytest.mark.parametrize(("score", "status", "code"), [(0.5, "complete", 0), ("loss is NaN", "failed", 1)])
+def test_an_evaluation_ends_as_its_trials_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, score: float | str, status: str, code: int
+) -> None:
+    task = make_task("RTE")
+    runner = MadeRunner(tmp_path, [task], lambda *_: score)
+    monkeypatch.setattr(trials, "runner", lambda *_, **__: contextlib.nullcontext(runner))
+    plan = GluePlanFile(config_hash="abc", settings={}, start={}, seconds=30.0)
+    output = Output(tmp_path, "evaluation", glue.STATE, plan, glue.FIXED, glue.GROWS)
+    file, ended = glue.run_trials(make_grid(options("RTE"), [task]), output, print)
+    assert (file.status, ended, file.average) == (status, code, None)
     assert file.seconds > 30.0, "of all calls"
     assert results.plain(results.read(tmp_path / "glue.json", Glue)) == results.plain(file)
-    assert results.read(tmp_path / glue.STATE, GluePlanFile).seconds == file.seconds
-
-
-def test_an_evaluation_of_which_every_trial_failed_has_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = Published(tmp_path, monkeypatch)
-    file, code = made.run(options("RTE"), lambda name, config: "loss is NaN")
-    assert (file.status, code) == ("failed", 1)
-    assert file.average is None
 
 
 def test_only_a_complete_evaluation_has_an_average(tmp_path: Path) -> None:
     glue = evaluation(tmp_path, [scored_task(name, [0.5, 0.7]) for name in EIGHT])
     assert (glue.average, glue_report(glue).verdicts[0].level) == (pytest.approx(0.6), "ok")
-    glue_run = GlueRun(make_grid(GlueOptions(seeds=2)), MadeRunner(tmp_path, [], lambda *_: 0.5), print)
-    stopped = result_file(glue_run, glue.tasks, SearchOutcome("partial"), {})
+    stopped = result_file(make_grid(GlueOptions(seeds=2)), glue.tasks, SearchOutcome("partial"), {})
     assert (stopped.status, stopped.average) == ("partial", None)
 
 
@@ -435,8 +296,7 @@ def test_the_loss_of_a_start_is_that_of_its_own_step(tmp_path: Path) -> None:
         grid = make_grid(GlueOptions(tasks=["RTE"], init=init))
         path = tmp_path / "checkpoints" / f"step-{step:08}"
         grid = dataclasses.replace(grid, start=dataclasses.replace(grid.start, checkpoint=path, step=step))
-        ended = GlueRun(grid, MadeRunner(tmp_path, [], lambda *_: 0.5), print)
-        assert result_file(ended, [], SearchOutcome("complete"), {}).heldout_loss == loss
+        assert result_file(grid, [], SearchOutcome("complete"), {}).heldout_loss == loss
 
 
 # --- several evaluations side by side

@@ -42,7 +42,6 @@ from tests.report_fixture import make_run
         (options.two_batches, " 256 -> 4096", (256, 4096)),
         (options.launcher, "torchrun", "torchrun"),
         (options.words, "RTE, CoLA,RTE", ("RTE", "CoLA")),
-        (options.rates, "3e-4, 1e-4,0.0003", (1e-4, 3e-4)),
     ],
 )
 def test_a_text_and_its_value(parse: Callable[[str], Any], text: str, value: object) -> None:
@@ -56,7 +55,6 @@ REFUSED = {
     options.two_batches: ("256", "256->", "0->4", "a->b", "256->4096->8", "1->" + "9" * 400),
     options.launcher: ("mpirun", ""),
     options.words: ("", "RTE,", ",RTE"),
-    options.rates: ("", "fast", "0", "1e-4,3", "nan", "1e-4,"),
 }
 
 
@@ -259,7 +257,7 @@ def test_a_finetuning_begins_with_what_its_options_name(monkeypatch: pytest.Monk
             {"as_json": True},
         ),
         (
-            "eval glue r optim.lr=1 --data x --data y --tasks RTE,CoLA --seeds 2 --rates 1e-4,3e-4 "
+            "eval glue r optim.lr=1 --data x --data y --tasks RTE,CoLA --seeds 2 "
             "--init random --ranks-per-job 4 --launcher accelerate "
             "--out o --dry-run --json",
             glue,
@@ -267,14 +265,7 @@ def test_a_finetuning_begins_with_what_its_options_name(monkeypatch: pytest.Monk
             (
                 Path("r"),
                 ["optim.lr=1"],
-                GlueOptions(
-                    tasks=["RTE", "CoLA"],
-                    seeds=2,
-                    rates=[1e-4, 3e-4],
-                    init="random",
-                    ranks=4,
-                    launcher="accelerate",
-                ),
+                GlueOptions(tasks=["RTE", "CoLA"], seeds=2, init="random", ranks=4, launcher="accelerate"),
                 [Path("x"), Path("y")],
             ),
             {"out": Path("o"), "dry_run": True, "as_json": True},
