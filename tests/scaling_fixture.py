@@ -229,7 +229,6 @@ def _prediction(rng: random.Random, cells: Sequence[Mapping[str, Any]]) -> dict[
     measured = [
         {
             "cell": cell["id"],
-            "ranks": cell["world_size"],
             "measured_step_s": cell["step_time_s"]["median"],
             "predicted_step_s": cell["step_time_s"]["median"] * rng.uniform(0.98, 1.02),
             "ci95": cell["step_time_s"]["ci95"],

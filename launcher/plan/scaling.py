@@ -233,7 +233,6 @@ def _compared(source: PlanSource, spec: PlanSpec, cell: CellMeasurement) -> Comp
     interval = cell.step_time_s.ci95 if cell.step_time_s else None
     return ComparedCell(
         cell=cell.id,
-        ranks=cell.world_size,
         predicted_step_s=row.step_time_s,
         measured_step_s=cell.step_s,
         ci95=interval,

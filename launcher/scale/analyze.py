@@ -15,7 +15,7 @@ from bert_dp.files.models import STRAGGLER_RATIO, Summary
 from launcher import results, stats
 from launcher.report.numbers import count_of, format_interval, format_percent
 from launcher.report.page import Ratio
-from launcher.run.trials import UNREADABLE, Repeat, cause, ended, failure_kind, read_repeat, read_summary
+from launcher.run.trials import UNREADABLE, Repeat, cause, ended, read_repeat, read_summary
 from launcher.scale import models
 from launcher.scale.grid import Grid, run_dir
 from launcher.scale.models import BottleneckDiagnosis, CellMeasurement, DiagnosisKind, GridCell, Scaling
@@ -130,7 +130,7 @@ def _read_repeats(cell: GridCell, grid: Grid, out: Path) -> tuple[list[Repeat], 
         directory = run_dir(out, cell, place)
         status, summary = ended(directory), read_summary(directory)
         if summary is not None and status in ("oom", "failed"):
-            return [], {"status": status, "failure_kind": failure_kind(directory), "cause": cause(directory)}
+            return [], {"status": status, "cause": cause(directory)}
         with contextlib.suppress(*UNREADABLE):  # absent or incomplete
             repeats.append(read_repeat(directory, cell.world_size, settings.warm_up, settings.steps))
     return repeats, {"status": "ok" if len(repeats) == settings.repeats else "pending"}
