@@ -220,14 +220,10 @@ def first_line(text: object, otherwise: str = "cause not recorded") -> str:
     return next((line for line in str(text or "").strip().splitlines() if line), otherwise)
 
 
-def folded(title: str, text: str) -> ReportSection:
-    """Return a section of the page alone, which opens on a click."""
+def record(title: str, content: Mapping[str, Any]) -> ReportSection:
+    """Return a nested record as YAML, on the page alone, where it opens on a click."""
+    text = yaml.safe_dump(dict(content), sort_keys=False) if content else "not recorded"
     return ReportSection(title, text=text, folded=True, console=False)
-
-
-def record_text(content: Mapping[str, Any]) -> str:
-    """Return a nested record as YAML."""
-    return yaml.safe_dump(dict(content), sort_keys=False) if content else "not recorded"
 
 
 def machine_line(environment: Mapping[str, Any], *front: str) -> str:

@@ -45,9 +45,8 @@ from launcher.report.page import (
     Tile,
     Verdict,
     first_line,
-    folded,
     machine_line,
-    record_text,
+    record,
     series,
     value,
     words,
@@ -141,7 +140,7 @@ def of_directories(run_dirs: Sequence[Path]) -> Report:
             ReportSection("Numbers", tables=[_numbers(runs)]),
             *([ReportSection("Settings that differ", tables=[_differences(runs)])] if many else []),
             *[
-                folded(f"{title}: {name}" if name else title, record_text(content))
+                record(f"{title}: {name}" if name else title, content)
                 for name, run in named
                 for title, content in (("Configuration", run.config), ("Environment", run.environment))
             ],

@@ -13,7 +13,7 @@ from bert_dp import files
 from bert_dp.config import ConfigError, Issue, dump_config
 from launcher import job, results
 from launcher.job import Output, write_result
-from launcher.log import Log, logger, print_error
+from launcher.log import Log, logger
 from launcher.report.numbers import count_of, format_si
 from launcher.run import trials
 from launcher.run.trials import (
@@ -133,8 +133,7 @@ def run_grid(grid: Grid, runs: Runner, log: Log) -> None:
     """Measure what an earlier call has not. Raises Stopped."""
     run_cells(grid, runs, log)
     _measure_links(grid, runs, log)
-    _measure_profile(grid, runs, log)
-    _measure_peak(grid, runs, log)
+    _measure_device(grid, runs, log)
 
 
 def run_cells(grid: Grid, runs: Runner, log: Log) -> None:
@@ -221,37 +220,19 @@ def _bucket_sizes(grid: Grid, out: Path, count: int) -> list[int]:
     return []
 
 
-def _measure_profile(grid: Grid, runs: Runner, log: Log) -> None:
-    """Write profile.json: the parts of one rank's step."""
+def _measure_device(grid: Grid, runs: Runner, log: Log) -> None:
+    """Write profile.json, the parts of one rank's step, and peak.json, the matmul rate of its device."""
     config = grid.config_of(next(cell for cell in grid.cells if cell.engine == "single"))
     batch = config.batch.model_copy(update={"global_size": config.batch.micro_size})
     data = config.data.model_copy(update={"synthetic": True})
     path = runs.scratch / "profile.yaml"
     files.write_text(path, dump_config(config.model_copy(update={"batch": batch, "data": data})))
-    _measure_once(grid, runs, log, models.StepProfile, "profile.json", "profile_step", [str(path)])
-
-
-def _measure_peak(grid: Grid, runs: Runner, log: Log) -> None:
-    """Write peak.json: the matmul rate of one rank's device."""
-    _measure_once(grid, runs, log, models.Peak, "peak.json", "matmul_peak", [grid.precision, "2"])
-
-
-def _measure_once(
-    grid: Grid,
-    runs: Runner,
-    log: Log,
-    model: type[results.StoredFile],
-    file: str,
-    program: str,
-    arguments: list[str],
-) -> None:
-    """Write the last line that a program of bert_dp.measure prints on one rank's device, unless the file is
-    there or the line is inconsistent."""
-    if results.find(runs.out / file, model) is not None:
-        return
-    log(f"{file}: measured on one device")
-    if lines := runs.helper(f"bert_dp.measure.{program}", arguments, _cores(grid, 1)):
-        try:
-            results.write(runs.out / file, results.parse(lines[-1], model, file))
-        except ConfigError as error:
-            print_error(f"warning: {error}")
+    programs: list[tuple[str, type[results.StoredFile], str, list[str]]] = [
+        ("profile.json", models.StepProfile, "profile_step", [str(path)]),
+        ("peak.json", models.Peak, "matmul_peak", [grid.precision, "2"]),
+    ]
+    for file, model, program, arguments in programs:
+        if results.find(runs.out / file, model) is None:
+            log(f"{file}: measured on one device")
+            if lines := runs.helper(f"bert_dp.measure.{program}", arguments, _cores(grid, 1)):
+                results.write(runs.out / file, results.parse(lines[-1], model, file))
