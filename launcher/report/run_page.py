@@ -331,8 +331,11 @@ def _outcome(run: RunFiles) -> list[TableRow]:
     rows += [value(name, score, "decimals", note) for name, score in (measured.scores or {}).items()]
     if measured.examples is None:  # the losses of a language model compare with these
         for name, entropy, knows in _entropies(summary):
-            gap = format_nats(None if loss is None or entropy is None else entropy - loss)
-            rows.append(value(name, entropy, "nats", f"{knows}; {gap} above the loss"))
+            gap = None if loss is None or entropy is None else entropy - loss
+            side = "below" if gap is not None and gap < 0 else "above"
+            rows.append(
+                value(name, entropy, "nats", f"{knows}; {format_nats(gap and abs(gap))} {side} the loss")
+            )
     return [*rows, value("training loss, last", summary.final_loss, _unit(measured), "mean over all ranks")]
 
 

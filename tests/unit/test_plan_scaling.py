@@ -104,15 +104,10 @@ def test_the_benchmarks_own_document_gives_the_baseline(collected: Scaling) -> N
     [
         (None, "cannot be read"),
         ("{", "is not JSON"),
-        ("[" * 200_000, "is not JSON"),
         ("{}", "holds no profile"),
-        ("[]", "damaged"),
         (measured(cells=[cell("c", 2, 1.0, accumulation=0)]), "cells.0.accumulation"),
-        (measured(cells=[cell("c", 2, 1.0, tensor=3)]), "does not divide"),
         (measured(links=[{"world_size": 2, "points": [{"bytes": 1, "seconds": 0.0}]}]), "points.0.seconds"),
         (measured(profile=profile(gradients=[])), "gradients"),
-        (measured(profile=profile(micro_batch=0.5)), "micro_batch"),
-        (measured(profile=profile(backward_s=math.nan)), "backward_s"),
         (measured(profile=profile(backward_s=1.1)), "above micro_s"),
     ],
 )

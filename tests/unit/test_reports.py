@@ -27,7 +27,6 @@ from launcher.report.page import (
     Column,
     Figure,
     Line,
-    Mark,
     Report,
     ReportSection,
     Table,
@@ -169,16 +168,6 @@ def test_a_line_is_drawn_with_its_gaps_and_its_whiskers() -> None:
     assert drawn["error_y"]["arrayminus"] == [0.5, None, 1.0, 0.5]
     assert drawn["marker"]["symbol"] != "circle"  # its colour is that of another line
     assert drawn["line"]["color"] == "c1"
-
-
-def test_marks_of_one_name_stand_in_the_legend_once() -> None:
-    marks = [Mark("size", 1.0), Mark("size", 1.5), Mark("other", 2.0)]
-    drawn = read_page(of_figure(Line("a", [1.0, 2.0], [1.0, 2.0]), marks=marks)).data[0]["layout"]["shapes"]
-    assert [(mark["x0"], mark["x1"], mark["showlegend"]) for mark in drawn] == [
-        (1.0, 1.0, True),
-        (1.5, 1.5, False),
-        (2.0, 2.0, True),
-    ]
 
 
 def test_bars_are_stacked_in_their_rows_from_the_top_down() -> None:

@@ -253,24 +253,6 @@ def test_restarts_are_told_with_the_last_cause(tmp_path: Path) -> None:
     assert rows["Outcome", "restarts"] == ["2 | the last from step 70 on 1 rank: rank 1: killed (SIGKILL)"]
 
 
-def test_a_finetuned_run_without_an_evaluation_has_its_own_unit(tmp_path: Path) -> None:
-    finetune = {
-        "objective": {"name": "finetune"},
-        "finetune": {"kind": "regression"},
-        "data": {"path": "x"},
-        "schedule": {"epochs": 1},
-    }
-    run = make_run(tmp_path / "run", **finetune)
-    for name in ("summary.json", "evals.jsonl"):
-        (run / name).unlink()
-    report = of_directories([run])
-    rows = rows_of(report)
-    assert rows["Outcome", "training loss, last"] == ["6.00 | mean over all ranks"]
-    assert rows["Work", "parameters"][0].startswith("n/a")
-    assert not {("Outcome", "unigram entropy"), ("Outcome", "ln V")} & rows.keys()
-    assert figure_of(report, "Loss").y.label == "loss (squared error per example)"
-
-
 def test_spikes_of_a_long_run_stay_visible(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", num_lines=0)
     lines = [

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from launcher import results
-from launcher.report.numbers import NA, format_percent, format_si, format_step_time
+from launcher.report.numbers import NA, format_percent, format_si
 from launcher.report.page import Line, Report
 from launcher.scale import models
 from launcher.scale.analyze import diagnose
@@ -65,18 +65,6 @@ def test_a_figure_shows_the_numbers_of_the_cells() -> None:
     for n, low, high in zip(drawn["ddp"].x, drawn["ddp"].low, drawn["ddp"].high, strict=True):
         assert [low, high] == pytest.approx([n * end for end in cells[int(n)]["efficiency_ci95"]])
     assert points(drawn["ceiling"]) == pytest.approx({n: n * cells[n]["ceiling_efficiency"] for n in (2, 4)})
-
-
-def test_an_engine_has_one_colour_in_every_figure_and_a_line_for_each_tensor_size() -> None:
-    data = scaling(modes=("weak", "strong"), engines=("ddp", "zero1"))
-    for mode in ("weak", "strong"):
-        drawn = lines(of(data), f"Efficiency, {mode} scaling")
-        colours = {name: line.colour for name, line in drawn.items() if name != "ceiling"}
-        assert colours == {"single": 0, "ddp": 1, "zero1": 2}
-        assert list(drawn["single"].x) == [1]
-    data = scaling(engines=("ddp",), controls=False)
-    data["cells"].append({**data["cells"][-1], "id": "tensor", "tensor": 2})
-    assert list(lines(of(data), "Efficiency, weak scaling")) == ["ceiling", "single", "ddp", "ddp, tensor 2"]
 
 
 def test_losses_are_compared_where_the_global_batch_is_the_same() -> None:
@@ -153,17 +141,6 @@ def test_any_size(engines: tuple[str, ...], sizes: tuple[int, ...]) -> None:
     assert {"Speed-up, weak scaling", "Efficiency, weak scaling"} <= set(page.labels)
     assert all(c["id"] in page.text for c in data["cells"] if c["kind"] == "run")
     assert figure_of(report, "Speed-up, weak scaling").x.log == (max(sizes) > 16)
-
-
-def test_prediction_stands_beside_measurement() -> None:
-    assert "Prediction and measurement" not in read_page(of(scaling())).text
-    data = scaling(prediction=True)
-    row = next(r for r in data["prediction"]["measured"] if r["cell"] == "weak-ddp-n2")
-    time = cell_of(data, "weak-ddp-n2")["step_time_s"]
-    seconds = [format_step_time(s) for s in (row["predicted_step_s"], time["median"], *time["ci95"])]
-    text = read_page(of(data)).text
-    assert f"weak-ddp-n2 {seconds[0]} {seconds[1]} {seconds[2]} to {seconds[3]}" in text
-    assert "all-reduce as measured over 2 ranks" in text
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])
