@@ -463,7 +463,7 @@ def _files(run: RunFiles) -> list[TableRow]:
     memory = f"greatest of {_ranks(summary)}{since}"
     rows = [
         value("peak memory", summary.peak_memory_gib, "gib", memory),
-        value("energy", summary.energy_j, "energy", energy, console=summary.energy_j is not None),
+        words("energy", format_si(summary.energy_j, "J"), energy, console=summary.energy_j is not None),
         words("checkpoint", summary.checkpoint),
     ]
     if summary.failed_saves:
