@@ -153,9 +153,6 @@ def test_the_verb_describes_and_refuses(run: Path, data: Path, tmp_path: Path) -
     out = tmp_path / "out"
     dry = here(*command(run, data, out, "--dry-run"))
     assert dry.returncode == 0, dry.stderr
-    assert "RTE, WNLI x 2 seeds, 1 rank each" in dry.stdout
-    assert "left out: CoLA: no CoLA/train.tsv" in dry.stdout
-    assert "subsets of GLUE's rows, no GLUE score: RTE, WNLI" in dry.stdout
     for more, line in (
         (("--tasks", "MNLI"), "--tasks: MNLI needs MNLI/train.tsv"),
         (("--tasks", "rte"), "--tasks: rte is not a task of GLUE"),

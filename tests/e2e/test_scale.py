@@ -208,17 +208,6 @@ def test_a_grid_with_an_impossible_cell_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.quick
-def test_a_dry_run_lists_the_cells(tmp_path: Path, shards: Path) -> None:
-    done = here(*command(shards, tmp_path / "out", "--dry-run", "--set", "checkpoint.keep=3"))
-    assert done.returncode == 0, done.stderr
-    assert "strong-ceiling-n2: 2 ranks, global batch 8 = 2 x 2 x 2" in done.stdout
-    assert "warning: checkpoint.keep has no effect" in done.stdout
-    told = here(*command(shards, tmp_path / "out", "--dry-run", "--json"))
-    assert json.loads(told.stdout)["cells"][0]["id"] == "strong-single-n1"
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_cell_that_fails_is_a_result_and_a_signal_stops(out: Path, tmp_path: Path, shards: Path) -> None:
     """Weak, of one repeat: rank 1 raises in the first run, the ceiling's; the other cells stand."""
     where = tmp_path / "out"
@@ -247,16 +236,3 @@ def test_a_cell_that_fails_is_a_result_and_a_signal_stops(out: Path, tmp_path: P
     assert zero1["global_steps_per_s"] == pytest.approx(2 * zero1["steps_per_s"])
     assert zero1["communication_efficiency"] is None
     assert [v["verdict"] for v in scaling["verdicts"]] == ["one repeat"]
-
-
-@pytest.mark.quick
-def test_what_train_refuses_of_this(tmp_path: Path, shards: Path) -> None:
-    done = here(
-        "train",
-        "quickstart",
-        *tiny(shards, "parallel.engine=independent"),
-        "--run-dir",
-        str(tmp_path / "run"),
-    )
-    assert done.returncode == 2
-    assert "bert-dp scale" in done.stderr

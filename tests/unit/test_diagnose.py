@@ -144,22 +144,6 @@ def test_a_step_as_long_as_the_hosts_part_is_lost_to_launching_but_for_its_wait_
     assert "also communication-bound" in judged.evidence
 
 
-@pytest.mark.parametrize(
-    ("facts", "kind"),
-    [
-        # a straggler costs 1 - 1 / 1.25 = 20 %, the ceiling 30 %
-        (loss("straggler", 1.25, 1.21, 1.29) | loss("hardware_ceiling", 0.7, 0.69, 0.71), "hardware_ceiling"),
-        # a loss goes before a good efficiency
-        (
-            {"efficiency": 0.97, "efficiency_ci95": [0.9, 1.05], **loss("loader_bound", 0.06, 0.055, 0.065)},
-            "loader_bound",
-        ),
-    ],
-)
-def test_losses_count_by_their_share_of_a_step(facts: dict[str, Any], kind: str) -> None:
-    assert diagnose_cell(cell(**facts)).kind == kind
-
-
 def engine(name: str, tokens_per_s: float, interval: list[float] | None, **facts: Any) -> CellMeasurement:
     step = {"mean": 1.0, "ci95": interval}
     return cell(id=name, engine=name, tokens_per_s=tokens_per_s, step_time_s=step, **facts)
@@ -180,13 +164,6 @@ def test_the_fastest_engine_is_named_where_intervals_part() -> None:
         evidence="throughput over that of middle: 1.250 [1.188 to 1.313]",
         next="nothing",
     )
-
-
-def test_an_engine_is_the_fastest_only_where_it_is_apart_from_every_other() -> None:
-    apart, noisy = engine("b", 9.0, [1.15, 1.25]), engine("c", 8.0, [0.9, 1.7])
-    judged = diagnose([engine("a", 10.0, [1.0, 1.1]), apart, noisy])[-1]
-    assert judged.kind == "intervals_overlap"
-    assert "of c: not measurable" in judged.evidence, "0.9 / 1.1 to 1.7 / 1.0"
 
 
 @pytest.mark.parametrize("second", [[1.01, 1.3], [0.9, 1.3], None])

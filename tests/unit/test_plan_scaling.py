@@ -353,20 +353,14 @@ def test_a_model_is_named_or_a_configuration() -> None:
 # --- the page
 
 
-@pytest.mark.parametrize("columns", [60, 160])
-def test_the_page_shows_every_row_lever_and_assumption(columns: int) -> None:
+def test_the_page_says_what_is_no_setting_and_what_comes_next() -> None:
+    """tests/golden records its numbers."""
     predicted = plan(source("[bold]x\x1b[31m.json"), 1, 2, 4)
     report = plan_page(predicted)
-    text = unfolded(shown(report, columns))
+    text = unfolded(shown(report, 160))
     assert report.next == ""  # it has been measured
     assert plan_page(predicted, "crammed-bert").next == "bert-dp scale crammed-bert --nproc 1,2,4"
     bound = next(lever for lever in predicted.rows[2].levers if lever.bound)
     assert f"{bound.lever} {100 * bound.gain:+.1f} %, an upper bound, no setting" in text
-    assert "\x1b" not in text
-    assert "[bold]x" in text
-    assert all(lever.lever in text for lever in predicted.rows[-1].levers)
+    assert ("\x1b" in text, "[bold]x" in text) == (False, True)
     assert "the all-reduce as measured over 2 ranks" in text
-    assert "(2: x 1.250)" in text
-    assert "ddp-2" in text
-    if columns == 160:
-        assert f"{100 * predicted.rows[1].efficiency:.1f} %" in text
