@@ -189,7 +189,6 @@ def _cell(
         exposed_comm_ddp_fraction=_ddp_exposed(mine),
         **mine.straggler(),
         peak_memory_gib=max(max(r.memory_gib) for r in mine.repeats),
-        energy_j_per_mtoken=_energy(mine),
         mfu=flops / peak.datasheet_flops if peak.datasheet_flops else None,
         mamfu=flops / peak.matmul_flops if peak.matmul_flops else None,
         **_launch(mine, settings.device),
@@ -263,13 +262,6 @@ def _ddp_exposed(mine: CellRuns) -> float | None:
     if mine.cell.world_size == 1 or mine.cell.tensor > 1:
         return None
     counted = [statistics.median(r.exposed_s) / mine.mean_s for r in mine.repeats if r.exposed_s]
-    return statistics.median(counted) if counted else None
-
-
-def _energy(mine: CellRuns) -> float | None:
-    """Return the joules per million tokens, if every rank's device counts them."""
-    ends = [r.summary for r in mine.repeats]
-    counted = [1e6 * end.energy_j / end.tokens for end in ends if end.energy_j is not None and end.tokens]
     return statistics.median(counted) if counted else None
 
 

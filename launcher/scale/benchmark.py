@@ -187,37 +187,22 @@ def _cores(grid: Grid, ranks: int) -> tuple[int, ...] | None:
 
 
 def _measure_links(grid: Grid, runs: Runner, log: Log) -> None:
-    """Write links-N.json: all-reduces over each number of ranks, at a sweep of sizes and DDP's buckets."""
+    """Write links-N.json: all-reduces over each number of ranks, at a sweep of sizes."""
     for count in sorted({c.world_size for c in grid.cells if c.world_size > 1}):
         path = runs.out / f"links-{count}.json"
         if results.find(path, models.MeasuredLink) is not None:
             continue
-        buckets = _bucket_sizes(grid, runs.out, count)
-        sizes = sorted({*SWEEP, *buckets})
-        log(f"links: all-reduce over {count} ranks at {len(sizes)} sizes")
-        lines = runs.helper("bert_dp.measure.all_reduce", [str(count), str(LINK_S), *map(str, sizes)])
+        log(f"links: all-reduce over {count} ranks at {len(SWEEP)} sizes")
+        lines = runs.helper("bert_dp.measure.all_reduce", [str(count), str(LINK_S), *map(str, SWEEP)])
         points = [
             models.LinkPoint(
-                bytes=line["bytes"],
-                seconds=line["seconds_median"],
-                busbw_gb_s=line["busbw_gb_s"],
-                bucket=any(abs(line["bytes"] - size) < 8 for size in buckets),
+                bytes=line["bytes"], seconds=line["seconds_median"], busbw_gb_s=line["busbw_gb_s"]
             )
             for line in lines
         ]
-        if len(points) == len(sizes):  # else the next call measures it again
+        if len(points) == len(SWEEP):  # else the next call measures it again
             backend = lines[0]["backend"]
             results.write(path, models.MeasuredLink(world_size=count, backend=backend, points=points))
-
-
-def _bucket_sizes(grid: Grid, out: Path, count: int) -> list[int]:
-    """Return the bytes of each bucket that DDP reduced over `count` ranks."""
-    for cell in grid.cells:
-        if (cell.world_size, cell.kind, cell.tensor) == (count, "run", 1):
-            summary = read_summary(run_dir(out, cell, 0))
-            if summary is not None and summary.bucket_bytes:
-                return sorted({*summary.bucket_bytes})
-    return []
 
 
 def _measure_device(grid: Grid, runs: Runner, log: Log) -> None:

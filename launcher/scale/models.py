@@ -70,7 +70,6 @@ class LinkPoint(StoredModel):
     bytes: Bytes
     seconds: Seconds
     busbw_gb_s: float | None = None
-    bucket: bool = False  # DDP reduces a bucket of this size
 
 
 class MeasuredLink(StoredFile):
@@ -214,7 +213,6 @@ class CellMeasurement(GridCell):
     straggler_rank: int | None = None
     """The slowest rank, if the whole interval is above 1.2 and it is the slowest of every repeat."""
     peak_memory_gib: float | None = None  # greatest over all ranks
-    energy_j_per_mtoken: float | None = None  # joules of all ranks per million tokens of a run's real steps
     mfu: float | None = None  # model FLOP/s over the data sheet's
     mamfu: float | None = None  # model FLOP/s over the measured matmul rate
     launch_fraction: float | None = None  # host time to enqueue a step over the step; null on a CPU

@@ -6,7 +6,6 @@ import dataclasses
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
 
 from launcher.report.numbers import NA, count_of, format_count, format_interval, format_lr, format_step_time
 from launcher.report.numbers import number as finite
@@ -17,7 +16,6 @@ from launcher.report.page import (
     Figure,
     Level,
     Line,
-    Mark,
     Quantity,
     Ratio,
     ReferenceLine,
@@ -79,7 +77,7 @@ BANDS = (
 
 def scale_page(scaling: Scaling, folder: Path | None = None) -> Report:
     """Return the report of scaling.json, partial or complete."""
-    modes = _modes(scaling)
+    modes = sorted({cell.mode for cell in _runs(scaling)}, reverse=True)  # weak first
     by_mode = (_speedup, _efficiency, _step_split)
     figures = [figure(scaling, mode) for mode in modes for figure in by_mode] + [_bandwidth(scaling)]
     result = ReportSection("Result", tables=[_result(scaling)], notes=[RESULT_NOTE, *_agreement(scaling)])
@@ -98,11 +96,6 @@ def scale_page(scaling: Scaling, folder: Path | None = None) -> Report:
 def _runs(scaling: Scaling) -> list[CellMeasurement]:
     """Return the cells that are no controls."""
     return [cell for cell in scaling.cells if cell.kind == "run"]
-
-
-def _modes(scaling: Scaling) -> list[Mode]:
-    present = {cell.mode for cell in _runs(scaling)}
-    return [mode for mode in get_args(Mode) if mode in present] or ["weak"]
 
 
 def _machine(scaling: Scaling) -> str:
@@ -313,15 +306,13 @@ def _step_split(scaling: Scaling, mode: Mode) -> Figure:
 
 
 def _bandwidth(scaling: Scaling) -> Figure:
-    """Draw all-reduce bus bandwidth over message size, with the sizes of DDP's buckets marked."""
+    """Draw all-reduce bus bandwidth over message size."""
     lines = []
     for index, link in enumerate(scaling.links):
         points = sorted(link.points, key=lambda point: point.bytes)
         x, y = [point.bytes for point in points], [point.busbw_gb_s for point in points]
         label = f"{format_count(link.world_size)} ranks, {link.backend or 'backend not recorded'}"
         lines.append(Line(label, x, y, index, "both"))
-    buckets = {point.bytes for link in scaling.links for point in link.points if point.bucket}
-    marks = [Mark("size of a gradient bucket", size) for size in sorted(buckets)]
     x_axis, y_axis = Axis("message (bytes)", log=True), Axis("bus bandwidth (GB/s, 1e9)", from_zero=True)
     note = "Bus bandwidth: bytes / time x 2 (N - 1) / N, what the slowest link carries."
-    return Figure("All-reduce bus bandwidth", lines, x_axis, y_axis, marks=marks, note=note)
+    return Figure("All-reduce bus bandwidth", lines, x_axis, y_axis, note=note)

@@ -155,7 +155,6 @@ def test_cells_of_one_global_batch_train_one_model(scaling: dict[str, Any]) -> N
 def test_links_profile_and_peak_are_there(scaling: dict[str, Any]) -> None:
     (links,) = scaling["links"]
     assert (links["world_size"], links["backend"]) == (2, "gloo")
-    assert any(point["bucket"] for point in links["points"])
     for point in links["points"]:
         assert point["busbw_gb_s"] == pytest.approx(
             point["bytes"] / point["seconds"] / 1e9

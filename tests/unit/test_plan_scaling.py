@@ -77,7 +77,7 @@ def collected(tmp_path: Path) -> Scaling:
         step = (0.5 if one.mode == "weak" else 2.0) * (1.25 if one.world_size > 1 else 1.0)
         for repeat in range(2):
             write_run(run_dir(tmp_path, one, repeat), one, step * (1 + 0.02 * repeat))
-    points = [{"bytes": 10**k, "seconds": 10**k / 1e9, "busbw_gb_s": 1.0, "bucket": False} for k in (3, 6)]
+    points = [{"bytes": 10**k, "seconds": 10**k / 1e9, "busbw_gb_s": 1.0} for k in (3, 6)]
     (tmp_path / "links-2.json").write_text(json.dumps({"world_size": 2, "backend": "gloo", "points": points}))
     (tmp_path / "profile.json").write_text(json.dumps(profile(micro_batch=4, sequence_length=16)))
     return analyze(made, tmp_path, facts={"environment": {}, "config_hash": "x", "command": ["scale"]})

@@ -279,13 +279,12 @@ def test_figures_and_verdicts_follow_from_the_records(tmp_path: Path) -> None:
 
 
 def test_figures_of_a_gpu_have_their_denominators(tmp_path: Path) -> None:
-    """MFU is over the peaks of all GPUs, memory the greatest of all ranks, energy per million tokens."""
-    gpu = {"device": "NVIDIA H100 80GB HBM3", "precision": "bf16", "energy_j": 50.0, "tokens": 4000}
+    """MFU is over the peaks of all GPUs, memory the greatest of all ranks."""
+    gpu = {"device": "NVIDIA H100 80GB HBM3", "precision": "bf16"}
     files.write_json(tmp_path / "peak.json", {"matmul_flops": 600e12})
     ddp = collected(tmp_path, two(), lambda cell, repeat: {"step_s": 0.5, **gpu})["strong-ddp-n2"]
     flops = 32 * 16 / 0.5 * flops_per_token(CONFIG.model, 16, CONFIG.objective.mask_rate)
     assert (ddp.mfu, ddp.mamfu) == pytest.approx((flops / (2 * 989e12), flops / (2 * 600e12)))
-    assert ddp.energy_j_per_mtoken == pytest.approx(50.0 / 0.004)
     assert (ddp.peak_memory_gib, ddp.launch_fraction) == (2.0, pytest.approx(1.0))
 
 
@@ -333,17 +332,16 @@ def test_losses_agree_within_the_precisions_tolerance(
 def test_a_cell_has_the_worst_memory_and_skips_of_its_repeats_and_the_median_of_the_rest(
     tmp_path: Path,
 ) -> None:
-    """The greatest memory, the most skipped steps; the middle of energy and of DDP's counters."""
+    """The greatest memory, the most skipped steps; the middle of DDP's counters."""
     of_repeats: list[dict[str, Any]] = [
-        {"memory": 1.0, "skipped_steps": 0, "energy_j": 10.0, "exposed": 0.1, "step_s": 1.0},
-        {"memory": 5.0, "skipped_steps": 3, "energy_j": 40.0, "exposed": 0.2, "step_s": 1.4},
-        {"memory": 3.0, "skipped_steps": 1, "energy_j": 20.0, "exposed": 0.4, "step_s": 1.1},
+        {"memory": 1.0, "skipped_steps": 0, "exposed": 0.1, "step_s": 1.0},
+        {"memory": 5.0, "skipped_steps": 3, "exposed": 0.2, "step_s": 1.4},
+        {"memory": 3.0, "skipped_steps": 1, "exposed": 0.4, "step_s": 1.1},
     ]
     cells = collected(tmp_path, two(repeats=3), lambda cell, repeat: {**of_repeats[repeat], "wait": 0.05})
     ddp = cells["strong-ddp-n2"]
     assert (ddp.peak_memory_gib, ddp.skipped_steps) == (6.0, 3)
     assert "3 optimizer steps were skipped" in ddp.flags[0]
-    assert ddp.energy_j_per_mtoken == pytest.approx(20.0 / (8 * 32 * 16) * 1e6)
     # the repeats have 0.1, 0.28 and 0.44 s of the median step, 1.1 s
     assert ddp.exposed_comm_ddp_fraction == pytest.approx(0.28 / 1.1)
     assert ddp.tokens_per_s == pytest.approx(32 * 16 / 1.1)
@@ -514,10 +512,9 @@ class MadeRunner(Runner):
         for trial in trials:
             self.ran.append(trial)
             fails = trial.config.parallel.engine == "ddp" and trial.ranks == 2
-            buckets = [4096, 5000] if trial.config.parallel.engine == "zero1" else []
             facts = failed("no") if fails else {"status": "done", "tokens_per_s": 2e3}
             trial.directory.mkdir(parents=True)
-            files.write_json(trial.directory / "summary.json", {**facts, "bucket_bytes": buckets})
+            files.write_json(trial.directory / "summary.json", facts)
             yield trial, TrialOutcome("failed" if fails else "ok", 1.0)
 
     def helper(self, module: str, arguments: Sequence[str], cores: Sequence[int] | None = None) -> list[Any]:
@@ -551,11 +548,10 @@ def test_a_grid_runs_its_cells_and_measures_links_profile_and_peak_once(tmp_path
     assert any(line.endswith(f"remove {tmp_path / 'runs' / lost}") for line in said)
     assert any("weak-single-n1-r0: 2 k tokens/s over 1 rank" in line for line in said)
     (links, profile, peak) = runs.asked
-    sizes = sorted({*(4**k for k in range(6, 14)), 5000})
+    sizes = [4**k for k in range(6, 14)]
     assert links == ("all_reduce", ["2", "0.3", *map(str, sizes)])
     link = results.read(tmp_path / "links-2.json", models.MeasuredLink)
     assert (link.world_size, link.backend, len(link.points)) == (2, "gloo", len(sizes))
-    assert [point.bytes for point in link.points if point.bucket] == [4096, 5000]
     assert {(p.seconds, p.busbw_gb_s) for p in link.points} == {(0.5, 3.0)}
     assert runs.cores == [None, cores_of(1, 2), cores_of(1, 2)]
     assert (profile[0], peak) == ("profile_step", ("matmul_peak", [made.precision, "2"]))
