@@ -82,10 +82,12 @@ def scale_page(scaling: Scaling, folder: Path | None = None) -> Report:
     figures = [figure(scaling, mode) for mode in modes for figure in by_mode] + [_bandwidth(scaling)]
     result = ReportSection("Result", tables=[_result(scaling)], notes=[RESULT_NOTE, *_agreement(scaling)])
     prediction = [_prediction(scaling.prediction)] if scaling.prediction else []
+    size = format_count(max((cell.world_size for cell in scaling.cells), default=None))
+    device = scaling.settings.device or "device not recorded"
     can_plan = folder is not None and scaling.profile is not None
     return Report(
         "bert-dp: scaling benchmark",
-        [_machine(scaling), _method(scaling, modes)],
+        [machine_line(scaling.environment, f"up to {size} x {device}"), _method(scaling, modes)],
         [*_ends(scaling), *_verdicts(scaling)],
         _tiles(scaling),
         [result, ReportSection("", figures, console=False), *prediction],
@@ -96,12 +98,6 @@ def scale_page(scaling: Scaling, folder: Path | None = None) -> Report:
 def _runs(scaling: Scaling) -> list[CellMeasurement]:
     """Return the cells that are no controls."""
     return [cell for cell in scaling.cells if cell.kind == "run"]
-
-
-def _machine(scaling: Scaling) -> str:
-    sizes, device = [c.world_size for c in scaling.cells], scaling.settings.device or "device not recorded"
-    count = f"up to {format_count(max(sizes))} x {device}" if sizes else device
-    return machine_line(scaling.environment, count)
 
 
 def _method(scaling: Scaling, modes: Sequence[Mode]) -> str:

@@ -10,7 +10,6 @@ from benchmarks import predictor, published_rows
 from benchmarks.published_rows import Constants
 from bert_dp.cost import PEAK_FLOPS, peak_flops
 from launcher.plan.step_model import MIB, Fabric, find_link, hardware
-from tests.unit.test_step_model import REAL
 
 ROWS = published_rows.read()
 
@@ -33,12 +32,6 @@ def test_hardware_has_what_is_common_each_with_its_source() -> None:
     assert {gpu["device"] for gpu in gpus.values()} == {word for word, _ in PEAK_FLOPS}
     entries = [entry for part in hardware().values() for entry in part.values()]
     assert all(len(entry["source"]) >= 8 for entry in entries)
-
-
-def test_small_messages_are_latency() -> None:
-    # LL128 tree over 8: 4.4 us + 2 x 7 x 1.2 us
-    assert REAL.seconds(1, 8) == pytest.approx(4.4e-6 + 14 * 1.2e-6, rel=1e-3)
-    assert Fabric(4, find_link("gloo-loopback")).seconds(1, 2) == pytest.approx(0.37e-3, rel=1e-3)
 
 
 def test_links_whose_speed_depends_on_who_takes_part() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import re
@@ -32,7 +31,6 @@ from launcher.report.page import (
     Table,
     TableCell,
     TableRow,
-    Verdict,
     show_report,
 )
 from launcher.report.run_page import of_directories
@@ -201,12 +199,6 @@ def test_an_axis_is_drawn_in_its_scale_its_unit_and_from_where_it_starts() -> No
     assert (layout["title"]["text"], layout["xaxis"]["title"]["text"]) == ("share", "N")
     seconds = drawing(Figure("t", [line], Axis("time", "seconds"), Axis("y")))["layout"]["xaxis"]
     assert (seconds["ticksuffix"], seconds["exponentformat"]) == ("s", "SI")
-
-
-def test_the_rest_of_many_notes_folds() -> None:
-    report = Report("r", verdicts=[Verdict("warn", "text", [f"note {i}" for i in range(9)])])
-    assert "3 more" in read_page(report).text
-    assert "more" not in read_page(dataclasses.replace(report, verdicts=[Verdict("ok", "t", ["n"])])).text
 
 
 # --- a page that cannot be written

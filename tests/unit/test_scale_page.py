@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from launcher import results
-from launcher.report.numbers import NA, format_percent, format_si
+from launcher.report.numbers import format_percent, format_si
 from launcher.report.page import Line, Report
 from launcher.scale import models
 from launcher.scale.analyze import diagnose
 from launcher.scale.scale_page import scale_page
 from tests.report_fixture import figure_of, figures_of, read_page, shown, unfolded
-from tests.scaling_fixture import nulls, scaling
+from tests.scaling_fixture import scaling
 
 EVERY_MODE = ("Speed-up", "Efficiency", "Where a step's time goes")
 
@@ -106,16 +106,6 @@ def test_verdicts_stand_once_worst_first() -> None:
     notes = [note for verdict in report.verdicts for note in verdict.notes]
     assert all(f"{v['cell']}: {v['evidence']}" in notes for v in data["verdicts"])
     assert "weak-single-n1: a flag" in notes
-
-
-def test_nothing_measured_is_never_zero() -> None:
-    page = read_page(of(nulls()))
-    assert page.labels == []
-    assert [
-        words for words in ("no data recorded", "no cell has run", "n/a / n/a") if words not in page.text
-    ] == []
-    assert "0.0" not in page.text.replace("torch 2", "")
-    assert {tile.text for tile in of(nulls()).tiles} == {NA, f"{NA} / {NA}"}
 
 
 def test_tiles_are_of_the_run_with_the_greatest_speed_up() -> None:
