@@ -11,7 +11,6 @@ from typing import Any
 from launcher import results
 from launcher.scale import models
 
-MIB = 2**20
 SEQUENCE, STEPS, REPEATS = 128, 50, 3
 PARAMETERS, FLOPS, PEAK = 119_589_889, 6.2e8, 6.5e11
 ENVIRONMENT = {

@@ -65,7 +65,6 @@ SHARDS: dict[str, Any] = {
     "problems": [],
 }
 PREDICTION = scaling(prediction=True)["prediction"]
-TASKS = [scored_task("RTE", [0.5, None]), scored_task("MNLI", [0.5, 0.7])]
 FINDINGS = [Finding("ok", "python"), Finding("fail", "no torch", "ranks stop", "pip install [torch]")]
 FAILED = failed("no", rank=1, fix=["do", "or do"])
 
