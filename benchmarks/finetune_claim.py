@@ -51,7 +51,7 @@ from bert_dp import files
 from bert_dp.config import Config, ConfigError, load_config, read_examples
 from launcher import job, results
 from launcher.evaluate import FILE, finetune
-from launcher.evaluate.glue_scores import Glue, GlueTask, predicted_answer
+from launcher.evaluate.glue_scores import Glue, GlueTask
 from launcher.report.numbers import format_duration
 from launcher.run.trials import read_summary
 
@@ -195,6 +195,14 @@ def evaluate_command(o: argparse.Namespace, name: str, number: int) -> list[str]
 def is_pretrained(run: Path) -> bool:
     summary = read_summary(run)
     return summary is not None and summary.status == "done"
+
+
+def predicted_answer(logits: Sequence[float | None]) -> float | None:
+    """The index of the greatest logit, or the score of a regression; None if a logit is not finite."""
+    finite = [logit for logit in logits if logit is not None]
+    if len(finite) < len(logits):
+        return None
+    return finite[0] if len(finite) == 1 else float(finite.index(max(finite)))
 
 
 def glue_of(folder: Path) -> Glue | None:

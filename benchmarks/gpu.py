@@ -253,7 +253,7 @@ def scale(place: Place) -> Found:
         engines += ",accelerate"
     counts = "1" if place.short else ",".join(str(n) for n in sorted({1, place.devices}))
     long = ("--repeats", "2", "--steps", "30", "--warm-up", "10")
-    size = ("--repeats", "1", "--steps", "3", "--warm-up", "1", "--no-synthetic") if place.short else long
+    size = ("--repeats", "1", "--steps", "3", "--warm-up", "1") if place.short else long
     batch = [f"batch.micro_size={micro}", f"batch.global_size={micro}"]
     options = ["--gpus", counts, "--engines", engines, *size, *tensor]
     cells = {cell["id"]: cell for cell in verb(place, "scale", 128, batch, *options)["cells"]}

@@ -48,9 +48,8 @@ from launcher import children, results
 from launcher.log import masked_command
 from launcher.machine import environment
 from launcher.machine.environment import Environment
-from launcher.report.console import show_report
 from launcher.report.html import write_or_warn
-from launcher.report.page import Report
+from launcher.report.page import Report, show_report
 from launcher.report.run_page import PAGE
 from launcher.results import PlanFile, TimedPlanFile
 

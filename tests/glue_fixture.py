@@ -13,7 +13,7 @@ from bert_dp.config import Config, ExamplesManifest, dump_config
 from launcher import results
 from launcher.evaluate import finetune, glue_scores
 from launcher.evaluate.finetune import Pretrained
-from launcher.evaluate.glue import GlueGrid, GlueRun, PreparedTask, make_trial, result_file
+from launcher.evaluate.glue import GlueGrid, PreparedTask, make_trial, result_file
 from launcher.evaluate.glue_scores import Glue, GlueOptions, GlueTask, GlueTrial
 from launcher.run.trials import Runner, SearchOutcome, Slot, Stopped, Trial, TrialOutcome, earlier_outcome
 from tests.helpers import failed, make_config, write_lines
@@ -79,7 +79,6 @@ def make_task(
 def make_grid(
     options: GlueOptions,
     tasks: Iterable[PreparedTask] = (),
-    rate_tasks: Iterable[PreparedTask] = (),
     overrides: Sequence[str] = (),
     on_gpu: bool = False,
 ) -> GlueGrid:
@@ -88,11 +87,9 @@ def make_grid(
     start = Pretrained(Path("/run"), Path("/run/checkpoints/step-00000005"), 5, model, Path("/run/t.json"))
     weights = None if options.init == "random" else start.checkpoint
     base = finetune.configuration(start, overrides, weights)
-    named, choosing = ({task.name: task for task in each} for each in (tasks, rate_tasks))
+    named = {task.name: task for task in tasks}
     left_out = {"WNLI": "no WNLI/train.tsv in --data"}
-    return GlueGrid(
-        start, tuple(overrides), options, weights, base, "fp32", on_gpu, named, choosing, left_out
-    )
+    return GlueGrid(start, tuple(overrides), options, weights, base, "fp32", on_gpu, named, left_out)
 
 
 def write_trial(
@@ -171,14 +168,13 @@ def scored_task(name: str, values: list[float | None], **task: Any) -> GlueTask:
         else GlueTrial(trial=f"{name}-s{seed}", lr=4e-5, seed=seed, status="failed", cause="NaN")
         for seed, value in enumerate(values)
     ]
-    return glue_scores.score_task(source.manifest, trials[::-1], None)
+    return glue_scores.score_task(source.manifest, trials[::-1])
 
 
 def evaluation(out: Path, tasks: Sequence[GlueTask], **asked: Any) -> Glue:
     """glue.json of these results."""
     grid = make_grid(GlueOptions(tasks=[task.task for task in tasks], **{"seeds": 2, **asked}))
-    done = GlueRun(grid, MadeRunner(out, [], lambda *_: 0.5), print)
-    return result_file(done, tasks, SearchOutcome("complete"), {"seconds": 60.0})
+    return result_file(grid, tasks, SearchOutcome("complete"), {"seconds": 60.0})
 
 
 def measured(
@@ -194,7 +190,7 @@ def measured(
     for name, task in tasks.items():
         trials = []
         for seed in seeds:
-            trial = make_trial(make_grid(GlueOptions(tasks=[name])), folder, task, None, seed, None)
+            trial = make_trial(make_grid(GlueOptions(tasks=[name])), folder, task, seed)
 
             def logits(config: Config, split: str, i: int, name: str = name) -> list[float]:
                 return [0.0, 2.0 * answer(name, config.run.seed, i) - 1.0]
@@ -205,7 +201,7 @@ def measured(
             one_class = ["dev"] if is_constant else []
             write_trial(trial, task, scores_of(task, score(name, seed)), logits, one_class)
             trials.append(glue_scores.read_trial(trial, TrialOutcome("ok", 2.0), task.manifest))
-        found.append(glue_scores.score_task(task.manifest, trials, None))
+        found.append(glue_scores.score_task(task.manifest, trials))
     results.write(folder / "glue.json", evaluation(folder, found))
     return folder
 

@@ -30,7 +30,7 @@ GOAL = 0.9
 MODULES = {
     "launcher/plan/step_model.py": ["test_step_model.py"],
     "launcher/stats.py": ["test_stats.py"],
-    "launcher/scale/diagnose.py": ["test_diagnose.py"],
+    "launcher/scale/analyze.py": ["test_diagnose.py", "test_scaling.py"],
     "launcher/tune/throughput.py": ["test_throughput.py"],
     "launcher/tune/lr_search.py": ["test_lr_search.py"],
     "bert_dp/files/io.py": ["test_secrets.py", "test_terminal.py"],

@@ -19,9 +19,8 @@ from rich.console import Console
 
 from bert_dp import files
 from launcher.machine.environment import probe
-from launcher.report.console import show_report
 from launcher.report.html import html as page_of
-from launcher.report.page import Figure, Report
+from launcher.report.page import Figure, Report, show_report
 
 HOSTILE = "<script>alert(1)</script>\"'&$x_1$\x00\x1b[0m\ud800"
 VOID = {"meta", "input", "br"}

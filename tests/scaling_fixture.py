@@ -11,7 +11,6 @@ from typing import Any
 from launcher import results
 from launcher.scale import models
 
-MIB = 2**20
 SEQUENCE, STEPS, REPEATS = 128, 50, 3
 PARAMETERS, FLOPS, PEAK = 119_589_889, 6.2e8, 6.5e11
 ENVIRONMENT = {
@@ -42,8 +41,8 @@ def scaling(
     prediction: bool = False,
     **changes: Any,
 ) -> dict[str, Any]:
-    """scaling.json as a dictionary. `failed`: cell id -> (status, cause); `controls`: ceiling and synthetic
-    cells; `changes` replace whole entries."""
+    """scaling.json as a dictionary. `failed`: cell id -> (status, cause); `controls`: ceilings; `changes`
+    replace whole entries."""
     rng = random.Random(seed)
     cells = []
     for mode in modes:
@@ -51,7 +50,7 @@ def scaling(
         cells += [_run(rng, mode, "single", 1), *runs]
         for cell in runs:
             if controls and cell["world_size"] > 1 and cell["engine"] == engines[0]:
-                cells += [_control(rng, cell, kind) for kind in ("ceiling", "synthetic")]
+                cells.append(_ceiling(rng, cell))
     cells = [_without_figures(cell, *(failed or {}).get(cell["id"], ("ok", None))) for cell in cells]
     ok = [c for c in cells if c["kind"] == "run" and c["status"] == "ok"]
     data: dict[str, Any] = {
@@ -84,7 +83,7 @@ def nulls() -> dict[str, Any]:
 def _settings() -> dict[str, Any]:
     asked = {"steps": STEPS, "warm_up": 10, "repeats": REPEATS, "micro_batch": 8, "accumulation": 4}
     model = {"sequence_length": SEQUENCE, "parameters": PARAMETERS, "flops_per_token": FLOPS}
-    machine = {"precision": "fp32", "compiled": False, "device": "CPU"}
+    machine = {"precision": "fp32", "device": "CPU"}
     words = {"model": "crammed BERT, 16 layers x 768, vocabulary 32,768"}
     return {**asked, "global_batch": None, **model, **machine, **words}
 
@@ -128,7 +127,6 @@ def _run(rng: random.Random, mode: str, engine: str, n: int) -> dict[str, Any]:
         efficiency=efficiency,
         efficiency_ci95=[efficiency - 0.015, efficiency + 0.012],
         **(against_ceiling if many else {}),
-        loss={"curve": _curve(batch)},
         loss_agrees=None if weak else True,
         loss_deviation=None if weak else 1.2e-6,
         flags=["efficiency above 100 %"] if efficiency > 1 and engine != "single" else [],
@@ -136,20 +134,15 @@ def _run(rng: random.Random, mode: str, engine: str, n: int) -> dict[str, Any]:
     return results.plain(cell)
 
 
-def _control(rng: random.Random, cell: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """The same cell with every collective off (`ceiling`), or without the loader (`synthetic`)."""
-    ceiling = kind == "ceiling"
-    saved = "exposed_comm" if ceiling else "data"
-    step = cell["step_time_s"]["median"] - cell["split_s"][saved]
+def _ceiling(rng: random.Random, cell: Mapping[str, Any]) -> dict[str, Any]:
+    """The same cell with every collective off."""
+    step = cell["step_time_s"]["median"] - cell["split_s"]["exposed_comm"]
     n, batch = cell["world_size"], cell["global_batch"]
-    what = "ceiling" if ceiling else f"{cell['engine']}-synthetic"
     changes = {
-        "id": f"{cell['mode']}-{what}-n{n}",
-        "kind": kind,
-        "engine": "independent" if ceiling else cell["engine"],
-        "of": None if ceiling else cell["id"],
-        "split_s": {**cell["split_s"], saved: 0.0},
-        "loss": {"curve": []},
+        "id": f"{cell['mode']}-ceiling-n{n}",
+        "kind": "ceiling",
+        "engine": "independent",
+        "split_s": {**cell["split_s"], "exposed_comm": 0.0},
     }
     kept = (*models.GridCell.model_fields, "status", "peak_memory_gib", "mamfu")
     times = _times(rng, changes["id"], step, batch, cell["accumulation"] * n, n)
@@ -196,19 +189,11 @@ def _split(step_s: float, comm: float) -> dict[str, float]:
     return {name: share * step_s for name, share in parts.items()}
 
 
-def _curve(batch: int) -> list[list[float]]:
-    tokens = [batch * SEQUENCE * k for k in range(1, STEPS + 1)]
-    return [[t, 7.0 + 3.4 / (1 + t / 60_000)] for t in tokens]
-
-
 def _link(rng: random.Random, n: int) -> dict[str, Any]:
-    buckets = (9_437_184, 25 * MIB)
     points = []
-    for size in sorted((*(2**k for k in range(12, 28)), *buckets)):
+    for size in (2**k for k in range(12, 28)):
         bus = 1.4 * size / (size + 4e5) * rng.uniform(0.95, 1.05)
-        rate = bus / (2 * (n - 1) / n)
-        rates = {"seconds": size / rate / 1e9, "busbw_gb_s": bus}
-        points.append({"bytes": size, **rates, "bucket": size in buckets})
+        points.append({"bytes": size, "seconds": size * 2 * (n - 1) / n / bus / 1e9, "busbw_gb_s": bus})
     return {"world_size": n, "backend": "gloo", "points": points}
 
 
@@ -216,9 +201,10 @@ def _profile() -> dict[str, Any]:
     gradients = [
         {"name": f"layers.{15 - k}.weight", "bytes": 28_311_552, "ready_s": 0.04 * (k + 1)} for k in range(16)
     ]
-    times = {"forward_s": 0.31, "backward_s": 0.66, "optimizer_s": 0.08, "micro_s": 0.97}
+    times = {"backward_s": 0.66, "optimizer_s": 0.08, "micro_s": 0.97}
     model = {"micro_batch": 8, "sequence_length": SEQUENCE, "parameters": PARAMETERS}
-    return {"device": "CPU", "precision": "fp32", "compiled": False, **model, **times, "gradients": gradients}
+    model |= {"num_layers": 16, "hidden_size": 768, "num_heads": 12}
+    return {"device": "CPU", "precision": "fp32", **model, **times, "gradients": gradients}
 
 
 def _verdict(cell: Mapping[str, Any]) -> dict[str, str]:
@@ -239,7 +225,6 @@ def _prediction(rng: random.Random, cells: Sequence[Mapping[str, Any]]) -> dict[
     measured = [
         {
             "cell": cell["id"],
-            "ranks": cell["world_size"],
             "measured_step_s": cell["step_time_s"]["median"],
             "predicted_step_s": cell["step_time_s"]["median"] * rng.uniform(0.98, 1.02),
             "ci95": cell["step_time_s"]["ci95"],

@@ -88,8 +88,6 @@ def measure(trainer: Trainer, clock: Timers) -> dict[str, Any]:
     return {
         "device": device_name(trainer.device),
         "precision": trainer.precision.name,
-        "compiled": trainer.metadata["compiled"],
-        "engine": "single",
         "micro_batch": trainer.layout.micro_size,
         "sequence_length": trainer.config.data.sequence_length,
         "parameters": sum(p.numel() for _, p in named),

@@ -20,19 +20,6 @@ def eval_glue(
         Sequence[str], opt.parsed(opt.words, "NAME,...", "Default: all whose files are found.")
     ] = (),
     seeds: Annotated[int, Option(min=1, max=100, help="Runs per task; the median is its score.")] = 5,
-    rates_: Annotated[
-        Sequence[float],
-        opt.parsed(
-            opt.rates, "RATE,...", "Choose one on a tenth of train; default: the recipe's.", "--rates"
-        ),
-    ] = (),
-    rate_tasks: Annotated[
-        Sequence[str], opt.parsed(opt.words, "NAME,...", "Tasks that choose it; default: the four smallest.")
-    ] = (),
-    init_task: Annotated[
-        Sequence[tuple[str, str]],
-        opt.parsed(opt.task_starts, "RTE=MNLI,...", "Start tasks from runs of other tasks."),
-    ] = (),
     init: opt.Init = "checkpoint",
     ranks_per_job: Annotated[int, Option("--ranks-per-job", "--nproc", min=1, help="Ranks per run.")] = 1,
     launcher: opt.Launcher = "torchrun",
@@ -43,8 +30,7 @@ def eval_glue(
 ) -> int:
     """Finetune on every GLUE task with several seeds and score it.
 
-    Scores are medians on the dev set, beside the score of a constant answer. Writes glue.json, a page, and
-    files for GLUE's server if test files are found.
+    Scores are medians on the dev set, beside the score of a constant answer. Writes glue.json and a page.
     """
     from launcher.evaluate import glue
     from launcher.evaluate.glue_scores import GlueOptions
@@ -52,16 +38,7 @@ def eval_glue(
     settings = opt.settings_after_run(words, set_)
     if not data:
         raise ConfigError([Issue("--data", "missing", "name the folder or archive with GLUE's files")])
-    options = GlueOptions(
-        tasks=list(tasks),
-        seeds=seeds,
-        rates=list(rates_),
-        rate_tasks=list(rate_tasks),
-        init=init,
-        init_task=dict(init_task),
-        ranks=ranks_per_job,
-        launcher=launcher,
-    )
+    options = GlueOptions(tasks=list(tasks), seeds=seeds, init=init, ranks=ranks_per_job, launcher=launcher)
     return glue.evaluate(
         run, settings, options, data, out=out, dry_run=dry_run, as_json=json, console=opt.console()
     )

@@ -83,25 +83,6 @@ def loggers(text: str) -> tuple[str, ...]:
     return names
 
 
-def rates(text: str) -> tuple[float, ...]:
-    """Parse learning rates and sort them."""
-    try:
-        rates = sorted({float(word) for word in text.split(",")})
-    except ValueError:
-        rates = []
-    if not rates or not all(0 < rate < 1 for rate in rates):
-        raise BadParameter(f"{text!r} is not a list of rates between 0 and 1 like 4e-5,1e-4")
-    return tuple(rates)
-
-
-def task_starts(text: str) -> tuple[tuple[str, str], ...]:
-    """Parse `RTE=MNLI,MRPC=MNLI`: pairs of a task and the task whose finetuned run it starts from."""
-    pairs = [word.split("=") for word in words(text)]
-    if not all(len(pair) == 2 and all(pair) for pair in pairs) or len({p[0] for p in pairs}) < len(pairs):
-        raise BadParameter(f"{text!r} is not of the form RTE=MNLI,MRPC=MNLI, each task once")
-    return tuple((task.strip(), start.strip()) for task, start in pairs)
-
-
 def seconds(text: str) -> float:
     """Parse `90s`, `5m` or `1h`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|h)", text.strip())

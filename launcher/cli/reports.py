@@ -35,7 +35,7 @@ def report(
 ) -> int:
     """Write the page of a run, a comparison, a benchmark, a search or an evaluation."""
     from launcher.report import html
-    from launcher.report.console import show_end
+    from launcher.report.page import show_end
     from launcher.report.run_page import PAGE
     from launcher.run.loggers import send_run
 
@@ -48,8 +48,9 @@ def report(
     if json:
         typer.echo(jsonlib.dumps(files.finite(dataclasses.asdict(report)), indent=1))
     else:
-        if issues := html.target_issues(target):
-            raise ConfigError(issues)
+        if not html.may_replace(target):
+            message, hint = f"{target} is no page of bert-dp and would be replaced", "name another file"
+            raise ConfigError([Issue("--out", "exists", message, str(target), hint=hint)])
         try:
             html.write(report, target)
         except FileNotFoundError as error:
@@ -66,8 +67,7 @@ def report_of(run_dirs: Sequence[Path]) -> Report:
     Raises ConfigError if one holds no result, or if they cannot be compared.
     """
     from launcher import evaluate, results, tune
-    from launcher.evaluate.glue_page import compare_report, glue_report
-    from launcher.evaluate.glue_scores import Glue
+    from launcher.evaluate.glue_scores import Glue, compare_report, glue_report
     from launcher.report.run_page import of_directories
     from launcher.scale import scale_page
     from launcher.scale.models import Scaling
@@ -111,7 +111,7 @@ def checkpoints(
 
     Exit code 1 if one is damaged.
     """
-    from launcher.report.console import show_report
+    from launcher.report.page import show_report
     from launcher.run.trials import heldout_losses
 
     paths = files.list_checkpoints(run / "checkpoints")
@@ -187,7 +187,7 @@ def doctor(
     less than 30 s. Exit code 1 if a run would fail.
     """
     from launcher.machine import doctor as checks
-    from launcher.report.console import show_report
+    from launcher.report.page import show_report
 
     machine, findings = checks.doctor(run_dir)
     if json:

@@ -33,7 +33,6 @@ def scale(
     steps: Annotated[int, Option(min=2, help="Timed optimizer steps of a run.")] = 50,
     warm_up: Annotated[int, Option(min=1, help="Untimed steps before them.")] = 20,
     accumulation: Annotated[int | None, Option(min=1, help="Micro batches per step; default: 1.")] = None,
-    synthetic: Annotated[bool, Option(help="Also run the first engine without the loader.")] = True,
     set_: opt.Set = None,
     out: opt.Out = None,
     dry_run: opt.DryRun = False,
@@ -61,7 +60,6 @@ def scale(
         steps=steps,
         warm_up=warm_up,
         accumulation=accumulation,
-        synthetic=synthetic,
     )
     return benchmark.scale(
         config,
@@ -154,7 +152,7 @@ def plan_scaling(
     nproc: Annotated[
         Sequence[int], opt.counts_option("1,2,4,8 or 1..1024 (doubling); default: 1..8.", "--nproc", "--gpus")
     ] = (1, 2, 4, 8),
-    from_: Annotated[Path | None, Option("--from", help="A run's scaling.json or profile.json.")] = None,
+    from_: Annotated[Path | None, Option("--from", help="scaling.json of a benchmark.")] = None,
     model: Annotated[str | None, Option(help="bert-base, bert-large or a configuration.")] = None,
     seq_per_s: Annotated[
         float | None, Option(min=1e-3, help="Sequences/s on one GPU; instead of --from.")
@@ -172,32 +170,17 @@ def plan_scaling(
     accumulation: Annotated[
         Sequence[int], opt.counts_option("Micro batches per step; default: as measured.")
     ] = (),
-    reduce_dtype: Annotated[
-        Literal["full", "bf16", "fp16"], Option(help="Precision of reduced gradients.")
-    ] = "full",
-    bucket_mib: Annotated[
-        float | None, Option(min=1e-3, help="Gradient bucket; default: 25, ddp's first 1.")
-    ] = None,
     json: opt.Json = False,
 ) -> int:
     """Predict the step time and efficiency of N GPUs from one GPU's profile."""
     from launcher import results
     from launcher.plan import scaling
-    from launcher.plan.plan_page import plan_page
-    from launcher.report.console import show_report
+    from launcher.plan.scaling import plan_page
+    from launcher.report.page import show_report
 
     source = scaling.find_source(from_, model, seq_per_s, micro, gpu, (*accumulation, 1)[0])
     spec = scaling.PlanSpec(
-        tuple(nproc),
-        link,
-        inter,
-        gpus_per_node,
-        nics,
-        engine,
-        tuple(tensor),
-        tuple(accumulation),
-        bucket_mib,
-        reduce_dtype,
+        tuple(nproc), link, inter, gpus_per_node, nics, engine, tuple(tensor), tuple(accumulation)
     )
     prediction = scaling.predict_scaling(source, spec)
     if json:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 from launcher import results
 from launcher.children import kernel_caches
 from launcher.log import PLAIN, print_error, show
-from launcher.report.console import show_report
 from launcher.report.numbers import format_count, format_percent
-from launcher.report.page import Report, ReportSection, Table, Verdict, words
+from launcher.report.page import Report, ReportSection, Table, Verdict, show_report, words
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -131,10 +131,9 @@ def configuration(
     return resolve([*levels, parse_overrides(overrides)])
 
 
-def prepare(start: Pretrained, source: ExamplesSource, sequence_length: int, dev_share: float = 0.0) -> Path:
+def prepare(start: Pretrained, source: ExamplesSource, sequence_length: int) -> Path:
     """Prepare the examples, or find them in the cache; return the directory. Raises ConfigError."""
     arguments = ["prepare", "--tokenizer", str(start.tokenizer), "--length", str(sequence_length)]
-    arguments += ["--dev-share", str(dev_share)] if dev_share else []
     arguments += source.options
     return Path(children.ask_module("bert_dp.examples.prepare", arguments, "preparing the examples"))
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,12 +23,11 @@ from bert_dp.config.manifest import hash_json
 from launcher import children, job, results
 from launcher.evaluate import FILE, finetune, glue_scores
 from launcher.evaluate.finetune import Pretrained
-from launcher.evaluate.glue_page import glue_report
-from launcher.evaluate.glue_scores import Glue, GlueOptions, GlueTask, GlueTrial, RateScore
+from launcher.evaluate.glue_scores import Glue, GlueOptions, GlueTask, GlueTrial, glue_report
 from launcher.job import Output, SearchState, write_result
 from launcher.log import Log, logger
 from launcher.machine import environment
-from launcher.report.numbers import count_of, format_lr, format_points
+from launcher.report.numbers import count_of, format_points
 from launcher.results import TimedPlanFile
 from launcher.run import trials
 from launcher.run.trials import (
@@ -37,7 +35,6 @@ from launcher.run.trials import (
     Runner,
     SearchOutcome,
     Trial,
-    TrialsFailed,
     earlier_outcome,
     heldout_losses,
     run_to_end,
@@ -49,8 +46,6 @@ if TYPE_CHECKING:
 STATE = "plan.json"
 FIXED = ("kind", "config_hash", "settings", "start")
 GROWS = ("settings.seeds",)
-RATE_TASKS = ("CoLA", "MRPC", "STS-B", "RTE")  # small ones
-RATE_SHARE = 0.1  # of train, held out to choose a rate: the dev sets must have no say in it
 NO_EFFECT = ("checkpoint", "log.to")  # trials keep no checkpoint and send no records
 
 
@@ -91,17 +86,11 @@ class GlueGrid:
     precision: str
     on_gpu: bool
     tasks: Mapping[str, PreparedTask]
-    rate_tasks: Mapping[str, PreparedTask]  # they choose the rate; RATE_SHARE of train replaces their dev
     left_out: Mapping[str, str]  # task without files -> reason
 
     @property
     def seeds(self) -> range:
         return range(self.base.run.seed, self.base.run.seed + self.options.seeds)
-
-    @property
-    def every_task(self) -> list[PreparedTask]:
-        """All prepared directories; a task that also chooses the rate has two."""
-        return [*self.tasks.values(), *self.rate_tasks.values()]
 
 
 def evaluate(
@@ -123,7 +112,7 @@ def evaluate(
     folder = this_job.directory(out, "eval", "glue")
     issues: list[Issue] = [
         *finetune.setting_issues(overrides),
-        *setting_issues(overrides, options.rates),
+        *setting_issues(overrides),
         *this_job.device_issues(options.ranks, "--ranks-per-job"),
     ]
     if issues:
@@ -141,12 +130,8 @@ def evaluate(
     if issues := [*output.issues()]:
         raise ConfigError(issues)
     on_gpu = this_job.gpus > 0
-
-    def prepare(name: str, dev_share: float) -> PreparedTask:
-        source = finetune.glue_source(name, data)
-        path = finetune.prepare(start, source, base.data.sequence_length, dev_share)
-        return PreparedTask(path, read_examples(path))
-
+    length = base.data.sequence_length
+    paths = {n: finetune.prepare(start, finetune.glue_source(n, data), length) for n in options.tasks}
     grid = GlueGrid(
         start,
         tuple(overrides),
@@ -155,8 +140,7 @@ def evaluate(
         base,
         trials.trial_precision(base, this_job.machine, [base.parallel.engine], on_gpu=on_gpu),
         on_gpu,
-        {name: prepare(name, 0.0) for name in options.tasks},
-        {name: prepare(name, RATE_SHARE) for name in options.rate_tasks},
+        {name: PreparedTask(path, read_examples(path)) for name, path in paths.items()},
         left_out,
     )
     if issues := trial_issues(grid):
@@ -180,67 +164,38 @@ def choose_tasks(
     """Return the options with every task named, and the reason for each task that has no files. `missing`:
     each task of GLUE, in GLUE's order, with the train and dev files that are not there. Raises ConfigError.
     """
-    found = [task for task, files in missing.items() if not files]
-    tasks = options.tasks or found
-    rate_tasks = options.rate_tasks or [task for task in RATE_TASKS if options.rates and task in found]
-    issues = init_task_issues(options, tasks)
-    for option, names in (("--tasks", tasks), ("--rate-tasks", rate_tasks)):
-        for task in names:
-            if task not in missing:
-                text, hint = f"{task} is not a task of GLUE", f"choose from {', '.join(missing)}"
-                issues.append(Issue(option, "unknown", text, task, hint=hint))
-            elif missing[task]:
-                text, hint = f"{task} needs {', '.join(missing[task])}", "add the place that holds it"
-                issues.append(Issue(option, "not_found", text, task, "--data", hint))
+    tasks = options.tasks or [task for task, files in missing.items() if not files]
+    issues = []
+    for task in tasks:
+        if task not in missing:
+            text, hint = f"{task} is not a task of GLUE", f"choose from {', '.join(missing)}"
+            issues.append(Issue("--tasks", "unknown", text, task, hint=hint))
+        elif missing[task]:
+            text, hint = f"{task} needs {', '.join(missing[task])}", "add the place that holds it"
+            issues.append(Issue("--tasks", "not_found", text, task, "--data", hint))
     if not tasks:
         hint = "name a folder or archive with CoLA/train.tsv and so on"
         issues.append(Issue("--data", "not_found", "no task of GLUE is there", hint=hint))
-    if rate_tasks and not options.rates:
-        text = "tasks choose a rate only with --rates"
-        issues.append(Issue("--rate-tasks", "no_effect", text, other="--rates", hint="add --rates"))
-    if options.rates and not rate_tasks:
-        text = f"none of {', '.join(RATE_TASKS)} is there to choose a rate"
-        issues.append(Issue("--rates", "not_found", text, other="--data", hint="name tasks by --rate-tasks"))
     if issues:
         raise ConfigError(issues)
     left_out = {task: f"no {', '.join(files)} in --data" for task, files in missing.items() if files}
     ordered = [task for task in missing if task in tasks]
-    return options.model_copy(update={"tasks": ordered, "rate_tasks": rate_tasks}), left_out
+    return options.model_copy(update={"tasks": ordered}), left_out
 
 
-def init_task_issues(options: GlueOptions, tasks: Sequence[str]) -> list[Issue]:
-    """Return the reasons that tasks cannot start from the finetuned runs of others."""
-    issues = []
-    for task, source in options.init_task.items():
-        pair = f"{task}={source}"
-        if absent := [name for name in (task, source) if name not in tasks]:
-            text = f"{pair} needs {' and '.join(absent)} evaluated"
-            issues.append(Issue("--init-task", "conflict", text, pair, "--tasks", "add it to --tasks"))
-        if source in options.init_task:
-            text, hint = f"{source} of {pair} starts from a task itself", "start from one that does not"
-            issues.append(Issue("--init-task", "unsupported", text, pair, hint=hint))
-    if options.init_task and options.init == "random":
-        text = "the task that others start from is finetuned from random weights"
-        issues.append(Issue("--init-task", "conflict", text, other="--init", hint="leave out one of them"))
-    return issues
-
-
-def setting_issues(overrides: Sequence[str], rates: Sequence[float]) -> list[Issue]:
-    """Return the given settings that an evaluation ignores or sets itself."""
-    issues = []
-    for name in finetune.setting_names(overrides):
-        if f"{name}.".startswith(tuple(f"{setting}." for setting in NO_EFFECT)):
-            text = "an evaluation keeps no checkpoints and sends no records"
-            issues.append(Issue(name, "no_effect", text, hint="leave it out"))
-        if rates and name in ("optim.lr", "optim.lr_scaling", "optim.lr_batch"):
-            text = "--rates chooses the rate"
-            issues.append(Issue(name, "conflict", text, other="--rates", hint="leave out one of them"))
-    return issues
+def setting_issues(overrides: Sequence[str]) -> list[Issue]:
+    """Return the given settings that an evaluation ignores."""
+    text = "an evaluation keeps no checkpoints and sends no records"
+    return [
+        Issue(name, "no_effect", text, hint="leave it out")
+        for name in finetune.setting_names(overrides)
+        if f"{name}.".startswith(tuple(f"{setting}." for setting in NO_EFFECT))
+    ]
 
 
 def trial_issues(grid: GlueGrid) -> list[Issue]:
     """Return the reasons that the tasks, which share their settings, cannot be trained."""
-    config = configure(grid, grid.every_task[0], grid.weights)
+    config = configure(grid, next(iter(grid.tasks.values())))
     issues: list[Issue] = [*job.input_issues(config)]
     try:
         batch_layout(config, grid.options.ranks)
@@ -249,42 +204,25 @@ def trial_issues(grid: GlueGrid) -> list[Issue]:
     return issues
 
 
-def configure(grid: GlueGrid, task: PreparedTask, weights: Path | None) -> Config:
+def configure(grid: GlueGrid, task: PreparedTask) -> Config:
     """Return the finetuning configuration of a task. Raises ConfigError."""
-    config = finetune.configuration(grid.start, grid.overrides, weights, task.path, task.manifest)
+    config = finetune.configuration(grid.start, grid.overrides, grid.weights, task.path, task.manifest)
     return finetune.sized_micro_batches(config, grid.options.ranks, grid.overrides, on_gpu=grid.on_gpu)
 
 
-def make_trial(
-    grid: GlueGrid, out: Path, task: PreparedTask, lr: float | None, seed: int, weights: Path | None
-) -> Trial:
-    """Return one finetuning run. `lr`: None = the configuration's. It keeps a checkpoint only if another task
-    starts from it."""
-    config = configure(grid, task, weights)
-    chooses_rate = task.manifest.dev_share > 0
-    optim = config.optim
-    if lr is not None:
-        optim = optim.model_copy(update={"lr": lr, "lr_scaling": "none", "lr_batch": None})
-    is_start = not chooses_rate and task.name in grid.options.init_task.values()
+def make_trial(grid: GlueGrid, out: Path, task: PreparedTask, seed: int) -> Trial:
+    """Return one finetuning run."""
+    config = configure(grid, task)
     config = config.model_copy(
         update={
             "run": config.run.model_copy(update={"seed": seed}),
-            "optim": optim,
-            "checkpoint": CheckpointConfig(keep=int(is_start)),
+            "checkpoint": CheckpointConfig(keep=0),
             "log": config.log.model_copy(update={"to": ()}),
             "precision": grid.precision,
         }
     )
-    name = f"{'rate-' if chooses_rate else ''}{task.name}-lr-{peak_lr(config).value}-s{seed}"
+    name = f"{task.name}-lr-{peak_lr(config).value}-s{seed}"
     return Trial(out / "trials" / name, config, grid.options.ranks)
-
-
-def rounds(grid: GlueGrid) -> list[list[PreparedTask]]:
-    """Return the tasks that start from the pretrained run, then those that start from one of them; in each
-    round the longest first, so that the devices finish together."""
-    tasks = sorted(grid.tasks.values(), key=lambda task: -task.manifest.num_samples)
-    later = grid.options.init_task
-    return [[t for t in tasks if t.name not in later], [t for t in tasks if t.name in later]]
 
 
 def describe(grid: GlueGrid, folder: Path, log: Log) -> None:
@@ -298,131 +236,59 @@ def describe(grid: GlueGrid, folder: Path, log: Log) -> None:
         log(f"left out: {task}: {reason}")
     if subsets := [name for name, task in grid.tasks.items() if not task.manifest.official]:
         log(f"subsets of GLUE's rows, no GLUE score: {', '.join(subsets)}")
-    if options.rates:
-        log(f"choose the rate first, on {RATE_SHARE:g} of train of {', '.join(options.rate_tasks)}")
 
 
 def run_trials(grid: GlueGrid, output: Output[GluePlanFile], log: Log) -> tuple[Glue, int]:
     """Run all trials and write glue.json, after a signal with the results so far. Return it and the exit
     code."""
     out = output.path
-    data = {f"{task.name} {task.manifest.dev_share:g}": task.manifest.hash for task in grid.every_task}
+    data = {name: task.manifest.hash for name, task in grid.tasks.items()}
     session = output.begin_with(hash_json(data))
     slots = trials.device_slots(
         grid.options.ranks,
         gpus=len(session.machine["gpus"]) if grid.on_gpu else 0,
         cores=int(session.machine["usable_cores"]),
-        most=max(len(grid.tasks) * grid.options.seeds, len(grid.rate_tasks) * len(grid.options.rates)),
+        most=len(grid.tasks) * grid.options.seeds,
     )
     kept = SearchState(out / STATE, session.plan)
     with trials.runner(out, slots, launcher=grid.options.launcher, on_gpu=grid.on_gpu, log=log) as runner:
-        glue_run = GlueRun(grid, runner, log)
-        outcome = run_to_end(glue_run.run, out, log)
+        ended: dict[str, list[GlueTrial]] = {name: [] for name in grid.tasks}
+        outcome = run_to_end(lambda: finetune_all(grid, runner, log, ended), out, log)
     kept.save()
-    tasks = []
-    for name, task in grid.tasks.items():
-        result = glue_scores.score_task(
-            task.manifest, glue_run.trials[name], grid.options.init_task.get(name)
-        )
-        if result.median_trial is not None and outcome.status == "complete":
-            result.submissions.extend(glue_scores.write_submissions(out, result.median_trial, task.manifest))
-        tasks.append(result)
+    tasks = [glue_scores.score_task(task.manifest, ended[name]) for name, task in grid.tasks.items()]
     if outcome.status == "complete" and all(task.median_trial is None for task in tasks):
         outcome = SearchOutcome("failed", "every trial failed; see the logs below trials", 1)
-    file = result_file(glue_run, tasks, outcome, {**session.facts(), "seconds": kept.plan.seconds})
+    file = result_file(grid, tasks, outcome, {**session.facts(), "seconds": kept.plan.seconds})
     results.write(out / FILE, file)
     return file, outcome.exit_code
 
 
-class GlueRun:
-    """Runs the trials: those that choose the rate, then each task with each seed. `lr`, `rates` and `trials`
-    hold the results so far, also after a stop."""
-
-    def __init__(self, grid: GlueGrid, runner: Runner, log: Log):
-        self.grid, self._runner, self._log = grid, runner, log
-        self.lr: float | None = None if grid.options.rates else peak_lr(grid.base).value
-        self.rates: list[RateScore] = []
-        self.trials: dict[str, list[GlueTrial]] = {name: [] for name in grid.tasks}
-        planned = [*grid.tasks.values()] * len(grid.seeds)
-        planned += [*grid.rate_tasks.values()] * len(grid.options.rates)
-        self._progress = Progress([task.share for task in planned], log, len(runner.slots))
-
-    def run(self) -> None:
-        """Run every trial. Raises Stopped after a signal, TrialsFailed if no rate can be chosen."""
-        rate = self._choose_rate() if self.grid.rate_tasks else None
-        for tasks in rounds(self.grid):
-            planned = [self._plan(task, rate, seed) for seed in self.grid.seeds for task in tasks]
-            for task, result in self._measure(filter(None, planned)):
-                self.trials[task.name].append(result)
-
-    def _choose_rate(self) -> float:
-        """Run each task with each rate and the first seed."""
-        grid, rates = self.grid, self.grid.options.rates
-        planned = [
-            (make_trial(grid, self._runner.out, task, lr, grid.seeds[0], grid.weights), task)
-            for task in grid.rate_tasks.values()
-            for lr in rates
-        ]
-        found: dict[float, dict[str, float | None]] = {lr: {} for lr in rates}
-        for task, result in self._measure(planned):
-            first = f"{glue_scores.dev_splits(task.manifest)[0]}/{task.manifest.metrics[0]}"
-            found[result.lr][task.name] = result.scores.get(first)
-        self.rates = [RateScore(lr=lr, scores=scores, mean=mean_of(scores)) for lr, scores in found.items()]
-        scored = [(-rate.mean, rate.lr) for rate in self.rates if rate.mean is not None]
-        if not scored:
-            raise TrialsFailed("a trial of every rate failed, so no rate can be chosen")
-        self.lr = min(scored)[1]  # the lower one of two equals
-        self._log(f"rate: {format_lr(self.lr)}, the highest mean score of {len(rates)}")
-        return self.lr
-
-    def _plan(self, task: PreparedTask, rate: float | None, seed: int) -> tuple[Trial, PreparedTask] | None:
-        """Return the trial of a task and seed. If the trial that it would start from has failed, record it as
-        failed too and return None."""
-        grid, out = self.grid, self._runner.out
-        source = grid.options.init_task.get(task.name)
-        if source is None:
-            return make_trial(grid, out, task, rate, seed, grid.weights), task
-        before = next(result for result in self.trials[source] if result.seed == seed)
-        trial = make_trial(grid, out, task, rate, seed, out / "trials" / before.trial)
-        if before.status == "ok":
-            return trial, task
-        lr, reason = peak_lr(trial.config).value, f"{before.trial}, from which it would start, has failed"
-        failed = GlueTrial(trial=trial.name, lr=lr, seed=seed, status="failed", cause=reason)
-        self.trials[task.name].append(failed)
-        self._progress.had(task.share)
-        return None
-
-    def _measure(
-        self, planned: Iterable[tuple[Trial, PreparedTask]]
-    ) -> Iterator[tuple[PreparedTask, GlueTrial]]:
-        """Yield each result as its trial ends. Raises Stopped."""
-        tasks = {trial.name: (trial, task) for trial, task in planned}
-        done = {name for name, (trial, _) in tasks.items() if earlier_outcome(trial) is not None}
-        if done:
-            self._log(f"resuming: {len(done)} of {len(tasks)} trials already done")
-        for trial, outcome in self._runner.run([trial for trial, _ in tasks.values()]):
-            task = tasks[trial.name][1]
-            result = glue_scores.read_trial(trial, outcome, task.manifest)
-            if trial.name in done:
-                self._progress.had(task.share)
-            else:
-                scores = ", ".join(f"{name} {format_points(score)}" for name, score in result.scores.items())
-                line = f"{trial.name}: {scores or f'{result.status}: {result.cause}'}"
-                self._progress.ended(task.share, outcome.seconds, line)
-            yield task, result
-
-
-def mean_of(scores: Mapping[str, float | None]) -> float | None:
-    """Return the mean; None if one is missing."""
-    known = [score for score in scores.values() if score is not None]
-    return statistics.fmean(known) if len(known) == len(scores) else None
+def finetune_all(grid: GlueGrid, runner: Runner, log: Log, ended: Mapping[str, list[GlueTrial]]) -> None:
+    """Run each task with each seed, and add its result to `ended`. Raises Stopped."""
+    # the longest first, so that the devices finish together
+    tasks = sorted(grid.tasks.values(), key=lambda task: -task.manifest.num_samples)
+    planned = [(make_trial(grid, runner.out, task, seed), task) for seed in grid.seeds for task in tasks]
+    progress = Progress([task.share for _, task in planned], log, len(runner.slots))
+    task_of = {trial.name: task for trial, task in planned}
+    done = {trial.name for trial, _ in planned if earlier_outcome(trial) is not None}
+    if done:
+        log(f"resuming: {len(done)} of {len(planned)} trials already done")
+    for trial, outcome in runner.run([trial for trial, _ in planned]):
+        task = task_of[trial.name]
+        result = glue_scores.read_trial(trial, outcome, task.manifest)
+        ended[task.name].append(result)
+        if trial.name in done:
+            progress.had(task.share)
+        else:
+            scores = ", ".join(f"{name} {format_points(score)}" for name, score in result.scores.items())
+            line = f"{trial.name}: {scores or f'{result.status}: {result.cause}'}"
+            progress.ended(task.share, outcome.seconds, line)
 
 
 def result_file(
-    glue_run: GlueRun, tasks: Sequence[GlueTask], outcome: SearchOutcome, facts: Mapping[str, Any]
+    grid: GlueGrid, tasks: Sequence[GlueTask], outcome: SearchOutcome, facts: Mapping[str, Any]
 ) -> Glue:
     """Return glue.json. `facts`: the machine, the data and the time."""
-    grid = glue_run.grid
     evaluations = heldout_losses(grid.start.checkpoint.parent.parent)
     mean, lacking = glue_scores.average(tasks)
     return Glue(
@@ -434,9 +300,8 @@ def result_file(
         settings=grid.options,
         ranks=grid.options.ranks,
         start=glue_scores.describe_start(grid.start),
-        lr=glue_run.lr,
+        lr=peak_lr(grid.base).value,
         heldout_loss=evaluations.get(grid.start.step) if grid.weights else None,
-        rates=glue_run.rates,
         tasks=list(tasks),
         left_out=dict(grid.left_out),
         average=mean if outcome.status == "complete" else None,

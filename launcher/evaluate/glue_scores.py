@@ -1,4 +1,4 @@
-"""Scores of `eval glue`: the models of glue.json, medians over the seeds, the average, submission files."""
+"""Scores of `eval glue`: the models of glue.json, medians over the seeds, the average, the pages."""
 
 # ruff: noqa: RUF012 (pydantic copies a default)
 
@@ -11,18 +11,35 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from bert_dp import files
-from bert_dp.config import ExamplesManifest, peak_lr
+from bert_dp.config import ConfigError, ExamplesManifest, Issue, peak_lr
 from bert_dp.config.manifest import Metric
 from bert_dp.files.models import HeldOut, StoredModel
+from launcher import results
+from launcher.evaluate import FILE
 from launcher.evaluate.finetune import Pretrained
+from launcher.report.numbers import NA, count_of, format_count, format_lr, format_nats, format_points
+from launcher.report.page import (
+    Column,
+    Computed,
+    Quantity,
+    Report,
+    ReportSection,
+    Table,
+    TableCell,
+    TableRow,
+    Verdict,
+    cell,
+    status_verdicts,
+    subtitle,
+    table,
+    words,
+)
 from launcher.results import Measurement
 from launcher.run.trials import Trial, TrialOutcome, TrialStatus, cause, read_summary
+from launcher.stats import half_width
 
 AVERAGED = ("CoLA", "SST-2", "MRPC", "STS-B", "QQP", "MNLI", "QNLI", "RTE")  # the recipe's: never WNLI
 AVERAGED_METRICS = {"CoLA": "mcc", "MRPC": "f1", "STS-B": "pearson", "QQP": "f1"}  # accuracy for the others
-SUBMISSIONS = "submission"
-SUBMISSION_NAMES = {("MNLI", "test_matched"): "MNLI-m", ("MNLI", "test_mismatched"): "MNLI-mm"}
-LOWEST, HIGHEST = 0.0, 5.0  # similarities of STS-B
 
 
 class GlueOptions(StoredModel):
@@ -30,10 +47,7 @@ class GlueOptions(StoredModel):
 
     tasks: list[str] = []  # in GLUE's order; empty: every task whose files were found
     seeds: int = 5
-    rates: list[float] = []  # one is chosen for all tasks; empty: the configuration's
-    rate_tasks: list[str] = []  # they choose the rate; empty: the small tasks whose files were found
     init: Literal["checkpoint", "random"] = "checkpoint"
-    init_task: dict[str, str] = {}  # task -> the task from whose finetuned run of the same seed it starts
     ranks: int = 1  # per trial
     launcher: str = "torchrun"
 
@@ -82,19 +96,9 @@ class GlueTask(StoredModel):
     task: str
     official: bool  # false: a subset of GLUE's rows, so the scores are not GLUE scores
     data_hash: str
-    init_task: str | None  # the task from whose finetuned run it started
     trials: list[GlueTrial]
     scores: list[GlueScore]
     median_trial: str | None  # by the first score, the lower one for an even number; null: all failed
-    submissions: list[str] = []  # files in OUT with the predictions of the median trial
-
-
-class RateScore(StoredModel):
-    """A learning rate with its scores on a tenth of train."""
-
-    lr: float
-    scores: dict[str, float | None]  # task -> its first metric; null: the trial failed
-    mean: float | None  # null: a trial failed, and the rate cannot be chosen
 
 
 class Glue(Measurement):
@@ -105,9 +109,8 @@ class Glue(Measurement):
     kind: Literal["glue"] = "glue"
     settings: GlueOptions
     start: GlueStart
-    lr: float | None  # null: no rate could be chosen
+    lr: float
     heldout_loss: float | None  # nats, of `start`; null: random weights, or a step without an evaluation
-    rates: list[RateScore]
     tasks: list[GlueTask]
     left_out: dict[str, str]  # task -> reason
     average: float | None  # mean of the medians of AVERAGED
@@ -148,7 +151,7 @@ def read_trial(trial: Trial, outcome: TrialOutcome, manifest: ExamplesManifest) 
     return result.model_copy(update={"scores": scores, "one_class": one_class})
 
 
-def score_task(manifest: ExamplesManifest, trials: Sequence[GlueTrial], init_task: str | None) -> GlueTask:
+def score_task(manifest: ExamplesManifest, trials: Sequence[GlueTrial]) -> GlueTask:
     """Compute the scores of a task over its seeds."""
     trials = sorted(trials, key=lambda trial: trial.seed)
     scores = [
@@ -162,7 +165,6 @@ def score_task(manifest: ExamplesManifest, trials: Sequence[GlueTrial], init_tas
         task=manifest.task,
         official=bool(manifest.official),
         data_hash=manifest.hash,
-        init_task=init_task,
         trials=trials,
         scores=scores,
         median_trial=ranked[(len(ranked) - 1) // 2][2] if ranked else None,
@@ -208,37 +210,142 @@ def average(tasks: Sequence[GlueTask]) -> tuple[float | None, list[str]]:
     return (None if lacking else statistics.fmean(medians)), lacking
 
 
-def write_submissions(out: Path, trial: str, manifest: ExamplesManifest) -> list[str]:
-    """Write a file for each test set from the predictions of a trial. Return their paths in `out`: none if
-    there is no test set, or a test example has no finite prediction."""
-    tests = [split for split in manifest.splits if split.startswith("test")]
-    answers: dict[str, dict[int, float]] = {split: {} for split in tests}
-    path = out / "trials" / trial / files.PREDICTIONS
-    for line in map(files.parse_json, path.read_bytes().splitlines() if path.is_file() else ()):
-        answer = predicted_answer(line["logits"])
-        if line["split"] in answers and answer is not None:
-            answers[line["split"]][line["index"]] = answer
-    if any(len(answers[split]) != manifest.splits[split].examples for split in tests):
-        return []
-    paths = []
-    for split in tests:
-        (out / SUBMISSIONS).mkdir(exist_ok=True)
-        paths.append(f"{SUBMISSIONS}/{SUBMISSION_NAMES.get((manifest.task, split), manifest.task)}.tsv")
-        lines = [f"{i}\t{format_answer(answer, manifest)}" for i, answer in sorted(answers[split].items())]
-        files.write_text(out / paths[-1], "\n".join(["index\tprediction", *lines, ""]))
-    return paths
+# --- pages
+
+METRICS = {"mcc": "Matthews", "f1": "F1", "auc": "AUC", "pearson": "Pearson", "spearman": "Spearman"}
+SCORES = (
+    Quantity("median", "median", "points"),
+    Quantity("sd", "deviation", "points"),
+    Quantity("majority", "majority", "points"),
+    Quantity("examples", "dev examples", "count"),
+    Quantity("truncated", "truncated", "count"),
+    Quantity("in_train", "also in train", "count"),
+    Computed(lambda score: ", ".join(map(format_points, score.seeds)), "every seed", "word"),
+)
+SAME_DATA = "compare evaluations with the same files, tokenizer and length"
+DIFFERENCE = (
+    "Out of 100: median over the seeds and standard deviation of a seed. A difference is the mean over the "
+    "seeds that both have, with its 95 % interval by Student's t, for these two pretraining runs alone."
+)
 
 
-def predicted_answer(logits: Sequence[float | None]) -> float | None:
-    """Return the index of the greatest logit, or the score of a regression; None if a logit is not finite."""
-    finite = [logit for logit in logits if logit is not None]
-    if len(finite) < len(logits):
-        return None
-    return finite[0] if len(finite) == 1 else float(finite.index(max(finite)))
+def glue_report(glue: Glue) -> Report:
+    """Build the page of one evaluation."""
+    seeds = count_of(glue.settings.seeds, "seed")
+    left_out = [words(task, reason) for task, reason in glue.left_out.items()]
+    return Report(
+        "bert-dp: GLUE",
+        subtitle(glue, [describe_method(glue), f"rate {format_lr(glue.lr)}", seeds]),
+        [*status_verdicts(glue), *_verdicts(glue)],
+        sections=[
+            ReportSection("Dev scores", tables=[_scores(glue)], notes=["Out of 100; median over the seeds."]),
+            ReportSection("Left out", tables=[Table(left_out)], console=bool(left_out)),
+        ],
+    )
 
 
-def format_answer(answer: float, manifest: ExamplesManifest) -> str:
-    """Return a label by GLUE's name, or a similarity, which is clipped here alone."""
-    if manifest.kind == "regression":
-        return f"{min(max(answer, LOWEST), HIGHEST):.3f}"
-    return manifest.labels[int(answer)]
+def describe_method(glue: Glue) -> str:
+    """Return the head, the pooling and the start of the trials."""
+    loss = "" if glue.heldout_loss is None else f" (held-out loss {format_nats(glue.heldout_loss)})"
+    is_random = glue.settings.init == "random"
+    start = "random weights" if is_random else f"step {format_count(glue.start.step)}{loss}"
+    finetuning = glue.config["finetune"]
+    return f"{finetuning['head']} head, {finetuning['pooling']} pooling, from {start}"
+
+
+def name_score(task: GlueTask, score: GlueScore) -> str:
+    """Return `RTE accuracy`, `MNLI matched accuracy`."""
+    split = score.split.removeprefix("dev").removeprefix("_")
+    return " ".join(filter(None, (task.task, split, METRICS.get(score.metric, score.metric))))
+
+
+def _scores(glue: Glue) -> Table:
+    """Build the table with a row for each metric of a dev set."""
+    scored = [(task, score) for task in glue.tasks for score in task.scores]
+    remarks = {id(score): _remark(task, score) for task, score in scored}
+    remark = Computed(lambda score: remarks[id(score)], "remark", "word")
+    rows = [(name_score(task, score), score) for task, score in scored]
+    return table(
+        rows, [*SCORES, remark], title=describe_method(glue), corner="task", empty="no task was evaluated"
+    )
+
+
+def _remark(task: GlueTask, score: GlueScore) -> str:
+    """Return what limits the meaning of a score."""
+    failed = sum(seed is None for seed in score.seeds)
+    constant = sum(score.split in trial.one_class for trial in task.trials)
+    parts = [
+        "" if task.official else "subset",
+        f"{failed} of {len(task.trials)} failed" if failed else "",
+        f"one answer in {constant} of {len(task.trials)}" if constant else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def _verdicts(glue: Glue) -> list[Verdict]:
+    """Return the average and the failed trials."""
+    verdicts = []
+    if glue.average is not None:
+        text = f"GLUE average {format_points(glue.average)} on the dev sets: the mean of nine medians."
+        verdicts.append(Verdict("ok", text, [f"of {', '.join(AVERAGED)}; MNLI counts twice"]))
+    elif glue.not_averaged:
+        text = f"No GLUE average without official, complete scores of {', '.join(glue.not_averaged)}."
+        verdicts.append(Verdict("info", text))
+    trials = [trial for task in glue.tasks for trial in task.trials]
+    if failed := [f"{t.trial}: {t.status}: {t.cause}" for t in trials if t.status != "ok"]:
+        text = f"{len(failed)} of {count_of(len(trials), 'trial')} failed; medians are of the others."
+        verdicts.append(Verdict("fail", text, failed))
+    return verdicts
+
+
+def compare_report(folders: Sequence[Path]) -> Report:
+    """Build the page that compares evaluations with the first one. Raises ConfigError if they share no task
+    or have other data."""
+    evaluations = [results.read(folder / FILE, Glue) for folder in folders]
+    by_name = [{task.task: task for task in glue.tasks} for glue in evaluations]
+    shared = [name for name in by_name[0] if all(name in tasks for tasks in by_name)]
+    first = str(folders[0])
+    issues = [
+        Issue(str(folder), "conflict", f"has other data of {name} than {first}", name, first, SAME_DATA)
+        for folder, tasks in zip(folders, by_name, strict=True)
+        for name in shared
+        if tasks[name].data_hash != by_name[0][name].data_hash
+    ]
+    if not shared:
+        issues = [Issue(str(folders[1]), "conflict", f"shares no task with {first}", other=first)]
+    if issues:
+        raise ConfigError(issues)
+    names = [folder.resolve().name for folder in folders]
+    if len(set(names)) < len(names):
+        names = [str(folder) for folder in folders]
+    rows = []
+    for task in shared:
+        one, *others = (tasks[task] for tasks in by_name)
+        for score in one.scores:
+            medians = [_median(each, score.name) for each in (one, *others)]
+            pairs = [paired_differences(one, other, score.name) for other in others]
+            cells = [cell(score.majority, "points"), *medians, *map(_difference, pairs)]
+            rows.append(TableRow(name_score(one, score), cells))
+    heads = ["majority", *names, *(f"{name} - {names[0]}" for name in names[1:])]
+    scores = Table(rows, list(map(Column, heads)), "", "task")
+    return Report(
+        "bert-dp: GLUE, compared",
+        [f"{name}: {describe_method(glue)}" for name, glue in zip(names, evaluations, strict=True)],
+        sections=[ReportSection("Dev scores", tables=[scores], notes=[DIFFERENCE])],
+    )
+
+
+def _median(task: GlueTask, name: str) -> TableCell:
+    score = next((score for score in task.scores if score.name == name), None)
+    if score is None:
+        return TableCell(NA)
+    sd = "" if score.sd is None else f" (sd {format_points(score.sd)})"
+    return TableCell(f"{format_points(score.median)}{sd}", _remark(task, score), score.median)
+
+
+def _difference(pairs: Sequence[float]) -> TableCell:
+    if not pairs:
+        return TableCell(NA)
+    mean = statistics.fmean(pairs)
+    interval = f" \u00b1 {100 * half_width(pairs):.1f}" if len(pairs) > 1 else ""
+    return TableCell(f"{100 * mean:+.1f}{interval}", count_of(len(pairs), "seed"), mean)

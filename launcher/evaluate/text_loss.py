@@ -11,9 +11,8 @@ from bert_dp.config import resolve
 from bert_dp.cost import student
 from launcher import results
 from launcher.job import issues_by_option
-from launcher.report.console import show_report
 from launcher.report.numbers import count_of, format_count, format_decimals, format_percent
-from launcher.report.page import Report, ReportSection, Table, words
+from launcher.report.page import Report, ReportSection, Table, show_report, words
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
-import math
+import shlex
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -16,10 +16,8 @@ from bert_dp.config.load import find_config
 from bert_dp.cost import flops_per_token, num_parameters, peak_flops
 from launcher import results
 from launcher.plan.step_model import (
-    BUCKET,
     FIRST_BUCKET,
     GB,
-    MIB,
     AllReduceCurve,
     Fabric,
     Scenario,
@@ -31,7 +29,18 @@ from launcher.plan.step_model import (
     with_micro_batch,
     with_micro_s,
 )
-from launcher.report.numbers import format_percent
+from launcher.report.numbers import count_of, format_change, format_count, format_percent
+from launcher.report.page import (
+    Computed,
+    Quantity,
+    Ratio,
+    Report,
+    ReportSection,
+    Table,
+    Verdict,
+    table,
+    words,
+)
 from launcher.scale.models import (
     CellMeasurement,
     ComparedCell,
@@ -45,13 +54,12 @@ from launcher.scale.models import (
 from launcher.stats import is_measurable
 
 ENGINES = ("ddp", "zero1", "fsdp")
-SENT_BYTES = {"full": math.inf, "bf16": 2.0, "fp16": 2.0}  # of a number of a gradient, at most
 GPU_LINKS, NODE_LINKS = ("nvlink", "pcie"), ("net", "tcp")  # kinds
 BOUNDS = ("no stragglers", "perfect overlap")  # no settings: their gain is what is lost there
 ADAM_BYTES = 28  # per parameter: reads p, g, m, v, writes p, m, v in fp32
 MIN_MICRO_S = 1e-8
 BACKWARD = 2 / 3  # of a micro batch: every product of the forward pass has two in the backward pass
-GIVE = "give scaling.json or profile.json of `bert-dp scale`, or --model with --seq-per-s and --micro"
+GIVE = "give scaling.json of `bert-dp scale`, or --model with --seq-per-s and --micro"
 CPU_WITH_GPU_LINK = (
     "The profile is of a CPU, whose steps are far longer than a GPU's, but --link joins GPUs: the efficiency "
     "is too high. Measure the profile on one GPU, or give --seq-per-s, --micro and --gpu in place of --from."
@@ -82,8 +90,6 @@ class PlanSpec:
     engine: str = "ddp"
     tensor: tuple[int, ...] = (1,)
     accumulation: tuple[int, ...] = ()
-    bucket_mib: float | None = None
-    reduce_dtype: str = "full"
 
     @property
     def per_node(self) -> int:
@@ -165,7 +171,6 @@ def scenario_of(
     if spec.link is None and source.curves:
         curve = source.curves[min((n for n in source.curves if n >= ranks), default=max(source.curves))]
     intra, inter = (find_link(name) if name else None for name in (spec.link, spec.inter))
-    bucket = spec.bucket_mib
     return Scenario(
         Fabric(spec.per_node, intra, inter, spec.nics, curve),
         ranks,
@@ -174,9 +179,7 @@ def scenario_of(
         accumulation,
         spread=source.spread,
         slowdown=source.slowdown(min(ranks, spec.per_node)),
-        bucket_bytes=BUCKET if bucket is None else bucket * MIB,
-        first_bucket=FIRST_BUCKET if bucket is None and spec.engine == "ddp" else None,
-        sent_bytes=SENT_BYTES[spec.reduce_dtype],
+        first_bucket=FIRST_BUCKET if spec.engine == "ddp" else None,
     )
 
 
@@ -204,7 +207,7 @@ def levers(profile: StepProfile, scenario: Scenario) -> list[Lever]:
     if scenario.engine != "fsdp":  # which has no buckets
         changes["no overlap: one bucket"] = profile, change(scenario, overlap=False)
         changes["2 x bucket size"] = profile, change(scenario, bucket_bytes=2 * scenario.bucket_bytes)
-    if scenario.engine == "ddp" and min(profile.width, scenario.sent_bytes) > 2:
+    if scenario.engine == "ddp" and profile.width > 2:
         changes["16-bit gradients"] = profile, change(scenario, sent_bytes=2.0)
     now = predict(profile, scenario).tokens_per_s
     rates = {name: predict(*changed).tokens_per_s for name, changed in changes.items()}
@@ -220,29 +223,20 @@ def _compared(source: PlanSource, spec: PlanSpec, cell: CellMeasurement) -> Comp
     """Return a measured cell beside its prediction, by its own links where they were measured; None where it
     cannot be predicted."""
     engine = "ddp" if cell.engine == "single" else cell.engine
-    own = dataclasses.replace(spec, engine=engine, gpus=(cell.world_size,), reduce_dtype="full")
+    own = dataclasses.replace(spec, engine=engine, gpus=(cell.world_size,))
     if source.curves:
         own = dataclasses.replace(own, link=None, inter=None, gpus_per_node=None)
-    if (
-        cell.kind != "run"
-        or cell.tokens_per_s is None
-        or engine not in ENGINES
-        or (cell.tensor > 1 and not source.profile.hidden_size)
-        or _link_issues(source, own)
-    ):
+    if cell.kind != "run" or cell.tokens_per_s is None or engine not in ENGINES or _link_issues(source, own):
         return None
     scenario = scenario_of(source, own, cell.world_size, cell.tensor, cell.accumulation)
     row = predict(with_micro_batch(source.profile, cell.micro_batch), scenario)
     interval = cell.step_time_s.ci95 if cell.step_time_s else None
     return ComparedCell(
         cell=cell.id,
-        ranks=cell.world_size,
         predicted_step_s=row.step_time_s,
         measured_step_s=cell.step_s,
         ci95=interval,
         within=interval[0] <= row.step_time_s <= interval[1] if interval else None,
-        predicted_tokens_per_s=row.tokens_per_s,
-        measured_tokens_per_s=cell.tokens_per_s,
         predicted_efficiency=row.efficiency,
         measured_efficiency=cell.efficiency,
         measured_efficiency_ci95=cell.efficiency_ci95,
@@ -262,11 +256,6 @@ def _option_issues(source: PlanSource, spec: PlanSpec) -> list[Issue]:
     links = hardware()["links"]
     if issues := [*_unknown("--link", spec.link, links), *_unknown("--inter", spec.inter, links)]:
         return issues
-    if spec.reduce_dtype != "full" and spec.engine != "ddp":
-        message = f"only ddp sends gradients in {spec.reduce_dtype}, not {spec.engine}"
-        issues.append(Issue("--reduce-dtype", "conflict", message, spec.reduce_dtype, "--engine"))
-    if spec.bucket_mib is not None and spec.engine == "fsdp":
-        issues.append(Issue("--bucket-mib", "no_effect", "fsdp has no buckets", spec.bucket_mib, "--engine"))
     if spec.inter is not None and max(spec.gpus) <= spec.per_node:
         message = f"{max(spec.gpus)} GPUs are in one node of {spec.per_node}"
         hint = "ask for more GPUs, or give --gpus-per-node"
@@ -297,9 +286,7 @@ def _link_issues(source: PlanSource, spec: PlanSpec) -> list[Issue]:
 
 
 def _tensor_issues(profile: StepProfile, sizes: Sequence[int]) -> list[Issue]:
-    heads = profile.num_heads or 0
-    if max(sizes) > 1 and not (profile.hidden_size and heads):
-        return [Issue("--tensor", "missing", "the profile lacks the model's sizes; measure it again", sizes)]
+    heads = profile.num_heads
     hint = f"use one of {', '.join(str(n) for n in range(1, heads + 1) if heads % n == 0)}"
     message = f"does not divide the model's {heads} attention heads"
     return [
@@ -327,58 +314,50 @@ def find_source(
         given = {option: value for option, value in rate.items() if value is not None}
         if given:
             raise ConfigError([Issue(o, "conflict", message, value, "--from") for o, value in given.items()])
-        return source_of(read_benchmark(path), str(path))
+        try:
+            return source_of(results.read(path, Scaling), str(path))
+        except ConfigError as error:
+            raise ConfigError([issue.within("--from") for issue in error.issues]) from None
     if model is None or seq_per_s is None or micro is None:
         raise ConfigError([Issue("--from", "missing", "not given", hint=GIVE)])
     return source_of_rate(model, seq_per_s, micro, accumulation, gpu)
-
-
-def read_benchmark(path: Path) -> Scaling:
-    """Read scaling.json, or profile.json as the profile of a benchmark without cells. Raises ConfigError."""
-    try:
-        data = results.load(path, GIVE)
-        if isinstance(data, dict) and "gradients" in data:
-            return Scaling(profile=results.parse(data, StepProfile, str(path)))
-        return results.parse(data, Scaling, str(path))
-    except ConfigError as error:
-        raise ConfigError([issue.within("--from") for issue in error.issues]) from None
 
 
 def source_of(scaling: Scaling, name: str) -> PlanSource:
     """Return the source that a benchmark is. Raises ConfigError where its file `name` holds no profile."""
     profile = scaling.profile
     if profile is None:
-        raise ConfigError([Issue("--from", "missing", f"{name} holds no profile", hint=GIVE)])
-    notes = [f"profile of {profile.device}, {profile.precision or 'unknown precision'}: {name}"]
+        raise ConfigError([Issue(name, "missing", "holds no profile of a rank", hint=Scaling.hint)])
+    notes = [f"profile of {profile.device}, {profile.precision}: {name}"]
     cells = [cell for cell in scaling.cells if cell.status == "ok"]
-    optimizer_s = profile.optimizer_s or 0.0
-    if (alone := scaling.alone()) and alone.step_s is not None and alone.step_s > optimizer_s:
+    if (alone := scaling.alone()) and alone.step_s is not None and alone.step_s > profile.optimizer_s:
         # it loads data and logs too
-        micro_s = (alone.step_s - optimizer_s) / alone.accumulation
+        micro_s = (alone.step_s - profile.optimizer_s) / alone.accumulation
         profile = with_micro_s(profile, micro_s * profile.micro_batch / alone.micro_batch)
         notes.append(f"one rank's step is the measured one, {alone.step_s:.4g} s (cell {alone.id})")
     if slowdowns := _slowdowns(cells):
         counts = ", ".join(f"{n}: x {s:.3f}" for n, s in sorted(slowdowns.items()))
         notes.append(f"computation slowed as the measured ceiling says ({counts}), beyond as the last")
-    if any(not is_measurable(cell.ceiling_efficiency_ci95) for cell in cells):
-        notes.append("ceilings whose interval is wider than a factor of two are left out: run more repeats")
-    peak = peak_flops(profile.device, profile.precision or "")
+    curves = {
+        # of several times at one size the longest
+        link.world_size: AllReduceCurve(
+            link.world_size, dict(sorted((float(p.bytes), p.seconds) for p in link.points))
+        )
+        for link in scaling.links
+        if link.points
+    }
+    if curves:
+        notes.append(f"without --link, the all-reduce as measured over {', '.join(map(str, curves))} ranks")
+    peak = peak_flops(profile.device, profile.precision)
     if peak:
         notes.append(f"MFU over {peak / 1e12:g} TFLOP/s a GPU: {profile.device}, {profile.precision}")
-    if curves := [link.world_size for link in scaling.links if link.points]:
-        notes.append(f"without --link, the all-reduce as measured over {', '.join(map(str, curves))} ranks")
-    points = {
-        # of several times at one size the longest
-        link.world_size: dict(sorted((float(p.bytes), p.seconds) for p in link.points))
-        for link in scaling.links
-    }
     return PlanSource(
         profile,
         scaling.settings.accumulation or 1,
         tuple(notes),
         # ranks on a CPU are parts of one device and differ by its ceiling
         0.0 if _is_cpu(profile.device) else constant("device_spread"),
-        {ranks: AllReduceCurve(ranks, each) for ranks, each in points.items() if each},
+        curves,
         slowdowns,
         cells,
         scaling.settings.flops_per_token,
@@ -457,3 +436,62 @@ def find_model(name: str) -> ModelShape:
         length = positions = config.data.sequence_length
     flops = flops_per_token(shape, length, mask_rate)
     return ModelShape(shape, length, num_parameters(shape, positions), flops)
+
+
+# --- report
+
+ROW = (
+    Quantity("tensor", "tensor", "count"),
+    Quantity("accumulation", "accum.", "count"),
+    Quantity("step_time_s", "step", "seconds"),
+    Quantity("exposed_comm_fraction", "exposed", "percent"),
+    Quantity("efficiency", "efficiency", "percent"),
+    Quantity("mfu", "MFU", "percent"),
+    Quantity("tokens_per_s", "tokens/s"),
+)
+MEASURED = (
+    Quantity("predicted_step_s", "step predicted", "seconds"),
+    Quantity("measured_step_s", "measured", "seconds"),
+    Quantity("predicted_efficiency", "efficiency predicted", "percent"),
+    Ratio("measured_efficiency", "measured", "percent", "measured_efficiency_ci95"),
+    Quantity("within", "within the interval", "word"),
+)
+
+
+def plan_page(prediction: Prediction, config: str | None = None) -> Report:
+    """Return the rows, the levers at the greatest number of GPUs, the measured cells, and the assumptions.
+
+    `config`: configuration of the model, which `scale` can measure.
+    """
+    rows = prediction.rows
+    last = max(rows, key=lambda row: row.world_size)
+    levers = [
+        words(lever.lever, format_change(lever.gain), "an upper bound, no setting" if lever.bound else "")
+        for lever in last.levers
+    ]
+    counts = ",".join(dict.fromkeys(str(row.world_size) for row in rows[:4]))
+    # columns that have one value in all rows are left out
+    same = {"tensor": all(row.tensor == 1 for row in rows), "mfu": not any(row.mfu for row in rows)}
+    columns = [quantity for quantity in ROW if not same.get(quantity.path)]
+    best = Computed(_best_change, "best change", "word")
+    tables = [
+        table([(format_count(row.world_size), row) for row in rows], [*columns, best], corner="GPUs"),
+        Table(levers, title=f"What one change would do on {count_of(last.world_size, 'GPU')}"),
+        table(
+            [(cell.cell, cell) for cell in prediction.measured],
+            MEASURED,
+            title="Predicted beside measured",
+            corner="cell",
+        ),
+    ]
+    return Report(
+        "bert-dp: predicted scaling",
+        verdicts=[Verdict("warn", text) for text in prediction.warnings],
+        sections=[ReportSection("", tables=tables, notes=prediction.assumptions)],
+        next="" if config is None else f"bert-dp scale {shlex.quote(config)} --nproc {counts}",
+    )
+
+
+def _best_change(row: PredictedRow) -> str:
+    best = next((lever for lever in row.levers if not lever.bound), None)
+    return f"{format_change(best.gain)} {best.lever}" if best else ""

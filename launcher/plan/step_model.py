@@ -214,14 +214,13 @@ class Scenario:
 def predict(profile: StepProfile, scenario: Scenario) -> PredictedRow:
     """Predict a step; the tensor size divides the ranks."""
     a, n = scenario.accumulation, scenario.ranks
-    optimizer_s = profile.optimizer_s or 0.0
-    compute = a * profile.whole_s * scenario.slowdown / scenario.tensor
-    optimizer = optimizer_s * scenario.slowdown * _optimizer_share(profile, scenario)
+    compute = a * profile.micro_s * scenario.slowdown / scenario.tensor
+    optimizer = profile.optimizer_s * scenario.slowdown * _optimizer_share(profile, scenario)
     straggler = (compute + optimizer) * (slowest(n, scenario.spread) - 1)
     exposed = exposed_s(profile, scenario)
     step = compute + optimizer + straggler + exposed
     batch = scenario.replicas * a * profile.micro_batch
-    alone = a * profile.micro_batch / (a * profile.whole_s + optimizer_s)  # samples/s of one rank
+    alone = a * profile.micro_batch / (a * profile.micro_s + profile.optimizer_s)  # samples/s of one rank
     efficiency = batch / step / (n * alone)
     return PredictedRow(
         world_size=n,
@@ -234,7 +233,6 @@ def predict(profile: StepProfile, scenario: Scenario) -> PredictedRow:
         ),
         exposed_comm_fraction=exposed / step,
         tokens_per_s=batch * profile.sequence_length / step,
-        samples_per_s=batch / step,
         speedup=efficiency * n,
         efficiency=efficiency,
     )
@@ -247,7 +245,7 @@ def slowest(ranks: int, spread: float) -> float:
 
 def with_micro_s(profile: StepProfile, micro_s: float) -> StepProfile:
     """Return a profile whose micro batch takes `micro_s`, the times within it in proportion."""
-    scale = micro_s / profile.whole_s
+    scale = micro_s / profile.micro_s
     gradients = [
         MeasuredGradient.model_construct(bytes=g.bytes, ready_s=g.ready_s * scale) for g in profile.gradients
     ]
@@ -257,7 +255,7 @@ def with_micro_s(profile: StepProfile, micro_s: float) -> StepProfile:
 
 def with_micro_batch(profile: StepProfile, micro_batch: int) -> StepProfile:
     """Return a profile of another micro batch that is as fast per sequence."""
-    scaled = with_micro_s(profile, profile.whole_s * micro_batch / profile.micro_batch)
+    scaled = with_micro_s(profile, profile.micro_s * micro_batch / profile.micro_batch)
     return scaled.model_copy(update={"micro_batch": micro_batch})
 
 
@@ -367,11 +365,11 @@ def _fsdp_s(profile: StepProfile, scenario: Scenario) -> float:
     The embedding is one more block.
     """
     fabric, n, t = scenario.fabric.replicas(scenario.tensor), scenario.replicas, scenario.tensor
-    blocks = (profile.num_layers or 1) + 1
+    blocks = profile.num_layers + 1
     gather = fabric.seconds(profile.size / t / blocks, n, "all_gather")
     scatter = fabric.seconds(profile.size / t / blocks, n, "reduce_scatter")
     scale = scenario.slowdown / t / blocks
-    forward, backward = (profile.whole_s - profile.backward_s) * scale, profile.backward_s * scale
+    forward, backward = (profile.micro_s - profile.backward_s) * scale, profile.backward_s * scale
     a = scenario.accumulation
     seconds = 0.0
     for communication, computation, times in (
@@ -391,9 +389,9 @@ def _tensor_s(profile: StepProfile, scenario: Scenario) -> float:
     The backward ones hide behind the product that gives the weight's gradient, half of a block's backward
     time.
     """
-    t, blocks = scenario.tensor, profile.num_layers or 1
-    numbers = profile.micro_batch * profile.sequence_length * (profile.hidden_size or 0)
-    once = scenario.fabric.seconds(numbers * ACTIVATION_BYTES.get(profile.precision or "", 4), t)
+    t, blocks = scenario.tensor, profile.num_layers
+    numbers = profile.micro_batch * profile.sequence_length * profile.hidden_size
+    once = scenario.fabric.seconds(numbers * ACTIVATION_BYTES.get(profile.precision, 4), t)
     window = profile.backward_s * scenario.slowdown / t / blocks / 2
     hidden = scenario.gain * min(TENSOR_REDUCTIONS // 2 * once, window)
     look_up = once

@@ -77,7 +77,7 @@ def _line(figure: Figure, line: Line) -> dict[str, Any]:
         "x": list(line.x),
         "y": list(line.y),
         "text": [text_of(_point(figure, line, i)) for i in range(len(line.x))],
-        "line": {"color": colour, "width": line.width, "dash": DASHES.get(line.style, "solid")},
+        "line": {"color": colour, "width": 2.0, "dash": DASHES.get(line.style, "solid")},
         "marker": {
             "color": colour,
             "size": 7,

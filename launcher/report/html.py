@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from bert_dp import files
-from bert_dp.config import Issue
 from launcher.log import print_error
 from launcher.report.figures import drawing
 from launcher.report.page import Report
@@ -76,19 +75,12 @@ def write_or_warn(report: Report, out: Path) -> bool:
     return True
 
 
-def target_issues(path: Path) -> list[Issue]:
-    """Find why a page may not replace `path`."""
-    try:
-        if not path.exists():
-            return []
-        if not path.is_file():
-            return [Issue("--out", "exists", f"{path} is not a regular file", hint="name a file to write")]
-        with path.open("rb") as file:
-            own = file.read(len(START)) in (START.encode(), b"")
-    except OSError as error:
-        return [Issue("--out", "not_found", f"{path} cannot be written ({error.strerror})")]
-    message = f"{path} is no page of bert-dp and would be replaced"
-    return [] if own else [Issue("--out", "exists", message, str(path), hint="name another file")]
+def may_replace(path: Path) -> bool:
+    """Return True if nothing, a page of ours or an empty file is at `path`."""
+    if not path.is_file():
+        return not path.exists()
+    with path.open("rb") as file:
+        return file.read(len(START)) in (START.encode(), b"")
 
 
 @functools.cache

@@ -134,7 +134,6 @@ Unit = Literal[
     "seconds",
     "ratio",
     "word",
-    "energy",
     "duration",
 ]
 FORMATS: Mapping[Unit, Callable[[object], str]] = {
@@ -149,6 +148,5 @@ FORMATS: Mapping[Unit, Callable[[object], str]] = {
     "seconds": format_step_time,
     "ratio": format_ratio,
     "word": format_word,
-    "energy": functools.partial(format_si, unit="J"),
     "duration": format_duration,
 }

@@ -47,11 +47,8 @@ def load(run_dir: Path) -> RunFiles:
     config = None
     with contextlib.suppress(ConfigError):
         config = resolve([settings])
-    expected = ["config.yaml", "environment.json"]
-    if summary is None:
-        expected += ["metrics.jsonl", "evals.jsonl"]
-    elif summary.step >= (config.log.every_steps if config else 1):  # else no line was due
-        expected.append("metrics.jsonl")
+    was_logged = summary is None or summary.step >= (config.log.every_steps if config else 1)
+    expected = ["config.yaml", "environment.json", *["metrics.jsonl"] * was_logged]
     missing += [f"{name} is missing" for name in expected if not (run_dir / name).exists()]
     metrics, evals = (_lines(run_dir / name, missing) for name in ("metrics.jsonl", "evals.jsonl"))
     completed = _completed(summary, _logged(run_dir, metrics, evals, config, environment))
@@ -94,9 +91,9 @@ def _completed(summary: Summary | None, logged: Summary) -> Summary:
     if summary is None:
         return logged
     unknown = {name for name, value in summary if value in (None, [], {})}
-    if summary.samples is not None:
-        unknown &= {"heldout_loss"} if summary.status != "done" else set()
-        unknown |= {"heldout", "heldout_step"} if unknown else set()
+    if summary.samples is not None:  # the rank wrote it: null means null, but for the last evaluation
+        is_later = summary.status != "done" and summary.heldout_loss is None
+        unknown = {"heldout", "heldout_loss", "heldout_step"} if is_later else set()
     return summary.model_copy(update={name: getattr(logged, name) for name in unknown})
 
 

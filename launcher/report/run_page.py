@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 import shlex
@@ -46,9 +45,8 @@ from launcher.report.page import (
     Tile,
     Verdict,
     first_line,
-    folded,
     machine_line,
-    record_text,
+    record,
     series,
     value,
     words,
@@ -135,14 +133,14 @@ def of_directories(run_dirs: Sequence[Path]) -> Report:
     return Report(
         f"bert-dp: {len(runs)} runs compared" if many else f"{runs[0].name}: bert-dp run",
         [_machine(name, run) for name, run in named],
-        [*(Verdict(*_end(run), run.missing, name) for name, run in named), *_small_difference(runs)],
+        [Verdict(*_end(run), run.missing, name) for name, run in named],
         [] if many else _tiles(runs[0]),
         [
             ReportSection("", _figures(runs), console=False),
             ReportSection("Numbers", tables=[_numbers(runs)]),
             *([ReportSection("Settings that differ", tables=[_differences(runs)])] if many else []),
             *[
-                folded(f"{title}: {name}" if name else title, record_text(content))
+                record(f"{title}: {name}" if name else title, content)
                 for name, run in named
                 for title, content in (("Configuration", run.config), ("Environment", run.environment))
             ],
@@ -207,14 +205,6 @@ def _end(run: RunFiles) -> tuple[Level, str]:
     return "warn" if measured.one_class else "ok", f"Done after {step}: {result}"
 
 
-def _small_difference(runs: Sequence[RunFiles]) -> list[Verdict]:
-    """Warn where the held-out losses of runs are nearer to each other than either is known."""
-    measured = [(loss, run.heldout) for run in runs if (loss := run.summary.heldout_loss) is not None]
-    neighbours = itertools.pairwise(sorted(measured, key=lambda pair: pair[0]))
-    warnings = [too_small(a, y - x) for (x, a), (y, _) in neighbours]
-    return [Verdict("warn", text) for text in warnings if text][:1]
-
-
 def _tiles(run: RunFiles) -> list[Tile]:
     summary, ranks, since = run.summary, _ranks(run.summary), _since(run.summary)
     entropy = f"unigram entropy {format_nats(summary.unigram_entropy_nats)}"
@@ -231,20 +221,20 @@ def _tiles(run: RunFiles) -> list[Tile]:
 # --- figures
 
 
+CURVES = (
+    ("Throughput", "tokens_per_s", Axis("tokens/s, summed over all ranks", from_zero=True)),
+    ("Learning rate", "lr", Axis("learning rate", "lr", from_zero=True)),
+    ("Global batch", "global_batch", Axis("sequences per optimizer step", from_zero=True)),
+)
+"""Title, key in metrics.jsonl and y axis of the figures over the tokens."""
+
+
 def _figures(runs: Sequence[RunFiles]) -> list[Figure]:
-    curves = (
-        ("Learning rate", "lr", Axis("learning rate", "lr", from_zero=True)),
-        ("Global batch", "global_batch", Axis("sequences per optimizer step", from_zero=True)),
-    )
-    return [
-        _loss(runs),
-        _throughput(runs),
-        *[
-            Figure(title, [Line(r.name, *_points(r, key), i) for i, r in enumerate(runs)], Axis("tokens"), y)
-            for title, key, y in curves
-        ],
-        _time_split(runs),
+    curves = [
+        Figure(title, [Line(r.name, *_points(r, key), i) for i, r in enumerate(runs)], Axis("tokens"), y)
+        for title, key, y in CURVES
     ]
+    return [_loss(runs), *curves, _time_split(runs)]
 
 
 def _loss(runs: Sequence[RunFiles]) -> Figure:
@@ -270,38 +260,26 @@ def _loss(runs: Sequence[RunFiles]) -> Figure:
     return Figure("Loss", lines, Axis("tokens"), y, levels=list(levels.values()), switch=True)
 
 
-def _throughput(runs: Sequence[RunFiles]) -> Figure:
-    """Draw tokens per second over the time of the run."""
-    lines = [Line(run.name, *_points(run, "tokens_per_s", "elapsed_s"), i) for i, run in enumerate(runs)]
-    longest = max((x for line in lines for x in line.x), default=0.0)
-    unit, seconds = ("h", 3600.0) if longest > 7200 else ("min", 60.0) if longest > 300 else ("s", 1.0)
-    lines = [dataclasses.replace(line, x=[x / seconds for x in line.x]) for line in lines]
-    y = Axis("tokens/s, summed over all ranks", from_zero=True)
-    return Figure("Throughput", lines, Axis(f"elapsed ({unit})"), y)
-
-
 def _time_split(runs: Sequence[RunFiles]) -> Figure:
     """Draw the parts of the wall time, a row of 100 % for each run."""
     splits = [_split(run.summary) for run in runs]
     walls = [sum(split.values()) for split in splits]
-    names = ["wall of rank 0" if len(runs) == 1 else f"{run.name}, wall" for run in runs]
-    rows = [
-        f"{name}{_since(run.summary)}: {format_duration(wall) if wall else 'not recorded'}"
-        for name, run, wall in zip(names, runs, walls, strict=True)
-    ]
+    rows = []
+    for run, wall in zip(runs, walls, strict=True):
+        name = "wall of rank 0" if len(runs) == 1 else f"{run.name}, wall"
+        rows.append(f"{name}{_since(run.summary)}: {format_duration(wall) if wall else 'not recorded'}")
     bars = []
     for part, label in SPLIT.items():
-        if any(part in split for split in splits):
-            seconds = [split.get(part, 0.0) for split in splits]
-            shares = [s / wall if wall else 0.0 for s, wall in zip(seconds, walls, strict=True)]
-            parts = zip(seconds, shares, strict=True)
-            texts = [f"{format_duration(s)}, {format_percent(share)}" for s, share in parts]
-            bars.append(Bars(label, shares, texts))
+        seconds = [split.get(part, 0.0) for split in splits]
+        shares = [s / wall if wall else 0.0 for s, wall in zip(seconds, walls, strict=True)]
+        durations = map(format_duration, seconds)
+        texts = [f"{s}, {format_percent(share)}" for s, share in zip(durations, shares, strict=True)]
+        bars.append(Bars(label, shares, texts))
     return Figure("Where the time went", bars, Axis("share of the wall time", "percent"), Axis(""), rows)
 
 
-def _points(run: RunFiles, y: str, x: str = "tokens") -> tuple[list[float], list[float | None]]:
-    return series([(line.get(x), line.get(y)) for line in run.metrics])
+def _points(run: RunFiles, key: str) -> tuple[list[float], list[float | None]]:
+    return series([(line.get("tokens"), line.get(key)) for line in run.metrics])
 
 
 def _split(summary: Summary) -> dict[str, float]:
@@ -318,8 +296,7 @@ def _numbers(runs: Sequence[RunFiles]) -> Table:
     rows = []
     for topic, rows_of in TOPICS.items():
         columns = [{row.label: row for row in rows_of(run)} for run in runs]
-        longest_first = sorted(columns, key=len, reverse=True)
-        for label in dict.fromkeys(label for column in longest_first for label in column):
+        for label in dict.fromkeys(label for column in columns for label in column):
             members = [column.get(label) for column in columns]
             cells = [row.cells[0] if row else TableCell("") for row in members]
             rows.append(TableRow(label, cells, topic, any(row.console for row in members if row)))
@@ -350,14 +327,15 @@ def _outcome(run: RunFiles) -> list[TableRow]:
     interval = "; ± 95 % over sequences" if half_width(measured) is not None else ""
     note = f"{_measured_at(summary)}mean over {basis}{interval}"
     rows.append(TableRow("held-out loss", (TableCell(loss_text(loss, measured), note, loss),)))
-    if (accuracy := measured.masked_accuracy) is not None:
-        note = "of the same masked tokens, the greatest logit is right"
-        rows.append(value("masked accuracy", accuracy, "percent", note, console=False))
     note = f"split and metric; {basis} in all"
     rows += [value(name, score, "decimals", note) for name, score in (measured.scores or {}).items()]
     if measured.examples is None:  # the losses of a language model compare with these
         for name, entropy, knows in _entropies(summary):
-            rows.append(value(name, entropy, "nats", f"{knows}; held-out loss is {_gap(loss, entropy)}"))
+            gap = None if loss is None or entropy is None else entropy - loss
+            side = "below" if gap is not None and gap < 0 else "above"
+            rows.append(
+                value(name, entropy, "nats", f"{knows}; {format_nats(gap and abs(gap))} {side} the loss")
+            )
     return [*rows, value("training loss, last", summary.final_loss, _unit(measured), "mean over all ranks")]
 
 
@@ -381,30 +359,21 @@ def _entropies(summary: Summary) -> list[tuple[str, float | None, str]]:
     ]
 
 
-def _gap(loss: float | None, entropy: float | None) -> str:
-    if loss is None or entropy is None:
-        return NA
-    return f"{format_nats(abs(entropy - loss))} {'below' if loss < entropy else 'above'}"
-
-
 def _unit(measured: HeldOut) -> Unit:
     return "nats" if measured.loss_unit == "nats" else "ratio"
 
 
 def _work(run: RunFiles) -> list[TableRow]:
     summary = run.summary
-    batch = (
-        f"global batch {format_count(summary.global_batch)} = micro {format_count(summary.micro_batch)} x "
-        f"{_micro_batches(summary)}"
-    )
-    step = f"one step = {batch}"
-    if _is_ramped(summary) and summary.samples and summary.step:
-        step = f"{summary.samples / summary.step:,.1f} sequences on average, at most {batch}"
+    whole, micro, accumulation = summary.global_batch, summary.micro_batch, summary.accumulation
+    dp = whole // (micro * accumulation) if whole and micro and accumulation else None
+    sizes = f"micro {format_count(micro)} x accumulation {format_count(accumulation)} x dp {format_count(dp)}"
+    step = f"one step = global batch {format_count(whole)} = {sizes}"
+    if whole and summary.samples and summary.samples != summary.step * whole:
+        step += f", {summary.samples / max(1, summary.step):,.1f} sequences on average"
     lost = f"{_share(summary.skipped_steps, summary.step)} of the steps; gradient norm not finite"
     compiled = None if summary.compiled is None else "compiled" if summary.compiled else "eager"
-    narrow = run.config.get("model", {}).get("residual_dtype") == "bf16"
-    residual = "residual stream in bf16" if narrow else None
-    precision = ", ".join(filter(None, [f"precision {summary.precision or NA}", residual, compiled]))
+    precision = ", ".join(filter(None, [f"precision {summary.precision or NA}", compiled]))
     spikes = value("loss spikes", summary.loss_spikes, "count", "logged losses far above the ones before")
     return [
         value("optimizer steps", summary.step, "count", step),
@@ -423,16 +392,15 @@ def _work(run: RunFiles) -> list[TableRow]:
 def _rates(run: RunFiles) -> list[TableRow]:
     summary = run.summary
     over = f"summed over {_ranks(summary)}"
-    micro = f"{_micro_batches(summary)} micro batches per optimizer step"
-    if _is_ramped(summary) and summary.steps_per_s and summary.global_steps_per_s is not None:
-        mean = format_ratio(summary.global_steps_per_s / summary.steps_per_s)
-        micro = f"{mean} micro batches per optimizer step on average"
+    rate, micro_rate = summary.steps_per_s, summary.global_steps_per_s
+    each = format_ratio(micro_rate / rate if rate and micro_rate is not None else None)
+    micro = f"micro batches of all replicas, {each} in a step"
     peak = " ".join(filter(None, [summary.precision, "peak of the device"]))
     profiled = f"; {_steps(summary.profiled_steps)} under the profiler" if summary.profiled_steps else ""
     per_device = f"tokens/s divided by {_ranks(summary)}"
     rates = [
-        ("optimizer steps", summary.steps_per_s, "steps/s", f"of the whole job{_since(summary)}{profiled}"),
-        ("global steps", summary.global_steps_per_s, "global steps/s", micro),
+        ("optimizer steps", rate, "steps/s", f"of the whole job{_since(summary)}{profiled}"),
+        ("global steps", micro_rate, "global steps/s", micro),
         ("samples", summary.samples_per_s, "samples/s", over),
         ("tokens", summary.tokens_per_s, "tokens/s", over),
         ("tokens per device", summary.tokens_per_s_per_gpu, "tokens/s", per_device),
@@ -485,7 +453,7 @@ def _files(run: RunFiles) -> list[TableRow]:
     memory = f"greatest of {_ranks(summary)}{since}"
     rows = [
         value("peak memory", summary.peak_memory_gib, "gib", memory),
-        value("energy", summary.energy_j, "energy", energy, console=summary.energy_j is not None),
+        words("energy", format_si(summary.energy_j, "J"), energy, console=summary.energy_j is not None),
         words("checkpoint", summary.checkpoint),
     ]
     if summary.failed_saves:
@@ -522,20 +490,6 @@ def _differences(runs: Sequence[RunFiles]) -> Table:
 def _steps(ends: Sequence[int]) -> str:
     first, last = (format_count(end) for end in ends)
     return f"step {first}" if first == last else f"steps {first} to {last}"
-
-
-def _is_ramped(summary: Summary) -> bool:
-    """Return True if some steps had less than the global batch."""
-    whole = summary.global_batch
-    return bool(summary.samples and whole and summary.samples != summary.step * whole)
-
-
-def _micro_batches(summary: Summary) -> str:
-    """Return the micro batches of a step as a product."""
-    whole, micro, accumulation = summary.global_batch, summary.micro_batch, summary.accumulation
-    dp = whole / (micro * accumulation) if whole and micro and accumulation else None
-    dp = dp if dp is not None and dp.is_integer() else None
-    return f"accumulation {format_count(accumulation)} x dp {format_count(dp)}"
 
 
 def _device(summary: Summary) -> str:

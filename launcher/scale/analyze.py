@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bert_dp import cost
 from bert_dp.config import computes_alone
 from bert_dp.files.models import STRAGGLER_RATIO, Summary
 from launcher import results, stats
-from launcher.run.trials import UNREADABLE, Repeat, cause, ended, failure_kind, read_repeat, read_summary
+from launcher.report.numbers import count_of, format_interval, format_percent
+from launcher.report.page import Ratio
+from launcher.run.trials import UNREADABLE, Repeat, cause, ended, read_repeat, read_summary
 from launcher.scale import models
 from launcher.scale.grid import Grid, run_dir
-from launcher.scale.models import CellMeasurement, GridCell, Scaling
+from launcher.scale.models import BottleneckDiagnosis, CellMeasurement, DiagnosisKind, GridCell, Scaling
 from launcher.stats import is_measurable
 
 LOSS_TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}  # relative, over the whole run
@@ -127,7 +130,7 @@ def _read_repeats(cell: GridCell, grid: Grid, out: Path) -> tuple[list[Repeat], 
         directory = run_dir(out, cell, place)
         status, summary = ended(directory), read_summary(directory)
         if summary is not None and status in ("oom", "failed"):
-            return [], {"status": status, "failure_kind": failure_kind(directory), "cause": cause(directory)}
+            return [], {"status": status, "cause": cause(directory)}
         with contextlib.suppress(*UNREADABLE):  # absent or incomplete
             repeats.append(read_repeat(directory, cell.world_size, settings.warm_up, settings.steps))
     return repeats, {"status": "ok" if len(repeats) == settings.repeats else "pending"}
@@ -141,9 +144,6 @@ def _settings(grid: Grid, first: CellRuns | None) -> models.ScalingSettings:
         steps=settings.steps,
         warm_up=settings.warm_up,
         repeats=settings.repeats,
-        launcher=settings.launcher,
-        engines=list(settings.engines),
-        gpus=list(settings.gpus),
         micro_batch=config.batch.micro_size,
         accumulation=settings.accumulation or 1 if "weak" in settings.modes else None,
         global_batch=config.batch.global_size if "strong" in settings.modes else None,
@@ -151,9 +151,7 @@ def _settings(grid: Grid, first: CellRuns | None) -> models.ScalingSettings:
         parameters=cost.num_parameters(model, sequence),
         flops_per_token=cost.flops_per_token(model, sequence, config.objective.mask_rate),
         precision=summary.precision or config.precision,
-        compiled=summary.compiled,
         device=summary.device,
-        optimizer=config.optim.name,
         model=f"{model.num_layers} layers x {model.hidden_size}, vocabulary {model.vocab_size:,}",
     )
 
@@ -172,7 +170,6 @@ def _cell(
     has_ceiling = cell.kind == "run" and cell.world_size > 1
     ceiling = runs.get(f"{cell.mode}-ceiling-n{cell.world_size}") if has_ceiling else None
     single, ddp = (runs.get(f"{cell.mode}-{name}-n1") for name in ("single", "ddp"))
-    twin = next((r for r in runs.values() if r.cell.kind == "synthetic" and r.cell.of == cell.id), None)
     per_gpu = mine.tokens_per_s / cell.world_size
     flops = per_gpu * (settings.flops_per_token or 0.0)
     steps = [s for each in mine.steps for s in each]
@@ -188,18 +185,17 @@ def _cell(
         split_s=_split(mine, ceiling),
         data_wait_fraction=mine.part("data_wait_s") / mine.part("step_s"),
         data_wait_fraction_ci95=mine.share_interval("data_wait_s"),
-        **_against(mine, single, ddp, ceiling, twin),
+        **_against(mine, single, ddp, ceiling),
         exposed_comm_ddp_fraction=_ddp_exposed(mine),
         **mine.straggler(),
         peak_memory_gib=max(max(r.memory_gib) for r in mine.repeats),
-        **_energy(mine),
         mfu=flops / peak.datasheet_flops if peak.datasheet_flops else None,
         mamfu=flops / peak.matmul_flops if peak.matmul_flops else None,
         **_launch(mine, settings.device),
         **_loss(mine, single, settings.precision),
         skipped_steps=max(r.summary.skipped_steps or 0 for r in mine.repeats),
     )
-    return whole.model_copy(update={"flags": _flags(whole, single is not None)})
+    return whole.model_copy(update={"flags": _flags(whole)})
 
 
 def _step_time(steps: Sequence[float], **facts: Any) -> models.StepTime:
@@ -218,14 +214,9 @@ def _repeat(repeat: Repeat, steps: Sequence[float], tokens: int) -> models.Repea
 
 
 def _against(
-    mine: CellRuns,
-    single: CellRuns | None,
-    ddp: CellRuns | None,
-    ceiling: CellRuns | None,
-    twin: CellRuns | None,
+    mine: CellRuns, single: CellRuns | None, ddp: CellRuns | None, ceiling: CellRuns | None
 ) -> Facts:
-    """Return efficiencies, the throughput over N x that of one rank and over that of the ceiling, and the
-    share of a step that the cell without the loader saves."""
+    """Return efficiencies: the throughput over N x that of one rank, and over that of the ceiling."""
     n = mine.cell.world_size
     out: Facts = {}
 
@@ -243,10 +234,6 @@ def _against(
     if ceiling is not None:
         add("ceiling_efficiency", ceiling, single, n)
         out["exposed_comm_fraction"] = 1 - out["communication_efficiency"]
-    if twin is not None:
-        interval = stats.ratio_interval(twin.draws, mine.draws)
-        out["loader_fraction"] = 1 - twin.mean_s / mine.mean_s
-        out["loader_fraction_ci95"] = interval and [1 - interval[1], 1 - interval[0]]
     return out
 
 
@@ -274,20 +261,8 @@ def _ddp_exposed(mine: CellRuns) -> float | None:
     """Return the exposed share of a step by DDP's own samples, which exclude tensor parallelism."""
     if mine.cell.world_size == 1 or mine.cell.tensor > 1:
         return None
-    return _median([statistics.median(r.exposed_s) / mine.mean_s for r in mine.repeats if r.exposed_s])
-
-
-def _energy(mine: CellRuns) -> Facts:
-    """Return the joules of the real steps, if every rank's device counts them."""
-    joules = _median([r.summary.energy_j for r in mine.repeats])
-    tokens = _median([r.summary.tokens for r in mine.repeats])
-    per_mtoken = joules / tokens * 1e6 if joules is not None and tokens else None
-    return {"energy_j": joules, "energy_j_per_mtoken": per_mtoken}
-
-
-def _median(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
+    counted = [statistics.median(r.exposed_s) / mine.mean_s for r in mine.repeats if r.exposed_s]
+    return statistics.median(counted) if counted else None
 
 
 def _launch(mine: CellRuns, device: str | None) -> Facts:
@@ -300,31 +275,26 @@ def _launch(mine: CellRuns, device: str | None) -> Facts:
 
 
 def _loss(mine: CellRuns, single: CellRuns | None, precision: str | None) -> Facts:
-    """Return the curve of the first repeat, and its agreement with one rank's: only a strong grid trains one
-    model."""
-    curve = mine.repeats[0].curve
-    out: Facts = {"loss": models.LossCurve(curve=list(curve))}
-    other = (
-        single.repeats[0].curve if single and (mine.cell.mode, mine.cell.kind) == ("strong", "run") else []
-    )
-    if curve and [tokens for tokens, _ in curve] == [tokens for tokens, _ in other]:
-        pairs = zip(curve, other, strict=True)
-        deviation = max(abs(own - base) / max(abs(base), 1e-12) for (_, own), (_, base) in pairs)
-        agrees = deviation <= LOSS_TOLERANCE.get(str(precision), 1e-4)
-        out |= {"loss_deviation": deviation, "loss_agrees": agrees}
-    return out
+    """Compare the losses of the first repeat with one rank's: only a strong grid trains one model."""
+    if single is None or (mine.cell.mode, mine.cell.kind) != ("strong", "run"):
+        return {}
+    own, base = (dict(runs.repeats[0].curve) for runs in (mine, single))
+    if not own or own.keys() != base.keys():
+        return {}
+    deviation = max(abs(own[tokens] - loss) / max(abs(loss), 1e-12) for tokens, loss in base.items())
+    agrees = deviation <= LOSS_TOLERANCE.get(str(precision), 1e-4)
+    return {"loss_deviation": deviation, "loss_agrees": agrees}
 
 
-def _flags(cell: CellMeasurement, has_baseline: bool) -> list[str]:
-    """Return the remarks that a reader needs before quoting the cell. `has_baseline`: one rank ran."""
+def _flags(cell: CellMeasurement) -> list[str]:
+    """Return the remarks that a reader needs before quoting the cell."""
     flags = []
     if cell.skipped_steps:
         flags.append(
             f"{cell.skipped_steps} optimizer steps were skipped (gradient not finite), and count as steps"
         )
     if cell.mode == "strong" and cell.kind == "run" and cell.loss_agrees is None:
-        reason = "a logged line is missing or not finite" if has_baseline else "there is no run of one rank"
-        flags.append(f"losses are not compared: {reason}")
+        flags.append("losses are not compared: one rank did not log the same steps")
     if cell.loss_agrees is False:
         flags.append(f"not the same model: losses differ from one rank's by {cell.loss_deviation}")
     sent, counters = cell.communication_efficiency_ci95, cell.exposed_comm_ddp_fraction
@@ -338,3 +308,167 @@ def _flags(cell: CellMeasurement, has_baseline: bool) -> list[str]:
                 f"{100 * counters:.1f} % by DDP's own counters"
             )
     return flags
+
+
+# --- verdicts
+
+LOADER_BOUND = 0.05  # share of a step spent waiting for data
+COMM_BOUND = 0.05  # share of the ceiling lost
+CEILING_BOUND = 0.05  # share of N x single that the machine loses without communication
+LAUNCH_BOUND = 0.95  # host time of a step over the step
+GOOD = 0.95  # efficiency, at the low end of its interval, at which a cell scales
+MEASURE_MORE = "more --repeats or --steps"
+
+EFFICIENCY = Ratio("efficiency", "efficiency", "percent", "efficiency_ci95")
+CEILING = Ratio("ceiling_efficiency", "ceiling", "percent", "ceiling_efficiency_ci95")
+COMMUNICATION = Ratio(
+    "communication_efficiency", "communication efficiency", "percent", "communication_efficiency_ci95"
+)
+STRAGGLER = Ratio("straggler_ratio", "slowest", "ratio", "straggler_ratio_ci95")
+
+
+def diagnose(cells: Sequence[CellMeasurement]) -> list[BottleneckDiagnosis]:
+    """Return one diagnosis per cell of two ranks or more that ended, and one per mode and N of several
+    engines."""
+    runs = [c for c in cells if c.kind == "run" and c.world_size > 1]
+    return [*(diagnose_cell(cell) for cell in runs if cell.status != "pending"), *_compare_engines(runs)]
+
+
+def diagnose_cell(cell: CellMeasurement) -> BottleneckDiagnosis:
+    """Name the greatest loss of a cell."""
+    if cell.status == "oom":
+        hint = "lower batch.micro_size, or use zero1 or fsdp"
+        return _diagnosis(cell, "out_of_memory", str(cell.cause), hint)
+    if cell.status != "ok":
+        return _diagnosis(cell, "failed", str(cell.cause), "see the logs of its run")
+    if cell.efficiency is None:
+        return _diagnosis(cell, "no_baseline", "the single-rank cell did not run", "see its cause")
+    if cell.efficiency_ci95 is None:
+        evidence = f"efficiency {format_percent(cell.efficiency)} of one run, without an interval"
+        return _diagnosis(cell, "one_repeat", evidence, "--repeats 3 or more")
+    low, high = cell.efficiency_ci95
+    reached = f"efficiency {EFFICIENCY.text(cell)}"
+    if low > 1:
+        evidence = f"{reached}: one rank alone was slower than each of these"
+        hint = "measure the baseline again, on the same machine in the same state"
+        return _diagnosis(cell, "above_baseline", evidence, hint)
+    if losses := sorted(_losses(cell), reverse=True):
+        first, *others = losses
+        also = "".join(f"; also {_words(loss.kind, loss.detail)}: {loss.evidence}" for loss in others)
+        return _diagnosis(cell, first.kind, f"{reached}: {first.evidence}{also}", first.hint, first.detail)
+    if not is_measurable(cell.efficiency_ci95):
+        return _diagnosis(cell, "not_measurable", reached)
+    if low >= GOOD:
+        return _diagnosis(cell, "scales", f"{reached}; no loss beyond its bound", "nothing")
+    if cell.efficiency >= GOOD or high >= 1:
+        evidence = f"{reached} tells neither a loss nor {format_percent(GOOD)}, from which a cell scales"
+        return _diagnosis(cell, "intervals_overlap", evidence)
+    evidence = f"{reached}; no loss has its whole interval beyond its bound"
+    return _diagnosis(cell, "no_single_cause", evidence, f"{MEASURE_MORE}, and look at the split of the step")
+
+
+class _Loss(NamedTuple):
+    """A loss by one cause, whose whole interval lies beyond its bound."""
+
+    share: float
+    """Share of a step."""
+    kind: DiagnosisKind
+    evidence: str
+    hint: str
+    detail: str = ""
+    """Follows the words of the kind."""
+
+
+def _losses(cell: CellMeasurement) -> list[_Loss]:
+    losses = []
+    wait = cell.data_wait_fraction or 0.0
+    if _is_above(cell.data_wait_fraction_ci95, LOADER_BOUND):
+        evidence = f"{_share_text(wait, cell.data_wait_fraction_ci95)} of a step waits for data"
+        losses.append(_Loss(wait, "loader_bound", evidence, "raise data.workers"))
+    rank, ratio = cell.straggler_rank, cell.straggler_ratio
+    if ratio is not None and rank is not None:
+        evidence = f"own work of rank {rank} over the others' median, before any reduction: "
+        evidence += STRAGGLER.text(cell)
+        hint = "look at that device: clocks, links, who else uses it (bert-dp doctor)"
+        losses.append(_Loss(1 - 1 / ratio, "straggler", evidence, hint, f" rank {rank}"))
+    ceiling, sent = cell.ceiling_efficiency, cell.communication_efficiency
+    if ceiling is not None and _is_below(cell.ceiling_efficiency_ci95, 1 - CEILING_BOUND):
+        evidence = f"throughput of {cell.world_size} independent copies over that of as many single ranks: "
+        evidence += CEILING.text(cell)
+        hint = "shared memory bandwidth, power or clocks, which no engine changes"
+        losses.append(_Loss(1 - ceiling, "hardware_ceiling", evidence, hint))
+    if sent is not None and _is_below(cell.communication_efficiency_ci95, 1 - COMM_BOUND):
+        evidence = f"throughput over that of the ceiling: {COMMUNICATION.text(cell)}"
+        if (counters := cell.exposed_comm_ddp_fraction) is not None:
+            evidence += f" (lost by DDP's own counters: {format_percent(counters)} of a step)"
+        hint = "more accumulation, 16-bit reduction, or a faster link"
+        losses.append(_Loss(1 - sent, "communication_bound", evidence, hint))
+    host = cell.launch_fraction
+    if host is not None and _is_above(cell.launch_fraction_ci95, LAUNCH_BOUND):
+        # the device then follows the host: what is not waiting for data is lost to launching
+        evidence = f"the host needs {_share_text(host, cell.launch_fraction_ci95)} of a step to enqueue it"
+        losses.append(_Loss(host - wait, "launch_bound", evidence, "compile: on, or a larger micro batch"))
+    return losses
+
+
+def _is_above(interval: Sequence[float] | None, bound: float) -> bool:
+    return interval is not None and interval[0] > bound
+
+
+def _is_below(interval: Sequence[float] | None, bound: float) -> bool:
+    return interval is not None and interval[1] < bound
+
+
+def _share_text(share: float, interval: Sequence[float] | None) -> str:
+    return f"{format_percent(share)} [{format_interval(interval, format_percent)}]"
+
+
+def _compare_engines(runs: Sequence[CellMeasurement]) -> list[BottleneckDiagnosis]:
+    """Name the fastest engine of each mode and N, if its throughput over each other's has its whole interval
+    above 1."""
+    out = []
+    for mode, count in dict.fromkeys((c.mode, c.world_size) for c in runs):
+        ran = [c for c in runs if (c.mode, c.world_size, c.status) == (mode, count, "ok")]
+        if len(ran) < 2:
+            continue
+        best, *others = sorted(ran, key=_tokens_per_s, reverse=True)
+        near = next((c for c in others if _throughput_ratio(best, c)[0] <= 1), None)
+        beside = near or others[0]
+        low, high = _throughput_ratio(best, beside)
+        text = f"{_tokens_per_s(best) / _tokens_per_s(beside):.3f} [{low:.3f} to {high:.3f}]"
+        if not is_measurable([low, high]):
+            text = f"not measurable with {count_of(min(len(c.repeats) for c in ran), 'repeat')}"
+        evidence = f"throughput over that of {beside.id}: {text}"
+        if near is None:
+            detail = f" of {len(ran)} at N = {count}"
+            out.append(_diagnosis(best, "fastest", evidence, "nothing", detail))
+        else:
+            out.append(_diagnosis(best, "intervals_overlap", evidence))
+    return out
+
+
+def _tokens_per_s(cell: CellMeasurement) -> float:
+    return cell.tokens_per_s or math.nan
+
+
+def _throughput_ratio(mine: CellMeasurement, other: CellMeasurement) -> tuple[float, float]:
+    """Return the interval of a ratio of throughputs, from the ends of both intervals of a sequence's time."""
+    (low, high), (other_low, other_high) = _sequence_s(mine), _sequence_s(other)
+    return other_low / high, other_high / low if low else math.inf
+
+
+def _sequence_s(cell: CellMeasurement) -> tuple[float, float]:
+    """Return the interval of the seconds per sequence."""
+    low, high = (cell.step_time_s and cell.step_time_s.ci95) or (0.0, math.inf)
+    return low / cell.global_batch, high / cell.global_batch
+
+
+def _words(kind: DiagnosisKind, detail: str) -> str:
+    return kind.replace("_bound", "-bound").replace("_", " ") + detail
+
+
+def _diagnosis(
+    cell: CellMeasurement, kind: DiagnosisKind, evidence: str, hint: str = MEASURE_MORE, detail: str = ""
+) -> BottleneckDiagnosis:
+    verdict = _words(kind, detail)
+    return BottleneckDiagnosis(cell=cell.id, kind=kind, verdict=verdict, evidence=evidence, next=hint)

@@ -13,7 +13,7 @@ from bert_dp import files
 from bert_dp.config import ConfigError, Issue, dump_config
 from launcher import job, results
 from launcher.job import Output, write_result
-from launcher.log import Log, logger, print_error
+from launcher.log import Log, logger
 from launcher.report.numbers import count_of, format_si
 from launcher.run import trials
 from launcher.run.trials import (
@@ -28,10 +28,9 @@ from launcher.run.trials import (
     run_to_end,
 )
 from launcher.scale import models
-from launcher.scale.analyze import analyze
-from launcher.scale.diagnose import diagnose
+from launcher.scale.analyze import analyze, diagnose
 from launcher.scale.grid import Grid, Settings, run_dir
-from launcher.scale.scale_page import FILE, scale_page, write_csv
+from launcher.scale.scale_page import FILE, scale_page
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -78,7 +77,6 @@ def scale(
         scaling, outcome = measure(grid, output, log)
         scaling = scaling.model_copy(update={"prediction": predict(scaling)})
         results.write(folder / FILE, scaling)
-        write_csv(scaling, folder / "scaling.csv")
         write_result(scaling, scale_page(scaling, folder), folder, as_json=as_json, console=console)
     has_result = any(cell.status == "ok" for cell in scaling.cells)
     return outcome.exit_code or int(not has_result)
@@ -135,8 +133,7 @@ def run_grid(grid: Grid, runs: Runner, log: Log) -> None:
     """Measure what an earlier call has not. Raises Stopped."""
     run_cells(grid, runs, log)
     _measure_links(grid, runs, log)
-    _measure_profile(grid, runs, log)
-    _measure_peak(grid, runs, log)
+    _measure_device(grid, runs, log)
 
 
 def run_cells(grid: Grid, runs: Runner, log: Log) -> None:
@@ -190,70 +187,37 @@ def _cores(grid: Grid, ranks: int) -> tuple[int, ...] | None:
 
 
 def _measure_links(grid: Grid, runs: Runner, log: Log) -> None:
-    """Write links-N.json: all-reduces over each number of ranks, at a sweep of sizes and DDP's buckets."""
+    """Write links-N.json: all-reduces over each number of ranks, at a sweep of sizes."""
     for count in sorted({c.world_size for c in grid.cells if c.world_size > 1}):
         path = runs.out / f"links-{count}.json"
         if results.find(path, models.MeasuredLink) is not None:
             continue
-        buckets = _bucket_sizes(grid, runs.out, count)
-        sizes = sorted({*SWEEP, *buckets})
-        log(f"links: all-reduce over {count} ranks at {len(sizes)} sizes")
-        lines = runs.helper("bert_dp.measure.all_reduce", [str(count), str(LINK_S), *map(str, sizes)])
+        log(f"links: all-reduce over {count} ranks at {len(SWEEP)} sizes")
+        lines = runs.helper("bert_dp.measure.all_reduce", [str(count), str(LINK_S), *map(str, SWEEP)])
         points = [
             models.LinkPoint(
-                bytes=line["bytes"],
-                seconds=line["seconds_median"],
-                busbw_gb_s=line["busbw_gb_s"],
-                bucket=any(abs(line["bytes"] - size) < 8 for size in buckets),
+                bytes=line["bytes"], seconds=line["seconds_median"], busbw_gb_s=line["busbw_gb_s"]
             )
             for line in lines
         ]
-        if len(points) == len(sizes):  # else the next call measures it again
+        if len(points) == len(SWEEP):  # else the next call measures it again
             backend = lines[0]["backend"]
             results.write(path, models.MeasuredLink(world_size=count, backend=backend, points=points))
 
 
-def _bucket_sizes(grid: Grid, out: Path, count: int) -> list[int]:
-    """Return the bytes of each bucket that DDP reduced over `count` ranks."""
-    for cell in grid.cells:
-        if (cell.world_size, cell.kind, cell.tensor) == (count, "run", 1):
-            summary = read_summary(run_dir(out, cell, 0))
-            if summary is not None and summary.bucket_bytes:
-                return sorted({*summary.bucket_bytes})
-    return []
-
-
-def _measure_profile(grid: Grid, runs: Runner, log: Log) -> None:
-    """Write profile.json: the parts of one rank's step."""
+def _measure_device(grid: Grid, runs: Runner, log: Log) -> None:
+    """Write profile.json, the parts of one rank's step, and peak.json, the matmul rate of its device."""
     config = grid.config_of(next(cell for cell in grid.cells if cell.engine == "single"))
     batch = config.batch.model_copy(update={"global_size": config.batch.micro_size})
     data = config.data.model_copy(update={"synthetic": True})
     path = runs.scratch / "profile.yaml"
     files.write_text(path, dump_config(config.model_copy(update={"batch": batch, "data": data})))
-    _measure_once(grid, runs, log, models.StepProfile, "profile.json", "profile_step", [str(path)])
-
-
-def _measure_peak(grid: Grid, runs: Runner, log: Log) -> None:
-    """Write peak.json: the matmul rate of one rank's device."""
-    _measure_once(grid, runs, log, models.Peak, "peak.json", "matmul_peak", [grid.precision, "2"])
-
-
-def _measure_once(
-    grid: Grid,
-    runs: Runner,
-    log: Log,
-    model: type[results.StoredFile],
-    file: str,
-    program: str,
-    arguments: list[str],
-) -> None:
-    """Write the last line that a program of bert_dp.measure prints on one rank's device, unless the file is
-    there or the line is inconsistent."""
-    if results.find(runs.out / file, model) is not None:
-        return
-    log(f"{file}: measured on one device")
-    if lines := runs.helper(f"bert_dp.measure.{program}", arguments, _cores(grid, 1)):
-        try:
-            results.write(runs.out / file, results.parse(lines[-1], model, file))
-        except ConfigError as error:
-            print_error(f"warning: {error}")
+    programs: list[tuple[str, type[results.StoredFile], str, list[str]]] = [
+        ("profile.json", models.StepProfile, "profile_step", [str(path)]),
+        ("peak.json", models.Peak, "matmul_peak", [grid.precision, "2"]),
+    ]
+    for file, model, program, arguments in programs:
+        if results.find(runs.out / file, model) is None:
+            log(f"{file}: measured on one device")
+            if lines := runs.helper(f"bert_dp.measure.{program}", arguments, _cores(grid, 1)):
+                results.write(runs.out / file, results.parse(lines[-1], model, file))

@@ -22,7 +22,6 @@ DISPLACED = {
     "parallel.engine": "--engines chooses it",
     "parallel.zero_stage": "--engines chooses it",
     "parallel.tensor": "--tensor chooses it",
-    "data.synthetic": "--synthetic chooses it",
     **{f"schedule.{name}": "--steps chooses it" for name in BUDGETS},
 }
 """First part of a setting that a cell replaces -> the reason."""
@@ -44,8 +43,6 @@ class Settings:
     """Steps before them, which fill caches, pools and buckets and do not count."""
     accumulation: int | None
     """Micro batches per step in weak mode; None = 1."""
-    synthetic: bool = True
-    """The first engine also runs without the loader."""
 
 
 def run_dir(out: Path, cell: GridCell, repeat: int) -> Path:
@@ -59,7 +56,7 @@ class Grid:
     Weak: the micro batch and the accumulation of a rank stay, the global batch grows with the ranks. Strong:
     the global batch of the configuration stays, the accumulation shrinks. Controls: `single` and ddp on one
     rank; per mode and N a ceiling, N independent copies with the same samples per rank, if those divide and
-    fit; the first engine without the loader.
+    fit.
     """
 
     def __init__(self, config: Config, settings: Settings, machine: Environment, *, on_gpu: bool):
@@ -80,29 +77,23 @@ class Grid:
                 for tensor in self.settings.tensor if ranks > 1 else (1,):
                     if (engine, ranks) == ("ddp", 1):
                         continue
-                    run = self._add(mode, "run", engine, ranks, tensor)
-                    first = engine == self.settings.engines[0] and tensor == 1 < ranks
-                    if run is not None and first and self.settings.synthetic:
-                        self._add(mode, "synthetic", engine, ranks, of=run.id)
+                    self._add(mode, "run", engine, ranks, tensor)
             if ranks > 1:
                 self._add(mode, "ceiling", "independent", ranks)
 
-    def _add(
-        self, mode: Mode, kind: CellKind, engine: str, ranks: int, tensor: int = 1, of: str | None = None
-    ) -> GridCell | None:
-        """Add a cell and return it; None if it cannot run, which is an issue unless it is a ceiling."""
+    def _add(self, mode: Mode, kind: CellKind, engine: str, ranks: int, tensor: int = 1) -> None:
+        """Add a cell. One that cannot run is an issue unless it is a ceiling."""
         split = f"-tp{tensor}" if tensor > 1 else ""
-        name = {"run": engine, "ceiling": "ceiling", "synthetic": f"{engine}-synthetic"}[kind]
-        cell_id = f"{mode}-{name}-n{ranks}{split}"
+        cell_id = f"{mode}-{engine if kind == 'run' else kind}-n{ranks}{split}"
         try:
-            config = self._config(kind, engine, tensor, self._global_size(mode, ranks, tensor))
+            config = self._config(engine, tensor, self._global_size(mode, ranks, tensor))
             layout = batch_layout(config, ranks)
             self._check_memory(config, layout)
         except ConfigError as error:
             if kind != "ceiling":
                 where = f" (cell {cell_id})"
                 self.issues += [dataclasses.replace(i, message=i.message + where) for i in error.issues]
-            return None
+            return
         cell = GridCell(
             id=cell_id,
             mode=mode,
@@ -113,30 +104,19 @@ class Grid:
             micro_batch=layout.micro_size,
             accumulation=layout.grad_accum_steps,
             global_batch=layout.global_size,
-            of=of,
         )
         self.cells.append(cell)
-        return cell
 
     def _global_size(self, mode: Mode, ranks: int, tensor: int) -> int:
         batch = self.config.batch
         if mode == "strong":
             return batch.global_size
         if ranks % tensor:  # else the batch would follow a number of replicas that there is not
-            raise ConfigError(
-                [
-                    Issue(
-                        "--tensor",
-                        "does_not_divide",
-                        f"{tensor} does not divide {ranks} ranks",
-                        tensor,
-                        "--nproc",
-                    )
-                ]
-            )
+            message = f"{tensor} does not divide {ranks} ranks"
+            raise ConfigError([Issue("--tensor", "does_not_divide", message, tensor, "--nproc")])
         return batch.micro_size * (self.settings.accumulation or 1) * (ranks // tensor)
 
-    def _config(self, kind: CellKind, engine: str, tensor: int, global_size: int) -> Config:
+    def _config(self, engine: str, tensor: int, global_size: int) -> Config:
         """Return the user's configuration with the cell's values, which saves nothing."""
         name, _, stage = engine.partition("-")
         parallel: dict[str, Any] = {"engine": name, "tensor": tensor}
@@ -152,12 +132,11 @@ class Grid:
             micro_size=self.config.batch.micro_size,
             parallel=parallel,
             precision=self.precision,
-            data={"synthetic": kind == "synthetic"},
         )
 
     def config_of(self, cell: GridCell) -> Config:
         """Return the configuration that the ranks of a cell train."""
-        return self._config(cell.kind, cell.engine, cell.tensor, cell.global_batch)
+        return self._config(cell.engine, cell.tensor, cell.global_batch)
 
     def displaced(self, overrides: Sequence[str]) -> list[str]:
         """Return a line for each of the user's `a.b=value` that has no effect on any cell."""

@@ -12,17 +12,16 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from bert_dp.files.models import FailureKind, StoredFile, StoredModel
-from launcher.results import Count, Interval, PlanFile, Point, Positive
+from bert_dp.files.models import StoredFile, StoredModel
+from launcher.results import Count, Interval, PlanFile, Positive
 
-MAX_READY_RATIO = 1.05  # of the last ready time over the backward pass: two clocks
 MEASURE_AGAIN = "remove it, and `bert-dp scale` measures it again"
 
 Seconds = Annotated[float, Field(ge=1e-9, le=1e9)]
 Bytes = Annotated[int | float, Field(ge=1, le=1e18)]
 Share = Annotated[float, Field(ge=0)]
 Mode = Literal["weak", "strong"]
-CellKind = Literal["run", "ceiling", "synthetic"]
+CellKind = Literal["run", "ceiling"]
 CellStatus = Literal["ok", "oom", "failed", "pending"]
 DiagnosisKind = Literal[
     "out_of_memory",
@@ -55,7 +54,6 @@ class GridCell(StoredModel):
     micro_batch: Count
     accumulation: Count
     global_batch: Count
-    of: str | None = None  # the run that a synthetic cell belongs to
 
 
 class GridFile(PlanFile):
@@ -72,7 +70,6 @@ class LinkPoint(StoredModel):
     bytes: Bytes
     seconds: Seconds
     busbw_gb_s: float | None = None
-    bucket: bool = False  # DDP reduces a bucket of this size
 
 
 class MeasuredLink(StoredFile):
@@ -97,42 +94,23 @@ class StepProfile(StoredFile):
 
     hint: ClassVar[str] = MEASURE_AGAIN
     device: str = "GPU"
-    precision: str | None = None
-    compiled: bool | None = None
-    engine: str | None = None
+    precision: str = "fp32"
     micro_batch: Count
     sequence_length: Count
     parameters: Count | None = None
-    num_layers: Count | None = None
-    hidden_size: Count | None = None
-    num_heads: Count | None = None
-    forward_s: Seconds | None = None
+    num_layers: Count
+    hidden_size: Count
+    num_heads: Count = 1
+    micro_s: Seconds  # forward and backward
     backward_s: Seconds
-    optimizer_s: Annotated[float, Field(ge=0, le=1e9)] | None = None
-    micro_s: Seconds | None = None
+    optimizer_s: Annotated[float, Field(ge=0, le=1e9)] = 0.0
     gradients: list[MeasuredGradient] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
-        if self.micro_s is None and self.forward_s is None:
-            raise ValueError("micro_s: missing, and forward_s too")
-        if self.backward_s > self.whole_s:
-            raise ValueError(f"backward_s: {self.backward_s:g} is above micro_s, {self.whole_s:g}")
-        last = max(self.gradients, key=lambda gradient: gradient.ready_s)
-        if last.ready_s > MAX_READY_RATIO * self.backward_s:
-            raise ValueError(
-                f"ready_s of {last.name}: {last.ready_s:g} is above backward_s, {self.backward_s:g}"
-            )
-        if not 1 <= self.width <= 8:
-            raise ValueError(f"parameters: {self.parameters} for gradients of {self.size:g} bytes")
-        if self.hidden_size and self.num_heads and self.hidden_size % self.num_heads:
-            raise ValueError(f"num_heads: {self.num_heads} does not divide hidden_size {self.hidden_size}")
+        if self.backward_s > self.micro_s:
+            raise ValueError(f"backward_s: {self.backward_s:g} is above micro_s, {self.micro_s:g}")
         return self
-
-    @property
-    def whole_s(self) -> float:
-        """Return the seconds of a micro batch."""
-        return self.micro_s if self.micro_s is not None else self.backward_s + (self.forward_s or 0.0)
 
     @property
     def size(self) -> float:
@@ -149,7 +127,6 @@ class Peak(StoredFile):
     """peak.json, and `peak` in scaling.json: FLOP/s of one rank's device."""
 
     hint: ClassVar[str] = MEASURE_AGAIN
-    device: str | None = None
     precision: str | None = None  # of the measured rate
     matmul_flops: Positive | None = None  # the best of the measured shapes
     datasheet_flops: float | None = None
@@ -161,9 +138,6 @@ class ScalingSettings(StoredModel):
     steps: int | None = None  # timed optimizer steps of a run
     warm_up: int | None = None  # steps before them
     repeats: int | None = None
-    launcher: str | None = None
-    engines: list[str] = []
-    gpus: list[int] = []
     micro_batch: int | None = None
     accumulation: Count | None = None  # in weak mode
     global_batch: int | None = None  # in strong mode
@@ -171,9 +145,7 @@ class ScalingSettings(StoredModel):
     parameters: int | None = None
     flops_per_token: Annotated[float, Field(gt=0, le=1e18)] | None = None  # forward and backward
     precision: str | None = None
-    compiled: bool | None = None
     device: str | None = None
-    optimizer: str | None = None
     model: str | None = None
 
 
@@ -183,14 +155,7 @@ class StepTime(StoredModel):
     median: Seconds | None = None
     p95: Seconds | None = None
     mean: Seconds | None = None
-    ci95: Annotated[list[Share], Field(min_length=2, max_length=2)] | None = None
-    """Interval of the mean; null for one repeat. Two repeats that differ much may have 0 as an end."""
-
-    @model_validator(mode="after")
-    def _ascends(self) -> Self:
-        if self.ci95 is not None and self.ci95[0] > self.ci95[1]:
-            raise ValueError(f"ci95: {self.ci95} does not ascend")
-        return self
+    ci95: Interval | None = None  # of the mean; null for one repeat
 
 
 class RepeatMeasurement(StoredModel):
@@ -214,17 +179,10 @@ class SplitTime(StoredModel):
     other: float
 
 
-class LossCurve(StoredModel):
-    """[[tokens, nats], ...] of the first repeat."""
-
-    curve: list[Point] = []
-
-
 class CellMeasurement(GridCell):
     """Figures of one cell; a cell that did not run to its end has none."""
 
     status: CellStatus
-    failure_kind: FailureKind | None = None  # if the status is oom or failed
     cause: str | None = None
     repeats: list[RepeatMeasurement] = []
     steps_per_s: float | None = None
@@ -236,8 +194,6 @@ class CellMeasurement(GridCell):
     split_s: SplitTime | None = None
     data_wait_fraction: Share | None = None
     data_wait_fraction_ci95: Interval | None = None
-    loader_fraction: float | None = None  # share of a step that the synthetic twin saves
-    loader_fraction_ci95: Interval | None = None
     speedup: float | None = None  # throughput over that of `single` on one rank
     efficiency: Positive | None = None
     efficiency_ci95: Interval | None = None
@@ -257,13 +213,10 @@ class CellMeasurement(GridCell):
     straggler_rank: int | None = None
     """The slowest rank, if the whole interval is above 1.2 and it is the slowest of every repeat."""
     peak_memory_gib: float | None = None  # greatest over all ranks
-    energy_j: float | None = None  # joules of a run's real steps, all ranks
-    energy_j_per_mtoken: float | None = None  # per million tokens
     mfu: float | None = None  # model FLOP/s over the data sheet's
     mamfu: float | None = None  # model FLOP/s over the measured matmul rate
     launch_fraction: float | None = None  # host time to enqueue a step over the step; null on a CPU
     launch_fraction_ci95: Interval | None = None
-    loss: LossCurve | None = None
     loss_agrees: bool | None = None
     loss_deviation: float | None = None  # greatest relative difference from one rank's
     skipped_steps: int | None = None
@@ -320,7 +273,6 @@ class PredictedRow(StoredModel):
     split_s: PredictedSplit
     exposed_comm_fraction: float
     tokens_per_s: float
-    samples_per_s: float | None = None
     speedup: float
     efficiency: float
     mfu: float | None = None
@@ -331,13 +283,10 @@ class ComparedCell(StoredModel):
     """A measured cell beside its prediction."""
 
     cell: str
-    ranks: int
     predicted_step_s: float
     measured_step_s: float | None = None
     ci95: Interval | None = None  # interval of the measured step, seconds
     within: bool | None = None  # the prediction lies in it
-    predicted_tokens_per_s: float | None = None
-    measured_tokens_per_s: float | None = None
     predicted_efficiency: float
     measured_efficiency: float | None = None
     measured_efficiency_ci95: Interval | None = None

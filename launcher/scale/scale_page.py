@@ -1,17 +1,12 @@
-"""The page, the console report and the CSV of a scaling benchmark: its result, figures and verdicts."""
+"""The page and the console report of a scaling benchmark: its result, figures and verdicts."""
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
 
-from bert_dp import files
-from launcher import results
 from launcher.report.numbers import NA, count_of, format_count, format_interval, format_lr, format_step_time
 from launcher.report.numbers import number as finite
 from launcher.report.page import (
@@ -21,7 +16,6 @@ from launcher.report.page import (
     Figure,
     Level,
     Line,
-    Mark,
     Quantity,
     Ratio,
     ReferenceLine,
@@ -38,7 +32,7 @@ from launcher.report.page import (
     table,
 )
 from launcher.scale import models
-from launcher.scale.diagnose import CEILING, COMMUNICATION, EFFICIENCY, STRAGGLER
+from launcher.scale.analyze import CEILING, COMMUNICATION, EFFICIENCY, STRAGGLER
 from launcher.scale.models import CellMeasurement, DiagnosisKind, Mode, Scaling
 
 FILE = "scaling.json"
@@ -54,7 +48,6 @@ LEVELS: dict[DiagnosisKind, Level] = {
     "no_single_cause": "info",
 }  # the others, which are losses, are warnings
 SPEEDUP = Ratio("speedup", "speed-up", "ratio", "efficiency_ci95")
-DDP1 = Ratio("efficiency_ddp1", "against ddp on one rank", "percent", "efficiency_ddp1_ci95")
 EXPOSED = Ratio("exposed_comm_fraction", "exposed", "percent", "communication_efficiency_ci95")
 PER_PEAK = (
     Ratio("mfu", "MFU", "percent", "step_time_s.ci95"),
@@ -74,7 +67,7 @@ RESULT_NOTE = (
     "Rates over all ranks; speed-up, efficiency with its 95 % interval: against single on one rank; comm.: "
     "throughput / ceiling; exposed, data: shares of a step that waits for gradients, for data; slowest: own "
     "work of the slowest rank / median; memory: peak of the greatest rank. "
-    "Every number of every cell is in scaling.csv, of every repeat in scaling.json."
+    "Every number of every cell and repeat is in scaling.json."
 )
 BANDS = (
     "Whiskers: 95 % intervals over the repeats; a point whose interval is wider than a factor of "
@@ -84,17 +77,17 @@ BANDS = (
 
 def scale_page(scaling: Scaling, folder: Path | None = None) -> Report:
     """Return the report of scaling.json, partial or complete."""
-    modes = _modes(scaling)
-    by_mode = (_speedup, _efficiency, _communication, _memory, _step_split)
+    modes = sorted({cell.mode for cell in _runs(scaling)}, reverse=True)  # weak first
+    by_mode = (_speedup, _efficiency, _step_split)
     figures = [figure(scaling, mode) for mode in modes for figure in by_mode] + [_bandwidth(scaling)]
-    if "strong" in modes:  # weak scaling trains another global batch, so another model, at every N
-        figures.append(_loss(scaling))
-    result = ReportSection("Result", tables=[_result(scaling)], notes=[RESULT_NOTE])
+    result = ReportSection("Result", tables=[_result(scaling)], notes=[RESULT_NOTE, *_agreement(scaling)])
     prediction = [_prediction(scaling.prediction)] if scaling.prediction else []
+    size = format_count(max((cell.world_size for cell in scaling.cells), default=None))
+    device = scaling.settings.device or "device not recorded"
     can_plan = folder is not None and scaling.profile is not None
     return Report(
         "bert-dp: scaling benchmark",
-        [_machine(scaling), _method(scaling, modes)],
+        [machine_line(scaling.environment, f"up to {size} x {device}"), _method(scaling, modes)],
         [*_ends(scaling), *_verdicts(scaling)],
         _tiles(scaling),
         [result, ReportSection("", figures, console=False), *prediction],
@@ -105,17 +98,6 @@ def scale_page(scaling: Scaling, folder: Path | None = None) -> Report:
 def _runs(scaling: Scaling) -> list[CellMeasurement]:
     """Return the cells that are no controls."""
     return [cell for cell in scaling.cells if cell.kind == "run"]
-
-
-def _modes(scaling: Scaling) -> list[Mode]:
-    present = {cell.mode for cell in _runs(scaling)}
-    return [mode for mode in get_args(Mode) if mode in present] or ["weak"]
-
-
-def _machine(scaling: Scaling) -> str:
-    sizes, device = [c.world_size for c in scaling.cells], scaling.settings.device or "device not recorded"
-    count = f"up to {format_count(max(sizes))} x {device}" if sizes else device
-    return machine_line(scaling.environment, count)
 
 
 def _method(scaling: Scaling, modes: Sequence[Mode]) -> str:
@@ -171,16 +153,15 @@ def _tiles(scaling: Scaling) -> list[Tile]:
     if peak.matmul_flops:
         peaks.append(f"{peak.precision or ''} matmul peak measured here".lstrip())
 
-    def tile(label: str, ratio: Ratio, scope: str = "") -> Tile:
-        return Tile(label, cell_of(best, ratio).text, f"{scope}95 % interval {ratio.ends(best)}")
-
     place = f"{best.id}, N = {format_count(best.world_size)}" if best else "no cell has run"
-    both = " / ".join(cell_of(best, ratio).text for ratio in PER_PEAK)
+    speedup, efficiency, sent, *per_peak = (
+        cell_of(best, ratio).text for ratio in (SPEEDUP, EFFICIENCY, COMMUNICATION, *PER_PEAK)
+    )
     return [
-        Tile("Best speed-up", cell_of(best, SPEEDUP).text, place),
-        tile("Efficiency", EFFICIENCY),
-        tile("Communication efficiency", COMMUNICATION, "of the ceiling; "),
-        Tile("MFU / MAMFU", both, "; ".join(peaks)),
+        Tile("Best speed-up", speedup, place),
+        Tile("Efficiency", efficiency, f"95 % interval {EFFICIENCY.ends(best)}"),
+        Tile("Communication efficiency", sent, f"of the ceiling; 95 % interval {COMMUNICATION.ends(best)}"),
+        Tile("MFU / MAMFU", " / ".join(per_peak), "; ".join(peaks)),
     ]
 
 
@@ -206,38 +187,32 @@ def _result(scaling: Scaling) -> Table:
     return table([(run.id, run) for run in runs], columns, corner="cell", empty="no cells recorded")
 
 
+def _agreement(scaling: Scaling) -> list[str]:
+    """Say how far the losses of a strong grid agree: weak scaling trains another model at every N."""
+    compared = [cell for cell in _runs(scaling) if cell.loss_agrees is not None]
+    if not compared:
+        return []
+    agree, deviation = (
+        sum(bool(c.loss_agrees) for c in compared),
+        max(c.loss_deviation or 0 for c in compared),
+    )
+    losses = f"Losses of {agree} of {len(compared)} compared cells agree with those of one rank"
+    return [f"{losses}; greatest relative deviation {format_lr(deviation)}."]
+
+
 def _prediction(prediction: models.Prediction) -> ReportSection:
-    """Return each measured cell beside its prediction, and the predictions for other numbers of ranks."""
-    compared = (
+    """Return each measured cell beside its prediction."""
+    columns = (
         Quantity("predicted_step_s", "step, predicted", "seconds"),
         Quantity("measured_step_s", "step, measured", "seconds"),
         Computed(lambda row: TableCell(format_interval(row.ci95, format_step_time)), "95 % interval"),
-        Computed(
-            lambda row: row.predicted_step_s / row.measured_step_s - 1 if row.measured_step_s else None,
-            "difference",
-            "percent",
-        ),
         Quantity("predicted_efficiency", "efficiency, predicted", "percent"),
         MEASURED_EFFICIENCY,
         Computed(lambda row: TableCell(MEASURED_EFFICIENCY.ends(row)), "95 % interval"),
     )
-    predicted = (
-        Quantity("global_batch", "global batch", "count"),
-        Quantity("step_time_s", "step", "seconds"),
-        Quantity("exposed_comm_fraction", "exposed communication", "percent"),
-        Quantity("tokens_per_s", "tokens/s"),
-        Quantity("speedup", "speed-up", "ratio"),
-        Quantity("efficiency", "efficiency", "percent"),
-    )
-    others = [(f"N = {format_count(row.world_size)}", row) for row in prediction.rows]
-    tables = [
-        table([(row.cell, row) for row in prediction.measured], compared, corner="cell"),
-        table(others, predicted, title="Predicted"),
-    ]
-    shown = [each for each in tables if each.rows]
-    return ReportSection(
-        "Prediction and measurement", tables=shown, notes=prediction.assumptions, console=False
-    )
+    compared = table([(row.cell, row) for row in prediction.measured], columns, corner="cell")
+    title = "Prediction and measurement"
+    return ReportSection(title, tables=[compared], notes=prediction.assumptions, console=False)
 
 
 # --- figures
@@ -258,18 +233,20 @@ def _ranks_axis(scaling: Scaling, mode: Mode) -> Axis:
     return Axis("N, ranks", "count", bool(sizes) and sizes[-1] > LOG_FROM * sizes[0], ticks=sizes)
 
 
-def _lines(scaling: Scaling, mode: Mode, ratio: Ratio, *, times_n: bool = False) -> list[Line]:
-    """Return a line with its interval for each engine; `times_n` makes a speed-up of an efficiency."""
+def _lines(scaling: Scaling, mode: Mode, *, times_n: bool = False) -> list[Line]:
+    """Return a line of efficiency with its interval for each engine; `times_n` makes it a speed-up."""
 
-    def values(cells: Sequence[CellMeasurement], path: str) -> list[float | None]:
-        numbers = [dataclasses.replace(ratio, path=path).number(cell) for cell in cells]
-        factors = [cell.world_size if times_n else 1 for cell in cells]
-        return [None if x is None else x * factor for x, factor in zip(numbers, factors, strict=True)]
+    def height(cell: CellMeasurement, path: str) -> float | None:
+        value = at(cell, path) if EFFICIENCY.number(cell) is not None else None
+        return value and value * (cell.world_size if times_n else 1)
 
     lines = []
     for colour, (label, cells) in enumerate(_groups(scaling, mode).items()):
-        x, y = [float(cell.world_size) for cell in cells], values(cells, ratio.path)
-        low, high = (values(cells, f"{ratio.interval}.{end}") for end in ("low", "high"))
+        x = [float(cell.world_size) for cell in cells]
+        y, low, high = (
+            [height(cell, path) for cell in cells]
+            for path in ("efficiency", "efficiency_ci95.low", "efficiency_ci95.high")
+        )
         lines.append(Line(label, x, y, colour, "both", low, high))
     return lines
 
@@ -289,7 +266,7 @@ def _speedup(scaling: Scaling, mode: Mode) -> Figure:
     lines = [
         Line("ideal", sizes, sizes, None, "dotted"),
         *_ceiling_line(scaling, mode, times_n=True),
-        *_lines(scaling, mode, EFFICIENCY, times_n=True),
+        *_lines(scaling, mode, times_n=True),
     ]
     label = "speed-up, throughput / throughput of one rank"
     y = Axis(label, "ratio", x.log, not x.log, sizes if x.log else ())
@@ -299,37 +276,14 @@ def _speedup(scaling: Scaling, mode: Mode) -> Figure:
 
 def _efficiency(scaling: Scaling, mode: Mode) -> Figure:
     """Draw efficiency and its ceiling over N."""
-    label = "efficiency, throughput / (N x throughput of one rank)"
-    return _share(scaling, mode, EFFICIENCY, label, BANDS, _ceiling_line(scaling, mode))
-
-
-def _communication(scaling: Scaling, mode: Mode) -> Figure:
-    """Draw communication efficiency over N."""
-    note = "Efficiency = ceiling x communication efficiency."
-    return _share(scaling, mode, COMMUNICATION, "throughput / ceiling", note)
-
-
-def _share(
-    scaling: Scaling, mode: Mode, ratio: Ratio, label: str, note: str, ceiling: Sequence[Line] = ()
-) -> Figure:
     return Figure(
-        f"{ratio.head.capitalize()}, {mode} scaling",
-        [*ceiling, *_lines(scaling, mode, ratio)],
+        f"Efficiency, {mode} scaling",
+        [*_ceiling_line(scaling, mode), *_lines(scaling, mode)],
         _ranks_axis(scaling, mode),
-        Axis(label, "percent"),
+        Axis("efficiency, throughput / (N x throughput of one rank)", "percent"),
         levels=[ReferenceLine("100 %", 1.0)],
-        note=f"{note} The axis does not start at 0.",
+        note=f"{BANDS} Efficiency = ceiling x communication efficiency. The axis does not start at 0.",
     )
-
-
-def _memory(scaling: Scaling, mode: Mode) -> Figure:
-    """Draw the peak of the greatest rank over N."""
-    lines = [
-        Line(label, [float(c.world_size) for c in cells], [c.peak_memory_gib for c in cells], index, "both")
-        for index, (label, cells) in enumerate(_groups(scaling, mode).items())
-    ]
-    y = Axis("peak memory of the greatest rank (GiB)", from_zero=True)
-    return Figure(f"Peak memory, {mode} scaling", lines, _ranks_axis(scaling, mode), y)
 
 
 def _step_split(scaling: Scaling, mode: Mode) -> Figure:
@@ -348,72 +302,13 @@ def _step_split(scaling: Scaling, mode: Mode) -> Figure:
 
 
 def _bandwidth(scaling: Scaling) -> Figure:
-    """Draw all-reduce bus bandwidth over message size, with the sizes of DDP's buckets marked."""
+    """Draw all-reduce bus bandwidth over message size."""
     lines = []
     for index, link in enumerate(scaling.links):
         points = sorted(link.points, key=lambda point: point.bytes)
         x, y = [point.bytes for point in points], [point.busbw_gb_s for point in points]
         label = f"{format_count(link.world_size)} ranks, {link.backend or 'backend not recorded'}"
         lines.append(Line(label, x, y, index, "both"))
-    buckets = {point.bytes for link in scaling.links for point in link.points if point.bucket}
-    marks = [Mark("size of a gradient bucket", size) for size in sorted(buckets)]
     x_axis, y_axis = Axis("message (bytes)", log=True), Axis("bus bandwidth (GB/s, 1e9)", from_zero=True)
     note = "Bus bandwidth: bytes / time x 2 (N - 1) / N, what the slowest link carries."
-    return Figure("All-reduce bus bandwidth", lines, x_axis, y_axis, marks=marks, note=note)
-
-
-def _loss(scaling: Scaling) -> Figure:
-    """Draw the training loss of the strong cells on top of each other, thick to thin."""
-    cells = [c for c in _runs(scaling) if c.mode == "strong" and c.loss and c.loss.curve]
-    lines = []
-    for i, cell in enumerate(cells):
-        curve = cell.loss.curve if cell.loss else []
-        width = max(1.0, 8.0 - 7.0 * i / max(1, len(cells) - 1))
-        lines.append(Line(cell.id, [t for t, _ in curve], [nats for _, nats in curve], i, width=width))
-    compared = [cell for cell in cells if cell.loss_agrees is not None]
-    agree = sum(bool(cell.loss_agrees) for cell in compared)
-    deviation = max((cell.loss_deviation or 0.0 for cell in compared), default=None)
-    note = f"The loss of {agree} of {len(compared)} compared cells agrees with the baseline's; greatest "
-    note += f"relative deviation {format_lr(deviation)}."
-    y = Axis("loss (nats per masked token)", "nats")
-    return Figure("Training loss", lines, Axis("tokens"), y, note=note)
-
-
-# --- scaling.csv
-
-PARTS = ("step_time_s", "split_s", "loss")
-RATIOS = {
-    ratio.path: ratio
-    for ratio in (SPEEDUP, EFFICIENCY, DDP1, CEILING, COMMUNICATION, EXPOSED, STRAGGLER, *PER_PEAK)
-}
-
-
-def write_csv(scaling: Scaling, out: Path) -> None:
-    """Write a row per cell, atomically. A column is named by the path into scaling.json; unknown is empty."""
-    paths = dict.fromkeys(path for cell in scaling.cells for path in _csv_paths(results.plain(cell)))
-    text = io.StringIO()
-    lines = csv.writer(text, lineterminator="\n")
-    lines.writerow(paths)
-    lines.writerows([_csv_text(cell, path) for path in paths] for cell in scaling.cells)
-    files.write_text(out, files.safe(text.getvalue()))
-
-
-def _csv_paths(part: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the paths of the numbers and words of a cell, the ends of an interval by `low` and `high`."""
-    for name, value in part.items():
-        path = f"{prefix}{name}"
-        if isinstance(value, dict):
-            yield from _csv_paths(value, f"{path}.")
-        elif name.endswith("ci95"):
-            yield from (f"{path}.low", f"{path}.high")
-        elif name != "curve" and path not in PARTS:
-            yield path
-
-
-def _csv_text(cell: CellMeasurement, path: str) -> str:
-    """Return a number with all its digits; a ratio and its ends have none if they are not measurable."""
-    ratio = RATIOS.get(path.rpartition("_ci95")[0] or path)
-    value = dataclasses.replace(ratio, path=path).of(cell) if ratio else at(cell, path)
-    if isinstance(value, TableCell):
-        return value.text
-    return "" if value is None else "; ".join(value) if isinstance(value, list) else str(value)
+    return Figure("All-reduce bus bandwidth", lines, x_axis, y_axis, note=note)

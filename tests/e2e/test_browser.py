@@ -31,11 +31,11 @@ def hostile_scaling(path: Path) -> Report:
 
 
 REPORTS: dict[str, tuple[int, Callable[[Path], Report]]] = {
-    "scaling": (12, MAKERS["scaling"]),
-    "large": (6, lambda path: scale_page(parsed(scaling(engines=MANY, sizes=SIZES)))),
-    "one": (4, lambda path: scale_page(parsed(scaling(engines=(), sizes=(1,))))),
+    "scaling": (7, MAKERS["scaling"]),
+    "large": (4, lambda path: scale_page(parsed(scaling(engines=MANY, sizes=SIZES)))),
+    "one": (3, lambda path: scale_page(parsed(scaling(engines=(), sizes=(1,))))),
     "scaling, begun": (0, MAKERS["scaling, begun"]),
-    "hostile": (12, hostile_scaling),
+    "hostile": (7, hostile_scaling),
     "run": (5, MAKERS["run"]),
     "runs": (5, MAKERS["runs"]),
     "batch": (2, MAKERS["batch"]),

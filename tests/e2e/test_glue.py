@@ -69,7 +69,7 @@ def done(out: Path) -> dict[str, float]:
 def out(run: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An evaluation that was killed after its first trial, and then went to its end."""
     where = tmp_path_factory.mktemp("evaluated") / "out"
-    evaluation = command(run, data, where, "--init-task", "WNLI=RTE")
+    evaluation = command(run, data, where)
     killed = interrupted(evaluation, where, signal.SIGKILL, lambda: done(where))
     assert killed.returncode == -signal.SIGKILL
     assert not (where / "glue.json").exists()
@@ -109,47 +109,29 @@ def test_every_score_is_that_of_its_trials(found: dict[str, Any], out: Path) -> 
         dev = [row for row in rows if row["split"] == "dev"]
         right = sum(max((0, 1), key=row["logits"].__getitem__) == row["label"] for row in dev)
         assert scores[0] == pytest.approx(right / len(dev))
-    rte, wnli = found["tasks"]
+    rte = found["tasks"][0]
     assert rte["scores"][0]["majority"] == 5 / 8  # `entailment` in the 8 examples of dev
     first = started_from(out, rte["trials"][0])
     assert first["checkpoint"] == found["start"]["checkpoint"]
     assert first["sha256"] == found["start"]["sha256"]
-    for trial, before in zip(wnli["trials"], rte["trials"], strict=True):
-        place = Path(started_from(out, trial)["checkpoint"])
-        assert place.is_relative_to(out / "trials" / before["trial"])
-    assert (wnli["init_task"], wnli["submissions"]) == ("RTE", [])
     assert found["left_out"]["CoLA"] == "no CoLA/train.tsv, CoLA/dev.tsv in --data"
-
-
-def test_the_submission_is_of_the_median_trial(found: dict[str, Any], out: Path) -> None:
-    rte = found["tasks"][0]
-    assert rte["submissions"] == ["submission/RTE.tsv"]
-    rows = read_lines(out / "trials" / rte["median_trial"] / "predictions.jsonl")
-    names = ["entailment", "not_entailment"]
-    expected = [
-        f"{row['index']}\t{names[max((0, 1), key=row['logits'].__getitem__)]}"
-        for row in rows
-        if row["split"] == "test"
-    ]
-    lines = (out / "submission" / "RTE.tsv").read_text().splitlines()
-    assert lines == ["index\tprediction", *expected]
 
 
 def test_a_whole_evaluation_runs_nothing_again_and_has_a_page(
     run: Path, data: Path, out: Path, found: dict[str, Any], tmp_path: Path
 ) -> None:
     before = done(out)
-    again = here(*command(run, data, out, "--init-task", "WNLI=RTE", "--json"))
+    again = here(*command(run, data, out, "--json"))
     assert again.returncode == 0, again.stderr
     assert json.loads(again.stdout)["tasks"] == found["tasks"]
     assert done(out) == before
     page = here("report", str(out), "--out", str(tmp_path / "page.html"))
     assert page.returncode == 0, page.stderr
     shown = (tmp_path / "page.html").read_text()
-    for words in ("subset, from RTE", "recipe head, cls pooling, from step 2", "no CoLA/train.tsv"):
+    for words in ("subset", "recipe head, cls pooling, from step 2", "no CoLA/train.tsv"):
         assert words in shown
-    other = refused(*command(run, data, out))
-    assert "holds another evaluation (settings.init_task differs)" in other
+    other = refused(*command(run, data, out, "optim.lr=1e-4"))
+    assert "holds another evaluation (optim.lr" in other
 
 
 def test_one_checkpoint_of_a_run_is_evaluated(run: Path, data: Path, tmp_path: Path) -> None:
@@ -169,11 +151,8 @@ def test_one_checkpoint_of_a_run_is_evaluated(run: Path, data: Path, tmp_path: P
 
 def test_the_verb_describes_and_refuses(run: Path, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    dry = here(*command(run, data, out, "--dry-run", "--rates", "1e-4,3e-4", "--rate-tasks", "RTE"))
+    dry = here(*command(run, data, out, "--dry-run"))
     assert dry.returncode == 0, dry.stderr
-    assert "RTE, WNLI x 2 seeds, 1 rank each" in dry.stdout
-    assert "left out: CoLA: no CoLA/train.tsv" in dry.stdout
-    assert "subsets of GLUE's rows, no GLUE score: RTE, WNLI" in dry.stdout
     for more, line in (
         (("--tasks", "MNLI"), "--tasks: MNLI needs MNLI/train.tsv"),
         (("--tasks", "rte"), "--tasks: rte is not a task of GLUE"),
@@ -191,15 +170,18 @@ def export_scores(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(script), *words], capture_output=True, text=True, check=False)
 
 
-def test_what_8_bits_cost_a_trial(out: Path, tmp_path: Path) -> None:
-    """benchmarks/export_scores.py, by the trials that kept their checkpoints."""
+def test_what_8_bits_cost_a_finetuned_run(run: Path, data: Path, tmp_path: Path) -> None:
+    """benchmarks/export_scores.py"""
     pytest.importorskip("onnxruntime")
-    trials = sorted(out.glob("trials/RTE-*"))
+    trials = [tmp_path / "finetuned"]
+    task = ["--task", "RTE", f"--data={data}", "--nproc", "1", "--run-dir", str(trials[0])]
+    finetuned = here("finetune", str(run), *SETTINGS, *task)
+    assert finetuned.returncode == 0, finetuned.stderr
     words = [*map(str, trials), "--forms", "onnx-int8", "--json", str(tmp_path / "record.json")]
     done = export_scores(*words)
     assert done.returncode == 0, done.stderr
     record = read_json(tmp_path / "record.json")
-    assert str(out) not in json.dumps(record), "no path of this machine in a record"
+    assert str(tmp_path) not in json.dumps(record), "no path of this machine in a record"
     assert list(record["runs"]) == [trial.name for trial in trials]
     for trial in trials:
         found = record["runs"][trial.name]

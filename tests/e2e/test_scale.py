@@ -20,7 +20,7 @@ WARM_UP, STEPS, SEQUENCE, REPEATS = 2, 6, 16, 2
 
 
 def command(shards: Path, out: Path, *more: str) -> list[str]:
-    grid = "--gpus 1,2 --tensor 1,2 --mode strong --no-synthetic"
+    grid = "--gpus 1,2 --tensor 1,2 --mode strong"
     size = f"--repeats {REPEATS} --steps {STEPS} --warm-up {WARM_UP}"
     return ["scale", "quickstart", *tiny(shards), *grid.split(), *size.split(), "--out", str(out), *more]
 
@@ -121,8 +121,6 @@ def test_every_number_is_recomputed_from_the_raw_records(scaling: dict[str, Any]
             assert cell["straggler_ratio"] is None
         flops = cell["tokens_per_s_per_gpu"] * scaling["settings"]["flops_per_token"]
         assert cell["mamfu"] == pytest.approx(flops / peak)
-        lines = read_lines(out / cell["repeats"][0]["run"] / "metrics.jsonl")
-        assert cell["loss"]["curve"] == [[x["tokens"], x["loss"]] for x in lines]
     one = means["strong-single-n1"]
     for cell in scaling["cells"]:
         speedup = one / means[cell["id"]]
@@ -151,13 +149,12 @@ def test_cells_of_one_global_batch_train_one_model(scaling: dict[str, Any]) -> N
     for name in ("strong-ddp-n2", "strong-ddp-n2-tp2"):
         assert cells[name]["loss_agrees"] is True
         assert cells[name]["loss_deviation"] < 1e-5
-    assert cells["strong-ceiling-n2"]["loss"]["curve"] != cells["strong-single-n1"]["loss"]["curve"]
+    assert cells["strong-ceiling-n2"]["loss_agrees"] is None
 
 
 def test_links_profile_and_peak_are_there(scaling: dict[str, Any]) -> None:
     (links,) = scaling["links"]
     assert (links["world_size"], links["backend"]) == (2, "gloo")
-    assert any(point["bucket"] for point in links["points"])
     for point in links["points"]:
         assert point["busbw_gb_s"] == pytest.approx(
             point["bytes"] / point["seconds"] / 1e9
@@ -175,7 +172,7 @@ def test_the_prediction_stands_beside_what_was_measured(scaling: dict[str, Any])
     assert {"strong-single-n1", "strong-ddp-n1", "strong-ddp-n2", "strong-ddp-n2-tp2"} <= set(told)
     cells = {cell["id"]: cell for cell in scaling["cells"]}
     for name, entry in told.items():
-        assert entry["measured_tokens_per_s"] == cells[name]["tokens_per_s"]
+        assert entry["measured_step_s"] == cells[name]["step_time_s"]["mean"]
         assert entry["predicted_step_s"] > 0
 
 
@@ -187,22 +184,6 @@ def test_one_more_call_measures_nothing_again(out: Path, shards: Path) -> None:
     assert told["cells"] == json.loads(before)["cells"]
 
 
-def test_a_report_that_cannot_be_written_names_its_place(out: Path) -> None:
-    message = refused("report", str(out), "--out", "/proc/nothing/x")
-    assert "--out: " in message
-    assert "/proc/nothing" in message
-
-
-def test_a_page_that_cannot_be_written_costs_no_result(out: Path, shards: Path) -> None:
-    (out / "report.html").unlink()
-    (out / "report.html").mkdir()
-    done = here(*command(shards, out))
-    (out / "report.html").rmdir()
-    assert done.returncode == 0, done.stderr
-    assert f"warning: the page {out / 'report.html'} was not written" in done.stderr
-    assert "page: " not in done.stdout
-
-
 def test_another_grid_is_refused_where_one_stands(out: Path, shards: Path) -> None:
     assert "(optim.lr: " in refused(*command(shards, out, "--set", "optim.lr=0.5"))
 
@@ -212,14 +193,9 @@ def test_another_grid_is_refused_where_one_stands(out: Path, shards: Path) -> No
     ("more", "texts"),
     [
         (["--gpus", "1,3"], ["cell strong-ddp-n3", "batch.global_size", "6, 12"]),
-        (["--gpus", "x"], ["--nproc", "1,2,4"]),
         (["--engines", "magic"], ["--engines", "zero1"]),
-        (["--mode", "odd"], ["--mode", "weak"]),
-        (["--launcher", "odd"], ["--launcher", "torchrun"]),
         (["--accumulation", "2"], ["--accumulation", "--mode weak"]),
         (["--out", "/proc/nothing/here"], ["--out", "/proc"]),
-        (["--out", "x" * 300], ["--out", "too long"]),
-        (["--tensor", "2", "--engines", "accelerate"], ["cell strong-accelerate-n2-tp2", "parallel.tensor"]),
         (["--set", "parallel.engine=independent", "--set", "data.path=/nowhere"], ["data.path", "/nowhere"]),
     ],
 )
@@ -231,21 +207,10 @@ def test_a_grid_with_an_impossible_cell_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.quick
-def test_a_dry_run_lists_the_cells(tmp_path: Path, shards: Path) -> None:
-    done = here(*command(shards, tmp_path / "out", "--dry-run", "--set", "checkpoint.keep=3"))
-    assert done.returncode == 0, done.stderr
-    assert "strong-ceiling-n2: 2 ranks, global batch 8 = 2 x 2 x 2" in done.stdout
-    assert "warning: checkpoint.keep has no effect" in done.stdout
-    told = here(*command(shards, tmp_path / "out", "--dry-run", "--json"))
-    assert json.loads(told.stdout)["cells"][0]["id"] == "strong-single-n1"
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_cell_that_fails_is_a_result_and_a_signal_stops(out: Path, tmp_path: Path, shards: Path) -> None:
     """Weak, of one repeat: rank 1 raises in the first run, the ceiling's; the other cells stand."""
     where = tmp_path / "out"
-    options = "--gpus 2 --mode weak --engines zero1 --tensor 1 --synthetic --repeats 1 --steps 3".split()
+    options = "--gpus 2 --mode weak --engines zero1 --tensor 1 --repeats 1 --steps 3".split()
     grid, fault = command(shards, where, *options), broken("raise", step=1, once=str(tmp_path / "once"))
     stopped = interrupted(grid, where, signal.SIGINT, lambda: list(where.glob("runs/*/trial.json")), **fault)
     assert stopped.returncode == 130
@@ -261,7 +226,6 @@ def test_a_cell_that_fails_is_a_result_and_a_signal_stops(out: Path, tmp_path: P
         "weak-single-n1": "ok",
         "weak-ddp-n1": "ok",
         "weak-zero1-n2": "ok",
-        "weak-zero1-synthetic-n2": "ok",
         "weak-ceiling-n2": "failed",
     }
     assert "injected by a test" in cells["weak-ceiling-n2"]["cause"]
@@ -271,16 +235,3 @@ def test_a_cell_that_fails_is_a_result_and_a_signal_stops(out: Path, tmp_path: P
     assert zero1["global_steps_per_s"] == pytest.approx(2 * zero1["steps_per_s"])
     assert zero1["communication_efficiency"] is None
     assert [v["verdict"] for v in scaling["verdicts"]] == ["one repeat"]
-
-
-@pytest.mark.quick
-def test_what_train_refuses_of_this(tmp_path: Path, shards: Path) -> None:
-    done = here(
-        "train",
-        "quickstart",
-        *tiny(shards, "parallel.engine=independent"),
-        "--run-dir",
-        str(tmp_path / "run"),
-    )
-    assert done.returncode == 2
-    assert "bert-dp scale" in done.stderr

@@ -83,18 +83,15 @@ def test_the_tokenizer_of_a_checkpoint_stands_before_that_of_its_run(run: Path) 
     assert finetune.find_pretrained(run).tokenizer == run / "tokenizer.json"
 
 
-def test_examples_are_prepared_by_the_runs_tokenizer_and_a_share_of_train(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_examples_are_prepared_by_the_runs_tokenizer(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, list[str]]] = []
     monkeypatch.setattr(children, "ask_module", lambda *given: asked.append(given[:2]) or "/cache/RTE")
     start = finetune.find_pretrained(run)
     source = finetune.glue_source("RTE", [Path("a"), Path("b")])
-    for share, more in ((0.0, []), (0.1, ["--dev-share", "0.1"])):
-        assert finetune.prepare(start, source, 48, share) == Path("/cache/RTE")
-        rest = ["--task", "RTE", "--data", "a", "--data", "b"]
-        known = ["prepare", "--tokenizer", str(start.tokenizer), "--length", "48"]
-        assert asked[-1] == ("bert_dp.examples.prepare", [*known, *more, *rest])
+    assert finetune.prepare(start, source, 48) == Path("/cache/RTE")
+    rest = ["--task", "RTE", "--data", "a", "--data", "b"]
+    known = ["prepare", "--tokenizer", str(start.tokenizer), "--length", "48"]
+    assert asked == [("bert_dp.examples.prepare", [*known, *rest])]
 
 
 @pytest.mark.parametrize("random", [False, True])

@@ -1,4 +1,4 @@
-"""Test `eval glue` on made trials: scores, medians, the average, the rate, submissions, the pages."""
+"""Test `eval glue` on made trials: scores, medians, the average, the rate, the pages."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from typing import Any
 
 import pytest
 
-from bert_dp.config import Config, ConfigError, Issue, peak_lr
+from bert_dp.config import ConfigError, Issue, peak_lr
 from launcher import results
 from launcher.evaluate import glue, glue_scores
-from launcher.evaluate.glue import GluePlanFile, GlueRun, PreparedTask, choose_tasks, result_file
-from launcher.evaluate.glue_page import compare_report, glue_report
-from launcher.evaluate.glue_scores import Glue, GlueOptions, GlueTask, GlueTrial, RateScore
+from launcher.evaluate.glue import GluePlanFile, PreparedTask, choose_tasks, result_file
+from launcher.evaluate.glue_scores import Glue, GlueOptions, GlueTask, GlueTrial, compare_report, glue_report
 from launcher.job import Output
 from launcher.report.page import Report
 from launcher.run import trials
-from launcher.run.trials import SearchOutcome, Slot, Stopped, Trial, TrialOutcome, TrialsFailed, TrialStatus
+from launcher.run.trials import SearchOutcome, Trial, TrialOutcome, TrialStatus
 from tests.glue_fixture import (
     MadeRunner,
     evaluation,
@@ -31,7 +30,7 @@ from tests.glue_fixture import (
     scores_of,
     write_trial,
 )
-from tests.helpers import failed, read_lines, write_lines
+from tests.helpers import write_lines
 
 EIGHT = ["CoLA", "SST-2", "MRPC", "STS-B", "QQP", "MNLI", "QNLI", "RTE"]
 
@@ -41,7 +40,7 @@ def made_trial(
 ) -> tuple[PreparedTask, Trial]:
     """Write a trial that has ended, with a score of 0.5 in everything by default."""
     task = make_task(name, test=test)
-    trial = glue.make_trial(make_grid(GlueOptions(tasks=[name])), out, task, None, 0, None)
+    trial = glue.make_trial(make_grid(GlueOptions(tasks=[name])), out, task, 0)
     write_trial(trial, task, scores_of(task, 0.5) if scores is None else scores, *answers, **summary)
     return task, trial
 
@@ -87,13 +86,6 @@ def test_a_trial_without_all_its_scores_has_failed(
     assert str(trial.cause).startswith(cause)
 
 
-def test_a_trial_that_failed_has_no_score(tmp_path: Path) -> None:
-    trial = read(*made_trial(tmp_path, "RTE", **failed("loss is NaN")), "failed")
-    assert (trial.status, trial.cause, trial.scores) == ("failed", "loss is NaN", {})
-    oom = read(*made_trial(tmp_path, "MRPC", **failed("rank 0: no", "device_memory")), "oom")
-    assert (oom.status, oom.scores) == ("oom", {})
-
-
 # --- over the seeds
 
 
@@ -116,7 +108,7 @@ def test_the_median_trial_is_one_of_the_trials() -> None:
     assert scored_task("RTE", [None]).median_trial is None
     both = [{"dev/accuracy": 0.1 * i, "dev/f1": 0.1 * i * (3 - i)} for i in (1, 2, 3)]  # F1: 0.2, 0.2, 0
     trials = [GlueTrial(trial=f"s{i}", lr=1, seed=i, status="ok", scores=x) for i, x in enumerate(both)]
-    whole = glue_scores.score_task(make_task("MRPC").manifest, trials, None)
+    whole = glue_scores.score_task(make_task("MRPC").manifest, trials)
     assert whole.median_trial == "s1"  # by the first metric
 
 
@@ -136,7 +128,7 @@ def test_the_average_takes_the_metrics_of_the_recipe() -> None:
         names = [f"{split}/{each}" for split in glue_scores.dev_splits(manifest) for each in manifest.metrics]
         scores = {each: 0.5 if each.endswith(f"/{metric}") else 0.25 for each in names}
         trial = GlueTrial(trial="a", lr=1e-4, seed=0, status="ok", scores=scores)
-        tasks.append(glue_scores.score_task(manifest, [trial], None))
+        tasks.append(glue_scores.score_task(manifest, [trial]))
     assert glue_scores.average(tasks) == (0.5, [])
 
 
@@ -168,151 +160,26 @@ def options(*tasks: str, **more: Any) -> GlueOptions:
     return GlueOptions(tasks=list(tasks), **{"seeds": 2, **more})
 
 
-def glue_run(
-    out: Path,
-    options: GlueOptions,
-    surface: Callable[[str, Config], float | str],
-    tasks: Sequence[PreparedTask] = (),
-    limit: int = 10**6,
-    settings: Sequence[str] = (),
-) -> tuple[GlueRun, MadeRunner]:
-    """The trials of these options, of which none has run; `surface`: (task, configuration) -> score;
-    `settings`: those that were given."""
-    tasks = tasks or [make_task(name) for name in options.tasks]
-    tenths = [make_task(name, dev_share=0.1) for name in options.rate_tasks]
-    runner = MadeRunner(out, [*tasks, *tenths], surface, limit)
-    return GlueRun(make_grid(options, tasks, tenths, settings), runner, print), runner
-
-
 def test_every_task_runs_with_every_seed_and_the_results_are_in_order(tmp_path: Path) -> None:
     rte, mrpc = make_task("RTE", examples=4), make_task("MRPC", examples=40)
-    measured, runner = glue_run(
-        tmp_path, options("MRPC", "RTE"), lambda name, config: 0.5 + config.run.seed / 10, [rte, mrpc]
-    )
-    measured.run()
+    runner = MadeRunner(tmp_path, [rte, mrpc], lambda name, config: 0.5 + config.run.seed / 10)
+    ended: dict[str, list[GlueTrial]] = {"MRPC": [], "RTE": []}
+    glue.finetune_all(make_grid(options("MRPC", "RTE"), [rte, mrpc]), runner, print, ended)
     names = sorted(trial.name for trial in runner.ran)
     assert names == [f"{name}-lr-4e-05-s{seed}" for name in ("MRPC", "RTE") for seed in (0, 1)]
-    assert glue.rounds(measured.grid) == [[mrpc, rte], []]
-    assert measured.lr == 4e-5
-    (score,) = glue_scores.score_task(rte.manifest, measured.trials["RTE"], None).scores
+    (score,) = glue_scores.score_task(rte.manifest, ended["RTE"]).scores
     assert score.seeds == [0.5, 0.6]
     for config in (trial.config for trial in runner.ran):
         assert config.run.init_from == "/run/checkpoints/step-00000005"
         assert (config.checkpoint.keep, config.precision) == (0, "fp32")
 
 
-def test_one_rate_is_chosen_for_all_on_a_tenth_of_train(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    scores = {("MRPC", 1e-4): 0.5, ("CoLA", 1e-4): 0.9, ("MRPC", 3e-4): 0.8, ("CoLA", 3e-4): 0.5}
-    measured, runner = glue_run(
-        tmp_path,
-        options("CoLA", "MRPC", "RTE", rates=[1e-4, 3e-4], rate_tasks=["MRPC", "CoLA"]),
-        lambda name, config: 0.1 if name == "RTE" else scores[name, float(config.optim.lr)],
-        settings=["run.seed=3"],
-    )
-    measured.run()
-    told = capsys.readouterr().out
-    assert "[1/10] rate-" in told
-    assert "[10/10] " in told
-    assert told.splitlines()[-1].endswith("; left <1 s")
-    assert [(rate.lr, rate.scores, rate.mean) for rate in measured.rates] == [
-        (1e-4, {"MRPC": 0.5, "CoLA": 0.9}, pytest.approx(0.7)),
-        (3e-4, {"MRPC": 0.8, "CoLA": 0.5}, pytest.approx(0.65)),
-    ]
-    assert measured.lr == 1e-4
-    of_rate, others = runner.ran[:4], runner.ran[4:]
-    assert {trial.config.optim.lr for trial in others} == {1e-4}
-    assert sorted(trial.name for trial in of_rate) == [
-        f"rate-{name}-lr-{lr}-s3" for name in ("CoLA", "MRPC") for lr in (0.0001, 0.0003)
-    ]
-    assert {trial.config.run.seed for trial in others} == {3, 4}
-    assert all("-0.1" in str(trial.config.data.path) for trial in of_rate)
-    assert all("-0.1" not in str(trial.config.data.path) for trial in others)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "on_gpu", "given", "micro"),
-    [(1, False, [], 8), (1, True, [], 16), (2, True, [], 8), (2, False, ["batch.micro_size=4"], 4)],
-)
-def test_a_trial_takes_the_micro_batch_of_its_device_and_ranks(
-    tmp_path: Path, ranks: int, on_gpu: bool, given: list[str], micro: int
-) -> None:
-    task = make_task("RTE")
-    grid = make_grid(options("RTE", ranks=ranks), [task], overrides=given, on_gpu=on_gpu)
-    trial = glue.make_trial(grid, tmp_path, task, None, 0, None)
-    assert (trial.ranks, trial.config.batch.global_size) == (ranks, 16)
-    assert trial.config.batch.micro_size == micro
-
-
-@pytest.mark.parametrize(
-    ("scores", "chosen"),
-    [
-        ({1e-4: 0.1, 3e-4: "loss is NaN"}, 1e-4),
-        ({1e-4: 0.5, 3e-4: 0.5}, 1e-4),
-        ({1e-4: "loss is NaN", 3e-4: "loss is NaN"}, None),
-    ],
-)
-def test_a_rate_with_a_failed_trial_is_not_chosen(
-    tmp_path: Path, scores: dict[float, float | str], chosen: float | None
-) -> None:
-    measured, _ = glue_run(
-        tmp_path,
-        options("RTE", rates=[*scores], rate_tasks=["RTE"]),
-        lambda _, config: scores[float(config.optim.lr)],
-    )
-    with contextlib.nullcontext() if chosen else pytest.raises(TrialsFailed):
-        measured.run()
-    assert measured.lr == chosen
-    assert [rate.mean for rate in measured.rates] == [
-        None if isinstance(score, str) else score for score in scores.values()
-    ]
-
-
-def test_a_trial_takes_the_rate_as_it_is_and_goes_to_no_service(tmp_path: Path) -> None:
-    asked = ("optim.lr_scaling=sqrt", "optim.lr_batch=64", "log.to=[wandb]")
-    mnli, tenth = make_task("MNLI"), make_task("MNLI", dev_share=0.1)
-    grid = make_grid(options("MNLI", "RTE", init_task={"RTE": "MNLI"}), [mnli], [tenth], asked)
-    trials = [glue.make_trial(grid, tmp_path, task, 1e-4, 0, None) for task in (mnli, tenth)]
-    assert [trial.name for trial in trials] == ["MNLI-lr-0.0001-s0", "rate-MNLI-lr-0.0001-s0"]
-    assert [trial.config.checkpoint.keep for trial in trials] == [1, 0]
-    for config in (trial.config for trial in trials):
-        assert (peak_lr(config).value, config.log.to) == (1e-4, ())
-    given = glue.make_trial(grid, tmp_path, mnli, None, 0, None).config
-    assert peak_lr(given).value == pytest.approx(4e-5 * (16 / 64) ** 0.5)
-
-
-def test_a_task_starts_from_the_finetuned_run_of_the_same_seed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    measured, runner = glue_run(
-        tmp_path,
-        options("MNLI", "RTE", init_task={"RTE": "MNLI"}),
-        lambda name, config: "loss is NaN" if (name, config.run.seed) == ("MNLI", 1) else 0.5,
-    )
-    measured.run()
-    configs = {trial.name: trial.config for trial in runner.ran}
-    assert sorted(configs) == ["MNLI-lr-4e-05-s0", "MNLI-lr-4e-05-s1", "RTE-lr-4e-05-s0"]
-    assert configs["RTE-lr-4e-05-s0"].run.init_from == str(tmp_path / "trials" / "MNLI-lr-4e-05-s0")
-    assert configs["MNLI-lr-4e-05-s0"].checkpoint.keep == 1
-    assert configs["RTE-lr-4e-05-s0"].checkpoint.keep == 0
-    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
-    assert told[-1].startswith("[4/4] "), "what cannot start counts as done"
-    assert told[-1].endswith("; left <1 s")
-    (failed,) = [trial for trial in measured.trials["RTE"] if trial.seed == 1]
-    assert (failed.status, failed.scores) == ("failed", {})
-    assert "MNLI-lr-4e-05-s1" in str(failed.cause)
-
-
-def test_what_was_stopped_goes_on(tmp_path: Path) -> None:
-    stopped, first = glue_run(tmp_path, options("MRPC", "RTE"), lambda *_: 0.5, limit=3)
-    with pytest.raises(Stopped):
-        stopped.run()
-    assert sum(len(trials) for trials in stopped.trials.values()) == 3
-    whole, second = glue_run(tmp_path, options("MRPC", "RTE"), lambda *_: 0.5)
-    whole.run()
-    assert (len(first.ran), len(second.ran)) == (3, 1)
-    assert {name: len(trials) for name, trials in whole.trials.items()} == {"RTE": 2, "MRPC": 2}
+def test_a_trial_scales_its_rate_and_goes_to_no_service(tmp_path: Path) -> None:
+    given = ("optim.lr_scaling=sqrt", "optim.lr_batch=64", "log.to=[wandb]")
+    mnli = make_task("MNLI")
+    config = glue.make_trial(make_grid(options("MNLI"), [mnli], given), tmp_path, mnli, 0).config
+    assert (config.checkpoint.keep, config.log.to) == (0, ())
+    assert peak_lr(config).value == pytest.approx(4e-5 * (16 / 64) ** 0.5)
 
 
 # --- what is refused
@@ -329,8 +196,8 @@ def test_every_task_that_is_there_is_taken_in_order() -> None:
     found, left_out = choose_tasks(MISSING, GlueOptions())
     assert found.tasks == [name for name in MISSING if name != "QQP"]
     assert left_out == {"QQP": "no QQP/train.tsv, QQP/dev.tsv in --data"}
-    found, left_out = choose_tasks(MISSING, GlueOptions(tasks=["RTE", "CoLA"], rates=[1e-4]))
-    assert (found.tasks, found.rate_tasks) == (["CoLA", "RTE"], ["CoLA", "MRPC", "STS-B", "RTE"])
+    found, left_out = choose_tasks(MISSING, GlueOptions(tasks=["RTE", "CoLA"]))
+    assert found.tasks == ["CoLA", "RTE"]
     assert list(left_out) == ["QQP"]
 
 
@@ -339,12 +206,6 @@ def test_every_task_that_is_there_is_taken_in_order() -> None:
     [
         ({"tasks": ["cola"]}, ("--tasks", "unknown", "cola", None)),
         ({"tasks": ["QQP"]}, ("--tasks", "not_found", "QQP", "--data")),
-        ({"rate_tasks": ["RTE"]}, ("--rate-tasks", "no_effect", None, "--rates")),
-        ({"rates": [1e-4], "rate_tasks": ["QQP"]}, ("--rate-tasks", "not_found", "QQP", "--data")),
-        ({"init_task": {"RTE": "QQP"}}, ("--init-task", "conflict", "RTE=QQP", "--tasks")),
-        ({"init_task": {"RTE": "MNLI", "MNLI": "SST-2"}}, ("--init-task", "unsupported", "RTE=MNLI", None)),
-        ({"init_task": {"RTE": "RTE"}}, ("--init-task", "unsupported", "RTE=RTE", None)),
-        ({"init_task": {"RTE": "MNLI"}, "init": "random"}, ("--init-task", "conflict", None, "--init")),
     ],
 )
 def test_options_that_cannot_be_run_are_refused(options: dict[str, Any], expected: tuple[Any, ...]) -> None:
@@ -356,68 +217,9 @@ def test_data_without_a_task_is_refused() -> None:
     assert refusals(choose_tasks, nothing, GlueOptions()) == [("--data", "not_found", None, None)]
 
 
-@pytest.mark.parametrize(
-    ("setting", "rates", "kind"),
-    [
-        ("optim.lr=1e-3", [1e-4], "conflict"),
-        ("optim.lr_batch=8", [1e-4], "conflict"),
-        ("optim.lr=1e-3", [], None),
-        ("checkpoint.keep=2", [], "no_effect"),
-        ("log.to=[wandb]", [], "no_effect"),
-    ],
-)
-def test_settings_that_an_evaluation_makes_itself_are_refused(
-    setting: str, rates: list[float], kind: str | None
-) -> None:
-    issues = glue.setting_issues([setting, "log.every_steps=5"], rates)
-    name = setting.partition("=")[0]
-    assert [(issue.setting, issue.kind) for issue in issues] == ([(name, kind)] if kind else [])
-
-
-# --- files for GLUE's server
-
-
-def submitted(out: Path, task: PreparedTask, trial: Trial) -> dict[str, list[str]]:
-    """Return each file with its lines below the head."""
-    files = glue_scores.write_submissions(out, trial.name, task.manifest)
-    lines = {name: (out / name).read_text().splitlines() for name in files}
-    assert {head for head, *_ in lines.values()} <= {"index\tprediction"}
-    return {name: rest for name, (_, *rest) in lines.items()}
-
-
-def test_a_submission_has_names_of_labels_in_order(tmp_path: Path) -> None:
-    def answers(config: Config, split: str, i: int) -> list[float]:
-        return [float(split == "test_matched"), i - 0.5]
-
-    assert submitted(tmp_path, *made_trial(tmp_path, "MNLI", None, answers, test=3)) == {
-        "submission/MNLI-m.tsv": ["0\tentailment", "1\tentailment", "2\tnot_entailment"],
-        "submission/MNLI-mm.tsv": ["0\tentailment", "1\tnot_entailment", "2\tnot_entailment"],
-    }
-
-
-def test_a_submission_is_in_the_order_of_the_test_file_whatever_that_of_the_predictions(
-    tmp_path: Path,
-) -> None:
-    """Similarities are clipped there alone."""
-    task, trial = made_trial(tmp_path, "STS-B", None, lambda *of: [[-0.25, 2.5, 7.0, 1.0][of[2]]], test=4)
-    path = trial.directory / "predictions.jsonl"
-    write_lines(path, read_lines(path)[::-1])
-    lines = ["0\t0.000", "1\t2.500", "2\t5.000", "3\t1.000"]
-    assert submitted(tmp_path, task, trial) == {"submission/STS-B.tsv": lines}
-
-
-def test_without_a_test_file_or_a_finite_answer_there_is_no_submission(tmp_path: Path) -> None:
-    assert submitted(tmp_path, *made_trial(tmp_path, "RTE")) == {}
-    task, trial = made_trial(tmp_path, "RTE", test=3)
-    path = trial.directory / "predictions.jsonl"
-    whole = read_lines(path)
-    lines = [*whole[:-1], whole[-1] | {"logits": [None, 0.0]}]
-    for broken in (lines, whole[:-1]):
-        write_lines(path, broken)
-        assert submitted(tmp_path, task, trial) == {}
-    path.unlink()
-    assert submitted(tmp_path, task, trial) == {}
-    assert not (tmp_path / "submission").exists()
+def test_settings_that_an_evaluation_ignores_are_refused() -> None:
+    issues = glue.setting_issues(["checkpoint.keep=2", "log.to=[wandb]", "log.every_steps=5", "optim.lr=1"])
+    assert [issue.setting for issue in issues] == ["checkpoint.keep", "log.to"]
 
 
 # --- the page of one evaluation
@@ -433,12 +235,12 @@ def test_the_table_has_every_score_with_its_limits(tmp_path: Path) -> None:
     tasks = [
         scored_task("MRPC", [0.68, 0.68], official=False),
         scored_task("MNLI", [0.5, 0.7]),
-        scored_task("RTE", [0.25, None]).model_copy(update={"init_task": "MNLI"}),
+        scored_task("RTE", [0.25, None]),
     ]
     for trial in (*tasks[0].trials, tasks[2].trials[0]):
         trial.one_class.append("dev")
     tasks[1].trials[0].one_class.append("dev_mismatched")
-    report = glue_report(evaluation(tmp_path, tasks, init_task={"RTE": "MNLI"}))
+    report = glue_report(evaluation(tmp_path, tasks))
     rows = texts(report, "Dev scores")
     assert list(rows) == [
         "MRPC accuracy",
@@ -447,86 +249,44 @@ def test_the_table_has_every_score_with_its_limits(tmp_path: Path) -> None:
         "MNLI mismatched accuracy",
         "RTE accuracy",
     ]
-    assert rows["MNLI matched accuracy"] == ["60.0", "14.1", "40.0", "4", "", "25.0 %", "1", "50.0, 70.0"]
-    assert rows["MNLI mismatched accuracy"][4] == "one answer in 1 of 2"
-    assert rows["MRPC F1"][4] == "subset, one answer in 2 of 2"
-    limits = "from MNLI, 1 of 2 failed, one answer in 1 of 2"
-    assert rows["RTE accuracy"] == ["25.0", "n/a", "40.0", "4", limits, "25.0 %", "1", "25.0, n/a"]
+    assert rows["MNLI matched accuracy"] == ["60.0", "14.1", "40.0", "4", "1", "1", "50.0, 70.0", ""]
+    assert rows["MNLI mismatched accuracy"][-1] == "one answer in 1 of 2"
+    assert rows["MRPC F1"][-1] == "subset, one answer in 2 of 2"
+    limits = "1 of 2 failed, one answer in 1 of 2"
+    assert rows["RTE accuracy"] == ["25.0", "n/a", "40.0", "4", "1", "1", "25.0, n/a", limits]
     levels = [verdict.level for verdict in report.verdicts]
     assert levels == ["info", "fail"]
     assert report.verdicts[1].notes == ["RTE-s1: failed: NaN"]
 
 
-def test_the_page_has_rates_tasks_left_out_and_submissions(tmp_path: Path) -> None:
+def test_the_page_has_the_tasks_left_out(tmp_path: Path) -> None:
     tasks = [scored_task("RTE", [0.5, None]), scored_task("CoLA", [0.5, 0.7])]
-    tasks[0] = tasks[0].model_copy(update={"submissions": ["submission/RTE.tsv"]})
-    rates = [
-        RateScore(lr=1e-4, scores={"RTE": 0.5}, mean=0.5, trials=scored_task("RTE", [0.5]).trials),
-        RateScore(lr=3e-4, scores={"RTE": None, "CoLA": 0.25}, mean=None, trials=[]),
-    ]
     left_out = {"QQP": "not among --tasks", "MNLI": "no MNLI/train.tsv in --data"}
-    glue = evaluation(tmp_path, tasks).model_copy(
-        update={"rates": rates, "lr": 1e-4, "left_out": left_out, "heldout_loss": 2.5}
-    )
+    glue = evaluation(tmp_path, tasks).model_copy(update={"left_out": left_out, "heldout_loss": 2.5})
     report = glue_report(glue)
-    assert texts(report, "Rates") == {"1.00e-04": ["50.0", "n/a", "50.0"], "3.00e-04": ["n/a", "25.0", "n/a"]}
     assert texts(report, "Left out") == {task: [reason] for task, reason in left_out.items()}
-    assert texts(report, "Submission files") == {"RTE": ["submission/RTE.tsv"], "CoLA": ["none"]}
     assert "2.5000 nats" in report.subtitle[1]
 
 
-class Published:
-    """glue.json of trials that end at once; how many slots were asked for."""
-
-    def __init__(self, out: Path, monkeypatch: pytest.MonkeyPatch):
-        self.out, self.asked = out, dict[str, Any]()
-        monkeypatch.setattr(trials, "device_slots", self.slots)
-        self.patch = monkeypatch
-
-    def slots(self, ranks: int, **asked: Any) -> list[Slot]:
-        self.asked = {"ranks": ranks, **asked}
-        return [Slot(), Slot()]
-
-    def run(self, asked: GlueOptions, surface: Callable[[str, Config], float | str]) -> tuple[Glue, int]:
-        tasks = [make_task(name) for name in asked.tasks]
-        tenths = [make_task(name, dev_share=0.1) for name in asked.rate_tasks]
-        runner = MadeRunner(self.out, [*tasks, *tenths], surface)
-        self.patch.setattr(trials, "runner", lambda *_, **__: contextlib.nullcontext(runner))
-        grid = make_grid(asked, tasks, tenths)
-        settings = results.plain(asked)
-        plan = GluePlanFile(config_hash="abc", settings=settings, start={}, seconds=30.0)
-        output = Output(self.out, "evaluation", glue.STATE, plan, glue.FIXED, glue.GROWS)
-        return glue.run_trials(grid, output, print)
-
-
-def test_an_evaluation_is_told_as_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Published(tmp_path, monkeypatch)
-    asked = options("MNLI", "RTE", ranks=2, init_task={"RTE": "MNLI"}, rates=[1e-4] * 3, rate_tasks=["RTE"])
-    file, code = made.run(asked, lambda name, config: 0.5)
-    assert (file.status, code, file.lr) == ("complete", 0, 1e-4)
-    assert (made.asked["ranks"], made.asked["gpus"], made.asked["most"]) == (2, 0, 4)
-    assert [(task.task, task.init_task) for task in file.tasks] == [("MNLI", None), ("RTE", "MNLI")]
-    assert file.tasks[1].submissions == []
-    assert file.tasks[1].scores[0].majority == 0.4
+@pytest.mark.parametrize(("score", "status", "code"), [(0.5, "complete", 0), ("loss is NaN", "failed", 1)])
+def test_an_evaluation_ends_as_its_trials_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, score: float | str, status: str, code: int
+) -> None:
+    task = make_task("RTE")
+    runner = MadeRunner(tmp_path, [task], lambda *_: score)
+    monkeypatch.setattr(trials, "runner", lambda *_, **__: contextlib.nullcontext(runner))
+    plan = GluePlanFile(config_hash="abc", settings={}, start={}, seconds=30.0)
+    output = Output(tmp_path, "evaluation", glue.STATE, plan, glue.FIXED, glue.GROWS)
+    file, ended = glue.run_trials(make_grid(options("RTE"), [task]), output, print)
+    assert (file.status, ended, file.average) == (status, code, None)
     assert file.seconds > 30.0, "of all calls"
     assert results.plain(results.read(tmp_path / "glue.json", Glue)) == results.plain(file)
-    assert results.read(tmp_path / glue.STATE, GluePlanFile).seconds == file.seconds
-
-
-def test_an_evaluation_of_which_every_trial_failed_has_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = Published(tmp_path, monkeypatch)
-    file, code = made.run(options("RTE"), lambda name, config: "loss is NaN")
-    assert (file.status, code) == ("failed", 1)
-    assert (file.tasks[0].submissions, file.average) == ([], None)
 
 
 def test_only_a_complete_evaluation_has_an_average(tmp_path: Path) -> None:
     glue = evaluation(tmp_path, [scored_task(name, [0.5, 0.7]) for name in EIGHT])
     assert (glue.average, glue_report(glue).verdicts[0].level) == (pytest.approx(0.6), "ok")
-    glue_run = GlueRun(make_grid(GlueOptions(seeds=2)), MadeRunner(tmp_path, [], lambda *_: 0.5), print)
-    stopped = result_file(glue_run, glue.tasks, SearchOutcome("partial"), {})
+    stopped = result_file(make_grid(GlueOptions(seeds=2)), glue.tasks, SearchOutcome("partial"), {})
     assert (stopped.status, stopped.average) == ("partial", None)
 
 
@@ -536,8 +296,7 @@ def test_the_loss_of_a_start_is_that_of_its_own_step(tmp_path: Path) -> None:
         grid = make_grid(GlueOptions(tasks=["RTE"], init=init))
         path = tmp_path / "checkpoints" / f"step-{step:08}"
         grid = dataclasses.replace(grid, start=dataclasses.replace(grid.start, checkpoint=path, step=step))
-        ended = GlueRun(grid, MadeRunner(tmp_path, [], lambda *_: 0.5), print)
-        assert result_file(ended, [], SearchOutcome("complete"), {}).heldout_loss == loss
+        assert result_file(grid, [], SearchOutcome("complete"), {}).heldout_loss == loss
 
 
 # --- several evaluations side by side
@@ -552,9 +311,7 @@ def write_evaluation(folder: Path, *tasks: GlueTask, **changes: Any) -> Path:
 def test_a_comparison_has_medians_and_paired_differences(tmp_path: Path) -> None:
     one = write_evaluation(tmp_path / "a", scored_task("RTE", [0.5, 0.6, 0.7]), scored_task("CoLA", [0.5]))
     subset = scored_task("RTE", [0.6, 0.8, 0.75, None], official=False)
-    other = write_evaluation(
-        tmp_path / "b", subset.model_copy(update={"init_task": "MNLI"}), heldout_loss=2.5
-    )
+    other = write_evaluation(tmp_path / "b", subset, heldout_loss=2.5)
     third = write_evaluation(tmp_path / "c", scored_task("RTE", [0.25]))
     report = compare_report([one, other, third])
     (table,) = report.sections[0].tables
@@ -563,20 +320,8 @@ def test_a_comparison_has_medians_and_paired_differences(tmp_path: Path) -> None
     expected = ["40.0", "60.0 (sd 10.0)", "75.0 (sd 10.4)", "25.0", "+11.7 \u00b1 19.0", "-25.0"]
     assert texts(report, "Dev scores") == {"RTE accuracy": expected}
     notes = [cell.note for cell in table.rows[0].cells]
-    assert notes == ["", "", "subset, from MNLI, 1 of 4 failed", "", "3 seeds", "1 seed"]
+    assert notes == ["", "", "subset, 1 of 4 failed", "", "3 seeds", "1 seed"]
     assert "2.5000 nats" in report.subtitle[1]
-
-
-def test_evaluations_of_one_name_are_named_by_their_paths(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folders = [write_evaluation(tmp_path / name / "glue", scored_task("RTE", [0.5])) for name in ("a", "b")]
-    monkeypatch.chdir(folders[0])
-    (table,) = compare_report([Path(), folders[1]]).sections[0].tables
-    assert [column.head for column in table.columns[:3]] == ["majority", ".", str(folders[1])]
-    folders[1].rename(tmp_path / "other")
-    (table,) = compare_report([Path(), tmp_path / "other"]).sections[0].tables
-    assert [column.head for column in table.columns] == ["majority", "glue", "other", "other - glue"]
 
 
 def test_evaluations_that_do_not_compare_are_refused(tmp_path: Path) -> None:

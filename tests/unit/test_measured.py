@@ -101,8 +101,7 @@ def test_a_step_taken_apart(shards: Path, tmp_path: Path) -> None:
     with lone_trainer(config, tmp_path) as trainer:
         told = profile_step.measure(trainer, clock)
         count = len(list(trainer.bare_model.parameters()))
-    assert (told["forward_s"], told["backward_s"], told["optimizer_s"]) == (1.0, count + 1.0, 1.0)
-    assert told["micro_s"] == told["forward_s"] + told["backward_s"]
+    assert (told["micro_s"], told["backward_s"], told["optimizer_s"]) == (count + 2.0, count + 1.0, 1.0)
     assert [gradient["ready_s"] for gradient in told["gradients"]] == [*range(1, count + 1)]
     assert sum(gradient["bytes"] for gradient in told["gradients"]) == 4 * told["parameters"]
 

@@ -42,8 +42,6 @@ from tests.report_fixture import make_run
         (options.seconds, "1.5h", 5400),
         (options.launcher, "torchrun", "torchrun"),
         (options.words, "RTE, CoLA,RTE", ("RTE", "CoLA")),
-        (options.rates, "3e-4, 1e-4,0.0003", (1e-4, 3e-4)),
-        (options.task_starts, "RTE=MNLI, MRPC = MNLI", (("RTE", "MNLI"), ("MRPC", "MNLI"))),
     ],
 )
 def test_a_text_and_its_value(parse: Callable[[str], Any], text: str, value: object) -> None:
@@ -56,8 +54,6 @@ REFUSED = {
     options.seconds: ("", "5", "0s", "-5m", "5 days", "nan s", "1e99h", "m", "9" * 400 + "s"),
     options.launcher: ("mpirun", ""),
     options.words: ("", "RTE,", ",RTE"),
-    options.rates: ("", "fast", "0", "1e-4,3", "nan", "1e-4,"),
-    options.task_starts: ("", "RTE", "RTE=", "RTE=MNLI=QNLI", "RTE=MNLI,RTE=QNLI"),
 }
 
 
@@ -98,7 +94,7 @@ def test_the_line_names_the_option(command: str, setting: str) -> None:
     [
         (
             "scale --gpus 2,1 --mode weak --engines zero1,ddp --tensor 1 --launcher accelerate --repeats 4 "
-            "--steps 7 --warm-up 3 --accumulation 2 --no-synthetic",
+            "--steps 7 --warm-up 3 --accumulation 2",
             {
                 **{
                     "gpus": [1, 2],
@@ -107,7 +103,7 @@ def test_the_line_names_the_option(command: str, setting: str) -> None:
                     "tensor": [1],
                     "repeats": 4,
                 },
-                **{"launcher": "accelerate", "steps": 7, "warm_up": 3, "accumulation": 2, "synthetic": False},
+                **{"launcher": "accelerate", "steps": 7, "warm_up": 3, "accumulation": 2},
             },
         ),
         (
@@ -154,13 +150,12 @@ def test_a_run_is_started_as_its_options_say(
         assert told["profile"] == parse_profile("2:4", "0")
 
 
-@pytest.mark.parametrize(("engine", "dtype"), [("zero1", "full"), ("ddp", "bf16")])
-def test_every_option_of_a_prediction_counts(engine: str, dtype: str) -> None:
+def test_every_option_of_a_prediction_counts() -> None:
     source = "--model bert-base --seq-per-s 400 --micro 32 --gpu V100-16G"
-    fabric = "--gpus 4,16 --link nvlink2 --inter ib-hdr --gpus-per-node 4 --nics 2 --bucket-mib 50"
-    model = f"--engine {engine} --tensor 2 --accumulation 3 --reduce-dtype {dtype}"
+    fabric = "--gpus 4,16 --link nvlink2 --inter ib-hdr --gpus-per-node 4 --nics 2"
+    model = "--engine zero1 --tensor 2 --accumulation 3"
     done = here("plan", "scaling", *f"{source} {fabric} {model}".split(), "--json")
-    spec = PlanSpec((4, 16), "nvlink2", "ib-hdr", 4, 2, engine, (2,), (3,), 50.0, dtype)
+    spec = PlanSpec((4, 16), "nvlink2", "ib-hdr", 4, 2, "zero1", (2,), (3,))
     expected = predict_scaling(source_of_rate("bert-base", 400, 32, 3, "V100-16G"), spec)
     assert done.stdout == results.to_json(expected)
 
@@ -261,24 +256,15 @@ def test_a_finetuning_begins_with_what_its_options_name(monkeypatch: pytest.Monk
             {"out": Path("o"), "dry_run": True, "as_json": True},
         ),
         (
-            "eval glue r optim.lr=1 --data x --data y --tasks RTE,CoLA --seeds 2 --rates 1e-4,3e-4 "
-            "--rate-tasks RTE --init-task RTE=MNLI --init random --ranks-per-job 4 --launcher accelerate "
+            "eval glue r optim.lr=1 --data x --data y --tasks RTE,CoLA --seeds 2 "
+            "--init random --ranks-per-job 4 --launcher accelerate "
             "--out o --dry-run --json",
             glue,
             "evaluate",
             (
                 Path("r"),
                 ["optim.lr=1"],
-                GlueOptions(
-                    tasks=["RTE", "CoLA"],
-                    seeds=2,
-                    rates=[1e-4, 3e-4],
-                    rate_tasks=["RTE"],
-                    init_task={"RTE": "MNLI"},
-                    init="random",
-                    ranks=4,
-                    launcher="accelerate",
-                ),
+                GlueOptions(tasks=["RTE", "CoLA"], seeds=2, init="random", ranks=4, launcher="accelerate"),
                 [Path("x"), Path("y")],
             ),
             {"out": Path("o"), "dry_run": True, "as_json": True},

@@ -13,13 +13,14 @@ import pytest
 from bert_dp.config import ConfigError
 from bert_dp.cost import flops_per_token, num_parameters
 from launcher import results
-from launcher.plan.plan_page import plan_page
 from launcher.plan.scaling import (
     MODELS,
     PlanSource,
     PlanSpec,
     find_model,
     find_source,
+    levers,
+    plan_page,
     predict_measured,
     scenario_of,
     source_of,
@@ -28,7 +29,7 @@ from launcher.plan.scaling import (
 from launcher.plan.step_model import AllReduceCurve, constant, hardware
 from launcher.scale.analyze import analyze
 from launcher.scale.grid import run_dir
-from launcher.scale.models import Scaling, StepProfile
+from launcher.scale.models import Scaling
 from tests.helpers import issues_of
 from tests.plan_fixture import cell, measured, plan, profile, source
 from tests.report_fixture import shown, unfolded
@@ -45,7 +46,7 @@ ONE = cell("weak-single-n1", 1, 4.2)
 def test_scaling_json_gives_profile_curve_ceiling_and_baseline() -> None:
     found = source()
     assert (found.accumulation, found.spread) == (4, 0)  # a CPU has no spread of its own
-    assert found.profile.whole_s == pytest.approx((4.2 - 0.1) / 4)
+    assert found.profile.micro_s == pytest.approx((4.2 - 0.1) / 4)
     assert found.profile.backward_s == pytest.approx(0.6 * 4.1 / 4)
     assert found.profile.gradients[0].ready_s == pytest.approx(0.2 * 4.1 / 4)
     assert found.curves == {2: AllReduceCurve(2, {1e6: 1e-3, 1e7: 1e-2, 1e8: 0.1})}
@@ -58,25 +59,25 @@ def test_the_slowdown_is_the_middle_of_the_measured_ceilings_of_runs() -> None:
     """At least 1, and without tensor parallelism."""
     shares = {"ddp-2": 0.8, "zero1-2": 0.5, "fsdp-2": 0.4}
     cells = [cell(name, 2, 5.3, ceiling_efficiency=share) for name, share in shares.items()]
-    cells.append(cell("ddp-synthetic-2", 2, 5.3, kind="synthetic", ceiling_efficiency=0.1))
+    cells.append(cell("ceiling-2", 2, 5.3, kind="ceiling", ceiling_efficiency=0.1))
     cells.append(cell("tp", 2, 5.3, tensor=2, ceiling_efficiency=0.1))
     assert source(cells=[ONE, *cells]).slowdowns == {2: pytest.approx(1 / 0.5)}
     assert source(cells=[ONE, cell("ddp-2", 2, 5.3, ceiling_efficiency=13.0)]).slowdown(2) == 1.0
 
 
 def test_a_step_shorter_than_the_optimizers_leaves_the_profile() -> None:
-    assert source(cells=[cell("weak-single-n1", 1, 0.05)]).profile.whole_s == 1.0
+    assert source(cells=[cell("weak-single-n1", 1, 0.05)]).profile.micro_s == 1.0
 
 
 @pytest.fixture
 def collected(tmp_path: Path) -> Scaling:
     """scaling.json of both modes on 1 and 2 ranks, by the code that writes it: accumulation 2, then 8."""
-    made = grid(gpus=(1, 2), modes=("weak", "strong"), engines=("ddp",), synthetic=False)
+    made = grid(gpus=(1, 2), modes=("weak", "strong"), engines=("ddp",))
     for one in made.cells:
         step = (0.5 if one.mode == "weak" else 2.0) * (1.25 if one.world_size > 1 else 1.0)
         for repeat in range(2):
             write_run(run_dir(tmp_path, one, repeat), one, step * (1 + 0.02 * repeat))
-    points = [{"bytes": 10**k, "seconds": 10**k / 1e9, "busbw_gb_s": 1.0, "bucket": False} for k in (3, 6)]
+    points = [{"bytes": 10**k, "seconds": 10**k / 1e9, "busbw_gb_s": 1.0} for k in (3, 6)]
     (tmp_path / "links-2.json").write_text(json.dumps({"world_size": 2, "backend": "gloo", "points": points}))
     (tmp_path / "profile.json").write_text(json.dumps(profile(micro_batch=4, sequence_length=16)))
     return analyze(made, tmp_path, facts={"environment": {}, "config_hash": "x", "command": ["scale"]})
@@ -92,7 +93,7 @@ def test_the_benchmarks_own_document_gives_the_baseline(collected: Scaling) -> N
     lines = {line.cell: line for line in predicted.measured}
     assert lines.keys() == {f"{m}-{e}" for m in ("weak", "strong") for e in ("single-n1", "ddp-n1", "ddp-n2")}
     single = lines["weak-single-n1"]
-    assert single.predicted_tokens_per_s == pytest.approx(single.measured_tokens_per_s)
+    assert single.predicted_step_s == pytest.approx(single.measured_step_s)
     assert single.within is True
     assert predict_measured(collected) == predicted
     assert predict_measured(collected.model_copy(update={"profile": None})) is None
@@ -103,16 +104,11 @@ def test_the_benchmarks_own_document_gives_the_baseline(collected: Scaling) -> N
     [
         (None, "cannot be read"),
         ("{", "is not JSON"),
-        ("[" * 200_000, "is not JSON"),
         ("{}", "holds no profile"),
-        ("[]", "damaged"),
         (measured(cells=[cell("c", 2, 1.0, accumulation=0)]), "cells.0.accumulation"),
-        (measured(cells=[cell("c", 2, 1.0, tensor=3)]), "does not divide"),
         (measured(links=[{"world_size": 2, "points": [{"bytes": 1, "seconds": 0.0}]}]), "points.0.seconds"),
-        (profile(gradients=[]), "gradients"),
-        (profile(micro_batch=0.5), "micro_batch"),
-        (profile(backward_s=math.nan), "backward_s"),
-        (profile(backward_s=1.1), "above micro_s"),
+        (measured(profile=profile(gradients=[])), "gradients"),
+        (measured(profile=profile(backward_s=1.1)), "above micro_s"),
     ],
 )
 def test_a_damaged_file_is_one_line_that_names_the_option_and_the_field(
@@ -129,12 +125,6 @@ def test_a_damaged_file_is_one_line_that_names_the_option_and_the_field(
     assert len(str(issue)) < 400 + len(str(path))
 
 
-def test_a_profile_alone_is_a_source(tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    path.write_text(json.dumps(profile()))
-    assert find_source(path, None, None, None, None, 1).profile == StepProfile(**profile())
-
-
 # --- a rate
 
 
@@ -146,7 +136,7 @@ def test_a_rate_is_given_back_by_one_rank_at_its_own_accumulation(accumulation: 
     parameters = num_parameters(MODELS["bert-large"], 512)
     assert found.profile.optimizer_s == pytest.approx(parameters * (4 + 3) * 4 / speed)
     assert sum(g.bytes for g in found.profile.gradients) == pytest.approx(4 * parameters)
-    assert plan(found, 1).rows[0].samples_per_s == pytest.approx(580)
+    assert plan(found, 1).rows[0].tokens_per_s == pytest.approx(580 * 128)
 
 
 def test_a_rate_of_no_named_gpu_is_of_whole_steps() -> None:
@@ -209,30 +199,6 @@ def test_a_count_that_was_not_measured_has_the_curve_above_and_the_slowdown_belo
     assert (scenario.slowdown, scenario.fabric.curve) == (1.1, None)
 
 
-@pytest.mark.parametrize(
-    ("options", "bucket", "first"),
-    [
-        ({}, 25 * 2**20, 2**20),
-        ({"bucket_mib": 4.0}, 4 * 2**20, None),
-        ({"engine": "zero1"}, 25 * 2**20, None),
-    ],
-)
-def test_the_first_bucket_is_smaller_with_ddps_own_sizes_alone(
-    options: dict[str, Any], bucket: float, first: float | None
-) -> None:
-    scenario = scenario_of(BASE, PlanSpec(gpus=(2,), link="pcie3", **options), 2, 1, 3)
-    assert (scenario.bucket_bytes, scenario.first_bucket) == (bucket, first)
-    assert (scenario.accumulation, scenario.spread) == (3, BASE.spread)
-
-
-@pytest.mark.parametrize("link", ["ethernet1", "ethernet2.5", "ethernet10"])
-def test_one_gpu_a_node_needs_no_link_within_it(link: str) -> None:
-    without, with_link = (
-        plan(BASE, 1, 4, gpus_per_node=1, inter=link, link=within) for within in (None, "nvlink4")
-    )
-    assert [row.step_time_s for row in without.rows] == [row.step_time_s for row in with_link.rows]
-
-
 def test_tensor_sizes_that_do_not_divide_are_left_out() -> None:
     rows = plan(LARGE, 1, 2, 4, link="nvlink4", tensor=(1, 2)).rows
     assert [(row.tensor, row.world_size) for row in rows] == [(1, 1), (1, 2), (1, 4), (2, 2), (2, 4)]
@@ -267,7 +233,6 @@ def test_prediction_stands_beside_what_was_measured() -> None:
     assert [line.cell for line in plan(source(links=[]), 1).measured] == ["weak-single-n1"]
     nodes = plan(source(links=[]), 4, link="pcie4", inter="ib-ndr", gpus_per_node=2)
     assert [line.cell for line in nodes.measured] == ["weak-single-n1", "ddp-2"]
-    assert plan(source(), 2, reduce_dtype="bf16").measured == [one, two], "they sent whole gradients"
 
 
 def test_a_measured_cell_is_predicted_with_its_own_batch() -> None:
@@ -302,7 +267,6 @@ def test_levers_are_what_the_model_says_of_the_change() -> None:
     assert gains == sorted(gains, reverse=True)
     changed = {
         "2 x accumulation": plan(BASE, 8, link="pcie3", accumulation=(2,)),
-        "16-bit gradients": plan(BASE, 8, link="pcie3", reduce_dtype="bf16"),
         "no stragglers": plan(dataclasses.replace(BASE, spread=0.0), 8, link="pcie3"),
     }
     for name, predicted in changed.items():
@@ -320,12 +284,12 @@ def test_levers_are_what_the_model_says_of_the_change() -> None:
 
 @pytest.mark.parametrize("engine", ["ddp", "zero1", "fsdp"])
 @pytest.mark.parametrize(
-    ("link", "bucket_mib"), [("ethernet10", 0.01), ("nvlink4", 0.001), ("gloo-loopback", None)]
+    ("link", "bucket"), [("ethernet10", 10_000), ("nvlink4", 1_000), ("gloo-loopback", 25 * 2**20)]
 )
-def test_bounds_never_lose(engine: str, link: str, bucket_mib: float | None) -> None:
-    size = None if engine == "fsdp" else bucket_mib  # which has no buckets
-    (row,) = plan(BASE, 8, link=link, gpus_per_node=8, engine=engine, bucket_mib=size).rows
-    assert all(lever.gain >= 0 for lever in row.levers if lever.bound)
+def test_bounds_never_lose(engine: str, link: str, bucket: float) -> None:
+    scenario = scenario_of(BASE, PlanSpec(gpus=(8,), link=link, gpus_per_node=8, engine=engine), 8)
+    found = levers(BASE.profile, dataclasses.replace(scenario, bucket_bytes=bucket))
+    assert all(lever.gain >= 0 for lever in found if lever.bound)
 
 
 def test_only_ddp_with_wider_gradients_can_send_16_bits() -> None:
@@ -334,8 +298,8 @@ def test_only_ddp_with_wider_gradients_can_send_16_bits() -> None:
         return {lever.lever for lever in row.levers}
 
     assert "16-bit gradients" in names()
-    for options in ({"engine": "zero1"}, {"engine": "fsdp"}, {"reduce_dtype": "bf16"}):
-        assert "16-bit gradients" not in names(**options), options
+    for engine in ("zero1", "fsdp"):
+        assert "16-bit gradients" not in names(engine=engine)
     assert names() - names(engine="fsdp") == {"16-bit gradients", "2 x bucket size", "no overlap: one bucket"}
 
 
@@ -354,11 +318,8 @@ UNMEASURED = source(links=[], cells=[])
         (UNMEASURED, 16, {"link": "nvlink4", "inter": "ib-ndx"}, "--inter", "unknown"),
         (source(), 16, {"inter": "ib-ndr", "gpus_per_node": 4}, "--link", "missing"),
         (BASE, 8, {"link": "nvlink4", "inter": "ib-ndr"}, "--inter", "no_effect"),
-        (BASE, 2, {"link": "pcie4", "engine": "zero1", "reduce_dtype": "bf16"}, "--reduce-dtype", "conflict"),
-        (BASE, 2, {"link": "pcie4", "engine": "fsdp", "bucket_mib": 4.0}, "--bucket-mib", "no_effect"),
         (BASE, 2, {"link": "pcie4", "tensor": (4,)}, "--tensor", "does_not_divide"),
         (source(), 4, {"tensor": (1, 4)}, "--tensor", "does_not_divide"),
-        (source(profile=profile(num_heads=None)), 4, {"tensor": (2,)}, "--tensor", "missing"),
     ],
 )
 def test_options_that_contradict_each_other_or_the_source_are_refused(
@@ -392,20 +353,14 @@ def test_a_model_is_named_or_a_configuration() -> None:
 # --- the page
 
 
-@pytest.mark.parametrize("columns", [60, 160])
-def test_the_page_shows_every_row_lever_and_assumption(columns: int) -> None:
+def test_the_page_says_what_is_no_setting_and_what_comes_next() -> None:
+    """tests/golden records its numbers."""
     predicted = plan(source("[bold]x\x1b[31m.json"), 1, 2, 4)
     report = plan_page(predicted)
-    text = unfolded(shown(report, columns))
+    text = unfolded(shown(report, 160))
     assert report.next == ""  # it has been measured
     assert plan_page(predicted, "crammed-bert").next == "bert-dp scale crammed-bert --nproc 1,2,4"
     bound = next(lever for lever in predicted.rows[2].levers if lever.bound)
     assert f"{bound.lever} {100 * bound.gain:+.1f} %, an upper bound, no setting" in text
-    assert "\x1b" not in text
-    assert "[bold]x" in text
-    assert all(lever.lever in text for lever in predicted.rows[-1].levers)
+    assert ("\x1b" in text, "[bold]x" in text) == (False, True)
     assert "the all-reduce as measured over 2 ranks" in text
-    assert "(2: x 1.250)" in text
-    assert "ddp-2" in text
-    if columns == 160:
-        assert f"{100 * predicted.rows[1].efficiency:.1f} %" in text

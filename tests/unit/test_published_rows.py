@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import csv
-from pathlib import Path
 
 import pytest
 
-import launcher
 from benchmarks import predictor, published_rows
-from benchmarks.published_rows import Constants, NotPredictable
+from benchmarks.published_rows import Constants
 from bert_dp.cost import PEAK_FLOPS, peak_flops
-from launcher.plan import step_model
-from launcher.plan.step_model import FILE, MIB, Fabric, find_link, hardware
-from tests.unit.test_step_model import REAL, crammed
+from launcher.plan.step_model import MIB, Fabric, find_link, hardware
 
 ROWS = published_rows.read()
 
@@ -36,18 +32,6 @@ def test_hardware_has_what_is_common_each_with_its_source() -> None:
     assert {gpu["device"] for gpu in gpus.values()} == {word for word, _ in PEAK_FLOPS}
     entries = [entry for part in hardware().values() for entry in part.values()]
     assert all(len(entry["source"]) >= 8 for entry in entries)
-
-
-def test_hardware_travels_with_the_package() -> None:
-    assert FILE.parents[1] == Path(str(launcher.__file__)).parent
-    text = (published_rows.ROWS.parents[2] / "pyproject.toml").read_text()
-    assert 'packages = ["launcher", "bert_dp"]' in text  # hatchling takes every tracked file of a package
-
-
-def test_small_messages_are_latency() -> None:
-    # LL128 tree over 8: 4.4 us + 2 x 7 x 1.2 us
-    assert REAL.seconds(1, 8) == pytest.approx(4.4e-6 + 14 * 1.2e-6, rel=1e-3)
-    assert Fabric(4, find_link("gloo-loopback")).seconds(1, 2) == pytest.approx(0.37e-3, rel=1e-3)
 
 
 def test_links_whose_speed_depends_on_who_takes_part() -> None:
@@ -77,16 +61,6 @@ def test_model_of_the_links_against_measured_curves(system: str, link: str) -> N
         if (size := float(row["size_bytes"])) >= 256 * MIB:
             seconds = Fabric(8, find_link(link)).seconds(size, 8)
             assert seconds == pytest.approx(float(row["time_us"]) * 1e-6, rel=0.17), size
-
-
-def test_calibration_gives_the_measured_step_back() -> None:
-    scenario = step_model.Scenario(REAL, 16, spread=0.015, accumulation=2)
-    micro_s = published_rows.micro_s_of(0.5, scenario, crammed())
-    assert step_model.predict(
-        step_model.with_micro_s(crammed(), micro_s), scenario
-    ).step_time_s == pytest.approx(0.5)
-    with pytest.raises(ValueError, match="shorter"):
-        published_rows.micro_s_of(1e-4, scenario, crammed())
 
 
 @pytest.fixture(scope="module")
@@ -124,58 +98,3 @@ def test_every_row_is_a_base_predicted_or_refused_with_a_reason(published) -> No
     assert all(reason for _, reason in published["refused"])
     for o in published["outcomes"]:
         assert o.measured == pytest.approx(float(o.row["efficiency"]), abs=0.002), o.row["id"]
-
-
-@pytest.mark.parametrize(("spread", "gain"), [(0.0225, 0.21), (0.015, 0.105), (0.015, 0.315)])
-def test_no_result_hangs_on_the_two_constants(spread: float, gain: float) -> None:
-    """Each moved by half: the goal still holds."""
-    outcomes, _ = predictor.predict_all(ROWS, Constants(spread, gain))
-    errors = predictor.errors(predictor.kept(outcomes))
-    assert errors["median"] < 3
-    assert errors["p90"] < 8
-
-
-@pytest.mark.parametrize(
-    ("text", "gb_s", "nics"),
-    [
-        ("8x HDR IB 200Gb/s (DGX A100)", 25 * 0.96, 8),
-        ("1x EDR IB 100Gb/s per node (ConnectX-4 MT27700)", 12.5 * 0.96, 1),
-        ("40GbE, 4.1 Gb/s effective (iperf)", 4.1 / 8, 1),
-        ("100Gb RDMA", 12.5 * 0.96, 1),
-        ("25 GbE", 3.125 * 0.8, 1),
-    ],
-)
-def test_links_between_nodes_are_read(text: str, gb_s: float, nics: int) -> None:
-    link, count = published_rows.inter_link(text)
-    assert link.bus_gb_s(2) == pytest.approx(gb_s)
-    assert count == nics
-
-
-@pytest.mark.parametrize("text", ["IB (rate not stated)", "", "-", "fast network", "carrier pigeon 100Gb/s"])
-def test_what_no_link_says_is_not_guessed(text: str) -> None:
-    with pytest.raises(NotPredictable, match="not stated"):
-        published_rows.inter_link(text)
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"gpu": "K80"}, "GPU not"),
-        ({"seq_len": "tokens/s"}, "not stated"),
-        ({"inter": "?"}, "between nodes"),
-        ({"micro_batch": "128"}, "differs"),
-        ({"accum": "some"}, "could not convert"),
-    ],
-)
-def test_a_row_that_says_too_little_is_refused(change: dict[str, str], reason: str) -> None:
-    row = next(r for r in ROWS if r["id"] == "dle22-AMP-s128-strong-64")
-    with pytest.raises(NotPredictable, match=reason):
-        published_rows.outcome({**row, **change}, ROWS, Constants())
-
-
-def test_a_base_that_the_file_lacks_is_taken_from_the_row() -> None:
-    row = next(r for r in ROWS if r["id"] == "dlperf-pt-FP32-b32-16")
-    whole = published_rows.outcome(row, ROWS, Constants())
-    for alone in (row, {**row, "id": "elsewhere-16", "source": "elsewhere"}):
-        outcome = published_rows.outcome(alone, [alone], Constants())
-        assert outcome.predicted == pytest.approx(whole.predicted)

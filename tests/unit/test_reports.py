@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +14,24 @@ from rich.console import Console
 
 from launcher import results
 from launcher.datasets import shards_report
-from launcher.evaluate.glue_page import glue_report
+from launcher.evaluate.glue_scores import glue_report
 from launcher.machine.doctor import Finding, doctor_report
 from launcher.machine.environment import probe
-from launcher.plan.plan_page import plan_page
+from launcher.plan.scaling import plan_page
 from launcher.report import html
-from launcher.report.console import show_report
-from launcher.report.figures import HOVER, drawing, text_of
+from launcher.report.figures import HOVER, drawing
 from launcher.report.page import (
     Axis,
     Bars,
     Column,
     Figure,
     Line,
-    Mark,
-    ReferenceLine,
     Report,
     ReportSection,
-    Style,
     Table,
     TableCell,
     TableRow,
-    Verdict,
+    show_report,
 )
 from launcher.report.run_page import of_directories
 from launcher.scale import models
@@ -68,7 +63,6 @@ SHARDS: dict[str, Any] = {
     "problems": [],
 }
 PREDICTION = scaling(prediction=True)["prediction"]
-TASKS = [scored_task("RTE", [0.5, None]), scored_task("MNLI", [0.5, 0.7])]
 FINDINGS = [Finding("ok", "python"), Finding("fail", "no torch", "ranks stop", "pip install [torch]")]
 FAILED = failed("no", rank=1, fix=["do", "or do"])
 
@@ -171,35 +165,6 @@ def test_a_line_is_drawn_with_its_gaps_and_its_whiskers() -> None:
     assert drawn["line"]["color"] == "c1"
 
 
-def test_the_label_of_a_rule_stays_within_the_figure() -> None:
-    report = of_figure(
-        Line("a", [1.0, 2.0], [1.0, 2.0]), levels=[ReferenceLine("low", 1.5), ReferenceLine("high", 3.0)]
-    )
-    rules = read_page(report).data[0]["layout"]["shapes"]
-    assert [rule["label"]["yanchor"] for rule in rules] == ["bottom", "top"]
-    with_interval = Line("a", [1.0, 2.0], [1.0, 2.0], low=[0.5, 1.5], high=[1.5, 3.5])
-    (rule,) = read_page(of_figure(with_interval, levels=[ReferenceLine("high", 3.0)])).data[0]["layout"][
-        "shapes"
-    ]
-    assert rule["label"]["yanchor"] == "bottom"
-
-
-def test_lines_of_one_name_stand_in_the_legend_once() -> None:
-    lines = [Line("seed", [1.0], [float(i)], 0) for i in range(3)]
-    drawn = read_page(of_figure(*lines)).data[0]["data"]
-    assert [trace["showlegend"] for trace in drawn] == [True, False, False]
-
-
-def test_marks_of_one_name_stand_in_the_legend_once() -> None:
-    marks = [Mark("size", 1.0), Mark("size", 1.5), Mark("other", 2.0)]
-    drawn = read_page(of_figure(Line("a", [1.0, 2.0], [1.0, 2.0]), marks=marks)).data[0]["layout"]["shapes"]
-    assert [(mark["x0"], mark["x1"], mark["showlegend"]) for mark in drawn] == [
-        (1.0, 1.0, True),
-        (1.5, 1.5, False),
-        (2.0, 2.0, True),
-    ]
-
-
 def test_bars_are_stacked_in_their_rows_from_the_top_down() -> None:
     page = read_page(of_figure(Bars("x", [1.0, 2.0]), Bars("y", [3.0, None]), rows=("a", "b")))
     assert [trace["x"] for trace in page.data[0]["data"]] == [[1.0, 2.0], [3.0, 0.0]]
@@ -233,40 +198,6 @@ def test_an_axis_is_drawn_in_its_scale_its_unit_and_from_where_it_starts() -> No
     assert (seconds["ticksuffix"], seconds["exponentformat"]) == ("s", "SI")
 
 
-def test_a_single_point_is_a_mark_and_a_dotted_line_is_none() -> None:
-    def mode(*y: float | None, style: Style = "line") -> tuple[str, str]:
-        line = Line("a", [float(i) for i in range(len(y))], y, style=style)
-        (drawn,) = drawing(Figure("t", [line], Axis("x"), Axis("y")))["data"]
-        return drawn["mode"], drawn["line"]["dash"]
-
-    assert mode(1.0, None) == ("lines+markers", "solid")
-    assert mode(1.0, 2.0) == ("lines", "solid")
-    assert mode(1.0, 2.0, style="dashed") == ("lines", "dash")
-    assert mode(1.0, 2.0, style="marks") == ("markers", "solid")
-    assert mode(1.0, style="dotted") == ("lines", "dot")
-
-
-def test_a_legend_stands_where_there_is_more_than_one_name() -> None:
-    def legend(*labels: str, marks: Sequence[Mark] = ()) -> bool:
-        lines = [Line(label, [1.0, 2.0], [1.0, 2.0]) for label in labels]
-        return bool(drawing(Figure("t", lines, Axis("x"), Axis("y"), marks=marks))["layout"]["showlegend"])
-
-    assert [legend("a"), legend("a", "a"), legend("a", "b")] == [False, False, True]
-    assert legend("a", marks=[Mark("m", 1.0)])
-
-
-def test_a_long_name_is_cut_where_it_stands_and_its_markup_is_text() -> None:
-    assert text_of("a  b\n<c> & d") == "a b &lt;c&gt; &amp; d"
-    assert text_of("x" * 30, 30) == "x" * 30
-    assert text_of("x" * 31, 30) == "x" * 29 + "\u2026"
-
-
-def test_the_rest_of_many_notes_folds() -> None:
-    report = Report("r", verdicts=[Verdict("warn", "text", [f"note {i}" for i in range(9)])])
-    assert "3 more" in read_page(report).text
-    assert "more" not in read_page(dataclasses.replace(report, verdicts=[Verdict("ok", "t", ["n"])])).text
-
-
 # --- a page that cannot be written
 
 
@@ -283,12 +214,13 @@ def test_a_page_that_cannot_be_written_is_a_warning(
 def test_only_a_page_is_replaced(tmp_path: Path) -> None:
     out = tmp_path / "page.html"
     html.write(Report("r"), out)
-    assert html.target_issues(out) == []
+    assert html.may_replace(out)
     out.write_text("<html>mine</html>")
-    assert "no page of bert-dp" in html.target_issues(out)[0].message
+    assert not html.may_replace(out)
     out.write_text("")
-    assert html.target_issues(out) == html.target_issues(tmp_path / "new.html") == []
-    assert "is not a regular file" in html.target_issues(tmp_path)[0].message
+    assert html.may_replace(out)
+    assert html.may_replace(tmp_path / "new.html")
+    assert not html.may_replace(tmp_path)
 
 
 # --- parts of the console

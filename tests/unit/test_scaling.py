@@ -14,18 +14,17 @@ import pytest
 from rich.console import Console
 
 from bert_dp import files
-from bert_dp.config import dump_config, load_config, resolve
+from bert_dp.config import load_config, resolve
 from bert_dp.cost import flops_per_token, memory_estimate_gib
 from launcher import results
 from launcher.job import Output
 from launcher.machine import environment
 from launcher.machine.environment import Environment
 from launcher.run.train import MEMORY_STATE, check_memory
-from launcher.run.trials import SCRATCH, Runner, SearchOutcome, Slot, Trial, TrialOutcome, read_repeat
+from launcher.run.trials import SCRATCH, Runner, SearchOutcome, Slot, Trial, TrialOutcome
 from launcher.scale import benchmark, models
-from launcher.scale.analyze import CellRuns, analyze
+from launcher.scale.analyze import analyze, diagnose
 from launcher.scale.benchmark import cores_of, run_grid
-from launcher.scale.diagnose import diagnose
 from launcher.scale.grid import Grid, Settings, run_dir
 from launcher.scale.models import CellMeasurement, GridCell
 from tests import scaling_fixture
@@ -71,11 +70,9 @@ def with_memory(gib: float, **changes: Any) -> Environment:
 def test_the_grid_has_its_baselines_ceilings_and_twins() -> None:
     made = grid()
     assert made.issues == []
-    whats = ("ddp", "ddp-synthetic", "zero1", "ceiling")
+    whats = ("ddp", "zero1", "ceiling")
     ids = ["single-n1", "ddp-n1", "zero1-n1", *(f"{what}-n{n}" for n in (2, 4) for what in whats)]
     assert [cell.id for cell in made.cells] == [f"{mode}-{i}" for mode in ("weak", "strong") for i in ids]
-    twins = {cell.of for cell in made.cells if cell.kind == "synthetic"}
-    assert twins == {f"{mode}-ddp-n{n}" for mode in ("weak", "strong") for n in (2, 4)}
 
 
 def test_a_cell_trains_the_users_configuration_at_its_batch_and_saves_nothing() -> None:
@@ -88,13 +85,13 @@ def test_a_cell_trains_the_users_configuration_at_its_batch_and_saves_nothing() 
         assert (conf.model, conf.optim) == (CONFIG.model, CONFIG.optim)
         assert (conf.schedule.steps, conf.schedule.hours, conf.checkpoint.keep) == (8, None, 0)
         assert (conf.batch.ramp_fraction, conf.compile) == (0, "off")
-        assert (conf.data.synthetic, conf.parallel.engine) == (cell.kind == "synthetic", cell.engine)
+        assert conf.parallel.engine == cell.engine
 
 
 def test_settings_of_an_engine_are_those_of_its_cells_alone() -> None:
     parallel = CONFIG.parallel.model_copy(update={"engine": "fsdp", "fsdp_replicas": 2})
     engines = ("fsdp", "deepspeed-1", "deepspeed-3")
-    settings = dataclasses.replace(SETTINGS, gpus=(4,), modes=("weak",), engines=engines, synthetic=False)
+    settings = dataclasses.replace(SETTINGS, gpus=(4,), modes=("weak",), engines=engines)
     made = Grid(CONFIG.model_copy(update={"parallel": parallel}), settings, MACHINE, on_gpu=False)
     assert made.issues == []
     own = {cell.id: made.config_of(cell).parallel for cell in made.cells}
@@ -190,7 +187,7 @@ def test_a_ceiling_that_does_not_fit_refuses_nothing() -> None:
 def test_settings_that_no_cell_heeds_are_named() -> None:
     given = [
         *("parallel.engine=zero1", "optim.lr=0.1", "log.step_times=false", "checkpoint.keep=5"),
-        *("batch.global_size=8", "data.synthetic=true"),
+        "batch.global_size=8",
     ]
     for changes, free in (({}, ["optim.lr", "batch.global_size"]), ({"modes": ("weak",)}, ["optim.lr"])):
         named = [line.partition(" ")[0] for line in grid(**changes).displaced(given)]
@@ -254,8 +251,6 @@ def test_figures_and_verdicts_follow_from_the_records(tmp_path: Path) -> None:
     no_memory = failed("rank 1: OutOfMemoryError: CUDA out of memory", "device_memory")
 
     def records(cell: GridCell, repeat: int) -> dict[str, Any] | None:
-        if cell.kind == "synthetic":
-            return None
         if cell.engine == "zero1":
             return no_memory
         return {"step_s": seconds[cell.engine] ** (cell.world_size > 1)}
@@ -276,7 +271,7 @@ def test_figures_and_verdicts_follow_from_the_records(tmp_path: Path) -> None:
     assert ddp.exposed_comm_ddp_fraction == pytest.approx(0.1)
     assert (ddp.loss_agrees, ddp.loss_deviation) == (True, 0.0)
     assert ddp.mfu is None
-    assert (cells["strong-zero1-n2"].status, cells["strong-ddp-synthetic-n2"].status) == ("oom", "pending")
+    assert cells["strong-zero1-n2"].status == "oom"
     assert analyze(made, tmp_path, facts={}).status == "partial"
     of_cells = {verdict.cell: verdict for verdict in diagnose(list(cells.values()))}
     assert of_cells["strong-ddp-n2"].verdict == "communication-bound"
@@ -285,13 +280,12 @@ def test_figures_and_verdicts_follow_from_the_records(tmp_path: Path) -> None:
 
 
 def test_figures_of_a_gpu_have_their_denominators(tmp_path: Path) -> None:
-    """MFU is over the peaks of all GPUs, memory the greatest of all ranks, energy per million tokens."""
-    gpu = {"device": "NVIDIA H100 80GB HBM3", "precision": "bf16", "energy_j": 50.0, "tokens": 4000}
+    """MFU is over the peaks of all GPUs, memory the greatest of all ranks."""
+    gpu = {"device": "NVIDIA H100 80GB HBM3", "precision": "bf16"}
     files.write_json(tmp_path / "peak.json", {"matmul_flops": 600e12})
     ddp = collected(tmp_path, two(), lambda cell, repeat: {"step_s": 0.5, **gpu})["strong-ddp-n2"]
     flops = 32 * 16 / 0.5 * flops_per_token(CONFIG.model, 16, CONFIG.objective.mask_rate)
     assert (ddp.mfu, ddp.mamfu) == pytest.approx((flops / (2 * 989e12), flops / (2 * 600e12)))
-    assert (ddp.energy_j, ddp.energy_j_per_mtoken) == pytest.approx((50.0, 50.0 / 0.004))
     assert (ddp.peak_memory_gib, ddp.launch_fraction) == (2.0, pytest.approx(1.0))
 
 
@@ -301,24 +295,6 @@ def test_a_job_is_as_fast_as_its_slowest_rank_and_copies_as_their_sum(tmp_path: 
     assert ddp.tokens_per_s == pytest.approx(ddp.global_batch * 16 / 1.5)
     each = ceiling.global_batch / 2 * 16
     assert ceiling.tokens_per_s == pytest.approx(each / 1.0 + each / 1.5)
-
-
-def test_the_steps_of_copies_are_no_pairs(tmp_path: Path) -> None:
-    """Each of two copies takes 2 s a step in the mean; that one's long step stands beside the other's short
-    one says nothing of the job."""
-    made = two()
-    ceiling = next(cell for cell in made.cells if cell.kind == "ceiling")
-    write_run(tmp_path / "run", ceiling, 1.0)
-    repeat = read_repeat(tmp_path / "run", 2, 2, 6)
-    repeat.parts["step_s"][:] = [[1.0, 3.0] * 3, [3.0, 1.0] * 3]
-    measured = CellRuns(ceiling, [repeat], 16, 0)
-    assert measured.mean_s == pytest.approx(2.0)
-    repeat.parts["step_s"][1][:] = [4.0, 2.0] * 3
-    measured = CellRuns(ceiling, [repeat], 16, 0)
-    assert measured.mean_s == pytest.approx(2 / (1 / 2 + 1 / 3))
-    job = 2.4  # s; the weights of the ranks are job^2 / mean^2 / 2
-    assert measured.steps == [pytest.approx([0.72 * 1 + 0.32 * 4, 0.72 * 3 + 0.32 * 2] * 3)]
-    assert measured.mean_s == pytest.approx(job)
 
 
 def test_the_interval_of_an_efficiency_has_the_errors_of_both_cells(tmp_path: Path) -> None:
@@ -357,17 +333,16 @@ def test_losses_agree_within_the_precisions_tolerance(
 def test_a_cell_has_the_worst_memory_and_skips_of_its_repeats_and_the_median_of_the_rest(
     tmp_path: Path,
 ) -> None:
-    """The greatest memory, the most skipped steps; the middle of energy and of DDP's counters."""
+    """The greatest memory, the most skipped steps; the middle of DDP's counters."""
     of_repeats: list[dict[str, Any]] = [
-        {"memory": 1.0, "skipped_steps": 0, "energy_j": 10.0, "exposed": 0.1, "step_s": 1.0},
-        {"memory": 5.0, "skipped_steps": 3, "energy_j": 40.0, "exposed": 0.2, "step_s": 1.4},
-        {"memory": 3.0, "skipped_steps": 1, "energy_j": 20.0, "exposed": 0.4, "step_s": 1.1},
+        {"memory": 1.0, "skipped_steps": 0, "exposed": 0.1, "step_s": 1.0},
+        {"memory": 5.0, "skipped_steps": 3, "exposed": 0.2, "step_s": 1.4},
+        {"memory": 3.0, "skipped_steps": 1, "exposed": 0.4, "step_s": 1.1},
     ]
     cells = collected(tmp_path, two(repeats=3), lambda cell, repeat: {**of_repeats[repeat], "wait": 0.05})
     ddp = cells["strong-ddp-n2"]
     assert (ddp.peak_memory_gib, ddp.skipped_steps) == (6.0, 3)
     assert "3 optimizer steps were skipped" in ddp.flags[0]
-    assert (ddp.energy_j, ddp.energy_j_per_mtoken) == pytest.approx((20.0, 20.0 / (8 * 32 * 16) * 1e6))
     # the repeats have 0.1, 0.28 and 0.44 s of the median step, 1.1 s
     assert ddp.exposed_comm_ddp_fraction == pytest.approx(0.28 / 1.1)
     assert ddp.tokens_per_s == pytest.approx(32 * 16 / 1.1)
@@ -406,19 +381,6 @@ def test_a_grid_is_complete_with_its_links_profile_and_peak(tmp_path: Path, miss
     assert (told.settings.accumulation, told.settings.global_batch) == (2, None)
 
 
-def test_the_settings_of_a_grid_are_those_of_its_modes(tmp_path: Path) -> None:
-    made = two(modes=("strong",), accumulation=None)
-    collected(tmp_path, made, lambda cell, repeat: {"compiled": True, "precision": "bf16"})
-    found = analyze(made, tmp_path, facts={})
-    expected = {"accumulation": None, "global_batch": 32, "micro_batch": 4, "compiled": True}
-    expected |= {"steps": 6, "warm_up": 2, "repeats": 2, "precision": "bf16", "gpus": [2], "engines": ["ddp"]}
-    expected["model"] = "2 layers x 32, vocabulary 64"
-    assert found.mode == "strong"
-    assert expected.items() <= found.settings.model_dump().items()
-    found = analyze(grid(gpus=(2,), accumulation=None), tmp_path, facts={})
-    assert (found.mode, found.settings.accumulation, found.settings.global_batch) == ("both", 1, 32)
-
-
 def test_losses_of_other_steps_are_not_compared(tmp_path: Path) -> None:
     made = two()
     collected(tmp_path, made, lambda cell, repeat: {})
@@ -426,11 +388,11 @@ def test_losses_of_other_steps_are_not_compared(tmp_path: Path) -> None:
     lines.write_text(lines.read_text().splitlines(keepends=True)[0])
     ddp = {cell.id: cell for cell in analyze(made, tmp_path, facts={}).cells}["strong-ddp-n2"]
     assert (ddp.loss_agrees, ddp.loss_deviation) == (None, None)
-    assert "losses are not compared: a logged line is missing or not finite" in ddp.flags
+    assert "losses are not compared" in ddp.flags[0]
     for path in (tmp_path / "runs").glob("strong-single-*"):
         shutil.rmtree(path)
     ddp = {cell.id: cell for cell in analyze(made, tmp_path, facts={}).cells}["strong-ddp-n2"]
-    assert "losses are not compared: there is no run of one rank" in ddp.flags
+    assert "losses are not compared" in ddp.flags[0]
 
 
 @pytest.mark.parametrize(
@@ -470,16 +432,14 @@ def test_shares_of_a_step_have_intervals_over_the_repeats(tmp_path: Path) -> Non
     waits = (0.1, 0.11, 0.12)
 
     def records(cell: GridCell, repeat: int) -> dict[str, Any]:
-        step_s = 0.8 if cell.kind == "synthetic" else 1.0
-        return {"wait": waits[repeat], "step_s": step_s, "device": "NVIDIA H100 80GB HBM3"}
+        return {"wait": waits[repeat], "device": "NVIDIA H100 80GB HBM3"}
 
     ddp = collected(tmp_path, two(repeats=3), records)["strong-ddp-n2"]
     half = 4.302652730 * 0.01 / math.sqrt(3)
     assert ddp.data_wait_fraction_ci95 == pytest.approx([0.11 - half, 0.11 + half])
-    assert (ddp.loader_fraction, ddp.loader_fraction_ci95) == (pytest.approx(0.2), pytest.approx([0.2, 0.2]))
     assert ddp.launch_fraction_ci95 == pytest.approx([1.0, 1.0])
     once = collected(tmp_path / "b", two(repeats=1), lambda cell, repeat: {})["strong-ddp-n2"]
-    assert (once.data_wait_fraction_ci95, once.loader_fraction_ci95, once.straggler_ratio_ci95) == (None,) * 3
+    assert (once.data_wait_fraction_ci95, once.straggler_ratio_ci95) == (None, None)
 
 
 def test_a_replica_of_two_ranks_counts_once(tmp_path: Path) -> None:
@@ -515,7 +475,7 @@ def test_a_cell_that_is_faster_than_its_ceiling_is_flagged(tmp_path: Path) -> No
 
 
 def test_what_is_about_to_run_is_described(tmp_path: Path) -> None:
-    made = grid(gpus=(2,), modes=("weak",), engines=("ddp",), tensor=(1, 2), synthetic=False)
+    made = grid(gpus=(2,), modes=("weak",), engines=("ddp",), tensor=(1, 2))
     said: list[str] = []
     benchmark.describe(made, tmp_path, said.append, ["checkpoint.keep=5", "optim.lr=1"], cores=1)
     assert "  weak-ddp-n2: 2 ranks, global batch 16 = 4 x 2 x 2" in said
@@ -553,10 +513,9 @@ class MadeRunner(Runner):
         for trial in trials:
             self.ran.append(trial)
             fails = trial.config.parallel.engine == "ddp" and trial.ranks == 2
-            buckets = [4096, 5000] if trial.config.parallel.engine == "zero1" else []
             facts = failed("no") if fails else {"status": "done", "tokens_per_s": 2e3}
             trial.directory.mkdir(parents=True)
-            files.write_json(trial.directory / "summary.json", {**facts, "bucket_bytes": buckets})
+            files.write_json(trial.directory / "summary.json", facts)
             yield trial, TrialOutcome("failed" if fails else "ok", 1.0)
 
     def helper(self, module: str, arguments: Sequence[str], cores: Sequence[int] | None = None) -> list[Any]:
@@ -577,7 +536,7 @@ def made_runner(out: Path, said: list[str], *, on_gpu: bool = False) -> MadeRunn
 
 
 def test_a_grid_runs_its_cells_and_measures_links_profile_and_peak_once(tmp_path: Path) -> None:
-    made = grid(gpus=(2,), modes=("weak",), synthetic=False)
+    made = grid(gpus=(2,), modes=("weak",))
     said: list[str] = []
     runs = made_runner(tmp_path, said)
     run_grid(made, runs, said.append)
@@ -590,11 +549,10 @@ def test_a_grid_runs_its_cells_and_measures_links_profile_and_peak_once(tmp_path
     assert any(line.endswith(f"remove {tmp_path / 'runs' / lost}") for line in said)
     assert any("weak-single-n1-r0: 2 k tokens/s over 1 rank" in line for line in said)
     (links, profile, peak) = runs.asked
-    sizes = sorted({*(4**k for k in range(6, 14)), 5000})
+    sizes = [4**k for k in range(6, 14)]
     assert links == ("all_reduce", ["2", "0.3", *map(str, sizes)])
     link = results.read(tmp_path / "links-2.json", models.MeasuredLink)
     assert (link.world_size, link.backend, len(link.points)) == (2, "gloo", len(sizes))
-    assert [point.bytes for point in link.points if point.bucket] == [4096, 5000]
     assert {(p.seconds, p.busbw_gb_s) for p in link.points} == {(0.5, 3.0)}
     assert runs.cores == [None, cores_of(1, 2), cores_of(1, 2)]
     assert (profile[0], peak) == ("profile_step", ("matmul_peak", [made.precision, "2"]))
@@ -602,46 +560,13 @@ def test_a_grid_runs_its_cells_and_measures_links_profile_and_peak_once(tmp_path
     assert (runs.profiled.data.synthetic, runs.profiled.parallel.engine) == (True, "single")
 
 
-def test_a_sweep_that_was_cut_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = MadeRunner.helper
-
-    def cut(self: MadeRunner, module: str, *given: Any) -> list[Any]:
-        lines = whole(self, module, *given)
-        return lines[:3] if module.endswith("all_reduce") else lines
-
-    monkeypatch.setattr(MadeRunner, "helper", cut)
-    made = grid(gpus=(2,), modes=("weak",), synthetic=False)
-    run_grid(made, made_runner(tmp_path, []), print)
-    assert (tmp_path / "peak.json").exists()
-    assert not (tmp_path / "links-2.json").exists()
-
-
 def test_a_rank_with_a_gpu_may_use_every_core(tmp_path: Path) -> None:
     gpus = [environment.Gpu(0, "g", 80.0, None)] * 2
-    made = grid(with_memory(64.0, gpus=gpus), on_gpu=True, gpus=(2,), modes=("weak",), synthetic=False)
+    made = grid(with_memory(64.0, gpus=gpus), on_gpu=True, gpus=(2,), modes=("weak",))
     runs = made_runner(tmp_path, [], on_gpu=True)
     run_grid(made, runs, print)
     assert {trial.cores for trial in runs.ran} == {None}
     assert runs.cores == [None, None, None]
-
-
-def test_a_grid_goes_on_with_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What failed is its cell's result; what was not measured is measured."""
-    monkeypatch.setattr("launcher.run.trials.is_whole", lambda *_: True)
-    made = grid(gpus=(2,), modes=("weak",), synthetic=False)
-    first, said = made_runner(tmp_path, []), list[str]()
-    run_grid(made, first, print)
-    for trial in first.ran:
-        files.write_text(trial.directory / "config.yaml", dump_config(trial.config))
-    *rest, last = [trial for trial in first.ran if not trial.name.startswith("weak-ddp-n2")]
-    shutil.rmtree(last.directory)
-    (tmp_path / "links-2.json").unlink()
-    second = made_runner(tmp_path, said)
-    run_grid(made, second, said.append)
-    assert [trial.name for trial in second.ran] == [last.name]
-    assert f"resuming: {len(rest) + 1} of {2 * len(made.cells)} runs already done" in said
-    assert any(line.startswith("weak-ddp-n2: no result") for line in said)
-    assert [module for module, _ in second.asked] == ["all_reduce"]
 
 
 @pytest.mark.parametrize(
@@ -662,7 +587,6 @@ def test_a_benchmark_ends_as_its_runs_did_and_keeps_what_is_predicted(
     how["predict"] = lambda scaling: whole.prediction if scaling == found else None
     assert benchmark.scale("quickstart", settings, SETTINGS, out=out, **how) == code
     assert results.read(out / "scaling.json", models.Scaling).prediction == whole.prediction
-    assert len((out / "scaling.csv").read_text().splitlines()) == 1 + len(cells)
     assert (out / "report.html").exists()
 
 
@@ -681,6 +605,7 @@ RECORD = Path(__file__).parents[2] / "benchmarks" / "raw" / "2026-11-21-scaling"
 def test_the_committed_record_follows_from_its_raw_files_and_the_tables_from_it() -> None:
     recorded, plan = (read_json(RECORD / name) for name in ("scaling.json", "grid.json"))
     del plan["config"]["data"]["build"]["order"]  # a setting of that day
+    del plan["settings"]["synthetic"]
     settings = Settings(**{k: tuple(v) if isinstance(v, list) else v for k, v in plan["settings"].items()})
     made = Grid(resolve([plan["config"]]), settings, MACHINE, on_gpu=False)
     again = results.plain(analyze(made, RECORD, facts={}))
@@ -688,7 +613,7 @@ def test_the_committed_record_follows_from_its_raw_files_and_the_tables_from_it(
     then = numbers(recorded)
     kept = {path: number for path, number in numbers(again).items() if path in then}
     assert kept == pytest.approx({path: then[path] for path in kept}, rel=1e-9)
-    assert len(kept) > 400
+    assert len(kept) > 300
     cells = {cell["id"]: cell for cell in recorded["cells"]}
     table = (RECORD.parents[1] / "RESULTS.md").read_text()
     ddp = cells["weak-ddp-n2"]

@@ -239,9 +239,8 @@ def test_a_step_of_two_replicas_of_two_ranks(precision: str, once: float, gain: 
     assert row.step_time_s == pytest.approx(sum(row.split_s.model_dump().values()))
     assert row.exposed_comm_fraction == pytest.approx(exposed / row.step_time_s)
     assert row.global_batch == 2 * 3 * 8
-    assert row.samples_per_s == pytest.approx(48 / row.step_time_s)
     assert row.tokens_per_s == pytest.approx(48 * 16 / row.step_time_s)
-    assert row.efficiency == pytest.approx(row.samples_per_s / (4 * 3 * 8 / (3 * 2.0 + 0.4)))
+    assert row.efficiency == pytest.approx(48 / row.step_time_s / (4 * 3 * 8 / (3 * 2.0 + 0.4)))
     assert row.speedup == pytest.approx(4 * row.efficiency)
     assert exposed_s(profile, ask(2, **options)) == pytest.approx(activations)
 
@@ -283,30 +282,6 @@ def test_one_rank_is_exactly_what_was_measured_and_links_without_end_lose_nothin
     far = predict(crammed(10.0), Scenario(endless, 4, engine, accumulation=4))
     assert far.efficiency == pytest.approx(1, abs=5e-4)
     assert predict(crammed(10.0), Scenario(endless, 4, engine, spread=0.02)).efficiency < 0.99
-
-
-def test_efficiency_falls_with_ranks() -> None:
-    ranks = (1, 2, 4, 8, 16, 64, 256, 1024)
-    found = [predict(crammed(), Scenario(REAL, n, spread=0.015)).efficiency for n in ranks]
-    assert found == sorted(found, reverse=True)
-    assert len(set(found)) == len(ranks)
-
-
-@pytest.mark.parametrize(
-    ("change", "better"),
-    [
-        ({"accumulation": 2}, True),
-        ({"fabric": REAL.scaled(2)}, True),
-        ({"spread": 0.0}, True),
-        ({"gain": 1.0}, True),
-        ({"gain": 0.0}, False),
-        ({"slowdown": 1.2}, False),
-    ],
-)
-def test_a_change_helps_or_harms(change: dict[str, Any], better: bool) -> None:
-    now = Scenario(REAL, 16, spread=0.015)
-    before, after = (predict(crammed(), s).efficiency for s in (now, dataclasses.replace(now, **change)))
-    assert after > before if better else after < before
 
 
 @pytest.mark.parametrize(("ranks", "expected"), [(1, 0), (2, 0.564), (8, 1.424), (100, 2.508)])
