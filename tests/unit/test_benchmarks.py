@@ -428,11 +428,18 @@ def test_the_commit_is_known_without_git(tmp_path, monkeypatch):
     assert code_version(["launcher"]) != by_file
 
 
-def test_kernels_of_a_trace_are_added_by_name(tmp_path):
-    events = [("kernel", "a", 2000), ("kernel", "b", 5000), ("gpu_memcpy", "a", 1000), ("cpu_op", "c", 9)]
-    trace = [{"cat": kind, "name": name, "dur": us} for kind, name, us in events]
+def test_kernels_of_a_trace_are_added_by_name_and_their_gaps_are_idle(tmp_path):
+    events = [
+        ("kernel", "a", 0, 2000),
+        ("kernel", "b", 1000, 5000),  # beside the first
+        ("gpu_memcpy", "a", 9000, 1000),
+        ("cpu_op", "c", 0, 20000),
+    ]
+    trace = [{"cat": kind, "name": name, "ts": ts, "dur": us} for kind, name, ts, us in events]
     (tmp_path / "t.json.gz").write_bytes(gzip.compress(json.dumps({"traceEvents": trace}).encode()))
     assert gpu.kernel_times(tmp_path / "t.json.gz") == {
+        "wall_s": 0.02,
+        "idle_share": pytest.approx(1 - 7 / 20),
         "gpu_ms": 8.0,
         "launches": 3,
         "kernels_ms": {"b": 5.0, "a": 3.0},

@@ -112,7 +112,7 @@ def test_the_line_names_the_option(command: str, setting: str) -> None:
         ),
         (
             "tune batch --gpus 1 --budget 90s --memory 3 --launcher accelerate",
-            {"ranks": 1, "budget_s": 90.0, "memory": 3.0, "launcher": "accelerate", "sizes": [1, 2, 4, 8]},
+            {"nproc": 1, "budget_s": 90.0, "memory_gib": 3.0, "launcher": "accelerate"},
         ),
     ],
 )

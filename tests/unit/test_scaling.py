@@ -154,7 +154,7 @@ def test_a_cell_far_above_the_memory_is_refused(share: float, on_gpu: bool, refu
     alone = check_memory(CONFIG, 1, MACHINE, on_gpu=False)
     state = sum(alone.parts_gib[name] for name in MEMORY_STATE)
     room = (state + share * (alone.total_gib - state)) * 4 if share else 0.0002
-    gpus = [environment.Gpu(0, "g", room / 4, None)] * 4 if on_gpu else []
+    gpus = [environment.Gpu(0, "g", room / 4, None, free_gib=room / 4)] * 4 if on_gpu else []
     made = grid(with_memory(room, gpus=gpus), on_gpu=on_gpu, modes=("strong",))
     assert len(refused_of(made, "strong-ddp-n4")) == refused
 
