@@ -53,21 +53,15 @@ def write_examples(
         ids = np.concatenate(rows).astype(np.uint16)
         file = f"{name}.safetensors"
         sha = Examples(ids, offsets, None if name == "test" else labels).save(directory / file)
-        splits[name] = {
-            "source": "own.csv",
-            "file": file,
-            "sha256": sha,
-            "examples": count,
-            "tokens": len(ids),
-            "truncated": 0,
-            "has_labels": name != "test",
-            "letters": 0,
-            "lost_letters": 0,
-            "in_train": None if name == "train" else 0,
-            "baseline": dict.fromkeys(METRICS[kind], 0.25) if name == "dev" else None,
-            "left_out": 0,
-            "without_tokens": 0,
-        }
+        splits[name] = split_facts(
+            file,
+            sha256=sha,
+            examples=count,
+            tokens=len(ids),
+            has_labels=name != "test",
+            in_train=None if name == "train" else 0,
+            baseline=dict.fromkeys(METRICS[kind], 0.25) if name == "dev" else None,
+        )
     manifest: dict[str, Any] = {
         "task": "own",
         "kind": kind,
@@ -83,6 +77,12 @@ def write_examples(
     }
     write_json(directory / "examples.json", with_hash(ExamplesManifest, manifest))
     return directory
+
+
+def split_facts(file: str, **facts: Any) -> dict[str, Any]:
+    """Return a split of examples.json. Counts that are not given are 0."""
+    counts = dict.fromkeys(("truncated", "letters", "lost_letters", "left_out", "without_tokens"), 0)
+    return {"source": "own.csv", "file": file, **counts, **facts}
 
 
 def label_names(kind: str, num_labels: int = 3) -> list[str]:

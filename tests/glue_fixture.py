@@ -16,6 +16,7 @@ from launcher.evaluate.finetune import Pretrained
 from launcher.evaluate.glue import GlueGrid, PreparedTask, make_trial, result_file
 from launcher.evaluate.glue_scores import Glue, GlueOptions, GlueTask, GlueTrial
 from launcher.run.trials import Runner, SearchOutcome, Slot, Stopped, Trial, TrialOutcome, earlier_outcome
+from tests.example_files import split_facts
 from tests.helpers import failed, make_config, write_lines
 from tests.shards import SPECIAL
 
@@ -39,21 +40,16 @@ def make_task(
     tests = ["_".join(filter(None, ("test", part))) for part in parts if test]
     counts = {"train": 10 * examples, **dict.fromkeys(dev, examples), **dict.fromkeys(tests, test)}
     splits = {
-        split: {
-            "source": "own.csv",
-            "file": f"{split}.safetensors",
-            "sha256": SHA,
-            "examples": count,
-            "tokens": 5 * count,
-            "truncated": count // 4,
-            "has_labels": split not in tests,
-            "letters": 0,
-            "lost_letters": 0,
-            "in_train": None if split == "train" else 1,
-            "baseline": None if split not in dev else dict.fromkeys(METRICS.get(name, ["accuracy"]), 0.4),
-            "left_out": 0,
-            "without_tokens": 0,
-        }
+        split: split_facts(
+            f"{split}.safetensors",
+            sha256=SHA,
+            examples=count,
+            tokens=5 * count,
+            truncated=count // 4,
+            has_labels=split not in tests,
+            in_train=None if split == "train" else 1,
+            baseline=None if split not in dev else dict.fromkeys(METRICS.get(name, ["accuracy"]), 0.4),
+        )
         for split, count in counts.items()
     }
     regression = name == "STS-B"

@@ -192,22 +192,6 @@ def test_random_tokens_are_ordinary_and_uniform() -> None:
     assert chi_square(counts) < 55 + 5 * 10.5
 
 
-def test_every_kind_of_position_is_uniform_over_the_row() -> None:
-    count, length, num_masked = 6000, 16, 10
-    rows = np.tile(np.arange(20, 20 + length, dtype=np.uint16), (count, 1))
-    ids, positions, _ = mask(rows, hash64(np.arange(count), 1), num_masked, VOCABULARY)
-    column = positions.reshape(count, num_masked) % length
-    now = ids.reshape(-1)[positions].reshape(count, num_masked)
-    kinds = {
-        "all": column.ravel(),
-        "masked": column[now == VOCABULARY.mask_id],
-        "random or kept": column[now != VOCABULARY.mask_id],
-    }
-    for name, columns in kinds.items():
-        value = chi_square(np.bincount(columns, minlength=length))
-        assert value < 15 + 5 * 5.5, name  # 15 degrees of freedom (fewer: without replacement), s.d. 5.5
-
-
 # --- batches
 
 

@@ -51,23 +51,18 @@ def refuse(arguments: tuple[str, ...], *parts: str) -> None:
     ("setting", "named"),
     [
         ("schedule.tokens=1e30", "schedule.tokens"),
-        ("model.hidden_size=1000000000000000000000000000000", "model.hidden_size"),
-        ("batch.global_size=10000000000000000000", "batch.global_size"),
-        (f"schedule.steps={LONG}", "schedule.steps"),
-        (f"optim.lr={LONG}", "optim.lr"),
         ("schedule.steps=" + "9" * 5000, "schedule.steps"),
+        (f"optim.lr={LONG}", "optim.lr"),
         (".".join("a" * 3000) + "=1", "3000 parts"),
         ("a=" + "[" * 3000, "not valid YAML"),
         ("data.sources=" + "[" * 100 + "]" * 100, "data.sources"),
-        ("a=" + "{a: " * 100 + "1" + "}" * 100, "unknown setting"),
         ('data.path="a\\0b"', "data.path"),
         ('run.init_from="\\ud800"', "Invalid JSON"),
         (f"run.init_from={'a/' * 4000}", "run.init_from"),
-        (f"run.init_from={'a' * 256}", "aaa"),
         ("run.init_from=\udcff", "not UTF-8"),
         ("no.such." + "x" * 5000 + "=1", "unknown setting"),
     ],
-    ids=lambda text: text[:40].encode("ascii", "replace").decode() if isinstance(text, str) else None,
+    ids=lambda text: text[:40].encode("ascii", "replace").decode(),
 )
 def test_a_hostile_setting(setting: str, named: str) -> None:
     refuse((*BASE, "--set", setting), named)
@@ -78,7 +73,6 @@ def test_a_hostile_setting(setting: str, named: str) -> None:
     [
         (b"a: &a [x]\nb: [*a, *a]\n", "aliases"),
         (b"[" * 3000, "not valid YAML"),
-        (b"schedule: {steps: " + b"9" * 400 + b"}", "schedule.steps"),
         (b'{data: {path: "\\0"}, schedule: {steps: 1}}', "data.path"),
     ],
 )
@@ -111,16 +105,19 @@ def test_what_is_no_regular_file(endless: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [("--nproc", "9" * 400), ("--run-dir", "a" * 256), ("--run-dir", "\udcff"), ("--resume", "a" * 256)],
-    ids=str,
+    "arguments",
+    [
+        ("train", "a" * 256, *BASE[2:]),
+        (*BASE, "--nproc", LONG),
+        (*BASE, "--run-dir", "a" * 256),
+        (*BASE, "--run-dir", "\udcff"),
+        (*BASE, "--resume", "a" * 256),
+        ("data", "build", "builtin", "--out", "x", "--processes", "0"),
+        ("data", "build", "builtin", "--out", "x", "--processes", LONG),
+    ],
 )
-def test_a_hostile_option(options: tuple[str, ...]) -> None:
-    refuse((*BASE, *options))
-
-
-def test_a_long_name_of_a_configuration() -> None:
-    refuse(("train", "a" * 256, *BASE[2:]), "File name too long")
+def test_a_hostile_option(arguments: tuple[str, ...]) -> None:
+    refuse(arguments)
 
 
 def test_a_very_long_schedule_is_counted_at_once() -> None:
@@ -130,25 +127,20 @@ def test_a_very_long_schedule_is_counted_at_once() -> None:
     assert "= 1,000,000,000,000,000 tokens" in done.stdout
 
 
-def whole_numbers(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, object]]:
+def unbounded(section: type[Section] = Config, prefix: str = "") -> Iterator[str]:
+    """Settings that are whole numbers of any size."""
     for name, field in section.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, Section):
-            yield from whole_numbers(kind, f"{prefix}{name}.")
-        elif kind in (int, int | None):
-            yield f"{prefix}{name}", field
+            yield from unbounded(kind, f"{prefix}{name}.")
+        elif kind in (int, int | None) and not any(
+            hasattr(rule, "le") or hasattr(rule, "lt") for rule in field.metadata
+        ):
+            yield f"{prefix}{name}"
 
 
 def test_every_whole_number_has_an_upper_bound() -> None:
-    fields = dict(whole_numbers())
-    assert "model.num_layers" in fields
-    assert "schedule.steps" in fields
-    unbounded = [
-        name
-        for name, field in fields.items()
-        if not any(hasattr(rule, "le") or hasattr(rule, "lt") for rule in field.metadata)
-    ]
-    assert unbounded == []
+    assert list(unbounded()) == []
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "summary.json", "metrics.jsonl", "environment.json"])
@@ -175,26 +167,18 @@ def test_a_report_of_a_damaged_run(tmp_path: Path, name: str, content: bytes) ->
 
 def test_a_report_replaces_nothing_but_a_page(tmp_path: Path) -> None:
     """A project may have a config.yaml and a report.html of its own; root could replace a device."""
-    (tmp_path / "config.yaml").write_text("mine: 1\n")
-    (tmp_path / "report.html").write_text("<html>mine</html>")
+    for name in ("config.yaml", "report.html"):
+        (tmp_path / name).write_text("mine: 1\n")
     (tmp_path / "link.html").symlink_to("report.html")
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "null").symlink_to("/dev/null")
     refuse(("report", str(tmp_path)), "report.html", "no page of bert-dp")
-    assert (tmp_path / "report.html").read_text() == "<html>mine</html>"
-    for name in ("config.yaml", "report.html", "link.html"):
-        refuse(("report", str(tmp_path), "--out", str(tmp_path / name)), name, "no page of bert-dp")
-    for name in (str(tmp_path / "pipe"), str(tmp_path / "null"), str(tmp_path), ""):
-        refuse(("report", str(tmp_path), "--out", name), "--out", "no page of bert-dp")
-    assert (tmp_path / "link.html").is_symlink()
-    assert (tmp_path / "null").is_symlink()
+    for name in ("config.yaml", "report.html", "link.html", "pipe", "null", ""):
+        refuse(("report", str(tmp_path), "--out", str(tmp_path / name)), "no page of bert-dp")
+    assert [(tmp_path / name).read_text() for name in ("config.yaml", "link.html")] == ["mine: 1\n"] * 2
+    assert [(tmp_path / name).is_symlink() for name in ("link.html", "null")] == [True, True]
     assert (tmp_path / "pipe").is_fifo()
     page = tmp_path / "page.html"
     for _ in range(2):  # its own it does replace
         assert here("report", str(tmp_path), "--out", str(page)).returncode == 0
     assert "<html" in page.read_text()
-
-
-@pytest.mark.parametrize("count", ["0", "9" * 30])
-def test_a_hostile_number_of_processes(count: str) -> None:
-    refuse(("data", "build", "builtin", "--out", "x", "--processes", count), "--processes: ")

@@ -20,7 +20,6 @@ from bert_dp.exporting.source import open_run, write_about
 from bert_dp.files.run_facts import MODEL_FILES
 from bert_dp.model.bert import build_model
 from bert_dp.model.classifier import build_classifier
-from bert_dp.training.devices import inference_precision
 from bert_dp.training.process import RunFailed
 from tests.helpers import TINY_MODEL, issues_of, raised_issues, read_json, write_files
 from tests.runs_to_export import WORDS, config_of, finetuned, write_run
@@ -79,14 +78,6 @@ def test_lines_stand_in_the_order_of_the_file(tmp_path: Path, monkeypatch: pytes
     assert reports[-1] == ("examples", 50, 50)
 
 
-def test_what_was_cut_is_counted_over_all_held_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = write_run(tmp_path / "run", config_of("quickstart", model=SMALL))
-    monkeypatch.setattr(prediction, "HELD", 2)
-    lines, reports = answers(run, [(" ".join(WORDS * times),) for times in (1, 40, 40, 1, 1)])
-    assert len(lines) == 5
-    assert reports[-1][0].startswith("2 of 5 examples were cut to 128")
-
-
 LOST = "\u043c\u0438\u0440"  # a text of which the tokenizer keeps nothing
 
 
@@ -98,29 +89,17 @@ def test_a_text_of_which_no_token_is_left_has_no_label(
     monkeypatch.setattr(prediction, "HELD", 2)
     config = config_of("quickstart", model=SMALL)
     run = write_run(tmp_path / "run", config if form == "encodings" else finetuned(config, "recipe"))
-    known = " ".join(WORDS[:5])
-    write_files(
-        tmp_path,
-        {
-            "a.txt": f"{known}\n{LOST}\n{known}\n{LOST}\n",
-            "pairs.csv": f"a,b\n{known},{known}\n{known},{LOST}\n{LOST},{known}\n{LOST},{LOST}\n",
-            "lost.txt": f"{LOST}\n{LOST}\n",
-            "lost.csv": f"a,b\n{known},{LOST}\n",
-        },
-    )
-    pair = {"text": "a", "text_pair": "b"}
-    for name, columns, lost, lost_letters in (
-        ("a.txt", {}, [1, 3], 2 * len(LOST)),
-        ("pairs.csv", pair, [1, 2, 3], 4 * len(LOST)),
-    ):
-        prediction.predict_file(run, str(tmp_path / name), **columns)
-        printed = capsys.readouterr()
-        lines = [json.loads(line) for line in printed.out.splitlines()]
-        assert [line["index"] for line in lines] == [0, 1, 2, 3]
-        assert [line for line in lines if "tokens" in line] == [{"index": i, "tokens": 0} for i in lost]
-        assert all(("label" in line) == (form == "labels") for line in lines if "tokens" not in line)
-        for said in (f"{len(lost)} of 4 examples", "index 1", f"({lost_letters} of "):
-            assert said in printed.err
+    known, pair = " ".join(WORDS[:5]), {"text": "a", "text_pair": "b"}
+    pairs = f"a,b\n{known},{known}\n{known},{LOST}\n{LOST},{known}\n{LOST},{LOST}\n"
+    write_files(tmp_path, {"pairs.csv": pairs, "lost.txt": f"{LOST}\n", "lost.csv": f"a,b\n{known},{LOST}\n"})
+    prediction.predict_file(run, str(tmp_path / "pairs.csv"), **pair)
+    printed = capsys.readouterr()
+    lines = [json.loads(line) for line in printed.out.splitlines()]
+    assert [line["index"] for line in lines] == [0, 1, 2, 3]
+    assert lines[1:] == [{"index": i, "tokens": 0} for i in (1, 2, 3)]
+    assert ("label" in lines[0]) == (form == "labels")
+    for said in ("3 of 4 examples", "index 1", f"({4 * len(LOST)} of "):
+        assert said in printed.err
     out = tmp_path / "new" / "out.jsonl"
     for name, columns in (("lost.txt", {}), ("lost.csv", pair)):
         (issue,) = raised_issues(prediction.predict_file, run, str(tmp_path / name), out=out, **columns)
@@ -214,15 +193,6 @@ def test_bf16_is_near_and_auto_is_fp32_without_a_gpu(tmp_path: Path) -> None:
     assert 0 < np.abs(wide - narrow).max() < 0.05 * max(1.0, np.abs(wide).max())
 
 
-def test_auto_is_bf16_only_on_a_gpu_that_multiplies_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for capability, name in (((8, 0), "bf16"), ((9, 0), "bf16"), ((7, 5), "fp32")):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
-        assert inference_precision("auto", torch.device("cuda")).name == name
-        assert inference_precision("fp32", torch.device("cuda")).autocast is None
-    monkeypatch.setattr("bert_dp.training.devices.has_bf16", lambda _: True)
-    assert inference_precision("auto", CPU).name == "fp32"
-
-
 def test_labels_and_their_probabilities() -> None:
     logits = np.array([0.0, math.log(3), -800.0])
     names = ("no", "yes", "never")
@@ -232,34 +202,18 @@ def test_labels_and_their_probabilities() -> None:
     assert several == {"labels": ["yes"], "probabilities": {"no": 0.5, "yes": 0.75, "never": 0.0}}
     regression = FinetuneConfig(kind="regression")
     assert prediction.labelled(np.array([2.123456789]), regression) == {"score": 2.123457}
-    thirds = np.log([1.5, 0.75, 0.75])  # the first alone is likelier than not
-    several = prediction.labelled(thirds, FinetuneConfig(labels=names, kind="multi_label"))
-    assert several == {"labels": ["no"], "probabilities": {"no": 0.6, "yes": 0.428571, "never": 0.428571}}
 
 
 def test_what_is_read_of_a_file(tmp_path: Path) -> None:
-    records = [
-        {"text": "one", "a": "x", "b": "y", "label": None},
-        {"text": "two, and", "a": "v", "b": "w", "label": "1"},
-    ]
+    records = [{"text": "one", "a": "x", "b": "y"}, {"text": "two, and", "a": "v", "b": "w"}]
     lines = "".join(json.dumps(record) + "\n" for record in records)
-    write_files(
-        tmp_path,
-        {
-            "a.txt": "one\ntwo, and\n",
-            "a.jsonl": lines,
-            "a.tsv": "a\tb\nx\ty\nv\tw\n",
-            "a.csv": 'text\none\n"two, and"\n',
-        },
-    )
-    texts = [("one",), ("two, and",)]
-    for name in ("a.txt", "a.jsonl", "a.csv"):
-        assert prediction.read_texts(str(tmp_path / name), []) == texts
+    tables = {"a.tsv": "a\tb\nx\ty\nv\tw\n", "a.csv": 'text\none\n"two, and"\n'}
+    write_files(tmp_path, {"a.txt": "one\ntwo, and\n", "a.jsonl": lines, **tables})
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    for name in ("a.txt", "a.jsonl", "a.csv", "a.jsonl.gz"):
+        assert prediction.read_texts(str(tmp_path / name), []) == [("one",), ("two, and",)]
     for name in ("a.jsonl", "a.tsv"):
         assert prediction.read_texts(str(tmp_path / name), ["a", "b"]) == [("x", "y"), ("v", "w")]
-    for name, packed in (("a.txt.gz", "one\ntwo, and\n"), ("a.jsonl.gz", lines)):
-        (tmp_path / name).write_bytes(gzip.compress(packed.encode()))
-        assert prediction.read_texts(str(tmp_path / name), []) == texts
 
 
 def test_what_is_no_example_is_one_line(tmp_path: Path) -> None:
@@ -271,27 +225,19 @@ def test_what_is_no_example_is_one_line(tmp_path: Path) -> None:
         ("a.txt", [], "line 2 "),
         ("empty.txt", [], "holds no example"),
         ("a.csv", [], "string 'text' (got keys ['a', 'b']); name it with --text"),
-        ("a.csv", ["a", "c"], "string 'c'"),
         ("b.csv", [], "line 3: "),
-        ("none.csv", [], "cannot be read"),
         ("", [], "cannot be read"),
     ):
         (line,) = issues_of(prediction.read_texts, str(tmp_path / name), columns)
         assert said in line
 
 
-@pytest.mark.parametrize(
-    ("options", "setting", "kind"),
-    [({"out": "a.txt"}, "--out", "exists"), ({"out": "a.txt/b"}, "--out", "not_found")],
-)
-def test_options_that_do_not_fit_are_issues(
-    tmp_path: Path, options: dict[str, Any], setting: str, kind: str
-) -> None:
-    run = write_run(tmp_path / "run", finetuned(config_of("quickstart", model=SMALL), "recipe"))
+@pytest.mark.parametrize(("out", "kind"), [("a.txt", "exists"), ("a.txt/b", "not_found")])
+def test_a_place_that_cannot_be_written_is_an_issue(tmp_path: Path, out: str, kind: str) -> None:
+    run = write_run(tmp_path / "run", config_of("quickstart", model=SMALL))
     (tmp_path / "a.txt").write_text("one\n")
-    given = {key: tmp_path / value if key == "out" else value for key, value in options.items()}
-    (issue,) = raised_issues(prediction.predict_file, run, str(tmp_path / "a.txt"), **given)
-    assert (issue.setting, issue.kind) == (setting, kind)
+    (issue,) = raised_issues(prediction.predict_file, run, str(tmp_path / "a.txt"), out=tmp_path / out)
+    assert (issue.setting, issue.kind) == ("--out", kind)
 
 
 def test_a_file_that_is_not_finished_does_not_appear(tmp_path: Path) -> None:
