@@ -31,6 +31,7 @@ def write_shards(
     directory.mkdir(parents=True, exist_ok=True)
     sizes = files or (train,)
     assert sum(sizes) == train
+    (directory / "tokenizer.json").write_text("{}")
     manifest: dict = {
         "format": "bert-dp-shards",
         "version": 3,
@@ -41,6 +42,9 @@ def write_shards(
         "num_special": 7,
         "unigram_entropy_nats": 3.9,
         "uniform_entropy_nats": math.log(vocab_size),
+        "tokenizer": {"file": "tokenizer.json", "sha256": hashlib.sha256(b"{}").hexdigest()},
+        "sources": [],
+        "build": {},
     }
     successor = rng.permutation(np.arange(7, vocab_size))
     for split, count in (("train", train), ("held_out", held_out)):
@@ -62,11 +66,6 @@ def write_shards(
                 }
             )
         manifest[split] = {"sequences": count, "tokens": count * length, "documents": count, "shards": shards}
-    (directory / "tokenizer.json").write_text("{}")
-    sha = hashlib.sha256(b"{}").hexdigest()
-    manifest["tokenizer"] = {"file": "tokenizer.json", "sha256": sha}
-    manifest["sources"] = []
-    manifest["build"] = {}
     write_manifest(directory, manifest)
     return directory
 

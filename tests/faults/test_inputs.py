@@ -179,13 +179,7 @@ SECRETS = {
     "DB_PWD": "p@55/w0rd",
     "SLACK_WEBHOOK": "https://hooks.example/T0/B0/x1",
 }
-ORDINARY = {
-    "MY_KEY": "status",
-    "A_PASSWORD": "memory",
-    "B_TOKEN": "torchrun",
-    "C_AUTH": "done",
-    "D_PAT": "ddp",
-}
+ORDINARY = {"MY_KEY": "status", "A_PWD": "memory", "B_TOKEN": "torchrun", "C_AUTH": "done", "D_PAT": "ddp"}
 LEAK = """
 import os, sys
 if os.environ.get("RANK") == "1" and "bert_dp.worker" in sys.orig_argv:

@@ -16,8 +16,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from bert_dp import files as record
@@ -115,8 +113,9 @@ def restated(out: Path, docs: list[str], fraction: float) -> dict[str, list[int]
     return {name: ids[: len(ids) // LENGTH * LENGTH] for name, ids in streams.items()}
 
 
-def test_packing_is_exact(tmp_path: Path) -> None:
+def test_packing_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A special token in a text is text."""
+    monkeypatch.setattr(shards, "SHARD_BYTES", LENGTH * 2 * 50)
     docs = [*prose(300), *(f"{doc} <mask> <pad> <cls> <s>" for doc in prose(50, seed=1))]
     manifest = make(write(tmp_path / "a.txt", docs), tmp_path / "out")
     streams = restated(tmp_path / "out", docs, 0.1)
@@ -130,31 +129,11 @@ def test_packing_is_exact(tmp_path: Path) -> None:
     assert manifest["num_special"] == 7
     size, train = manifest["vocab_size"], streams["train"]
     nats = [-math.log((train.count(token) + 1) / (len(train) + size)) for token in streams["held_out"]]
+    *whole, last = [shard["sequences"] for shard in manifest["train"]["shards"]]
+    assert 0 < last <= 50 == min(whole)
     assert manifest["unigram_entropy_nats"] == pytest.approx(sum(nats) / len(nats), rel=1e-12)
     assert manifest["unigram_entropy_nats"] < manifest["uniform_entropy_nats"] == math.log(size)
     assert shards.verify(tmp_path / "out") == []
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.lists(st.integers(0, 49), max_size=40), max_size=12), st.integers(1, 9), st.integers(1, 5))
-def test_shard_writer_against_plain_lists(
-    tmp_path_factory: pytest.TempPathFactory, pieces: list[list[int]], length: int, per_shard: int
-) -> None:
-    directory = tmp_path_factory.mktemp("w")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards, "SHARD_BYTES", per_shard * length * 2)
-        writer = shards.ShardWriter(directory, "x", length, 50)
-        for piece in pieces:
-            writer.write(np.array(piece, np.uint16))
-        writer.close()
-    flat = [i for piece in pieces for i in piece]
-    flat = flat[: len(flat) // length * length]
-    files = [np.fromfile(directory / s["file"], "<u2").tolist() for s in writer.shards]
-    assert [i for ids in files for i in ids] == flat
-    assert [len(ids) // length for ids in files[:-1]] == [per_shard] * len(files[:-1])
-    assert writer.counts.tolist() == np.bincount(np.array(flat, int), minlength=50).tolist()
-    assert all(s["bytes"] == (directory / s["file"]).stat().st_size for s in writer.shards)
-    assert all(s["sha256"] == readers.file_hash(directory / s["file"]) for s in writer.shards)
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "byte_bpe"])
@@ -192,19 +171,6 @@ def test_a_file_without_blank_lines_is_one_document_and_no_silent_split(
     issue = refusal(files, tmp_path / "out", **options)
     assert (issue.setting, issue.kind) == ("data.sources", "out_of_range")
     assert issue.other == "data.build.held_out_fraction"
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.lists(st.integers(0, 60), max_size=20), max_size=12))
-def test_exact_filter_against_a_set(batches: list[list[int]]) -> None:
-    is_new = builder.exact_filter()
-    seen: set[int] = set()
-    for batch in batches:
-        expected = []
-        for key in batch:
-            expected.append(key not in seen)
-            seen.add(key)
-        assert is_new(np.array(batch, np.uint64) << np.uint64(50)).tolist() == expected
 
 
 def test_near_dedup_drops_the_later_document(tmp_path: Path) -> None:
@@ -317,10 +283,7 @@ UNICODE_WHITE_SPACE = [
         *((f"a{chr(code)}b", "a b") for code in UNICODE_WHITE_SPACE),
         *((f"the{chr(code)}world", "the-world") for code in (*range(0x2010, 0x2016), 0x2212, 0x207B, 0xFE58)),
         ("\u201cit\u2019s\u201d, \u201aso\u2018 \u00abhe\u00bb", '"it\'s", \'so\' "he"'),
-        ("so\u2026", "so..."),
-        ("3\u00d74", "3x4"),
-        ("1\u20442", "1/2"),
-        ("1\u00bd cups, \u00be", "1 1/2 cups, 3/4"),
+        ("so\u2026 3\u00d74, 1\u20442, 1\u00bd cups, \u00be", "so... 3x4, 1/2, 1 1/2 cups, 3/4"),
         ("\ufb01ne o\ufb03ce \u00c6on \u0153uvre Stra\u00dfe", "fine office aeon oeuvre strasse"),
         ("zero\u200bwidth so\u00adft \ufeffmark jo\u200din", "zerowidth soft mark join"),
         ("na\u00efve CAF\u00c9 \u0130stanbul", "naive cafe istanbul"),
@@ -337,16 +300,6 @@ UNICODE_WHITE_SPACE = [
 )
 def test_normal_form_keeps_word_boundaries(text: str, normal: str) -> None:
     assert tokenizer.normalize(text) == tokenizer.normalizer().normalize_str(text) == normal
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.text("aZ 1.\u00e9\u043c\u4e2d\u00e6\u0142\u20ac\u0301\ufb01", max_size=30))
-def test_lost_letters_against_one_character_at_a_time(text: str) -> None:
-    """The Polish l with a stroke, Cyrillic and Chinese lose a letter; accents and ligatures do not."""
-    letters, lost = tokenizer.letter_counter(tokenizer.normalizer())(text)
-    assert letters == sum(map(str.isalpha, text))
-    assert lost == sum(text.count(c) for c in "\u043c\u4e2d\u0142")
-    assert tokenizer.letter_counter(None)(text) == (letters, 0)
 
 
 RUSSIAN = (
@@ -455,24 +408,6 @@ def test_byte_level_bpe_keeps_every_text() -> None:
     only_bytes = tokenizer.train(docs, model="byte_bpe", vocab_size=263, with_normalizer=False)
     assert tokenizer.size(only_bytes) == MIN_BYTE_VOCAB_SIZE
     assert len(only_bytes.encode("\u4e2d", add_special_tokens=False).ids) == 3
-
-
-@pytest.mark.parametrize("kind", ["wordpiece", "byte_bpe"])
-@pytest.mark.parametrize("with_normalizer", [True, False])
-def test_training_is_deterministic_and_saved_whole(kind: Any, with_normalizer: bool) -> None:
-    docs = [*prose(200), "Ünïcode “quotes” ``tex''"]
-    first, second = (
-        tokenizer.train(docs, model=kind, vocab_size=VOCAB, with_normalizer=with_normalizer) for _ in range(2)
-    )
-    assert first.to_str() == second.to_str()
-    assert [first.id_to_token(i) for i in range(7)] == list(tokenizer.SPECIALS)
-    loaded = Tokenizer.from_str(first.to_str())
-    assert loaded.encode("<cls> bala Koner").ids == first.encode("<cls> bala Koner").ids
-    assert loaded.encode("bala", "koner").type_ids[-1] == 1
-    if with_normalizer:
-        assert loaded.encode("Bála  ``KONER''").ids == loaded.encode('bala "koner"').ids
-    else:
-        assert loaded.encode("bala").ids != loaded.encode("BALA").ids
 
 
 def test_a_vocabulary_is_never_larger_than_asked_or_than_the_text_gives() -> None:
@@ -667,15 +602,6 @@ def test_inspect(out: Path) -> None:
     assert facts["problems"] == []
 
 
-def test_a_big_sample_is_bounded_and_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builder, "SAMPLE_BYTES", 5000)
-    docs = prose(500)
-    sample, total = builder._sample(docs, lambda stage, done, total: None)
-    assert total == 500
-    assert 1000 < sum(map(len, sample)) <= 5000
-    assert sorted(sample) == sorted(builder._sample(docs[::-1], lambda stage, done, total: None)[0])
-
-
 def test_ensure_builds_once_and_follows_the_source(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -718,32 +644,17 @@ def test_ensure_with_a_given_path(out: Path, tmp_path: Path) -> None:
     (issue,) = raised_issues(builder.ensure, config("", **{**given, "path": str(tmp_path)}))
     assert (issue.setting, issue.kind) == (str(tmp_path / "manifest.json"), "not_found")
     (issue,) = raised_issues(builder.ensure, config("", **given, sequence_length=32))
-    assert (issue.setting, issue.kind, issue.value, issue.other) == (
-        "data.sequence_length",
-        "conflict",
-        32,
-        "data.path",
-    )
+    assert (issue.setting, issue.kind, issue.other) == ("data.sequence_length", "conflict", "data.path")
 
 
-def start(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "bert_dp.data.build", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **(env or {})},
-        cwd=Path(builder.__file__).parents[2],
-    )
-
-
-def test_two_processes_ensure_at_once(tmp_path: Path) -> None:
+def test_two_processes_ensure_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path / "cache"))
     source = write(tmp_path / "a.txt", prose(3000))
-    tree = config(source).model_dump(mode="json")
-    (tmp_path / "c.yaml").write_text(json.dumps(tree))
-    env = {"BERT_DP_CACHE": str(tmp_path / "cache")}
+    (tmp_path / "c.yaml").write_text(config(source).model_dump_json())
+    command = [sys.executable, "-m", "bert_dp.data.build", "ensure", str(tmp_path / "c.yaml")]
+    piped: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with umask(0):
-        both = [start("ensure", str(tmp_path / "c.yaml"), env=env) for _ in range(2)]
+        both = [subprocess.Popen(command, **piped) for _ in range(2)]
     answers = [p.communicate(timeout=60) for p in both]
     assert [p.returncode for p in both] == [0, 0], answers
     assert answers[0][0] == answers[1][0]
@@ -819,24 +730,6 @@ def test_interrupted_build_leaves_nothing_and_runs_again(tmp_path: Path, number:
         assert not list(tmp_path.glob(".out.*"))
 
 
-def test_a_build_for_a_run_that_fails_is_one_line_that_names_the_cache(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(record, "set_private_umask", lambda: None)
-    monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path / "cache"))
-    source = write(tmp_path / "a.txt", prose(100))
-    (tmp_path / "c.yaml").write_text(json.dumps(config(source).model_dump(mode="json")))
-    monkeypatch.setattr(builder, "build_in", full)
-    assert builder.main(["ensure", str(tmp_path / "c.yaml")]) == 1
-    out, err = capsys.readouterr()
-    assert (out, err.splitlines()[-1].startswith("error: [Errno 28] ")) == ("", True)
-    assert str(tmp_path / "cache") in err
-
-
 @pytest.mark.parametrize(("count", "twins", "warned"), [(30, 0, True), (15, 0, False), (30, 900, False)])
 def test_a_filter_that_takes_much_is_told(tmp_path: Path, count: int, twins: int, warned: bool) -> None:
     directory = write_shards(tmp_path / "s", train=65, held_out=5)
@@ -844,16 +737,3 @@ def test_a_filter_that_takes_much_is_told(tmp_path: Path, count: int, twins: int
         edited["dropped"] = {"tokens_per_char": count, "exact_duplicate": twins}
         edited["build"] = {"max_tokens_per_char": 0.25}
     assert len(builder.filter_warnings(read_manifest(directory))) == warned
-
-
-def test_progress_on_a_terminal_renews_one_line_and_ends_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    with builder.shown_progress() as tell:
-        tell("read", 1, None)
-        tell("warning: what can be done", 0, 0)
-        tell("tokenize", 1, None)
-    assert capsys.readouterr().err.replace("\r\x1b[K", "^") == (
-        "^read: 1^warning: what can be done\n^tokenize: 1\n"
-    )

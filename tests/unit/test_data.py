@@ -406,6 +406,8 @@ def test_order_and_masks_are_those_of_every_version(shards: Shards, directory: P
         [36, 33, 35, 38],
         [55, 60, 58, 48],
     ]
+    ids, *_ = mask(np.arange(20, 36, dtype=np.uint16)[None], hash64(np.array([0]), 1), 10, VOCABULARY)
+    assert ids.tolist() == [[20, 21, 6, 6, 6, 25, 6, 6, 28, 26, 6, 6, 32, 33, 34, 6]]
     key = hash64(3, 1, np.array([0]))
     assert permute(np.arange(8), 50, key).tolist() == [22, 28, 31, 6, 35, 9, 26, 46]
     (held_out, *_) = held_out_batches(

@@ -25,7 +25,6 @@ from bert_dp.examples import glue, prepare
 from bert_dp.examples import table as labelled_table
 from bert_dp.examples.prepare import main, summary, truncate
 from bert_dp.examples.table import Columns, Examples
-from tests.e2e.cli import open_to_others, umask
 from tests.example_files import write_examples
 from tests.helpers import make_config, raised_issues, read_json
 
@@ -180,22 +179,15 @@ def test_each_task_is_read_as_glue_writes_it(lab: Lab, task: str) -> None:
         assert (lab.words(examples, 0), numbers(examples)) == (words, labels)
 
 
-@pytest.mark.parametrize(
-    ("rows", "other_train_rows", "official"),
-    [
-        ({"train": 2, "dev": 2}, 0, True),
-        ({"train": 3, "dev": 2}, 2, True),
-        ({"train": 2, "dev": 3}, 2, False),
-    ],
-)
-def test_row_counts_decide_whether_it_is_glue(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch, rows: dict[str, int], other_train_rows: int, official: bool
-) -> None:
-    task = dataclasses.replace(glue.TASKS["RTE"], rows=rows, other_train_rows=other_train_rows)
-    monkeypatch.setitem(glue.TASKS, "RTE", task)
-    manifest = lab.glue("RTE", RTE_HEADER, **RTE)[1]
-    assert manifest.official == official
-    assert ("subset" in summary(manifest)) != official
+def test_row_counts_decide_whether_it_is_glue(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    for train, dev, other_train, official in ((2, 2, 0, True), (3, 2, 2, True), (2, 3, 2, False)):
+        task = dataclasses.replace(
+            glue.TASKS["RTE"], rows={"train": train, "dev": dev}, other_train_rows=other_train
+        )
+        monkeypatch.setitem(glue.TASKS, "RTE", task)
+        manifest = lab.glue("RTE", RTE_HEADER, **RTE)[1]
+        assert manifest.official == official
+        assert ("subset" in summary(manifest)) != official
 
 
 QQP_HEADER = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate"
@@ -304,16 +296,8 @@ def test_what_was_prepared_is_found_again_until_a_file_changes(lab: Lab) -> None
     assert lab.prepare(*options)[0] != directory
     lab.write_glue("g", "RTE", RTE_HEADER, train=[*RTE["train"], RTE["dev"][0]])
     assert lab.prepare(*options)[1].splits["train"].examples == manifest.splits["train"].examples + 1
-
-
-def test_what_is_prepared_is_for_its_user_alone(lab: Lab) -> None:
-    """Whatever the umask is. A cache that others may write to is not used."""
-    with umask(0):
-        lab.own({"train": GOOD, "dev": GOOD})
-    assert open_to_others(lab.folder / "cache") == []
-    (lab.folder / "cache").chmod(0o777)
-    file = lab.write("own.csv", GOOD)
-    assert main(lab.arguments("--train", file, "--dev", file)) == 2
+    (lab.folder / "cache").chmod(0o777)  # a cache that others may write to is not used
+    assert main(lab.arguments(*options)) == 2
 
 
 @pytest.mark.parametrize("name", ["train.safetensors", "tokenizer.json", "examples.json"])
@@ -330,32 +314,25 @@ TWO = Examples(np.zeros(4, np.uint16), np.array([0, 2, 4]), np.array([0, 1]))
 
 
 @pytest.mark.parametrize(
-    ("kind", "arrays", "fits"),
+    ("kind", "arrays"),
     [
-        ("single_label", {}, True),
-        ("single_label", {"ids": np.full(4, 64, np.uint16)}, False),  # not in the vocabulary
-        ("single_label", {"offsets": np.array([0, 4])}, False),
-        ("single_label", {"offsets": np.array([0, 1, 4])}, False),  # an example of one token
-        ("single_label", {"labels": None}, False),
-        ("single_label", {"labels": np.array([0, 3])}, False),
-        ("multi_label", {"labels": np.array([[0, 0], [1, 1]], np.uint8)}, True),
-        ("multi_label", {"labels": np.array([[0, 1], [2, 0]], np.uint8)}, False),
-        ("regression", {"labels": np.array([-7.5, 1e30], np.float32)}, True),
-        ("regression", {"labels": np.array([0.5, np.nan], np.float32)}, False),
+        ("single_label", {"ids": np.full(4, 64, np.uint16)}),  # not in the vocabulary
+        ("single_label", {"offsets": np.array([0, 4])}),
+        ("single_label", {"offsets": np.array([0, 1, 4])}),  # an example of one token
+        ("single_label", {"labels": None}),
+        ("single_label", {"labels": np.array([0, 3])}),
+        ("multi_label", {"labels": np.array([[0, 1], [2, 0]], np.uint8)}),
+        ("regression", {"labels": np.array([0.5, np.nan], np.float32)}),
     ],
 )
-def test_arrays_are_those_of_the_manifest(
-    tmp_path: Path, kind: str, arrays: dict[str, Any], fits: bool
+def test_arrays_that_are_not_those_of_the_manifest_are_refused(
+    tmp_path: Path, kind: str, arrays: dict[str, Any]
 ) -> None:
     facts = read_json(write_examples(tmp_path, kind=kind, train=2, dev=0, length=8) / "examples.json")
-    train, expected = facts["splits"]["train"], dataclasses.replace(TWO, **arrays)
-    train |= {"tokens": 4, "sha256": expected.save(tmp_path / train["file"])}
+    train = facts["splits"]["train"]
+    train |= {"tokens": 4, "sha256": dataclasses.replace(TWO, **arrays).save(tmp_path / train["file"])}
     (tmp_path / "examples.json").write_text(json.dumps(facts | {"hash": manifest_hash(facts)}))
-    manifest = read_examples(tmp_path)
-    if fits:
-        assert numbers(Examples.open(tmp_path, manifest, "train")) == numbers(expected)
-        return
-    (issue,) = raised_issues(Examples.open, tmp_path, manifest, "train")
+    (issue,) = raised_issues(Examples.open, tmp_path, read_examples(tmp_path), "train")
     assert (issue.setting, issue.kind) == (str(tmp_path / train["file"]), "damaged")
 
 
@@ -366,28 +343,19 @@ def test_arrays_are_those_of_the_manifest(
         ({"kind": "regression"}, "labels"),
         ({"special_tokens": {"pad": 0, "cls": 4, "sep": 64}}, "special_tokens"),
         ({"splits": {}}, "splits"),
-        ({"tokens": 79}, "splits.train.tokens"),
-        ({"tokens": 1280}, None),
-        ({"kind": "multi_label", "labels": ["a"]}, None),
         ({"version": 2}, "version 2"),
         ({"hash": "0" * 64}, "edited or torn"),
     ],
 )
 def test_a_manifest_of_examples_agrees_with_itself(
-    tmp_path: Path, changes: dict[str, Any], named: str | None
+    tmp_path: Path, changes: dict[str, Any], named: str
 ) -> None:
-    facts = read_json(write_examples(tmp_path, dev=0) / "examples.json")
-    if tokens := changes.pop("tokens", None):
-        facts["splits"]["train"]["tokens"] = tokens
-    facts |= changes
-    whole = facts | {"hash": changes.get("hash", manifest_hash(facts))}
+    facts = read_json(write_examples(tmp_path, dev=0) / "examples.json") | changes
+    whole = facts | {"hash": manifest_hash(facts)} | changes
     (tmp_path / "examples.json").write_text(json.dumps(whole))
-    if named is None:
-        read_examples(tmp_path)
-    else:
-        (issue,) = raised_issues(read_examples, tmp_path)
-        assert issue.setting == str(tmp_path / "examples.json")
-        assert named in issue.message
+    (issue,) = raised_issues(read_examples, tmp_path)
+    assert issue.setting == str(tmp_path / "examples.json")
+    assert named in issue.message
 
 
 def test_examples_that_do_not_fit_the_configuration(tmp_path: Path) -> None:
@@ -398,12 +366,8 @@ def test_examples_that_do_not_fit_the_configuration(tmp_path: Path) -> None:
     other = make_config(
         "data.path=/x", "data.sequence_length=16", "model.vocab_size=40", "finetune.kind=regression"
     )
-    assert [(issue.setting, issue.value, issue.other) for issue in manifest.issues(other)] == [
-        ("data.sequence_length", 16, "/x"),
-        ("model.vocab_size", 40, "/x"),
-        ("finetune.kind", "regression", "/x"),
-        ("finetune.labels", (), "/x"),
-    ]
+    named = ["data.sequence_length", "model.vocab_size", "finetune.kind", "finetune.labels"]
+    assert [issue.setting for issue in manifest.issues(other)] == named
 
 
 # --- truncation
@@ -467,16 +431,12 @@ def test_every_format_gives_the_same_examples(lab: Lab, suffix: str) -> None:
 
 
 def test_a_column_text_pair_is_the_second_text_where_none_is_named(lab: Lab) -> None:
-    rows = [{"text": "a cat", "text_pair": "a dog", "label": i % 2} for i in range(4)]
-    files = [
-        lab.write("pair.csv", "text,text_pair,label\n" + "a cat,a dog,0\na cat,a dog,1\n" * 2),
-        lab.write("pair.jsonl", "".join(json.dumps(row) + "\n" for row in rows)),
-    ]
-    for file in files:
+    rows = [{"text": "a cat", "text_pair": "a dog", "label": i} for i in (0, 1)]
+    csv = lab.write("pair.csv", "text,text_pair,label\na cat,a dog,0\na cat,a dog,1\n")
+    for file in (csv, lab.write("pair.json", json.dumps(rows))):
         for options, words in (([], "a cat <sep> a dog <sep>"), (["--text", "text"], "a cat <sep>")):
             directory, manifest = lab.prepare("--train", file, "--dev", file, *options)
-            for split in ("train", "dev"):
-                assert lab.words(Examples.open(directory, manifest, split), 0) == f"<cls> {words}"
+            assert lab.words(Examples.open(directory, manifest, "train"), 0) == f"<cls> {words}"
 
 
 def test_texts_that_the_vocabulary_has_nothing_of_are_counted_in_every_split(lab: Lab) -> None:
@@ -518,23 +478,18 @@ def test_a_file_that_changes_while_it_is_read_is_refused(lab: Lab, monkeypatch: 
     assert issue.kind == "conflict"
 
 
-@pytest.mark.parametrize(
-    ("kind", "column", "metrics", "names"),
-    [
-        ("single_label", "grade", ["accuracy", "f1"], ["bad", "good"]),
-        ("multi_label", "id", ["f1", "accuracy"], ["1", "2"]),
-        ("regression", "id", ["pearson", "spearman"], []),
-    ],
-)
-def test_columns_have_the_names_of_the_options(
-    lab: Lab, kind: str, column: str, metrics: list[str], names: list[str]
-) -> None:
-    file = lab.write("a.csv", "id,question,answer,grade\n1,who sat,the cat,good\n2,who ran,a dog,bad\n")
-    options = ("--text", "question", "--text-pair", "answer", "--label", column, "--kind", kind)
-    directory, manifest = lab.prepare("--train", file, "--dev", file, *options)
-    train = Examples.open(directory, manifest, "train")
-    assert lab.words(train, 0) == "<cls> who sat <sep> the cat <sep>"
-    assert (manifest.kind, manifest.metrics, manifest.labels) == (kind, metrics, names)
+def test_columns_have_the_names_of_the_options(lab: Lab) -> None:
+    file = lab.write("a.csv", "id,question,answer\n1,who sat,the cat\n2,who ran,a dog\n")
+    for kind, metrics, names in (
+        ("single_label", ["accuracy", "f1"], ["1", "2"]),
+        ("multi_label", ["f1", "accuracy"], ["1", "2"]),
+        ("regression", ["pearson", "spearman"], []),
+    ):
+        options = ("--text", "question", "--text-pair", "answer", "--label", "id", "--kind", kind)
+        directory, manifest = lab.prepare("--train", file, "--dev", file, *options)
+        train = Examples.open(directory, manifest, "train")
+        assert lab.words(train, 0) == "<cls> who sat <sep> the cat <sep>"
+        assert (manifest.kind, manifest.metrics, manifest.labels) == (kind, metrics, names)
 
 
 @pytest.mark.parametrize(
@@ -597,10 +552,6 @@ def test_a_test_file_may_have_labels_or_none(lab: Lab, kind: str) -> None:
         labels = lab.own({"train": GOOD, "dev": GOOD, "test": test}, "--kind", kind)["test"].labels
         found = labels if labels is None or labels.ndim == 1 else labels.argmax(1)
         assert (None if found is None else found.tolist()) == expected
-    for content in (parquet([{"id": 3, "text": "the mat"}]), parquet([{"text": "the mat", "label": "y"}])):
-        file, test = lab.write("train.csv", GOOD), lab.write("test.parquet", content)
-        split = lab.prepare("--train", file, "--dev", file, "--test", test)[1].splits["test"]
-        assert split.has_labels == (b"label" in content)
 
 
 def test_a_set_of_the_hub_is_read_by_its_splits_and_classes(
@@ -692,20 +643,15 @@ def test_any_bytes_are_examples_or_are_refused_in_one_line(lab: Lab, suffix: str
     ("name", "content", "kind", "said"),
     [
         ("own.csv", "title,label\na cat,x\n", "missing", "'text' (got keys ['label', 'title'])"),
-        ("own.csv", "text\na cat\n", "missing", "'label' (got keys ['text'])"),
         ("own.csv", f"{GOOD} \t,y\n", "missing", "line 4"),
         ("own.csv", f"{GOOD}a dog,\n", "wrong_type", "line 4"),
         ("own.csv", "text,label\na cat,x\n", "out_of_range", "1 different"),
-        ("own.csv", GOOD + "".join(f"a cat,{i}\n" for i in range(999)), "out_of_range", "1001 different"),
         ("own.csv", "text,label,label\na,x,y\n", "conflict", "'label'"),
         ("own.csv", 'text,label\na,x\n"b,x\nc,x\nd,x\n', "damaged", "line 3"),
         ("own.csv", "text,label\ra cat,x\na dog,y\n", "damaged", "LF"),
         ("own.json", r'[{"text": "a \ud83d", "label": "x"}]', "damaged", "record 1"),
-        ("own.json", '[{"text": 7, "label": "x"}]', "wrong_type", "record 1"),
-        ("own.csv", "text;label\na;x\n", "missing", "separated by commas"),
         ("own.tsv", "text,label\na,x\n", "missing", ".csv"),
         ("own.csv.gz", gzip.compress(GOOD.encode("utf-16"), mtime=0), "unsupported", "iconv -f UTF-16"),
-        ("own.txt", "a cat\n", "unsupported", ".csv, .tsv"),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused(
@@ -723,8 +669,6 @@ OWN_FILES = {
     "dev.csv": "text,label\na cat,z\n",
     "test.json": '[{"text": "a", "label": "x"}, {"text": "b"}]',
     "scores.csv": "text,label\na,1.5\na,good\n",
-    "huge.csv": "text,label\na,1e40\n",
-    "same.csv": "text,label\na,2\nb,2.0\n",
     "listed.csv": "text,label\na cat,[1\n",
 }
 
@@ -735,16 +679,12 @@ OWN_FILES = {
         ("--train good.csv --dev dev.csv", "dev.csv", "unknown", "z"),
         ("--train good.csv --dev good.csv --test test.json", "test.json", "missing", None),
         ("--train scores.csv --dev good.csv --kind regression", "scores.csv", "wrong_type", "good"),
-        ("--train huge.csv --dev good.csv --kind regression", "huge.csv", "wrong_type", "1e40"),
-        ("--train same.csv --dev good.csv --kind regression", "same.csv", "out_of_range", 1),
         ("--train listed.csv --dev good.csv --kind multi_label", "listed.csv", "wrong_type", "[1"),
         ("--train pipe.csv --dev good.csv", "pipe.csv", "wrong_type", None),
-        ("--train none.csv --dev good.csv", "none.csv", "not_found", None),
         ("--task SQuAD --data .", "--task", "unknown", "SQuAD"),
         ("--task RTE --data named", "RTE/train.tsv", "unknown", "perhaps"),
         ("--task RTE --data utf-16", "RTE/train.tsv", "damaged", None),
         ("--task RTE --data cut.tar.xz", "cut.tar.xz", "damaged", None),
-        ("--task RTE --data pipe.csv", "pipe.csv", "not_found", None),
     ],
 )
 def test_what_does_not_fit_other_files_or_options_is_refused(
@@ -760,17 +700,6 @@ def test_what_does_not_fit_other_files_or_options_is_refused(
     lab.write("cut.tar.xz", Path(pack(folder, lab.folder / "c.tar.xz")).read_bytes()[:100])
     (issue,) = lab.refused(*options.split())
     assert (issue.setting, issue.kind, issue.value) == (file, kind, value)
-
-
-def test_a_tokenizer_without_special_tokens_is_refused(lab: Lab) -> None:
-    good = lab.write("good.csv", GOOD)
-    bare = json.loads(lab.tokenizer.read_text())
-    bare["added_tokens"] = []
-    for name in ("<cls>", "<s>"):
-        del bare["model"]["vocab"][name]
-    lab.tokenizer = Path(lab.write("bare.json", json.dumps(bare)))
-    (issue,) = lab.refused("--train", good, "--dev", good)
-    assert (issue.setting, issue.kind) == ("data.tokenizer", "missing")
 
 
 def test_a_blank_line_is_an_empty_text_of_one_column_and_none_at_the_end_of_more(lab: Lab) -> None:
