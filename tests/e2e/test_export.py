@@ -108,14 +108,8 @@ def test_what_the_directory_holds(runs: Path, tmp_path: Path) -> None:
     (run / "summary.json").write_text(json.dumps({"status": "done", "heldout_step": 3, "heldout": heldout}))
     (run / "environment.json").write_text(json.dumps({"command": ["bert-dp", "finetune", "runs/a"]}))
     out = export("hf", run, tmp_path / "out")
-    assert sorted(path.name for path in out.iterdir()) == [
-        "README.md",
-        "config.json",
-        "export.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]
+    files = "README.md config.json export.json model.safetensors tokenizer.json tokenizer_config.json"
+    assert sorted(path.name for path in out.iterdir()) == files.split()
     config = AutoConfig.from_pretrained(out)
     assert config.id2label == {0: "sea", 1: "land", 2: "sky"}
     assert config.rope_parameters["full_attention"]["rope_theta"] == RUNS["rope"].model.rope_theta
@@ -130,9 +124,8 @@ def test_what_the_directory_holds(runs: Path, tmp_path: Path) -> None:
     assert encoded["input_ids"][1][-1] == tokenizer.pad_token_id == config.pad_token_id
     card = (out / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: text-classification\n")
-    assert "`bert-dp export hf rope-labels --out out`" in card
-    for row in ("command | `bert-dp finetune runs/a`", f"data | sha256 {'0' * 64}", "dev/accuracy | 0.7500"):
-        assert f"| {row} |\n" in card
+    for value in ("bert-dp export hf rope-labels", "bert-dp finetune runs/a", "0" * 64, "0.7500"):
+        assert value in card
 
 
 def test_predict_takes_it_in_place_of_the_run(runs: Path, tmp_path: Path) -> None:
@@ -242,16 +235,9 @@ def write_exported(folder: Path, form: str) -> None:
     counts = dict.fromkeys(("step", "sequence_length", "vocab_size", "parameters", "pad"), 64)
     hashes = dict.fromkeys(("weights_sha256", "tokenizer_sha256"), "0" * 64)
     about = {"format": form, "kind": "mlm", "run": "x", **hashes, **counts}
-    folder.mkdir(exist_ok=True)
-    write_files(
-        folder,
-        {
-            "export.json": json.dumps(about),
-            "config.json": json.dumps({"model_type": "modernbert"}),
-            "tokenizer.json": Tokenizer(WordLevel({"a": 0}, "a")).to_str(),
-            MODEL_FILES[form]: "torn",  # type: ignore[index]
-        },
-    )
+    files = {"export.json": json.dumps(about), "config.json": '{"model_type": "modernbert"}'}
+    files["tokenizer.json"] = Tokenizer(WordLevel({"a": 0}, "a")).to_str()
+    write_files(folder, {**files, MODEL_FILES[form]: "torn"})  # type: ignore[index]
 
 
 @pytest.mark.quick
