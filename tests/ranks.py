@@ -59,7 +59,10 @@ def run_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> None:
 
 
 class OneOf(HostCollectives):
-    """Rank `rank` of `size`, alone: `gather` makes every rank's values of its own, and rank 0 says `said`."""
+    """One rank of `size` without the others.
+
+    `gather` makes the values of all ranks of its own. Rank 0 broadcasts `said` or what this rank does.
+    """
 
     def __init__(
         self, rank: int, size: int, gather: Callable[[Any], Any] = lambda own: [own], said: Any = None
@@ -71,4 +74,4 @@ class OneOf(HostCollectives):
         return torch.tensor(self._gather(values), dtype=torch.float64)
 
     def broadcast(self, value: Any) -> Any:
-        return self._said
+        return value if self._said is None else self._said
