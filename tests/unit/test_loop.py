@@ -487,10 +487,8 @@ def test_the_summary_has_the_greatest_ranks_memory_and_everyones_energy(
     assert end["heldout"]["masked_tokens"] == state.heldout["masked_tokens"] > 0
     assert (end["samples"], end["tokens"]) == (1020, 1020 * LENGTH)
     assert end["tokens_per_s"] == pytest.approx(5 * 4 * LENGTH / 10.0)
-    time_s = end["time_s"]
-    assert (time_s["setup"], time_s["compile"], time_s["train"], time_s["eval"]) == (1.0, 2.0, 10.0, 500.0)
-    assert (time_s["data_wait"], time_s["forward_backward"], time_s["optimizer"]) == (1.0, 6.0, 3.0)
-    assert time_s["save"] == 4.5
+    own = {"setup": 1.0, "compile": 2.0, "train": 10.0, "eval": 500.0, "save": 4.5}
+    assert end["time_s"] == own | {"data_wait": 1.0, "forward_backward": 6.0, "optimizer": 3.0}
     assert (end["failed_saves"], end["failed_writes"]) == (3, 2)
     assert (end["loss_spikes"], end["skipped_steps"], end["noise_scale"]) == (2, 1, None)
     assert (end["unigram_entropy_nats"], end["uniform_entropy_nats"]) == (3.9, math.log(64))

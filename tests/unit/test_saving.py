@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -64,19 +65,11 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
 
 
 def make(
-    folder: Path,
-    said: list[str] | None = None,
-    saved: int | None = None,
-    lost: WriteErrors | None = None,
-    **settings: Any,
+    folder: Path, said: list[str] | None = None, saved: int | None = None, **settings: Any
 ) -> AsyncCheckpointer:
-    return AsyncCheckpointer(
-        folder,
-        CheckpointConfig(**settings),
-        log_rank0=(said if said is not None else []).append,
-        saved_step=saved,
-        write_errors=lost or WriteErrors(),
-    )
+    log = [] if said is None else said
+    config, errors = CheckpointConfig(**settings), WriteErrors()
+    return AsyncCheckpointer(folder, config, log_rank0=log.append, saved_step=saved, write_errors=errors)
 
 
 def save(saver: AsyncCheckpointer, *steps: int) -> tuple[int | None, str | None]:
@@ -88,12 +81,10 @@ def save(saver: AsyncCheckpointer, *steps: int) -> tuple[int | None, str | None]
 
 def failing(number: int, first: int, last: int) -> SaveFile:
     """save_file whose calls `first` to `last` (from 1) leave half a file and raise OSError(number)."""
-    calls = 0
+    calls = itertools.count(1)
 
     def save_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
-        nonlocal calls
-        calls += 1
-        if first <= calls <= last:
+        if first <= next(calls) <= last:
             path.write_bytes(b"half")
             raise OSError(number, os.strerror(number), str(path))
         REAL(tensors, path)
@@ -143,12 +134,12 @@ def test_another_rank_has_nothing_to_write(tmp_path: Path) -> None:
 def test_an_error_is_said_and_counted_and_the_good_ones_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: str, policy: str
 ) -> None:
-    said, lost = list[str](), WriteErrors()
-    saver = make(tmp_path, said, lost=lost, keep=2, on_error=policy)
+    said: list[str] = []
+    saver = make(tmp_path, said, keep=2, on_error=policy)
     save(saver, 1, 2)
     monkeypatch.setattr(checkpoint, "save_file", failing(number, 2, 2))
     assert save(saver, 3)[0] == 2
-    assert (saver.failed_saves, lost.count) == (1, 1)
+    assert (saver.failed_saves, saver._write_errors.count) == (1, 1)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
     (line,) = said
     first = saver.problem
