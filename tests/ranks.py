@@ -15,6 +15,9 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
+from bert_dp.training.distributed import HostCollectives
+from bert_dp.training.process import World
+
 PRELOADED = [
     "torch._dynamo",
     "torch.distributed.fsdp",
@@ -53,3 +56,22 @@ def run_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         given = (size, folder, dict(os.environ), function, arguments)
         mp.start_processes(_enter, given, nprocs=size, start_method="forkserver")
+
+
+class OneOf(HostCollectives):
+    """One rank of `size` without the others.
+
+    `gather` makes the values of all ranks of its own. Rank 0 broadcasts `said` or what this rank does.
+    """
+
+    def __init__(
+        self, rank: int, size: int, gather: Callable[[Any], Any] = lambda own: [own], said: Any = None
+    ):
+        super().__init__(World(rank, rank, size, size), None)
+        self._gather, self._said = gather, said
+
+    def all_gather(self, values: Any) -> torch.Tensor:
+        return torch.tensor(self._gather(values), dtype=torch.float64)
+
+    def broadcast(self, value: Any) -> Any:
+        return value if self._said is None else self._said

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import json
 import os
 import re
@@ -104,37 +103,25 @@ def fail(*_: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def failing_call(number: int, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """`plain`, whose call of this number fails after it has written half a file."""
-    calls = itertools.count(1)
-
-    def function(tensors: object, path: Path) -> None:
-        if next(calls) == number:
-            path.write_bytes(b"half")
-            fail()
-        plain(tensors, path)
-
-    return function
+SHA256 = checkpoint.sha256
 
 
-def failing_for(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda path: fail() if path.name == name else plain(path)
+def fail_for_the_state(path: Path) -> str:
+    if path.name == "state.json":
+        fail()
+    return SHA256(path)
 
 
-@pytest.mark.parametrize("fails_at", ["first tensors", "second tensors", "manifest", "fsync", "rename"])
+@pytest.mark.parametrize(
+    ("place", "name", "function"),
+    [(checkpoint, "sha256", fail_for_the_state), (checkpoint, "_fsync", fail), (Path, "rename", fail)],
+)
 def test_a_save_that_fails_leaves_the_old_ones_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Any, name: str, function: Any
 ) -> None:
     save(tmp_path, 1)
     before = tree(tmp_path)
-    failing: dict[str, tuple[Any, str, Any]] = {
-        "first tensors": (checkpoint, "save_file", failing_call(1, checkpoint.save_file)),
-        "second tensors": (checkpoint, "save_file", failing_call(2, checkpoint.save_file)),
-        "manifest": (checkpoint, "sha256", failing_for("state.json", checkpoint.sha256)),
-        "fsync": (checkpoint, "_fsync", fail),
-        "rename": (Path, "rename", fail),
-    }
-    monkeypatch.setattr(*failing[fails_at])
+    monkeypatch.setattr(place, name, function)
     with pytest.raises(OSError, match="No space left"):
         checkpoint.save_checkpoint(tmp_path, 2, make_state(2), FACTS, 9)
     assert tree(tmp_path) == before
@@ -168,19 +155,6 @@ def test_a_broken_one_pushes_no_good_one_out(tmp_path: Path, keep: int, left: se
     save(tmp_path, 5, keep=keep)
     found = {int(p.name[5:]) for p in checkpoint.list_checkpoints(tmp_path)}
     assert found == left | ({4} if keep > 1 else set())
-
-
-def test_a_checkpoint_that_is_half_removed_does_not_look_like_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for step in (1, 2):
-        save(tmp_path, step)
-    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # as if killed there
-    save(tmp_path, 3, keep=2)
-    assert [p.name for p in checkpoint.list_checkpoints(tmp_path)] == ["step-00000003", "step-00000002"]
-    monkeypatch.undo()
-    save(tmp_path, 4, keep=2)
-    assert names(tmp_path) == {"step-00000003", "step-00000004"}
 
 
 @pytest.mark.parametrize("part", ["model", "optimizer"])
@@ -223,21 +197,11 @@ def name_in_manifest(path: Path, name: str, entry: Any) -> None:
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
-def lacks_a_file(path: Path) -> None:
-    name_in_manifest(path, "optimizer.safetensors", None)
-    (path / "optimizer.safetensors").unlink()
-
-
 def points_outside(path: Path) -> None:
     """At a file that verifies."""
     secret = path.parent.parent / "secret"
     secret.write_bytes(b"outside")
     name_in_manifest(path, "../../secret", {"bytes": 7, "sha256": checkpoint.sha256(secret)})
-
-
-def manifest_is_a_directory(path: Path) -> None:
-    (path / "manifest.json").unlink()
-    (path / "manifest.json").mkdir()
 
 
 def a_pipe(path: Path) -> None:
@@ -246,25 +210,15 @@ def a_pipe(path: Path) -> None:
     name_in_manifest(path, "state.json", {"bytes": 0, "sha256": "0" * 64})
 
 
-def manifest_of(text: bytes) -> Callable[[Path], object]:
-    return lambda path: (path / "manifest.json").write_bytes(text)
-
-
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (truncate, "model.safetensors: .* bytes, manifest says"),
     "flipped": (flip, "optimizer.safetensors: SHA-256 differs"),
-    "no manifest": (lambda p: (p / "manifest.json").unlink(), "manifest.json: No such file"),
     "missing file": (lambda p: (p / "state.json").unlink(), "state.json: No such file"),
     "a number for a file": (lambda p: name_in_manifest(p, "model.safetensors", 3), "TypeError"),
+    "lacks a file": (lambda p: name_in_manifest(p, "model.safetensors", None), "name model.safetensors"),
     "outside": (points_outside, "secret"),
     "a pipe": (a_pipe, "state.json: not a regular file"),
-    "manifest is a directory": (manifest_is_a_directory, "not a regular file"),
-    "empty manifest": (
-        manifest_of(b'{"version": 1, "files": {}}'),
-        "does not name model.safetensors, optimizer.safetensors, state.json",
-    ),
-    "newer version": (manifest_of(b'{"version": 2, "files": {}}'), "is of version 2, this program reads 1$"),
-    "lacks a file": (lacks_a_file, "does not name optimizer.safetensors"),
+    "newer version": (lambda p: (p / "manifest.json").write_text('{"version": 2, "files": {}}'), "version 2"),
 }
 
 
@@ -313,18 +267,14 @@ def rewrite(path: Path, name: str, data: bytes) -> None:
     name_in_manifest(path, name, entry)
 
 
-MISSING = object()
 BAD_FACTS: list[tuple[str, Any]] = [
-    ("step", -1),
     ("step", 10**400),
     ("samples", True),
-    ("elapsed_s", float("inf")),
     ("recent_losses", [1.0, float("nan")]),
     ("config", ["a", "list"]),
     ("data_hash", "\x1b[2J"),
-    ("device", "tpu"),
     ("scaler", {"scale": "x"}),
-    *((key, MISSING) for key in ("step", "config")),
+    ("step", None),
 ]
 
 
@@ -351,13 +301,10 @@ def test_a_fact_that_is_missing_or_of_another_type_or_range_is_named(
     tmp_path: Path, key: str, value: Any
 ) -> None:
     path = save(tmp_path, 1)
-    facts = {**read_json(path / "state.json"), key: value}
-    if value is MISSING:
-        del facts[key]
+    facts = {k: v for k, v in {**read_json(path / "state.json"), key: value}.items() if v is not None}
     rewrite(path, "state.json", json.dumps(facts).encode())
     assert checkpoint.check(path) is None  # its hash is right: only its content can stop it
-    needle = rf"state\.json: {key}{': Field required' if value is MISSING else ''}"
-    with pytest.raises(ConfigError, match=needle) as caught:
+    with pytest.raises(ConfigError, match=rf"state\.json: {key}") as caught:
         checkpoint.load(path)
     assert str(caught.value).isprintable()
     assert files.newest_checkpoint_facts(path) is None
@@ -425,14 +372,15 @@ def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(
     folder = tmp_path / "run" / "checkpoints"
     save(folder, 1)
     calls: list[tuple[str, str, int]] = []
-    fsync, rename = os.fsync, {name: getattr(os, name) for name in ("rename", "replace")}
+    fsync = os.fsync
 
     def noted(descriptor: int) -> None:
         fsync(descriptor)
         calls.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}"), os.fstat(descriptor).st_size))
 
     monkeypatch.setattr(os, "fsync", noted)
-    for name, plain in rename.items():
+    for name in ("rename", "replace"):
+        plain = getattr(os, name)
 
         def moved(source: Any, target: Any, plain: Any = plain, **options: Any) -> None:
             calls.append(("rename", str(target), os.stat(source).st_size))

@@ -113,19 +113,15 @@ def test_a_head_drops_where_its_class_does(variant: str, places: set[str]) -> No
 @pytest.fixture
 def task(tmp_path: Any) -> Finetuning:
     path = write_examples(tmp_path, train=37, test=4)
-    config = resolve(
-        [
-            {
-                "data": {"path": str(path), "sequence_length": LENGTH},
-                "model": {**SHAPE, "dropout": 0.1, "attention_dropout": 0.1},
-                "objective": {"name": "finetune"},
-                "finetune": {"labels": label_names("single_label"), "head_size": 20},
-                "batch": {"global_size": 8, "micro_size": 4},
-                "schedule": {"steps": 9},
-            }
-        ]
-    )
-    made = finetune.make_task(config, torch.device("cpu"))
+    sections = {
+        "data": {"path": str(path), "sequence_length": LENGTH},
+        "model": {**SHAPE, "dropout": 0.1, "attention_dropout": 0.1},
+        "objective": {"name": "finetune"},
+        "finetune": {"labels": label_names("single_label"), "head_size": 20},
+        "batch": {"global_size": 8, "micro_size": 4},
+        "schedule": {"steps": 9},
+    }
+    made = finetune.make_task(resolve([sections]), CPU)
     made.open_data()
     return made
 

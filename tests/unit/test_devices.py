@@ -32,7 +32,7 @@ from bert_dp.training.devices import (
     set_affinity,
 )
 from bert_dp.training.process import World
-from tests.helpers import raised_issues
+from tests.helpers import raised_issues, write_files
 from tests.tensors import CPU
 
 LONE = World(0, 0, 1, 1)
@@ -50,19 +50,15 @@ def test_devices_of_a_machine_without_a_gpu() -> None:
     assert (issue.setting, issue.value) == ("run.device", "cuda")
 
 
-def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_takes_a_gpu_of_its_own_and_more_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert choose_device("auto", World(1, 1, 2, 2)) == torch.device("cuda", 1)
     assert choose_device("cpu", World(5, 5, 8, 8)) == CPU
     for rank in range(4):  # also those for which there is one: they would wait for the others
         (issue,) = raised_issues(choose_device, "auto", World(rank, rank, 4, 4))
         assert (issue.setting, issue.other) == ("run.device", "--nproc")
-
-
-def test_a_rank_that_sees_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each task has its own, and that is number 0 to it: srun --gpus-per-task=1, --gpu-bind."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    for rank in range(4):
+    for rank in range(4):  # each task sees its own as number 0: srun --gpus-per-task=1, --gpu-bind
         assert choose_device("cuda", World(rank, rank, 4, 4)) == GPU
 
 
@@ -94,19 +90,13 @@ def test_a_gpu_rank_expands_segments_unless_the_user_has_set_the_allocator(
 
 def machine(root: Path) -> Path:
     """Write the sysfs of 2 x 4 physical cores with two threads each, as Linux numbers them, and two GPUs."""
-    texts = {
-        "devices/system/node/node0/cpulist": "0-3,8-11",
-        "devices/system/node/node1/cpulist": "4-7,12-15",
-    }
+    texts = {"node/node0/cpulist": "0-3,8-11", "node/node1/cpulist": "4-7,12-15"}
     for core in range(16):
-        name = f"devices/system/cpu/cpu{core}/topology/thread_siblings_list"
-        texts[name] = f"{core % 8},{core % 8 + 8}"
+        texts[f"cpu/cpu{core}/topology/thread_siblings_list"] = f"{core % 8},{core % 8 + 8}"
+    files = {f"sys/devices/system/{name}": f"{text}\n" for name, text in texts.items()}
     nodes = {"0000:1a:00.0": 0, "0001:e3:00.0": 1, "0000:0a:00.0": -1}
-    texts |= {f"bus/pci/devices/{address}/numa_node": str(node) for address, node in nodes.items()}
-    for name, text in texts.items():
-        (root / "sys" / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / "sys" / name).write_text(f"{text}\n")
-    return root
+    gpus = {f"sys/bus/pci/devices/{address}/numa_node": f"{node}\n" for address, node in nodes.items()}
+    return write_files(root, files | gpus)
 
 
 def test_topology_is_read(tmp_path: Path) -> None:
@@ -155,18 +145,6 @@ def test_shares_are_equal_disjoint_and_allowed(allowed: set[int], ranks: int, no
 @given(st.sets(st.integers(0, 300)))
 def test_lists_of_cores_are_the_kernels(cores: set[int]) -> None:
     assert parse_cores(format_cores(cores)) == sorted(cores)
-
-
-@pytest.mark.parametrize(
-    ("shares", "text"),
-    [
-        (((0, 1), (2, 3)), "cores 0-1 | 2-3"),
-        (((), ()), "cores not bound"),
-        (((), (2, 3)), "cores not bound | 2-3"),
-    ],
-)
-def test_a_placement_says_what_it_did(shares: Any, text: str) -> None:
-    assert str(Placement(shares, 2)) == text
 
 
 def test_a_rank_is_bound_by_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

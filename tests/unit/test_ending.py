@@ -22,7 +22,6 @@ from rich.console import Console
 
 from bert_dp import files
 from bert_dp.config import dump_config
-from bert_dp.files.models import Failure
 from launcher import children
 from launcher.run import processes
 from launcher.watch.display import Display
@@ -92,34 +91,18 @@ def once_ready(act: Callable[[], None]) -> Callable[[], None]:
     return on_poll
 
 
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    return tmp_path
-
-
 def stop(times: int = 1, pause_s: float = 0.0) -> None:
     for _ in range(times):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(pause_s)
 
 
-class Patience:
-    """A watch that sees no hang, and has seen enough after some time."""
-
-    hang = None
-    polls = 0
-
-    def poll(self, workers: object) -> None:
-        self.polls += 1
-        assert self.polls < 3000, "the run is not ended"
-
-
 def test_a_worker_that_never_ends_is_killed_when_the_time_since_the_first_signal_is_over(
-    tmp_path: Path, directory: Path, clock: Clock
+    tmp_path: Path, clock: Clock
 ) -> None:
     clock.waits_for = tmp_path / "signals"
     lines: list[str] = []
-    ended = processes.run(directory, 1, "none", once_ready(stop), log=lines.append, grace_s=100.0)
+    ended = processes.run(tmp_path, 1, "none", once_ready(stop), log=lines.append, grace_s=100.0)
     assert (ended.exit_code, ended.signal) == (128 + signal.SIGTERM, signal.SIGTERM)
     assert [line.partition(";")[0] for line in lines] == ["SIGTERM: stopping"], "at once, and once"
     assert 100 < clock.now < 110
@@ -160,12 +143,10 @@ def test_what_nohup_ignores_stops_nothing() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_save_that_is_under_way_when_a_rank_fails_may_end(
-    tmp_path: Path, directory: Path, clock: Clock
-) -> None:
+def test_a_save_that_is_under_way_when_a_rank_fails_may_end(tmp_path: Path, clock: Clock) -> None:
     unfinished = [tmp_path / "checkpoints" / f"step-0000000{step}.tmp-0" for step in (2, 3)]
     unfinished[0].mkdir(parents=True)  # left behind by a rank that was killed before
-    processes.run(directory, 1, "none", once_ready(lambda: raised(1)))
+    processes.run(tmp_path, 1, "none", once_ready(lambda: raised(1)))
     soon = clock.now
     assert soon < processes.KILL_AFTER_FAILURE_S + 10 < processes.SAVE_AFTER_FAILURE_S
     for path in (*tmp_path.glob("logs/*.error.json"), tmp_path / "ready"):
@@ -175,13 +156,13 @@ def test_a_save_that_is_under_way_when_a_rank_fails_may_end(
         unfinished[1].mkdir()
         raised(1)
 
-    processes.run(directory, 1, "none", once_ready(fail))
+    processes.run(tmp_path, 1, "none", once_ready(fail))
     took = clock.now - soon
     assert processes.SAVE_AFTER_FAILURE_S < took < processes.SAVE_AFTER_FAILURE_S + 10
 
 
 def test_a_file_server_that_does_not_answer_ends_no_run(
-    directory: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rank is ended by the signal that comes when it answers again; the display looks there too."""
     glob, asked = Path.glob, list[str]()
@@ -195,22 +176,20 @@ def test_a_file_server_that_does_not_answer_ends_no_run(
         raise OSError(5, "Input/output error")
 
     config = make_config("schedule.steps=9")
-    with Display(directory, Console(file=io.StringIO()), config) as display:
+    with Display(tmp_path, Console(file=io.StringIO()), config) as display:
         begin = once_ready(lambda: monkeypatch.setattr(Path, "glob", unanswered))
 
         def on_poll() -> None:
             begin()
             display.poll()
 
-        ended = processes.run(directory, 1, "none", on_poll, grace_s=50.0)
+        ended = processes.run(tmp_path, 1, "none", on_poll, grace_s=50.0)
         monkeypatch.undo()
     assert len(asked) == 20
     assert (ended.exit_code, ended.signal) == (128 + signal.SIGTERM, signal.SIGTERM)
 
 
-def test_ranks_that_outlive_a_failed_one_are_ended_soon(
-    tmp_path: Path, directory: Path, clock: Clock
-) -> None:
+def test_ranks_that_outlive_a_failed_one_are_ended_soon(tmp_path: Path, clock: Clock) -> None:
     """Without any signal to them, and with the cause of the one that failed; the summary of an earlier start
     says nothing of this one."""
     (tmp_path / "summary.json").write_text(json.dumps({"status": "done", "exit_code": 0}))
@@ -221,35 +200,19 @@ def test_ranks_that_outlive_a_failed_one_are_ended_soon(
         assert not list(tmp_path.glob("logs/*.error.json")), "the cause is told first"
         fail()
 
-    watch: Any = Patience()
-    ended = processes.run(directory, 1, "none", on_poll, grace_s=100.0, watch=watch)
+    ended = processes.run(tmp_path, 1, "none", on_poll, grace_s=100.0)
     assert (ended.exit_code, ended.failure.headline()) == (1, "rank 1: ValueError: no")
     assert processes.KILL_AFTER_FAILURE_S < clock.now < 2 * processes.KILL_AFTER_FAILURE_S
     assert not (tmp_path / "signals").exists()
 
 
-def test_a_run_that_stands_still_while_it_is_to_stop_is_ended_for_that(
-    tmp_path: Path, directory: Path, clock: Clock
-) -> None:
-    class Impatience(Patience):
-        def poll(self, workers: object) -> Any:
-            signalled = (tmp_path / "signals").exists()
-            return Failure(rank=0, message="it stands still") if signalled else None
-
-    watch: Any = Impatience()
-    clock.waits_for = tmp_path / "signals"
-    ended = processes.run(directory, 1, "none", once_ready(stop), grace_s=100.0, watch=watch)
-    assert ended.failure.headline() == "rank 0: it stands still"
-    assert clock.now < 50
-
-
-def test_what_an_earlier_start_said_is_not_this_ones(
-    tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_an_earlier_start_said_is_not_this_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the directory for what is of no use afterwards is gone."""
     asked: list[Any] = []
 
     def command(*given: Any) -> list[str]:
         asked.extend(given)
+        (given[2] / "workers").touch()
         return [sys.executable, "-c", "print('now'); raise SystemExit(3)"]
 
     monkeypatch.chdir(tmp_path)
@@ -257,56 +220,35 @@ def test_what_an_earlier_start_said_is_not_this_ones(
     write_files(tmp_path, {"logs/torchrun.log": "earlier\n", "heartbeats/rank-5": "earlier"})
     write_lines(tmp_path / "metrics.jsonl", [{"step": 10}, {"step": 20}])
     raised(0)
-    ended = processes.run(directory, 3, "never", lambda: None, options=["--more"])
+    ended = processes.run(tmp_path, 3, "never", lambda: None, options=["--more"])
     assert ended.failure.log_tail == ["now"]
     assert ended.failure.headline() == "torchrun: ended with exit code 3 and no summary"
     assert (tmp_path / "logs" / "torchrun.log").read_text() == f"earlier\n{files.STARTED_AGAIN}\nnow\n"
     assert not list(tmp_path.glob("heartbeats/*"))
     assert read_json(tmp_path / "summary.json")["step"] == 20
     assert asked[:2] == ["torchrun", 3]
+    assert not asked[2].exists()
     assert asked[3] == [str(tmp_path / "config.yaml"), "--resume", "never", "--more"]
 
 
-def test_a_run_leaves_nothing_beside_its_directory_and_no_secret_in_it(
-    tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also what the tool said, which the failure quotes."""
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
-    monkeypatch.setenv("MY_TOKEN", "q7Zx-81kkd-Pw04ff")
-    seen: list[Path] = []
-
-    def command(_: str, __: int, scratch: Path, ___: object) -> list[str]:
-        seen.append(scratch)
-        (scratch / "workers").touch()
-        return [sys.executable, "-I", "-S", "-c", "print('login q7Zx-81kkd-Pw04ff'); raise SystemExit(3)"]
-
-    monkeypatch.setattr(processes, "start_command", command)
-    ended = processes.run(directory, 1, "none", lambda: None)
-    assert seen[0].parent == tmp_path / "tmp"
-    assert not list((tmp_path / "tmp").iterdir())
-    assert ended.failure.log_tail[0].startswith("login <redacted>")
-    assert "q7Zx-81kkd-Pw04ff" not in (tmp_path / "summary.json").read_text()
-
-
 def test_what_is_written_last_is_still_shown_and_memory_is_of_all_ranks(
-    tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     command = [sys.executable, "-I", "-S", "-c", "open('last', 'w'); raise SystemExit(3)"]
     monkeypatch.setattr(processes, "start_command", lambda *_: command)
     seen: list[bool] = []
-    processes.run(directory, 2, "none", lambda: seen.append(Path("last").exists()))
+    processes.run(tmp_path, 2, "none", lambda: seen.append(Path("last").exists()))
     assert seen[-1]
     (tmp_path / "config.yaml").write_text(dump_config(make_config("run.device=cpu")))
     files.write_json(tmp_path / "environment.json", {"memory_gib": 64.0})
     monkeypatch.setattr(processes, "start_command", lambda *_: [*command[:-1], f"{RAISE}; {command[-1]}"])
-    ended = processes.run(directory, 2, "none", lambda: None)
+    ended = processes.run(tmp_path, 2, "none", lambda: None)
     assert ended.failure.explanation[0] == "machine 64.00 GiB / 2 ranks = 32.00 GiB a rank"
 
 
 def test_a_worker_that_ends_after_the_summary_hurries_no_other(
-    tmp_path: Path, directory: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The launcher is given all the time that it needs."""
     worker = "import os, time\nopen('ready', 'w').close()\nwhile not os.path.exists('go'): time.sleep(0.01)"
@@ -324,7 +266,7 @@ def test_a_worker_that_ends_after_the_summary_hurries_no_other(
         if polls[0] == 60:
             Path("end").touch()
 
-    assert processes.run(directory, 1, "none", on_poll).exit_code == 0
+    assert processes.run(tmp_path, 1, "none", on_poll).exit_code == 0
     assert Path("over").exists()
 
 

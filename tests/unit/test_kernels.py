@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -34,36 +35,20 @@ def gradients(linear: object, inputs: tuple[Tensor, ...]) -> list[Tensor]:
 
 @needs_onednn
 @pytest.mark.parametrize("by_onednn", [True, False])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("way", ["eager", "compiled", "no gradient", "inference"])
 def test_product_and_gradients_are_those_of_linear(
-    by_onednn: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
+    by_onednn: bool, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "USES_ONEDNN", by_onednn)
     torch.manual_seed(0)
     inputs = (torch.randn(3, 5, 24), torch.randn(40, 24), torch.randn(40))
-    ours = torch.compile(kernels.linear, fullgraph=True) if compiled else kernels.linear
-    with torch.profiler.profile() as profile:
-        mine = gradients(ours, inputs)
-    torch.testing.assert_close(mine, gradients(F.linear, inputs), rtol=1e-4, atol=1e-4)
+    ours = torch.compile(kernels.linear, fullgraph=True) if way == "compiled" else kernels.linear
+    without = {"no gradient": torch.no_grad, "inference": torch.inference_mode}.get(way)
+    with torch.profiler.profile() as profile, without() if without else nullcontext():
+        mine = [ours(*inputs)] if without else gradients(ours, inputs)
+    torch.testing.assert_close(mine, gradients(F.linear, inputs)[: len(mine)], rtol=1e-4, atol=1e-4)
     calls = sum(event.count for event in profile.key_averages() if event.key == "mkldnn::_linear_pointwise")
-    assert calls == (3 if by_onednn else 0)
-
-
-@needs_onednn
-@pytest.mark.parametrize(
-    ("by_onednn", "mode", "calls"),
-    [(True, torch.inference_mode, 1), (True, torch.no_grad, 1), (False, torch.inference_mode, 0)],
-)
-def test_what_needs_no_gradient_takes_the_same_way(
-    by_onednn: bool, mode: type, calls: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernels, "USES_ONEDNN", by_onednn)
-    torch.manual_seed(0)
-    inputs = (torch.randn(3, 5, 24), torch.randn(40, 24), torch.randn(40))
-    with mode(), torch.profiler.profile() as profile:
-        torch.testing.assert_close(kernels.linear(*inputs), F.linear(*inputs), rtol=1e-4, atol=1e-4)
-    found = [event.count for event in profile.key_averages() if event.key == "mkldnn::_linear_pointwise"]
-    assert sum(found) == calls
+    assert calls == len(mine[:3]) * by_onednn
 
 
 @needs_onednn
@@ -120,12 +105,10 @@ def test_the_device_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
     for name in ("add_by_index", "add_dense"):
         monkeypatch.setattr(kernels, name, lambda *_, name=name: called.append(name))
-    with FakeTensorMode():
-        for device in ("cpu", "cuda"):
-            ids_BS = torch.zeros(2, 3, dtype=torch.int64, device=device)
-            kernels.add_row_gradients(
-                torch.ones(4, 5, device=device), ids_BS, torch.ones(2, 3, 5, device=device)
-            )
+    for device in ("cpu", "cuda"):
+        with FakeTensorMode(), torch.device(device):
+            ids_BS = torch.zeros(2, 3, dtype=torch.int64)
+            kernels.add_row_gradients(torch.ones(4, 5), ids_BS, torch.ones(2, 3, 5))
     assert called == ["add_by_index", "add_dense"]
 
 

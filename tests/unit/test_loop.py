@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +34,7 @@ from bert_dp.training.distributed import HostCollectives, SharedClock, Stop
 from bert_dp.training.loop import Trainer, TrainingOutcome, evaluate, train
 from bert_dp.training.process import Signals, World, gc_paused
 from tests.helpers import TINY_MODEL, logged, read_json, read_lines, tiny_run, write_lines
+from tests.ranks import OneOf
 
 LENGTH = 16
 
@@ -80,19 +81,16 @@ def test_an_evaluation_that_is_stopped_leaves_the_model_training(trainer: Traine
     assert trainer.bare_model.training
 
 
-class FourRanks(HostCollectives):
+def test_the_held_out_loss_counts_each_replicas_positions_once(trainer: Trainer) -> None:
     """Two replicas of two ranks each; the second replica has fewer positions and a greater loss."""
 
-    def all_gather(self, values: Any) -> Tensor:
+    def gather(values: Any) -> list[Any]:
         loss, squares, hits, count = values
-        mine, other = [loss, squares, hits, count], [3 * loss, 9 * squares, hits, count / 2]
-        return torch.tensor([mine, mine, other, other], dtype=torch.float64)
+        return [values, values, *[[3 * loss, 9 * squares, hits, count / 2]] * 2]
 
-
-def test_the_held_out_loss_counts_each_replicas_positions_once(trainer: Trainer) -> None:
     alone = measured(trainer)
     layout = trainer.layout.model_copy(update={"tensor": 2})
-    both = measured(dataclasses.replace(trainer, layout=layout, comm=FourRanks(World(0, 0, 4, 4), None)))
+    both = measured(dataclasses.replace(trainer, layout=layout, comm=OneOf(0, 4, gather)))
     assert both["masked_tokens"] == 1.5 * alone["masked_tokens"]
     assert both["loss"] == pytest.approx(alone["loss"] * 4 / 1.5)
 
@@ -164,49 +162,66 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 Trained = tuple[Trainer, TrainState, TrainingOutcome]
+TrainHere = Callable[..., Trained]
 
 
 @pytest.fixture
-def trained(tmp_path: Path, shards: Path, clock: Clock, request: pytest.FixtureRequest) -> Trained:
-    """Five steps of two micro batches, a line after every second, an evaluation after each, or after every so
-    many as the test asks for."""
-    every_steps = getattr(request, "param", 1)
-    write_lines(
-        tmp_path / "evals.jsonl", [{"step": 5, "loss": 1.0}]
-    )  # of an earlier start, as far as this one
-    return train_here(tmp_path, shards, clock, eval={"every_steps": every_steps, "max_sequences": 2})
+def train_here(tmp_path: Path, shards: Path, clock: Clock) -> TrainHere:
+    """Train five steps of two micro batches, unless `sections` say otherwise."""
+
+    def train_here(
+        stream: Any = None, enter: Any = None, engine: str = "auto", waits_s: float = 0.0, **sections: Any
+    ) -> Trained:
+        base = {
+            "schedule": {"steps": 5, "name": "constant"},
+            "checkpoint": {"every_steps": 2},
+            "log": {"every_steps": 2},
+            "eval": {"max_sequences": 2},
+        }
+        with lone_trainer(config(shards, **base | sections), tmp_path) as lone:
+            parallel = lone.config.parallel.model_copy(update={"engine": engine})
+            heartbeat: Any = SimpleNamespace(enter=enter, progress=lambda: enter("progress"))
+            trainer = dataclasses.replace(
+                lone,
+                config=lone.config.model_copy(update={"parallel": parallel}),
+                stream=stream or SimpleNamespace(next=micro_batch, wait_s=0.0),
+                checkpointer=SlowCheckpointer(clock),
+                heartbeat=heartbeat if enter else lone.heartbeat,
+            )
+            state, shared = TrainState(), WaitingClock(trainer.comm, clock, waits_s)
+            return trainer, state, train(trainer, state, shared)
+
+    return train_here
 
 
-def train_here(
-    tmp_path: Path,
-    shards: Path,
-    clock: Clock,
-    *,
-    stream: Any = None,
-    heartbeat: Any = None,
-    trace: Any = None,
-    **sections: Any,
-) -> Trained:
-    base = {
-        "schedule": {"steps": 5, "name": "constant"},
-        "checkpoint": {"every_steps": 2},
-        "log": {"every_steps": 2},
-        "eval": {"max_sequences": 2},
-    }
-    with lone_trainer(config(shards, **base | sections), tmp_path) as lone:
-        trainer = dataclasses.replace(
-            lone,
-            stream=stream or SimpleNamespace(next=micro_batch, wait_s=0.0),
-            checkpointer=SlowCheckpointer(clock),
-            heartbeat=heartbeat or lone.heartbeat,
-            trace=trace or lone.trace,
-        )
-        state = TrainState()
-        return trainer, state, train(trainer, state, SharedClock(trainer.comm, now=clock.read))
+class WaitingClock(SharedClock):
+    """So many seconds pass until the other ranks have answered."""
+
+    def __init__(self, comm: HostCollectives, clock: Clock, waits_s: float):
+        super().__init__(comm, now=clock.read)
+        self._clock, self._waits_s = clock, waits_s
+
+    def exchange(self, stop: Stop) -> tuple[float, Stop]:
+        self._clock.now += self._waits_s
+        return super().exchange(stop)
+
+
+@pytest.fixture
+def trained(tmp_path: Path, train_here: TrainHere, request: pytest.FixtureRequest) -> Trained:
+    """An evaluation after each step, or after every so many as the test asks for."""
+    # of an earlier start, as far as this one
+    write_lines(tmp_path / "evals.jsonl", [{"step": 5, "loss": 1.0}])
+    return train_here(eval={"every_steps": getattr(request, "param", 1), "max_sequences": 2})
 
 
 def micro_batch() -> MlmBatch:
     return random_batch(0, 2, LENGTH, 4, 64)
+
+
+def bad_batch() -> MlmBatch:
+    """A micro batch whose gradient is not finite."""
+    good = micro_batch()
+    return dataclasses.replace(good, labels_P=torch.full((len(good.labels_P),), torch.nan))
 
 
 @pytest.mark.parametrize(("trained", "steps"), [(2, [2, 4, 5]), (5, [5]), (0, [5])], indirect=["trained"])
@@ -223,6 +238,9 @@ def test_evaluation_and_saving_are_no_part_of_a_steps_time(tmp_path: Path, train
     assert [line["step_time_s"] for line in lines] == [2.0] * 3  # two micro batches
     assert [line["progress"] for line in lines] == pytest.approx([0.4, 0.8, 1.0])  # after the step
     assert trainer.checkpointer.steps == [0, 2, 4, 5]
+    # two seconds a step, a hundred for the evaluation after each, a thousand for each save before
+    saved = [(facts["step"], facts["samples"], facts["elapsed_s"]) for facts in trainer.checkpointer.facts]
+    assert saved == [(2, 8, 204.0), (4, 16, 1408.0), (5, 20, 2510.0)]
     assert trainer.checkpointer.waited == [4, 5], "only the end waits for a save"
     assert trainer.meter.totals["train_s"] == 5 * 2.0
     assert state.eval_s == 5 * 100.0
@@ -230,58 +248,27 @@ def test_evaluation_and_saving_are_no_part_of_a_steps_time(tmp_path: Path, train
     assert np.isfinite((state.heldout or {})["loss"])
 
 
-class WaitingClock(SharedClock):
-    """Three seconds pass until the other ranks have answered."""
-
-    def __init__(self, comm: HostCollectives, clock: Clock):
-        super().__init__(comm, now=clock.read)
-        self._clock = clock
-
-    def exchange(self, stop: Stop) -> tuple[float, Stop]:
-        self._clock.now += 3.0
-        return super().exchange(stop)
-
-
 @pytest.mark.parametrize(("engine", "step_s"), [("independent", 2.0), ("auto", 5.0)])
 def test_copies_do_not_wait_for_each_other_in_a_step(
-    tmp_path: Path, shards: Path, clock: Clock, engine: str, step_s: float
+    train_here: TrainHere, engine: str, step_s: float
 ) -> None:
     """A step of ranks that train one model has the wait in it."""
-    with lone_trainer(config(shards, schedule={"steps": 3}), tmp_path) as lone:
-        parallel = lone.config.parallel.model_copy(update={"engine": engine})
-        trainer = dataclasses.replace(
-            lone,
-            config=lone.config.model_copy(update={"parallel": parallel}),
-            stream=SimpleNamespace(next=micro_batch, wait_s=0.0),
-            checkpointer=SlowCheckpointer(clock),
-        )
-        taken: list[float] = []
-        drain = trainer.meter.timers.drain
-
-        def drained() -> dict[str, list[float]]:
-            parts = drain()
-            taken.extend(parts["step"])
-            return parts
-
-        trainer.meter.timers.drain = drained  # type: ignore[method-assign]
-        train(trainer, TrainState(), WaitingClock(trainer.comm, clock))
-    assert taken == [step_s] * 3
+    trainer, *_ = train_here(engine=engine, waits_s=3.0, log={"every_steps": 5})
+    assert trainer.meter.steps["step_s"] == [step_s] * 5
 
 
 def test_a_checkpoint_between_two_lines_counts_the_steps_that_were_skipped_until_then(
-    tmp_path: Path, shards: Path, clock: Clock
+    tmp_path: Path, train_here: TrainHere
 ) -> None:
-    good = micro_batch()
-    bad = dataclasses.replace(good, labels_P=torch.full((len(good.labels_P),), torch.nan))
-    drawn = iter([good, good, bad, bad, *[good] * 6])  # two a step: the second one is skipped
-    stream = SimpleNamespace(next=lambda: next(drawn), wait_s=0.0)
-    trainer, *_ = train_here(tmp_path, shards, clock, stream=stream, log={"every_steps": 5})
+    drawn = iter([*[micro_batch] * 2, *[bad_batch] * 2, *[micro_batch] * 6])  # two a step: one is skipped
+    stream = SimpleNamespace(next=lambda: next(drawn)(), wait_s=0.0)
+    trainer, *_ = train_here(stream, log={"every_steps": 5})
     assert trainer.checkpointer.steps == [0, 2, 4, 5]
     assert [facts["skipped_steps"] for facts in trainer.checkpointer.facts] == [1, 1, 1]
 
 
 def test_every_step_has_the_rate_of_its_progress_and_the_clip_of_the_configuration(
-    tmp_path: Path, shards: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, train_here: TrainHere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In every group of the optimizer, and the same rate in the line of the step."""
     taken: list[tuple[set[float], float]] = []
@@ -293,43 +280,16 @@ def test_every_step_has_the_rate_of_its_progress_and_the_clip_of_the_configurati
 
     monkeypatch.setattr(single.Engine, "step", step)
     schedule = {"steps": 5, "name": "linear", "warmup_fraction": 0.2}
-    trainer, *_ = train_here(
-        tmp_path, shards, clock, schedule=schedule, optim={"lr": 0.02, "clip": 0.25}, log={"every_steps": 1}
-    )
+    trainer, *_ = train_here(schedule=schedule, optim={"lr": 0.02, "clip": 0.25}, log={"every_steps": 1})
     wanted = [0.02 * lr_factor(trainer.config.schedule, number / 5) for number in range(5)]
     assert len(set(wanted)) == 5
     assert [norm for _, norm in taken] == [0.25] * 5
     assert [list(rates) for rates, _ in taken] == [[pytest.approx(rate)] for rate in wanted]
     assert logged(tmp_path, "lr") == pytest.approx(wanted)
-    assert logged(tmp_path, "progress") == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0]), "after the step"
-
-
-def test_a_budget_in_hours_is_read_as_of_the_beginning_of_each_step(
-    tmp_path: Path, shards: Path, clock: Clock
-) -> None:
-    """Steps of 2 s; after the sixth an evaluation of 100 s and a save of 1,000 s, which lie in the budget
-    and in no step's time."""
-    trainer, state, _ = train_here(
-        tmp_path,
-        shards,
-        clock,
-        schedule={"hours": 1120 / 3600, "name": "linear", "warmup_fraction": 0.0},
-        optim={"lr": 0.02},
-        log={"every_steps": 1},
-        eval={"every_steps": 6, "max_sequences": 2},
-        checkpoint={"every_steps": 6},
-    )
-    expected_s = [0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 1114.0, 1116.0, 1118.0]
-    ended_s = [2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 1114.0, 1116.0, 1118.0, 1120.0]
-    assert state.step == 10
-    rates = [0.02 * lr_factor(trainer.config.schedule, began / 1120) for began in expected_s]
-    assert logged(tmp_path, "lr") == pytest.approx(rates)
-    assert logged(tmp_path, "elapsed_s") == ended_s
-    assert logged(tmp_path, "progress") == pytest.approx([ended / 1120 for ended in ended_s])
 
 
 def test_a_run_that_expected_a_longer_step_has_spent_its_budget(
-    tmp_path: Path, shards: Path, clock: Clock
+    tmp_path: Path, train_here: TrainHere, clock: Clock
 ) -> None:
     """It ends where the next step would not fit, and does not go on when it is started again."""
     waits = iter([1.0] * 6 + [9.0, 1.0, 1.0, 1.0])
@@ -338,40 +298,23 @@ def test_a_run_that_expected_a_longer_step_has_spent_its_budget(
         clock.now += next(waits, 1.0) - 1.0
         return micro_batch()
 
-    trainer, state, _ = train_here(
-        tmp_path,
-        shards,
-        clock,
-        schedule={"hours": 20 / 3600},
-        stream=SimpleNamespace(next=slow_batch, wait_s=0.0),
-        checkpoint={"every_steps": 0},
-        log={"every_steps": 1},
-        eval={"every_steps": 0},
-    )
+    stream = SimpleNamespace(next=slow_batch, wait_s=0.0)
+    rarely = {"checkpoint": {"every_steps": 0}, "eval": {"every_steps": 0}}
+    trainer, state, _ = train_here(stream, schedule={"hours": 20 / 3600}, log={"every_steps": 1}, **rarely)
     assert (state.step, logged(tmp_path, "elapsed_s")[-1]) == (5, 18.0)
     spent_s = trainer.checkpointer.facts[-1]["elapsed_s"]
     assert progress_at(trainer.config, state.step, state.samples, spent_s) == 1.0
 
 
-def test_the_heartbeat_says_what_a_rank_does_between_steps(
-    tmp_path: Path, shards: Path, clock: Clock
-) -> None:
+def test_the_heartbeat_says_what_a_rank_does_between_steps(tmp_path: Path, train_here: TrainHere) -> None:
     """A hang is told, and waited for, by it."""
     phases: list[Any] = []
 
     def enter(phase: str, step: int | None = None) -> None:
-        if phase not in ("data", "step"):
+        if phase not in ("data", "step", "progress"):
             phases.append((phase, step))
 
-    heartbeat = SimpleNamespace(enter=enter, progress=lambda: None)
-    train_here(
-        tmp_path,
-        shards,
-        clock,
-        heartbeat=heartbeat,
-        schedule={"steps": 3, "name": "constant"},
-        eval={"every_steps": 2, "max_sequences": 2},
-    )
+    train_here(enter=enter, schedule={"steps": 3}, eval={"every_steps": 2, "max_sequences": 2})
     on_time = [("log", 2), ("evaluate", 2), ("save", 2)]
     assert phases == [*on_time, ("log", 3), ("save", 3), ("evaluate", 3)]
 
@@ -387,27 +330,12 @@ def test_rank_0_alone_fills_the_log_and_with_nothing_that_a_terminal_would_obey(
     assert "\x1b" not in out
 
 
-def test_a_checkpoint_has_the_time_that_the_run_had_taken_when_it_was_made(trained: Trained) -> None:
-    """Two seconds a step, a hundred for the evaluation after each, a thousand for each save before."""
-    facts = trained[0].checkpointer.facts
-    assert [saved["elapsed_s"] for saved in facts] == [204.0, 1408.0, 2510.0]
-    assert [(saved["step"], saved["samples"]) for saved in facts] == [(2, 8), (4, 16), (5, 20)]
-
-
 def test_a_run_that_has_failed_is_neither_evaluated_nor_saved_at_its_end(
-    tmp_path: Path, shards: Path, clock: Clock
+    tmp_path: Path, train_here: TrainHere
 ) -> None:
     """What made it fail must not push a good checkpoint out."""
-    good = micro_batch()
-    bad = dataclasses.replace(good, labels_P=torch.full((len(good.labels_P),), torch.nan))
-    trainer, state, result = train_here(
-        tmp_path,
-        shards,
-        clock,
-        stream=SimpleNamespace(next=lambda: bad, wait_s=0.0),
-        run={"max_skipped_in_a_row": 9},
-    )
-    assert result.failure.message.startswith("all 5 steps had a gradient that is not finite")
+    stream = SimpleNamespace(next=bad_batch, wait_s=0.0)
+    trainer, state, result = train_here(stream, run={"max_skipped_in_a_row": 9})
     assert (result.failure.kind, result.signal) == ("not_finite", 0)
     assert (state.heldout, (tmp_path / "evals.jsonl").exists()) == (None, False)
     assert trainer.checkpointer.steps == [0, 2, 4]
@@ -415,7 +343,7 @@ def test_a_run_that_has_failed_is_neither_evaluated_nor_saved_at_its_end(
 
 @pytest.mark.parametrize(("failure", "signal"), [(None, 15), (FULL, 0)])
 def test_a_signal_in_the_last_evaluation_stops_the_run_unless_it_has_failed(
-    tmp_path: Path, shards: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, failure: Any, signal: int
+    tmp_path: Path, train_here: TrainHere, monkeypatch: pytest.MonkeyPatch, failure: Any, signal: int
 ) -> None:
     signals = Signals()
 
@@ -425,30 +353,25 @@ def test_a_signal_in_the_last_evaluation_stops_the_run_unless_it_has_failed(
             monkeypatch.setattr(SlowCheckpointer, "abort_reason", failure)
 
     monkeypatch.setattr(profile_step, "Signals", lambda: signals)
-    heartbeat = SimpleNamespace(enter=enter, progress=lambda: None)
-    _, state, result = train_here(
-        tmp_path, shards, clock, heartbeat=heartbeat, eval={"max_sequences": 20, "every_steps": 4}
-    )
+    _, state, result = train_here(enter=enter, eval={"max_sequences": 20, "every_steps": 4})
     assert (result.signal, result.failure) == (signal, failure)
     assert (state.step, state.evaluated_step) == (5, 4), "what step 4 had is not the last step's"
     assert [line["step"] for line in read_lines(tmp_path / "evals.jsonl")] == [4]
 
 
 def test_a_run_whose_held_out_loss_is_no_number_has_failed(
-    tmp_path: Path, shards: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, train_here: TrainHere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     diverged = {"loss": math.nan, "loss_unit": "nats"}
     monkeypatch.setattr("bert_dp.training.loop.evaluate", lambda *_: diverged)
-    _, state, result = train_here(tmp_path, shards, clock, eval={"every_steps": 0})
-    assert state.step == 5
-    assert result.failure.kind == "not_finite"
-    assert result.failure.message.startswith("the held-out loss after step 5 is nan: ")
+    _, state, result = train_here(eval={"every_steps": 0})
+    assert (state.step, result.failure.kind) == (5, "not_finite")
     (line,) = read_lines(tmp_path / "evals.jsonl")
     assert (line["step"], line["loss"]) == (5, None), "and stands in the records"
 
 
 def test_a_run_is_saved_before_its_last_evaluation(
-    tmp_path: Path, shards: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, train_here: TrainHere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else an error there would cost all that was trained since the last checkpoint."""
     saved: list[list[int]] = []
@@ -459,25 +382,12 @@ def test_a_run_is_saved_before_its_last_evaluation(
 
     monkeypatch.setattr("bert_dp.training.loop.evaluate_and_write", fails)
     with pytest.raises(RuntimeError, match="out of memory"):
-        train_here(tmp_path, shards, clock, checkpoint={"every_steps": 0})
+        train_here(checkpoint={"every_steps": 0})
     assert saved == [[0, 5]]
 
 
-class SlowStream:
-    """Ten seconds for a micro batch, of which it tells."""
-
-    def __init__(self, clock: Clock, events: list[str]):
-        self._clock, self._events, self.wait_s = clock, events, 500.0  # before training
-
-    def next(self) -> MlmBatch:
-        self._clock.now += 10.0
-        self.wait_s += 10.0
-        self._events.append("drawn")
-        return micro_batch()
-
-
 def test_a_micro_batch_is_drawn_when_the_one_before_it_is_on_its_way(
-    tmp_path: Path, shards: Path, clock: Clock
+    tmp_path: Path, train_here: TrainHere, clock: Clock
 ) -> None:
     """Else a device idles through the wait for all of them; the heartbeat says who waits, and no timer of
     the work counts it."""
@@ -488,16 +398,15 @@ def test_a_micro_batch_is_drawn_when_the_one_before_it_is_on_its_way(
         events.append(name)
         steps.extend(step)
 
-    trainer, *_ = train_here(
-        tmp_path,
-        shards,
-        clock,
-        stream=SlowStream(clock, events),
-        heartbeat=SimpleNamespace(enter=enter, progress=lambda: events.append("+")),
-        batch={"global_size": 6, "micro_size": 2},
-        schedule={"steps": 1, "name": "constant"},
-    )
-    assert events[: events.index("log")] == ["data", *["data", "drawn", "step", "+"] * 3, "data"]
+    def slow_batch() -> MlmBatch:
+        clock.now += 10.0
+        stream.wait_s += 10.0
+        events.append("drawn")
+        return micro_batch()
+
+    stream = SimpleNamespace(next=slow_batch, wait_s=500.0)  # before training
+    trainer, *_ = train_here(stream, enter, batch={"global_size": 6, "micro_size": 2}, schedule={"steps": 1})
+    assert events[: events.index("log")] == ["data", *["data", "drawn", "step", "progress"] * 3, "data"]
     assert steps[:3] == [1, 2, 1], "the step, the data of the one that does not come, and the line"
     (line,) = read_lines(tmp_path / "metrics.jsonl")
     assert (line["step_time_s"], line["data_wait_s"], line["forward_backward_s"]) == (33.0, 30.0, 3.0)
@@ -511,37 +420,28 @@ class Knot:
         self.itself = self
 
 
-class LeakyStream:
-    """Every micro batch leaves a knot."""
+def test_garbage_is_collected_when_a_line_is_logged(train_here: TrainHere) -> None:
+    left, alive, before = list[weakref.ref[Knot]](), list[int](), gc.get_threshold()
 
-    def __init__(self) -> None:
-        self.wait_s, self.left = 0.0, list[weakref.ref[Knot]]()
-
-    def next(self) -> MlmBatch:
-        knot = Knot()
-        self.left.append(weakref.ref(knot))
+    def leaky_batch() -> MlmBatch:
+        left.append(weakref.ref(Knot()))
         return micro_batch()
 
-
-def test_garbage_is_collected_when_a_line_is_logged(tmp_path: Path, shards: Path, clock: Clock) -> None:
-    stream, alive, before = LeakyStream(), [], gc.get_threshold()
-
     def enter(phase: str, *_: Any) -> None:
-        if phase == "data" and len(stream.left) % 2 == 0:
-            alive.append(sum(knot() is not None for knot in stream.left))
+        if phase == "data" and len(left) % 2 == 0:
+            alive.append(sum(knot() is not None for knot in left))
 
     with gc_paused():
-        heartbeat = SimpleNamespace(enter=enter, progress=lambda: None)
-        train_here(tmp_path, shards, clock, stream=stream, heartbeat=heartbeat)
+        train_here(SimpleNamespace(next=leaky_batch, wait_s=0.0), enter)
         assert gc.get_freeze_count() > 0
     assert (gc.get_threshold(), gc.get_freeze_count()) == (before, 0)
     # at the begin of each step, two micro batches, and a line after every second
     assert list(dict.fromkeys(alive)) == [0, 2]
-    assert sum(knot() is not None for knot in stream.left) == 0
+    assert sum(knot() is not None for knot in left) == 0
 
 
 def test_a_step_of_the_ramp_is_divided_by_its_own_targets(
-    tmp_path: Path, shards: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, train_here: TrainHere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[tuple[int, int]] = []
 
@@ -551,7 +451,7 @@ def test_a_step_of_the_ramp_is_divided_by_its_own_targets(
 
     monkeypatch.setattr(MaskedLanguageModel, "num_targets", num_targets)
     batch = {"global_size": 8, "micro_size": 2, "ramp_fraction": 0.8, "ramp_quantum": 2}
-    _, state, _ = train_here(tmp_path, shards, clock, batch=batch)
+    _, state, _ = train_here(batch=batch)
     counts = [count for _, count in steps]
     assert (counts[0], counts[-1]) == (2, 8)
     assert [first for first, _ in steps] == [sum(counts[:step]) for step in range(5)]
@@ -559,19 +459,13 @@ def test_a_step_of_the_ramp_is_divided_by_its_own_targets(
     assert logged(tmp_path, "accumulation") == [counts[step - 1] // 2 for step in (2, 4, 5)]
 
 
-class TwoRanks(HostCollectives):
-    """The other rank has taken more memory and less energy, and two of its writes failed."""
-
-    def all_gather(self, values: Any) -> Tensor:
-        gib, used_j, failed = values
-        return torch.tensor([[gib, used_j, failed], [gib + 3.0, used_j / 2, 2.0]], dtype=torch.float64)
-
-
 def test_the_summary_has_the_greatest_ranks_memory_and_everyones_energy(
     tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, state, result = trained
-    trainer = dataclasses.replace(trainer, comm=TwoRanks(World(0, 0, 2, 2), None))
+    # the other rank has taken more memory and less energy, and two of its writes failed
+    ranks = OneOf(0, 2, lambda own: [own, [own[0] + 3.0, own[1] / 2, 2.0]])
+    trainer = dataclasses.replace(trainer, comm=ranks)
     state.samples += 1000  # of an earlier start
     state.global_batch = 2  # of a step in a ramp, not the run's
     state.step += 1000
@@ -593,10 +487,8 @@ def test_the_summary_has_the_greatest_ranks_memory_and_everyones_energy(
     assert end["heldout"]["masked_tokens"] == state.heldout["masked_tokens"] > 0
     assert (end["samples"], end["tokens"]) == (1020, 1020 * LENGTH)
     assert end["tokens_per_s"] == pytest.approx(5 * 4 * LENGTH / 10.0)
-    time_s = end["time_s"]
-    assert (time_s["setup"], time_s["compile"], time_s["train"], time_s["eval"]) == (1.0, 2.0, 10.0, 500.0)
-    assert (time_s["data_wait"], time_s["forward_backward"], time_s["optimizer"]) == (1.0, 6.0, 3.0)
-    assert time_s["save"] == 4.5
+    own = {"setup": 1.0, "compile": 2.0, "train": 10.0, "eval": 500.0, "save": 4.5}
+    assert end["time_s"] == own | {"data_wait": 1.0, "forward_backward": 6.0, "optimizer": 3.0}
     assert (end["failed_saves"], end["failed_writes"]) == (3, 2)
     assert (end["loss_spikes"], end["skipped_steps"], end["noise_scale"]) == (2, 1, None)
     assert (end["unigram_entropy_nats"], end["uniform_entropy_nats"]) == (3.9, math.log(64))

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import itertools
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from bert_dp.config import BatchLayout
 from bert_dp.training import metrics
 from bert_dp.training.checkpoint import TrainState
-from bert_dp.training.distributed import HostCollectives
 from bert_dp.training.metrics import STRAGGLER_RATIO, STRAGGLER_STEPS, Meter, Timers, straggler
-from bert_dp.training.process import World
-from launcher.report.run_page import of_directories
-from tests.report_fixture import make_run, shown, unfolded
+from tests.ranks import OneOf
 from tests.tensors import CPU
 
 LAYOUT = BatchLayout(world_size=4, tensor=2, dp=2, micro_size=2, grad_accum_steps=3, global_size=12)
@@ -30,22 +26,14 @@ STEP = WAIT + PASSES + UPDATE
 OWN_GIB = 1.0
 
 
-class Others(HostCollectives):
+def four_ranks(own: list[float]) -> list[list[float]]:
     """This rank is the first of four. The second holds the rest of this replica's tensors, and as much loss;
     the third and fourth are the other replica. The second takes most memory, the last most time."""
-
-    def __init__(self) -> None:
-        super().__init__(World(0, 0, 4, 4), None)
-
-    def all_gather(self, values: list[float]) -> Tensor:  # type: ignore[override]
-        loss, gib, *seconds = values
-        rows = [
-            [loss, gib, *seconds],
-            [loss, gib + 3, *(2 * s for s in seconds)],
-            [loss + 2, gib + 1, *(3 * s for s in seconds)],
-            [loss + 2, gib - 0.5, *(4 * s for s in seconds)],
-        ]
-        return torch.tensor(rows, dtype=torch.float64)
+    loss, gib, *seconds = own
+    losses, more_gib = (loss, loss, loss + 2, loss + 2), (0, 3, 1, -0.5)
+    return [
+        [losses[rank], gib + more_gib[rank], *((rank + 1) * each for each in seconds)] for rank in range(4)
+    ]
 
 
 class Run:
@@ -56,7 +44,12 @@ class Run:
         monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: self.now))
         monkeypatch.setattr(metrics, "peak_memory_gib", lambda device: OWN_GIB)
         self.meter = Meter(
-            Others(), CPU, LAYOUT, tokens_per_sample=LENGTH, flops_per_token=FLOPS, peak_flops=peak
+            OneOf(0, 4, four_ranks),
+            CPU,
+            LAYOUT,
+            tokens_per_sample=LENGTH,
+            flops_per_token=FLOPS,
+            peak_flops=peak,
         )
         self.steps, self.wait_s = 0, 7.0
         self.meter.start(self.wait_s)
@@ -169,14 +162,9 @@ def test_each_rank_has_a_line_of_its_own_steps(monkeypatch: pytest.MonkeyPatch) 
     run.line()
     line = run.meter.steps
     assert (line["step"], line["alloc_retries"]) == (2, 2)
-    seconds = {
-        "host": STEP,
-        "step": STEP,
-        "compute_before_reduction": OWN,
-        "forward_backward": PASSES,
-        "optimizer": UPDATE,
-    }
-    assert {name: line[f"{name}_s"] for name in seconds} == {name: [s, s] for name, s in seconds.items()}
+    assert line["host_s"] == line["step_s"] == [STEP] * 2
+    assert line["compute_before_reduction_s"] == [OWN] * 2
+    assert (line["forward_backward_s"], line["optimizer_s"]) == ([PASSES] * 2, [UPDATE] * 2)
 
 
 class Event:
@@ -256,7 +244,7 @@ def test_the_buckets_are_those_that_ddp_settled_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("compute_before_reduction_s", "steps", "ratio", "seconds_per_step"),
+    ("own_s", "steps", "ratio", "seconds_per_step"),
     [
         ([1.0, 5.0, 2.0, 3.0], 20, 2.5, 0.15),  # against the median of the others
         ([10.0, 10.0 * STRAGGLER_RATIO], 1000, STRAGGLER_RATIO, None),  # even enough
@@ -269,11 +257,11 @@ def test_the_buckets_are_those_that_ddp_settled_on() -> None:
     ],
 )
 def test_the_slowest_is_held_against_the_others(
-    compute_before_reduction_s: list[float], steps: int, ratio: float | None, seconds_per_step: float | None
+    own_s: list[float], steps: int, ratio: float | None, seconds_per_step: float | None
 ) -> None:
     slowest = {"rank": 1, "ratio": ratio, "seconds_per_step": seconds_per_step}
     expected = (ratio and pytest.approx(ratio), slowest if seconds_per_step else None)
-    assert straggler(compute_before_reduction_s, steps) == expected
+    assert straggler(own_s, steps) == expected
 
 
 def test_timers_may_overlap_and_restart() -> None:
@@ -289,12 +277,3 @@ def test_timers_may_overlap_and_restart() -> None:
     assert seconds["forward_backward"] <= seconds["step"]
     assert seconds["optimizer"] == 0.0
     assert set(map(tuple, timers.drain().values())) == {()}
-
-
-def test_the_console_has_a_line_where_there_is_one(tmp_path: Path) -> None:
-    named = {"rank": 3, "ratio": 1.5, "seconds_per_step": 0.25}
-    run = make_run(tmp_path / "a", summary={"straggler": named, "straggler_ratio": 1.5})
-    told = "straggler rank 3, own work 1.50 x the others' median, 250 ms lost per step"
-    assert told in unfolded(shown(of_directories([run])))
-    quiet = make_run(tmp_path / "b", summary={"straggler": None})
-    assert "straggler" not in unfolded(shown(of_directories([quiet])))

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bert_dp.config import ModelConfig
-from bert_dp.cost import num_parameters
 from bert_dp.model.bert import IGNORE, INIT_STD, CrammedBert, build_model, sinusoidal_table
 from bert_dp.model.kernels import KeyedDropout
 from tests.helpers import make_config
@@ -122,9 +121,8 @@ def restated_loss(w: dict[str, Tensor], case: Case, *, layers: int, heads: int, 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
 def test_the_crammed_variant_is_the_published_recipe(dtype, tolerance):
     model = random_model()
-    model.model.embeddings.sinusoids_SH.data = sinusoidal_table(16, 48).to(
-        dtype
-    )  # not rounded to fp32 on the way
+    # not rounded to fp32 on the way
+    model.model.embeddings.sinusoids_SH.data = sinusoidal_table(16, 48).to(dtype)
     model = model.to(dtype)
     case = make_case()
     parameters = dict(model.named_parameters())
@@ -150,17 +148,13 @@ def test_the_compatible_variant_is_modernbert_name_by_name(length):
     peer = peer_of(model, config, "mlm", sparse_prediction=True)
     assert peer.decoder.weight is peer.model.embeddings.tok_embeddings.weight
     case = ids_BS, positions_P, labels_P = make_case(length=length)
-    labels_BS = (
-        torch.full(ids_BS.shape, IGNORE).flatten().index_copy(0, positions_P, labels_P).view_as(ids_BS)
-    )
+    labels_BS = torch.full_like(ids_BS, IGNORE)
+    labels_BS.flatten()[positions_P] = labels_P
     loss = model(*case) / len(labels_P)
     expected = peer(input_ids=ids_BS, labels=labels_BS).loss
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    assert_near(
-        gradients(loss, dict(model.named_parameters())),
-        gradients(expected, dict(peer.named_parameters())),
-        1e-5,
-    )
+    ours, theirs = dict(model.named_parameters()), dict(peer.named_parameters())
+    assert_near(gradients(loss, ours), gradients(expected, theirs), 1e-5)
 
 
 OPTIONS = {
@@ -174,11 +168,9 @@ OPTIONS = {
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_every_parameter_of_every_variant_learns(options):
-    config = small(**options)
-    model = build_model(config, 16, seed=1)
+    model = make_model(**options)
     names = [name for name, _ in model.named_parameters()]
     assert not [name for name in names if "k_bias" in name or name.endswith("Wqkv.bias")], "a dead parameter"
-    assert sum(p.numel() for p in model.parameters()) == num_parameters(config, 16)
     model(*make_case()).backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
@@ -198,44 +190,34 @@ def test_rotary_scores_depend_on_distance_only():
 def test_a_shorter_sequence_uses_the_first_positions():
     for options in ({}, MODERN, OPTIONS["bert"]):
         long, short = (build_model(small(**options), length, seed=1) for length in (32, 16))
-        if options is OPTIONS["bert"]:
-            short.load_state_dict(
-                {k: v[:16] if "position_emb" in k else v for k, v in long.state_dict().items()}
-            )
-        case = make_case()
-        torch.testing.assert_close(long(*case), short(*case))
+        weights = {k: v[:16] if "position_emb" in k else v for k, v in long.state_dict().items()}
+        short.load_state_dict(weights)
+        torch.testing.assert_close(long(*make_case()), short(*make_case()))
 
 
 KEYS = torch.tensor([[3, 4, 5], [6, 7, 8]], dtype=torch.int32)
 
 
-def test_every_dropout_acts():
-    """Each alone, all others off; of three layers, so none stands for another."""
+def test_every_dropout_acts_and_no_two_alike():
+    """Neither two layers, nor two dropouts of one layer, nor two heads; of three layers with four heads."""
     model = make_model(dropout=0.5, attention_dropout=0.5).train()
-    places = {name: m for name, m in model.named_modules() if isinstance(m, KeyedDropout)}
-    assert len(places) == 1 + 3 * len(model.model.layers)
-    case, losses = make_case(), {}
-    for name, alone in places.items():
-        for place in places.values():
-            place.p = 0.5 if place is alone else 0.0
-        losses[name] = model(*case, seed_B=KEYS[0]).item()
-        assert losses[name] != model(*case, seed_B=KEYS[1]).item(), name
-    assert len(set(losses.values())) == len(places)
-
-
-def test_no_two_places_drop_alike():
-    """Neither two layers, nor two dropouts of one layer, nor two heads."""
-    model = make_model(dropout=0.5, attention_dropout=0.5).train()
-    dropped = []
-    for module in model.modules():
-        if isinstance(module, KeyedDropout):
-            module.register_forward_hook(lambda module, _, out: dropped.append(out == 0))
+    places = [module for module in model.modules() if isinstance(module, KeyedDropout)]
+    masks = []
+    hooks = [m.register_forward_hook(lambda _m, _x, out: masks.append(out == 0)) for m in places]
     model(*make_case(), seed_B=KEYS[0])
-    grids = [grid for out_BASS in dropped if out_BASS.dim() == 4 for grid in out_BASS.unbind(1)]
-    rows = [out_BSH for out_BSH in dropped if out_BSH.dim() == 3]
-    assert (len(rows), len(grids)) == (1 + 3 * 2, 3 * 4)  # of three layers with four heads
-    for masks in (rows, grids):
-        assert len({mask.numpy().tobytes() for mask in masks}) == len(masks)
+    for hook in hooks:
+        hook.remove()
+    grids = [grid for out_BASS in masks if out_BASS.dim() == 4 for grid in out_BASS.unbind(1)]
+    rows = [out_BSH for out_BSH in masks if out_BSH.dim() == 3]
+    assert (len(places), len(rows), len(grids)) == (1 + 3 * 3, 1 + 3 * 2, 3 * 4)
+    for alike in (rows, grids):
+        assert len({mask.numpy().tobytes() for mask in alike}) == len(alike)
+    losses = set()
+    for alone in places:
+        for place in places:
+            place.p = 0.5 if place is alone else 0.0
+        losses |= {model(*make_case(), seed_B=seed_B).item() for seed_B in KEYS}
+    assert len(losses) == 2 * len(places)
 
 
 def test_attention_that_is_written_out_is_that_of_torch():
@@ -268,25 +250,11 @@ def test_an_ignored_label_contributes_nothing():
     kept = torch.arange(len(labels_P)) % 3 > 0
     ignored = torch.where(kept, labels_P, IGNORE)
     parameters = dict(model.named_parameters())
-    with_ignored, without = (
-        model(ids_BS, positions_P, ignored),
-        model(ids_BS, positions_P[kept], labels_P[kept]),
-    )
+    with_ignored = model(ids_BS, positions_P, ignored)
+    without = model(ids_BS, positions_P[kept], labels_P[kept])
     assert with_ignored.item() == pytest.approx(without.item(), rel=1e-6)
     assert_near(gradients(with_ignored, parameters), gradients(without, parameters), 1e-5)
     assert model(ids_BS, positions_P, torch.full_like(labels_P, IGNORE)).item() == 0.0
-
-
-def test_the_loss_is_a_sum_over_any_split_of_the_micro_batch():
-    model = make_model()
-    ids_BS, positions_P, labels_P = make_case(batch=4)
-    parts = [
-        model(
-            ids_BS[i : i + 2], positions_P[8 * i // 2 : 8 * i // 2 + 8] - 16 * i, labels_P[4 * i : 4 * i + 8]
-        )
-        for i in (0, 2)
-    ]
-    assert sum(parts).item() == pytest.approx(model(ids_BS, positions_P, labels_P).item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
@@ -328,13 +296,9 @@ def test_padding_behind_a_mask_changes_nothing(options):
 
 def test_a_mask_reaches_the_loss():
     model = random_model()
-    case = make_case()
-    shown = (16, 9)
-    none, all_of_it, part = (
-        model(*case, real_BS).item()
-        for real_BS in (None, *((torch.arange(16) < length).expand(3, 16) for length in shown))
-    )
-    assert all_of_it == pytest.approx(none)
+    masks = ((torch.arange(16) < length).expand(3, 16) for length in (16, 9))
+    none, whole, part = (model(*make_case(), real_BS).item() for real_BS in (None, *masks))
+    assert whole == pytest.approx(none)
     assert part != pytest.approx(none, rel=1e-4)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +15,6 @@ from rich.console import Console
 from bert_dp import files
 from bert_dp.config import ENGINES, bf16_units, decide_precision, dump_config
 from bert_dp.training import build, devices
-from bert_dp.training.distributed import HostCollectives
-from bert_dp.training.process import World
 from launcher import job
 from launcher.machine import environment
 from launcher.machine.environment import Environment, precision_of
@@ -29,6 +26,7 @@ from launcher.scale.grid import Grid, Settings
 from launcher.tune import batch
 from launcher.watch.failure import what_fits, what_to_lower
 from tests.helpers import make_config, write_files
+from tests.ranks import OneOf
 from tests.states import FACTS
 from tests.tensors import CPU
 
@@ -90,18 +88,6 @@ def test_an_engine_that_does_not_take_bf16_decides_for_all(monkeypatch: pytest.M
 # --- ranks
 
 
-class Ranks(HostCollectives):
-    """Rank 0 of several, of which only those in `able` multiply bf16."""
-
-    def __init__(self, able: Sequence[bool]):
-        super().__init__(World(0, 0, len(able), len(able)), None)
-        self._able = able
-
-    def all_gather(self, values: Sequence[float]) -> torch.Tensor:
-        assert list(values) == [self._able[0]]
-        return torch.tensor(self._able, dtype=torch.float64)[:, None]
-
-
 @pytest.mark.parametrize(
     ("able", "settings", "kept", "name"),
     [
@@ -119,7 +105,8 @@ def test_ranks_compute_in_bf16_only_if_all_of_them_can(
     monkeypatch.setattr(devices, "bf16_units", lambda: ("amx_bf16",) if able[0] else ())
     resumed: Any = kept and SimpleNamespace(facts=SimpleNamespace(precision=kept))
     config = make_config("precision=auto", *settings)
-    rank: Any = SimpleNamespace(config=config, comm=Ranks(able), device=CPU)
+    comm = OneOf(0, len(able), lambda own: [own, *([of] for of in able[1:])])
+    rank: Any = SimpleNamespace(config=config, comm=comm, device=CPU)
     assert build.agree_precision(rank, resumed).name == name
 
 
@@ -172,23 +159,23 @@ def test_a_dry_run_names_what_auto_is_and_warns_of_what_is_emulated(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path / "cache"))
+    run_dir = tmp_path / "run"
 
     def dry_run(machine: Environment, *settings: str) -> tuple[str, bool]:
         """The precision of the estimate, and whether there is a warning."""
         monkeypatch.setattr(environment, "probe", lambda *_: machine)
-        run_dir, console = tmp_path / "run", Console(width=400)
-        loaded = job.load(None, ["run.device=cpu", *settings], run_dir)
-        options: Any = {"run_dir": run_dir, "resume": "auto", "dry_run": True, "console": console}
-        assert train.train(loaded, nproc="1", **options) == 0
+        loaded, console = job.load(None, ["run.device=cpu", *settings], run_dir), Console(width=400)
+        options: Any = {"resume": "auto", "dry_run": True, "console": console}
+        assert train.train(loaded, nproc="1", run_dir=run_dir, **options) == 0
         shown = capsys.readouterr().out
         return shown.partition("(estimate, ")[2].partition(",")[0], "bf16 is emulated on this CPU" in shown
 
     assert dry_run(WITH) == dry_run(WITH, "precision=bf16") == ("bf16", False)
-    assert dry_run(WITHOUT) == dry_run(WITHOUT, "precision=fp32") == ("fp32", False)
+    assert dry_run(WITHOUT) == ("fp32", False)
     assert dry_run(WITHOUT, "precision=bf16") == ("bf16", True)
     config = job.load(None, ["run.device=cpu"]).config
     facts = {**FACTS, "step": 1, "precision": "bf16", "config": config.model_dump(mode="json")}
-    write_files(tmp_path / "run/checkpoints/step-00000001", {"state.json": json.dumps(facts)})
+    write_files(run_dir / "checkpoints/step-00000001", {"state.json": json.dumps(facts)})
     assert dry_run(WITHOUT)[0] == "bf16", "a run that goes on has its own"
 
 

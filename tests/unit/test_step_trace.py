@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from bert_dp import files
 from bert_dp.config import find_config, load_config
 from bert_dp.config.checks import ProfilePlan, parse_profile, profile_issues
 from bert_dp.training.distributed import HostCollectives
 from bert_dp.training.process import World, WriteErrors
 from bert_dp.training.profiler import StepTrace
 from tests.e2e.cli import TINY, refused, tiny
-from tests.helpers import raised_issues
+from tests.helpers import raised_issues, write_files
 from tests.states import FACTS
 
 # --- which steps
@@ -60,31 +59,20 @@ def test_steps_and_ranks_that_the_run_does_not_have_are_named() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--profile", "3:4"), "--profile: step 3 is beyond this run's 2"),
-        (("--profile-ranks", "0"), "--profile-ranks: records nothing without --profile"),
-    ],
-)
-def test_the_verb_refuses_them_before_anything_starts(
-    shards: Path, tmp_path: Path, options: tuple[str, ...], said: str
-) -> None:
-    run_dir = tmp_path / "run"
-    assert said in refused("train", "quickstart", *tiny(shards), "--run-dir", str(run_dir), *options)
-    assert not run_dir.exists()
-
-
-def test_a_step_that_the_checkpoint_has_behind_it_is_refused(shards: Path, tmp_path: Path) -> None:
+def test_the_verb_refuses_them_before_anything_starts(shards: Path, tmp_path: Path) -> None:
+    """Beyond the last step, without steps, and steps that the checkpoint has behind it."""
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000001"
-    checkpoint.mkdir(parents=True)
     config = load_config(find_config("quickstart"), [*TINY, f"data.path={shards}"])
-    files.write_json(
-        checkpoint / "state.json", {**FACTS, "step": 1, "config": config.model_dump(mode="json")}
-    )
-    asked = ("train", "quickstart", *tiny(shards), "--resume", str(checkpoint), "--profile")
-    said = refused(*asked, "1:2", "--run-dir", str(tmp_path / "new"))
-    assert "--profile: step 1 is done, the run goes on with step 2" in said
+    facts = {**FACTS, "step": 1, "config": config.model_dump(mode="json")}
+    write_files(checkpoint, {"state.json": json.dumps(facts)})
+    for options, said in (
+        (("--profile", "3:4"), "--profile: step 3 is beyond this run's 2"),
+        (("--profile-ranks", "0"), "--profile-ranks: "),
+        (("--profile", "1:2", "--resume", str(checkpoint)), "--profile: step 1 is done"),
+    ):
+        run_dir = tmp_path / "new"
+        assert said in refused("train", "quickstart", *tiny(shards), "--run-dir", str(run_dir), *options)
+        assert not run_dir.exists()
 
 
 # --- what is recorded
@@ -93,9 +81,7 @@ def test_a_step_that_the_checkpoint_has_behind_it_is_refused(shards: Path, tmp_p
 class Paused:
     """A meter that notes when steps are not timed."""
 
-    def __init__(self) -> None:
-        self.times = 0
-        self.now = False
+    times, now = 0, False
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
