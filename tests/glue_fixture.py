@@ -10,10 +10,9 @@ from typing import Any
 
 from bert_dp import files
 from bert_dp.config import Config, ExamplesManifest, dump_config
-from launcher import results
 from launcher.evaluate import finetune, glue_scores
 from launcher.evaluate.finetune import Pretrained
-from launcher.evaluate.glue import GlueGrid, PreparedTask, make_trial, result_file
+from launcher.evaluate.glue import GlueGrid, PreparedTask, result_file
 from launcher.evaluate.glue_scores import Glue, GlueOptions, GlueTask, GlueTrial
 from launcher.run.trials import Runner, SearchOutcome, Slot, Stopped, Trial, TrialOutcome, earlier_outcome
 from tests.helpers import failed, make_config, write_lines
@@ -175,35 +174,6 @@ def evaluation(out: Path, tasks: Sequence[GlueTask], **asked: Any) -> Glue:
     """glue.json of these results."""
     grid = make_grid(GlueOptions(tasks=[task.task for task in tasks], **{"seeds": 2, **asked}))
     return result_file(grid, tasks, SearchOutcome("complete"), {"seconds": 60.0})
-
-
-def measured(
-    folder: Path,
-    tasks: Mapping[str, PreparedTask],
-    answer: Callable[[str, int, int], int],
-    *seeds: int,
-    score: Callable[[str, int], float] = lambda name, seed: 0.5 + seed / 10,
-) -> Path:
-    """A folder with glue.json and trials whose examples get the label `answer(task, seed, index)`; every
-    label is 0."""
-    found = []
-    for name, task in tasks.items():
-        trials = []
-        for seed in seeds:
-            trial = make_trial(make_grid(GlueOptions(tasks=[name])), folder, task, seed)
-
-            def logits(config: Config, split: str, i: int, name: str = name) -> list[float]:
-                return [0.0, 2.0 * answer(name, config.run.seed, i) - 1.0]
-
-            is_constant = (
-                len({answer(name, seed, i) for i in range(task.manifest.splits["dev"].examples)}) == 1
-            )
-            one_class = ["dev"] if is_constant else []
-            write_trial(trial, task, scores_of(task, score(name, seed)), logits, one_class)
-            trials.append(glue_scores.read_trial(trial, TrialOutcome("ok", 2.0), task.manifest))
-        found.append(glue_scores.score_task(task.manifest, trials))
-    results.write(folder / "glue.json", evaluation(folder, found))
-    return folder
 
 
 # --- files of GLUE
