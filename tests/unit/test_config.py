@@ -345,27 +345,6 @@ def test_hash_feels_every_setting_but_not_how_a_value_came(tmp_path: Path) -> No
     assert len({make_config().hash(), *(make_config(change).hash() for change in changes)}) == 10
 
 
-PROMISED = {
-    "run": "seed device init_from",
-    "data": "path sources tokenizer sequence_length workers",
-    "model": "vocab_size hidden_size num_layers num_heads intermediate_size position mlp norm bias dropout",
-    "objective": "mask_rate",
-    "batch": "global_size micro_size ramp_fraction ramp_quantum",
-    "schedule": "name steps tokens hours epochs",
-    "optim": "name lr weight_decay clip",
-    "parallel": "engine tensor zero_stage",
-    "checkpoint": "every_steps keep",
-    "eval": "every_steps",
-    "log": "every_steps",
-}
-
-
-def test_the_promised_settings_exist() -> None:
-    """DESIGN section 4."""
-    promised = {f"{section}.{name}" for section, names in PROMISED.items() for name in names.split()}
-    assert set(setting_paths()) >= promised | {"precision", "compile"}
-
-
 def test_configuration_is_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         make_config().optim.lr = 1.0  # type: ignore[misc]

@@ -6,13 +6,13 @@ import contextlib
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bert_dp.config import ConfigError, Issue, peak_lr
+from bert_dp.config import peak_lr
 from launcher import results
 from launcher.evaluate import glue, glue_scores
 from launcher.evaluate.glue import GluePlanFile, PreparedTask, choose_tasks, result_file
@@ -30,7 +30,7 @@ from tests.glue_fixture import (
     scores_of,
     write_trial,
 )
-from tests.helpers import write_lines
+from tests.helpers import raised_issues, write_lines
 
 EIGHT = ["CoLA", "SST-2", "MRPC", "STS-B", "QQP", "MNLI", "QNLI", "RTE"]
 
@@ -51,12 +51,7 @@ def read(task: PreparedTask, trial: Trial, status: TrialStatus = "ok") -> GlueTr
 
 def refusals(function: Callable[..., Any], *arguments: Any) -> list[tuple[str, str, object, str | None]]:
     """Return setting, kind, value and conflicting setting of each issue that is raised."""
-    with pytest.raises(ConfigError) as caught:
-        function(*arguments)
-    return facts_of(caught.value.issues)
-
-
-def facts_of(issues: Sequence[Issue]) -> list[tuple[str, str, object, str | None]]:
+    issues = raised_issues(function, *arguments)
     return [(issue.setting, issue.kind, issue.value, issue.other) for issue in issues]
 
 
@@ -201,20 +196,22 @@ def test_every_task_that_is_there_is_taken_in_order() -> None:
     assert list(left_out) == ["QQP"]
 
 
+NOTHING = {name: [f"{name}/train.tsv"] for name in MISSING}
+
+
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("missing", "tasks", "expected"),
     [
-        ({"tasks": ["cola"]}, ("--tasks", "unknown", "cola", None)),
-        ({"tasks": ["QQP"]}, ("--tasks", "not_found", "QQP", "--data")),
+        (MISSING, ["cola"], ("--tasks", "unknown", "cola", None)),
+        (MISSING, ["QQP"], ("--tasks", "not_found", "QQP", "--data")),
+        (NOTHING, None, ("--data", "not_found", None, None)),
     ],
 )
-def test_options_that_cannot_be_run_are_refused(options: dict[str, Any], expected: tuple[Any, ...]) -> None:
-    assert refusals(choose_tasks, MISSING, GlueOptions(**options)) == [expected]
-
-
-def test_data_without_a_task_is_refused() -> None:
-    nothing = {name: [f"{name}/train.tsv"] for name in MISSING}
-    assert refusals(choose_tasks, nothing, GlueOptions()) == [("--data", "not_found", None, None)]
+def test_tasks_that_cannot_be_run_are_refused(
+    missing: dict[str, list[str]], tasks: list[str] | None, expected: tuple[Any, ...]
+) -> None:
+    options = GlueOptions(tasks=tasks) if tasks else GlueOptions()
+    assert refusals(choose_tasks, missing, options) == [expected]
 
 
 def test_settings_that_an_evaluation_ignores_are_refused() -> None:
