@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -123,20 +124,14 @@ def scores_of(task: PreparedTask, value: float) -> dict[str, float | None]:
     return {f"{split}/{metric}": value for split in splits for metric in task.manifest.metrics}
 
 
-class MadeRunner(Runner):
-    """Ends every trial at once with what `surface` says of it: a score, or how it failed; `limit` trials,
-    then a Ctrl-C."""
+class WritingRunner(Runner):
+    """Ends every trial at once with the records that `write` leaves; `limit` trials, then a Ctrl-C."""
 
-    def __init__(
-        self,
-        out: Path,
-        tasks: Iterable[PreparedTask],
-        surface: Callable[[str, Config], float | str],
-        limit: int = 10**6,
-    ):
-        self.out, self.surface, self.limit, self.slots = out, surface, limit, [Slot()]
-        self.tasks = {str(task.path): task for task in tasks}
-        self.ran: list[Trial] = []
+    def __init__(self, out: Path, limit: float = math.inf):
+        self.out, self.limit, self.slots, self.ran = out, limit, [Slot()], list[Trial]()
+
+    def write(self, trial: Trial) -> None:
+        raise NotImplementedError
 
     def run(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, TrialOutcome]]:
         for trial in reversed([*trials]):  # they may end in any order
@@ -144,15 +139,28 @@ class MadeRunner(Runner):
                 if len(self.ran) >= self.limit:
                     raise Stopped(2)
                 self.ran.append(trial)
-                task = self.tasks[str(trial.config.data.path)]
-                told = self.surface(task.name, trial.config)
-                if isinstance(told, str):
-                    write_trial(trial, task, {}, **failed(told, "not_finite"))
-                else:
-                    write_trial(trial, task, scores_of(task, told))
+                self.write(trial)
             outcome = earlier_outcome(trial)
             assert outcome is not None
             yield trial, outcome
+
+
+class MadeRunner(WritingRunner):
+    """Each trial ends with what `surface` says of it: a score, or how it failed."""
+
+    def __init__(
+        self, out: Path, tasks: Iterable[PreparedTask], surface: Callable[[str, Config], float | str]
+    ):
+        super().__init__(out)
+        self.tasks, self.surface = {str(task.path): task for task in tasks}, surface
+
+    def write(self, trial: Trial) -> None:
+        task = self.tasks[str(trial.config.data.path)]
+        found = self.surface(task.name, trial.config)
+        if isinstance(found, str):
+            write_trial(trial, task, {}, **failed(found, "not_finite"))
+        else:
+            write_trial(trial, task, scores_of(task, found))
 
 
 # --- whole evaluations

@@ -110,16 +110,8 @@ CULPRITS: dict[str, tuple[list[RankSnapshot], tuple[int, ...], str]] = {
         (0,),
         "behind the others, which are in compile",
     ),
-    "behind one that evaluates": (
-        [snapshot(0), snapshot(1, phase="evaluate")],
-        (0,),
-        "behind the others, which are in step 4 (evaluate)",
-    ),
-    "frozen": (
-        [snapshot(0, WORK), snapshot(1, unheard_s=29.0)],
-        (1,),
-        "not schedulable: holds the interpreter",
-    ),
+    "behind one that evaluates": ([snapshot(0), snapshot(1, phase="evaluate")], (0,), "behind the others"),
+    "frozen": ([snapshot(0, WORK), snapshot(1, unheard_s=29.0)], (1,), "not schedulable: h"),
     "frozen in the kernel": (
         [snapshot(0), snapshot(1, unheard_s=29.0, state="D")],
         (1,),

@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -260,9 +259,6 @@ def test_a_missing_package_is_refused_before_anything_starts(tmp_path: Path) -> 
 def test_an_unknown_service_is_refused(tmp_path: Path, name: str) -> None:
     (issue,) = job.logger_issues([name], "log.to")
     assert (issue.setting, issue.kind, issue.value) == ("log.to", "unknown", name)
-    assert refused("report", str(make_run(tmp_path / "run")), "--log-to", name).startswith(
-        "error: --log-to: "
-    )
     said = refused("report", str(tmp_path), "--log-to", "tensorboard")
     assert said.startswith(f"error: --log-to: {tmp_path} is not a run directory")
     assert parse_loggers("tensorboard, tensorboard") == ("tensorboard",)
@@ -275,7 +271,3 @@ def test_a_run_that_was_not_sent_is_sent_by_report(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[0].startswith(f"tensorboard: {run_dir / 'tensorboard' / 'run-'}")
     assert (run_dir / "report.html").exists()
     assert b"summary/final_loss" in events(run_dir)
-    first = {path.name for path in (run_dir / "tensorboard").iterdir()}
-    time.sleep(1.1)  # a run is named by the second
-    assert here("report", str(run_dir), "--log-to", "tensorboard").returncode == 0
-    assert len({path.name for path in (run_dir / "tensorboard").iterdir()} - first) == 1, "a new run, whole"
