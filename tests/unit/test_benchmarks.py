@@ -20,7 +20,6 @@ from bert_dp.config import read_examples
 from bert_dp.model.bert import build_model
 from tests.e2e.cli import TINY, tiny
 from tests.glue_fixture import write_two_tasks
-from tests.gpu.checks import Place
 from tests.helpers import read_json
 from tests.resumable import code_version
 from tests.runs_to_export import config_of, write_run
@@ -187,17 +186,6 @@ def test_export_speed_quick(tmp_path):
         assert set(row["points"]) == {"1x8", "1x16", "2x8", "2x16"}
 
 
-def test_export_speed_by_openvino(tmp_path):
-    pytest.importorskip("openvino", reason="openvino is not installed: its rows are not measured")
-    pytest.importorskip("onnxruntime")
-    options = "--quick --threads 1 --rows ours:eager:fp32,openvino:plain:*"
-    result, _ = record_of(tmp_path, "export_speed", options)
-    assert result["environment"]["versions"].keys() >= {"openvino"}
-    others = {row: r for row, r in result["models"]["small-text"]["rows"].items() if row != "ours:eager:fp32"}
-    assert len(others) + len(result["absent"]) == 2
-    assert all(0 < row["difference"] < 1e-4 for row in others.values()), "it computes something else"
-
-
 @pytest.mark.slow
 def test_predict_speed_quick(tmp_path):
     result, said = record_of(tmp_path, "predict_speed", "--quick --threads 1")
@@ -214,9 +202,7 @@ def test_the_first_token_of_initial_weights_looks_everywhere_alike(tmp_path):
     result, said = record_of(tmp_path, "first_token", f"{run_dir} --task RTE --glue {data} --examples 5")
     assert result["examples"] == 5
     assert "run, layer 1" in said
-    for layers, tolerance in (("initial weights", 0.01), ("run", 1.0)):
-        for shares in result["layers"][layers]:
-            assert shares == pytest.approx(result["equal"], abs=tolerance)
+    assert result["layers"]["initial weights"][0] == pytest.approx(result["equal"], abs=0.01)
     model = build_model(config_of("small-text").model, 16, 0)
     for layer in model.model.layers:
         torch.nn.init.zeros_(layer.attn.Wqkv.weight)
@@ -334,20 +320,6 @@ def test_kernels_of_a_trace_are_added_by_name_and_their_gaps_are_idle(tmp_path):
         "launches": 3,
         "kernels_ms": {"b": 5.0, "a": 3.0},
     }
-
-
-@pytest.mark.parametrize(("slow", "judged"), [("accelerate", True), ("fsdp", False), ("zero1", False)])
-def test_of_engines_on_one_gpu_only_accelerate_is_judged(tmp_path, monkeypatch, slow, judged):
-    rates = {name: 100.0 for name in ("ddp", "zero1", "fsdp", "accelerate")} | {slow: 90.0}
-    names = ("mfu", "mamfu", "efficiency", "communication_efficiency", "peak_memory_gib")
-    cells = [
-        {"id": f"weak-{name}-n1", "status": "ok", "tokens_per_s": rate, **dict.fromkeys(names)}
-        for name, rate in rates.items()
-    ]
-    monkeypatch.setattr(gpu, "verb", lambda *words: {"cells": cells})
-    found = gpu.scale(Place(devices=1, short=False, seconds=9, folder=tmp_path / "a" / "b"))
-    assert found.facts[f"weak-{slow}-n1"]["tokens_per_s"] == 90
-    assert bool(found.problems) == judged
 
 
 @pytest.mark.slow

@@ -90,18 +90,14 @@ def test_a_higher_member_of_a_group_displaces_the_lower_and_nothing_else(
     assert getattr(load_config(path, [high]), section).model_dump(exclude_defaults=True) == kept
 
 
-def test_two_of_a_group_at_one_level_are_an_error(tmp_path: Path) -> None:
+def test_exactly_one_budget_and_one_source_of_data(tmp_path: Path) -> None:
+    """`schedule.steps=null` takes the budget away; it does not pick another."""
     path = write(tmp_path, "data: {sources: [builtin], path: /a}\nschedule: {steps: 1, hours: 2}\n")
     assert kinds_of(load_config, path) == [("schedule", "conflict"), ("data", "conflict")]
     assert kinds_of(make_config, "schedule.steps=10", "schedule.tokens=4096") == [("schedule", "conflict")]
-
-
-def test_no_budget_and_no_data_are_named(tmp_path: Path) -> None:
-    """`schedule.steps=null` takes the budget away; it does not pick another."""
     assert kinds_of(load_config, None, ["data.sources=[builtin]"]) == [("schedule", "conflict")]
-    assert kinds_of(load_config, write(tmp_path, LEAST), ["schedule.steps=null"]) == [
-        ("schedule", "conflict")
-    ]
+    least = write(tmp_path, LEAST)
+    assert kinds_of(load_config, least, ["schedule.steps=null"]) == [("schedule", "conflict")]
     (line,) = issues_of(load_config, None, ["schedule.steps=1"])
     assert "set exactly one of data.path, data.sources" in line
 

