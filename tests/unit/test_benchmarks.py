@@ -25,7 +25,6 @@ from tests.resumable import code_version
 from tests.runs_to_export import config_of, write_run
 
 ROOT = Path(__file__).resolve().parents[2]
-FINETUNING = "OUT --corpus a.txt --data glue"
 WORDS = "the crew of old ship sailed past seven grey islands while rain fell on every quiet harbour".split()
 
 
@@ -60,7 +59,11 @@ def printed(script: str, options: str, *more: str) -> Any:
     [
         ("step_speed", "--variants ours:eager:fp8", "unknown variant 'ours:eager:fp8'"),
         ("step_speed", "--variants ours:eager,cramming:eager", "cramming:eager needs --cramming"),
-        ("finetune_speed", f"{FINETUNING} --variants trainer:dynamic", "must hold ours:plain"),
+        (
+            "finetune_speed",
+            "OUT --corpus a.txt --data glue --variants trainer:dynamic",
+            "must hold ours:plain",
+        ),
         ("export_speed", "--lengths 256", "--lengths 256: crammed-rope takes at most 128"),
         ("export_speed", "--threads 9999", "--threads 9999: this process has"),
     ],

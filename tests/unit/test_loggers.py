@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import shutil
-import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -178,20 +176,6 @@ def test_a_missing_package_keeps_no_other_service_from_its_records(tmp_path: Pat
 def events(run_dir: Path) -> bytes:
     """The bytes of all event files."""
     return b"".join(path.read_bytes() for path in (run_dir / "tensorboard").rglob("events*"))
-
-
-def test_signals_to_every_process_of_a_job_do_not_cost_the_summary(tmp_path: Path) -> None:
-    run_dir, said = make_run(tmp_path / "run"), list[str]()
-    (run_dir / "summary.json").rename(tmp_path / "summary.json")
-    with loggers.Loggers(run_dir, ["tensorboard"], said.append) as sender:
-        wait_for(lambda: b"loss" in events(run_dir), 30)
-        (process,) = [p for p in psutil.Process().children() if "launcher.run.loggers" in p.cmdline()]
-        assert os.getpgid(process.pid) != os.getpgid(0)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            process.send_signal(number)
-        (tmp_path / "summary.json").rename(run_dir / "summary.json")
-    assert (len(said), sender.exit_code) == (1, 0)
-    assert b"summary/final_loss" in events(run_dir)
 
 
 CHILD = """

@@ -292,15 +292,8 @@ def test_a_ramp_is_counted_as_it_is_trained(shards: Path, steps: int, fraction: 
 
 
 def test_a_trial_is_a_whole_run_of_its_length(shards: Path) -> None:
-    config = make(
-        shards,
-        "optim.lr_scaling=sqrt",
-        "optim.lr_batch=2",
-        "checkpoint.every_steps=5",
-        "parallel.engine=ddp",
-        "optim.name=lamb",
-        "optim.weight_decay=0.1",
-    )
+    scaled = "optim.name=lamb optim.weight_decay=0.1 optim.lr_scaling=sqrt optim.lr_batch=2"
+    config = make(shards, *scaled.split(), "checkpoint.every_steps=5", "parallel.engine=ddp")
     trial = lr.trial_config(config, Path("/shards"), 0.003, 40 * STEP, 7)
     assert (trial.schedule.name, trial.schedule.tokens) == (config.schedule.name, 40 * STEP)
     assert peak_lr(trial).value == 0.003
