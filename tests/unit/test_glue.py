@@ -6,13 +6,13 @@ import contextlib
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bert_dp.config import ConfigError, Issue, peak_lr
+from bert_dp.config import peak_lr
 from launcher import results
 from launcher.evaluate import glue, glue_scores
 from launcher.evaluate.glue import GluePlanFile, PreparedTask, choose_tasks, result_file
@@ -30,7 +30,7 @@ from tests.glue_fixture import (
     scores_of,
     write_trial,
 )
-from tests.helpers import write_lines
+from tests.helpers import raised_issues, write_lines
 
 EIGHT = ["CoLA", "SST-2", "MRPC", "STS-B", "QQP", "MNLI", "QNLI", "RTE"]
 
@@ -51,12 +51,7 @@ def read(task: PreparedTask, trial: Trial, status: TrialStatus = "ok") -> GlueTr
 
 def refusals(function: Callable[..., Any], *arguments: Any) -> list[tuple[str, str, object, str | None]]:
     """Return setting, kind, value and conflicting setting of each issue that is raised."""
-    with pytest.raises(ConfigError) as caught:
-        function(*arguments)
-    return facts_of(caught.value.issues)
-
-
-def facts_of(issues: Sequence[Issue]) -> list[tuple[str, str, object, str | None]]:
+    issues = raised_issues(function, *arguments)
     return [(issue.setting, issue.kind, issue.value, issue.other) for issue in issues]
 
 
@@ -201,20 +196,22 @@ def test_every_task_that_is_there_is_taken_in_order() -> None:
     assert list(left_out) == ["QQP"]
 
 
+NOTHING = {name: [f"{name}/train.tsv"] for name in MISSING}
+
+
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("missing", "tasks", "expected"),
     [
-        ({"tasks": ["cola"]}, ("--tasks", "unknown", "cola", None)),
-        ({"tasks": ["QQP"]}, ("--tasks", "not_found", "QQP", "--data")),
+        (MISSING, ["cola"], ("--tasks", "unknown", "cola", None)),
+        (MISSING, ["QQP"], ("--tasks", "not_found", "QQP", "--data")),
+        (NOTHING, None, ("--data", "not_found", None, None)),
     ],
 )
-def test_options_that_cannot_be_run_are_refused(options: dict[str, Any], expected: tuple[Any, ...]) -> None:
-    assert refusals(choose_tasks, MISSING, GlueOptions(**options)) == [expected]
-
-
-def test_data_without_a_task_is_refused() -> None:
-    nothing = {name: [f"{name}/train.tsv"] for name in MISSING}
-    assert refusals(choose_tasks, nothing, GlueOptions()) == [("--data", "not_found", None, None)]
+def test_tasks_that_cannot_be_run_are_refused(
+    missing: dict[str, list[str]], tasks: list[str] | None, expected: tuple[Any, ...]
+) -> None:
+    options = GlueOptions(tasks=tasks) if tasks else GlueOptions()
+    assert refusals(choose_tasks, missing, options) == [expected]
 
 
 def test_settings_that_an_evaluation_ignores_are_refused() -> None:
@@ -240,31 +237,20 @@ def test_the_table_has_every_score_with_its_limits(tmp_path: Path) -> None:
     for trial in (*tasks[0].trials, tasks[2].trials[0]):
         trial.one_class.append("dev")
     tasks[1].trials[0].one_class.append("dev_mismatched")
-    report = glue_report(evaluation(tmp_path, tasks))
+    left_out = {"QQP": "not among --tasks"}
+    changes = {"left_out": left_out, "heldout_loss": 2.5}
+    report = glue_report(evaluation(tmp_path, tasks).model_copy(update=changes))
     rows = texts(report, "Dev scores")
-    assert list(rows) == [
-        "MRPC accuracy",
-        "MRPC F1",
-        "MNLI matched accuracy",
-        "MNLI mismatched accuracy",
-        "RTE accuracy",
-    ]
+    mrpc, mnli = ("MRPC accuracy", "MRPC F1"), ("MNLI matched accuracy", "MNLI mismatched accuracy")
+    assert tuple(rows) == (*mrpc, *mnli, "RTE accuracy")
     assert rows["MNLI matched accuracy"] == ["60.0", "14.1", "40.0", "4", "1", "1", "50.0, 70.0", ""]
     assert rows["MNLI mismatched accuracy"][-1] == "one answer in 1 of 2"
     assert rows["MRPC F1"][-1] == "subset, one answer in 2 of 2"
     limits = "1 of 2 failed, one answer in 1 of 2"
     assert rows["RTE accuracy"] == ["25.0", "n/a", "40.0", "4", "1", "1", "25.0, n/a", limits]
-    levels = [verdict.level for verdict in report.verdicts]
-    assert levels == ["info", "fail"]
+    assert [verdict.level for verdict in report.verdicts] == ["info", "fail"]
     assert report.verdicts[1].notes == ["RTE-s1: failed: NaN"]
-
-
-def test_the_page_has_the_tasks_left_out(tmp_path: Path) -> None:
-    tasks = [scored_task("RTE", [0.5, None]), scored_task("CoLA", [0.5, 0.7])]
-    left_out = {"QQP": "not among --tasks", "MNLI": "no MNLI/train.tsv in --data"}
-    glue = evaluation(tmp_path, tasks).model_copy(update={"left_out": left_out, "heldout_loss": 2.5})
-    report = glue_report(glue)
-    assert texts(report, "Left out") == {task: [reason] for task, reason in left_out.items()}
+    assert texts(report, "Left out") == {"QQP": ["not among --tasks"]}
     assert "2.5000 nats" in report.subtitle[1]
 
 

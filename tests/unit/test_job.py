@@ -22,7 +22,7 @@ from launcher.results import TimedPlanFile
 from launcher.run.restarts import Policy
 from launcher.run.train import start_warnings
 from tests.e2e.cli import umask
-from tests.helpers import make_config, raised_issues, write_files
+from tests.helpers import make_config, raised_issues, read_json, write_files
 
 ASKED = {"repeats": 3, "steps": 50, "tokens": None}
 
@@ -166,7 +166,9 @@ def test_runs_of_another_machine_or_other_data_are_not_mixed(
     out.mkdir()
     first = output(out).begin(config)
     assert first.plan == results.read(out / "grid.json", MadePlan)
-    assert first.plan.machine["data"] == first.manifest.hash
+    assert first.facts()["data_hash"] == first.plan.machine["data"] == first.manifest.hash
+    facts = read_json(out / "environment.json")
+    assert facts["cpu_model"] == first.facts()["environment"]["cpu_model"]
     results.write(out / "grid.json", first.plan.model_copy(update={"tokens": 7}))
     later = output(out, repeats=4).begin(config).plan
     assert (later.tokens, later.settings["repeats"]) == (7, 4)  # what was measured stays
@@ -174,6 +176,7 @@ def test_runs_of_another_machine_or_other_data_are_not_mixed(
     results.write(out / "grid.json", first.plan.model_copy(update={"machine": other}))
     with pytest.raises(ConfigError, match=r"\(cores: 99 then, "):
         output(out).begin(config)
+    assert results.read(out / "grid.json", MadePlan).machine == other, "it keeps the machine of the first"
 
 
 def test_identity_is_of_the_machine_and_the_data() -> None:
@@ -291,14 +294,3 @@ def test_the_result_is_printed_as_json_or_as_a_report_that_names_its_page(
     (tmp_path / "other" / "report.html").mkdir(parents=True)
     write_result(plan(), Report("a result"), tmp_path / "other", as_json=True, console=console)
     assert "report.html was not written" in capsys.readouterr().err
-
-
-def test_a_directory_tells_of_the_last_call_and_keeps_the_machine_of_the_first(tmp_path: Path) -> None:
-    session = output(tmp_path).begin_with("first")
-    assert session.facts()["data_hash"] == session.plan.machine["data"] == "first"
-    assert session.facts()["config_hash"] == "abc"
-    facts = json.loads((tmp_path / "environment.json").read_text())
-    assert facts["cpu_model"] == session.facts()["environment"]["cpu_model"]
-    with pytest.raises(ConfigError, match="data: first then, other now"):
-        output(tmp_path).begin_with("other")
-    assert results.read(tmp_path / "grid.json", MadePlan).machine["data"] == "first"

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import shutil
-import signal
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -181,20 +178,6 @@ def events(run_dir: Path) -> bytes:
     return b"".join(path.read_bytes() for path in (run_dir / "tensorboard").rglob("events*"))
 
 
-def test_signals_to_every_process_of_a_job_do_not_cost_the_summary(tmp_path: Path) -> None:
-    run_dir, said = make_run(tmp_path / "run"), list[str]()
-    (run_dir / "summary.json").rename(tmp_path / "summary.json")
-    with loggers.Loggers(run_dir, ["tensorboard"], said.append) as sender:
-        wait_for(lambda: b"loss" in events(run_dir), 30)
-        (process,) = [p for p in psutil.Process().children() if "launcher.run.loggers" in p.cmdline()]
-        assert os.getpgid(process.pid) != os.getpgid(0)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            process.send_signal(number)
-        (tmp_path / "summary.json").rename(run_dir / "summary.json")
-    assert (len(said), sender.exit_code) == (1, 0)
-    assert b"summary/final_loss" in events(run_dir)
-
-
 CHILD = """
 import os, subprocess, sys, time
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], stdout=subprocess.DEVNULL)
@@ -260,9 +243,6 @@ def test_a_missing_package_is_refused_before_anything_starts(tmp_path: Path) -> 
 def test_an_unknown_service_is_refused(tmp_path: Path, name: str) -> None:
     (issue,) = job.logger_issues([name], "log.to")
     assert (issue.setting, issue.kind, issue.value) == ("log.to", "unknown", name)
-    assert refused("report", str(make_run(tmp_path / "run")), "--log-to", name).startswith(
-        "error: --log-to: "
-    )
     said = refused("report", str(tmp_path), "--log-to", "tensorboard")
     assert said.startswith(f"error: --log-to: {tmp_path} is not a run directory")
     assert parse_loggers("tensorboard, tensorboard") == ("tensorboard",)
@@ -275,7 +255,3 @@ def test_a_run_that_was_not_sent_is_sent_by_report(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[0].startswith(f"tensorboard: {run_dir / 'tensorboard' / 'run-'}")
     assert (run_dir / "report.html").exists()
     assert b"summary/final_loss" in events(run_dir)
-    first = {path.name for path in (run_dir / "tensorboard").iterdir()}
-    time.sleep(1.1)  # a run is named by the second
-    assert here("report", str(run_dir), "--log-to", "tensorboard").returncode == 0
-    assert len({path.name for path in (run_dir / "tensorboard").iterdir()} - first) == 1, "a new run, whole"

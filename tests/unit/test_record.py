@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from bert_dp import files
 from bert_dp.config.errors import read_regular
-from bert_dp.files.models import Summary
 from tests.helpers import write_files
 from tests.states import FACTS
 
@@ -29,11 +28,6 @@ def evaluation(step: int, loss: float = 1.5) -> dict[str, Any]:
 
 def steps(path: Path) -> list[int]:
     return [line["step"] for line in files.read_lines(path)]
-
-
-def test_the_summary_has_the_promised_keys() -> None:
-    promised = "status final_loss heldout_loss unigram_entropy_nats uniform_entropy_nats energy_j failure"
-    assert set(promised.split()) <= Summary.model_fields.keys()
 
 
 def test_append_then_read(tmp_path: Path) -> None:

@@ -266,15 +266,9 @@ def test_doctor_names_the_consequence_and_the_fix(tmp_path: Path) -> None:
 
 def test_shards() -> None:
     text = unfolded(shown(shards_report(SHARDS, Path("shards")), 100))
-    for words in (
-        "b.txt 600 1,000 12.3 % 2.0 %",
-        "[red]a.txt 600 1,000 0.0 % 0.0 %",
-        "train 1,200 128,000 1,000",
-        "held-out 12 1,280 10",
-        "3 empty, 7 exact duplicate",
-        "a [bold]sample[/bold] of text",
-    ):
+    for words in ("b.txt 600 1,000 12.3 % 2.0 %", "train 1,200 128,000 1,000", "held-out 12 1,280 10"):
         assert words in text
+    assert "a [bold]sample[/bold] of text" in text
     assert [v.level for v in shards_report(SHARDS, Path("shards")).verdicts] == ["ok", "warn"]
     assert "data.path='my shards'" in shards_report(SHARDS, Path("my shards")).next
     report = shards_report({**SHARDS, "problems": ["train-00000.bin: found cd [x]"]}, Path("shards"))

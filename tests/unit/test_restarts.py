@@ -130,15 +130,18 @@ def test_a_run_that_failed_while_it_was_to_stop_is_not_started_again(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("newest", "attempts", "named"),
+    ("resume", "newest", "attempts", "named"),
     [
-        (None, [None, 5, 9], 2),  # another run's is named again until there is an own one
-        (100, [100, 150], 1),  # begun again from step 50 of a run that had 100, it had saved 100 once more
-        (90, [None, None], 2),  # else it would go on from the newest, which the user wanted to leave
+        ("never", None, [None, 9], 1),
+        ("named", None, [None, 5, 9], 2),  # another run's is named again until there is an own one
+        # begun again from step 50 of a run that had 100, it had saved 100 once more
+        ("named", 100, [100, 150], 1),
+        # else it would go on from the newest, which the user wanted to leave
+        ("named", 90, [None, None], 2),
     ],
 )
 def test_a_named_checkpoint_is_named_again_until_it_was_read(
-    tmp_path: Path, newest: int | None, attempts: list[int | None], named: int
+    tmp_path: Path, resume: str, newest: int | None, attempts: list[int | None], named: int
 ) -> None:
     if newest is not None:
         folder = tmp_path / "checkpoints" / f"step-{newest:08d}"
@@ -146,14 +149,8 @@ def test_a_named_checkpoint_is_named_again_until_it_was_read(
         (folder / "state.json").write_text(json.dumps({**FACTS, "step": newest}))
     failed = [(1, RAISED, step) for step in attempts[:-1]]
     play = Play(tmp_path, *failed, (0, None, attempts[-1]))
-    play.go(Policy(9), resume="named")
-    assert [resume for _, resume in play.started] == ["named"] * named + ["auto"] * (len(attempts) - named)
-
-
-def test_never_is_not_said_twice(tmp_path: Path) -> None:
-    play = Play(tmp_path, NONE, (0, None, 9))
-    play.go(Policy(9), resume="never")
-    assert [resume for _, resume in play.started] == ["never", "auto"]
+    play.go(Policy(9), resume=resume)
+    assert [each for _, each in play.started] == [resume] * named + ["auto"] * (len(attempts) - named)
 
 
 def test_elastic_goes_on_with_the_most_ranks_that_divide(tmp_path: Path) -> None:

@@ -71,21 +71,12 @@ def test_a_metric_of_the_meter_reaches_the_page_by_its_name(tmp_path: Path) -> N
 
 
 def test_the_console_is_compact_and_tells_what_is_unusual(tmp_path: Path) -> None:
-    lines = shown(report_of(tmp_path / "run"))
-    assert len(lines) <= 28
-    text = unfolded(lines)
-    for words in ("tokens 16.4 k tokens/s, summed over 2 CPU ranks", "skipped steps 2, 2.0 %"):
-        assert words in text
-    quiet = unfolded(shown(report_of(tmp_path / "quiet", skipped_steps=0)))
+    quiet = shown(report_of(tmp_path / "quiet", skipped_steps=0))
     loud = unfolded(shown(report_of(tmp_path / "loud", **UNUSUAL)))
-    for words in (
-        "failed saves 3, see the log",
-        "loss spikes 1, logged losses far above",
-        "skipped steps 2",
-        "21 MJ",
-    ):
+    assert len(quiet) <= 28
+    for words in ("failed saves 3", "loss spikes 1", "skipped steps 2", "21 MJ"):
         assert words in loud
-        assert " ".join(words.split()[:2]) not in quiet
+        assert words[:-2] not in unfolded(quiet)
 
 
 @pytest.mark.parametrize(
@@ -99,22 +90,10 @@ def test_the_console_is_compact_and_tells_what_is_unusual(tmp_path: Path) -> Non
         (failed("OOM\nmore"), "fail", "exit code 1): OOM"),
         ({"status": "failed"}, "fail", "cause not recorded"),
         ({"status": "stopped", "signal": 15}, "warn", "Stopped by SIGTERM after a checkpoint at step 100."),
-        (
-            {"status": "stopped", "signal": None, "checkpoint": None},
-            "warn",
-            "Stopped by a signal at step 100.",
-        ),
-        (
-            {"heldout": SCORED},
-            "ok",
-            "Done after step 100: dev accuracy 0.7123, test f1 0.8012 on 277 examples.",
-        ),
+        ({"status": "stopped", "signal": None, "checkpoint": None}, "warn", "by a signal at step 100."),
+        ({"heldout": SCORED}, "ok", "step 100: dev accuracy 0.7123, test f1 0.8012 on 277 examples."),
         ({"heldout": {**SCORED, "scores": {}}}, "ok", "no score: a logit was not finite on 277 examples."),
-        (
-            {"heldout": {**SCORED, "one_class": ["dev", "test"]}},
-            "warn",
-            "on 277 examples. Every example of dev, test gets the same class.",
-        ),
+        ({"heldout": {**SCORED, "one_class": ["dev", "test"]}}, "warn", "Every example of dev, test gets"),
     ],
 )
 def test_verdict(tmp_path: Path, change: dict[str, Any], level: str, words: str) -> None:
@@ -135,13 +114,7 @@ def test_a_failed_run_tells_why_and_what_to_do_and_others_beside_it_have_no_such
     rows = rows_of(report)
     assert rows["Outcome", "cause"] == [" | ", "rank 1: no | ", "disk | "]
     assert rows["Outcome", "fix"] == [" | ", "do\nor do | ", "free | "]
-    assert rows["Outcome", "at"] == [" | ", "a.py:1 in f: g() | ", " | "]
-    assert rows["Outcome", "reason"] == [" | ", "so | ", " | "]
-    assert rows["Outcome", "log"] == [" | ", "l | ", " | "]
-    assert rows["Outcome", "consequence"] == [" | ", " | ", "rank 1 followed | "]
     assert rows["Resources and files", "failed saves"] == ["1 | see the log", " | ", " | "]
-    assert rows["Outcome", "held-out loss"] == [HELDOUT] * 3
-    assert [verdict.level for verdict in report.verdicts] == ["ok", "fail", "fail"]
     read_page(report)
 
 
@@ -149,40 +122,18 @@ def test_comparison_names_the_runs_and_what_differs(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / "a" / "run"), make_run(tmp_path / "b" / "run", run={"seed": 7})]
     report = of_directories(runs)
     assert [verdict.name for verdict in report.verdicts] == ["run (1)", "run (2)"]
-    labels = [trace.label for trace in figure_of(report, "Loss").traces]
-    assert labels == ["run (1): training", "run (1): held-out", "run (2): training", "run (2): held-out"]
     assert rows_of(report, "Settings that differ") == {("", "run.seed"): ["n/a | ", "7 | "]}
-    split = figure_of(report, "Where the time went")
-    assert split.rows == ["run (1), wall: 100.0 s", "run (2), wall: 100.0 s"]
-    assert split.traces[2].texts == ["3.0 s, 3.0 %"] * 2  # type: ignore[union-attr]
 
 
-def test_figures_show_what_was_logged(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_is_a_gap(tmp_path: Path) -> None:
+    """tests/golden records what the figures draw."""
     run = make_run(tmp_path / "run")
     files.append_line(run / "metrics.jsonl", metrics(110, loss=math.nan))
     files.append_line(run / "metrics.jsonl", metrics(120))
     report = of_directories([run])
-    loss = figure_of(report, "Loss")
-    training, heldout = loss.traces
+    training, _ = figure_of(report, "Loss").traces
     assert training.x == [8192.0 * step for step in range(10, 130, 10)]
     assert training.y[-2:] == [None, 8.0 - 120 / 50]
-    assert (heldout.x, heldout.y) == ([819200.0], [6.25])
-    assert [(rule.label, rule.value) for rule in loss.levels] == [
-        ("unigram entropy 6.75", 6.75),
-        ("ln V 8.32", math.log(4096)),
-    ]
-    assert loss.switch
-    split = figure_of(report, "Where the time went")
-    assert {bar.label: bar.parts for bar in split.traces} == {
-        "setup": [0.10],
-        "compile": [0.05],
-        "data wait": [0.03],
-        "forward + backward": [0.60],
-        "optimizer": [0.09],
-        "other": [0.03],
-        "eval": [0.06],
-        "save": [0.04],
-    }
     assert read_page(report).data[0]["switch"] == "tokens"
 
 
@@ -199,16 +150,16 @@ def test_a_finetuned_run_is_told_by_its_scores(tmp_path: Path) -> None:
 
 
 def test_the_rest_of_the_commands_time_is_its_start_up(tmp_path: Path) -> None:
-    rows = rows_of(report_of(tmp_path / "run", command_s=121.25))
-    assert rows["Time (rank 0)", "start-up"][0].startswith("21.2 s | ")
-    assert "2 min 01 s" in rows["Time (rank 0)", "start-up"][0]
+    """Of a run that was restarted the rest holds earlier starts too."""
     restart = {"date": "d", "step": 5, "ranks": 2, "cause": "c"}
-    for name, facts in (
-        ("without", {}),
-        ("restarted", {"command_s": 121.25, "restarts": [restart]}),  # the rest holds earlier starts too
+    for facts, start_up in (
+        ({"command_s": 121.25}, "21.2 s"),
+        ({"command_s": 121.25, "restarts": [restart]}, ""),
     ):
-        rows = rows_of(report_of(tmp_path / name, **facts))
-        assert ("Time (rank 0)", "start-up") not in rows
+        cells = rows_of(report_of(tmp_path / str(len(facts)), **facts)).get(
+            ("Time (rank 0)", "start-up"), [""]
+        )
+        assert cells[0].partition(" |")[0] == start_up
 
 
 def test_a_run_that_went_on_says_of_which_steps_its_figures_are(tmp_path: Path) -> None:
@@ -216,16 +167,9 @@ def test_a_run_that_went_on_says_of_which_steps_its_figures_are(tmp_path: Path) 
     report = report_of(tmp_path / "run", since_step=90, energy_j=4096.0)
     rows = {key: cells[0] for key, cells in rows_of(report).items()}
     assert rows["Throughput", "optimizer steps"].endswith("of the whole job, since step 90")
-    assert rows["Time (rank 0)", "wall"].endswith("save 4.0 s, since step 90")
-    assert rows["Resources and files", "peak memory"].endswith("greatest of 2 CPU ranks, since step 90")
     # 75 s of training at 16,384 tokens/s, not the 819,200 tokens of the whole run
     energy = "4.1 kJ | 3.33 kJ per million tokens, 2 CPU ranks, since step 90"
     assert rows["Resources and files", "energy"] == energy
-    assert figure_of(report, "Where the time went").rows == ["wall of rank 0, since step 90: 100.0 s"]
-    assert [tile.note for tile in report.tiles if "since step 90" in tile.note] == [
-        "summed over 2 CPU ranks, since step 90",
-        "greatest of 2 CPU ranks, since step 90",
-    ]
 
 
 def test_a_ramped_batch_is_told_by_its_mean(tmp_path: Path) -> None:
@@ -242,9 +186,10 @@ def test_a_loss_of_an_earlier_step_says_so(tmp_path: Path) -> None:
         "6.2500 nats ± 0.0392 | at step 100, mean over 4,096"
     )
     none = {"heldout": None, "heldout_loss": None, "heldout_step": None}
-    report = report_of(tmp_path / "b", **stopped, **none)
-    assert rows_of(report)["Outcome", "held-out loss"] == rows["Outcome", "held-out loss"]
-    assert report.tiles[0].note.startswith("at step 100, 4,096 masked tokens")
+    assert (
+        rows_of(report_of(tmp_path / "b", **stopped, **none))["Outcome", "held-out loss"]
+        == (rows["Outcome", "held-out loss"])
+    )
 
 
 def test_restarts_are_told_with_the_last_cause(tmp_path: Path) -> None:
@@ -309,9 +254,7 @@ def test_a_killed_run_shows_what_its_logs_and_its_configuration_hold(tmp_path: P
     report = of_directories([run])
     assert report.subtitle[0].startswith("2 x H100")
     assert report.subtitle[0].endswith("commit a + uncommitted changes")
-    precision = rows_of(report)["Work", "parameters"][0]
-    assert precision.endswith("| precision bf16")
-    assert report.tiles[1].note == "summed over 2 GPUs"
+    assert rows_of(report)["Work", "parameters"][0].endswith("| precision bf16")
 
 
 def test_files_of_the_wrong_type_render(tmp_path: Path) -> None:

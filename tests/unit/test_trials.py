@@ -183,21 +183,29 @@ time.sleep(0.5)
 """
 
 
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Command lines that were started; each ends at once and leaves nothing."""
-    commands: list[list[str]] = []
+class Started(list[list[str]]):
+    """Arguments of the processes that were started, each of which runs `code`."""
 
-    def start(_: str, arguments: list[str], *, scratch: str, environ: object, **options: Any) -> Any:
-        commands.append(arguments)
-        return subprocess.Popen([sys.executable, "-I", "-S", "-c", ""], text=True, **options)
+    code, words, environ = "", list[str](), None
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Started:
+    made = Started()
+
+    def start(_: str, arguments: list[str], *, scratch: str, environ: Any, **options: Any) -> Any:
+        made.append(arguments)
+        made.environ = environ
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", made.code, *made.words], text=True, **options
+        )
 
     monkeypatch.setattr(children, "start_module", start)
     monkeypatch.setattr(processes, "POLL_S", 0.01)
-    return commands
+    return made
 
 
-def test_what_ends_without_a_word_runs_twice(tmp_path: Path, started: list[list[str]]) -> None:
+def test_what_ends_without_a_word_runs_twice(tmp_path: Path, started: Started) -> None:
     said: list[str] = []
     trial = Trial(tmp_path / "t", config(), 2, cores=(1,), data_bytes=5)
     with runner(tmp_path, Slot(cores=(0, 1)), log=said.append) as runs:
@@ -266,7 +274,7 @@ def test_the_process_of_a_trial_runs_what_it_is_asked_for(
     assert capsys.readouterr().out == "rank 1: ValueError: no\n"
 
 
-def test_the_next_trial_is_taken_when_a_slot_is_free(tmp_path: Path, started: list[list[str]]) -> None:
+def test_the_next_trial_is_taken_when_a_slot_is_free(tmp_path: Path, started: Started) -> None:
     ended: list[str] = []
     there = Trial(tmp_path / "there", config(), 1)
     write(there, {"status": "done"}, 2.0)
@@ -285,17 +293,10 @@ def test_the_next_trial_is_taken_when_a_slot_is_free(tmp_path: Path, started: li
     assert [Path(line[0]).name for line in started] == ["a", "a", "b", "b"]
 
 
-def test_a_stop_signal_is_passed_to_a_trial_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_signal_is_passed_to_a_trial_once(tmp_path: Path, started: Started) -> None:
     """A second one would end it before it has told how far it is."""
     notes = tmp_path / "signals"
-
-    def start(*_: object, scratch: str, environ: object, **options: Any) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", STUBBORN, str(notes)], text=True, **options
-        )
-
-    monkeypatch.setattr(children, "start_module", start)
-    monkeypatch.setattr(processes, "POLL_S", 0.01)
+    started.code, started.words = STUBBORN, [str(notes)]
     with runner(tmp_path, Slot()) as runs:
         with pytest.raises(Stopped):
             runs.run_one(Trial(tmp_path / "t", config(), 2))
@@ -303,25 +304,20 @@ def test_a_stop_signal_is_passed_to_a_trial_once(tmp_path: Path, monkeypatch: py
 
 
 def test_a_helper_answers_in_json_on_its_cores_and_a_signal_ends_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, started: Started, capsys: pytest.CaptureFixture[str]
 ) -> None:
     core = min(os.sched_getaffinity(0))
-    code = "print('noise'); import os; print('{\"cores\": %s}' % list(os.sched_getaffinity(0)), flush=True)"
-
-    def start(module: str, arguments: list[str], *, scratch: str, **options: Any) -> subprocess.Popen[str]:
-        assert options.pop("environ") == {"CUDA_VISIBLE_DEVICES": ""}, "of trials on CPU ranks"
-        return subprocess.Popen([sys.executable, "-I", "-S", "-c", code], text=True, **options)
-
-    monkeypatch.setattr(children, "start_module", start)
+    started.code = "import os; print('{\"cores\": %s}' % list(os.sched_getaffinity(0)), flush=True)"
     before = os.sched_getaffinity(0)
     with runner(tmp_path) as runs:
         assert runs.helper("m", ["x"], [core]) == [{"cores": [core]}]
         assert os.sched_getaffinity(0) == before
         assert capsys.readouterr().err == ""
-        code += "; os._exit(3)"
+        assert started.environ == {"CUDA_VISIBLE_DEVICES": ""}, "of trials on CPU ranks"
+        started.code = f"print('noise'); {started.code}; os._exit(3)"
         assert runs.helper("m", ["x"], [core]) == [{"cores": [core]}]
         assert "warning: m ended with exit code 3" in capsys.readouterr().err
-        code = "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
+        started.code = "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
         with pytest.raises(Stopped) as stopped:
             runs.helper("m", [])
     assert stopped.value.number == signal.SIGTERM

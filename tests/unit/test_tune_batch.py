@@ -104,17 +104,16 @@ def test_micro_size_auto_is_the_runs_own_the_cached_or_the_found_one(
     (tmp_path / "auto.yaml").write_text("batch: {micro_size: auto}\n")
     settings = [f"data.path={shards}", "run.device=cpu", *SETTINGS]
 
-    def resolve(
-        run_dir: Path | None = None, *more: str, dry_run: bool = False, resume: str = "auto"
-    ) -> tuple[list[str], int, str]:
-        options: dict[str, Any] = {"nproc": "2", "resume": resume, "launcher": "accelerate"}
-        options |= {"run_dir": run_dir, "dry_run": dry_run, "console": Console(width=200)}
-        overrides, code = batch.resolve_auto_batch(str(tmp_path / "auto.yaml"), [*settings, *more], **options)
+    def resolve(*more: str, run_dir: Path | None = None, **options: Any) -> tuple[list[str], int, str]:
+        given = {"nproc": "2", "resume": "auto", "launcher": "accelerate", "dry_run": False, **options}
+        words = [*settings, *more]
+        overrides, code = batch.resolve_auto_batch(
+            str(tmp_path / "auto.yaml"), words, run_dir=run_dir, console=Console(width=200), **given
+        )
         return overrides, code, capsys.readouterr().out
 
-    overrides, code, said = resolve(dry_run=True)
-    assert (overrides, code, asked) == ([*settings, "batch.micro_size=1"], 0, [])
-    assert "auto = 1, for this dry run" in said
+    assert resolve(dry_run=True)[:2] == ([*settings, "batch.micro_size=1"], 0)
+    assert asked == []
     exit_code = 1
     assert resolve()[:2] == (settings, 1)
     exit_code = 0
@@ -125,15 +124,14 @@ def test_micro_size_auto_is_the_runs_own_the_cached_or_the_found_one(
     assert failed["out"] == done["out"], "a search that was ended goes on"
     assert done["options"] == BatchOptions("2", 300.0, None, "accelerate")
     assert (done["overrides"], done["dry_run"]) == (settings, False)
-    assert "auto = 8, measured on 2026-11-24" in resolve()[2]
-    assert "auto = 8, measured on 2026-11-24" in resolve(None, "optim.lr=0.5")[2], "of the same speed"
+    for more in ([], ["optim.lr=0.5"]):  # of the same speed
+        assert "auto = 8, measured on 2026-11-24" in resolve(*more)[2]
     assert len(asked) == 2
-    resolve(None, "optim.name=lamb")
+    resolve("optim.name=lamb")
     assert len({each["out"].parent for each in asked}) == 2
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
+    (run_dir := tmp_path / "run").mkdir()
     (run_dir / "config.yaml").write_text(dump_config(make_config("batch.micro_size=2")))
-    assert "auto = 2, as this run has it" in resolve(run_dir)[2]
+    assert "auto = 2, as this run has it" in resolve(run_dir=run_dir)[2]
     saved = {**FACTS, "step": 1, "config": make_config("batch.micro_size=8").model_dump(mode="json")}
     files.write_json(run_dir / "state.json", saved)
     assert "auto = 8, as the run of --resume has it" in resolve(resume=str(run_dir))[2]

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -19,12 +19,13 @@ from bert_dp.config import BatchConfig, Config, batch_at, batch_layout, dump_con
 from launcher import job, results
 from launcher.machine import environment
 from launcher.run import trials
-from launcher.run.trials import Runner, Slot, Stopped, Trial, TrialOutcome, earlier_outcome
+from launcher.run.trials import Slot, Trial, TrialOutcome
 from launcher.tune import lr, search_output
 from launcher.tune.lr_search import LrOptions, TuneLr
 from launcher.tune.tune_page import lr_page
 from tests import tune_fixture
 from tests.e2e.cli import TINY
+from tests.glue_fixture import WritingRunner
 from tests.helpers import failed, raised_issues, read_json
 from tests.report_fixture import shown
 from tests.shards import edited_manifest, write_shards
@@ -55,24 +56,14 @@ def make(shards: Path, *overrides: str) -> Config:
 # --- a runner that writes the records of a made loss surface in place of training
 
 
-class MadeRunner(Runner):
-    """Ends every trial at once as `surface` says; `limit` trials, then a Ctrl-C."""
+class MadeRunner(WritingRunner):
+    """Each trial ends as `surface` says."""
 
     def __init__(self, out: Path, surface: Surface, limit: float):
-        self.out, self.surface, self.limit, self.ran = out, surface, limit, list[str]()
+        super().__init__(out, limit)
+        self.surface = surface
 
-    def run(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, TrialOutcome]]:
-        for trial in reversed([*trials]):  # they may end in any order
-            if earlier_outcome(trial) is None:
-                if len(self.ran) >= self.limit:
-                    raise Stopped(2)
-                self.ran.append(trial.name)
-                self._train(trial)
-            outcome = earlier_outcome(trial)
-            assert outcome is not None
-            yield trial, outcome
-
-    def _train(self, trial: Trial) -> None:
+    def write(self, trial: Trial) -> None:
         directory, config = trial.directory, trial.config
         directory.mkdir(parents=True, exist_ok=True)
         files.write_text(directory / "config.yaml", dump_config(config))
@@ -136,7 +127,7 @@ def search(
         tune, code = lr.measure(job.Job("tiny", config, probe()), settings, 1, output, print)
     assert results.plain(tune) == read_json(out / "tune.json")
     assert shown(lr_page(tune, out), 200)
-    return Searched(code, tune, made.ran, out)
+    return Searched(code, tune, [trial.name for trial in made.ran], out)
 
 
 probe = functools.cache(environment.probe)
@@ -301,15 +292,8 @@ def test_a_ramp_is_counted_as_it_is_trained(shards: Path, steps: int, fraction: 
 
 
 def test_a_trial_is_a_whole_run_of_its_length(shards: Path) -> None:
-    config = make(
-        shards,
-        "optim.lr_scaling=sqrt",
-        "optim.lr_batch=2",
-        "checkpoint.every_steps=5",
-        "parallel.engine=ddp",
-        "optim.name=lamb",
-        "optim.weight_decay=0.1",
-    )
+    scaled = "optim.name=lamb optim.weight_decay=0.1 optim.lr_scaling=sqrt optim.lr_batch=2"
+    config = make(shards, *scaled.split(), "checkpoint.every_steps=5", "parallel.engine=ddp")
     trial = lr.trial_config(config, Path("/shards"), 0.003, 40 * STEP, 7)
     assert (trial.schedule.name, trial.schedule.tokens) == (config.schedule.name, 40 * STEP)
     assert peak_lr(trial).value == 0.003

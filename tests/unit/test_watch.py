@@ -131,8 +131,7 @@ def test_a_hang_is_reported_once_by_the_limit_and_its_end_too(scene: Scene, tmp_
     assert "hang: rank 1 in step 5 (step" in scene.said[0]
     assert "rank 1 at /p/model.py:7 in forward" in scene.said[1]
     assert (tmp_path / "hang.txt").read_text().count("hang: rank 1") == 1
-    ending = f"  the run is ended in 600 s unless it goes on; saved in {tmp_path}/hang.txt"
-    assert scene.said[-1] == ending
+    assert scene.said[-1].startswith("  the run is ended in 600 s")
     count = len(scene.said)
     scene.quiet(100)
     assert len(scene.said) == count
@@ -157,8 +156,7 @@ def test_a_run_that_stays_hung_is_ended(tmp_path: Path) -> None:
     assert scene.ended is None
     for _ in range(10):
         scene.look()
-    assert scene.ended.rank == 1
-    assert scene.ended.where == "/p/model.py:7"
+    assert (scene.ended.rank, scene.ended.where) == (1, "/p/model.py:7")
     assert scene.ended.message.startswith("hang in step 5")
     assert scene.ended.log == str(tmp_path / "logs" / "rank-1.log")
     assert scene.ended.log_tail[0].startswith("  rank 1 at /p/model.py:7")
