@@ -174,6 +174,11 @@ def input_issues(config: Config) -> list[Issue]:
     def missing(setting: str, message: str, hint: str | None = None) -> None:
         issues.append(Issue(setting, "not_found", message, hint=hint))
 
+    paths = {"data.path": data.path, "data.tokenizer": data.tokenizer, "run.init_from": init_from}
+    for setting, text in {**paths, "data.sources": " ".join(data.sources or ())}.items():
+        if name := files.secret_in(text or "", os.environ):
+            message = f"holds the value of {name}, a secret by its name, and would be written to a file"
+            issues.append(Issue(setting, "conflict", message, None, name, "use a path without it"))
     if data.path is not None:
         try:
             issues += read_data(config, Path(data.path)).issues(config)

@@ -27,6 +27,7 @@ from bert_dp.files.io import (
     lock,
     printable,
     safe,
+    secret_in,
     secret_values,
     set_private_umask,
     start_ticks,

@@ -46,7 +46,7 @@ MIN_SECRET = 6  # characters
 WORD = re.compile(r"[A-Z]?[a-z]{,12}|[A-Z]{,12}")
 SECRET_NAME = re.compile(
     r"(?i).*(token|secret|passw(or)?d|passphrase|credentials?|api_?key)|.*[_.-](key|pwd|pass|auth|pat|dsn)"
-    r"|authorization"
+    r"|authorization|.*webhook(_url)?"
 )
 # https://user:password@host, also where a path has lost a slash, and https://TOKEN@host
 URL_PASSWORD = re.compile(
@@ -68,6 +68,12 @@ def secret_values(environ: Mapping[str, str]) -> list[str]:
     words."""
     values = [value.strip() for name, value in environ.items() if is_secret(name)]
     return [value for value in values if len(value) >= MIN_SECRET and not WORD.fullmatch(value)]
+
+
+def secret_in(text: str, environ: Mapping[str, str]) -> str | None:
+    """Return the name of a variable whose secret value stands in a text; None where there is none."""
+    held = (name for name, v in environ.items() if any(s in text for s in secret_values({name: v})))
+    return next(held, None)
 
 
 def hide(text: str, secrets: Iterable[str] = ()) -> str:

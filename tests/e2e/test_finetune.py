@@ -70,7 +70,7 @@ REFUSED = {
     "no data": ((), "--task: "),
     "task without data": (("--task", "RTE"), "--data: "),
     "two kinds": (("--task", "RTE", "--data", ".", "--train", "x"), "--train: "),
-    "no label": (("--train", "train.csv", "--dev", "dev.csv", "--text", "sentence"), "no column 'label'"),
+    "no label": (("--train", "train.csv", "--dev", "dev.csv", "--text", "sentence"), "no label 'label'"),
     "dev alone": (("--dev", "dev.csv"), "--train: "),
     "unknown column": ((*OWN[:-1], "colour"), "colour"),
     "missing file": (("--train", "none.csv", *OWN[2:]), "none.csv"),
