@@ -19,7 +19,7 @@ import typer
 from bert_dp import __version__, files
 from bert_dp.config import ConfigError, Issue
 from bert_dp.training.process import RunFailed
-from launcher.cli import evaluation, reports, training, tuning
+from launcher.cli import evaluation, planning, reports, training, tuning
 from launcher.job import ISSUES_FILE
 from launcher.log import print_error
 
@@ -83,7 +83,11 @@ _group(
     aoti=evaluation.export_aoti,
     check=evaluation.export_check,
 )
-_group("plan", "Predict the throughput of hardware that you do not have yet.", scaling=tuning.plan_scaling)
+_plans = typer.Typer(rich_markup_mode=None, invoke_without_command=True)
+_plans.callback()(planning.plan)
+_plans.command("fit")(planning.plan_fit)
+_plans.command("scaling")(planning.plan_scaling)
+app.add_typer(_plans, name="plan")
 _group("tune", "Find the micro batch and the learning rate.", batch=tuning.tune_batch, lr=tuning.tune_lr)
 
 

@@ -1,12 +1,10 @@
-"""`scale`, `tune batch`, `tune lr` and `plan scaling`."""
+"""`scale`, `tune batch` and `tune lr`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
 from typer import Option
 
 from bert_dp.config import ConfigError, Issue
@@ -146,46 +144,3 @@ def tune_lr(
     return search.tune_lr(
         config, overrides, options, out=out, dry_run=dry_run, as_json=json, console=opt.console()
     )
-
-
-def plan_scaling(
-    nproc: Annotated[
-        Sequence[int], opt.counts_option("1,2,4,8 or 1..1024 (doubling); default: 1..8.", "--nproc", "--gpus")
-    ] = (1, 2, 4, 8),
-    from_: Annotated[Path | None, Option("--from", help="scaling.json of a benchmark.")] = None,
-    model: Annotated[str | None, Option(help="bert-base, bert-large or a configuration.")] = None,
-    seq_per_s: Annotated[
-        float | None, Option(min=1e-3, help="Sequences/s on one GPU; instead of --from.")
-    ] = None,
-    micro: Annotated[int | None, Option(min=1, max=10**6, help="Micro batch of --seq-per-s.")] = None,
-    gpu: Annotated[str | None, Option(help="Its GPU, for the optimizer's time: A100-80G, ...")] = None,
-    link: Annotated[str | None, Option(help="Within a node: nvlink4, pcie4, ...; default: measured.")] = None,
-    inter: Annotated[str | None, Option(help="Between nodes: ib-ndr, ethernet100, ...")] = None,
-    gpus_per_node: Annotated[
-        int | None, Option(min=1, help="Default: 8; all of them on one measured link.")
-    ] = None,
-    nics: Annotated[int, Option(min=1, help="NICs per node.")] = 1,
-    engine: Annotated[Literal["ddp", "zero1", "fsdp"], Option(help="Engine to predict.")] = "ddp",
-    tensor: Annotated[Sequence[int], opt.counts_option("Tensor-parallel sizes; default: 1.")] = (1,),
-    accumulation: Annotated[
-        Sequence[int], opt.counts_option("Micro batches per step; default: as measured.")
-    ] = (),
-    json: opt.Json = False,
-) -> int:
-    """Predict the step time and efficiency of N GPUs from one GPU's profile."""
-    from launcher import results
-    from launcher.plan import scaling
-    from launcher.plan.scaling import plan_page
-    from launcher.report.page import show_report
-
-    source = scaling.find_source(from_, model, seq_per_s, micro, gpu, (*accumulation, 1)[0])
-    spec = scaling.PlanSpec(
-        tuple(nproc), link, inter, gpus_per_node, nics, engine, tuple(tensor), tuple(accumulation)
-    )
-    prediction = scaling.predict_scaling(source, spec)
-    if json:
-        typer.echo(results.to_json(prediction), nl=False)
-    else:
-        config = model if from_ is None and model not in scaling.MODELS else None
-        show_report(opt.console(), plan_page(prediction, config))
-    return 0

@@ -27,15 +27,6 @@ MAX_NOTES = 6  # of one verdict before the rest folds
 
 def html(report: Report) -> str:
     """Render the whole page."""
-    script, plotly = _read("page.js"), _plotly()
-    policy = "; ".join(
-        [
-            "default-src 'none'",
-            f"script-src {_hash(plotly)} {_hash(script)}",
-            "style-src 'unsafe-inline'",
-            "img-src data: blob:",
-        ]
-    )
     figures = [figure for section in report.sections for figure in section.figures if not figure.is_empty]
     drawings = [
         {
@@ -45,16 +36,27 @@ def html(report: Report) -> str:
         }
         for figure in figures
     ]
-    page: str = _template().render(
+    return render(
+        "page.html",
+        "page.js",
+        _plotly(),
+        has_figures=bool(figures),
         report=report,
-        policy=policy,
-        start=START,
         shown=MAX_NOTES,
-        style=_read("page.css"),
-        script=script,
-        plotly=plotly if figures else "",
         numbered=figures,
         drawings=json.dumps(drawings, allow_nan=False).replace("<", "\\u003c"),
+    )
+
+
+def render(template: str, script: str, library: str = "", **values: Any) -> str:
+    """Render a template with its script, and a library before it, the only ones that its policy lets run."""
+    own = _read(script)
+    scripts = " ".join(map(_hash, filter(None, (library, own))))
+    policy = "; ".join(
+        ["default-src 'none'", f"script-src {scripts}", "style-src 'unsafe-inline'", "img-src data: blob:"]
+    )
+    page: str = _template(template).render(
+        policy=policy, start=START, style=_read("page.css"), script=own, plotly=library, **values
     )
     return page
 
@@ -84,7 +86,7 @@ def may_replace(path: Path) -> bool:
 
 
 @functools.cache
-def _template() -> Any:
+def _template(name: str) -> Any:
     import jinja2
 
     def printable(value: object) -> object:
@@ -98,7 +100,7 @@ def _template() -> Any:
         undefined=jinja2.StrictUndefined,
         finalize=printable,
     )
-    return environment.get_template("page.html")
+    return environment.get_template(name)
 
 
 @functools.cache

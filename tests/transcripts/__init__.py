@@ -39,6 +39,11 @@ VERBS = {  # verb -> a success, a refusal; empty where it depends on the machine
     "export onnx": ("export onnx run --out run.onnx", "export onnx nowhere --out other"),
     "export aoti": ("", "export aoti nowhere --out other"),
     "export check": ("export check exported --run run", "export check shards"),
+    "plan": (
+        "plan --hours 24 --gpu H100-SXM-80G --tokens-per-parameter 200 --price 2.5 --g-per-kwh 400",
+        "plan --hours 24 --gpu H100-SXM",
+    ),
+    "plan fit": ("plan fit --table runs.csv", "plan fit"),
     "plan scaling": (
         "plan scaling --model bert-large --seq-per-s 580 --micro 256 --gpu A100-80G --link nvswitch3 "
         "--inter ib-hdr --nproc 1..16",
@@ -86,6 +91,12 @@ class Stage:
             rows = [f"the {WORDS[i % 17]},{('sea', 'land')[i % 2]}" for i in range(20)]
             (folder / f"{name}.csv").write_text("\n".join(["text,label", *rows]))
         write_two_tasks(folder / "glue")
+        runs = ["budget_flops,parameters,loss"]
+        for flops in (1e17, 3e17, 1e18, 3e18):
+            for size in (1e6, 3e6, 1e7, 3e7, 1e8):
+                loss = 1.7 + 400 * size**-0.34 + 410 * (flops / 6 / size) ** -0.28
+                runs.append(f"{flops},{size},{loss}")
+        (folder / "runs.csv").write_text("\n".join(runs))
         settings = [
             *TINY,
             "model.vocab_size=200",

@@ -15,7 +15,7 @@ def verbs(command: typer.core.TyperGroup, path: tuple[str, ...] = ()) -> Iterato
     """Yield the names of all verbs."""
     for name, below in getattr(command, "commands", {}).items():
         yield from verbs(below, (*path, name))
-    if not hasattr(command, "commands"):
+    if not hasattr(command, "commands") or (path and command.invoke_without_command):
         yield " ".join(path)
 
 

@@ -30,7 +30,8 @@ def test_hardware_has_what_is_common_each_with_its_source() -> None:
         assert peak_flops(gpu["device"], "fp32"), name
     # no GPU without a peak in cost.py, no peak there without a memory bandwidth here
     assert {gpu["device"] for gpu in gpus.values()} == {word for word, _ in PEAK_FLOPS}
-    entries = [entry for part in hardware().values() for entry in part.values()]
+    parts = ("gpus", "links", "latencies", "constants")
+    entries = [entry for name in parts for entry in hardware()[name].values()]
     assert all(len(entry["source"]) >= 8 for entry in entries)
 
 

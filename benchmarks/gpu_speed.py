@@ -1,0 +1,176 @@
+"""Fit the constants of launcher/plan/gpu_speed.py to published rows of one GPU, and show how well they do.
+
+python benchmarks/gpu_speed.py          # the errors of each source without its own rows
+python benchmarks/gpu_speed.py --yaml   # the constants, for hardware.yaml
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+import yaml
+
+from benchmarks.published_rows import GPUS, Row, accumulation, read
+from launcher.plan import gpu_speed
+from launcher.plan.gpu_speed import GpuSpeed, GpuWork
+from launcher.plan.scaling import BERT_MASK_RATE, MODELS
+from launcher.plan.step_model import GB, hardware
+
+# shares and factors that a fit starts from, and how far (in logarithms) rows may draw them
+START: dict[str, tuple[float, float]] = {
+    "matmul_share.16-bit": (0.5, 0.2),
+    "matmul_share.tf32": (0.6, 0.2),
+    "matmul_share.fp32": (0.85, 0.1),
+    "memory_traffic.eager": (1.0, 0.3),
+    "memory_traffic.compiled": (0.7, 0.3),
+    "memory_traffic.graph": (3.0, 0.5),
+    "memory_traffic.fused": (0.6, 0.3),
+    "launch_s.eager": (1e-4, 0.7),
+    "launch_s.compiled": (1e-4, 0.7),
+    "launch_s.graph": (1e-4, 0.7),
+    "launch_s.fused": (1e-4, 0.7),
+    "tokens": (300.0, 1.0),
+    "optimizer_traffic": (1.0, 0.5),
+}
+NOISE = 0.15  # of the logarithm of a published rate
+TF32_PEAK = {"A100": 156e12}  # NVIDIA A100 data sheet (2021)
+UNKNOWN_ACCUMULATION = 64
+FUSED = (
+    "Paddle",
+    "OneFlow",
+    "MXNet+Horovod",
+    "PyTorch DDP",
+    "PyTorch (DLE 2021/22)",
+    "PyTorch NVIDIA MLPerf",
+)
+
+
+class Measured(NamedTuple):
+    """A published row of one GPU."""
+
+    row: Row
+    work: GpuWork
+    speed: GpuSpeed
+    framework: str
+    accumulation: int
+    seconds: float  # of a micro batch, with its share of the optimizer
+
+
+def framework_class(name: str) -> str:
+    """Return the class of a framework: eager, a plain graph, compiled kernels or hand-fused ones."""
+    if "XLA" in name or name.startswith("TF2+"):
+        return "compiled"
+    if name.startswith("TF"):
+        return "graph"
+    return "fused" if name in FUSED or name.startswith("DeepSpeed") else "eager"
+
+
+def measured(row: Row) -> Measured | None:
+    """Read a row; None for one of several GPUs or without a shape."""
+    if row["gpus"] != "1" or row["model"] not in MODELS or not row["seq_len"].isdigit():
+        return None
+    precision = {"AMP": "fp16", "FP16": "fp16"}.get(row["precision"], row["precision"].lower())
+    device = hardware()["gpus"][GPUS.get(row["gpu"], row["gpu"])]
+    known = gpu_speed.speed_of(GPUS.get(row["gpu"], row["gpu"]), precision)
+    speed = known or GpuSpeed(TF32_PEAK[device["device"]], device["memory_gb_s"] * GB, "tf32")
+    optimizer = "lamb" if "LAMB" in row["optimizer"] else "adamw"
+    rate = BERT_MASK_RATE if row["task"] == "pretrain" else 0.01
+    micro = int(float(row["micro_batch"]))
+    work = gpu_speed.work_of(MODELS[row["model"]], int(row["seq_len"]), rate, micro, precision, optimizer)
+    steps = accumulation(row) if row["accum"] else UNKNOWN_ACCUMULATION
+    return Measured(
+        row, work, speed, framework_class(row["framework"]), steps, micro / float(row["seq_per_s"])
+    )
+
+
+def predicted_s(row: Measured, constants: dict[str, Any]) -> float:
+    """Predict the seconds of a micro batch with its share of the optimizer."""
+    time = gpu_speed.estimate(row.work, row.speed, row.framework, constants)
+    return time.micro_s + time.optimizer_s / row.accumulation
+
+
+def nested(values: dict[str, float]) -> dict[str, Any]:
+    """Return `a.b` names as nested dictionaries."""
+    tree: dict[str, Any] = {"spread": 0.0}
+    for name, value in values.items():
+        group, _, key = name.partition(".")
+        if key:
+            tree.setdefault(group, {})[key] = float(value)
+        else:
+            tree[group] = float(value)
+    return tree
+
+
+def fit(rows: list[Measured]) -> dict[str, Any]:
+    """Fit all constants by robust least squares of logarithms; a source weighs as the root of its rows."""
+    from scipy.optimize import least_squares
+
+    start = np.log([value for value, _ in START.values()])
+    widths = np.array([width for _, width in START.values()])
+    counts = Counter(row.row["source"] for row in rows)
+
+    def residuals(x: Any) -> Any:
+        constants = nested(dict(zip(START, np.exp(x), strict=True)))
+        each = [
+            math.log(predicted_s(row, constants) / row.seconds) / NOISE / counts[row.row["source"]] ** 0.25
+            for row in rows
+        ]
+        return np.concatenate([each, (x - start) / widths])
+
+    return nested(dict(zip(START, np.exp(least_squares(residuals, start, loss="soft_l1").x), strict=True)))
+
+
+def left_out_errors(rows: list[Measured]) -> list[tuple[Measured, bool, float]]:
+    """Return each row, whether another source has its device and precision, and ln(predicted / measured rate)
+    by a fit without its source."""
+    errors = []
+    for source in sorted({row.row["source"] for row in rows}):
+        others = [row for row in rows if row.row["source"] != source]
+        constants, seen = fit(others), {row.speed for row in others}
+        errors += [
+            (row, row.speed in seen, math.log(row.seconds / predicted_s(row, constants)))
+            for row in rows
+            if row.row["source"] == source
+        ]
+    return errors
+
+
+def floor(rows: list[Measured]) -> float:
+    """Return the median error that rows alike in all inputs leave: each against the mean of its likes."""
+    groups: dict[object, list[float]] = {}
+    for row in rows:
+        groups.setdefault((row.work, row.speed, row.framework), []).append(row.seconds)
+    alike = [math.log(s) - np.mean(np.log(g)) for g in groups.values() if len(g) > 1 for s in g]
+    return float(np.median(np.abs(alike)))
+
+
+def main() -> None:
+    rows = [found for row in read() if (found := measured(row))]
+    errors = left_out_errors(rows)
+    for seen in (True, False):
+        each = [abs(math.expm1(error)) for _, known, error in errors if known == seen]
+        if each:
+            name = "seen in another source" if seen else "unseen"
+            print(
+                f"device {name}: {len(each)} rows, median {np.median(each):.1%}, "
+                f"90th percentile {np.percentile(each, 90):.1%}"
+            )
+    print(f"rows alike in all inputs: {floor(rows):.1%}")
+    constants = fit(rows)
+    constants["spread"] = float(np.std([error for *_, error in errors]))
+    if "--yaml" in sys.argv:
+        print(yaml.safe_dump({"gpu_speed": constants}, sort_keys=False))
+    else:
+        for row, known, error in sorted(errors, key=lambda each: -abs(each[2]))[:12]:
+            print(f"{math.expm1(error):+.0%} {'seen' if known else 'unseen'} {row.row['id']} {row.framework}")
+
+
+if __name__ == "__main__":
+    main()

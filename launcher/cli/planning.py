@@ -1,0 +1,166 @@
+"""`plan`, `plan fit` and `plan scaling`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from typer import Option
+
+from bert_dp.config import ConfigError, Issue
+from launcher.cli import options as opt
+
+OUT = Path("planned.yaml")
+
+
+def plan(
+    context: typer.Context,
+    hours: Annotated[float | None, Option(min=1e-3, max=1e6, help="Budget in hours.")] = None,
+    dollars: Annotated[float | None, Option(min=1e-3, max=1e9, help="Budget in dollars.")] = None,
+    kwh: Annotated[float | None, Option(min=1e-3, max=1e9, help="Budget in kWh.")] = None,
+    gpu: Annotated[
+        str | None, Option(help="H100-SXM-80G, A100-80G, ...; default: the machine of --frontier.")
+    ] = None,
+    gpus: Annotated[int, Option("--gpus", "--nproc", min=1, max=1024, help="Devices of one node.")] = 1,
+    config: Annotated[
+        str, Option(help="Tokenizer, data, batch, optimizer and kind of model.")
+    ] = "crammed-bert",
+    frontier: Annotated[Path | None, Option(help="frontier.json of `bert-dp plan fit`.")] = None,
+    tokens_per_parameter: Annotated[
+        float | None, Option(min=0.1, max=1e6, help="Ratio to use without a frontier.")
+    ] = None,
+    keep_model: Annotated[bool, Option("--keep-model", help="Plan the model of --config as it is.")] = False,
+    tokens_available: Annotated[
+        float | None, Option(min=1, max=1e15, help="Tokens of your data: tells the epochs.")
+    ] = None,
+    link: Annotated[str | None, Option(help="Between the GPUs: nvlink4, pcie4, ...")] = None,
+    precision: Annotated[Literal["bf16", "fp16", "fp32"], Option(help="Precision on GPUs.")] = "bf16",
+    price: Annotated[float | None, Option(min=0, max=1e6, help="Dollars per device and hour.")] = None,
+    watts: Annotated[float | None, Option(min=0.1, max=1e6, help="Mean power of a device.")] = None,
+    pue: Annotated[float, Option(min=1, max=10, help="Power of the building / of the machines.")] = 1.0,
+    grid: Annotated[str | None, Option(help="Region of plan/grid.yaml for CO2: world, France, ...")] = None,
+    g_per_kwh: Annotated[float | None, Option(min=0, max=1e4, help="Grams of CO2 per kWh.")] = None,
+    out: Annotated[Path, Option(help="Configuration to write; default: planned.yaml.")] = OUT,
+    page: Annotated[Path | None, Option(help="Page to write: the calculator with sliders.")] = None,
+    json: opt.Json = False,
+) -> int:
+    """Plan what a budget buys: model, tokens and loss."""
+    if context.invoked_subcommand is not None:
+        return 0
+    from launcher import results
+    from launcher.plan import answer
+    from launcher.plan.budget_page import budget_page
+    from launcher.report.page import show_report
+
+    budgets = {"hours": hours, "dollars": dollars, "kwh": kwh}
+    found, written = answer.plan_budget(
+        answer.BudgetOptions(
+            budgets={unit: amount for unit, amount in budgets.items() if amount is not None},
+            gpu=gpu,
+            gpus=gpus,
+            config=config,
+            frontier=frontier,
+            tokens_per_parameter=tokens_per_parameter,
+            keep_model=keep_model,
+            tokens_available=tokens_available,
+            link=link,
+            precision=precision,
+            price=price,
+            watts=watts,
+            pue=pue,
+            grid=grid,
+            g_per_kwh=g_per_kwh,
+        ),
+        out,
+        page,
+    )
+    if json:
+        typer.echo(results.to_json(found), nl=False)
+    else:
+        show_report(opt.console(), budget_page(found, written), page)
+    return 0
+
+
+def plan_fit(
+    runs: Annotated[
+        list[Path] | None, typer.Argument(help="Directories of completed pretraining runs.")
+    ] = None,
+    table: Annotated[
+        Path | None, Option(help="CSV with budget_flops, parameters, loss, and optionally tokens.")
+    ] = None,
+    out: Annotated[Path, Option(help="File to write.")] = Path("frontier.json"),
+    design: Annotated[
+        float | None, Option(min=0.01, max=1e5, help="Write configurations of runs to fit, of these hours.")
+    ] = None,
+    config: Annotated[str, Option(help="Configuration that --design varies.")] = "crammed-bert",
+    tokens_per_s: Annotated[
+        float | None, Option(min=1, max=1e12, help="Speed of --config here, for --design.")
+    ] = None,
+    json: opt.Json = False,
+) -> int:
+    """Fit the loss over parameters and tokens to completed runs."""
+    from launcher import results
+    from launcher.plan import answer, fit
+    from launcher.report.page import show_report
+
+    if design is not None:
+        if tokens_per_s is None:
+            raise ConfigError([Issue("--tokens-per-s", "missing", "not given", None, "--design")])
+        directory = out.with_suffix("") if out.suffix else out
+        for path in fit.design(answer.base_config(config), design, tokens_per_s, directory):
+            typer.echo(f"bert-dp train {path}")
+        return 0
+    if (table is None) == (not runs):
+        raise ConfigError([Issue("RUNS", "missing", "give runs or --table, not both", None, "--table")])
+    found = fit.fit_runs(fit.read_table(table) if table else fit.read_runs(runs or []))
+    results.write(out, found)
+    if json:
+        typer.echo(results.to_json(found), nl=False)
+    else:
+        show_report(opt.console(), fit.fit_page(found))
+    return 0
+
+
+def plan_scaling(
+    nproc: Annotated[
+        Sequence[int], opt.counts_option("1,2,4,8 or 1..1024 (doubling); default: 1..8.", "--nproc", "--gpus")
+    ] = (1, 2, 4, 8),
+    from_: Annotated[Path | None, Option("--from", help="scaling.json of a benchmark.")] = None,
+    model: Annotated[str | None, Option(help="bert-base, bert-large or a configuration.")] = None,
+    seq_per_s: Annotated[
+        float | None, Option(min=1e-3, help="Sequences/s on one GPU; instead of --from.")
+    ] = None,
+    micro: Annotated[int | None, Option(min=1, max=10**6, help="Micro batch of --seq-per-s.")] = None,
+    gpu: Annotated[str | None, Option(help="Its GPU, for the optimizer's time: A100-80G, ...")] = None,
+    link: Annotated[str | None, Option(help="Within a node: nvlink4, pcie4, ...; default: measured.")] = None,
+    inter: Annotated[str | None, Option(help="Between nodes: ib-ndr, ethernet100, ...")] = None,
+    gpus_per_node: Annotated[
+        int | None, Option(min=1, help="Default: 8; all of them on one measured link.")
+    ] = None,
+    nics: Annotated[int, Option(min=1, help="NICs per node.")] = 1,
+    engine: Annotated[Literal["ddp", "zero1", "fsdp"], Option(help="Engine to predict.")] = "ddp",
+    tensor: Annotated[Sequence[int], opt.counts_option("Tensor-parallel sizes; default: 1.")] = (1,),
+    accumulation: Annotated[
+        Sequence[int], opt.counts_option("Micro batches per step; default: as measured.")
+    ] = (),
+    json: opt.Json = False,
+) -> int:
+    """Predict the step time and efficiency of N GPUs from one GPU's profile."""
+    from launcher import results
+    from launcher.plan import scaling
+    from launcher.plan.scaling import plan_page
+    from launcher.report.page import show_report
+
+    source = scaling.find_source(from_, model, seq_per_s, micro, gpu, (*accumulation, 1)[0])
+    spec = scaling.PlanSpec(
+        tuple(nproc), link, inter, gpus_per_node, nics, engine, tuple(tensor), tuple(accumulation)
+    )
+    prediction = scaling.predict_scaling(source, spec)
+    if json:
+        typer.echo(results.to_json(prediction), nl=False)
+    else:
+        config = model if from_ is None and model not in scaling.MODELS else None
+        show_report(opt.console(), plan_page(prediction, config))
+    return 0

@@ -1,0 +1,192 @@
+"""Hours, dollars and energy into sizes and tokens: the solver on published figures, plans of our models."""
+
+import functools
+import math
+
+import pytest
+
+from bert_dp.config import ConfigError, load_config
+from bert_dp.config.load import find_config
+from launcher.plan import budget, frontier, loss_fit
+from launcher.plan.budget import Costs, Rate, make_plan, measured_rate, solve_above_tip
+from launcher.plan.frontier import CompletedRun, LossLaw
+
+# The demo of 2020 "How Big Should My Language Model Be": loss and best size over compute / 86400, and speed
+A, B, C = 28.67877659, 0.10858627, 1.94724085
+D, E, F = 4.04827974e-2, 0.721157332, -4.54598480e4
+GPUS = {  # k, width, log batch, depth, batch
+    "V100": (2.21527743e7, 1.66015023, 1.32808220, 5.91503856, 64),
+    "V100 without tensor cores": (1.82997989e7, 1.67071294, 1.44610885, 5.55824273, 64),
+    "P100": (6.01863899e7, 1.46733667, 1.03031298, 5.38021875, 64),
+    "P4": (4.84472202e7, 1.38493518, 1.04630858, 10.3572754, 16),
+    "K80": (2.58592374e7, 1.44360777, 0.750695980, 6.25951436, 16),
+}
+KILOWATTS = {"V100": 0.1193495934959, "P100": 0.13965}
+
+
+def demo_parameters(width: float) -> float:
+    return 7 / 128 * width**3 + 8 / 128 * width**2 + 3 * width + 3
+
+
+def demo_hours(gpu: str):
+    k, a, c, b, batch = GPUS[gpu]
+
+    def hours(width: float) -> float:
+        depth = width / 128
+        speed = k * width**a * depth / (depth + b) * math.log(batch + 1) ** c
+        return ((demo_parameters(width) - F) / D) ** (1 / E) * 86400 / speed / 3600
+
+    return hours
+
+
+@pytest.mark.parametrize(
+    ("gpu", "hours", "width", "flops", "parameters", "loss", "kwh", "co2_kg"),
+    [
+        ("V100", 1.00, 240.5, 1.150e15, 7.646e5, 4.229, 0.119, 0.064),
+        ("V100", 3.23, 478.6, 1.872e16, 6.010e6, 3.632, 0.385, 0.206),
+        ("V100", 14.963, 1043.0, 4.728e17, 6.211e7, 3.134, 1.786, 0.954),
+        ("V100", 24, 1305.8, 1.203e18, 1.219e8, 3.020, 2.864, 1.530),
+        ("P100", 3.23, 362.7, 5.998e15, 2.620e6, 3.854, 0.451, 0.241),
+        ("P100", 24, 932.5, 2.970e17, 4.440e7, 3.195, 3.352, 1.790),
+    ],
+)
+def test_the_demos_answers(gpu, hours, width, flops, parameters, loss, kwh, co2_kg) -> None:
+    found = solve_above_tip(demo_hours(gpu), 16, 1e4, hours)
+    compute = ((demo_parameters(found) - F) / D) ** (1 / E)
+    assert found == pytest.approx(width, rel=0.005)
+    assert 86400 * compute == pytest.approx(flops, rel=0.005)
+    assert demo_parameters(found) == pytest.approx(parameters, rel=0.005)
+    assert A * compute**-B + C == pytest.approx(loss, rel=0.005)
+    costs = Costs(1, watts=1e3 * KILOWATTS[gpu])
+    used = hours * costs.per_hour("kwh")
+    assert used == pytest.approx(kwh, rel=0.005)
+    assert 0.534 * used == pytest.approx(co2_kg, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "least"),
+    [("V100", 0.489), ("V100 without tensor cores", 0.451), ("P100", 0.623), ("P4", 2.997), ("K80", 3.685)],
+)
+def test_a_budget_below_the_tipping_width_is_refused_with_the_least_hours(gpu, least) -> None:
+    for hours in (0.01, 0.99 * least):
+        with pytest.raises(ValueError, match=r"\d") as refused:
+            solve_above_tip(demo_hours(gpu), 16, 1e4, hours)
+        assert refused.value.args[0] == pytest.approx(least, rel=0.005)
+
+
+def test_units_of_a_budget_agree() -> None:
+    costs = Costs(1, price=2.005, watts=1e3 * KILOWATTS["V100"])
+    assert 12 * costs.per_hour("kwh") == pytest.approx(1.43, abs=0.005)  # the demo's first figure was 5,432
+    for hours in (0.5, 3.23, 24.0):
+        assert costs.hours("dollars", hours * costs.per_hour("dollars")) == pytest.approx(hours, rel=1e-9)
+        assert costs.hours("kwh", hours * costs.per_hour("kwh")) == pytest.approx(hours, rel=1e-9)
+    for unit, option in (("dollars", "--price"), ("kwh", "--watts")):
+        with pytest.raises(ConfigError) as refused:
+            Costs(1).hours(unit, 1.0)
+        assert (refused.value.issues[0].setting, refused.value.issues[0].kind) == (option, "missing")
+
+
+# --- plans of our models
+
+BASE = load_config(find_config("crammed-bert"))
+H100 = "H100-SXM-80G"
+LAW = LossLaw(1.7, 400.0, 410.0, 0.34, 0.28)
+
+
+def h100_rate(config) -> Rate:
+    return budget.gpu_rate(config, H100, 1, None, "bf16")
+
+
+@functools.cache
+def own_fit() -> frontier.Fit:
+    runs = []
+    for flops in (1e17, 3e17, 1e18, 3e18):
+        for share in (0.2, 0.4, 0.7, 1.0, 1.4, 2.5, 5.0):
+            parameters = LAW.best_parameters(flops) * share
+            tokens = flops / 6 / parameters
+            runs.append(CompletedRun(flops, parameters, LAW.loss(parameters, tokens), tokens))
+    return loss_fit.fit(runs, draws=3)
+
+
+def test_a_plan_by_an_own_frontier_spends_the_budget_at_the_best_size() -> None:
+    plan = make_plan(BASE, "dollars", 50.0, Costs(1, price=2.5), h100_rate, own_fit())
+    assert plan.hours == 20.0
+    best = plan.figure("best parameters")
+    assert best.value == pytest.approx(LAW.best_parameters(plan.figure("compute").value), rel=0.02)
+    assert best.origin == "fitted"
+    assert best.ci95[0] < best.value < best.ci95[1]
+    assert [model.name for model in plan.models] == ["deep", "wide", "half the size", "twice the size"]
+    deep, _, half, _ = plan.models
+    assert deep.tokens.value == pytest.approx(deep.tokens_per_s * 20 * 3600)
+    losses = [model.loss.value for model in plan.models]
+    assert min(losses) == pytest.approx(plan.figure("best loss").value, rel=0.01)
+    assert half.loss.value - deep.loss.value < 0.05, "the optimum is flat"
+
+
+def test_without_a_frontier_published_answers_stand_side_by_side() -> None:
+    plan = make_plan(BASE, "hours", 24.0, Costs(1), h100_rate)
+    assert not plan.is_chosen
+    assert len(plan.models) == len(budget.PUBLISHED)
+    sizes = [model.parameters for model in plan.models]
+    assert max(sizes) / min(sizes) > 5
+    assert plan.models[1].tokens.value / plan.models[1].parameters == pytest.approx(200, rel=0.3)
+    assert all(model.note for model in plan.models)
+    assert plan.warnings
+
+
+def test_a_ratio_of_tokens_to_parameters_that_was_given() -> None:
+    plan = make_plan(BASE, "hours", 24.0, Costs(1), h100_rate, None, 1e9, 200.0)
+    assert plan.models[0].tokens.value / plan.models[0].parameters == pytest.approx(200, rel=0.3)
+    assert plan.figure("epochs").value == pytest.approx(plan.models[0].tokens.value / 1e9)
+    assert len(plan.warnings) == 1
+
+
+def test_a_model_that_is_kept_gets_its_tokens() -> None:
+    plan = make_plan(BASE, "hours", 24.0, Costs(1), h100_rate, keep_model=True)
+    assert [model.parameters for model in plan.models] == [119_589_889]
+    assert plan.models[0].shape["hidden_size"] == 768
+
+
+def test_costs_stand_beside_with_their_origin_and_null_where_unknown() -> None:
+    costs = Costs(4, 2.0, 500.0, 1.2, 481.0, {"dollars": ("published", "a list")})
+    plan = make_plan(BASE, "hours", 10.0, costs, h100_rate, keep_model=True)
+    assert plan.figure("dollars").value == pytest.approx(80)
+    assert (plan.figure("dollars").origin, plan.figure("dollars").note) == ("published", "a list")
+    assert plan.figure("kwh").value == pytest.approx(24)
+    assert plan.figure("co2_kg").value == pytest.approx(24 * 0.481)
+    plan = make_plan(BASE, "hours", 10.0, Costs(1), h100_rate, keep_model=True)
+    assert [plan.figure(name).value for name in ("dollars", "kwh", "co2_kg")] == [None, None, None]
+
+
+@pytest.mark.parametrize(("hours", "kind"), [(1e-4, "out_of_range"), (1e9, "out_of_range")])
+def test_a_budget_that_no_size_fits_is_refused(hours, kind) -> None:
+    with pytest.raises(ConfigError) as refused:
+        make_plan(BASE, "hours", hours, Costs(1), h100_rate, tokens_per_parameter=200.0)
+    assert (refused.value.issues[0].setting, refused.value.issues[0].kind) == ("--hours", kind)
+
+
+def test_a_small_budget_is_flagged() -> None:
+    def slow(config) -> Rate:
+        return Rate(20_000.0, 1.1, "measured", "here")
+
+    plan = make_plan(BASE, "hours", 0.5, Costs(1), slow, keep_model=True)
+    assert plan.figure("compute").value > budget.MLM_MIN_FLOPS
+    assert not plan.warnings
+    plan = make_plan(BASE, "hours", 0.01, Costs(1), slow, keep_model=True)
+    assert any("2.2e+15" in warning for warning in plan.warnings)
+
+
+def test_measured_rates_are_interpolated_in_logarithms() -> None:
+    rates = {1e6: 8000.0, 4e6: 4000.0, 16e6: 2000.0, 64e6: 1000.0}
+    between = measured_rate(2e6, rates, "here")
+    assert between.tokens_per_s == pytest.approx(8000 / math.sqrt(2))
+    assert between.factor == pytest.approx(math.exp(0.05))
+    beyond = measured_rate(256e6, rates, "here")
+    assert beyond.tokens_per_s == pytest.approx(500.0)
+    assert beyond.factor > between.factor
+
+
+def test_several_gpus_are_slower_each_than_one() -> None:
+    one = budget.gpu_rate(BASE, H100, 1, None, "bf16").tokens_per_s
+    eight = budget.gpu_rate(BASE, H100, 8, "nvswitch4", "bf16").tokens_per_s
+    assert 0.7 * 8 * one < eight < 8 * one

@@ -1,0 +1,163 @@
+"""The fit of L(N, D), its intervals, and the older parabolas, on synthetic laws and published runs."""
+
+import csv
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bert_dp.config import ConfigError
+from launcher.plan import loss_fit
+from launcher.plan.frontier import CompletedRun, LossLaw
+
+DATA = Path(__file__).parents[3] / "shared" / "data"
+LAW = LossLaw(1.7, 400.0, 410.0, 0.34, 0.28)
+BUDGETS = (1e15, 3e15, 1e16, 3e16)
+
+
+def runs_of(
+    law: LossLaw, seed: int = 0, noise: float = 0.0, sizes: tuple[float, float] = (0.2, 5.0)
+) -> list[CompletedRun]:
+    """Nine sizes at each budget, around the best one, with noise in the logarithm of the loss."""
+    random = np.random.default_rng(seed)
+    runs = []
+    for budget in BUDGETS:
+        for share in np.geomspace(*sizes, 9):
+            parameters = law.best_parameters(budget) * share
+            tokens = budget / law.flops / parameters
+            loss = law.loss(parameters, tokens) * math.exp(noise * random.standard_normal())
+            runs.append(CompletedRun(budget, parameters, loss, tokens))
+    return runs
+
+
+def protein_runs() -> list[CompletedRun]:
+    path = DATA / "isoflop_protein_mlm.csv"
+    if not path.is_file():
+        pytest.skip(f"the published runs are not here: {path.name}")
+    with path.open(newline="") as file:
+        rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+    return [
+        CompletedRun(r["budget_flops"], r["parameters"], r["loss"], r["budget_flops"] / 6 / r["parameters"])
+        for r in rows
+    ]
+
+
+ASYMMETRIC = LossLaw(1.2, 60.0, 3000.0, 0.25, 0.45)
+
+
+@pytest.mark.parametrize(
+    ("law", "sizes", "parabola_is_off"),
+    [
+        (LAW, (0.2, 5.0), False),
+        (LAW, (0.05, 20.0), True),
+        (ASYMMETRIC, (0.05, 4.0), True),
+        (ASYMMETRIC, (0.5, 20.0), True),
+    ],
+)
+def test_without_noise_the_best_size_is_exact_where_a_parabola_is_not(law, sizes, parabola_is_off) -> None:
+    runs = runs_of(law, sizes=sizes)
+    found = loss_fit.fit(runs, draws=2).law
+    for budget in (BUDGETS[-1], 10 * BUDGETS[-1]):
+        assert found.best_parameters(budget) == pytest.approx(law.best_parameters(budget), rel=0.01)
+        assert found.best_loss(budget) == pytest.approx(law.best_loss(budget), rel=1e-3)
+    assert found.exponent == pytest.approx(law.b / (law.a + law.b), abs=1e-3)
+    minima = loss_fit.parabola_minima(runs)
+    assert (abs(minima[BUDGETS[-1]][0] / law.best_parameters(BUDGETS[-1]) - 1) >= 0.05) == parabola_is_off
+
+
+def covered(seeds: int) -> list[int]:
+    """Count the seeds whose interval covers the true best size, at the largest budget and at ten times it."""
+    counts = [0, 0]
+    for seed in range(seeds):
+        fit = loss_fit.fit(runs_of(LAW, seed, 0.01), draws=30)
+        for i, budget in enumerate((BUDGETS[-1], 10 * BUDGETS[-1])):
+            _, (low, high) = fit.estimate(lambda law, c=budget: math.log(law.best_parameters(c)))
+            counts[i] += low <= math.log(LAW.best_parameters(budget)) <= high
+    return counts
+
+
+def test_intervals_cover_the_best_size() -> None:
+    assert min(covered(4)) == 4
+
+
+@pytest.mark.slow
+def test_intervals_cover_the_best_size_in_nine_of_ten() -> None:
+    assert min(covered(100)) >= 90
+
+
+def test_parabolas_of_the_published_masked_lms() -> None:
+    minima = loss_fit.parabola_minima(protein_runs())
+    assert loss_fit.parabola_exponent(minima) == pytest.approx(0.749, abs=0.005)
+    outside = [budget for budget, (_, inside) in minima.items() if not inside]
+    assert outside == [3e20]
+    del minima[3e20]
+    assert loss_fit.parabola_exponent(minima) == pytest.approx(0.789, abs=0.005)
+
+
+def test_too_few_runs_are_refused() -> None:
+    for runs in (runs_of(LAW)[:5], runs_of(LAW)[:18]):
+        with pytest.raises(ConfigError) as refused:
+            loss_fit.fit(runs)
+        assert (refused.value.issues[0].setting, refused.value.issues[0].kind) == ("RUNS", "missing")
+
+
+def demo_frontier() -> tuple[np.ndarray, np.ndarray]:
+    """Compute (6 N x tokens / 86400) and parameters at the frontier of the demo's runs, by its own method.
+
+    It takes the convex hull of all points towards the origin, and of each run on it the point furthest below
+    a power law of the hull.
+    """
+    from scipy.optimize import curve_fit
+    from scipy.spatial import ConvexHull
+
+    path = DATA / "transformerxl_wikitext103_loss_vs_compute.csv"
+    if not path.is_file():
+        pytest.skip(f"the demo's runs are not here: {path.name}")
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    runs = []
+    for column in (name for name in rows[0] if name.endswith(" - valid_loss")):
+        steps = column.removesuffix("valid_loss") + "_step"
+        points = [
+            tuple(float(row[name]) for name in ("global_step", steps, column))
+            for row in rows
+            if "undefined" not in (row[steps], row[column])
+        ]
+        if len(points) > 5:
+            compute, step, loss = map(np.array, zip(*points, strict=True))
+            parameters = float(np.median(compute / step)) * 86400 / (6 * 60 * 150)  # 60 x 150 tokens a step
+            runs.append((parameters, compute, loss))
+    points = np.array([(x, y, i) for i, (_, xs, ys) in enumerate(runs) for x, y in zip(xs, ys, strict=True)])
+    near_origin = (1e-8, points[:, 1].min())
+    hull = ConvexHull(np.vstack([points[:, :2], near_origin]), qhull_options=f"QG{len(points)}")
+    corners = np.unique(hull.simplices[hull.good])
+    corners = points[corners[corners < len(points)]]
+    (a, b, c), _ = curve_fit(lambda x, a, b, c: a * x**-b + c, corners[:, 0], corners[:, 1])
+    frontier_points = []
+    for i in sorted({int(i) for i in corners[:, 2]}):
+        parameters, compute, loss = runs[i]
+        best = np.argmax(-np.log(loss - c) + math.log(a) - b * np.log(compute))
+        frontier_points.append((compute[best], parameters))
+    found = np.array(frontier_points)
+    return found[:, 0], found[:, 1]
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+def test_the_demos_exponent_follows_from_its_runs_and_not_the_published_one() -> None:
+    from scipy.optimize import curve_fit
+
+    compute, parameters = demo_frontier()
+    (_, exponent, _), _ = curve_fit(
+        lambda x, d, e, f: np.log(np.maximum(d * x**e + f, 1e-9)),
+        compute,
+        np.log(parameters),
+        p0=(0.05, 0.7, 0),
+    )
+    assert exponent == pytest.approx(0.721, abs=0.001)  # the article says 0.870
+    assert 10**exponent == pytest.approx(5.3, abs=0.05)
+    random = np.random.default_rng(0)
+    logs = np.log(compute), np.log(parameters)
+    draws = [np.polyfit(*(v[i] for v in logs), 1)[0] for i in random.integers(12, size=(2000, 12))]
+    low, high = np.percentile(draws, [2.5, 97.5])
+    assert (low, high) == (pytest.approx(0.71, abs=0.02), pytest.approx(0.85, abs=0.02))

@@ -1,0 +1,202 @@
+"""`bert-dp plan` and `plan fit` from options to files: what is refused, what is written."""
+
+import csv
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bert_dp import files
+from bert_dp.config import ConfigError, dump_config, load_config
+from launcher import results
+from launcher.plan import answer, fit
+from launcher.plan.answer import BudgetOptions, plan_budget, sourced_values
+from launcher.plan.fit import FrontierFile
+from tests.unit.test_budget import BASE, LAW, own_fit
+
+TODAY = datetime.date(2026, 6, 1)
+H100 = "H100-SXM-80G"
+
+
+def issue(options: dict[str, Any], tmp_path: Path) -> tuple[str, str]:
+    """Setting and kind of the first issue; nothing is written."""
+    with pytest.raises(ConfigError) as refused:
+        plan_budget(BudgetOptions(**options), tmp_path / "planned.yaml", today=TODAY)
+    assert not (tmp_path / "planned.yaml").exists()
+    return refused.value.issues[0].setting, refused.value.issues[0].kind
+
+
+@pytest.mark.parametrize(
+    ("options", "setting", "kind"),
+    [
+        ({"budgets": {}}, "--hours", "missing"),
+        ({"budgets": {"hours": 1.0, "kwh": 2.0}}, "--hours", "missing"),
+        ({"budgets": {"dollars": 9.0}, "gpu": "T4-16G", "precision": "fp16"}, "--price", "missing"),
+        ({"budgets": {"hours": 1.0}}, "--gpu", "missing"),
+        ({"budgets": {"hours": 1.0}, "gpu": "H100-SXM-80"}, "--gpu", "unknown"),
+        ({"budgets": {"hours": 1.0}, "gpu": H100, "link": "nvlink9"}, "--link", "unknown"),
+        ({"budgets": {"hours": 1.0}, "gpu": H100, "grid": "Atlantis"}, "--grid", "unknown"),
+        ({"budgets": {"hours": 1.0}, "gpu": "V100-32G"}, "--precision", "unsupported"),
+        ({"budgets": {"hours": 1.0}, "gpu": H100, "config": "no-such"}, "--config", "not_found"),
+        ({"budgets": {"hours": 1e-3}, "gpu": H100, "tokens_per_parameter": 200.0}, "--hours", "out_of_range"),
+    ],
+)
+def test_refused(options: dict[str, Any], setting: str, kind: str, tmp_path: Path) -> None:
+    assert issue(options, tmp_path) == (setting, kind)
+
+
+def test_the_nearest_gpu_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        plan_budget(BudgetOptions({"hours": 1.0}, gpu="H100-SXM-80"), tmp_path / "x.yaml")
+    assert H100 in (refused.value.issues[0].hint or "")
+
+
+def test_a_plan_writes_a_configuration_that_train_takes(tmp_path: Path) -> None:
+    options = BudgetOptions({"dollars": 50.0}, H100, price=2.5, tokens_per_parameter=200.0)
+    plan, written = plan_budget(options, tmp_path / "planned.yaml", tmp_path / "page.html", TODAY)
+    config = load_config(written)
+    assert config.schedule.hours == pytest.approx(20.0)
+    assert config.model.hidden_size == plan.models[0].hidden_size
+    assert config.optim.lr == pytest.approx(1e-3 * 768 / config.model.hidden_size, rel=0.01)
+    assert config.batch.ramp_quantum % config.batch.micro_size == 0
+    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+    assert plan.figure("micro batch").value == config.batch.micro_size
+
+
+def test_published_answers_write_no_configuration(tmp_path: Path) -> None:
+    plan, written = plan_budget(BudgetOptions({"hours": 24.0}, H100), tmp_path / "planned.yaml")
+    assert (plan.is_chosen, written) == (False, None)
+    assert not (tmp_path / "planned.yaml").exists()
+
+
+def test_factors_have_their_origin_and_old_ones_are_said(tmp_path: Path) -> None:
+    options = BudgetOptions({"hours": 24.0}, H100, keep_model=True, grid="world")
+    plan, _ = plan_budget(options, tmp_path / "a.yaml", today=TODAY)
+    assert plan.figure("dollars").origin == plan.figure("kwh").origin == "published"
+    assert plan.figure("kwh").value == pytest.approx(24 * 0.7)
+    assert [w.partition(":")[0] for w in plan.warnings] == ["world"], "the grid is older than 180 days"
+    plan, _ = plan_budget(options, tmp_path / "a.yaml", today=datetime.date(2026, 12, 1))
+    assert [w.partition(":")[0] for w in plan.warnings] == [H100, "world"]
+
+
+def test_every_listed_value_has_a_date_and_a_source(tmp_path: Path) -> None:
+    assert H100 in sourced_values(answer.PRICES)
+    assert "world" in sourced_values(answer.GRID)
+    (tmp_path / "prices.yaml").write_text("H100: {value: 2, unit: $/h, date: 2026-01-01}\n")
+    with pytest.raises(ConfigError) as refused:
+        sourced_values(tmp_path / "prices.yaml")
+    assert refused.value.issues[0].kind == "damaged"
+    assert "source" in refused.value.issues[0].message
+
+
+# --- plan fit
+
+
+def table(path: Path, rows: list[dict[str, Any]]) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def own_rows() -> list[dict[str, Any]]:
+    return [
+        {"budget_flops": run.budget_flops, "parameters": run.parameters, "loss": run.loss}
+        for run in own_fit().runs
+    ]
+
+
+def test_a_table_is_fitted_and_planned_with(tmp_path: Path) -> None:
+    found = fit.fit_runs(fit.read_table(table(tmp_path / "runs.csv", own_rows())))
+    assert found.exponent == pytest.approx(LAW.exponent, abs=0.005)
+    assert not found.contradicts
+    assert found.outside == []
+    results.write(tmp_path / "frontier.json", found)
+    assert results.read(tmp_path / "frontier.json", FrontierFile) == found
+    options = BudgetOptions({"hours": 24.0}, H100, frontier=tmp_path / "frontier.json")
+    plan, written = plan_budget(options, tmp_path / "planned.yaml", today=TODAY)
+    best = LAW.best_parameters(plan.figure("compute").value)
+    assert plan.figure("best parameters").value == pytest.approx(best, rel=0.02)
+    assert written is not None
+    assert fit.fit_page(found).sections
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (lambda rows: rows[:5], "missing"),
+        (lambda rows: [{**row, "loss": ""} for row in rows], "damaged"),
+        (lambda rows: [{**row, "parameters": "-1"} for row in rows], "damaged"),
+        (lambda rows: [{"parameters": 1, "loss": 2} for _ in rows], "missing"),
+    ],
+)
+def test_a_table_that_cannot_be_fitted_is_refused(change, kind, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        fit.fit_runs(fit.read_table(table(tmp_path / "runs.csv", change(own_rows()))))
+    assert refused.value.issues[0].kind == kind
+
+
+def test_a_law_that_contradicts_its_runs_is_not_planned_with(tmp_path: Path) -> None:
+    rows = [
+        {"budget_flops": c, "parameters": n, "loss": 2 - 0.1 * i + 0.3 * (j - 1) ** 2}
+        for i, c in enumerate((1e17, 1e18, 1e19))
+        for j, n in enumerate((1e6, 1e8, 1e10))
+    ]
+    found = fit.fit_runs(fit.read_table(table(tmp_path / "runs.csv", rows)))
+    if not found.contradicts:
+        found = found.model_copy(update={"contradiction": 3.0})
+    results.write(tmp_path / "frontier.json", found)
+    options = {"budgets": {"hours": 1.0}, "gpu": H100, "frontier": tmp_path / "frontier.json"}
+    assert issue(options, tmp_path) == ("--frontier", "unsupported")
+
+
+def run(directory: Path, loss: float, **summary: Any) -> Path:
+    directory.mkdir(parents=True)
+    mask_rate = summary.pop("mask_rate", 0.25)
+    objective = BASE.objective.model_copy(update={"mask_rate": mask_rate})
+    files.write_text(directory / "config.yaml", dump_config(BASE.model_copy(update={"objective": objective})))
+    facts = {"status": "done", "parameters": 10**8, "tokens": 10**9, "heldout_loss": loss, **summary}
+    (directory / "summary.json").write_text(json.dumps(facts))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("changes", "setting", "kind"),
+    [
+        ({"status": "stopped"}, "RUNS", "unsupported"),
+        ({"heldout_loss": None}, "RUNS", "unsupported"),
+        ({"mask_rate": 0.15}, "objective.mask_rate", "conflict"),
+    ],
+)
+def test_runs_that_do_not_compare_are_refused(changes, setting, kind, tmp_path: Path) -> None:
+    loss = changes.pop("heldout_loss", 2.0)
+    runs = [run(tmp_path / "a", 2.0), run(tmp_path / "b", loss, **changes)]
+    with pytest.raises(ConfigError) as refused:
+        fit.read_runs(runs)
+    assert (refused.value.issues[0].setting, refused.value.issues[0].kind) == (setting, kind)
+
+
+def test_runs_of_nearly_equal_compute_share_a_budget(tmp_path: Path) -> None:
+    runs = [
+        run(tmp_path / str(i), 2.0, tokens=tokens) for i, tokens in enumerate((10**9, 11 * 10**8, 10**10))
+    ]
+    rows = fit.grouped(fit.read_runs(runs).runs)
+    assert len({row.budget_flops for row in rows}) == 2
+    assert rows[0].budget_flops == pytest.approx(6e17 * 1.1**0.5)
+    assert rows[0].parameters_without_embedding == 10**8 - BASE.model.vocab_size * BASE.model.hidden_size
+
+
+def test_a_design_spends_its_hours_over_sizes_and_budgets(tmp_path: Path) -> None:
+    written = fit.design(BASE, 2.0, 50_000.0, tmp_path / "design")
+    assert len(written) == fit.DESIGN_SIZES * fit.DESIGN_BUDGETS
+    spent = []
+    for path in written:
+        config = load_config(path)
+        parameters = fit.num_parameters(config.model, config.data.sequence_length)
+        spent.append(6.0 * parameters * config.schedule.tokens)
+    flops_s = 6.0 * 119_589_889 * 50_000
+    assert sum(spent) == pytest.approx(2 * 3600 * flops_s, rel=0.01)
+    assert spent[-1] / spent[0] == pytest.approx(2 ** (fit.DESIGN_BUDGETS - 1), rel=0.01)
