@@ -114,6 +114,7 @@ def plan_fit(
         return 0
     if (table is None) == (not runs):
         raise ConfigError([Issue("RUNS", "missing", "give runs or --table, not both", None, "--table")])
+    answer.check_folder("--out", out)
     found = fit.fit_runs(fit.read_table(table) if table else fit.read_runs(runs or []))
     results.write(out, found)
     if json:

@@ -13,7 +13,16 @@ from typing import ClassVar
 from pydantic import Field
 
 from bert_dp import files
-from bert_dp.config import Config, ConfigError, Issue, dump_config, load_config, peak_lr, read_yaml
+from bert_dp.config import (
+    Config,
+    ConfigError,
+    Issue,
+    batch_layout,
+    dump_config,
+    load_config,
+    peak_lr,
+    read_yaml,
+)
 from bert_dp.config.load import find_config
 from bert_dp.cost import num_parameters, peak_flops
 from bert_dp.files.models import StoredFile
@@ -74,6 +83,13 @@ def base_config(name: str) -> Config:
         raise ConfigError([issue.within("--config") for issue in error.issues]) from None
 
 
+def check_folder(option: str, path: Path) -> None:
+    """Raise ConfigError when there is no folder to write a file in."""
+    if not path.absolute().parent.is_dir():
+        message = f"{path.parent} is no folder"
+        raise ConfigError([Issue(option, "not_found", message, str(path), hint="name a file in one that is")])
+
+
 def plan_budget(
     options: BudgetOptions, out: Path, page: Path | None = None, today: date | None = None
 ) -> tuple[BudgetPlan, Path | None]:
@@ -87,6 +103,7 @@ def plan_budget(
     if page is not None and not may_replace(page):
         message, hint = f"{page} is no page of bert-dp and would be replaced", "name another file"
         raise ConfigError([Issue("--page", "exists", message, str(page), hint=hint)])
+    check_folder("--out", out)
     costs, warnings = _costs(options, today or date.today())
     fit = frontier.fit() if frontier else None
     plan = budget.make_plan(
@@ -103,6 +120,7 @@ def plan_budget(
     plan.warnings.extend(warnings)
     if plan.is_chosen:
         config = _configuration(options, base, plan)
+        batch_layout(config, options.gpus)  # raises where the batch does not divide
         lr, micro = float(config.optim.lr), float(config.batch.micro_size)
         rule = "rate of the configuration x its width / this width"
         fits = "that fits 90 % of memory"

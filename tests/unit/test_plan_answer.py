@@ -40,11 +40,22 @@ def issue(options: dict[str, Any], tmp_path: Path) -> tuple[str, str]:
         ({"budgets": {"hours": 1.0}, "gpu": H100, "grid": "Atlantis"}, "--grid", "unknown"),
         ({"budgets": {"hours": 1.0}, "gpu": "V100-32G"}, "--precision", "unsupported"),
         ({"budgets": {"hours": 1.0}, "gpu": H100, "config": "no-such"}, "--config", "not_found"),
+        (
+            {"budgets": {"hours": 9.0}, "gpu": H100, "gpus": 3, "tokens_per_parameter": 200.0},
+            "batch.global_size",
+            "does_not_divide",
+        ),
         ({"budgets": {"hours": 1e-3}, "gpu": H100, "tokens_per_parameter": 200.0}, "--hours", "out_of_range"),
     ],
 )
 def test_refused(options: dict[str, Any], setting: str, kind: str, tmp_path: Path) -> None:
     assert issue(options, tmp_path) == (setting, kind)
+
+
+def test_a_file_without_a_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        plan_budget(BudgetOptions({"hours": 24.0}, H100), tmp_path / "none" / "planned.yaml")
+    assert (refused.value.issues[0].setting, refused.value.issues[0].kind) == ("--out", "not_found")
 
 
 def test_the_nearest_gpu_is_named(tmp_path: Path) -> None:
