@@ -100,6 +100,8 @@ def plan_budget(
     frontier = results.read(options.frontier, FrontierFile) if options.frontier else None
     if issues := _issues(options, frontier):
         raise ConfigError(issues)
+    if page is not None:
+        check_folder("--page", page)
     if page is not None and not may_replace(page):
         message, hint = f"{page} is no page of bert-dp and would be replaced", "name another file"
         raise ConfigError([Issue("--page", "exists", message, str(page), hint=hint)])

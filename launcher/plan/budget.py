@@ -259,7 +259,7 @@ def gpu_rate(config: Config, gpu: str, gpus: int, link: str | None, precision: s
 def measured_rate(parameters: float, rates: Mapping[float, float], source: str) -> Rate:
     """Interpolate measured tokens/s by parameters, in logarithms, and extrapolate by the nearest two.
 
-    The interval is Student-free: twice the root mean square error of each inner size left out, at least 5 %,
+    The interval is twice the root mean square error of each inner size left out, at least 5 %,
     and its square for each factor of e beyond the sizes.
     """
     sizes = sorted(rates)

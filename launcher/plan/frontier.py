@@ -51,10 +51,6 @@ class LossLaw:
         ratio = math.pow(self.a * self.A / (self.b * self.B), 1 / (self.a + self.b))
         return ratio * math.pow(budget_flops / self.flops, self.exponent)
 
-    def best_tokens(self, budget_flops: float) -> float:
-        """Return the tokens that the best number of parameters leaves of the budget."""
-        return budget_flops / self.flops / self.best_parameters(budget_flops)
-
     def best_loss(self, budget_flops: float) -> float:
         """Return the loss at the best number of parameters."""
         parameters = self.best_parameters(budget_flops)
