@@ -203,11 +203,10 @@ def _locate(config: Config, step: int, run_dir: Path | None) -> tuple[int, int]:
         for line in files.read_lines(run_dir / "metrics.jsonl") if run_dir else ():
             if line["step"] == step:
                 return line["samples"] - line["global_batch"], line["global_batch"]
-        if config.schedule.clock is not None:
-            unit = config.schedule.clock[0]
-            message = f"{step} has no line in metrics.jsonl, and the batch follows a budget in {unit}"
+        if config.schedule.hours is not None:
+            message = f"{step} has no line in metrics.jsonl, and the batch follows a budget in hours"
             hint = "name a logged step"
-            raise ConfigError([Issue("step", "not_found", message, step, f"schedule.{unit}", hint)])
+            raise ConfigError([Issue("step", "not_found", message, step, "schedule.hours", hint)])
         samples = 0
         for done in range(step - 1):
             samples += batch_at(batch, progress_at(config, done, samples, 0.0))

@@ -68,8 +68,6 @@ class TrainState:
     """Step of `heldout`."""
     eval_s: float = 0.0
     """Seconds spent in evaluations."""
-    last_eval_s: float | None = None
-    """Seconds of the last evaluation."""
     abort_reason: Failure | None = None
     """Failure for which the run must end."""
 

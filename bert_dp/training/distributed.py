@@ -18,7 +18,6 @@ from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from bert_dp.config import ConfigError, Issue
 from bert_dp.files import INIT_FILE
-from bert_dp.files.ledger import Spending
 from bert_dp.training.devices import HostAndDevice, own_host_and_device
 from bert_dp.training.process import World
 
@@ -199,27 +198,19 @@ class Stop:
 
 
 class SharedClock:
-    """What is spent of a budget on rank 0's clock and the stop request of any rank, the same on every rank.
-
-    Spent are elapsed seconds, or with `spending` its amount, dollars or kWh.
+    """Elapsed seconds on rank 0's clock and the stop request of any rank, the same on every rank.
 
     `exchange` returns what was sent one step earlier and sends the next, so no step waits for it. Rank 0
-    sends what it expects when the next step begins: its reading and the time of the step that ended last.
+    sends when it expects the next step to begin: its reading plus the time of the step that ended last.
     """
 
     def __init__(
-        self,
-        comm: HostCollectives,
-        elapsed_s: float = 0.0,
-        now: Callable[[], float] = time.monotonic,
-        spending: Spending | None = None,
+        self, comm: HostCollectives, elapsed_s: float = 0.0, now: Callable[[], float] = time.monotonic
     ):
         self._comm = comm
         self._now = now
         self._origin = now() - elapsed_s
-        self.spending = spending if comm.world.rank == 0 else None
-        self._by_amount = spending is not None
-        self._shared = 0.0 if spending else elapsed_s  # what the last exchange returned
+        self._shared_s = elapsed_s  # what the last exchange returned
         self._step_began_s = elapsed_s
         self._step_s: float | None = None  # None until the first step has ended
         self._pending: Callable[[], list[float]] | None = None
@@ -228,38 +219,25 @@ class SharedClock:
         """Return this rank's own reading: for records, never for decisions."""
         return self._now() - self._origin
 
-    def spent(self, later_s: float = 0.0) -> float:
-        """Return this rank's reading of what is spent in `later_s` seconds; 0 of an amount on other ranks."""
-        if self._by_amount:
-            return self.spending.amount(later_s) if self.spending else 0.0
-        return self.elapsed_s() + later_s
-
-    def saved_s(self) -> float:
-        """Return elapsed seconds for a checkpoint; of a budget in hours progress never falls, also where a
+    def spent_s(self) -> float:
+        """Return the spent seconds of a budget in hours, for a checkpoint: progress never falls, also where a
         run that goes on from it had expected a longer step."""
-        return self.elapsed_s() if self._by_amount else max(self.elapsed_s(), self._shared)
+        return max(self.elapsed_s(), self._shared_s)
 
-    def exchange(self, stop: Stop, pause_s: float = 0.0) -> tuple[float, Stop]:
-        """Return what is spent at the beginning of this step, which never falls, and the request of any rank.
+    def exchange(self, stop: Stop) -> tuple[float, Stop]:
+        """Return elapsed_s at the beginning of this step, which never falls, and the request of any rank.
 
-        The first exchange returns the elapsed_s that this clock began with, or rank 0's reading of an amount.
-        The second waits for rank 0's reading: no step has been timed before. `pause_s`: expected between this
-        step and the next one. Collective.
+        The first exchange returns the elapsed_s that this clock began with. The second waits for rank 0's
+        reading: no step has been timed before. Collective.
         """
         self._step_began_s = self.elapsed_s()
         if self._pending is None:
-            begins = self._step_s is None and not self._by_amount
-            self._send(self._shared if begins else self.spent(), stop)
-        spent, wanted = self._receive()
-        self._shared = max(self._shared, spent)
+            self._send(self._shared_s if self._step_s is None else self._step_began_s, stop)
+        elapsed_s, wanted = self._receive()
+        self._shared_s = max(self._shared_s, elapsed_s)
         if self._step_s is not None:
-            self._send(self.spent(self._step_s + pause_s), stop)
-        return self._shared, wanted
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of the step that ended last."""
-        return self._step_s or 0.0
+            self._send(self._step_began_s + self._step_s, stop)
+        return self._shared_s, wanted
 
     def end_step(self) -> None:
         """Time the step that began at the last exchange; called before evaluation and saving."""
@@ -270,22 +248,22 @@ class SharedClock:
         if self._pending is None:
             self._send(0.0, stop)
             return self._receive()[1]
-        spent, wanted = self._receive()
-        self._send(spent, stop)
+        elapsed_s, wanted = self._receive()
+        self._send(elapsed_s, stop)
         return wanted
 
     def finish(self) -> None:
         if self._pending is not None:
             self._receive()
 
-    def _send(self, spent: float, stop: Stop) -> None:
-        """Start an exchange; of what is spent only rank 0's reading counts."""
-        mine = spent if self._comm.world.rank == 0 else 0.0
+    def _send(self, elapsed_s: float, stop: Stop) -> None:
+        """Start an exchange; of elapsed_s only rank 0's counts."""
+        mine = elapsed_s if self._comm.world.rank == 0 else 0.0
         self._pending = self._comm.max_async([mine, float(stop.signal), float(stop.failed)])
 
     def _receive(self) -> tuple[float, Stop]:
         """Wait for the exchange that was started."""
         assert self._pending is not None
-        spent, signal, failed = self._pending()
+        elapsed_s, signal, failed = self._pending()
         self._pending = None
-        return spent, Stop(int(signal), bool(failed))
+        return elapsed_s, Stop(int(signal), bool(failed))

@@ -199,10 +199,10 @@ def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> TrainingOu
     trainer.trace.reached(state.step, meter)
     while True:
         heartbeat.enter("data", state.step + 1)
-        spent, stop = clock.exchange(stop_request(trainer, state), pause_s(config, state, clock))
+        elapsed_s, stop = clock.exchange(stop_request(trainer, state))
         if config.parallel.engine == "independent":
             meter.timers.restart()  # what copies wait for each other is no part of their steps
-        progress = progress_at(config, state.step, state.samples, spent)
+        progress = progress_at(config, state.step, state.samples, elapsed_s)
         if stop or progress >= 1.0:
             break
         state.progress, state.global_batch = progress, batch_at(config.batch, progress)
@@ -222,14 +222,12 @@ def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> TrainingOu
         if state.step % config.log.every_steps == 0:
             log_steps(trainer, state, clock)
         clock.end_step()
-        if clock.spending is not None:
-            clock.spending.reserve(evaluation_s(config, state, clock))
         if config.eval.every_steps and state.step % config.eval.every_steps == 0:
             with meter.paused():
                 evaluate_and_write(trainer, state, clock)
         if config.checkpoint.every_steps and state.step % config.checkpoint.every_steps == 0:
             with meter.paused():
-                save(trainer, state, clock.saved_s())
+                save(trainer, state, clock.spent_s())
     trainer.trace.reached(state.step, meter, at_end=True)
     return _finish(trainer, state, clock, stop)
 
@@ -258,7 +256,7 @@ def _finish(trainer: Trainer, state: TrainState, clock: SharedClock, stop: Stop)
         nothing = metrics.nothing_learned(trainer.config, precision, skipped, state.step)
         state.request_abort(nothing, "not_finite")
     is_due = not (stop or state.abort_reason or state.step == state.evaluated_step)
-    unsaved = save(trainer, state, clock.saved_s(), wait=True) if is_due else None
+    unsaved = save(trainer, state, clock.spent_s(), wait=True) if is_due else None
     if is_due:  # after the save: an error here must not cost the run
         evaluate_and_write(trainer, state, clock)
         if state.step != state.evaluated_step:  # a signal came meanwhile, or nothing is held out
@@ -266,7 +264,7 @@ def _finish(trainer: Trainer, state: TrainState, clock: SharedClock, stop: Stop)
     clock.finish()
     failure = trainer.comm.broadcast_model(state.abort_reason or trainer.checkpointer.abort_reason, Failure)
     if failure is None:  # else the state may be what made it fail, and must not push out the good ones
-        failure = unsaved if is_due else save(trainer, state, clock.saved_s(), wait=True)
+        failure = unsaved if is_due else save(trainer, state, clock.spent_s(), wait=True)
     return TrainingOutcome(
         signal=0 if stop.failed else stop.signal, failure=failure, checkpoint=trainer.checkpointer.newest
     )
@@ -278,7 +276,7 @@ def log_steps(trainer: Trainer, state: TrainState, clock: SharedClock) -> None:
     gc.collect()  # on all ranks at once, while a device still works; whole, as only what is new is walked
     epoch = state.samples // trainer.data.num_samples
     elapsed_s = clock.elapsed_s()
-    progress = progress_at(trainer.config, state.step, state.samples, clock.spent())  # after the step
+    progress = progress_at(trainer.config, state.step, state.samples, elapsed_s)  # after the step
     line = trainer.meter.flush(state, epoch=epoch, progress=progress, elapsed_s=elapsed_s)
     norm_pairs = trainer.engine.norm_pairs
     norms = norm_pairs.drain(trainer.comm, state.step) if norm_pairs is not None else []
@@ -309,29 +307,13 @@ def watch_loss(trainer: Trainer, state: TrainState, loss: float) -> None:
         state.recent_losses = [*recent, loss][-metrics.WINDOW :]
 
 
-def pause_s(config: Config, state: TrainState, clock: SharedClock) -> float:
-    """Return the seconds of the evaluation that is due after the next step, of a budget in dollars or kWh."""
-    every = config.eval.every_steps
-    is_due = clock.spending is not None and every and (state.step + 1) % every == 0
-    return evaluation_s(config, state, clock) if is_due else 0.0
-
-
-def evaluation_s(config: Config, state: TrainState, clock: SharedClock) -> float:
-    """Estimate the seconds of the last evaluation: those of the one before, else a third of what training
-    takes for as many sequences, as a step is three forward passes."""
-    if state.last_eval_s is not None:
-        return state.last_eval_s
-    return clock.step_s * config.eval.max_sequences / max(1, state.global_batch) / 3
-
-
 def evaluate_and_write(trainer: Trainer, state: TrainState, clock: SharedClock) -> None:
     """Evaluate and write a line of evals.jsonl. Collective."""
     trainer.heartbeat.enter("evaluate", state.step)
     start = clock.elapsed_s()
     measured = evaluate(trainer, lambda: bool(clock.poll_stop(stop_request(trainer, state))), trainer.run_dir)
     elapsed = clock.elapsed_s()
-    state.last_eval_s = elapsed - start
-    state.eval_s += state.last_eval_s
+    state.eval_s += elapsed - start
     if measured is not None:
         state.heldout, state.evaluated_step = measured, state.step
     if trainer.comm.world.rank == 0 and measured:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fnmatch
-import itertools
 import os
 import stat
 import sys
@@ -39,7 +38,6 @@ from bert_dp.config import (
 )
 from bert_dp.config.checks import ProfilePlan, profile_issues
 from bert_dp.cost import flops_per_token, num_parameters, rank_memory_gib
-from bert_dp.files.ledger import Ledger, Prices, energy_counters, read_spent
 from bert_dp.files.models import Failure, Summary
 from launcher import results
 from launcher.job import Job, built_data, input_issues, lock_output_dir, place_issues, prepare_data
@@ -183,18 +181,8 @@ def run_locked(
     record.write_text(run_dir / "config.yaml", dump_config(config))
     log(f"launcher: {launcher}")
     loggers = Loggers(run_dir, config.log.to, log)
-    began_s = time.monotonic() - (time.time() - psutil.Process().create_time())
-    counters = energy_counters([gpu.index for gpu in job.machine.gpus[:ranks]] if job.gpus else [])
-    if config.schedule.kwh is not None and not counters and config.run.watts_per_device is None:
-        message, hint = "no energy counter can be read", "set the mean power of a device"
-        raise ConfigError([Issue("run.watts_per_device", "missing", message, None, "schedule.kwh", hint)])
-    ledger = Ledger(run_dir, ranks, Prices.of(config.run), counters, began_s=began_s)
-    ledger.start()
-    attempts = itertools.count()
 
     def attempt(ranks: int, resume: str) -> processes.RunOutcome:
-        if next(attempts):
-            ledger.restart(ranks)
         watch = hangs.Watch(
             run_dir, log, hang_after_s=config.run.hang_after_s, end_hung_after_s=config.run.end_hung_after_s
         )
@@ -211,12 +199,11 @@ def run_locked(
                 options=profile.options(ranks) if profile is not None else (),
             )
 
-    with contextlib.closing(ledger), loggers:
+    with loggers:
         result = restarts.supervise(attempt, config, run_dir, ranks, resume, policy, log)
     if result.failure is not None:
         print_failure(result.failure, run_dir, console)
-    command_s = time.time() - psutil.Process().create_time()
-    processes.complete_summary(run_dir, command_s=command_s, spent=read_spent(run_dir))
+    processes.complete_summary(run_dir, command_s=time.time() - psutil.Process().create_time())
     report = of_directories([run_dir])
     page = run_dir / PAGE if write_or_warn(report, run_dir / PAGE) else None
     if result.failure is None:
@@ -354,10 +341,8 @@ def is_complete(run_dir: Path, config: Config, resume: str) -> bool:
     newest = record.newest_checkpoint_facts(run_dir)
     if resume != "auto" or summary is None or newest is None or summary.status != "done":
         return False
-    facts, spent = newest[1], newest[1].elapsed_s
-    if config.schedule.dollars is not None or config.schedule.kwh is not None:
-        return facts.step == summary.step  # it has left what it kept for its end
-    return progress_at(config, facts.step, facts.samples, spent) >= 1.0
+    facts = newest[1]
+    return progress_at(config, facts.step, facts.samples, facts.elapsed_s) >= 1.0
 
 
 # --- memory
@@ -476,10 +461,6 @@ def describe_length(config: Config, step_tokens: int | None) -> str:
         hours = f"{schedule.hours:g} h"
         length = hours if schedule.hours >= 1 else f"{format_duration(schedule.hours * 3600)} ({hours})"
         length += " on rank 0's clock"
-    if schedule.dollars is not None:
-        length = f"{schedule.dollars:g} $ at {config.run.price_per_device_hour:g} $ per device and hour"
-    if schedule.kwh is not None:
-        length = f"{schedule.kwh:g} kWh"
     if schedule.epochs is not None:
         length = f"{schedule.epochs:g} epochs of the data, which are not built yet"
     tokens = schedule.tokens
@@ -502,7 +483,7 @@ def describe_data(config: Config, manifest: Manifest | ExamplesManifest | None) 
     else:
         train = manifest.train
         line = f"{train.sequences:,} sequences of {manifest.sequence_length} tokens"
-        if schedule.clock is not None or (schedule.steps is not None and config.batch.ramp_fraction):
+        if schedule.hours is not None or (schedule.steps is not None and config.batch.ramp_fraction):
             return line  # how much that is shows only as it runs
         passes = (schedule.tokens or (steps or 0) * size * manifest.sequence_length) / train.tokens
     if passes is None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from bert_dp import files
 from bert_dp.config import (
-    BUDGETS,
     BuildConfig,
     CheckpointConfig,
     Config,
@@ -130,9 +129,6 @@ def tune_lr(
 
 def length_issues(config: Config, options: LrOptions, tokens: int | None = None) -> list[Issue]:
     """Return why whole runs are too short for two rungs; `tokens`: as measured for a budget in hours."""
-    if config.schedule.clock and config.schedule.hours is None and options.tokens is None:
-        message = f"needed for a budget in {config.schedule.clock[0]}"
-        return [Issue("--tokens", "missing", message, None, "schedule", "give the tokens of the whole run")]
     tokens = tokens or options.tokens or full_tokens(config)
     least = SHORT_RATIO * step_tokens(config)
     if tokens is None or tokens >= least:
@@ -349,8 +345,7 @@ def whole_steps(config: Config, tokens: float) -> int:
 
 
 def full_tokens(config: Config) -> int | None:
-    """Return the tokens of the configured run with its batch ramp; None for a budget
-    that passes by itself."""
+    """Return the tokens of the configured run with its batch ramp; None for a budget in hours."""
     batch, steps = config.batch, config.schedule.steps
     if steps is None:
         return config.schedule.tokens
@@ -381,7 +376,7 @@ def trial_config(config: Config, shards: Path, lr: float, tokens: int, seed: int
         # progress in steps ramps otherwise than in tokens
         share = tokens / (full_tokens(config) or tokens)
         budget = {"tokens": None, "steps": max(1, round(share * config.schedule.steps))}
-    return with_settings(_bare(config, shards, lr, seed), schedule=dict.fromkeys(BUDGETS) | budget)
+    return with_settings(_bare(config, shards, lr, seed), schedule={**budget, "hours": None})
 
 
 def range_config(config: Config, shards: Path, steps: int) -> Config:

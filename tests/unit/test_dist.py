@@ -248,7 +248,7 @@ def check_clock(comm: HostCollectives) -> None:
     assert ticks == expected
     assert comm.all_gather([t for t, _ in ticks]).tolist() == [[t for t, _ in expected]] * size
     assert clock.elapsed_s() == 50.0 + 1170.0 * (1.0 + rank)  # its own reading
-    assert clock.saved_s() == max(2200.0, clock.elapsed_s())
+    assert clock.spent_s() == max(2200.0, clock.elapsed_s())
     assert clock.exchange(Stop())[0] == 2200.0, "never falls"
     clock.finish()
     clock.finish()  # twice is harmless
