@@ -7,7 +7,8 @@ the same tokens and masks: exactly a quarter of every sequence, 26/3/3 of 32. Dr
 original by eval mode, as it pretrains). All use torch's fused AdamW with the recipe's numbers, so only the
 models and the loop around them differ; ours runs by bert_dp.training.loop.train_step and the `single` engine.
 
-    ours         bert_dp.model.bert, crammed variant       eager, regions (compile_parts), whole
+    ours         bert_dp.model.bert, crammed variant       eager, regions (compile_parts), whole,
+                                                           narrow (regions, residual stream in bf16)
     bert         transformers BertForMaskedLM         eager, whole; head over all positions, as published
     modernbert   transformers ModernBertForMaskedLM   eager, whole; sparse prediction, global attention, RoPE
     cramming     the original code of a checkout      eager, whole; sparse prediction
@@ -58,7 +59,7 @@ from benchmarks.turns import aligned, ratios, spread, tell, with_range
 LR, BETAS, EPS, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.98), 1e-12, 0.01, 0.5
 MASK_RATE, MASK_ID, IGNORE = 0.25, 6, -100
 MODES = {
-    "ours": ("eager", "regions", "whole"),
+    "ours": ("eager", "regions", "whole", "narrow"),
     "bert": ("eager", "whole"),
     "modernbert": ("eager", "whole"),
     "cramming": ("eager", "whole"),
@@ -231,9 +232,10 @@ def make_ours(o: argparse.Namespace, mode: str) -> tuple[Callable[..., tuple[flo
 
     device = torch.device(o.device)
     precision = choose_precision(o.precision, device)
-    bare = build_model(model_config(o), o.sequence, o.seed).to(device)
+    config = model_config(o).model_copy(update={"residual_dtype": "bf16" if mode == "narrow" else "full"})
+    bare = build_model(config, o.sequence, o.seed).to(device)
     model: Any = bare
-    if mode == "regions":
+    if mode in ("regions", "narrow"):
         compile_parts(bare, o.sequence)
     if mode == "whole":
         model = torch.compile(bare, dynamic=False)

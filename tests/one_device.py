@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
 
 from bert_dp.training import distributed
 
@@ -23,3 +26,14 @@ def share_device() -> None:
 
     torch.distributed.init_process_group = init
     distributed.check_places = lambda places, tensor: None
+    functional.all_gather_tensor = gather_now
+
+
+def gather_now(tensor: Tensor, dim: int, group: Any, tag: str = "") -> Tensor:
+    """Gather along `dim` and wait. torch's own asynchronous form, by which DTensor unshards, ends in a
+    segmentation fault with CUDA tensors over gloo (torch 2.11)."""
+    mesh, mesh_dim = group
+    members = mesh.get_group(mesh_dim)
+    parts = [torch.empty_like(tensor) for _ in range(members.size())]
+    torch.distributed.all_gather(parts, tensor, group=members)
+    return torch.cat(parts, dim)

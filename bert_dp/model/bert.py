@@ -18,7 +18,19 @@ from torch import Tensor, nn
 
 from bert_dp.config import ModelConfig
 from bert_dp.model.interface import Model
-from bert_dp.model.kernels import KeyedDropout, Linear, add_row_gradients, fold_in, linear, widened
+from bert_dp.model.kernels import (
+    HAS_TRITON,
+    KeyedDropout,
+    Linear,
+    add_row_gradients,
+    fold_in,
+    linear,
+    takes_gpu_kernel,
+    widened,
+)
+
+if HAS_TRITON:
+    from bert_dp.model import gpu_kernels
 
 INIT_STD = 0.02
 IGNORE = -100  # label of a position that counts for nothing
@@ -164,13 +176,18 @@ class Attention(nn.Module):
         qkv = self.Wqkv(x_BSH)
         if self.q_bias is not None and self.v_bias is not None:
             qkv = qkv + torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias]).to(qkv.dtype)
+        drops = self.training and self.drop_probabilities.p > 0
+        plain = cos_SD is None and real_B11S is None and not drops
+        if plain and takes_gpu_kernel(qkv) and gpu_kernels.fits(length, self.head_size):
+            heads = qkv.shape[-1] // 3 // self.head_size
+            return self.drop(self.Wo(gpu_kernels.packed_attention(qkv, heads)), seed_B)
         q, k, v = (
             part.view(batch, length, -1, self.head_size).transpose(1, 2) for part in qkv.chunk(3, dim=-1)
         )  # each [B, A, S, D], A the heads that this rank's weights make
         if cos_SD is not None and sin_SD is not None:
             cos, sin = cos_SD[:length].to(q.dtype), sin_SD[:length].to(q.dtype)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if (self.training and self.drop_probabilities.p) or is_slow_in_kernel(q):
+        if drops or is_slow_in_kernel(q):
             out_BASD = self._attend_in_full(q, k, v, real_B11S, seed_B)
         else:
             out_BASD = F.scaled_dot_product_attention(q, k, v, attn_mask=real_B11S)
@@ -206,7 +223,9 @@ class MLP(nn.Module):
 
     def forward(self, x_BSH: Tensor, seed_B: Tensor | None) -> Tensor:
         x = self.Wi(x_BSH)
-        if self.gated:
+        if self.gated and takes_gpu_kernel(x):
+            x = gpu_kernels.gated_gelu(x)
+        elif self.gated:
             x, gate = x.chunk(2, dim=-1)  # the recipe gates with the first half; the same up to a renaming
             x = F.gelu(x) * gate
         else:

@@ -7,6 +7,7 @@ the rank or the shard that a number falls to, and a block that is computed again
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import torch
@@ -24,6 +25,14 @@ USES_ONEDNN = (
     and torch.backends.mkldnn.is_available()
     and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 )
+
+HAS_TRITON = torch.version.cuda is not None and importlib.util.find_spec("triton") is not None
+
+
+def takes_gpu_kernel(x: Tensor) -> bool:
+    """Return True where bert_dp.model.gpu_kernels takes `x`: 16 bits on an NVIDIA GPU, not exported."""
+    narrow = x.dtype in (torch.bfloat16, torch.float16)
+    return HAS_TRITON and narrow and x.device.type == "cuda" and not torch.compiler.is_exporting()
 
 
 @torch.library.custom_op("bert_dp::matmul_nt", mutates_args=())

@@ -59,6 +59,7 @@ check = functools.partial(Part, side_by_side=True)
 PARTS: dict[str, Part] = {
     "machine": Part(gpu.machine, least_s=20),
     "lookup": check(checks.lookup),
+    "kernels": check(checks.kernels),
     "engines": check(checks.engines),
     "2-ranks-on-one-gpu": check(functools.partial(checks.one_gpu, ranks=2)),
     "4-ranks-on-one-gpu": check(functools.partial(checks.one_gpu, ranks=4)),
@@ -71,12 +72,17 @@ PARTS: dict[str, Part] = {
     "compile": check(gpu.compile_kernels),
     "rates": Part(gpu.rates, 90, 20),
     "step": Part(functools.partial(gpu.step, variants=",".join((*gpu.VARIANTS, "matmul:eager"))), 240),
+    "bert": Part(
+        functools.partial(gpu.step, variants="ours:regions,bert:whole", micro=128), 120, in_short=False
+    ),
     "profile": Part(gpu.profile, 110, 40),
     "pretrain": Part(gpu.pretrain, 330, 95),
     "timers": Part(checks.timers, 60, 30),
     "tune": Part(gpu.tune, 260, 110),
     "micro-512": Part(
-        functools.partial(gpu.step, variants="ours:regions,matmul:eager", micro=512, accumulation=2),
+        functools.partial(
+            gpu.step, variants="ours:regions,ours:narrow,matmul:eager", micro=512, accumulation=2
+        ),
         120,
         in_short=False,
     ),

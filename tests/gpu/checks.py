@@ -5,6 +5,7 @@ function. In the short form the device is the CPU and everything is tiny, which 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import os
 import time
@@ -17,6 +18,7 @@ import torch
 from bert_dp.config import load_config
 from bert_dp.measure.profile_step import lone_trainer
 from bert_dp.model.bert import TiedLookup
+from bert_dp.model.kernels import HAS_TRITON
 from bert_dp.training.devices import synchronize
 from bert_dp.training.loop import Trainer
 from bert_dp.training.metrics import Timers
@@ -229,6 +231,51 @@ def lookup(place: Place) -> Found:
     assert weight.grad is not None
     far = ((weight.grad.cpu().double() - wanted).norm() / wanted.norm()).item()
     return Found({"relative_error": far}, [] if far < 1e-6 else [f"lookup gradient off by {far:.1e}"])
+
+
+def kernels(place: Place) -> Found:
+    """The project's own GPU kernels and their gradients in bf16, beside fp64."""
+    if place.short or not HAS_TRITON:
+        return Found({"skipped": "the kernels run on NVIDIA GPUs alone"}, [])
+    from bert_dp.model import gpu_kernels
+
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(place.device, torch.bfloat16)
+
+    def attention(heads: int, qkv_BS3H: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = qkv_BS3H.shape
+        q, k, v = (x.view(batch, length, heads, -1).transpose(1, 2) for x in qkv_BS3H.chunk(3, -1))
+        score_BASS = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
+        return (score_BASS.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+    def gated(x_gate: torch.Tensor) -> torch.Tensor:
+        x, gate = x_gate.chunk(2, -1)
+        return torch.nn.functional.gelu(x) * gate
+
+    cases: dict[str, tuple[Any, Any, torch.Tensor]] = {}
+    for heads, size, length in itertools.product((1, 3), (16, 32, 64), (1, 16, 100, 128)):
+        cases[f"attention of {heads} heads of {size}, {length} tokens"] = (
+            functools.partial(gpu_kernels.packed_attention, heads=heads),
+            functools.partial(attention, heads),
+            random(5, length, 3 * heads * size),
+        )
+    for rows, columns in itertools.product((1, 7, 640), (24, 512, 1536)):
+        cases[f"gated GELU of {rows} x {columns}"] = gpu_kernels.gated_gelu, gated, random(rows, 2 * columns)
+    far: dict[str, float] = {}
+    for name, (kernel, reference, x) in cases.items():
+        x, wide = x.requires_grad_(), x.detach().double().requires_grad_()
+        out, wanted = kernel(x), reference(wide)
+        grad = random(*out.shape)
+        out.backward(grad)
+        wanted.backward(grad.double())
+        assert x.grad is not None
+        assert wide.grad is not None
+        pairs = ((out, wanted), (x.grad, wide.grad))
+        far[name] = max(((a.double() - b).norm() / b.norm()).item() for a, b in pairs)
+    problems = [f"{name}: relative error {found:.1e}" for name, found in far.items() if not found < 5e-3]
+    return Found({"cases": len(far), "greatest_relative_error": max(far.values())}, problems)
 
 
 def timers(place: Place) -> Found:
