@@ -29,11 +29,11 @@ def share_device() -> None:
     functional.all_gather_tensor = gather_now
 
 
-def gather_now(tensor: Tensor, dim: int, group: Any, tag: str = "") -> Tensor:
-    """Gather along `dim` and wait. torch's own asynchronous form, by which DTensor unshards, ends in a
+def gather_now(tensor: Tensor, gather_dim: int, group: Any) -> Tensor:
+    """Gather along `gather_dim` and wait. torch's own asynchronous form, by which DTensor unshards, ends in a
     segmentation fault with CUDA tensors over gloo (torch 2.11)."""
     mesh, mesh_dim = group
     members = mesh.get_group(mesh_dim)
     parts = [torch.empty_like(tensor) for _ in range(members.size())]
     torch.distributed.all_gather(parts, tensor, group=members)
-    return torch.cat(parts, dim)
+    return torch.cat(parts, gather_dim)

@@ -111,7 +111,7 @@ def packed_attention(qkv_BS3H: Tensor, heads: int) -> Tensor:
     out = qkv_BS3H.new_empty(batch, length, width // 3)
     size = width // 3 // heads
     block = max(16, triton.next_power_of_2(length))
-    wrap_triton(attend)[(batch * heads,)](qkv_BS3H, out, length, size**-0.5, heads, size, block, num_warps=4)
+    wrap_triton(attend)[(batch * heads,)](qkv_BS3H, out, length, size**-0.5, heads, size, block, num_warps=8)
     return out
 
 

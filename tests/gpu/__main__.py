@@ -243,7 +243,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 def result_of(name: str, one: Running, late: bool, out: Path) -> dict[str, Any]:
     """The result of a part that has ended, or how it ended; keeps its records in raw/NAME."""
     found = files.read_json(one.folder / "found.json")
-    if one.process.returncode != 0 or found is None:
+    if found is None or (one.process.returncode != 0 and not late):  # what is written is complete
         code = one.process.returncode
         how = f"was ended after {one.limit_s:.0f} s" if late else f"ended with exit code {code}"
         said = last_error((out / "logs" / f"{name}.log").read_text(errors="replace"))
