@@ -43,14 +43,16 @@ def num_parameters(model: ModelConfig, sequence_length: int) -> int:
     count = linear_parameters(model)
     if model.bias:
         count += layers * (3 * h + i * (2 if model.mlp == "geglu" else 1) + h)  # q, v, attention out; Wi; Wo
-    norms = 2 * layers - (0 if model.first_attention_norm else 1) + 2  # blocks, embedding, final
-    count += model.vocab_size * h + norms * norm
+    norms = 2 * layers - (0 if model.first_attention_norm else 1) + 1  # blocks, embedding
+    norms += model.norm_position == "pre"  # final
+    count += model.vocab_size * h + norms * norm + model.token_types * h
+    count += model.vocab_size if model.decoder_bias else 0
     if model.head == "dense":
         count += h * h + norm + (h if model.bias else 0)
     if model.position == "scaled_sinusoidal":
         count += 1
     if model.position == "learned":
-        count += sequence_length * h
+        count += (model.max_positions or sequence_length + model.position_offset) * h
     return count
 
 

@@ -32,9 +32,9 @@ from bert_dp.config import (
     engine_facts,
     flat,
     hf_directory,
+    hf_issues,
     init_issues,
     load_config,
-    modernbert_issues,
     read_data,
     read_manifest,
 )
@@ -196,7 +196,7 @@ def input_issues(config: Config) -> list[Issue]:
     if init_from is not None and not Path(foreign or init_from).exists():
         missing("run.init_from", f"{foreign or init_from} does not exist")
     elif foreign is not None:
-        issues += modernbert_issues(foreign, config)
+        issues += hf_issues(foreign, config)
     elif init_from is not None:
         checkpoint = files.newest_checkpoint_facts(Path(init_from))
         if checkpoint is None:

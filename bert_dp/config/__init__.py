@@ -3,7 +3,6 @@
 from bert_dp.config.batch import BatchLayout, batch_at, batch_layout, peak_lr, progress_at, with_budget
 from bert_dp.config.checks import (
     BF16_UNITS,
-    HF,
     Kind,
     bf16_units,
     changed_settings,
@@ -11,9 +10,7 @@ from bert_dp.config.checks import (
     decide_precision,
     differing_settings,
     flat,
-    hf_directory,
     init_issues,
-    modernbert_issues,
     native_class,
     native_head,
     native_issues,
@@ -22,6 +19,7 @@ from bert_dp.config.checks import (
 )
 from bert_dp.config.engines import ENGINES, OPTIMIZERS, benchmark_names, computes_alone, engine_facts, sharded
 from bert_dp.config.errors import ConfigError, Issue, IssueKind, install_command
+from bert_dp.config.hf import HF, HfEncoder, hf_directory, hf_issues, read_hf, tokenizer_issues
 from bert_dp.config.load import (
     dump_config,
     find_config,

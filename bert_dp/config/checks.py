@@ -7,12 +7,12 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from bert_dp.config.engines import ENGINES, OPTIMIZERS, EngineFacts, engine_facts, engines_with, sharded
-from bert_dp.config.errors import ConfigError, Issue, read_regular, refusing
+from bert_dp.config.errors import ConfigError, Issue
 from bert_dp.config.schema import (
     FREE_FROM_WEIGHTS,
     FREE_ON_RESUME,
@@ -237,7 +237,7 @@ def init_issues(source: str, old: dict[str, Any], new: Config) -> list[Issue]:
         for path, _, marks in all_settings()
         if path.startswith("model.") and FREE_FROM_WEIGHTS not in marks
     ]
-    if new.model.position == "learned":
+    if new.model.position == "learned" and new.model.max_positions is None:
         fixed.append("data.sequence_length")
     if new.run.init_keeps == "moments":
         fixed.append("optim.name")
@@ -262,23 +262,25 @@ def flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 # --- classes of transformers
 
 _CLASSES = {
-    ("rope", "layernorm"): "ModernBERT",
-    ("rope", "rmsnorm"): "EuroBERT",
-    ("learned", "layernorm"): "RobertaPreLayerNorm",
+    ("rope", "layernorm", "pre"): "ModernBERT",
+    ("rope", "rmsnorm", "pre"): "EuroBERT",
+    ("learned", "layernorm", "pre"): "RobertaPreLayerNorm",
+    ("learned", "layernorm", "post"): "BERT",
 }
 # what a class computes whatever its configuration says: setting -> the only value that it holds
 _HOLDS: dict[str, dict[str, Any]] = {
-    "ModernBERT": {"mlp": "geglu", "first_attention_norm": False},
-    "EuroBERT": {"mlp": "geglu", "first_attention_norm": True},
-    "RobertaPreLayerNorm": {"mlp": "gelu", "first_attention_norm": True},
+    "ModernBERT": {"mlp": "geglu", "first_attention_norm": False, "token_types": 0},
+    "EuroBERT": {"mlp": "geglu", "first_attention_norm": True, "token_types": 0, "local_attention": 0},
 }
-_PREDICTS_BY = {"ModernBERT": "dense", "EuroBERT": "none", "RobertaPreLayerNorm": "dense"}  # model.head
+_BERTS = ("BERT", "RoBERTa", "RobertaPreLayerNorm")
+_HOLDS |= {name: {"mlp": "gelu", "first_attention_norm": True, "local_attention": 0} for name in _BERTS}
 _OTHERWISE = "use `bert-dp export onnx`, which holds any run"
 
 
 def native_class(model: ModelConfig) -> str | None:
-    """Return the architecture of transformers with these positions and this norm, if there is one."""
-    return _CLASSES.get((model.position, model.norm))
+    """Return the architecture of transformers with these positions and norms, if there is one."""
+    name = _CLASSES.get((model.position, model.norm, model.norm_position))
+    return "RoBERTa" if name == "BERT" and model.position_offset else name
 
 
 def native_head(model: ModelConfig) -> str:
@@ -304,8 +306,10 @@ def native_issues(config: Config, kind: Kind) -> list[Issue]:
         return [Issue("finetune.head", "unsupported", message, finetune.head, hint=hint)]
     holds = {f"model.{field}": only for field, only in _HOLDS[name].items()}
     if kind == "mlm":
-        holds["model.head"] = _PREDICTS_BY[name]
-    if kind == "classifier" and name == "RobertaPreLayerNorm":
+        holds["model.head"] = "none" if name == "EuroBERT" else "dense"
+        if name == "EuroBERT":
+            holds["model.decoder_bias"] = False
+    if kind == "classifier" and name in _BERTS:
         holds["finetune.pooling"] = "cls"
     issues = []
     for path, only in holds.items():
@@ -314,93 +318,6 @@ def native_issues(config: Config, kind: Kind) -> list[Issue]:
             without_head = ", or --encoder, which leaves the head out" if path == "model.head" else ""
             issues.append(Issue(path, "unsupported", message, value, hint=_OTHERWISE + without_head))
     return issues
-
-
-# --- weights of run.init_from in the format of transformers
-
-HF = "hf:"  # before a directory in the format of transformers
-MAX_HF_BYTES = 2**22  # of config.json
-# config.json -> our setting of the same meaning
-FIELDS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_heads",
-    "intermediate_size": "intermediate_size",
-    "norm_eps": "norm_eps",
-    "norm_bias": "norm_bias",
-    "attention_bias": "bias",
-    "mlp_bias": "bias",
-}
-# config.json -> the only value that our models have
-FIXED = {"hidden_activation": "gelu", "classifier_activation": "gelu", "tie_word_embeddings": True}
-SHAPE = {"position": "rope", "norm": "layernorm", "mlp": "geglu", "first_attention_norm": False}
-THETAS = {
-    "full_attention": ("global_rope_theta", 160_000.0),
-    "sliding_attention": ("local_rope_theta", 10_000.0),
-}
-"""Kind of layer -> its field in the layout before transformers 5, and the default."""
-
-
-def hf_directory(init_from: str | None) -> Path | None:
-    """Return DIR of hf:DIR."""
-    if init_from is None or not init_from.startswith(HF):
-        return None
-    return Path(init_from.removeprefix(HF))
-
-
-def modernbert_issues(directory: Path, config: Config) -> list[Issue]:
-    """Find why the weights in `directory` do not fit this model, an issue for each field."""
-    try:
-        with refusing("run.init_from", str(directory / "config.json")):
-            settings = json.loads(read_regular(directory / "config.json", MAX_HF_BYTES))
-            if not isinstance(settings, dict):
-                raise ValueError("no object")
-    except ConfigError as error:
-        return [*error.issues]
-    if (kind := settings.get("model_type")) != "modernbert":
-        lines = [f"model_type is {kind!r}; only modernbert can be begun with"]
-    elif not (directory / "model.safetensors").is_file():
-        lines = ["no model.safetensors"]
-    else:
-        lines = [*_differences(settings, config)]
-        if config.run.init_keeps == "moments":
-            lines.append("holds weights alone; set run.init_keeps=weights")
-    return [Issue("run.init_from", "conflict", f"{directory}: {line}", str(directory)) for line in lines]
-
-
-def _differences(settings: Mapping[str, Any], config: Config) -> Iterator[str]:
-    model = config.model
-    mlm = config.objective.name == "mlm"
-    for name, value in {**SHAPE, **({"head": "dense"} if mlm else {})}.items():
-        if (ours := getattr(model, name)) != value:
-            yield f"ModernBERT has {name} {value}; set model.{name}={value}, not {ours}"
-    for theirs, name in {**FIELDS, **({"classifier_bias": "bias"} if mlm else {})}.items():
-        value, ours = settings.get(theirs), getattr(model, name)
-        if value != ours:
-            yield f"{theirs} is {value}; set model.{name}={value}, not {ours}"
-    for theirs, only in FIXED.items():
-        if (value := settings.get(theirs, only)) != only:
-            yield f"{theirs} is {value}, and our models have {only} alone"
-    if mlm and settings.get("decoder_bias", True):
-        yield "decoder_bias is true, and our decoder has no bias"
-    # every layer attends to the whole sequence with the same positions, in either layout
-    every = settings.get("global_attn_every_n_layers", 3)
-    kinds = settings.get("layer_types") or [
-        "sliding_attention" if i % every else "full_attention" for i in range(config.model.num_layers)
-    ]
-    length, window = config.data.sequence_length, settings.get("local_attention", 128)
-    if "sliding_attention" in kinds and window // 2 < length - 1:
-        yield f"local_attention is {window}, which is not global at data.sequence_length {length}"
-    parameters = settings.get("rope_parameters") or {}
-    for kind in sorted(set(kinds) & THETAS.keys()):
-        field, default = THETAS[kind]
-        rope = parameters.get(kind) or {}
-        theta = rope.get("rope_theta", settings.get(field, default))
-        if rope.get("rope_type", "default") != "default":
-            yield f"rope_parameters.{kind} has rope_type {rope['rope_type']}, and ours is default"
-        if theta != config.model.rope_theta:
-            yield f"{field} is {theta}; set model.rope_theta={theta}, not {config.model.rope_theta}"
 
 
 # --- precision

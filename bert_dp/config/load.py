@@ -8,6 +8,7 @@ Precedence, lowest first: defaults < YAML file < `--set`. Example: with `optim: 
 from __future__ import annotations
 
 import difflib
+import functools
 import itertools
 import json
 import re
@@ -19,7 +20,8 @@ import yaml
 from pydantic import ValidationError
 
 from bert_dp.config.errors import ConfigError, Issue, IssueKind, plain_message, read_regular, refusing
-from bert_dp.config.schema import BUDGETS, Config, all_settings
+from bert_dp.config.hf import hf_directory, read_hf
+from bert_dp.config.schema import BUDGETS, Config, ModelConfig, all_settings
 
 AUTO = "auto"
 MAX_CONFIG_BYTES = 1_000_000
@@ -83,10 +85,24 @@ _KINDS: Mapping[str, IssueKind] = {
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     """Resolve defaults < YAML file < overrides (`a.b=value`, the value read as YAML).
 
-    Raises ConfigError with every problem found, each with its full path and a suggestion.
+    Where run.init_from is hf:DIR, its files give the model and the tokenizer that nothing else sets. Raises
+    ConfigError with every problem found, each with its full path and a suggestion.
     """
-    levels = [] if path is None else _levels(Path(path))
-    return resolve([*levels, parse_overrides(overrides)])
+    levels = [*([] if path is None else _levels(Path(path))), parse_overrides(overrides)]
+    return resolve([*_hf_level(levels), *levels])
+
+
+def _hf_level(levels: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what the directory of run.init_from sets; nothing for a run's own configuration, which is
+    complete. Raises ConfigError."""
+    merged: dict[str, Any] = functools.reduce(_merged, levels, {})
+    sections = (merged.get(name) for name in ("run", "model"))
+    run, model = (section if isinstance(section, dict) else {} for section in sections)
+    source = run.get("init_from")
+    directory = hf_directory(source) if isinstance(source, str) else None
+    if directory is None or ModelConfig.model_fields.keys() <= model.keys():
+        return []
+    return [read_hf(directory).level()]
 
 
 def _levels(file: Path, above: tuple[Path, ...] = ()) -> list[dict[str, Any]]:

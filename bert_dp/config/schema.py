@@ -115,8 +115,9 @@ class RunConfig(Section):
     """Let a GPU add in one order, so that a resumed run is bit-equal to an undisturbed one there too; slower.
     CPU ranks do so in any case."""
     init_from: Annotated[PathText | None, FREE_ON_RESUME] = None
-    """Checkpoint or run directory whose weights start this run, or hf:DIR, a ModernBERT in the format of
-    transformers; counters and schedule start fresh."""
+    """Checkpoint or run directory whose weights start this run, or hf:DIR, a BERT, RoBERTa or ModernBERT in
+    the format of transformers, which gives the model and the tokenizer too; counters and schedule start
+    fresh."""
     init_keeps: Annotated[Literal["weights", "moments"], FREE_ON_RESUME, OnlyWith("run.init_from")] = (
         "weights"
     )
@@ -194,15 +195,36 @@ class ModelConfig(Section):
     rope_theta: Annotated[float, FREE_FROM_WEIGHTS, OnlyWith("model.position", ("rope",))] = Field(
         160_000.0, gt=0
     )
+    max_positions: Annotated[int | None, OnlyWith("model.position", ("learned",))] = Field(
+        None, ge=8, le=2**17
+    )
+    """Rows of the learned positions; null = data.sequence_length, with model.position_offset."""
+    position_offset: Annotated[int, OnlyWith("model.position", ("learned",))] = Field(0, ge=0, le=1024)
+    """Row of the first learned position (RoBERTa: 2); no token has an earlier one."""
+    token_types: int = Field(0, ge=0, le=16)
+    """Rows of the embedding of token types (BERT: 2, of a pair's two texts); 0 = none."""
+    local_attention: int = Field(0, ge=0, le=2**17)
+    """Width of the window of local layers, whose tokens attend to half of it on either side (ModernBERT:
+    128); 0 = all layers attend to the whole sequence."""
+    global_attention_every: Annotated[int, OnlyWith("model.local_attention")] = Field(3, ge=1, le=10_000)
+    """With local attention, every n-th layer, beginning with the first, attends to the whole sequence."""
+    local_rope_theta: Annotated[float, FREE_FROM_WEIGHTS, OnlyWith("model.local_attention")] = Field(
+        10_000.0, gt=0
+    )
+    """The rope_theta of local layers."""
     mlp: Literal["geglu", "gelu"] = "geglu"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_bias: Annotated[bool, OnlyWith("model.norm", ("layernorm",))] = True
     """Bias of a layernorm."""
     norm_eps: Annotated[float, FREE_FROM_WEIGHTS] = Field(1e-12, gt=0)
-    first_attention_norm: bool = True
+    norm_position: Literal["pre", "post"] = "pre"
+    """pre = before attention and MLP, and once at the end; post = after each sum (BERT, RoBERTa)."""
+    first_attention_norm: Annotated[bool, OnlyWith("model.norm_position", ("pre",))] = True
     """false = no norm before the first attention (ModernBERT)."""
     head: Literal["none", "dense"] = "none"
     """What stands before the tied decoder: nothing, or dense + GELU + norm (ModernBERT, BERT)."""
+    decoder_bias: bool = False
+    """A bias for each token in the tied decoder."""
     bias: bool = False
     """Biases in the linear layers. There is never a key bias: its gradient is exactly zero."""
     dropout: Annotated[float, FREE_FROM_WEIGHTS] = Field(0.0, ge=0, lt=1)
@@ -224,7 +246,13 @@ class ModelConfig(Section):
             raise ValueError(f"rope needs an even head size, got {self.hidden_size // self.num_heads}")
         if self.position == "scaled_sinusoidal" and self.hidden_size % 2:
             raise ValueError(f"scaled_sinusoidal needs an even hidden_size, got {self.hidden_size}")
+        if self.norm_position == "post" and not self.first_attention_norm:
+            raise ValueError("norm_position: post has a norm in every layer; use first_attention_norm: true")
         return self
+
+    def is_local(self, layer: int) -> bool:
+        """Return True if a layer, counted from 0, attends to its window alone."""
+        return self.local_attention > 0 and layer % self.global_attention_every > 0
 
 
 class ObjectiveConfig(Section):
@@ -431,6 +459,12 @@ class Config(Section):
     def _one_source(self) -> Config:
         if self.objective.name == "finetune" and self.data.path is None:
             raise ValueError("objective.name: finetune reads labelled examples; use `bert-dp finetune RUN`")
+        rows, first = self.model.max_positions, self.model.position_offset
+        if rows is not None and self.data.sequence_length > rows - first:
+            raise ValueError(
+                f"data.sequence_length: {self.data.sequence_length} is more than the model's {rows - first} "
+                f"positions; use {rows - first} or less"
+            )
         if (self.data.path is None) == (self.data.sources is None):
             which = "none" if self.data.path is None else "both"
             raise ValueError(

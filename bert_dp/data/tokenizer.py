@@ -236,18 +236,29 @@ def _frame(tokenizer: Tokenizer, special: Mapping[str, int]) -> processors.Templ
     )
 
 
-def framing_as_trained(path: Path, special: Mapping[str, int]) -> Tokenizer | None:
-    """Return the tokenizer at `path` with the frame of our examples; None where it has that frame already.
-    One made elsewhere may have another: RoBERTa's puts </s></s> between two texts."""
-    tokenizer = load(path)
+def separators_between(tokenizer: Tokenizer, special: Mapping[str, int]) -> int | None:
+    """Return the separators between two texts in the frame of a tokenizer that neither pads nor truncates: 1,
+    or 2 of RoBERTa's `</s></s>`; None for any other frame."""
     cls, sep = special["cls"], special["sep"]
     text = tokenizer.encode("a", add_special_tokens=False).ids
-    framed, pair = [cls, *text, sep], [cls, *text, sep, *text, sep]
-    if (tokenizer.encode("a").ids, tokenizer.encode("a", "a").ids) == (framed, pair):
-        return None
+    single, pair = tokenizer.encode("a").ids, tokenizer.encode("a", "a").ids
+    for count in (1, 2):
+        if (single, pair) == ([cls, *text, sep], [cls, *text, *[sep] * count, *text, sep]):
+            return count
+    return None
+
+
+def framing_as_trained(path: Path, special: Mapping[str, int]) -> Tokenizer | None:
+    """Return the tokenizer at `path` with the frame of our examples; None where it has that frame already.
+    One made elsewhere may have another, or pad."""
+    tokenizer = load(path)
+    is_plain = tokenizer.padding is None and tokenizer.truncation is None
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    tokenizer.post_processor = _frame(tokenizer, special)
+    if separators_between(tokenizer, special) is None:
+        tokenizer.post_processor = _frame(tokenizer, special)
+    elif is_plain:
+        return None
     return tokenizer
 
 

@@ -31,11 +31,11 @@ from bert_dp.data.build import Progress, shown_progress
 from bert_dp.examples.prepare import ExampleEncoder
 from bert_dp.examples.table import Columns, read_table
 from bert_dp.exporting import load_exported
-from bert_dp.files.run_facts import is_exported, read_exported, require_loaders
+from bert_dp.files.run_facts import TYPES, is_exported, read_exported, require_loaders
 from bert_dp.measure.matmul_peak import use_all_cores
 from bert_dp.model import build
 from bert_dp.model.bert import CrammedBert
-from bert_dp.model.classifier import Classifier, pool
+from bert_dp.model.classifier import Classifier, pair_types, pool
 from bert_dp.training import checkpoint
 from bert_dp.training.devices import allow_tf32, inference_precision
 from bert_dp.training.process import RunFailed
@@ -101,7 +101,8 @@ def open_predictor(run: Path, precision: str = "auto") -> Predictor:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         encoder = ExampleEncoder.load(files.tokenizer_of(loaded.path), loaded.config.data.sequence_length)
         finetune = loaded.config.finetune if isinstance(loaded.model, Classifier) else None
-        compute = on_device(loaded.model, device, precision)
+        sep = encoder.special["sep"] if loaded.config.model.token_types > 1 else None
+        compute = on_device(loaded.model, device, precision, sep)
         return Predictor(loaded.path, finetune, encoder, compute, device)
     exported = read_exported(run)
     if precision != "auto":
@@ -117,13 +118,19 @@ def open_predictor(run: Path, precision: str = "auto") -> Predictor:
         raise ConfigError([Issue("", "unsupported", str(error))]) from None
 
     def compute_tensors(ids_BS: Tensor, real_BS: Tensor) -> Tensor:
-        return torch.from_numpy(compute_arrays(ids_BS.numpy(), real_BS.long().numpy()))
+        inputs = [ids_BS, real_BS.long()]
+        if TYPES in exported.inputs:
+            inputs.append(pair_types(ids_BS, encoder.special["sep"]))
+        return torch.from_numpy(compute_arrays(*(each.numpy() for each in inputs)))
 
     return Predictor(run, exported.finetune, encoder, compute_tensors, torch.device("cpu"))
 
 
-def on_device(model: CrammedBert | Classifier, device: torch.device, precision: str = "auto") -> Compute:
-    """Move a model of ours to a device and return it as `Compute`."""
+def on_device(
+    model: CrammedBert | Classifier, device: torch.device, precision: str = "auto", sep: int | None = None
+) -> Compute:
+    """Move a model of ours to a device and return it as `Compute`. `sep`: separator that token types follow
+    from; None = the model has none."""
     chosen = inference_precision(precision, device)
     allow_tf32(chosen, device)
     model.to(device)
@@ -131,7 +138,8 @@ def on_device(model: CrammedBert | Classifier, device: torch.device, precision: 
 
     def compute(ids_BS: Tensor, real_BS: Tensor) -> Tensor:
         with torch.inference_mode(), chosen.context(device):
-            return inner(ids_BS.to(device), real_BS.to(device))
+            types_BS = None if sep is None else pair_types(ids_BS, sep).to(device)
+            return inner(ids_BS.to(device), real_BS.to(device), types_BS=types_BS)
 
     return compute
 

@@ -218,7 +218,8 @@ class EncodedExamples:
 
 @dataclasses.dataclass(frozen=True)
 class ExampleEncoder:
-    """Convert examples to `<cls> A <sep>` or `<cls> A <sep> B <sep>` of at most `length` token ids."""
+    """Convert examples to `<cls> A <sep>` or `<cls> A <sep> B <sep>` of at most `length` token ids; RoBERTa's
+    tokenizers have two separators between the texts."""
 
     tokenizer: Tokenizer
     special: dict[str, int]
@@ -226,6 +227,8 @@ class ExampleEncoder:
     length: int
     has_cls: bool = True
     """False: the examples are `A <sep>` or `A <sep> B <sep>`."""
+    separators: int = 1
+    """Between two texts."""
 
     @classmethod
     def load(cls, path: Path, length: int) -> ExampleEncoder:
@@ -234,8 +237,9 @@ class ExampleEncoder:
         special = tokens.special_ids(tokenizer, str(path))
         tokenizer.no_padding()
         tokenizer.no_truncation()
+        separators = tokens.separators_between(tokenizer, special) or 1
         tokenizer.encode_special_tokens = True  # "<sep>" in a text is text
-        return cls(tokenizer, special, length)
+        return cls(tokenizer, special, length, separators=separators)
 
     def encode(self, examples: Sequence[tuple[str, ...]]) -> EncodedExamples:
         """Tokenize, truncate and frame the examples."""
@@ -250,13 +254,15 @@ class ExampleEncoder:
                 counted, lost = count_letters(text, ids)
                 letters += counted
                 lost_letters += lost
-            kept = truncate(parts, self.length - len(head) - len(parts))
+            between = [self.special["sep"]] * (self.separators - 1)
+            frame = len(head) + len(parts) + len(between) * (len(parts) - 1)
+            kept = truncate(parts, self.length - frame)
             truncated += kept != parts
             if not all(parts):
                 textless.append(index)
             row = [*head]
-            for part in kept:
-                row += [*part, self.special["sep"]]
+            for number, part in enumerate(kept):
+                row += [*(between if number else []), *part, self.special["sep"]]
             rows.append(row)
         offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
         ids_T = np.fromiter(chain.from_iterable(rows), np.uint16, int(offsets[-1]))

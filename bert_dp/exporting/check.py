@@ -37,8 +37,8 @@ LENGTHS = (5, 37, 128)  # and the run's own
 TOLERANCES = {"hf": 1e-5, "onnx": 1e-4, "aoti": 1e-4}
 """Largest difference in fp32, of outputs up to 1; of larger ones as a share of the largest."""
 
-Inputs = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""Token ids and attention mask of a batch, each [B, S]."""
+Inputs = tuple[NDArray[np.int64], ...]
+"""Token ids, attention mask and, where the model has them, token types of a batch, each [B, S]."""
 
 
 class ExportBatch(StoredModel):
@@ -153,14 +153,16 @@ def make_batches(source: ExportSource, exported: Exported) -> list[Inputs]:
             lengths_B[0] = length
             mask_BS = (np.arange(length) < lengths_B[:, None]).astype(np.int64)
             ids_BS = rng.integers(min(first, exported.vocab_size - 1), exported.vocab_size, (size, length))
-            batches.append((np.where(mask_BS, ids_BS, exported.pad), mask_BS))
+            types_BS = np.broadcast_to(np.arange(length) >= length // 2, mask_BS.shape).astype(np.int64)
+            inputs = (np.where(mask_BS, ids_BS, exported.pad), mask_BS, types_BS)
+            batches.append(inputs[: len(exported.inputs)])
     return batches
 
 
-def reference(source: ExportSource, ids_BS: NDArray[Any], mask_BS: NDArray[Any]) -> NDArray[Any]:
+def reference(source: ExportSource, *inputs: NDArray[Any]) -> NDArray[Any]:
     """Compute a batch by our model, in fp32."""
     with torch.inference_mode():
-        outputs = source.module()(torch.from_numpy(ids_BS), torch.from_numpy(mask_BS))
+        outputs = source.module()(*map(torch.from_numpy, inputs))
     return outputs[0].numpy()
 
 
@@ -171,8 +173,8 @@ def compute_apart(
     with tempfile.TemporaryDirectory() as scratch:
         inputs, results = Path(scratch) / "in.safetensors", Path(scratch) / "out.safetensors"
         arrays: dict[str, NDArray[Any]] = {}
-        for i, (ids_BS, mask_BS) in enumerate(batches):
-            arrays |= {f"ids-{i}": ids_BS, f"mask-{i}": mask_BS}
+        for i, batch in enumerate(batches):
+            arrays |= {f"{name}-{i}": array for name, array in zip(load_exported.ARRAYS, batch, strict=False)}
         save_file(arrays, inputs)
         done = subprocess.run(
             [python, "-I", load_exported.__file__, str(directory.absolute()), str(inputs), str(results)],

@@ -2,8 +2,8 @@
 
 ModernBERT has our parameter names. EuroBERT has no norm behind its embedding: as that is all that stands
 there, the norm is applied to every row of the table beforehand, and the decoder keeps the table as it was.
-RobertaPreLayerNorm counts positions from pad_token_id + 1, and has biases everywhere: zeros where we have
-none. Axes as in bert_dp.model.bert.
+RoBERTa and RobertaPreLayerNorm count positions from pad_token_id + 1; they and BERT have biases everywhere:
+zeros where we have none. Axes as in bert_dp.model.bert.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from bert_dp.config import Config, ConfigError, Kind, native_class, native_issues
 from bert_dp.model.bert import CrammedBert, make_norm
 from bert_dp.model.classifier import Classifier
+from bert_dp.model.hf import FRONTS, PROJECTIONS, block_names, decoder_bias_name, embedding_names, head_names
 
 Named = Mapping[str, Tensor]
 Renamed = Iterator[tuple[str, Tensor]]
@@ -82,9 +83,10 @@ def _class_for(config: Config, kind: Kind) -> tuple[str, Any, Any]:
 
 
 def _modernbert_settings(config: Config, special: Mapping[str, int], kind: Kind) -> dict[str, Any]:
-    """Return the settings of global attention in every layer, in the layouts of transformers 5 and 4."""
+    """Return the settings in the layouts of transformers 5 and 4."""
     model = config.model
-    rope = {"rope_type": "default", "rope_theta": model.rope_theta}
+    has_local = model.local_attention > 0
+    local_theta = model.local_rope_theta if has_local else model.rope_theta
     return {
         "model_type": "modernbert",
         "cls_token_id": special["cls"],
@@ -93,17 +95,22 @@ def _modernbert_settings(config: Config, special: Mapping[str, int], kind: Kind)
         "norm_bias": model.norm_bias,
         "attention_bias": model.bias,
         "mlp_bias": model.bias,
-        "decoder_bias": False,
+        "decoder_bias": model.decoder_bias,
         "classifier_bias": model.bias and kind == "mlm",
         "classifier_pooling": config.finetune.pooling,
         "hidden_activation": "gelu",
         "classifier_activation": "gelu",
-        "layer_types": ["full_attention"] * model.num_layers,
-        "rope_parameters": {"full_attention": rope, "sliding_attention": rope},
-        "global_attn_every_n_layers": 1,
+        "layer_types": [
+            "sliding_attention" if model.is_local(i) else "full_attention" for i in range(model.num_layers)
+        ],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": model.rope_theta},
+            "sliding_attention": {"rope_type": "default", "rope_theta": local_theta},
+        },
+        "global_attn_every_n_layers": model.global_attention_every if has_local else 1,
         "global_rope_theta": model.rope_theta,
-        "local_rope_theta": model.rope_theta,
-        "local_attention": 2 * config.data.sequence_length,
+        "local_rope_theta": local_theta,
+        "local_attention": model.local_attention or 2 * config.data.sequence_length,
     }
 
 
@@ -124,17 +131,25 @@ def _eurobert_settings(config: Config, special: Mapping[str, int], kind: Kind) -
     }
 
 
-def _roberta_settings(config: Config, special: Mapping[str, int], kind: Kind) -> dict[str, Any]:
+def _bert_settings(config: Config, special: Mapping[str, int], kind: Kind) -> dict[str, Any]:
+    """Return the settings of BERT, RoBERTa or RobertaPreLayerNorm."""
     model = config.model
+    name = native_class(model)
+    rows = model.max_positions or config.data.sequence_length + model.position_offset
     return {
-        "model_type": "roberta-prelayernorm",
-        "max_position_embeddings": special["pad"] + 1 + config.data.sequence_length,
-        "type_vocab_size": 1,
+        "model_type": {"BERT": "bert", "RoBERTa": "roberta"}.get(name or "", "roberta-prelayernorm"),
+        "max_position_embeddings": rows - model.position_offset + _unused_positions(config, special),
+        "type_vocab_size": max(1, model.token_types),
         "layer_norm_eps": model.norm_eps,
         "hidden_act": "gelu",
         "hidden_dropout_prob": model.dropout,
         "attention_probs_dropout_prob": model.attention_dropout,
     }
+
+
+def _unused_positions(config: Config, special: Mapping[str, int]) -> int:
+    """Return the rows of the class's table before the first position."""
+    return 0 if native_class(config.model) == "BERT" else special["pad"] + 1
 
 
 # --- tensors
@@ -170,6 +185,8 @@ def _modernbert_tensors(state: Named, config: Config, special: Mapping[str, int]
         if name.endswith(".q_bias"):
             bias_3H = torch.cat([tensor, torch.zeros_like(tensor), state[name.replace(".q_", ".v_")]])
             yield theirs.replace(".q_bias", ".Wqkv.bias"), bias_3H
+        elif name == "head.decoder_bias" and kind == "mlm":
+            yield decoder_bias_name("ModernBERT"), tensor
         elif not name.endswith(".v_bias") and not (kind == "encoder" and name.startswith("head.")):
             yield theirs, tensor
 
@@ -204,44 +221,49 @@ def _eurobert_tensors(state: Named, config: Config, special: Mapping[str, int], 
         yield from _module(state, "classifier", "head.classifier")
 
 
-def _roberta_tensors(state: Named, config: Config, special: Mapping[str, int], kind: Kind) -> Renamed:
-    front = "" if kind == "encoder" else "roberta_prelayernorm."
-    places = f"{front}embeddings."
-    position_SH = state["model.embeddings.position_embeddings.weight"]
-    unused_PH = position_SH.new_zeros(special["pad"] + 1, position_SH.shape[1])
-    yield f"{places}word_embeddings.weight", state["model.embeddings.tok_embeddings.weight"]
-    yield f"{places}position_embeddings.weight", torch.cat([unused_PH, position_SH])
-    yield f"{places}token_type_embeddings.weight", torch.zeros_like(position_SH[:1])
-    yield from _module(state, f"{places}LayerNorm", "model.embeddings.norm", biased=True)
-    for i in range(config.model.num_layers):
-        ours, theirs = f"model.layers.{i}", f"{front}encoder.layer.{i}"
-        words = {"q": "query", "k": "key", "v": "value"}
-        roles = {role: f"{theirs}.attention.self.{word}" for role, word in words.items()}
-        yield from _projections(state, f"{ours}.attn", roles, biased=True)
-        for name, own in (
-            ("attention.output.dense", "attn.Wo"),
-            ("attention.LayerNorm", "attn_norm"),
-            ("intermediate.LayerNorm", "mlp_norm"),
-            ("intermediate.dense", "mlp.Wi"),
-            ("output.dense", "mlp.Wo"),
-        ):
-            yield from _module(state, f"{theirs}.{name}", f"{ours}.{own}", biased=True)
-    yield from _module(state, f"{front}LayerNorm", "model.final_norm", biased=True)
+def _bert_tensors(state: Named, config: Config, special: Mapping[str, int], kind: Kind) -> Renamed:
+    """Yield the tensors of BERT, RoBERTa or RobertaPreLayerNorm."""
+    model, family = config.model, native_class(config.model) or ""
+    front = "" if kind == "encoder" else FRONTS[family]
+    hidden, places = model.hidden_size, "model.embeddings."
+    zeros_1H = state[f"{places}tok_embeddings.weight"].new_zeros(1, hidden)
+    unused, own_unused = _unused_positions(config, special), model.position_offset
+    table_SH = state[f"{places}position_embeddings.weight"][max(0, own_unused - unused) :]
+    tables = {
+        **state,
+        f"{places}position_embeddings.weight": torch.cat(
+            [zeros_1H.expand(max(0, unused - own_unused), hidden), table_SH]
+        ),
+        f"{places}token_type_embeddings.weight": state.get(f"{places}token_type_embeddings.weight", zeros_1H),
+    }
+    for theirs, ours in embedding_names():
+        yield from _module(tables, f"{front}{theirs}", ours, biased=theirs.endswith("LayerNorm"))
+    for theirs, ours in block_names(model):
+        yield from _module(state, f"{front}{theirs}", ours, biased=True)
+    for i in range(model.num_layers):
+        attention = f"{front}encoder.layer.{i}.attention.self"
+        roles = {role: f"{attention}.{word}" for role, word in PROJECTIONS.items()}
+        yield from _projections(state, f"model.layers.{i}.attn", roles, biased=True)
     if kind == "mlm":
-        yield from _module(state, "lm_head.dense", "head.dense", biased=True)
-        yield from _module(state, "lm_head.layer_norm", "head.norm", biased=True)
-        yield "lm_head.bias", position_SH.new_zeros(config.model.vocab_size)
+        for theirs, ours in head_names(family):
+            yield from _module(state, theirs, ours, biased=True)
+        bias_V = state.get("head.decoder_bias", zeros_1H.new_zeros(model.vocab_size))
+        yield decoder_bias_name(family), bias_V
     elif kind == "classifier":
-        yield from _module(state, "classifier.dense", "head.dense")
-        yield from _module(state, "classifier.out_proj", "head.classifier")
+        dense, last = ("bert.pooler.dense", "classifier")
+        if family != "BERT":
+            dense, last = "classifier.dense", "classifier.out_proj"
+        yield from _module(state, dense, "head.dense")
+        yield from _module(state, last, "head.classifier")
     else:  # a pooler that nothing was trained for: zeros, where a reader would draw at random
-        hidden = config.model.hidden_size
-        yield "pooler.dense.weight", position_SH.new_zeros(hidden, hidden)
-        yield "pooler.dense.bias", position_SH.new_zeros(hidden)
+        yield "pooler.dense.weight", zeros_1H.new_zeros(hidden, hidden)
+        yield "pooler.dense.bias", zeros_1H.new_zeros(hidden)
 
 
 _CLASSES = {
     "ModernBERT": ("ModernBert", _modernbert_settings, _modernbert_tensors),
     "EuroBERT": ("EuroBert", _eurobert_settings, _eurobert_tensors),
-    "RobertaPreLayerNorm": ("RobertaPreLayerNorm", _roberta_settings, _roberta_tensors),
+    "BERT": ("Bert", _bert_settings, _bert_tensors),
+    "RoBERTa": ("Roberta", _bert_settings, _bert_tensors),
+    "RobertaPreLayerNorm": ("RobertaPreLayerNorm", _bert_settings, _bert_tensors),
 }

@@ -1,7 +1,8 @@
 """Load and compute an exported directory by the programs it is made for, without our code.
 
-`python -I load_exported.py DIR IN OUT`: IN has the batches ids-0 and mask-0, ids-1 ... (safetensors), OUT
-gets output-0 ...; stdout a JSON line of facts. `bert-dp predict` uses `open_directory`.
+`python -I load_exported.py DIR IN OUT`: IN has the batches ids-0, mask-0 and, where the model has token
+types, types-0, ids-1 ... (safetensors), OUT gets output-0 ...; stdout a JSON line of facts. `bert-dp
+predict` uses `open_directory`.
 
 Axes: B sequences, S positions.
 """
@@ -24,8 +25,9 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 Array = NDArray[Any]
-Compute = Callable[[Array, Array], Array]
-"""input_ids and attention_mask, each [B, S] int64, to logits or last hidden states."""
+Compute = Callable[..., Array]
+"""input_ids, attention_mask and perhaps token_type_ids, each [B, S] int64, to logits or hidden states."""
+INPUTS, ARRAYS = ("input_ids", "attention_mask", "token_type_ids"), ("ids", "mask", "types")
 
 OUTPUTS = {
     "mlm": ("logits", "last_hidden_state"),
@@ -93,10 +95,9 @@ def compute_hf(model: Any, kind: str) -> Compute:
     """Return a function that computes by a model of transformers."""
     import torch
 
-    def compute(ids_BS: Array, mask_BS: Array) -> Array:
+    def compute(*arrays: Array) -> Array:
         with torch.inference_mode():
-            ids, mask = torch.from_numpy(ids_BS), torch.from_numpy(mask_BS)
-            outputs = model(input_ids=ids, attention_mask=mask)
+            outputs = model(**dict(zip(INPUTS, map(torch.from_numpy, arrays), strict=False)))
         return getattr(outputs, OUTPUTS[kind][0]).float().numpy()
 
     return compute
@@ -113,8 +114,8 @@ def open_onnx(directory: Path, kind: str) -> Compute:
     run_options = onnxruntime.RunOptions()
     run_options.only_execute_path_to_fetches = True
 
-    def compute(ids_BS: Array, mask_BS: Array) -> Array:
-        inputs = {"input_ids": ids_BS, "attention_mask": mask_BS}
+    def compute(*arrays: Array) -> Array:
+        inputs = dict(zip(INPUTS, arrays, strict=False))
         (first,) = session.run(OUTPUTS[kind][:1], inputs, run_options)
         return first
 
@@ -129,9 +130,9 @@ def open_aoti(directory: Path, kind: str) -> Compute:
     exported_kind = json.loads((directory / "export.json").read_text())["kind"]
     index = OUTPUTS[exported_kind].index(OUTPUTS[kind][0])
 
-    def compute(ids_BS: Array, mask_BS: Array) -> Array:
+    def compute(*arrays: Array) -> Array:
         with torch.inference_mode():
-            outputs = package(torch.from_numpy(ids_BS), torch.from_numpy(mask_BS))
+            outputs = package(*map(torch.from_numpy, arrays))
         return outputs[index].float().numpy()
 
     return compute
@@ -165,7 +166,8 @@ def main(directory: Path, inputs: Path, out: Path) -> int:
     about = json.loads((directory / "export.json").read_text())
     form, kind = about["format"], about["kind"]
     given = load_file(inputs)
-    batches = [(given[f"ids-{i}"], given[f"mask-{i}"]) for i in range(len(given) // 2)]
+    count = sum(name.startswith("ids-") for name in given)
+    batches = [[given[f"{name}-{i}"] for name in ARRAYS if f"{name}-{i}" in given] for i in range(count)]
     try:
         compute = open_directory(directory, form, kind)
     except Unusable as error:

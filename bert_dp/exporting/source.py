@@ -29,13 +29,12 @@ from bert_dp.data.build import locked, replaced
 from bert_dp.exporting.hf import settings_of, tensors_of
 from bert_dp.exporting.load_exported import AUTO, OUTPUTS
 from bert_dp.files.models import Summary
-from bert_dp.files.run_facts import EXPORTED, Exported, ExportFormat, ExportPrecision
+from bert_dp.files.run_facts import EXPORTED, INPUTS, TYPES, Exported, ExportFormat, ExportPrecision
 from bert_dp.model.bert import CrammedBert
 from bert_dp.model.build import LoadedCheckpoint, load_checkpoint
 from bert_dp.model.classifier import Classifier, pool
 from bert_dp.training import checkpoint
 
-INPUTS = ("input_ids", "attention_mask")
 MAX_BATCH = 2**16
 
 
@@ -54,6 +53,11 @@ class ExportSource(LoadedCheckpoint):
         """Name of the run's directory; of the checkpoint's where it stands alone."""
         folder = self.path.parent
         return folder.parent.name if folder.name == "checkpoints" else self.path.name
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the model's inputs."""
+        return (*INPUTS, TYPES) if self.config.model.token_types > 1 else INPUTS
 
     def module(self) -> ExportModule:
         """Build the module that is traced, compiled and compared."""
@@ -74,16 +78,18 @@ def open_run(run: str | Path, *, encoder: bool) -> ExportSource:
 
 
 class ExportModule(nn.Module):
-    """Compute OUTPUTS of input_ids and attention_mask, each [B, S] int64: logits [B, S, V] of tokens or
-    [B, L] of labels, hidden states [B, S, H]."""
+    """Compute OUTPUTS of the inputs, each [B, S] int64: logits [B, S, V] of tokens or [B, L] of labels,
+    hidden states [B, S, H]."""
 
     def __init__(self, model: CrammedBert | Classifier, kind: Kind):
         super().__init__()
         self.model, self.kind = model, kind
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         real_BS = attention_mask != 0
-        x_BSH = self.model.model(input_ids, real_BS)
+        x_BSH = self.model.model(input_ids, real_BS, token_type_ids)
         if self.kind == "encoder":
             return (x_BSH.float(),)
         if isinstance(self.model, Classifier):
@@ -145,6 +151,7 @@ def describe(source: ExportSource, form: ExportFormat, precision: ExportPrecisio
         vocab_size=source.config.model.vocab_size,
         parameters=sum(p.numel() for p in source.model.parameters()),
         pad=source.special["pad"],
+        inputs=source.inputs,
         finetune=source.config.finetune if source.kind == "classifier" else None,
     )
 
@@ -163,7 +170,7 @@ def write_about(
     settings = {  # as PreTrainedTokenizerFast reads them
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": exported.sequence_length,
-        "model_input_names": list(INPUTS),
+        "model_input_names": list(exported.inputs),
         "clean_up_tokenization_spaces": False,
         **roles,
     }
@@ -185,13 +192,16 @@ def trace(source: ExportSource, *, bf16: bool = False) -> ExportedProgram:
     """Return the graph; its outputs are fp32 also if it computes in bf16."""
     most = source.config.data.sequence_length
     ids_BS = torch.full((2, min(7, most - 1)), source.special["mask"])  # no size of 1, which would be fixed
-    mask_BS = torch.ones_like(ids_BS)
+    given = dict(
+        zip(source.inputs, (ids_BS, torch.ones_like(ids_BS), torch.zeros_like(ids_BS)), strict=False)
+    )
     sizes = {0: Dim("batch", max=MAX_BATCH), 1: Dim("length", max=most)}
     model: nn.Module = source.module()
     if bf16:
         model = copy.deepcopy(model).to(torch.bfloat16)  # the source keeps its own
     with torch.no_grad():
-        return torch.export.export(model, (ids_BS, mask_BS), dynamic_shapes=dict.fromkeys(INPUTS, sizes))
+        shapes = dict.fromkeys(given, sizes)
+        return torch.export.export(model, tuple(given.values()), dynamic_shapes=shapes)
 
 
 @contextlib.contextmanager
@@ -215,7 +225,7 @@ def write_onnx(source: ExportSource, folder: Path, *, int8: bool) -> None:
     program = torch.onnx.export(
         trace(source),
         dynamo=True,
-        input_names=list(INPUTS),
+        input_names=list(source.inputs),
         output_names=list(OUTPUTS[source.kind]),
         verbose=False,
     )
@@ -253,10 +263,10 @@ USAGE = {
     '    tokenizer = AutoTokenizer.from_pretrained("DIR")\n',
     "onnx": "    import onnxruntime\n\n"
     '    session = onnxruntime.InferenceSession("DIR/model.onnx")\n'
-    '    session.run(["{output}"], {{"input_ids": ids, "attention_mask": mask}})  # int64 [batch, length]\n',
+    '    session.run(["{output}"], {{{feeds}}})  # int64 [batch, length]\n',
     "aoti": "    import torch\n\n"
     '    model = torch._inductor.aoti_load_package("DIR/model.pt2")\n'
-    "    model(ids, mask)  # both int64 [batch, length]\n",
+    "    model({names})  # int64 [batch, length]\n",
 }
 NEEDS = {
     "EuroBERT": "Its class exists from transformers 5 on.\n",
@@ -276,7 +286,12 @@ def card(exported: Exported, source: ExportSource, command: str) -> str:
         f"# {source.run_name}\n",
         f"{exported.parameters:,} parameters, at most {exported.sequence_length} tokens, made by bert-dp "
         f"{__version__}: `{command}`.\n",
-        USAGE[exported.format].format(auto=AUTO[exported.kind], output=OUTPUTS[exported.kind][0]),
+        USAGE[exported.format].format(
+            auto=AUTO[exported.kind],
+            output=OUTPUTS[exported.kind][0],
+            names=", ".join(exported.inputs),
+            feeds=", ".join(f'"{name}": {name}' for name in exported.inputs),
+        ),
         PRETRAINED if source.config.objective.name == "mlm" else "",
         NEEDS.get(exported.architecture or exported.format, ""),
         "| trained | |\n|---|---|",

@@ -216,6 +216,8 @@ class InitFrom(StoredModel):
     """Of the model that were taken from it."""
     of: int
     """Of the model in all; the others began as the seed makes them."""
+    dropped: list[str] = []
+    """Tensors there that the model has no place for: a pooler, biases of the keys."""
 
 
 class Summary(StoredFile):

@@ -112,6 +112,9 @@ LOADERS: dict[ExportFormat, tuple[str, ...]] = {
 """Packages of the extra `export` that load a format."""
 
 
+INPUTS, TYPES = ("input_ids", "attention_mask"), "token_type_ids"
+
+
 class Exported(StoredFile):
     """Describe the run that a directory was exported from, and what it computes."""
 
@@ -136,6 +139,8 @@ class Exported(StoredFile):
     """Of the run's model."""
     pad: Count
     """Id of the padding token."""
+    inputs: tuple[str, ...] = INPUTS
+    """Of the model, in order, each [batch, length]."""
     finetune: FinetuneConfig | None = None
     """Of a classifier: its kind, labels and pooling."""
 

@@ -107,7 +107,7 @@ class TiedEmbedding:
 
 
 class Embeddings(nn.Module):
-    """Add positions to the token embedding, then normalise: [B, S] -> [B, S, H]."""
+    """Add positions and token types to the token embedding, then normalise: [B, S] -> [B, S, H]."""
 
     sinusoids_SH: Tensor
 
@@ -120,18 +120,28 @@ class Embeddings(nn.Module):
             table = sinusoidal_table(sequence_length, config.hidden_size)
             self.register_buffer("sinusoids_SH", table.to(torch.get_default_dtype()), persistent=False)
         elif config.position == "learned":
-            self.position_embeddings = nn.Embedding(sequence_length, config.hidden_size)
+            self.first_position = config.position_offset
+            self.position_embeddings = nn.Embedding(
+                config.max_positions or sequence_length + config.position_offset, config.hidden_size
+            )
+        self.has_types = config.token_types > 0
+        if self.has_types:
+            self.token_type_embeddings = nn.Embedding(config.token_types, config.hidden_size)
         self.norm = make_norm(config)
         self.drop = KeyedDropout(config.dropout, site=0)
         self.narrow_residual = config.residual_dtype == "bf16"
 
-    def forward(self, x_BSH: Tensor, seed_B: Tensor | None) -> Tensor:
-        """Return the residual stream in its dtype. `x_BSH`: the looked-up tokens."""
+    def forward(self, x_BSH: Tensor, seed_B: Tensor | None, types_BS: Tensor | None = None) -> Tensor:
+        """Return the residual stream in its dtype. `x_BSH`: the looked-up tokens. `types_BS`: None = all are
+        of type 0."""
         length = x_BSH.shape[1]
         if self.position == "scaled_sinusoidal":
             x_BSH = x_BSH + self.position_scale * self.sinusoids_SH[:length]
         elif self.position == "learned":
-            x_BSH = x_BSH + self.position_embeddings.weight[:length]
+            x_BSH = x_BSH + self.position_embeddings.weight[self.first_position :][:length]
+        if self.has_types:
+            types_TH = self.token_type_embeddings.weight
+            x_BSH = x_BSH + (types_TH[0] if types_BS is None else F.embedding(types_BS, types_TH))
         out: Tensor = self.drop(self.norm(x_BSH), seed_B)
         kind = out.device.type
         in_bf16 = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
@@ -146,8 +156,9 @@ def is_slow_in_kernel(q_BASD: Tensor) -> bool:
 
 
 class Attention(nn.Module):
-    """Attend over whole sequences, bidirectionally: [B, S, H] -> [B, S, H]. `real_B11S`: False where no query
-    may look; None = everywhere, without a mask's cost. `seed_B`: see bert_dp.model.kernels."""
+    """Attend bidirectionally: [B, S, H] -> [B, S, H]. `seen`: False where a query may not look, [B, 1, 1, S]
+    for padding, [1 or B, 1, S, S] for local attention; None = each query looks everywhere, without a mask's
+    cost. `seed_B`: see bert_dp.model.kernels."""
 
     tensor_rank = 0
     """Which shard of the heads these are."""
@@ -169,7 +180,7 @@ class Attention(nn.Module):
         x_BSH: Tensor,
         cos_SD: Tensor | None,
         sin_SD: Tensor | None,
-        real_B11S: Tensor | None,
+        seen: Tensor | None,
         seed_B: Tensor | None,
     ) -> Tensor:
         batch, length, _ = x_BSH.shape
@@ -177,7 +188,7 @@ class Attention(nn.Module):
         if self.q_bias is not None and self.v_bias is not None:
             qkv = qkv + torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias]).to(qkv.dtype)
         drops = self.training and self.drop_probabilities.p > 0
-        plain = cos_SD is None and real_B11S is None and not drops
+        plain = cos_SD is None and seen is None and not drops
         if plain and takes_gpu_kernel(qkv) and gpu_kernels.fits(length, self.head_size):
             heads = qkv.shape[-1] // 3 // self.head_size
             return self.drop(self.Wo(gpu_kernels.packed_attention(qkv, heads)), seed_B)
@@ -188,20 +199,20 @@ class Attention(nn.Module):
             cos, sin = cos_SD[:length].to(q.dtype), sin_SD[:length].to(q.dtype)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if drops or is_slow_in_kernel(q):
-            out_BASD = self._attend_in_full(q, k, v, real_B11S, seed_B)
+            out_BASD = self._attend_in_full(q, k, v, seen, seed_B)
         else:
-            out_BASD = F.scaled_dot_product_attention(q, k, v, attn_mask=real_B11S)
+            out_BASD = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
         return self.drop(self.Wo(out_BASD.transpose(1, 2).reshape(batch, length, -1)), seed_B)
 
     def _attend_in_full(
-        self, q: Tensor, k: Tensor, v: Tensor, real_B11S: Tensor | None, seed_B: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, seed_B: Tensor | None
     ) -> Tensor:
         """Attend with scores written out. With dropout, since what torch's own kernels drop changes with the
         padded length."""
         heads = q.shape[1]
         score_BASS = (q * self.head_size**-0.5) @ k.transpose(-2, -1)
-        if real_B11S is not None:
-            score_BASS = score_BASS.masked_fill(~real_B11S, -math.inf)
+        if seen is not None:
+            score_BASS = score_BASS.masked_fill(~seen, -math.inf)
         key_BA = None
         if self.drop_probabilities.p and seed_B is not None:
             head_A = torch.arange(heads, dtype=torch.int32, device=q.device) + self.tensor_rank * heads
@@ -234,10 +245,11 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """Apply attention and MLP, each after its norm."""
+    """Apply attention and MLP, each after its norm (pre-norm), or with its norm after the sum (post-norm)."""
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__()
+        self.post_norm = config.norm_position == "post"
         has_norm = index > 0 or config.first_attention_norm
         self.attn_norm = make_norm(config) if has_norm else nn.Identity()
         self.attn = Attention(config)
@@ -249,57 +261,97 @@ class Layer(nn.Module):
         x_BSH: Tensor,
         cos_SD: Tensor | None,
         sin_SD: Tensor | None,
-        real_B11S: Tensor | None = None,
+        seen: Tensor | None = None,
         seed_B: Tensor | None = None,
     ) -> Tensor:
-        x_BSH = x_BSH + self.attn(self.attn_norm(x_BSH), cos_SD, sin_SD, real_B11S, seed_B)
+        if self.post_norm:
+            x_BSH = self.attn_norm(x_BSH + self.attn(x_BSH, cos_SD, sin_SD, seen, seed_B))
+            return self.mlp_norm(x_BSH + self.mlp(x_BSH, seed_B))
+        x_BSH = x_BSH + self.attn(self.attn_norm(x_BSH), cos_SD, sin_SD, seen, seed_B)
         return x_BSH + self.mlp(self.mlp_norm(x_BSH), seed_B)
 
 
 class Encoder(nn.Module):
-    """Apply embeddings, blocks, final norm: [B, S] -> [B, S, H]."""
+    """Apply embeddings, blocks, final norm (of pre-norm blocks): [B, S] -> [B, S, H]."""
+
+    cos_SD: Tensor
+    sin_SD: Tensor
+    local_cos_SD: Tensor
+    local_sin_SD: Tensor
 
     def __init__(self, config: ModelConfig, sequence_length: int):
         super().__init__()
         self.embeddings = Embeddings(config, sequence_length)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
-        self.final_norm = make_norm(config)
+        self.final_norm = nn.Identity() if config.norm_position == "post" else make_norm(config)
         self.has_dropout = config.dropout > 0 or config.attention_dropout > 0
+        self.reach = config.local_attention // 2
+        self.is_local = [config.is_local(i) for i in range(config.num_layers)]
         self.rope = config.position == "rope"
         if self.rope:
-            head_size = config.hidden_size // config.num_heads
-            cos, sin = rotary_table(sequence_length, head_size, config.rope_theta)
-            self.register_buffer("cos_SD", cos.to(torch.get_default_dtype()), persistent=False)
-            self.register_buffer("sin_SD", sin.to(torch.get_default_dtype()), persistent=False)
+            self._add_rotary_table("", sequence_length, config, config.rope_theta)
+        if self.rope and any(self.is_local):
+            self._add_rotary_table("local_", sequence_length, config, config.local_rope_theta)
 
-    def forward(self, ids_BS: Tensor, real_BS: Tensor | None = None) -> Tensor:
-        return self.encode(self.embeddings.tok_embeddings(ids_BS), real_BS)
+    def _add_rotary_table(self, front: str, length: int, config: ModelConfig, theta: float) -> None:
+        tables = rotary_table(length, config.hidden_size // config.num_heads, theta)
+        for name, table in zip(("cos_SD", "sin_SD"), tables, strict=True):
+            self.register_buffer(f"{front}{name}", table.to(torch.get_default_dtype()), persistent=False)
 
-    def encode(self, x_BSH: Tensor, real_BS: Tensor | None = None, seed_B: Tensor | None = None) -> Tensor:
+    def forward(
+        self, ids_BS: Tensor, real_BS: Tensor | None = None, types_BS: Tensor | None = None
+    ) -> Tensor:
+        return self.encode(self.embeddings.tok_embeddings(ids_BS), real_BS, types_BS=types_BS)
+
+    def encode(
+        self,
+        x_BSH: Tensor,
+        real_BS: Tensor | None = None,
+        seed_B: Tensor | None = None,
+        types_BS: Tensor | None = None,
+    ) -> Tensor:
         """Return the hidden states. `x_BSH`: the looked-up tokens. `real_BS`: False for padding; None = all
-        are tokens. `seed_B`: int32 keys of the examples, for dropout in training."""
-        return self.final_norm(self.residual_stream(x_BSH, real_BS, seed_B))
+        are tokens. `seed_B`: int32 keys of the examples, for dropout in training. `types_BS`: types of the
+        tokens; None = 0."""
+        return self.final_norm(self.residual_stream(x_BSH, real_BS, seed_B, types_BS))
 
-    def residual_stream(self, x_BSH: Tensor, real_BS: Tensor | None, seed_B: Tensor | None) -> Tensor:
+    def residual_stream(
+        self, x_BSH: Tensor, real_BS: Tensor | None, seed_B: Tensor | None, types_BS: Tensor | None = None
+    ) -> Tensor:
         """Encode as `encode` does, without the final norm."""
         if not self.has_dropout:
             seed_B = None
-        x_BSH = self.embeddings(x_BSH, seed_B)
-        real_B11S = None if real_BS is None else real_BS[:, None, None, :]
-        cos, sin = (self.cos_SD, self.sin_SD) if self.rope else (None, None)
+        x_BSH = self.embeddings(x_BSH, seed_B, types_BS)
+        everywhere = None if real_BS is None else real_BS[:, None, None, :]
+        nearby = self._nearby(x_BSH, everywhere) if any(self.is_local) else None
         # of each layer a key of its own, as a tensor, so that one compiled graph serves all layers
         keys: Sequence[Tensor | None] = [None] * len(self.layers)
         if seed_B is not None:
             site_L1 = torch.arange(1, len(keys) + 1, dtype=torch.int32, device=seed_B.device)[:, None]
             keys = fold_in(seed_B, site_L1).unbind()
-        for layer, layer_key_B in zip(self.layers, keys, strict=True):
-            x_BSH = layer(x_BSH, cos, sin, real_B11S, layer_key_B)
+        for layer, is_local, layer_key_B in zip(self.layers, self.is_local, keys, strict=True):
+            cos, sin = self._rotation(is_local)
+            x_BSH = layer(x_BSH, cos, sin, nearby if is_local else everywhere, layer_key_B)
         return x_BSH
+
+    def _rotation(self, is_local: bool) -> tuple[Tensor | None, Tensor | None]:
+        if not self.rope:
+            return None, None
+        return (self.local_cos_SD, self.local_sin_SD) if is_local else (self.cos_SD, self.sin_SD)
+
+    def _nearby(self, x_BSH: Tensor, real_B11S: Tensor | None) -> Tensor:
+        """Return the mask of local layers, [1 or B, 1, S, S]: keys at most `reach` positions away."""
+        position_S = torch.arange(x_BSH.shape[1], device=x_BSH.device)
+        distance_SS = (position_S[:, None] - position_S).abs()
+        near_SS = distance_SS <= self.reach
+        if real_B11S is None:
+            return near_SS[None, None]
+        # padding far from every token sees itself: a softmax over nothing is NaN, in later layers everywhere
+        return near_SS & (real_B11S | (distance_SS == 0))
 
 
 class PredictionHead(nn.Module):
-    """Apply dense + GELU + norm where the configuration has them, then the tied, bias-free decoder and its
-    loss.
+    """Apply dense + GELU + norm where the configuration has them, then the tied decoder and its loss.
 
     `final_norm`: the encoder's, where `x_PH` has not been through it yet. The head applies it, so that one
     compiled graph does, to the predicted positions alone.
@@ -311,6 +363,7 @@ class PredictionHead(nn.Module):
         if self.transforms:
             self.dense = Linear(config.hidden_size, config.hidden_size, bias=config.bias)
             self.norm = make_norm(config)
+        self.decoder_bias = nn.Parameter(torch.zeros(config.vocab_size)) if config.decoder_bias else None
         self.vocabulary = vocabulary
 
     def forward(
@@ -321,6 +374,8 @@ class PredictionHead(nn.Module):
         if self.transforms:
             x_PH = self.norm(F.gelu(self.dense(x_PH)))
         logits_PV = self.vocabulary.logits(x_PH, weight_VH)
+        if self.decoder_bias is not None:
+            logits_PV = logits_PV + self.decoder_bias.to(logits_PV.dtype)
         return logits_PV if labels_P is None else self.vocabulary.loss(logits_PV, labels_P)
 
 
@@ -355,6 +410,7 @@ class EncoderModel(Model):
         fused = 2 if self.gated else 1
         splits = {
             "tok_embeddings.weight": (0, 1),
+            "head.decoder_bias": (0, 1),
             "attn.Wqkv.weight": (0, 3),
             "attn.q_bias": (0, 1),
             "attn.v_bias": (0, 1),
@@ -368,7 +424,7 @@ class EncoderModel(Model):
 
 
 class CrammedBert(EncoderModel):
-    """Predict masked tokens by a tied, bias-free decoder that sees only the predicted positions."""
+    """Predict masked tokens by a tied decoder that sees only the predicted positions."""
 
     def __init__(self, config: ModelConfig, sequence_length: int):
         super().__init__(config, sequence_length)

@@ -1,29 +1,27 @@
-"""Build a rank's model with its first state; load a model for use; read the weights of a ModernBERT."""
+"""Build a rank's model with its first state; load a model for use."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import types
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from bert_dp import files
-from bert_dp.config import Config, ConfigError, Issue, hf_directory, init_issues, modernbert_issues, resolve
+from bert_dp.config import Config, ConfigError, Issue, hf_directory, init_issues, resolve
 from bert_dp.config.errors import sha256
+from bert_dp.config.hf import WEIGHTS
 from bert_dp.data import tokenizer
 from bert_dp.files.models import InitFrom
-from bert_dp.files.run_facts import EXPORTED
 from bert_dp.model.bert import CrammedBert
 from bert_dp.model.classifier import Classifier
+from bert_dp.model.hf import load_hf
 from bert_dp.model.interface import Model
 from bert_dp.parallel import State
 from bert_dp.tasks import LENGTH_MULTIPLE, DatasetInfo
@@ -79,47 +77,6 @@ def make_model(config: Config) -> CrammedBert | Classifier:
     return CrammedBert(config.model, length)
 
 
-def modernbert_state(directory: Path, config: Config, tokenizer: str | None) -> State:
-    """Return the state that a run begins with from DIR/model.safetensors. `tokenizer`: hash of the data's.
-
-    Raises ConfigError for a file that cannot be read or does not fit.
-    """
-    issues = modernbert_issues(directory, config)
-    own = directory / files.TOKENIZER
-    known = {(files.read_json(directory / EXPORTED) or {}).get("tokenizer_sha256")}  # of our own exports
-    if tokenizer is not None and own.is_file() and tokenizer not in known | {sha256(own)}:
-        message = f"the shards have another tokenizer than {directory}"
-        hint = f"build them with data.tokenizer={own}"
-        issues.append(Issue("data.tokenizer", "conflict", message, tokenizer, "run.init_from", hint))
-    if issues:
-        raise ConfigError(issues)
-    try:
-        tensors = load_file(directory / "model.safetensors")
-    except (OSError, SafetensorError) as error:
-        message = f"{directory}: model.safetensors cannot be read ({error})"
-        raise ConfigError([Issue("run.init_from", "damaged", message, str(directory))]) from None
-    return {"model": dict(our_names(tensors)), "optimizer": {}, "scaler": {}}
-
-
-def our_names(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters under our names. Raises ConfigError for a bias of the keys, which ours lack."""
-    is_bare = not any(name.startswith("model.") for name in tensors)  # of AutoModel
-    for theirs, tensor in tensors.items():
-        name = f"model.{theirs}" if is_bare else theirs
-        if theirs == "decoder.weight":  # tied to the embedding
-            continue
-        if name.endswith(".Wqkv.bias"):
-            layer = name.removesuffix(".Wqkv.bias")
-            query_H, key_H, value_H = tensor.chunk(3)
-            if key_H.any():
-                message = f"{theirs} has a bias of the keys, which our attention lacks"
-                raise ConfigError([Issue("run.init_from", "unsupported", message, theirs)])
-            yield f"{layer}.q_bias", query_H.clone()
-            yield f"{layer}.v_bias", value_H.clone()
-        else:
-            yield f"head.{name}" if name.startswith("classifier.") else name, tensor
-
-
 def prepare_model(rank: Rank, precision: Precision) -> tuple[Model, bool]:
     """Return the whole model on its device, and True if it is compiled."""
     config = rank.config
@@ -158,8 +115,8 @@ def compile_parts(model: Model, sequence_length: int) -> None:
     # or inside a DDP forward Dynamo divides each part's graph at DDP's buckets, whose hooks fire as they are
     torch._dynamo.config.optimize_ddp = False
     # each length of finetuning, with and without padding, in training and in evaluation, and a first block
-    # that is not like the others
-    limit = 8 * -(-sequence_length // LENGTH_MULTIPLE)
+    # that is not like the others, and of layers that attend globally and locally
+    limit = 16 * -(-sequence_length // LENGTH_MULTIPLE)
     torch._dynamo.config.recompile_limit = limit
     torch._dynamo.config.accumulated_recompile_limit = max(256, limit)
     for part in model.compiled_parts():
@@ -177,10 +134,12 @@ def first_state(
     own = {name: t.detach().to("cpu", copy=True) for name, t in model.state_dict().items()}
     if source is None:
         return {"model": own, "optimizer": {}, "scaler": {}}, None
+    dropped: tuple[str, ...] = ()
     if directory := hf_directory(source):
         path = directory
-        state = modernbert_state(directory, config, data.tokenizer)
-        digest = sha256(directory / "model.safetensors")
+        weights, dropped = load_hf(directory, config, data.tokenizer)
+        state: State = {"model": weights, "optimizer": {}, "scaler": {}}
+        digest = sha256(directory / WEIGHTS)
     else:
         path = _chosen_by_rank_0(source, comm)
         state = _saved_state(path, source, config, data.tokenizer)
@@ -195,7 +154,8 @@ def first_state(
     }
     if issues := checkpoint.state_issues(path, start, model):
         raise ConfigError([issue.within("run.init_from") for issue in issues])
-    return start, InitFrom(checkpoint=str(path), sha256=digest, tensors=len(loaded), of=len(own))
+    counts = {"tensors": len(loaded), "of": len(own)}
+    return start, InitFrom(checkpoint=str(path), sha256=digest, dropped=list(dropped), **counts)
 
 
 def _chosen_by_rank_0(source: str, comm: HostCollectives) -> Path:

@@ -37,6 +37,8 @@ HEADS = {
     "ModernBERT": HeadShape(tanh=False, bias=False, norm=True),
     "RobertaPreLayerNorm": HeadShape(tanh=True, bias=True, drops_input=True),
     "EuroBERT": HeadShape(tanh=False, bias=True, drops_output=False),
+    "BERT": HeadShape(tanh=True, bias=True),
+    "RoBERTa": HeadShape(tanh=True, bias=True, drops_input=True),
 }
 
 
@@ -72,6 +74,12 @@ def pool(x_BSH: Tensor, real_BS: Tensor | None, pooling: str) -> Tensor:
     return (x_BSH * weight_BS1).sum(1) / weight_BS1.sum(1)
 
 
+def pair_types(ids_BS: Tensor, sep: int) -> Tensor:
+    """Return the token types [B, S] of framed examples: 0 up to the first separator, 1 behind it."""
+    is_sep_BS = ids_BS == sep
+    return (is_sep_BS.cumsum(1) - is_sep_BS.long()).clamp(max=1)
+
+
 class Classifier(EncoderModel):
     """Compute logits of whole examples."""
 
@@ -80,10 +88,16 @@ class Classifier(EncoderModel):
         self.head = ClassificationHead(config, finetune)
         self.pooling = finetune.pooling
 
-    def forward(self, ids_BS: Tensor, real_BS: Tensor | None = None, seed_B: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        ids_BS: Tensor,
+        real_BS: Tensor | None = None,
+        seed_B: Tensor | None = None,
+        types_BS: Tensor | None = None,
+    ) -> Tensor:
         """Return [B, L], or [B, 1] of a regression; see Encoder.encode."""
         x_BSH, _ = self.vocabulary.look_up(ids_BS, self.model.embeddings.tok_embeddings.weight)
-        x_BSH = self.model.encode(x_BSH, real_BS, seed_B)
+        x_BSH = self.model.encode(x_BSH, real_BS, seed_B, types_BS)
         return self.head(pool(x_BSH, real_BS, self.pooling), seed_B)
 
     def is_pretrained(self, name: str) -> bool:

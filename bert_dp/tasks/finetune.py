@@ -24,7 +24,7 @@ from bert_dp.config import Config, ConfigError, read_examples
 from bert_dp.data.stream import TensorBatch, TrainingStream, hash64, key32, permute
 from bert_dp.evaluation.scores import score
 from bert_dp.examples.table import Examples
-from bert_dp.model.classifier import Classifier, build_classifier
+from bert_dp.model.classifier import Classifier, build_classifier, pair_types
 from bert_dp.model.kernels import widened
 from bert_dp.tasks import LENGTH_MULTIPLE, Context, DatasetInfo
 
@@ -38,6 +38,13 @@ class LabelledBatch(TensorBatch):
     labels: Tensor | None
     """[B] int64 of classes or of scores in the parameters' precision, or [B, L] of independent labels."""
     seed_B: Tensor
+    types_BS: Tensor | None = None
+    """Token types; None of a model that has none."""
+
+    @property
+    def types(self) -> dict[str, Tensor]:
+        """Return the argument of a model with token types."""
+        return {} if self.types_BS is None else {"types_BS": self.types_BS}
 
 
 class Finetuning:
@@ -45,7 +52,7 @@ class Finetuning:
 
     def __init__(self, config: Config, device: torch.device):
         self._config, self._pin = config, device.type == "cuda"
-        self._kind = config.finetune.kind
+        self._kind, self._has_types = config.finetune.kind, config.model.token_types > 1
         self.flops_per_token = cost.flops_per_token(config.model, config.data.sequence_length, 0.0)
 
     def open_data(self) -> DatasetInfo:
@@ -83,7 +90,7 @@ class Finetuning:
 
     def loss(self, model: nn.Module, batch: LabelledBatch) -> Tensor:
         assert batch.labels is not None
-        logits = widened(model(batch.ids_BS, batch.real_BS, batch.seed_B))
+        logits = widened(model(batch.ids_BS, batch.real_BS, batch.seed_B, **batch.types))
         return self._loss(logits, batch.labels)
 
     def num_targets(self, first_sample: int, count: int) -> int:
@@ -153,7 +160,8 @@ class Finetuning:
             "multi_label": torch.zeros(micro_size, outputs),
             "regression": torch.zeros(micro_size),
         }[self._kind]
-        return LabelledBatch(index, ids_BS, real_BS, labels, key32(hash64(0, index)))
+        types_BS = torch.zeros_like(ids_BS) if self._has_types else None
+        return LabelledBatch(index, ids_BS, real_BS, labels, key32(hash64(0, index)), types_BS)
 
     def _loss(self, logits_BL: Tensor, labels: Tensor) -> Tensor:
         """Return the sum over the targets."""
@@ -190,7 +198,9 @@ class Finetuning:
         real_BS = np.arange(length) < length_B[:, None]
         labels = None if examples.labels is None else torch.from_numpy(np.asarray(examples.labels)[index_B])
         real = None if real_BS.all() else torch.from_numpy(real_BS)
-        return LabelledBatch(sample_ids, torch.from_numpy(ids_BS), real, labels, seed_B)
+        ids = torch.from_numpy(ids_BS)
+        types_BS = pair_types(ids, self._manifest.special_tokens.sep) if self._has_types else None
+        return LabelledBatch(sample_ids, ids, real, labels, seed_B, types_BS)
 
     def _evaluation_batches(self, examples: Examples, context: Context) -> Iterator[LabelledBatch]:
         """Yield this replica's batches, by length; every replica gets as many, filled up with the longest
@@ -216,8 +226,8 @@ class Finetuning:
                 if context.stopped():
                     return None
                 on_device = batch.to(context.device)
-                logits_BL = widened(model(on_device.ids_BS, on_device.real_BS)).double().cpu().numpy()
-                own_NL[batch.sample_ids] = logits_BL
+                logits_BL = widened(model(on_device.ids_BS, on_device.real_BS, **on_device.types))
+                own_NL[batch.sample_ids] = logits_BL.double().cpu().numpy()
                 seen_N1[batch.sample_ids] = 1
                 context.progress()
         gathered = context.sum_over_replicas([*own_NL.ravel().tolist(), *seen_N1.ravel().tolist()])

@@ -238,6 +238,8 @@ def describe(trainer: Trainer, placed: Placement, resumed: Checkpoint | None) ->
             f"run.init_from, {config.run.init_keeps}: loaded {init['tensors']} of {init['of']} tensors from "
             f"{init['checkpoint']}, SHA-256 {init['sha256'][:16]}"
         )
+        if dropped := init["dropped"]:
+            lines.append(f"left out of it, as the model has no place for them: {', '.join(dropped)}")
     for line in lines:
         trainer.log_rank0(line)
 

@@ -82,7 +82,9 @@ def train(
 
 
 def finetune(
-    run: Annotated[Path, Argument(help="Pretrained run, or a checkpoint of one.", show_default=False)],
+    run: Annotated[
+        Path, Argument(help="Pretrained run, a checkpoint of one, or hf:DIR.", show_default=False)
+    ],
     words: opt.Settings = None,
     task: Annotated[str | None, Option(metavar="NAME", help="GLUE task; needs --data.")] = None,
     data: opt.GlueData = None,

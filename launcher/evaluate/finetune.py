@@ -9,12 +9,15 @@ from typing import Any, NamedTuple
 
 from bert_dp import files as record
 from bert_dp.config import (
+    HF,
     Config,
     ConfigError,
     ExamplesManifest,
     Issue,
+    hf_directory,
     parse_overrides,
     read_examples,
+    read_hf,
     read_yaml,
     resolve,
     shipped_configs,
@@ -80,7 +83,10 @@ class Pretrained:
 
 
 def find_pretrained(run: Path) -> Pretrained:
-    """Find the newest checkpoint of a run, or the one at `run`. Raises ConfigError."""
+    """Find the newest checkpoint of a run, or the one at `run`; or an encoder of transformers at hf:DIR.
+    Raises ConfigError."""
+    if (directory := hf_directory(str(run))) is not None:
+        return _find_hf(directory.resolve())
     if not run.exists():
         hint = "name the directory of a pretrained run"
         raise ConfigError([Issue("RUN", "not_found", f"{run} does not exist", str(run), hint=hint)])
@@ -91,6 +97,16 @@ def find_pretrained(run: Path) -> Pretrained:
     path, facts = checkpoint
     tokenizer = record.tokenizer_of(path).resolve()
     return Pretrained(run.resolve(), path.resolve(), facts.step, resolve([facts.config]), tokenizer)
+
+
+def _find_hf(directory: Path) -> Pretrained:
+    with job.issues_by_option({"run.init_from": "RUN"}):
+        encoder = read_hf(directory)
+    if not encoder.tokenizer.is_file():
+        message, hint = f"{directory} has no {encoder.tokenizer.name}", "save it there with transformers"
+        raise ConfigError([Issue("RUN", "missing", message, str(directory), hint=hint)])
+    run, no_data = Path(f"{HF}{directory}"), {"data": {"path": "not-prepared"}, "schedule": {"steps": 1}}
+    return Pretrained(run, run, 0, resolve([encoder.level(), no_data]), encoder.tokenizer)
 
 
 def setting_names(overrides: Sequence[str]) -> list[str]:

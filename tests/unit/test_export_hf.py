@@ -13,14 +13,15 @@ import pytest
 import torch
 from tokenizers import Tokenizer, processors
 
-from bert_dp.config import Config, ConfigError, Kind, modernbert_issues, native_issues
+from bert_dp.config import Config, ConfigError, Kind, native_issues
 from bert_dp.data import readers
+from bert_dp.examples.prepare import ExampleEncoder
 from bert_dp.exporting import check
 from bert_dp.exporting import load_exported as foreign
 from bert_dp.exporting import source as write
 from bert_dp.exporting.hf import settings_of, tensors_of
 from bert_dp.exporting.source import ExportModule, describe, new_directory, open_run, write_about, write_hf
-from bert_dp.model.build import modernbert_state, our_names
+from bert_dp.model.hf import from_modernbert
 from bert_dp.training.process import RunFailed
 from tests.helpers import issues_of, raised_issues, read_json
 from tests.runs_to_export import SPECIAL, VOCABULARY, config_of, finetuned, peer_of, perturbed, write_run
@@ -118,120 +119,18 @@ def test_config_json_has_the_names_that_its_class_reads() -> None:
 
 @pytest.mark.parametrize("name", ["ModernBERT", "ModernBERT, biases"])
 @pytest.mark.parametrize("kind", ["mlm", "encoder", "classifier"])
-def test_weights_come_back_under_our_names(name: str, kind: Kind) -> None:
+def test_weights_come_back_under_from_modernbert(name: str, kind: Kind) -> None:
     """Of AutoModel too, whose names have no front, and which has no head."""
     config = CONFIGS[name]
     if kind == "classifier":
         config = finetuned(config, "native")
     ours = perturbed(config).state_dict()
-    back = dict(our_names(tensors_of(perturbed(config), config, SPECIAL, kind)))
+    back = dict(from_modernbert(tensors_of(perturbed(config), config, SPECIAL, kind)))
     expected = {key for key in ours if kind != "encoder" or not key.startswith("head.")}
     assert back.keys() == expected
     assert all(torch.equal(tensor, ours[key]) for key, tensor in back.items())
     tied = {**tensors_of(perturbed(config), config, SPECIAL, kind), "decoder.weight": torch.ones(1)}
-    assert dict(our_names(tied)).keys() == expected
-
-
-def exported_settings(folder: Path, config: Config, **changes: Any) -> Path:
-    """config.json of a ModernBERT, changed; a setting that is None is left out."""
-    settings = {**settings_of(config, SPECIAL, "mlm"), **changes}
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({k: v for k, v in settings.items() if v is not None}))
-    (folder / "model.safetensors").touch()
-    return folder
-
-
-HALF_GLOBAL = {"layer_types": ["full_attention", "sliding_attention"]}
-ONE_LAYOUT = {"rope_parameters": None}
-FITTING: tuple[dict[str, Any], ...] = (
-    {},
-    {"hidden_activation": None, "tie_word_embeddings": None, "classifier_activation": None},
-    HALF_GLOBAL,  # every layer must look at the whole sequence of 128 tokens
-    {**HALF_GLOBAL, "local_attention": 254},
-    {"layer_types": ["full_attention"] * 2, "local_attention": 2},
-    {"layer_types": None, "local_attention": 2},
-    {**ONE_LAYOUT, "global_rope_theta": None, "local_rope_theta": None},
-)
-UNFIT: tuple[tuple[str, dict[str, Any]], ...] = (
-    *(
-        (name, {name: 2})
-        for name in ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size")
-    ),
-    ("num_hidden_layers", {"num_hidden_layers": 3}),
-    ("norm_eps", {"norm_eps": 1e-6}),
-    *((f"{part}_bias", {f"{part}_bias": True}) for part in "norm attention mlp classifier decoder".split()),
-    ("decoder_bias", {"decoder_bias": None}),
-    *((f"{part}_activation", {f"{part}_activation": "relu"}) for part in ("hidden", "classifier")),
-    ("tie_word_embeddings", {"tie_word_embeddings": False}),
-    ("local_attention", {**HALF_GLOBAL, "local_attention": 252}),
-    ("local_attention", dict.fromkeys(("layer_types", "global_attn_every_n_layers", "local_attention"))),
-    ("global_rope_theta", {**ONE_LAYOUT, "global_rope_theta": 5e4}),
-    ("local_rope_theta", {**ONE_LAYOUT, "layer_types": ["sliding_attention"] * 2, "local_rope_theta": None}),
-    (
-        "global_rope_theta",
-        {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 7.0}}},
-    ),
-    ("rope_type", {"rope_parameters": {"full_attention": {"rope_type": "yarn", "rope_theta": 160000.0}}}),
-    ("model_type", {"model_type": "bert"}),
-)
-
-
-def test_a_modernbert_that_computes_something_else_is_refused_by_its_field(tmp_path: Path) -> None:
-    config = CONFIGS["ModernBERT"]
-    for changes in FITTING:
-        assert modernbert_issues(exported_settings(tmp_path, config, **changes), config) == [], changes
-    for field, changes in UNFIT:
-        issues = modernbert_issues(exported_settings(tmp_path, config, **changes), config)
-        assert [(issue.setting, field in issue.message) for issue in issues] == [("run.init_from", True)], (
-            changes
-        )
-
-
-OTHER_MODEL: dict[str, Any] = {"position": "learned", "norm": "rmsnorm", "mlp": "gelu", "head": "none"}
-OTHER_MODEL["first_attention_norm"] = True
-
-
-@pytest.mark.parametrize("name", OTHER_MODEL)
-def test_a_model_that_is_no_modernbert_does_not_begin_with_one(tmp_path: Path, name: str) -> None:
-    fits = CONFIGS["ModernBERT"]
-    model = fits.model.model_copy(update={name: OTHER_MODEL[name]})
-    config = fits.model_copy(update={"model": model})
-    (issue,) = modernbert_issues(exported_settings(tmp_path, fits), config)
-    assert f" {name} " in issue.message
-    finetuning = modernbert_issues(tmp_path, finetuned(config, "native"))
-    assert bool(finetuning) == (name != "head"), "a finetuned run has a head of its own"
-
-
-def test_weights_that_cannot_be_read_or_were_made_for_other_tokens_are_refused(tmp_path: Path) -> None:
-    config = CONFIGS["ModernBERT"]
-    exported_settings(tmp_path, config)
-    (tmp_path / "model.safetensors").write_bytes(b"torn")
-    (issue,) = issues_of(modernbert_state, tmp_path, config, None)
-    assert issue.startswith("run.init_from: ")
-    (tmp_path / "tokenizer.json").write_text("{}")
-    (issue,) = issues_of(modernbert_state, tmp_path, config, "0" * 64)
-    assert issue.startswith("data.tokenizer: ")
-    write_hf(open_run(write_run(tmp_path / "run", config), encoder=False), tmp_path)
-    in_another_frame = {"tokenizer_sha256": "0" * 64}
-    (tmp_path / "export.json").write_text(json.dumps(in_another_frame))
-    assert modernbert_state(tmp_path, config, "0" * 64)["model"]
-    state = modernbert_state(tmp_path, config, readers.file_hash(tmp_path / "tokenizer.json"))
-    assert state["model"].keys() == perturbed(config).state_dict().keys()
-    assert state["optimizer"] == {}
-
-
-def test_what_is_no_directory_of_a_modernbert_is_refused(tmp_path: Path) -> None:
-    config = CONFIGS["ModernBERT"]
-    assert modernbert_issues(tmp_path, config)[0].kind == "not_found"
-    exported_settings(tmp_path, config)
-    run = config.run.model_copy(update={"init_keeps": "moments"})
-    (issue,) = modernbert_issues(tmp_path, config.model_copy(update={"run": run}))
-    assert "run.init_keeps=weights" in issue.message
-    (tmp_path / "model.safetensors").unlink()
-    (issue,) = modernbert_issues(tmp_path, config)
-    assert "model.safetensors" in issue.message
-    (tmp_path / "config.json").write_text("[]")
-    assert modernbert_issues(tmp_path, config)[0].kind == "damaged"
+    assert dict(from_modernbert(tied)).keys() == expected
 
 
 # --- the directory, and what proves it
@@ -323,27 +222,38 @@ def test_a_directory_says_what_it_was_made_of(tmp_path: Path) -> None:
         assert told.finetune == (None if encoder else config.finetune)
 
 
-def test_a_foreign_tokenizer_frames_a_pair_as_examples_were_trained(tmp_path: Path) -> None:
-    """RoBERTa's has </s></s> between two texts, and this one pads too."""
+def test_a_tokenizer_keeps_roberta_s_frame_and_gets_ours_in_place_of_an_unknown_one(tmp_path: Path) -> None:
+    """Padding is left out."""
     run = write_run(tmp_path / "run", CONFIGS["EuroBERT"])
     source, file = open_run(run, encoder=False), tmp_path / "foreign.json"
-    ours = source.tokenizer_file.read_bytes()
-    foreign = Tokenizer.from_str(ours.decode())
-    foreign.post_processor = processors.RobertaProcessing(("<sep>", 5), ("<cls>", 4))
-    foreign.enable_padding(length=20)
-    assert foreign.encode("a", "a").ids.count(5) == 3
-    for name, text in (("ours", ours.decode()), ("foreign", foreign.to_str())):
-        file.write_text(text)
+    ours = Tokenizer.from_file(str(source.tokenizer_file))
+    roberta, unknown, padded = (Tokenizer.from_str(ours.to_str()) for _ in range(3))
+    roberta.post_processor = processors.RobertaProcessing(("<sep>", 5), ("<cls>", 4))
+    unknown.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
+    padded.post_processor = roberta.post_processor
+    padded.enable_padding(length=20)
+    for name, tokenizer, wanted in (
+        ("ours", ours, ours),
+        ("roberta", roberta, roberta),
+        ("unknown", unknown, ours),
+        ("padded", padded, roberta),
+    ):
+        file.write_text(tokenizer.to_str())
         out = tmp_path / name
         out.mkdir()
         write_about(out, dataclasses.replace(source, tokenizer_file=file), "hf", "bert-dp export")
-    assert (tmp_path / "ours/tokenizer.json").read_bytes() == ours
-    told = read_json(tmp_path / "foreign/export.json")
-    assert told["tokenizer_sha256"] == readers.file_hash(file)
-    exported = Tokenizer.from_file(str(tmp_path / "foreign/tokenizer.json"))
-    wanted = Tokenizer.from_str(ours.decode()).encode("an old ship", "rain")
-    got = exported.encode("an old ship", "rain")
-    assert (got.ids, got.type_ids) == (wanted.ids, wanted.type_ids)
+        assert read_json(out / "export.json")["tokenizer_sha256"] == readers.file_hash(file)
+        kept = (out / "tokenizer.json").read_bytes() == file.read_bytes()
+        assert kept == (name in ("ours", "roberta"))
+        exported = Tokenizer.from_file(str(out / "tokenizer.json"))
+        for texts in (("an old ship",), ("an old ship", "rain")):
+            got, encoding = exported.encode(*texts), wanted.encode(*texts)
+            assert (got.ids, got.type_ids) == (encoding.ids, encoding.type_ids)
+        framed = ExampleEncoder.load(file, 20).encode([("an old ship",), ("an old ship", "rain")])
+        rows = [wanted.encode("an old ship").ids, wanted.encode("an old ship", "rain").ids]
+        assert framed.ids.tolist() == [*rows[0], *rows[1]]
+        cut = ExampleEncoder.load(file, 8).encode([("an old ship sailed", "rain fell on seven")])
+        assert len(cut.ids) == 8
 
 
 NEAR = {"batch": 1, "length": 5, "outputs": 9, "difference": 1e-7, "top1": 1.0}
@@ -376,8 +286,8 @@ def test_a_bias_of_the_keys_is_refused() -> None:
     bias = torch.arange(12.0)
     name = "model.layers.0.attn.Wqkv.bias"
     with pytest.raises(ConfigError, match=r"Wqkv\.bias has a bias of the keys"):
-        dict(our_names({name: bias}))
-    back = dict(our_names({name: torch.cat([bias[:4], torch.zeros(4), bias[8:]])}))
+        dict(from_modernbert({name: bias}))
+    back = dict(from_modernbert({name: torch.cat([bias[:4], torch.zeros(4), bias[8:]])}))
     assert [values.tolist() for values in back.values()] == [bias[:4].tolist(), bias[8:].tolist()]
 
 

@@ -1,0 +1,263 @@
+"""Read config.json of an encoder in the format of transformers as our settings of the model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from bert_dp.config.errors import ConfigError, Issue, read_regular, refusing, sha256
+from bert_dp.config.schema import Config, DataConfig
+
+HF = "hf:"  # before a directory in the format of transformers
+MAX_CONFIG_BYTES = 2**22
+MAX_LAYERS = 10_000
+DEFAULT_LENGTH: int = DataConfig.model_fields["sequence_length"].default
+WEIGHTS, TOKENIZER, EXPORTED = "model.safetensors", "tokenizer.json", "export.json"
+DROPOUTS = ("dropout", "attention_dropout")  # which a run may change
+SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "intermediate_size": "intermediate_size",
+}
+"""Field of config.json -> our setting."""
+BERT_FIELDS = {
+    **SIZES,
+    "max_position_embeddings": "max_positions",
+    "type_vocab_size": "token_types",
+    "layer_norm_eps": "norm_eps",
+    "hidden_dropout_prob": "dropout",
+    "attention_probs_dropout_prob": "attention_dropout",
+}
+MODERNBERT_FIELDS = {
+    **SIZES,
+    "norm_eps": "norm_eps",
+    "norm_bias": "norm_bias",
+    "attention_bias": "bias",
+    "decoder_bias": "decoder_bias",
+    "attention_dropout": "attention_dropout",
+}
+SHARED: dict[str, Any] = {"norm": "layernorm", "head": "dense"}
+BERT_SHAPE: dict[str, Any] = {
+    **SHARED,
+    "position": "learned",
+    "mlp": "gelu",
+    "norm_bias": True,
+    "first_attention_norm": True,
+    "bias": True,
+    "decoder_bias": True,
+    "local_attention": 0,
+}
+MODERNBERT_SHAPE: dict[str, Any] = {
+    **SHARED,
+    "position": "rope",
+    "mlp": "geglu",
+    "norm_position": "pre",
+    "first_attention_norm": False,
+    "token_types": 0,
+}
+# what a class has where config.json does not say so
+BERT_DEFAULTS = {
+    "type_vocab_size": 2,
+    "layer_norm_eps": 1e-12,
+    "hidden_dropout_prob": 0.1,
+    "attention_probs_dropout_prob": 0.1,
+}
+MODERNBERT_DEFAULTS = {
+    "norm_eps": 1e-5,
+    "norm_bias": False,
+    "attention_bias": False,
+    "decoder_bias": True,
+    "attention_dropout": 0.0,
+}
+# field of config.json -> the only value that our models have
+FIXED: dict[str, Any] = {
+    "tie_word_embeddings": True,
+    "hidden_act": "gelu",
+    "position_embedding_type": "absolute",
+    "is_decoder": False,
+    "hidden_activation": "gelu",
+    "classifier_activation": "gelu",
+}
+THETAS = {
+    "full_attention": ("rope_theta", "global_rope_theta", 160_000.0),
+    "sliding_attention": ("local_rope_theta", "local_rope_theta", 10_000.0),
+}
+"""Kind of layer -> our setting, its field before transformers 5, and the default."""
+ROBERTAS = ("roberta", "roberta-prelayernorm")  # count positions from the padding token's id + 1
+FAMILIES = ("bert", *ROBERTAS, "modernbert")
+
+
+@dataclasses.dataclass(frozen=True)
+class HfEncoder:
+    """A directory in the format of transformers."""
+
+    directory: Path
+    family: str
+    """Its model_type."""
+    model: dict[str, Any]
+    """Our settings of its model."""
+    head_bias: bool
+    """Of the dense layer before the decoder."""
+
+    @property
+    def tokenizer(self) -> Path:
+        """Path of its tokenizer, which may be absent."""
+        return self.directory / TOKENIZER
+
+    def level(self) -> dict[str, Any]:
+        """Return what it sets of a configuration, below everything that is given."""
+        data: dict[str, Any] = {"tokenizer": str(self.tokenizer)} if self.tokenizer.is_file() else {}
+        if rows := self.model.get("max_positions"):
+            data["sequence_length"] = min(DEFAULT_LENGTH, rows - self.model["position_offset"])
+        return {"model": self.model, "data": data}
+
+
+def hf_directory(init_from: str | None) -> Path | None:
+    """Return DIR of hf:DIR."""
+    if init_from is None or not init_from.startswith(HF):
+        return None
+    return Path(init_from.removeprefix(HF)).expanduser()
+
+
+def read_hf(directory: Path) -> HfEncoder:
+    """Read config.json in `directory`. Raises ConfigError for an architecture that our model does not
+    compute."""
+    with refusing("run.init_from", str(directory / "config.json")):
+        settings = json.loads(read_regular(directory / "config.json", MAX_CONFIG_BYTES))
+        if not isinstance(settings, dict):
+            raise ValueError("no object")
+    family = settings.get("model_type")
+    if family not in FAMILIES:
+        reason = "its table of tokens holds the norm behind it" if family == "eurobert" else "not supported"
+        message = f"{directory}: model_type is {family!r:.80}: {reason}; supported are {', '.join(FAMILIES)}"
+        raise ConfigError([Issue("run.init_from", "unsupported", message, family)])
+    try:
+        is_modern = family == "modernbert"
+        model = _modernbert(settings) if is_modern else _bert(settings, family)
+        problems = list(_unsupported(settings, is_modern))
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        message = f"{directory}: config.json does not describe a {family} ({error!r:.200})"
+        raise ConfigError([Issue("run.init_from", "damaged", message, str(directory))]) from None
+    if not (directory / WEIGHTS).is_file():
+        problems.append(f"no {WEIGHTS}")
+    if problems:
+        lines = [f"{directory}: {problem}" for problem in problems]
+        raise ConfigError([Issue("run.init_from", "unsupported", line, str(directory)) for line in lines])
+    head_bias = settings.get("classifier_bias", False) if is_modern else True
+    return HfEncoder(directory, family, model, head_bias)
+
+
+def _bert(settings: Mapping[str, Any], family: str) -> dict[str, Any]:
+    values = {**BERT_DEFAULTS, **settings}
+    pad = settings.get("pad_token_id", 1)
+    return {
+        **BERT_SHAPE,
+        **{ours: values[theirs] for theirs, ours in BERT_FIELDS.items()},
+        "norm_position": "pre" if family == "roberta-prelayernorm" else "post",
+        "position_offset": pad + 1 if family in ROBERTAS else 0,
+    }
+
+
+def _modernbert(settings: Mapping[str, Any]) -> dict[str, Any]:
+    values = {**MODERNBERT_DEFAULTS, **settings}
+    model = {**MODERNBERT_SHAPE, **{ours: values[theirs] for theirs, ours in MODERNBERT_FIELDS.items()}}
+    kinds = _layer_kinds(settings)
+    is_local = "sliding_attention" in kinds
+    model["local_attention"] = settings.get("local_attention", 128) if is_local else 0
+    if is_local:
+        model["global_attention_every"] = _global_every(kinds)
+    parameters = settings.get("rope_parameters") or {}
+    for kind in THETAS.keys() & set(kinds):
+        ours, before, default = THETAS[kind]
+        rope = parameters.get(kind) or {}
+        model[ours] = float(rope.get("rope_theta", settings.get(before, default)))
+    return model
+
+
+def _layer_kinds(settings: Mapping[str, Any]) -> list[str]:
+    every, layers = settings.get("global_attn_every_n_layers", 3), settings["num_hidden_layers"]
+    if not 1 <= layers <= MAX_LAYERS:
+        raise ValueError(f"num_hidden_layers is {layers}")
+    return settings.get("layer_types") or [
+        "sliding_attention" if i % every else "full_attention" for i in range(layers)
+    ]
+
+
+def _global_every(kinds: list[str]) -> int:
+    """Return the distance of global layers, of which the first layer is one."""
+    return kinds.index("full_attention", 1) if "full_attention" in kinds[1:] else len(kinds)
+
+
+def _unsupported(settings: Mapping[str, Any], is_modern: bool) -> Iterator[str]:
+    """Yield what our model does not compute."""
+    for name, only in FIXED.items():
+        if (value := settings.get(name, only)) != only:
+            yield f"{name} is {value!r:.80}, and our models have {only} alone"
+    if not is_modern:
+        return
+    if settings.get("mlp_bias", False) != settings.get("attention_bias", False):
+        yield "mlp_bias is not attention_bias, and ours are one setting"
+    kinds = _layer_kinds(settings)
+    if "sliding_attention" in kinds:
+        every = _global_every(kinds)
+        if any((kind == "sliding_attention") != (i % every > 0) for i, kind in enumerate(kinds)):
+            yield "layer_types has global layers at no fixed distance from the first"
+    for kind, rope in (settings.get("rope_parameters") or {}).items():
+        if (rope or {}).get("rope_type", "default") != "default":
+            yield f"rope_parameters.{kind} has rope_type {rope['rope_type']!r:.80}, and ours is default"
+
+
+def hf_issues(directory: Path, config: Config) -> list[Issue]:
+    """Find why a run does not begin with the weights in `directory`: an issue for each setting."""
+    try:
+        encoder = read_hf(directory)
+    except ConfigError as error:
+        return [*error.issues]
+    own_head = ("head", "decoder_bias") if config.objective.name == "finetune" else ()
+    issues = []
+    for name, value in encoder.model.items():
+        ours = getattr(config.model, name)
+        if ours != value and name not in (*own_head, *DROPOUTS):
+            message = f"{ours}, but {directory} has {value}"
+            hint = "leave it out: it follows from config.json"
+            issues.append(Issue(f"model.{name}", "conflict", message, ours, "run.init_from", hint))
+    if not own_head and encoder.head_bias != config.model.bias:
+        message = f"{directory}: classifier_bias is not attention_bias, and ours are one setting"
+        issues.append(Issue("run.init_from", "unsupported", message, str(directory)))
+    if config.run.init_keeps == "moments":
+        message = f"moments, but {directory} holds weights alone"
+        issues.append(Issue("run.init_keeps", "conflict", message, "moments", "run.init_from", "use weights"))
+    given = config.data.tokenizer
+    if config.data.sources and (given is None or Path(given).is_file()):
+        issues += tokenizer_issues(directory, None if given is None else sha256(Path(given)))
+    return issues
+
+
+def tokenizer_issues(directory: Path, sha: str | None) -> list[Issue]:
+    """Find why data with the tokenizer of this hash do not fit the weights in `directory`; at most one. None:
+    a tokenizer would be trained."""
+    own = directory / TOKENIZER
+    if sha is not None and (not own.is_file() or sha in (sha256(own), _exported_tokenizer(directory))):
+        return []
+    if own.is_file():
+        message = f"the data have another tokenizer than {directory}"
+        hint = f"leave data.tokenizer out, or build shards with data.tokenizer={own}"
+    else:
+        message = f"{directory} has no {TOKENIZER}, and a new one would number other tokens"
+        hint = "save the tokenizer there with transformers, or name it by data.tokenizer"
+    return [Issue("data.tokenizer", "conflict", message, sha, "run.init_from", hint)]
+
+
+def _exported_tokenizer(directory: Path) -> str | None:
+    """Return the hash of the run's tokenizer in a directory that we exported, whose own frame may be
+    another."""
+    try:
+        about = json.loads(read_regular(directory / EXPORTED, MAX_CONFIG_BYTES))
+        return str(about["tokenizer_sha256"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
