@@ -37,6 +37,7 @@ from bert_dp.config import (
     load_config,
     read_data,
     read_manifest,
+    tokenizer_issues,
 )
 from bert_dp.config.errors import install_command
 from bert_dp.config.load import find_config as find_named_config
@@ -170,6 +171,7 @@ def input_issues(config: Config) -> list[Issue]:
     """Find files and packages that the configuration names and that are missing or do not fit."""
     issues: list[Issue] = []
     data, init_from, engine = config.data, config.run.init_from, config.parallel.engine
+    foreign = hf_directory(init_from)
 
     def missing(setting: str, message: str, hint: str | None = None) -> None:
         issues.append(Issue(setting, "not_found", message, hint=hint))
@@ -181,7 +183,10 @@ def input_issues(config: Config) -> list[Issue]:
             issues.append(Issue(setting, "conflict", message, None, name, "use a path without it"))
     if data.path is not None:
         try:
-            issues += read_data(config, Path(data.path)).issues(config)
+            manifest = read_data(config, Path(data.path))
+            issues += manifest.issues(config)
+            if foreign is not None and foreign.exists():
+                issues += tokenizer_issues(foreign, manifest.tokenizer.sha256)
         except ConfigError as error:
             issues += [issue.within("data.path") for issue in error.issues]
     else:
@@ -190,7 +195,6 @@ def input_issues(config: Config) -> list[Issue]:
         known = source == "builtin" or source.startswith("hub:") or os.path.exists(source)
         if not known and not glob.glob(source, recursive=True):
             missing("data.sources", f"{source} matches no file", "name a file, a glob or `builtin`")
-    foreign = hf_directory(init_from)
     if data.tokenizer is not None and not Path(data.tokenizer).is_file():
         missing("data.tokenizer", f"{data.tokenizer} is no file")
     if init_from is not None and not Path(foreign or init_from).exists():

@@ -112,6 +112,8 @@ def _tensor_issues(config: Config, facts: EngineFacts, world_size: int) -> list[
             near = [n for n in sizes if n % tensor == 0 and 0 < n <= max(size, MAX_VOCAB_SIZE)]
             near = sorted(sorted(near, key=lambda n: abs(n - size))[:2])
             hint = f"nearest that are: {', '.join(map(str, near)) or 'none with this model.hidden_size'}"
+            if config.run.init_from is not None:  # its weights have this size
+                hint = f"use parallel.tensor {nearest_divisors(size, tensor)}"
             issues.append(Issue(f"model.{name}", "does_not_divide", message, size, "parallel.tensor", hint))
     return issues
 

@@ -88,8 +88,8 @@ def predict(
 def export_hf(run: opt.Run, out: opt.ExportOut, encoder: opt.WithoutHead = False) -> int:
     """Export for transformers.
 
-    The directory needs no code of ours: ModernBERT, EuroBERT or RobertaPreLayerNorm, as the run's positions
-    and norm require, with tokenizer and model card.
+    The directory needs no code of ours: ModernBERT, BERT, RoBERTa, RobertaPreLayerNorm or EuroBERT, as the
+    run's positions and norms require, with tokenizer and model card.
     """
     from launcher.evaluate import export
 

@@ -325,7 +325,7 @@ def test_aotinductor_computes_the_same_also_from_c_plus_plus(runs: Path, tmp_pat
 
 
 def test_a_run_begins_with_what_was_exported(runs: Path, shards: Path, tmp_path: Path) -> None:
-    """To the bit where the run itself is begun with, and is refused by the field that does not fit."""
+    """To the bit where the run itself is begun with, and is refused by the setting that does not fit."""
     out = export("hf", runs / "rope", tmp_path / "out")
     shape = "schedule.steps=2 log.every_steps=1 batch.global_size=8 batch.micro_size=4"
     model = [f"model.{key}={json.dumps(value)}" for key, value in RUNS["rope"].model.model_dump().items()]
@@ -339,7 +339,7 @@ def test_a_run_begins_with_what_was_exported(runs: Path, shards: Path, tmp_path:
 
     place, done = train(f"run.init_from=hf:{out}")
     assert done.returncode == 2, done.stdout + done.stderr
-    assert f"data.tokenizer: the shards have another tokenizer than {out}" in done.stdout
+    assert f"data.tokenizer: the data have another tokenizer than {out}" in done.stdout + done.stderr
     (out / "tokenizer.json").unlink()
     place, done = train(f"run.init_from=hf:{out}")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -349,4 +349,4 @@ def test_a_run_begins_with_what_was_exported(runs: Path, shards: Path, tmp_path:
     assert done.returncode == 0, done.stdout + done.stderr
     assert logged(own, "loss") == logged(place, "loss")
     errors = refused("train", "quickstart", *settings, f"run.init_from=hf:{out}", "model.norm_eps=1e-6")
-    assert "set model.norm_eps=1e-05" in errors
+    assert f"model.norm_eps: 1e-06, but {out} has 1e-05" in errors

@@ -136,14 +136,15 @@ def lone_config(shards: Path, **sections: Any) -> Config:
 def test_the_log_says_what_is_about_to_run(
     shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    init = {"tensors": 7, "of": 9, "checkpoint": "there", "sha256": "ab" * 32}
+    init = {"tensors": 7, "of": 9, "checkpoint": "there", "sha256": "ab" * 32, "dropped": ["pooler.bias"]}
     with lone_trainer(lone_config(shards, optim={"lr": 2e-3}), tmp_path) as trainer:
         begun = dataclasses.replace(trainer, metadata={**trainer.metadata, "init_from": init})
         for resumed in (None, SimpleNamespace(path=tmp_path)):
             build.describe(begun, Placement(((0, 1), (2, 3)), 1), resumed)  # type: ignore[arg-type]
-    *lines, source, ranks, batch, model, rate = capsys.readouterr().out.splitlines()
+    *lines, source, dropped, ranks, batch, model, rate = capsys.readouterr().out.splitlines()
     assert lines == [ranks, batch, model, rate]
     assert "7 of 9 tensors from there" in source, "and where it goes on, its checkpoint's"
+    assert dropped.endswith(": pooler.bias")
     for line, fact in ((ranks, "cores 0-1 | 2-3"), (batch, "micro 2 x accumulation 4"), (rate, "0.002")):
         assert fact in line
 

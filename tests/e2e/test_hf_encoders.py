@@ -1,0 +1,164 @@
+"""From an encoder of transformers to continued pretraining, finetuning, predictions and back."""
+
+from __future__ import annotations
+
+import csv
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+
+from tests.e2e.cli import bert_dp, refused
+from tests.helpers import logged, read_json, read_lines
+from tests.runs_to_export import WORDS
+
+transformers = pytest.importorskip("transformers")
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 66,
+}
+TEXTS = [" ".join(random.Random(i).choices(WORDS, k=30)) for i in range(120)]
+PAIRS = [(WORDS[i % 15], f"{WORDS[(i * i) % 15]} {WORDS[(3 * i) % 15]}") for i in range(48)]
+SETTINGS = "schedule.steps=3 batch.global_size=8 batch.micro_size=4 log.every_steps=1 precision=fp32".split()
+SHORT = "data.sequence_length=32"
+
+
+def bert_tokenizer() -> Tokenizer:
+    """WordPiece in BERT's frame, which has token types."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    tokenizer.train_from_iterator(TEXTS, trainers.WordPieceTrainer(vocab_size=120, special_tokens=specials))
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    return tokenizer
+
+
+def roberta_tokenizer() -> Tokenizer:
+    """Byte-level BPE in RoBERTa's frame, which has two separators between texts."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    specials = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=301, special_tokens=specials, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), add_prefix_space=False)
+    return tokenizer
+
+
+def write_encoder(folder: Path, name: str, tokenizer: Tokenizer, **settings: Any) -> Path:
+    """A directory as transformers saves it, with weights that differ in each tensor."""
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=tokenizer.get_vocab_size(), **SIZES, **settings
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForMaskedLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model.save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def write_table(path: Path) -> Path:
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["text", "text_pair", "label"])
+        rows.writerows([*pair, "long" if len(pair[0]) > 4 else "short"] for pair in PAIRS)
+    return path
+
+
+def done(*arguments: str) -> str:
+    finished = bert_dp(*arguments, timeout=300)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return finished.stdout
+
+
+def assert_predicts_as_transformers(exported: Path, lines: list[dict[str, Any]]) -> None:
+    """Of the texts themselves, through transformers' tokenizer."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(exported)
+    inputs = tokenizer(*map(list, zip(*PAIRS, strict=True)), padding=True, return_tensors="pt")
+    with torch.inference_mode():
+        found = model(**inputs).logits.softmax(-1)
+    names = [model.config.id2label[i] for i in range(2)]
+    ours = torch.tensor([[line["probabilities"][name] for name in names] for line in lines])
+    torch.testing.assert_close(ours, found, rtol=0, atol=2e-5)
+    assert ours.std(0).min() > 2e-4
+
+
+def test_a_bert_is_trained_on_finetuned_and_exported(tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path / "bert", "Bert", bert_tokenizer(), max_length=9)
+    (tmp_path / "corpus.txt").write_text("\n".join(TEXTS))
+    config = tmp_path / "more.yaml"  # of docs/export.md, with other names
+    page = (Path(__file__).parents[2] / "docs/export.md").read_text()
+    (block,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    named = block.replace("bert-base-uncased", str(folder)).replace("corpus/*", f"{tmp_path}/corpus.txt")
+    config.write_text(f"{named}data.build: {{max_tokens_per_char: 0, held_out_fraction: 0.2}}\n")
+    run, table = tmp_path / "run", write_table(tmp_path / "pairs.csv")
+    said = done("train", str(config), *SETTINGS, SHORT, "--nproc", "2", "--run-dir", str(run))
+    assert "left out of it" in said
+    keys = [f"encoder.layer.{i}.attention.self.key.bias" for i in range(2)]
+    init = read_json(run / "summary.json")["init_from"]
+    assert (init["tensors"], init["dropped"]) == (init["of"], keys)
+    assert logged(run, "step") == [1, 2, 3]
+    tuned = tmp_path / "tuned"
+    files = ["--train", str(table), "--dev", str(table)]
+    options = [*SETTINGS, "finetune.head=native", "optim.lr=2e-2"]
+    done("finetune", str(run), *options, *files, "--nproc", "2", "--run-dir", str(tuned))
+    out, predicted = tmp_path / "out", tmp_path / "predicted.jsonl"
+    words = ["--text", "text", "--text-pair", "text_pair", "--out"]
+    done("predict", str(tuned), str(table), *words, str(predicted))
+    done("export", "hf", str(tuned), "--out", str(out))
+    assert read_json(out / "config.json")["model_type"] == "bert"
+    assert read_json(out / "config.json")["max_position_embeddings"] == 66
+    assert_predicts_as_transformers(out, read_lines(predicted))
+    done("predict", str(out), str(table), *words, str(tmp_path / "again.jsonl"))
+    for ours, theirs in zip(read_lines(predicted), read_lines(tmp_path / "again.jsonl"), strict=True):
+        assert ours["probabilities"] == pytest.approx(theirs["probabilities"], abs=1e-4)
+    done("export", "check", str(out), "--run", str(tuned))
+    assert "data.sequence_length: 67" in refused("train", str(config), *SETTINGS, "data.sequence_length=67")
+    assert "model.num_layers: 3, but" in refused("train", str(config), *SETTINGS, "model.num_layers=3")
+
+
+def test_a_roberta_is_finetuned_as_it_is(tmp_path: Path) -> None:
+    settings = {"pad_token_id": 1, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
+    folder = write_encoder(tmp_path / "roberta", "Roberta", roberta_tokenizer(), **settings)
+    table, tuned, out = write_table(tmp_path / "pairs.csv"), tmp_path / "tuned", tmp_path / "out"
+    options = [
+        f"hf:{folder}",
+        *SETTINGS,
+        "finetune.head=native",
+        "optim.lr=2e-2",
+        "--train",
+        str(table),
+        "--dev",
+        str(table),
+    ]
+    done("finetune", *options, "--nproc", "1", "--run-dir", str(tuned))
+    predicted = tmp_path / "predicted.jsonl"
+    done(
+        "predict",
+        str(tuned),
+        str(table),
+        "--text",
+        "text",
+        "--text-pair",
+        "text_pair",
+        "--out",
+        str(predicted),
+    )
+    done("export", "hf", str(tuned), "--out", str(out))
+    assert (out / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    assert_predicts_as_transformers(out, read_lines(predicted))
+    errors = refused("finetune", *options, "parallel.tensor=2", "--nproc", "2")
+    assert "model.vocab_size: 301 is not a multiple of parallel.tensor 2" in errors
+    assert "RUN: " in refused("finetune", f"hf:{tmp_path}", *options[1:])
