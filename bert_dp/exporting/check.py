@@ -153,7 +153,7 @@ def make_batches(source: ExportSource, exported: Exported) -> list[Inputs]:
             lengths_B[0] = length
             mask_BS = (np.arange(length) < lengths_B[:, None]).astype(np.int64)
             ids_BS = rng.integers(min(first, exported.vocab_size - 1), exported.vocab_size, (size, length))
-            types_BS = np.broadcast_to(np.arange(length) >= length // 2, mask_BS.shape).astype(np.int64)
+            types_BS = np.tile(np.arange(length) >= length // 2, (size, 1)).astype(np.int64)
             inputs = (np.where(mask_BS, ids_BS, exported.pad), mask_BS, types_BS)
             batches.append(inputs[: len(exported.inputs)])
     return batches
