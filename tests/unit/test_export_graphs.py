@@ -24,6 +24,8 @@ CONFIGS: dict[str, tuple[Config, Kind]] = {
     "recipe": (finetuned(config_of("quickstart"), "recipe"), "classifier"),
     "recipe, mean": (finetuned(config_of("quickstart"), "recipe", pooling="mean"), "classifier"),
     "rms, encoder": (config_of("small-text"), "encoder"),
+    "token types": (config_of("bert-simple", model={"norm_position": "post", "token_types": 2}), "encoder"),
+    "local": (config_of("crammed-rope", model={"local_attention": 16}), "encoder"),
 }
 
 
@@ -39,7 +41,7 @@ def difference(
     `tolerance`."""
     exported = describe(source, "onnx")
     batches = check.make_batches(source, exported)
-    assert {ids.shape[1] for ids, _ in batches} == {5, 37, 128, source.config.data.sequence_length}
+    assert {ids.shape[1] for ids, *_ in batches} == {5, 37, 128, source.config.data.sequence_length}
     rows = [
         check.compare(batch, check.reference(source, *batch), compute(*batch), exported, tolerance)
         for batch in batches
@@ -73,6 +75,19 @@ def test_a_masked_language_model_as_onnx_is_an_encoder_too_and_eight_bits_are_ne
     sizes = [(folder / "model.onnx").stat().st_size for folder in (small, whole)]
     assert sizes[0] < 0.4 * sizes[1]
     assert 1e-4 < difference(source, load_exported.open_onnx(small, source.kind)) < 0.1
+
+
+@pytest.mark.parametrize("name", ["token types", "local"])
+def test_a_graph_has_the_inputs_and_windows_of_its_model(tmp_path: Path, name: str) -> None:
+    source = source_of(tmp_path, name)
+    graph = write.trace(source).module()
+
+    def compute(*inputs: np.ndarray) -> np.ndarray:
+        with torch.inference_mode():
+            return graph(*map(torch.from_numpy, inputs))[0].numpy()
+
+    assert difference(source, compute, tolerance=1e-4) < 1e-4
+    assert len(check.make_batches(source, describe(source, "onnx"))[0]) == (3 if name == "token types" else 2)
 
 
 def test_a_source_keeps_its_precision_where_its_graph_is_in_bf16(tmp_path: Path) -> None:
