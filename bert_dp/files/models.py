@@ -82,7 +82,7 @@ Pair = Annotated[list[float], Field(strict=False)]
 
 
 class StoredFile(StoredModel):
-    """Model a whole file. `remedy`: fix of a damaged one."""
+    """Model a whole file. `hint`: fix of a damaged one."""
 
     hint: ClassVar[str] = "see the logs of its run"
 
@@ -165,7 +165,6 @@ class NoiseScale(StoredModel):
     """95 %, sequences."""
     grad_sq: FiniteOrNone = None
     """Squared norm of the true gradient."""
-    """95 %."""
     trace: FiniteOrNone = None
     """Of the covariance of the gradient of one sequence."""
 
