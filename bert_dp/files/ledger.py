@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 LEDGER = "ledger.json"
 RAPL = Path("/sys/class/powercap")
 EVERY_S = 5.0  # between two writes, and between two readings
-EXIT_S = 2.0  # from the last save to the launcher's end
+EXIT_S = 2.0  # least time to close a run: from its last evaluation to the launcher's end
 
 
 class EnergyCounter(NamedTuple):
@@ -247,12 +247,12 @@ class Ledger:
 class Spending:
     """Read which share of a budget in dollars or kWh a run has spent.
 
-    The share is 1 when only the reserve is left: `save_s` of the last save, EXIT_S, and `evaluation_s`, which
-    the loop keeps up to date.
+    The share is 1 when only the reserve is left: `end_s` to save and to close the run, and `evaluation_s`,
+    which the loop keeps up to date.
     """
 
-    def __init__(self, run_dir: Path, unit: str, budget: float, save_s: float):
-        self._run_dir, self._unit, self._budget, self._save_s = run_dir, unit, budget, save_s
+    def __init__(self, run_dir: Path, unit: str, budget: float, end_s: float):
+        self._run_dir, self._unit, self._budget, self._end_s = run_dir, unit, budget, end_s
         self.evaluation_s = 0.0
         self._spent: float | None = None
         self._rate: float | None = None
@@ -271,5 +271,5 @@ class Spending:
         if self._spent is None or self._rate is None:
             raise OSError(f"{self._run_dir / LEDGER} has no {self._unit}")
         spent = self._spent + self._rate * max(0.0, at_s - self._spent_s)
-        usable = self._budget - self._rate * (self._save_s + EXIT_S + self.evaluation_s)
+        usable = self._budget - self._rate * (self._end_s + self.evaluation_s)
         return 1.0 if spent >= usable else spent / usable

@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING
 from bert_dp import files
 from bert_dp.config import METERED, Config, ConfigError, Issue, batch_layout, load_config, with_budget
 from bert_dp.config.checks import ProfilePlan, parse_profile, profile_issues
-from bert_dp.files.ledger import Ledger, Spending, budget_issues
+from bert_dp.files.ledger import EXIT_S, Ledger, Spending, budget_issues
 from bert_dp.training.process import (
     HeartbeatWriter,
     RunFailed,
@@ -160,7 +160,7 @@ def run(
     before_s = time.monotonic()
     failure = save(trainer, state, state.elapsed_s, wait=True)  # before hours are spent
     if failure is None:
-        spending = spending_of(config, run_dir, time.monotonic() - before_s)
+        spending = spending_of(config, run_dir, time.monotonic() - before_s, setup_s)
         before_j = devices.joules(device)
         with gc_paused():
             result = train(trainer, state, distributed.SharedClock(comm, state.elapsed_s, spending=spending))
@@ -188,10 +188,14 @@ def profile_plan(arguments: argparse.Namespace, config: Config, world: World) ->
     return plan
 
 
-def spending_of(config: Config, run_dir: Path, save_s: float) -> Spending | None:
+def spending_of(config: Config, run_dir: Path, save_s: float, setup_s: float) -> Spending | None:
     """Return the reader of a budget in dollars or kWh; None for other budgets. `save_s`: time of a save."""
     unit = config.schedule.unit
-    return Spending(run_dir, unit, getattr(config.schedule, unit), save_s) if unit in METERED else None
+    if unit not in METERED:
+        return None
+    # closing ends the processes that set-up started, and is slow where that was slow
+    end_s = save_s + max(EXIT_S, setup_s / 2)
+    return Spending(run_dir, unit, getattr(config.schedule, unit), end_s)
 
 
 def write_collectives(run_dir: Path, rank: int, progress: int) -> None:

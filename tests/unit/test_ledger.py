@@ -141,7 +141,7 @@ def test_the_share_goes_on_at_the_last_rate_and_keeps_a_reserve(tmp_path: Path) 
     book = Ledger(tmp_path, 1, RunConfig(price_per_device_hour=3600.0), now=clock)  # a dollar a second
     clock.now += 10
     book.update()
-    spending = Spending(tmp_path, "dollars", 112.0, save_s=10.0)
+    spending = Spending(tmp_path, "dollars", 110.0, end_s=10.0)
     assert spending.share(clock.now) == pytest.approx(10 / 100)
     assert spending.share(clock.now + 3) == pytest.approx(13 / 100)
     spending.evaluation_s = 50.0
@@ -150,7 +150,7 @@ def test_the_share_goes_on_at_the_last_rate_and_keeps_a_reserve(tmp_path: Path) 
     (tmp_path / ledger.LEDGER).write_text("{")  # torn, or a file server that does not answer
     assert spending.share(clock.now + 30) == pytest.approx(40 / 50)
     with pytest.raises(OSError, match="kwh"):
-        Spending(tmp_path, "kwh", 1.0, save_s=0.0).share(clock.now)
+        Spending(tmp_path, "kwh", 1.0, end_s=0.0).share(clock.now)
 
 
 @pytest.mark.parametrize(

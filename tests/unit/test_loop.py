@@ -337,7 +337,7 @@ def test_a_budget_in_dollars_or_kwh_ends_within_two_steps_of_the_sum(
 
     train_here(
         SimpleNamespace(next=slow_batch, wait_s=0.0),
-        spending=Spending(tmp_path, unit, budget, save_s=1000.0),
+        spending=Spending(tmp_path, unit, budget, end_s=1000.0 + EXIT_S),
         run=run,
         schedule={unit: budget, "name": "linear", "warmup_fraction": 0.0},
         optim={"lr": 0.02},
