@@ -445,6 +445,17 @@ def _times(run: RunFiles) -> list[TableRow]:
     return rows
 
 
+def _spent(spent: Spent) -> list[TableRow]:
+    """Return cost, energy and CO2 of all starts, each with the origin of its factors."""
+    price = f"{format_si(spent.device_hours)} device hours at run.price_per_device_hour"
+    rows = [
+        ("cost", spent.dollars, "$", price),
+        ("energy of all starts", spent.kwh, "kWh", f"{spent.energy_origin or 'not counted'}, x run.pue"),
+        ("CO2", spent.co2_kg, "kg", "that energy at run.grams_co2_per_kwh"),
+    ]
+    return [words(label, format_si(n, unit), note, console=n is not None) for label, n, unit, note in rows]
+
+
 def _files(run: RunFiles) -> list[TableRow]:
     summary, since = run.summary, _since(run.summary)
     # of this start, as the energy is
@@ -464,17 +475,6 @@ def _files(run: RunFiles) -> list[TableRow]:
         note = "of logs and records: lines are missing"
         rows.append(value("failed writes", summary.failed_writes, "count", note))
     return rows
-
-
-def _spent(spent: Spent) -> list[TableRow]:
-    """Return cost, energy and CO2 of all starts, each with the origin of its factors."""
-    price = f"{format_si(spent.device_hours)} device hours at run.price_per_device_hour"
-    rows = [
-        ("cost", spent.dollars, "$", price),
-        ("energy of all starts", spent.kwh, "kWh", f"{spent.energy_origin or 'not counted'}, x run.pue"),
-        ("CO2", spent.co2_kg, "kg", "that energy at run.grams_co2_per_kwh"),
-    ]
-    return [words(label, format_si(n, unit), note, console=n is not None) for label, n, unit, note in rows]
 
 
 TOPICS = {
