@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, computed_field
 
 from bert_dp.config.errors import StoredModel
+from bert_dp.files.ledger import Spent
 
 FailureKind = Literal[
     "bad_input",
@@ -266,6 +267,8 @@ class Summary(StoredFile):
     """When the ratio is above STRAGGLER_RATIO over the run."""
     time_s: dict[str, float] = {}
     """Rank 0's clock: setup, compile, train, data_wait, forward_backward, optimizer, eval, save (stall)."""
+    spent: Spent | None = None
+    """Dollars, kWh and CO2 of all starts, by our launcher."""
     command_s: FiniteOrNone = None
     """From the start of the command to the end of the last rank, by the launcher."""
     bucket_bytes: list[int] = []

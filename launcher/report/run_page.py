@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bert_dp.config import flat
+from bert_dp.files.ledger import Spent
 from bert_dp.files.models import HeldOut, Summary
 from launcher import stats
 from launcher.report.numbers import (
@@ -444,6 +445,17 @@ def _times(run: RunFiles) -> list[TableRow]:
     return rows
 
 
+def _spent(spent: Spent) -> list[TableRow]:
+    """Return cost, energy and CO2 of all starts, each with the origin of its factors."""
+    price = f"{format_si(spent.device_hours)} device hours at run.price_per_device_hour"
+    rows = [
+        ("cost", spent.dollars, "$", price),
+        ("energy of all starts", spent.kwh, "kWh", f"{spent.energy_origin or 'not counted'}, x run.pue"),
+        ("CO2", spent.co2_kg, "kg", "that energy at run.grams_co2_per_kwh"),
+    ]
+    return [words(label, format_si(n, unit), note, console=n is not None) for label, n, unit, note in rows]
+
+
 def _files(run: RunFiles) -> list[TableRow]:
     summary, since = run.summary, _since(run.summary)
     # of this start, as the energy is
@@ -454,6 +466,7 @@ def _files(run: RunFiles) -> list[TableRow]:
     rows = [
         value("peak memory", summary.peak_memory_gib, "gib", memory),
         words("energy", format_si(summary.energy_j, "J"), energy, console=summary.energy_j is not None),
+        *_spent(summary.spent or Spent()),
         words("checkpoint", summary.checkpoint),
     ]
     if summary.failed_saves:
