@@ -254,7 +254,7 @@ def _is_cpu(device: str) -> bool:
 def _option_issues(source: PlanSource, spec: PlanSpec) -> list[Issue]:
     """Name every option that is unknown or contradicts another one or the source."""
     links = hardware()["links"]
-    if issues := [*_unknown("--link", spec.link, links), *_unknown("--inter", spec.inter, links)]:
+    if issues := [*unknown_issues("--link", spec.link, links), *unknown_issues("--inter", spec.inter, links)]:
         return issues
     if spec.inter is not None and max(spec.gpus) <= spec.per_node:
         message = f"{max(spec.gpus)} GPUs are in one node of {spec.per_node}"
@@ -263,7 +263,8 @@ def _option_issues(source: PlanSource, spec: PlanSpec) -> list[Issue]:
     return [*issues, *_link_issues(source, spec), *_tensor_issues(source.profile, spec.tensor)]
 
 
-def _unknown(setting: str, value: str | None, names: Collection[str]) -> list[Issue]:
+def unknown_issues(setting: str, value: str | None, names: Collection[str]) -> list[Issue]:
+    """Find whether a name is unknown; the hint is the nearest one."""
     if value is None or value in names:
         return []
     close = difflib.get_close_matches(value, names, n=1, cutoff=0.4)
@@ -381,7 +382,7 @@ def source_of_rate(
     """Return the source of one rank's sequences per second: its profile is estimated from the layers. Raises
     ConfigError."""
     gpus = hardware()["gpus"]
-    if issues := _unknown("--gpu", gpu, gpus):
+    if issues := unknown_issues("--gpu", gpu, gpus):
         raise ConfigError(issues)
     known = find_model(model)
     device, optimizer_s = "GPU", 0.0

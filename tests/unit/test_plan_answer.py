@@ -11,9 +11,9 @@ import pytest
 from bert_dp import files
 from bert_dp.config import ConfigError, dump_config, load_config
 from launcher import results
-from launcher.plan import answer, fit
-from launcher.plan.answer import BudgetOptions, plan_budget, sourced_values
-from launcher.plan.fit import FrontierFile
+from launcher.plan import budget, fit
+from launcher.plan.budget import BudgetOptions, plan_budget, sourced_values
+from launcher.plan.frontier import Frontier
 from tests.unit.test_budget import BASE, LAW, own_fit
 
 TODAY = datetime.date(2026, 6, 1)
@@ -31,21 +31,21 @@ def issue(options: dict[str, Any], tmp_path: Path) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("options", "setting", "kind"),
     [
-        ({"budgets": {}}, "--hours", "missing"),
-        ({"budgets": {"hours": 1.0, "kwh": 2.0}}, "--hours", "missing"),
-        ({"budgets": {"dollars": 9.0}, "gpu": "T4-16G", "precision": "fp16"}, "--price", "missing"),
-        ({"budgets": {"hours": 1.0}}, "--gpu", "missing"),
-        ({"budgets": {"hours": 1.0}, "gpu": "H100-SXM-80"}, "--gpu", "unknown"),
-        ({"budgets": {"hours": 1.0}, "gpu": H100, "link": "nvlink9"}, "--link", "unknown"),
-        ({"budgets": {"hours": 1.0}, "gpu": H100, "grid": "Atlantis"}, "--grid", "unknown"),
-        ({"budgets": {"hours": 1.0}, "gpu": "V100-32G"}, "--precision", "unsupported"),
-        ({"budgets": {"hours": 1.0}, "gpu": H100, "config": "no-such"}, "--config", "not_found"),
+        ({}, "--hours", "missing"),
+        ({"hours": 1.0, "kwh": 2.0}, "--hours", "missing"),
+        ({"dollars": 9.0, "gpu": "T4-16G", "precision": "fp16"}, "--price", "missing"),
+        ({"hours": 1.0}, "--gpu", "missing"),
+        ({"hours": 1.0, "gpu": "H100-SXM-80"}, "--gpu", "unknown"),
+        ({"hours": 1.0, "gpu": H100, "link": "nvlink9"}, "--link", "unknown"),
+        ({"hours": 1.0, "gpu": H100, "grid": "Atlantis"}, "--grid", "unknown"),
+        ({"hours": 1.0, "gpu": "V100-32G"}, "--precision", "unsupported"),
+        ({"hours": 1.0, "gpu": H100, "config": "no-such"}, "--config", "not_found"),
         (
-            {"budgets": {"hours": 9.0}, "gpu": H100, "gpus": 3, "tokens_per_parameter": 200.0},
+            {"hours": 9.0, "gpu": H100, "gpus": 3, "tokens_per_parameter": 200.0},
             "batch.global_size",
             "does_not_divide",
         ),
-        ({"budgets": {"hours": 1e-3}, "gpu": H100, "tokens_per_parameter": 200.0}, "--hours", "out_of_range"),
+        ({"hours": 1e-3, "gpu": H100, "tokens_per_parameter": 200.0}, "--hours", "out_of_range"),
     ],
 )
 def test_refused(options: dict[str, Any], setting: str, kind: str, tmp_path: Path) -> None:
@@ -54,18 +54,18 @@ def test_refused(options: dict[str, Any], setting: str, kind: str, tmp_path: Pat
 
 def test_a_file_without_a_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
-        plan_budget(BudgetOptions({"hours": 24.0}, H100), tmp_path / "none" / "planned.yaml")
+        plan_budget(BudgetOptions(hours=24.0, gpu=H100), tmp_path / "none" / "planned.yaml")
     assert (refused.value.issues[0].setting, refused.value.issues[0].kind) == ("--out", "not_found")
 
 
 def test_the_nearest_gpu_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
-        plan_budget(BudgetOptions({"hours": 1.0}, gpu="H100-SXM-80"), tmp_path / "x.yaml")
+        plan_budget(BudgetOptions(hours=1.0, gpu="H100-SXM-80"), tmp_path / "x.yaml")
     assert H100 in (refused.value.issues[0].hint or "")
 
 
 def test_a_plan_writes_a_configuration_that_train_takes(tmp_path: Path) -> None:
-    options = BudgetOptions({"dollars": 50.0}, H100, price=2.5, tokens_per_parameter=200.0)
+    options = BudgetOptions(dollars=50.0, gpu=H100, price=2.5, tokens_per_parameter=200.0)
     plan, written = plan_budget(options, tmp_path / "planned.yaml", tmp_path / "page.html", TODAY)
     config = load_config(written)
     assert config.schedule.hours == pytest.approx(20.0)
@@ -73,28 +73,28 @@ def test_a_plan_writes_a_configuration_that_train_takes(tmp_path: Path) -> None:
     assert config.optim.lr == pytest.approx(1e-3 * 768 / config.model.hidden_size, rel=0.01)
     assert config.batch.ramp_quantum % config.batch.micro_size == 0
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
-    assert plan.figure("micro batch").value == config.batch.micro_size
+    assert plan.figures["micro batch"].value == config.batch.micro_size
 
 
 def test_published_answers_write_no_configuration(tmp_path: Path) -> None:
-    plan, written = plan_budget(BudgetOptions({"hours": 24.0}, H100), tmp_path / "planned.yaml")
+    plan, written = plan_budget(BudgetOptions(hours=24.0, gpu=H100), tmp_path / "planned.yaml")
     assert (plan.is_chosen, written) == (False, None)
     assert not (tmp_path / "planned.yaml").exists()
 
 
 def test_factors_have_their_origin_and_old_ones_are_said(tmp_path: Path) -> None:
-    options = BudgetOptions({"hours": 24.0}, H100, keep_model=True, grid="world")
+    options = BudgetOptions(hours=24.0, gpu=H100, keep_model=True, grid="world")
     plan, _ = plan_budget(options, tmp_path / "a.yaml", today=TODAY)
-    assert plan.figure("dollars").origin == plan.figure("kwh").origin == "published"
-    assert plan.figure("kwh").value == pytest.approx(24 * 0.7)
+    assert plan.figures["dollars"].origin == plan.figures["kwh"].origin == "published"
+    assert plan.figures["kwh"].value == pytest.approx(24 * 0.7)
     assert [w.partition(":")[0] for w in plan.warnings] == ["world"], "the grid is older than 180 days"
     plan, _ = plan_budget(options, tmp_path / "a.yaml", today=datetime.date(2026, 12, 1))
     assert [w.partition(":")[0] for w in plan.warnings] == [H100, "world"]
 
 
 def test_every_listed_value_has_a_date_and_a_source(tmp_path: Path) -> None:
-    assert H100 in sourced_values(answer.PRICES)
-    assert "world" in sourced_values(answer.GRID)
+    assert H100 in sourced_values(budget.PRICES)
+    assert "world" in sourced_values(budget.GRID)
     (tmp_path / "prices.yaml").write_text("H100: {value: 2, unit: $/h, date: 2026-01-01}\n")
     with pytest.raises(ConfigError) as refused:
         sourced_values(tmp_path / "prices.yaml")
@@ -126,11 +126,11 @@ def test_a_table_is_fitted_and_planned_with(tmp_path: Path) -> None:
     assert not found.contradicts
     assert found.outside == []
     results.write(tmp_path / "frontier.json", found)
-    assert results.read(tmp_path / "frontier.json", FrontierFile) == found
-    options = BudgetOptions({"hours": 24.0}, H100, frontier=tmp_path / "frontier.json")
+    assert results.read(tmp_path / "frontier.json", Frontier) == found
+    options = BudgetOptions(hours=24.0, gpu=H100, frontier=tmp_path / "frontier.json")
     plan, written = plan_budget(options, tmp_path / "planned.yaml", today=TODAY)
-    best = LAW.best_parameters(plan.figure("compute").value)
-    assert plan.figure("best parameters").value == pytest.approx(best, rel=0.02)
+    best = LAW.best_parameters(plan.figures["compute"].value)
+    assert plan.figures["best parameters"].value == pytest.approx(best, rel=0.02)
     assert written is not None
     assert fit.fit_page(found).sections
 
@@ -160,7 +160,7 @@ def test_a_law_that_contradicts_its_runs_is_not_planned_with(tmp_path: Path) -> 
     if not found.contradicts:
         found = found.model_copy(update={"contradiction": 3.0})
     results.write(tmp_path / "frontier.json", found)
-    options = {"budgets": {"hours": 1.0}, "gpu": H100, "frontier": tmp_path / "frontier.json"}
+    options = {"hours": 1.0, "gpu": H100, "frontier": tmp_path / "frontier.json"}
     assert issue(options, tmp_path) == ("--frontier", "unsupported")
 
 
@@ -194,7 +194,7 @@ def test_runs_of_nearly_equal_compute_share_a_budget(tmp_path: Path) -> None:
     runs = [
         run(tmp_path / str(i), 2.0, tokens=tokens) for i, tokens in enumerate((10**9, 11 * 10**8, 10**10))
     ]
-    rows = fit.grouped(fit.read_runs(runs).runs)
+    rows = fit.grouped(fit.read_runs(runs)[0])
     assert len({row.budget_flops for row in rows}) == 2
     assert rows[0].budget_flops == pytest.approx(6e17 * 1.1**0.5)
     assert rows[0].parameters_without_embedding == 10**8 - BASE.model.vocab_size * BASE.model.hidden_size
