@@ -22,13 +22,17 @@ def plan(
     dollars: Annotated[float | None, Option(min=1e-3, max=1e9, help="Budget in dollars.")] = None,
     kwh: Annotated[float | None, Option(min=1e-3, max=1e9, help="Budget in kWh.")] = None,
     gpu: Annotated[
-        str | None, Option(help="H100-SXM-80G, A100-80G, ...; default: the machine of --frontier.")
+        str | None, Option(help="H100-SXM-80G, A100-80G, ...; default: the machine of --frontier or --from.")
     ] = None,
     gpus: Annotated[int, Option("--gpus", "--nproc", min=1, max=1024, help="Devices of one node.")] = 1,
     config: Annotated[
         str, Option(help="Tokenizer, data, batch, optimizer and kind of model.")
     ] = "crammed-bert",
     frontier: Annotated[Path | None, Option(help="frontier.json of `bert-dp plan fit`.")] = None,
+    from_: Annotated[
+        Path | None,
+        Option("--from", help="Run directory or scaling.json that measured the speed of --config."),
+    ] = None,
     tokens_per_parameter: Annotated[
         float | None, Option(min=0.1, max=1e6, help="Ratio to use without a frontier.")
     ] = None,

@@ -10,7 +10,7 @@ import datetime
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from pydantic import Field
 
@@ -27,6 +27,7 @@ from bert_dp.config import (
     read_yaml,
 )
 from bert_dp.config.load import find_config
+from bert_dp.config.schema import PlannedFigure, PredictedName
 from bert_dp.cost import num_parameters, peak_flops
 from bert_dp.files.models import StoredFile, StoredModel
 from launcher import results
@@ -39,8 +40,8 @@ from launcher.report.html import may_replace
 from launcher.report.numbers import format_count, format_si
 from launcher.report.page import Column, Report, ReportSection, Table, TableCell, TableRow, Verdict, words
 
-Origin = Literal["measured", "fitted", "published", "assumed", "stated"]
 Unit = Literal["hours", "dollars", "kwh"]
+Origin = Literal["published", "stated"]  # of a cost
 
 PRICES, GRID = (Path(__file__).with_name(name) for name in ("prices.yaml", "grid.yaml"))
 OLD_DAYS = 180  # from which the age of a price is said
@@ -79,15 +80,6 @@ MANY_EPOCHS = (
     "{:.1f} epochs: beyond {} repeated text is worth less and less (arXiv 2305.16264), and masked LMs "
     "overfit it"
 )
-
-
-class PlannedFigure(StoredModel):
-    """A figure of a plan with its 95 % interval and where it comes from."""
-
-    value: float | None
-    ci95: results.Interval | None = None
-    origin: Origin
-    note: str = ""
 
 
 class PlannedModel(StoredModel):
@@ -185,6 +177,7 @@ class BudgetOptions:
     gpus: int = 1
     config: str = "crammed-bert"
     frontier: Path | None = None
+    from_: Path | None = None
     tokens_per_parameter: float | None = None
     keep_model: bool = False
     tokens_available: float | None = None
@@ -207,7 +200,7 @@ class BudgetOptions:
 
     def issues(self, frontier: Frontier | None) -> list[Issue]:
         """Find what is unknown, missing or contradicts another option."""
-        gpus, missing = hardware()["gpus"], self.gpu is None
+        gpus, missing = hardware()["gpus"], self.gpu is None and self.from_ is None
         issues = [
             *unknown_issues("--gpu", self.gpu, gpus),
             *unknown_issues("--link", self.link, hardware()["links"]),
@@ -219,6 +212,12 @@ class BudgetOptions:
         if self.gpu in gpus and peak_flops(gpus[self.gpu]["device"], self.precision) is None:
             message = f"{self.gpu} does not multiply {self.precision}"
             issues.append(Issue("--precision", "unsupported", message, self.precision, "--gpu", "use fp16"))
+        if self.from_ is not None and not self.keep_model:
+            message, hint = "measured one model, and other sizes would be planned", "add --keep-model"
+            issues.append(Issue("--from", "conflict", message, str(self.from_), "--keep-model", hint))
+        if self.from_ is not None and self.gpu is not None:
+            message, hint = "the speed is the measured one", "give --price and --watts of its device"
+            issues.append(Issue("--gpu", "conflict", message, self.gpu, "--from", hint))
         if frontier is None:
             return issues
         if self.tokens_per_parameter is not None:
@@ -233,9 +232,12 @@ class BudgetOptions:
         return issues
 
     def rate_of(self, base: Config, frontier: Frontier | None) -> Callable[[Config], Rate]:
-        """Return the speed of a configuration: as the frontier's runs measured it, or by the GPU's
-        roofline."""
+        """Return the speed of a configuration: as a record or the frontier's runs measured it, or by the
+        GPU's roofline. Raises ConfigError for a record of something else."""
         gpu = self.gpu
+        if self.from_ is not None:
+            measured = gpu_speed.recorded_rate(self.from_, base, self.precision, self.gpus)
+            return lambda config: measured
         if gpu is not None:
             link = self.link or (hardware()["gpus"][gpu]["link"] if self.gpus > 1 else None)
             return lambda config: gpu_speed.gpu_rate(config, gpu, self.gpus, link, self.precision)
@@ -288,9 +290,12 @@ def plan_budget(
         config = _configuration(options, base, plan)
         batch_layout(config, options.gpus)  # raises where the batch does not divide
         lr, micro = float(config.optim.lr), config.batch.micro_size
-        rule, fits = "rate of the configuration x its width / this width", "that fits 90 % of memory"
+        rule = "rate of the configuration x its width / this width"
         plan.figures["learning rate"] = PlannedFigure(value=lr, origin="assumed", note=rule)
-        plan.figures["micro batch"] = PlannedFigure(value=micro, origin="fitted", note=fits)
+        size = PlannedFigure(value=micro, origin="fitted", note="that fits 90 % of memory")
+        if options.gpu is None:
+            size = PlannedFigure(value=micro, origin="stated", note="as configured")
+        plan.figures["micro batch"] = size
         files.write_text(out, dump_config(config))
     if page is not None:
         prices = {name: found.value for name, found in sourced_values(PRICES).items()}
@@ -346,8 +351,16 @@ def _configuration(options: BudgetOptions, base: Config, plan: BudgetPlan) -> Co
             "schedule": base.schedule.model_copy(update={**none, "hours": plan.hours}),
             "optim": base.optim.model_copy(update={"lr": float(f"{lr:.3g}")}),
             "batch": base.batch.model_copy(update={"micro_size": micro}),
+            "prediction": _prediction(plan),
         }
     )
+
+
+def _prediction(plan: BudgetPlan) -> dict[PredictedName, PlannedFigure]:
+    """Return the figures that a run is compared with."""
+    unknown = PlannedFigure(value=None, origin="fitted", note="no frontier")
+    figures = {**plan.figures, "loss": plan.models[0].loss or unknown}
+    return {name: figures[name] for name in get_args(PredictedName)}
 
 
 # --- the plan

@@ -12,12 +12,15 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from bert_dp.config import Config, ConfigError, Issue, ModelConfig
+from bert_dp.config import Config, ConfigError, Issue, ModelConfig, load_config
 from bert_dp.config.schema import divisors
 from bert_dp.cost import flops_per_token, memory_estimate_gib, num_parameters, peak_flops
-from launcher.plan.scaling import BACKWARD
+from bert_dp.files.models import Summary
+from launcher import results
+from launcher.plan.scaling import BACKWARD, ENGINES
 from launcher.plan.step_model import (
     GB,
     Fabric,
@@ -28,7 +31,7 @@ from launcher.plan.step_model import (
     layer_gradients,
     predict,
 )
-from launcher.scale.models import PredictedRow, StepProfile
+from launcher.scale.models import CellMeasurement, PredictedRow, Scaling, StepProfile
 
 FRAMEWORK = "compiled"  # class of torch.compile; the others are those of published rows
 PASSES, ATTENTION_PASSES = 60, 24  # numbers read and written per token and layer, of H and of heads x S
@@ -123,7 +126,7 @@ def micro_batch_that_fits(config: Config, precision: str, gpu: str, world_size: 
     batch = config.batch
     whole = math.gcd(batch.global_size, batch.ramp_quantum or batch.global_size)
     best = None
-    for micro in divisors(max(1, whole // world_size)):
+    for micro in divisors(max(1, whole * config.parallel.tensor // world_size)):
         tried = config.model_copy(update={"batch": batch.model_copy(update={"micro_size": micro})})
         if sum(memory_estimate_gib(tried, precision, world_size).values()) > MEMORY_SHARE * memory_gib(gpu):
             break
@@ -171,10 +174,64 @@ def predicted_step(
         optimizer_s=time.optimizer_s,
         gradients=layer_gradients(model, num_parameters(model, length), 4.0, backward_s),
     )
-    accumulation = max(1, config.batch.global_size // (micro * gpus))
-    fabric = Fabric(gpus, find_link(link) if link else None)
-    spread = constant("device_spread") if gpus > 1 else 0.0
-    return predict(profile, Scenario(fabric, gpus, accumulation=accumulation, spread=spread)), time.factor
+    scenario = Scenario(
+        Fabric(gpus, find_link(link) if link else None),
+        gpus,
+        config.parallel.engine if config.parallel.engine in ENGINES else "ddp",
+        config.parallel.tensor,
+        max(1, config.batch.global_size * config.parallel.tensor // (micro * gpus)),
+        constant("device_spread") if gpus > 1 else 0.0,
+    )
+    return predict(profile, scenario), time.factor
+
+
+def recorded_rate(path: Path, config: Config, precision: str, ranks: int) -> Rate:
+    """Read the tokens/s of a run directory or of the fastest such cell of a scaling.json. Raises ConfigError
+    for a record of another model, sequence length, precision or number of devices."""
+    model: ModelConfig | StepProfile | None
+    length: int | None
+    if path.is_dir():
+        summary = results.read(path / "summary.json", Summary)
+        trained = load_config(path / "config.yaml")
+        model, length, parameters = trained.model, trained.data.sequence_length, summary.parameters
+        found, counts, rate = summary.precision, {summary.world_size}, summary.tokens_per_s
+        note = f"{path}: {summary.device}, micro batch {summary.micro_batch}"
+    else:
+        scaling = results.read(path, Scaling)
+        settings, model = scaling.settings, scaling.profile
+        length, parameters, found = settings.sequence_length, settings.parameters, settings.precision
+        cells = {c.world_size: c for c in sorted(scaling.cells, key=_cell_rate) if _cell_rate(c)}
+        counts, cell = set(cells), cells.get(ranks)
+        rate = cell.tokens_per_s if cell else None
+        note = f"{path}: {settings.device}" + (f", cell {cell.id}" if cell else "")
+
+    def shape(of: ModelConfig | StepProfile) -> str:
+        return f"{of.num_layers} x {of.hidden_size}, {of.num_heads} heads"
+
+    wanted_parameters = num_parameters(config.model, config.data.sequence_length)
+    facts: list[tuple[str, object, object]] = [
+        ("model", shape(model) if model else "no profile", shape(config.model)),
+        ("model", f"{parameters} parameters", f"{wanted_parameters} parameters"),
+        ("data.sequence_length", length, config.data.sequence_length),
+        ("--precision", found, precision),
+        ("--gpus", ranks if ranks in counts else " and ".join(map(str, counts)), ranks),
+    ]
+    issues = [
+        Issue(setting, "conflict", f"{path} measured {measured}, not {wanted}", wanted, "--from")
+        for setting, measured, wanted in facts
+        if measured != wanted
+    ]
+    if not issues and not rate:
+        issues = [Issue("--from", "missing", f"{path} holds no tokens/s", str(path))]
+    if issues:
+        raise ConfigError(issues)
+    return Rate(rate or 0.0, math.exp(MIN_SPREAD), "measured", note)
+
+
+def _cell_rate(cell: CellMeasurement) -> float:
+    """Return the tokens/s of a data-parallel cell that ran to its end, else 0."""
+    ran = cell.status == "ok" and cell.kind == "run" and cell.tensor == 1
+    return (cell.tokens_per_s or 0.0) if ran else 0.0
 
 
 def measured_rate(parameters: float, rates: Mapping[float, float], source: str) -> Rate:
