@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from bert_dp.config import Config, ConfigError, Issue
+from bert_dp.config import ConfigError, Issue
 from bert_dp.cost import peak_flops
 from launcher.job import Job
 from launcher.log import PLAIN, show
@@ -64,18 +64,11 @@ def print_speed(job: Job, gpu: str, console: Console) -> None:
         f"speed   {between(row.tokens_per_s, tokens_text)} a second on {of}, "
         f"{format_step_time(row.step_time_s)} a step (roofline fitted to published rows)",
     ]
-    tokens = _tokens(config)
+    # of a budget in steps the batch ramp is not taken off
+    steps, whole = expected_steps(config) or 0, config.batch.global_size * config.data.sequence_length
     if (hours := config.schedule.hours) is not None:
         lines.append(f"reach   {between(row.tokens_per_s * hours * 3600, tokens_text)} in {hours:g} h")
-    elif tokens is not None:
+    elif tokens := config.schedule.tokens or steps * whole:
         lines.append(f"time    {between(tokens / row.tokens_per_s, format_duration)} of training")
     for line in lines:
         show(console, line, **PLAIN)
-
-
-def _tokens(config: Config) -> int | None:
-    """Return the tokens of the budget; None for hours, and for epochs, whose data may not be built. Of a
-    budget in steps the batch ramp is not taken off."""
-    steps = expected_steps(config)
-    whole = config.batch.global_size * config.data.sequence_length
-    return config.schedule.tokens or (None if steps is None else steps * whole)

@@ -20,17 +20,8 @@ from bert_dp.config.schema import divisors
 from bert_dp.cost import flops_per_token, memory_estimate_gib, num_parameters, peak_flops
 from bert_dp.files.models import Summary
 from launcher import results
-from launcher.plan.scaling import BACKWARD, ENGINES
-from launcher.plan.step_model import (
-    GB,
-    Fabric,
-    Scenario,
-    constant,
-    find_link,
-    hardware,
-    layer_gradients,
-    predict,
-)
+from launcher.plan.scaling import ENGINES, estimated_profile
+from launcher.plan.step_model import GB, Fabric, Scenario, constant, find_link, hardware, predict
 from launcher.scale.models import CellMeasurement, PredictedRow, Scaling, StepProfile
 
 FRAMEWORK = "compiled"  # class of torch.compile; the others are those of published rows
@@ -160,20 +151,8 @@ def predicted_step(
     speed = speed_of(gpu, precision)
     assert speed is not None
     time = estimate(work, speed)
-    backward_s = BACKWARD * time.micro_s
-    profile = StepProfile(
-        device=hardware()["gpus"][gpu]["device"],
-        precision=precision,
-        micro_batch=micro,
-        sequence_length=length,
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        num_heads=model.num_heads,
-        micro_s=time.micro_s,
-        backward_s=backward_s,
-        optimizer_s=time.optimizer_s,
-        gradients=layer_gradients(model, num_parameters(model, length), 4.0, backward_s),
-    )
+    of = hardware()["gpus"][gpu]["device"], precision, micro, length, model, num_parameters(model, length)
+    profile = estimated_profile(*of, time.micro_s, time.optimizer_s)
     scenario = Scenario(
         Fabric(gpus, find_link(link) if link else None),
         gpus,
@@ -205,21 +184,21 @@ def recorded_rate(path: Path, config: Config, precision: str, ranks: int) -> Rat
         rate = cell.tokens_per_s if cell else None
         note = f"{path}: {settings.device}" + (f", cell {cell.id}" if cell else "")
 
-    def shape(of: ModelConfig | StepProfile) -> str:
-        return f"{of.num_layers} x {of.hidden_size}, {of.num_heads} heads"
+    def shape(of: ModelConfig | StepProfile | None, count: int | None) -> str:
+        layers = f"{of.num_layers} x {of.hidden_size} with {of.num_heads} heads" if of else "no profile"
+        return f"{layers}, {count or 0:,} parameters"
 
-    wanted_parameters = num_parameters(config.model, config.data.sequence_length)
+    wanted = shape(config.model, num_parameters(config.model, config.data.sequence_length))
     facts: list[tuple[str, object, object]] = [
-        ("model", shape(model) if model else "no profile", shape(config.model)),
-        ("model", f"{parameters} parameters", f"{wanted_parameters} parameters"),
+        ("model", shape(model, parameters), wanted),
         ("data.sequence_length", length, config.data.sequence_length),
         ("--precision", found, precision),
         ("--gpus", ranks if ranks in counts else " and ".join(map(str, counts)), ranks),
     ]
     issues = [
-        Issue(setting, "conflict", f"{path} measured {measured}, not {wanted}", wanted, "--from")
-        for setting, measured, wanted in facts
-        if measured != wanted
+        Issue(setting, "conflict", f"{path} measured {measured}, not {needed}", needed, "--from")
+        for setting, measured, needed in facts
+        if measured != needed
     ]
     if not issues and not rate:
         issues = [Issue("--from", "missing", f"{path} holds no tokens/s", str(path))]

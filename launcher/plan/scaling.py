@@ -396,22 +396,38 @@ def source_of_rate(
     if not micro_s > MIN_MICRO_S:
         message = f"{seq_per_s:g} leaves no time beside the optimizer"
         raise ConfigError([Issue("--seq-per-s", "out_of_range", message, seq_per_s, "--micro")])
-    profile = StepProfile(
-        device=device,
-        precision="bf16" if gpu is None or peak_flops(device, "bf16") else "fp16",
-        micro_batch=micro,
-        sequence_length=known.sequence_length,
-        num_layers=known.shape.num_layers,
-        hidden_size=known.shape.hidden_size,
-        num_heads=known.shape.num_heads,
-        micro_s=micro_s,
-        backward_s=BACKWARD * micro_s,
-        optimizer_s=optimizer_s,
-        gradients=layer_gradients(known.shape, known.parameters, 4.0, BACKWARD * micro_s),
-    )
+    precision = "bf16" if gpu is None or peak_flops(device, "bf16") else "fp16"
+    of = device, precision, micro, known.sequence_length, known.shape, known.parameters
+    profile = estimated_profile(*of, micro_s, optimizer_s)
     settings = ScalingSettings(accumulation=accumulation, flops_per_token=known.flops_per_token)
     name = f"estimated from the layers of {model} and {seq_per_s:g} sequences/s; optimizer {adam}"
     return source_of(Scaling(profile=profile, settings=settings), name)
+
+
+def estimated_profile(
+    device: str,
+    precision: str,
+    micro_batch: int,
+    sequence_length: int,
+    model: ModelConfig,
+    parameters: int,
+    micro_s: float,
+    optimizer_s: float,
+) -> StepProfile:
+    """Return the profile of a rank that was not profiled: its gradients are estimated from the layers."""
+    return StepProfile(
+        device=device,
+        precision=precision,
+        micro_batch=micro_batch,
+        sequence_length=sequence_length,
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_heads=model.num_heads,
+        micro_s=micro_s,
+        backward_s=BACKWARD * micro_s,
+        optimizer_s=optimizer_s,
+        gradients=layer_gradients(model, parameters, 4.0, BACKWARD * micro_s),
+    )
 
 
 class ModelShape(NamedTuple):
