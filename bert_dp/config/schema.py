@@ -37,6 +37,7 @@ MAX_RANKS = 2**16
 MAX_SECONDS = 1e9
 MAX_PATH = 4096  # bytes
 Logger = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+PredictedName = Literal["tokens", "steps", "loss", "hours", "dollars", "kwh"]
 LabelKind = Literal["single_label", "multi_label", "regression"]
 FREE_ON_RESUME = "free on resume"
 """Mark of a setting that may differ when a run goes on."""
@@ -428,6 +429,15 @@ class LogConfig(Section):
     the environment asks for more."""
 
 
+class PlannedFigure(Section):
+    """Hold a figure of `bert-dp plan` with its 95 % interval and where it comes from; null = unknown."""
+
+    value: float | None
+    ci95: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
+    origin: Literal["measured", "fitted", "published", "assumed", "stated"]
+    note: str = ""
+
+
 class Config(Section):
     run: RunConfig = RunConfig()
     data: DataConfig = DataConfig()
@@ -446,6 +456,9 @@ class Config(Section):
     checkpoint: Annotated[CheckpointConfig, FREE_ON_RESUME] = CheckpointConfig()
     eval: Annotated[EvalConfig, FREE_ON_RESUME] = EvalConfig()
     log: Annotated[LogConfig, FREE_ON_RESUME] = LogConfig()
+    prediction: Annotated[dict[PredictedName, PlannedFigure] | None, FREE_ON_RESUME] = None
+    """Figures that `bert-dp plan` predicted, which the page of the run shows beside the measured ones; they
+    change nothing in training."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Config:

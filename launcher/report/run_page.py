@@ -15,6 +15,7 @@ from bert_dp.files.ledger import Spent
 from bert_dp.files.models import HeldOut, Summary
 from launcher import stats
 from launcher.report.numbers import (
+    FORMATS,
     NA,
     Unit,
     count_of,
@@ -22,6 +23,7 @@ from launcher.report.numbers import (
     format_decimals,
     format_duration,
     format_gib,
+    format_interval,
     format_nats,
     format_percent,
     format_ratio,
@@ -477,12 +479,34 @@ def _files(run: RunFiles) -> list[TableRow]:
     return rows
 
 
+def _predicted(run: RunFiles) -> list[TableRow]:
+    """Return what was measured of each figure that `bert-dp plan` predicted."""
+    summary, times = run.summary, run.summary.time_s
+    seconds = sum(times.get(part, 0.0) for part in ("train", "eval", "save")) if times else None
+    measured: dict[str, tuple[float | None, Unit]] = {
+        "tokens": (summary.tokens, "si"),
+        "steps": (summary.step, "si"),
+        "loss": (summary.heldout_loss, "nats"),
+        "hours": (seconds and seconds / 3600, "si"),
+        "dollars": (None, "si"),
+        "kwh": (summary.energy_j and summary.energy_j / 3.6e6, "si"),
+    }
+    rows = []
+    for name, figure in run.prediction.items():
+        number, unit = measured[name]
+        ends = f" ({format_interval(figure.ci95, FORMATS[unit])})" if figure.ci95 else ""
+        note = f"predicted {FORMATS[unit](figure.value)}{ends}, {figure.origin}"
+        rows.append(value(f"plan: {name}", number, unit, "not predicted" if figure.value is None else note))
+    return rows
+
+
 TOPICS = {
     "Outcome": _outcome,
     "Work": _work,
     "Throughput": _rates,
     "Time (rank 0)": _times,
     "Resources and files": _files,
+    "Measured beside predicted": _predicted,
 }
 
 
