@@ -16,6 +16,7 @@ from pydantic import Field
 
 from bert_dp import files
 from bert_dp.config import (
+    BUDGETS,
     Config,
     ConfigError,
     Issue,
@@ -287,7 +288,7 @@ def plan_budget(
     plan = make_plan(base, unit, amount, costs, rate_of, frontier, available, ratio, options.keep_model)
     plan.warnings.extend(warnings)
     if plan.is_chosen:
-        config = _configuration(options, base, plan)
+        config = _configuration(options, base, plan, costs)
         batch_layout(config, options.gpus)  # raises where the batch does not divide
         lr, micro = float(config.optim.lr), config.batch.micro_size
         rule = "rate of the configuration x its width / this width"
@@ -337,7 +338,7 @@ def sourced_values(path: Path) -> dict[str, SourcedValue]:
     return {str(name): results.parse(row, SourcedValue, f"{path}: {name}") for name, row in rows}
 
 
-def _configuration(options: BudgetOptions, base: Config, plan: BudgetPlan) -> Config:
+def _configuration(options: BudgetOptions, base: Config, plan: BudgetPlan, costs: Costs) -> Config:
     """Return the configuration of the chosen size, with the budget and a micro batch that fits."""
     chosen = plan.models[0]
     model = base.model.model_copy(update={name: getattr(chosen, name) for name in SHAPE})
@@ -345,10 +346,17 @@ def _configuration(options: BudgetOptions, base: Config, plan: BudgetPlan) -> Co
     if (gpu := options.gpu) is not None:
         micro = gpu_speed.micro_batch_that_fits(sized, options.precision, gpu, options.gpus) or micro
     lr = peak_lr(base).value * base.model.hidden_size / model.hidden_size
-    none = dict.fromkeys(("steps", "tokens", "epochs"))
+    unit, amount = options.budget()
+    factors = {
+        "price_per_device_hour": costs.price or None,
+        "watts_per_device": costs.watts,
+        "pue": costs.pue,
+        "grams_co2_per_kwh": costs.grams_per_kwh,
+    }
     return sized.model_copy(
         update={
-            "schedule": base.schedule.model_copy(update={**none, "hours": plan.hours}),
+            "schedule": base.schedule.model_copy(update={**dict.fromkeys(BUDGETS), unit: amount}),
+            "run": base.run.model_copy(update=factors),
             "optim": base.optim.model_copy(update={"lr": float(f"{lr:.3g}")}),
             "batch": base.batch.model_copy(update={"micro_size": micro}),
             "prediction": _prediction(plan),

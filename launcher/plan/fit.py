@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bert_dp import files
-from bert_dp.config import Config, ConfigError, Issue, dump_config, load_config
+from bert_dp.config import BUDGETS, Config, ConfigError, Issue, dump_config, load_config
 from bert_dp.config.errors import read_regular, refusing
 from bert_dp.cost import num_parameters
 from bert_dp.files.models import Summary
@@ -193,8 +193,8 @@ def design(base: Config, hours: float, tokens_per_s: float, out: Path) -> list[P
     for k, j in itertools.product(range(DESIGN_BUDGETS), range(DESIGN_SIZES)):
         budget = flops / DESIGN_SIZES / (2**DESIGN_BUDGETS - 1) * 2**k
         i = nearest(sizes, math.sqrt(budget / 6 / 20) * 2 ** (j - DESIGN_SIZES / 2 + 0.5))
-        none = dict.fromkeys(("steps", "hours", "epochs"))
-        schedule = base.schedule.model_copy(update={**none, "tokens": round(budget / 6 / sizes[i])})
+        tokens = {"tokens": round(budget / 6 / sizes[i])}
+        schedule = base.schedule.model_copy(update=dict.fromkeys(BUDGETS) | tokens)
         config = with_model(base, models[i]).model_copy(update={"schedule": schedule})
         written.append(out / f"budget-{k}-width-{models[i].hidden_size}.yaml")
         files.write_text(written[-1], dump_config(config))

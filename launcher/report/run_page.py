@@ -481,15 +481,15 @@ def _files(run: RunFiles) -> list[TableRow]:
 
 def _predicted(run: RunFiles) -> list[TableRow]:
     """Return what was measured of each figure that `bert-dp plan` predicted."""
-    summary, times = run.summary, run.summary.time_s
+    summary, times, spent = run.summary, run.summary.time_s, run.summary.spent or Spent()
     seconds = sum(times.get(part, 0.0) for part in ("train", "eval", "save")) if times else None
     measured: dict[str, tuple[float | None, Unit]] = {
         "tokens": (summary.tokens, "si"),
         "steps": (summary.step, "si"),
         "loss": (summary.heldout_loss, "nats"),
         "hours": (seconds and seconds / 3600, "si"),
-        "dollars": (None, "si"),
-        "kwh": (summary.energy_j and summary.energy_j / 3.6e6, "si"),
+        "dollars": (spent.dollars, "si"),
+        "kwh": (spent.kwh, "si"),
     }
     rows = []
     for name, figure in run.prediction.items():

@@ -71,7 +71,7 @@ def test_a_plan_writes_a_configuration_that_train_takes(tmp_path: Path) -> None:
     options = BudgetOptions(dollars=50.0, gpu=H100, price=2.5, tokens_per_parameter=200.0)
     plan, written = plan_budget(options, tmp_path / "planned.yaml", tmp_path / "page.html", TODAY)
     config = load_config(written)
-    assert config.schedule.hours == pytest.approx(20.0)
+    assert (plan.hours, config.schedule.dollars, config.run.price_per_device_hour) == (20.0, 50.0, 2.5)
     assert config.model.hidden_size == plan.models[0].hidden_size
     assert config.optim.lr == pytest.approx(1e-3 * 768 / config.model.hidden_size, rel=0.01)
     assert config.batch.ramp_quantum % config.batch.micro_size == 0
