@@ -36,6 +36,7 @@ class RunFiles:
     environment: dict[str, Any]
     missing: list[str]  # files that are not there, or are damaged
     heldout: HeldOut  # denominator of the held-out loss, as far as it is known
+    training_unit: str = "nats"  # of the training loss
 
 
 def load(run_dir: Path) -> RunFiles:
@@ -54,6 +55,7 @@ def load(run_dir: Path) -> RunFiles:
     completed = _completed(summary, _logged(run_dir, metrics, evals, config, environment))
     is_mlm = config is None or config.objective.name == "mlm"
     unmeasured = HeldOut() if is_mlm or config is None else HeldOut(loss_unit=config.loss_unit, examples=0)
+    heldout = completed.heldout or unmeasured
     return RunFiles(
         path=run_dir,
         name=files.printable(run_dir.absolute().name),
@@ -64,7 +66,8 @@ def load(run_dir: Path) -> RunFiles:
         config=settings,
         environment=environment,
         missing=missing,
-        heldout=completed.heldout or unmeasured,
+        heldout=heldout,
+        training_unit=heldout.loss_unit if config is None else config.training_loss_unit,
     )
 
 
