@@ -53,7 +53,7 @@ def distilling(examples: Path, model: dict[str, Any], **sections: Any) -> dict[s
         precision="fp64",
     )
     for name, section in sections.items():
-        config[name] = {**config.get(name, {}), **section}
+        config[name] = {**config.get(name, {}), **section} if isinstance(section, dict) else section
     return config
 
 
@@ -87,3 +87,9 @@ def test_a_resumed_run_ends_bit_equal(examples: Path, tmp_path: Path) -> None:
     checkpoint = str(whole / "checkpoints" / f"step-{HALF:08d}")
     again = train_run(tmp_path / "again", config, 2, resume=checkpoint)
     assert bits(state(whole, STEPS)) == bits(state(again, STEPS))
+
+
+def test_a_student_learns_the_logits(examples: Path, tmp_path: Path) -> None:
+    config = distilling(examples, LSTM, schedule={"steps": 200}, distill={"alpha": 0.0}, precision="fp32")
+    steps = losses(train_run(tmp_path, config))
+    assert sum(steps[-5:]) < 0.4 * sum(steps[:5])
