@@ -226,7 +226,7 @@ def changed_settings(old: dict[str, Any], new: Config) -> list[Issue]:
     return [
         Issue(key, "conflict", f"the run has {before!r}, now {after!r}", after)
         for key, before, after in differing_settings(old, new.model_dump(mode="json"))
-        if key not in free
+        if key not in free and key.partition(".")[0] not in free
     ]
 
 

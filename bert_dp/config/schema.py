@@ -37,12 +37,15 @@ MAX_RANKS = 2**16
 MAX_SECONDS = 1e9
 MAX_PATH = 4096  # bytes
 Logger = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+PredictedName = Literal["tokens", "steps", "loss", "hours", "dollars", "kwh"]
 LabelKind = Literal["single_label", "multi_label", "regression"]
 FREE_ON_RESUME = "free on resume"
 """Mark of a setting that may differ when a run goes on."""
 FREE_FROM_WEIGHTS = "free from weights"
 """Mark of a setting of the model that may differ from that of the weights in run.init_from."""
-BUDGETS = ("steps", "tokens", "hours", "epochs")  # of the schedule; exactly one is set
+METERED = ("dollars", "kwh")  # budgets that the run's ledger counts
+CLOCKED = ("hours", *METERED)  # budgets whose number of steps shows only as the run goes on
+BUDGETS = ("steps", "tokens", "epochs", *CLOCKED)  # of the schedule; exactly one is set
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +131,14 @@ class RunConfig(Section):
     hang_after_s: Annotated[float, FREE_ON_RESUME] = Field(30.0, gt=0, le=MAX_SECONDS)
     """Seconds without progress by which the rank that the others wait for is named with its stack; at least
     three median steps, and 300 in set-up, compilation and saving."""
+    price_per_device_hour: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e6)
+    """Dollars for an hour of a device, for schedule.dollars and the cost in the summary."""
+    watts_per_device: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e6)
+    """Mean power of a device where none of its energy counters can be read."""
+    pue: Annotated[float, FREE_ON_RESUME] = Field(1.0, ge=1, le=10)
+    """Power of the building over that of the machines; kWh include it."""
+    grams_co2_per_kwh: Annotated[float | None, FREE_ON_RESUME] = Field(None, ge=0, le=1e4)
+    """CO2 of the grid, for the summary; no region is assumed."""
     end_hung_after_s: Annotated[float, FREE_ON_RESUME] = Field(600.0, ge=0, le=MAX_SECONDS)
     """Seconds after a hang was reported at which the run is ended as failed; 0 = never."""
 
@@ -310,7 +321,7 @@ class ScheduleConfig(Section):
     """Learning rate as a function of progress f; wsd = warm-up, stable, decay; exponential rises from 1e-4 of
     the peak to the peak: a range test."""
     steps: Annotated[int | None, FREE_ON_RESUME] = Field(None, ge=1, le=MAX_STEPS)
-    """Budget in optimizer steps. Exactly one of steps, tokens, hours, epochs."""
+    """Budget in optimizer steps. Exactly one of steps, tokens, hours, epochs, dollars, kwh."""
     tokens: Annotated[int | None, FREE_ON_RESUME] = Field(None, ge=1, le=MAX_TOKENS)
     """Budget in tokens over all replicas."""
     hours: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=MAX_SECONDS / 3600)
@@ -318,12 +329,22 @@ class ScheduleConfig(Section):
     epochs: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=MAX_STEPS)
     """Budget in passes over the training sequences; a run's own configuration has it as tokens, of
     finetuning as steps."""
+    dollars: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e9)
+    """Budget in dollars, at run.price_per_device_hour, over every start of the run, from the launcher's start
+    to its exit."""
+    kwh: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e9)
+    """Budget in kWh, counted or at run.watts_per_device, over every start of the run."""
     warmup_fraction: Annotated[float, OnlyWith("schedule.name", ("linear", "cosine", "wsd"))] = Field(
         0.06, ge=0, lt=1
     )
     """Share of the budget for linear warm-up (linear, cosine, wsd)."""
     decay_fraction: Annotated[float, OnlyWith("schedule.name", ("wsd",))] = Field(0.2, gt=0, le=1)
     """Share of the budget for the final decay (wsd)."""
+
+    @property
+    def unit(self) -> str:
+        """Name of the budget that is set."""
+        return next(name for name in BUDGETS if getattr(self, name) is not None)
 
     @model_validator(mode="after")
     def _one_budget(self) -> ScheduleConfig:
@@ -432,6 +453,15 @@ class LogConfig(Section):
     the environment asks for more."""
 
 
+class PlannedFigure(Section):
+    """Hold a figure of `bert-dp plan` with its 95 % interval and where it comes from; null = unknown."""
+
+    value: float | None
+    ci95: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
+    origin: Literal["measured", "fitted", "published", "assumed", "stated"]
+    note: str = ""
+
+
 class Config(Section):
     run: RunConfig = RunConfig()
     data: DataConfig = DataConfig()
@@ -453,6 +483,9 @@ class Config(Section):
     checkpoint: Annotated[CheckpointConfig, FREE_ON_RESUME] = CheckpointConfig()
     eval: Annotated[EvalConfig, FREE_ON_RESUME] = EvalConfig()
     log: Annotated[LogConfig, FREE_ON_RESUME] = LogConfig()
+    prediction: Annotated[dict[PredictedName, PlannedFigure] | None, FREE_ON_RESUME] = None
+    """Figures that `bert-dp plan` predicted, which the page of the run shows beside the measured ones; they
+    change nothing in training."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Config:

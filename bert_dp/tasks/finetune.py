@@ -63,6 +63,7 @@ class Finetuning:
             data_hash=manifest.hash,
             tokenizer=manifest.tokenizer.sha256,
             num_samples=len(self._train),
+            num_evaluated=sum(map(len, self._splits.values())),
             tokenizer_file=path / manifest.tokenizer.file,
             tokens_per_sample=manifest.splits["train"].tokens / len(self._train),
         )

@@ -27,6 +27,10 @@ def train(
         bool, Option("--elastic", help="Restart with fewer ranks if one was killed or lost its GPU.")
     ] = False,
     dry_run: opt.DryRun = False,
+    gpu: Annotated[
+        str | None,
+        Option(help="With --dry-run: GPUs that are not there, H100-SXM-80G, ...; --nproc of them, or one."),
+    ] = None,
     force: opt.Force = False,
     profile: Annotated[
         str | None, Option(metavar="FIRST:END", help="Profile these steps; 10:13 is 10, 11 and 12.")
@@ -48,6 +52,9 @@ def train(
         raise ConfigError(
             [Issue("--profile-ranks", "no_effect", "records nothing without --profile FIRST:END")]
         )
+    if gpu is not None and not dry_run:
+        message = "names GPUs that are not there"
+        raise ConfigError([Issue("--gpu", "no_effect", message, gpu, "--dry-run", "add --dry-run")])
     plan = None if profile is None else parse_profile(profile, profile_ranks or "0")
     overrides = settings
     if micro_is_auto(job.find_config(config, run_dir), settings):
@@ -67,8 +74,13 @@ def train(
         if failed:
             return failed
     searched = overrides != settings and not dry_run  # a micro batch that was measured needs no estimate
-    return train.train(
-        job.load(config, overrides, run_dir),
+    loaded = job.load(config, overrides, run_dir)
+    if gpu is not None:
+        from launcher.plan import dry_run as absent
+
+        loaded = absent.on_gpus(loaded, gpu, nproc)
+    code = train.train(
+        loaded,
         nproc=nproc,
         launcher=launcher,
         run_dir=run_dir,
@@ -79,6 +91,9 @@ def train(
         force=force or searched,
         profile=plan,
     )
+    if gpu is not None and code == 0:
+        absent.print_speed(loaded, gpu, opt.console())
+    return code
 
 
 def finetune(

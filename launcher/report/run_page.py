@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bert_dp.config import flat
+from bert_dp.files.ledger import Spent
 from bert_dp.files.models import HeldOut, Summary
 from launcher import stats
 from launcher.report.numbers import (
+    FORMATS,
     NA,
     Unit,
     count_of,
@@ -21,6 +23,7 @@ from launcher.report.numbers import (
     format_decimals,
     format_duration,
     format_gib,
+    format_interval,
     format_nats,
     format_percent,
     format_ratio,
@@ -449,6 +452,17 @@ def _times(run: RunFiles) -> list[TableRow]:
     return rows
 
 
+def _spent(spent: Spent) -> list[TableRow]:
+    """Return cost, energy and CO2 of all starts, each with the origin of its factors."""
+    price = f"{format_si(spent.device_hours)} device hours at run.price_per_device_hour"
+    rows = [
+        ("cost", spent.dollars, "$", price),
+        ("energy of all starts", spent.kwh, "kWh", f"{spent.energy_origin or 'not counted'}, x run.pue"),
+        ("CO2", spent.co2_kg, "kg", "that energy at run.grams_co2_per_kwh"),
+    ]
+    return [words(label, format_si(n, unit), note, console=n is not None) for label, n, unit, note in rows]
+
+
 def _files(run: RunFiles) -> list[TableRow]:
     summary, since = run.summary, _since(run.summary)
     # of this start, as the energy is
@@ -459,6 +473,7 @@ def _files(run: RunFiles) -> list[TableRow]:
     rows = [
         value("peak memory", summary.peak_memory_gib, "gib", memory),
         words("energy", format_si(summary.energy_j, "J"), energy, console=summary.energy_j is not None),
+        *_spent(summary.spent or Spent()),
         words("checkpoint", summary.checkpoint),
     ]
     if summary.failed_saves:
@@ -469,12 +484,34 @@ def _files(run: RunFiles) -> list[TableRow]:
     return rows
 
 
+def _predicted(run: RunFiles) -> list[TableRow]:
+    """Return what was measured of each figure that `bert-dp plan` predicted."""
+    summary, times = run.summary, run.summary.time_s
+    seconds = sum(times.get(part, 0.0) for part in ("train", "eval", "save")) if times else None
+    measured: dict[str, tuple[float | None, Unit]] = {
+        "tokens": (summary.tokens, "si"),
+        "steps": (summary.step, "si"),
+        "loss": (summary.heldout_loss, "nats"),
+        "hours": (seconds and seconds / 3600, "si"),
+        "dollars": (None, "si"),
+        "kwh": (summary.energy_j and summary.energy_j / 3.6e6, "si"),
+    }
+    rows = []
+    for name, figure in run.prediction.items():
+        number, unit = measured[name]
+        ends = f" ({format_interval(figure.ci95, FORMATS[unit])})" if figure.ci95 else ""
+        note = f"predicted {FORMATS[unit](figure.value)}{ends}, {figure.origin}"
+        rows.append(value(f"plan: {name}", number, unit, "not predicted" if figure.value is None else note))
+    return rows
+
+
 TOPICS = {
     "Outcome": _outcome,
     "Work": _work,
     "Throughput": _rates,
     "Time (rank 0)": _times,
     "Resources and files": _files,
+    "Measured beside predicted": _predicted,
 }
 
 
