@@ -101,7 +101,7 @@ def with_budget(config: Config, num_samples: int) -> Config:
     schedule = config.schedule
     if schedule.epochs is None:
         return config
-    if config.objective.name == "finetune":
+    if config.has_examples:
         budget = {"steps": max(1, int(schedule.epochs * num_samples / config.batch.global_size))}
     else:
         budget = {"tokens": max(1, round(schedule.epochs * num_samples)) * config.data.sequence_length}

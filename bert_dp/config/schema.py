@@ -220,6 +220,9 @@ class ModelConfig(Section):
     """Probability, on embedding, attention output and MLP output."""
     attention_dropout: Annotated[float, FREE_FROM_WEIGHTS] = Field(0.0, ge=0, lt=1)
     """Probability, on what attention weighs values with; attention is then written out, which is slower."""
+    lstm_size: Annotated[int, OnlyWith("objective.name", ("distill",))] = Field(0, ge=0, le=2**17)
+    """Hidden units of each direction of a BiLSTM, which then stands between the embedding (hidden_size) and
+    the head; of the model's other settings only dropout has an effect. 0 = a transformer."""
     residual_dtype: Annotated[Literal["full", "bf16"], FREE_FROM_WEIGHTS] = "full"
     """Of the sums between the blocks; full = the parameters' precision. bf16 halves the memory that norms and
     additions read and write, rounds every sum, and needs `precision: bf16` (or auto where that is bf16)."""
@@ -239,20 +242,23 @@ class ModelConfig(Section):
 
 
 class ObjectiveConfig(Section):
-    name: Literal["mlm", "finetune"] = "mlm"
-    """What is trained: mlm = masked language modelling; finetune = see the section of that name."""
+    name: Literal["mlm", "finetune", "distill"] = "mlm"
+    """What is trained: mlm = masked language modelling; finetune, distill = see the sections of these
+    names."""
     mask_rate: Annotated[float, OnlyWith("objective.name", ("mlm",))] = Field(0.25, gt=0, lt=1)
     """Exactly round(mask_rate x sequence_length) positions of every sequence are predicted."""
 
 
 class FinetuneConfig(Section):
-    """Describe the task of objective.name: finetune. `bert-dp finetune` takes kind and labels from the
-    data."""
+    """Describe the task of objective.name: finetune or distill. `bert-dp finetune` and `bert-dp distill` take
+    kind, labels and pair from the data."""
 
     kind: LabelKind = "single_label"
     """single_label: one class an example; multi_label: any number of them; regression: a score."""
     labels: Annotated[tuple[str, ...], OneOrMore] = ()
     """Names of the classes, in the order of the model's outputs."""
+    pair: bool = False
+    """An example is two texts, which a BiLSTM reads apart."""
     head: Literal["recipe", "native"] = "recipe"
     """recipe = dense, tanh, dropout, linear; native = that of the class in transformers that the encoder
     exports to."""
@@ -265,6 +271,24 @@ class FinetuneConfig(Section):
     def num_outputs(self) -> int:
         """Number of logits of an example."""
         return 1 if self.kind == "regression" else len(self.labels)
+
+
+class DistillConfig(Section):
+    """Describe the teacher and the loss of objective.name: distill. The loss of an example is alpha x its
+    loss against the label + (1 - alpha) x that against the teacher's logits."""
+
+    logits: PathText | None = None
+    """Directory with the teacher's logits of every training example; `bert-dp distill` writes it."""
+    loss: Literal["mse", "kl"] = "mse"
+    """mse = mean squared difference of the logits (arXiv 1903.12136); kl = temperature^2 x the divergence of
+    the student's softmax from the teacher's (arXiv 1503.02531), for one class an example."""
+    temperature: Annotated[float, OnlyWith("distill.loss", ("kl",))] = Field(1.0, gt=0, le=1000)
+    """Divides the logits of both."""
+    alpha: float = Field(0.0, ge=0, le=1)
+    """Share of the loss against labels. The label of a changed copy is the teacher's answer."""
+    embeddings: Annotated[PathText | None, FREE_ON_RESUME, OnlyWith("model.lstm_size")] = None
+    """First embedding of a BiLSTM: that of a run, or a text file with a token and its vector a line; null =
+    random. `--embeddings` sets it."""
 
 
 class BatchConfig(Section):
@@ -443,7 +467,10 @@ class Config(Section):
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
-    finetune: Annotated[FinetuneConfig, OnlyWith("objective.name", ("finetune",))] = FinetuneConfig()
+    finetune: Annotated[FinetuneConfig, OnlyWith("objective.name", ("finetune", "distill"))] = (
+        FinetuneConfig()
+    )
+    distill: Annotated[DistillConfig, OnlyWith("objective.name", ("distill",))] = DistillConfig()
     batch: BatchConfig = BatchConfig()
     schedule: ScheduleConfig
     optim: OptimConfig = OptimConfig()
@@ -462,8 +489,9 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> Config:
-        if self.objective.name == "finetune" and self.data.path is None:
-            raise ValueError("objective.name: finetune reads labelled examples; use `bert-dp finetune RUN`")
+        if self.has_examples and self.data.path is None:
+            verb = self.objective.name
+            raise ValueError(f"objective.name: {verb} reads labelled examples; use `bert-dp {verb} RUN`")
         if (self.data.path is None) == (self.data.sources is None):
             which = "none" if self.data.path is None else "both"
             raise ValueError(
@@ -471,7 +499,7 @@ class Config(Section):
             )
         if self.data.sources is not None and not self.data.sources:
             raise ValueError("data.sources is empty; name a file, a glob or `builtin`")
-        if self.objective.name == "finetune":
+        if self.has_examples:
             return self
         trains_bytes = self.data.tokenizer is None and self.data.build.tokenizer_model == "byte_bpe"
         if trains_bytes and self.data.sources and self.model.vocab_size < MIN_BYTE_VOCAB_SIZE:
@@ -487,6 +515,11 @@ class Config(Section):
         return self
 
     @property
+    def has_examples(self) -> bool:
+        """True if the data are labelled examples, which differ in length, and not packed sequences."""
+        return self.objective.name != "mlm"
+
+    @property
     def predicted_share(self) -> float:
         """Share of the positions whose token the model predicts; 0 in finetuning."""
         return self.objective.mask_rate if self.objective.name == "mlm" else 0.0
@@ -498,9 +531,14 @@ class Config(Section):
 
     @property
     def loss_unit(self) -> Literal["nats", "squared error"]:
-        """Unit of the training and held-out loss."""
-        squared = self.objective.name == "finetune" and self.finetune.kind == "regression"
-        return "squared error" if squared else "nats"
+        """Unit of the held-out loss."""
+        return "squared error" if self.has_examples and self.finetune.kind == "regression" else "nats"
+
+    @property
+    def training_loss_unit(self) -> Literal["nats", "squared error"]:
+        """Unit of the training loss; in distillation by mse of that part of it."""
+        by_mse = self.objective.name == "distill" and self.distill.loss == "mse" and self.distill.alpha < 1
+        return "squared error" if by_mse else self.loss_unit
 
     def hash(self) -> str:
         """Return the first 16 hex digits of the SHA-256 of the resolved configuration."""

@@ -35,7 +35,7 @@ from bert_dp.files.run_facts import is_exported, read_exported, require_loaders
 from bert_dp.measure.matmul_peak import use_all_cores
 from bert_dp.model import build
 from bert_dp.model.bert import CrammedBert
-from bert_dp.model.classifier import Classifier, pool
+from bert_dp.model.classifier import pool
 from bert_dp.training import checkpoint
 from bert_dp.training.devices import allow_tf32, inference_precision
 from bert_dp.training.process import RunFailed
@@ -100,7 +100,7 @@ def open_predictor(run: Path, precision: str = "auto") -> Predictor:
         loaded = build.load_checkpoint(checkpoint.resolve(str(run)))
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         encoder = ExampleEncoder.load(files.tokenizer_of(loaded.path), loaded.config.data.sequence_length)
-        finetune = loaded.config.finetune if isinstance(loaded.model, Classifier) else None
+        finetune = loaded.config.finetune if loaded.config.has_examples else None
         compute = on_device(loaded.model, device, precision)
         return Predictor(loaded.path, finetune, encoder, compute, device)
     exported = read_exported(run)
@@ -122,12 +122,12 @@ def open_predictor(run: Path, precision: str = "auto") -> Predictor:
     return Predictor(run, exported.finetune, encoder, compute_tensors, torch.device("cpu"))
 
 
-def on_device(model: CrammedBert | Classifier, device: torch.device, precision: str = "auto") -> Compute:
+def on_device(model: build.RunModel, device: torch.device, precision: str = "auto") -> Compute:
     """Move a model of ours to a device and return it as `Compute`."""
     chosen = inference_precision(precision, device)
     allow_tf32(chosen, device)
     model.to(device)
-    inner = model if isinstance(model, Classifier) else model.model
+    inner = model.model if isinstance(model, CrammedBert) else model
 
     def compute(ids_BS: Tensor, real_BS: Tensor) -> Tensor:
         with torch.inference_mode(), chosen.context(device):

@@ -139,7 +139,7 @@ class Task(Protocol):
 
 MakeTask = Callable[[Config, torch.device], Task]
 
-TASKS = {"mlm": "bert_dp.tasks.mlm", "finetune": "bert_dp.tasks.finetune"}
+TASKS = {name: f"bert_dp.tasks.{name}" for name in ("mlm", "finetune", "distill")}
 """objective.name -> the module whose `make_task` makes it."""
 
 

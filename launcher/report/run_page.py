@@ -259,7 +259,9 @@ def _loss(runs: Sequence[RunFiles]) -> Figure:
                 levels[label] = ReferenceLine(label, nats)
     first = runs[0].heldout
     per = "masked token" if first.examples is None else "example"
-    y = Axis(f"loss ({first.loss_unit} per {per})", _unit(first))
+    training = runs[0].training_unit
+    apart = "" if training == first.loss_unit else f", of training {training},"
+    y = Axis(f"loss ({first.loss_unit}{apart} per {per})", _unit(first.loss_unit))
     return Figure("Loss", lines, Axis("tokens"), y, levels=list(levels.values()), switch=True)
 
 
@@ -339,7 +341,10 @@ def _outcome(run: RunFiles) -> list[TableRow]:
             rows.append(
                 value(name, entropy, "nats", f"{knows}; {format_nats(gap and abs(gap))} {side} the loss")
             )
-    return [*rows, value("training loss, last", summary.final_loss, _unit(measured), "mean over all ranks")]
+    return [
+        *rows,
+        value("training loss, last", summary.final_loss, _unit(run.training_unit), "mean over all ranks"),
+    ]
 
 
 def _measured_at(summary: Summary) -> str:
@@ -362,8 +367,8 @@ def _entropies(summary: Summary) -> list[tuple[str, float | None, str]]:
     ]
 
 
-def _unit(measured: HeldOut) -> Unit:
-    return "nats" if measured.loss_unit == "nats" else "ratio"
+def _unit(loss_unit: str) -> Unit:
+    return "nats" if loss_unit == "nats" else "ratio"
 
 
 def _work(run: RunFiles) -> list[TableRow]:

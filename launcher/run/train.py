@@ -154,6 +154,8 @@ def start_warnings(
         warnings.append(
             "--max-restarts: checkpoint.every_steps or checkpoint.keep is 0, so a restart begins at the start"
         )
+    if config.model.lstm_size and config.compile == "on":
+        warnings.append("compile: on has no effect on a BiLSTM")
     if not config.checkpoint.keep:
         warnings.append("checkpoint.keep is 0: nothing is saved, and a run that ends early starts over")
     if anyone_writes(run_dir):  # a file system without modes must not lock out the run that is there
@@ -461,7 +463,7 @@ def describe(
     parts = ", ".join(f"{name} {size:.2f}" for name, size in memory.parts_gib.items())
     flops = flops_per_token(config.model, sequence, config.predicted_share)
     tokens = layout.global_size * sequence
-    packed = config.objective.name == "mlm"  # else examples differ in length
+    packed = not config.has_examples  # else examples differ in length
     step = f"{tokens:,} tokens" if packed else f"{layout.global_size:,} examples"
     ramp = f", ramped in steps of {config.batch.ramp_quantum}" if config.batch.ramp_fraction else ""
     return [
