@@ -421,10 +421,14 @@ def make_plan(
         figures["best loss"] = _fitted_loss(fit, lambda law: law.best_loss(flops), flops, rate)
         warnings += _fit_warnings(fit, flops)
     shapes = {"wide": family(base.model, WIDE)}
-    planned = []
+    planned: list[PlannedModel] = []
+    shown: list[ModelConfig] = []
     for name, size in wanted.items():
         choices = shapes.get(name, models)
         model = choices[nearest([num_parameters(m, length) for m in choices], size)]
+        if model in shown:  # deep and wide are one shape where there are two layers
+            continue
+        shown.append(model)
         try:
             planned.append(_planned_model(name, with_model(base, model), rate_of, hours, fit))
         except ConfigError:  # it does not fit the device

@@ -196,6 +196,8 @@ def design(base: Config, hours: float, tokens_per_s: float, out: Path) -> list[P
         tokens = {"tokens": round(budget / 6 / sizes[i])}
         schedule = base.schedule.model_copy(update=dict.fromkeys(BUDGETS) | tokens)
         config = with_model(base, models[i]).model_copy(update={"schedule": schedule})
-        written.append(out / f"budget-{k}-width-{models[i].hidden_size}.yaml")
-        files.write_text(written[-1], dump_config(config))
+        path = out / f"budget-{k}-width-{models[i].hidden_size}.yaml"
+        if path not in written:  # the smallest size of the family stands for all below it
+            written.append(path)
+            files.write_text(path, dump_config(config))
     return written
