@@ -90,6 +90,7 @@ def equal_shares(examples: list[Tensor], sep: int) -> dict[str, float]:
 
 def measure(o: argparse.Namespace) -> dict[str, Any]:
     model, _ = load(o.run)
+    assert isinstance(model, EncoderModel)
     start = find_pretrained(o.run)
     config, length = start.config, start.config.data.sequence_length
     path = prepare(start, glue_source(o.task, o.glue), length)

@@ -39,6 +39,8 @@ def num_parameters(model: ModelConfig, sequence_length: int) -> int:
     Crammed BERT (reference values): 119,589,889 at vocabulary 32,768.
     """
     h, i, layers = model.hidden_size, model.intermediate_size, model.num_layers
+    if model.lstm_size:
+        return model.vocab_size * h + linear_parameters(model) + 16 * model.lstm_size  # two biases a gate
     norm = h * (2 if model.norm == "layernorm" and model.norm_bias else 1)
     count = linear_parameters(model)
     if model.bias:
@@ -57,8 +59,11 @@ def num_parameters(model: ModelConfig, sequence_length: int) -> int:
 
 
 def linear_parameters(model: ModelConfig) -> int:
-    """Count weights of the matrix products inside the blocks; N_linear of the FLOP formula."""
+    """Count weights of the matrix products inside the blocks, or of the four gates of both directions of a
+    BiLSTM; N_linear of the FLOP formula."""
     h, i = model.hidden_size, model.intermediate_size
+    if model.lstm_size:
+        return 8 * model.lstm_size * (h + model.lstm_size)
     return model.num_layers * (4 * h * h + (3 if model.mlp == "geglu" else 2) * h * i)
 
 
@@ -71,7 +76,7 @@ def flops_per_token(model: ModelConfig, sequence_length: int, mask_rate: float) 
     h = model.hidden_size
     predicted = num_masked(mask_rate, sequence_length) / sequence_length
     head = h * (model.vocab_size + (h if model.head == "dense" else 0))
-    attention = 12 * model.num_layers * sequence_length * h
+    attention = 0 if model.lstm_size else 12 * model.num_layers * sequence_length * h
     return 6 * linear_parameters(model) + attention + 6 * head * predicted
 
 

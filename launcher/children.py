@@ -88,21 +88,33 @@ def ask_module(module: str, arguments: list[str], task: str) -> str:
 
     Ctrl-C waits until the module lets it come, and leaves no traceback of its imports.
     """
+    return ask_modules(module, [arguments], task)[0]
+
+
+def ask_modules(module: str, arguments: Sequence[list[str]], task: str) -> list[str]:
+    """Run `python -m module` once for each list of arguments, side by side; see ask_module."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    processes: list[subprocess.Popen[str]] = []
     try:
-        process = start_module(module, arguments, stdout=subprocess.PIPE)
+        for each in arguments:
+            processes.append(start_module(module, each, stdout=subprocess.PIPE))
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    with process:
-        try:
-            output, _ = process.communicate()
-        except BaseException:
+    try:
+        return [_answer_of(process, task) for process in processes]
+    except BaseException:
+        for process in processes:
             process.terminate()  # it may have files to remove; Ctrl-C has reached it already
+        for process in processes:
             try:
                 process.wait(CLEANING_S)
             except BaseException:
                 process.kill()
-            raise
+        raise
+
+
+def _answer_of(process: subprocess.Popen[str], task: str) -> str:
+    output, _ = process.communicate()
     code = process.returncode
     if code == 2:
         raise ConfigError([Issue(**issue) for issue in json.loads(output)])

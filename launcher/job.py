@@ -212,7 +212,7 @@ def input_issues(config: Config) -> list[Issue]:
     if (package := engine_facts(engine).package) is not None and not has_package(package):
         hint = f"`{install_command(package)}`"
         issues.append(Issue("parallel.engine", "needs_package", f"{engine} is not installed", hint=hint))
-    if config.objective.name == "finetune" and not (has_package("sklearn") and has_package("scipy")):
+    if config.has_examples and not (has_package("sklearn") and has_package("scipy")):
         message, hint = "scoring needs sklearn and scipy", f"`{install_command('glue')}`"
         issues.append(Issue("objective.name", "needs_package", message, hint=hint))
     if engine == "independent":
@@ -252,7 +252,7 @@ def prepare_data(config: Config) -> Path:
 
     Raises ConfigError.
     """
-    if config.objective.name == "finetune":  # each rank verifies what it reads
+    if config.has_examples:  # each rank verifies what it reads
         return Path(config.data.path or "")
     return Path(_ask_for_data(config, "ensure"))
 

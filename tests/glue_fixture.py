@@ -55,7 +55,7 @@ def make_task(
     regression = name == "STS-B"
     facts = {
         "format": "bert-dp-examples",
-        "version": 3,
+        "version": 4,
         "task": name,
         "kind": "regression" if regression else "single_label",
         "labels": [] if regression else ["entailment", "not_entailment"],

@@ -49,6 +49,8 @@ def type_name(annotation: object) -> str:
         return TYPES[annotation]
     if get_origin(annotation) is Literal:
         return ", ".join(f"`{value}`" for value in parts)
+    if get_origin(annotation) is dict:
+        return f"mapping of {type_name(parts[0])}"
     if get_origin(annotation) is tuple:
         return f"list of {type_name(parts[0])}"
     named = (type_name(part) for part in parts if hasattr(part, "__mro__") or get_args(part))

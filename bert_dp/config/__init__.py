@@ -34,8 +34,10 @@ from bert_dp.config.load import (
 from bert_dp.config.manifest import ExamplesManifest, Manifest, read_data, read_examples, read_manifest
 from bert_dp.config.schema import (
     BUDGETS,
+    CLOCKED,
     MAX_RANKS,
     MAX_VOCAB_SIZE,
+    METERED,
     BatchConfig,
     BuildConfig,
     CheckpointConfig,
@@ -45,6 +47,7 @@ from bert_dp.config.schema import (
     ModelConfig,
     OptimConfig,
     ParallelConfig,
+    RunConfig,
     ScheduleConfig,
     Section,
     divisors,

@@ -82,15 +82,17 @@ def batch_layout(config: Config, world_size: int) -> BatchLayout:
     )
 
 
-def progress_at(config: Config, step: int, samples: int, elapsed_s: float) -> float:
-    """f in [0, 1]: consumed / declared in the budget's own unit. Of a budget in epochs: see with_budget."""
+def progress_at(config: Config, step: int, samples: int, spent: float) -> float:
+    """f in [0, 1]: consumed / declared in the budget's own unit. Of a budget in epochs: see with_budget.
+    `spent`: seconds of a budget in hours, share of one in dollars or kWh."""
     schedule = config.schedule
     if schedule.steps is not None:
         return min(step / schedule.steps, 1.0)
     if schedule.tokens is not None:
         return min(samples * config.data.sequence_length / schedule.tokens, 1.0)
-    assert schedule.hours is not None
-    return min(elapsed_s / (schedule.hours * 3600), 1.0)
+    if schedule.hours is None:
+        return spent
+    return min(spent / (schedule.hours * 3600), 1.0)
 
 
 def with_budget(config: Config, num_samples: int) -> Config:
@@ -99,7 +101,7 @@ def with_budget(config: Config, num_samples: int) -> Config:
     schedule = config.schedule
     if schedule.epochs is None:
         return config
-    if config.objective.name == "finetune":
+    if config.has_examples:
         budget = {"steps": max(1, int(schedule.epochs * num_samples / config.batch.global_size))}
     else:
         budget = {"tokens": max(1, round(schedule.epochs * num_samples)) * config.data.sequence_length}

@@ -64,6 +64,17 @@ def parallel_issues(config: Config, world_size: int) -> list[Issue]:
         message = f"fp16 loses small gradients without a loss scale, and precision is {config.precision}"
         hint = "use parallel.reduce_dtype: bf16, or precision: fp16"
         issues.append(Issue("parallel.reduce_dtype", "conflict", message, "fp16", "precision", hint))
+    if config.model.lstm_size:
+        stage_3 = engine == "deepspeed" and parallel.zero_stage == 3
+        refused = {
+            "parallel.tensor": (tensor > 1, tensor, "1"),
+            "optim.name": (optim == "muon", optim, "adamw"),
+            "parallel.zero_stage": (stage_3, parallel.zero_stage, "1"),
+        }
+        for setting, (is_refused, value, instead) in refused.items():
+            if is_refused:
+                message, hint = f"{value} is not supported for a BiLSTM", f"use {instead}"
+                issues.append(Issue(setting, "unsupported", message, value, "model.lstm_size", hint))
     if config.precision in facts.refused_precisions:
         message = f"{config.precision} is not supported with parallel.engine: {engine}"
         hint = "use fp32 or bf16"
@@ -119,14 +130,17 @@ def _tensor_issues(config: Config, facts: EngineFacts, world_size: int) -> list[
 
 
 def finetune_issues(config: Config) -> list[Issue]:
-    """Check the settings that do not go with objective.name: finetune."""
-    if config.objective.name != "finetune":
+    """Check the settings that do not go with labelled examples."""
+    if not config.has_examples:
         return []
     issues = []
     labels, kind = len(config.finetune.labels), config.finetune.kind
     if kind != "regression" and labels < 1 + (kind == "single_label"):
         hint = "name them, or use `bert-dp finetune`, which takes them from the data"
         issues.append(Issue("finetune.labels", "missing", f"{labels} of a {kind} task", labels, hint=hint))
+    if config.distill.loss == "kl" and kind != "single_label":
+        message, hint = f"kl compares the probabilities of classes, and the task is {kind}", "use mse"
+        issues.append(Issue("distill.loss", "conflict", message, "kl", "finetune.kind", hint))
     if config.finetune.head == "native":
         try:
             native_head(config.model)
@@ -137,7 +151,7 @@ def finetune_issues(config: Config) -> list[Issue]:
         ("schedule.tokens", "examples differ in length", "use schedule.epochs or schedule.steps"),
     ):
         if value := value_at(config, path):
-            message = f"{value}, but in finetuning {reason}"
+            message = f"{value}, but {reason}"
             issues.append(Issue(path, "conflict", message, value, "objective.name", hint))
     return issues
 
@@ -214,7 +228,7 @@ def changed_settings(old: dict[str, Any], new: Config) -> list[Issue]:
     return [
         Issue(key, "conflict", f"the run has {before!r}, now {after!r}", after)
         for key, before, after in differing_settings(old, new.model_dump(mode="json"))
-        if key not in free
+        if key not in free and key.partition(".")[0] not in free
     ]
 
 
@@ -299,6 +313,9 @@ def native_issues(config: Config, kind: Kind) -> list[Issue]:
     """Find settings that no class of transformers can hold."""
     model, finetune = config.model, config.finetune
     name = native_class(model)
+    if model.lstm_size:
+        message, hint = "transformers has no class for a BiLSTM", "use `bert-dp export onnx`"
+        return [Issue("model.lstm_size", "unsupported", message, model.lstm_size, hint=hint)]
     if name is None:
         message = f"{model.position} with model.norm: {model.norm}, and no class of transformers has both"
         return [Issue("model.position", "unsupported", message, model.position, "model.norm", _OTHERWISE)]

@@ -41,7 +41,7 @@ MODERNBERT_FIELDS = {
     "decoder_bias": "decoder_bias",
     "attention_dropout": "attention_dropout",
 }
-SHARED: dict[str, Any] = {"norm": "layernorm", "head": "dense"}
+SHARED: dict[str, Any] = {"norm": "layernorm", "head": "dense", "lstm_size": 0}
 BERT_SHAPE: dict[str, Any] = {
     **SHARED,
     "position": "learned",

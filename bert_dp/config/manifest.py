@@ -310,6 +310,8 @@ class ExampleSplit(StoredModel):
     """Letters that the tokenizer drops, or that are part of unknown tokens."""
     without_tokens: Count
     """Examples with a text of which the tokenizer keeps nothing; of a pair one such text is enough."""
+    copies: Count = 0
+    """Last examples, which are changed copies of others: their labels are not their own."""
 
 
 class SpecialTokens(StoredModel):
@@ -326,12 +328,14 @@ class ExamplesManifest(HashedFile):
     file_name: ClassVar[str] = "examples.json"
     hint: ClassVar[str] = "prepare it again with `bert-dp finetune`"
     format: Literal["bert-dp-examples"]
-    version: Literal[3]
+    version: Literal[4]
     task: str = Field(min_length=1, max_length=64)
     """GLUE's name, as in "RTE", or "own"."""
     kind: LabelKind
     labels: list[str] = Field(max_length=MAX_LABELS)
     """Names in the order of the model's outputs; empty of a regression."""
+    pair: bool = False
+    """An example is two texts."""
     metrics: list[Metric] = Field(min_length=1)
     """The first is the one that a search goes by."""
     sequence_length: int = Field(ge=MIN_LENGTH, le=MAX_LENGTH)
@@ -377,7 +381,7 @@ class ExamplesManifest(HashedFile):
             message = f"{size} is below the tokenizer's {self.vocab_size} in {directory}"
             fix = "finetune a run that was trained with this tokenizer"
             issues.append(Issue("model.vocab_size", "conflict", message, size, directory, fix))
-        for name, value in (("kind", self.kind), ("labels", tuple(self.labels))):
+        for name, value in (("kind", self.kind), ("labels", tuple(self.labels)), ("pair", self.pair)):
             if (setting := getattr(config.finetune, name)) != value:
                 message, fix = f"{setting}, but {directory} has {value}", "set it so"
                 issues.append(Issue(f"finetune.{name}", "conflict", message, setting, directory, fix))
@@ -411,4 +415,4 @@ def read_examples(directory: Path) -> ExamplesManifest:
 
 def read_data(config: Config, directory: Path) -> Manifest | ExamplesManifest:
     """Read the manifest of the kind of data that the objective takes. Raises ConfigError."""
-    return read_examples(directory) if config.objective.name == "finetune" else read_manifest(directory)
+    return read_examples(directory) if config.has_examples else read_manifest(directory)

@@ -37,12 +37,15 @@ MAX_RANKS = 2**16
 MAX_SECONDS = 1e9
 MAX_PATH = 4096  # bytes
 Logger = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+PredictedName = Literal["tokens", "steps", "loss", "hours", "dollars", "kwh"]
 LabelKind = Literal["single_label", "multi_label", "regression"]
 FREE_ON_RESUME = "free on resume"
 """Mark of a setting that may differ when a run goes on."""
 FREE_FROM_WEIGHTS = "free from weights"
 """Mark of a setting of the model that may differ from that of the weights in run.init_from."""
-BUDGETS = ("steps", "tokens", "hours", "epochs")  # of the schedule; exactly one is set
+METERED = ("dollars", "kwh")  # budgets that the run's ledger counts
+CLOCKED = ("hours", *METERED)  # budgets whose number of steps shows only as the run goes on
+BUDGETS = ("steps", "tokens", "epochs", *CLOCKED)  # of the schedule; exactly one is set
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +132,14 @@ class RunConfig(Section):
     hang_after_s: Annotated[float, FREE_ON_RESUME] = Field(30.0, gt=0, le=MAX_SECONDS)
     """Seconds without progress by which the rank that the others wait for is named with its stack; at least
     three median steps, and 300 in set-up, compilation and saving."""
+    price_per_device_hour: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e6)
+    """Dollars for an hour of a device, for schedule.dollars and the cost in the summary."""
+    watts_per_device: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e6)
+    """Mean power of a device where none of its energy counters can be read."""
+    pue: Annotated[float, FREE_ON_RESUME] = Field(1.0, ge=1, le=10)
+    """Power of the building over that of the machines; kWh include it."""
+    grams_co2_per_kwh: Annotated[float | None, FREE_ON_RESUME] = Field(None, ge=0, le=1e4)
+    """CO2 of the grid, for the summary; no region is assumed."""
     end_hung_after_s: Annotated[float, FREE_ON_RESUME] = Field(600.0, ge=0, le=MAX_SECONDS)
     """Seconds after a hang was reported at which the run is ended as failed; 0 = never."""
 
@@ -231,6 +242,9 @@ class ModelConfig(Section):
     """Probability, on embedding, attention output and MLP output."""
     attention_dropout: Annotated[float, FREE_FROM_WEIGHTS] = Field(0.0, ge=0, lt=1)
     """Probability, on what attention weighs values with; attention is then written out, which is slower."""
+    lstm_size: Annotated[int, OnlyWith("objective.name", ("distill",))] = Field(0, ge=0, le=2**17)
+    """Hidden units of each direction of a BiLSTM, which then stands between the embedding (hidden_size) and
+    the head; of the model's other settings only dropout has an effect. 0 = a transformer."""
     residual_dtype: Annotated[Literal["full", "bf16"], FREE_FROM_WEIGHTS] = "full"
     """Of the sums between the blocks; full = the parameters' precision. bf16 halves the memory that norms and
     additions read and write, rounds every sum, and needs `precision: bf16` (or auto where that is bf16)."""
@@ -250,26 +264,34 @@ class ModelConfig(Section):
             raise ValueError("norm_position: post has a norm in every layer; use first_attention_norm: true")
         return self
 
+    @property
+    def takes_types(self) -> bool:
+        """True of a model that tells the two texts of a pair apart by token types."""
+        return self.token_types > 1 and not self.lstm_size
+
     def is_local(self, layer: int) -> bool:
         """Return True if a layer, counted from 0, attends to its window alone."""
         return self.local_attention > 0 and layer % self.global_attention_every > 0
 
 
 class ObjectiveConfig(Section):
-    name: Literal["mlm", "finetune"] = "mlm"
-    """What is trained: mlm = masked language modelling; finetune = see the section of that name."""
+    name: Literal["mlm", "finetune", "distill"] = "mlm"
+    """What is trained: mlm = masked language modelling; finetune, distill = see the sections of these
+    names."""
     mask_rate: Annotated[float, OnlyWith("objective.name", ("mlm",))] = Field(0.25, gt=0, lt=1)
     """Exactly round(mask_rate x sequence_length) positions of every sequence are predicted."""
 
 
 class FinetuneConfig(Section):
-    """Describe the task of objective.name: finetune. `bert-dp finetune` takes kind and labels from the
-    data."""
+    """Describe the task of objective.name: finetune or distill. `bert-dp finetune` and `bert-dp distill` take
+    kind, labels and pair from the data."""
 
     kind: LabelKind = "single_label"
     """single_label: one class an example; multi_label: any number of them; regression: a score."""
     labels: Annotated[tuple[str, ...], OneOrMore] = ()
     """Names of the classes, in the order of the model's outputs."""
+    pair: bool = False
+    """An example is two texts, which a BiLSTM reads apart."""
     head: Literal["recipe", "native"] = "recipe"
     """recipe = dense, tanh, dropout, linear; native = that of the class in transformers that the encoder
     exports to."""
@@ -282,6 +304,24 @@ class FinetuneConfig(Section):
     def num_outputs(self) -> int:
         """Number of logits of an example."""
         return 1 if self.kind == "regression" else len(self.labels)
+
+
+class DistillConfig(Section):
+    """Describe the teacher and the loss of objective.name: distill. The loss of an example is alpha x its
+    loss against the label + (1 - alpha) x that against the teacher's logits."""
+
+    logits: PathText | None = None
+    """Directory with the teacher's logits of every training example; `bert-dp distill` writes it."""
+    loss: Literal["mse", "kl"] = "mse"
+    """mse = mean squared difference of the logits (arXiv 1903.12136); kl = temperature^2 x the divergence of
+    the student's softmax from the teacher's (arXiv 1503.02531), for one class an example."""
+    temperature: Annotated[float, OnlyWith("distill.loss", ("kl",))] = Field(1.0, gt=0, le=1000)
+    """Divides the logits of both."""
+    alpha: float = Field(0.0, ge=0, le=1)
+    """Share of the loss against labels. The label of a changed copy is the teacher's answer."""
+    embeddings: Annotated[PathText | None, FREE_ON_RESUME, OnlyWith("model.lstm_size")] = None
+    """First embedding of a BiLSTM: that of a run, or a text file with a token and its vector a line; null =
+    random. `--embeddings` sets it."""
 
 
 class BatchConfig(Section):
@@ -314,7 +354,7 @@ class ScheduleConfig(Section):
     """Learning rate as a function of progress f; wsd = warm-up, stable, decay; exponential rises from 1e-4 of
     the peak to the peak: a range test."""
     steps: Annotated[int | None, FREE_ON_RESUME] = Field(None, ge=1, le=MAX_STEPS)
-    """Budget in optimizer steps. Exactly one of steps, tokens, hours, epochs."""
+    """Budget in optimizer steps. Exactly one of steps, tokens, hours, epochs, dollars, kwh."""
     tokens: Annotated[int | None, FREE_ON_RESUME] = Field(None, ge=1, le=MAX_TOKENS)
     """Budget in tokens over all replicas."""
     hours: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=MAX_SECONDS / 3600)
@@ -322,12 +362,22 @@ class ScheduleConfig(Section):
     epochs: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=MAX_STEPS)
     """Budget in passes over the training sequences; a run's own configuration has it as tokens, of
     finetuning as steps."""
+    dollars: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e9)
+    """Budget in dollars, at run.price_per_device_hour, over every start of the run, from the launcher's start
+    to its exit."""
+    kwh: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e9)
+    """Budget in kWh, counted or at run.watts_per_device, over every start of the run."""
     warmup_fraction: Annotated[float, OnlyWith("schedule.name", ("linear", "cosine", "wsd"))] = Field(
         0.06, ge=0, lt=1
     )
     """Share of the budget for linear warm-up (linear, cosine, wsd)."""
     decay_fraction: Annotated[float, OnlyWith("schedule.name", ("wsd",))] = Field(0.2, gt=0, le=1)
     """Share of the budget for the final decay (wsd)."""
+
+    @property
+    def unit(self) -> str:
+        """Name of the budget that is set."""
+        return next(name for name in BUDGETS if getattr(self, name) is not None)
 
     @model_validator(mode="after")
     def _one_budget(self) -> ScheduleConfig:
@@ -436,12 +486,24 @@ class LogConfig(Section):
     the environment asks for more."""
 
 
+class PlannedFigure(Section):
+    """Hold a figure of `bert-dp plan` with its 95 % interval and where it comes from; null = unknown."""
+
+    value: float | None
+    ci95: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
+    origin: Literal["measured", "fitted", "published", "assumed", "stated"]
+    note: str = ""
+
+
 class Config(Section):
     run: RunConfig = RunConfig()
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
-    finetune: Annotated[FinetuneConfig, OnlyWith("objective.name", ("finetune",))] = FinetuneConfig()
+    finetune: Annotated[FinetuneConfig, OnlyWith("objective.name", ("finetune", "distill"))] = (
+        FinetuneConfig()
+    )
+    distill: Annotated[DistillConfig, OnlyWith("objective.name", ("distill",))] = DistillConfig()
     batch: BatchConfig = BatchConfig()
     schedule: ScheduleConfig
     optim: OptimConfig = OptimConfig()
@@ -454,11 +516,15 @@ class Config(Section):
     checkpoint: Annotated[CheckpointConfig, FREE_ON_RESUME] = CheckpointConfig()
     eval: Annotated[EvalConfig, FREE_ON_RESUME] = EvalConfig()
     log: Annotated[LogConfig, FREE_ON_RESUME] = LogConfig()
+    prediction: Annotated[dict[PredictedName, PlannedFigure] | None, FREE_ON_RESUME] = None
+    """Figures that `bert-dp plan` predicted, which the page of the run shows beside the measured ones; they
+    change nothing in training."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Config:
-        if self.objective.name == "finetune" and self.data.path is None:
-            raise ValueError("objective.name: finetune reads labelled examples; use `bert-dp finetune RUN`")
+        if self.has_examples and self.data.path is None:
+            verb = self.objective.name
+            raise ValueError(f"objective.name: {verb} reads labelled examples; use `bert-dp {verb} RUN`")
         rows, first = self.model.max_positions, self.model.position_offset
         if rows is not None and self.data.sequence_length > rows - first:
             raise ValueError(
@@ -472,7 +538,7 @@ class Config(Section):
             )
         if self.data.sources is not None and not self.data.sources:
             raise ValueError("data.sources is empty; name a file, a glob or `builtin`")
-        if self.objective.name == "finetune":
+        if self.has_examples:
             return self
         trains_bytes = self.data.tokenizer is None and self.data.build.tokenizer_model == "byte_bpe"
         if trains_bytes and self.data.sources and self.model.vocab_size < MIN_BYTE_VOCAB_SIZE:
@@ -488,6 +554,11 @@ class Config(Section):
         return self
 
     @property
+    def has_examples(self) -> bool:
+        """True if the data are labelled examples, which differ in length, and not packed sequences."""
+        return self.objective.name != "mlm"
+
+    @property
     def predicted_share(self) -> float:
         """Share of the positions whose token the model predicts; 0 in finetuning."""
         return self.objective.mask_rate if self.objective.name == "mlm" else 0.0
@@ -499,9 +570,14 @@ class Config(Section):
 
     @property
     def loss_unit(self) -> Literal["nats", "squared error"]:
-        """Unit of the training and held-out loss."""
-        squared = self.objective.name == "finetune" and self.finetune.kind == "regression"
-        return "squared error" if squared else "nats"
+        """Unit of the held-out loss."""
+        return "squared error" if self.has_examples and self.finetune.kind == "regression" else "nats"
+
+    @property
+    def training_loss_unit(self) -> Literal["nats", "squared error"]:
+        """Unit of the training loss; in distillation by mse of that part of it."""
+        by_mse = self.objective.name == "distill" and self.distill.loss == "mse" and self.distill.alpha < 1
+        return "squared error" if by_mse else self.loss_unit
 
     def hash(self) -> str:
         """Return the first 16 hex digits of the SHA-256 of the resolved configuration."""

@@ -35,7 +35,7 @@ from bert_dp.files.run_facts import TYPES, is_exported, read_exported, require_l
 from bert_dp.measure.matmul_peak import use_all_cores
 from bert_dp.model import build
 from bert_dp.model.bert import CrammedBert
-from bert_dp.model.classifier import Classifier, pair_types, pool
+from bert_dp.model.classifier import pair_types, pool
 from bert_dp.training import checkpoint
 from bert_dp.training.devices import allow_tf32, inference_precision
 from bert_dp.training.process import RunFailed
@@ -100,8 +100,8 @@ def open_predictor(run: Path, precision: str = "auto") -> Predictor:
         loaded = build.load_checkpoint(checkpoint.resolve(str(run)))
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         encoder = ExampleEncoder.load(files.tokenizer_of(loaded.path), loaded.config.data.sequence_length)
-        finetune = loaded.config.finetune if isinstance(loaded.model, Classifier) else None
-        sep = encoder.special["sep"] if loaded.config.model.token_types > 1 else None
+        finetune = loaded.config.finetune if loaded.config.has_examples else None
+        sep = encoder.special["sep"] if loaded.config.model.takes_types else None
         compute = on_device(loaded.model, device, precision, sep)
         return Predictor(loaded.path, finetune, encoder, compute, device)
     exported = read_exported(run)
@@ -127,19 +127,19 @@ def open_predictor(run: Path, precision: str = "auto") -> Predictor:
 
 
 def on_device(
-    model: CrammedBert | Classifier, device: torch.device, precision: str = "auto", sep: int | None = None
+    model: build.RunModel, device: torch.device, precision: str = "auto", sep: int | None = None
 ) -> Compute:
     """Move a model of ours to a device and return it as `Compute`. `sep`: separator that token types follow
     from; None = the model has none."""
     chosen = inference_precision(precision, device)
     allow_tf32(chosen, device)
     model.to(device)
-    inner = model if isinstance(model, Classifier) else model.model
+    inner = model.model if isinstance(model, CrammedBert) else model
 
     def compute(ids_BS: Tensor, real_BS: Tensor) -> Tensor:
         with torch.inference_mode(), chosen.context(device):
-            types_BS = None if sep is None else pair_types(ids_BS, sep).to(device)
-            return inner(ids_BS.to(device), real_BS.to(device), types_BS=types_BS)
+            types = {} if sep is None else {"types_BS": pair_types(ids_BS, sep).to(device)}
+            return inner(ids_BS.to(device), real_BS.to(device), **types)
 
     return compute
 

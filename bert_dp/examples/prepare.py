@@ -10,16 +10,18 @@ import contextlib
 import dataclasses
 import json
 import math
+import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, islice
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
+from safetensors.numpy import save_file
+from tokenizers import Encoding, Tokenizer
 
 from bert_dp import files as record
 from bert_dp.config import ConfigError
@@ -29,10 +31,22 @@ from bert_dp.data import readers
 from bert_dp.data import tokenizer as tokens
 from bert_dp.data.build import locked, replaced, run_command
 from bert_dp.evaluation.scores import majority
+from bert_dp.examples.augment import HOLE, HOLE_ID, MASK, AugmentedData, LogitsData
 from bert_dp.examples.glue import GlueData, missing
-from bert_dp.examples.table import Columns, CustomData, Examples, LabelledData, Row, data_error, to_array
+from bert_dp.examples.table import (
+    LOGITS,
+    Columns,
+    CustomData,
+    Examples,
+    LabelledData,
+    Row,
+    answers,
+    data_error,
+    to_array,
+)
 
 BATCH_EXAMPLES = 1000
+AnyData = GlueData | CustomData | AugmentedData | LogitsData
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,6 +65,11 @@ def answer(argv: Sequence[str] | None) -> str:
     parser.add_argument("--data", type=Path, action="append", default=[])
     for name in ("--task", "--train", "--dev", "--test", "--text", "--text-pair", "--label"):
         parser.add_argument(name)
+    parser.add_argument("--teacher-logits")
+    parser.add_argument("--copies", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--replace", default="none")
+    parser.add_argument("--replacing-model", type=Path)
     parser.add_argument("--kind", choices=get_args(LabelKind))
     options = parser.parse_args(argv)
     if options.verb == "missing":
@@ -61,7 +80,16 @@ def answer(argv: Sequence[str] | None) -> str:
     return str(directory)
 
 
-def _data(options: argparse.Namespace) -> GlueData | CustomData:
+def _data(options: argparse.Namespace) -> AnyData:
+    data = _labelled_data(options)
+    if options.teacher_logits is not None:
+        return LogitsData(data, options.teacher_logits)
+    if options.copies is not None:
+        return AugmentedData(data, options.seed, options.copies, options.replace, options.replacing_model)
+    return data
+
+
+def _labelled_data(options: argparse.Namespace) -> GlueData | CustomData:
     if options.task is not None:
         return GlueData(options.task, tuple(options.data))
     files = {split: getattr(options, split) for split in ("train", "dev", "test") if getattr(options, split)}
@@ -71,7 +99,7 @@ def _data(options: argparse.Namespace) -> GlueData | CustomData:
 
 
 def prepare(
-    data: GlueData | CustomData, tokenizer: Path, length: int, dev_share: float = 0.0
+    data: AnyData, tokenizer: Path, length: int, dev_share: float = 0.0
 ) -> tuple[Path, ExamplesManifest]:
     """Return the prepared directory and its manifest; build it in the cache on first use.
 
@@ -97,7 +125,11 @@ def prepare(
                 return directory, manifest
         with replaced(directory) as work:
             labelled = data.read(train_only=dev_share > 0)
-            _build(labelled, ExampleEncoder.load(tokenizer, length), tokenizer, dev_share, work)
+            encoder = ExampleEncoder.load(tokenizer, length)
+            if isinstance(data, AugmentedData):
+                marks = {MASK: encoder.special["mask"], HOLE: HOLE_ID}
+                encoder = dataclasses.replace(encoder, marks=marks, fill_holes=data.fill_holes)
+            _build(labelled, encoder, tokenizer, dev_share, work)
             if data.identity() != facts["data"]:
                 raise data_error("", "conflict", "a file changed while it was read", "run again")
         return directory, read_examples(directory)
@@ -115,6 +147,9 @@ def _build(
         for split, table in labelled.tables.items()
         if table.rows[0].label is not None
     }
+    if labelled.logits is not None:
+        labels[TRAIN] = answers(labelled.logits, labelled.kind)
+        save_file({"logits": labelled.logits}, work / LOGITS.format(0))
     splits: dict[str, Any] = {}
     for split, table in labelled.tables.items():
         encoded = encoder.encode([row.texts for row in table.rows])
@@ -136,12 +171,14 @@ def _build(
             "letters": encoded.letters,
             "lost_letters": encoded.lost_letters,
             "without_tokens": len(encoded.textless),
+            "copies": table.copies,
         }
     shutil.copyfile(tokenizer, work / "tokenizer.json")
     content = {
         "task": labelled.task,
         "kind": labelled.kind,
         "labels": list(labelled.labels),
+        "pair": len(labelled.tables[TRAIN].rows[0].texts) == 2,
         "metrics": list(labelled.metrics),
         "sequence_length": encoder.length,
         "vocab_size": tokens.size(encoder.tokenizer),
@@ -190,6 +227,7 @@ def summary(manifest: ExamplesManifest) -> str:
         counts = {
             "tokens": split.tokens,
             f"truncated to {manifest.sequence_length}": split.truncated,
+            "changed copies": split.copies,
             "also in train": split.in_train,
             "broken rows left out": split.left_out,
             "with a text without a token": split.without_tokens,
@@ -229,6 +267,10 @@ class ExampleEncoder:
     """False: the examples are `A <sep>` or `A <sep> B <sep>`."""
     separators: int = 1
     """Between two texts."""
+    marks: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Characters of bert_dp.examples.augment that stand for tokens."""
+    fill_holes: Callable[[NDArray[np.uint16], NDArray[np.int64]], None] | None = None
+    """Called with `ids` and `offsets`, where some ids are HOLE_ID, to replace them in place."""
 
     @classmethod
     def load(cls, path: Path, length: int) -> ExampleEncoder:
@@ -266,6 +308,8 @@ class ExampleEncoder:
             rows.append(row)
         offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
         ids_T = np.fromiter(chain.from_iterable(rows), np.uint16, int(offsets[-1]))
+        if self.fill_holes is not None:
+            self.fill_holes(ids_T, offsets)
         return EncodedExamples(ids_T, offsets, truncated, np.array(textless, np.int64), letters, lost_letters)
 
     def has_tokens(self, examples: Sequence[tuple[str, ...]]) -> bool:
@@ -276,10 +320,23 @@ class ExampleEncoder:
         """Yield the ids of each text of an example, without special tokens."""
         for start in range(0, len(examples), BATCH_EXAMPLES):
             batch = examples[start : start + BATCH_EXAMPLES]
-            texts = list(chain.from_iterable(batch))
-            encoded = iter(self.tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+            pieces = chain.from_iterable(self._pieces(text) for text in chain.from_iterable(batch))
+            encoded = iter(self.tokenizer.encode_batch_fast([*pieces], add_special_tokens=False))
             for example in batch:
-                yield [e.ids for e in islice(encoded, len(example))]
+                yield [self._joined(text, encoded) for text in example]
+
+    def _pieces(self, text: str) -> list[str]:
+        """Split a text at its marks."""
+        if not self.marks:
+            return [text]
+        return [piece.rstrip() for piece in re.split(f"[{''.join(self.marks)}]", text)]
+
+    def _joined(self, text: str, pieces: Iterator[Encoding]) -> list[int]:
+        """Return the ids of a text from those of its pieces, the next ones, and of its marks."""
+        ids = list(next(pieces).ids)
+        for mark in filter(self.marks.__contains__, text):
+            ids += [self.marks[mark], *next(pieces).ids]
+        return ids
 
 
 def truncate(parts: list[list[int]], room: int) -> list[list[int]]:

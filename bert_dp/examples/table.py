@@ -88,6 +88,8 @@ class LabelledTable:
     rows: list[Row]
     left_out: int = 0
     """Broken rows."""
+    copies: int = 0
+    """Last rows, which are changed copies of others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +104,8 @@ class LabelledData:
     tables: dict[str, LabelledTable]
     official: bool | None
     """True if the tables have GLUE's own numbers of rows; None of other tasks."""
+    logits: NDArray[np.float32] | None = None
+    """[n, L] of a teacher, of the rows of train, which then have no labels of their own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,6 +325,37 @@ def to_array(kind: LabelKind, names: Sequence[str], table: LabelledTable) -> NDA
     for ones, of_row in zip(labels, indices, strict=True):
         ones[of_row] = 1
     return labels
+
+
+def answers(logits_NL: NDArray[np.float32], kind: LabelKind) -> NDArray[Any]:
+    """Return the labels that logits choose, as LABEL_TYPES stores them."""
+    chosen = {
+        "single_label": logits_NL.argmax(1),
+        "multi_label": logits_NL > 0,
+        "regression": logits_NL[:, 0],
+    }[kind]
+    return chosen.astype(LABEL_TYPES[kind])
+
+
+LOGITS = "logits-{:05d}.safetensors"  # file of a teacher's logits, of the k-th part of train
+
+
+def read_logits(directory: Path, examples: int, outputs: int) -> NDArray[np.float32]:
+    """Read the teacher's logits of all examples, [examples, outputs]. Raises ConfigError where some are
+    missing, not finite, or of another number of outputs."""
+    with refusing("distill.logits", str(directory), hint="run `bert-dp distill` again"):
+        try:
+            parts = [
+                safetensors.numpy.load(read_regular(p, MAX_BYTES)) for p in sorted(directory.glob("logits-*"))
+            ]
+            logits_NL = np.concatenate([part["logits"] for part in parts])
+        except (SafetensorError, KeyError) as error:
+            raise ValueError(f"holds no logits ({error})") from None
+        if logits_NL.shape != (examples, outputs):
+            raise ValueError(f"has logits of shape {logits_NL.shape}, expected {(examples, outputs)}")
+        if not np.isfinite(logits_NL).all():
+            raise ValueError("has logits that are not finite")
+    return logits_NL
 
 
 @dataclasses.dataclass(frozen=True)

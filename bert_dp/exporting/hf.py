@@ -12,11 +12,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bert_dp.config import Config, ConfigError, Kind, native_class, native_issues
-from bert_dp.model.bert import CrammedBert, make_norm
-from bert_dp.model.classifier import Classifier
+from bert_dp.model.bert import make_norm
 from bert_dp.model.hf import FRONTS, PROJECTIONS, block_names, decoder_bias_name, embedding_names, head_names
 
 Named = Mapping[str, Tensor]
@@ -59,9 +58,7 @@ def settings_of(config: Config, special: Mapping[str, int], kind: Kind) -> dict[
     return {**settings, **own_settings(config, special, kind)}
 
 
-def tensors_of(
-    model: CrammedBert | Classifier, config: Config, special: Mapping[str, int], kind: Kind
-) -> dict[str, Tensor]:
+def tensors_of(model: nn.Module, config: Config, special: Mapping[str, int], kind: Kind) -> dict[str, Tensor]:
     """Return the parameters of `model` in fp32, by their names in that class; a tied decoder is left out.
 
     Raises ConfigError as settings_of.

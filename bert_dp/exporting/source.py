@@ -15,6 +15,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -31,7 +32,8 @@ from bert_dp.exporting.load_exported import AUTO, OUTPUTS
 from bert_dp.files.models import Summary
 from bert_dp.files.run_facts import EXPORTED, INPUTS, TYPES, Exported, ExportFormat, ExportPrecision
 from bert_dp.model.bert import CrammedBert
-from bert_dp.model.build import LoadedCheckpoint, load_checkpoint
+from bert_dp.model.bilstm import BiLstm
+from bert_dp.model.build import LoadedCheckpoint, RunModel, load_checkpoint
 from bert_dp.model.classifier import Classifier, pool
 from bert_dp.training import checkpoint
 
@@ -57,7 +59,7 @@ class ExportSource(LoadedCheckpoint):
     @property
     def inputs(self) -> tuple[str, ...]:
         """Names of the model's inputs."""
-        return (*INPUTS, TYPES) if self.config.model.token_types > 1 else INPUTS
+        return (*INPUTS, TYPES) if self.config.model.takes_types else INPUTS
 
     def module(self) -> ExportModule:
         """Build the module that is traced, compiled and compared."""
@@ -71,6 +73,9 @@ def open_run(run: str | Path, *, encoder: bool) -> ExportSource:
     """
     loaded = load_checkpoint(checkpoint.resolve(str(run)).resolve())
     kind: Kind = "encoder" if encoder else "mlm" if isinstance(loaded.model, CrammedBert) else "classifier"
+    if encoder and not hasattr(loaded.model, "model"):
+        message = f"{run} is a BiLSTM, which has no hidden states to export"
+        raise ConfigError([Issue("--encoder", "unsupported", message, hint="leave it out")])
     loaded.model.float()
     file = files.tokenizer_of(loaded.path)
     special = tokens.special_ids(loaded.tokenizer, str(file))
@@ -81,7 +86,7 @@ class ExportModule(nn.Module):
     """Compute OUTPUTS of the inputs, each [B, S] int64: logits [B, S, V] of tokens or [B, L] of labels,
     hidden states [B, S, H]."""
 
-    def __init__(self, model: CrammedBert | Classifier, kind: Kind):
+    def __init__(self, model: RunModel, kind: Kind):
         super().__init__()
         self.model, self.kind = model, kind
 
@@ -89,6 +94,8 @@ class ExportModule(nn.Module):
         self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         real_BS = attention_mask != 0
+        if isinstance(self.model, BiLstm):
+            return (self.model(input_ids, real_BS).float(),)
         x_BSH = self.model.model(input_ids, real_BS, token_type_ids)
         if self.kind == "encoder":
             return (x_BSH.float(),)
@@ -105,6 +112,11 @@ def export(
 
     Raises ConfigError if `out` holds something, the format does not hold the model, or a package is missing.
     """
+    if form == "aoti" and source.config.model.lstm_size:
+        message = "torch.export gives the LSTMs of a BiLSTM one length for good"
+        raise ConfigError(
+            [Issue("model.lstm_size", "unsupported", message, hint="use `bert-dp export onnx`")]
+        )
     require_tools(form)  # a signal during such an import may end this process before it can clean up
     with new_directory(out) as folder:
         if form == "hf":
@@ -222,16 +234,17 @@ def silenced() -> Iterator[None]:
 def write_onnx(source: ExportSource, folder: Path, *, int8: bool) -> None:
     """Write FOLDER/model.onnx. `int8`: products with weights of 8 bits, those of the activations chosen as it
     runs (ONNX Runtime's dynamic quantisation)."""
-    program = torch.onnx.export(
-        trace(source),
-        dynamo=True,
-        input_names=list(source.inputs),
-        output_names=list(OUTPUTS[source.kind]),
-        verbose=False,
-    )
-    assert program is not None
     path = folder / "model.onnx"
-    program.save(path, external_data=False)
+    names: dict[str, Any] = {"input_names": [*source.inputs], "output_names": [*OUTPUTS[source.kind]]}
+    if source.config.model.lstm_size:  # the exporter by torch.export would fix the length
+        ids_BS = torch.full((2, 7), source.special["mask"])
+        sizes = {name: {0: "batch", 1: "length"} for name in INPUTS}
+        inputs = (ids_BS, torch.ones_like(ids_BS))
+        torch.onnx.export(source.module(), inputs, path, dynamo=False, dynamic_axes=sizes, **names)
+    else:
+        program = torch.onnx.export(trace(source), dynamo=True, verbose=False, **names)
+        assert program is not None
+        program.save(path, external_data=False)
     if int8:
         from onnxruntime.quantization import QuantType, quantize_dynamic
 

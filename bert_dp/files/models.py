@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, computed_field
 
 from bert_dp.config.errors import StoredModel
+from bert_dp.files.ledger import Spent
 
 FailureKind = Literal[
     "bad_input",
@@ -82,7 +83,7 @@ Pair = Annotated[list[float], Field(strict=False)]
 
 
 class StoredFile(StoredModel):
-    """Model a whole file. `remedy`: fix of a damaged one."""
+    """Model a whole file. `hint`: fix of a damaged one."""
 
     hint: ClassVar[str] = "see the logs of its run"
 
@@ -165,7 +166,6 @@ class NoiseScale(StoredModel):
     """95 %, sequences."""
     grad_sq: FiniteOrNone = None
     """Squared norm of the true gradient."""
-    """95 %."""
     trace: FiniteOrNone = None
     """Of the covariance of the gradient of one sequence."""
 
@@ -269,6 +269,8 @@ class Summary(StoredFile):
     """When the ratio is above STRAGGLER_RATIO over the run."""
     time_s: dict[str, float] = {}
     """Rank 0's clock: setup, compile, train, data_wait, forward_backward, optimizer, eval, save (stall)."""
+    spent: Spent | None = None
+    """Dollars, kWh and CO2 of all starts, by our launcher."""
     command_s: FiniteOrNone = None
     """From the start of the command to the end of the last rank, by the launcher."""
     bucket_bytes: list[int] = []

@@ -20,6 +20,7 @@ from bert_dp.config.hf import WEIGHTS
 from bert_dp.data import tokenizer
 from bert_dp.files.models import InitFrom
 from bert_dp.model.bert import CrammedBert
+from bert_dp.model.bilstm import BiLstm
 from bert_dp.model.classifier import Classifier
 from bert_dp.model.hf import load_hf
 from bert_dp.model.interface import Model
@@ -30,6 +31,8 @@ from bert_dp.training.devices import Precision
 from bert_dp.training.distributed import HostCollectives
 from bert_dp.training.loop import Rank
 
+RunModel = CrammedBert | Classifier | BiLstm
+
 
 @dataclasses.dataclass(frozen=True)
 class LoadedCheckpoint:
@@ -38,17 +41,18 @@ class LoadedCheckpoint:
     path: Path
     facts: files.CheckpointFacts
     config: Config
-    model: CrammedBert | Classifier
+    model: RunModel
     tokenizer: Tokenizer
 
 
-def load(run: str | os.PathLike[str]) -> tuple[CrammedBert | Classifier, Tokenizer]:
+def load(run: str | os.PathLike[str]) -> tuple[RunModel, Tokenizer]:
     """Load the model, on the CPU and in eval mode, and the tokenizer of a run (its newest good checkpoint) or
     of one checkpoint.
 
-    `model.model(ids_BS)` gives the hidden states [B, S, H], `model(ids_BS, positions_P)` of a pretrained run
-    the logits [P, V] at the flat positions b * S + s, `model(ids_BS, real_BS)` of a finetuned one those of
-    whole examples [B, L]. Models are pretrained without <cls>: encode with `add_special_tokens=False`.
+    `model.model(ids_BS)` gives the hidden states [B, S, H], which a BiLSTM has not; `model(ids_BS,
+    positions_P)` of a pretrained run the logits [P, V] at the flat positions b * S + s; `model(ids_BS,
+    real_BS)` of a finetuned or distilled one those of whole examples [B, L]. Models are pretrained without
+    <cls>: encode with `add_special_tokens=False`.
     Raises ConfigError.
     """
     loaded = load_checkpoint(checkpoint.resolve(os.path.expanduser(run)))
@@ -69,10 +73,12 @@ def load_checkpoint(path: Path) -> LoadedCheckpoint:
     return LoadedCheckpoint(path, facts, config, model.eval(), tokenizer.load(files.tokenizer_of(path)))
 
 
-def make_model(config: Config) -> CrammedBert | Classifier:
+def make_model(config: Config) -> RunModel:
     """Build the model that a run of `config` trains, with weights of any value."""
     length = config.data.sequence_length
-    if config.objective.name == "finetune":
+    if config.model.lstm_size:
+        return BiLstm(config.model, config.finetune)
+    if config.has_examples:
         return Classifier(config.model, length, config.finetune)
     return CrammedBert(config.model, length)
 

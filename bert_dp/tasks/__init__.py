@@ -68,6 +68,8 @@ class DatasetInfo:
     """SHA-256 of the tokenizer's file."""
     num_samples: int
     """Samples of an epoch."""
+    num_evaluated: int = 0
+    """Samples of an evaluation."""
     tokenizer_file: Path | None = None
     """Copied into the run directory, and from there into every checkpoint."""
     unigram_entropy_nats: float | None = None
@@ -137,7 +139,7 @@ class Task(Protocol):
 
 MakeTask = Callable[[Config, torch.device], Task]
 
-TASKS = {"mlm": "bert_dp.tasks.mlm", "finetune": "bert_dp.tasks.finetune"}
+TASKS = {name: f"bert_dp.tasks.{name}" for name in ("mlm", "finetune", "distill")}
 """objective.name -> the module whose `make_task` makes it."""
 
 

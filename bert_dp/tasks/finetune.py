@@ -38,7 +38,7 @@ class LabelledBatch(TensorBatch):
     labels: Tensor | None
     """[B] int64 of classes or of scores in the parameters' precision, or [B, L] of independent labels."""
     seed_B: Tensor
-    types_BS: Tensor | None = None
+    types_BS: Tensor | None
     """Token types; None of a model that has none."""
 
     @property
@@ -52,7 +52,8 @@ class Finetuning:
 
     def __init__(self, config: Config, device: torch.device):
         self._config, self._pin = config, device.type == "cuda"
-        self._kind, self._has_types = config.finetune.kind, config.model.token_types > 1
+        self._kind, self._has_types = config.finetune.kind, config.model.takes_types
+        self._targets_of_example = config.finetune.num_outputs if self._kind == "multi_label" else 1
         self.flops_per_token = cost.flops_per_token(config.model, config.data.sequence_length, 0.0)
 
     def open_data(self) -> DatasetInfo:
@@ -69,6 +70,7 @@ class Finetuning:
             data_hash=manifest.hash,
             tokenizer=manifest.tokenizer.sha256,
             num_samples=len(self._train),
+            num_evaluated=sum(map(len, self._splits.values())),
             tokenizer_file=path / manifest.tokenizer.file,
             tokens_per_sample=manifest.splits["train"].tokens / len(self._train),
         )
@@ -95,7 +97,7 @@ class Finetuning:
 
     def num_targets(self, first_sample: int, count: int) -> int:
         """Count one target an example, or one for each of independent labels."""
-        return count * (self._config.finetune.num_outputs if self._kind == "multi_label" else 1)
+        return count * self._targets_of_example
 
     def evaluate(self, model: nn.Module, context: Context) -> dict[str, Any] | None:
         """Score every split with labels, each example counted once, and write predictions of all splits.
@@ -133,7 +135,7 @@ class Finetuning:
                 continue
             labels = torch.from_numpy(np.asarray(examples.labels))
             if name.startswith("dev"):
-                total += float(self._loss(torch.from_numpy(logits_NL), labels)) / self.num_targets(0, 1)
+                total += float(self._loss(torch.from_numpy(logits_NL), labels)) / self._targets_of_example
                 count += len(examples)
             if np.isfinite(logits_NL).all():
                 measured = score(self._manifest.metrics, self._kind, logits_NL, examples.labels)

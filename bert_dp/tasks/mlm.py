@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from bert_dp import cost, files
 from bert_dp.config import (
+    CLOCKED,
     Config,
     ConfigError,
     Issue,
@@ -55,6 +56,7 @@ class MaskedLanguageModel:
             data_hash=manifest.hash,
             tokenizer=manifest.tokenizer.sha256,
             num_samples=len(self._train),
+            num_evaluated=min(len(self._held_out_shards), self._config.eval.max_sequences),
             tokenizer_file=path / manifest.tokenizer.file,
             unigram_entropy_nats=manifest.unigram_entropy_nats,
             uniform_entropy_nats=manifest.uniform_entropy_nats,
@@ -203,10 +205,10 @@ def _locate(config: Config, step: int, run_dir: Path | None) -> tuple[int, int]:
         for line in files.read_lines(run_dir / "metrics.jsonl") if run_dir else ():
             if line["step"] == step:
                 return line["samples"] - line["global_batch"], line["global_batch"]
-        if config.schedule.hours is not None:
-            message = f"{step} has no line in metrics.jsonl, and the batch follows a budget in hours"
+        if (unit := config.schedule.unit) in CLOCKED:
+            message = f"{step} has no line in metrics.jsonl, and the batch follows a budget in {unit}"
             hint = "name a logged step"
-            raise ConfigError([Issue("step", "not_found", message, step, "schedule.hours", hint)])
+            raise ConfigError([Issue("step", "not_found", message, step, f"schedule.{unit}", hint)])
         samples = 0
         for done in range(step - 1):
             samples += batch_at(batch, progress_at(config, done, samples, 0.0))

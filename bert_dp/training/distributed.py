@@ -18,6 +18,7 @@ from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from bert_dp.config import ConfigError, Issue
 from bert_dp.files import INIT_FILE
+from bert_dp.files.ledger import Spending
 from bert_dp.training.devices import HostAndDevice, own_host_and_device
 from bert_dp.training.process import World
 
@@ -198,19 +199,25 @@ class Stop:
 
 
 class SharedClock:
-    """Elapsed seconds on rank 0's clock and the stop request of any rank, the same on every rank.
+    """Elapsed seconds on rank 0's clock, or with `spending` the share of a budget in dollars or kWh, and the
+    stop request of any rank, the same on every rank.
 
     `exchange` returns what was sent one step earlier and sends the next, so no step waits for it. Rank 0
     sends when it expects the next step to begin: its reading plus the time of the step that ended last.
     """
 
     def __init__(
-        self, comm: HostCollectives, elapsed_s: float = 0.0, now: Callable[[], float] = time.monotonic
+        self,
+        comm: HostCollectives,
+        elapsed_s: float = 0.0,
+        now: Callable[[], float] = time.monotonic,
+        spending: Spending | None = None,
     ):
         self._comm = comm
         self._now = now
         self._origin = now() - elapsed_s
-        self._shared_s = elapsed_s  # what the last exchange returned
+        self.spending = spending
+        self._shared = 0.0 if spending else elapsed_s  # what the last exchange returned
         self._step_began_s = elapsed_s
         self._step_s: float | None = None  # None until the first step has ended
         self._pending: Callable[[], list[float]] | None = None
@@ -219,51 +226,72 @@ class SharedClock:
         """Return this rank's own reading: for records, never for decisions."""
         return self._now() - self._origin
 
+    def spent(self, elapsed_s: float) -> float:
+        """Return what is spent at a time of this clock: those seconds, or rank 0's reading of the share."""
+        if self.spending is None or self._comm.world.rank != 0:
+            return elapsed_s
+        return max(self._shared, self.spending.share(self._origin + elapsed_s))
+
     def spent_s(self) -> float:
-        """Return the spent seconds of a budget in hours, for a checkpoint: progress never falls, also where a
-        run that goes on from it had expected a longer step."""
-        return max(self.elapsed_s(), self._shared_s)
+        """Return the elapsed seconds, for a checkpoint. Of a budget in hours progress never falls, also where
+        a run that goes on from it had expected a longer step."""
+        return self.elapsed_s() if self.spending else max(self.elapsed_s(), self._shared)
 
     def exchange(self, stop: Stop) -> tuple[float, Stop]:
-        """Return elapsed_s at the beginning of this step, which never falls, and the request of any rank.
+        """Return what is spent at the beginning of this step, which never falls, and the request of any rank.
 
-        The first exchange returns the elapsed_s that this clock began with. The second waits for rank 0's
-        reading: no step has been timed before. Collective.
+        The first exchange returns the elapsed_s that this clock began with, or rank 0's reading of the share.
+        The second waits for rank 0's reading: no step has been timed before. Collective.
         """
         self._step_began_s = self.elapsed_s()
         if self._pending is None:
-            self._send(self._shared_s if self._step_s is None else self._step_began_s, stop)
-        elapsed_s, wanted = self._receive()
-        self._shared_s = max(self._shared_s, elapsed_s)
+            is_first = self._step_s is None and self.spending is None
+            self._send(self._shared if is_first else self.spent(self._step_began_s), stop)
+        spent, wanted = self._receive()
+        self._shared = max(self._shared, spent)
         if self._step_s is not None:
-            self._send(self._step_began_s + self._step_s, stop)
-        return self._shared_s, wanted
+            self._send(self.spent(self._step_began_s + self._step_s), stop)
+        return self._shared, wanted
 
-    def end_step(self) -> None:
-        """Time the step that began at the last exchange; called before evaluation and saving."""
+    def end_step(self) -> float:
+        """Time the step that began at the last exchange, in seconds; called before evaluation and saving."""
         self._step_s = self.elapsed_s() - self._step_began_s
+        return self._step_s
+
+    def has_time_to_evaluate(self) -> bool:
+        """Return whether the reserve of a budget in dollars or kWh will be left after an evaluation now; True
+        for other budgets. Collective."""
+        if self.spending is None:
+            return True
+        return bool(self._comm.broadcast(self.spent(self.elapsed_s() + self.spending.evaluation_s) < 1.0))
+
+    def read_again(self, stop: Stop) -> None:
+        """Send what is spent after a pause, which the time of a step did not foretell. Collective."""
+        if self.spending is not None and self._pending is not None:
+            self._receive()
+            self._send(self.spent(self.elapsed_s()), stop)
 
     def poll_stop(self, stop: Stop) -> Stop:
         """Exchange the request alone, between steps: the clock is not read. Collective."""
         if self._pending is None:
             self._send(0.0, stop)
             return self._receive()[1]
-        elapsed_s, wanted = self._receive()
-        self._send(elapsed_s, stop)
+        spent, wanted = self._receive()
+        self._send(spent, stop)
         return wanted
 
     def finish(self) -> None:
         if self._pending is not None:
             self._receive()
 
-    def _send(self, elapsed_s: float, stop: Stop) -> None:
-        """Start an exchange; of elapsed_s only rank 0's counts."""
-        mine = elapsed_s if self._comm.world.rank == 0 else 0.0
+    def _send(self, spent: float, stop: Stop) -> None:
+        """Start an exchange; of what is spent only rank 0's reading counts."""
+        mine = spent if self._comm.world.rank == 0 else 0.0
         self._pending = self._comm.max_async([mine, float(stop.signal), float(stop.failed)])
 
     def _receive(self) -> tuple[float, Stop]:
         """Wait for the exchange that was started."""
         assert self._pending is not None
-        elapsed_s, signal, failed = self._pending()
+        spent, signal, failed = self._pending()
         self._pending = None
-        return elapsed_s, Stop(int(signal), bool(failed))
+        return spent, Stop(int(signal), bool(failed))

@@ -199,10 +199,10 @@ def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> TrainingOu
     trainer.trace.reached(state.step, meter)
     while True:
         heartbeat.enter("data", state.step + 1)
-        elapsed_s, stop = clock.exchange(stop_request(trainer, state))
+        spent, stop = clock.exchange(stop_request(trainer, state))
         if config.parallel.engine == "independent":
             meter.timers.restart()  # what copies wait for each other is no part of their steps
-        progress = progress_at(config, state.step, state.samples, elapsed_s)
+        progress = progress_at(config, state.step, state.samples, spent)
         if stop or progress >= 1.0:
             break
         state.progress, state.global_batch = progress, batch_at(config.batch, progress)
@@ -221,13 +221,19 @@ def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> TrainingOu
         trainer.trace.reached(state.step, meter)
         if state.step % config.log.every_steps == 0:
             log_steps(trainer, state, clock)
-        clock.end_step()
-        if config.eval.every_steps and state.step % config.eval.every_steps == 0:
+        step_s = clock.end_step()
+        if clock.spending is not None and not state.eval_s:
+            # the forward pass is a third of a step
+            clock.spending.evaluation_s = step_s * trainer.data.num_evaluated / state.global_batch / 3
+        evaluates = config.eval.every_steps and state.step % config.eval.every_steps == 0
+        if evaluates and clock.has_time_to_evaluate():  # else the evaluation at the end is soon enough
             with meter.paused():
                 evaluate_and_write(trainer, state, clock)
+            clock.read_again(stop_request(trainer, state))
         if config.checkpoint.every_steps and state.step % config.checkpoint.every_steps == 0:
             with meter.paused():
                 save(trainer, state, clock.spent_s())
+            clock.read_again(stop_request(trainer, state))
     trainer.trace.reached(state.step, meter, at_end=True)
     return _finish(trainer, state, clock, stop)
 
@@ -276,7 +282,8 @@ def log_steps(trainer: Trainer, state: TrainState, clock: SharedClock) -> None:
     gc.collect()  # on all ranks at once, while a device still works; whole, as only what is new is walked
     epoch = state.samples // trainer.data.num_samples
     elapsed_s = clock.elapsed_s()
-    progress = progress_at(trainer.config, state.step, state.samples, elapsed_s)  # after the step
+    spent = clock.spent(elapsed_s)
+    progress = progress_at(trainer.config, state.step, state.samples, spent)  # after the step
     line = trainer.meter.flush(state, epoch=epoch, progress=progress, elapsed_s=elapsed_s)
     norm_pairs = trainer.engine.norm_pairs
     norms = norm_pairs.drain(trainer.comm, state.step) if norm_pairs is not None else []
@@ -314,6 +321,8 @@ def evaluate_and_write(trainer: Trainer, state: TrainState, clock: SharedClock) 
     measured = evaluate(trainer, lambda: bool(clock.poll_stop(stop_request(trainer, state))), trainer.run_dir)
     elapsed = clock.elapsed_s()
     state.eval_s += elapsed - start
+    if clock.spending is not None:
+        clock.spending.evaluation_s = elapsed - start
     if measured is not None:
         state.heldout, state.evaluated_step = measured, state.step
     if trainer.comm.world.rank == 0 and measured:

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from bert_dp import files
-from bert_dp.config import Config, ConfigError, Issue, batch_layout, load_config, with_budget
+from bert_dp.config import METERED, Config, ConfigError, Issue, batch_layout, load_config, with_budget
 from bert_dp.config.checks import ProfilePlan, parse_profile, profile_issues
+from bert_dp.files.ledger import EXIT_S, Ledger, Spending, budget_issues
 from bert_dp.training.process import (
     HeartbeatWriter,
     RunFailed,
@@ -111,6 +112,10 @@ def run(
     plan = profile_plan(arguments, config, world)
     device = devices.choose_device(config.run.device, world)
     lock = lock_run(run_dir) if world.rank == 0 else None
+    if world.rank == 0 and files.LAUNCHER_PID not in os.environ:  # else the launcher keeps it
+        if issues := budget_issues(config, run_dir, []):
+            raise ConfigError(issues)
+        at_end.enter_context(Ledger(run_dir, world.size, config.run))
     heartbeat = HeartbeatWriter(files.heartbeat_path(run_dir, world.rank))
     devices.use_device(device, deterministic=config.run.deterministic)
     engine = parallel.engine_name(config.parallel, world.size)
@@ -152,11 +157,13 @@ def run(
     del resumed, tensors  # or a whole state stays on the host of every rank
     dry_run_s = time.monotonic() - started - setup_s
     trainer.log_rank0(f"ready: set-up {setup_s:.1f} s, dry run {dry_run_s:.1f} s")
+    before_s = time.monotonic()
     failure = save(trainer, state, state.elapsed_s, wait=True)  # before hours are spent
     if failure is None:
+        spending = spending_of(config, run_dir, time.monotonic() - before_s, setup_s)
         before_j = devices.joules(device)
         with gc_paused():
-            result = train(trainer, state, distributed.SharedClock(comm, state.elapsed_s))
+            result = train(trainer, state, distributed.SharedClock(comm, state.elapsed_s, spending=spending))
         write_summary(trainer, state, result, setup_s, dry_run_s, before_j)
         failure = result.failure
     heartbeat.enter("done")
@@ -179,6 +186,16 @@ def profile_plan(arguments: argparse.Namespace, config: Config, world: World) ->
     if issues := profile_issues(plan, world.size, steps=config.schedule.steps):
         raise ConfigError(issues)
     return plan
+
+
+def spending_of(config: Config, run_dir: Path, save_s: float, setup_s: float) -> Spending | None:
+    """Return the reader of a budget in dollars or kWh; None for other budgets. `save_s`: time of a save."""
+    unit = config.schedule.unit
+    if unit not in METERED:
+        return None
+    # closing ends the processes that set-up started, and is slow where that was slow
+    end_s = save_s + max(EXIT_S, setup_s / 2)
+    return Spending(run_dir, unit, getattr(config.schedule, unit), end_s)
 
 
 def write_collectives(run_dir: Path, rank: int, progress: int) -> None:

@@ -64,6 +64,7 @@ def _root(
 for verb in (
     training.train,
     training.finetune,
+    training.distill,
     training.configs,
     reports.checkpoints,
     evaluation.predict,

@@ -126,7 +126,19 @@ MaxRestarts = Annotated[
     int, Option(min=0, metavar="K", help="Restart a failed run up to K times from its newest checkpoint.")
 ]
 Force = Annotated[bool, Option("--force", help="Start even if the estimated memory does not fit.")]
+GlueTask = Annotated[str | None, Option("--task", metavar="NAME", help="GLUE task; needs --data.")]
 GlueData = Annotated[list[Path] | None, Option(help="Folder or archive with GLUE's files; repeatable.")]
+TrainFile = Annotated[str | None, Option(metavar="FILE", help="CSV, TSV, JSONL, Parquet or hub:NAME.")]
+DevFile = Annotated[str | None, Option(metavar="FILE", help="Examples to score.")]
+TextColumn = Annotated[str | None, Option(metavar="COLUMN", help="Column of the text; default: text.")]
+PairColumn = Annotated[
+    str | None, Option(metavar="COLUMN", help="Column of a second text; default: text_pair.")
+]
+LabelColumn = Annotated[str | None, Option(metavar="COLUMN", help="Label column; default: label.")]
+LabelKinds = Annotated[
+    Literal["single_label", "multi_label", "regression"] | None,
+    Option(help="Kind of label; default: single_label."),
+]
 Init = Annotated[
     Literal["checkpoint", "random"], Option(help="random: the baseline without pretrained weights.")
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -21,13 +22,17 @@ def plan(
     dollars: Annotated[float | None, Option(min=1e-3, max=1e9, help="Budget in dollars.")] = None,
     kwh: Annotated[float | None, Option(min=1e-3, max=1e9, help="Budget in kWh.")] = None,
     gpu: Annotated[
-        str | None, Option(help="H100-SXM-80G, A100-80G, ...; default: the machine of --frontier.")
+        str | None, Option(help="H100-SXM-80G, A100-80G, ...; default: the machine of --frontier or --from.")
     ] = None,
     gpus: Annotated[int, Option("--gpus", "--nproc", min=1, max=1024, help="Devices of one node.")] = 1,
     config: Annotated[
         str, Option(help="Tokenizer, data, batch, optimizer and kind of model.")
     ] = "crammed-bert",
     frontier: Annotated[Path | None, Option(help="frontier.json of `bert-dp plan fit`.")] = None,
+    from_: Annotated[
+        Path | None,
+        Option("--from", help="Run directory or scaling.json that measured the speed of --config."),
+    ] = None,
     tokens_per_parameter: Annotated[
         float | None, Option(min=0.1, max=1e6, help="Ratio to use without a frontier.")
     ] = None,
@@ -50,36 +55,16 @@ def plan(
     if context.invoked_subcommand is not None:
         return 0
     from launcher import results
-    from launcher.plan import answer
-    from launcher.plan.budget_page import budget_page
+    from launcher.plan import budget
     from launcher.report.page import show_report
 
-    budgets = {"hours": hours, "dollars": dollars, "kwh": kwh}
-    found, written = answer.plan_budget(
-        answer.BudgetOptions(
-            budgets={unit: amount for unit, amount in budgets.items() if amount is not None},
-            gpu=gpu,
-            gpus=gpus,
-            config=config,
-            frontier=frontier,
-            tokens_per_parameter=tokens_per_parameter,
-            keep_model=keep_model,
-            tokens_available=tokens_available,
-            link=link,
-            precision=precision,
-            price=price,
-            watts=watts,
-            pue=pue,
-            grid=grid,
-            g_per_kwh=g_per_kwh,
-        ),
-        out,
-        page,
-    )
+    names = [field.name for field in dataclasses.fields(budget.BudgetOptions)]
+    options = budget.BudgetOptions(**{name: context.params[name] for name in names})
+    found, written = budget.plan_budget(options, out, page)
     if json:
         typer.echo(results.to_json(found), nl=False)
     else:
-        show_report(opt.console(), budget_page(found, written), page)
+        show_report(opt.console(), budget.budget_page(found, written), page)
     return 0
 
 
@@ -102,20 +87,21 @@ def plan_fit(
 ) -> int:
     """Fit the loss over parameters and tokens to completed runs."""
     from launcher import results
-    from launcher.plan import answer, fit
+    from launcher.plan import budget, fit
     from launcher.report.page import show_report
 
     if design is not None:
         if tokens_per_s is None:
             raise ConfigError([Issue("--tokens-per-s", "missing", "not given", None, "--design")])
         directory = out.with_suffix("") if out.suffix else out
-        for path in fit.design(answer.base_config(config), design, tokens_per_s, directory):
+        for path in fit.design(budget.base_config(config), design, tokens_per_s, directory):
             typer.echo(f"bert-dp train {path}")
         return 0
     if (table is None) == (not runs):
         raise ConfigError([Issue("RUNS", "missing", "give runs or --table, not both", None, "--table")])
-    answer.check_folder("--out", out)
-    found = fit.fit_runs(fit.read_table(table) if table else fit.read_runs(runs or []))
+    if issues := budget.folder_issues("--out", out):
+        raise ConfigError(issues)
+    found = fit.fit_runs(fit.read_table(table)) if table else fit.fit_runs(*fit.read_runs(runs or []))
     results.write(out, found)
     if json:
         typer.echo(results.to_json(found), nl=False)

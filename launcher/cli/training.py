@@ -1,4 +1,4 @@
-"""`train`, `finetune`, `configs`, `data build` and `data inspect`."""
+"""`train`, `finetune`, `distill`, `configs`, `data build` and `data inspect`."""
 
 from __future__ import annotations
 
@@ -27,6 +27,10 @@ def train(
         bool, Option("--elastic", help="Restart with fewer ranks if one was killed or lost its GPU.")
     ] = False,
     dry_run: opt.DryRun = False,
+    gpu: Annotated[
+        str | None,
+        Option(help="With --dry-run: GPUs that are not there, H100-SXM-80G, ...; --nproc of them, or one."),
+    ] = None,
     force: opt.Force = False,
     profile: Annotated[
         str | None, Option(metavar="FIRST:END", help="Profile these steps; 10:13 is 10, 11 and 12.")
@@ -48,6 +52,9 @@ def train(
         raise ConfigError(
             [Issue("--profile-ranks", "no_effect", "records nothing without --profile FIRST:END")]
         )
+    if gpu is not None and not dry_run:
+        message = "names GPUs that are not there"
+        raise ConfigError([Issue("--gpu", "no_effect", message, gpu, "--dry-run", "add --dry-run")])
     plan = None if profile is None else parse_profile(profile, profile_ranks or "0")
     overrides = settings
     if micro_is_auto(job.find_config(config, run_dir), settings):
@@ -67,8 +74,13 @@ def train(
         if failed:
             return failed
     searched = overrides != settings and not dry_run  # a micro batch that was measured needs no estimate
-    return train.train(
-        job.load(config, overrides, run_dir),
+    loaded = job.load(config, overrides, run_dir)
+    if gpu is not None:
+        from launcher.plan import dry_run as absent
+
+        loaded = absent.on_gpus(loaded, gpu, nproc)
+    code = train.train(
+        loaded,
         nproc=nproc,
         launcher=launcher,
         run_dir=run_dir,
@@ -79,6 +91,9 @@ def train(
         force=force or searched,
         profile=plan,
     )
+    if gpu is not None and code == 0:
+        absent.print_speed(loaded, gpu, opt.console())
+    return code
 
 
 def finetune(
@@ -86,20 +101,15 @@ def finetune(
         Path, Argument(help="Pretrained run, a checkpoint of one, or hf:DIR.", show_default=False)
     ],
     words: opt.Settings = None,
-    task: Annotated[str | None, Option(metavar="NAME", help="GLUE task; needs --data.")] = None,
+    task: opt.GlueTask = None,
     data: opt.GlueData = None,
-    train: Annotated[str | None, Option(metavar="FILE", help="CSV, TSV, JSONL, Parquet or hub:NAME.")] = None,
-    dev: Annotated[str | None, Option(metavar="FILE", help="Examples to score.")] = None,
+    train: opt.TrainFile = None,
+    dev: opt.DevFile = None,
     test: Annotated[str | None, Option(metavar="FILE", help="Examples to predict.")] = None,
-    text: Annotated[str | None, Option(metavar="COLUMN", help="Column of the text; default: text.")] = None,
-    text_pair: Annotated[
-        str | None, Option(metavar="COLUMN", help="Column of a second text; default: text_pair.")
-    ] = None,
-    label: Annotated[str | None, Option(metavar="COLUMN", help="Label column; default: label.")] = None,
-    kind: Annotated[
-        Literal["single_label", "multi_label", "regression"] | None,
-        Option(help="Kind of label; default: single_label."),
-    ] = None,
+    text: opt.TextColumn = None,
+    text_pair: opt.PairColumn = None,
+    label: opt.LabelColumn = None,
+    kind: opt.LabelKinds = None,
     init: opt.Init = "checkpoint",
     nproc: opt.Nproc = "auto",
     launcher: opt.Launcher = "torchrun",
@@ -136,6 +146,88 @@ def finetune(
         console=opt.console(),
         policy=restarts.Policy(max_restarts, False),
         force=force,
+    )
+
+
+def distill(
+    teacher: Annotated[
+        Path,
+        Argument(
+            metavar="TEACHER",
+            show_default=False,
+            help="Finetuned run; with --teacher-logits any run, for its tokenizer.",
+        ),
+    ],
+    words: Annotated[
+        list[str] | None,
+        Argument(
+            metavar="SETTING=VALUE", show_default=False, help="Settings on top of configs/distill.yaml."
+        ),
+    ] = None,
+    student: Annotated[
+        str,
+        Option(
+            metavar="bilstm|CONFIG|RUN",
+            help="A BiLSTM, the model of a configuration, or a pretrained run with its weights.",
+        ),
+    ] = "bilstm",
+    task: opt.GlueTask = None,
+    data: opt.GlueData = None,
+    train: opt.TrainFile = None,
+    dev: opt.DevFile = None,
+    text: opt.TextColumn = None,
+    text_pair: opt.PairColumn = None,
+    label: opt.LabelColumn = None,
+    kind: opt.LabelKinds = None,
+    teacher_logits: Annotated[
+        str | None,
+        Option(metavar="FILE", help="JSONL with text, text_pair (of pairs) and logits, of any model."),
+    ] = None,
+    copies: Annotated[
+        int | None,
+        Option(min=0, metavar="K", help="Changed copies of a training example; default: 20, of pairs 10."),
+    ] = None,
+    replace: Annotated[
+        Literal["pos", "mlm", "none"],
+        Option(help="Words to replace with: of the same part of speech (pos), or of a language model (mlm)."),
+    ] = "pos",
+    embeddings: Annotated[
+        str, Option(metavar="random|teacher|FILE", help="First embedding of a BiLSTM; FILE: text vectors.")
+    ] = "random",
+    nproc: opt.Nproc = "auto",
+    run_dir: opt.RunDir = None,
+    dry_run: opt.DryRun = False,
+    set_: opt.Set = None,
+) -> int:
+    """Train a small student on the logits of a finetuned run.
+
+    The teacher labels the training examples and changed copies of them, once; then the student learns by the
+    loop of `train`.
+    """
+    from launcher.evaluate import distill as distilling
+    from launcher.evaluate import finetune as finetuning
+    from launcher.run import train as training
+
+    settings = opt.settings_after_run(words, set_)
+    source = finetuning.source_of(
+        task,
+        data or (),
+        {"train": train, "dev": dev},
+        {"text": text, "text-pair": text_pair, "label": label, "kind": kind},
+    )
+    transfer = distilling.TransferSet(teacher_logits, copies, replace)
+    prepared = distilling.load(
+        teacher,
+        source,
+        settings,
+        transfer,
+        student=student,
+        embeddings=embeddings,
+        nproc=nproc,
+        dry_run=dry_run,
+    )
+    return training.train(
+        prepared, nproc=nproc, run_dir=run_dir, resume="auto", dry_run=dry_run, console=opt.console()
     )
 
 

@@ -28,7 +28,14 @@ from launcher.machine import environment
 RECIPE = "glue.yaml"
 
 # settings that follow from RUN and its task
-DERIVED = ("data.path", "run.init_from", "finetune.kind", "finetune.labels", "objective.name")
+DERIVED = (
+    "data.path",
+    "run.init_from",
+    "finetune.kind",
+    "finetune.labels",
+    "finetune.pair",
+    "objective.name",
+)
 
 
 class ExamplesSource(NamedTuple):
@@ -82,18 +89,18 @@ class Pretrained:
     tokenizer: Path
 
 
-def find_pretrained(run: Path) -> Pretrained:
+def find_pretrained(run: Path, option: str = "RUN") -> Pretrained:
     """Find the newest checkpoint of a run, or the one at `run`; or an encoder of transformers at hf:DIR.
-    Raises ConfigError."""
+    `option`: which names it. Raises ConfigError."""
     if (directory := hf_directory(str(run))) is not None:
         return _find_hf(directory.resolve())
     if not run.exists():
-        hint = "name the directory of a pretrained run"
-        raise ConfigError([Issue("RUN", "not_found", f"{run} does not exist", str(run), hint=hint)])
+        hint = "name the directory of a run"
+        raise ConfigError([Issue(option, "not_found", f"{run} does not exist", str(run), hint=hint)])
     checkpoint = record.newest_checkpoint_facts(run)
     if checkpoint is None:
         hint = "name a run that has saved one"
-        raise ConfigError([Issue("RUN", "missing", f"{run} holds no checkpoint", str(run), hint=hint)])
+        raise ConfigError([Issue(option, "missing", f"{run} holds no checkpoint", str(run), hint=hint)])
     path, facts = checkpoint
     tokenizer = record.tokenizer_of(path).resolve()
     return Pretrained(run.resolve(), path.resolve(), facts.step, resolve([facts.config]), tokenizer)
@@ -114,13 +121,13 @@ def setting_names(overrides: Sequence[str]) -> list[str]:
     return [item.partition("=")[0].strip() for item in overrides]
 
 
-def setting_issues(overrides: Sequence[str]) -> list[Issue]:
-    """Return the given settings that follow from RUN and the task."""
+def setting_issues(overrides: Sequence[str], derived: Sequence[str] = ()) -> list[Issue]:
+    """Return the given settings that follow from RUN and the task, `derived` among them."""
     text = "follows from RUN and the task"
     return [
         Issue(name, "conflict", text, other="RUN", hint="leave it out")
         for name in setting_names(overrides)
-        if name in DERIVED
+        if name in (*DERIVED, *derived)
     ]
 
 
@@ -143,7 +150,8 @@ def configuration(
     if init_from is not None:
         levels.append({"run": {"init_from": str(init_from)}})
     if manifest is not None:
-        levels.append({"finetune": {"kind": manifest.kind, "labels": manifest.labels}})
+        task = {"kind": manifest.kind, "labels": manifest.labels, "pair": manifest.pair}
+        levels.append({"finetune": task})
     return resolve([*levels, parse_overrides(overrides)])
 
 

@@ -1,51 +1,71 @@
-"""Plan what hours, dollars or energy buy: a model size, its tokens and its loss, each with its interval."""
+"""Plan what hours, dollars or energy buy: a model, its tokens and its loss, with intervals and origins."""
 
 # ruff: noqa: RUF012 (pydantic copies a default)
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import dataclasses
+import datetime
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, Literal, NamedTuple
+from pathlib import Path
+from typing import ClassVar, Literal, get_args
 
-from bert_dp.config import Config, ConfigError, Issue, ModelConfig
-from bert_dp.config.schema import divisors
-from bert_dp.cost import memory_estimate_gib, num_parameters
+from pydantic import Field
+
+from bert_dp import files
+from bert_dp.config import (
+    BUDGETS,
+    Config,
+    ConfigError,
+    Issue,
+    ModelConfig,
+    batch_layout,
+    dump_config,
+    load_config,
+    peak_lr,
+    read_yaml,
+)
+from bert_dp.config.load import find_config
+from bert_dp.config.schema import PlannedFigure, PredictedName
+from bert_dp.cost import num_parameters, peak_flops
 from bert_dp.files.models import StoredFile, StoredModel
-from launcher.plan import gpu_speed
-from launcher.plan.frontier import Fit, LossLaw
-from launcher.plan.scaling import BACKWARD
-from launcher.plan.step_model import Fabric, Scenario, constant, find_link, hardware, layer_gradients, predict
-from launcher.results import Interval
-from launcher.scale.models import StepProfile
+from launcher import results
+from launcher.plan import gpu_speed, planner_page
+from launcher.plan.frontier import Frontier, LossLaw
+from launcher.plan.gpu_speed import Rate
+from launcher.plan.scaling import unknown_issues
+from launcher.plan.step_model import hardware
+from launcher.report.html import may_replace
+from launcher.report.numbers import format_count, format_si
+from launcher.report.page import Column, Report, ReportSection, Table, TableCell, TableRow, Verdict, words
 
-Origin = Literal["measured", "fitted", "published", "assumed", "stated"]
 Unit = Literal["hours", "dollars", "kwh"]
+Origin = Literal["published", "stated"]  # of a cost
 
+PRICES, GRID = (Path(__file__).with_name(name) for name in ("prices.yaml", "grid.yaml"))
+OLD_DAYS = 180  # from which the age of a price is said
 WIDE, DEEP = 64, 48  # width / layers of the two shapes; BERT-base and the crammed BERT have 64 and 48
 WIDTHS = (*range(64, 512, 32), *range(512, 1024, 64), *range(1024, 4097, 128))
-MEMORY_SHARE = 0.9  # of a device's memory that a micro batch may fill
 MAX_EPOCHS = 4  # repeats of the data that are worth nearly as much as new text (arXiv 2305.16264)
 MLM_MIN_FLOPS = 2.2e15  # below it the loss of masked LMs leaves its power law (arXiv 2305.17266)
 MAX_EXTRAPOLATION = 100.0  # of the largest budget that was fitted
 SHAPE = ("hidden_size", "num_layers", "num_heads", "intermediate_size")
 
-
-def _by_ratio(ratio: float) -> Callable[[float], float]:
-    return lambda flops: math.sqrt(flops / 6 / ratio)
-
-
 # published answers: the best parameters of a budget in FLOPs, and their source
 PUBLISHED: Mapping[str, tuple[Callable[[float], float], str]] = {
-    "20 tokens a parameter": (_by_ratio(20), "autoregressive LMs, arXiv 2203.15556"),
-    "200 tokens": (_by_ratio(200), "Dervishi et al., EMNLP 2025: 10 x the autoregressive ratio"),
-    "2000 tokens": (_by_ratio(2000), "Dervishi et al., EMNLP 2025: 100 x the autoregressive ratio"),
+    "20 tokens a parameter": (lambda c: math.sqrt(c / 120), "autoregressive LMs, arXiv 2203.15556"),
+    "200 tokens": (
+        lambda c: math.sqrt(c / 1200),
+        "Dervishi et al., EMNLP 2025: 10 x the autoregressive ratio",
+    ),
+    "2000 tokens": (
+        lambda c: math.sqrt(c / 12000),
+        "Dervishi et al., EMNLP 2025: 100 x the autoregressive ratio",
+    ),
     "N ~ C^0.75": (
-        lambda flops: 1.16e9 * (flops / 1e21) ** 0.749,
+        lambda c: 1.16e9 * (c / 1e21) ** 0.749,
         "protein masked LMs, Cheng et al., NeurIPS 2024; arXiv 2406.07249 has C^0.27",
     ),
 }
@@ -54,23 +74,13 @@ DISAGREE = (
     "(plan fit), or give --tokens-per-parameter"
 )
 SMALL = (
-    "{flops:.2g} FLOP: below {least:g} the loss of masked LMs leaves its power law (arXiv 2305.17266), and a "
-    "small model's optimum says little about a large one's"
+    "{:.2g} FLOP: below {:g} the loss of masked LMs leaves its power law (arXiv 2305.17266), and a small "
+    "model's optimum says little about a large one's"
 )
 MANY_EPOCHS = (
-    "{epochs:.1f} epochs: beyond {most} repeated text is worth less and less (arXiv 2305.16264), and masked "
-    "LMs overfit it"
+    "{:.1f} epochs: beyond {} repeated text is worth less and less (arXiv 2305.16264), and masked LMs "
+    "overfit it"
 )
-
-
-class PlannedFigure(StoredModel):
-    """A figure of a plan with its 95 % interval and where it comes from."""
-
-    name: str
-    value: float | None
-    ci95: Interval | None = None
-    origin: Origin
-    note: str = ""
 
 
 class PlannedModel(StoredModel):
@@ -87,11 +97,6 @@ class PlannedModel(StoredModel):
     loss: PlannedFigure | None = None
     note: str = ""
 
-    @property
-    def shape(self) -> dict[str, int]:
-        """Settings of `model` that differ between sizes."""
-        return {name: getattr(self, name) for name in SHAPE}
-
 
 class BudgetPlan(StoredFile):
     """Output of `bert-dp plan --json`."""
@@ -101,24 +106,21 @@ class BudgetPlan(StoredFile):
     unit: Unit
     amount: float
     hours: float
-    figures: list[PlannedFigure]
+    figures: dict[str, PlannedFigure]
     models: list[PlannedModel]
     is_chosen: bool
     """The first of the models is the answer; false: they are published answers that disagree."""
     warnings: list[str] = []
 
-    def figure(self, name: str) -> PlannedFigure:
-        """Return a figure by its name."""
-        return next(figure for figure in self.figures if figure.name == name)
 
+class SourcedValue(StoredFile):
+    """An entry of prices.yaml or grid.yaml."""
 
-class Rate(NamedTuple):
-    """Tokens/s of all devices together, and the factor of its 95 % interval."""
-
-    tokens_per_s: float
-    factor: float
-    origin: Origin
-    note: str
+    hint: ClassVar[str] = "give value, unit, date and source"
+    value: float = Field(ge=0)
+    unit: str
+    date: datetime.date = Field(strict=False)
+    source: str = Field(min_length=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,8 +137,6 @@ class Costs:
 
     def hours(self, unit: Unit, amount: float) -> float:
         """Convert a budget into hours. Raises ConfigError where the price or the power is missing."""
-        if unit == "hours":
-            return amount
         per_hour = self.per_hour(unit)
         if per_hour is None:
             option = "--price" if unit == "dollars" else "--watts"
@@ -145,10 +145,315 @@ class Costs:
         return amount / per_hour
 
     def per_hour(self, unit: Unit) -> float | None:
-        """Return the dollars or kWh of an hour of all devices."""
+        """Return the hours, dollars or kWh of an hour of all devices."""
+        if unit == "hours":
+            return 1.0
         if unit == "dollars":
             return None if self.price is None else self.price * self.gpus
         return None if self.watts is None else self.watts * self.gpus * self.pue / 1e3
+
+    def figures(self, hours: float) -> dict[str, PlannedFigure]:
+        """Return hours, dollars, kWh and CO2; null where a factor is not known."""
+        values: dict[str, float | None] = {"hours": hours, "dollars": None, "kwh": None, "co2_kg": None}
+        if (price := self.per_hour("dollars")) is not None:
+            values["dollars"] = price * hours
+        if (kw := self.per_hour("kwh")) is not None:
+            values["kwh"] = kw * hours
+            values["co2_kg"] = None if self.grams_per_kwh is None else kw * hours * self.grams_per_kwh / 1e3
+        found = {}
+        for name, value in values.items():
+            origin, note = self.notes.get(name, ("stated", ""))
+            found[name] = PlannedFigure(value=value, origin=origin, note=note)
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class BudgetOptions:
+    """Options of `bert-dp plan`."""
+
+    hours: float | None = None
+    dollars: float | None = None
+    kwh: float | None = None
+    gpu: str | None = None
+    gpus: int = 1
+    config: str = "crammed-bert"
+    frontier: Path | None = None
+    from_: Path | None = None
+    tokens_per_parameter: float | None = None
+    keep_model: bool = False
+    tokens_available: float | None = None
+    link: str | None = None
+    precision: str = "bf16"
+    price: float | None = None
+    watts: float | None = None
+    pue: float = 1.0
+    grid: str | None = None
+    g_per_kwh: float | None = None
+
+    def budget(self) -> tuple[Unit, float]:
+        """Return the unit and the amount. Raises ConfigError for none or several."""
+        amounts: dict[Unit, float | None] = {"hours": self.hours, "dollars": self.dollars, "kwh": self.kwh}
+        given = [(unit, amount) for unit, amount in amounts.items() if amount is not None]
+        if len(given) != 1:
+            message = "give exactly one of --hours, --dollars, --kwh"
+            raise ConfigError([Issue("--hours", "missing", message, None, "--dollars")])
+        return given[0]
+
+    def issues(self, frontier: Frontier | None) -> list[Issue]:
+        """Find what is unknown, missing or contradicts another option."""
+        gpus, missing = hardware()["gpus"], self.gpu is None and self.from_ is None
+        issues = [
+            *unknown_issues("--gpu", self.gpu, gpus),
+            *unknown_issues("--link", self.link, hardware()["links"]),
+            *unknown_issues("--grid", self.grid, sourced_values(GRID)),
+        ]
+        if missing and (frontier is None or len(frontier.rates()) < 3):
+            message = "not given, and no frontier has measured the speed of three sizes"
+            issues.append(Issue("--gpu", "missing", message, hint=f"use one of {', '.join(gpus)}"))
+        if self.gpu in gpus and peak_flops(gpus[self.gpu]["device"], self.precision) is None:
+            message = f"{self.gpu} does not multiply {self.precision}"
+            issues.append(Issue("--precision", "unsupported", message, self.precision, "--gpu", "use fp16"))
+        if self.from_ is not None and not self.keep_model:
+            message, hint = "measured one model, and other sizes would be planned", "add --keep-model"
+            issues.append(Issue("--from", "conflict", message, str(self.from_), "--keep-model", hint))
+        if self.from_ is not None and self.gpu is not None:
+            message, hint = "the speed is the measured one", "give --price and --watts of its device"
+            issues.append(Issue("--gpu", "conflict", message, self.gpu, "--from", hint))
+        if frontier is None:
+            return issues
+        if self.tokens_per_parameter is not None:
+            message = "the frontier says it"
+            issues.append(Issue("--tokens-per-parameter", "conflict", message, None, "--frontier"))
+        if frontier.contradicts:
+            message = "its law does not describe its runs; see `bert-dp plan fit`"
+            issues.append(Issue("--frontier", "unsupported", message, str(self.frontier)))
+        if missing and frontier.world_size not in (None, self.gpus):
+            message = f"the runs of the frontier had {frontier.world_size}, and no other number was measured"
+            issues.append(Issue("--gpus", "conflict", message, self.gpus, "--frontier"))
+        return issues
+
+    def rate_of(self, base: Config, frontier: Frontier | None) -> Callable[[Config], Rate]:
+        """Return the speed of a configuration: as a record or the frontier's runs measured it, or by the
+        GPU's roofline. Raises ConfigError for a record of something else."""
+        gpu = self.gpu
+        if self.from_ is not None:
+            measured = gpu_speed.recorded_rate(self.from_, base, self.precision, self.gpus)
+            return lambda config: measured
+        if gpu is not None:
+            link = self.link or (hardware()["gpus"][gpu]["link"] if self.gpus > 1 else None)
+            return lambda config: gpu_speed.gpu_rate(config, gpu, self.gpus, link, self.precision)
+        assert frontier is not None
+        rates, length = frontier.rates(), base.data.sequence_length
+        source = f"{len(rates)} sizes of the frontier's runs on {frontier.device}"
+        return lambda config: gpu_speed.measured_rate(num_parameters(config.model, length), rates, source)
+
+    def costs(self, today: datetime.date) -> tuple[Costs, list[str]]:
+        """Return the costs with the origin of each factor, and warnings about old ones."""
+        warnings: list[str] = []
+        notes: dict[str, tuple[Origin, str]] = {}
+
+        def factor(name: str, given: float | None, key: str | None, path: Path) -> float | None:
+            listed = None if key is None or given is not None else sourced_values(path).get(key)
+            if listed is None:
+                if given is not None:
+                    notes[name] = "stated", f"{given:g} as given"
+                return given
+            notes[name] = "published", f"{listed.value:g} {listed.unit}, {listed.date}: {listed.source}"
+            if (days := (today - listed.date).days) > OLD_DAYS:
+                warnings.append(f"{key}: {listed.value:g} {listed.unit} is {days} days old ({listed.source})")
+            return listed.value
+
+        price = factor("dollars", self.price, self.gpu, PRICES)
+        grams = factor("co2_kg", self.g_per_kwh, self.grid, GRID)
+        watts = factor("kwh", self.watts, None, PRICES)
+        if watts is None and self.gpu is not None:
+            watts = float(hardware()["gpus"][self.gpu]["watts"])
+            notes["kwh"] = "published", f"{watts:g} W, the board's greatest; give --watts"
+        return Costs(self.gpus, price, watts, self.pue, grams, notes), warnings
+
+
+def plan_budget(
+    options: BudgetOptions, out: Path, page: Path | None = None, today: datetime.date | None = None
+) -> tuple[BudgetPlan, Path | None]:
+    """Plan a budget; write the configuration to `out`, if a size was chosen, and the calculator to `page`.
+    Raises ConfigError."""
+    unit, amount = options.budget()
+    base = base_config(options.config)
+    frontier = results.read(options.frontier, Frontier) if options.frontier else None
+    if issues := [*options.issues(frontier), *folder_issues("--out", out), *_page_issues(page)]:
+        raise ConfigError(issues)
+    costs, warnings = options.costs(today or datetime.date.today())
+    available, ratio = options.tokens_available, options.tokens_per_parameter
+    rate_of = options.rate_of(base, frontier)
+    plan = make_plan(base, unit, amount, costs, rate_of, frontier, available, ratio, options.keep_model)
+    plan.warnings.extend(warnings)
+    if plan.is_chosen:
+        config = _configuration(options, base, plan, costs)
+        batch_layout(config, options.gpus)  # raises where the batch does not divide
+        lr, micro = float(config.optim.lr), config.batch.micro_size
+        rule = "rate of the configuration x its width / this width"
+        plan.figures["learning rate"] = PlannedFigure(value=lr, origin="assumed", note=rule)
+        size = PlannedFigure(value=micro, origin="fitted", note="that fits 90 % of memory")
+        if options.gpu is None:
+            size = PlannedFigure(value=micro, origin="stated", note="as configured")
+        plan.figures["micro batch"] = size
+        files.write_text(out, dump_config(config))
+    if page is not None:
+        prices = {name: found.value for name, found in sourced_values(PRICES).items()}
+        models, grams = family(base.model), costs.grams_per_kwh
+        data = planner_page.planner_data(base, models, frontier, prices, costs.pue, grams)
+        sizes = options.frontier or "a ratio of your choice"
+        origin = f"model and batch of {options.config}; sizes by {sizes}"
+        state = unit, amount, options.gpu, options.gpus, costs.price
+        files.write_text(page, planner_page.planner_html(data, origin, plan.warnings, *state))
+    return plan, out if plan.is_chosen else None
+
+
+def base_config(name: str) -> Config:
+    """Load a configuration by name or path. Raises ConfigError."""
+    try:
+        return load_config(find_config(name))
+    except ConfigError as error:
+        raise ConfigError([issue.within("--config") for issue in error.issues]) from None
+
+
+def folder_issues(option: str, path: Path) -> list[Issue]:
+    """Find whether there is a folder to write a file in."""
+    if path.absolute().parent.is_dir():
+        return []
+    message = f"{path.parent} is no folder"
+    return [Issue(option, "not_found", message, str(path), hint="name a file in one that is")]
+
+
+def _page_issues(page: Path | None) -> list[Issue]:
+    if page is None or may_replace(page):
+        return [] if page is None else folder_issues("--page", page)
+    message, hint = f"{page} is no page of bert-dp and would be replaced", "name another file"
+    return [Issue("--page", "exists", message, str(page), hint=hint)]
+
+
+def sourced_values(path: Path) -> dict[str, SourcedValue]:
+    """Read a file of values with their sources. Raises ConfigError for one without date or source."""
+    rows = dict(read_yaml(path)).items()
+    return {str(name): results.parse(row, SourcedValue, f"{path}: {name}") for name, row in rows}
+
+
+def _configuration(options: BudgetOptions, base: Config, plan: BudgetPlan, costs: Costs) -> Config:
+    """Return the configuration of the chosen size, with the budget and a micro batch that fits."""
+    chosen = plan.models[0]
+    model = base.model.model_copy(update={name: getattr(chosen, name) for name in SHAPE})
+    sized, micro = with_model(base, model), base.batch.micro_size
+    if (gpu := options.gpu) is not None:
+        micro = gpu_speed.micro_batch_that_fits(sized, options.precision, gpu, options.gpus) or micro
+    lr = peak_lr(base).value * base.model.hidden_size / model.hidden_size
+    unit, amount = options.budget()
+    factors = {
+        "price_per_device_hour": costs.price or None,
+        "watts_per_device": costs.watts,
+        "pue": costs.pue,
+        "grams_co2_per_kwh": costs.grams_per_kwh,
+    }
+    return sized.model_copy(
+        update={
+            "schedule": base.schedule.model_copy(update={**dict.fromkeys(BUDGETS), unit: amount}),
+            "run": base.run.model_copy(update=factors),
+            "optim": base.optim.model_copy(update={"lr": float(f"{lr:.3g}")}),
+            "batch": base.batch.model_copy(update={"micro_size": micro}),
+            "prediction": _prediction(plan),
+        }
+    )
+
+
+def _prediction(plan: BudgetPlan) -> dict[PredictedName, PlannedFigure]:
+    """Return the figures that a run is compared with."""
+    unknown = PlannedFigure(value=None, origin="fitted", note="no frontier")
+    figures = {**plan.figures, "loss": plan.models[0].loss or unknown}
+    return {name: figures[name] for name in get_args(PredictedName)}
+
+
+# --- the plan
+
+
+def make_plan(
+    base: Config,
+    unit: Unit,
+    amount: float,
+    costs: Costs,
+    rate_of: Callable[[Config], Rate],
+    fit: Frontier | None = None,
+    tokens_available: float | None = None,
+    tokens_per_parameter: float | None = None,
+    keep_model: bool = False,
+) -> BudgetPlan:
+    """Plan a budget. `rate_of`: tokens/s of a configuration, which raises ConfigError where it does not fit.
+
+    Without a law, a ratio and keep_model it returns the published answers. Raises ConfigError for a budget
+    below what any size needs, or above what the largest size can use.
+    """
+    hours, length = costs.hours(unit, amount), base.data.sequence_length
+    models = [base.model] if keep_model else family(base.model)
+    rates = [rate_of(with_model(base, models[0]))]
+    with contextlib.suppress(ConfigError):  # the largest ones do not fit the device
+        for model in models[1:]:
+            rates.append(rate_of(with_model(base, model)))
+    models = models[: len(rates)]
+    sizes = [num_parameters(model, length) for model in models]
+    is_chosen = keep_model or fit is not None or tokens_per_parameter is not None
+    warnings = [] if is_chosen else [DISAGREE]
+    if keep_model:
+        wanted = {"as configured": float(sizes[0])}
+    elif not is_chosen:
+        wanted = _published_sizes(sizes, rates, hours)
+    else:
+        best = _solve(sizes, rates, _budget_of(fit, tokens_per_parameter), hours, unit, costs)
+        wanted = {"deep": best, "wide": best, "half the size": best / 2, "twice the size": 2 * best}
+    target = next(iter(wanted.values()))
+    rate = rates[nearest(sizes, target)]
+    flops = 6 * target * rate.tokens_per_s * hours * 3600
+    compute = _rated(flops, rate, "6 x parameters x tokens")
+    figures = {"compute": compute if is_chosen else compute.model_copy(update={"ci95": None})}
+    figures |= costs.figures(hours)
+    if fit is not None and not keep_model:
+        spread = fit.law.exponent * math.log(rate.factor)
+        figures["best parameters"] = _fitted(
+            fit, lambda law: math.log(law.best_parameters(flops)), spread, math.exp
+        )
+        figures["best loss"] = _fitted_loss(fit, lambda law: law.best_loss(flops), flops, rate)
+        warnings += _fit_warnings(fit, flops)
+    shapes = {"wide": family(base.model, WIDE)}
+    planned: list[PlannedModel] = []
+    shown: list[ModelConfig] = []
+    for name, size in wanted.items():
+        choices = shapes.get(name, models)
+        model = choices[nearest([num_parameters(m, length) for m in choices], size)]
+        if model in shown:  # deep and wide are one shape where there are two layers
+            continue
+        shown.append(model)
+        try:
+            planned.append(_planned_model(name, with_model(base, model), rate_of, hours, fit))
+        except ConfigError:  # it does not fit the device
+            if not planned:
+                raise
+    if flops < MLM_MIN_FLOPS:
+        warnings.append(SMALL.format(flops, MLM_MIN_FLOPS))
+    tokens = rate.tokens_per_s * hours * 3600
+    if tokens_available and is_chosen:
+        epochs = tokens / tokens_available
+        figures["epochs"] = _rated(epochs, rate, f"over {tokens_available:.3g} tokens")
+        if epochs > MAX_EPOCHS:
+            warnings.append(MANY_EPOCHS.format(epochs, MAX_EPOCHS))
+    if is_chosen:
+        note, batch = f"of {base.batch.global_size} sequences, as configured", base.batch.global_size
+        figures |= {"tokens": planned[0].tokens, "steps": _rated(tokens / (batch * length), rate, note)}
+    return BudgetPlan(
+        unit=unit,
+        amount=amount,
+        hours=hours,
+        figures=figures,
+        models=planned,
+        is_chosen=is_chosen,
+        warnings=warnings,
+    )
 
 
 def family(base: ModelConfig, aspect: float = DEEP) -> list[ModelConfig]:
@@ -167,6 +472,16 @@ def family(base: ModelConfig, aspect: float = DEEP) -> list[ModelConfig]:
     ]
 
 
+def with_model(config: Config, model: ModelConfig) -> Config:
+    """Return the configuration with another model."""
+    return config.model_copy(update={"model": model})
+
+
+def nearest(sizes: Sequence[float], target: float) -> int:
+    """Return the index of the size that is nearest in logarithms."""
+    return min(range(len(sizes)), key=lambda i: abs(math.log(sizes[i] / target)))
+
+
 def solve_above_tip(hours_of: Callable[[float], float], low: float, high: float, hours: float) -> float:
     """Return the size in [low, high] whose best training takes `hours`.
 
@@ -182,11 +497,10 @@ def solve_above_tip(hours_of: Callable[[float], float], low: float, high: float,
             right = b
         else:
             left = a
-    tip = math.exp(left)
-    least, most = hours_of(tip), hours_of(high)
+    least, most = hours_of(math.exp(left)), hours_of(high)
     if not least <= hours <= most:
         raise ValueError(least if hours < least else most)
-    left, right = math.log(tip), math.log(high)
+    right = math.log(high)
     for _ in range(100):
         middle = (left + right) / 2
         if hours_of(math.exp(middle)) < hours:
@@ -196,195 +510,12 @@ def solve_above_tip(hours_of: Callable[[float], float], low: float, high: float,
     return math.exp(left)
 
 
-# --- speed
-
-
-def gpu_memory_gib(gpu: str) -> float:
-    """Return the memory of a GPU of hardware.yaml, which its name ends with."""
-    found = re.search(r"-(\d+)G$", gpu)
-    assert found is not None
-    return float(found[1])
-
-
-def micro_batch_that_fits(config: Config, precision: str, gpu: str, world_size: int) -> int | None:
-    """Return the largest micro batch that divides the global batch and its ramp and whose estimate fits the
-    GPU; None where one sequence does not."""
-    batch = config.batch
-    whole = math.gcd(batch.global_size, batch.ramp_quantum or batch.global_size)
-    best = None
-    for micro in divisors(max(1, whole // world_size)):
-        tried = config.model_copy(update={"batch": batch.model_copy(update={"micro_size": micro})})
-        if sum(memory_estimate_gib(tried, precision, world_size).values()) > MEMORY_SHARE * gpu_memory_gib(
-            gpu
-        ):
-            break
-        best = micro
-    return best
-
-
-def gpu_rate(config: Config, gpu: str, gpus: int, link: str | None, precision: str) -> Rate:
-    """Predict the tokens/s of a configuration on GPUs that were not measured. Raises ConfigError where not
-    even one sequence fits."""
-    micro = micro_batch_that_fits(config, precision, gpu, gpus)
-    if micro is None:
-        message = f"not one sequence of this model fits {gpu}"
-        raise ConfigError([Issue("--gpu", "out_of_range", message, gpu)])
-    model, length = config.model, config.data.sequence_length
-    work = gpu_speed.work_of(model, length, config.objective.mask_rate, micro, precision, config.optim.name)
-    speed = gpu_speed.speed_of(gpu, precision)
-    assert speed is not None
-    time = gpu_speed.estimate(work, speed)
-    accumulation = max(1, config.batch.global_size // (micro * gpus))
-    backward_s = BACKWARD * time.micro_s
-    profile = StepProfile(
-        device=hardware()["gpus"][gpu]["device"],
-        precision=precision,
-        micro_batch=micro,
-        sequence_length=length,
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        num_heads=model.num_heads,
-        micro_s=time.micro_s,
-        backward_s=backward_s,
-        optimizer_s=time.optimizer_s,
-        gradients=layer_gradients(model, num_parameters(model, length), 4.0, backward_s),
-    )
-    fabric = Fabric(gpus, find_link(link) if link else None)
-    spread = constant("device_spread") if gpus > 1 else 0.0
-    row = predict(profile, Scenario(fabric, gpus, accumulation=accumulation, spread=spread))
-    note = f"roofline of {gpu} in {precision}, micro batch {micro}, fitted to published rows"
-    return Rate(row.tokens_per_s, time.factor, "fitted", note)
-
-
-def measured_rate(parameters: float, rates: Mapping[float, float], source: str) -> Rate:
-    """Interpolate measured tokens/s by parameters, in logarithms, and extrapolate by the nearest two.
-
-    The interval is twice the root mean square error of each inner size left out, at least 5 %,
-    and its square for each factor of e beyond the sizes.
-    """
-    sizes = sorted(rates)
-
-    def at(size: float, known: Sequence[float]) -> float:
-        i = min(max(bisect.bisect_left(known, size), 1), len(known) - 1)
-        low, high = known[i - 1], known[i]
-        share = math.log(size / low) / math.log(high / low)
-        return math.log(rates[low]) * (1 - share) + math.log(rates[high]) * share
-
-    errors = [at(s, [k for k in sizes if k != s]) - math.log(rates[s]) for s in sizes[1:-1]]
-    spread = math.sqrt(sum(e * e for e in errors) / len(errors)) if errors else 0.0
-    beyond = max(0.0, math.log(sizes[0] / parameters), math.log(parameters / sizes[-1]))
-    factor = math.exp(max(0.05, 2 * spread) * (1 + beyond))
-    return Rate(math.exp(at(parameters, sizes)), factor, "measured", source)
-
-
-# --- the plan
-
-
-def make_plan(
-    base: Config,
-    unit: Unit,
-    amount: float,
-    costs: Costs,
-    rate_of: Callable[[Config], Rate],
-    fit: Fit | None = None,
-    tokens_available: float | None = None,
-    tokens_per_parameter: float | None = None,
-    keep_model: bool = False,
-) -> BudgetPlan:
-    """Plan a budget. `rate_of`: tokens/s of a configuration, which raises ConfigError where it does not fit.
-
-    Without a law, a ratio and keep_model it returns the published answers. Raises ConfigError for a budget
-    below what any size needs, or above what the largest size can use.
-    """
-    hours = costs.hours(unit, amount)
-    models = [base.model] if keep_model else family(base.model)
-    rates = [rate_of(with_model(base, models[0]))]
-    with contextlib.suppress(ConfigError):  # the largest ones do not fit the device
-        for model in models[1:]:
-            rates.append(rate_of(with_model(base, model)))
-    models = models[: len(rates)]
-    sizes = [num_parameters(model, base.data.sequence_length) for model in models]
-    wanted, warnings, figures = {"as configured": float(sizes[0])}, [], []
-    is_chosen = keep_model or fit is not None or tokens_per_parameter is not None
-    if not is_chosen:
-        wanted = _published_sizes(sizes, rates, hours)
-        warnings = [DISAGREE]
-    elif not keep_model:
-        budget_of = _budget_of(fit.law if fit else None, tokens_per_parameter)
-        best = _solve(sizes, rates, budget_of, hours, unit, costs)
-        wanted = {"deep": best, "wide": best, "half the size": best / 2, "twice the size": 2 * best}
-    target = next(iter(wanted.values()))
-    rate = rates[_nearest(sizes, target)]
-    flops = 6 * target * rate.tokens_per_s * hours * 3600
-    if fit is not None and not keep_model:
-        spread = fit.law.exponent * math.log(rate.factor)
-        found = _fitted("best parameters", fit, lambda law: math.log(law.best_parameters(flops)), spread)
-        sizes_ci95 = [math.exp(end) for end in found.ci95 or ()]
-        figures.append(found.model_copy(update={"value": math.exp(found.value or 0.0), "ci95": sizes_ci95}))
-        figures.append(_fitted_loss("best loss", fit, lambda law: law.best_loss(flops), flops, rate))
-        warnings += _fit_warnings(fit, flops)
-    shapes = {"wide": family(base.model, WIDE)}
-    planned = []
-    for name, size in wanted.items():
-        choices = shapes.get(name, models)
-        model = choices[_nearest([num_parameters(m, base.data.sequence_length) for m in choices], size)]
-        try:
-            planned.append(_planned_model(name, with_model(base, model), rate_of, hours, fit))
-        except ConfigError:  # it does not fit the device
-            if not planned:
-                raise
-    tokens = planned[0].tokens
-    if flops < MLM_MIN_FLOPS:
-        warnings.append(SMALL.format(flops=flops, least=MLM_MIN_FLOPS))
-    if tokens_available and is_chosen:
-        epochs = _times(tokens, 1 / tokens_available, "epochs", f"over {tokens_available:.3g} tokens")
-        figures.append(epochs)
-        if (epochs.value or 0.0) > MAX_EPOCHS:
-            warnings.append(MANY_EPOCHS.format(epochs=epochs.value, most=MAX_EPOCHS))
-    ends: list[float] | None = [flops / rate.factor, flops * rate.factor] if is_chosen else None
-    note = "6 x parameters x tokens"
-    compute = PlannedFigure(name="compute", value=flops, ci95=ends, origin=rate.origin, note=note)
-    if is_chosen:
-        step = base.batch.global_size * base.data.sequence_length
-        note = f"of {base.batch.global_size} sequences, as configured"
-        figures += [tokens, _times(tokens, 1 / step, "steps", note)]
-    return BudgetPlan(
-        unit=unit,
-        amount=amount,
-        hours=hours,
-        figures=[compute, *_cost_figures(costs, hours), *figures],
-        models=planned,
-        is_chosen=is_chosen,
-        warnings=warnings,
-    )
-
-
-def with_model(config: Config, model: ModelConfig) -> Config:
-    """Return the configuration with another model."""
-    return config.model_copy(update={"model": model})
-
-
-def _cost_figures(costs: Costs, hours: float) -> list[PlannedFigure]:
-    """Return hours, dollars, kWh and CO2; null where a factor is not known."""
-    figures = [PlannedFigure(name="hours", value=hours, origin="stated")]
-    for unit in ("dollars", "kwh"):
-        per_hour = costs.per_hour(unit)
-        origin, note = costs.notes.get(unit, ("stated", ""))
-        value = None if per_hour is None else hours * per_hour
-        figures.append(PlannedFigure(name=unit, value=value, origin=origin, note=note))
-    kwh, grams = figures[-1].value, costs.grams_per_kwh
-    origin, note = costs.notes.get("co2_kg", ("stated", ""))
-    co2 = None if kwh is None or grams is None else kwh * grams / 1e3
-    return [*figures, PlannedFigure(name="co2_kg", value=co2, origin=origin, note=note)]
-
-
-def _budget_of(law: LossLaw | None, ratio: float | None) -> Callable[[float], float]:
+def _budget_of(fit: Frontier | None, ratio: float | None) -> Callable[[float], float]:
     """Return the FLOPs for which a number of parameters is the best."""
-    if ratio is not None:
-        return lambda parameters: 6 * ratio * parameters**2
-    assert law is not None
-    scale = law.best_parameters(1.0)
-    return lambda parameters: math.pow(parameters / scale, 1 / law.exponent)
+    if fit is None:
+        return lambda parameters: 6 * (ratio or 0.0) * parameters**2
+    scale, exponent = fit.law.best_parameters(1.0), fit.law.exponent
+    return lambda parameters: math.pow(parameters / scale, 1 / exponent)
 
 
 def _solve(
@@ -396,74 +527,80 @@ def _solve(
     costs: Costs,
 ) -> float:
     """Return the parameters whose best training takes `hours` on these devices."""
-    logs = [math.log(n) for n in sizes]
+    known = {float(size): rate.tokens_per_s for size, rate in zip(sizes, rates, strict=True)}
 
     def hours_of(parameters: float) -> float:
-        i = min(max(bisect.bisect_left(logs, math.log(parameters)), 1), len(logs) - 1)
-        share = (math.log(parameters) - logs[i - 1]) / (logs[i] - logs[i - 1])
-        low, high = (math.log(rates[j].tokens_per_s) for j in (i - 1, i))
-        return budget_of(parameters) / (6 * parameters) / math.exp(low + share * (high - low)) / 3600
+        tokens = budget_of(parameters) / (6 * parameters)
+        return tokens / gpu_speed.interpolate(parameters, sizes, known) / 3600
 
     try:
         return solve_above_tip(hours_of, sizes[0], sizes[-1], hours)
     except ValueError as error:
         bound = float(error.args[0])
-        amount = bound if unit == "hours" else bound * (costs.per_hour(unit) or math.nan)
         word = "least" if bound > hours else "most"
         message = f"no size of {sizes[0]:,} to {sizes[-1]:,} parameters is the best one for it"
-        hint = f"the {word} that one is: {amount:.3g} {unit}"
+        hint = f"the {word} that one is: {bound * (costs.per_hour(unit) or math.nan):.3g} {unit}"
         raise ConfigError([Issue(f"--{unit}", "out_of_range", message, hours, hint=hint)]) from None
 
 
-def _nearest(sizes: Sequence[float], target: float) -> int:
-    return min(range(len(sizes)), key=lambda i: abs(math.log(sizes[i] / target)))
+def _published_sizes(sizes: Sequence[int], rates: Sequence[Rate], hours: float) -> dict[str, float]:
+    """Return the best number of parameters by each published answer, at the speed of that size."""
+    found = {}
+    for name, (best, _) in PUBLISHED.items():
+        flops = 6 * sizes[0] * rates[0].tokens_per_s * hours * 3600
+        for _ in range(50):  # the speed depends on the size
+            size = min(max(best(flops), sizes[0]), sizes[-1])
+            rate = rates[nearest(sizes, size)].tokens_per_s
+            flops = math.sqrt(flops * 6 * size * rate * hours * 3600)
+        found[name] = size
+    return found
 
 
 def _planned_model(
-    name: str, config: Config, rate_of: Callable[[Config], Rate], hours: float, fit: Fit | None
+    name: str, config: Config, rate_of: Callable[[Config], Rate], hours: float, fit: Frontier | None
 ) -> PlannedModel:
     rate = rate_of(config)
     parameters = num_parameters(config.model, config.data.sequence_length)
     tokens = rate.tokens_per_s * hours * 3600
-    ends = [tokens / rate.factor, tokens * rate.factor]
     loss = None
     if fit is not None:
-        flops = 6 * parameters * tokens
-        loss = _fitted_loss("loss", fit, lambda law: law.loss(parameters, tokens), flops, rate)
+        loss = _fitted_loss(fit, lambda law: law.loss(parameters, tokens), 6 * parameters * tokens, rate)
     return PlannedModel(
         name=name,
         **{setting: getattr(config.model, setting) for setting in SHAPE},
         parameters=parameters,
         tokens_per_s=rate.tokens_per_s,
-        tokens=PlannedFigure(name="tokens", value=tokens, ci95=ends, origin=rate.origin, note=rate.note),
+        tokens=_rated(tokens, rate, rate.note),
         loss=loss,
         note=PUBLISHED.get(name, (None, ""))[1],
     )
 
 
-def _times(figure: PlannedFigure, factor: float, name: str, note: str) -> PlannedFigure:
-    ends = [end * factor for end in figure.ci95 or ()] or None
-    value = (figure.value or 0.0) * factor
-    return PlannedFigure(name=name, value=value, ci95=ends, origin=figure.origin, note=note)
+def _rated(value: float, rate: Rate, note: str) -> PlannedFigure:
+    """Return a figure that is in proportion to the speed."""
+    ends = [value / rate.factor, value * rate.factor]
+    return PlannedFigure(value=value, ci95=ends, origin=rate.origin, note=note)
 
 
-def _fitted(name: str, fit: Fit, value: Callable[[LossLaw], float], more: float) -> PlannedFigure:
-    """Return a value of the law with its interval, widened by `more` at each end."""
+def _fitted(
+    fit: Frontier,
+    value: Callable[[LossLaw], float],
+    more: float,
+    shown: Callable[[float], float] = lambda v: v,
+) -> PlannedFigure:
+    """Return a value of the law with its interval, widened by `more` at each end, and then `shown` of it."""
     middle, (low, high) = fit.estimate(value)
     half = math.hypot((high - low) / 2, more)
-    note, ends = f"{len(fit.runs)} own runs", [middle - half, middle + half]
-    return PlannedFigure(name=name, value=middle, ci95=ends, origin="fitted", note=note)
+    ends, note = [shown(middle - half), shown(middle + half)], f"{len(fit.runs)} own runs"
+    return PlannedFigure(value=shown(middle), ci95=ends, origin="fitted", note=note)
 
 
-def _fitted_loss(
-    name: str, fit: Fit, value: Callable[[LossLaw], float], flops: float, rate: Rate
-) -> PlannedFigure:
+def _fitted_loss(fit: Frontier, value: Callable[[LossLaw], float], flops: float, rate: Rate) -> PlannedFigure:
     """Return a loss, its interval widened by what the interval of the speed moves it."""
-    moved = abs(fit.law.best_loss(flops / rate.factor) - fit.law.best_loss(flops))
-    return _fitted(name, fit, value, moved)
+    return _fitted(fit, value, abs(fit.law.best_loss(flops / rate.factor) - fit.law.best_loss(flops)))
 
 
-def _fit_warnings(fit: Fit, flops: float) -> list[str]:
+def _fit_warnings(fit: Frontier, flops: float) -> list[str]:
     warnings = []
     beyond = flops / fit.budgets[-1]
     if beyond > MAX_EXTRAPOLATION:
@@ -476,14 +613,51 @@ def _fit_warnings(fit: Fit, flops: float) -> list[str]:
     return warnings
 
 
-def _published_sizes(sizes: Sequence[int], rates: Sequence[Rate], hours: float) -> dict[str, float]:
-    """Return the best number of parameters by each published answer, at the speed of that size."""
-    found = {}
-    for name, (best, _) in PUBLISHED.items():
-        flops = 6 * sizes[0] * rates[0].tokens_per_s * hours * 3600
-        for _ in range(50):  # the speed depends on the size
-            size = min(max(best(flops), sizes[0]), sizes[-1])
-            rate = rates[_nearest(sizes, size)].tokens_per_s
-            flops = math.sqrt(flops * 6 * size * rate * hours * 3600)
-        found[name] = size
-    return found
+# --- the report
+
+
+def budget_page(plan: BudgetPlan, written: Path | None) -> Report:
+    """Return the figures and the models, or the published answers."""
+    rows = [
+        words(name, figure_text(name, f), f"{f.origin}{': ' if f.note else ''}{f.note}")
+        for name, f in plan.figures.items()
+        if f.value is not None
+    ]
+    models = [
+        TableRow(
+            model.name,
+            [
+                TableCell(f"{model.num_layers} x {model.hidden_size}"),
+                TableCell(format_si(model.parameters), exact=model.parameters),
+                TableCell(figure_text("tokens", model.tokens)),
+                TableCell(figure_text("loss", model.loss) if model.loss else ""),
+                TableCell(model.note),
+            ],
+        )
+        for model in plan.models
+    ]
+    last = "" if plan.is_chosen else "source"
+    columns = [Column(h) for h in ("layers x width", "parameters", "tokens", "loss", last)]
+    title = "What the budget buys" if plan.is_chosen else "Published answers, none of which is chosen"
+    return Report(
+        "bert-dp: plan of a budget",
+        verdicts=[Verdict("warn", text) for text in plan.warnings],
+        sections=[
+            ReportSection("", tables=[Table(rows, title="Plan"), Table(models, columns, title, "model")])
+        ],
+        next=f"bert-dp train {written} --dry-run" if written else "",
+    )
+
+
+def figure_text(name: str, figure: PlannedFigure) -> str:
+    """Format a value with its interval."""
+
+    def one(value: float) -> str:
+        if name == "compute":
+            return f"{value:.3g} FLOP"
+        if name in ("tokens", "best parameters"):
+            return format_si(value)
+        return format_count(round(value)) if value >= 1e4 else f"{value:.4g}"
+
+    text = one(figure.value or 0.0)
+    return f"{text} ({' to '.join(map(one, figure.ci95))})" if figure.ci95 else text

@@ -1,8 +1,10 @@
-"""A law of the loss over model size and tokens, L(N, D) = E + A N^-a + B D^-b, and what follows from it.
+"""A law of the loss over model size and tokens, L(N, D) = E + A N^-a + B D^-b, and its file frontier.json.
 
 N: parameters, D: training tokens, L: held-out loss in nats (Hoffmann et al. 2022, arXiv 2203.15556, equation
 2). `loss_fit.py` fits it.
 """
+
+# ruff: noqa: RUF012 (pydantic copies a default)
 
 from __future__ import annotations
 
@@ -10,20 +12,29 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Callable
+from typing import ClassVar, Literal
+
+from pydantic import ConfigDict, Field
 
 from bert_dp.cost import student
+from bert_dp.files.models import StoredFile
+from launcher.results import Interval
 
 MIN_RUNS, MIN_BUDGETS = 6, 3
+MAX_CONTRADICTION = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
 class CompletedRun:
-    """A run whose schedule ended: its compute in FLOPs, parameters, tokens, and held-out loss in nats."""
+    """A run whose schedule ended: its compute in FLOPs, parameters, held-out loss in nats, and tokens."""
 
     budget_flops: float
     parameters: float
     loss: float
     tokens: float
+    name: str = ""
+    parameters_without_embedding: float | None = None
+    tokens_per_s: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,22 +68,51 @@ class LossLaw:
         return self.loss(parameters, budget_flops / self.flops / parameters)
 
 
-@dataclasses.dataclass(frozen=True)
-class Fit:
-    """Law fitted to runs, its resampled copies, and other minima that fit nearly as well."""
+class Frontier(StoredFile):
+    """frontier.json: completed runs, their law, its resampled copies, and what the runs share."""
 
-    runs: tuple[CompletedRun, ...]
+    model_config = ConfigDict(strict=False)  # a strict model takes no dataclass from JSON
+    hint: ClassVar[str] = "`bert-dp plan fit` writes it anew"
+    schema_version: Literal[1] = 1
     law: LossLaw
-    draws: tuple[LossLaw, ...]
-    """Fits of runs resampled within their budgets (and of whole budgets, from MANY_BUDGETS on)."""
-    left_out: tuple[LossLaw, ...]
+    runs: list[CompletedRun] = Field(min_length=MIN_RUNS)
+    draws: list[LossLaw] = Field(min_length=2)
+    """Fits of runs resampled within their budgets, from six budgets on also of resampled budgets."""
+    left_out: list[LossLaw] = Field(min_length=2)
     """Fits without one budget each."""
-    others: tuple[LossLaw, ...] = ()
+    others: list[LossLaw] = []
+    """Other minima that fit nearly as well."""
+    exponent: float | None = None
+    exponent_ci95: Interval | None = None
+    exponent_without_embedding: float | None = None
+    parabola_exponent: float | None = None
+    contradiction: float | None = None
+    """Median factor between the law's best size and the parabola's, of the budgets that have both."""
+    outside: list[float] = []
+    """Budgets whose minimum lies outside their runs."""
+    mask_rate: float | None = None
+    sequence_length: int | None = None
+    data_hash: str | None = None
+    device: str | None = None
+    world_size: int | None = None
 
     @property
     def budgets(self) -> list[float]:
         """Budgets of the runs in FLOPs, ascending."""
         return sorted({run.budget_flops for run in self.runs})
+
+    @property
+    def contradicts(self) -> bool:
+        """True if the law's best sizes are so far from those of the runs that it does not describe them."""
+        return self.contradiction is not None and self.contradiction > MAX_CONTRADICTION
+
+    def rates(self) -> dict[float, float]:
+        """Return measured tokens/s by parameters, of the runs that have them; the mean of equal sizes."""
+        found: dict[float, list[float]] = {}
+        for run in self.runs:
+            if run.tokens_per_s:
+                found.setdefault(run.parameters, []).append(run.tokens_per_s)
+        return {size: statistics.fmean(values) for size, values in found.items()}
 
     def estimate(self, value: Callable[[LossLaw], float]) -> tuple[float, tuple[float, float]]:
         """Return `value` of the law and its 95 % interval.

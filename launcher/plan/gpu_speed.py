@@ -1,4 +1,4 @@
-"""Estimate the time of a micro batch on one GPU from its name, for a machine that was not measured.
+"""Estimate the speed of GPUs from their name, for a machine that was not measured, or read a measured one.
 
     seconds = matmul FLOPs / (peak x share) x (1 + TOKENS / tokens) + bytes / bandwidth + layers x launch
 
@@ -9,17 +9,25 @@ fit had not seen.
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Mapping
-from functools import cache
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
-from bert_dp.config import ModelConfig
-from bert_dp.cost import flops_per_token, num_parameters, peak_flops
-from launcher.plan.step_model import GB, constant, hardware
+from bert_dp.config import Config, ConfigError, Issue, ModelConfig, load_config
+from bert_dp.config.schema import divisors
+from bert_dp.cost import flops_per_token, memory_estimate_gib, num_parameters, peak_flops
+from bert_dp.files.models import Summary
+from launcher import results
+from launcher.plan.scaling import ENGINES, estimated_profile
+from launcher.plan.step_model import GB, Fabric, Scenario, constant, find_link, hardware, predict
+from launcher.scale.models import CellMeasurement, PredictedRow, Scaling, StepProfile
 
 FRAMEWORK = "compiled"  # class of torch.compile; the others are those of published rows
 PASSES, ATTENTION_PASSES = 60, 24  # numbers read and written per token and layer, of H and of heads x S
+MEMORY_SHARE = 0.9  # of a device's memory that a micro batch may fill
+MIN_SPREAD = 0.05  # half of the 95 % interval of a measured rate, in logarithms, at least
 OPTIMIZER_BYTES = {"adamw": 28, "lamb": 52, "muon": 28}  # read and written per parameter by a fused step
 
 
@@ -47,12 +55,6 @@ class EstimatedTime(NamedTuple):
     micro_s: float
     optimizer_s: float
     factor: float
-
-
-@cache
-def fitted() -> Mapping[str, Any]:
-    """Return the fitted constants of hardware.yaml."""
-    return dict(hardware()["gpu_speed"])
 
 
 def work_of(
@@ -87,7 +89,7 @@ def estimate(
     work: GpuWork, speed: GpuSpeed, framework: str = FRAMEWORK, constants: Mapping[str, Any] | None = None
 ) -> EstimatedTime:
     """Estimate the times of `work`. `constants`: other ones than those of hardware.yaml."""
-    known = constants or fitted()
+    known = constants or hardware()["gpu_speed"]
     share = known["matmul_share"]["16-bit" if speed.precision in ("bf16", "fp16") else speed.precision]
     matmul = work.flops / (speed.peak * share) * (1 + known["tokens"] / work.tokens)
     bytes_s = speed.memory * constant("memory_reach")
@@ -95,3 +97,138 @@ def estimate(
     launch = work.layers * known["launch_s"][framework]
     optimizer = work.optimizer_bytes * known["optimizer_traffic"] / bytes_s
     return EstimatedTime(matmul + memory + launch, optimizer, math.exp(1.96 * known["spread"]))
+
+
+# --- tokens per second of a configuration
+
+
+class Rate(NamedTuple):
+    """Tokens/s of all devices together, and the factor of its 95 % interval."""
+
+    tokens_per_s: float
+    factor: float
+    origin: Literal["measured", "fitted"]
+    note: str
+
+
+def micro_batch_that_fits(config: Config, precision: str, gpu: str, world_size: int) -> int | None:
+    """Return the largest micro batch that divides the global batch and its ramp and whose estimate fits the
+    GPU; None where one sequence does not."""
+    batch = config.batch
+    whole = math.gcd(batch.global_size, batch.ramp_quantum or batch.global_size)
+    best = None
+    for micro in divisors(max(1, whole * config.parallel.tensor // world_size)):
+        tried = config.model_copy(update={"batch": batch.model_copy(update={"micro_size": micro})})
+        if sum(memory_estimate_gib(tried, precision, world_size).values()) > MEMORY_SHARE * memory_gib(gpu):
+            break
+        best = micro
+    return best
+
+
+def memory_gib(gpu: str) -> float:
+    """Return the memory of a GPU of hardware.yaml, with which its name ends."""
+    return float(gpu.rpartition("-")[2].removesuffix("G"))
+
+
+def gpu_rate(config: Config, gpu: str, gpus: int, link: str | None, precision: str) -> Rate:
+    """Predict the tokens/s of a configuration on GPUs that were not measured, with the largest micro batch
+    that fits. Raises ConfigError where not even one sequence fits."""
+    micro = micro_batch_that_fits(config, precision, gpu, gpus)
+    if micro is None:
+        message = f"not one sequence of this model fits {gpu}"
+        raise ConfigError([Issue("--gpu", "out_of_range", message, gpu)])
+    row, factor = predicted_step(config, gpu, gpus, link, precision, micro)
+    note = f"roofline of {gpu} in {precision}, micro batch {micro}, fitted to published rows"
+    return Rate(row.tokens_per_s, factor, "fitted", note)
+
+
+def predicted_step(
+    config: Config, gpu: str, gpus: int, link: str | None, precision: str, micro: int
+) -> tuple[PredictedRow, float]:
+    """Predict the step of a configuration, and return it with the factor of its 95 % interval."""
+    model, length = config.model, config.data.sequence_length
+    work = work_of(model, length, config.objective.mask_rate, micro, precision, config.optim.name)
+    speed = speed_of(gpu, precision)
+    assert speed is not None
+    time = estimate(work, speed)
+    of = hardware()["gpus"][gpu]["device"], precision, micro, length, model, num_parameters(model, length)
+    profile = estimated_profile(*of, time.micro_s, time.optimizer_s)
+    scenario = Scenario(
+        Fabric(gpus, find_link(link) if link else None),
+        gpus,
+        config.parallel.engine if config.parallel.engine in ENGINES else "ddp",
+        config.parallel.tensor,
+        max(1, config.batch.global_size * config.parallel.tensor // (micro * gpus)),
+        constant("device_spread") if gpus > 1 else 0.0,
+    )
+    return predict(profile, scenario), time.factor
+
+
+def recorded_rate(path: Path, config: Config, precision: str, ranks: int) -> Rate:
+    """Read the tokens/s of a run directory or of the fastest such cell of a scaling.json. Raises ConfigError
+    for a record of another model, sequence length, precision or number of devices."""
+    model: ModelConfig | StepProfile | None
+    length: int | None
+    if path.is_dir():
+        summary = results.read(path / "summary.json", Summary)
+        trained = load_config(path / "config.yaml")
+        model, length, parameters = trained.model, trained.data.sequence_length, summary.parameters
+        found, counts, rate = summary.precision, {summary.world_size}, summary.tokens_per_s
+        note = f"{path}: {summary.device}, micro batch {summary.micro_batch}"
+    else:
+        scaling = results.read(path, Scaling)
+        settings, model = scaling.settings, scaling.profile
+        length, parameters, found = settings.sequence_length, settings.parameters, settings.precision
+        cells = {c.world_size: c for c in sorted(scaling.cells, key=_cell_rate) if _cell_rate(c)}
+        counts, cell = set(cells), cells.get(ranks)
+        rate = cell.tokens_per_s if cell else None
+        note = f"{path}: {settings.device}" + (f", cell {cell.id}" if cell else "")
+
+    def shape(of: ModelConfig | StepProfile | None, count: int | None) -> str:
+        layers = f"{of.num_layers} x {of.hidden_size} with {of.num_heads} heads" if of else "no profile"
+        return f"{layers}, {count or 0:,} parameters"
+
+    wanted = shape(config.model, num_parameters(config.model, config.data.sequence_length))
+    facts: list[tuple[str, object, object]] = [
+        ("model", shape(model, parameters), wanted),
+        ("data.sequence_length", length, config.data.sequence_length),
+        ("--precision", found, precision),
+        ("--gpus", ranks if ranks in counts else " and ".join(map(str, counts)), ranks),
+    ]
+    issues = [
+        Issue(setting, "conflict", f"{path} measured {measured}, not {needed}", needed, "--from")
+        for setting, measured, needed in facts
+        if measured != needed
+    ]
+    if not issues and not rate:
+        issues = [Issue("--from", "missing", f"{path} holds no tokens/s", str(path))]
+    if issues:
+        raise ConfigError(issues)
+    return Rate(rate or 0.0, math.exp(MIN_SPREAD), "measured", note)
+
+
+def _cell_rate(cell: CellMeasurement) -> float:
+    """Return the tokens/s of a data-parallel cell that ran to its end, else 0."""
+    ran = cell.status == "ok" and cell.kind == "run" and cell.tensor == 1
+    return (cell.tokens_per_s or 0.0) if ran else 0.0
+
+
+def measured_rate(parameters: float, rates: Mapping[float, float], source: str) -> Rate:
+    """Interpolate measured tokens/s by parameters, in logarithms, and extrapolate by the nearest two.
+
+    The interval is twice the root mean square error of each inner size left out, at least 5 %,
+    and its square for each factor of e beyond the sizes.
+    """
+    sizes = sorted(rates)
+    errors = [interpolate(s, [k for k in sizes if k != s], rates) / rates[s] for s in sizes[1:-1]]
+    spread = math.sqrt(sum(math.log(e) ** 2 for e in errors) / len(errors)) if errors else 0.0
+    beyond = max(0.0, math.log(sizes[0] / parameters), math.log(parameters / sizes[-1]))
+    factor = math.exp(max(MIN_SPREAD, 2 * spread) * (1 + beyond))
+    return Rate(interpolate(parameters, sizes, rates), factor, "measured", source)
+
+
+def interpolate(size: float, sizes: Sequence[float], rates: Mapping[float, float]) -> float:
+    """Return the rate of a size, linear in the logarithms, beyond the ends by the nearest two of `sizes`."""
+    i = min(max(bisect.bisect_left(sizes, size), 1), len(sizes) - 1)
+    low, high = sizes[i - 1], sizes[i]
+    return float(rates[low] * (rates[high] / rates[low]) ** (math.log(size / low) / math.log(high / low)))

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bert_dp.config import ConfigError, Issue
-from launcher.plan.frontier import MIN_BUDGETS, MIN_RUNS, CompletedRun, Fit, LossLaw
+from launcher.plan.frontier import MIN_BUDGETS, MIN_RUNS, CompletedRun, Frontier, LossLaw
 
 Floats = NDArray[np.float64]
 
@@ -28,7 +28,7 @@ DRAWS = 100  # resampled fits behind an interval
 MANY_BUDGETS = 6  # from which whole budgets are resampled too
 
 
-def fit(runs: Sequence[CompletedRun], seed: int = 0, draws: int = DRAWS) -> Fit:
+def fit(runs: Sequence[CompletedRun], seed: int = 0, draws: int = DRAWS) -> Frontier:
     """Fit the law and its resampled copies. Raises ConfigError for too few runs or budgets."""
     budgets = sorted({run.budget_flops for run in runs})
     if len(runs) < MIN_RUNS or len(budgets) < MIN_BUDGETS:
@@ -39,7 +39,7 @@ def fit(runs: Sequence[CompletedRun], seed: int = 0, draws: int = DRAWS) -> Fit:
     random = np.random.default_rng(seed)
     resampled = [_polish(_resample(runs, budgets, random), best, flops)[1] for _ in range(draws)]
     left_out = [_minima([run for run in runs if run.budget_flops != budget], flops)[0] for budget in budgets]
-    return Fit(tuple(runs), best, tuple(resampled), tuple(left_out), tuple(others))
+    return Frontier(runs=list(runs), law=best, draws=resampled, left_out=left_out, others=others)
 
 
 def _resample(

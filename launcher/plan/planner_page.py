@@ -8,10 +8,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bert_dp.config import Config, ConfigError
+from bert_dp.config import Config, ConfigError, ModelConfig
 from bert_dp.cost import num_parameters, peak_flops, student
-from launcher.plan.budget import Costs, family, gpu_rate, with_model
-from launcher.plan.frontier import Fit
+from launcher.plan.frontier import Frontier
+from launcher.plan.gpu_speed import gpu_rate
 from launcher.plan.step_model import hardware
 from launcher.report import html
 
@@ -19,50 +19,53 @@ COUNTS = (1, 2, 4, 8)
 PRECISION = "bf16"
 
 
-def planner_data(base: Config, fit: Fit | None, costs: Costs, prices: Mapping[str, float]) -> dict[str, Any]:
+def planner_data(
+    base: Config,
+    models: Sequence[ModelConfig],
+    fit: Frontier | None,
+    prices: Mapping[str, float],
+    pue: float = 1.0,
+    grams_per_kwh: float | None = None,
+) -> dict[str, Any]:
     """Return what the page computes from: sizes, the tokens/s of each on each number of each GPU, prices, and
     the law with its resampled copies."""
-    models = family(base.model)
-    sizes = [num_parameters(model, base.data.sequence_length) for model in models]
-    devices: dict[str, Any] = {}
-    for name, row in hardware()["gpus"].items():
-        if peak_flops(row["device"], PRECISION) is None:
-            continue
-        rates: dict[int, list[float]] = {}
-        for count in COUNTS:
-            rates[count] = []
-            for model in models:
-                link = row["link"] if count > 1 else None
-                try:
-                    rate = gpu_rate(with_model(base, model), name, count, link, PRECISION)
-                except ConfigError:
-                    break  # this and all larger ones do not fit
-                rates[count].append(rate.tokens_per_s)
-        devices[name] = {"rates": rates, "watts": row["watts"], "price": prices.get(name)}
-    data: dict[str, Any] = {
-        "sizes": sizes,
-        "devices": devices,
-        "pue": costs.pue,
-        "grams_per_kwh": costs.grams_per_kwh,
-        "flops": 6.0,
-        "law": None,
-        "draws": [],
-        "left_out": [],
-        "student": 0.0,
-    }
-    if fit is not None:
-        data |= {
-            "flops": fit.law.flops,
-            "law": dataclasses.asdict(fit.law),
-            "draws": [dataclasses.asdict(law) for law in fit.draws],
-            "left_out": [dataclasses.asdict(law) for law in fit.left_out],
-            "student": student(max(1, len(fit.budgets) - 2)),
+    devices = {
+        name: {
+            "rates": {count: _rates(base, models, name, count) for count in COUNTS},
+            "watts": row["watts"],
+            "price": prices.get(name),
         }
-    return data
+        for name, row in hardware()["gpus"].items()
+        if peak_flops(row["device"], PRECISION) is not None
+    }
+    return {
+        "sizes": [num_parameters(model, base.data.sequence_length) for model in models],
+        "devices": devices,
+        "pue": pue,
+        "grams_per_kwh": grams_per_kwh,
+        "flops": fit.law.flops if fit else 6.0,
+        "law": dataclasses.asdict(fit.law) if fit else None,
+        "draws": list(map(dataclasses.asdict, fit.draws)) if fit else [],
+        "left_out": list(map(dataclasses.asdict, fit.left_out)) if fit else [],
+        "student": student(max(1, len(fit.budgets) - 2)) if fit else 0.0,
+    }
+
+
+def _rates(base: Config, models: Sequence[ModelConfig], gpu: str, count: int) -> list[float]:
+    """Return the tokens/s of the models that fit, which are the smallest ones."""
+    link = hardware()["gpus"][gpu]["link"] if count > 1 else None
+    rates: list[float] = []
+    for model in models:
+        try:
+            config = base.model_copy(update={"model": model})
+            rates.append(gpu_rate(config, gpu, count, link, PRECISION).tokens_per_s)
+        except ConfigError:
+            break
+    return rates
 
 
 def planner_html(
-    data: dict[str, Any],
+    data: Mapping[str, Any],
     origin: str,
     warnings: Sequence[str] = (),
     unit: str = "hours",

@@ -254,7 +254,7 @@ def _is_cpu(device: str) -> bool:
 def _option_issues(source: PlanSource, spec: PlanSpec) -> list[Issue]:
     """Name every option that is unknown or contradicts another one or the source."""
     links = hardware()["links"]
-    if issues := [*_unknown("--link", spec.link, links), *_unknown("--inter", spec.inter, links)]:
+    if issues := [*unknown_issues("--link", spec.link, links), *unknown_issues("--inter", spec.inter, links)]:
         return issues
     if spec.inter is not None and max(spec.gpus) <= spec.per_node:
         message = f"{max(spec.gpus)} GPUs are in one node of {spec.per_node}"
@@ -263,7 +263,8 @@ def _option_issues(source: PlanSource, spec: PlanSpec) -> list[Issue]:
     return [*issues, *_link_issues(source, spec), *_tensor_issues(source.profile, spec.tensor)]
 
 
-def _unknown(setting: str, value: str | None, names: Collection[str]) -> list[Issue]:
+def unknown_issues(setting: str, value: str | None, names: Collection[str]) -> list[Issue]:
+    """Find whether a name is unknown; the hint is the nearest one."""
     if value is None or value in names:
         return []
     close = difflib.get_close_matches(value, names, n=1, cutoff=0.4)
@@ -381,7 +382,7 @@ def source_of_rate(
     """Return the source of one rank's sequences per second: its profile is estimated from the layers. Raises
     ConfigError."""
     gpus = hardware()["gpus"]
-    if issues := _unknown("--gpu", gpu, gpus):
+    if issues := unknown_issues("--gpu", gpu, gpus):
         raise ConfigError(issues)
     known = find_model(model)
     device, optimizer_s = "GPU", 0.0
@@ -395,22 +396,38 @@ def source_of_rate(
     if not micro_s > MIN_MICRO_S:
         message = f"{seq_per_s:g} leaves no time beside the optimizer"
         raise ConfigError([Issue("--seq-per-s", "out_of_range", message, seq_per_s, "--micro")])
-    profile = StepProfile(
-        device=device,
-        precision="bf16" if gpu is None or peak_flops(device, "bf16") else "fp16",
-        micro_batch=micro,
-        sequence_length=known.sequence_length,
-        num_layers=known.shape.num_layers,
-        hidden_size=known.shape.hidden_size,
-        num_heads=known.shape.num_heads,
-        micro_s=micro_s,
-        backward_s=BACKWARD * micro_s,
-        optimizer_s=optimizer_s,
-        gradients=layer_gradients(known.shape, known.parameters, 4.0, BACKWARD * micro_s),
-    )
+    precision = "bf16" if gpu is None or peak_flops(device, "bf16") else "fp16"
+    of = device, precision, micro, known.sequence_length, known.shape, known.parameters
+    profile = estimated_profile(*of, micro_s, optimizer_s)
     settings = ScalingSettings(accumulation=accumulation, flops_per_token=known.flops_per_token)
     name = f"estimated from the layers of {model} and {seq_per_s:g} sequences/s; optimizer {adam}"
     return source_of(Scaling(profile=profile, settings=settings), name)
+
+
+def estimated_profile(
+    device: str,
+    precision: str,
+    micro_batch: int,
+    sequence_length: int,
+    model: ModelConfig,
+    parameters: int,
+    micro_s: float,
+    optimizer_s: float,
+) -> StepProfile:
+    """Return the profile of a rank that was not profiled: its gradients are estimated from the layers."""
+    return StepProfile(
+        device=device,
+        precision=precision,
+        micro_batch=micro_batch,
+        sequence_length=sequence_length,
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_heads=model.num_heads,
+        micro_s=micro_s,
+        backward_s=BACKWARD * micro_s,
+        optimizer_s=optimizer_s,
+        gradients=layer_gradients(model, parameters, 4.0, BACKWARD * micro_s),
+    )
 
 
 class ModelShape(NamedTuple):

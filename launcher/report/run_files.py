@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from bert_dp import files
 from bert_dp.config import Config, ConfigError, read_yaml, resolve
 from bert_dp.config.errors import problem_lines
+from bert_dp.config.schema import PlannedFigure, PredictedName
 from bert_dp.files.models import HeldOut, Summary
 from launcher.report.numbers import number
 
@@ -36,6 +37,8 @@ class RunFiles:
     environment: dict[str, Any]
     missing: list[str]  # files that are not there, or are damaged
     heldout: HeldOut  # denominator of the held-out loss, as far as it is known
+    training_unit: str  # of the training loss
+    prediction: Mapping[PredictedName, PlannedFigure]  # of `bert-dp plan`
 
 
 def load(run_dir: Path) -> RunFiles:
@@ -54,6 +57,7 @@ def load(run_dir: Path) -> RunFiles:
     completed = _completed(summary, _logged(run_dir, metrics, evals, config, environment))
     is_mlm = config is None or config.objective.name == "mlm"
     unmeasured = HeldOut() if is_mlm or config is None else HeldOut(loss_unit=config.loss_unit, examples=0)
+    heldout = completed.heldout or unmeasured
     return RunFiles(
         path=run_dir,
         name=files.printable(run_dir.absolute().name),
@@ -64,7 +68,9 @@ def load(run_dir: Path) -> RunFiles:
         config=settings,
         environment=environment,
         missing=missing,
-        heldout=completed.heldout or unmeasured,
+        heldout=heldout,
+        training_unit=heldout.loss_unit if config is None else config.training_loss_unit,
+        prediction=(config.prediction if config else None) or {},
     )
 
 

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bert_dp.config import flat
+from bert_dp.files.ledger import Spent
 from bert_dp.files.models import HeldOut, Summary
 from launcher import stats
 from launcher.report.numbers import (
+    FORMATS,
     NA,
     Unit,
     count_of,
@@ -21,6 +23,7 @@ from launcher.report.numbers import (
     format_decimals,
     format_duration,
     format_gib,
+    format_interval,
     format_nats,
     format_percent,
     format_ratio,
@@ -256,7 +259,9 @@ def _loss(runs: Sequence[RunFiles]) -> Figure:
                 levels[label] = ReferenceLine(label, nats)
     first = runs[0].heldout
     per = "masked token" if first.examples is None else "example"
-    y = Axis(f"loss ({first.loss_unit} per {per})", _unit(first))
+    training = runs[0].training_unit
+    apart = "" if training == first.loss_unit else f", of training {training},"
+    y = Axis(f"loss ({first.loss_unit}{apart} per {per})", _unit(first.loss_unit))
     return Figure("Loss", lines, Axis("tokens"), y, levels=list(levels.values()), switch=True)
 
 
@@ -336,7 +341,10 @@ def _outcome(run: RunFiles) -> list[TableRow]:
             rows.append(
                 value(name, entropy, "nats", f"{knows}; {format_nats(gap and abs(gap))} {side} the loss")
             )
-    return [*rows, value("training loss, last", summary.final_loss, _unit(measured), "mean over all ranks")]
+    return [
+        *rows,
+        value("training loss, last", summary.final_loss, _unit(run.training_unit), "mean over all ranks"),
+    ]
 
 
 def _measured_at(summary: Summary) -> str:
@@ -359,8 +367,8 @@ def _entropies(summary: Summary) -> list[tuple[str, float | None, str]]:
     ]
 
 
-def _unit(measured: HeldOut) -> Unit:
-    return "nats" if measured.loss_unit == "nats" else "ratio"
+def _unit(loss_unit: str) -> Unit:
+    return "nats" if loss_unit == "nats" else "ratio"
 
 
 def _work(run: RunFiles) -> list[TableRow]:
@@ -444,6 +452,17 @@ def _times(run: RunFiles) -> list[TableRow]:
     return rows
 
 
+def _spent(spent: Spent) -> list[TableRow]:
+    """Return cost, energy and CO2 of all starts, each with the origin of its factors."""
+    price = f"{format_si(spent.device_hours)} device hours at run.price_per_device_hour"
+    rows = [
+        ("cost", spent.dollars, "$", price),
+        ("energy of all starts", spent.kwh, "kWh", f"{spent.energy_origin or 'not counted'}, x run.pue"),
+        ("CO2", spent.co2_kg, "kg", "that energy at run.grams_co2_per_kwh"),
+    ]
+    return [words(label, format_si(n, unit), note, console=n is not None) for label, n, unit, note in rows]
+
+
 def _files(run: RunFiles) -> list[TableRow]:
     summary, since = run.summary, _since(run.summary)
     # of this start, as the energy is
@@ -454,6 +473,7 @@ def _files(run: RunFiles) -> list[TableRow]:
     rows = [
         value("peak memory", summary.peak_memory_gib, "gib", memory),
         words("energy", format_si(summary.energy_j, "J"), energy, console=summary.energy_j is not None),
+        *_spent(summary.spent or Spent()),
         words("checkpoint", summary.checkpoint),
     ]
     if summary.failed_saves:
@@ -464,12 +484,34 @@ def _files(run: RunFiles) -> list[TableRow]:
     return rows
 
 
+def _predicted(run: RunFiles) -> list[TableRow]:
+    """Return what was measured of each figure that `bert-dp plan` predicted."""
+    summary, times, spent = run.summary, run.summary.time_s, run.summary.spent or Spent()
+    seconds = sum(times.get(part, 0.0) for part in ("train", "eval", "save")) if times else None
+    measured: dict[str, tuple[float | None, Unit]] = {
+        "tokens": (summary.tokens, "si"),
+        "steps": (summary.step, "si"),
+        "loss": (summary.heldout_loss, "nats"),
+        "hours": (seconds and seconds / 3600, "si"),
+        "dollars": (spent.dollars, "si"),
+        "kwh": (spent.kwh, "si"),
+    }
+    rows = []
+    for name, figure in run.prediction.items():
+        number, unit = measured[name]
+        ends = f" ({format_interval(figure.ci95, FORMATS[unit])})" if figure.ci95 else ""
+        note = f"predicted {FORMATS[unit](figure.value)}{ends}, {figure.origin}"
+        rows.append(value(f"plan: {name}", number, unit, "not predicted" if figure.value is None else note))
+    return rows
+
+
 TOPICS = {
     "Outcome": _outcome,
     "Work": _work,
     "Throughput": _rates,
     "Time (rank 0)": _times,
     "Resources and files": _files,
+    "Measured beside predicted": _predicted,
 }
 
 

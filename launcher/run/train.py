@@ -18,6 +18,8 @@ import psutil
 from bert_dp import files as record
 from bert_dp.config import (
     BF16_UNITS,
+    CLOCKED,
+    METERED,
     BatchLayout,
     Config,
     ConfigError,
@@ -28,6 +30,7 @@ from bert_dp.config import (
     batch_layout,
     changed_settings,
     dump_config,
+    flat,
     hf_directory,
     no_effect,
     peak_lr,
@@ -38,6 +41,7 @@ from bert_dp.config import (
 )
 from bert_dp.config.checks import ProfilePlan, profile_issues
 from bert_dp.cost import flops_per_token, num_parameters, rank_memory_gib
+from bert_dp.files.ledger import EnergyCounter, Ledger, budget_issues, energy_counters
 from bert_dp.files.models import Failure, Summary
 from launcher import results
 from launcher.job import Job, built_data, input_issues, lock_output_dir, place_issues, prepare_data
@@ -83,7 +87,8 @@ def train(
     run_dir = job.directory(run_dir, "runs")
     ranks = job.choose_ranks(nproc)
     layout = batch_layout(job.config, ranks)
-    if issues := start_issues(job, run_dir, resume):
+    counters = energy_counters([gpu.index for gpu in job.machine.gpus[:ranks]] if job.gpus else [])
+    if issues := [*start_issues(job, run_dir, resume), *budget_issues(job.config, run_dir, counters)]:
         raise ConfigError(issues)
     data = built_data(job.config) if dry_run or job.config.data.path else None
     manifest = None if data is None else read_data(job.config, data)
@@ -113,7 +118,15 @@ def train(
         return 0
     with lock_output_dir(run_dir, LOCK, "--run-dir", "run"):
         return run_locked(
-            job, ranks, run_dir, resume, launcher=launcher, console=console, policy=policy, profile=profile
+            job,
+            ranks,
+            run_dir,
+            resume,
+            counters,
+            launcher=launcher,
+            console=console,
+            policy=policy,
+            profile=profile,
         )
 
 
@@ -141,6 +154,8 @@ def start_warnings(
         warnings.append(
             "--max-restarts: checkpoint.every_steps or checkpoint.keep is 0, so a restart begins at the start"
         )
+    if config.model.lstm_size and config.compile == "on":
+        warnings.append("compile: on has no effect on a BiLSTM")
     if not config.checkpoint.keep:
         warnings.append("checkpoint.keep is 0: nothing is saved, and a run that ends early starts over")
     if anyone_writes(run_dir):  # a file system without modes must not lock out the run that is there
@@ -156,6 +171,7 @@ def run_locked(
     ranks: int,
     run_dir: Path,
     resume: str,
+    counters: Sequence[EnergyCounter],
     *,
     launcher: str,
     console: Console,
@@ -176,6 +192,7 @@ def run_locked(
         log(COMPLETE)
         show_report(console, of_directories([run_dir]))
         return 0
+    ledger = Ledger(run_dir, ranks, config.run, counters, began_s=time.monotonic() - age_s())
     command = {"command": masked_command(sys.argv), "launcher": launcher}
     record.write_json(run_dir / "environment.json", {**job.machine.to_json(), **command})  # see holds_run
     record.write_text(run_dir / "config.yaml", dump_config(config))
@@ -183,6 +200,7 @@ def run_locked(
     loggers = Loggers(run_dir, config.log.to, log)
 
     def attempt(ranks: int, resume: str) -> processes.RunOutcome:
+        ledger.use(ranks)
         watch = hangs.Watch(
             run_dir, log, hang_after_s=config.run.hang_after_s, end_hung_after_s=config.run.end_hung_after_s
         )
@@ -199,18 +217,24 @@ def run_locked(
                 options=profile.options(ranks) if profile is not None else (),
             )
 
-    with loggers:
-        result = restarts.supervise(attempt, config, run_dir, ranks, resume, policy, log)
-    if result.failure is not None:
-        print_failure(result.failure, run_dir, console)
-    processes.complete_summary(run_dir, command_s=time.time() - psutil.Process().create_time())
-    report = of_directories([run_dir])
-    page = run_dir / PAGE if write_or_warn(report, run_dir / PAGE) else None
+    with ledger:
+        with loggers:
+            result = restarts.supervise(attempt, config, run_dir, ranks, resume, policy, log)
+        if result.failure is not None:
+            print_failure(result.failure, run_dir, console)
+        processes.complete_summary(run_dir, command_s=age_s(), spent=ledger.update())
+        report = of_directories([run_dir])
+        page = run_dir / PAGE if write_or_warn(report, run_dir / PAGE) else None
     if result.failure is None:
         show_report(console, report, page)
     elif not result.failure.issues:
         show_end(console, report, page)
     return result.exit_code
+
+
+def age_s() -> float:
+    """Return the seconds since this command was started."""
+    return time.time() - psutil.Process().create_time()
 
 
 def warn(console: Console, warnings: list[str]) -> None:
@@ -341,7 +365,9 @@ def is_complete(run_dir: Path, config: Config, resume: str) -> bool:
     newest = record.newest_checkpoint_facts(run_dir)
     if resume != "auto" or summary is None or newest is None or summary.status != "done":
         return False
-    facts = newest[1]
+    facts, unit = newest[1], config.schedule.unit
+    if unit in METERED:  # it may have ended with a part of its reserve
+        return bool(flat(facts.config).get(f"schedule.{unit}") == getattr(config.schedule, unit))
     return progress_at(config, facts.step, facts.samples, facts.elapsed_s) >= 1.0
 
 
@@ -409,8 +435,8 @@ def check_memory(
 
 
 def expected_steps(config: Config) -> int | None:
-    """Count the optimizer steps of the whole run with its batch ramp; None for a budget in hours, and in
-    epochs of data that are not built."""
+    """Count the optimizer steps of the whole run with its batch ramp; None for a budget in hours, dollars or
+    kWh, and in epochs of data that are not built."""
     schedule = config.schedule
     if schedule.steps is not None:
         return schedule.steps
@@ -437,7 +463,7 @@ def describe(
     parts = ", ".join(f"{name} {size:.2f}" for name, size in memory.parts_gib.items())
     flops = flops_per_token(config.model, sequence, config.predicted_share)
     tokens = layout.global_size * sequence
-    packed = config.objective.name == "mlm"  # else examples differ in length
+    packed = not config.has_examples  # else examples differ in length
     step = f"{tokens:,} tokens" if packed else f"{layout.global_size:,} examples"
     ramp = f", ramped in steps of {config.batch.ramp_quantum}" if config.batch.ramp_fraction else ""
     return [
@@ -461,6 +487,10 @@ def describe_length(config: Config, step_tokens: int | None) -> str:
         hours = f"{schedule.hours:g} h"
         length = hours if schedule.hours >= 1 else f"{format_duration(schedule.hours * 3600)} ({hours})"
         length += " on rank 0's clock"
+    if schedule.dollars is not None:
+        length = f"{schedule.dollars:g} $ at {config.run.price_per_device_hour:g} $ per device hour"
+    if schedule.kwh is not None:
+        length = f"{schedule.kwh:g} kWh"
     if schedule.epochs is not None:
         length = f"{schedule.epochs:g} epochs of the data, which are not built yet"
     tokens = schedule.tokens
@@ -483,7 +513,7 @@ def describe_data(config: Config, manifest: Manifest | ExamplesManifest | None) 
     else:
         train = manifest.train
         line = f"{train.sequences:,} sequences of {manifest.sequence_length} tokens"
-        if schedule.hours is not None or (schedule.steps is not None and config.batch.ramp_fraction):
+        if schedule.unit in CLOCKED or (schedule.steps is not None and config.batch.ramp_fraction):
             return line  # how much that is shows only as it runs
         passes = (schedule.tokens or (steps or 0) * size * manifest.sequence_length) / train.tokens
     if passes is None:

@@ -99,7 +99,7 @@ def failure_kind(directory: Path) -> FailureKind:
 
 def is_whole(directory: Path, ranks: int, config: Config) -> bool:
     """Return False if step times or predictions that the configuration asks for are missing."""
-    if config.objective.name == "finetune" and not (directory / files.PREDICTIONS).is_file():
+    if config.has_examples and not (directory / files.PREDICTIONS).is_file():
         return False
     try:
         if config.log.step_times:

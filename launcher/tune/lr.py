@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from bert_dp import files
 from bert_dp.config import (
+    BUDGETS,
+    METERED,
     BuildConfig,
     CheckpointConfig,
     Config,
@@ -130,6 +132,9 @@ def tune_lr(
 def length_issues(config: Config, options: LrOptions, tokens: int | None = None) -> list[Issue]:
     """Return why whole runs are too short for two rungs; `tokens`: as measured for a budget in hours."""
     tokens = tokens or options.tokens or full_tokens(config)
+    if tokens is None and (unit := config.schedule.unit) in METERED:
+        message, hint = f"is needed for a budget in {unit}", "give the tokens of a whole run"
+        return [Issue("--tokens", "missing", message, None, f"schedule.{unit}", hint)]
     least = SHORT_RATIO * step_tokens(config)
     if tokens is None or tokens >= least:
         return []
@@ -345,7 +350,8 @@ def whole_steps(config: Config, tokens: float) -> int:
 
 
 def full_tokens(config: Config) -> int | None:
-    """Return the tokens of the configured run with its batch ramp; None for a budget in hours."""
+    """Return the tokens of the configured run with its batch ramp; None for a budget in hours, dollars
+    or kWh."""
     batch, steps = config.batch, config.schedule.steps
     if steps is None:
         return config.schedule.tokens
@@ -376,7 +382,7 @@ def trial_config(config: Config, shards: Path, lr: float, tokens: int, seed: int
         # progress in steps ramps otherwise than in tokens
         share = tokens / (full_tokens(config) or tokens)
         budget = {"tokens": None, "steps": max(1, round(share * config.schedule.steps))}
-    return with_settings(_bare(config, shards, lr, seed), schedule={**budget, "hours": None})
+    return with_settings(_bare(config, shards, lr, seed), schedule=dict.fromkeys(BUDGETS) | budget)
 
 
 def range_config(config: Config, shards: Path, steps: int) -> Config:

@@ -124,7 +124,7 @@ class Display:
     def _show_progress(self) -> None:
         """Show the newest line on the bar, and as a line that stays: on a terminal one in STAY_S."""
         line, now = self._lines[-1], time.monotonic()
-        left, unit = eta_s(self._lines, self._config.schedule.hours), self._config.loss_unit
+        left, unit = eta_s(self._lines, self._config.schedule.hours), self._config.training_loss_unit
         if self._bar is not None:
             (bar,) = self._bar.task_ids
             text = progress_line(line, eta=left, unit=unit, short=True)

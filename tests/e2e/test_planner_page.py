@@ -9,7 +9,8 @@ import pytest
 
 from bert_dp.config import ConfigError
 from launcher.plan import planner_page
-from launcher.plan.budget import Costs, gpu_rate, make_plan
+from launcher.plan.budget import Costs, family, make_plan
+from launcher.plan.gpu_speed import gpu_rate
 from launcher.plan.step_model import hardware
 from tests.browser import Browser, find
 from tests.unit.test_budget import BASE, own_fit
@@ -20,7 +21,7 @@ UNITS = ("hours", "dollars", "kwh")
 
 def written(path: Path, with_law: bool) -> dict:
     fit = own_fit() if with_law else None
-    data = planner_page.planner_data(BASE, fit, Costs(1, grams_per_kwh=481), {})
+    data = planner_page.planner_data(BASE, family(BASE.model), fit, {}, grams_per_kwh=481)
     path.write_text(planner_page.planner_html(data, "test"))
     return data
 
@@ -54,12 +55,12 @@ def python_answer(state: dict, fit, rates: dict) -> dict:
 
     ratio = None if fit else state["ratio"]
     plan = make_plan(BASE, state["unit"], state["amount"], costs, rate_of, fit, None, ratio)
-    found = {"hours": plan.hours, "flops": plan.figure("compute").value}
+    found = {"hours": plan.hours, "flops": plan.figures["compute"].value}
     found |= {unit: plan.hours * costs.per_hour(unit) for unit in ("dollars", "kwh")}
     if fit is not None:
-        middle, (low, high) = fit.estimate(lambda law: law.best_loss(plan.figure("compute").value))
+        middle, (low, high) = fit.estimate(lambda law: law.best_loss(plan.figures["compute"].value))
         found["loss"] = [middle, low, high]
-        ends = fit.estimate(lambda law: math.log(law.best_parameters(plan.figure("compute").value)))
+        ends = fit.estimate(lambda law: math.log(law.best_parameters(plan.figures["compute"].value)))
         found["sizes"] = [math.exp(v) for v in (ends[0], *ends[1])]
     return found
 

@@ -127,7 +127,9 @@ def test_make_targets_exist() -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", [*TEXTS, "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md"])
+@pytest.mark.parametrize(
+    "name", [*TEXTS, "docs/distilling.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md"]
+)
 def test_documents_name_only_what_exists(name: str) -> None:
     text = (ROOT / name).read_text()
     links = [link for link in re.findall(r"\]\(([\w./-]+)\)", text) if not link.startswith("http")]

@@ -76,6 +76,9 @@ def test_the_same_directory_goes_on_at_another_number_of_ranks(
     assert "resuming from step-00000002" in more.stdout
     assert logged(run_dir, "step") == [1, 2, 3, 4]
     assert logged(run_dir, "world_size") == [2, 2, 1, 1]
+    starts, spent = read_json(run_dir / "ledger.json")["starts"], read_json(run_dir / "summary.json")["spent"]
+    assert [start["devices"] for start in starts] == [2, 1]
+    assert starts[0]["seconds"] < spent["seconds"] <= starts[0]["seconds"] + starts[1]["seconds"]
     assert sent(run_dir, "loss") == [1, 2, 3, 4]
 
 
@@ -163,6 +166,10 @@ BAD = {
     "wrong length": (["--set", "data.sequence_length=32"], ["data.sequence_length", "16"]),
     "small vocabulary": (["--set", "model.vocab_size=32"], ["model.vocab_size", "64"]),
     "two budgets": (["--set", "schedule.hours=1.0"], ["schedule", "steps", "hours"]),
+    "no price": (
+        ["--set", "schedule.steps=null", "--set", "schedule.dollars=1.0"],
+        ["run.price_per_device_hour", "dollars"],
+    ),
     "nproc zero": (["--nproc", "0"], ["--nproc"]),
     "nproc word": (["--nproc", "many"], ["--nproc", "auto"]),
     "gpus": (["--set", "run.device=cuda"], ["run.device", "cuda"]),

@@ -9,6 +9,8 @@ import pytest
 import yaml
 
 from bert_dp.config import batch_at, load_config
+from bert_dp.files import write_json
+from bert_dp.files.ledger import LEDGER, LedgerFile
 from bert_dp.model.bert import build_model
 from bert_dp.optim import lr_factor
 from tests.helpers import logged, read_json
@@ -26,7 +28,8 @@ from tests.parity.runs import (
 from tests.shards import write_shards
 from tests.tensors import bits, largest_relative_error
 
-CASES = ("fp32", "fp64", "ramp", "tokens", "hours", "threads")
+CLOCKED = ("hours", "dollars")
+CASES = ("fp32", "fp64", "ramp", "tokens", "threads", *CLOCKED)
 SIZES = (1, 2, 4)
 
 
@@ -49,11 +52,21 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("invariance")
     shards = write_shards(root / "shards")
     for size in SIZES:
-        plain = [write_run(root / c / str(size), case_settings(shards, c)) for c in CASES if c != "hours"]
+        plain = [write_run(root / c / str(size), case_settings(shards, c)) for c in CASES if c not in CLOCKED]
         train_runs(size, plain)
         ramp = {"global_size": 16, "micro_size": 2, "ramp_fraction": 0.6, "ramp_quantum": 8}
         hours = settings(shards, precision="fp64", schedule={"hours": 90 / 3600}, batch=ramp)
         train_run(root / "hours" / str(size), hours, size, seconds_per_call=1.0)
+        run_dir, a_dollar_a_second = root / "dollars" / str(size), {"price_per_device_hour": 3600.0}
+        dollars = {
+            **hours,
+            "schedule": {"dollars": 92.0},
+            "run": a_dollar_a_second,
+            "eval": {"every_steps": 9},
+        }
+        run_dir.mkdir(parents=True)
+        write_json(run_dir / LEDGER, LedgerFile(dollars_per_s=1.0).model_dump())
+        train_run(run_dir, dollars, size, seconds_per_call=1.0)
     return root
 
 
@@ -73,7 +86,7 @@ def test_same_samples_and_masks_at_every_step(runs: Path, case: str, size: int) 
 @pytest.mark.parametrize("case", CASES)
 def test_same_schedule_loss_and_weights(runs: Path, case: str, size: int) -> None:
     one, many = runs / case / "1", runs / case / str(size)
-    exact = case in ("fp64", "ramp", "tokens", "hours")
+    exact = case in ("fp64", "ramp", "tokens", *CLOCKED)
     loss_tolerance, weight_tolerance = (1e-10, 1e-10) if exact else (1e-5, 1e-4)
     for a, b in zip(metrics(one), metrics(many), strict=True):
         for key in ("step", "samples", "tokens", "epoch", "progress", "lr", "global_batch"):
@@ -103,9 +116,10 @@ def test_the_ramp_ramps(runs: Path) -> None:
     assert sorted(batches) == batches
 
 
-def test_hours_end_on_rank_zeros_clock(runs: Path) -> None:
+@pytest.mark.parametrize("case", CLOCKED)
+def test_hours_and_dollars_end_on_rank_zeros_clock(runs: Path, case: str) -> None:
     """Other ranks' clocks run 4, 7 and 10 times as fast; had one counted, the run would be shorter."""
-    lengths = {size: summary(runs / "hours" / str(size))["step"] for size in SIZES}
+    lengths = {size: summary(runs / case / str(size))["step"] for size in SIZES}
     assert len(set(lengths.values())) == 1
 
 
@@ -127,7 +141,7 @@ def test_hours_are_those_of_each_steps_beginning(runs: Path, size: int) -> None:
     )
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "hours"])
+@pytest.mark.parametrize("case", [case for case in CASES if case not in CLOCKED])
 def test_the_last_line_has_all_of_the_budget(runs: Path, case: str) -> None:
     assert [metrics(runs / case / str(size))[-1]["progress"] for size in SIZES] == [1.0] * len(SIZES)
 

@@ -21,6 +21,10 @@ VERBS = {  # verb -> a success, a refusal; empty where it depends on the machine
         "finetune run precision=fp32 --train train.csv --dev dev.csv --dry-run",
         "finetune run --task RTE",
     ),
+    "distill": (
+        "distill run precision=fp32 --train train.csv --dev dev.csv --teacher-logits logits.jsonl --dry-run",
+        "distill nowhere --train train.csv --dev dev.csv",
+    ),
     "configs": ("configs", "configs quick"),
     "checkpoints": ("checkpoints run", "checkpoints nowhere"),
     "predict": ("predict run lines.txt --out encodings.jsonl", "predict nowhere lines.txt"),
@@ -57,7 +61,8 @@ NEEDS = {  # verb -> verbs whose success comes before it
     "data inspect": ["data build"],
     "export check": ["export hf"],
     **{verb: ["data build"] for verb in ("scale", "tune batch", "tune lr")},
-    **{verb: ["train"] for verb in ("finetune", "checkpoints", "predict", "report", "eval glue", "eval mlm")},
+    **{verb: ["train"] for verb in ("finetune", "distill", "checkpoints", "predict", "report")},
+    **{verb: ["train"] for verb in ("eval glue", "eval mlm")},
     **{verb: ["train"] for verb in ("export hf", "export onnx", "export aoti")},
 }
 WORDS = (
@@ -90,6 +95,8 @@ class Stage:
         for name in ("train", "dev"):
             rows = [f"the {WORDS[i % 17]},{('sea', 'land')[i % 2]}" for i in range(20)]
             (folder / f"{name}.csv").write_text("\n".join(["text,label", *rows]))
+        logits = (f'{{"text": "{line}", "logits": [0.5, -1]}}' for line in lines[:30])
+        (folder / "logits.jsonl").write_text("\n".join(logits))
         write_two_tasks(folder / "glue")
         runs = ["budget_flops,parameters,loss"]
         for flops in (1e17, 3e17, 1e18, 3e18):

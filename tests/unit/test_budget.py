@@ -7,9 +7,10 @@ import pytest
 
 from bert_dp.config import ConfigError, load_config
 from bert_dp.config.load import find_config
-from launcher.plan import budget, frontier, loss_fit
-from launcher.plan.budget import Costs, Rate, make_plan, measured_rate, solve_above_tip
-from launcher.plan.frontier import CompletedRun, LossLaw
+from launcher.plan import budget, loss_fit
+from launcher.plan.budget import Costs, make_plan, solve_above_tip
+from launcher.plan.frontier import CompletedRun, Frontier, LossLaw
+from launcher.plan.gpu_speed import Rate, gpu_rate, measured_rate
 
 # The demo of 2020 "How Big Should My Language Model Be": loss and best size over compute / 86400, and speed
 A, B, C = 28.67877659, 0.10858627, 1.94724085
@@ -94,11 +95,11 @@ LAW = LossLaw(1.7, 400.0, 410.0, 0.34, 0.28)
 
 
 def h100_rate(config) -> Rate:
-    return budget.gpu_rate(config, H100, 1, None, "bf16")
+    return gpu_rate(config, H100, 1, None, "bf16")
 
 
 @functools.cache
-def own_fit() -> frontier.Fit:
+def own_fit() -> Frontier:
     runs = []
     for flops in (1e17, 3e17, 1e18, 3e18):
         for share in (0.2, 0.4, 0.7, 1.0, 1.4, 2.5, 5.0):
@@ -111,15 +112,15 @@ def own_fit() -> frontier.Fit:
 def test_a_plan_by_an_own_frontier_spends_the_budget_at_the_best_size() -> None:
     plan = make_plan(BASE, "dollars", 50.0, Costs(1, price=2.5), h100_rate, own_fit())
     assert plan.hours == 20.0
-    best = plan.figure("best parameters")
-    assert best.value == pytest.approx(LAW.best_parameters(plan.figure("compute").value), rel=0.02)
+    best = plan.figures["best parameters"]
+    assert best.value == pytest.approx(LAW.best_parameters(plan.figures["compute"].value), rel=0.02)
     assert best.origin == "fitted"
     assert best.ci95[0] < best.value < best.ci95[1]
     assert [model.name for model in plan.models] == ["deep", "wide", "half the size", "twice the size"]
     deep, _, half, _ = plan.models
     assert deep.tokens.value == pytest.approx(deep.tokens_per_s * 20 * 3600)
     losses = [model.loss.value for model in plan.models]
-    assert min(losses) == pytest.approx(plan.figure("best loss").value, rel=0.01)
+    assert min(losses) == pytest.approx(plan.figures["best loss"].value, rel=0.01)
     assert half.loss.value - deep.loss.value < 0.05, "the optimum is flat"
 
 
@@ -137,25 +138,25 @@ def test_without_a_frontier_published_answers_stand_side_by_side() -> None:
 def test_a_ratio_of_tokens_to_parameters_that_was_given() -> None:
     plan = make_plan(BASE, "hours", 24.0, Costs(1), h100_rate, None, 1e9, 200.0)
     assert plan.models[0].tokens.value / plan.models[0].parameters == pytest.approx(200, rel=0.3)
-    assert plan.figure("epochs").value == pytest.approx(plan.models[0].tokens.value / 1e9)
+    assert plan.figures["epochs"].value == pytest.approx(plan.models[0].tokens.value / 1e9)
     assert len(plan.warnings) == 1
 
 
 def test_a_model_that_is_kept_gets_its_tokens() -> None:
     plan = make_plan(BASE, "hours", 24.0, Costs(1), h100_rate, keep_model=True)
     assert [model.parameters for model in plan.models] == [119_589_889]
-    assert plan.models[0].shape["hidden_size"] == 768
+    assert plan.models[0].hidden_size == 768
 
 
 def test_costs_stand_beside_with_their_origin_and_null_where_unknown() -> None:
     costs = Costs(4, 2.0, 500.0, 1.2, 481.0, {"dollars": ("published", "a list")})
     plan = make_plan(BASE, "hours", 10.0, costs, h100_rate, keep_model=True)
-    assert plan.figure("dollars").value == pytest.approx(80)
-    assert (plan.figure("dollars").origin, plan.figure("dollars").note) == ("published", "a list")
-    assert plan.figure("kwh").value == pytest.approx(24)
-    assert plan.figure("co2_kg").value == pytest.approx(24 * 0.481)
+    assert plan.figures["dollars"].value == pytest.approx(80)
+    assert (plan.figures["dollars"].origin, plan.figures["dollars"].note) == ("published", "a list")
+    assert plan.figures["kwh"].value == pytest.approx(24)
+    assert plan.figures["co2_kg"].value == pytest.approx(24 * 0.481)
     plan = make_plan(BASE, "hours", 10.0, Costs(1), h100_rate, keep_model=True)
-    assert [plan.figure(name).value for name in ("dollars", "kwh", "co2_kg")] == [None, None, None]
+    assert [plan.figures[name].value for name in ("dollars", "kwh", "co2_kg")] == [None, None, None]
 
 
 @pytest.mark.parametrize(("hours", "kind"), [(1e-4, "out_of_range"), (1e9, "out_of_range")])
@@ -170,7 +171,7 @@ def test_a_small_budget_is_flagged() -> None:
         return Rate(20_000.0, 1.1, "measured", "here")
 
     plan = make_plan(BASE, "hours", 0.5, Costs(1), slow, keep_model=True)
-    assert plan.figure("compute").value > budget.MLM_MIN_FLOPS
+    assert plan.figures["compute"].value > budget.MLM_MIN_FLOPS
     assert not plan.warnings
     plan = make_plan(BASE, "hours", 0.01, Costs(1), slow, keep_model=True)
     assert any("2.2e+15" in warning for warning in plan.warnings)
@@ -187,6 +188,6 @@ def test_measured_rates_are_interpolated_in_logarithms() -> None:
 
 
 def test_several_gpus_are_slower_each_than_one() -> None:
-    one = budget.gpu_rate(BASE, H100, 1, None, "bf16").tokens_per_s
-    eight = budget.gpu_rate(BASE, H100, 8, "nvswitch4", "bf16").tokens_per_s
+    one = gpu_rate(BASE, H100, 1, None, "bf16").tokens_per_s
+    eight = gpu_rate(BASE, H100, 8, "nvswitch4", "bf16").tokens_per_s
     assert 0.7 * 8 * one < eight < 8 * one

@@ -110,8 +110,8 @@ def test_the_ramp_grows_by_whole_quanta(batch: BatchConfig, sizes: dict[float, i
 )
 def test_progress_is_consumed_over_declared(budget: str, progress: float) -> None:
     config = make_config(f"schedule.{budget}")
-    assert progress_at(config, step=2, samples=10, elapsed_s=360.0) == pytest.approx(progress)
-    assert progress_at(config, step=99, samples=10**6, elapsed_s=1e6) == 1.0
+    assert progress_at(config, step=2, samples=10, spent=360.0) == pytest.approx(progress)
+    assert progress_at(config, step=99, samples=10**6, spent=1e6) == 1.0
 
 
 # --- what an engine cannot do
@@ -321,6 +321,7 @@ def test_which_engine_reads_what() -> None:
     [
         "schedule.steps=99",
         "schedule.hours=1",
+        "schedule.dollars=1 run.price_per_device_hour=2 run.watts_per_device=9 run.pue=2",
         "data.path=/x data.workers=3",
         "parallel.engine=ddp batch.micro_size=32 compile='off'",
         "log.every_steps=1 checkpoint.keep=9 eval.every_steps=5",

@@ -322,7 +322,7 @@ def test_every_shipped_configuration_loads() -> None:
     shipped = sorted(CONFIGS.glob("**/*.yaml"))
     assert shipped
     for path in shipped:
-        own = ["data.path=examples", "finetune.labels=[a, b]"] if path.stem == "glue" else []
+        own = ["data.path=examples", "finetune.labels=[a, b]"] if path.stem in ("glue", "distill") else []
         config = load_config(path, own)
         assert no_effect(config) == [], path
         batch_layout(config, 1 if config.parallel.engine == "single" else 2)

@@ -19,6 +19,7 @@ from tests.helpers import make_config
         (("schedule.steps=30", "batch.global_size=64"), "20 times"),
         (("schedule.tokens=768",), "50.0 %"),
         (("schedule.hours=1",), ""),
+        (("schedule.kwh=1",), ""),
         (("schedule.steps=30", "batch.ramp_fraction=0.5", "batch.ramp_quantum=64"), ""),
     ],
 )
@@ -36,6 +37,8 @@ def test_the_data_is_described_with_its_passes(shards: Path, settings: tuple[str
         (("schedule.steps=30",), "30 steps = 7,680 tokens"),
         (("schedule.steps=30", "batch.ramp_fraction=0.5", "batch.ramp_quantum=8"), "30 steps;"),
         (("schedule.tokens=7681", "batch.ramp_fraction=0"), "31 steps = 7,681 tokens"),
+        (("schedule.dollars=5", "run.price_per_device_hour=2"), "5 $ at 2 $ per device hour;"),
+        (("schedule.kwh=5",), "5 kWh;"),
         (
             ("objective.name=finetune", "data.path=/x", "finetune.labels=[a,b]", "schedule.steps=30"),
             "30 steps;",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import math
+import random
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from bert_dp import tasks
-from bert_dp.config import progress_at
+from bert_dp.config import RunConfig, progress_at
 from bert_dp.data.stream import MlmBatch, random_batch
+from bert_dp.files.ledger import EXIT_S, Ledger, Spending
 from bert_dp.files.models import Failure
 from bert_dp.measure import profile_step
 from bert_dp.measure.profile_step import lone_trainer
@@ -170,7 +172,12 @@ def train_here(tmp_path: Path, shards: Path, clock: Clock) -> TrainHere:
     """Train five steps of two micro batches, unless `sections` say otherwise."""
 
     def train_here(
-        stream: Any = None, enter: Any = None, engine: str = "auto", waits_s: float = 0.0, **sections: Any
+        stream: Any = None,
+        enter: Any = None,
+        engine: str = "auto",
+        waits_s: float = 0.0,
+        spending: Spending | None = None,
+        **sections: Any,
     ) -> Trained:
         base = {
             "schedule": {"steps": 5, "name": "constant"},
@@ -188,7 +195,7 @@ def train_here(tmp_path: Path, shards: Path, clock: Clock) -> TrainHere:
                 checkpointer=SlowCheckpointer(clock),
                 heartbeat=heartbeat if enter else lone.heartbeat,
             )
-            state, shared = TrainState(), WaitingClock(trainer.comm, clock, waits_s)
+            state, shared = TrainState(), WaitingClock(trainer.comm, clock, waits_s, spending)
             return trainer, state, train(trainer, state, shared)
 
     return train_here
@@ -197,8 +204,8 @@ def train_here(tmp_path: Path, shards: Path, clock: Clock) -> TrainHere:
 class WaitingClock(SharedClock):
     """So many seconds pass until the other ranks have answered."""
 
-    def __init__(self, comm: HostCollectives, clock: Clock, waits_s: float):
-        super().__init__(comm, now=clock.read)
+    def __init__(self, comm: HostCollectives, clock: Clock, waits_s: float, spending: Spending | None):
+        super().__init__(comm, now=clock.read, spending=spending)
         self._clock, self._waits_s = clock, waits_s
 
     def exchange(self, stop: Stop) -> tuple[float, Stop]:
@@ -304,6 +311,47 @@ def test_a_run_that_expected_a_longer_step_has_spent_its_budget(
     assert (state.step, logged(tmp_path, "elapsed_s")[-1]) == (5, 18.0)
     spent_s = trainer.checkpointer.facts[-1]["elapsed_s"]
     assert progress_at(trainer.config, state.step, state.samples, spent_s) == 1.0
+
+
+@pytest.mark.parametrize("unit", ["dollars", "kwh"])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_budget_in_dollars_or_kwh_ends_within_two_steps_of_the_sum(
+    tmp_path: Path, train_here: TrainHere, clock: Clock, monkeypatch: pytest.MonkeyPatch, unit: str, seed: int
+) -> None:
+    """An earlier start took 500 s; this one began 30 s before training. A step takes 2 to 5 s, an evaluation
+    100 s, and a save 1,000 s."""
+    monkeypatch.setattr(gc, "collect", lambda: 0)  # takes longer than a step
+    draw = random.Random(seed)
+    rate = draw.uniform(1e-4, 1e-2)  # of the unit, per second
+    budget = rate * draw.uniform(1850, 1950)
+    setting, price = ("price_per_device_hour", 3.6e3) if unit == "dollars" else ("watts_per_device", 3.6e6)
+    run = {setting: price * rate}
+    Ledger(tmp_path, 2, RunConfig(**run), now=clock.read, began_s=clock.now - 250.0).update()
+    ledger = Ledger(tmp_path, 1, RunConfig(**run), now=clock.read)
+    clock.now += 30.0
+    ledger.update()
+
+    def slow_batch() -> MlmBatch:
+        clock.now += draw.uniform(0.0, 1.5)
+        return micro_batch()
+
+    train_here(
+        SimpleNamespace(next=slow_batch, wait_s=0.0),
+        spending=Spending(tmp_path, unit, budget, end_s=1000.0 + EXIT_S),
+        run=run,
+        schedule={unit: budget, "name": "linear", "warmup_fraction": 0.0},
+        optim={"lr": 0.02},
+        checkpoint={"every_steps": 0},
+        log={"every_steps": 1},
+        eval={"every_steps": 20, "max_sequences": 2},
+    )
+    clock.now += EXIT_S
+    over_s = (getattr(ledger.update(), unit) - budget) / rate
+    assert -2 * 5 <= over_s <= 2 * 5
+    assert logged(tmp_path, "lr")[-1] <= 0.02 * 2 * 5 / 218
+    progress = logged(tmp_path, "progress")
+    assert progress == sorted(progress)
+    assert progress[-1] >= 1 - 5 / 218
 
 
 def test_the_heartbeat_says_what_a_rank_does_between_steps(tmp_path: Path, train_here: TrainHere) -> None:

@@ -232,7 +232,7 @@ def run_of(folder: Path, config: Config) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("schedule", [{"hours": 1.0}, {"steps": 400}])
+@pytest.mark.parametrize("schedule", [{"hours": 1.0}, {"kwh": 1.0}, {"steps": 400}])
 def test_a_ramp_follows_the_lines_of_the_run(tmp_path: Path, shards: Path, schedule: dict[str, Any]) -> None:
     """Under hours these alone know; and a budget may have been made longer since."""
     run = run_of(tmp_path / "run", config_of(shards, schedule=schedule, batch=RAMP))
@@ -250,11 +250,13 @@ def test_a_constant_batch_of_hours_needs_no_line(tmp_path: Path, shards: Path) -
 def test_what_cannot_be_drawn_is_refused(tmp_path: Path, shards: Path) -> None:
     config = config_of(shards)
     hours = run_of(tmp_path / "hours", config_of(shards, schedule={"hours": 1.0}, batch=RAMP))
+    kwh = run_of(tmp_path / "kwh", config_of(shards, schedule={"kwh": 1.0}, batch=RAMP))
     other = run_of(tmp_path / "other", config)
     (other / "checkpoints/step-00000002").mkdir(parents=True)
     (other / "checkpoints/step-00000002/state.json").write_text(json.dumps({**FACTS, "step": 2}))
     refusals = [
         ("step", hours, 3),
+        ("step", kwh, 3),
         ("step", config, 0),
         ("data", other, 1),
         ("RUN", config_of(shards, objective={"name": "finetune"}), 1),

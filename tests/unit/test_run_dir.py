@@ -102,6 +102,14 @@ def test_a_budget_in_hours_or_tokens_is_spent_by_its_own_measure(tmp_path: Path)
         assert is_complete(tmp_path, config, "auto") == bool(spent)
 
 
+def test_a_budget_in_dollars_is_spent_until_it_is_raised(tmp_path: Path) -> None:
+    """What is left of its reserve is not trained with."""
+    checkpoint(tmp_path, config={"schedule": {"dollars": 0.5}})
+    record.write_json(tmp_path / "summary.json", {"status": "done"})
+    for budget, spent in (("dollars=0.5", True), ("dollars=0.6", False), ("kwh=0.5", False)):
+        assert is_complete(tmp_path, make_config(f"schedule.{budget}"), "auto") == spent
+
+
 def test_what_a_run_may_not_change_is_told_as_it_was_and_is(tmp_path: Path) -> None:
     checkpoint(tmp_path / "run")
     run, changed = tmp_path / "run", make_config("schedule.steps=1", "optim.beta1=0.5")

@@ -45,6 +45,16 @@ def rows_of(report: Report, title: str = "Numbers") -> dict[tuple[str, str], lis
     return {(row.topic, row.label): [f"{c.text} | {c.note}" for c in row.cells] for row in rows}
 
 
+def test_cost_energy_and_co2_stand_beside_the_origin_of_their_factors(tmp_path: Path) -> None:
+    spent = {"device_hours": 2.0, "dollars": 7.2, "kwh": 1.43, "co2_kg": 0.572, "energy_origin": "stated"}
+    rows = {
+        label: cells[0] for (_, label), cells in rows_of(report_of(tmp_path / "run", spent=spent)).items()
+    }
+    assert rows["cost"] == "7.2 $ | 2 device hours at run.price_per_device_hour"
+    assert rows["energy of all starts"] == "1.43 kWh | stated, x run.pue"
+    assert rows["CO2"] == "0.572 kg | that energy at run.grams_co2_per_kwh"
+
+
 def test_every_number_stands_beside_its_denominator(tmp_path: Path) -> None:
     """tests/golden records the values of every row."""
     report = report_of(tmp_path / "run", energy_j=4096.0, straggler_ratio=1.05)
@@ -246,6 +256,7 @@ def test_a_killed_run_shows_what_its_logs_and_its_configuration_hold(tmp_path: P
     assert rows["checkpoint"].startswith("checkpoints/step-00000090")
     unknown = {label for label, cell in rows.items() if cell.startswith("n/a")}
     logged_nowhere = {"unigram entropy", "ln V", "parameters", "straggler ratio", "MFU", "energy"}
+    logged_nowhere |= {"cost", "energy of all starts", "CO2"}
     assert unknown == logged_nowhere | {"wall"}
     assert rows["parameters"].endswith("| precision fp32")
     gpu = {"worker": {"precision": "bf16"}, "gpus": [{"name": "H100"}], "git_dirty": True, "git_commit": "a"}

@@ -236,6 +236,15 @@ def test_hours_become_tokens_at_the_measured_speed_once(shards: Path, tmp_path: 
         assert len(result.ran) == count
 
 
+@pytest.mark.parametrize("unit", ["dollars", "kwh"])
+def test_dollars_and_kwh_need_the_tokens_of_a_whole_run(shards: Path, unit: str) -> None:
+    config = other_budget(shards, f"schedule.{unit}=0.01")
+    (issue,) = lr.length_issues(config, LrOptions())
+    assert (issue.setting, issue.kind, issue.other) == ("--tokens", "missing", f"schedule.{unit}")
+    assert lr.length_issues(config, LrOptions(tokens=10**6)) == []
+    assert lr.trial_config(config, shards, 1e-3, 10**6, 0).schedule.unit == "tokens"
+
+
 def test_epochs_are_those_of_the_data(shards: Path, tmp_path: Path) -> None:
     tune = search(other_budget(shards, "schedule.epochs=20"), tmp_path).tune
     samples, length = 20 * 96, 16  # of the training set

@@ -16,6 +16,7 @@ import pytest
 from bert_dp import files
 from bert_dp.config import ConfigError, Issue
 from bert_dp.files import LOG_DIR, STOP_SIGNALS
+from bert_dp.files.ledger import read_ledger
 from bert_dp.tasks import DatasetInfo
 from bert_dp.training import distributed
 from bert_dp.training.build import check_same_data
@@ -261,6 +262,8 @@ def test_a_rank_makes_the_run_directory_and_counts_the_energy_of_the_steps(many_
     end = summary(many_ways / "not yet/there")
     assert (end["step"], end["energy_j"]) == (2, 40.0)
     assert not (many_ways / "metrics.jsonl").exists()
+    (start,) = read_ledger(many_ways / "not yet/there").starts
+    assert start.seconds > 0, "without a launcher the rank keeps the ledger"
     beat = files.read_heartbeat(files.heartbeat_path(many_ways / "next", 0))
     assert beat is not None
     assert files.PHASES[beat.phase] == "done", "else it seems to hang while it waits for the others"

@@ -1,0 +1,102 @@
+"""Compute a teacher's logits of a transfer set, and let a masked language model draw words.
+
+`python -m bert_dp.evaluation.teacher CHECKPOINT EXAMPLES OUT DEVICE K N` computes share K of N, and the
+launcher starts all N. Axes as in bert_dp.evaluation.prediction; P predicted positions, V ordinary tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+from bert_dp import files
+from bert_dp.config import ConfigError, Issue, read_examples
+from bert_dp.config.manifest import TRAIN
+from bert_dp.data import tokenizer as tokens
+from bert_dp.data.build import run_command, shown_progress
+from bert_dp.evaluation.prediction import BATCH_TOKENS, batches, on_device, outputs_of
+from bert_dp.examples.augment import HOLE_ID
+from bert_dp.examples.table import LOGITS, Examples
+from bert_dp.model import build
+from bert_dp.model.bert import CrammedBert
+
+PART = 4096  # examples of a file: what is lost when it is interrupted
+
+
+def main(checkpoint: str, examples: str, out: str, device: str, share: str, of: str) -> str:
+    """Compute a share of the logits; return their directory. Raises ConfigError and RunFailed."""
+    files.set_private_umask()
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(of)))
+    where = torch.device("cuda", int(share)) if device == "cuda" else torch.device("cpu")
+    compute_share(Path(checkpoint), Path(examples), Path(out), int(share), int(of), where)
+    return out
+
+
+def compute_share(
+    checkpoint: Path, examples: Path, out: Path, share: int, of: int, device: torch.device
+) -> None:
+    """Write every `of`-th file of the logits of train, from `share` on, where it is not there yet. What a
+    file holds does not depend on `of`. Raises ConfigError and RunFailed."""
+    manifest = read_examples(examples)
+    train = Examples.open(examples, manifest, TRAIN)
+    compute = on_device(build.load_checkpoint(checkpoint).model, device)
+    out.mkdir(parents=True, exist_ok=True)
+    with shown_progress() as progress:
+        for part, first in enumerate(range(0, len(train), PART)):
+            path = out / LOGITS.format(part)
+            if part % of != share or path.exists():
+                continue
+            rows = [train.tokens(i) for i in range(first, min(first + PART, len(train)))]
+            together = [*batches(train.lengths[first : first + PART], BATCH_TOKENS[device.type])]
+            pad = manifest.special_tokens.pad
+            outputs = [outputs_of(compute, [rows[i] for i in index_B], pad) for index_B in together]
+            logits_NL = np.concatenate(outputs)[np.argsort(np.concatenate(together))]
+            unfinished = path.with_name(f".{path.name}")
+            save_file({"logits": logits_NL.astype(np.float32)}, unfinished)
+            unfinished.rename(path)
+            if share == 0:
+                progress("teacher's logits", first + len(rows), len(train))
+
+
+def fill_holes(checkpoint: Path, ids: NDArray[np.uint16], offsets: NDArray[np.int64], seed: int) -> None:
+    """Replace each HOLE_ID of examples, in place, by an ordinary token that the masked language model of a
+    checkpoint draws by its probabilities. Raises ConfigError for another model."""
+    loaded = build.load_checkpoint(checkpoint)
+    if not isinstance(loaded.model, CrammedBert):
+        message = f"{checkpoint} is no masked language model"
+        raise ConfigError([Issue("--replace", "conflict", message, "mlm", hint="use pos or none")])
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, special = loaded.model.to(device), tokens.special_ids(loaded.tokenizer, str(checkpoint))
+    ordinary = slice(tokens.first_ordinary(loaded.tokenizer, special), tokens.size(loaded.tokenizer))
+    # without <cls>, which it has never seen
+    rows = [row[1:] for row in np.split(ids, offsets[1:-1]) if (row == HOLE_ID).any()]
+    for index_B in batches(np.array([len(row) for row in rows], np.int64), BATCH_TOKENS[device.type]):
+        chosen = [rows[i] for i in index_B]
+        ids_BS = torch.full((len(chosen), max(map(len, chosen))), special["pad"])
+        for ids_S, row in zip(ids_BS, chosen, strict=True):
+            ids_S[: len(row)] = torch.from_numpy(row.astype(np.int64))
+        real_BS, hole_BS = ids_BS != special["pad"], ids_BS == HOLE_ID
+        seen_BS = ids_BS.masked_fill(hole_BS, special["mask"])
+        # a function of seed and example
+        draws = [Random(seed.to_bytes(8, "little") + row.tobytes()) for row in chosen]  # noqa: S311 (no secret)
+        counts = hole_BS.sum(1).tolist()
+        uniform_P = [draw.random() for draw, count in zip(draws, counts, strict=True) for _ in range(count)]
+        with torch.inference_mode():
+            positions_P = hole_BS.flatten().nonzero()[:, 0]
+            logits_PV = model(seen_BS.to(device), positions_P.to(device), None, real_BS.to(device))
+            sums_PV = logits_PV[:, ordinary].double().softmax(-1).cumsum(-1)
+            at_P1 = torch.tensor(uniform_P, device=device)[:, None] * sums_PV[:, -1:]
+            drawn_P = ordinary.start + torch.searchsorted(sums_PV, at_P1)[:, 0]
+        for row, drawn in zip(chosen, drawn_P.cpu().split(counts), strict=True):
+            row[row == HOLE_ID] = drawn.numpy()
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(lambda: main(*sys.argv[1:])))

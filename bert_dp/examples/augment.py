@@ -1,0 +1,180 @@
+"""Make the transfer set of a distillation: changed copies of examples, as Tang et al. 2019 (arXiv 1903.12136)
+make them, or the texts of a file with a teacher's logits. Torch-free.
+
+A copy is a function of seed, example and copy alone.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from random import Random
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bert_dp import files
+from bert_dp.config.errors import require
+from bert_dp.config.manifest import TRAIN
+from bert_dp.data import readers
+from bert_dp.examples.glue import GlueData
+from bert_dp.examples.table import CustomData, LabelledData, LabelledTable, Row, data_error
+
+MASK_RATE = REPLACE_RATE = 0.1  # of the words
+CUT_RATE = 0.25  # of the texts
+LONGEST_CUT = 5  # words
+MASK, HOLE = "\0", "\1"  # stand for a mask token, and for a token that a language model is to draw
+HOLE_ID = 2**16 - 1  # of such a token until then; no vocabulary has it
+TAGGER = "morphmodel_en.pgz"  # HanTa's model of English
+
+Substitute = Callable[[str, int, Random], str]
+"""The text, the index of the word to replace, and the random numbers to draw with, to another word."""
+
+
+def changed(text: str, substitute: Substitute, draw: Random) -> str:
+    """Mask words, replace words, and keep one n-gram alone, each with its rate."""
+    words = text.split()
+    for index in range(len(words)):
+        x = draw.random()
+        if x < MASK_RATE:
+            words[index] = MASK
+        elif x < MASK_RATE + REPLACE_RATE:
+            words[index] = substitute(text, index, draw)
+    if draw.random() < CUT_RATE:
+        count = min(len(words), 1 + int(draw.random() * LONGEST_CUT))
+        first = int(draw.random() * (len(words) - count + 1))
+        words = words[first : first + count]
+    return " ".join(words)
+
+
+def copy_of(
+    texts: tuple[str, ...], substitute: Substitute, *, seed: int, example: int, copy: int
+) -> tuple[str, ...]:
+    """Return a changed copy of an example. Of a pair the first text changes, then the second, then both."""
+    draw = Random(f"{seed}/{example}/{copy}")  # noqa: S311 (no secret)
+    sides = (0, 1) if len(texts) == 1 or copy % 3 == 2 else (copy % 3,)
+    return tuple(
+        changed(text, substitute, draw) if side in sides else text for side, text in enumerate(texts)
+    )
+
+
+def same_word(text: str, index: int, draw: Random) -> str:
+    return text.split()[index]
+
+
+def hole(text: str, index: int, draw: Random) -> str:
+    return HOLE
+
+
+class SameTagWords:
+    """Replace a word by one of the same part of speech, by their frequencies in the texts of train."""
+
+    def __init__(self, texts: Iterable[str], tag: Callable[[list[str]], list[str]]):
+        self._tags = {text: tag(text.split()) for text in texts}
+        counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+        for text, tags in self._tags.items():
+            for word, word_tag in zip(text.split(), tags, strict=True):
+                counts[word_tag][word] += 1
+        self._words = {each: [*count] for each, count in counts.items()}
+        self._sums = {each: [*itertools.accumulate(count.values())] for each, count in counts.items()}
+
+    def __call__(self, text: str, index: int, draw: Random) -> str:
+        tag = self._tags[text][index]
+        sums = self._sums[tag]
+        return self._words[tag][bisect.bisect(sums, draw.random() * sums[-1])]
+
+
+def load_tagger() -> Callable[[list[str]], list[str]]:
+    """Return HanTa's tagger of English: words to tags. Raises ConfigError where the extra `pos` is absent."""
+    tagger = require("HanTa.HanoverTagger", "pos", "--replace: pos").HanoverTagger(TAGGER)
+    return lambda words: [tag for _, _, tag in tagger.tag_sent(words)]
+
+
+@dataclasses.dataclass(frozen=True)
+class AugmentedData:
+    """Add changed copies of the examples of train to a data set."""
+
+    data: GlueData | CustomData
+    seed: int
+    copies: int
+    """Of an example, before duplicates are dropped."""
+    replace: Literal["pos", "mlm", "none"]
+    model: Path | None = None
+    """Checkpoint of the masked language model that draws words."""
+
+    def identity(self) -> dict[str, Any]:
+        """Return values that change when the data do. Raises ConfigError."""
+        drawn_by = None if self.model is None else files.weights_hash(self.model)
+        own = {"seed": self.seed, "copies": self.copies, "replace": self.replace, "model": drawn_by}
+        return {**self.data.identity(), **own}
+
+    def read(self, *, train_only: bool) -> LabelledData:
+        """Read the data and add the copies, without those that repeat an example. Raises ConfigError."""
+        labelled = self.data.read(train_only=train_only)
+        table = labelled.tables[TRAIN]
+        substitute: Substitute = same_word if self.replace == "none" else hole
+        if self.copies and self.replace == "pos":
+            texts = dict.fromkeys(itertools.chain.from_iterable(row.texts for row in table.rows))
+            substitute = SameTagWords(texts, load_tagger())
+        copies = [
+            dataclasses.replace(
+                row, texts=copy_of(row.texts, substitute, seed=self.seed, example=example, copy=copy)
+            )
+            for example, row in enumerate(table.rows)
+            for copy in range(self.copies)
+        ]
+        seen = {row.texts for row in table.rows}
+        new = {row.texts: row for row in copies if row.texts not in seen}
+        whole = dataclasses.replace(table, rows=[*table.rows, *new.values()], copies=len(new))
+        return dataclasses.replace(labelled, tables={**labelled.tables, TRAIN: whole})
+
+    def fill_holes(self, ids: NDArray[np.uint16], offsets: NDArray[np.int64]) -> None:
+        """Replace each HOLE_ID of encoded examples, in place, by a token that the model draws."""
+        if self.model is not None and (ids == HOLE_ID).any():
+            from bert_dp.evaluation import teacher  # with torch
+
+            teacher.fill_holes(self.model, ids, offsets, self.seed)
+
+
+@dataclasses.dataclass(frozen=True)
+class LogitsData:
+    """Take the texts of a JSONL file, with the logits of any teacher, in place of train's."""
+
+    data: GlueData | CustomData
+    file: str
+
+    def identity(self) -> dict[str, Any]:
+        """Return values that change when the data do. Raises ConfigError."""
+        source = readers.identity(readers.Source(self.file, Path(self.file), "jsonl"))
+        return {**self.data.identity(), "logits": source}
+
+    def read(self, *, train_only: bool) -> LabelledData:
+        """Read the data, and the file as train. Raises ConfigError."""
+        labelled = self.data.read(train_only=train_only)
+        outputs = max(1, len(labelled.labels))
+        columns = ("text", "text_pair")[: len(labelled.tables[TRAIN].rows[0].texts)]
+        rows, logits = [], []
+        source = readers.Source(self.file, Path(self.file), "jsonl")
+        for place, record in readers.records(source, [], TRAIN):
+            texts = tuple(readers.text_of(record, column, self.file, place) for column in columns)
+            values = record.get("logits")
+            numbers = values if isinstance(values, list) else []
+            if not all(isinstance(x, int | float) and math.isfinite(x) for x in numbers) or not numbers:
+                raise data_error(self.file, "damaged", f"{place}: logits are no list of finite numbers")
+            if len(numbers) != outputs:
+                message = f"{place}: {len(numbers)} logits, expected {outputs}, one for each label"
+                raise data_error(self.file, "conflict", message)
+            if len(columns) == 1 and "text_pair" in record:
+                raise data_error(self.file, "conflict", f"{place} is a pair, train has single texts")
+            rows.append(Row(place, texts, None))
+            logits.append(numbers)
+        if not rows:
+            raise data_error(self.file, "missing", "holds no example")
+        tables = {**labelled.tables, TRAIN: LabelledTable(self.file, rows)}
+        return dataclasses.replace(labelled, tables=tables, logits=np.array(logits, np.float32))

@@ -1,0 +1,275 @@
+"""Count what a run spends in seconds, dollars and energy over all its starts: ledger.json. Torch-free.
+
+The launcher, or without one rank 0, writes it every EVERY_S, so a start that was killed has counted too. Rank
+0 reads its sums, and its rates, by which they go on to any moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from bert_dp.config.errors import ConfigError, Issue, StoredModel, read_regular, refusing
+from bert_dp.files.json_lines import MAX_JSON_BYTES, write_json
+
+if TYPE_CHECKING:
+    from bert_dp.config.schema import Config, RunConfig
+
+LEDGER = "ledger.json"
+RAPL = Path("/sys/class/powercap")
+EVERY_S = 5.0  # between two writes, and between two readings
+EXIT_S = 2.0  # least time to close a run: from its last evaluation to the launcher's end
+
+
+class EnergyCounter(NamedTuple):
+    """Counter of joules: of a CPU package (rapl) or of a GPU (nvml)."""
+
+    origin: Literal["rapl", "nvml"]
+    read_j: Callable[[], float]
+    range_j: float = 0.0
+    """Reading at which it wraps; 0: it starts at zero again when its driver is loaded."""
+
+    def between(self, before_j: float, now_j: float) -> float:
+        """Return the joules between two readings."""
+        if now_j >= before_j:
+            return now_j - before_j
+        return now_j + (self.range_j - before_j if self.range_j else 0.0)
+
+
+def energy_counters(gpus: Sequence[int], root: Path = RAPL) -> list[EnergyCounter]:
+    """Return the counters of these GPUs (NVML's indices), or without GPUs one of each CPU package under
+    `root`; none where one is missing or cannot be read, as by users on most machines."""
+    try:
+        counters = _nvml_counters(gpus) if gpus else _rapl_counters(root)
+        for counter in counters:
+            counter.read_j()
+    except Exception:  # NVML's errors have no class without NVML
+        return []
+    return counters
+
+
+def _nvml_counters(gpus: Sequence[int]) -> list[EnergyCounter]:
+    import pynvml
+
+    def read_j(handle: object) -> float:
+        return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
+
+    pynvml.nvmlInit()
+    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in gpus]
+    return [EnergyCounter("nvml", partial(read_j, handle)) for handle in handles]
+
+
+def _rapl_counters(root: Path) -> list[EnergyCounter]:
+    def read_j(file: Path) -> float:
+        return int(file.read_text()) / 1e6
+
+    # by name: some packages stand there twice, as intel-rapl-mmio:0 and intel-rapl:0
+    zones = {file.read_text(): file.parent for file in sorted(root.glob("*/name"))}
+    return [
+        EnergyCounter("rapl", partial(read_j, zone / "energy_uj"), read_j(zone / "max_energy_range_uj"))
+        for name, zone in zones.items()
+        if name.startswith("package-")
+    ]
+
+
+class Spent(StoredModel):
+    """Sums of one start of a run, or of all; null: not known."""
+
+    seconds: float = 0.0
+    """From the launcher's start to its exit."""
+    device_hours: float = 0.0
+    dollars: float | None = None
+    """At run.price_per_device_hour."""
+    kwh: float | None = None
+    """With run.pue."""
+    co2_kg: float | None = None
+    """At run.grams_co2_per_kwh."""
+    energy_origin: str | None = None
+    """nvml (GPUs), rapl (whole CPU packages) or stated (run.watts_per_device)."""
+
+
+class Start(Spent):
+    """Entry of one start on one number of devices."""
+
+    began: str
+    devices: int
+
+
+class LedgerFile(StoredModel):
+    """Model ledger.json."""
+
+    schema_version: Literal[1] = 1
+    starts: list[Start] = []  # noqa: RUF012 (pydantic copies a default)
+    dollars_per_s: float | None = None
+    kwh_per_s: float | None = None
+    """Mean of the newest entry."""
+    at_s: float = 0.0
+    """time.monotonic() of the sums."""
+
+    def total(self) -> Spent:
+        """Sum over the starts."""
+
+        def total(name: str) -> float | None:
+            values = [getattr(start, name) for start in self.starts]
+            return None if None in values else math.fsum(values)
+
+        sums = {name: total(name) for name in Spent.model_fields if name != "energy_origin"}
+        origins = {start.energy_origin for start in self.starts if start.energy_origin}
+        return Spent.model_validate({**sums, "energy_origin": " and ".join(sorted(origins)) or None})
+
+
+def read_ledger(run_dir: Path) -> LedgerFile:
+    """Read ledger.json; empty if there is none. Raises ConfigError for a damaged one."""
+    path = run_dir / LEDGER
+    if not path.exists():
+        return LedgerFile()
+    with refusing(str(path), hint="without it the run forgets what it has spent"):
+        return LedgerFile.model_validate_json(read_regular(path, MAX_JSON_BYTES))
+
+
+def budget_issues(config: Config, run_dir: Path, counters: Sequence[EnergyCounter]) -> list[Issue]:
+    """Find why a budget in dollars or kWh cannot be followed."""
+    unit, price, watts = config.schedule.unit, config.run.price_per_device_hour, config.run.watts_per_device
+    setting = f"schedule.{unit}"
+    if unit == "dollars" and price is None:
+        message, hint = "is needed for a budget in dollars", "give the dollars for an hour of a device"
+        return [Issue("run.price_per_device_hour", "missing", message, None, setting, hint)]
+    if unit == "kwh" and watts is None and not counters:
+        message = "is needed for a budget in kWh, as no energy counter can be read"
+        hint = "give the mean power of a device"
+        return [Issue("run.watts_per_device", "missing", message, None, setting, hint)]
+    if unit in ("dollars", "kwh") and getattr(read_ledger(run_dir).total(), unit) is None:
+        message, hint = f"an earlier start of this run did not count its {unit}", "use another budget"
+        return [Issue(setting, "conflict", message, None, str(run_dir / LEDGER), hint)]
+    return []
+
+
+class Ledger:
+    """Write ledger.json for one start of a run. Raises ConfigError for a damaged one of earlier starts."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        devices: int,
+        run: RunConfig,
+        counters: Sequence[EnergyCounter] = (),
+        now: Callable[[], float] = time.monotonic,
+        began_s: float | None = None,
+    ):
+        self._path, self._run, self._now = run_dir / LEDGER, run, now
+        self._past = read_ledger(run_dir).starts
+        self._counters = counters
+        self._readings_j = [counter.read_j() for counter in counters]
+        self._begin(devices, now() if began_s is None else began_s)
+        self._lock, self._end = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._write_often, name="ledger", daemon=True)
+
+    def __enter__(self) -> Ledger:
+        self.update()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+        self.update()
+
+    def use(self, devices: int) -> None:
+        """Begin another entry where a restart has another number of devices."""
+        with self._lock:
+            if devices != self._devices:
+                now = self._now()
+                self._past.append(self._entry(now))
+                self._begin(devices, now)
+
+    def update(self) -> Spent:
+        """Write what was spent until now, and return it."""
+        with self._lock:
+            now = self._now()
+            entry, price = self._entry(now), self._run.price_per_device_hour
+            file = LedgerFile(
+                starts=[*self._past, entry],
+                dollars_per_s=None if price is None else price * self._devices / 3600,
+                kwh_per_s=None if entry.kwh is None else entry.kwh / max(entry.seconds, 1.0),
+                at_s=now,
+            )
+            with contextlib.suppress(OSError):  # the next one is as good
+                write_json(self._path, file.model_dump(mode="json"))
+            return file.total()
+
+    def _write_often(self) -> None:
+        while not self._end.wait(EVERY_S):
+            self.update()
+
+    def _begin(self, devices: int, at_s: float) -> None:
+        self._devices, self._began_s, self._joules = devices, at_s, 0.0
+        self._began = datetime.now(UTC).isoformat(timespec="seconds")
+
+    def _entry(self, now: float) -> Start:
+        seconds, run = now - self._began_s, self._run
+        hours = seconds * self._devices / 3600
+        origin: str | None = None
+        joules = 0.0
+        if self._counters:
+            origin, joules = self._counters[0].origin, self._count()
+        elif run.watts_per_device is not None:
+            origin, joules = "stated", run.watts_per_device * self._devices * seconds
+        kwh = joules / 3.6e6 * run.pue if origin else None
+        grams, price = run.grams_co2_per_kwh, run.price_per_device_hour
+        return Start(
+            began=self._began,
+            devices=self._devices,
+            seconds=seconds,
+            device_hours=hours,
+            dollars=None if price is None else price * hours,
+            kwh=kwh,
+            co2_kg=None if kwh is None or grams is None else kwh * grams / 1e3,
+            energy_origin=origin,
+        )
+
+    def _count(self) -> float:
+        """Add what the counters moved by since the last reading to the joules of this entry."""
+        for i, counter in enumerate(self._counters):
+            with contextlib.suppress(Exception):  # the next reading counts it
+                now_j = counter.read_j()
+                self._joules += counter.between(self._readings_j[i], now_j)
+                self._readings_j[i] = now_j
+        return self._joules
+
+
+class Spending:
+    """Read which share of a budget in dollars or kWh a run has spent.
+
+    The share is 1 when only the reserve is left: `end_s` to save and to close the run, and `evaluation_s`,
+    which the loop keeps up to date.
+    """
+
+    def __init__(self, run_dir: Path, unit: str, budget: float, end_s: float):
+        self._run_dir, self._unit, self._budget, self._end_s = run_dir, unit, budget, end_s
+        self.evaluation_s = 0.0
+        self._spent: float | None = None
+        self._rate: float | None = None
+        self._spent_s = self._read_s = -math.inf
+
+    def share(self, at_s: float) -> float:
+        """Return the share at a moment of time.monotonic(). Raises OSError if the ledger does not tell."""
+        if at_s - self._read_s >= EVERY_S:
+            with contextlib.suppress(ConfigError):  # a file server does not answer: the last rate goes on
+                ledger, self._read_s = read_ledger(self._run_dir), at_s
+                self._spent, self._rate = (
+                    getattr(ledger.total(), self._unit),
+                    getattr(ledger, f"{self._unit}_per_s"),
+                )
+                self._spent_s = ledger.at_s
+        if self._spent is None or self._rate is None:
+            raise OSError(f"{self._run_dir / LEDGER} has no {self._unit}")
+        spent = self._spent + self._rate * max(0.0, at_s - self._spent_s)
+        usable = self._budget - self._rate * (self._end_s + self.evaluation_s)
+        return 1.0 if spent >= usable else spent / usable

@@ -1,0 +1,88 @@
+"""Define the BiLSTM student of Tang et al. 2019 (arXiv 1903.12136).
+
+Axes: B examples, S positions, E embedding (model.hidden_size), H units of a direction, L labels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from bert_dp.config import FinetuneConfig, ModelConfig
+from bert_dp.model.classifier import HEAD_SITE
+from bert_dp.model.interface import Model
+from bert_dp.model.kernels import KeyedDropout, fold_in
+
+EMBEDDING_BOUND = 0.25  # of random vectors, about the spread of word2vec's (arXiv 1408.5882)
+
+
+class BiLstm(Model):
+    """Compute logits of whole examples: embedding, one bidirectional LSTM, a ReLU layer, a linear layer.
+
+    The directions are two LSTMs on padded batches, the second on reversed examples. Packed sequences compute
+    the same, and fail in torch.export and in the exporters to ONNX.
+    """
+
+    def __init__(self, config: ModelConfig, finetune: FinetuneConfig):
+        super().__init__()
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.left_to_right = nn.LSTM(config.hidden_size, config.lstm_size, batch_first=True)
+        self.right_to_left = nn.LSTM(config.hidden_size, config.lstm_size, batch_first=True)
+        self.pair = finetune.pair
+        self.dense = nn.Linear(2 * config.lstm_size * (4 if self.pair else 1), finetune.head_size)
+        self.classifier = nn.Linear(finetune.head_size, finetune.num_outputs)
+        self.drop_embedding = KeyedDropout(config.dropout, site=0)
+        self.drop = KeyedDropout(config.dropout, HEAD_SITE)
+
+    def forward(self, ids_BS: Tensor, real_BS: Tensor | None = None, seed_B: Tensor | None = None) -> Tensor:
+        """Return [B, L], or [B, 1] of a regression. `real_BS`: False for padding; None = there is none.
+        `seed_B`: int32 keys of the examples, for dropout in training."""
+        if real_BS is None:
+            real_BS = torch.ones_like(ids_BS, dtype=torch.bool)
+        length_B = real_BS.sum(1)
+        if not self.pair:
+            return self._label(self._encode(ids_BS, length_B, seed_B), seed_B)
+        # each text of <cls> A <sep> B <sep> ends with the token that is the example's last one
+        separator_B1 = ids_BS.gather(1, length_B[:, None] - 1)
+        first_B = (ids_BS == separator_B1).long().argmax(1) + 1
+        place_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
+        second_BS = ids_BS.gather(1, (place_S + first_B[:, None]).clamp(max=ids_BS.shape[1] - 1))
+        second_seed_B = None if seed_B is None else fold_in(seed_B, 1)
+        one_B2H = self._encode(ids_BS, first_B, seed_B)
+        two_B2H = self._encode(second_BS, (length_B - first_B).clamp(min=1), second_seed_B)
+        features = [one_B2H, two_B2H, one_B2H * two_B2H, (one_B2H - two_B2H).abs()]
+        return self._label(torch.cat(features, dim=-1), seed_B)
+
+    def _encode(self, ids_BS: Tensor, length_B: Tensor, seed_B: Tensor | None) -> Tensor:
+        """Return [B, 2H], the last state of each direction, of the first `length_B` tokens."""
+        x_BSE = self.drop_embedding(self.embedding(ids_BS), seed_B)
+        place_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
+        reverse_BS = (length_B[:, None] - 1 - place_S).clamp(min=0)
+        reversed_BSE = x_BSE.gather(1, reverse_BS[..., None].expand_as(x_BSE))
+        last_B1H = (length_B - 1)[:, None, None].expand(-1, 1, self.left_to_right.hidden_size)
+        states = [
+            lstm(x)[0].gather(1, last_B1H)[:, 0]
+            for lstm, x in ((self.left_to_right, x_BSE), (self.right_to_left, reversed_BSE))
+        ]
+        return torch.cat(states, dim=-1)
+
+    def _label(self, features_BF: Tensor, seed_B: Tensor | None) -> Tensor:
+        hidden_B1W = self.dense(self.drop(features_BF[:, None], seed_B)).relu()
+        return self.classifier(hidden_B1W)[:, 0]
+
+
+def build_bilstm(config: ModelConfig, finetune: FinetuneConfig, seed: int) -> BiLstm:
+    """Build a whole model on the CPU, every number uniform as torch begins these layers: a pure function of
+    the arguments."""
+    model = BiLstm(config, finetune)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for module in model.children():
+            bound = EMBEDDING_BOUND
+            if isinstance(module, nn.Linear):
+                bound = module.in_features**-0.5
+            elif isinstance(module, nn.LSTM):
+                bound = module.hidden_size**-0.5
+            for parameter in module.parameters():
+                parameter.uniform_(-bound, bound, generator=generator)
+    return model

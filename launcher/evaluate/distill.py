@@ -1,0 +1,164 @@
+"""`bert-dp distill`: the transfer set, the teacher's logits, and the configuration of a distillation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bert_dp import files
+from bert_dp.config import (
+    Config,
+    ConfigError,
+    ExamplesManifest,
+    Issue,
+    find_config,
+    parse_overrides,
+    read_examples,
+    read_yaml,
+    resolve,
+    shipped_configs,
+)
+from bert_dp.config.errors import sha256
+from bert_dp.config.manifest import TRAIN, hash_json
+from bert_dp.cost import flops_per_token, num_parameters
+from launcher import children, job
+from launcher.evaluate import finetune
+from launcher.evaluate.finetune import ExamplesSource, Pretrained
+from launcher.log import print_error
+from launcher.machine import environment
+from launcher.report.numbers import format_count
+
+RECIPE = "distill.yaml"
+BILSTM = "bilstm"
+LSTM_SIZES = {"QQP": 300}  # of Tang et al. 2019; 150 for other tasks
+EMBEDDING_SIZE = 300  # of their word2vec
+DERIVED = ("distill.logits", "distill.embeddings")
+COPIES = {False: 20, True: 10}  # of an example; True: of a pair
+
+
+class TransferSet(NamedTuple):
+    """Options of the verb that describe the texts that the teacher labels."""
+
+    teacher_logits: str | None
+    copies: int | None
+    replace: str
+
+
+def load(
+    run: Path,
+    source: ExamplesSource,
+    overrides: Sequence[str],
+    transfer: TransferSet,
+    *,
+    student: str,
+    embeddings: str,
+    nproc: str,
+    dry_run: bool,
+) -> job.Job:
+    """Prepare the transfer set, let the teacher label it, and return the job that `train` runs. `dry_run`:
+    without labelling. Raises ConfigError."""
+    if issues := finetune.setting_issues(overrides, DERIVED):
+        raise ConfigError(issues)
+    teacher, is_file = finetune.find_pretrained(run, "TEACHER"), transfer.teacher_logits is not None
+    if not is_file and not teacher.config.has_examples:
+        message, hint = f"{run} is a pretrained run, which knows no labels", "`bert-dp finetune` it first"
+        raise ConfigError([Issue("TEACHER", "wrong_type", message, str(run), hint=hint)])
+    levels = student_levels(student, embeddings, teacher, source.name)
+    machine = environment.probe(Path())
+    name = f"{teacher.run.name}-{Path(student).stem}-{source.name}"
+    checked = resolve([*levels, {"data": {"path": "not-prepared"}}, parse_overrides(overrides)])
+    ranks = job.Job(name, checked, machine).choose_ranks(nproc)
+    options = [*source.options, *transfer_options(transfer, teacher, checked.run.seed)]
+    path = finetune.prepare(teacher, source._replace(options=options), checked.data.sequence_length)
+    manifest = read_examples(path)
+    if not is_file and (issues := list(label_issues(teacher.config, manifest))):
+        raise ConfigError(issues)
+    facts = {"weights": files.weights_hash(teacher.checkpoint), "examples": manifest.hash}
+    logits = path if is_file else files.cache_root() / f"logits-{hash_json(facts)[:20]}"
+    task = {"kind": manifest.kind, "labels": manifest.labels, "pair": manifest.pair}
+    derived = {"data": {"path": str(path)}, "finetune": task, "distill": {"logits": str(logits)}}
+    config = resolve([*levels, derived, parse_overrides(overrides)])
+    on_gpu = job.Job(name, config, machine).gpus > 0
+    describe_transfer_set(None if is_file else teacher.config, config, manifest)
+    if not is_file and not dry_run:
+        command = [str(teacher.checkpoint), str(path), str(logits), "cuda" if on_gpu else "cpu"]
+        shares = [[*command, str(rank), str(ranks)] for rank in range(ranks)]
+        children.ask_modules("bert_dp.evaluation.teacher", shares, "computing the teacher's logits")
+    sized = finetune.sized_micro_batches(config, ranks, overrides, on_gpu=on_gpu)
+    return job.Job(name, job.absolute(sized), machine)
+
+
+def student_levels(student: str, embeddings: str, teacher: Pretrained, task: str) -> list[dict[str, Any]]:
+    """Return the configuration of a student before the data are known: a BiLSTM, a pretrained run with its
+    weights, or the model of a configuration with random ones. Raises ConfigError."""
+    rows, length = teacher.config.model.vocab_size, teacher.config.data.sequence_length
+    recipe, data = read_yaml(shipped_configs() / RECIPE), {"sequence_length": length}
+    if student == BILSTM:
+        model = {"hidden_size": EMBEDDING_SIZE, "lstm_size": LSTM_SIZES.get(task, 150)}
+        model |= {"vocab_size": rows, "num_layers": 1, "num_heads": 1}
+        if embeddings == "random":
+            return [{"model": model, "data": data}, recipe]
+        path = Path(embeddings)
+        if embeddings == "teacher":
+            path, model["hidden_size"] = teacher.checkpoint, teacher.config.model.hidden_size
+        elif not path.is_file():
+            raise ConfigError([Issue("--embeddings", "not_found", f"{path} is no file", embeddings)])
+        return [{"model": model, "data": data, "distill": {"embeddings": str(path.resolve())}}, recipe]
+    if embeddings != "random":
+        raise ConfigError([Issue("--embeddings", "no_effect", "goes with a BiLSTM", embeddings, "--student")])
+    if files.newest_checkpoint_facts(Path(student)) is None:
+        model = {**read_yaml(find_config(student)).get("model", {}), "vocab_size": rows}
+        return [{"model": model, "data": data}, recipe]
+    start = finetune.find_pretrained(Path(student))
+    if sha256(start.tokenizer) != sha256(teacher.tokenizer):
+        message = f"{student} has another tokenizer than the teacher"
+        raise ConfigError([Issue("--student", "conflict", message, student, "TEACHER")])
+    data = {"sequence_length": min(length, start.config.data.sequence_length)}
+    model = start.config.model.model_dump(mode="json")
+    return [{"model": model, "data": data, "run": {"init_from": str(start.run)}}, recipe]
+
+
+def transfer_options(transfer: TransferSet, teacher: Pretrained, seed: int) -> list[str]:
+    """Return the options of bert_dp.examples.prepare for a transfer set. Raises ConfigError."""
+    if transfer.teacher_logits is not None:
+        if transfer.copies is not None:
+            message = "the texts of --teacher-logits are the whole transfer set"
+            raise ConfigError([Issue("--copies", "conflict", message, transfer.copies, "--teacher-logits")])
+        return ["--teacher-logits", transfer.teacher_logits]
+    copies = COPIES[teacher.config.finetune.pair] if transfer.copies is None else transfer.copies
+    options = ["--copies", str(copies), "--seed", str(seed), "--replace", transfer.replace]
+    if transfer.replace != "mlm" or not copies:
+        return options
+    start = teacher.config.run.init_from
+    if (found := files.newest_checkpoint_facts(Path(start)) if start else None) is None:
+        message = f"the run that the teacher began with ({start}) has no checkpoint here"
+        raise ConfigError([Issue("--replace", "not_found", message, "mlm", hint="use pos or none")])
+    return [*options, "--replacing-model", str(found[0].resolve())]
+
+
+def label_issues(teacher: Config, manifest: ExamplesManifest) -> Iterator[Issue]:
+    """Find where the teacher's task is not that of the examples."""
+    for name in ("kind", "labels", "pair"):
+        theirs, ours = getattr(teacher.finetune, name), getattr(manifest, name)
+        if (theirs := list(theirs) if name == "labels" else theirs) != ours:
+            message, hint = f"the teacher has {name} {theirs}, the examples {ours}", "name data of its task"
+            yield Issue("TEACHER", "conflict", message, theirs, f"finetune.{name}", hint)
+
+
+def describe_transfer_set(teacher: Config | None, config: Config, manifest: ExamplesManifest) -> None:
+    """Print the size of the transfer set and what labelling it costs; warn of a student that is larger than
+    the teacher. `teacher`: None = its logits are there."""
+    train, length = manifest.splits[TRAIN], config.data.sequence_length
+    counts = f"{format_count(train.examples)} texts, {format_count(train.copies)} of them changed copies"
+    line = f"transfer set: {counts}, {format_count(train.tokens)} tokens"
+    if teacher is None:
+        print_error(line)
+        return
+    flop = train.tokens * flops_per_token(teacher.model, length, 0.0) / 3  # without the backward pass
+    sizes = [num_parameters(each.model, length) for each in (teacher, config)]
+    teacher_size, student_size = map(format_count, sizes)
+    print_error(f"{line}; the teacher's pass takes {flop / 1e12:.3g} TFLOP")
+    print_error(f"teacher {teacher_size} parameters, student {student_size}")
+    if sizes[1] > sizes[0]:
+        print_error("warning: the student is larger than the teacher")

@@ -1,0 +1,74 @@
+"""`train --dry-run --gpu`: what a run would be on GPUs that are not there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from bert_dp.config import ConfigError, Issue
+from bert_dp.cost import peak_flops
+from launcher.job import Job
+from launcher.log import PLAIN, show
+from launcher.machine.environment import Gpu
+from launcher.plan import gpu_speed
+from launcher.plan.scaling import unknown_issues
+from launcher.plan.step_model import hardware
+from launcher.report.numbers import format_duration, format_si, format_step_time
+from launcher.run.train import expected_steps
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PRECISIONS = ("bf16", "fp16", "fp32")  # in the order in which `precision: auto` prefers them
+
+
+def on_gpus(job: Job, gpu: str, nproc: str) -> Job:
+    """Return the job on `nproc` GPUs of hardware.yaml, on one for auto. Raises ConfigError for an unknown GPU
+    and a precision that it does not multiply."""
+    if issues := unknown_issues("--gpu", gpu, hardware()["gpus"]):
+        raise ConfigError(issues)
+    device, config = hardware()["gpus"][gpu]["device"], job.config
+    known = [name for name in PRECISIONS if peak_flops(device, name) is not None]
+    precision = known[0] if config.precision == "auto" else config.precision
+    if precision not in known:
+        message, hint = f"{gpu} does not multiply {precision}", f"use {known[0]}"
+        raise ConfigError([Issue("precision", "unsupported", message, precision, "--gpu", hint)])
+    run = config.run.model_copy(update={"device": "cuda"})
+    size = gpu_speed.memory_gib(gpu)
+    count = int(nproc) if nproc.isdecimal() and len(nproc) < 6 else 1
+    gpus = tuple(Gpu(i, device, size, None, free_gib=size) for i in range(count))
+    machine = dataclasses.replace(job.machine, gpus=gpus)
+    return Job(job.name, config.model_copy(update={"run": run, "precision": precision}), machine)
+
+
+def print_speed(job: Job, gpu: str, console: Console) -> None:
+    """Print the micro batch that fits, the speed, and the time or the tokens that follow for a job of
+    `on_gpus`."""
+    config, count = job.config, job.gpus
+    link = hardware()["gpus"][gpu]["link"] if count > 1 else None
+    row, factor = gpu_speed.predicted_step(
+        config, gpu, count, link, config.precision, config.batch.micro_size
+    )
+    fits = gpu_speed.micro_batch_that_fits(config, config.precision, gpu, count)
+    of = f"{count} x {gpu}" + (f" over {link}" if link else "")
+
+    def between(value: float, text: Callable[[float], str]) -> str:
+        return f"{text(value)} ({text(value / factor)} to {text(value * factor)}, 95 %)"
+
+    def tokens_text(value: float) -> str:
+        return format_si(value, "tokens")
+
+    lines = [
+        f"micro   {fits or 'none'} is the largest that divides the batch and fits 90 % of {gpu} (estimate)",
+        f"speed   {between(row.tokens_per_s, tokens_text)} a second on {of}, "
+        f"{format_step_time(row.step_time_s)} a step (roofline fitted to published rows)",
+    ]
+    # of a budget in steps the batch ramp is not taken off
+    steps, whole = expected_steps(config) or 0, config.batch.global_size * config.data.sequence_length
+    if (hours := config.schedule.hours) is not None:
+        lines.append(f"reach   {between(row.tokens_per_s * hours * 3600, tokens_text)} in {hours:g} h")
+    elif tokens := config.schedule.tokens or steps * whole:
+        lines.append(f"time    {between(tokens / row.tokens_per_s, format_duration)} of training")
+    for line in lines:
+        show(console, line, **PLAIN)

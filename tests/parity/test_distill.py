@@ -1,0 +1,95 @@
+"""N ranks distil what one rank distils, into a BiLSTM and into a transformer, with dropout on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from bert_dp.examples.table import LOGITS
+from bert_dp.files import PREDICTIONS
+from tests.example_files import label_names, write_examples
+from tests.helpers import read_lines
+from tests.parity.runs import losses, settings, state, summary, train_run
+from tests.tensors import bits, largest_relative_error
+
+STEPS, HALF, TRAIN = 12, 5, 40
+LSTM = {"lstm_size": 12, "num_layers": 1, "num_heads": 1, "dropout": 0.1}
+TRANSFORMER = {"num_heads": 4, "dropout": 0.1, "attention_dropout": 0.1}
+CELLS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
+    "lstm-n2": (LSTM, 2, {"batch": {"micro_size": 2}}),
+    "lstm-n4": (LSTM, 4, {"batch": {"micro_size": 2}}),
+    "lstm-zero1-n2": (LSTM, 2, {"batch": {"micro_size": 4}, "parallel": {"engine": "zero1"}}),
+    "lstm-fsdp-n2": (LSTM, 2, {"batch": {"micro_size": 4}, "parallel": {"engine": "fsdp"}}),
+    "transformer-n2": (TRANSFORMER, 2, {"batch": {"micro_size": 2}}),
+}
+
+
+@pytest.fixture(scope="module")
+def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prepared examples, beside the logits of a teacher in two parts."""
+    folder = write_examples(tmp_path_factory.mktemp("examples"), train=TRAIN)
+    logits = np.random.default_rng(0).normal(size=(TRAIN, 3)).astype(np.float32)
+    for part in range(2):
+        save_file({"logits": logits[part * 20 :][:20]}, folder / LOGITS.format(part))
+    return folder
+
+
+def distilling(examples: Path, model: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    config = settings(
+        examples,
+        data={"sequence_length": 32},
+        objective={"name": "distill"},
+        finetune={"labels": label_names("single_label"), "head_size": 24},
+        distill={"logits": str(examples), "alpha": 0.25},
+        model=model,
+        batch={"global_size": 8, "micro_size": 8},
+        schedule={"steps": STEPS, "name": "cosine"},
+        eval={"every_steps": 0},
+        checkpoint={"keep": 9, "every_steps": HALF},
+        precision="fp64",
+    )
+    for name, section in sections.items():
+        config[name] = {**config.get(name, {}), **section} if isinstance(section, dict) else section
+    return config
+
+
+@pytest.fixture(scope="module")
+def one_rank(examples: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("one")
+    models = {"lstm": LSTM, "transformer": TRANSFORMER}
+    return {name: train_run(folder / name, distilling(examples, model)) for name, model in models.items()}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.quick if name == "lstm-n2" else ()) for name in CELLS]
+)
+def test_n_ranks_distil_what_one_rank_distils(
+    name: str, examples: Path, one_rank: dict[str, Path], tmp_path: Path
+) -> None:
+    model, ranks, sections = CELLS[name]
+    base = one_rank[name.partition("-")[0]]
+    run = train_run(tmp_path, distilling(examples, model, **sections), ranks)
+    assert len(losses(run)) == STEPS
+    assert losses(run) == pytest.approx(losses(base), rel=1e-10)
+    assert largest_relative_error(state(run, STEPS), state(base, STEPS)) <= 1e-10
+    assert summary(run)["heldout"]["examples"] == 11
+    for ours, theirs in zip(*(read_lines(each / PREDICTIONS) for each in (run, base)), strict=True):
+        assert ours["logits"] == pytest.approx(theirs["logits"], rel=1e-10, abs=1e-10)
+
+
+def test_a_resumed_run_ends_bit_equal(examples: Path, tmp_path: Path) -> None:
+    config = distilling(examples, LSTM, batch={"micro_size": 2})
+    whole = train_run(tmp_path / "whole", config, 2)
+    checkpoint = str(whole / "checkpoints" / f"step-{HALF:08d}")
+    again = train_run(tmp_path / "again", config, 2, resume=checkpoint)
+    assert bits(state(whole, STEPS)) == bits(state(again, STEPS))
+
+
+def test_a_student_learns_the_logits(examples: Path, tmp_path: Path) -> None:
+    config = distilling(examples, LSTM, schedule={"steps": 200}, distill={"alpha": 0.0}, precision="fp32")
+    steps = losses(train_run(tmp_path, config))
+    assert sum(steps[-5:]) < 0.4 * sum(steps[:5])
