@@ -57,7 +57,7 @@ def models() -> dict[tuple[str, ...], Config]:
     """Names of configurations -> one of them; those with the same model and length are one."""
     names_of: dict[str, list[str]] = {}
     for path in sorted(shipped_configs().glob("*.yaml")):
-        if path.stem != "glue":  # finetuning, of any model
+        if path.stem not in ("glue", "distill"):  # of any model
             config = config_of(path.stem)
             key = f"{config.model.model_dump_json(exclude={'dropout', 'attention_dropout'})}"
             names_of.setdefault(f"{key} {config.data.sequence_length}", []).append(path.stem)
