@@ -52,7 +52,7 @@ from bert_dp.config import Config, ConfigError, load_config, read_examples
 from launcher import job, results
 from launcher.evaluate import FILE, finetune
 from launcher.evaluate.glue_scores import Glue, GlueTask
-from launcher.report.numbers import format_duration
+from launcher.report.formats import format_duration
 from launcher.run.trials import read_summary
 
 POINT = 0.001  # the claim's 0.1 points, as a share

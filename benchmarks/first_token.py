@@ -27,7 +27,7 @@ from benchmarks.turns import aligned
 from bert_dp.config import ConfigError, read_examples
 from bert_dp.examples.table import Examples
 from bert_dp.model.bert import Attention, EncoderModel, build_model, rotate
-from bert_dp.model.build import load
+from bert_dp.model.load import load
 from launcher.evaluate.finetune import find_pretrained, glue_source, prepare
 
 NEAR = 8  # positions

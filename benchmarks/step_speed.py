@@ -221,7 +221,7 @@ def make_ours(o: argparse.Namespace, mode: str) -> tuple[Callable[..., tuple[flo
     from bert_dp.config import OptimConfig, resolve
     from bert_dp.data.stream import MlmBatch
     from bert_dp.model.bert import build_model
-    from bert_dp.model.build import compile_parts
+    from bert_dp.model.load import compile_parts
     from bert_dp.optim import make_optimizer
     from bert_dp.parallel.single import Engine
     from bert_dp.tasks.mlm import MaskedLanguageModel

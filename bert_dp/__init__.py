@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bert_dp.config import ConfigError
-    from bert_dp.model.build import load
+    from bert_dp.model.load import load
     from bert_dp.tasks.mlm import batches
     from launcher.api import Run, TrainingFailed, read_run, train
 
@@ -15,7 +15,7 @@ _HOMES = {
     "Run": "launcher.api",
     "TrainingFailed": "launcher.api",
     "batches": "bert_dp.tasks.mlm",
-    "load": "bert_dp.model.build",
+    "load": "bert_dp.model.load",
     "read_run": "launcher.api",
     "train": "launcher.api",
 }

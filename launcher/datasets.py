@@ -14,7 +14,7 @@ from bert_dp.config import MAX_VOCAB_SIZE, ConfigError, Issue, Manifest, no_effe
 from bert_dp.config.manifest import SourceFile, loss_warnings
 from launcher.job import issues_by_option
 from launcher.log import PLAIN, show
-from launcher.report.numbers import count_of, format_count, format_nats, format_percent
+from launcher.report.formats import count_of, format_count, format_nats, format_percent
 from launcher.report.page import Quantity, Report, ReportSection, Table, Verdict, show_report, table, words
 
 VOCAB_SIZE = 32_768

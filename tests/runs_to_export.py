@@ -13,8 +13,8 @@ from bert_dp.config import Config, Kind, read_yaml, resolve
 from bert_dp.data import tokenizer
 from bert_dp.exporting.hf import settings_of, tensors_of
 from bert_dp.model.bert import CrammedBert
-from bert_dp.model.build import make_model
 from bert_dp.model.classifier import Classifier
+from bert_dp.model.load import make_model
 from bert_dp.training import checkpoint
 from tests.helpers import CONFIGS
 from tests.states import FACTS

@@ -33,9 +33,9 @@ from bert_dp.examples.table import Columns, read_table
 from bert_dp.exporting import load_exported
 from bert_dp.files.run_facts import TYPES, is_exported, read_exported, require_loaders
 from bert_dp.measure.matmul_peak import use_all_cores
-from bert_dp.model import build
 from bert_dp.model.bert import CrammedBert
 from bert_dp.model.classifier import pair_types, pool
+from bert_dp.model.load import RunModel, load_checkpoint
 from bert_dp.training import checkpoint
 from bert_dp.training.devices import allow_tf32, inference_precision
 from bert_dp.training.process import RunFailed
@@ -97,7 +97,7 @@ def open_predictor(run: Path, precision: str = "auto") -> Predictor:
     """Load a run, a checkpoint or an exported directory, which computes on the CPU in its own precision.
     `precision`: of the others, see inference_precision. Raises ConfigError."""
     if not is_exported(run):
-        loaded = build.load_checkpoint(checkpoint.resolve(str(run)))
+        loaded = load_checkpoint(checkpoint.resolve(str(run)))
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         encoder = ExampleEncoder.load(files.tokenizer_of(loaded.path), loaded.config.data.sequence_length)
         finetune = loaded.config.finetune if loaded.config.has_examples else None
@@ -127,7 +127,7 @@ def open_predictor(run: Path, precision: str = "auto") -> Predictor:
 
 
 def on_device(
-    model: build.RunModel, device: torch.device, precision: str = "auto", sep: int | None = None
+    model: RunModel, device: torch.device, precision: str = "auto", sep: int | None = None
 ) -> Compute:
     """Move a model of ours to a device and return it as `Compute`. `sep`: separator that token types follow
     from; None = the model has none."""

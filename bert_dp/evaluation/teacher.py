@@ -24,8 +24,8 @@ from bert_dp.data.build import run_command, shown_progress
 from bert_dp.evaluation.prediction import BATCH_TOKENS, batches, on_device, outputs_of
 from bert_dp.examples.augment import HOLE_ID
 from bert_dp.examples.table import LOGITS, Examples
-from bert_dp.model import build
 from bert_dp.model.bert import CrammedBert
+from bert_dp.model.load import load_checkpoint
 
 PART = 4096  # examples of a file: what is lost when it is interrupted
 
@@ -46,7 +46,7 @@ def compute_share(
     file holds does not depend on `of`. Raises ConfigError and RunFailed."""
     manifest = read_examples(examples)
     train = Examples.open(examples, manifest, TRAIN)
-    compute = on_device(build.load_checkpoint(checkpoint).model, device)
+    compute = on_device(load_checkpoint(checkpoint).model, device)
     out.mkdir(parents=True, exist_ok=True)
     with shown_progress() as progress:
         for part, first in enumerate(range(0, len(train), PART)):
@@ -68,7 +68,7 @@ def compute_share(
 def fill_holes(checkpoint: Path, ids: NDArray[np.uint16], offsets: NDArray[np.int64], seed: int) -> None:
     """Replace each HOLE_ID of examples, in place, by an ordinary token that the masked language model of a
     checkpoint draws by its probabilities. Raises ConfigError for another model."""
-    loaded = build.load_checkpoint(checkpoint)
+    loaded = load_checkpoint(checkpoint)
     if not isinstance(loaded.model, CrammedBert):
         message = f"{checkpoint} is no masked language model"
         raise ConfigError([Issue("--replace", "conflict", message, "mlm", hint="use pos or none")])

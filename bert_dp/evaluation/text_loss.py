@@ -29,8 +29,8 @@ from bert_dp.data import tokenizer as tokens
 from bert_dp.data.build import Progress, read_documents, source_record
 from bert_dp.data.stream import GOLDEN, U64, hash64, mix64
 from bert_dp.files import SCHEMA_VERSION
-from bert_dp.model import build
 from bert_dp.model.bert import CrammedBert
+from bert_dp.model.load import load_checkpoint
 from bert_dp.tasks.mlm import EVAL_MASK_RATE
 from bert_dp.training import checkpoint
 from bert_dp.training.devices import allow_tf32, inference_precision
@@ -209,7 +209,7 @@ def text_loss(
     where the loss is not finite.
     """
     resolved = inputs.resolve(texts, options)
-    loaded = build.load_checkpoint(checkpoint.resolve(run))
+    loaded = load_checkpoint(checkpoint.resolve(run))
     path, facts, config, model = loaded.path, loaded.facts, loaded.config, loaded.model
     if not isinstance(model, CrammedBert):
         hint = f"name {config.run.init_from or 'a pretrained run'}"

@@ -33,8 +33,8 @@ from bert_dp.files.models import Summary
 from bert_dp.files.run_facts import EXPORTED, INPUTS, TYPES, Exported, ExportFormat, ExportPrecision
 from bert_dp.model.bert import CrammedBert
 from bert_dp.model.bilstm import BiLstm
-from bert_dp.model.build import LoadedCheckpoint, RunModel, load_checkpoint
 from bert_dp.model.classifier import Classifier, pool
+from bert_dp.model.load import LoadedCheckpoint, RunModel, load_checkpoint
 from bert_dp.training import checkpoint
 
 MAX_BATCH = 2**16

@@ -12,7 +12,7 @@ from bert_dp import cost, files, optim, parallel
 from bert_dp.config import ConfigError, Issue, changed_settings, decide_precision, peak_lr, residual_issues
 from bert_dp.config.checks import ProfilePlan
 from bert_dp.files import CheckpointFacts
-from bert_dp.model.build import first_state, prepare_model
+from bert_dp.model.load import first_state, prepare_model
 from bert_dp.optim import Named
 from bert_dp.tasks import DatasetInfo, SameBatch, Stream
 from bert_dp.training import checkpoint

@@ -148,7 +148,7 @@ def _describe(path: Path, losses: Mapping[int, float]) -> dict[str, Any]:
 
 def checkpoints_report(checkpoints: Sequence[Mapping[str, Any]]) -> Report:
     """Build the table of the checkpoints, newest first, with a verdict for each damaged one."""
-    from launcher.report.numbers import count_of
+    from launcher.report.formats import count_of
     from launcher.report.page import Column, Report, ReportSection, Table, TableRow, Verdict, cell
 
     advice = ["Remove it; a run goes on from the newest checkpoint that is sound."]

@@ -27,7 +27,7 @@ from launcher.evaluate import finetune
 from launcher.evaluate.finetune import ExamplesSource, Pretrained
 from launcher.log import print_error
 from launcher.machine import environment
-from launcher.report.numbers import format_count
+from launcher.report.formats import format_count
 
 RECIPE = "distill.yaml"
 BILSTM = "bilstm"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from launcher import results
 from launcher.children import kernel_caches
 from launcher.log import PLAIN, print_error, show
-from launcher.report.numbers import format_count, format_percent
+from launcher.report.formats import format_count, format_percent
 from launcher.report.page import Report, ReportSection, Table, Verdict, show_report, words
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from launcher.evaluate.glue_scores import Glue, GlueOptions, GlueTask, GlueTrial
 from launcher.job import Output, SearchState, write_result
 from launcher.log import Log, logger
 from launcher.machine import environment
-from launcher.report.numbers import count_of, format_points
+from launcher.report.formats import count_of, format_points
 from launcher.results import TimedPlanFile
 from launcher.run import trials
 from launcher.run.trials import (

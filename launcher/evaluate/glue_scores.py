@@ -17,7 +17,7 @@ from bert_dp.files.models import HeldOut, StoredModel
 from launcher import results
 from launcher.evaluate import FILE
 from launcher.evaluate.finetune import Pretrained
-from launcher.report.numbers import NA, count_of, format_count, format_lr, format_nats, format_points
+from launcher.report.formats import NA, count_of, format_count, format_lr, format_nats, format_points
 from launcher.report.page import (
     Column,
     Computed,

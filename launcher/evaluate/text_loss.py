@@ -11,7 +11,7 @@ from bert_dp.config import resolve
 from bert_dp.cost import student
 from launcher import results
 from launcher.job import issues_by_option
-from launcher.report.numbers import count_of, format_count, format_decimals, format_percent
+from launcher.report.formats import count_of, format_count, format_decimals, format_percent
 from launcher.report.page import Report, ReportSection, Table, show_report, words
 
 if TYPE_CHECKING:

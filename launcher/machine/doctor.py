@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from launcher.children import NO_ANSWER, module_command, run_command
 from launcher.machine.environment import Environment, existing, probe
-from launcher.report.numbers import format_gib
+from launcher.report.formats import format_gib
 from launcher.report.page import Report, Verdict
 
 MIN_TORCH = (2, 11)

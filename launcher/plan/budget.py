@@ -37,8 +37,8 @@ from launcher.plan.frontier import Frontier, LossLaw
 from launcher.plan.gpu_speed import Rate
 from launcher.plan.scaling import unknown_issues
 from launcher.plan.step_model import hardware
+from launcher.report.formats import format_count, format_si
 from launcher.report.html import may_replace
-from launcher.report.numbers import format_count, format_si
 from launcher.report.page import Column, Report, ReportSection, Table, TableCell, TableRow, Verdict, words
 
 Unit = Literal["hours", "dollars", "kwh"]

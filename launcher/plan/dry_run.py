@@ -14,7 +14,7 @@ from launcher.machine.environment import Gpu
 from launcher.plan import gpu_speed
 from launcher.plan.scaling import unknown_issues
 from launcher.plan.step_model import hardware
-from launcher.report.numbers import format_duration, format_si, format_step_time
+from launcher.report.formats import format_duration, format_si, format_step_time
 from launcher.run.train import expected_steps
 
 if TYPE_CHECKING:

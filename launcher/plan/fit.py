@@ -20,7 +20,7 @@ from bert_dp.files.models import Summary
 from launcher import results
 from launcher.plan.budget import MLM_MIN_FLOPS, family, nearest, with_model
 from launcher.plan.frontier import MIN_BUDGETS, CompletedRun, Frontier
-from launcher.report.numbers import format_count, format_si
+from launcher.report.formats import format_count, format_si
 from launcher.report.page import Report, ReportSection, Table, Verdict, words
 
 FILE = "frontier.json"

@@ -29,7 +29,7 @@ from launcher.plan.step_model import (
     with_micro_batch,
     with_micro_s,
 )
-from launcher.report.numbers import count_of, format_change, format_count, format_percent
+from launcher.report.formats import count_of, format_change, format_count, format_percent
 from launcher.report.page import (
     Computed,
     Quantity,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bert_dp.files import safe
-from launcher.report.numbers import FORMATS, Unit
+from launcher.report.formats import FORMATS, Unit
 from launcher.report.page import Axis, Bars, Figure, Line, Mark
 
 NUM_COLOURS = 8

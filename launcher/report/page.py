@@ -15,7 +15,7 @@ import yaml
 
 from bert_dp.files import safe
 from launcher.log import PLAIN, show
-from launcher.report.numbers import FORMATS, NA, Unit, count_of, format_interval, number
+from launcher.report.formats import FORMATS, NA, Unit, count_of, format_interval, number
 from launcher.results import Measurement
 from launcher.stats import is_measurable
 

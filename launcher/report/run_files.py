@@ -16,7 +16,7 @@ from bert_dp.config import Config, ConfigError, read_yaml, resolve
 from bert_dp.config.errors import problem_lines
 from bert_dp.config.schema import PlannedFigure, PredictedName
 from bert_dp.files.models import HeldOut, Summary
-from launcher.report.numbers import number
+from launcher.report.formats import number
 
 WALL_PARTS = ("setup", "compile", "train", "eval", "save")  # disjoint; the parts of train are below
 TRAIN_PARTS = {"data_wait": "data wait", "forward_backward": "forward + backward", "optimizer": "optimizer"}

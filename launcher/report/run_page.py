@@ -14,7 +14,7 @@ from bert_dp.config import flat
 from bert_dp.files.ledger import Spent
 from bert_dp.files.models import HeldOut, Summary
 from launcher import stats
-from launcher.report.numbers import (
+from launcher.report.formats import (
     FORMATS,
     NA,
     Unit,

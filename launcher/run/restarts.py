@@ -12,7 +12,7 @@ from bert_dp import files
 from bert_dp.config import Config, ConfigError, batch_layout
 from bert_dp.files.models import Failure, Restart, Summary
 from launcher.machine import environment
-from launcher.report.numbers import count_of
+from launcher.report.formats import count_of
 from launcher.run import processes
 from launcher.watch.failure import first_line
 

@@ -47,8 +47,8 @@ from launcher import results
 from launcher.job import Job, built_data, input_issues, lock_output_dir, place_issues, prepare_data
 from launcher.log import PLAIN, logger, masked_command, show
 from launcher.machine.environment import Environment, precision_of
+from launcher.report.formats import count_of, format_duration, format_gib, format_percent
 from launcher.report.html import write_or_warn
-from launcher.report.numbers import count_of, format_duration, format_gib, format_percent
 from launcher.report.page import show_end, show_report
 from launcher.report.run_page import PAGE, of_directories
 from launcher.run import processes, restarts

@@ -35,7 +35,7 @@ from bert_dp.files.models import FailureKind, Summary
 from launcher import children, results
 from launcher.log import Log, print_error
 from launcher.machine.environment import Environment
-from launcher.report.numbers import format_duration, format_eta
+from launcher.report.formats import format_duration, format_eta
 from launcher.results import MeasureStatus
 from launcher.run import processes
 from launcher.watch import hangs

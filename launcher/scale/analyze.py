@@ -13,7 +13,7 @@ from bert_dp import cost
 from bert_dp.config import computes_alone
 from bert_dp.files.models import STRAGGLER_RATIO, Summary
 from launcher import results, stats
-from launcher.report.numbers import count_of, format_interval, format_percent
+from launcher.report.formats import count_of, format_interval, format_percent
 from launcher.report.page import Ratio
 from launcher.run.trials import UNREADABLE, Repeat, cause, ended, read_repeat, read_summary
 from launcher.scale import models

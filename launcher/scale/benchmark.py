@@ -14,7 +14,7 @@ from bert_dp.config import ConfigError, Issue, dump_config
 from launcher import job, results
 from launcher.job import Output, write_result
 from launcher.log import Log, logger
-from launcher.report.numbers import count_of, format_si
+from launcher.report.formats import count_of, format_si
 from launcher.run import trials
 from launcher.run.trials import (
     Progress,

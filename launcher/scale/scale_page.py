@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher.report.numbers import NA, count_of, format_count, format_interval, format_lr, format_step_time
-from launcher.report.numbers import number as finite
+from launcher.report.formats import NA, count_of, format_count, format_interval, format_lr, format_step_time
+from launcher.report.formats import number as finite
 from launcher.report.page import (
     Axis,
     Bars,

@@ -31,7 +31,7 @@ from bert_dp.files.models import NoiseScale
 from launcher import job, results
 from launcher.job import Output, Session, identity, write_result
 from launcher.log import PLAIN, Log, logger, show
-from launcher.report.numbers import format_gib, format_si
+from launcher.report.formats import format_gib, format_si
 from launcher.report.run_page import PAGE
 from launcher.run import trials
 from launcher.run.train import check_profile, start_issues

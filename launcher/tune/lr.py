@@ -29,7 +29,7 @@ from bert_dp.files.models import Summary
 from launcher import job, results
 from launcher.job import DataSession, Output, write_result
 from launcher.log import Log, logger
-from launcher.report.numbers import count_of, format_duration, format_si
+from launcher.report.formats import count_of, format_duration, format_si
 from launcher.run import trials
 from launcher.run.trials import (
     Progress,

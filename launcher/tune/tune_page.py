@@ -10,7 +10,7 @@ from pathlib import Path
 from bert_dp.files.models import HeldOut
 from launcher import results
 from launcher.report import run_page
-from launcher.report.numbers import (
+from launcher.report.formats import (
     NA,
     count_of,
     format_count,

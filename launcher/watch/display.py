@@ -16,7 +16,7 @@ from bert_dp.files.models import HeldOut, Summary
 from launcher import results
 from launcher.log import PLAIN, show
 from launcher.report import run_page
-from launcher.report.numbers import (
+from launcher.report.formats import (
     count_of,
     format_count,
     format_eta,

@@ -25,7 +25,7 @@ from bert_dp.files.models import OUT_OF_MEMORY, Failure, RecordedEnvironment, Ru
 from launcher import results
 from launcher.children import describe_exit_code
 from launcher.machine.environment import ROOT, control_groups, precision_of
-from launcher.report.numbers import format_count, format_gib
+from launcher.report.formats import format_count, format_gib
 
 TAIL_LINES = 20
 TAIL_BYTES = 65_536  # of a log's end that is read

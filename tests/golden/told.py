@@ -14,7 +14,7 @@ from typing import Any
 from bert_dp import files
 from launcher import results
 from launcher.plan.scaling import plan_page
-from launcher.report.numbers import number
+from launcher.report.formats import number
 from launcher.report.page import Bars, Figure, Line, Report
 from launcher.report.run_page import of_directories
 from launcher.scale import models

@@ -10,7 +10,7 @@ import torch
 
 from bert_dp.config import ConfigError, load_config
 from bert_dp.measure.profile_step import ALONE
-from bert_dp.model.build import first_state
+from bert_dp.model.load import first_state
 from bert_dp.tasks import make_task
 from bert_dp.training.distributed import HostCollectives
 from tests.helpers import read_json

@@ -13,7 +13,7 @@ import torch
 
 from bert_dp.config import Config, ConfigError, Issue, resolve
 from bert_dp.measure.profile_step import ALONE, lone_trainer
-from bert_dp.model.build import first_state
+from bert_dp.model.load import first_state
 from bert_dp.tasks import DatasetInfo
 from bert_dp.tasks.mlm import MaskedLanguageModel
 from bert_dp.training import build, checkpoint

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from bert_dp.config import Config, hf_issues, load_config, read_hf, resolve
 from bert_dp.exporting.hf import settings_of, tensors_of
 from bert_dp.model.bert import CrammedBert
-from bert_dp.model.build import make_model
 from bert_dp.model.hf import from_bert, from_modernbert, load_hf
+from bert_dp.model.load import make_model
 from tests.helpers import raised_issues
 from tests.runs_to_export import LABELS
 

@@ -12,7 +12,7 @@ import torch
 
 from bert_dp.measure import disk, matmul_peak, profile_step
 from bert_dp.measure.profile_step import lone_trainer
-from bert_dp.model import build
+from bert_dp.model.load import is_compiled
 from bert_dp.training import checkpoint
 from tests.helpers import TINY_MODEL, make_config
 from tests.tensors import CPU
@@ -117,4 +117,4 @@ def test_a_step_taken_apart(shards: Path, tmp_path: Path) -> None:
 )
 def test_auto_compiles_on_a_gpu(settings: str, compiled: tuple[str, ...]) -> None:
     config = make_config(*settings.split())
-    assert tuple(device for device in ("cpu", "cuda") if build.is_compiled(config, device)) == compiled
+    assert tuple(device for device in ("cpu", "cuda") if is_compiled(config, device)) == compiled

@@ -15,7 +15,7 @@ from launcher.plan import budget, fit
 from launcher.plan.budget import BudgetOptions, plan_budget, sourced_values
 from launcher.plan.frontier import Frontier
 from launcher.plan.gpu_speed import gpu_rate, recorded_rate
-from launcher.report.numbers import format_si
+from launcher.report.formats import format_si
 from tests.e2e.cli import here
 from tests.unit.test_budget import BASE, LAW, own_fit
 

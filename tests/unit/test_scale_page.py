@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from launcher import results
-from launcher.report.numbers import format_percent, format_si
+from launcher.report.formats import format_percent, format_si
 from launcher.report.page import Line, Report
 from launcher.scale import models
 from launcher.scale.analyze import diagnose

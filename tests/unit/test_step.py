@@ -20,8 +20,8 @@ from bert_dp.config import OptimConfig
 from bert_dp.data.stream import random_batch
 from bert_dp.measure.profile_step import ALONE, lone_trainer
 from bert_dp.model.bert import build_model
-from bert_dp.model.build import first_state
 from bert_dp.model.interface import Model
+from bert_dp.model.load import first_state
 from bert_dp.optim import make_optimizer
 from bert_dp.parallel import Engine, State, deepspeed, make_engine, single
 from bert_dp.parallel.base import ShardedSums, clip_and_step

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from bert_dp.config import ModelConfig, OptimConfig
 from bert_dp.model.bert import IGNORE, CrammedBert, TiedEmbedding, build_model
-from bert_dp.model.build import recompute_blocks
+from bert_dp.model.load import recompute_blocks
 from bert_dp.optim import make_optimizer, set_lr
 from bert_dp.parallel import zero1
 from bert_dp.parallel.base import RankGrid, clip_and_step
