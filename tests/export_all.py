@@ -122,7 +122,9 @@ def write_record(results: Sequence[dict[str, Any]], path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--transformers4", type=os.path.abspath, metavar="PYTHON", help="interpreter with transformers 4.57")
+    parser.add_argument(
+        "--transformers4", type=os.path.abspath, metavar="PYTHON", help="interpreter with transformers 4.57"
+    )
     parser.add_argument("--only", metavar="CONFIG", action="append", help="this model; repeatable")
     parser.add_argument("--format", choices=FORMATS, action="append", help="this format; repeatable")
     parser.add_argument("--out", type=Path, default=ROOT / ".export", help="default: .export")
