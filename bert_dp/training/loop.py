@@ -260,7 +260,7 @@ def _finish(trainer: Trainer, state: TrainState, clock: SharedClock, stop: Stop)
     if not stop:
         precision, skipped = trainer.precision.name, state.skipped_steps
         nothing = metrics.nothing_learned(trainer.config, precision, skipped, state.step)
-        state.request_abort(nothing, "not_finite")
+        state.request_abort(nothing, "not_finite" if state.step else "error")
     is_due = not (stop or state.abort_reason or state.step == state.evaluated_step)
     unsaved = save(trainer, state, clock.spent_s(), wait=True) if is_due else None
     if is_due:  # after the save: an error here must not cost the run

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bert_dp.config import BatchLayout, Config
+from bert_dp.config import METERED, BatchLayout, Config
 from bert_dp.files.models import STRAGGLER_RATIO
 from bert_dp.training.checkpoint import TrainState
 from bert_dp.training.devices import alloc_retries, peak_memory_gib, synchronize
@@ -329,7 +329,9 @@ def too_many_skipped(config: Config, precision: str, in_a_row: int, step: int, l
 
 
 def nothing_learned(config: Config, precision: str, skipped: int, step: int) -> str | None:
-    """Return the reason that a run has failed whose every step was skipped."""
+    """Return why a run has failed that took no step, or skipped every one; None for others."""
+    if not step and (unit := config.schedule.unit) in METERED:
+        return f"schedule.{unit}: set-up and the reserve for the end spend it before the first step; raise it"
     if not step or skipped < step:
         return None
     return (

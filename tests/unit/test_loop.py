@@ -354,6 +354,18 @@ def test_a_budget_in_dollars_or_kwh_ends_within_two_steps_of_the_sum(
     assert progress[-1] >= 1 - 5 / 218
 
 
+def test_a_budget_that_set_up_spends_is_a_failure(
+    tmp_path: Path, train_here: TrainHere, clock: Clock
+) -> None:
+    run, schedule = {"price_per_device_hour": 3600.0}, {"dollars": 20.0}
+    ledger = Ledger(tmp_path, 1, RunConfig(**run), now=clock.read)
+    clock.now += 15.0
+    ledger.update()
+    spending = Spending(tmp_path, "dollars", 20.0, end_s=10.0)
+    _, state, result = train_here(spending=spending, run=run, schedule=schedule)
+    assert (state.step, result.failure.kind) == (0, "error")
+
+
 def test_the_heartbeat_says_what_a_rank_does_between_steps(tmp_path: Path, train_here: TrainHere) -> None:
     """A hang is told, and waited for, by it."""
     phases: list[Any] = []
