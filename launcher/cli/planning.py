@@ -92,7 +92,8 @@ def plan_fit(
 
     if design is not None:
         if tokens_per_s is None:
-            raise ConfigError([Issue("--tokens-per-s", "missing", "not given", None, "--design")])
+            message, hint = "is needed for --design", "give the speed of --config on this machine"
+            raise ConfigError([Issue("--tokens-per-s", "missing", message, None, "--design", hint)])
         directory = out.with_suffix("") if out.suffix else out
         for path in fit.design(budget.base_config(config), design, tokens_per_s, directory):
             typer.echo(f"bert-dp train {path}")

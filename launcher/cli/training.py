@@ -53,7 +53,7 @@ def train(
             [Issue("--profile-ranks", "no_effect", "records nothing without --profile FIRST:END")]
         )
     if gpu is not None and not dry_run:
-        message = "names GPUs that are not there"
+        message = "goes with --dry-run: it names GPUs that are not there"
         raise ConfigError([Issue("--gpu", "no_effect", message, gpu, "--dry-run", "add --dry-run")])
     plan = None if profile is None else parse_profile(profile, profile_ranks or "0")
     overrides = settings

@@ -135,7 +135,7 @@ class Costs:
     notes: Mapping[str, tuple[Origin, str]] = dataclasses.field(default_factory=dict)
     """Origin and source of `dollars`, `kwh` and `co2_kg`."""
 
-    def hours(self, unit: Unit, amount: float) -> float:
+    def hours(self, unit: str, amount: float) -> float:
         """Convert a budget into hours. Raises ConfigError where the price or the power is missing."""
         per_hour = self.per_hour(unit)
         if per_hour is None:
@@ -144,7 +144,7 @@ class Costs:
             raise ConfigError([Issue(option, "missing", message, None, f"--{unit}")])
         return amount / per_hour
 
-    def per_hour(self, unit: Unit) -> float | None:
+    def per_hour(self, unit: str) -> float | None:
         """Return the hours, dollars or kWh of an hour of all devices."""
         if unit == "hours":
             return 1.0

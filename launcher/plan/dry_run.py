@@ -6,12 +6,13 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from bert_dp.config import ConfigError, Issue
+from bert_dp.config import CLOCKED, ConfigError, Issue
 from bert_dp.cost import peak_flops
 from launcher.job import Job
 from launcher.log import PLAIN, show
 from launcher.machine.environment import Gpu
 from launcher.plan import gpu_speed
+from launcher.plan.budget import Costs
 from launcher.plan.scaling import unknown_issues
 from launcher.plan.step_model import hardware
 from launcher.report.formats import format_duration, format_si, format_step_time
@@ -66,7 +67,10 @@ def print_speed(job: Job, gpu: str, console: Console) -> None:
     ]
     # of a budget in steps the batch ramp is not taken off
     steps, whole = expected_steps(config) or 0, config.batch.global_size * config.data.sequence_length
-    if (hours := config.schedule.hours) is not None:
+    if (unit := config.schedule.unit) in CLOCKED:
+        run, watts = config.run, float(hardware()["gpus"][gpu]["watts"])
+        costs = Costs(count, run.price_per_device_hour, run.watts_per_device or watts, run.pue)
+        hours = costs.hours(unit, getattr(config.schedule, unit))
         lines.append(f"reach   {between(row.tokens_per_s * hours * 3600, tokens_text)} in {hours:g} h")
     elif tokens := config.schedule.tokens or steps * whole:
         lines.append(f"time    {between(tokens / row.tokens_per_s, format_duration)} of training")

@@ -169,6 +169,8 @@ def recorded_rate(path: Path, config: Config, precision: str, ranks: int) -> Rat
     for a record of another model, sequence length, precision or number of devices."""
     model: ModelConfig | StepProfile | None
     length: int | None
+    if not path.exists():
+        raise ConfigError([Issue("--from", "not_found", f"{path} does not exist", str(path))])
     if path.is_dir():
         summary = results.read(path / "summary.json", Summary)
         trained = load_config(path / "config.yaml")

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from bert_dp.config import ConfigError, Issue
 from launcher.plan.frontier import MIN_BUDGETS, MIN_RUNS, CompletedRun, Frontier, LossLaw
+from launcher.report.formats import count_of
 
 Floats = NDArray[np.float64]
 
@@ -32,7 +33,8 @@ def fit(runs: Sequence[CompletedRun], seed: int = 0, draws: int = DRAWS) -> Fron
     """Fit the law and its resampled copies. Raises ConfigError for too few runs or budgets."""
     budgets = sorted({run.budget_flops for run in runs})
     if len(runs) < MIN_RUNS or len(budgets) < MIN_BUDGETS:
-        message = f"{len(runs)} runs of {len(budgets)} budgets; a fit needs {MIN_RUNS} of {MIN_BUDGETS}"
+        counts = f"{count_of(len(runs), 'run')} of {count_of(len(budgets), 'budget')}"
+        message = f"{counts}; a fit needs {MIN_RUNS} runs of {MIN_BUDGETS} budgets"
         raise ConfigError([Issue("RUNS", "missing", message, len(runs))])
     flops = float(np.median([run.budget_flops / (run.parameters * run.tokens) for run in runs]))
     best, *others = _minima(runs, flops)

@@ -264,11 +264,12 @@ def _option_issues(source: PlanSource, spec: PlanSpec) -> list[Issue]:
 
 
 def unknown_issues(setting: str, value: str | None, names: Collection[str]) -> list[Issue]:
-    """Find whether a name is unknown; the hint is the nearest one."""
+    """Find whether a name is unknown; the hint names those that begin with it, or the nearest one."""
     if value is None or value in names:
         return []
-    close = difflib.get_close_matches(value, names, n=1, cutoff=0.4)
-    hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(names)}"
+    close = [name for name in names if name.lower().startswith(value.lower())]
+    close = close or difflib.get_close_matches(value, names, n=1, cutoff=0.4)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"use one of {', '.join(names)}"
     return [Issue(setting, "unknown", f"{value!r} is not known", value, hint=hint)]
 
 
