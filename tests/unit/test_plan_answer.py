@@ -313,7 +313,7 @@ def test_a_dry_run_of_tokens_has_a_time_and_auto_precision_follows_the_gpu(tmp_p
 
 def test_a_dry_run_of_dollars_reaches_what_their_hours_do(tmp_path: Path) -> None:
     dollars = ("schedule.hours=null", "schedule.dollars=80", "run.price_per_device_hour=2.5")
-    done = here(*DRY, *dollars, "--gpu", H100, "--nproc", "4", cwd=tmp_path)
+    done = here(*DRY, *dollars, "batch.micro_size=256", "--gpu", H100, "--nproc", "4", cwd=tmp_path)
     lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
     rate = gpu_rate(BASE, H100, 4, "nvswitch4", "bf16").tokens_per_s
     assert lines["reach"].startswith(format_si(rate * 8 * 3600, "tokens"))
