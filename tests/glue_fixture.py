@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import hashlib
 import json
 import math
@@ -120,14 +121,14 @@ def scores_of(task: PreparedTask, value: float) -> dict[str, float | None]:
     return {f"{split}/{metric}": value for split in splits for metric in task.manifest.metrics}
 
 
-class WritingRunner(Runner):
+class WritingRunner(Runner, abc.ABC):
     """Ends every trial at once with the records that `write` leaves; `limit` trials, then a Ctrl-C."""
 
     def __init__(self, out: Path, limit: float = math.inf):
         self.out, self.limit, self.slots, self.ran = out, limit, [Slot()], list[Trial]()
 
-    def write(self, trial: Trial) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def write(self, trial: Trial) -> None: ...
 
     def run(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, TrialOutcome]]:
         for trial in reversed([*trials]):  # they may end in any order

@@ -17,7 +17,7 @@ from bert_dp.training import distributed
 
 
 def share_device() -> None:
-    """In a rank's process: use gloo on GPUs too, and accept ranks on one GPU."""
+    """Patch a rank's process: gloo on GPUs too, and several ranks on one GPU."""
     plain = torch.distributed.init_process_group
 
     def init(backend: str, *, device_id: Any = None, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Read config.json of an encoder in the format of transformers as our settings of the model."""
+"""Translate config.json of an encoder of transformers into our settings of the model."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def read_hf(directory: Path) -> HfEncoder:
             raise ValueError("no object")
     family = settings.get("model_type")
     if family not in FAMILIES:
-        reason = "its table of tokens holds the norm behind it" if family == "eurobert" else "not supported"
+        reason = "its norm is folded into the token embedding" if family == "eurobert" else "not supported"
         message = f"{directory}: model_type is {family!r:.80}: {reason}; supported are {', '.join(FAMILIES)}"
         raise ConfigError([Issue("run.init_from", "unsupported", message, family)])
     try:
@@ -189,7 +189,7 @@ def _layer_kinds(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _global_every(kinds: list[str]) -> int:
-    """Return the distance of global layers, of which the first layer is one."""
+    """Return the distance between global layers; the first layer is global."""
     return kinds.index("full_attention", 1) if "full_attention" in kinds[1:] else len(kinds)
 
 
@@ -197,19 +197,20 @@ def _unsupported(settings: Mapping[str, Any], is_modern: bool) -> Iterator[str]:
     """Yield what our model does not compute."""
     for name, only in FIXED.items():
         if (value := settings.get(name, only)) != only:
-            yield f"{name} is {value!r:.80}, and our models have {only} alone"
+            yield f"{name} is {value!r:.80}, our models support only {only}"
     if not is_modern:
         return
     if settings.get("mlp_bias", False) != settings.get("attention_bias", False):
-        yield "mlp_bias is not attention_bias, and ours are one setting"
+        yield "mlp_bias differs from attention_bias; our model has one setting for both"
     kinds = _layer_kinds(settings)
     if "sliding_attention" in kinds:
         every = _global_every(kinds)
         if any((kind == "sliding_attention") != (i % every > 0) for i, kind in enumerate(kinds)):
-            yield "layer_types has global layers at no fixed distance from the first"
+            yield "layer_types: the global layers are not evenly spaced"
     for kind, rope in (settings.get("rope_parameters") or {}).items():
         if (rope or {}).get("rope_type", "default") != "default":
-            yield f"rope_parameters.{kind} has rope_type {rope['rope_type']!r:.80}, and ours is default"
+            found = f"{rope['rope_type']!r:.80}"
+            yield f"rope_parameters.{kind} has rope_type {found}; our model supports only default"
 
 
 def hf_issues(directory: Path, config: Config) -> list[Issue]:
@@ -227,7 +228,9 @@ def hf_issues(directory: Path, config: Config) -> list[Issue]:
             hint = "leave it out: it follows from config.json"
             issues.append(Issue(f"model.{name}", "conflict", message, ours, "run.init_from", hint))
     if not own_head and encoder.head_bias != config.model.bias:
-        message = f"{directory}: classifier_bias is not attention_bias, and ours are one setting"
+        message = (
+            f"{directory}: classifier_bias differs from attention_bias; our model has one setting for both"
+        )
         issues.append(Issue("run.init_from", "unsupported", message, str(directory)))
     if config.run.init_keeps == "moments":
         message = f"moments, but {directory} holds weights alone"

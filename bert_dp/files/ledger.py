@@ -1,7 +1,7 @@
 """Count what a run spends in seconds, dollars and energy over all its starts: ledger.json. Torch-free.
 
 The launcher, or without one rank 0, writes it every EVERY_S, so a start that was killed has counted too. Rank
-0 reads its sums, and its rates, by which they go on to any moment.
+0 reads its sums and rates, and extrapolates them to the present.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ class Spending:
         self._spent_s = self._read_s = -math.inf
 
     def share(self, at_s: float) -> float:
-        """Return the share at a moment of time.monotonic(). Raises OSError if the ledger does not tell."""
+        """Return the share at a moment of time.monotonic(). Raises OSError if the ledger cannot be read."""
         if at_s - self._read_s >= EVERY_S:
             with contextlib.suppress(ConfigError):  # a file server does not answer: the last rate goes on
                 ledger, self._read_s = read_ledger(self._run_dir), at_s

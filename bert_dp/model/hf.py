@@ -1,4 +1,4 @@
-"""Names of tensors in classes of transformers, and the weights that a run begins with from there.
+"""Map tensor names of transformers to ours, and load the weights that a run begins with.
 
 ModernBERT has our names. BERT, RoBERTa and RobertaPreLayerNorm share theirs but for the front, the head and
 where the norms stand. Axes as in bert_dp.model.bert.
@@ -31,13 +31,13 @@ NORMS = {
     "post": (("attention.output.LayerNorm", "attn_norm"), ("output.LayerNorm", "mlp_norm")),
 }
 DROPPED = ("pooler.", "classifier.", "cls.seq_relationship.", "qa_outputs.")
-"""Beginnings of the names of heads that no run begins with."""
+"""Prefixes of the names of heads that are not loaded."""
 NOT_STORED = ("position_ids", "token_type_ids", "decoder.weight", "decoder.bias")
-"""Ends of the names of buffers, and of a tied decoder, which is the table and its bias."""
+"""Suffixes of the names of buffers, and of a tied decoder, which is the embedding and its bias."""
 
 
 def embedding_names() -> Names:
-    """Yield the names of BERT's tables, and of the norm behind them."""
+    """Yield the names of BERT's embedding tables and of the norm after them."""
     yield "embeddings.word_embeddings", "model.embeddings.tok_embeddings"
     yield "embeddings.token_type_embeddings", "model.embeddings.token_type_embeddings"
     yield "embeddings.position_embeddings", "model.embeddings.position_embeddings"
@@ -157,7 +157,7 @@ def from_bert(
     dropped += [name for name in left if name.startswith(heads) and not name.endswith(NOT_STORED)]
     surplus = [name for name in left if not name.startswith(heads) and not name.endswith(NOT_STORED)]
     lines = [f"has no {', '.join(missing)}"] if missing else []
-    lines += [f"has {', '.join(surplus)}, which {family} has not"] if surplus else []
+    lines += [f"has {', '.join(surplus)}, which {family} does not have"] if surplus else []
     if lines:
         raise ConfigError(
             [Issue("run.init_from", "conflict", f"{WEIGHTS} {line[:400]}", WEIGHTS) for line in lines]
