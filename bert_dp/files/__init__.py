@@ -11,6 +11,7 @@ from bert_dp.files.heartbeat_layout import (
 )
 from bert_dp.files.io import (
     CONTROL,
+    HEARTBEATS,
     INIT_FILE,
     LAUNCHER_PID,
     LAUNCHER_START,

@@ -41,8 +41,9 @@ BEAT_SLOTS = {field.name: i for i, field in enumerate(dataclasses.fields(Heartbe
 BEAT_BYTES = 8 * len(BEAT_SLOTS)
 
 
-def heartbeat_path(run_dir: Path, rank: int) -> Path:
-    return run_dir / "heartbeats" / f"rank-{rank}"
+def heartbeat_path(run_dir: Path, rank: int, folder: str | Path | None = None) -> Path:
+    """Return the file of a rank; `folder`: where the heartbeats of a run over several nodes are."""
+    return Path(folder or run_dir / "heartbeats") / f"rank-{rank}"
 
 
 def read_heartbeat(path: Path) -> Heartbeat | None:

@@ -100,6 +100,7 @@ def without_folders(word: str) -> str:
 
 # environment variables by which the launcher tells its workers what a user-started worker does without
 INIT_FILE = "BERT_DP_INIT_FILE"  # a file to meet in; without it env:// (MASTER_ADDR, MASTER_PORT)
+HEARTBEATS = "BERT_DP_HEARTBEATS"  # folder of the heartbeats, on a disk of this node; default: in the run
 LOG_DIR = "BERT_DP_LOG_DIR"  # where rank-N.log and rank-N.error.json go
 STARTED_AGAIN = "-- started again --"  # a line of rank-N.log
 LAUNCHER_PID = "BERT_DP_LAUNCHER_PID"

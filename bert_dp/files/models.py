@@ -24,14 +24,15 @@ FailureKind = Literal[
     "peer_gone",
     "hang",
     "killed",
+    "node_lost",
     "stopped",
     "no_cause",
     "error",
 ]
 """What ended a run: a configuration or file that cannot be used; too little memory of the device or of the
 host; a disk that is full or broken; gradients that are not finite; another rank that went first; no progress;
-a signal that killed a rank; a signal to stop, before the next checkpoint; an exit that left no cause; any
-other exception."""
+a signal that killed a rank; a node that is not heard of any more; a signal to stop, before the next
+checkpoint; an exit that left no cause; any other exception."""
 
 RunStatus = Literal["done", "stopped", "failed"]
 """stopped: by a signal, after a checkpoint."""
@@ -108,6 +109,8 @@ class Failure(StoredFile):
     """`TypeOfTheException: message`, or how the process ended."""
     rank: int | None = None
     """The first rank that failed; null if no rank recorded an error."""
+    node: str | None = None
+    """Number and host of the rank's node in a run over several."""
     time_ns: int = 0
     """CLOCK_MONOTONIC: one clock for all processes of a machine."""
     error_type: str | None = None
@@ -137,7 +140,9 @@ class Failure(StoredFile):
 
     def headline(self) -> str:
         """Return the message with the rank that it is of."""
-        return self.message if self.rank is None else f"rank {self.rank}: {self.message}"
+        if self.rank is None:
+            return self.message
+        return f"rank {self.rank}{f' on {self.node}' if self.node else ''}: {self.message}"
 
 
 STRAGGLER_RATIO = 1.2  # of own work to the others' median, from which on a rank is named

@@ -116,7 +116,8 @@ def run(
         if issues := budget_issues(config, run_dir, []):
             raise ConfigError(issues)
         at_end.enter_context(Ledger(run_dir, world.size, config.run))
-    heartbeat = HeartbeatWriter(files.heartbeat_path(run_dir, world.rank))
+    heartbeats = os.environ.get(files.HEARTBEATS)
+    heartbeat = HeartbeatWriter(files.heartbeat_path(run_dir, world.rank, heartbeats))
     devices.use_device(device, deterministic=config.run.deterministic)
     engine = parallel.engine_name(config.parallel, world.size)
     task = (make_task or tasks.make_task)(config, device)

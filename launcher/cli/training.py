@@ -38,12 +38,26 @@ def train(
     profile_ranks: Annotated[
         str | None, Option(metavar="N,...", help="Ranks that --profile records; default: 0.")
     ] = None,
+    nnodes: Annotated[
+        int | None, Option(min=1, metavar="N", help="Nodes, with one `bert-dp train` on each.")
+    ] = None,
+    node_rank: Annotated[int | None, Option(metavar="K", help="Number of this node; from 0.")] = None,
+    rendezvous: Annotated[str | None, Option(metavar="HOST:PORT", help="An address of node 0.")] = None,
+    interface: Annotated[
+        str | None, Option(metavar="IF", help="Network interface; default: that of the route to HOST.")
+    ] = None,
 ) -> int:
-    """Pretrain; by default two minutes on built-in text."""
+    """Pretrain; by default two minutes on built-in text.
+
+    Over several nodes --nnodes, --node-rank and --rendezvous follow from Slurm's, Kubeflow's and SkyPilot's
+    variables.
+    """
     from launcher import job
     from launcher.run import restarts, train
+    from launcher.run.nodes import find_place
 
     config, settings = opt.split_words(words, set_)
+    place = find_place(nnodes, node_rank, rendezvous, interface)
     if elastic and not max_restarts:
         raise ConfigError(
             [Issue("--elastic", "no_effect", "no restart is allowed", hint="add --max-restarts K")]
@@ -58,6 +72,9 @@ def train(
     plan = None if profile is None else parse_profile(profile, profile_ranks or "0")
     overrides = settings
     if micro_is_auto(job.find_config(config, run_dir), settings):
+        if place is not None:
+            message, hint = "auto is searched on one node", "run `bert-dp tune batch` first"
+            raise ConfigError([Issue("batch.micro_size", "unsupported", message, "auto", "--nnodes", hint)])
         from launcher.tune.batch import resolve_auto_batch
 
         overrides, failed = resolve_auto_batch(
@@ -90,6 +107,7 @@ def train(
         policy=restarts.Policy(max_restarts, elastic),
         force=force or searched,
         profile=plan,
+        place=place,
     )
     if gpu is not None and code == 0:
         absent.print_speed(loaded, gpu, opt.console())

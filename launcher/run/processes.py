@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -22,13 +23,15 @@ from bert_dp.files.models import Failure, Summary
 from launcher import results
 from launcher.children import describe_exit_code, reaper
 from launcher.log import Log, print_error
-from launcher.run.starters import WORKER, start_command, start_environment
+from launcher.run.peers import Coordinator, Member
+from launcher.run.starters import WORKER, RankStart, start_command, start_environment
 from launcher.watch import failure
 from launcher.watch.failure import MemoryWatch, RankExit
 from launcher.watch.hangs import Watch
 
 POLL_S = 0.2
 KILL_AFTER_FAILURE_S, SAVE_AFTER_FAILURE_S = 5.0, 25.0  # torchrun itself kills after 30
+MAX_SENT = 16_384  # characters of a log's end that another node gets
 KILLED_S, KILLED_POLL_S = 10.0, 0.01  # that the end of a killed process may take
 ONE_STOP_S = 0.5  # signals this near to the first are the same stop: terminals and `timeout` send several
 
@@ -67,6 +70,36 @@ def stop_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
+@dataclasses.dataclass(frozen=True)
+class RanksEnded:
+    """Describe the end of the ranks of this node."""
+
+    code: int
+    """Of the launcher's process."""
+    said: str
+    """The end of its output, without secrets."""
+    log: Path
+    """The file that has it."""
+    errors: list[Failure]
+    """What the ranks recorded."""
+    exits: list[RankExit]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields for node 0, with the ends of the logs: its view of them may be stale."""
+
+        def log_of(rank: int | None) -> str:
+            return failure.read_end(self.log.with_name(f"rank-{rank}.log"))[-MAX_SENT:]
+
+        errors = [e.model_copy(update={"log_tail": failure.tail_of(log_of(e.rank))}) for e in self.errors]
+        return {
+            "code": self.code,
+            "said": self.said[-MAX_SENT:],
+            "errors": [results.plain(error) for error in errors],
+            "exits": [[e.rank, e.code, e.time_ns, log_of(e.rank)] for e in self.exits],
+            "now_ns": time.monotonic_ns(),
+        }
+
+
 def run(
     run_dir: Path,
     nproc: int,
@@ -80,6 +113,7 @@ def run(
     watch: Watch | None = None,
     cores: Collection[int] | None = None,
     options: Sequence[str] = (),
+    nodes: Coordinator | None = None,
 ) -> RunOutcome:
     """Train RUN/config.yaml on `nproc` ranks of this node, started by `launcher`, and return how it ended.
 
@@ -87,73 +121,119 @@ def run(
     `log` and passed to every worker, which checkpoints at its next step and ends; the second, or `grace_s`
     seconds, kills. No process of the run is left, however it ends. Completes summary.json, or writes it when
     the workers could not. `watch` may end a hung run. The workers share `cores`, by default all that we may
-    use. `options`: further options of each worker.
+    use. `options`: further options of each worker. `nodes`: the launchers of the other nodes, which start
+    their ranks of the run.
     """
     logs = run_dir / "logs"
     logs.mkdir(exist_ok=True)
     of_ranks = (*logs.glob("rank-*.error.json"), *run_dir.glob("heartbeats/rank-*"))
     for stale in (*of_ranks, run_dir / "summary.json"):
         stale.unlink(missing_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix="bert-dp-"))
-    worker = [str(run_dir / "config.yaml"), "--resume", resume, *options]
-    launcher_log = logs / f"{launcher}.log"
+    start = RankStart(nproc, ["--resume", resume, *options], launcher, on_gpu, grace_s, cores)
     memory = MemoryWatch()
     with stop_signals() as pending:  # until all is written: one that comes last must not cost the summary
-        try:
-            with reaper(scratch):
-                with launcher_log.open("ab", buffering=0) as output, confined(cores):
-                    if output.tell():
-                        output.write(f"{files.STARTED_AGAIN}\n".encode())
-                    environ = start_environment(  # counts the cores of the ranks
-                        launcher, run_dir, scratch, nproc, on_gpu=on_gpu, grace_s=grace_s
-                    )
-                    process = subprocess.Popen(
-                        start_command(launcher, nproc, scratch, worker),
-                        env=environ,
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=output,
-                        start_new_session=True,  # a terminal's Ctrl-C is ours to pass on
-                    )
-                workers = Workers(process, nproc)
-                try:
-                    hang = _follow(process, workers, run_dir, pending, on_poll, log, grace_s, memory, watch)
-                finally:
-                    kill_tree(process, workers)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-        secrets = files.secret_values(os.environ)
-        launcher_said = files.hide(failure.read_end(launcher_log), secrets)  # summary.json quotes it
+        if nodes is not None:
+            start = nodes.begin(start, (run_dir / "config.yaml").read_text(encoding="utf-8"))
+        ended = run_ranks(run_dir, start, pending, log, memory, on_poll=on_poll, watch=watch, peers=nodes)
+        errors, exits = ended.errors, ended.exits
+        if nodes is not None:
+            theirs, their_exits = nodes.collect(failed=ended.code != 0)
+            errors, exits = [*errors, *theirs], [*exits, *their_exits]
         hung = watch.hang if watch is not None else None
         place = f" at {hung.where}" if hung and hung.where else ""
         unknown = Failure(
             kind="no_cause",
-            message=f"{launcher}: {describe_exit_code(process.returncode, 'and no summary')}",
-            log=str(launcher_log),
-            log_tail=failure.tail_of(launcher_said),
+            message=f"{launcher}: {describe_exit_code(ended.code, 'and no summary')}",
+            log=str(ended.log),
+            log_tail=failure.tail_of(ended.said),
             explanation=[f"no progress: {hung.headline()}{place}; stacks in hang.txt"] if hung else [],
         )
-        cause = failure.decide_cause(logs, launcher_said, workers.exits, unknown, hang=hang)
+        hang = hung if watch is not None and watch.ends else None
+        cause = failure.decide_cause(logs, ended.said, exits, unknown, hang=hang, errors=errors)
+        if nodes is not None:
+            cause = nodes.blame(cause)
         if cause is not None:
             cause = failure.explain(cause, run_dir, nproc, memory.facts())
         return _result(run_dir, cause, unknown, pending)
+
+
+def run_ranks(
+    run_dir: Path,
+    start: RankStart,
+    pending: list[int],
+    log: Log,
+    memory: MemoryWatch,
+    *,
+    on_poll: Callable[[], None] = lambda: None,
+    watch: Watch | None = None,
+    peers: Coordinator | Member | None = None,
+) -> RanksEnded:
+    """Start the ranks of this node, follow them to their end, and leave no process of theirs. `pending`:
+    stop signals, as they come."""
+    node, logs = start.node, run_dir / "logs"
+    scratch = Path(tempfile.mkdtemp(prefix="bert-dp-"))
+    worker = [str(run_dir / "config.yaml"), *start.worker]
+    launcher_log = logs / f"{start.launcher}.log"
+    if node is not None:
+        (scratch / "config.yaml").write_text(node.config, encoding="utf-8")
+        worker = [str(scratch / "config.yaml"), "--run-dir", str(run_dir), *start.worker]
+        launcher_log = logs / f"{start.launcher}-node-{node.place.rank}.log"
+    try:
+        with reaper(scratch):
+            with launcher_log.open("ab", buffering=0) as output, confined(start.cores):
+                if output.tell():
+                    output.write(f"{files.STARTED_AGAIN}\n".encode())
+                environ = start_environment(  # counts the cores of the ranks
+                    start.launcher,
+                    run_dir,
+                    scratch,
+                    start.nproc,
+                    on_gpu=start.on_gpu,
+                    grace_s=start.grace_s,
+                    node=node,
+                )
+                store = node.store if node else None
+                process = subprocess.Popen(
+                    start_command(start.launcher, start.nproc, scratch, worker, node),
+                    env=environ,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,  # a terminal's Ctrl-C is ours to pass on
+                    pass_fds=[store.fileno()] if store else [],
+                )
+                if store is not None:
+                    store.close()
+            workers = Workers(process, start.nproc)
+            try:
+                _follow(process, workers, run_dir, start, pending, on_poll, log, memory, watch, peers)
+            finally:
+                kill_tree(process, workers)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    said = files.hide(
+        failure.read_end(launcher_log), files.secret_values(os.environ)
+    )  # summary.json quotes it
+    errors = failure.recorded_errors(logs, start.ranks)
+    return RanksEnded(process.returncode, said, launcher_log, errors, workers.exits)
 
 
 def _follow(
     process: subprocess.Popen[bytes],
     workers: Workers,
     run_dir: Path,
+    start: RankStart,
     pending: list[int],
     on_poll: Callable[[], None],
     log: Log,
-    grace_s: float,
     memory: MemoryWatch,
     watch: Watch | None,
-) -> Failure | None:
+    peers: Coordinator | Member | None,
+) -> None:
     """Follow the ranks until the launcher ends, a second signal comes, or the time to stop is over.
 
     A batch system may signal every process of a job, and deepspeed's runner ends at once on it: its workers
-    then still have their time to save. Returns the hang for which the run is ended.
+    then still have their time to save.
     """
     signalled: set[psutil.Process] = set()
     deadline: float | None = None
@@ -164,39 +244,47 @@ def _follow(
         if ended is not None and not pending:
             pending.append(-ended)
         if len(pending) >= 2:
-            return None
+            return
+        if peers is not None:
+            order = peers.exchange(failed, pending[0] if pending else 0)
+            failed = failed or order.failed
+            if order.signal and not pending:
+                pending.append(order.signal)
+            if order.over:
+                return
         if pending:
             if deadline is None:
                 name = signal.Signals(pending[0]).name
                 log(f"{name}: stopping; the ranks save after their step. A second signal ends them at once")
-            deadline = deadline or time.monotonic() + grace_s
+            deadline = deadline or time.monotonic() + start.grace_s
             for worker in set(workers.present()) - signalled:  # one may have started after the signal came
                 signalled.add(worker)
                 send(worker, pending[0])
-        failed = failed or _has_failed(run_dir, workers)
+        failed = failed or _has_failed(run_dir, workers, start)
         if deadline is None and failed:
             failed_s = time.monotonic()
             deadline, last_s = failed_s + KILL_AFTER_FAILURE_S, failed_s + SAVE_AFTER_FAILURE_S
         is_over = deadline is not None and (now := time.monotonic()) > deadline
         if is_over and (now > last_s or _unfinished(run_dir) <= left_behind):
-            return None
+            return
         if not failed:  # else the cause is shown first
             on_poll()
-        if watch is not None and (deadline is None or pending) and (hang := watch.poll(workers.by_rank())):
-            return hang
+        if watch is not None and (deadline is None or pending) and watch.poll(workers.by_rank()):
+            return
         memory.sample(workers.by_rank())
         workers.wait(POLL_S)
-    if not _has_failed(run_dir, workers):
+    if not failed and not _has_failed(run_dir, workers, start):
         on_poll()
-    return None
 
 
-def _has_failed(run_dir: Path, workers: Workers) -> bool:
+def _has_failed(run_dir: Path, workers: Workers, start: RankStart) -> bool:
     """Return whether a rank has recorded an error, or has ended before the summary was written. False where
     nothing can be read now, as on a file server that does not answer."""
     with contextlib.suppress(OSError):
-        if any((run_dir / "logs").glob("rank-*.error.json")):
+        if failure.error_files(run_dir / "logs", start.ranks):
             return True
+        if start.node is not None and start.node.place.rank:  # its view of the summary may be stale
+            return any(rank_exit.code for rank_exit in workers.exits)
         return bool(workers.exits) and not (run_dir / "summary.json").exists()
     return False
 

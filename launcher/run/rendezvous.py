@@ -1,31 +1,36 @@
-"""torchrun's rendezvous on a file: no socket on any interface. Entry point `torchrun.handlers: bert-dp-file`.
+"""torchrun's rendezvous without a socket on every interface. Entry point `torchrun.handlers: bert-dp-file`.
 
 torchrun's own backends (c10d, static, etcd) open a TCPStore that listens on every interface, also with
---standalone. One node needs only a place for one agent to keep its keys, so a FileStore serves.
+--standalone. One node needs only a place for one agent to keep its keys, so a FileStore serves; over several
+nodes node 0's agent serves a TCPStore at a socket that the launcher has bound to one address.
 Loaded inside the torchrun process, never by the launcher.
 """
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable
 from typing import Any
+
+ARRIVE = datetime.timedelta(minutes=5)  # for the other agents, whose launchers were all there
 
 
 def handler_factory() -> Callable[[Any], Any]:
     """Return the function RendezvousParameters -> RendezvousHandler; torchrun calls this at its start."""
-    from torch.distributed import FileStore, PrefixStore
+    from torch.distributed import FileStore, PrefixStore, Store, TCPStore
     from torch.distributed.elastic.rendezvous.api import (
         RendezvousHandler,
         RendezvousInfo,
+        RendezvousParameters,
         RendezvousStoreInfo,
     )
 
-    class FileRendezvous(RendezvousHandler):
-        """One agent, one node; `--rdzv-endpoint` is the path of the store file."""
+    class StaticRendezvous(RendezvousHandler):
+        """Each node's number is given. `host`, `port`: MASTER_ADDR and MASTER_PORT of the workers."""
 
-        def __init__(self, path: str, run_id: str):
-            self._store = FileStore(path, 1)
-            self._run_id = run_id
+        def __init__(self, store: Store, run_id: str, node: int, nodes: int, host: str, port: int):
+            self._store, self._run_id = store, run_id
+            self._node, self._nodes, self._info = node, nodes, RendezvousStoreInfo(host, port)
             self._round = 0
 
         def get_backend(self) -> str:
@@ -33,13 +38,12 @@ def handler_factory() -> Callable[[Any], Any]:
 
         @property
         def use_agent_store(self) -> bool:
-            return False  # workers meet in a file of their own
+            return self._info.master_port != 0  # else workers meet in a file of their own
 
         def next_rendezvous(self) -> RendezvousInfo:
             self._round += 1
             store = PrefixStore(f"{self._run_id}/{self._round}", self._store)
-            # MASTER_ADDR / MASTER_PORT of the workers' environment; nothing listens there
-            return RendezvousInfo(store, 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
+            return RendezvousInfo(store, self._node, self._nodes, self._info)
 
         def is_closed(self) -> bool:
             return False
@@ -56,4 +60,21 @@ def handler_factory() -> Callable[[Any], Any]:
         def shutdown(self) -> bool:
             return True
 
-    return lambda params: FileRendezvous(params.endpoint, params.run_id)
+    def make(params: RendezvousParameters) -> StaticRendezvous:
+        """Read `--rdzv-endpoint`: the path of a store file on one node, HOST:PORT of the store over several."""
+        nodes = params.get_as_int("nodes")
+        if nodes is None:  # nothing listens at port 0
+            return StaticRendezvous(FileStore(params.endpoint, 1), params.run_id, 0, 1, "127.0.0.1", 0)
+        node, bound = params.get_as_int("node"), params.get_as_int("socket")
+        host, _, port = params.endpoint.rpartition(":")
+        store = TCPStore(
+            host,
+            int(port),
+            is_master=bound is not None,
+            timeout=ARRIVE,
+            wait_for_workers=False,
+            master_listen_fd=bound,
+        )
+        return StaticRendezvous(store, params.run_id, node or 0, nodes, host, int(port))
+
+    return make

@@ -1,4 +1,4 @@
-"""Build the command and environment by which torchrun, accelerate or deepspeed start the workers of one node.
+"""Build the command and environment by which torchrun, accelerate or deepspeed start workers on this node.
 
 Both are complete, so that no file of the user or the machine (accelerate's default configuration, deepspeed's
 hostfile) and no variable of a launcher around us changes what starts.
@@ -6,20 +6,63 @@ hostfile) and no variable of a launcher around us changes what starts.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
+import socket
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from bert_dp.config.errors import install_command
-from bert_dp.files import INIT_FILE, LOG_DIR
+from bert_dp.files import HEARTBEATS, INIT_FILE, LOG_DIR
 from launcher.children import child_environment, kernel_caches, module_command
+from launcher.run.nodes import Place
 
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
 WORKER = "bert_dp.worker"
 RENDEZVOUS = "bert-dp-file"  # ours, see rendezvous.py: torchrun's own listen on every interface
 # what a launcher around us may have left: torchrun's defaults (PET_*), and variables not all three set anew
 FOREIGN = ("PET_", "TORCHELASTIC_", "ACCELERATE_", "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeStart:
+    """One node's part in an attempt over several nodes."""
+
+    place: Place
+    attempt: int
+    first_rank: int
+    """Rank in the run of the first one here."""
+    store_port: int
+    """Of the ranks' store, which node 0's torchrun serves."""
+    store: socket.socket | None
+    """Its bound socket; None on other nodes."""
+    config: str
+    """Text of config.yaml: a view of the run directory may be stale."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RankStart:
+    """Describe the start of the ranks of this node."""
+
+    nproc: int
+    """Ranks on this node."""
+    worker: Sequence[str]
+    """Arguments of each worker after its configuration."""
+    launcher: str = "torchrun"
+    on_gpu: bool = False
+    grace_s: float = 300.0
+    cores: Collection[int] | None = None
+    """Cores that the workers share; None = all that we may use."""
+    node: NodeStart | None = None
+    """None = this node is the only one."""
+
+    @property
+    def ranks(self) -> range | None:
+        """Ranks of the run that are started here; None = all."""
+        node = self.node
+        return None if node is None else range(node.first_rank, node.first_rank + self.nproc)
 
 
 def launcher_problem(launcher: str) -> str | None:
@@ -31,24 +74,37 @@ def launcher_problem(launcher: str) -> str | None:
     return None
 
 
-def start_command(launcher: str, nproc: int, scratch: Path, worker: list[str]) -> list[str]:
-    """Build the command that starts `nproc` ranks here. `worker`: arguments of `python -m bert_dp.worker`."""
+def start_command(
+    launcher: str, nproc: int, scratch: Path, worker: list[str], node: NodeStart | None = None
+) -> list[str]:
+    """Build the command that starts `nproc` ranks here. `worker`: arguments of `python -m bert_dp.worker`;
+    `node`: None = this node is the only one."""
     if launcher == "accelerate":
         return _accelerate(nproc, scratch, worker)
     if launcher == "deepspeed":
         return _deepspeed(nproc, scratch, worker)
     return [
         *module_command("torch.distributed.run"),
-        "--nnodes=1",
+        f"--nnodes={node.place.nodes if node else 1}",
         f"--nproc-per-node={nproc}",
         f"--log-dir={scratch / 'torchrun'}",
         f"--rdzv-backend={RENDEZVOUS}",
-        f"--rdzv-endpoint={scratch / 'agent'}",
-        "--rdzv-id=bert-dp",
+        *_meeting_place(scratch, node),
         "-m",
         WORKER,
         *worker,
     ]
+
+
+def _meeting_place(scratch: Path, node: NodeStart | None) -> list[str]:
+    """Return torchrun's options for rendezvous.py: a file on one node, a bound socket over several."""
+    if node is None:
+        return [f"--rdzv-endpoint={scratch / 'agent'}", "--rdzv-id=bert-dp"]
+    conf = f"node={node.place.rank},nodes={node.place.nodes}"
+    if node.store is not None:
+        conf += f",socket={node.store.fileno()}"
+    endpoint = f"{node.place.address}:{node.store_port}"
+    return [f"--rdzv-endpoint={endpoint}", f"--rdzv-conf={conf}", f"--rdzv-id=bert-dp-{node.attempt}"]
 
 
 def _accelerate(nproc: int, scratch: Path, worker: list[str]) -> list[str]:
@@ -106,9 +162,17 @@ def _deepspeed(nproc: int, scratch: Path, worker: list[str]) -> list[str]:
 
 
 def start_environment(
-    launcher: str, run_dir: Path, scratch: Path, nproc: int, *, on_gpu: bool, grace_s: float
+    launcher: str,
+    run_dir: Path,
+    scratch: Path,
+    nproc: int,
+    *,
+    on_gpu: bool,
+    grace_s: float,
+    node: NodeStart | None = None,
 ) -> dict[str, str]:
-    """Build the workers' environment: a rendezvous file, loopback only, our life to follow, threads per rank.
+    """Build the workers' environment: a rendezvous file and loopback only, or over nodes the node's interface
+    and heartbeats on its own disk; our life to follow, threads per rank.
 
     Every rank keeps its last collectives in memory (torch's flight recorder), as the user has set it. Desync
     debugging stays off: it writes to the store at every collective.
@@ -121,9 +185,8 @@ def start_environment(
         "TORCH_FR_DUMP_TEMP_FILE": str(logs / "nccl-trace-rank-"),
         "OMP_NUM_THREADS": str(max(1, cores // nproc)),
         **{name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)},
-        INIT_FILE: str(scratch / "workers"),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "NCCL_SOCKET_IFNAME": "lo",
+        "GLOO_SOCKET_IFNAME": node.place.interface if node else "lo",
+        "NCCL_SOCKET_IFNAME": f"={node.place.interface}" if node else "lo",  # = is an exact match
         "TORCHELASTIC_LOG_LEVEL": "WARNING",
         # a batch system signals every process of a job: torchrun must not end a rank that still saves
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(grace_s)),
@@ -131,6 +194,10 @@ def start_environment(
         **kernel_caches(),
         LOG_DIR: str(logs),
     }
+    if node is None:
+        environ[INIT_FILE] = str(scratch / "workers")
+    else:
+        environ[HEARTBEATS] = str(scratch / "heartbeats")
     if launcher == "accelerate":  # it has no option for these two; torchrun takes their defaults from here
         environ |= {"PET_RDZV_ENDPOINT": str(scratch / "agent"), "PET_RDZV_ID": "bert-dp"}
     if launcher == "deepspeed" and not on_gpu:

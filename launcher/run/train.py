@@ -45,17 +45,19 @@ from bert_dp.files.ledger import EnergyCounter, Ledger, budget_issues, energy_co
 from bert_dp.files.models import Failure, Summary
 from launcher import results
 from launcher.job import Job, built_data, input_issues, lock_output_dir, place_issues, prepare_data
-from launcher.log import PLAIN, logger, masked_command, show
+from launcher.log import PLAIN, Log, logger, masked_command, show
 from launcher.machine.environment import Environment, precision_of
 from launcher.report.formats import count_of, format_duration, format_gib, format_percent
 from launcher.report.html import write_or_warn
 from launcher.report.page import show_end, show_report
 from launcher.report.run_page import PAGE, of_directories
-from launcher.run import processes, restarts
+from launcher.run import peers, processes, restarts
 from launcher.run.loggers import Loggers
-from launcher.watch import hangs
+from launcher.run.nodes import Place
+from launcher.run.starters import NodeStart, RankStart
+from launcher.watch import failure, hangs
 from launcher.watch.display import Display
-from launcher.watch.failure import card, what_fits
+from launcher.watch.failure import MemoryWatch, card, what_fits
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -79,15 +81,123 @@ def train(
     policy: restarts.Policy = restarts.ONCE,
     force: bool = False,
     profile: ProfilePlan | None = None,
+    place: Place | None = None,
 ) -> int:
     """Train, and return the exit code. Raises ConfigError, before any rank starts, with all issues.
 
-    `force`: start also where the memory is expected not to suffice. `profile`: steps to profile.
+    `force`: start also where the memory is expected not to suffice. `profile`: steps to profile. `place`:
+    this node among several, each of which runs this.
     """
-    run_dir = job.directory(run_dir, "runs")
-    ranks = job.choose_ranks(nproc)
+    directory = job.directory(run_dir, "runs")
+
+    def run(ranks: int, nodes: peers.Coordinator | None = None) -> int:
+        return train_on(
+            job,
+            ranks,
+            directory,
+            resume,
+            dry_run=dry_run,
+            console=console,
+            launcher=launcher,
+            policy=policy,
+            force=force,
+            profile=profile,
+            nodes=nodes,
+        )
+
+    if place is None:
+        return run(job.choose_ranks(nproc))
+    if refused := over_nodes_issues(run_dir, launcher, policy):
+        raise ConfigError(refused)
+    if dry_run:
+        return run(place.nodes * job.choose_ranks(nproc))
+    log = logger(console, as_json=False)
+    if place.rank:
+        return follow_node_0(job, place, nproc, directory, log)
+    if issues := run_dir_issues(directory, job.config, resume):
+        raise ConfigError(issues)
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with peers.coordinating(place, directory, log, job.config.run.hang_after_s) as nodes:
+        nodes.gather(peers.hello_of(job, place, job.choose_ranks(nproc)))
+        code = run(sum(nodes.counts), nodes)
+        nodes.end(code)
+        return code
+
+
+def over_nodes_issues(run_dir: Path | None, launcher: str, policy: restarts.Policy) -> list[Issue]:
+    """Find options that do not go with several nodes."""
+    issues = []
+    if run_dir is None:
+        message, hint = "is needed over several nodes", "name a directory that all of them share"
+        issues.append(Issue("--run-dir", "missing", message, None, "--nnodes", hint))
+    if launcher != "torchrun":
+        message = f"{launcher} is started for one host, and torchrun starts the ranks over several nodes"
+        issues.append(Issue("--launcher", "unsupported", message, launcher, "--nnodes", "use torchrun"))
+    if policy.elastic:
+        message = "a run over several nodes restarts with all of its ranks"
+        issues.append(Issue("--elastic", "unsupported", message, True, "--nnodes", "leave it out"))
+    return issues
+
+
+def follow_node_0(job: Job, place: Place, nproc: str, run_dir: Path, log: Log) -> int:
+    """Run this node's ranks when node 0 says so, and return the exit code of the run. Raises ConfigError."""
+    count, issues = 0, tuple[Issue, ...]()
+    try:
+        count = job.choose_ranks(nproc)
+    except ConfigError as error:
+        issues = error.issues
+    log(
+        f"node {place.rank} of {place.nodes}: joins node 0 at {place.address}:{place.port}, {place.interface}"
+    )
+    member = peers.join(
+        place, run_dir, peers.hello_of(job, place, count, issues), job.config.run.hang_after_s
+    )
+    try:
+        data_hash = read_data(job.config, prepare_data(job.config)).hash
+        member.link.send("data", hash=data_hash, issues=[])
+    except ConfigError as error:
+        member.link.send("data", hash="", issues=[issue.to_json() for issue in error.issues])
+    with processes.stop_signals() as pending:
+        while (order := member.next(lambda: bool(pending))) is not None and order["kind"] == "start":
+            node = NodeStart(
+                place, order["attempt"], order["first_rank"], order["store"], None, order["config"]
+            )
+            start = RankStart(count, order["worker"], on_gpu=job.gpus > 0, node=node)
+            member.begin(node.attempt)
+            (run_dir / "logs").mkdir(exist_ok=True)
+            for stale in failure.error_files(run_dir / "logs", start.ranks):
+                stale.unlink(missing_ok=True)
+            ended = processes.run_ranks(run_dir, start, pending, log, MemoryWatch(), peers=member)
+            member.link.send("ended", **ended.to_json())
+        if order is None:
+            log(f"error: {member.lost() or 'stopped before the run began'}")
+            return 128 + pending[0] if pending else 1
+    member.link.close()
+    if order["issues"]:
+        raise ConfigError([Issue(**issue) for issue in order["issues"]])
+    if order["line"]:
+        log(f"node 0: {order['line']}")
+    return int(order["code"])
+
+
+def train_on(
+    job: Job,
+    ranks: int,
+    run_dir: Path,
+    resume: str,
+    *,
+    dry_run: bool,
+    console: Console,
+    launcher: str,
+    policy: restarts.Policy,
+    force: bool,
+    profile: ProfilePlan | None,
+    nodes: peers.Coordinator | None,
+) -> int:
+    """Train on `ranks` ranks, those of the other nodes included; see `train`."""
     layout = batch_layout(job.config, ranks)
-    counters = energy_counters([gpu.index for gpu in job.machine.gpus[:ranks]] if job.gpus else [])
+    gpus = job.machine.gpus[:ranks] if job.gpus and nodes is None else ()  # counters here miss other nodes
+    counters = energy_counters([gpu.index for gpu in gpus])
     if issues := [*start_issues(job, run_dir, resume), *budget_issues(job.config, run_dir, counters)]:
         raise ConfigError(issues)
     data = built_data(job.config) if dry_run or job.config.data.path else None
@@ -127,6 +237,7 @@ def train(
             console=console,
             policy=policy,
             profile=profile,
+            nodes=nodes,
         )
 
 
@@ -177,6 +288,7 @@ def run_locked(
     console: Console,
     policy: restarts.Policy,
     profile: ProfilePlan | None,
+    nodes: peers.Coordinator | None,
 ) -> int:
     """Run in the locked directory. Nothing in it changes before the last check has passed."""
     log = logger(console, as_json=False)
@@ -186,6 +298,8 @@ def run_locked(
     if job.config.data.path is None:  # else these were said before
         log(f"data: {describe_data(config, manifest)}")
         warn(console, manifest.warnings(config))
+    if nodes is not None:
+        nodes.check_data(manifest.hash)
     if issues := data_issues(run_dir, resume, manifest.hash):
         raise ConfigError(issues)
     if is_complete(run_dir, config, resume):
@@ -215,6 +329,7 @@ def run_locked(
                 on_gpu=job.gpus > 0,
                 watch=watch,
                 options=profile.options(ranks) if profile is not None else (),
+                nodes=nodes,
             )
 
     with ledger:

@@ -66,27 +66,49 @@ class RankExit:
     rank: int
     code: int | None
     time_ns: int
+    log_end: str | None = None
+    """Of a rank on another node; None = its log is read here."""
 
 
 def decide_cause(
-    logs: Path, launcher_said: str, exits: Sequence[RankExit], unknown: Failure, *, hang: Failure | None
+    logs: Path,
+    launcher_said: str,
+    exits: Sequence[RankExit],
+    unknown: Failure,
+    *,
+    hang: Failure | None,
+    errors: Sequence[Failure],
 ) -> Failure | None:
     """Find the cause of a run's end: the hang that it was ended for, else the earliest error of a rank, if
     any. `unknown` has the log of a rank that ended before it opened its own."""
-    cause = hang or first_cause(logs, launcher_said, exits)
+    cause = hang or first_cause(logs, launcher_said, exits, errors)
     if cause is not None and (cause.log is None or not Path(cause.log).exists()):
         cause = cause.model_copy(update={"log": unknown.log, "log_tail": unknown.log_tail})
     return cause
 
 
-def first_cause(logs: Path, launcher_said: str, exits: Sequence[RankExit] = ()) -> Failure | None:
+def error_files(logs: Path, ranks: Sequence[int] | None = None) -> list[Path]:
+    """List the errors that ranks have recorded; `ranks`: only theirs."""
+    if ranks is None:
+        return list(logs.glob("rank-*.error.json"))
+    return [path for rank in ranks if (path := logs / f"rank-{rank}.error.json").exists()]
+
+
+def recorded_errors(logs: Path, ranks: Sequence[int] | None = None) -> list[Failure]:
+    """Read the errors that ranks have recorded; `ranks`: only theirs."""
+    found = (results.find(path, Failure) for path in error_files(logs, ranks))
+    return [error for error in found if error is not None]
+
+
+def first_cause(
+    logs: Path, launcher_said: str, exits: Sequence[RankExit], recorded: Sequence[Failure]
+) -> Failure | None:
     """Find the earliest error that a rank recorded, and complete it with log, consequences and like errors.
 
     A rank that was killed by a signal recorded none: errors of other ranks are its consequences if they came
     later or only say that a peer has gone.
     """
-    recorded = [results.find(path, Failure) for path in logs.glob("rank-*.error.json")]
-    in_order = sorted((e for e in recorded if e), key=lambda e: (not e.issues, e.time_ns))
+    in_order = sorted(recorded, key=lambda e: (not e.issues, e.time_ns))
     errors = {e.rank: e for e in in_order if e.rank is not None}
     causes = [e for e in errors.values() if e.kind != "peer_gone"]
     silent = [d for d in exits if d.rank not in errors and d.code != 0]
@@ -94,7 +116,8 @@ def first_cause(logs: Path, launcher_said: str, exits: Sequence[RankExit] = ()) 
     end = _unrecorded_end(silent, launcher_said, set(errors))
     same: set[int] = set()
     if end is not None and (not causes or died_first):
-        first = _of_a_silent_end(logs, *end)
+        ends = {e.rank: e.log_end for e in exits if e.log_end is not None}
+        first = _of_a_silent_end(*end, ends.get(end[0]) or read_end(logs / f"rank-{end[0]}.log"))
     elif errors:
         first = (causes or list(errors.values()))[0]
         alike = [
@@ -131,10 +154,10 @@ def _unrecorded_end(
     return silent[0].rank, -int(reported[1]) if reported else None
 
 
-def _of_a_silent_end(logs: Path, rank: int, code: int | None) -> Failure:
+def _of_a_silent_end(rank: int, code: int | None, log_end: str) -> Failure:
     """Describe the end of a rank that recorded no error, with the stack that a crash left in its log."""
     signalled = -code if code is not None and code < 0 else None
-    stack = crash_stack(read_end(logs / f"rank-{rank}.log")) if signalled in CRASHES else []
+    stack = crash_stack(log_end) if signalled in CRASHES else []
     frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', "\n".join(stack))
     frame = next((f for f in frames if is_own_code(f[0])), frames[0] if frames else None)
     return Failure(
@@ -144,7 +167,7 @@ def _of_a_silent_end(logs: Path, rank: int, code: int | None) -> Failure:
         where=f"{frame[0]}:{frame[1]}" if frame else None,
         source=f"in {frame[2]}" if frame else None,
         killed_by=signalled,
-        log_tail=stack,
+        log_tail=stack or tail_of(log_end),
     )
 
 

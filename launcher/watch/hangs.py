@@ -145,6 +145,8 @@ class Watch:
         self._completed, self._completed_s = 0, 0.0
         self.hang: Failure | None = None
         """The hang that was reported, while the run makes no progress."""
+        self.ends = False
+        """The run is to be ended for it."""
         self._hung_since_s = self._reported_s = self._next_look_s = 0.0
 
     def poll(self, workers: Mapping[int, psutil.Process], now: float | None = None) -> Failure | None:
@@ -247,8 +249,8 @@ class Watch:
             self._tell([f"goes on after {self._clock_s - self._hung_since_s:.0f} s"])
             self.hang = None
             return None
-        over = self._end_after_s and self._clock_s - self._reported_s >= self._end_after_s
-        return self.hang if over else None
+        self.ends = 0 < self._end_after_s <= self._clock_s - self._reported_s
+        return self.hang if self.ends else None
 
     def _tell(self, lines: list[str]) -> None:
         with contextlib.suppress(OSError), (self._run_dir / "hang.txt").open("a", encoding="utf-8") as file:

@@ -29,6 +29,7 @@ from launcher.watch.failure import (
     first_line,
     of_a_disk,
     read_end,
+    recorded_errors,
 )
 
 WRONG = {"setting": "optim.lr", "kind": "out_of_range", "message": "wrong"}
@@ -52,7 +53,7 @@ def error(logs: Path, rank: int, message: str, time_ns: int, **facts: Any) -> No
 
 
 def cause_of(logs: Path, said: str = "", exits: Sequence[RankExit] = ()) -> Failure:
-    failure = first_cause(logs, said, exits)
+    failure = first_cause(logs, said, exits, recorded_errors(logs))
     assert failure is not None
     return failure
 
@@ -102,7 +103,7 @@ def test_the_first_to_go_is_the_cause_unless_an_error_came_before(
 
 
 def test_the_earliest_exception_wins_and_bad_input_before_it(tmp_path: Path) -> None:
-    assert first_cause(tmp_path, "") is None
+    assert first_cause(tmp_path, "", (), ()) is None
     error(tmp_path, 0, "late", 9)
     error(tmp_path, 1, "early", 3)
     assert cause_of(tmp_path).rank == 1
@@ -300,13 +301,13 @@ def test_a_hang_comes_before_errors(tmp_path: Path) -> None:
     log = tmp_path / "rank-2.log"
     facts = {"rank": 2, "message": "hang in step 3", "where": "mine.py:7", "log_tail": ["  | frame"]}
     hang = Failure(kind="hang", log=str(log), **facts)
-    hung = decide_cause(tmp_path, "", (), unknown, hang=hang)
+    hung = decide_cause(tmp_path, "", (), unknown, hang=hang, errors=recorded_errors(tmp_path))
     assert (hung.kind, hung.headline(), hung.where) == ("hang", "rank 2: hang in step 3", "mine.py:7")
     assert (hung.log, hung.log_tail) == (unknown.log, unknown.log_tail), "the rank has no log"
     log.touch()
-    hung = decide_cause(tmp_path, "", (), unknown, hang=hang)
+    hung = decide_cause(tmp_path, "", (), unknown, hang=hang, errors=recorded_errors(tmp_path))
     assert (hung.log, hung.log_tail) == (str(log), ["  | frame"])
-    raised = decide_cause(tmp_path, "", (), unknown, hang=None)
+    raised = decide_cause(tmp_path, "", (), unknown, hang=None, errors=recorded_errors(tmp_path))
     assert (raised.rank, raised.where, raised.log) == (0, "a.py:1", unknown.log)
     words = f"killed by signal {signal.SIGRTMIN + 3} (real-time)"
     assert describe_exit_code(-signal.SIGRTMIN - 3, "") == words
