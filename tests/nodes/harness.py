@@ -1,0 +1,191 @@
+"""Nodes of our own on one machine: network and UTS namespaces joined by a bridge, views of a shared directory
+by bindfs. Each test cleans up its namespaces, mounts and processes.
+
+`make nodes` sets BERT_DP_NODES=full for the counts of the fault table; CI runs two rounds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.cli import command, tiny, wait_for
+
+FULL = os.environ.get("BERT_DP_NODES") == "full"
+NUMBERS = itertools.count()
+PORT = 29400
+
+
+def rounds(short: int = 2, full: int = 10) -> range:
+    return range(full if FULL else short)
+
+
+def why_not() -> str | None:
+    """The reason why namespaces cannot be made here."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if shutil.which("ip") is None:
+        return "iproute2 is not installed"
+    name = f"bdp-probe-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    if made.returncode:
+        return f"no network namespace can be made: {made.stderr.strip()}"
+    subprocess.run(["ip", "netns", "del", name], check=False)
+    return None
+
+
+REASON = why_not()
+needs_nodes = pytest.mark.skipif(REASON is not None, reason=REASON or "")
+
+
+def run(*arguments: str) -> str:
+    return subprocess.run(arguments, check=True, capture_output=True, text=True).stdout
+
+
+class Cluster:
+    """A context of `size` nodes: node K is host K at 10.77.N.K+1 and, on a second network, 10.78.N.K+1."""
+
+    def __init__(self, size: int = 2):
+        number = next(NUMBERS)
+        self.tag, self.net = f"{os.getpid()}x{number}", number % 250
+        self.names = [f"bdp{self.tag}n{k}" for k in range(size)]
+        self.started: list[subprocess.Popen[str]] = []
+
+    def __enter__(self) -> Cluster:
+        bridge = f"b{self.tag}"
+        run("ip", "netns", "add", bridge)
+        for k, name in enumerate(self.names):
+            run("ip", "netns", "add", name)
+            run("ip", "-n", name, "link", "set", "lo", "up")
+            for net, device in ((77, "data"), (78, "other")):
+                port = f"{device}{k}"
+                run("ip", "link", "add", device, "netns", name, "type", "veth", "peer", port, "netns", bridge)
+                run("ip", "-n", name, "addr", "add", f"10.{net}.{self.net}.{k + 1}/24", "dev", device)
+                run("ip", "-n", name, "link", "set", device, "up")
+        for device in ("data", "other"):
+            run("ip", "-n", bridge, "link", "add", f"br-{device}", "type", "bridge")
+            run("ip", "-n", bridge, "link", "set", f"br-{device}", "up")
+            for k in range(len(self.names)):
+                run("ip", "-n", bridge, "link", "set", f"{device}{k}", "master", f"br-{device}", "up")
+        self.bridge = bridge
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in self.names:
+            for process in self.processes(name):
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+        for popen in self.started:
+            popen.communicate(timeout=30)
+        for name in (*self.names, self.bridge):
+            subprocess.run(["ip", "netns", "del", name], check=False)
+
+    def address(self, node: int, net: int = 77) -> str:
+        return f"10.{net}.{self.net}.{node + 1}"
+
+    def inside(self, node: int, *arguments: str) -> list[str]:
+        """A command in a node's namespaces, with a host name of its own."""
+        script = 'hostname "$0" && exec "$@"'
+        within = ["ip", "netns", "exec", self.names[node], "unshare", "-u", "sh", "-c", script, f"host{node}"]
+        return [*within, *arguments]
+
+    def start(self, node: int, *arguments: str, **environ: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            self.inside(node, *arguments),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "COLUMNS": "160", "OMP_NUM_THREADS": "1", **environ},
+        )
+        self.started.append(process)
+        return process
+
+    def train(
+        self,
+        shards: Path,
+        run_dir: Path | list[Path],
+        *settings: str,
+        nproc: int = 1,
+        options: tuple[str, ...] = (),
+        nodes: tuple[int, ...] = (0, 1),
+        size: int | None = None,
+    ) -> list[subprocess.Popen[str]]:
+        """`bert-dp train` on these nodes; `run_dir` may have a path for each."""
+        size = size or len(self.names)
+        items = " ".join(settings).split()
+        started = []
+        for node in nodes:
+            place = run_dir if isinstance(run_dir, Path) else run_dir[node]
+            place_options = ["--nnodes", str(size), "--node-rank", str(node)]
+            place_options += ["--rendezvous", f"{self.address(0)}:{PORT}"]
+            words = command("train", "quickstart", *tiny(shards, *items), "--nproc", str(nproc))
+            started.append(self.start(node, *words, "--run-dir", str(place), *place_options, *options))
+        return started
+
+    def processes(self, name: str) -> list[psutil.Process]:
+        pids = run("ip", "netns", "pids", name).split() if name in run("ip", "netns") else []
+        found = []
+        for pid in pids:
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(int(pid))
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def on(self, node: int) -> list[psutil.Process]:
+        return self.processes(self.names[node])
+
+    def ranks(self, node: int) -> list[psutil.Process]:
+        """The workers on a node, by rank."""
+        found = []
+        for process in self.on(node):
+            with contextlib.suppress(psutil.Error, ValueError):
+                words = process.cmdline()
+                if words[words.index("-m") + 1] == "bert_dp.worker":
+                    found.append((int(process.environ()["RANK"]), process))
+        return [process for _, process in sorted(found, key=lambda pair: pair[0])]
+
+    def link(self, node: int, state: str) -> None:
+        run("ip", "-n", self.bridge, "link", "set", f"data{node}", state)
+
+    def suspend(self, node: int) -> None:
+        for process in self.on(node):
+            process.send_signal(signal.SIGSTOP)
+
+    def assert_empty(self, seconds: float) -> None:
+        """No process is left on any node that is not stopped."""
+        wait_for(lambda: not any(self.on(k) for k in range(len(self.names))), seconds)
+
+
+@contextlib.contextmanager
+def stale_views(shared: Path, *views: Path) -> Iterator[None]:
+    """Mount `shared` at each view, which may show what it was 5 s ago."""
+    options = "attr_timeout=5,entry_timeout=5,negative_timeout=5"
+    shared.mkdir(parents=True)
+    mounted = []
+    try:
+        for view in views:
+            view.mkdir(parents=True)
+            run("bindfs", "-o", options, str(shared), str(view))
+            mounted.append(view)
+        yield
+    finally:
+        for view in mounted:
+            subprocess.run(["umount", "-l", str(view)], check=False)
+
+
+def ended(processes: list[subprocess.Popen[str]], codes: int | list[int], timeout: float = 240) -> list[str]:
+    """What each has said; all must exit with `codes`."""
+    said = [process.communicate(timeout=timeout)[0] for process in processes]
+    found = [process.returncode for process in processes]
+    assert found == ([codes] * len(found) if isinstance(codes, int) else codes), "\n---\n".join(said)
+    return said
