@@ -21,14 +21,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from bert_dp import files
 from bert_dp.config import ConfigError, Issue, differing_settings
+from bert_dp.files import Heartbeat
 from bert_dp.files.models import Failure
 from launcher.job import COMPARED, Job
 from launcher.log import Log
 from launcher.report.formats import count_of
 from launcher.run.nodes import Place
 from launcher.run.starters import NodeStart, RankStart
+from launcher.watch import hangs
 from launcher.watch.failure import RankExit
 
 BEAT_S = 1.0
@@ -327,6 +331,33 @@ class Coordinator:
         node = NodeStart(self.place, self._attempt, 0, port, store, config)
         return dataclasses.replace(start, nproc=self.counts[0], node=node)
 
+    def unheard_s(self) -> float:
+        return max((link.silent_s() for link in self._members.values()), default=0.0)
+
+    def heartbeats(self) -> dict[int, tuple[Heartbeat, str]]:
+        with self._changed:
+            beats = [self._said.get((rank, "beat"), {}) for rank in self._members]
+        return {
+            int(rank): (Heartbeat(*fields), state)
+            for beat in beats
+            if beat.get("attempt") == self._attempt
+            for rank, (fields, state) in beat.get("ranks", {}).items()
+        }
+
+    def ask_for_evidence(self) -> None:
+        with self._changed:
+            self._said = {key: said for key, said in self._said.items() if key[1] != "evidence"}
+        for link in self._members.values():
+            link.send("look")
+
+    def evidence(self) -> dict[int, tuple[tuple[hangs.Frame, ...], hangs.Collectives]]:
+        said = self._await("evidence", hangs.ANSWER_S)
+        return {
+            int(rank): (tuple(hangs.Frame(*frame) for frame in stack), collectives)
+            for message in said.values()
+            for rank, (stack, collectives) in message["ranks"].items()
+        }
+
     def exchange(self, failed: bool, signal: int) -> Order:
         """Tell the members that a rank here has failed, and return what theirs mean for ours."""
         if failed and not self._told_failed:
@@ -454,10 +485,15 @@ def _differences(hellos: Mapping[int, Message]) -> list[Issue]:
 class Member:
     """The side of any other node."""
 
-    def __init__(self, link: Link, limit_s: float):
+    def __init__(self, link: Link, run_dir: Path, limit_s: float):
         self.link, self._limit_s = link, limit_s
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._failed = self._over = False
+        self._failed = self._over = self._asked = False
+        self._looked_s = 0.0
+        self._ranks: dict[int, tuple[Heartbeat, str]] = {}
+        self._run_dir = run_dir
+        self.heartbeats: Path | None = None
+        """Folder of the heartbeats of the ranks here."""
         link.received = self._hear
 
     def _hear(self, message: Message) -> None:
@@ -465,6 +501,8 @@ class Member:
             self._over = True
         if message["kind"] == "failed":
             self._failed = True
+        if message["kind"] == "look":
+            self._asked = True
         if message["kind"] in ("start", "end"):
             self._messages.put(message)
 
@@ -487,14 +525,31 @@ class Member:
         return None
 
     def begin(self, attempt: int) -> None:
-        self._failed = self._over = False
+        self._failed = self._over = self._asked = False
         self.link.status = {"attempt": attempt}
+
+    def poll(self, workers: Mapping[int, psutil.Process]) -> None:
+        """Put what the ranks here show into the next beat, and send their stacks when node 0 asks."""
+        now = time.monotonic()
+        if now - self._looked_s >= hangs.LOOK_EVERY_S:
+            self._looked_s = now
+            self._ranks = hangs.look(self._run_dir, workers, self.heartbeats)
+            shown = {rank: [dataclasses.astuple(beat), state] for rank, (beat, state) in self._ranks.items()}
+            self.link.status = {**self.link.status, "ranks": shown}
+        if self._asked:
+            self._asked = False
+            snapshots = [
+                hangs.RankSnapshot(rank, beat, 0, 0, state) for rank, (beat, state) in self._ranks.items()
+            ]
+            found = hangs.evidence(self._run_dir, workers, [s for s in snapshots if s.rank in workers])
+            ranks = {r: [[dataclasses.astuple(f) for f in stack], all_] for r, (stack, all_) in found.items()}
+            self.link.send("evidence", ranks=ranks)
 
     def exchange(self, failed: bool, signal: int) -> Order:
         """Tell node 0 of a failure or a signal here, and return what it wants."""
-        status = {**self.link.status, "failed": failed, "signal": signal}
-        if status != self.link.status:
-            self.link.status = status
+        before = self.link.status
+        status = self.link.status = {**before, "failed": failed, "signal": signal}
+        if (failed, signal) != (before.get("failed"), before.get("signal")):
             self.link.send("beat", **status)
         return Order(self._failed, self._over or self.lost() is not None)
 
@@ -542,7 +597,7 @@ def join(place: Place, run_dir: Path, hello: Message, limit_s: float) -> Member:
         hint = "see the message of node 0, or choose a free port on every node"
         raise ConfigError([Issue("--rendezvous", "conflict", message, meet, hint=hint)]) from None
     connection.settimeout(None)
-    member = Member(link, limit_s)
+    member = Member(link, run_dir, limit_s)
     link.start()
     return member
 

@@ -134,6 +134,8 @@ def run(
     with stop_signals() as pending:  # until all is written: one that comes last must not cost the summary
         if nodes is not None:
             start = nodes.begin(start, (run_dir / "config.yaml").read_text(encoding="utf-8"))
+            if watch is not None:
+                watch.others = nodes
         ended = run_ranks(run_dir, start, pending, log, memory, on_poll=on_poll, watch=watch, peers=nodes)
         errors, exits = ended.errors, ended.exits
         if nodes is not None:
@@ -165,7 +167,7 @@ def run_ranks(
     memory: MemoryWatch,
     *,
     on_poll: Callable[[], None] = lambda: None,
-    watch: Watch | None = None,
+    watch: Watch | Member | None = None,
     peers: Coordinator | Member | None = None,
 ) -> RanksEnded:
     """Start the ranks of this node, follow them to their end, and leave no process of theirs. `pending`:
@@ -178,6 +180,8 @@ def run_ranks(
         (scratch / "config.yaml").write_text(node.config, encoding="utf-8")
         worker = [str(scratch / "config.yaml"), "--run-dir", str(run_dir), *start.worker]
         launcher_log = logs / f"{start.launcher}-node-{node.place.rank}.log"
+        if watch is not None:
+            watch.heartbeats = scratch / "heartbeats"
     try:
         with reaper(scratch):
             with launcher_log.open("ab", buffering=0) as output, confined(start.cores):
@@ -227,7 +231,7 @@ def _follow(
     on_poll: Callable[[], None],
     log: Log,
     memory: MemoryWatch,
-    watch: Watch | None,
+    watch: Watch | Member | None,
     peers: Coordinator | Member | None,
 ) -> None:
     """Follow the ranks until the launcher ends, a second signal comes, or the time to stop is over.

@@ -61,7 +61,7 @@ def handler_factory() -> Callable[[Any], Any]:
             return True
 
     def make(params: RendezvousParameters) -> StaticRendezvous:
-        """Read `--rdzv-endpoint`: the path of a store file on one node, HOST:PORT of the store over several."""
+        """Read the endpoint: the path of a store file on one node, HOST:PORT of the store over several."""
         nodes = params.get_as_int("nodes")
         if nodes is None:  # nothing listens at port 0
             return StaticRendezvous(FileStore(params.endpoint, 1), params.run_id, 0, 1, "127.0.0.1", 0)

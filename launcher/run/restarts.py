@@ -59,6 +59,9 @@ def supervise(
         if failure.agreed:
             log("not started again: the ranks ended the run together, and would again")
             break
+        if failure.kind == "node_lost":
+            log("not started again: a node is gone")
+            break
         after = newest_checkpoint(run_dir)
         idle = 0 if after[0] > before[0] else idle + 1
         if idle == WITHOUT_PROGRESS:

@@ -167,7 +167,9 @@ def follow_node_0(job: Job, place: Place, nproc: str, run_dir: Path, log: Log) -
             (run_dir / "logs").mkdir(exist_ok=True)
             for stale in failure.error_files(run_dir / "logs", start.ranks):
                 stale.unlink(missing_ok=True)
-            ended = processes.run_ranks(run_dir, start, pending, log, MemoryWatch(), peers=member)
+            ended = processes.run_ranks(
+                run_dir, start, pending, log, MemoryWatch(), watch=member, peers=member
+            )
             member.link.send("ended", **ended.to_json())
         if order is None:
             log(f"error: {member.lost() or 'stopped before the run began'}")

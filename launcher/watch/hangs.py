@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 
@@ -116,6 +116,21 @@ class HangDiagnosis:
     reason: str
 
 
+class OtherNodes(Protocol):
+    """The ranks of the other nodes, as their launchers report them each second."""
+
+    def unheard_s(self) -> float:
+        """Return the seconds since the last report of the node that is silent longest."""
+
+    def heartbeats(self) -> Mapping[int, tuple[Heartbeat, str]]:
+        """Return the last heartbeat and process state of each rank."""
+
+    def ask_for_evidence(self) -> None: ...
+
+    def evidence(self) -> Mapping[int, tuple[tuple[Frame, ...], Collectives]]:
+        """Wait for stack and collectives of each rank; of one that does not answer there are none."""
+
+
 @dataclasses.dataclass
 class RankActivity:
     """The last heartbeat of a rank, and when (on the watch's clock) it last changed."""
@@ -123,6 +138,8 @@ class RankActivity:
     heartbeat: Heartbeat
     moved_s: float
     heard_s: float
+    state: str = "S"
+    """Of its process; see RankSnapshot."""
 
 
 class Watch:
@@ -147,6 +164,10 @@ class Watch:
         """The hang that was reported, while the run makes no progress."""
         self.ends = False
         """The run is to be ended for it."""
+        self.heartbeats: Path | None = None
+        """The folder of the heartbeats; None = in the run directory."""
+        self.others: OtherNodes | None = None
+        """None = all ranks are here."""
         self._hung_since_s = self._reported_s = self._next_look_s = 0.0
 
     def poll(self, workers: Mapping[int, psutil.Process], now: float | None = None) -> Failure | None:
@@ -162,20 +183,21 @@ class Watch:
         self._read(workers)
         if self.hang is not None:
             return self._follow_hang()
-        if self._is_hung(workers):
+        if self._is_hung():
             self._report(workers)
         return None
 
-    def _heartbeat(self, rank: int, worker: psutil.Process) -> Heartbeat:
-        beat = read_heartbeat(heartbeat_path(self._run_dir, rank))
-        return ABSENT if beat is None or beat.pid != worker.pid else beat
+    def _look(self, workers: Mapping[int, psutil.Process]) -> dict[int, tuple[Heartbeat, str]]:
+        """Read heartbeat and process state of every rank."""
+        others = self.others.heartbeats() if self.others else {}
+        return {**others, **look(self._run_dir, workers, self.heartbeats)}
 
     def _read(self, workers: Mapping[int, psutil.Process]) -> None:
-        clock = self._clock_s
-        self._ranks = {rank: activity for rank, activity in self._ranks.items() if rank in workers}
-        for rank, worker in workers.items():
-            beat = self._heartbeat(rank, worker)
+        clock, seen = self._clock_s, self._look(workers)
+        self._ranks = {rank: activity for rank, activity in self._ranks.items() if rank in seen}
+        for rank, (beat, state) in seen.items():
             activity = self._ranks.setdefault(rank, RankActivity(beat, clock, clock))
+            activity.state = state
             if beat.progress != activity.heartbeat.progress:
                 activity.moved_s = clock
             if beat.alive != activity.heartbeat.alive:
@@ -192,19 +214,21 @@ class Watch:
             self._steps.append((self._clock_s - self._completed_s) / (step - 1 - self._completed))
             self._completed, self._completed_s = step - 1, self._clock_s
 
-    def _snapshot(self, rank: int, worker: psutil.Process) -> RankSnapshot:
+    def _snapshot(self, rank: int) -> RankSnapshot:
         activity, clock = self._ranks[rank], self._clock_s
         silent_s, unheard_s = clock - activity.moved_s, clock - activity.heard_s
-        return RankSnapshot(rank, activity.heartbeat, silent_s, unheard_s, process_state(worker.pid))
+        return RankSnapshot(rank, activity.heartbeat, silent_s, unheard_s, activity.state)
 
-    def _is_hung(self, workers: Mapping[int, psutil.Process]) -> bool:
+    def _is_hung(self) -> bool:
         started = [rank for rank, activity in self._ranks.items() if activity.heartbeat != ABSENT]
         if not started or self._clock_s < self._next_look_s:
             return False  # nothing to go by: workers that start, or that have no place for a heartbeat
+        if self.others is not None and self.others.unheard_s() >= UNHEARD_S:
+            return False  # a node that stays silent is lost, whatever its ranks do
         limit = REPORT_AT * max(self._hang_after_s, 3 * statistics.median(self._steps or [0.0]))
         phases = {PHASES[activity.heartbeat.phase] for activity in self._ranks.values()}
         patient = bool(phases & set(PATIENT)) or not self._steps
-        snapshots = [self._snapshot(rank, workers[rank]) for rank in started]
+        snapshots = [self._snapshot(rank) for rank in started]
         if min(s.silent_s for s in snapshots) >= (max(limit, PATIENT_S) if patient else limit):
             return True
         # imports and loading hold the interpreter lock for long, so a rank may freeze in set-up
@@ -213,12 +237,19 @@ class Watch:
         )
 
     def _report(self, workers: Mapping[int, psutil.Process]) -> None:
-        snapshots = [self._snapshot(rank, workers[rank]) for rank in sorted(self._ranks)]
-        snapshots = add_evidence(self._run_dir, workers, snapshots)
+        snapshots = [self._snapshot(rank) for rank in sorted(self._ranks)]
+        if self.others is not None:
+            self.others.ask_for_evidence()
+        found = evidence(self._run_dir, workers, [s for s in snapshots if s.rank in workers])
+        if self.others is not None:
+            found |= self.others.evidence()
+        pairs = [(s, *found.get(s.rank, ((), ()))) for s in snapshots]
+        snapshots = [dataclasses.replace(s, stack=stack, collectives=all_) for s, stack, all_ in pairs]
         diagnosis = find_culprit(snapshots)
-        before = {rank: self._ranks[rank].heartbeat.progress for rank in diagnosis.ranks or self._ranks}
-        if any(self._heartbeat(rank, workers[rank]).progress != count for rank, count in before.items()):
-            return  # it went on while we looked
+        now = self._look(workers)
+        for rank in diagnosis.ranks or self._ranks:
+            if now[rank][0].progress != self._ranks[rank].heartbeat.progress:
+                return  # it went on while we looked
         if any(compiles(s.stack) and s.silent_s < PATIENT_S for s in snapshots):
             self._next_look_s = self._clock_s + COMPILING_S
             return
@@ -259,10 +290,22 @@ class Watch:
             self._log(line)
 
 
-def add_evidence(
+def look(
+    run_dir: Path, workers: Mapping[int, psutil.Process], heartbeats: Path | None = None
+) -> dict[int, tuple[Heartbeat, str]]:
+    """Read heartbeat and process state of the ranks of this node."""
+    seen = {}
+    for rank, worker in workers.items():
+        beat = read_heartbeat(heartbeat_path(run_dir, rank, heartbeats))
+        is_current = beat is not None and beat.pid == worker.pid
+        seen[rank] = (beat if beat is not None and is_current else ABSENT, process_state(worker.pid))
+    return seen
+
+
+def evidence(
     run_dir: Path, workers: Mapping[int, psutil.Process], snapshots: Sequence[RankSnapshot]
-) -> list[RankSnapshot]:
-    """Add the stacks and collectives of the ranks that can write them. Takes up to ANSWER_S."""
+) -> dict[int, tuple[tuple[Frame, ...], Collectives]]:
+    """Return stacks and collectives of the ranks of this node that can write them. Takes up to ANSWER_S."""
     able = [s for s in snapshots if s.heartbeat.pid and not s.stopped]  # SIGUSR2 would end one not begun
     stacks = {s.rank: run_dir / "logs" / f"rank-{s.rank}.stack" for s in able}
     for rank, path in stacks.items():
@@ -278,12 +321,10 @@ def add_evidence(
         settled = texts == before and all(texts.values())
         if settled and all(s.frozen or recorded_collectives(run_dir, s) is not None for s in able):
             break
-    return [
-        dataclasses.replace(
-            s, stack=parse_stack(texts.get(s.rank, "")), collectives=recorded_collectives(run_dir, s) or ()
-        )
+    return {
+        s.rank: (parse_stack(texts.get(s.rank, "")), recorded_collectives(run_dir, s) or ())
         for s in snapshots
-    ]
+    }
 
 
 def recorded_collectives(run_dir: Path, snapshot: RankSnapshot) -> Collectives | None:

@@ -7,13 +7,18 @@ by bindfs. Each test cleans up its namespaces, mounts and processes.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
+import json
 import os
 import shutil
 import signal
 import subprocess
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -27,6 +32,13 @@ PORT = 29400
 
 def rounds(short: int = 2, full: int = 10) -> range:
     return range(full if FULL else short)
+
+
+def observe(fault: str, **facts: Any) -> None:
+    """Record what one round showed, for the table of `make nodes`."""
+    if path := os.environ.get("BERT_DP_NODES_RECORD"):
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"fault": fault, **facts}) + "\n")
 
 
 def why_not() -> str | None:
@@ -51,6 +63,20 @@ def run(*arguments: str) -> str:
     return subprocess.run(arguments, check=True, capture_output=True, text=True).stdout
 
 
+@dataclasses.dataclass(frozen=True)
+class Started:
+    process: subprocess.Popen[bytes]
+    output: Path
+
+    @property
+    def said(self) -> str:
+        return self.output.read_text()
+
+    def wait_for(self, text: str, seconds: float = 120) -> None:
+        wait_for(lambda: text in self.said or self.process.poll() is not None, seconds)
+        assert text in self.said, self.said
+
+
 class Cluster:
     """A context of `size` nodes: node K is host K at 10.77.N.K+1 and, on a second network, 10.78.N.K+1."""
 
@@ -58,7 +84,8 @@ class Cluster:
         number = next(NUMBERS)
         self.tag, self.net = f"{os.getpid()}x{number}", number % 250
         self.names = [f"bdp{self.tag}n{k}" for k in range(size)]
-        self.started: list[subprocess.Popen[str]] = []
+        self.started: list[subprocess.Popen[bytes]] = []
+        self.folder = Path(tempfile.mkdtemp(prefix="nodes-"))
 
     def __enter__(self) -> Cluster:
         bridge = f"b{self.tag}"
@@ -85,7 +112,8 @@ class Cluster:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
         for popen in self.started:
-            popen.communicate(timeout=30)
+            popen.wait(timeout=30)
+        shutil.rmtree(self.folder)
         for name in (*self.names, self.bridge):
             subprocess.run(["ip", "netns", "del", name], check=False)
 
@@ -98,16 +126,23 @@ class Cluster:
         within = ["ip", "netns", "exec", self.names[node], "unshare", "-u", "sh", "-c", script, f"host{node}"]
         return [*within, *arguments]
 
-    def start(self, node: int, *arguments: str, **environ: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            self.inside(node, *arguments),
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "COLUMNS": "160", "OMP_NUM_THREADS": "1", **environ},
-        )
+    def failed_command(self, command: list[str]) -> bytes:
+        """The errors of a command that fails."""
+        done = subprocess.run(command, capture_output=True, check=False)
+        assert done.returncode
+        return done.stderr
+
+    def start(self, node: int, *arguments: str, **environ: str) -> Started:
+        path = self.folder / f"{len(self.started)}.txt"
+        with path.open("wb") as output:
+            process = subprocess.Popen(
+                self.inside(node, *arguments),
+                stdout=output,
+                stderr=output,
+                env={**os.environ, "COLUMNS": "160", "OMP_NUM_THREADS": "1", **environ},
+            )
         self.started.append(process)
-        return process
+        return Started(process, path)
 
     def train(
         self,
@@ -118,7 +153,7 @@ class Cluster:
         options: tuple[str, ...] = (),
         nodes: tuple[int, ...] = (0, 1),
         size: int | None = None,
-    ) -> list[subprocess.Popen[str]]:
+    ) -> list[Started]:
         """`bert-dp train` on these nodes; `run_dir` may have a path for each."""
         size = size or len(self.names)
         items = " ".join(settings).split()
@@ -183,9 +218,12 @@ def stale_views(shared: Path, *views: Path) -> Iterator[None]:
             subprocess.run(["umount", "-l", str(view)], check=False)
 
 
-def ended(processes: list[subprocess.Popen[str]], codes: int | list[int], timeout: float = 240) -> list[str]:
-    """What each has said; all must exit with `codes`."""
-    said = [process.communicate(timeout=timeout)[0] for process in processes]
-    found = [process.returncode for process in processes]
-    assert found == ([codes] * len(found) if isinstance(codes, int) else codes), "\n---\n".join(said)
+def ended(started: list[Started], code: int, seconds: float = 240) -> list[str]:
+    """What each has said; all must exit with `code` within that time."""
+    deadline = time.monotonic() + seconds
+    for each in started:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            each.process.wait(timeout=max(0.1, deadline - time.monotonic()))
+    said = [each.said for each in started]
+    assert [each.process.poll() for each in started] == [code] * len(started), "\n---\n".join(said)
     return said

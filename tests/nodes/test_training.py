@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
-import socket
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.cli import step_reached, train, wait_for
-from tests.helpers import read_json
-from tests.nodes.harness import FULL, PORT, Cluster, ended, needs_nodes, rounds, run
+from tests.e2e.cli import train
+from tests.nodes.harness import FULL, Cluster, ended, needs_nodes
 from tests.parity.runs import losses, state
 
 pytestmark = needs_nodes

@@ -1,0 +1,103 @@
+"""Ranks, launchers, links and nodes that fail: who is named, who goes on, what is left."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from bert_dp import files
+from tests.e2e.cli import step_reached, wait_for
+from tests.helpers import read_json
+from tests.nodes.harness import Cluster, ended, needs_nodes, observe, rounds, run
+
+pytestmark = needs_nodes
+HANG_AFTER_S = 6.0
+LONG = f"schedule.steps=100000 checkpoint.every_steps=5 run.hang_after_s={HANG_AFTER_S}"
+
+
+def listening(cluster: Cluster, node: int) -> list[str]:
+    """The local address:port of each listening socket."""
+    lines = run(*cluster.inside(node, "ss", "-ltnH")).splitlines()
+    return [line.split()[3] for line in lines]
+
+
+def refuses(cluster: Cluster, node: int, host: str, port: str) -> bool:
+    script = f"import socket; socket.create_connection(({host!r}, {port}), 2)"
+    command = cluster.inside(node, "python3", "-c", script)
+    return b"ConnectionRefusedError" in cluster.failed_command(command)
+
+
+def test_a_killed_rank_is_named_the_run_restarts_and_a_signal_on_one_node_stops_it(
+    shards: Path, tmp_path: Path
+) -> None:
+    """In each round the same verified step on both nodes; meanwhile only the addresses of the nodes listen."""
+    run_dir, number = tmp_path / "run", len(rounds())
+    with Cluster() as cluster:
+        started = cluster.train(shards, run_dir, LONG, options=("--max-restarts", str(number)))
+        for k in rounds():
+            restarted = f"restart {k + 1} of {number}"
+            step = 0 if k == 0 else read_json(newest(run_dir) / "state.json")["step"]
+            wait_for(step_reached(run_dir, step + 7), 240)
+            if k == 0:
+                for node in (0, 1):
+                    own = f"{cluster.address(node)}:"
+                    heard = listening(cluster, node)
+                    assert heard
+                    assert all(place.startswith(own) for place in heard), heard
+                    other = cluster.address(node, net=78)
+                    assert all(refuses(cluster, 1 - node, other, h.rpartition(":")[2]) for h in heard)
+            (rank,) = cluster.ranks(1)
+            began = time.monotonic()
+            rank.send_signal(signal.SIGKILL)
+            started[0].wait_for(f"{restarted} in", 30)
+            observe("rank killed", seconds=time.monotonic() - began)
+            line = next(line for line in started[0].said.splitlines() if restarted in line)
+            assert "rank 1 on node 1 (host1): killed by signal 9" in line
+        wait_for(lambda: started[0].said.count("resuming from") == number, 240)
+        wait_for(step_reached(run_dir, read_json(newest(run_dir) / "state.json")["step"] + 2), 240)
+        started[1].process.send_signal(signal.SIGTERM)
+        ended(started, 128 + signal.SIGTERM)
+    summary = read_json(run_dir / "summary.json")
+    assert (summary["status"], summary["signal"], len(summary["restarts"])) == ("stopped", 15, number)
+    assert summary["checkpoint"] == f"checkpoints/{newest(run_dir).name}"
+    assert summary["step"] == read_json(newest(run_dir) / "state.json")["step"]
+
+
+def newest(run_dir: Path) -> Path:
+    found = files.newest_checkpoint_facts(run_dir)
+    assert found is not None
+    return found[0]
+
+
+@pytest.mark.parametrize("fault", ["launcher of node 0", "launcher of node 1", "link", "node 1"])
+def test_a_lost_node_ends_the_run_everywhere(shards: Path, tmp_path: Path, fault: str) -> None:
+    for k in rounds(short=1 if fault in ("launcher of node 0", "node 1") else 2):
+        run_dir = tmp_path / f"run-{k}"
+        with Cluster() as cluster:
+            started = cluster.train(shards, run_dir, LONG, options=("--max-restarts", "3"))
+            wait_for(step_reached(run_dir, 6), 240)
+            began = time.monotonic()
+            survivors = [0, 1]
+            if fault.startswith("launcher"):
+                gone = int(fault[-1])
+                started[gone].process.send_signal(signal.SIGKILL)
+                survivors.remove(gone)
+                cluster.assert_empty(15.0)
+            elif fault == "link":
+                cluster.link(1, "down")
+            else:
+                cluster.suspend(1)
+                survivors.remove(1)
+            for node in survivors:
+                name = "node 0 is lost" if node else "node 1 (host1) is lost"
+                started[node].wait_for(name, 15.0 if fault.startswith("launcher") else HANG_AFTER_S + 5.0)
+            observe(fault, seconds=time.monotonic() - began)
+            ended([started[node] for node in survivors], 1, 60)
+            if fault == "link":
+                cluster.assert_empty(5.0)
+            if 0 in survivors:
+                failure = read_json(run_dir / "summary.json")["failure"]
+                assert failure["kind"] == "node_lost", failure
