@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,6 +79,35 @@ def parallel_issues(config: Config, world_size: int) -> list[Issue]:
         message = f"{config.precision} is not supported with parallel.engine: {engine}"
         hint = "use fp32 or bf16"
         issues.append(Issue("precision", "unsupported", message, config.precision, "parallel.engine", hint))
+    return issues
+
+
+def rank_sets(config: Config, world_size: int) -> dict[str, int]:
+    """Return the sizes of the sets of consecutive ranks that must share a node, by setting: those of a
+    replica exchange in every layer, those that divide weights in every block."""
+    parallel = config.parallel
+    sets = {"parallel.tensor": parallel.tensor}
+    if "fsdp_replicas" in engine_facts(parallel.engine).settings and parallel.fsdp_replicas > 1:
+        sets["parallel.fsdp_replicas"] = world_size // parallel.fsdp_replicas
+    return sets
+
+
+def spread_issues(nodes: Sequence[str], sets: Mapping[str, int]) -> list[Issue]:
+    """Find sets of ranks that are spread over nodes; at most one for each setting. `nodes`: that of each
+    rank; the part up to a slash is shown. `sets`: see rank_sets."""
+    issues = []
+    for setting, size in sets.items():
+        for first in range(0, len(nodes), size):
+            over = dict.fromkeys(nodes[first : first + size])
+            if len(over) > 1:
+                ranks = ", ".join(map(str, range(first, first + size)))
+                places = ", ".join(node.partition("/")[0] for node in over)
+                message = (
+                    f"sets of {size} ranks must share a node, and ranks {ranks} are spread over {places}"
+                )
+                hint = f"start a multiple of {size} ranks on every node, numbered node by node"
+                issues.append(Issue(setting, "conflict", message, size, hint=hint))
+                break
     return issues
 
 

@@ -10,7 +10,8 @@ import re
 import signal
 import stat
 import sysconfig
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import IO, Literal, overload
 
@@ -38,6 +39,24 @@ def lock(path: Path, *, wait: bool = False) -> IO[str] | None:
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 return file
         file.close()  # its holder has just removed it: by now another file may be the lock
+
+
+STALE_S = 45.0  # for a change by another node to be seen: views of a shared directory may be 30 s old
+
+
+def appears(path: Path, is_current: Callable[[Path], bool]) -> bool:
+    """Wait until a file that another node has written is seen here; return False if it is not in STALE_S.
+
+    `is_current` may raise OSError, which stands for False.
+    """
+    end = time.monotonic() + STALE_S
+    while True:
+        with contextlib.suppress(OSError):
+            if is_current(path):
+                return True
+        if time.monotonic() >= end:
+            return False
+        time.sleep(0.5)
 
 
 REDACTED = "<redacted>"

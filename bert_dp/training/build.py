@@ -11,6 +11,7 @@ import torch
 from bert_dp import cost, files, optim, parallel
 from bert_dp.config import ConfigError, Issue, changed_settings, decide_precision, peak_lr, residual_issues
 from bert_dp.config.checks import ProfilePlan
+from bert_dp.config.errors import sha256
 from bert_dp.files import CheckpointFacts
 from bert_dp.model.load import first_state, prepare_model
 from bert_dp.optim import Named
@@ -78,6 +79,7 @@ def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
         try:
             found, passed_over = find_checkpoint(rank.run_dir, policy)
             answer = {"path": str(found) if found else None, "passed_over": passed_over}
+            answer["manifest"] = sha256(found / "manifest.json") if found else None
         except ConfigError as error:
             answer = {"issues": [issue.within("--resume").to_json() for issue in error.issues]}
     answer = rank.comm.broadcast(answer)
@@ -88,6 +90,10 @@ def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
     if answer["path"] is None:
         return None
     path = Path(answer["path"])
+    if not files.appears(path / "manifest.json", lambda file: sha256(file) == answer["manifest"]):
+        message = f"rank {rank.comm.world.rank} does not see what rank 0 sees there"
+        hint = "use a run directory that all nodes share"
+        raise ConfigError([Issue(str(path), "not_found", message, hint=hint)])
     tensors, facts = checkpoint.load(path)
     if changed := changed_settings(facts.config, rank.config):
         hint = "undo it or use --resume never in another run directory"

@@ -7,7 +7,7 @@ import datetime
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from bert_dp.config import ConfigError, Issue
+from bert_dp.config.checks import spread_issues
 from bert_dp.files import INIT_FILE
 from bert_dp.files.ledger import Spending
 from bert_dp.training.devices import HostAndDevice, own_host_and_device
@@ -111,24 +112,16 @@ def rendezvous(world: World, device: torch.device) -> tuple[dist.Store, tuple[Ho
     return store, tuple(HostAndDevice(*fields) for fields in json.loads(store.get("places")))
 
 
-def check_places(places: Sequence[HostAndDevice], tensor: int) -> None:
-    """Raise ConfigError for ranks that share a GPU, which NCCL refuses, and for a replica of `tensor` ranks
-    that is spread over nodes: it communicates in every layer."""
-    issues = []
+def check_places(places: Sequence[HostAndDevice], sets: Mapping[str, int]) -> None:
+    """Raise ConfigError for ranks that share a GPU, which NCCL refuses, and for a set of ranks (rank_sets)
+    that is spread over nodes."""
+    issues = spread_issues([place.node for place in places], sets)
     for shared in dict.fromkeys(places):
         ranks = [rank for rank, place in enumerate(places) if place == shared]
         if shared.gpu is not None and len(ranks) > 1:
             message = f"ranks {_listed(ranks)} have one GPU, {shared.gpu} of {shared.host}"
             hint = "start a rank for each GPU (--nproc), or give each task one (srun --gpus-per-task=1)"
             issues.append(Issue("run.device", "conflict", message, shared.gpu, "--nproc", hint))
-    for first in range(0, len(places), tensor):
-        ranks = list(range(first, first + tensor))
-        hosts = {places[rank].node: places[rank].host for rank in ranks}
-        if len(hosts) > 1:
-            over = ", ".join(hosts.values())
-            message = f"{tensor}, and ranks {_listed(ranks)} of one replica are spread over {over}"
-            hint = f"start a multiple of {tensor} ranks on every node, numbered node by node"
-            issues.append(Issue("parallel.tensor", "conflict", message, tensor, hint=hint))
     if issues:
         raise ConfigError(issues)
 

@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING
 
 from bert_dp import files
 from bert_dp.config import METERED, Config, ConfigError, Issue, batch_layout, load_config, with_budget
-from bert_dp.config.checks import ProfilePlan, parse_profile, profile_issues
+from bert_dp.config.checks import ProfilePlan, parse_profile, profile_issues, rank_sets
 from bert_dp.files.ledger import EXIT_S, Ledger, Spending, budget_issues
 from bert_dp.training.process import (
     HeartbeatWriter,
@@ -125,7 +125,7 @@ def run(
     config = with_budget(config, data.num_samples)
     heartbeat.progress()
     store, places = distributed.rendezvous(world, device)
-    distributed.check_places(places, layout.tensor)
+    distributed.check_places(places, rank_sets(config, world.size))
     placed = devices.set_affinity(device, world, places)
     comm = distributed.connect(world, device, store, group_of_one=engine != "single")
     report = functools.partial(write_collectives, run_dir, world.rank)

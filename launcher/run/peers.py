@@ -33,11 +33,10 @@ from launcher.report.formats import count_of
 from launcher.run.nodes import Place
 from launcher.run.starters import NodeStart, RankStart
 from launcher.watch import hangs
-from launcher.watch.failure import RankExit
+from launcher.watch.failure import RankExit, first_line
 
 BEAT_S = 1.0
 ARRIVE_S = 120.0  # for every launcher to come
-SHARED_S = 45.0  # for a new file to be seen on every node: views of a shared directory may be 30 s old
 REFUSE_S = 10.0  # for launchers that are still to come, when node 0 itself has been refused
 SUSPENDED_S = 5.0  # between two beats of our own: this process was stopped, and so heard nobody
 ENDING_S = 20.0  # for a member to kill its ranks and to tell how they ended
@@ -157,6 +156,7 @@ class Coordinator:
         self._changed = threading.Condition()
         self._attempt = 0
         self._told_failed = False
+        self._cause: Failure | None = None
         self.hellos: dict[int, Message] = {}
         self._listener = listen(place.address, place.port)
         try:
@@ -180,7 +180,7 @@ class Coordinator:
     def _admit(self, connection: socket.socket) -> None:
         """Let a launcher prove that it sees the shared directory, and note who it is."""
         link, nonce = Link(connection), secrets.token_hex(16)
-        connection.settimeout(SHARED_S + 2 * BEAT_S)
+        connection.settimeout(files.STALE_S + 2 * BEAT_S)
         try:
             link.send("challenge", nonce=nonce, file=self._file.name)
             answer = link.next_line(4096)
@@ -198,17 +198,27 @@ class Coordinator:
         link.received = lambda message: self._hear(rank, message)
         link.start()
         with self._changed:
-            if rank in self._members or rank == 0:
-                self._strangers.append(link)
-                other = self.hellos[rank]["host"]
-                message = f"{rank} was given to two nodes, {other} and {hello['host']}"
-                self._issues.append(
-                    Issue("--node-rank", "conflict", message, rank, hint="number the nodes from 0")
-                )
-            else:
+            issue = self._refusal(rank, hello)
+            if issue is None:
                 self._members[rank], self.hellos[rank] = link, hello
-                self._issues += [Issue(**issue) for issue in hello["issues"]]
+                self._issues += [Issue(**fields) for fields in hello["issues"]]
+            else:
+                self._strangers.append(link)
+                self._issues.append(issue)
             self._changed.notify_all()
+
+    def _refusal(self, rank: int, hello: Message) -> Issue | None:
+        """Find why a launcher has no place among the nodes."""
+        if hello["nodes"] != self.place.nodes:
+            message = f"{hello['nodes']} on {_name(rank, hello['host'])} and {self.place.nodes} on node 0"
+            return Issue("--nnodes", "conflict", message, hello["nodes"], hint="give every node the same")
+        if rank in self._members:
+            hosts = f"{self.hellos[rank]['host']} and {hello['host']}"
+            hint = "number the nodes from 0"
+            return Issue(
+                "--node-rank", "conflict", f"{rank} was given to two nodes, {hosts}", rank, hint=hint
+            )
+        return None
 
     def gather(self, hello: Message) -> None:
         """Wait for every node's launcher; `hello` is our own. Raises ConfigError for one that does not come,
@@ -243,21 +253,17 @@ class Coordinator:
                 self._changed.wait(left)
 
     @property
+    def nodes(self) -> list[str]:
+        """The node of each rank."""
+        return [self.name(rank) for rank, count in enumerate(self.counts) for _ in range(count)]
+
+    @property
     def counts(self) -> list[int]:
         """Ranks of each node."""
         return [int(self.hellos[rank]["nproc"]) for rank in range(self.place.nodes)]
 
     def name(self, rank: int) -> str:
         return _name(rank, self.hellos[rank]["host"])
-
-    def node_of(self, rank: int) -> str:
-        """Name the node of a rank of the run."""
-        node = 0
-        for count in self.counts:
-            if rank < count:
-                break
-            rank, node = rank - count, node + 1
-        return self.name(node)
 
     # what they say
 
@@ -394,19 +400,23 @@ class Coordinator:
         """Name the node of the rank that failed first, or the node that is lost where ranks failed because
         of it."""
         if (lost := self.lost()) and (cause is None or cause.kind in ("peer_gone", "no_cause")):
-            return lost
-        if cause is None or cause.rank is None:
-            return cause
-        return cause.model_copy(update={"node": self.node_of(cause.rank)})
+            cause = lost
+        elif cause is not None and cause.rank is not None:
+            cause = cause.model_copy(update={"node": self.nodes[cause.rank]})
+        self._cause = cause
+        return cause
 
-    def end(self, code: int, line: str = "", issues: Sequence[Issue] = ()) -> None:
+    def end(self, code: int, issues: Sequence[Issue] = ()) -> None:
         """Tell every node how the run ended, and close."""
+        line = f"failed: {first_line(self._cause.headline())}" if self._cause and code == 1 else ""
         with self._changed:
             links = [*self._members.values(), *self._strangers]
         for link in links:
             link.send("end", code=code, line=line, issues=[issue.to_json() for issue in issues])
         for link in links:
             link.close()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
         with contextlib.suppress(OSError):
             self._file.unlink()
@@ -423,7 +433,7 @@ def coordinating(place: Place, run_dir: Path, log: Log, limit_s: float) -> Itera
         coordinator.end(2, issues=error.issues)
         raise
     except BaseException:
-        coordinator.end(1, "node 0 was ended")
+        coordinator.end(1)
         raise
 
 
@@ -449,6 +459,7 @@ def hello_of(job: Job, place: Place, nproc: int, issues: Sequence[Issue] = ()) -
     """Return what a launcher says of itself."""
     return {
         "rank": place.rank,
+        "nodes": place.nodes,
         "host": socket.gethostname(),
         "nproc": nproc,
         "gpus": job.gpus > 0,
@@ -570,15 +581,14 @@ def join(place: Place, run_dir: Path, hello: Message, limit_s: float) -> Member:
                 hint = "start `bert-dp train --node-rank 0` there; see its own message"
                 raise ConfigError([Issue("--rendezvous", "not_found", message, meet, hint=hint)]) from None
             time.sleep(0.5)
-    connection.settimeout(SHARED_S + 2 * BEAT_S)
+    connection.settimeout(files.STALE_S + 2 * BEAT_S)
     link = Link(connection)
     try:
         challenge = link.next_line(4096)
         name, nonce = str(challenge["file"]), secrets.token_hex(16)
         if not SECRET.fullmatch(name):
             raise ValueError("no challenge of node 0")
-        secret = read_shared(run_dir / name)
-        if secret is None:
+        if not files.appears(run_dir / name, lambda file: bool(file.read_text())):
             host = _name(place.rank, socket.gethostname())
             message = f"{host} does not see what node 0 writes to {run_dir}"
             hint = "use a directory that all nodes share"
@@ -586,6 +596,7 @@ def join(place: Place, run_dir: Path, hello: Message, limit_s: float) -> Member:
             link.send("unseen", issue=unseen.to_json())
             connection.close()
             raise ConfigError([unseen])
+        secret = (run_dir / name).read_text()
         link.send("proof", nonce=nonce, proof=_proof(secret, str(challenge["nonce"])))
         if not hmac.compare_digest(str(link.next_line(4096)["proof"]), _proof(secret, nonce)):
             raise ValueError("not node 0")
@@ -600,15 +611,3 @@ def join(place: Place, run_dir: Path, hello: Message, limit_s: float) -> Member:
     member = Member(link, run_dir, limit_s)
     link.start()
     return member
-
-
-def read_shared(path: Path) -> str | None:
-    """Read a file that another node has written; None when it cannot be seen within SHARED_S."""
-    end = time.monotonic() + SHARED_S
-    while True:
-        with contextlib.suppress(OSError):
-            if text := path.read_text():
-                return text
-        if time.monotonic() >= end:
-            return None
-        time.sleep(0.5)

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -39,7 +39,7 @@ from bert_dp.config import (
     residual_issues,
     with_budget,
 )
-from bert_dp.config.checks import ProfilePlan, profile_issues
+from bert_dp.config.checks import ProfilePlan, profile_issues, rank_sets, spread_issues
 from bert_dp.cost import flops_per_token, num_parameters, rank_memory_gib
 from bert_dp.files.ledger import EnergyCounter, Ledger, budget_issues, energy_counters
 from bert_dp.files.models import Failure, Summary
@@ -103,6 +103,7 @@ def train(
             force=force,
             profile=profile,
             nodes=nodes,
+            of_nodes=place.nodes if place else 1,
         )
 
     if place is None:
@@ -195,9 +196,14 @@ def train_on(
     force: bool,
     profile: ProfilePlan | None,
     nodes: peers.Coordinator | None,
+    of_nodes: int,
 ) -> int:
-    """Train on `ranks` ranks, those of the other nodes included; see `train`."""
+    """Train on `ranks` ranks, those of the other nodes included; see `train`. `of_nodes`: number of nodes."""
     layout = batch_layout(job.config, ranks)
+    here = ranks // of_nodes if nodes is None else nodes.counts[0]
+    of_ranks = [f"node {rank // here}" for rank in range(ranks)] if nodes is None else nodes.nodes
+    if spread := spread_issues(of_ranks, rank_sets(job.config, ranks)):
+        raise ConfigError(spread)
     gpus = job.machine.gpus[:ranks] if job.gpus and nodes is None else ()  # counters here miss other nodes
     counters = energy_counters([gpu.index for gpu in gpus])
     if issues := [*start_issues(job, run_dir, resume), *budget_issues(job.config, run_dir, counters)]:
@@ -209,12 +215,12 @@ def train_on(
     check_profile(profile, job.config, ranks, run_dir, resume)
     checkpoint = checkpoint_to_resume(run_dir, resume)
     kept = checkpoint[1].precision if checkpoint else None
-    memory = check_memory(job.config, ranks, job.machine, on_gpu=job.gpus > 0, kept=kept)
+    memory = check_memory(job.config, ranks, job.machine, on_gpu=job.gpus > 0, kept=kept, here=here)
     if narrow := residual_issues(job.config, memory.precision):
         raise ConfigError(narrow)
     too_much = [] if force else memory.issues()
     tight = [] if too_much else memory.issues(above=1.0)
-    warn(console, [*start_warnings(job, ranks, run_dir, policy, manifest), *map(str, tight)])
+    warn(console, [*start_warnings(job, ranks, here, run_dir, policy, manifest), *map(str, tight)])
     if dry_run:
         lines = describe(job.config, layout, manifest, memory)
         if checkpoint:
@@ -252,17 +258,22 @@ def check_profile(plan: ProfilePlan | None, config: Config, ranks: int, run_dir:
 
 
 def start_warnings(
-    job: Job, ranks: int, run_dir: Path, policy: restarts.Policy, manifest: Manifest | ExamplesManifest | None
+    job: Job,
+    ranks: int,
+    here: int,
+    run_dir: Path,
+    policy: restarts.Policy,
+    manifest: Manifest | ExamplesManifest | None,
 ) -> list[str]:
-    """List what is allowed but hardly meant; one line each."""
+    """List what is allowed but hardly meant; one line each. `here`: ranks of this node."""
     config, cores = job.config, len(os.sched_getaffinity(0))
     warnings = [
         *job.device_warnings(),
         *map(str, no_effect(config, ranks)),
         *(manifest.warnings(config) if manifest else []),
     ]
-    if ranks > cores and not job.gpus:
-        warnings.append(f"{count_of(ranks, 'CPU rank')} share {count_of(cores, 'core')}")
+    if here > cores and not job.gpus:
+        warnings.append(f"{count_of(here, 'CPU rank')} share {count_of(cores, 'core')}")
     if policy.max_restarts and not (config.checkpoint.every_steps and config.checkpoint.keep):
         warnings.append(
             "--max-restarts: checkpoint.every_steps or checkpoint.keep is 0, so a restart begins at the start"
@@ -309,7 +320,9 @@ def run_locked(
         show_report(console, of_directories([run_dir]))
         return 0
     ledger = Ledger(run_dir, ranks, config.run, counters, began_s=time.monotonic() - age_s())
-    command = {"command": masked_command(sys.argv), "launcher": launcher}
+    command: dict[str, Any] = {"command": masked_command(sys.argv), "launcher": launcher}
+    if nodes is not None:
+        command["nodes"] = nodes.nodes
     record.write_json(run_dir / "environment.json", {**job.machine.to_json(), **command})  # see holds_run
     record.write_text(run_dir / "config.yaml", dump_config(config))
     log(f"launcher: {launcher}")
@@ -539,12 +552,19 @@ class MemoryCheck:
 
 
 def check_memory(
-    config: Config, world_size: int, machine: Environment, *, on_gpu: bool, kept: str | None = None
+    config: Config,
+    world_size: int,
+    machine: Environment,
+    *,
+    on_gpu: bool,
+    kept: str | None = None,
+    here: int | None = None,
 ) -> MemoryCheck:
-    """Estimate the memory of a rank of `world_size`, beside what it may have. `kept`: see precision_of."""
+    """Estimate the memory of a rank of `world_size`, beside what it may have. `kept`: see precision_of;
+    `here`: ranks that share this machine; None = all."""
     precision = precision_of(config, machine.bf16_units, on_gpu=on_gpu, kept=kept)
     parts = rank_memory_gib(config, precision, world_size, on_gpu=on_gpu)
-    limit, limit_of = machine.rank_memory(world_size, on_gpu)
+    limit, limit_of = machine.rank_memory(here or world_size, on_gpu)
     return MemoryCheck(config, precision, world_size, on_gpu, parts, limit, limit_of)
 
 

@@ -33,7 +33,7 @@ def refuses(cluster: Cluster, node: int, host: str, port: str) -> bool:
 def test_a_killed_rank_is_named_the_run_restarts_and_a_signal_on_one_node_stops_it(
     shards: Path, tmp_path: Path
 ) -> None:
-    """In each round the same verified step on both nodes; meanwhile only the addresses of the nodes listen."""
+    """Each round from the same verified step; only the nodes' own addresses listen."""
     run_dir, number = tmp_path / "run", len(rounds())
     with Cluster() as cluster:
         started = cluster.train(shards, run_dir, LONG, options=("--max-restarts", str(number)))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from bert_dp.config.checks import rank_sets
 from bert_dp.measure import all_reduce
 from bert_dp.training import distributed
 from bert_dp.training.devices import HostAndDevice, own_host_and_device
@@ -28,7 +29,7 @@ from bert_dp.training.distributed import (
     rendezvous,
 )
 from bert_dp.training.process import World, check_rendezvous, read_world, standard_variables
-from tests.helpers import issues_of, raised_issues
+from tests.helpers import issues_of, make_config, raised_issues
 from tests.ranks import run_ranks
 from tests.tensors import CPU
 
@@ -171,25 +172,25 @@ def test_ranks_that_have_one_gpu_are_refused() -> None:
         HostAndDevice("n1/1", "0000:1b:00.0"),
         HostAndDevice("n2/2", "0000:1a:00.0"),
     ]
-    check_places(here, 1)
-    check_places([HostAndDevice("n1/1", None)] * 3, 1)  # CPU ranks share a machine
-    (issue,) = raised_issues(check_places, [*here, here[1], HostAndDevice("n1/3", "0000:1a:00.0")], 1)
+    check_places(here, {})
+    check_places([HostAndDevice("n1/1", None)] * 3, {})  # CPU ranks share a machine
+    (issue,) = raised_issues(check_places, [*here, here[1], HostAndDevice("n1/3", "0000:1a:00.0")], {})
     assert (issue.setting, issue.value) == ("run.device", "0000:1b:00.0")
 
 
 @pytest.mark.parametrize(
-    ("nodes", "spread"),
-    [("aabb", ()), ("aaaabb", ()), ("abab", ("ranks 0, 1", "ranks 2, 3")), ("aaab", ("ranks 2, 3",))],
+    ("nodes", "spread"), [("aabb", None), ("aaaabb", None), ("abab", "ranks 0, 1 "), ("aaab", "ranks 2, 3 ")]
 )
-def test_the_ranks_of_a_replica_share_a_node(nodes: str, spread: tuple[str, ...]) -> None:
+def test_the_ranks_of_a_replica_or_a_shard_set_share_a_node(nodes: str, spread: str | None) -> None:
     places = [HostAndDevice(f"{node}/0", f"0000:{i:02x}:00.0") for i, node in enumerate(nodes)]
-    check_places(places, 1)
-    if not spread:
-        check_places(places, 2)
-        return
-    issues = raised_issues(check_places, places, 2)
-    for issue, part in zip(issues, spread, strict=True):
-        assert (issue.setting, issue.value, part in issue.message) == ("parallel.tensor", 2, True)
+    check_places(places, {})
+    hybrid = make_config("parallel.engine=fsdp", f"parallel.fsdp_replicas={len(nodes) // 2}")
+    for sets in ({"parallel.tensor": 2}, {**rank_sets(hybrid, len(nodes)), "parallel.tensor": 1}):
+        if spread is None:
+            check_places(places, sets)
+            continue
+        (issue,) = raised_issues(check_places, places, sets)
+        assert (issue.setting, issue.value, spread in issue.message) == (max(sets, key=sets.get), 2, True)
 
 
 # --- talking

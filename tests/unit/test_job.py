@@ -92,7 +92,7 @@ def test_gpus_that_are_asked_for_and_not_there_are_warned_of(
     asked = dataclasses.replace(asked, machine=machine)
     lines = asked.device_warnings()
     assert [f"CUDA_VISIBLE_DEVICES={selection}" in line for line in lines] == [True] * warned
-    assert lines == start_warnings(asked, 1, tmp_path, Policy(), None)[: len(lines)]
+    assert lines == start_warnings(asked, 1, 1, tmp_path, Policy(), None)[: len(lines)]
 
 
 RESTART, UNSAVED = "--max-restarts: checkpoint.every_steps or checkpoint.keep is 0", "checkpoint.keep is 0"
@@ -113,10 +113,10 @@ def test_what_is_allowed_but_hardly_meant_is_a_warning(
     ):
         saves = make_config(f"checkpoint.every_steps={every}", f"checkpoint.keep={keep}")
         asked = dataclasses.replace(made("auto", gpus), config=saves)
-        said = start_warnings(asked, ranks, tmp_path, Policy(restarts), None)
+        said = start_warnings(asked, ranks, ranks, tmp_path, Policy(restarts), None)
         assert [line[: len(start)] for line, start in zip(said, warned, strict=True)] == warned
     tmp_path.chmod(0o707)
-    assert "can be written by every user" in start_warnings(asked, 1, tmp_path, Policy(), None)[-1]
+    assert "can be written by every user" in start_warnings(asked, 1, 1, tmp_path, Policy(), None)[-1]
 
 
 def test_who_may_stand_where_a_verb_writes(tmp_path: Path) -> None:

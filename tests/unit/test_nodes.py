@@ -1,0 +1,241 @@
+"""The place of a launcher among nodes, by options and by variables, and what node 0 refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bert_dp import files
+from bert_dp.config import ConfigError
+from launcher.run import nodes, peers
+from launcher.run.nodes import Place, find_place, first_host
+from tests.helpers import issues_of, raised_issues
+
+SLURM = {
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NODELIST": "192.0.2.[7-8]",
+    "SLURM_NODEID": "1",
+    "SLURM_JOB_ID": "16001",
+}
+PET = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "192.0.2.7", "PET_MASTER_PORT": "1234"}
+SKYPILOT = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "192.0.2.7\n192.0.2.8"}
+NONE: dict[str, str] = {}
+Options = tuple[int | None, int | None, str | None, str | None]
+NOTHING: Options = (None, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "environ", "place"),
+    [
+        (NOTHING, NONE, None),
+        ((1, 0, "192.0.2.7:1", None), SLURM, None),
+        (NOTHING, {**SLURM, "SLURM_STEP_NUM_NODES": "1"}, None),
+        (NOTHING, {"SLURM_NNODES": "2", "SLURM_NODEID": "0"}, None),  # a batch script, not a step
+        (NOTHING, {"PET_NNODES": "1"}, None),
+        ((2, 1, "192.0.2.7:1234", "lo"), NONE, (2, 1, "192.0.2.7", 1234)),
+        ((None, None, None, "lo"), SLURM, (2, 1, "192.0.2.7", 15001)),
+        ((None, None, None, "lo"), PET, (2, 1, "192.0.2.7", 1234)),
+        ((None, None, None, "lo"), SKYPILOT, (2, 1, "192.0.2.7", 29400)),
+        ((3, 2, None, "lo"), PET, (3, 2, "192.0.2.7", 1234)),
+        ((None, None, "192.0.2.9:9", "lo"), {**PET, **SKYPILOT}, (2, 1, "192.0.2.9", 9)),
+    ],
+)
+def test_options_win_over_the_variables_of_an_engine(
+    options: Options, environ: dict[str, str], place: tuple[int, int, str, int] | None
+) -> None:
+    found = find_place(*options, environ)
+    assert found == (None if place is None else Place(*place, "lo"))
+
+
+@pytest.mark.parametrize(
+    ("options", "environ", "setting", "kind"),
+    [
+        ((None, 1, None, None), NONE, "--nnodes", "missing"),
+        ((2, None, "192.0.2.7:1", None), NONE, "--node-rank", "missing"),
+        ((2, 0, None, None), NONE, "--rendezvous", "missing"),
+        ((2, 2, "192.0.2.7:1", None), NONE, "--node-rank", "out_of_range"),
+        ((2, -1, "192.0.2.7:1", None), NONE, "--node-rank", "out_of_range"),
+        ((2, 0, "192.0.2.7", None), NONE, "--rendezvous", "wrong_type"),
+        ((2, 0, "no.such.host.invalid:1", None), NONE, "--rendezvous", "not_found"),
+        ((2, 0, "localhost:1", None), NONE, "--rendezvous", "unsupported"),
+        ((2, 0, "0.0.0.0:1", None), NONE, "--rendezvous", "unsupported"),
+        ((2, 0, "192.0.2.7:1", "none0"), NONE, "--interface", "not_found"),
+        (NOTHING, {**SLURM, "SLURM_STEP_NUM_TASKS": "4"}, "srun", "conflict"),
+        (NOTHING, {**PET, "PET_NNODES": "1:4"}, "--nnodes", "wrong_type"),
+        (NOTHING, {**PET, **SKYPILOT, "PET_NODE_RANK": "0"}, "--nnodes", "conflict"),
+    ],
+)
+def test_a_place_that_cannot_be_is_refused(
+    options: Options, environ: dict[str, str], setting: str, kind: str
+) -> None:
+    (issue,) = raised_issues(find_place, *options, environ)
+    assert (issue.setting, issue.kind, bool(issue.hint)) == (setting, kind, True)
+
+
+@pytest.mark.parametrize(
+    ("names", "first"),
+    [
+        ("node1", "node1"),
+        ("node[01-03,7],gpu2", "node01"),
+        ("a,b", "a"),
+        ("r[1-2]-x.org", "r1-x.org"),
+        ("", ""),
+    ],
+)
+def test_the_first_host_of_slurms_list(names: str, first: str) -> None:
+    assert first_host(names) == first
+
+
+def test_the_interface_is_that_of_the_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert nodes._interface(None, "127.0.0.1", "x:1") == "lo"
+
+
+# --- node 0 and a member, on one machine
+
+
+def hello(rank: int, **changes: Any) -> dict[str, Any]:
+    facts = {
+        "rank": rank,
+        "nodes": 2,
+        "host": f"h{rank}",
+        "nproc": 1,
+        "gpus": False,
+        "versions": {"torch": "2"},
+    }
+    return {**facts, "config": {"optim": {"lr": 1.0}}, "issues": [], **changes}
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Place:
+    monkeypatch.setattr(peers, "ARRIVE_S", 1.0)
+    monkeypatch.setattr(peers, "REFUSE_S", 0.2)
+    monkeypatch.setattr("bert_dp.files.io.STALE_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+    return Place(2, 0, "127.0.0.1", port, "lo")
+
+
+def refused_by_node_0(place: Place, run_dir: Path, *hellos: dict[str, Any]) -> tuple[str, list[str]]:
+    """What node 0 prints, and what each of the others is told."""
+    told: list[str] = []
+
+    def follow(own: dict[str, Any]) -> None:
+        member = peers.join(place, run_dir, own, 30.0)
+        order = member.next(lambda: False)
+        assert order is not None
+        told.append(" ".join(f"{issue['setting']}: {issue['message']}" for issue in order["issues"]))
+        member.link.close()
+
+    def coordinate() -> None:
+        with peers.coordinating(place, run_dir, lambda line: None, 30.0) as coordinator:
+            threads.extend(threading.Thread(target=follow, args=(own,)) for own in hellos)
+            for thread in threads:
+                thread.start()
+            coordinator.gather(hello(0))
+
+    threads: list[threading.Thread] = []
+    (said,) = issues_of(coordinate)
+    for thread in threads:
+        thread.join()
+    assert not list(run_dir.glob(".nodes-*"))
+    return said, told
+
+
+@pytest.mark.parametrize(
+    ("changes", "setting", "words"),
+    [
+        ({"config": {"optim": {"lr": 2.0}}}, "optim.lr", "2.0 on node 1 (h1) and 1.0 on node 0"),
+        ({"versions": {"torch": "3"}}, "versions", "torch is 3 on node 1 (h1) and 2 on node 0"),
+        ({"gpus": True}, "run.device", "node 1 (h1) would use GPUs and node 0 CPU cores"),
+        ({"issues": [{"setting": "--nproc", "kind": "out_of_range", "message": "no"}]}, "--nproc", "no"),
+        ({"nodes": 3}, "--nnodes", "3 on node 1 (h1) and 2 on node 0"),
+    ],
+)
+def test_every_node_is_told_what_differs(
+    place: Place, tmp_path: Path, changes: dict[str, Any], setting: str, words: str
+) -> None:
+    said, told = refused_by_node_0(place, tmp_path, hello(1, **changes))
+    assert said.startswith(f"{setting}: {words}"), said
+    assert told == [f"{setting}: {words}"]
+
+
+def test_two_nodes_of_one_number_are_both_refused(place: Place, tmp_path: Path) -> None:
+    place = dataclasses.replace(place, nodes=3)
+    twice = [hello(1, nodes=3), hello(1, nodes=3, host="g")]
+    said, told = refused_by_node_0(place, tmp_path, *twice)
+    assert said.startswith("--node-rank: 1 was given to two nodes"), said
+    assert len(told) == 2
+
+
+def test_a_node_that_does_not_come_is_named_on_the_others(place: Place, tmp_path: Path) -> None:
+    place = dataclasses.replace(place, nodes=3)
+    said, told = refused_by_node_0(place, tmp_path, hello(1, nodes=3))
+    assert "node 2 did not come" in said
+    assert len(told) == 1
+    assert "node 2 did not come" in told[0]
+    (issue,) = raised_issues(peers.join, place, tmp_path, hello(1), 30.0)  # nobody listens any more
+    assert (issue.setting, issue.kind) == ("--rendezvous", "not_found")
+
+
+def test_a_port_that_is_taken_and_an_address_of_another_machine_are_refused(
+    place: Place, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", place.port)):
+        for address in ("127.0.0.1", "192.0.2.1"):
+            elsewhere = Place(2, 0, address, place.port, "lo")
+            (issue,) = raised_issues(peers.Coordinator, elsewhere, tmp_path, print, 30.0)
+            assert (issue.setting, issue.kind) == ("--rendezvous", "exists")
+
+
+@pytest.fixture
+def stranger(place: Place) -> Iterator[Place]:
+    """Something else that listens at the rendezvous."""
+    with socket.create_server(("127.0.0.1", place.port)) as server:
+
+        def greet() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(b'{"kind": "challenge", "nonce": "", "file": "../../etc/passwd"}\n')
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        yield place
+        thread.join()
+
+
+def test_what_is_not_node_0_and_who_does_not_see_the_directory_are_refused(
+    stranger: Place, tmp_path: Path
+) -> None:
+    (issue,) = raised_issues(peers.join, stranger, tmp_path, hello(1), 30.0)
+    assert (issue.setting, issue.kind) == ("--rendezvous", "conflict")
+
+
+def test_a_directory_that_is_not_shared_is_refused_on_both_sides(place: Place, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    said: list[ConfigError] = []
+
+    def follow() -> None:
+        try:
+            peers.join(place, tmp_path / "other", hello(1), 30.0)
+        except ConfigError as error:
+            said.append(error)
+
+    def coordinate() -> None:
+        with peers.coordinating(place, tmp_path / "mine", lambda line: None, 30.0) as coordinator:
+            thread.start()
+            coordinator.gather(hello(0))
+
+    thread = threading.Thread(target=follow)
+    peers.ARRIVE_S = 20.0  # restored by the fixture
+    issues = raised_issues(coordinate)
+    thread.join()
+    for issue in (*issues, *said[0].issues):
+        assert (issue.setting, issue.kind) == ("--run-dir", "not_found")
+    assert not files.appears(tmp_path / "never", lambda file: True and file.exists())
