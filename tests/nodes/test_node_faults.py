@@ -58,6 +58,12 @@ def test_a_killed_rank_is_named_the_run_restarts_and_a_signal_on_one_node_stops_
             assert "rank 1 on node 1 (host1): killed by signal 9" in line
         wait_for(lambda: started[0].said.count("resuming from") == number, 240)
         wait_for(step_reached(run_dir, read_json(newest(run_dir) / "state.json")["step"] + 2), 240)
+        (rank,) = cluster.ranks(1)
+        rank.send_signal(signal.SIGSTOP)
+        started[0].wait_for("hang: rank 1 in step", HANG_AFTER_S + 60)
+        rank.send_signal(signal.SIGCONT)
+        started[0].wait_for("goes on after", 60)
+        wait_for(step_reached(run_dir, read_json(newest(run_dir) / "state.json")["step"] + 2), 240)
         started[1].process.send_signal(signal.SIGTERM)
         ended(started, 128 + signal.SIGTERM)
     summary = read_json(run_dir / "summary.json")

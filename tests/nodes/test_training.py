@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.cli import train
-from tests.nodes.harness import FULL, Cluster, ended, needs_nodes
+from tests.e2e.cli import go_on, train
+from tests.nodes.harness import FULL, Cluster, ended, needs_nodes, rounds, stale_views
 from tests.parity.runs import losses, state
 
 pytestmark = needs_nodes
@@ -40,3 +41,35 @@ def test_nodes_train_what_one_process_trains(shards: Path, tmp_path: Path, cell:
     with Cluster() as cluster:
         ended(cluster.train(shards, tmp_path / "many", f"{SETTINGS} {settings}", nproc=nproc), 0)
     assert_equal(tmp_path / "one", tmp_path / "many", of_loss, of_weights)
+
+
+def test_a_run_goes_on_over_two_nodes_one_and_two(shards: Path, tmp_path: Path) -> None:
+    """Over views of the shared directory that are 5 s old; the samples are those of one process."""
+    settings = "checkpoint.keep=9 schedule.name=constant"
+    train(shards, tmp_path / "one", f"{settings} schedule.steps=12", nproc=1, OMP_NUM_THREADS="1")
+    views = [tmp_path / "view0", tmp_path / "view1"]
+    with stale_views(tmp_path / "shared", *views), Cluster() as cluster:
+        places = [view / "run" for view in views]
+        ended(cluster.train(shards, places, f"{settings} schedule.steps=4"), 0)
+        go_on(tmp_path / "shared" / "run", "schedule.steps=8")
+        said = ended(cluster.train(shards, places, f"{settings} schedule.steps=12"), 0)
+        assert "resuming from step-00000008" in said[0]
+        assert_equal(tmp_path / "one", tmp_path / "shared" / "run", 1e-5, 1e-4, step=12)
+
+
+def test_stale_views_end_no_run(shards: Path, tmp_path: Path) -> None:
+    """Also when a run is started anew where one was just refused, and goes on at once."""
+    views = [tmp_path / "view0", tmp_path / "view1"]
+    with stale_views(tmp_path / "shared", *views), Cluster() as cluster:
+        for k in rounds(short=1, full=20):
+            places = [view / f"run-{k // 2}" for view in views]
+            ended(cluster.train(shards, places, f"schedule.steps={2 + 2 * (k % 2)}"), 0)
+
+
+def test_a_directory_that_is_not_shared_is_refused(shards: Path, tmp_path: Path) -> None:
+    places = [tmp_path / "a" / "run", tmp_path / "b" / "run"]
+    with Cluster() as cluster:
+        began = time.monotonic()
+        said = ended(cluster.train(shards, places), 2)
+    assert time.monotonic() - began < 60
+    assert all("node 1 (host1) does not see what node 0 writes" in text for text in said), said
