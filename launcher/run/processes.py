@@ -31,7 +31,6 @@ from launcher.watch.hangs import Watch
 
 POLL_S = 0.2
 KILL_AFTER_FAILURE_S, SAVE_AFTER_FAILURE_S = 5.0, 25.0  # torchrun itself kills after 30
-MAX_SENT = 16_384  # characters of a log's end that another node gets
 KILLED_S, KILLED_POLL_S = 10.0, 0.01  # that the end of a killed process may take
 ONE_STOP_S = 0.5  # signals this near to the first are the same stop: terminals and `timeout` send several
 
@@ -84,18 +83,13 @@ class RanksEnded:
     """What the ranks recorded."""
     exits: list[RankExit]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields for node 0, with the ends of the logs: its view of them may be stale."""
-
-        def log_of(rank: int | None) -> str:
-            return failure.read_end(self.log.with_name(f"rank-{rank}.log"))[-MAX_SENT:]
-
-        errors = [e.model_copy(update={"log_tail": failure.tail_of(log_of(e.rank))}) for e in self.errors]
+    def to_json(self, attempt: int) -> dict[str, Any]:
+        """Return the fields for node 0, which reads the logs itself."""
         return {
+            "attempt": attempt,
             "code": self.code,
-            "said": self.said[-MAX_SENT:],
-            "errors": [results.plain(error) for error in errors],
-            "exits": [[e.rank, e.code, e.time_ns, log_of(e.rank)] for e in self.exits],
+            "errors": [results.plain(error) for error in self.errors],
+            "exits": [dataclasses.astuple(rank_exit) for rank_exit in self.exits],
             "now_ns": time.monotonic_ns(),
         }
 

@@ -32,14 +32,14 @@ class NodeStart:
 
     place: Place
     attempt: int
-    first_rank: int
-    """Rank in the run of the first one here."""
-    store_port: int
-    """Of the ranks' store, which node 0's torchrun serves."""
-    store: socket.socket | None
-    """Its bound socket; None on other nodes."""
     config: str
     """Text of config.yaml: a view of the run directory may be stale."""
+    store_port: int
+    """Of the ranks' store, which node 0's torchrun serves."""
+    first_rank: int
+    """Rank in the run of the first one here."""
+    store: socket.socket | None = None
+    """The store's bound socket; None on other nodes."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -88,41 +88,69 @@ def train(
     `force`: start also where the memory is expected not to suffice. `profile`: steps to profile. `place`:
     this node among several, each of which runs this.
     """
-    directory = job.directory(run_dir, "runs")
-
-    def run(ranks: int, nodes: peers.Coordinator | None = None) -> int:
-        return train_on(
-            job,
-            ranks,
-            directory,
-            resume,
-            dry_run=dry_run,
-            console=console,
-            launcher=launcher,
-            policy=policy,
-            force=force,
-            profile=profile,
-            nodes=nodes,
-            of_nodes=place.nodes if place else 1,
-        )
-
-    if place is None:
-        return run(job.choose_ranks(nproc))
-    if refused := over_nodes_issues(run_dir, launcher, policy):
+    if place is not None and (refused := over_nodes_issues(run_dir, launcher, policy)):
         raise ConfigError(refused)
-    if dry_run:
-        return run(place.nodes * job.choose_ranks(nproc))
-    log = logger(console, as_json=False)
-    if place.rank:
-        return follow_node_0(job, place, nproc, directory, log)
-    if issues := run_dir_issues(directory, job.config, resume):
-        raise ConfigError(issues)
-    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with peers.coordinating(place, directory, log, job.config.run.hang_after_s) as nodes:
-        nodes.gather(peers.hello_of(job, place, job.choose_ranks(nproc)))
-        code = run(sum(nodes.counts), nodes)
-        nodes.end(code)
-        return code
+    run_dir, log = job.directory(run_dir, "runs"), logger(console, as_json=False)
+    if place is not None and place.rank and not dry_run:
+        return follow_node_0(job, place, nproc, run_dir, log)
+    with contextlib.ExitStack() as stack:
+        nodes = None
+        if place is not None and not dry_run:
+            nodes = stack.enter_context(peers.coordinating(place, run_dir, job.config.run.hang_after_s))
+        here = job.choose_ranks(nproc)
+        of_ranks = [f"node {node}" for node in range(place.nodes if place else 1) for _ in range(here)]
+        if place is not None and nodes is not None:
+            nodes.gather(peers.hello_of(job, place, here), log)
+            of_ranks = nodes.nodes
+        ranks = len(of_ranks)
+        layout = batch_layout(job.config, ranks)
+        if spread := spread_issues(of_ranks, rank_sets(job.config, ranks)):
+            raise ConfigError(spread)
+        gpus = (
+            job.machine.gpus[:ranks] if job.gpus and place is None else ()
+        )  # counters here miss other nodes
+        counters = energy_counters([gpu.index for gpu in gpus])
+        if issues := [*start_issues(job, run_dir, resume), *budget_issues(job.config, run_dir, counters)]:
+            raise ConfigError(issues)
+        data = built_data(job.config) if dry_run or job.config.data.path else None
+        manifest = None if data is None else read_data(job.config, data)
+        if manifest is not None:
+            job = dataclasses.replace(job, config=with_budget(job.config, manifest.num_samples))
+        check_profile(profile, job.config, ranks, run_dir, resume)
+        checkpoint = checkpoint_to_resume(run_dir, resume)
+        kept = checkpoint[1].precision if checkpoint else None
+        memory = check_memory(job.config, ranks, job.machine, on_gpu=job.gpus > 0, kept=kept, here=here)
+        if narrow := residual_issues(job.config, memory.precision):
+            raise ConfigError(narrow)
+        too_much = [] if force else memory.issues()
+        tight = [] if too_much else memory.issues(above=1.0)
+        warn(console, [*start_warnings(job, ranks, here, run_dir, policy, manifest), *map(str, tight)])
+        if dry_run:
+            lines = describe(job.config, layout, manifest, memory)
+            if checkpoint:
+                is_done = is_complete(run_dir, job.config, resume)
+                begins = f"from step {checkpoint[1].step:,}, {checkpoint[0].name}"
+                lines.append(f"resume  {COMPLETE if is_done else begins}")
+            for line in lines:
+                show(console, line, **PLAIN)
+        if too_much:
+            forced = "or --force starts anyway"
+            raise ConfigError([dataclasses.replace(i, hint=f"{i.hint}; {forced}") for i in too_much])
+        if dry_run:
+            return 0
+        with lock_output_dir(run_dir, LOCK, "--run-dir", "run"):
+            return run_locked(
+                job,
+                ranks,
+                run_dir,
+                resume,
+                counters,
+                launcher=launcher,
+                console=console,
+                policy=policy,
+                profile=profile,
+                nodes=nodes,
+            )
 
 
 def over_nodes_issues(run_dir: Path | None, launcher: str, policy: restarts.Policy) -> list[Issue]:
@@ -147,12 +175,9 @@ def follow_node_0(job: Job, place: Place, nproc: str, run_dir: Path, log: Log) -
         count = job.choose_ranks(nproc)
     except ConfigError as error:
         issues = error.issues
-    log(
-        f"node {place.rank} of {place.nodes}: joins node 0 at {place.address}:{place.port}, {place.interface}"
-    )
-    member = peers.join(
-        place, run_dir, peers.hello_of(job, place, count, issues), job.config.run.hang_after_s
-    )
+    log(f"node {place.rank} of {place.nodes} joins {place.address}:{place.port} by {place.interface}")
+    hello = peers.hello_of(job, place, count, issues)
+    member = peers.join(place, run_dir, hello, job.config.run.hang_after_s)
     try:
         data_hash = read_data(job.config, prepare_data(job.config)).hash
         member.link.send("data", hash=data_hash, issues=[])
@@ -160,18 +185,15 @@ def follow_node_0(job: Job, place: Place, nproc: str, run_dir: Path, log: Log) -
         member.link.send("data", hash="", issues=[issue.to_json() for issue in error.issues])
     with processes.stop_signals() as pending:
         while (order := member.next(lambda: bool(pending))) is not None and order["kind"] == "start":
-            node = NodeStart(
-                place, order["attempt"], order["first_rank"], order["store"], None, order["config"]
-            )
+            node = NodeStart(place, **order["node"])
             start = RankStart(count, order["worker"], on_gpu=job.gpus > 0, node=node)
-            member.begin(node.attempt)
             (run_dir / "logs").mkdir(exist_ok=True)
             for stale in failure.error_files(run_dir / "logs", start.ranks):
                 stale.unlink(missing_ok=True)
             ended = processes.run_ranks(
                 run_dir, start, pending, log, MemoryWatch(), watch=member, peers=member
             )
-            member.link.send("ended", **ended.to_json())
+            member.link.send("ended", **ended.to_json(node.attempt))
         if order is None:
             log(f"error: {member.lost() or 'stopped before the run began'}")
             return 128 + pending[0] if pending else 1
@@ -181,72 +203,6 @@ def follow_node_0(job: Job, place: Place, nproc: str, run_dir: Path, log: Log) -
     if order["line"]:
         log(f"node 0: {order['line']}")
     return int(order["code"])
-
-
-def train_on(
-    job: Job,
-    ranks: int,
-    run_dir: Path,
-    resume: str,
-    *,
-    dry_run: bool,
-    console: Console,
-    launcher: str,
-    policy: restarts.Policy,
-    force: bool,
-    profile: ProfilePlan | None,
-    nodes: peers.Coordinator | None,
-    of_nodes: int,
-) -> int:
-    """Train on `ranks` ranks, those of the other nodes included; see `train`. `of_nodes`: number of nodes."""
-    layout = batch_layout(job.config, ranks)
-    here = ranks // of_nodes if nodes is None else nodes.counts[0]
-    of_ranks = [f"node {rank // here}" for rank in range(ranks)] if nodes is None else nodes.nodes
-    if spread := spread_issues(of_ranks, rank_sets(job.config, ranks)):
-        raise ConfigError(spread)
-    gpus = job.machine.gpus[:ranks] if job.gpus and nodes is None else ()  # counters here miss other nodes
-    counters = energy_counters([gpu.index for gpu in gpus])
-    if issues := [*start_issues(job, run_dir, resume), *budget_issues(job.config, run_dir, counters)]:
-        raise ConfigError(issues)
-    data = built_data(job.config) if dry_run or job.config.data.path else None
-    manifest = None if data is None else read_data(job.config, data)
-    if manifest is not None:
-        job = dataclasses.replace(job, config=with_budget(job.config, manifest.num_samples))
-    check_profile(profile, job.config, ranks, run_dir, resume)
-    checkpoint = checkpoint_to_resume(run_dir, resume)
-    kept = checkpoint[1].precision if checkpoint else None
-    memory = check_memory(job.config, ranks, job.machine, on_gpu=job.gpus > 0, kept=kept, here=here)
-    if narrow := residual_issues(job.config, memory.precision):
-        raise ConfigError(narrow)
-    too_much = [] if force else memory.issues()
-    tight = [] if too_much else memory.issues(above=1.0)
-    warn(console, [*start_warnings(job, ranks, here, run_dir, policy, manifest), *map(str, tight)])
-    if dry_run:
-        lines = describe(job.config, layout, manifest, memory)
-        if checkpoint:
-            is_done = is_complete(run_dir, job.config, resume)
-            place = f"from step {checkpoint[1].step:,}, {checkpoint[0].name}"
-            lines.append(f"resume  {COMPLETE if is_done else place}")
-        for line in lines:
-            show(console, line, **PLAIN)
-    if too_much:
-        forced = "or --force starts anyway"
-        raise ConfigError([dataclasses.replace(i, hint=f"{i.hint}; {forced}") for i in too_much])
-    if dry_run:
-        return 0
-    with lock_output_dir(run_dir, LOCK, "--run-dir", "run"):
-        return run_locked(
-            job,
-            ranks,
-            run_dir,
-            resume,
-            counters,
-            launcher=launcher,
-            console=console,
-            policy=policy,
-            profile=profile,
-            nodes=nodes,
-        )
 
 
 def check_profile(plan: ProfilePlan | None, config: Config, ranks: int, run_dir: Path, resume: str) -> None:
@@ -350,6 +306,8 @@ def run_locked(
     with ledger:
         with loggers:
             result = restarts.supervise(attempt, config, run_dir, ranks, resume, policy, log)
+        if nodes is not None:
+            nodes.exit_code = result.exit_code
         if result.failure is not None:
             print_failure(result.failure, run_dir, console)
         processes.complete_summary(run_dir, command_s=age_s(), spent=ledger.update())

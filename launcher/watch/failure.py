@@ -66,8 +66,6 @@ class RankExit:
     rank: int
     code: int | None
     time_ns: int
-    log_end: str | None = None
-    """Of a rank on another node; None = its log is read here."""
 
 
 def decide_cause(
@@ -116,8 +114,7 @@ def first_cause(
     end = _unrecorded_end(silent, launcher_said, set(errors))
     same: set[int] = set()
     if end is not None and (not causes or died_first):
-        ends = {e.rank: e.log_end for e in exits if e.log_end is not None}
-        first = _of_a_silent_end(*end, ends.get(end[0]) or read_end(logs / f"rank-{end[0]}.log"))
+        first = _of_a_silent_end(logs, *end)
     elif errors:
         first = (causes or list(errors.values()))[0]
         alike = [
@@ -154,10 +151,10 @@ def _unrecorded_end(
     return silent[0].rank, -int(reported[1]) if reported else None
 
 
-def _of_a_silent_end(rank: int, code: int | None, log_end: str) -> Failure:
+def _of_a_silent_end(logs: Path, rank: int, code: int | None) -> Failure:
     """Describe the end of a rank that recorded no error, with the stack that a crash left in its log."""
     signalled = -code if code is not None and code < 0 else None
-    stack = crash_stack(log_end) if signalled in CRASHES else []
+    stack = crash_stack(read_end(logs / f"rank-{rank}.log")) if signalled in CRASHES else []
     frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', "\n".join(stack))
     frame = next((f for f in frames if is_own_code(f[0])), frames[0] if frames else None)
     return Failure(
@@ -167,7 +164,7 @@ def _of_a_silent_end(rank: int, code: int | None, log_end: str) -> Failure:
         where=f"{frame[0]}:{frame[1]}" if frame else None,
         source=f"in {frame[2]}" if frame else None,
         killed_by=signalled,
-        log_tail=stack or tail_of(log_end),
+        log_tail=stack,
     )
 
 

@@ -117,18 +117,12 @@ class HangDiagnosis:
 
 
 class OtherNodes(Protocol):
-    """The ranks of the other nodes, as their launchers report them each second."""
+    """The launchers of the other nodes (peers.Coordinator)."""
 
-    def unheard_s(self) -> float:
-        """Return the seconds since the last report of the node that is silent longest."""
-
-    def heartbeats(self) -> Mapping[int, tuple[Heartbeat, str]]:
-        """Return the last heartbeat and process state of each rank."""
-
+    def unheard_s(self) -> float: ...
+    def heartbeats(self) -> dict[int, tuple[Heartbeat, str]]: ...
     def ask_for_evidence(self) -> None: ...
-
-    def evidence(self) -> Mapping[int, tuple[tuple[Frame, ...], Collectives]]:
-        """Wait for stack and collectives of each rank; of one that does not answer there are none."""
+    def evidence(self) -> dict[int, tuple[tuple[Frame, ...], Collectives]]: ...
 
 
 @dataclasses.dataclass
@@ -167,7 +161,7 @@ class Watch:
         self.heartbeats: Path | None = None
         """The folder of the heartbeats; None = in the run directory."""
         self.others: OtherNodes | None = None
-        """None = all ranks are here."""
+        """The launchers of the other nodes, which report their ranks each second."""
         self._hung_since_s = self._reported_s = self._next_look_s = 0.0
 
     def poll(self, workers: Mapping[int, psutil.Process], now: float | None = None) -> Failure | None:
