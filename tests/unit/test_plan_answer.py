@@ -275,19 +275,6 @@ def test_runs_of_nearly_equal_compute_share_a_budget(tmp_path: Path) -> None:
     assert rows[0].parameters_without_embedding == 10**8 - BASE.model.vocab_size * BASE.model.hidden_size
 
 
-def test_a_design_spends_its_hours_over_sizes_and_budgets(tmp_path: Path) -> None:
-    written = fit.design(BASE, 2.0, 50_000.0, tmp_path / "design")
-    assert len(written) == fit.DESIGN_SIZES * fit.DESIGN_BUDGETS
-    spent = []
-    for path in written:
-        config = load_config(path)
-        parameters = fit.num_parameters(config.model, config.data.sequence_length)
-        spent.append(6.0 * parameters * config.schedule.tokens)
-    flops_s = 6.0 * 119_589_889 * 50_000
-    assert sum(spent) == pytest.approx(2 * 3600 * flops_s, rel=0.01)
-    assert spent[-1] / spent[0] == pytest.approx(2 ** (fit.DESIGN_BUDGETS - 1), rel=0.01)
-
-
 # --- train --dry-run --gpu
 
 DRY = ("train", "crammed-bert", "data.sources=builtin", "--dry-run")
