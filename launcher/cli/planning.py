@@ -40,7 +40,6 @@ def plan(
     tokens_available: Annotated[
         float | None, Option(min=1, max=1e15, help="Tokens of your data: tells the epochs.")
     ] = None,
-    link: Annotated[str | None, Option(help="Between the GPUs: nvlink4, pcie4, ...")] = None,
     precision: Annotated[Literal["bf16", "fp16", "fp32"], Option(help="Precision on GPUs.")] = "bf16",
     price: Annotated[float | None, Option(min=0, max=1e6, help="Dollars per device and hour.")] = None,
     watts: Annotated[float | None, Option(min=0.1, max=1e6, help="Mean power of a device.")] = None,

@@ -39,7 +39,6 @@ def issue(options: dict[str, Any], tmp_path: Path) -> tuple[str, str]:
         ({"dollars": 9.0, "gpu": "T4-16G", "precision": "fp16"}, "--price", "missing"),
         ({"hours": 1.0}, "--gpu", "missing"),
         ({"hours": 1.0, "gpu": "H100-SXM-80"}, "--gpu", "unknown"),
-        ({"hours": 1.0, "gpu": H100, "link": "nvlink9"}, "--link", "unknown"),
         ({"hours": 1.0, "gpu": H100, "grid": "Atlantis"}, "--grid", "unknown"),
         ({"hours": 1.0, "gpu": "V100-32G"}, "--precision", "unsupported"),
         ({"hours": 1.0, "gpu": H100, "config": "no-such"}, "--config", "not_found"),
@@ -286,7 +285,7 @@ def test_a_dry_run_on_gpus_that_are_not_there(tmp_path: Path) -> None:
     lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
     assert "accumulation 8 x dp 8" in lines["batch"]
     assert lines["micro"].startswith("128 ")
-    rate = gpu_rate(BASE, H100, 8, "nvswitch4", "bf16").tokens_per_s
+    rate = gpu_rate(BASE, H100, 8, "bf16").tokens_per_s
     assert lines["speed"].startswith(format_si(rate, "tokens"))
     assert lines["reach"].startswith(format_si(rate * 24 * 3600, "tokens"))
     assert list(tmp_path.iterdir()) == []
@@ -302,7 +301,7 @@ def test_a_dry_run_of_dollars_reaches_what_their_hours_do(tmp_path: Path) -> Non
     dollars = ("schedule.hours=null", "schedule.dollars=80", "run.price_per_device_hour=2.5")
     done = here(*DRY, *dollars, "batch.micro_size=256", "--gpu", H100, "--nproc", "4", cwd=tmp_path)
     lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
-    rate = gpu_rate(BASE, H100, 4, "nvswitch4", "bf16").tokens_per_s
+    rate = gpu_rate(BASE, H100, 4, "bf16").tokens_per_s
     assert lines["reach"].startswith(format_si(rate * 8 * 3600, "tokens"))
 
 
