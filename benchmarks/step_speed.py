@@ -505,17 +505,14 @@ def timed(o: argparse.Namespace, step: Callable[..., Any], micro_batches: list[A
 # ---- the parent: starts, takes turns, computes ----
 
 
-def measure_all(
-    o: argparse.Namespace, run: Callable[[str, argparse.Namespace, Connection], None] = child
-) -> dict[str, dict[str, Any]]:
-    """Per variant: facts and the list of its rounds. `run` is a variant's process: it tells its facts, then
-    answers as `child` does."""
+def measure_all(o: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Return the facts of each variant and the list of its rounds."""
     variants: dict[str, dict[str, Any]] = {}
     processes = {}
     with turns.children() as start:
         for name in o.names:  # one at a time: compile times are not to disturb each other
             with turns.variables(turns.KEEP if o.allocator in ("keep", name.partition(":")[0]) else {}):
-                processes[name] = start(name, run, name, o)
+                processes[name] = start(name, child, name, o)
             variants[name] = {**processes[name].receive(), "rounds": []}
             tell(f"{name}: ready, first step {variants[name]['first_step_s']:.1f} s")
         rounds = o.warmup + o.rounds
