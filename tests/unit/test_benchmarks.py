@@ -67,7 +67,7 @@ def test_what_cannot_be_measured_is_refused(script, options, error, tmp_path):
 @pytest.mark.slow
 def test_step_speed_quick(tmp_path):
     pytest.importorskip("transformers")
-    result, said = record_of(tmp_path, "step_speed", "--quick --profile --date 2000-01-02")
+    result, said = record_of(tmp_path, "step_speed", "--quick --date 2000-01-02")
     assert result["environment"]["date"] == "2000-01-02"
     variants = result["variants"]
     probe = variants.pop("matmul:eager")
