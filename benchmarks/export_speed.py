@@ -9,7 +9,6 @@ full length, and every program gets the padding mask, all ones.
     ours          bert_dp's model: eager; compiled (torch.compile, dynamic shapes); aoti (`export aoti`)
     transformers  what `export hf` writes, by AutoModel: eager; compiled (as ours)
     onnxruntime   what `export onnx` writes: plain; fused by onnxruntime.transformers; plain with --int8
-    openvino      the plain ONNX file
     matmul        no model: the forward products of step_speed.py's probe, of the encoder at 8 x 128
 
 A row is PROGRAM:MODE:PRECISION. A row whose package is not installed, or whose precision the CPU does not
@@ -53,32 +52,17 @@ from bert_dp.config import Config, ModelConfig, bf16_units, find_config, read_ya
 from bert_dp.files import TOKENIZER
 
 MODELS = ("crammed-rope", "small-text")
+PLAIN, FUSED, INT8 = "onnxruntime:plain:fp32", "onnxruntime:fused:fp32", "onnxruntime:plain:int8"
 ROWS = (
-    "ours:eager:fp32",
-    "ours:eager:bf16",
-    "ours:compiled:fp32",
-    "ours:compiled:bf16",
-    "ours:aoti:fp32",
-    "ours:aoti:bf16",
-    "transformers:eager:fp32",
-    "transformers:eager:bf16",
-    "transformers:compiled:fp32",
-    "transformers:compiled:bf16",
-    "onnxruntime:plain:fp32",
-    "onnxruntime:fused:fp32",
-    "onnxruntime:plain:int8",
-    "openvino:plain:fp32",
-    "openvino:plain:bf16",
-    "matmul:eager:fp32",
-    "matmul:eager:bf16",
+    *(f"ours:{mode}:{bits}" for mode in ("eager", "compiled", "aoti") for bits in ("fp32", "bf16")),
+    *(f"transformers:{mode}:{bits}" for mode in ("eager", "compiled") for bits in ("fp32", "bf16")),
+    *(PLAIN, FUSED, INT8, "matmul:eager:fp32", "matmul:eager:bf16"),
 )
-OURS, PEER, PLAIN = "ours:eager:fp32", "transformers:eager:fp32", "onnxruntime:plain:fp32"
-FUSED, INT8 = "onnxruntime:fused:fp32", "onnxruntime:plain:int8"
+OURS, PEER = "ours:eager:fp32", "transformers:eager:fp32"
 FILES = {  # row -> what is exported for it
     "ours:aoti:fp32": "aoti",
     "ours:aoti:bf16": "aoti-bf16",
     **dict.fromkeys((row for row in ROWS if row.startswith("transformers")), "hf"),
-    **dict.fromkeys((row for row in ROWS if row.startswith("openvino")), "onnx"),
     PLAIN: "onnx",
     FUSED: "onnx-fused",
     INT8: "onnx-int8",
@@ -86,7 +70,7 @@ FILES = {  # row -> what is exported for it
 SHARE_AT = (8, 128)
 WARM_TOKENS = 4096  # of the calls that have an untimed one before them; others are long beside what it costs
 MOST_CALLS = 50  # of a row at a point in one round
-PACKAGES = ("torch", "transformers", "onnx", "onnxruntime", "openvino", "numpy")
+PACKAGES = ("torch", "transformers", "onnx", "onnxruntime", "numpy")
 QUICK = {
     "model": {"vocab_size": 256, "hidden_size": 32, "num_heads": 2, "num_layers": 1, "intermediate_size": 32},
     "data": {"sequence_length": 16},
@@ -255,8 +239,6 @@ def open_row(row: str, scratch: Path, threads: int) -> Callable[..., Any]:
     folder = scratch / FILES.get(row, "run")
     if program == "onnxruntime":
         return open_onnxruntime(folder / "model.onnx", threads)
-    if program == "openvino":
-        return open_openvino(folder / "model.onnx", threads, precision)
     import torch
 
     from bert_dp.exporting import load_exported
@@ -293,22 +275,6 @@ def open_onnxruntime(path: Path, threads: int) -> Callable[..., Any]:
     options.inter_op_num_threads = 1
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     return lambda ids, mask: session.run(None, {"input_ids": ids, "attention_mask": mask})[0]
-
-
-def open_openvino(path: Path, threads: int, precision: str) -> Callable[..., Any]:
-    import openvino
-
-    settings = {
-        "INFERENCE_NUM_THREADS": threads,
-        "PERFORMANCE_HINT": "LATENCY",
-        "INFERENCE_PRECISION_HINT": {"fp32": "f32", "bf16": "bf16"}[precision],
-    }
-    request = openvino.Core().compile_model(str(path), "CPU", settings).create_infer_request()
-
-    def compute(ids_BS: Any, mask_BS: Any) -> Any:
-        return request.infer({"input_ids": ids_BS, "attention_mask": mask_BS})[0]
-
-    return compute
 
 
 def whole_batch(o: argparse.Namespace, subject: Subject, point: Point) -> tuple[Any, Any]:

@@ -25,15 +25,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--date": {"help": "for the record, as YYYY-MM-DD (default: today)"},
     "--json": {"type": Path, "metavar": "FILE", "help": "write environment and raw figures here"},
 }
-SHORT_RUN = (
-    "batch.ramp_fraction=0",
-    "batch.ramp_quantum=null",
-    "compile=off",
-    "precision=fp32",
-    "eval.every_steps=0",
-    "checkpoint.every_steps=0",
-)
-"""Settings of a run of a few steps that saves and evaluates nothing on its way."""
 TUNED = ("MALLOC_", "GLIBC_", "THP_", "OMP_", "MKL_", "KMP_", "LD_PRELOAD", "TORCHINDUCTOR_")
 """Beginnings of the environment variables that change a speed."""
 
@@ -61,29 +52,14 @@ def set_options(settings: Iterable[str]) -> list[str]:
     return [part for setting in settings for part in ("--set", setting)]
 
 
-def bert_dp_command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "launcher", *words]
-
-
-def bert_dp_environ() -> dict[str, str]:
-    """In which `bert_dp_command` is this checkout's from any folder."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path}
-
-
 def bert_dp(*words: str) -> None:
-    """Runs a verb, with its output on stderr; ends the program where it fails or was stopped."""
-    done = subprocess.run(bert_dp_command(*words), env=bert_dp_environ(), stdout=sys.stderr, check=False)
+    """Run a verb of this checkout, its output on stderr; end the program where it fails or was stopped."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    command, environ = [sys.executable, "-m", "launcher", *words], {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, env=environ, stdout=sys.stderr, check=False)
     if done.returncode:
         print(f"error: bert-dp {shlex.join(words)} ended with {done.returncode}", file=sys.stderr)
         sys.exit(done.returncode if done.returncode > 0 else 1)
-
-
-def train_crammed(run_dir: Path, settings: Iterable[str], ranks: int) -> subprocess.CompletedProcess[str]:
-    """A run of the 120 M model; what it said."""
-    options = ["--run-dir", str(run_dir), "--nproc", str(ranks), *set_options(settings)]
-    command = bert_dp_command("train", "crammed-bert", *options)
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=bert_dp_environ())
 
 
 def git(*arguments: str) -> str:

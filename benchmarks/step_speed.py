@@ -88,25 +88,6 @@ BESIDE = (  # all three again by oneDNN, its forward ones, scaled_dot_product_at
     "onednn_forward_s",
     "attention_s",
 )
-OP_GROUPS = {  # first match wins; what matches none is "compiled kernels and other"
-    "matmul": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "matmul", "mkl::", "mkldnn::"),
-    "attention": ("scaled_dot_product", "_flash_attention", "aten::_softmax", "aten::_safe_softmax"),
-    "norm": ("layer_norm", "rms_norm"),
-    "embedding": ("aten::embedding", "index", "aten::argsort", "aten::sort", "aten::nonzero"),
-    "cross entropy": ("log_softmax", "nll_loss"),
-    "optimizer": ("_fused_adamw", "Optimizer."),
-    "clip": ("_foreach_norm", "linalg_vector_norm", "_foreach_mul", "_foreach_div"),
-    "copies, cat, fills": (
-        "copy_",
-        "aten::cat",
-        "clone",
-        "contiguous",
-        "aten::fill_",
-        "aten::zero",
-        "aten::empty",
-    ),
-    "gelu and elementwise": ("gelu", "aten::mul", "aten::add", "aten::sub", "aten::div", "aten::neg"),
-}
 
 
 def parse() -> argparse.Namespace:
@@ -138,7 +119,6 @@ def parse() -> argparse.Namespace:
         default="system",
         help="keep: glibc keeps freed memory (no page faults), for all; ours: for ours only",
     )
-    add("--profile", action="store_true", help="also break one micro batch of each variant down by operation")
     add("--quick", action="store_true", help="tiny shapes, two rounds, no compilation: shows that it works")
     o = parser.parse_args()
     if o.quick:
@@ -424,19 +404,6 @@ def flops_per_token(o: argparse.Namespace, kind: str) -> float:
     return cost.flops_per_token(config, o.sequence, MASK_RATE)
 
 
-def breakdown(o: argparse.Namespace, step: Callable[..., Any], micro_batches: list[Any]) -> dict[str, float]:
-    """Self CPU seconds of one step by group of operations."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        step(micro_batches)
-    seconds = dict.fromkeys([*OP_GROUPS, "compiled kernels and other"], 0.0)
-    for event in profiler.key_averages():
-        matches = (g for g, parts in OP_GROUPS.items() if any(part in event.key for part in parts))
-        seconds[next(matches, "compiled kernels and other")] += event.self_cpu_time_total / 1e6
-    return seconds
-
-
 def now(o: argparse.Namespace) -> float:
     """Seconds, once the device has done what it was asked."""
     import torch
@@ -455,7 +422,7 @@ def peak_memory_gib(o: argparse.Namespace) -> float:
 
 
 def child(name: str, o: argparse.Namespace, pipe: Connection) -> None:
-    """Answers `step NUMBER` and `profile NUMBER`."""
+    """Answers `NUMBER` by the times of that step."""
     with turns.telling_errors(pipe):
         import torch
 
@@ -476,11 +443,10 @@ def child(name: str, o: argparse.Namespace, pipe: Connection) -> None:
             facts["first_loss"], _ = step(make_micro_batches(o, 0))
         facts["first_step_s"] = time.perf_counter() - start
 
-        def answer(command: str, number: int) -> dict[str, Any]:
+        def answer(number: int) -> dict[str, Any]:
             if kind == "matmul":
                 return measure()
-            micro_batches = make_micro_batches(o, number)
-            return (breakdown if command == "profile" else timed)(o, step, micro_batches)
+            return timed(o, step, make_micro_batches(o, number))
 
         turns.serve(facts, answer, pipe)
 
@@ -505,29 +471,23 @@ def timed(o: argparse.Namespace, step: Callable[..., Any], micro_batches: list[A
 # ---- the parent: starts, takes turns, computes ----
 
 
-def measure_all(
-    o: argparse.Namespace, run: Callable[[str, argparse.Namespace, Connection], None] = child
-) -> dict[str, dict[str, Any]]:
-    """Per variant: facts and the list of its rounds. `run` is a variant's process: it tells its facts, then
-    answers as `child` does."""
+def measure_all(o: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Return the facts of each variant and the list of its rounds."""
     variants: dict[str, dict[str, Any]] = {}
     processes = {}
     with turns.children() as start:
         for name in o.names:  # one at a time: compile times are not to disturb each other
             with turns.variables(turns.KEEP if o.allocator in ("keep", name.partition(":")[0]) else {}):
-                processes[name] = start(name, run, name, o)
+                processes[name] = start(name, child, name, o)
             variants[name] = {**processes[name].receive(), "rounds": []}
             tell(f"{name}: ready, first step {variants[name]['first_step_s']:.1f} s")
         rounds = o.warmup + o.rounds
         for number, order in enumerate(turns.orders(o.names, rounds, o.seed), 1):
             for name in order:
-                answer = processes[name].ask("step", number)
+                answer = processes[name].ask(number)
                 if number > o.warmup:
                     variants[name]["rounds"].append(answer)
             tell(f"round {number} of {rounds}")
-        if o.profile:
-            for name in models_of(variants):
-                variants[name]["self_cpu_s"] = processes[name].ask("profile", 1)
     return variants
 
 
@@ -595,14 +555,6 @@ def show(o: argparse.Namespace, variants: dict[str, dict[str, Any]]) -> None:
         m = variants[name]
         parts = ", ".join(f"{k[:-2]} {1e3 * m[k]['median']:.0f} ms" for k in (*PRODUCTS, *BESIDE))
         print(f"{name}: {with_range(m['gflop_per_s'], 1)} GFLOP/s; one micro batch: {parts}")
-    for name, model in models.items():
-        if seconds := model.get("self_cpu_s"):
-            total = sum(seconds.values())
-            shares = sorted(seconds.items(), key=lambda item: -item[1])
-            print(
-                f"{name}: self CPU {total:.2f} s per step: "
-                + ", ".join(f"{k} {100 * v / total:.1f} %" for k, v in shares)
-            )
 
 
 def main() -> None:

@@ -441,6 +441,49 @@ SLIPS = (
         "mine = spent",
         "tests/unit/test_dist.py",
     ),
+    # distillation
+    Slip(
+        "soft-labels-without-temperature",
+        "bert_dp/tasks/distill.py",
+        "distill.temperature**2 * divergence",
+        "divergence",
+        "tests/unit/test_distill.py",
+    ),
+    Slip(
+        "labels-of-other-copies",
+        "bert_dp/tasks/distill.py",
+        "answers(self._logits_NL[-copies:], self._kind)",
+        "answers(self._logits_NL[:copies], self._kind)",
+        "tests/unit/test_distill.py",
+    ),
+    Slip(
+        "teachers-logits-in-order-of-length",
+        "bert_dp/evaluation/teacher.py",
+        "np.concatenate(outputs)[np.argsort(np.concatenate(together))]",
+        "np.concatenate(outputs)",
+        "tests/unit/test_distill.py",
+    ),
+    Slip(
+        "reversed-with-padding",
+        "bert_dp/model/bilstm.py",
+        "reverse_BS = (length_B[:, None] - 1 - place_S)",
+        "reverse_BS = (ids_BS.shape[1] - 1 - place_S)[None]",
+        "tests/unit/test_bilstm.py",
+    ),
+    Slip(
+        "copies-without-the-seed",
+        "bert_dp/examples/augment.py",
+        'Random(f"{seed}/{example}/{copy}")',
+        'Random(f"{example}/{copy}")',
+        "tests/unit/test_augment.py",
+    ),
+    Slip(
+        "copies-that-repeat-an-example",
+        "bert_dp/examples/augment.py",
+        "for row in copies if row.texts not in seen}",
+        "for row in copies}",
+        "tests/unit/test_augment.py",
+    ),
 )
 
 

@@ -64,14 +64,6 @@ def copy_of(
     )
 
 
-def same_word(text: str, index: int, draw: Random) -> str:
-    return text.split()[index]
-
-
-def hole(text: str, index: int, draw: Random) -> str:
-    return HOLE
-
-
 class SameTagWords:
     """Replace a word by one of the same part of speech, by their frequencies in the texts of train."""
 
@@ -118,8 +110,10 @@ class AugmentedData:
         """Read the data and add the copies, without those that repeat an example. Raises ConfigError."""
         labelled = self.data.read(train_only=train_only)
         table = labelled.tables[TRAIN]
-        substitute: Substitute = same_word if self.replace == "none" else hole
-        if self.copies and self.replace == "pos":
+        substitute: Substitute = lambda *_: HOLE  # noqa: E731
+        if self.replace == "none":
+            substitute = lambda text, index, _: text.split()[index]  # noqa: E731
+        elif self.copies and self.replace == "pos":
             texts = dict.fromkeys(itertools.chain.from_iterable(row.texts for row in table.rows))
             substitute = SameTagWords(texts, load_tagger())
         copies = [

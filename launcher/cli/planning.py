@@ -40,7 +40,6 @@ def plan(
     tokens_available: Annotated[
         float | None, Option(min=1, max=1e15, help="Tokens of your data: tells the epochs.")
     ] = None,
-    link: Annotated[str | None, Option(help="Between the GPUs: nvlink4, pcie4, ...")] = None,
     precision: Annotated[Literal["bf16", "fp16", "fp32"], Option(help="Precision on GPUs.")] = "bf16",
     price: Annotated[float | None, Option(min=0, max=1e6, help="Dollars per device and hour.")] = None,
     watts: Annotated[float | None, Option(min=0.1, max=1e6, help="Mean power of a device.")] = None,
@@ -76,13 +75,6 @@ def plan_fit(
         Path | None, Option(help="CSV with budget_flops, parameters, loss, and optionally tokens.")
     ] = None,
     out: Annotated[Path, Option(help="File to write.")] = Path("frontier.json"),
-    design: Annotated[
-        float | None, Option(min=0.01, max=1e5, help="Write configurations of runs to fit, of these hours.")
-    ] = None,
-    config: Annotated[str, Option(help="Configuration that --design varies.")] = "crammed-bert",
-    tokens_per_s: Annotated[
-        float | None, Option(min=1, max=1e12, help="Speed of --config here, for --design.")
-    ] = None,
     json: opt.Json = False,
 ) -> int:
     """Fit the loss over parameters and tokens to completed runs."""
@@ -90,14 +82,6 @@ def plan_fit(
     from launcher.plan import budget, fit
     from launcher.report.page import show_report
 
-    if design is not None:
-        if tokens_per_s is None:
-            message, hint = "is needed for --design", "give the speed of --config on this machine"
-            raise ConfigError([Issue("--tokens-per-s", "missing", message, None, "--design", hint)])
-        directory = out.with_suffix("") if out.suffix else out
-        for path in fit.design(budget.base_config(config), design, tokens_per_s, directory):
-            typer.echo(f"bert-dp train {path}")
-        return 0
     if (table is None) == (not runs):
         raise ConfigError([Issue("RUNS", "missing", "give runs or --table, not both", None, "--table")])
     if issues := budget.folder_issues("--out", out):

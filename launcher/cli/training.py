@@ -233,12 +233,13 @@ def distill(
         {"train": train, "dev": dev},
         {"text": text, "text-pair": text_pair, "label": label, "kind": kind},
     )
-    transfer = distilling.TransferSet(teacher_logits, copies, replace)
     prepared = distilling.load(
         teacher,
         source,
         settings,
-        transfer,
+        teacher_logits=teacher_logits,
+        copies=copies,
+        replace=replace,
         student=student,
         embeddings=embeddings,
         nproc=nproc,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from bert_dp import files
 from bert_dp.config import (
@@ -37,20 +37,14 @@ DERIVED = ("distill.logits", "distill.embeddings")
 COPIES = {False: 20, True: 10}  # of an example; True: of a pair
 
 
-class TransferSet(NamedTuple):
-    """Options of the verb that describe the texts that the teacher labels."""
-
-    teacher_logits: str | None
-    copies: int | None
-    replace: str
-
-
 def load(
     run: Path,
     source: ExamplesSource,
     overrides: Sequence[str],
-    transfer: TransferSet,
     *,
+    teacher_logits: str | None,
+    copies: int | None,
+    replace: str,
     student: str,
     embeddings: str,
     nproc: str,
@@ -60,7 +54,7 @@ def load(
     without labelling. Raises ConfigError."""
     if issues := finetune.setting_issues(overrides, DERIVED):
         raise ConfigError(issues)
-    teacher, is_file = finetune.find_pretrained(run, "TEACHER"), transfer.teacher_logits is not None
+    teacher, is_file = finetune.find_pretrained(run, "TEACHER"), teacher_logits is not None
     if not is_file and not teacher.config.has_examples:
         message, hint = f"{run} is a pretrained run, which knows no labels", "`bert-dp finetune` it first"
         raise ConfigError([Issue("TEACHER", "wrong_type", message, str(run), hint=hint)])
@@ -69,7 +63,8 @@ def load(
     name = f"{teacher.run.name}-{Path(student).stem}-{source.name}"
     checked = resolve([*levels, {"data": {"path": "not-prepared"}}, parse_overrides(overrides)])
     ranks = job.Job(name, checked, machine).choose_ranks(nproc)
-    options = [*source.options, *transfer_options(transfer, teacher, checked.run.seed)]
+    made = transfer_options(teacher_logits, copies, replace, teacher, checked.run.seed)
+    options = [*source.options, *made]
     path = finetune.prepare(teacher, source._replace(options=options), checked.data.sequence_length)
     manifest = read_examples(path)
     if not is_file and (issues := list(label_issues(teacher.config, manifest))):
@@ -119,16 +114,18 @@ def student_levels(student: str, embeddings: str, teacher: Pretrained, task: str
     return [{"model": model, "data": data, "run": {"init_from": str(start.run)}}, recipe]
 
 
-def transfer_options(transfer: TransferSet, teacher: Pretrained, seed: int) -> list[str]:
+def transfer_options(
+    logits: str | None, copies: int | None, replace: str, teacher: Pretrained, seed: int
+) -> list[str]:
     """Return the options of bert_dp.examples.prepare for a transfer set. Raises ConfigError."""
-    if transfer.teacher_logits is not None:
-        if transfer.copies is not None:
+    if logits is not None:
+        if copies is not None:
             message = "the texts of --teacher-logits are the whole transfer set"
-            raise ConfigError([Issue("--copies", "conflict", message, transfer.copies, "--teacher-logits")])
-        return ["--teacher-logits", transfer.teacher_logits]
-    copies = COPIES[teacher.config.finetune.pair] if transfer.copies is None else transfer.copies
-    options = ["--copies", str(copies), "--seed", str(seed), "--replace", transfer.replace]
-    if transfer.replace != "mlm" or not copies:
+            raise ConfigError([Issue("--copies", "conflict", message, copies, "--teacher-logits")])
+        return ["--teacher-logits", logits]
+    count = COPIES[teacher.config.finetune.pair] if copies is None else copies
+    options = ["--copies", str(count), "--seed", str(seed), "--replace", replace]
+    if replace != "mlm" or not count:
         return options
     start = teacher.config.run.init_from
     if (found := files.newest_checkpoint_facts(Path(start)) if start else None) is None:

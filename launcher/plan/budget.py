@@ -10,7 +10,7 @@ import datetime
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import Field
 
@@ -51,7 +51,7 @@ WIDTHS = (*range(64, 512, 32), *range(512, 1024, 64), *range(1024, 4097, 128))
 MAX_EPOCHS = 4  # repeats of the data that are worth nearly as much as new text (arXiv 2305.16264)
 MLM_MIN_FLOPS = 2.2e15  # below it the loss of masked LMs leaves its power law (arXiv 2305.17266)
 MAX_EXTRAPOLATION = 100.0  # of the largest budget that was fitted
-SHAPE = ("hidden_size", "num_layers", "num_heads", "intermediate_size")
+SHAPE = {"hidden_size", "num_layers", "num_heads", "intermediate_size"}
 
 # published answers: the best parameters of a budget in FLOPs, and their source
 PUBLISHED: Mapping[str, tuple[Callable[[float], float], str]] = {
@@ -60,10 +60,7 @@ PUBLISHED: Mapping[str, tuple[Callable[[float], float], str]] = {
         lambda c: math.sqrt(c / 1200),
         "Dervishi et al., EMNLP 2025: 10 x the autoregressive ratio",
     ),
-    "2000 tokens": (
-        lambda c: math.sqrt(c / 12000),
-        "Dervishi et al., EMNLP 2025: 100 x the autoregressive ratio",
-    ),
+    "2000 tokens": (lambda c: math.sqrt(c / 12000), "Dervishi et al.: 100 x the autoregressive ratio"),
     "N ~ C^0.75": (
         lambda c: 1.16e9 * (c / 1e21) ** 0.749,
         "protein masked LMs, Cheng et al., NeurIPS 2024; arXiv 2406.07249 has C^0.27",
@@ -182,7 +179,6 @@ class BudgetOptions:
     tokens_per_parameter: float | None = None
     keep_model: bool = False
     tokens_available: float | None = None
-    link: str | None = None
     precision: str = "bf16"
     price: float | None = None
     watts: float | None = None
@@ -204,7 +200,6 @@ class BudgetOptions:
         gpus, missing = hardware()["gpus"], self.gpu is None and self.from_ is None
         issues = [
             *unknown_issues("--gpu", self.gpu, gpus),
-            *unknown_issues("--link", self.link, hardware()["links"]),
             *unknown_issues("--grid", self.grid, sourced_values(GRID)),
         ]
         if missing and (frontier is None or len(frontier.rates()) < 3):
@@ -240,12 +235,11 @@ class BudgetOptions:
             measured = gpu_speed.recorded_rate(self.from_, base, self.precision, self.gpus)
             return lambda config: measured
         if gpu is not None:
-            link = self.link or (hardware()["gpus"][gpu]["link"] if self.gpus > 1 else None)
-            return lambda config: gpu_speed.gpu_rate(config, gpu, self.gpus, link, self.precision)
+            return lambda config: gpu_speed.gpu_rate(config, gpu, self.gpus, self.precision)
         assert frontier is not None
-        rates, length = frontier.rates(), base.data.sequence_length
+        rates = frontier.rates()
         source = f"{len(rates)} sizes of the frontier's runs on {frontier.device}"
-        return lambda config: gpu_speed.measured_rate(num_parameters(config.model, length), rates, source)
+        return lambda config: gpu_speed.measured_rate(size_of(config), rates, source)
 
     def costs(self, today: datetime.date) -> tuple[Costs, list[str]]:
         """Return the costs with the origin of each factor, and warnings about old ones."""
@@ -283,25 +277,16 @@ def plan_budget(
     if issues := [*options.issues(frontier), *folder_issues("--out", out), *_page_issues(page)]:
         raise ConfigError(issues)
     costs, warnings = options.costs(today or datetime.date.today())
-    available, ratio = options.tokens_available, options.tokens_per_parameter
-    rate_of = options.rate_of(base, frontier)
-    plan = make_plan(base, unit, amount, costs, rate_of, frontier, available, ratio, options.keep_model)
+    rate_of, choice = options.rate_of(base, frontier), (options.tokens_per_parameter, options.keep_model)
+    plan = make_plan(base, unit, amount, costs, rate_of, frontier, options.tokens_available, *choice)
     plan.warnings.extend(warnings)
     if plan.is_chosen:
         config = _configuration(options, base, plan, costs)
         batch_layout(config, options.gpus)  # raises where the batch does not divide
-        lr, micro = float(config.optim.lr), config.batch.micro_size
-        rule = "rate of the configuration x its width / this width"
-        plan.figures["learning rate"] = PlannedFigure(value=lr, origin="assumed", note=rule)
-        size = PlannedFigure(value=micro, origin="fitted", note="that fits 90 % of memory")
-        if options.gpu is None:
-            size = PlannedFigure(value=micro, origin="stated", note="as configured")
-        plan.figures["micro batch"] = size
         files.write_text(out, dump_config(config))
     if page is not None:
         prices = {name: found.value for name, found in sourced_values(PRICES).items()}
-        models, grams = family(base.model), costs.grams_per_kwh
-        data = planner_page.planner_data(base, models, frontier, prices, costs.pue, grams)
+        data = planner_page.planner_data(family(base), frontier, prices, costs.pue, costs.grams_per_kwh)
         sizes = options.frontier or "a ratio of your choice"
         origin = f"model and batch of {options.config}; sizes by {sizes}"
         state = unit, amount, options.gpu, options.gpus, costs.price
@@ -339,36 +324,35 @@ def sourced_values(path: Path) -> dict[str, SourcedValue]:
 
 
 def _configuration(options: BudgetOptions, base: Config, plan: BudgetPlan, costs: Costs) -> Config:
-    """Return the configuration of the chosen size, with the budget and a micro batch that fits."""
-    chosen = plan.models[0]
-    model = base.model.model_copy(update={name: getattr(chosen, name) for name in SHAPE})
-    sized, micro = with_model(base, model), base.batch.micro_size
+    """Return the configuration of the chosen size with its budget, learning rate, micro batch and prediction,
+    and add the two to the plan's figures."""
+    shape = plan.models[0].model_dump(include=SHAPE)
+    config = base.model_copy(update={"model": base.model.model_copy(update=shape)})
+    rate = peak_lr(base).value * base.model.hidden_size / config.model.hidden_size
+    lr, micro = float(f"{rate:.3g}"), base.batch.micro_size
+    size = PlannedFigure(value=micro, origin="stated", note="as configured")
     if (gpu := options.gpu) is not None:
-        micro = gpu_speed.micro_batch_that_fits(sized, options.precision, gpu, options.gpus) or micro
-    lr = peak_lr(base).value * base.model.hidden_size / model.hidden_size
-    unit, amount = options.budget()
-    factors = {
-        "price_per_device_hour": costs.price or None,
-        "watts_per_device": costs.watts,
-        "pue": costs.pue,
-        "grams_co2_per_kwh": costs.grams_per_kwh,
+        micro = gpu_speed.micro_batch_that_fits(config, options.precision, gpu, options.gpus) or micro
+        size = PlannedFigure(value=micro, origin="fitted", note="that fits 90 % of memory")
+    rule = "rate of the configuration x its width / this width"
+    plan.figures["learning rate"] = PlannedFigure(value=lr, origin="assumed", note=rule)
+    plan.figures["micro batch"] = size
+    loss = plan.models[0].loss or PlannedFigure(value=None, origin="fitted", note="no frontier")
+    figures = {**plan.figures, "loss": loss}
+    changes: dict[str, dict[str, Any]] = {
+        "schedule": {**dict.fromkeys(BUDGETS), plan.unit: plan.amount},
+        "run": {
+            "price_per_device_hour": costs.price or None,
+            "watts_per_device": costs.watts,
+            "pue": costs.pue,
+            "grams_co2_per_kwh": costs.grams_per_kwh,
+        },
+        "optim": {"lr": lr},
+        "batch": {"micro_size": micro},
     }
-    return sized.model_copy(
-        update={
-            "schedule": base.schedule.model_copy(update={**dict.fromkeys(BUDGETS), unit: amount}),
-            "run": base.run.model_copy(update=factors),
-            "optim": base.optim.model_copy(update={"lr": float(f"{lr:.3g}")}),
-            "batch": base.batch.model_copy(update={"micro_size": micro}),
-            "prediction": _prediction(plan),
-        }
-    )
-
-
-def _prediction(plan: BudgetPlan) -> dict[PredictedName, PlannedFigure]:
-    """Return the figures that a run is compared with."""
-    unknown = PlannedFigure(value=None, origin="fitted", note="no frontier")
-    figures = {**plan.figures, "loss": plan.models[0].loss or unknown}
-    return {name: figures[name] for name in get_args(PredictedName)}
+    sections = {name: getattr(config, name).model_copy(update=of) for name, of in changes.items()}
+    prediction = {name: figures[name] for name in get_args(PredictedName)}
+    return config.model_copy(update={**sections, "prediction": prediction})
 
 
 # --- the plan
@@ -390,14 +374,11 @@ def make_plan(
     Without a law, a ratio and keep_model it returns the published answers. Raises ConfigError for a budget
     below what any size needs, or above what the largest size can use.
     """
-    hours, length = costs.hours(unit, amount), base.data.sequence_length
-    models = [base.model] if keep_model else family(base.model)
-    rates = [rate_of(with_model(base, models[0]))]
-    with contextlib.suppress(ConfigError):  # the largest ones do not fit the device
-        for model in models[1:]:
-            rates.append(rate_of(with_model(base, model)))
-    models = models[: len(rates)]
-    sizes = [num_parameters(model, length) for model in models]
+    hours, fitted = costs.hours(unit, amount), None if keep_model else fit
+    configs = [base] if keep_model else family(base)
+    rates = gpu_speed.rates_that_fit(configs, rate_of) or [rate_of(configs[0])]
+    configs = configs[: len(rates)]
+    sizes = [size_of(config) for config in configs]
     is_chosen = keep_model or fit is not None or tokens_per_parameter is not None
     warnings = [] if is_chosen else [DISAGREE]
     if keep_model:
@@ -409,72 +390,69 @@ def make_plan(
         wanted = {"deep": best, "wide": best, "half the size": best / 2, "twice the size": 2 * best}
     target = next(iter(wanted.values()))
     rate = rates[nearest(sizes, target)]
-    flops = 6 * target * rate.tokens_per_s * hours * 3600
+    tokens = rate.tokens_per_s * hours * 3600
+    flops = 6 * target * tokens
     compute = _rated(flops, rate, "6 x parameters x tokens")
     figures = {"compute": compute if is_chosen else compute.model_copy(update={"ci95": None})}
     figures |= costs.figures(hours)
-    if fit is not None and not keep_model:
-        spread = fit.law.exponent * math.log(rate.factor)
+    if fitted is not None:
+        spread = fitted.law.exponent * math.log(rate.factor)
         figures["best parameters"] = _fitted(
-            fit, lambda law: math.log(law.best_parameters(flops)), spread, math.exp
+            fitted, lambda law: math.log(law.best_parameters(flops)), spread, math.exp
         )
-        figures["best loss"] = _fitted_loss(fit, lambda law: law.best_loss(flops), flops, rate)
-        warnings += _fit_warnings(fit, flops)
-    shapes = {"wide": family(base.model, WIDE)}
-    planned: list[PlannedModel] = []
-    shown: list[ModelConfig] = []
+        figures["best loss"] = _fitted_loss(fitted, lambda law: law.best_loss(flops), flops, rate)
+        warnings += _fit_warnings(fitted, flops)
+    planned: dict[ModelConfig, PlannedModel] = {}
     for name, size in wanted.items():
-        choices = shapes.get(name, models)
-        model = choices[nearest([num_parameters(m, length) for m in choices], size)]
-        if model in shown:  # deep and wide are one shape where there are two layers
-            continue
-        shown.append(model)
-        try:
-            planned.append(_planned_model(name, with_model(base, model), rate_of, hours, fit))
-        except ConfigError:  # it does not fit the device
-            if not planned:
-                raise
+        shapes = family(base, WIDE) if name == "wide" else configs
+        config = shapes[nearest([size_of(each) for each in shapes], size)]
+        with contextlib.suppress(ConfigError):  # it does not fit the device, as a size between others may not
+            # deep and wide are one shape where there are two layers
+            planned.setdefault(config.model, _planned_model(name, config, rate_of(config), hours, fit))
     if flops < MLM_MIN_FLOPS:
         warnings.append(SMALL.format(flops, MLM_MIN_FLOPS))
-    tokens = rate.tokens_per_s * hours * 3600
     if tokens_available and is_chosen:
         epochs = tokens / tokens_available
         figures["epochs"] = _rated(epochs, rate, f"over {tokens_available:.3g} tokens")
         if epochs > MAX_EPOCHS:
             warnings.append(MANY_EPOCHS.format(epochs, MAX_EPOCHS))
+    models = list(planned.values())
     if is_chosen:
-        note, batch = f"of {base.batch.global_size} sequences, as configured", base.batch.global_size
-        figures |= {"tokens": planned[0].tokens, "steps": _rated(tokens / (batch * length), rate, note)}
+        batch = base.batch.global_size
+        steps = _rated(
+            tokens / (batch * base.data.sequence_length), rate, f"of {batch} sequences, as configured"
+        )
+        figures |= {"tokens": models[0].tokens, "steps": steps}
     return BudgetPlan(
         unit=unit,
         amount=amount,
         hours=hours,
         figures=figures,
-        models=planned,
+        models=models,
         is_chosen=is_chosen,
         warnings=warnings,
     )
 
 
-def family(base: ModelConfig, aspect: float = DEEP) -> list[ModelConfig]:
-    """Return models of the base's kind by ascending width, with width / layers near `aspect`."""
-    wide = base.intermediate_size / base.hidden_size
-    return [
-        base.model_copy(
-            update={
-                "hidden_size": width,
-                "num_layers": max(2, round(width / aspect)),
-                "num_heads": width // (32 if width < 512 else 64),
-                "intermediate_size": max(64, round(width * wide / 64) * 64),
-            }
-        )
-        for width in WIDTHS
-    ]
+def family(base: Config, aspect: float = DEEP) -> list[Config]:
+    """Return the base with models of its kind by ascending width, with width / layers near `aspect`."""
+    ratio = base.model.intermediate_size / base.model.hidden_size
+
+    def shape(width: int) -> dict[str, int]:
+        return {
+            "hidden_size": width,
+            "num_layers": max(2, round(width / aspect)),
+            "num_heads": width // (32 if width < 512 else 64),
+            "intermediate_size": max(64, round(width * ratio / 64) * 64),
+        }
+
+    models = [base.model.model_copy(update=shape(width)) for width in WIDTHS]
+    return [base.model_copy(update={"model": model}) for model in models]
 
 
-def with_model(config: Config, model: ModelConfig) -> Config:
-    """Return the configuration with another model."""
-    return config.model_copy(update={"model": model})
+def size_of(config: Config) -> int:
+    """Return the parameters of a configuration's model."""
+    return num_parameters(config.model, config.data.sequence_length)
 
 
 def nearest(sizes: Sequence[float], target: float) -> int:
@@ -530,8 +508,7 @@ def _solve(
     known = {float(size): rate.tokens_per_s for size, rate in zip(sizes, rates, strict=True)}
 
     def hours_of(parameters: float) -> float:
-        tokens = budget_of(parameters) / (6 * parameters)
-        return tokens / gpu_speed.interpolate(parameters, sizes, known) / 3600
+        return budget_of(parameters) / (6 * parameters) / gpu_speed.interpolate(parameters, known) / 3600
 
     try:
         return solve_above_tip(hours_of, sizes[0], sizes[-1], hours)
@@ -556,18 +533,14 @@ def _published_sizes(sizes: Sequence[int], rates: Sequence[Rate], hours: float) 
     return found
 
 
-def _planned_model(
-    name: str, config: Config, rate_of: Callable[[Config], Rate], hours: float, fit: Frontier | None
-) -> PlannedModel:
-    rate = rate_of(config)
-    parameters = num_parameters(config.model, config.data.sequence_length)
-    tokens = rate.tokens_per_s * hours * 3600
+def _planned_model(name: str, config: Config, rate: Rate, hours: float, fit: Frontier | None) -> PlannedModel:
+    parameters, tokens = size_of(config), rate.tokens_per_s * hours * 3600
     loss = None
     if fit is not None:
         loss = _fitted_loss(fit, lambda law: law.loss(parameters, tokens), 6 * parameters * tokens, rate)
     return PlannedModel(
         name=name,
-        **{setting: getattr(config.model, setting) for setting in SHAPE},
+        **config.model.model_dump(include=SHAPE),
         parameters=parameters,
         tokens_per_s=rate.tokens_per_s,
         tokens=_rated(tokens, rate, rate.note),

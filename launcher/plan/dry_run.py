@@ -47,11 +47,9 @@ def print_speed(job: Job, gpu: str, console: Console) -> None:
     """Print the micro batch that fits, the speed, and the time or the tokens that follow for a job of
     `on_gpus`."""
     config, count = job.config, job.gpus
-    link = hardware()["gpus"][gpu]["link"] if count > 1 else None
-    row, factor = gpu_speed.predicted_step(
-        config, gpu, count, link, config.precision, config.batch.micro_size
-    )
-    fits = gpu_speed.micro_batch_that_fits(config, config.precision, gpu, count)
+    link, precision = gpu_speed.link_of(gpu, count), config.precision
+    row, factor = gpu_speed.predicted_step(config, gpu, count, precision, config.batch.micro_size)
+    fits = gpu_speed.micro_batch_that_fits(config, precision, gpu, count)
     of = f"{count} x {gpu}" + (f" over {link}" if link else "")
 
     def between(value: float, text: Callable[[float], str]) -> str:

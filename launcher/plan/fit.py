@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from bert_dp import files
-from bert_dp.config import BUDGETS, Config, ConfigError, Issue, dump_config, load_config
+from bert_dp.config import ConfigError, Issue, load_config
 from bert_dp.config.errors import read_regular, refusing
-from bert_dp.cost import num_parameters
 from bert_dp.files.models import Summary
 from launcher import results
-from launcher.plan.budget import MLM_MIN_FLOPS, family, nearest, with_model
+from launcher.plan.budget import MLM_MIN_FLOPS
 from launcher.plan.frontier import MIN_BUDGETS, CompletedRun, Frontier
 from launcher.report.formats import format_count, format_si
 from launcher.report.page import Report, ReportSection, Table, Verdict, words
@@ -26,8 +25,6 @@ from launcher.report.page import Report, ReportSection, Table, Verdict, words
 FILE = "frontier.json"
 SAME_BUDGET = 1.25  # runs whose compute differs by less belong to one budget
 COLUMNS = ("budget_flops", "parameters", "loss", "tokens")
-DESIGN_SIZES = 4  # of each budget, from 0.35 to 2.8 times the middle one
-DESIGN_BUDGETS = 4  # each twice the one before
 CONTRADICTS = (
     "The law does not describe these runs: its best sizes are off by x {:.1f} from those of the runs of each "
     "budget. Repeated data or unfinished runs do this."
@@ -177,27 +174,3 @@ def fit_page(found: Frontier) -> Report:
     tables = [Table(laws, title="Law"), Table(rows, title="Best run of each budget")]
     sections, follow = [ReportSection("", tables=tables)], f"bert-dp plan --hours 24 --frontier {FILE}"
     return Report("bert-dp: compute frontier", verdicts=verdicts, sections=sections, next=follow)
-
-
-def design(base: Config, hours: float, tokens_per_s: float, out: Path) -> list[Path]:
-    """Write the configurations of runs to fit that take `hours` together, and return their paths.
-
-    tokens_per_s: of the base's model on this machine; others are taken to be as fast per FLOP. The middle
-    size of each budget is that of 20 tokens a parameter.
-    """
-    models = family(base.model)
-    sizes = [num_parameters(model, base.data.sequence_length) for model in models]
-    flops = 6.0 * num_parameters(base.model, base.data.sequence_length) * tokens_per_s * hours * 3600
-    out.mkdir(parents=True, exist_ok=True)
-    written = []
-    for k, j in itertools.product(range(DESIGN_BUDGETS), range(DESIGN_SIZES)):
-        budget = flops / DESIGN_SIZES / (2**DESIGN_BUDGETS - 1) * 2**k
-        i = nearest(sizes, math.sqrt(budget / 6 / 20) * 2 ** (j - DESIGN_SIZES / 2 + 0.5))
-        tokens = {"tokens": round(budget / 6 / sizes[i])}
-        schedule = base.schedule.model_copy(update=dict.fromkeys(BUDGETS) | tokens)
-        config = with_model(base, models[i]).model_copy(update={"schedule": schedule})
-        path = out / f"budget-{k}-width-{models[i].hidden_size}.yaml"
-        if path not in written:  # the smallest size of the family stands for all below it
-            written.append(path)
-            files.write_text(path, dump_config(config))
-    return written

@@ -10,8 +10,10 @@ fit had not seen.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -130,20 +132,34 @@ def memory_gib(gpu: str) -> float:
     return float(gpu.rpartition("-")[2].removesuffix("G"))
 
 
-def gpu_rate(config: Config, gpu: str, gpus: int, link: str | None, precision: str) -> Rate:
+def rates_that_fit(configs: Iterable[Config], rate_of: Callable[[Config], Rate]) -> list[Rate]:
+    """Return the rates of configurations by ascending size up to the first that does not fit its device."""
+    rates = []
+    with contextlib.suppress(ConfigError):
+        for config in configs:
+            rates.append(rate_of(config))
+    return rates
+
+
+def gpu_rate(config: Config, gpu: str, gpus: int, precision: str) -> Rate:
     """Predict the tokens/s of a configuration on GPUs that were not measured, with the largest micro batch
     that fits. Raises ConfigError where not even one sequence fits."""
     micro = micro_batch_that_fits(config, precision, gpu, gpus)
     if micro is None:
         message = f"not one sequence of this model fits {gpu}"
         raise ConfigError([Issue("--gpu", "out_of_range", message, gpu)])
-    row, factor = predicted_step(config, gpu, gpus, link, precision, micro)
+    row, factor = predicted_step(config, gpu, gpus, precision, micro)
     note = f"roofline of {gpu} in {precision}, micro batch {micro}, fitted to published rows"
     return Rate(row.tokens_per_s, factor, "fitted", note)
 
 
+def link_of(gpu: str, gpus: int) -> str | None:
+    """Return the link between the GPUs of a node; None for one GPU."""
+    return str(hardware()["gpus"][gpu]["link"]) if gpus > 1 else None
+
+
 def predicted_step(
-    config: Config, gpu: str, gpus: int, link: str | None, precision: str, micro: int
+    config: Config, gpu: str, gpus: int, precision: str, micro: int
 ) -> tuple[PredictedRow, float]:
     """Predict the step of a configuration, and return it with the factor of its 95 % interval."""
     model, length = config.model, config.data.sequence_length
@@ -153,6 +169,7 @@ def predicted_step(
     time = estimate(work, speed)
     of = hardware()["gpus"][gpu]["device"], precision, micro, length, model, num_parameters(model, length)
     profile = estimated_profile(*of, time.micro_s, time.optimizer_s)
+    link = link_of(gpu, gpus)
     scenario = Scenario(
         Fabric(gpus, find_link(link) if link else None),
         gpus,
@@ -222,15 +239,17 @@ def measured_rate(parameters: float, rates: Mapping[float, float], source: str) 
     and its square for each factor of e beyond the sizes.
     """
     sizes = sorted(rates)
-    errors = [interpolate(s, [k for k in sizes if k != s], rates) / rates[s] for s in sizes[1:-1]]
-    spread = math.sqrt(sum(math.log(e) ** 2 for e in errors) / len(errors)) if errors else 0.0
+    others = ((size, {k: v for k, v in rates.items() if k != size}) for size in sizes[1:-1])
+    errors = [math.log(interpolate(size, rest) / rates[size]) for size, rest in others]
+    spread = math.sqrt(statistics.fmean(e**2 for e in errors)) if errors else 0.0
     beyond = max(0.0, math.log(sizes[0] / parameters), math.log(parameters / sizes[-1]))
     factor = math.exp(max(MIN_SPREAD, 2 * spread) * (1 + beyond))
-    return Rate(interpolate(parameters, sizes, rates), factor, "measured", source)
+    return Rate(interpolate(parameters, rates), factor, "measured", source)
 
 
-def interpolate(size: float, sizes: Sequence[float], rates: Mapping[float, float]) -> float:
-    """Return the rate of a size, linear in the logarithms, beyond the ends by the nearest two of `sizes`."""
+def interpolate(size: float, rates: Mapping[float, float]) -> float:
+    """Return the rate of a size, linear in the logarithms, beyond the ends by the nearest two sizes."""
+    sizes = sorted(rates)
     i = min(max(bisect.bisect_left(sizes, size), 1), len(sizes) - 1)
     low, high = sizes[i - 1], sizes[i]
     return float(rates[low] * (rates[high] / rates[low]) ** (math.log(size / low) / math.log(high / low)))

@@ -8,10 +8,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bert_dp.config import Config, ConfigError, ModelConfig
+from bert_dp.config import Config
 from bert_dp.cost import num_parameters, peak_flops, student
 from launcher.plan.frontier import Frontier
-from launcher.plan.gpu_speed import gpu_rate
+from launcher.plan.gpu_speed import gpu_rate, rates_that_fit
 from launcher.plan.step_model import hardware
 from launcher.report import html
 
@@ -20,18 +20,22 @@ PRECISION = "bf16"
 
 
 def planner_data(
-    base: Config,
-    models: Sequence[ModelConfig],
+    configs: Sequence[Config],
     fit: Frontier | None,
     prices: Mapping[str, float],
     pue: float = 1.0,
     grams_per_kwh: float | None = None,
 ) -> dict[str, Any]:
     """Return what the page computes from: sizes, the tokens/s of each on each number of each GPU, prices, and
-    the law with its resampled copies."""
+    the law with its resampled copies. `configs`: one of each size, ascending."""
+
+    def rates(gpu: str, count: int) -> list[float]:
+        found = rates_that_fit(configs, lambda config: gpu_rate(config, gpu, count, PRECISION))
+        return [rate.tokens_per_s for rate in found]
+
     devices = {
         name: {
-            "rates": {count: _rates(base, models, name, count) for count in COUNTS},
+            "rates": {count: rates(name, count) for count in COUNTS},
             "watts": row["watts"],
             "price": prices.get(name),
         }
@@ -39,7 +43,7 @@ def planner_data(
         if peak_flops(row["device"], PRECISION) is not None
     }
     return {
-        "sizes": [num_parameters(model, base.data.sequence_length) for model in models],
+        "sizes": [num_parameters(each.model, each.data.sequence_length) for each in configs],
         "devices": devices,
         "pue": pue,
         "grams_per_kwh": grams_per_kwh,
@@ -49,19 +53,6 @@ def planner_data(
         "left_out": list(map(dataclasses.asdict, fit.left_out)) if fit else [],
         "student": student(max(1, len(fit.budgets) - 2)) if fit else 0.0,
     }
-
-
-def _rates(base: Config, models: Sequence[ModelConfig], gpu: str, count: int) -> list[float]:
-    """Return the tokens/s of the models that fit, which are the smallest ones."""
-    link = hardware()["gpus"][gpu]["link"] if count > 1 else None
-    rates: list[float] = []
-    for model in models:
-        try:
-            config = base.model_copy(update={"model": model})
-            rates.append(gpu_rate(config, gpu, count, link, PRECISION).tokens_per_s)
-        except ConfigError:
-            break
-    return rates
 
 
 def planner_html(

@@ -110,21 +110,6 @@ def test_predict_labels_by_a_finetuned_run(run_dir: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.quick
-def test_predict_refuses(run_dir: Path, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("a cat sat")
-    text = str(tmp_path / "a.txt")
-    for arguments, said in (
-        ([str(tmp_path), text], f"{tmp_path}: no valid checkpoint"),
-        ([str(run_dir), str(tmp_path)], "cannot be read"),
-        ([str(run_dir), text, "--out", text], "--out: "),
-        ([str(run_dir), text, "--out", f"{text}/b"], "--out: "),
-    ):
-        errors = refused("predict", *arguments)
-        assert said in errors
-        assert errors.count("error: ") == 1
-
-
-@pytest.mark.quick
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_leaves_no_half_written_file(run_dir: Path, tmp_path: Path, number: int) -> None:
     (tmp_path / "a.txt").write_text("\n".join(LINES * 500))

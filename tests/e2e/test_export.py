@@ -128,12 +128,6 @@ def test_what_the_directory_holds(runs: Path, tmp_path: Path) -> None:
         assert value in card
 
 
-def test_predict_takes_it_in_place_of_the_run(runs: Path, tmp_path: Path) -> None:
-    pytest.importorskip("onnxruntime")
-    out = export("onnx", runs / "rope", tmp_path / "out")
-    assert_encodes_alike(runs / "rope", out, tmp_path)
-
-
 def assert_encodes_alike(run: Path, out: Path, folder: Path) -> None:
     """`predict` gives the run's encodings."""
     file = folder / "a.txt"

@@ -6,8 +6,6 @@ import json
 import random
 import signal
 import statistics
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -163,35 +161,3 @@ def test_the_verb_describes_and_refuses(run: Path, data: Path, tmp_path: Path) -
         assert line in refused(*command(run, data, out, *more))
     assert "holds no checkpoint" in refused("eval", "glue", str(tmp_path), "--data", str(data))
     assert not out.exists()
-
-
-def export_scores(*words: str) -> subprocess.CompletedProcess[str]:
-    script = Path(__file__).parents[2] / "benchmarks/export_scores.py"
-    return subprocess.run([sys.executable, str(script), *words], capture_output=True, text=True, check=False)
-
-
-def test_what_8_bits_cost_a_finetuned_run(run: Path, data: Path, tmp_path: Path) -> None:
-    """benchmarks/export_scores.py"""
-    pytest.importorskip("onnxruntime")
-    trials = [tmp_path / "finetuned"]
-    task = ["--task", "RTE", f"--data={data}", "--nproc", "1", "--run-dir", str(trials[0])]
-    finetuned = here("finetune", str(run), *SETTINGS, *task)
-    assert finetuned.returncode == 0, finetuned.stderr
-    words = [*map(str, trials), "--forms", "onnx-int8", "--json", str(tmp_path / "record.json")]
-    done = export_scores(*words)
-    assert done.returncode == 0, done.stderr
-    record = read_json(tmp_path / "record.json")
-    assert str(tmp_path) not in json.dumps(record), "no path of this machine in a record"
-    assert list(record["runs"]) == [trial.name for trial in trials]
-    for trial in trials:
-        found = record["runs"][trial.name]
-        assert (found["task"], found["examples"]) == ("RTE", {"dev": 8})
-        own, int8 = (found["scores"][form]["dev/accuracy"] for form in ("run", "onnx-int8"))
-        assert own == read_json(trial / "summary.json")["heldout"]["scores"]["dev/accuracy"]
-        assert found["drop_points"]["onnx-int8"]["dev/accuracy"] == pytest.approx(100 * (own - int8))
-    assert "onnx-int8: largest drop " in done.stdout
-
-
-def test_scores_of_a_run_that_is_not_finetuned_are_refused(run: Path) -> None:
-    done = export_scores(str(run))
-    assert (done.returncode, "is not a finetuned run" in done.stderr) == (2, True), done.stderr

@@ -21,7 +21,7 @@ UNITS = ("hours", "dollars", "kwh")
 
 def written(path: Path, with_law: bool) -> dict:
     fit = own_fit() if with_law else None
-    data = planner_page.planner_data(BASE, family(BASE.model), fit, {}, grams_per_kwh=481)
+    data = planner_page.planner_data(family(BASE), fit, {}, grams_per_kwh=481)
     path.write_text(planner_page.planner_html(data, "test"))
     return data
 
@@ -44,9 +44,8 @@ def python_answer(state: dict, fit, rates: dict) -> dict:
     def rate_of(config):
         key = (state["gpu"], state["count"], config.model.hidden_size)
         if key not in rates:
-            link = row["link"] if state["count"] > 1 else None
             try:
-                rates[key] = gpu_rate(config, state["gpu"], state["count"], link, "bf16")
+                rates[key] = gpu_rate(config, state["gpu"], state["count"], "bf16")
             except ConfigError as error:
                 rates[key] = error
         if isinstance(rates[key], ConfigError):

@@ -193,10 +193,7 @@ def test_another_grid_is_refused_where_one_stands(out: Path, shards: Path) -> No
     ("more", "texts"),
     [
         (["--gpus", "1,3"], ["cell strong-ddp-n3", "batch.global_size", "6, 12"]),
-        (["--engines", "magic"], ["--engines", "zero1"]),
-        (["--accumulation", "2"], ["--accumulation", "--mode weak"]),
         (["--out", "/proc/nothing/here"], ["--out", "/proc"]),
-        (["--set", "parallel.engine=independent", "--set", "data.path=/nowhere"], ["data.path", "/nowhere"]),
     ],
 )
 def test_a_grid_with_an_impossible_cell_is_refused(

@@ -95,7 +95,7 @@ LAW = LossLaw(1.7, 400.0, 410.0, 0.34, 0.28)
 
 
 def h100_rate(config) -> Rate:
-    return gpu_rate(config, H100, 1, None, "bf16")
+    return gpu_rate(config, H100, 1, "bf16")
 
 
 @functools.cache
@@ -188,6 +188,5 @@ def test_measured_rates_are_interpolated_in_logarithms() -> None:
 
 
 def test_several_gpus_are_slower_each_than_one() -> None:
-    one = gpu_rate(BASE, H100, 1, None, "bf16").tokens_per_s
-    eight = gpu_rate(BASE, H100, 8, "nvswitch4", "bf16").tokens_per_s
+    one, eight = (gpu_rate(BASE, H100, count, "bf16").tokens_per_s for count in (1, 8))
     assert 0.7 * 8 * one < eight < 8 * one

@@ -466,18 +466,6 @@ def test_labels_that_look_like_one_are_remarked_on(lab: Lab) -> None:
     assert warnings == [r"labels 'New York' and 'New\xa0York'", "labels 'POS' and 'pos'"]
 
 
-def test_a_file_that_changes_while_it_is_read_is_refused(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, build = lab.write("own.csv", GOOD), prepare._build
-
-    def build_and_change(*arguments: Any) -> None:
-        build(*arguments)
-        lab.write("own.csv", GOOD + "the mat,x\n")
-
-    monkeypatch.setattr(prepare, "_build", build_and_change)
-    (issue,) = lab.refused("--train", file, "--dev", file)
-    assert issue.kind == "conflict"
-
-
 def test_columns_have_the_names_of_the_options(lab: Lab) -> None:
     file = lab.write("a.csv", "id,question,answer\n1,who sat,the cat\n2,who ran,a dog\n")
     for kind, metrics, names in (

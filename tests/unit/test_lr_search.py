@@ -229,9 +229,3 @@ def test_a_rate_with_a_diverged_seed_is_not_chosen() -> None:
     choice = lr_search.choose_rate([WIDE, made])
     assert choice is not None
     assert choice.lr == 4.0
-
-
-def test_without_a_last_rung_or_a_finite_loss_nothing_is_chosen() -> None:
-    assert lr_search.choose_rate([]) is None
-    assert lr_search.choose_rate([rung({2.0: [3.0]})]) is None
-    assert lr_search.choose_rate([WIDE, rung({2.0: [None]})]) is None

@@ -18,9 +18,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bert_dp.config import batch_layout
 from bert_dp.training.noise import estimate
-from tests.helpers import make_config, raised_issues, read_json, read_lines
+from tests.helpers import make_config, read_json, read_lines
 from tests.parity.runs import settings, state, summary, train_runs, write_run
 from tests.ranks import run_ranks
 from tests.shards import write_shards
@@ -225,32 +224,6 @@ def test_norms_are_those_of_the_samples(ranks: int, tmp_path: Path) -> None:
 
 
 # --- refusals
-
-
-@pytest.mark.parametrize(
-    ("ranks", "parallel", "batch", "other"),
-    [
-        (2, {"engine": "fsdp"}, {}, "parallel.engine"),
-        (4, {"tensor": 2}, {}, "parallel.tensor"),
-        (1, {}, {"micro_size": 8}, "batch.micro_size"),
-        (1, {"engine": "ddp"}, {"micro_size": 1, "global_size": 1}, "batch.micro_size"),
-        (2, {}, {}, None),
-        (2, {"engine": "zero1"}, {"micro_size": 4}, None),
-        (1, {"engine": "ddp"}, {}, None),
-        (1, {}, {}, None),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(
-    ranks: int, parallel: dict[str, Any], batch: dict[str, int], other: str | None
-) -> None:
-    sections: dict[str, Any] = {"parallel": parallel, "batch": {"global_size": 8, "micro_size": 2, **batch}}
-    batch_layout(make_config(**sections), ranks)
-    config = make_config(**sections, log={"noise_scale": True})
-    if other is None:
-        batch_layout(config, ranks)
-        return
-    (issue,) = raised_issues(batch_layout, config, ranks)
-    assert (issue.setting, issue.other) == ("log.noise_scale", other)
 
 
 # --- whole runs

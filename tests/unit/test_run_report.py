@@ -159,19 +159,6 @@ def test_a_finetuned_run_is_told_by_its_scores(tmp_path: Path) -> None:
     assert figure_of(report, "Loss").y.label == "loss (squared error per example)"
 
 
-def test_the_rest_of_the_commands_time_is_its_start_up(tmp_path: Path) -> None:
-    """Of a run that was restarted the rest holds earlier starts too."""
-    restart = {"date": "d", "step": 5, "ranks": 2, "cause": "c"}
-    for facts, start_up in (
-        ({"command_s": 121.25}, "21.2 s"),
-        ({"command_s": 121.25, "restarts": [restart]}, ""),
-    ):
-        cells = rows_of(report_of(tmp_path / str(len(facts)), **facts)).get(
-            ("Time (rank 0)", "start-up"), [""]
-        )
-        assert cells[0].partition(" |")[0] == start_up
-
-
 def test_a_run_that_went_on_says_of_which_steps_its_figures_are(tmp_path: Path) -> None:
     """Rates, times, memory and energy are of the last start; steps and tokens of the whole run."""
     report = report_of(tmp_path / "run", since_step=90, energy_j=4096.0)
@@ -180,32 +167,6 @@ def test_a_run_that_went_on_says_of_which_steps_its_figures_are(tmp_path: Path) 
     # 75 s of training at 16,384 tokens/s, not the 819,200 tokens of the whole run
     energy = "4.1 kJ | 3.33 kJ per million tokens, 2 CPU ranks, since step 90"
     assert rows["Resources and files", "energy"] == energy
-
-
-def test_a_ramped_batch_is_told_by_its_mean(tmp_path: Path) -> None:
-    rows = rows_of(report_of(tmp_path / "run", samples=3210, global_steps_per_s=4.2))
-    assert rows["Work", "optimizer steps"][0].endswith("x dp 2, 32.1 sequences on average")
-    assert rows["Throughput", "global steps"][0].endswith("2.10 in a step")
-
-
-def test_a_loss_of_an_earlier_step_says_so(tmp_path: Path) -> None:
-    """Of a run that a signal ended between evaluations, also where this start had none yet."""
-    stopped = {"status": "stopped", "signal": 15, "step": 140}
-    rows = rows_of(report_of(tmp_path / "a", **stopped, heldout_step=100))
-    assert rows["Outcome", "held-out loss"][0].startswith(
-        "6.2500 nats ± 0.0392 | at step 100, mean over 4,096"
-    )
-    none = {"heldout": None, "heldout_loss": None, "heldout_step": None}
-    assert (
-        rows_of(report_of(tmp_path / "b", **stopped, **none))["Outcome", "held-out loss"]
-        == (rows["Outcome", "held-out loss"])
-    )
-
-
-def test_restarts_are_told_with_the_last_cause(tmp_path: Path) -> None:
-    restart = {"date": "2026-01-02", "step": 70, "ranks": 1, "cause": "rank 1: killed (SIGKILL)"}
-    rows = rows_of(report_of(tmp_path / "run", restarts=[{**restart, "step": -1}, restart]))
-    assert rows["Outcome", "restarts"] == ["2 | the last from step 70 on 1 rank: rank 1: killed (SIGKILL)"]
 
 
 def test_spikes_of_a_long_run_stay_visible(tmp_path: Path) -> None:
@@ -266,19 +227,6 @@ def test_a_killed_run_shows_what_its_logs_and_its_configuration_hold(tmp_path: P
     assert report.subtitle[0].startswith("2 x H100")
     assert report.subtitle[0].endswith("commit a + uncommitted changes")
     assert rows_of(report)["Work", "parameters"][0].endswith("| precision bf16")
-
-
-def test_files_of_the_wrong_type_render(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
-    (run / "metrics.jsonl").write_text('null\n[1]\n{"tokens": "x", "loss": {}}\n{"tokens": 5, "loss": NaN}\n')
-    (run / "summary.json").write_text('{"status": 3, "time_s": [], "step": "x", "world_size": null}')
-    (run / "config.yaml").write_text("- not\n- a mapping\n")
-    (run / "environment.json").write_text('{"versions": 3, "gpus": "x"}')
-    report = of_directories([run])
-    text = read_page(report).text
-    assert "config.yaml is damaged: expected a mapping" in text
-    assert "summary.json is damaged (status: " in text
-    shown(report)
 
 
 ENDINGS: dict[str, dict[str, Any] | None] = {

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from launcher import results
-from launcher.report.formats import format_percent, format_si
 from launcher.report.page import Line, Report
 from launcher.scale import models
 from launcher.scale.analyze import diagnose
 from launcher.scale.scale_page import scale_page
-from tests.report_fixture import figure_of, figures_of, read_page, shown, unfolded
+from tests.report_fixture import figure_of, read_page, shown, unfolded
 from tests.scaling_fixture import scaling
 
 EVERY_MODE = ("Speed-up", "Efficiency", "Where a step's time goes")
@@ -67,15 +65,6 @@ def test_a_figure_shows_the_numbers_of_the_cells() -> None:
     assert points(drawn["ceiling"]) == pytest.approx({n: n * cells[n]["ceiling_efficiency"] for n in (2, 4)})
 
 
-def test_losses_are_compared_where_the_global_batch_is_the_same() -> None:
-    data = scaling(modes=("weak", "strong"), engines=("ddp",))
-    for agree in (4, 3):
-        note = of(data).sections[0].notes[1]
-        assert (f"{agree} of 4 compared cells" in note, "1.20e-06" in note) == (True, True)
-        cell_of(data, "strong-ddp-n4")["loss_agrees"] = False
-    assert len(of(scaling()).sections[0].notes) == 1
-
-
 def test_what_failed_is_said_with_its_cause() -> None:
     cause = "rank 1: out of memory\nsecond line"
     failed = {"weak-zero1-n4": ("oom", cause), "weak-ddp-n4": ("pending", None)}
@@ -108,13 +97,6 @@ def test_verdicts_stand_once_worst_first() -> None:
     assert "weak-single-n1: a flag" in notes
 
 
-def test_tiles_are_of_the_run_with_the_greatest_speed_up() -> None:
-    data = scaling()
-    cell_of(data, "weak-ceiling-n2").update(speedup=9.0)  # of no run
-    cell_of(data, "weak-ddp-n2").update(speedup=5.0)
-    assert of(data).tiles[0].note == "weak-ddp-n2, N = 2"
-
-
 @pytest.mark.parametrize(
     ("engines", "sizes"),
     [
@@ -131,26 +113,6 @@ def test_any_size(engines: tuple[str, ...], sizes: tuple[int, ...]) -> None:
     assert {"Speed-up, weak scaling", "Efficiency, weak scaling"} <= set(page.labels)
     assert all(c["id"] in page.text for c in data["cells"] if c["kind"] == "run")
     assert figure_of(report, "Speed-up, weak scaling").x.log == (max(sizes) > 16)
-
-
-@pytest.mark.parametrize("width", [80, 100, 120])
-def test_the_console_has_the_result_and_no_controls(width: int) -> None:
-    data = scaling(failed={"weak-zero1-n4": ("oom", "rank 1: out of memory")})
-    console = shown(of(data), width)
-    assert max(map(len, console)) <= width
-    text, cell = unfolded(console), cell_of(data, "weak-ddp-n2")
-    for words in (
-        format_si(cell["tokens_per_s"]),
-        f"{format_percent(cell['efficiency'])} [{format_percent(cell['efficiency_ci95'][0])} to",
-        format_percent(cell["communication_efficiency"]),
-        "weak-zero1-n4: oom: rank 1: out of memory",
-        "warn Hardware ceiling.",
-        "MAMFU",
-    ):
-        assert words in text
-    assert "MFU" not in text.replace("MAMFU", "")  # no cell has one
-    assert "ceiling-n" not in text
-    assert len([line for line in console if line.startswith("cell ")]) == (1 if width == 120 else 2)
 
 
 def test_a_ratio_whose_interval_is_wider_than_a_factor_of_two_has_no_digits() -> None:
@@ -174,10 +136,3 @@ def test_a_ratio_whose_interval_is_wider_than_a_factor_of_two_has_no_digits() ->
     narrow = [end * 2 for end in (0.4, 0.8)]  # a factor of two is measurable
     wide |= {"efficiency_ci95": narrow}
     assert points(lines(of(data), "Efficiency, weak scaling")["ddp"])[2] == 0.9577
-
-
-def test_figures_of_the_committed_benchmark_are_drawn() -> None:
-    path = Path(__file__).parents[2] / "benchmarks/raw/2026-11-21-scaling/scaling.json"
-    report = scale_page(results.read(path, models.Scaling))
-    read_page(report)
-    assert not any(figure.is_empty for figure in figures_of(report))

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from bert_dp import files
 from bert_dp.config import load_config, resolve
-from bert_dp.cost import flops_per_token, memory_estimate_gib
+from bert_dp.cost import flops_per_token
 from launcher import results
 from launcher.job import Output
 from launcher.log import Log
@@ -176,13 +176,6 @@ def test_a_cpu_rank_has_as_many_cores_at_every_n(monkeypatch: pytest.MonkeyPatch
     assert cores_of(1, 4) == (0, 1)
     assert cores_of(4, 4) == tuple(range(8))
     assert cores_of(2, 16) == tuple(range(8))
-
-
-def test_a_ceiling_that_does_not_fit_refuses_nothing() -> None:
-    whole = sum(memory_estimate_gib(CONFIG, "fp32", 4)[part] for part in MEMORY_STATE)
-    made = grid(with_memory(4 * 0.9 * whole), gpus=(4,), modes=("strong",), engines=("fsdp",))
-    assert not [issue for issue in made.issues if "ceiling" in issue.message]
-    assert not [cell for cell in made.cells if cell.kind == "ceiling"]
 
 
 def test_settings_that_no_cell_heeds_are_named() -> None:
@@ -428,21 +421,6 @@ def test_a_straggler_has_its_ratio_in_every_repeat(
         assert ddp.straggler_ratio == pytest.approx(2.0)
 
 
-def test_shares_of_a_step_have_intervals_over_the_repeats(tmp_path: Path) -> None:
-    """4.302653 of two degrees of freedom x the deviation 0.01 / sqrt(3)."""
-    waits = (0.1, 0.11, 0.12)
-
-    def records(cell: GridCell, repeat: int) -> dict[str, Any]:
-        return {"wait": waits[repeat], "device": "NVIDIA H100 80GB HBM3"}
-
-    ddp = collected(tmp_path, two(repeats=3), records)["strong-ddp-n2"]
-    half = 4.302652730 * 0.01 / math.sqrt(3)
-    assert ddp.data_wait_fraction_ci95 == pytest.approx([0.11 - half, 0.11 + half])
-    assert ddp.launch_fraction_ci95 == pytest.approx([1.0, 1.0])
-    once = collected(tmp_path / "b", two(repeats=1), lambda cell, repeat: {})["strong-ddp-n2"]
-    assert (once.data_wait_fraction_ci95, once.straggler_ratio_ci95) == (None, None)
-
-
 def test_a_replica_of_two_ranks_counts_once(tmp_path: Path) -> None:
     """Weak, tensor 2: 2 ranks take 4 x 2 sequences a step, the ceiling's copies 4 x 2 each."""
     seconds = {"weak-single-n1": 1.0, "weak-ddp-n1": 1.25, "weak-ddp-n2-tp2": 0.8, "weak-ceiling-n2": 1.1}
@@ -465,37 +443,7 @@ def test_a_replica_of_two_ranks_counts_once(tmp_path: Path) -> None:
     assert (split.straggler_ratio, split.loss_agrees) == (None, None)
 
 
-def test_a_cell_that_is_faster_than_its_ceiling_is_flagged(tmp_path: Path) -> None:
-    cells = collected(
-        tmp_path, two(), lambda cell, repeat: {"step_s": 1.1 if cell.kind == "ceiling" else 1.0}
-    )
-    assert any("faster than its ceiling" in flag for flag in cells["strong-ddp-n2"].flags)
-
-
 # --- what is said before, and what is run
-
-
-def test_what_is_about_to_run_is_described(tmp_path: Path) -> None:
-    made = grid(gpus=(2,), modes=("weak",), engines=("ddp",), tensor=(1, 2))
-    said: list[str] = []
-    benchmark.describe(made, tmp_path, said.append, ["checkpoint.keep=5", "optim.lr=1"], cores=1)
-    assert "  weak-ddp-n2: 2 ranks, global batch 16 = 4 x 2 x 2" in said
-    assert "  weak-ddp-n2-tp2: 2 ranks, tensor 2, global batch 8 = 4 x 2 x 1" in said
-    warnings = [line for line in said if line.startswith("warning")]
-    assert ["checkpoint.keep" in warnings[0], "more CPU ranks than cores" in warnings[1]] == [True, True]
-    assert len(said) == 2 + len(made.cells) + len(warnings)
-    said.clear()
-    benchmark.describe(grid(gpus=(2,)), tmp_path, said.append, [], cores=2)
-    assert [line for line in said if line.startswith("warning")] == []
-
-
-def test_a_ceiling_that_cannot_be_is_told_before(tmp_path: Path) -> None:
-    """Two ranks of one replica take 4 sequences, which two copies cannot share."""
-    config = CONFIG.model_copy(update={"batch": CONFIG.batch.model_copy(update={"global_size": 4})})
-    settings = dataclasses.replace(SETTINGS, gpus=(1, 2), modes=("strong",), engines=("ddp",), tensor=(2,))
-    said: list[str] = []
-    benchmark.describe(Grid(config, settings, MACHINE, on_gpu=False), tmp_path, said.append, [], cores=2)
-    assert [line[:26] for line in said if line.startswith("warning")] == ["warning: strong, 2 ranks: "]
 
 
 class MadeRunner(Runner):
@@ -550,15 +498,6 @@ def test_a_grid_runs_its_cells_and_measures_links_profile_and_peak_once(tmp_path
     batch, data = runs.profiled.batch, runs.profiled.data
     assert (batch.global_size, batch.micro_size, data.synthetic) == (4, 4, True)
     assert runs.profiled.parallel.engine == "single"
-
-
-def test_a_rank_with_a_gpu_may_use_every_core(tmp_path: Path) -> None:
-    gpus = [environment.Gpu(0, "g", 80.0, None)] * 2
-    made = grid(with_memory(64.0, gpus=gpus), on_gpu=True, gpus=(2,), modes=("weak",))
-    runs = MadeRunner(tmp_path, on_gpu=True)
-    run_grid(made, runs, print)
-    assert {trial.cores for trial in runs.ran} == {None}
-    assert runs.cores == [None, None, None]
 
 
 @pytest.mark.parametrize("has_result", [True, False])

@@ -25,7 +25,7 @@ from launcher.tune.batch import BatchOptions, BatchSearch, BatchSearchSpec, Batc
 from launcher.tune.throughput import TuneBatch
 from tests import tune_fixture
 from tests.e2e.cli import TINY
-from tests.helpers import failed, make_config, raised_issues
+from tests.helpers import failed, make_config
 from tests.states import FACTS
 
 SETTINGS = [item for item in TINY if "micro_size" not in item]
@@ -59,22 +59,6 @@ def test_a_rank_may_use_what_is_asked_or_its_share(memory_gib: float | None, lim
         assert (spec.on_gpu, spec.precision) == (False, "fp32")
         settings = {"nproc": 2, "budget_s": 90.0, "memory_gib": memory_gib, "launcher": "accelerate"}
         assert batch.output_of(spec, Path()).plan.settings == settings
-
-
-@pytest.mark.parametrize("memory_gib", [0.0, -1.0, float("inf"), float("nan")])
-def test_memory_that_is_none_is_refused(memory_gib: float) -> None:
-    options = dataclasses.replace(OPTIONS, memory_gib=memory_gib)
-    (issue,) = raised_issues(batch.search_spec, job_of(config(64)), options)
-    assert (issue.setting, issue.kind) == ("--memory", "out_of_range")
-    assert issue.value is memory_gib
-
-
-@pytest.mark.parametrize("given", ["0", "4", "null", "x"])
-def test_a_micro_batch_that_the_search_would_replace_is_refused(given: str) -> None:
-    (issue,) = raised_issues(batch.load, "quickstart", ["optim.lr=1e-3", f"batch.micro_size={given}"])
-    assert (issue.setting, issue.kind) == ("batch.micro_size", "no_effect")
-    auto_is_taken = ["batch.micro_size=auto", "batch.global_size=8"]
-    assert batch.load("quickstart", auto_is_taken).config.batch.micro_size == 1
 
 
 def found(**changes: Any) -> TuneBatch:

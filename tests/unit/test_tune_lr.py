@@ -23,7 +23,6 @@ from launcher.run.trials import Slot, Trial, TrialOutcome
 from launcher.tune import lr, search_output
 from launcher.tune.lr_search import LrOptions, TuneLr
 from launcher.tune.tune_page import lr_page
-from tests import tune_fixture
 from tests.e2e.cli import TINY
 from tests.glue_fixture import WritingRunner
 from tests.helpers import failed, raised_issues, read_json
@@ -255,20 +254,6 @@ def verb(shards: Path, out: Path, options: LrOptions, *overrides: str, dry_run: 
     settings = [*TINY, f"data.path={shards}", "run.device=cpu", "schedule.steps=80", *overrides]
     how: dict[str, Any] = {"out": out, "as_json": True, "console": Console()}
     return lr.tune_lr("quickstart", settings, options, dry_run=dry_run, **how)
-
-
-@pytest.mark.parametrize(("asked", "tensor", "ranks"), [(None, 1, 1), (None, 2, 2), (4, 2, 4)])
-def test_a_trial_has_the_ranks_that_were_asked_for_or_those_of_one_replica(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: int | None, tensor: int, ranks: int
-) -> None:
-    def measure(setup: job.Job, options: LrOptions, given: int, *_: Any) -> tuple[TuneLr, int]:
-        assert given == ranks
-        return TuneLr.model_validate(tune_fixture.lr()), 130
-
-    monkeypatch.setattr(lr, "measure", measure)
-    engine = "fsdp" if tensor > 1 else "ddp"
-    overrides = [f"parallel.tensor={tensor}", f"parallel.engine={engine}"]
-    assert verb(shards, tmp_path / "out", LrOptions(ranks=asked), *overrides, dry_run=False) == 130
 
 
 def test_a_budget_shortens_the_runs_and_says_so(whole: Searched, run: Run) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from bert_dp import files
-from launcher import results
 from launcher.report.page import Report
 from launcher.stats import half_width
 from launcher.tune import tune_page
@@ -17,8 +16,8 @@ from launcher.tune.lr_search import TuneLr
 from launcher.tune.throughput import TuneBatch
 from launcher.tune.tune_page import batch_page, lr_page
 from tests.helpers import raised_issues
-from tests.report_fixture import figure_of, read_page
-from tests.tune_fixture import batch, lr, timed_trial, unmeasured
+from tests.report_fixture import read_page
+from tests.tune_fixture import batch, lr, unmeasured
 
 OUT = Path("OUT")
 MEMORY, RANGE = "Peak memory against micro batch", "Range test"
@@ -98,24 +97,6 @@ def test_a_lead_that_the_held_out_text_cannot_carry_is_warned_of(se: float, warn
     assert [f"± {1.96 * se:.4f}" in note for note in notes] == [True] * warned
 
 
-def test_a_lost_trial_is_listed_with_its_reason() -> None:
-    lost = timed_trial(16, 0, 0.1, status="over", reason="w")
-    assert "micro-16-r0: over: w" in read_page(of(batch(trials=[results.plain(lost)]))).text
-    assert "lr-0.114-t8192-s0: diverged: " in read_page(of(lr())).text
-
-
-def test_a_memory_limit_that_is_far_away_is_told_and_not_drawn() -> None:
-    assert [rule.value for rule in figure_of(of(batch()), MEMORY).levels] == pytest.approx([0.45])
-    far = figure_of(of(batch(memory_limit_gib=64.0)), MEMORY)
-    assert not far.levels
-    assert "64.00 GiB" in far.note
-
-
-def test_the_edge_of_a_range_test_is_marked() -> None:
-    assert [mark.value for mark in figure_of(of(lr()), RANGE).marks] == [0.3]
-    assert not figure_of(of(change(lr(), "range_test", edge=None)), RANGE).marks
-
-
 def empty_lr() -> dict[str, Any]:
     return lr(status="partial", tokens=None, range_test=None, rungs=[], choice=None, trained_tokens=0)
 
@@ -125,8 +106,3 @@ def test_nothing_measured_is_never_zero(data: dict[str, Any]) -> None:
     page = read_page(of({**data, "environment": {}, "config": {}}))
     assert page.labels == []
     assert "0.0" not in page.text
-
-
-def test_the_command_that_takes_the_choice_can_be_pasted() -> None:
-    tuned = TuneLr.model_validate(lr())
-    assert lr_page(tuned, Path("my out")).next == "bert-dp train 'my out/tuned.yaml'"
