@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import hmac
 import json
 import queue
@@ -41,7 +40,7 @@ ADMIT_S = files.STALE_S + 2.0  # for one to prove that it sees the shared direct
 REFUSE_S = 10.0  # for launchers that are still to come, when node 0 itself has been refused
 SUSPENDED_S = 5.0  # more than that between two beats of our own: this process was stopped, and heard nobody
 ENDING_S = 20.0  # for a member to kill its ranks and to tell how they ended
-FIRST_BYTES, LINE_BYTES = 4096, 2**26  # of a message before and after the proof
+LINE_BYTES = 2**26
 SECRET = re.compile(r"\.nodes-[0-9a-f]{32}")
 
 Message = dict[str, Any]
@@ -83,9 +82,9 @@ class Link:
         except OSError:
             self.is_closed = True
 
-    def next(self, limit: int = FIRST_BYTES) -> Message:
+    def next(self) -> Message:
         """Read a message. Raises OSError at the end, and ValueError for what is none."""
-        line = self._reader.readline(limit)
+        line = self._reader.readline(LINE_BYTES)
         if not line.endswith(b"\n"):
             raise ConnectionError("closed")
         message = files.parse_json(line)
@@ -117,7 +116,7 @@ class Link:
     def _read(self, received: Callable[[Message], None]) -> None:
         with contextlib.suppress(OSError, ValueError):
             while True:
-                message = self.next(LINE_BYTES)
+                message = self.next()
                 self.heard_s = time.monotonic()
                 received(message)
         self.is_closed = True
@@ -134,7 +133,7 @@ class Link:
 
 
 def _proof(secret: str, nonce: str) -> str:
-    return hmac.new(secret.encode(), nonce.encode(), hashlib.sha256).hexdigest()
+    return hmac.new(secret.encode(), nonce.encode(), "sha256").hexdigest()
 
 
 def _name(rank: int, host: object) -> str:
@@ -199,8 +198,8 @@ def listen(address: str, port: int) -> socket.socket:
 class Coordinator:
     """Node 0's side: who is there, what each said, who is lost."""
 
-    def __init__(self, place: Place, run_dir: Path, limit_s: float):
-        self.place, self._limit_s = place, limit_s
+    def __init__(self, place: Place, run_dir: Path, log: Log, limit_s: float):
+        self.place, self._log, self._limit_s = place, log, limit_s
         self._secret, self._file = secrets.token_hex(32), run_dir / f".nodes-{secrets.token_hex(16)}"
         self._members: dict[int, Link] = {}
         self._hellos: dict[int, Message] = {}
@@ -211,8 +210,7 @@ class Coordinator:
         self._changed = threading.Condition()
         self._attempt, self._told_failed = 0, False
         self._cause: Failure | None = None
-        self.exit_code = 0
-        """Of the command on every node."""
+        self._has_ended = False
         self._listener = listen(place.address, place.port)
         try:
             run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -238,12 +236,10 @@ class Coordinator:
         nonce = secrets.token_hex(16)
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it is none of ours
             link.send("challenge", nonce=nonce, file=self._file.name)
-            answer = link.next()
-            if answer["kind"] == "unseen":
-                self._note(issues=[Issue(**answer["issue"])])
-            elif hmac.compare_digest(answer["proof"], _proof(self._secret, nonce)):
-                link.send("welcome", proof=_proof(self._secret, answer["nonce"]))
-                hello = link.next(LINE_BYTES)
+            hello = link.next()
+            if hello["kind"] == "unseen":
+                self._note(issues=[Issue(**hello["issue"])])
+            elif hmac.compare_digest(hello["proof"], _proof(self._secret, nonce)):
                 link.start(lambda message: self._note(int(hello["rank"]), message))
                 self._welcome(link, hello)
 
@@ -274,7 +270,7 @@ class Coordinator:
                 self._changed.wait(BEAT_S / 5)
         return done
 
-    def gather(self, hello: Message, log: Log) -> None:
+    def gather(self, hello: Message) -> None:
         """Wait for every node's launcher; `hello` is our own. Raises ConfigError for one that does not come,
         and for what differs between nodes."""
         self._hellos[0] = hello
@@ -288,10 +284,10 @@ class Coordinator:
             self._issues.append(Issue("--nnodes", "missing", message, self.place.nodes, hint=hint))
         if self._issues:
             raise ConfigError(self._issues)
-        with_ranks = (f"{self._of(k)} with {count_of(n, 'rank')}" for k, n in enumerate(self.counts))
-        log(f"nodes: {', '.join(with_ranks)}")
+        with_ranks = (f"{self.name(k)} with {count_of(n, 'rank')}" for k, n in enumerate(self.counts))
+        self._log(f"nodes: {', '.join(with_ranks)}")
 
-    def _of(self, rank: int) -> str:
+    def name(self, rank: int) -> str:
         return _name(rank, self._hellos[rank]["host"])
 
     @property
@@ -302,14 +298,14 @@ class Coordinator:
     @property
     def nodes(self) -> list[str]:
         """The node of each rank."""
-        return [self._of(rank) for rank, count in enumerate(self.counts) for _ in range(count)]
+        return [self.name(rank) for rank, count in enumerate(self.counts) for _ in range(count)]
 
     # what they say
 
     def lost(self) -> str | None:
         """Describe a node whose launcher has gone, or was not heard of for hang_after_s."""
         links = list(self._members.items())
-        return next(filter(None, (link.lost(self._of(k), self._limit_s) for k, link in links)), None)
+        return next(filter(None, (link.lost(self.name(k), self._limit_s) for k, link in links)), None)
 
     def _send(self, kind: str, **facts: Any) -> None:
         for link in [*self._members.values(), *self._refused]:
@@ -325,9 +321,9 @@ class Coordinator:
         """Compare the data of all nodes. Raises ConfigError."""
         self._wait(lambda: len(self._all("data")) == len(self._members), None)
         for rank, message in self._all("data").items():
-            self._issues += [Issue(**issue).within(self._of(rank)) for issue in message["issues"]]
+            self._issues += [Issue(**issue).within(self.name(rank)) for issue in message["issues"]]
             if not message["issues"] and message["hash"] != data_hash:
-                text = f"{message['hash'][:16]} on {self._of(rank)} and {data_hash[:16]} on node 0"
+                text = f"{message['hash'][:16]} on {self.name(rank)} and {data_hash[:16]} on node 0"
                 hint = "use the same shards on every node"
                 self._issues.append(Issue("data", "conflict", text, hint=hint))
         if lost := self.lost():
@@ -413,7 +409,10 @@ class Coordinator:
         return cause
 
     def end(self, code: int, issues: Sequence[Issue] = ()) -> None:
-        """Tell every node how the run ended, and close."""
+        """Tell every node how the run ended, and close; later calls do nothing."""
+        if self._has_ended:
+            return
+        self._has_ended = True
         line = f"failed: {first_line(self._cause.headline())}" if self._cause and code == 1 else ""
         self._send("end", code=code, line=line, issues=[issue.to_json() for issue in issues])
         for link in [*self._members.values(), *self._refused]:
@@ -425,23 +424,18 @@ class Coordinator:
 
 
 @contextlib.contextmanager
-def coordinating(place: Place, run_dir: Path, limit_s: float) -> Iterator[Coordinator]:
-    """Listen for the other nodes, and tell them how the run ended, or why it does not start.
-
-    Raises ConfigError.
-    """
-    coordinator = Coordinator(place, run_dir, limit_s)
-    code, issues = 1, tuple[Issue, ...]()
+def coordinating(place: Place, run_dir: Path, log: Log, limit_s: float) -> Iterator[Coordinator]:
+    """Listen for the other nodes, and tell them of a ConfigError. Raises ConfigError."""
+    coordinator = Coordinator(place, run_dir, log, limit_s)
     try:
         yield coordinator
-        code = coordinator.exit_code
     except ConfigError as error:
-        code, issues = 2, error.issues
         coordinator._issues.clear()
         coordinator._wait(lambda: len(coordinator._members) == place.nodes - 1, REFUSE_S)
+        coordinator.end(2, error.issues)
         raise
     finally:
-        coordinator.end(code, issues)
+        coordinator.end(1)
 
 
 # --- the other nodes
@@ -464,7 +458,7 @@ class Member:
         kind = message["kind"]
         if kind == "start":
             self._heard.clear()
-            attempt = message["node"]["attempt"]
+            attempt = message["node"]["attempt"] if "node" in message else 0
             self.link.status = {"attempt": attempt, "ranks": {}, "failed": False, "signal": 0}
         if kind in ("start", "end"):
             self._messages.put(message)
@@ -524,24 +518,19 @@ def join(place: Place, run_dir: Path, hello: Message, limit_s: float) -> Member:
             time.sleep(0.5)
     try:
         challenge = link.next()
-        name, nonce = str(challenge["file"]), secrets.token_hex(16)
+        name, nonce = str(challenge["file"]), str(challenge["nonce"])
         if not SECRET.fullmatch(name):
             raise ValueError("no challenge of node 0")
-        if not files.appears(run_dir / name, lambda file: bool(file.read_text())):
-            message = f"{_name(place.rank, hello['host'])} does not see what node 0 writes to {run_dir}"
-            hint = "use a directory that all nodes share"
-            unseen = Issue("--run-dir", "not_found", message, str(run_dir), hint=hint)
-            link.send("unseen", issue=unseen.to_json())
-            raise ConfigError([unseen])
-        secret = (run_dir / name).read_text()
-        link.send("proof", nonce=nonce, proof=_proof(secret, str(challenge["nonce"])))
-        if not hmac.compare_digest(str(link.next()["proof"]), _proof(secret, nonce)):
-            raise ValueError("not node 0")
-    except ConfigError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError) as error:
         message = f"what answers at {meet} is not node 0 of this run ({error})"
         hint = "see the message of node 0, or choose a free port on every node"
         raise ConfigError([Issue("--rendezvous", "conflict", message, meet, hint=hint)]) from None
-    link.send("hello", **hello)
+    file = run_dir / name
+    if not files.appears(file, lambda file: bool(file.read_text())):
+        message = f"{_name(place.rank, hello['host'])} does not see what node 0 writes to {run_dir}"
+        hint = "use a directory that all nodes share"
+        unseen = Issue("--run-dir", "not_found", message, str(run_dir), hint=hint)
+        link.send("unseen", issue=unseen.to_json())
+        raise ConfigError([unseen])
+    link.send("hello", **hello, proof=_proof(file.read_text(), nonce))
     return Member(link, run_dir, limit_s)

@@ -96,11 +96,11 @@ def train(
     with contextlib.ExitStack() as stack:
         nodes = None
         if place is not None and not dry_run:
-            nodes = stack.enter_context(peers.coordinating(place, run_dir, job.config.run.hang_after_s))
+            nodes = stack.enter_context(peers.coordinating(place, run_dir, log, job.config.run.hang_after_s))
         here = job.choose_ranks(nproc)
         of_ranks = [f"node {node}" for node in range(place.nodes if place else 1) for _ in range(here)]
         if place is not None and nodes is not None:
-            nodes.gather(peers.hello_of(job, place, here), log)
+            nodes.gather(peers.hello_of(job, place, here))
             of_ranks = nodes.nodes
         ranks = len(of_ranks)
         layout = batch_layout(job.config, ranks)
@@ -139,7 +139,7 @@ def train(
         if dry_run:
             return 0
         with lock_output_dir(run_dir, LOCK, "--run-dir", "run"):
-            return run_locked(
+            code = run_locked(
                 job,
                 ranks,
                 run_dir,
@@ -151,6 +151,9 @@ def train(
                 profile=profile,
                 nodes=nodes,
             )
+        if nodes is not None:
+            nodes.end(code)
+        return code
 
 
 def over_nodes_issues(run_dir: Path | None, launcher: str, policy: restarts.Policy) -> list[Issue]:
@@ -306,8 +309,6 @@ def run_locked(
     with ledger:
         with loggers:
             result = restarts.supervise(attempt, config, run_dir, ranks, resume, policy, log)
-        if nodes is not None:
-            nodes.exit_code = result.exit_code
         if result.failure is not None:
             print_failure(result.failure, run_dir, console)
         processes.complete_summary(run_dir, command_s=age_s(), spent=ledger.update())

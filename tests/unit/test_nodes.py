@@ -134,11 +134,11 @@ def refused_by_node_0(place: Place, run_dir: Path, *hellos: dict[str, Any]) -> t
         member.link.close()
 
     def coordinate() -> None:
-        with peers.coordinating(place, run_dir, 30.0) as coordinator:
+        with peers.coordinating(place, run_dir, print, 30.0) as coordinator:
             threads.extend(threading.Thread(target=follow, args=(own,)) for own in hellos)
             for thread in threads:
                 thread.start()
-            coordinator.gather(hello(0, nodes=place.nodes), print)
+            coordinator.gather(hello(0, nodes=place.nodes))
 
     threads: list[threading.Thread] = []
     (said,) = issues_of(coordinate)
@@ -190,7 +190,7 @@ def test_a_port_that_is_taken_and_an_address_of_another_machine_are_refused(
     with socket.create_server(("127.0.0.1", place.port)):
         for address in ("127.0.0.1", "192.0.2.1"):
             elsewhere = Place(2, 0, address, place.port, "lo")
-            (issue,) = raised_issues(peers.Coordinator, elsewhere, tmp_path, 30.0)
+            (issue,) = raised_issues(peers.Coordinator, elsewhere, tmp_path, print, 30.0)
             assert (issue.setting, issue.kind) == ("--rendezvous", "exists")
 
 
@@ -228,9 +228,9 @@ def test_a_directory_that_is_not_shared_is_refused_on_both_sides(place: Place, t
             said.append(error)
 
     def coordinate() -> None:
-        with peers.coordinating(place, tmp_path / "mine", 30.0) as coordinator:
+        with peers.coordinating(place, tmp_path / "mine", print, 30.0) as coordinator:
             thread.start()
-            coordinator.gather(hello(0, nodes=place.nodes), print)
+            coordinator.gather(hello(0, nodes=place.nodes))
 
     thread = threading.Thread(target=follow)
     peers.ARRIVE_S = 20.0  # restored by the fixture
