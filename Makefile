@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 LOGGERS := .venv-loggers
 TRANSFORMERS4 := .venv-transformers4
 
-.PHONY: env train test test-long test-loggers transcripts parity faults export gpu gpu-kit mutants slips lock lint types check clean
+.PHONY: env train test test-long test-loggers transcripts parity faults nodes export gpu gpu-kit mutants slips lock lint types check clean
 
 env: $(VENV)/.installed
 
@@ -67,6 +67,10 @@ parity: env
 # the fault table with its full counts (hours); goes on where it was stopped (.faults/results.jsonl)
 faults: env
 	$(BIN)/python -m tests.faults
+
+# several nodes in namespaces of this machine, with the full counts (about an hour; needs root, iproute2, bindfs)
+nodes: env
+	BERT_DP_NODES=full $(BIN)/python -m pytest --timeout 3600 tests/nodes
 
 # every configuration at full size in every format, loaded by transformers 5 and 4.57; goes on where it was
 # stopped (.export/results.jsonl)

@@ -9,7 +9,7 @@ from hypothesis import settings
 
 from tests.shards import write_shards
 
-LONG = ("e2e", "faults", "parity")  # rooms of tests that start ranks
+LONG = ("e2e", "faults", "nodes", "parity")  # rooms of tests that start ranks
 LAST = ("e2e", "faults")  # the longest files stand elsewhere: one that came last would run alone
 
 # a thread that waits sleeps: one that spins takes the core from the thread it waits for, and a step of one
