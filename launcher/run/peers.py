@@ -25,7 +25,7 @@ import psutil
 from bert_dp import files
 from bert_dp.config import ConfigError, Issue, differing_settings
 from bert_dp.files import Heartbeat
-from bert_dp.files.models import Failure
+from bert_dp.files.models import Failure, RunMemory
 from launcher.job import COMPARED, Job
 from launcher.log import Log
 from launcher.report.formats import count_of
@@ -99,7 +99,7 @@ class Link:
         """Describe why the launcher at the other end counts as lost; None = it does not."""
         if self.is_closed:
             return f"{name} is lost: its launcher has ended"
-        if (silent_s := self.silent_s()) >= limit_s:
+        if (silent_s := self.silent_s()) >= max(limit_s, SUSPENDED_S):
             return f"{name} is lost: not heard of for {silent_s:.0f} s; the machine or the link has failed"
         return None
 
@@ -296,9 +296,9 @@ class Coordinator:
         return [int(self._hellos[rank]["nproc"]) for rank in range(self.place.nodes)]
 
     @property
-    def nodes(self) -> list[str]:
+    def nodes(self) -> list[int]:
         """The node of each rank."""
-        return [self.name(rank) for rank, count in enumerate(self.counts) for _ in range(count)]
+        return [node for node, count in enumerate(self.counts) for _ in range(count)]
 
     # what they say
 
@@ -399,14 +399,18 @@ class Coordinator:
             exits += [RankExit(number, code, ns - offset_ns) for number, code, ns in said[rank]["exits"]]
         return errors, sorted(exits, key=lambda end: end.time_ns)
 
-    def blame(self, cause: Failure | None) -> Failure | None:
-        """Name the node of the rank that failed first, or the lost node for which ranks failed."""
+    def blame(self, cause: Failure | None, memory: RunMemory) -> tuple[Failure | None, RunMemory]:
+        """Name the node of the rank that failed first, or the lost node for which ranks failed; also return
+        the memory of that node's ranks, by default ours."""
         if (lost := self.lost()) and (cause is None or cause.kind in ("peer_gone", "no_cause")):
             cause = Failure(kind="node_lost", message=lost)
         elif cause is not None and cause.rank is not None:
-            cause = cause.model_copy(update={"node": self.nodes[cause.rank]})
+            node = self.nodes[cause.rank]
+            cause = cause.model_copy(update={"node": self.name(node)})
+            if node in (said := self._all("ended", self._attempt)):
+                memory = RunMemory.model_validate(said[node]["memory"])
         self._cause = cause
-        return cause
+        return cause, memory
 
     def end(self, code: int, issues: Sequence[Issue] = ()) -> None:
         """Tell every node how the run ended, and close; later calls do nothing."""

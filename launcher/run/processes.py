@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from bert_dp import files
-from bert_dp.files.models import Failure, Summary
+from bert_dp.files.models import Failure, RunMemory, Summary
 from launcher import results
 from launcher.children import describe_exit_code, reaper
 from launcher.log import Log, print_error
@@ -82,6 +82,7 @@ class RanksEnded:
     errors: list[Failure]
     """What the ranks recorded."""
     exits: list[RankExit]
+    memory: RunMemory
 
     def to_json(self, attempt: int) -> dict[str, Any]:
         """Return the fields for node 0, which reads the logs itself."""
@@ -90,6 +91,7 @@ class RanksEnded:
             "code": self.code,
             "errors": [results.plain(error) for error in self.errors],
             "exits": [dataclasses.astuple(rank_exit) for rank_exit in self.exits],
+            "memory": results.plain(self.memory),
             "now_ns": time.monotonic_ns(),
         }
 
@@ -124,13 +126,12 @@ def run(
     for stale in (*of_ranks, run_dir / "summary.json"):
         stale.unlink(missing_ok=True)
     start = RankStart(nproc, ["--resume", resume, *options], launcher, on_gpu, grace_s, cores)
-    memory = MemoryWatch()
     with stop_signals() as pending:  # until all is written: one that comes last must not cost the summary
         if nodes is not None:
             start = nodes.begin(start, (run_dir / "config.yaml").read_text(encoding="utf-8"))
             if watch is not None:
                 watch.others = nodes
-        ended = run_ranks(run_dir, start, pending, log, memory, on_poll=on_poll, watch=watch, peers=nodes)
+        ended = run_ranks(run_dir, start, pending, log, on_poll=on_poll, watch=watch, peers=nodes)
         errors, exits = ended.errors, ended.exits
         if nodes is not None:
             theirs, their_exits = nodes.collect(failed=ended.code != 0)
@@ -146,10 +147,11 @@ def run(
         )
         hang = hung if watch is not None and watch.ends else None
         cause = failure.decide_cause(logs, ended.said, exits, unknown, hang=hang, errors=errors)
+        memory = ended.memory
         if nodes is not None:
-            cause = nodes.blame(cause)
+            cause, memory = nodes.blame(cause, memory)
         if cause is not None:
-            cause = failure.explain(cause, run_dir, nproc, memory.facts())
+            cause = failure.explain(cause, run_dir, nproc, memory)
         return _result(run_dir, cause, unknown, pending)
 
 
@@ -158,7 +160,6 @@ def run_ranks(
     start: RankStart,
     pending: list[int],
     log: Log,
-    memory: MemoryWatch,
     *,
     on_poll: Callable[[], None] = lambda: None,
     watch: Watch | Member | None = None,
@@ -166,7 +167,7 @@ def run_ranks(
 ) -> RanksEnded:
     """Start the ranks of this node, follow them to their end, and leave no process of theirs. `pending`:
     stop signals, as they come."""
-    node, logs = start.node, run_dir / "logs"
+    node, logs, memory = start.node, run_dir / "logs", MemoryWatch()
     scratch = Path(tempfile.mkdtemp(prefix="bert-dp-"))
     worker = [str(run_dir / "config.yaml"), *start.worker]
     launcher_log = logs / f"{start.launcher}.log"
@@ -213,7 +214,7 @@ def run_ranks(
         failure.read_end(launcher_log), files.secret_values(os.environ)
     )  # summary.json quotes it
     errors = failure.recorded_errors(logs, start.ranks)
-    return RanksEnded(process.returncode, said, launcher_log, errors, workers.exits)
+    return RanksEnded(process.returncode, said, launcher_log, errors, workers.exits, memory.facts())
 
 
 def _follow(

@@ -57,7 +57,7 @@ from launcher.run.nodes import Place
 from launcher.run.starters import NodeStart, RankStart
 from launcher.watch import failure, hangs
 from launcher.watch.display import Display
-from launcher.watch.failure import MemoryWatch, card, what_fits
+from launcher.watch.failure import card, what_fits
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -98,10 +98,10 @@ def train(
         if place is not None and not dry_run:
             nodes = stack.enter_context(peers.coordinating(place, run_dir, log, job.config.run.hang_after_s))
         here = job.choose_ranks(nproc)
-        of_ranks = [f"node {node}" for node in range(place.nodes if place else 1) for _ in range(here)]
+        of_ranks = [f"node {k}" for k in range(place.nodes if place else 1) for _ in range(here)]
         if place is not None and nodes is not None:
             nodes.gather(peers.hello_of(job, place, here))
-            of_ranks = nodes.nodes
+            of_ranks = [nodes.name(node) for node in nodes.nodes]
         ranks = len(of_ranks)
         layout = batch_layout(job.config, ranks)
         if spread := spread_issues(of_ranks, rank_sets(job.config, ranks)):
@@ -193,9 +193,7 @@ def follow_node_0(job: Job, place: Place, nproc: str, run_dir: Path, log: Log) -
             (run_dir / "logs").mkdir(exist_ok=True)
             for stale in failure.error_files(run_dir / "logs", start.ranks):
                 stale.unlink(missing_ok=True)
-            ended = processes.run_ranks(
-                run_dir, start, pending, log, MemoryWatch(), watch=member, peers=member
-            )
+            ended = processes.run_ranks(run_dir, start, pending, log, watch=member, peers=member)
             member.link.send("ended", **ended.to_json(node.attempt))
         if order is None:
             log(f"error: {member.lost() or 'stopped before the run began'}")
@@ -281,7 +279,7 @@ def run_locked(
     ledger = Ledger(run_dir, ranks, config.run, counters, began_s=time.monotonic() - age_s())
     command: dict[str, Any] = {"command": masked_command(sys.argv), "launcher": launcher}
     if nodes is not None:
-        command["nodes"] = nodes.nodes
+        command["nodes"] = {nodes.name(node): count for node, count in enumerate(nodes.counts)}
     record.write_json(run_dir / "environment.json", {**job.machine.to_json(), **command})  # see holds_run
     record.write_text(run_dir / "config.yaml", dump_config(config))
     log(f"launcher: {launcher}")

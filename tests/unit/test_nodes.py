@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import socket
 import threading
 from collections.abc import Iterator
@@ -94,7 +93,7 @@ def test_the_first_host_of_slurms_list(names: str, first: str) -> None:
 
 
 def test_the_interface_is_that_of_the_route(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert nodes._interface(None, "127.0.0.1", "x:1") == "lo"
+    assert nodes._interface(None, "127.0.0.1") == "lo"
 
 
 # --- node 0 and a member, on one machine
@@ -167,7 +166,7 @@ def test_every_node_is_told_what_differs(
 
 
 def test_two_nodes_of_one_number_are_both_refused(place: Place, tmp_path: Path) -> None:
-    place = dataclasses.replace(place, nodes=3)
+    place = place._replace(nodes=3)
     twice = [hello(1, nodes=3), hello(1, nodes=3, host="g")]
     said, told = refused_by_node_0(place, tmp_path, *twice)
     assert said.startswith("--node-rank: 1 was given to two nodes"), said
@@ -175,7 +174,7 @@ def test_two_nodes_of_one_number_are_both_refused(place: Place, tmp_path: Path) 
 
 
 def test_a_node_that_does_not_come_is_named_on_the_others(place: Place, tmp_path: Path) -> None:
-    place = dataclasses.replace(place, nodes=3)
+    place = place._replace(nodes=3)
     said, told = refused_by_node_0(place, tmp_path, hello(1, nodes=3))
     assert "node 2 did not come" in said
     assert len(told) == 1
