@@ -43,6 +43,8 @@ ENDING_S = 20.0  # for a member to kill its ranks and to tell how they ended
 LINE_BYTES = 2**26
 SECRET = re.compile(r"\.nodes-[0-9a-f]{32}")
 
+SEE_THERE = "see its own message there"
+
 Message = dict[str, Any]
 
 
@@ -250,7 +252,7 @@ class Coordinator:
             issues = [Issue("--node-rank", "conflict", message, rank, hint="number the nodes from 0")]
             self._refused.append(link)
         else:
-            self._members[rank], self._hellos[rank] = link, hello
+            self._hellos[rank], self._members[rank] = hello, link
         self._note(issues=issues)
 
     def _note(self, rank: int = 0, message: Message | None = None, issues: Sequence[Issue] = ()) -> None:
@@ -278,6 +280,8 @@ class Coordinator:
         self._wait(lambda: self._members.keys() >= {*others}, ARRIVE_S)
         for rank in self._members:
             self._issues += _differences(hello, self._hellos[rank])
+        if lost := self.lost():
+            self._issues.append(Issue("--nnodes", "not_found", lost, hint=SEE_THERE))
         if not self._issues and (missing := [f"node {k}" for k in others if k not in self._members]):
             message = f"{', '.join(missing)} did not come within {ARRIVE_S:.0f} s"
             hint = "start `bert-dp train` there with the same --rendezvous, and see its own message"
@@ -327,7 +331,7 @@ class Coordinator:
                 hint = "use the same shards on every node"
                 self._issues.append(Issue("data", "conflict", text, hint=hint))
         if lost := self.lost():
-            self._issues.append(Issue("--nnodes", "not_found", lost, hint="see its own message there"))
+            self._issues.append(Issue("--nnodes", "not_found", lost, hint=SEE_THERE))
         if self._issues:
             raise ConfigError(self._issues)
 

@@ -11,7 +11,7 @@ import pytest
 from bert_dp import files
 from tests.e2e.cli import step_reached, wait_for
 from tests.helpers import read_json
-from tests.nodes.harness import Cluster, Started, ended, needs_nodes, observe, rounds, run
+from tests.nodes.harness import FULL, Cluster, Started, ended, needs_nodes, observe, rounds, run
 
 pytestmark = needs_nodes
 HANG_AFTER_S = 6.0
@@ -67,6 +67,18 @@ def test_a_killed_rank_is_named_the_run_restarts_and_a_signal_on_one_node_stops_
     assert (summary["status"], summary["signal"], len(summary["restarts"])) == ("stopped", 15, number)
     assert summary["checkpoint"] == f"checkpoints/{newest(run_dir).name}"
     assert summary["step"] == read_json(newest(run_dir) / "state.json")["step"]
+
+
+@pytest.mark.skipif(not FULL, reason="one round is part of the test above, ten are of make nodes")
+def test_a_signal_on_either_node_stops_both(shards: Path, tmp_path: Path) -> None:
+    for k in rounds():
+        with Cluster() as cluster:
+            started = cluster.train(shards, tmp_path / "run", LONG)
+            wait_for(lambda: steps_since_start(started[0], min(k, 1)) >= 3, 240)  # noqa: B023
+            started[k % 2].process.send_signal(signal.SIGTERM)
+            ended(started, 128 + signal.SIGTERM)
+        summary = read_json(tmp_path / "run" / "summary.json")
+        assert summary["checkpoint"] == f"checkpoints/{newest(tmp_path / 'run').name}"
 
 
 def steps_since_start(node_0: Started, number: int) -> int:
