@@ -247,13 +247,14 @@ class Coordinator:
 
     def _welcome(self, link: Link, hello: Message) -> None:
         rank, issues = int(hello["rank"]), [Issue(**fields) for fields in hello["issues"]]
-        if rank in self._members:
-            message = f"{rank} was given to two nodes, {self._hellos[rank]['host']} and {hello['host']}"
-            issues = [Issue("--node-rank", "conflict", message, rank, hint="number the nodes from 0")]
-            self._refused.append(link)
-        else:
-            self._hellos[rank], self._members[rank] = hello, link
-        self._note(issues=issues)
+        with self._changed:
+            if rank in self._members:
+                message = f"{rank} was given to two nodes, {self._hellos[rank]['host']} and {hello['host']}"
+                issues = [Issue("--node-rank", "conflict", message, rank, hint="number the nodes from 0")]
+                self._refused.append(link)
+            else:
+                self._hellos[rank], self._members[rank] = hello, link
+            self._note(issues=issues)
 
     def _note(self, rank: int = 0, message: Message | None = None, issues: Sequence[Issue] = ()) -> None:
         with self._changed:
@@ -278,7 +279,7 @@ class Coordinator:
         self._hellos[0] = hello
         others = range(1, self.place.nodes)
         self._wait(lambda: self._members.keys() >= {*others}, ARRIVE_S)
-        for rank in self._members:
+        for rank in list(self._members):
             self._issues += _differences(hello, self._hellos[rank])
         if lost := self.lost():
             self._issues.append(Issue("--nnodes", "not_found", lost, hint=SEE_THERE))
