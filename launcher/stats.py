@@ -39,7 +39,9 @@ def resampled_means(repeats: Sequence[Sequence[float]], seed: int = 0) -> Floats
     chosen = draw.integers(len(repeats), size=(DRAWS, len(repeats)))
     logs = np.log(np.median(means[chosen, draw.integers(DRAWS, size=chosen.shape)], axis=1))
     middle = np.log(np.median([np.mean(steps) for steps in repeats]))
-    widened: Floats = np.exp(middle + (logs - middle) * _widening(len(repeats)))
+    count = len(repeats)
+    widening = student(count - 1) / NORMAL * math.sqrt(count / (count - 1))
+    widened: Floats = np.exp(middle + (logs - middle) * widening)
     return widened
 
 
@@ -66,10 +68,6 @@ def geometric_mean(ratios: Sequence[float]) -> tuple[float, list[float] | None]:
 def is_measurable(interval: Sequence[float] | None) -> bool:
     """Return False for a ratio whose interval is wider than a factor of WIDEST."""
     return interval is None or 0 < interval[1] <= WIDEST * interval[0]
-
-
-def _widening(count: int) -> float:
-    return student(count - 1) / NORMAL * math.sqrt(count / (count - 1))
 
 
 def _block_means(steps: Floats, draw: np.random.Generator) -> Floats:

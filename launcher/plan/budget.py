@@ -23,11 +23,9 @@ from bert_dp.config import (
     ModelConfig,
     batch_layout,
     dump_config,
-    load_config,
     peak_lr,
     read_yaml,
 )
-from bert_dp.config.load import find_config
 from bert_dp.config.schema import PlannedFigure, PredictedName
 from bert_dp.cost import num_parameters, peak_flops
 from bert_dp.files.models import StoredFile, StoredModel
@@ -35,7 +33,7 @@ from launcher import results
 from launcher.plan import gpu_speed, planner_page
 from launcher.plan.frontier import Frontier, LossLaw
 from launcher.plan.gpu_speed import Rate
-from launcher.plan.scaling import unknown_issues
+from launcher.plan.scaling import load_named, unknown_issues
 from launcher.plan.step_model import hardware
 from launcher.report.formats import format_count, format_si
 from launcher.report.html import may_replace
@@ -272,7 +270,7 @@ def plan_budget(
     """Plan a budget; write the configuration to `out`, if a size was chosen, and the calculator to `page`.
     Raises ConfigError."""
     unit, amount = options.budget()
-    base = base_config(options.config)
+    base = load_named("--config", options.config)
     frontier = results.read(options.frontier, Frontier) if options.frontier else None
     if issues := [*options.issues(frontier), *folder_issues("--out", out), *_page_issues(page)]:
         raise ConfigError(issues)
@@ -292,14 +290,6 @@ def plan_budget(
         state = unit, amount, options.gpu, options.gpus, costs.price
         files.write_text(page, planner_page.planner_html(data, origin, plan.warnings, *state))
     return plan, out if plan.is_chosen else None
-
-
-def base_config(name: str) -> Config:
-    """Load a configuration by name or path. Raises ConfigError."""
-    try:
-        return load_config(find_config(name))
-    except ConfigError as error:
-        raise ConfigError([issue.within("--config") for issue in error.issues]) from None
 
 
 def folder_issues(option: str, path: Path) -> list[Issue]:

@@ -65,7 +65,7 @@ def _minima(runs: Sequence[CompletedRun], flops: float) -> list[LossLaw]:
             rows = slice(1 + i, grid.shape[0] - 1 + i)
             lowest &= grid[1:-1, 1:-1] <= grid[rows, 1 + j : grid.shape[1] - 1 + j]
     starts = sorted(np.flatnonzero(lowest.ravel()), key=lambda i: float(sums[i]))[:BASINS]
-    polished = [_polish(runs, _law(constants[i], a[i], b[i]), flops) for i in starts]
+    polished = [_polish(runs, LossLaw(*map(float, (*constants[i], a[i], b[i]))), flops) for i in starts]
     polished.sort(key=lambda each: each[0])
     kept: list[LossLaw] = []
     for total, law in polished:
@@ -73,10 +73,6 @@ def _minima(runs: Sequence[CompletedRun], flops: float) -> list[LossLaw]:
         if far and total <= SECOND_BASIN * polished[0][0]:
             kept.append(law)
     return kept
-
-
-def _law(constants: Floats, a: float, b: float) -> LossLaw:
-    return LossLaw(float(constants[0]), float(constants[1]), float(constants[2]), float(a), float(b))
 
 
 def _project(runs: Sequence[CompletedRun], a: Floats, b: Floats) -> tuple[Floats, Floats]:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bert_dp.config import ConfigError, Issue, ModelConfig, load_config
+from bert_dp.config import Config, ConfigError, Issue, ModelConfig, load_config
 from bert_dp.config.load import find_config
 from bert_dp.cost import flops_per_token, num_parameters, peak_flops
 from launcher import results
@@ -431,6 +431,14 @@ def estimated_profile(
     )
 
 
+def load_named(option: str, name: str) -> Config:
+    """Load a configuration by the name or path that an option gives. Raises ConfigError."""
+    try:
+        return load_config(find_config(name))
+    except ConfigError as error:
+        raise ConfigError([issue.within(option) for issue in error.issues]) from None
+
+
 class ModelShape(NamedTuple):
     """bert-base, bert-large or the model of a configuration."""
 
@@ -446,10 +454,7 @@ def find_model(name: str) -> ModelShape:
         shape, length, positions = MODELS[name], BERT_SEQUENCE_LENGTH, BERT_POSITIONS
         mask_rate = BERT_MASK_RATE
     else:
-        try:
-            config = load_config(find_config(name))
-        except ConfigError as error:
-            raise ConfigError([issue.within("--model") for issue in error.issues]) from None
+        config = load_named("--model", name)
         shape, mask_rate = config.model, config.objective.mask_rate
         length = positions = config.data.sequence_length
     flops = flops_per_token(shape, length, mask_rate)

@@ -34,15 +34,22 @@ def drawing(figure: Figure) -> dict[str, Any]:
     has_legend = len(set(labels)) > 1 or bool(figure.marks) or bool(figure.rows)
     legend = sum(len(label) * PIXELS_PER_CHAR + 45 for label in dict.fromkeys(labels))
     below = BOTTOM + LEGEND_HEIGHT * (1 + legend // SMALL_WIDTH) * has_legend
+    # rows go from the top down; the name of each is an annotation above its bar
+    rows_axis: dict[str, Any] = {"range": [len(figure.rows) - 0.6, -0.7], "showticklabels": False}
+    rows_axis |= {"showgrid": False, "fixedrange": True}
+    row_name = {"xref": "paper", "x": 0, "xanchor": "left", "yanchor": "bottom", "showarrow": False}
     layout = {
         "height": TOP + area + below,
         "margin": {"t": TOP, "b": below, "l": 8, "r": 14},
         "title": {"text": "" if figure.rows else text_of(figure.y.label, TITLE_CHARS)},
         "xaxis": _axis(figure.x, figure.x.label),
-        "yaxis": _rows_axis(len(figure.rows)) if figure.rows else _axis(figure.y, ""),
+        "yaxis": rows_axis if figure.rows else _axis(figure.y, ""),
         "shapes": [*_levels(figure), *_marks(figure.marks)],
         "showlegend": has_legend,
-        "annotations": [_row_name(i, name) for i, name in enumerate(figure.rows)],
+        "annotations": [
+            {"text": text_of(name, LABEL_CHARS), "y": i - 0.24, **row_name}
+            for i, name in enumerate(figure.rows)
+        ],
         "barmode": "stack",
     }
     return {"data": data, "layout": layout}
@@ -137,17 +144,6 @@ def _axis(axis: Axis, title: str) -> dict[str, Any]:
         "rangemode": "tozero" if axis.from_zero else "normal",
         **ticks,
     }
-
-
-def _rows_axis(count: int) -> dict[str, Any]:
-    """Order rows from the top down; the name of each is an annotation above its bar."""
-    range_ = [count - 0.6, -0.7]
-    return {"range": range_, "showticklabels": False, "showgrid": False, "fixedrange": True}
-
-
-def _row_name(i: int, name: str) -> dict[str, Any]:
-    place = {"xref": "paper", "x": 0, "xanchor": "left", "y": i - 0.24, "yanchor": "bottom"}
-    return {"text": text_of(name, LABEL_CHARS), **place, "showarrow": False}
 
 
 def _levels(figure: Figure) -> list[dict[str, Any]]:

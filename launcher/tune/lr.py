@@ -286,7 +286,7 @@ class LrSearch:
         todo = []
         for lr, seed in runs:
             config = trial_config(spec.config, spec.shards, lr, rung.tokens, seed)
-            todo.append(self._trial(trial_name(lr, rung.tokens, seed), config))
+            todo.append(self._trial(f"lr-{lr:g}-t{rung.tokens}-s{seed}", config))
         earlier = {trial.name for trial in todo if earlier_outcome(trial) is not None}
         if earlier:
             self._log(f"resuming: {len(earlier)} of {len(todo)} trials already done")
@@ -368,11 +368,6 @@ def range_steps(config: Config, tokens: int | None) -> int:
 
 
 # --- trials
-
-
-def trial_name(lr: float, tokens: int, seed: int) -> str:
-    """Return the name of the trial's directory."""
-    return f"lr-{lr:g}-t{tokens}-s{seed}"
 
 
 def trial_config(config: Config, shards: Path, lr: float, tokens: int, seed: int) -> Config:

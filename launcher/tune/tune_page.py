@@ -212,7 +212,8 @@ def _lr_choice(tune: TuneLr, folder: Path) -> Verdict:
     choice = tune.choice
     if choice is None:
         return Verdict("warn", f"No learning rate was chosen; the logs are below {folder / 'trials'}.")
-    heldout, notes = _heldout(tune, choice.lr), []
+    trials, notes = _last(tune).trials, []
+    heldout = next((t.heldout for t in trials if t.lr == choice.lr and t.heldout), HeldOut())
     if choice.lead is not None:
         notes.append(f"{format_nats(choice.lead)} below the next rate.")
     if choice.tied:
@@ -226,11 +227,6 @@ def _lr_choice(tune: TuneLr, folder: Path) -> Verdict:
     seeds = count_of(choice.seeds, "seed")
     text = f"Learning rate {format_lr(choice.lr)}: held-out loss {loss}, mean of {seeds}."
     return Verdict("warn" if choice.edge_side else "ok", text, notes)
-
-
-def _heldout(tune: TuneLr, lr: float) -> HeldOut:
-    """Return the denominator of the losses, with the interval of one trial of this rate."""
-    return next((t.heldout for t in _last(tune).trials if t.lr == lr and t.heldout), HeldOut())
 
 
 def finite_losses(rung: Rung, lr: float) -> list[float]:

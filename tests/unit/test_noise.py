@@ -223,9 +223,6 @@ def test_norms_are_those_of_the_samples(ranks: int, tmp_path: Path) -> None:
             assert high - low < truth, case  # else it would say little
 
 
-# --- refusals
-
-
 # --- whole runs
 
 

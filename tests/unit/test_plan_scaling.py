@@ -17,6 +17,7 @@ from launcher.plan.scaling import (
     PlanSpec,
     find_model,
     find_source,
+    levers,
     plan_page,
     predict_measured,
     scenario_of,
@@ -252,6 +253,16 @@ def test_levers_are_what_the_model_says_of_the_change() -> None:
     assert bound.lever == "no stragglers"  # is no setting
     shown_best = plan_page(bounded).sections[0].tables[0].rows[0].cells[-1]
     assert shown_best.text == f"{100 * best.gain:+.1f} % {best.lever}"
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero1", "fsdp"])
+@pytest.mark.parametrize(
+    ("link", "bucket"), [("ethernet10", 10_000), ("nvlink4", 1_000), ("gloo-loopback", 25 * 2**20)]
+)
+def test_bounds_never_lose(engine: str, link: str, bucket: float) -> None:
+    scenario = scenario_of(BASE, PlanSpec(gpus=(8,), link=link, gpus_per_node=8, engine=engine), 8)
+    found = levers(BASE.profile, dataclasses.replace(scenario, bucket_bytes=bucket))
+    assert all(lever.gain >= 0 for lever in found if lever.bound)
 
 
 def test_only_ddp_with_wider_gradients_can_send_16_bits() -> None:

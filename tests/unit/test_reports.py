@@ -19,7 +19,7 @@ from launcher.machine.doctor import Finding, doctor_report
 from launcher.machine.environment import probe
 from launcher.plan.scaling import plan_page
 from launcher.report import html
-from launcher.report.figures import HOVER
+from launcher.report.figures import HOVER, drawing
 from launcher.report.page import (
     Axis,
     Bars,
@@ -166,6 +166,39 @@ def test_a_line_is_drawn_with_its_gaps_and_its_whiskers() -> None:
 
 
 # --- a page that cannot be written
+
+
+def test_bars_are_stacked_in_their_rows_from_the_top_down() -> None:
+    page = read_page(of_figure(Bars("x", [1.0, 2.0]), Bars("y", [3.0, None]), rows=("a", "b")))
+    assert [trace["x"] for trace in page.data[0]["data"]] == [[1.0, 2.0], [3.0, 0.0]]
+    layout = page.data[0]["layout"]
+    assert [note["text"] for note in layout["annotations"]] == ["a", "b"]
+    low, high = layout["yaxis"]["range"]
+    assert low > 1 > 0 > high
+
+
+def test_a_pointer_tells_the_value_its_interval_and_its_place_in_their_units() -> None:
+    line = Line("ddp", [2.0, 4.0], [0.5, 0.25], low=[0.4, None], high=[0.6, None])
+    figure = Figure("t", [line], Axis("N", "count"), Axis("y", "percent"))
+    (drawn,) = [each for each in drawing(figure)["data"] if "text" in each]
+    assert drawn["text"] == ["ddp: 50.0 % [40.0 %, 60.0 %] at 2", "ddp: 25.0 % at 4"]
+    bars = [Bars("a", [0.5, 1.5]), Bars("b", [0.25, 1.0], ["one", "two"])]
+    figure = Figure("t", bars, Axis("time", "seconds"), Axis(""), ["x", "y"])
+    texts = [text for each in drawing(figure)["data"] for text in each["text"]]
+    assert texts == ["x, a: 500 ms", "y, a: 1.50 s", "x, b: one", "y, b: two"]
+
+
+def test_an_axis_is_drawn_in_its_scale_its_unit_and_from_where_it_starts() -> None:
+    line = Line("a", [1.0, 2.0], [1.0, 2.0])
+    x = Axis("N", "count", log=True, ticks=[1.0, 1024.0])
+    layout = drawing(Figure("t", [line], x, Axis("share", "percent", from_zero=True)))["layout"]
+    assert (layout["xaxis"]["type"], layout["yaxis"]["type"]) == ("log", "linear")
+    assert (layout["xaxis"]["tickvals"], layout["xaxis"]["ticktext"]) == ([1.0, 1024.0], ["1", "1,024"])
+    assert (layout["xaxis"]["rangemode"], layout["yaxis"]["rangemode"]) == ("normal", "tozero")
+    assert layout["yaxis"]["tickformat"] == "~%"
+    assert (layout["title"]["text"], layout["xaxis"]["title"]["text"]) == ("share", "N")
+    seconds = drawing(Figure("t", [line], Axis("time", "seconds"), Axis("y")))["layout"]["xaxis"]
+    assert (seconds["ticksuffix"], seconds["exponentformat"]) == ("s", "SI")
 
 
 def test_a_page_that_cannot_be_written_is_a_warning(

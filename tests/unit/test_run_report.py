@@ -159,6 +159,19 @@ def test_a_finetuned_run_is_told_by_its_scores(tmp_path: Path) -> None:
     assert figure_of(report, "Loss").y.label == "loss (squared error per example)"
 
 
+def test_the_rest_of_the_commands_time_is_its_start_up(tmp_path: Path) -> None:
+    """Of a run that was restarted the rest holds earlier starts too."""
+    restart = {"date": "d", "step": 5, "ranks": 2, "cause": "c"}
+    for facts, start_up in (
+        ({"command_s": 121.25}, "21.2 s"),
+        ({"command_s": 121.25, "restarts": [restart]}, ""),
+    ):
+        cells = rows_of(report_of(tmp_path / str(len(facts)), **facts)).get(
+            ("Time (rank 0)", "start-up"), [""]
+        )
+        assert cells[0].partition(" |")[0] == start_up
+
+
 def test_a_run_that_went_on_says_of_which_steps_its_figures_are(tmp_path: Path) -> None:
     """Rates, times, memory and energy are of the last start; steps and tokens of the whole run."""
     report = report_of(tmp_path / "run", since_step=90, energy_j=4096.0)

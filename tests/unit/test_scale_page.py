@@ -97,6 +97,13 @@ def test_verdicts_stand_once_worst_first() -> None:
     assert "weak-single-n1: a flag" in notes
 
 
+def test_tiles_are_of_the_run_with_the_greatest_speed_up() -> None:
+    data = scaling()
+    cell_of(data, "weak-ceiling-n2").update(speedup=9.0)  # of no run
+    cell_of(data, "weak-ddp-n2").update(speedup=5.0)
+    assert of(data).tiles[0].note == "weak-ddp-n2, N = 2"
+
+
 @pytest.mark.parametrize(
     ("engines", "sizes"),
     [

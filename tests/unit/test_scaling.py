@@ -421,6 +421,21 @@ def test_a_straggler_has_its_ratio_in_every_repeat(
         assert ddp.straggler_ratio == pytest.approx(2.0)
 
 
+def test_shares_of_a_step_have_intervals_over_the_repeats(tmp_path: Path) -> None:
+    """4.302653 of two degrees of freedom x the deviation 0.01 / sqrt(3)."""
+    waits = (0.1, 0.11, 0.12)
+
+    def records(cell: GridCell, repeat: int) -> dict[str, Any]:
+        return {"wait": waits[repeat], "device": "NVIDIA H100 80GB HBM3"}
+
+    ddp = collected(tmp_path, two(repeats=3), records)["strong-ddp-n2"]
+    half = 4.302652730 * 0.01 / math.sqrt(3)
+    assert ddp.data_wait_fraction_ci95 == pytest.approx([0.11 - half, 0.11 + half])
+    assert ddp.launch_fraction_ci95 == pytest.approx([1.0, 1.0])
+    once = collected(tmp_path / "b", two(repeats=1), lambda cell, repeat: {})["strong-ddp-n2"]
+    assert (once.data_wait_fraction_ci95, once.straggler_ratio_ci95) == (None, None)
+
+
 def test_a_replica_of_two_ranks_counts_once(tmp_path: Path) -> None:
     """Weak, tensor 2: 2 ranks take 4 x 2 sequences a step, the ceiling's copies 4 x 2 each."""
     seconds = {"weak-single-n1": 1.0, "weak-ddp-n1": 1.25, "weak-ddp-n2-tp2": 0.8, "weak-ceiling-n2": 1.1}
@@ -441,6 +456,13 @@ def test_a_replica_of_two_ranks_counts_once(tmp_path: Path) -> None:
     assert split.split_s.forward_backward == pytest.approx(0.8 * 1.1 / 2)  # half the ceiling's tokens
     assert split.exposed_comm_ddp_fraction is None
     assert (split.straggler_ratio, split.loss_agrees) == (None, None)
+
+
+def test_a_cell_that_is_faster_than_its_ceiling_is_flagged(tmp_path: Path) -> None:
+    cells = collected(
+        tmp_path, two(), lambda cell, repeat: {"step_s": 1.1 if cell.kind == "ceiling" else 1.0}
+    )
+    assert any("faster than its ceiling" in flag for flag in cells["strong-ddp-n2"].flags)
 
 
 # --- what is said before, and what is run
@@ -498,6 +520,15 @@ def test_a_grid_runs_its_cells_and_measures_links_profile_and_peak_once(tmp_path
     batch, data = runs.profiled.batch, runs.profiled.data
     assert (batch.global_size, batch.micro_size, data.synthetic) == (4, 4, True)
     assert runs.profiled.parallel.engine == "single"
+
+
+def test_a_rank_with_a_gpu_may_use_every_core(tmp_path: Path) -> None:
+    gpus = [environment.Gpu(0, "g", 80.0, None)] * 2
+    made = grid(with_memory(64.0, gpus=gpus), on_gpu=True, gpus=(2,), modes=("weak",))
+    runs = MadeRunner(tmp_path, on_gpu=True)
+    run_grid(made, runs, print)
+    assert {trial.cores for trial in runs.ran} == {None}
+    assert runs.cores == [None, None, None]
 
 
 @pytest.mark.parametrize("has_result", [True, False])

@@ -16,7 +16,7 @@ from launcher.tune.lr_search import TuneLr
 from launcher.tune.throughput import TuneBatch
 from launcher.tune.tune_page import batch_page, lr_page
 from tests.helpers import raised_issues
-from tests.report_fixture import read_page
+from tests.report_fixture import figure_of, read_page
 from tests.tune_fixture import batch, lr, unmeasured
 
 OUT = Path("OUT")
@@ -95,6 +95,13 @@ def test_a_lead_that_the_held_out_text_cannot_carry_is_warned_of(se: float, warn
     report = of(data)
     notes = [note for note in report.verdicts[0].notes if "held-out text is small" in note]
     assert [f"± {1.96 * se:.4f}" in note for note in notes] == [True] * warned
+
+
+def test_a_memory_limit_that_is_far_away_is_told_and_not_drawn() -> None:
+    assert [rule.value for rule in figure_of(of(batch()), MEMORY).levels] == pytest.approx([0.45])
+    far = figure_of(of(batch(memory_limit_gib=64.0)), MEMORY)
+    assert not far.levels
+    assert "64.00 GiB" in far.note
 
 
 def empty_lr() -> dict[str, Any]:
