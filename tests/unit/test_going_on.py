@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from bert_dp.config import Config, ConfigError, Issue, resolve
+from bert_dp.config.errors import sha256
 from bert_dp.measure.profile_step import ALONE, lone_trainer
 from bert_dp.model.load import first_state
 from bert_dp.tasks import DatasetInfo
@@ -91,7 +92,13 @@ def test_every_rank_follows_the_choice_of_rank_0_and_its_error(
     (old.parent / "step-00000004").mkdir()
     rank, said = rank_with(run_dir, "0"), list[str]()
     rank.log_rank0 = said.append
-    rank.comm = OneOf(1, 2, said={"path": str(old), "passed_over": ["step-00000004: no manifest"]})
+    said_0 = {"path": str(old), "passed_over": ["step-00000004: no manifest"], "manifest": "of rank 0's view"}
+    rank.comm = OneOf(1, 2, said=said_0)
+    monkeypatch.setattr("bert_dp.files.io.STALE_S", 0.0)
+    (issue,) = raised_issues(build.select_checkpoint, rank, "auto")
+    assert (issue.setting, issue.kind) == (str(old), "not_found"), "another checkpoint of that name"
+    said.clear()
+    rank.comm = OneOf(1, 2, said={**said_0, "manifest": sha256(old / "manifest.json")})
     resumed = build.select_checkpoint(rank, str(run_dir / "nowhere"))
     assert resumed is not None
     assert (resumed.path, resumed.facts.step) == (old, 3)
