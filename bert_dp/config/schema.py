@@ -457,7 +457,10 @@ class ParallelConfig(Section):
 
 class CheckpointConfig(Section):
     every_steps: Annotated[int, OnlyWith("checkpoint.keep")] = Field(0, ge=0, le=MAX_STEPS)
-    """Optimizer steps between checkpoints; 0 = only at the end and on a signal."""
+    """Optimizer steps between checkpoints; 0 = not by steps. One is saved at the end and on a signal too."""
+    every_minutes: Annotated[float, OnlyWith("checkpoint.keep")] = Field(10.0, ge=0, le=MAX_SECONDS / 60)
+    """Minutes without a checkpoint after which one is saved; 0 = not by time. The interval grows where
+    training would stand still for over 1 % of the time."""
     keep: int = Field(2, ge=0, le=MAX_STEPS)
     """Newest checkpoints kept; 0 = none is written, and a run that ends early is lost."""
     on_error: Annotated[Literal["continue", "stop"], OnlyWith("checkpoint.keep")] = "continue"
