@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import io
-import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from typer import Argument, BadParameter, Option
 
 from bert_dp.config import ConfigError, Issue, benchmark_names, engine_facts
 from bert_dp.config.errors import install_command
+from bert_dp.config.schema import MAX_SECONDS, parse_duration
 from launcher.job import logger_issues
 from launcher.run.starters import launcher_problem
 
@@ -84,12 +84,19 @@ def loggers(text: str) -> tuple[str, ...]:
 
 
 def seconds(text: str) -> float:
-    """Parse `90s`, `5m` or `1h`."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|h)", text.strip())
-    value = float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]] if match else 0.0
-    if not 0 < value < math.inf:
-        raise BadParameter(f"{text!r} is not a duration such as 90s, 5m or 1h")
+    """Parse a duration above 0."""
+    try:
+        value = parse_duration(text)
+    except ValueError as error:
+        raise BadParameter(str(error)) from None
+    if not 0 < value <= MAX_SECONDS:
+        raise BadParameter(f"{text!r} is not above 0 and at most {MAX_SECONDS:g} s")
     return value
+
+
+def hours(text: str) -> float:
+    """Parse a number of hours or a duration, into hours."""
+    return seconds(f"{text}h" if text.strip().replace(".", "", 1).isdecimal() else text) / 3600
 
 
 def launcher(text: str) -> str:

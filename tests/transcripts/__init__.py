@@ -33,7 +33,7 @@ VERBS = {  # verb -> a success, a refusal; empty where it depends on the machine
     "doctor": ("", "doctor extra"),
     "data build": (
         "data build corpus.txt --out shards --vocab-size 200 --sequence-length 16 "
-        "--set max_tokens_per_char=0 --set held_out_fraction=0.1",
+        "data.build.max_tokens_per_char=0 data.build.held_out_fraction=0.1",
         "data build nowhere.txt --out other",
     ),
     "data inspect": ("data inspect shards", "data inspect nowhere"),
