@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 MAX_GPUS = 1_000_000
+PIPE_COLUMNS = 1000
 TEXTS = "Files, directories, globs (text, JSONL, Parquet; .gz .xz .zst), hub:NAME, or builtin."
 
 
@@ -187,9 +189,11 @@ def settings_after_run(words: Sequence[str] | None, overrides: Sequence[str] | N
 
 
 def console() -> Console:
-    """Make a console for stdout. A character that its encoding lacks becomes a question mark."""
+    """Make a console for stdout. A character that its encoding lacks becomes a question mark; what goes to a
+    file or a pipe is not wrapped, unless COLUMNS says so."""
     from rich.console import Console
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-    return Console()
+    wraps = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if wraps else PIPE_COLUMNS)
