@@ -19,7 +19,7 @@ from tests.helpers import read_json, read_lines
 
 
 def command(shards: Path, out: Path, *more: str) -> list[str]:
-    options = "--nproc 2 --budget 20s --out".split()
+    options = "--nproc 2 --budget 90s --out".split()
     return ["tune", "batch", "quickstart", *tiny(shards, "batch.micro_size=auto"), *options, str(out), *more]
 
 
