@@ -123,6 +123,7 @@ def tune_lr(
     A range test finds the divergence edge, a ladder of rates on short runs follows, and the best of them are
     compared on whole runs with several seeds by held-out loss. Writes tune.json and tuned.yaml for `train`.
     """
+    from launcher.plan.dry_run import speed_here
     from launcher.tune import lr as search
     from launcher.tune.lr_search import LrOptions
 
@@ -138,5 +139,12 @@ def tune_lr(
         budget_s=budget,
     )
     return search.tune_lr(
-        config, overrides, options, out=out, dry_run=dry_run, as_json=json, console=opt.console()
+        config,
+        overrides,
+        options,
+        out=out,
+        dry_run=dry_run,
+        as_json=json,
+        console=opt.console(),
+        predict=speed_here,
     )

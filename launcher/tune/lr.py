@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 
 SHORT_RATIO = 8  # of a whole run over a run of the first rung; also the least steps of a whole run
 RANGE_STEPS, MIN_RANGE_STEPS = 100, 25
+Predict = Callable[[job.Job, int], tuple[float, float] | None]
+"""Tokens/s of a trial of so many ranks, and the factor of its 95 % interval; None where it is not known."""
 RANGE_RATIO = 16  # of the steps of a whole run over those of a range test
 
 
@@ -89,8 +91,9 @@ def tune_lr(
     dry_run: bool,
     as_json: bool,
     console: Console,
+    predict: Predict = lambda setup, ranks: None,
 ) -> int:
-    """Run the search and return the exit code.
+    """Run the search and return the exit code. `predict`: of a dry run.
 
     Raises ConfigError with every problem of the input before any trial starts.
     """
@@ -115,7 +118,7 @@ def tune_lr(
         f"{count_of(options.seeds, 'seed')} at all of it; {layout}"
     )
     if dry_run:
-        log(length_text(setup, options, ranks))
+        log(length_text(setup, options, ranks, predict))
         output.print_plan(as_json=as_json)
         return 0
     with output.lock():
@@ -136,7 +139,7 @@ def slots_of(setup: job.Job, options: LrOptions, ranks: int) -> list[trials.Slot
     return trials.device_slots(ranks, gpus=setup.gpus, cores=cores, most=most)
 
 
-def length_text(setup: job.Job, options: LrOptions, ranks: int) -> str:
+def length_text(setup: job.Job, options: LrOptions, ranks: int, predict: Predict) -> str:
     """Describe the length of a search that is not begun: in whole runs, and in time as far as it is known."""
     config, at_a_time = setup.config, len(slots_of(setup, options, ranks))
     rungs, tokens = planned(options), options.tokens or full_tokens(config)
@@ -150,34 +153,12 @@ def length_text(setup: job.Job, options: LrOptions, ranks: int) -> str:
         return f"{text}, shortened to {format_duration(options.budget_s)} in all"
     if tokens is None and config.schedule.hours:
         return f"{text}, {format_duration(runs * config.schedule.hours * 3600)}"
-    rate = gpu_speed_here(setup, ranks)
+    rate = predict(setup, ranks)
     if rate is None or tokens is None:
         return f"{text}; the range test measures their speed"
     seconds, factor = runs * tokens / rate[0], rate[1]
     between = f"{format_duration(seconds / factor)} to {format_duration(seconds * factor)}, 95 %"
     return f"{text}, {format_duration(seconds)} ({between}) and the starts"
-
-
-def gpu_speed_here(setup: job.Job, ranks: int) -> tuple[float, float] | None:
-    """Predict the tokens/s of a trial, with the factor of its 95 % interval; None where the GPU or its rate
-    in this precision is not known."""
-    from launcher.plan.gpu_speed import memory_gib, predicted_step, speed_of
-    from launcher.plan.step_model import hardware
-
-    config, listed = setup.config, hardware()["gpus"]
-    precision = "bf16" if config.precision == "auto" else config.precision
-    nearest = [
-        (len(row["device"]), -abs(memory_gib(name) - (gpu.memory_gib or 0.0)), name)
-        for gpu in setup.machine.gpus[: min(setup.gpus, 1)]
-        for name, row in listed.items()
-        if row["device"] in gpu.name
-    ]
-    name = max(nearest)[2] if nearest else None
-    if name is None or speed_of(name, precision) is None:
-        return None
-    link = listed[name]["link"] if ranks > 1 else None
-    step, factor = predicted_step(config, name, ranks, link, precision, config.batch.micro_size)
-    return step.tokens_per_s, factor
 
 
 def length_issues(config: Config, options: LrOptions, tokens: int | None = None) -> list[Issue]:

@@ -148,7 +148,7 @@ def test_out_of_memory_on_one_rank_is_the_result_of_its_size(shards: Path, tmp_p
     """Rank 1 of the first run that takes a fifth step; the memory trials take three."""
     once = tmp_path / "once"
     done = bert_dp(
-        *command(shards, tmp_path / "o", "--budget", "5s", "--set", "batch.global_size=4"),
+        *command(shards, tmp_path / "o", "--budget", "60s", "--set", "batch.global_size=4"),
         timeout=300,
         **broken("cuda_oom", rank=1, step=4, once=str(once)),
     )

@@ -17,6 +17,7 @@ from launcher import datasets, results
 from launcher.cli import options
 from launcher.evaluate import finetune, glue, text_loss
 from launcher.evaluate.glue_scores import GlueOptions
+from launcher.plan.dry_run import speed_here
 from launcher.plan.scaling import PlanSpec, predict_scaling, source_of_rate
 from launcher.run import loggers, restarts, train
 from launcher.tune import batch, lr
@@ -254,7 +255,7 @@ def test_a_finetuning_begins_with_what_its_options_name(monkeypatch: pytest.Monk
             lr,
             "tune_lr",
             ("quickstart", ["optim.lr=1"], LrOptions(rates=4, tokens=99, budget_s=120.0)),
-            {"out": Path("o"), "dry_run": True, "as_json": True},
+            {"out": Path("o"), "dry_run": True, "as_json": True, "predict": speed_here},
         ),
         (
             "eval glue r optim.lr=1 --data x --data y --tasks RTE,CoLA --seeds 2 "

@@ -19,6 +19,7 @@ from bert_dp import files
 from bert_dp.config import BatchConfig, Config, batch_at, batch_layout, dump_config, load_config, peak_lr
 from launcher import job, results
 from launcher.machine import environment
+from launcher.plan.dry_run import speed_here
 from launcher.run import trials
 from launcher.run.trials import Slot, Trial, TrialOutcome
 from launcher.tune import lr, search_output
@@ -277,7 +278,9 @@ def test_a_dry_run_says_how_long_the_search_takes(
 ) -> None:
     cards = tuple(environment.Gpu(k, "NVIDIA H100 80GB HBM3", 79.0, None) for k in range(gpus))
     here = dataclasses.replace(environment.probe(), gpus=cards, affinity_cores=2, cpu_quota_cores=None)
-    text = lr.length_text(job.Job("q", other_budget(shards, f"schedule.{budget}"), here), options, 1)
+    text = lr.length_text(
+        job.Job("q", other_budget(shards, f"schedule.{budget}"), here), options, 1, speed_here
+    )
     assert told in text
     assert ("(" in text) == bool(gpus), "an interval"
 
