@@ -57,8 +57,7 @@ def speed_here(job: Job, ranks: int) -> tuple[float, float] | None:
     name = max(nearest)[2] if nearest else None
     if name is None or gpu_speed.speed_of(name, precision) is None:
         return None
-    link = listed[name]["link"] if ranks > 1 else None
-    row, factor = gpu_speed.predicted_step(config, name, ranks, link, precision, config.batch.micro_size)
+    row, factor = gpu_speed.predicted_step(config, name, ranks, precision, config.batch.micro_size)
     return row.tokens_per_s, factor
 
 
