@@ -246,7 +246,7 @@ def configs(name: Annotated[str | None, Argument(help="Configuration to print.")
 
 
 def data_build(
-    words: Annotated[list[str], Argument(metavar="SOURCE... | SETTING=VALUE", help=opt.TEXTS)],
+    words: Annotated[list[str], Argument(metavar="SOURCE | SETTING=VALUE", help=opt.TEXTS)],
     out: Annotated[Path, Option(help="Directory to write.")],
     vocab_size: Annotated[
         int | None, Option(help="Tokens of the tokenizer to train; default: 32,768.")

@@ -80,6 +80,7 @@ def masked(text: str) -> str:
     text = re.sub(r"(# (ms|s|min|h)\b ?)+", lambda times: f"# s{' ' * times[0].endswith(' ')}", text)
     text = re.sub(r"# [kM](?= tokens|$)", "#", text, flags=re.MULTILINE)
     text = re.sub(r"\d+ threads? per rank, cores [\d |,-]+", "# threads per rank, cores #", text)
+    text = re.sub(r"\d+ at a time", "# at a time", text)
     return re.sub(r" {2,}|\u2500+", "  ", text)
 
 
