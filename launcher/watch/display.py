@@ -145,7 +145,7 @@ class Display:
     def _show_activity(self) -> None:
         """Show what rank 0 does now, by its heartbeat: on the bar, or as a line after QUIET_S without one."""
         beat, now = files.read_heartbeat(files.heartbeat_path(self._run_dir, 0)), time.monotonic()
-        if beat is None or (self._bar is None and now - self._noted_s < QUIET_S):
+        if self._bar is None and (beat is None or now - self._noted_s < QUIET_S):
             return
         activity = self._describe(beat, now)
         if self._bar is None:
@@ -156,14 +156,17 @@ class Display:
         if left and done is not None:  # both go on between two lines
             now_left = max(0.0, left - (now - self._line_s))
             done, left = 1 - (1 - done) * now_left / left, now_left
-        left = None if files.PHASES[beat.phase] in ACTIVITIES else left  # the budget says nothing of these
+        if not activity.startswith("training"):
+            left = None  # the budget says nothing of the other phases
         text = bar_line(activity, line, done, left, self._config.training_loss_unit)
         self._bar.update(self._bar.task_ids[0], completed=done, description=text)
 
-    def _describe(self, beat: files.Heartbeat, now: float) -> str:
+    def _describe(self, beat: files.Heartbeat | None, now: float) -> str:
         """Name the activity, and once it has lasted a second how far or how long it is."""
-        phase = files.PHASES[beat.phase]
-        activity = ACTIVITIES.get(phase, f"training step {format_count(beat.step)}")
+        phase, pieces = (files.PHASES[beat.phase], beat.done) if beat else ("", 0)
+        activity = ACTIVITIES.get(phase, f"training step {format_count(beat.step)}" if beat else "starting")
+        if beat is None and self._lines:  # rank 0 is on another node
+            activity = "training"
         if phase == "compile":
             facts = files.read_json(self._run_dir / "environment.json") or {}
             activity = activity if facts.get("worker", {}).get("compiled") else "trying a step"
@@ -171,8 +174,8 @@ class Display:
             self._activity, self._activity_s = activity, now
         if now - self._activity_s < 1.0:
             return activity
-        if beat.done:
-            return f"{activity}, {'batch' if phase == 'evaluate' else 'micro batch'} {beat.done}"
+        if pieces and (phase == "evaluate" or phase not in ACTIVITIES):
+            return f"{activity}, {'batch' if phase == 'evaluate' else 'micro batch'} {pieces}"
         return f"{activity} for {now - self._activity_s:.0f} s"
 
     def _note(self, text: str) -> None:

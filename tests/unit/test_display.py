@@ -103,7 +103,9 @@ def test_a_bar_names_the_phase_and_moves_between_two_lines(tmp_path: Path, now: 
     console = Console(file=out, width=90, force_terminal=True, color_system=None)
     with Display(tmp_path, console, CONFIG) as display:
         for seconds, compiled, line, *at in (
+            (2.0, False, 0, ""),
             (0.0, False, 0, "setup"),
+            (1.0, False, 0, "setup", 0, 3),
             (0.5, False, 0, "compile"),
             (3.0, True, 0, "compile"),
             (3.0, True, 0, "compile"),
@@ -120,14 +122,17 @@ def test_a_bar_names_the_phase_and_moves_between_two_lines(tmp_path: Path, now: 
             files.write_json(tmp_path / "environment.json", {"worker": {"compiled": compiled}})
             if line:
                 files.append_line(tmp_path / "metrics.jsonl", metrics(line))
-            beat(tmp_path, *at)
+            if at[0]:
+                beat(tmp_path, *at)
             display.poll()
             task = display._bar.tasks[0]
             moments.append(task.description.replace(" | loss 7.6000 nats", ""))
         assert task.completed == pytest.approx(1.0)
     assert out.getvalue().count("global steps/s") == 1  # the whole line, once in ten seconds
     assert moments == [
+        "starting",
         "setting up",
+        "setting up for 1 s",
         "trying a step",
         "compiling",
         "compiling for 3 s",
