@@ -60,7 +60,7 @@ def build(
     if tokenizer is not None and vocab_size is not None:
         message, hint = "--tokenizer brings its own vocabulary", "leave --vocab-size out"
         raise ConfigError([Issue("--vocab-size", "conflict", message, vocab_size, "--tokenizer", hint)])
-    if others := [key for item in overrides if (key := item.partition("=")[0])[:11] != "data.build."]:
+    if others := [key for item in overrides if not (key := item.partition("=")[0]).startswith("data.build.")]:
         message, hint = "is no setting of data.build", "data build has options for the others"
         raise ConfigError([Issue(key, "unknown", message, hint=hint) for key in others])
     if not sources:

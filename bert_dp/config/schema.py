@@ -342,8 +342,8 @@ class BatchConfig(Section):
     global_size: int = Field(8192, ge=1, le=MAX_BATCH)
     """Sequences per optimizer step over all replicas. Declared; never changed by the number of GPUs."""
     micro_size: Annotated[int, FREE_ON_RESUME] = Field(128, ge=1, le=MAX_BATCH)
-    """Sequences per replica in one forward/backward. Also auto: `bert-dp train` finds the
-    number first (`bert-dp tune batch`), and the run's own configuration has it."""
+    """Sequences per replica in one forward/backward. Also auto: `bert-dp train` finds the number first
+    (`bert-dp tune batch`), and the run's own configuration has it."""
     ramp_fraction: float = Field(0.0, ge=0, le=1)
     """Slope of the linear batch ramp: at progress f the batch is ramp_quantum x (1 + floor(f x global_size /
     (ramp_fraction x ramp_quantum))), at most global_size, which it reaches at f = ramp_fraction x

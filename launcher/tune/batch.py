@@ -390,8 +390,8 @@ class BatchSearch:
                     self._log(
                         "no time is left for timed runs; a greater --budget goes on with this directory"
                     )
-                    self.trials, self.memory_trials = self.memory_trials, []
-                    self.sizes = [trial.micro_batch for trial in self.trials]
+                    self.trials, self.memory_trials = [*self.trials, *self.memory_trials], []
+                    self.sizes = sorted({trial.micro_batch for trial in self.trials})
                 self._limited_by = "budget"
                 return
             if self._fits(micro):

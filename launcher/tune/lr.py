@@ -52,9 +52,9 @@ if TYPE_CHECKING:
 
 SHORT_RATIO = 8  # of a whole run over a run of the first rung; also the least steps of a whole run
 RANGE_STEPS, MIN_RANGE_STEPS = 100, 25
+RANGE_RATIO = 16  # of the steps of a whole run over those of a range test
 Predict = Callable[[job.Job, int], tuple[float, float] | None]
 """Tokens/s of a trial of so many ranks, and the factor of its 95 % interval; None where it is not known."""
-RANGE_RATIO = 16  # of the steps of a whole run over those of a range test
 
 
 @dataclasses.dataclass(frozen=True)
