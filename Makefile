@@ -10,6 +10,12 @@ env: $(VENV)/.installed
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
+# what `train` needs; `env` adds what the other targets need
+$(VENV)/.core: pyproject.toml .constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) -c .constraints.txt -e .
+	touch $@
+
 # LOCKED=1 installs what CI installs, every archive checked by its hash (CPython 3.11, x86-64 Linux, torch for CPUs)
 $(VENV)/.installed: pyproject.toml .constraints.txt .ci/all.lock .ci/build.lock
 	$(PYTHON) -m venv $(VENV)
@@ -22,9 +28,9 @@ else
 	# timm asks for torchvision, whose wheel does not fit a CPU torch; the tests need one file of it
 	$(PIP) --no-deps timm==1.0.31
 endif
-	touch $@
+	touch $(VENV)/.core $@
 
-train: env
+train: $(VENV)/.core
 	$(BIN)/bert-dp train
 
 # what a contributor runs: the quick tests, one parity cell an engine, one kill, one resume; two files at a

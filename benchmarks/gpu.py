@@ -211,7 +211,7 @@ def pretrain(place: Place) -> Found:
 def tune(place: Place, length: int = 128) -> Found:
     budget = "2s" if place.short else f"{min(90, round(place.seconds) - 60)}s"
     sizes = ["batch.global_size=1", "batch.micro_size=auto"] if place.short else []
-    result = verb(place, "tune batch", length, sizes, "--gpus", "1", "--budget", budget)
+    result = verb(place, "tune batch", length, sizes, "--nproc", "1", "--budget", budget)
     rows = {
         f"micro batch {size['micro_batch']}": {
             key: size.get(key) for key in ("status", "samples_per_s", "peak_gib")
@@ -254,7 +254,7 @@ def scale(place: Place) -> Found:
     long = ("--repeats", "2", "--steps", "30", "--warm-up", "10")
     size = ("--repeats", "1", "--steps", "3", "--warm-up", "1") if place.short else long
     batch = [f"batch.micro_size={micro}", f"batch.global_size={micro}"]
-    options = ["--gpus", counts, "--engines", engines, *size, *tensor]
+    options = ["--nproc", counts, "--engines", engines, *size, *tensor]
     cells = {cell["id"]: cell for cell in verb(place, "scale", 128, batch, *options)["cells"]}
     problems = [f"{name}: {cell['cause']}" for name, cell in cells.items() if cell["status"] != "ok"]
     names = ("tokens_per_s", "mfu", "mamfu", "efficiency", "communication_efficiency", "peak_memory_gib")

@@ -53,27 +53,27 @@ def build(
     console: Console,
 ) -> int:
     """Build shards and describe them. `vocab_size`: of the tokenizer to train; None = VOCAB_SIZE, or that of
-    the one that is given. Raises ConfigError for an option that a run could not use."""
+    the one that is given. `overrides`: of data.build. Raises ConfigError for what a run could not use."""
     from bert_dp.data.build import build as build_shards
     from bert_dp.data.build import shown_progress
 
     if tokenizer is not None and vocab_size is not None:
         message, hint = "--tokenizer brings its own vocabulary", "leave --vocab-size out"
         raise ConfigError([Issue("--vocab-size", "conflict", message, vocab_size, "--tokenizer", hint)])
+    if others := [key for item in overrides if not (key := item.partition("=")[0]).startswith("data.build.")]:
+        message, hint = "is no setting of data.build", "data build has options for the others"
+        raise ConfigError([Issue(key, "unknown", message, hint=hint) for key in others])
+    if not sources:
+        raise ConfigError([Issue("SOURCES", "missing", "name the text to build from")])
     size = vocab_size or (VOCAB_SIZE if tokenizer is None else MAX_VOCAB_SIZE)
     out, tokenizer = out.expanduser(), tokenizer and os.path.expanduser(tokenizer)
     asked = {
-        "data": {
-            "sources": list(sources),
-            "tokenizer": tokenizer,
-            "sequence_length": sequence_length,
-            "build": parse_overrides([o.removeprefix("data.build.") for o in overrides]),
-        },
+        "data": {"sources": list(sources), "tokenizer": tokenizer, "sequence_length": sequence_length},
         "model": {"vocab_size": size},
         "schedule": {"steps": 1},
     }
     with issues_by_option(OPTIONS):
-        config = resolve([asked])
+        config = resolve([asked, parse_overrides(overrides)])
         for issue in no_effect(config):
             if issue.setting.startswith("data.build."):
                 show(console, f"warning: {issue}", **PLAIN)

@@ -106,7 +106,7 @@ class Job:
             return []
         return [
             f"CUDA_VISIBLE_DEVICES={machine.cuda_visible_devices} names no usable GPU (this machine shows "
-            f"{machine.gpus_present}), so ranks use CPU cores; correct it, or say --set run.device=cpu"
+            f"{machine.gpus_present}), so ranks use CPU cores; correct it, or say run.device=cpu"
         ]
 
     def directory(self, given: Path | None, folder: str, kind: str = "") -> Path:

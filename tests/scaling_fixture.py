@@ -58,7 +58,7 @@ def scaling(
         "status": "complete",
         "environment": copy.deepcopy(ENVIRONMENT),
         "config_hash": "5f2c9a1e",
-        "command": ["bert-dp", "scale", "crammed-bert", "--gpus", "1,2,4"],
+        "command": ["bert-dp", "scale", "crammed-bert", "--nproc", "1,2,4"],
         "mode": modes[0] if len(modes) == 1 else "both",
         "settings": _settings(),
         "peak": {"datasheet_flops": None, "matmul_flops": PEAK},

@@ -17,6 +17,7 @@ KEYS = {"optim.name": (*OPTIMIZERS,), "parallel.engine": ("auto", *ENGINES)}
 HEAD = """# Settings
 
 Every setting, made from `bert_dp/config/schema.py`: `a.b` is key `b` of section `a` in YAML.
+A time is a number of its setting's unit, or a duration: `90s`, `5m`, `1.5h`, `2d`.
 """
 
 

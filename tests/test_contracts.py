@@ -402,6 +402,14 @@ def test_every_archive_that_ci_installs_has_its_hash() -> None:
     assert names - versions.keys() == set()
 
 
+def test_make_train_installs_no_extra(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["make", "-n", "train", f"VENV={tmp_path}/v"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    installs = [line.split(" -c ")[1] for line in done.stdout.splitlines() if "pip install" in line]
+    assert installs == [".constraints.txt -e ."]
+
+
 def canonical(name: str) -> str:
     """A distribution's name as PEP 503 compares it."""
     return re.sub(r"[-_.]+", "-", name).lower()

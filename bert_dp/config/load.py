@@ -1,7 +1,7 @@
-"""Read a Config from YAML and `--set`, with every problem in one list.
+"""Read a Config from YAML and `a.b=value`, with every problem in one list.
 
-Precedence, lowest first: defaults < YAML file < `--set`. Example: with `optim: {lr: 1e-3}` in the file and
-`--set optim.lr=2e-3`, the run uses 2e-3. Members of an exclusive group (`schedule.steps|tokens|hours|epochs`,
+Precedence, lowest first: defaults < YAML file < `a.b=value`. Example: with `optim: {lr: 1e-3}` in the file
+and `optim.lr=2e-3`, the run uses 2e-3. Members of an exclusive group (`schedule.steps|tokens|hours|epochs`,
 `data.path|sources`) displace the members set at a lower level; two at one level are an error.
 """
 
@@ -189,11 +189,11 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         key, sign, value = item.partition("=")
         try:
             if not sign or not key.strip():
-                raise ValueError("expected a.b=value, for example --set optim.lr=1e-3")
+                raise ValueError("expected a.b=value, for example optim.lr=1e-3")
             section, leaf = _section_of(tree, key.strip())
             section[leaf] = _parse_yaml(value)
         except ValueError as error:
-            issues.append(Issue(f"--set {_short(item)}", "wrong_type", str(error)))
+            issues.append(Issue(_short(item), "wrong_type", str(error)))
     if issues:
         raise ConfigError(issues)
     return tree

@@ -32,8 +32,8 @@ Hashed = TypeVar("Hashed", bound="HashedFile")
 
 WARNED_LOSS, REFUSED_LOSS = 0.01, 0.2  # share of a source's letters that are lost, or of its unknown tokens
 ANY_LANGUAGE = (
-    "for text in any language set tokenizer_model=byte_bpe, normalize=false and max_tokens_per_char=0 "
-    "(--set, or in data.build)"
+    "for text in any language set data.build.tokenizer_model=byte_bpe data.build.normalize=false "
+    "data.build.max_tokens_per_char=0"
 )
 MAX_NAMED = 5  # sources that warnings name
 VOCAB_MULTIPLE = 128  # a vocabulary may be padded to the next one, for the device's sake

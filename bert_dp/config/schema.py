@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args
 
@@ -75,6 +76,19 @@ OneOrMore = BeforeValidator(_as_tuple)
 """One may stand without brackets."""
 
 
+def parse_duration(text: str) -> float:
+    """Parse `90s`, `5m`, `1.5h` or `2d` into seconds. Raises ValueError."""
+    units_s = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+    if match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd])", text.strip()):
+        return float(match[1]) * units_s[match[2]]
+    raise ValueError(f"{text!r} is not a duration such as 90s, 5m, 1h or 2d")
+
+
+def duration(unit_s: float) -> BeforeValidator:
+    """Let a number of `unit_s` seconds be given as a duration too."""
+    return BeforeValidator(lambda value: parse_duration(value) / unit_s if isinstance(value, str) else value)
+
+
 def key_of(table: Mapping[str, object], *other: str) -> AfterValidator:
     """Validate that a text is a key of `table`, or one of `other`, at the time of validation."""
 
@@ -129,7 +143,7 @@ class RunConfig(Section):
     max_skipped_in_a_row: Annotated[int, FREE_ON_RESUME] = Field(5, ge=1, le=MAX_STEPS)
     """Steps skipped in a row, for a gradient that is not finite, that stop the run; fp16 may skip 16
     more, while its loss scale falls."""
-    hang_after_s: Annotated[float, FREE_ON_RESUME] = Field(30.0, gt=0, le=MAX_SECONDS)
+    hang_after_s: Annotated[float, duration(1), FREE_ON_RESUME] = Field(30.0, gt=0, le=MAX_SECONDS)
     """Seconds without progress by which the rank that the others wait for is named with its stack; at least
     three median steps, and 300 in set-up, compilation and saving."""
     price_per_device_hour: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=1e6)
@@ -140,7 +154,7 @@ class RunConfig(Section):
     """Power of the building over that of the machines; kWh include it."""
     grams_co2_per_kwh: Annotated[float | None, FREE_ON_RESUME] = Field(None, ge=0, le=1e4)
     """CO2 of the grid, for the summary; no region is assumed."""
-    end_hung_after_s: Annotated[float, FREE_ON_RESUME] = Field(600.0, ge=0, le=MAX_SECONDS)
+    end_hung_after_s: Annotated[float, duration(1), FREE_ON_RESUME] = Field(600.0, ge=0, le=MAX_SECONDS)
     """Seconds after a hang was reported at which the run is ended as failed; 0 = never."""
 
 
@@ -328,8 +342,8 @@ class BatchConfig(Section):
     global_size: int = Field(8192, ge=1, le=MAX_BATCH)
     """Sequences per optimizer step over all replicas. Declared; never changed by the number of GPUs."""
     micro_size: Annotated[int, FREE_ON_RESUME] = Field(128, ge=1, le=MAX_BATCH)
-    """Sequences per replica in one forward/backward. In a file or --set also auto: `bert-dp train` finds the
-    number first (`bert-dp tune batch`), and the run's own configuration has it."""
+    """Sequences per replica in one forward/backward. Also auto: `bert-dp train` finds the number first
+    (`bert-dp tune batch`), and the run's own configuration has it."""
     ramp_fraction: float = Field(0.0, ge=0, le=1)
     """Slope of the linear batch ramp: at progress f the batch is ramp_quantum x (1 + floor(f x global_size /
     (ramp_fraction x ramp_quantum))), at most global_size, which it reaches at f = ramp_fraction x
@@ -357,7 +371,7 @@ class ScheduleConfig(Section):
     """Budget in optimizer steps. Exactly one of steps, tokens, hours, epochs, dollars, kwh."""
     tokens: Annotated[int | None, FREE_ON_RESUME] = Field(None, ge=1, le=MAX_TOKENS)
     """Budget in tokens over all replicas."""
-    hours: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=MAX_SECONDS / 3600)
+    hours: Annotated[float | None, duration(3600), FREE_ON_RESUME] = Field(None, gt=0, le=MAX_SECONDS / 3600)
     """Budget in hours on rank 0's clock, from the first real step."""
     epochs: Annotated[float | None, FREE_ON_RESUME] = Field(None, gt=0, le=MAX_STEPS)
     """Budget in passes over the training sequences; a run's own configuration has it as tokens, of
@@ -457,7 +471,12 @@ class ParallelConfig(Section):
 
 class CheckpointConfig(Section):
     every_steps: Annotated[int, OnlyWith("checkpoint.keep")] = Field(0, ge=0, le=MAX_STEPS)
-    """Optimizer steps between checkpoints; 0 = only at the end and on a signal."""
+    """Optimizer steps between checkpoints; 0 = not by steps. One is saved at the end and on a signal too."""
+    every_minutes: Annotated[float, duration(60), OnlyWith("checkpoint.keep")] = Field(
+        10.0, ge=0, le=MAX_SECONDS / 60
+    )
+    """Minutes without a checkpoint after which one is saved; 0 = not by time. The interval grows where
+    training would stand still for over 1 % of the time."""
     keep: int = Field(2, ge=0, le=MAX_STEPS)
     """Newest checkpoints kept; 0 = none is written, and a run that ends early is lost."""
     on_error: Annotated[Literal["continue", "stop"], OnlyWith("checkpoint.keep")] = "continue"

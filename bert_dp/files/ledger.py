@@ -252,7 +252,7 @@ class Spending:
     """
 
     def __init__(self, run_dir: Path, unit: str, budget: float, end_s: float):
-        self._run_dir, self._unit, self._budget, self._end_s = run_dir, unit, budget, end_s
+        self._run_dir, self._unit, self._budget, self.end_s = run_dir, unit, budget, end_s
         self.evaluation_s = 0.0
         self._spent: float | None = None
         self._rate: float | None = None
@@ -271,5 +271,5 @@ class Spending:
         if self._spent is None or self._rate is None:
             raise OSError(f"{self._run_dir / LEDGER} has no {self._unit}")
         spent = self._spent + self._rate * max(0.0, at_s - self._spent_s)
-        usable = self._budget - self._rate * (self._end_s + self.evaluation_s)
+        usable = self._budget - self._rate * (self.end_s + self.evaluation_s)
         return 1.0 if spent >= usable else spent / usable

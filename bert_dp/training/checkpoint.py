@@ -37,6 +37,7 @@ from bert_dp.parallel import State
 from bert_dp.training.process import WriteErrors
 
 VERSION = 1  # of the manifest
+MAX_SAVE_SHARE = 0.01  # of the time, for checkpoint.every_minutes
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 SAVED = ("step", "samples", "elapsed_s", "skipped_steps", "loss_spikes", "recent_losses")
 
@@ -295,6 +296,33 @@ def _fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class SaveTimer:
+    """Decides when a checkpoint is due. It is given what all ranks share, so all decide alike."""
+
+    def __init__(self, settings: CheckpointConfig, elapsed_s: float):
+        """`elapsed_s`: reading of the shared clock at the newest checkpoint."""
+        self._every_steps, self._shortest_s = settings.every_steps, settings.every_minutes * 60
+        self._by_time = settings.every_minutes > 0 and settings.keep > 0
+        self._interval_s, self._saved_s = self._shortest_s, elapsed_s
+        self._has_grown = False
+
+    def is_due(self, step: int, elapsed_s: float) -> bool:
+        by_steps = self._every_steps > 0 and step % self._every_steps == 0
+        return by_steps or (self._by_time and elapsed_s - self._saved_s >= self._interval_s)
+
+    def saved(self, elapsed_s: float, pause_s: float) -> str | None:
+        """Count a save at this time for which training stood still for `pause_s`. Returns a line for the log
+        the first time that the interval grows."""
+        self._saved_s, self._interval_s = elapsed_s, max(self._shortest_s, pause_s / MAX_SAVE_SHARE)
+        if not self._by_time or self._has_grown or self._interval_s == self._shortest_s:
+            return None
+        self._has_grown = True
+        return (
+            f"a save takes {pause_s:.1f} s, more than 1 % of checkpoint.every_minutes: "
+            f"the next follows after {self._interval_s / 60:.1f} minutes"
+        )
 
 
 class NotFiniteError(ValueError):

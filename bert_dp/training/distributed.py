@@ -8,7 +8,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -211,6 +211,8 @@ class SharedClock:
         self._origin = now() - elapsed_s
         self.spending = spending
         self._shared = 0.0 if spending else elapsed_s  # what the last exchange returned
+        self.shared_elapsed_s = elapsed_s
+        """Rank 0's reading in the last exchange: the same on every rank."""
         self._step_began_s = elapsed_s
         self._step_s: float | None = None  # None until the first step has ended
         self._pending: Callable[[], list[float]] | None = None
@@ -238,12 +240,11 @@ class SharedClock:
         """
         self._step_began_s = self.elapsed_s()
         if self._pending is None:
-            is_first = self._step_s is None and self.spending is None
-            self._send(self._shared if is_first else self.spent(self._step_began_s), stop)
-        spent, wanted = self._receive()
+            self._send(self.shared_elapsed_s if self._step_s is None else self._step_began_s, stop)
+        spent, self.shared_elapsed_s, wanted = self._receive()
         self._shared = max(self._shared, spent)
         if self._step_s is not None:
-            self._send(self.spent(self._step_began_s + self._step_s), stop)
+            self._send(self._step_began_s + self._step_s, stop)
         return self._shared, wanted
 
     def end_step(self) -> float:
@@ -251,40 +252,45 @@ class SharedClock:
         self._step_s = self.elapsed_s() - self._step_began_s
         return self._step_s
 
-    def has_time_to_evaluate(self) -> bool:
-        """Return whether the reserve of a budget in dollars or kWh will be left after an evaluation now; True
-        for other budgets. Collective."""
+    def has_time_for(self, pause: Literal["evaluation_s", "end_s"]) -> bool:
+        """Return whether the reserve of a budget in dollars or kWh will be left after an evaluation or a save
+        (as long as the last one) now; True for other budgets. Collective."""
         if self.spending is None:
             return True
-        return bool(self._comm.broadcast(self.spent(self.elapsed_s() + self.spending.evaluation_s) < 1.0))
+        end_s = self.elapsed_s() + getattr(self.spending, pause)
+        return bool(self._comm.broadcast(self.spent(end_s) < 1.0))
+
+    def pause_since(self, began_s: float) -> float:
+        """Return rank 0's seconds since its reading `began_s`, on every rank. Collective."""
+        return float(self._comm.broadcast(self.elapsed_s() - began_s))
 
     def read_again(self, stop: Stop) -> None:
         """Send what is spent after a pause, which the time of a step did not foretell. Collective."""
         if self.spending is not None and self._pending is not None:
             self._receive()
-            self._send(self.spent(self.elapsed_s()), stop)
+            self._send(self.elapsed_s(), stop)
 
     def poll_stop(self, stop: Stop) -> Stop:
         """Exchange the request alone, between steps: the clock is not read. Collective."""
         if self._pending is None:
-            self._send(0.0, stop)
-            return self._receive()[1]
-        spent, wanted = self._receive()
-        self._send(spent, stop)
+            self._send(self.shared_elapsed_s, stop)
+            return self._receive()[2]
+        _, elapsed_s, wanted = self._receive()
+        self._send(elapsed_s, stop)
         return wanted
 
     def finish(self) -> None:
         if self._pending is not None:
             self._receive()
 
-    def _send(self, spent: float, stop: Stop) -> None:
-        """Start an exchange; of what is spent only rank 0's reading counts."""
-        mine = spent if self._comm.world.rank == 0 else 0.0
-        self._pending = self._comm.max_async([mine, float(stop.signal), float(stop.failed)])
+    def _send(self, elapsed_s: float, stop: Stop) -> None:
+        """Start an exchange; of the time, and what is spent by then, only rank 0's reading counts."""
+        mine = (self.spent(elapsed_s), elapsed_s) if self._comm.world.rank == 0 else (0.0, 0.0)
+        self._pending = self._comm.max_async([*mine, float(stop.signal), float(stop.failed)])
 
-    def _receive(self) -> tuple[float, Stop]:
-        """Wait for the exchange that was started."""
+    def _receive(self) -> tuple[float, float, Stop]:
+        """Wait for the exchange that was started: what is spent, elapsed seconds, and the request."""
         assert self._pending is not None
-        spent, signal, failed = self._pending()
+        spent, elapsed_s, signal, failed = self._pending()
         self._pending = None
-        return spent, Stop(int(signal), bool(failed))
+        return spent, elapsed_s, Stop(int(signal), bool(failed))

@@ -24,7 +24,7 @@ from bert_dp.optim import lr_factor, set_lr
 from bert_dp.parallel import Engine, State
 from bert_dp.tasks import Context, DatasetInfo, MicroBatch, Stream, Task
 from bert_dp.training import metrics
-from bert_dp.training.checkpoint import AsyncCheckpointer, TrainState
+from bert_dp.training.checkpoint import AsyncCheckpointer, SaveTimer, TrainState
 from bert_dp.training.devices import Precision
 from bert_dp.training.distributed import HostCollectives, SharedClock, Stop
 from bert_dp.training.metrics import Meter, Timers, exposed_communication_s
@@ -194,7 +194,7 @@ def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> TrainingOu
     """Train until the budget is spent, a signal arrives on any rank, or the run gives up; `state` is kept up
     to date. Collective."""
     config, meter, heartbeat = trainer.config, trainer.meter, trainer.heartbeat
-    peak = peak_lr(config).value
+    peak, saves = peak_lr(config).value, SaveTimer(config.checkpoint, clock.shared_elapsed_s)
     meter.start(trainer.stream.wait_s)
     trainer.trace.reached(state.step, meter)
     while True:
@@ -226,13 +226,16 @@ def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> TrainingOu
             # the forward pass is a third of a step
             clock.spending.evaluation_s = step_s * trainer.data.num_evaluated / state.global_batch / 3
         evaluates = config.eval.every_steps and state.step % config.eval.every_steps == 0
-        if evaluates and clock.has_time_to_evaluate():  # else the evaluation at the end is soon enough
+        if evaluates and clock.has_time_for("evaluation_s"):  # else the evaluation at the end is soon enough
             with meter.paused():
                 evaluate_and_write(trainer, state, clock)
             clock.read_again(stop_request(trainer, state))
-        if config.checkpoint.every_steps and state.step % config.checkpoint.every_steps == 0:
+        if saves.is_due(state.step, clock.shared_elapsed_s) and clock.has_time_for("end_s"):
             with meter.paused():
+                began_s = clock.elapsed_s()
                 save(trainer, state, clock.spent_s())
+                if line := saves.saved(clock.shared_elapsed_s, clock.pause_since(began_s)):
+                    trainer.log_rank0(line)
             clock.read_again(stop_request(trainer, state))
     trainer.trace.reached(state.step, meter, at_end=True)
     return _finish(trainer, state, clock, stop)

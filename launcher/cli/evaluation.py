@@ -21,7 +21,7 @@ def eval_glue(
     ] = (),
     seeds: Annotated[int, Option(min=1, max=100, help="Runs per task; the median is its score.")] = 5,
     init: opt.Init = "checkpoint",
-    ranks_per_job: Annotated[int, Option("--ranks-per-job", "--nproc", min=1, help="Ranks per run.")] = 1,
+    nproc: Annotated[int, Option(min=1, help="Ranks per run.")] = 1,
     launcher: opt.Launcher = "torchrun",
     out: opt.Out = None,
     dry_run: opt.DryRun = False,
@@ -38,7 +38,7 @@ def eval_glue(
     settings = opt.settings_after_run(words, set_)
     if not data:
         raise ConfigError([Issue("--data", "missing", "name the folder or archive with GLUE's files")])
-    options = GlueOptions(tasks=list(tasks), seeds=seeds, init=init, ranks=ranks_per_job, launcher=launcher)
+    options = GlueOptions(tasks=list(tasks), seeds=seeds, init=init, ranks=nproc, launcher=launcher)
     return glue.evaluate(
         run, settings, options, data, out=out, dry_run=dry_run, as_json=json, console=opt.console()
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
-import math
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +15,7 @@ from typer import Argument, BadParameter, Option
 
 from bert_dp.config import ConfigError, Issue, benchmark_names, engine_facts
 from bert_dp.config.errors import install_command
+from bert_dp.config.schema import MAX_SECONDS, parse_duration
 from launcher.job import logger_issues
 from launcher.run.starters import launcher_problem
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 MAX_GPUS = 1_000_000
+PIPE_COLUMNS = 1000
 TEXTS = "Files, directories, globs (text, JSONL, Parquet; .gz .xz .zst), hub:NAME, or builtin."
 
 
@@ -84,12 +86,19 @@ def loggers(text: str) -> tuple[str, ...]:
 
 
 def seconds(text: str) -> float:
-    """Parse `90s`, `5m` or `1h`."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|h)", text.strip())
-    value = float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]] if match else 0.0
-    if not 0 < value < math.inf:
-        raise BadParameter(f"{text!r} is not a duration such as 90s, 5m or 1h")
+    """Parse a duration above 0."""
+    try:
+        value = parse_duration(text)
+    except ValueError as error:
+        raise BadParameter(str(error)) from None
+    if not 0 < value <= MAX_SECONDS:
+        raise BadParameter(f"{text!r} is not above 0 and at most {MAX_SECONDS:g} s")
     return value
+
+
+def hours(text: str) -> float:
+    """Parse a number of hours or a duration, into hours."""
+    return seconds(f"{text}h" if text.strip().replace(".", "", 1).isdecimal() else text) / 3600
 
 
 def launcher(text: str) -> str:
@@ -180,9 +189,11 @@ def settings_after_run(words: Sequence[str] | None, overrides: Sequence[str] | N
 
 
 def console() -> Console:
-    """Make a console for stdout. A character that its encoding lacks becomes a question mark."""
+    """Make a console for stdout. A character that its encoding lacks becomes a question mark; what goes to a
+    file or a pipe is not wrapped, unless COLUMNS says so."""
     from rich.console import Console
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-    return Console()
+    wraps = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if wraps else PIPE_COLUMNS)

@@ -18,13 +18,13 @@ OUT = Path("planned.yaml")
 
 def plan(
     context: typer.Context,
-    hours: Annotated[float | None, Option(min=1e-3, max=1e6, help="Budget in hours.")] = None,
+    hours: Annotated[float | None, opt.parsed(opt.hours, "TIME", "Budget in hours, or 90m, 2d.")] = None,
     dollars: Annotated[float | None, Option(min=1e-3, max=1e9, help="Budget in dollars.")] = None,
     kwh: Annotated[float | None, Option(min=1e-3, max=1e9, help="Budget in kWh.")] = None,
     gpu: Annotated[
         str | None, Option(help="H100-SXM-80G, A100-80G, ...; default: the machine of --frontier or --from.")
     ] = None,
-    gpus: Annotated[int, Option("--gpus", "--nproc", min=1, max=1024, help="Devices of one node.")] = 1,
+    gpus: Annotated[int, Option("--nproc", min=1, max=1024, help="Devices of one node.")] = 1,
     config: Annotated[
         str, Option(help="Tokenizer, data, batch, optimizer and kind of model.")
     ] = "crammed-bert",
@@ -96,9 +96,12 @@ def plan_fit(
 
 
 def plan_scaling(
-    nproc: Annotated[
-        Sequence[int], opt.counts_option("1,2,4,8 or 1..1024 (doubling); default: 1..8.", "--nproc", "--gpus")
-    ] = (1, 2, 4, 8),
+    nproc: Annotated[Sequence[int], opt.counts_option("1,2,4,8 or 1..1024 (doubling); default: 1..8.")] = (
+        1,
+        2,
+        4,
+        8,
+    ),
     from_: Annotated[Path | None, Option("--from", help="scaling.json of a benchmark.")] = None,
     model: Annotated[str | None, Option(help="bert-base, bert-large or a configuration.")] = None,
     seq_per_s: Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -263,7 +264,7 @@ def configs(name: Annotated[str | None, Argument(help="Configuration to print.")
 
 
 def data_build(
-    sources: Annotated[list[str], Argument(help=opt.TEXTS)],
+    words: Annotated[list[str], Argument(metavar="SOURCE | SETTING=VALUE", help=opt.TEXTS)],
     out: Annotated[Path, Option(help="Directory to write.")],
     vocab_size: Annotated[
         int | None, Option(help="Tokens of the tokenizer to train; default: 32,768.")
@@ -272,9 +273,7 @@ def data_build(
     tokenizer: Annotated[str | None, Option(help="Existing tokenizer.json; default: train one.")] = None,
     format: opt.Format = "auto",
     text_key: opt.TextKey = "text",
-    set_: Annotated[
-        list[str] | None, Option("--set", metavar="name=v", help="Set data.build.NAME; repeatable.")
-    ] = None,
+    set_: opt.Set = None,
     processes: Annotated[
         int | None, Option(min=1, max=4096, help="Tokenizing processes; default: one per core.")
     ] = None,
@@ -283,16 +282,20 @@ def data_build(
     """Build token shards from text.
 
     Steps: filter, deduplicate, train a tokenizer, tokenize and pack; a manifest has the hash of each shard.
+    Settings are those of data.build.
     """
     from launcher import datasets
 
+    # a path may have a = too, as in data/lang=en/
+    settings = [word for word in words if re.match(r"[a-z_]+\.[a-z_.]+=", word)]
+    options = [f"data.build.source_format={format}", f"data.build.text_field={jsonlib.dumps(text_key)}"]
     return datasets.build(
-        sources,
+        [word for word in words if word not in settings],
         out,
         vocab_size=vocab_size,
         sequence_length=sequence_length,
         tokenizer=tokenizer,
-        overrides=[f"source_format={format}", f"text_field={jsonlib.dumps(text_key)}", *(set_ or [])],
+        overrides=[*options, *settings, *(set_ or [])],
         processes=processes,
         force=force,
         console=opt.console(),

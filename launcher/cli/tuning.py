@@ -15,9 +15,7 @@ MAX_TOKENS = 1e15
 
 def scale(
     words: opt.Words = None,
-    nproc: Annotated[
-        Sequence[int], opt.counts_option("Numbers of ranks; default: 1,2.", "--nproc", "--gpus")
-    ] = (1, 2),
+    nproc: Annotated[Sequence[int], opt.counts_option("Numbers of ranks; default: 1,2.")] = (1, 2),
     mode: Annotated[
         Literal["weak", "strong", "both"], Option(help="Keep the batch per rank, or the global batch.")
     ] = "weak",
@@ -73,7 +71,7 @@ def scale(
 
 def tune_batch(
     words: opt.Words = None,
-    nproc: Annotated[str, Option("--nproc", "--gpus", help="Ranks of a trial: auto or a number.")] = "auto",
+    nproc: Annotated[str, Option(help="Ranks of a trial: auto or a number.")] = "auto",
     budget: Annotated[
         float, opt.parsed(opt.seconds, "TIME", "Time for all trials: 90s, 5m (default), 1h.")
     ] = 300.0,
@@ -105,9 +103,7 @@ def tune_batch(
 
 def tune_lr(
     words: opt.Words = None,
-    nproc: Annotated[
-        int | None, Option("--nproc", "--ranks", min=1, help="Ranks of a trial; default: one replica's.")
-    ] = None,
+    nproc: Annotated[int | None, Option(min=1, help="Ranks of a trial; default: one replica's.")] = None,
     rates: Annotated[int, Option(min=3, max=20, help="Rates of the first rung, spaced 2x.")] = 5,
     seeds: Annotated[int, Option(min=1, max=100, help="Seeds of each finalist.")] = 3,
     tokens: Annotated[
@@ -127,6 +123,7 @@ def tune_lr(
     A range test finds the divergence edge, a ladder of rates on short runs follows, and the best of them are
     compared on whole runs with several seeds by held-out loss. Writes tune.json and tuned.yaml for `train`.
     """
+    from launcher.plan.dry_run import speed_here
     from launcher.tune import lr as search
     from launcher.tune.lr_search import LrOptions
 
@@ -142,5 +139,12 @@ def tune_lr(
         budget_s=budget,
     )
     return search.tune_lr(
-        config, overrides, options, out=out, dry_run=dry_run, as_json=json, console=opt.console()
+        config,
+        overrides,
+        options,
+        out=out,
+        dry_run=dry_run,
+        as_json=json,
+        console=opt.console(),
+        predict=speed_here,
     )

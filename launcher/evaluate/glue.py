@@ -113,7 +113,7 @@ def evaluate(
     issues: list[Issue] = [
         *finetune.setting_issues(overrides),
         *setting_issues(overrides),
-        *this_job.device_issues(options.ranks, "--ranks-per-job"),
+        *this_job.device_issues(options.ranks, "--nproc"),
     ]
     if issues:
         raise ConfigError(issues)

@@ -249,7 +249,8 @@ def all_reduce(timeout_s: float = ALL_REDUCE_S, module: str = "bert_dp.measure.a
 def _unmeasured(check: str, error: str, consequence: str, fix: str) -> Finding:
     """Return a failure, or a warning if time ran out, as on a busy machine."""
     if error.startswith(NO_ANSWER):
-        return Finding("warn", f"{check}: {error}", "it could not be tested", "ask again on an idle machine")
+        message = f"{check}: could not be tested, {error}"
+        return Finding("warn", message, "nothing is known of it", "ask again when the machine is idle")
     return Finding("fail", f"{check}: {error}", consequence, fix)
 
 

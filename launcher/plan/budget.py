@@ -222,7 +222,7 @@ class BudgetOptions:
             issues.append(Issue("--frontier", "unsupported", message, str(self.frontier)))
         if missing and frontier.world_size not in (None, self.gpus):
             message = f"the runs of the frontier had {frontier.world_size}, and no other number was measured"
-            issues.append(Issue("--gpus", "conflict", message, self.gpus, "--frontier"))
+            issues.append(Issue("--nproc", "conflict", message, self.gpus, "--frontier"))
         return issues
 
     def rate_of(self, base: Config, frontier: Frontier | None) -> Callable[[Config], Rate]:

@@ -212,7 +212,7 @@ def recorded_rate(path: Path, config: Config, precision: str, ranks: int) -> Rat
         ("model", shape(model, parameters), wanted),
         ("data.sequence_length", length, config.data.sequence_length),
         ("--precision", found, precision),
-        ("--gpus", ranks if ranks in counts else " and ".join(map(str, counts)), ranks),
+        ("--nproc", ranks if ranks in counts else " and ".join(map(str, counts)), ranks),
     ]
     issues = [
         Issue(setting, "conflict", f"{path} measured {measured}, not {needed}", needed, "--from")

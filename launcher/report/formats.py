@@ -72,12 +72,6 @@ def format_duration(seconds: float) -> str:
 
 
 @_known
-def format_eta(seconds: float) -> str:
-    """Format a remaining time: below a second `<1 s`."""
-    return "<1 s" if seconds < 1 else format_duration(seconds)
-
-
-@_known
 def format_step_time(seconds: float) -> str:
     """Format the seconds of a step with three significant digits, for comparing: `12.3 ms`, `1.23 s`."""
     if seconds == 0:

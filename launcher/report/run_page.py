@@ -170,7 +170,7 @@ def _next(run: RunFiles) -> str:
     if failure is not None and failure.kind == "not_finite":  # with the same settings it would diverge again
         lr = number(flat(run.config).get("optim.lr"))
         config = shlex.quote(f"{path}/config.yaml")
-        return "" if lr is None else f"bert-dp train {config} --set optim.lr={lr / 2:g}"
+        return "" if lr is None else f"bert-dp train {config} optim.lr={lr / 2:g}"
     return f"bert-dp train --run-dir {shlex.quote(path)}" if run.summary.checkpoint else ""
 
 

@@ -231,10 +231,9 @@ def start_warnings(
     ]
     if here > cores and not job.gpus:
         warnings.append(f"{count_of(here, 'CPU rank')} share {count_of(cores, 'core')}")
-    if policy.max_restarts and not (config.checkpoint.every_steps and config.checkpoint.keep):
-        warnings.append(
-            "--max-restarts: checkpoint.every_steps or checkpoint.keep is 0, so a restart begins at the start"
-        )
+    saves = config.checkpoint
+    if policy.max_restarts and not (saves.keep and (saves.every_steps or saves.every_minutes)):
+        warnings.append("--max-restarts: nothing is saved on the way, so a restart begins at the start")
     if config.model.lstm_size and config.compile == "on":
         warnings.append("compile: on has no effect on a BiLSTM")
     if not config.checkpoint.keep:

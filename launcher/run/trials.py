@@ -35,7 +35,7 @@ from bert_dp.files.models import FailureKind, Summary
 from launcher import children, results
 from launcher.log import Log, print_error
 from launcher.machine.environment import Environment
-from launcher.report.formats import format_duration, format_eta
+from launcher.report.formats import format_duration
 from launcher.results import MeasureStatus
 from launcher.run import processes
 from launcher.watch import hangs
@@ -319,8 +319,9 @@ class Progress:
         self._here += share
         self._seconds += seconds
         pace = self._seconds / max(self._here, 1e-9) / self._at_a_time
-        left = format_eta(max(0.0, self._left) * pace)
-        self._log(f"[{self._done}/{max(self._total, self._done)}] {text}; left {left}")
+        left_s = self._left * pace
+        left = f"; left {format_duration(left_s)}" if left_s >= 1 else ""
+        self._log(f"[{self._done}/{max(self._total, self._done)}] {text}{left}")
 
 
 @dataclasses.dataclass

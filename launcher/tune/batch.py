@@ -63,6 +63,7 @@ from launcher.tune.throughput import (
 if TYPE_CHECKING:
     from rich.console import Console
 
+MAX_BUDGETS = 1.25  # of trials, after which none starts
 CURVE_SHARE = 0.85  # of the budget; the noise scale takes the rest
 STEPS_SHARE = 0.5  # of the budget, that the steps of MIN_SIZES runs may take
 MEMORY_STEPS = 3
@@ -114,6 +115,11 @@ class BatchSearchSpec:
         """Return the number of steps before the timed ones."""
         return 10 if self.on_gpu else 3
 
+    @property
+    def latest_s(self) -> float:
+        """Return the seconds of trials after which none starts."""
+        return MAX_BUDGETS * self.options.budget_s
+
     def formula_gib(self, micro: int) -> float:
         """Estimate the peak of a rank."""
         parts = cost.memory_estimate_gib(with_micro(self.config, micro), self.precision, self.ranks)
@@ -151,8 +157,9 @@ def tune_batch(
         log(f"warning: {line}")
     log(f"batch search: {folder}")
     devices = "GPUs" if spec.on_gpu else "CPU ranks"
-    log(f"{spec.ranks} {devices}, global batch {spec.global_size}, budget about {options.budget_s:.0f} s")
+    log(f"{spec.ranks} {devices}, global batch {spec.global_size}, budget {options.budget_s:.0f} s")
     log(f"micro batches that divide it: {', '.join(map(str, spec.sizes))}")
+    log(f"no trial starts after {spec.latest_s:.0f} s; the first one shows how many the budget affords")
     if spec.config.compile == "auto" and not spec.on_gpu:
         log("trials on a CPU are not compiled; compile=on compiles them")
     if dry_run:
@@ -319,6 +326,10 @@ class BatchSearch:
         first, limit = self._memory_trial(smallest), self.spec.limit_gib
         if (peak := first.peak_gib) is None:
             raise TrialsFailed(f"micro batch {smallest} does not run: {first.reason}")
+        affords = max(0, int(self._left_s(1.0) / max(self._startup_s, 1e-9)))
+        self._log(
+            f"a trial takes {self._startup_s:.1f} s to start: the budget affords {affords} more at most"
+        )
         room_gib = peak if limit is None else MEMORY_SHARE * limit - peak
         before_gib = self.spec.formula_gib(smallest)
         most_s = MEMORY_TRIAL_SHARE * self.spec.options.budget_s
@@ -328,6 +339,8 @@ class BatchSearch:
             fits = self.spec.formula_gib(micro) - before_gib <= share * room_gib
             return fits and MEMORY_STEPS * 2 * micro * self._sequence_s <= most_s
 
+        if self.used_s + 2 * self._startup_s > self.spec.latest_s:  # no time for it and a size
+            larger = []
         if cheap := [micro for micro in larger if is_cheap(micro)]:
             self._memory_trial(cheap[-1])
         if line := self.line:
@@ -361,6 +374,8 @@ class BatchSearch:
         run_s = self._startup_s + self._steps_s(timed[-1] * spec.dp)
         while len(timed) > MIN_SIZES and 1.5 * len(timed) * run_s > self._left_s():  # two rounds
             timed = timed[1:]
+        while len(timed) > 1 and self.used_s + (len(timed) - 1) * run_s > spec.latest_s:
+            timed = timed[1:]
         return timed
 
     # --- throughput
@@ -370,6 +385,15 @@ class BatchSearch:
         self.sizes, self.samples = [], sizes[-1] * self.spec.dp
         self._log(f"throughput: micro batches {', '.join(map(str, sizes))}, {self.samples} sequences a step")
         for micro in sizes:
+            if self.used_s > self.spec.latest_s:
+                if not self.sizes:  # what was to show the memory is all that is timed
+                    self._log(
+                        "no time is left for timed runs; a greater --budget goes on with this directory"
+                    )
+                    self.trials, self.memory_trials = [*self.trials, *self.memory_trials], []
+                    self.sizes = sorted({trial.micro_batch for trial in self.trials})
+                self._limited_by = "budget"
+                return
             if self._fits(micro):
                 trial = self._time(micro, sizes)
                 self.sizes.append(micro)

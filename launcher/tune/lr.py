@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 SHORT_RATIO = 8  # of a whole run over a run of the first rung; also the least steps of a whole run
 RANGE_STEPS, MIN_RANGE_STEPS = 100, 25
 RANGE_RATIO = 16  # of the steps of a whole run over those of a range test
+Predict = Callable[[job.Job, int], tuple[float, float] | None]
+"""Tokens/s of a trial of so many ranks, and the factor of its 95 % interval; None where it is not known."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,12 +78,6 @@ class LrSearchSpec:
         """Return the seeds of a finalist."""
         return [self.config.run.seed + k for k in range(self.options.seeds)]
 
-    @property
-    def planned(self) -> tuple[tuple[int, float], ...]:
-        """Return (trials, share of the tokens of a whole run) of both rungs."""
-        whole_runs = FINALISTS * self.options.seeds + 1  # one neighbour of the best included
-        return (self.options.rates, 1 / SHORT_RATIO), (whole_runs, 1.0)
-
 
 # --- the verb
 
@@ -95,8 +91,9 @@ def tune_lr(
     dry_run: bool,
     as_json: bool,
     console: Console,
+    predict: Predict = lambda setup, ranks: None,
 ) -> int:
-    """Run the search and return the exit code.
+    """Run the search and return the exit code. `predict`: of a dry run.
 
     Raises ConfigError with every problem of the input before any trial starts.
     """
@@ -121,12 +118,47 @@ def tune_lr(
         f"{count_of(options.seeds, 'seed')} at all of it; {layout}"
     )
     if dry_run:
+        log(length_text(setup, options, ranks, predict))
         output.print_plan(as_json=as_json)
         return 0
     with output.lock():
         tuned, exit_code = measure(setup, options, ranks, output, log)
         write_result(tuned, lr_page(tuned, folder), folder, as_json=as_json, console=console)
     return exit_code
+
+
+def planned(options: LrOptions) -> tuple[tuple[int, float], ...]:
+    """Return (trials, share of the tokens of a whole run) of both rungs."""
+    whole_runs = FINALISTS * options.seeds + 1  # one neighbour of the best included
+    return (options.rates, 1 / SHORT_RATIO), (whole_runs, 1.0)
+
+
+def slots_of(setup: job.Job, options: LrOptions, ranks: int) -> list[trials.Slot]:
+    """Divide the devices among the trials that may run at a time."""
+    cores, most = int(setup.machine.usable_cores), max(options.rates, FINALISTS * options.seeds)
+    return trials.device_slots(ranks, gpus=setup.gpus, cores=cores, most=most)
+
+
+def length_text(setup: job.Job, options: LrOptions, ranks: int, predict: Predict) -> str:
+    """Describe the length of a search that is not begun: in whole runs, and in time as far as it is known."""
+    config, at_a_time = setup.config, len(slots_of(setup, options, ranks))
+    rungs, tokens = planned(options), options.tokens or full_tokens(config)
+    runs = sum(math.ceil(count / at_a_time) * share for count, share in rungs)
+    unit, steps = config.schedule.unit, count_of(range_steps(config, tokens), "step")
+    of = format_si(tokens, "tokens") if tokens else f"{getattr(config.schedule, unit):g} {unit}"
+    count = sum(count for count, _ in rungs)
+    trials_text = f"{count} trials, {at_a_time} at a time"
+    text = f"a range test of {steps}, then {trials_text}: as long as {runs:.1f} runs of {of}"
+    if options.budget_s is not None:
+        return f"{text}, shortened to {format_duration(options.budget_s)} in all"
+    if tokens is None and config.schedule.hours:
+        return f"{text}, {format_duration(runs * config.schedule.hours * 3600)}"
+    rate = predict(setup, ranks)
+    if rate is None or tokens is None:
+        return f"{text}; the range test measures their speed"
+    seconds, factor = runs * tokens / rate[0], rate[1]
+    between = f"{format_duration(seconds / factor)} to {format_duration(seconds * factor)}, 95 %"
+    return f"{text}, {format_duration(seconds)} ({between}) and the starts"
 
 
 def length_issues(config: Config, options: LrOptions, tokens: int | None = None) -> list[Issue]:
@@ -158,12 +190,7 @@ def measure(
     """Run the search, or go on with it; return tune.json, partial after a signal, and the exit code."""
     config, out, on_gpu = setup.config, output.path, setup.gpus > 0
     session = output.begin(config, lambda manifest: data_issues(config, options, manifest))
-    slots = trials.device_slots(
-        ranks,
-        gpus=setup.gpus,
-        cores=int(session.machine["usable_cores"]),
-        most=max(options.rates, FINALISTS * options.seeds),
-    )
+    slots = slots_of(setup, options, ranks)
     spec = LrSearchSpec(
         with_budget(config, session.manifest.train.sequences),
         options,
@@ -202,7 +229,9 @@ class LrSearch:
         """Run the whole search. Raises Stopped for a signal, TrialsFailed, ConfigError for too few hours."""
         test = self.range_test = self._test_range()
         tokens = self.tokens = self._choose_tokens()
-        expected = [self._trial_s(share * tokens) for count, share in self.spec.planned for _ in range(count)]
+        expected = [
+            self._trial_s(share * tokens) for count, share in planned(self.spec.options) for _ in range(count)
+        ]
         self._progress = Progress(expected, self._log, self.spec.at_a_time)
         self.train_rungs(test, tokens)
 
@@ -259,7 +288,10 @@ class LrSearch:
         if issues := length_issues(config, options, tokens):
             raise ConfigError(issues)
         self._log(f"whole run: {tokens:,} tokens, {reason}")
-        count, duration = sum(count for count, _ in spec.planned), format_duration(self._rungs_s(tokens))
+        count, duration = (
+            sum(count for count, _ in planned(spec.options)),
+            format_duration(self._rungs_s(tokens)),
+        )
         self._log(f"about {count} trials, {spec.at_a_time} at a time: {duration}")
         return tokens
 
@@ -271,7 +303,7 @@ class LrSearch:
         """Return the expected seconds of both rungs with whole runs of `tokens`."""
         return sum(
             math.ceil(count / self.spec.at_a_time) * self._trial_s(share * tokens)
-            for count, share in self.spec.planned
+            for count, share in planned(self.spec.options)
         )
 
     def _open_rung(self, name: str, tokens: int, seeds: list[int]) -> Rung:

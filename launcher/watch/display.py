@@ -19,7 +19,7 @@ from launcher.report import run_page
 from launcher.report.formats import (
     count_of,
     format_count,
-    format_eta,
+    format_duration,
     format_lr,
     format_percent,
     format_si,
@@ -35,6 +35,15 @@ READ_BYTES = 2**20  # of a file at once
 LINE_CHARS = 1000
 MAX_LINES = 50  # of rank 0 on the console at a poll; more stay in its log
 ETA_LINES = 20  # logged steps over which the remaining time is extrapolated
+QUIET_S = 30.0  # without a line, after which one says what rank 0 is doing; a terminal has the bar
+ACTIVITIES = {
+    "setup": "setting up",
+    "compile": "compiling",
+    "evaluate": "evaluating",
+    "save": "saving",
+    "done": "finishing",
+}
+"""Phase of a heartbeat -> its name on the console; the other phases are parts of a step."""
 
 
 class Tail:
@@ -83,6 +92,9 @@ class Display:
         self._evaluated = set(self._evals.lines()[0])  # the file is replaced with every line that it gets
         self._lines: list[dict[str, Any]] = []
         self._stayed = -STAY_S
+        self._left_s: float | None = None  # at _line_s, when the newest line was shown
+        self._line_s = self._noted_s = self._activity_s = time.monotonic()
+        self._activity = ""  # of rank 0, since _activity_s
         self._flooded = False
         self._bar: Progress | None = None
 
@@ -90,7 +102,7 @@ class Display:
         if self._console.is_terminal:
             from rich import progress
 
-            columns = (progress.BarColumn(20), progress.TextColumn("{task.description}", markup=False))
+            columns = (progress.BarColumn(12), progress.TextColumn("{task.description}", markup=False))
             self._bar = progress.Progress(*columns, console=self._console, transient=True)
             self._bar.add_task("starting", total=1.0)
             self._bar.start()
@@ -120,21 +132,54 @@ class Display:
         for line in evaluated:
             with contextlib.suppress(ValueError, TypeError):
                 self._note(heldout_line(json.loads(line)))
+        self._show_activity()
 
     def _show_progress(self) -> None:
-        """Show the newest line on the bar, and as a line that stays: on a terminal one in STAY_S."""
+        """Show the newest line, on a terminal once in STAY_S."""
         line, now = self._lines[-1], time.monotonic()
-        left, unit = eta_s(self._lines, self._config.schedule.hours), self._config.training_loss_unit
-        if self._bar is not None:
-            (bar,) = self._bar.task_ids
-            text = progress_line(line, eta=left, unit=unit, short=True)
-            self._bar.update(bar, completed=line["progress"], description=text)
-            if now - self._stayed < STAY_S:
-                return
-        self._stayed = now
-        self._note(progress_line(line, eta=left, unit=unit))
+        self._left_s, self._line_s = eta_s(self._lines, self._config.schedule.hours), now
+        if self._bar is None or now - self._stayed >= STAY_S:
+            self._stayed = now
+            self._note(progress_line(line, eta=self._left_s, unit=self._config.training_loss_unit))
+
+    def _show_activity(self) -> None:
+        """Show what rank 0 does now, by its heartbeat: on the bar, or as a line after QUIET_S without one."""
+        beat, now = files.read_heartbeat(files.heartbeat_path(self._run_dir, 0)), time.monotonic()
+        if self._bar is None and (beat is None or now - self._noted_s < QUIET_S):
+            return
+        activity = self._describe(beat, now)
+        if self._bar is None:
+            self._note(activity)
+            return
+        line = self._lines[-1] if self._lines else {}
+        done, left = number(line.get("progress")), self._left_s
+        if left and done is not None:  # both go on between two lines
+            now_left = max(0.0, left - (now - self._line_s))
+            done, left = 1 - (1 - done) * now_left / left, now_left
+        if not activity.startswith("training"):
+            left = None  # the budget says nothing of the other phases
+        text = bar_line(activity, line, done, left, self._config.training_loss_unit)
+        self._bar.update(self._bar.task_ids[0], completed=done, description=text)
+
+    def _describe(self, beat: files.Heartbeat | None, now: float) -> str:
+        """Name the activity, and once it has lasted a second how far or how long it is."""
+        phase, pieces = (files.PHASES[beat.phase], beat.done) if beat else ("", 0)
+        activity = ACTIVITIES.get(phase, f"training step {format_count(beat.step)}" if beat else "starting")
+        if beat is None and self._lines:  # rank 0 is on another node
+            activity = "training"
+        if phase == "compile":
+            facts = files.read_json(self._run_dir / "environment.json") or {}
+            activity = activity if facts.get("worker", {}).get("compiled") else "trying a step"
+        if activity != self._activity:
+            self._activity, self._activity_s = activity, now
+        if now - self._activity_s < 1.0:
+            return activity
+        if pieces and (phase == "evaluate" or phase not in ACTIVITIES):
+            return f"{activity}, {'batch' if phase == 'evaluate' else 'micro batch'} {pieces}"
+        return f"{activity} for {now - self._activity_s:.0f} s"
 
     def _note(self, text: str) -> None:
+        self._noted_s = time.monotonic()
         show(self._console, text, **PLAIN)
 
     def _show_log(self) -> None:
@@ -151,21 +196,35 @@ class Display:
             self._note(line)
 
 
-def progress_line(
-    metrics: Mapping[str, Any], *, eta: float | None = None, unit: str = "nats", short: bool = False
-) -> str:
-    """Format a line of metrics.jsonl for the console; `eta` in seconds, `unit` of the loss. `short`: within
-    60 characters, for beside the bar."""
+def progress_line(metrics: Mapping[str, Any], *, eta: float | None = None, unit: str = "nats") -> str:
+    """Format a line of metrics.jsonl for the console; `eta` in seconds, `unit` of the loss."""
     get = metrics.get
-    progress, loss = format_percent(get("progress")), f"loss {run_page.loss_in(unit, get('loss'))}"
-    tokens = format_si(get("tokens_per_s"), "tokens/s")
-    parts = [progress, loss, tokens]
-    if not short:
-        tokens += f" over {count_of(get('world_size'), 'rank')}"
-        steps = format_si(get("global_steps_per_s"), "global steps/s")
-        step, lr = f"step {format_count(get('step'))}", f"lr {format_lr(get('lr'))}"
-        parts = [step, progress, loss, lr, tokens, steps]
-    return " | ".join([*parts, *([] if eta is None else [f"left {format_eta(eta)}"])])
+    parts = (
+        f"step {format_count(get('step'))}",
+        format_percent(get("progress")),
+        f"loss {run_page.loss_in(unit, get('loss'))}",
+        f"lr {format_lr(get('lr'))}",
+        f"{format_si(get('tokens_per_s'), 'tokens/s')} over {count_of(get('world_size'), 'rank')}",
+        format_si(get("global_steps_per_s"), "global steps/s"),
+        left_text(eta),
+    )
+    return " | ".join(filter(None, parts))
+
+
+def bar_line(
+    activity: str, metrics: Mapping[str, Any], progress: float | None, left: float | None, unit: str
+) -> str:
+    """Format what stands beside the bar; `metrics` is empty before the first step is logged."""
+    parts = [activity]
+    if metrics:
+        loss = f"loss {run_page.loss_in(unit, metrics.get('loss'))}"
+        parts += [format_percent(progress), left_text(left), loss]
+    return " | ".join(filter(None, parts))
+
+
+def left_text(seconds: float | None) -> str:
+    """Format the time left; "" for less than a second, as saving and evaluating come after it."""
+    return "" if seconds is None or seconds < 1 else f"left {format_duration(seconds)}"
 
 
 def heldout_line(line: Mapping[str, Any]) -> str:

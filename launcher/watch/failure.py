@@ -318,7 +318,7 @@ def what_fits(
             if size <= limit:
                 steps = f"accumulation {before.grad_accum_steps} -> {after.grad_accum_steps}"
                 kept = f"the global batch of {format_count(batch.global_size)} stays"
-                return words, f"--set batch.micro_size={micro} ({steps}, {kept}): about {format_gib(size)}"
+                return words, f"batch.micro_size={micro} ({steps}, {kept}): about {format_gib(size)}"
     return words, (
         "nothing fits by the estimate: parallel.activation_checkpointing=true, parallel.engine=zero1 or "
         "fsdp, more ranks, or a smaller model"

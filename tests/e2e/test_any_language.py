@@ -16,7 +16,8 @@ TEXTS = {
     "russian": (" ", "мир жизнь время человек дом год работа слово дело страна".split(), ("мир", "дом")),
     "chinese": ("", "世界 生活 时间 人们 房子 一年 工作 词语 事情 国家".split(), ("世界", "房子")),
 }
-BYTES = ("tokenizer_model=byte_bpe", "normalize=false", "max_tokens_per_char=0", "held_out_fraction=0.1")
+BUILD = "tokenizer_model=byte_bpe normalize=false max_tokens_per_char=0 held_out_fraction=0.1"
+BYTES = [f"data.build.{item}" for item in BUILD.split()]
 SIZES = ("data.sequence_length=32", "model.vocab_size=400", "model.position=learned", "model.num_layers=1")
 MODEL = ("model.mlp=gelu", "model.head=dense", "objective.mask_rate=0.15", *SIZES)
 
@@ -42,8 +43,7 @@ def test_a_language_is_trained_finetuned_predicted_and_exported(language: str, t
     text, table, shards, run, tuned = (
         str(tmp_path / name) for name in ("text.txt", "train.csv", "shards", "run", "tuned")
     )
-    sets = [part for item in BYTES for part in ("--set", item)]
-    verb("data", "build", text, "--out", shards, "--vocab-size", "400", "--sequence-length", "32", *sets)
+    verb("data", "build", text, "--out", shards, "--vocab-size", "400", "--sequence-length", "32", *BYTES)
     manifest = read_manifest(Path(shards))
     assert (manifest.vocab_size, manifest.dropped) == (400, dict.fromkeys(manifest.dropped, 0))
     (source,) = manifest.sources

@@ -46,8 +46,8 @@ def test_doctor_and_the_data_room_import_nothing_from_there(tmp_path: Path, exec
     assert executed() == ""
     text = tmp_path / "a.txt"
     text.write_text("".join(f"one line of words, number {i}\n" for i in range(2000)))
-    options = "--vocab-size 64 --sequence-length 16 --processes 2 --set max_tokens_per_char=0".split()
-    options += ["--set", "held_out_fraction=0.2"]
+    options = "--vocab-size 64 --sequence-length 16 --processes 2 data.build.max_tokens_per_char=0".split()
+    options += ["data.build.held_out_fraction=0.2"]
     done = bert_dp("data", "build", str(text), "--out", str(tmp_path / "out"), *options)
     assert executed() == ""
     assert done.returncode == 0, done.stdout + done.stderr

@@ -36,7 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = "the cat dog sat ran on under a mat bed".split()
     lines = [" ".join(rng.choices(words, k=rng.randint(4, 12))) for _ in range(600)]
     (folder / "texts.txt").write_text("\n".join(lines) + "\n")
-    filters = [part for name in ("dedup=none", "max_tokens_per_char=0") for part in ("--set", name)]
+    filters = ["data.build.dedup=none", "data.build.max_tokens_per_char=0"]
     options = ["--vocab-size", "64", "--sequence-length", "16", *filters]
     built = here("data", "build", str(folder / "texts.txt"), "--out", str(folder / "shards"), *options)
     assert built.returncode == 0, built.stderr
@@ -154,7 +154,7 @@ def test_the_verb_describes_and_refuses(run: Path, data: Path, tmp_path: Path) -
     for more, line in (
         (("--tasks", "MNLI"), "--tasks: MNLI needs MNLI/train.tsv"),
         (("--tasks", "rte"), "--tasks: rte is not a task of GLUE"),
-        (("--ranks-per-job", "3"), "batch.global_size"),
+        (("--nproc", "3"), "batch.global_size"),
         (("finetune.labels=[a,b]",), "finetune.labels: follows from RUN and the task"),
         (("batch.micro_size=5",), "batch.global_size"),
     ):

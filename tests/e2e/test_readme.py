@@ -54,7 +54,7 @@ SMALLER = {
     "tune lr": [*SHRINK, "--tokens", "1024", "--dry-run"],
     "finetune": ["--dry-run"],  # test_finetune.py runs it
     "eval glue": ["--dry-run"],  # test_glue.py runs it
-    "data build": ["--vocab-size", "400", "--sequence-length", "16", "--set", "held_out_fraction=0.1"],
+    "data build": ["--vocab-size", "400", "--sequence-length", "16", "data.build.held_out_fraction=0.1"],
 }
 # options of `train` that test_train.py and test_restarting.py run with
 DRY = ("--profile", "--max-restarts", "log.to=")
@@ -70,13 +70,12 @@ def smaller(command: str, folder: Path) -> list[str]:
     words = shlex.split(command)[1:]
     verb = next((name for name in SMALLER if " ".join(words).startswith(name)), "")
     if verb == "train":
-        budget = next((i for i, word in enumerate(words) if word.startswith("schedule.")), None)
-        words = words if budget is None else [*words[: budget - 1], *words[budget + 1 :]]
+        words = [word for word in words if not word.startswith("schedule.")]
     files = [sorted(str(p.relative_to(folder)) for p in folder.glob(w)) if "*" in w else [w] for w in words]
     words = [word for group in files for word in group]
-    rare = {"train": "data.build.", "scale": "data.build.", "tune": "data.build.", "data": ""}.get(words[0])
-    if words[1:2] != ["inspect"] and rare is not None and "data.path=shards" not in words:
-        words += ["--set", f"{rare}max_tokens_per_char=0"]  # so few words make many tokens
+    builds = words[0] in ("train", "scale", "tune") or words[:2] == ["data", "build"]
+    if builds and "data.path=shards" not in words:
+        words += ["data.build.max_tokens_per_char=0"]  # so few words make many tokens
     more = list(SMALLER.get(verb, []))
     if verb == "train":
         steps = 13 if "--profile" in words else 4 if words[1:2] == ["--run-dir"] else 2  # 4: goes on

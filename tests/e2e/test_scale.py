@@ -20,7 +20,7 @@ WARM_UP, STEPS, SEQUENCE, REPEATS = 2, 6, 16, 2
 
 
 def command(shards: Path, out: Path, *more: str) -> list[str]:
-    grid = "--gpus 1,2 --tensor 1,2 --mode strong"
+    grid = "--nproc 1,2 --tensor 1,2 --mode strong"
     size = f"--repeats {REPEATS} --steps {STEPS} --warm-up {WARM_UP}"
     return ["scale", "quickstart", *tiny(shards), *grid.split(), *size.split(), "--out", str(out), *more]
 
@@ -192,7 +192,7 @@ def test_another_grid_is_refused_where_one_stands(out: Path, shards: Path) -> No
 @pytest.mark.parametrize(
     ("more", "texts"),
     [
-        (["--gpus", "1,3"], ["cell strong-ddp-n3", "batch.global_size", "6, 12"]),
+        (["--nproc", "1,3"], ["cell strong-ddp-n3", "batch.global_size", "6, 12"]),
         (["--out", "/proc/nothing/here"], ["--out", "/proc"]),
     ],
 )
@@ -207,7 +207,7 @@ def test_a_grid_with_an_impossible_cell_is_refused(
 def test_a_cell_that_fails_is_a_result_and_a_signal_stops(out: Path, tmp_path: Path, shards: Path) -> None:
     """Weak, of one repeat: rank 1 raises in the first run, the ceiling's; the other cells stand."""
     where = tmp_path / "out"
-    options = "--gpus 2 --mode weak --engines zero1 --tensor 1 --repeats 1 --steps 3".split()
+    options = "--nproc 2 --mode weak --engines zero1 --tensor 1 --repeats 1 --steps 3".split()
     grid, fault = command(shards, where, *options), broken("raise", step=1, once=str(tmp_path / "once"))
     stopped = interrupted(grid, where, signal.SIGINT, lambda: list(where.glob("runs/*/trial.json")), **fault)
     assert stopped.returncode == 130

@@ -97,7 +97,7 @@ def test_the_processes_of_a_build_end_with_it(tmp_path: Path) -> None:
         "".join(f"document {i} tells of {i * i} grey ships and {i % 97} lamps\n" for i in range(400_000))
     )
     process = start(
-        "data", "build", str(text), "--out", str(tmp_path / "out"), "--set", "max_tokens_per_char=0"
+        "data", "build", str(text), "--out", str(tmp_path / "out"), "data.build.max_tokens_per_char=0"
     )
 
     def family() -> list[psutil.Process]:

@@ -19,7 +19,7 @@ from tests.helpers import read_json, read_lines
 
 
 def command(shards: Path, out: Path, *more: str) -> list[str]:
-    options = "--gpus 2 --budget 20s --out".split()
+    options = "--nproc 2 --budget 120s --out".split()
     return ["tune", "batch", "quickstart", *tiny(shards, "batch.micro_size=auto"), *options, str(out), *more]
 
 
@@ -148,7 +148,7 @@ def test_out_of_memory_on_one_rank_is_the_result_of_its_size(shards: Path, tmp_p
     """Rank 1 of the first run that takes a fifth step; the memory trials take three."""
     once = tmp_path / "once"
     done = bert_dp(
-        *command(shards, tmp_path / "o", "--budget", "5s", "--set", "batch.global_size=4"),
+        *command(shards, tmp_path / "o", "--budget", "120s", "--set", "batch.global_size=4"),
         timeout=300,
         **broken("cuda_oom", rank=1, step=4, once=str(once)),
     )

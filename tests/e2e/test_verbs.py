@@ -37,7 +37,9 @@ def test_data_build_inspect_and_train_on_own_text(tmp_path: Path) -> None:
     documents = [" ".join(words[(i * j) % len(words)] for j in range(1, 30)) for i in range(1, 900)]
     text.write_text(json.dumps([{"body": document} for document in documents]))
     out = tmp_path / "shards"
-    options = "--vocab-size 200 --sequence-length 16 --set max_tokens_per_char=0 --set dedup=none".split()
+    options = (
+        "--vocab-size 200 --sequence-length 16 data.build.max_tokens_per_char=0 data.build.dedup=none".split()
+    )
     options += ["--set", "data.build.held_out_fraction=0.1", "--text-key", "body"]
     built = bert_dp("data", "build", str(text), "--out", str(out), *options)
     assert built.returncode == 0, built.stderr
@@ -60,7 +62,7 @@ def test_data_build_refuses_what_it_cannot_read(tmp_path: Path) -> None:
     for source, options, said in (
         (tmp_path / "bad.txt", (), "bad.txt"),
         (tmp_path / "big.csv", (), "--format text"),
-        ("builtin", ("--set", "dedupe=exact"), "did you mean"),
+        ("builtin", ("data.build.dedupe=exact",), "did you mean"),
         ("builtin", ("--format", "csv"), "--format: "),
     ):
         assert said in refused("data", "build", str(source), "--out", str(tmp_path / "out"), *options)
@@ -111,7 +113,7 @@ def test_doctor_reports_and_measures_an_all_reduce(tmp_path: Path, monkeypatch: 
 @pytest.mark.quick
 def test_plan_scaling_prints_a_table_or_json_and_refuses(tmp_path: Path) -> None:
     question = "plan scaling --model bert-large --seq-per-s 580 --micro 256 --gpu A100-80G".split()
-    question += "--link nvswitch3 --gpus 1..16".split()
+    question += "--link nvswitch3 --nproc 1..16".split()
     done = here(*question, "--inter", "ib-hdr", "--nics", "8", "--engine", "zero1", "--json")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["rows"]
@@ -120,7 +122,7 @@ def test_plan_scaling_prints_a_table_or_json_and_refuses(tmp_path: Path) -> None
     shown = here(*question, "--inter", "ib-hdr", "--accumulation", "1,4")
     assert shown.returncode == 0, shown.stderr
     assert "What one change would do on 16 GPUs" in shown.stdout
-    for extra in ((), ("--inter", "ib-hdx"), ("--gpus", "0"), ("--from", str(tmp_path))):
+    for extra in ((), ("--inter", "ib-hdx"), ("--nproc", "0"), ("--from", str(tmp_path))):
         refused(*question, *extra)
     assert here("plan", "scaling").returncode == 2
 

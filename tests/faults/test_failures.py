@@ -162,4 +162,4 @@ def test_row_20_a_device_out_of_memory_says_what_to_lower(tmp_path: Path, shards
     facts = fail(tmp_path, shards, "cuda_oom", 0, "torchrun", "precision=fp32")
     assert any("there are 10.00 GiB" in line for line in facts["first"])
     fix = next(line for line in facts["first"] if line.startswith("  fix: "))
-    assert re.search(r"--set batch.micro_size=1 \(accumulation \d -> \d, the global batch of 8 stays\)", fix)
+    assert re.search(r"batch.micro_size=1 \(accumulation \d -> \d, the global batch of 8 stays\)", fix)

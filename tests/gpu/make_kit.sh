@@ -27,7 +27,7 @@ if ! ls $kit/wheels-deepspeed/deepspeed-*.whl >/dev/null 2>&1; then # published 
 fi
 if [ ! -f $kit/shards.tar.xz ]; then
   rm -rf $kit/shards
-  $bin/bert-dp data build "$@" --out $kit/shards --vocab-size 32768 --set max_tokens_per_char=0.35
+  $bin/bert-dp data build "$@" --out $kit/shards --vocab-size 32768 data.build.max_tokens_per_char=0.35
   tar -C $kit -cJf $kit/part.tar.xz shards
   mv $kit/part.tar.xz $kit/shards.tar.xz
   rm -r $kit/shards

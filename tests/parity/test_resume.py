@@ -30,10 +30,11 @@ SIZES = (1, 2, 4)
 MEASURED = re.compile(r".*(_s|_gib|_per_gpu)")
 
 
+SAVES = {"every_steps": 14, "every_minutes": 0.25, "keep": 9}
+
+
 def config(shards: Path) -> dict:
-    return settings(
-        shards, schedule={"steps": 30}, checkpoint={"every_steps": 14, "keep": 9}, model={"dropout": 0.1}
-    )
+    return settings(shards, schedule={"steps": 30}, checkpoint=SAVES, model={"dropout": 0.1})
 
 
 def unmeasured(line: dict[str, Any]) -> dict[str, Any]:
@@ -47,7 +48,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("resume")
     shards = write_shards(root / "shards")
     for size in SIZES:
-        train_run(root / "whole" / str(size), config(shards), size)
+        train_run(root / "whole" / str(size), config(shards), size, seconds_per_call=1.0)
         again = []
         for kind, origin in (("cut", size), ("moved", 1)):
             run_dir = write_run(root / kind / str(size), config(shards))
@@ -58,7 +59,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             source = (root / "whole" / str(origin) / "metrics.jsonl").read_text().splitlines()[:17]
             (run_dir / "metrics.jsonl").write_text("\n".join(source) + '\n{"step": 18, "torn')
             again.append(run_dir)
-        train_runs(size, again)
+        train_runs(size, again, seconds_per_call=1.0)
     return root
 
 
@@ -72,6 +73,16 @@ def test_resume_at_the_same_n_is_bit_equal(runs: Path, size: int) -> None:
     for a, b in lines:
         assert unmeasured(a) == unmeasured(b)
     assert summary(whole)["heldout_loss"] == summary(cut)["heldout_loss"]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_saves_by_time_follow_rank_zeros_clock_and_count_from_the_checkpoint(runs: Path, size: int) -> None:
+    """A step takes 3 s on it and more on the others'. After a save of 2 s none follows within 200."""
+    saved = {
+        kind: sorted(int(path.name[5:]) for path in (runs / kind / str(size)).glob("checkpoints/step-*"))
+        for kind in ("whole", "cut")
+    }
+    assert saved == {"whole": [0, 6, 14, 28, 30], "cut": [14, 20, 28, 30]}
 
 
 @pytest.mark.parametrize("size", SIZES[1:])

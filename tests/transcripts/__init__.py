@@ -33,7 +33,7 @@ VERBS = {  # verb -> a success, a refusal; empty where it depends on the machine
     "doctor": ("", "doctor extra"),
     "data build": (
         "data build corpus.txt --out shards --vocab-size 200 --sequence-length 16 "
-        "--set max_tokens_per_char=0 --set held_out_fraction=0.1",
+        "data.build.max_tokens_per_char=0 data.build.held_out_fraction=0.1",
         "data build nowhere.txt --out other",
     ),
     "data inspect": ("data inspect shards", "data inspect nowhere"),
@@ -80,6 +80,7 @@ def masked(text: str) -> str:
     text = re.sub(r"(# (ms|s|min|h)\b ?)+", lambda times: f"# s{' ' * times[0].endswith(' ')}", text)
     text = re.sub(r"# [kM](?= tokens|$)", "#", text, flags=re.MULTILINE)
     text = re.sub(r"\d+ threads? per rank, cores [\d |,-]+", "# threads per rank, cores #", text)
+    text = re.sub(r"\d+ at a time", "# at a time", text)
     return re.sub(r" {2,}|\u2500+", "  ", text)
 
 

@@ -32,8 +32,8 @@ def size(of: Config, world: int) -> float:
 
 
 def applied(base: Config, fix: str) -> Config:
-    """The configuration after the `--set` option of a fix."""
-    (micro,) = re.findall(r"--set batch.micro_size=(\d+)", fix)
+    """The configuration after the setting of a fix."""
+    (micro,) = re.findall(r"batch.micro_size=(\d+)", fix)
     return base.model_copy(update={"batch": base.batch.model_copy(update={"micro_size": int(micro)})})
 
 
@@ -49,7 +49,7 @@ def test_what_is_advised_fits_divides_and_keeps_the_global_batch(world: int, cap
     before, after = (512 // (of.batch.micro_size * world) for of in (base, changed))
     assert f" (accumulation {before} -> {after}, the" in fix
     assert fix.endswith(f"about {size(changed, world):.2f} GiB")
-    larger = applied(base, f"--set batch.micro_size={2 * changed.batch.micro_size}")
+    larger = applied(base, f"batch.micro_size={2 * changed.batch.micro_size}")
     assert size(larger, world) > (1 - SPARE) * capacity, "micro batches of 512 / world are powers of two"
 
 
@@ -92,7 +92,7 @@ def run_dir(tmp_path: Path) -> Path:
 def test_a_device_out_of_memory_says_what_to_lower(run_dir: Path, message: str, gib: int) -> None:
     explained = explain(raised(message), run_dir, 1, NONE)
     assert f"there are {gib:.2f} GiB" in explained.explanation[-1]
-    assert explained.fix[0].startswith("--set batch.micro_size=")
+    assert explained.fix[0].startswith("batch.micro_size=")
     assert explained.memory is None
 
 
@@ -125,7 +125,7 @@ def test_a_kill_for_want_of_memory_is_told_from_one_by_someone(
         assert explained.memory is memory
         assert explained.kind == ("host_memory" if oom_kills else "killed")
         assert ("host out of memory" in explained.message) == bool(oom_kills)
-        assert explained.fix[0].startswith("--set batch.micro_size=") == bool(oom_kills)
+        assert explained.fix[0].startswith("batch.micro_size=") == bool(oom_kills)
 
 
 @pytest.mark.parametrize("number", MEANING)

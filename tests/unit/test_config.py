@@ -50,7 +50,7 @@ def write(folder: Path, text: str) -> Path:
 def test_defaults_then_yaml_then_set(tmp_path: Path) -> None:
     path = write(tmp_path, f"{LEAST}optim: {{lr: 2e-3, beta1: 0.5}}\n")
     config = load_config(path, ["optim.lr=3e-3", "run.seed=1", "run.seed=7"])
-    assert config.optim.lr == 3e-3  # --set over YAML
+    assert config.optim.lr == 3e-3  # a.b=value over YAML
     assert config.optim.beta1 == 0.5  # YAML over default
     assert config.optim.beta2 == 0.98  # default
     assert config.run.seed == 7  # the last of two
@@ -141,7 +141,7 @@ def test_what_only_looks_like_a_number_stays_text(text: str) -> None:
 def test_python_tags_are_refused_and_nothing_runs(tmp_path: Path, tag: str) -> None:
     text = f"!!{tag} ['touch {tmp_path}/canary']"
     assert kinds_of(load_config, file := write(tmp_path, f"data: {text}\n")) == [(str(file), "damaged")]
-    assert kinds_of(make_config, f"run.seed={text}") == [(f"--set run.seed={text}", "wrong_type")]
+    assert kinds_of(make_config, f"run.seed={text}") == [(f"run.seed={text}", "wrong_type")]
     assert not (tmp_path / "canary").exists()
 
 
@@ -225,18 +225,27 @@ REFUSED = [
     ("schedule.name=wsd schedule.warmup_fraction=0.5 schedule.decay_fraction=0.6", "schedule", "conflict"),
     ("batch.ramp_fraction=0.5", "batch", "conflict"),
     ("batch.ramp_fraction=0.5 batch.ramp_quantum=3000", "batch", "conflict"),
-    ("optim.lr", "--set optim.lr", "wrong_type"),
-    ("=3", "--set =3", "wrong_type"),
+    ("run.hang_after_s=0s", "run.hang_after_s", "out_of_range"),
+    ("schedule.hours=3w", "schedule.hours", "conflict"),
+    ("optim.lr", "optim.lr", "wrong_type"),
+    ("=3", "=3", "wrong_type"),
     ("a..b=1", "a", "unknown"),
     (".lr=1", "", "unknown"),
     ("optim.lr.x=1", "optim.lr", "conflict"),
-    ("optim=3 optim.lr=1e-3", "--set optim.lr=1e-3", "wrong_type"),  # the second cannot apply to the first
+    ("optim=3 optim.lr=1e-3", "optim.lr=1e-3", "wrong_type"),  # the second cannot apply to the first
 ]
 
 
 @pytest.mark.parametrize(("settings", "setting", "kind"), REFUSED)
 def test_what_is_refused_names_its_setting(settings: str, setting: str, kind: str) -> None:
     assert kinds_of(make_config, *settings.split()) == [(setting, kind)]
+
+
+def test_a_time_is_a_number_of_its_unit_or_a_duration() -> None:
+    times = "schedule.hours=1.5d checkpoint.every_minutes=90s run.hang_after_s=2m run.end_hung_after_s=7"
+    config = make_config(*times.split())
+    assert (config.schedule.hours, config.checkpoint.every_minutes) == (36.0, 1.5)
+    assert (config.run.hang_after_s, config.run.end_hung_after_s) == (120.0, 7.0)
 
 
 def test_all_problems_come_at_once() -> None:

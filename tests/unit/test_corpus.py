@@ -688,7 +688,7 @@ def test_a_cache_that_others_may_write_is_refused(tmp_path: Path, monkeypatch: p
 
 
 def build(tmp_path: Path, *options: str) -> subprocess.Popen[str]:
-    sizes = ["--sequence-length", str(LENGTH), "--vocab-size", str(VOCAB), "--set", "max_tokens_per_char=0"]
+    sizes = ["--sequence-length", str(LENGTH), "--vocab-size", str(VOCAB), "data.build.max_tokens_per_char=0"]
     return cli.start(
         "data", "build", str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), *sizes, *options
     )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import json
-import re
+import struct
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -15,6 +16,7 @@ from rich.table import Table
 from bert_dp import files
 from launcher.cli.options import console as make_console
 from launcher.log import PLAIN, show
+from launcher.watch import display as display_module
 from launcher.watch.display import Display, Tail, eta_s, progress_line, readable
 from tests.helpers import make_config
 from tests.report_fixture import evaluation, metrics
@@ -79,20 +81,89 @@ def test_every_logged_line_and_every_held_out_loss_is_shown_once(tmp_path: Path)
     assert shown[2][1:] == what
 
 
-def test_a_terminal_has_a_bar_and_a_line_that_stays_now_and_then(tmp_path: Path) -> None:
-    out = io.StringIO()
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The display's clock: `s` seconds."""
+    clock = SimpleNamespace(s=1000.0)
+    monkeypatch.setattr(display_module, "time", SimpleNamespace(monotonic=lambda: clock.s))
+    return clock
+
+
+def beat(tmp_path: Path, phase: str, step: int = 0, done: int = 0) -> None:
+    """Write the heartbeat of rank 0."""
+    path = files.heartbeat_path(tmp_path, 0)
+    path.parent.mkdir(exist_ok=True)
+    fields = (1, step, files.PHASES.index(phase), done, 0, 0, 0)
+    path.write_bytes(struct.pack(f"@{len(files.BEAT_SLOTS)}q", *fields))
+
+
+def test_a_bar_names_the_phase_and_moves_between_two_lines(tmp_path: Path, now: SimpleNamespace) -> None:
+    """A step of metrics.jsonl is 0.5 s and 1 % of the run."""
+    out, moments = io.StringIO(), list[str]()
     console = Console(file=out, width=90, force_terminal=True, color_system=None)
     with Display(tmp_path, console, CONFIG) as display:
-        for step in (10, 20, 30):
-            files.append_line(tmp_path / "metrics.jsonl", metrics(step))
+        for seconds, compiled, line, *at in (
+            (2.0, False, 0, ""),
+            (0.0, False, 0, "setup"),
+            (1.0, False, 0, "setup", 0, 3),
+            (0.5, False, 0, "compile"),
+            (3.0, True, 0, "compile"),
+            (3.0, True, 0, "compile"),
+            (0.0, True, 10, "step", 11),
+            (0.0, True, 20, "data", 21),
+            (10.0, True, 0, "step", 21, 7),
+            (2.0, True, 0, "step", 21, 8),
+            (0.0, True, 0, "evaluate", 21),
+            (1.0, True, 0, "evaluate", 21, 3),
+            (28.0, True, 0, "step", 22),
+            (0.0, True, 0, "save", 22),
+        ):
+            now.s += seconds
+            files.write_json(tmp_path / "environment.json", {"worker": {"compiled": compiled}})
+            if line:
+                files.append_line(tmp_path / "metrics.jsonl", metrics(line))
+            if at[0]:
+                beat(tmp_path, *at)
             display.poll()
-            display._bar.refresh()
-    text = out.getvalue()
-    assert text.count("global steps/s") == 1  # the whole line, once in ten seconds
-    for step, loss in ((10, 7.8), (20, 7.6), (30, 7.4)):
-        left = "" if step == 10 else rf" \| left {50 - step // 2}\.0 s"
-        bar = rf"━ +{step}\.0 % \| loss {loss}000 nats \| 16\.4 k tokens/s{left}"
-        assert re.search(bar, text)
+            task = display._bar.tasks[0]
+            moments.append(task.description.replace(" | loss 7.6000 nats", ""))
+        assert task.completed == pytest.approx(1.0)
+    assert out.getvalue().count("global steps/s") == 1  # the whole line, once in ten seconds
+    assert moments == [
+        "starting",
+        "setting up",
+        "setting up for 1 s",
+        "trying a step",
+        "compiling",
+        "compiling for 3 s",
+        "training step 11 | 10.0 % | loss 7.8000 nats",
+        "training step 21 | 20.0 % | left 40.0 s",
+        "training step 21, micro batch 7 | 40.0 % | left 30.0 s",
+        "training step 21, micro batch 8 | 44.0 % | left 28.0 s",
+        "evaluating | 44.0 %",
+        "evaluating, batch 3 | 46.0 %",
+        "training step 22 | 100.0 %",  # no second is left, and none is named
+        "saving | 100.0 %",
+    ]
+
+
+def test_a_pipe_is_told_the_phase_after_a_long_silence(tmp_path: Path, now: SimpleNamespace) -> None:
+    out, display = run_of(tmp_path)
+    with display:
+        for seconds, *at in ((29.0, "save", 0), (1.0, "save", 0), (9.0, "step", 5, 2), (21.0, "step", 5, 3)):
+            now.s += seconds
+            beat(tmp_path, *at)
+            display.poll()
+    assert out.getvalue().splitlines() == ["saving", "training step 5"]
+
+
+def test_what_is_piped_is_not_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    monkeypatch.delenv("COLUMNS", raising=False)
+    show(make_console(), "word " * 100)
+    assert sys.stdout.getvalue().rstrip() == ("word " * 100).rstrip()
+    monkeypatch.setenv("COLUMNS", "40")
+    assert make_console().width == 40
 
 
 def run_of(tmp_path: Path) -> tuple[io.StringIO, Display]:
@@ -175,6 +246,7 @@ def test_progress_line() -> None:
     numbers = ("step 10", "10.0 %", "7.8000 nats", "1.00e-03", "16.4 k tokens/s", "8 global", "2 min 05 s")
     assert all(number in part for number, part in zip(numbers, line.split(" | "), strict=True))
     assert "left" not in progress_line({})
+    assert progress_line(metrics(10)) == progress_line(metrics(10), eta=0.9), "saving comes after it"
 
 
 def test_eta():

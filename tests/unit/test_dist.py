@@ -249,6 +249,7 @@ def check_clock(comm: HostCollectives) -> None:
     assert ticks == expected
     assert comm.all_gather([t for t, _ in ticks]).tolist() == [[t for t, _ in expected]] * size
     assert clock.elapsed_s() == 50.0 + 1170.0 * (1.0 + rank)  # its own reading
+    assert (clock.shared_elapsed_s, clock.pause_since(50.0)) == (2200.0, 1170.0)  # rank 0's, on every rank
     assert clock.spent_s() == max(2200.0, clock.elapsed_s())
     assert clock.exchange(Stop())[0] == 2200.0, "never falls"
     clock.finish()

@@ -46,6 +46,8 @@ def test_a_refusal_of_a_build_names_the_option_that_was_given(tmp_path: Path) ->
         ([str(tmp_path / "a.txt"), "--tokenizer", str(tmp_path / "t.json")], "--tokenizer"),
         ([str(tmp_path / "a.txt"), "--vocab-size", "5"], "--vocab-size"),
         ([str(tmp_path / "a.txt"), "--tokenizer", "t", "--vocab-size", "99"], "--vocab-size"),
+        ([str(tmp_path / "a.txt"), "optim.lr=1"], "optim.lr"),
+        (["data.build.dedup=none"], "SOURCES"),
     ):
         assert refused(*command, *words).startswith(f"error: {setting}: ")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "t.json"]

@@ -95,7 +95,7 @@ def test_gpus_that_are_asked_for_and_not_there_are_warned_of(
     assert lines == start_warnings(asked, 1, 1, tmp_path, Policy(), None)[: len(lines)]
 
 
-RESTART, UNSAVED = "--max-restarts: checkpoint.every_steps or checkpoint.keep is 0", "checkpoint.keep is 0"
+RESTART, UNSAVED = "--max-restarts: nothing is saved", "checkpoint.keep is 0"
 
 
 def test_what_is_allowed_but_hardly_meant_is_a_warning(
@@ -103,15 +103,16 @@ def test_what_is_allowed_but_hardly_meant_is_a_warning(
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
     for gpus, ranks, restarts, every, keep, warned in (
-        (0, 3, 1, 5, 2, []),
-        (0, 4, 0, 5, 2, ["4 CPU ranks share 3 cores"]),
-        (4, 4, 0, 5, 2, []),
-        (0, 1, 0, 0, 2, []),
-        (0, 1, 1, 0, 2, [RESTART]),
-        (0, 1, 0, 0, 0, [UNSAVED]),
-        (0, 1, 1, 0, 0, [RESTART, UNSAVED]),
+        (0, 3, 1, "steps=5", 2, []),
+        (0, 1, 1, "minutes=10", 2, []),
+        (0, 4, 0, "steps=5", 2, ["4 CPU ranks share 3 cores"]),
+        (4, 4, 0, "steps=5", 2, []),
+        (0, 1, 0, "minutes=0", 2, []),
+        (0, 1, 1, "minutes=0", 2, [RESTART]),
+        (0, 1, 0, "steps=0", 0, [UNSAVED]),
+        (0, 1, 1, "minutes=10", 0, [RESTART, UNSAVED]),
     ):
-        saves = make_config(f"checkpoint.every_steps={every}", f"checkpoint.keep={keep}")
+        saves = make_config(f"checkpoint.every_{every}", f"checkpoint.keep={keep}")
         asked = dataclasses.replace(made("auto", gpus), config=saves)
         said = start_warnings(asked, ranks, ranks, tmp_path, Policy(restarts), None)
         assert [line[: len(start)] for line, start in zip(said, warned, strict=True)] == warned

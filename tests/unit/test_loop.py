@@ -134,13 +134,14 @@ class SlowCheckpointer:
     """A thousand seconds for a checkpoint."""
 
     abort_reason, problem, newest, stall_s, failed_saves = None, None, None, 0.0, 0
+    save_s = 1000.0
 
     def __init__(self, clock: Clock):
         self._clock, self.steps, self.facts = clock, [0], list[Any]()
         self.waited: list[int] = []
 
     def save(self, step: int, gather: Any, metadata: Any) -> None:
-        self._clock.now += 1000.0
+        self._clock.now += self.save_s
         self.steps.append(step)
         self.facts.append(metadata)
 
@@ -311,6 +312,26 @@ def test_a_run_that_expected_a_longer_step_has_spent_its_budget(
     assert (state.step, logged(tmp_path, "elapsed_s")[-1]) == (5, 18.0)
     spent_s = trainer.checkpointer.facts[-1]["elapsed_s"]
     assert progress_at(trainer.config, state.step, state.samples, spent_s) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("save_s", "keep", "steps"),
+    [(0.0, 2, [0, 31, 61, 75]), (0.5, 2, [0, 31, 61, 75]), (0.8, 2, [0, 31, 71, 75]), (0.0, 0, [0, 75])],
+)
+def test_saves_by_time_take_at_most_a_hundredth_of_it(
+    train_here: TrainHere,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    save_s: float,
+    keep: int,
+    steps: list[int],
+) -> None:
+    """A step takes 2 s: with a save each minute every 30, unless 80 s must pass for one of 0.8 s."""
+    monkeypatch.setattr(SlowCheckpointer, "save_s", save_s)
+    saves = {"every_steps": 0, "every_minutes": 1.0, "keep": keep}
+    trainer, *_ = train_here(checkpoint=saves, schedule={"steps": 75}, eval={"every_steps": 0})
+    assert trainer.checkpointer.steps == steps
+    assert capsys.readouterr().out.count("checkpoint.every_minutes") == (save_s == 0.8)
 
 
 @pytest.mark.parametrize("unit", ["dollars", "kwh"])

@@ -77,7 +77,7 @@ def test_the_total_is_compared_with_a_share_of_the_host(
     assert (len(issues), len(lines)) == (refused, warned)
     for line in (*issues, *lines):
         assert "this machine / 2 ranks" in line
-        match = re.search(r"--set batch.micro_size=(\d+)", line)
+        match = re.search(r"batch.micro_size=(\d+)", line)
         assert match is not None, line
         batch = {"micro_size": int(match[1])}
         smaller = resolve([small().model_dump(mode="json"), {"batch": batch}])

@@ -17,6 +17,7 @@ from launcher import datasets, results
 from launcher.cli import options
 from launcher.evaluate import finetune, glue, text_loss
 from launcher.evaluate.glue_scores import GlueOptions
+from launcher.plan.dry_run import speed_here
 from launcher.plan.scaling import PlanSpec, predict_scaling, source_of_rate
 from launcher.run import loggers, restarts, train
 from launcher.tune import batch, lr
@@ -39,6 +40,10 @@ from tests.report_fixture import make_run
         (options.seconds, "90s", 90),
         (options.seconds, " 2 m", 120),
         (options.seconds, "1.5h", 5400),
+        (options.seconds, "2d", 172_800),
+        (options.hours, "8", 8),
+        (options.hours, "0.5", 0.5),
+        (options.hours, "90m", 1.5),
         (options.launcher, "torchrun", "torchrun"),
         (options.words, "RTE, CoLA,RTE", ("RTE", "CoLA")),
     ],
@@ -51,6 +56,7 @@ REFUSED = {
     options.counts: ("", *"0 1,0 -1 1.5 a 4..2 0..8 1.. 1,,2 9999999 1..9999999".split()),
     options.engines: ("ddp,magic", "", "deepspeed-9"),
     options.seconds: ("", "5", "0s", "-5m", "5 days", "nan s", "1e99h", "m", "9" * 400 + "s"),
+    options.hours: ("", "0", "-1", "m", "nan", "1w"),
     options.launcher: ("mpirun", ""),
     options.words: ("", "RTE,", ",RTE"),
 }
@@ -67,7 +73,7 @@ def test_what_is_refused(parse: Callable[[str], Any], text: str) -> None:
 @pytest.mark.parametrize(
     ("command", "setting"),
     [
-        ("scale --gpus 4..2", "--nproc"),
+        ("scale --nproc 4..2", "--nproc"),
         ("scale --engines ddp,magic,x", "--engines"),
         ("scale --repeats 0", "--repeats"),
         ("scale --mode strong --accumulation 2", "--accumulation"),
@@ -92,7 +98,7 @@ def test_the_line_names_the_option(command: str, setting: str) -> None:
     ("command", "settings"),
     [
         (
-            "scale --gpus 2,1 --mode weak --engines zero1,ddp --tensor 1 --launcher accelerate --repeats 4 "
+            "scale --nproc 2,1 --mode weak --engines zero1,ddp --tensor 1 --launcher accelerate --repeats 4 "
             "--steps 7 --warm-up 3 --accumulation 2",
             {
                 "gpus": [1, 2],
@@ -111,7 +117,7 @@ def test_the_line_names_the_option(command: str, setting: str) -> None:
             {"ranks": 2, "rates": 4, "seeds": 2, "tokens": 2048, "budget_s": 90.0, "launcher": "accelerate"},
         ),
         (
-            "tune batch --gpus 1 --budget 90s --memory 3 --launcher accelerate",
+            "tune batch --nproc 1 --budget 90s --memory 3 --launcher accelerate",
             {"nproc": 1, "budget_s": 90.0, "memory_gib": 3.0, "launcher": "accelerate"},
         ),
     ],
@@ -152,7 +158,7 @@ def test_a_run_is_started_as_its_options_say(
 
 def test_every_option_of_a_prediction_counts() -> None:
     source = "--model bert-base --seq-per-s 400 --micro 32 --gpu V100-16G"
-    fabric = "--gpus 4,16 --link nvlink2 --inter ib-hdr --gpus-per-node 4 --nics 2"
+    fabric = "--nproc 4,16 --link nvlink2 --inter ib-hdr --gpus-per-node 4 --nics 2"
     model = "--engine zero1 --tensor 2 --accumulation 3"
     done = here("plan", "scaling", *f"{source} {fabric} {model}".split(), "--json")
     spec = PlanSpec((4, 16), "nvlink2", "ib-hdr", 4, 2, "zero1", (2,), (3,))
@@ -227,18 +233,21 @@ def test_a_finetuning_begins_with_what_its_options_name(monkeypatch: pytest.Monk
     ("command", "module", "name", "given", "named"),
     [
         (
-            "data build a b --out o --vocab-size 99 --sequence-length 64 --tokenizer t --format text "
-            "--text-key body --set dedup=none --processes 2 --force",
+            "data build a lang=en/b data.build.normalize=false --out o --vocab-size 99 --sequence-length 64 "
+            "--tokenizer t --format text --text-key body --set data.build.dedup=none --processes 2 --force",
             datasets,
             "build",
-            (["a", "b"], Path("o")),
+            (["a", "lang=en/b"], Path("o")),
             {
                 "vocab_size": 99,
                 "sequence_length": 64,
                 "tokenizer": "t",
                 "processes": 2,
                 "force": True,
-                "overrides": ["source_format=text", 'text_field="body"', "dedup=none"],
+                "overrides": [
+                    f"data.build.{item}"
+                    for item in ("source_format=text", 'text_field="body"', "normalize=false", "dedup=none")
+                ],
             },
         ),
         (
@@ -246,11 +255,11 @@ def test_a_finetuning_begins_with_what_its_options_name(monkeypatch: pytest.Monk
             lr,
             "tune_lr",
             ("quickstart", ["optim.lr=1"], LrOptions(rates=4, tokens=99, budget_s=120.0)),
-            {"out": Path("o"), "dry_run": True, "as_json": True},
+            {"out": Path("o"), "dry_run": True, "as_json": True, "predict": speed_here},
         ),
         (
             "eval glue r optim.lr=1 --data x --data y --tasks RTE,CoLA --seeds 2 "
-            "--init random --ranks-per-job 4 --launcher accelerate "
+            "--init random --nproc 4 --launcher accelerate "
             "--out o --dry-run --json",
             glue,
             "evaluate",

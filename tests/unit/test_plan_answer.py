@@ -169,7 +169,7 @@ def test_a_measured_speed_comes_first(kind: str, tmp_path: Path) -> None:
     [
         ({}, {"parameters": 10**8}, "model"),
         ({}, {"precision": "fp32"}, "--precision"),
-        ({"gpus": 4}, {}, "--gpus"),
+        ({"gpus": 4}, {}, "--nproc"),
         ({"keep_model": False, "tokens_per_parameter": 20.0}, {}, "--from"),
         ({"gpu": H100}, {}, "--gpu"),
     ],

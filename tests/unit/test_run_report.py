@@ -216,7 +216,7 @@ def test_a_diverged_run_is_begun_anew_at_half_the_rate(tmp_path: Path, checkpoin
     facts = {**failed("the model has diverged", "not_finite"), "checkpoint": checkpoint}
     run = make_run(tmp_path / "run", summary=facts)
     (run / "config.yaml").write_text(dump_config(make_config("optim.lr=0.003")))
-    assert of_directories([run]).next == f"bert-dp train {run}/config.yaml --set optim.lr=0.0015"
+    assert of_directories([run]).next == f"bert-dp train {run}/config.yaml optim.lr=0.0015"
 
 
 def test_a_killed_run_shows_what_its_logs_and_its_configuration_hold(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ tests/simulated_searches.json is the record of the searches that they replaced o
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,16 @@ def test_the_micro_batch_is_at_least_as_good_as_before_and_as_an_even_allocation
     assert found["p95"] <= MAX_P95
     assert above_limit <= REPLACED["batch"]["above_limit"] / 2
     assert over_budget == 0
+
+
+def test_slow_starts_do_not_carry_a_search_far_beyond_its_budget() -> None:
+    for index in range(0, simulated.CURVES, 5):
+        curve = simulated.throughput_curve(index)
+        slow = dataclasses.replace(curve, startup_s=5 + index % 35, budget_s=60.0)
+        search, _ = tune_batch(slow)
+        longest_s = max(trial.seconds for trial in (*search.memory_trials, *search.trials))
+        assert search.used_s <= 1.25 * 60.0 + longest_s
+        assert search.choice() is not None
 
 
 class SimulatedLrSearch(LrSearch):

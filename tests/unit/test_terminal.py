@@ -59,7 +59,7 @@ def test_every_way_to_the_console(
 
 @pytest.mark.parametrize(
     "arguments",
-    [["train", EVIL], ["train", "evil.yaml"], ["scale", "--gpus", EVIL], ["report", "evil"], [EVIL]],
+    [["train", EVIL], ["train", "evil.yaml"], ["scale", "--nproc", EVIL], ["report", "evil"], [EVIL]],
 )
 def test_hostile_names_reach_no_terminal(
     tmp_path: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch

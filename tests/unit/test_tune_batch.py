@@ -231,6 +231,19 @@ def test_a_search_keeps_to_its_budget(
     assert tune.noise.verdict == ("ok" if budget_s == 60 else "inconclusive"), "for lack of time"
 
 
+@pytest.mark.parametrize(("budget_s", "timed"), [(1.9, 2), (1.0, 1), (0.5, 0)])
+def test_no_trial_starts_after_one_and_a_quarter_of_the_budget(
+    tmp_path: Path, budget_s: float, timed: int
+) -> None:
+    """A trial takes a second: one for the memory, which is timed itself if there is no time for another."""
+    said = list[str]()
+    tune = searched(runner(MadeRunner, tmp_path), said.append, budget_s=budget_s)
+    assert (len(tune.memory_trials), len(tune.trials)) == (int(timed > 0), max(1, timed))
+    assert tune.seconds <= 1.25 * budget_s + 1.0
+    assert tune.choice.limited_by == "budget"
+    assert any("the budget affords" in line for line in said)
+
+
 @pytest.mark.parametrize(("ranks", "most", "micro"), [(2, 32, 32), (1, 64, 32), (1, 32, 32)])
 def test_two_batches_are_compared_for_the_noise_scale(
     tmp_path: Path, ranks: int, most: int, micro: int

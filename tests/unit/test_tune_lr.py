@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import math
@@ -18,6 +19,7 @@ from bert_dp import files
 from bert_dp.config import BatchConfig, Config, batch_at, batch_layout, dump_config, load_config, peak_lr
 from launcher import job, results
 from launcher.machine import environment
+from launcher.plan.dry_run import speed_here
 from launcher.run import trials
 from launcher.run.trials import Slot, Trial, TrialOutcome
 from launcher.tune import lr, search_output
@@ -254,6 +256,33 @@ def verb(shards: Path, out: Path, options: LrOptions, *overrides: str, dry_run: 
     settings = [*TINY, f"data.path={shards}", "run.device=cpu", "schedule.steps=80", *overrides]
     how: dict[str, Any] = {"out": out, "as_json": True, "console": Console()}
     return lr.tune_lr("quickstart", settings, options, dry_run=dry_run, **how)
+
+
+@pytest.mark.parametrize(
+    ("budget", "options", "gpus", "told"),
+    [
+        ("hours=0.5", LrOptions(), 0, "as long as 4.4 runs of 0.5 hours, 2 h 11 min"),
+        ("steps=80", LrOptions(), 0, "then 12 trials, 2 at a time: as long as 4.4 runs of 10.2 k tokens; "),
+        (
+            "epochs=2",
+            LrOptions(rates=3, seeds=1),
+            0,
+            "then 6 trials, 2 at a time: as long as 2.2 runs of 2 ep",
+        ),
+        ("steps=80", LrOptions(budget_s=600), 0, "shortened to 10 min 00 s in all"),
+        ("tokens=1e9", LrOptions(), 1, "as long as 7.6 runs of 1 G tokens, "),
+    ],
+)
+def test_a_dry_run_says_how_long_the_search_takes(
+    shards: Path, budget: str, options: LrOptions, gpus: int, told: str
+) -> None:
+    cards = tuple(environment.Gpu(k, "NVIDIA H100 80GB HBM3", 79.0, None) for k in range(gpus))
+    here = dataclasses.replace(environment.probe(), gpus=cards, affinity_cores=2, cpu_quota_cores=None)
+    text = lr.length_text(
+        job.Job("q", other_budget(shards, f"schedule.{budget}"), here), options, 1, speed_here
+    )
+    assert told in text
+    assert ("(" in text) == bool(gpus), "an interval"
 
 
 def test_a_budget_shortens_the_runs_and_says_so(whole: Searched, run: Run) -> None:
