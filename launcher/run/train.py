@@ -106,9 +106,8 @@ def train(
         layout = batch_layout(job.config, ranks)
         if spread := spread_issues(of_ranks, rank_sets(job.config, ranks)):
             raise ConfigError(spread)
-        gpus = (
-            job.machine.gpus[:ranks] if job.gpus and place is None else ()
-        )  # counters here miss other nodes
+        # the counters of this node miss the others'
+        gpus = job.machine.gpus[:ranks] if job.gpus and place is None else ()
         counters = energy_counters([gpu.index for gpu in gpus])
         if issues := [*start_issues(job, run_dir, resume), *budget_issues(job.config, run_dir, counters)]:
             raise ConfigError(issues)
