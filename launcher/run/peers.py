@@ -381,9 +381,9 @@ class Coordinator:
             for rank, (stack, collectives) in message["ranks"].items()
         }
 
-    def collect(self, *, failed: bool) -> tuple[list[Failure], list[RankExit]]:
-        """Return the errors and ends of the members' ranks, on our clock; those of a failed run are ended
-        first. A node that is lost has none."""
+    def collect(self, *, failed: bool) -> tuple[list[Failure], list[RankExit], str]:
+        """Return the errors and ends of the members' ranks, on our clock, and what their torchruns said;
+        ranks of a failed run are ended first. A node that is lost has none."""
 
         def all_have_ended() -> bool:
             return len(self._all("ended", self._attempt)) == len(self._members)
@@ -402,7 +402,8 @@ class Coordinator:
                 error = Failure.model_validate(fields)
                 errors.append(error.model_copy(update={"time_ns": error.time_ns - offset_ns}))
             exits += [RankExit(number, code, ns - offset_ns) for number, code, ns in said[rank]["exits"]]
-        return errors, sorted(exits, key=lambda end: end.time_ns)
+        texts = (message["said"] for message in said.values())
+        return errors, sorted(exits, key=lambda end: end.time_ns), "".join(texts)
 
     def blame(self, cause: Failure | None, memory: RunMemory) -> tuple[Failure | None, RunMemory]:
         """Name the node of the rank that failed first, or the lost node for which ranks failed; also return

@@ -89,6 +89,7 @@ class RanksEnded:
         return {
             "attempt": attempt,
             "code": self.code,
+            "said": self.said,  # at most failure.TAIL_BYTES
             "errors": [results.plain(error) for error in self.errors],
             "exits": [dataclasses.astuple(rank_exit) for rank_exit in self.exits],
             "memory": results.plain(self.memory),
@@ -132,10 +133,10 @@ def run(
             if watch is not None:
                 watch.others = nodes
         ended = run_ranks(run_dir, start, pending, log, on_poll=on_poll, watch=watch, peers=nodes)
-        errors, exits = ended.errors, ended.exits
+        errors, exits, said = ended.errors, ended.exits, ended.said
         if nodes is not None:
-            theirs, their_exits = nodes.collect(failed=ended.code != 0)
-            errors, exits = [*errors, *theirs], [*exits, *their_exits]
+            theirs = nodes.collect(failed=ended.code != 0)
+            errors, exits, said = [*errors, *theirs[0]], [*exits, *theirs[1]], said + theirs[2]
         hung = watch.hang if watch is not None else None
         place = f" at {hung.where}" if hung and hung.where else ""
         unknown = Failure(
@@ -146,7 +147,7 @@ def run(
             explanation=[f"no progress: {hung.headline()}{place}; stacks in hang.txt"] if hung else [],
         )
         hang = hung if watch is not None and watch.ends else None
-        cause = failure.decide_cause(logs, ended.said, exits, unknown, hang=hang, errors=errors)
+        cause = failure.decide_cause(logs, said, exits, unknown, hang=hang, errors=errors)
         memory = ended.memory
         if nodes is not None:
             cause, memory = nodes.blame(cause, memory)
