@@ -13,6 +13,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
 from tests.e2e.cli import bert_dp, refused
+from tests.glue_fixture import write_two_tasks
 from tests.helpers import logged, read_json, read_lines
 from tests.runs_to_export import WORDS
 
@@ -162,3 +163,15 @@ def test_a_roberta_is_finetuned_as_it_is(tmp_path: Path) -> None:
     errors = refused("finetune", *options, "parallel.tensor=2", "--nproc", "2")
     assert "model.vocab_size: 301 is not a multiple of parallel.tensor 2" in errors
     assert "RUN: " in refused("finetune", f"hf:{tmp_path}", *options[1:])
+
+
+def test_an_encoder_is_evaluated_on_glue(tmp_path: Path) -> None:
+    folder, out = write_encoder(tmp_path / "bert", "Bert", bert_tokenizer()), tmp_path / "out"
+    data = write_two_tasks(tmp_path / "glue")
+    few = ["precision=fp32", "schedule.epochs=1", "--tasks=WNLI", "--seeds=1"]
+    done("eval", "glue", f"hf:{folder}", *few, f"--data={data}", f"--out={out}")
+    glue = read_json(out / "glue.json")
+    ((trial,),) = [task["trials"] for task in glue["tasks"]]
+    start = read_json(out / "trials" / trial["trial"] / "summary.json")["init_from"]
+    assert (glue["status"], trial["status"], start["tensors"]) == ("complete", "ok", 31)
+    assert {name.partition(".")[0] for name in start["dropped"]} == {"cls", "encoder"}, "head and key biases"
