@@ -35,6 +35,7 @@ from bert_dp.exporting.check import check
 from bert_dp.model.hf import load_hf
 from bert_dp.training.process import RunFailed
 from launcher.machine.environment import versions
+from tests.helpers import PRETRAINING
 from tests.resumable import ROOT, Results
 from tests.runs_to_export import write_run
 
@@ -53,7 +54,6 @@ PUBLIC = {  # config.json, layers, width, heads, intermediate size
     "ModernBERT-large": (MODERNBERT, 28, 1024, 16, 2624),
 }
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
-PUBLIC_LENGTH = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,18 +83,16 @@ def public_config(name: str) -> Config:
         (Path(folder) / "config.json").write_text(json.dumps(written))
         (Path(folder) / "model.safetensors").touch()
         level = read_hf(Path(folder)).level()
-    data = {"path": "shards", "sequence_length": PUBLIC_LENGTH}
-    return resolve([level, {"data": data, "schedule": {"steps": 1}}])
+    return resolve([level, {"data": {"path": "shards"}, "schedule": {"steps": 1}}])
 
 
 def models() -> dict[tuple[str, ...], Config]:
     """Names of configurations -> one of them; those with the same model and length are one."""
     names_of: dict[str, list[str]] = {}
-    for path in sorted(shipped_configs().glob("*.yaml")):
-        if path.stem not in ("glue", "distill"):  # of any model
-            config = config_of(path.stem)
-            key = f"{config.model.model_dump_json(exclude={'dropout', 'attention_dropout'})}"
-            names_of.setdefault(f"{key} {config.data.sequence_length}", []).append(path.stem)
+    for path in PRETRAINING:
+        config = config_of(path.stem)
+        key = f"{config.model.model_dump_json(exclude={'dropout', 'attention_dropout'})}"
+        names_of.setdefault(f"{key} {config.data.sequence_length}", []).append(path.stem)
     shipped = {tuple(names): config_of(names[0]) for names in names_of.values()}
     return shipped | {(name,): public_config(name) for name in PUBLIC}
 

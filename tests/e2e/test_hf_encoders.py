@@ -113,7 +113,7 @@ def test_a_bert_is_trained_on_finetuned_and_exported(tmp_path: Path) -> None:
     assert logged(run, "step") == [1, 2, 3]
     tuned = tmp_path / "tuned"
     files = ["--train", str(table), "--dev", str(table)]
-    options = [*SETTINGS, "finetune.head=native", "optim.lr=2e-2"]
+    options = [*SETTINGS, "optim.lr=2e-2"]
     done("finetune", str(run), *options, *files, "--nproc", "2", "--run-dir", str(tuned))
     out, predicted = tmp_path / "out", tmp_path / "predicted.jsonl"
     words = ["--text", "text", "--text-pair", "text_pair", "--out"]
@@ -134,16 +134,7 @@ def test_a_roberta_is_finetuned_as_it_is(tmp_path: Path) -> None:
     settings = {"pad_token_id": 1, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
     folder = write_encoder(tmp_path / "roberta", "Roberta", roberta_tokenizer(), **settings)
     table, tuned, out = write_table(tmp_path / "pairs.csv"), tmp_path / "tuned", tmp_path / "out"
-    options = [
-        f"hf:{folder}",
-        *SETTINGS,
-        "finetune.head=native",
-        "optim.lr=2e-2",
-        "--train",
-        str(table),
-        "--dev",
-        str(table),
-    ]
+    options = [f"hf:{folder}", *SETTINGS, "optim.lr=2e-2", "--train", str(table), "--dev", str(table)]
     done("finetune", *options, "--nproc", "1", "--run-dir", str(tuned))
     predicted = tmp_path / "predicted.jsonl"
     done(
