@@ -242,8 +242,7 @@ def distill(
 
 
 def configs(name: Annotated[str | None, Argument(help="Configuration to print.")] = None) -> int:
-    """List the shipped configurations with the class of transformers that a run is exported to, or print
-    one."""
+    """List the shipped configurations and what they export to, or print one."""
     if name is not None:
         typer.echo(find_config(name).read_text(), nl=False)
         return 0
