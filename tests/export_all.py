@@ -42,7 +42,8 @@ from tests.runs_to_export import write_run
 OLD_CLASSES = ("ModernBERT", "RobertaPreLayerNorm")  # that transformers 4.57 has
 FORMATS = ("hf", "onnx", "aoti")
 BERT = {"model_type": "bert", "vocab_size": 30_522, "max_position_embeddings": 512, "pad_token_id": 0}
-ROBERTA = {"model_type": "roberta", "vocab_size": 50_265, "max_position_embeddings": 514, "pad_token_id": 1}
+# padded with 0, as the tokenizer of these runs has it, and so one row less than the public ones have
+ROBERTA = {"model_type": "roberta", "vocab_size": 50_265, "max_position_embeddings": 513, "pad_token_id": 0}
 ROBERTA |= {"type_vocab_size": 1, "layer_norm_eps": 1e-5}
 MODERNBERT = {"model_type": "modernbert", "vocab_size": 50_368, "local_attention": 128}
 PUBLIC = {  # config.json, layers, width, heads, intermediate size
