@@ -1,9 +1,11 @@
-"""`python -m tests.export_all`: every shipped configuration at full size, in every format that holds it.
+"""`python -m tests.export_all`: every shipped configuration at full size in every format that holds it, and
+the public encoders that a run may begin with as `hf`.
 
 A run of each has random weights, every parameter off its first value; it is exported and compared by `bert-dp
-export check`, which loads the directory without our code. What transformers 4.57 has a class for is compared
-there too, by the interpreter that --transformers4 names. Results go to OUT/results.jsonl, a line each; what
-has passed there with this code is not done again. Then OUT/record.json.
+export check`, which loads the directory without our code. A public shape is then loaded again as
+run.init_from: every weight is the same. What transformers 4.57 has a class for is compared there too, by the
+interpreter that --transformers4 names. Results go to OUT/results.jsonl, a line each; what has passed there
+with this code is not done again. Then OUT/record.json.
 """
 
 from __future__ import annotations
@@ -11,27 +13,48 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import json
 import os
 import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
+
 from benchmarks.records import commit
 from bert_dp import files
-from bert_dp.config import Config, ConfigError, native_class, read_yaml, resolve, shipped_configs
+from bert_dp.config import Config, ConfigError, native_class, read_hf, read_yaml, resolve, shipped_configs
 from bert_dp.exporting.check import check
+from bert_dp.model.hf import load_hf
 from bert_dp.training.process import RunFailed
 from launcher.machine.environment import versions
+from tests.helpers import PRETRAINING
 from tests.resumable import ROOT, Results
 from tests.runs_to_export import write_run
 
 OLD_CLASSES = ("ModernBERT", "RobertaPreLayerNorm")  # that transformers 4.57 has
 FORMATS = ("hf", "onnx", "aoti")
+BERT = {"model_type": "bert", "vocab_size": 30_522, "max_position_embeddings": 512, "pad_token_id": 0}
+# padded with 0, as the tokenizer of these runs has it, and so one row less than the public ones have
+ROBERTA = {"model_type": "roberta", "vocab_size": 50_265, "max_position_embeddings": 513, "pad_token_id": 0}
+ROBERTA |= {"type_vocab_size": 1, "layer_norm_eps": 1e-5}
+MODERNBERT = {"model_type": "modernbert", "vocab_size": 50_368, "local_attention": 128}
+PUBLIC = {  # config.json, layers, width, heads, intermediate size
+    "bert-base-uncased": (BERT, 12, 768, 12, 3072),
+    "bert-large-uncased": (BERT, 24, 1024, 16, 4096),
+    "roberta-base": (ROBERTA, 12, 768, 12, 3072),
+    "roberta-large": (ROBERTA, 24, 1024, 16, 4096),
+    "ModernBERT-base": (MODERNBERT, 22, 768, 12, 1152),
+    "ModernBERT-large": (MODERNBERT, 28, 1024, 16, 2624),
+}
+SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,15 +76,26 @@ def config_of(name: str) -> Config:
     return resolve([read_yaml(shipped_configs() / f"{name}.yaml"), {"run": {"init_from": None}}])
 
 
+def public_config(name: str) -> Config:
+    """The configuration of a run that begins with a public encoder, which is not here."""
+    settings, *sizes = PUBLIC[name]
+    with tempfile.TemporaryDirectory() as folder:
+        written = {**settings, **dict(zip(SIZES, sizes, strict=True))}
+        (Path(folder) / "config.json").write_text(json.dumps(written))
+        (Path(folder) / "model.safetensors").touch()
+        level = read_hf(Path(folder)).level()
+    return resolve([level, {"data": {"path": "shards"}, "schedule": {"steps": 1}}])
+
+
 def models() -> dict[tuple[str, ...], Config]:
     """Names of configurations -> one of them; those with the same model and length are one."""
     names_of: dict[str, list[str]] = {}
-    for path in sorted(shipped_configs().glob("*.yaml")):
-        if path.stem not in ("glue", "distill"):  # of any model
-            config = config_of(path.stem)
-            key = f"{config.model.model_dump_json(exclude={'dropout', 'attention_dropout'})}"
-            names_of.setdefault(f"{key} {config.data.sequence_length}", []).append(path.stem)
-    return {tuple(names): config_of(names[0]) for names in names_of.values()}
+    for path in PRETRAINING:
+        config = config_of(path.stem)
+        key = f"{config.model.model_dump_json(exclude={'dropout', 'attention_dropout'})}"
+        names_of.setdefault(f"{key} {config.data.sequence_length}", []).append(path.stem)
+    shipped = {tuple(names): config_of(names[0]) for names in names_of.values()}
+    return shipped | {(name,): public_config(name) for name in PUBLIC}
 
 
 def cells(old_python: str | None) -> Iterator[Cell]:
@@ -69,7 +103,7 @@ def cells(old_python: str | None) -> Iterator[Cell]:
     for names, config in models().items():
         name = native_class(config.model)
         for form in FORMATS:
-            if form != "hf" or name is not None:
+            if name is not None if form == "hf" else names[0] not in PUBLIC:
                 yield Cell(names, form, "")
         if old_python and name in OLD_CLASSES:
             yield Cell(names, "hf", old_python)
@@ -85,6 +119,11 @@ def measure(cell: Cell, run: Path, out: Path) -> dict[str, Any]:
             return {"cell": str(cell), "ok": False, "problem": done.stderr[-2000:]}
     size = max(path.stat().st_size for path in out.iterdir())
     try:
+        if (name := cell.configs[0]) in PUBLIC:
+            loaded, _ = load_hf(out, public_config(name), None)
+            saved = load_file(next(run.glob("checkpoints/*/model.safetensors")))
+            if differ := [key for key in saved if not torch.equal(saved[key], loaded[key])]:
+                return {"cell": str(cell), "ok": False, "problem": f"loaded differently: {differ}"}
         found = check(out, run, cell.python or sys.executable)
     except (ConfigError, RunFailed) as error:
         return {"cell": str(cell), "ok": False, "problem": str(error)}

@@ -484,6 +484,56 @@ SLIPS = (
         "for row in copies}",
         "tests/unit/test_augment.py",
     ),
+    # encoders of transformers as the beginning of a run
+    Slip(
+        "hf-roberta-positions-from-the-padding",
+        "bert_dp/config/hf.py",
+        '"position_offset": pad + 1 if',
+        '"position_offset": pad if',
+        "tests/unit/test_hf_encoders.py",
+    ),
+    Slip(
+        "hf-any-tokenizer-fits",
+        "bert_dp/config/hf.py",
+        "if sha is not None and (not own.is_file() or",
+        "if sha is not None or (not own.is_file() or",
+        "tests/unit/test_hf_encoders.py",
+    ),
+    Slip(
+        "hf-key-and-value-swapped",
+        "bert_dp/model/hf.py",
+        '{"q": "query", "k": "key", "v": "value"}',
+        '{"q": "query", "k": "value", "v": "key"}',
+        "tests/unit/test_hf_encoders.py",
+    ),
+    Slip(
+        "hf-missing-tensors-are-empty",
+        "bert_dp/model/hf.py",
+        "            missing.append(name)",
+        "            pass",
+        "tests/unit/test_hf_encoders.py",
+    ),
+    Slip(
+        "hf-window-without-its-edges",
+        "bert_dp/model/bert.py",
+        "distance_SS <= self.reach",
+        "distance_SS < self.reach",
+        "tests/unit/test_hf_encoders.py",
+    ),
+    Slip(
+        "hf-local-layers-turn-as-global-ones",
+        "bert_dp/model/bert.py",
+        "config, config.local_rope_theta)",
+        "config, config.rope_theta)",
+        "tests/unit/test_hf_encoders.py",
+    ),
+    Slip(
+        "hf-decoder-bias-on-every-rank",
+        "bert_dp/model/bert.py",
+        '            "head.decoder_bias": (0, 1),\n',
+        "",
+        "tests/parity/test_hf_encoders.py",
+    ),
 )
 
 

@@ -18,6 +18,7 @@ from bert_dp.config.schema import (
     FREE_ON_RESUME,
     MAX_VOCAB_SIZE,
     Config,
+    FinetuneConfig,
     ModelConfig,
     OnlyWith,
     all_settings,
@@ -170,11 +171,10 @@ def finetune_issues(config: Config) -> list[Issue]:
     if config.distill.loss == "kl" and kind != "single_label":
         message, hint = f"kl compares the probabilities of classes, and the task is {kind}", "use mse"
         issues.append(Issue("distill.loss", "conflict", message, "kl", "finetune.kind", hint))
-    if config.finetune.head == "native":
-        try:
-            native_head(config.model)
-        except ConfigError as error:
-            issues += error.issues
+    try:
+        finetuned_head(config.model, config.finetune)
+    except ConfigError as error:
+        issues += error.issues
     for path, reason, hint in (
         ("batch.ramp_fraction", "batches are sorted by length inside one global batch", "use 0"),
         ("schedule.tokens", "examples differ in length", "use schedule.epochs or schedule.steps"),
@@ -328,14 +328,15 @@ def native_class(model: ModelConfig) -> str | None:
     return "RoBERTa" if name == "BERT" and model.position_offset else name
 
 
-def native_head(model: ModelConfig) -> str:
-    """Return the architecture of transformers whose head `finetune.head: native` is. Raises ConfigError for a
-    model without one."""
-    if (name := native_class(model)) is None:
+def finetuned_head(model: ModelConfig, finetune: FinetuneConfig) -> str:
+    """Return "recipe", or the architecture of transformers whose head a classifier has. Raises ConfigError
+    for finetune.head: native of a model without one."""
+    name = native_class(model)
+    if finetune.head == "native" and name is None:
         other = f"model.position: {model.position} with model.norm: {model.norm}"
         message, hint = f"native, but transformers has no class for {other}", "use finetune.head: recipe"
         raise ConfigError([Issue("finetune.head", "conflict", message, "native", "model.position", hint)])
-    return name
+    return "recipe" if finetune.head == "recipe" or name is None else name
 
 
 def native_issues(config: Config, kind: Kind) -> list[Issue]:
@@ -348,8 +349,8 @@ def native_issues(config: Config, kind: Kind) -> list[Issue]:
     if name is None:
         message = f"{model.position} with model.norm: {model.norm}, and no class of transformers has both"
         return [Issue("model.position", "unsupported", message, model.position, "model.norm", _OTHERWISE)]
-    if kind == "classifier" and finetune.head != "native":
-        message = f"{finetune.head}, which no class of transformers has"
+    if kind == "classifier" and finetune.head == "recipe":
+        message = "recipe, which no class of transformers has"
         hint = f"finetune with finetune.head: native, or {_OTHERWISE}"
         return [Issue("finetune.head", "unsupported", message, finetune.head, hint=hint)]
     holds = {f"model.{field}": only for field, only in _HOLDS[name].items()}
@@ -366,6 +367,18 @@ def native_issues(config: Config, kind: Kind) -> list[Issue]:
             without_head = ", or --encoder, which leaves the head out" if path == "model.head" else ""
             issues.append(Issue(path, "unsupported", message, value, hint=_OTHERWISE + without_head))
     return issues
+
+
+def export_formats(config: Config) -> str:
+    """Name what a run can be exported to, and the settings for which transformers has no class."""
+    if config.model.lstm_size:
+        return "ONNX"
+    name, graphs = native_class(config.model), "ONNX, AOTInductor"
+    if not (issues := native_issues(config, "classifier" if config.has_examples else "mlm")):
+        return f"{name} of transformers, {graphs}"
+    if not native_issues(config, "encoder"):
+        graphs += f", without its head {name} of transformers"
+    return f"{graphs}; transformers has no class for {', '.join(issue.setting for issue in issues)}"
 
 
 # --- precision

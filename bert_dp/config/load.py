@@ -88,7 +88,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     Where run.init_from is hf:DIR, its files give the model and the tokenizer that nothing else sets. Raises
     ConfigError with every problem found, each with its full path and a suggestion.
     """
-    levels = [*([] if path is None else _levels(Path(path))), parse_overrides(overrides)]
+    levels = [*([] if path is None else read_levels(Path(path))), parse_overrides(overrides)]
     return resolve([*_hf_level(levels), *levels])
 
 
@@ -105,7 +105,7 @@ def _hf_level(levels: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [read_hf(directory).level()]
 
 
-def _levels(file: Path, above: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
+def read_levels(file: Path, above: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
     """Read a file after its bases, lowest precedence first. Raises ConfigError."""
     if file.resolve() in above:
         message, hint = "base: leads back to this file", "one of them must have no base"
@@ -118,7 +118,7 @@ def _levels(file: Path, above: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
         found = find_config(str(base), file.parent)
     except ConfigError as error:
         raise ConfigError([issue.within(f"{file}: base") for issue in error.issues]) from None
-    return [*_levels(found, (*above, file.resolve())), level]
+    return [*read_levels(found, (*above, file.resolve())), level]
 
 
 def shipped_configs() -> Path:
@@ -151,7 +151,7 @@ def micro_is_auto(path: str | Path, overrides: Sequence[str] = ()) -> bool:
     """Return True if `batch.micro_size` is to be found before the run. Raises ConfigError as `load_config`
     does."""
     merged: dict[str, Any] = {}
-    for level in [*_levels(Path(path)), parse_overrides(overrides)]:
+    for level in [*read_levels(Path(path)), parse_overrides(overrides)]:
         merged = _merged(merged, level)
     batch = merged.get("batch")
     return isinstance(batch, dict) and batch.get("micro_size") == AUTO

@@ -23,7 +23,7 @@ from bert_dp.config.errors import (
     refusing,
     sha256,
 )
-from bert_dp.config.schema import MAX_VOCAB_SIZE, Config, LabelKind
+from bert_dp.config.schema import MAX_VOCAB_SIZE, BuildConfig, Config, LabelKind
 
 TOKEN_BYTES = 2
 
@@ -107,6 +107,16 @@ class SourceFile(StoredModel):
         return f"{lost}, {self.unknown_share:.1%} of its tokens are unknown"
 
 
+class BuildRecord(BuildConfig):
+    """Hold what shards depend on beside their sources."""
+
+    sequence_length: int | None = None
+    vocab_size: int | None = None
+    """Of the tokenizer to train, and the most that a given one may have."""
+    tokenizer_sha256: str | None = None
+    """Of the tokenizer that was given."""
+
+
 class Manifest(HashedFile):
     """Describe a directory of shards. Entropies in nats per token."""
 
@@ -126,7 +136,7 @@ class Manifest(HashedFile):
     uniform_entropy_nats: float
     tokenizer: TokenizerFile
     sources: list[SourceFile]
-    build: dict[str, bool | int | float | str | None]
+    build: BuildRecord
     dropped: dict[str, Count] = {}  # noqa: RUF012 (pydantic copies a default)
     hash: Sha256
 
@@ -177,9 +187,19 @@ class Manifest(HashedFile):
             issues.append(Issue("model.vocab_size", "conflict", message, given, "data.path", hint))
         return issues
 
+    def with_build(self, config: Config) -> Config:
+        """Return the configuration with the settings that the shards were built with."""
+        build = BuildConfig(**{name: getattr(self.build, name) for name in BuildConfig.model_fields})
+        return config.model_copy(update={"data": config.data.model_copy(update={"build": build})})
+
     def warnings(self, config: Config) -> list[str]:
         """Describe settings that fit the shards but are probably not intended; one line each."""
-        warnings = []
+        default = BuildConfig()
+        warnings = [
+            f"data.build.{name}: {value} has no effect, {config.data.path} was built with {was}"
+            for name, value in config.data.build
+            if config.data.path and value not in ((was := getattr(self.build, name)), getattr(default, name))
+        ]
         vocabulary, rows = self.vocab_size, config.model.vocab_size
         if rows > -(-vocabulary // VOCAB_MULTIPLE) * VOCAB_MULTIPLE:
             warnings.append(

@@ -170,8 +170,9 @@ class BuildConfig(Section):
     )
     """Kind of tokenizer to train when none is given. byte_bpe has a token for every byte and so no unknown
     ones: for text in any language, with normalize: false and max_tokens_per_char: 0."""
-    max_tokens_per_char: float = Field(0.25, ge=0)
-    """Drop a document with more tokens per character than this; 0 = keep all."""
+    max_tokens_per_char: float | None = Field(None, ge=0)
+    """Drop a document with as many tokens per character as this; 0 = keep all; null = the recipe's 0.25 at
+    32,768 tokens, more for a smaller vocabulary: 0.25 + 0.017 x + 0.0038 x^2, x = log2(32768 / tokens)."""
     dedup: Literal["none", "exact", "near"] = "exact"
     """exact = documents of the same tokens once; near = MinHash LSH besides (extra `dedup`)."""
     near_threshold: Annotated[float, OnlyWith("data.build.dedup", ("near",))] = Field(0.8, gt=0, le=1)
@@ -205,7 +206,8 @@ class DataConfig(Section):
     """Prefetch threads per rank; 0 = none."""
     synthetic: bool = False
     """Train on one micro batch of random tokens, made once: what a step takes without the loader."""
-    build: Annotated[BuildConfig, OnlyWith("data.sources")] = BuildConfig()
+    build: BuildConfig = BuildConfig()
+    """How data.sources become shards. A run on data.path has here how its shards were built."""
 
 
 class ModelConfig(Section):
@@ -306,10 +308,10 @@ class FinetuneConfig(Section):
     """Names of the classes, in the order of the model's outputs."""
     pair: bool = False
     """An example is two texts, which a BiLSTM reads apart."""
-    head: Literal["recipe", "native"] = "recipe"
+    head: Literal["auto", "recipe", "native"] = "auto"
     """recipe = dense, tanh, dropout, linear; native = that of the class in transformers that the encoder
-    exports to."""
-    head_size: Annotated[int, OnlyWith("finetune.head", ("recipe",))] = Field(1024, ge=1, le=2**17)
+    exports to; auto = native where there is such a class, else recipe."""
+    head_size: Annotated[int, OnlyWith("finetune.head", ("auto", "recipe"))] = Field(1024, ge=1, le=2**17)
     """Width of the recipe's head."""
     pooling: Literal["cls", "mean"] = "cls"
     """What of an example goes into the head: its first token, or the mean over its tokens."""

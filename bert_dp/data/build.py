@@ -48,6 +48,7 @@ from bert_dp.files import write_json, write_text
 from bert_dp.training.process import follow_launcher
 
 SAMPLE_BYTES = 128 * 2**20  # text that the tokenizer is trained on, at most
+WARNED_SHARE = 0.01  # of the documents that a filter drops
 BYTES_PER_PROCESS = 8 * 2**20  # of source; for less, starting a process costs more than it saves
 Progress = Callable[[str, int, int | None], None]
 """Stage, done, total; None: unknown, 0: a message and no stage."""
@@ -118,7 +119,9 @@ def _existing(
     with contextlib.suppress(ConfigError):
         manifest = read_manifest(out)
         before = [source.sha256 or source.name for source in manifest.sources]
-        is_same = manifest.build == settings and before == [r["sha256"] or r["name"] for r in records]
+        is_same = manifest.build.model_dump() == settings and before == [
+            r["sha256"] or r["name"] for r in records
+        ]
         if is_same and not shards.verify(out):
             return manifest
     if not shards.are_alone(out):
@@ -402,23 +405,27 @@ def _check_split(
     )
     hint = (
         f"add text, split long documents (data.build.documents {options.documents}), or change "
-        f"data.build.held_out_fraction {share} or data.build.max_tokens_per_char "
-        f"{options.max_tokens_per_char} (0 = no filter)"
+        f"data.build.held_out_fraction {share} or data.build.max_tokens_per_char (0 = no filter)"
     )
     other = "data.build.held_out_fraction"
     raise ConfigError([Issue("data.sources", "out_of_range", message, other=other, hint=hint)])
 
 
 def filter_warnings(manifest: Manifest) -> list[str]:
-    """Warn when the token filter dropped over a fifth of the documents: a small vocabulary does that."""
-    filtered = manifest.dropped["tokens_per_char"]
+    """Name each filter that dropped more than WARNED_SHARE of the documents, and its setting."""
+    limit = tokens.max_tokens_per_char(manifest.build, manifest.vocab_size)
     total = sum(manifest.dropped.values()) + manifest.train.documents + manifest.held_out.documents
-    if filtered <= 0.2 * total:
-        return []
-    limit = manifest.build["max_tokens_per_char"]
+    reasons = {
+        "empty": "the tokenizer keeps nothing of them (data.build.normalize, data.tokenizer)",
+        "tokens_per_char": f"{limit:.3g} or more tokens per character (data.build.max_tokens_per_char; 0 "
+        "keeps all)",
+        "exact_duplicate": "the tokens of an earlier document (data.build.dedup; none keeps all)",
+        "near_duplicate": "much like an earlier document (data.build.dedup; exact keeps them)",
+    }
     return [
-        f"{filtered / total:.0%} of the documents were dropped for more than {limit} tokens per character; "
-        "raise max_tokens_per_char (0 keeps all) or the vocabulary"
+        f"{count:,} of {total:,} documents ({count / total:.1%}) were dropped: {reasons[stage]}"
+        for stage, count in manifest.dropped.items()
+        if count > WARNED_SHARE * total
     ]
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bert_dp.config import FinetuneConfig, ModelConfig, native_head
+from bert_dp.config import FinetuneConfig, ModelConfig, finetuned_head
 from bert_dp.model.bert import EncoderModel, initialize, make_norm
 from bert_dp.model.kernels import KeyedDropout
 
@@ -47,9 +47,9 @@ class ClassificationHead(nn.Module):
 
     def __init__(self, config: ModelConfig, finetune: FinetuneConfig):
         super().__init__()
-        native = finetune.head == "native"
-        self.shape = shape = HEADS[native_head(config) if native else finetune.head]
-        width = config.hidden_size if native else finetune.head_size
+        name = finetuned_head(config, finetune)
+        self.shape = shape = HEADS[name]
+        width = finetune.head_size if name == "recipe" else config.hidden_size
         self.dense = nn.Linear(config.hidden_size, width, bias=shape.bias)
         self.norm = make_norm(config) if shape.norm else None
         self.drop_in = KeyedDropout(config.dropout if shape.drops_input else 0.0, HEAD_SITE)

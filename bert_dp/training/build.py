@@ -9,7 +9,15 @@ from typing import Any
 import torch
 
 from bert_dp import cost, files, optim, parallel
-from bert_dp.config import ConfigError, Issue, changed_settings, decide_precision, peak_lr, residual_issues
+from bert_dp.config import (
+    ConfigError,
+    Issue,
+    changed_settings,
+    decide_precision,
+    export_formats,
+    peak_lr,
+    residual_issues,
+)
 from bert_dp.config.checks import ProfilePlan
 from bert_dp.config.errors import sha256
 from bert_dp.files import CheckpointFacts
@@ -238,6 +246,7 @@ def describe(trainer: Trainer, placed: Placement, resumed: Checkpoint | None) ->
         f"model: {trainer.num_parameters:,} parameters, {trainer.precision.name}{residual}, {compiled}, "
         f"engine {engine}",
         f"learning rate: {peak_lr(config).equation}, {config.optim.name}",
+        f"export: {export_formats(config)}",
     ]
     if resumed is None and (init := trainer.metadata["init_from"]):
         lines.append(

@@ -116,7 +116,7 @@ Words = Annotated[
 ]
 Settings = Annotated[
     list[str] | None,
-    Argument(metavar="SETTING=VALUE", show_default=False, help="Settings on top of configs/glue.yaml."),
+    Argument(metavar="SETTING=VALUE", show_default=False, help="Settings on top of the recipe in configs/."),
 ]
 Set = Annotated[
     list[str] | None, Option("--set", metavar="a.b=v", help="Another way to write SETTING=VALUE; repeatable.")

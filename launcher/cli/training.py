@@ -10,7 +10,16 @@ from typing import Annotated, Literal
 import typer
 from typer import Argument, Option
 
-from bert_dp.config import ConfigError, Issue, find_config, micro_is_auto, shipped_configs
+from bert_dp.config import (
+    ConfigError,
+    Issue,
+    find_config,
+    load_config,
+    micro_is_auto,
+    native_class,
+    native_issues,
+    shipped_configs,
+)
 from bert_dp.config.checks import parse_profile
 from launcher.cli import options as opt
 from launcher.log import print_error
@@ -252,13 +261,16 @@ def distill(
 
 
 def configs(name: Annotated[str | None, Argument(help="Configuration to print.")] = None) -> int:
-    """List the shipped configurations, or print one."""
+    """List the shipped configurations and what they export to, or print one."""
     if name is not None:
         typer.echo(find_config(name).read_text(), nl=False)
         return 0
+    typer.echo(f"{'configuration':<18} {'transformers':<20} what it trains")
     for path in sorted(shipped_configs().glob("*.yaml")):
         summary = path.read_text().partition("\n")[0].removeprefix("# ")
-        typer.echo(f"{path.stem:<18} {summary}")
+        config = load_config(path, ["data.path=shards"])
+        name = "-" if native_issues(config, "mlm") else native_class(config.model)
+        typer.echo(f"{path.stem:<18} {'as RUN' if config.has_examples else name:<20} {summary}")
     print_error("next: bert-dp train NAME --dry-run")
     return 0
 

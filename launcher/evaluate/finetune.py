@@ -18,14 +18,14 @@ from bert_dp.config import (
     parse_overrides,
     read_examples,
     read_hf,
-    read_yaml,
+    read_levels,
     resolve,
     shipped_configs,
 )
 from launcher import children, job
 from launcher.machine import environment
 
-RECIPE = "glue.yaml"
+RECIPE = "finetune.yaml"
 
 # settings that follow from RUN and its task
 DERIVED = (
@@ -137,6 +137,8 @@ def configuration(
     init_from: Path | None,
     path: Path | None = None,
     manifest: ExamplesManifest | None = None,
+    *,
+    recipe: str = RECIPE,
 ) -> Config:
     """Resolve the model and length of the pretrained run, then the recipe, then the kind and labels of the
     data at `path`, then the settings that were given. Without `path`: before any data is prepared.
@@ -144,7 +146,7 @@ def configuration(
     model = start.config.model.model_dump(mode="json")
     levels: list[dict[str, Any]] = [
         {"model": model, "data": {"sequence_length": start.config.data.sequence_length}},
-        read_yaml(shipped_configs() / RECIPE),
+        *read_levels(shipped_configs() / recipe),
         {"data": {"path": str(path or "not-prepared")}},
     ]
     if init_from is not None:

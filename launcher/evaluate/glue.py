@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 STATE = "plan.json"
+RECIPE = "glue.yaml"
 FIXED = ("kind", "config_hash", "settings", "start")
 GROWS = ("settings.seeds",)
 NO_EFFECT = ("checkpoint", "log.to")  # trials keep no checkpoint and send no records
@@ -107,7 +108,7 @@ def evaluate(
     """Return the exit code. Raises ConfigError with every problem of the input before any trial starts."""
     start = finetune.find_pretrained(run)
     weights = None if options.init == "random" else start.checkpoint
-    base = finetune.configuration(start, overrides, weights)
+    base = finetune.configuration(start, overrides, weights, recipe=RECIPE)
     this_job = job.Job(start.run.name, base, environment.probe(Path()))
     folder = this_job.directory(out, "eval", "glue")
     issues: list[Issue] = [
@@ -206,7 +207,8 @@ def trial_issues(grid: GlueGrid) -> list[Issue]:
 
 def configure(grid: GlueGrid, task: PreparedTask) -> Config:
     """Return the finetuning configuration of a task. Raises ConfigError."""
-    config = finetune.configuration(grid.start, grid.overrides, grid.weights, task.path, task.manifest)
+    start = (grid.start, grid.overrides, grid.weights)
+    config = finetune.configuration(*start, task.path, task.manifest, recipe=RECIPE)
     return finetune.sized_micro_batches(config, grid.options.ranks, grid.overrides, on_gpu=grid.on_gpu)
 
 

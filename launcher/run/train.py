@@ -30,6 +30,7 @@ from bert_dp.config import (
     batch_layout,
     changed_settings,
     dump_config,
+    export_formats,
     flat,
     hf_directory,
     no_effect,
@@ -263,6 +264,8 @@ def run_locked(
     log(f"run directory: {run_dir}")
     manifest = read_data(job.config, prepare_data(job.config))
     config = with_budget(job.config, manifest.num_samples)
+    if isinstance(manifest, Manifest):
+        config = manifest.with_build(config)
     if job.config.data.path is None:  # else these were said before
         log(f"data: {describe_data(config, manifest)}")
         warn(console, manifest.warnings(config))
@@ -438,6 +441,8 @@ def change_issues(facts: record.CheckpointFacts, config: Config, resume: str) ->
     before, now = facts.config.get("run", {}).get("init_from"), config.run.init_from
     was_moved = before is not None and not (hf_directory(before) or Path(before)).exists()
     issues = changed_settings(facts.config, config)
+    if config.data.path is not None:  # data.build is that of the shards, whose hash is compared
+        issues = [issue for issue in issues if not issue.setting.startswith("data.build.")]
     if before != now and not was_moved:
         message = "the run began with {}, now {}".format(*(s or "random weights" for s in (before, now)))
         issues.append(Issue("run.init_from", "conflict", message, now))
@@ -565,6 +570,7 @@ def describe(
         f"memory  about {memory.total_gib:.2f} GiB a rank (estimate, {memory.precision}, eager: {parts})",
         f"length  {describe_length(config, tokens if packed else None)}; schedule {config.schedule.name}",
         f"rate    {peak_lr(config).equation}; {config.optim.name}",
+        f"export  {export_formats(config)}",
     ]
 
 

@@ -55,7 +55,7 @@ def test_a_language_is_trained_finetuned_predicted_and_exported(language: str, t
     found = json.loads(verb("eval", "mlm", run, text, "--json"))
     assert (found["hidden"]["unknown_tokens"], found["hidden"]["words_without_token"]) == (0, 0)
     assert found["hidden"]["bytes"] > 0
-    few = ("schedule.epochs=1", "batch.global_size=8", "batch.micro_size=4", "finetune.head=native")
+    few = ("schedule.epochs=1", "batch.global_size=8", "batch.micro_size=4")
     verb(
         "finetune", run, "--train", table, "--dev", table, "--kind", "single_label", *few,
         "--nproc", "1", "--run-dir", tuned,

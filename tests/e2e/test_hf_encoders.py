@@ -13,6 +13,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
 from tests.e2e.cli import bert_dp, refused
+from tests.glue_fixture import write_two_tasks
 from tests.helpers import logged, read_json, read_lines
 from tests.runs_to_export import WORDS
 
@@ -112,7 +113,7 @@ def test_a_bert_is_trained_on_finetuned_and_exported(tmp_path: Path) -> None:
     assert logged(run, "step") == [1, 2, 3]
     tuned = tmp_path / "tuned"
     files = ["--train", str(table), "--dev", str(table)]
-    options = [*SETTINGS, "finetune.head=native", "optim.lr=2e-2"]
+    options = [*SETTINGS, "optim.lr=2e-2"]
     done("finetune", str(run), *options, *files, "--nproc", "2", "--run-dir", str(tuned))
     out, predicted = tmp_path / "out", tmp_path / "predicted.jsonl"
     words = ["--text", "text", "--text-pair", "text_pair", "--out"]
@@ -133,16 +134,7 @@ def test_a_roberta_is_finetuned_as_it_is(tmp_path: Path) -> None:
     settings = {"pad_token_id": 1, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
     folder = write_encoder(tmp_path / "roberta", "Roberta", roberta_tokenizer(), **settings)
     table, tuned, out = write_table(tmp_path / "pairs.csv"), tmp_path / "tuned", tmp_path / "out"
-    options = [
-        f"hf:{folder}",
-        *SETTINGS,
-        "finetune.head=native",
-        "optim.lr=2e-2",
-        "--train",
-        str(table),
-        "--dev",
-        str(table),
-    ]
+    options = [f"hf:{folder}", *SETTINGS, "optim.lr=2e-2", "--train", str(table), "--dev", str(table)]
     done("finetune", *options, "--nproc", "1", "--run-dir", str(tuned))
     predicted = tmp_path / "predicted.jsonl"
     done(
@@ -162,3 +154,15 @@ def test_a_roberta_is_finetuned_as_it_is(tmp_path: Path) -> None:
     errors = refused("finetune", *options, "parallel.tensor=2", "--nproc", "2")
     assert "model.vocab_size: 301 is not a multiple of parallel.tensor 2" in errors
     assert "RUN: " in refused("finetune", f"hf:{tmp_path}", *options[1:])
+
+
+def test_an_encoder_is_evaluated_on_glue(tmp_path: Path) -> None:
+    folder, out = write_encoder(tmp_path / "bert", "Bert", bert_tokenizer()), tmp_path / "out"
+    data = write_two_tasks(tmp_path / "glue")
+    few = ["precision=fp32", "schedule.epochs=1", "--tasks=WNLI", "--seeds=1"]
+    done("eval", "glue", f"hf:{folder}", *few, f"--data={data}", f"--out={out}")
+    glue = read_json(out / "glue.json")
+    ((trial,),) = [task["trials"] for task in glue["tasks"]]
+    start = read_json(out / "trials" / trial["trial"] / "summary.json")["init_from"]
+    assert (glue["status"], trial["status"], start["tensors"]) == ("complete", "ok", 31)
+    assert {name.partition(".")[0] for name in start["dropped"]} == {"cls", "encoder"}, "head and key biases"

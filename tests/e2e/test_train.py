@@ -11,13 +11,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from bert_dp.config import dump_config, load_config, shipped_configs
+from bert_dp.config import dump_config, load_config
 from tests.e2e.cli import TINY, bert_dp, go_on, here, refused, tiny, train
-from tests.helpers import logged, read_json, read_lines
+from tests.helpers import PRETRAINING, logged, read_json, read_lines
 from tests.parity.runs import train_runs, write_run
 from tests.shards import edited_manifest
-
-CONFIGS = [path for path in sorted(shipped_configs().glob("*.yaml")) if path.stem not in ("glue", "distill")]
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +111,7 @@ def test_weights_of_another_tokenizer_are_refused(
     assert "data.tokenizer" in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda p: p.stem)
+@pytest.mark.parametrize("config", PRETRAINING, ids=lambda p: p.stem)
 def test_every_shipped_configuration_trains_two_steps_when_shrunk(
     tmp_path: Path, shards: Path, config: Path
 ) -> None:

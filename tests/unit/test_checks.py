@@ -274,7 +274,7 @@ IDLE = {
     "model.norm=rmsnorm model.norm_bias=true": "",
     "checkpoint.keep=0 checkpoint.every_steps=5": "checkpoint.every_steps checkpoint.keep",
     "data.path=/x data.tokenizer=/t data.build.normalize=false data.build.dedup=near": (
-        "data.tokenizer data.sources data.build.normalize data.sources data.build.dedup data.sources"
+        "data.tokenizer data.sources data.build.normalize data.tokenizer"
     ),
     "data.tokenizer=/t data.build.normalize=false data.build.tokenizer_model=byte_bpe": (
         "data.build.normalize data.tokenizer data.build.tokenizer_model data.tokenizer"

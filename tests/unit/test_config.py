@@ -28,7 +28,7 @@ from bert_dp.config import (
 from bert_dp.config.load import SYNONYMS, ConfigLoader
 from launcher.job import absolute
 from launcher.run.train import expected_steps
-from tests.helpers import BASE, CONFIGS, issues_of, make_config, raised_issues
+from tests.helpers import BASE, CONFIGS, OF_ANY_MODEL, issues_of, make_config, raised_issues
 
 LEAST = "data: {sources: [builtin]}\nschedule: {steps: 1}\n"
 
@@ -331,7 +331,7 @@ def test_every_shipped_configuration_loads() -> None:
     shipped = sorted(CONFIGS.glob("**/*.yaml"))
     assert shipped
     for path in shipped:
-        own = ["data.path=examples", "finetune.labels=[a, b]"] if path.stem in ("glue", "distill") else []
+        own = ["data.path=examples", "finetune.labels=[a, b]"] if path.stem in OF_ANY_MODEL else []
         config = load_config(path, own)
         assert no_effect(config) == [], path
         batch_layout(config, 1 if config.parallel.engine == "single" else 2)

@@ -19,7 +19,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from bert_dp import files as record
-from bert_dp.config import Config, Issue, read_manifest
+from bert_dp.config import BuildConfig, Config, Issue, read_manifest
 from bert_dp.config.manifest import Split
 from bert_dp.config.schema import MIN_BYTE_VOCAB_SIZE
 from bert_dp.data import build as builder
@@ -730,10 +730,19 @@ def test_interrupted_build_leaves_nothing_and_runs_again(tmp_path: Path, number:
         assert not list(tmp_path.glob(".out.*"))
 
 
-@pytest.mark.parametrize(("count", "twins", "warned"), [(30, 0, True), (15, 0, False), (30, 900, False)])
-def test_a_filter_that_takes_much_is_told(tmp_path: Path, count: int, twins: int, warned: bool) -> None:
-    directory = write_shards(tmp_path / "s", train=65, held_out=5)
+def test_a_filter_that_drops_more_than_a_hundredth_names_its_setting(tmp_path: Path) -> None:
+    directory = write_shards(tmp_path / "s", train=380, held_out=5, vocab_size=4096)
     with edited_manifest(directory) as edited:
-        edited["dropped"] = {"tokens_per_char": count, "exact_duplicate": twins}
-        edited["build"] = {"max_tokens_per_char": 0.25}
-    assert len(builder.filter_warnings(read_manifest(directory))) == warned
+        edited["dropped"] = {"empty": 4, "tokens_per_char": 5, "exact_duplicate": 6, "near_duplicate": 0}
+    few, many = builder.filter_warnings(read_manifest(directory))
+    assert few.startswith("5 of 400 documents (1.2%)")
+    assert "0.335 or more" in few
+    assert "data.build.max_tokens_per_char" in few
+    assert "data.build.dedup" in many
+
+
+def test_the_limit_of_tokens_per_character_follows_from_the_vocabulary() -> None:
+    sizes = (4096, 8192, 16384, 32768, 65535)
+    limits = [tokenizer.max_tokens_per_char(BuildConfig(), size) for size in sizes]
+    assert limits == pytest.approx([0.3352, 0.2992, 0.2708, 0.25, 0.2368], abs=1e-4)
+    assert tokenizer.max_tokens_per_char(BuildConfig(max_tokens_per_char=0.0), 4096) == 0

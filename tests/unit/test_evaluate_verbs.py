@@ -27,7 +27,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_recipe_is_the_protocol_of_the_crammed_paper(run: Path) -> None:
     """GLUE_sane of the cramming code; five seeds are `eval glue`'s."""
-    recipe = finetune.configuration(finetune.find_pretrained(run), [], None)
+    start = finetune.find_pretrained(run)
+    recipe = finetune.configuration(start, [], None, recipe=glue.RECIPE)
     optim, schedule, model, head = recipe.optim, recipe.schedule, recipe.model, recipe.finetune
     assert (optim.name, optim.lr, optim.beta1, optim.beta2, optim.eps) == ("adamw", 4e-5, 0.9, 0.98, 1e-6)
     assert (optim.weight_decay, optim.clip) == (0.0, 0.0)
@@ -35,6 +36,10 @@ def test_the_recipe_is_the_protocol_of_the_crammed_paper(run: Path) -> None:
     assert (model.dropout, model.attention_dropout, recipe.batch.global_size) == (0.1, 0.1, 16)
     assert (head.head, head.head_size, head.pooling) == ("recipe", 1024, "cls")
     assert (recipe.eval.every_steps, GlueOptions().seeds) == (0, 5)
+    own = finetune.configuration(start, [], None)
+    head = own.finetune.model_copy(update={"head": "recipe"})
+    assert own.finetune.head == "auto", "of `finetune`, which differs in nothing else"
+    assert own.model_copy(update={"finetune": head}) == recipe
 
 
 def test_a_refusal_of_a_build_names_the_option_that_was_given(tmp_path: Path) -> None:

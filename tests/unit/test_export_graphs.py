@@ -9,16 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from bert_dp.config import Config, Kind, shipped_configs
+from bert_dp.config import Config, Kind
 from bert_dp.exporting import check, load_exported
 from bert_dp.exporting import source as write
 from bert_dp.exporting.source import ExportSource, describe, open_run
+from tests.helpers import PRETRAINING
 from tests.runs_to_export import config_of, finetuned, write_run
 
-NAMES = [
-    path.stem for path in sorted(shipped_configs().glob("*.yaml")) if path.stem not in ("glue", "distill")
-]
-SHIPPED = {name: config_of(name) for name in NAMES}
+SHIPPED = {path.stem: config_of(path.stem) for path in PRETRAINING}
 ONCE = {(each.model, each.data.sequence_length): name for name, each in SHIPPED.items()}.values()
 """Configurations that differ in model or length; some are one model with two schedules."""
 CONFIGS: dict[str, tuple[Config, Kind]] = {

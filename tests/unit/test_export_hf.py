@@ -13,7 +13,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, processors
 
-from bert_dp.config import Config, ConfigError, Kind, native_issues
+from bert_dp.config import Config, ConfigError, Kind, export_formats, finetuned_head, native_issues
 from bert_dp.data import readers
 from bert_dp.examples.prepare import ExampleEncoder
 from bert_dp.exporting import check
@@ -194,6 +194,34 @@ def test_an_encoder_leaves_a_head_out_that_no_class_has() -> None:
     config = config_of("small-text", model={"head": "dense"})
     assert [len(native_issues(config, kind)) for kind in ("mlm", "encoder")] == [1, 0]
     assert native_issues(finetuned(config, "native"), "classifier") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "head", "formats"),
+    [
+        ("crammed-bert", {}, "recipe", "ONNX, AOTInductor; transformers has no class for model.position"),
+        ("crammed-rope", {}, "ModernBERT", "ModernBERT of transformers, ONNX, AOTInductor"),
+        ("quickstart", {}, "ModernBERT", "ModernBERT of transformers, ONNX, AOTInductor"),
+        ("bert-simple", {"norm_position": "post"}, "BERT", "BERT of transformers, ONNX, AOTInductor"),
+        (
+            "small-text",
+            {"head": "dense"},
+            "EuroBERT",
+            "ONNX, AOTInductor, without its head EuroBERT of transformers; transformers has no class for "
+            "model.head",
+        ),
+        ("crammed-bert", {"lstm_size": 8}, "recipe", "ONNX"),
+    ],
+)
+def test_a_run_says_what_it_can_be_exported_to(
+    name: str, model: dict[str, Any], head: str, formats: str
+) -> None:
+    """A classifier with the head of `auto` to the same, where there is a class."""
+    config = config_of(name, model=model)
+    assert export_formats(config) == formats
+    classifier = finetuned(config, "auto")
+    assert finetuned_head(classifier.model, classifier.finetune) == head
+    assert export_formats(classifier).startswith(f"{head} of" if head != "recipe" else "ONNX")
 
 
 def test_a_card_tells_no_folders_and_quotes_the_evaluation_of_its_own_step_alone(tmp_path: Path) -> None:

@@ -14,13 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bert_dp.config import Config, ConfigError, Issue, Manifest, read_manifest
+from bert_dp.config import Config, ConfigError, Issue, Manifest, no_effect, read_manifest
 from bert_dp.data import build, shards
 from bert_dp.data.stream import Shards
+from bert_dp.files.run_facts import CheckpointFacts
 from launcher.job import input_issues
+from launcher.run.train import change_issues
 from tests.e2e.cli import refused
 from tests.helpers import make_config, raised_issues
 from tests.shards import edited_manifest, write_manifest, write_shards
+from tests.states import FACTS
 
 Edit = Callable[[dict[str, Any]], Any]
 VOCAB, LENGTH = 64, 16
@@ -52,6 +55,7 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "a mask beyond": (lambda m: m["special_tokens"].update(mask=64), "special_tokens: 'mask'"),
     "no mask": (lambda m: m["special_tokens"].pop("mask"), "special_tokens"),
     "only special tokens": (lambda m: m.update(num_special=64), "num_special"),
+    "a build that is none": (lambda m: m.update(build={"dedup": "some"}), "build.dedup"),
     "another version": (lambda m: m.update(version=2), "version 2"),
     "an entropy that is none": (lambda m: m.update(unigram_entropy_nats=float("nan")), "unigram_entropy"),
 }
@@ -72,6 +76,22 @@ def test_what_does_not_hold_together_is_refused_by_every_reader(place: Path, nam
     lines = [*map(str, issues)]
     assert [str(i).removeprefix("data.path: ") for i in input_issues(config(place))] == lines
     assert refused("data", "inspect", str(place)).splitlines() == [f"error: {line}" for line in lines]
+
+
+def test_the_build_of_a_run_is_that_of_its_shards(place: Path) -> None:
+    with edited_manifest(place) as edited:
+        edited["build"] = {"dedup": "near", "normalize": False, "sequence_length": LENGTH}
+    manifest, run = read_manifest(place), config(place)
+    assert not any("data.build" in line for line in manifest.warnings(run))
+    built = manifest.with_build(run)
+    assert (built.data.build.dedup, built.data.build.normalize) == ("near", False)
+    assert no_effect(built) == []
+    assert manifest.warnings(built) == manifest.warnings(run)
+    other = make_config("data.build.dedup=none", data={"sources": None, "path": str(place)})
+    (line,) = [line for line in manifest.warnings(other) if "data.build" in line]
+    assert line == f"data.build.dedup: none has no effect, {place} was built with near"
+    facts = CheckpointFacts(**{**FACTS, "step": 1, "config": built.model_dump(mode="json")})
+    assert change_issues(facts, run, "auto") == [], "it goes on by the configuration that it was begun with"
 
 
 def test_what_holds_together_is_read_by_every_reader(place: Path) -> None:

@@ -12,17 +12,17 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bert_dp.config import OptimConfig, load_config, shipped_configs
+from bert_dp.config import OptimConfig, load_config
 from bert_dp.model.bert import CrammedBert
 from bert_dp.model.interface import Model
 from bert_dp.optim import make_optimizer, muon
 from bert_dp.optim.muon import Muon, orthogonalize
+from tests.helpers import PRETRAINING
 from tests.unit.test_optimizers import parameters_of, random_tensors, rate, take_step
 
 MOMENTUM, BETAS, EPS, DECAY = 0.9, (0.8, 0.95), 1e-6, 0.1
 MATRICES = ("wide", "tall", "square")
 REST = ("embedding", "norm", "bias")  # the first with decay
-CONFIGS = [path for path in sorted(shipped_configs().glob("*.yaml")) if path.stem not in ("glue", "distill")]
 
 
 def make_muon(*groups: dict[str, Any], lr: float = 0.0) -> Muon:
@@ -175,7 +175,7 @@ def test_the_rest_is_torchs_fused_adamw_bit_for_bit(dtype: torch.dtype) -> None:
         assert own.state[ours["norm"]].keys() == adamw.state[theirs["norm"]].keys()
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", PRETRAINING, ids=lambda p: p.stem)
 def test_muon_gets_the_linear_weights_of_the_blocks(path: Path) -> None:
     config = load_config(path, ["model.num_layers=2"])
     with torch.device("meta"):
