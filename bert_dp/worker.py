@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import sys
 
+from bert_dp.files import LAUNCHER_PID
 from bert_dp.training.rank import main
 
 if __name__ == "__main__":
-    code = main()
+    code = main(standalone=LAUNCHER_PID not in os.environ)
     if code:  # peers may be gone: leave without the process group's own farewell
         sys.stdout.flush()
         os._exit(code)

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args
 
 from bert_dp import files
 from bert_dp.config import (
-    HF,
     MAX_RANKS,
     Config,
     ConfigError,
     Issue,
+    absolute,
     differing_settings,
     dump_config,
     engine_facts,
@@ -147,24 +147,6 @@ def find_config(name: str | None, run_dir: Path | None = None) -> Path:
         return path
     own = run_dir / "config.yaml" if run_dir else None
     return own if own and own.exists() else shipped_configs() / "quickstart.yaml"
-
-
-def absolute(config: Config) -> Config:
-    """Make every path of a configuration absolute."""
-
-    def full(path: str | None) -> str | None:
-        return None if path is None else str(Path(os.path.expanduser(path)).resolve())
-
-    def source(name: str) -> str:
-        return name if name == "builtin" or name.startswith("hub:") else str(full(name))
-
-    data, init_from = config.data, config.run.init_from
-    sources = None if data.sources is None else tuple(map(source, data.sources))
-    paths = {"path": full(data.path), "sources": sources, "tokenizer": full(data.tokenizer)}
-    foreign = hf_directory(init_from)
-    weights = full(init_from) if foreign is None else f"{HF}{full(str(foreign))}"
-    run = config.run.model_copy(update={"init_from": weights})
-    return config.model_copy(update={"data": data.model_copy(update=paths), "run": run})
 
 
 def input_issues(config: Config) -> list[Issue]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import sys
@@ -15,7 +16,19 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Log = Callable[[str], None]
+PIPE_COLUMNS = 1000
 PLAIN: Any = {"markup": False, "highlight": False, "soft_wrap": True}
+
+
+def console() -> Console:
+    """Make a console for stdout. A character that its encoding lacks becomes a question mark; what goes to a
+    file or a pipe is not wrapped, unless COLUMNS says so."""
+    from rich.console import Console
+
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    wraps = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if wraps else PIPE_COLUMNS)
 
 
 def show(console: Console, what: Any, **options: Any) -> None:

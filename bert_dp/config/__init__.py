@@ -22,6 +22,7 @@ from bert_dp.config.engines import ENGINES, OPTIMIZERS, benchmark_names, compute
 from bert_dp.config.errors import ConfigError, Issue, IssueKind, install_command
 from bert_dp.config.hf import HF, HfEncoder, hf_directory, hf_issues, read_hf, tokenizer_issues
 from bert_dp.config.load import (
+    absolute,
     dump_config,
     find_config,
     load_config,

@@ -11,6 +11,7 @@ import difflib
 import functools
 import itertools
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ import yaml
 from pydantic import ValidationError
 
 from bert_dp.config.errors import ConfigError, Issue, IssueKind, plain_message, read_regular, refusing
-from bert_dp.config.hf import hf_directory, read_hf
+from bert_dp.config.hf import HF, hf_directory, read_hf
 from bert_dp.config.schema import BUDGETS, Config, ModelConfig, all_settings
 
 AUTO = "auto"
@@ -226,6 +227,24 @@ def _undotted(level: dict[Any, Any], file: Path) -> dict[Any, Any]:
     if issues:
         raise ConfigError(issues)
     return tree
+
+
+def absolute(config: Config) -> Config:
+    """Make every path of a configuration absolute."""
+
+    def full(path: str | None) -> str | None:
+        return None if path is None else str(Path(os.path.expanduser(path)).resolve())
+
+    def source(name: str) -> str:
+        return name if name == "builtin" or name.startswith("hub:") else str(full(name))
+
+    data, init_from = config.data, config.run.init_from
+    sources = None if data.sources is None else tuple(map(source, data.sources))
+    paths = {"path": full(data.path), "sources": sources, "tokenizer": full(data.tokenizer)}
+    foreign = hf_directory(init_from)
+    weights = full(init_from) if foreign is None else f"{HF}{full(str(foreign))}"
+    run = config.run.model_copy(update={"init_from": weights})
+    return config.model_copy(update={"data": data.model_copy(update=paths), "run": run})
 
 
 def dump_config(config: Config) -> str:

@@ -17,6 +17,7 @@ from bert_dp.files.io import (
     LAUNCHER_START,
     LOG_DIR,
     REDACTED,
+    RUN_LOCK,
     STALE_S,
     STARTED_AGAIN,
     STOP_SIGNALS,

@@ -125,6 +125,7 @@ STARTED_AGAIN = "-- started again --"  # a line of rank-N.log
 LAUNCHER_PID = "BERT_DP_LAUNCHER_PID"
 LAUNCHER_START = "BERT_DP_LAUNCHER_START"  # see start_ticks
 
+RUN_LOCK = ".launcher.lock"  # of whoever supervises the run: our launcher, or rank 0 without one
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """What ends a run after a checkpoint."""
 

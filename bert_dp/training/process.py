@@ -148,8 +148,9 @@ class Records:
 
 
 def redirect_output(rank: int, errors: WriteErrors) -> None:
-    """Append everything this process prints to $BERT_DP_LOG_DIR/rank-N.log, if the launcher set it, after a
-    line that separates it from an earlier process's. Failed writes are counted in `errors`."""
+    """Append everything this process prints to $BERT_DP_LOG_DIR/rank-N.log, if that is set, after a line that
+    separates it from an earlier process's, and stacks on SIGUSR2 to rank-N.stack. Failed writes are counted
+    in `errors`."""
     sys.stdout, sys.stderr = LogStream(1, errors), LogStream(2, errors)
     if folder := os.environ.get(LOG_DIR):
         try:
@@ -163,6 +164,7 @@ def redirect_output(rank: int, errors: WriteErrors) -> None:
                 sys.stdout.write(f"{STARTED_AGAIN}\n")
             os.close(log)
     faulthandler.enable()
+    show_stacks_on_signal(rank)
 
 
 def show_stacks_on_signal(rank: int) -> None:

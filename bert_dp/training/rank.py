@@ -12,12 +12,22 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from bert_dp import files
-from bert_dp.config import METERED, Config, ConfigError, Issue, batch_layout, load_config, with_budget
+from bert_dp.config import (
+    METERED,
+    Config,
+    ConfigError,
+    Issue,
+    absolute,
+    batch_layout,
+    load_config,
+    with_budget,
+)
 from bert_dp.config.checks import ProfilePlan, parse_profile, profile_issues, rank_sets
 from bert_dp.files.ledger import EXIT_S, Ledger, Spending, budget_issues
+from bert_dp.training.follower import Follower
 from bert_dp.training.process import (
     HeartbeatWriter,
     RunFailed,
@@ -30,7 +40,6 @@ from bert_dp.training.process import (
     read_world,
     record_error,
     redirect_output,
-    show_stacks_on_signal,
 )
 
 if TYPE_CHECKING:
@@ -40,10 +49,13 @@ SWITCH_S = 5e-4  # Python's default, 5 ms, delays prefetching threads when steps
 DYING_S = 60.0  # for a killed process to go: it may wait for a file server or a GPU
 
 
-def main(argv: list[str] | None = None, make_task: MakeTask | None = None) -> int:
+def main(
+    argv: list[str] | None = None, make_task: MakeTask | None = None, *, standalone: bool = False
+) -> int:
     """Run one rank. Returns 0 when done or stopped after a checkpoint, 2 for bad input, 1 when failed.
 
-    `make_task`: makes a task that the configuration cannot name; None = the one that it names.
+    `make_task`: makes a task that the configuration cannot name; None = the one that it names. `standalone`:
+    no launcher keeps and shows the run, so rank 0 does.
     """
     files.set_private_umask()
     signals = Signals()
@@ -57,12 +69,11 @@ def main(argv: list[str] | None = None, make_task: MakeTask | None = None) -> in
         return 2
     write_errors = WriteErrors()
     redirect_output(world.rank, write_errors)
-    show_stacks_on_signal(world.rank)
     follow_launcher()
     sys.setswitchinterval(SWITCH_S)
     with contextlib.ExitStack() as at_end:  # once an error has been recorded
         try:
-            run(arguments, world, signals, write_errors, make_task, at_end)
+            run(arguments, world, signals, write_errors, make_task, at_end, standalone=standalone)
         except ConfigError as error:
             record_error(world.rank, error)
             return 2
@@ -91,6 +102,8 @@ def run(
     write_errors: WriteErrors,
     make_task: MakeTask | None,
     at_end: contextlib.ExitStack,
+    *,
+    standalone: bool,
 ) -> None:
     """Take one rank from its environment to its summary. Raises ConfigError for bad input, RunFailed on rank
     0 when all ranks have ended the run together; the other ranks then return.
@@ -104,14 +117,16 @@ def run(
     from bert_dp.training.loop import Rank, dry_run, save, train
     from bert_dp.training.summary import write_summary
 
-    config = load_config(arguments.config)
+    config = absolute(load_config(arguments.config))
     run_dir = (arguments.run_dir or arguments.config.parent).resolve()
     if arguments.run_dir is not None:
         run_dir.mkdir(parents=True, exist_ok=True)
     layout = batch_layout(config, world.size)
     plan = profile_plan(arguments, config, world)
     device = devices.choose_device(config.run.device, world)
-    lock = lock_run(run_dir) if world.rank == 0 else None
+    if world.rank == 0:
+        lock_run(run_dir, at_end)
+    follower = at_end.enter_context(Follower(run_dir, world.size)) if standalone and world.rank == 0 else None
     if world.rank == 0 and files.LAUNCHER_PID not in os.environ:  # else the launcher keeps it
         if issues := budget_issues(config, run_dir, []):
             raise ConfigError(issues)
@@ -145,6 +160,12 @@ def run(
         write_errors=write_errors,
     )
     resumed = build.select_checkpoint(rank, arguments.resume)
+    if standalone:  # all checks are passed: from here on the run writes
+        if follower is not None:
+            follower.start(config)
+        comm.barrier()
+        os.environ[files.LOG_DIR] = str(run_dir / "logs")
+        redirect_output(world.rank, write_errors)
     heartbeat.progress()
     trainer, state, tensors = build.build_trainer(rank, resumed, plan)
     at_end.callback(trainer.checkpointer.close)  # a checkpoint that is being written outlives an error
@@ -173,8 +194,6 @@ def run(
         comm.barrier()  # no rank ends while another still saves
     distributed.disconnect()
     heartbeat.close()
-    if lock is not None:
-        lock.close()
     if failure is not None and world.rank == 0:
         raise RunFailed(failure.message, failure.kind)
 
@@ -207,16 +226,18 @@ def write_collectives(run_dir: Path, rank: int, progress: int) -> None:
     files.write_json(run_dir / "logs" / f"rank-{rank}.collectives.json", facts)
 
 
-def lock_run(run_dir: Path) -> IO[str]:
-    """Hold the run directory while this process lives. Raises ConfigError when another run holds it.
+def lock_run(run_dir: Path, until: contextlib.ExitStack) -> None:
+    """Hold the run directory until the end of `until`. Raises ConfigError when another run holds it.
 
-    Our launcher holds one too: started by it this is no other run, but the rank 0 that it has just killed and
-    that the kernel has not let go yet.
+    Our launcher holds RUN_LOCK: started by it, another holder of .lock is no other run, but the rank 0 that
+    it has just killed and that the kernel has not let go yet.
     """
-    end = time.monotonic() + (DYING_S if files.LAUNCHER_PID in os.environ else 0.0)
-    while (held := files.lock(run_dir / ".lock")) is None:
-        if time.monotonic() >= end:
-            message, hint = f"{run_dir} is in use by another run", "choose another directory"
-            raise ConfigError([Issue("--run-dir", "exists", message, str(run_dir), hint=hint)])
-        time.sleep(0.2)
-    return held
+    has_launcher = files.LAUNCHER_PID in os.environ
+    end = time.monotonic() + (DYING_S if has_launcher else 0.0)
+    for name in (".lock",) if has_launcher else (files.RUN_LOCK, ".lock"):
+        while (held := files.lock(run_dir / name)) is None:
+            if time.monotonic() >= end:
+                message, hint = f"{run_dir} is in use by another run", "choose another directory"
+                raise ConfigError([Issue("--run-dir", "exists", message, str(run_dir), hint=hint)])
+            time.sleep(0.2)
+        until.enter_context(held)

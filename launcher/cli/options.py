@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import io
-import os
 import re
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from typer import Argument, BadParameter, Option
 
@@ -17,13 +14,10 @@ from bert_dp.config import ConfigError, Issue, benchmark_names, engine_facts
 from bert_dp.config.errors import install_command
 from bert_dp.config.schema import MAX_SECONDS, parse_duration
 from launcher.job import logger_issues
+from launcher.log import console as console
 from launcher.run.starters import launcher_problem
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 MAX_GPUS = 1_000_000
-PIPE_COLUMNS = 1000
 TEXTS = "Files, directories, globs (text, JSONL, Parquet; .gz .xz .zst), hub:NAME, or builtin."
 
 
@@ -186,14 +180,3 @@ def settings_after_run(words: Sequence[str] | None, overrides: Sequence[str] | N
     if name is not None:
         raise ConfigError([Issue(name, "wrong_type", "expected a setting as a.b=value after the RUN")])
     return settings
-
-
-def console() -> Console:
-    """Make a console for stdout. A character that its encoding lacks becomes a question mark; what goes to a
-    file or a pipe is not wrapped, unless COLUMNS says so."""
-    from rich.console import Console
-
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
-    wraps = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(width=None if wraps else PIPE_COLUMNS)

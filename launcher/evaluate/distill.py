@@ -12,6 +12,7 @@ from bert_dp.config import (
     ConfigError,
     ExamplesManifest,
     Issue,
+    absolute,
     find_config,
     parse_overrides,
     read_examples,
@@ -81,7 +82,7 @@ def load(
         shares = [[*command, str(rank), str(ranks)] for rank in range(ranks)]
         children.ask_modules("bert_dp.evaluation.teacher", shares, "computing the teacher's logits")
     sized = finetune.sized_micro_batches(config, ranks, overrides, on_gpu=on_gpu)
-    return job.Job(name, job.absolute(sized), machine)
+    return job.Job(name, absolute(sized), machine)
 
 
 def student_levels(student: str, embeddings: str, teacher: Pretrained, task: str) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from bert_dp.config import (
     ConfigError,
     ExamplesManifest,
     Issue,
+    absolute,
     hf_directory,
     parse_overrides,
     read_examples,
@@ -196,4 +197,4 @@ def load(
     config = configuration(start, overrides, weights, path, manifest)
     on_gpu = job.Job(name, config, machine).gpus > 0
     sized = sized_micro_batches(config, ranks, overrides, on_gpu=on_gpu)
-    return job.Job(name, job.absolute(sized), machine)
+    return job.Job(name, absolute(sized), machine)

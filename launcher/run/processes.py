@@ -153,7 +153,7 @@ def run(
             cause, memory = nodes.blame(cause, memory)
         if cause is not None:
             cause = failure.explain(cause, run_dir, nproc, memory)
-        return _result(run_dir, cause, unknown, pending)
+        return outcome_of(run_dir, cause, unknown, pending)
 
 
 def run_ranks(
@@ -296,7 +296,7 @@ def _unfinished(run_dir: Path) -> set[Path]:
     return set()
 
 
-def _result(run_dir: Path, cause: Failure | None, unknown: Failure, pending: list[int]) -> RunOutcome:
+def outcome_of(run_dir: Path, cause: Failure | None, unknown: Failure, pending: Sequence[int]) -> RunOutcome:
     """Complete the summary that rank 0 wrote, or build it if no rank could. `unknown` is the failure if no
     rank's end explains the end of the run.
 

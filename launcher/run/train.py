@@ -64,7 +64,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 COMPLETE = "this run is complete: its budget is spent; raise schedule.* to go on"
-LOCK = ".launcher.lock"
 BESIDE_A_RUN = (".*", "slurm-*.out", "lost+found")  # what may stand where a run begins
 MEMORY_STATE = ("weights", "gradients", "optimizer")  # parts of the memory estimate that are exact
 MAX_ESTIMATE_RATIO = 1.25  # of the estimate to what there is; above it the estimate's error is no excuse
@@ -138,7 +137,7 @@ def train(
             raise ConfigError([dataclasses.replace(i, hint=f"{i.hint}; {forced}") for i in too_much])
         if dry_run:
             return 0
-        with lock_output_dir(run_dir, LOCK, "--run-dir", "run"):
+        with lock_output_dir(run_dir, record.RUN_LOCK, "--run-dir", "run"):
             code = run_locked(
                 job,
                 ranks,
@@ -308,16 +307,21 @@ def run_locked(
     with ledger:
         with loggers:
             result = restarts.supervise(attempt, config, run_dir, ranks, resume, policy, log)
-        if result.failure is not None:
-            print_failure(result.failure, run_dir, console)
-        processes.complete_summary(run_dir, command_s=age_s(), spent=ledger.update())
-        report = of_directories([run_dir])
-        page = run_dir / PAGE if write_or_warn(report, run_dir / PAGE) else None
-    if result.failure is None:
-        show_report(console, report, page)
-    elif not result.failure.issues:
-        show_end(console, report, page)
+        close_run(run_dir, result.failure, console, command_s=age_s(), spent=ledger.update())
     return result.exit_code
+
+
+def close_run(run_dir: Path, failure: Failure | None, console: Console, **facts: object) -> None:
+    """Show the cause of a failure, add `facts` to summary.json, write the page, and show the result."""
+    if failure is not None:
+        print_failure(failure, run_dir, console)
+    processes.complete_summary(run_dir, **facts)
+    report = of_directories([run_dir])
+    page = run_dir / PAGE if write_or_warn(report, run_dir / PAGE) else None
+    if failure is None:
+        show_report(console, report, page)
+    elif not failure.issues:
+        show_end(console, report, page)
 
 
 def age_s() -> float:

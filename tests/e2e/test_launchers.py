@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -15,8 +16,23 @@ from pathlib import Path
 import psutil
 import pytest
 
+from bert_dp.files import read_lines
+from bert_dp.files.models import Summary
+from launcher import api
 from launcher.run.starters import LAUNCHERS, launcher_problem, start_command, start_environment
-from tests.e2e.cli import begin, members, step_reached, train, wait_for, write_config
+from launcher.watch.failure import NO_CAUSE
+from tests.e2e.cli import (
+    begin,
+    go_on,
+    here,
+    members,
+    processes_of,
+    refused,
+    step_reached,
+    train,
+    wait_for,
+    write_config,
+)
 from tests.helpers import read_json
 
 TOOLS = [
@@ -138,9 +154,9 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def test_ranks_started_by_hand_train_to_the_end(tmp_path: Path, shards: Path) -> None:
-    """Each is told its place by another program's variables."""
-    config = write_config(tmp_path / "run", shards, "compile=off", "batch.global_size=12")
+@contextlib.contextmanager
+def by_hand(config: Path) -> Iterator[list[subprocess.Popen[str]]]:
+    """Three ranks, each told its place by another program's variables."""
     meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     ranks = [
         subprocess.Popen(
@@ -153,13 +169,41 @@ def test_ranks_started_by_hand_train_to_the_end(tmp_path: Path, shards: Path) ->
         for place in BY_HAND
     ]
     try:
-        said = [process.communicate(timeout=240)[0] for process in ranks]
+        yield ranks
     finally:
         for process in ranks:
             process.kill()
-    assert [process.returncode for process in ranks] == [0, 0, 0], said
-    summary = read_json(tmp_path / "run" / "summary.json")
-    assert (summary["status"], summary["step"], summary["world_size"]) == ("done", 2, 3)
+            process.communicate()
+
+
+def test_ranks_started_by_hand_stop_at_a_signal_and_name_a_failure(tmp_path: Path, shards: Path) -> None:
+    run_dir = tmp_path / "run"
+    config = write_config(run_dir, shards, "compile=off batch.global_size=12 schedule.steps=100000")
+    for number, victims in ((signal.SIGTERM, slice(3)), (signal.SIGKILL, slice(1))):
+        began = len(metrics(run_dir))
+        with by_hand(config) as ranks:
+            wait_for(step_reached(run_dir, began + 3), seconds=240)
+            assert "in use by another run" in refused("train", "--run-dir", str(run_dir), "--nproc", "1")
+            for process in ranks[victims]:  # a batch system signals every process
+                process.send_signal(number)
+            said = [process.communicate(timeout=120)[0] for process in ranks]
+            codes = [process.returncode for process in ranks]
+        wait_for(lambda: not processes_of(run_dir), seconds=60)
+        summary = read_json(run_dir / "summary.json")
+        if number == signal.SIGTERM:
+            assert codes == [0, 0, 0], said
+            assert (summary["status"], summary["signal"], summary["world_size"]) == ("stopped", number, 3)
+            assert re.search(r"^step 3 \|", said[0], re.MULTILINE)
+            assert f"page: {run_dir / 'report.html'}" in said[0]
+            assert said[1:] == ["", ""]
+        else:
+            assert codes == [-number, 1, 1], said
+            failed = summary["failure"]
+            assert (summary["status"], failed["rank"]) == ("failed", 0)
+            assert failed["message"] == f"ended {NO_CAUSE}"
+            assert "failed: rank 0" in said[0]
+        assert summary["spent"]["seconds"] > 0
+        (run_dir / "report.html").unlink()
     environ = {k: v for k, v in os.environ.items() if not k.startswith("MASTER_")} | BY_HAND[1]
     command = [sys.executable, "-m", "bert_dp.worker", str(config)]
     lost = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
@@ -168,13 +212,32 @@ def test_ranks_started_by_hand_train_to_the_end(tmp_path: Path, shards: Path) ->
     assert "Traceback" not in lost.stderr
 
 
-def test_torchrun_starts_the_worker_as_the_documentation_says(tmp_path: Path, shards: Path) -> None:
+def test_a_run_that_torchrun_starts_is_a_run_of_ours(tmp_path: Path, shards: Path) -> None:
+    """As the documentation says it: the same numbers and files; every verb takes it."""
     page = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
     (command,) = re.findall(r"^torchrun (.*)$", page, re.MULTILINE)
-    changes = {"8": "2", "own.yaml": str(write_config(tmp_path / "made", shards)), "runs/own": "run"}
+    settings = "compile=off log.to=[tensorboard]"
+    made = write_config(tmp_path / "made", shards, settings)
+    changes = {"8": "2", "own.yaml": str(made), "runs/own": "run"}
     words = [changes.get(word, word) for word in command.split()]
     run = [sys.executable, "-P", "-m", "torch.distributed.run", *words]
     done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    summary = read_json(tmp_path / "run" / "summary.json")
-    assert (summary["status"], summary["world_size"]) == ("done", 2)
+    run_dir, ours = tmp_path / "run", tmp_path / "ours"
+    train(shards, ours, settings)
+    assert metrics(run_dir) == metrics(ours)
+    assert {p.name for p in ours.iterdir()} == {p.name for p in run_dir.iterdir()}
+    assert (ours / "config.yaml").read_text() == (run_dir / "config.yaml").read_text()
+    weights = [d / "checkpoints/step-00000002/model.safetensors" for d in (run_dir, ours)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    for word in ("step 2 |", f"page: {run_dir / 'report.html'}", "tensorboard: "):
+        assert word in done.stdout
+    assert (api.read_run(run_dir).summary or Summary(status="failed")).world_size == 2
+    sent = here("report", str(run_dir), "--log-to", "tensorboard")
+    assert sent.returncode == 0, sent.stderr
+    go_on(run_dir, "schedule.steps=4", nproc=2)
+    assert [line["step"] for line in read_lines(run_dir / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def metrics(run_dir: Path) -> list[tuple[int, float, float]]:
+    return [(m["step"], m["loss"], m["grad_norm"]) for m in read_lines(run_dir / "metrics.jsonl")]

@@ -29,7 +29,7 @@ STOPPED = "SIGTERM: stopped before this run's next checkpoint"
 
 
 def result(run_dir: Path, cause: Failure | None) -> tuple[processes.RunOutcome, dict]:
-    found = processes._result(run_dir, cause, UNKNOWN, [signal.SIGTERM])
+    found = processes.outcome_of(run_dir, cause, UNKNOWN, [signal.SIGTERM])
     return found, json.loads((run_dir / "summary.json").read_text())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
@@ -124,12 +125,14 @@ def test_a_restart_waits_for_the_rank_that_is_still_dying(
             dying.close()
 
     monkeypatch.setattr("bert_dp.training.rank.time.sleep", nap)
-    with pytest.raises(ConfigError, match="in use by another run"):
-        lock_run(tmp_path)
+    with pytest.raises(ConfigError, match="in use by another run"), contextlib.ExitStack() as until:
+        lock_run(tmp_path, until)
     assert naps == []
     monkeypatch.setenv(files.LAUNCHER_PID, "1")
-    lock_run(tmp_path).close()
-    assert len(naps) == 3
+    with files.lock(tmp_path / files.RUN_LOCK), contextlib.ExitStack() as until:  # type: ignore[union-attr]
+        lock_run(tmp_path, until)
+        assert len(naps) == 3
+        assert files.lock(tmp_path / ".lock") is None
 
 
 def test_the_first_stop_signal_is_the_one_that_counts() -> None:

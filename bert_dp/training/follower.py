@@ -1,0 +1,64 @@
+"""Start the process that shows and closes a run whose ranks our launcher has not started. Torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from bert_dp import files
+from bert_dp.config import Config, dump_config
+
+MODULE = "launcher.run.follow"  # a process of its own: its errors never reach the rank
+READY_S, CLOSE_S = 60.0, 60.0
+
+
+class Follower:
+    """A context on rank 0. From `start` on a process of the launcher shows the lines of the run; when rank 0
+    leaves the context or is killed, it completes summary.json, writes the page and shows the result."""
+
+    def __init__(self, run_dir: Path, world_size: int):
+        self._run_dir, self._world_size = run_dir, world_size
+        self._ours, self._theirs = socket.socketpair()
+        self._cores = os.sched_getaffinity(0)  # before this rank is bound to some of them
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Follower:
+        return self
+
+    def start(self, config: Config) -> None:
+        """Write config.yaml, remove what an earlier start left about its end, start the process and wait
+        until it reads. Its stdout is the present one of this process. Raises OSError."""
+        logs = self._run_dir / "logs"
+        logs.mkdir(exist_ok=True)
+        for stale in (*logs.glob("rank-*.error.json"), self._run_dir / "summary.json"):
+            stale.unlink(missing_ok=True)
+        files.write_text(self._run_dir / "config.yaml", dump_config(config))
+        # a batch system signals every process of a job; blocked signals stay so in the child
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, files.STOP_SIGNALS)
+        cores = os.sched_getaffinity(0)
+        try:
+            os.sched_setaffinity(0, self._cores)
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", MODULE, str(self._run_dir), str(self._world_size)],
+                stdin=self._theirs.fileno(),
+                start_new_session=True,
+            )
+        finally:
+            os.sched_setaffinity(0, cores)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            self._theirs.close()
+        self._ours.settimeout(READY_S)
+        with contextlib.suppress(OSError):
+            self._ours.recv(1)
+
+    def __exit__(self, *_: object) -> None:
+        self._theirs.close()
+        self._ours.close()
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(CLOSE_S)

@@ -1,0 +1,58 @@
+"""Show and close a run whose ranks our launcher has not started: `python -m launcher.run.follow RUN RANKS`, a
+child of rank 0, which holds the other end of standard input open while it lives."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from bert_dp import files
+from bert_dp.config import ConfigError, load_config
+from bert_dp.files.ledger import read_ledger
+from bert_dp.files.models import Failure
+from launcher.log import console as make_console
+from launcher.log import logger, masked_command
+from launcher.machine import environment
+from launcher.run.loggers import Loggers
+from launcher.run.processes import POLL_S, outcome_of
+from launcher.run.train import close_run
+from launcher.watch import failure
+from launcher.watch.display import Display
+
+
+def main(run_dir: Path, ranks: int) -> None:
+    """Follow rank 0 to its end, then complete summary.json, write the page and show the result."""
+    os.nice(19)  # ranks come first
+    rank_0, memory, console = psutil.Process(os.getppid()), failure.MemoryWatch(), make_console()
+    began_s, command = rank_0.create_time(), masked_command(rank_0.cmdline())
+    config, log = load_config(run_dir / "config.yaml"), logger(console, as_json=False)
+    machine = {**environment.probe(run_dir).to_json(), "command": command, "launcher": None}
+    files.write_json(run_dir / "environment.json", machine)  # rank 0 adds its part
+    log(f"run directory: {run_dir}")
+    with Loggers(run_dir, config.log.to, log), Display(run_dir, console, config) as display:
+        os.write(0, b"\n")  # what rank 0 writes from now on is seen
+        while not select.select([0], [], [], POLL_S)[0]:
+            display.poll()
+        display.poll()
+    unknown = Failure(kind="no_cause", message="rank 0 ended without a summary")
+    gone = failure.RankExit(0, None, time.monotonic_ns())  # nobody but its parent knows how
+    logs = run_dir / "logs"
+    errors = failure.recorded_errors(logs)
+    cause = failure.decide_cause(logs, "", (gone,), unknown, hang=None, errors=errors) or unknown
+    cause = failure.explain(cause, run_dir, ranks, memory.facts())
+    ended = outcome_of(run_dir, cause, unknown, ())
+    facts: dict[str, object] = {"command_s": time.time() - began_s}
+    try:
+        facts["spent"] = read_ledger(run_dir).total()
+    except ConfigError as error:
+        log(f"warning: {error}")
+    close_run(run_dir, ended.failure, console, **facts)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
