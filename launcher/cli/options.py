@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -93,6 +95,17 @@ def seconds(text: str) -> float:
 def hours(text: str) -> float:
     """Parse a number of hours or a duration, into hours."""
     return seconds(f"{text}h" if text.strip().replace(".", "", 1).isdecimal() else text) / 3600
+
+
+def program(text: str) -> tuple[str, ...]:
+    """Split a command into words as a shell would; its program must exist."""
+    try:
+        found = shlex.split(text)
+    except ValueError as error:
+        raise BadParameter(f"{text!r}: {error}") from None
+    if not found or shutil.which(found[0]) is None:
+        raise BadParameter(f"{text!r} begins with no program that can be run")
+    return tuple(found)
 
 
 def launcher(text: str) -> str:

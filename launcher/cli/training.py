@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as jsonlib
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -36,6 +37,10 @@ def train(
     elastic: Annotated[
         bool, Option("--elastic", help="Restart with fewer ranks if one was killed or lost its GPU.")
     ] = False,
+    after_save: Annotated[
+        Sequence[str],
+        opt.parsed(opt.program, "'CMD ARGS'", "Run this command with the path of each new checkpoint."),
+    ] = (),
     dry_run: opt.DryRun = False,
     gpu: Annotated[
         str | None,
@@ -118,6 +123,7 @@ def train(
         force=force or searched,
         profile=plan,
         place=place,
+        after_save=after_save,
     )
     if gpu is not None and code == 0:
         absent.print_speed(loaded, gpu, opt.console())

@@ -53,6 +53,7 @@ from launcher.report.html import write_or_warn
 from launcher.report.page import show_end, show_report
 from launcher.report.run_page import PAGE, of_directories
 from launcher.run import peers, processes, restarts
+from launcher.run.after_save import AfterSave
 from launcher.run.loggers import Loggers
 from launcher.run.nodes import Place
 from launcher.run.starters import NodeStart, RankStart
@@ -82,11 +83,13 @@ def train(
     force: bool = False,
     profile: ProfilePlan | None = None,
     place: Place | None = None,
+    after_save: Sequence[str] = (),
 ) -> int:
     """Train, and return the exit code. Raises ConfigError, before any rank starts, with all issues.
 
     `force`: start also where the memory is expected not to suffice. `profile`: steps to profile. `place`:
-    this node among several, each of which runs this.
+    this node among several, each of which runs this. `after_save`: words of a command that gets the path of
+    each new checkpoint.
     """
     if place is not None and (refused := over_nodes_issues(run_dir, launcher, policy)):
         raise ConfigError(refused)
@@ -148,6 +151,7 @@ def train(
                 console=console,
                 policy=policy,
                 profile=profile,
+                after_save=after_save,
                 nodes=nodes,
             )
         if nodes is not None:
@@ -257,6 +261,7 @@ def run_locked(
     policy: restarts.Policy,
     profile: ProfilePlan | None,
     nodes: peers.Coordinator | None,
+    after_save: Sequence[str],
 ) -> int:
     """Run in the locked directory. Nothing in it changes before the last check has passed."""
     log = logger(console, as_json=False)
@@ -284,6 +289,7 @@ def run_locked(
     record.write_text(run_dir / "config.yaml", dump_config(config))
     log(f"launcher: {launcher}")
     loggers = Loggers(run_dir, config.log.to, log)
+    saved = AfterSave(after_save, run_dir, log)
 
     def attempt(ranks: int, resume: str) -> processes.RunOutcome:
         ledger.use(ranks)
@@ -291,11 +297,16 @@ def run_locked(
             run_dir, log, hang_after_s=config.run.hang_after_s, end_hung_after_s=config.run.end_hung_after_s
         )
         with Display(run_dir, console, config) as display:
+
+            def poll() -> None:
+                display.poll()
+                saved.poll()
+
             return processes.run(
                 run_dir,
                 ranks,
                 resume,
-                display.poll,
+                poll,
                 log=log,
                 launcher=launcher,
                 on_gpu=job.gpus > 0,
@@ -305,7 +316,7 @@ def run_locked(
             )
 
     with ledger:
-        with loggers:
+        with loggers, saved:
             result = restarts.supervise(attempt, config, run_dir, ranks, resume, policy, log)
         close_run(run_dir, result.failure, console, command_s=age_s(), spent=ledger.update())
     return result.exit_code

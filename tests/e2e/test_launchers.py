@@ -224,12 +224,14 @@ def test_a_run_that_torchrun_starts_is_a_run_of_ours(tmp_path: Path, shards: Pat
     done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     run_dir, ours = tmp_path / "run", tmp_path / "ours"
-    train(shards, ours, settings)
+    kept = f"cp --recursive --target-directory='{tmp_path}'"
+    train(shards, ours, settings, options=("--after-save", kept))
     assert metrics(run_dir) == metrics(ours)
     assert {p.name for p in ours.iterdir()} == {p.name for p in run_dir.iterdir()}
     assert (ours / "config.yaml").read_text() == (run_dir / "config.yaml").read_text()
-    weights = [d / "checkpoints/step-00000002/model.safetensors" for d in (run_dir, ours)]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
+    folders = (run_dir / "checkpoints", ours / "checkpoints", tmp_path)
+    weights = [(folder / "step-00000002/model.safetensors").read_bytes() for folder in folders]
+    assert weights[0] == weights[1] == weights[2]
     for word in ("step 2 |", f"page: {run_dir / 'report.html'}", "tensorboard: "):
         assert word in done.stdout
     assert (api.read_run(run_dir).summary or Summary(status="failed")).world_size == 2

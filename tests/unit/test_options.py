@@ -58,6 +58,7 @@ REFUSED = {
     options.seconds: ("", "5", "0s", "-5m", "5 days", "nan s", "1e99h", "m", "9" * 400 + "s"),
     options.hours: ("", "0", "-1", "m", "nan", "1w"),
     options.launcher: ("mpirun", ""),
+    options.program: ("", "'", "no-such-program x"),
     options.words: ("", "RTE,", ",RTE"),
 }
 

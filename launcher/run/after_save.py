@@ -1,0 +1,80 @@
+"""Run the user's command with the path of each new checkpoint (`train --after-save`)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from bert_dp import files
+from launcher.children import child_environment, describe_exit_code
+from launcher.log import Log
+from launcher.run.processes import POLL_S, stop_signals
+
+LOG = "logs/after-save.log"
+
+
+class AfterSave:
+    """A context around a run; call `poll` often. One command runs at a time; of the checkpoints that were
+    saved meanwhile it then gets the newest. A failure is one line in `log`."""
+
+    def __init__(self, command: Sequence[str], run_dir: Path, log: Log):
+        """Set up; without `command` nothing is run."""
+        self._command, self._run_dir, self._log = command, run_dir, log
+        self._passed = self._newest()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> AfterSave:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Pass the last checkpoint and wait for the command; a stop signal ends the wait and the command."""
+        with stop_signals() as came:
+            self.poll()
+            while self._process is not None and not came:
+                time.sleep(POLL_S)
+                self.poll()
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._report(self._process.wait())
+
+    def poll(self) -> None:
+        """Report a command that has ended, and start the next one if there is a new checkpoint."""
+        if self._process is not None and (code := self._process.poll()) is not None:
+            self._process = None
+            self._report(code)
+        if self._process is None and self._command and (newest := self._newest()) not in (None, self._passed):
+            self._passed = newest
+            self._start()
+
+    def _newest(self) -> tuple[Path, int] | None:
+        """Find the newest checkpoint and its time: a restarted run may save a step again."""
+        with contextlib.suppress(OSError):
+            for path in files.list_checkpoints(self._run_dir / "checkpoints"):
+                return path, path.stat().st_mtime_ns
+        return None
+
+    def _start(self) -> None:
+        assert self._passed is not None
+        try:
+            with (self._run_dir / LOG).open("ab") as output:
+                self._process = subprocess.Popen(
+                    [*self._command, str(self._passed[0])],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,  # Ctrl-C of a terminal ends the run, not the command
+                    env={**os.environ, **child_environment()},
+                )
+        except OSError as error:
+            self._log(f"warning: --after-save: {error}")
+
+    def _report(self, code: int) -> None:
+        if code and self._passed is not None:
+            how = f"{self._passed[0].name}: {describe_exit_code(code, '')}"
+            self._log(f"warning: --after-save of {how}; see {self._run_dir / LOG}")
