@@ -266,10 +266,13 @@ def distill(
     )
 
 
-def configs(name: Annotated[str | None, Argument(help="Configuration to print.")] = None) -> int:
-    """List the shipped configurations and what they export to, or print one."""
+def configs(
+    name: Annotated[str | None, Argument(help="Configuration to print, or slurm.sbatch.")] = None,
+) -> int:
+    """List the shipped configurations, what they export to, and the Slurm script, or print one."""
+    scripts = {path.name: path for path in shipped_configs().glob("*.sbatch")}
     if name is not None:
-        typer.echo(find_config(name).read_text(), nl=False)
+        typer.echo((scripts.get(name) or find_config(name)).read_text(), nl=False)
         return 0
     typer.echo(f"{'configuration':<18} {'transformers':<20} what it trains")
     for path in sorted(shipped_configs().glob("*.yaml")):
@@ -277,6 +280,8 @@ def configs(name: Annotated[str | None, Argument(help="Configuration to print.")
         config = load_config(path, ["data.path=shards"])
         name = "-" if native_issues(config, "mlm") else native_class(config.model)
         typer.echo(f"{path.stem:<18} {'as RUN' if config.has_examples else name:<20} {summary}")
+    for name, path in scripts.items():
+        typer.echo(f"{name:<18} {'-':<20} {path.read_text().splitlines()[1].removeprefix('# ')}")
     print_error("next: bert-dp train NAME --dry-run")
     return 0
 

@@ -32,6 +32,7 @@ PAGES = (
     "files",
     "benchmarks",
     "logging",
+    "cluster",
 )
 TEXTS = {
     "README.md": (ROOT / "README.md").read_text(),
@@ -56,8 +57,8 @@ SMALLER = {
     "eval glue": ["--dry-run"],  # test_glue.py runs it
     "data build": ["--vocab-size", "400", "--sequence-length", "16", "data.build.held_out_fraction=0.1"],
 }
-# options of `train` that test_train.py and test_restarting.py run with
-DRY = ("--profile", "--max-restarts", "log.to=")
+# options of `train` that other tests run with
+DRY = ("--profile", "--max-restarts", "--after-save", "log.to=")
 # a corpus in the working directory, so that the commands run as they are written
 WORDS = (
     "the crew of the old ship sailed past seven grey islands while rain fell on every quiet harbour and "

@@ -1,7 +1,4 @@
-"""configs/slurm.sbatch under a real Slurm: what is saved, requeued and resumed, and what is not.
-
-`make nodes` (BERT_DP_FAULTS=full) also waits for the warning before a time limit, which may take two minutes.
-"""
+"""configs/slurm.sbatch under a real Slurm: what is saved, requeued and resumed, and what is not."""
 
 from __future__ import annotations
 
@@ -22,27 +19,30 @@ from tests.nodes import slurm
 
 SCRIPT = shipped_configs() / "slurm.sbatch"
 STEPS = 120
-pytestmark = pytest.mark.skipif(bool(slurm.missing()), reason=f"no {', '.join(slurm.missing())}")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(slurm.missing()), reason=f"no {', '.join(slurm.missing())}"),
+]
 
 
 class Cluster:
-    """A cluster whose jobs run `bert-dp train` with a tenth of a second a step."""
+    """A cluster whose jobs run `bert-dp train` with a tenth of a second more a step."""
 
     def __init__(self, environ: dict[str, str], folder: Path, config: Path):
         self._folder, self._config = folder, config
         programs = str(Path(sys.executable).parent)
-        self._environ = {**environ, **broken("slow", rank=0, seconds=0.1), "OMP_NUM_THREADS": "1"}
+        self._environ = {**environ, **broken("slow", rank=0, seconds=0.05), "OMP_NUM_THREADS": "1"}
         self._environ["PATH"] = f"{programs}:{environ['PATH']}"
 
     def ask(self, *command: str) -> str:
         return slurm.ask(self._environ, *command)
 
-    def submit(self, name: str, *options: str) -> tuple[str, Path]:
-        """Submit a training; return the number of the job and the run directory."""
+    def submit(self, name: str, *options: str, more: tuple[str, ...] = ()) -> tuple[str, Path]:
+        """Submit a training with `more` settings; return the number of the job and the run directory."""
         run_dir = self._folder / name
         log = f"--output={run_dir}.log"
         self._environ["RUN_DIR"] = str(run_dir)
-        words = ["--parsable", log, *options, str(SCRIPT), str(self._config), "--nproc", "2"]
+        words = ["--parsable", log, *options, str(SCRIPT), str(self._config), "--nproc", "2", *more]
         return self.ask("sbatch", *words), run_dir
 
     def fact(self, job: str, name: str) -> str:
@@ -86,10 +86,32 @@ def test_preemption_saves_requeues_and_goes_on_as_if_undisturbed(
     assert (run_dir / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-def test_scancel_saves_and_a_failure_fails_and_neither_is_requeued(cluster: Cluster) -> None:
-    bad, _ = cluster.submit("bad", "--exclusive")
-    cluster.wait(bad, "JobState", "FAILED")
+def test_scancel_saves_and_is_not_requeued_nor_is_a_failure(cluster: Cluster) -> None:
+    job, run_dir = cluster.submit("cancelled")
+    bad, _ = cluster.submit("bad", more=("schedule.steps=-1",))
+    wait_for(step_reached(run_dir, 5), seconds=120)
+    cluster.ask("scancel", job)
+    wait_for(lambda: not cluster.ask("squeue", "--noheader"))  # both have ended
+    stopped = read_json(run_dir / "summary.json")
+    assert (stopped["status"], stopped["signal"]) == ("stopped", signal.SIGTERM)
+    assert (run_dir / stopped["checkpoint"] / "manifest.json").is_file()
+    assert [cluster.fact(job, name) for name in ("JobState", "Restarts")] == ["CANCELLED", "0"]
+    facts = [cluster.fact(bad, name) for name in ("JobState", "Restarts", "ExitCode")]
+    assert facts == ["FAILED", "0", "2:0"]
 
 
-@pytest.mark.skipif(not FULL, reason="may take two minutes: make nodes")
-def test_the_warning_before_the_time_limit_requeues(cluster: Cluster) -> None: ...
+def test_the_warning_before_the_time_limit_requeues(cluster: Cluster) -> None:
+    """Slurm's own warning comes up to a minute early; here it is sent, and `make nodes` waits for it."""
+    limit = ("--time=2", "--signal=USR1@60") if FULL else ()
+    job, run_dir = cluster.submit("limited", *limit, more=("schedule.steps=100000",))
+    wait_for(step_reached(run_dir, 5), seconds=120)
+    if not FULL:
+        cluster.ask("scancel", "--signal=USR1", job)
+    cluster.wait(job, "Restarts", "1", 150)
+    stopped = read_json(run_dir / "summary.json")
+    assert (stopped["status"], stopped["signal"]) == ("stopped", signal.SIGUSR1)
+    began = len(losses(run_dir))
+    wait_for(step_reached(run_dir, began + 1))
+    cluster.ask("scancel", job)
+    wait_for(lambda: not cluster.ask("squeue", "--noheader"))
+    assert read_json(run_dir / "summary.json")["since_step"] == stopped["step"]
