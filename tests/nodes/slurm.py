@@ -1,22 +1,23 @@
-"""A Slurm cluster of this machine alone: munged, slurmctld and a slurmd, in a folder; needs root."""
+"""A Slurm of two nodes on the namespaces of `harness.Cluster`: munged, slurmctld and two slurmd."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import shutil
-import socket
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 from tests.e2e.cli import wait_for
+from tests.nodes.harness import REASON, Cluster, run
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "nsenter")
+PATH = f"{os.environ['PATH']}:/usr/sbin"
 CONF = """
 ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={ctld}
+SlurmctldHost=control({control})
 SlurmUser=root
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
@@ -25,66 +26,93 @@ SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmdTimeout=15
-KillWait=30
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=1,batch_sched_delay=0
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 ReturnToService=2
-NodeName=node1 NodeHostname={host} NodeAddr=127.0.0.1 Port={slurmd} CPUs={cpus} RealMemory=1000
-PartitionName=low Nodes=node1 Default=YES PriorityTier=1 GraceTime=60
-PartitionName=high Nodes=node1 PriorityTier=10 PreemptMode=OFF
+{nodes}
+PartitionName=low Nodes=node[1-2] Default=YES PriorityTier=1 GraceTime=60
+PartitionName=high Nodes=node[1-2] PriorityTier=10 PreemptMode=OFF
 """
 
 
-def missing() -> list[str]:
-    """List what a cluster here lacks."""
-    found = [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]
-    return [*found, *["root"] * (os.geteuid() != 0)]
+def missing() -> str:
+    """Say what a Slurm here lacks; empty if it lacks nothing."""
+    absent = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
+    return REASON or (f"not installed: {', '.join(absent)}" if absent else "")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+class Slurm:
+    """The commands of a Slurm, with the environment of its jobs."""
+
+    def __init__(self, cluster: Cluster, folder: Path):
+        self.cluster, self.folder = cluster, folder
+        self.environ = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "PATH": PATH}
+
+    def inside(self, name: str, host: str, *command: str) -> list[str]:
+        """A command in a network namespace, with a host name and the names of all hosts."""
+        # not `ip netns exec`, which hides /sys/fs/cgroup: slurmd then refuses to start
+        script = f'hostname {host} && mount --bind {self.folder}/hosts /etc/hosts && exec "$@"'
+        space = ["nsenter", f"--net=/run/netns/{name}", "unshare", "-u", "-m"]
+        return [*space, "sh", "-c", script, "sh", *command]
+
+    def ask(self, *command: str, **environ: str) -> str:
+        """Run a command of Slurm; return what it prints, also where it fails."""
+        where, environ = self.inside(self.cluster.bridge, "control", *command), {**self.environ, **environ}
+        done = subprocess.run(where, env=environ, capture_output=True, text=True, timeout=60, check=False)
+        return done.stdout.strip()
+
+    def start_node(self, number: int) -> subprocess.Popen[bytes]:
+        name = self.cluster.names[number]
+        return self.start(name, f"node{number + 1}", "slurmd", "-D", "-N", f"node{number + 1}")
+
+    def start(self, name: str, host: str, *command: str) -> subprocess.Popen[bytes]:
+        with (self.folder / f"{host}.out").open("ab") as log:
+            where = self.inside(name, host, *command)
+            process = subprocess.Popen(where, env=self.environ, stdout=log, stderr=log)
+        self.cluster.started.append(process)
+        return process
 
 
 @contextlib.contextmanager
-def cluster(folder: Path) -> Iterator[dict[str, str]]:
-    """A cluster of one node, in partitions `low` and `high`, whose jobs preempt those of `low`. Yields the
-    environment of its commands."""
-    for name in ("state", "spool-node1"):
-        (folder / name).mkdir()
-    key = folder / "munge.key"
-    key.write_bytes(os.urandom(128))
-    key.chmod(0o600)
-    facts = {"host": socket.gethostname(), "cpus": os.cpu_count(), "folder": folder}
-    conf = folder / "slurm.conf"
-    conf.write_text(CONF.format(ctld=free_port(), slurmd=free_port(), **facts))
-    environ = {**os.environ, "SLURM_CONF": str(conf), "PATH": f"{os.environ['PATH']}:/usr/sbin"}
-    places = [f"--{what}-file={folder / what}" for what in ("pid", "log", "seed")]
-    daemons = (
-        ["munged", "-F", "-f", f"--key-file={key}", f"--socket={folder / 'munge.socket'}", *places],
-        ["slurmctld", "-D"],
-        ["slurmd", "-D", "-N", "node1"],
-    )
-    with contextlib.ExitStack() as running:
-        for command in daemons:
-            log = running.enter_context((folder / f"{command[0]}.out").open("wb"))
-            process = subprocess.Popen(command, env=environ, stdout=log, stderr=log)
-            running.callback(process.wait)
-            running.callback(process.terminate)
-            if command[0] == "munged":
-                wait_for((folder / "munge.socket").exists, seconds=20)
-        wait_for(lambda: ask(environ, "sinfo", "-h", "-o", "%T", "-p", "low") == "idle", seconds=60)
-        yield environ
-
-
-def ask(environ: dict[str, str], *command: str) -> str:
-    """Run a command of Slurm; return what it prints, also where it fails."""
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=30, check=False)
-    return done.stdout.strip()
+def slurm(folder: Path) -> Iterator[Slurm]:
+    """A Slurm of two nodes, in partitions `low` and `high`, whose jobs preempt those of `low`."""
+    with Cluster() as cluster:
+        control = cluster.address(249)
+        run("ip", "-n", cluster.bridge, "addr", "add", f"{control}/24", "dev", "br-data")
+        run("ip", "-n", cluster.bridge, "link", "set", "lo", "up")
+        hosts = {"localhost": "127.0.0.1", "control": control}
+        hosts |= {f"node{k + 1}": cluster.address(k) for k in range(2)}
+        (folder / "hosts").write_text("".join(f"{address} {name}\n" for name, address in hosts.items()))
+        nodes = [
+            f"NodeName={name} NodeAddr={address} NodeHostname={name} CPUs=2 RealMemory=500"
+            for name, address in list(hosts.items())[2:]
+        ]
+        conf = CONF.format(control=control, folder=folder, nodes="\n".join(nodes))
+        (folder / "slurm.conf").write_text(conf)
+        for name in ("state", "spool-node1", "spool-node2"):
+            (folder / name).mkdir()
+        key = folder / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o600)
+        at = Slurm(cluster, folder)
+        places = [f"--{what}-file={folder / f'munge.{what}'}" for what in ("pid", "log", "seed", "key")]
+        munged = ["munged", "-F", "-f", f"--socket={folder}/munge.socket", *places]
+        daemons = [at.start(cluster.bridge, "control", *munged)]
+        wait_for((folder / "munge.socket").exists, seconds=30)
+        daemons.append(at.start(cluster.bridge, "control", "slurmctld", "-D"))
+        for k in range(2):
+            at.start_node(k)
+        try:
+            wait_for(lambda: at.ask("sinfo", "-h", "-o", "%T %D", "-p", "low") == "idle 2", seconds=90)
+            yield at
+        finally:
+            at.ask("scancel", "--user=root", "--signal=KILL")
+            for process in daemons:
+                process.send_signal(signal.SIGTERM)

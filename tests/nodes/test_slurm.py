@@ -12,106 +12,113 @@ import pytest
 
 from bert_dp.config import shipped_configs
 from bert_dp.files import read_lines
-from tests.e2e.cli import step_reached, train, wait_for, write_config
-from tests.faults.harness import FULL, broken
+from tests.e2e.cli import step_reached, wait_for, write_config
+from tests.faults.harness import broken
 from tests.helpers import read_json
-from tests.nodes import slurm
+from tests.nodes.harness import FULL
+from tests.nodes.slurm import Slurm, missing, slurm
 
 SCRIPT = shipped_configs() / "slurm.sbatch"
-STEPS = 120
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(bool(slurm.missing()), reason=f"no {', '.join(slurm.missing())}"),
-]
+STEPS = 80
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())]
 
 
-class Cluster:
-    """A cluster whose jobs run `bert-dp train` with a tenth of a second more a step."""
+class Jobs:
+    """Trainings with a tenth of a second more a step, as jobs."""
 
-    def __init__(self, environ: dict[str, str], folder: Path, config: Path):
-        self._folder, self._config = folder, config
-        programs = str(Path(sys.executable).parent)
-        self._environ = {**environ, **broken("slow", rank=0, seconds=0.05), "OMP_NUM_THREADS": "1"}
-        self._environ["PATH"] = f"{programs}:{environ['PATH']}"
-
-    def ask(self, *command: str) -> str:
-        return slurm.ask(self._environ, *command)
+    def __init__(self, at: Slurm, config: Path):
+        self.at, self._config = at, config
+        programs = f"{Path(sys.executable).parent}:{at.environ['PATH']}"
+        at.environ |= {**broken("slow", rank=0, seconds=0.05), "OMP_NUM_THREADS": "1", "PATH": programs}
 
     def submit(self, name: str, *options: str, more: tuple[str, ...] = ()) -> tuple[str, Path]:
         """Submit a training with `more` settings; return the number of the job and the run directory."""
-        run_dir = self._folder / name
-        log = f"--output={run_dir}.log"
-        self._environ["RUN_DIR"] = str(run_dir)
-        words = ["--parsable", log, *options, str(SCRIPT), str(self._config), "--nproc", "2", *more]
-        return self.ask("sbatch", *words), run_dir
+        run_dir = self.at.folder / name
+        words = ["--parsable", f"--output={run_dir}.log", *options, str(SCRIPT), str(self._config), *more]
+        return self.at.ask("sbatch", *words, RUN_DIR=str(run_dir)), run_dir
 
     def fact(self, job: str, name: str) -> str:
         """Return a field of `scontrol show job`."""
-        found = re.search(rf"\b{name}=(\S*)", self.ask("scontrol", "show", "job", job))
+        found = re.search(rf"\b{name}=(\S*)", self.at.ask("scontrol", "show", "job", job))
         return found[1] if found else ""
 
-    def wait(self, job: str, name: str, value: str, seconds: float = 90.0) -> None:
+    def wait(self, job: str, name: str, value: str, seconds: float = 180.0) -> None:
         wait_for(lambda: self.fact(job, name) == value, seconds)
+
+    def wait_for_all(self) -> None:
+        wait_for(lambda: not self.at.ask("squeue", "--noheader"), 180.0)
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Iterator[Cluster]:
+def jobs(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Iterator[Jobs]:
     folder = tmp_path_factory.mktemp("slurm")
     config = write_config(folder / "made", shards, f"compile=off schedule.steps={STEPS}")
-    with slurm.cluster(folder) as environ:
-        yield Cluster(environ, folder, config)
+    with slurm(folder) as at:
+        yield Jobs(at, config)
 
 
 def losses(run_dir: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in read_lines(run_dir / "metrics.jsonl")]
 
 
-def test_preemption_saves_requeues_and_goes_on_as_if_undisturbed(
-    cluster: Cluster, shards: Path, tmp_path: Path
-) -> None:
-    job, run_dir = cluster.submit("preempted")
-    wait_for(step_reached(run_dir, 5), seconds=120)
-    cluster.ask("sbatch", "--partition=high", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
-    cluster.wait(job, "Restarts", "1")
+def test_preemption_saves_requeues_and_goes_on_as_if_undisturbed(jobs: Jobs) -> None:
+    """On two nodes, as all of a job's nodes stop and start together."""
+    undisturbed, whole = jobs.submit("whole", "--nodes=2", more=("--nproc", "1"))
+    job, run_dir = jobs.submit("preempted", "--nodes=2", f"--dependency={undisturbed}", more=("--nproc", "1"))
+    wait_for(step_reached(run_dir, 5), seconds=180)
+    jobs.at.ask("sbatch", "--partition=high", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+    jobs.wait(job, "Restarts", "1")
     stopped = read_json(run_dir / "summary.json")
     assert (stopped["status"], stopped["signal"]) == ("stopped", signal.SIGTERM)
     assert 5 <= stopped["step"] < STEPS
     assert stopped["checkpoint"] == f"checkpoints/step-{stopped['step']:08d}"
-    cluster.wait(job, "JobState", "COMPLETED")
+    jobs.wait(job, "JobState", "COMPLETED", 240.0)
     end = read_json(run_dir / "summary.json")
     assert (end["status"], end["step"], end["since_step"]) == ("done", STEPS, stopped["step"])
-    train(shards, tmp_path / "whole", f"compile=off schedule.steps={STEPS} log.every_steps=1")
-    assert losses(run_dir) == losses(tmp_path / "whole")
+    assert losses(run_dir) == losses(whole)
     name = f"checkpoints/step-{STEPS:08d}/model.safetensors"
-    assert (run_dir / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert (run_dir / name).read_bytes() == (whole / name).read_bytes()
 
 
-def test_scancel_saves_and_is_not_requeued_nor_is_a_failure(cluster: Cluster) -> None:
-    job, run_dir = cluster.submit("cancelled")
-    bad, _ = cluster.submit("bad", more=("schedule.steps=-1",))
-    wait_for(step_reached(run_dir, 5), seconds=120)
-    cluster.ask("scancel", job)
-    wait_for(lambda: not cluster.ask("squeue", "--noheader"))  # both have ended
+def test_scancel_saves_and_is_not_requeued_nor_is_a_failure(jobs: Jobs) -> None:
+    job, run_dir = jobs.submit("cancelled")
+    bad, _ = jobs.submit("bad", more=("schedule.steps=-1",))
+    wait_for(step_reached(run_dir, 5), seconds=180)
+    jobs.at.ask("scancel", job)
+    jobs.wait_for_all()
     stopped = read_json(run_dir / "summary.json")
     assert (stopped["status"], stopped["signal"]) == ("stopped", signal.SIGTERM)
     assert (run_dir / stopped["checkpoint"] / "manifest.json").is_file()
-    assert [cluster.fact(job, name) for name in ("JobState", "Restarts")] == ["CANCELLED", "0"]
-    facts = [cluster.fact(bad, name) for name in ("JobState", "Restarts", "ExitCode")]
+    assert [jobs.fact(job, name) for name in ("JobState", "Restarts")] == ["CANCELLED", "0"]
+    facts = [jobs.fact(bad, name) for name in ("JobState", "Restarts", "ExitCode")]
     assert facts == ["FAILED", "0", "2:0"]
 
 
-def test_the_warning_before_the_time_limit_requeues(cluster: Cluster) -> None:
-    """Slurm's own warning comes up to a minute early; here it is sent, and `make nodes` waits for it."""
+def test_the_warning_before_the_time_limit_requeues(jobs: Jobs) -> None:
+    """Slurm's own warning may come a minute early; here it is sent, and `make nodes` waits for it."""
     limit = ("--time=2", "--signal=USR1@60") if FULL else ()
-    job, run_dir = cluster.submit("limited", *limit, more=("schedule.steps=100000",))
-    wait_for(step_reached(run_dir, 5), seconds=120)
+    job, run_dir = jobs.submit("limited", *limit, more=("schedule.steps=100000",))
+    wait_for(step_reached(run_dir, 5), seconds=180)
     if not FULL:
-        cluster.ask("scancel", "--signal=USR1", job)
-    cluster.wait(job, "Restarts", "1", 150)
+        jobs.at.ask("scancel", "--signal=USR1", job)
+    jobs.wait(job, "Restarts", "1")
     stopped = read_json(run_dir / "summary.json")
     assert (stopped["status"], stopped["signal"]) == ("stopped", signal.SIGUSR1)
     began = len(losses(run_dir))
-    wait_for(step_reached(run_dir, began + 1))
-    cluster.ask("scancel", job)
-    wait_for(lambda: not cluster.ask("squeue", "--noheader"))
+    wait_for(step_reached(run_dir, began + 1), seconds=180)
+    jobs.at.ask("scancel", job)
+    jobs.wait_for_all()
     assert read_json(run_dir / "summary.json")["since_step"] == stopped["step"]
+
+
+@pytest.mark.skipif(not FULL, reason="takes minutes: make nodes")
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_job_that_loses_a_node_is_requeued(jobs: Jobs, lost: int) -> None:
+    job, run_dir = jobs.submit(f"lost-{lost}", "--nodes=2", more=("--nproc", "1", "run.hang_after_s=6"))
+    wait_for(step_reached(run_dir, 5), seconds=180)
+    for process in jobs.at.cluster.on(lost):
+        process.kill()
+    jobs.wait(job, "Restarts", "1")
+    jobs.at.start_node(lost)
+    jobs.wait(job, "JobState", "COMPLETED", 240.0)
+    assert read_json(run_dir / "summary.json")["status"] == "done"
