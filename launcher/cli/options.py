@@ -141,6 +141,12 @@ Resume = Annotated[str, Option(help="auto, never, or the path of a checkpoint or
 MaxRestarts = Annotated[
     int, Option(min=0, metavar="K", help="Restart a failed run up to K times from its newest checkpoint.")
 ]
+Nnodes = Annotated[int | None, Option(min=1, metavar="N", help="Nodes, each of which runs this command.")]
+NodeRank = Annotated[int | None, Option(metavar="K", help="Number of this node; from 0.")]
+Rendezvous = Annotated[str | None, Option(metavar="HOST:PORT", help="An address of node 0.")]
+Interface = Annotated[
+    str | None, Option(metavar="IF", help="Network interface; default: that of the route to HOST.")
+]
 Force = Annotated[bool, Option("--force", help="Start even if the estimated memory does not fit.")]
 GlueTask = Annotated[str | None, Option("--task", metavar="NAME", help="GLUE task; needs --data.")]
 GlueData = Annotated[list[Path] | None, Option(help="Folder or archive with GLUE's files; repeatable.")]

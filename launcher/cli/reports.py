@@ -179,20 +179,36 @@ def checkpoints_report(checkpoints: Sequence[Mapping[str, Any]]) -> Report:
 
 def doctor(
     run_dir: Annotated[Path | None, Option(help="Where runs would be written; default: here.")] = None,
+    data: Annotated[Path | None, Option(help="Over several nodes: shards that all of them have.")] = None,
+    nnodes: opt.Nnodes = None,
+    node_rank: opt.NodeRank = None,
+    rendezvous: opt.Rendezvous = None,
+    interface: opt.Interface = None,
     json: opt.Json = False,
 ) -> int:
     """Check this machine before a run does.
 
     Devices, links, NUMA, memory, limits, disk, ports, versions, a checkpoint round trip and an all-reduce, in
-    less than 30 s. Exit code 1 if a run would fail.
+    less than 30 s. Over several nodes node 0 also compares their versions, data, view of --run-dir and
+    clocks, and measures the link to each. Exit code 1 if a run would fail.
     """
     from launcher.machine import doctor as checks
     from launcher.report.page import show_report
+    from launcher.run.check_nodes import check
+    from launcher.run.nodes import find_place
 
+    place, code = find_place(nnodes, node_rank, rendezvous, interface), 0
+    if place is None and data is not None:
+        raise ConfigError(
+            [Issue("--data", "no_effect", "is compared over several nodes", hint="add --nnodes")]
+        )
     machine, findings = checks.doctor(run_dir)
+    if place is not None:
+        more, code = check(place, run_dir or Path(), data, logger(opt.console(), json))
+        findings += more
     if json:
         facts = {"environment": machine.to_json(), "findings": [f.__dict__ for f in findings]}
         typer.echo(jsonlib.dumps(facts, indent=1))
     else:
         show_report(opt.console(), checks.doctor_report(machine, findings), titled=True)
-    return 1 if any(f.level == "fail" for f in findings) else 0
+    return 1 if any(f.level == "fail" for f in findings) else code

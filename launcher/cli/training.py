@@ -53,14 +53,10 @@ def train(
     profile_ranks: Annotated[
         str | None, Option(metavar="N,...", help="Ranks that --profile records; default: 0.")
     ] = None,
-    nnodes: Annotated[
-        int | None, Option(min=1, metavar="N", help="Nodes, with one `bert-dp train` on each.")
-    ] = None,
-    node_rank: Annotated[int | None, Option(metavar="K", help="Number of this node; from 0.")] = None,
-    rendezvous: Annotated[str | None, Option(metavar="HOST:PORT", help="An address of node 0.")] = None,
-    interface: Annotated[
-        str | None, Option(metavar="IF", help="Network interface; default: that of the route to HOST.")
-    ] = None,
+    nnodes: opt.Nnodes = None,
+    node_rank: opt.NodeRank = None,
+    rendezvous: opt.Rendezvous = None,
+    interface: opt.Interface = None,
 ) -> int:
     """Pretrain; by default two minutes on built-in text.
 

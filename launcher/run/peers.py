@@ -336,6 +336,21 @@ class Coordinator:
         if self._issues:
             raise ConfigError(self._issues)
 
+    def ask(self, rank: int, kind: str, **facts: Any) -> None:
+        """Send a message to one node."""
+        self._members[rank].send(kind, **facts)
+
+    def clock_offset(self, rank: int) -> tuple[float, float]:
+        """Return how many seconds a node's clock is ahead of ours, and the error of that. Raises
+        ConfigError."""
+        began_s, began_ns = time.time(), time.monotonic_ns()
+        self.ask(rank, "clock")
+        if not self._wait(lambda: rank in self._all("clock"), None):
+            raise ConfigError([Issue("--nnodes", "not_found", self.lost() or "")])
+        said = self._all("clock")[rank]
+        half_s = (said["heard_ns"] - began_ns) / 2e9
+        return said["now_s"] - began_s - half_s, half_s
+
     def begin(self, start: RankStart, config: str) -> RankStart:
         """Tell every node to start its ranks; return how ours start. `config`: text of config.yaml."""
         self._attempt, self._told_failed = self._attempt + 1, False
@@ -472,6 +487,8 @@ class Member:
             self.link.status = {"attempt": attempt, "ranks": {}, "failed": False, "signal": 0}
         if kind in ("start", "end"):
             self._messages.put(message)
+        elif kind == "clock":
+            self.link.send("clock", now_s=time.time())
         else:
             self._heard.add(kind)
 
