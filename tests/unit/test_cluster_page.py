@@ -1,8 +1,4 @@
-"""docs/cluster.md: its files parse, and have no key that their engines do not know.
-
-The keys were checked against the CRD of Kubeflow Trainer (commit 8c0f5059) and the schemas of SkyPilot
-0.14.1, which are too large to keep here.
-"""
+"""docs/cluster.md: its files parse, and have no key that their engines do not know."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import json
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +16,17 @@ from bert_dp.config import find_config, shipped_configs
 from launcher.cli.options import program
 from tests.e2e.cli import here
 
-PAGE = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
-POD = "template.spec.replicatedJobs[].template.spec.template.spec"
-PATCH = f"spec.runtimePatches[].trainingRuntimeSpec.{POD}"
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "cluster.md").read_text()
+# checked against the CRD of Kubeflow Trainer (commit 8c0f5059) and the schemas of SkyPilot 0.14.1, which are
+# too large to keep here
 KNOWN = {
-    "TrainJob": {
-        "apiVersion kind metadata.name spec.runtimeRef.name spec.trainer.numNodes spec.trainer.image",
-        "spec.trainer.command[] spec.runtimePatches[].manager",
-        *(f"spec.trainer.resourcesPerNode.{each}" for each in ("requests.cpu", "requests.memory")),
-        "spec.trainer.resourcesPerNode.limits.nvidia.com/gpu",
-        f"{PATCH.removesuffix('.template.spec.template.spec')}.name",
-        f"{PATCH}.terminationGracePeriodSeconds {PATCH}.containers[].name",
-        *(f"{PATCH}.containers[].volumeMounts[].{each}" for each in ("name", "mountPath")),
-        f"{PATCH}.volumes[].name {PATCH}.volumes[].persistentVolumeClaim.claimName",
-        *(f"{PATCH}.volumes[].emptyDir.{each}" for each in ("medium", "sizeLimit")),
-    },
-    "SkyPilot": {
-        "name num_nodes resources.accelerators resources.use_spot workdir setup run volumes./runs",
-        "resources.job_recovery.max_restarts_on_errors resources.job_recovery.recover_on_exit_codes[]",
-    },
+    "TrainJob": """apiVersion kind metadata name spec runtimeRef trainer numNodes image command
+        resourcesPerNode requests limits cpu memory nvidia.com/gpu runtimePatches manager trainingRuntimeSpec template
+        replicatedJobs terminationGracePeriodSeconds containers volumeMounts mountPath volumes
+        persistentVolumeClaim claimName emptyDir medium sizeLimit""",
+    "SkyPilot": """name num_nodes resources accelerators use_spot job_recovery max_restarts_on_errors
+        recover_on_exit_codes volumes /runs workdir setup run""",
 }
 INSTRUCTIONS = "ARG CMD COPY ENTRYPOINT ENV EXPOSE FROM LABEL RUN USER VOLUME WORKDIR".split()
 
@@ -48,69 +35,43 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
 
 
-def paths(value: Any, at: str = "") -> Iterator[str]:
-    """The path of each leaf: a.b[].c."""
-    if isinstance(value, dict):
-        for key, below in value.items():
-            yield from paths(below, f"{at}.{key}" if at else key)
-    elif isinstance(value, list):
-        for below in value:
-            yield from paths(below, f"{at}[]")
-    else:
-        yield at
+JOB, SKY = (yaml.safe_load(block) for block in blocks("yaml"))
 
 
-def commands() -> Iterator[list[str]]:
-    """Every `bert-dp train` of the page, without the program."""
-    job, sky = (yaml.safe_load(block) for block in blocks("yaml"))
-    yield job["spec"]["trainer"]["command"][1:]
-    yield shlex.split(sky["run"])[1:]
-    for block in (*blocks("sh"), *blocks("bash")):
-        for line in block.splitlines():
-            words = shlex.split(line, comments=True)
-            if "train" in words and "bert-dp" in words:
-                yield words[words.index("train") :]
+def keys(value: Any) -> set[str]:
+    below = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    own = set(value) if isinstance(value, dict) else set()
+    return own.union(*map(keys, below))
 
 
-@pytest.mark.parametrize(("engine", "number"), [("TrainJob", 0), ("SkyPilot", 1)])
-def test_a_manifest_has_the_keys_of_its_engine(engine: str, number: int) -> None:
-    found = set(paths(yaml.safe_load(blocks("yaml")[number])))
-    assert found == {path for line in KNOWN[engine] for path in line.split()}
+@pytest.mark.parametrize(("engine", "manifest"), [("TrainJob", JOB), ("SkyPilot", SKY)])
+def test_a_manifest_has_the_keys_of_its_engine(engine: str, manifest: Any) -> None:
+    assert keys(manifest) == set(KNOWN[engine].split())
 
 
 def test_every_command_names_a_configuration_and_programs_that_exist() -> None:
-    found = list(commands())
-    assert len(found) >= 6
-    for words in found:
-        assert words[0] == "train"
-        assert find_config(words[1]).is_file()
+    lines = [line for language in ("sh", "bash") for block in blocks(language) for line in block.splitlines()]
+    commands = [shlex.split(line, comments=True) for line in (*lines, SKY["run"])]
+    commands = [words for words in (*commands, JOB["spec"]["trainer"]["command"]) if "train" in words]
+    assert len(commands) >= 6
+    for words in commands:
+        assert find_config(words[words.index("train") + 1]).is_file()
         if "--after-save" in words:
             assert program(words[words.index("--after-save") + 1])
 
 
-def test_the_dockerfile_parses() -> None:
+def test_the_scripts_and_the_dockerfile_parse() -> None:
     (text,) = blocks("dockerfile")
     lines = [line for line in text.replace("\\\n", " ").splitlines() if not line.startswith("#")]
     parsed = [line.split(maxsplit=1) for line in lines]
-    assert parsed[0][0] == "FROM"
-    for name, rest in parsed:
-        assert name in INSTRUCTIONS
-        if name == "RUN":
-            subprocess.run(["sh", "-n", "-c", rest], check=True)
-        if name == "ENTRYPOINT":
-            assert json.loads(rest) == ["bert-dp"]
-
-
-def test_the_scripts_parse_and_slurm_s_is_printed() -> None:
-    for block in blocks("sh"):
-        subprocess.run(["sh", "-n", "-c", block], check=True)
-    printed = here("configs", "slurm.sbatch")
-    assert printed.stdout == (shipped_configs() / "slurm.sbatch").read_text()
-    subprocess.run(["bash", "-n", "-c", printed.stdout], check=True)
-    assert re.search("^slurm.sbatch +Slurm job", here("configs").stdout, re.MULTILINE)
+    assert (parsed[0][0], parsed[-1][0], json.loads(parsed[-1][1])) == ("FROM", "ENTRYPOINT", ["bert-dp"])
+    assert {name for name, _ in parsed} <= set(INSTRUCTIONS)
+    printed = here("configs", "slurm.sbatch").stdout
+    assert printed == (shipped_configs() / "slurm.sbatch").read_text()
+    for script in (*blocks("sh"), *(rest for name, rest in parsed if name == "RUN"), printed):
+        subprocess.run(["bash", "-n", "-c", script], check=True)
 
 
 def test_the_page_and_the_readme_name_the_risk() -> None:
-    readme = Path(__file__).parents[2] / "README.md"
-    for text in (PAGE, readme.read_text()):
+    for text in (PAGE, (ROOT / "README.md").read_text()):
         assert re.search("[Nn]o authentication, no encryption", text)
