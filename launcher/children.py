@@ -132,9 +132,11 @@ def describe_exit_code(code: int, without: str) -> str:
     return f"killed by signal {-code} ({name})"
 
 
-def run_command(argv: Sequence[str], timeout_s: float) -> tuple[str | None, str | None]:
+def run_command(
+    argv: Sequence[str], timeout_s: float, pass_fds: Sequence[int] = ()
+) -> tuple[str | None, str | None]:
     """Run a command; return its output, or None and the last lines of the error. The whole process group ends
-    with a timeout, and a module of ours ends with us, however we go."""
+    with a timeout, and a module of ours ends with us, however we go. `pass_fds`: open files that it gets."""
     try:
         process = subprocess.Popen(
             argv,
@@ -145,6 +147,7 @@ def run_command(argv: Sequence[str], timeout_s: float) -> tuple[str | None, str 
             errors="replace",
             start_new_session=True,
             env={**os.environ, **child_environment()},
+            pass_fds=pass_fds,
         )
     except OSError as error:
         return None, f"{argv[0]}: {error.strerror}"

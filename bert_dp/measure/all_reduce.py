@@ -2,7 +2,7 @@
 
 `python -m bert_dp.measure.all_reduce [N] [SECONDS BYTES...]` measures them over N local ranks, each on a GPU
 of its own where there are as many, SECONDS (2) for each size, and prints one JSON line for each. With `pair
-RANK HOST PORT INTERFACE SOCKET` it is a rank of two on two nodes; SOCKET is the store's on rank 0, -1 on 1.
+RANK HOST PORT INTERFACE [SOCKET]` it is a rank of two on two nodes; rank 0 has the bound socket of the store.
 """
 
 from __future__ import annotations
@@ -25,40 +25,26 @@ MEASURE_S = 2.0
 WARM_UP = 5
 
 
-def _measure(rank: int, size: int, store: str, backend: str, sizes: Sequence[int], seconds: float) -> None:
-    """Measure on one of `size` local ranks; see `_measure_with`. `store`: path of a file."""
-    _measure_with(dist.FileStore(store, size), rank, size, backend, sizes, seconds, gpu=rank, interface="lo")
-
-
-def pair(rank: int, host: str, port: int, interface: str, listening: int) -> None:
-    """Measure on one of two nodes."""
-    bound = None if listening < 0 else listening
-    store = dist.TCPStore(
-        host, port, is_master=bound is not None, wait_for_workers=False, master_listen_fd=bound
-    )
-    backend, num_bytes = ("nccl", 64 * 2**20) if torch.cuda.is_available() else ("gloo", 4 * 2**20)
-    _measure_with(store, rank, 2, backend, (num_bytes,), MEASURE_S, gpu=0, interface=interface)
-
-
-def _measure_with(
-    store: dist.Store,
+def _measure(
     rank: int,
     size: int,
+    store: str | dist.Store,
     backend: str,
     sizes: Sequence[int],
     seconds: float,
-    *,
-    gpu: int,
-    interface: str,
+    interface: str = "lo",
 ) -> None:
-    """Measure about `seconds` of all-reduces of each size in bytes on one rank; rank 0 prints the results."""
+    """Measure about `seconds` of all-reduces of each size in bytes on one rank; rank 0 prints the results.
+    `store`: on one node the path of a file."""
     follow_launcher()
     os.environ |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
     torch.set_num_threads(1)
+    gpu = rank if isinstance(store, str) else 0
     device = torch.device("cuda", gpu) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    meet = dist.FileStore(store, size) if isinstance(store, str) else store
+    dist.init_process_group(backend, store=meet, rank=rank, world_size=size)
     for num_bytes in sizes:
         result = _time_all_reduce(num_bytes, seconds, device)
         if rank == 0:
@@ -107,10 +93,18 @@ def main(size: int = 0, seconds: float = MEASURE_S, *sizes: int) -> None:
         )
 
 
+def pair(rank: int, host: str, port: int, interface: str, bound: int | None = None) -> None:
+    """Measure on one of two nodes. `bound`: the socket of the store, on rank 0."""
+    is_master = bound is not None
+    store = dist.TCPStore(host, port, is_master=is_master, wait_for_workers=False, master_listen_fd=bound)
+    backend, num_bytes = ("nccl", 64 * 2**20) if torch.cuda.is_available() else ("gloo", 4 * 2**20)
+    _measure(rank, 2, store, backend, (num_bytes,), MEASURE_S, interface)
+
+
 if __name__ == "__main__":
     if sys.argv[1:2] == ["pair"]:
-        rank, host, port, interface, listening = sys.argv[2:]
-        pair(int(rank), host, int(port), interface, int(listening))
-        sys.exit()
-    kinds = (int, float, *[int] * len(sys.argv))
-    main(*(kind(word) for kind, word in zip(kinds, sys.argv[1:], strict=False)))
+        rank, host, port, interface, *bound = sys.argv[2:]
+        pair(int(rank), host, int(port), interface, *map(int, bound))
+    else:
+        kinds = (int, float, *[int] * len(sys.argv))
+        main(*(kind(word) for kind, word in zip(kinds, sys.argv[1:], strict=False)))

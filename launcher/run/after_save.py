@@ -48,9 +48,22 @@ class AfterSave:
         if self._process is not None and (code := self._process.poll()) is not None:
             self._process = None
             self._report(code)
-        if self._process is None and self._command and (newest := self._newest()) not in (None, self._passed):
+        if self._process is not None or not self._command:
+            return
+        if (newest := self._newest()) is not None and newest != self._passed:
             self._passed = newest
-            self._start()
+            try:
+                with (self._run_dir / LOG).open("ab") as output:
+                    self._process = subprocess.Popen(
+                        [*self._command, str(newest[0])],
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=output,
+                        start_new_session=True,  # Ctrl-C of a terminal ends the run, not the command
+                        env={**os.environ, **child_environment()},
+                    )
+            except OSError as error:
+                self._log(f"warning: --after-save: {error}")
 
     def _newest(self) -> tuple[Path, int] | None:
         """Find the newest checkpoint and its time: a restarted run may save a step again."""
@@ -58,21 +71,6 @@ class AfterSave:
             for path in files.list_checkpoints(self._run_dir / "checkpoints"):
                 return path, path.stat().st_mtime_ns
         return None
-
-    def _start(self) -> None:
-        assert self._passed is not None
-        try:
-            with (self._run_dir / LOG).open("ab") as output:
-                self._process = subprocess.Popen(
-                    [*self._command, str(self._passed[0])],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,  # Ctrl-C of a terminal ends the run, not the command
-                    env={**os.environ, **child_environment()},
-                )
-        except OSError as error:
-            self._log(f"warning: --after-save: {error}")
 
     def _report(self, code: int) -> None:
         if code and self._passed is not None:

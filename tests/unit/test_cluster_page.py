@@ -22,9 +22,9 @@ PAGE = (ROOT / "docs" / "cluster.md").read_text()
 # too large to keep here
 KNOWN = {
     "TrainJob": """apiVersion kind metadata name spec runtimeRef trainer numNodes image command
-        resourcesPerNode requests limits cpu memory nvidia.com/gpu runtimePatches manager trainingRuntimeSpec template
-        replicatedJobs terminationGracePeriodSeconds containers volumeMounts mountPath volumes
-        persistentVolumeClaim claimName emptyDir medium sizeLimit""",
+        resourcesPerNode requests limits cpu memory nvidia.com/gpu runtimePatches manager template
+        trainingRuntimeSpec replicatedJobs terminationGracePeriodSeconds containers volumeMounts mountPath
+        volumes persistentVolumeClaim claimName emptyDir medium sizeLimit""",
     "SkyPilot": """name num_nodes resources accelerators use_spot job_recovery max_restarts_on_errors
         recover_on_exit_codes volumes /runs workdir setup run""",
 }
