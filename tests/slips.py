@@ -331,8 +331,8 @@ SLIPS = (
     Slip(
         "grace-begins-again-at-each-poll",
         "launcher/run/processes.py",
-        "deadline = deadline or time.monotonic() + grace_s",
-        "deadline = time.monotonic() + grace_s",
+        "deadline = deadline or time.monotonic() + start.grace_s",
+        "deadline = time.monotonic() + start.grace_s",
         "tests/unit/test_ending.py",
     ),
     Slip(
