@@ -43,7 +43,9 @@ from bert_dp.config.errors import install_command
 from bert_dp.config.load import find_config as find_named_config
 from bert_dp.config.load import shipped_configs
 from bert_dp.config.manifest import Manifest
-from bert_dp.config.schema import Logger
+from bert_dp.config.own_code import code_issues, split_code
+from bert_dp.config.schema import CODE, Logger
+from bert_dp.files import PAGE
 from bert_dp.files.models import StoredFile
 from launcher import children, results
 from launcher.log import masked_command
@@ -51,14 +53,12 @@ from launcher.machine import environment
 from launcher.machine.environment import Environment
 from launcher.report.html import write_or_warn
 from launcher.report.page import Report, show_report
-from launcher.report.run_page import PAGE
 from launcher.results import PlanFile, TimedPlanFile
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
-ISSUES_FILE = "BERT_DP_ISSUES"  # variable with the path of the issues, as JSON, for a caller in Python
 CPU_RANKS = 2  # of --nproc auto on a machine without a GPU
 
 
@@ -70,6 +70,8 @@ class Job:
     """Name of the configuration's file without its suffix."""
     config: Config
     machine: Environment
+    allow_code: bool = False
+    """The files of `task` and `optim.name` may be executed."""
 
     @property
     def gpus(self) -> int:
@@ -124,11 +126,13 @@ def issues_by_option(options: Mapping[str, str]) -> Iterator[None]:
         raise ConfigError(named) from None
 
 
-def load(name: str | None, overrides: Sequence[str], run_dir: Path | None = None) -> Job:
+def load(
+    name: str | None, overrides: Sequence[str], run_dir: Path | None = None, *, allow_code: bool = False
+) -> Job:
     """Load the configuration that `find_config` finds, with its overrides. Raises ConfigError."""
     path = find_config(name, run_dir)
     config = absolute(load_config(path, overrides))
-    return Job(path.stem, config, environment.probe(run_dir or Path()))
+    return Job(path.stem, config, environment.probe(run_dir or Path()), allow_code)
 
 
 def output_directory(given: Path | None, folder: str, *parts: str) -> Path:
@@ -158,18 +162,24 @@ def absolute(config: Config) -> Config:
     def source(name: str) -> str:
         return name if name == "builtin" or name.startswith("hub:") else str(full(name))
 
+    def code(name: str) -> str:
+        file, function = split_code(name)
+        return f"{full(str(file))}:{function}" if CODE.fullmatch(name) else name
+
     data, init_from = config.data, config.run.init_from
     sources = None if data.sources is None else tuple(map(source, data.sources))
     paths = {"path": full(data.path), "sources": sources, "tokenizer": full(data.tokenizer)}
     foreign = hf_directory(init_from)
     weights = full(init_from) if foreign is None else f"{HF}{full(str(foreign))}"
     run = config.run.model_copy(update={"init_from": weights})
-    return config.model_copy(update={"data": data.model_copy(update=paths), "run": run})
+    optim = config.optim.model_copy(update={"name": code(config.optim.name)})
+    own = {"task": config.task and code(config.task), "optim": optim}
+    return config.model_copy(update={"data": data.model_copy(update=paths), "run": run, **own})
 
 
-def input_issues(config: Config) -> list[Issue]:
+def input_issues(config: Config, *, allow_code: bool = False) -> list[Issue]:
     """Find files and packages that the configuration names and that are missing or do not fit."""
-    issues: list[Issue] = []
+    issues = code_issues(config, allowed=allow_code)
     data, init_from, engine = config.data, config.run.init_from, config.parallel.engine
     foreign = hf_directory(init_from)
 
@@ -181,7 +191,9 @@ def input_issues(config: Config) -> list[Issue]:
         if name := files.secret_in(text or "", os.environ):
             message = f"holds the value of {name}, a secret by its name, and would be written to a file"
             issues.append(Issue(setting, "conflict", message, None, name, "use a path without it"))
-    if data.path is not None:
+    if config.task is not None:  # what its data are only its ranks know
+        pass
+    elif data.path is not None:
         try:
             manifest = read_data(config, Path(data.path))
             issues += manifest.issues(config)
