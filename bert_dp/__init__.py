@@ -3,21 +3,31 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from bert_dp.api import (
+        Result,
+        Run,
+        TrainingFailed,
+        build_data,
+        evaluate,
+        export,
+        finetune,
+        predict,
+        read_run,
+        runs,
+        train,
+    )
     from bert_dp.config import ConfigError
     from bert_dp.model.load import load
     from bert_dp.tasks.mlm import batches
-    from launcher.api import Run, TrainingFailed, read_run, train
 
 __version__ = "0.1.0"
 
+_API = "Result Run TrainingFailed build_data evaluate export finetune predict read_run runs train"
 _HOMES = {
+    **dict.fromkeys(_API.split(), "bert_dp.api"),
     "ConfigError": "bert_dp.config",
-    "Run": "launcher.api",
-    "TrainingFailed": "launcher.api",
     "batches": "bert_dp.tasks.mlm",
     "load": "bert_dp.model.load",
-    "read_run": "launcher.api",
-    "train": "launcher.api",
 }
 
 

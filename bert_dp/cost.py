@@ -7,7 +7,8 @@ import functools
 import math
 import re
 
-from bert_dp.config import OPTIMIZERS, Config, ModelConfig, engine_facts, num_masked, sharded
+from bert_dp.config import Config, ModelConfig, engine_facts, num_masked, sharded
+from bert_dp.config.engines import optimizer_facts
 
 GIB = 2**30
 
@@ -166,7 +167,7 @@ def rank_memory_gib(config: Config, precision: str, world_size: int = 1, *, on_g
 
 def _moments(config: Config, parameters: float) -> float:
     """Count the optimizer's numbers for `parameters`."""
-    missing = 2 - OPTIMIZERS[config.optim.name].matrix_moments
+    missing = 2 - optimizer_facts(config.optim.name).matrix_moments
     return 2 * parameters - missing * linear_parameters(config.model)
 
 

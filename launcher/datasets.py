@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from bert_dp.config import MAX_VOCAB_SIZE, ConfigError, Issue, Manifest, no_effect, parse_overrides, resolve
 from bert_dp.config.manifest import SourceFile, loss_warnings
 from launcher.job import issues_by_option
-from launcher.log import PLAIN, show
+from launcher.log import PLAIN, runnable, show
 from launcher.report.formats import count_of, format_count, format_nats, format_percent
 from launcher.report.page import Quantity, Report, ReportSection, Table, Verdict, show_report, table, words
 
@@ -93,7 +93,7 @@ def built_lines(out: Path, manifest: Manifest) -> list[str]:
         f"dropped: {dropped_words(manifest.dropped)}; vocabulary: {manifest.vocab_size:,} tokens",
         f"letters lost: {_of(manifest.sources, 'lost_letters', 'letters')}; "
         f"unknown tokens: {_of(manifest.sources, 'unknown_tokens', 'tokens')}",
-        f"next: {train_command(out, manifest.model_dump())}",
+        f"next: {runnable(train_command(out, manifest.model_dump()))}",
     ]
 
 

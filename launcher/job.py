@@ -43,7 +43,9 @@ from bert_dp.config.errors import install_command
 from bert_dp.config.load import find_config as find_named_config
 from bert_dp.config.load import shipped_configs
 from bert_dp.config.manifest import Manifest
+from bert_dp.config.own_code import code_issues
 from bert_dp.config.schema import Logger
+from bert_dp.files import PAGE
 from bert_dp.files.models import StoredFile
 from launcher import children, results
 from launcher.log import masked_command
@@ -51,14 +53,12 @@ from launcher.machine import environment
 from launcher.machine.environment import Environment
 from launcher.report.html import write_or_warn
 from launcher.report.page import Report, show_report
-from launcher.report.run_page import PAGE
 from launcher.results import PlanFile, TimedPlanFile
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
-ISSUES_FILE = "BERT_DP_ISSUES"  # variable with the path of the issues, as JSON, for a caller in Python
 CPU_RANKS = 2  # of --nproc auto on a machine without a GPU
 
 
@@ -70,6 +70,8 @@ class Job:
     """Name of the configuration's file without its suffix."""
     config: Config
     machine: Environment
+    allow_code: bool = False
+    """The files of `task` and `optim.name` may be executed."""
 
     @property
     def gpus(self) -> int:
@@ -124,11 +126,13 @@ def issues_by_option(options: Mapping[str, str]) -> Iterator[None]:
         raise ConfigError(named) from None
 
 
-def load(name: str | None, overrides: Sequence[str], run_dir: Path | None = None) -> Job:
+def load(
+    name: str | None, overrides: Sequence[str], run_dir: Path | None = None, *, allow_code: bool = False
+) -> Job:
     """Load the configuration that `find_config` finds, with its overrides. Raises ConfigError."""
     path = find_config(name, run_dir)
     config = absolute(load_config(path, overrides))
-    return Job(path.stem, config, environment.probe(run_dir or Path()))
+    return Job(path.stem, config, environment.probe(run_dir or Path()), allow_code)
 
 
 def output_directory(given: Path | None, folder: str, *parts: str) -> Path:
@@ -149,9 +153,9 @@ def find_config(name: str | None, run_dir: Path | None = None) -> Path:
     return own if own and own.exists() else shipped_configs() / "quickstart.yaml"
 
 
-def input_issues(config: Config) -> list[Issue]:
+def input_issues(config: Config, *, allow_code: bool = False) -> list[Issue]:
     """Find files and packages that the configuration names and that are missing or do not fit."""
-    issues: list[Issue] = []
+    issues = code_issues(config, allowed=allow_code)
     data, init_from, engine = config.data, config.run.init_from, config.parallel.engine
     foreign = hf_directory(init_from)
 
@@ -163,7 +167,9 @@ def input_issues(config: Config) -> list[Issue]:
         if name := files.secret_in(text or "", os.environ):
             message = f"holds the value of {name}, a secret by its name, and would be written to a file"
             issues.append(Issue(setting, "conflict", message, None, name, "use a path without it"))
-    if data.path is not None:
+    if config.task is not None:  # what its data are only its ranks know
+        pass
+    elif data.path is not None:
         try:
             manifest = read_data(config, Path(data.path))
             issues += manifest.issues(config)

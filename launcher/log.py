@@ -6,8 +6,11 @@ import contextlib
 import io
 import os
 import re
+import shlex
+import shutil
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bert_dp import files
@@ -57,6 +60,15 @@ def logger(console: Console, as_json: bool) -> Log:
             show(console, line, **PLAIN)
 
     return log
+
+
+def runnable(command: str) -> str:
+    """Return a command of ours as it works here: by an absolute path unless PATH finds this bert-dp."""
+    own, found = Path(sys.executable).with_name("bert-dp"), shutil.which("bert-dp")
+    if not command.startswith("bert-dp ") or (found and own.exists() and os.path.samefile(found, own)):
+        return command
+    program = [str(own)] if own.exists() else [sys.executable, "-P", "-m", "launcher"]
+    return shlex.join(program) + command.removeprefix("bert-dp")
 
 
 def masked_command(argv: Sequence[str]) -> list[str]:

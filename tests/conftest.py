@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ LAST = ("e2e", "faults")  # the longest files stand elsewhere: one that came las
 
 # a thread that waits sleeps: one that spins takes the core from the thread it waits for, and a step of one
 # rank on two busy cores took 14 times as long
+os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])  # has bert-dp
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):

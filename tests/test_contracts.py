@@ -143,14 +143,12 @@ loop, model, data and optim import nothing of ranks, engines import neither mode
 
 @pytest.mark.parametrize("package", FORBIDDEN)
 def test_a_package_does_not_import_those_above_it(package: str) -> None:
-    """But bert_dp gives Python users `launcher.api` on first use, and names it for type checkers."""
     packages = ("bert_dp", "launcher", "typer")
     above = [word if word in packages else f"bert_dp.{word}" for word in FORBIDDEN[package].split()]
 
     def is_wrong(i: Import) -> bool:
         own = package != "bert_dp" and within(i.target, package)
-        forwarded = i.module == "bert_dp" and i.for_types and within(i.target, "launcher.api")
-        return within(i.module, package) and within(i.target, *above) and not own and not forwarded
+        return within(i.module, package) and within(i.target, *above) and not own
 
     assert offenders(is_wrong) == []
 

@@ -11,7 +11,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from bert_dp.config.engines import ENGINES, OPTIMIZERS, EngineFacts, engine_facts, engines_with, sharded
+from bert_dp.config.engines import (
+    ENGINES,
+    OPTIMIZERS,
+    EngineFacts,
+    engine_facts,
+    engines_with,
+    optimizer_facts,
+    sharded,
+)
 from bert_dp.config.errors import ConfigError, Issue
 from bert_dp.config.schema import (
     FREE_FROM_WEIGHTS,
@@ -44,11 +52,17 @@ def parallel_issues(config: Config, world_size: int) -> list[Issue]:
     if world_size < facts.min_ranks:
         message = f"{engine} needs at least {facts.min_ranks} ranks, got --nproc {world_size}"
         issues.append(Issue("parallel.engine", "conflict", message, engine, "--nproc", "use single"))
-    if tensor > 1:
+    if tensor > 1 and config.task is None:
         issues += _tensor_issues(config, facts, world_size)
     if "fsdp_replicas" in facts.settings:
         issues += _replica_issues(config, world_size)
-    needs = OPTIMIZERS[optim].needs
+    needs = optimizer_facts(optim).needs
+    if needs == "replicas" and (tensor > 1 or engine not in ("auto", "single", "ddp")):
+        message, hint = "code of your own updates whole replicas", "use ddp without parallel.tensor"
+        issues.append(Issue("optim.name", "unsupported", message, optim, "parallel.engine", hint))
+    if config.task is not None and tensor > 1:
+        message = f"{tensor} divides models of ours alone"
+        issues.append(Issue("parallel.tensor", "unsupported", message, tensor, "task", "use 1"))
     if needs == "whole_tensors" and (tensor > 1 or not facts.whole_tensors):
         other, hint = (
             (f"parallel.tensor: {tensor}", "use parallel.tensor: 1")
@@ -214,7 +228,7 @@ def no_effect(config: Config, ranks: int | None = None) -> list[Issue]:
     engine = "single" if parallel.engine == "auto" and ranks == 1 else parallel.engine
     choices: dict[str, tuple[str, str, tuple[str, ...], Mapping[str, Any]]] = {
         "parallel": ("parallel.engine", engine, engine_facts(engine).settings, ENGINES),
-        "optim": ("optim.name", optim.name, OPTIMIZERS[optim.name].settings, OPTIMIZERS),
+        "optim": ("optim.name", optim.name, optimizer_facts(optim.name).settings, OPTIMIZERS),
     }
     issues: list[Issue] = []
     for path, _, marks in all_settings():
@@ -287,6 +301,9 @@ def init_issues(source: str, old: dict[str, Any], new: Config) -> list[Issue]:
     if new.run.init_keeps == "moments":
         fixed.append("optim.name")
     issues = []
+    if (own := old.get("task")) != new.task:
+        message = f"the model there is that of task {own}, which is code of your own"
+        issues.append(Issue("run.init_from", "conflict", message, source, "task", "name another run"))
     for name in fixed:
         if (was := before.get(name)) != after[name]:
             message = f"{after[name]!r}, but run.init_from {source} was trained with {was!r}"
@@ -371,6 +388,8 @@ def native_issues(config: Config, kind: Kind) -> list[Issue]:
 
 def export_formats(config: Config) -> str:
     """Name what a run can be exported to, and the settings for which transformers has no class."""
+    if config.task is not None:
+        return "none, as its model is the task's own"
     if config.model.lstm_size:
         return "ONNX"
     name, graphs = native_class(config.model), "ONNX, AOTInductor"

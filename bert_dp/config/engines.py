@@ -127,7 +127,7 @@ class OptimizerFacts:
 
     settings: tuple[str, ...] = ()
     """Fields of `optim` that it alone reads."""
-    needs: Literal["whole_tensors", "tensor_norms"] | None = None
+    needs: Literal["whole_tensors", "tensor_norms", "replicas"] | None = None
     """What its update reads of a tensor beside the elements at hand."""
     matrix_moments: int = 2
     """Numbers of optimizer state for an element of a block's matrix; every other element has 2."""
@@ -138,3 +138,9 @@ OPTIMIZERS: dict[str, OptimizerFacts] = {
     "lamb": OptimizerFacts(needs="tensor_norms"),
     "muon": OptimizerFacts(settings=("momentum",), needs="whole_tensors", matrix_moments=1),
 }
+OWN_OPTIMIZER = OptimizerFacts(needs="replicas")
+
+
+def optimizer_facts(name: str) -> OptimizerFacts:
+    """Look up an optimizer by `optim.name`; of one that is a user's own code memory is that of AdamW."""
+    return OPTIMIZERS.get(name, OWN_OPTIMIZER)

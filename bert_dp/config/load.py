@@ -22,7 +22,8 @@ from pydantic import ValidationError
 
 from bert_dp.config.errors import ConfigError, Issue, IssueKind, plain_message, read_regular, refusing
 from bert_dp.config.hf import HF, hf_directory, read_hf
-from bert_dp.config.schema import BUDGETS, Config, ModelConfig, all_settings
+from bert_dp.config.own_code import split_code
+from bert_dp.config.schema import BUDGETS, CODE, Config, ModelConfig, all_settings
 
 AUTO = "auto"
 MAX_CONFIG_BYTES = 1_000_000
@@ -238,13 +239,19 @@ def absolute(config: Config) -> Config:
     def source(name: str) -> str:
         return name if name == "builtin" or name.startswith("hub:") else str(full(name))
 
+    def code(name: str) -> str:
+        file, function = split_code(name)
+        return f"{full(str(file))}:{function}" if CODE.fullmatch(name) else name
+
     data, init_from = config.data, config.run.init_from
     sources = None if data.sources is None else tuple(map(source, data.sources))
     paths = {"path": full(data.path), "sources": sources, "tokenizer": full(data.tokenizer)}
     foreign = hf_directory(init_from)
     weights = full(init_from) if foreign is None else f"{HF}{full(str(foreign))}"
     run = config.run.model_copy(update={"init_from": weights})
-    return config.model_copy(update={"data": data.model_copy(update=paths), "run": run})
+    optim = config.optim.model_copy(update={"name": code(config.optim.name)})
+    own = {"task": config.task and code(config.task), "optim": optim}
+    return config.model_copy(update={"data": data.model_copy(update=paths), "run": run, **own})
 
 
 def dump_config(config: Config) -> str:

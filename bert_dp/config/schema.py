@@ -40,6 +40,7 @@ MAX_PATH = 4096  # bytes
 Logger = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 PredictedName = Literal["tokens", "steps", "loss", "hours", "dollars", "kwh"]
 LabelKind = Literal["single_label", "multi_label", "regression"]
+CODE = re.compile(r"\S.*\.py:[A-Za-z_]\w*")  # FILE.py:function, a user's own code
 FREE_ON_RESUME = "free on resume"
 """Mark of a setting that may differ when a run goes on."""
 FREE_FROM_WEIGHTS = "free from weights"
@@ -89,16 +90,22 @@ def duration(unit_s: float) -> BeforeValidator:
     return BeforeValidator(lambda value: parse_duration(value) / unit_s if isinstance(value, str) else value)
 
 
-def key_of(table: Mapping[str, object], *other: str) -> AfterValidator:
-    """Validate that a text is a key of `table`, or one of `other`, at the time of validation."""
+def key_of(table: Mapping[str, object], *other: str, code: bool = False) -> AfterValidator:
+    """Validate that a text is a key of `table`, one of `other`, or `code`, at the time of validation."""
 
     def check(text: str) -> str:
-        if text in (*other, *table):
+        if text in (*other, *table) or (code and CODE.fullmatch(text)):
             return text
         expected = ", ".join(map(repr, (*other, *table)))
         raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})
 
     return AfterValidator(check)
+
+
+def _is_code(text: str) -> str:
+    if not CODE.fullmatch(text):
+        raise ValueError("expected FILE.py:function")
+    return text
 
 
 PathText = Annotated[str, AfterValidator(_can_be_a_path)]
@@ -406,8 +413,9 @@ class ScheduleConfig(Section):
 
 
 class OptimConfig(Section):
-    name: Annotated[str, key_of(OPTIMIZERS)] = "adamw"
-    """muon = Muon for the matrices of the blocks, AdamW for the rest."""
+    name: Annotated[PathText, key_of(OPTIMIZERS, code=True)] = "adamw"
+    """muon = Muon for the matrices of the blocks, AdamW for the rest. FILE.py:function = an optimizer of your
+    own (docs/own-code.md), with --allow-code."""
     lr: Annotated[float, Field(gt=0)] | Literal["auto"] = 1e-3
     """Peak learning rate. auto, for lamb, is the untuned rule 5e-3 sqrt(global_size / 32768)."""
     lr_batch: Annotated[int | None, OnlyWith("optim.lr_scaling", ("sqrt", "linear"))] = Field(
@@ -517,6 +525,9 @@ class PlannedFigure(Section):
 
 
 class Config(Section):
+    task: Annotated[PathText, AfterValidator(_is_code)] | None = None
+    """FILE.py:function of a task of your own, its model, data and objective (docs/own-code.md), with
+    --allow-code; null = that of objective.name."""
     run: RunConfig = RunConfig()
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
@@ -543,6 +554,12 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> Config:
+        if self.task is not None:  # its data and its model are its own
+            if self.schedule.epochs is not None:
+                raise ValueError(
+                    "schedule.epochs: the samples of an own task are not known; use steps or hours"
+                )
+            return self
         if self.has_examples and self.data.path is None:
             verb = self.objective.name
             raise ValueError(f"objective.name: {verb} reads labelled examples; use `bert-dp {verb} RUN`")

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import Field
 from tokenizers import Tokenizer
 
 from bert_dp.config import BuildConfig, ConfigError, Issue
@@ -170,6 +171,9 @@ class HiddenWords(StoredModel):
     unknown_tokens: Count
     bits_per_byte: float | None
     bits_per_byte_se: float | None
+    bits_D: list[float] = Field([], exclude=True)
+    """Bits and bytes of the hidden words of each document, for differences of runs."""
+    bytes_D: list[int] = Field([], exclude=True)
 
 
 class TextLoss(StoredModel):
@@ -295,7 +299,15 @@ def word_losses(
         unknown_tokens=int((text.ids_T[hidden_T] == special["unk"]).sum()),
         bits_per_byte=mean,
         bits_per_byte_se=se,
+        bits_D=bits_D.tolist(),
+        bytes_D=counts_D.hidden_bytes.tolist(),
     )
+
+
+def difference(first: HiddenWords, second: HiddenWords) -> tuple[float | None, float | None]:
+    """Return bits per byte of the second less those of the first on the same text, and the standard error of
+    the difference over documents."""
+    return ratio(np.array(second.bits_D) - np.array(first.bits_D), np.array(first.bytes_D))
 
 
 def scores(

@@ -75,7 +75,9 @@ def answer(argv: Sequence[str] | None) -> str:
     if options.verb == "missing":
         return json.dumps(missing(options.data))
     record.set_private_umask()
-    directory, manifest = prepare(_data(options), options.tokenizer, options.length, options.dev_share)
+    directory, manifest = prepare(
+        _data(options), options.tokenizer, options.length, options.dev_share, options.seed
+    )
     sys.stderr.write(record.printable(f"{summary(manifest)}\n"))
     return str(directory)
 
@@ -99,11 +101,12 @@ def _labelled_data(options: argparse.Namespace) -> GlueData | CustomData:
 
 
 def prepare(
-    data: AnyData, tokenizer: Path, length: int, dev_share: float = 0.0
+    data: AnyData, tokenizer: Path, length: int, dev_share: float = 0.0, seed: int = 0
 ) -> tuple[Path, ExamplesManifest]:
     """Return the prepared directory and its manifest; build it in the cache on first use.
 
-    `length`: tokens of the longest example. `dev_share`: of train that becomes dev; 0 = dev is a file.
+    `length`: tokens of the longest example. `dev_share`: of train that becomes dev, drawn by
+    `seed`; 0 = dev is a file.
     Safe when several processes call it at once: one builds, the others wait. Raises ConfigError.
     """
     if issues := record.cache_issues():
@@ -113,7 +116,7 @@ def prepare(
         "data": data.identity(),
         "tokenizer": readers.file_hash(tokenizer),
         "length": length,
-        "dev_share": dev_share,
+        "dev_share": [dev_share, seed] if dev_share else 0.0,
     }
     directory = record.cache_root() / f"examples-{hash_json(facts)[:20]}"
     with locked(directory):
@@ -129,16 +132,16 @@ def prepare(
             if isinstance(data, AugmentedData):
                 marks = {MASK: encoder.special["mask"], HOLE: HOLE_ID}
                 encoder = dataclasses.replace(encoder, marks=marks, fill_holes=data.fill_holes)
-            _build(labelled, encoder, tokenizer, dev_share, work)
+            _build(labelled, encoder, tokenizer, dev_share, seed, work)
         return directory, read_examples(directory)
 
 
 def _build(
-    labelled: LabelledData, encoder: ExampleEncoder, tokenizer: Path, dev_share: float, work: Path
+    labelled: LabelledData, encoder: ExampleEncoder, tokenizer: Path, dev_share: float, seed: int, work: Path
 ) -> None:
     """Write the splits, tokenizer.json and examples.json into the directory `work`."""
     if dev_share:
-        labelled = _with_drawn_dev(labelled, dev_share)
+        labelled = _with_drawn_dev(labelled, dev_share, seed)
     train_keys = {_key(row) for row in labelled.tables[TRAIN].rows}
     labels = {
         split: to_array(labelled.kind, labelled.labels, table)
@@ -204,12 +207,20 @@ def _key(row: Row) -> int:
     return readers.document_key("\0".join(" ".join(text.split()) for text in row.texts))
 
 
-def _with_drawn_dev(labelled: LabelledData, share: float) -> LabelledData:
-    """Move a share of train, drawn by the hash of each row's texts, to dev. Raises ConfigError."""
+def _with_drawn_dev(labelled: LabelledData, share: float, seed: int) -> LabelledData:
+    """Move a share of the rows of each class of train to dev, by the hash of the seed and their texts. Raises
+    ConfigError."""
     whole = labelled.tables[TRAIN]
+    strata: dict[str, set[int]] = {}
+    for row in whole.rows:
+        strata.setdefault(str(row.label) if labelled.kind == "single_label" else "", set()).add(_key(row))
+    drawn: set[int] = set()
+    for keys in strata.values():
+        ordered = sorted(keys, key=lambda key: readers.document_key(f"{seed} {key}"))
+        drawn.update(ordered[: round(share * len(keys))])
     rows: dict[str, list[Row]] = {TRAIN: [], "dev": []}
     for row in whole.rows:
-        rows["dev" if _key(row) < int(share * 2**64) else TRAIN].append(row)
+        rows["dev" if _key(row) in drawn else TRAIN].append(row)
     if empty := [split for split, part in rows.items() if not part]:
         message = f"{share:g} of {len(whole.rows)} examples for dev leaves {empty[0]} none"
         raise data_error(whole.name, "out_of_range", message, "add examples")

@@ -39,6 +39,7 @@ from bert_dp.files.io import (
 )
 from bert_dp.files.json_lines import (
     MAX_JSON_BYTES,
+    Tail,
     append_line,
     cut_back,
     finite,
@@ -49,8 +50,10 @@ from bert_dp.files.json_lines import (
     write_text,
 )
 from bert_dp.files.run_facts import (
+    PAGE,
     PREDICTIONS,
     SCHEMA_VERSION,
+    SEQUENCE_LOSSES,
     TOKENIZER,
     CheckpointFacts,
     list_checkpoints,

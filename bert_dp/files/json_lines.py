@@ -14,6 +14,7 @@ from typing import Any
 from bert_dp.config.errors import MAX_JSON_BYTES, read_regular
 
 MAX_JSON_DEPTH = 32  # of nested objects and lists; ours have less than ten
+READ_BYTES = 2**20  # of a followed file at once
 MAX_WHOLE = 2**64  # no count, size or time in ns is as large
 
 
@@ -50,6 +51,37 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             if not isinstance(facts, dict) or type(facts.get("step")) is not int:
                 return
             yield facts
+
+
+class Tail:
+    """Reads the lines added to a file since the last call, READ_BYTES at most; a longer line comes in pieces.
+
+    A replaced file is read from its start. With `skip_present` what the file holds already is left out.
+    """
+
+    def __init__(self, path: Path, *, skip_present: bool = False):
+        self._path = path
+        self._inode = self._offset = 0
+        if skip_present and path.exists():
+            status = path.stat()
+            self._inode, self._offset = status.st_ino, status.st_size
+
+    def lines(self) -> tuple[list[str], bool]:
+        """Return the new lines, and whether the file has been replaced. A file that cannot be read now, as on
+        a file server that does not answer, has no new lines."""
+        try:
+            with self._path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                replaced = self._inode not in (0, status.st_ino) or status.st_size < self._offset
+                offset = 0 if replaced else self._offset
+                file.seek(offset)
+                data = file.read(READ_BYTES)
+        except OSError:
+            return [], False
+        end = data.rfind(b"\n") + 1 or (len(data) if len(data) == READ_BYTES else 0)
+        self._inode, self._offset = status.st_ino, offset + end
+        text = data[:end].decode("utf-8", "replace").removesuffix("\n")
+        return (text.split("\n") if end else []), replaced
 
 
 def cut_back(path: Path, step: int) -> None:

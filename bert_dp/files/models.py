@@ -207,8 +207,22 @@ class HeldOut(StoredModel):
     scores: dict[str, FiniteOrNone] | None = None
     """Of finetuning: "split/metric", in the metric's own unit; none where a logit was not finite, null where
     the metric is not defined, as a correlation with what is constant."""
+    baseline: dict[str, FiniteOrNone] = {}
+    """Of finetuning: the scores of a constant answer, the most frequent label of train."""
+    f1_average: Literal["binary", "macro", "micro"] | None = None
+    """Of finetuning: f1 is that of the second label, the mean over labels, or over all decisions together."""
     one_class: list[str] = []
     """Of finetuning: the splits whose every example gets the same class."""
+
+
+class SequenceLosses(StoredFile):
+    """heldout_losses.json of a pretraining: the loss of each held-out sequence at the last evaluation."""
+
+    text_sha256: str
+    """Of the sequences: the same text has the same masks at the same rate."""
+    mask_rate: float
+    losses: list[float]
+    """Nats per masked token."""
 
 
 class InitFrom(StoredModel):

@@ -29,8 +29,11 @@ from bert_dp.files.models import InitFrom, StoredFile
 SCHEMA_VERSION = 1
 TOKENIZER = "tokenizer.json"
 """The tokenizer's file: in the run directory, and a copy of it in each checkpoint."""
+PAGE = "report.html"
 PREDICTIONS = "predictions.jsonl"
 """A finetuned run's logits of every example of dev and test."""
+SEQUENCE_LOSSES = "heldout_losses.json"
+"""A pretraining's loss of every held-out sequence."""
 CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")  # of a complete one, not of a save that was cut off
 
 
@@ -53,6 +56,8 @@ class CheckpointFacts(StoredModel):
     loss_spikes: Count = 0
     recent_losses: list[float] = []  # noqa: RUF012 (pydantic copies a default)
     config: dict[str, Any]
+    code: dict[str, Sha256] = {}  # noqa: RUF012
+    """SHA-256 of the file of own code, by the setting that names it."""
     data_hash: Sha256
     tokenizer: Sha256 | None = None
     """SHA-256 of the tokenizer's file."""

@@ -64,6 +64,10 @@ def load_checkpoint(path: Path) -> LoadedCheckpoint:
     ConfigError."""
     state, facts = checkpoint.load(path)
     config = resolve([facts.config])
+    if config.task is not None:
+        message = f"the model of {path} is that of {config.task}, which is not executed here"
+        hint = "load its model.safetensors into your model"
+        raise ConfigError([Issue("task", "unsupported", message, config.task, hint=hint)])
     model = make_model(config)
     model.to(next(iter(state["model"].values())).dtype)
     state["optimizer"] = {}  # half of the memory, and of no use here

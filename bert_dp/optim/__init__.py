@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw as adamw_update  # adamw.py beside this is a module of that name
 
-from bert_dp.config import OptimConfig
+from bert_dp.config import ConfigError, Issue, OptimConfig
+from bert_dp.config.own_code import load_function
+from bert_dp.config.schema import CODE
 from bert_dp.model.interface import Model
 from bert_dp.optim.schedule import lr_factor
 
@@ -28,17 +30,44 @@ def make_optimizer(
     compiled: bool = False,
     precision: str = "fp32",
 ) -> torch.optim.Optimizer:
-    """Build the optimizer `config.name`: function `make` of `bert_dp.optim.<name>`.
+    """Build the optimizer `config.name`: function `make` of `bert_dp.optim.<name>`, or a user's own.
 
     `model` decides by the names of `named` which parameters are decayed and which are matrices. `precision`:
     of the run. The learning rate is set before every step.
     """
-    module = importlib.import_module(f"bert_dp.optim.{config.name}")
-    optimizer: torch.optim.Optimizer = module.make(
+    is_own = CODE.fullmatch(config.name) is not None
+    make = (
+        load_function(config.name) if is_own else importlib.import_module(f"bert_dp.optim.{config.name}").make
+    )
+    optimizer: torch.optim.Optimizer = make(
         config, list(named), model, compiled=compiled, precision=precision
     )
+    if is_own:
+        check_steps(optimizer)
     set_lr(optimizer, 0.0 if config.lr == "auto" else config.lr)
     return optimizer
+
+
+def check_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Make an own optimizer clip and skip, at the price of a host sync, unless it does so itself as
+    `Optimizer` and torch's fused ones do. `step` raises ConfigError for a state that no checkpoint holds."""
+    step, is_ours = optimizer.step, isinstance(optimizer, Optimizer) or optimizer.defaults.get("fused")
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def checked(*_: Any) -> None:
+        if not is_ours:
+            if optimizer.found_inf:  # type: ignore[attr-defined]
+                return
+            for p in (p for p in parameters if p.grad is not None):
+                p.grad.div_(optimizer.grad_scale)  # type: ignore[attr-defined]
+        step()
+        for p, state in ((p, optimizer.state.get(p, {})) for p in parameters):
+            for value in [*state.values()] or [None] * bool(optimizer.state):
+                if not isinstance(value, Tensor) or (value.dim() and value.shape != p.shape):
+                    message = "keep a state for every parameter, of tensors that are numbers or of its shape"
+                    raise ConfigError([Issue("optim.name", "unsupported", message)])
+
+    optimizer.step = checked  # type: ignore[method-assign, assignment]
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

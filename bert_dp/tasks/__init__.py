@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from bert_dp.config import Config
+from bert_dp.config.own_code import load_function
 from bert_dp.model.interface import Model
 from bert_dp.training.devices import Precision
 from bert_dp.training.distributed import HostCollectives
@@ -110,8 +111,9 @@ class Task(Protocol):
     test of its own.
     """
 
-    flops_per_token: float
-    """Model FLOPs of forward and backward per token of the input, by cost.py."""
+    @property
+    def flops_per_token(self) -> float | None:
+        """Model FLOPs of forward and backward per token of the input, by cost.py; None = unknown."""
 
     def open_data(self) -> DatasetInfo:
         """Make or find the data; called once, before the ranks meet. Raises ConfigError."""
@@ -145,5 +147,8 @@ TASKS = {name: f"bert_dp.tasks.{name}" for name in ("mlm", "finetune", "distill"
 
 def make_task(config: Config, device: torch.device) -> Task:
     """Make the task that the configuration names."""
+    if config.task is not None:
+        own: Task = load_function(config.task)(config, device)
+        return own
     task: Task = importlib.import_module(TASKS[config.objective.name]).make_task(config, device)
     return task

@@ -145,7 +145,16 @@ class Finetuning:
         if not count:
             return None
         unit = self._config.loss_unit
-        more = {"one_class": one_class} if one_class else {}
+        baseline = {
+            f"{name}/{metric}": value
+            for name, split in self._manifest.splits.items()
+            for metric, value in (split.baseline or {}).items()
+        }
+        more: dict[str, Any] = {"baseline": baseline, **({"one_class": one_class} if one_class else {})}
+        if self._kind != "regression":
+            binary = self._config.finetune.num_outputs == 2
+            average = "micro" if self._kind == "multi_label" else "binary" if binary else "macro"
+            more["f1_average"] = average
         return {"loss": total / count, "loss_unit": unit, "examples": count, "scores": scores, **more}
 
     def example_batch(self, micro_size: int) -> LabelledBatch:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
-from collections.abc import Iterator
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -99,8 +102,9 @@ class MaskedLanguageModel:
         """Measure the held-out sequences at EVAL_MASK_RATE: see `files.models.HeldOut`."""
         vocabulary = cast(CrammedBert, model).vocabulary
         each = num_masked(EVAL_MASK_RATE, self._config.data.sequence_length)  # masked tokens of a sequence
-        # of the mean losses of sequences, of their squares, and of tokens that were guessed
-        sums = torch.zeros(3, dtype=torch.float64, device=context.device)
+        total = min(len(self._held_out_shards), self._config.eval.max_sequences)
+        loss_N = torch.zeros(total, dtype=torch.float64, device=context.device)
+        hits = torch.zeros((), dtype=torch.float64, device=context.device)
         batches = self._evaluation_batches(context)
         with torch.no_grad(), context.precision.context(context.device):
             for batch in batches:
@@ -109,24 +113,36 @@ class MaskedLanguageModel:
                 on_device = batch.to(context.device)
                 logits_PV = model(on_device.ids_BS, on_device.positions_P)
                 loss_P, hit_P = vocabulary.score(logits_PV, on_device.labels_P).double()
-                loss_B = loss_P.view(-1, each).mean(1)  # 0 of a row that only fills up the batch
-                sums += torch.stack([loss_B.sum(), loss_B.square().sum(), hit_P.sum()])
+                # of a row that only fills up the batch 0, added to the first sequence
+                index_B = torch.from_numpy(batch.sample_ids).to(context.device)
+                loss_N.index_add_(0, index_B, loss_P.view(-1, each).mean(1))
+                hits += hit_P.sum()
                 context.progress()
-        count = sum(batch.num_masked for batch in batches) // each
-        total, squares, hits, sequences = context.sum_over_replicas([*sums.tolist(), count])
-        if not sequences:
+        if not total:
             return None
+        guessed, *losses = context.sum_over_replicas([float(hits), *loss_N.tolist()])
         measured = {
-            "loss": total / sequences,
-            "masked_accuracy": hits / (sequences * each),
+            "loss": math.fsum(losses) / total,
+            "masked_accuracy": guessed / (total * each),
             "mask_rate": EVAL_MASK_RATE,
-            "masked_tokens": int(sequences) * each,
-            "sequences": int(sequences),
+            "masked_tokens": total * each,
+            "sequences": total,
         }
-        if sequences > 1:
-            variance = (squares - total**2 / sequences) / (sequences - 1)
-            measured["loss_se"] = math.sqrt(max(0.0, variance) / sequences)
+        if total > 1:
+            measured["loss_se"] = statistics.stdev(losses) / math.sqrt(total)
+        if context.run_dir is not None:
+            self._write_losses(context.run_dir, losses)
         return measured
+
+    def _write_losses(self, run_dir: Path, losses: Sequence[float]) -> None:
+        """Write the loss of each held-out sequence, by which runs are compared in pairs: SequenceLosses."""
+        rows = self._held_out_shards.rows(np.arange(len(losses)))
+        text = hashlib.sha256(rows.tobytes()).hexdigest()
+        facts = {"text_sha256": text, "mask_rate": EVAL_MASK_RATE, "losses": losses}
+        try:
+            files.write_json(run_dir / files.SEQUENCE_LOSSES, facts)
+        except OSError as error:  # a full disk ends no run
+            sys.stdout.write(f"warning: {files.SEQUENCE_LOSSES} could not be written: {error}\n")
 
     def _evaluation_batches(self, context: Context) -> list[data.MlmBatch]:
         """Return this replica's batches, made once."""
@@ -182,7 +198,7 @@ def batches(run_or_config: str | os.PathLike[str] | Config, step: int) -> Iterat
         path = Path(run_or_config).expanduser()
         run_dir = path if (path / "config.yaml").is_file() else None
         config = load_config(find_config(str(path)) if run_dir is None else path / "config.yaml")
-    if config.objective.name != "mlm" or config.data.synthetic:
+    if config.task or config.objective.name != "mlm" or config.data.synthetic:
         message, hint = "has no masked batches of real data", "name an mlm run on real data"
         raise ConfigError([Issue("RUN", "unsupported", message, str(run_or_config), hint=hint)])
     task = MaskedLanguageModel(config, torch.device("cpu"))

@@ -20,6 +20,7 @@ from bert_dp.config import (
 )
 from bert_dp.config.checks import ProfilePlan
 from bert_dp.config.errors import sha256
+from bert_dp.config.own_code import changed_code, code_hashes
 from bert_dp.files import CheckpointFacts
 from bert_dp.model.load import first_state, prepare_model
 from bert_dp.optim import Named
@@ -103,7 +104,7 @@ def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
         hint = "use a run directory that all nodes share"
         raise ConfigError([Issue(str(path), "not_found", message, hint=hint)])
     tensors, facts = checkpoint.load(path)
-    if changed := changed_settings(facts.config, rank.config):
+    if changed := [*changed_settings(facts.config, rank.config), *changed_code(facts.code, rank.config)]:
         hint = "undo it or use --resume never in another run directory"
         raise ConfigError([dataclasses.replace(issue, hint=hint) for issue in changed])
     if facts.data_hash != rank.data.data_hash:
@@ -187,6 +188,7 @@ def build_trainer(
         num_parameters=num_parameters,
         metadata={
             "config": config.model_dump(mode="json"),
+            "code": code_hashes(config),
             "data_hash": data.data_hash,
             "tokenizer": data.tokenizer,
             "compiled": compiled,
@@ -275,6 +277,7 @@ def write_environment(trainer: Trainer, placed: Placement) -> None:
         "threads_per_rank": placed.threads,
         "cores": [format_cores(share) for share in placed.shares],  # of each rank of rank 0's node
         "config_hash": trainer.config.hash(),
+        "code": trainer.metadata["code"],
         "precision": trainer.precision.name,
         "compiled": trainer.metadata["compiled"],
     }

@@ -133,7 +133,7 @@ class Meter:
         layout: BatchLayout,
         *,
         tokens_per_sample: float,
-        flops_per_token: float,
+        flops_per_token: float | None,
         peak_flops: float | None,
         skipped: int = 0,
     ):
@@ -250,14 +250,14 @@ class Meter:
     def rates(self, steps: int, samples: int, micro: int, seconds: float) -> dict[str, Any]:
         """Return the throughput over all replicas; `micro`: micro-batch steps summed over replicas."""
         tokens_per_s = samples * self._tokens_per_sample / seconds
-        per_gpu = tokens_per_s / self._layout.world_size
+        per_gpu, peak = tokens_per_s / self._layout.world_size, self._peak_flops
         return {
             "steps_per_s": steps / seconds,
             "global_steps_per_s": micro / seconds,
             "samples_per_s": samples / seconds,
             "tokens_per_s": tokens_per_s,
             "tokens_per_s_per_gpu": per_gpu,
-            "mfu": per_gpu * self._flops_per_token / self._peak_flops if self._peak_flops else None,
+            "mfu": per_gpu * flops / peak if (flops := self._flops_per_token) and peak else None,
         }
 
     def total_rates(self) -> dict[str, Any]:

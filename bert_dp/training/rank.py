@@ -26,6 +26,7 @@ from bert_dp.config import (
     with_budget,
 )
 from bert_dp.config.checks import ProfilePlan, parse_profile, profile_issues, rank_sets
+from bert_dp.config.own_code import code_issues
 from bert_dp.files.ledger import EXIT_S, Ledger, Spending, budget_issues
 from bert_dp.training.follower import Follower
 from bert_dp.training.process import (
@@ -88,6 +89,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("config", type=Path, help="YAML file of a whole configuration")
     parser.add_argument("--run-dir", type=Path, help="default: the directory of the configuration")
     parser.add_argument("--resume", default="auto", help="auto | never | path of a checkpoint or run")
+    parser.add_argument("--allow-code", action="store_true", help="run the files of task and optim.name")
     parser.add_argument("--profile", metavar="FIRST:END", help="optimizer steps; 10:13 = 10, 11 and 12")
     parser.add_argument("--profile-ranks", default="0", metavar="N,...", help="ranks; default: 0")
     # deepspeed passes it
@@ -118,6 +120,8 @@ def run(
     from bert_dp.training.summary import write_summary
 
     config = absolute(load_config(arguments.config))
+    if issues := code_issues(config, allowed=arguments.allow_code):
+        raise ConfigError(issues)
     run_dir = (arguments.run_dir or arguments.config.parent).resolve()
     if arguments.run_dir is not None:
         run_dir.mkdir(parents=True, exist_ok=True)

@@ -18,9 +18,9 @@ import typer
 
 from bert_dp import __version__, files
 from bert_dp.config import ConfigError, Issue
+from bert_dp.files.reaper import ISSUES_FILE
 from bert_dp.training.process import RunFailed
 from launcher.cli import evaluation, planning, reports, training, tuning
-from launcher.job import ISSUES_FILE
 from launcher.log import print_error
 
 SHARED = ("report", "data", "export")  # write where the user says, with the user's umask; others privately
@@ -66,6 +66,7 @@ for verb in (
     training.finetune,
     training.distill,
     training.configs,
+    reports.runs,
     reports.checkpoints,
     evaluation.predict,
     tuning.scale,

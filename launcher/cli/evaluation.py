@@ -46,14 +46,16 @@ def eval_glue(
 
 def eval_mlm(
     run: opt.Run,
-    texts: Annotated[list[str], Argument(metavar="TEXT...", help=opt.TEXTS)],
+    texts: Annotated[
+        list[str], Argument(metavar="TEXT...", help=f"{opt.TEXTS} Runs before them are compared.")
+    ],
     documents: Annotated[str, Option(help="End of a document of plain text: line or blank_line.")] = "line",
     format: opt.Format = "auto",
     text_key: opt.TextKey = "text",
     precision: opt.Precision = "auto",
     json: opt.Json = False,
 ) -> int:
-    """Measure the held-out loss of a run on any text.
+    """Measure the held-out loss of a run, or compare several, on any text.
 
     Shows the loss per token, and whole words in bits per byte, which compare across vocabularies. Intervals
     are over documents.

@@ -1,4 +1,4 @@
-"""`report`, `checkpoints` and `doctor`."""
+"""`report`, `runs`, `checkpoints` and `doctor`."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def report(
     ] = (),
 ) -> int:
     """Write the page of a run, a comparison, a benchmark, a search or an evaluation."""
+    from bert_dp.files import PAGE
     from launcher.report import html
-    from launcher.report.page import show_end
-    from launcher.report.run_page import PAGE
+    from launcher.report.page import show_end, show_report
     from launcher.run.loggers import send_run
 
     if json and out is not None:
@@ -57,7 +57,7 @@ def report(
             raise ConfigError([Issue("--out", "not_found", str(error))]) from None
     code = max(send_run(run_dir, log_to, logger(opt.console(), json)) for run_dir in run_dirs)
     if not json:
-        show_end(opt.console(), report, target)
+        (show_report if len(run_dirs) > 1 else show_end)(opt.console(), report, target)
     return code
 
 
@@ -101,6 +101,41 @@ def _no_run(setting: str, path: Path) -> Issue:
     runs = sorted(child.parent.name for child in path.glob("*/config.yaml"))
     hint = f"it holds runs, name one: {', '.join(runs[:3])}" if runs else None
     return Issue(setting, "not_found", f"{path} is not a run directory (no config.yaml in it)", hint=hint)
+
+
+def runs(
+    directory: Annotated[
+        Path, Argument(metavar="DIR", show_default=False, help="Directory of runs; default: runs.")
+    ] = Path("runs"),
+    json: opt.Json = False,
+) -> int:
+    """List the runs in a directory, newest first.
+
+    With --json a record holds all settings of its run too.
+    """
+    from launcher.report import run_files
+    from launcher.report.page import Quantity, Report, ReportSection, show_report, table
+
+    if not directory.is_dir():
+        raise ConfigError([Issue("DIR", "not_found", f"{directory} is no directory", str(directory))])
+    rows = run_files.list_runs(directory)
+    if json:
+        typer.echo(jsonlib.dumps(files.finite(rows), indent=1))
+        return 0
+    quantities = [
+        Quantity("status", "status", "word"),
+        Quantity("step", "step", "count"),
+        Quantity("tokens", "tokens"),
+        Quantity("loss", "training loss", "ratio"),
+        Quantity("heldout_loss", "held-out loss", "ratio"),
+        Quantity("tokens_per_s", "tokens/s, all ranks"),
+        Quantity("age_s", "age", "duration"),
+    ]
+    listed = table([(row["run"], row) for row in rows], quantities, corner="run")
+    show_report(opt.console(), Report("", sections=[ReportSection("", tables=[listed])]))
+    if not rows:
+        typer.echo(f"{directory} holds no run")
+    return 0
 
 
 def checkpoints(

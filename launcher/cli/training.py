@@ -23,7 +23,7 @@ from bert_dp.config import (
 )
 from bert_dp.config.checks import parse_profile
 from launcher.cli import options as opt
-from launcher.log import print_error
+from launcher.log import print_error, runnable
 
 
 def train(
@@ -47,6 +47,9 @@ def train(
         Option(help="With --dry-run: GPUs that are not there, H100-SXM-80G, ...; --nproc of them, or one."),
     ] = None,
     force: opt.Force = False,
+    allow_code: Annotated[
+        bool, Option("--allow-code", help="Run the Python files that `task` and `optim.name` name.")
+    ] = False,
     profile: Annotated[
         str | None, Option(metavar="FIRST:END", help="Profile these steps; 10:13 is 10, 11 and 12.")
     ] = None,
@@ -102,7 +105,7 @@ def train(
         if failed:
             return failed
     searched = overrides != settings and not dry_run  # a micro batch that was measured needs no estimate
-    loaded = job.load(config, overrides, run_dir)
+    loaded = job.load(config, overrides, run_dir, allow_code=allow_code)
     if gpu is not None:
         from launcher.plan import dry_run as absent
 
@@ -136,6 +139,11 @@ def finetune(
     train: opt.TrainFile = None,
     dev: opt.DevFile = None,
     test: Annotated[str | None, Option(metavar="FILE", help="Examples to predict.")] = None,
+    dev_fraction: Annotated[
+        float | None,
+        Option(min=0.001, max=0.9, metavar="F", help="Share of each class of --train that becomes dev."),
+    ] = None,
+    seeds: Annotated[int, Option(min=1, max=100, help="Runs, each with a seed of its own.")] = 1,
     text: opt.TextColumn = None,
     text_pair: opt.PairColumn = None,
     label: opt.LabelColumn = None,
@@ -156,6 +164,7 @@ def finetune(
     RUN/predictions.jsonl has the prediction for each example.
     """
     from launcher.evaluate import finetune as finetuning
+    from launcher.report.page import show_report
     from launcher.run import restarts
     from launcher.run import train as training
 
@@ -165,18 +174,28 @@ def finetune(
         data or (),
         {"train": train, "dev": dev, "test": test},
         {"text": text, "text-pair": text_pair, "label": label, "kind": kind},
+        dev_fraction,
     )
-    return training.train(
-        finetuning.load(run, source, settings, nproc=nproc, random_weights=init == "random"),
-        nproc=nproc,
-        launcher=launcher,
-        run_dir=run_dir,
-        resume=resume,
-        dry_run=dry_run,
-        console=opt.console(),
-        policy=restarts.Policy(max_restarts, False),
-        force=force,
-    )
+    loaded = finetuning.load(run, source, settings, nproc=nproc, random_weights=init == "random")
+    planned = finetuning.by_seed(loaded, run_dir, seeds)
+    for job, place in planned:
+        code = training.train(
+            job,
+            nproc=nproc,
+            launcher=launcher,
+            run_dir=place,
+            resume=resume,
+            dry_run=dry_run,
+            console=opt.console(),
+            policy=restarts.Policy(max_restarts, False),
+            force=force,
+        )
+        if code or dry_run:
+            return code
+    if seeds > 1:
+        report = finetuning.seeds_report([place for _, place in planned if place])
+        show_report(opt.console(), report, titled=True)
+    return 0
 
 
 def distill(
@@ -278,7 +297,7 @@ def configs(
         typer.echo(f"{path.stem:<18} {'as RUN' if config.has_examples else name:<20} {summary}")
     for name, path in scripts.items():
         typer.echo(f"{name:<18} {'-':<20} {path.read_text().splitlines()[1].removeprefix('# ')}")
-    print_error("next: bert-dp train NAME --dry-run")
+    print_error(f"next: {runnable('bert-dp train quickstart --dry-run')}")
     return 0
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from launcher import results
 from launcher.children import kernel_caches
-from launcher.log import PLAIN, print_error, show
+from launcher.log import PLAIN, print_error, runnable, show
 from launcher.report.formats import format_count, format_percent
 from launcher.report.page import Report, ReportSection, Table, Verdict, show_report, words
 
@@ -47,7 +47,8 @@ def export(
     what = f"{exported.architecture or form}, {exported.precision}, {exported.kind}"
     sizes = f"{format_count(exported.parameters)} parameters, step {format_count(exported.step)}"
     show(console, f"{out}: {what}, {sizes}", **PLAIN)
-    show(console, f"next: bert-dp export check {shlex.quote(str(out))}", **PLAIN)
+    following = f"bert-dp export check {shlex.quote(str(out))} --run {shlex.quote(str(run))}"
+    show(console, f"next: {runnable(following)}", **PLAIN)
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,8 +24,11 @@ from bert_dp.config import (
     resolve,
     shipped_configs,
 )
-from launcher import children, job
+from bert_dp.files.models import Summary
+from launcher import children, job, results, stats
 from launcher.machine import environment
+from launcher.report.formats import count_of, format_decimals
+from launcher.report.page import Report, ReportSection, Table, words
 
 RECIPE = "finetune.yaml"
 
@@ -52,10 +56,15 @@ def glue_source(task: str, data: Sequence[Path]) -> ExamplesSource:
 
 
 def source_of(
-    task: str | None, data: Sequence[Path], files: Mapping[str, str | None], columns: Mapping[str, str | None]
+    task: str | None,
+    data: Sequence[Path],
+    files: Mapping[str, str | None],
+    columns: Mapping[str, str | None],
+    dev_fraction: float | None = None,
 ) -> ExamplesSource:
     """Return the source that options name: a task of GLUE, or a user's files, described by `files` (train,
-    dev, test) and `columns` (text, text-pair, label, kind). Raises ConfigError."""
+    dev, test) and `columns` (text, text-pair, label, kind). `dev_fraction`: of train that becomes dev. Raises
+    ConfigError."""
     own = {name: value for name, value in {**files, **columns}.items() if value is not None}
     hint = "name a GLUE task with --data, or your own files by --train and --dev"
     issues = []
@@ -71,12 +80,45 @@ def source_of(
         issues.append(Issue("--task", "missing", "no examples are named", hint=hint))
     else:
         text, absent = "own files take --train and --dev", {"train", "dev"} - own.keys()
+        if dev_fraction is not None:
+            absent -= {"dev"}
         issues += [Issue(f"--{name}", "missing", text) for name in sorted(absent, reverse=True)]
+    if dev_fraction is not None and (task or "dev" in own):
+        text, other = "takes dev from the rows of --train", "--task" if task else "--dev"
+        issues.append(Issue("--dev-fraction", "conflict", text, dev_fraction, other, "leave one out"))
     if issues:
         raise ConfigError(issues)
     if task is not None:
         return glue_source(task, data)
-    return ExamplesSource("own", [word for name, value in own.items() for word in (f"--{name}", value)])
+    drawn = [] if dev_fraction is None else ["--dev-share", str(dev_fraction)]
+    return ExamplesSource("own", [*(w for name, text in own.items() for w in (f"--{name}", text)), *drawn])
+
+
+def by_seed(base: job.Job, run_dir: Path | None, seeds: int) -> list[tuple[job.Job, Path | None]]:
+    """Return the job of each seed with its run directory, below `run_dir` where there are several."""
+    if seeds == 1:
+        return [(base, run_dir)]
+    folder = base.directory(run_dir, "runs")
+    jobs: list[tuple[job.Job, Path | None]] = []
+    for k in range(seeds):
+        run = base.config.run.model_copy(update={"seed": base.config.run.seed + k})
+        config = base.config.model_copy(update={"run": run})
+        jobs.append((dataclasses.replace(base, config=config), folder / f"seed-{k}"))
+    return jobs
+
+
+def seeds_report(run_dirs: Sequence[Path]) -> Report:
+    """Build the table of the scores of runs that differ in their seed: the mean with its 95 % interval."""
+    summaries = [results.read(path / "summary.json", Summary) for path in run_dirs]
+    measured = [summary.heldout.scores or {} for summary in summaries if summary.heldout]
+    rows = []
+    for name in dict.fromkeys(name for scores in measured for name in scores):
+        values = [value for scores in measured if (value := scores.get(name)) is not None]
+        half = f" \u00b1 {stats.half_width(values):.4f}" if len(values) > 1 else ""
+        mean = format_decimals(statistics.fmean(values) if values else None)
+        note = f"mean of {count_of(len(values), 'seed')}: {', '.join(map(format_decimals, values))}"
+        rows.append(words(name.replace("/", " "), f"{mean}{half}", note))
+    return Report("bert-dp: finetuning by seeds", sections=[ReportSection("", tables=[Table(rows)])])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,10 +200,11 @@ def configuration(
     return resolve([*levels, parse_overrides(overrides)])
 
 
-def prepare(start: Pretrained, source: ExamplesSource, sequence_length: int) -> Path:
-    """Prepare the examples, or find them in the cache; return the directory. Raises ConfigError."""
+def prepare(start: Pretrained, source: ExamplesSource, sequence_length: int, seed: int = 0) -> Path:
+    """Prepare the examples, or find them in the cache; return the directory. `seed`: of what is drawn. Raises
+    ConfigError."""
     arguments = ["prepare", "--tokenizer", str(start.tokenizer), "--length", str(sequence_length)]
-    arguments += source.options
+    arguments += ["--seed", str(seed), *source.options]  # they may name their own
     return Path(children.ask_module("bert_dp.examples.prepare", arguments, "preparing the examples"))
 
 
@@ -192,7 +235,7 @@ def load(
     checked = configuration(start, overrides, weights)
     name = f"{start.run.name}-{source.name}"
     ranks = job.Job(name, checked, machine).choose_ranks(nproc)
-    path = prepare(start, source, checked.data.sequence_length)
+    path = prepare(start, source, checked.data.sequence_length, checked.run.seed)
     manifest = read_examples(path)
     config = configuration(start, overrides, weights, path, manifest)
     on_gpu = job.Job(name, config, machine).gpus > 0

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from bert_dp.config import resolve
+from bert_dp.config import ConfigError, Issue, resolve
 from bert_dp.cost import student
 from launcher import results
 from launcher.job import issues_by_option
 from launcher.report.formats import count_of, format_count, format_decimals, format_percent
-from launcher.report.page import Report, ReportSection, Table, show_report, words
+from launcher.report.page import Column, Report, ReportSection, Table, TableCell, TableRow, show_report, words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,6 +32,11 @@ OPTIONS = {
 """Settings that arguments of `eval mlm` give."""
 
 
+def is_run(path: str) -> bool:
+    """Return True for a run directory or a checkpoint of one."""
+    return any((Path(path).expanduser() / name).exists() for name in ("checkpoints", "model.safetensors"))
+
+
 def evaluate(
     run: Path,
     texts: Sequence[str],
@@ -37,7 +46,8 @@ def evaluate(
     as_json: bool,
     console: Console,
 ) -> int:
-    """Measure a run on `texts` and show its losses; return the exit code.
+    """Measure a run, and those that lead `texts`, on the others of `texts`; show the losses and return the
+    exit code.
 
     `options`: settings of data.build. `precision`: auto, fp32 or bf16. Raises ConfigError and RunFailed.
     """
@@ -45,16 +55,56 @@ def evaluate(
     from bert_dp.evaluation.text_loss import text_loss
     from bert_dp.measure.matmul_peak import use_all_cores
 
-    settings = {"data": {"sources": list(texts), "build": dict(options)}, "schedule": {"steps": 1}}
+    settings: dict[str, Any] = {"data": {"build": dict(options)}, "schedule": {"steps": 1}}
+    runs = [str(run), *itertools.takewhile(is_run, texts)]
+    texts = texts[len(runs) - 1 :]
+    if late := [text for text in texts if is_run(text)]:
+        message, hint = f"{late[0]} is a run", "name every run before the first text"
+        raise ConfigError([Issue("TEXT", "wrong_type", message, late[0], "RUN", hint)])
+    if not texts:
+        raise ConfigError([Issue("TEXT", "missing", "no text is named after the runs")])
+    settings["data"]["sources"] = list(texts)
     use_all_cores()
     with issues_by_option(OPTIONS), shown_progress() as tell:
         build = resolve([settings]).data.build
-        loss = text_loss(str(run.expanduser()), texts, build, tell, precision)
+        losses = [text_loss(os.path.expanduser(each), texts, build, tell, precision) for each in runs]
     if as_json:
-        sys.stdout.write(results.to_json(loss))
+        found = [results.plain(loss) for loss in losses]
+        sys.stdout.write(json.dumps(found if len(found) > 1 else found[0], indent=1) + "\n")
     else:
-        show_report(console, text_report(loss), titled=True)
+        report = comparison(losses) if len(losses) > 1 else text_report(losses[0])
+        show_report(console, report, titled=True)
     return 0
+
+
+def comparison(losses: Sequence[TextLoss]) -> Report:
+    """Build the table of several runs on one text, the fewest bits per byte first."""
+    from bert_dp.evaluation.text_loss import difference
+
+    def bits(loss: TextLoss) -> float:
+        return math.inf if loss.hidden.bits_per_byte is None else loss.hidden.bits_per_byte
+
+    best, *_ = ranked = sorted(losses, key=bits)
+    rows = []
+    for loss in ranked:
+        hidden, predicted = loss.hidden, loss.predicted
+        more = "" if loss is best else _with_interval(*difference(best.hidden, hidden), hidden.documents)
+        cells = [
+            _with_interval(hidden.bits_per_byte, hidden.bits_per_byte_se, hidden.documents),
+            more,
+            _with_interval(predicted.loss, predicted.loss_se, predicted.documents),
+            format_count(loss.vocab_size),
+            format_count(loss.step),
+        ]
+        rows.append(TableRow(loss.run, [TableCell(text) for text in cells]))
+    heads = ["pseudo-bits per byte", "difference to the first", "nats per token", "vocabulary", "step"]
+    basis = f"{count_of(best.hidden.words, 'hidden word')} of {count_of(best.documents, 'document')}"
+    notes = [
+        f"The same {basis} for every run; \u00b1: half of a 95 % interval over documents, of a difference in "
+        "pairs. Nats per token compare within one vocabulary alone."
+    ]
+    section = ReportSection("", tables=[Table(rows, [*map(Column, heads)], corner="run")], notes=notes)
+    return Report("bert-dp: masked language models on text", sections=[section])
 
 
 def text_report(loss: TextLoss) -> Report:

@@ -69,7 +69,7 @@ DISAGREE = (
     "(plan fit), or give --tokens-per-parameter"
 )
 SMALL = (
-    "{:.2g} FLOP: below {:g} the loss of masked LMs leaves its power law (arXiv 2305.17266), and a small "
+    "{}: below {} the loss of masked LMs leaves its power law (arXiv 2305.17266), and a small "
     "model's optimum says little about a large one's"
 )
 MANY_EPOCHS = (
@@ -400,10 +400,10 @@ def make_plan(
             # deep and wide are one shape where there are two layers
             planned.setdefault(config.model, _planned_model(name, config, rate_of(config), hours, fit))
     if flops < MLM_MIN_FLOPS:
-        warnings.append(SMALL.format(flops, MLM_MIN_FLOPS))
+        warnings.append(SMALL.format(format_si(flops, "FLOP"), format_si(MLM_MIN_FLOPS, "FLOP")))
     if tokens_available and is_chosen:
         epochs = tokens / tokens_available
-        figures["epochs"] = _rated(epochs, rate, f"over {tokens_available:.3g} tokens")
+        figures["epochs"] = _rated(epochs, rate, f"over {format_si(tokens_available, 'tokens')}")
         if epochs > MAX_EPOCHS:
             warnings.append(MANY_EPOCHS.format(epochs, MAX_EPOCHS))
     models = list(planned.values())
@@ -571,7 +571,7 @@ def _fit_warnings(fit: Frontier, flops: float) -> list[str]:
             f"{beyond:.0f} x the largest budget that was fitted: beyond {MAX_EXTRAPOLATION:g} x is a guess"
         )
     if fit.others:
-        sizes = ", ".join(f"{law.best_parameters(flops):.3g}" for law in fit.others)
+        sizes = ", ".join(format_si(law.best_parameters(flops)) for law in fit.others)
         warnings.append(f"another law fits the runs nearly as well: best size {sizes} parameters")
     return warnings
 
@@ -617,7 +617,7 @@ def figure_text(name: str, figure: PlannedFigure) -> str:
 
     def one(value: float) -> str:
         if name == "compute":
-            return f"{value:.3g} FLOP"
+            return format_si(value, "FLOP")
         if name in ("tokens", "best parameters"):
             return format_si(value)
         return format_count(round(value)) if value >= 1e4 else f"{value:.4g}"

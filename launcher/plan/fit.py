@@ -32,8 +32,8 @@ CONTRADICTS = (
 OUTSIDE = "The best size of {} lies outside its runs: add smaller or larger models there."
 OTHERS = "Another law fits nearly as well (sum of losses within 10 %): the optimum is not pinned down."
 SMALL = (
-    f"All runs are below {MLM_MIN_FLOPS:g} FLOP, where the loss of masked LMs leaves its power law (arXiv "
-    "2305.17266): extrapolate with care."
+    f"All runs are below {format_si(MLM_MIN_FLOPS, 'FLOP')}, where the loss of masked LMs leaves its power "
+    "law (arXiv 2305.17266): extrapolate with care."
 )
 
 
@@ -61,7 +61,8 @@ def read_runs(directories: Sequence[Path]) -> tuple[list[CompletedRun], dict[str
             if value != first:
                 message = f"{directory} has {value}, {of} {first}: their losses do not compare"
                 issues.append(Issue(setting, "conflict", message, value, of))
-        if summary.status != "done" or config.objective.name != "mlm" or summary.heldout_loss is None:
+        objective = config.task or config.objective.name
+        if summary.status != "done" or objective != "mlm" or summary.heldout_loss is None:
             message = f"{directory} is no finished pretraining run with a held-out loss ({summary.status})"
             hint = "its learning rate has not decayed: run it to its end, or leave it out"
             issues.append(Issue("RUNS", "unsupported", message, str(directory), hint=hint))
@@ -144,7 +145,7 @@ def fit_page(found: Frontier) -> Report:
     if found.contradicts:
         verdicts.append(Verdict("fail", CONTRADICTS.format(found.contradiction)))
     if found.outside:
-        budgets = ", ".join(f"{budget:.3g} FLOP" for budget in found.outside)
+        budgets = ", ".join(format_si(budget, "FLOP") for budget in found.outside)
         verdicts.append(Verdict("warn", OUTSIDE.format(budgets)))
     if found.others:
         verdicts.append(Verdict("warn", OTHERS, [f"exponent {law.exponent:.3f}" for law in found.others]))
@@ -170,7 +171,7 @@ def fit_page(found: Frontier) -> Report:
         best = min(group, key=lambda r: r.loss)
         text = f"{format_count(round(best.parameters))} parameters, {best.loss:.3f} nats"
         note = f"the law's best: {format_si(law.best_parameters(budget))}"
-        rows.append(words(f"{budget:.3g} FLOP", text, note))
+        rows.append(words(format_si(budget, "FLOP"), text, note))
     tables = [Table(laws, title="Law"), Table(rows, title="Best run of each budget")]
     sections, follow = [ReportSection("", tables=tables)], f"bert-dp plan --hours 24 --frontier {FILE}"
     return Report("bert-dp: compute frontier", verdicts=verdicts, sections=sections, next=follow)

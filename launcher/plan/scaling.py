@@ -507,9 +507,12 @@ def plan_page(prediction: Prediction, config: str | None = None) -> Report:
             corner="cell",
         ),
     ]
+    wrong = [cell.cell for cell in prediction.measured if cell.within is False]
+    text = f"Do not use this: the predicted step of {', '.join(wrong)} is outside its measured interval."
+    verdicts = [Verdict("warn", text)] if wrong else []
     return Report(
         "bert-dp: predicted scaling",
-        verdicts=[Verdict("warn", text) for text in prediction.warnings],
+        verdicts=[*verdicts, *(Verdict("warn", text) for text in prediction.warnings)],
         sections=[ReportSection("", tables=tables, notes=prediction.assumptions)],
         next="" if config is None else f"bert-dp scale {shlex.quote(config)} --nproc {counts}",
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 NA = "n/a"
-SYMBOLS = {"B", "FLOP/s", "J"}  # units that a prefix is written onto; it stands apart from a word
+SYMBOLS = {"B", "FLOP", "FLOP/s", "J"}  # units that a prefix is written onto; it stands apart from a word
 HUGE = 1e300  # above it, or nearer to 0 than 1 / HUGE, a quotient of two numbers may be no number
 
 
@@ -19,12 +19,12 @@ def number(value: object) -> float | None:
 
 
 def format_si(value: object, unit: str = "") -> str:
-    """Format three significant digits with k, M, G or T: `45.2 k tokens/s`, `21 MJ`."""
+    """Format three significant digits with k, M, G, T, P, E or Z: `45.2 k tokens/s`, `21 MJ`."""
     n = number(value)
     if n is None:
         return NA
     rounded = float(f"{n:.3g}")
-    for prefix, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+    for prefix, scale in zip("ZEPTGMk", (1e21, 1e18, 1e15, 1e12, 1e9, 1e6, 1e3), strict=True):
         if abs(rounded) >= scale:
             gap = "" if unit in SYMBOLS or not unit else " "
             return f"{_three(rounded / scale)} {prefix}{gap}{unit}"

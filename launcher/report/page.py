@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 
 from bert_dp.files import safe
-from launcher.log import PLAIN, show
+from launcher.log import PLAIN, runnable, show
 from launcher.report.formats import FORMATS, NA, Unit, count_of, format_interval, number
 from launcher.results import Measurement
 from launcher.stats import is_measurable
@@ -360,7 +360,7 @@ def show_report(console: Console, report: Report, page: Path | None = None, *, t
 
 def show_end(console: Console, report: Report, page: Path | None) -> None:
     """Print the page and the command to run next."""
-    for label, what in (("page", page), ("next", report.next)):
+    for label, what in (("page", page), ("next", runnable(report.next))):
         if what:
             show(console, f"{label}: {what}", **PLAIN)
 

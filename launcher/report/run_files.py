@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import itertools
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from bert_dp import files
-from bert_dp.config import Config, ConfigError, read_yaml, resolve
+from bert_dp.config import Config, ConfigError, flat, read_yaml, resolve
 from bert_dp.config.errors import problem_lines
 from bert_dp.config.schema import PlannedFigure, PredictedName
 from bert_dp.files.models import HeldOut, Summary
@@ -72,6 +74,43 @@ def load(run_dir: Path) -> RunFiles:
         training_unit=heldout.loss_unit if config is None else config.training_loss_unit,
         prediction=(config.prediction if config else None) or {},
     )
+
+
+def list_runs(directory: Path) -> list[dict[str, Any]]:
+    """Return a flat record of each run in a directory, newest first: how far it is, then its settings by
+    their names. `age_s`: since its last line or its end."""
+    rows = []
+    for path in {file.parent for file in directory.glob("*/config.yaml")}:
+        run = load(path)
+        summary = run.summary
+        written = [path / name for name in ("config.yaml", "metrics.jsonl", "summary.json")]
+        changed_s = max(file.stat().st_mtime for file in written if file.exists())
+        rows.append(
+            {
+                "run": run.name,
+                "directory": str(path.resolve()),
+                "status": "running" if is_running(path) else summary.status if run.finished else "killed",
+                "step": summary.step,
+                "tokens": summary.tokens,
+                "loss": summary.final_loss,
+                "heldout_loss": summary.heldout_loss,
+                "tokens_per_s": summary.tokens_per_s,
+                "age_s": max(0.0, time.time() - changed_s),
+                **(run.heldout.scores or {}),
+                **flat(run.config),
+            }
+        )
+    return sorted(rows, key=lambda row: row["age_s"])
+
+
+def is_running(run_dir: Path) -> bool:
+    """Return True if a rank holds the run directory."""
+    with contextlib.suppress(FileNotFoundError), (run_dir / ".lock").open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def other(times: Mapping[str, float]) -> float:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import shlex
 import signal
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from bert_dp import files
 from bert_dp.config import flat
+from bert_dp.config.errors import sha256
+from bert_dp.config.schema import CODE
 from bert_dp.files.ledger import Spent
-from bert_dp.files.models import HeldOut, Summary
-from launcher import stats
+from bert_dp.files.models import HeldOut, SequenceLosses, Summary
+from launcher import results, stats
+from launcher.report.classes import class_section
 from launcher.report.formats import (
     FORMATS,
     NA,
@@ -47,6 +51,7 @@ from launcher.report.page import (
     TableRow,
     Tile,
     Verdict,
+    cell,
     first_line,
     machine_line,
     record,
@@ -96,8 +101,15 @@ def scores_text(heldout: HeldOut) -> str | None:
     """Format the scores: `dev accuracy 0.7123, dev f1 0.8012`; None where no example is scored."""
     if heldout.scores is None:
         return None
-    named = [f"{name.replace('/', ' ')} {format_decimals(score)}" for name, score in heldout.scores.items()]
+    names = {name: score_name(name, heldout).replace("/", " ") for name in heldout.scores}
+    named = [f"{names[name]} {format_decimals(score)}" for name, score in heldout.scores.items()]
     return ", ".join(named) or "no score: a logit was not finite"
+
+
+def score_name(name: str, heldout: HeldOut) -> str:
+    """Return a split and metric with the average of f1: `dev/f1 (macro)`."""
+    average = f" ({heldout.f1_average})" if name.endswith("/f1") and heldout.f1_average else ""
+    return name + average
 
 
 def too_small(heldout: HeldOut, difference: float | None) -> str | None:
@@ -116,7 +128,7 @@ def too_small(heldout: HeldOut, difference: float | None) -> str | None:
     )
 
 
-PAGE = "report.html"
+MAX_PASSES = 4  # over the data, up to which repeated text is worth almost as much as new (arXiv 2305.16264)
 SPLIT = {
     "setup": "setup",
     "compile": "compile",
@@ -136,12 +148,13 @@ def of_directories(run_dirs: Sequence[Path]) -> Report:
     return Report(
         f"bert-dp: {len(runs)} runs compared" if many else f"{runs[0].name}: bert-dp run",
         [_machine(name, run) for name, run in named],
-        [Verdict(*_end(run), run.missing, name) for name, run in named],
+        [Verdict(*_end(run), [*run.missing, *_repeats(run)], name) for name, run in named],
         [] if many else _tiles(runs[0]),
         [
+            *(_comparison(runs) if many else []),
             ReportSection("", _figures(runs), console=False),
-            ReportSection("Numbers", tables=[_numbers(runs)]),
-            *([ReportSection("Settings that differ", tables=[_differences(runs)])] if many else []),
+            *([] if many else class_section(runs[0].path, flat(runs[0].config).get("finetune.labels") or ())),
+            ReportSection("Numbers", tables=[_numbers(runs)], console=not many),
             *[
                 record(f"{title}: {name}" if name else title, content)
                 for name, run in named
@@ -162,16 +175,22 @@ def _distinct(runs: Sequence[RunFiles]) -> list[RunFiles]:
 
 
 def _next(run: RunFiles) -> str:
-    """Return the command that uses the trained model, or goes on with the run."""
-    path, failure = str(run.path), run.summary.failure
+    """Return the command that measures or exports the trained model, or goes on with the run."""
+    path, failure = shlex.quote(str(run.path)), run.summary.failure
     if run.finished and run.summary.status == "done":
-        code = f"import bert_dp; model, tokenizer = bert_dp.load({json.dumps(path)})"
-        return f"python -ic {shlex.quote(code)}"
+        if run.config.get("task"):  # nothing but training executes its code
+            return ""
+        if run.heldout.examples is None:
+            return f"bert-dp eval mlm {path} builtin"
+        return f"bert-dp export onnx {path} --out {shlex.quote(f'{run.path}-onnx')}"
     if failure is not None and failure.kind == "not_finite":  # with the same settings it would diverge again
         lr = number(flat(run.config).get("optim.lr"))
-        config = shlex.quote(f"{path}/config.yaml")
+        config = shlex.quote(f"{run.path}/config.yaml")
         return "" if lr is None else f"bert-dp train {config} optim.lr={lr / 2:g}"
-    return f"bert-dp train --run-dir {shlex.quote(path)}" if run.summary.checkpoint else ""
+    settings = flat(run.config)
+    named = [str(settings.get(setting)) for setting in ("task", "optim.name")]
+    code = " --allow-code" if any(map(CODE.fullmatch, named)) else ""
+    return f"bert-dp train --run-dir {path}{code}" if run.summary.checkpoint else ""
 
 
 def _machine(name: str, run: RunFiles) -> str:
@@ -208,12 +227,27 @@ def _end(run: RunFiles) -> tuple[Level, str]:
     return "warn" if measured.one_class else "ok", f"Done after {step}: {result}"
 
 
+def _repeats(run: RunFiles) -> list[str]:
+    """Warn of more than MAX_PASSES over the data of a pretraining; the built-in corpus is exempt."""
+    passes = number(run.metrics[-1].get("epoch")) if run.metrics else None
+    if passes is None or passes < MAX_PASSES or run.heldout.examples is not None:
+        return []
+    if flat(run.config).get("data.sources") == ["builtin"]:
+        return []
+    tokens = format_si(run.summary.tokens, "tokens")
+    return [
+        f"It passed {format_count(passes)} times over its training data, {tokens} in all; beyond "
+        f"{MAX_PASSES} times new text helps more."
+    ]
+
+
 def _tiles(run: RunFiles) -> list[Tile]:
     summary, ranks, since = run.summary, _ranks(run.summary), _since(run.summary)
     entropy = f"unigram entropy {format_nats(summary.unigram_entropy_nats)}"
     loss = loss_text(summary.heldout_loss, run.heldout)
     rates = [format_si(r, "tokens/s") for r in (summary.tokens_per_s, summary.tokens_per_s_per_gpu)]
     return [
+        *_score_tile(run.heldout),
         Tile("Held-out loss", loss, f"{_measured_at(summary)}{basis_of(run.heldout)}; {entropy}"),
         Tile("Throughput", rates[0], f"summed over {ranks}{since}"),
         Tile(f"Per {_device(summary)}", rates[1], ranks),
@@ -221,12 +255,33 @@ def _tiles(run: RunFiles) -> list[Tile]:
     ]
 
 
+def _score_tile(heldout: HeldOut) -> list[Tile]:
+    """Return the dev accuracy with its 95 % interval (Wilson 1927), beside that of a constant answer."""
+    found = [name for name in heldout.scores or {} if name.startswith("dev") and name.endswith("/accuracy")]
+    n = heldout.examples
+    if len(found) != 1 or not n or (p := number((heldout.scores or {})[found[0]])) is None:
+        return []
+    z = NORMAL**2 / n
+    middle, half = (p + z / 2) / (1 + z), math.sqrt(z * p * (1 - p) + z * z / 4) / (1 + z)
+    interval = f"{format_percent(middle - half)} to {format_percent(middle + half)}"
+    constant = format_percent(heldout.baseline.get(found[0]))
+    note = (
+        f"95 % interval {interval}, of {count_of(n, 'example')}; always the most frequent label: {constant}"
+    )
+    return [Tile(found[0].replace("/", " "), format_percent(p), note)]
+
+
 # --- figures
 
 
+APART = (
+    "Losses with other vocabularies, masks or tasks do not compare; `bert-dp eval mlm RUN RUN... TEXT` "
+    "measures bits per byte, which do."
+)
 CURVES = (
     ("Throughput", "tokens_per_s", Axis("tokens/s, summed over all ranks", from_zero=True)),
     ("Learning rate", "lr", Axis("learning rate", "lr", from_zero=True)),
+    ("Gradient norm", "grad_norm", Axis("L2 norm of the step's gradient, before clipping")),
     ("Global batch", "global_batch", Axis("sequences per optimizer step", from_zero=True)),
 )
 """Title, key in metrics.jsonl and y axis of the figures over the tokens."""
@@ -237,15 +292,20 @@ def _figures(runs: Sequence[RunFiles]) -> list[Figure]:
         Figure(title, [Line(r.name, *_points(r, key), i) for i, r in enumerate(runs)], Axis("tokens"), y)
         for title, key, y in CURVES
     ]
-    return [_loss(runs), *curves, _time_split(runs)]
+    groups = _comparable(runs)
+    losses = [
+        _loss([(i, run) for i, run in enumerate(runs) if run in group], len(groups)) for group in groups
+    ]
+    return [*losses, *curves, _time_split(runs)]
 
 
-def _loss(runs: Sequence[RunFiles]) -> Figure:
-    """Draw the training and the held-out loss, with that of a model without context."""
-    many = len(runs) > 1
+def _loss(runs: Sequence[tuple[int, RunFiles]], groups: int) -> Figure:
+    """Draw the training and the held-out loss, with that of a model without context. `runs`: comparable ones,
+    numbered on the page."""
+    many = len(runs) > 1 or groups > 1
     style: Style = "dashed" if many else "both"
     lines, levels = [], {}
-    for i, run in enumerate(runs):
+    for i, run in runs:
         prefix, summary = (f"{run.name}: " if many else ""), run.summary
         evals = [(line.get("tokens"), line.get("loss")) for line in run.evals]
         evals = evals or [(summary.tokens, summary.heldout_loss)]
@@ -257,12 +317,13 @@ def _loss(runs: Sequence[RunFiles]) -> Figure:
             if nats is not None:
                 label = f"{name} {format_ratio(nats)}"
                 levels[label] = ReferenceLine(label, nats)
-    first = runs[0].heldout
+    first, training = runs[0][1].heldout, runs[0][1].training_unit
     per = "masked token" if first.examples is None else "example"
-    training = runs[0].training_unit
     apart = "" if training == first.loss_unit else f", of training {training},"
     y = Axis(f"loss ({first.loss_unit}{apart} per {per})", _unit(first.loss_unit))
-    return Figure("Loss", lines, Axis("tokens"), y, levels=list(levels.values()), switch=True)
+    title = "Loss" if groups == 1 else f"Loss of {', '.join(run.name for _, run in runs)}"
+    note = "" if groups == 1 else APART
+    return Figure(title, lines, Axis("tokens"), y, levels=list(levels.values()), note=note, switch=True)
 
 
 def _time_split(runs: Sequence[RunFiles]) -> Figure:
@@ -333,7 +394,10 @@ def _outcome(run: RunFiles) -> list[TableRow]:
     note = f"{_measured_at(summary)}mean over {basis}{interval}"
     rows.append(TableRow("held-out loss", (TableCell(loss_text(loss, measured), note, loss),)))
     note = f"split and metric; {basis} in all"
-    rows += [value(name, score, "decimals", note) for name, score in (measured.scores or {}).items()]
+    for name, score in (measured.scores or {}).items():
+        constant = measured.baseline.get(name)
+        more = "" if constant is None else f"; a constant answer: {format_decimals(constant)}"
+        rows.append(value(score_name(name, measured), score, "decimals", f"{note}{more}"))
     if measured.examples is None:  # the losses of a language model compare with these
         for name, entropy, knows in _entropies(summary):
             gap = None if loss is None or entropy is None else entropy - loss
@@ -513,6 +577,69 @@ TOPICS = {
     "Resources and files": _files,
     "Measured beside predicted": _predicted,
 }
+
+
+# --- several runs
+
+
+def _comparison(runs: Sequence[RunFiles]) -> list[ReportSection]:
+    """Return the settings that differ, then the runs by their held-out loss, a table for comparable ones."""
+    groups = _comparable(runs)
+    notes = [APART] if len(groups) > 1 else []
+    ranked = ReportSection("Held-out loss", tables=[_ranking(group) for group in groups], notes=notes)
+    return [ReportSection("Settings that differ", tables=[_differences(runs)]), ranked]
+
+
+def _comparable(runs: Sequence[RunFiles]) -> list[list[RunFiles]]:
+    """Group the runs whose losses compare: one task, one vocabulary, the same share of masked tokens."""
+    groups: dict[str, list[RunFiles]] = {}
+    for run in runs:
+        settings, tokenizer = flat(run.config), run.path / files.TOKENIZER
+        names = ("task", "objective.name", "objective.mask_rate", "finetune.kind", "finetune.labels")
+        vocabulary = sha256(tokenizer) if tokenizer.is_file() else settings.get("model.vocab_size")
+        key = [*(settings.get(name) for name in names), vocabulary, run.heldout.mask_rate]
+        groups.setdefault(str(key), []).append(run)
+    return list(groups.values())
+
+
+def _ranking(runs: Sequence[RunFiles]) -> Table:
+    """Return a row for each run, the lowest held-out loss first, with its difference to the first."""
+
+    def loss_of(run: RunFiles) -> float:
+        loss = number(run.summary.heldout_loss)
+        return math.inf if loss is None else loss
+
+    best, *_ = ranked = sorted(runs, key=loss_of)
+    rows = []
+    for run in ranked:
+        loss, summary = loss_text(run.summary.heldout_loss, run.heldout), run.summary
+        cells = [
+            TableCell(loss, basis_of(run.heldout), number(summary.heldout_loss)),
+            TableCell("") if run is best else _difference(best, run),
+            *(TableCell(format_decimals(score)) for score in (run.heldout.scores or {}).values()),
+            cell(summary.tokens, "si"),
+            TableCell(format_si(summary.tokens_per_s, "tokens/s")),
+        ]
+        rows.append(TableRow(run.name, cells))
+    scores = [score_name(name, best.heldout) for name in best.heldout.scores or {}]
+    heads = ["held-out loss", "difference to the first", *scores, "tokens", "throughput"]
+    return Table(rows, [*map(Column, heads)], corner="run")
+
+
+def _difference(best: RunFiles, run: RunFiles) -> TableCell:
+    """Return the difference of two held-out losses, with its interval where both measured the same
+    sequences."""
+    a, b = best.summary.heldout_loss, run.summary.heldout_loss
+    if a is None or b is None:
+        return TableCell(NA)
+    first, second = (results.find(each.path / files.SEQUENCE_LOSSES, SequenceLosses) for each in (best, run))
+    if first and second and (first.text_sha256, first.mask_rate) == (second.text_sha256, second.mask_rate):
+        apart = [y - x for x, y in zip(first.losses, second.losses, strict=True)]
+        if len(apart) > 1 and abs(statistics.fmean(apart) - (b - a)) < 1e-6:  # else of another evaluation
+            width = NORMAL * statistics.stdev(apart) / math.sqrt(len(apart))
+            note = f"± 95 % over {count_of(len(apart), 'sequence')}: same tokens, same masks"
+            return TableCell(f"{b - a:+.4f} ± {width:.4f}", note)
+    return TableCell(f"{b - a:+.4f}", "not of the same sequences")
 
 
 def _differences(runs: Sequence[RunFiles]) -> Table:

@@ -31,7 +31,6 @@ from launcher import results
 from launcher.children import describe_exit_code, module_command
 from launcher.log import Log
 from launcher.run.processes import stop_signals
-from launcher.watch.display import Tail
 
 INCOMPLETE = 3
 SERVICES_S = 8.0  # for the services after the end of the run
@@ -166,7 +165,7 @@ class StepReader:
 
     def __init__(self, path: Path):
         self.sent = 0
-        self._tail = Tail(path)
+        self._tail = files.Tail(path)
         self._prefix, self._left_out = RECORDS[path.name]
 
     def rows(self) -> Iterator[tuple[int, dict[str, float]]]:

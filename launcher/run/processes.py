@@ -20,8 +20,8 @@ import psutil
 
 from bert_dp import files
 from bert_dp.files.models import Failure, RunMemory, Summary
+from bert_dp.files.reaper import describe_exit_code, reaper
 from launcher import results
-from launcher.children import describe_exit_code, reaper
 from launcher.log import Log, print_error
 from launcher.run.peers import Coordinator, Member
 from launcher.run.starters import WORKER, RankStart, start_command, start_environment

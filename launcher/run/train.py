@@ -41,17 +41,19 @@ from bert_dp.config import (
     with_budget,
 )
 from bert_dp.config.checks import ProfilePlan, profile_issues, rank_sets, spread_issues
+from bert_dp.config.own_code import changed_code
 from bert_dp.cost import flops_per_token, num_parameters, rank_memory_gib
+from bert_dp.files import PAGE
 from bert_dp.files.ledger import EnergyCounter, Ledger, budget_issues, energy_counters
 from bert_dp.files.models import Failure, Summary
 from launcher import results
 from launcher.job import Job, built_data, input_issues, lock_output_dir, place_issues, prepare_data
 from launcher.log import PLAIN, Log, logger, masked_command, show
 from launcher.machine.environment import Environment, precision_of
-from launcher.report.formats import count_of, format_duration, format_gib, format_percent
+from launcher.report.formats import count_of, format_duration, format_gib, format_percent, format_ratio
 from launcher.report.html import write_or_warn
 from launcher.report.page import show_end, show_report
-from launcher.report.run_page import PAGE, of_directories
+from launcher.report.run_page import MAX_PASSES, of_directories
 from launcher.run import peers, processes, restarts
 from launcher.run.after_save import AfterSave
 from launcher.run.loggers import Loggers
@@ -91,7 +93,7 @@ def train(
     this node among several, each of which runs this. `after_save`: words of a command that gets the path of
     each new checkpoint.
     """
-    if place is not None and (refused := over_nodes_issues(run_dir, launcher, policy)):
+    if place is not None and (refused := over_nodes_issues(job, run_dir, launcher, policy)):
         raise ConfigError(refused)
     run_dir, log = job.directory(run_dir, "runs"), logger(console, as_json=False)
     if place is not None and place.rank and not dry_run:
@@ -114,7 +116,8 @@ def train(
         counters = energy_counters([gpu.index for gpu in gpus])
         if issues := [*start_issues(job, run_dir, resume), *budget_issues(job.config, run_dir, counters)]:
             raise ConfigError(issues)
-        data = built_data(job.config) if dry_run or job.config.data.path else None
+        is_own, path = job.config.task is not None, job.config.data.path
+        data = built_data(job.config) if not is_own and (dry_run or path) else None
         manifest = None if data is None else read_data(job.config, data)
         if manifest is not None:
             job = dataclasses.replace(job, config=with_budget(job.config, manifest.num_samples))
@@ -159,7 +162,7 @@ def train(
         return code
 
 
-def over_nodes_issues(run_dir: Path | None, launcher: str, policy: restarts.Policy) -> list[Issue]:
+def over_nodes_issues(job: Job, run_dir: Path | None, launcher: str, policy: restarts.Policy) -> list[Issue]:
     """Find options that do not go with several nodes."""
     issues = []
     if run_dir is None:
@@ -171,6 +174,9 @@ def over_nodes_issues(run_dir: Path | None, launcher: str, policy: restarts.Poli
     if policy.elastic:
         message = "a run over several nodes restarts with all of its ranks"
         issues.append(Issue("--elastic", "unsupported", message, True, "--nnodes", "leave it out"))
+    if job.allow_code:
+        message, hint = "own code runs on one node", "leave --nnodes out"
+        issues.append(Issue("--allow-code", "unsupported", message, True, "--nnodes", hint))
     return issues
 
 
@@ -230,7 +236,7 @@ def start_warnings(
     warnings = [
         *job.device_warnings(),
         *map(str, no_effect(config, ranks)),
-        *(manifest.warnings(config) if manifest else []),
+        *(data_warnings(config, manifest) if manifest else []),
     ]
     if here > cores and not job.gpus:
         warnings.append(f"{count_of(here, 'CPU rank')} share {count_of(cores, 'core')}")
@@ -266,17 +272,19 @@ def run_locked(
     """Run in the locked directory. Nothing in it changes before the last check has passed."""
     log = logger(console, as_json=False)
     log(f"run directory: {run_dir}")
-    manifest = read_data(job.config, prepare_data(job.config))
-    config = with_budget(job.config, manifest.num_samples)
-    if isinstance(manifest, Manifest):
-        config = manifest.with_build(config)
-    if job.config.data.path is None:  # else these were said before
-        log(f"data: {describe_data(config, manifest)}")
-        warn(console, manifest.warnings(config))
-    if nodes is not None:
-        nodes.check_data(manifest.hash)
-    if issues := data_issues(run_dir, resume, manifest.hash):
-        raise ConfigError(issues)
+    config = job.config
+    if config.task is None:
+        manifest = read_data(config, prepare_data(config))
+        config = with_budget(config, manifest.num_samples)
+        if isinstance(manifest, Manifest):
+            config = manifest.with_build(config)
+        if job.config.data.path is None:  # else these were said before
+            log(f"data: {describe_data(config, manifest)}")
+            warn(console, data_warnings(config, manifest))
+        if nodes is not None:
+            nodes.check_data(manifest.hash)
+        if issues := data_issues(run_dir, resume, manifest.hash):
+            raise ConfigError(issues)
     if is_complete(run_dir, config, resume):
         log(COMPLETE)
         show_report(console, of_directories([run_dir]))
@@ -311,7 +319,7 @@ def run_locked(
                 launcher=launcher,
                 on_gpu=job.gpus > 0,
                 watch=watch,
-                options=profile.options(ranks) if profile is not None else (),
+                options=[*(profile.options(ranks) if profile else ()), *["--allow-code"] * job.allow_code],
                 nodes=nodes,
             )
 
@@ -363,7 +371,7 @@ def start_issues(job: Job, run_dir: Path, resume: str) -> list[Issue]:
     config = job.config
     if checkpoint_to_resume(run_dir, resume) is not None:
         config = config.model_copy(update={"run": config.run.model_copy(update={"init_from": None})})
-    return [*input_issues(config), *run_dir_issues(run_dir, job.config, resume)]
+    return [*input_issues(config, allow_code=job.allow_code), *run_dir_issues(run_dir, job.config, resume)]
 
 
 def run_dir_issues(run_dir: Path, config: Config, resume: str) -> Sequence[Issue]:
@@ -455,7 +463,7 @@ def change_issues(facts: record.CheckpointFacts, config: Config, resume: str) ->
     """List the settings of a checkpoint's run that `config` changes and may not."""
     before, now = facts.config.get("run", {}).get("init_from"), config.run.init_from
     was_moved = before is not None and not (hf_directory(before) or Path(before)).exists()
-    issues = changed_settings(facts.config, config)
+    issues = [*changed_settings(facts.config, config), *changed_code(facts.code, config)]
     if config.data.path is not None:  # data.build is that of the shards, whose hash is compared
         issues = [issue for issue in issues if not issue.setting.startswith("data.build.")]
     if before != now and not was_moved:
@@ -539,7 +547,8 @@ def check_memory(
     `here`: ranks that share this machine; None = all."""
     precision = precision_of(config, machine.bf16_units, on_gpu=on_gpu, kept=kept)
     parts = rank_memory_gib(config, precision, world_size, on_gpu=on_gpu)
-    limit, limit_of = machine.rank_memory(here or world_size, on_gpu)
+    # the size of an own task's model is not known
+    limit, limit_of = (None, "") if config.task else machine.rank_memory(here or world_size, on_gpu)
     return MemoryCheck(config, precision, world_size, on_gpu, parts, limit, limit_of)
 
 
@@ -578,11 +587,14 @@ def describe(
     packed = not config.has_examples  # else examples differ in length
     step = f"{tokens:,} tokens" if packed else f"{layout.global_size:,} examples"
     ramp = f", ramped in steps of {config.batch.ramp_quantum}" if config.batch.ramp_fraction else ""
-    return [
-        f"batch   {layout} = {step} a step{ramp}",
+    model = [
         f"data    {describe_data(config, manifest)}",
         f"model   {num_parameters(config.model, sequence):,} parameters, {flops / 1e6:.1f} MFLOP a token",
         f"memory  about {memory.total_gib:.2f} GiB a rank (estimate, {memory.precision}, eager: {parts})",
+    ]
+    return [
+        f"batch   {layout} = {step} a step{ramp}",
+        *(model if config.task is None else [f"task    {config.task}: model, data and memory are its own"]),
         f"length  {describe_length(config, tokens if packed else None)}; schedule {config.schedule.name}",
         f"rate    {peak_lr(config).equation}; {config.optim.name}",
         f"export  {export_formats(config)}",
@@ -616,20 +628,44 @@ def describe_data(config: Config, manifest: Manifest | ExamplesManifest | None) 
     """Describe the data and how often the run passes over them. `manifest`: None before they are built."""
     if manifest is None:
         return "not built yet; built when the run starts"
-    steps, schedule, size = expected_steps(config), config.schedule, config.batch.global_size
     if isinstance(manifest, ExamplesManifest):
         rows = manifest.splits["train"]
         mean, cut = rows.tokens / rows.examples, format_percent(rows.truncated / rows.examples)
         line = f"{manifest.task}: {rows.examples:,} examples of {mean:.1f} tokens on average, {cut} of them"
         line += f" truncated to {manifest.sequence_length}"
-        passes = None if steps is None else steps * size / rows.examples
     else:
-        train = manifest.train
-        line = f"{train.sequences:,} sequences of {manifest.sequence_length} tokens"
-        if schedule.unit in CLOCKED or (schedule.steps is not None and config.batch.ramp_fraction):
-            return line  # how much that is shows only as it runs
-        passes = (schedule.tokens or (steps or 0) * size * manifest.sequence_length) / train.tokens
+        line = f"{manifest.train.sequences:,} sequences of {manifest.sequence_length} tokens"
+    passes = passes_over(config, manifest)
     if passes is None:
         return line
-    how = f"reads {format_percent(passes)} of them" if passes < 1 else f"passes over them {passes:.3g} times"
+    times = format_ratio(passes)
+    how = f"reads {format_percent(passes)} of them" if passes < 1 else f"passes over them {times} times"
     return f"{line}; the run {how}"
+
+
+def passes_over(config: Config, manifest: Manifest | ExamplesManifest) -> float | None:
+    """Return how often the run passes over its training data. Of a budget in hours, dollars or kWh that
+    follows from the tokens that `plan` predicted; None where nothing tells."""
+    steps, schedule, size = expected_steps(config), config.schedule, config.batch.global_size
+    if isinstance(manifest, ExamplesManifest):
+        return None if steps is None else steps * size / manifest.splits["train"].examples
+    tokens: float | None = schedule.tokens
+    if schedule.unit in CLOCKED:
+        predicted = (config.prediction or {}).get("tokens")
+        tokens = predicted.value if predicted else None
+    elif schedule.steps is not None and not config.batch.ramp_fraction:
+        tokens = schedule.steps * size * manifest.sequence_length
+    return None if tokens is None else tokens / manifest.train.tokens
+
+
+def data_warnings(config: Config, manifest: Manifest | ExamplesManifest) -> list[str]:
+    """List what of the data is probably not intended; one line each."""
+    lines = manifest.warnings(config)
+    if isinstance(manifest, Manifest) and not all(s.name.startswith("builtin:") for s in manifest.sources):
+        passes = passes_over(config, manifest) or 0.0
+        if passes > MAX_PASSES:
+            lines.append(
+                f"the run passes {format_ratio(passes)} times over its {manifest.train.tokens:,} training "
+                f"tokens; beyond {MAX_PASSES} times new text helps more"
+            )
+    return lines

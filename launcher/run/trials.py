@@ -32,6 +32,7 @@ from bert_dp.config import (
     resolve,
 )
 from bert_dp.files.models import FailureKind, Summary
+from bert_dp.files.reaper import reaper
 from launcher import children, results
 from launcher.log import Log, print_error
 from launcher.machine.environment import Environment
@@ -344,7 +345,7 @@ def runner(out: Path, slots: Sequence[Slot], *, launcher: str, on_gpu: bool, log
     scratch = out / SCRATCH
     scratch.mkdir(exist_ok=True)
     try:
-        with children.reaper(scratch), processes.stop_signals() as signals:
+        with reaper(scratch), processes.stop_signals() as signals:
             yield Runner(out, slots, signals, launcher, on_gpu, log)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -27,12 +27,12 @@ from bert_dp.config import (
 from bert_dp.config.checks import ProfilePlan
 from bert_dp.config.manifest import hash_json
 from bert_dp.cost import GIB
+from bert_dp.files import PAGE
 from bert_dp.files.models import NoiseScale
 from launcher import job, results
 from launcher.job import Output, Session, identity, write_result
 from launcher.log import PLAIN, Log, logger, show
 from launcher.report.formats import format_gib, format_si
-from launcher.report.run_page import PAGE
 from launcher.run import trials
 from launcher.run.train import check_profile, start_issues
 from launcher.run.trials import (

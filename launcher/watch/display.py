@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 STAY_S = 10.0  # between lines above the bar of a terminal; elsewhere each is shown
-READ_BYTES = 2**20  # of a file at once
 LINE_CHARS = 1000
 MAX_LINES = 50  # of rank 0 on the console at a poll; more stay in its log
 ETA_LINES = 20  # logged steps over which the remaining time is extrapolated
@@ -46,37 +44,6 @@ ACTIVITIES = {
 """Phase of a heartbeat -> its name on the console; the other phases are parts of a step."""
 
 
-class Tail:
-    """Reads the lines added to a file since the last call, READ_BYTES at most; a longer line comes in pieces.
-
-    A replaced file is read from its start. With `skip_present` what the file holds already is left out.
-    """
-
-    def __init__(self, path: Path, *, skip_present: bool = False):
-        self._path = path
-        self._inode = self._offset = 0
-        if skip_present and path.exists():
-            status = path.stat()
-            self._inode, self._offset = status.st_ino, status.st_size
-
-    def lines(self) -> tuple[list[str], bool]:
-        """Return the new lines, and whether the file has been replaced. A file that cannot be read now, as on
-        a file server that does not answer, has no new lines."""
-        try:
-            with self._path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                replaced = self._inode not in (0, status.st_ino) or status.st_size < self._offset
-                offset = 0 if replaced else self._offset
-                file.seek(offset)
-                data = file.read(READ_BYTES)
-        except OSError:
-            return [], False
-        end = data.rfind(b"\n") + 1 or (len(data) if len(data) == READ_BYTES else 0)
-        self._inode, self._offset = status.st_ino, offset + end
-        text = data[:end].decode("utf-8", "replace").removesuffix("\n")
-        return (text.split("\n") if end else []), replaced
-
-
 class Display:
     """A context; call `poll` several times a second.
 
@@ -86,9 +53,9 @@ class Display:
 
     def __init__(self, run_dir: Path, console: Console, config: Config):
         self._console, self._config, self._run_dir = console, config, run_dir
-        self._log = Tail(run_dir / "logs" / "rank-0.log", skip_present=True)
-        self._metrics = Tail(run_dir / "metrics.jsonl", skip_present=True)
-        self._evals = Tail(run_dir / "evals.jsonl")
+        self._log = files.Tail(run_dir / "logs" / "rank-0.log", skip_present=True)
+        self._metrics = files.Tail(run_dir / "metrics.jsonl", skip_present=True)
+        self._evals = files.Tail(run_dir / "evals.jsonl")
         self._evaluated = set(self._evals.lines()[0])  # the file is replaced with every line that it gets
         self._lines: list[dict[str, Any]] = []
         self._stayed = -STAY_S

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from bert_dp import files
 from bert_dp.data import tokenizer
 from bert_dp.evaluation.text_loss import TextLoss
-from tests.e2e.cli import bert_dp, interrupted, refused, start
+from bert_dp.training import checkpoint
+from tests.e2e.cli import bert_dp, here, interrupted, refused, start
 from tests.helpers import read_lines
 
 RUN = Path(__file__).parents[1] / "fixtures/stopped-run"
@@ -44,6 +46,30 @@ def test_eval_mlm_prints_a_table_or_json(run_dir: Path, tmp_path: Path) -> None:
     assert shown.returncode == 0, shown.stderr
     assert f"{found.hidden.bytes:,} bytes in {found.hidden.words} hidden words" in shown.stdout
     assert f"{found.predicted.tokens:,} tokens" in shown.stdout  # the same tokens in another order
+
+
+@pytest.mark.quick
+def test_eval_mlm_compares_runs_on_the_same_words(run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("\n".join(LINES))
+    first = shutil.copytree(run_dir, tmp_path / "first")
+    (saved,) = files.list_checkpoints(first / "checkpoints")
+    state, _ = checkpoint.load(saved)
+    state["model"] = {name: 1.5 * tensor for name, tensor in state["model"].items()}
+    checkpoint.save_checkpoint(saved.parent, 9, state, json.loads((saved / "state.json").read_text()), keep=2)
+    shutil.rmtree(saved)
+    asked = ("eval", "mlm", str(first), str(run_dir), "a.txt")
+    start, trained = json.loads(here(*asked, "--json", cwd=tmp_path).stdout)
+    assert (start["run"], trained["run"]) == (str(first), str(run_dir))
+    assert start["step"] < trained["step"]
+    assert start["hidden"]["words"] == trained["hidden"]["words"]
+    more = start["hidden"]["bits_per_byte"] - trained["hidden"]["bits_per_byte"]
+    assert more != 0
+    _, _, *rows, _ = here(*asked, cwd=tmp_path, COLUMNS="400").stdout.splitlines()
+    best, other = sorted((start, trained), key=lambda loss: loss["hidden"]["bits_per_byte"])
+    assert [row.split()[0] for row in rows] == [best["run"], other["run"]]
+    assert f" {abs(more):.4f} \u00b1 " in rows[1]
+    assert "error: TEXT: " in refused("eval", "mlm", str(run_dir), "a.txt", str(first), cwd=tmp_path)
+    assert "error: TEXT: " in refused("eval", "mlm", str(run_dir), str(first), cwd=tmp_path)
 
 
 @pytest.mark.quick

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import bert_dp as package
 from bert_dp.files import PREDICTIONS
 from launcher import job
+from launcher.cli.reports import report_of
 from tests.e2e.cli import TINY, bert_dp, here, refused
 from tests.glue_fixture import write_two_tasks
 from tests.helpers import read_json, read_lines
@@ -66,7 +68,34 @@ def test_a_run_is_finetuned_and_says_what_it_scores(run_dir: Path, files: Path, 
     assert "this run is complete" in again.stdout
 
 
+def test_a_share_of_train_is_dev_and_every_seed_is_a_run(run_dir: Path, tmp_path: Path) -> None:
+    rows = [f"the {('cat', 'dog')[i % 2]} sat on {i} mats,{('meow', 'woof')[i % 2]}\n" for i in range(24)]
+    (tmp_path / "mine.csv").write_text("text,label\n" + "".join(rows))
+    asked = ("--train", str(tmp_path / "mine.csv"), "--dev-fraction", "0.25", "--seeds", "2", "--nproc", "1")
+    done = bert_dp("finetune", str(run_dir), *asked, "--run-dir", str(tmp_path), "schedule.epochs=1")
+    assert done.returncode == 0, done.stderr
+    runs = [package.read_run(tmp_path / f"seed-{k}") for k in (0, 1)]
+    assert [run.config.run.seed for run in runs] == [0, 1]
+    assert runs[0].config.data.path == runs[1].config.data.path
+    heldout = runs[0].summary.heldout
+    assert (heldout.examples, heldout.f1_average) == (6, "binary")
+    assert heldout.baseline["dev/accuracy"] == 0.5  # three of each class
+    scores = [run.results["scores"]["dev/accuracy"] for run in runs]
+    assert re.search(rf"^dev accuracy +{sum(scores) / 2:.4f} \u00b1 ", done.stdout, re.MULTILINE)
+    report = report_of([tmp_path / "seed-0"])
+    assert report.tiles[0].label == "dev accuracy"
+    assert "always the most frequent label: 50.0 %" in report.tiles[0].note
+    (classes,) = [section for section in report.sections if section.title == "Classes"]
+    by_class, matrix = classes.tables
+    assert [row.label for row in matrix.rows] == ["meow", "woof"]
+    counts = [[int(cell.text) for cell in row.cells] for row in matrix.rows]
+    assert [sum(row) for row in counts] == [3, 3]
+    assert (counts[0][0] + counts[1][1]) / 6 == pytest.approx(scores[0])
+    assert [row.cells[-1].text for row in by_class.rows] == ["3", "3"]
+
+
 REFUSED = {
+    "dev twice": ((*OWN, "--dev-fraction", "0.1"), "--dev-fraction: "),
     "no data": ((), "--task: "),
     "task without data": (("--task", "RTE"), "--data: "),
     "two kinds": (("--task", "RTE", "--data", ".", "--train", "x"), "--train: "),

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,7 +27,7 @@ import yaml
 import bert_dp
 from tests.e2e.cli import TINY, assert_none_left, open_to_others, step_reached, umask, wait_for
 from tests.faults.harness import broken
-from tests.helpers import read_json
+from tests.helpers import read_json, write_files
 
 ROOT = Path(__file__).parents[2]
 WORDS = "returns the of list a string object when if it is given with all items and values in order".split()
@@ -91,6 +93,73 @@ def test_a_run_in_a_thread_and_its_model(
     again = bert_dp.train(run_dir=path, nproc=1, settings={"schedule": {"steps": 8}})
     assert [line["step"] for line in again.metrics] == list(range(1, 9))
     assert run.metrics[-1]["step"] == 6, "a Run does not change"
+
+
+OWN_LAUNCHER = """
+import json, sys
+import bert_dp
+seen = []
+def on_log(line):
+    seen.append(line["step"])
+    raise ValueError("of the caller")
+small = json.load(open("small.json"))
+(part,) = small.pop("data.sources")
+shards = bert_dp.build_data(
+    part, "shards", settings={"data.build": small.pop("data.build")}, quiet=True,
+    vocab_size=200, sequence_length=16,
+)
+run = bert_dp.train(
+    "quickstart", nproc=1, settings={**small, "data.path": shards, "schedule.steps": 3}, run_dir="a",
+    on_log=on_log, quiet=True,
+)
+tuned = bert_dp.finetune(
+    run, train="train.csv", dev="train.csv", nproc=1, quiet=True, run_dir="runs/tuned",
+    settings={"schedule.steps": 2, "precision": "fp32", "batch": {"global_size": 4, "micro_size": 4}},
+)
+text = bert_dp.evaluate(run, part, quiet=True)
+pairs = bert_dp.predict(run, [("the list", "a string"), ("all items", "in order")], quiet=True)
+labels = bert_dp.predict(tuned, "text.txt", quiet=True)
+exported = bert_dp.export(tuned, "exported", "onnx", quiet=True)
+assert not {"launcher", "torch"} & set(sys.modules)
+print(json.dumps({
+    "seen": seen, "train": run.results["loss"], "steps": run.config.schedule.steps,
+    "finetune": tuned.results["scores"],
+    "evaluate": text.results["predicted"]["loss"], "pairs": [*map(sorted, pairs.results)],
+    "labels": [each["label"] for each in labels.results], "export": exported.results["format"],
+    "data": shards.results["train"]["sequences"], "rows": [row["run"] for row in bert_dp.runs()],
+    "places": [each.directory.name for each in (shards, run, tuned, text, labels, exported)],
+}))
+"""
+
+
+def test_every_function_beside_a_launcher_of_the_users(tmp_path: Path, small: dict[str, Any]) -> None:
+    write_files(
+        tmp_path,
+        {
+            "launcher.py": "open('executed', 'w')",
+            "small.json": json.dumps(small),
+            "script.py": OWN_LAUNCHER,
+            "text.txt": "returns the list\nall items in order\n" * 20,
+            "train.csv": "text,label\n" + "the list,a\nin order,b\n" * 4,
+        },
+    )
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "executed").exists()
+    told = json.loads(done.stdout)  # quiet: nothing else is printed
+    assert told["seen"] == [1, 2, 3]
+    assert done.stderr.count("ValueError: of the caller") == 1
+    assert 0 < told["train"] < 10
+    assert told["steps"] == 3
+    assert 0 < told["evaluate"] < 10
+    assert 0 <= told["finetune"]["dev/accuracy"] <= 1
+    assert told["pairs"] == [["encoding", "index"]] * 2
+    assert set(told["labels"]) <= {"a", "b"}
+    assert (told["export"], told["rows"]) == ("onnx", ["tuned"])
+    assert told["data"] > 100
+    assert told["places"] == ["shards", "a", "tuned", "a", "tuned", "exported"]
 
 
 def test_twenty_losses_are_those_of_plain_torch(tmp_path: Path, small: dict[str, Any]) -> None:
@@ -221,7 +290,8 @@ bert_dp.train = shrunk
 
 def test_the_python_of_the_page_runs(tmp_path: Path, small: dict[str, Any]) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 7
+    shutil.copy(small["data.sources"][0], tmp_path / "text.txt")
     (tmp_path / "page.py").write_text("\n".join([SHRUNK.format(small=small), *blocks]))
     done = subprocess.run(
         [sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from pathlib import Path
 
 from bert_dp.config import dump_config, find_config, load_config
@@ -26,6 +27,7 @@ VERBS = {  # verb -> a success, a refusal; empty where it depends on the machine
         "distill nowhere --train train.csv --dev dev.csv",
     ),
     "configs": ("configs", "configs quick"),
+    "runs": ("runs glue", "runs nowhere"),
     "checkpoints": ("checkpoints run", "checkpoints nowhere"),
     "predict": ("predict run lines.txt --out encodings.jsonl", "predict nowhere lines.txt"),
     "scale": ("scale tiny.yaml --nproc 1,2 --dry-run", "scale tiny.yaml --engines ddp,magic"),
@@ -73,6 +75,7 @@ UNITS = r"(?:ms|s|min|h|%|k|M|KiB|MiB|GiB|B|bytes?|tokens|GFLOP/s|TFLOP/s|MB/s|G
 
 def masked(text: str) -> str:
     """Replace dates, versions, figures with decimals or units, and the widths that result."""
+    text = text.replace(str(Path(sys.executable).with_name("bert-dp")), "bert-dp")
     text = re.sub(r"\d{4}-?\d\d-?\d\d[-T ][\d:+]{6,}", "DATE", text)
     text = re.sub(r"\d+\.\d+\.\d+[\w.+]*", "VERSION", text)
     text = re.sub(r"<?\d[\d,]*(\.\d+)?[eE][-+]\d+|<?\d[\d,]*\.\d+", "#", text)

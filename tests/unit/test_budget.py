@@ -174,7 +174,7 @@ def test_a_small_budget_is_flagged() -> None:
     assert plan.figures["compute"].value > budget.MLM_MIN_FLOPS
     assert not plan.warnings
     plan = make_plan(BASE, "hours", 0.01, Costs(1), slow, keep_model=True)
-    assert any("2.2e+15" in warning for warning in plan.warnings)
+    assert any("below 2.2 PFLOP" in warning for warning in plan.warnings)
 
 
 def test_measured_rates_are_interpolated_in_logarithms() -> None:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from bert_dp.config import batch_layout, read_data, read_manifest
+from bert_dp.config import batch_layout, read_data, read_manifest, with_budget
+from bert_dp.config.manifest import SourceFile
 from launcher.machine import environment
-from launcher.run.train import check_memory, describe, describe_data
+from launcher.run.train import check_memory, data_warnings, describe, describe_data
 from tests.example_files import write_examples
 from tests.helpers import make_config
 
@@ -16,7 +17,7 @@ from tests.helpers import make_config
 @pytest.mark.parametrize(
     ("settings", "passes"),
     [
-        (("schedule.steps=30", "batch.global_size=64"), "20 times"),
+        (("schedule.steps=30", "batch.global_size=64"), "20.0 times"),
         (("schedule.tokens=768",), "50.0 %"),
         (("schedule.hours=1",), ""),
         (("schedule.kwh=1",), ""),
@@ -29,6 +30,33 @@ def test_the_data_is_described_with_its_passes(shards: Path, settings: tuple[str
     assert size == "96 sequences of 16 tokens"
     assert passes in run
     assert bool(passes) == bool(run)
+
+
+@pytest.mark.parametrize(
+    ("settings", "source", "said"),
+    [
+        ("schedule.steps=30", "a.txt", "20.0 times over its 1,536 training tokens"),
+        ("schedule.epochs=3000", "a.txt", "3,000 times"),
+        (
+            "schedule.hours=1 prediction.tokens.value=15360 prediction.tokens.origin=fitted",
+            "a.txt",
+            "10.0 times",
+        ),
+        ("schedule.steps=30", "builtin:cpython-3.11.2", None),
+        ("schedule.hours=1", "a.txt", None),
+        ("schedule.steps=6", "a.txt", None),
+    ],
+)
+def test_many_passes_over_the_data_are_warned_of(
+    shards: Path, settings: str, source: str, said: str | None
+) -> None:
+    items = [*settings.split(), "data.sequence_length=16", "batch.global_size=64", "model.vocab_size=64"]
+    manifest = read_manifest(shards)
+    config = with_budget(make_config(*items), manifest.num_samples)
+    read = SourceFile.model_construct(name=source)
+    lines = data_warnings(config, manifest.model_copy(update={"sources": [read]}))
+    assert [said in line for line in lines] == [True] * (said is not None)
+    assert "e+" not in describe_data(config, manifest)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +87,7 @@ def test_examples_are_described_with_their_lengths_and_passes(tmp_path: Path) ->
     found = read_data(config, tmp_path)
     train = found.splits["train"].model_copy(update={"tokens": 500, "truncated": 10})
     line = describe_data(config, found.model_copy(update={"splits": {**found.splits, "train": train}}))
-    for number in ("40 examples", "12.5 tokens", "25.0 %", "2 times"):
+    for number in ("40 examples", "12.5 tokens", "25.0 %", "2.00 times"):
         assert number in line
 
 

@@ -14,10 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from bert_dp import files
+from bert_dp.files import Tail
 from launcher.cli.options import console as make_console
 from launcher.log import PLAIN, show
 from launcher.watch import display as display_module
-from launcher.watch.display import Display, Tail, eta_s, progress_line, readable
+from launcher.watch.display import Display, eta_s, progress_line, readable
 from tests.helpers import make_config
 from tests.report_fixture import evaluation, metrics
 
@@ -210,7 +211,7 @@ def test_no_line_is_shown_once_a_rank_has_failed(tmp_path: Path) -> None:
 def test_a_file_far_ahead_is_followed_in_bounded_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launcher.watch.display.READ_BYTES", 1000)
+    monkeypatch.setattr("bert_dp.files.json_lines.READ_BYTES", 1000)
     path = tmp_path / "f"
     tail = Tail(path)
     path.write_text("".join(f"{number:09}\n" for number in range(700)))

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from bert_dp import files
 from bert_dp.config import dump_config
-from launcher import children
+from bert_dp.files import reaper
 from launcher.run import processes
 from launcher.watch.display import Display
 from tests.helpers import make_config, read_json, write_files, write_lines
@@ -314,11 +314,11 @@ def test_the_reaper_looks_again_until_nothing_is_left(
     (tmp_path / "scratch").mkdir()
     system = System([404, 11], [11, 12], [])
     for name in ("os", "signal", "time"):
-        monkeypatch.setattr(children, name, system)
-    monkeypatch.setattr(children, "marked", system.marked)
-    children.reap(str(tmp_path / "scratch"), "RUN=1")
+        monkeypatch.setattr(reaper, name, system)
+    monkeypatch.setattr(reaper, "marked", system.marked)
+    reaper.reap(str(tmp_path / "scratch"), "RUN=1")
     assert system.killed == [404, 11, 11, 12]
-    assert system.now >= children.PATIENCE_S  # ranks that can end by themselves had their time
+    assert system.now >= reaper.PATIENCE_S  # ranks that can end by themselves had their time
     assert not (tmp_path / "scratch").exists()
 
 
@@ -326,9 +326,9 @@ def test_a_reaper_stands_by_without_our_marks_and_is_gone_after_the_block(tmp_pa
     mark = f"BERT_DP_TEST_MARK={tmp_path}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(*mark.split("="))
-        patch.setattr(children, "launcher_marks", lambda: [mark])
+        patch.setattr(reaper, "launcher_marks", lambda: [mark])
         before = set(psutil.Process().children())
-        with contextlib.suppress(KeyError), children.reaper(tmp_path / "scratch"):
+        with contextlib.suppress(KeyError), reaper.reaper(tmp_path / "scratch"):
             (stands_by,) = set(psutil.Process().children()) - before
             assert "BERT_DP_TEST_MARK" not in stands_by.environ()
             raise KeyError
@@ -346,4 +346,4 @@ def test_only_what_bears_every_mark_is_ended(tmp_path: Path) -> None:
             )
             for borne in (marks, marks[:1], marks[1:], [])
         ]
-        assert children.marked(marks) == [bearers[0].pid]
+        assert reaper.marked(marks) == [bearers[0].pid]

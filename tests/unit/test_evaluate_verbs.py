@@ -89,7 +89,7 @@ def test_a_run_is_finetuned_on_its_tasks_labels_at_the_length_that_was_given(
     run: Path, monkeypatch: pytest.MonkeyPatch, random: bool
 ) -> None:
     """The recipe has its own dropout, batch and length of training; what is given goes before it."""
-    monkeypatch.setattr(finetune, "prepare", lambda start, source, length: Path(f"/cache/{length}"))
+    monkeypatch.setattr(finetune, "prepare", lambda start, source, length, seed: Path(f"/cache/{length}"))
     monkeypatch.setattr(finetune, "read_examples", lambda path: make_task("RTE").manifest)
     source = finetune.ExamplesSource("RTE", ["--task", "RTE"])
     settings = ["data.sequence_length=48", "optim.lr=1e-3"]

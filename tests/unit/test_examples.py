@@ -572,7 +572,8 @@ def test_a_share_of_train_becomes_dev_by_the_rows_alone(lab: Lab) -> None:
     rows = [f"the {a} {b} {c} {i}" for i, a in enumerate(WORDS.split()) for b in "xyz" for c in "uvw"]
     found = []
     for name, order in (("a.csv", rows), ("b.csv", [*rows[::-1], rows[0]])):
-        content = "text,label\n" + "".join(f"{row},{i % 2}\n" for i, row in enumerate(order))
+        content = "text,label\n" + "".join(f"{row},{int(row[-1] in '024')}\n" for row in order)
+        text = content
         directory, manifest = lab.prepare("--train", lab.write(name, content), "--dev-share", "0.1")
         splits = {s: Examples.open(directory, manifest, s) for s in manifest.splits}
         found.append({s: {lab.words(e, i) for i in range(len(e))} for s, e in splits.items()})
@@ -581,7 +582,15 @@ def test_a_share_of_train_becomes_dev_by_the_rows_alone(lab: Lab) -> None:
         assert manifest.official is None
     assert list(found[0]) == ["train", "dev"]
     assert found[0] == found[1]
-    assert 0.04 * len(rows) < len(found[0]["dev"]) < 0.17 * len(rows)
+    labels = numbers(splits["dev"])
+    assert [labels.count(each) for each in (0, 1)] == [
+        round(0.1 * sum((row[-1] in "024") == each for row in rows)) for each in (False, True)
+    ]
+    directory, manifest = lab.prepare(
+        "--train", lab.write("a.csv", text), "--dev-share", "0.1", "--seed", "1"
+    )
+    other = Examples.open(directory, manifest, "dev")
+    assert {lab.words(other, i) for i in range(len(other))} != found[0]["dev"]
     (issue,) = raised_issues(
         prepare.answer, lab.arguments("--train", lab.write("own.csv", GOOD), "--dev-share", "1e-9")
     )

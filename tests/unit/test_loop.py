@@ -83,18 +83,19 @@ def test_an_evaluation_that_is_stopped_leaves_the_model_training(trainer: Traine
     assert trainer.bare_model.training
 
 
-def test_the_held_out_loss_counts_each_replicas_positions_once(trainer: Trainer) -> None:
-    """Two replicas of two ranks each; the second replica has fewer positions and a greater loss."""
+def test_the_held_out_loss_counts_each_replicas_sequences_once(trainer: Trainer) -> None:
+    """Two replicas of two ranks each; a sequence is 0 on the replica that has not measured it."""
 
     def gather(values: Any) -> list[Any]:
-        loss, squares, hits, count = values
-        return [values, values, *[[3 * loss, 9 * squares, hits, count / 2]] * 2]
+        hits, *losses = values
+        return [values, values, *[[hits, *(2 * loss for loss in losses)]] * 2]
 
     alone = measured(trainer)
     layout = trainer.layout.model_copy(update={"tensor": 2})
     both = measured(dataclasses.replace(trainer, layout=layout, comm=OneOf(0, 4, gather)))
-    assert both["masked_tokens"] == 1.5 * alone["masked_tokens"]
-    assert both["loss"] == pytest.approx(alone["loss"] * 4 / 1.5)
+    assert both["masked_tokens"] == alone["masked_tokens"]
+    assert both["loss"] == pytest.approx(3 * alone["loss"])
+    assert both["masked_accuracy"] == pytest.approx(2 * alone["masked_accuracy"])
 
 
 # --- the time of a step

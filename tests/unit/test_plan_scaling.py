@@ -323,3 +323,12 @@ def test_a_model_is_named_or_a_configuration() -> None:
 
 
 # --- the page
+
+
+def test_a_prediction_outside_its_interval_is_warned_of_first() -> None:
+    predicted = plan(source(), 1, 2, 4)
+    (cell,) = predicted.measured[:1]
+    cells = [cell.model_copy(update={"cell": f"ddp-n{n}", "within": n == 4}) for n in (2, 4)]
+    first, *_ = plan_page(predicted.model_copy(update={"measured": cells})).verdicts
+    assert (first.level, "Do not use this" in first.text) == ("warn", True)
+    assert ("ddp-n2" in first.text, "ddp-n4" in first.text) == (True, False)

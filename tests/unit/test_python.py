@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 import bert_dp
-from bert_dp.config import parse_overrides
-from launcher import api
-from launcher.api import overrides
+from bert_dp import api, files
+from bert_dp.api import overrides
+from bert_dp.config import parse_overrides, read_yaml
+from tests.e2e.cli import here
 from tests.helpers import failed, issues_of, write_files
 from tests.report_fixture import SUMMARY, make_run
 from tests.states import FACTS
@@ -27,17 +28,55 @@ from tests.states import FACTS
 def test_an_import_loads_nothing_and_train_no_torch() -> None:
     code = (
         "import sys, bert_dp\n"
-        "names = {'train', 'load', 'batches', 'read_run', 'Run', 'TrainingFailed', 'ConfigError'}\n"
-        "assert names < set(dir(bert_dp))\n"
+        "assert set(bert_dp._HOMES) < set(dir(bert_dp))\n"
         "assert not hasattr(bert_dp, 'nothing')\n"
         "assert not {'torch', 'launcher', 'pydantic'} & set(sys.modules)\n"
         "bert_dp.train, bert_dp.read_run, bert_dp.Run\n"
-        "assert 'launcher.api' in sys.modules\n"
-        "assert not {'torch', 'numpy'} & set(sys.modules)\n"
+        "assert 'bert_dp.api' in sys.modules\n"
+        "assert not {'torch', 'numpy', 'launcher', 'typer'} & set(sys.modules)\n"
         "bert_dp.load\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_public_names_stay_callable_after_every_submodule_is_imported() -> None:
+    code = (
+        "import importlib, pkgutil, bert_dp\n"
+        "for module in pkgutil.walk_packages(bert_dp.__path__, 'bert_dp.'):\n"
+        "    if not module.name.endswith('gpu_kernels'):\n"
+        "        importlib.import_module(module.name)\n"
+        "assert [name for name in bert_dp._HOMES if not callable(getattr(bert_dp, name))] == []\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_runs_of_a_directory_are_rows_with_their_settings(tmp_path: Path) -> None:
+    done, killed = make_run(tmp_path / "done"), make_run(tmp_path / "killed")
+    going = make_run(tmp_path / "going")
+    for path in (killed, going):
+        (path / "summary.json").unlink()
+    with files.lock(going / ".lock"):
+        rows = bert_dp.runs(tmp_path)
+        table = here("runs", str(tmp_path)).stdout.splitlines()
+    rows = {row["run"]: row for row in rows}
+    assert {name: row["status"] for name, row in rows.items()} == {
+        "done": "done",
+        "killed": "killed",
+        "going": "running",
+    }
+    row = rows["done"]
+    assert Path(row["directory"]) == done
+    assert (row["heldout_loss"], row["tokens"], row["step"]) == (6.25, 819200, 100)
+    assert row["optim.lr"] == read_yaml(done / "config.yaml")["optim"]["lr"]
+    assert 0 <= row["age_s"] < 60
+    assert all(not isinstance(value, dict) for value in row.values())
+    assert {tuple(line.split()[:2]) for line in table[1:]} == {
+        (name, row["status"]) for name, row in rows.items()
+    }
+    (line,) = issues_of(bert_dp.runs, tmp_path / "nowhere")
+    assert line.startswith("DIR: ")
 
 
 def test_what_a_run_is(tmp_path: Path) -> None:
@@ -110,7 +149,7 @@ def test_bad_input_raises_every_issue_and_writes_nothing(
 
 def test_what_is_asked_for_reaches_the_verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
-    monkeypatch.setattr(api, "_follow", lambda words: asked.append(words) or api._Ended(0, []))
+    monkeypatch.setattr(api, "_follow", lambda words, **_: asked.append(words) or api._Ended(0, []))
     monkeypatch.chdir(tmp_path)
     path = make_run(tmp_path / "run")
     write_files(path, {"checkpoints/step-00000100/state.json": json.dumps({**FACTS, "step": 100})})
@@ -132,7 +171,7 @@ def ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Path
     path = make_run(tmp_path / "run", summary=older)
 
     def end(code: int, interrupted: bool, summary: dict[str, Any] | None, *said: str) -> Path:
-        def follow(_: object) -> api._Ended:
+        def follow(_: object, **__: object) -> api._Ended:
             if summary is not None:
                 (path / "summary.json").unlink()
                 write_files(path, {"summary.json": json.dumps(summary)})

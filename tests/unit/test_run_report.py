@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from bert_dp import files
-from bert_dp.config import dump_config
+from bert_dp.config import dump_config, read_yaml
+from launcher.log import runnable
 from launcher.report.page import Report
 from launcher.report.run_page import of_directories
-from tests.helpers import failed, make_config
+from tests.e2e.cli import here
+from tests.helpers import failed, make_config, write_lines
 from tests.report_fixture import SUMMARY, evaluation, figure_of, make_run, metrics, read_page, shown, unfolded
 
 HELDOUT = (
@@ -281,11 +285,111 @@ def test_every_ending_has_a_report_and_what_comes_next(tmp_path: Path, ending: s
     run = make_ended(tmp_path / "a run", ending)
     report = of_directories([run])
     goes_on = f"bert-dp train --run-dir '{run}'"
-    loads = f"python -ic 'import bert_dp; model, tokenizer = bert_dp.load(\"{run}\")'"
-    assert report.next == (loads if ending == "done" else goes_on)
+    measures = f"bert-dp eval mlm '{run}' builtin"
+    assert report.next == (measures if ending == "done" else goes_on)
     shown_rows = rows_of(report)
     for row in LOGGED:
         assert not shown_rows[row][0].startswith("n/a"), row
     assert not any(tile.text == "n/a" for tile in report.tiles) or ending == "failed early"
     if ending == "rank killed":
         assert shown_rows["Outcome", "cause"] == ["rank 1: killed by signal 9 | "]
+
+
+def test_passes_over_the_data_beyond_four_and_what_uses_own_code(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    lines = [{**json.loads(line), "epoch": 5} for line in (run / "metrics.jsonl").read_text().splitlines()]
+    write_lines(run / "metrics.jsonl", lines)
+    (verdict,) = of_directories([run]).verdicts
+    assert any("5 times" in note for note in verdict.notes)
+    config = read_yaml(run / "config.yaml")
+    config.setdefault("data", {})["sources"] = ["builtin"]
+    config["optim"] = {**config["optim"], "name": "/own/lion.py:make"}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    files.write_json(run / "summary.json", {**SUMMARY, "status": "stopped", "checkpoint": "checkpoints/x"})
+    report = of_directories([run])
+    assert not any("5 times" in note for note in report.verdicts[0].notes)
+    assert report.next == f"bert-dp train --run-dir {run} --allow-code"
+
+
+def test_a_command_works_as_it_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Path(sys.executable).with_name("bert-dp")
+    assert runnable("bert-dp eval") == "bert-dp eval"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert runnable("bert-dp eval") == f"{own} eval"
+    (tmp_path / "bert-dp").write_text("of another environment")
+    (tmp_path / "bert-dp").chmod(0o755)
+    assert runnable("bert-dp eval") == f"{own} eval"
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "none" / "python"))
+    assert runnable("bert-dp eval") == f"{sys.executable} -P -m launcher eval"
+    assert runnable("python -c 1") == "python -c 1"
+
+
+def with_losses(path: Path, losses: list[float], text: str = "a", **settings: Any) -> Path:
+    """A run with the loss of each held-out sequence."""
+    loss = sum(losses) / len(losses)
+    run = make_run(
+        path, summary={**SUMMARY, "heldout_loss": loss, "heldout": {**SUMMARY["heldout"], "loss": loss}}
+    )
+    facts = {"text_sha256": text, "mask_rate": 0.15, "losses": losses}
+    files.write_json(run / "heldout_losses.json", facts)
+    config = read_yaml(run / "config.yaml")
+    for name, value in settings.items():
+        section, _, key = name.partition("__")
+        config.setdefault(section, {})[key] = value
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    return run
+
+
+def test_a_comparison_leads_with_settings_then_ranks_by_paired_differences(tmp_path: Path) -> None:
+    """The losses vary by 1 nat over the sequences, the difference by 0.01."""
+    easy = [5.0, 6.0, 7.0, 6.5]
+    runs = [
+        with_losses(
+            tmp_path / "worse", [loss + d for loss, d in zip(easy, (0.1, 0.12, 0.1, 0.12), strict=True)]
+        ),
+        with_losses(tmp_path / "best", easy, optim__lr=2e-3),
+        with_losses(tmp_path / "elsewhere", [loss + 1 for loss in easy], text="b"),
+    ]
+    report = of_directories(runs)
+    assert [section.title for section in report.sections[:2]] == ["Settings that differ", "Held-out loss"]
+    (table,) = report.sections[1].tables
+    assert [row.label for row in table.rows] == ["best", "worse", "elsewhere"]
+    differences = [row.cells[1] for row in table.rows]
+    assert [cell.text for cell in differences] == ["", "+0.1100 ± 0.0113", "+1.0000"]  # 1.96 x 0.01155 / 2
+    assert [bool("same tokens" in cell.note) for cell in differences] == [False, True, False]
+    assert [figure.title for figure in report.sections[2].figures].count("Loss") == 1
+    assert "+0.1100 ± 0.0113" in here("report", *map(str, runs), "--out", str(tmp_path / "p.html")).stdout
+    stale = {**json.loads((runs[0] / "heldout_losses.json").read_text()), "losses": easy}
+    files.write_json(runs[0] / "heldout_losses.json", stale)  # of another evaluation
+    assert of_directories(runs).sections[1].tables[0].rows[1].cells[1].text == "+0.1100"
+
+
+def test_losses_that_do_not_compare_share_no_axis(tmp_path: Path) -> None:
+    runs = [
+        with_losses(tmp_path / "a", [5.0, 6.0]),
+        with_losses(tmp_path / "b", [5.0, 6.0], objective__mask_rate=0.5),
+        with_losses(tmp_path / "c", [4.0, 6.0]),
+        with_losses(tmp_path / "d", [4.0, 6.0]),
+    ]
+    (runs[3] / "tokenizer.json").write_text("another vocabulary")
+    report = of_directories(runs)
+    titles = ["Loss of a, c", "Loss of b", "Loss of d"]
+    assert [figure.title for figure in report.sections[2].figures if "Loss" in figure.title] == titles
+    assert [[row.label for row in t.rows] for t in report.sections[1].tables] == [["c", "a"], ["b"], ["d"]]
+    assert "bits per byte" in report.sections[1].notes[0]
+    colours = {line.label: line.colour for figure in report.sections[2].figures[:3] for line in figure.traces}
+    assert colours["c: training"] == 2
+
+
+def test_accuracy_leads_with_its_interval_and_f1_names_its_average(tmp_path: Path) -> None:
+    """Wilson's interval of 80 of 100 (Newcombe 1998, method 3): 0.711 to 0.867."""
+    scored = {"loss": 0.5, "examples": 100, "scores": {"dev/accuracy": 0.8, "dev/f1": 0.75}}
+    report = report_of(
+        tmp_path / "run", heldout={**scored, "f1_average": "macro", "baseline": {"dev/accuracy": 0.6}}
+    )
+    assert (report.tiles[0].label, report.tiles[0].text) == ("dev accuracy", "80.0 %")
+    assert "71.1 % to 86.7 %" in report.tiles[0].note
+    assert "60.0 %" in report.tiles[0].note
+    assert "dev f1 (macro) 0.7500" in report.verdicts[0].text
+    assert rows_of(report)["Outcome", "dev/f1 (macro)"][0].startswith("0.7500")
+    assert not [section for section in report.sections if section.title == "Classes"]  # no predictions

@@ -1,0 +1,405 @@
+"""The Python API: each function runs a verb of the command line as a child process, `python -P -m launcher`,
+and returns what the verb has written.
+
+Nothing of `launcher` is imported here: a user's launcher.py is neither run nor hidden. The caller's signal
+handlers, umask, threads and standard streams stay as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from pydantic import ValidationError
+
+from bert_dp import files
+from bert_dp.config import Config, ConfigError, Issue, Manifest, load_config
+from bert_dp.files.models import Failure, Summary, kind_of_text
+from bert_dp.files.reaper import ISSUES_FILE, child_environment, describe_exit_code, module_command, reaper
+from bert_dp.files.run_facts import EXPORTED
+
+PathLike = str | os.PathLike[str]
+Paths = PathLike | Sequence[PathLike]
+Settings = Mapping[str, Any] | None
+OnLog = Callable[[dict[str, Any]], object]
+ExportFormat = Literal["hf", "onnx", "aoti"]
+Launcher = Literal["torchrun", "accelerate", "deepspeed"]
+ERROR, FAILED = "error: ", "failed: "  # begin a line of bad input, and the cause of a failure
+NO_TERMINAL = {"FORCE_COLOR": "", "TTY_COMPATIBLE": "0"}  # a notebook asks for colors; a bar needs a terminal
+
+
+@dataclasses.dataclass(frozen=True)
+class Run(os.PathLike[str]):
+    """The files of a run directory as they were read. A Run is accepted wherever a path is."""
+
+    directory: Path
+    config: Config | None = dataclasses.field(repr=False)
+    """config.yaml, resolved: `run.config.optim.lr`; None where it cannot be read."""
+    summary: Summary | None = dataclasses.field(repr=False)
+    """summary.json; None while the run goes on, and after it was killed."""
+    checkpoint: Path | None
+    """The newest checkpoint."""
+    report: Path | None
+    """report.html"""
+    metrics: list[dict[str, Any]] = dataclasses.field(repr=False)
+    """metrics.jsonl, a record per logged step: `pandas.DataFrame(run.metrics)`."""
+    evals: list[dict[str, Any]] = dataclasses.field(repr=False)
+    """evals.jsonl, a record per held-out evaluation."""
+
+    def __fspath__(self) -> str:
+        return str(self.directory)
+
+    @property
+    def results(self) -> dict[str, Any]:
+        """Return the last held-out measurements: loss, and the scores of a finetuned run."""
+        heldout = self.summary.heldout if self.summary is not None else None
+        return {} if heldout is None else heldout.model_dump(mode="json", exclude_none=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result(os.PathLike[str]):
+    """The results of a verb, as its JSON has them, and the directory that they are of or were written to."""
+
+    directory: Path
+    results: Any = dataclasses.field(repr=False)
+
+    def __fspath__(self) -> str:
+        return str(self.directory)
+
+
+class TrainingFailed(RuntimeError):
+    """A run that started and failed; the message is the cause, with its fixes."""
+
+    def __init__(self, failure: Failure, run: Run):
+        super().__init__(failure, run)
+        self.failure = failure
+        self.cause = failure.headline()
+        self.kind = failure.kind
+        self.run = run
+
+    def __str__(self) -> str:
+        place = [f"at {self.failure.where}"] if self.failure.where else []
+        return "\n".join([self.cause, *place, *self.failure.fix, f"run: {self.run.directory}"])
+
+
+def train(
+    config: PathLike | None = None,
+    *,
+    nproc: int | Literal["auto"] = "auto",
+    settings: Settings = None,
+    run_dir: PathLike | None = None,
+    resume: PathLike = "auto",
+    launcher: Launcher = "torchrun",
+    allow_code: bool = False,
+    on_log: OnLog | None = None,
+    quiet: bool = False,
+) -> Run:
+    """Pretrain with the configuration at `config`, or of that name, as `bert-dp train` does.
+
+    `settings` override the configuration: `{"schedule.steps": 20, "data.sources": ["a.txt"]}`, nested or
+    dotted. The same `run_dir` continues its run; the default is runs/NAME-DATE-TIME. `allow_code`: run the
+    Python files that `task` and `optim.name` may name. `on_log` is called in this process with each new line
+    of metrics.jsonl; the first exception in it is printed, and the run goes on. The verb's lines go to
+    sys.stdout unless `quiet`. On KeyboardInterrupt the ranks finish their step and save, then it is raised; a
+    second one ends them at once. If this process is killed, the run ends.
+
+    Raises ConfigError, with every issue, for bad input, TrainingFailed and KeyboardInterrupt.
+    """
+    directory = _directory(run_dir, "runs", Path("quickstart" if config is None else config).stem)
+    options = {"nproc": nproc, "launcher": launcher, "run_dir": directory, "resume": os.fspath(resume)}
+    named = [] if config is None else [config]
+    words = _words("train", named, settings, **options, allow_code=allow_code)
+    return _train(words, directory, quiet, on_log)
+
+
+def finetune(
+    run: PathLike,
+    *,
+    settings: Settings = None,
+    run_dir: PathLike | None = None,
+    on_log: OnLog | None = None,
+    quiet: bool = False,
+    **options: Any,
+) -> Run:
+    """Train a classifier or regressor from a pretrained run. `options` are those of `bert-dp finetune`, such
+    as `task` and `data`, or `train`, `dev` and `label`; the rest is as in `train`. `results["scores"]` of the
+    Run has "split/metric"; with `seeds` the runs are below its directory."""
+    directory = _directory(run_dir, "runs", f"{Path(run).name}-{options.get('task') or 'own'}")
+    words = _words("finetune", [run], settings, **options, run_dir=directory)
+    return _train(words, directory, quiet, on_log)
+
+
+def evaluate(
+    run: Paths,
+    texts: Paths = (),
+    *,
+    settings: Settings = None,
+    out: PathLike | None = None,
+    quiet: bool = False,
+    **options: Any,
+) -> Result:
+    """Measure the held-out loss of a run on `texts`, with the options of `bert-dp eval mlm`; of several runs,
+    to compare them. Without `texts`: score a run on GLUE in `out`, with the options of `bert-dp eval glue`,
+    such as `data`. Raises ConfigError and RuntimeError."""
+    first, *_ = named = _several(run)
+    place = _absolute(first) if texts else _directory(out, "eval", Path(first).name)
+    if not texts:
+        options["out"] = place
+    words = _words(
+        "eval mlm" if texts else "eval glue", [*named, *_several(texts)], settings, **options, json=True
+    )
+    return Result(place, json.loads(_answer(words, quiet)))
+
+
+def predict(
+    run: PathLike,
+    examples: PathLike | Sequence[str | tuple[str, str]],
+    *,
+    quiet: bool = False,
+    **options: Any,
+) -> Result:
+    """Label or encode the examples of a file, or these texts or pairs of texts, by a run or an exported
+    directory. `results` has a record for each. `options` are those of `bert-dp predict`. Raises ConfigError
+    and RuntimeError."""
+    with tempfile.TemporaryDirectory() as scratch:
+        out, file = Path(scratch) / "out.jsonl", Path(scratch) / "in.jsonl"
+        if isinstance(examples, str | os.PathLike):
+            file = Path(examples)
+        else:
+            pairs = [(each,) if isinstance(each, str) else each for each in examples]
+            names = ("text", "text_pair")[: max(map(len, pairs), default=1)]
+            lines = (json.dumps(dict(zip(names, pair, strict=True))) for pair in pairs)
+            file.write_text("".join(f"{line}\n" for line in lines))
+            options |= {name: name for name in names}
+        _answer(_words("predict", [run, file], **options, out=out), quiet)
+        return Result(_absolute(run), [json.loads(line) for line in out.read_text().splitlines()])
+
+
+def export(
+    run: PathLike, out: PathLike, format: ExportFormat = "hf", *, quiet: bool = False, **options: Any
+) -> Result:
+    """Write a run to the new directory `out` for other programs; `results` is its export.json. `options` are
+    those of `bert-dp export FORMAT`. Raises ConfigError and RuntimeError."""
+    _answer(_words(f"export {format}", [run], **options, out=out), quiet)
+    return Result(_absolute(out), files.read_json(_absolute(out) / EXPORTED))
+
+
+def build_data(
+    sources: Paths, out: PathLike, *, settings: Settings = None, quiet: bool = False, **options: Any
+) -> Result:
+    """Build token shards from text in the directory `out`; `results` is its manifest. `settings`: of
+    data.build alone, by their whole names; `options` are those of `bert-dp data build`. Raises ConfigError
+    and RuntimeError."""
+    _answer(_words("data build", _several(sources), settings, **options, out=out), quiet)
+    return Result(_absolute(out), files.read_json(_absolute(out) / Manifest.file_name))
+
+
+def runs(directory: PathLike = "runs") -> list[dict[str, Any]]:
+    """List the runs in a directory, newest first: a flat record each, with the settings by their names, for
+    `pandas.DataFrame`. Raises ConfigError."""
+    rows: list[dict[str, Any]] = json.loads(_answer(_words("runs", [directory], json=True), True))
+    return rows
+
+
+def read_run(directory: PathLike) -> Run:
+    """Read a run directory, also while its run goes on. Raises ConfigError if it is none."""
+    path = _absolute(directory)
+    if not (path / "config.yaml").is_file():
+        raise ConfigError([Issue(str(path), "not_found", "not a run directory (no config.yaml)")])
+    return _read(path)
+
+
+def overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield each setting as `a.b=value` with a JSON value, which YAML reads. Raises TypeError."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from overrides(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}={json.dumps(value, ensure_ascii=False, default=_plain)}"
+
+
+def _plain(value: Any) -> Any:
+    """Convert a number of numpy or torch, or a path, for JSON."""
+    return value.item() if hasattr(value, "item") else os.fspath(value)
+
+
+def _read(directory: Path) -> Run:
+    newest = files.newest_checkpoint_facts(directory) if (directory / "checkpoints").is_dir() else None
+    page = directory / files.PAGE
+    config = None
+    with contextlib.suppress(ConfigError):
+        config = load_config(directory / "config.yaml")
+    return Run(
+        directory=directory,
+        config=config,
+        summary=_summary(directory),
+        checkpoint=newest[0] if newest else None,
+        report=page if page.is_file() else None,
+        metrics=list(files.read_lines(directory / "metrics.jsonl")),
+        evals=list(files.read_lines(directory / "evals.jsonl")),
+    )
+
+
+def _summary(directory: Path) -> Summary | None:
+    with contextlib.suppress(ValidationError):
+        return Summary.model_validate(files.read_json(directory / "summary.json"))
+    return None
+
+
+def _absolute(path: PathLike) -> Path:
+    return Path(path).expanduser().resolve()
+
+
+def _directory(given: PathLike | None, folder: str, name: str) -> Path:
+    return _absolute(Path(folder) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}" if given is None else given)
+
+
+def _several(paths: Paths) -> list[str]:
+    return [os.fspath(each) for each in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+
+
+def _words(verb: str, names: Sequence[PathLike], settings: Settings = None, **options: Any) -> list[str]:
+    """Return the command line of a verb. Of `options` None and False leave one out, True has no value, and a
+    list repeats it."""
+    words = verb.split()
+    for name, value in {**options, "set": [*overrides(settings or {})]}.items():
+        for each in value if isinstance(value, list | tuple) else [value]:
+            if each is not None and each is not False:
+                words += [f"--{name.replace('_', '-')}", *([] if each is True else [str(each)])]
+    return [*words, "--", *(os.fspath(name) for name in names)]
+
+
+def _train(words: list[str], directory: Path, quiet: bool, on_log: OnLog | None) -> Run:
+    """Run a verb that trains in `directory`, and read its run. Raises as `train` does."""
+    before = _summary(directory)
+    ended = _follow(words, quiet=quiet, poll=on_log and _follower(directory, on_log))
+    _raise_issues(ended)
+    if ended.interrupted and ended.code != 1:
+        raise KeyboardInterrupt(f"stopped; the same call with run_dir={str(directory)!r} goes on")
+    run = _read(directory)
+    if ended.code == 0:
+        return run
+    summary = None if run.summary == before else run.summary  # of this start
+    failure = summary.failure if summary is not None else None
+    raise TrainingFailed(failure or _printed_failure(ended), run)
+
+
+def _answer(words: list[str], quiet: bool) -> str:
+    """Run a verb that works alone, and return its standard output. Raises ConfigError, RuntimeError and
+    KeyboardInterrupt."""
+    ended = _follow(words, quiet=quiet)
+    _raise_issues(ended)
+    if ended.interrupted:
+        raise KeyboardInterrupt
+    if ended.code:
+        raise RuntimeError(_printed_failure(ended).message)
+    return ended.output
+
+
+def _follower(directory: Path, call: OnLog) -> Callable[[], None]:
+    """Return a function that passes each new metrics line to `call`, whose first exception is printed."""
+    tail, failed = files.Tail(directory / "metrics.jsonl", skip_present=True), list[Exception]()
+
+    def poll() -> None:
+        while (found := tail.lines())[0]:
+            for line in [] if found[1] else found[0]:  # of a replaced file: those from before a resume
+                try:
+                    call(json.loads(line))
+                except Exception as error:
+                    if not failed:
+                        sys.stderr.write(f"on_log failed; the run goes on:\n{traceback.format_exc()}")
+                    failed.append(error)
+
+    return poll
+
+
+def _raise_issues(ended: _Ended) -> None:
+    if ended.code == 2:
+        lines = [line.removeprefix(ERROR) for line in ended.lines if line.startswith(ERROR)]
+        told = [Issue("", "unsupported", line) for line in lines or ended.lines]
+        raise ConfigError(ended.issues or told)
+
+
+def _printed_failure(ended: _Ended) -> Failure:
+    """Describe the end of a verb by its exit code and by what it printed last."""
+    if ended.code < 0:
+        return Failure(message=describe_exit_code(ended.code, ""), kind="killed")
+    if ended.code > 128:
+        return Failure(message=f"{signal.Signals(ended.code - 128).name}: stopped", kind="stopped")
+    heads = [line for line in ended.lines if line.startswith((FAILED, ERROR))]
+    cause = (heads or [f"exit code {ended.code}"])[-1].removeprefix(FAILED).removeprefix(ERROR)
+    return Failure(message=cause, kind=kind_of_text(cause))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ended:
+    code: int
+    """-N = killed by signal N."""
+    lines: list[str]
+    interrupted: bool = False
+    issues: list[Issue] = dataclasses.field(default_factory=list)
+    output: str = ""
+
+
+def _follow(arguments: list[str], *, quiet: bool = False, poll: Callable[[], None] | None = None) -> _Ended:
+    """Run a verb of ours and print its lines; of one whose standard output is its answer, those of stderr.
+
+    It has a session of its own: an interrupt of the terminal or notebook reaches only us, and is passed on.
+    """
+    printed: list[str] = []
+    interrupted = False
+    answers = arguments[0] not in ("train", "finetune")
+    with tempfile.TemporaryDirectory() as scratch, reaper(Path(scratch)):
+        issues, output = Path(scratch) / "issues.json", Path(scratch) / "output"
+        with output.open("w") as file:
+            process = subprocess.Popen(
+                [*module_command("launcher"), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=file if answers else subprocess.PIPE,
+                stderr=subprocess.PIPE if answers else subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                env={**os.environ, **NO_TERMINAL, **child_environment(), ISSUES_FILE: str(issues)},
+                start_new_session=True,
+            )
+        stream: IO[str] | None = process.stderr if answers else process.stdout
+        assert stream is not None
+        try:
+            while process.returncode is None:
+                try:
+                    for line in stream:
+                        printed.append(line.rstrip("\n"))
+                        if not quiet:
+                            sys.stdout.write(line)
+                            sys.stdout.flush()
+                        if poll is not None:
+                            poll()
+                    process.wait()
+                except KeyboardInterrupt:
+                    interrupted = True
+                    _signal(process, signal.SIGINT)
+        finally:
+            if process.poll() is None:  # printing failed
+                _signal(process, signal.SIGTERM)
+                process.wait()
+            stream.close()
+        found = json.loads(issues.read_text())["issues"] if issues.exists() else []
+        answer = output.read_text(errors="replace")
+    return _Ended(process.returncode, printed, interrupted, [Issue(**issue) for issue in found], answer)
+
+
+def _signal(process: subprocess.Popen[str], number: int) -> None:
+    """Signal the verb and the processes in its session, as a terminal does."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)

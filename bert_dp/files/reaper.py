@@ -1,0 +1,120 @@
+"""Start our modules, and end them with their caller: command lines, marks, and the reaper, which outlives the
+caller by a moment. Torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from bert_dp.files.io import LAUNCHER_PID, LAUNCHER_START, start_ticks
+
+ISSUES_FILE = "BERT_DP_ISSUES"  # variable with the path of the issues, as JSON, for a caller in Python
+PATIENCE_S = 1.0  # that ranks have to end by themselves after the launcher
+SEARCH_S = (
+    5.0  # a process may be starting others while it is killed: the reaper looks again while any is found
+)
+REAPER_IMPORTS = """
+from __future__ import annotations
+import contextlib, os, shutil, signal, sys, time
+from pathlib import Path
+"""
+
+
+def module_command(module: str, *options: str) -> list[str]:
+    """Return the beginning of a command line that runs a module, whatever lies in the current folder: `python
+    -m` alone would look there first. `options` are Python's own."""
+    return [sys.executable, "-P", *options, "-m", module]
+
+
+def child_environment() -> dict[str, str]:
+    """Return what every process of ours gets on top of our environment: our life to follow, and no module
+    from the current folder, which launchers hand on to the processes that they start."""
+    pid = os.getpid()
+    return {LAUNCHER_PID: str(pid), LAUNCHER_START: start_ticks(pid), "PYTHONSAFEPATH": "1"}
+
+
+def launcher_marks() -> list[str]:
+    """Return NAME=value of the variables that every process of ours has, and none of another launcher's."""
+    environ = child_environment()
+    return [f"{name}={environ[name]}" for name in (LAUNCHER_PID, LAUNCHER_START)]
+
+
+def describe_exit_code(code: int, without: str) -> str:
+    """Describe an exit code; -N = killed by signal N."""
+    if code >= 0:
+        return f"ended with exit code {code} {without}".rstrip()
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else "real-time"
+    return f"killed by signal {-code} ({name})"
+
+
+@contextlib.contextmanager
+def reaper(scratch: Path) -> Iterator[None]:
+    """Kill what we have started, and remove `scratch`, should this process be killed in the block.
+
+    Ranks end by themselves then, unless they are stopped (SIGSTOP) or hold the interpreter lock. The reaper
+    is a small process that waits until its standard input closes. It does not have our marks itself: another
+    launcher's reaper must not end it first.
+    """
+    constants = f"PATIENCE_S, SEARCH_S = {PATIENCE_S}, {SEARCH_S}"
+    functions = [inspect.getsource(function) for function in (marked, reap)]
+    source = "\n".join([REAPER_IMPORTS, constants, *functions, "reap(*sys.argv[1:])"])
+    marks = launcher_marks()
+    names = {mark.partition("=")[0] for mark in marks}
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-I",
+            "-S",
+            "-c",
+            source,
+            str(scratch),
+            *marks,
+        ],  # a bare interpreter: fast and small
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+        env={name: value for name, value in os.environ.items() if name not in names},
+    )
+    try:
+        yield
+    finally:
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):
+            process.stdin.write(b"done")
+            process.stdin.close()
+        process.wait()
+
+
+def marked(marks: Sequence[str]) -> list[int]:
+    """List processes that have all of `marks` (NAME=value) in their environment, without this one."""
+    wanted = {mark.encode() for mark in marks}
+    pids = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):  # gone, or another user's
+                if wanted <= set((entry / "environ").read_bytes().split(b"\0")):
+                    pids.append(int(entry.name))
+    return pids
+
+
+def reap(scratch: str, *marks: str) -> None:
+    """Wait for the launcher's end; then, unless it said "done", kill and clean up."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    if os.read(0, 16) == b"done":
+        return
+    time.sleep(PATIENCE_S)
+    end = time.monotonic() + SEARCH_S
+    while (pids := marked(marks)) and time.monotonic() < end:
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+    shutil.rmtree(scratch, ignore_errors=True)
