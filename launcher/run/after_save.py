@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bert_dp import files
-from launcher.children import child_environment, describe_exit_code
+from bert_dp.files.reaper import child_environment, describe_exit_code
 from launcher.log import Log
 from launcher.run.processes import POLL_S, stop_signals
 

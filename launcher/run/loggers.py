@@ -27,8 +27,8 @@ from typing import IO, Any, NamedTuple
 from bert_dp import files
 from bert_dp.config import flat, read_yaml
 from bert_dp.files.models import Summary
+from bert_dp.files.reaper import describe_exit_code, module_command
 from launcher import results
-from launcher.children import describe_exit_code, module_command
 from launcher.log import Log
 from launcher.run.processes import stop_signals
 

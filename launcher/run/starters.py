@@ -16,7 +16,8 @@ from pathlib import Path
 
 from bert_dp.config.errors import install_command
 from bert_dp.files import HEARTBEATS, INIT_FILE, LOG_DIR
-from launcher.children import child_environment, kernel_caches, module_command
+from bert_dp.files.reaper import child_environment, module_command
+from launcher.children import kernel_caches
 from launcher.run.nodes import Place
 
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")

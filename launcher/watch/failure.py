@@ -22,8 +22,8 @@ from bert_dp.config import Config, ConfigError, batch_layout, divisors, load_con
 from bert_dp.cost import GIB, rank_memory_gib
 from bert_dp.files import is_own_code, safe
 from bert_dp.files.models import OUT_OF_MEMORY, Failure, RecordedEnvironment, RunMemory
+from bert_dp.files.reaper import describe_exit_code
 from launcher import results
-from launcher.children import describe_exit_code
 from launcher.machine.environment import ROOT, control_groups, precision_of
 from launcher.report.formats import format_count, format_gib
 
