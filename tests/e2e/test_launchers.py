@@ -16,9 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from bert_dp import api
 from bert_dp.files import read_lines
 from bert_dp.files.models import Summary
-from launcher import api
 from launcher.run.starters import LAUNCHERS, launcher_problem, start_command, start_environment
 from launcher.watch.failure import NO_CAUSE
 from tests.e2e.cli import (

@@ -148,8 +148,8 @@ def test_the_log_says_what_is_about_to_run(
         begun = dataclasses.replace(trainer, metadata={**trainer.metadata, "init_from": init})
         for resumed in (None, SimpleNamespace(path=tmp_path)):
             build.describe(begun, Placement(((0, 1), (2, 3)), 1), resumed)  # type: ignore[arg-type]
-    *lines, source, dropped, ranks, batch, model, rate = capsys.readouterr().out.splitlines()
-    assert lines == [ranks, batch, model, rate]
+    *lines, source, dropped, ranks, batch, model, rate, export = capsys.readouterr().out.splitlines()
+    assert lines == [ranks, batch, model, rate, export]
     assert "7 of 9 tensors from there" in source, "and where it goes on, its checkpoint's"
     assert dropped.endswith(": pooler.bias")
     for line, fact in ((ranks, "cores 0-1 | 2-3"), (batch, "micro 2 x accumulation 4"), (rate, "0.002")):
