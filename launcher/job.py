@@ -66,12 +66,10 @@ CPU_RANKS = 2  # of --nproc auto on a machine without a GPU
 class Job:
     """A configuration with absolute paths, and the machine."""
 
-    name: str
-    """Name of the configuration's file without its suffix."""
+    name: str  # name of the configuration's file without its suffix
     config: Config
     machine: Environment
-    allow_code: bool = False
-    """The files of `task` and `optim.name` may be executed."""
+    allow_code: bool = False  # the files of `task` and `optim.name` may be executed
 
     @property
     def gpus(self) -> int:
@@ -297,10 +295,7 @@ def lock_output_dir(directory: Path, lock: str, option: str, what: str) -> Itera
 
 @dataclasses.dataclass(frozen=True)
 class Session(Generic[P]):
-    """A measurement in progress."""
-
-    machine: dict[str, Any]
-    """`Environment.to_json()`"""
+    machine: dict[str, Any]  # `Environment.to_json()`
     plan: P
     data_hash: str
 
@@ -316,8 +311,6 @@ class Session(Generic[P]):
 
 @dataclasses.dataclass(frozen=True)
 class DataSession(Session[P]):
-    """A measurement in progress on shards."""
-
     shards: Path
     manifest: Manifest
 
@@ -342,15 +335,11 @@ class Output(Generic[P]):
     """The --out directory of a verb that can continue an earlier call."""
 
     path: Path
-    what: str
-    """The contents in words: grid, search, evaluation."""
-    file: str
-    """Name of the plan's file."""
+    what: str  # the contents in words: grid, search, evaluation
+    file: str  # name of the plan's file
     plan: P
-    fixed: tuple[str, ...]
-    """Fields of `plan` that must not change."""
-    grows: tuple[str, ...] = ()
-    """Numbers among them (`field` or `field.name`) that may increase."""
+    fixed: tuple[str, ...]  # fields of `plan` that must not change
+    grows: tuple[str, ...] = ()  # numbers among them (`field` or `field.name`) that may increase
 
     def issues(self) -> list[Issue]:
         """Find the reason why this verb cannot use the directory; at most one. Raises OSError."""
@@ -373,7 +362,6 @@ class Output(Generic[P]):
         return [Issue("--out", "exists", message, hint=f"{hint}, or continue with its options")]
 
     def lock(self) -> AbstractContextManager[None]:
-        """Lock the directory. Raises ConfigError."""
         return lock_output_dir(self.path, ".lock", "--out", self.what)
 
     def begin(

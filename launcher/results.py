@@ -28,12 +28,10 @@ F = TypeVar("F", bound=StoredFile)
 
 
 def read(path: Path, model: type[F]) -> F:
-    """Read a result file. Raises ConfigError."""
     return parse(load(path, model.hint), model, str(path))
 
 
 def load(path: Path, hint: str) -> Any:
-    """Read a JSON file. Raises ConfigError."""
     with refusing(str(path), hint=hint):
         return files.parse_json(read_regular(path, files.MAX_JSON_BYTES))
 
@@ -54,17 +52,14 @@ def parse(data: Any, model: type[F], name: str) -> F:
 
 
 def plain(part: StoredModel) -> dict[str, Any]:
-    """Convert a model to JSON values, in the order of its fields."""
     return part.model_dump(mode="json")
 
 
 def write(path: Path, file: StoredFile) -> None:
-    """Write a result file atomically. Raises OSError."""
     files.write_json(path, plain(file))
 
 
 def to_json(file: StoredModel) -> str:
-    """Format a result for `--json`."""
     return json.dumps(plain(file), indent=1) + "\n"
 
 
@@ -76,25 +71,18 @@ class Measurement(StoredFile):
 
     schema_version: Literal[1] = 1
     status: MeasureStatus = "complete"
-    reason: str | None = None
-    """Cause of the failure."""
+    reason: str | None = None  # cause of the failure
     date: str | None = None
-    seconds: float | None = None
-    """Time of all trials, in every call."""
-    environment: dict[str, Any] = {}
-    """environment.json"""
+    seconds: float | None = None  # time of all trials, in every call
+    environment: dict[str, Any] = {}  # environment.json
     config_hash: str | None = None
-    config: dict[str, Any] = {}
-    """The resolved configuration."""
+    config: dict[str, Any] = {}  # the resolved configuration
     data_hash: str | None = None
     command: list[str] = []
-    ranks: int | None = None
-    """Ranks of a trial."""
+    ranks: int | None = None  # ranks of a trial
 
 
 class TuneFile(Measurement):
-    """tune.json of either search."""
-
     hint: ClassVar[str] = "the same `bert-dp tune` command with the same --out writes it anew"
 
 
@@ -105,12 +93,8 @@ class PlanFile(StoredFile):
     schema_version: Literal[1] = 1
     config_hash: str
     config: dict[str, Any] = {}
-    machine: dict[str, Any] | None = None
-    """Facts that must be equal for figures to compare."""
+    machine: dict[str, Any] | None = None  # facts that must be equal for figures to compare
 
 
 class TimedPlanFile(PlanFile):
-    """A plan with the time that was spent on it."""
-
-    seconds: float = 0.0
-    """Time of all calls so far."""
+    seconds: float = 0.0  # time of all calls so far

@@ -43,8 +43,6 @@ AVERAGED_METRICS = {"CoLA": "mcc", "MRPC": "f1", "STS-B": "pearson", "QQP": "f1"
 
 
 class GlueOptions(StoredModel):
-    """Options of `eval glue`."""
-
     tasks: list[str] = []  # in GLUE's order; empty: every task whose files were found
     seeds: int = 5
     init: Literal["checkpoint", "random"] = "checkpoint"
@@ -53,16 +51,12 @@ class GlueOptions(StoredModel):
 
 
 class GlueStart(StoredModel):
-    """The pretrained checkpoint."""
-
     checkpoint: str
     step: int
     sha256: str | None  # of model.safetensors; null: not in the checkpoint's manifest
 
 
 class GlueTrial(StoredModel):
-    """One finetuning run."""
-
     trial: str
     lr: float
     seed: int
@@ -91,8 +85,6 @@ class GlueScore(StoredModel):
 
 
 class GlueTask(StoredModel):
-    """A task with its trials and scores."""
-
     task: str
     official: bool  # false: a subset of GLUE's rows, so the scores are not GLUE scores
     data_hash: str
@@ -102,8 +94,6 @@ class GlueTask(StoredModel):
 
 
 class Glue(Measurement):
-    """glue.json."""
-
     hint: ClassVar[str] = "the same `bert-dp eval glue` command with the same --out writes it anew"
     schema_version: Literal[1] = 1
     kind: Literal["glue"] = "glue"
@@ -118,7 +108,6 @@ class Glue(Measurement):
 
 
 def describe_start(start: Pretrained) -> GlueStart:
-    """Return the checkpoint with its hash."""
     sha256 = None
     with contextlib.suppress(OSError, ValueError, KeyError):
         sha256 = files.weights_hash(start.checkpoint)
@@ -152,7 +141,6 @@ def read_trial(trial: Trial, outcome: TrialOutcome, manifest: ExamplesManifest) 
 
 
 def score_task(manifest: ExamplesManifest, trials: Sequence[GlueTrial]) -> GlueTask:
-    """Compute the scores of a task over its seeds."""
     trials = sorted(trials, key=lambda trial: trial.seed)
     scores = [
         score_metric(split, metric, trials, manifest)
@@ -230,7 +218,6 @@ DIFFERENCE = (
 
 
 def glue_report(glue: Glue) -> Report:
-    """Build the page of one evaluation."""
     seeds = count_of(glue.settings.seeds, "seed")
     left_out = [words(task, reason) for task, reason in glue.left_out.items()]
     return Report(
@@ -245,7 +232,6 @@ def glue_report(glue: Glue) -> Report:
 
 
 def describe_method(glue: Glue) -> str:
-    """Return the head, the pooling and the start of the trials."""
     loss = "" if glue.heldout_loss is None else f" (held-out loss {format_nats(glue.heldout_loss)})"
     is_random = glue.settings.init == "random"
     start = "random weights" if is_random else f"step {format_count(glue.start.step)}{loss}"
@@ -260,7 +246,6 @@ def name_score(task: GlueTask, score: GlueScore) -> str:
 
 
 def _scores(glue: Glue) -> Table:
-    """Build the table with a row for each metric of a dev set."""
     scored = [(task, score) for task in glue.tasks for score in task.scores]
     remarks = {id(score): _remark(task, score) for task, score in scored}
     remark = Computed(lambda score: remarks[id(score)], "remark", "word")
@@ -283,7 +268,6 @@ def _remark(task: GlueTask, score: GlueScore) -> str:
 
 
 def _verdicts(glue: Glue) -> list[Verdict]:
-    """Return the average and the failed trials."""
     verdicts = []
     if glue.average is not None:
         text = f"GLUE average {format_points(glue.average)} on the dev sets: the mean of nine medians."

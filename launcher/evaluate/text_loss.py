@@ -33,7 +33,6 @@ OPTIONS = {
 
 
 def is_run(path: str) -> bool:
-    """Return True for a run directory or a checkpoint of one."""
     return any((Path(path).expanduser() / name).exists() for name in ("checkpoints", "model.safetensors"))
 
 
@@ -151,6 +150,5 @@ def text_report(loss: TextLoss) -> Report:
 
 
 def _with_interval(mean: float | None, se: float | None, documents: int) -> str:
-    """Format a mean over so many documents with half of its 95 % interval."""
     half = "" if se is None else f" \u00b1 {format_decimals(student(documents - 1) * se)}"
     return format_decimals(mean) + half

@@ -51,15 +51,12 @@ PACKAGES = (
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    index: int
-    """Position among the devices of the machine, before CUDA_VISIBLE_DEVICES."""
+    index: int  # position among the devices of the machine, before CUDA_VISIBLE_DEVICES
     name: str
     memory_gib: float | None
     driver: str | None
-    numa_node: int | None = None
-    """None = the kernel does not know it."""
-    free_gib: float | None = None
-    """Memory that other processes leave free; None = not known."""
+    numa_node: int | None = None  # None = the kernel does not know it
+    free_gib: float | None = None  # memory that other processes leave free; None = not known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,14 +69,11 @@ class Environment:
     kernel: str
     python: str
     cpu_model: str
-    bf16_units: tuple[str, ...]
-    """Flags of its units that multiply bf16; without any bf16 is emulated."""
+    bf16_units: tuple[str, ...]  # flags of its units that multiply bf16; without any bf16 is emulated
     affinity_cores: int
-    cpu_quota_cores: float | None
-    """Limit of the control group; None = no limit."""
+    cpu_quota_cores: float | None  # limit of the control group; None = no limit
     numa_nodes: int
-    numa_cores: dict[str, int]
-    """NUMA node -> cores of it that this process may use."""
+    numa_cores: dict[str, int]  # NUMA node -> cores of it that this process may use
     memory_gib: float
     memory_available_gib: float
     memory_limit_gib: float | None
@@ -89,10 +83,8 @@ class Environment:
     """Limit of this user or of the control group, whichever is less, threads included; None = no limit."""
     cuda_visible_devices: str | None
     gpus: tuple[Gpu, ...]
-    gpus_present: int
-    """Devices of the machine, the ones hidden by CUDA_VISIBLE_DEVICES included."""
-    gpu_error: str | None
-    """Error of nvidia-smi."""
+    gpus_present: int  # devices of the machine, the ones hidden by CUDA_VISIBLE_DEVICES included
+    gpu_error: str | None  # error of nvidia-smi
     gpu_topology: str | None
     versions: dict[str, str]
     git_commit: str | None
@@ -125,7 +117,6 @@ class Environment:
         return least, f"free of the {gpu.memory_gib:.1f} GiB of GPU {gpu.index}"
 
     def to_json(self) -> dict[str, Any]:
-        """Convert for `files.write_json`."""
         return {**dataclasses.asdict(self), "usable_cores": self.usable_cores}
 
 
@@ -173,7 +164,6 @@ def probe(path: Path = Path(), root: Path = ROOT) -> Environment:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the installed packages that a run depends on."""
     installed = {}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

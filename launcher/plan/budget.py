@@ -103,8 +103,7 @@ class BudgetPlan(StoredFile):
     hours: float
     figures: dict[str, PlannedFigure]
     models: list[PlannedModel]
-    is_chosen: bool
-    """The first of the models is the answer; false: they are published answers that disagree."""
+    is_chosen: bool  # the first of the models is the answer; false: they are published answers that disagree
     warnings: list[str] = []
 
 
@@ -293,7 +292,6 @@ def plan_budget(
 
 
 def folder_issues(option: str, path: Path) -> list[Issue]:
-    """Find whether there is a folder to write a file in."""
     if path.absolute().parent.is_dir():
         return []
     message = f"{path.parent} is no folder"
@@ -441,7 +439,6 @@ def family(base: Config, aspect: float = DEEP) -> list[Config]:
 
 
 def size_of(config: Config) -> int:
-    """Return the parameters of a configuration's model."""
     return num_parameters(config.model, config.data.sequence_length)
 
 
@@ -580,7 +577,6 @@ def _fit_warnings(fit: Frontier, flops: float) -> list[str]:
 
 
 def budget_page(plan: BudgetPlan, written: Path | None) -> Report:
-    """Return the figures and the models, or the published answers."""
     rows = [
         words(name, figure_text(name, f), f"{f.origin}{': ' if f.note else ''}{f.note}")
         for name, f in plan.figures.items()

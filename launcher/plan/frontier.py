@@ -63,7 +63,6 @@ class LossLaw:
         return ratio * math.pow(budget_flops / self.flops, self.exponent)
 
     def best_loss(self, budget_flops: float) -> float:
-        """Return the loss at the best number of parameters."""
         parameters = self.best_parameters(budget_flops)
         return self.loss(parameters, budget_flops / self.flops / parameters)
 
@@ -78,18 +77,15 @@ class Frontier(StoredFile):
     runs: list[CompletedRun] = Field(min_length=MIN_RUNS)
     draws: list[LossLaw] = Field(min_length=2)
     """Fits of runs resampled within their budgets, from six budgets on also of resampled budgets."""
-    left_out: list[LossLaw] = Field(min_length=2)
-    """Fits without one budget each."""
-    others: list[LossLaw] = []
-    """Other minima that fit nearly as well."""
+    left_out: list[LossLaw] = Field(min_length=2)  # fits without one budget each
+    others: list[LossLaw] = []  # other minima that fit nearly as well
     exponent: float | None = None
     exponent_ci95: Interval | None = None
     exponent_without_embedding: float | None = None
     parabola_exponent: float | None = None
     contradiction: float | None = None
     """Median factor between the law's best size and the parabola's, of the budgets that have both."""
-    outside: list[float] = []
-    """Budgets whose minimum lies outside their runs."""
+    outside: list[float] = []  # budgets whose minimum lies outside their runs
     mask_rate: float | None = None
     sequence_length: int | None = None
     data_hash: str | None = None

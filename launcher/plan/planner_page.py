@@ -65,7 +65,6 @@ def planner_html(
     count: int = 1,
     price: float | None = None,
 ) -> str:
-    """Render the page with these values chosen."""
     devices = list(data["devices"])
     gpu = gpu if gpu in devices else devices[0]
     state = {

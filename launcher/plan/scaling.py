@@ -440,8 +440,6 @@ def load_named(option: str, name: str) -> Config:
 
 
 class ModelShape(NamedTuple):
-    """bert-base, bert-large or the model of a configuration."""
-
     shape: ModelConfig
     sequence_length: int
     parameters: int

@@ -166,7 +166,6 @@ def _levels(figure: Figure) -> list[dict[str, Any]]:
 
 
 def _marks(marks: Sequence[Mark]) -> list[dict[str, Any]]:
-    """Draw the vertical lines; the legend names those of one name once."""
     names = [text_of(mark.label, LABEL_CHARS) for mark in marks]
     return [
         {**_across("x", mark.value), "name": name, "legendgroup": name, "showlegend": names.index(name) == i}
@@ -175,7 +174,6 @@ def _marks(marks: Sequence[Mark]) -> list[dict[str, Any]]:
 
 
 def _across(axis: str, value: float) -> dict[str, Any]:
-    """Draw a dotted line through the whole area at `value` of this axis."""
     other = {"x": "y", "y": "x"}[axis]
     return {
         "type": "line",

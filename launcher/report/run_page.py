@@ -82,7 +82,6 @@ def loss_text(loss: float | None, heldout: HeldOut, seeds: Sequence[float] = ())
 
 
 def loss_in(unit: str, loss: float | None) -> str:
-    """Format a loss in nats or in another unit."""
     return format_nats(loss) if unit == "nats" else f"{format_ratio(loss)} {unit}"
 
 
@@ -166,7 +165,6 @@ def of_directories(run_dirs: Sequence[Path]) -> Report:
 
 
 def _distinct(runs: Sequence[RunFiles]) -> list[RunFiles]:
-    """Number the runs whose directories have the same name."""
     names = [run.name for run in runs]
     return [
         dataclasses.replace(run, name=f"{run.name} ({i + 1})") if names.count(run.name) > 1 else run
@@ -199,7 +197,6 @@ def _machine(name: str, run: RunFiles) -> str:
 
 
 def _end(run: RunFiles) -> tuple[Level, str]:
-    """Describe in one sentence how the run ended."""
     summary, measured = run.summary, run.heldout
     step = f"step {format_count(summary.step)}"
     if not run.finished:
@@ -327,7 +324,6 @@ def _loss(runs: Sequence[tuple[int, RunFiles]], groups: int) -> Figure:
 
 
 def _time_split(runs: Sequence[RunFiles]) -> Figure:
-    """Draw the parts of the wall time, a row of 100 % for each run."""
     splits = [_split(run.summary) for run in runs]
     walls = [sum(split.values()) for split in splits]
     rows = []
@@ -497,7 +493,6 @@ def _rates(run: RunFiles) -> list[TableRow]:
 
 
 def _times(run: RunFiles) -> list[TableRow]:
-    """Return the wall time with its parts, and a row for each part of training."""
     summary, parts = run.summary, run.summary.time_s
     wall = sum(parts[part] for part in WALL_PARTS if part in parts) or None
     named = ", ".join(f"{part} {format_duration(parts.get(part))}" for part in WALL_PARTS)
@@ -549,7 +544,6 @@ def _files(run: RunFiles) -> list[TableRow]:
 
 
 def _predicted(run: RunFiles) -> list[TableRow]:
-    """Return what was measured of each figure that `bert-dp plan` predicted."""
     summary, times, spent = run.summary, run.summary.time_s, run.summary.spent or Spent()
     seconds = sum(times.get(part, 0.0) for part in ("train", "eval", "save")) if times else None
     measured: dict[str, tuple[float | None, Unit]] = {
@@ -643,7 +637,6 @@ def _difference(best: RunFiles, run: RunFiles) -> TableCell:
 
 
 def _differences(runs: Sequence[RunFiles]) -> Table:
-    """Return the settings, by their paths, in which the runs differ."""
     settings = [flat(run.config) for run in runs]
     rows = []
     for key in sorted({key for setting in settings for key in setting}):

@@ -370,13 +370,11 @@ def diagnose_cell(cell: CellMeasurement) -> BottleneckDiagnosis:
 class _Loss(NamedTuple):
     """A loss by one cause, whose whole interval lies beyond its bound."""
 
-    share: float
-    """Share of a step."""
+    share: float  # share of a step
     kind: DiagnosisKind
     evidence: str
     hint: str
-    detail: str = ""
-    """Follows the words of the kind."""
+    detail: str = ""  # follows the words of the kind
 
 
 def _losses(cell: CellMeasurement) -> list[_Loss]:
@@ -458,7 +456,6 @@ def _throughput_ratio(mine: CellMeasurement, other: CellMeasurement) -> tuple[fl
 
 
 def _sequence_s(cell: CellMeasurement) -> tuple[float, float]:
-    """Return the interval of the seconds per sequence."""
     low, high = (cell.step_time_s and cell.step_time_s.ci95) or (0.0, math.inf)
     return low / cell.global_batch, high / cell.global_batch
 

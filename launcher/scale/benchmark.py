@@ -182,7 +182,6 @@ def cores_of(ranks: int, most: int) -> tuple[int, ...]:
 
 
 def _cores(grid: Grid, ranks: int) -> tuple[int, ...] | None:
-    """Return the cores of a run; None on GPUs: all of them."""
     return None if grid.on_gpu else cores_of(ranks, max(grid.settings.gpus))
 
 

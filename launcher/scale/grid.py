@@ -29,24 +29,18 @@ DISPLACED = {
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Options of `bert-dp scale`."""
-
     gpus: tuple[int, ...]
     modes: tuple[Mode, ...]
     engines: tuple[str, ...]
     tensor: tuple[int, ...]
     launcher: str
     repeats: int
-    steps: int
-    """Timed optimizer steps of a run."""
-    warm_up: int
-    """Steps before them, which fill caches, pools and buckets and do not count."""
-    accumulation: int | None
-    """Micro batches per step in weak mode; None = 1."""
+    steps: int  # timed optimizer steps of a run
+    warm_up: int  # steps before them, which fill caches, pools and buckets and do not count
+    accumulation: int | None  # micro batches per step in weak mode; None = 1
 
 
 def run_dir(out: Path, cell: GridCell, repeat: int) -> Path:
-    """Return the run directory of a repeat of a cell."""
     return out / "runs" / f"{cell.id}-r{repeat}"
 
 
@@ -62,8 +56,7 @@ class Grid:
     def __init__(self, config: Config, settings: Settings, machine: Environment, *, on_gpu: bool):
         self.config, self.settings, self.on_gpu, self._machine = config, settings, on_gpu, machine
         engines = [engine.partition("-")[0] for engine in settings.engines]
-        self.precision = trial_precision(config, machine, engines, on_gpu=on_gpu)
-        """Precision of every cell."""
+        self.precision = trial_precision(config, machine, engines, on_gpu=on_gpu)  # precision of every cell
         self.cells: list[GridCell] = []
         self.issues: list[Issue] = []
         for mode in settings.modes:
@@ -135,7 +128,6 @@ class Grid:
         )
 
     def config_of(self, cell: GridCell) -> Config:
-        """Return the configuration that the ranks of a cell train."""
         return self._config(cell.engine, cell.tensor, cell.global_batch)
 
     def displaced(self, overrides: Sequence[str]) -> list[str]:

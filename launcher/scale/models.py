@@ -43,8 +43,6 @@ DiagnosisKind = Literal[
 
 
 class GridCell(StoredModel):
-    """One configuration of the grid."""
-
     id: str
     mode: Mode = "weak"
     kind: CellKind = "run"
@@ -65,8 +63,6 @@ class GridFile(PlanFile):
 
 
 class LinkPoint(StoredModel):
-    """One message size of an all-reduce."""
-
     bytes: Bytes
     seconds: Seconds
     busbw_gb_s: float | None = None
@@ -82,8 +78,6 @@ class MeasuredLink(StoredFile):
 
 
 class MeasuredGradient(StoredModel):
-    """One gradient of a profiled backward pass."""
-
     name: str | None = None
     bytes: Bytes
     ready_s: Share  # since the start of the backward pass
@@ -159,8 +153,6 @@ class StepTime(StoredModel):
 
 
 class RepeatMeasurement(StoredModel):
-    """One run of a cell, in the directory `run`."""
-
     run: str
     steps: int
     steps_per_s: float
@@ -230,7 +222,6 @@ class CellMeasurement(GridCell):
 
     @property
     def step_s(self) -> float | None:
-        """Return the mean seconds of a step of the whole job."""
         return self.step_time_s.mean if self.step_time_s else None
 
 
@@ -263,8 +254,6 @@ class Lever(StoredModel):
 
 
 class PredictedRow(StoredModel):
-    """The prediction for `world_size` GPUs."""
-
     world_size: int
     tensor: int = 1
     accumulation: int
@@ -280,8 +269,6 @@ class PredictedRow(StoredModel):
 
 
 class ComparedCell(StoredModel):
-    """A measured cell beside its prediction."""
-
     cell: str
     predicted_step_s: float
     measured_step_s: float | None = None

@@ -96,7 +96,6 @@ def scale_page(scaling: Scaling, folder: Path | None = None) -> Report:
 
 
 def _runs(scaling: Scaling) -> list[CellMeasurement]:
-    """Return the cells that are no controls."""
     return [cell for cell in scaling.cells if cell.kind == "run"]
 
 
@@ -201,7 +200,6 @@ def _agreement(scaling: Scaling) -> list[str]:
 
 
 def _prediction(prediction: models.Prediction) -> ReportSection:
-    """Return each measured cell beside its prediction."""
     columns = (
         Quantity("predicted_step_s", "step, predicted", "seconds"),
         Quantity("measured_step_s", "step, measured", "seconds"),
@@ -260,7 +258,6 @@ def _ceiling_line(scaling: Scaling, mode: Mode, *, times_n: bool = False) -> lis
 
 
 def _speedup(scaling: Scaling, mode: Mode) -> Figure:
-    """Draw N x efficiency over N, with the ideal line and the ceiling."""
     x = _ranks_axis(scaling, mode)
     sizes = list(x.ticks)
     lines = [
@@ -275,7 +272,6 @@ def _speedup(scaling: Scaling, mode: Mode) -> Figure:
 
 
 def _efficiency(scaling: Scaling, mode: Mode) -> Figure:
-    """Draw efficiency and its ceiling over N."""
     return Figure(
         f"Efficiency, {mode} scaling",
         [*_ceiling_line(scaling, mode), *_lines(scaling, mode)],
@@ -302,7 +298,6 @@ def _step_split(scaling: Scaling, mode: Mode) -> Figure:
 
 
 def _bandwidth(scaling: Scaling) -> Figure:
-    """Draw all-reduce bus bandwidth over message size."""
     lines = []
     for index, link in enumerate(scaling.links):
         points = sorted(link.points, key=lambda point: point.bytes)

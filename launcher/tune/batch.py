@@ -77,8 +77,6 @@ GUARD_GIB = 1.0  # address space above a rank's memory that is private and never
 
 @dataclasses.dataclass(frozen=True)
 class BatchOptions:
-    """Options of `tune batch`."""
-
     nproc: str  # auto or a number
     budget_s: float
     memory_gib: float | None  # of a rank; None: what its device has free, or its share of the host
@@ -92,13 +90,10 @@ class BatchSearchSpec:
     config: Config
     options: BatchOptions
     ranks: int
-    sizes: tuple[int, ...]
-    """Micro batches that divide the global batch, ascending."""
-    limit_gib: float | None
-    """Memory that a rank may use; None: unknown."""
+    sizes: tuple[int, ...]  # micro batches that divide the global batch, ascending
+    limit_gib: float | None  # memory that a rank may use; None: unknown
     on_gpu: bool
-    precision: str
-    """Precision of every trial."""
+    precision: str  # precision of every trial
 
     @property
     def dp(self) -> int:
@@ -276,10 +271,8 @@ class BatchSearch:
     def __init__(self, spec: BatchSearchSpec, search_trials: BatchTrials, log: Log):
         self.spec, self._trials, self._log = spec, search_trials, log
         self.memory_trials: list[BatchTrial] = []
-        self.trials: list[BatchTrial] = []
-        """Timed ones, in their order."""
-        self.sizes: list[int] = []
-        """Micro batches that were timed, ascending."""
+        self.trials: list[BatchTrial] = []  # timed ones, in their order
+        self.sizes: list[int] = []  # micro batches that were timed, ascending
         self.samples = 0  # of a step of a timed trial
         self.line: MemoryLine | None = None
         self.noise: NoiseScale | None = None
@@ -414,7 +407,6 @@ class BatchSearch:
                 self._time(micro, runs)
 
     def _time(self, micro: int, round_: Sequence[int]) -> BatchTrial:
-        """Run a size once more."""
         steps, samples = self._timed_steps(len(round_)), self.samples
         name = f"micro-{micro}-r{sum(trial.micro_batch == micro for trial in self.trials)}"
         measured = self._trials.time_steps(name, micro, samples, self.spec.warm_up, steps)
@@ -436,7 +428,6 @@ class BatchSearch:
         return min(throughput.MAX_STEPS, max(MIN_STEPS, int(each_s / step_s)))
 
     def _steps_s(self, samples: int) -> float:
-        """Return the expected seconds of the steps of the shortest run."""
         return (self.spec.warm_up + MIN_STEPS) * samples * self._sequence_s
 
     def _left_s(self, share: float = CURVE_SHARE) -> float:
@@ -516,7 +507,6 @@ class BatchSearch:
         )
 
     def result(self, outcome: SearchOutcome, session: Session[SearchPlan]) -> TuneBatch:
-        """Return tune.json."""
         rates = self.rates()
         return TuneBatch(
             status=outcome.status,

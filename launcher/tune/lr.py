@@ -59,23 +59,16 @@ Predict = Callable[[job.Job, int], tuple[float, float] | None]
 
 @dataclasses.dataclass(frozen=True)
 class LrSearchSpec:
-    """The configuration, the data and the devices of a search."""
-
     config: Config
     options: LrOptions
-    ranks: int
-    """Ranks of a trial."""
+    ranks: int  # ranks of a trial
     shards: Path
-    unigram: float | None
-    """Unigram entropy of the data, nats."""
-    at_a_time: int
-    """Trials that run at a time."""
-    precision: str
-    """Precision of every trial."""
+    unigram: float | None  # unigram entropy of the data, nats
+    at_a_time: int  # trials that run at a time
+    precision: str  # precision of every trial
 
     @property
     def seeds(self) -> list[int]:
-        """Return the seeds of a finalist."""
         return [self.config.run.seed + k for k in range(self.options.seeds)]
 
 
@@ -296,11 +289,9 @@ class LrSearch:
         return tokens
 
     def _trial_s(self, tokens: float) -> float:
-        """Return the expected seconds of a trial."""
         return self._fixed_s + tokens / (self._tokens_per_s or math.inf)
 
     def _rungs_s(self, tokens: int) -> float:
-        """Return the expected seconds of both rungs with whole runs of `tokens`."""
         return sum(
             math.ceil(count / self.spec.at_a_time) * self._trial_s(share * tokens)
             for count, share in planned(self.spec.options)
@@ -345,7 +336,6 @@ class LrSearch:
         return Trial(self._runs.out / "trials" / name, config, self.spec.ranks)
 
     def result(self, outcome: SearchOutcome, session: DataSession[SearchPlan]) -> TuneLr:
-        """Return tune.json."""
         spec, test = self.spec, self.range_test
         trained = [trial for rung in self.rungs for trial in rung.trials]
         range_tokens = len(test.points) * step_tokens(spec.config) if test else 0
@@ -371,7 +361,6 @@ class LrSearch:
 
 
 def step_tokens(config: Config) -> int:
-    """Return the tokens of a step of the full global batch."""
     return config.batch.global_size * config.data.sequence_length
 
 
@@ -435,7 +424,6 @@ def _bare(config: Config, shards: Path, lr: float, seed: int) -> Config:
 
 
 def fixed_rate(lr: float) -> dict[str, Any]:
-    """Return the settings of `optim` for a rate that no rule scales."""
     return {"lr": lr, "lr_scaling": "none", "lr_batch": None}
 
 

@@ -23,8 +23,7 @@ MAX_SIZES, MIN_SIZES = 8, 3
 MIN_STEPS, MAX_STEPS = 6, 60  # timed, of a run
 MAX_ROUNDS = 6
 
-SizeStatus = Literal["ok", "oom", "failed", "over"]
-"""over: the peak is above the limit."""
+SizeStatus = Literal["ok", "oom", "failed", "over"]  # over: the peak is above the limit
 
 
 class BatchTrial(StoredModel):
@@ -55,7 +54,6 @@ class MemoryLine(StoredModel):
     gib_per_sequence: float
 
     def gib(self, micro: float) -> float:
-        """Return the peak at a micro batch."""
         return self.intercept_gib + self.gib_per_sequence * micro
 
 
@@ -83,8 +81,6 @@ class BatchChoice(StoredModel):
 
 
 class TuneBatch(TuneFile):
-    """tune.json of `tune batch`."""
-
     schema_version: Literal[1] = 1
     kind: Literal["batch"] = "batch"
     global_batch: int
@@ -101,7 +97,6 @@ class TuneBatch(TuneFile):
 
 
 def with_micro(config: Config, micro: int) -> Config:
-    """Return the configuration with another micro batch at the same global batch."""
     return with_settings(config, batch={"micro_size": micro})
 
 
@@ -149,8 +144,7 @@ def memory_line(trials: Sequence[BatchTrial], slope_gib: float) -> MemoryLine | 
 
 # --- throughput
 
-Rates = Mapping[int, Sequence[float]]
-"""Micro batch -> sequences/s of each run."""
+Rates = Mapping[int, Sequence[float]]  # micro batch -> sequences/s of each run
 
 
 def passes_s(trial: BatchTrial) -> list[float]:
@@ -173,7 +167,6 @@ def run_rate(trial: BatchTrial, global_size: int) -> float:
 
 
 def mean_rate(rates: Rates, micro: int) -> float:
-    """Return the geometric mean over the runs of a size."""
     return statistics.geometric_mean(rates[micro])
 
 

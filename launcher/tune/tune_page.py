@@ -68,7 +68,6 @@ def tune_page(path: Path) -> Report:
 
 
 def train_command(folder: Path) -> str:
-    """Return the command that trains what was chosen."""
     return f"bert-dp train {shlex.quote(str(folder / TUNED))}"
 
 
@@ -85,7 +84,6 @@ def _marks(label: str, points: Sequence[tuple[float, float | None]], colour: int
 
 
 def batch_page(tune: TuneBatch, folder: Path) -> Report:
-    """Build the page of a search of the micro batch. `folder` holds tune.json."""
     method = [
         f"global batch {format_count(tune.global_batch)}",
         f"{count_of(len(tune.trials), 'run')} in {format_duration(tune.seconds or 0.0)}",
@@ -191,7 +189,6 @@ def _chosen(tune: TuneBatch) -> list[Mark]:
 
 
 def lr_page(tune: TuneLr, folder: Path) -> Report:
-    """Build the page of a search of the learning rate. `folder` holds tune.json."""
     method = [
         f"whole runs of {format_si(tune.tokens, 'tokens')}",
         f"{count_of(len(tune.trials), 'trial')}, {format_duration(tune.seconds or 0.0)} in all",
@@ -230,7 +227,6 @@ def _lr_choice(tune: TuneLr, folder: Path) -> Verdict:
 
 
 def finite_losses(rung: Rung, lr: float) -> list[float]:
-    """Return the losses of the seeds that ended well."""
     return [score for score in rung.scores(lr) if score < math.inf]
 
 
@@ -254,7 +250,6 @@ def loss_figure(tune: TuneLr) -> Figure:
 
 
 def range_figure(tune: TuneLr) -> Figure:
-    """Draw the training loss while the rate rises, and the edge."""
     test = tune.range_test
     points = test.points if test else []
     edge = test.edge if test else None
@@ -269,12 +264,10 @@ def range_figure(tune: TuneLr) -> Figure:
 
 
 def _last(tune: TuneLr) -> Rung:
-    """Return the longest rung so far."""
     return tune.rungs[-1] if tune.rungs else Rung(tokens=0, seeds=[])
 
 
 def _last_rung(tune: TuneLr) -> Table:
-    """List the rates of the last rung, best first."""
     last = _last(tune)
     columns = [
         Computed(last.mean, "mean", "nats"),

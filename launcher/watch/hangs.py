@@ -71,14 +71,10 @@ class RankSnapshot:
 
     rank: int
     heartbeat: Heartbeat
-    silent_s: float
-    """Seconds without progress."""
-    unheard_s: float
-    """Seconds since its heartbeat thread last ran."""
-    state: str = "S"
-    """State of its process, as in proc_pid_stat(5)."""
-    stack: tuple[Frame, ...] = ()
-    """Frames of its main thread, innermost first."""
+    silent_s: float  # seconds without progress
+    unheard_s: float  # seconds since its heartbeat thread last ran
+    state: str = "S"  # state of its process, as in proc_pid_stat(5)
+    stack: tuple[Frame, ...] = ()  # frames of its main thread, innermost first
     collectives: Collectives = ()
 
     @property
@@ -111,8 +107,7 @@ class RankSnapshot:
 
 @dataclasses.dataclass(frozen=True)
 class HangDiagnosis:
-    ranks: tuple[int, ...]
-    """Ranks that hold the others up; () when none stands out."""
+    ranks: tuple[int, ...]  # ranks that hold the others up; () when none stands out
     reason: str
 
 
@@ -132,8 +127,7 @@ class RankActivity:
     heartbeat: Heartbeat
     moved_s: float
     heard_s: float
-    state: str = "S"
-    """Of its process; see RankSnapshot."""
+    state: str = "S"  # of its process; see RankSnapshot
 
 
 class Watch:
@@ -154,12 +148,9 @@ class Watch:
         self._ranks: dict[int, RankActivity] = {}
         self._steps: collections.deque[float] = collections.deque(maxlen=50)  # seconds per step
         self._completed, self._completed_s = 0, 0.0
-        self.hang: Failure | None = None
-        """The hang that was reported, while the run makes no progress."""
-        self.ends = False
-        """The run is to be ended for it."""
-        self.heartbeats: Path | None = None
-        """The folder of the heartbeats; None = in the run directory."""
+        self.hang: Failure | None = None  # the hang that was reported, while the run makes no progress
+        self.ends = False  # the run is to be ended for it
+        self.heartbeats: Path | None = None  # the folder of the heartbeats; None = in the run directory
         self.others: OtherNodes | None = None
         """The launchers of the other nodes, which report their ranks each second."""
         self._hung_since_s = self._reported_s = self._next_look_s = 0.0
