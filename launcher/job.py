@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, get_args
 
 from bert_dp import files
 from bert_dp.config import (
@@ -48,12 +48,12 @@ from bert_dp.config.schema import Logger
 from bert_dp.files import PAGE
 from bert_dp.files.models import StoredFile
 from launcher import children, results
-from launcher.log import masked_command
+from launcher.log import Log, logger, masked_command
 from launcher.machine import environment
 from launcher.machine.environment import Environment
 from launcher.report.html import write_or_warn
 from launcher.report.page import Report, show_report
-from launcher.results import PlanFile, TimedPlanFile
+from launcher.results import PlanFile
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -252,7 +252,6 @@ def _ask_for_data(config: Config, verb: str) -> str:
 
 
 P = TypeVar("P", bound=PlanFile)
-T = TypeVar("T", bound=TimedPlanFile)
 COMPARED = ("torch", "accelerate", "deepspeed", "bert-dp")  # versions that figures depend on
 
 
@@ -313,21 +312,6 @@ class Session(Generic[P]):
 class DataSession(Session[P]):
     shards: Path
     manifest: Manifest
-
-
-class SearchState(Generic[T]):
-    """A plan with its file, and the seconds of all calls."""
-
-    def __init__(self, path: Path, plan: T):
-        self.path, self.plan, self._since = path, plan, time.monotonic()
-
-    def save(self, **more: Any) -> None:
-        """Add `more`, and the seconds since the last time."""
-        now = time.monotonic()
-        seconds = self.plan.seconds + now - self._since
-        self.plan = self.plan.model_copy(update={**more, "seconds": seconds})
-        self._since = now
-        results.write(self.path, self.plan)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -395,10 +379,32 @@ class Output(Generic[P]):
         files.write_json(self.path / "environment.json", {**machine, "command": masked_command(sys.argv)})
         return Session(machine, plan, data_hash)
 
-    def print_plan(self, *, as_json: bool) -> None:
-        """Print the plan at the end of a dry run with --json."""
-        if as_json:
-            sys.stdout.write(results.to_json(self.plan))
+
+class VerbOptions(NamedTuple):
+    """Options of every verb that measures, and its console."""
+
+    out: Path | None
+    dry_run: bool
+    as_json: bool
+    console: Console
+
+    def log(self, setup: Job) -> Log:
+        """Return the function that prints lines, after the warnings of the job."""
+        log = logger(self.console, self.as_json)
+        for line in setup.device_warnings():
+            log(f"warning: {line}")
+        return log
+
+    def measure(self, output: Output[P], run: Callable[[], tuple[StoredFile, Report, int]]) -> int:
+        """End a dry run, or lock the directory, measure and write the result; return the exit code."""
+        if self.dry_run:
+            if self.as_json:
+                sys.stdout.write(results.to_json(output.plan))
+            return 0
+        with output.lock():
+            file, report, exit_code = run()
+            write_result(file, report, output.path, as_json=self.as_json, console=self.console)
+        return exit_code
 
 
 def write_result(file: StoredFile, report: Report, out: Path, *, as_json: bool, console: Console) -> None:

@@ -94,7 +94,3 @@ class PlanFile(StoredFile):
     config_hash: str
     config: dict[str, Any] = {}
     machine: dict[str, Any] | None = None  # facts that must be equal for figures to compare
-
-
-class TimedPlanFile(PlanFile):
-    seconds: float = 0.0  # time of all calls so far

@@ -39,9 +39,7 @@ def eval_glue(
     if not data:
         raise ConfigError([Issue("--data", "missing", "name the folder or archive with GLUE's files")])
     options = GlueOptions(tasks=list(tasks), seeds=seeds, init=init, ranks=nproc, launcher=launcher)
-    return glue.evaluate(
-        run, settings, options, data, out=out, dry_run=dry_run, as_json=json, console=opt.console()
-    )
+    return glue.evaluate(run, settings, options, data, opt.measuring(out, dry_run, json))
 
 
 def eval_mlm(

@@ -15,7 +15,7 @@ from typer import Argument, BadParameter, Option
 from bert_dp.config import ConfigError, Issue, benchmark_names, engine_facts
 from bert_dp.config.errors import install_command
 from bert_dp.config.schema import MAX_SECONDS, parse_duration
-from launcher.job import logger_issues
+from launcher.job import VerbOptions, logger_issues
 from launcher.log import console as console
 from launcher.run.starters import launcher_problem
 
@@ -174,6 +174,11 @@ ExportOut = Annotated[Path, Option("--out", metavar="DIR", help="Directory to wr
 WithoutHead = Annotated[bool, Option("--encoder", help="Export only the encoder, without the task head.")]
 DryRun = Annotated[bool, Option("--dry-run", help="Check everything, print the plan, start nothing.")]
 Json = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]
+
+
+def measuring(out: Path | None, dry_run: bool, json: bool) -> VerbOptions:
+    """Return the options of a verb that measures."""
+    return VerbOptions(out, dry_run, json, console())
 
 
 def split_words(words: Sequence[str] | None, overrides: Sequence[str] | None) -> tuple[str | None, list[str]]:

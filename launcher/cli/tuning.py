@@ -57,16 +57,7 @@ def scale(
         warm_up=warm_up,
         accumulation=accumulation,
     )
-    return benchmark.scale(
-        config,
-        overrides,
-        settings,
-        out=out,
-        dry_run=dry_run,
-        as_json=json,
-        console=opt.console(),
-        predict=predict_measured,
-    )
+    return benchmark.scale(config, overrides, settings, opt.measuring(out, dry_run, json), predict_measured)
 
 
 def tune_batch(
@@ -90,15 +81,8 @@ def tune_batch(
     from launcher.tune import batch as search
 
     config, overrides = opt.split_words(words, set_)
-    return search.tune_batch(
-        config,
-        overrides,
-        search.BatchOptions(nproc, budget, memory, launcher),
-        out=out,
-        dry_run=dry_run,
-        as_json=json,
-        console=opt.console(),
-    )
+    options = search.BatchOptions(nproc, budget, memory, launcher)
+    return search.tune_batch(config, overrides, options, opt.measuring(out, dry_run, json))
 
 
 def tune_lr(
@@ -138,13 +122,4 @@ def tune_lr(
         tokens=None if tokens is None else int(tokens),
         budget_s=budget,
     )
-    return search.tune_lr(
-        config,
-        overrides,
-        options,
-        out=out,
-        dry_run=dry_run,
-        as_json=json,
-        console=opt.console(),
-        predict=speed_here,
-    )
+    return search.tune_lr(config, overrides, options, opt.measuring(out, dry_run, json), speed_here)

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from bert_dp.config import (
     CheckpointConfig,
@@ -24,11 +24,12 @@ from launcher import children, job, results
 from launcher.evaluate import FILE, finetune, glue_scores
 from launcher.evaluate.finetune import Pretrained
 from launcher.evaluate.glue_scores import Glue, GlueOptions, GlueTask, GlueTrial, glue_report
-from launcher.job import Output, SearchState, write_result
-from launcher.log import Log, logger
+from launcher.job import Output, VerbOptions
+from launcher.log import Log
 from launcher.machine import environment
 from launcher.report.formats import count_of, format_points
-from launcher.results import TimedPlanFile
+from launcher.report.page import Report
+from launcher.results import PlanFile
 from launcher.run import trials
 from launcher.run.trials import (
     Progress,
@@ -40,9 +41,6 @@ from launcher.run.trials import (
     run_to_end,
 )
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 STATE = "plan.json"
 RECIPE = "glue.yaml"
 FIXED = ("kind", "config_hash", "settings", "start")
@@ -50,7 +48,7 @@ GROWS = ("settings.seeds",)
 NO_EFFECT = ("checkpoint", "log.to")  # trials keep no checkpoint and send no records
 
 
-class GluePlanFile(TimedPlanFile):
+class GluePlanFile(PlanFile):
     """plan.json: the options that an evaluation was begun with."""
 
     kind: Literal["glue"] = "glue"
@@ -93,22 +91,14 @@ class GlueGrid:
 
 
 def evaluate(
-    run: Path,
-    overrides: Sequence[str],
-    options: GlueOptions,
-    data: Sequence[Path],
-    *,
-    out: Path | None,
-    dry_run: bool,
-    as_json: bool,
-    console: Console,
+    run: Path, overrides: Sequence[str], options: GlueOptions, data: Sequence[Path], how: VerbOptions
 ) -> int:
     """Return the exit code. Raises ConfigError with every problem of the input before any trial starts."""
     start = finetune.find_pretrained(run)
     weights = None if options.init == "random" else start.checkpoint
     base = finetune.configuration(start, overrides, weights, recipe=RECIPE)
     this_job = job.Job(start.run.name, base, environment.probe(Path()))
-    folder = this_job.directory(out, "eval", "glue")
+    folder = this_job.directory(how.out, "eval", "glue")
     issues: list[Issue] = [
         *finetune.setting_issues(overrides),
         *setting_issues(overrides),
@@ -144,17 +134,14 @@ def evaluate(
     )
     if issues := trial_issues(grid):
         raise ConfigError(issues)
-    log = logger(console, as_json)
-    for line in this_job.device_warnings():
-        log(f"warning: {line}")
+    log = how.log(this_job)
     describe(grid, folder, log)
-    if dry_run:
-        output.print_plan(as_json=as_json)
-        return 0
-    with output.lock():
+
+    def measured() -> tuple[Glue, Report, int]:
         file, exit_code = run_trials(grid, output, log)
-        write_result(file, glue_report(file), folder, as_json=as_json, console=console)
-    return exit_code
+        return file, glue_report(file), exit_code
+
+    return how.measure(output, measured)
 
 
 def choose_tasks(
@@ -248,15 +235,13 @@ def run_trials(grid: GlueGrid, output: Output[GluePlanFile], log: Log) -> tuple[
         cores=int(session.machine["usable_cores"]),
         most=len(grid.tasks) * grid.options.seeds,
     )
-    kept = SearchState(out / STATE, session.plan)
     with trials.runner(out, slots, launcher=grid.options.launcher, on_gpu=grid.on_gpu, log=log) as runner:
         ended: dict[str, list[GlueTrial]] = {name: [] for name in grid.tasks}
         outcome = run_to_end(lambda: finetune_all(grid, runner, log, ended), out, log)
-    kept.save()
     tasks = [glue_scores.score_task(task.manifest, ended[name]) for name, task in grid.tasks.items()]
     if outcome.status == "complete" and all(task.median_trial is None for task in tasks):
         outcome = SearchOutcome("failed", "every trial failed; see the logs below trials", 1)
-    file = result_file(grid, tasks, outcome, {**session.facts(), "seconds": kept.plan.seconds})
+    file = result_file(grid, tasks, outcome, session.facts())
     results.write(out / FILE, file)
     return file, outcome.exit_code
 
@@ -286,7 +271,7 @@ def finetune_all(grid: GlueGrid, runner: Runner, log: Log, ended: Mapping[str, l
 def result_file(
     grid: GlueGrid, tasks: Sequence[GlueTask], outcome: SearchOutcome, facts: Mapping[str, Any]
 ) -> Glue:
-    """Return glue.json. `facts`: the machine, the data and the time."""
+    """Return glue.json. `facts`: the machine and the data."""
     evaluations = heldout_losses(grid.start.checkpoint.parent.parent)
     mean, lacking = glue_scores.average(tasks)
     return Glue(
@@ -294,6 +279,7 @@ def result_file(
         reason=outcome.reason,
         date=time.strftime("%Y-%m-%d"),
         **facts,
+        seconds=sum(trial.seconds for task in tasks for trial in task.trials),
         config=grid.base.model_dump(mode="json"),
         settings=grid.options,
         ranks=grid.options.ranks,

@@ -61,6 +61,7 @@ class GlueTrial(StoredModel):
     lr: float
     seed: int
     status: TrialStatus
+    seconds: float = 0.0
     cause: str | None = None
     scores: dict[str, float] = {}  # "split/metric" -> score, at most 1; empty for a failed trial
     one_class: list[str] = []  # dev sets with the same answer for every example
@@ -122,7 +123,11 @@ def dev_splits(manifest: ExamplesManifest) -> list[str]:
 def read_trial(trial: Trial, outcome: TrialOutcome, manifest: ExamplesManifest) -> GlueTrial:
     """Read the scores of a trial that has ended. A trial that lacks a score of a dev set has failed."""
     result = GlueTrial(
-        trial=trial.name, lr=peak_lr(trial.config).value, seed=trial.config.run.seed, status=outcome.status
+        trial=trial.name,
+        lr=peak_lr(trial.config).value,
+        seed=trial.config.run.seed,
+        status=outcome.status,
+        seconds=outcome.seconds,
     )
     if outcome.status != "ok":
         return result.model_copy(update={"cause": cause(trial.directory)})

@@ -7,14 +7,14 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from bert_dp import files
 from bert_dp.config import ConfigError, Issue, dump_config
 from launcher import job, results
-from launcher.job import Output, write_result
-from launcher.log import Log, logger
+from launcher.job import Output, VerbOptions
+from launcher.log import Log
 from launcher.report.formats import count_of, format_si
+from launcher.report.page import Report
 from launcher.run import trials
 from launcher.run.trials import (
     Progress,
@@ -32,9 +32,6 @@ from launcher.scale.analyze import analyze, diagnose
 from launcher.scale.grid import Grid, Settings, run_dir
 from launcher.scale.scale_page import FILE, scale_page
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 PLAN = "grid.json"
 FIXED = ("config_hash", "settings", "cells")
 GROWS = ("settings.repeats",)
@@ -46,11 +43,7 @@ def scale(
     name: str | None,
     overrides: Sequence[str],
     settings: Settings,
-    *,
-    out: Path | None,
-    dry_run: bool,
-    as_json: bool,
-    console: Console,
+    how: VerbOptions,
     predict: Callable[[models.Scaling], models.Prediction | None],
 ) -> int:
     """Run the benchmark and return the exit code. `predict` predicts the measured cells.
@@ -58,7 +51,7 @@ def scale(
     Raises ConfigError before any run starts, with every cell that cannot run.
     """
     setup = job.load(name, overrides)
-    folder = setup.directory(out, "scaling")
+    folder = setup.directory(how.out, "scaling")
     grid = Grid(setup.config, settings, setup.machine, on_gpu=setup.gpus > 0)
     output = Output(folder, "grid", PLAN, plan_of(grid), FIXED, GROWS)
     issues: list[Issue] = [*job.input_issues(setup.config), *setup.device_issues(max(settings.gpus))]
@@ -66,20 +59,17 @@ def scale(
     if issues:
         raise ConfigError(issues)
 
-    log = logger(console, as_json)
-    for line in setup.device_warnings():
-        log(f"warning: {line}")
+    log = how.log(setup)
     describe(grid, folder, log, overrides, cores=setup.machine.affinity_cores)
-    if dry_run:
-        output.print_plan(as_json=as_json)
-        return 0
-    with output.lock():
+
+    def run() -> tuple[models.Scaling, Report, int]:
         scaling, outcome = measure(grid, output, log)
         scaling = scaling.model_copy(update={"prediction": predict(scaling)})
         results.write(folder / FILE, scaling)
-        write_result(scaling, scale_page(scaling, folder), folder, as_json=as_json, console=console)
-    has_result = any(cell.status == "ok" for cell in scaling.cells)
-    return outcome.exit_code or int(not has_result)
+        has_result = any(cell.status == "ok" for cell in scaling.cells)
+        return scaling, scale_page(scaling, folder), outcome.exit_code or int(not has_result)
+
+    return how.measure(output, run)
 
 
 def plan_of(grid: Grid) -> models.GridFile:

@@ -30,9 +30,10 @@ from bert_dp.cost import GIB
 from bert_dp.files import PAGE
 from bert_dp.files.models import NoiseScale
 from launcher import job, results
-from launcher.job import Output, Session, identity, write_result
-from launcher.log import PLAIN, Log, logger, show
+from launcher.job import Output, Session, VerbOptions, identity
+from launcher.log import PLAIN, Log, show
 from launcher.report.formats import format_gib, format_si
+from launcher.report.page import Report
 from launcher.run import trials
 from launcher.run.train import check_profile, start_issues
 from launcher.run.trials import (
@@ -124,32 +125,18 @@ class BatchSearchSpec:
 # --- the verb
 
 
-def tune_batch(
-    name: str | None,
-    overrides: Sequence[str],
-    options: BatchOptions,
-    *,
-    out: Path | None,
-    dry_run: bool,
-    as_json: bool,
-    console: Console,
-) -> int:
-    """Run the search and return the exit code.
-
-    Raises ConfigError with every problem of the input before any trial starts.
-    """
+def tune_batch(name: str | None, overrides: Sequence[str], options: BatchOptions, how: VerbOptions) -> int:
+    """Run the search. Raises ConfigError with every problem of the input before any trial starts."""
     from launcher.tune.tune_page import batch_page
 
     setup = load(name, overrides)
     spec = search_spec(setup, options)
-    folder = setup.directory(out, "tune", "batch")
+    folder = setup.directory(how.out, "tune", "batch")
     output = output_of(spec, folder)
     if issues := output.issues():
         raise ConfigError(issues)
 
-    log = logger(console, as_json)
-    for line in setup.device_warnings():
-        log(f"warning: {line}")
+    log = how.log(setup)
     log(f"batch search: {folder}")
     devices = "GPUs" if spec.on_gpu else "CPU ranks"
     log(f"{spec.ranks} {devices}, global batch {spec.global_size}, budget {options.budget_s:.0f} s")
@@ -157,14 +144,13 @@ def tune_batch(
     log(f"no trial starts after {spec.latest_s:.0f} s; the first one shows how many the budget affords")
     if spec.config.compile == "auto" and not spec.on_gpu:
         log("trials on a CPU are not compiled; compile=on compiles them")
-    if dry_run:
-        output.print_plan(as_json=as_json)
-        return 0
-    with output.lock():
+
+    def run() -> tuple[TuneBatch, Report, int]:
         tune, exit_code = measure(spec, output, log)
         write_tuned(tune, with_micro(spec.config, tune.choice.micro_batch) if tune.choice else None, folder)
-        write_result(tune, batch_page(tune, folder), folder, as_json=as_json, console=console)
-    return exit_code
+        return tune, batch_page(tune, folder), exit_code
+
+    return how.measure(output, run)
 
 
 def load(name: str | None, overrides: Sequence[str], run_dir: Path | None = None) -> job.Job:
@@ -575,7 +561,7 @@ def resolve_auto_batch(
         return found(spec.sizes[0], f"for this dry run; a search of {minutes} would find the best")
     data_hash = read_manifest(job.prepare_data(spec.config)).hash
     out = cached / hash_json([spec.config.hash(), identity(machine, data_hash)])[:16]
-    code = tune_batch(name, overrides, options, out=out, dry_run=False, as_json=False, console=console)
+    code = tune_batch(name, overrides, options, VerbOptions(out, False, False, console))
     if code:
         return list(overrides), code
     choice = results.read(out / FILE, TuneBatch).choice

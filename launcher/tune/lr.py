@@ -7,7 +7,7 @@ import datetime
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bert_dp import files
 from bert_dp.config import (
@@ -27,9 +27,10 @@ from bert_dp.config import (
 )
 from bert_dp.files.models import Summary
 from launcher import job, results
-from launcher.job import DataSession, Output, write_result
-from launcher.log import Log, logger
+from launcher.job import DataSession, Output, VerbOptions
+from launcher.log import Log
 from launcher.report.formats import count_of, format_duration, format_si
+from launcher.report.page import Report
 from launcher.run import trials
 from launcher.run.trials import (
     Progress,
@@ -46,9 +47,6 @@ from launcher.run.trials import (
 )
 from launcher.tune import SearchPlan, lr_search, search_output, with_settings, write_tuned
 from launcher.tune.lr_search import FINALISTS, LrOptions, LrTrial, LrTrialStatus, RangeTest, Rung, TuneLr
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 SHORT_RATIO = 8  # of a whole run over a run of the first rung; also the least steps of a whole run
 RANGE_STEPS, MIN_RANGE_STEPS = 100, 25
@@ -79,11 +77,7 @@ def tune_lr(
     name: str | None,
     overrides: Sequence[str],
     options: LrOptions,
-    *,
-    out: Path | None,
-    dry_run: bool,
-    as_json: bool,
-    console: Console,
+    how: VerbOptions,
     predict: Predict = lambda setup, ranks: None,
 ) -> int:
     """Run the search and return the exit code. `predict`: of a dry run.
@@ -95,29 +89,27 @@ def tune_lr(
     setup = job.load(name, overrides)
     config = setup.config
     ranks = options.ranks or config.parallel.tensor
-    folder = setup.directory(out, "tune", "lr")
+    folder = setup.directory(how.out, "tune", "lr")
     output = search_output(folder, config, results.plain(options))
     layout = batch_layout(with_settings(config, optim=fixed_rate(1.0)), ranks)
     issues = [*job.input_issues(config), *setup.device_issues(ranks), *length_issues(config, options)]
     if issues := [*issues, *output.issues()]:
         raise ConfigError(issues)
 
-    log = logger(console, as_json)
-    for line in setup.device_warnings():
-        log(f"warning: {line}")
+    log = how.log(setup)
     log(f"learning rate search: {folder}")
     log(
         f"{options.rates} rates spaced 2x at 1/{SHORT_RATIO} of a whole run, then {FINALISTS} with "
         f"{count_of(options.seeds, 'seed')} at all of it; {layout}"
     )
-    if dry_run:
+    if how.dry_run:
         log(length_text(setup, options, ranks, predict))
-        output.print_plan(as_json=as_json)
-        return 0
-    with output.lock():
+
+    def run() -> tuple[TuneLr, Report, int]:
         tuned, exit_code = measure(setup, options, ranks, output, log)
-        write_result(tuned, lr_page(tuned, folder), folder, as_json=as_json, console=console)
-    return exit_code
+        return tuned, lr_page(tuned, folder), exit_code
+
+    return how.measure(output, run)
 
 
 def planned(options: LrOptions) -> tuple[tuple[int, float], ...]:

@@ -14,11 +14,11 @@ from rich.console import Console
 
 from bert_dp.config import MAX_RANKS, ConfigError
 from launcher import job, results
-from launcher.job import Output, SearchState, identity, lock_output_dir, place_issues, write_result
+from launcher.job import Output, identity, lock_output_dir, place_issues, write_result
 from launcher.machine import environment
 from launcher.machine.environment import Gpu
 from launcher.report.page import Report
-from launcher.results import TimedPlanFile
+from launcher.results import PlanFile
 from launcher.run.restarts import Policy
 from launcher.run.train import start_warnings
 from tests.e2e.cli import umask
@@ -27,7 +27,7 @@ from tests.helpers import make_config, raised_issues, read_json, write_files
 ASKED = {"repeats": 3, "steps": 50, "tokens": None}
 
 
-class MadePlan(TimedPlanFile):
+class MadePlan(PlanFile):
     settings: dict[str, Any]
     tokens: int | None = None
 
@@ -193,15 +193,6 @@ def test_identity_is_of_the_machine_and_the_data() -> None:
         assert identity({**facts, **change}, "a") != identity(facts, "a"), change
     for change in ({"memory_available_gib": 1.0}, {"versions": {**facts["versions"], "rich": "15"}}):
         assert identity({**facts, **change}, "a") == identity(facts, "a"), change
-
-
-def test_the_seconds_of_all_calls_are_added_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter((100.0, 103.0, 110.0))
-    monkeypatch.setattr("launcher.job.time.monotonic", lambda: next(now))
-    kept = SearchState(tmp_path / "grid.json", plan().model_copy(update={"seconds": 50.0}))
-    kept.save()
-    kept.save()
-    assert kept.plan.seconds == results.read(tmp_path / "grid.json", MadePlan).seconds == 60.0
 
 
 def test_the_configuration_of_a_directory_that_is_gone_on_with_is_its_own(tmp_path: Path) -> None:

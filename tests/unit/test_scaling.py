@@ -17,7 +17,7 @@ from bert_dp import files
 from bert_dp.config import load_config, resolve
 from bert_dp.cost import flops_per_token
 from launcher import results
-from launcher.job import Output
+from launcher.job import Output, VerbOptions
 from launcher.log import Log
 from launcher.machine import environment
 from launcher.machine.environment import Environment
@@ -539,13 +539,12 @@ def test_a_benchmark_without_any_result_has_failed_and_a_stopped_one_says_so(
     cells = [c.model_copy(update={"status": "ok" if has_result else "failed"}) for c in found.cells]
     found = found.model_copy(update={"cells": cells})
     settings = [*TINY, "data.sources=[builtin]", "run.device=cpu", "batch.global_size=32", "precision=fp32"]
-    how: dict[str, Any] = {"dry_run": False, "as_json": False, "console": Console(width=200)}
-    how["predict"] = lambda scaling: scaling.prediction
     stopped = SearchOutcome("partial", None, 130)
     for end, code in ((SearchOutcome("complete"), 0 if has_result else 1), (stopped, 130)):
         monkeypatch.setattr(benchmark, "measure", lambda *_, end=end: (found, end))
         out = tmp_path / str(code)
-        assert benchmark.scale("quickstart", settings, SETTINGS, out=out, **how) == code
+        how = VerbOptions(out, False, False, Console(width=200))
+        assert benchmark.scale("quickstart", settings, SETTINGS, how, lambda s: s.prediction) == code
         assert (out / "report.html").exists()
 
 

@@ -16,7 +16,7 @@ from bert_dp import files
 from bert_dp.config import Config, dump_config
 from bert_dp.cost import GIB
 from launcher import results
-from launcher.job import Job
+from launcher.job import Job, VerbOptions
 from launcher.log import Log
 from launcher.machine import environment
 from launcher.run.trials import PARTS, Runner, SearchOutcome, Slot, Trial, TrialOutcome, TrialsFailed
@@ -77,11 +77,12 @@ def test_micro_size_auto_is_the_runs_own_the_cached_or_the_found_one(
     monkeypatch.setattr(batch.job, "prepare_data", lambda config: Path(config.data.path))
     asked: list[dict[str, Any]] = []
 
-    def search(name: str, overrides: list[str], options: BatchOptions, **rest: Any) -> int:
-        asked.append({"options": options, "overrides": overrides, **rest})
-        rest["out"].mkdir(parents=True, exist_ok=True)
+    def search(name: str, overrides: list[str], options: BatchOptions, how: VerbOptions) -> int:
+        asked.append({"options": options, "overrides": overrides, **how._asdict()})
+        assert how.out is not None
+        how.out.mkdir(parents=True, exist_ok=True)
         done = found(status="failed" if exit_code else "complete", choice=tune_fixture.batch()["choice"])
-        results.write(rest["out"] / "tune.json", done)
+        results.write(how.out / "tune.json", done)
         return exit_code
 
     monkeypatch.setattr(batch, "tune_batch", search)

@@ -18,6 +18,7 @@ from rich.console import Console
 from bert_dp import files
 from bert_dp.config import BatchConfig, Config, batch_at, batch_layout, dump_config, load_config, peak_lr
 from launcher import job, results
+from launcher.job import VerbOptions
 from launcher.machine import environment
 from launcher.plan.dry_run import speed_here
 from launcher.run import trials
@@ -254,8 +255,7 @@ def test_epochs_are_those_of_the_data(shards: Path, tmp_path: Path) -> None:
 
 def verb(shards: Path, out: Path, options: LrOptions, *overrides: str, dry_run: bool) -> int:
     settings = [*TINY, f"data.path={shards}", "run.device=cpu", "schedule.steps=80", *overrides]
-    how: dict[str, Any] = {"out": out, "as_json": True, "console": Console()}
-    return lr.tune_lr("quickstart", settings, options, dry_run=dry_run, **how)
+    return lr.tune_lr("quickstart", settings, options, VerbOptions(out, dry_run, True, Console()))
 
 
 @pytest.mark.parametrize(
