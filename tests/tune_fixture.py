@@ -117,6 +117,5 @@ def lr(**changes: Any) -> dict[str, Any]:
         range_test=RangeTest(points=points, edge=0.3, reason="the loss rose 4 nats"),
         rungs=rungs,
         choice=lr_search.choose_rate(rungs),
-        trained_tokens=36864,
     )
     return {**results.plain(tune), **changes}

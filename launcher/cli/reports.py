@@ -48,9 +48,8 @@ def report(
     if json:
         typer.echo(jsonlib.dumps(files.finite(dataclasses.asdict(report)), indent=1))
     else:
-        if not html.may_replace(target):
-            message, hint = f"{target} is no page of bert-dp and would be replaced", "name another file"
-            raise ConfigError([Issue("--out", "exists", message, str(target), hint=hint)])
+        if issues := html.page_issues("--out", target):
+            raise ConfigError(issues)
         try:
             html.write(report, target)
         except FileNotFoundError as error:
@@ -184,31 +183,23 @@ def _describe(path: Path, losses: Mapping[int, float]) -> dict[str, Any]:
 def checkpoints_report(checkpoints: Sequence[Mapping[str, Any]]) -> Report:
     """Build the table of the checkpoints, newest first, with a verdict for each damaged one."""
     from launcher.report.formats import count_of
-    from launcher.report.page import Column, Report, ReportSection, Table, TableRow, Verdict, cell
+    from launcher.report.page import Computed, Quantity, Report, ReportSection, Verdict, table
 
     advice = ["Remove it; a run goes on from the newest checkpoint that is sound."]
     damaged = [
         Verdict("fail", f"damaged: {each['problem']}", advice) for each in checkpoints if each["problem"]
     ]
     sound = Verdict("ok", f"{count_of(len(checkpoints), 'checkpoint')}, every file as its hash says")
-    rows = [
-        TableRow(
-            each["name"],
-            [
-                cell(each["step"], "count"),
-                cell(each["samples"], "count"),
-                cell(each["heldout_loss"], "nats"),
-                cell(each["bytes"] and each["bytes"] / GIB, "gib"),
-                cell("damaged" if each["problem"] else "verified", "word"),
-            ],
-        )
-        for each in checkpoints
+    quantities: list[Quantity | Computed] = [
+        Quantity("step", "step", "count"),
+        Quantity("samples", "samples", "count"),
+        Quantity("heldout_loss", "held-out loss", "nats"),
+        Computed(lambda each: each["bytes"] and each["bytes"] / GIB, "size", "gib"),
+        Computed(lambda each: "damaged" if each["problem"] else "verified", "files", "word"),
     ]
-    heads = [*map(Column, ("step", "samples", "held-out loss", "size")), Column("files", text=True)]
+    listed = table([(each["name"], each) for each in checkpoints], quantities, corner="checkpoint")
     return Report(
-        "bert-dp: checkpoints",
-        verdicts=damaged or [sound],
-        sections=[ReportSection("", tables=[Table(rows, heads, corner="checkpoint")])],
+        "bert-dp: checkpoints", verdicts=damaged or [sound], sections=[ReportSection("", tables=[listed])]
     )
 
 

@@ -35,8 +35,8 @@ from launcher.plan.frontier import Frontier, LossLaw
 from launcher.plan.gpu_speed import Rate
 from launcher.plan.scaling import load_named, unknown_issues
 from launcher.plan.step_model import hardware
+from launcher.report import html
 from launcher.report.formats import format_count, format_si
-from launcher.report.html import may_replace
 from launcher.report.page import Column, Report, ReportSection, Table, TableCell, TableRow, Verdict, words
 
 Unit = Literal["hours", "dollars", "kwh"]
@@ -67,10 +67,6 @@ PUBLISHED: Mapping[str, tuple[Callable[[float], float], str]] = {
 DISAGREE = (
     "published answers for masked LMs differ by more than ten times, and none is chosen: fit your own runs "
     "(plan fit), or give --tokens-per-parameter"
-)
-SMALL = (
-    "{}: below {} the loss of masked LMs leaves its power law (arXiv 2305.17266), and a small "
-    "model's optimum says little about a large one's"
 )
 MANY_EPOCHS = (
     "{:.1f} epochs: beyond {} repeated text is worth less and less (arXiv 2305.16264), and masked LMs "
@@ -271,7 +267,10 @@ def plan_budget(
     unit, amount = options.budget()
     base = load_named("--config", options.config)
     frontier = results.read(options.frontier, Frontier) if options.frontier else None
-    if issues := [*options.issues(frontier), *folder_issues("--out", out), *_page_issues(page)]:
+    issues = [*options.issues(frontier), *folder_issues("--out", out)]
+    if page is not None:
+        issues += html.page_issues("--page", page) or folder_issues("--page", page)
+    if issues:
         raise ConfigError(issues)
     costs, warnings = options.costs(today or datetime.date.today())
     rate_of, choice = options.rate_of(base, frontier), (options.tokens_per_parameter, options.keep_model)
@@ -296,13 +295,6 @@ def folder_issues(option: str, path: Path) -> list[Issue]:
         return []
     message = f"{path.parent} is no folder"
     return [Issue(option, "not_found", message, str(path), hint="name a file in one that is")]
-
-
-def _page_issues(page: Path | None) -> list[Issue]:
-    if page is None or may_replace(page):
-        return [] if page is None else folder_issues("--page", page)
-    message, hint = f"{page} is no page of bert-dp and would be replaced", "name another file"
-    return [Issue("--page", "exists", message, str(page), hint=hint)]
 
 
 def sourced_values(path: Path) -> dict[str, SourcedValue]:
@@ -398,7 +390,7 @@ def make_plan(
             # deep and wide are one shape where there are two layers
             planned.setdefault(config.model, _planned_model(name, config, rate_of(config), hours, fit))
     if flops < MLM_MIN_FLOPS:
-        warnings.append(SMALL.format(format_si(flops, "FLOP"), format_si(MLM_MIN_FLOPS, "FLOP")))
+        warnings.append(small(flops))
     if tokens_available and is_chosen:
         epochs = tokens / tokens_available
         figures["epochs"] = _rated(epochs, rate, f"over {format_si(tokens_available, 'tokens')}")
@@ -505,6 +497,12 @@ def _solve(
         message = f"no size of {sizes[0]:,} to {sizes[-1]:,} parameters is the best one for it"
         hint = f"the {word} that one is: {bound * (costs.per_hour(unit) or math.nan):.3g} {unit}"
         raise ConfigError([Issue(f"--{unit}", "out_of_range", message, hours, hint=hint)]) from None
+
+
+def small(flops: float) -> str:
+    """Warn of compute below MLM_MIN_FLOPS."""
+    least = format_si(MLM_MIN_FLOPS, "FLOP")
+    return f"{format_si(flops, 'FLOP')}: below {least} masked LMs leave their power law (arXiv 2305.17266)"
 
 
 def _published_sizes(sizes: Sequence[int], rates: Sequence[Rate], hours: float) -> dict[str, float]:

@@ -17,7 +17,7 @@ from bert_dp.config import ConfigError, Issue, load_config
 from bert_dp.config.errors import read_regular, refusing
 from bert_dp.files.models import Summary
 from launcher import results
-from launcher.plan.budget import MLM_MIN_FLOPS
+from launcher.plan.budget import MLM_MIN_FLOPS, small
 from launcher.plan.frontier import MIN_BUDGETS, CompletedRun, Frontier
 from launcher.report.formats import format_count, format_si
 from launcher.report.page import Report, ReportSection, Table, Verdict, words
@@ -31,10 +31,6 @@ CONTRADICTS = (
 )
 OUTSIDE = "The best size of {} lies outside its runs: add smaller or larger models there."
 OTHERS = "Another law fits nearly as well (sum of losses within 10 %): the optimum is not pinned down."
-SMALL = (
-    f"All runs are below {format_si(MLM_MIN_FLOPS, 'FLOP')}, where the loss of masked LMs leaves its power "
-    "law (arXiv 2305.17266): extrapolate with care."
-)
 
 
 def read_runs(directories: Sequence[Path]) -> tuple[list[CompletedRun], dict[str, Any]]:
@@ -149,8 +145,8 @@ def fit_page(found: Frontier) -> Report:
         verdicts.append(Verdict("warn", OUTSIDE.format(budgets)))
     if found.others:
         verdicts.append(Verdict("warn", OTHERS, [f"exponent {law.exponent:.3f}" for law in found.others]))
-    if found.budgets[-1] < MLM_MIN_FLOPS:
-        verdicts.append(Verdict("warn", SMALL))
+    if (most := found.budgets[-1]) < MLM_MIN_FLOPS:
+        verdicts.append(Verdict("warn", small(most)))
 
     def power(value: float | None) -> str:
         return "" if value is None else f"{value:.3f}"

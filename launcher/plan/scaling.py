@@ -30,17 +30,7 @@ from launcher.plan.step_model import (
     with_micro_s,
 )
 from launcher.report.formats import count_of, format_change, format_count, format_percent
-from launcher.report.page import (
-    Computed,
-    Quantity,
-    Ratio,
-    Report,
-    ReportSection,
-    Table,
-    Verdict,
-    table,
-    words,
-)
+from launcher.report.page import Computed, Quantity, Report, ReportSection, Table, Verdict, table, words
 from launcher.scale.models import (
     CellMeasurement,
     ComparedCell,
@@ -50,6 +40,7 @@ from launcher.scale.models import (
     Scaling,
     ScalingSettings,
     StepProfile,
+    compared,
 )
 from launcher.stats import is_measurable
 
@@ -470,13 +461,6 @@ ROW = (
     Quantity("mfu", "MFU", "percent"),
     Quantity("tokens_per_s", "tokens/s"),
 )
-MEASURED = (
-    Quantity("predicted_step_s", "step predicted", "seconds"),
-    Quantity("measured_step_s", "measured", "seconds"),
-    Quantity("predicted_efficiency", "efficiency predicted", "percent"),
-    Ratio("measured_efficiency", "measured", "percent", "measured_efficiency_ci95"),
-    Quantity("within", "within the interval", "word"),
-)
 
 
 def plan_page(prediction: Prediction, config: str | None = None) -> Report:
@@ -498,12 +482,7 @@ def plan_page(prediction: Prediction, config: str | None = None) -> Report:
     tables = [
         table([(format_count(row.world_size), row) for row in rows], [*columns, best], corner="GPUs"),
         Table(levers, title=f"What one change would do on {count_of(last.world_size, 'GPU')}"),
-        table(
-            [(cell.cell, cell) for cell in prediction.measured],
-            MEASURED,
-            title="Predicted beside measured",
-            corner="cell",
-        ),
+        compared(prediction, "Predicted beside measured"),
     ]
     wrong = [cell.cell for cell in prediction.measured if cell.within is False]
     text = f"Do not use this: the predicted step of {', '.join(wrong)} is outside its measured interval."

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bert_dp import files
+from bert_dp.config import Issue
 from launcher.log import print_error
 from launcher.report.figures import drawing
 from launcher.report.page import Report
@@ -76,12 +77,16 @@ def write_or_warn(report: Report, out: Path) -> bool:
     return True
 
 
-def may_replace(path: Path) -> bool:
-    """Return True if nothing, a page of ours or an empty file is at `path`."""
-    if not path.is_file():
-        return not path.exists()
-    with path.open("rb") as file:
-        return file.read(len(START)) in (START.encode(), b"")
+def page_issues(option: str, path: Path) -> list[Issue]:
+    """Find whether something else than a page of ours or an empty file is at `path`."""
+    if not path.exists():
+        return []
+    if path.is_file():
+        with path.open("rb") as file:
+            if file.read(len(START)) in (START.encode(), b""):
+                return []
+    message = f"{path} is no page of bert-dp and would be replaced"
+    return [Issue(option, "exists", message, str(path), hint="name another file")]
 
 
 @functools.cache

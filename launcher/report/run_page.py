@@ -111,22 +111,6 @@ def score_name(name: str, heldout: HeldOut) -> str:
     return name + average
 
 
-def too_small(heldout: HeldOut, difference: float | None) -> str | None:
-    """Return a warning where the held-out text is too small for a difference of losses, nats; else None.
-
-    The interval is that of one loss: a difference on the same masked tokens is known better, by how much is
-    not measured.
-    """
-    width = half_width(heldout)
-    if width is None or not difference or abs(difference) >= width:
-        return None
-    return (
-        f"The held-out text is small for a difference of {format_nats(abs(difference))}: {basis_of(heldout)} "
-        f"give ± {width:.4f} (95 %, over sequences). Hold out more with data.build.held_out_fraction, or "
-        "raise eval.max_sequences."
-    )
-
-
 MAX_PASSES = 4  # over the data, up to which repeated text is worth almost as much as new (arXiv 2305.16264)
 SPLIT = {
     "setup": "setup",

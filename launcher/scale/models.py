@@ -13,6 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from bert_dp.files.models import StoredFile, StoredModel
+from launcher.report.formats import format_interval, format_step_time
+from launcher.report.page import Computed, Quantity, Ratio, Table, TableCell, table
 from launcher.results import Count, Interval, PlanFile, Positive
 
 MEASURE_AGAIN = "remove it, and `bert-dp scale` measures it again"
@@ -321,3 +323,20 @@ class Scaling(StoredFile):
         ]
         same = (cell for cell in runs if cell.accumulation == self.settings.accumulation)
         return next(same, runs[0] if runs else None)
+
+
+# --- shown by `scale` and by `plan scaling`
+
+COMPARED = (
+    Quantity("predicted_step_s", "step predicted", "seconds"),
+    Quantity("measured_step_s", "measured", "seconds"),
+    Computed(lambda row: TableCell(format_interval(row.ci95, format_step_time)), "95 % interval"),
+    Quantity("within", "prediction within", "word"),
+    Quantity("predicted_efficiency", "efficiency predicted", "percent"),
+    Ratio("measured_efficiency", "measured", "percent", "measured_efficiency_ci95"),
+)
+
+
+def compared(prediction: Prediction, title: str = "") -> Table:
+    """Return each measured cell beside its prediction."""
+    return table([(row.cell, row) for row in prediction.measured], COMPARED, title=title, corner="cell")

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher.report.formats import NA, count_of, format_count, format_interval, format_lr, format_step_time
+from launcher.report.formats import NA, count_of, format_count, format_lr, format_step_time
 from launcher.report.formats import number as finite
 from launcher.report.page import (
     Axis,
@@ -53,9 +53,6 @@ PER_PEAK = (
     Ratio("mfu", "MFU", "percent", "step_time_s.ci95"),
     Ratio("mamfu", "MAMFU", "percent", "step_time_s.ci95"),
 )
-MEASURED_EFFICIENCY = Ratio(
-    "measured_efficiency", "efficiency, measured", "percent", "measured_efficiency_ci95"
-)
 SPLIT = {
     "data": "data wait",
     "forward_backward": "forward + backward",
@@ -81,7 +78,16 @@ def scale_page(scaling: Scaling, folder: Path | None = None) -> Report:
     by_mode = (_speedup, _efficiency, _step_split)
     figures = [figure(scaling, mode) for mode in modes for figure in by_mode] + [_bandwidth(scaling)]
     result = ReportSection("Result", tables=[_result(scaling)], notes=[RESULT_NOTE, *_agreement(scaling)])
-    prediction = [_prediction(scaling.prediction)] if scaling.prediction else []
+    prediction = [
+        ReportSection(
+            "Prediction and measurement",
+            tables=[models.compared(found)],
+            notes=found.assumptions,
+            console=False,
+        )
+        for found in [scaling.prediction]
+        if found
+    ]
     size = format_count(max((cell.world_size for cell in scaling.cells), default=None))
     device = scaling.settings.device or "device not recorded"
     can_plan = folder is not None and scaling.profile is not None
@@ -197,20 +203,6 @@ def _agreement(scaling: Scaling) -> list[str]:
     )
     losses = f"Losses of {agree} of {len(compared)} compared cells agree with those of one rank"
     return [f"{losses}; greatest relative deviation {format_lr(deviation)}."]
-
-
-def _prediction(prediction: models.Prediction) -> ReportSection:
-    columns = (
-        Quantity("predicted_step_s", "step, predicted", "seconds"),
-        Quantity("measured_step_s", "step, measured", "seconds"),
-        Computed(lambda row: TableCell(format_interval(row.ci95, format_step_time)), "95 % interval"),
-        Quantity("predicted_efficiency", "efficiency, predicted", "percent"),
-        MEASURED_EFFICIENCY,
-        Computed(lambda row: TableCell(MEASURED_EFFICIENCY.ends(row)), "95 % interval"),
-    )
-    compared = table([(row.cell, row) for row in prediction.measured], columns, corner="cell")
-    title = "Prediction and measurement"
-    return ReportSection(title, tables=[compared], notes=prediction.assumptions, console=False)
 
 
 # --- figures

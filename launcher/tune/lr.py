@@ -330,7 +330,6 @@ class LrSearch:
     def result(self, outcome: SearchOutcome, session: DataSession[SearchPlan]) -> TuneLr:
         spec, test = self.spec, self.range_test
         trained = [trial for rung in self.rungs for trial in rung.trials]
-        range_tokens = len(test.points) * step_tokens(spec.config) if test else 0
         return TuneLr(
             status=outcome.status,
             reason=outcome.reason,
@@ -345,7 +344,6 @@ class LrSearch:
             range_test=test,
             rungs=self.rungs,
             choice=lr_search.choose_rate(self.rungs) if outcome.status == "complete" else None,
-            trained_tokens=range_tokens + sum(trial.tokens for trial in trained),
         )
 
 

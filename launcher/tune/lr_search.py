@@ -101,7 +101,6 @@ class TuneLr(TuneFile):
     range_test: RangeTest | None = None
     rungs: list[Rung] = []  # short runs, whole runs
     choice: LrChoice | None = None
-    trained_tokens: int  # of all trials, the range test included
 
     @property
     def trials(self) -> list[LrTrial]:

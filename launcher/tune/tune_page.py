@@ -218,8 +218,6 @@ def _lr_choice(tune: TuneLr, folder: Path) -> Verdict:
     if choice.edge_side:
         side = {"low": "lower", "high": "higher"}[choice.edge_side]
         notes.append(f"No {side} rate was measured, so the best one may lie beyond.")
-    if warning := run_page.too_small(heldout, choice.lead):
-        notes.append(warning)
     loss = run_page.loss_text(choice.heldout_loss, heldout, finite_losses(_last(tune), choice.lr))
     seeds = count_of(choice.seeds, "seed")
     text = f"Learning rate {format_lr(choice.lr)}: held-out loss {loss}, mean of {seeds}."

@@ -214,13 +214,13 @@ def test_a_page_that_cannot_be_written_is_a_warning(
 def test_only_a_page_is_replaced(tmp_path: Path) -> None:
     out = tmp_path / "page.html"
     html.write(Report("r"), out)
-    assert html.may_replace(out)
+    assert html.page_issues("--out", out) == []
     out.write_text("<html>mine</html>")
-    assert not html.may_replace(out)
+    assert html.page_issues("--out", out)
     out.write_text("")
-    assert html.may_replace(out)
-    assert html.may_replace(tmp_path / "new.html")
-    assert not html.may_replace(tmp_path)
+    assert html.page_issues("--out", out) == []
+    assert html.page_issues("--out", tmp_path / "new.html") == []
+    assert html.page_issues("--out", tmp_path)
 
 
 # --- parts of the console

@@ -166,7 +166,7 @@ def test_a_rate_within_the_ladder_is_found_for_less_than_half_a_grid(whole: Sear
     assert chosen == min(rates, key=lambda rate: abs(math.log2(rate / 0.004)))
     assert (whole.tune.choice.tied, whole.tune.choice.edge_side) == ([], None)
     trained = sum(t.tokens for t in tune.trials)
-    assert tune.trained_tokens == trained + 100 * STEP < 0.4 * 5 * 3 * WHOLE
+    assert trained + 100 * STEP < 0.4 * 5 * 3 * WHOLE
     assert len(whole.ran) == 11
     assert load_config(whole.out / "tuned.yaml") == make(shards, f"optim.lr={chosen!r}")
 
@@ -213,10 +213,7 @@ def test_a_stopped_search_goes_on_where_it_was(whole: Searched, run: Run) -> Non
     assert (second.exit_code, second.tune.status) == (0, "complete")
     assert not set(first.ran) & set(second.ran)
     assert len(first.ran) + len(second.ran) == 11
-    assert (second.tune.trained_tokens, second.tune.seconds) == (
-        whole.tune.trained_tokens,
-        whole.tune.seconds,
-    )
+    assert second.tune.seconds == whole.tune.seconds
     assert (second.tune.choice, second.tune.rungs) == (whole.tune.choice, whole.tune.rungs)
     assert run().ran == []
 

@@ -86,17 +86,6 @@ def test_a_mean_over_seeds_stands_beside_the_interval_of_that_mean() -> None:
     assert f"\u00b1 {1.96 * 0.2:.4f}" in of(data).verdicts[0].text, "of one seed that ended well"
 
 
-@pytest.mark.parametrize(("se", "warned"), [(0.2, True), (0.01, False)])
-def test_a_lead_that_the_held_out_text_cannot_carry_is_warned_of(se: float, warned: bool) -> None:
-    """The next rate is 0.3017 nats behind; the interval of a loss is 1.96 standard errors."""
-    data = lr()
-    for each in data["rungs"][-1]["trials"]:
-        each["heldout"] = {"loss_se": se, "masked_tokens": 2048, "sequences": 128, "mask_rate": 0.15}
-    report = of(data)
-    notes = [note for note in report.verdicts[0].notes if "held-out text is small" in note]
-    assert [f"± {1.96 * se:.4f}" in note for note in notes] == [True] * warned
-
-
 def test_a_memory_limit_that_is_far_away_is_told_and_not_drawn() -> None:
     assert [rule.value for rule in figure_of(of(batch()), MEMORY).levels] == pytest.approx([0.45])
     far = figure_of(of(batch(memory_limit_gib=64.0)), MEMORY)
@@ -105,7 +94,7 @@ def test_a_memory_limit_that_is_far_away_is_told_and_not_drawn() -> None:
 
 
 def empty_lr() -> dict[str, Any]:
-    return lr(status="partial", tokens=None, range_test=None, rungs=[], choice=None, trained_tokens=0)
+    return lr(status="partial", tokens=None, range_test=None, rungs=[], choice=None)
 
 
 @pytest.mark.parametrize("data", [unmeasured(), empty_lr()], ids=["batch", "lr"])
