@@ -160,9 +160,6 @@ class MadeRunner(WritingRunner):
             write_trial(trial, task, scores_of(task, found))
 
 
-# --- whole evaluations
-
-
 def scored_task(name: str, values: list[float | None], **task: Any) -> GlueTask:
     """A task whose trials scored these values in every metric; None: failed."""
     source = make_task(name, **task)
@@ -179,9 +176,6 @@ def evaluation(out: Path, tasks: Sequence[GlueTask], **asked: Any) -> Glue:
     """glue.json of these results."""
     grid = make_grid(GlueOptions(tasks=[task.task for task in tasks], **{"seeds": 2, **asked}))
     return result_file(grid, tasks, SearchOutcome("complete"), {})
-
-
-# --- files of GLUE
 
 
 def write_glue(folder: Path, task: str, header: str, rows: Mapping[str, Iterable[str]]) -> None:

@@ -87,8 +87,6 @@ def test_units_of_a_budget_agree() -> None:
         assert (refused.value.issues[0].setting, refused.value.issues[0].kind) == (option, "missing")
 
 
-# --- plans of our models
-
 BASE = load_config(find_config("crammed-bert"))
 H100 = "H100-SXM-80G"
 LAW = LossLaw(1.7, 400.0, 410.0, 0.34, 0.28)

@@ -55,9 +55,6 @@ def refusals(function: Callable[..., Any], *arguments: Any) -> list[tuple[str, s
     return [(issue.setting, issue.kind, issue.value, issue.other) for issue in issues]
 
 
-# --- one trial
-
-
 def test_a_trial_has_the_scores_of_its_summary(tmp_path: Path) -> None:
     scores = {"dev_matched/accuracy": 0.5, "dev_mismatched/accuracy": 0.75}
     trial = read(*made_trial(tmp_path, "MNLI", scores, one_class=["dev_mismatched", "test_matched"]))
@@ -79,9 +76,6 @@ def test_a_trial_without_all_its_scores_has_failed(
     trial = read(*made_trial(tmp_path, name, scores, **summary))
     assert (trial.status, trial.scores) == ("failed", {})
     assert str(trial.cause).startswith(cause)
-
-
-# --- over the seeds
 
 
 def test_the_median_and_the_deviation_are_over_the_seeds_that_have_a_score() -> None:
@@ -148,9 +142,6 @@ def test_differences_are_of_the_seeds_that_have_a_score_in_both() -> None:
     assert glue_scores.paired_differences(one, other, "dev/f1") == []
 
 
-# --- which trials run
-
-
 def options(*tasks: str, **more: Any) -> GlueOptions:
     return GlueOptions(tasks=list(tasks), **{"seeds": 2, **more})
 
@@ -175,9 +166,6 @@ def test_a_trial_scales_its_rate_and_goes_to_no_service(tmp_path: Path) -> None:
     config = glue.make_trial(make_grid(options("MNLI"), [mnli], given), tmp_path, mnli, 0).config
     assert (config.checkpoint.keep, config.log.to) == (0, ())
     assert peak_lr(config).value == pytest.approx(4e-5 * (16 / 64) ** 0.5)
-
-
-# --- what is refused
 
 
 MISSING: dict[str, list[str]] = {
@@ -217,9 +205,6 @@ def test_tasks_that_cannot_be_run_are_refused(
 def test_settings_that_an_evaluation_ignores_are_refused() -> None:
     issues = glue.setting_issues(["checkpoint.keep=2", "log.to=[wandb]", "log.every_steps=5", "optim.lr=1"])
     assert [issue.setting for issue in issues] == ["checkpoint.keep", "log.to"]
-
-
-# --- the page of one evaluation
 
 
 def texts(report: Report, section: str) -> dict[str, list[str]]:
@@ -283,9 +268,6 @@ def test_the_loss_of_a_start_is_that_of_its_own_step(tmp_path: Path) -> None:
         path = tmp_path / "checkpoints" / f"step-{step:08}"
         grid = dataclasses.replace(grid, start=dataclasses.replace(grid.start, checkpoint=path, step=step))
         assert result_file(grid, [], SearchOutcome("complete"), {}).heldout_loss == loss
-
-
-# --- several evaluations side by side
 
 
 def write_evaluation(folder: Path, *tasks: GlueTask, **changes: Any) -> Path:

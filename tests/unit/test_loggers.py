@@ -154,9 +154,6 @@ def test_lines_are_sent_while_the_run_goes_on(tmp_path: Path, opened: list[Fake]
     assert opened[0].ended is not None
 
 
-# --- the child
-
-
 needs_absent = pytest.mark.skipif(
     importlib.util.find_spec(ABSENT) is not None, reason=f"{ABSENT} is installed here"
 )
@@ -222,9 +219,6 @@ def test_without_services_no_process_is_started(tmp_path: Path) -> None:
     with loggers.Loggers(tmp_path, [], pytest.fail):
         assert psutil.Process().children() == before
     assert list(tmp_path.iterdir()) == []
-
-
-# --- what is asked for
 
 
 @needs_absent

@@ -18,9 +18,6 @@ def rung(losses: dict[float, Sequence[float | None]]) -> Rung:
     return Rung(tokens=8, seeds=[0, 1, 2], trials=made)
 
 
-# --- the range test
-
-
 def steps(losses: Sequence[float | None]) -> list[tuple[float, float | None, int]]:
     return [(0.5 + k, loss, 0) for k, loss in enumerate(losses)]
 
@@ -79,9 +76,6 @@ def test_a_skipped_step_is_the_edge_but_the_first_ones(skipped: list[int], edge:
 def test_the_first_ladder(edge: float | None, last: float, rates: list[float]) -> None:
     test = RangeTest(points=[(last, 1.0)], edge=edge, reason="")
     assert lr_search.first_ladder(test, 3) == pytest.approx(rates, rel=1e-12)
-
-
-# --- what trains next
 
 
 ENDS = [outcome(lr, 1 + abs(math.log2(lr / 32))) for lr in (1, 2, 4, 8, 16)]
@@ -178,9 +172,6 @@ def test_a_side_is_open_without_a_rate_on_it() -> None:
     assert side(lost) == "high"
     lost.trials.append(outcome(4.0, None, seed=1, status="diverged"))
     assert side(lost) is None
-
-
-# --- the choice
 
 
 WIDE = rung({lr: [9.0 if lr != 2 else 8.0] for lr in (1, 2, 4, 8)})

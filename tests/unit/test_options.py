@@ -93,9 +93,6 @@ def test_the_line_names_the_option(command: str, setting: str) -> None:
     assert len(said.splitlines()) == 1
 
 
-# --- what the verbs hand on
-
-
 @pytest.mark.parametrize(
     ("command", "settings"),
     [

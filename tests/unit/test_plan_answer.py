@@ -110,9 +110,6 @@ def test_every_listed_value_has_a_date_and_a_source(tmp_path: Path) -> None:
     assert "source" in refused.value.issues[0].message
 
 
-# --- measured speed
-
-
 def run(directory: Path, loss: float, **summary: Any) -> Path:
     directory.mkdir(parents=True)
     mask_rate = summary.pop("mask_rate", 0.25)
@@ -184,9 +181,6 @@ def test_another_sequence_length_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         recorded_rate(record(tmp_path, "run"), BASE.model_copy(update={"data": data}), "bf16", 2)
     assert [issue.setting for issue in refused.value.issues] == ["data.sequence_length"]
-
-
-# --- plan fit
 
 
 def table(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -273,8 +267,6 @@ def test_runs_of_nearly_equal_compute_share_a_budget(tmp_path: Path) -> None:
     assert rows[0].budget_flops == pytest.approx(6e17 * 1.1**0.5)
     assert rows[0].parameters_without_embedding == 10**8 - BASE.model.vocab_size * BASE.model.hidden_size
 
-
-# --- train --dry-run --gpu
 
 DRY = ("train", "crammed-bert", "data.sources=builtin", "--dry-run")
 

@@ -37,9 +37,6 @@ LARGE = source_of_rate("bert-large", 580, 256, 1, "A100-80G")
 ONE = cell("weak-single-n1", 1, 4.2)
 
 
-# --- a measured source
-
-
 def test_scaling_json_gives_profile_curve_ceiling_and_baseline() -> None:
     found = source()
     assert (found.accumulation, found.spread) == (4, 0)  # a CPU has no spread of its own
@@ -116,9 +113,6 @@ def test_a_damaged_file_is_one_line_that_names_the_option_and_the_field(
     assert len(str(issue)) < 400 + len(str(path))
 
 
-# --- a rate
-
-
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_a_rate_is_given_back_by_one_rank_at_its_own_accumulation(accumulation: int) -> None:
     """AdamW reads four and writes three fp32 numbers a parameter, at the memory's speed, once a step."""
@@ -152,9 +146,6 @@ def test_options_of_a_rate_are_refused_beside_a_file() -> None:
     assert [(issue.setting, issue.kind, issue.other) for issue in issues] == [
         (option, "conflict", "--from") for option in ("--model", "--seq-per-s", "--micro", "--gpu")
     ]
-
-
-# --- rows
 
 
 def test_one_rank_is_the_measured_one_and_two_follow_by_hand() -> None:
@@ -200,9 +191,6 @@ def test_mfu_is_of_the_peak_of_the_device() -> None:
         assert row.mfu == (pytest.approx(row.tokens_per_s * 1e9 / peak) if peak else None)
 
 
-# --- measured cells beside their prediction
-
-
 def test_prediction_stands_beside_what_was_measured() -> None:
     """No ceiling, no engine that is not modelled, no failure; and no more ranks than a link is known for."""
     one, two = plan(source(), 2).measured
@@ -228,9 +216,6 @@ def test_a_measured_cell_is_predicted_with_its_own_batch() -> None:
     assert lines["weak-single-n1"].predicted_step_s == pytest.approx(4 * micro_s + 0.1)
     assert lines["strong-ddp-n1"].predicted_step_s == pytest.approx(2 * 2 * micro_s + 0.1)
     assert (lines["strong-ddp-n1"].measured_step_s, lines["strong-ddp-n1"].within) == (5.3, False)
-
-
-# --- levers
 
 
 def test_levers_are_what_the_model_says_of_the_change() -> None:
@@ -276,9 +261,6 @@ def test_only_ddp_with_wider_gradients_can_send_16_bits() -> None:
     assert names() - names(engine="fsdp") == {"16-bit gradients", "2 x bucket size", "no overlap: one bucket"}
 
 
-# --- options
-
-
 UNMEASURED = source(links=[], cells=[])
 
 
@@ -320,9 +302,6 @@ def test_a_model_is_named_or_a_configuration() -> None:
     assert find_model("bert-base").parameters == pytest.approx(110e6, rel=0.01)
     assert find_model("crammed-bert").parameters == 119_589_889
     assert raised_issues(find_model, "bert-bse")[0].setting == "--model"
-
-
-# --- the page
 
 
 def test_a_prediction_outside_its_interval_is_warned_of_first() -> None:

@@ -85,9 +85,6 @@ def test_an_engine_that_does_not_take_bf16_decides_for_all(monkeypatch: pytest.M
     assert trial_precision(AUTO, WITH, ["ddp", "deepspeed"], on_gpu=False) == "fp32"
 
 
-# --- ranks
-
-
 @pytest.mark.parametrize(
     ("able", "settings", "kept", "name"),
     [
@@ -121,9 +118,6 @@ def test_a_gpu_multiplies_bf16_from_ampere_on(
     gpu = torch.device("cuda", 3)
     assert devices.choose_precision("auto", gpu).name == chosen
     assert asked == [gpu], "machines may hold GPUs of two kinds"
-
-
-# --- the launcher
 
 
 @pytest.mark.parametrize(("machine", "chosen"), [(WITH, "bf16"), (WITHOUT, "fp32")])

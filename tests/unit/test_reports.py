@@ -139,9 +139,6 @@ def test_nothing_measured_is_never_zero(report: Report) -> None:
     assert not re.search(r"\b(None|nan|inf)\b", read_page(report).text + unfolded(shown(report)))
 
 
-# --- parts of the page
-
-
 def of_figure(*traces: Line | Bars, rows: tuple[str, ...] = (), **changes: Any) -> Report:
     figure = Figure("title", traces, Axis("x"), Axis("y"), rows, **changes)
     return Report("report", sections=[ReportSection("", [figure])])
@@ -163,9 +160,6 @@ def test_a_line_is_drawn_with_its_gaps_and_its_whiskers() -> None:
     assert drawn["error_y"]["arrayminus"] == [0.5, None, 1.0, 0.5]
     assert drawn["marker"]["symbol"] != "circle"  # its colour is that of another line
     assert drawn["line"]["color"] == "c1"
-
-
-# --- a page that cannot be written
 
 
 def test_bars_are_stacked_in_their_rows_from_the_top_down() -> None:
@@ -223,9 +217,6 @@ def test_only_a_page_is_replaced(tmp_path: Path) -> None:
     assert html.page_issues("--out", tmp_path)
 
 
-# --- parts of the console
-
-
 def test_a_table_that_is_too_wide_becomes_several_that_name_their_rows() -> None:
     heads = [f"a long head {i}" for i in range(6)]
     rows = [TableRow(name, [TableCell(f"{name}{i}") for i in range(6)]) for name in ("x", "y")]
@@ -254,9 +245,6 @@ def test_what_is_not_for_the_console_stands_on_the_page_alone() -> None:
     for words in ("unseen", "hidden"):
         assert words not in text
         assert words in read_page(report).text
-
-
-# --- doctor and shards
 
 
 def test_shards() -> None:

@@ -465,9 +465,6 @@ def test_a_cell_that_is_faster_than_its_ceiling_is_flagged(tmp_path: Path) -> No
     assert any("faster than its ceiling" in flag for flag in cells["strong-ddp-n2"].flags)
 
 
-# --- what is said before, and what is run
-
-
 class MadeRunner(Runner):
     """Ends every run at once as a real one does, those of ddp on two ranks as failed; so do helpers."""
 

@@ -61,9 +61,6 @@ def ask(ranks: int, **options: Any) -> Scenario:
     return Scenario(fabric, ranks, **{**plain, **options})
 
 
-# --- links
-
-
 def test_the_bus_is_as_fast_as_its_slowest_hop() -> None:
     assert [NODES.nodes(n) for n in (1, 4, 5, 8, 9)] == [1, 1, 2, 2, 3]
     assert (NODE.bus_gb_s(4), NODES.bus_gb_s(4), NODES.bus_gb_s(5)) == (100, 100, 20)
@@ -139,9 +136,6 @@ def test_between_its_points_a_curve_is_straight_in_logarithms() -> None:
     )
 
 
-# --- gradients
-
-
 def test_blocks_are_ready_at_even_steps_and_all_the_rest_at_the_end() -> None:
     sizes = {"num_layers": 3, "hidden_size": 64, "num_heads": 4, "intermediate_size": 128, "vocab_size": 512}
     model = ModelConfig(**sizes, position="learned")
@@ -215,9 +209,6 @@ def test_fsdp_gathers_twice_a_micro_batch_and_scatters_once_a_step(
     assert exposed_s(PROFILE, scenario) == pytest.approx(seconds)
 
 
-# --- a step
-
-
 @pytest.mark.parametrize(
     ("precision", "once", "gain", "hidden"),
     [("bf16", 1.024, 0.0, 0.0), ("bf16", 1.024, 1.0, 0.15), ("fp32", 2.048, 1.0, 0.15)],
@@ -253,9 +244,6 @@ def test_the_optimizer_is_divided_as_the_engine_divides_it(engine: str, ranks: i
     assert predict(PROFILE, ask(ranks, engine=engine)).split_s.optimizer == pytest.approx(seconds)
     even = made(*[(1000, 0.4)] * 8)
     assert predict(even, ask(ranks, engine="zero1")).split_s.optimizer == pytest.approx(0.4 / ranks)
-
-
-# --- real links
 
 
 def crammed(micro_s: float = 0.1) -> StepProfile:

@@ -33,9 +33,6 @@ def timed(samples: int, steps: list[float], passes: list[float], exposed_s: floa
     )
 
 
-# --- sizes and memory
-
-
 def test_only_micro_batches_that_keep_the_declared_global_batch() -> None:
     assert throughput.dividing_sizes(config(48), 2) == [1, 2, 3, 4, 6, 8, 12, 24]
     assert throughput.dividing_sizes(config(48), 1)[-1] == 48
@@ -68,9 +65,6 @@ def test_the_memory_line_goes_through_the_two_largest_sizes_that_ran() -> None:
     assert one == MemoryLine(intercept_gib=3.0, gib_per_sequence=0.5), "by the formula, of the greatest peak"
     assert throughput.memory_line(trials({4: 3.0, 8: 2.0}), 0.5).gib_per_sequence == 0
     assert throughput.memory_line(trials({4: None}), 0.5) is None
-
-
-# --- rates
 
 
 def test_passes_count_as_often_as_the_declared_batch_needs_and_the_rest_once() -> None:

@@ -173,8 +173,6 @@ def test_the_end_of_all_trials_has_its_status_and_exit_code(tmp_path: Path) -> N
     assert said == [f"stopped: {tmp_path} holds what was measured; the same command goes on"]
 
 
-# --- processes
-
 STUBBORN = """
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, lambda n, _: print(n, file=open(sys.argv[1], "a"), flush=True))

@@ -42,9 +42,6 @@ def spec_of(asked: Config, budget_s: float = 60.0, launcher: str = "torchrun", *
     return dataclasses.replace(BatchSearchSpec(asked, options, 2, (1, 2), 1.0, False, "fp32"), **changes)
 
 
-# --- what is asked
-
-
 def job_of(asked: Config) -> Job:
     here = dataclasses.replace(environment.probe(), gpus=[], memory_available_gib=16.0, memory_limit_gib=None)
     return Job("tiny", asked, here)
@@ -120,9 +117,6 @@ def test_micro_size_auto_is_the_runs_own_the_cached_or_the_found_one(
     saved = {**FACTS, "step": 1, "config": make_config("batch.micro_size=8").model_dump(mode="json")}
     files.write_json(run_dir / "state.json", saved)
     assert "auto = 8, as the run of --resume has it" in resolve(resume=str(run_dir))[2]
-
-
-# --- the search on records of trials
 
 
 class MadeRunner(Runner):
@@ -333,8 +327,6 @@ def test_a_search_goes_on_with_a_greater_budget_only(tmp_path: Path, budget_s: f
     output = batch.output_of(spec_of(config(8), budget_s=budget_s), tmp_path)
     assert (output.issues() == []) == taken
 
-
-# --- the cache
 
 MACHINE = {"gpus": [], "cpu_model": "a CPU", "affinity_cores": 2, "versions": {"torch": "2"}}
 

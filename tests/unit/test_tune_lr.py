@@ -55,9 +55,6 @@ def make(shards: Path, *overrides: str) -> Config:
     return load_config(None, [*TINY, f"data.path={shards}", f"schedule.steps={STEPS}", *overrides])
 
 
-# --- a runner that writes the records of a made loss surface in place of training
-
-
 class MadeRunner(WritingRunner):
     """Each trial ends as `surface` says."""
 
@@ -149,9 +146,6 @@ def whole(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Searched:
         )
 
 
-# --- the whole search
-
-
 def test_a_rate_within_the_ladder_is_found_for_less_than_half_a_grid(whole: Searched, shards: Path) -> None:
     tune, chosen = whole.tune, whole.tune.choice.lr
     assert (whole.exit_code, tune.status) == (0, "complete")
@@ -216,9 +210,6 @@ def test_a_stopped_search_goes_on_where_it_was(whole: Searched, run: Run) -> Non
     assert second.tune.seconds == whole.tune.seconds
     assert (second.tune.choice, second.tune.rungs) == (whole.tune.choice, whole.tune.rungs)
     assert run().ran == []
-
-
-# --- the length of a run
 
 
 def other_budget(shards: Path, budget: str) -> Config:
@@ -308,9 +299,6 @@ def test_a_ramp_is_counted_as_it_is_trained(shards: Path, steps: int, fraction: 
     assert lr.full_tokens(ramp) == sum(sizes) * config.data.sequence_length
 
 
-# --- trials
-
-
 def test_a_trial_is_a_whole_run_of_its_length(shards: Path) -> None:
     scaled = "optim.name=lamb optim.weight_decay=0.1 optim.lr_scaling=sqrt optim.lr_batch=2"
     config = make(shards, *scaled.split(), "checkpoint.every_steps=5", "parallel.engine=ddp")
@@ -384,9 +372,6 @@ def test_a_trial_has_diverged_by_the_kind_of_its_failure(
     assert result.status == status
     assert result.reason == facts.get("failure", {}).get("message", None if status == "ok" else result.reason)
     assert (result.seconds, result.tokens, result.heldout_loss) == (1.5, 3 * STEP, facts.get("heldout_loss"))
-
-
-# --- refusals
 
 
 @pytest.mark.parametrize(
