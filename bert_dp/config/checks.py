@@ -24,7 +24,6 @@ from bert_dp.config.errors import ConfigError, Issue
 from bert_dp.config.schema import (
     FREE_FROM_WEIGHTS,
     FREE_ON_RESUME,
-    MAX_VOCAB_SIZE,
     Config,
     FinetuneConfig,
     ModelConfig,
@@ -159,16 +158,7 @@ def _tensor_issues(config: Config, facts: EngineFacts, world_size: int) -> list[
     for name in ("num_heads", "intermediate_size", "vocab_size"):
         if (size := getattr(config.model, name)) % tensor:
             message = f"{size} is not a multiple of parallel.tensor {tensor}"
-            sizes = (
-                divisors(config.model.hidden_size)
-                if name == "num_heads"
-                else (size // tensor * tensor, -(-size // tensor) * tensor)
-            )
-            near = [n for n in sizes if n % tensor == 0 and 0 < n <= max(size, MAX_VOCAB_SIZE)]
-            near = sorted(sorted(near, key=lambda n: abs(n - size))[:2])
-            hint = f"nearest that are: {', '.join(map(str, near)) or 'none with this model.hidden_size'}"
-            if config.run.init_from is not None:  # its weights have this size
-                hint = f"use parallel.tensor {nearest_divisors(size, tensor)}"
+            hint = f"use parallel.tensor {nearest_divisors(size, tensor)}"
             issues.append(Issue(f"model.{name}", "does_not_divide", message, size, "parallel.tensor", hint))
     return issues
 

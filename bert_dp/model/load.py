@@ -151,7 +151,8 @@ def first_state(
         state: State = {"model": weights, "optimizer": {}, "scaler": {}}
         digest = sha256(directory / WEIGHTS)
     else:
-        path = _chosen_by_rank_0(source, comm)
+        # rank 0's choice, as the other run may go on, and prune
+        path = Path(comm.from_rank_0("run.init_from", lambda: str(checkpoint.resolve(source))))
         state = _saved_state(path, source, config, data.tokenizer)
         digest = files.weights_hash(path)
     dtype = next(model.parameters()).dtype
@@ -166,21 +167,6 @@ def first_state(
         raise ConfigError([issue.within("run.init_from") for issue in issues])
     counts = {"tensors": len(loaded), "of": len(own)}
     return start, InitFrom(checkpoint=str(path), sha256=digest, dropped=list(dropped), **counts)
-
-
-def _chosen_by_rank_0(source: str, comm: HostCollectives) -> Path:
-    """Return the newest good checkpoint of a run; the other run may go on, and prune. Collective. Raises
-    ConfigError."""
-    answer: dict[str, Any] = {}
-    if comm.world.rank == 0:
-        try:
-            answer["path"] = str(checkpoint.resolve(source))
-        except ConfigError as error:
-            answer["issues"] = [issue.within("run.init_from").to_json() for issue in error.issues]
-    answer = comm.broadcast(answer)
-    if "issues" in answer:
-        raise ConfigError([Issue(**issue) for issue in answer["issues"]])
-    return Path(answer["path"])
 
 
 def _saved_state(path: Path, source: str, config: Config, tokenizer: str | None) -> State:

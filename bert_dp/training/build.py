@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -83,23 +82,18 @@ def find_checkpoint(run_dir: Path, policy: str) -> tuple[Path | None, list[str]]
 def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
     """Load the checkpoint to go on from: all ranks follow rank 0's choice (see `find_checkpoint`) and its
     error. Raises ConfigError also when settings or data differ that may not. Collective."""
-    answer: dict[str, Any] = {}
-    if rank.comm.world.rank == 0:
-        try:
-            found, passed_over = find_checkpoint(rank.run_dir, policy)
-            answer = {"path": str(found) if found else None, "passed_over": passed_over}
-            answer["manifest"] = sha256(found / "manifest.json") if found else None
-        except ConfigError as error:
-            answer = {"issues": [issue.within("--resume").to_json() for issue in error.issues]}
-    answer = rank.comm.broadcast(answer)
-    if "issues" in answer:
-        raise ConfigError([Issue(**issue) for issue in answer["issues"]])
-    for problem in answer["passed_over"]:
+
+    def choose() -> tuple[str, str, list[str]]:
+        found, passed_over = find_checkpoint(rank.run_dir, policy)
+        return (str(found), sha256(found / "manifest.json"), passed_over) if found else ("", "", passed_over)
+
+    chosen, manifest, passed_over = rank.comm.from_rank_0("--resume", choose)
+    for problem in passed_over:
         rank.log_rank0(f"checkpoint passed over: {problem}")
-    if answer["path"] is None:
+    if not chosen:
         return None
-    path = Path(answer["path"])
-    if not files.appears(path / "manifest.json", lambda file: sha256(file) == answer["manifest"]):
+    path = Path(chosen)
+    if not files.appears(path / "manifest.json", lambda file: sha256(file) == manifest):
         message = f"rank {rank.comm.world.rank} does not see what rank 0 sees there"
         hint = "use a run directory that all nodes share"
         raise ConfigError([Issue(str(path), "not_found", message, hint=hint)])

@@ -72,6 +72,20 @@ class HostCollectives:
         dist.broadcast(buffer, 0, group=self._group)
         return json.loads(bytes(buffer.tolist()))
 
+    def from_rank_0(self, setting: str, choose: Callable[[], Any]) -> Any:
+        """Return on every rank the JSON value that `choose` gives rank 0, or raise its ConfigError, about
+        `setting`, on every rank. Collective."""
+        value, issues = None, list[dict[str, Any]]()
+        if self.world.rank == 0:
+            try:
+                value = choose()
+            except ConfigError as error:
+                issues = [issue.within(setting).to_json() for issue in error.issues]
+        value, issues = self.broadcast([value, issues])
+        if issues:
+            raise ConfigError([Issue(**issue) for issue in issues])
+        return value
+
     def broadcast_model(self, model: M | None, kind: type[M]) -> M | None:
         """Return rank 0's pydantic model, of class `kind`, on every rank. Collective."""
         data = self.broadcast(None if model is None else model.model_dump(mode="json"))
@@ -119,15 +133,11 @@ def check_places(places: Sequence[HostAndDevice], sets: Mapping[str, int]) -> No
     for shared in dict.fromkeys(places):
         ranks = [rank for rank, place in enumerate(places) if place == shared]
         if shared.gpu is not None and len(ranks) > 1:
-            message = f"ranks {_listed(ranks)} have one GPU, {shared.gpu} of {shared.host}"
+            message = f"ranks {', '.join(map(str, ranks))} have one GPU, {shared.gpu} of {shared.host}"
             hint = "start a rank for each GPU (--nproc), or give each task one (srun --gpus-per-task=1)"
             issues.append(Issue("run.device", "conflict", message, shared.gpu, "--nproc", hint))
     if issues:
         raise ConfigError(issues)
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
 
 
 def connect(

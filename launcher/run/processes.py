@@ -183,19 +183,10 @@ def run_ranks(
             with launcher_log.open("ab", buffering=0) as output, confined(start.cores):
                 if output.tell():
                     output.write(f"{files.STARTED_AGAIN}\n".encode())
-                environ = start_environment(  # counts the cores of the ranks
-                    start.launcher,
-                    run_dir,
-                    scratch,
-                    start.nproc,
-                    on_gpu=start.on_gpu,
-                    grace_s=start.grace_s,
-                    node=node,
-                )
                 store = node.store if node else None
                 process = subprocess.Popen(
-                    start_command(start.launcher, start.nproc, scratch, worker, node),
-                    env=environ,
+                    start_command(start, scratch, worker),
+                    env=start_environment(start, run_dir, scratch),  # counts the cores of the ranks
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -211,9 +202,8 @@ def run_ranks(
                 kill_tree(process, workers)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    said = files.hide(
-        failure.read_end(launcher_log), files.secret_values(os.environ)
-    )  # summary.json quotes it
+    # summary.json quotes it
+    said = files.hide(failure.read_end(launcher_log), files.secret_values(os.environ))
     errors = failure.recorded_errors(logs, start.ranks)
     return RanksEnded(process.returncode, said, launcher_log, errors, workers.exits, memory.facts())
 

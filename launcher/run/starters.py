@@ -75,14 +75,12 @@ def launcher_problem(launcher: str) -> str | None:
     return None
 
 
-def start_command(
-    launcher: str, nproc: int, scratch: Path, worker: list[str], node: NodeStart | None = None
-) -> list[str]:
-    """Build the command that starts `nproc` ranks here. `worker`: arguments of `python -m bert_dp.worker`;
-    `node`: None = this node is the only one."""
-    if launcher == "accelerate":
+def start_command(start: RankStart, scratch: Path, worker: list[str]) -> list[str]:
+    """Build the command that starts the ranks here. `worker`: arguments of `python -m bert_dp.worker`."""
+    nproc, node = start.nproc, start.node
+    if start.launcher == "accelerate":
         return _accelerate(nproc, scratch, worker)
-    if launcher == "deepspeed":
+    if start.launcher == "deepspeed":
         return _deepspeed(nproc, scratch, worker)
     return [
         *module_command("torch.distributed.run"),
@@ -162,35 +160,26 @@ def _deepspeed(nproc: int, scratch: Path, worker: list[str]) -> list[str]:
     ]
 
 
-def start_environment(
-    launcher: str,
-    run_dir: Path,
-    scratch: Path,
-    nproc: int,
-    *,
-    on_gpu: bool,
-    grace_s: float,
-    node: NodeStart | None = None,
-) -> dict[str, str]:
+def start_environment(start: RankStart, run_dir: Path, scratch: Path) -> dict[str, str]:
     """Build the workers' environment: a rendezvous file and loopback only, or over nodes the node's interface
     and heartbeats on its own disk; our life to follow, threads per rank.
 
     Every rank keeps its last collectives in memory (torch's flight recorder), as the user has set it. Desync
     debugging stays off: it writes to the store at every collective.
     """
-    cores, logs = len(os.sched_getaffinity(0)), run_dir / "logs"
+    cores, logs, node = len(os.sched_getaffinity(0)), run_dir / "logs", start.node
     environ = {
         "TORCH_FR_BUFFER_SIZE": "2000",  # collectives
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_NCCL_ENABLE_TIMING": "1",  # else no record says which ones a GPU has begun
         "TORCH_FR_DUMP_TEMP_FILE": str(logs / "nccl-trace-rank-"),
-        "OMP_NUM_THREADS": str(max(1, cores // nproc)),
+        "OMP_NUM_THREADS": str(max(1, cores // start.nproc)),
         **{name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)},
         "GLOO_SOCKET_IFNAME": node.place.interface if node else "lo",
         "NCCL_SOCKET_IFNAME": f"={node.place.interface}" if node else "lo",  # = is an exact match
         "TORCHELASTIC_LOG_LEVEL": "WARNING",
         # a batch system signals every process of a job: torchrun must not end a rank that still saves
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(grace_s)),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(start.grace_s)),
         **child_environment(),
         **kernel_caches(),
         LOG_DIR: str(logs),
@@ -199,8 +188,8 @@ def start_environment(
         environ[INIT_FILE] = str(scratch / "workers")
     else:
         environ[HEARTBEATS] = str(scratch / "heartbeats")
-    if launcher == "accelerate":  # it has no option for these two; torchrun takes their defaults from here
+    if start.launcher == "accelerate":  # it has no option for these, which torchrun reads
         environ |= {"PET_RDZV_ENDPOINT": str(scratch / "agent"), "PET_RDZV_ID": "bert-dp"}
-    if launcher == "deepspeed" and not on_gpu:
+    if start.launcher == "deepspeed" and not start.on_gpu:
         environ["DS_ACCELERATOR"] = "cpu"
     return environ

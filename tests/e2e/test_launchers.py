@@ -19,7 +19,7 @@ import pytest
 from bert_dp import api
 from bert_dp.files import read_lines
 from bert_dp.files.models import Summary
-from launcher.run.starters import LAUNCHERS, launcher_problem, start_command, start_environment
+from launcher.run.starters import LAUNCHERS, RankStart, launcher_problem, start_command, start_environment
 from launcher.watch.failure import NO_CAUSE
 from tests.e2e.cli import (
     begin,
@@ -116,7 +116,8 @@ def test_what_surrounds_a_launcher_does_not_change_it(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")  # as many clusters set them
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
     for launcher in LAUNCHERS:
-        environ = start_environment(launcher, tmp_path, tmp_path, 2, on_gpu=True, grace_s=9.0)
+        start = RankStart(2, [], launcher, on_gpu=True, grace_s=9.0)
+        environ = start_environment(start, tmp_path, tmp_path)
         assert not {
             "PET_NNODES",
             "ACCELERATE_USE_FSDP",
@@ -127,7 +128,7 @@ def test_what_surrounds_a_launcher_does_not_change_it(
         assert environ["GLOO_SOCKET_IFNAME"] == environ["NCCL_SOCKET_IFNAME"] == "lo"
         assert environ["CUDA_VISIBLE_DEVICES"] == "2,3"
         assert environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "9"  # seconds, as grace_s
-    assert "CUDA_VISIBLE_DEVICES=2,3" in start_command("deepspeed", 2, tmp_path, ["config.yaml"])
+    assert "CUDA_VISIBLE_DEVICES=2,3" in start_command(RankStart(2, [], "deepspeed"), tmp_path, [])
 
 
 BY_HAND = (  # one rank of three each

@@ -212,7 +212,7 @@ def test_what_an_earlier_start_said_is_not_this_ones(tmp_path: Path, monkeypatch
 
     def command(*given: Any) -> list[str]:
         asked.extend(given)
-        (given[2] / "workers").touch()
+        (given[1] / "workers").touch()
         return [sys.executable, "-c", "print('now'); raise SystemExit(3)"]
 
     monkeypatch.chdir(tmp_path)
@@ -226,9 +226,9 @@ def test_what_an_earlier_start_said_is_not_this_ones(tmp_path: Path, monkeypatch
     assert (tmp_path / "logs" / "torchrun.log").read_text() == f"earlier\n{files.STARTED_AGAIN}\nnow\n"
     assert not list(tmp_path.glob("heartbeats/*"))
     assert read_json(tmp_path / "summary.json")["step"] == 20
-    assert asked[:2] == ["torchrun", 3]
-    assert not asked[2].exists()
-    assert asked[3] == [str(tmp_path / "config.yaml"), "--resume", "never", "--more"]
+    assert (asked[0].launcher, asked[0].nproc) == ("torchrun", 3)
+    assert not asked[1].exists()
+    assert asked[2] == [str(tmp_path / "config.yaml"), "--resume", "never", "--more"]
 
 
 def test_what_is_written_last_is_still_shown_and_memory_is_of_all_ranks(

@@ -19,7 +19,7 @@ from launcher.cli.app import app
 from launcher.machine import doctor
 from launcher.machine.doctor import diagnose
 from launcher.machine.environment import Gpu, cgroup_limit, num_gpus, probe
-from launcher.run.starters import start_environment
+from launcher.run.starters import RankStart, start_environment
 from tests.e2e.cli import wait_for
 from tests.helpers import raised_issues, write_files
 
@@ -306,7 +306,7 @@ def test_what_is_measured(fake_module, tmp_path, check, source, level, words):
 def test_kernels_are_compiled_once_for_all_temporary_directories(fake_module, tmp_path, monkeypatch, start):
     def kernels(scratch):
         if start == "ranks":
-            environ = start_environment("torchrun", tmp_path, scratch, 1, on_gpu=True, grace_s=1.0)
+            environ = start_environment(RankStart(1, [], on_gpu=True), tmp_path, scratch)
             return environ.get(variable)
         name = fake_module(f"import json, os; print(json.dumps(os.environ.get({variable!r})))")
         process = children.start_module(name, [], stdout=subprocess.PIPE, scratch=str(scratch))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launcher.run import processes
-from launcher.run.starters import LAUNCHERS, start_command, start_environment
+from launcher.run.starters import LAUNCHERS, RankStart, start_command, start_environment
 from tests.helpers import read_json
 
 
@@ -38,13 +38,13 @@ def test_ranks_share_the_cores_meet_on_loopback_and_have_their_time_to_save(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     for ranks, threads in ((1, "8"), (3, "2"), (16, "1")):
-        environ = start_environment("deepspeed", tmp_path, tmp_path, ranks, on_gpu=False, grace_s=299.7)
+        environ = start_environment(RankStart(ranks, [], "deepspeed", grace_s=299.7), tmp_path, tmp_path)
         assert environ["OMP_NUM_THREADS"] == threads
     assert environ["GLOO_SOCKET_IFNAME"] == environ["NCCL_SOCKET_IFNAME"] == "lo"
     assert (environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"], environ["DS_ACCELERATOR"]) == ("300", "cpu")
     assert not {"PET_NNODES", "LOCAL_SIZE"} & environ.keys()
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    on_gpu = start_environment("deepspeed", tmp_path, tmp_path, 3, on_gpu=True, grace_s=1.0)
+    on_gpu = start_environment(RankStart(3, [], "deepspeed", on_gpu=True), tmp_path, tmp_path)
     assert (on_gpu["OMP_NUM_THREADS"], "DS_ACCELERATOR" in on_gpu) == ("5", False)
 
 
@@ -58,12 +58,12 @@ def test_a_rank_records_its_collectives_unless_the_user_says_otherwise(
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another's")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     run_dir, scratch = tmp_path / "run", tmp_path / "scratch"
-    environ = start_environment("torchrun", run_dir, scratch, 2, on_gpu=False, grace_s=1.0)
+    environ = start_environment(RankStart(2, []), run_dir, scratch)
     assert [environ[name] for name in names] == ["2000", "1", "1", f"{run_dir}/logs/nccl-trace-rank-"]
     assert environ["BERT_DP_LOG_DIR"] == f"{run_dir}/logs"
     assert not {"TORCHELASTIC_RUN_ID", "ACCELERATE_USE_CPU", "PET_RDZV_ENDPOINT"} & environ.keys()
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
-    environ = start_environment("accelerate", run_dir, scratch, 2, on_gpu=False, grace_s=1.0)
+    environ = start_environment(RankStart(2, [], "accelerate"), run_dir, scratch)
     assert environ["TORCH_FR_BUFFER_SIZE"] == "0"
     assert (environ["PET_RDZV_ENDPOINT"], environ["PET_RDZV_ID"]) == (f"{scratch}/agent", "bert-dp")
 
@@ -77,7 +77,7 @@ def test_each_tool_starts_as_many_ranks_as_were_asked_for_on_the_gpus_of_the_use
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     worker = ["run/config.yaml", "--resume", "auto"]
-    commands = {tool: start_command(tool, 3, tmp_path, worker) for tool in LAUNCHERS}
+    commands = {tool: start_command(RankStart(3, [], tool), tmp_path, worker) for tool in LAUNCHERS}
     assert all(command[-3:] == worker and "bert_dp.worker" in command for command in commands.values())
     assert {"--nnodes=1", "--nproc-per-node=3", f"--rdzv-endpoint={tmp_path}/agent"} < {*commands["torchrun"]}
     assert "--rdzv-backend=bert-dp-file" in commands["torchrun"]
