@@ -92,22 +92,21 @@ def test_every_rank_follows_the_choice_of_rank_0_and_its_error(
     (old.parent / "step-00000004").mkdir()
     rank, said = rank_with(run_dir, "0"), list[str]()
     rank.log_rank0 = said.append
-    said_0 = {"path": str(old), "passed_over": ["step-00000004: no manifest"], "manifest": "of rank 0's view"}
-    rank.comm = OneOf(1, 2, said=said_0)
+    passed_over = ["step-00000004: no manifest"]
+    rank.comm = OneOf(1, 2, said=[[str(old), "of rank 0's view", passed_over], []])
     monkeypatch.setattr("bert_dp.files.io.STALE_S", 0.0)
     (issue,) = raised_issues(build.select_checkpoint, rank, "auto")
     assert (issue.setting, issue.kind) == (str(old), "not_found"), "another checkpoint of that name"
     said.clear()
-    rank.comm = OneOf(1, 2, said={**said_0, "manifest": sha256(old / "manifest.json")})
+    rank.comm = OneOf(1, 2, said=[[str(old), sha256(old / "manifest.json"), passed_over], []])
     resumed = build.select_checkpoint(rank, str(run_dir / "nowhere"))
     assert resumed is not None
     assert (resumed.path, resumed.facts.step) == (old, 3)
     assert said[0] == "checkpoint passed over: step-00000004: no manifest"
-    none = {"path": None, "passed_over": []}
     gone = Issue("--resume", "not_found", "gone").to_json()
-    rank.comm = OneOf(1, 2, said={**none, "issues": [gone]})
+    rank.comm = OneOf(1, 2, said=[None, [gone]])
     assert issues_of(build.select_checkpoint, rank, "auto") == ("--resume: gone",)
-    rank.comm = OneOf(1, 2, said=none)
+    rank.comm = OneOf(1, 2, said=[["", "", []], []])
     assert build.select_checkpoint(rank, "auto") is None
 
 
