@@ -56,13 +56,6 @@ def test_defaults_then_yaml_then_set(tmp_path: Path) -> None:
     assert config.run.seed == 7  # the last of two
 
 
-def test_deeper_levels_merge_and_do_not_replace() -> None:
-    levels = [{**BASE, "data": {"sources": ["builtin"], "build": {"dedup": "near"}}}]
-    config = resolve([*levels, {"data": {"build": {"near_threshold": 0.5}}}])
-    assert (config.data.build.dedup, config.data.build.near_threshold) == ("near", 0.5)
-    assert config.data.sources == ("builtin",)
-
-
 @pytest.mark.parametrize(
     ("section", "low", "high", "kept"),
     [
@@ -314,17 +307,6 @@ def test_any_bytes_are_a_configuration_or_an_error_of_one_line_each(content: byt
 def test_round_trip_is_exact_for_any_value(lr: float, eps: float, seed: int, path: str) -> None:
     config = make_config(data={"path": path}, optim={"lr": lr, "eps": eps}, run={"seed": seed})
     assert resolve([yaml.load(dump_config(config), Loader=ConfigLoader)]) == config
-
-
-def test_a_run_of_its_own_configuration_is_the_same_run(tmp_path: Path) -> None:
-    settings = (
-        "schedule.hours=1.5 optim.lr=1e-3 batch.ramp_fraction=0.6 batch.ramp_quantum=512 run.init_from=/w"
-    )
-    config = make_config(*settings.split())
-    again = load_config(write(tmp_path, dump_config(config)))
-    assert (again, again.hash()) == (config, config.hash())
-    default = load_config(write(tmp_path, dump_config(make_config())))
-    assert no_effect(default) == [], "config.yaml sets everything; the defaults in it are not idle settings"
 
 
 def test_every_shipped_configuration_loads() -> None:

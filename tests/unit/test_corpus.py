@@ -593,15 +593,6 @@ def test_a_start_reads_a_sample_of_a_large_corpus_and_all_of_a_small_one(
     assert len(set(starts)) > 1
 
 
-def test_inspect(out: Path) -> None:
-    facts = shards.inspect(out)
-    rows, words = split(out, "train"), Tokenizer.from_file(str(out / "tokenizer.json"))
-    spread = [rows[0], rows[(len(rows) - 1) // 2], rows[-1]]
-    assert facts["samples"] == [words.decode(row.tolist(), skip_special_tokens=False) for row in spread]
-    assert json.loads(json.dumps(facts)) == facts
-    assert facts["problems"] == []
-
-
 def test_ensure_builds_once_and_follows_the_source(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -214,11 +214,3 @@ def test_autocast_keeps_narrow_copies_of_the_weights() -> None:
     narrow = memory({"engine": "fsdp"}, 4, "bf16")
     assert narrow["autocast weights"] == 2 * TOTAL
     assert narrow["weights"] == TOTAL + GATHERED
-
-
-def test_flops_by_hand() -> None:
-    model = ModelConfig(**TINY)  # type: ignore[arg-type]
-    for rate, predicted in ((0.25, 6), (0.27, 6)):  # they follow the masked count, not the rate
-        assert flops_per_token(model, S, rate) == 6 * LINEAR + 12 * L * S * H + 6 * H * V * predicted / 24
-    dense = ModelConfig(**TINY, head="dense")  # type: ignore[arg-type]
-    assert flops_per_token(dense, S, 0.5) == 6 * LINEAR + 12 * L * S * H + 6 * H * (V + H) * 12 / 24

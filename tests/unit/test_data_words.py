@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from bert_dp.config import batch_layout, read_data, read_manifest, with_budget
+from bert_dp.config import batch_layout, read_manifest, with_budget
 from bert_dp.config.manifest import SourceFile
 from launcher.machine import environment
 from launcher.run.train import check_memory, data_warnings, describe, describe_data
-from tests.example_files import write_examples
 from tests.helpers import make_config
 
 
@@ -79,16 +78,6 @@ def test_the_length_of_a_run_is_in_tokens_where_their_number_is_known(
     config = make_config(*settings, "data.sequence_length=16", "batch.global_size=16", "batch.micro_size=4")
     memory = check_memory(config, 2, environment.probe(), on_gpu=False)
     assert length in describe(config, batch_layout(config, 2), None, memory)[4]
-
-
-def test_examples_are_described_with_their_lengths_and_passes(tmp_path: Path) -> None:
-    settings = ("objective.name=finetune", f"data.path={write_examples(tmp_path)}", "batch.micro_size=4")
-    config = make_config(*settings, "data.sequence_length=32", "batch.global_size=16", "schedule.steps=5")
-    found = read_data(config, tmp_path)
-    train = found.splits["train"].model_copy(update={"tokens": 500, "truncated": 10})
-    line = describe_data(config, found.model_copy(update={"splits": {**found.splits, "train": train}}))
-    for number in ("40 examples", "12.5 tokens", "25.0 %", "2.00 times"):
-        assert number in line
 
 
 @pytest.mark.parametrize(

@@ -237,19 +237,6 @@ def test_a_card_tells_no_folders_and_quotes_the_evaluation_of_its_own_step_alone
         assert [name in facts for name in ("held-out loss", "dev/auc")] == [is_quoted] * 2
 
 
-def test_a_directory_says_what_it_was_made_of(tmp_path: Path) -> None:
-    config = finetuned(CONFIGS["ModernBERT"], "native", pooling="mean")
-    run = write_run(tmp_path / "mine", config, step=7)
-    for encoder, kind in ((False, "classifier"), (True, "encoder")):
-        source = open_run(run, encoder=encoder)
-        told = describe(source, "hf", "bf16")
-        weights = run / "checkpoints/step-00000007/model.safetensors"
-        assert (told.weights_sha256, told.step, told.run) == (readers.file_hash(weights), 7, "mine")
-        assert (told.kind, told.precision, told.architecture) == (kind, "bf16", "ModernBERT")
-        assert (told.pad, told.vocab_size, told.sequence_length) == (0, VOCABULARY, 128)
-        assert told.finetune == (None if encoder else config.finetune)
-
-
 def test_a_tokenizer_keeps_roberta_s_frame_and_gets_ours_in_place_of_an_unknown_one(tmp_path: Path) -> None:
     """Padding is left out."""
     run = write_run(tmp_path / "run", CONFIGS["EuroBERT"])

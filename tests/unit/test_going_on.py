@@ -139,22 +139,6 @@ def lone_config(shards: Path, **sections: Any) -> Config:
     return tiny_run(shards, **{"batch": {"global_size": 8, "micro_size": 2}, **sections})
 
 
-def test_the_log_says_what_is_about_to_run(
-    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    init = {"tensors": 7, "of": 9, "checkpoint": "there", "sha256": "ab" * 32, "dropped": ["pooler.bias"]}
-    with lone_trainer(lone_config(shards, optim={"lr": 2e-3}), tmp_path) as trainer:
-        begun = dataclasses.replace(trainer, metadata={**trainer.metadata, "init_from": init})
-        for resumed in (None, SimpleNamespace(path=tmp_path)):
-            build.describe(begun, Placement(((0, 1), (2, 3)), 1), resumed)  # type: ignore[arg-type]
-    *lines, source, dropped, ranks, batch, model, rate, export = capsys.readouterr().out.splitlines()
-    assert lines == [ranks, batch, model, rate, export]
-    assert "7 of 9 tensors from there" in source, "and where it goes on, its checkpoint's"
-    assert dropped.endswith(": pooler.bias")
-    for line, fact in ((ranks, "cores 0-1 | 2-3"), (batch, "micro 2 x accumulation 4"), (rate, "0.002")):
-        assert fact in line
-
-
 def test_the_environment_tells_of_this_rank_and_of_the_cores_of_each(shards: Path, tmp_path: Path) -> None:
     config = lone_config(shards)
     (tmp_path / "environment.json").write_text('{"host": "n1"}')

@@ -168,10 +168,3 @@ def test_any_value_anywhere_gives_a_manifest_or_one_clear_error(
     assert all(str(issue).isprintable() for issue in issues), issues
     assert shards.verify(place) == list(issues)
     shutil.rmtree(place)
-
-
-@pytest.mark.parametrize("text", ["", "[]", "3", "[" * 100_000, '{"a":' * 3000 + "1" + "}" * 3000, "\0"])
-def test_what_is_no_object_is_no_manifest(place: Path, text: str) -> None:
-    (place / "manifest.json").write_text(text)
-    (issue,) = raised_issues(read_manifest, place)
-    assert (issue.setting, issue.kind) == (str(place / "manifest.json"), "damaged")

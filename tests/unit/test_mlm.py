@@ -77,14 +77,6 @@ def test_a_replica_reads_its_part_in_as_many_threads_as_asked(shards: Path) -> N
     stream.close()
 
 
-def test_without_shuffle_samples_stand_in_the_order_of_the_shards(shards: Path) -> None:
-    config = config_of(shards, data={"shuffle": False}, batch={"global_size": 4, "micro_size": 4})
-    (batch,) = bert_dp.batches(config, 1)
-    ids = batch.ids_BS.reshape(-1)
-    ids[batch.positions_P] = batch.labels_P
-    assert batch.ids_BS.tolist() == tokens(shards, "train")[:4]
-
-
 def by_sequence(model: nn.Module, batches: Sequence[MlmBatch]) -> tuple[list[float], list[float]]:
     """Of each held-out sequence the mean cross entropy of its two masked tokens, and the share of them
     that is guessed, by the definition."""

@@ -53,10 +53,6 @@ def test_units_are_the_flags_of_cpuinfo(tmp_path: Path, line: str, units: tuple[
     assert environment.probe(root=root).bf16_units == units
 
 
-def test_a_system_that_tells_no_flags_has_no_units(tmp_path: Path) -> None:
-    assert bf16_units(tmp_path) == ()
-
-
 @pytest.mark.parametrize(
     ("setting", "on_gpu", "has_bf16", "kept", "chosen"),
     [

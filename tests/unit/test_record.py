@@ -129,15 +129,6 @@ def test_a_failed_write_names_its_file_and_leaves_the_old_one_alone(
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
 
 
-def test_a_lock_is_held_until_it_is_closed(tmp_path: Path) -> None:
-    path = tmp_path / ".lock"
-    for _ in range(2):
-        held = files.lock(path)
-        assert held is not None
-        assert files.lock(path) is None
-        held.close()
-
-
 def test_a_lock_whose_file_was_removed_by_its_holder_is_taken_at_the_new_one(tmp_path: Path) -> None:
     """Else the one who waited and the next one to come would both hold it."""
     path, taken = tmp_path / ".lock", []

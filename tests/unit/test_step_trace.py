@@ -14,14 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from bert_dp.config import find_config, load_config
 from bert_dp.config.checks import ProfilePlan, parse_profile, profile_issues
 from bert_dp.training.distributed import HostCollectives
 from bert_dp.training.process import World, WriteErrors
 from bert_dp.training.profiler import StepTrace
-from tests.e2e.cli import TINY, refused, tiny
-from tests.helpers import raised_issues, write_files
-from tests.states import FACTS
+from tests.helpers import raised_issues
 
 # --- which steps
 
@@ -57,22 +54,6 @@ def test_steps_and_ranks_that_the_run_does_not_have_are_named() -> None:
         ("--profile", 10),
         ("--profile-ranks", 3),
     ]
-
-
-def test_the_verb_refuses_them_before_anything_starts(shards: Path, tmp_path: Path) -> None:
-    """Beyond the last step, without steps, and steps that the checkpoint has behind it."""
-    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000001"
-    config = load_config(find_config("quickstart"), [*TINY, f"data.path={shards}"])
-    facts = {**FACTS, "step": 1, "config": config.model_dump(mode="json")}
-    write_files(checkpoint, {"state.json": json.dumps(facts)})
-    for options, said in (
-        (("--profile", "3:4"), "--profile: step 3 is beyond this run's 2"),
-        (("--profile-ranks", "0"), "--profile-ranks: "),
-        (("--profile", "1:2", "--resume", str(checkpoint)), "--profile: step 1 is done"),
-    ):
-        run_dir = tmp_path / "new"
-        assert said in refused("train", "quickstart", *tiny(shards), "--run-dir", str(run_dir), *options)
-        assert not run_dir.exists()
 
 
 # --- what is recorded
