@@ -127,7 +127,7 @@ def read_trial(trial: Trial, outcome: TrialOutcome, manifest: ExamplesManifest) 
         lr=peak_lr(trial.config).value,
         seed=trial.config.run.seed,
         status=outcome.status,
-        seconds=outcome.seconds,
+        seconds=round(outcome.seconds, 3),
     )
     if outcome.status != "ok":
         return result.model_copy(update={"cause": cause(trial.directory)})
