@@ -18,8 +18,8 @@ TEXTS = {
 }
 BUILD = "tokenizer_model=byte_bpe normalize=false max_tokens_per_char=0 held_out_fraction=0.1"
 BYTES = [f"data.build.{item}" for item in BUILD.split()]
-SIZES = ("data.sequence_length=32", "model.vocab_size=400", "model.position=learned", "model.num_layers=1")
-MODEL = ("model.mlp=gelu", "model.head=dense", "objective.mask_rate=0.15", *SIZES)
+SIZES = ("data.sequence_length=32", "model.vocab_size=400", "model.num_layers=1")
+MODEL = ("objective.mask_rate=0.15", *SIZES)
 
 
 def verb(*arguments: str) -> str:

@@ -36,8 +36,8 @@ REPORTS: dict[str, tuple[int, Callable[[Path], Report]]] = {
     "one": (3, lambda path: scale_page(parsed(scaling(engines=(), sizes=(1,))))),
     "scaling, begun": (0, MAKERS["scaling, begun"]),
     "hostile": (7, hostile_scaling),
-    "run": (5, MAKERS["run"]),
-    "runs": (5, MAKERS["runs"]),
+    "run": (6, MAKERS["run"]),
+    "runs": (6, MAKERS["runs"]),
     "batch": (2, MAKERS["batch"]),
     "rate": (2, MAKERS["rate"]),
 }
