@@ -18,9 +18,7 @@ from bert_dp.files.io import LAUNCHER_PID, LAUNCHER_START, start_ticks
 
 ISSUES_FILE = "BERT_DP_ISSUES"  # variable with the path of the issues, as JSON, for a caller in Python
 PATIENCE_S = 1.0  # that ranks have to end by themselves after the launcher
-SEARCH_S = (
-    5.0  # a process may be starting others while it is killed: the reaper looks again while any is found
-)
+SEARCH_S = 5.0  # that the reaper looks again: a process may be starting others while it is killed
 REAPER_IMPORTS = """
 from __future__ import annotations
 import contextlib, os, shutil, signal, sys, time
@@ -68,16 +66,9 @@ def reaper(scratch: Path) -> Iterator[None]:
     source = "\n".join([REAPER_IMPORTS, constants, *functions, "reap(*sys.argv[1:])"])
     marks = launcher_marks()
     names = {mark.partition("=")[0] for mark in marks}
+    # a bare interpreter: fast and small
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-I",
-            "-S",
-            "-c",
-            source,
-            str(scratch),
-            *marks,
-        ],  # a bare interpreter: fast and small
+        [sys.executable, "-I", "-S", "-c", source, str(scratch), *marks],
         stdin=subprocess.PIPE,
         start_new_session=True,
         env={name: value for name, value in os.environ.items() if name not in names},

@@ -6,7 +6,7 @@ A new optimizer is a file here with a function `make` and a row of `OPTIMIZERS` 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,24 +50,34 @@ def make_optimizer(
 
 def check_steps(optimizer: torch.optim.Optimizer) -> None:
     """Make an own optimizer clip and skip, at the price of a host sync, unless it does so itself as
-    `Optimizer` and torch's fused ones do. `step` raises ConfigError for a state that no checkpoint holds."""
+    `Optimizer` and torch's fused ones do. The first step raises ConfigError for a state that no checkpoint
+    holds."""
     step, is_ours = optimizer.step, isinstance(optimizer, Optimizer) or optimizer.defaults.get("fused")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    is_checked = False
 
     def checked(*_: Any) -> None:
+        nonlocal is_checked
         if not is_ours:
             if optimizer.found_inf:  # type: ignore[attr-defined]
                 return
             for p in (p for p in parameters if p.grad is not None):
                 p.grad.div_(optimizer.grad_scale)  # type: ignore[attr-defined]
         step()
-        for p, state in ((p, optimizer.state.get(p, {})) for p in parameters):
-            for value in [*state.values()] or [None] * bool(optimizer.state):
-                if not isinstance(value, Tensor) or (value.dim() and value.shape != p.shape):
-                    message = "keep a state for every parameter, of tensors that are numbers or of its shape"
-                    raise ConfigError([Issue("optim.name", "unsupported", message)])
+        if not is_checked and optimizer.state:
+            is_checked = True
+            if not all(can_be_saved(p, optimizer.state.get(p, {})) for p in parameters):
+                message = "keep a state for every parameter, of scalar tensors or tensors of its shape"
+                raise ConfigError([Issue("optim.name", "unsupported", message)])
 
     optimizer.step = checked  # type: ignore[method-assign, assignment]
+
+
+def can_be_saved(parameter: Tensor, state: Mapping[str, object]) -> bool:
+    """Return whether a checkpoint can hold the optimizer state of a parameter."""
+    tensors = [value for value in state.values() if isinstance(value, Tensor)]
+    fits = all(value.dim() == 0 or value.shape == parameter.shape for value in tensors)
+    return bool(tensors) and len(tensors) == len(state) and fits
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -139,7 +139,7 @@ def _resolve(meet: str) -> tuple[str, int]:
     address = str(found[0][4][0])
     ip = ipaddress.ip_address(address.partition("%")[0])
     if ip.is_loopback or ip.is_unspecified:
-        message = f"{host} is {address}, which no other node reaches"
+        message = f"{host} is an address ({address}) that no other node reaches"
         raise ConfigError([Issue("--rendezvous", "unsupported", message, meet, hint=hint)])
     return address, int(port)
 
