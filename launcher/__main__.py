@@ -6,6 +6,7 @@ import sys
 
 
 def main() -> None:
+    """Run the command line."""
     try:
         from launcher.cli.app import main
     except KeyboardInterrupt:

@@ -61,7 +61,7 @@ def build(
         message, hint = "--tokenizer brings its own vocabulary", "leave --vocab-size out"
         raise ConfigError([Issue("--vocab-size", "conflict", message, vocab_size, "--tokenizer", hint)])
     if others := [key for item in overrides if not (key := item.partition("=")[0]).startswith("data.build.")]:
-        message, hint = "is no setting of data.build", "data build has options for the others"
+        message, hint = "is no setting of data.build", "write data.build.NAME=VALUE; the others are options"
         raise ConfigError([Issue(key, "unknown", message, hint=hint) for key in others])
     if not sources:
         raise ConfigError([Issue("SOURCES", "missing", "name the text to build from")])
@@ -85,6 +85,7 @@ def build(
 
 
 def built_lines(out: Path, manifest: Manifest) -> list[str]:
+    """Describe the shards, the documents that were left out, and how to train."""
     train, held_out, length = manifest.train, manifest.held_out, manifest.sequence_length
     return [
         f"{out}: {train.sequences:,} training and {held_out.sequences:,} held-out sequences of {length} "
@@ -146,10 +147,12 @@ def _of(sources: Sequence[SourceFile], part: str, whole: str) -> str:
 
 
 def dropped_words(dropped: Mapping[str, int]) -> str:
+    """Count the documents that were left out, by the reason."""
     counts = [f"{format_count(n)} {stage.replace('_', ' ')}" for stage, n in dropped.items() if n]
     return ", ".join(counts) or "no document"
 
 
 def train_command(directory: Path, manifest: Mapping[str, Any]) -> str:
+    """Return the command of a run on these shards."""
     settings = f"data.sequence_length={manifest['sequence_length']} model.vocab_size={manifest['vocab_size']}"
     return f"bert-dp train data.path={shlex.quote(str(directory))} {settings}"

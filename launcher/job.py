@@ -294,6 +294,8 @@ def lock_output_dir(directory: Path, lock: str, option: str, what: str) -> Itera
 
 @dataclasses.dataclass(frozen=True)
 class Session(Generic[P]):
+    """A measurement in progress."""
+
     machine: dict[str, Any]  # `Environment.to_json()`
     plan: P
     data_hash: str
@@ -310,6 +312,8 @@ class Session(Generic[P]):
 
 @dataclasses.dataclass(frozen=True)
 class DataSession(Session[P]):
+    """A measurement in progress on shards."""
+
     shards: Path
     manifest: Manifest
 
@@ -346,6 +350,7 @@ class Output(Generic[P]):
         return [Issue("--out", "exists", message, hint=f"{hint}, or continue with its options")]
 
     def lock(self) -> AbstractContextManager[None]:
+        """Lock the directory. Raises ConfigError."""
         return lock_output_dir(self.path, ".lock", "--out", self.what)
 
     def begin(

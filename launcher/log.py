@@ -44,6 +44,7 @@ def show(console: Console, what: Any, **options: Any) -> None:
 
 
 def print_error(text: str) -> None:
+    """Write lines to stderr."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"{files.printable(text)}\n")
         sys.stderr.flush()

@@ -28,10 +28,12 @@ F = TypeVar("F", bound=StoredFile)
 
 
 def read(path: Path, model: type[F]) -> F:
+    """Read a result file. Raises ConfigError."""
     return parse(load(path, model.hint), model, str(path))
 
 
 def load(path: Path, hint: str) -> Any:
+    """Read a JSON file. Raises ConfigError."""
     with refusing(str(path), hint=hint):
         return files.parse_json(read_regular(path, files.MAX_JSON_BYTES))
 
@@ -52,14 +54,17 @@ def parse(data: Any, model: type[F], name: str) -> F:
 
 
 def plain(part: StoredModel) -> dict[str, Any]:
+    """Convert a model to JSON values, in the order of its fields."""
     return part.model_dump(mode="json")
 
 
 def write(path: Path, file: StoredFile) -> None:
+    """Write a result file atomically. Raises OSError."""
     files.write_json(path, plain(file))
 
 
 def to_json(file: StoredModel) -> str:
+    """Format a result for `--json`."""
     return json.dumps(plain(file), indent=1) + "\n"
 
 
@@ -83,6 +88,8 @@ class Measurement(StoredFile):
 
 
 class TuneFile(Measurement):
+    """tune.json of either search."""
+
     hint: ClassVar[str] = "the same `bert-dp tune` command with the same --out writes it anew"
 
 

@@ -97,6 +97,7 @@ def ratio_interval(over: Floats | None, under: Floats | None, scale: float = 1.0
 
 
 def percentile(values: Sequence[float], share: float) -> float:
+    """Compute a quantile, linear between the neighbouring values."""
     import numpy as np
 
     return float(np.percentile(values, 100 * share))

@@ -33,6 +33,7 @@ def parsed(parse: Callable[[str], Any], metavar: str, help: str, *names: str) ->
 
 
 def counts_option(help: str, *names: str) -> Any:
+    """Make an option of whole numbers."""
     return parsed(counts, "N,...", help, *names)
 
 
@@ -73,6 +74,7 @@ def engines(text: str) -> tuple[str, ...]:
 
 
 def loggers(text: str) -> tuple[str, ...]:
+    """Parse names of installed logging services."""
     names = words(text)
     if issues := logger_issues(names, ""):
         raise BadParameter("; ".join(map(str, issues)))
@@ -80,6 +82,7 @@ def loggers(text: str) -> tuple[str, ...]:
 
 
 def seconds(text: str) -> float:
+    """Parse a duration above 0."""
     try:
         value = parse_duration(text)
     except ValueError as error:
@@ -106,6 +109,7 @@ def program(text: str) -> tuple[str, ...]:
 
 
 def launcher(text: str) -> str:
+    """Check that a launcher is known and installed."""
     if problem := launcher_problem(text):
         raise BadParameter(problem)
     return text

@@ -51,6 +51,7 @@ class ExamplesSource(NamedTuple):
 
 
 def glue_source(task: str, data: Sequence[Path]) -> ExamplesSource:
+    """Return a task of GLUE with its files in `data`, folders or archives."""
     return ExamplesSource(task, ["--task", task, *(word for p in data for word in ("--data", str(p)))])
 
 
@@ -159,6 +160,7 @@ def _find_hf(directory: Path) -> Pretrained:
 
 
 def setting_names(overrides: Sequence[str]) -> list[str]:
+    """Return the names of settings a.b=value."""
     return [item.partition("=")[0].strip() for item in overrides]
 
 

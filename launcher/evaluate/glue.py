@@ -58,6 +58,8 @@ class GluePlanFile(PlanFile):
 
 @dataclasses.dataclass(frozen=True)
 class PreparedTask:
+    """A task whose examples are prepared in `path`."""
+
     path: Path
     manifest: ExamplesManifest
 
@@ -191,12 +193,14 @@ def trial_issues(grid: GlueGrid) -> list[Issue]:
 
 
 def configure(grid: GlueGrid, task: PreparedTask) -> Config:
+    """Return the finetuning configuration of a task. Raises ConfigError."""
     start = (grid.start, grid.overrides, grid.weights)
     config = finetune.configuration(*start, task.path, task.manifest, recipe=RECIPE)
     return finetune.sized_micro_batches(config, grid.options.ranks, grid.overrides, on_gpu=grid.on_gpu)
 
 
 def make_trial(grid: GlueGrid, out: Path, task: PreparedTask, seed: int) -> Trial:
+    """Return one finetuning run."""
     config = configure(grid, task)
     config = config.model_copy(
         update={

@@ -43,6 +43,8 @@ AVERAGED_METRICS = {"CoLA": "mcc", "MRPC": "f1", "STS-B": "pearson", "QQP": "f1"
 
 
 class GlueOptions(StoredModel):
+    """Options of `eval glue`."""
+
     tasks: list[str] = []  # in GLUE's order; empty: every task whose files were found
     seeds: int = 5
     init: Literal["checkpoint", "random"] = "checkpoint"
@@ -51,12 +53,16 @@ class GlueOptions(StoredModel):
 
 
 class GlueStart(StoredModel):
+    """The pretrained checkpoint."""
+
     checkpoint: str
     step: int
     sha256: str | None  # of model.safetensors; null: not in the checkpoint's manifest
 
 
 class GlueTrial(StoredModel):
+    """One finetuning run."""
+
     trial: str
     lr: float
     seed: int
@@ -86,6 +92,8 @@ class GlueScore(StoredModel):
 
 
 class GlueTask(StoredModel):
+    """A task with its trials and scores."""
+
     task: str
     official: bool  # false: a subset of GLUE's rows, so the scores are not GLUE scores
     data_hash: str
@@ -95,6 +103,8 @@ class GlueTask(StoredModel):
 
 
 class Glue(Measurement):
+    """glue.json."""
+
     hint: ClassVar[str] = "the same `bert-dp eval glue` command with the same --out writes it anew"
     schema_version: Literal[1] = 1
     kind: Literal["glue"] = "glue"
@@ -109,6 +119,7 @@ class Glue(Measurement):
 
 
 def describe_start(start: Pretrained) -> GlueStart:
+    """Return the checkpoint with its hash."""
     sha256 = None
     with contextlib.suppress(OSError, ValueError, KeyError):
         sha256 = files.weights_hash(start.checkpoint)
@@ -146,6 +157,7 @@ def read_trial(trial: Trial, outcome: TrialOutcome, manifest: ExamplesManifest) 
 
 
 def score_task(manifest: ExamplesManifest, trials: Sequence[GlueTrial]) -> GlueTask:
+    """Compute the scores of a task over its seeds."""
     trials = sorted(trials, key=lambda trial: trial.seed)
     scores = [
         score_metric(split, metric, trials, manifest)
@@ -223,6 +235,7 @@ DIFFERENCE = (
 
 
 def glue_report(glue: Glue) -> Report:
+    """Build the page of one evaluation."""
     seeds = count_of(glue.settings.seeds, "seed")
     left_out = [words(task, reason) for task, reason in glue.left_out.items()]
     return Report(
@@ -237,6 +250,7 @@ def glue_report(glue: Glue) -> Report:
 
 
 def describe_method(glue: Glue) -> str:
+    """Return the head, the pooling and the start of the trials."""
     loss = "" if glue.heldout_loss is None else f" (held-out loss {format_nats(glue.heldout_loss)})"
     is_random = glue.settings.init == "random"
     start = "random weights" if is_random else f"step {format_count(glue.start.step)}{loss}"

@@ -33,6 +33,7 @@ OPTIONS = {
 
 
 def is_run(path: str) -> bool:
+    """Return True for a run directory or a checkpoint of one."""
     return any((Path(path).expanduser() / name).exists() for name in ("checkpoints", "model.safetensors"))
 
 

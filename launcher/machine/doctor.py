@@ -66,6 +66,7 @@ def doctor(run_dir: Path | None = None) -> tuple[Environment, list[Finding]]:
 
 
 def diagnose(env: Environment) -> list[Finding]:
+    """Return the findings that follow from the facts in `env` alone."""
     return [*_package_findings(env), *_gpu_findings(env), *_host_findings(env)]
 
 

@@ -117,6 +117,7 @@ class Environment:
         return least, f"free of the {gpu.memory_gib:.1f} GiB of GPU {gpu.index}"
 
     def to_json(self) -> dict[str, Any]:
+        """Convert for `files.write_json`."""
         return {**dataclasses.asdict(self), "usable_cores": self.usable_cores}
 
 
@@ -164,6 +165,7 @@ def probe(path: Path = Path(), root: Path = ROOT) -> Environment:
 
 
 def versions() -> dict[str, str]:
+    """Return the versions of the installed packages that a run depends on."""
     installed = {}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

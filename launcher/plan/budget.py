@@ -291,6 +291,7 @@ def plan_budget(
 
 
 def folder_issues(option: str, path: Path) -> list[Issue]:
+    """Find whether there is a folder to write a file in."""
     if path.absolute().parent.is_dir():
         return []
     message = f"{path.parent} is no folder"
@@ -431,6 +432,7 @@ def family(base: Config, aspect: float = DEEP) -> list[Config]:
 
 
 def size_of(config: Config) -> int:
+    """Return the parameters of a configuration's model."""
     return num_parameters(config.model, config.data.sequence_length)
 
 
@@ -575,6 +577,7 @@ def _fit_warnings(fit: Frontier, flops: float) -> list[str]:
 
 
 def budget_page(plan: BudgetPlan, written: Path | None) -> Report:
+    """Return the figures and the models, or the published answers."""
     rows = [
         words(name, figure_text(name, f), f"{f.origin}{': ' if f.note else ''}{f.note}")
         for name, f in plan.figures.items()

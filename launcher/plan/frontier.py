@@ -63,6 +63,7 @@ class LossLaw:
         return ratio * math.pow(budget_flops / self.flops, self.exponent)
 
     def best_loss(self, budget_flops: float) -> float:
+        """Return the loss at the best number of parameters."""
         parameters = self.best_parameters(budget_flops)
         return self.loss(parameters, budget_flops / self.flops / parameters)
 

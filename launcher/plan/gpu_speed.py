@@ -67,6 +67,7 @@ def work_of(
     precision: str,
     optimizer: str,
 ) -> GpuWork:
+    """Count the work of a micro batch of `micro_batch` sequences."""
     tokens = micro_batch * sequence_length
     width = 2 if precision in ("bf16", "fp16") else 4
     numbers = PASSES * model.hidden_size + ATTENTION_PASSES * model.num_heads * sequence_length
@@ -153,6 +154,7 @@ def gpu_rate(config: Config, gpu: str, gpus: int, precision: str) -> Rate:
 
 
 def link_of(gpu: str, gpus: int) -> str | None:
+    """Return the link between the GPUs of a node; None for one GPU."""
     return str(hardware()["gpus"][gpu]["link"]) if gpus > 1 else None
 
 

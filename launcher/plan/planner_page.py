@@ -65,6 +65,7 @@ def planner_html(
     count: int = 1,
     price: float | None = None,
 ) -> str:
+    """Render the page with these values chosen."""
     devices = list(data["devices"])
     gpu = gpu if gpu in devices else devices[0]
     state = {

@@ -259,7 +259,9 @@ def unknown_issues(setting: str, value: str | None, names: Collection[str]) -> l
     if value is None or value in names:
         return []
     close = [name for name in names if name.lower().startswith(value.lower())]
-    close = close or difflib.get_close_matches(value, names, n=1, cutoff=0.4)
+    kinds = {name.partition("-")[0].lower() for name in names}  # H100 of H100-SXM-80G
+    for kind in [] if close else difflib.get_close_matches(value.lower(), kinds, n=1, cutoff=0.4):
+        close = [name for name in names if name.lower().startswith(kind)]
     hint = f"did you mean {' or '.join(close)}?" if close else f"use one of {', '.join(names)}"
     return [Issue(setting, "unknown", f"{value!r} is not known", value, hint=hint)]
 
@@ -431,6 +433,8 @@ def load_named(option: str, name: str) -> Config:
 
 
 class ModelShape(NamedTuple):
+    """bert-base, bert-large or the model of a configuration."""
+
     shape: ModelConfig
     sequence_length: int
     parameters: int

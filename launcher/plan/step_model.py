@@ -33,10 +33,12 @@ Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "rooted"]
 
 @cache
 def hardware() -> dict[str, Any]:
+    """Read hardware.yaml."""
     return dict(read_yaml(FILE))
 
 
 def constant(name: str) -> float:
+    """Return a constant of hardware.yaml."""
     return float(hardware()["constants"][name]["value"])
 
 
@@ -56,11 +58,13 @@ class LinkSpec:
         return (self.gpus_gb_s[max(measured)] if measured else self.gb_s) * self.reach
 
     def scaled(self, factor: float) -> LinkSpec:
+        """Return a link of `factor` times the bandwidth and equal latencies."""
         return dataclasses.replace(self, reach=factor * self.reach)
 
 
 @cache
 def find_link(name: str) -> LinkSpec:
+    """Return a link of hardware.yaml."""
     return LinkSpec(**hardware()["links"][name])
 
 
@@ -76,6 +80,7 @@ class ProtocolSpec(NamedTuple):
 
 @cache
 def find_protocols(kind: str) -> dict[str, ProtocolSpec]:
+    """Return the protocols of a kind of link by name."""
     rows = hardware()["latencies"][kind]["protocols"]
     return {name: ProtocolSpec(**row) for name, row in rows.items()}
 
@@ -100,6 +105,7 @@ class AllReduceCurve:
         return self.points[low] * math.pow(self.points[high] / self.points[low], share)
 
     def scaled(self, factor: float) -> AllReduceCurve:
+        """Return a curve that is `factor` times as fast at every size."""
         return AllReduceCurve(self.ranks, {size: s / factor for size, s in self.points.items()})
 
 
@@ -119,6 +125,7 @@ class Fabric:
     curve: AllReduceCurve | None = None  # takes the place of `intra` within one node
 
     def nodes(self, ranks: int) -> int:
+        """Return the number of nodes that `ranks` ranks fill."""
         return math.ceil(ranks / self.gpus_per_node)
 
     def bus_gb_s(self, ranks: int) -> float:
@@ -200,6 +207,7 @@ class Scenario:
 
     @property
     def replicas(self) -> int:
+        """Number of model replicas."""
         return self.ranks // self.tensor
 
 

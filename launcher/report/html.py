@@ -27,6 +27,7 @@ MAX_NOTES = 6  # of one verdict before the rest folds
 
 
 def html(report: Report) -> str:
+    """Render the whole page."""
     figures = [figure for section in report.sections for figure in section.figures if not figure.is_empty]
     drawings = [
         {

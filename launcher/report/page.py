@@ -31,6 +31,8 @@ Style = Literal["line", "dashed", "dotted", "marks", "both"]
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
+    """One finding and its evidence."""
+
     level: Level
     text: str
     notes: Sequence[str] = ()
@@ -48,6 +50,8 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class TableCell:
+    """One value of a table."""
+
     text: str
     note: str = ""  # its denominator or scope
     exact: float | None = None  # its value with all digits
@@ -55,12 +59,16 @@ class TableCell:
 
 @dataclasses.dataclass(frozen=True)
 class Column:
+    """A column of a table."""
+
     head: str
     text: bool = False  # holds words, which may be long and are aligned left
 
 
 @dataclasses.dataclass(frozen=True)
 class TableRow:
+    """A row of a table."""
+
     label: str
     cells: Sequence[TableCell]
     topic: str = ""  # heading above the first of the rows that share it
@@ -80,6 +88,8 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
+    """An axis of a figure."""
+
     label: str  # names the unit in words
     unit: Unit = "si"  # format of its numbers
     log: bool = False
@@ -102,6 +112,7 @@ class Line:
 
     @property
     def values(self) -> list[float]:
+        """Values that were measured."""
         return [y for y in self.y if y is not None]
 
 
@@ -115,6 +126,7 @@ class Bars:
 
     @property
     def values(self) -> list[float]:
+        """Values that were measured."""
         return [part for part in self.parts if part]
 
 
@@ -157,6 +169,8 @@ class Figure:
 
 @dataclasses.dataclass(frozen=True)
 class ReportSection:
+    """A part of the report."""
+
     title: str
     figures: Sequence[Figure] = ()
     tables: Sequence[Table] = ()
@@ -168,6 +182,8 @@ class ReportSection:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
+    """The result of a verb."""
+
     title: str
     subtitle: Sequence[str] = ()
     verdicts: Sequence[Verdict] = ()
@@ -183,10 +199,12 @@ def cell(value: object, unit: Unit, note: str = "") -> TableCell:
 
 
 def value(label: str, number: object, unit: Unit, note: str = "", *, console: bool = True) -> TableRow:
+    """Return a row of one number."""
     return TableRow(label, (cell(number, unit, note),), console=console)
 
 
 def words(label: str, text: str | None, note: str = "", *, console: bool = True) -> TableRow:
+    """Return a row of one text."""
     return TableRow(label, (TableCell(text or NA, note),), console=console)
 
 
@@ -198,6 +216,7 @@ def series(pairs: Sequence[tuple[Any, Any]]) -> tuple[list[float], list[float | 
 
 
 def first_line(text: object, otherwise: str = "cause not recorded") -> str:
+    """Return the first line of a text that may have many or none."""
     return next((line for line in str(text or "").strip().splitlines() if line), otherwise)
 
 
@@ -224,11 +243,13 @@ def machine_line(environment: Mapping[str, Any], *front: str) -> str:
 
 
 def subtitle(result: Measurement, method: Sequence[str]) -> list[str]:
+    """Name the machine and the method."""
     trial = f"trials on {count_of(result.ranks, 'rank')}"
     return [machine_line(result.environment, trial), " \u00b7 ".join(method)]
 
 
 def status_verdicts(result: Measurement) -> list[Verdict]:
+    """Say that the measurement failed or is partial."""
     if result.status == "failed":
         return [Verdict("fail", f"Failed: {result.reason or 'cause not recorded'}")]
     if result.status != "complete":
@@ -241,11 +262,14 @@ ENDS = {"low": 0, "high": 1}  # of an interval
 
 @dataclasses.dataclass(frozen=True)
 class Quantity:
+    """A field of a part of a result."""
+
     path: str  # keys that lead to it, with dots
     head: str  # head of its column, with what the unit does not say
     unit: Unit = "si"
 
     def of(self, part: object) -> object:
+        """Return its value in `part`."""
         return at(part, self.path)
 
 
@@ -263,6 +287,7 @@ class Ratio(Quantity):
         return TableCell(f"not measurable with {count_of(at(part, 'repeats'), 'repeat')}")
 
     def number(self, part: object) -> float | None:
+        """Return the value; None where it is not measurable."""
         return number(self.of(part))
 
     def ends(self, part: object) -> str:
@@ -301,6 +326,7 @@ def at(part: object, path: str) -> Any:
 
 
 def cell_of(part: object, quantity: Quantity | Computed) -> TableCell:
+    """Return the cell of a quantity of `part`."""
     value = quantity.of(part)
     return value if isinstance(value, TableCell) else cell(value, quantity.unit)
 
@@ -333,6 +359,7 @@ def show_report(console: Console, report: Report, page: Path | None = None, *, t
 
 
 def show_end(console: Console, report: Report, page: Path | None) -> None:
+    """Print the page and the command to run next."""
     for label, what in (("page", page), ("next", runnable(report.next))):
         if what:
             show(console, f"{label}: {what}", **PLAIN)

@@ -27,6 +27,8 @@ NUM_STRETCHES = 500  # of a long metrics.jsonl; at most five lines of each are k
 
 @dataclasses.dataclass(frozen=True)
 class RunFiles:
+    """Contents of a run directory."""
+
     path: Path
     name: str
     finished: bool  # summary.json was written

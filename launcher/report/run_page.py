@@ -82,6 +82,7 @@ def loss_text(loss: float | None, heldout: HeldOut, seeds: Sequence[float] = ())
 
 
 def loss_in(unit: str, loss: float | None) -> str:
+    """Format a loss in nats or in another unit."""
     return format_nats(loss) if unit == "nats" else f"{format_ratio(loss)} {unit}"
 
 

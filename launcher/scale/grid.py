@@ -29,6 +29,8 @@ DISPLACED = {
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
+    """Options of `bert-dp scale`."""
+
     gpus: tuple[int, ...]
     modes: tuple[Mode, ...]
     engines: tuple[str, ...]
@@ -41,6 +43,7 @@ class Settings:
 
 
 def run_dir(out: Path, cell: GridCell, repeat: int) -> Path:
+    """Return the run directory of a repeat of a cell."""
     return out / "runs" / f"{cell.id}-r{repeat}"
 
 
@@ -128,6 +131,7 @@ class Grid:
         )
 
     def config_of(self, cell: GridCell) -> Config:
+        """Return the configuration that the ranks of a cell train."""
         return self._config(cell.engine, cell.tensor, cell.global_batch)
 
     def displaced(self, overrides: Sequence[str]) -> list[str]:

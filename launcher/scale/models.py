@@ -45,6 +45,8 @@ DiagnosisKind = Literal[
 
 
 class GridCell(StoredModel):
+    """One configuration of the grid."""
+
     id: str
     mode: Mode = "weak"
     kind: CellKind = "run"
@@ -65,6 +67,8 @@ class GridFile(PlanFile):
 
 
 class LinkPoint(StoredModel):
+    """One message size of an all-reduce."""
+
     bytes: Bytes
     seconds: Seconds
     busbw_gb_s: float | None = None
@@ -80,6 +84,8 @@ class MeasuredLink(StoredFile):
 
 
 class MeasuredGradient(StoredModel):
+    """One gradient of a profiled backward pass."""
+
     name: str | None = None
     bytes: Bytes
     ready_s: Share  # since the start of the backward pass
@@ -155,6 +161,8 @@ class StepTime(StoredModel):
 
 
 class RepeatMeasurement(StoredModel):
+    """One run of a cell, in the directory `run`."""
+
     run: str
     steps: int
     steps_per_s: float
@@ -224,6 +232,7 @@ class CellMeasurement(GridCell):
 
     @property
     def step_s(self) -> float | None:
+        """Return the mean seconds of a step of the whole job."""
         return self.step_time_s.mean if self.step_time_s else None
 
 
@@ -256,6 +265,8 @@ class Lever(StoredModel):
 
 
 class PredictedRow(StoredModel):
+    """The prediction for `world_size` GPUs."""
+
     world_size: int
     tensor: int = 1
     accumulation: int
@@ -271,6 +282,8 @@ class PredictedRow(StoredModel):
 
 
 class ComparedCell(StoredModel):
+    """A measured cell beside its prediction."""
+
     cell: str
     predicted_step_s: float
     measured_step_s: float | None = None

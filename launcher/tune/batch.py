@@ -78,6 +78,8 @@ GUARD_GIB = 1.0  # address space above a rank's memory that is private and never
 
 @dataclasses.dataclass(frozen=True)
 class BatchOptions:
+    """Options of `tune batch`."""
+
     nproc: str  # auto or a number
     budget_s: float
     memory_gib: float | None  # of a rank; None: what its device has free, or its share of the host
@@ -493,6 +495,7 @@ class BatchSearch:
         )
 
     def result(self, outcome: SearchOutcome, session: Session[SearchPlan]) -> TuneBatch:
+        """Return tune.json."""
         rates = self.rates()
         return TuneBatch(
             status=outcome.status,

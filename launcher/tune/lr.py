@@ -57,6 +57,8 @@ Predict = Callable[[job.Job, int], tuple[float, float] | None]
 
 @dataclasses.dataclass(frozen=True)
 class LrSearchSpec:
+    """The configuration, the data and the devices of a search."""
+
     config: Config
     options: LrOptions
     ranks: int  # ranks of a trial
@@ -67,6 +69,7 @@ class LrSearchSpec:
 
     @property
     def seeds(self) -> list[int]:
+        """Return the seeds of a finalist."""
         return [self.config.run.seed + k for k in range(self.options.seeds)]
 
 
@@ -328,6 +331,7 @@ class LrSearch:
         return Trial(self._runs.out / "trials" / name, config, self.spec.ranks)
 
     def result(self, outcome: SearchOutcome, session: DataSession[SearchPlan]) -> TuneLr:
+        """Return tune.json."""
         spec, test = self.spec, self.range_test
         trained = [trial for rung in self.rungs for trial in rung.trials]
         return TuneLr(
@@ -351,6 +355,7 @@ class LrSearch:
 
 
 def step_tokens(config: Config) -> int:
+    """Return the tokens of a step of the full global batch."""
     return config.batch.global_size * config.data.sequence_length
 
 
@@ -414,6 +419,7 @@ def _bare(config: Config, shards: Path, lr: float, seed: int) -> Config:
 
 
 def fixed_rate(lr: float) -> dict[str, Any]:
+    """Return the settings of `optim` for a rate that no rule scales."""
     return {"lr": lr, "lr_scaling": "none", "lr_batch": None}
 
 

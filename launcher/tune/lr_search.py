@@ -27,6 +27,8 @@ Side = Literal["high", "low"]
 
 
 class LrOptions(StoredModel):
+    """Options of `tune lr`."""
+
     ranks: int | None = None  # of a trial; null: as few as one replica needs
     rates: int = 5
     seeds: int = 3
@@ -44,6 +46,8 @@ class RangeTest(StoredModel):
 
 
 class LrTrial(StoredModel):
+    """One complete run."""
+
     name: str
     lr: float
     seed: int
@@ -69,9 +73,11 @@ class Rung(StoredModel):
 
     @property
     def rates(self) -> list[float]:
+        """Return the rates, ascending."""
         return sorted({trial.lr for trial in self.trials})
 
     def scores(self, lr: float) -> list[float]:
+        """Return the scores of a rate, in the order of its trials."""
         return [trial.score for trial in self.trials if trial.lr == lr]
 
     def mean(self, lr: float) -> float:
@@ -84,6 +90,8 @@ class Rung(StoredModel):
 
 
 class LrChoice(StoredModel):
+    """The chosen rate."""
+
     lr: Positive
     heldout_loss: float  # mean over the seeds
     seeds: int
@@ -93,6 +101,8 @@ class LrChoice(StoredModel):
 
 
 class TuneLr(TuneFile):
+    """tune.json of `tune lr`."""
+
     schema_version: Literal[1] = 1
     kind: Literal["lr"] = "lr"
     settings: LrOptions
@@ -104,6 +114,7 @@ class TuneLr(TuneFile):
 
     @property
     def trials(self) -> list[LrTrial]:
+        """Return the trials of both rungs."""
         return [trial for rung in self.rungs for trial in rung.trials]
 
 

@@ -54,6 +54,7 @@ class MemoryLine(StoredModel):
     gib_per_sequence: float
 
     def gib(self, micro: float) -> float:
+        """Return the peak at a micro batch."""
         return self.intercept_gib + self.gib_per_sequence * micro
 
 
@@ -81,6 +82,8 @@ class BatchChoice(StoredModel):
 
 
 class TuneBatch(TuneFile):
+    """tune.json of `tune batch`."""
+
     schema_version: Literal[1] = 1
     kind: Literal["batch"] = "batch"
     global_batch: int
@@ -97,6 +100,7 @@ class TuneBatch(TuneFile):
 
 
 def with_micro(config: Config, micro: int) -> Config:
+    """Return the configuration with another micro batch at the same global batch."""
     return with_settings(config, batch={"micro_size": micro})
 
 
@@ -167,6 +171,7 @@ def run_rate(trial: BatchTrial, global_size: int) -> float:
 
 
 def mean_rate(rates: Rates, micro: int) -> float:
+    """Return the geometric mean over the runs of a size."""
     return statistics.geometric_mean(rates[micro])
 
 

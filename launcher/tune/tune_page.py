@@ -68,6 +68,7 @@ def tune_page(path: Path) -> Report:
 
 
 def train_command(folder: Path) -> str:
+    """Return the command that trains what was chosen."""
     return f"bert-dp train {shlex.quote(str(folder / TUNED))}"
 
 
@@ -84,6 +85,7 @@ def _marks(label: str, points: Sequence[tuple[float, float | None]], colour: int
 
 
 def batch_page(tune: TuneBatch, folder: Path) -> Report:
+    """Build the page of a search of the micro batch. `folder` holds tune.json."""
     method = [
         f"global batch {format_count(tune.global_batch)}",
         f"{count_of(len(tune.trials), 'run')} in {format_duration(tune.seconds or 0.0)}",
@@ -189,6 +191,7 @@ def _chosen(tune: TuneBatch) -> list[Mark]:
 
 
 def lr_page(tune: TuneLr, folder: Path) -> Report:
+    """Build the page of a search of the learning rate. `folder` holds tune.json."""
     method = [
         f"whole runs of {format_si(tune.tokens, 'tokens')}",
         f"{count_of(len(tune.trials), 'trial')}, {format_duration(tune.seconds or 0.0)} in all",
@@ -225,6 +228,7 @@ def _lr_choice(tune: TuneLr, folder: Path) -> Verdict:
 
 
 def finite_losses(rung: Rung, lr: float) -> list[float]:
+    """Return the losses of the seeds that ended well."""
     return [score for score in rung.scores(lr) if score < math.inf]
 
 
@@ -248,6 +252,7 @@ def loss_figure(tune: TuneLr) -> Figure:
 
 
 def range_figure(tune: TuneLr) -> Figure:
+    """Draw the training loss while the rate rises, and the edge."""
     test = tune.range_test
     points = test.points if test else []
     edge = test.edge if test else None

@@ -86,12 +86,14 @@ def decide_cause(
 
 
 def error_files(logs: Path, ranks: Sequence[int] | None = None) -> list[Path]:
+    """List the errors that ranks have recorded; `ranks`: only theirs."""
     if ranks is None:
         return list(logs.glob("rank-*.error.json"))
     return [path for rank in ranks if (path := logs / f"rank-{rank}.error.json").exists()]
 
 
 def recorded_errors(logs: Path, ranks: Sequence[int] | None = None) -> list[Failure]:
+    """Read the errors that ranks have recorded; `ranks`: only theirs."""
     found = (results.find(path, Failure) for path in error_files(logs, ranks))
     return [error for error in found if error is not None]
 
