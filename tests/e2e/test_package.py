@@ -75,4 +75,5 @@ def test_the_package_page_has_no_link_that_leads_nowhere(wheel: Path) -> None:
         page = archive.read(name).decode()
     assert "# bert-dp" in page
     targets = [part.partition(")")[0] for part in page.split("](")[1:]]
-    assert targets and all(target.startswith("https://") for target in targets)
+    assert targets
+    assert all(target.startswith("https://") for target in targets)
