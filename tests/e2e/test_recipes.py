@@ -138,7 +138,7 @@ def test_continued_pretraining_begins_with_an_encoder_and_goes_back(folder: Path
 
 @pytest.mark.quick
 def test_other_numbers_of_gpus_train_what_one_trains() -> None:
-    """Only the micro batch and the hours differ; over two nodes also the ramp and the width of the reduction."""
+    """Micro batch and hours differ; over two nodes also the ramp and the width of the reduction."""
     one, eight, two = (
         load_config(shipped_configs() / f"{name}.yaml", ["data.path=shards", "batch.micro_size=128"])
         for name in ("one-gpu", "eight-gpus", "two-nodes")
