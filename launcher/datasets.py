@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +13,7 @@ from bert_dp.config.manifest import SourceFile, loss_warnings
 from launcher.job import issues_by_option
 from launcher.log import PLAIN, runnable, show
 from launcher.report.formats import count_of, format_count, format_nats, format_percent
-from launcher.report.page import Quantity, Report, ReportSection, Table, Verdict, show_report, table, words
+from launcher.report.page import Quantity, Report, ReportSection, Table, Verdict, show_result, table, words
 
 VOCAB_SIZE = 32_768
 OPTIONS = {
@@ -102,10 +100,7 @@ def inspect(directory: Path, *, as_json: bool, console: Console) -> int:
     from bert_dp.data import shards
 
     facts = shards.inspect(directory.expanduser())
-    if as_json:
-        sys.stdout.write(json.dumps(facts, indent=1) + "\n")
-    else:
-        show_report(console, shards_report(facts, directory))
+    show_result(console, facts, lambda: shards_report(facts, directory), as_json=as_json)
     return 1 if facts["problems"] else 0
 
 

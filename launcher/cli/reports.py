@@ -145,7 +145,7 @@ def checkpoints(
 
     Exit code 1 if one is damaged.
     """
-    from launcher.report.page import show_report
+    from launcher.report.page import show_result
     from launcher.run.trials import heldout_losses
 
     paths = files.list_checkpoints(run / "checkpoints")
@@ -155,10 +155,7 @@ def checkpoints(
         raise ConfigError([Issue("RUN", "not_found", message, str(run), hint=hint)])
     losses = heldout_losses(run)
     found = [_describe(path, losses) for path in paths]
-    if json:
-        typer.echo(jsonlib.dumps(files.finite(found), indent=1))
-    else:
-        show_report(opt.console(), checkpoints_report(found))
+    show_result(opt.console(), found, lambda: checkpoints_report(found), as_json=json)
     return 1 if any(each["problem"] for each in found) else 0
 
 
@@ -183,19 +180,19 @@ def _describe(path: Path, losses: Mapping[int, float]) -> dict[str, Any]:
 def checkpoints_report(checkpoints: Sequence[Mapping[str, Any]]) -> Report:
     """Build the table of the checkpoints, newest first, with a verdict for each damaged one."""
     from launcher.report.formats import count_of
-    from launcher.report.page import Computed, Quantity, Report, ReportSection, Verdict, table
+    from launcher.report.page import Quantity, Report, ReportSection, Verdict, table
 
     advice = ["Remove it; a run goes on from the newest checkpoint that is sound."]
     damaged = [
         Verdict("fail", f"damaged: {each['problem']}", advice) for each in checkpoints if each["problem"]
     ]
     sound = Verdict("ok", f"{count_of(len(checkpoints), 'checkpoint')}, every file as its hash says")
-    quantities: list[Quantity | Computed] = [
+    quantities: list[Quantity] = [
         Quantity("step", "step", "count"),
         Quantity("samples", "samples", "count"),
         Quantity("heldout_loss", "held-out loss", "nats"),
-        Computed(lambda each: each["bytes"] and each["bytes"] / GIB, "size", "gib"),
-        Computed(lambda each: "damaged" if each["problem"] else "verified", "files", "word"),
+        Quantity(lambda each: each["bytes"] and each["bytes"] / GIB, "size", "gib"),
+        Quantity(lambda each: "damaged" if each["problem"] else "verified", "files", "word"),
     ]
     listed = table([(each["name"], each) for each in checkpoints], quantities, corner="checkpoint")
     return Report(
@@ -219,7 +216,7 @@ def doctor(
     clocks, and measures the link to each. Exit code 1 if a run would fail.
     """
     from launcher.machine import doctor as checks
-    from launcher.report.page import show_report
+    from launcher.report.page import show_result
     from launcher.run.check_nodes import check
     from launcher.run.nodes import find_place
 
@@ -232,9 +229,8 @@ def doctor(
     if place is not None:
         more, code = check(place, run_dir or Path(), data, logger(opt.console(), json))
         findings += more
-    if json:
-        facts = {"environment": machine.to_json(), "findings": [f.__dict__ for f in findings]}
-        typer.echo(jsonlib.dumps(facts, indent=1))
-    else:
-        show_report(opt.console(), checks.doctor_report(machine, findings), titled=True)
+    facts = {"environment": machine.to_json(), "findings": [f.__dict__ for f in findings]}
+    show_result(
+        opt.console(), facts, lambda: checks.doctor_report(machine, findings), as_json=json, titled=True
+    )
     return 1 if any(f.level == "fail" for f in findings) else code

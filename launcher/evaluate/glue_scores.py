@@ -20,7 +20,6 @@ from launcher.evaluate.finetune import Pretrained
 from launcher.report.formats import NA, count_of, format_count, format_lr, format_nats, format_points
 from launcher.report.page import (
     Column,
-    Computed,
     Quantity,
     Report,
     ReportSection,
@@ -133,13 +132,8 @@ def dev_splits(manifest: ExamplesManifest) -> list[str]:
 
 def read_trial(trial: Trial, outcome: TrialOutcome, manifest: ExamplesManifest) -> GlueTrial:
     """Read the scores of a trial that has ended. A trial that lacks a score of a dev set has failed."""
-    result = GlueTrial(
-        trial=trial.name,
-        lr=peak_lr(trial.config).value,
-        seed=trial.config.run.seed,
-        status=outcome.status,
-        seconds=round(outcome.seconds, 3),
-    )
+    lr, seed, seconds = peak_lr(trial.config).value, trial.config.run.seed, round(outcome.seconds, 3)
+    result = GlueTrial(trial=trial.name, lr=lr, seed=seed, status=outcome.status, seconds=seconds)
     if outcome.status != "ok":
         return result.model_copy(update={"cause": cause(trial.directory)})
     summary = read_summary(trial.directory)
@@ -225,7 +219,8 @@ SCORES = (
     Quantity("examples", "dev examples", "count"),
     Quantity("truncated", "truncated", "count"),
     Quantity("in_train", "also in train", "count"),
-    Computed(lambda score: ", ".join(map(format_points, score.seeds)), "every seed", "word"),
+    Quantity(lambda score: ", ".join(map(format_points, score["seeds"])), "every seed", "word"),
+    Quantity("remark", "remark", "word"),
 )
 SAME_DATA = "compare evaluations with the same files, tokenizer and length"
 DIFFERENCE = (
@@ -236,14 +231,20 @@ DIFFERENCE = (
 
 def glue_report(glue: Glue) -> Report:
     """Build the page of one evaluation."""
-    seeds = count_of(glue.settings.seeds, "seed")
+    seeds, method = count_of(glue.settings.seeds, "seed"), describe_method(glue)
     left_out = [words(task, reason) for task, reason in glue.left_out.items()]
+    rows = [
+        (name_score(task, score), {**dict(score), "remark": _remark(task, score)})
+        for task in glue.tasks
+        for score in task.scores
+    ]
+    scores = table(rows, SCORES, title=method, corner="task", empty="no task was evaluated")
     return Report(
         "bert-dp: GLUE",
-        subtitle(glue, [describe_method(glue), f"rate {format_lr(glue.lr)}", seeds]),
+        subtitle(glue, [method, f"rate {format_lr(glue.lr)}", seeds]),
         [*status_verdicts(glue), *_verdicts(glue)],
         sections=[
-            ReportSection("Dev scores", tables=[_scores(glue)], notes=["Out of 100; median over the seeds."]),
+            ReportSection("Dev scores", tables=[scores], notes=["Out of 100; median over the seeds."]),
             ReportSection("Left out", tables=[Table(left_out)], console=bool(left_out)),
         ],
     )
@@ -262,16 +263,6 @@ def name_score(task: GlueTask, score: GlueScore) -> str:
     """Return `RTE accuracy`, `MNLI matched accuracy`."""
     split = score.split.removeprefix("dev").removeprefix("_")
     return " ".join(filter(None, (task.task, split, METRICS.get(score.metric, score.metric))))
-
-
-def _scores(glue: Glue) -> Table:
-    scored = [(task, score) for task in glue.tasks for score in task.scores]
-    remarks = {id(score): _remark(task, score) for task, score in scored}
-    remark = Computed(lambda score: remarks[id(score)], "remark", "word")
-    rows = [(name_score(task, score), score) for task, score in scored]
-    return table(
-        rows, [*SCORES, remark], title=describe_method(glue), corner="task", empty="no task was evaluated"
-    )
 
 
 def _remark(task: GlueTask, score: GlueScore) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from bert_dp.files import safe
 from launcher.report.formats import FORMATS, Unit
-from launcher.report.page import Axis, Bars, Figure, Line, Mark
+from launcher.report.page import Axis, Bars, Figure, Line, ReferenceLine
 
 NUM_COLOURS = 8
 SYMBOLS = ("circle", "square", "diamond", "triangle-up")
@@ -165,7 +165,7 @@ def _levels(figure: Figure) -> list[dict[str, Any]]:
     ]
 
 
-def _marks(marks: Sequence[Mark]) -> list[dict[str, Any]]:
+def _marks(marks: Sequence[ReferenceLine]) -> list[dict[str, Any]]:
     names = [text_of(mark.label, LABEL_CHARS) for mark in marks]
     return [
         {**_across("x", mark.value), "name": name, "legendgroup": name, "showlegend": names.index(name) == i}

@@ -113,11 +113,6 @@ def is_running(run_dir: Path) -> bool:
     return False
 
 
-def other(times: Mapping[str, float]) -> float:
-    """Return the seconds of train outside its named parts; clocks of host and device may overlap a little."""
-    return max(0.0, times.get("train", 0.0) - sum(times.get(part, 0.0) for part in TRAIN_PARTS))
-
-
 def _summary(path: Path, missing: list[str]) -> Summary | None:
     """Read summary.json. Returns None, and names the problem in `missing`, if it cannot be read."""
     data = files.read_json(path)

@@ -12,7 +12,6 @@ from launcher.report.formats import number as finite
 from launcher.report.page import (
     Axis,
     Bars,
-    Computed,
     Figure,
     Level,
     Line,
@@ -78,16 +77,10 @@ def scale_page(scaling: Scaling, folder: Path | None = None) -> Report:
     by_mode = (_speedup, _efficiency, _step_split)
     figures = [figure(scaling, mode) for mode in modes for figure in by_mode] + [_bandwidth(scaling)]
     result = ReportSection("Result", tables=[_result(scaling)], notes=[RESULT_NOTE, *_agreement(scaling)])
-    prediction = [
-        ReportSection(
-            "Prediction and measurement",
-            tables=[models.compared(found)],
-            notes=found.assumptions,
-            console=False,
-        )
-        for found in [scaling.prediction]
-        if found
-    ]
+    sections = [result, ReportSection("", figures, console=False)]
+    if (found := scaling.prediction) is not None:
+        title, tables = "Prediction and measurement", [models.compared(found)]
+        sections.append(ReportSection(title, tables=tables, notes=found.assumptions, console=False))
     size = format_count(max((cell.world_size for cell in scaling.cells), default=None))
     device = scaling.settings.device or "device not recorded"
     can_plan = folder is not None and scaling.profile is not None
@@ -96,7 +89,7 @@ def scale_page(scaling: Scaling, folder: Path | None = None) -> Report:
         [machine_line(scaling.environment, f"up to {size} x {device}"), _method(scaling, modes)],
         [*_ends(scaling), *_verdicts(scaling)],
         _tiles(scaling),
-        [result, ReportSection("", figures, console=False), *prediction],
+        sections,
         next=f"bert-dp plan scaling --from {shlex.quote(f'{folder}/{FILE}')}" if can_plan else "",
     )
 
@@ -108,14 +101,15 @@ def _runs(scaling: Scaling) -> list[CellMeasurement]:
 def _method(scaling: Scaling, modes: Sequence[Mode]) -> str:
     settings = scaling.settings
     steps, warm_up = format_count(settings.steps), format_count(settings.warm_up)
-    parts = [
-        settings.model or "model not recorded",
-        f"{' and '.join(modes)} scaling",
-        f"micro batch {format_count(settings.micro_batch)}, {settings.precision or NA}",
-        f"{count_of(settings.repeats, 'repeat')} of {steps} steps after {warm_up} of warm-up",
-        "baseline: single on one rank",
-    ]
-    return " \u00b7 ".join(parts)
+    return " \u00b7 ".join(
+        [
+            settings.model or "model not recorded",
+            f"{' and '.join(modes)} scaling",
+            f"micro batch {format_count(settings.micro_batch)}, {settings.precision or NA}",
+            f"{count_of(settings.repeats, 'repeat')} of {steps} steps after {warm_up} of warm-up",
+            "baseline: single on one rank",
+        ]
+    )
 
 
 def _ends(scaling: Scaling) -> list[Verdict]:
@@ -137,8 +131,8 @@ def _verdicts(scaling: Scaling) -> list[Verdict]:
     """Return each diagnosis once with its cells, and the flags of cells; worst first."""
     cells: dict[tuple[DiagnosisKind, str, str], list[str]] = {}
     for found in scaling.verdicts:
-        notes = cells.setdefault((found.kind, found.verdict, found.next), [])
-        notes.append(f"{found.cell}: {found.evidence}")
+        note = f"{found.cell}: {found.evidence}"
+        cells.setdefault((found.kind, found.verdict, found.next), []).append(note)
     verdicts = []
     for (kind, text, hint), notes in cells.items():
         advice = f" Next: {hint}." if hint not in ("", "nothing") else ""
@@ -157,7 +151,6 @@ def _tiles(scaling: Scaling) -> list[Tile]:
     peaks = [sheet if peak.datasheet_flops else "data-sheet peak unknown"]
     if peak.matmul_flops:
         peaks.append(f"{peak.precision or ''} matmul peak measured here".lstrip())
-
     place = f"{best.id}, N = {format_count(best.world_size)}" if best else "no cell has run"
     speedup, efficiency, sent, *per_peak = (
         cell_of(best, ratio).text for ratio in (SPEEDUP, EFFICIENCY, COMMUNICATION, *PER_PEAK)
@@ -176,12 +169,12 @@ def _tiles(scaling: Scaling) -> list[Tile]:
 def _result(scaling: Scaling) -> Table:
     """Return the table of the run cells; a rate per peak that no cell has needs no column."""
     runs = _runs(scaling)
-    columns: list[Quantity | Computed] = [
+    columns = [
         Quantity("world_size", "N", "count"),
         Quantity("tokens_per_s", "tokens/s"),
         Quantity("tokens_per_s_per_gpu", "per rank"),
         SPEEDUP,
-        Computed(lambda run: TableCell(EFFICIENCY.text(run), exact=EFFICIENCY.number(run)), "efficiency"),
+        Quantity(lambda run: TableCell(EFFICIENCY.text(run), exact=EFFICIENCY.number(run)), "efficiency"),
         dataclasses.replace(COMMUNICATION, head="comm."),
         EXPOSED,
         Quantity("data_wait_fraction", "data", "percent"),
@@ -198,8 +191,8 @@ def _agreement(scaling: Scaling) -> list[str]:
     if not compared:
         return []
     agree, deviation = (
-        sum(bool(c.loss_agrees) for c in compared),
-        max(c.loss_deviation or 0 for c in compared),
+        sum(cell.loss_agrees is True for cell in compared),
+        max(cell.loss_deviation or 0 for cell in compared),
     )
     losses = f"Losses of {agree} of {len(compared)} compared cells agree with those of one rank"
     return [f"{losses}; greatest relative deviation {format_lr(deviation)}."]
