@@ -93,12 +93,9 @@ def plan_fit(
 
 
 def plan_scaling(
-    nproc: Annotated[Sequence[int], opt.counts_option("1,2,4,8 or 1..1024 (doubling); default: 1..8.")] = (
-        1,
-        2,
-        4,
-        8,
-    ),
+    nproc: Annotated[
+        Sequence[int], opt.parsed(opt.counts, "N,...", "1,2,4,8 or 1..1024 (doubling); default: 1..8.")
+    ] = (1, 2, 4, 8),
     from_: Annotated[Path | None, Option("--from", help="scaling.json of a benchmark.")] = None,
     model: Annotated[str | None, Option(help="bert-base, bert-large or a configuration.")] = None,
     seq_per_s: Annotated[
@@ -113,9 +110,11 @@ def plan_scaling(
     ] = None,
     nics: Annotated[int, Option(min=1, help="NICs per node.")] = 1,
     engine: Annotated[Literal["ddp", "zero1", "fsdp"], Option(help="Engine to predict.")] = "ddp",
-    tensor: Annotated[Sequence[int], opt.counts_option("Tensor-parallel sizes; default: 1.")] = (1,),
+    tensor: Annotated[
+        Sequence[int], opt.parsed(opt.counts, "N,...", "Tensor-parallel sizes; default: 1.")
+    ] = (1,),
     accumulation: Annotated[
-        Sequence[int], opt.counts_option("Micro batches per step; default: as measured.")
+        Sequence[int], opt.parsed(opt.counts, "N,...", "Micro batches per step; default: as measured.")
     ] = (),
     json: opt.Json = False,
 ) -> int:

@@ -20,13 +20,7 @@ if TYPE_CHECKING:
 
 
 def export(
-    form: ExportFormat,
-    run: Path,
-    out: Path,
-    *,
-    encoder: bool,
-    precision: ExportPrecision = "fp32",
-    console: Console,
+    form: ExportFormat, run: Path, out: Path, *, encoder: bool, precision: ExportPrecision, console: Console
 ) -> int:
     """Write a run to the new directory `out`, and say what is there. Raises ConfigError."""
     os.environ |= kernel_caches()  # torch takes a directory of its own otherwise

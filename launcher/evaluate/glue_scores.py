@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import ClassVar, Literal
 
 from bert_dp import files
 from bert_dp.config import ConfigError, ExamplesManifest, Issue, peak_lr
-from bert_dp.config.manifest import Metric
 from bert_dp.files.models import HeldOut, StoredModel
 from launcher import results
 from launcher.evaluate import FILE
@@ -151,13 +151,24 @@ def read_trial(trial: Trial, outcome: TrialOutcome, manifest: ExamplesManifest) 
 
 
 def score_task(manifest: ExamplesManifest, trials: Sequence[GlueTrial]) -> GlueTask:
-    """Compute the scores of a task over its seeds."""
-    trials = sorted(trials, key=lambda trial: trial.seed)
-    scores = [
-        score_metric(split, metric, trials, manifest)
-        for split in dev_splits(manifest)
-        for metric in manifest.metrics
-    ]
+    """Compute the median and the standard deviation of each score of a task over its seeds."""
+    trials, scores = sorted(trials, key=lambda trial: trial.seed), []
+    for split, metric in itertools.product(dev_splits(manifest), manifest.metrics):
+        seeds = [trial.scores.get(f"{split}/{metric}") for trial in trials]
+        known = [score for score in seeds if score is not None]
+        dev = manifest.splits[split]
+        score = GlueScore(
+            split=split,
+            metric=metric,
+            seeds=seeds,
+            median=statistics.median(known) if known else None,
+            sd=statistics.stdev(known) if len(known) > 1 else None,
+            majority=(dev.baseline or {}).get(metric),
+            examples=dev.examples,
+            truncated=dev.truncated,
+            in_train=dev.in_train,
+        )
+        scores.append(score)
     first = scores[0].name
     ranked = sorted((t.scores[first], t.seed, t.trial) for t in trials if first in t.scores)
     return GlueTask(
@@ -168,32 +179,6 @@ def score_task(manifest: ExamplesManifest, trials: Sequence[GlueTrial]) -> GlueT
         scores=scores,
         median_trial=ranked[(len(ranked) - 1) // 2][2] if ranked else None,
     )
-
-
-def score_metric(
-    split: str, metric: Metric, trials: Sequence[GlueTrial], manifest: ExamplesManifest
-) -> GlueScore:
-    """Compute the median and the standard deviation over the trials that have a score."""
-    seeds = [trial.scores.get(f"{split}/{metric}") for trial in trials]
-    known = [score for score in seeds if score is not None]
-    dev = manifest.splits[split]
-    return GlueScore(
-        split=split,
-        metric=metric,
-        seeds=seeds,
-        median=statistics.median(known) if known else None,
-        sd=statistics.stdev(known) if len(known) > 1 else None,
-        majority=(dev.baseline or {}).get(metric),
-        examples=dev.examples,
-        truncated=dev.truncated,
-        in_train=dev.in_train,
-    )
-
-
-def paired_differences(one: GlueTask, other: GlueTask, name: str) -> list[float]:
-    """Return the score of `other` less that of `one` for each seed that has one in both."""
-    before = {trial.seed: trial.scores[name] for trial in one.trials if name in trial.scores}
-    return [t.scores[name] - before[t.seed] for t in other.trials if name in t.scores and t.seed in before]
 
 
 def average(tasks: Sequence[GlueTask]) -> tuple[float | None, list[str]]:
@@ -313,15 +298,14 @@ def compare_report(folders: Sequence[Path]) -> Report:
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
     rows = []
-    for task in shared:
-        one, *others = (tasks[task] for tasks in by_name)
+    for one, *others in ([tasks[name] for tasks in by_name] for name in shared):
         for score in one.scores:
             medians = [_median(each, score.name) for each in (one, *others)]
-            pairs = [paired_differences(one, other, score.name) for other in others]
-            cells = [cell(score.majority, "points"), *medians, *map(_difference, pairs)]
+            differences = [_difference(one, other, score.name) for other in others]
+            cells = [cell(score.majority, "points"), *medians, *differences]
             rows.append(TableRow(name_score(one, score), cells))
     heads = ["majority", *names, *(f"{name} - {names[0]}" for name in names[1:])]
-    scores = Table(rows, list(map(Column, heads)), "", "task")
+    scores = Table(rows, [*map(Column, heads)], corner="task")
     return Report(
         "bert-dp: GLUE, compared",
         [f"{name}: {describe_method(glue)}" for name, glue in zip(names, evaluations, strict=True)],
@@ -337,7 +321,12 @@ def _median(task: GlueTask, name: str) -> TableCell:
     return TableCell(f"{format_points(score.median)}{sd}", _remark(task, score), score.median)
 
 
-def _difference(pairs: Sequence[float]) -> TableCell:
+def _difference(one: GlueTask, other: GlueTask, name: str) -> TableCell:
+    """Return the mean score of `other` less that of `one` over the seeds that have one in both."""
+    before, after = (
+        {t.seed: t.scores[name] for t in task.trials if name in t.scores} for task in (one, other)
+    )
+    pairs = [after[seed] - before[seed] for seed in after.keys() & before.keys()]
     if not pairs:
         return TableCell(NA)
     mean = statistics.fmean(pairs)

@@ -27,7 +27,7 @@ HOVER = "%{text}<extra></extra>"
 
 
 def drawing(figure: Figure) -> dict[str, Any]:
-    """Return `data` and `layout` for Plotly.newPlot; every text in it is escaped."""
+    """Return `data` and `layout` for Plotly.newPlot, the name and the switch; every text in it is escaped."""
     data = [_line(figure, t) if isinstance(t, Line) else _bars(figure, t) for t in figure.traces]
     labels = [trace["name"] for trace in data if trace["showlegend"]] + [m.label for m in figure.marks]
     area = len(figure.rows) * ROW_HEIGHT if figure.rows else HEIGHT
@@ -52,7 +52,8 @@ def drawing(figure: Figure) -> dict[str, Any]:
         ],
         "barmode": "stack",
     }
-    return {"data": data, "layout": layout}
+    switch = safe(figure.x.label) if figure.switch else ""
+    return {"data": data, "layout": layout, "name": safe(figure.title), "switch": switch}
 
 
 def text_of(text: str, limit: int = 0) -> str:

@@ -209,7 +209,8 @@ def _cell(
 
 
 def _step_time(steps: Sequence[float], **facts: Any) -> models.StepTime:
-    return models.StepTime(median=statistics.median(steps), p95=stats.percentile(steps, 0.95), **facts)
+    p95 = statistics.quantiles(steps, n=20, method="inclusive")[-1]
+    return models.StepTime(median=statistics.median(steps), p95=p95, **facts)
 
 
 def _against(
@@ -300,9 +301,7 @@ def _flags(cell: CellMeasurement) -> list[str]:
 
 # --- verdicts
 
-LOADER_BOUND = 0.05  # share of a step spent waiting for data
-COMM_BOUND = 0.05  # share of the ceiling lost
-CEILING_BOUND = 0.05  # share of N x single that the machine loses without communication
+LOSS_BOUND = 0.05  # share of a step that waits for data, of the ceiling, or of N x single, that is a loss
 LAUNCH_BOUND = 0.95  # host time of a step over the step
 GOOD = 0.95  # efficiency, at the low end of its interval, at which a cell scales
 MEASURE_MORE = "more --repeats or --steps"
@@ -368,7 +367,7 @@ class _Loss(NamedTuple):
 def _losses(cell: CellMeasurement) -> list[_Loss]:
     losses = []
     wait = cell.data_wait_fraction or 0.0
-    if _is_above(cell.data_wait_fraction_ci95, LOADER_BOUND):
+    if _is_above(cell.data_wait_fraction_ci95, LOSS_BOUND):
         evidence = f"{_share_text(wait, cell.data_wait_fraction_ci95)} of a step waits for data"
         losses.append(_Loss(wait, "loader_bound", evidence, "raise data.workers"))
     rank, ratio = cell.straggler_rank, cell.straggler_ratio
@@ -378,12 +377,12 @@ def _losses(cell: CellMeasurement) -> list[_Loss]:
         hint = "look at that device: clocks, links, who else uses it (bert-dp doctor)"
         losses.append(_Loss(1 - 1 / ratio, "straggler", evidence, hint, f" rank {rank}"))
     ceiling, sent = cell.ceiling_efficiency, cell.communication_efficiency
-    if ceiling is not None and _is_below(cell.ceiling_efficiency_ci95, 1 - CEILING_BOUND):
-        evidence = f"throughput of {cell.world_size} independent copies over that of as many single ranks: "
-        evidence += CEILING.text(cell)
+    if ceiling is not None and _is_below(cell.ceiling_efficiency_ci95, 1 - LOSS_BOUND):
+        copies = f"throughput of {cell.world_size} independent copies over that of as many single ranks"
+        evidence = f"{copies}: {CEILING.text(cell)}"
         hint = "shared memory bandwidth, power or clocks, which no engine changes"
         losses.append(_Loss(1 - ceiling, "hardware_ceiling", evidence, hint))
-    if sent is not None and _is_below(cell.communication_efficiency_ci95, 1 - COMM_BOUND):
+    if sent is not None and _is_below(cell.communication_efficiency_ci95, 1 - LOSS_BOUND):
         evidence = f"throughput over that of the ceiling: {COMMUNICATION.text(cell)}"
         if (counters := cell.exposed_comm_ddp_fraction) is not None:
             evidence += f" (lost by DDP's own counters: {format_percent(counters)} of a step)"

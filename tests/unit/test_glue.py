@@ -135,13 +135,6 @@ def test_there_is_no_average_without_all_of_them(name: str, task: GlueTask | Non
     assert glue_scores.average([each for each in tasks if each]) == (None, [name])
 
 
-def test_differences_are_of_the_seeds_that_have_a_score_in_both() -> None:
-    one, other = scored_task("RTE", [0.5, None, 0.75, 0.25]), scored_task("RTE", [0.75, 0.5, 0.5])
-    assert glue_scores.paired_differences(one, other, "dev/accuracy") == [0.25, -0.25]
-    assert glue_scores.paired_differences(other, one, "dev/accuracy") == [-0.25, 0.25]
-    assert glue_scores.paired_differences(one, other, "dev/f1") == []
-
-
 def options(*tasks: str, **more: Any) -> GlueOptions:
     return GlueOptions(tasks=list(tasks), **{"seeds": 2, **more})
 
@@ -277,18 +270,24 @@ def write_evaluation(folder: Path, *tasks: GlueTask, **changes: Any) -> Path:
 
 
 def test_a_comparison_has_medians_and_paired_differences(tmp_path: Path) -> None:
-    one = write_evaluation(tmp_path / "a", scored_task("RTE", [0.5, 0.6, 0.7]), scored_task("CoLA", [0.5]))
-    subset = scored_task("RTE", [0.6, 0.8, 0.75, None], official=False)
+    """A difference is of the seeds that have a score in both."""
+    rte = scored_task("RTE", [0.5, 0.6, 0.7, None, 0.6])
+    one = write_evaluation(tmp_path / "a", rte, scored_task("CoLA", [0.5]))
+    subset = scored_task("RTE", [0.6, 0.8, 0.75, 0.75, None], official=False)
     other = write_evaluation(tmp_path / "b", subset, heldout_loss=2.5)
-    third = write_evaluation(tmp_path / "c", scored_task("RTE", [0.25]))
-    report = compare_report([one, other, third])
+    third = write_evaluation(tmp_path / "c", scored_task("RTE", [None, 0.25]))
+    fourth = write_evaluation(tmp_path / "d", scored_task("RTE", [None]))
+    report = compare_report([one, other, third, fourth])
     (table,) = report.sections[0].tables
-    assert [column.head for column in table.columns] == ["majority", "a", "b", "c", "b - a", "c - a"]
+    heads = ["majority", "a", "b", "c", "d", "b - a", "c - a", "d - a"]
+    assert [column.head for column in table.columns] == heads
     # +0.1, +0.2 and +0.05: mean 0.1167, deviation 0.0764, times 4.303 / sqrt(3)
-    expected = ["40.0", "60.0 (sd 10.0)", "75.0 (sd 10.4)", "25.0", "+11.7 \u00b1 19.0", "-25.0"]
+    medians = ["60.0 (sd 8.2)", "75.0 (sd 8.7)", "25.0", "n/a"]
+    expected = ["40.0", *medians, "+11.7 \u00b1 19.0", "-35.0", "n/a"]
     assert texts(report, "Dev scores") == {"RTE accuracy": expected}
     notes = [cell.note for cell in table.rows[0].cells]
-    assert notes == ["", "", "subset, 1 of 4 failed", "", "3 seeds", "1 seed"]
+    assert notes[2:4] == ["subset, 1 of 5 failed", "1 of 2 failed"]
+    assert notes[5:] == ["3 seeds", "1 seed", ""]
     assert "2.5000 nats" in report.subtitle[1]
 
 

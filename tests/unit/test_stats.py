@@ -73,18 +73,3 @@ def test_intervals_are_the_central_95_per_cent() -> None:
     assert stats.ratio_interval(over, under) == [2, 2]
     assert stats.ratio_interval(over, under, 5.0) == [10, 10]
     assert stats.ratio_interval(None, under) is stats.ratio_interval(over, None) is None
-
-
-@pytest.mark.parametrize(
-    ("values", "share", "expected"),
-    [
-        ([7.0], 0.5, 7.0),
-        ([4.0, 1.0, 3.0, 2.0], 0.5, 2.5),
-        ([1.0, 2.0, 4.0, 8.0, 16.0], 0.3, 2.4),
-        ([1.0, 2.0, 4.0, 8.0, 16.0], 1.0, 16.0),
-        ([1.0, 2.0, 4.0, 8.0, 16.0], 0.0, 1.0),
-        ([1.0, 2.0], 0.25, 1.25),
-    ],
-)
-def test_percentiles_are_linear_between_values(values: list[float], share: float, expected: float) -> None:
-    assert stats.percentile(values, share) == pytest.approx(expected)
