@@ -131,6 +131,7 @@ Nproc = Annotated[str, Option(help="Ranks: auto (every GPU, or 2 CPU ranks) or a
 Launcher = Annotated[
     str, parsed(launcher, "NAME", "Starts the ranks: torchrun (the default), accelerate or deepspeed.")
 ]
+Tensor = Annotated[Sequence[int], parsed(counts, "N,...", "Tensor-parallel sizes; default: 1.")]
 RunDir = Annotated[Path | None, Option(help="Run directory; default: runs/NAME-DATE-TIME.")]
 Resume = Annotated[str, Option(help="auto, never, or the path of a checkpoint or run.")]
 MaxRestarts = Annotated[

@@ -110,9 +110,7 @@ def plan_scaling(
     ] = None,
     nics: Annotated[int, Option(min=1, help="NICs per node.")] = 1,
     engine: Annotated[Literal["ddp", "zero1", "fsdp"], Option(help="Engine to predict.")] = "ddp",
-    tensor: Annotated[
-        Sequence[int], opt.parsed(opt.counts, "N,...", "Tensor-parallel sizes; default: 1.")
-    ] = (1,),
+    tensor: opt.Tensor = (1,),
     accumulation: Annotated[
         Sequence[int], opt.parsed(opt.counts, "N,...", "Micro batches per step; default: as measured.")
     ] = (),

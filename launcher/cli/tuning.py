@@ -26,9 +26,7 @@ def scale(
         Sequence[str],
         opt.parsed(opt.engines, "NAME,...", "ddp (default), zero1, fsdp, deepspeed-1, ...", "--engines"),
     ] = ("ddp",),
-    tensor: Annotated[
-        Sequence[int], opt.parsed(opt.counts, "N,...", "Tensor-parallel sizes; default: 1.")
-    ] = (1,),
+    tensor: opt.Tensor = (1,),
     launcher: opt.Launcher = "torchrun",
     repeats: Annotated[int, Option(min=1, max=1000, help="Runs of each cell, in random order.")] = 3,
     steps: Annotated[int, Option(min=2, help="Timed optimizer steps of a run.")] = 50,
