@@ -135,7 +135,7 @@ def of_directories(run_dirs: Sequence[Path]) -> Report:
     named = [(run.name if many else "", run) for run in runs]  # a page of one run does not repeat its name
     return Report(
         f"bert-dp: {len(runs)} runs compared" if many else f"{runs[0].name}: bert-dp run",
-        [_machine(name, run) for name, run in named],
+        [machine_line(run.environment, name, _devices(run.summary)) for name, run in named],
         [Verdict(*_end(run), [*run.missing, *_repeats(run)], name) for name, run in named],
         [] if many else _tiles(runs[0]),
         [
@@ -169,11 +169,6 @@ def _next(run: RunFiles) -> str:
     named = [str(settings.get(setting)) for setting in ("task", "optim.name")]
     code = " --allow-code" if any(map(CODE.fullmatch, named)) else ""
     return f"bert-dp train --run-dir {path}{code}" if run.summary.checkpoint else ""
-
-
-def _machine(name: str, run: RunFiles) -> str:
-    device = run.summary.device or "device not recorded"
-    return machine_line(run.environment, name, f"{format_count(run.summary.world_size)} x {device}")
 
 
 def _end(run: RunFiles) -> tuple[Level, str]:
@@ -550,9 +545,15 @@ TOPICS = {
 def _comparison(runs: Sequence[RunFiles]) -> list[ReportSection]:
     """Return the settings that differ, then the runs by their held-out loss, a table for comparable ones."""
     groups = _comparable(runs)
+    settings, rows = [flat(run.config) for run in runs], []
+    for key in sorted({key for setting in settings for key in setting}):
+        values = [str(setting.get(key, NA)) for setting in settings]
+        if len(set(values)) > 1:
+            rows.append(TableRow(key, [TableCell(text) for text in values]))
+    differences = Table(rows, [Column(run.name, text=True) for run in runs])
     notes = [APART] if len(groups) > 1 else []
     ranked = ReportSection("Held-out loss", tables=[_ranking(group) for group in groups], notes=notes)
-    return [ReportSection("Settings that differ", tables=[_differences(runs)]), ranked]
+    return [ReportSection("Settings that differ", tables=[differences]), ranked]
 
 
 def _comparable(runs: Sequence[RunFiles]) -> list[list[RunFiles]]:
@@ -607,22 +608,16 @@ def _difference(best: RunFiles, run: RunFiles) -> TableCell:
     return TableCell(f"{b - a:+.4f}", "not of the same sequences")
 
 
-def _differences(runs: Sequence[RunFiles]) -> Table:
-    settings = [flat(run.config) for run in runs]
-    rows = []
-    for key in sorted({key for setting in settings for key in setting}):
-        values = [str(setting.get(key, NA)) for setting in settings]
-        if len(set(values)) > 1:
-            rows.append(TableRow(key, [TableCell(text) for text in values]))
-    return Table(rows, [Column(run.name, text=True) for run in runs])
-
-
 # --- words
 
 
 def _steps(ends: Sequence[int]) -> str:
     first, last = (format_count(end) for end in ends)
     return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
+def _devices(summary: Summary) -> str:
+    return f"{format_count(summary.world_size)} x {summary.device or 'device not recorded'}"
 
 
 def _device(summary: Summary) -> str:

@@ -66,8 +66,7 @@ RESULT_NOTE = (
     "Every number of every cell and repeat is in scaling.json."
 )
 BANDS = (
-    "Whiskers: 95 % intervals over the repeats; a point whose interval is wider than a factor of "
-    "two is left out."
+    "Whiskers: 95 % intervals over the repeats; points whose interval exceeds a factor of two are left out."
 )
 
 
@@ -114,13 +113,13 @@ def _method(scaling: Scaling, modes: Sequence[Mode]) -> str:
 
 def _ends(scaling: Scaling) -> list[Verdict]:
     """Return how the grid ended, and the cells without a result that no diagnosis is about."""
-    ok, pending = ([c for c in scaling.cells if c.status == status] for status in ("ok", "pending"))
+    ok, pending = (sum(c.status == status for c in scaling.cells) for status in ("ok", "pending"))
     judged = {verdict.cell for verdict in scaling.verdicts}
     lost = [c for c in scaling.cells if c.status in ("oom", "failed") and c.id not in judged]
-    done = f"{len(ok)} of {len(scaling.cells)} cells have a result"
+    done = f"{ok} of {len(scaling.cells)} cells have a result"
     verdicts = []
     if scaling.status != "complete" or pending:
-        verdicts.append(Verdict("warn", f"Partial: {done}, {len(pending)} have not run yet."))
+        verdicts.append(Verdict("warn", f"Partial: {done}, {pending} have not run yet."))
     if lost:
         causes = [f"{c.id}: {c.status}: {first_line(c.cause)}" for c in lost]
         verdicts.append(Verdict("fail", f"{done}; these ended without one.", causes))
@@ -223,14 +222,10 @@ def _lines(scaling: Scaling, mode: Mode, *, times_n: bool = False) -> list[Line]
         value = at(cell, path) if EFFICIENCY.number(cell) is not None else None
         return value and value * (cell.world_size if times_n else 1)
 
-    lines = []
+    paths, lines = ("efficiency", "efficiency_ci95.low", "efficiency_ci95.high"), []
     for colour, (label, cells) in enumerate(_groups(scaling, mode).items()):
-        x = [float(cell.world_size) for cell in cells]
-        y, low, high = (
-            [height(cell, path) for cell in cells]
-            for path in ("efficiency", "efficiency_ci95.low", "efficiency_ci95.high")
-        )
-        lines.append(Line(label, x, y, colour, "both", low, high))
+        y, low, high = ([height(cell, path) for cell in cells] for path in paths)
+        lines.append(Line(label, [float(c.world_size) for c in cells], y, colour, "both", low, high))
     return lines
 
 
@@ -245,11 +240,8 @@ def _ceiling_line(scaling: Scaling, mode: Mode, *, times_n: bool = False) -> lis
 def _speedup(scaling: Scaling, mode: Mode) -> Figure:
     x = _ranks_axis(scaling, mode)
     sizes = list(x.ticks)
-    lines = [
-        Line("ideal", sizes, sizes, None, "dotted"),
-        *_ceiling_line(scaling, mode, times_n=True),
-        *_lines(scaling, mode, times_n=True),
-    ]
+    ideal = Line("ideal", sizes, sizes, None, "dotted")
+    lines = [ideal, *_ceiling_line(scaling, mode, times_n=True), *_lines(scaling, mode, times_n=True)]
     label = "speed-up, throughput / throughput of one rank"
     y = Axis(label, "ratio", x.log, not x.log, sizes if x.log else ())
     note = f"{BANDS} Ceiling: as many ranks with every collective off."
@@ -286,9 +278,8 @@ def _bandwidth(scaling: Scaling) -> Figure:
     lines = []
     for index, link in enumerate(scaling.links):
         points = sorted(link.points, key=lambda point: point.bytes)
-        x, y = [point.bytes for point in points], [point.busbw_gb_s for point in points]
         label = f"{format_count(link.world_size)} ranks, {link.backend or 'backend not recorded'}"
-        lines.append(Line(label, x, y, index, "both"))
+        lines.append(Line(label, [p.bytes for p in points], [p.busbw_gb_s for p in points], index, "both"))
     x_axis, y_axis = Axis("message (bytes)", log=True), Axis("bus bandwidth (GB/s, 1e9)", from_zero=True)
     note = "Bus bandwidth: bytes / time x 2 (N - 1) / N, what the slowest link carries."
     return Figure("All-reduce bus bandwidth", lines, x_axis, y_axis, note=note)
