@@ -1,4 +1,4 @@
-"""Result files: reading and writing them, and the models that several verbs share.
+"""Read and write result files, and define the models that several verbs share.
 
 Times are in seconds, rates per second, memory in GiB (2^30 bytes), losses in nats; shares and efficiencies
 are fractions. An interval is [low, high], of 95 %. null: not measured.

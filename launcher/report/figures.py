@@ -1,4 +1,7 @@
-"""A Figure as the JSON that plotly's script draws. Colours are names that page.js looks up in its theme."""
+"""Convert a Figure to the JSON that plotly's script draws.
+
+Colours are names that page.js looks up in its theme.
+"""
 
 from __future__ import annotations
 

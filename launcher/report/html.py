@@ -1,4 +1,4 @@
-"""A Report as one HTML file that needs no network: Jinja2 for the text, plotly's script for the figures.
+"""Render a Report as one HTML file that needs no network: Jinja2 for text, plotly's script for figures.
 
 The content policy names our two scripts by their hashes, so nothing else in the page can run.
 """

@@ -1,4 +1,4 @@
-"""The runs that a scaling benchmark consists of, each checked before any starts."""
+"""Choose the runs of a scaling benchmark, and check each before any starts."""
 
 from __future__ import annotations
 

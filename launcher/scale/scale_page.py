@@ -1,4 +1,4 @@
-"""The page and the console report of a scaling benchmark: its result, figures and verdicts."""
+"""Build the page and the console report of a scaling benchmark: its result, figures and verdicts."""
 
 from __future__ import annotations
 
