@@ -55,21 +55,6 @@ def test_data_build_inspect_and_train_on_own_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.quick
-def test_data_build_refuses_what_it_cannot_read(tmp_path: Path) -> None:
-    (tmp_path / "bad.txt").write_bytes(b"fine\n\xff\xfe broken\n")
-    (tmp_path / "big.csv").write_text("id,text\n1,one\n")
-    for source, options, said in (
-        (tmp_path / "bad.txt", (), "bad.txt"),
-        (tmp_path / "big.csv", (), "--format text"),
-        ("builtin", ("data.build.dedupe=exact",), "did you mean"),
-        ("builtin", ("--format", "csv"), "--format: "),
-    ):
-        assert said in refused("data", "build", str(source), "--out", str(tmp_path / "out"), *options)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.txt", "big.csv"]
-    refused("data", "inspect", str(tmp_path))
-
-
-@pytest.mark.quick
 def test_checkpoints_are_verified(tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
@@ -107,23 +92,6 @@ def test_doctor_reports_and_measures_an_all_reduce(tmp_path: Path, monkeypatch: 
     done = here("doctor", "--run-dir", str(tmp_path))
     assert done.returncode in (0, 1), done.stderr
     assert "all-reduce: 2 gloo ranks" in done.stdout
-
-
-@pytest.mark.quick
-def test_plan_scaling_prints_a_table_or_json_and_refuses(tmp_path: Path) -> None:
-    question = "plan scaling --model bert-large --seq-per-s 580 --micro 256 --gpu A100-80G".split()
-    question += "--link nvswitch3 --nproc 1..16".split()
-    done = here(*question, "--inter", "ib-hdr", "--nics", "8", "--engine", "zero1", "--json")
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)["rows"]
-    assert [row["world_size"] for row in rows] == [1, 2, 4, 8, 16]
-    assert all(0.5 < row["efficiency"] <= 1.01 for row in rows)
-    shown = here(*question, "--inter", "ib-hdr", "--accumulation", "1,4")
-    assert shown.returncode == 0, shown.stderr
-    assert "What one change would do on 16 GPUs" in shown.stdout
-    for extra in ((), ("--inter", "ib-hdx"), ("--nproc", "0"), ("--from", str(tmp_path))):
-        refused(*question, *extra)
-    assert here("plan", "scaling").returncode == 2
 
 
 def test_report_of_runs_and_of_nothing(tmp_path: Path, shards: Path) -> None:

@@ -44,9 +44,15 @@ def test_the_recipe_is_the_protocol_of_the_crammed_paper(run: Path) -> None:
 
 def test_a_refusal_of_a_build_names_the_option_that_was_given(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some words\n")
+    (tmp_path / "b.csv").write_text("id,text\n1,one\n")
+    (tmp_path / "c.txt").write_bytes(b"fine\n\xff\xfe broken\n")
     (tmp_path / "t.json").write_text("{}")
     command = ["data", "build", "--out", str(tmp_path / "out")]
     for words, setting in (
+        ([str(tmp_path / "b.csv")], "SOURCES"),
+        ([str(tmp_path / "c.txt")], str(tmp_path / "c.txt")),
+        (["builtin", "--format", "csv"], "--format"),
+        (["builtin", "data.build.dedupe=exact"], "data.build.dedupe"),
         ([str(tmp_path / "gone")], "SOURCES"),
         ([str(tmp_path / "a.txt"), "--tokenizer", str(tmp_path / "t.json")], "--tokenizer"),
         ([str(tmp_path / "a.txt"), "--vocab-size", "5"], "--vocab-size"),
@@ -55,7 +61,8 @@ def test_a_refusal_of_a_build_names_the_option_that_was_given(tmp_path: Path) ->
         (["data.build.dedup=none"], "SOURCES"),
     ):
         assert refused(*command, *words).startswith(f"error: {setting}: ")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "t.json"]
+    assert "--format text" in refused(*command, str(tmp_path / "b.csv"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "b.csv", "c.txt", "t.json"]
 
 
 @pytest.mark.parametrize(
