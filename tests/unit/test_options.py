@@ -148,8 +148,6 @@ def test_every_option_of_a_prediction_counts() -> None:
 
 
 Asked = list[tuple[tuple[Any, ...], dict[str, Any]]]
-
-
 HOW: Any = VerbOptions(Path("o"), True, True, None)  # type: ignore[arg-type]
 
 
@@ -209,59 +207,35 @@ def test_a_finetuning_begins_with_what_its_options_name(monkeypatch: pytest.Monk
     assert pretrained == {"nproc": "auto", "random_weights": False}
 
 
+BUILD = {"vocab_size": 99, "sequence_length": 64, "tokenizer": "t", "processes": 2, "force": True}
+SOURCE = ("source_format=text", 'text_field="body"', "normalize=false", "dedup=none")
+EVALUATED = GlueOptions(tasks=["RTE", "CoLA"], seeds=2, init="random", ranks=4, launcher="accelerate")
+TEXTS = {"documents": "blank_line", "source_format": "jsonl", "text_field": "body"}
+PREDICTED = {"text": "q", "text_pair": "s", "out": Path("o"), "precision": "bf16"}
+
+
 @pytest.mark.parametrize(
     ("command", "module", "name", "given", "named"),
     [
         (
             "data build a lang=en/b data.build.normalize=false --out o --vocab-size 99 --sequence-length 64 "
             "--tokenizer t --format text --text-key body --set data.build.dedup=none --processes 2 --force",
-            datasets,
-            "build",
-            (["a", "lang=en/b"], Path("o")),
-            {
-                "vocab_size": 99,
-                "sequence_length": 64,
-                "tokenizer": "t",
-                "processes": 2,
-                "force": True,
-                "overrides": [
-                    f"data.build.{item}"
-                    for item in ("source_format=text", 'text_field="body"', "normalize=false", "dedup=none")
-                ],
-            },
+            *(datasets, "build", (["a", "lang=en/b"], Path("o"))),
+            {**BUILD, "overrides": [f"data.build.{item}" for item in SOURCE]},
         ),
         (
             "eval glue r optim.lr=1 --data x --data y --tasks RTE,CoLA --seeds 2 "
-            "--init random --nproc 4 --launcher accelerate "
-            "--out o --dry-run --json",
-            glue,
-            "evaluate",
-            (
-                Path("r"),
-                ["optim.lr=1"],
-                GlueOptions(tasks=["RTE", "CoLA"], seeds=2, init="random", ranks=4, launcher="accelerate"),
-                [Path("x"), Path("y")],
-                HOW,
-            ),
-            {},
+            "--init random --nproc 4 --launcher accelerate --out o --dry-run --json",
+            *(glue, "evaluate", (Path("r"), ["optim.lr=1"], EVALUATED, [Path("x"), Path("y")], HOW), {}),
         ),
         (
             "eval mlm r a b --documents blank_line --format jsonl --text-key body --json",
-            text_loss,
-            "evaluate",
-            (
-                Path("r"),
-                ["a", "b"],
-                {"documents": "blank_line", "source_format": "jsonl", "text_field": "body"},
-            ),
+            *(text_loss, "evaluate", (Path("r"), ["a", "b"], TEXTS)),
             {"precision": "auto", "as_json": True},
         ),
         (
             "predict r f --text q --text-pair s --out o --precision bf16",
-            prediction,
-            "predict_file",
-            (Path("r"), "f"),
-            {"text": "q", "text_pair": "s", "out": Path("o"), "precision": "bf16"},
+            *(prediction, "predict_file", (Path("r"), "f"), PREDICTED),
         ),
     ],
     ids=lambda value: value[:24] if isinstance(value, str) else "",
@@ -280,20 +254,16 @@ def test_a_verb_hands_on_every_option_and_ends_as_its_work_does(
     assert calls == [(given, named)]
 
 
-@pytest.mark.parametrize(("first", "second", "code"), [(0, 1, 1), (1, 0, 1), (0, 0, 0)])
+@pytest.mark.parametrize("codes", [(0, 1), (1, 0), (0, 0)])
 def test_a_run_that_was_not_sent_whole_is_told_whichever_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int, second: int, code: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codes: tuple[int, int]
 ) -> None:
-    ends = {make_run(tmp_path / "a"): first, make_run(tmp_path / "b"): second}
-    asked: list[tuple[Path, Any]] = []
-
-    def send(run_dir: Path, names: Any, log: Any) -> int:
-        asked.append((run_dir, names))
-        return ends[run_dir]
-
-    monkeypatch.setattr(loggers, "send_run", send)
-    done = here("report", *map(str, ends), "--log-to", "tensorboard", "--out", str(tmp_path / "page.html"))
-    assert (done.returncode, asked) == (code, [(path, ("tensorboard",)) for path in ends])
+    ends = {(make_run(tmp_path / str(i)), ("tensorboard",)): code for i, code in enumerate(codes)}
+    asked = dict(ends)
+    monkeypatch.setattr(loggers, "send_run", lambda run_dir, names, log: asked.pop((run_dir, names)))
+    runs = [str(path) for path, _ in ends]
+    done = here("report", *runs, "--log-to", "tensorboard", "--out", str(tmp_path / "page.html"))
+    assert (done.returncode, asked) == (max(codes), {})
     assert (tmp_path / "page.html").exists()
     assert not list(tmp_path.glob("*/report.html"))
 
