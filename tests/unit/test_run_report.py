@@ -41,17 +41,12 @@ def numbers_of(report: Report) -> dict[str, str]:
     return {label: cells[0] for (_, label), cells in rows_of(report).items()}
 
 
-def test_cost_energy_and_co2_stand_beside_the_origin_of_their_factors(tmp_path: Path) -> None:
-    spent = {"device_hours": 2.0, "dollars": 7.2, "kwh": 1.43, "co2_kg": 0.572, "energy_origin": "stated"}
-    rows = numbers_of(report_of(tmp_path / "run", spent=spent))
-    assert rows["cost"] == "7.2 $ | 2 device hours at run.price_per_device_hour"
-    assert rows["energy of all starts"] == "1.43 kWh | stated, x run.pue"
-    assert rows["CO2"] == "0.572 kg | that energy at run.grams_co2_per_kwh"
-
-
 def test_every_number_stands_beside_its_denominator(tmp_path: Path) -> None:
     """tests/golden records the values of every row."""
-    report = report_of(tmp_path / "run", energy_j=4096.0, straggler_ratio=1.05)
+    spent = {"device_hours": 2.0, "dollars": 7.2, "kwh": 1.43, "co2_kg": 0.572, "energy_origin": "stated"}
+    logged = {"host_memory_gib": 1.5, "lost_share": 0.25}
+    facts = {"energy_j": 4096.0, "straggler_ratio": 1.05, "spent": spent, "metrics": logged}
+    report = report_of(tmp_path / "run", **facts)
     rows = {key: cells[0] for key, cells in rows_of(report).items()}
     bare = [label for (_, label), cell in rows.items() if cell.endswith("| ")]
     assert bare == ["checkpoint"]
@@ -63,15 +58,15 @@ def test_every_number_stands_beside_its_denominator(tmp_path: Path) -> None:
     assert rows["Throughput", "MFU"] == "n/a | model FLOPs / fp32 peak of the device unknown"
     assert rows["Time (rank 0)", "data wait"] == "3.0 s | 3.0 % of wall, part of train"
     assert rows["Resources and files", "energy"] == "4.1 kJ | 3.33 kJ per million tokens, 2 CPU ranks"
+    by_label = numbers_of(report)
+    assert by_label["host memory gib"] == "1.50 GiB | at the last logged step"
+    assert by_label["lost share"] == "25.0 % | at the last logged step"
+    assert by_label["cost"] == "7.2 $ | 2 device hours at run.price_per_device_hour"
+    assert by_label["energy of all starts"] == "1.43 kWh | stated, x run.pue"
+    assert by_label["CO2"] == "0.572 kg | that energy at run.grams_co2_per_kwh"
     losses = ("final_loss", "heldout_loss", "unigram_entropy_nats", "uniform_entropy_nats")
     speeds = ("steps_per_s", "global_steps_per_s", "samples_per_s", "tokens_per_s", "tokens_per_s_per_gpu")
     assert {SUMMARY[key] for key in (*losses, *speeds, "peak_memory_gib")} <= read_page(report).exact
-
-
-def test_a_metric_of_the_meter_reaches_the_page_by_its_name(tmp_path: Path) -> None:
-    rows = numbers_of(report_of(tmp_path / "run", metrics={"host_memory_gib": 1.5, "lost_share": 0.25}))
-    assert rows["host memory gib"] == "1.50 GiB | at the last logged step"
-    assert rows["lost share"] == "25.0 % | at the last logged step"
 
 
 def test_the_console_is_compact_and_tells_what_is_unusual(tmp_path: Path) -> None:
@@ -106,9 +101,8 @@ def test_verdict(tmp_path: Path, change: dict[str, Any], level: str, words: str)
     assert words in verdict.text
 
 
-FAILED = failed(
-    "no", rank=1, where="a.py:1", source="in f: g()", log="l", explanation=["so"], fix=["do", "or do"]
-)
+WHERE = {"rank": 1, "where": "a.py:1", "source": "in f: g()", "log": "l"}
+FAILED = failed("no", explanation=["so"], fix=["do", "or do"], **WHERE)
 
 
 def test_a_failed_run_tells_why_and_what_to_do_and_others_beside_it_have_no_such_row(tmp_path: Path) -> None:
@@ -196,12 +190,11 @@ def test_a_crashed_run_says_what_is_missing(tmp_path: Path) -> None:
     assert "training loss, last 7.4000 nats" in unfolded(shown(report))
 
 
-@pytest.mark.parametrize("checkpoint", [None, "checkpoints/step-00000090"])
-def test_a_diverged_run_is_begun_anew_at_half_the_rate(tmp_path: Path, checkpoint: str | None) -> None:
-    facts = {**failed("the model has diverged", "not_finite"), "checkpoint": checkpoint}
-    run = make_run(tmp_path / "run", summary=facts)
-    (run / "config.yaml").write_text(dump_config(make_config("optim.lr=0.003")))
-    assert of_directories([run]).next == f"bert-dp train {run}/config.yaml optim.lr=0.0015"
+def test_a_diverged_run_is_begun_anew_at_half_the_rate(tmp_path: Path) -> None:
+    for checkpoint in ("", "checkpoints/step-00000090"):
+        facts = {**failed("the model has diverged", "not_finite"), "checkpoint": checkpoint or None}
+        run = make_run(tmp_path / f"run{checkpoint[-1:]}", summary=facts, optim={"lr": 0.003})
+        assert of_directories([run]).next == f"bert-dp train {run}/config.yaml optim.lr=0.0015"
 
 
 def test_a_killed_run_shows_what_its_logs_and_its_configuration_hold(tmp_path: Path) -> None:
