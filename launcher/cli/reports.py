@@ -72,27 +72,26 @@ def report_of(run_dirs: Sequence[Path]) -> Report:
     from launcher.scale.models import Scaling
     from launcher.tune.tune_page import tune_page
 
-    kinds = (evaluate.FILE, scale_page.FILE, tune.FILE)
-    held = {path: next((name for name in kinds if (path / name).exists()), None) for path in run_dirs}
+    pages = {
+        evaluate.FILE: lambda path: glue_report(results.read(path, Glue)),
+        scale_page.FILE: lambda path: scale_page.scale_page(results.read(path, Scaling), path.parent),
+        tune.FILE: tune_page,
+    }
+    held = {path: next((name for name in pages if (path / name).exists()), None) for path in run_dirs}
     first, (kind, *others) = run_dirs[0], dict.fromkeys(held.values())
     if others:
         names = ", ".join(f"{path} ({name or 'no result'})" for path, name in held.items())
-        raise ConfigError(
-            [Issue("RUN_DIRS", "conflict", f"only runs, or GLUE evaluations, compare: {names}")]
-        )
+        message = f"only runs, or GLUE evaluations, compare: {names}"
+        raise ConfigError([Issue("RUN_DIRS", "conflict", message)])
     if kind is None:
         if missing := [d for d in run_dirs if not (d / "config.yaml").exists()]:
             raise ConfigError([_no_run("RUN_DIRS", directory) for directory in missing])
         return of_directories(run_dirs)
-    if len(run_dirs) > 1 and kind == evaluate.FILE:
-        return compare_report(run_dirs)
-    if len(run_dirs) > 1:
+    if len(run_dirs) == 1:
+        return pages[kind](first / kind)
+    if kind != evaluate.FILE:
         raise ConfigError([Issue("RUN_DIRS", "conflict", f"only one directory with {kind} makes a page")])
-    if kind == evaluate.FILE:
-        return glue_report(results.read(first / kind, Glue))
-    if kind == scale_page.FILE:
-        return scale_page.scale_page(results.read(first / kind, Scaling), first)
-    return tune_page(first / kind)
+    return compare_report(run_dirs)
 
 
 def _no_run(setting: str, path: Path) -> Issue:

@@ -477,28 +477,22 @@ def _times(run: RunFiles) -> list[TableRow]:
     return rows
 
 
-def _spent(spent: Spent) -> list[TableRow]:
-    """Return cost, energy and CO2 of all starts, each with the origin of its factors."""
+def _files(run: RunFiles) -> list[TableRow]:
+    summary, since, spent = run.summary, _since(run.summary), run.summary.spent or Spent()
+    # of this start, as the energy is
+    tokens = (summary.tokens_per_s or 0.0) * summary.time_s.get("train", 0.0)
+    each = format_si(summary.energy_j / tokens * 1e6 if summary.energy_j and tokens else None, "J")
     price = f"{format_si(spent.device_hours)} device hours at run.price_per_device_hour"
-    rows = [
+    amounts = [
+        ("energy", summary.energy_j, "J", f"{each} per million tokens, {_ranks(summary)}{since}"),
         ("cost", spent.dollars, "$", price),
         ("energy of all starts", spent.kwh, "kWh", f"{spent.energy_origin or 'not counted'}, x run.pue"),
         ("CO2", spent.co2_kg, "kg", "that energy at run.grams_co2_per_kwh"),
     ]
-    return [words(label, format_si(n, unit), note, console=n is not None) for label, n, unit, note in rows]
-
-
-def _files(run: RunFiles) -> list[TableRow]:
-    summary, since = run.summary, _since(run.summary)
-    # of this start, as the energy is
-    tokens = (summary.tokens_per_s or 0.0) * summary.time_s.get("train", 0.0)
-    each = format_si(summary.energy_j / tokens * 1e6 if summary.energy_j and tokens else None, "J")
-    energy = f"{each} per million tokens, {_ranks(summary)}{since}"
     memory = f"greatest of {_ranks(summary)}{since}"
     rows = [
         value("peak memory", summary.peak_memory_gib, "gib", memory),
-        words("energy", format_si(summary.energy_j, "J"), energy, console=summary.energy_j is not None),
-        *_spent(summary.spent or Spent()),
+        *(words(label, format_si(n, unit), note, console=n is not None) for label, n, unit, note in amounts),
         words("checkpoint", summary.checkpoint),
     ]
     if summary.failed_saves:

@@ -334,8 +334,7 @@ class Scaling(StoredFile):
             if (cell.engine, cell.kind, cell.status, cell.world_size) == ("single", "run", "ok", 1)
             and cell.step_s is not None
         ]
-        same = (cell for cell in runs if cell.accumulation == self.settings.accumulation)
-        return next(same, runs[0] if runs else None)
+        return max(runs, key=lambda cell: cell.accumulation == self.settings.accumulation, default=None)
 
 
 # --- shown by `scale` and by `plan scaling`
