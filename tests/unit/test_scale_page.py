@@ -61,9 +61,8 @@ def test_a_figure_shows_the_numbers_of_the_cells() -> None:
 
 
 def test_what_failed_is_said_with_its_cause() -> None:
-    cause = "rank 1: out of memory\nsecond line"
-    failed = {"weak-zero1-n4": ("oom", cause), "weak-ddp-n4": ("pending", None)}
-    data = scaling(failed=failed, status="partial")  # type: ignore[arg-type]
+    oom = ("oom", "rank 1: out of memory\nsecond line")
+    data = scaling(failed={"weak-zero1-n4": oom, "weak-ddp-n4": ("pending", None)}, status="partial")
     report = of(data)
     done, total = sum(c["status"] == "ok" for c in data["cells"]), len(data["cells"])
     partial, lost = report.verdicts[:2]
