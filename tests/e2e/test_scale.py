@@ -111,7 +111,7 @@ def test_every_number_is_recomputed_from_the_raw_records(scaling: dict[str, Any]
         else:
             assert cell["straggler_ratio"] is None
         assert {name: cell[name] for name in expected} == pytest.approx(expected)
-        steps, times = [s for job in jobs for s in job], cell["step_time_s"]
+        steps, times = [s for job in jobs for s in job], dict(cell["step_time_s"])
         low, high = times.pop("ci95")
         assert low <= mean <= high
         quantiles = np.percentile(steps, [50, 95])
