@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bert_dp.config import MAX_VOCAB_SIZE, ConfigError, Issue, Manifest, no_effect, parse_overrides, resolve
+from bert_dp.config import MAX_VOCAB_SIZE, ConfigError, Issue, no_effect, parse_overrides, resolve
 from bert_dp.config.manifest import SourceFile, loss_warnings
 from launcher.job import issues_by_option
 from launcher.log import PLAIN, runnable, show
 from launcher.report.formats import count_of, format_count, format_nats, format_percent
-from launcher.report.page import Quantity, Report, ReportSection, Table, Verdict, show_report, table, words
+from launcher.report.page import Quantity, Report, ReportSection, Table, Verdict, show_result, table, words
 
 VOCAB_SIZE = 32_768
 OPTIONS = {
@@ -79,22 +77,17 @@ def build(
                 show(console, f"warning: {issue}", **PLAIN)
         with shown_progress() as progress:
             manifest = build_shards(config, out, processes=processes, force=force, progress=progress)
-    for line in built_lines(out, manifest):
-        show(console, line, **PLAIN)
-    return 0
-
-
-def built_lines(out: Path, manifest: Manifest) -> list[str]:
-    """Describe the shards, the documents that were left out, and how to train."""
-    train, held_out, length = manifest.train, manifest.held_out, manifest.sequence_length
-    return [
-        f"{out}: {train.sequences:,} training and {held_out.sequences:,} held-out sequences of {length} "
-        f"tokens, from {count_of(train.documents + held_out.documents, 'document')}",
+    train, held_out = manifest.train, manifest.held_out
+    for line in (
+        f"{out}: {train.sequences:,} training and {held_out.sequences:,} held-out sequences of "
+        f"{sequence_length} tokens, from {count_of(train.documents + held_out.documents, 'document')}",
         f"dropped: {dropped_words(manifest.dropped)}; vocabulary: {manifest.vocab_size:,} tokens",
         f"letters lost: {_of(manifest.sources, 'lost_letters', 'letters')}; "
         f"unknown tokens: {_of(manifest.sources, 'unknown_tokens', 'tokens')}",
         f"next: {runnable(train_command(out, manifest.model_dump()))}",
-    ]
+    ):
+        show(console, line, **PLAIN)
+    return 0
 
 
 def inspect(directory: Path, *, as_json: bool, console: Console) -> int:
@@ -102,10 +95,7 @@ def inspect(directory: Path, *, as_json: bool, console: Console) -> int:
     from bert_dp.data import shards
 
     facts = shards.inspect(directory.expanduser())
-    if as_json:
-        sys.stdout.write(json.dumps(facts, indent=1) + "\n")
-    else:
-        show_report(console, shards_report(facts, directory))
+    show_result(console, facts, lambda: shards_report(facts, directory), as_json=as_json)
     return 1 if facts["problems"] else 0
 
 
@@ -114,8 +104,7 @@ def shards_report(facts: Mapping[str, Any], directory: Path) -> Report:
     manifest = facts["manifest"]
     sources = [SourceFile.model_validate(source) for source in manifest["sources"]]
     damaged = [Verdict("fail", f"damaged: {problem}") for problem in facts["problems"]]
-    verdicts = damaged or [Verdict("ok", "sound: every hash and token id checked")]
-    verdicts += [Verdict("warn", line) for line in loss_warnings(sources)]
+    warnings = [Verdict("warn", line) for line in loss_warnings(sources)]
     worst = sorted(sources, key=lambda source: -source.loss)[:SHOWN_SOURCES]
     corner = "source" if len(worst) == len(sources) else f"source ({len(worst)} of {len(sources):,})"
     rows = [
@@ -134,7 +123,7 @@ def shards_report(facts: Mapping[str, Any], directory: Path) -> Report:
     ]
     return Report(
         "bert-dp: shards",
-        verdicts=verdicts,
+        verdicts=[*(damaged or [Verdict("ok", "sound: every hash and token id checked")]), *warnings],
         sections=[ReportSection("", tables=tables)],
         next="" if damaged else train_command(directory, manifest),
     )

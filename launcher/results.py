@@ -1,4 +1,4 @@
-"""Result files: reading and writing them, and the models that several verbs share.
+"""Read and write result files, and define the models that several verbs share.
 
 Times are in seconds, rates per second, memory in GiB (2^30 bytes), losses in nats; shares and efficiencies
 are fractions. An interval is [low, high], of 95 %. null: not measured.
@@ -63,9 +63,11 @@ def write(path: Path, file: StoredFile) -> None:
     files.write_json(path, plain(file))
 
 
-def to_json(file: StoredModel) -> str:
-    """Format a result for `--json`."""
-    return json.dumps(plain(file), indent=1) + "\n"
+def to_json(found: object) -> str:
+    """Format a result for `--json`; a number that is not finite is null."""
+    return (
+        json.dumps(files.finite(plain(found) if isinstance(found, StoredModel) else found), indent=1) + "\n"
+    )
 
 
 MeasureStatus = Literal["complete", "partial", "failed"]

@@ -94,10 +94,3 @@ def interval(draws: Floats | None) -> list[float] | None:
 def ratio_interval(over: Floats | None, under: Floats | None, scale: float = 1.0) -> list[float] | None:
     """Compute the interval of scale x over / under for two cells that were drawn independently."""
     return None if over is None or under is None else interval(scale * over / under)
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Compute a quantile, linear between the neighbouring values."""
-    import numpy as np
-
-    return float(np.percentile(values, 100 * share))

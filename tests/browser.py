@@ -18,19 +18,9 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--hide-scrollbars",
-    "--no-first-run",
-    "--disable-sync",
-    "--disable-extensions",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-dev-shm-usage",
-    "--remote-debugging-pipe",
-)
+FLAGS = """--headless --no-sandbox --disable-gpu --hide-scrollbars --no-first-run --disable-sync
+    --disable-extensions --disable-background-networking --disable-component-update --disable-dev-shm-usage
+    --remote-debugging-pipe""".split()
 # the browser wants its pipe at 3 and 4; a shell need not know descriptors above 9
 BECOME = """import fcntl, os, sys
 ends = [fcntl.fcntl(int(end), fcntl.F_DUPFD, 10) for end in sys.argv[1:3]]
@@ -71,17 +61,9 @@ class Browser:
         self._profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         theirs_in, self._to = os.pipe()
         self._from, theirs_out = os.pipe()
+        command = [program, *FLAGS, f"--user-data-dir={self._profile.name}"]
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                BECOME,
-                str(theirs_in),
-                str(theirs_out),
-                program,
-                *FLAGS,
-                f"--user-data-dir={self._profile.name}",
-            ],
+            [sys.executable, "-c", BECOME, str(theirs_in), str(theirs_out), *command],
             pass_fds=(theirs_in, theirs_out),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -109,9 +91,8 @@ class Browser:
         """Load a file and wait until it is drawn; `media`: print, or nothing for the screen."""
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self._ask("Emulation.setEmulatedMedia", media=media, features=scheme)
-        self._ask(
-            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False
-        )
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        self._ask("Emulation.setDeviceMetricsOverride", **size)
         self.errors.clear()
         done = self._ask("Page.navigate", url=page.absolute().as_uri())
         if done.get("errorText"):

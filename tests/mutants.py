@@ -36,7 +36,7 @@ MODULES = {
     "bert_dp/files/io.py": ["test_secrets.py", "test_terminal.py"],
     "bert_dp/config/batch.py": ["test_config.py", "test_checks.py", "test_rates.py"],
     "bert_dp/config/checks.py": ["test_config.py", "test_checks.py"],
-    "bert_dp/cost.py": ["test_cost.py", "test_intervals.py"],
+    "bert_dp/cost.py": ["test_cost.py", "test_stats.py"],
     "bert_dp/data/stream.py": ["test_data.py"],
     "bert_dp/training/noise.py": ["test_noise_estimate.py"],
 }

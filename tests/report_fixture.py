@@ -39,6 +39,7 @@ HELDOUT = {
     "masked_tokens": 4096,
     "sequences": 216,
 }
+TRAINING_S = {"data_wait": 3.0, "forward_backward": 60.0, "optimizer": 9.0}
 SUMMARY: dict[str, Any] = {
     "status": "done",
     "exit_code": 0,
@@ -69,16 +70,7 @@ SUMMARY: dict[str, Any] = {
     "energy_j": None,
     "skipped_steps": 2,
     "checkpoint": "checkpoints/step-00000100",
-    "time_s": {
-        "setup": 10.0,
-        "compile": 5.0,
-        "train": 75.0,
-        "data_wait": 3.0,
-        "forward_backward": 60.0,
-        "optimizer": 9.0,
-        "eval": 6.0,
-        "save": 4.0,
-    },
+    "time_s": {"setup": 10.0, "compile": 5.0, "train": 75.0, **TRAINING_S, "eval": 6.0, "save": 4.0},
 }
 
 
@@ -129,15 +121,10 @@ class Page(html.parser.HTMLParser):
 
     def __init__(self, text: str):
         super().__init__()
-        self.open: list[str] = []
-        self.loads: list[str] = []
-        self.scripts: list[str] = []
-        self.labels: list[str] = []
+        self.open, self.loads, self.scripts, self.labels, self._texts = (list[str]() for _ in range(5))
         self.exact: set[float] = set()
-        self.policy = ""
         self.data: list[dict[str, Any]] = []
-        self._texts: list[str] = []
-        self._script = ""
+        self.policy = self._script = ""
         self.feed(text)
         self.close()
         self.text = " ".join(" ".join(self._texts).split())
@@ -178,9 +165,9 @@ def read_page(report: Report) -> Page:
     page = Page(text)
     assert page.open == []
     assert page.loads == []
-    hashes = [base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in page.scripts]
+    hashes = {base64.b64encode(hashlib.sha256(s.encode()).digest()).decode() for s in page.scripts}
     allowed = re.findall(r"'sha256-([^']+)'", page.policy)
-    assert set(hashes) <= set(allowed)
+    assert hashes <= {*allowed}
     assert len(allowed) == 2
     rules = dict(rule.split(" ", 1) for rule in page.policy.split("; "))
     assert rules.pop("default-src") == "'none'"

@@ -16,16 +16,17 @@ PARAMETERS, FLOPS, PEAK = 119_589_889, 6.2e8, 6.5e11
 ENVIRONMENT = {
     "date": "2026-11-21T12:00:00+00:00",
     "command": ["bert-dp", "scale"],
-    "platform": "Linux",
     "cpu_model": "AMD EPYC 7B13",
-    "physical_cores": 1,
-    "logical_cores": 2,
-    "memory_gib": 15.6,
     "gpus": [],
-    "gpu_topology": None,
     "versions": {"bert-dp": "0.1.0", "torch": "2.13.0"},
     "git_commit": "0123456789abcdef0123456789abcdef01234567",
     "git_dirty": False,
+}
+SETTINGS = {
+    **{"steps": STEPS, "warm_up": 10, "repeats": REPEATS, "micro_batch": 8, "accumulation": 4},
+    **{"sequence_length": SEQUENCE, "parameters": PARAMETERS, "flops_per_token": FLOPS},
+    **{"precision": "fp32", "device": "CPU", "global_batch": None},
+    "model": "crammed BERT, 16 layers x 768, vocabulary 32,768",
 }
 COST = {"single": 0.0, "ddp": 0.02, "zero1": 0.03, "fsdp": 0.12, "accelerate": 0.03, "deepspeed": 0.2}
 
@@ -60,7 +61,7 @@ def scaling(
         "config_hash": "5f2c9a1e",
         "command": ["bert-dp", "scale", "crammed-bert", "--nproc", "1,2,4"],
         "mode": modes[0] if len(modes) == 1 else "both",
-        "settings": _settings(),
+        "settings": copy.deepcopy(SETTINGS),
         "peak": {"datasheet_flops": None, "matmul_flops": PEAK},
         "cells": cells,
         "links": [_link(rng, n) for n in sizes if n > 1],
@@ -73,19 +74,10 @@ def scaling(
 
 def nulls() -> dict[str, Any]:
     """A grid that has just begun: every measured number is null."""
-    data = scaling(status="partial", links=[], verdicts=[], profile=None, environment={})
-    data["settings"] = {}
-    data["peak"] = {"datasheet_flops": None, "matmul_flops": None}
+    nothing: dict[str, Any] = {"settings": {}, "peak": {"datasheet_flops": None, "matmul_flops": None}}
+    data = scaling(status="partial", links=[], verdicts=[], profile=None, environment={}, **nothing)
     data["cells"] = [_without_figures(cell, "pending", None) for cell in data["cells"]]
     return data
-
-
-def _settings() -> dict[str, Any]:
-    asked = {"steps": STEPS, "warm_up": 10, "repeats": REPEATS, "micro_batch": 8, "accumulation": 4}
-    model = {"sequence_length": SEQUENCE, "parameters": PARAMETERS, "flops_per_token": FLOPS}
-    machine = {"precision": "fp32", "device": "CPU"}
-    words = {"model": "crammed BERT, 16 layers x 768, vocabulary 32,768"}
-    return {**asked, "global_batch": None, **model, **machine, **words}
 
 
 def _run(rng: random.Random, mode: str, engine: str, n: int) -> dict[str, Any]:
@@ -138,15 +130,14 @@ def _ceiling(rng: random.Random, cell: Mapping[str, Any]) -> dict[str, Any]:
     """The same cell with every collective off."""
     step = cell["step_time_s"]["median"] - cell["split_s"]["exposed_comm"]
     n, batch = cell["world_size"], cell["global_batch"]
-    changes = {
-        "id": f"{cell['mode']}-ceiling-n{n}",
-        "kind": "ceiling",
-        "engine": "independent",
+    changes = {"id": f"{cell['mode']}-ceiling-n{n}", "kind": "ceiling", "engine": "independent"}
+    kept = (*models.GridCell.model_fields, "status", "peak_memory_gib", "mamfu")
+    figures = {
+        **{key: cell[key] for key in kept},
+        **_times(rng, changes["id"], step, batch, cell["accumulation"] * n, n),
         "split_s": {**cell["split_s"], "exposed_comm": 0.0},
     }
-    kept = (*models.GridCell.model_fields, "status", "peak_memory_gib", "mamfu")
-    times = _times(rng, changes["id"], step, batch, cell["accumulation"] * n, n)
-    return results.plain(models.CellMeasurement(**{**{key: cell[key] for key in kept}, **times, **changes}))
+    return results.plain(models.CellMeasurement(**{**figures, **changes}))
 
 
 def _without_figures(cell: dict[str, Any], status: str, cause: str | None) -> dict[str, Any]:
@@ -161,7 +152,7 @@ def _times(
     rng: random.Random, name: str, step: float, batch: int, micro_batches: int, n: int
 ) -> dict[str, Any]:
     """The repeats of a cell whose step takes so many seconds, its rates and the step's times."""
-    repeats = []
+    repeats, interval = [], [step * 0.99, step * 1.01]
     for k in range(REPEATS):
         s = step * rng.uniform(0.99, 1.01)
         rates = {"steps_per_s": 1 / s, "tokens_per_s": batch * SEQUENCE / s}
@@ -174,12 +165,7 @@ def _times(
         "samples_per_s": batch / step,
         "tokens_per_s": batch * SEQUENCE / step,
         "tokens_per_s_per_gpu": batch * SEQUENCE / step / n,
-        "step_time_s": {
-            "median": step,
-            "p95": step * 1.06,
-            "mean": step * 1.004,
-            "ci95": [step * 0.99, step * 1.01],
-        },
+        "step_time_s": {"median": step, "p95": step * 1.06, "mean": step * 1.004, "ci95": interval},
     }
 
 
@@ -198,9 +184,8 @@ def _link(rng: random.Random, n: int) -> dict[str, Any]:
 
 
 def _profile() -> dict[str, Any]:
-    gradients = [
-        {"name": f"layers.{15 - k}.weight", "bytes": 28_311_552, "ready_s": 0.04 * (k + 1)} for k in range(16)
-    ]
+    ready = [0.04 * (k + 1) for k in range(16)]
+    gradients = [{"name": f"layer {s}", "bytes": 28_311_552, "ready_s": s} for s in ready]
     times = {"backward_s": 0.66, "optimizer_s": 0.08, "micro_s": 0.97}
     model = {"micro_batch": 8, "sequence_length": SEQUENCE, "parameters": PARAMETERS}
     model |= {"num_layers": 16, "hidden_size": 768, "num_heads": 12}
@@ -236,12 +221,11 @@ def _prediction(rng: random.Random, cells: Sequence[Mapping[str, Any]]) -> dict[
         }
         for cell in cells
     ]
-    batch = {"tensor": 1, "accumulation": 4}
-    figures = {"step_time_s": 5.2, "exposed_comm_fraction": 0.03, "efficiency": 0.88}
-    split = {"forward_backward": 4.7, "optimizer": 0.3, "straggler": 0.04, "exposed_comm": 0.16}
+    figures = {"tensor": 1, "accumulation": 4, "step_time_s": 5.2, "exposed_comm_fraction": 0.03}
+    figures["split_s"] = {"forward_backward": 4.7, "optimizer": 0.3, "straggler": 0.04, "exposed_comm": 0.16}
     rows = [
-        {"world_size": n, **batch, "global_batch": 32 * n, "tokens_per_s": 790.0 * n, "speedup": 0.88 * n}
-        | {**figures, "split_s": split}
+        {"world_size": n, "global_batch": 32 * n, "tokens_per_s": 790.0 * n, "speedup": 0.88 * n}
+        | {"efficiency": 0.88, **figures}
         for n in (8, 64)
     ]
     notes = ["all-reduce as measured over 2 ranks"]

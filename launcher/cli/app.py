@@ -1,4 +1,4 @@
-"""The application: its verbs by group, the entry point, and the exit codes and error lines of a failure."""
+"""Register the verbs by group, run the command line, and print a failure with its exit code."""
 
 from __future__ import annotations
 

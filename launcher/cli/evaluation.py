@@ -9,6 +9,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from bert_dp.config import ConfigError, Issue
+from bert_dp.files.run_facts import ExportFormat, ExportPrecision
 from launcher.cli import options as opt
 
 
@@ -85,15 +86,19 @@ def predict(
     predict_file(run, file, text=text, text_pair=text_pair, out=out, precision=precision)
 
 
+def _export(form: ExportFormat, run: Path, out: Path, encoder: bool, precision: ExportPrecision) -> int:
+    from launcher.evaluate import export
+
+    return export.export(form, run, out, encoder=encoder, precision=precision, console=opt.console())
+
+
 def export_hf(run: opt.Run, out: opt.ExportOut, encoder: opt.WithoutHead = False) -> int:
     """Export for transformers.
 
     The directory needs no code of ours: ModernBERT, BERT, RoBERTa, RobertaPreLayerNorm or EuroBERT, as the
     run's positions and norms require, with tokenizer and model card.
     """
-    from launcher.evaluate import export
-
-    return export.export("hf", run, out, encoder=encoder, console=opt.console())
+    return _export("hf", run, out, encoder, "fp32")
 
 
 def export_onnx(
@@ -103,11 +108,7 @@ def export_onnx(
     int8: Annotated[bool, Option("--int8", help="Dynamic quantization of the weights.")] = False,
 ) -> int:
     """Export model.onnx, for any batch size and any length up to the run's."""
-    from launcher.evaluate import export
-
-    return export.export(
-        "onnx", run, out, encoder=encoder, precision="int8" if int8 else "fp32", console=opt.console()
-    )
+    return _export("onnx", run, out, encoder, "int8" if int8 else "fp32")
 
 
 def export_aoti(
@@ -117,11 +118,7 @@ def export_aoti(
     bf16: Annotated[bool, Option("--bf16", help="Weights and products in bf16.")] = False,
 ) -> int:
     """Export model.pt2 for Python or C++, compiled by AOTInductor for this kind of processor."""
-    from launcher.evaluate import export
-
-    return export.export(
-        "aoti", run, out, encoder=encoder, precision="bf16" if bf16 else "fp32", console=opt.console()
-    )
+    return _export("aoti", run, out, encoder, "bf16" if bf16 else "fp32")
 
 
 def export_check(

@@ -32,11 +32,6 @@ def parsed(parse: Callable[[str], Any], metavar: str, help: str, *names: str) ->
     return Option(*names, parser=value_of, metavar=metavar, show_default=False, help=help)
 
 
-def counts_option(help: str, *names: str) -> Any:
-    """Make an option of whole numbers."""
-    return parsed(counts, "N,...", help, *names)
-
-
 def counts(text: str) -> tuple[int, ...]:
     """Parse `1,2,4` or `1..1024` (doubling, the end included)."""
     problem = f"{text!r} is not a list like 1,2,4 or a range like 1..1024 of numbers up to {MAX_GPUS:,}"
@@ -136,6 +131,7 @@ Nproc = Annotated[str, Option(help="Ranks: auto (every GPU, or 2 CPU ranks) or a
 Launcher = Annotated[
     str, parsed(launcher, "NAME", "Starts the ranks: torchrun (the default), accelerate or deepspeed.")
 ]
+Tensor = Annotated[Sequence[int], parsed(counts, "N,...", "Tensor-parallel sizes; default: 1.")]
 RunDir = Annotated[Path | None, Option(help="Run directory; default: runs/NAME-DATE-TIME.")]
 Resume = Annotated[str, Option(help="auto, never, or the path of a checkpoint or run.")]
 MaxRestarts = Annotated[

@@ -80,7 +80,7 @@ def plan_fit(
     """Fit the loss over parameters and tokens to completed runs."""
     from launcher import results
     from launcher.plan import budget, fit
-    from launcher.report.page import show_report
+    from launcher.report.page import show_result
 
     if (table is None) == (not runs):
         raise ConfigError([Issue("RUNS", "missing", "give runs or --table, not both", None, "--table")])
@@ -88,20 +88,14 @@ def plan_fit(
         raise ConfigError(issues)
     found = fit.fit_runs(fit.read_table(table)) if table else fit.fit_runs(*fit.read_runs(runs or []))
     results.write(out, found)
-    if json:
-        typer.echo(results.to_json(found), nl=False)
-    else:
-        show_report(opt.console(), fit.fit_page(found))
+    show_result(opt.console(), found, lambda: fit.fit_page(found), as_json=json)
     return 0
 
 
 def plan_scaling(
-    nproc: Annotated[Sequence[int], opt.counts_option("1,2,4,8 or 1..1024 (doubling); default: 1..8.")] = (
-        1,
-        2,
-        4,
-        8,
-    ),
+    nproc: Annotated[
+        Sequence[int], opt.parsed(opt.counts, "N,...", "1,2,4,8 or 1..1024 (doubling); default: 1..8.")
+    ] = (1, 2, 4, 8),
     from_: Annotated[Path | None, Option("--from", help="scaling.json of a benchmark.")] = None,
     model: Annotated[str | None, Option(help="bert-base, bert-large or a configuration.")] = None,
     seq_per_s: Annotated[
@@ -116,26 +110,22 @@ def plan_scaling(
     ] = None,
     nics: Annotated[int, Option(min=1, help="NICs per node.")] = 1,
     engine: Annotated[Literal["ddp", "zero1", "fsdp"], Option(help="Engine to predict.")] = "ddp",
-    tensor: Annotated[Sequence[int], opt.counts_option("Tensor-parallel sizes; default: 1.")] = (1,),
+    tensor: opt.Tensor = (1,),
     accumulation: Annotated[
-        Sequence[int], opt.counts_option("Micro batches per step; default: as measured.")
+        Sequence[int], opt.parsed(opt.counts, "N,...", "Micro batches per step; default: as measured.")
     ] = (),
     json: opt.Json = False,
 ) -> int:
     """Predict the step time and efficiency of N GPUs from one GPU's profile."""
-    from launcher import results
     from launcher.plan import scaling
     from launcher.plan.scaling import plan_page
-    from launcher.report.page import show_report
+    from launcher.report.page import show_result
 
     source = scaling.find_source(from_, model, seq_per_s, micro, gpu, (*accumulation, 1)[0])
     spec = scaling.PlanSpec(
         tuple(nproc), link, inter, gpus_per_node, nics, engine, tuple(tensor), tuple(accumulation)
     )
     prediction = scaling.predict_scaling(source, spec)
-    if json:
-        typer.echo(results.to_json(prediction), nl=False)
-    else:
-        config = model if from_ is None and model not in scaling.MODELS else None
-        show_report(opt.console(), plan_page(prediction, config))
+    config = model if from_ is None and model not in scaling.MODELS else None
+    show_result(opt.console(), prediction, lambda: plan_page(prediction, config), as_json=json)
     return 0

@@ -72,27 +72,26 @@ def report_of(run_dirs: Sequence[Path]) -> Report:
     from launcher.scale.models import Scaling
     from launcher.tune.tune_page import tune_page
 
-    kinds = (evaluate.FILE, scale_page.FILE, tune.FILE)
-    held = {path: next((name for name in kinds if (path / name).exists()), None) for path in run_dirs}
+    pages = {
+        evaluate.FILE: lambda path: glue_report(results.read(path, Glue)),
+        scale_page.FILE: lambda path: scale_page.scale_page(results.read(path, Scaling), path.parent),
+        tune.FILE: tune_page,
+    }
+    held = {path: next((name for name in pages if (path / name).exists()), None) for path in run_dirs}
     first, (kind, *others) = run_dirs[0], dict.fromkeys(held.values())
     if others:
         names = ", ".join(f"{path} ({name or 'no result'})" for path, name in held.items())
-        raise ConfigError(
-            [Issue("RUN_DIRS", "conflict", f"only runs, or GLUE evaluations, compare: {names}")]
-        )
+        message = f"only runs, or GLUE evaluations, compare: {names}"
+        raise ConfigError([Issue("RUN_DIRS", "conflict", message)])
     if kind is None:
         if missing := [d for d in run_dirs if not (d / "config.yaml").exists()]:
             raise ConfigError([_no_run("RUN_DIRS", directory) for directory in missing])
         return of_directories(run_dirs)
-    if len(run_dirs) > 1 and kind == evaluate.FILE:
-        return compare_report(run_dirs)
-    if len(run_dirs) > 1:
+    if len(run_dirs) == 1:
+        return pages[kind](first / kind)
+    if kind != evaluate.FILE:
         raise ConfigError([Issue("RUN_DIRS", "conflict", f"only one directory with {kind} makes a page")])
-    if kind == evaluate.FILE:
-        return glue_report(results.read(first / kind, Glue))
-    if kind == scale_page.FILE:
-        return scale_page.scale_page(results.read(first / kind, Scaling), first)
-    return tune_page(first / kind)
+    return compare_report(run_dirs)
 
 
 def _no_run(setting: str, path: Path) -> Issue:
@@ -145,7 +144,7 @@ def checkpoints(
 
     Exit code 1 if one is damaged.
     """
-    from launcher.report.page import show_report
+    from launcher.report.page import show_result
     from launcher.run.trials import heldout_losses
 
     paths = files.list_checkpoints(run / "checkpoints")
@@ -155,10 +154,7 @@ def checkpoints(
         raise ConfigError([Issue("RUN", "not_found", message, str(run), hint=hint)])
     losses = heldout_losses(run)
     found = [_describe(path, losses) for path in paths]
-    if json:
-        typer.echo(jsonlib.dumps(files.finite(found), indent=1))
-    else:
-        show_report(opt.console(), checkpoints_report(found))
+    show_result(opt.console(), found, lambda: checkpoints_report(found), as_json=json)
     return 1 if any(each["problem"] for each in found) else 0
 
 
@@ -183,19 +179,19 @@ def _describe(path: Path, losses: Mapping[int, float]) -> dict[str, Any]:
 def checkpoints_report(checkpoints: Sequence[Mapping[str, Any]]) -> Report:
     """Build the table of the checkpoints, newest first, with a verdict for each damaged one."""
     from launcher.report.formats import count_of
-    from launcher.report.page import Computed, Quantity, Report, ReportSection, Verdict, table
+    from launcher.report.page import Quantity, Report, ReportSection, Verdict, table
 
     advice = ["Remove it; a run goes on from the newest checkpoint that is sound."]
     damaged = [
         Verdict("fail", f"damaged: {each['problem']}", advice) for each in checkpoints if each["problem"]
     ]
     sound = Verdict("ok", f"{count_of(len(checkpoints), 'checkpoint')}, every file as its hash says")
-    quantities: list[Quantity | Computed] = [
+    quantities: list[Quantity] = [
         Quantity("step", "step", "count"),
         Quantity("samples", "samples", "count"),
         Quantity("heldout_loss", "held-out loss", "nats"),
-        Computed(lambda each: each["bytes"] and each["bytes"] / GIB, "size", "gib"),
-        Computed(lambda each: "damaged" if each["problem"] else "verified", "files", "word"),
+        Quantity(lambda each: each["bytes"] and each["bytes"] / GIB, "size", "gib"),
+        Quantity(lambda each: "damaged" if each["problem"] else "verified", "files", "word"),
     ]
     listed = table([(each["name"], each) for each in checkpoints], quantities, corner="checkpoint")
     return Report(
@@ -219,7 +215,7 @@ def doctor(
     clocks, and measures the link to each. Exit code 1 if a run would fail.
     """
     from launcher.machine import doctor as checks
-    from launcher.report.page import show_report
+    from launcher.report.page import show_result
     from launcher.run.check_nodes import check
     from launcher.run.nodes import find_place
 
@@ -232,9 +228,8 @@ def doctor(
     if place is not None:
         more, code = check(place, run_dir or Path(), data, logger(opt.console(), json))
         findings += more
-    if json:
-        facts = {"environment": machine.to_json(), "findings": [f.__dict__ for f in findings]}
-        typer.echo(jsonlib.dumps(facts, indent=1))
-    else:
-        show_report(opt.console(), checks.doctor_report(machine, findings), titled=True)
+    facts = {"environment": machine.to_json(), "findings": [f.__dict__ for f in findings]}
+    show_result(
+        opt.console(), facts, lambda: checks.doctor_report(machine, findings), as_json=json, titled=True
+    )
     return 1 if any(f.level == "fail" for f in findings) else code

@@ -6,7 +6,7 @@ import json as jsonlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
@@ -72,18 +72,26 @@ def train(
 
     config, settings = opt.split_words(words, set_)
     place = find_place(nnodes, node_rank, rendezvous, interface)
+    issues = []
     if elastic and not max_restarts:
-        raise ConfigError(
-            [Issue("--elastic", "no_effect", "no restart is allowed", hint="add --max-restarts K")]
-        )
+        hint = "add --max-restarts K"
+        issues.append(Issue("--elastic", "no_effect", "no restart is allowed", hint=hint))
     if profile_ranks is not None and profile is None:
-        raise ConfigError(
-            [Issue("--profile-ranks", "no_effect", "records nothing without --profile FIRST:END")]
-        )
+        issues.append(Issue("--profile-ranks", "no_effect", "records nothing without --profile FIRST:END"))
     if gpu is not None and not dry_run:
         message = "goes with --dry-run: it names GPUs that are not there"
-        raise ConfigError([Issue("--gpu", "no_effect", message, gpu, "--dry-run", "add --dry-run")])
-    plan = None if profile is None else parse_profile(profile, profile_ranks or "0")
+        issues.append(Issue("--gpu", "no_effect", message, gpu, "--dry-run", "add --dry-run"))
+    if issues:
+        raise ConfigError(issues)
+    how: dict[str, Any] = {
+        "nproc": nproc,
+        "run_dir": run_dir,
+        "resume": resume,
+        "launcher": launcher,
+        "dry_run": dry_run,
+        "console": opt.console(),
+        "profile": None if profile is None else parse_profile(profile, profile_ranks or "0"),
+    }
     overrides = settings
     if micro_is_auto(job.find_config(config, run_dir), settings):
         if place is not None:
@@ -91,17 +99,7 @@ def train(
             raise ConfigError([Issue("batch.micro_size", "unsupported", message, "auto", "--nnodes", hint)])
         from launcher.tune.batch import resolve_auto_batch
 
-        overrides, failed = resolve_auto_batch(
-            config,
-            settings,
-            nproc=nproc,
-            run_dir=run_dir,
-            resume=resume,
-            launcher=launcher,
-            dry_run=dry_run,
-            console=opt.console(),
-            profile=plan,
-        )
+        overrides, failed = resolve_auto_batch(config, settings, **how)
         if failed:
             return failed
     searched = overrides != settings and not dry_run  # a micro batch that was measured needs no estimate
@@ -110,20 +108,8 @@ def train(
         from launcher.plan import dry_run as absent
 
         loaded = absent.on_gpus(loaded, gpu, nproc)
-    code = train.train(
-        loaded,
-        nproc=nproc,
-        launcher=launcher,
-        run_dir=run_dir,
-        resume=resume,
-        dry_run=dry_run,
-        console=opt.console(),
-        policy=restarts.Policy(max_restarts, elastic),
-        force=force or searched,
-        profile=plan,
-        place=place,
-        after_save=after_save,
-    )
+    policy, forced = restarts.Policy(max_restarts, elastic), force or searched
+    code = train.train(loaded, **how, policy=policy, force=forced, place=place, after_save=after_save)
     if gpu is not None and code == 0:
         absent.print_speed(loaded, gpu, opt.console())
     return code
@@ -178,18 +164,10 @@ def finetune(
     )
     loaded = finetuning.load(run, source, settings, nproc=nproc, random_weights=init == "random")
     planned = finetuning.by_seed(loaded, run_dir, seeds)
+    how: dict[str, Any] = {"nproc": nproc, "launcher": launcher, "resume": resume, "dry_run": dry_run}
+    how |= {"console": opt.console(), "policy": restarts.Policy(max_restarts, False), "force": force}
     for job, place in planned:
-        code = training.train(
-            job,
-            nproc=nproc,
-            launcher=launcher,
-            run_dir=place,
-            resume=resume,
-            dry_run=dry_run,
-            console=opt.console(),
-            policy=restarts.Policy(max_restarts, False),
-            force=force,
-        )
+        code = training.train(job, run_dir=place, **how)
         if code or dry_run:
             return code
     if seeds > 1:

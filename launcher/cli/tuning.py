@@ -15,7 +15,10 @@ MAX_TOKENS = 1e15
 
 def scale(
     words: opt.Words = None,
-    nproc: Annotated[Sequence[int], opt.counts_option("Numbers of ranks; default: 1,2.")] = (1, 2),
+    nproc: Annotated[Sequence[int], opt.parsed(opt.counts, "N,...", "Numbers of ranks; default: 1,2.")] = (
+        1,
+        2,
+    ),
     mode: Annotated[
         Literal["weak", "strong", "both"], Option(help="Keep the batch per rank, or the global batch.")
     ] = "weak",
@@ -23,7 +26,7 @@ def scale(
         Sequence[str],
         opt.parsed(opt.engines, "NAME,...", "ddp (default), zero1, fsdp, deepspeed-1, ...", "--engines"),
     ] = ("ddp",),
-    tensor: Annotated[Sequence[int], opt.counts_option("Tensor-parallel sizes; default: 1.")] = (1,),
+    tensor: opt.Tensor = (1,),
     launcher: opt.Launcher = "torchrun",
     repeats: Annotated[int, Option(min=1, max=1000, help="Runs of each cell, in random order.")] = 3,
     steps: Annotated[int, Option(min=2, help="Timed optimizer steps of a run.")] = 50,

@@ -31,7 +31,6 @@ from launcher.machine import environment
 from launcher.report.formats import format_count
 
 RECIPE = "distill.yaml"
-BILSTM = "bilstm"
 LSTM_SIZES = {"QQP": 300}  # of Tang et al. 2019; 150 for other tasks
 EMBEDDING_SIZE = 300  # of their word2vec
 DERIVED = ("distill.logits", "distill.embeddings")
@@ -62,18 +61,17 @@ def load(
     levels = student_levels(student, embeddings, teacher, source.name)
     machine = environment.probe(Path())
     name = f"{teacher.run.name}-{Path(student).stem}-{source.name}"
-    checked = resolve([*levels, {"data": {"path": "not-prepared"}}, parse_overrides(overrides)])
+    checked = resolve([*levels, finetune.task_level(None, None), parse_overrides(overrides)])
     ranks = job.Job(name, checked, machine).choose_ranks(nproc)
     made = transfer_options(teacher_logits, copies, replace, teacher, checked.run.seed)
-    options = [*source.options, *made]
-    path = finetune.prepare(teacher, source._replace(options=options), checked.data.sequence_length)
+    transfer = source._replace(options=[*source.options, *made])
+    path = finetune.prepare(teacher, transfer, checked.data.sequence_length)
     manifest = read_examples(path)
     if not is_file and (issues := list(label_issues(teacher.config, manifest))):
         raise ConfigError(issues)
     facts = {"weights": files.weights_hash(teacher.checkpoint), "examples": manifest.hash}
     logits = path if is_file else files.cache_root() / f"logits-{hash_json(facts)[:20]}"
-    task = {"kind": manifest.kind, "labels": manifest.labels, "pair": manifest.pair}
-    derived = {"data": {"path": str(path)}, "finetune": task, "distill": {"logits": str(logits)}}
+    derived = {**finetune.task_level(path, manifest), "distill": {"logits": str(logits)}}
     config = resolve([*levels, derived, parse_overrides(overrides)])
     on_gpu = job.Job(name, config, machine).gpus > 0
     describe_transfer_set(None if is_file else teacher.config, config, manifest)
@@ -90,7 +88,7 @@ def student_levels(student: str, embeddings: str, teacher: Pretrained, task: str
     weights, or the model of a configuration with random ones. Raises ConfigError."""
     rows, length = teacher.config.model.vocab_size, teacher.config.data.sequence_length
     recipe, data = read_yaml(shipped_configs() / RECIPE), {"sequence_length": length}
-    if student == BILSTM:
+    if student == "bilstm":
         model = {"hidden_size": EMBEDDING_SIZE, "lstm_size": LSTM_SIZES.get(task, 150)}
         model |= {"vocab_size": rows, "num_layers": 1, "num_heads": 1}
         if embeddings == "random":
@@ -137,7 +135,7 @@ def transfer_options(
 
 def label_issues(teacher: Config, manifest: ExamplesManifest) -> Iterator[Issue]:
     """Find where the teacher's task is not that of the examples."""
-    for name in ("kind", "labels", "pair"):
+    for name in finetune.TASK:
         theirs, ours = getattr(teacher.finetune, name), getattr(manifest, name)
         if (theirs := list(theirs) if name == "labels" else theirs) != ours:
             message, hint = f"the teacher has {name} {theirs}, the examples {ours}", "name data of its task"
@@ -154,9 +152,8 @@ def describe_transfer_set(teacher: Config | None, config: Config, manifest: Exam
         print_error(line)
         return
     flop = train.tokens * flops_per_token(teacher.model, length, 0.0) / 3  # without the backward pass
-    sizes = [num_parameters(each.model, length) for each in (teacher, config)]
-    teacher_size, student_size = map(format_count, sizes)
     print_error(f"{line}; the teacher's pass takes {flop / 1e12:.3g} TFLOP")
-    print_error(f"teacher {teacher_size} parameters, student {student_size}")
-    if sizes[1] > sizes[0]:
+    ours, theirs = (num_parameters(each.model, length) for each in (config, teacher))
+    print_error(f"teacher {format_count(theirs)} parameters, student {format_count(ours)}")
+    if ours > theirs:
         print_error("warning: the student is larger than the teacher")

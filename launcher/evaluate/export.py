@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher import results
 from launcher.children import kernel_caches
 from launcher.log import PLAIN, print_error, runnable, show
 from launcher.report.formats import format_count, format_percent
-from launcher.report.page import Report, ReportSection, Table, Verdict, show_report, words
+from launcher.report.page import Report, ReportSection, Table, Verdict, show_result, words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,13 +20,7 @@ if TYPE_CHECKING:
 
 
 def export(
-    form: ExportFormat,
-    run: Path,
-    out: Path,
-    *,
-    encoder: bool,
-    precision: ExportPrecision = "fp32",
-    console: Console,
+    form: ExportFormat, run: Path, out: Path, *, encoder: bool, precision: ExportPrecision, console: Console
 ) -> int:
     """Write a run to the new directory `out`, and say what is there. Raises ConfigError."""
     os.environ |= kernel_caches()  # torch takes a directory of its own otherwise
@@ -60,10 +52,7 @@ def check(directory: Path, run: Path | None, *, as_json: bool, console: Console)
 
     use_all_cores()
     comparison = compare(directory.expanduser(), run and run.expanduser())
-    if as_json:
-        sys.stdout.write(results.to_json(comparison))
-    else:
-        show_report(console, check_report(comparison), titled=True)
+    show_result(console, comparison, lambda: check_report(comparison), as_json=as_json, titled=True)
     return 0 if comparison.ok else 1
 
 

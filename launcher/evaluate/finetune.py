@@ -32,15 +32,9 @@ from launcher.report.page import Report, ReportSection, Table, words
 
 RECIPE = "finetune.yaml"
 
+TASK = ("kind", "labels", "pair")
 # settings that follow from RUN and its task
-DERIVED = (
-    "data.path",
-    "run.init_from",
-    "finetune.kind",
-    "finetune.labels",
-    "finetune.pair",
-    "objective.name",
-)
+DERIVED = ("data.path", "run.init_from", "objective.name", *(f"finetune.{name}" for name in TASK))
 
 
 class ExamplesSource(NamedTuple):
@@ -79,10 +73,9 @@ def source_of(
     elif not own.keys() & files.keys():
         issues.append(Issue("--task", "missing", "no examples are named", hint=hint))
     else:
-        text, absent = "own files take --train and --dev", {"train", "dev"} - own.keys()
-        if dev_fraction is not None:
-            absent -= {"dev"}
-        issues += [Issue(f"--{name}", "missing", text) for name in sorted(absent, reverse=True)]
+        text = "own files take --train and --dev"
+        needed = ("train", "dev") if dev_fraction is None else ("train",)
+        issues += [Issue(f"--{name}", "missing", text) for name in needed if name not in own]
     if dev_fraction is not None and (task or "dev" in own):
         text, other = "takes dev from the rows of --train", "--task" if task else "--dev"
         issues.append(Issue("--dev-fraction", "conflict", text, dev_fraction, other, "leave one out"))
@@ -190,14 +183,17 @@ def configuration(
     levels: list[dict[str, Any]] = [
         {"model": model, "data": {"sequence_length": start.config.data.sequence_length}},
         *read_levels(shipped_configs() / recipe),
-        {"data": {"path": str(path or "not-prepared")}},
+        task_level(path, manifest),
     ]
     if init_from is not None:
         levels.append({"run": {"init_from": str(init_from)}})
-    if manifest is not None:
-        task = {"kind": manifest.kind, "labels": manifest.labels, "pair": manifest.pair}
-        levels.append({"finetune": task})
     return resolve([*levels, parse_overrides(overrides)])
+
+
+def task_level(path: Path | None, manifest: ExamplesManifest | None) -> dict[str, Any]:
+    """Return the settings that follow from prepared examples; None: before any are prepared."""
+    task = {} if manifest is None else {name: getattr(manifest, name) for name in TASK}
+    return {"data": {"path": str(path or "not-prepared")}, "finetune": task}
 
 
 def prepare(start: Pretrained, source: ExamplesSource, sequence_length: int, seed: int = 0) -> Path:

@@ -31,21 +31,12 @@ from launcher.report.formats import count_of, format_points
 from launcher.report.page import Report
 from launcher.results import PlanFile
 from launcher.run import trials
-from launcher.run.trials import (
-    Progress,
-    Runner,
-    SearchOutcome,
-    Trial,
-    earlier_outcome,
-    heldout_losses,
-    run_to_end,
-)
+from launcher.run.trials import Runner, SearchOutcome, Trial
 
 STATE = "plan.json"
 RECIPE = "glue.yaml"
 FIXED = ("kind", "config_hash", "settings", "start")
 GROWS = ("settings.seeds",)
-NO_EFFECT = ("checkpoint", "log.to")  # trials keep no checkpoint and send no records
 
 
 class GluePlanFile(PlanFile):
@@ -101,12 +92,8 @@ def evaluate(
     base = finetune.configuration(start, overrides, weights, recipe=RECIPE)
     this_job = job.Job(start.run.name, base, environment.probe(Path()))
     folder = this_job.directory(how.out, "eval", "glue")
-    issues: list[Issue] = [
-        *finetune.setting_issues(overrides),
-        *setting_issues(overrides),
-        *this_job.device_issues(options.ranks, "--nproc"),
-    ]
-    if issues:
+    issues = [*finetune.setting_issues(overrides), *setting_issues(overrides)]
+    if issues := [*issues, *this_job.device_issues(options.ranks)]:
         raise ConfigError(issues)
     words = [word for place in data for word in ("--data", str(place))]
     missing = children.ask_module("bert_dp.examples.prepare", ["missing", *words], "looking for GLUE's files")
@@ -118,7 +105,7 @@ def evaluate(
         start=results.plain(glue_scores.describe_start(start)),
     )
     output = Output(folder, "evaluation", STATE, plan, FIXED, GROWS)
-    if issues := [*output.issues()]:
+    if issues := output.issues():
         raise ConfigError(issues)
     on_gpu = this_job.gpus > 0
     length = base.data.sequence_length
@@ -177,14 +164,14 @@ def setting_issues(overrides: Sequence[str]) -> list[Issue]:
     return [
         Issue(name, "no_effect", text, hint="leave it out")
         for name in finetune.setting_names(overrides)
-        if f"{name}.".startswith(tuple(f"{setting}." for setting in NO_EFFECT))
+        if f"{name}.".startswith(("checkpoint.", "log.to."))
     ]
 
 
 def trial_issues(grid: GlueGrid) -> list[Issue]:
     """Return the reasons that the tasks, which share their settings, cannot be trained."""
     config = configure(grid, next(iter(grid.tasks.values())))
-    issues: list[Issue] = [*job.input_issues(config)]
+    issues = job.input_issues(config)
     try:
         batch_layout(config, grid.options.ranks)
     except ConfigError as error:
@@ -241,7 +228,7 @@ def run_trials(grid: GlueGrid, output: Output[GluePlanFile], log: Log) -> tuple[
     )
     with trials.runner(out, slots, launcher=grid.options.launcher, on_gpu=grid.on_gpu, log=log) as runner:
         ended: dict[str, list[GlueTrial]] = {name: [] for name in grid.tasks}
-        outcome = run_to_end(lambda: finetune_all(grid, runner, log, ended), out, log)
+        outcome = trials.run_to_end(lambda: finetune_all(grid, runner, log, ended), out, log)
     tasks = [glue_scores.score_task(task.manifest, ended[name]) for name, task in grid.tasks.items()]
     if outcome.status == "complete" and all(task.median_trial is None for task in tasks):
         outcome = SearchOutcome("failed", "every trial failed; see the logs below trials", 1)
@@ -255,9 +242,9 @@ def finetune_all(grid: GlueGrid, runner: Runner, log: Log, ended: Mapping[str, l
     # the longest first, so that the devices finish together
     tasks = sorted(grid.tasks.values(), key=lambda task: -task.manifest.num_samples)
     planned = [(make_trial(grid, runner.out, task, seed), task) for seed in grid.seeds for task in tasks]
-    progress = Progress([task.share for _, task in planned], log, len(runner.slots))
+    progress = trials.Progress([task.share for _, task in planned], log, len(runner.slots))
     task_of = {trial.name: task for trial, task in planned}
-    done = {trial.name for trial, _ in planned if earlier_outcome(trial) is not None}
+    done = {trial.name for trial, _ in planned if trials.earlier_outcome(trial) is not None}
     if done:
         log(f"resuming: {len(done)} of {len(planned)} trials already done")
     for trial, outcome in runner.run([trial for trial, _ in planned]):
@@ -276,7 +263,7 @@ def result_file(
     grid: GlueGrid, tasks: Sequence[GlueTask], outcome: SearchOutcome, facts: Mapping[str, Any]
 ) -> Glue:
     """Return glue.json. `facts`: the machine and the data."""
-    evaluations = heldout_losses(grid.start.checkpoint.parent.parent)
+    evaluations = trials.heldout_losses(grid.start.checkpoint.parent.parent)
     mean, lacking = glue_scores.average(tasks)
     return Glue(
         status=outcome.status,

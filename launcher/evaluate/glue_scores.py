@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import ClassVar, Literal
 
 from bert_dp import files
 from bert_dp.config import ConfigError, ExamplesManifest, Issue, peak_lr
-from bert_dp.config.manifest import Metric
 from bert_dp.files.models import HeldOut, StoredModel
 from launcher import results
 from launcher.evaluate import FILE
@@ -20,7 +20,6 @@ from launcher.evaluate.finetune import Pretrained
 from launcher.report.formats import NA, count_of, format_count, format_lr, format_nats, format_points
 from launcher.report.page import (
     Column,
-    Computed,
     Quantity,
     Report,
     ReportSection,
@@ -133,13 +132,8 @@ def dev_splits(manifest: ExamplesManifest) -> list[str]:
 
 def read_trial(trial: Trial, outcome: TrialOutcome, manifest: ExamplesManifest) -> GlueTrial:
     """Read the scores of a trial that has ended. A trial that lacks a score of a dev set has failed."""
-    result = GlueTrial(
-        trial=trial.name,
-        lr=peak_lr(trial.config).value,
-        seed=trial.config.run.seed,
-        status=outcome.status,
-        seconds=round(outcome.seconds, 3),
-    )
+    lr, seed, seconds = peak_lr(trial.config).value, trial.config.run.seed, round(outcome.seconds, 3)
+    result = GlueTrial(trial=trial.name, lr=lr, seed=seed, status=outcome.status, seconds=seconds)
     if outcome.status != "ok":
         return result.model_copy(update={"cause": cause(trial.directory)})
     summary = read_summary(trial.directory)
@@ -157,13 +151,24 @@ def read_trial(trial: Trial, outcome: TrialOutcome, manifest: ExamplesManifest) 
 
 
 def score_task(manifest: ExamplesManifest, trials: Sequence[GlueTrial]) -> GlueTask:
-    """Compute the scores of a task over its seeds."""
-    trials = sorted(trials, key=lambda trial: trial.seed)
-    scores = [
-        score_metric(split, metric, trials, manifest)
-        for split in dev_splits(manifest)
-        for metric in manifest.metrics
-    ]
+    """Compute the median and the standard deviation of each score of a task over its seeds."""
+    trials, scores = sorted(trials, key=lambda trial: trial.seed), []
+    for split, metric in itertools.product(dev_splits(manifest), manifest.metrics):
+        seeds = [trial.scores.get(f"{split}/{metric}") for trial in trials]
+        known = [score for score in seeds if score is not None]
+        dev = manifest.splits[split]
+        score = GlueScore(
+            split=split,
+            metric=metric,
+            seeds=seeds,
+            median=statistics.median(known) if known else None,
+            sd=statistics.stdev(known) if len(known) > 1 else None,
+            majority=(dev.baseline or {}).get(metric),
+            examples=dev.examples,
+            truncated=dev.truncated,
+            in_train=dev.in_train,
+        )
+        scores.append(score)
     first = scores[0].name
     ranked = sorted((t.scores[first], t.seed, t.trial) for t in trials if first in t.scores)
     return GlueTask(
@@ -174,32 +179,6 @@ def score_task(manifest: ExamplesManifest, trials: Sequence[GlueTrial]) -> GlueT
         scores=scores,
         median_trial=ranked[(len(ranked) - 1) // 2][2] if ranked else None,
     )
-
-
-def score_metric(
-    split: str, metric: Metric, trials: Sequence[GlueTrial], manifest: ExamplesManifest
-) -> GlueScore:
-    """Compute the median and the standard deviation over the trials that have a score."""
-    seeds = [trial.scores.get(f"{split}/{metric}") for trial in trials]
-    known = [score for score in seeds if score is not None]
-    dev = manifest.splits[split]
-    return GlueScore(
-        split=split,
-        metric=metric,
-        seeds=seeds,
-        median=statistics.median(known) if known else None,
-        sd=statistics.stdev(known) if len(known) > 1 else None,
-        majority=(dev.baseline or {}).get(metric),
-        examples=dev.examples,
-        truncated=dev.truncated,
-        in_train=dev.in_train,
-    )
-
-
-def paired_differences(one: GlueTask, other: GlueTask, name: str) -> list[float]:
-    """Return the score of `other` less that of `one` for each seed that has one in both."""
-    before = {trial.seed: trial.scores[name] for trial in one.trials if name in trial.scores}
-    return [t.scores[name] - before[t.seed] for t in other.trials if name in t.scores and t.seed in before]
 
 
 def average(tasks: Sequence[GlueTask]) -> tuple[float | None, list[str]]:
@@ -225,7 +204,8 @@ SCORES = (
     Quantity("examples", "dev examples", "count"),
     Quantity("truncated", "truncated", "count"),
     Quantity("in_train", "also in train", "count"),
-    Computed(lambda score: ", ".join(map(format_points, score.seeds)), "every seed", "word"),
+    Quantity(lambda score: ", ".join(map(format_points, score["seeds"])), "every seed", "word"),
+    Quantity("remark", "remark", "word"),
 )
 SAME_DATA = "compare evaluations with the same files, tokenizer and length"
 DIFFERENCE = (
@@ -236,14 +216,20 @@ DIFFERENCE = (
 
 def glue_report(glue: Glue) -> Report:
     """Build the page of one evaluation."""
-    seeds = count_of(glue.settings.seeds, "seed")
+    seeds, method = count_of(glue.settings.seeds, "seed"), describe_method(glue)
     left_out = [words(task, reason) for task, reason in glue.left_out.items()]
+    rows = [
+        (name_score(task, score), {**dict(score), "remark": _remark(task, score)})
+        for task in glue.tasks
+        for score in task.scores
+    ]
+    scores = table(rows, SCORES, title=method, corner="task", empty="no task was evaluated")
     return Report(
         "bert-dp: GLUE",
-        subtitle(glue, [describe_method(glue), f"rate {format_lr(glue.lr)}", seeds]),
+        subtitle(glue, [method, f"rate {format_lr(glue.lr)}", seeds]),
         [*status_verdicts(glue), *_verdicts(glue)],
         sections=[
-            ReportSection("Dev scores", tables=[_scores(glue)], notes=["Out of 100; median over the seeds."]),
+            ReportSection("Dev scores", tables=[scores], notes=["Out of 100; median over the seeds."]),
             ReportSection("Left out", tables=[Table(left_out)], console=bool(left_out)),
         ],
     )
@@ -262,16 +248,6 @@ def name_score(task: GlueTask, score: GlueScore) -> str:
     """Return `RTE accuracy`, `MNLI matched accuracy`."""
     split = score.split.removeprefix("dev").removeprefix("_")
     return " ".join(filter(None, (task.task, split, METRICS.get(score.metric, score.metric))))
-
-
-def _scores(glue: Glue) -> Table:
-    scored = [(task, score) for task in glue.tasks for score in task.scores]
-    remarks = {id(score): _remark(task, score) for task, score in scored}
-    remark = Computed(lambda score: remarks[id(score)], "remark", "word")
-    rows = [(name_score(task, score), score) for task, score in scored]
-    return table(
-        rows, [*SCORES, remark], title=describe_method(glue), corner="task", empty="no task was evaluated"
-    )
 
 
 def _remark(task: GlueTask, score: GlueScore) -> str:
@@ -322,15 +298,14 @@ def compare_report(folders: Sequence[Path]) -> Report:
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
     rows = []
-    for task in shared:
-        one, *others = (tasks[task] for tasks in by_name)
+    for one, *others in ([tasks[name] for tasks in by_name] for name in shared):
         for score in one.scores:
             medians = [_median(each, score.name) for each in (one, *others)]
-            pairs = [paired_differences(one, other, score.name) for other in others]
-            cells = [cell(score.majority, "points"), *medians, *map(_difference, pairs)]
+            differences = [_difference(one, other, score.name) for other in others]
+            cells = [cell(score.majority, "points"), *medians, *differences]
             rows.append(TableRow(name_score(one, score), cells))
     heads = ["majority", *names, *(f"{name} - {names[0]}" for name in names[1:])]
-    scores = Table(rows, list(map(Column, heads)), "", "task")
+    scores = Table(rows, [*map(Column, heads)], corner="task")
     return Report(
         "bert-dp: GLUE, compared",
         [f"{name}: {describe_method(glue)}" for name, glue in zip(names, evaluations, strict=True)],
@@ -346,7 +321,12 @@ def _median(task: GlueTask, name: str) -> TableCell:
     return TableCell(f"{format_points(score.median)}{sd}", _remark(task, score), score.median)
 
 
-def _difference(pairs: Sequence[float]) -> TableCell:
+def _difference(one: GlueTask, other: GlueTask, name: str) -> TableCell:
+    """Return the mean score of `other` less that of `one` over the seeds that have one in both."""
+    before, after = (
+        {t.seed: t.scores[name] for t in task.trials if name in t.scores} for task in (one, other)
+    )
+    pairs = [after[seed] - before[seed] for seed in after.keys() & before.keys()]
     if not pairs:
         return TableCell(NA)
     mean = statistics.fmean(pairs)

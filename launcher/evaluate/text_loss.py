@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +14,7 @@ from bert_dp.cost import student
 from launcher import results
 from launcher.job import issues_by_option
 from launcher.report.formats import count_of, format_count, format_decimals, format_percent
-from launcher.report.page import Column, Report, ReportSection, Table, TableCell, TableRow, show_report, words
+from launcher.report.page import Column, Report, ReportSection, Table, TableCell, TableRow, show_result, words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,12 +66,15 @@ def evaluate(
     with issues_by_option(OPTIONS), shown_progress() as tell:
         build = resolve([settings]).data.build
         losses = [text_loss(os.path.expanduser(each), texts, build, tell, precision) for each in runs]
-    if as_json:
-        found = [results.plain(loss) for loss in losses]
-        sys.stdout.write(json.dumps(found if len(found) > 1 else found[0], indent=1) + "\n")
-    else:
-        report = comparison(losses) if len(losses) > 1 else text_report(losses[0])
-        show_report(console, report, titled=True)
+    found = [results.plain(loss) for loss in losses]
+    many = len(losses) > 1
+    show_result(
+        console,
+        found if many else found[0],
+        lambda: comparison(losses) if many else text_report(losses[0]),
+        as_json=as_json,
+        titled=True,
+    )
     return 0
 
 

@@ -30,7 +30,7 @@ from launcher.plan.step_model import (
     with_micro_s,
 )
 from launcher.report.formats import count_of, format_change, format_count, format_percent
-from launcher.report.page import Computed, Quantity, Report, ReportSection, Table, Verdict, table, words
+from launcher.report.page import Quantity, Report, ReportSection, Table, Verdict, table, words
 from launcher.scale.models import (
     CellMeasurement,
     ComparedCell,
@@ -480,9 +480,9 @@ def plan_page(prediction: Prediction, config: str | None = None) -> Report:
     ]
     counts = ",".join(dict.fromkeys(str(row.world_size) for row in rows[:4]))
     # columns that have one value in all rows are left out
-    same = {"tensor": all(row.tensor == 1 for row in rows), "mfu": not any(row.mfu for row in rows)}
-    columns = [quantity for quantity in ROW if not same.get(quantity.path)]
-    best = Computed(_best_change, "best change", "word")
+    same = {"tensor": all(row.tensor == 1 for row in rows), "MFU": not any(row.mfu for row in rows)}
+    columns = [quantity for quantity in ROW if not same.get(quantity.head)]
+    best = Quantity(_best_change, "best change", "word")
     tables = [
         table([(format_count(row.world_size), row) for row in rows], [*columns, best], corner="GPUs"),
         Table(levers, title=f"What one change would do on {count_of(last.world_size, 'GPU')}"),

@@ -1,4 +1,7 @@
-"""A Figure as the JSON that plotly's script draws. Colours are names that page.js looks up in its theme."""
+"""Convert a Figure to the JSON that plotly's script draws.
+
+Colours are names that page.js looks up in its theme.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Any
 
 from bert_dp.files import safe
 from launcher.report.formats import FORMATS, Unit
-from launcher.report.page import Axis, Bars, Figure, Line, Mark
+from launcher.report.page import Axis, Bars, Figure, Line, ReferenceLine
 
 NUM_COLOURS = 8
 SYMBOLS = ("circle", "square", "diamond", "triangle-up")
@@ -27,7 +30,7 @@ HOVER = "%{text}<extra></extra>"
 
 
 def drawing(figure: Figure) -> dict[str, Any]:
-    """Return `data` and `layout` for Plotly.newPlot; every text in it is escaped."""
+    """Return `data` and `layout` for Plotly.newPlot, the name and the switch; every text in it is escaped."""
     data = [_line(figure, t) if isinstance(t, Line) else _bars(figure, t) for t in figure.traces]
     labels = [trace["name"] for trace in data if trace["showlegend"]] + [m.label for m in figure.marks]
     area = len(figure.rows) * ROW_HEIGHT if figure.rows else HEIGHT
@@ -52,7 +55,8 @@ def drawing(figure: Figure) -> dict[str, Any]:
         ],
         "barmode": "stack",
     }
-    return {"data": data, "layout": layout}
+    switch = safe(figure.x.label) if figure.switch else ""
+    return {"data": data, "layout": layout, "name": safe(figure.title), "switch": switch}
 
 
 def text_of(text: str, limit: int = 0) -> str:
@@ -165,7 +169,7 @@ def _levels(figure: Figure) -> list[dict[str, Any]]:
     ]
 
 
-def _marks(marks: Sequence[Mark]) -> list[dict[str, Any]]:
+def _marks(marks: Sequence[ReferenceLine]) -> list[dict[str, Any]]:
     names = [text_of(mark.label, LABEL_CHARS) for mark in marks]
     return [
         {**_across("x", mark.value), "name": name, "legendgroup": name, "showlegend": names.index(name) == i}

@@ -1,4 +1,4 @@
-"""The only formatter of numbers. An unknown number prints as n/a, never as 0."""
+"""Format numbers for people. An unknown number prints as n/a, never as 0."""
 
 from __future__ import annotations
 

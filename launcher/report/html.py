@@ -1,4 +1,4 @@
-"""A Report as one HTML file that needs no network: Jinja2 for the text, plotly's script for the figures.
+"""Render a Report as one HTML file that needs no network: Jinja2 for text, plotly's script for figures.
 
 The content policy names our two scripts by their hashes, so nothing else in the page can run.
 """
@@ -29,19 +29,11 @@ MAX_NOTES = 6  # of one verdict before the rest folds
 def html(report: Report) -> str:
     """Render the whole page."""
     figures = [figure for section in report.sections for figure in section.figures if not figure.is_empty]
-    drawings = [
-        {
-            **drawing(figure),
-            "name": files.safe(figure.title),
-            "switch": files.safe(figure.x.label) if figure.switch else "",
-        }
-        for figure in figures
-    ]
+    drawings = [drawing(figure) for figure in figures]
     return render(
         "page.html",
         "page.js",
         _plotly(),
-        has_figures=bool(figures),
         report=report,
         shown=MAX_NOTES,
         numbered=figures,
@@ -52,10 +44,9 @@ def html(report: Report) -> str:
 def render(template: str, script: str, library: str = "", **values: Any) -> str:
     """Render a template with its script, and a library before it, the only ones that its policy lets run."""
     own = _read(script)
-    scripts = " ".join(map(_hash, filter(None, (library, own))))
-    policy = "; ".join(
-        ["default-src 'none'", f"script-src {scripts}", "style-src 'unsafe-inline'", "img-src data: blob:"]
-    )
+    digests = [hashlib.sha256(text.encode()).digest() for text in (library, own) if text]
+    allowed = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
+    policy = f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:"
     page: str = _template(template).render(
         policy=policy, start=START, style=_read("page.css"), script=own, plotly=library, **values
     )
@@ -117,7 +108,3 @@ def _plotly() -> str:
 
 def _read(name: str) -> str:
     return (TEMPLATES / name).read_text(encoding="utf-8")
-
-
-def _hash(script: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,13 +17,12 @@ import yaml
 from bert_dp.files import safe
 from launcher.log import PLAIN, runnable, show
 from launcher.report.formats import FORMATS, NA, Unit, count_of, format_interval, number
-from launcher.results import Measurement
+from launcher.results import Measurement, to_json
 from launcher.stats import is_measurable
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table as RichTable
-    from rich.text import Text
 
 Level = Literal["ok", "warn", "fail", "info"]
 Style = Literal["line", "dashed", "dotted", "marks", "both"]
@@ -132,19 +132,11 @@ class Bars:
 
 @dataclasses.dataclass(frozen=True)
 class ReferenceLine:
-    """A horizontal reference line."""
+    """A horizontal or vertical reference line; the legend names a vertical one."""
 
     label: str
     value: float
-    left: bool = False  # puts its label at the left
-
-
-@dataclasses.dataclass(frozen=True)
-class Mark:
-    """A vertical reference line; the legend names it."""
-
-    label: str
-    value: float
+    left: bool = False  # puts the label of a horizontal one at the left
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,8 +148,8 @@ class Figure:
     x: Axis
     y: Axis
     rows: Sequence[str] = ()
-    levels: Sequence[ReferenceLine] = ()
-    marks: Sequence[Mark] = ()
+    levels: Sequence[ReferenceLine] = ()  # horizontal
+    marks: Sequence[ReferenceLine] = ()  # vertical
     note: str = ""
     switch: bool = False  # offers a logarithmic x axis
 
@@ -210,8 +202,7 @@ def words(label: str, text: str | None, note: str = "", *, console: bool = True)
 
 def series(pairs: Sequence[tuple[Any, Any]]) -> tuple[list[float], list[float | None]]:
     """Return the x and the y of points; one without an x is left out, a y that is no number is a gap."""
-    numbers = [(number(x), number(y)) for x, y in pairs]
-    kept = [(x, y) for x, y in numbers if x is not None]
+    kept = [(place, number(y)) for x, y in pairs if (place := number(x)) is not None]
     return [x for x, _ in kept], [y for _, y in kept]
 
 
@@ -239,7 +230,7 @@ def machine_line(environment: Mapping[str, Any], *front: str) -> str:
         f"commit {commit}{dirty}" if commit else "",
         str(environment.get("date") or ""),
     ]
-    return " \u00b7 ".join(part for part in parts if part)
+    return " \u00b7 ".join(filter(None, parts))
 
 
 def subtitle(result: Measurement, method: Sequence[str]) -> list[str]:
@@ -257,20 +248,18 @@ def status_verdicts(result: Measurement) -> list[Verdict]:
     return []
 
 
-ENDS = {"low": 0, "high": 1}  # of an interval
-
-
 @dataclasses.dataclass(frozen=True)
 class Quantity:
-    """A field of a part of a result."""
+    """A field of a part of a result, or a function of that part."""
 
-    path: str  # keys that lead to it, with dots
+    path: str | Callable[[Any], object]
+    """Keys that lead to the field, with dots; or a function that returns a value in `unit` or a TableCell."""
     head: str  # head of its column, with what the unit does not say
     unit: Unit = "si"
 
     def of(self, part: object) -> object:
         """Return its value in `part`."""
-        return at(part, self.path)
+        return at(part, self.path) if isinstance(self.path, str) else self.path(part)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,7 +270,7 @@ class Ratio(Quantity):
 
     def of(self, part: object) -> object:
         """Return its value in `part`, or a cell that says that it is not measurable."""
-        value = at(part, self.path)
+        value = super().of(part)
         if value is None or is_measurable(at(part, self.interval)):
             return value
         return TableCell(f"not measurable with {count_of(at(part, 'repeats'), 'repeat')}")
@@ -301,15 +290,6 @@ class Ratio(Quantity):
         return shown if ends == NA else f"{shown} [{ends}]"
 
 
-@dataclasses.dataclass(frozen=True)
-class Computed:
-    """A function of a part, for what no field holds."""
-
-    of: Callable[[Any], object]  # returns a value in `unit`, or a TableCell, e.g. one with a note
-    head: str
-    unit: Unit = "si"
-
-
 def at(part: object, path: str) -> Any:
     """Follow `path` through fields, keys and the ends of intervals, e.g. `step_time_s.ci95.low`.
 
@@ -321,11 +301,11 @@ def at(part: object, path: str) -> Any:
         if isinstance(part, Mapping):
             part = part.get(key)
         else:
-            part = part[ENDS[key]] if isinstance(part, list) else getattr(part, key)
+            part = part[("low", "high").index(key)] if isinstance(part, list) else getattr(part, key)
     return len(part) if path in ("repeats", "runs") and isinstance(part, list) else part
 
 
-def cell_of(part: object, quantity: Quantity | Computed) -> TableCell:
+def cell_of(part: object, quantity: Quantity) -> TableCell:
     """Return the cell of a quantity of `part`."""
     value = quantity.of(part)
     return value if isinstance(value, TableCell) else cell(value, quantity.unit)
@@ -333,7 +313,7 @@ def cell_of(part: object, quantity: Quantity | Computed) -> TableCell:
 
 def table(
     parts: Iterable[tuple[str, object]],
-    quantities: Sequence[Quantity | Computed],
+    quantities: Sequence[Quantity],
     *,
     title: str = "",
     corner: str = "",
@@ -356,6 +336,16 @@ def show_report(console: Console, report: Report, page: Path | None = None, *, t
 
     show(console, Group(*_parts(report, console, titled=titled)))
     show_end(console, report, page)
+
+
+def show_result(
+    console: Console, found: object, report: Callable[[], Report], *, as_json: bool, titled: bool = False
+) -> None:
+    """Print what a verb found as JSON, or its report."""
+    if as_json:
+        sys.stdout.write(to_json(found))
+    else:
+        show_report(console, report(), titled=titled)
 
 
 def show_end(console: Console, report: Report, page: Path | None) -> None:
@@ -382,18 +372,11 @@ def _parts(report: Report, console: Console, *, titled: bool) -> Iterator[Render
         for note in section.notes:
             yield Text(safe(note if len(section.notes) == 1 else f"* {note}"), style="dim")
     for verdict in report.verdicts:
-        yield from _verdict(verdict)
-
-
-def _verdict(verdict: Verdict) -> list[Text]:
-    from rich.text import Text
-
-    level = f"{verdict.level:5}" if verdict.level != "info" else ""
-    name = f"{verdict.name}: " if verdict.name else ""
-    first = Text.assemble(
-        (level, f"bold {COLOURS[verdict.level]}".strip()), (safe(f"{name}{verdict.text}"), "bold")
-    )
-    return [first, *(Text(safe(f"  {note}")) for note in verdict.notes)]
+        level = f"{verdict.level:5}" if verdict.level != "info" else ""
+        name = f"{verdict.name}: " if verdict.name else ""
+        text = safe(f"{name}{verdict.text}")
+        yield Text.assemble((level, f"bold {COLOURS[verdict.level]}".strip()), (text, "bold"))
+        yield from (Text(safe(f"  {note}")) for note in verdict.notes)
 
 
 def _tables(table: Table, console: Console) -> list[RichTable]:

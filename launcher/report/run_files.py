@@ -57,9 +57,9 @@ def load(run_dir: Path) -> RunFiles:
     missing += [f"{name} is missing" for name in expected if not (run_dir / name).exists()]
     metrics, evals = (_lines(run_dir / name, missing) for name in ("metrics.jsonl", "evals.jsonl"))
     completed = _completed(summary, _logged(run_dir, metrics, evals, config, environment))
-    is_mlm = config is None or config.objective.name == "mlm"
-    unmeasured = HeldOut() if is_mlm or config is None else HeldOut(loss_unit=config.loss_unit, examples=0)
-    heldout = completed.heldout or unmeasured
+    heldout = completed.heldout or HeldOut()
+    if completed.heldout is None and config is not None and config.objective.name != "mlm":
+        heldout = HeldOut(loss_unit=config.loss_unit, examples=0)
     return RunFiles(
         path=run_dir,
         name=files.printable(run_dir.absolute().name),
@@ -80,7 +80,7 @@ def list_runs(directory: Path) -> list[dict[str, Any]]:
     """Return a flat record of each run in a directory, newest first: how far it is, then its settings by
     their names. `age_s`: since its last line or its end."""
     rows = []
-    for path in {file.parent for file in directory.glob("*/config.yaml")}:
+    for path in (file.parent for file in directory.glob("*/config.yaml")):
         run = load(path)
         summary = run.summary
         written = [path / name for name in ("config.yaml", "metrics.jsonl", "summary.json")]
@@ -113,16 +113,10 @@ def is_running(run_dir: Path) -> bool:
     return False
 
 
-def other(times: Mapping[str, float]) -> float:
-    """Return the seconds of train outside its named parts; clocks of host and device may overlap a little."""
-    return max(0.0, times.get("train", 0.0) - sum(times.get(part, 0.0) for part in TRAIN_PARTS))
-
-
 def _summary(path: Path, missing: list[str]) -> Summary | None:
     """Read summary.json. Returns None, and names the problem in `missing`, if it cannot be read."""
-    data = files.read_json(path)
     problem = "missing or torn"
-    if data is not None:
+    if (data := files.read_json(path)) is not None:
         try:
             return Summary.model_validate(data)
         except ValidationError as error:
@@ -150,11 +144,10 @@ def _logged(
     environment: Mapping[str, Any],
 ) -> Summary:
     """Return a summary of what the other files hold."""
-    last = metrics[-1] if metrics else {}
+    last, newest = metrics[-1] if metrics else {}, evals[-1] if evals else None
     known: dict[str, Any] = {key: last[key] for key in Summary.model_fields if key in last}
     known["final_loss"] = last.get("loss")
-    if evals:
-        newest = evals[-1]
+    if newest is not None:
         known |= {"heldout_loss": newest.get("loss"), "heldout": newest, "heldout_step": newest.get("step")}
     if checkpoints := files.list_checkpoints(run_dir / "checkpoints"):
         known["checkpoint"] = f"checkpoints/{checkpoints[0].name}"
@@ -193,10 +186,8 @@ def _lines(path: Path, missing: list[str]) -> list[dict[str, Any]]:
 
 
 def _yaml(path: Path, missing: list[str]) -> dict[str, Any]:
-    if not path.exists():
-        return {}
     try:
-        return {str(key): value for key, value in read_yaml(path).items()}
+        return {str(key): value for key, value in read_yaml(path).items()} if path.exists() else {}
     except ConfigError as error:
         damage = [str(issue).removeprefix(f"{path}: ") for issue in error.issues]
         missing += [f"{path.name} is damaged: {problem}" for problem in damage]

@@ -59,7 +59,7 @@ from launcher.report.page import (
     value,
     words,
 )
-from launcher.report.run_files import TRAIN_PARTS, WALL_PARTS, RunFiles, load, other
+from launcher.report.run_files import TRAIN_PARTS, WALL_PARTS, RunFiles, load
 from launcher.stats import NORMAL
 
 
@@ -126,12 +126,16 @@ SPLIT = {
 
 def of_directories(run_dirs: Sequence[Path]) -> Report:
     """Report one run directory, or several beside each other. Raises no error on a crashed or torn one."""
-    runs = _distinct([load(run_dir) for run_dir in run_dirs])
+    runs = [load(run_dir) for run_dir in run_dirs]
+    names = [run.name for run in runs]
+    for i, run in enumerate(runs):
+        if names.count(run.name) > 1:
+            runs[i] = dataclasses.replace(run, name=f"{run.name} ({i + 1})")
     many = len(runs) > 1
     named = [(run.name if many else "", run) for run in runs]  # a page of one run does not repeat its name
     return Report(
         f"bert-dp: {len(runs)} runs compared" if many else f"{runs[0].name}: bert-dp run",
-        [_machine(name, run) for name, run in named],
+        [machine_line(run.environment, name, _devices(run.summary)) for name, run in named],
         [Verdict(*_end(run), [*run.missing, *_repeats(run)], name) for name, run in named],
         [] if many else _tiles(runs[0]),
         [
@@ -149,17 +153,9 @@ def of_directories(run_dirs: Sequence[Path]) -> Report:
     )
 
 
-def _distinct(runs: Sequence[RunFiles]) -> list[RunFiles]:
-    names = [run.name for run in runs]
-    return [
-        dataclasses.replace(run, name=f"{run.name} ({i + 1})") if names.count(run.name) > 1 else run
-        for i, run in enumerate(runs)
-    ]
-
-
 def _next(run: RunFiles) -> str:
     """Return the command that measures or exports the trained model, or goes on with the run."""
-    path, failure = shlex.quote(str(run.path)), run.summary.failure
+    path, failure, settings = shlex.quote(str(run.path)), run.summary.failure, flat(run.config)
     if run.finished and run.summary.status == "done":
         if run.config.get("task"):  # nothing but training executes its code
             return ""
@@ -167,18 +163,12 @@ def _next(run: RunFiles) -> str:
             return f"bert-dp eval mlm {path} builtin"
         return f"bert-dp export onnx {path} --out {shlex.quote(f'{run.path}-onnx')}"
     if failure is not None and failure.kind == "not_finite":  # with the same settings it would diverge again
-        lr = number(flat(run.config).get("optim.lr"))
+        lr = number(settings.get("optim.lr"))
         config = shlex.quote(f"{run.path}/config.yaml")
         return "" if lr is None else f"bert-dp train {config} optim.lr={lr / 2:g}"
-    settings = flat(run.config)
     named = [str(settings.get(setting)) for setting in ("task", "optim.name")]
     code = " --allow-code" if any(map(CODE.fullmatch, named)) else ""
     return f"bert-dp train --run-dir {path}{code}" if run.summary.checkpoint else ""
-
-
-def _machine(name: str, run: RunFiles) -> str:
-    device = run.summary.device or "device not recorded"
-    return machine_line(run.environment, name, f"{format_count(run.summary.world_size)} x {device}")
 
 
 def _end(run: RunFiles) -> tuple[Level, str]:
@@ -212,9 +202,8 @@ def _end(run: RunFiles) -> tuple[Level, str]:
 def _repeats(run: RunFiles) -> list[str]:
     """Warn of more than MAX_PASSES over the data of a pretraining; the built-in corpus is exempt."""
     passes = number(run.metrics[-1].get("epoch")) if run.metrics else None
-    if passes is None or passes < MAX_PASSES or run.heldout.examples is not None:
-        return []
-    if flat(run.config).get("data.sources") == ["builtin"]:
+    exempt = run.heldout.examples is not None or flat(run.config).get("data.sources") == ["builtin"]
+    if passes is None or passes < MAX_PASSES or exempt:
         return []
     tokens = format_si(run.summary.tokens, "tokens")
     return [
@@ -245,11 +234,9 @@ def _score_tile(heldout: HeldOut) -> list[Tile]:
         return []
     z = NORMAL**2 / n
     middle, half = (p + z / 2) / (1 + z), math.sqrt(z * p * (1 - p) + z * z / 4) / (1 + z)
-    interval = f"{format_percent(middle - half)} to {format_percent(middle + half)}"
-    constant = format_percent(heldout.baseline.get(found[0]))
-    note = (
-        f"95 % interval {interval}, of {count_of(n, 'example')}; always the most frequent label: {constant}"
-    )
+    interval = format_interval([middle - half, middle + half], format_percent)
+    constant = f"always the most frequent label: {format_percent(heldout.baseline.get(found[0]))}"
+    note = f"95 % interval {interval}, of {count_of(n, 'example')}; {constant}"
     return [Tile(found[0].replace("/", " "), format_percent(p), note)]
 
 
@@ -274,10 +261,8 @@ def _figures(runs: Sequence[RunFiles]) -> list[Figure]:
         Figure(title, [Line(r.name, *_points(r, key), i) for i, r in enumerate(runs)], Axis("tokens"), y)
         for title, key, y in CURVES
     ]
-    groups = _comparable(runs)
-    losses = [
-        _loss([(i, run) for i, run in enumerate(runs) if run in group], len(groups)) for group in groups
-    ]
+    groups, numbered = _comparable(runs), list(enumerate(runs))
+    losses = [_loss([(i, run) for i, run in numbered if run in group], len(groups)) for group in groups]
     return [*losses, *curves, _time_split(runs)]
 
 
@@ -331,7 +316,10 @@ def _points(run: RunFiles, key: str) -> tuple[list[float], list[float | None]]:
 
 def _split(summary: Summary) -> dict[str, float]:
     """Return the seconds of each part of the wall time that is known, of training by its own parts."""
-    seconds = {**summary.time_s, "other": other(summary.time_s)} if summary.time_s else {}
+    seconds = dict(summary.time_s)
+    if seconds:  # clocks of host and device may overlap a little
+        named = sum(seconds.get(part, 0.0) for part in TRAIN_PARTS)
+        seconds["other"] = max(0.0, seconds.get("train", 0.0) - named)
     return {part: seconds[part] for part in SPLIT if part in seconds}
 
 
@@ -356,16 +344,15 @@ def _outcome(run: RunFiles) -> list[TableRow]:
     status = (summary.status, f"exit code {summary.exit_code}") if run.finished else ("no end recorded", "")
     rows = [words("status", *status, console=False)]
     if summary.status == "failed" and failure is not None:
-        texts: dict[str, Sequence[str | None]] = {
-            "cause": [failure.headline()],
-            "at": [" ".join(filter(None, [failure.where, failure.source]))],
-            "reason": failure.explanation,
-            "fix": failure.fix,
-            "consequence": failure.consequences,
-            "log": [failure.log],
+        texts = {
+            "cause": failure.headline(),
+            "at": " ".join(filter(None, [failure.where, failure.source])),
+            "reason": "\n".join(failure.explanation),
+            "fix": "\n".join(failure.fix),
+            "consequence": "\n".join(failure.consequences),
+            "log": failure.log,
         }
-        joined = {label: "\n".join(filter(None, lines)) for label, lines in texts.items()}
-        rows += [words(label, text, console=False) for label, text in joined.items() if text]
+        rows += [words(label, text, console=False) for label, text in texts.items() if text]
     if summary.restarts:
         last = summary.restarts[-1]
         place = f"step {format_count(last.step)}" if last.step >= 0 else "the start"
@@ -383,13 +370,10 @@ def _outcome(run: RunFiles) -> list[TableRow]:
         for name, entropy, knows in _entropies(summary):
             gap = None if loss is None or entropy is None else entropy - loss
             side = "below" if gap is not None and gap < 0 else "above"
-            rows.append(
-                value(name, entropy, "nats", f"{knows}; {format_nats(gap and abs(gap))} {side} the loss")
-            )
-    return [
-        *rows,
-        value("training loss, last", summary.final_loss, _unit(run.training_unit), "mean over all ranks"),
-    ]
+            note = f"{knows}; {format_nats(gap and abs(gap))} {side} the loss"
+            rows.append(value(name, entropy, "nats", note))
+    unit = _unit(run.training_unit)
+    return [*rows, value("training loss, last", summary.final_loss, unit, "mean over all ranks")]
 
 
 def _measured_at(summary: Summary) -> str:
@@ -448,7 +432,6 @@ def _rates(run: RunFiles) -> list[TableRow]:
     rate, micro_rate = summary.steps_per_s, summary.global_steps_per_s
     each = format_ratio(micro_rate / rate if rate and micro_rate is not None else None)
     micro = f"micro batches of all replicas, {each} in a step"
-    peak = " ".join(filter(None, [summary.precision, "peak of the device"]))
     profiled = f"; {_steps(summary.profiled_steps)} under the profiler" if summary.profiled_steps else ""
     per_device = f"tokens/s divided by {_ranks(summary)}"
     rates = [
@@ -458,23 +441,20 @@ def _rates(run: RunFiles) -> list[TableRow]:
         ("tokens", summary.tokens_per_s, "tokens/s", over),
         ("tokens per device", summary.tokens_per_s_per_gpu, "tokens/s", per_device),
     ]
-    work = (
-        f"own work of the slowest rank / median of the others, before any gradient reduction{_since(summary)}"
-    )
     rows = [
-        *[
-            TableRow(label, (TableCell(format_si(rate, unit), note, rate),), console=label != "samples")
-            for label, rate, unit, note in rates
-        ],
-        value("straggler ratio", summary.straggler_ratio, "ratio", work, console=False),
+        TableRow(label, (TableCell(format_si(rate, unit), note, rate),), console=label != "samples")
+        for label, rate, unit, note in rates
     ]
+    work = "own work of the slowest rank / median of the others, before any gradient reduction"
+    ratio = summary.straggler_ratio
+    rows.append(value("straggler ratio", ratio, "ratio", f"{work}{_since(summary)}", console=False))
     if (slow := summary.straggler) is not None:
         lost = f"{format_duration(slow.seconds_per_step)} lost per step"
         note = f"own work {format_ratio(slow.ratio)} x the others' median, {lost}"
         rows.append(words("straggler", f"rank {format_count(slow.rank)}", note))
+    peak = " ".join(filter(None, [summary.precision, "peak of the device"]))
     known = "" if summary.mfu is not None else " unknown"
-    rows.append(value("MFU", summary.mfu, "percent", f"model FLOPs / {peak}{known}"))
-    return rows
+    return [*rows, value("MFU", summary.mfu, "percent", f"model FLOPs / {peak}{known}")]
 
 
 def _times(run: RunFiles) -> list[TableRow]:
@@ -490,34 +470,29 @@ def _times(run: RunFiles) -> list[TableRow]:
         )
         rows.append(value("start-up", rest, "duration", note))
     if parts:
-        inner = {label: parts.get(part) for part, label in TRAIN_PARTS.items()} | {"other": other(parts)}
-        for label, seconds in inner.items():
-            rows.append(value(label, seconds, "duration", f"{_share(seconds, wall)} of wall, part of train"))
+        split = _split(summary)
+        for part in (*TRAIN_PARTS, "other"):
+            note = f"{_share(split.get(part), wall)} of wall, part of train"
+            rows.append(value(SPLIT[part], split.get(part), "duration", note))
     return rows
 
 
-def _spent(spent: Spent) -> list[TableRow]:
-    """Return cost, energy and CO2 of all starts, each with the origin of its factors."""
+def _files(run: RunFiles) -> list[TableRow]:
+    summary, since, spent = run.summary, _since(run.summary), run.summary.spent or Spent()
+    # of this start, as the energy is
+    tokens = (summary.tokens_per_s or 0.0) * summary.time_s.get("train", 0.0)
+    each = format_si(summary.energy_j / tokens * 1e6 if summary.energy_j and tokens else None, "J")
     price = f"{format_si(spent.device_hours)} device hours at run.price_per_device_hour"
-    rows = [
+    amounts = [
+        ("energy", summary.energy_j, "J", f"{each} per million tokens, {_ranks(summary)}{since}"),
         ("cost", spent.dollars, "$", price),
         ("energy of all starts", spent.kwh, "kWh", f"{spent.energy_origin or 'not counted'}, x run.pue"),
         ("CO2", spent.co2_kg, "kg", "that energy at run.grams_co2_per_kwh"),
     ]
-    return [words(label, format_si(n, unit), note, console=n is not None) for label, n, unit, note in rows]
-
-
-def _files(run: RunFiles) -> list[TableRow]:
-    summary, since = run.summary, _since(run.summary)
-    # of this start, as the energy is
-    tokens = (summary.tokens_per_s or 0.0) * summary.time_s.get("train", 0.0)
-    each = format_si(summary.energy_j / tokens * 1e6 if summary.energy_j and tokens else None, "J")
-    energy = f"{each} per million tokens, {_ranks(summary)}{since}"
     memory = f"greatest of {_ranks(summary)}{since}"
     rows = [
         value("peak memory", summary.peak_memory_gib, "gib", memory),
-        words("energy", format_si(summary.energy_j, "J"), energy, console=summary.energy_j is not None),
-        *_spent(summary.spent or Spent()),
+        *(words(label, format_si(n, unit), note, console=n is not None) for label, n, unit, note in amounts),
         words("checkpoint", summary.checkpoint),
     ]
     if summary.failed_saves:
@@ -564,9 +539,15 @@ TOPICS = {
 def _comparison(runs: Sequence[RunFiles]) -> list[ReportSection]:
     """Return the settings that differ, then the runs by their held-out loss, a table for comparable ones."""
     groups = _comparable(runs)
+    settings, rows = [flat(run.config) for run in runs], []
+    for key in sorted({key for setting in settings for key in setting}):
+        values = [str(setting.get(key, NA)) for setting in settings]
+        if len(set(values)) > 1:
+            rows.append(TableRow(key, [TableCell(text) for text in values]))
+    differences = Table(rows, [Column(run.name, text=True) for run in runs])
     notes = [APART] if len(groups) > 1 else []
     ranked = ReportSection("Held-out loss", tables=[_ranking(group) for group in groups], notes=notes)
-    return [ReportSection("Settings that differ", tables=[_differences(runs)]), ranked]
+    return [ReportSection("Settings that differ", tables=[differences]), ranked]
 
 
 def _comparable(runs: Sequence[RunFiles]) -> list[list[RunFiles]]:
@@ -621,22 +602,16 @@ def _difference(best: RunFiles, run: RunFiles) -> TableCell:
     return TableCell(f"{b - a:+.4f}", "not of the same sequences")
 
 
-def _differences(runs: Sequence[RunFiles]) -> Table:
-    settings = [flat(run.config) for run in runs]
-    rows = []
-    for key in sorted({key for setting in settings for key in setting}):
-        values = [str(setting.get(key, NA)) for setting in settings]
-        if len(set(values)) > 1:
-            rows.append(TableRow(key, [TableCell(text) for text in values]))
-    return Table(rows, [Column(run.name, text=True) for run in runs])
-
-
 # --- words
 
 
 def _steps(ends: Sequence[int]) -> str:
     first, last = (format_count(end) for end in ends)
     return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
+def _devices(summary: Summary) -> str:
+    return f"{format_count(summary.world_size)} x {summary.device or 'device not recorded'}"
 
 
 def _device(summary: Summary) -> str:

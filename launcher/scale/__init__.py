@@ -1,1 +1,1 @@
-"""The scaling benchmark: which runs, running them, figures from their records, and what a reader sees."""
+"""Benchmark how training scales: choose the runs, run them, compute figures from their records, show them."""

@@ -104,9 +104,8 @@ class CellRuns:
         Unknown where ranks meet in the forward pass: under fsdp, DeepSpeed and tensor parallelism.
         """
         ranks = range(self.cell.world_size)
-        own = [
-            [sum(steps) for steps in r.parts["compute_before_reduction_s"]] for r in self.repeats
-        ]  # [repeat][rank]
+        # [repeat][rank]
+        own = [[sum(steps) for steps in r.parts["compute_before_reduction_s"]] for r in self.repeats]
         alone = computes_alone(self.cell.engine, self.cell.tensor)
         if len(ranks) == 1 or not alone or not all(map(all, own)):
             return {}
@@ -172,10 +171,19 @@ def _cell(
     single, ddp = (runs.get(f"{cell.mode}-{name}-n1") for name in ("single", "ddp"))
     per_gpu = mine.tokens_per_s / cell.world_size
     flops = per_gpu * (settings.flops_per_token or 0.0)
-    steps = [s for each in mine.steps for s in each]
+    steps, on_gpu = [s for each in mine.steps for s in each], settings.device not in (None, "CPU")
     whole = CellMeasurement(
         **named,
-        repeats=[_repeat(r, s, mine.tokens) for r, s in zip(mine.repeats, mine.steps, strict=True)],
+        repeats=[
+            models.RepeatMeasurement(
+                run=f"runs/{repeat.name}",
+                steps=len(seconds),
+                steps_per_s=1 / statistics.fmean(seconds),
+                tokens_per_s=mine.tokens / statistics.fmean(seconds),
+                step_time_s=_step_time(seconds),
+            )
+            for repeat, seconds in zip(mine.repeats, mine.steps, strict=True)
+        ],
         steps_per_s=1 / mine.mean_s,
         global_steps_per_s=cell.accumulation * (cell.world_size // cell.tensor) / mine.mean_s,
         samples_per_s=cell.global_batch / mine.mean_s,
@@ -191,7 +199,9 @@ def _cell(
         peak_memory_gib=max(max(r.memory_gib) for r in mine.repeats),
         mfu=flops / peak.datasheet_flops if peak.datasheet_flops else None,
         mamfu=flops / peak.matmul_flops if peak.matmul_flops else None,
-        **_launch(mine, settings.device),
+        # of the steps that the device kept up with; near 1 it waits for the host
+        launch_fraction=mine.part("host_s") / mine.part("step_s") if on_gpu else None,
+        launch_fraction_ci95=mine.share_interval("host_s") if on_gpu else None,
         **_loss(mine, single, settings.precision),
         skipped_steps=max(r.summary.skipped_steps or 0 for r in mine.repeats),
     )
@@ -199,18 +209,8 @@ def _cell(
 
 
 def _step_time(steps: Sequence[float], **facts: Any) -> models.StepTime:
-    return models.StepTime(median=statistics.median(steps), p95=stats.percentile(steps, 0.95), **facts)
-
-
-def _repeat(repeat: Repeat, steps: Sequence[float], tokens: int) -> models.RepeatMeasurement:
-    mean = statistics.fmean(steps)
-    return models.RepeatMeasurement(
-        run=f"runs/{repeat.name}",
-        steps=len(steps),
-        steps_per_s=1 / mean,
-        tokens_per_s=tokens / mean,
-        step_time_s=_step_time(steps),
-    )
+    p95 = statistics.quantiles(steps, n=20, method="inclusive")[-1]
+    return models.StepTime(median=statistics.median(steps), p95=p95, **facts)
 
 
 def _against(
@@ -265,15 +265,6 @@ def _ddp_exposed(mine: CellRuns) -> float | None:
     return statistics.median(counted) if counted else None
 
 
-def _launch(mine: CellRuns, device: str | None) -> Facts:
-    """Return the host time to enqueue the steps that the device kept up with, over all steps; near 1 the
-    device waits for the host. Unknown on a CPU."""
-    if device in (None, "CPU"):
-        return {}
-    share = mine.part("host_s") / mine.part("step_s")
-    return {"launch_fraction": share, "launch_fraction_ci95": mine.share_interval("host_s")}
-
-
 def _loss(mine: CellRuns, single: CellRuns | None, precision: str | None) -> Facts:
     """Compare the losses of the first repeat with one rank's: only a strong grid trains one model."""
     if single is None or (mine.cell.mode, mine.cell.kind) != ("strong", "run"):
@@ -288,11 +279,9 @@ def _loss(mine: CellRuns, single: CellRuns | None, precision: str | None) -> Fac
 
 def _flags(cell: CellMeasurement) -> list[str]:
     """Return the remarks that a reader needs before quoting the cell."""
-    flags = []
-    if cell.skipped_steps:
-        flags.append(
-            f"{cell.skipped_steps} optimizer steps were skipped (gradient not finite), and count as steps"
-        )
+    flags, skipped = [], cell.skipped_steps
+    if skipped:
+        flags.append(f"{skipped} optimizer steps were skipped (gradient not finite), and count as steps")
     if cell.mode == "strong" and cell.kind == "run" and cell.loss_agrees is None:
         flags.append("losses are not compared: one rank did not log the same steps")
     if cell.loss_agrees is False:
@@ -312,9 +301,7 @@ def _flags(cell: CellMeasurement) -> list[str]:
 
 # --- verdicts
 
-LOADER_BOUND = 0.05  # share of a step spent waiting for data
-COMM_BOUND = 0.05  # share of the ceiling lost
-CEILING_BOUND = 0.05  # share of N x single that the machine loses without communication
+LOSS_BOUND = 0.05  # share of a step that waits for data, of the ceiling, or of N x single, that is a loss
 LAUNCH_BOUND = 0.95  # host time of a step over the step
 GOOD = 0.95  # efficiency, at the low end of its interval, at which a cell scales
 MEASURE_MORE = "more --repeats or --steps"
@@ -380,22 +367,22 @@ class _Loss(NamedTuple):
 def _losses(cell: CellMeasurement) -> list[_Loss]:
     losses = []
     wait = cell.data_wait_fraction or 0.0
-    if _is_above(cell.data_wait_fraction_ci95, LOADER_BOUND):
+    if _is_above(cell.data_wait_fraction_ci95, LOSS_BOUND):
         evidence = f"{_share_text(wait, cell.data_wait_fraction_ci95)} of a step waits for data"
         losses.append(_Loss(wait, "loader_bound", evidence, "raise data.workers"))
     rank, ratio = cell.straggler_rank, cell.straggler_ratio
     if ratio is not None and rank is not None:
-        evidence = f"own work of rank {rank} over the others' median, before any reduction: "
-        evidence += STRAGGLER.text(cell)
+        compared = f"own work of rank {rank} over the others' median, before any reduction"
+        evidence = f"{compared}: {STRAGGLER.text(cell)}"
         hint = "look at that device: clocks, links, who else uses it (bert-dp doctor)"
         losses.append(_Loss(1 - 1 / ratio, "straggler", evidence, hint, f" rank {rank}"))
     ceiling, sent = cell.ceiling_efficiency, cell.communication_efficiency
-    if ceiling is not None and _is_below(cell.ceiling_efficiency_ci95, 1 - CEILING_BOUND):
-        evidence = f"throughput of {cell.world_size} independent copies over that of as many single ranks: "
-        evidence += CEILING.text(cell)
+    if ceiling is not None and _is_below(cell.ceiling_efficiency_ci95, 1 - LOSS_BOUND):
+        copies = f"throughput of {cell.world_size} independent copies over that of as many single ranks"
+        evidence = f"{copies}: {CEILING.text(cell)}"
         hint = "shared memory bandwidth, power or clocks, which no engine changes"
         losses.append(_Loss(1 - ceiling, "hardware_ceiling", evidence, hint))
-    if sent is not None and _is_below(cell.communication_efficiency_ci95, 1 - COMM_BOUND):
+    if sent is not None and _is_below(cell.communication_efficiency_ci95, 1 - LOSS_BOUND):
         evidence = f"throughput over that of the ceiling: {COMMUNICATION.text(cell)}"
         if (counters := cell.exposed_comm_ddp_fraction) is not None:
             evidence += f" (lost by DDP's own counters: {format_percent(counters)} of a step)"
@@ -429,11 +416,12 @@ def _compare_engines(runs: Sequence[CellMeasurement]) -> list[BottleneckDiagnosi
         ran = [c for c in runs if (c.mode, c.world_size, c.status) == (mode, count, "ok")]
         if len(ran) < 2:
             continue
-        best, *others = sorted(ran, key=_tokens_per_s, reverse=True)
+        rates = {c.id: c.tokens_per_s or math.nan for c in ran}
+        best, *others = sorted(ran, key=lambda c: rates[c.id], reverse=True)
         near = next((c for c in others if _throughput_ratio(best, c)[0] <= 1), None)
         beside = near or others[0]
         low, high = _throughput_ratio(best, beside)
-        text = f"{_tokens_per_s(best) / _tokens_per_s(beside):.3f} [{low:.3f} to {high:.3f}]"
+        text = f"{rates[best.id] / rates[beside.id]:.3f} [{low:.3f} to {high:.3f}]"
         if not is_measurable([low, high]):
             text = f"not measurable with {count_of(min(len(c.repeats) for c in ran), 'repeat')}"
         evidence = f"throughput over that of {beside.id}: {text}"
@@ -445,19 +433,12 @@ def _compare_engines(runs: Sequence[CellMeasurement]) -> list[BottleneckDiagnosi
     return out
 
 
-def _tokens_per_s(cell: CellMeasurement) -> float:
-    return cell.tokens_per_s or math.nan
-
-
 def _throughput_ratio(mine: CellMeasurement, other: CellMeasurement) -> tuple[float, float]:
     """Return the interval of a ratio of throughputs, from the ends of both intervals of a sequence's time."""
-    (low, high), (other_low, other_high) = _sequence_s(mine), _sequence_s(other)
-    return other_low / high, other_high / low if low else math.inf
-
-
-def _sequence_s(cell: CellMeasurement) -> tuple[float, float]:
-    low, high = (cell.step_time_s and cell.step_time_s.ci95) or (0.0, math.inf)
-    return low / cell.global_batch, high / cell.global_batch
+    steps = [(cell.step_time_s and cell.step_time_s.ci95) or (0.0, math.inf) for cell in (mine, other)]
+    (low, high), (other_low, other_high) = steps
+    batches = mine.global_batch / other.global_batch
+    return batches * other_low / high, batches * other_high / low if low else math.inf
 
 
 def _words(kind: DiagnosisKind, detail: str) -> str:
@@ -467,5 +448,5 @@ def _words(kind: DiagnosisKind, detail: str) -> str:
 def _diagnosis(
     cell: CellMeasurement, kind: DiagnosisKind, evidence: str, hint: str = MEASURE_MORE, detail: str = ""
 ) -> BottleneckDiagnosis:
-    verdict = _words(kind, detail)
-    return BottleneckDiagnosis(cell=cell.id, kind=kind, verdict=verdict, evidence=evidence, next=hint)
+    words = _words(kind, detail)
+    return BottleneckDiagnosis(cell=cell.id, kind=kind, verdict=words, evidence=evidence, next=hint)

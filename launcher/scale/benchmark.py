@@ -16,17 +16,7 @@ from launcher.log import Log
 from launcher.report.formats import count_of, format_si
 from launcher.report.page import Report
 from launcher.run import trials
-from launcher.run.trials import (
-    Progress,
-    Runner,
-    SearchOutcome,
-    Slot,
-    Trial,
-    cause,
-    earlier_outcome,
-    read_summary,
-    run_to_end,
-)
+from launcher.run.trials import Runner, Slot, Trial
 from launcher.scale import models
 from launcher.scale.analyze import analyze, diagnose
 from launcher.scale.grid import Grid, Settings, run_dir
@@ -107,13 +97,14 @@ def describe(grid: Grid, folder: Path, log: Log, overrides: Sequence[str], *, co
         log("warning: more CPU ranks than cores: efficiency says nothing about the program")
 
 
-def measure(grid: Grid, output: Output[models.GridFile], log: Log) -> tuple[models.Scaling, SearchOutcome]:
+def measure(
+    grid: Grid, output: Output[models.GridFile], log: Log
+) -> tuple[models.Scaling, trials.SearchOutcome]:
     """Return the grid's result with its verdicts, partial if a signal came."""
     out = output.path
     facts = output.begin(grid.config).facts()
-    slots, launcher = [Slot()], grid.settings.launcher
-    with trials.runner(out, slots, launcher=launcher, on_gpu=grid.on_gpu, log=log) as runs:
-        outcome = run_to_end(lambda: run_grid(grid, runs, log), out, log)
+    with trials.runner(out, [Slot()], launcher=grid.settings.launcher, on_gpu=grid.on_gpu, log=log) as runs:
+        outcome = trials.run_to_end(lambda: run_grid(grid, runs, log), out, log)
     scaling = analyze(grid, out, facts=facts)
     status = {"status": outcome.status} if outcome.exit_code else {}
     return scaling.model_copy(update={"verdicts": diagnose(scaling.cells), **status}), outcome
@@ -121,23 +112,22 @@ def measure(grid: Grid, output: Output[models.GridFile], log: Log) -> tuple[mode
 
 def run_grid(grid: Grid, runs: Runner, log: Log) -> None:
     """Measure what an earlier call has not. Raises Stopped."""
-    run_cells(grid, runs, log)
+    _run_cells(grid, runs, log)
     _measure_links(grid, runs, log)
     _measure_device(grid, runs, log)
 
 
-def run_cells(grid: Grid, runs: Runner, log: Log) -> None:
+def _run_cells(grid: Grid, runs: Runner, log: Log) -> None:
     """Run every repeat that has not ended. A cell that failed or ran out of memory is not repeated."""
-    cells: dict[Path, models.GridCell] = {}
-    pending: list[Trial] = []
-    for cell, repeat in grid.order():
-        directory = run_dir(runs.out, cell, repeat)
-        cores = _cores(grid, cell.world_size)
-        pending.append(Trial(directory, grid.config_of(cell), cell.world_size, cores))
-        cells[directory] = cell
-    earlier = {each.directory: ended for each in pending if (ended := earlier_outcome(each)) is not None}
-    lost = {cells[path].id: path for path, ended in earlier.items() if ended.status != "ok"}
-    progress = Progress([1.0] * len(pending), log)
+    cells = {run_dir(runs.out, cell, repeat): cell for cell, repeat in grid.order()}
+    pending = [
+        Trial(path, grid.config_of(cell), cell.world_size, _cores(grid, cell.world_size))
+        for path, cell in cells.items()
+    ]
+    found = {trial.directory: trials.earlier_outcome(trial) for trial in pending}
+    earlier = {path: outcome for path, outcome in found.items() if outcome is not None}
+    lost = {cells[path].id: path for path, outcome in earlier.items() if outcome.status != "ok"}
+    progress = trials.Progress([1.0] * len(pending), log)
     if earlier:
         log(f"resuming: {len(earlier)} of {len(pending)} runs already done")
 
@@ -150,12 +140,12 @@ def run_cells(grid: Grid, runs: Runner, log: Log) -> None:
 
     for trial, outcome in runs.run(due()):
         if outcome.status == "ok":
-            summary = read_summary(trial.directory)
+            summary = trials.read_summary(trial.directory)
             rate = format_si(summary.tokens_per_s if summary else None, "tokens/s")
             text = f"{rate} over {count_of(trial.ranks, 'rank')}, warm-up included"
         else:
             lost[cells[trial.directory].id] = trial.directory
-            text = f"{outcome.status}: {cause(trial.directory)}"
+            text = f"{outcome.status}: {trials.cause(trial.directory)}"
         progress.ended(1.0, outcome.seconds, f"{trial.name}: {text}")
     for name, path in lost.items():
         log(f"{name}: no result; to run it again remove {path}")
@@ -183,15 +173,10 @@ def _measure_links(grid: Grid, runs: Runner, log: Log) -> None:
             continue
         log(f"links: all-reduce over {count} ranks at {len(SWEEP)} sizes")
         lines = runs.helper("bert_dp.measure.all_reduce", [str(count), str(LINK_S), *map(str, SWEEP)])
-        points = [
-            models.LinkPoint(
-                bytes=line["bytes"], seconds=line["seconds_median"], busbw_gb_s=line["busbw_gb_s"]
-            )
-            for line in lines
-        ]
-        if len(points) == len(SWEEP):  # else the next call measures it again
-            backend = lines[0]["backend"]
-            results.write(path, models.MeasuredLink(world_size=count, backend=backend, points=points))
+        if len(lines) == len(SWEEP):  # else the next call measures it again
+            points = [{**line, "seconds": line["seconds_median"]} for line in lines]
+            link = {"world_size": count, "backend": lines[0]["backend"], "points": points}
+            results.write(path, results.parse(link, models.MeasuredLink, path.name))
 
 
 def _measure_device(grid: Grid, runs: Runner, log: Log) -> None:

@@ -1,4 +1,4 @@
-"""The runs that a scaling benchmark consists of, each checked before any starts."""
+"""Choose the runs of a scaling benchmark, and check each before any starts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bert_dp.config import BUDGETS, BatchLayout, Config, ConfigError, Issue, batch_layout, engine_facts
+from bert_dp.config import BUDGETS, Config, ConfigError, Issue, batch_layout, engine_facts
 from launcher.machine.environment import Environment
 from launcher.run.train import check_memory
 from launcher.run.trials import timed_config, trial_precision
@@ -71,9 +71,8 @@ class Grid:
         for ranks in self.settings.gpus:
             for engine in self.settings.engines:
                 for tensor in self.settings.tensor if ranks > 1 else (1,):
-                    if (engine, ranks) == ("ddp", 1):
-                        continue
-                    self._add(mode, "run", engine, ranks, tensor)
+                    if (engine, ranks) != ("ddp", 1):
+                        self._add(mode, "run", engine, ranks, tensor)
             if ranks > 1:
                 self._add(mode, "ceiling", "independent", ranks)
 
@@ -84,24 +83,28 @@ class Grid:
         try:
             config = self._config(engine, tensor, self._global_size(mode, ranks, tensor))
             layout = batch_layout(config, ranks)
-            self._check_memory(config, layout)
+            memory = check_memory(config, ranks, self._machine, on_gpu=self.on_gpu)
+            # a compiled step on a GPU takes less than the estimate: only weights, gradients and state count
+            if issues := memory.impossible() or ([] if self.on_gpu else memory.issues()):
+                raise ConfigError(issues)
         except ConfigError as error:
             if kind != "ceiling":
                 where = f" (cell {cell_id})"
                 self.issues += [dataclasses.replace(i, message=i.message + where) for i in error.issues]
             return
-        cell = GridCell(
-            id=cell_id,
-            mode=mode,
-            kind=kind,
-            engine=engine,
-            world_size=ranks,
-            tensor=tensor,
-            micro_batch=layout.micro_size,
-            accumulation=layout.grad_accum_steps,
-            global_batch=layout.global_size,
+        self.cells.append(
+            GridCell(
+                id=cell_id,
+                mode=mode,
+                kind=kind,
+                engine=engine,
+                world_size=ranks,
+                tensor=tensor,
+                micro_batch=layout.micro_size,
+                accumulation=layout.grad_accum_steps,
+                global_batch=layout.global_size,
+            )
         )
-        self.cells.append(cell)
 
     def _global_size(self, mode: Mode, ranks: int, tensor: int) -> int:
         batch = self.config.batch
@@ -139,23 +142,12 @@ class Grid:
         reasons = dict(DISPLACED)
         if "strong" not in self.settings.modes:
             reasons["batch.global_size"] = "in weak mode it follows from the micro batch and the ranks"
-        names = [item.partition("=")[0].strip() for item in overrides]
         return [
             f"{name} has no effect: {reason}"
-            for name in names
+            for name in (item.partition("=")[0].strip() for item in overrides)
             for start, reason in reasons.items()
             if name.startswith(start)
         ]
-
-    def _check_memory(self, config: Config, layout: BatchLayout) -> None:
-        """Raise ConfigError for a cell that cannot fit.
-
-        On a GPU, where a compiled step takes less than the estimate, only weights, gradients and optimizer
-        state count.
-        """
-        memory = check_memory(config, layout.world_size, self._machine, on_gpu=self.on_gpu)
-        if issues := memory.impossible() or ([] if self.on_gpu else memory.issues()):
-            raise ConfigError(issues)
 
     def order(self) -> Iterator[tuple[GridCell, int]]:
         """Yield (cell, repeat).

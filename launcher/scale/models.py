@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from bert_dp.files.models import StoredFile, StoredModel
 from launcher.report.formats import format_interval, format_step_time
-from launcher.report.page import Computed, Quantity, Ratio, Table, TableCell, table
+from launcher.report.page import Quantity, Ratio, Table, TableCell, table
 from launcher.results import Count, Interval, PlanFile, Positive
 
 MEASURE_AGAIN = "remove it, and `bert-dp scale` measures it again"
@@ -334,8 +334,7 @@ class Scaling(StoredFile):
             if (cell.engine, cell.kind, cell.status, cell.world_size) == ("single", "run", "ok", 1)
             and cell.step_s is not None
         ]
-        same = (cell for cell in runs if cell.accumulation == self.settings.accumulation)
-        return next(same, runs[0] if runs else None)
+        return max(runs, key=lambda cell: cell.accumulation == self.settings.accumulation, default=None)
 
 
 # --- shown by `scale` and by `plan scaling`
@@ -343,7 +342,7 @@ class Scaling(StoredFile):
 COMPARED = (
     Quantity("predicted_step_s", "step predicted", "seconds"),
     Quantity("measured_step_s", "measured", "seconds"),
-    Computed(lambda row: TableCell(format_interval(row.ci95, format_step_time)), "95 % interval"),
+    Quantity(lambda row: TableCell(format_interval(row.ci95, format_step_time)), "95 % interval"),
     Quantity("within", "prediction within", "word"),
     Quantity("predicted_efficiency", "efficiency predicted", "percent"),
     Ratio("measured_efficiency", "measured", "percent", "measured_efficiency_ci95"),

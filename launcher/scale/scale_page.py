@@ -1,4 +1,4 @@
-"""The page and the console report of a scaling benchmark: its result, figures and verdicts."""
+"""Build the page and the console report of a scaling benchmark: its result, figures and verdicts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from launcher.report.formats import number as finite
 from launcher.report.page import (
     Axis,
     Bars,
-    Computed,
     Figure,
     Level,
     Line,
@@ -67,8 +66,7 @@ RESULT_NOTE = (
     "Every number of every cell and repeat is in scaling.json."
 )
 BANDS = (
-    "Whiskers: 95 % intervals over the repeats; a point whose interval is wider than a factor of "
-    "two is left out."
+    "Whiskers: 95 % intervals over the repeats; points whose interval exceeds a factor of two are left out."
 )
 
 
@@ -78,16 +76,10 @@ def scale_page(scaling: Scaling, folder: Path | None = None) -> Report:
     by_mode = (_speedup, _efficiency, _step_split)
     figures = [figure(scaling, mode) for mode in modes for figure in by_mode] + [_bandwidth(scaling)]
     result = ReportSection("Result", tables=[_result(scaling)], notes=[RESULT_NOTE, *_agreement(scaling)])
-    prediction = [
-        ReportSection(
-            "Prediction and measurement",
-            tables=[models.compared(found)],
-            notes=found.assumptions,
-            console=False,
-        )
-        for found in [scaling.prediction]
-        if found
-    ]
+    sections = [result, ReportSection("", figures, console=False)]
+    if (found := scaling.prediction) is not None:
+        title, tables = "Prediction and measurement", [models.compared(found)]
+        sections.append(ReportSection(title, tables=tables, notes=found.assumptions, console=False))
     size = format_count(max((cell.world_size for cell in scaling.cells), default=None))
     device = scaling.settings.device or "device not recorded"
     can_plan = folder is not None and scaling.profile is not None
@@ -96,7 +88,7 @@ def scale_page(scaling: Scaling, folder: Path | None = None) -> Report:
         [machine_line(scaling.environment, f"up to {size} x {device}"), _method(scaling, modes)],
         [*_ends(scaling), *_verdicts(scaling)],
         _tiles(scaling),
-        [result, ReportSection("", figures, console=False), *prediction],
+        sections,
         next=f"bert-dp plan scaling --from {shlex.quote(f'{folder}/{FILE}')}" if can_plan else "",
     )
 
@@ -108,25 +100,26 @@ def _runs(scaling: Scaling) -> list[CellMeasurement]:
 def _method(scaling: Scaling, modes: Sequence[Mode]) -> str:
     settings = scaling.settings
     steps, warm_up = format_count(settings.steps), format_count(settings.warm_up)
-    parts = [
-        settings.model or "model not recorded",
-        f"{' and '.join(modes)} scaling",
-        f"micro batch {format_count(settings.micro_batch)}, {settings.precision or NA}",
-        f"{count_of(settings.repeats, 'repeat')} of {steps} steps after {warm_up} of warm-up",
-        "baseline: single on one rank",
-    ]
-    return " \u00b7 ".join(parts)
+    return " \u00b7 ".join(
+        [
+            settings.model or "model not recorded",
+            f"{' and '.join(modes)} scaling",
+            f"micro batch {format_count(settings.micro_batch)}, {settings.precision or NA}",
+            f"{count_of(settings.repeats, 'repeat')} of {steps} steps after {warm_up} of warm-up",
+            "baseline: single on one rank",
+        ]
+    )
 
 
 def _ends(scaling: Scaling) -> list[Verdict]:
     """Return how the grid ended, and the cells without a result that no diagnosis is about."""
-    ok, pending = ([c for c in scaling.cells if c.status == status] for status in ("ok", "pending"))
+    ok, pending = (sum(c.status == status for c in scaling.cells) for status in ("ok", "pending"))
     judged = {verdict.cell for verdict in scaling.verdicts}
     lost = [c for c in scaling.cells if c.status in ("oom", "failed") and c.id not in judged]
-    done = f"{len(ok)} of {len(scaling.cells)} cells have a result"
+    done = f"{ok} of {len(scaling.cells)} cells have a result"
     verdicts = []
     if scaling.status != "complete" or pending:
-        verdicts.append(Verdict("warn", f"Partial: {done}, {len(pending)} have not run yet."))
+        verdicts.append(Verdict("warn", f"Partial: {done}, {pending} have not run yet."))
     if lost:
         causes = [f"{c.id}: {c.status}: {first_line(c.cause)}" for c in lost]
         verdicts.append(Verdict("fail", f"{done}; these ended without one.", causes))
@@ -137,8 +130,8 @@ def _verdicts(scaling: Scaling) -> list[Verdict]:
     """Return each diagnosis once with its cells, and the flags of cells; worst first."""
     cells: dict[tuple[DiagnosisKind, str, str], list[str]] = {}
     for found in scaling.verdicts:
-        notes = cells.setdefault((found.kind, found.verdict, found.next), [])
-        notes.append(f"{found.cell}: {found.evidence}")
+        note = f"{found.cell}: {found.evidence}"
+        cells.setdefault((found.kind, found.verdict, found.next), []).append(note)
     verdicts = []
     for (kind, text, hint), notes in cells.items():
         advice = f" Next: {hint}." if hint not in ("", "nothing") else ""
@@ -157,7 +150,6 @@ def _tiles(scaling: Scaling) -> list[Tile]:
     peaks = [sheet if peak.datasheet_flops else "data-sheet peak unknown"]
     if peak.matmul_flops:
         peaks.append(f"{peak.precision or ''} matmul peak measured here".lstrip())
-
     place = f"{best.id}, N = {format_count(best.world_size)}" if best else "no cell has run"
     speedup, efficiency, sent, *per_peak = (
         cell_of(best, ratio).text for ratio in (SPEEDUP, EFFICIENCY, COMMUNICATION, *PER_PEAK)
@@ -176,12 +168,12 @@ def _tiles(scaling: Scaling) -> list[Tile]:
 def _result(scaling: Scaling) -> Table:
     """Return the table of the run cells; a rate per peak that no cell has needs no column."""
     runs = _runs(scaling)
-    columns: list[Quantity | Computed] = [
+    columns = [
         Quantity("world_size", "N", "count"),
         Quantity("tokens_per_s", "tokens/s"),
         Quantity("tokens_per_s_per_gpu", "per rank"),
         SPEEDUP,
-        Computed(lambda run: TableCell(EFFICIENCY.text(run), exact=EFFICIENCY.number(run)), "efficiency"),
+        Quantity(lambda run: TableCell(EFFICIENCY.text(run), exact=EFFICIENCY.number(run)), "efficiency"),
         dataclasses.replace(COMMUNICATION, head="comm."),
         EXPOSED,
         Quantity("data_wait_fraction", "data", "percent"),
@@ -198,8 +190,8 @@ def _agreement(scaling: Scaling) -> list[str]:
     if not compared:
         return []
     agree, deviation = (
-        sum(bool(c.loss_agrees) for c in compared),
-        max(c.loss_deviation or 0 for c in compared),
+        sum(cell.loss_agrees is True for cell in compared),
+        max(cell.loss_deviation or 0 for cell in compared),
     )
     losses = f"Losses of {agree} of {len(compared)} compared cells agree with those of one rank"
     return [f"{losses}; greatest relative deviation {format_lr(deviation)}."]
@@ -230,14 +222,10 @@ def _lines(scaling: Scaling, mode: Mode, *, times_n: bool = False) -> list[Line]
         value = at(cell, path) if EFFICIENCY.number(cell) is not None else None
         return value and value * (cell.world_size if times_n else 1)
 
-    lines = []
+    paths, lines = ("efficiency", "efficiency_ci95.low", "efficiency_ci95.high"), []
     for colour, (label, cells) in enumerate(_groups(scaling, mode).items()):
-        x = [float(cell.world_size) for cell in cells]
-        y, low, high = (
-            [height(cell, path) for cell in cells]
-            for path in ("efficiency", "efficiency_ci95.low", "efficiency_ci95.high")
-        )
-        lines.append(Line(label, x, y, colour, "both", low, high))
+        y, low, high = ([height(cell, path) for cell in cells] for path in paths)
+        lines.append(Line(label, [float(c.world_size) for c in cells], y, colour, "both", low, high))
     return lines
 
 
@@ -252,11 +240,8 @@ def _ceiling_line(scaling: Scaling, mode: Mode, *, times_n: bool = False) -> lis
 def _speedup(scaling: Scaling, mode: Mode) -> Figure:
     x = _ranks_axis(scaling, mode)
     sizes = list(x.ticks)
-    lines = [
-        Line("ideal", sizes, sizes, None, "dotted"),
-        *_ceiling_line(scaling, mode, times_n=True),
-        *_lines(scaling, mode, times_n=True),
-    ]
+    ideal = Line("ideal", sizes, sizes, None, "dotted")
+    lines = [ideal, *_ceiling_line(scaling, mode, times_n=True), *_lines(scaling, mode, times_n=True)]
     label = "speed-up, throughput / throughput of one rank"
     y = Axis(label, "ratio", x.log, not x.log, sizes if x.log else ())
     note = f"{BANDS} Ceiling: as many ranks with every collective off."
@@ -293,9 +278,8 @@ def _bandwidth(scaling: Scaling) -> Figure:
     lines = []
     for index, link in enumerate(scaling.links):
         points = sorted(link.points, key=lambda point: point.bytes)
-        x, y = [point.bytes for point in points], [point.busbw_gb_s for point in points]
         label = f"{format_count(link.world_size)} ranks, {link.backend or 'backend not recorded'}"
-        lines.append(Line(label, x, y, index, "both"))
+        lines.append(Line(label, [p.bytes for p in points], [p.busbw_gb_s for p in points], index, "both"))
     x_axis, y_axis = Axis("message (bytes)", log=True), Axis("bus bandwidth (GB/s, 1e9)", from_zero=True)
     note = "Bus bandwidth: bytes / time x 2 (N - 1) / N, what the slowest link carries."
     return Figure("All-reduce bus bandwidth", lines, x_axis, y_axis, note=note)

@@ -25,10 +25,8 @@ from launcher.report.formats import (
 )
 from launcher.report.page import (
     Axis,
-    Computed,
     Figure,
     Line,
-    Mark,
     Quantity,
     ReferenceLine,
     Report,
@@ -182,9 +180,9 @@ def memory_figure(tune: TuneBatch) -> Figure:
     )
 
 
-def _chosen(tune: TuneBatch) -> list[Mark]:
+def _chosen(tune: TuneBatch) -> list[ReferenceLine]:
     micro = tune.choice.micro_batch if tune.choice else None
-    return [Mark(f"chosen: micro batch {format_count(micro)}", micro)] if micro else []
+    return [ReferenceLine(f"chosen: micro batch {format_count(micro)}", micro)] if micro else []
 
 
 # --- the learning rate
@@ -246,7 +244,7 @@ def loss_figure(tune: TuneLr) -> Figure:
         lines,
         Axis("learning rate", "lr", log=True, ticks=sorted({trial.lr for trial in tune.trials})),
         Axis("held-out loss (nats per masked token)", "nats"),
-        marks=[Mark(f"chosen: {format_lr(tune.choice.lr)}", tune.choice.lr)] if tune.choice else [],
+        marks=[ReferenceLine(f"chosen: {format_lr(tune.choice.lr)}", tune.choice.lr)] if tune.choice else [],
         note="Lines: mean over the seeds. The axis does not start at 0.",
     )
 
@@ -261,7 +259,7 @@ def range_figure(tune: TuneLr) -> Figure:
         [Line("training loss", [lr for lr, _ in points], [loss for _, loss in points])],
         Axis("learning rate", "lr", log=True),
         Axis("training loss (nats per masked token)", "nats", log=True),
-        marks=[Mark(f"divergence edge: {format_lr(edge)}", edge)] if edge is not None else [],
+        marks=[ReferenceLine(f"divergence edge: {format_lr(edge)}", edge)] if edge is not None else [],
         note=test.reason if test else "",
     )
 
@@ -273,8 +271,8 @@ def _last(tune: TuneLr) -> Rung:
 def _last_rung(tune: TuneLr) -> Table:
     last = _last(tune)
     columns = [
-        Computed(last.mean, "mean", "nats"),
-        Computed(lambda lr: len(finite_losses(last, lr)), "seeds", "count"),
+        Quantity(last.mean, "mean", "nats"),
+        Quantity(lambda lr: len(finite_losses(last, lr)), "seeds", "count"),
     ]
     rates = [(format_lr(lr), lr) for lr in sorted(last.rates, key=last.mean)]
     return table(rates, columns, corner="held-out loss", empty="no trial recorded")

@@ -18,6 +18,7 @@ from tests.glue_fixture import write_two_tasks
 from tests.helpers import read_json, read_lines
 
 WORDS = "the cat sat on a mat and the dog ran off with an old red hat in the rain today".split()
+ANIMALS = ("the cat sat on {},meow", "the dog sat on {},woof")
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +39,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """train.csv and dev.csv: which animal a sentence is of."""
     folder = tmp_path_factory.mktemp("files")
     for name, count in (("train", 24), ("dev", 7)):
-        rows = [
-            f"the {('cat', 'dog')[i % 2]} sat on {WORDS[i % 9]},{('meow', 'woof')[i % 2]}"
-            for i in range(count)
-        ]
-        (folder / f"{name}.csv").write_text("\n".join(["sentence,animal", *rows]) + "\n")
+        rows = [f"{ANIMALS[i % 2].format(WORDS[i % 9])}\n" for i in range(count)]
+        (folder / f"{name}.csv").write_text("".join(["sentence,animal\n", *rows]))
     return folder
 
 
@@ -69,7 +67,7 @@ def test_a_run_is_finetuned_and_says_what_it_scores(run_dir: Path, files: Path, 
 
 
 def test_a_share_of_train_is_dev_and_every_seed_is_a_run(run_dir: Path, tmp_path: Path) -> None:
-    rows = [f"the {('cat', 'dog')[i % 2]} sat on {i} mats,{('meow', 'woof')[i % 2]}\n" for i in range(24)]
+    rows = [f"{ANIMALS[i % 2].format(f'{i} mats')}\n" for i in range(24)]
     (tmp_path / "mine.csv").write_text("text,label\n" + "".join(rows))
     asked = ("--train", str(tmp_path / "mine.csv"), "--dev-fraction", "0.25", "--seeds", "2", "--nproc", "1")
     done = bert_dp("finetune", str(run_dir), *asked, "--run-dir", str(tmp_path), "schedule.epochs=1")
@@ -110,9 +108,8 @@ REFUSED = {
     "another task's data": ((*OWN, "data.path=/x"), "data.path: "),
     "other weights": ((*OWN, "run.init_from=/x"), "run.init_from: "),
     "a word": ((*OWN, "colour"), "colour: expected a setting as a.b=value"),
+    "vocabulary": ((*OWN, "--init", "random", "model.vocab_size=60"), "model.vocab_size: 60"),
 }
-
-
 IN_THE_FILES = ("no label", "unknown column", "missing file")
 
 
@@ -146,12 +143,6 @@ def test_a_run_without_its_tokenizer_is_refused(run_dir: Path, files: Path, tmp_
         said = refused(*arguments, cwd=files)
         assert told in said or f"{bare}/checkpoints/step-00000000/tokenizer.json: No such file" in said
         assert all(line.startswith("error: ") for line in said.splitlines())
-
-
-def test_a_vocabulary_that_does_not_fit_is_refused(run_dir: Path, files: Path, tmp_path: Path) -> None:
-    asked = ("finetune", str(run_dir), *OWN, "--init", "random", "model.vocab_size=60")
-    assert "model.vocab_size: 60" in refused(*asked, "--run-dir", str(tmp_path / "run"), cwd=files)
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_that_is_none_is_refused(run_dir: Path, files: Path, tmp_path: Path) -> None:

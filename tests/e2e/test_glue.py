@@ -87,10 +87,9 @@ def found(out: Path) -> dict[str, Any]:
     return read_json(out / "glue.json")
 
 
-def started_from(out: Path, trial: dict[str, Any]) -> dict[str, Any]:
+def started_from(out: Path, trial: dict[str, Any]) -> Any:
     """Return the weights that a trial began with, by its own summary."""
-    start: dict[str, Any] = read_json(out / "trials" / trial["trial"] / "summary.json")["init_from"]
-    return start
+    return read_json(out / "trials" / trial["trial"] / "summary.json")["init_from"]
 
 
 def test_every_score_is_that_of_its_trials(found: dict[str, Any], out: Path) -> None:
@@ -110,8 +109,7 @@ def test_every_score_is_that_of_its_trials(found: dict[str, Any], out: Path) -> 
     rte = found["tasks"][0]
     assert rte["scores"][0]["majority"] == 5 / 8  # `entailment` in the 8 examples of dev
     first = started_from(out, rte["trials"][0])
-    assert first["checkpoint"] == found["start"]["checkpoint"]
-    assert first["sha256"] == found["start"]["sha256"]
+    assert {name: first[name] for name in ("checkpoint", "sha256")}.items() <= found["start"].items()
     assert found["left_out"]["CoLA"] == "no CoLA/train.tsv, CoLA/dev.tsv in --data"
 
 
@@ -128,8 +126,7 @@ def test_a_whole_evaluation_runs_nothing_again_and_has_a_page(
     shown = (tmp_path / "page.html").read_text()
     for words in ("subset", "recipe head, cls pooling, from step 2", "no CoLA/train.tsv"):
         assert words in shown
-    other = refused(*command(run, data, out, "optim.lr=1e-4"))
-    assert "holds another evaluation (optim.lr" in other
+    assert "holds another evaluation (optim.lr" in refused(*command(run, data, out, "optim.lr=1e-4"))
 
 
 def test_one_checkpoint_of_a_run_is_evaluated(run: Path, data: Path, tmp_path: Path) -> None:
@@ -152,12 +149,11 @@ def test_the_verb_describes_and_refuses(run: Path, data: Path, tmp_path: Path) -
     dry = here(*command(run, data, out, "--dry-run"))
     assert dry.returncode == 0, dry.stderr
     for more, line in (
-        (("--tasks", "MNLI"), "--tasks: MNLI needs MNLI/train.tsv"),
-        (("--tasks", "rte"), "--tasks: rte is not a task of GLUE"),
-        (("--nproc", "3"), "batch.global_size"),
-        (("finetune.labels=[a,b]",), "finetune.labels: follows from RUN and the task"),
-        (("batch.micro_size=5",), "batch.global_size"),
+        ("--tasks=MNLI,rte", "--tasks: MNLI needs MNLI/train.tsv"),
+        ("--nproc=3", "batch.global_size"),
+        ("finetune.labels=[a,b]", "finetune.labels: follows from RUN and the task"),
+        ("batch.micro_size=5", "batch.global_size"),
     ):
-        assert line in refused(*command(run, data, out, *more))
+        assert line in refused(*command(run, data, out, more))
     assert "holds no checkpoint" in refused("eval", "glue", str(tmp_path), "--data", str(data))
     assert not out.exists()

@@ -75,15 +75,14 @@ REPORTS: dict[str, Callable[[Path], Report]] = {
 
 def told(folder: Path) -> dict[str, Any]:
     """Map each report to its numbers."""
-
-    def numbers_in(*texts: str) -> str:
-        return " | ".join(" ".join(NUMBER.findall(text)) for text in texts)
-
-    made = {name: make(folder / name.replace(" ", "-")) for name, make in REPORTS.items()}
-    return {name: _of_report(report, numbers_in) for name, report in made.items()}
+    return {name: _of_report(make(folder / name.replace(" ", "-"))) for name, make in REPORTS.items()}
 
 
-def _of_report(report: Report, numbers_in: Callable[..., str]) -> dict[str, Any]:
+def numbers_in(*texts: str) -> str:
+    return " | ".join(" ".join(NUMBER.findall(text)) for text in texts)
+
+
+def _of_report(report: Report) -> dict[str, Any]:
     tables = [(s.title, t) for s in report.sections if not s.folded for t in s.tables]
     return {
         "subtitle": numbers_in(*report.subtitle),
@@ -99,17 +98,16 @@ def _of_report(report: Report, numbers_in: Callable[..., str]) -> dict[str, Any]
             }
             for section, table in tables
         },
-        "figures": {figure.title: _of_figure(figure, numbers_in) for figure in figures_of(report)},
+        "figures": {figure.title: _of_figure(figure) for figure in figures_of(report)},
         "next": " ".join(report.next.split()[:3]),
     }
 
 
-def _of_figure(figure: Figure, numbers_in: Callable[..., str]) -> dict[str, Any]:
+def _of_figure(figure: Figure) -> dict[str, Any]:
     rules = [f"{rule.label}: {rule.value:.5g}" for rule in (*figure.levels, *figure.marks)]
+    axes = [(a.unit, str(a.log), str(a.from_zero), _sum(a.ticks)) for a in (figure.x, figure.y)]
     return {
-        "axes": [
-            f"{axis.unit} {axis.log} {axis.from_zero} {_sum(axis.ticks)}" for axis in (figure.x, figure.y)
-        ],
+        "axes": [" ".join(axis) for axis in axes],
         "note": numbers_in(figure.note),
         "rows and rules": " | ".join((*figure.rows, *rules)),
         "traces": [f"{trace.label}: {_drawn(trace)}" for trace in figure.traces],

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from launcher.scale.analyze import diagnose, diagnose_cell
-from launcher.scale.models import BottleneckDiagnosis, CellMeasurement
+from launcher.scale.models import CellMeasurement
 
 
 def cell(**facts: Any) -> CellMeasurement:
@@ -22,17 +22,26 @@ def cell(**facts: Any) -> CellMeasurement:
     )
 
 
+PATHS = {
+    "loader_bound": "data_wait_fraction",
+    "straggler": "straggler_ratio",
+    "hardware_ceiling": "ceiling_efficiency",
+    "communication_bound": "communication_efficiency",
+    "launch_bound": "launch_fraction",
+}
+
+
 def loss(kind: str, value: float, low: float, high: float) -> dict[str, Any]:
     """One loss of a cell with its interval."""
-    path = {
-        "loader_bound": "data_wait_fraction",
-        "straggler": "straggler_ratio",
-        "hardware_ceiling": "ceiling_efficiency",
-        "communication_bound": "communication_efficiency",
-        "launch_bound": "launch_fraction",
-    }[kind]
-    facts: dict[str, Any] = {path: value, f"{path}_ci95": [low, high]}
+    facts: dict[str, Any] = {PATHS[kind]: value, f"{PATHS[kind]}_ci95": [low, high]}
     return facts | ({"straggler_rank": 2} if kind == "straggler" else {})
+
+
+def reached(value: float, low: float, high: float) -> dict[str, Any]:
+    return {"efficiency": value, "efficiency_ci95": [low, high]}
+
+
+SENT = loss("communication_bound", 0.7, 0.6, 0.9)
 
 
 @pytest.mark.parametrize(
@@ -42,30 +51,17 @@ def loss(kind: str, value: float, low: float, high: float) -> dict[str, Any]:
         ({"status": "failed", "cause": "rank 1"}, "failed", ["rank 1"]),
         ({"efficiency": None}, "no_baseline", []),
         ({"efficiency_ci95": None}, "one_repeat", ["80.0 %"]),
-        (
-            {"efficiency": 1.3, "efficiency_ci95": [1.01, 1.4]},
-            "above_baseline",
-            ["130.0 % [101.0 % to 140.0 %]"],
-        ),
-        ({"efficiency": 0.96, "efficiency_ci95": [0.95, 0.97]}, "scales", ["96.0 % [95.0 % to 97.0 %]"]),
-        (
-            {"efficiency": 0.96, "efficiency_ci95": [0.949, 1.02]},
-            "intervals_overlap",
-            ["[94.9 % to 102.0 %]"],
-        ),
-        ({"efficiency": 0.9, "efficiency_ci95": [0.7, 1.1]}, "intervals_overlap", ["[70.0 % to 110.0 %]"]),
-        ({"efficiency": 0.9, "efficiency_ci95": [0.8, 1.0]}, "intervals_overlap", ["[80.0 % to 100.0 %]"]),
+        (reached(1.3, 1.01, 1.4), "above_baseline", ["130.0 % [101.0 % to 140.0 %]"]),
+        (reached(0.96, 0.95, 0.97), "scales", ["96.0 % [95.0 % to 97.0 %]"]),
+        (reached(0.96, 0.949, 1.02), "intervals_overlap", ["[94.9 % to 102.0 %]"]),
+        (reached(0.9, 0.7, 1.1), "intervals_overlap", ["[70.0 % to 110.0 %]"]),
+        (reached(0.9, 0.8, 1.0), "intervals_overlap", ["[80.0 % to 100.0 %]"]),
         ({}, "no_single_cause", ["80.0 % [78.0 % to 82.0 %]"]),
         ({"ceiling_efficiency": None, "communication_efficiency": None}, "no_single_cause", []),
         (loss("loader_bound", 0.3, 0.06, 0.5), "loader_bound", ["30.0 % [6.0 % to 50.0 %]"]),
         (loss("straggler", 1.5, 1.3, 1.7), "straggler", ["rank 2", "1.50 [1.30 to 1.70]"]),
         (loss("hardware_ceiling", 0.7, 0.6, 0.9), "hardware_ceiling", ["70.0 % [60.0 % to 90.0 %]"]),
-        (loss("communication_bound", 0.7, 0.6, 0.9), "communication_bound", ["70.0 % [60.0 % to 90.0 %]"]),
-        (
-            {**loss("communication_bound", 0.7, 0.6, 0.9), "exposed_comm_ddp_fraction": 0.25},
-            "communication_bound",
-            ["25.0 %"],
-        ),
+        (SENT | {"exposed_comm_ddp_fraction": 0.25}, "communication_bound", ["70.0 % [60.0 %", "25.0 %"]),
         (loss("launch_bound", 0.99, 0.96, 1.0), "launch_bound", ["99.0 % [96.0 % to 100.0 %]"]),
     ],
 )
@@ -83,10 +79,7 @@ def test_a_cell_is_judged_with_its_figures(facts: dict[str, Any], kind: str, val
         loss("hardware_ceiling", 0.7, 0.6, 0.95),
         loss("communication_bound", 0.7, 0.6, 0.95),
         loss("launch_bound", 0.99, 0.95, 1.0),
-        {"data_wait_fraction": 0.3, "data_wait_fraction_ci95": None},
-        {"ceiling_efficiency": 0.7, "ceiling_efficiency_ci95": None},
-        {"communication_efficiency": 0.7, "communication_efficiency_ci95": None},
-        {"launch_fraction": 0.99, "launch_fraction_ci95": None},
+        *({path: 0.7, f"{path}_ci95": None} for path in PATHS.values()),
         {"straggler_ratio": 1.5, "straggler_rank": None},
     ],
 )
@@ -103,16 +96,14 @@ WIDE = [0.006, 371.506]
         ({}, "not_measurable"),
         ({"efficiency_ci95": [0.5, 1.01]}, "not_measurable"),
         ({"efficiency_ci95": [0.5, 1.0]}, "intervals_overlap"),
-        ({**loss("straggler", 1.5, 1.3, 1.7)}, "straggler"),
-        ({**loss("straggler", 1.7677, 1.3, 2.7)}, "straggler"),
+        (loss("straggler", 1.5, 1.3, 1.7), "straggler"),
+        (loss("straggler", 1.7677, 1.3, 2.7), "straggler"),
         ({"ceiling_efficiency_ci95": WIDE, "communication_efficiency_ci95": WIDE}, "not_measurable"),
     ],
 )
 def test_a_ratio_that_is_not_measurable_has_no_digits(facts: dict[str, Any], kind: str) -> None:
     repeat = {"run": "r", "steps": 5, "steps_per_s": 1.0, "tokens_per_s": 1.0, "step_time_s": {}}
-    judged = diagnose_cell(
-        cell(**{"efficiency": 0.9577, "efficiency_ci95": WIDE, "repeats": [repeat] * 2, **facts})
-    )
+    judged = diagnose_cell(cell(**{**reached(0.9577, *WIDE), "repeats": [repeat] * 2, **facts}))
     assert judged.kind == kind
     assert ("95.8 %" in judged.evidence) == (kind == "intervals_overlap")
     assert "1.77" not in judged.evidence
@@ -121,9 +112,8 @@ def test_a_ratio_that_is_not_measurable_has_no_digits(facts: dict[str, Any], kin
 
 def test_the_greatest_of_several_losses_is_the_verdict_and_the_others_follow_by_size() -> None:
     facts = loss("communication_bound", 0.8, 0.79, 0.81) | loss("hardware_ceiling", 0.85, 0.84, 0.86)
-    judged = diagnose_cell(
-        cell(**facts, **loss("straggler", 1.5, 1.4, 1.6), **loss("loader_bound", 0.1, 0.09, 0.11))
-    )
+    facts |= loss("straggler", 1.5, 1.4, 1.6) | loss("loader_bound", 0.1, 0.09, 0.11)
+    judged = diagnose_cell(cell(**facts))
     assert judged.kind == "straggler"  # 1 - 1 / 1.5
     others = ("communication-bound", "hardware ceiling", "loader-bound")
     places = [judged.evidence.index(f"also {name}") for name in others]
@@ -150,20 +140,12 @@ def engine(name: str, tokens_per_s: float, interval: list[float] | None, **facts
 
 
 def test_the_fastest_engine_is_named_where_intervals_part() -> None:
-    slow, fast, middle = (
-        engine("slow", 5.0, [2.0, 2.1]),
-        engine("fast", 10.0, [0.99, 1.01]),
-        engine("middle", 8.0, [1.2, 1.3]),
-    )
-    judged = diagnose([slow, fast, middle])
-    assert [t.cell for t in judged] == ["slow", "fast", "middle", "fast"]
-    assert judged[-1] == BottleneckDiagnosis(
-        cell="fast",
-        kind="fastest",
-        verdict="fastest of 3 at N = 4",
-        evidence="throughput over that of middle: 1.250 [1.188 to 1.313]",
-        next="nothing",
-    )
+    fast, middle = engine("fast", 10.0, [0.99, 1.01]), engine("middle", 8.0, [1.2, 1.3])
+    *each, last = diagnose([engine("slow", 5.0, [2.0, 2.1]), fast, middle])
+    assert [t.cell for t in each] == ["slow", "fast", "middle"]
+    assert (last.cell, last.kind, last.verdict) == ("fast", "fastest", "fastest of 3 at N = 4")
+    assert last.evidence == "throughput over that of middle: 1.250 [1.188 to 1.313]"
+    assert last.next == "nothing"
 
 
 @pytest.mark.parametrize("second", [[1.01, 1.3], [0.9, 1.3], None])
@@ -171,10 +153,9 @@ def test_an_engine_whose_interval_overlaps_is_not_called_slower(second: list[flo
     judged = diagnose([engine("a", 10.0, [0.99, 1.01]), engine("b", 8.0, second)])[-1]
     assert (judged.cell, judged.kind) == ("a", "intervals_overlap")
     assert ("1.250 [" in judged.evidence) == (second is not None)
-    unknown = [engine("a", 10.0, None), engine("b", 8.0, [1.2, 1.3])]
-    assert diagnose(unknown)[-1].kind == "intervals_overlap"
-    fast = [engine("a", 10.0, [0.5, 0.6]), engine("b", 8.0, None)]
-    assert diagnose(fast)[-1].kind == "intervals_overlap"
+    for first, other in ((None, [1.2, 1.3]), ([0.5, 0.6], None)):
+        cells = [engine("a", 10.0, first), engine("b", 8.0, other)]
+        assert diagnose(cells)[-1].kind == "intervals_overlap"
 
 
 def test_engines_are_compared_by_the_time_of_a_sequence() -> None:
@@ -184,16 +165,17 @@ def test_engines_are_compared_by_the_time_of_a_sequence() -> None:
 
 
 def test_only_like_cells_are_compared_and_only_runs_judged() -> None:
-    cells = [
-        engine("alone", 99.0, [0.1, 0.2], world_size=1),
-        engine("two", 10.0, [1.0, 1.1], world_size=2),
-        engine("strong", 10.0, [1.0, 1.1], mode="strong"),
-        engine("weak", 10.0, [1.0, 1.1]),
-        engine("broken", 10.0, [1.0, 1.1], status="failed", cause="x"),
-        engine("no room", 10.0, [1.0, 1.1], status="oom", cause="x"),
-        engine("not yet", 10.0, [1.0, 1.1], status="pending"),
-        engine("ceiling", 10.0, [1.0, 1.1], kind="ceiling"),
-    ]
+    unlike: dict[str, dict[str, Any]] = {
+        "alone": {"world_size": 1},
+        "two": {"world_size": 2},
+        "strong": {"mode": "strong"},
+        "weak": {},
+        "broken": {"status": "failed", "cause": "x"},
+        "no room": {"status": "oom", "cause": "x"},
+        "not yet": {"status": "pending"},
+        "ceiling": {"kind": "ceiling"},
+    }
+    cells = [engine(name, 10.0, [1.0, 1.1], **facts) for name, facts in unlike.items()]
     judged = diagnose(cells)
     assert [t.cell for t in judged] == ["two", "strong", "weak", "broken", "no room"]
     later = [engine("x", 10.0, [1.0, 1.1], world_size=8), engine("y", 9.0, [1.2, 1.3], world_size=8)]

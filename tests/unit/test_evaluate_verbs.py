@@ -44,9 +44,15 @@ def test_the_recipe_is_the_protocol_of_the_crammed_paper(run: Path) -> None:
 
 def test_a_refusal_of_a_build_names_the_option_that_was_given(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some words\n")
+    (tmp_path / "b.csv").write_text("id,text\n1,one\n")
+    (tmp_path / "c.txt").write_bytes(b"fine\n\xff\xfe broken\n")
     (tmp_path / "t.json").write_text("{}")
     command = ["data", "build", "--out", str(tmp_path / "out")]
     for words, setting in (
+        ([str(tmp_path / "b.csv")], "SOURCES"),
+        ([str(tmp_path / "c.txt")], str(tmp_path / "c.txt")),
+        (["builtin", "--format", "csv"], "--format"),
+        (["builtin", "data.build.dedupe=exact"], "data.build.dedupe"),
         ([str(tmp_path / "gone")], "SOURCES"),
         ([str(tmp_path / "a.txt"), "--tokenizer", str(tmp_path / "t.json")], "--tokenizer"),
         ([str(tmp_path / "a.txt"), "--vocab-size", "5"], "--vocab-size"),
@@ -55,7 +61,8 @@ def test_a_refusal_of_a_build_names_the_option_that_was_given(tmp_path: Path) ->
         (["data.build.dedup=none"], "SOURCES"),
     ):
         assert refused(*command, *words).startswith(f"error: {setting}: ")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "t.json"]
+    assert "--format text" in refused(*command, str(tmp_path / "b.csv"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "b.csv", "c.txt", "t.json"]
 
 
 @pytest.mark.parametrize(
@@ -110,12 +117,12 @@ def test_a_run_is_finetuned_on_its_tasks_labels_at_the_length_that_was_given(
         assert (plain.data.path, plain.batch.micro_size) == ("/cache/64", micro), "as it was pretrained"
 
 
-@pytest.mark.parametrize(("then", "now", "taken"), [(2, 5, True), (2, 2, True), (5, 2, False)])
-def test_an_evaluation_goes_on_with_more_seeds_only(tmp_path: Path, then: int, now: int, taken: bool) -> None:
-    def plan(seeds: int) -> glue.GluePlanFile:
-        settings = results.plain(GlueOptions(seeds=seeds))
-        return glue.GluePlanFile(config_hash="abc", settings=settings, start={})
-
-    results.write(tmp_path / glue.STATE, plan(then))
-    output = Output(tmp_path, "evaluation", glue.STATE, plan(now), glue.FIXED, glue.GROWS)
-    assert (output.issues() == []) == taken
+def test_an_evaluation_goes_on_with_more_seeds_only(tmp_path: Path) -> None:
+    for then, now in ((2, 5), (2, 2), (5, 2)):
+        before, plan = (
+            glue.GluePlanFile(config_hash="abc", settings=results.plain(GlueOptions(seeds=n)), start={})
+            for n in (then, now)
+        )
+        results.write(tmp_path / glue.STATE, before)
+        output = Output(tmp_path, "evaluation", glue.STATE, plan, glue.FIXED, glue.GROWS)
+        assert (output.issues() == []) == (now >= then)

@@ -15,12 +15,12 @@ import pytest
 from bert_dp.config import peak_lr
 from launcher import results
 from launcher.evaluate import glue, glue_scores
-from launcher.evaluate.glue import GluePlanFile, PreparedTask, choose_tasks, result_file
+from launcher.evaluate.glue import GluePlanFile, choose_tasks, result_file
 from launcher.evaluate.glue_scores import Glue, GlueOptions, GlueTask, GlueTrial, compare_report, glue_report
 from launcher.job import Output
 from launcher.report.page import Report
 from launcher.run import trials
-from launcher.run.trials import SearchOutcome, Trial, TrialOutcome, TrialStatus
+from launcher.run.trials import SearchOutcome, TrialOutcome
 from tests.glue_fixture import (
     MadeRunner,
     evaluation,
@@ -35,29 +35,22 @@ from tests.helpers import raised_issues, write_lines
 EIGHT = ["CoLA", "SST-2", "MRPC", "STS-B", "QQP", "MNLI", "QNLI", "RTE"]
 
 
-def made_trial(
-    out: Path, name: str, scores: dict[str, Any] | None = None, *answers: Any, test: int = 0, **summary: Any
-) -> tuple[PreparedTask, Trial]:
-    """Write a trial that has ended, with a score of 0.5 in everything by default."""
-    task = make_task(name, test=test)
+def read(out: Path, name: str, scores: dict[str, Any], **summary: Any) -> GlueTrial:
+    """Write a trial that has ended and read it."""
+    task = make_task(name)
     trial = glue.make_trial(make_grid(GlueOptions(tasks=[name])), out, task, 0)
-    write_trial(trial, task, scores_of(task, 0.5) if scores is None else scores, *answers, **summary)
-    return task, trial
-
-
-def read(task: PreparedTask, trial: Trial, status: TrialStatus = "ok") -> GlueTrial:
-    return glue_scores.read_trial(trial, TrialOutcome(status, 2.0), task.manifest)
+    write_trial(trial, scores, **summary)
+    return glue_scores.read_trial(trial, TrialOutcome("ok", 2.0), task.manifest)
 
 
 def refusals(function: Callable[..., Any], *arguments: Any) -> list[tuple[str, str, object, str | None]]:
     """Return setting, kind, value and conflicting setting of each issue that is raised."""
-    issues = raised_issues(function, *arguments)
-    return [(issue.setting, issue.kind, issue.value, issue.other) for issue in issues]
+    return [(i.setting, i.kind, i.value, i.other) for i in raised_issues(function, *arguments)]
 
 
 def test_a_trial_has_the_scores_of_its_summary(tmp_path: Path) -> None:
     scores = {"dev_matched/accuracy": 0.5, "dev_mismatched/accuracy": 0.75}
-    trial = read(*made_trial(tmp_path, "MNLI", scores, one_class=["dev_mismatched", "test_matched"]))
+    trial = read(tmp_path, "MNLI", scores, one_class=["dev_mismatched", "test_matched"])
     assert (trial.status, trial.one_class, trial.scores) == ("ok", ["dev_mismatched"], scores)
     assert (trial.trial, trial.seed, trial.lr) == ("MNLI-lr-4e-05-s0", 0, 4e-5)
 
@@ -73,7 +66,7 @@ def test_a_trial_has_the_scores_of_its_summary(tmp_path: Path) -> None:
 def test_a_trial_without_all_its_scores_has_failed(
     tmp_path: Path, name: str, scores: dict[str, Any], summary: dict[str, Any], cause: str
 ) -> None:
-    trial = read(*made_trial(tmp_path, name, scores, **summary))
+    trial = read(tmp_path, name, scores, **summary)
     assert (trial.status, trial.scores) == ("failed", {})
     assert str(trial.cause).startswith(cause)
 
@@ -101,24 +94,18 @@ def test_the_median_trial_is_one_of_the_trials() -> None:
     assert whole.median_trial == "s1"  # by the first metric
 
 
-def test_the_average_is_the_mean_of_nine_numbers() -> None:
+def test_the_average_is_the_mean_of_nine_numbers_by_the_metrics_of_the_recipe() -> None:
+    metrics = {"CoLA": "mcc", "MRPC": "f1", "STS-B": "pearson", "QQP": "f1"}
     values = {name: 0.1 * k for k, name in enumerate(EIGHT)}  # CoLA 0
-    tasks = [scored_task(name, [value] * 3) for name, value in values.items()]
+    tasks = []
+    for name, value in values.items():
+        task, metric = make_task(name), metrics.get(name, "accuracy")
+        scores = {each: value if each.endswith(f"/{metric}") else 0.95 for each in scores_of(task, 0.0)}
+        trial = GlueTrial(trial="a", lr=1e-4, seed=0, status="ok", scores=scores)
+        tasks.append(glue_scores.score_task(task.manifest, [trial]))
     average, lacking = glue_scores.average([*tasks, scored_task("WNLI", [0.0])])
     assert lacking == []
     assert average == pytest.approx((sum(values.values()) + values["MNLI"]) / 9)
-
-
-def test_the_average_takes_the_metrics_of_the_recipe() -> None:
-    metrics = {"CoLA": "mcc", "MRPC": "f1", "STS-B": "pearson", "QQP": "f1"}
-    tasks = []
-    for name in EIGHT:
-        manifest, metric = make_task(name).manifest, metrics.get(name, "accuracy")
-        names = [f"{split}/{each}" for split in glue_scores.dev_splits(manifest) for each in manifest.metrics]
-        scores = {each: 0.5 if each.endswith(f"/{metric}") else 0.25 for each in names}
-        trial = GlueTrial(trial="a", lr=1e-4, seed=0, status="ok", scores=scores)
-        tasks.append(glue_scores.score_task(manifest, [trial]))
-    assert glue_scores.average(tasks) == (0.5, [])
 
 
 @pytest.mark.parametrize(
@@ -135,15 +122,8 @@ def test_there_is_no_average_without_all_of_them(name: str, task: GlueTask | Non
     assert glue_scores.average([each for each in tasks if each]) == (None, [name])
 
 
-def test_differences_are_of_the_seeds_that_have_a_score_in_both() -> None:
-    one, other = scored_task("RTE", [0.5, None, 0.75, 0.25]), scored_task("RTE", [0.75, 0.5, 0.5])
-    assert glue_scores.paired_differences(one, other, "dev/accuracy") == [0.25, -0.25]
-    assert glue_scores.paired_differences(other, one, "dev/accuracy") == [-0.25, 0.25]
-    assert glue_scores.paired_differences(one, other, "dev/f1") == []
-
-
-def options(*tasks: str, **more: Any) -> GlueOptions:
-    return GlueOptions(tasks=list(tasks), **{"seeds": 2, **more})
+def options(*tasks: str) -> GlueOptions:
+    return GlueOptions(tasks=list(tasks), seeds=2)
 
 
 def test_every_task_runs_with_every_seed_and_the_results_are_in_order(tmp_path: Path) -> None:
@@ -168,11 +148,7 @@ def test_a_trial_scales_its_rate_and_goes_to_no_service(tmp_path: Path) -> None:
     assert peak_lr(config).value == pytest.approx(4e-5 * (16 / 64) ** 0.5)
 
 
-MISSING: dict[str, list[str]] = {
-    **{name: [] for name in EIGHT},
-    "QQP": ["QQP/train.tsv", "QQP/dev.tsv"],
-    "WNLI": [],
-}
+MISSING = {name: ["QQP/train.tsv", "QQP/dev.tsv"] if name == "QQP" else [] for name in (*EIGHT, "WNLI")}
 
 
 def test_every_task_that_is_there_is_taken_in_order() -> None:
@@ -184,22 +160,11 @@ def test_every_task_that_is_there_is_taken_in_order() -> None:
     assert list(left_out) == ["QQP"]
 
 
-NOTHING = {name: [f"{name}/train.tsv"] for name in MISSING}
-
-
-@pytest.mark.parametrize(
-    ("missing", "tasks", "expected"),
-    [
-        (MISSING, ["cola"], ("--tasks", "unknown", "cola", None)),
-        (MISSING, ["QQP"], ("--tasks", "not_found", "QQP", "--data")),
-        (NOTHING, None, ("--data", "not_found", None, None)),
-    ],
-)
-def test_tasks_that_cannot_be_run_are_refused(
-    missing: dict[str, list[str]], tasks: list[str] | None, expected: tuple[Any, ...]
-) -> None:
-    options = GlueOptions(tasks=tasks) if tasks else GlueOptions()
-    assert refusals(choose_tasks, missing, options) == [expected]
+def test_tasks_that_cannot_be_run_are_refused() -> None:
+    unknown, absent = ("--tasks", "unknown", "cola", None), ("--tasks", "not_found", "QQP", "--data")
+    assert refusals(choose_tasks, MISSING, options("cola", "QQP")) == [unknown, absent]
+    nothing = {name: [f"{name}/train.tsv"] for name in MISSING}
+    assert refusals(choose_tasks, nothing, GlueOptions()) == [("--data", "not_found", None, None)]
 
 
 def test_settings_that_an_evaluation_ignores_are_refused() -> None:
@@ -277,18 +242,24 @@ def write_evaluation(folder: Path, *tasks: GlueTask, **changes: Any) -> Path:
 
 
 def test_a_comparison_has_medians_and_paired_differences(tmp_path: Path) -> None:
-    one = write_evaluation(tmp_path / "a", scored_task("RTE", [0.5, 0.6, 0.7]), scored_task("CoLA", [0.5]))
-    subset = scored_task("RTE", [0.6, 0.8, 0.75, None], official=False)
+    """A difference is of the seeds that have a score in both."""
+    rte = scored_task("RTE", [0.5, 0.6, 0.7, None, 0.6])
+    one = write_evaluation(tmp_path / "a", rte, scored_task("CoLA", [0.5]))
+    subset = scored_task("RTE", [0.6, 0.8, 0.75, 0.75, None], official=False)
     other = write_evaluation(tmp_path / "b", subset, heldout_loss=2.5)
-    third = write_evaluation(tmp_path / "c", scored_task("RTE", [0.25]))
-    report = compare_report([one, other, third])
+    third = write_evaluation(tmp_path / "c", scored_task("RTE", [None, 0.25]))
+    fourth = write_evaluation(tmp_path / "d", scored_task("RTE", [None]))
+    report = compare_report([one, other, third, fourth])
     (table,) = report.sections[0].tables
-    assert [column.head for column in table.columns] == ["majority", "a", "b", "c", "b - a", "c - a"]
+    heads = ["majority", "a", "b", "c", "d", "b - a", "c - a", "d - a"]
+    assert [column.head for column in table.columns] == heads
     # +0.1, +0.2 and +0.05: mean 0.1167, deviation 0.0764, times 4.303 / sqrt(3)
-    expected = ["40.0", "60.0 (sd 10.0)", "75.0 (sd 10.4)", "25.0", "+11.7 \u00b1 19.0", "-25.0"]
+    medians = ["60.0 (sd 8.2)", "75.0 (sd 8.7)", "25.0", "n/a"]
+    expected = ["40.0", *medians, "+11.7 \u00b1 19.0", "-35.0", "n/a"]
     assert texts(report, "Dev scores") == {"RTE accuracy": expected}
     notes = [cell.note for cell in table.rows[0].cells]
-    assert notes == ["", "", "subset, 1 of 4 failed", "", "3 seeds", "1 seed"]
+    assert notes[2:4] == ["subset, 1 of 5 failed", "1 of 2 failed"]
+    assert notes[5:] == ["3 seeds", "1 seed", ""]
     assert "2.5000 nats" in report.subtitle[1]
 
 

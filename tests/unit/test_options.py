@@ -18,11 +18,9 @@ from launcher.cli import options
 from launcher.evaluate import finetune, glue, text_loss
 from launcher.evaluate.glue_scores import GlueOptions
 from launcher.job import VerbOptions
-from launcher.plan.dry_run import speed_here
 from launcher.plan.scaling import PlanSpec, predict_scaling, source_of_rate
 from launcher.run import loggers, restarts, train
-from launcher.tune import batch, lr
-from launcher.tune.lr_search import LrOptions
+from launcher.tune import batch
 from tests.e2e.cli import here, refused, tiny
 from tests.report_fixture import make_run
 
@@ -72,25 +70,21 @@ def test_what_is_refused(parse: Callable[[str], Any], text: str) -> None:
         parse(text)
 
 
-@pytest.mark.parametrize(
-    ("command", "setting"),
-    [
-        ("scale --nproc 4..2", "--nproc"),
-        ("scale --engines ddp,magic,x", "--engines"),
-        ("scale --repeats 0", "--repeats"),
-        ("scale --mode strong --accumulation 2", "--accumulation"),
-        ("tune lr --tokens 1e15", "--tokens"),
-        ("train --elastic", "--elastic"),
-        ("train --profile-ranks 1", "--profile-ranks"),
-        ("report r --json --out j.html", "--out"),
-        ("finetune RUN other", "other"),
-        ("eval glue RUN", "--data"),
-    ],
-)
-def test_the_line_names_the_option(command: str, setting: str) -> None:
-    said = refused(*command.split())
-    assert said.startswith(f"error: {setting}: ")
-    assert len(said.splitlines()) == 1
+def test_the_line_names_the_option() -> None:
+    for command in (
+        *("scale --nproc 4..2", "scale --engines ddp,magic,x", "scale --repeats 0"),
+        *("scale --accumulation 2 --mode strong", "tune lr --tokens 1e15", "train --elastic"),
+        *("train --profile-ranks 1", "report r --out j.html --json", "finetune RUN other"),
+    ):
+        setting = next((word for word in command.split() if word.startswith("--")), "other")
+        said = refused(*command.split())
+        assert said.startswith(f"error: {setting}: ")
+        assert len(said.splitlines()) == 1
+    assert refused("eval", "glue", "RUN").startswith("error: --data: ")
+
+
+SCALE = {"gpus": [1, 2], "modes": ["weak"], "engines": ["zero1", "ddp"], "tensor": [1], "repeats": 4}
+SCALE |= {"launcher": "accelerate", "steps": 7, "warm_up": 3, "accumulation": 2}
 
 
 @pytest.mark.parametrize(
@@ -99,17 +93,7 @@ def test_the_line_names_the_option(command: str, setting: str) -> None:
         (
             "scale --nproc 2,1 --mode weak --engines zero1,ddp --tensor 1 --launcher accelerate --repeats 4 "
             "--steps 7 --warm-up 3 --accumulation 2",
-            {
-                "gpus": [1, 2],
-                "modes": ["weak"],
-                "engines": ["zero1", "ddp"],
-                "tensor": [1],
-                "repeats": 4,
-                "launcher": "accelerate",
-                "steps": 7,
-                "warm_up": 3,
-                "accumulation": 2,
-            },
+            SCALE,
         ),
         (
             "tune lr --nproc 2 --rates 4 --seeds 2 --tokens 2048 --budget 90s --launcher accelerate",
@@ -133,6 +117,10 @@ def test_every_option_stands_in_the_plan(
     assert {name: told[name] for name in settings} == settings
 
 
+PLACE = "--nproc 2 --launcher accelerate --run-dir place --resume never"
+AT = {"nproc": "2", "launcher": "accelerate", "run_dir": Path("place"), "resume": "never"}
+
+
 @pytest.mark.parametrize(
     ("command", "elastic"),
     [("train quickstart --elastic --profile 2:4", True), ("finetune RUN --task RTE --data .", False)],
@@ -140,19 +128,13 @@ def test_every_option_stands_in_the_plan(
 def test_a_run_is_started_as_its_options_say(
     monkeypatch: pytest.MonkeyPatch, command: str, elastic: bool
 ) -> None:
-    asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(train, "train", lambda _, **options: asked.append(options) or 3)
+    asked = asked_of(monkeypatch, train, "train")
     monkeypatch.setattr(finetune, "load", lambda *_, **__: None)
-    options = (
-        "--nproc 2 --launcher accelerate --run-dir place --resume never --max-restarts 5 --dry-run --force"
-    )
-    assert here(*command.split(), *options.split()).returncode == 3
-    (told,) = asked
-    expected = {"nproc": "2", "launcher": "accelerate", "run_dir": Path("place"), "resume": "never"}
+    assert here(*f"{command} {PLACE} --max-restarts 5 --dry-run --force".split()).returncode == 3
+    ((_, told),) = asked
+    expected = {**AT, "dry_run": True, "force": True, "policy": restarts.Policy(5, elastic)}
+    expected |= {"profile": parse_profile("2:4", "0")} if elastic else {}
     assert {name: told[name] for name in expected} == expected
-    assert (told["dry_run"], told["force"], told["policy"]) == (True, True, restarts.Policy(5, elastic))
-    if elastic:
-        assert told["profile"] == parse_profile("2:4", "0")
 
 
 def test_every_option_of_a_prediction_counts() -> None:
@@ -166,8 +148,6 @@ def test_every_option_of_a_prediction_counts() -> None:
 
 
 Asked = list[tuple[tuple[Any, ...], dict[str, Any]]]
-
-
 HOW: Any = VerbOptions(Path("o"), True, True, None)  # type: ignore[arg-type]
 
 
@@ -184,22 +164,18 @@ def asked_of(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, answer: An
     return calls
 
 
+AUTO = "batch.micro_size=auto"
+
+
 @pytest.mark.parametrize(
-    ("more", "forced"),
-    [
-        ("", False),
-        ("--force", True),
-        ("batch.micro_size=auto", True),
-        ("batch.micro_size=auto --dry-run", False),
-    ],
+    ("more", "forced"), [("", False), ("--force", True), (AUTO, True), (f"{AUTO} --dry-run", False)]
 )
 def test_only_what_was_asked_or_measured_starts_whatever_the_estimate(
     monkeypatch: pytest.MonkeyPatch, more: str, forced: bool
 ) -> None:
     search = asked_of(monkeypatch, batch, "resolve_auto_batch", (["batch.micro_size=4"], 0))
     runs = asked_of(monkeypatch, train, "train")
-    options = "--nproc 2 --launcher accelerate --run-dir place --resume never --profile 2:4 --profile-ranks 1"
-    assert here("train", "quickstart", *more.split(), *options.split()).returncode == 3
+    assert here(*f"train quickstart {more} {PLACE} --profile 2:4 --profile-ranks 1".split()).returncode == 3
     ((job,), told) = runs[0]
     assert (told["force"], told["profile"]) == (forced, parse_profile("2:4", "1"))
     if "auto" not in more:
@@ -208,8 +184,7 @@ def test_only_what_was_asked_or_measured_starts_whatever_the_estimate(
     ((given, asked),) = search
     assert job.config.batch.micro_size == 4
     assert given == ("quickstart", ["batch.micro_size=auto"])
-    place = {"nproc": "2", "run_dir": Path("place"), "resume": "never", "launcher": "accelerate"}
-    assert asked == {**place, "dry_run": "--dry-run" in more, "profile": told["profile"]}
+    assert asked == {**AT, "dry_run": "--dry-run" in more, "profile": told["profile"]}
 
 
 def test_a_search_that_fails_is_the_end_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,66 +207,35 @@ def test_a_finetuning_begins_with_what_its_options_name(monkeypatch: pytest.Monk
     assert pretrained == {"nproc": "auto", "random_weights": False}
 
 
+BUILD = {"vocab_size": 99, "sequence_length": 64, "tokenizer": "t", "processes": 2, "force": True}
+SOURCE = ("source_format=text", 'text_field="body"', "normalize=false", "dedup=none")
+EVALUATED = GlueOptions(tasks=["RTE", "CoLA"], seeds=2, init="random", ranks=4, launcher="accelerate")
+TEXTS = {"documents": "blank_line", "source_format": "jsonl", "text_field": "body"}
+PREDICTED = {"text": "q", "text_pair": "s", "out": Path("o"), "precision": "bf16"}
+
+
 @pytest.mark.parametrize(
     ("command", "module", "name", "given", "named"),
     [
         (
             "data build a lang=en/b data.build.normalize=false --out o --vocab-size 99 --sequence-length 64 "
             "--tokenizer t --format text --text-key body --set data.build.dedup=none --processes 2 --force",
-            datasets,
-            "build",
-            (["a", "lang=en/b"], Path("o")),
-            {
-                "vocab_size": 99,
-                "sequence_length": 64,
-                "tokenizer": "t",
-                "processes": 2,
-                "force": True,
-                "overrides": [
-                    f"data.build.{item}"
-                    for item in ("source_format=text", 'text_field="body"', "normalize=false", "dedup=none")
-                ],
-            },
-        ),
-        (
-            "tune lr quickstart optim.lr=1 --rates 4 --tokens 99 --budget 2m --out o --dry-run --json",
-            lr,
-            "tune_lr",
-            ("quickstart", ["optim.lr=1"], LrOptions(rates=4, tokens=99, budget_s=120.0), HOW, speed_here),
-            {},
+            *(datasets, "build", (["a", "lang=en/b"], Path("o"))),
+            {**BUILD, "overrides": [f"data.build.{item}" for item in SOURCE]},
         ),
         (
             "eval glue r optim.lr=1 --data x --data y --tasks RTE,CoLA --seeds 2 "
-            "--init random --nproc 4 --launcher accelerate "
-            "--out o --dry-run --json",
-            glue,
-            "evaluate",
-            (
-                Path("r"),
-                ["optim.lr=1"],
-                GlueOptions(tasks=["RTE", "CoLA"], seeds=2, init="random", ranks=4, launcher="accelerate"),
-                [Path("x"), Path("y")],
-                HOW,
-            ),
-            {},
+            "--init random --nproc 4 --launcher accelerate --out o --dry-run --json",
+            *(glue, "evaluate", (Path("r"), ["optim.lr=1"], EVALUATED, [Path("x"), Path("y")], HOW), {}),
         ),
         (
             "eval mlm r a b --documents blank_line --format jsonl --text-key body --json",
-            text_loss,
-            "evaluate",
-            (
-                Path("r"),
-                ["a", "b"],
-                {"documents": "blank_line", "source_format": "jsonl", "text_field": "body"},
-            ),
+            *(text_loss, "evaluate", (Path("r"), ["a", "b"], TEXTS)),
             {"precision": "auto", "as_json": True},
         ),
         (
             "predict r f --text q --text-pair s --out o --precision bf16",
-            prediction,
-            "predict_file",
-            (Path("r"), "f"),
-            {"text": "q", "text_pair": "s", "out": Path("o"), "precision": "bf16"},
+            *(prediction, "predict_file", (Path("r"), "f"), PREDICTED),
         ),
     ],
     ids=lambda value: value[:24] if isinstance(value, str) else "",
@@ -310,20 +254,16 @@ def test_a_verb_hands_on_every_option_and_ends_as_its_work_does(
     assert calls == [(given, named)]
 
 
-@pytest.mark.parametrize(("first", "second", "code"), [(0, 1, 1), (1, 0, 1), (0, 0, 0)])
+@pytest.mark.parametrize("codes", [(0, 1), (1, 0), (0, 0)])
 def test_a_run_that_was_not_sent_whole_is_told_whichever_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int, second: int, code: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codes: tuple[int, int]
 ) -> None:
-    ends = {make_run(tmp_path / "a"): first, make_run(tmp_path / "b"): second}
-    asked: list[tuple[Path, Any]] = []
-
-    def send(run_dir: Path, names: Any, log: Any) -> int:
-        asked.append((run_dir, names))
-        return ends[run_dir]
-
-    monkeypatch.setattr(loggers, "send_run", send)
-    done = here("report", *map(str, ends), "--log-to", "tensorboard", "--out", str(tmp_path / "page.html"))
-    assert (done.returncode, asked) == (code, [(path, ("tensorboard",)) for path in ends])
+    ends = {(make_run(tmp_path / str(i)), ("tensorboard",)): code for i, code in enumerate(codes)}
+    asked = dict(ends)
+    monkeypatch.setattr(loggers, "send_run", lambda run_dir, names, log: asked.pop((run_dir, names)))
+    runs = [str(path) for path, _ in ends]
+    done = here("report", *runs, "--log-to", "tensorboard", "--out", str(tmp_path / "page.html"))
+    assert (done.returncode, asked) == (max(codes), {})
     assert (tmp_path / "page.html").exists()
     assert not list(tmp_path.glob("*/report.html"))
 

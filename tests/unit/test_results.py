@@ -33,19 +33,13 @@ def result(run_dir: Path, cause: Failure | None) -> tuple[processes.RunOutcome, 
     return found, json.loads((run_dir / "summary.json").read_text())
 
 
-@pytest.mark.parametrize(
-    "cause",
-    [
-        RAISED,
-        Failure(rank=0, message="killed by signal 9 (SIGKILL)", killed_by=9),
-        Failure(rank=1, message="hang in step 3"),
-    ],
-)
-def test_a_stop_signal_does_not_hide_a_failure(tmp_path: Path, cause: Failure) -> None:
-    found, summary = result(tmp_path, cause)
-    assert (found.exit_code, found.failure, found.signal) == (1, cause, signal.SIGTERM)
-    assert (summary["exit_code"], summary["failure"]["message"]) == (1, cause.message)
-    assert summary["signal"] == signal.SIGTERM
+def test_a_stop_signal_does_not_hide_a_failure(tmp_path: Path) -> None:
+    killed = Failure(rank=0, message="killed by signal 9 (SIGKILL)", killed_by=9)
+    for cause in (RAISED, killed, Failure(rank=1, message="hang in step 3")):
+        found, summary = result(tmp_path, cause)
+        assert (found.exit_code, found.failure, found.signal) == (1, cause, signal.SIGTERM)
+        assert (summary["exit_code"], summary["failure"]["message"]) == (1, cause.message)
+        assert summary["signal"] == signal.SIGTERM
 
 
 @pytest.mark.parametrize(

@@ -74,11 +74,10 @@ def test_hostile_names_reach_no_terminal(
     assert done.stderr
 
 
-@pytest.mark.parametrize("problem", [None, "x: torn"])
-def test_checkpoints_are_listed_with_their_losses_and_sizes(problem: str | None) -> None:
-    sound = {"name": "step-20", "step": 20, "samples": 160, "heldout_loss": 6.25, "bytes": 3 * 2**29}
+def test_checkpoints_are_listed_with_their_losses_and_sizes() -> None:
+    first = {"name": "step-20", "step": 20, "samples": 160, "heldout_loss": 6.25, "bytes": 3 * 2**29}
     other = {"name": "step-10", "step": 10, "samples": 80, "heldout_loss": None, "bytes": None}
-    lines = shown(reports.checkpoints_report([{**sound, "problem": None}, {**other, "problem": problem}]))
+    lines = shown(reports.checkpoints_report([{**first, "problem": None}, {**other, "problem": "x: torn"}]))
     rows = [line.split() for line in lines if "step-" in line]
     assert rows[0] == ["step-20", "20", "160", "6.2500", "nats", "1.50", "GiB", "verified"]
-    assert (rows[1][:3], rows[1][-1]) == (["step-10", "10", "80"], "damaged" if problem else "verified")
+    assert (rows[1][:3], rows[1][-1]) == (["step-10", "10", "80"], "damaged")

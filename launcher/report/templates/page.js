@@ -13,19 +13,12 @@ const dark = matchMedia("(prefers-color-scheme: dark)");
 const paper = matchMedia("print");
 const figures = JSON.parse(document.getElementById("figures").textContent);
 
-// "c3", "soft" or "c3/0.2" (a share of opacity) as a colour of the theme
-function colour(name, theme) {
-  const [key, opacity] = name.split("/");
-  const hex = key in theme ? theme[key] : theme.series[Number(key.slice(1))];
-  return opacity ? hex + Math.round(255 * opacity).toString(16).padStart(2, "0") : hex;
-}
-
-// a copy of the drawing with its colours looked up
+// a copy of the drawing with the colours of the theme for "soft" and "c3"
 function coloured(tree, theme) {
   if (Array.isArray(tree)) return tree;
   const copy = {};
   for (const [key, value] of Object.entries(tree)) {
-    if (/color$/.test(key)) copy[key] = colour(value, theme);
+    if (/color$/.test(key)) copy[key] = theme[value] ?? theme.series[Number(value.slice(1))];
     else copy[key] = value !== null && typeof value === "object" ? coloured(value, theme) : value;
   }
   return copy;
@@ -41,7 +34,7 @@ function layout(figure, theme, width) {
     xaxis: { ...axis, ...own.xaxis, title: { ...own.xaxis.title, standoff: 8, font: { size: 12.5, color: theme.ink } }, showline: true, ticks: "outside", tickcolor: theme.soft },
     yaxis: { ...axis, ...own.yaxis },
     annotations: own.annotations.map(name => ({ ...name, font: { color: theme.ink } })),
-    shapes: own.shapes.map(shape => ({ ...coloured(shape, theme) })),
+    shapes: own.shapes.map(shape => coloured(shape, theme)),
     font: { family: "system-ui, 'Segoe UI', Roboto, Arial, sans-serif", size: 12, color: theme.soft },
     legend: { orientation: "h", x: 0, yref: "container", y: 0, yanchor: "bottom", font: { color: theme.ink }, tracegroupgap: 0 },
     paper_bgcolor: theme.card, plot_bgcolor: theme.card,
