@@ -197,10 +197,9 @@ def build_trainer(
             config.checkpoint,
             log_rank0=rank.log_rank0,
             saved_step=state.step if is_saved else None,  # a run that is moved saves anew
-            write_errors=rank.write_errors,
         ),
-        records=Records(rank.run_dir, rank.log_rank0, rank.write_errors),
-        trace=StepTrace(plan, comm, rank.run_dir, rank.heartbeat, rank.write_errors),
+        records=Records(rank.run_dir, rank.log_rank0),
+        trace=StepTrace(plan, comm, rank.run_dir, rank.heartbeat),
     )
     return trainer, state, tensors
 

@@ -19,9 +19,6 @@ from bert_dp.config import ConfigError, Issue, bf16_units, decide_precision
 from bert_dp.cost import GIB
 from bert_dp.training.process import World
 
-ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Environment variables that torch's CUDA allocator reads (2.11 to 2.13), when it first allocates."""
-
 
 @dataclasses.dataclass(frozen=True)
 class HostAndDevice:
@@ -54,7 +51,10 @@ def choose_device(setting: str, world: World) -> torch.device:
     """Choose the device of this rank: the GPU of its local number, or the only one that it sees, which its
     starter has chosen (srun --gpus-per-task=1). Raises ConfigError when there are more ranks than GPUs."""
     if setting != "cpu" and torch.cuda.is_available():
-        expand_segments()
+        # torch reads either variable at the first allocation. Unless the user has set one, segments grow in
+        # place: memory that other shapes have left in pieces is used, so larger micro batches fit
+        if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+            os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         torch.cuda.init()  # before that whole GPUs are counted, also where each is divided (MIG)
     gpus, ranks = torch.cuda.device_count(), world.local_size
     if setting == "cpu" or (setting == "auto" and gpus == 0):
@@ -66,13 +66,6 @@ def choose_device(setting: str, world: World) -> torch.device:
         message = f"{setting} needs a GPU for each rank of this machine, {ranks}, found {gpus}"
         raise ConfigError([Issue("run.device", "conflict", message, setting, "--nproc", fix)])
     return torch.device("cuda", world.local_rank)
-
-
-def expand_segments() -> None:
-    """Let the CUDA allocator grow its segments in place, unless the user has configured it: memory that other
-    shapes have left in pieces then does not count as used, so larger micro batches fit."""
-    if not any(name in os.environ for name in ALLOCATOR_SETTINGS):
-        os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
 
 
 def use_device(device: torch.device, *, deterministic: bool) -> None:
@@ -301,11 +294,11 @@ def has_bf16(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def choose_precision(setting: str, device: torch.device, engine: str = "auto") -> Precision:
-    """Choose the precision of a process that runs alone; ranks agree on one (`setup.agree_precision`)."""
+def choose_precision(setting: str, device: torch.device) -> Precision:
+    """Choose the precision of a process that runs alone; ranks agree on one (`build.agree_precision`)."""
     on_gpu = device.type == "cuda"
     native = setting == "auto" and has_bf16(device)
-    return precision_of(decide_precision(setting, [engine], on_gpu=on_gpu, has_bf16=native))
+    return precision_of(decide_precision(setting, [], on_gpu=on_gpu, has_bf16=native))
 
 
 def inference_precision(setting: str, device: torch.device) -> Precision:

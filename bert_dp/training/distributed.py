@@ -8,11 +8,10 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
@@ -20,10 +19,10 @@ from bert_dp.config import ConfigError, Issue
 from bert_dp.config.checks import spread_issues
 from bert_dp.files import INIT_FILE
 from bert_dp.files.ledger import Spending
+from bert_dp.files.models import Failure
 from bert_dp.training.devices import HostAndDevice, own_host_and_device
 from bert_dp.training.process import World
 
-M = TypeVar("M", bound=BaseModel)
 TIMEOUT = datetime.timedelta(minutes=30)
 
 
@@ -64,13 +63,8 @@ class HostCollectives:
         """Return rank 0's JSON value on every rank."""
         if self._group is None:
             return value
-        data = json.dumps(value).encode() if self.world.rank == 0 else b""
-        size = int(self.all_gather([len(data)])[0, 0])
-        buffer = torch.empty(size, dtype=torch.uint8)
-        if self.world.rank == 0:
-            buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        dist.broadcast(buffer, 0, group=self._group)
-        return json.loads(bytes(buffer.tolist()))
+        mine = value if self.world.rank == 0 else None
+        return gather_json(mine, self._group, torch.device("cpu"))[0]
 
     def from_rank_0(self, setting: str, choose: Callable[[], Any]) -> Any:
         """Return on every rank the JSON value that `choose` gives rank 0, or raise its ConfigError, about
@@ -86,10 +80,10 @@ class HostCollectives:
             raise ConfigError([Issue(**issue) for issue in issues])
         return value
 
-    def broadcast_model(self, model: M | None, kind: type[M]) -> M | None:
-        """Return rank 0's pydantic model, of class `kind`, on every rank. Collective."""
-        data = self.broadcast(None if model is None else model.model_dump(mode="json"))
-        return None if data is None else kind.model_validate(data)
+    def broadcast_failure(self, failure: Failure | None) -> Failure | None:
+        """Return rank 0's failure on every rank. Collective."""
+        data = self.broadcast(None if failure is None else failure.model_dump(mode="json"))
+        return None if data is None else Failure.model_validate(data)
 
     def barrier(self) -> None:
         self.all_gather([0.0])

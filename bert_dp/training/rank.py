@@ -15,33 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bert_dp import files
-from bert_dp.config import (
-    METERED,
-    Config,
-    ConfigError,
-    Issue,
-    absolute,
-    batch_layout,
-    load_config,
-    with_budget,
-)
-from bert_dp.config.checks import ProfilePlan, parse_profile, profile_issues, rank_sets
+from bert_dp.config import Config, ConfigError, Issue, absolute, batch_layout, load_config, with_budget
+from bert_dp.config.checks import parse_profile, profile_issues, rank_sets
 from bert_dp.config.own_code import code_issues
+from bert_dp.config.schema import METERED
 from bert_dp.files.ledger import EXIT_S, Ledger, Spending, budget_issues
+from bert_dp.training import process
 from bert_dp.training.follower import Follower
-from bert_dp.training.process import (
-    HeartbeatWriter,
-    RunFailed,
-    Signals,
-    World,
-    WriteErrors,
-    check_rendezvous,
-    follow_launcher,
-    gc_paused,
-    read_world,
-    record_error,
-    redirect_output,
-)
+from bert_dp.training.process import Signals, World
 
 if TYPE_CHECKING:
     from bert_dp.tasks import MakeTask
@@ -63,24 +44,20 @@ def main(
     signals.catch()
     arguments = parse_arguments(argv)
     try:
-        world = read_world(os.environ)
-        check_rendezvous(world, os.environ)
+        world = process.read_world(os.environ)
+        process.check_rendezvous(world, os.environ)
     except ConfigError as error:
         sys.stderr.write(files.printable(f"error: {error}\n"))
         return 2
-    write_errors = WriteErrors()
-    redirect_output(world.rank, write_errors)
-    follow_launcher()
+    process.redirect_output(world.rank)
+    process.follow_launcher()
     sys.setswitchinterval(SWITCH_S)
     with contextlib.ExitStack() as at_end:  # once an error has been recorded
         try:
-            run(arguments, world, signals, write_errors, make_task, at_end, standalone=standalone)
-        except ConfigError as error:
-            record_error(world.rank, error)
-            return 2
+            run(arguments, world, signals, make_task, at_end, standalone=standalone)
         except BaseException as error:
-            record_error(world.rank, error)
-            return 1
+            process.record_error(world.rank, error)
+            return 2 if isinstance(error, ConfigError) else 1
     return 0
 
 
@@ -101,7 +78,6 @@ def run(
     arguments: argparse.Namespace,
     world: World,
     signals: Signals,
-    write_errors: WriteErrors,
     make_task: MakeTask | None,
     at_end: contextlib.ExitStack,
     *,
@@ -126,7 +102,11 @@ def run(
     if arguments.run_dir is not None:
         run_dir.mkdir(parents=True, exist_ok=True)
     layout = batch_layout(config, world.size)
-    plan = profile_plan(arguments, config, world)
+    plan = None
+    if arguments.profile is not None:
+        plan = parse_profile(arguments.profile, arguments.profile_ranks)
+        if issues := profile_issues(plan, world.size, steps=config.schedule.steps):
+            raise ConfigError(issues)
     device = devices.choose_device(config.run.device, world)
     if world.rank == 0:
         lock_run(run_dir, at_end)
@@ -136,7 +116,7 @@ def run(
             raise ConfigError(issues)
         at_end.enter_context(Ledger(run_dir, world.size, config.run))
     heartbeats = os.environ.get(files.HEARTBEATS)
-    heartbeat = HeartbeatWriter(files.heartbeat_path(run_dir, world.rank, heartbeats))
+    heartbeat = process.HeartbeatWriter(files.heartbeat_path(run_dir, world.rank, heartbeats))
     devices.use_device(device, deterministic=config.run.deterministic)
     engine = parallel.engine_name(config.parallel, world.size)
     task = (make_task or tasks.make_task)(config, device)
@@ -161,7 +141,6 @@ def run(
         data=data,
         heartbeat=heartbeat,
         signals=signals,
-        write_errors=write_errors,
     )
     resumed = build.select_checkpoint(rank, arguments.resume)
     if standalone:  # all checks are passed: from here on the run writes
@@ -169,7 +148,7 @@ def run(
             follower.start(config)
         comm.barrier()
         os.environ[files.LOG_DIR] = str(run_dir / "logs")
-        redirect_output(world.rank, write_errors)
+        process.redirect_output(world.rank)
     heartbeat.progress()
     trainer, state, tensors = build.build_trainer(rank, resumed, plan)
     at_end.callback(trainer.checkpointer.close)  # a checkpoint that is being written outlives an error
@@ -188,7 +167,7 @@ def run(
     if failure is None:
         spending = spending_of(config, run_dir, time.monotonic() - before_s, setup_s)
         before_j = devices.joules(device)
-        with gc_paused():
+        with process.gc_paused():
             result = train(trainer, state, distributed.SharedClock(comm, state.elapsed_s, spending=spending))
         write_summary(trainer, state, result, setup_s, dry_run_s, before_j)
         failure = result.failure
@@ -199,17 +178,7 @@ def run(
     distributed.disconnect()
     heartbeat.close()
     if failure is not None and world.rank == 0:
-        raise RunFailed(failure.message, failure.kind)
-
-
-def profile_plan(arguments: argparse.Namespace, config: Config, world: World) -> ProfilePlan | None:
-    """Parse the steps to profile. Raises ConfigError for steps or ranks that the run does not have."""
-    if arguments.profile is None:
-        return None
-    plan = parse_profile(arguments.profile, arguments.profile_ranks)
-    if issues := profile_issues(plan, world.size, steps=config.schedule.steps):
-        raise ConfigError(issues)
-    return plan
+        raise process.RunFailed(failure.message, failure.kind)
 
 
 def spending_of(config: Config, run_dir: Path, save_s: float, setup_s: float) -> Spending | None:

@@ -34,7 +34,7 @@ from bert_dp.training.checkpoint import TrainState
 from bert_dp.training.devices import precision_of
 from bert_dp.training.distributed import HostCollectives, SharedClock, Stop
 from bert_dp.training.loop import Trainer, TrainingOutcome, evaluate, train
-from bert_dp.training.process import Signals, World, gc_paused
+from bert_dp.training.process import Signals, World, failed_writes, gc_paused
 from tests.helpers import TINY_MODEL, logged, read_json, read_lines, tiny_run, write_lines
 from tests.ranks import OneOf
 
@@ -557,6 +557,7 @@ def test_the_summary_has_the_greatest_ranks_memory_and_everyones_energy(
     state.loss_spikes, state.skipped_steps = 2, 1
     monkeypatch.setattr(devices, "peak_memory_gib", lambda device: 1.0)
     monkeypatch.setattr(devices, "joules", lambda device: 130.0)
+    monkeypatch.setattr(failed_writes, "count", 0)
     summary.write_summary(trainer, state, result, 1.0, 2.0, before_j=30.0)
     end = read_json(tmp_path / "summary.json")
     assert end["peak_memory_gib"] == 4.0
@@ -592,7 +593,8 @@ def test_the_summary_tells_how_the_run_ended_and_how_the_model_was_run(
     end = written(signal=15)
     assert (end["status"], end["exit_code"], end["signal"]) == ("stopped", 128 + 15, 15)
     trainer.trace.steps = [2, 3]
-    end = written(failure=FULL, checkpoint=tmp_path / "checkpoints" / "step-00000004")
+    trainer.checkpointer.newest = tmp_path / "checkpoints" / "step-00000004"  # type: ignore[misc]
+    end = written(failure=FULL)
     assert (end["status"], end["exit_code"], end["signal"]) == ("failed", 1, None)
     assert (end["failure"]["message"], end["failure"]["kind"]) == ("no room", "disk")
     assert (end["checkpoint"], end["profiled_steps"]) == ("checkpoints/step-00000004", [2, 3])

@@ -74,7 +74,7 @@ class Run:
 
     def line(self) -> Any:
         size = LAYOUT.global_size
-        state = TrainState(self.steps, self.steps * size, progress=0.1, lr=1e-3, global_batch=size)
+        state = TrainState(self.steps, self.steps * size, lr=1e-3, global_batch=size)
         return SimpleNamespace(**self.meter.flush(state, epoch=0, progress=0.2, elapsed_s=self.now))
 
 

@@ -18,7 +18,7 @@ from bert_dp.config import CheckpointConfig
 from bert_dp.parallel import State
 from bert_dp.training import checkpoint
 from bert_dp.training.checkpoint import AsyncCheckpointer
-from bert_dp.training.process import WriteErrors
+from bert_dp.training.process import failed_writes
 from tests.states import FACTS
 
 SaveFile = Callable[[dict[str, torch.Tensor], Path], None]
@@ -68,8 +68,7 @@ def make(
     folder: Path, said: list[str] | None = None, saved: int | None = None, **settings: Any
 ) -> AsyncCheckpointer:
     log = [] if said is None else said
-    config, errors = CheckpointConfig(**settings), WriteErrors()
-    return AsyncCheckpointer(folder, config, log_rank0=log.append, saved_step=saved, write_errors=errors)
+    return AsyncCheckpointer(folder, CheckpointConfig(**settings), log_rank0=log.append, saved_step=saved)
 
 
 def save(saver: AsyncCheckpointer, *steps: int) -> tuple[int | None, str | None]:
@@ -135,11 +134,12 @@ def test_an_error_is_said_and_counted_and_the_good_ones_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: str, policy: str
 ) -> None:
     said: list[str] = []
+    monkeypatch.setattr(failed_writes, "count", 0)
     saver = make(tmp_path, said, keep=2, on_error=policy)
     save(saver, 1, 2)
     monkeypatch.setattr(checkpoint, "save_file", failing(number, 2, 2))
     assert save(saver, 3)[0] == 2
-    assert (saver.failed_saves, saver._write_errors.count) == (1, 1)
+    assert (saver.failed_saves, failed_writes.count) == (1, 1)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
     (line,) = said
     first = saver.problem
