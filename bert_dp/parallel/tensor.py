@@ -113,7 +113,7 @@ class RowLinear(ParallelLinear):
     """Map [..., in / ranks] -> [..., out], summed over the ranks; the bias is added once, after the sum."""
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _SumOverRanks.apply(linear(x, self.weight), self._group)
+        out = all_reduce(linear(x, self.weight), "SUM", self._group)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
 
@@ -148,15 +148,12 @@ class ParallelEmbedding:
 # torch's. A group goes by its name, as no graph holds an object.
 
 
-def named_group(name: str) -> dist.ProcessGroup:
-    return _resolve_process_group(name)  # type: ignore[arg-type]
-
-
 @torch.library.custom_op("bert_dp::all_reduce", mutates_args=())
 def all_reduce(x: Tensor, operation: str, group: str) -> Tensor:
-    """Return a copy, reduced over the ranks: `operation` is SUM or MAX. Has no gradient of its own."""
+    """Return a copy, reduced over the ranks: `operation` is SUM or MAX. Only a SUM has a gradient: that of
+    the loss, which is the same on every rank."""
     out = x.contiguous().clone()
-    dist.all_reduce(out, getattr(dist.ReduceOp, operation), group=named_group(group))
+    dist.all_reduce(out, getattr(dist.ReduceOp, operation), group=_resolve_process_group(group))
     return out
 
 
@@ -165,12 +162,15 @@ def _(x: Tensor, operation: str, group: str) -> Tensor:
     return x.new_empty(x.shape)
 
 
+all_reduce.register_autograd(lambda _, grad: (grad, None, None))
+
+
 @torch.library.custom_op("bert_dp::column_gradients", mutates_args=())
 def column_gradients(grad_MN: Tensor, x_MK: Tensor, weight_NK: Tensor, group: str) -> tuple[Tensor, Tensor]:
     """Return gradients of x @ weight.T: the input's, summed over the ranks, and the weight's, computed
     meanwhile."""
     grad_MK = product(grad_MN, weight_NK.t())
-    work = dist.all_reduce(grad_MK, group=named_group(group), async_op=True)
+    work = dist.all_reduce(grad_MK, group=_resolve_process_group(group), async_op=True)
     grad_NK = product(grad_MN.t(), x_MK.t())
     assert work is not None
     work.wait()
@@ -204,16 +204,6 @@ class _ColumnProduct(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad_MK, grad_weight = column_gradients(grad.flatten(0, -2), x.flatten(0, -2), weight, ctx.group)
         return grad_MK.view(x.shape), grad_weight, None
-
-
-class _SumOverRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        return all_reduce(x, "SUM", group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
 
 
 class _LookUp(torch.autograd.Function):

@@ -217,8 +217,7 @@ def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
     """Find the newest checkpoint that verifies, and why newer ones were passed over."""
     problems: list[str] = []
     for path in list_checkpoints(folder):
-        problem = check(path)
-        if problem is None:
+        if (problem := check(path)) is None:
             return path, problems
         problems.append(problem)
     return None, problems
@@ -279,8 +278,7 @@ def resolve(source: str) -> Path:
     """
     path = Path(source)
     if (path / "manifest.json").exists():
-        problem = check(path)
-        if problem:
+        if problem := check(path):
             raise ConfigError([Issue("", "damaged", problem)])
         return path
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path

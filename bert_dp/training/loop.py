@@ -321,8 +321,6 @@ def save(trainer: Trainer, state: TrainState, elapsed_s: float, *, wait: bool = 
         return None
     state.elapsed_s, state.skipped_steps = elapsed_s, int(trainer.meter.skipped)
     checkpointer.save(state.step, trainer.engine.gather_state, {**trainer.metadata, **state.saved()})
-    if not wait:
-        return None
-    if comm.broadcast(checkpointer.wait()) == state.step:
+    if not wait or comm.broadcast(checkpointer.wait()) == state.step:
         return None
     return comm.broadcast_failure(checkpointer.problem)

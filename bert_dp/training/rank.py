@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import os
 import sys
 import time
@@ -127,7 +126,12 @@ def run(
     distributed.check_places(places, rank_sets(config, world.size))
     placed = devices.set_affinity(device, world, places)
     comm = distributed.connect(world, device, store, group_of_one=engine != "single")
-    report = functools.partial(write_collectives, run_dir, world.rank)
+
+    def report(progress: int) -> None:
+        """Write the rank's recent collectives at this progress of its heartbeat."""
+        facts = {"pid": os.getpid(), "progress": progress, "collectives": distributed.recent_collectives()}
+        files.write_json(run_dir / "logs" / f"rank-{world.rank}.collectives.json", facts)
+
     heartbeat.on_silence(config.run.hang_after_s / 2, report)
     heartbeat.progress()
     build.check_same_data(comm, data)
@@ -189,14 +193,6 @@ def spending_of(config: Config, run_dir: Path, save_s: float, setup_s: float) ->
     # closing ends the processes that set-up started, and is slow where that was slow
     end_s = save_s + max(EXIT_S, setup_s / 2)
     return Spending(run_dir, unit, getattr(config.schedule, unit), end_s)
-
-
-def write_collectives(run_dir: Path, rank: int, progress: int) -> None:
-    """Write logs/rank-N.collectives.json: the rank's recent collectives at this progress of its heartbeat."""
-    from bert_dp.training import distributed
-
-    facts = {"pid": os.getpid(), "progress": progress, "collectives": distributed.recent_collectives()}
-    files.write_json(run_dir / "logs" / f"rank-{rank}.collectives.json", facts)
 
 
 def lock_run(run_dir: Path, until: contextlib.ExitStack) -> None:

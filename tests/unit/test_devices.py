@@ -19,16 +19,9 @@ from bert_dp.training import devices
 from bert_dp.training.devices import (
     HostAndDevice,
     Placement,
-    bind,
     choose_device,
-    core_shares,
-    cores_by_node,
-    format_cores,
     joules,
     omp_threads,
-    own_host_and_device,
-    parse_cores,
-    pci_node,
     set_affinity,
 )
 from bert_dp.training.process import World
@@ -42,15 +35,11 @@ GPU = torch.device("cuda", 0)
 # --- devices
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of a machine without a GPU")
-def test_devices_of_a_machine_without_a_gpu() -> None:
-    assert choose_device("cpu", LONE) == CPU
+def test_each_rank_takes_a_gpu_of_its_own_and_more_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert choose_device("auto", World(1, 1, 2, 2)) == CPU
     (issue,) = raised_issues(choose_device, "cuda", LONE)
     assert (issue.setting, issue.value) == ("run.device", "cuda")
-
-
-def test_each_rank_takes_a_gpu_of_its_own_and_more_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert choose_device("auto", World(1, 1, 2, 2)) == torch.device("cuda", 1)
     assert choose_device("cpu", World(5, 5, 8, 8)) == CPU
@@ -101,10 +90,10 @@ def machine(root: Path) -> Path:
 
 def test_topology_is_read(tmp_path: Path) -> None:
     nodes = {0: [0, 8, 1, 9, 2, 10, 3, 11], 1: [4, 12, 5, 13, 6, 14, 7, 15]}
-    assert cores_by_node(set(range(16)), machine(tmp_path)) == nodes
-    assert cores_by_node({3, 1}, tmp_path / "nothing") == {0: [1, 3]}
+    assert devices.cores_by_node(set(range(16)), machine(tmp_path)) == nodes
+    assert devices.cores_by_node({3, 1}, tmp_path / "nothing") == {0: [1, 3]}
     addresses = ("0001:E3:00.0", "0000:ff:00.0", "0000:0a:00.0")
-    assert [pci_node(address, tmp_path) for address in addresses] == [1, None, None]
+    assert [devices.pci_node(address, tmp_path) for address in addresses] == [1, None, None]
 
 
 QUARTERS = ((0, 1, 8, 9), (2, 3, 10, 11), (4, 5, 12, 13), (6, 7, 14, 15))
@@ -127,7 +116,7 @@ HALVES = ((0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15))
     ],
 )
 def test_cores_of_each_rank(tmp_path: Path, allowed: Any, wanted: Any, shares: Any) -> None:
-    assert core_shares(cores_by_node(set(allowed), machine(tmp_path)), wanted) == shares
+    assert devices.core_shares(devices.cores_by_node(set(allowed), machine(tmp_path)), wanted) == shares
 
 
 @given(st.sets(st.integers(0, 63), min_size=1), st.integers(1, 9), st.integers(1, 4))
@@ -135,7 +124,7 @@ def test_shares_are_equal_disjoint_and_allowed(allowed: set[int], ranks: int, no
     by_node: dict[int, list[int]] = {}
     for core in allowed:
         by_node.setdefault(core * nodes // 64, []).append(core)
-    shares = core_shares(by_node, [None] * ranks)
+    shares = devices.core_shares(by_node, [None] * ranks)
     taken = [c for share in shares for c in share]
     assert {len(share) for share in shares} == {len(allowed) // ranks}
     assert len(taken) == len(set(taken))
@@ -144,7 +133,7 @@ def test_shares_are_equal_disjoint_and_allowed(allowed: set[int], ranks: int, no
 
 @given(st.sets(st.integers(0, 300)))
 def test_lists_of_cores_are_the_kernels(cores: set[int]) -> None:
-    assert parse_cores(format_cores(cores)) == sorted(cores)
+    assert devices.parse_cores(devices.format_cores(cores)) == sorted(cores)
 
 
 def test_a_rank_is_bound_by_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,10 +142,10 @@ def test_a_rank_is_bound_by_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: bound.append(cores))
     root, gpus = machine(tmp_path), ["0000:1a:00.0", "0001:e3:00.0"]
-    assert bind(1, 2, gpus, root).shares == HALVES
+    assert devices.bind(1, 2, gpus, root).shares == HALVES
     assert bound == [HALVES[1]]
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})  # none of them near the second
-    assert bind(1, 2, gpus, root) == Placement(((0, 1, 2, 3), ()), 2)
+    assert devices.bind(1, 2, gpus, root) == Placement(((0, 1, 2, 3), ()), 2)
     assert len(bound) == 1, "a rank without a share is not bound, and its threads are an equal part"
 
 
@@ -189,7 +178,7 @@ def test_a_gpu_rank_asks_for_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     monkeypatch.setattr(devices, "bind", placed)
-    mine = own_host_and_device(GPU)
+    mine = devices.own_host_and_device(GPU)
     assert mine.gpu == "000a:1b:00.0"
     other = dataclasses.replace(mine, gpu="0000:1a:00.0")
     elsewhere = HostAndDevice("n2/2", "0000:1a:00.0")

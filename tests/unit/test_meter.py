@@ -221,23 +221,17 @@ class Counting(nn.Module):
         return self._facts
 
 
-def test_ddp_is_told_how_often_to_time_a_step() -> None:
+def test_what_ddp_counts_of_itself_is_read_in_seconds_and_of_other_models_nothing() -> None:
+    """Communication that no backward pass covered, and the buckets that DDP settled on."""
     told: list[int] = []
-    model = Counting()
+    model = Counting(backward_comm_time=5_000_000, backward_compute_comm_overlap_time=3_000_000)
     model._set_ddp_runtime_logging_sample_rate = told.append
     metrics.sample_communication(model, 7)
     metrics.sample_communication(nn.Linear(1, 1), 7)
     assert told == [7]
-
-
-def test_exposed_communication_is_what_no_backward_pass_covered_in_seconds() -> None:
-    model = Counting(backward_comm_time=5_000_000, backward_compute_comm_overlap_time=3_000_000)
     assert metrics.exposed_communication_s(model) == pytest.approx(0.002)
     for untold in (Counting(backward_comm_time=5_000_000), nn.Linear(1, 1)):
         assert metrics.exposed_communication_s(untold) is None
-
-
-def test_the_buckets_are_those_that_ddp_settled_on() -> None:
     assert metrics.bucket_bytes(Counting(bucket_sizes="900", rebuilt_bucket_sizes="400, 500")) == [400, 500]
     assert metrics.bucket_bytes(Counting(bucket_sizes="900", rebuilt_bucket_sizes="")) == [900]
     assert metrics.bucket_bytes(nn.Linear(1, 1)) == []
