@@ -272,9 +272,8 @@ class Meter:
 
 def sample_communication(model: Any, every_steps: int) -> None:
     """Let DDP time one step in so many, beside its first ten; on a GPU each costs a synchronisation."""
-    choose = getattr(model, "_set_ddp_runtime_logging_sample_rate", None)
-    if choose is not None:
-        choose(every_steps)
+    if hasattr(model, "_set_ddp_runtime_logging_sample_rate"):
+        model._set_ddp_runtime_logging_sample_rate(every_steps)
 
 
 def exposed_communication_s(model: Any) -> float | None:
@@ -292,8 +291,7 @@ def bucket_bytes(model: Any) -> list[int]:
 
 
 def _ddp_logging_data(model: Any) -> dict[str, Any]:
-    read = getattr(model, "_get_ddp_logging_data", None)
-    return dict(read()) if read is not None else {}
+    return dict(model._get_ddp_logging_data()) if hasattr(model, "_get_ddp_logging_data") else {}
 
 
 WINDOW = 128  # logged losses that a spike is seen against, and its height: OLMo-core's SkipStepOptimizer

@@ -174,8 +174,7 @@ def follow_launcher() -> None:
     def watch() -> None:
         poller = select.poll()
         poller.register(descriptor, select.POLLIN)  # readable once the process has ended
-        while not poller.poll():
-            pass
+        poller.poll()
         os._exit(1)
 
     threading.Thread(target=watch, name="follow-launcher", daemon=True).start()

@@ -14,8 +14,7 @@ import torch
 
 from bert_dp.config import load_config
 from bert_dp.model.bert import build_model
-from tests.parity.runs import _train_all, settings, write_run
-from tests.ranks import run_ranks
+from tests.parity.runs import settings, train_runs, write_run
 from tests.shards import write_shards
 from tests.wrapped_task import WrappedTask
 
@@ -61,15 +60,6 @@ class WatchedTask(WrappedTask):
         return targets
 
 
-def count_all(run_dirs: list[str]) -> None:
-    os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"
-    store = os.environ["BERT_DP_INIT_FILE"]
-    for number, run_dir in enumerate(run_dirs):
-        os.environ["BERT_DP_INIT_FILE"] = f"{store}-run{number}"
-        os.chdir(run_dir)
-        _train_all([run_dir], {"make_task": WatchedTask})
-
-
 @pytest.fixture(scope="module")
 def sent(tmp_path_factory: pytest.TempPathFactory) -> dict[Cell, Counts]:
     root = tmp_path_factory.mktemp("collectives")
@@ -88,8 +78,10 @@ def sent(tmp_path_factory: pytest.TempPathFactory) -> dict[Cell, Counts]:
         )
         run_dir = write_run(root / f"{name}-{ranks}-{tensor}-{optimizer}", config)
         runs[ranks][name, ranks, tensor, optimizer] = run_dir
-    for ranks, group in runs.items():
-        run_ranks(ranks, count_all, [str(d) for d in group.values()])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_FR_BUFFER_SIZE", "2000")
+        for ranks, group in runs.items():
+            train_runs(ranks, list(group.values()), make_task=WatchedTask)
     return {
         key: collections.Counter(tuple(pair) for pair in json.loads((run_dir / "sent-0.json").read_text()))
         for group in runs.values()

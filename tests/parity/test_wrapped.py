@@ -14,8 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from bert_dp import optim
 from bert_dp.config import ConfigError, resolve
 from bert_dp.measure.profile_step import ALONE
+from bert_dp.model import bert
+from bert_dp.parallel import deepspeed, make_engine
+from bert_dp.training import distributed
+from bert_dp.training.process import read_world
 from tests.helpers import read_json
 from tests.parity.runs import BASE, _train_all, metrics, settings, state, write_run
 from tests.ranks import run_ranks
@@ -53,12 +58,6 @@ def _steps(engine_name: str, folder: str, script: Sequence[float]) -> tuple[list
 
     Returns the norms and, on rank 0, the canonical state after them.
     """
-    from bert_dp import optim
-    from bert_dp.model import bert
-    from bert_dp.parallel import make_engine
-    from bert_dp.training import distributed
-    from bert_dp.training.process import read_world
-
     world, device = read_world(os.environ), CPU
     os.environ["BERT_DP_INIT_FILE"] += "-next"
     distributed.connect(world, device)
@@ -205,18 +204,12 @@ def test_resume_under_deepspeed_is_bit_equal(runs: Path, engine: str) -> None:
 
 def test_deepspeed_refuses_the_fp16_that_auto_chose(tmp_path: Path) -> None:
     """On a GPU without bf16; the configuration alone, checked before, says only auto."""
-    from bert_dp.parallel.deepspeed import Engine
-
     config = resolve([{**BASE, "data": {"sources": ["builtin"]}, "parallel": {"engine": "deepspeed"}}])
     with pytest.raises(ConfigError, match="precision: auto is fp16"):
-        Engine(config, ALONE, CPU, precision="fp16", run_dir=tmp_path)
+        deepspeed.Engine(config, ALONE, CPU, precision="fp16", run_dir=tmp_path)
 
 
-def test_what_a_package_lacks_is_told_with_an_extra_that_exists(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from bert_dp.parallel import make_engine
-
+def test_a_missing_package_is_told_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise ModuleNotFoundError("No module named 'hjson'", name="hjson")
 

@@ -199,9 +199,7 @@ def test_a_limit_of_threads_is_a_number_above_0(value: str, threads: int | None)
 
 
 @pytest.mark.parametrize(("given", "allowed", "threads"), [(8, 4, 4), (2, 4, 2), (4, 1, 1)])
-def test_a_rank_has_no_more_threads_than_it_was_allowed(
-    monkeypatch: pytest.MonkeyPatch, given: int, allowed: int, threads: int
-) -> None:
+def test_threads_are_limited(monkeypatch: pytest.MonkeyPatch, given: int, allowed: int, threads: int) -> None:
     """OMP_NUM_THREADS says so, on any device; its share of the cores may be larger."""
     set_to: list[int] = []
     monkeypatch.setenv("OMP_NUM_THREADS", str(allowed))
@@ -232,9 +230,7 @@ def test_a_cpu_rank_keeps_the_memory_that_tensors_free(monkeypatch: pytest.Monke
     set_affinity(CPU, LONE)
 
 
-def test_peak_memory_is_the_resident_set_or_what_the_allocator_reserved_in_gib(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_peak_memory_is_resident_or_reserved_in_gib(monkeypatch: pytest.MonkeyPatch) -> None:
     kib = 3 * 2**20
     monkeypatch.setattr(devices.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=kib))
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 5 * 2**30)

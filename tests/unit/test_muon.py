@@ -214,7 +214,7 @@ def test_muon_gets_the_linear_weights_of_the_blocks(path: Path) -> None:
     ("device", "precision", "wanted"),
     [("cuda", "bf16", torch.bfloat16), ("cuda", "fp32", None), ("cpu", "bf16", None)],
 )
-def test_newton_schulz_multiplies_in_bf16_only_for_a_gpu_that_trains_in_it(
+def test_newton_schulz_is_in_bf16_only_where_a_gpu_is(
     device: str, precision: str, wanted: torch.dtype | None
 ) -> None:
     with FakeTensorMode():

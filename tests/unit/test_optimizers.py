@@ -147,9 +147,7 @@ RECIPE = {0: 0.25, 0.25: 0.5, 0.5: 0.75, 0.75: 1.0, 0.7: 0.95, 0.9: 0.4, 1: 0.0}
         ("exponential", 0.0, 0.2, {0.0: 1e-4, 0.25: 1e-3}),
     ],
 )
-def test_corners_of_each_schedule(
-    name: str, warmup: float, decay: float, factors: dict[float, float]
-) -> None:
+def test_corners_of_schedules(name: str, warmup: float, decay: float, factors: dict[float, float]) -> None:
     config = schedule(name, warmup_fraction=warmup, decay_fraction=decay)
     assert {f: lr_factor(config, f) for f in factors} == pytest.approx(factors, abs=1e-15)
 

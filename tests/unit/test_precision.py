@@ -66,7 +66,7 @@ def test_units_are_the_flags_of_cpuinfo(tmp_path: Path, line: str, units: tuple[
         ("bf16", False, False, None, "bf16"),
     ],
 )
-def test_auto_is_bf16_where_it_is_multiplied_and_nothing_was_kept(
+def test_auto_is_bf16_where_native(
     setting: str, on_gpu: bool, has_bf16: bool, kept: str | None, chosen: str
 ) -> None:
     for engine in ("ddp", "deepspeed"):
@@ -106,7 +106,7 @@ def test_ranks_compute_in_bf16_only_if_all_of_them_can(
 @pytest.mark.parametrize(
     ("capability", "chosen"), [((7, 5), "fp16"), ((8, 0), "bf16"), ((8, 9), "bf16"), ((9, 0), "bf16")]
 )
-def test_a_gpu_multiplies_bf16_from_ampere_on(
+def test_gpus_multiply_bf16_since_ampere(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], chosen: str
 ) -> None:
     asked: list[Any] = []
@@ -186,9 +186,7 @@ def test_a_run_that_left_no_summary_tells_what_its_ranks_had_decided(tmp_path: P
         ("bf16", "cpu", "medium"),
     ],
 )
-def test_fp32_products_are_in_tf32_on_a_gpu_beside_16_bits_alone(
-    name: str, device: str, allowed: str
-) -> None:
+def test_fp32_products_are_in_tf32_only_beside_16_bits(name: str, device: str, allowed: str) -> None:
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("medium")

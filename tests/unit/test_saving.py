@@ -130,7 +130,7 @@ def test_another_rank_has_nothing_to_write(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("number", "kind"), [(errno.EROFS, "disk"), (errno.EACCES, "error")])
 @pytest.mark.parametrize("policy", ["continue", "stop"])
-def test_an_error_is_said_and_counted_and_the_good_ones_stay(
+def test_an_error_is_reported_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: str, policy: str
 ) -> None:
     said: list[str] = []
@@ -155,7 +155,7 @@ def test_an_error_is_said_and_counted_and_the_good_ones_stay(
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize(("keep", "left"), [(9, [4, 3, 2]), (2, [4, 3]), (1, [4])])
-def test_a_full_disk_makes_room_and_tries_once_more(
+def test_a_full_disk_is_pruned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, keep: int, left: list[int]
 ) -> None:
     said: list[str] = []
@@ -197,9 +197,7 @@ def test_a_save_does_not_make_the_run_directory_again(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_what_this_process_has_saved_itself_is_not_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_this_process_has_saved_is_not_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each save would hash all that is kept: gigabytes, beside training."""
     monkeypatch.setattr(checkpoint, "check", lambda path: pytest.fail(f"{path.name} is read"))
     assert save(make(tmp_path, keep=2), 1, 2, 3, 4) == (4, None)
