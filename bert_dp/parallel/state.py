@@ -13,7 +13,7 @@ Convert = Callable[[str, Tensor], Tensor]
 """(parameter name, tensor with that parameter's shape) -> the whole of a shard, or a shard of the whole."""
 
 
-def as_it_is(name: str, tensor: Tensor) -> Tensor:
+def identity(name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
@@ -22,7 +22,7 @@ def read_state(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler | None,
     *,
-    unshard: Convert = as_it_is,
+    unshard: Convert = identity,
     parameters: Mapping[str, Tensor] | None = None,
     keep: bool = True,
 ) -> State | None:
@@ -56,7 +56,7 @@ def write_state(
     scaler: torch.amp.GradScaler | None,
     state: State,
     *,
-    shard: Convert = as_it_is,
+    shard: Convert = identity,
     parameters: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Load a canonical state of this model in place; empty optimizer or scaler parts start those anew.

@@ -44,7 +44,7 @@ from bert_dp.training.profiler import StepTrace
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """The checkpoint that a run goes on from."""
+    """Hold the checkpoint that a run goes on from."""
 
     path: Path
     tensors: parallel.State

@@ -45,7 +45,8 @@ SAVED = ("step", "samples", "elapsed_s", "skipped_steps", "loss_spikes", "recent
 
 @dataclasses.dataclass
 class TrainState:
-    """The fields of SAVED are in state.json of a checkpoint; the others belong to this start alone."""
+    """Hold the progress of a run. The fields of SAVED are in state.json of a checkpoint; the others belong to
+    this start alone."""
 
     step: int = 0
     """Optimizer steps done."""
@@ -298,7 +299,7 @@ def _fsync(path: Path) -> None:
 
 
 class SaveTimer:
-    """Decides when a checkpoint is due. It is given what all ranks share, so all decide alike."""
+    """Decide when a checkpoint is due, from values that all ranks share, so that all decide alike."""
 
     def __init__(self, settings: CheckpointConfig, elapsed_s: float):
         """`elapsed_s`: reading of the shared clock at the newest checkpoint."""
@@ -331,9 +332,9 @@ class NotFiniteError(ValueError):
 
 
 class AsyncCheckpointer:
-    """Writes checkpoints one at a time; every rank has one, only rank 0's is given states.
+    """Write checkpoints one at a time. Every rank has a writer, but only rank 0's is given states.
 
-    A save that fails leaves those before it and is counted; `abort_reason` then tells whether the run ends.
+    A failed save leaves the earlier checkpoints and is counted; `abort_reason` says whether the run ends.
     """
 
     def __init__(

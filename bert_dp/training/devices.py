@@ -90,7 +90,7 @@ Cores = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The cores and threads that `set_affinity` has given."""
+    """Hold the cores and threads that `set_affinity` has given."""
 
     shares: tuple[Cores, ...]
     """Cores of each rank of this node, or of this one alone; an empty share is not bound."""
@@ -214,8 +214,8 @@ def _read(path: Path) -> str:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what tensors free; else every micro batch gets its large tensors from the kernel again,
-    page by page. Nothing where there is no mallopt."""
+    """Let glibc keep the memory that tensors free; otherwise every micro batch gets its large tensors from
+    the kernel again, page by page. Do nothing without mallopt."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(-4, 0)  # M_MMAP_MAX: no tensor in a mapping of its own
@@ -271,7 +271,7 @@ def joules(device: torch.device) -> float | None:
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """Width of the parameters and of autocast (None = no autocast)."""
+    """Hold the widths of the parameters and of autocast (None = no autocast)."""
 
     name: str
     parameters: torch.dtype

@@ -27,9 +27,9 @@ TIMEOUT = datetime.timedelta(minutes=30)
 
 
 class HostCollectives:
-    """Collectives of small host values on a gloo side group, beside the gradients.
+    """Exchange small host values on a gloo side group, beside the gradients.
 
-    Every rank must call them in the same order. Without a group they are the identity.
+    Every rank must call the same methods in the same order. Without a group they return their argument.
     """
 
     def __init__(self, world: World, group: dist.ProcessGroup | None):
@@ -186,7 +186,7 @@ def disconnect() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Stop:
-    """Request to stop: none, by a signal after a checkpoint, or of a failed run, which goes first."""
+    """Hold a request to stop: none, a signal (after a checkpoint), or a failed run, which has precedence."""
 
     signal: int = 0
     failed: bool = False
@@ -196,8 +196,8 @@ class Stop:
 
 
 class SharedClock:
-    """Elapsed seconds on rank 0's clock, or with `spending` the share of a budget in dollars or kWh, and the
-    stop request of any rank, the same on every rank.
+    """Give every rank the same elapsed seconds, those of rank 0's clock, or with `spending` the share of a
+    budget in dollars or kWh, and the stop request of any rank.
 
     `exchange` returns what was sent one step earlier and sends the next, so no step waits for it. Rank 0
     sends when it expects the next step to begin: its reading plus the time of the step that ended last.

@@ -101,20 +101,21 @@ def train_step(
     engine, device, precision = trainer.engine, trainer.device, trainer.precision
     loss_share = torch.zeros((), dtype=precision.parameters, device=device)
     for left, batch in zip(reversed(range(grad_accum_steps)), batches, strict=True):
-        with timers.phase("forward_backward"):
-            timers.start("compute_before_reduction")
-            with engine.accumulate(last=not left):
-                with precision.context(device):
-                    loss = trainer.task.loss(trainer.model, batch.to(device)) / num_targets
-                if not left:
-                    timers.stop("compute_before_reduction")
-                engine.backward(loss)
-            loss_share += loss.detach()
-            if left:
-                timers.stop("compute_before_reduction")
+        begin = timers.mark()
+        with engine.accumulate(last=not left):
+            with precision.context(device):
+                loss = trainer.task.loss(trainer.model, batch.to(device)) / num_targets
+            if not left:
+                timers.count("compute_before_reduction", begin)
+            engine.backward(loss)
+        loss_share += loss.detach()
+        if left:
+            timers.count("compute_before_reduction", begin)
+        timers.count("forward_backward", begin)
         trainer.heartbeat.progress()
-    with timers.phase("optimizer"):
-        norm = engine.step(trainer.config.optim.clip)
+    begin = timers.mark()
+    norm = engine.step(trainer.config.optim.clip)
+    timers.count("optimizer", begin)
     return loss_share, norm
 
 

@@ -41,7 +41,7 @@ class RunFailed(RuntimeError):
 
 
 class Signals:
-    """Remembers the first stop signal after `catch`; the loop reads it once per step."""
+    """Remember the first stop signal after `catch`; the loop reads it once per step."""
 
     def __init__(self) -> None:
         self.received = 0
@@ -56,10 +56,10 @@ class Signals:
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """Collect garbage only on gc.collect() within the block, and not among the objects of now.
+    """Collect garbage only on gc.collect() within the block, and never among the objects that exist now.
 
-    By itself Python would pause a rank at a step of its own, and all others with it. It still collects where
-    GC_THRESHOLD objects come together.
+    Otherwise Python would pause each rank at a step of its own, and all others with it. It still collects
+    once GC_THRESHOLD objects have accumulated.
     """
     before = gc.get_threshold()
     gc.collect()
@@ -82,7 +82,7 @@ failed_writes = FailedWrites()
 
 
 class TolerantFile(io.FileIO):
-    """An open file descriptor whose failed writes are counted and dropped."""
+    """Write to an open file descriptor; count and drop the writes that fail."""
 
     def __init__(self, descriptor: int):
         super().__init__(descriptor, "w", closefd=False)
@@ -96,7 +96,7 @@ class TolerantFile(io.FileIO):
 
 
 class LogStream(io.TextIOWrapper):
-    """A text stream on a descriptor: masks secrets, is flushed at the end of each line, raises no OSError."""
+    """Write text to a descriptor: mask secrets, flush at the end of each line, raise no OSError."""
 
     def __init__(self, descriptor: int):
         raw = io.BufferedWriter(TolerantFile(descriptor))
@@ -109,7 +109,7 @@ class LogStream(io.TextIOWrapper):
 
 
 class Records:
-    """Appends lines to the records of a run directory."""
+    """Append lines to the records of a run directory."""
 
     def __init__(self, run_dir: Path, log_rank0: Callable[[str], None]):
         self._run_dir, self._log = run_dir, log_rank0
@@ -156,7 +156,7 @@ def show_stacks_on_signal(rank: int) -> None:
 
 
 def follow_launcher() -> None:
-    """End this process at once when the launcher is gone, however it went.
+    """End this process as soon as the launcher has ended, in whatever way.
 
     torchrun puts every worker into a session of its own, so nothing else would.
     """
@@ -228,7 +228,7 @@ PID, STEP, PHASE, DONE, PROGRESS, PROGRESS_NS, ALIVE = files.BEAT_SLOTS.values()
 
 
 class HeartbeatWriter:
-    """Writes the heartbeat of one rank; `files.Heartbeat` defines the fields."""
+    """Write the heartbeat of one rank; `files.Heartbeat` defines the fields."""
 
     def __init__(self, path: Path):
         self._memory = _map(path)
@@ -283,7 +283,7 @@ class HeartbeatWriter:
 
 
 def _map(path: Path) -> mmap.mmap:
-    """Create and map a file of zeros; anonymous memory where there is no place for it.
+    """Create and map a file of zeros; return anonymous memory where none can be written.
 
     The zeros are written and not left a hole: a hole that a full disk cannot fill later would end the rank
     with SIGBUS. A file of an earlier run is replaced and not truncated: its owner may still write to it.
@@ -336,7 +336,7 @@ def read_world(environ: Mapping[str, str]) -> World:
                 _local_size(environ, local_size, environ[size]),
             )
         except ValueError:
-            message = f"and {size} and their local kin must be whole numbers"
+            message = f"must be a whole number, as must {size} and the local ones"
             raise ConfigError([Issue(rank, "wrong_type", message)]) from None
         if not 0 <= world.rank < world.size:
             message = f"{world.rank} is outside {size}={world.size}"
@@ -373,7 +373,7 @@ def check_rendezvous(world: World, environ: Mapping[str, str]) -> None:
 
 
 def standard_variables(world: World, gpu: int | None) -> dict[str, str]:
-    """Return RANK and its kin, for packages that read nothing else and take LOCAL_RANK for the number of the
-    GPU: 0 where a rank sees only its own. `gpu`: None on a CPU."""
+    """Return RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE for packages that read nothing else and take
+    LOCAL_RANK for the index of the GPU: 0 where a rank sees only its own. `gpu`: None on a CPU."""
     named = world if gpu is None else dataclasses.replace(world, local_rank=gpu)
     return dict(zip(_SCHEMES[0], map(str, dataclasses.astuple(named)), strict=True))

@@ -14,7 +14,7 @@ from bert_dp.training.process import HeartbeatWriter, failed_writes
 
 
 class StepTrace:
-    """Profiles the steps and ranks of a plan; every rank has one. Without a plan it does nothing."""
+    """Profile the steps and ranks of a plan; every rank has one. Do nothing without a plan."""
 
     def __init__(
         self, plan: ProfilePlan | None, comm: HostCollectives, run_dir: Path, heartbeat: HeartbeatWriter

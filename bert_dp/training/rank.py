@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from bert_dp.tasks import MakeTask
 
 SWITCH_S = 5e-4  # Python's default, 5 ms, delays prefetching threads when steps are short
-DYING_S = 60.0  # for a killed process to go: it may wait for a file server or a GPU
+EXIT_WAIT_S = 60.0  # for a killed process to exit: it may wait for a file server or a GPU
 
 
 def main(
@@ -198,11 +198,11 @@ def spending_of(config: Config, run_dir: Path, save_s: float, setup_s: float) ->
 def lock_run(run_dir: Path, until: contextlib.ExitStack) -> None:
     """Hold the run directory until the end of `until`. Raises ConfigError when another run holds it.
 
-    Our launcher holds RUN_LOCK: started by it, another holder of .lock is no other run, but the rank 0 that
-    it has just killed and that the kernel has not let go yet.
+    Our launcher holds RUN_LOCK. Under it another holder of .lock is not another run, but a rank 0 that the
+    launcher has just killed and that has not exited yet.
     """
     has_launcher = files.LAUNCHER_PID in os.environ
-    end = time.monotonic() + (DYING_S if has_launcher else 0.0)
+    end = time.monotonic() + (EXIT_WAIT_S if has_launcher else 0.0)
     for name in (".lock",) if has_launcher else (files.RUN_LOCK, ".lock"):
         while (held := files.lock(run_dir / name)) is None:
             if time.monotonic() >= end:

@@ -57,12 +57,14 @@ class Run:
         timers = self.meter.timers
         self.now += WAIT
         self.wait_s += WAIT
-        with timers.phase("forward_backward"):
-            with timers.phase("compute_before_reduction"):
-                self.now += OWN
-            self.now += PASSES - OWN
-        with timers.phase("optimizer"):
-            self.now += UPDATE
+        begin = timers.mark()
+        self.now += OWN
+        timers.count("compute_before_reduction", begin)
+        self.now += PASSES - OWN
+        timers.count("forward_backward", begin)
+        begin = timers.mark()
+        self.now += UPDATE
+        timers.count("optimizer", begin)
         self.steps += 1
         samples, micro_steps = LAYOUT.global_size, LAYOUT.grad_accum_steps
         self.meter.observe(torch.tensor(loss), torch.tensor(1.5), samples, micro_steps, self.wait_s)
@@ -180,8 +182,9 @@ def test_a_gpus_timers_read_its_own_clock_in_seconds(monkeypatch: pytest.MonkeyP
     timers = metrics.Timers(torch.device("cuda"))
     for behind in (0.0, 1000.0):
         monkeypatch.setattr(Event, "behind", behind)
-        with timers.phase("optimizer"):
-            Event.now += 250.0
+        begin = timers.mark()
+        Event.now += 250.0
+        timers.count("optimizer", begin)
         Event.now += 500.0
         timers.end_step()
     drained = timers.drain()
