@@ -52,6 +52,12 @@ def settings(shards: Path, *layers: dict[str, Any], **sections: Any) -> dict[str
     return out
 
 
+def parallel(engine: str, **settings: Any) -> dict[str, Any]:
+    """Return the section `parallel` of an engine, `deepspeed-2` with its stage."""
+    name, _, stage = engine.partition("-")
+    return {"engine": name, **({"zero_stage": int(stage)} if stage else {}), **settings}
+
+
 def write_run(run_dir: Path, config: dict[str, Any]) -> Path:
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(yaml.safe_dump(config))

@@ -13,7 +13,6 @@ from bert_dp.training import rank as worker
 from tests.helpers import read_json
 from tests.parity.runs import metrics, settings, write_run
 from tests.ranks import run_ranks
-from tests.shards import write_shards
 
 LATER = 4  # steps, after 2
 STARTS: tuple[tuple[str, int, tuple[bool, bool]], ...] = (  # run, steps, which ranks have units
@@ -35,9 +34,8 @@ def train_all(root: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("auto")
-    shards = write_shards(root / "shards")
     for name, steps, _ in STARTS:
         config = settings(shards, precision="auto", schedule={"name": "constant", "steps": steps})
         write_run(root / "config", config).joinpath("config.yaml").rename(root / f"{name}-{steps}.yaml")

@@ -14,8 +14,7 @@ import torch
 
 from bert_dp.config import load_config
 from bert_dp.model.bert import build_model
-from tests.parity.runs import settings, train_runs, write_run
-from tests.shards import write_shards
+from tests.parity.runs import parallel, settings, train_runs, write_run
 from tests.wrapped_task import WrappedTask
 
 Counts = collections.Counter[tuple[str, int]]
@@ -61,19 +60,17 @@ class WatchedTask(WrappedTask):
 
 
 @pytest.fixture(scope="module")
-def sent(tmp_path_factory: pytest.TempPathFactory) -> dict[Cell, Counts]:
+def sent(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Cell, Counts]:
     root = tmp_path_factory.mktemp("collectives")
-    shards = write_shards(root / "shards")
     runs: dict[int, dict[Cell, Path]] = {2: {}, 4: {}}
     for name, ranks, tensor, optimizer in ALL:
         dp = ranks // tensor
-        engine, _, stage = name.partition("-")
         config = settings(
             shards,
             schedule={"steps": 6},
             optim={"name": optimizer},
             log={"every_steps": 100},
-            parallel={"engine": engine, "tensor": tensor, **({"zero_stage": int(stage)} if stage else {})},
+            parallel=parallel(name, tensor=tensor),
             batch={"global_size": MICRO * ACCUMULATION * dp, "micro_size": MICRO},
         )
         run_dir = write_run(root / f"{name}-{ranks}-{tensor}-{optimizer}", config)

@@ -16,7 +16,6 @@ import torch
 
 from tests.helpers import read_json, read_lines
 from tests.parity.runs import evals, metrics, settings, state, train_run, train_runs, write_run
-from tests.shards import write_shards
 from tests.tensors import largest_relative_error
 from tests.wrapped_task import WrappedTask
 
@@ -46,10 +45,9 @@ class CountingTask(WrappedTask):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """root/<name of PARALLEL>, compiled, and root/single, eager."""
     root = tmp_path_factory.mktemp("compiled")
-    shards = write_shards(root / "shards")
     train_run(root / "single", settings(shards, **COMMON))
     compiled = [
         write_run(

@@ -64,9 +64,7 @@ def one_rank(examples: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.quick if name == "lstm-n2" else ()) for name in CELLS]
 )
-def test_n_ranks_distil_what_one_does(
-    name: str, examples: Path, one_rank: dict[str, Path], tmp_path: Path
-) -> None:
+def test_n_ranks_distil_alike(name: str, examples: Path, one_rank: dict[str, Path], tmp_path: Path) -> None:
     model, ranks, sections = CELLS[name]
     base = one_rank[name.partition("-")[0]]
     run = train_run(tmp_path, distilling(examples, model, **sections), ranks)

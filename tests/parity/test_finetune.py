@@ -112,9 +112,7 @@ def test_in_fp32_too(name: str, pretrained: Path, examples: Path, one_narrow: Pa
     assert_same(run, one_narrow, loss=1e-5, weights=1e-5)
 
 
-def test_compiled_ranks_finetune_alike(
-    pretrained: Path, examples: Path, one_rank: Path, tmp_path: Path
-) -> None:
+def test_compiled_ranks_agree(pretrained: Path, examples: Path, one_rank: Path, tmp_path: Path) -> None:
     """Of two padded lengths, with and without padding; under zero1 the weights lie in buckets. Torch's own
     kernels take seconds, inductor's minutes."""
     runs = [

@@ -13,19 +13,8 @@ from bert_dp.files import write_json
 from bert_dp.files.ledger import LEDGER, LedgerFile
 from bert_dp.model.bert import build_model
 from bert_dp.optim import lr_factor
-from tests.helpers import logged, read_json
-from tests.parity.runs import (
-    evals,
-    metrics,
-    samples_by_step,
-    settings,
-    state,
-    summary,
-    train_run,
-    train_runs,
-    write_run,
-)
-from tests.shards import write_shards
+from tests.helpers import logged, read_json, read_lines
+from tests.parity.runs import metrics, samples_by_step, settings, state, train_run, train_runs, write_run
 from tests.tensors import bits, largest_relative_error
 
 CLOCKED = ("hours", "dollars")
@@ -47,10 +36,9 @@ def case_settings(shards: Path, case: str) -> dict:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """root/<case>/<N>: every case trained at 1, 2 and 4 ranks; 3 prefetch threads beside 1 in `threads`."""
     root = tmp_path_factory.mktemp("invariance")
-    shards = write_shards(root / "shards")
     for size in SIZES:
         plain = [write_run(root / c / str(size), case_settings(shards, c)) for c in CASES if c not in CLOCKED]
         train_runs(size, plain)
@@ -93,11 +81,11 @@ def test_same_schedule_loss_and_weights(runs: Path, case: str, size: int) -> Non
             assert a[key] == b[key], key
         assert a["loss"] == pytest.approx(b["loss"], abs=loss_tolerance)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=loss_tolerance * 10)
-    for a, b in zip(evals(one), evals(many), strict=True):
+    for a, b in zip(*(read_lines(run / "evals.jsonl") for run in (one, many)), strict=True):
         assert a["step"] == b["step"]
         assert a["masked_tokens"] == b["masked_tokens"]
         assert a["loss"] == pytest.approx(b["loss"], abs=loss_tolerance)
-    step = summary(one)["step"]
+    step = metrics(one)[-1]["step"]
     assert largest_relative_error(state(many, step), state(one, step)) < weight_tolerance
 
 
@@ -119,7 +107,7 @@ def test_the_ramp_ramps(runs: Path) -> None:
 @pytest.mark.parametrize("case", CLOCKED)
 def test_hours_and_dollars_end_on_rank_zeros_clock(runs: Path, case: str) -> None:
     """Other ranks' clocks run 4, 7 and 10 times as fast; had one counted, the run would be shorter."""
-    lengths = {size: summary(runs / case / str(size))["step"] for size in SIZES}
+    lengths = {size: metrics(runs / case / str(size))[-1]["step"] for size in SIZES}
     assert len(set(lengths.values())) == 1
 
 

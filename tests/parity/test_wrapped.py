@@ -22,9 +22,8 @@ from bert_dp.parallel import deepspeed, make_engine
 from bert_dp.training import distributed
 from bert_dp.training.process import read_world
 from tests.helpers import read_json
-from tests.parity.runs import BASE, _train_all, metrics, settings, state, write_run
+from tests.parity.runs import BASE, _train_all, metrics, parallel, settings, state, write_run
 from tests.ranks import run_ranks
-from tests.shards import write_shards
 from tests.tensors import CPU, bits, largest_relative_error
 
 STAGES = ("deepspeed-0", "deepspeed-1", "deepspeed-2", "deepspeed-3")
@@ -32,11 +31,6 @@ ENGINES = ("accelerate", *STAGES)
 CHAIN = ("ddp", "deepspeed-3", "accelerate", "deepspeed-1")
 STEPS, EVERY = 25, 6
 BAD = (float("nan"), float("inf"))
-
-
-def parallel(engine: str) -> dict[str, Any]:
-    name, _, stage = engine.partition("-")
-    return {"engine": name, **({"zero_stage": int(stage)} if stage else {})}
 
 
 def installed(*engines: str) -> list[str]:
@@ -61,12 +55,8 @@ def _steps(engine_name: str, folder: str, script: Sequence[float]) -> tuple[list
     world, device = read_world(os.environ), CPU
     os.environ["BERT_DP_INIT_FILE"] += "-next"
     distributed.connect(world, device)
-    sections = {
-        **BASE,
-        "data": {"sources": ["builtin"], "sequence_length": 16},
-        "parallel": parallel(engine_name),
-    }
-    config = resolve([{**sections, "optim": {"lr": 1e-2, "clip": 0.5}}])
+    own = {"data": {"sources": ["builtin"]}, "parallel": parallel(engine_name)}
+    config = resolve([BASE, own, {"optim": {"lr": 1e-2, "clip": 0.5}}])
     engine = make_engine(
         engine_name.partition("-")[0], config, world, device, precision="fp32", run_dir=Path(folder)
     )
@@ -147,11 +137,10 @@ def _resume(runs: list[tuple[str, str]]) -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """root/<i>-<engine>: CHAIN, each from the checkpoint i x EVERY of the one before it, to the end.
     root/whole-<stage>, root/cut-<stage>: uninterrupted, and resumed from its checkpoint at 2 x EVERY."""
     root = tmp_path_factory.mktemp("wrapped")
-    shards = write_shards(root / "shards")
 
     def run(name: str, engine: str, origin: str, step: int) -> tuple[str, str]:
         schedule = {"steps": STEPS, "name": "cosine"}
@@ -204,7 +193,7 @@ def test_resume_under_deepspeed_is_bit_equal(runs: Path, engine: str) -> None:
 
 def test_deepspeed_refuses_the_fp16_that_auto_chose(tmp_path: Path) -> None:
     """On a GPU without bf16; the configuration alone, checked before, says only auto."""
-    config = resolve([{**BASE, "data": {"sources": ["builtin"]}, "parallel": {"engine": "deepspeed"}}])
+    config = resolve([BASE, {"data": {"sources": ["builtin"]}, "parallel": {"engine": "deepspeed"}}])
     with pytest.raises(ConfigError, match="precision: auto is fp16"):
         deepspeed.Engine(config, ALONE, CPU, precision="fp16", run_dir=tmp_path)
 

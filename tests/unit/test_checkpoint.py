@@ -213,9 +213,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
-def test_a_broken_newest_is_passed_over(
-    tmp_path: Path, damage: Callable[[Path], object], message: str
-) -> None:
+def test_a_broken_one_is_passed_over(tmp_path: Path, damage: Callable[[Path], object], message: str) -> None:
     folder = tmp_path / "run" / "checkpoints"
     good = save(folder, 1)
     broken = save(folder, 2)
@@ -352,9 +350,7 @@ def test_foreign_tensors_are_refused_by_name(
 # --- what is on the disk, and when
 
 
-def test_files_are_synced_before_the_checkpoint_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_synced_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a power cut a name without its content is what a missing fsync leaves; no test can cut power, so
     the order of the calls is looked at. `whole`: as large as in the end, so nothing is written after it."""
     folder = tmp_path / "run" / "checkpoints"

@@ -16,14 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bert_dp.training import devices
-from bert_dp.training.devices import (
-    HostAndDevice,
-    Placement,
-    choose_device,
-    joules,
-    omp_threads,
-    set_affinity,
-)
+from bert_dp.training.devices import HostAndDevice, Placement, choose_device, joules, set_affinity
 from bert_dp.training.process import World
 from tests.helpers import raised_issues, write_files
 from tests.tensors import CPU
@@ -193,9 +186,9 @@ def test_a_gpu_rank_asks_for_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) 
     [("3", 3), (" 2 ", 2), ("4,2", 4), ("1", 1), ("", None), ("0", None), ("-1", None), ("x", None)],
 )
 def test_a_limit_of_threads_is_a_number_above_0(value: str, threads: int | None) -> None:
-    assert omp_threads({"OMP_NUM_THREADS": value}) == threads
+    assert devices.omp_threads({"OMP_NUM_THREADS": value}) == threads
     under_torchrun = {"OMP_NUM_THREADS": value, "TORCHELASTIC_RUN_ID": "none"}
-    assert omp_threads(under_torchrun) == (None if threads == 1 else threads), "its own 1 is no limit"
+    assert devices.omp_threads(under_torchrun) == (None if threads == 1 else threads), "its own 1 is no limit"
 
 
 @pytest.mark.parametrize(("given", "allowed", "threads"), [(8, 4, 4), (2, 4, 2), (4, 1, 1)])

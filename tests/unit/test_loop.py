@@ -393,9 +393,7 @@ def test_the_heartbeat_says_what_a_rank_does_between_steps(train_here: TrainHere
     assert phases == [*on_time, ("log", 3), ("save", 3), ("evaluate", 3)]
 
 
-def test_only_rank_0_logs_and_without_terminal_sequences(
-    trainer: Trainer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_rank_0_logs_and_only_plain_text(trainer: Trainer, capsys: pytest.CaptureFixture[str]) -> None:
     trainer.log_rank0("one\x1b[2J")
     dataclasses.replace(trainer, comm=HostCollectives(World(1, 1, 2, 2), None)).log_rank0("two")
     out = capsys.readouterr().out
@@ -404,9 +402,7 @@ def test_only_rank_0_logs_and_without_terminal_sequences(
     assert "\x1b" not in out
 
 
-def test_a_failed_run_is_neither_evaluated_nor_saved_at_its_end(
-    tmp_path: Path, train_here: TrainHere
-) -> None:
+def test_a_failed_run_is_neither_evaluated_nor_saved(tmp_path: Path, train_here: TrainHere) -> None:
     """What made it fail must not push a good checkpoint out."""
     stream = SimpleNamespace(next=bad_batch, wait_s=0.0)
     trainer, state, result = train_here(stream, run={"max_skipped_in_a_row": 9})
@@ -433,9 +429,7 @@ def test_a_signal_in_the_last_evaluation_stops_the_run_unless_it_has_failed(
     assert [line["step"] for line in read_lines(tmp_path / "evals.jsonl")] == [4]
 
 
-def test_a_held_out_loss_of_nan_fails_the_run(
-    tmp_path: Path, train_here: TrainHere, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_held_out_nan_fails(tmp_path: Path, train_here: TrainHere, monkeypatch: pytest.MonkeyPatch) -> None:
     diverged = {"loss": math.nan, "loss_unit": "nats"}
     monkeypatch.setattr("bert_dp.training.loop.evaluate", lambda *_: diverged)
     _, state, result = train_here(eval={"every_steps": 0})
@@ -444,9 +438,7 @@ def test_a_held_out_loss_of_nan_fails_the_run(
     assert (line["step"], line["loss"]) == (5, None), "and stands in the records"
 
 
-def test_a_save_precedes_the_last_evaluation(
-    tmp_path: Path, train_here: TrainHere, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_precedes_the_last_evaluation(train_here: TrainHere, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else an error there would cost all that was trained since the last checkpoint."""
     saved: list[list[int]] = []
 
@@ -531,9 +523,7 @@ def test_a_ramped_step_is_divided_by_its_targets(
     assert logged(tmp_path, "accumulation") == [counts[step - 1] // 2 for step in (2, 4, 5)]
 
 
-def test_the_summary_has_peak_memory_and_total_energy(
-    tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_summary_of_all_ranks(tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, state, result = trained
     # the other rank has taken more memory and less energy, and two of its writes failed
     ranks = OneOf(0, 2, lambda own: [own, [own[0] + 3.0, own[1] / 2, 2.0]])

@@ -214,9 +214,7 @@ def test_muon_gets_the_linear_weights_of_the_blocks(path: Path) -> None:
     ("device", "precision", "wanted"),
     [("cuda", "bf16", torch.bfloat16), ("cuda", "fp32", None), ("cpu", "bf16", None)],
 )
-def test_newton_schulz_is_in_bf16_only_where_a_gpu_is(
-    device: str, precision: str, wanted: torch.dtype | None
-) -> None:
+def test_newton_schulz_in_bf16_on_gpus_only(device: str, precision: str, wanted: torch.dtype | None) -> None:
     with FakeTensorMode():
         named = {"layer.weight": nn.Parameter(torch.ones(4, 3, device=device))}
         optimizer = make_optimizer(OptimConfig(name="muon"), named.items(), Model(), precision=precision)

@@ -66,9 +66,7 @@ def test_units_are_the_flags_of_cpuinfo(tmp_path: Path, line: str, units: tuple[
         ("bf16", False, False, None, "bf16"),
     ],
 )
-def test_auto_is_bf16_where_native(
-    setting: str, on_gpu: bool, has_bf16: bool, kept: str | None, chosen: str
-) -> None:
+def test_auto_precision(setting: str, on_gpu: bool, has_bf16: bool, kept: str | None, chosen: str) -> None:
     for engine in ("ddp", "deepspeed"):
         assert decide_precision(setting, [engine], on_gpu=on_gpu, has_bf16=has_bf16, kept=kept) == chosen
 

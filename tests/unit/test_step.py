@@ -195,9 +195,7 @@ def test_an_overflow_on_another_rank_halves_the_scale_and_skips_here_too(holds: 
 
 
 @pytest.mark.parametrize("name", ["ddp", "accelerate"])
-def test_replicas_are_summed_under_a_loss_scale(
-    name: str, group_of_one: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replicas_sum_with_loss_scale(name: str, group_of_one: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """DDP takes the mean of what an engine has multiplied by the number of replicas."""
     if name == "accelerate":
         pytest.importorskip("accelerate")
