@@ -33,10 +33,7 @@ class HostAndDevice:
 
 
 def own_host_and_device(device: torch.device) -> HostAndDevice:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = ""
+    boot = _read(Path("/proc/sys/kernel/random/boot_id")).strip()
     gpu = pci_address(device.index) if device.type == "cuda" else None
     return HostAndDevice(f"{socket.gethostname()}/{boot}", gpu)
 

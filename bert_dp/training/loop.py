@@ -173,7 +173,7 @@ def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> TrainingOu
         heartbeat.enter("data", state.step + 1)
         spent, stop = clock.exchange(stop_request(trainer, state))
         if config.parallel.engine == "independent":
-            meter.timers.restart()  # what copies wait for each other is no part of their steps
+            meter.timers.restart()  # the copies' wait for each other is excluded from their steps
         progress = progress_at(config, state.step, state.samples, spent)
         if stop or progress >= 1.0:
             break
@@ -215,7 +215,7 @@ def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> TrainingOu
 
 
 def micro_batches(trainer: Trainer, count: int) -> Iterator[MicroBatch]:
-    """Yield the next ones of the stream; while one is waited for the heartbeat says so."""
+    """Yield the next `count` of the stream. The heartbeat is in phase `data` while one is awaited."""
     for _ in range(count):
         trainer.heartbeat.enter("data")
         batch = trainer.stream.next()
@@ -297,9 +297,10 @@ def evaluate_and_write(trainer: Trainer, state: TrainState, clock: SharedClock) 
     state.eval_s += elapsed - start
     if clock.spending is not None:
         clock.spending.evaluation_s = elapsed - start
-    if measured is not None:
-        state.heldout, state.evaluated_step = measured, state.step
-    if trainer.comm.world.rank == 0 and measured:
+    if measured is None:
+        return
+    state.heldout, state.evaluated_step = measured, state.step
+    if trainer.comm.world.rank == 0:
         with suppress(OSError):
             files.cut_back(trainer.run_dir / "evals.jsonl", state.step - 1)  # one line a step, also repeated
         line = {
@@ -309,8 +310,7 @@ def evaluate_and_write(trainer: Trainer, state: TrainState, clock: SharedClock) 
             "elapsed_s": elapsed,
         }
         trainer.records.append("evals.jsonl", line)
-    if measured is not None:
-        state.request_abort(metrics.has_diverged(measured["loss"], state.step), "not_finite")
+    state.request_abort(metrics.has_diverged(measured["loss"], state.step), "not_finite")
 
 
 def save(trainer: Trainer, state: TrainState, elapsed_s: float, *, wait: bool = False) -> Failure | None:

@@ -91,22 +91,12 @@ def failing(number: int, first: int, last: int) -> SaveFile:
     return save_file
 
 
-def test_the_caller_goes_on_while_it_is_written(tmp_path: Path, held: Held) -> None:
+def test_the_caller_goes_on_and_a_second_save_waits_before_it_gathers(tmp_path: Path, held: Held) -> None:
     saver = make(tmp_path)
     saver.save(1, lambda: state(1.0), {**FACTS, "samples": 8})
     assert held.begun.wait(PATIENCE_S)
     assert names(tmp_path) == []
     assert (saver.saved_step, saver.newest) == (None, None)
-    held.go.set()
-    assert (saver.wait(), saver.problem) == (1, None)
-    assert saver.newest == tmp_path / "step-00000001"
-    assert checkpoint.load(saver.newest)[1].samples == 8
-
-
-def test_a_second_save_waits_for_the_first_before_it_gathers(tmp_path: Path, held: Held) -> None:
-    saver = make(tmp_path)
-    saver.save(1, lambda: state(1.0), FACTS)
-    assert held.begun.wait(PATIENCE_S)
     gathered: list[list[str]] = []
 
     def gather() -> State:
@@ -117,15 +107,18 @@ def test_a_second_save_waits_for_the_first_before_it_gathers(tmp_path: Path, hel
     saver.save(2, gather, FACTS)
     assert gathered == [["step-00000001"]]
     assert saver.stall_s >= 0.2, "waiting counts as time that saving took"
-    assert (saver.wait(), saver.problem) == (2, None)
+    assert (saver.wait(), saver.problem, saver.newest) == (2, None, tmp_path / "step-00000002")
     assert [weight(p) for p in checkpoint.list_checkpoints(tmp_path)] == [2.0, 1.0]
+    assert checkpoint.load(tmp_path / "step-00000001")[1].samples == 8
 
 
-def test_another_rank_has_nothing_to_write(tmp_path: Path) -> None:
+def test_another_rank_and_a_run_that_keeps_none_write_nothing(tmp_path: Path) -> None:
     saver = make(tmp_path, saved=7)
     saver.save(9, lambda: None, FACTS)
     assert (saver.wait(), saver.problem) == (7, None)
-    assert not list(tmp_path.iterdir())
+    saver = make(tmp_path, keep=0)
+    assert save(saver, 3) == (3, None)
+    assert (saver.newest, list(tmp_path.iterdir())) == (None, [])
 
 
 @pytest.mark.parametrize(("number", "kind"), [(errno.EROFS, "disk"), (errno.EACCES, "error")])
@@ -213,9 +206,3 @@ def test_a_row_of_saves_that_fail_is_said_once(tmp_path: Path, monkeypatch: pyte
     assert "step-00000002" in line
     assert save(saver, 5) == (5, None)
     assert saver.failed_saves == 3
-
-
-def test_with_keep_0_nothing_is_written_and_no_checkpoint_is_named(tmp_path: Path) -> None:
-    saver = make(tmp_path, keep=0)
-    assert save(saver, 3) == (3, None)
-    assert (saver.newest, list(tmp_path.iterdir())) == (None, [])
