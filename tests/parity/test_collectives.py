@@ -14,6 +14,7 @@ import torch
 
 from bert_dp.config import load_config
 from bert_dp.model.bert import build_model
+from tests.helpers import read_json
 from tests.parity.runs import parallel, settings, train_runs, write_run
 from tests.wrapped_task import WrappedTask
 
@@ -62,7 +63,7 @@ class WatchedTask(WrappedTask):
 @pytest.fixture(scope="module")
 def sent(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Cell, Counts]:
     root = tmp_path_factory.mktemp("collectives")
-    runs: dict[int, dict[Cell, Path]] = {2: {}, 4: {}}
+    runs: dict[Cell, Path] = {}
     for name, ranks, tensor, optimizer in ALL:
         dp = ranks // tensor
         config = settings(
@@ -74,15 +75,15 @@ def sent(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Cell, C
             batch={"global_size": MICRO * ACCUMULATION * dp, "micro_size": MICRO},
         )
         run_dir = write_run(root / f"{name}-{ranks}-{tensor}-{optimizer}", config)
-        runs[ranks][name, ranks, tensor, optimizer] = run_dir
+        runs[name, ranks, tensor, optimizer] = run_dir
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_FR_BUFFER_SIZE", "2000")
-        for ranks, group in runs.items():
-            train_runs(ranks, list(group.values()), make_task=WatchedTask)
+        for size in (2, 4):
+            group = [run_dir for (_, ranks, *_), run_dir in runs.items() if ranks == size]
+            train_runs(size, group, make_task=WatchedTask)
     return {
-        key: collections.Counter(tuple(pair) for pair in json.loads((run_dir / "sent-0.json").read_text()))
-        for group in runs.values()
-        for key, run_dir in group.items()
+        cell: collections.Counter(map(tuple, read_json(run_dir / "sent-0.json")))
+        for cell, run_dir in runs.items()
     }
 
 

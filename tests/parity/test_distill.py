@@ -10,11 +10,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from bert_dp.examples.table import LOGITS
-from bert_dp.files import PREDICTIONS
 from tests.example_files import label_names, write_examples
-from tests.helpers import read_lines
 from tests.parity.runs import losses, settings, state, summary, train_run
-from tests.tensors import bits, largest_relative_error
+from tests.parity.test_finetune import assert_same
+from tests.tensors import bits
 
 STEPS, HALF, TRAIN = 12, 5, 40
 LSTM = {"lstm_size": 12, "num_layers": 1, "num_heads": 1, "dropout": 0.1}
@@ -68,12 +67,8 @@ def test_n_ranks_distil_alike(name: str, examples: Path, one_rank: dict[str, Pat
     model, ranks, sections = CELLS[name]
     base = one_rank[name.partition("-")[0]]
     run = train_run(tmp_path, distilling(examples, model, **sections), ranks)
-    assert len(losses(run)) == STEPS
-    assert losses(run) == pytest.approx(losses(base), rel=1e-10)
-    assert largest_relative_error(state(run, STEPS), state(base, STEPS)) <= 1e-10
+    assert_same(run, base, loss=1e-10, weights=1e-10, steps=STEPS)
     assert summary(run)["heldout"]["examples"] == 11
-    for ours, theirs in zip(*(read_lines(each / PREDICTIONS) for each in (run, base)), strict=True):
-        assert ours["logits"] == pytest.approx(theirs["logits"], rel=1e-10, abs=1e-10)
 
 
 def test_a_resumed_run_ends_bit_equal(examples: Path, tmp_path: Path) -> None:

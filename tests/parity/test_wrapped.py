@@ -44,9 +44,6 @@ def needs(*engines: str) -> None:
         pytest.skip(f"not installed: {', '.join(packages)}")
 
 
-# --- a gradient that is not finite on one of two ranks
-
-
 def _steps(engine_name: str, folder: str, script: Sequence[float]) -> tuple[list[float], Any]:
     """One step for each entry of `script`, 1.0 or what rank 1's first loss is multiplied by.
 
@@ -125,9 +122,6 @@ def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(spoilt: Path, engine: 
     assert result["steps"] == [1.0], "step counters stand still"
     assert result["differing"] == [], "weights, moments and counters are as if the bad steps had not been"
     assert len(result["moved"]) == result["keys"], "and the next good step moves all of them"
-
-
-# --- checkpoints
 
 
 def _resume(runs: list[tuple[str, str]]) -> None:

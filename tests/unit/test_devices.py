@@ -25,9 +25,6 @@ LONE = World(0, 0, 1, 1)
 GPU = torch.device("cuda", 0)
 
 
-# --- devices
-
-
 def test_each_rank_takes_a_gpu_of_its_own_and_more_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert choose_device("auto", World(1, 1, 2, 2)) == CPU
@@ -65,9 +62,6 @@ def test_a_gpu_rank_expands_segments_unless_the_user_has_set_the_allocator(
     choose_device(setting, LONE)
     assert environment == expected
     assert at_start == ([] if setting == "cpu" else [expected])
-
-
-# --- cores, on machines made of files
 
 
 def machine(root: Path) -> Path:
@@ -203,9 +197,6 @@ def test_threads_are_limited(monkeypatch: pytest.MonkeyPatch, given: int, allowe
     for device, places in ((CPU, []), (GPU, [HostAndDevice("n1/1", "0000:1a:00.0")])):
         assert set_affinity(device, LONE, places).threads == threads
     assert set_to == [threads] * 2
-
-
-# --- memory and energy
 
 
 def test_a_cpu_rank_keeps_the_memory_that_tensors_free(monkeypatch: pytest.MonkeyPatch) -> None:

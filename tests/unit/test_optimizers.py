@@ -120,9 +120,6 @@ def test_parameters_without_a_gradient_stay_as_they_are(name: str) -> None:
     assert set(optimizer.state) == {parameters["wide"], parameters["norm"]}
 
 
-# --- schedules and groups
-
-
 NAMES = ("budget_triangle", "linear", "cosine", "wsd", "constant", "exponential")
 
 

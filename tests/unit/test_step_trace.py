@@ -20,8 +20,6 @@ from bert_dp.training.process import World, failed_writes
 from bert_dp.training.profiler import StepTrace
 from tests.helpers import raised_issues
 
-# --- which steps
-
 
 def test_steps_are_first_and_end_and_ranks_a_list() -> None:
     plan = parse_profile("10:13", "1, 0,1")
@@ -54,9 +52,6 @@ def test_steps_and_ranks_that_the_run_does_not_have_are_named() -> None:
         ("--profile", 10),
         ("--profile-ranks", 3),
     ]
-
-
-# --- what is recorded
 
 
 class Paused:
