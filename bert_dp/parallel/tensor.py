@@ -153,7 +153,7 @@ def all_reduce(x: Tensor, operation: str, group: str) -> Tensor:
     """Return a copy, reduced over the ranks: `operation` is SUM or MAX. Only a SUM has a gradient: that of
     the loss, which is the same on every rank."""
     out = x.contiguous().clone()
-    dist.all_reduce(out, getattr(dist.ReduceOp, operation), group=_resolve_process_group(group))
+    dist.all_reduce(out, getattr(dist.ReduceOp, operation), group=_resolve_process_group(group))  # type: ignore[arg-type]
     return out
 
 
@@ -170,7 +170,7 @@ def column_gradients(grad_MN: Tensor, x_MK: Tensor, weight_NK: Tensor, group: st
     """Return gradients of x @ weight.T: the input's, summed over the ranks, and the weight's, computed
     meanwhile."""
     grad_MK = product(grad_MN, weight_NK.t())
-    work = dist.all_reduce(grad_MK, group=_resolve_process_group(group), async_op=True)
+    work = dist.all_reduce(grad_MK, group=_resolve_process_group(group), async_op=True)  # type: ignore[arg-type]
     grad_NK = product(grad_MN.t(), x_MK.t())
     assert work is not None
     work.wait()

@@ -71,10 +71,10 @@ def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
         return None
 
     def choose() -> tuple[str, str]:
-        if policy != "auto":
-            found, passed_over = checkpoint.resolve(policy), list[str]()
-        else:
+        if policy == "auto":
             found, passed_over = checkpoint.newest_valid(rank.run_dir / "checkpoints")
+        else:
+            found, passed_over = checkpoint.resolve(policy), []
         if found is None and passed_over:  # a new start would take the records of this one
             hint = "look at the disk and run again, or choose another --run-dir"
             message = f"no checkpoint of this run can be read: {passed_over[0]}"

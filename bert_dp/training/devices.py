@@ -25,23 +25,16 @@ class HostAndDevice:
     node: str
     """Host name and, after a slash, boot identifier: images are copied with their names."""
     gpu: str | None
-    """Address of the GPU, see pci_address; None on a CPU."""
-
-    @property
-    def host(self) -> str:
-        return self.node.partition("/")[0]
+    """domain:bus:device.function of the GPU, as sysfs names it; None on a CPU."""
 
 
 def own_host_and_device(device: torch.device) -> HostAndDevice:
-    boot = _read(Path("/proc/sys/kernel/random/boot_id")).strip()
-    gpu = pci_address(device.index) if device.type == "cuda" else None
-    return HostAndDevice(f"{socket.gethostname()}/{boot}", gpu)
-
-
-def pci_address(index: int) -> str:
-    """Return domain:bus:device.function of a visible GPU, as sysfs names it."""
-    gpu: Any = torch.cuda.get_device_properties(index)  # torch's stubs lack the PCI fields
-    return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    node = f"{socket.gethostname()}/{_read(Path('/proc/sys/kernel/random/boot_id')).strip()}"
+    if device.type == "cpu":
+        return HostAndDevice(node, None)
+    gpu: Any = torch.cuda.get_device_properties(device.index)  # torch's stubs lack the PCI fields
+    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    return HostAndDevice(node, address)
 
 
 def choose_device(setting: str, world: World) -> torch.device:

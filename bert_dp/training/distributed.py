@@ -127,7 +127,8 @@ def check_places(places: Sequence[HostAndDevice], sets: Mapping[str, int]) -> No
     for shared in dict.fromkeys(places):
         ranks = [rank for rank, place in enumerate(places) if place == shared]
         if shared.gpu is not None and len(ranks) > 1:
-            message = f"ranks {', '.join(map(str, ranks))} have one GPU, {shared.gpu} of {shared.host}"
+            host = shared.node.partition("/")[0]
+            message = f"ranks {', '.join(map(str, ranks))} have one GPU, {shared.gpu} of {host}"
             hint = "start a rank for each GPU (--nproc), or give each task one (srun --gpus-per-task=1)"
             issues.append(Issue("run.device", "conflict", message, shared.gpu, "--nproc", hint))
     if issues:

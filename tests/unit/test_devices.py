@@ -169,7 +169,7 @@ def test_a_gpu_rank_asks_for_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) 
     assert mine.gpu == "000a:1b:00.0"
     other = dataclasses.replace(mine, gpu="0000:1a:00.0")
     elsewhere = HostAndDevice("n2/2", "0000:1a:00.0")
-    namesake = dataclasses.replace(other, node=f"{mine.host}/another boot")
+    namesake = dataclasses.replace(other, node=f"{mine.node.partition('/')[0]}/another boot")
     set_affinity(GPU, World(2, 1, 4, 2), [elsewhere, other, mine, namesake])
     set_affinity(GPU, LONE)
     assert calls == [(1, 2, ["0000:1a:00.0", "000a:1b:00.0"]), (0, 1, ["000a:1b:00.0"])]
