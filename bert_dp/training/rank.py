@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bert_dp import files
-from bert_dp.config import Config, ConfigError, Issue, absolute, batch_layout, load_config, with_budget
+from bert_dp.config import ConfigError, Issue, absolute, batch_layout, load_config, with_budget
 from bert_dp.config.checks import parse_profile, profile_issues, rank_sets
 from bert_dp.config.own_code import code_issues
 from bert_dp.config.schema import METERED
@@ -169,7 +169,12 @@ def run(
     before_s = time.monotonic()
     failure = save(trainer, state, state.elapsed_s, wait=True)  # before hours are spent
     if failure is None:
-        spending = spending_of(config, run_dir, time.monotonic() - before_s, setup_s)
+        unit = config.schedule.unit
+        spending: Spending | None = None
+        if unit in METERED:
+            # closing ends the processes that set-up started, and is slow where that was slow
+            end_s = time.monotonic() - before_s + max(EXIT_S, setup_s / 2)
+            spending = Spending(run_dir, unit, getattr(config.schedule, unit), end_s)
         before_j = devices.joules(device)
         with process.gc_paused():
             result = train(trainer, state, distributed.SharedClock(comm, state.elapsed_s, spending=spending))
@@ -183,16 +188,6 @@ def run(
     heartbeat.close()
     if failure is not None and world.rank == 0:
         raise process.RunFailed(failure.message, failure.kind)
-
-
-def spending_of(config: Config, run_dir: Path, save_s: float, setup_s: float) -> Spending | None:
-    """Return the reader of a budget in dollars or kWh; None for other budgets. `save_s`: time of a save."""
-    unit = config.schedule.unit
-    if unit not in METERED:
-        return None
-    # closing ends the processes that set-up started, and is slow where that was slow
-    end_s = save_s + max(EXIT_S, setup_s / 2)
-    return Spending(run_dir, unit, getattr(config.schedule, unit), end_s)
 
 
 def lock_run(run_dir: Path, until: contextlib.ExitStack) -> None:
