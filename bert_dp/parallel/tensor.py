@@ -113,7 +113,7 @@ class RowLinear(ParallelLinear):
     """Map [..., in / ranks] -> [..., out], summed over the ranks; the bias is added once, after the sum."""
 
     def forward(self, x: Tensor) -> Tensor:
-        out = all_reduce(linear(x, self.weight), "SUM", self._group)
+        out: Tensor = _SumOverRanks.apply(linear(x, self.weight), self._group)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
 
@@ -150,8 +150,7 @@ class ParallelEmbedding:
 
 @torch.library.custom_op("bert_dp::all_reduce", mutates_args=())
 def all_reduce(x: Tensor, operation: str, group: str) -> Tensor:
-    """Return a copy, reduced over the ranks: `operation` is SUM or MAX. Only a SUM has a gradient: that of
-    the loss, which is the same on every rank."""
+    """Return a copy, reduced over the ranks: `operation` is SUM or MAX. Has no gradient of its own."""
     out = x.contiguous().clone()
     dist.all_reduce(out, getattr(dist.ReduceOp, operation), group=_resolve_process_group(group))  # type: ignore[arg-type]
     return out
@@ -160,9 +159,6 @@ def all_reduce(x: Tensor, operation: str, group: str) -> Tensor:
 @all_reduce.register_fake
 def _(x: Tensor, operation: str, group: str) -> Tensor:
     return x.new_empty(x.shape)
-
-
-all_reduce.register_autograd(lambda _, grad: (grad, None, None))
 
 
 @torch.library.custom_op("bert_dp::column_gradients", mutates_args=())
@@ -204,6 +200,16 @@ class _ColumnProduct(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad_MK, grad_weight = column_gradients(grad.flatten(0, -2), x.flatten(0, -2), weight, ctx.group)
         return grad_MK.view(x.shape), grad_weight, None
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        return all_reduce(x, "SUM", group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 class _LookUp(torch.autograd.Function):
