@@ -49,6 +49,7 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -225,6 +226,15 @@ def make_ours(o: argparse.Namespace, mode: str) -> tuple[Callable[..., tuple[flo
     run = resolve([{"data": {"sources": ["builtin"]}, "schedule": {"steps": 1}}])
     engine = Engine(run, read_world({}), device, precision=o.precision, run_dir=Path())
     model, _ = engine.prepare(model, lambda named: make_optimizer(settings, named, bare))
+    trainer: Any = SimpleNamespace(
+        engine=engine,
+        model=model,
+        task=MaskedLanguageModel,
+        device=device,
+        precision=precision,
+        config=SimpleNamespace(optim=settings),
+        heartbeat=SimpleNamespace(progress=lambda: None),
+    )
     timers = Timers(device)
 
     def step(micro_batches: list[tuple[Any, Any]]) -> tuple[float, float]:
@@ -236,18 +246,9 @@ def make_ours(o: argparse.Namespace, mode: str) -> tuple[Callable[..., tuple[flo
             batches.append(
                 MlmBatch(np.arange(len(ids_BS)), ids_BS, positions_P, labels_P, seed_B, len(labels_P))
             )
+        num_targets = sum(b.num_masked for b in batches)
         loss, norm = train_step(
-            engine,
-            model,
-            MaskedLanguageModel.loss,
-            batches,
-            grad_accum_steps=len(batches),
-            num_targets=sum(b.num_masked for b in batches),
-            device=device,
-            precision=precision,
-            max_norm=CLIP,
-            timers=timers,
-            progress=lambda: None,
+            trainer, batches, grad_accum_steps=len(batches), num_targets=num_targets, timers=timers
         )
         return loss.item(), norm.item()
 

@@ -36,14 +36,14 @@ SLIPS = (
         "bert_dp/tasks/__init__.py",
         "self.comm.all_gather(values)[:: self.tensor]",
         "self.comm.all_gather(values)[: self.dp_size]",
-        "tests/unit/test_loop.py::test_the_held_out_loss_counts_each_replicas_positions_once",
+        "tests/unit/test_loop.py::test_the_held_out_loss_counts_each_replicas_sequences_once",
     ),
     Slip(
         "heldout-counted-by-every-rank-of-a-replica",
         "bert_dp/tasks/__init__.py",
         "self.comm.all_gather(values)[:: self.tensor]",
         "self.comm.all_gather(values)",
-        "tests/unit/test_loop.py::test_the_held_out_loss_counts_each_replicas_positions_once",
+        "tests/unit/test_loop.py::test_the_held_out_loss_counts_each_replicas_sequences_once",
     ),
     Slip(
         "heldout-with-dropout",
@@ -402,8 +402,8 @@ SLIPS = (
     Slip(
         "noise-interval-without-correction",
         "bert_dp/training/noise.py",
-        "(BLOCKS / (BLOCKS - 1) / n**2)",
-        "(1 / n**2)",
+        "(BLOCKS / (BLOCKS - 1) / steps**2)",
+        "(1 / steps**2)",
         "tests/unit/test_noise_estimate.py",
     ),
     Slip(

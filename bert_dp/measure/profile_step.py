@@ -22,7 +22,7 @@ from bert_dp.training.devices import choose_device, device_name, set_affinity, s
 from bert_dp.training.distributed import HostCollectives
 from bert_dp.training.loop import Rank, Trainer
 from bert_dp.training.metrics import Timers
-from bert_dp.training.process import HeartbeatWriter, Signals, World, WriteErrors, follow_launcher
+from bert_dp.training.process import HeartbeatWriter, Signals, World, follow_launcher
 
 ALONE = World(0, 0, 1, 1)
 WARM_UP, REPEATS = 2, 7
@@ -45,7 +45,6 @@ def lone_trainer(config: Config, work: Path) -> Iterator[Trainer]:
         data=task.open_data(),
         heartbeat=HeartbeatWriter(work / "heartbeats" / "rank-0"),
         signals=Signals(),
-        write_errors=WriteErrors(),
     )
     trainer, *_ = build.build_trainer(rank)
     try:

@@ -93,10 +93,8 @@ def parameter_groups(
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in named:
         groups[is_decayed(name)].append(parameter)
-    return [
-        {"params": groups[True], "weight_decay": weight_decay},
-        {"params": groups[False], "weight_decay": 0.0},
-    ]
+    decays = {True: weight_decay, False: 0.0}
+    return [{"params": groups[decayed], "weight_decay": decays[decayed]} for decayed in decays]
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -127,12 +125,9 @@ class Optimizer(torch.optim.Optimizer):
                     "exp_avg": torch.zeros_like(p),
                     "exp_avg_sq": torch.zeros_like(p),
                 }
-        states = [self.state[p] for p in params]
-        return (
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [state["step"] for state in states],
-        )
+        names = ("exp_avg", "exp_avg_sq", "step")
+        exp_avgs, exp_avg_sqs, steps = ([self.state[p][name] for p in params] for name in names)
+        return exp_avgs, exp_avg_sqs, steps
 
     def adamw(self, group: dict[str, Any], params: list[Tensor]) -> None:
         """Update `params`, which have gradients, by AdamW in torch's fused kernel."""

@@ -38,7 +38,6 @@ def make(config: OptimConfig, named: Named, model: Model, *, compiled: bool, pre
         {
             "params": list(matrices.values()),
             "weight_decay": config.weight_decay,
-            "matrix": True,
             "splits": [plan.get(name, WHOLE) for name in matrices],
         }
     )
@@ -55,9 +54,8 @@ def make(config: OptimConfig, named: Named, model: Model, *, compiled: bool, pre
 
 
 class Muon(Optimizer):
-    """Update matrices by Muon, other tensors by AdamW. Groups carry `matrix`: True = Muon (state
-    momentum_buffer), False = AdamW (its state). One of matrices may carry `splits`: of each parameter
-    (dimension, fused matrices along it). `step` leaves what Muon orthogonalises in .grad.
+    """Update matrices by Muon, other tensors by AdamW. A group of matrices (state momentum_buffer) carries
+    `splits`, the FusedSplit of each parameter. `step` leaves what Muon orthogonalises in .grad.
 
     Matrices must be whole on their rank.
     """
@@ -75,16 +73,15 @@ class Muon(Optimizer):
         """Set the precision of Newton-Schulz, `multiply_in`; None = the parameters' own."""
         self._multiply_in = multiply_in
         settings = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "weight_decay": 0.0}
-        super().__init__(params, {**settings, "matrix": False, "splits": None})
+        super().__init__(params, {**settings, "splits": None})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every tensor that has a gradient, without a host sync."""
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            if params and group["matrix"]:
-                splits = group["splits"] or [WHOLE] * len(group["params"])
-                held = dict(zip(group["params"], splits, strict=True))
+            if params and group["splits"] is not None:
+                held = dict(zip(group["params"], group["splits"], strict=True))
                 self._muon(group, params, [held[p] for p in params])
             elif params:
                 self.adamw(group, params)

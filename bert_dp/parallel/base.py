@@ -24,11 +24,8 @@ class RankGrid:
     def __init__(self, world: World, tensor: int, device: torch.device, *, replicas: int = 1):
         self.tp_rank, self.tp_size = world.rank % tensor, tensor
         self.dp_rank, self.dp_size = world.rank // tensor, world.size // tensor
-        shape = {"replica": replicas, "shard": self.dp_size // replicas, "tp": tensor}
-        if replicas == 1:
-            shape.pop("replica")
-        if tensor == 1:
-            shape.pop("tp")
+        sizes = {"replica": replicas, "shard": self.dp_size // replicas, "tp": tensor}
+        shape = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
         self.mesh = init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
         if device.type == "cuda":  # NCCL gives groups of a mesh 10 minutes, whatever the world has
             for group in self.mesh.get_all_groups():

@@ -57,20 +57,17 @@ class Engine:
             init_sync=False,  # every rank builds the same weights
             **NO_BUFFER_SYNC,
         )
-        self._register_hook()
-        named = list(model.named_parameters())
-        self._optimizer = make_optimizer(named)
-        self._sums = self._tensor.sharded_sums(self._optimizer, named)
-        return self._ddp, self._optimizer
-
-    def _register_hook(self) -> None:
-        """Register a hook where needed: without any DDP does what `allreduce_hook` does."""
+        # without a hook DDP does what `allreduce_hook` does
         group, dtype = self._grid.dp_group, REDUCE_DTYPES.get(self._config.reduce_dtype)
         reduce: CommHook = allreduce_hook if dtype is None else reduce_narrow
         if self.norm_pairs.on:
             reduce = self.norm_pairs.before(reduce)
         if reduce is not allreduce_hook:
             self._ddp.register_comm_hook(group if dtype is None else (group, dtype), reduce)
+        named = list(model.named_parameters())
+        self._optimizer = make_optimizer(named)
+        self._sums = self._tensor.sharded_sums(self._optimizer, named)
+        return self._ddp, self._optimizer
 
     def accumulate(self, *, last: bool) -> AbstractContextManager[Any]:
         first, self._first = self._first, False

@@ -87,24 +87,18 @@ class Engine:
 
     def scatter_state(self, state: State) -> None:
         write_state(
-            self._model,
-            self._optimizer,
-            self._scaler,
-            state,
-            shard=self._shard,
-            optimizer_shard=lambda name, whole: self._shard(name, whole).to_local(),
-            parameters=self._local,
+            self._model, self._optimizer, self._scaler, state, shard=self._shard, parameters=self._local
         )
 
     def _unshard(self, name: str, shard: Tensor) -> Tensor:
         like = self._sharded[name]
-        if not isinstance(shard, DTensor):
-            shard = DTensor.from_local(
-                shard, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
-            )
-        return self._tensor.unshard(name, shard.full_tensor())
+        part = DTensor.from_local(
+            shard, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
+        )
+        return self._tensor.unshard(name, part.full_tensor())
 
-    def _shard(self, name: str, whole: Tensor) -> DTensor:
+    def _shard(self, name: str, whole: Tensor) -> Tensor:
         like = self._sharded[name]
         shard = self._tensor.shard(name, whole).to(like.device)
-        return distribute_tensor(shard, like.device_mesh, like.placements, src_data_rank=None)
+        placed = distribute_tensor(shard, like.device_mesh, like.placements, src_data_rank=None)
+        return placed.to_local()

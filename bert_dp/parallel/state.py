@@ -13,7 +13,7 @@ Convert = Callable[[str, Tensor], Tensor]
 """(parameter name, tensor with that parameter's shape) -> the whole of a shard, or a shard of the whole."""
 
 
-def as_it_is(name: str, tensor: Tensor) -> Tensor:
+def identity(name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
@@ -22,19 +22,21 @@ def read_state(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler | None,
     *,
-    unshard: Convert = as_it_is,
+    unshard: Convert = identity,
     parameters: Mapping[str, Tensor] | None = None,
     keep: bool = True,
 ) -> State | None:
     """Copy to the host; a tied tensor stands once, under its first name. Collective as far as `unshard` is: a
     rank that shall not `keep` them takes part, copies nothing and gets None.
 
-    `parameters`: name -> the tensor that the optimizer knows; default: the model's own.
+    `parameters`: name -> the tensor that the optimizer knows, which shares the memory of the model's.
     """
-    weights = ((name, unshard(name, tensor)) for name, tensor in dict(model.state_dict()).items())
+    parameters = dict(model.named_parameters()) if parameters is None else parameters
+    tensors = {**model.state_dict(), **parameters}
+    weights = ((name, unshard(name, tensor)) for name, tensor in tensors.items())
     moments = (
         (f"{name}/{key}", unshard(name, value) if value.shape == parameter.shape else value)
-        for name, parameter in (parameters or dict(model.named_parameters())).items()
+        for name, parameter in parameters.items()
         for key, value in optimizer.state.get(parameter, {}).items()
     )
     state = {"model": to_host(weights, keep), "optimizer": to_host(moments, keep)}
@@ -54,34 +56,34 @@ def write_state(
     scaler: torch.amp.GradScaler | None,
     state: State,
     *,
-    shard: Convert = as_it_is,
-    optimizer_shard: Convert | None = None,
+    shard: Convert = identity,
     parameters: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Load a canonical state of this model in place; empty optimizer or scaler parts start those anew."""
+    """Load a canonical state of this model in place; empty optimizer or scaler parts start those anew.
+
+    `parameters`: name -> the tensor that the optimizer knows, which shares the memory of the model's.
+    """
+    parameters = dict(model.named_parameters()) if parameters is None else parameters
     saved: dict[str, dict[str, Tensor]] = {}
     for name_key, value in state["optimizer"].items():
         name, _, key = name_key.rpartition("/")
         saved.setdefault(name, {})[key] = value
     with torch.no_grad():
-        for name, tensor in dict(model.state_dict()).items():
+        for name, tensor in {**model.state_dict(), **parameters}.items():
             tensor.copy_(shard(name, state["model"][name]))
-        for name, parameter in (parameters or dict(model.named_parameters())).items():
+        for name, parameter in parameters.items():
             own = optimizer.state[parameter] = {}
             for key, value in saved.get(name, {}).items():
                 if value.dim() > 0:
-                    value = (optimizer_shard or shard)(name, value)
+                    value = shard(name, value)
                 dtype = value.dtype if key == "step" else parameter.dtype
                 own[key] = value.to(parameter.device, dtype, copy=True).contiguous()
     if scaler is not None:
-        write_scaler(scaler, state["scaler"])
-
-
-def write_scaler(scaler: torch.amp.GradScaler, saved: Mapping[str, Tensor]) -> None:
-    values = {**torch.amp.GradScaler("cpu").state_dict(), **{k: v.item() for k, v in saved.items()}}
-    values["growth_interval"] = int(values["growth_interval"])
-    values["_growth_tracker"] = int(values["_growth_tracker"])
-    scaler.load_state_dict(values)
+        numbers = {name: value.item() for name, value in state["scaler"].items()}
+        values = {**torch.amp.GradScaler("cpu").state_dict(), **numbers}
+        for count in ("growth_interval", "_growth_tracker"):
+            values[count] = int(values[count])
+        scaler.load_state_dict(values)
 
 
 def to_host(items: Iterable[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor]:

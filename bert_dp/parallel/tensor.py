@@ -8,7 +8,7 @@ linear holds some inputs: its output is. The vocabulary's rows are divided; logi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -139,24 +139,20 @@ class ParallelEmbedding:
         """Return [2, P]: the cross entropy of each position over the whole vocabulary, and 1 where the label
         has the greatest logit; both are 0 for a negative label. Has no gradient."""
         with torch.no_grad():
-            sums = _reduced_sums(widened(logits_PV), labels_P, self._rank, self._group)
-        loss_P, real_P = sums.sum_P.log() - sums.label_P, labels_P >= 0
-        return torch.stack([loss_P * real_P, ((sums.label_P == 0) & real_P).to(loss_P.dtype)])
+            _, sum_P, label_P, *_ = _reduced_sums(widened(logits_PV), labels_P, self._rank, self._group)
+        loss_P, real_P = sum_P.log() - label_P, labels_P >= 0
+        return torch.stack([loss_P * real_P, ((label_P == 0) & real_P).to(loss_P.dtype)])
 
 
 # Collectives as operators of their own, so that a compiled block has them in its graph: Dynamo ends one at
 # torch's. A group goes by its name, as no graph holds an object.
 
 
-def named_group(name: str) -> dist.ProcessGroup:
-    return _resolve_process_group(name)  # type: ignore[arg-type]
-
-
 @torch.library.custom_op("bert_dp::all_reduce", mutates_args=())
 def all_reduce(x: Tensor, operation: str, group: str) -> Tensor:
     """Return a copy, reduced over the ranks: `operation` is SUM or MAX. Has no gradient of its own."""
     out = x.contiguous().clone()
-    dist.all_reduce(out, getattr(dist.ReduceOp, operation), group=named_group(group))
+    dist.all_reduce(out, getattr(dist.ReduceOp, operation), group=_resolve_process_group(group))  # type: ignore[arg-type]
     return out
 
 
@@ -170,7 +166,7 @@ def column_gradients(grad_MN: Tensor, x_MK: Tensor, weight_NK: Tensor, group: st
     """Return gradients of x @ weight.T: the input's, summed over the ranks, and the weight's, computed
     meanwhile."""
     grad_MK = product(grad_MN, weight_NK.t())
-    work = dist.all_reduce(grad_MK, group=named_group(group), async_op=True)
+    work = dist.all_reduce(grad_MK, group=_resolve_process_group(group), async_op=True)  # type: ignore[arg-type]
     grad_NK = product(grad_MN.t(), x_MK.t())
     assert work is not None
     work.wait()
@@ -234,23 +230,15 @@ class _LookUp(torch.autograd.Function):
         return None, add_row_gradients(grad_VH, local_BS, grad_BSH, foreign_BS), None, None
 
 
-class _Sums(NamedTuple):
-    """Hold the terms of the cross entropy over a divided vocabulary; `label_P` and `exp_PV` are relative to
-    the greatest logit of all ranks."""
+def _reduced_sums(
+    logits_PV: Tensor, labels_P: Tensor, rank: int, group: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Compute the terms of the cross entropy by two reductions of P and 2 P numbers, not a gather of P x V.
 
-    exp_PV: Tensor
-    """This rank's columns."""
-    sum_P: Tensor
-    """The sum of the exponentials of all ranks."""
-    label_P: Tensor
-    """The label's logit; 0 for a negative label."""
-    local_P: Tensor
-    """The label's column here, where it is one of `mine_P`."""
-    mine_P: Tensor
-
-
-def _reduced_sums(logits_PV: Tensor, labels_P: Tensor, rank: int, group: str) -> _Sums:
-    """Compute the terms by two reductions of P and 2 P numbers in place of a gather of P x V."""
+    Returns, relative to the greatest logit of all ranks, exp_PV of this rank's columns, sum_P of all ranks'
+    exponentials and label_P, the label's logit (0 for a negative label); then the label's column here,
+    local_P, where mine_P says that it is one of them.
+    """
     top_P = all_reduce(logits_PV.max(dim=-1).values, "MAX", group)
     shifted_PV = logits_PV - top_P[:, None]
     local_P = labels_P - rank * logits_PV.shape[1]
@@ -258,17 +246,17 @@ def _reduced_sums(logits_PV: Tensor, labels_P: Tensor, rank: int, group: str) ->
     local_P = local_P.masked_fill(~mine_P, 0)
     label_P = shifted_PV.gather(1, local_P[:, None])[:, 0].masked_fill(~mine_P, 0.0)
     exp_PV = shifted_PV.exp_()
-    sums_2P = all_reduce(torch.stack([exp_PV.sum(-1), label_P]), "SUM", group)
-    return _Sums(exp_PV, sums_2P[0], sums_2P[1], local_P, mine_P)
+    sum_P, label_P = all_reduce(torch.stack([exp_PV.sum(-1), label_P]), "SUM", group)
+    return exp_PV, sum_P, label_P, local_P, mine_P
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_PV: Tensor, labels_P: Tensor, rank: int, group: str) -> Tensor:
-        sums = _reduced_sums(logits_PV, labels_P, rank, group)
+        exp_PV, sum_P, label_P, local_P, mine_P = _reduced_sums(logits_PV, labels_P, rank, group)
         counts_P = labels_P >= 0
-        ctx.save_for_backward(sums.exp_PV, sums.sum_P, sums.local_P, sums.mine_P, counts_P)
-        return ((sums.sum_P.log() - sums.label_P) * counts_P).sum()
+        ctx.save_for_backward(exp_PV, sum_P, local_P, mine_P, counts_P)
+        return ((sum_P.log() - label_P) * counts_P).sum()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:

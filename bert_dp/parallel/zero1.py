@@ -87,8 +87,8 @@ class Engine:
             total = sum(self._parameters[n].numel() for n in names) * parameter.element_size()
             if total >= self._bucket_bytes:
                 closed.append(open_buckets.pop(owner))
-        order = {name: i for i, name in enumerate(reversed(self._parameters))}
-        groups = sorted([*closed, *open_buckets.values()], key=lambda names: order[names[-1]])
+        order = list(reversed(self._parameters))
+        groups = sorted([*closed, *open_buckets.values()], key=lambda names: order.index(names[-1]))
         return [self._make_bucket(names) for names in groups]
 
     def _make_bucket(self, names: list[str]) -> Bucket:
@@ -125,11 +125,8 @@ class Engine:
             if bucket.missing:
                 return
             self.norm_pairs.reducing(bucket.gradients)
-            self._works.append(
-                dist.reduce(
-                    bucket.gradients, group_dst=bucket.owner, group=self._grid.dp_group, async_op=True
-                )
-            )
+            group, owner = self._grid.dp_group, bucket.owner
+            self._works.append(dist.reduce(bucket.gradients, group_dst=owner, group=group, async_op=True))
 
     def step(self, max_norm: float) -> Tensor:
         for bucket in self._buckets:
@@ -139,11 +136,8 @@ class Engine:
         norm = clip_and_step(self._optimizer, self._scaler, max_norm, self._sums, norm_sums=self._norm_sums)
         self.norm_pairs.end_step(norm)
         for bucket in self._buckets:
-            self._works.append(
-                dist.broadcast(
-                    bucket.weights, group_src=bucket.owner, group=self._grid.dp_group, async_op=True
-                )
-            )
+            group, owner = self._grid.dp_group, bucket.owner
+            self._works.append(dist.broadcast(bucket.weights, group_src=owner, group=group, async_op=True))
             bucket.gradients.zero_()
             bucket.missing.update(bucket.names)
         self._wait()

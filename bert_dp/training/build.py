@@ -44,7 +44,7 @@ from bert_dp.training.profiler import StepTrace
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """The checkpoint that a run goes on from."""
+    """Hold the checkpoint that a run goes on from."""
 
     path: Path
     tensors: parallel.State
@@ -61,35 +61,29 @@ def check_same_data(comm: HostCollectives, data: DatasetInfo) -> None:
         raise ConfigError([Issue("data", "conflict", message, data.data_hash, hint=hint)])
 
 
-def find_checkpoint(run_dir: Path, policy: str) -> tuple[Path | None, list[str]]:
-    """Choose and verify the checkpoint to go on from; also return why newer ones are passed over.
+def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
+    """Load the checkpoint to go on from: all ranks follow rank 0's choice and its error.
 
     policy: auto = the newest valid one of the run directory, if it has any at all; never; or a path. Raises
-    ConfigError when none that is there is valid.
+    ConfigError when none that is there is valid, or settings or data differ that may not. Collective.
     """
     if policy == "never":
-        return None, []
-    if policy != "auto":
-        return checkpoint.resolve(policy), []
-    newest, passed_over = checkpoint.newest_valid(run_dir / "checkpoints")
-    if newest is None and passed_over:  # a new start would take the records of this one
-        hint = "look at the disk and run again, or choose another --run-dir"
-        message = f"no checkpoint of this run can be read: {passed_over[0]}"
-        raise ConfigError([Issue("", "damaged", message, hint=hint)])
-    return newest, passed_over
+        return None
 
+    def choose() -> tuple[str, str]:
+        if policy == "auto":
+            found, passed_over = checkpoint.newest_valid(rank.run_dir / "checkpoints")
+        else:
+            found, passed_over = checkpoint.resolve(policy), []
+        if found is None and passed_over:  # a new start would take the records of this one
+            hint = "look at the disk and run again, or choose another --run-dir"
+            message = f"no checkpoint of this run can be read: {passed_over[0]}"
+            raise ConfigError([Issue("", "damaged", message, hint=hint)])
+        for problem in passed_over:
+            rank.log_rank0(f"checkpoint passed over: {problem}")
+        return (str(found), sha256(found / "manifest.json")) if found else ("", "")
 
-def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
-    """Load the checkpoint to go on from: all ranks follow rank 0's choice (see `find_checkpoint`) and its
-    error. Raises ConfigError also when settings or data differ that may not. Collective."""
-
-    def choose() -> tuple[str, str, list[str]]:
-        found, passed_over = find_checkpoint(rank.run_dir, policy)
-        return (str(found), sha256(found / "manifest.json"), passed_over) if found else ("", "", passed_over)
-
-    chosen, manifest, passed_over = rank.comm.from_rank_0("--resume", choose)
-    for problem in passed_over:
-        rank.log_rank0(f"checkpoint passed over: {problem}")
+    chosen, manifest = rank.comm.from_rank_0("--resume", choose)
     if not chosen:
         return None
     path = Path(chosen)
@@ -197,10 +191,9 @@ def build_trainer(
             config.checkpoint,
             log_rank0=rank.log_rank0,
             saved_step=state.step if is_saved else None,  # a run that is moved saves anew
-            write_errors=rank.write_errors,
         ),
-        records=Records(rank.run_dir, rank.log_rank0, rank.write_errors),
-        trace=StepTrace(plan, comm, rank.run_dir, rank.heartbeat, rank.write_errors),
+        records=Records(rank.run_dir, rank.log_rank0),
+        trace=StepTrace(plan, comm, rank.run_dir, rank.heartbeat),
     )
     return trainer, state, tensors
 

@@ -9,6 +9,7 @@ parts of a save (safetensors from 0.8 on, SHA-256, fsync, the look for NaN) leav
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import errno
@@ -17,10 +18,10 @@ import os
 import re
 import shutil
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from bert_dp.config.errors import MAX_JSON_BYTES, read_regular, sha256
 from bert_dp.files import CheckpointFacts, list_checkpoints
 from bert_dp.files.models import Failure, FailureKind, kind_of_error
 from bert_dp.parallel import State
-from bert_dp.training.process import WriteErrors
+from bert_dp.training.process import failed_writes
 
 VERSION = 1  # of the manifest
 MAX_SAVE_SHARE = 0.01  # of the time, for checkpoint.every_minutes
@@ -45,7 +46,8 @@ SAVED = ("step", "samples", "elapsed_s", "skipped_steps", "loss_spikes", "recent
 
 @dataclasses.dataclass
 class TrainState:
-    """The fields of SAVED are in state.json of a checkpoint; the others belong to this start alone."""
+    """Hold the progress of a run. The fields of SAVED are in state.json of a checkpoint; the others belong to
+    this start alone."""
 
     step: int = 0
     """Optimizer steps done."""
@@ -58,10 +60,10 @@ class TrainState:
     loss_spikes: int = 0
     recent_losses: list[float] = dataclasses.field(default_factory=list)
     """Logged losses that the next is compared with."""
-    progress: float = 0.0
-    """f at the beginning of the last step; `lr` and `global_batch` follow it."""
     lr: float = 0.0
+    """Learning rate of the last step."""
     global_batch: int = 0
+    """Samples of the last step."""
     logged_step: int = 0
     final_loss: float | None = None
     heldout: Mapping[str, Any] | None = None
@@ -217,8 +219,7 @@ def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
     """Find the newest checkpoint that verifies, and why newer ones were passed over."""
     problems: list[str] = []
     for path in list_checkpoints(folder):
-        problem = check(path)
-        if problem is None:
+        if (problem := check(path)) is None:
             return path, problems
         problems.append(problem)
     return None, problems
@@ -280,8 +281,7 @@ def resolve(source: str) -> Path:
     """
     path = Path(source)
     if (path / "manifest.json").exists():
-        problem = check(path)
-        if problem:
+        if problem := check(path):
             raise ConfigError([Issue("", "damaged", problem)])
         return path
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
@@ -303,7 +303,7 @@ def _fsync(path: Path) -> None:
 
 
 class SaveTimer:
-    """Decides when a checkpoint is due. It is given what all ranks share, so all decide alike."""
+    """Decide when a checkpoint is due, from values that all ranks share, so that all decide alike."""
 
     def __init__(self, settings: CheckpointConfig, elapsed_s: float):
         """`elapsed_s`: reading of the shared clock at the newest checkpoint."""
@@ -336,9 +336,9 @@ class NotFiniteError(ValueError):
 
 
 class AsyncCheckpointer:
-    """Writes checkpoints one at a time; every rank has one, only rank 0's is given states.
+    """Write checkpoints one at a time. Every rank has a writer, but only rank 0's is given states.
 
-    A save that fails leaves those before it and is counted; `abort_reason` then tells whether the run ends.
+    A failed save leaves the earlier checkpoints and is counted; `abort_reason` says whether the run ends.
     """
 
     def __init__(
@@ -348,10 +348,8 @@ class AsyncCheckpointer:
         *,
         log_rank0: Callable[[str], None],
         saved_step: int | None,
-        write_errors: WriteErrors,
     ):
         self._folder, self._settings, self._log = folder, settings, log_rank0
-        self._write_errors = write_errors
         self.saved_step = saved_step
         """Step of the newest checkpoint that is safe in `folder`; None without one."""
         self.failed_saves = 0
@@ -361,8 +359,8 @@ class AsyncCheckpointer:
         """The first failed save, where the policy is to stop the run."""
         self.problem: Failure | None = None
         """The last save, if it failed."""
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        self._writer = ThreadPoolExecutor(1, "checkpoint-writer")
+        self._writing: Future[None] | None = None
         self._trusted: set[Path] = set()
 
     @property
@@ -381,25 +379,21 @@ class AsyncCheckpointer:
         start = time.perf_counter()
         state = gather()
         if state is not None:
-            self._thread = threading.Thread(
-                target=self._write, args=(step, state, metadata), name="checkpoint-writer"
-            )
-            self._thread.start()
+            self._writing = self._writer.submit(self._write, step, state, metadata)
         self.stall_s += time.perf_counter() - start
 
     def wait(self) -> int | None:
         """Wait for the write; return the newest step that is safe. Raises unexpected errors of the writer."""
         self.close()
-        if self._error is not None:
-            raise self._error
+        if self._writing is not None:
+            self._writing.result()
         return self.saved_step
 
     def close(self) -> None:
         """Wait for the write."""
-        if self._thread is not None:
+        if self._writing is not None:
             start = time.perf_counter()
-            self._thread.join()
-            self._thread = None
+            concurrent.futures.wait([self._writing])
             self.stall_s += time.perf_counter() - start
 
     def _write(self, step: int, state: State, metadata: dict[str, Any]) -> None:
@@ -418,8 +412,6 @@ class AsyncCheckpointer:
                 path = save_checkpoint(self._folder, step, state, metadata, keep, self._trusted)
         except (OSError, NotFiniteError) as error:
             self._failed(step, error)
-        except BaseException as error:
-            self._error = error
         else:
             self._trusted.add(path)
             self.saved_step, self.problem = step, None
@@ -428,7 +420,7 @@ class AsyncCheckpointer:
         """Count a failed save; warn of the first one in a row."""
         self.failed_saves += 1
         if isinstance(error, OSError):
-            self._write_errors.note(error)
+            failed_writes.count += 1
         newest = "no good checkpoint yet"
         if self.saved_step is not None:
             newest = f"the newest good checkpoint is {path_of(self._folder, self.saved_step).name}"

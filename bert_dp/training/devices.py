@@ -19,42 +19,32 @@ from bert_dp.config import ConfigError, Issue, bf16_units, decide_precision
 from bert_dp.cost import GIB
 from bert_dp.training.process import World
 
-ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Environment variables that torch's CUDA allocator reads (2.11 to 2.13), when it first allocates."""
-
 
 @dataclasses.dataclass(frozen=True)
 class HostAndDevice:
     node: str
     """Host name and, after a slash, boot identifier: images are copied with their names."""
     gpu: str | None
-    """Address of the GPU, see pci_address; None on a CPU."""
-
-    @property
-    def host(self) -> str:
-        return self.node.partition("/")[0]
+    """domain:bus:device.function of the GPU, as sysfs names it; None on a CPU."""
 
 
 def own_host_and_device(device: torch.device) -> HostAndDevice:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = ""
-    gpu = pci_address(device.index) if device.type == "cuda" else None
-    return HostAndDevice(f"{socket.gethostname()}/{boot}", gpu)
-
-
-def pci_address(index: int) -> str:
-    """Return domain:bus:device.function of a visible GPU, as sysfs names it."""
-    gpu: Any = torch.cuda.get_device_properties(index)  # torch's stubs lack the PCI fields
-    return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    node = f"{socket.gethostname()}/{_read(Path('/proc/sys/kernel/random/boot_id')).strip()}"
+    if device.type == "cpu":
+        return HostAndDevice(node, None)
+    gpu: Any = torch.cuda.get_device_properties(device.index)  # torch's stubs lack the PCI fields
+    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    return HostAndDevice(node, address)
 
 
 def choose_device(setting: str, world: World) -> torch.device:
     """Choose the device of this rank: the GPU of its local number, or the only one that it sees, which its
     starter has chosen (srun --gpus-per-task=1). Raises ConfigError when there are more ranks than GPUs."""
     if setting != "cpu" and torch.cuda.is_available():
-        expand_segments()
+        # torch reads either variable at the first allocation. Unless the user has set one, segments grow in
+        # place: memory that other shapes have left in pieces is used, so larger micro batches fit
+        if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+            os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         torch.cuda.init()  # before that whole GPUs are counted, also where each is divided (MIG)
     gpus, ranks = torch.cuda.device_count(), world.local_size
     if setting == "cpu" or (setting == "auto" and gpus == 0):
@@ -66,13 +56,6 @@ def choose_device(setting: str, world: World) -> torch.device:
         message = f"{setting} needs a GPU for each rank of this machine, {ranks}, found {gpus}"
         raise ConfigError([Issue("run.device", "conflict", message, setting, "--nproc", fix)])
     return torch.device("cuda", world.local_rank)
-
-
-def expand_segments() -> None:
-    """Let the CUDA allocator grow its segments in place, unless the user has configured it: memory that other
-    shapes have left in pieces then does not count as used, so larger micro batches fit."""
-    if not any(name in os.environ for name in ALLOCATOR_SETTINGS):
-        os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
 
 
 def use_device(device: torch.device, *, deterministic: bool) -> None:
@@ -97,7 +80,7 @@ Cores = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The cores and threads that `set_affinity` has given."""
+    """Hold the cores and threads that `set_affinity` has given."""
 
     shares: tuple[Cores, ...]
     """Cores of each rank of this node, or of this one alone; an empty share is not bound."""
@@ -221,8 +204,8 @@ def _read(path: Path) -> str:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what tensors free; else every micro batch gets its large tensors from the kernel again,
-    page by page. Nothing where there is no mallopt."""
+    """Let glibc keep the memory that tensors free; otherwise every micro batch gets its large tensors from
+    the kernel again, page by page. Do nothing without mallopt."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(-4, 0)  # M_MMAP_MAX: no tensor in a mapping of its own
@@ -278,7 +261,7 @@ def joules(device: torch.device) -> float | None:
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """Width of the parameters and of autocast (None = no autocast)."""
+    """Hold the widths of the parameters and of autocast (None = no autocast)."""
 
     name: str
     parameters: torch.dtype
@@ -301,11 +284,11 @@ def has_bf16(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def choose_precision(setting: str, device: torch.device, engine: str = "auto") -> Precision:
-    """Choose the precision of a process that runs alone; ranks agree on one (`setup.agree_precision`)."""
+def choose_precision(setting: str, device: torch.device) -> Precision:
+    """Choose the precision of a process that runs alone; ranks agree on one (`build.agree_precision`)."""
     on_gpu = device.type == "cuda"
     native = setting == "auto" and has_bf16(device)
-    return precision_of(decide_precision(setting, [engine], on_gpu=on_gpu, has_bf16=native))
+    return precision_of(decide_precision(setting, [], on_gpu=on_gpu, has_bf16=native))
 
 
 def inference_precision(setting: str, device: torch.device) -> Precision:

@@ -8,11 +8,10 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
@@ -20,17 +19,17 @@ from bert_dp.config import ConfigError, Issue
 from bert_dp.config.checks import spread_issues
 from bert_dp.files import INIT_FILE
 from bert_dp.files.ledger import Spending
+from bert_dp.files.models import Failure
 from bert_dp.training.devices import HostAndDevice, own_host_and_device
 from bert_dp.training.process import World
 
-M = TypeVar("M", bound=BaseModel)
 TIMEOUT = datetime.timedelta(minutes=30)
 
 
 class HostCollectives:
-    """Collectives of small host values on a gloo side group, beside the gradients.
+    """Exchange small host values on a gloo side group, beside the gradients.
 
-    Every rank must call them in the same order. Without a group they are the identity.
+    Every rank must call the same methods in the same order. Without a group they return their argument.
     """
 
     def __init__(self, world: World, group: dist.ProcessGroup | None):
@@ -64,13 +63,8 @@ class HostCollectives:
         """Return rank 0's JSON value on every rank."""
         if self._group is None:
             return value
-        data = json.dumps(value).encode() if self.world.rank == 0 else b""
-        size = int(self.all_gather([len(data)])[0, 0])
-        buffer = torch.empty(size, dtype=torch.uint8)
-        if self.world.rank == 0:
-            buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        dist.broadcast(buffer, 0, group=self._group)
-        return json.loads(bytes(buffer.tolist()))
+        mine = value if self.world.rank == 0 else None
+        return gather_json(mine, self._group, torch.device("cpu"))[0]
 
     def from_rank_0(self, setting: str, choose: Callable[[], Any]) -> Any:
         """Return on every rank the JSON value that `choose` gives rank 0, or raise its ConfigError, about
@@ -86,10 +80,10 @@ class HostCollectives:
             raise ConfigError([Issue(**issue) for issue in issues])
         return value
 
-    def broadcast_model(self, model: M | None, kind: type[M]) -> M | None:
-        """Return rank 0's pydantic model, of class `kind`, on every rank. Collective."""
-        data = self.broadcast(None if model is None else model.model_dump(mode="json"))
-        return None if data is None else kind.model_validate(data)
+    def broadcast_failure(self, failure: Failure | None) -> Failure | None:
+        """Return rank 0's failure on every rank. Collective."""
+        data = self.broadcast(None if failure is None else failure.model_dump(mode="json"))
+        return None if data is None else Failure.model_validate(data)
 
     def barrier(self) -> None:
         self.all_gather([0.0])
@@ -133,7 +127,8 @@ def check_places(places: Sequence[HostAndDevice], sets: Mapping[str, int]) -> No
     for shared in dict.fromkeys(places):
         ranks = [rank for rank, place in enumerate(places) if place == shared]
         if shared.gpu is not None and len(ranks) > 1:
-            message = f"ranks {', '.join(map(str, ranks))} have one GPU, {shared.gpu} of {shared.host}"
+            host = shared.node.partition("/")[0]
+            message = f"ranks {', '.join(map(str, ranks))} have one GPU, {shared.gpu} of {host}"
             hint = "start a rank for each GPU (--nproc), or give each task one (srun --gpus-per-task=1)"
             issues.append(Issue("run.device", "conflict", message, shared.gpu, "--nproc", hint))
     if issues:
@@ -192,7 +187,7 @@ def disconnect() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Stop:
-    """Request to stop: none, by a signal after a checkpoint, or of a failed run, which goes first."""
+    """Hold a request to stop: none, a signal (after a checkpoint), or a failed run, which has precedence."""
 
     signal: int = 0
     failed: bool = False
@@ -202,8 +197,8 @@ class Stop:
 
 
 class SharedClock:
-    """Elapsed seconds on rank 0's clock, or with `spending` the share of a budget in dollars or kWh, and the
-    stop request of any rank, the same on every rank.
+    """Give every rank the same elapsed seconds, those of rank 0's clock, or with `spending` the share of a
+    budget in dollars or kWh, and the stop request of any rank.
 
     `exchange` returns what was sent one step earlier and sends the next, so no step waits for it. Rank 0
     sends when it expects the next step to begin: its reading plus the time of the step that ended last.

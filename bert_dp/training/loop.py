@@ -28,11 +28,8 @@ from bert_dp.training.checkpoint import AsyncCheckpointer, SaveTimer, TrainState
 from bert_dp.training.devices import Precision
 from bert_dp.training.distributed import HostCollectives, SharedClock, Stop
 from bert_dp.training.metrics import Meter, Timers, exposed_communication_s
-from bert_dp.training.process import HeartbeatWriter, Records, Signals, WriteErrors
+from bert_dp.training.process import HeartbeatWriter, Records, Signals
 from bert_dp.training.profiler import StepTrace
-
-LossFn = Callable[[nn.Module, Any], Tensor]
-"""(model, micro batch on the device) -> sum over the targets, a device scalar."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,14 +45,11 @@ class Rank:
     data: DatasetInfo
     heartbeat: HeartbeatWriter
     signals: Signals
-    write_errors: WriteErrors
 
     def log_rank0(self, text: str) -> None:
         """Write a line of rank 0's log; the launcher shows it."""
         if self.comm.world.rank == 0:
-            with suppress(OSError):  # the log's disk is full: no reason to end the run
-                sys.stdout.write(files.printable(text) + "\n")
-                sys.stdout.flush()
+            sys.stdout.write(files.printable(text) + "\n")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,24 +71,6 @@ class Trainer(Rank):
     records: Records
     trace: StepTrace
 
-    def step(
-        self, batches: Iterable[MicroBatch], *, grad_accum_steps: int, num_targets: int, timers: Timers
-    ) -> tuple[Tensor, Tensor]:
-        """Call `train_step` with the parts of this trainer."""
-        return train_step(
-            self.engine,
-            self.model,
-            self.task.loss,
-            batches,
-            grad_accum_steps=grad_accum_steps,
-            num_targets=num_targets,
-            device=self.device,
-            precision=self.precision,
-            max_norm=self.config.optim.clip,
-            timers=timers,
-            progress=self.heartbeat.progress,
-        )
-
 
 @dataclasses.dataclass(frozen=True)
 class TrainingOutcome:
@@ -104,47 +80,42 @@ class TrainingOutcome:
     """0 = the budget is spent, or `failure`."""
     failure: Failure | None
     """Why the run ended itself; the same on every rank."""
-    checkpoint: Path | None
 
 
 def train_step(
-    engine: Engine,
-    model: nn.Module,
-    loss_fn: LossFn,
+    trainer: Trainer,
     batches: Iterable[MicroBatch],
     *,
     grad_accum_steps: int,
     num_targets: int,
-    device: torch.device,
-    precision: Precision,
-    max_norm: float,
     timers: Timers,
-    progress: Callable[[], None],
 ) -> tuple[Tensor, Tensor]:
     """Run forward, backward, reduction, clipping and the optimizer step.
 
     `batches` gives `grad_accum_steps` micro batches, each drawn when the one before it has been passed to the
     device. `num_targets` is that of the step over all replicas. Returns this replica's share of the mean loss
     over them (the shares sum to it) and the reduced gradient norm, both device scalars; no host sync.
-    `progress` is called after each micro batch. Timed as compute_before_reduction: forward and backward up to
-    the last micro batch's backward, before any gradient is reduced.
+    Timed as compute_before_reduction: forward and backward up to the last micro batch's backward, before any
+    gradient is reduced.
     """
+    engine, device, precision = trainer.engine, trainer.device, trainer.precision
     loss_share = torch.zeros((), dtype=precision.parameters, device=device)
     for left, batch in zip(reversed(range(grad_accum_steps)), batches, strict=True):
-        with timers.phase("forward_backward"):
-            timers.start("compute_before_reduction")
-            with engine.accumulate(last=not left):
-                with precision.context(device):
-                    loss = loss_fn(model, batch.to(device)) / num_targets
-                if not left:
-                    timers.stop("compute_before_reduction")
-                engine.backward(loss)
-            loss_share += loss.detach()
-            if left:
-                timers.stop("compute_before_reduction")
-        progress()
-    with timers.phase("optimizer"):
-        norm = engine.step(max_norm)
+        begin = timers.mark()
+        with engine.accumulate(last=not left):
+            with precision.context(device):
+                loss = trainer.task.loss(trainer.model, batch.to(device)) / num_targets
+            if not left:
+                timers.count("compute_before_reduction", begin)
+            engine.backward(loss)
+        loss_share += loss.detach()
+        if left:
+            timers.count("compute_before_reduction", begin)
+        timers.count("forward_backward", begin)
+        trainer.heartbeat.progress()
+    begin = timers.mark()
+    norm = engine.step(trainer.config.optim.clip)
+    timers.count("optimizer", begin)
     return loss_share, norm
 
 
@@ -154,7 +125,8 @@ def dry_run(trainer: Trainer, start: State) -> None:
     then the state is `start`. Collective."""
     layout, engine = trainer.layout, trainer.engine
     count = min(2, layout.grad_accum_steps)
-    trainer.step(
+    train_step(
+        trainer,
         [trainer.task.example_batch(layout.micro_size)] * count,
         grad_accum_steps=count,
         num_targets=trainer.task.num_targets(0, count * layout.samples_per_micro_step),
@@ -201,15 +173,16 @@ def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> TrainingOu
         heartbeat.enter("data", state.step + 1)
         spent, stop = clock.exchange(stop_request(trainer, state))
         if config.parallel.engine == "independent":
-            meter.timers.restart()  # what copies wait for each other is no part of their steps
+            meter.timers.restart()  # the copies' wait for each other is excluded from their steps
         progress = progress_at(config, state.step, state.samples, spent)
         if stop or progress >= 1.0:
             break
-        state.progress, state.global_batch = progress, batch_at(config.batch, progress)
+        state.global_batch = batch_at(config.batch, progress)
         state.lr = peak * lr_factor(config.schedule, progress)
         set_lr(trainer.optimizer, state.lr)
         grad_accum_steps = state.global_batch // trainer.layout.samples_per_micro_step
-        loss, norm = trainer.step(
+        loss, norm = train_step(
+            trainer,
             micro_batches(trainer, grad_accum_steps),
             grad_accum_steps=grad_accum_steps,
             num_targets=trainer.task.num_targets(state.samples, state.global_batch),
@@ -242,7 +215,7 @@ def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> TrainingOu
 
 
 def micro_batches(trainer: Trainer, count: int) -> Iterator[MicroBatch]:
-    """Yield the next ones of the stream; while one is waited for the heartbeat says so."""
+    """Yield the next `count` of the stream. The heartbeat is in phase `data` while one is awaited."""
     for _ in range(count):
         trainer.heartbeat.enter("data")
         batch = trainer.stream.next()
@@ -271,12 +244,10 @@ def _finish(trainer: Trainer, state: TrainState, clock: SharedClock, stop: Stop)
         if state.step != state.evaluated_step:  # a signal came meanwhile, or nothing is held out
             stop = clock.poll_stop(stop_request(trainer, state))
     clock.finish()
-    failure = trainer.comm.broadcast_model(state.abort_reason or trainer.checkpointer.abort_reason, Failure)
+    failure = trainer.comm.broadcast_failure(state.abort_reason or trainer.checkpointer.abort_reason)
     if failure is None:  # else the state may be what made it fail, and must not push out the good ones
         failure = unsaved if is_due else save(trainer, state, clock.spent_s(), wait=True)
-    return TrainingOutcome(
-        signal=0 if stop.failed else stop.signal, failure=failure, checkpoint=trainer.checkpointer.newest
-    )
+    return TrainingOutcome(0 if stop.failed else stop.signal, failure)
 
 
 def log_steps(trainer: Trainer, state: TrainState, clock: SharedClock) -> None:
@@ -326,9 +297,10 @@ def evaluate_and_write(trainer: Trainer, state: TrainState, clock: SharedClock) 
     state.eval_s += elapsed - start
     if clock.spending is not None:
         clock.spending.evaluation_s = elapsed - start
-    if measured is not None:
-        state.heldout, state.evaluated_step = measured, state.step
-    if trainer.comm.world.rank == 0 and measured:
+    if measured is None:
+        return
+    state.heldout, state.evaluated_step = measured, state.step
+    if trainer.comm.world.rank == 0:
         with suppress(OSError):
             files.cut_back(trainer.run_dir / "evals.jsonl", state.step - 1)  # one line a step, also repeated
         line = {
@@ -338,8 +310,7 @@ def evaluate_and_write(trainer: Trainer, state: TrainState, clock: SharedClock) 
             "elapsed_s": elapsed,
         }
         trainer.records.append("evals.jsonl", line)
-    if measured is not None:
-        state.request_abort(metrics.has_diverged(measured["loss"], state.step), "not_finite")
+    state.request_abort(metrics.has_diverged(measured["loss"], state.step), "not_finite")
 
 
 def save(trainer: Trainer, state: TrainState, elapsed_s: float, *, wait: bool = False) -> Failure | None:
@@ -351,8 +322,6 @@ def save(trainer: Trainer, state: TrainState, elapsed_s: float, *, wait: bool = 
         return None
     state.elapsed_s, state.skipped_steps = elapsed_s, int(trainer.meter.skipped)
     checkpointer.save(state.step, trainer.engine.gather_state, {**trainer.metadata, **state.saved()})
-    if not wait:
+    if not wait or comm.broadcast(checkpointer.wait()) == state.step:
         return None
-    if comm.broadcast(checkpointer.wait()) == state.step:
-        return None
-    return comm.broadcast_model(checkpointer.problem, Failure)
+    return comm.broadcast_failure(checkpointer.problem)

@@ -24,18 +24,17 @@ from bert_dp.training.distributed import HostCollectives
 
 PHASES = ("forward_backward", "optimizer")
 TIMED = (*PHASES, "compute_before_reduction")
-STRAGGLER_STEPS = 10  # over fewer steps nobody is: one pause would name a rank
+STRAGGLER_STEPS = 10  # over fewer steps one pause would make a rank a straggler
 
 
 Mark = Any  # a point in time: a CUDA event on a GPU, seconds of the clock on a CPU
 
 
 class Timers:
-    """Measures seconds of each step, whole and by phase: CUDA events on a GPU, read at the next drain."""
+    """Measure seconds of each step, whole and by phase: CUDA events on a GPU, read at the next drain."""
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
-        self._started: dict[str, Mark] = {}
         self._phases: list[tuple[str, Mark, Mark]] = []
         self._finished: list[tuple[list[tuple[str, Mark, Mark]], Mark, Mark, float]] = []
         self.restart()
@@ -44,13 +43,9 @@ class Timers:
         """Begin the next step here, so that it excludes the time before."""
         self._step_start, self._host_start = self.mark(), time.perf_counter()
 
-    def start(self, name: str) -> None:
-        """Begin to count the time as `name`, one of TIMED."""
-        self._started[name] = self.mark()
-
-    def stop(self, name: str) -> None:
-        """End what `start` began."""
-        self._phases.append((name, self._started.pop(name), self.mark()))
+    def count(self, name: str, begin: Mark) -> None:
+        """Count the time since `begin` as `name`, one of TIMED."""
+        self._phases.append((name, begin, self.mark()))
 
     def end_step(self) -> None:
         """End the step and begin the next one."""
@@ -73,13 +68,6 @@ class Timers:
     def between(self, begin: Mark, end: Mark) -> float:
         """Return the seconds between two marks; the device must be synchronised."""
         return begin.elapsed_time(end) / 1e3 if self._cuda else end - begin
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Count the block as one of TIMED."""
-        self.start(name)
-        yield
-        self.stop(name)
 
     def drain(self) -> dict[str, list[float]]:
         """Return name -> seconds of each step since the last drain: TIMED, `step` (the whole step) and `host`
@@ -124,7 +112,7 @@ def exposed_waits(waits_s: Sequence[float], phases: Mapping[str, Sequence[float]
 
 
 class Meter:
-    """Accumulates between log lines; `totals` (seconds, of all real steps) feed the summary."""
+    """Accumulate between log lines; `totals` (seconds, of all real steps) feed the summary."""
 
     def __init__(
         self,
@@ -267,14 +255,13 @@ class Meter:
         return self.rates(self.total_steps, self.total_samples, self.total_micro, self.totals["train_s"])
 
 
-# torch's own counts of DDP's reductions are private to torch, so every reader may find nothing
+# torch's counters of DDP's reductions are private, so each of these functions may find nothing
 
 
 def sample_communication(model: Any, every_steps: int) -> None:
     """Let DDP time one step in so many, beside its first ten; on a GPU each costs a synchronisation."""
-    choose = getattr(model, "_set_ddp_runtime_logging_sample_rate", None)
-    if choose is not None:
-        choose(every_steps)
+    if hasattr(model, "_set_ddp_runtime_logging_sample_rate"):
+        model._set_ddp_runtime_logging_sample_rate(every_steps)
 
 
 def exposed_communication_s(model: Any) -> float | None:
@@ -292,19 +279,18 @@ def bucket_bytes(model: Any) -> list[int]:
 
 
 def _ddp_logging_data(model: Any) -> dict[str, Any]:
-    read = getattr(model, "_get_ddp_logging_data", None)
-    return dict(read()) if read is not None else {}
+    return dict(model._get_ddp_logging_data()) if hasattr(model, "_get_ddp_logging_data") else {}
 
 
 WINDOW = 128  # logged losses that a spike is seen against, and its height: OLMo-core's SkipStepOptimizer
 SIGMAS = 6.0
-ENOUGH = 16  # logged losses before there is a spread to speak of
-FP16_ROOM = 16  # the scaler starts at 2^16 and halves at each skip: so many may pass before it is at 1
+MIN_LOSSES = 16  # logged losses from which a standard deviation is meaningful
+FP16_SKIPS = 16  # allowed on top: the scaler starts at 2^16 and halves at each skip until it is 1
 
 
 def is_spike(loss: float, recent: Sequence[float]) -> bool:
     """Return True if a logged loss is above mean + SIGMAS standard deviations of the ones before it."""
-    if len(recent) < ENOUGH or not math.isfinite(loss):  # the latter is skipped and counted elsewhere
+    if len(recent) < MIN_LOSSES or not math.isfinite(loss):  # the latter is skipped and counted elsewhere
         return False
     return loss > statistics.fmean(recent) + SIGMAS * statistics.pstdev(recent)
 
@@ -320,7 +306,7 @@ def too_many_skipped(config: Config, precision: str, in_a_row: int, step: int, l
     """Return the reason to stop when too many steps in a row had a gradient that is not finite, up to `step`,
     whose rate was `lr`. Asked when a line is logged, so that no step waits for the device."""
     most = config.run.max_skipped_in_a_row
-    if in_a_row < most + (FP16_ROOM if precision == "fp16" else 0):
+    if in_a_row < most + (FP16_SKIPS if precision == "fp16" else 0):
         return None
     return (
         f"{in_a_row} steps in a row up to step {step} had a gradient that is not finite and were skipped, at "

@@ -140,7 +140,11 @@ def estimate(
         reason = f"{steps} measured steps, fewer than {MIN_STEPS}"
         return NoiseScale(steps=steps, verdict="inconclusive", reason=reason)
     both_2N = np.stack([(B_N * big_N - b_N * small_N) / (B_N - b_N), (small_N - big_N) / (1 / b_N - 1 / B_N)])
-    (grad, trace), (var, cov, var_trace) = both_2N.mean(1), _variances(both_2N)
+    grad, trace = both_2N.mean(1)
+    # (co)variances of the two means, from sums of BLOCKS blocks
+    starts = np.arange(BLOCKS) * steps // BLOCKS
+    sums = np.add.reduceat(both_2N - both_2N.mean(1, keepdims=True), starts, axis=1)
+    (var, cov), (_, var_trace) = sums @ sums.T * (BLOCKS / (BLOCKS - 1) / steps**2)
     facts: dict[str, Any] = {"grad_sq": float(grad), "trace": float(trace)}
     for name, mean, variance in (("gradient signal", grad, var), ("gradient noise", trace, var_trace)):
         if mean <= T_999 * variance**0.5:
@@ -151,15 +155,6 @@ def estimate(
     root = max(h**2 - a * c, 0.0) ** 0.5
     facts |= {"noise_scale": float(trace / grad), "interval": [float((h - root) / a), float((h + root) / a)]}
     return NoiseScale(steps=steps, verdict="ok", **facts)
-
-
-def _variances(both_2N: np.ndarray) -> tuple[float, float, float]:
-    """Return variance of the first mean, covariance, variance of the second, from sums of BLOCKS blocks."""
-    n = both_2N.shape[1]
-    starts = np.arange(BLOCKS) * n // BLOCKS
-    sums = np.add.reduceat(both_2N - both_2N.mean(1, keepdims=True), starts, axis=1)
-    covariance = sums @ sums.T * (BLOCKS / (BLOCKS - 1) / n**2)
-    return float(covariance[0, 0]), float(covariance[0, 1]), float(covariance[1, 1])
 
 
 def estimate_of_run(run_dir: Path) -> NoiseScale:

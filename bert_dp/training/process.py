@@ -25,27 +25,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from bert_dp import files
 from bert_dp.config import ConfigError, Issue
-from bert_dp.files import (
-    BEAT_BYTES,
-    BEAT_SLOTS,
-    IN_STEP,
-    INIT_FILE,
-    LAUNCHER_PID,
-    LAUNCHER_START,
-    LOG_DIR,
-    PHASES,
-    STARTED_AGAIN,
-    STOP_SIGNALS,
-    append_line,
-    hide,
-    honoured,
-    is_own_code,
-    safe,
-    secret_values,
-    start_ticks,
-    write_json,
-)
 from bert_dp.files.models import Failure, FailureKind, kind_of_error
 
 GC_THRESHOLD = 100_000  # objects; recomputing a block leaves 7 at each call, some 0.5 KB
@@ -60,13 +41,13 @@ class RunFailed(RuntimeError):
 
 
 class Signals:
-    """Remembers the first stop signal after `catch`; the loop reads it once per step."""
+    """Remember the first stop signal after `catch`; the loop reads it once per step."""
 
     def __init__(self) -> None:
         self.received = 0
 
     def catch(self) -> None:
-        for number in honoured(STOP_SIGNALS):
+        for number in files.honoured(files.STOP_SIGNALS):
             signal.signal(number, self._remember)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
@@ -75,10 +56,10 @@ class Signals:
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """Collect garbage only on gc.collect() within the block, and not among the objects of now.
+    """Collect garbage only on gc.collect() within the block, and never among the objects that exist now.
 
-    By itself Python would pause a rank at a step of its own, and all others with it. It still collects where
-    GC_THRESHOLD objects come together.
+    Otherwise Python would pause each rank at a step of its own, and all others with it. It still collects
+    once GC_THRESHOLD objects have accumulated.
     """
     before = gc.get_threshold()
     gc.collect()
@@ -91,77 +72,74 @@ def gc_paused() -> Iterator[None]:
         gc.unfreeze()
 
 
-class WriteErrors:
-    """Failed writes of this process, for summary.json."""
+class FailedWrites:
+    """Count the writes of this process's log and records that failed, for summary.json."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    count = 0
 
-    def note(self, error: OSError) -> None:
-        self.count += 1
+
+failed_writes = FailedWrites()
 
 
 class TolerantFile(io.FileIO):
-    """An open file descriptor whose failed writes are counted and dropped."""
+    """Write to an open file descriptor; count and drop the writes that fail."""
 
-    def __init__(self, descriptor: int, errors: WriteErrors):
+    def __init__(self, descriptor: int):
         super().__init__(descriptor, "w", closefd=False)
-        self._errors = errors
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
-        except OSError as error:
-            self._errors.note(error)
+        except OSError:
+            failed_writes.count += 1
             return len(data)
 
 
 class LogStream(io.TextIOWrapper):
-    """A text stream on a descriptor: masks secrets, is flushed at the end of each line, raises no OSError."""
+    """Write text to a descriptor: mask secrets, flush at the end of each line, raise no OSError."""
 
-    def __init__(self, descriptor: int, errors: WriteErrors):
-        raw = io.BufferedWriter(TolerantFile(descriptor, errors))
+    def __init__(self, descriptor: int):
+        raw = io.BufferedWriter(TolerantFile(descriptor))
         super().__init__(raw, "utf-8", "backslashreplace", line_buffering=True)
-        self._secrets = secret_values(os.environ)
+        self._secrets = files.secret_values(os.environ)
 
     def write(self, text: str) -> int:
-        super().write(hide(text, self._secrets))
+        super().write(files.hide(text, self._secrets))
         return len(text)
 
 
 class Records:
-    """Appends lines to the records of a run directory."""
+    """Append lines to the records of a run directory."""
 
-    def __init__(self, run_dir: Path, log_rank0: Callable[[str], None], errors: WriteErrors):
-        self._run_dir, self._log, self._errors = run_dir, log_rank0, errors
+    def __init__(self, run_dir: Path, log_rank0: Callable[[str], None]):
+        self._run_dir, self._log = run_dir, log_rank0
         self._incomplete: set[str] = set()
 
     def append(self, name: str, line: Mapping[str, Any]) -> None:
         """Append `line`, which has a `step`, to the record `name`. Warn of its first line that is lost."""
         try:
-            append_line(self._run_dir / name, line)
+            files.append_line(self._run_dir / name, line)
         except OSError as error:
-            self._errors.note(error)
+            failed_writes.count += 1
             if name not in self._incomplete:
                 self._incomplete.add(name)
                 self._log(f"warning: step {line['step']} is missing in {name}: {error}")
 
 
-def redirect_output(rank: int, errors: WriteErrors) -> None:
+def redirect_output(rank: int) -> None:
     """Append everything this process prints to $BERT_DP_LOG_DIR/rank-N.log, if that is set, after a line that
-    separates it from an earlier process's, and stacks on SIGUSR2 to rank-N.stack. Failed writes are counted
-    in `errors`."""
-    sys.stdout, sys.stderr = LogStream(1, errors), LogStream(2, errors)
-    if folder := os.environ.get(LOG_DIR):
+    separates it from an earlier process's, and stacks on SIGUSR2 to rank-N.stack."""
+    sys.stdout, sys.stderr = LogStream(1), LogStream(2)
+    if folder := os.environ.get(files.LOG_DIR):
         try:
             log = os.open(Path(folder) / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        except OSError as error:
-            errors.note(error)
+        except OSError:
+            failed_writes.count += 1
         else:
             os.dup2(log, 1)
             os.dup2(log, 2)
             if os.fstat(log).st_size:
-                sys.stdout.write(f"{STARTED_AGAIN}\n")
+                sys.stdout.write(f"{files.STARTED_AGAIN}\n")
             os.close(log)
     faulthandler.enable()
     show_stacks_on_signal(rank)
@@ -171,23 +149,23 @@ def show_stacks_on_signal(rank: int) -> None:
     """On SIGUSR2 append the stacks of all threads to $BERT_DP_LOG_DIR/rank-N.stack, or to stderr without it,
     also while C code holds the interpreter lock."""
     file: IO[str] = sys.stderr
-    if folder := os.environ.get(LOG_DIR):
+    if folder := os.environ.get(files.LOG_DIR):
         with contextlib.suppress(OSError):  # a full disk
             file = open(Path(folder) / f"rank-{rank}.stack", "a")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
 
 
 def follow_launcher() -> None:
-    """End this process at once when the launcher is gone, however it went.
+    """End this process as soon as the launcher has ended, in whatever way.
 
     torchrun puts every worker into a session of its own, so nothing else would.
     """
-    pid = int(os.environ.get(LAUNCHER_PID, "0"))
+    pid = int(os.environ.get(files.LAUNCHER_PID, "0"))
     if not pid:
         return
     try:
         descriptor = os.pidfd_open(pid)
-        same = start_ticks(pid) == os.environ.get(LAUNCHER_START)
+        same = files.start_ticks(pid) == os.environ.get(files.LAUNCHER_START)
     except OSError:
         same = False
     if not same:
@@ -196,8 +174,7 @@ def follow_launcher() -> None:
     def watch() -> None:
         poller = select.poll()
         poller.register(descriptor, select.POLLIN)  # readable once the process has ended
-        while not poller.poll():
-            pass
+        poller.poll()
         os._exit(1)
 
     threading.Thread(target=watch, name="follow-launcher", daemon=True).start()
@@ -208,27 +185,28 @@ def record_error(rank: int, error: BaseException) -> None:
 
     In this order: once the launcher sees the file it shows no more of the log, and its report comes first.
     """
-    secrets = secret_values(os.environ)  # a library may have put one into its message
-    folder = os.environ.get(LOG_DIR)
+    secrets = files.secret_values(os.environ)  # a library may have put one into its message
+    folder = os.environ.get(files.LOG_DIR)
     if folder:
         path = Path(folder) / f"rank-{rank}.error.json"
         with contextlib.suppress(OSError):  # a full disk must not hide the cause: the log has it too
-            write_json(path, failure_of(rank, error, secrets).model_dump(mode="json"))
+            files.write_json(path, failure_of(rank, error, secrets).model_dump(mode="json"))
     if isinstance(error, ConfigError):
         text = "".join(f"error: {issue}\n" for issue in error.issues)
     elif isinstance(error, RunFailed):  # no line of code is the place of it
         text = f"error: {error}\n"
     else:
         text = "".join(traceback.format_exception(error))
-    sys.stderr.write(safe(hide(text, secrets)))
+    sys.stderr.write(files.safe(files.hide(text, secrets)))
 
 
 def failure_of(rank: int, error: BaseException, secrets: Iterable[str]) -> Failure:
     """Describe an exception with the innermost frame of our code or the user's."""
     agreed = isinstance(error, RunFailed)
     frames = [] if agreed else traceback.extract_tb(error.__traceback__)
-    frame = next((f for f in reversed(frames) if is_own_code(f.filename)), frames[-1] if frames else None)
-    name, text = type(error).__name__, hide(str(error), secrets)
+    own = [frame for frame in frames if files.is_own_code(frame.filename)]
+    frame = (own or frames)[-1] if frames else None
+    name, text = type(error).__name__, files.hide(str(error), secrets)
     issues = [i.to_json() for i in error.issues] if isinstance(error, ConfigError) else []
     return Failure(
         kind=kind_of_error(error),
@@ -237,18 +215,20 @@ def failure_of(rank: int, error: BaseException, secrets: Iterable[str]) -> Failu
         time_ns=time.monotonic_ns(),  # since boot: one clock for all processes, and it never jumps
         error_type=name,
         where=f"{frame.filename}:{frame.lineno}" if frame else None,
-        source=hide(f"in {frame.name}: {frame.line}", secrets) if frame and frame.line else None,
-        issues=[{k: hide(v, secrets) if isinstance(v, str) else v for k, v in i.items()} for i in issues],
+        source=files.hide(f"in {frame.name}: {frame.line}", secrets) if frame and frame.line else None,
+        issues=[
+            {k: files.hide(v, secrets) if isinstance(v, str) else v for k, v in i.items()} for i in issues
+        ],
         agreed=agreed,
     )
 
 
 ALIVE_EVERY_S = 1.0
-PID, STEP, PHASE, DONE, PROGRESS, PROGRESS_NS, ALIVE = BEAT_SLOTS.values()
+PID, STEP, PHASE, DONE, PROGRESS, PROGRESS_NS, ALIVE = files.BEAT_SLOTS.values()
 
 
 class HeartbeatWriter:
-    """Writes the heartbeat of one rank; `files.Heartbeat` defines the fields."""
+    """Write the heartbeat of one rank; `files.Heartbeat` defines the fields."""
 
     def __init__(self, path: Path):
         self._memory = _map(path)
@@ -261,14 +241,14 @@ class HeartbeatWriter:
         threading.Thread(target=self._live, name="heartbeat", daemon=True).start()
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Begin a phase (of files.PHASES) in optimizer step `step` (None = unchanged). The phases of IN_STEP
-        take turns within a step and do not restart the count of pieces."""
+        """Begin a phase (of files.PHASES) in optimizer step `step` (None = unchanged). The phases of
+        files.IN_STEP take turns within a step and do not restart the count of pieces."""
         slots = self._slots
         if step is not None:
             slots[STEP] = step
-        if step is not None or phase not in IN_STEP:
+        if step is not None or phase not in files.IN_STEP:
             slots[DONE] = 0
-        slots[PHASE] = PHASES.index(phase)
+        slots[PHASE] = files.PHASES.index(phase)
         slots[PROGRESS] += 1
         slots[PROGRESS_NS] = time.monotonic_ns()
 
@@ -303,7 +283,7 @@ class HeartbeatWriter:
 
 
 def _map(path: Path) -> mmap.mmap:
-    """Create and map a file of zeros; anonymous memory where there is no place for it.
+    """Create and map a file of zeros; return anonymous memory where none can be written.
 
     The zeros are written and not left a hole: a hole that a full disk cannot fill later would end the rank
     with SIGBUS. A file of an earlier run is replaced and not truncated: its owner may still write to it.
@@ -311,11 +291,11 @@ def _map(path: Path) -> mmap.mmap:
     try:
         path.parent.mkdir(exist_ok=True)
         path.unlink(missing_ok=True)
-        path.write_bytes(bytes(BEAT_BYTES))
+        path.write_bytes(bytes(files.BEAT_BYTES))
         with path.open("r+b") as file:
-            return mmap.mmap(file.fileno(), BEAT_BYTES)
+            return mmap.mmap(file.fileno(), files.BEAT_BYTES)
     except (OSError, ValueError):  # ValueError: the file is shorter than it should be
-        return mmap.mmap(-1, BEAT_BYTES)
+        return mmap.mmap(-1, files.BEAT_BYTES)
 
 
 # (rank, local rank, world size, local world size): torchrun / accelerate, deepspeed, Slurm, Open MPI
@@ -356,7 +336,7 @@ def read_world(environ: Mapping[str, str]) -> World:
                 _local_size(environ, local_size, environ[size]),
             )
         except ValueError:
-            message = f"and {size} and their local kin must be whole numbers"
+            message = f"must be a whole number, as must {size} and the local ones"
             raise ConfigError([Issue(rank, "wrong_type", message)]) from None
         if not 0 <= world.rank < world.size:
             message = f"{world.rank} is outside {size}={world.size}"
@@ -386,14 +366,14 @@ def _local_size(environ: Mapping[str, str], name: str, default: str) -> int:
 def check_rendezvous(world: World, environ: Mapping[str, str]) -> None:
     """Raise ConfigError when several ranks have no place for a rendezvous: our launcher's file or env://."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
-    if world.size > 1 and INIT_FILE not in environ and missing:
+    if world.size > 1 and files.INIT_FILE not in environ and missing:
         message = f"not set, and {world.size} ranks need a place to meet"
         hint = "on one machine MASTER_ADDR=127.0.0.1 and any free MASTER_PORT, else rank 0's host"
         raise ConfigError([Issue(" and ".join(missing), "missing", message, hint=hint)])
 
 
 def standard_variables(world: World, gpu: int | None) -> dict[str, str]:
-    """Return RANK and its kin, for packages that read nothing else and take LOCAL_RANK for the number of the
-    GPU: 0 where a rank sees only its own. `gpu`: None on a CPU."""
+    """Return RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE for packages that read nothing else and take
+    LOCAL_RANK for the index of the GPU: 0 where a rank sees only its own. `gpu`: None on a CPU."""
     named = world if gpu is None else dataclasses.replace(world, local_rank=gpu)
     return dict(zip(_SCHEMES[0], map(str, dataclasses.astuple(named)), strict=True))

@@ -10,22 +10,17 @@ from torch.profiler import profile
 from bert_dp.config.checks import ProfilePlan
 from bert_dp.training.distributed import HostCollectives
 from bert_dp.training.metrics import Meter
-from bert_dp.training.process import HeartbeatWriter, WriteErrors
+from bert_dp.training.process import HeartbeatWriter, failed_writes
 
 
 class StepTrace:
-    """Profiles the steps and ranks of a plan; every rank has one. Without a plan it does nothing."""
+    """Profile the steps and ranks of a plan; every rank has one. Do nothing without a plan."""
 
     def __init__(
-        self,
-        plan: ProfilePlan | None,
-        comm: HostCollectives,
-        run_dir: Path,
-        heartbeat: HeartbeatWriter,
-        write_errors: WriteErrors,
+        self, plan: ProfilePlan | None, comm: HostCollectives, run_dir: Path, heartbeat: HeartbeatWriter
     ):
         self._plan, self._comm, self._folder = plan, comm, run_dir / "profile"
-        self._heartbeat, self._write_errors = heartbeat, write_errors
+        self._heartbeat = heartbeat
         self._profiler: profile | None = None
         self._first: int | None = None
         """The first step that is being recorded."""
@@ -66,5 +61,5 @@ class StepTrace:
                 trace = self._folder / f"rank-{self._comm.world.rank}.json.gz"
                 self._profiler.export_chrome_trace(str(trace))
             except OSError as error:  # a full disk ends no run
-                self._write_errors.note(error)
+                failed_writes.count += 1
                 sys.stdout.write(f"warning: the profile could not be written: {error}\n")

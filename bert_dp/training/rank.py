@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import os
 import sys
 import time
@@ -15,39 +14,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bert_dp import files
-from bert_dp.config import (
-    METERED,
-    Config,
-    ConfigError,
-    Issue,
-    absolute,
-    batch_layout,
-    load_config,
-    with_budget,
-)
-from bert_dp.config.checks import ProfilePlan, parse_profile, profile_issues, rank_sets
+from bert_dp.config import ConfigError, Issue, absolute, batch_layout, load_config, with_budget
+from bert_dp.config.checks import parse_profile, profile_issues, rank_sets
 from bert_dp.config.own_code import code_issues
+from bert_dp.config.schema import METERED
 from bert_dp.files.ledger import EXIT_S, Ledger, Spending, budget_issues
+from bert_dp.training import process
 from bert_dp.training.follower import Follower
-from bert_dp.training.process import (
-    HeartbeatWriter,
-    RunFailed,
-    Signals,
-    World,
-    WriteErrors,
-    check_rendezvous,
-    follow_launcher,
-    gc_paused,
-    read_world,
-    record_error,
-    redirect_output,
-)
+from bert_dp.training.process import Signals, World
 
 if TYPE_CHECKING:
     from bert_dp.tasks import MakeTask
 
 SWITCH_S = 5e-4  # Python's default, 5 ms, delays prefetching threads when steps are short
-DYING_S = 60.0  # for a killed process to go: it may wait for a file server or a GPU
+EXIT_WAIT_S = 60.0  # for a killed process to exit: it may wait for a file server or a GPU
 
 
 def main(
@@ -63,24 +43,20 @@ def main(
     signals.catch()
     arguments = parse_arguments(argv)
     try:
-        world = read_world(os.environ)
-        check_rendezvous(world, os.environ)
+        world = process.read_world(os.environ)
+        process.check_rendezvous(world, os.environ)
     except ConfigError as error:
         sys.stderr.write(files.printable(f"error: {error}\n"))
         return 2
-    write_errors = WriteErrors()
-    redirect_output(world.rank, write_errors)
-    follow_launcher()
+    process.redirect_output(world.rank)
+    process.follow_launcher()
     sys.setswitchinterval(SWITCH_S)
     with contextlib.ExitStack() as at_end:  # once an error has been recorded
         try:
-            run(arguments, world, signals, write_errors, make_task, at_end, standalone=standalone)
-        except ConfigError as error:
-            record_error(world.rank, error)
-            return 2
+            run(arguments, world, signals, make_task, at_end, standalone=standalone)
         except BaseException as error:
-            record_error(world.rank, error)
-            return 1
+            process.record_error(world.rank, error)
+            return 2 if isinstance(error, ConfigError) else 1
     return 0
 
 
@@ -101,7 +77,6 @@ def run(
     arguments: argparse.Namespace,
     world: World,
     signals: Signals,
-    write_errors: WriteErrors,
     make_task: MakeTask | None,
     at_end: contextlib.ExitStack,
     *,
@@ -126,7 +101,11 @@ def run(
     if arguments.run_dir is not None:
         run_dir.mkdir(parents=True, exist_ok=True)
     layout = batch_layout(config, world.size)
-    plan = profile_plan(arguments, config, world)
+    plan = None
+    if arguments.profile is not None:
+        plan = parse_profile(arguments.profile, arguments.profile_ranks)
+        if issues := profile_issues(plan, world.size, steps=config.schedule.steps):
+            raise ConfigError(issues)
     device = devices.choose_device(config.run.device, world)
     if world.rank == 0:
         lock_run(run_dir, at_end)
@@ -136,7 +115,7 @@ def run(
             raise ConfigError(issues)
         at_end.enter_context(Ledger(run_dir, world.size, config.run))
     heartbeats = os.environ.get(files.HEARTBEATS)
-    heartbeat = HeartbeatWriter(files.heartbeat_path(run_dir, world.rank, heartbeats))
+    heartbeat = process.HeartbeatWriter(files.heartbeat_path(run_dir, world.rank, heartbeats))
     devices.use_device(device, deterministic=config.run.deterministic)
     engine = parallel.engine_name(config.parallel, world.size)
     task = (make_task or tasks.make_task)(config, device)
@@ -147,7 +126,12 @@ def run(
     distributed.check_places(places, rank_sets(config, world.size))
     placed = devices.set_affinity(device, world, places)
     comm = distributed.connect(world, device, store, group_of_one=engine != "single")
-    report = functools.partial(write_collectives, run_dir, world.rank)
+
+    def report(progress: int) -> None:
+        """Write the rank's recent collectives at this progress of its heartbeat."""
+        facts = {"pid": os.getpid(), "progress": progress, "collectives": distributed.recent_collectives()}
+        files.write_json(run_dir / "logs" / f"rank-{world.rank}.collectives.json", facts)
+
     heartbeat.on_silence(config.run.hang_after_s / 2, report)
     heartbeat.progress()
     build.check_same_data(comm, data)
@@ -161,7 +145,6 @@ def run(
         data=data,
         heartbeat=heartbeat,
         signals=signals,
-        write_errors=write_errors,
     )
     resumed = build.select_checkpoint(rank, arguments.resume)
     if standalone:  # all checks are passed: from here on the run writes
@@ -169,7 +152,7 @@ def run(
             follower.start(config)
         comm.barrier()
         os.environ[files.LOG_DIR] = str(run_dir / "logs")
-        redirect_output(world.rank, write_errors)
+        process.redirect_output(world.rank)
     heartbeat.progress()
     trainer, state, tensors = build.build_trainer(rank, resumed, plan)
     at_end.callback(trainer.checkpointer.close)  # a checkpoint that is being written outlives an error
@@ -186,9 +169,14 @@ def run(
     before_s = time.monotonic()
     failure = save(trainer, state, state.elapsed_s, wait=True)  # before hours are spent
     if failure is None:
-        spending = spending_of(config, run_dir, time.monotonic() - before_s, setup_s)
+        unit = config.schedule.unit
+        spending: Spending | None = None
+        if unit in METERED:
+            # closing ends the processes that set-up started, and is slow where that was slow
+            end_s = time.monotonic() - before_s + max(EXIT_S, setup_s / 2)
+            spending = Spending(run_dir, unit, getattr(config.schedule, unit), end_s)
         before_j = devices.joules(device)
-        with gc_paused():
+        with process.gc_paused():
             result = train(trainer, state, distributed.SharedClock(comm, state.elapsed_s, spending=spending))
         write_summary(trainer, state, result, setup_s, dry_run_s, before_j)
         failure = result.failure
@@ -199,45 +187,17 @@ def run(
     distributed.disconnect()
     heartbeat.close()
     if failure is not None and world.rank == 0:
-        raise RunFailed(failure.message, failure.kind)
-
-
-def profile_plan(arguments: argparse.Namespace, config: Config, world: World) -> ProfilePlan | None:
-    """Parse the steps to profile. Raises ConfigError for steps or ranks that the run does not have."""
-    if arguments.profile is None:
-        return None
-    plan = parse_profile(arguments.profile, arguments.profile_ranks)
-    if issues := profile_issues(plan, world.size, steps=config.schedule.steps):
-        raise ConfigError(issues)
-    return plan
-
-
-def spending_of(config: Config, run_dir: Path, save_s: float, setup_s: float) -> Spending | None:
-    """Return the reader of a budget in dollars or kWh; None for other budgets. `save_s`: time of a save."""
-    unit = config.schedule.unit
-    if unit not in METERED:
-        return None
-    # closing ends the processes that set-up started, and is slow where that was slow
-    end_s = save_s + max(EXIT_S, setup_s / 2)
-    return Spending(run_dir, unit, getattr(config.schedule, unit), end_s)
-
-
-def write_collectives(run_dir: Path, rank: int, progress: int) -> None:
-    """Write logs/rank-N.collectives.json: the rank's recent collectives at this progress of its heartbeat."""
-    from bert_dp.training import distributed
-
-    facts = {"pid": os.getpid(), "progress": progress, "collectives": distributed.recent_collectives()}
-    files.write_json(run_dir / "logs" / f"rank-{rank}.collectives.json", facts)
+        raise process.RunFailed(failure.message, failure.kind)
 
 
 def lock_run(run_dir: Path, until: contextlib.ExitStack) -> None:
     """Hold the run directory until the end of `until`. Raises ConfigError when another run holds it.
 
-    Our launcher holds RUN_LOCK: started by it, another holder of .lock is no other run, but the rank 0 that
-    it has just killed and that the kernel has not let go yet.
+    Our launcher holds RUN_LOCK. Under it another holder of .lock is not another run, but a rank 0 that the
+    launcher has just killed and that has not exited yet.
     """
     has_launcher = files.LAUNCHER_PID in os.environ
-    end = time.monotonic() + (DYING_S if has_launcher else 0.0)
+    end = time.monotonic() + (EXIT_WAIT_S if has_launcher else 0.0)
     for name in (".lock",) if has_launcher else (files.RUN_LOCK, ".lock"):
         while (held := files.lock(run_dir / name)) is None:
             if time.monotonic() >= end:

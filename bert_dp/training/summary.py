@@ -12,6 +12,7 @@ from bert_dp.training import devices, metrics, noise
 from bert_dp.training.checkpoint import TrainState
 from bert_dp.training.loop import Trainer, TrainingOutcome
 from bert_dp.training.metrics import straggler
+from bert_dp.training.process import failed_writes
 
 
 def write_summary(
@@ -27,7 +28,7 @@ def write_summary(
     """
     after_j = devices.joules(trainer.device)
     used = math.nan if before_j is None or after_j is None else after_j - before_j
-    own = [devices.peak_memory_gib(trainer.device), used, float(trainer.write_errors.count)]
+    own = [devices.peak_memory_gib(trainer.device), used, float(failed_writes.count)]
     gathered = trainer.comm.all_gather(own)
     memory, used = gathered[:, 0].max().item(), gathered[:, 1].sum().item()
     if trainer.comm.world.rank != 0:
@@ -39,6 +40,7 @@ def write_summary(
     if computes_alone(engine, trainer.layout.tensor):
         ratio, slowest = straggler(trainer.meter.compute_before_reduction_s, trainer.meter.total_steps)
     init = trainer.metadata["init_from"]
+    newest = trainer.checkpointer.newest
     heldout = HeldOut.model_validate(state.heldout) if state.heldout else None
     summary = Summary(
         status=status,
@@ -73,7 +75,7 @@ def write_summary(
         failed_writes=int(gathered[:, 2].sum()),
         profiled_steps=trainer.trace.steps,
         noise_scale=scale,
-        checkpoint=str(result.checkpoint.relative_to(trainer.run_dir)) if result.checkpoint else None,
+        checkpoint=str(newest.relative_to(trainer.run_dir)) if newest else None,
         init_from=InitFrom.model_validate(init) if init else None,
         straggler_ratio=ratio,
         straggler=Straggler.model_validate(slowest) if slowest else None,

@@ -26,7 +26,6 @@ from bert_dp.config import CheckpointConfig
 from bert_dp.parallel import State
 from bert_dp.training import checkpoint
 from bert_dp.training.checkpoint import AsyncCheckpointer
-from bert_dp.training.process import WriteErrors
 from tests.states import FACTS
 
 
@@ -80,13 +79,7 @@ def save_until_killed(order: dict[str, Any], report: int) -> None:
         os.fsync = slow
     if "event" in order:
         die_at(order["event"])
-    saver = AsyncCheckpointer(
-        folder,
-        CheckpointConfig(keep=2),
-        log_rank0=lambda line: None,
-        saved_step=None,
-        write_errors=WriteErrors(),
-    )
+    saver = AsyncCheckpointer(folder, CheckpointConfig(keep=2), log_rank0=lambda line: None, saved_step=None)
     for step in range(first, first + order["saves"]):
         os.write(report, f"begun {step}\n".encode())
         saver.save(step, lambda step=step: state_of(step), {**FACTS, "samples": step})

@@ -20,7 +20,7 @@ from bert_dp.measure.profile_step import lone_trainer
 from bert_dp.model.bert import TiedLookup
 from bert_dp.model.kernels import HAS_TRITON
 from bert_dp.training.devices import synchronize
-from bert_dp.training.loop import Trainer
+from bert_dp.training.loop import Trainer, train_step
 from bert_dp.training.metrics import Timers
 from launcher.job import find_config
 from tests.e2e.cli import TINY, train
@@ -369,7 +369,8 @@ def steps(trainer: Trainer, count: int, clock: Timers | None = None) -> None:
     """Whole optimizer steps on the trainer's own stream."""
     layout, clock = trainer.layout, clock or Timers(trainer.device)
     for number in range(count):
-        trainer.step(
+        train_step(
+            trainer,
             (trainer.stream.next() for _ in range(layout.grad_accum_steps)),
             grad_accum_steps=layout.grad_accum_steps,
             num_targets=trainer.task.num_targets(number * layout.global_size, layout.global_size),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bert_dp.config import ConfigError, batch_layout, resolve
-from tests.parity.runs import BASE, evals, metrics, settings, state, train_runs, write_run
+from tests.parity.runs import BASE, evals, metrics, parallel, settings, state, train_runs, write_run
 from tests.parity.toy import ToyTask
 from tests.resumable import Results
 from tests.shards import write_shards
@@ -64,14 +64,10 @@ class Cell:
 
     def settings(self) -> dict[str, Any]:
         """Sections over BASE: the same global batches whatever the engine and N, ramped."""
-        engine, _, stage = self.engine.partition("-")
-        parallel: dict[str, Any] = {"engine": engine, "tensor": self.tensor}
-        if stage:
-            parallel["zero_stage"] = int(stage)
         dp = self.ranks // self.tensor
         micro = GLOBAL // (self.accumulation * dp)
         sections: dict[str, Any] = {
-            "parallel": parallel,
+            "parallel": parallel(self.engine, tensor=self.tensor),
             "optim": {"name": self.optimizer, "lr": RATES[self.optimizer], "clip": 0.5, "eps": 1e-6},
             "precision": self.precision,
             "batch": {
@@ -91,10 +87,8 @@ class Cell:
 
     def refusal(self) -> str | None:
         """Why this cell does not exist, in the words of the configuration's own check."""
-        sections = {**BASE, **self.settings(), "data": {"sources": ["builtin"]}}
-        sections["model"] = {**BASE["model"], **self.settings()["model"]}
         try:
-            batch_layout(resolve([sections]), self.ranks)
+            batch_layout(resolve([BASE, self.settings(), {"data": {"sources": ["builtin"]}}]), self.ranks)
         except ConfigError as error:
             return str(error)
         return None

@@ -16,7 +16,11 @@ import numpy as np
 import torch
 import yaml
 from numpy.typing import NDArray
+from torch import nn
 
+from bert_dp.data import stream as data
+from bert_dp.training import distributed
+from bert_dp.training import rank as worker
 from tests.helpers import logged, read_json, read_lines
 from tests.one_device import share_device
 from tests.ranks import run_ranks
@@ -37,15 +41,21 @@ BASE: dict[str, Any] = {
 }
 
 
-def settings(shards: Path, **sections: Any) -> dict[str, Any]:
-    """BASE with sections merged in; a section that is no dictionary replaces."""
+def settings(shards: Path, *layers: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    """BASE with each layer of sections merged in, `sections` last; a schedule, and what is no dictionary,
+    replaces."""
     out = json.loads(json.dumps(BASE))
     out["data"]["path"] = str(shards)
-    for name, value in sections.items():
-        out[name] = {**out.get(name, {}), **value} if isinstance(value, dict) else value
-    if "schedule" in sections:
-        out["schedule"] = sections["schedule"]
+    for name, value in itertools.chain.from_iterable(layer.items() for layer in (*layers, sections)):
+        merges = isinstance(value, dict) and name != "schedule"
+        out[name] = {**out.get(name, {}), **value} if merges else value
     return out
+
+
+def parallel(engine: str, **settings: Any) -> dict[str, Any]:
+    """Return the section `parallel` of an engine, `deepspeed-2` with its stage."""
+    name, _, stage = engine.partition("-")
+    return {"engine": name, **({"zero_stage": int(stage)} if stage else {}), **settings}
 
 
 def write_run(run_dir: Path, config: dict[str, Any]) -> Path:
@@ -61,23 +71,24 @@ def train_run(run_dir: Path, config: dict[str, Any], size: int = 1, **options: A
 
 
 def train_runs(size: int, run_dirs: Sequence[Path], **options: Any) -> None:
-    """Train every RUN/config.yaml on `size` ranks, one spawn for all. `share_device`: see one_device.py."""
+    """Train every RUN/config.yaml on `size` ranks in its directory, one spawn for all. `share_device`: see
+    one_device.py; `backend`: of torch.compile."""
     run_ranks(size, _train_all, [str(d) for d in run_dirs], options)
 
 
 def _train_all(run_dirs: list[str], options: dict[str, Any]) -> None:
-    from bert_dp.data import stream as data
-    from bert_dp.training import distributed
-    from bert_dp.training import rank as worker
-
     if options.get("share_device"):
         share_device()
+    if backend := options.get("backend"):
+        nn.Module.compile = functools.partialmethod(nn.Module.compile, backend=backend)  # type: ignore[assignment]
     store = os.environ["BERT_DP_INIT_FILE"]
     rank = int(os.environ["RANK"])
     plain_next, plain_clock = data.TrainingStream.next, distributed.SharedClock
     for number, run_dir in enumerate(run_dirs):
         os.environ["BERT_DP_INIT_FILE"] = f"{store}-{number}"
+        os.chdir(run_dir)
         torch._dynamo.reset()  # each run compiles as in a process of its own
+        torch._dynamo.utils.counters.clear()
         seen: list[Any] = []
 
         def watched(stream: Any, seen: list[Any] = seen) -> Any:

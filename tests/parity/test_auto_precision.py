@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from bert_dp.training import devices
+from bert_dp.training import rank as worker
 from tests.helpers import read_json
 from tests.parity.runs import metrics, settings, write_run
 from tests.ranks import run_ranks
-from tests.shards import write_shards
 
 LATER = 4  # steps, after 2
 STARTS: tuple[tuple[str, int, tuple[bool, bool]], ...] = (  # run, steps, which ranks have units
@@ -24,21 +25,17 @@ STARTS: tuple[tuple[str, int, tuple[bool, bool]], ...] = (  # run, steps, which 
 
 
 def train_all(root: str) -> None:
-    from bert_dp.training import devices as precision
-    from bert_dp.training import rank as worker
-
     store, rank = os.environ["BERT_DP_INIT_FILE"], int(os.environ["RANK"])
     for number, (name, steps, units) in enumerate(STARTS):
         os.environ["BERT_DP_INIT_FILE"] = f"{store}-{number}"
         mine: Any = ("amx_bf16",) if units[rank] else ()
-        precision.bf16_units = lambda mine=mine: mine
+        devices.bf16_units = lambda mine=mine: mine
         assert worker.main([f"{root}/{name}-{steps}.yaml", "--run-dir", f"{root}/{name}"]) == 0
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("auto")
-    shards = write_shards(root / "shards")
     for name, steps, _ in STARTS:
         config = settings(shards, precision="auto", schedule={"name": "constant", "steps": steps})
         write_run(root / "config", config).joinpath("config.yaml").rename(root / f"{name}-{steps}.yaml")

@@ -14,9 +14,8 @@ import torch
 
 from bert_dp.config import load_config
 from bert_dp.model.bert import build_model
-from tests.parity.runs import _train_all, settings, write_run
-from tests.ranks import run_ranks
-from tests.shards import write_shards
+from tests.helpers import read_json
+from tests.parity.runs import parallel, settings, train_runs, write_run
 from tests.wrapped_task import WrappedTask
 
 Counts = collections.Counter[tuple[str, int]]
@@ -61,39 +60,30 @@ class WatchedTask(WrappedTask):
         return targets
 
 
-def count_all(run_dirs: list[str]) -> None:
-    os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"
-    store = os.environ["BERT_DP_INIT_FILE"]
-    for number, run_dir in enumerate(run_dirs):
-        os.environ["BERT_DP_INIT_FILE"] = f"{store}-run{number}"
-        os.chdir(run_dir)
-        _train_all([run_dir], {"make_task": WatchedTask})
-
-
 @pytest.fixture(scope="module")
-def sent(tmp_path_factory: pytest.TempPathFactory) -> dict[Cell, Counts]:
+def sent(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Cell, Counts]:
     root = tmp_path_factory.mktemp("collectives")
-    shards = write_shards(root / "shards")
-    runs: dict[int, dict[Cell, Path]] = {2: {}, 4: {}}
+    runs: dict[Cell, Path] = {}
     for name, ranks, tensor, optimizer in ALL:
         dp = ranks // tensor
-        engine, _, stage = name.partition("-")
         config = settings(
             shards,
             schedule={"steps": 6},
             optim={"name": optimizer},
             log={"every_steps": 100},
-            parallel={"engine": engine, "tensor": tensor, **({"zero_stage": int(stage)} if stage else {})},
+            parallel=parallel(name, tensor=tensor),
             batch={"global_size": MICRO * ACCUMULATION * dp, "micro_size": MICRO},
         )
         run_dir = write_run(root / f"{name}-{ranks}-{tensor}-{optimizer}", config)
-        runs[ranks][name, ranks, tensor, optimizer] = run_dir
-    for ranks, group in runs.items():
-        run_ranks(ranks, count_all, [str(d) for d in group.values()])
+        runs[name, ranks, tensor, optimizer] = run_dir
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_FR_BUFFER_SIZE", "2000")
+        for size in (2, 4):
+            group = [run_dir for (_, ranks, *_), run_dir in runs.items() if ranks == size]
+            train_runs(size, group, make_task=WatchedTask)
     return {
-        key: collections.Counter(tuple(pair) for pair in json.loads((run_dir / "sent-0.json").read_text()))
-        for group in runs.values()
-        for key, run_dir in group.items()
+        cell: collections.Counter(map(tuple, read_json(run_dir / "sent-0.json")))
+        for cell, run_dir in runs.items()
     }
 
 

@@ -13,12 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tests.helpers import read_json, read_lines
-from tests.parity.runs import _train_all, evals, metrics, settings, state, train_run, write_run
-from tests.ranks import run_ranks
-from tests.shards import write_shards
+from tests.parity.runs import evals, metrics, settings, state, train_run, train_runs, write_run
 from tests.tensors import largest_relative_error
 from tests.wrapped_task import WrappedTask
 
@@ -47,22 +44,10 @@ class CountingTask(WrappedTask):
         return super().num_targets(first_sample, count)
 
 
-def train_compiled(run_dirs: list[str]) -> None:
-    compile_it, store = nn.Module.compile, os.environ["BERT_DP_INIT_FILE"]
-    nn.Module.compile = lambda self, **options: compile_it(self, backend="aot_eager", **options)  # type: ignore[method-assign]
-    for number, run_dir in enumerate(run_dirs):
-        os.environ["BERT_DP_INIT_FILE"] = f"{store}-run{number}"
-        os.chdir(run_dir)
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        _train_all([run_dir], {"make_task": CountingTask})
-
-
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """root/<name of PARALLEL>, compiled, and root/single, eager."""
     root = tmp_path_factory.mktemp("compiled")
-    shards = write_shards(root / "shards")
     train_run(root / "single", settings(shards, **COMMON))
     compiled = [
         write_run(
@@ -71,7 +56,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         for name, parallel in PARALLEL.items()
     ]
-    run_ranks(2, train_compiled, [str(run) for run in compiled])
+    train_runs(2, compiled, make_task=CountingTask, backend="aot_eager")
     return root
 
 

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from bert_dp.files import PREDICTIONS
 from tests.example_files import label_names, write_examples
 from tests.helpers import read_lines
-from tests.parity.runs import _train_all, losses, settings, state, summary, train_run, write_run
-from tests.ranks import run_ranks
+from tests.parity.runs import losses, settings, state, summary, train_run, train_runs, write_run
 from tests.shards import write_shards
 from tests.tensors import bits, largest_relative_error
 
@@ -55,10 +53,7 @@ def finetuning(
         "checkpoint": {"keep": 9, "every_steps": HALF},
         "precision": "fp64",
     }
-    config = settings(examples, **own)
-    for name, section in sections.items():
-        config[name] = {**config.get(name, {}), **section} if isinstance(section, dict) else section
-    return config
+    return settings(examples, own, **sections)
 
 
 @pytest.fixture(scope="module")
@@ -85,11 +80,11 @@ def one_narrow(pretrained: Path, examples: Path, tmp_path_factory: pytest.TempPa
     return train_run(tmp_path_factory.mktemp("narrow") / "run", config)
 
 
-def assert_same(run: Path, base: Path, loss: float, weights: float) -> None:
+def assert_same(run: Path, base: Path, loss: float, weights: float, steps: int = STEPS) -> None:
     """Losses of all steps, weights, scores and predictions of all examples."""
-    assert len(losses(run)) == STEPS
+    assert len(losses(run)) == steps
     assert losses(run) == pytest.approx(losses(base), rel=loss)
-    assert largest_relative_error(state(run, STEPS), state(base, STEPS)) <= weights
+    assert largest_relative_error(state(run, steps), state(base, steps)) <= weights
     assert summary(run)["heldout"]["examples"] == summary(base)["heldout"]["examples"]
     predicted, expected = (read_lines(each / PREDICTIONS) for each in (run, base))
     assert [(p["split"], p["index"], p["label"]) for p in predicted] == [
@@ -111,25 +106,15 @@ def test_n_ranks_finetune_what_one_rank_finetunes(
 
 
 @pytest.mark.parametrize("name", NARROW)
-def test_in_single_precision_too(
-    name: str, pretrained: Path, examples: Path, one_narrow: Path, tmp_path: Path
-) -> None:
+def test_in_fp32_too(name: str, pretrained: Path, examples: Path, one_narrow: Path, tmp_path: Path) -> None:
     ranks, sections = CELLS[name]
     run = train_run(tmp_path, finetuning(examples, pretrained, precision="fp32", **sections), ranks)
     assert_same(run, one_narrow, loss=1e-5, weights=1e-5)
 
 
-def train_compiled(run_dirs: list[str]) -> None:
-    """By Dynamo, and then by torch's own kernels, which takes seconds (test_compiled.py)."""
-    compile_it = nn.Module.compile
-    nn.Module.compile = lambda self, **options: compile_it(self, backend="aot_eager", **options)  # type: ignore[method-assign]
-    _train_all(run_dirs, {})
-
-
-def test_compiled_ranks_finetune_what_one_rank_does(
-    pretrained: Path, examples: Path, one_rank: Path, tmp_path: Path
-) -> None:
-    """Of two padded lengths, with and without padding; under zero1 the weights lie in buckets."""
+def test_compiled_ranks_agree(pretrained: Path, examples: Path, one_rank: Path, tmp_path: Path) -> None:
+    """Of two padded lengths, with and without padding; under zero1 the weights lie in buckets. Torch's own
+    kernels take seconds, inductor's minutes."""
     runs = [
         write_run(
             tmp_path / engine,
@@ -139,7 +124,7 @@ def test_compiled_ranks_finetune_what_one_rank_does(
         )
         for engine in ("ddp", "zero1")
     ]
-    run_ranks(2, train_compiled, [str(run) for run in runs])
+    train_runs(2, runs, backend="aot_eager")
     for run in runs:
         assert summary(run)["compiled"]
         assert_same(run, one_rank, loss=1e-10, weights=1e-10)

@@ -69,7 +69,7 @@ def test_moments_change_the_next_step(runs: Path) -> None:
     ],
     ids=str,
 )
-def test_moments_that_do_not_fit_are_refused(
+def test_foreign_moments_are_refused(
     runs: Path, shards: Path, tmp_path: Path, sections: dict[str, Any], message: str
 ) -> None:
     first = {"init_from": str(runs / "first"), "init_keeps": "moments"}
@@ -80,9 +80,7 @@ def test_moments_that_do_not_fit_are_refused(
         first_state(config, task.build_model(0), task.open_data(), HostCollectives(ALONE, None))
 
 
-def test_two_epochs_are_each_sequence_twice_and_a_resumed_run_ends_with_them(
-    shards: Path, tmp_path: Path
-) -> None:
+def test_two_epochs_are_each_sequence_twice_also_resumed(shards: Path, tmp_path: Path) -> None:
     """96 sequences in batches of 8; resumed from the checkpoint half way."""
     config = settings(shards, schedule={"epochs": 2}, checkpoint={"every_steps": 12, "keep": 9})
     whole = train_run(tmp_path / "whole", config)

@@ -46,10 +46,9 @@ CELLS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """root/FAMILY-CELL on two ranks, and root/FAMILY-single."""
     root = tmp_path_factory.mktemp("encoders")
-    shards = write_shards(root / "shards")
     one, many = [], []
     for family, own in FAMILIES.items():
         torch.manual_seed(0)

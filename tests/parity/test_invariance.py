@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,60 +14,48 @@ from bert_dp.files import write_json
 from bert_dp.files.ledger import LEDGER, LedgerFile
 from bert_dp.model.bert import build_model
 from bert_dp.optim import lr_factor
-from tests.helpers import logged, read_json
-from tests.parity.runs import (
-    evals,
-    metrics,
-    samples_by_step,
-    settings,
-    state,
-    summary,
-    train_run,
-    train_runs,
-    write_run,
-)
-from tests.shards import write_shards
+from tests.helpers import logged, read_json, read_lines
+from tests.parity.runs import metrics, samples_by_step, settings, state, train_run, train_runs, write_run
 from tests.tensors import bits, largest_relative_error
 
+RAMP = {"micro_size": 2, "ramp_fraction": 0.6, "ramp_quantum": 8}
+COUNTED: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "fp64": {"precision": "fp64"},
+    "ramp": {
+        "precision": "fp64",
+        "batch": {"global_size": 24, **RAMP},
+        "schedule": {"steps": 30, "name": "cosine"},
+    },
+    "tokens": {"precision": "fp64", "schedule": {"tokens": 5000, "name": "wsd"}},
+    "threads": {"data": {"workers": 3}},
+}
 CLOCKED = ("hours", "dollars")
-CASES = ("fp32", "fp64", "ramp", "tokens", "threads", *CLOCKED)
+CASES = (*COUNTED, *CLOCKED)
 SIZES = (1, 2, 4)
 
 
-def case_settings(shards: Path, case: str) -> dict:
-    if case == "fp64":
-        return settings(shards, precision="fp64")
-    if case == "ramp":
-        ramp = {"global_size": 24, "micro_size": 2, "ramp_fraction": 0.6, "ramp_quantum": 8}
-        return settings(shards, precision="fp64", batch=ramp, schedule={"steps": 30, "name": "cosine"})
-    if case == "tokens":
-        return settings(shards, precision="fp64", schedule={"tokens": 5000, "name": "wsd"})
-    if case == "threads":
-        return settings(shards, data={"workers": 3})
-    return settings(shards)
-
-
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """root/<case>/<N>: every case trained at 1, 2 and 4 ranks; 3 prefetch threads beside 1 in `threads`."""
     root = tmp_path_factory.mktemp("invariance")
-    shards = write_shards(root / "shards")
     for size in SIZES:
-        plain = [write_run(root / c / str(size), case_settings(shards, c)) for c in CASES if c not in CLOCKED]
-        train_runs(size, plain)
-        ramp = {"global_size": 16, "micro_size": 2, "ramp_fraction": 0.6, "ramp_quantum": 8}
-        hours = settings(shards, precision="fp64", schedule={"hours": 90 / 3600}, batch=ramp)
-        train_run(root / "hours" / str(size), hours, size, seconds_per_call=1.0)
-        run_dir, a_dollar_a_second = root / "dollars" / str(size), {"price_per_device_hour": 3600.0}
+        train_runs(
+            size, [write_run(root / c / str(size), settings(shards, own)) for c, own in COUNTED.items()]
+        )
+        batch, a_dollar_a_second = {"global_size": 16, **RAMP}, {"price_per_device_hour": 3600.0}
+        hours = settings(shards, precision="fp64", schedule={"hours": 90 / 3600}, batch=batch)
         dollars = {
             **hours,
             "schedule": {"dollars": 92.0},
             "run": a_dollar_a_second,
             "eval": {"every_steps": 9},
         }
-        run_dir.mkdir(parents=True)
-        write_json(run_dir / LEDGER, LedgerFile(dollars_per_s=1.0).model_dump())
-        train_run(run_dir, dollars, size, seconds_per_call=1.0)
+        for name, config in (("hours", hours), ("dollars", dollars)):
+            run_dir = write_run(root / name / str(size), config)
+            if name == "dollars":
+                write_json(run_dir / LEDGER, LedgerFile(dollars_per_s=1.0).model_dump())
+            train_run(run_dir, config, size, seconds_per_call=1.0)
     return root
 
 
@@ -93,11 +82,11 @@ def test_same_schedule_loss_and_weights(runs: Path, case: str, size: int) -> Non
             assert a[key] == b[key], key
         assert a["loss"] == pytest.approx(b["loss"], abs=loss_tolerance)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=loss_tolerance * 10)
-    for a, b in zip(evals(one), evals(many), strict=True):
+    for a, b in zip(*(read_lines(run / "evals.jsonl") for run in (one, many)), strict=True):
         assert a["step"] == b["step"]
         assert a["masked_tokens"] == b["masked_tokens"]
         assert a["loss"] == pytest.approx(b["loss"], abs=loss_tolerance)
-    step = summary(one)["step"]
+    step = metrics(one)[-1]["step"]
     assert largest_relative_error(state(many, step), state(one, step)) < weight_tolerance
 
 
@@ -119,7 +108,7 @@ def test_the_ramp_ramps(runs: Path) -> None:
 @pytest.mark.parametrize("case", CLOCKED)
 def test_hours_and_dollars_end_on_rank_zeros_clock(runs: Path, case: str) -> None:
     """Other ranks' clocks run 4, 7 and 10 times as fast; had one counted, the run would be shorter."""
-    lengths = {size: summary(runs / case / str(size))["step"] for size in SIZES}
+    lengths = {size: metrics(runs / case / str(size))[-1]["step"] for size in SIZES}
     assert len(set(lengths.values())) == 1
 
 
@@ -141,7 +130,7 @@ def test_hours_are_those_of_each_steps_beginning(runs: Path, size: int) -> None:
     )
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in CLOCKED])
+@pytest.mark.parametrize("case", COUNTED)
 def test_the_last_line_has_all_of_the_budget(runs: Path, case: str) -> None:
     assert [metrics(runs / case / str(size))[-1]["progress"] for size in SIZES] == [1.0] * len(SIZES)
 

@@ -12,7 +12,6 @@ from tests.helpers import logged
 from tests.parity import matrix
 from tests.parity.matrix import Cell, Deviation
 from tests.parity.runs import losses, metrics, settings, state, train_run, train_runs, write_run
-from tests.shards import write_shards
 from tests.tensors import largest_relative_error
 
 
@@ -99,8 +98,7 @@ def test_refused_cells_are_those_that_cannot_be_right() -> None:
         assert (cell.refusal() is not None) == wrong, (cell, cell.refusal())
 
 
-def test_a_checkpoint_of_any_engine_goes_on_in_any_other(tmp_path: Path) -> None:
-    shards = write_shards(tmp_path / "shards")
+def test_a_checkpoint_of_any_engine_goes_on_in_any_other(shards: Path, tmp_path: Path) -> None:
     chain = (
         ("zero1", 2, 1),
         ("fsdp", 4, 2),
@@ -137,9 +135,8 @@ NAN_ENGINES = (("ddp", 2, 1), ("zero1", 2, 1), ("fsdp", 2, 1), ("ddp", 2, 2), ("
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
-def test_a_nan_on_one_rank_skips_the_step_on_all(tmp_path: Path, optimizer: str) -> None:
+def test_a_nan_on_one_rank_skips_the_step_on_all(shards: Path, tmp_path: Path, optimizer: str) -> None:
     """A poisoned step leaves no trace: the run equals one of which that step has learning rate 0."""
-    shards = write_shards(tmp_path / "shards")
     for size in (2, 4):
         runs = [
             write_run(
@@ -180,9 +177,8 @@ OPTIONS: dict[str, tuple[int, dict[str, object], float]] = {
 
 
 @pytest.fixture(scope="module")
-def option_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def option_runs(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("options")
-    shards = write_shards(root / "shards")
     common = {"precision": "fp64", "schedule": {"steps": 10}, "optim": {"name": "lamb", "lr": 1e-2}}
     common["model"] = {"num_heads": 4}
     train_run(root / "single", settings(shards, **common))
@@ -209,9 +205,8 @@ def test_option(option_runs: Path, name: str) -> None:
         assert far > 1e-9
 
 
-def test_a_compiled_run_is_the_eager_one(tmp_path: Path) -> None:
+def test_a_compiled_run_is_the_eager_one(shards: Path, tmp_path: Path) -> None:
     """By inductor; what it compiles is the subject of test_compiled.py, all engines are in `make parity`."""
-    shards = write_shards(tmp_path / "shards")
     parallel: dict[str, dict[str, object]] = {
         "tensor": {"engine": "ddp", "tensor": 2},
         "fsdp": {"engine": "fsdp"},
@@ -233,10 +228,9 @@ SENT = "fp16-ddp-1-sent"
 
 
 @pytest.fixture(scope="module")
-def narrow_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def narrow_runs(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """root/<precision>-<engine>-<tensor>, and root/<precision>-single-1: of one process."""
     root = tmp_path_factory.mktemp("narrow")
-    shards = write_shards(root / "shards")
 
     def run(name: str, precision: str, **parallel: object) -> Path:
         schedule = {"name": "constant", "steps": 30}

@@ -12,7 +12,6 @@ from torch import Tensor
 from bert_dp.config import ModelConfig
 from bert_dp.model.bert import build_model
 from tests.parity.runs import evals, losses, settings, summary, train_runs, write_run
-from tests.shards import write_shards
 from tests.tensors import bits
 
 VOCABULARY, LENGTH, MASK = 24, 16, 6
@@ -68,10 +67,9 @@ def test_the_heldout_loss_at_equal_tokens_is_that_of_a_wide_stream() -> None:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """root/one on one rank, and root/<name of PARALLEL> on two."""
     root = tmp_path_factory.mktemp("residual")
-    shards = write_shards(root / "shards")
 
     def run(name: str, **sections: Any) -> Path:
         model, schedule = {"residual_dtype": "bf16"}, {"steps": 20}

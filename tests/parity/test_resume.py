@@ -11,19 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers import logged
-from tests.parity.runs import (
-    losses,
-    metrics,
-    samples_by_step,
-    settings,
-    state,
-    summary,
-    train_run,
-    train_runs,
-    write_run,
-)
-from tests.shards import write_shards
+from tests.helpers import logged, read_json
+from tests.parity.runs import metrics, samples_by_step, settings, state, train_run, train_runs, write_run
 from tests.tensors import bits
 
 SIZES = (1, 2, 4)
@@ -42,11 +31,10 @@ def unmeasured(line: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """root/whole/N: uninterrupted. root/cut/N: resumed from the whole run's checkpoint at step 14, same N.
     root/moved/N: resumed from the 1-rank checkpoint at N ranks."""
     root = tmp_path_factory.mktemp("resume")
-    shards = write_shards(root / "shards")
     for size in SIZES:
         train_run(root / "whole" / str(size), config(shards), size, seconds_per_call=1.0)
         again = []
@@ -72,7 +60,8 @@ def test_resume_at_the_same_n_is_bit_equal(runs: Path, size: int) -> None:
     assert len(lines) == 30, "the lines after the checkpoint and the torn one were cut, then written anew"
     for a, b in lines:
         assert unmeasured(a) == unmeasured(b)
-    assert summary(whole)["heldout_loss"] == summary(cut)["heldout_loss"]
+    held_out = [read_json(run / "summary.json")["heldout_loss"] for run in (whole, cut)]
+    assert held_out[0] == held_out[1]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -94,7 +83,7 @@ def test_resume_at_another_n_continues_with_the_same_samples(runs: Path, size: i
     for a, b in zip(expected, seen, strict=True):
         assert a.keys() == b.keys()
         assert all(np.array_equal(a[i][0], b[i][0]) for i in a)
-    assert losses(whole)[14:] == pytest.approx(losses(moved)[14:], abs=1e-5)
+    assert logged(whole, "loss")[14:] == pytest.approx(logged(moved, "loss")[14:], abs=1e-5)
 
 
 def test_elapsed_time_goes_on(runs: Path) -> None:

@@ -16,7 +16,11 @@ from numpy.typing import NDArray
 from bert_dp.config import read_examples, resolve
 from bert_dp.examples.table import Examples
 from bert_dp.files import PREDICTIONS
+from bert_dp.tasks import Context
 from bert_dp.tasks.finetune import Finetuning
+from bert_dp.training import distributed
+from bert_dp.training.devices import choose_precision
+from bert_dp.training.process import read_world
 from tests.example_files import label_names, write_examples
 from tests.helpers import read_json, read_lines
 from tests.parity.runs import settings
@@ -83,9 +87,6 @@ class SumOfTokens(torch.nn.Module):
 
 def evaluate_all(folder: str) -> None:
     """In a rank: each kind's prepared directory."""
-    from bert_dp.training import distributed
-    from bert_dp.training.process import read_world
-
     comm = distributed.connect(read_world(os.environ), torch.device("cpu"))
     for name, (kind, outputs, _) in KINDS.items():
         evaluate(Path(folder, name), kind, outputs, comm)
@@ -94,9 +95,6 @@ def evaluate_all(folder: str) -> None:
 
 def evaluate(out: Path, kind: str, outputs: int, comm: Any) -> None:
     """Writes scores-RANK.json."""
-    from bert_dp.tasks import Context
-    from bert_dp.training.devices import choose_precision
-
     world, device = comm.world, torch.device("cpu")
     own: dict[str, Any] = {
         "data": {"sequence_length": 32},

@@ -14,12 +14,16 @@ from typing import Any
 import pytest
 import torch
 
+from bert_dp import optim
 from bert_dp.config import ConfigError, resolve
 from bert_dp.measure.profile_step import ALONE
+from bert_dp.model import bert
+from bert_dp.parallel import deepspeed, make_engine
+from bert_dp.training import distributed
+from bert_dp.training.process import read_world
 from tests.helpers import read_json
-from tests.parity.runs import BASE, _train_all, metrics, settings, state, write_run
+from tests.parity.runs import BASE, _train_all, metrics, parallel, settings, state, write_run
 from tests.ranks import run_ranks
-from tests.shards import write_shards
 from tests.tensors import CPU, bits, largest_relative_error
 
 STAGES = ("deepspeed-0", "deepspeed-1", "deepspeed-2", "deepspeed-3")
@@ -27,11 +31,6 @@ ENGINES = ("accelerate", *STAGES)
 CHAIN = ("ddp", "deepspeed-3", "accelerate", "deepspeed-1")
 STEPS, EVERY = 25, 6
 BAD = (float("nan"), float("inf"))
-
-
-def parallel(engine: str) -> dict[str, Any]:
-    name, _, stage = engine.partition("-")
-    return {"engine": name, **({"zero_stage": int(stage)} if stage else {})}
 
 
 def installed(*engines: str) -> list[str]:
@@ -45,29 +44,16 @@ def needs(*engines: str) -> None:
         pytest.skip(f"not installed: {', '.join(packages)}")
 
 
-# --- a gradient that is not finite on one of two ranks
-
-
 def _steps(engine_name: str, folder: str, script: Sequence[float]) -> tuple[list[float], Any]:
     """One step for each entry of `script`, 1.0 or what rank 1's first loss is multiplied by.
 
     Returns the norms and, on rank 0, the canonical state after them.
     """
-    from bert_dp import optim
-    from bert_dp.model import bert
-    from bert_dp.parallel import make_engine
-    from bert_dp.training import distributed
-    from bert_dp.training.process import read_world
-
     world, device = read_world(os.environ), CPU
     os.environ["BERT_DP_INIT_FILE"] += "-next"
     distributed.connect(world, device)
-    sections = {
-        **BASE,
-        "data": {"sources": ["builtin"], "sequence_length": 16},
-        "parallel": parallel(engine_name),
-    }
-    config = resolve([{**sections, "optim": {"lr": 1e-2, "clip": 0.5}}])
+    own = {"data": {"sources": ["builtin"]}, "parallel": parallel(engine_name)}
+    config = resolve([BASE, own, {"optim": {"lr": 1e-2, "clip": 0.5}}])
     engine = make_engine(
         engine_name.partition("-")[0], config, world, device, precision="fp32", run_dir=Path(folder)
     )
@@ -138,9 +124,6 @@ def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(spoilt: Path, engine: 
     assert len(result["moved"]) == result["keys"], "and the next good step moves all of them"
 
 
-# --- checkpoints
-
-
 def _resume(runs: list[tuple[str, str]]) -> None:
     """Train each run directory from the checkpoint beside it, one after the other in the same ranks."""
     for run_dir, origin in runs:
@@ -148,11 +131,10 @@ def _resume(runs: list[tuple[str, str]]) -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """root/<i>-<engine>: CHAIN, each from the checkpoint i x EVERY of the one before it, to the end.
     root/whole-<stage>, root/cut-<stage>: uninterrupted, and resumed from its checkpoint at 2 x EVERY."""
     root = tmp_path_factory.mktemp("wrapped")
-    shards = write_shards(root / "shards")
 
     def run(name: str, engine: str, origin: str, step: int) -> tuple[str, str]:
         schedule = {"steps": STEPS, "name": "cosine"}
@@ -205,18 +187,12 @@ def test_resume_under_deepspeed_is_bit_equal(runs: Path, engine: str) -> None:
 
 def test_deepspeed_refuses_the_fp16_that_auto_chose(tmp_path: Path) -> None:
     """On a GPU without bf16; the configuration alone, checked before, says only auto."""
-    from bert_dp.parallel.deepspeed import Engine
-
-    config = resolve([{**BASE, "data": {"sources": ["builtin"]}, "parallel": {"engine": "deepspeed"}}])
+    config = resolve([BASE, {"data": {"sources": ["builtin"]}, "parallel": {"engine": "deepspeed"}}])
     with pytest.raises(ConfigError, match="precision: auto is fp16"):
-        Engine(config, ALONE, CPU, precision="fp16", run_dir=tmp_path)
+        deepspeed.Engine(config, ALONE, CPU, precision="fp16", run_dir=tmp_path)
 
 
-def test_what_a_package_lacks_is_told_with_an_extra_that_exists(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from bert_dp.parallel import make_engine
-
+def test_a_missing_package_is_told_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise ModuleNotFoundError("No module named 'hjson'", name="hjson")
 

@@ -92,9 +92,7 @@ def test_the_row_of_skips_up_to_each_line_is_known(steps: str, rows: list[int]) 
     assert int(meter.skipped) == steps.count("x")
 
 
-def test_a_logged_spike_is_said_counted_and_remembered_with_the_checkpoint(
-    tmp_path: Path, shards: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_loss_spike_is_counted(tmp_path: Path, shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = tiny_run(shards, batch={"global_size": 2, "micro_size": 2})
     state = TrainState(global_batch=2)
     losses = [*noise(140), 20.0, *noise(3), float("nan")]

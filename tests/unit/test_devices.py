@@ -16,21 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bert_dp.training import devices
-from bert_dp.training.devices import (
-    HostAndDevice,
-    Placement,
-    bind,
-    choose_device,
-    core_shares,
-    cores_by_node,
-    format_cores,
-    joules,
-    omp_threads,
-    own_host_and_device,
-    parse_cores,
-    pci_node,
-    set_affinity,
-)
+from bert_dp.training.devices import HostAndDevice, Placement, choose_device, joules, set_affinity
 from bert_dp.training.process import World
 from tests.helpers import raised_issues, write_files
 from tests.tensors import CPU
@@ -39,18 +25,11 @@ LONE = World(0, 0, 1, 1)
 GPU = torch.device("cuda", 0)
 
 
-# --- devices
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of a machine without a GPU")
-def test_devices_of_a_machine_without_a_gpu() -> None:
-    assert choose_device("cpu", LONE) == CPU
+def test_each_rank_takes_a_gpu_of_its_own_and_more_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert choose_device("auto", World(1, 1, 2, 2)) == CPU
     (issue,) = raised_issues(choose_device, "cuda", LONE)
     assert (issue.setting, issue.value) == ("run.device", "cuda")
-
-
-def test_each_rank_takes_a_gpu_of_its_own_and_more_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert choose_device("auto", World(1, 1, 2, 2)) == torch.device("cuda", 1)
     assert choose_device("cpu", World(5, 5, 8, 8)) == CPU
@@ -85,9 +64,6 @@ def test_a_gpu_rank_expands_segments_unless_the_user_has_set_the_allocator(
     assert at_start == ([] if setting == "cpu" else [expected])
 
 
-# --- cores, on machines made of files
-
-
 def machine(root: Path) -> Path:
     """Write the sysfs of 2 x 4 physical cores with two threads each, as Linux numbers them, and two GPUs."""
     texts = {"node/node0/cpulist": "0-3,8-11", "node/node1/cpulist": "4-7,12-15"}
@@ -101,10 +77,10 @@ def machine(root: Path) -> Path:
 
 def test_topology_is_read(tmp_path: Path) -> None:
     nodes = {0: [0, 8, 1, 9, 2, 10, 3, 11], 1: [4, 12, 5, 13, 6, 14, 7, 15]}
-    assert cores_by_node(set(range(16)), machine(tmp_path)) == nodes
-    assert cores_by_node({3, 1}, tmp_path / "nothing") == {0: [1, 3]}
+    assert devices.cores_by_node(set(range(16)), machine(tmp_path)) == nodes
+    assert devices.cores_by_node({3, 1}, tmp_path / "nothing") == {0: [1, 3]}
     addresses = ("0001:E3:00.0", "0000:ff:00.0", "0000:0a:00.0")
-    assert [pci_node(address, tmp_path) for address in addresses] == [1, None, None]
+    assert [devices.pci_node(address, tmp_path) for address in addresses] == [1, None, None]
 
 
 QUARTERS = ((0, 1, 8, 9), (2, 3, 10, 11), (4, 5, 12, 13), (6, 7, 14, 15))
@@ -127,7 +103,7 @@ HALVES = ((0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15))
     ],
 )
 def test_cores_of_each_rank(tmp_path: Path, allowed: Any, wanted: Any, shares: Any) -> None:
-    assert core_shares(cores_by_node(set(allowed), machine(tmp_path)), wanted) == shares
+    assert devices.core_shares(devices.cores_by_node(set(allowed), machine(tmp_path)), wanted) == shares
 
 
 @given(st.sets(st.integers(0, 63), min_size=1), st.integers(1, 9), st.integers(1, 4))
@@ -135,7 +111,7 @@ def test_shares_are_equal_disjoint_and_allowed(allowed: set[int], ranks: int, no
     by_node: dict[int, list[int]] = {}
     for core in allowed:
         by_node.setdefault(core * nodes // 64, []).append(core)
-    shares = core_shares(by_node, [None] * ranks)
+    shares = devices.core_shares(by_node, [None] * ranks)
     taken = [c for share in shares for c in share]
     assert {len(share) for share in shares} == {len(allowed) // ranks}
     assert len(taken) == len(set(taken))
@@ -144,7 +120,7 @@ def test_shares_are_equal_disjoint_and_allowed(allowed: set[int], ranks: int, no
 
 @given(st.sets(st.integers(0, 300)))
 def test_lists_of_cores_are_the_kernels(cores: set[int]) -> None:
-    assert parse_cores(format_cores(cores)) == sorted(cores)
+    assert devices.parse_cores(devices.format_cores(cores)) == sorted(cores)
 
 
 def test_a_rank_is_bound_by_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,10 +129,10 @@ def test_a_rank_is_bound_by_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: bound.append(cores))
     root, gpus = machine(tmp_path), ["0000:1a:00.0", "0001:e3:00.0"]
-    assert bind(1, 2, gpus, root).shares == HALVES
+    assert devices.bind(1, 2, gpus, root).shares == HALVES
     assert bound == [HALVES[1]]
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})  # none of them near the second
-    assert bind(1, 2, gpus, root) == Placement(((0, 1, 2, 3), ()), 2)
+    assert devices.bind(1, 2, gpus, root) == Placement(((0, 1, 2, 3), ()), 2)
     assert len(bound) == 1, "a rank without a share is not bound, and its threads are an equal part"
 
 
@@ -189,11 +165,11 @@ def test_a_gpu_rank_asks_for_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     monkeypatch.setattr(devices, "bind", placed)
-    mine = own_host_and_device(GPU)
+    mine = devices.own_host_and_device(GPU)
     assert mine.gpu == "000a:1b:00.0"
     other = dataclasses.replace(mine, gpu="0000:1a:00.0")
     elsewhere = HostAndDevice("n2/2", "0000:1a:00.0")
-    namesake = dataclasses.replace(other, node=f"{mine.host}/another boot")
+    namesake = dataclasses.replace(other, node=f"{mine.node.partition('/')[0]}/another boot")
     set_affinity(GPU, World(2, 1, 4, 2), [elsewhere, other, mine, namesake])
     set_affinity(GPU, LONE)
     assert calls == [(1, 2, ["0000:1a:00.0", "000a:1b:00.0"]), (0, 1, ["000a:1b:00.0"])]
@@ -204,15 +180,13 @@ def test_a_gpu_rank_asks_for_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) 
     [("3", 3), (" 2 ", 2), ("4,2", 4), ("1", 1), ("", None), ("0", None), ("-1", None), ("x", None)],
 )
 def test_a_limit_of_threads_is_a_number_above_0(value: str, threads: int | None) -> None:
-    assert omp_threads({"OMP_NUM_THREADS": value}) == threads
+    assert devices.omp_threads({"OMP_NUM_THREADS": value}) == threads
     under_torchrun = {"OMP_NUM_THREADS": value, "TORCHELASTIC_RUN_ID": "none"}
-    assert omp_threads(under_torchrun) == (None if threads == 1 else threads), "its own 1 is no limit"
+    assert devices.omp_threads(under_torchrun) == (None if threads == 1 else threads), "its own 1 is no limit"
 
 
 @pytest.mark.parametrize(("given", "allowed", "threads"), [(8, 4, 4), (2, 4, 2), (4, 1, 1)])
-def test_a_rank_has_no_more_threads_than_it_was_allowed(
-    monkeypatch: pytest.MonkeyPatch, given: int, allowed: int, threads: int
-) -> None:
+def test_threads_are_limited(monkeypatch: pytest.MonkeyPatch, given: int, allowed: int, threads: int) -> None:
     """OMP_NUM_THREADS says so, on any device; its share of the cores may be larger."""
     set_to: list[int] = []
     monkeypatch.setenv("OMP_NUM_THREADS", str(allowed))
@@ -223,9 +197,6 @@ def test_a_rank_has_no_more_threads_than_it_was_allowed(
     for device, places in ((CPU, []), (GPU, [HostAndDevice("n1/1", "0000:1a:00.0")])):
         assert set_affinity(device, LONE, places).threads == threads
     assert set_to == [threads] * 2
-
-
-# --- memory and energy
 
 
 def test_a_cpu_rank_keeps_the_memory_that_tensors_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,9 +214,7 @@ def test_a_cpu_rank_keeps_the_memory_that_tensors_free(monkeypatch: pytest.Monke
     set_affinity(CPU, LONE)
 
 
-def test_peak_memory_is_the_resident_set_or_what_the_allocator_reserved_in_gib(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_peak_memory_is_resident_or_reserved_in_gib(monkeypatch: pytest.MonkeyPatch) -> None:
     kib = 3 * 2**20
     monkeypatch.setattr(devices.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=kib))
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 5 * 2**30)

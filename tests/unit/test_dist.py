@@ -15,17 +15,7 @@ from bert_dp.config.checks import rank_sets
 from bert_dp.measure import all_reduce
 from bert_dp.training import distributed
 from bert_dp.training.devices import HostAndDevice, own_host_and_device
-from bert_dp.training.distributed import (
-    HostCollectives,
-    SharedClock,
-    Stop,
-    check_places,
-    connect,
-    disconnect,
-    gather_json,
-    recent_collectives,
-    rendezvous,
-)
+from bert_dp.training.distributed import HostCollectives, SharedClock, Stop, check_places, connect, disconnect
 from bert_dp.training.process import World, check_rendezvous, read_world, standard_variables
 from tests.helpers import issues_of, make_config, raised_issues
 from tests.ranks import run_ranks
@@ -121,12 +111,12 @@ def test_each_attempt_meets_in_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(distributed, "torch_rendezvous", of_torch)
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     monkeypatch.setenv("BERT_DP_INIT_FILE", "/x/store")
-    _, places = rendezvous(World(0, 0, 2, 1), CPU)
+    _, places = distributed.rendezvous(World(0, 0, 2, 1), CPU)
     assert places == (own_host_and_device(CPU), HostAndDevice("n2/1", None))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
-    rendezvous(World(0, 0, 2, 1), CPU)
+    distributed.rendezvous(World(0, 0, 2, 1), CPU)
     monkeypatch.delenv("BERT_DP_INIT_FILE")
-    rendezvous(World(0, 0, 2, 1), CPU)
+    distributed.rendezvous(World(0, 0, 2, 1), CPU)
     urls = ("file:///x/store-0", "file:///x/store-3", "env://")
     assert asked == [(url, 0, 2, distributed.TIMEOUT) for url in urls]
 
@@ -300,8 +290,8 @@ def check_values(comm: HostCollectives) -> None:
     """Each rank's own, of any length, in rank order."""
     rank, size = comm.world.rank, comm.world.size
     values = [{"rank": r, "text": "ü" * 100 * r, "none": None} for r in range(size)]
-    assert gather_json(values[rank], None, CPU) == values
-    assert gather_json([], None, CPU) == [[]] * size
+    assert distributed.gather_json(values[rank], None, CPU) == values
+    assert distributed.gather_json([], None, CPU) == [[]] * size
 
 
 def check_bus_bandwidth(comm: HostCollectives) -> None:
@@ -315,7 +305,7 @@ def check_everything() -> None:
     world = read_world(os.environ)
     node = own_host_and_device(CPU).node
     distributed.own_host_and_device = lambda device: HostAndDevice(node, f"gpu {world.rank}")  # type: ignore[assignment]
-    store, places = rendezvous(world, CPU)
+    store, places = distributed.rendezvous(world, CPU)
     assert places == tuple(HostAndDevice(node, f"gpu {rank}") for rank in range(world.size))
     comm = connect(world, CPU, store)
     check_comm(comm, [3.5, -1.25, 1e300][: world.size])
@@ -362,10 +352,10 @@ def test_the_collectives_that_are_told_are_the_newest(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch._C._distributed_c10d, "_dump_fr_trace_json", lambda: recorded, raising=False)
     monkeypatch.delattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", raising=False)
     told = {"group": "7", "operation": "all_gather"}
-    assert recent_collectives(2) == [
+    assert distributed.recent_collectives(2) == [
         {**told, "sequence": 3, "sizes": [], "state": "unknown"},
         {**told, "sequence": 4, "sizes": [[3, 2]], "state": "started"},
     ]
     entries[-1]["is_p2p"] = True  # no collective: the other ranks have none of that number
     recorded = json.dumps({"entries": entries})
-    assert [each["sequence"] for each in recent_collectives()] == [0, 1, 2, 3]
+    assert [each["sequence"] for each in distributed.recent_collectives()] == [0, 1, 2, 3]

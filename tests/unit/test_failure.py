@@ -212,7 +212,7 @@ def test_the_cause_is_on_disk_before_its_traceback_is_in_the_log(
     monkeypatch.setenv(files.LOG_DIR, str(tmp_path))
     path = tmp_path / "rank-2.error.json"
     there: list[bool] = []
-    monkeypatch.setattr(process, "hide", lambda text, secrets: text)
+    monkeypatch.setattr(files, "hide", lambda text, secrets: text)
     monkeypatch.setattr(process.sys.stderr, "write", lambda text: there.append(path.exists()))
     try:
         json.loads("{")

@@ -58,8 +58,11 @@ def run_dir(tmp_path: Path) -> Path:
 def test_a_rank_goes_on_with_the_data_of_the_checkpoint_only(run_dir: Path) -> None:
     """srun and mpirun start ranks without the launcher, which checks the same."""
     said: list[str] = []
+    (run_dir / "checkpoints" / "step-00000004").mkdir()
     resumed = build.select_checkpoint(rank_with(run_dir, "0", said), "auto")
-    assert said == ["resuming from step-00000003: 12 samples seen"]
+    assert said[0].startswith("checkpoint passed over: ")
+    assert "step-00000004" in said[0]
+    assert said[1:] == ["resuming from step-00000003: 12 samples seen"]
     assert resumed.path == run_dir / "checkpoints" / "step-00000003"
     state = TrainState.from_checkpoint(resumed.facts)
     assert state == TrainState(step=3, samples=12, elapsed_s=7.5, logged_step=3)
@@ -90,23 +93,19 @@ def test_every_rank_follows_the_choice_of_rank_0_and_its_error(
     monkeypatch.setattr(checkpoint, "newest_valid", lambda folder: pytest.fail("looked for"))
     old = run_dir / "checkpoints" / "step-00000003"
     (old.parent / "step-00000004").mkdir()
-    rank, said = rank_with(run_dir, "0"), list[str]()
-    rank.log_rank0 = said.append
-    passed_over = ["step-00000004: no manifest"]
-    rank.comm = OneOf(1, 2, said=[[str(old), "of rank 0's view", passed_over], []])
+    rank = rank_with(run_dir, "0")
+    rank.comm = OneOf(1, 2, said=[[str(old), "of rank 0's view"], []])
     monkeypatch.setattr("bert_dp.files.io.STALE_S", 0.0)
     (issue,) = raised_issues(build.select_checkpoint, rank, "auto")
     assert (issue.setting, issue.kind) == (str(old), "not_found"), "another checkpoint of that name"
-    said.clear()
-    rank.comm = OneOf(1, 2, said=[[str(old), sha256(old / "manifest.json"), passed_over], []])
+    rank.comm = OneOf(1, 2, said=[[str(old), sha256(old / "manifest.json")], []])
     resumed = build.select_checkpoint(rank, str(run_dir / "nowhere"))
     assert resumed is not None
     assert (resumed.path, resumed.facts.step) == (old, 3)
-    assert said[0] == "checkpoint passed over: step-00000004: no manifest"
     gone = Issue("--resume", "not_found", "gone").to_json()
     rank.comm = OneOf(1, 2, said=[None, [gone]])
     assert issues_of(build.select_checkpoint, rank, "auto") == ("--resume: gone",)
-    rank.comm = OneOf(1, 2, said=[["", "", []], []])
+    rank.comm = OneOf(1, 2, said=[["", ""], []])
     assert build.select_checkpoint(rank, "auto") is None
 
 

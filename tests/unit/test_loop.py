@@ -34,7 +34,7 @@ from bert_dp.training.checkpoint import TrainState
 from bert_dp.training.devices import precision_of
 from bert_dp.training.distributed import HostCollectives, SharedClock, Stop
 from bert_dp.training.loop import Trainer, TrainingOutcome, evaluate, train
-from bert_dp.training.process import Signals, World, gc_paused
+from bert_dp.training.process import Signals, World, failed_writes, gc_paused
 from tests.helpers import TINY_MODEL, logged, read_json, read_lines, tiny_run, write_lines
 from tests.ranks import OneOf
 
@@ -258,17 +258,13 @@ def test_evaluation_and_saving_are_no_part_of_a_steps_time(tmp_path: Path, train
 
 
 @pytest.mark.parametrize(("engine", "step_s"), [("independent", 2.0), ("auto", 5.0)])
-def test_copies_do_not_wait_for_each_other_in_a_step(
-    train_here: TrainHere, engine: str, step_s: float
-) -> None:
+def test_independent_copies_do_not_wait_in_a_step(train_here: TrainHere, engine: str, step_s: float) -> None:
     """A step of ranks that train one model has the wait in it."""
     trainer, *_ = train_here(engine=engine, waits_s=3.0, log={"every_steps": 5})
     assert trainer.meter.steps["step_s"] == [step_s] * 5
 
 
-def test_a_checkpoint_between_two_lines_counts_the_steps_that_were_skipped_until_then(
-    tmp_path: Path, train_here: TrainHere
-) -> None:
+def test_a_checkpoint_counts_the_steps_skipped_until_then(train_here: TrainHere) -> None:
     drawn = iter([*[micro_batch] * 2, *[bad_batch] * 2, *[micro_batch] * 6])  # two a step: one is skipped
     stream = SimpleNamespace(next=lambda: next(drawn)(), wait_s=0.0)
     trainer, *_ = train_here(stream, log={"every_steps": 5})
@@ -297,9 +293,7 @@ def test_every_step_has_the_rate_of_its_progress_and_the_clip_of_the_configurati
     assert logged(tmp_path, "lr") == pytest.approx(wanted)
 
 
-def test_a_run_that_expected_a_longer_step_has_spent_its_budget(
-    tmp_path: Path, train_here: TrainHere, clock: Clock
-) -> None:
+def test_a_budget_ends_where_a_step_does_not_fit(tmp_path: Path, train_here: TrainHere, clock: Clock) -> None:
     """It ends where the next step would not fit, and does not go on when it is started again."""
     waits = iter([1.0] * 6 + [9.0, 1.0, 1.0, 1.0])
 
@@ -376,9 +370,7 @@ def test_a_budget_in_dollars_or_kwh_ends_within_two_steps_of_the_sum(
     assert progress[-1] >= 1 - 5 / 218
 
 
-def test_a_budget_that_set_up_spends_is_a_failure(
-    tmp_path: Path, train_here: TrainHere, clock: Clock
-) -> None:
+def test_a_budget_spent_by_set_up_is_a_failure(tmp_path: Path, train_here: TrainHere, clock: Clock) -> None:
     run, schedule = {"price_per_device_hour": 3600.0}, {"dollars": 20.0}
     ledger = Ledger(tmp_path, 1, RunConfig(**run), now=clock.read)
     clock.now += 15.0
@@ -388,7 +380,7 @@ def test_a_budget_that_set_up_spends_is_a_failure(
     assert (state.step, result.failure.kind) == (0, "error")
 
 
-def test_the_heartbeat_says_what_a_rank_does_between_steps(tmp_path: Path, train_here: TrainHere) -> None:
+def test_the_heartbeat_says_what_a_rank_does_between_steps(train_here: TrainHere) -> None:
     """A hang is told, and waited for, by it."""
     phases: list[Any] = []
 
@@ -401,9 +393,7 @@ def test_the_heartbeat_says_what_a_rank_does_between_steps(tmp_path: Path, train
     assert phases == [*on_time, ("log", 3), ("save", 3), ("evaluate", 3)]
 
 
-def test_rank_0_alone_fills_the_log_and_with_nothing_that_a_terminal_would_obey(
-    trainer: Trainer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_rank_0_logs_and_only_plain_text(trainer: Trainer, capsys: pytest.CaptureFixture[str]) -> None:
     trainer.log_rank0("one\x1b[2J")
     dataclasses.replace(trainer, comm=HostCollectives(World(1, 1, 2, 2), None)).log_rank0("two")
     out = capsys.readouterr().out
@@ -412,9 +402,7 @@ def test_rank_0_alone_fills_the_log_and_with_nothing_that_a_terminal_would_obey(
     assert "\x1b" not in out
 
 
-def test_a_run_that_has_failed_is_neither_evaluated_nor_saved_at_its_end(
-    tmp_path: Path, train_here: TrainHere
-) -> None:
+def test_a_failed_run_is_neither_evaluated_nor_saved(tmp_path: Path, train_here: TrainHere) -> None:
     """What made it fail must not push a good checkpoint out."""
     stream = SimpleNamespace(next=bad_batch, wait_s=0.0)
     trainer, state, result = train_here(stream, run={"max_skipped_in_a_row": 9})
@@ -441,9 +429,7 @@ def test_a_signal_in_the_last_evaluation_stops_the_run_unless_it_has_failed(
     assert [line["step"] for line in read_lines(tmp_path / "evals.jsonl")] == [4]
 
 
-def test_a_run_whose_held_out_loss_is_no_number_has_failed(
-    tmp_path: Path, train_here: TrainHere, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_held_out_nan_fails(tmp_path: Path, train_here: TrainHere, monkeypatch: pytest.MonkeyPatch) -> None:
     diverged = {"loss": math.nan, "loss_unit": "nats"}
     monkeypatch.setattr("bert_dp.training.loop.evaluate", lambda *_: diverged)
     _, state, result = train_here(eval={"every_steps": 0})
@@ -452,9 +438,7 @@ def test_a_run_whose_held_out_loss_is_no_number_has_failed(
     assert (line["step"], line["loss"]) == (5, None), "and stands in the records"
 
 
-def test_a_run_is_saved_before_its_last_evaluation(
-    tmp_path: Path, train_here: TrainHere, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_precedes_the_last_evaluation(train_here: TrainHere, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else an error there would cost all that was trained since the last checkpoint."""
     saved: list[list[int]] = []
 
@@ -468,9 +452,7 @@ def test_a_run_is_saved_before_its_last_evaluation(
     assert saved == [[0, 5]]
 
 
-def test_a_micro_batch_is_drawn_when_the_one_before_it_is_on_its_way(
-    tmp_path: Path, train_here: TrainHere, clock: Clock
-) -> None:
+def test_micro_batches_are_drawn_one_by_one(tmp_path: Path, train_here: TrainHere, clock: Clock) -> None:
     """Else a device idles through the wait for all of them; the heartbeat says who waits, and no timer of
     the work counts it."""
     events: list[str] = []
@@ -522,7 +504,7 @@ def test_garbage_is_collected_when_a_line_is_logged(train_here: TrainHere) -> No
     assert sum(knot() is not None for knot in left) == 0
 
 
-def test_a_step_of_the_ramp_is_divided_by_its_own_targets(
+def test_a_ramped_step_is_divided_by_its_targets(
     tmp_path: Path, train_here: TrainHere, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[tuple[int, int]] = []
@@ -541,9 +523,7 @@ def test_a_step_of_the_ramp_is_divided_by_its_own_targets(
     assert logged(tmp_path, "accumulation") == [counts[step - 1] // 2 for step in (2, 4, 5)]
 
 
-def test_the_summary_has_the_greatest_ranks_memory_and_everyones_energy(
-    tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_summary_of_all_ranks(tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, state, result = trained
     # the other rank has taken more memory and less energy, and two of its writes failed
     ranks = OneOf(0, 2, lambda own: [own, [own[0] + 3.0, own[1] / 2, 2.0]])
@@ -557,6 +537,7 @@ def test_the_summary_has_the_greatest_ranks_memory_and_everyones_energy(
     state.loss_spikes, state.skipped_steps = 2, 1
     monkeypatch.setattr(devices, "peak_memory_gib", lambda device: 1.0)
     monkeypatch.setattr(devices, "joules", lambda device: 130.0)
+    monkeypatch.setattr(failed_writes, "count", 0)
     summary.write_summary(trainer, state, result, 1.0, 2.0, before_j=30.0)
     end = read_json(tmp_path / "summary.json")
     assert end["peak_memory_gib"] == 4.0
@@ -579,9 +560,7 @@ def test_the_summary_has_the_greatest_ranks_memory_and_everyones_energy(
     assert (end["exit_code"], end["failure"], end["signal"]) == (0, None, None)
 
 
-def test_the_summary_tells_how_the_run_ended_and_how_the_model_was_run(
-    tmp_path: Path, trained: Trained
-) -> None:
+def test_the_summary_tells_how_the_run_ended_and_what_was_run(tmp_path: Path, trained: Trained) -> None:
     trainer, state, result = trained
 
     def written(**changes: Any) -> dict[str, Any]:
@@ -592,7 +571,8 @@ def test_the_summary_tells_how_the_run_ended_and_how_the_model_was_run(
     end = written(signal=15)
     assert (end["status"], end["exit_code"], end["signal"]) == ("stopped", 128 + 15, 15)
     trainer.trace.steps = [2, 3]
-    end = written(failure=FULL, checkpoint=tmp_path / "checkpoints" / "step-00000004")
+    trainer.checkpointer.newest = tmp_path / "checkpoints" / "step-00000004"  # type: ignore[misc]
+    end = written(failure=FULL)
     assert (end["status"], end["exit_code"], end["signal"]) == ("failed", 1, None)
     assert (end["failure"]["message"], end["failure"]["kind"]) == ("no room", "disk")
     assert (end["checkpoint"], end["profiled_steps"]) == ("checkpoints/step-00000004", [2, 3])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import nn
 from bert_dp.config import BatchLayout
 from bert_dp.training import metrics
 from bert_dp.training.checkpoint import TrainState
-from bert_dp.training.metrics import STRAGGLER_RATIO, STRAGGLER_STEPS, Meter, Timers, straggler
+from bert_dp.training.metrics import STRAGGLER_RATIO, STRAGGLER_STEPS, Meter, straggler
 from tests.ranks import OneOf
 from tests.tensors import CPU
 
@@ -58,12 +57,14 @@ class Run:
         timers = self.meter.timers
         self.now += WAIT
         self.wait_s += WAIT
-        with timers.phase("forward_backward"):
-            with timers.phase("compute_before_reduction"):
-                self.now += OWN
-            self.now += PASSES - OWN
-        with timers.phase("optimizer"):
-            self.now += UPDATE
+        begin = timers.mark()
+        self.now += OWN
+        timers.count("compute_before_reduction", begin)
+        self.now += PASSES - OWN
+        timers.count("forward_backward", begin)
+        begin = timers.mark()
+        self.now += UPDATE
+        timers.count("optimizer", begin)
         self.steps += 1
         samples, micro_steps = LAYOUT.global_size, LAYOUT.grad_accum_steps
         self.meter.observe(torch.tensor(loss), torch.tensor(1.5), samples, micro_steps, self.wait_s)
@@ -74,13 +75,11 @@ class Run:
 
     def line(self) -> Any:
         size = LAYOUT.global_size
-        state = TrainState(self.steps, self.steps * size, progress=0.1, lr=1e-3, global_batch=size)
+        state = TrainState(self.steps, self.steps * size, lr=1e-3, global_batch=size)
         return SimpleNamespace(**self.meter.flush(state, epoch=0, progress=0.2, elapsed_s=self.now))
 
 
-def test_rates_count_all_ranks_or_one_gpu_and_mfu_is_a_share_of_one_peak(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rates_count_all_ranks_or_one_gpu_and_mfu_one_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch)
     early = run.meter.total_rates()  # of a run that is stopped before it has made a step
     for _ in range(3):
@@ -109,9 +108,7 @@ def test_rates_count_all_ranks_or_one_gpu_and_mfu_is_a_share_of_one_peak(
     assert unknown.line().mfu is None
 
 
-def test_the_loss_is_summed_over_replicas_and_the_memory_is_the_greatest_ranks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_losses_of_replicas_are_summed_and_memory_is_the_greatest(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch)
     run.step(loss=9.0)
     run.step(loss=0.5)
@@ -135,13 +132,19 @@ def test_own_work_and_phases_are_summed_over_all_lines(monkeypatch: pytest.Monke
 
 
 def test_evaluation_and_saving_are_no_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the host's clock too; each rank has a line of its own steps."""
     run = Run(monkeypatch)
-    for _ in range(2):  # between steps, after a line, and twice in a row
+    monkeypatch.setattr(metrics, "alloc_retries", lambda device: 2)
+    for times in (1, 2):  # between steps, after a line, and twice in a row
         run.step()
         run.pause(100.0)
         run.step()
         run.line()
-        assert run.meter.steps["step_s"] == [STEP, STEP]
+        line = run.meter.steps
+        assert (line["step"], line["alloc_retries"]) == (2 * times, 2)
+        assert line["host_s"] == line["step_s"] == [STEP] * 2
+        assert line["compute_before_reduction_s"] == [OWN] * 2
+        assert (line["forward_backward_s"], line["optimizer_s"]) == ([PASSES] * 2, [UPDATE] * 2)
         run.pause(50.0)
         run.pause(25.0)
     run.step()
@@ -150,21 +153,6 @@ def test_evaluation_and_saving_are_no_part_of_a_step(monkeypatch: pytest.MonkeyP
     assert run.meter.steps["step_s"] == [STEP]
     assert run.meter.totals["train_s"] == 5 * STEP
     assert run.meter.total_rates()["steps_per_s"] == pytest.approx(1 / STEP)
-
-
-def test_each_rank_has_a_line_of_its_own_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pause between two of them is part of neither, on the host's clock too."""
-    run = Run(monkeypatch)
-    monkeypatch.setattr(metrics, "alloc_retries", lambda device: 2)
-    run.step()
-    run.pause(100.0)
-    run.step()
-    run.line()
-    line = run.meter.steps
-    assert (line["step"], line["alloc_retries"]) == (2, 2)
-    assert line["host_s"] == line["step_s"] == [STEP] * 2
-    assert line["compute_before_reduction_s"] == [OWN] * 2
-    assert (line["forward_backward_s"], line["optimizer_s"]) == ([PASSES] * 2, [UPDATE] * 2)
 
 
 class Event:
@@ -194,8 +182,9 @@ def test_a_gpus_timers_read_its_own_clock_in_seconds(monkeypatch: pytest.MonkeyP
     timers = metrics.Timers(torch.device("cuda"))
     for behind in (0.0, 1000.0):
         monkeypatch.setattr(Event, "behind", behind)
-        with timers.phase("optimizer"):
-            Event.now += 250.0
+        begin = timers.mark()
+        Event.now += 250.0
+        timers.count("optimizer", begin)
         Event.now += 500.0
         timers.end_step()
     drained = timers.drain()
@@ -221,23 +210,17 @@ class Counting(nn.Module):
         return self._facts
 
 
-def test_ddp_is_told_how_often_to_time_a_step() -> None:
+def test_what_ddp_counts_of_itself_is_read_in_seconds_and_of_other_models_nothing() -> None:
+    """Communication that no backward pass covered, and the buckets that DDP settled on."""
     told: list[int] = []
-    model = Counting()
+    model = Counting(backward_comm_time=5_000_000, backward_compute_comm_overlap_time=3_000_000)
     model._set_ddp_runtime_logging_sample_rate = told.append
     metrics.sample_communication(model, 7)
     metrics.sample_communication(nn.Linear(1, 1), 7)
     assert told == [7]
-
-
-def test_exposed_communication_is_what_no_backward_pass_covered_in_seconds() -> None:
-    model = Counting(backward_comm_time=5_000_000, backward_compute_comm_overlap_time=3_000_000)
     assert metrics.exposed_communication_s(model) == pytest.approx(0.002)
     for untold in (Counting(backward_comm_time=5_000_000), nn.Linear(1, 1)):
         assert metrics.exposed_communication_s(untold) is None
-
-
-def test_the_buckets_are_those_that_ddp_settled_on() -> None:
     assert metrics.bucket_bytes(Counting(bucket_sizes="900", rebuilt_bucket_sizes="400, 500")) == [400, 500]
     assert metrics.bucket_bytes(Counting(bucket_sizes="900", rebuilt_bucket_sizes="")) == [900]
     assert metrics.bucket_bytes(nn.Linear(1, 1)) == []
@@ -256,24 +239,9 @@ def test_the_buckets_are_those_that_ddp_settled_on() -> None:
         ([], 5, None, None),
     ],
 )
-def test_the_slowest_is_held_against_the_others(
+def test_the_slowest_beside_the_others(
     own_s: list[float], steps: int, ratio: float | None, seconds_per_step: float | None
 ) -> None:
     slowest = {"rank": 1, "ratio": ratio, "seconds_per_step": seconds_per_step}
     expected = (ratio and pytest.approx(ratio), slowest if seconds_per_step else None)
     assert straggler(own_s, steps) == expected
-
-
-def test_timers_may_overlap_and_restart() -> None:
-    timers = Timers(CPU)
-    with timers.phase("forward_backward"):
-        timers.start("compute_before_reduction")
-        time.sleep(0.02)
-        timers.stop("compute_before_reduction")
-        time.sleep(0.02)
-    timers.end_step()
-    seconds = {name: each[0] for name, each in timers.drain().items()}
-    assert 0.02 <= seconds["compute_before_reduction"] <= seconds["forward_backward"] - 0.02
-    assert seconds["forward_backward"] <= seconds["step"]
-    assert seconds["optimizer"] == 0.0
-    assert set(map(tuple, timers.drain().values())) == {()}

@@ -16,7 +16,7 @@ from bert_dp.config import OptimConfig, load_config
 from bert_dp.model.bert import CrammedBert
 from bert_dp.model.interface import Model
 from bert_dp.optim import make_optimizer, muon
-from bert_dp.optim.muon import Muon, orthogonalize
+from bert_dp.optim.muon import WHOLE, Muon, orthogonalize
 from tests.helpers import PRETRAINING
 from tests.unit.test_optimizers import parameters_of, random_tensors, rate, take_step
 
@@ -38,7 +38,9 @@ def groups_of_rest(parameters: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
 
 def muon_of_all(parameters: dict[str, nn.Parameter]) -> Muon:
     matrices = [parameters[name] for name in MATRICES]
-    return make_muon(*groups_of_rest(parameters), {"params": matrices, "weight_decay": DECAY, "matrix": True})
+    return make_muon(
+        *groups_of_rest(parameters), {"params": matrices, "weight_decay": DECAY, "splits": [WHOLE] * 3}
+    )
 
 
 def through_singular_values(matrix: np.ndarray) -> np.ndarray:
@@ -131,10 +133,10 @@ def test_fused_matrices_are_orthogonalised_each_for_itself(dim: int) -> None:
     fused = parameters_of({"fused": torch.cat(parts, dim), "other": parts[0]})
     apart = parameters_of({str(i): part for i, part in enumerate(parts)})
     for parameters, wanted, splits in (
-        (fused, {"fused": torch.cat(grads, dim), "other": grads[0]}, [(dim, 3), (0, 1)]),
-        (apart, {str(i): grad for i, grad in enumerate(grads)}, None),
+        (fused, {"fused": torch.cat(grads, dim), "other": grads[0]}, [(dim, 3), WHOLE]),
+        (apart, {str(i): grad for i, grad in enumerate(grads)}, [WHOLE] * 3),
     ):
-        group = {"params": list(parameters.values()), "matrix": True, "splits": splits}
+        group = {"params": list(parameters.values()), "splits": splits}
         optimizer = make_muon(group)
         for step in range(3):
             take_step(optimizer, parameters, {n: g * (step + 1) for n, g in wanted.items()}, 0.1)
@@ -149,7 +151,7 @@ def test_a_large_batch_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     for elements in (2**25, 70):
         monkeypatch.setattr(muon, "BATCH_ELEMENTS", elements)
         parameters = parameters_of({str(i): random_tensors(i)["square"] for i in range(5)})
-        optimizer = make_muon({"params": list(parameters.values()), "matrix": True})
+        optimizer = make_muon({"params": list(parameters.values()), "splits": [WHOLE] * 5})
         take_step(optimizer, parameters, {n: p.detach() ** 2 for n, p in parameters.items()}, 0.1)
         results.append([p.detach() for p in parameters.values()])
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
@@ -193,7 +195,7 @@ def test_muon_gets_the_linear_weights_of_the_blocks(path: Path) -> None:
     assert isinstance(optimizer, Muon)
     plain, bare, matrices = optimizer.param_groups
     names = {parameter: name for name, parameter in named.items()}
-    assert [g["matrix"] for g in optimizer.param_groups] == [False, False, True]
+    assert [g["splits"] is not None for g in optimizer.param_groups] == [False, False, True]
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.25, 0.0, 0.25]
     assert {names[p] for p in matrices["params"]} == linears
     pairs = zip(matrices["params"], matrices["splits"], strict=True)
@@ -212,9 +214,7 @@ def test_muon_gets_the_linear_weights_of_the_blocks(path: Path) -> None:
     ("device", "precision", "wanted"),
     [("cuda", "bf16", torch.bfloat16), ("cuda", "fp32", None), ("cpu", "bf16", None)],
 )
-def test_newton_schulz_multiplies_in_bf16_only_for_a_gpu_that_trains_in_it(
-    device: str, precision: str, wanted: torch.dtype | None
-) -> None:
+def test_newton_schulz_in_bf16_on_gpus_only(device: str, precision: str, wanted: torch.dtype | None) -> None:
     with FakeTensorMode():
         named = {"layer.weight": nn.Parameter(torch.ones(4, 3, device=device))}
         optimizer = make_optimizer(OptimConfig(name="muon"), named.items(), Model(), precision=precision)

@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -140,6 +141,7 @@ def measure(cases: Sequence[Case], out: str) -> None:
         parallel = {"engine": case.engine, "bucket_mib": 1e-4, **dict(case.parallel)}
         config = make_config(
             log={"noise_scale": True},
+            optim={"clip": 0.5},
             batch={"micro_size": case.micro, "global_size": case.batches[1]},
             parallel=parallel,
         )
@@ -148,21 +150,21 @@ def measure(cases: Sequence[Case], out: str) -> None:
             Linear(), lambda n, c=config: optim.make_optimizer(c.optim, n, Model())
         )
         optim.set_lr(optimizer, 0.0)
+        trainer: Any = SimpleNamespace(
+            engine=engine,
+            model=model,
+            task=SimpleNamespace(loss=lambda m, b: m(b.x_ND)),
+            device=cpu,
+            precision=Precision("fp64", torch.float64, None),
+            config=config,
+            heartbeat=SimpleNamespace(progress=lambda: None),
+        )
         for step in range(case.steps + 2):
             bad = float("nan") if step > case.steps and world.rank == world.size - 1 else 1.0
             batches: Any = [FakeBatch(bad * x) for x in case.samples(step, world.rank)]
+            num_targets = sum(b.num_masked for b in batches) * engine.dp_size
             train_step(
-                engine,
-                model,
-                lambda m, b: m(b.x_ND),
-                batches,
-                grad_accum_steps=len(batches),
-                num_targets=sum(b.num_masked for b in batches) * engine.dp_size,
-                device=cpu,
-                precision=Precision("fp64", torch.float64, None),
-                max_norm=0.5,
-                timers=Timers(cpu),
-                progress=lambda: None,
+                trainer, batches, grad_accum_steps=len(batches), num_targets=num_targets, timers=Timers(cpu)
             )
             if step == 0:
                 engine.norm_pairs.clear()

@@ -120,9 +120,6 @@ def test_parameters_without_a_gradient_stay_as_they_are(name: str) -> None:
     assert set(optimizer.state) == {parameters["wide"], parameters["norm"]}
 
 
-# --- schedules and groups
-
-
 NAMES = ("budget_triangle", "linear", "cosine", "wsd", "constant", "exponential")
 
 
@@ -130,38 +127,26 @@ def schedule(name: str, **changed: float) -> ScheduleConfig:
     return ScheduleConfig(name=name, steps=1, **changed)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("f", "factor"), [(0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0), (0.7, 0.95), (0.9, 0.4), (1, 0.0)]
-)
-def test_budget_triangle_is_the_recipes(f: float, factor: float) -> None:
-    assert lr_factor(schedule("budget_triangle"), f) == pytest.approx(factor, abs=1e-15)
+RECIPE = {0: 0.25, 0.25: 0.5, 0.5: 0.75, 0.75: 1.0, 0.7: 0.95, 0.9: 0.4, 1: 0.0}
 
 
 @pytest.mark.parametrize(
-    ("name", "changed", "f", "factor"),
+    ("name", "warmup", "decay", "factors"),
     [
-        ("linear", {"warmup_fraction": 0.2}, 0.0, 0.0),
-        ("linear", {"warmup_fraction": 0.2}, 0.1, 0.5),
-        ("linear", {"warmup_fraction": 0.2}, 0.2, 1.0),
-        ("linear", {"warmup_fraction": 0.2}, 0.6, 0.5),
-        ("linear", {"warmup_fraction": 0.2}, 1.0, 0.0),
-        ("linear", {"warmup_fraction": 0.0}, 0.0, 1.0),
-        ("cosine", {"warmup_fraction": 0.2}, 0.2, 1.0),
-        ("cosine", {"warmup_fraction": 0.2}, 0.4, 0.5 + math.sqrt(0.125)),
-        ("cosine", {"warmup_fraction": 0.2}, 1.0, 0.0),
-        ("cosine", {"warmup_fraction": 0.0}, 0.0, 1.0),
-        ("wsd", {"warmup_fraction": 0.1, "decay_fraction": 0.4}, 0.1, 1.0),
-        ("wsd", {"warmup_fraction": 0.1, "decay_fraction": 0.4}, 0.6, 1.0),
-        ("wsd", {"warmup_fraction": 0.1, "decay_fraction": 0.4}, 0.7, 0.5),
-        ("wsd", {"warmup_fraction": 0.1, "decay_fraction": 0.4}, 1.0, 0.0),
-        ("wsd", {"warmup_fraction": 0.0, "decay_fraction": 1.0}, 0.25, 0.5),
-        ("constant", {}, 0.0, 1.0),
-        ("exponential", {}, 0.0, 1e-4),
-        ("exponential", {}, 0.25, 1e-3),
+        ("budget_triangle", 0.0, 0.2, RECIPE),
+        ("linear", 0.2, 0.2, {0.0: 0.0, 0.1: 0.5, 0.2: 1.0, 0.6: 0.5, 1.0: 0.0}),
+        ("linear", 0.0, 0.2, {0.0: 1.0}),
+        ("cosine", 0.2, 0.2, {0.2: 1.0, 0.4: 0.5 + math.sqrt(0.125), 1.0: 0.0}),
+        ("cosine", 0.0, 0.2, {0.0: 1.0}),
+        ("wsd", 0.1, 0.4, {0.1: 1.0, 0.6: 1.0, 0.7: 0.5, 1.0: 0.0}),
+        ("wsd", 0.0, 1.0, {0.25: 0.5}),
+        ("constant", 0.0, 0.2, {0.0: 1.0}),
+        ("exponential", 0.0, 0.2, {0.0: 1e-4, 0.25: 1e-3}),
     ],
 )
-def test_schedule_corners(name: str, changed: dict[str, float], f: float, factor: float) -> None:
-    assert lr_factor(schedule(name, **changed), f) == pytest.approx(factor, abs=1e-12)
+def test_corners_of_schedules(name: str, warmup: float, decay: float, factors: dict[float, float]) -> None:
+    config = schedule(name, warmup_fraction=warmup, decay_fraction=decay)
+    assert {f: lr_factor(config, f) for f in factors} == pytest.approx(factors, abs=1e-15)
 
 
 @st.composite

@@ -66,9 +66,7 @@ def test_units_are_the_flags_of_cpuinfo(tmp_path: Path, line: str, units: tuple[
         ("bf16", False, False, None, "bf16"),
     ],
 )
-def test_auto_is_bf16_where_it_is_multiplied_and_nothing_was_kept(
-    setting: str, on_gpu: bool, has_bf16: bool, kept: str | None, chosen: str
-) -> None:
+def test_auto_precision(setting: str, on_gpu: bool, has_bf16: bool, kept: str | None, chosen: str) -> None:
     for engine in ("ddp", "deepspeed"):
         assert decide_precision(setting, [engine], on_gpu=on_gpu, has_bf16=has_bf16, kept=kept) == chosen
 
@@ -106,7 +104,7 @@ def test_ranks_compute_in_bf16_only_if_all_of_them_can(
 @pytest.mark.parametrize(
     ("capability", "chosen"), [((7, 5), "fp16"), ((8, 0), "bf16"), ((8, 9), "bf16"), ((9, 0), "bf16")]
 )
-def test_a_gpu_multiplies_bf16_from_ampere_on(
+def test_gpus_multiply_bf16_since_ampere(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], chosen: str
 ) -> None:
     asked: list[Any] = []
@@ -121,7 +119,7 @@ def test_launcher_and_ranks_estimate_and_try_in_the_same_precision(
     machine: Environment, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "bf16_units", lambda: machine.bf16_units)
-    own = devices.choose_precision(AUTO.precision, torch.device("cpu"), AUTO.parallel.engine)
+    own = devices.choose_precision(AUTO.precision, CPU)
     assert own.name == chosen
     assert check_memory(AUTO, 2, machine, on_gpu=False).precision == chosen
     assert check_memory(AUTO, 2, machine, on_gpu=False, kept="fp64").precision == "fp64"
@@ -186,9 +184,7 @@ def test_a_run_that_left_no_summary_tells_what_its_ranks_had_decided(tmp_path: P
         ("bf16", "cpu", "medium"),
     ],
 )
-def test_fp32_products_are_in_tf32_on_a_gpu_beside_16_bits_alone(
-    name: str, device: str, allowed: str
-) -> None:
+def test_fp32_products_are_in_tf32_only_beside_16_bits(name: str, device: str, allowed: str) -> None:
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("medium")

@@ -18,7 +18,7 @@ from bert_dp.config import CheckpointConfig
 from bert_dp.parallel import State
 from bert_dp.training import checkpoint
 from bert_dp.training.checkpoint import AsyncCheckpointer
-from bert_dp.training.process import WriteErrors
+from bert_dp.training.process import failed_writes
 from tests.states import FACTS
 
 SaveFile = Callable[[dict[str, torch.Tensor], Path], None]
@@ -68,8 +68,7 @@ def make(
     folder: Path, said: list[str] | None = None, saved: int | None = None, **settings: Any
 ) -> AsyncCheckpointer:
     log = [] if said is None else said
-    config, errors = CheckpointConfig(**settings), WriteErrors()
-    return AsyncCheckpointer(folder, config, log_rank0=log.append, saved_step=saved, write_errors=errors)
+    return AsyncCheckpointer(folder, CheckpointConfig(**settings), log_rank0=log.append, saved_step=saved)
 
 
 def save(saver: AsyncCheckpointer, *steps: int) -> tuple[int | None, str | None]:
@@ -92,22 +91,12 @@ def failing(number: int, first: int, last: int) -> SaveFile:
     return save_file
 
 
-def test_the_caller_goes_on_while_it_is_written(tmp_path: Path, held: Held) -> None:
+def test_the_caller_goes_on_and_a_second_save_waits_before_it_gathers(tmp_path: Path, held: Held) -> None:
     saver = make(tmp_path)
     saver.save(1, lambda: state(1.0), {**FACTS, "samples": 8})
     assert held.begun.wait(PATIENCE_S)
     assert names(tmp_path) == []
     assert (saver.saved_step, saver.newest) == (None, None)
-    held.go.set()
-    assert (saver.wait(), saver.problem) == (1, None)
-    assert saver.newest == tmp_path / "step-00000001"
-    assert checkpoint.load(saver.newest)[1].samples == 8
-
-
-def test_a_second_save_waits_for_the_first_before_it_gathers(tmp_path: Path, held: Held) -> None:
-    saver = make(tmp_path)
-    saver.save(1, lambda: state(1.0), FACTS)
-    assert held.begun.wait(PATIENCE_S)
     gathered: list[list[str]] = []
 
     def gather() -> State:
@@ -118,28 +107,32 @@ def test_a_second_save_waits_for_the_first_before_it_gathers(tmp_path: Path, hel
     saver.save(2, gather, FACTS)
     assert gathered == [["step-00000001"]]
     assert saver.stall_s >= 0.2, "waiting counts as time that saving took"
-    assert (saver.wait(), saver.problem) == (2, None)
+    assert (saver.wait(), saver.problem, saver.newest) == (2, None, tmp_path / "step-00000002")
     assert [weight(p) for p in checkpoint.list_checkpoints(tmp_path)] == [2.0, 1.0]
+    assert checkpoint.load(tmp_path / "step-00000001")[1].samples == 8
 
 
-def test_another_rank_has_nothing_to_write(tmp_path: Path) -> None:
+def test_another_rank_and_a_run_that_keeps_none_write_nothing(tmp_path: Path) -> None:
     saver = make(tmp_path, saved=7)
     saver.save(9, lambda: None, FACTS)
     assert (saver.wait(), saver.problem) == (7, None)
-    assert not list(tmp_path.iterdir())
+    saver = make(tmp_path, keep=0)
+    assert save(saver, 3) == (3, None)
+    assert (saver.newest, list(tmp_path.iterdir())) == (None, [])
 
 
 @pytest.mark.parametrize(("number", "kind"), [(errno.EROFS, "disk"), (errno.EACCES, "error")])
 @pytest.mark.parametrize("policy", ["continue", "stop"])
-def test_an_error_is_said_and_counted_and_the_good_ones_stay(
+def test_an_error_is_reported_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: str, policy: str
 ) -> None:
     said: list[str] = []
+    monkeypatch.setattr(failed_writes, "count", 0)
     saver = make(tmp_path, said, keep=2, on_error=policy)
     save(saver, 1, 2)
     monkeypatch.setattr(checkpoint, "save_file", failing(number, 2, 2))
     assert save(saver, 3)[0] == 2
-    assert (saver.failed_saves, saver._write_errors.count) == (1, 1)
+    assert (saver.failed_saves, failed_writes.count) == (1, 1)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
     (line,) = said
     first = saver.problem
@@ -155,7 +148,7 @@ def test_an_error_is_said_and_counted_and_the_good_ones_stay(
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize(("keep", "left"), [(9, [4, 3, 2]), (2, [4, 3]), (1, [4])])
-def test_a_full_disk_makes_room_and_tries_once_more(
+def test_a_full_disk_is_pruned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, keep: int, left: list[int]
 ) -> None:
     said: list[str] = []
@@ -197,9 +190,7 @@ def test_a_save_does_not_make_the_run_directory_again(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_what_this_process_has_saved_itself_is_not_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_this_process_has_saved_is_not_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each save would hash all that is kept: gigabytes, beside training."""
     monkeypatch.setattr(checkpoint, "check", lambda path: pytest.fail(f"{path.name} is read"))
     assert save(make(tmp_path, keep=2), 1, 2, 3, 4) == (4, None)
@@ -215,9 +206,3 @@ def test_a_row_of_saves_that_fail_is_said_once(tmp_path: Path, monkeypatch: pyte
     assert "step-00000002" in line
     assert save(saver, 5) == (5, None)
     assert saver.failed_saves == 3
-
-
-def test_with_keep_0_nothing_is_written_and_no_checkpoint_is_named(tmp_path: Path) -> None:
-    saver = make(tmp_path, keep=0)
-    assert save(saver, 3) == (3, None)
-    assert (saver.newest, list(tmp_path.iterdir())) == (None, [])

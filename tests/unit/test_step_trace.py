@@ -16,11 +16,9 @@ import torch
 
 from bert_dp.config.checks import ProfilePlan, parse_profile, profile_issues
 from bert_dp.training.distributed import HostCollectives
-from bert_dp.training.process import World, WriteErrors
+from bert_dp.training.process import World, failed_writes
 from bert_dp.training.profiler import StepTrace
 from tests.helpers import raised_issues
-
-# --- which steps
 
 
 def test_steps_are_first_and_end_and_ranks_a_list() -> None:
@@ -56,9 +54,6 @@ def test_steps_and_ranks_that_the_run_does_not_have_are_named() -> None:
     ]
 
 
-# --- what is recorded
-
-
 class Paused:
     """A meter that notes when steps are not timed."""
 
@@ -76,7 +71,7 @@ def traced(plan: ProfilePlan, run_dir: Path, rank: int, steps: range, stop: int 
     entered: list[str] = []
     heartbeat: Any = SimpleNamespace(enter=lambda phase, step: entered.append(phase))
     comm = HostCollectives(World(rank, rank, 2, 2), None)
-    trace = StepTrace(plan, comm, run_dir, heartbeat, WriteErrors())
+    trace = StepTrace(plan, comm, run_dir, heartbeat)
     meter: Any = Paused()
     trace.reached(steps.start - 1, meter)
     for step in steps:
@@ -117,9 +112,10 @@ def test_other_ranks_and_steps_that_never_come_leave_nothing(tmp_path: Path) -> 
 
 
 def test_a_profile_that_cannot_be_written_ends_no_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(failed_writes, "count", 0)
     (tmp_path / "profile").write_text("in the way")
     trace = traced(ProfilePlan(2, 3, (0,)), tmp_path, 0, range(1, 4))
-    assert (trace.steps, trace._write_errors.count) == ([2, 3], 1)
+    assert (trace.steps, failed_writes.count) == ([2, 3], 1)
     assert "warning: the profile could not be written" in capsys.readouterr().out

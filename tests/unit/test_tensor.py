@@ -95,9 +95,6 @@ def gathered(tensor: TensorParallel, parts: Numbers) -> Numbers:
     return {name: tensor.unshard(name, part) for name, part in parts.items()}
 
 
-# --- the checks, each on every rank
-
-
 TOLERANCES = {  # relative, absolute
     torch.float64: (1e-12, 1e-12),
     torch.float32: (1e-5, 1e-5),
@@ -303,9 +300,6 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 def test_ranks_agree_with_one(failures: list[dict[str, str]], name: str, size: int) -> None:
     for rank, results in enumerate(failures):
         assert not results[f"{name}/{size}"], f"rank {rank}:\n{results[f'{name}/{size}']}"
-
-
-# --- without ranks
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

@@ -8,21 +8,23 @@ import gc
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch._inductor import config as inductor
 
 from bert_dp import files
 from bert_dp.config import ConfigError, Issue
 from bert_dp.files import LOG_DIR, STOP_SIGNALS
 from bert_dp.files.ledger import read_ledger
 from bert_dp.tasks import DatasetInfo
-from bert_dp.training import distributed
-from bert_dp.training.build import check_same_data
+from bert_dp.training import build, checkpoint, devices, distributed, loop
+from bert_dp.training import rank as worker
 from bert_dp.training.process import GC_THRESHOLD, Signals
-from bert_dp.training.rank import lock_run, parse_arguments
 from tests.helpers import issues_of, logged, read_json
 from tests.parity.runs import evals, settings, summary, write_run
 from tests.ranks import OneOf, run_ranks
@@ -45,9 +47,6 @@ def slowed(module: Any, name: str, clock: SimpleNamespace, seconds: float) -> No
 
 def train_twice(run_dir: str, more: dict[str, Any]) -> None:
     """Two steps, the second with a bad gradient, and in a second process's place as `more` says."""
-    from bert_dp.training import build, devices, loop
-    from bert_dp.training import rank as worker
-
     os.environ[LOG_DIR] = run_dir
     clock = SimpleNamespace(now=100.0)
     worker.time = SimpleNamespace(monotonic=lambda: clock.now)  # type: ignore[assignment]
@@ -110,9 +109,7 @@ def test_set_up_and_dry_run_are_timed_apart(run_dir: Path) -> None:
     assert log.count(f"ready: set-up {ASSEMBLE_S} s, dry run {DRY_RUN_S} s") == 2
 
 
-def test_a_restart_waits_for_the_rank_that_is_still_dying(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restart_waits_for_a_killed_rank_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under a launcher of ours, which lets no other run into the directory; alone a rank refuses at once."""
     monkeypatch.delenv(files.LAUNCHER_PID, raising=False)
     naps: list[float] = []
@@ -126,11 +123,11 @@ def test_a_restart_waits_for_the_rank_that_is_still_dying(
 
     monkeypatch.setattr("bert_dp.training.rank.time.sleep", nap)
     with pytest.raises(ConfigError, match="in use by another run"), contextlib.ExitStack() as until:
-        lock_run(tmp_path, until)
+        worker.lock_run(tmp_path, until)
     assert naps == []
     monkeypatch.setenv(files.LAUNCHER_PID, "1")
     with files.lock(tmp_path / files.RUN_LOCK), contextlib.ExitStack() as until:  # type: ignore[union-attr]
-        lock_run(tmp_path, until)
+        worker.lock_run(tmp_path, until)
         assert len(naps) == 3
         assert files.lock(tmp_path / ".lock") is None
 
@@ -156,8 +153,6 @@ def test_the_first_stop_signal_is_the_one_that_counts() -> None:
 
 def build_and_meet(folder: str) -> None:
     """Two ranks without shards; notes whether the data is there when this rank goes to meet the other."""
-    from bert_dp.training import rank as worker
-
     rank, plain = os.environ["RANK"], distributed.connect
     os.environ["BERT_DP_CACHE"] = f"{folder}/cache"
 
@@ -183,11 +178,6 @@ def test_a_corpus_is_built_before_the_ranks_meet(tmp_path: Path) -> None:
 
 def start_in_many_ways(folder: str) -> None:
     """A rank without our launcher, which checks some of this before; notes the energy's clock."""
-    import time
-
-    from bert_dp.training import build, checkpoint, devices, loop
-    from bert_dp.training import rank as worker
-
     config, elsewhere = f"{folder}/config.yaml", f"{folder}/not yet/there"
     os.environ[LOG_DIR] = folder
     assert worker.main([config, "--profile", "3:4"]) == 2
@@ -274,7 +264,7 @@ def test_a_rank_makes_the_run_directory_and_counts_the_energy_of_the_steps(many_
 
 def test_a_rank_takes_the_option_that_deepspeed_adds() -> None:
     for option in ("--local_rank=3", "--local-rank=3"):
-        arguments = parse_arguments([option, "config.yaml"])
+        arguments = worker.parse_arguments([option, "config.yaml"])
         assert (arguments.config, arguments.resume, arguments.profile) == (Path("config.yaml"), "auto", None)
 
 
@@ -286,12 +276,6 @@ def test_time_goes_on_in_another_directory(many_ways: Path) -> None:
 
 
 def train_deterministically(folder: str) -> None:
-    import torch
-    from torch._inductor import config as inductor
-
-    from bert_dp.training import loop
-    from bert_dp.training import rank as worker
-
     plain = loop.train
 
     def train(*arguments: Any) -> Any:
@@ -314,8 +298,6 @@ def test_a_run_can_be_made_deterministic(tmp_path: Path, shards: Path) -> None:
 
 def start_misplaced(folder: str) -> None:
     """Two ranks that have one GPU, and then a replica of two ranks on two nodes: bad input on both."""
-    from bert_dp.training import rank as worker
-
     rank, store = os.environ["RANK"], os.environ["BERT_DP_INIT_FILE"]
     for name, place in (
         ("gpu", distributed.HostAndDevice("n/1", "0000:1a:00.0")),
@@ -335,6 +317,6 @@ def test_ranks_at_the_wrong_place_are_refused(tmp_path: Path, shards: Path) -> N
 def test_ranks_with_other_data_than_rank_0_are_refused() -> None:
     """Nodes may have caches of their own."""
     comm = OneOf(1, 2, said="0" * 64)
-    check_same_data(comm, DatasetInfo("0" * 64, None, 9))
-    (line,) = issues_of(check_same_data, comm, DatasetInfo("1" * 64, None, 9))
+    build.check_same_data(comm, DatasetInfo("0" * 64, None, 9))
+    (line,) = issues_of(build.check_same_data, comm, DatasetInfo("1" * 64, None, 9))
     assert "rank 1 has shards 1111111111111111, rank 0 has 0000000000000000" in line
