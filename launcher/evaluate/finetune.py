@@ -73,9 +73,11 @@ def source_of(
     elif not own.keys() & files.keys():
         issues.append(Issue("--task", "missing", "no examples are named", hint=hint))
     else:
-        text = "own files take --train and --dev"
-        needed = ("train", "dev") if dev_fraction is None else ("train",)
-        issues += [Issue(f"--{name}", "missing", text) for name in needed if name not in own]
+        if "train" not in own:
+            issues.append(Issue("--train", "missing", "own files begin with it", hint="name a file"))
+        if "dev" not in own and dev_fraction is None:
+            fix = "add --dev FILE, or --dev-fraction 0.1 to take it from --train"
+            issues.append(Issue("--dev", "missing", "own files need examples to measure on", hint=fix))
     if dev_fraction is not None and (task or "dev" in own):
         text, other = "takes dev from the rows of --train", "--task" if task else "--dev"
         issues.append(Issue("--dev-fraction", "conflict", text, dev_fraction, other, "leave one out"))

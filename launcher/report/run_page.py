@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import shlex
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bert_dp import files
-from bert_dp.config import flat
+from bert_dp.config import ConfigError, flat, native_issues, resolve
 from bert_dp.config.errors import sha256
 from bert_dp.config.schema import CODE
 from bert_dp.files.ledger import Spent
@@ -154,21 +155,23 @@ def of_directories(run_dirs: Sequence[Path]) -> Report:
 
 
 def _next(run: RunFiles) -> str:
-    """Return the command that measures or exports the trained model, or goes on with the run."""
+    """Return the command that exports the trained model, or goes on with the run on as many ranks."""
     path, failure, settings = shlex.quote(str(run.path)), run.summary.failure, flat(run.config)
     if run.finished and run.summary.status == "done":
         if run.config.get("task"):  # nothing but training executes its code
             return ""
-        if run.heldout.examples is None:
-            return f"bert-dp eval mlm {path} builtin"
-        return f"bert-dp export onnx {path} --out {shlex.quote(f'{run.path}-onnx')}"
+        form, kind = "onnx", "mlm" if run.heldout.examples is None else "classifier"
+        with contextlib.suppress(ConfigError):
+            form = "onnx" if native_issues(resolve([run.config]), kind) else "hf"
+        return f"bert-dp export {form} {path} --out {shlex.quote(f'{run.path}-{form}')}"
     if failure is not None and failure.kind == "not_finite":  # with the same settings it would diverge again
         lr = number(settings.get("optim.lr"))
         config = shlex.quote(f"{run.path}/config.yaml")
         return "" if lr is None else f"bert-dp train {config} optim.lr={lr / 2:g}"
     named = [str(settings.get(setting)) for setting in ("task", "optim.name")]
     code = " --allow-code" if any(map(CODE.fullmatch, named)) else ""
-    return f"bert-dp train --run-dir {path}{code}" if run.summary.checkpoint else ""
+    ranks = "" if run.summary.world_size is None else f" --nproc {run.summary.world_size}"
+    return f"bert-dp train --run-dir {path}{ranks}{code}" if run.summary.checkpoint else ""
 
 
 def _end(run: RunFiles) -> tuple[Level, str]:

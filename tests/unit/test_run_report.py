@@ -241,9 +241,9 @@ def test_every_ending_has_a_report_and_what_comes_next(tmp_path: Path, ending: s
     if summary is None:
         (run / "summary.json").unlink()
     report = of_directories([run])
-    goes_on = f"bert-dp train --run-dir '{run}'"
-    measures = f"bert-dp eval mlm '{run}' builtin"
-    assert report.next == (measures if ending == "done" else goes_on)
+    goes_on = f"bert-dp train --run-dir '{run}' --nproc 2"
+    exports = f"bert-dp export onnx '{run}' --out '{run}-onnx'"
+    assert report.next == (exports if ending == "done" else goes_on)
     shown_rows = rows_of(report)
     unknown = {label for (_, label), cells in shown_rows.items() if cells[0].startswith("n/a")}
     logged = {"training loss, last", "tokens", "tokens per device", "optimizer steps", "samples"}
@@ -264,7 +264,7 @@ def test_passes_over_the_data_beyond_four_and_what_uses_own_code(tmp_path: Path)
     files.write_json(run / "summary.json", {**SUMMARY, "status": "stopped", "checkpoint": "checkpoints/x"})
     report = of_directories([run])
     assert not any("5 times" in note for note in report.verdicts[0].notes)
-    assert report.next == f"bert-dp train --run-dir {run} --allow-code"
+    assert report.next == f"bert-dp train --run-dir {run} --nproc 2 --allow-code"
 
 
 def test_a_command_works_as_it_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
