@@ -119,12 +119,10 @@ def _existing(
     with contextlib.suppress(ConfigError):
         manifest = read_manifest(out)
         before = [source.sha256 or source.name for source in manifest.sources]
-        is_same = manifest.build.model_dump() == settings and before == [
-            r["sha256"] or r["name"] for r in records
-        ]
-        if is_same and not shards.verify(out):
+        is_same = before == [record["sha256"] or record["name"] for record in records]
+        if is_same and manifest.build.model_dump() == settings and not shards.verify(out):
             return manifest
-    if not shards.are_alone(out):
+    if not (out.is_dir() and all(shards.OWN_FILES.fullmatch(path.name) for path in out.iterdir())):
         message = f"{out} holds files that are not shards"
         raise ConfigError([Issue("--out", "exists", message, str(out), hint="name a new directory")])
     if not force:
@@ -164,9 +162,8 @@ def ensure(config: Config, progress: Progress | None = None) -> Path:
 
     Safe when several processes call it at once: one builds, the others wait. Raises ConfigError.
     """
-    data = config.data
-    if data.path is not None:
-        directory = Path(data.path).expanduser()
+    if config.data.path is not None:
+        directory = Path(config.data.path).expanduser()
         manifest = _verified(directory)
     else:
         if issues := files.cache_issues():
@@ -197,8 +194,15 @@ def build_in(plan: BuildPlan, records: list[dict[str, Any]], work: Path) -> Mani
     tokenizer = Tokenizer.from_str(tokenizer_json)
     vocab_size, special = tokens.size(tokenizer), tokens.special_ids(tokenizer, data.tokenizer or "trained")
     encoding = tokens.Encoding(tokenizer_json, special["sep"], special["unk"], data.build)
-    processes = plan.processes or _processes(plan.sources)
-    encoded = tokens.encode_all(_batches(plan.sources, records), encoding, processes)
+    cores, size = len(os.sched_getaffinity(0)), sum(record["bytes"] for record in records)
+    has_hub = any(source.name.startswith("hub:") for source in plan.sources)  # whose size is not known
+    processes = plan.processes or (cores if has_hub else min(cores, 1 + size // BYTES_PER_PROCESS))
+    batches = (
+        (index, texts)  # of one source
+        for index, (source, record) in enumerate(zip(plan.sources, records, strict=True))
+        for texts in tokens.in_batches(read_documents([source], [record]))
+    )
+    encoded = tokens.encode_all(batches, encoding, processes)
     train, held_out = (
         ShardWriter(work, name, data.sequence_length, vocab_size) for name in ("train", "held_out")
     )
@@ -240,12 +244,9 @@ def _tokenizer(plan: BuildPlan) -> tuple[str, int | None]:
         thread.start()
         thread.join()
         return trained[0], total
-    size = tokens.size(tokens.load(Path(path)))
-    if size > most:
-        message = f"{most} is below the {size} tokens of {path}"
-        raise ConfigError(
-            [Issue("model.vocab_size", "conflict", message, most, "data.tokenizer", "raise it")]
-        )
+    if (size := tokens.size(tokens.load(Path(path)))) > most:
+        message, other = f"{most} is below the {size} tokens of {path}", "data.tokenizer"
+        raise ConfigError([Issue("model.vocab_size", "conflict", message, most, other, "raise it")])
     return Path(path).read_text(encoding="utf-8"), None
 
 
@@ -265,13 +266,6 @@ def read_documents(sources: list[inputs.Source], records: list[dict[str, Any]]) 
         for text in inputs.documents(source):
             record["documents"] += 1
             yield text
-
-
-def _batches(sources: list[inputs.Source], records: list[dict[str, Any]]) -> Iterator[tuple[int, list[str]]]:
-    """Yield (index of the source, documents); a batch is of one source."""
-    for index, (source, record) in enumerate(zip(sources, records, strict=True)):
-        for texts in tokens.in_batches(read_documents([source], [record])):
-            yield index, texts
 
 
 def _sample(documents: Iterable[str], tell: Progress) -> tuple[list[str], int]:
@@ -298,14 +292,6 @@ def _sample(documents: Iterable[str], tell: Progress) -> tuple[list[str], int]:
     return [text for _, text in sample], total
 
 
-def _processes(sources: list[inputs.Source]) -> int:
-    cores = len(os.sched_getaffinity(0))
-    if any(source.name.startswith("hub:") for source in sources):
-        return cores
-    size: int = sum(inputs.identity(source).get("bytes", 0) for source in sources)
-    return min(cores, 1 + size // BYTES_PER_PROCESS)
-
-
 def _route(
     encoded: Iterable[tuple[int, tokens.EncodedDocuments]],
     records: list[dict[str, Any]],
@@ -314,18 +300,15 @@ def _route(
     held_out: ShardWriter,
     total: int | None,
 ) -> dict[str, int]:
-    """Drop duplicates, then send each document to training or held-out by the hash of its text; add what
-    was counted to the records of the sources.
+    """Drop duplicates, then write each document to training or held-out by the hash of its text. Add the
+    counts to the records of the sources; return the number of documents that each stage dropped.
 
-    Returns how many documents each stage dropped. Raises ConfigError as soon as a source ends of which too
-    much is lost.
+    Raises ConfigError at the end of a source of which too much is lost.
     """
     options = plan.config.data.build
     bound = np.uint64(int(options.held_out_fraction * 2.0**64))
     is_new = exact_filter()
-    near = None
-    if options.dedup == "near":
-        near = tokens.make_sketch_index(options.near_threshold)
+    near = tokens.make_sketch_index(options.near_threshold) if options.dedup == "near" else None
     dropped = {"empty": 0, "tokens_per_char": 0, "exact_duplicate": 0, "near_duplicate": 0}
     read = current = 0
     for record in records:
@@ -399,10 +382,8 @@ def _check_split(
         return
     counts = [f"{w.sequences} sequences from {w.documents} documents" for w in (train, held_out)]
     lost = ", ".join(f"{n} {stage}" for stage, n in dropped.items() if n) or "none"
-    message = (
-        f"too little text: training {counts[0]}, held-out {counts[1]} (dropped: {lost}); documents are held "
-        "out whole"
-    )
+    sizes = f"training {counts[0]}, held-out {counts[1]} (dropped: {lost})"
+    message = f"too little text: {sizes}; documents are held out whole"
     hint = (
         f"add text, split long documents (data.build.documents {options.documents}), or change "
         f"data.build.held_out_fraction {share} or data.build.max_tokens_per_char (0 = no filter)"
@@ -536,10 +517,7 @@ def shown_progress() -> Iterator[Progress]:
 
 def main(argv: Sequence[str]) -> int:
     """Print the directory of a configuration's shards: `ensure CONFIG.yaml` builds them, `find CONFIG.yaml`
-    prints nothing where they are not built. Progress goes to stderr.
-
-    Returns the exit code of run_command.
-    """
+    prints an empty line where they are not built. Return the exit code of run_command."""
     verb, path = argv
 
     def answer() -> str:

@@ -125,9 +125,10 @@ def normalizer() -> normalizers.Normalizer:
     )
 
 
-def letter_counter(normalizer: normalizers.Normalizer | None) -> Callable[[str], tuple[int, int]]:
-    """Return the function that counts the letters (Unicode category L) of a text and those that `normalizer`
-    drops, each taken alone."""
+def loss_counter(tokenizer: Tokenizer, unk: int) -> Callable[[str, Sequence[int]], tuple[int, int]]:
+    """Return the function that counts the letters (Unicode category L) of a text, given with its token ids,
+    and those that are lost: dropped by the normaliser of `tokenizer`, or part of a token `unk`."""
+    normalizer = tokenizer.normalizer
 
     @functools.cache
     def is_letter(char: str) -> bool:
@@ -138,7 +139,7 @@ def letter_counter(normalizer: normalizers.Normalizer | None) -> Callable[[str],
         kept = char if normalizer is None else normalizer.normalize_str(char)
         return all(c.isascii() and not c.isalpha() for c in kept)
 
-    def count(text: str) -> tuple[int, int]:
+    def count_letters(text: str) -> tuple[int, int]:
         data = text.encode()
         letters, lost = len(data) - len(data.translate(None, ASCII_LETTERS)), 0
         if not text.isascii():
@@ -147,14 +148,6 @@ def letter_counter(normalizer: normalizers.Normalizer | None) -> Callable[[str],
                     letters += n
                     lost += n * is_lost(char)
         return letters, lost
-
-    return count
-
-
-def loss_counter(tokenizer: Tokenizer, unk: int) -> Callable[[str, Sequence[int]], tuple[int, int]]:
-    """Return the function that counts the letters of a text, given with its token ids, and those that are
-    lost: dropped by the normaliser of `tokenizer`, or part of a token `unk`."""
-    count_letters = letter_counter(tokenizer.normalizer)
 
     def count(text: str, ids: Sequence[int]) -> tuple[int, int]:
         letters, lost = count_letters(text)
@@ -409,7 +402,8 @@ def make_encoder(settings: Encoding) -> Callable[[list[str]], EncodedDocuments]:
             content_key(data[end - TOKEN_BYTES * n : end])
             for end, n in zip(ends.tolist(), lengths.tolist(), strict=True)
         ]
-        sketches = make_sketches([normalized[i] for i in kept]) if near else []
+        shingles = [_shingles(normalized[i]) for i in kept] if near else []
+        sketches = rensa().RMinHash.from_token_sets(shingles, NUM_PERMUTATIONS, 0) if near else []
         return EncodedDocuments(
             ids,
             lengths,
@@ -422,13 +416,6 @@ def make_encoder(settings: Encoding) -> Callable[[list[str]], EncodedDocuments]:
         )
 
     return encode
-
-
-def make_sketches(texts: list[str]) -> list[Any]:
-    """Make the MinHash sketch of each text. Raises ConfigError without the package rensa."""
-    shingles = [_shingles(text) for text in texts]
-    sketches: list[Any] = rensa().RMinHash.from_token_sets(shingles, NUM_PERMUTATIONS, 0)
-    return sketches
 
 
 def make_sketch_index(threshold: float) -> Any:

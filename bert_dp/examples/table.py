@@ -7,6 +7,7 @@ int64 [n + 1], where each begins and ends; and where they are known `labels`: in
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import hashlib
@@ -40,16 +41,11 @@ SCORES_FIX = "give --kind regression where the labels are scores"
 MAX_BYTES = 2**31  # of a split's file, which is held whole
 LABEL_TYPES = {"single_label": np.int64, "multi_label": np.uint8, "regression": np.float32}
 MAX_NAME = 1000  # characters of a label
-MAX_SCORE = float(np.finfo(np.float32).max)
 WHOLE = re.compile(r"([+-]?[0-9]+)\.0+")
 WITH_DECIMALS = re.compile(r"[+-]?([0-9]*\.[0-9]+([eE][+-]?[0-9]+)?|[0-9]+[eE]-[0-9]+)")
-FORMATS = {
-    ".csv": "csv",
-    ".tsv": "tsv",
-    **{suffix: format for suffix, format in readers.FORMATS.items() if format != "text"},
-}
+FORMATS = {suffix: format for suffix, format in readers.FORMATS.items() if format != "text"}
+FORMATS |= {".csv": "csv", ".tsv": "tsv"}
 PAIR = "text_pair"
-HUB_SPLITS = {TRAIN: "train", "dev": "validation", "test": "test"}
 METRICS: dict[LabelKind, tuple[Metric, ...]] = {
     "single_label": ("accuracy", "f1"),
     "multi_label": ("f1", "accuracy"),
@@ -122,9 +118,8 @@ class CustomData:
 
     def identity(self) -> dict[str, Any]:
         """Return values that change when a file does, without reading it. Raises ConfigError."""
-        return dataclasses.asdict(self) | {
-            "files": {split: readers.identity(_source(name)) for split, name in self.files.items()}
-        }
+        files = {split: readers.identity(_source(name)) for split, name in self.files.items()}
+        return dataclasses.asdict(self) | {"files": files}
 
     def read(self, *, train_only: bool) -> LabelledData:
         """Read and check every file. Raises ConfigError."""
@@ -177,7 +172,8 @@ def _source(name: str) -> readers.Source:
 def _records(source: readers.Source, columns: Columns, split: str) -> Iterator[tuple[str, Any]]:
     """Yield the place and record of every row. Raises ConfigError."""
     if source.path is None or source.format not in DIALECTS:
-        yield from readers.records(source, [*columns.texts, columns.label, PAIR], HUB_SPLITS[split])
+        keys = [*columns.texts, columns.label, PAIR]
+        yield from readers.records(source, keys, "validation" if split == "dev" else split)
         return
     lines = (line + "\n" for _, line in readers.lines(source.path))
     for place, record, surplus in read_delimited(source.name, lines, source.format, columns):
@@ -268,20 +264,17 @@ def _name(value: Any) -> str:
 
 
 def _score(value: Any) -> float:
-    try:
-        score = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        score = math.nan
-    if not abs(score) <= MAX_SCORE:
-        raise ValueError("expected a number")
-    return score
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        if not isinstance(value, bool) and abs(score := float(value)) <= np.finfo(np.float32).max:
+            return score
+    raise ValueError("expected a number")
 
 
 def label_names(kind: LabelKind | None, train: LabelledTable) -> tuple[str, ...]:
-    """Return every name in train, sorted as numbers if all are whole numbers, else as text; none of a
-    regression. `kind`: None = single_label, but a number with decimals is refused, as it is probably a score.
+    """Return the names in train, sorted as numbers if all are whole numbers, else as text; regression: ().
 
-    Raises ConfigError, also for too few or too many different labels.
+    `kind`: None = single_label, but a number with decimals, which is probably a score, is refused. Raises
+    ConfigError, also for too few or too many different labels.
     """
     found: set[Any] = set()
     for row in train.rows:
@@ -322,19 +315,16 @@ def to_array(kind: LabelKind, names: Sequence[str], table: LabelledTable) -> NDA
     if kind == "single_label":
         return np.array(indices, LABEL_TYPES[kind])[:, 0]
     labels = np.zeros((len(indices), len(names)), LABEL_TYPES[kind])
-    for ones, of_row in zip(labels, indices, strict=True):
-        ones[of_row] = 1
+    for row_index, of_row in enumerate(indices):
+        labels[row_index, of_row] = 1
     return labels
 
 
 def answers(logits_NL: NDArray[np.float32], kind: LabelKind) -> NDArray[Any]:
     """Return the labels that logits choose, as LABEL_TYPES stores them."""
-    chosen = {
-        "single_label": logits_NL.argmax(1),
-        "multi_label": logits_NL > 0,
-        "regression": logits_NL[:, 0],
-    }[kind]
-    return chosen.astype(LABEL_TYPES[kind])
+    if kind == "single_label":
+        return logits_NL.argmax(1)
+    return (logits_NL > 0 if kind == "multi_label" else logits_NL[:, 0]).astype(LABEL_TYPES[kind])
 
 
 LOGITS = "logits-{:05d}.safetensors"  # file of a teacher's logits, of the k-th part of train
@@ -345,10 +335,8 @@ def read_logits(directory: Path, examples: int, outputs: int) -> NDArray[np.floa
     missing, not finite, or of another number of outputs."""
     with refusing("distill.logits", str(directory), hint="run `bert-dp distill` again"):
         try:
-            parts = [
-                safetensors.numpy.load(read_regular(p, MAX_BYTES)) for p in sorted(directory.glob("logits-*"))
-            ]
-            logits_NL = np.concatenate([part["logits"] for part in parts])
+            contents = [read_regular(path, MAX_BYTES) for path in sorted(directory.glob("logits-*"))]
+            logits_NL = np.concatenate([safetensors.numpy.load(each)["logits"] for each in contents])
         except (SafetensorError, KeyError) as error:
             raise ValueError(f"holds no logits ({error})") from None
         if logits_NL.shape != (examples, outputs):

@@ -24,24 +24,23 @@ from bert_dp.config.errors import (
     refusing,
     require,
 )
+from bert_dp.config.hf import EXPORTED, TOKENIZER
 from bert_dp.files.models import InitFrom, StoredFile
 
 SCHEMA_VERSION = 1
-TOKENIZER = "tokenizer.json"
-"""The tokenizer's file: in the run directory, and a copy of it in each checkpoint."""
 PAGE = "report.html"
 PREDICTIONS = "predictions.jsonl"
 """A finetuned run's logits of every example of dev and test."""
 SEQUENCE_LOSSES = "heldout_losses.json"
 """A pretraining's loss of every held-out sequence."""
-CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")  # of a complete one, not of a save that was cut off
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """List complete checkpoints, newest first."""
     if not folder.is_dir():
         return []
-    found = ((CHECKPOINT_NAME.fullmatch(path.name), path) for path in folder.iterdir())
+    # a save that was cut off has another name
+    found = ((re.fullmatch(r"step-(\d{8,})", path.name), path) for path in folder.iterdir())
     steps = [(int(match[1]), path) for match, path in found if match and path.is_dir()]
     return [path for _, path in sorted(steps, reverse=True)]
 
@@ -79,11 +78,9 @@ def read_checkpoint_facts(path: Path) -> CheckpointFacts:
 
 
 def weights_hash(checkpoint: Path) -> str:
-    """Read the SHA-256 of a checkpoint's weights from its manifest. Raises OSError, ValueError or KeyError
-    where that does not tell."""
+    """Read the SHA-256 of a checkpoint's weights in its manifest. Raises OSError, ValueError or KeyError."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
-    digest: str = manifest["files"]["model.safetensors"]["sha256"]
-    return digest
+    return str(manifest["files"]["model.safetensors"]["sha256"])
 
 
 def tokenizer_of(checkpoint: Path) -> Path:
@@ -105,7 +102,6 @@ def newest_checkpoint_facts(directory: Path) -> tuple[Path, CheckpointFacts] | N
     return None
 
 
-EXPORTED = "export.json"
 ExportFormat = Literal["hf", "onnx", "aoti"]
 ExportPrecision = Literal["fp32", "bf16", "int8"]
 MODEL_FILES: dict[ExportFormat, str] = {"hf": "model.safetensors", "onnx": "model.onnx", "aoti": "model.pt2"}
@@ -115,8 +111,6 @@ LOADERS: dict[ExportFormat, tuple[str, ...]] = {
     "aoti": (),
 }
 """Packages of the extra `export` that load a format."""
-
-
 INPUTS, TYPES = ("input_ids", "attention_mask"), "token_type_ids"
 
 
@@ -160,7 +154,7 @@ def read_exported(directory: Path) -> Exported:
     path = directory / EXPORTED
     with refusing("DIR", str(path), Exported.hint):
         exported = Exported.model_validate_json(read_regular(path, MAX_JSON_BYTES))
-    needed = [MODEL_FILES[exported.format], "tokenizer.json"]
+    needed = [MODEL_FILES[exported.format], TOKENIZER]
     needed += ["config.json"] if exported.format == "hf" else []
     if absent := [name for name in needed if not (directory / name).is_file()]:
         message = f"{directory} has no {' and no '.join(absent)}"
