@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from bert_dp.config.engines import ENGINES, OPTIMIZERS, engine_facts, engines_with, optimizer_facts, sharded
+from bert_dp.config.engines import ENGINES, OPTIMIZERS, engine_facts, optimizer_facts, sharded
 from bert_dp.config.errors import ConfigError, Issue
 from bert_dp.config.schema import (
     FREE_FROM_WEIGHTS,
@@ -100,18 +100,16 @@ def rank_sets(config: Config, world_size: int) -> dict[str, int]:
 
 
 def spread_issues(nodes: Sequence[str], sets: Mapping[str, int]) -> list[Issue]:
-    """Find sets of ranks that are spread over nodes; at most one for each setting. `nodes`: that of each
-    rank; the part up to a slash is shown. `sets`: see rank_sets."""
+    """Find sets of ranks that are spread over nodes, at most one for each setting. `nodes`: of each rank, its
+    name up to a slash being shown. `sets`: see rank_sets."""
     issues = []
     for setting, size in sets.items():
         for first in range(0, len(nodes), size):
             over = dict.fromkeys(nodes[first : first + size])
             if len(over) > 1:
                 ranks = ", ".join(map(str, range(first, first + size)))
-                places = ", ".join(node.partition("/")[0] for node in over)
-                message = (
-                    f"sets of {size} ranks must share a node, and ranks {ranks} are spread over {places}"
-                )
+                hosts = ", ".join(node.partition("/")[0] for node in over)
+                message = f"sets of {size} ranks must share a node; ranks {ranks} are spread over {hosts}"
                 hint = f"start a multiple of {size} ranks on every node, numbered node by node"
                 issues.append(Issue(setting, "conflict", message, size, hint=hint))
                 break
@@ -132,7 +130,8 @@ def _tensor_issues(config: Config, world_size: int) -> list[Issue]:
     engine, tensor = config.parallel.engine, config.parallel.tensor
     issues = []
     if not engine_facts(engine).tensor:
-        message = f"{tensor} works with {engines_with(tensor=True)}, not with {engine}"
+        able = ", ".join(name for name, facts in ENGINES.items() if facts.tensor)
+        message = f"{tensor} works with {able}, not with {engine}"
         issues.append(Issue("parallel.tensor", "unsupported", message, tensor, "parallel.engine"))
     if world_size % tensor:
         message = f"{tensor} does not divide --nproc {world_size}"
@@ -255,11 +254,8 @@ def init_issues(source: str, old: dict[str, Any], new: Config) -> list[Issue]:
     Shapes alone do not tell: another number of heads, or another norm, loads and means nothing.
     """
     before, after = flat(old), flat(new.model_dump(mode="json"))
-    fixed = [
-        path
-        for path, _, marks in all_settings()
-        if path.startswith("model.") and FREE_FROM_WEIGHTS not in marks
-    ]
+    of_model = [(path, marks) for path, _, marks in all_settings() if path.startswith("model.")]
+    fixed = [path for path, marks in of_model if FREE_FROM_WEIGHTS not in marks]
     if new.model.position == "learned" and new.model.max_positions is None:
         fixed.append("data.sequence_length")
     if new.run.init_keeps == "moments":

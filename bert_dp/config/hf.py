@@ -110,8 +110,7 @@ def hf_directory(init_from: str | None) -> Path | None:
 
 
 def read_hf(directory: Path) -> HfEncoder:
-    """Read config.json in `directory`. Raises ConfigError for an architecture that our model does not
-    compute."""
+    """Read config.json in `directory`. Raises ConfigError, also for an unsupported architecture."""
     with refusing("run.init_from", str(directory / "config.json")):
         settings = json.loads(read_regular(directory / "config.json", MAX_CONFIG_BYTES))
         if not isinstance(settings, dict):

@@ -242,8 +242,7 @@ def dump_config(config: Config) -> str:
 
 
 class ConfigLoader(yaml.SafeLoader):
-    """SafeLoader with the scalars of YAML 1.2. Keys are words and stand once; aliases, which grow without
-    bound, are refused."""
+    """Load YAML with the scalars of YAML 1.2, unique keys, and without aliases, which grow without bound."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.events.AliasEvent):
@@ -263,7 +262,7 @@ class ConfigLoader(yaml.SafeLoader):
 
 
 class ConfigDumper(yaml.SafeDumper):
-    """SafeDumper that quotes text, such as 1e5, that ConfigLoader would read as a number."""
+    """Dump YAML with quotes around text, such as 1e5, that ConfigLoader would read as a number."""
 
 
 # `off` and `on` are words, 1e-3 is a number, 010 and 1:30 are none

@@ -1,5 +1,4 @@
-"""Model manifest.json of shards and examples.json of labelled examples, read them, and compare them with a
-configuration."""
+"""Read manifest.json of shards and examples.json of labelled examples; compare them with a configuration."""
 
 from __future__ import annotations
 
@@ -257,10 +256,8 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def read_hashed(directory: Path, model: type[Hashed]) -> Hashed:
-    """Read the file of this model in a directory and check its format, version, hash and content.
-
-    Raises ConfigError naming the file, what was expected and what was found.
-    """
+    """Read the file of this model in a directory; check its format, version, hash and content. Raises
+    ConfigError with what was expected and what was found."""
     path = directory / model.file_name
     with refusing(str(path), hint=model.hint):
         content = json.loads(read_regular(path, MAX_JSON_BYTES))

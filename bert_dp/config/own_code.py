@@ -63,8 +63,7 @@ def changed_code(saved: Mapping[str, str], config: Config) -> list[Issue]:
 
 
 def load_function(text: str) -> Callable[..., Any]:
-    """Execute the file of `FILE.py:function` and return the function; only a rank that was told
-    --allow-code may."""
+    """Execute the file of `FILE.py:function` and return the function. The caller checks --allow-code."""
     file, function = split_code(text)
     name = f"own_code_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)

@@ -77,9 +77,8 @@ def build(
     """Build the shards of [sequences, data.sequence_length] token ids in `out`; return the manifest.
 
     `model.vocab_size`: of the tokenizer to train, and the most that a given one may have. `processes`: by
-    default one per core, fewer for small input. An `out` that holds these options and sources is kept;
-    `force` replaces another build. Raises ConfigError for bad sources or tokenizer, a missing package, too
-    little text, or an `out` that would be lost.
+    default one per core, fewer for small input. An `out` that holds this build is kept; `force` replaces
+    another one. Raises ConfigError, also for too little text and an `out` that would be lost.
     """
     data = config.data
     tell: Progress = progress or (lambda stage, done, total: None)
@@ -112,8 +111,7 @@ def build(
 def _existing(
     out: Path, settings: dict[str, Any], records: list[dict[str, Any]], force: bool
 ) -> Manifest | None:
-    """Return the manifest of `out` if it holds this build undamaged, None if `out` may be written. Raises
-    ConfigError."""
+    """Return the manifest of `out` if it holds this build, None if it may be written. Raises ConfigError."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
     with contextlib.suppress(ConfigError):
@@ -132,10 +130,8 @@ def _existing(
 
 
 def cache_dir(config: Config) -> Path:
-    """Return where `ensure` keeps the shards of `config`: $BERT_DP_CACHE or ~/.cache/bert-dp, then a hash.
-
-    The hash covers the options, the tokenizer and every source's name, size and mtime. Raises ConfigError.
-    """
+    """Return where `ensure` keeps the shards of `config`: in the cache, by a hash of the options, the
+    tokenizer and every source's name, size and mtime. Raises ConfigError."""
     data = config.data
     facts = {
         "format": format_of(Manifest),
@@ -158,10 +154,8 @@ def find(config: Config) -> Path | None:
 
 
 def ensure(config: Config, progress: Progress | None = None) -> Path:
-    """Return the directory of the shards that `config` needs, built in the cache on first use.
-
-    Safe when several processes call it at once: one builds, the others wait. Raises ConfigError.
-    """
+    """Return the directory of the shards that `config` needs, built in the cache on first use. Of several
+    processes that call it at once one builds and the others wait. Raises ConfigError."""
     if config.data.path is not None:
         directory = Path(config.data.path).expanduser()
         manifest = _verified(directory)
@@ -193,7 +187,6 @@ def build_in(plan: BuildPlan, records: list[dict[str, Any]], work: Path) -> Mani
     write_text(work / "tokenizer.json", tokenizer_json)
     tokenizer = Tokenizer.from_str(tokenizer_json)
     vocab_size, special = tokens.size(tokenizer), tokens.special_ids(tokenizer, data.tokenizer or "trained")
-    encoding = tokens.Encoding(tokenizer_json, special["sep"], special["unk"], data.build)
     cores, size = len(os.sched_getaffinity(0)), sum(record["bytes"] for record in records)
     has_hub = any(source.name.startswith("hub:") for source in plan.sources)  # whose size is not known
     processes = plan.processes or (cores if has_hub else min(cores, 1 + size // BYTES_PER_PROCESS))
@@ -202,10 +195,9 @@ def build_in(plan: BuildPlan, records: list[dict[str, Any]], work: Path) -> Mani
         for index, (source, record) in enumerate(zip(plan.sources, records, strict=True))
         for texts in tokens.in_batches(read_documents([source], [record]))
     )
-    encoded = tokens.encode_all(batches, encoding, processes)
-    train, held_out = (
-        ShardWriter(work, name, data.sequence_length, vocab_size) for name in ("train", "held_out")
-    )
+    encoded = tokens.encode_all(batches, tokenizer_json, data.build, processes)
+    names, length = ("train", "held_out"), data.sequence_length
+    train, held_out = (ShardWriter(work, name, length, vocab_size) for name in names)
     with contextlib.closing(train), contextlib.closing(held_out), contextlib.closing(encoded):
         dropped = _route(encoded, records, plan, train, held_out, total)
     _check_split(train, held_out, dropped, data.build)
@@ -269,10 +261,9 @@ def read_documents(sources: list[inputs.Source], records: list[dict[str, Any]]) 
 
 
 def _sample(documents: Iterable[str], tell: Progress) -> tuple[list[str], int]:
-    """Return (documents to train a tokenizer on, number of all documents).
+    """Return the documents to train a tokenizer on, a function of the texts alone, and the number of all.
 
-    Those whose CRC-32 lies below a bound, which halves whenever more than SAMPLE_BYTES are held: a function
-    of the texts alone.
+    They are those whose CRC-32 lies below a bound, which halves whenever more than SAMPLE_BYTES are held.
     """
     bound, size, sample, total = 2**32, 0, [], 0
     for text in documents:
@@ -308,7 +299,10 @@ def _route(
     options = plan.config.data.build
     bound = np.uint64(int(options.held_out_fraction * 2.0**64))
     is_new = exact_filter()
-    near = tokens.make_sketch_index(options.near_threshold) if options.dedup == "near" else None
+    near = None
+    if options.dedup == "near":  # `add` is false of a sketch that is as similar to an earlier one
+        threshold = options.near_threshold
+        near = tokens.rensa().RMinHashDeduplicator(threshold, tokens.NUM_PERMUTATIONS, True, None, 0)
     dropped = {"empty": 0, "tokens_per_char": 0, "exact_duplicate": 0, "near_duplicate": 0}
     read = current = 0
     for record in records:
@@ -433,8 +427,7 @@ def locked(out: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(out: Path) -> Iterator[Path]:
-    """Yield a new directory beside `out` that takes its place at the end; on failure it is removed. The
-    caller holds the lock of `out`."""
+    """Yield a directory that replaces `out` at the end; on failure remove it. The caller holds the lock."""
     prefix = f".{out.name}.building-"
     for stale in [p for p in out.parent.iterdir() if p.name.startswith(prefix)]:
         shutil.rmtree(stale)  # its process is gone: this one holds the lock
@@ -460,10 +453,8 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run_command(answer: Callable[[], str]) -> int:
-    """Print the answer and return 0; for bad input print its issues as JSON and return 2.
-
-    Return 1 for a failure, with its line on stderr, and 128 + signal when stopped.
-    """
+    """Print the answer and return 0. Return 2 for bad input, whose issues are printed as JSON, 1 for a
+    failure, with a line on stderr, and 128 + the signal when stopped."""
     for number in files.honoured(STOPS):
         signal.signal(number, _stop)
     follow_launcher()
@@ -491,8 +482,8 @@ def _stop(number: int, frame: object) -> None:
 
 @contextlib.contextmanager
 def shown_progress() -> Iterator[Progress]:
-    """Yield a function that writes a line per stage to stderr, renewed twice a second on a terminal, else
-    followed by one every ten seconds."""
+    """Yield a function that writes a stage's progress to stderr: on a terminal a line that is renewed twice a
+    second, else a line every ten seconds."""
     on_terminal = sys.stderr.isatty()
     last: dict[str, float] = {}
     end = ""  # of the open line

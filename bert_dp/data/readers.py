@@ -1,9 +1,8 @@
 """Read documents from files, globs, directories, the hub and CPython's documentation. Torch-free.
 
 A document is one non-empty line of a text file (or the lines between two blank ones), the text of one JSON
-record, Parquet row or row of a hub data set, one docstring or one help topic of CPython. The order is that of
-the arguments; a glob or directory is read sorted by path. Nothing larger than one line, one JSON array, one
-chunk or one Parquet row group is held.
+record, Parquet row or row of a hub data set, one docstring or one help topic of CPython. Files of a glob or
+directory are sorted by path. At most one line, JSON array, chunk or Parquet row group is held.
 """
 
 from __future__ import annotations
@@ -93,8 +92,7 @@ def _array(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (line number from 1, text without its LF or CRLF) of a text file, compressed or not. Raises
-    ConfigError."""
+    """Yield (number from 1, text without LF or CRLF) of the lines of a text file. Raises ConfigError."""
     number, rest = 0, b""
     for chunk in _chunks(path):
         *whole, rest = (rest + chunk).split(b"\n")
@@ -189,8 +187,8 @@ def parquet_records(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, dict
 
 
 def hub_records(name: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, row) of `hub:NAME[:CONFIG]`, streamed through `datasets`; a class has its name, or null
-    where it is not told. Raises ConfigError."""
+    """Yield (place, row) of `hub:NAME[:CONFIG]`, streamed by `datasets`; a class is its name or null. Raises
+    ConfigError."""
     datasets = require("datasets", "hub", name)
     _, _, rest = name.partition(":")
     repository, _, config = rest.partition(":")
@@ -293,8 +291,7 @@ def resolve(
 
 
 def _expand(item: str, out: Path | None, *, every_suffix: bool) -> list[Path]:
-    """Find the files of a name, a glob or a directory: in a directory those with a known suffix, or all, but
-    none in `out`."""
+    """Find the files of a name, a glob, or a directory: those with a known suffix, or all, outside `out`."""
     path = Path(os.path.expanduser(item))
     if path.is_dir():
         files = [p for p in path.rglob("*") if p.is_file() and "/." not in f"/{p.relative_to(path)}"]
@@ -330,7 +327,7 @@ def file_hash(path: Path) -> str:
 def documents(source: Source) -> Iterator[str]:
     """Yield the documents of a source, in order, without blank ones.
 
-    Raises ConfigError naming file, line (or row) and a fix for corrupt, empty, binary or non-UTF-8 input.
+    Raises ConfigError with file, line (or row) and a fix for corrupt, empty, binary or non-UTF-8 input.
     """
     name, key = source.name, source.text_field
     texts: Iterable[str]
@@ -352,16 +349,15 @@ def documents(source: Source) -> Iterator[str]:
 
 
 def records(source: Source, keys: Sequence[str], split: str = "train") -> Iterator[tuple[str, Any]]:
-    """Yield (place, record) of a JSON or Parquet file or of a split of a hub data set. Of Parquet only the
-    columns `keys` are read. Raises ConfigError."""
+    """Yield (place, record) of a JSON or Parquet file (the columns `keys`) or a split of a hub data set.
+    Raises ConfigError."""
     if source.path is None:
         return hub_records(source.name, split)
     return parquet_records(source.path, keys) if source.format == "parquet" else json_records(source.path)
 
 
 def value_of(record: Any, key: str) -> Any:
-    """Look up a key of a record, or a path of nested keys such as a.b; ABSENT where there is none. A key
-    with dots of its own goes first."""
+    """Look up a key of a record, else a path of nested keys such as a.b; ABSENT where there is neither."""
     if not isinstance(record, dict):
         return ABSENT
     if key in record:

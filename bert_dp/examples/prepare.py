@@ -54,8 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def answer(argv: Sequence[str] | None) -> str:
-    """Return the prepared directory, or with `missing` the files that GLUE's tasks lack, as JSON. Raises
-    ConfigError."""
+    """Return the prepared directory, or of `missing` GLUE's absent files as JSON. Raises ConfigError."""
     parser = argparse.ArgumentParser(prog="python -m bert_dp.examples.prepare")
     parser.add_argument("verb", choices=["missing", "prepare"])
     parser.add_argument("--dev-share", type=float, default=0.0)
@@ -204,8 +203,7 @@ def _key(row: Row) -> int:
 
 
 def _with_drawn_dev(labelled: LabelledData, share: float, seed: int) -> LabelledData:
-    """Move a share of the rows of each class of train to dev, by the hash of the seed and their texts. Raises
-    ConfigError."""
+    """Move a share of each class of train to dev, by a hash of the seed and the texts. Raises ConfigError."""
     whole = labelled.tables[TRAIN]
     strata: dict[str, set[int]] = {}
     for row in whole.rows:
@@ -340,8 +338,8 @@ class ExampleEncoder:
 
 
 def truncate(parts: list[list[int]], room: int) -> list[list[int]]:
-    """Cut one or two parts to `room` tokens in total, token by token from the end of the longer one; of the
-    second if both have the same length."""
+    """Cut one or two parts to `room` tokens in total, token by token from the end of the longer one, of the
+    second if they are equally long."""
     if len(parts) == 1:
         return [parts[0][:room]]
     first, second = parts

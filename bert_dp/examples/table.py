@@ -1,8 +1,7 @@
 """Read rows of labelled texts, check the types of their columns, and store encoded examples. Torch-free.
 
-A file of encoded examples holds `ids` uint16 [T], the tokens of all examples one after another; `offsets`
-int64 [n + 1], where each begins and ends; and where they are known `labels`: int64 [n] (single_label), uint8
-[n, L] (multi_label) or float32 [n] (regression).
+A file of examples holds `ids` uint16 [T], the tokens of all; `offsets` int64 [n + 1], where each begins and
+ends; and `labels`, if known: int64 [n], of multi_label uint8 [n, L], of a regression float32 [n].
 """
 
 from __future__ import annotations
@@ -106,8 +105,7 @@ class LabelledData:
 
 @dataclasses.dataclass(frozen=True)
 class CustomData:
-    """Name a user's files by split ("train", "dev", "test"), and their columns. A file may be
-    `hub:NAME[:CONFIG]`."""
+    """Name a user's files, or `hub:NAME[:CONFIG]`, by split ("train", "dev", "test"), and their columns."""
 
     files: dict[str, str]
     columns: Columns
@@ -196,8 +194,7 @@ def read_delimited(
     """Yield the place, the fields by name and the surplus of fields of each row of a csv or tsv. The surplus
     is negative where fields are missing. `header`: of a file without one.
 
-    A blank line is a row with an empty text in a table of one column, and is skipped in a wider one. Raises
-    ConfigError.
+    A blank line is an empty text in a table of one column and skipped in a wider one. Raises ConfigError.
     """
     reader = csv.reader(lines, **DIALECTS[format])
     end = 0  # last line of the row before
@@ -237,8 +234,8 @@ def make_row(name: str, place: str, record: Any, columns: Columns, kind: LabelKi
 
 
 def parse_label(cell: Any, kind: LabelKind) -> tuple[str, ...] | float:
-    """Convert the cell of a label to names or a score. Names of multi_label are a list, JSON of one, or a
-    text with | between them. Raises ValueError."""
+    """Convert the cell of a label to names (of multi_label a list, JSON of one, or a text with | between
+    them) or a score. Raises ValueError."""
     if kind == "regression":
         return _score(cell)
     if kind == "single_label":

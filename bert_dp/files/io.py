@@ -42,8 +42,8 @@ STALE_S = 45.0  # for a change by another node to be seen: views of a shared dir
 
 
 def appears(path: Path, is_current: Callable[[Path], bool]) -> bool:
-    """Wait up to STALE_S until a file that another node writes is seen here; return False if it is not.
-    An OSError of `is_current` counts as False."""
+    """Wait up to STALE_S for a file of another node; return False if it does not appear. An OSError of
+    `is_current` counts as False."""
     end = time.monotonic() + STALE_S
     while True:
         with contextlib.suppress(OSError):
@@ -124,16 +124,12 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def honoured(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
-    """Return the signals that this process does not ignore. Under nohup it ignores SIGHUP, in the background
-    of a script SIGINT."""
+    """Return the signals that this process does not ignore (as SIGHUP under nohup)."""
     return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
 
 
 def start_ticks(pid: int) -> str:
-    """Return the start time of a process in clock ticks since boot, which with the pid is unique.
-
-    Raises OSError when there is none.
-    """
+    """Return a process's start in clock ticks since boot, which with the pid is unique. Raises OSError."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
 
 

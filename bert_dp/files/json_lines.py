@@ -19,10 +19,7 @@ MAX_WHOLE = 2**64  # no count, size or time in ns is as large
 
 
 def append_line(path: Path, facts: Mapping[str, Any]) -> None:
-    """Append one flat JSON line, whole or not at all. A non-finite number becomes null: JSON has none.
-
-    Raises OSError.
-    """
+    """Append a JSON line, whole or not at all; a non-finite number becomes null. Raises OSError."""
     line = (json.dumps(finite(dict(facts)), allow_nan=False) + "\n").encode()
     with open(path, "ab", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
@@ -48,10 +45,8 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class Tail:
-    """Reads the lines added to a file since the last call, READ_BYTES at most; a longer line comes in pieces.
-
-    A replaced file is read from its start. With `skip_present` what the file holds already is left out.
-    """
+    """Read the lines added to a file since the last call, READ_BYTES at most; a longer line comes in pieces.
+    A replaced file is read from its start. `skip_present`: leave out the present content."""
 
     def __init__(self, path: Path, *, skip_present: bool = False):
         self._path = path
@@ -61,8 +56,7 @@ class Tail:
             self._inode, self._offset = status.st_ino, status.st_size
 
     def lines(self) -> tuple[list[str], bool]:
-        """Return the new lines, and True if the file has been replaced. A file that cannot be read now has
-        no new lines."""
+        """Return the new lines, and True if the file was replaced; ([], False) if it cannot be read now."""
         try:
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())

@@ -177,10 +177,8 @@ class Restart(StoredModel):
 
 
 class HeldOut(StoredModel):
-    """Hold the results of an evaluation, as far as its task measures them.
-
-    A line of evals.jsonl has these keys beside step, tokens and elapsed_s.
-    """
+    """Hold the results of an evaluation, as far as its task measures them. A line of evals.jsonl has these
+    keys beside step, tokens and elapsed_s."""
 
     loss: FiniteOrNone = None
     """Mean over `masked_tokens` or `examples`, in `loss_unit`."""

@@ -181,10 +181,8 @@ def test_each_task_is_read_as_glue_writes_it(lab: Lab, task: str) -> None:
 
 def test_row_counts_decide_whether_it_is_glue(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     for train, dev, other_train, official in ((2, 2, 0, True), (3, 2, 2, True), (2, 3, 2, False)):
-        task = dataclasses.replace(
-            glue.TASKS["RTE"], rows={"train": train, "dev": dev}, other_train_rows=other_train
-        )
-        monkeypatch.setitem(glue.TASKS, "RTE", task)
+        facts: dict[str, Any] = {"rows": {"train": train, "dev": dev}, "other_train_rows": other_train}
+        monkeypatch.setitem(glue.TASKS, "RTE", dataclasses.replace(glue.TASKS["RTE"], **facts))
         manifest = lab.glue("RTE", RTE_HEADER, **RTE)[1]
         assert manifest.official == official
         assert ("subset" in summary(manifest)) != official
@@ -360,12 +358,11 @@ def test_a_manifest_of_examples_agrees_with_itself(
 
 def test_examples_that_do_not_fit_the_configuration(tmp_path: Path) -> None:
     manifest = read_examples(write_examples(tmp_path, length=32, vocab_size=64))
-    names = {"kind": "single_label", "labels": ["a", "b", "c"]}
-    fits = make_config("data.path=/x", "data.sequence_length=32", "model.vocab_size=64", finetune=names)
+    fit = "data.path=/x data.sequence_length=32 model.vocab_size=64 finetune.labels=[a,b,c]"
+    fits = make_config(*fit.split())
     assert manifest.issues(fits) == manifest.warnings(fits) == []
-    other = make_config(
-        "data.path=/x", "data.sequence_length=16", "model.vocab_size=40", "finetune.kind=regression"
-    )
+    unfit = "data.path=/x data.sequence_length=16 model.vocab_size=40 finetune.kind=regression"
+    other = make_config(*unfit.split())
     named = ["data.sequence_length", "model.vocab_size", "finetune.kind", "finetune.labels"]
     assert [issue.setting for issue in manifest.issues(other)] == named
 
@@ -422,12 +419,12 @@ def test_every_format_gives_the_same_examples(lab: Lab, suffix: str) -> None:
         "json": json.dumps(records),
         "jsonl.gz": gzip.compress(jsonl.encode()),
     }.get(suffix) or parquet(records)
-    splits = lab.own({"train": content, "dev": content}, suffix=suffix)
-    for examples in splits.values():
+    for examples in lab.own({"train": content, "dev": content}, suffix=suffix).values():
         assert numbers(examples) == [1, 2, 1, 0]
-        texts = [lab.words(examples, i) for i in range(4)]
-        assert texts[:2] == ["<cls> the cat <unk> sat <sep>", "<cls> a dog ran <sep>"]
-        assert texts[3] == "<cls> under a bed <sep>"
+        texts = [lab.words(examples, i) for i in (0, 1, 3)]
+        assert texts == [
+            f"<cls> {words} <sep>" for words in ("the cat <unk> sat", "a dog ran", "under a bed")
+        ]
 
 
 def test_a_column_text_pair_is_the_second_text_where_none_is_named(lab: Lab) -> None:
@@ -546,9 +543,8 @@ def test_a_set_of_the_hub_is_read_by_its_splits_and_classes(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     datasets = pytest.importorskip("datasets", reason="needs the extra hub")
-    features = datasets.Features(
-        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])}
-    )
+    classes = datasets.ClassLabel(names=["no", "yes"])
+    features = datasets.Features({"text": datasets.Value("string"), "label": classes})
     labels = {"train": [1, 0], "validation": [0, 1], "test": [-1, -1]}
     asked = []
 
@@ -573,8 +569,8 @@ def test_a_share_of_train_becomes_dev_by_the_rows_alone(lab: Lab) -> None:
     found = []
     for name, order in (("a.csv", rows), ("b.csv", [*rows[::-1], rows[0]])):
         content = "text,label\n" + "".join(f"{row},{int(row[-1] in '024')}\n" for row in order)
-        text = content
-        directory, manifest = lab.prepare("--train", lab.write(name, content), "--dev-share", "0.1")
+        file = lab.write(name, content)
+        directory, manifest = lab.prepare("--train", file, "--dev-share", "0.1")
         splits = {s: Examples.open(directory, manifest, s) for s in manifest.splits}
         found.append({s: {lab.words(e, i) for i in range(len(e))} for s, e in splits.items()})
         assert sum(len(e) for e in splits.values()) == len(order)
@@ -586,14 +582,10 @@ def test_a_share_of_train_becomes_dev_by_the_rows_alone(lab: Lab) -> None:
     assert [labels.count(each) for each in (0, 1)] == [
         round(0.1 * sum((row[-1] in "024") == each for row in rows)) for each in (False, True)
     ]
-    directory, manifest = lab.prepare(
-        "--train", lab.write("a.csv", text), "--dev-share", "0.1", "--seed", "1"
-    )
-    other = Examples.open(directory, manifest, "dev")
+    other = Examples.open(*lab.prepare("--train", file, "--dev-share", "0.1", "--seed", "1"), "dev")
     assert {lab.words(other, i) for i in range(len(other))} != found[0]["dev"]
-    (issue,) = raised_issues(
-        prepare.answer, lab.arguments("--train", lab.write("own.csv", GOOD), "--dev-share", "1e-9")
-    )
+    refused = lab.arguments("--train", lab.write("own.csv", GOOD), "--dev-share", "1e-9")
+    (issue,) = raised_issues(prepare.answer, refused)
     assert (issue.setting, issue.kind) == ("own.csv", "out_of_range")
 
 
@@ -713,9 +705,10 @@ def test_a_blank_line_is_an_empty_text_of_one_column_and_none_at_the_end_of_more
 
 def test_a_table_may_have_long_texts_and_quotes_in_a_tsv(lab: Lab) -> None:
     """Python's own limit of a field is 131,072 characters."""
-    columns = Columns(("text",), "label")
     long = "the cat, " * 20_000
-    table = labelled_table.read_table(lab.write("a.csv", f'text,label\n"{long}",x\n'), columns, "train")
-    assert table.rows[0].texts == (long,)
-    table = labelled_table.read_table(lab.write("a.tsv", 'text\tlabel\n"a\tx\nb "c"\ty\n'), columns, "train")
-    assert [row.texts for row in table.rows] == [('"a',), ('b "c"',)]
+    for name, text, texts in (
+        ("a.csv", f'text,label\n"{long}",x\n', [long]),
+        ("a.tsv", 'text\tlabel\n"a\tx\nb "c"\ty\n', ['"a', 'b "c"']),
+    ):
+        table = labelled_table.read_table(lab.write(name, text), Columns(("text",), "label"), "train")
+        assert [row.texts for row in table.rows] == [(text,) for text in texts]
