@@ -33,10 +33,8 @@ class BatchLayout(BaseModel):
         return self.micro_size * self.dp
 
     def __str__(self) -> str:
-        return (
-            f"global batch {self.global_size} = micro {self.micro_size} "
-            f"x accumulation {self.grad_accum_steps} x dp {self.dp}"
-        )
+        factors = f"micro {self.micro_size} x accumulation {self.grad_accum_steps} x dp {self.dp}"
+        return f"global batch {self.global_size} = {factors}"
 
 
 def batch_layout(config: Config, world_size: int) -> BatchLayout:

@@ -52,10 +52,10 @@ def parallel_issues(config: Config, world_size: int) -> list[Issue]:
         issues.append(Issue(setting, "does_not_divide", message, replicas, "--nproc", hint))
     needs = optimizer_facts(optim).needs
     if needs == "replicas" and (tensor > 1 or engine not in ("auto", "single", "ddp")):
-        message, hint = "code of your own updates whole replicas", "use ddp without parallel.tensor"
+        message, hint = "an optimizer of your own needs whole replicas", "use ddp without parallel.tensor"
         issues.append(Issue("optim.name", "unsupported", message, optim, "parallel.engine", hint))
     if config.task is not None and tensor > 1:
-        message = f"{tensor} divides models of ours alone"
+        message = f"{tensor} works with bert-dp's own models only"
         issues.append(Issue("parallel.tensor", "unsupported", message, tensor, "task", "use 1"))
     if needs == "whole_tensors" and (tensor > 1 or not facts.whole_tensors):
         other, value, hint = "parallel.engine", str(engine), "use ddp or zero1"
@@ -153,7 +153,8 @@ def finetune_issues(config: Config) -> list[Issue]:
     labels, kind = len(config.finetune.labels), config.finetune.kind
     if kind != "regression" and labels < 1 + (kind == "single_label"):
         hint = "name them, or use `bert-dp finetune`, which takes them from the data"
-        issues.append(Issue("finetune.labels", "missing", f"{labels} of a {kind} task", labels, hint=hint))
+        message = f"{labels} names for a {kind} task"
+        issues.append(Issue("finetune.labels", "missing", message, labels, hint=hint))
     if config.distill.loss == "kl" and kind != "single_label":
         message, hint = f"kl compares the probabilities of classes, and the task is {kind}", "use mse"
         issues.append(Issue("distill.loss", "conflict", message, "kl", "finetune.kind", hint))
@@ -432,7 +433,7 @@ def profile_issues(plan: ProfilePlan, world_size: int, *, steps: int | None, don
         issues.append(Issue("--profile", "out_of_range", message, plan.last, hint=hint))
     if plan.first <= done:
         message = f"step {plan.first} is done, the run goes on with step {done + 1}"
-        issues.append(Issue("--profile", "out_of_range", message, plan.first, hint="begin there"))
+        issues.append(Issue("--profile", "out_of_range", message, plan.first, hint="start there"))
     if missing := [rank for rank in plan.ranks if rank >= world_size]:
         message = f"no rank {', '.join(map(str, missing))}, this run has 0 to {world_size - 1}"
         issues.append(Issue("--profile-ranks", "out_of_range", message, missing[0]))

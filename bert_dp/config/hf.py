@@ -82,8 +82,6 @@ class HfEncoder:
     """A directory in the format of transformers."""
 
     directory: Path
-    family: str
-    """Its model_type."""
     model: dict[str, Any]
     """Our settings of its model."""
     head_bias: bool
@@ -114,7 +112,7 @@ def read_hf(directory: Path) -> HfEncoder:
     with refusing("run.init_from", str(directory / "config.json")):
         settings = json.loads(read_regular(directory / "config.json", MAX_CONFIG_BYTES))
         if not isinstance(settings, dict):
-            raise ValueError("no object")
+            raise ValueError("is not a JSON object")
     family = settings.get("model_type")
     if family not in FAMILIES:
         reason = "its norm is folded into the token embedding" if family == "eurobert" else "not supported"
@@ -133,7 +131,7 @@ def read_hf(directory: Path) -> HfEncoder:
         lines = [f"{directory}: {problem}" for problem in problems]
         raise ConfigError([Issue("run.init_from", "unsupported", line, str(directory)) for line in lines])
     head_bias = settings.get("classifier_bias", False) if is_modern else True
-    return HfEncoder(directory, family, model, head_bias)
+    return HfEncoder(directory, model, head_bias)
 
 
 def _fields(settings: Mapping[str, Any], optional: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
@@ -216,10 +214,8 @@ def hf_issues(directory: Path, config: Config) -> list[Issue]:
             hint = "leave it out: it follows from config.json"
             issues.append(Issue(f"model.{name}", "conflict", message, ours, "run.init_from", hint))
     if not own_head and encoder.head_bias != config.model.bias:
-        message = (
-            f"{directory}: classifier_bias differs from attention_bias; our model has one setting for both"
-        )
-        issues.append(Issue("run.init_from", "unsupported", message, str(directory)))
+        reason = "classifier_bias differs from attention_bias; our model has one setting for both"
+        issues.append(Issue("run.init_from", "unsupported", f"{directory}: {reason}", str(directory)))
     if config.run.init_keeps == "moments":
         message = f"moments, but {directory} holds weights alone"
         issues.append(Issue("run.init_keeps", "conflict", message, "moments", "run.init_from", "use weights"))

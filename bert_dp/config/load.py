@@ -246,16 +246,15 @@ class ConfigLoader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.events.AliasEvent):
-            raise yaml.composer.ComposerError(
-                None, None, "aliases are not supported", self.peek_event().start_mark
-            )
+            mark = self.peek_event().start_mark
+            raise yaml.composer.ComposerError(None, None, "aliases are not supported", mark)
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for number, key in enumerate(keys):
             if not isinstance(key, str | int):
-                raise ValueError(f"key {key!r} is no word or whole number")
+                raise ValueError(f"key {key!r} is not a word or a whole number")
             if key in keys[:number]:
                 raise ValueError(f"duplicate key {key!r}")
         return super().construct_mapping(node, deep)
@@ -313,7 +312,8 @@ def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 def _merged_section(levels: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
     """Return a section of the merged levels, or {} where there is none."""
-    section = functools.reduce(_merged, levels, {}).get(name)
+    merged: dict[str, Any] = functools.reduce(_merged, levels, {})
+    section = merged.get(name)
     return section if isinstance(section, dict) else {}
 
 

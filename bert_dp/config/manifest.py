@@ -198,17 +198,14 @@ class Manifest(HashedFile):
         ]
         vocabulary, rows = self.vocab_size, config.model.vocab_size
         if rows > -(-vocabulary // 128) * 128:  # a vocabulary may be padded for the device's sake
-            warnings.append(
-                f"model.vocab_size: {rows} is {rows / vocabulary:.1f} x the {vocabulary} tokens of the "
-                f"shards' vocabulary; the rest of the embedding is never trained; set "
-                f"model.vocab_size={vocabulary}"
-            )
+            excess = f"{rows} is {rows / vocabulary:.1f} x the {vocabulary} tokens of the shards' vocabulary"
+            effect = f"the rest of the embedding is never trained; set model.vocab_size={vocabulary}"
+            warnings.append(f"model.vocab_size: {excess}; {effect}")
         sequences, batch = self.train.sequences, config.batch.global_size
         if batch > sequences:
-            warnings.append(
-                f"batch.global_size: {batch} is {batch / sequences:.1f} x the {sequences} training "
-                "sequences, so every step repeats them; lower it, or give more text"
-            )
+            excess = f"{batch} is {batch / sequences:.1f} x the {sequences} training sequences"
+            effect = "every step repeats them; lower it, or give more text"
+            warnings.append(f"batch.global_size: {excess}, so {effect}")
         return warnings
 
 
@@ -262,7 +259,7 @@ def read_hashed(directory: Path, model: type[Hashed]) -> Hashed:
     with refusing(str(path), hint=model.hint):
         content = json.loads(read_regular(path, MAX_JSON_BYTES))
         if not isinstance(content, dict):
-            raise ValueError("holds no object")
+            raise ValueError("is not a JSON object")
         format, version = format_of(model)
         if (content.get("format"), content.get("version")) != (format, version):
             other = f"{content.get('format')!r:.40} version {content.get('version')!r:.40}"

@@ -30,7 +30,7 @@ def code_issues(config: Config, *, allowed: bool) -> list[Issue]:
             message, hint = f"{text} would be executed", "read the file, then add --allow-code"
             issues.append(Issue(setting, "unsupported", message, text, "--allow-code", hint))
         elif not file.is_file():
-            issues.append(Issue(setting, "not_found", f"{file} is no file", text))
+            issues.append(Issue(setting, "not_found", f"there is no file {file}", text))
         else:
             try:
                 tree = ast.parse(read_regular(file, MAX_CODE_BYTES))

@@ -156,28 +156,21 @@ def find(config: Config) -> Path | None:
 def ensure(config: Config, progress: Progress | None = None) -> Path:
     """Return the directory of the shards that `config` needs, built in the cache on first use. Of several
     processes that call it at once one builds and the others wait. Raises ConfigError."""
-    if config.data.path is not None:
-        directory = Path(config.data.path).expanduser()
-        manifest = _verified(directory)
-    else:
-        if issues := files.cache_issues():
-            raise ConfigError(issues)
-        directory = cache_dir(config)
-        try:
-            manifest = _verified(directory)
-        except ConfigError:
-            manifest = build(config, directory, force=True, progress=progress)
+    given = config.data.path
+    if given is None and (issues := files.cache_issues()):
+        raise ConfigError(issues)
+    directory = cache_dir(config) if given is None else Path(given).expanduser()
+    try:
+        manifest = read_manifest(directory)
+        if damage := shards.check_sample(directory, manifest):
+            raise ConfigError(damage)
+    except ConfigError:
+        if given is not None:
+            raise
+        manifest = build(config, directory, force=True, progress=progress)
     if unfit := manifest.issues(config):
         raise ConfigError(unfit)
     return directory
-
-
-def _verified(directory: Path) -> Manifest:
-    """Read the manifest and check a sample of the shards against it. Raises ConfigError."""
-    manifest = read_manifest(directory)
-    if issues := shards.check_sample(directory, manifest):
-        raise ConfigError(issues)
-    return manifest
 
 
 def build_in(plan: BuildPlan, records: list[dict[str, Any]], work: Path) -> Manifest:

@@ -124,7 +124,7 @@ def _not_utf8(path: Path, place: str, byte: int) -> ConfigError:
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
-    """Yield the content of a file, unpacked, in pieces that are not empty. Raises ConfigError."""
+    """Yield the content of a file, unpacked, in chunks that are not empty. Raises ConfigError."""
     compression = suffixes(path)[1]
     damage: tuple[type[Exception], ...] = (EOFError, zlib.error, lzma.LZMAError)
     make_stream: Callable[[], Any] = lzma.LZMADecompressor
@@ -134,12 +134,18 @@ def _chunks(path: Path) -> Iterator[bytes]:
         zstandard = require("zstandard", "zstd", f"{path}: reading .zst")
         damage = (EOFError, zstandard.ZstdError)
         make_stream = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW_BYTES).decompressobj
+    padding = b"" if compression == ".zst" else b"\0"
+    chunk = bytearray()  # of at least CHUNK_BYTES, as a long line is joined from its chunks
     try:
         with path.open("rb") as raw:
-            if compression:
-                yield from filter(None, _unpacked(raw, make_stream, b"" if compression == ".zst" else b"\0"))
-            while chunk := raw.read(CHUNK_BYTES):
-                yield chunk
+            whole = iter(lambda: raw.read(CHUNK_BYTES), b"")
+            for piece in _unpacked(raw, make_stream, padding) if compression else whole:
+                chunk += piece
+                if len(chunk) >= CHUNK_BYTES:
+                    yield bytes(chunk)
+                    chunk.clear()
+        if chunk:
+            yield bytes(chunk)
     except damage as error:
         raise _refused(path, "damaged", f"corrupt or cut {compression} file ({error})") from None
     except OSError as error:
@@ -276,7 +282,7 @@ def resolve(
                 message = f"{path} is not a regular file"
                 issues.append(Issue("data.sources", "unsupported", message, str(path)))
             elif format is None:
-                message = f"{path} has the suffix {suffixes(path)[0]}, which is none of a known format"
+                message = f"{path} has the suffix {suffixes(path)[0]}, which belongs to no known format"
                 hint = (
                     f"convert it to one of {', '.join(filter(None, FORMATS))}, or name its format: --format "
                     "text (data.build.source_format) reads its lines as they are, header, ids and quotes too"

@@ -44,7 +44,8 @@ class TensorBatch:
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """Return a copy with `change` applied to every tensor."""
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **{name: change(tensor) for name, tensor in tensors.items()})
+        changed: dict[str, Any] = {name: change(tensor) for name, tensor in tensors.items()}
+        return replace(self, **changed)
 
 
 @dataclass(frozen=True)
@@ -172,8 +173,9 @@ def held_out_batches(
         arrays = mask(shards.rows(index_B), hash64(0, 3, index_B), num_masked, shards.vocabulary)
         arrays[-1][~np.repeat(real_B, num_masked)] = IGNORE  # the labels
         count = int(real_B.sum()) * num_masked
-        tensors = map(torch.from_numpy, arrays)
-        batches.append(MlmBatch(index_B, *tensors, key32(hash64(0, 4, index_B)), count))
+        ids, positions, labels = map(torch.from_numpy, arrays)
+        seed_B = key32(hash64(0, 4, index_B))
+        batches.append(MlmBatch(index_B, ids, positions, labels, seed_B, count))
     return batches
 
 

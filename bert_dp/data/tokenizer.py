@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import multiprocessing
@@ -35,7 +36,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from bert_dp import files
 from bert_dp.config import MAX_VOCAB_SIZE, BuildConfig, ConfigError, Issue, IssueKind
 from bert_dp.config.errors import read_regular, require
-from bert_dp.config.manifest import TOKEN_BYTES
 from bert_dp.data.readers import content_key, document_key
 from bert_dp.training.process import RunFailed
 
@@ -382,12 +382,8 @@ def make_encoder(tokenizer_json: str, options: BuildConfig) -> Callable[[list[st
             rows[i].append(special["sep"])
         lengths = np.fromiter((len(rows[i]) for i in kept), np.int64, len(kept))
         ids = np.fromiter(chain.from_iterable(rows[i] for i in kept), np.uint16, int(lengths.sum()))
-        ends = TOKEN_BYTES * np.cumsum(lengths)
-        data = ids.tobytes()
-        contents = [
-            content_key(data[end - TOKEN_BYTES * n : end])
-            for end, n in zip(ends.tolist(), lengths.tolist(), strict=True)
-        ]
+        bounds = itertools.pairwise([0, *np.cumsum(lengths).tolist()])
+        contents = [content_key(ids[start:end].tobytes()) for start, end in bounds]
         shingles = [_shingles(normalized[i]) for i in kept] if near else []
         sketches = rensa().RMinHash.from_token_sets(shingles, NUM_PERMUTATIONS, 0) if near else []
         return EncodedDocuments(

@@ -114,11 +114,9 @@ class AugmentedData:
             texts = dict.fromkeys(itertools.chain.from_iterable(row.texts for row in table.rows))
             substitute = SameTagWords(texts, load_tagger())
         copies = [
-            dataclasses.replace(
-                row, texts=copy_of(row.texts, substitute, seed=self.seed, example=example, copy=copy)
-            )
-            for example, row in enumerate(table.rows)
-            for copy in range(self.copies)
+            dataclasses.replace(row, texts=copy_of(row.texts, substitute, seed=self.seed, example=i, copy=k))
+            for i, row in enumerate(table.rows)
+            for k in range(self.copies)
         ]
         seen = {row.texts for row in table.rows}
         new = {row.texts: row for row in copies if row.texts not in seen}
@@ -157,7 +155,7 @@ class LogitsData:
             values = record.get("logits")
             numbers = values if isinstance(values, list) else []
             if not all(isinstance(x, int | float) and math.isfinite(x) for x in numbers) or not numbers:
-                raise data_error(self.file, "damaged", f"{place}: logits are no list of finite numbers")
+                raise data_error(self.file, "damaged", f"{place}: logits are not a list of finite numbers")
             if len(numbers) != outputs:
                 message = f"{place}: {len(numbers)} logits, expected {outputs}, one for each label"
                 raise data_error(self.file, "conflict", message)

@@ -131,11 +131,10 @@ class GlueData:
         files: dict[str, bytes] = {}
         for place in self.places:
             files |= read_files(place, [name for name in names if name not in files])
-        looked, hint = ", ".join(map(str, self.places)), "add --data with the folder or tar that has it"
+        looked, fix = ", ".join(map(str, self.places)), "add --data with the folder or tar that has it"
         if absent := [name for name in names if name not in files and Path(name).stem in task.required]:
-            raise ConfigError(
-                [Issue("--data", "missing", f"no {name} in {looked}", name, hint=hint) for name in absent]
-            )
+            issues = [Issue("--data", "missing", f"no {name} in {looked}", name, hint=fix) for name in absent]
+            raise ConfigError(issues)
         tables = {Path(name).stem: _table(name, files[name], task) for name in names if name in files}
         counts = {split: len(table.rows) for split, table in tables.items()}
         if counts[TRAIN] == task.other_train_rows:

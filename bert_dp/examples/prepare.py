@@ -72,9 +72,8 @@ def answer(argv: Sequence[str] | None) -> str:
     if options.verb == "missing":
         return json.dumps(missing(options.data))
     record.set_private_umask()
-    directory, manifest = prepare(
-        _data(options), options.tokenizer, options.length, options.dev_share, options.seed
-    )
+    share, seed = options.dev_share, options.seed
+    directory, manifest = prepare(_data(options), options.tokenizer, options.length, share, seed)
     sys.stderr.write(record.printable(f"{summary(manifest)}\n"))
     return str(directory)
 

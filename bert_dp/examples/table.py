@@ -162,7 +162,7 @@ def _source(name: str) -> readers.Source:
     if path.exists() and not path.is_file():
         raise data_error(name, "wrong_type", "is not a regular file", "name a file of examples")
     if (suffix := readers.suffixes(path)[0]) not in FORMATS:
-        message = f"is no table; known suffixes are {', '.join(FORMATS)}"
+        message = f"is not a table; known suffixes are {', '.join(FORMATS)}"
         raise data_error(name, "unsupported", message, "convert it")
     return readers.Source(name, path, FORMATS[suffix])
 
@@ -304,7 +304,7 @@ def to_array(kind: LabelKind, names: Sequence[str], table: LabelledTable) -> NDA
     for row in table.rows:
         assert isinstance(row.label, tuple)
         if unknown := [name for name in row.label if name not in index]:
-            message = f"{row.place}: label {unknown[0]!r} is none of train's {[*names[:8]]}"
+            message = f"{row.place}: label {unknown[0]!r} is not among train's {[*names[:8]]}"
             is_score = WITH_DECIMALS.fullmatch(unknown[0])
             fix = SCORES_FIX if is_score else "correct it, or add such examples to train"
             raise data_error(table.name, "unknown", message, fix, unknown[0])
@@ -365,14 +365,14 @@ class Examples:
         with refusing(str(path), hint=manifest.hint):
             data = read_regular(path, MAX_BYTES)
             if hashlib.sha256(data).hexdigest() != entry.sha256:
-                raise ValueError("its SHA-256 is another one")
+                raise ValueError("its SHA-256 differs from the manifest's")
             try:
                 arrays = safetensors.numpy.load(data)
                 examples = cls(arrays["ids"], arrays["offsets"], arrays.get("labels"))
             except (SafetensorError, KeyError) as error:
                 raise ValueError(f"holds no examples ({error})") from None
             if not examples._fits(manifest, entry):
-                raise ValueError(f"its arrays are not as {manifest.file_name} says")
+                raise ValueError(f"its arrays do not match {manifest.file_name}")
         return examples
 
     def _fits(self, manifest: ExamplesManifest, entry: ExampleSplit) -> bool:

@@ -156,7 +156,7 @@ def cache_issues() -> list[Issue]:
     status = root.stat()
     if status.st_uid in (os.geteuid(), 0) and not status.st_mode & stat.S_IWOTH:
         return []
-    message = f"{root} is of uid {status.st_uid}, mode {status.st_mode:o}: others can change its files"
+    message = f"{root} has owner {status.st_uid} and mode {status.st_mode:o}: others can change its files"
     hint = "set it to a directory of your own"
     return [Issue("BERT_DP_CACHE", "unsupported", message, str(root), hint=hint)]
 

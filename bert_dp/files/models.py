@@ -57,9 +57,9 @@ def kind_of_text(text: str) -> FailureKind:
 
 def kind_of_error(error: BaseException) -> FailureKind:
     """Classify an exception by its own `failure_kind`, else by its errno, its type and its words."""
-    if (own := getattr(error, "failure_kind", None)) is not None:
-        kind: FailureKind = own
-        return kind
+    own: FailureKind | None = getattr(error, "failure_kind", None)
+    if own is not None:
+        return own
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         return "disk"
     return kind_of_text(f"{type(error).__name__}: {error}")

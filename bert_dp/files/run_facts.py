@@ -105,11 +105,7 @@ def newest_checkpoint_facts(directory: Path) -> tuple[Path, CheckpointFacts] | N
 ExportFormat = Literal["hf", "onnx", "aoti"]
 ExportPrecision = Literal["fp32", "bf16", "int8"]
 MODEL_FILES: dict[ExportFormat, str] = {"hf": "model.safetensors", "onnx": "model.onnx", "aoti": "model.pt2"}
-LOADERS: dict[ExportFormat, tuple[str, ...]] = {
-    "hf": ("transformers",),
-    "onnx": ("onnx", "onnxruntime"),
-    "aoti": (),
-}
+LOADERS = {"hf": ("transformers",), "onnx": ("onnx", "onnxruntime"), "aoti": ()}
 """Packages of the extra `export` that load a format."""
 INPUTS, TYPES = ("input_ids", "attention_mask"), "token_type_ids"
 
@@ -142,11 +138,6 @@ class Exported(StoredFile):
     """Of the model, in order, each [batch, length]."""
     finetune: FinetuneConfig | None = None
     """Of a classifier: its kind, labels and pooling."""
-
-
-def is_exported(directory: Path) -> bool:
-    """Return True if `bert-dp export` made the directory."""
-    return (directory / EXPORTED).is_file()
 
 
 def read_exported(directory: Path) -> Exported:

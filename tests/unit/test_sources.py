@@ -107,13 +107,18 @@ def test_a_document_of_many_lines_has_a_bound(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("compression", [".gz", ".xz", ".zst"])
 def test_streams_of_a_compressed_file_may_part_a_record_or_a_character(
-    tmp_path: Path, compression: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str
 ) -> None:
+    """They come in chunks of a size, as a long line is joined from its chunks."""
+    monkeypatch.setattr(readers, "CHUNK_BYTES", 7)
     path = tmp_path / f"a.json{compression}"
     compress, data = COMPRESSIONS[compression], '[{"text": "na\u00efve"}, {"text": "b"}]'.encode()
     for at in range(1, len(data)):
         path.write_bytes(compress(data[:at]) + compress(data[at:]))
         assert read(path) == ["na\u00efve", "b"]
+        *chunks, last = readers._chunks(path)
+        assert min(map(len, chunks), default=7) >= 7
+        assert b"".join([*chunks, last]) == data
 
 
 @pytest.mark.parametrize("compression", [".gz", ".xz", ".zst"])
