@@ -145,12 +145,11 @@ WRONG_VALUES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("path", "value"), [(path, v) for path, values in WRONG_VALUES.items() for v in values]
-)
-def test_a_wrong_value_is_refused_with_its_path(path: str, value: str) -> None:
-    (line,) = issues_of(make_config, f"{path}={value}")
-    assert line.startswith(f"{path}: ")
+@pytest.mark.parametrize("path", WRONG_VALUES)
+def test_a_wrong_value_is_refused_with_its_path(path: str) -> None:
+    for value in WRONG_VALUES[path]:
+        (line,) = issues_of(make_config, f"{path}={value}")
+        assert line.startswith(f"{path}: ")
 
 
 def test_a_dotted_key_in_yaml_is_its_setting(tmp_path: Path) -> None:

@@ -75,20 +75,13 @@ def test_the_length_of_a_run_is_in_tokens_where_their_number_is_known(settings: 
     assert length in describe(config, batch_layout(config, 2), None, memory)[4]
 
 
-@pytest.mark.parametrize(
-    ("vocabulary", "batch", "setting"),
-    [
-        (64, 96, None),
-        (128, 8, None),  # padded
+def test_what_fits_but_is_hardly_meant_is_a_warning(shards: Path) -> None:
+    for vocabulary, batch, *settings in (
+        (64, 96),
+        (128, 8),  # padded
         (512, 8, "model.vocab_size"),
         (64, 480, "batch.global_size"),
-    ],
-)
-def test_what_fits_but_is_hardly_meant_is_a_warning(
-    shards: Path, vocabulary: int, batch: int, setting: str | None
-) -> None:
-    config = make_config(
-        f"model.vocab_size={vocabulary}", f"batch.global_size={batch}", "data.sequence_length=16"
-    )
-    warnings = read_manifest(shards).warnings(config)
-    assert [warning.partition(":")[0] for warning in warnings] == ([setting] if setting else [])
+    ):
+        sizes = (f"model.vocab_size={vocabulary}", f"batch.global_size={batch}", "data.sequence_length=16")
+        warnings = read_manifest(shards).warnings(make_config(*sizes))
+        assert [warning.partition(":")[0] for warning in warnings] == settings

@@ -9,16 +9,17 @@ import resource
 import signal
 import subprocess
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bert_dp import files
 from bert_dp.config.errors import read_regular
+from tests.e2e.cli import wait_for
 from tests.helpers import write_files
 from tests.states import FACTS
 
@@ -127,12 +128,8 @@ def test_a_lock_whose_file_was_removed_by_its_holder_is_taken_at_the_new_one(tmp
     assert held is not None
     waiting = threading.Thread(target=lambda: taken.append(files.lock(path, wait=True)))
     waiting.start()
-    deadline = time.monotonic() + 10
-    opened: list[str] = []
-    while len(opened) < 2:  # by its holder, and by the one who waits
-        assert time.monotonic() < deadline
-        descriptors = Path("/proc/self/fd").iterdir()
-        opened = [file for each in descriptors if (file := _link(each)) == str(path)]
+    # it is open by its holder, and by the one who waits
+    wait_for(lambda: [each.path for each in psutil.Process().open_files()].count(str(path)) == 2, 10)
     path.unlink()
     held.close()
     waiting.join(10)
@@ -140,13 +137,6 @@ def test_a_lock_whose_file_was_removed_by_its_holder_is_taken_at_the_new_one(tmp
     assert os.path.samestat(os.fstat(second.fileno()), path.stat())
     assert files.lock(path) is None
     second.close()
-
-
-def _link(descriptor: Path) -> str:
-    try:
-        return os.readlink(descriptor)
-    except OSError:
-        return ""
 
 
 def test_a_file_of_just_the_largest_size_is_read(tmp_path: Path) -> None:
