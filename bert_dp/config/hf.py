@@ -79,7 +79,7 @@ FAMILIES = ("bert", *ROBERTAS, "modernbert")
 
 @dataclasses.dataclass(frozen=True)
 class HfEncoder:
-    """A directory in the format of transformers."""
+    """Describe a directory in the format of transformers."""
 
     directory: Path
     model: dict[str, Any]
@@ -93,7 +93,7 @@ class HfEncoder:
         return self.directory / TOKENIZER
 
     def level(self) -> dict[str, Any]:
-        """Return what it sets of a configuration, below everything that is given."""
+        """Return the settings that it gives a configuration; every other level overrides them."""
         data: dict[str, Any] = {"tokenizer": str(self.tokenizer)} if self.tokenizer.is_file() else {}
         if rows := self.model.get("max_positions"):
             data["sequence_length"] = min(DEFAULT_LENGTH, rows - self.model["position_offset"])
@@ -180,7 +180,7 @@ def _global_every(kinds: list[str]) -> int:
 
 
 def _unsupported(settings: Mapping[str, Any], is_modern: bool) -> Iterator[str]:
-    """Yield what our model does not compute."""
+    """Yield each property of config.json that our model does not compute."""
     for name, only in FIXED.items():
         if (value := settings.get(name, only)) != only:
             yield f"{name} is {value!r:.80}, our models support only {only}"
