@@ -16,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PIP_OPTIONS = ["--quiet", "--dry-run", "--ignore-installed", f"--constraint={ROOT / '.constraints.txt'}"]
-BUILD = ["hatchling", "setuptools", "wheel"]
+BUILD = ["hatchling", "hatch-fancy-pypi-readme", "setuptools", "wheel"]
 WITHOUT_THEIR_DEPENDENCIES = ["timm==1.0.31"]  # it asks for torchvision, whose wheel does not fit a CPU torch
 LOGGERS = ("tensorboard", "wandb", "mlflow", "trackio")  # extras
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import itertools
 import logging
 import shlex
 import shutil
@@ -30,7 +31,15 @@ from bert_dp.data.build import locked, replaced
 from bert_dp.exporting.hf import settings_of, tensors_of
 from bert_dp.exporting.load_exported import AUTO, OUTPUTS
 from bert_dp.files.models import Summary
-from bert_dp.files.run_facts import EXPORTED, INPUTS, TYPES, Exported, ExportFormat, ExportPrecision
+from bert_dp.files.run_facts import (
+    EXPORTED,
+    INPUTS,
+    TYPES,
+    Exported,
+    ExportFormat,
+    ExportPrecision,
+    loaded_files,
+)
 from bert_dp.model.bert import CrammedBert
 from bert_dp.model.bilstm import BiLstm
 from bert_dp.model.classifier import Classifier, pool
@@ -149,7 +158,7 @@ def new_directory(out: Path) -> Iterator[Path]:
 
 
 def describe(source: ExportSource, form: ExportFormat, precision: ExportPrecision = "fp32") -> Exported:
-    """Return export.json of a directory that is made of `source`."""
+    """Return export.json of a directory that is made of `source`, without the hashes of its files."""
     return Exported(
         format=form,
         kind=source.kind,
@@ -172,12 +181,13 @@ def write_about(
     folder: Path, source: ExportSource, form: ExportFormat, command: str, precision: ExportPrecision = "fp32"
 ) -> Exported:
     """Write what every format has beside its model: tokenizer, export.json, README.md."""
-    exported = describe(source, form, precision)
     framed = tokens.framing_as_trained(source.tokenizer_file, source.special)
     if framed is None:
         shutil.copyfile(source.tokenizer_file, folder / files.TOKENIZER)
     else:
         files.write_text(folder / files.TOKENIZER, framed.to_str(pretty=True))
+    hashes = {name: sha256(folder / name) for name in loaded_files(form)}
+    exported = describe(source, form, precision).model_copy(update={"files": hashes})
     roles = {f"{role}_token": source.tokenizer.id_to_token(i) for role, i in source.special.items()}
     settings = {  # as PreTrainedTokenizerFast reads them
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -244,6 +254,8 @@ def write_onnx(source: ExportSource, folder: Path, *, int8: bool) -> None:
     else:
         program = torch.onnx.export(trace(source), dynamo=True, verbose=False, **names)
         assert program is not None
+        for node in itertools.chain(program.model.graph, *program.model.functions.values()):
+            node.metadata_props.clear()  # stack traces with the paths of this machine
         program.save(path, external_data=False)
     if int8:
         from onnxruntime.quantization import QuantType, quantize_dynamic

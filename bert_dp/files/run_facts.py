@@ -23,6 +23,7 @@ from bert_dp.config.errors import (
     read_regular,
     refusing,
     require,
+    sha256,
 )
 from bert_dp.config.hf import EXPORTED, TOKENIZER
 from bert_dp.files.models import InitFrom, StoredFile
@@ -138,19 +139,30 @@ class Exported(StoredFile):
     """Of the model, in order, each [batch, length]."""
     finetune: FinetuneConfig | None = None
     """Of a classifier: its kind, labels and pooling."""
+    files: dict[str, Sha256] = Field(default_factory=dict)
+    """SHA-256 of the files that a model is loaded from."""
 
 
 def read_exported(directory: Path) -> Exported:
-    """Read export.json of a directory that has all files of its format. Raises ConfigError."""
+    """Read export.json of a directory whose files are those that were exported. Raises ConfigError."""
     path = directory / EXPORTED
     with refusing("DIR", str(path), Exported.hint):
         exported = Exported.model_validate_json(read_regular(path, MAX_JSON_BYTES))
-    needed = [MODEL_FILES[exported.format], TOKENIZER]
-    needed += ["config.json"] if exported.format == "hf" else []
-    if absent := [name for name in needed if not (directory / name).is_file()]:
-        message = f"{directory} has no {' and no '.join(absent)}"
+    for name in loaded_files(exported.format):
+        file = directory / name
+        if not file.is_file():
+            message = f"{directory} has no {name}"
+        elif sha256(file) != exported.files.get(name):
+            message = f"{file} is not the exported file (its SHA-256 differs)"
+        else:
+            continue
         raise ConfigError([Issue("DIR", "damaged", message, str(directory), hint=Exported.hint)])
     return exported
+
+
+def loaded_files(form: ExportFormat) -> list[str]:
+    """Return the names of the files that a model of this format is loaded from."""
+    return [MODEL_FILES[form], TOKENIZER, *(["config.json"] if form == "hf" else [])]
 
 
 def require_loaders(exported: Exported, use: str) -> None:

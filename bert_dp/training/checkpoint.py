@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import threading
 import time
 import uuid
@@ -274,7 +275,8 @@ def kind(tensor: Tensor) -> str:
 def resolve(source: str) -> Path:
     """Find the checkpoint at a path, or the newest valid one of a run directory or its checkpoints folder.
 
-    Raises ConfigError when there is none, with the problem of each.
+    Newer ones that are damaged are named on stderr. Raises ConfigError when there is none, with the problem
+    of each.
     """
     path = Path(source)
     if (path / "manifest.json").exists():
@@ -287,6 +289,8 @@ def resolve(source: str) -> Path:
     if newest is None:
         missing = Issue(source, "not_found", "no valid checkpoint there", hint="name a run or a checkpoint")
         raise ConfigError([missing, *(Issue("", "damaged", problem) for problem in problems)])
+    for problem in problems:
+        sys.stderr.write(f"warning: {problem}; using {newest.name}\n")
     return newest
 
 

@@ -292,9 +292,11 @@ def configs(
     typer.echo(f"{'configuration':<18} {'transformers':<20} what it trains")
     for path in sorted(shipped_configs().glob("*.yaml")):
         summary = path.read_text().partition("\n")[0].removeprefix("# ")
-        config = load_config(path, ["data.path=shards"])
+        config = load_config(path, ["data.path=shards", "run.init_from=null", "batch.micro_size=1"])
         name = "-" if native_issues(config, "mlm") else native_class(config.model)
-        typer.echo(f"{path.stem:<18} {'as RUN' if config.has_examples else name:<20} {summary}")
+        if config.has_examples or "init_from: hf:" in path.read_text():
+            name = "as its source"  # the run or the hf:DIR that it begins with
+        typer.echo(f"{path.stem:<18} {name:<20} {summary}")
     for name, path in scripts.items():
         typer.echo(f"{name:<18} {'-':<20} {path.read_text().splitlines()[1].removeprefix('# ')}")
     print_error(f"next: {runnable('bert-dp train quickstart --dry-run')}")

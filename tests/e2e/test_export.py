@@ -18,6 +18,7 @@ from tokenizers.models import WordLevel
 
 from bert_dp import load
 from bert_dp.config import Config
+from bert_dp.config.errors import sha256
 from bert_dp.exporting.check import ExportCheck
 from bert_dp.files.run_facts import MODEL_FILES
 from tests.e2e.cli import bert_dp, interrupted, refused
@@ -79,6 +80,8 @@ def test_its_program_loads_it_and_computes_the_same(
 ) -> None:
     pytest.importorskip({"hf": "transformers", "onnx": "onnxruntime"}[form])
     out = export(form, runs / name, tmp_path / "out", *options)
+    if form == "onnx":
+        assert b".py" not in (out / "model.onnx").read_bytes(), "no stack trace of this machine"
     found = check(out, runs / name)
     assert found.architecture == architecture
     assert_proven(found, 1e-5 if form == "hf" else 1e-4)
@@ -228,10 +231,12 @@ def write_exported(folder: Path, form: str) -> None:
     """A directory whose files are there and damaged, all but export.json and the tokenizer."""
     counts = dict.fromkeys(("step", "sequence_length", "vocab_size", "parameters", "pad"), 64)
     hashes = dict.fromkeys(("weights_sha256", "tokenizer_sha256"), "0" * 64)
-    about = {"format": form, "kind": "mlm", "run": "x", **hashes, **counts}
-    files = {"export.json": json.dumps(about), "config.json": '{"model_type": "modernbert"}'}
+    files = {"config.json": '{"model_type": "modernbert"}', MODEL_FILES[form]: "torn"}  # type: ignore[index]
     files["tokenizer.json"] = Tokenizer(WordLevel({"a": 0}, "a")).to_str()
-    write_files(folder, {**files, MODEL_FILES[form]: "torn"})  # type: ignore[index]
+    write_files(folder, files)
+    about = {"format": form, "kind": "mlm", "run": "x", **hashes, **counts}
+    about["files"] = {name: sha256(folder / name) for name in files}
+    write_files(folder, {"export.json": json.dumps(about)})
 
 
 @pytest.mark.quick
@@ -257,12 +262,13 @@ def test_a_missing_package_is_refused_by_its_extra(
         ("export.json", '{"schema_version": 2, ', "schema_version: "),
         ("model.onnx", None, "has no model.onnx; export the run again"),
         ("tokenizer.json", None, "has no tokenizer.json; export the run again"),
+        ("model.onnx", "T", "model.onnx is not the exported file (its SHA-256 differs)"),
     ],
 )
 def test_a_directory_that_lacks_a_file_is_refused(
     tmp_path: Path, file: str, begin: str | None, said: str
 ) -> None:
-    """Or has an export.json that begins as no such file does."""
+    """Or has one that begins otherwise."""
     write_exported(tmp_path, "onnx")
     about = (tmp_path / file).read_text()
     (tmp_path / file).unlink()

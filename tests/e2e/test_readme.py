@@ -34,6 +34,10 @@ PAGES = (
     "logging",
     "cluster",
 )
+# pages whose commands other tests run, or that have none
+OTHER_PAGES = [
+    str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").glob("*.md")) if path.stem not in PAGES
+]
 TEXTS = {
     "README.md": (ROOT / "README.md").read_text(),
     **{f"docs/{name}.md": (ROOT / "docs" / f"{name}.md").read_text() for name in PAGES},
@@ -88,7 +92,7 @@ def smaller(command: str, folder: Path) -> list[str]:
 def stand_in(arguments: list[str], folder: Path) -> None:
     """What a command that ran dry would have left, where later ones read it."""
     if arguments[0] == "scale":
-        (folder / "scaling/first").mkdir(parents=True)
+        (folder / "scaling/first").mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / "benchmarks/raw/2026-11-21-scaling/scaling.json", folder / "scaling/first")
     if "log.to=tensorboard" in arguments:
         shutil.copytree(folder / "runs/first", folder / "runs/logged")
@@ -128,7 +132,7 @@ def test_make_targets_exist() -> None:
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    "name", [*TEXTS, "docs/distilling.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md"]
+    "name", [*TEXTS, *OTHER_PAGES, "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md"]
 )
 def test_documents_name_only_what_exists(name: str) -> None:
     text = (ROOT / name).read_text()
@@ -141,3 +145,10 @@ def test_documents_name_only_what_exists(name: str) -> None:
 def test_every_shipped_configuration_is_described() -> None:
     named = set(re.findall(r"^\| `([\w-]+)` \|", TEXTS["docs/training.md"], re.MULTILINE))
     assert {path.stem for path in shipped_configs().glob("*.yaml")} == named
+
+
+@pytest.mark.quick
+def test_the_index_names_every_page() -> None:
+    index = (ROOT / "docs/README.md").read_text()
+    linked = set(re.findall(r"\]\(([\w.-]+)\)", index))
+    assert linked == {path.name for path in (ROOT / "docs").iterdir()} - {"README.md"}

@@ -224,7 +224,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
 def test_a_broken_newest_is_passed_over_and_named(
-    tmp_path: Path, damage: Callable[[Path], object], message: str
+    tmp_path: Path, damage: Callable[[Path], object], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run" / "checkpoints"
     good = save(folder, 1)
@@ -236,6 +236,7 @@ def test_a_broken_newest_is_passed_over_and_named(
     assert broken.name in problem
     assert re.search(message, problem), problem
     assert checkpoint.resolve(str(tmp_path / "run")) == good
+    assert capsys.readouterr().err == f"warning: {problem}; using {good.name}\n"
     shutil.rmtree(good)
     with pytest.raises(ConfigError, match="no valid checkpoint there") as caught:
         checkpoint.resolve(str(tmp_path / "run"))

@@ -1,0 +1,79 @@
+"""The wheel: built, installed into an empty environment, and run from there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.cli import TINY
+from tests.e2e.test_readme import ROOT
+from tests.helpers import read_json
+
+pytest.importorskip("hatchling", reason="builds the wheel without network")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    options = "--no-deps --no-build-isolation --quiet --disable-pip-version-check".split()
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", *options, "-w", str(folder), str(ROOT)],
+        check=True,
+        timeout=120,
+    )
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def test_a_wheel_trains_in_an_environment_that_has_nothing_else_of_ours(wheel: Path, tmp_path: Path) -> None:
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=60)
+    (site,) = venv.glob("lib/python3*/site-packages")
+    # torch and the rest come from here; an editable bert-dp does not, as .pth files in there are not read
+    (site / "dependencies.pth").write_text(
+        "\n".join(path for path in sys.path if path.endswith("site-packages"))
+    )
+    options = "--no-deps --no-index --quiet --disable-pip-version-check".split()
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            *options,
+            "--prefix",
+            str(venv),
+            "--ignore-installed",
+            wheel,
+        ],
+        check=True,
+        timeout=120,
+    )
+    program = venv / "bin/bert-dp"
+    program.write_text(f"#!{venv}/bin/python\n" + program.read_text().partition("\n")[2])
+
+    def bert_dp(*words: str) -> str:
+        done = subprocess.run([program, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    where = [venv / "bin/python", "-c", "import bert_dp; print(bert_dp.__file__)"]
+    assert subprocess.run(where, cwd=tmp_path, capture_output=True, text=True).stdout.startswith(str(site))
+    bert_dp("train", *TINY, "model.vocab_size=400", "--nproc", "2", "--run-dir", "run")
+    assert read_json(tmp_path / "run/summary.json")["status"] == "done"
+    assert (tmp_path / "run/report.html").stat().st_size > 10_000
+    assert bert_dp("configs", "slurm.sbatch") == (ROOT / "configs/slurm.sbatch").read_text()
+
+
+def test_the_package_page_has_no_link_that_leads_nowhere(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("METADATA"))
+        page = archive.read(name).decode()
+    assert "# bert-dp" in page
+    targets = [part.partition(")")[0] for part in page.split("](")[1:]]
+    assert targets
+    assert all(target.startswith("https://") for target in targets)
