@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from bert_dp.config.manifest import manifest_hash
+
 SPECIAL = {"pad": 0, "bos": 1, "eos": 2, "unk": 3, "cls": 4, "sep": 5, "mask": 6}
 
 
@@ -56,15 +58,10 @@ def write_shards(
         ends = np.cumsum(sizes if split == "train" else (count,))
         shards = []
         for i, rows in enumerate(np.split(tokens.astype("<u2").reshape(count, length), ends[:-1])):
-            (directory / f"{split}-{i:05d}.bin").write_bytes(data := rows.tobytes())
-            shards.append(
-                {
-                    "file": f"{split}-{i:05d}.bin",
-                    "sequences": len(rows),
-                    "bytes": len(data),
-                    "sha256": hashlib.sha256(data).hexdigest(),
-                }
-            )
+            name, data = f"{split}-{i:05d}.bin", rows.tobytes()
+            (directory / name).write_bytes(data)
+            facts = {"sequences": len(rows), "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            shards.append({"file": name, **facts})
         manifest[split] = {"sequences": count, "tokens": count * length, "documents": count, "shards": shards}
     write_manifest(directory, manifest)
     return directory
@@ -72,10 +69,7 @@ def write_shards(
 
 def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
     """With its right hash, whatever it holds."""
-    content = {k: v for k, v in manifest.items() if k != "hash"}
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    (directory / "manifest.json").write_text(json.dumps({**content, "hash": digest}))
+    (directory / "manifest.json").write_text(json.dumps({**manifest, "hash": manifest_hash(manifest)}))
 
 
 @contextlib.contextmanager

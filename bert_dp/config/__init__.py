@@ -52,7 +52,6 @@ from bert_dp.config.schema import (
     ParallelConfig,
     RunConfig,
     ScheduleConfig,
-    Section,
     divisors,
     num_masked,
 )

@@ -33,10 +33,8 @@ class BatchLayout(BaseModel):
         return self.micro_size * self.dp
 
     def __str__(self) -> str:
-        return (
-            f"global batch {self.global_size} = micro {self.micro_size} "
-            f"x accumulation {self.grad_accum_steps} x dp {self.dp}"
-        )
+        factors = f"micro {self.micro_size} x accumulation {self.grad_accum_steps} x dp {self.dp}"
+        return f"global batch {self.global_size} = {factors}"
 
 
 def batch_layout(config: Config, world_size: int) -> BatchLayout:
@@ -47,28 +45,21 @@ def batch_layout(config: Config, world_size: int) -> BatchLayout:
     batch, dp = config.batch, max(1, world_size // config.parallel.tensor)
     micro_step = batch.micro_size * dp  # samples of one forward/backward over all replicas
     quantum = batch.ramp_quantum if batch.ramp_fraction > 0 else None
-    per_pass = f"batch.micro_size {batch.micro_size} x {dp} replicas = {micro_step}"
-    issues: list[Issue] = []
-
-    def refuse(name: str, value: int, near: list[int], or_else: str = "") -> None:
-        message = f"{value} is not a multiple of {per_pass}"
-        hint = f"nearest that are: {', '.join(map(str, near))}{or_else}"
-        issues.append(Issue(name, "does_not_divide", message, value, "batch.micro_size", hint))
-
-    if batch.global_size % micro_step:
-        low = batch.global_size // micro_step * micro_step
-        near = [n for n in (low, low + micro_step) if n]
-        refuse(
-            "batch.global_size",
-            batch.global_size,
-            near,
-            " (or change batch.micro_size or the number of ranks)",
-        )
+    name, value, near, or_else = "batch.global_size", batch.global_size, list[int](), ""
+    if value % micro_step:
+        low = value // micro_step * micro_step
+        near, or_else = [low, low + micro_step], " (or change batch.micro_size or the number of ranks)"
     elif quantum is not None and quantum % micro_step:
+        name, value = "batch.ramp_quantum", quantum
         fits = [q for q in divisors(batch.global_size) if q % micro_step == 0]
-        refuse("batch.ramp_quantum", quantum, sorted(fits, key=lambda q: abs(q - quantum))[:2])
-    issues += parallel_issues(config, world_size)
-    issues += residual_issues(config, config.precision)
+        near = sorted(fits, key=lambda q: abs(q - quantum))[:2]
+    issues: list[Issue] = []
+    if near:
+        step = f"batch.micro_size {batch.micro_size} x {dp} replicas = {micro_step}"
+        hint = f"nearest that are: {', '.join(str(n) for n in near if n)}{or_else}"
+        message = f"{value} is not a multiple of {step}"
+        issues.append(Issue(name, "does_not_divide", message, value, "batch.micro_size", hint))
+    issues += parallel_issues(config, world_size) + residual_issues(config, config.precision)
     issues += noise_issues(config, dp) + finetune_issues(config)
     if issues:
         raise ConfigError(issues)

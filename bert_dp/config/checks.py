@@ -3,6 +3,7 @@ of transformers, precisions, profiled steps and CPUs that a run needs."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -11,15 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from bert_dp.config.engines import (
-    ENGINES,
-    OPTIMIZERS,
-    EngineFacts,
-    engine_facts,
-    engines_with,
-    optimizer_facts,
-    sharded,
-)
+from bert_dp.config.engines import ENGINES, OPTIMIZERS, engine_facts, optimizer_facts, sharded
 from bert_dp.config.errors import ConfigError, Issue
 from bert_dp.config.schema import (
     FREE_FROM_WEIGHTS,
@@ -35,7 +28,6 @@ from bert_dp.config.schema import (
 
 Kind = Literal["mlm", "classifier", "encoder"]
 """What is exported: with the head that predicts tokens, with that of labels, or without one."""
-ROOT = Path("/")
 BF16_UNITS = ("amx_bf16", "avx512_bf16")  # CPU flags, as Linux names them
 
 
@@ -52,24 +44,25 @@ def parallel_issues(config: Config, world_size: int) -> list[Issue]:
         message = f"{engine} needs at least {facts.min_ranks} ranks, got --nproc {world_size}"
         issues.append(Issue("parallel.engine", "conflict", message, engine, "--nproc", "use single"))
     if tensor > 1 and config.task is None:
-        issues += _tensor_issues(config, facts, world_size)
-    if "fsdp_replicas" in facts.settings:
-        issues += _replica_issues(config, world_size)
+        issues += _tensor_issues(config, world_size)
+    dp, replicas = world_size // tensor, parallel.fsdp_replicas
+    if "fsdp_replicas" in facts.settings and dp % replicas:
+        message, hint = f"{replicas} does not divide {dp} replicas", f"use {nearest_divisors(dp, replicas)}"
+        setting = "parallel.fsdp_replicas"
+        issues.append(Issue(setting, "does_not_divide", message, replicas, "--nproc", hint))
     needs = optimizer_facts(optim).needs
     if needs == "replicas" and (tensor > 1 or engine not in ("auto", "single", "ddp")):
-        message, hint = "code of your own updates whole replicas", "use ddp without parallel.tensor"
+        message, hint = "an optimizer of your own needs whole replicas", "use ddp without parallel.tensor"
         issues.append(Issue("optim.name", "unsupported", message, optim, "parallel.engine", hint))
     if config.task is not None and tensor > 1:
-        message = f"{tensor} divides models of ours alone"
+        message = f"{tensor} works with bert-dp's own models only"
         issues.append(Issue("parallel.tensor", "unsupported", message, tensor, "task", "use 1"))
     if needs == "whole_tensors" and (tensor > 1 or not facts.whole_tensors):
-        other, hint = (
-            (f"parallel.tensor: {tensor}", "use parallel.tensor: 1")
-            if tensor > 1
-            else (f"parallel.engine: {engine}", "use ddp or zero1")
-        )
-        message = f"{optim} multiplies whole matrices and {other} divides them"
-        issues.append(Issue("optim.name", "conflict", message, optim, other.partition(":")[0], hint))
+        other, value, hint = "parallel.engine", str(engine), "use ddp or zero1"
+        if tensor > 1:
+            other, value, hint = "parallel.tensor", str(tensor), "use parallel.tensor: 1"
+        message = f"{optim} multiplies whole matrices and {other}: {value} divides them"
+        issues.append(Issue("optim.name", "conflict", message, optim, other, hint))
     if needs == "tensor_norms" and facts.flattens and sharded(engine, parallel.zero_stage):
         message = f"{optim} needs the norms of whole tensors and DeepSpeed ZeRO flattens them"
         hint = "use parallel.engine: zero1, or parallel.zero_stage: 0"
@@ -80,15 +73,15 @@ def parallel_issues(config: Config, world_size: int) -> list[Issue]:
         issues.append(Issue("parallel.reduce_dtype", "conflict", message, "fp16", "precision", hint))
     if config.model.lstm_size:
         stage_3 = engine == "deepspeed" and parallel.zero_stage == 3
-        refused = {
-            "parallel.tensor": (tensor > 1, tensor, "1"),
-            "optim.name": (optim == "muon", optim, "adamw"),
-            "parallel.zero_stage": (stage_3, parallel.zero_stage, "1"),
-        }
-        for setting, (is_refused, value, instead) in refused.items():
+        for is_refused, setting, instead in (
+            (tensor > 1, "parallel.tensor", "1"),
+            (optim == "muon", "optim.name", "adamw"),
+            (stage_3, "parallel.zero_stage", "1"),
+        ):
             if is_refused:
-                message, hint = f"{value} is not supported for a BiLSTM", f"use {instead}"
-                issues.append(Issue(setting, "unsupported", message, value, "model.lstm_size", hint))
+                refused = value_at(config, setting)
+                message, hint = f"{refused} is not supported for a BiLSTM", f"use {instead}"
+                issues.append(Issue(setting, "unsupported", message, refused, "model.lstm_size", hint))
     if config.precision in facts.refused_precisions:
         message = f"{config.precision} is not supported with parallel.engine: {engine}"
         hint = "use fp32 or bf16"
@@ -107,18 +100,16 @@ def rank_sets(config: Config, world_size: int) -> dict[str, int]:
 
 
 def spread_issues(nodes: Sequence[str], sets: Mapping[str, int]) -> list[Issue]:
-    """Find sets of ranks that are spread over nodes; at most one for each setting. `nodes`: that of each
-    rank; the part up to a slash is shown. `sets`: see rank_sets."""
+    """Find sets of ranks that are spread over nodes, at most one for each setting. `nodes`: of each rank, its
+    name up to a slash being shown. `sets`: see rank_sets."""
     issues = []
     for setting, size in sets.items():
         for first in range(0, len(nodes), size):
             over = dict.fromkeys(nodes[first : first + size])
             if len(over) > 1:
                 ranks = ", ".join(map(str, range(first, first + size)))
-                places = ", ".join(node.partition("/")[0] for node in over)
-                message = (
-                    f"sets of {size} ranks must share a node, and ranks {ranks} are spread over {places}"
-                )
+                hosts = ", ".join(node.partition("/")[0] for node in over)
+                message = f"sets of {size} ranks must share a node; ranks {ranks} are spread over {hosts}"
                 hint = f"start a multiple of {size} ranks on every node, numbered node by node"
                 issues.append(Issue(setting, "conflict", message, size, hint=hint))
                 break
@@ -135,25 +126,16 @@ def residual_issues(config: Config, precision: str) -> list[Issue]:
     return [Issue("model.residual_dtype", "conflict", message, "bf16", "precision", hint)]
 
 
-def _replica_issues(config: Config, world_size: int) -> list[Issue]:
-    dp, replicas = world_size // config.parallel.tensor, config.parallel.fsdp_replicas
-    if dp % replicas == 0:
-        return []
-    message, hint = f"{replicas} does not divide {dp} replicas", f"use {nearest_divisors(dp, replicas)}"
-    return [Issue("parallel.fsdp_replicas", "does_not_divide", message, replicas, "--nproc", hint)]
-
-
-def _tensor_issues(config: Config, facts: EngineFacts, world_size: int) -> list[Issue]:
+def _tensor_issues(config: Config, world_size: int) -> list[Issue]:
     engine, tensor = config.parallel.engine, config.parallel.tensor
     issues = []
-    if not facts.tensor:
-        message = f"{tensor} works with {engines_with(tensor=True)}, not with {engine}"
+    if not engine_facts(engine).tensor:
+        able = ", ".join(name for name, facts in ENGINES.items() if facts.tensor)
+        message = f"{tensor} works with {able}, not with {engine}"
         issues.append(Issue("parallel.tensor", "unsupported", message, tensor, "parallel.engine"))
     if world_size % tensor:
-        message, hint = (
-            f"{tensor} does not divide --nproc {world_size}",
-            f"use {nearest_divisors(world_size, tensor)}",
-        )
+        message = f"{tensor} does not divide --nproc {world_size}"
+        hint = f"use {nearest_divisors(world_size, tensor)}"
         issues.append(Issue("parallel.tensor", "does_not_divide", message, tensor, "--nproc", hint))
     for name in ("num_heads", "intermediate_size", "vocab_size"):
         if (size := getattr(config.model, name)) % tensor:
@@ -171,7 +153,8 @@ def finetune_issues(config: Config) -> list[Issue]:
     labels, kind = len(config.finetune.labels), config.finetune.kind
     if kind != "regression" and labels < 1 + (kind == "single_label"):
         hint = "name them, or use `bert-dp finetune`, which takes them from the data"
-        issues.append(Issue("finetune.labels", "missing", f"{labels} of a {kind} task", labels, hint=hint))
+        message = f"{labels} names for a {kind} task"
+        issues.append(Issue("finetune.labels", "missing", message, labels, hint=hint))
     if config.distill.loss == "kl" and kind != "single_label":
         message, hint = f"kl compares the probabilities of classes, and the task is {kind}", "use mse"
         issues.append(Issue("distill.loss", "conflict", message, "kl", "finetune.kind", hint))
@@ -197,10 +180,8 @@ def noise_issues(config: Config, dp: int) -> list[Issue]:
     facts = engine_facts(parallel.engine)
     if parallel.tensor > 1 or not facts.noise_scale:
         name = "engine" if parallel.tensor == 1 else "tensor"
-        message = (
-            f"true, but gradients at two batch sizes are not visible under parallel.{name}: "
-            f"{getattr(parallel, name)}"
-        )
+        under = f"parallel.{name}: {getattr(parallel, name)}"
+        message = f"true, but gradients at two batch sizes are not visible under {under}"
         hint = "use ddp, zero1 or single with parallel.tensor: 1, or log.noise_scale: false"
         return [Issue("log.noise_scale", "unsupported", message, True, f"parallel.{name}", hint)]
     if dp == 1 and batch.global_size <= batch.micro_size:
@@ -221,12 +202,13 @@ def no_effect(config: Config, ranks: int | None = None) -> list[Issue]:
         "optim": ("optim.name", optim.name, optimizer_facts(optim.name).settings, OPTIMIZERS),
     }
     issues: list[Issue] = []
-    for path, _, marks in all_settings():
-        if not _is_given(config, path):
+    for path, field, marks in all_settings():
+        section, _, name = path.rpartition(".")
+        given = (value_at(config, section) if section else config).model_fields_set
+        if name not in given or value_at(config, path) == field.default:
             continue
         rules = [mark for mark in marks if isinstance(mark, OnlyWith)]
         idle = [(r.setting, value) for r in rules if not r.holds(value := value_at(config, r.setting))]
-        section, _, name = path.rpartition(".")
         if section in choices:
             chooser, choice, read, table = choices[section]
             if name not in read and any(name in row.settings for row in table.values()):
@@ -241,14 +223,6 @@ def no_effect(config: Config, ranks: int | None = None) -> list[Issue]:
 def value_at(config: Config, path: str) -> Any:
     """Return the value of a dotted setting."""
     return functools.reduce(getattr, path.split("."), config)
-
-
-def _is_given(config: Config, path: str) -> bool:
-    """Return True if a setting was given explicitly and differs from its default."""
-    outer, _, name = path.rpartition(".")
-    section = value_at(config, outer) if outer else config
-    default = type(section).model_fields[name].default
-    return name in section.model_fields_set and getattr(section, name) != default
 
 
 def _yaml_word(value: object) -> str:
@@ -281,11 +255,8 @@ def init_issues(source: str, old: dict[str, Any], new: Config) -> list[Issue]:
     Shapes alone do not tell: another number of heads, or another norm, loads and means nothing.
     """
     before, after = flat(old), flat(new.model_dump(mode="json"))
-    fixed = [
-        path
-        for path, _, marks in all_settings()
-        if path.startswith("model.") and FREE_FROM_WEIGHTS not in marks
-    ]
+    of_model = [(path, marks) for path, _, marks in all_settings() if path.startswith("model.")]
+    fixed = [path for path, marks in of_model if FREE_FROM_WEIGHTS not in marks]
     if new.model.position == "learned" and new.model.max_positions is None:
         fixed.append("data.sequence_length")
     if new.run.init_keeps == "moments":
@@ -407,19 +378,18 @@ def decide_precision(
     return "fp16" if on_gpu else "fp32"
 
 
-def cpu_field(name: str, root: Path = ROOT) -> str:
+def cpu_field(name: str, root: Path = Path("/")) -> str:
     """Read the first value of a field of /proc/cpuinfo ("flags", "vendor_id", "model name"); "" where there
     is none. `root`: the directory that holds proc/."""
-    try:
+    text = ""
+    with contextlib.suppress(OSError):
         text = (root / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
     field = re.search(rf"^{name}\s*:(.*)$", text, re.MULTILINE)
     return field[1].strip() if field else ""
 
 
-def bf16_units(root: Path = ROOT) -> tuple[str, ...]:
-    """Return those of BF16_UNITS that this machine's CPU has; () also where no /proc/cpuinfo tells."""
+def bf16_units(root: Path = Path("/")) -> tuple[str, ...]:
+    """Return those of BF16_UNITS that this machine's CPU has; () also without a /proc/cpuinfo."""
     flags = cpu_field("flags", root).split()
     return tuple(unit for unit in BF16_UNITS if unit in flags)
 
@@ -446,10 +416,7 @@ def parse_profile(steps: str, ranks: str) -> ProfilePlan:
     span = re.fullmatch(r"(\d{1,12}):(\d{1,12})", steps.strip())
     first, end = (int(span[1]), int(span[2])) if span else (0, 0)
     if not 1 <= first < end:
-        message, hint = (
-            f"{steps[:40]!a} is not FIRST:END with 1 <= FIRST < END",
-            "10:13 is steps 10, 11 and 12",
-        )
+        message, hint = f"{steps[:40]!a} is not FIRST:END with 1 <= FIRST < END", "10:13 is steps 10, 11, 12"
         raise ConfigError([Issue("--profile", "wrong_type", message, hint=hint)])
     if re.fullmatch(r"\d{1,12}(,\d{1,12})*", ranks.replace(" ", "")) is None:
         message = f"{ranks[:40]!a} is not a list of ranks such as 0,1"
@@ -466,7 +433,7 @@ def profile_issues(plan: ProfilePlan, world_size: int, *, steps: int | None, don
         issues.append(Issue("--profile", "out_of_range", message, plan.last, hint=hint))
     if plan.first <= done:
         message = f"step {plan.first} is done, the run goes on with step {done + 1}"
-        issues.append(Issue("--profile", "out_of_range", message, plan.first, hint="begin there"))
+        issues.append(Issue("--profile", "out_of_range", message, plan.first, hint="start there"))
     if missing := [rank for rank in plan.ranks if rank >= world_size]:
         message = f"no rank {', '.join(map(str, missing))}, this run has 0 to {world_size - 1}"
         issues.append(Issue("--profile-ranks", "out_of_range", message, missing[0]))

@@ -96,24 +96,11 @@ def sharded(engine: str, zero_stage: int) -> tuple[Shard, ...]:
 
 def benchmark_names() -> tuple[str, ...]:
     """Names of `scale --engines`: an engine with stages has one for each, such as deepspeed-2."""
-    return tuple(
-        name
-        for engine, facts in ENGINES.items()
-        if facts.benchmarked
-        for name in ([f"{engine}-{k}" for k in range(len(SHARDS) + 1)] if facts.stages else [engine])
-    )
-
-
-def engines_with(**facts: object) -> str:
-    """Names of the engines with these facts, for a message: `ddp, zero1 and fsdp`."""
-    names = [
-        name
-        for name, row in ENGINES.items()
-        if row.max_ranks is None
-        and row.min_ranks == 1
-        and all(getattr(row, k) == v for k, v in facts.items())
-    ]
-    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+    names: list[str] = []
+    for engine, facts in ENGINES.items():
+        if facts.benchmarked:
+            names += [f"{engine}-{k}" for k in range(len(SHARDS) + 1)] if facts.stages else [engine]
+    return tuple(names)
 
 
 def computes_alone(engine: str, tensor: int) -> bool:

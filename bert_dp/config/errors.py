@@ -19,7 +19,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 MAX_JSON_BYTES = 2**28  # of a file: a manifest takes 20 KB for 4 GB of shards
-MAX_PROBLEMS = 8  # listed of one file
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -81,11 +80,6 @@ class ConfigError(ValueError):
         return ConfigError, (self.issues,)  # the default would pickle the joined text
 
 
-def plain_message(message: str) -> str:
-    """Return pydantic's message about a value without the words that it puts before ours."""
-    return message.removeprefix("Value error, ")
-
-
 def require(module: str, extra: str, what: str) -> Any:
     """Import an optional package. `what`: setting, or `setting: use`, that needs it. Raises ConfigError."""
     try:
@@ -98,12 +92,11 @@ def require(module: str, extra: str, what: str) -> Any:
 
 
 def install_command(extra: str) -> str:
-    """Return `pip install` with the requirements of one extra of pyproject.toml, as in
-    `pip install 'rensa>=0.5'`; with its bare name where the package runs without having been installed."""
-    try:
+    """Return `pip install` with the requirements of an extra of pyproject.toml, as in `pip install
+    'rensa>=0.5'`, or with the extra's name where bert-dp itself is not installed."""
+    lines: list[str] = []
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         lines = importlib.metadata.requires("bert-dp") or []
-    except importlib.metadata.PackageNotFoundError:
-        lines = []
     of_extra = re.compile(rf"""(.*);.*extra == ["']{extra}["']""")
     needed = [match[1].strip() for line in lines if (match := of_extra.match(line))]
     return "pip install " + " ".join(f"'{name}'" for name in needed or [extra])
@@ -119,11 +112,11 @@ class StoredModel(BaseModel):
 
 
 def problem_lines(error: ValidationError) -> list[str]:
-    """Describe the first problems of a file in a line each: place, problem, and a value that is short."""
+    """Describe the first eight problems of a file, one a line: place, problem and, if short, the value."""
     lines = []
-    for problem in error.errors()[:MAX_PROBLEMS]:
+    for problem in error.errors()[:8]:
         path = ascii(".".join(map(str, problem["loc"])))[1:-1][:80]
-        line = plain_message(problem["msg"])
+        line = problem["msg"].removeprefix("Value error, ")  # pydantic's words before ours
         if isinstance(problem["input"], (str, int, float, type(None))):
             line += f", got {ascii(problem['input'])[:80]}"
         lines.append(f"{path}: {line}" if path else line)
@@ -134,11 +127,10 @@ def problem_lines(error: ValidationError) -> list[str]:
 def refusing(setting: str, what: str = "", hint: str | None = None) -> Iterator[None]:
     """Raise ConfigError for an OSError, ValueError or RecursionError of reading a file. `setting`: option or
     file; `what`: the file or its part, where `setting` does not name it."""
-    problems: list[str]
+    problems: list[str] = []
     kind: IssueKind = "damaged"
     try:
         yield
-        return
     except ConfigError:
         raise
     except OSError as error:
@@ -149,27 +141,25 @@ def refusing(setting: str, what: str = "", hint: str | None = None) -> Iterator[
         problems = ["is nested too deep"]
     except ValueError as error:
         problems = [str(error)]
-    prefix = f"{what}: " if what else ""
-    raise ConfigError([Issue(setting, kind, prefix + problem, hint=hint) for problem in problems])
+    if problems:
+        prefix = f"{what}: " if what else ""
+        raise ConfigError([Issue(setting, kind, prefix + problem, hint=hint) for problem in problems])
 
 
 def read_regular(path: Path, most_bytes: int) -> bytes:
-    """Read a regular file. Raises OSError for anything else, because a pipe or a device may never
-    end, for one larger than `most_bytes`, and where the path is none."""
+    """Read a regular file of at most `most_bytes`. Raises OSError for a larger one, for a path that cannot
+    be one, and for a pipe or a device, which may never end."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     except ValueError as error:  # a NUL, or what is not UTF-8
         raise OSError(errno.EINVAL, str(error), str(path)) from None
-    try:
-        status = os.fstat(descriptor)
+    with file:
+        status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         if status.st_size > most_bytes:
             raise OSError(errno.EFBIG, f"larger than {most_bytes} bytes", str(path))
-        with open(descriptor, "rb", closefd=False) as file:
-            return file.read(status.st_size)
-    finally:
-        os.close(descriptor)
+        return file.read(status.st_size)
 
 
 def sha256(path: Path) -> str:

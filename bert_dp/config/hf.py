@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
@@ -13,33 +14,31 @@ from bert_dp.config.schema import Config, DataConfig
 
 HF = "hf:"  # before a directory in the format of transformers
 MAX_CONFIG_BYTES = 2**22
-MAX_LAYERS = 10_000
 DEFAULT_LENGTH: int = DataConfig.model_fields["sequence_length"].default
-WEIGHTS, TOKENIZER, EXPORTED = "model.safetensors", "tokenizer.json", "export.json"
-DROPOUTS = ("dropout", "attention_dropout")  # which a run may change
+WEIGHTS, EXPORTED = "model.safetensors", "export.json"
+TOKENIZER = "tokenizer.json"
+"""The tokenizer's file: in a run directory, and a copy in each of its checkpoints and exports."""
 SIZES = {
     "vocab_size": "vocab_size",
+    "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_heads",
+    "num_heads": "num_attention_heads",
     "intermediate_size": "intermediate_size",
 }
-"""Field of config.json -> our setting."""
+"""Our setting -> field of config.json, which always has it."""
 BERT_FIELDS = {
-    **SIZES,
-    "max_position_embeddings": "max_positions",
-    "type_vocab_size": "token_types",
-    "layer_norm_eps": "norm_eps",
-    "hidden_dropout_prob": "dropout",
-    "attention_probs_dropout_prob": "attention_dropout",
+    "token_types": ("type_vocab_size", 2),
+    "norm_eps": ("layer_norm_eps", 1e-12),
+    "dropout": ("hidden_dropout_prob", 0.1),
+    "attention_dropout": ("attention_probs_dropout_prob", 0.1),
 }
+"""Our setting -> field of config.json, and the value where it has none."""
 MODERNBERT_FIELDS = {
-    **SIZES,
-    "norm_eps": "norm_eps",
-    "norm_bias": "norm_bias",
-    "attention_bias": "bias",
-    "decoder_bias": "decoder_bias",
-    "attention_dropout": "attention_dropout",
+    "norm_eps": ("norm_eps", 1e-5),
+    "norm_bias": ("norm_bias", False),
+    "bias": ("attention_bias", False),
+    "decoder_bias": ("decoder_bias", True),
+    "attention_dropout": ("attention_dropout", 0.0),
 }
 SHARED: dict[str, Any] = {"norm": "layernorm", "head": "dense", "lstm_size": 0}
 BERT_SHAPE: dict[str, Any] = {
@@ -59,20 +58,6 @@ MODERNBERT_SHAPE: dict[str, Any] = {
     "norm_position": "pre",
     "first_attention_norm": False,
     "token_types": 0,
-}
-# what a class has where config.json does not say so
-BERT_DEFAULTS = {
-    "type_vocab_size": 2,
-    "layer_norm_eps": 1e-12,
-    "hidden_dropout_prob": 0.1,
-    "attention_probs_dropout_prob": 0.1,
-}
-MODERNBERT_DEFAULTS = {
-    "norm_eps": 1e-5,
-    "norm_bias": False,
-    "attention_bias": False,
-    "decoder_bias": True,
-    "attention_dropout": 0.0,
 }
 # field of config.json -> the only value that our models have
 FIXED: dict[str, Any] = {
@@ -94,11 +79,9 @@ FAMILIES = ("bert", *ROBERTAS, "modernbert")
 
 @dataclasses.dataclass(frozen=True)
 class HfEncoder:
-    """A directory in the format of transformers."""
+    """Describe a directory in the format of transformers."""
 
     directory: Path
-    family: str
-    """Its model_type."""
     model: dict[str, Any]
     """Our settings of its model."""
     head_bias: bool
@@ -110,7 +93,7 @@ class HfEncoder:
         return self.directory / TOKENIZER
 
     def level(self) -> dict[str, Any]:
-        """Return what it sets of a configuration, below everything that is given."""
+        """Return the settings that it gives a configuration; every other level overrides them."""
         data: dict[str, Any] = {"tokenizer": str(self.tokenizer)} if self.tokenizer.is_file() else {}
         if rows := self.model.get("max_positions"):
             data["sequence_length"] = min(DEFAULT_LENGTH, rows - self.model["position_offset"])
@@ -125,12 +108,11 @@ def hf_directory(init_from: str | None) -> Path | None:
 
 
 def read_hf(directory: Path) -> HfEncoder:
-    """Read config.json in `directory`. Raises ConfigError for an architecture that our model does not
-    compute."""
+    """Read config.json in `directory`. Raises ConfigError, also for an unsupported architecture."""
     with refusing("run.init_from", str(directory / "config.json")):
         settings = json.loads(read_regular(directory / "config.json", MAX_CONFIG_BYTES))
         if not isinstance(settings, dict):
-            raise ValueError("no object")
+            raise ValueError("is not a JSON object")
     family = settings.get("model_type")
     if family not in FAMILIES:
         reason = "its norm is folded into the token embedding" if family == "eurobert" else "not supported"
@@ -149,27 +131,31 @@ def read_hf(directory: Path) -> HfEncoder:
         lines = [f"{directory}: {problem}" for problem in problems]
         raise ConfigError([Issue("run.init_from", "unsupported", line, str(directory)) for line in lines])
     head_bias = settings.get("classifier_bias", False) if is_modern else True
-    return HfEncoder(directory, family, model, head_bias)
+    return HfEncoder(directory, model, head_bias)
+
+
+def _fields(settings: Mapping[str, Any], optional: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
+    """Return the sizes of config.json and its `optional` fields by our settings."""
+    sizes = {ours: settings[theirs] for ours, theirs in SIZES.items()}
+    return sizes | {ours: settings.get(theirs, default) for ours, (theirs, default) in optional.items()}
 
 
 def _bert(settings: Mapping[str, Any], family: str) -> dict[str, Any]:
-    values = {**BERT_DEFAULTS, **settings}
     pad = settings.get("pad_token_id", 1)
     return {
         **BERT_SHAPE,
-        **{ours: values[theirs] for theirs, ours in BERT_FIELDS.items()},
+        **_fields(settings, BERT_FIELDS),
+        "max_positions": settings["max_position_embeddings"],
         "norm_position": "pre" if family == "roberta-prelayernorm" else "post",
         "position_offset": pad + 1 if family in ROBERTAS else 0,
     }
 
 
 def _modernbert(settings: Mapping[str, Any]) -> dict[str, Any]:
-    values = {**MODERNBERT_DEFAULTS, **settings}
-    model = {**MODERNBERT_SHAPE, **{ours: values[theirs] for theirs, ours in MODERNBERT_FIELDS.items()}}
+    model = {**MODERNBERT_SHAPE, **_fields(settings, MODERNBERT_FIELDS), "local_attention": 0}
     kinds = _layer_kinds(settings)
-    is_local = "sliding_attention" in kinds
-    model["local_attention"] = settings.get("local_attention", 128) if is_local else 0
-    if is_local:
+    if "sliding_attention" in kinds:
+        model["local_attention"] = settings.get("local_attention", 128)
         model["global_attention_every"] = _global_every(kinds)
     parameters = settings.get("rope_parameters") or {}
     for kind in THETAS.keys() & set(kinds):
@@ -181,7 +167,7 @@ def _modernbert(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _layer_kinds(settings: Mapping[str, Any]) -> list[str]:
     every, layers = settings.get("global_attn_every_n_layers", 3), settings["num_hidden_layers"]
-    if not 1 <= layers <= MAX_LAYERS:
+    if not 1 <= layers <= 10_000:
         raise ValueError(f"num_hidden_layers is {layers}")
     return settings.get("layer_types") or [
         "sliding_attention" if i % every else "full_attention" for i in range(layers)
@@ -194,7 +180,7 @@ def _global_every(kinds: list[str]) -> int:
 
 
 def _unsupported(settings: Mapping[str, Any], is_modern: bool) -> Iterator[str]:
-    """Yield what our model does not compute."""
+    """Yield each property of config.json that our model does not compute."""
     for name, only in FIXED.items():
         if (value := settings.get(name, only)) != only:
             yield f"{name} is {value!r:.80}, our models support only {only}"
@@ -220,18 +206,16 @@ def hf_issues(directory: Path, config: Config) -> list[Issue]:
     except ConfigError as error:
         return [*error.issues]
     own_head = ("head", "decoder_bias") if config.objective.name == "finetune" else ()
+    free = (*own_head, "dropout", "attention_dropout")
     issues = []
     for name, value in encoder.model.items():
-        ours = getattr(config.model, name)
-        if ours != value and name not in (*own_head, *DROPOUTS):
+        if (ours := getattr(config.model, name)) != value and name not in free:
             message = f"{ours}, but {directory} has {value}"
             hint = "leave it out: it follows from config.json"
             issues.append(Issue(f"model.{name}", "conflict", message, ours, "run.init_from", hint))
     if not own_head and encoder.head_bias != config.model.bias:
-        message = (
-            f"{directory}: classifier_bias differs from attention_bias; our model has one setting for both"
-        )
-        issues.append(Issue("run.init_from", "unsupported", message, str(directory)))
+        reason = "classifier_bias differs from attention_bias; our model has one setting for both"
+        issues.append(Issue("run.init_from", "unsupported", f"{directory}: {reason}", str(directory)))
     if config.run.init_keeps == "moments":
         message = f"moments, but {directory} holds weights alone"
         issues.append(Issue("run.init_keeps", "conflict", message, "moments", "run.init_from", "use weights"))
@@ -242,8 +226,8 @@ def hf_issues(directory: Path, config: Config) -> list[Issue]:
 
 
 def tokenizer_issues(directory: Path, sha: str | None) -> list[Issue]:
-    """Find why data with the tokenizer of this hash do not fit the weights in `directory`; at most one. None:
-    a tokenizer would be trained."""
+    """Find the issue, if any, of data with the tokenizer of this hash and the weights in `directory`. `sha`:
+    None = a tokenizer would be trained."""
     own = directory / TOKENIZER
     if sha is not None and (not own.is_file() or sha in (sha256(own), _exported_tokenizer(directory))):
         return []
@@ -257,10 +241,7 @@ def tokenizer_issues(directory: Path, sha: str | None) -> list[Issue]:
 
 
 def _exported_tokenizer(directory: Path) -> str | None:
-    """Return the hash of the run's tokenizer in a directory that we exported, whose own frame may be
-    another."""
-    try:
-        about = json.loads(read_regular(directory / EXPORTED, MAX_CONFIG_BYTES))
-        return str(about["tokenizer_sha256"])
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
+    """Return the hash of the run's tokenizer in an export of ours, whose own may have another frame."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        return str(json.loads(read_regular(directory / EXPORTED, MAX_CONFIG_BYTES))["tokenizer_sha256"])
+    return None

@@ -20,14 +20,13 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from bert_dp.config.errors import ConfigError, Issue, IssueKind, plain_message, read_regular, refusing
+from bert_dp.config.errors import ConfigError, Issue, IssueKind, read_regular, refusing
 from bert_dp.config.hf import HF, hf_directory, read_hf
 from bert_dp.config.own_code import split_code
 from bert_dp.config.schema import BUDGETS, CODE, Config, ModelConfig, all_settings
 
 AUTO = "auto"
 MAX_CONFIG_BYTES = 1_000_000
-MAX_DEPTH = 16  # of nested sections and lists; ours have three
 MAX_SHOWN = 200  # characters of a value in a message
 _SYNONYMS = """
 learning_rate max_lr peak_lr base_lr: optim.lr
@@ -68,9 +67,6 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     for name in names.split()
 }
 """Names that other programs have for a setting."""
-EXCLUSIVE_GROUPS = (("schedule", BUDGETS), ("data", ("path", "sources")))
-
-
 _KINDS: Mapping[str, IssueKind] = {
     "missing": "missing",
     "literal_error": "unknown",
@@ -91,20 +87,10 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     ConfigError with every problem found, each with its full path and a suggestion.
     """
     levels = [*([] if path is None else read_levels(Path(path))), parse_overrides(overrides)]
-    return resolve([*_hf_level(levels), *levels])
-
-
-def _hf_level(levels: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what the directory of run.init_from sets; nothing for a run's own configuration, which is
-    complete. Raises ConfigError."""
-    merged: dict[str, Any] = functools.reduce(_merged, levels, {})
-    sections = (merged.get(name) for name in ("run", "model"))
-    run, model = (section if isinstance(section, dict) else {} for section in sections)
-    source = run.get("init_from")
+    source = _merged_section(levels, "run").get("init_from")
     directory = hf_directory(source) if isinstance(source, str) else None
-    if directory is None or ModelConfig.model_fields.keys() <= model.keys():
-        return []
-    return [read_hf(directory).level()]
+    is_complete = ModelConfig.model_fields.keys() <= _merged_section(levels, "model").keys()  # that of a run
+    return resolve(levels if directory is None or is_complete else [read_hf(directory).level(), *levels])
 
 
 def read_levels(file: Path, above: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
@@ -150,13 +136,9 @@ def find_config(name: str, folder: Path = Path()) -> Path:
 
 
 def micro_is_auto(path: str | Path, overrides: Sequence[str] = ()) -> bool:
-    """Return True if `batch.micro_size` is to be found before the run. Raises ConfigError as `load_config`
-    does."""
-    merged: dict[str, Any] = {}
-    for level in [*read_levels(Path(path)), parse_overrides(overrides)]:
-        merged = _merged(merged, level)
-    batch = merged.get("batch")
-    return isinstance(batch, dict) and batch.get("micro_size") == AUTO
+    """Return True if `batch.micro_size` is to be found before the run. Raises ConfigError."""
+    levels = [*read_levels(Path(path)), parse_overrides(overrides)]
+    return bool(_merged_section(levels, "batch").get("micro_size") == AUTO)
 
 
 def resolve(levels: Sequence[dict[str, Any]]) -> Config:
@@ -164,7 +146,7 @@ def resolve(levels: Sequence[dict[str, Any]]) -> Config:
     merged: dict[str, Any] = {"schedule": {}}
     issues: list[Issue] = []
     for level in levels:
-        for section, members in EXCLUSIVE_GROUPS:
+        for section, members in (("schedule", BUDGETS), ("data", ("path", "sources"))):
             values = level.get(section)
             chosen = [m for m in members if isinstance(values, dict) and values.get(m) is not None]
             if len(chosen) > 1:
@@ -204,7 +186,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 def _section_of(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
     """Return the section of `a.b` in the tree, made where it is missing, and `b`. Raises ValueError."""
     *parents, leaf = key.split(".")
-    if len(parents) > MAX_DEPTH:
+    if len(parents) > 16:  # ours have three at most
         raise ValueError(f"no setting has {len(parents) + 1} parts")
     for depth, parent in enumerate(parents, 1):
         tree = tree.setdefault(parent, {})
@@ -260,28 +242,26 @@ def dump_config(config: Config) -> str:
 
 
 class ConfigLoader(yaml.SafeLoader):
-    """SafeLoader with the scalars of YAML 1.2. Keys are words and stand once; aliases, which grow without
-    bound, are refused."""
+    """Load YAML with the scalars of YAML 1.2, unique keys, and without aliases, which grow without bound."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.events.AliasEvent):
-            raise yaml.composer.ComposerError(
-                None, None, "aliases are not supported", self.peek_event().start_mark
-            )
+            mark = self.peek_event().start_mark
+            raise yaml.composer.ComposerError(None, None, "aliases are not supported", mark)
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for number, key in enumerate(keys):
             if not isinstance(key, str | int):
-                raise ValueError(f"key {key!r} is no word or whole number")
+                raise ValueError(f"key {key!r} is not a word or a whole number")
             if key in keys[:number]:
                 raise ValueError(f"duplicate key {key!r}")
         return super().construct_mapping(node, deep)
 
 
 class ConfigDumper(yaml.SafeDumper):
-    """SafeDumper that quotes text, such as 1e5, that ConfigLoader would read as a number."""
+    """Dump YAML with quotes around text, such as 1e5, that ConfigLoader would read as a number."""
 
 
 # `off` and `on` are words, 1e-3 is a number, 010 and 1:30 are none
@@ -330,6 +310,13 @@ def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
+def _merged_section(levels: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
+    """Return a section of the merged levels, or {} where there is none."""
+    merged: dict[str, Any] = functools.reduce(_merged, levels, {})
+    section = merged.get(name)
+    return section if isinstance(section, dict) else {}
+
+
 def setting_paths() -> list[str]:
     """Return every setting as a dotted path."""
     return [path for path, _, _ in all_settings()]
@@ -358,9 +345,8 @@ def _explain(error: Any) -> Issue:
     path, value = ".".join(map(str, error["loc"])), error.get("input")
     if error["type"] == "extra_forbidden":
         return Issue(_short(path), "unknown", "unknown setting", hint=_did_you_mean(_suggested(path, value)))
-    message = plain_message(error["msg"])
+    message, hint = error["msg"].removeprefix("Value error, "), None
     kind: IssueKind = _KINDS.get(error["type"], "wrong_type")
-    hint = None
     if path == "batch.micro_size" and value == AUTO:
         message = f"{AUTO} is found by `bert-dp train` and `bert-dp tune batch` alone"
         hint = "give the number that they find"

@@ -1,5 +1,4 @@
-"""Model manifest.json of shards and examples.json of labelled examples, read them, and compare them with a
-configuration."""
+"""Read manifest.json of shards and examples.json of labelled examples; compare them with a configuration."""
 
 from __future__ import annotations
 
@@ -35,8 +34,6 @@ ANY_LANGUAGE = (
     "for text in any language set data.build.tokenizer_model=byte_bpe data.build.normalize=false "
     "data.build.max_tokens_per_char=0"
 )
-MAX_NAMED = 5  # sources that warnings name
-VOCAB_MULTIPLE = 128  # a vocabulary may be padded to the next one, for the device's sake
 MIN_LENGTH, MAX_LENGTH = 8, 8192  # tokens of an example
 MAX_LABELS = 1000
 TRAIN = "train"
@@ -88,17 +85,17 @@ class SourceFile(StoredModel):
 
     @property
     def lost_share(self) -> float:
-        """Return the share of the letters that are lost."""
+        """Share of the letters that are lost."""
         return self.lost_letters / max(1, self.letters)
 
     @property
     def unknown_share(self) -> float:
-        """Return the share of the tokens that are unknown."""
+        """Share of the tokens that are unknown."""
         return self.unknown_tokens / max(1, self.tokens)
 
     @property
     def loss(self) -> float:
-        """Return the greater of both shares."""
+        """Greater one of both shares."""
         return max(self.lost_share, self.unknown_share)
 
     def loss_words(self) -> str:
@@ -175,8 +172,7 @@ class Manifest(HashedFile):
 
     def issues(self, config: Config) -> list[Issue]:
         """Find settings that do not fit the shards."""
-        issues = []
-        directory = config.data.path or "the built shards"
+        directory, issues = config.data.path or "the built shards", []
         if self.sequence_length != (given := config.data.sequence_length):
             message = f"{given}, but {directory} holds sequences of {self.sequence_length}"
             hint = f"set data.sequence_length={self.sequence_length} or build again"
@@ -201,18 +197,15 @@ class Manifest(HashedFile):
             if config.data.path and value not in ((was := getattr(self.build, name)), getattr(default, name))
         ]
         vocabulary, rows = self.vocab_size, config.model.vocab_size
-        if rows > -(-vocabulary // VOCAB_MULTIPLE) * VOCAB_MULTIPLE:
-            warnings.append(
-                f"model.vocab_size: {rows} is {rows / vocabulary:.1f} x the {vocabulary} tokens of the "
-                f"shards' vocabulary; the rest of the embedding is never trained; set "
-                f"model.vocab_size={vocabulary}"
-            )
+        if rows > -(-vocabulary // 128) * 128:  # a vocabulary may be padded for the device's sake
+            excess = f"{rows} is {rows / vocabulary:.1f} x the {vocabulary} tokens of the shards' vocabulary"
+            effect = f"the rest of the embedding is never trained; set model.vocab_size={vocabulary}"
+            warnings.append(f"model.vocab_size: {excess}; {effect}")
         sequences, batch = self.train.sequences, config.batch.global_size
         if batch > sequences:
-            warnings.append(
-                f"batch.global_size: {batch} is {batch / sequences:.1f} x the {sequences} training "
-                "sequences, so every step repeats them; lower it, or give more text"
-            )
+            excess = f"{batch} is {batch / sequences:.1f} x the {sequences} training sequences"
+            effect = "every step repeats them; lower it, or give more text"
+            warnings.append(f"batch.global_size: {excess}, so {effect}")
         return warnings
 
 
@@ -222,9 +215,9 @@ def lost_words(lost: int, letters: int) -> str:
 
 
 def loss_warnings(sources: Sequence[SourceFile]) -> list[str]:
-    """Name the sources of which more than WARNED_LOSS is lost: the worst of them, the worst first."""
+    """Name the five worst of the sources that lose more than WARNED_LOSS, the worst first."""
     worst = sorted((s for s in sources if s.loss > WARNED_LOSS), key=lambda s: -s.loss)
-    return [f"{source.name}: {source.loss_words()}; {ANY_LANGUAGE}" for source in worst[:MAX_NAMED]]
+    return [f"{source.name}: {source.loss_words()}; {ANY_LANGUAGE}" for source in worst[:5]]
 
 
 def beyond(token: int, vocab_size: int) -> str:
@@ -239,21 +232,34 @@ def read_manifest(directory: Path) -> Manifest:
     Raises ConfigError naming the file, what was expected and what was found.
     """
     manifest = read_hashed(directory, Manifest)
-    if issues := list(_file_issues(directory, manifest)):
+    issues = []
+    expectations: list[tuple[str, int | str]] = [(shard.file, shard.bytes) for shard in manifest.shards]
+    for name, expected in (*expectations, (manifest.tokenizer.file, manifest.tokenizer.sha256)):
+        file = directory / name
+        actual: int | str = "no such file"
+        try:
+            if file.is_file():
+                actual = file.stat().st_size if isinstance(expected, int) else sha256(file)
+        except OSError as error:
+            actual = str(error.strerror)
+        if actual != expected:
+            kind: IssueKind = "damaged" if file.is_file() else "not_found"
+            unit = "bytes" if isinstance(expected, int) else "as SHA-256"
+            message = f"expected {expected!s:.16} {unit}, found {actual!s:.16}"
+            issues.append(Issue(str(file), kind, message, actual, Manifest.file_name, Manifest.hint))
+    if issues:
         raise ConfigError(issues)
     return manifest
 
 
 def read_hashed(directory: Path, model: type[Hashed]) -> Hashed:
-    """Read the file of this model in a directory and check its format, version, hash and content.
-
-    Raises ConfigError naming the file, what was expected and what was found.
-    """
+    """Read the file of this model in a directory; check its format, version, hash and content. Raises
+    ConfigError with what was expected and what was found."""
     path = directory / model.file_name
     with refusing(str(path), hint=model.hint):
         content = json.loads(read_regular(path, MAX_JSON_BYTES))
         if not isinstance(content, dict):
-            raise ValueError("holds no object")
+            raise ValueError("is not a JSON object")
         format, version = format_of(model)
         if (content.get("format"), content.get("version")) != (format, version):
             other = f"{content.get('format')!r:.40} version {content.get('version')!r:.40}"
@@ -275,25 +281,6 @@ def with_hash(model: type[HashedFile], content: dict[str, Any]) -> dict[str, Any
     format, version = format_of(model)
     whole = {"format": format, "version": version, **content}
     return {**whole, "hash": hash_json(whole)}
-
-
-def _file_issues(directory: Path, manifest: Manifest) -> Iterator[Issue]:
-    """Find files that are missing or have another size or hash."""
-    tokenizer = manifest.tokenizer
-    expectations: list[tuple[str, int | str]] = [(shard.file, shard.bytes) for shard in manifest.shards]
-    for name, expected in (*expectations, (tokenizer.file, tokenizer.sha256)):
-        file = directory / name
-        actual: int | str = "no such file"
-        try:
-            if file.is_file():
-                actual = file.stat().st_size if isinstance(expected, int) else sha256(file)
-        except OSError as error:
-            actual = str(error.strerror)
-        if actual != expected:
-            kind: IssueKind = "damaged" if file.is_file() else "not_found"
-            unit = "bytes" if isinstance(expected, int) else "as SHA-256"
-            message = f"expected {expected!s:.16} {unit}, found {actual!s:.16}"
-            yield Issue(str(file), kind, message, actual, Manifest.file_name, Manifest.hint)
 
 
 def hash_json(data: Any) -> str:
@@ -378,13 +365,13 @@ class ExamplesManifest(HashedFile):
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> ExamplesManifest:
         least = {"single_label": 2, "multi_label": 1, "regression": 0}[self.kind]
-        names, beyond = self.labels, [id for _, id in self.special_tokens if id >= self.vocab_size]
+        names, too_large = self.labels, [id for _, id in self.special_tokens if id >= self.vocab_size]
         if TRAIN not in self.splits:
             raise ValueError("splits: no train")
         if len(set(names)) < max(least, len(names)) or (self.kind == "regression" and names):
             raise ValueError(f"labels: {len(names)} do not fit {self.kind}, or one stands twice")
-        if beyond:
-            raise ValueError(f"special_tokens: {beyond[0]} is not below vocab_size {self.vocab_size}")
+        if too_large:
+            raise ValueError(f"special_tokens: {beyond(too_large[0], self.vocab_size)}")
         for name, split in self.splits.items():
             if not 2 * split.examples <= split.tokens <= self.sequence_length * split.examples:
                 raise ValueError(f"splits.{name}.tokens: {split.tokens} of {split.examples} examples")

@@ -30,7 +30,7 @@ def code_issues(config: Config, *, allowed: bool) -> list[Issue]:
             message, hint = f"{text} would be executed", "read the file, then add --allow-code"
             issues.append(Issue(setting, "unsupported", message, text, "--allow-code", hint))
         elif not file.is_file():
-            issues.append(Issue(setting, "not_found", f"{file} is no file", text))
+            issues.append(Issue(setting, "not_found", f"there is no file {file}", text))
         else:
             try:
                 tree = ast.parse(read_regular(file, MAX_CODE_BYTES))
@@ -63,8 +63,7 @@ def changed_code(saved: Mapping[str, str], config: Config) -> list[Issue]:
 
 
 def load_function(text: str) -> Callable[..., Any]:
-    """Execute the file of `FILE.py:function` and return the function; only a rank that was told
-    --allow-code may."""
+    """Execute the file of `FILE.py:function` and return the function. The caller checks --allow-code."""
     file, function = split_code(text)
     name = f"own_code_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)

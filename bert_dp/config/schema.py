@@ -641,6 +641,7 @@ def num_masked(rate: float, sequence_length: int) -> int:
 
 
 def divisors(n: int) -> list[int]:
+    """Return the divisors of n in ascending order."""
     small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
     return sorted({*small, *(n // d for d in small)})
 

@@ -77,9 +77,8 @@ def build(
     """Build the shards of [sequences, data.sequence_length] token ids in `out`; return the manifest.
 
     `model.vocab_size`: of the tokenizer to train, and the most that a given one may have. `processes`: by
-    default one per core, fewer for small input. An `out` that holds these options and sources is kept;
-    `force` replaces another build. Raises ConfigError for bad sources or tokenizer, a missing package, too
-    little text, or an `out` that would be lost.
+    default one per core, fewer for small input. An `out` that holds this build is kept; `force` replaces
+    another one. Raises ConfigError, also for too little text and an `out` that would be lost.
     """
     data = config.data
     tell: Progress = progress or (lambda stage, done, total: None)
@@ -112,19 +111,16 @@ def build(
 def _existing(
     out: Path, settings: dict[str, Any], records: list[dict[str, Any]], force: bool
 ) -> Manifest | None:
-    """Return the manifest of `out` if it holds this build undamaged, None if `out` may be written. Raises
-    ConfigError."""
+    """Return the manifest of `out` if it holds this build, None if it may be written. Raises ConfigError."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
     with contextlib.suppress(ConfigError):
         manifest = read_manifest(out)
         before = [source.sha256 or source.name for source in manifest.sources]
-        is_same = manifest.build.model_dump() == settings and before == [
-            r["sha256"] or r["name"] for r in records
-        ]
-        if is_same and not shards.verify(out):
+        is_same = before == [record["sha256"] or record["name"] for record in records]
+        if is_same and manifest.build.model_dump() == settings and not shards.verify(out):
             return manifest
-    if not shards.are_alone(out):
+    if not (out.is_dir() and all(shards.OWN_FILES.fullmatch(path.name) for path in out.iterdir())):
         message = f"{out} holds files that are not shards"
         raise ConfigError([Issue("--out", "exists", message, str(out), hint="name a new directory")])
     if not force:
@@ -134,10 +130,8 @@ def _existing(
 
 
 def cache_dir(config: Config) -> Path:
-    """Return where `ensure` keeps the shards of `config`: $BERT_DP_CACHE or ~/.cache/bert-dp, then a hash.
-
-    The hash covers the options, the tokenizer and every source's name, size and mtime. Raises ConfigError.
-    """
+    """Return where `ensure` keeps the shards of `config`: in the cache, by a hash of the options, the
+    tokenizer and every source's name, size and mtime. Raises ConfigError."""
     data = config.data
     facts = {
         "format": format_of(Manifest),
@@ -160,33 +154,23 @@ def find(config: Config) -> Path | None:
 
 
 def ensure(config: Config, progress: Progress | None = None) -> Path:
-    """Return the directory of the shards that `config` needs, built in the cache on first use.
-
-    Safe when several processes call it at once: one builds, the others wait. Raises ConfigError.
-    """
-    data = config.data
-    if data.path is not None:
-        directory = Path(data.path).expanduser()
-        manifest = _verified(directory)
-    else:
-        if issues := files.cache_issues():
-            raise ConfigError(issues)
-        directory = cache_dir(config)
-        try:
-            manifest = _verified(directory)
-        except ConfigError:
-            manifest = build(config, directory, force=True, progress=progress)
+    """Return the directory of the shards that `config` needs, built in the cache on first use. Of several
+    processes that call it at once one builds and the others wait. Raises ConfigError."""
+    given = config.data.path
+    if given is None and (issues := files.cache_issues()):
+        raise ConfigError(issues)
+    directory = cache_dir(config) if given is None else Path(given).expanduser()
+    try:
+        manifest = read_manifest(directory)
+        if damage := shards.check_sample(directory, manifest):
+            raise ConfigError(damage)
+    except ConfigError:
+        if given is not None:
+            raise
+        manifest = build(config, directory, force=True, progress=progress)
     if unfit := manifest.issues(config):
         raise ConfigError(unfit)
     return directory
-
-
-def _verified(directory: Path) -> Manifest:
-    """Read the manifest and check a sample of the shards against it. Raises ConfigError."""
-    manifest = read_manifest(directory)
-    if issues := shards.check_sample(directory, manifest):
-        raise ConfigError(issues)
-    return manifest
 
 
 def build_in(plan: BuildPlan, records: list[dict[str, Any]], work: Path) -> Manifest:
@@ -196,12 +180,17 @@ def build_in(plan: BuildPlan, records: list[dict[str, Any]], work: Path) -> Mani
     write_text(work / "tokenizer.json", tokenizer_json)
     tokenizer = Tokenizer.from_str(tokenizer_json)
     vocab_size, special = tokens.size(tokenizer), tokens.special_ids(tokenizer, data.tokenizer or "trained")
-    encoding = tokens.Encoding(tokenizer_json, special["sep"], special["unk"], data.build)
-    processes = plan.processes or _processes(plan.sources)
-    encoded = tokens.encode_all(_batches(plan.sources, records), encoding, processes)
-    train, held_out = (
-        ShardWriter(work, name, data.sequence_length, vocab_size) for name in ("train", "held_out")
+    cores, size = len(os.sched_getaffinity(0)), sum(record["bytes"] for record in records)
+    has_hub = any(source.name.startswith("hub:") for source in plan.sources)  # whose size is not known
+    processes = plan.processes or (cores if has_hub else min(cores, 1 + size // BYTES_PER_PROCESS))
+    batches = (
+        (index, texts)  # of one source
+        for index, (source, record) in enumerate(zip(plan.sources, records, strict=True))
+        for texts in tokens.in_batches(read_documents([source], [record]))
     )
+    encoded = tokens.encode_all(batches, tokenizer_json, data.build, processes)
+    names, length = ("train", "held_out"), data.sequence_length
+    train, held_out = (ShardWriter(work, name, length, vocab_size) for name in names)
     with contextlib.closing(train), contextlib.closing(held_out), contextlib.closing(encoded):
         dropped = _route(encoded, records, plan, train, held_out, total)
     _check_split(train, held_out, dropped, data.build)
@@ -240,12 +229,9 @@ def _tokenizer(plan: BuildPlan) -> tuple[str, int | None]:
         thread.start()
         thread.join()
         return trained[0], total
-    size = tokens.size(tokens.load(Path(path)))
-    if size > most:
-        message = f"{most} is below the {size} tokens of {path}"
-        raise ConfigError(
-            [Issue("model.vocab_size", "conflict", message, most, "data.tokenizer", "raise it")]
-        )
+    if (size := tokens.size(tokens.load(Path(path)))) > most:
+        message, other = f"{most} is below the {size} tokens of {path}", "data.tokenizer"
+        raise ConfigError([Issue("model.vocab_size", "conflict", message, most, other, "raise it")])
     return Path(path).read_text(encoding="utf-8"), None
 
 
@@ -267,18 +253,10 @@ def read_documents(sources: list[inputs.Source], records: list[dict[str, Any]]) 
             yield text
 
 
-def _batches(sources: list[inputs.Source], records: list[dict[str, Any]]) -> Iterator[tuple[int, list[str]]]:
-    """Yield (index of the source, documents); a batch is of one source."""
-    for index, (source, record) in enumerate(zip(sources, records, strict=True)):
-        for texts in tokens.in_batches(read_documents([source], [record])):
-            yield index, texts
-
-
 def _sample(documents: Iterable[str], tell: Progress) -> tuple[list[str], int]:
-    """Return (documents to train a tokenizer on, number of all documents).
+    """Return the documents to train a tokenizer on, a function of the texts alone, and the number of all.
 
-    Those whose CRC-32 lies below a bound, which halves whenever more than SAMPLE_BYTES are held: a function
-    of the texts alone.
+    They are those whose CRC-32 lies below a bound, which halves whenever more than SAMPLE_BYTES are held.
     """
     bound, size, sample, total = 2**32, 0, [], 0
     for text in documents:
@@ -298,14 +276,6 @@ def _sample(documents: Iterable[str], tell: Progress) -> tuple[list[str], int]:
     return [text for _, text in sample], total
 
 
-def _processes(sources: list[inputs.Source]) -> int:
-    cores = len(os.sched_getaffinity(0))
-    if any(source.name.startswith("hub:") for source in sources):
-        return cores
-    size: int = sum(inputs.identity(source).get("bytes", 0) for source in sources)
-    return min(cores, 1 + size // BYTES_PER_PROCESS)
-
-
 def _route(
     encoded: Iterable[tuple[int, tokens.EncodedDocuments]],
     records: list[dict[str, Any]],
@@ -314,18 +284,18 @@ def _route(
     held_out: ShardWriter,
     total: int | None,
 ) -> dict[str, int]:
-    """Drop duplicates, then send each document to training or held-out by the hash of its text; add what
-    was counted to the records of the sources.
+    """Drop duplicates, then write each document to training or held-out by the hash of its text. Add the
+    counts to the records of the sources; return the number of documents that each stage dropped.
 
-    Returns how many documents each stage dropped. Raises ConfigError as soon as a source ends of which too
-    much is lost.
+    Raises ConfigError at the end of a source of which too much is lost.
     """
     options = plan.config.data.build
     bound = np.uint64(int(options.held_out_fraction * 2.0**64))
     is_new = exact_filter()
     near = None
-    if options.dedup == "near":
-        near = tokens.make_sketch_index(options.near_threshold)
+    if options.dedup == "near":  # `add` is false of a sketch that is as similar to an earlier one
+        threshold = options.near_threshold
+        near = tokens.rensa().RMinHashDeduplicator(threshold, tokens.NUM_PERMUTATIONS, True, None, 0)
     dropped = {"empty": 0, "tokens_per_char": 0, "exact_duplicate": 0, "near_duplicate": 0}
     read = current = 0
     for record in records:
@@ -399,10 +369,8 @@ def _check_split(
         return
     counts = [f"{w.sequences} sequences from {w.documents} documents" for w in (train, held_out)]
     lost = ", ".join(f"{n} {stage}" for stage, n in dropped.items() if n) or "none"
-    message = (
-        f"too little text: training {counts[0]}, held-out {counts[1]} (dropped: {lost}); documents are held "
-        "out whole"
-    )
+    sizes = f"training {counts[0]}, held-out {counts[1]} (dropped: {lost})"
+    message = f"too little text: {sizes}; documents are held out whole"
     hint = (
         f"add text, split long documents (data.build.documents {options.documents}), or change "
         f"data.build.held_out_fraction {share} or data.build.max_tokens_per_char (0 = no filter)"
@@ -452,8 +420,7 @@ def locked(out: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(out: Path) -> Iterator[Path]:
-    """Yield a new directory beside `out` that takes its place at the end; on failure it is removed. The
-    caller holds the lock of `out`."""
+    """Yield a directory that replaces `out` at the end; on failure remove it. The caller holds the lock."""
     prefix = f".{out.name}.building-"
     for stale in [p for p in out.parent.iterdir() if p.name.startswith(prefix)]:
         shutil.rmtree(stale)  # its process is gone: this one holds the lock
@@ -479,10 +446,8 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run_command(answer: Callable[[], str]) -> int:
-    """Print the answer and return 0; for bad input print its issues as JSON and return 2.
-
-    Return 1 for a failure, with its line on stderr, and 128 + signal when stopped.
-    """
+    """Print the answer and return 0. Return 2 for bad input, whose issues are printed as JSON, 1 for a
+    failure, with a line on stderr, and 128 + the signal when stopped."""
     for number in files.honoured(STOPS):
         signal.signal(number, _stop)
     follow_launcher()
@@ -510,8 +475,8 @@ def _stop(number: int, frame: object) -> None:
 
 @contextlib.contextmanager
 def shown_progress() -> Iterator[Progress]:
-    """Yield a function that writes a line per stage to stderr, renewed twice a second on a terminal, else
-    followed by one every ten seconds."""
+    """Yield a function that writes a stage's progress to stderr: on a terminal a line that is renewed twice a
+    second, else a line every ten seconds."""
     on_terminal = sys.stderr.isatty()
     last: dict[str, float] = {}
     end = ""  # of the open line
@@ -536,10 +501,7 @@ def shown_progress() -> Iterator[Progress]:
 
 def main(argv: Sequence[str]) -> int:
     """Print the directory of a configuration's shards: `ensure CONFIG.yaml` builds them, `find CONFIG.yaml`
-    prints nothing where they are not built. Progress goes to stderr.
-
-    Returns the exit code of run_command.
-    """
+    prints an empty line where they are not built. Return the exit code of run_command."""
     verb, path = argv
 
     def answer() -> str:

@@ -1,9 +1,8 @@
 """Read documents from files, globs, directories, the hub and CPython's documentation. Torch-free.
 
 A document is one non-empty line of a text file (or the lines between two blank ones), the text of one JSON
-record, Parquet row or row of a hub data set, one docstring or one help topic of CPython. The order is that of
-the arguments; a glob or directory is read sorted by path. Nothing larger than one line, one JSON array, one
-chunk or one Parquet row group is held.
+record, Parquet row or row of a hub data set, one docstring or one help topic of CPython. Files of a glob or
+directory are sorted by path. At most one line, JSON array, chunk or Parquet row group is held.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import codecs
 import dataclasses
 import functools
 import glob
-import gzip
 import hashlib
 import json
 import lzma
@@ -22,7 +20,7 @@ import platform
 import sysconfig
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,9 +30,8 @@ from bert_dp.config.errors import refusing, require, sha256
 MAX_DOCUMENT_BYTES = 16 * 2**20
 MAX_ARRAY_BYTES = 64 * 2**20
 CHUNK_BYTES = 2**20
-ENCODING_FIX = "convert it: iconv -f UTF-16 (or LATIN1, CP1251, GB18030, ...) -t UTF-8 OLD > NEW"
 ZSTD_WINDOW_BYTES = 2**31  # the largest that zstd --long=31 makes
-PACKED_BYTES = 512  # of .xz and .zst: a call unpacks all of its input, which may be 32 768 times as much
+PACKED_BYTES = 512  # a call unpacks all of its input, which may be 32 768 times as much
 COMPRESSIONS = (".gz", ".xz", ".zst")
 FORMATS = {
     "": "text",
@@ -71,8 +68,8 @@ def json_records(path: Path) -> Iterator[tuple[str, Any]]:
         try:
             yield f"line {number}", json.loads(line)
         except (ValueError, RecursionError) as error:
-            message, hint = f"line {number} is not JSON ({error})", "write one object a line"
-            raise ConfigError([Issue(str(path), "damaged", message, hint=hint)]) from None
+            message = f"line {number} is not JSON ({error})"
+            raise _refused(path, "damaged", message, "write one object a line") from None
 
 
 def _array(path: Path) -> Iterator[tuple[str, Any]]:
@@ -83,22 +80,19 @@ def _array(path: Path) -> Iterator[tuple[str, Any]]:
         if len(data) > MAX_ARRAY_BYTES:
             message = f"a JSON array of more than {MAX_ARRAY_BYTES // 2**20} MiB is not read"
             hint = "write one object a line (JSONL): jq -c '.[]' OLD > NEW.jsonl"
-            raise ConfigError([Issue(str(path), "out_of_range", message, hint=hint)])
+            raise _refused(path, "out_of_range", message, hint)
     try:
         records = json.loads(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise _not_utf8(path, f"byte {error.start + 1}", data[error.start]) from None
     except (ValueError, RecursionError) as error:
-        raise _damaged(path, f"not a JSON array ({error})") from None
+        raise _refused(path, "damaged", f"not a JSON array ({error})") from None
     for number, record in enumerate(records, 1):
         yield f"record {number}", record
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (line number from 1, text without its end) of a text file, compressed or not. Raises ConfigError.
-
-    A line ends with LF or CRLF.
-    """
+    """Yield (number from 1, text without LF or CRLF) of the lines of a text file. Raises ConfigError."""
     number, rest = 0, b""
     for chunk in _chunks(path):
         *whole, rest = (rest + chunk).split(b"\n")
@@ -107,8 +101,7 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
             yield number, _decode(path, number, line)
         if len(rest) > MAX_DOCUMENT_BYTES:
             message = f"line {number + 1} is longer than {MAX_DOCUMENT_BYTES // 2**20} MiB"
-            hint = "a line is one document, split it"
-            raise ConfigError([Issue(str(path), "out_of_range", message, hint=hint)])
+            raise _refused(path, "out_of_range", message, "a line is one document, split it")
     if rest:
         yield number + 1, _decode(path, number + 1, rest)
 
@@ -126,39 +119,42 @@ def _decode(path: Path, number: int, line: bytes) -> str:
 
 
 def _not_utf8(path: Path, place: str, byte: int) -> ConfigError:
-    message = f"{place} is not UTF-8 text (0x{byte:02x})"
-    return ConfigError([Issue(str(path), "unsupported", message, hint=ENCODING_FIX)])
+    hint = "convert it: iconv -f UTF-16 (or LATIN1, CP1251, GB18030, ...) -t UTF-8 OLD > NEW"
+    return _refused(path, "unsupported", f"{place} is not UTF-8 text (0x{byte:02x})", hint)
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
-    """Yield the content of a file, unpacked, in pieces that are not empty. Raises ConfigError."""
+    """Yield the content of a file, unpacked, in chunks that are not empty. Raises ConfigError."""
     compression = suffixes(path)[1]
-    damage: tuple[type[Exception], ...] = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
+    damage: tuple[type[Exception], ...] = (EOFError, zlib.error, lzma.LZMAError)
+    make_stream: Callable[[], Any] = lzma.LZMADecompressor
+    if compression == ".gz":
+        make_stream = functools.partial(zlib.decompressobj, zlib.MAX_WBITS | 16)
+    elif compression == ".zst":
+        zstandard = require("zstandard", "zstd", f"{path}: reading .zst")
+        damage = (EOFError, zstandard.ZstdError)
+        make_stream = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW_BYTES).decompressobj
+    padding = b"" if compression == ".zst" else b"\0"
+    chunk = bytearray()  # of at least CHUNK_BYTES, as a long line is joined from its chunks
     try:
         with path.open("rb") as raw:
-            if compression == ".zst":
-                zstandard = require("zstandard", "zstd", f"{path}: reading .zst")
-                damage = (EOFError, zstandard.ZstdError)
-                unpacker = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW_BYTES)
-                yield from filter(None, _unpacked(raw, unpacker.decompressobj))
-            elif compression == ".xz":
-                yield from filter(None, _unpacked(raw, lzma.LZMADecompressor, padding=b"\0"))
-            else:
-                file: Any = gzip.GzipFile(fileobj=raw) if compression == ".gz" else raw
-                while chunk := file.read(CHUNK_BYTES):
-                    yield chunk
+            whole = iter(lambda: raw.read(CHUNK_BYTES), b"")
+            for piece in _unpacked(raw, make_stream, padding) if compression else whole:
+                chunk += piece
+                if len(chunk) >= CHUNK_BYTES:
+                    yield bytes(chunk)
+                    chunk.clear()
+        if chunk:
+            yield bytes(chunk)
     except damage as error:
-        raise _damaged(path, f"corrupt or cut {compression} file ({error})") from None
+        raise _refused(path, "damaged", f"corrupt or cut {compression} file ({error})") from None
     except OSError as error:
-        raise ConfigError([Issue(str(path), "not_found", f"cannot be read ({error.strerror})")]) from None
+        raise _refused(path, "not_found", f"cannot be read ({error.strerror})", None) from None
 
 
-def _unpacked(raw: BinaryIO, make_stream: Callable[[], Any], padding: bytes = b"") -> Iterator[bytes]:
-    """Yield the content of all streams of a compressed file, with `padding` between them.
-
-    The readers of lzma and zstandard end without an error at a second stream that is damaged and at a last
-    one that is cut, which would lose the rest.
-    """
+def _unpacked(raw: BinaryIO, make_stream: Callable[[], Any], padding: bytes) -> Iterator[bytes]:
+    """Yield the content of all streams of a compressed file, with `padding` between them. Raises EOFError."""
+    # the readers of lzma and zstandard end without an error at a damaged second stream and a cut last one
     stream: Any = None
     while data := raw.read(PACKED_BYTES):
         while stream is not None or (data := data.lstrip(padding) if padding else data):
@@ -171,8 +167,8 @@ def _unpacked(raw: BinaryIO, make_stream: Callable[[], Any], padding: bytes = b"
         raise EOFError("the last stream does not end")
 
 
-def _damaged(path: Path, message: str) -> ConfigError:
-    return ConfigError([Issue(str(path), "damaged", message, hint="fetch it again")])
+def _refused(path: Path, kind: IssueKind, message: str, hint: str | None = "fetch it again") -> ConfigError:
+    return ConfigError([Issue(str(path), kind, message, hint=hint)])
 
 
 def parquet_records(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -192,12 +188,13 @@ def parquet_records(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, dict
                 yield f"row {row}", record
     except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise _damaged(path, f"corrupt or compressed Parquet after row {row} ({reason})") from None
+        message = f"corrupt or compressed Parquet after row {row} ({reason})"
+        raise _refused(path, "damaged", message) from None
 
 
 def hub_records(name: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, row) of `hub:NAME[:CONFIG]`, streamed through `datasets`; a class has its name, or null
-    where it is not told. Raises ConfigError."""
+    """Yield (place, row) of `hub:NAME[:CONFIG]`, streamed by `datasets`; a class is its name or null. Raises
+    ConfigError."""
     datasets = require("datasets", "hub", name)
     _, _, rest = name.partition(":")
     repository, _, config = rest.partition(":")
@@ -234,9 +231,8 @@ def builtin_documents() -> tuple[str, ...]:
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
                 texts.append(ast.get_docstring(node) or "")
             elif isinstance(node, ast.Dict) and path.name == "topics.py":
-                texts += [
-                    v.value for v in node.values if isinstance(v, ast.Constant) and isinstance(v.value, str)
-                ]
+                values = [value.value for value in node.values if isinstance(value, ast.Constant)]
+                texts += [value for value in values if isinstance(value, str)]
     if sum(map(len, texts)) < 100_000:
         message = f"builtin: {root} holds no library sources"
         raise ConfigError([Issue("data.sources", "not_found", message, hint="name a text file instead")])
@@ -244,7 +240,6 @@ def builtin_documents() -> tuple[str, ...]:
 
 
 ABSENT = object()
-KEY_FIX = "name the key that holds the text with --text-key (data.build.text_field)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,21 +259,18 @@ class Source:
 def resolve(
     sources: Sequence[str], options: BuildConfig | None = None, out: Path | None = None
 ) -> list[Source]:
-    """Expand globs and directories; what a directory holds in `out`, an earlier build, is no source.
+    """Expand globs and directories, without the files in `out`, an earlier build.
 
-    Raises ConfigError with every source that matches nothing, is no regular file or has a format that is not
-    known.
+    Raises ConfigError with every source that matches nothing, is no regular file or has an unknown format.
     """
     options = options or BuildConfig()
     of_format = None if options.source_format == "auto" else options.source_format
     resolved: list[Source] = []
     issues: list[Issue] = []
     for item in sources:
-        if item == "builtin":
-            resolved.append(Source(f"builtin:cpython-{platform.python_version()}"))
-            continue
-        if item.startswith("hub:"):
-            resolved.append(Source(item, text_field=options.text_field))
+        if item == "builtin" or item.startswith("hub:"):
+            name = f"builtin:cpython-{platform.python_version()}" if item == "builtin" else item
+            resolved.append(Source(name, text_field=options.text_field))
             continue
         paths = _expand(item, out, every_suffix=of_format is not None)
         if not paths:
@@ -290,7 +282,7 @@ def resolve(
                 message = f"{path} is not a regular file"
                 issues.append(Issue("data.sources", "unsupported", message, str(path)))
             elif format is None:
-                message = f"{path} has the suffix {suffixes(path)[0]}, which is none of a known format"
+                message = f"{path} has the suffix {suffixes(path)[0]}, which belongs to no known format"
                 hint = (
                     f"convert it to one of {', '.join(filter(None, FORMATS))}, or name its format: --format "
                     "text (data.build.source_format) reads its lines as they are, header, ids and quotes too"
@@ -305,8 +297,7 @@ def resolve(
 
 
 def _expand(item: str, out: Path | None, *, every_suffix: bool) -> list[Path]:
-    """Find the files of a name, of a glob or of a directory: of a directory those with a known suffix, or
-    all, but none in `out`."""
+    """Find the files of a name, a glob, or a directory: those with a known suffix, or all, outside `out`."""
     path = Path(os.path.expanduser(item))
     if path.is_dir():
         files = [p for p in path.rglob("*") if p.is_file() and "/." not in f"/{p.relative_to(path)}"]
@@ -342,40 +333,37 @@ def file_hash(path: Path) -> str:
 def documents(source: Source) -> Iterator[str]:
     """Yield the documents of a source, in order, without blank ones.
 
-    Raises ConfigError naming file, line (or row) and a fix for corrupt, empty, binary or non-UTF-8 input.
+    Raises ConfigError with file, line (or row) and a fix for corrupt, empty, binary or non-UTF-8 input.
     """
+    name, key = source.name, source.text_field
+    texts: Iterable[str]
+    if name.startswith("builtin:"):
+        texts = builtin_documents()
+    elif source.path is None or source.format != "text":
+        texts = (text_of(record, key, name, place) for place, record in records(source, [key]))
+    elif source.documents == "blank_line":
+        texts = _blocks(source.path)
+    else:
+        texts = (line for _, line in lines(source.path))
     empty = True
-    for text in _texts(source):
+    for text in texts:
         if text and not text.isspace():
             empty = False
             yield text
     if empty:
-        raise ConfigError([Issue(source.name, "missing", "holds no text", hint="leave it out")])
-
-
-def _texts(source: Source) -> Iterator[str]:
-    if source.name.startswith("builtin:"):
-        yield from builtin_documents()
-    elif source.path is None or source.format != "text":
-        for place, record in records(source, [source.text_field]):
-            yield text_of(record, source.text_field, source.name, place)
-    elif source.documents == "blank_line":
-        yield from _blocks(source.path)
-    else:
-        yield from (line for _, line in lines(source.path))
+        raise ConfigError([Issue(name, "missing", "holds no text", hint="leave it out")])
 
 
 def records(source: Source, keys: Sequence[str], split: str = "train") -> Iterator[tuple[str, Any]]:
-    """Yield (place, record) of a JSON or Parquet file or of a split of a hub data set. Of Parquet only the
-    columns `keys` are read. Raises ConfigError."""
+    """Yield (place, record) of a JSON or Parquet file (the columns `keys`) or a split of a hub data set.
+    Raises ConfigError."""
     if source.path is None:
         return hub_records(source.name, split)
     return parquet_records(source.path, keys) if source.format == "parquet" else json_records(source.path)
 
 
 def value_of(record: Any, key: str) -> Any:
-    """Look up a key of a record, or a path of nested keys such as a.b; ABSENT where there is none. A key that
-    holds dots itself goes first."""
+    """Look up a key of a record, else a path of nested keys such as a.b; ABSENT where there is neither."""
     if not isinstance(record, dict):
         return ABSENT
     if key in record:
@@ -384,7 +372,7 @@ def value_of(record: Any, key: str) -> Any:
     return value_of(record.get(outer), inner)
 
 
-def text_of(record: Any, key: str, name: str, place: str, fix: str = KEY_FIX) -> str:
+def text_of(record: Any, key: str, name: str, place: str, fix: str = "") -> str:
     """Return the text of a record of the source `name`. Raises ConfigError for one that has none."""
     text = value_of(record, key)
     if not isinstance(text, str):
@@ -393,6 +381,7 @@ def text_of(record: Any, key: str, name: str, place: str, fix: str = KEY_FIX) ->
         if text is ABSENT and isinstance(record, dict):
             got = f"keys {sorted(record)[:8]}"
         message = f"{place} has no string {key!r} (got {got})"
+        fix = fix or "name the key that holds the text with --text-key (data.build.text_field)"
         raise ConfigError([Issue(name, kind, message, key, hint=f"{fix}, or drop the record")])
     try:
         text.encode()
@@ -415,8 +404,7 @@ def _blocks(path: Path) -> Iterator[str]:
             block, size = [], 0
         if size > MAX_DOCUMENT_BYTES:
             message = f"more than {MAX_DOCUMENT_BYTES} characters up to line {number} without a blank line"
-            hint = "use documents=line (data.build.documents)"
-            raise ConfigError([Issue(str(path), "out_of_range", message, hint=hint)])
+            raise _refused(path, "out_of_range", message, "use documents=line (data.build.documents)")
     if block:
         yield "\n".join(block)
 

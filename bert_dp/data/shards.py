@@ -24,7 +24,6 @@ SAMPLED_BYTES = 2**30  # verified at the start of a run, about a second however 
 CHUNK_BYTES = 4 * 2**20
 TOKEN = np.dtype("<u2")
 OWN_FILES = re.compile(r"(train|held_out)-\d{5,}\.bin|manifest\.json|tokenizer\.json")
-SAMPLE_SEQUENCES = 3  # that `inspect` shows
 
 
 class ShardWriter:
@@ -105,8 +104,7 @@ class MappedShards:
 
 
 def check_sample(directory: Path, manifest: Manifest) -> list[Issue]:
-    """Find damage in shards taken at random, other ones at every start, until SAMPLED_BYTES are read. Of a
-    larger corpus the time does not grow with its size."""
+    """Find damage in shards taken at random, other ones at every start, until SAMPLED_BYTES are read."""
     files, issues, read = [*manifest.shards], [], 0
     for i in np.random.default_rng().permutation(len(files)):
         if read < SAMPLED_BYTES:
@@ -126,8 +124,8 @@ def _shard_issues(file: Path, shard: Shard, vocab_size: int) -> list[Issue]:
     except (OSError, ValueError) as error:  # ValueError: half a token
         message = f"cannot be read ({getattr(error, 'strerror', error)})"
         return [Issue(str(file), "damaged", message, hint=Manifest.hint)]
-    issues = []
-    if (actual := digest.hexdigest()) != shard.sha256:
+    issues, actual = [], digest.hexdigest()
+    if actual != shard.sha256:
         message = f"expected SHA-256 {shard.sha256[:16]}, found {actual[:16]}"
         issues.append(Issue(str(file), "damaged", message, actual, hint=Manifest.hint))
     if greatest >= vocab_size:
@@ -138,11 +136,6 @@ def _shard_issues(file: Path, shard: Shard, vocab_size: int) -> list[Issue]:
 def _id_beyond(file: Path, token: int, vocab_size: int) -> Issue:
     """Describe a token id that the vocabulary does not have."""
     return Issue(str(file), "damaged", beyond(token, vocab_size), token, hint=Manifest.hint)
-
-
-def are_alone(directory: Path) -> bool:
-    """Return whether the directory holds nothing but files with the names that a build writes."""
-    return directory.is_dir() and all(OWN_FILES.fullmatch(path.name) for path in directory.iterdir())
 
 
 def verify(directory: Path) -> list[Issue]:
@@ -161,7 +154,7 @@ def inspect(directory: Path) -> dict[str, Any]:
     tokenizer = tokens.load(directory / manifest.tokenizer.file)
     mapped = MappedShards([directory / s.file for s in manifest.train.shards], manifest.sequence_length)
     total = manifest.train.sequences
-    samples = mapped.rows(np.linspace(0, total - 1, min(SAMPLE_SEQUENCES, total)).astype(np.int64))
+    samples = mapped.rows(np.linspace(0, total - 1, min(3, total)).astype(np.int64))
     return {
         "manifest": manifest.model_dump(),
         "samples": [tokenizer.decode(row.tolist(), skip_special_tokens=False) for row in samples],
@@ -170,8 +163,7 @@ def inspect(directory: Path) -> dict[str, Any]:
 
 
 def cross_entropy(train: np.ndarray, held_out: np.ndarray) -> float | None:
-    """Compute nats per held-out token under add-one smoothed training frequencies; counts [V]. None if
-    empty."""
+    """Compute nats per held-out token under add-one smoothed training counts [V]; None of no tokens."""
     if not held_out.sum():
         return None
     log_p = np.log((train + 1) / (train.sum() + len(train)))

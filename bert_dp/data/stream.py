@@ -43,9 +43,8 @@ class TensorBatch:
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """Return a copy with `change` applied to every tensor."""
-        changed: dict[str, Any] = {
-            name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)
-        }
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        changed: dict[str, Any] = {name: change(tensor) for name, tensor in tensors.items()}
         return replace(self, **changed)
 
 
@@ -134,9 +133,8 @@ class Shards(MappedShards):
     def __init__(self, directory: Path, manifest: Manifest, split: Literal["train", "held_out"]):
         files = [directory / shard.file for shard in getattr(manifest, split).shards]
         super().__init__(files, manifest.sequence_length, manifest.vocab_size)
-        self.vocabulary = MaskVocabulary(
-            manifest.vocab_size, manifest.num_special, manifest.special_tokens["mask"]
-        )
+        mask_id = manifest.special_tokens["mask"]
+        self.vocabulary = MaskVocabulary(manifest.vocab_size, manifest.num_special, mask_id)
 
 
 def training_batch(
@@ -172,13 +170,12 @@ def held_out_batches(
         index_B = np.arange(start, start + micro_size)
         real_B = index_B < total
         index_B = np.where(real_B, index_B, 0)
-        ids, positions, labels = mask(
-            shards.rows(index_B), hash64(0, 3, index_B), num_masked, shards.vocabulary
-        )
-        labels[~np.repeat(real_B, num_masked)] = IGNORE
+        arrays = mask(shards.rows(index_B), hash64(0, 3, index_B), num_masked, shards.vocabulary)
+        arrays[-1][~np.repeat(real_B, num_masked)] = IGNORE  # the labels
         count = int(real_B.sum()) * num_masked
-        tensors = (torch.from_numpy(ids), torch.from_numpy(positions), torch.from_numpy(labels))
-        batches.append(MlmBatch(index_B, *tensors, key32(hash64(0, 4, index_B)), count))
+        ids, positions, labels = map(torch.from_numpy, arrays)
+        seed_B = key32(hash64(0, 4, index_B))
+        batches.append(MlmBatch(index_B, ids, positions, labels, seed_B, count))
     return batches
 
 

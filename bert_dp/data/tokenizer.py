@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import multiprocessing
@@ -35,7 +36,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from bert_dp import files
 from bert_dp.config import MAX_VOCAB_SIZE, BuildConfig, ConfigError, Issue, IssueKind
 from bert_dp.config.errors import read_regular, require
-from bert_dp.config.manifest import TOKEN_BYTES
 from bert_dp.data.readers import content_key, document_key
 from bert_dp.training.process import RunFailed
 
@@ -125,9 +125,10 @@ def normalizer() -> normalizers.Normalizer:
     )
 
 
-def letter_counter(normalizer: normalizers.Normalizer | None) -> Callable[[str], tuple[int, int]]:
-    """Return the function that counts the letters (Unicode category L) of a text and those that `normalizer`
-    drops, each taken alone."""
+def loss_counter(tokenizer: Tokenizer, unk: int) -> Callable[[str, Sequence[int]], tuple[int, int]]:
+    """Return the function that counts the letters (Unicode category L) of a text, given with its token ids,
+    and those that are lost: dropped by the normaliser of `tokenizer`, or part of a token `unk`."""
+    normalizer = tokenizer.normalizer
 
     @functools.cache
     def is_letter(char: str) -> bool:
@@ -138,7 +139,7 @@ def letter_counter(normalizer: normalizers.Normalizer | None) -> Callable[[str],
         kept = char if normalizer is None else normalizer.normalize_str(char)
         return all(c.isascii() and not c.isalpha() for c in kept)
 
-    def count(text: str) -> tuple[int, int]:
+    def count_letters(text: str) -> tuple[int, int]:
         data = text.encode()
         letters, lost = len(data) - len(data.translate(None, ASCII_LETTERS)), 0
         if not text.isascii():
@@ -147,14 +148,6 @@ def letter_counter(normalizer: normalizers.Normalizer | None) -> Callable[[str],
                     letters += n
                     lost += n * is_lost(char)
         return letters, lost
-
-    return count
-
-
-def loss_counter(tokenizer: Tokenizer, unk: int) -> Callable[[str, Sequence[int]], tuple[int, int]]:
-    """Return the function that counts the letters of a text, given with its token ids, and those that are
-    lost: dropped by the normaliser of `tokenizer`, or part of a token `unk`."""
-    count_letters = letter_counter(tokenizer.normalizer)
 
     def count(text: str, ids: Sequence[int]) -> tuple[int, int]:
         letters, lost = count_letters(text)
@@ -172,10 +165,7 @@ def loss_counter(tokenizer: Tokenizer, unk: int) -> Callable[[str, Sequence[int]
 def train(
     sample: Iterable[str], *, model: Literal["wordpiece", "byte_bpe"], vocab_size: int, with_normalizer: bool
 ) -> Tokenizer:
-    """Train a tokenizer of at most `vocab_size` tokens (fewer when the sample has fewer pieces).
-
-    The same sample gives the same tokenizer.
-    """
+    """Train a tokenizer of at most `vocab_size` tokens, fewer if the sample has fewer. Deterministic."""
     texts = [normalize(text) if with_normalizer else text for text in sample]
     learn = _train_byte_bpe if model == "byte_bpe" else _train_wordpiece
     tokenizer = learn(texts, vocab_size)
@@ -188,8 +178,8 @@ def train(
 
 
 def _train_wordpiece(texts: list[str], vocab_size: int) -> Tokenizer:
-    """`tokenizers` numbers the `##` letters in the order of a hash map and breaks ties by number (its issue
-    1794), so here they are numbered beforehand."""
+    # tokenizers numbers the ## letters in the order of a hash map and breaks ties by number (its issue 1794),
+    # so here they are numbered beforehand
     letters = collections.Counter(chain.from_iterable(texts))
     for space in [c for c in letters if c.isspace()]:
         del letters[space]
@@ -239,7 +229,7 @@ def _frame(tokenizer: Tokenizer, special: Mapping[str, int]) -> processors.Templ
 
 def separators_between(tokenizer: Tokenizer, special: Mapping[str, int]) -> int | None:
     """Return the separators between two texts in the frame of a tokenizer that neither pads nor truncates: 1,
-    or 2 of RoBERTa's `</s></s>`; None for any other frame."""
+    or 2 (RoBERTa's `</s></s>`); None for any other frame."""
     cls, sep = special["cls"], special["sep"]
     text = tokenizer.encode("a", add_special_tokens=False).ids
     single, pair = tokenizer.encode("a").ids, tokenizer.encode("a", "a").ids
@@ -250,8 +240,8 @@ def separators_between(tokenizer: Tokenizer, special: Mapping[str, int]) -> int 
 
 
 def framing_as_trained(path: Path, special: Mapping[str, int]) -> Tokenizer | None:
-    """Return the tokenizer at `path` with the frame of our examples; None where it has that frame already.
-    One made elsewhere may have another, or pad."""
+    """Return the tokenizer at `path` with the frame of our examples, or None if it already has that and does
+    not pad or truncate."""
     tokenizer = load(path)
     is_plain = tokenizer.padding is None and tokenizer.truncation is None
     tokenizer.no_padding()
@@ -338,17 +328,6 @@ SHINGLE_WORDS = 5
 
 
 @dataclasses.dataclass(frozen=True)
-class Encoding:
-    """Hold the settings of encoding, which travel to every process."""
-
-    tokenizer_json: str
-    sep: int
-    """Id put after every document."""
-    unk: int
-    options: BuildConfig
-
-
-@dataclasses.dataclass(frozen=True)
 class EncodedDocuments:
     """Hold the D kept documents of the N of a batch, in order."""
 
@@ -375,11 +354,11 @@ def in_batches(documents: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def make_encoder(settings: Encoding) -> Callable[[list[str]], EncodedDocuments]:
+def make_encoder(tokenizer_json: str, options: BuildConfig) -> Callable[[list[str]], EncodedDocuments]:
     """Return a function that encodes a list of texts in this process."""
-    whole = Tokenizer.from_str(settings.tokenizer_json)
-    count_letters = loss_counter(whole, settings.unk)
-    tree = json.loads(settings.tokenizer_json)
+    whole, tree = Tokenizer.from_str(tokenizer_json), json.loads(tokenizer_json)
+    special = special_ids(whole, "the tokenizer")
+    count_letters = loss_counter(whole, special["unk"])
     tokenizer = Tokenizer(models.WordPiece())
     tokenizer.normalizer = normalizer()
     has_our_normalizer = tree.get("normalizer") == json.loads(tokenizer.to_str())["normalizer"]
@@ -390,26 +369,23 @@ def make_encoder(settings: Encoding) -> Callable[[list[str]], EncodedDocuments]:
         each.no_padding()
         each.no_truncation()
         each.encode_special_tokens = True  # "<mask>" in a text is text
-    rate, near = max_tokens_per_char(settings.options, size(whole)), settings.options.dedup == "near"
+    rate, near = max_tokens_per_char(options, size(whole)), options.dedup == "near"
 
     def encode(texts: list[str]) -> EncodedDocuments:
         normalized = [normalize(text) for text in texts] if has_our_normalizer else texts
         rows = [e.ids for e in tokenizer.encode_batch_fast(normalized, add_special_tokens=False)]
         letters, lost = map(sum, zip(*map(count_letters, texts, rows), strict=True))
-        num_tokens, unknown = sum(map(len, rows)), sum(row.count(settings.unk) for row in rows)
+        num_tokens, unknown = sum(map(len, rows)), sum(row.count(special["unk"]) for row in rows)
         full = [i for i, row in enumerate(rows) if row]
         kept = [i for i in full if not rate or len(rows[i]) < rate * len(texts[i])]
         for i in kept:
-            rows[i].append(settings.sep)
+            rows[i].append(special["sep"])
         lengths = np.fromiter((len(rows[i]) for i in kept), np.int64, len(kept))
         ids = np.fromiter(chain.from_iterable(rows[i] for i in kept), np.uint16, int(lengths.sum()))
-        ends = TOKEN_BYTES * np.cumsum(lengths)
-        data = ids.tobytes()
-        contents = [
-            content_key(data[end - TOKEN_BYTES * n : end])
-            for end, n in zip(ends.tolist(), lengths.tolist(), strict=True)
-        ]
-        sketches = make_sketches([normalized[i] for i in kept]) if near else []
+        bounds = itertools.pairwise([0, *np.cumsum(lengths).tolist()])
+        contents = [content_key(ids[start:end].tobytes()) for start, end in bounds]
+        shingles = [_shingles(normalized[i]) for i in kept] if near else []
+        sketches = rensa().RMinHash.from_token_sets(shingles, NUM_PERMUTATIONS, 0) if near else []
         return EncodedDocuments(
             ids,
             lengths,
@@ -424,18 +400,6 @@ def make_encoder(settings: Encoding) -> Callable[[list[str]], EncodedDocuments]:
     return encode
 
 
-def make_sketches(texts: list[str]) -> list[Any]:
-    """Make the MinHash sketch of each text. Raises ConfigError without the package rensa."""
-    shingles = [_shingles(text) for text in texts]
-    sketches: list[Any] = rensa().RMinHash.from_token_sets(shingles, NUM_PERMUTATIONS, 0)
-    return sketches
-
-
-def make_sketch_index(threshold: float) -> Any:
-    """Return an index whose `add` is false of a sketch as similar as the threshold to an earlier one."""
-    return rensa().RMinHashDeduplicator(threshold, NUM_PERMUTATIONS, True, None, 0)
-
-
 def rensa() -> Any:
     """Import the package rensa. Raises ConfigError where it is not installed."""
     return require("rensa", "dedup", "data.build.dedup: near")
@@ -447,20 +411,19 @@ def _shingles(text: str) -> list[str]:
 
 
 def encode_all(
-    batches: Iterable[tuple[int, list[str]]], settings: Encoding, processes: int
+    batches: Iterable[tuple[int, list[str]]], tokenizer_json: str, options: BuildConfig, processes: int
 ) -> Generator[tuple[int, EncodedDocuments], None, None]:
     """Encode numbered batches in `processes` spawned processes (1 = in this one), in their order.
 
     At most three batches per process are held. The processes end with this one, however it ends.
     """
     if processes == 1:
-        encode = make_encoder(settings)
+        encode = make_encoder(tokenizer_json, options)
         for index, texts in batches:
             yield index, encode(texts)
         return
-    pool = ProcessPoolExecutor(
-        processes, multiprocessing.get_context("spawn"), initializer=_start, initargs=(settings,)
-    )
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(processes, spawn, _start, (tokenizer_json, options))
     pending: collections.deque[tuple[int, Future[EncodedDocuments]]] = collections.deque()
 
     def finished(most: int) -> Iterator[tuple[int, EncodedDocuments]]:
@@ -479,13 +442,13 @@ def encode_all(
         pool.shutdown(cancel_futures=True)
 
 
-def _start(settings: Encoding) -> None:
+def _start(tokenizer_json: str, options: BuildConfig) -> None:
     """Set up a spawned process: end with the parent, leave Ctrl-C to it, load the tokenizer once."""
     global _encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _encoder = make_encoder(settings)
+    _encoder = make_encoder(tokenizer_json, options)
 
 
 def _end_with_parent() -> None:

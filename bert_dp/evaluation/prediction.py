@@ -25,13 +25,14 @@ from torch import Tensor
 
 from bert_dp import files
 from bert_dp.config import ConfigError, FinetuneConfig, Issue
+from bert_dp.config.hf import EXPORTED
 from bert_dp.config.manifest import WARNED_LOSS, lost_words
 from bert_dp.data import readers
 from bert_dp.data.build import Progress, shown_progress
 from bert_dp.examples.prepare import ExampleEncoder
 from bert_dp.examples.table import Columns, read_table
 from bert_dp.exporting import load_exported
-from bert_dp.files.run_facts import TYPES, is_exported, read_exported, require_loaders
+from bert_dp.files.run_facts import TYPES, read_exported, require_loaders
 from bert_dp.measure.matmul_peak import use_all_cores
 from bert_dp.model.bert import CrammedBert
 from bert_dp.model.classifier import pair_types, pool
@@ -96,7 +97,7 @@ def predict_file(
 def open_predictor(run: Path, precision: str = "auto") -> Predictor:
     """Load a run, a checkpoint or an exported directory, which computes on the CPU in its own precision.
     `precision`: of the others, see inference_precision. Raises ConfigError."""
-    if not is_exported(run):
+    if not (run / EXPORTED).is_file():
         loaded = load_checkpoint(checkpoint.resolve(str(run)))
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         encoder = ExampleEncoder.load(files.tokenizer_of(loaded.path), loaded.config.data.sequence_length)

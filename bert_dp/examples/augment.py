@@ -6,7 +6,6 @@ A copy is a function of seed, example and copy alone.
 
 from __future__ import annotations
 
-import bisect
 import collections
 import dataclasses
 import itertools
@@ -31,7 +30,6 @@ CUT_RATE = 0.25  # of the texts
 LONGEST_CUT = 5  # words
 MASK, HOLE = "\0", "\1"  # stand for a mask token, and for a token that a language model is to draw
 HOLE_ID = 2**16 - 1  # of such a token until then; no vocabulary has it
-TAGGER = "morphmodel_en.pgz"  # HanTa's model of English
 
 Substitute = Callable[[str, int, Random], str]
 """The text, the index of the word to replace, and the random numbers to draw with, to another word."""
@@ -78,13 +76,12 @@ class SameTagWords:
 
     def __call__(self, text: str, index: int, draw: Random) -> str:
         tag = self._tags[text][index]
-        sums = self._sums[tag]
-        return self._words[tag][bisect.bisect(sums, draw.random() * sums[-1])]
+        return draw.choices(self._words[tag], cum_weights=self._sums[tag])[0]
 
 
 def load_tagger() -> Callable[[list[str]], list[str]]:
     """Return HanTa's tagger of English: words to tags. Raises ConfigError where the extra `pos` is absent."""
-    tagger = require("HanTa.HanoverTagger", "pos", "--replace: pos").HanoverTagger(TAGGER)
+    tagger = require("HanTa.HanoverTagger", "pos", "--replace: pos").HanoverTagger("morphmodel_en.pgz")
     return lambda words: [tag for _, _, tag in tagger.tag_sent(words)]
 
 
@@ -117,11 +114,9 @@ class AugmentedData:
             texts = dict.fromkeys(itertools.chain.from_iterable(row.texts for row in table.rows))
             substitute = SameTagWords(texts, load_tagger())
         copies = [
-            dataclasses.replace(
-                row, texts=copy_of(row.texts, substitute, seed=self.seed, example=example, copy=copy)
-            )
-            for example, row in enumerate(table.rows)
-            for copy in range(self.copies)
+            dataclasses.replace(row, texts=copy_of(row.texts, substitute, seed=self.seed, example=i, copy=k))
+            for i, row in enumerate(table.rows)
+            for k in range(self.copies)
         ]
         seen = {row.texts for row in table.rows}
         new = {row.texts: row for row in copies if row.texts not in seen}
@@ -160,7 +155,7 @@ class LogitsData:
             values = record.get("logits")
             numbers = values if isinstance(values, list) else []
             if not all(isinstance(x, int | float) and math.isfinite(x) for x in numbers) or not numbers:
-                raise data_error(self.file, "damaged", f"{place}: logits are no list of finite numbers")
+                raise data_error(self.file, "damaged", f"{place}: logits are not a list of finite numbers")
             if len(numbers) != outputs:
                 message = f"{place}: {len(numbers)} logits, expected {outputs}, one for each label"
                 raise data_error(self.file, "conflict", message)

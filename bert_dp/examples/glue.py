@@ -30,7 +30,7 @@ from bert_dp.examples.table import (
     read_delimited,
 )
 
-MAX_FILE_BYTES = 2**30  # GLUE's largest, MNLI's train.tsv, has some hundred MB, most of them parse trees
+MAX_FILE_BYTES = 2**30  # GLUE's largest, MNLI's train.tsv, has some hundred MB
 MAX_MEMBERS = 10_000  # of a tar
 ZERO_ONE = ("0", "1")
 ENTAILMENT = ("entailment", "not_entailment")
@@ -119,12 +119,10 @@ class GlueData:
 
     def identity(self) -> dict[str, Any]:
         """Return values that change when a file does, without reading it. Raises ConfigError."""
-        files = [
-            file
-            for place in self.places
-            for file in ([place / name for name in self._names()] if place.is_dir() else [place])
-            if file.exists() or file == place
-        ]
+        files: list[Path] = []
+        for place in self.places:
+            named = [place / name for name in self._names() if (place / name).exists()]
+            files += named if place.is_dir() else [place]
         return {"task": self.task, "files": list(map(readers.file_identity, files))}
 
     def read(self, *, train_only: bool) -> LabelledData:
@@ -133,13 +131,9 @@ class GlueData:
         files: dict[str, bytes] = {}
         for place in self.places:
             files |= read_files(place, [name for name in names if name not in files])
-        looked = ", ".join(map(str, self.places))
-        hint = "add --data with the folder or tar that has it"
-        if issues := [
-            Issue("--data", "missing", f"no {name} in {looked}", name, hint=hint)
-            for name in names
-            if name not in files and Path(name).stem in task.required
-        ]:
+        looked, fix = ", ".join(map(str, self.places)), "add --data with the folder or tar that has it"
+        if absent := [name for name in names if name not in files and Path(name).stem in task.required]:
+            issues = [Issue("--data", "missing", f"no {name} in {looked}", name, hint=fix) for name in absent]
             raise ConfigError(issues)
         tables = {Path(name).stem: _table(name, files[name], task) for name in names if name in files}
         counts = {split: len(table.rows) for split, table in tables.items()}
@@ -202,10 +196,9 @@ def _table(name: str, data: bytes, task: GlueDefinition) -> LabelledTable:
     is_test = split.startswith("test")
     columns = Columns(task.texts, task.label)
     lines = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8-sig")
+    records = read_delimited(name, lines, "tsv", columns, () if is_test else task.header)
     try:
-        for place, record, surplus in read_delimited(
-            name, lines, "tsv", columns, () if is_test else task.header
-        ):
+        for place, record, surplus in records:
             if surplus >= 0:
                 rows.append(make_row(name, place, record, columns, task.kind, is_test=is_test))
             elif split == TRAIN:

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,6 @@ from tokenizers import Encoding, Tokenizer
 from bert_dp import files as record
 from bert_dp.config import ConfigError
 from bert_dp.config.manifest import TRAIN, ExamplesManifest, format_of, hash_json, read_examples, with_hash
-from bert_dp.config.schema import LabelKind
 from bert_dp.data import readers
 from bert_dp.data import tokenizer as tokens
 from bert_dp.data.build import locked, replaced, run_command
@@ -55,35 +54,40 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def answer(argv: Sequence[str] | None) -> str:
-    """Return the prepared directory, or with `missing` the files that GLUE's tasks lack, as JSON. Raises
-    ConfigError."""
+    """Return the prepared directory, or of `missing` GLUE's absent files as JSON. Raises ConfigError."""
     parser = argparse.ArgumentParser(prog="python -m bert_dp.examples.prepare")
     parser.add_argument("verb", choices=["missing", "prepare"])
-    parser.add_argument("--tokenizer", type=Path)
-    parser.add_argument("--length", type=int)
     parser.add_argument("--dev-share", type=float, default=0.0)
     parser.add_argument("--data", type=Path, action="append", default=[])
-    for name in ("--task", "--train", "--dev", "--test", "--text", "--text-pair", "--label"):
+    for name in ("--task", "--train", "--dev", "--test", "--text", "--text-pair", "--label", "--kind"):
         parser.add_argument(name)
+    for name in ("--tokenizer", "--replacing-model"):
+        parser.add_argument(name, type=Path)
+    for name in ("--length", "--copies"):
+        parser.add_argument(name, type=int)
     parser.add_argument("--teacher-logits")
-    parser.add_argument("--copies", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--replace", default="none")
-    parser.add_argument("--replacing-model", type=Path)
-    parser.add_argument("--kind", choices=get_args(LabelKind))
     options = parser.parse_args(argv)
     if options.verb == "missing":
         return json.dumps(missing(options.data))
     record.set_private_umask()
-    directory, manifest = prepare(
-        _data(options), options.tokenizer, options.length, options.dev_share, options.seed
-    )
+    share, seed = options.dev_share, options.seed
+    directory, manifest = prepare(_data(options), options.tokenizer, options.length, share, seed)
     sys.stderr.write(record.printable(f"{summary(manifest)}\n"))
     return str(directory)
 
 
 def _data(options: argparse.Namespace) -> AnyData:
-    data = _labelled_data(options)
+    data: GlueData | CustomData
+    if options.task is not None:
+        data = GlueData(options.task, tuple(options.data))
+    else:
+        files = {name: path for name in ("train", "dev", "test") if (path := getattr(options, name))}
+        texts = tuple(filter(None, (options.text or "text", options.text_pair)))
+        columns = Columns(texts, options.label or "label")
+        finds_pair = options.text is None and options.text_pair is None
+        data = CustomData(files, columns, options.kind, finds_pair)
     if options.teacher_logits is not None:
         return LogitsData(data, options.teacher_logits)
     if options.copies is not None:
@@ -91,23 +95,13 @@ def _data(options: argparse.Namespace) -> AnyData:
     return data
 
 
-def _labelled_data(options: argparse.Namespace) -> GlueData | CustomData:
-    if options.task is not None:
-        return GlueData(options.task, tuple(options.data))
-    files = {split: getattr(options, split) for split in ("train", "dev", "test") if getattr(options, split)}
-    texts = (options.text or "text", *([options.text_pair] if options.text_pair else []))
-    finds_pair = options.text is None and options.text_pair is None
-    return CustomData(files, Columns(texts, options.label or "label"), options.kind, finds_pair)
-
-
 def prepare(
     data: AnyData, tokenizer: Path, length: int, dev_share: float = 0.0, seed: int = 0
 ) -> tuple[Path, ExamplesManifest]:
     """Return the prepared directory and its manifest; build it in the cache on first use.
 
-    `length`: tokens of the longest example. `dev_share`: of train that becomes dev, drawn by
-    `seed`; 0 = dev is a file.
-    Safe when several processes call it at once: one builds, the others wait. Raises ConfigError.
+    `length`: tokens of the longest example. `dev_share`: of train that becomes dev, drawn by `seed`; 0 = dev
+    is a file. Of several processes that call it at once one builds and the others wait. Raises ConfigError.
     """
     if issues := record.cache_issues():
         raise ConfigError(issues)
@@ -208,8 +202,7 @@ def _key(row: Row) -> int:
 
 
 def _with_drawn_dev(labelled: LabelledData, share: float, seed: int) -> LabelledData:
-    """Move a share of the rows of each class of train to dev, by the hash of the seed and their texts. Raises
-    ConfigError."""
+    """Move a share of each class of train to dev, by a hash of the seed and the texts. Raises ConfigError."""
     whole = labelled.tables[TRAIN]
     strata: dict[str, set[int]] = {}
     for row in whole.rows:
@@ -294,18 +287,16 @@ class ExampleEncoder:
 
     def encode(self, examples: Sequence[tuple[str, ...]]) -> EncodedExamples:
         """Tokenize, truncate and frame the examples."""
-        rows: list[list[int]] = []
-        textless: list[int] = []
-        truncated = 0
+        rows, textless = list[list[int]](), list[int]()
+        truncated = letters = lost_letters = 0
         head = [self.special["cls"]] if self.has_cls else []
+        between = [self.special["sep"]] * (self.separators - 1)
         count_letters = tokens.loss_counter(self.tokenizer, self.special["unk"])
-        letters = lost_letters = 0
         for index, (texts, parts) in enumerate(zip(examples, self._parts(examples), strict=True)):
             for text, ids in zip(texts, parts, strict=True):
                 counted, lost = count_letters(text, ids)
                 letters += counted
                 lost_letters += lost
-            between = [self.special["sep"]] * (self.separators - 1)
             frame = len(head) + len(parts) + len(between) * (len(parts) - 1)
             kept = truncate(parts, self.length - frame)
             truncated += kept != parts
@@ -329,16 +320,13 @@ class ExampleEncoder:
         """Yield the ids of each text of an example, without special tokens."""
         for start in range(0, len(examples), BATCH_EXAMPLES):
             batch = examples[start : start + BATCH_EXAMPLES]
-            pieces = chain.from_iterable(self._pieces(text) for text in chain.from_iterable(batch))
-            encoded = iter(self.tokenizer.encode_batch_fast([*pieces], add_special_tokens=False))
+            pieces = [*chain.from_iterable(batch)]
+            if self.marks:  # the texts between them
+                split = re.compile(f"[{''.join(self.marks)}]").split
+                pieces = [piece.rstrip() for text in pieces for piece in split(text)]
+            encoded = iter(self.tokenizer.encode_batch_fast(pieces, add_special_tokens=False))
             for example in batch:
                 yield [self._joined(text, encoded) for text in example]
-
-    def _pieces(self, text: str) -> list[str]:
-        """Split a text at its marks."""
-        if not self.marks:
-            return [text]
-        return [piece.rstrip() for piece in re.split(f"[{''.join(self.marks)}]", text)]
 
     def _joined(self, text: str, pieces: Iterator[Encoding]) -> list[int]:
         """Return the ids of a text from those of its pieces, the next ones, and of its marks."""
@@ -349,8 +337,8 @@ class ExampleEncoder:
 
 
 def truncate(parts: list[list[int]], room: int) -> list[list[int]]:
-    """Cut one or two parts to `room` tokens in total, token by token from the end of the longer one; of the
-    second if both have the same length."""
+    """Cut one or two parts to `room` tokens in total, token by token from the end of the longer one, of the
+    second if they are equally long."""
     if len(parts) == 1:
         return [parts[0][:room]]
     first, second = parts

@@ -1,12 +1,12 @@
 """Read rows of labelled texts, check the types of their columns, and store encoded examples. Torch-free.
 
-A file of encoded examples holds `ids` uint16 [T], the tokens of all examples one after another; `offsets`
-int64 [n + 1], where each begins and ends; and where they are known `labels`: int64 [n] (single_label), uint8
-[n, L] (multi_label) or float32 [n] (regression).
+A file of examples holds `ids` uint16 [T], the tokens of all; `offsets` int64 [n + 1], where each begins and
+ends; and `labels`, if known: int64 [n], of multi_label uint8 [n, L], of a regression float32 [n].
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import hashlib
@@ -40,16 +40,11 @@ SCORES_FIX = "give --kind regression where the labels are scores"
 MAX_BYTES = 2**31  # of a split's file, which is held whole
 LABEL_TYPES = {"single_label": np.int64, "multi_label": np.uint8, "regression": np.float32}
 MAX_NAME = 1000  # characters of a label
-MAX_SCORE = float(np.finfo(np.float32).max)
 WHOLE = re.compile(r"([+-]?[0-9]+)\.0+")
 WITH_DECIMALS = re.compile(r"[+-]?([0-9]*\.[0-9]+([eE][+-]?[0-9]+)?|[0-9]+[eE]-[0-9]+)")
-FORMATS = {
-    ".csv": "csv",
-    ".tsv": "tsv",
-    **{suffix: format for suffix, format in readers.FORMATS.items() if format != "text"},
-}
+FORMATS = {suffix: format for suffix, format in readers.FORMATS.items() if format != "text"}
+FORMATS |= {".csv": "csv", ".tsv": "tsv"}
 PAIR = "text_pair"
-HUB_SPLITS = {TRAIN: "train", "dev": "validation", "test": "test"}
 METRICS: dict[LabelKind, tuple[Metric, ...]] = {
     "single_label": ("accuracy", "f1"),
     "multi_label": ("f1", "accuracy"),
@@ -110,8 +105,7 @@ class LabelledData:
 
 @dataclasses.dataclass(frozen=True)
 class CustomData:
-    """Name a user's files by split ("train", "dev", "test"), and their columns. A file may be
-    `hub:NAME[:CONFIG]`."""
+    """Name a user's files, or `hub:NAME[:CONFIG]`, by split ("train", "dev", "test"), and their columns."""
 
     files: dict[str, str]
     columns: Columns
@@ -122,9 +116,8 @@ class CustomData:
 
     def identity(self) -> dict[str, Any]:
         """Return values that change when a file does, without reading it. Raises ConfigError."""
-        return dataclasses.asdict(self) | {
-            "files": {split: readers.identity(_source(name)) for split, name in self.files.items()}
-        }
+        files = {split: readers.identity(_source(name)) for split, name in self.files.items()}
+        return dataclasses.asdict(self) | {"files": files}
 
     def read(self, *, train_only: bool) -> LabelledData:
         """Read and check every file. Raises ConfigError."""
@@ -169,7 +162,7 @@ def _source(name: str) -> readers.Source:
     if path.exists() and not path.is_file():
         raise data_error(name, "wrong_type", "is not a regular file", "name a file of examples")
     if (suffix := readers.suffixes(path)[0]) not in FORMATS:
-        message = f"is no table; known suffixes are {', '.join(FORMATS)}"
+        message = f"is not a table; known suffixes are {', '.join(FORMATS)}"
         raise data_error(name, "unsupported", message, "convert it")
     return readers.Source(name, path, FORMATS[suffix])
 
@@ -177,7 +170,8 @@ def _source(name: str) -> readers.Source:
 def _records(source: readers.Source, columns: Columns, split: str) -> Iterator[tuple[str, Any]]:
     """Yield the place and record of every row. Raises ConfigError."""
     if source.path is None or source.format not in DIALECTS:
-        yield from readers.records(source, [*columns.texts, columns.label, PAIR], HUB_SPLITS[split])
+        keys = [*columns.texts, columns.label, PAIR]
+        yield from readers.records(source, keys, "validation" if split == "dev" else split)
         return
     lines = (line + "\n" for _, line in readers.lines(source.path))
     for place, record, surplus in read_delimited(source.name, lines, source.format, columns):
@@ -200,8 +194,7 @@ def read_delimited(
     """Yield the place, the fields by name and the surplus of fields of each row of a csv or tsv. The surplus
     is negative where fields are missing. `header`: of a file without one.
 
-    A blank line is a row with an empty text in a table of one column, and is skipped in a wider one. Raises
-    ConfigError.
+    A blank line is an empty text in a table of one column and skipped in a wider one. Raises ConfigError.
     """
     reader = csv.reader(lines, **DIALECTS[format])
     end = 0  # last line of the row before
@@ -241,8 +234,8 @@ def make_row(name: str, place: str, record: Any, columns: Columns, kind: LabelKi
 
 
 def parse_label(cell: Any, kind: LabelKind) -> tuple[str, ...] | float:
-    """Convert the cell of a label to names or a score. Names of multi_label are a list, JSON of one, or a
-    text with | between them. Raises ValueError."""
+    """Convert the cell of a label to names (of multi_label a list, JSON of one, or a text with | between
+    them) or a score. Raises ValueError."""
     if kind == "regression":
         return _score(cell)
     if kind == "single_label":
@@ -268,20 +261,17 @@ def _name(value: Any) -> str:
 
 
 def _score(value: Any) -> float:
-    try:
-        score = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        score = math.nan
-    if not abs(score) <= MAX_SCORE:
-        raise ValueError("expected a number")
-    return score
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        if not isinstance(value, bool) and abs(score := float(value)) <= np.finfo(np.float32).max:
+            return score
+    raise ValueError("expected a number")
 
 
 def label_names(kind: LabelKind | None, train: LabelledTable) -> tuple[str, ...]:
-    """Return every name in train, sorted as numbers if all are whole numbers, else as text; none of a
-    regression. `kind`: None = single_label, but a number with decimals is refused, as it is probably a score.
+    """Return the names in train, sorted as numbers if all are whole numbers, else as text; regression: ().
 
-    Raises ConfigError, also for too few or too many different labels.
+    `kind`: None = single_label, but a number with decimals, which is probably a score, is refused. Raises
+    ConfigError, also for too few or too many different labels.
     """
     found: set[Any] = set()
     for row in train.rows:
@@ -314,7 +304,7 @@ def to_array(kind: LabelKind, names: Sequence[str], table: LabelledTable) -> NDA
     for row in table.rows:
         assert isinstance(row.label, tuple)
         if unknown := [name for name in row.label if name not in index]:
-            message = f"{row.place}: label {unknown[0]!r} is none of train's {[*names[:8]]}"
+            message = f"{row.place}: label {unknown[0]!r} is not among train's {[*names[:8]]}"
             is_score = WITH_DECIMALS.fullmatch(unknown[0])
             fix = SCORES_FIX if is_score else "correct it, or add such examples to train"
             raise data_error(table.name, "unknown", message, fix, unknown[0])
@@ -322,19 +312,16 @@ def to_array(kind: LabelKind, names: Sequence[str], table: LabelledTable) -> NDA
     if kind == "single_label":
         return np.array(indices, LABEL_TYPES[kind])[:, 0]
     labels = np.zeros((len(indices), len(names)), LABEL_TYPES[kind])
-    for ones, of_row in zip(labels, indices, strict=True):
-        ones[of_row] = 1
+    for row_index, of_row in enumerate(indices):
+        labels[row_index, of_row] = 1
     return labels
 
 
 def answers(logits_NL: NDArray[np.float32], kind: LabelKind) -> NDArray[Any]:
     """Return the labels that logits choose, as LABEL_TYPES stores them."""
-    chosen = {
-        "single_label": logits_NL.argmax(1),
-        "multi_label": logits_NL > 0,
-        "regression": logits_NL[:, 0],
-    }[kind]
-    return chosen.astype(LABEL_TYPES[kind])
+    if kind == "single_label":
+        return logits_NL.argmax(1)
+    return (logits_NL > 0 if kind == "multi_label" else logits_NL[:, 0]).astype(LABEL_TYPES[kind])
 
 
 LOGITS = "logits-{:05d}.safetensors"  # file of a teacher's logits, of the k-th part of train
@@ -345,10 +332,8 @@ def read_logits(directory: Path, examples: int, outputs: int) -> NDArray[np.floa
     missing, not finite, or of another number of outputs."""
     with refusing("distill.logits", str(directory), hint="run `bert-dp distill` again"):
         try:
-            parts = [
-                safetensors.numpy.load(read_regular(p, MAX_BYTES)) for p in sorted(directory.glob("logits-*"))
-            ]
-            logits_NL = np.concatenate([part["logits"] for part in parts])
+            contents = [read_regular(path, MAX_BYTES) for path in sorted(directory.glob("logits-*"))]
+            logits_NL = np.concatenate([safetensors.numpy.load(each)["logits"] for each in contents])
         except (SafetensorError, KeyError) as error:
             raise ValueError(f"holds no logits ({error})") from None
         if logits_NL.shape != (examples, outputs):
@@ -380,14 +365,14 @@ class Examples:
         with refusing(str(path), hint=manifest.hint):
             data = read_regular(path, MAX_BYTES)
             if hashlib.sha256(data).hexdigest() != entry.sha256:
-                raise ValueError("its SHA-256 is another one")
+                raise ValueError("its SHA-256 differs from the manifest's")
             try:
                 arrays = safetensors.numpy.load(data)
                 examples = cls(arrays["ids"], arrays["offsets"], arrays.get("labels"))
             except (SafetensorError, KeyError) as error:
                 raise ValueError(f"holds no examples ({error})") from None
             if not examples._fits(manifest, entry):
-                raise ValueError(f"its arrays are not as {manifest.file_name} says")
+                raise ValueError(f"its arrays do not match {manifest.file_name}")
         return examples
 
     def _fits(self, manifest: ExamplesManifest, entry: ExampleSplit) -> bool:

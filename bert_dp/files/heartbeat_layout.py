@@ -13,8 +13,7 @@ IN_STEP = ("data", "step")
 
 @dataclasses.dataclass(frozen=True)
 class Heartbeat:
-    """Content of RUN/heartbeats/rank-N: one 64-bit integer per field, in this order and the machine's byte
-    order, so that each is stored and read whole."""
+    """Hold RUN/heartbeats/rank-N: a 64-bit integer of the machine's byte order per field, each read whole."""
 
     pid: int = 0
     step: int = 0

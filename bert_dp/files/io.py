@@ -23,11 +23,8 @@ def lock(path: Path, *, wait: Literal[True]) -> IO[str]: ...
 @overload
 def lock(path: Path, *, wait: bool = ...) -> IO[str] | None: ...
 def lock(path: Path, *, wait: bool = False) -> IO[str] | None:
-    """Hold the lock file at `path` until the returned file is closed; None when another process holds it,
-    unless it is to `wait` for that one's end.
-
-    Raises OSError when the file cannot be written.
-    """
+    """Hold the lock file at `path` until the returned file is closed. Return None if another process holds
+    it, or `wait` for that process to release it. Raises OSError when the file cannot be written."""
     while True:
         file = path.open("a")
         try:
@@ -45,10 +42,8 @@ STALE_S = 45.0  # for a change by another node to be seen: views of a shared dir
 
 
 def appears(path: Path, is_current: Callable[[Path], bool]) -> bool:
-    """Wait until a file that another node has written is seen here; return False if it is not in STALE_S.
-
-    `is_current` may raise OSError, which stands for False.
-    """
+    """Wait up to STALE_S for a file of another node; return False if it does not appear. An OSError of
+    `is_current` counts as False."""
     end = time.monotonic() + STALE_S
     while True:
         with contextlib.suppress(OSError):
@@ -60,8 +55,6 @@ def appears(path: Path, is_current: Callable[[Path], bool]) -> bool:
 
 
 REDACTED = "<redacted>"
-# shorter values and plain words stand in ordinary text by chance, so hiding them would spoil it
-MIN_SECRET = 6  # characters
 WORD = re.compile(r"[A-Z]?[a-z]{,12}|[A-Z]{,12}")
 SECRET_NAME = re.compile(
     r"(?i).*(token|secret|passw(or)?d|passphrase|credentials?|api_?key)|.*[_.-](key|pwd|pass|auth|pat|dsn)"
@@ -83,10 +76,10 @@ def is_secret(name: str) -> bool:
 
 
 def secret_values(environ: Mapping[str, str]) -> list[str]:
-    """Return the values of the variables that hold a secret by their name, but not short ones and plain
-    words."""
+    """Return the values of the variables that are secret by their name."""
     values = [value.strip() for name, value in environ.items() if is_secret(name)]
-    return [value for value in values if len(value) >= MIN_SECRET and not WORD.fullmatch(value)]
+    # short values and plain words also stand in ordinary text by chance, which hiding them would spoil
+    return [value for value in values if len(value) >= 6 and not WORD.fullmatch(value)]
 
 
 def secret_in(text: str, environ: Mapping[str, str]) -> str | None:
@@ -131,16 +124,12 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def honoured(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
-    """Return the signals that this process was not told to ignore, as nohup does with SIGHUP and a script's
-    shell with SIGINT in the background."""
+    """Return the signals that this process does not ignore (as SIGHUP under nohup)."""
     return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
 
 
 def start_ticks(pid: int) -> str:
-    """Return the start time of a process in clock ticks since boot, which with the pid is unique.
-
-    Raises OSError when there is none.
-    """
+    """Return a process's start in clock ticks since boot, which with the pid is unique. Raises OSError."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
 
 
@@ -167,7 +156,7 @@ def cache_issues() -> list[Issue]:
     status = root.stat()
     if status.st_uid in (os.geteuid(), 0) and not status.st_mode & stat.S_IWOTH:
         return []
-    message = f"{root} is of uid {status.st_uid}, mode {status.st_mode:o}: others can change its files"
+    message = f"{root} has owner {status.st_uid} and mode {status.st_mode:o}: others can change its files"
     hint = "set it to a directory of your own"
     return [Issue("BERT_DP_CACHE", "unsupported", message, str(root), hint=hint)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
@@ -13,16 +14,12 @@ from typing import Any
 
 from bert_dp.config.errors import MAX_JSON_BYTES, read_regular
 
-MAX_JSON_DEPTH = 32  # of nested objects and lists; ours have less than ten
 READ_BYTES = 2**20  # of a followed file at once
 MAX_WHOLE = 2**64  # no count, size or time in ns is as large
 
 
 def append_line(path: Path, facts: Mapping[str, Any]) -> None:
-    """Append one flat JSON line, whole or not at all. A non-finite number becomes null: JSON has none.
-
-    Raises OSError.
-    """
+    """Append a JSON line, whole or not at all; a non-finite number becomes null. Raises OSError."""
     line = (json.dumps(finite(dict(facts)), allow_nan=False) + "\n").encode()
     with open(path, "ab", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
@@ -35,29 +32,21 @@ def append_line(path: Path, facts: Mapping[str, Any]) -> None:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the whole lines of a JSONL file, objects that have a `step` each; one torn by a crash, or
-    damaged, ends the iteration. Nothing when there is no such regular file. Raises OSError when it cannot be
-    read."""
+    """Yield the lines of a JSONL file, objects with a `step`, up to one that is damaged or torn by a crash;
+    none where there is no such regular file. Raises OSError when it cannot be read."""
     if not path.is_file():
         return
-    with path.open("rb") as file:
+    with path.open("rb") as file, contextlib.suppress(ValueError):
         for line in file:
-            if not line.endswith(b"\n"):
-                return
-            try:
-                facts = parse_json(line)
-            except ValueError:
-                return
-            if not isinstance(facts, dict) or type(facts.get("step")) is not int:
+            facts = parse_json(line)
+            if not (line.endswith(b"\n") and isinstance(facts, dict) and type(facts.get("step")) is int):
                 return
             yield facts
 
 
 class Tail:
-    """Reads the lines added to a file since the last call, READ_BYTES at most; a longer line comes in pieces.
-
-    A replaced file is read from its start. With `skip_present` what the file holds already is left out.
-    """
+    """Read the lines added to a file since the last call, READ_BYTES at most; a longer line comes in pieces.
+    A replaced file is read from its start. `skip_present`: leave out the present content."""
 
     def __init__(self, path: Path, *, skip_present: bool = False):
         self._path = path
@@ -67,8 +56,7 @@ class Tail:
             self._inode, self._offset = status.st_ino, status.st_size
 
     def lines(self) -> tuple[list[str], bool]:
-        """Return the new lines, and whether the file has been replaced. A file that cannot be read now, as on
-        a file server that does not answer, has no new lines."""
+        """Return the new lines, and True if the file was replaced; ([], False) if it cannot be read now."""
         try:
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
@@ -122,14 +110,14 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def parse_json(text: bytes | str) -> Any:
-    """Parse JSON in UTF-8. Raises ValueError for anything else, and for whole numbers of MAX_WHOLE and more
-    and nesting deeper than MAX_JSON_DEPTH, which no file of ours has."""
+    """Parse JSON in UTF-8. Raises ValueError for anything else, and for what no file of ours has: whole
+    numbers of MAX_WHOLE and more, and over 32 levels of nesting."""
     try:
         data = json.loads(text if isinstance(text, str) else text.decode(), parse_int=_whole_number)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"is not JSON ({error})") from None
     level = [data]
-    for _ in range(MAX_JSON_DEPTH):
+    for _ in range(32):
         inside = (v.values() if isinstance(v, dict) else v for v in level if isinstance(v, (dict, list)))
         if not (level := [value for values in inside for value in values]):
             return data

@@ -40,35 +40,26 @@ OUT_OF_MEMORY: tuple[FailureKind, ...] = ("device_memory", "host_memory")
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 # what libraries say in exceptions that have no type of their own, of "type: message" from its beginning
-_TEXTS: tuple[tuple[FailureKind, re.Pattern[str]], ...] = (
-    ("peer_gone", re.compile(r".*(closed by peer|reset by peer|ncclRemoteError)", re.DOTALL)),
-    (
-        "device_memory",
-        re.compile(r"(\w*OutOfMemoryError\b|\w+: .*\b(CUDA|HIP|CUBLAS|XPU)\b.*out of memory)", re.DOTALL),
-    ),
-    (
-        "host_memory",
-        re.compile(
-            r"MemoryError\b"
-            r"|.*(DefaultCPUAllocator: can't allocate memory|\[Errno 12\]|Cannot allocate memory)",
-            re.DOTALL,
-        ),
-    ),
-    ("disk", re.compile(rf"\w+: \[Errno ({'|'.join(map(str, DISK_ERRORS))})\]")),
-    ("bad_input", re.compile(r"ConfigError\b")),
-)
+_TEXTS: dict[FailureKind, str] = {
+    "peer_gone": r".*(closed by peer|reset by peer|ncclRemoteError)",
+    "device_memory": r"\w*OutOfMemoryError\b|\w+: .*\b(CUDA|HIP|CUBLAS|XPU)\b.*out of memory",
+    "host_memory": r"MemoryError\b"
+    r"|.*(DefaultCPUAllocator: can't allocate memory|\[Errno 12\]|Cannot allocate memory)",
+    "disk": rf"\w+: \[Errno ({'|'.join(map(str, DISK_ERRORS))})\]",
+    "bad_input": r"ConfigError\b",
+}
 
 
 def kind_of_text(text: str) -> FailureKind:
     """Classify an exception that is only known as "type: message"; nothing else reads the words."""
-    return next((kind for kind, pattern in _TEXTS if pattern.match(text)), "error")
+    return next((kind for kind, pattern in _TEXTS.items() if re.match(pattern, text, re.DOTALL)), "error")
 
 
 def kind_of_error(error: BaseException) -> FailureKind:
     """Classify an exception by its own `failure_kind`, else by its errno, its type and its words."""
-    if (own := getattr(error, "failure_kind", None)) is not None:
-        kind: FailureKind = own
-        return kind
+    own: FailureKind | None = getattr(error, "failure_kind", None)
+    if own is not None:
+        return own
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         return "disk"
     return kind_of_text(f"{type(error).__name__}: {error}")
@@ -80,7 +71,6 @@ def _finite(value: Any) -> Any:
 
 FiniteOrNone = Annotated[float | None, BeforeValidator(_finite)]
 """A measured number; one that is not finite becomes null: JSON has none."""
-Pair = Annotated[list[float], Field(strict=False)]
 
 
 class StoredFile(StoredModel):
@@ -167,7 +157,7 @@ class NoiseScale(StoredModel):
     steps: int | None = None
     noise_scale: FiniteOrNone = None
     """Sequences."""
-    interval: Pair | None = None
+    interval: Annotated[list[float], Field(strict=False)] | None = None
     """95 %, sequences."""
     grad_sq: FiniteOrNone = None
     """Squared norm of the true gradient."""
@@ -187,10 +177,8 @@ class Restart(StoredModel):
 
 
 class HeldOut(StoredModel):
-    """Hold the results of an evaluation, as far as its task measures them.
-
-    A line of evals.jsonl has these keys beside step, tokens and elapsed_s.
-    """
+    """Hold the results of an evaluation, as far as its task measures them. A line of evals.jsonl has these
+    keys beside step, tokens and elapsed_s."""
 
     loss: FiniteOrNone = None
     """Mean over `masked_tokens` or `examples`, in `loss_unit`."""

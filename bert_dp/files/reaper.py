@@ -1,5 +1,4 @@
-"""Start our modules, and end them with their caller: command lines, marks, and the reaper, which outlives the
-caller by a moment. Torch-free."""
+"""Start our modules and end them with their caller: command lines, marks, and the reaper. Torch-free."""
 
 from __future__ import annotations
 
@@ -58,15 +57,14 @@ def reaper(scratch: Path) -> Iterator[None]:
     """Kill what we have started, and remove `scratch`, should this process be killed in the block.
 
     Ranks end by themselves then, unless they are stopped (SIGSTOP) or hold the interpreter lock. The reaper
-    is a small process that waits until its standard input closes. It does not have our marks itself: another
-    launcher's reaper must not end it first.
+    is a small process that waits until its standard input closes.
     """
     constants = f"PATIENCE_S, SEARCH_S = {PATIENCE_S}, {SEARCH_S}"
     functions = [inspect.getsource(function) for function in (marked, reap)]
     source = "\n".join([REAPER_IMPORTS, constants, *functions, "reap(*sys.argv[1:])"])
     marks = launcher_marks()
     names = {mark.partition("=")[0] for mark in marks}
-    # a bare interpreter: fast and small
+    # a bare interpreter: fast and small; without our marks, lest another launcher's reaper ends it first
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", source, str(scratch), *marks],
         stdin=subprocess.PIPE,

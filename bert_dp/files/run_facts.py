@@ -25,24 +25,23 @@ from bert_dp.config.errors import (
     require,
     sha256,
 )
+from bert_dp.config.hf import EXPORTED, TOKENIZER
 from bert_dp.files.models import InitFrom, StoredFile
 
 SCHEMA_VERSION = 1
-TOKENIZER = "tokenizer.json"
-"""The tokenizer's file: in the run directory, and a copy of it in each checkpoint."""
 PAGE = "report.html"
 PREDICTIONS = "predictions.jsonl"
 """A finetuned run's logits of every example of dev and test."""
 SEQUENCE_LOSSES = "heldout_losses.json"
 """A pretraining's loss of every held-out sequence."""
-CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")  # of a complete one, not of a save that was cut off
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """List complete checkpoints, newest first."""
     if not folder.is_dir():
         return []
-    found = ((CHECKPOINT_NAME.fullmatch(path.name), path) for path in folder.iterdir())
+    # a save that was cut off has another name
+    found = ((re.fullmatch(r"step-(\d{8,})", path.name), path) for path in folder.iterdir())
     steps = [(int(match[1]), path) for match, path in found if match and path.is_dir()]
     return [path for _, path in sorted(steps, reverse=True)]
 
@@ -80,11 +79,9 @@ def read_checkpoint_facts(path: Path) -> CheckpointFacts:
 
 
 def weights_hash(checkpoint: Path) -> str:
-    """Read the SHA-256 of a checkpoint's weights from its manifest. Raises OSError, ValueError or KeyError
-    where that does not tell."""
+    """Read the SHA-256 of a checkpoint's weights in its manifest. Raises OSError, ValueError or KeyError."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
-    digest: str = manifest["files"]["model.safetensors"]["sha256"]
-    return digest
+    return str(manifest["files"]["model.safetensors"]["sha256"])
 
 
 def tokenizer_of(checkpoint: Path) -> Path:
@@ -106,18 +103,11 @@ def newest_checkpoint_facts(directory: Path) -> tuple[Path, CheckpointFacts] | N
     return None
 
 
-EXPORTED = "export.json"
 ExportFormat = Literal["hf", "onnx", "aoti"]
 ExportPrecision = Literal["fp32", "bf16", "int8"]
 MODEL_FILES: dict[ExportFormat, str] = {"hf": "model.safetensors", "onnx": "model.onnx", "aoti": "model.pt2"}
-LOADERS: dict[ExportFormat, tuple[str, ...]] = {
-    "hf": ("transformers",),
-    "onnx": ("onnx", "onnxruntime"),
-    "aoti": (),
-}
+LOADERS = {"hf": ("transformers",), "onnx": ("onnx", "onnxruntime"), "aoti": ()}
 """Packages of the extra `export` that load a format."""
-
-
 INPUTS, TYPES = ("input_ids", "attention_mask"), "token_type_ids"
 
 
@@ -151,11 +141,6 @@ class Exported(StoredFile):
     """Of a classifier: its kind, labels and pooling."""
     files: dict[str, Sha256] = Field(default_factory=dict)
     """SHA-256 of the files that a model is loaded from."""
-
-
-def is_exported(directory: Path) -> bool:
-    """Return True if `bert-dp export` made the directory."""
-    return (directory / EXPORTED).is_file()
 
 
 def read_exported(directory: Path) -> Exported:

@@ -18,6 +18,7 @@ from bert_dp.config import (
     batch_layout,
     dump_config,
     load_config,
+    micro_is_auto,
     no_effect,
     num_masked,
     parse_overrides,
@@ -57,30 +58,21 @@ def test_defaults_then_yaml_then_set(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "low", "high", "kept"),
+    ("low", "high", "kept"),
     [
-        (
-            "schedule",
-            {"name": "cosine", "steps": 10},
-            "schedule.tokens=4096",
-            {"name": "cosine", "tokens": 4096},
-        ),
-        ("schedule", {"tokens": 4096}, "schedule.hours=0.5", {"hours": 0.5}),
-        ("schedule", {"hours": 2}, "schedule.steps=3", {"steps": 3}),
-        (
-            "data",
-            {"path": "/a", "shuffle": False},
-            "data.sources=[builtin]",
-            {"shuffle": False, "sources": ("builtin",)},
-        ),
-        ("data", {"sources": ["builtin"]}, "data.path=/b", {"path": "/b"}),
+        ("schedule: {name: cosine, steps: 10}", "schedule.tokens=4096", {"name": "cosine", "tokens": 4096}),
+        ("schedule: {tokens: 4096}", "schedule.hours=0.5", {"hours": 0.5}),
+        ("schedule: {hours: 2}", "schedule.steps=3", {"steps": 3}),
+        ("data: {path: /a, shuffle: false}", "data.sources=[x]", {"shuffle": False, "sources": ("x",)}),
+        ("data: {sources: [x]}", "data.path=/b", {"path": "/b"}),
     ],
 )
 def test_a_higher_member_of_a_group_displaces_the_lower_and_nothing_else(
-    tmp_path: Path, section: str, low: dict[str, Any], high: str, kept: dict[str, Any]
+    tmp_path: Path, low: str, high: str, kept: dict[str, Any]
 ) -> None:
-    path = write(tmp_path, yaml.safe_dump({**BASE, section: low}))
-    assert getattr(load_config(path, [high]), section).model_dump(exclude_defaults=True) == kept
+    path = write(tmp_path, yaml.safe_dump({**BASE, **yaml.safe_load(low)}))
+    section = getattr(load_config(path, [high]), low.partition(":")[0])
+    assert section.model_dump(exclude_defaults=True) == kept
 
 
 def test_exactly_one_budget_and_one_source_of_data(tmp_path: Path) -> None:
@@ -154,27 +146,22 @@ WRONG_VALUES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("path", "value"), [(path, v) for path, values in WRONG_VALUES.items() for v in values]
-)
-def test_a_wrong_value_is_refused_with_its_path(path: str, value: str) -> None:
-    (line,) = issues_of(make_config, f"{path}={value}")
-    assert line.startswith(f"{path}: ")
+@pytest.mark.parametrize("path", WRONG_VALUES)
+def test_a_wrong_value_is_refused_with_its_path(path: str) -> None:
+    for value in WRONG_VALUES[path]:
+        (line,) = issues_of(make_config, f"{path}={value}")
+        assert line.startswith(f"{path}: ")
 
 
 def test_a_dotted_key_in_yaml_is_its_setting(tmp_path: Path) -> None:
-    file = tmp_path / "c.yaml"
-    file.write_text(
-        "optim.lr: 0.25\noptim: {clip: 0.5}\ndata.build.dedup: none\ndata: {sources: [builtin]}\n"
-    )
-    config = load_config(file, ["schedule.steps=1"])
+    text = "optim.lr: 0.25\noptim: {clip: 0.5}\ndata.build.dedup: none\ndata: {sources: [builtin]}\n"
+    config = load_config(file := write(tmp_path, text), ["schedule.steps=1"])
     assert (config.optim.lr, config.optim.clip, config.data.build.dedup) == (0.25, 0.5, "none")
     file.write_text("schedule.tokens: 1000\n")
     assert load_config(file, ["schedule.steps=1", "data.sources=[builtin]"]).schedule.tokens is None
     file.write_text("optim.lr: 0.25\noptim: {lr: 0.5}\nprecision: fp32\nprecision.x: 1\noptim.lrr.x: 1\n")
     assert kinds_of(load_config, file) == [
-        (f"{file}: optim.lr", "conflict"),
-        (f"{file}: precision.x", "conflict"),
+        (f"{file}: {key}", "conflict") for key in ("optim.lr", "precision.x")
     ]
 
 
@@ -247,9 +234,8 @@ def test_all_problems_come_at_once() -> None:
     assert settings == ["model.num_layers", "nonsense", "optim.lr", "run.device"]
 
 
-@pytest.mark.parametrize(("rate", "length", "count"), [(0.25, 128, 32), (0.15, 128, 19), (0.5, 9, 5)])
-def test_the_number_of_masked_positions_rounds_halves_up(rate: float, length: int, count: int) -> None:
-    assert num_masked(rate, length) == count
+def test_the_number_of_masked_positions_rounds_halves_up() -> None:
+    assert [num_masked(*sizes) for sizes in ((0.25, 128), (0.15, 128), (0.5, 9))] == [32, 19, 5]
 
 
 # --- the file itself
@@ -262,10 +248,8 @@ GROWING = "x0: &x0 [1]\n" + "".join(f"x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 9
     "content",
     [
         b"\xff\xfe\x00\x01\x80",
-        b"a: [1, 2",
         b"",
         b"- 1\n- 2\n",
-        b"hello",
         b"a: 1\n---\nb: 2\n",
         b"x" * 1_000_001,
         b"run: {seed: 1}\nrun: {seed: 2}\n",
@@ -314,6 +298,8 @@ def test_every_shipped_configuration_loads() -> None:
     assert shipped
     for path in shipped:
         own = ["data.path=examples", "finetune.labels=[a, b]"] if path.stem in OF_ANY_MODEL else []
+        own += ["run.init_from=null"] if path.stem == "continued" else []  # its weights are the user's
+        own += ["batch.micro_size=1"] if micro_is_auto(path) else []
         config = load_config(path, own)
         assert no_effect(config) == [], path
         batch_layout(config, 1 if config.parallel.engine == "single" else 2)
@@ -360,8 +346,6 @@ def test_every_path_of_a_run_is_made_absolute(tmp_path: Path, monkeypatch: pytes
     given = "data.sources=[texts/*.txt, builtin, 'hub:a/b']"
     config = absolute(make_config(given, "data.tokenizer=~/tokenizer.json", "run.init_from=runs/first"))
     assert config.data.sources == (f"{tmp_path}/texts/*.txt", "builtin", "hub:a/b")
-    assert (config.data.tokenizer, config.run.init_from) == (
-        "/data/me/tokenizer.json",
-        f"{tmp_path}/runs/first",
-    )
+    assert config.data.tokenizer == "/data/me/tokenizer.json"
+    assert config.run.init_from == f"{tmp_path}/runs/first"
     assert absolute(make_config("data.path=shards")).data.path == f"{tmp_path}/shards"

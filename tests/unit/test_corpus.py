@@ -190,15 +190,13 @@ def test_near_dedup_drops_the_later_document(tmp_path: Path) -> None:
     assert make(source, tmp_path / "none", dedup="none")["dropped"]["exact_duplicate"] == 0
 
 
-def test_near_dedup_goes_by_its_threshold(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("threshold", "dropped"), [(0.2, 1), (0.9, 0)])
+def test_near_dedup_goes_by_its_threshold(tmp_path: Path, threshold: float, dropped: int) -> None:
     """Of 51 shingles 21 are shared."""
     half = [" ".join(WORDS[:25] + WORDS[i : i + 15]) for i in (25, 27)]
     source = write(tmp_path / "a.txt", [*prose(60), *half])
-    dropped = {
-        threshold: make(source, tmp_path / str(threshold), dedup="near", near_threshold=threshold)["dropped"]
-        for threshold in (0.2, 0.9)
-    }
-    assert {threshold: each["near_duplicate"] for threshold, each in dropped.items()} == {0.2: 1, 0.9: 0}
+    manifest = make(source, tmp_path / "out", dedup="near", near_threshold=threshold)
+    assert manifest["dropped"]["near_duplicate"] == dropped
 
 
 @pytest.mark.parametrize("when", ["read", "train tokenizer", "tokenize"])
@@ -220,24 +218,16 @@ def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path: Path, when:
     assert not list(tmp_path.glob("*out*"))
 
 
-def test_near_dedup_without_rensa(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "rensa", None)
-    source = write(tmp_path / "a.txt", prose(60))
-    issue = refusal(source, tmp_path / "out", dedup="near")
-    assert (issue.setting, issue.kind, issue.value) == ("data.build.dedup", "needs_package", "rensa")
-
-
 def test_filter_drops_by_tokens_per_character(tmp_path: Path) -> None:
     docs = prose(200)
     trash = [f"q {c} z j x v 1 2 3" for c in "abc"]
     source = write(tmp_path / "a.txt", [*docs, *trash, "日本語", "   ́  "])
     manifest = make(source, tmp_path / "out", max_tokens_per_char=0.5, held_out_fraction=0.2)
     tok = Tokenizer.from_file(str(tmp_path / "out/tokenizer.json"))
-    too_many = [
-        d for d in [*docs, *trash] if len(tok.encode(d, add_special_tokens=False).ids) >= 0.5 * len(d)
-    ]
-    assert manifest["dropped"]["tokens_per_char"] == len(too_many)
-    assert 0 < len(too_many) < len(docs)
+    rates = [len(tok.encode(d, add_special_tokens=False).ids) / len(d) for d in [*docs, *trash]]
+    too_many = sum(rate >= 0.5 for rate in rates)
+    assert manifest["dropped"]["tokens_per_char"] == too_many
+    assert 0 < too_many < len(docs)
     assert manifest["dropped"]["empty"] == 2
 
 
@@ -348,7 +338,7 @@ def test_a_source_that_loses_much_is_refused(
 @pytest.mark.parametrize(("foreign", "refused"), [(0, False), (1, False), (6, True)])
 def test_unknown_tokens_are_counted_for_every_tokenizer(tmp_path: Path, foreign: int, refused: bool) -> None:
     """Of a given tokenizer whose words are WORDS and a full stop."""
-    path = bert_like(tmp_path / "t.json", ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"])
+    path = bert_like(tmp_path / "t.json", SPECIALS)
     known = [" ".join(random.Random(i).choices(WORDS, k=20)) for i in range(100)]
     source = write(tmp_path / "a.txt", [text + " foreign" * foreign for text in known])
     if refused:
@@ -440,20 +430,32 @@ def test_given_tokenizer(tmp_path: Path) -> None:
     assert not (rows == 0).any()
 
 
+SPECIALS = ["[UNK]", "[PAD]", "[CLS]", "[SEP]", "[MASK]"]
+
+
 @pytest.mark.parametrize(
-    ("missing", "extra", "setting", "kind"),
+    ("given", "options", "setting", "kind"),
     [
-        (1, 0, "data.tokenizer", "missing"),
-        (0, 500, "model.vocab_size", "conflict"),
-        (0, 70_000, "data.tokenizer", "out_of_range"),
+        ((SPECIALS[:-1],), {}, "data.tokenizer", "missing"),
+        ((SPECIALS, 500), {}, "model.vocab_size", "conflict"),
+        ((SPECIALS, 70_000), {}, "data.tokenizer", "out_of_range"),
+        ((), {"dedup": "near"}, "data.build.dedup", "needs_package"),
+        ((), {"held_out_fraction": 1e-6}, "data.sources", "out_of_range"),  # too little text
     ],
 )
-def test_a_given_tokenizer_that_cannot_be_used_is_refused(
-    source: str, tmp_path: Path, missing: int, extra: int, setting: str, kind: str
+def test_what_a_build_cannot_use_is_refused(
+    source: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    given: tuple[Any, ...],
+    options: dict[str, Any],
+    setting: str,
+    kind: str,
 ) -> None:
-    specials = ["[UNK]", "[PAD]", "[CLS]", "[SEP]", "[MASK]"][: 5 - missing]
-    path = bert_like(tmp_path / "t.json", specials, extra)
-    issue = refusal(source, tmp_path / "no", tokenizer=path)
+    """`given`: the special tokens of a tokenizer, and how many others it has."""
+    monkeypatch.setitem(sys.modules, "rensa", None)
+    tokenizer = bert_like(tmp_path / "t.json", *given) if given else None
+    issue = refusal(source, tmp_path / "no", tokenizer=tokenizer, **options)
     assert (issue.setting, issue.kind) == (setting, kind)
 
 
@@ -469,7 +471,7 @@ def test_special_tokens_by_the_names_of_other_libraries() -> None:
 def test_ordinary_tokens_begin_behind_the_special_ones_of_the_lower_half() -> None:
     """Which ModernBERT keeps at the end, but for two."""
     for specials, expected in (([0, 1, 2, 3, 4], 5), ([90, 91, 92, 0, 7], 8), ([95, 96, 97, 98, 99], 0)):
-        names = dict(zip(specials, ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"], strict=True))
+        names = dict(zip(specials, SPECIALS, strict=True))
         vocabulary = {names.get(i, f"w{i}"): i for i in range(100)}
         tok = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
         assert tokenizer.first_ordinary(tok, tokenizer.special_ids(tok, "it")) == expected
@@ -499,12 +501,11 @@ def test_a_build_of_the_hub_is_kept_by_its_name(tmp_path: Path, monkeypatch: pyt
     assert refusal("hub:org/other", tmp_path / "out").other == "--force"
 
 
-def test_too_little_text(tmp_path: Path) -> None:
-    issue = refusal(write(tmp_path / "a.txt", prose(12)), tmp_path / "out", held_out_fraction=0.001)
-    assert (issue.setting, issue.kind) == ("data.sources", "out_of_range")
-
-
-def test_existing_output_is_kept_refused_or_replaced(source: str, tmp_path: Path) -> None:
+def test_existing_output_is_kept_refused_or_replaced(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Damage is found also where a start, which reads a sample, would not find it."""
+    monkeypatch.setattr(shards, "SAMPLED_BYTES", 0)
     out = tmp_path / "out put ü"
     first = make(source, out)
     before = (out / "manifest.json").stat().st_mtime_ns
@@ -513,23 +514,17 @@ def test_existing_output_is_kept_refused_or_replaced(source: str, tmp_path: Path
     issue = refusal(source, out, dedup="none")
     assert (issue.setting, issue.kind, issue.value, issue.other) == ("--out", "exists", str(out), "--force")
     assert refusal([source, write(tmp_path / "b.txt", prose(9))], out) == issue
+    good = (out / "train-00000.bin").read_bytes()
+    (out / "train-00000.bin").write_bytes(bytes([good[0] ^ 1]) + good[1:])
+    assert refusal(source, out) == issue
+    assert make(source, out, force=True) == first
+    assert (out / "train-00000.bin").read_bytes() == good
     write(tmp_path / "a.txt", prose(100, seed=1))
     assert refusal(source, out) == issue
     assert make(source, out, force=True)["hash"] != first["hash"]
     (out / "train.bin").write_text("mine")
     issue = refusal(source, out, dedup="none", force=True)
     assert (issue.setting, issue.kind, issue.other) == ("--out", "exists", None)
-
-
-def test_a_damaged_build_is_made_again(out: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a start, which reads a sample, would not find the damage."""
-    monkeypatch.setattr(shards, "SAMPLED_BYTES", 0)
-    shard = out / "train-00000.bin"
-    good = shard.read_bytes()
-    shard.write_bytes(bytes([good[0] ^ 1]) + good[1:])
-    assert refusal(source, out).other == "--force"
-    make(source, out, force=True)
-    assert shard.read_bytes() == good
 
 
 def test_an_earlier_build_comes_back_where_its_successor_cannot_take_its_place(
@@ -629,12 +624,8 @@ def test_the_cache_follows_everything_that_the_shards_depend_on(tmp_path: Path) 
     assert len(directories) == len(changes) + 2
 
 
-def test_ensure_with_a_given_path(out: Path, tmp_path: Path) -> None:
-    given = {"path": str(out), "sources": None}
-    assert builder.ensure(config("", **given)) == out
-    (issue,) = raised_issues(builder.ensure, config("", **{**given, "path": str(tmp_path)}))
-    assert (issue.setting, issue.kind) == (str(tmp_path / "manifest.json"), "not_found")
-    (issue,) = raised_issues(builder.ensure, config("", **given, sequence_length=32))
+def test_ensure_with_a_path_that_does_not_fit(out: Path) -> None:
+    (issue,) = raised_issues(builder.ensure, config("", path=str(out), sources=None, sequence_length=32))
     assert (issue.setting, issue.kind, issue.other) == ("data.sequence_length", "conflict", "data.path")
 
 

@@ -16,19 +16,22 @@ from tests.helpers import make_config
 @pytest.mark.parametrize(
     ("settings", "passes"),
     [
-        (("schedule.steps=30", "batch.global_size=64"), "20.0 times"),
-        (("schedule.tokens=768",), "50.0 %"),
-        (("schedule.hours=1",), ""),
-        (("schedule.kwh=1",), ""),
-        (("schedule.steps=30", "batch.ramp_fraction=0.5", "batch.ramp_quantum=64"), ""),
+        ("schedule.steps=30 batch.global_size=64", "20.0 times"),
+        ("schedule.tokens=768", "50.0 %"),
+        ("schedule.hours=1", ""),
+        ("schedule.kwh=1", ""),
+        ("schedule.steps=30 batch.ramp_fraction=0.5 batch.ramp_quantum=64", ""),
     ],
 )
-def test_the_data_is_described_with_its_passes(shards: Path, settings: tuple[str, ...], passes: str) -> None:
-    config = make_config(*settings, "data.sequence_length=16")
+def test_the_data_is_described_with_its_passes(shards: Path, settings: str, passes: str) -> None:
+    config = make_config(*settings.split(), "data.sequence_length=16")
     size, _, run = describe_data(config, read_manifest(shards)).partition("; ")
     assert size == "96 sequences of 16 tokens"
     assert passes in run
     assert bool(passes) == bool(run)
+
+
+PREDICTED = "schedule.hours=1 prediction.tokens.value=15360 prediction.tokens.origin=fitted"
 
 
 @pytest.mark.parametrize(
@@ -36,11 +39,7 @@ def test_the_data_is_described_with_its_passes(shards: Path, settings: tuple[str
     [
         ("schedule.steps=30", "a.txt", "20.0 times over its 1,536 training tokens"),
         ("schedule.epochs=3000", "a.txt", "3,000 times"),
-        (
-            "schedule.hours=1 prediction.tokens.value=15360 prediction.tokens.origin=fitted",
-            "a.txt",
-            "10.0 times",
-        ),
+        (PREDICTED, "a.txt", "10.0 times"),
         ("schedule.steps=30", "builtin:cpython-3.11.2", None),
         ("schedule.hours=1", "a.txt", None),
         ("schedule.steps=6", "a.txt", None),
@@ -61,39 +60,28 @@ def test_many_passes_over_the_data_are_warned_of(
 @pytest.mark.parametrize(
     ("settings", "length"),
     [
-        (("schedule.steps=30",), "30 steps = 7,680 tokens"),
-        (("schedule.steps=30", "batch.ramp_fraction=0.5", "batch.ramp_quantum=8"), "30 steps;"),
-        (("schedule.tokens=7681", "batch.ramp_fraction=0"), "31 steps = 7,681 tokens"),
-        (("schedule.dollars=5", "run.price_per_device_hour=2"), "5 $ at 2 $ per device hour;"),
-        (("schedule.kwh=5",), "5 kWh;"),
-        (
-            ("objective.name=finetune", "data.path=/x", "finetune.labels=[a,b]", "schedule.steps=30"),
-            "30 steps;",
-        ),
+        ("schedule.steps=30", "30 steps = 7,680 tokens"),
+        ("schedule.steps=30 batch.ramp_fraction=0.5 batch.ramp_quantum=8", "30 steps;"),
+        ("schedule.tokens=7681 batch.ramp_fraction=0", "31 steps = 7,681 tokens"),
+        ("schedule.dollars=5 run.price_per_device_hour=2", "5 $ at 2 $ per device hour;"),
+        ("schedule.kwh=5", "5 kWh;"),
+        ("objective.name=finetune data.path=/x finetune.labels=[a,b] schedule.steps=30", "30 steps;"),
     ],
 )
-def test_the_length_of_a_run_is_in_tokens_where_their_number_is_known(
-    settings: tuple[str, ...], length: str
-) -> None:
-    config = make_config(*settings, "data.sequence_length=16", "batch.global_size=16", "batch.micro_size=4")
+def test_the_length_of_a_run_is_in_tokens_where_their_number_is_known(settings: str, length: str) -> None:
+    sizes = ("data.sequence_length=16", "batch.global_size=16", "batch.micro_size=4")
+    config = make_config(*settings.split(), *sizes)
     memory = check_memory(config, 2, environment.probe(), on_gpu=False)
     assert length in describe(config, batch_layout(config, 2), None, memory)[4]
 
 
-@pytest.mark.parametrize(
-    ("vocabulary", "batch", "setting"),
-    [
-        (64, 96, None),
-        (128, 8, None),  # padded
+def test_what_fits_but_is_hardly_meant_is_a_warning(shards: Path) -> None:
+    for vocabulary, batch, *settings in (
+        (64, 96),
+        (128, 8),  # padded
         (512, 8, "model.vocab_size"),
         (64, 480, "batch.global_size"),
-    ],
-)
-def test_what_fits_but_is_hardly_meant_is_a_warning(
-    shards: Path, vocabulary: int, batch: int, setting: str | None
-) -> None:
-    config = make_config(
-        f"model.vocab_size={vocabulary}", f"batch.global_size={batch}", "data.sequence_length=16"
-    )
-    warnings = read_manifest(shards).warnings(config)
-    assert [warning.partition(":")[0] for warning in warnings] == ([setting] if setting else [])
+    ):
+        sizes = (f"model.vocab_size={vocabulary}", f"batch.global_size={batch}", "data.sequence_length=16")
+        warnings = read_manifest(shards).warnings(make_config(*sizes))
+        assert [warning.partition(":")[0] for warning in warnings] == settings

@@ -21,13 +21,10 @@ from tests.e2e.cli import here
 ISSUE = Issue("optim.lr", "out_of_range", "must be above 0", value=-1.0, hint="use 1e-3")
 
 
-def test_an_issue_is_shown_as_setting_message_and_hint() -> None:
+def test_an_issue_is_shown_as_setting_message_and_hint_and_survives_pickling_and_json() -> None:
     assert str(ISSUE) == "optim.lr: must be above 0; use 1e-3"
     assert str(ISSUE.within("a.yaml")) == "a.yaml: optim.lr: must be above 0; use 1e-3"
     assert ISSUE.within("a.yaml").kind == "out_of_range"
-
-
-def test_an_issue_survives_pickling_and_json() -> None:
     assert pickle.loads(pickle.dumps(ConfigError([ISSUE]))).issues == (ISSUE,)
     fields = {"setting": "optim.lr", "kind": "out_of_range", "message": "must be above 0"}
     assert json.loads(json.dumps(ISSUE.to_json())) == {**fields, "value": -1.0, "hint": "use 1e-3"}
@@ -86,9 +83,8 @@ def test_what_the_machine_refuses_is_one_line(
 
 
 def test_a_traceback_holds_no_secret_and_no_control_character(monkeypatch: pytest.MonkeyPatch) -> None:
-    done = end_by(
-        monkeypatch, RuntimeError("\x1b[31mred\x1b[0m\x1b]0;title\x07\x9b2J\u202egpj\r\x08 s3cret-1")
-    )
+    hostile = "\x1b[31mred\x1b[0m\x1b]0;title\x07\x9b2J\u202egpj\r\x08 s3cret-1"
+    done = end_by(monkeypatch, RuntimeError(hostile))
     assert done.returncode == 1
     assert "RuntimeError: red" in done.stderr
     assert "s3cret-1" not in done.stderr

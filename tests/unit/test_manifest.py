@@ -42,16 +42,13 @@ def shard(manifest: dict[str, Any], **changed: Any) -> None:
     manifest["train"]["shards"][0].update(changed)
 
 
-def no_shards(manifest: dict[str, Any]) -> None:
-    manifest["train"] = {"sequences": 0, "tokens": 0, "documents": 0, "shards": []}
-
-
+NO_SHARDS: dict[str, Any] = {"sequences": 0, "tokens": 0, "documents": 0, "shards": []}
 EDITS: dict[str, tuple[Edit, str]] = {
     "a path upwards": (lambda m: shard(m, file="../private.txt"), "train.shards.0.file"),
     "a path to the tokenizer": (lambda m: m["tokenizer"].update(file="../private.txt"), "tokenizer.file"),
     "more sequences than bytes": (lambda m: shard(m, sequences=10**9), "32000000000"),
     "a sum that is none": (lambda m: m["train"].update(sequences=10**9), "train: 1000000000 sequences"),
-    "no shards": (no_shards, "train"),
+    "no shards": (lambda m: m.update(train=NO_SHARDS), "train"),
     "a mask beyond": (lambda m: m["special_tokens"].update(mask=64), "special_tokens: 'mask'"),
     "no mask": (lambda m: m["special_tokens"].pop("mask"), "special_tokens"),
     "only special tokens": (lambda m: m.update(num_special=64), "num_special"),
@@ -121,8 +118,7 @@ def test_what_is_no_file_of_the_directory_is_refused_and_never_waited_for(
     (place / name).unlink()
     MAKE[what](place / name)
     (issue,) = raised_issues(read_manifest, place)
-    assert issue.setting == str(place / name)
-    assert issue.kind in ("not_found", "damaged")
+    assert (issue.setting, issue.kind in ("not_found", "damaged")) == (str(place / name), True)
     assert shards.verify(place)
     assert input_issues(config(place))
 

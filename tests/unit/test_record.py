@@ -5,19 +5,21 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
+import signal
 import subprocess
-import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bert_dp import files
 from bert_dp.config.errors import read_regular
+from tests.e2e.cli import wait_for
 from tests.helpers import write_files
 from tests.states import FACTS
 
@@ -30,17 +32,18 @@ def steps(path: Path) -> list[int]:
     return [line["step"] for line in files.read_lines(path)]
 
 
-def test_append_then_read(tmp_path: Path) -> None:
+def test_lines_are_appended_read_and_cut_back(tmp_path: Path) -> None:
     path = tmp_path / "evals.jsonl"
-    assert list(files.read_lines(path)) == []
-    lines = [evaluation(1), evaluation(2), evaluation(3, 0.1 + 0.2)]
+    files.cut_back(path, 3)
+    assert (list(files.read_lines(path)), path.exists()) == ([], False)
+    lines = [evaluation(step, 0.1 + 0.2) for step in (2, 4, 6, 8)]
     for line in lines:
         files.append_line(path, line)
-    assert list(files.read_lines(path)) == lines
     before = path.read_bytes()
-    assert before.count(b"\n") == 3
-    files.cut_back(path, 3)
-    assert path.read_bytes() == before, "numbers stay as they are"
+    for until, kept in ((8, 4), (5, 2), (4, 2), (-1, 0)):
+        files.cut_back(path, until)
+        assert list(files.read_lines(path)) == lines[:kept]
+        assert path.read_bytes() == b"".join(before.splitlines(keepends=True)[:kept]), "numbers as they were"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -67,17 +70,6 @@ def test_a_file_torn_anywhere_gives_its_whole_lines(
     assert path.read_bytes() == b"".join(data.splitlines(keepends=True)[:whole])
     files.append_line(path, evaluation(9))
     assert steps(path) == [*[1, 2, 3][:whole], 9]
-
-
-def test_cut_back_drops_later_lines_only(tmp_path: Path) -> None:
-    path = tmp_path / "x"
-    files.cut_back(path, 3)
-    assert not path.exists()
-    for step in (2, 4, 6, 8):
-        files.append_line(path, evaluation(step))
-    for until, kept in ((5, [2, 4]), (4, [2, 4]), (-1, [])):
-        files.cut_back(path, until)
-        assert steps(path) == kept
 
 
 DAMAGED = [
@@ -136,12 +128,8 @@ def test_a_lock_whose_file_was_removed_by_its_holder_is_taken_at_the_new_one(tmp
     assert held is not None
     waiting = threading.Thread(target=lambda: taken.append(files.lock(path, wait=True)))
     waiting.start()
-    deadline = time.monotonic() + 10
-    opened: list[str] = []
-    while len(opened) < 2:  # by its holder, and by the one who waits
-        assert time.monotonic() < deadline
-        descriptors = Path("/proc/self/fd").iterdir()
-        opened = [file for each in descriptors if (file := _link(each)) == str(path)]
+    # it is open by its holder, and by the one who waits
+    wait_for(lambda: [each.path for each in psutil.Process().open_files()].count(str(path)) == 2, 10)
     path.unlink()
     held.close()
     waiting.join(10)
@@ -149,13 +137,6 @@ def test_a_lock_whose_file_was_removed_by_its_holder_is_taken_at_the_new_one(tmp
     assert os.path.samestat(os.fstat(second.fileno()), path.stat())
     assert files.lock(path) is None
     second.close()
-
-
-def _link(descriptor: Path) -> str:
-    try:
-        return os.readlink(descriptor)
-    except OSError:
-        return ""
 
 
 def test_a_file_of_just_the_largest_size_is_read(tmp_path: Path) -> None:
@@ -199,23 +180,18 @@ def test_the_newest_checkpoint_is_one_that_is_whole_and_can_be_read(tmp_path: Pa
 def test_a_line_for_which_there_is_no_room_leaves_no_torn_one(tmp_path: Path) -> None:
     """Else no later line would be read. The limit of a file's size stands for the full disk."""
     path = tmp_path / "evals.jsonl"
-    script = (
-        "import resource, signal, sys; from pathlib import Path; from bert_dp import files\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "line = lambda step: {'step': step, 'tokens': 1, 'loss': 1.0}\n"
-        "add = lambda step: files.append_line(Path(sys.argv[1]), line(step))\n"
-        "add(1)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (Path(sys.argv[1]).stat().st_size + 9, -1))\n"
-        "try: add(2)\n"
-        "except OSError: print('refused')\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))\n"
-        "add(3)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "refused\n"
-    assert [line["step"] for line in files.read_lines(path)] == [1, 3]
+    files.append_line(path, evaluation(1))
+    unlimited, before = resource.getrlimit(resource.RLIMIT_FSIZE), signal.getsignal(signal.SIGXFSZ)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9, unlimited[1]))
+    try:
+        with pytest.raises(OSError, match=r"large|space"):
+            files.append_line(path, evaluation(2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        signal.signal(signal.SIGXFSZ, before)
+    files.append_line(path, evaluation(3))
+    assert steps(path) == [1, 3]
 
 
 def test_a_card_names_files_and_not_where_they_are() -> None:
