@@ -100,7 +100,7 @@ def _gpu_findings(env: Environment) -> list[Finding]:
     findings = []
     if env.gpu_error:
         fix = "reboot after a driver update; in a container pass --gpus all"
-        findings.append(Finding("fail", f"GPU driver: {env.gpu_error}", "ranks cannot open a GPU", fix))
+        findings.append(_unmeasured("GPU driver", env.gpu_error, "ranks cannot open a GPU", fix))
     names = ", ".join(["", *sorted({gpu.name for gpu in env.gpus})])  # "(MIG)" marks an instance
     visible = f"{len(env.gpus)} of {env.gpus_present} visible{names}"
     return [

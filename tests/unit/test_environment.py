@@ -232,7 +232,8 @@ def test_git_commit_and_dirty_flag(tmp_path):
         ({"versions": {"torch": "2.13.0+cpu"}}, "fail", "torch build: CPU, 2 GPUs"),
         ({"gpus": GOOD.gpus[:1], "cuda_visible_devices": "0"}, "warn", "GPUs: 1 of 2"),
         ({"gpus": (), "gpus_present": 0, "cuda_visible_devices": "0"}, "warn", "GPUs: none"),
-        ({"gpu_error": "no answer within 10 s"}, "fail", "no answer"),
+        ({"gpu_error": "Failed to initialize NVML"}, "fail", "GPU driver: Failed to initialize NVML"),
+        ({"gpu_error": f"{children.NO_ANSWER} 8 s"}, "warn", "GPU driver: could not be tested, no answer"),
     ],
 )
 def test_each_finding_says_consequence_and_fix(change, level, word):
