@@ -301,27 +301,16 @@ def run_locked(
 
     def attempt(ranks: int, resume: str) -> processes.RunOutcome:
         ledger.use(ranks)
-        watch = hangs.Watch(
-            run_dir, log, hang_after_s=config.run.hang_after_s, end_hung_after_s=config.run.end_hung_after_s
-        )
+        words = ["--resume", resume, *(profile.options(ranks) if profile else ())]
+        start = RankStart(ranks, [*words, *["--allow-code"] * job.allow_code], launcher, job.gpus > 0)
+        watch = hangs.Watch(run_dir, log, config.run)
         with Display(run_dir, console, config) as display:
 
             def poll() -> None:
                 display.poll()
                 saved.poll()
 
-            return processes.run(
-                run_dir,
-                ranks,
-                resume,
-                poll,
-                log=log,
-                launcher=launcher,
-                on_gpu=job.gpus > 0,
-                watch=watch,
-                options=[*(profile.options(ranks) if profile else ()), *["--allow-code"] * job.allow_code],
-                nodes=nodes,
-            )
+            return processes.run(run_dir, start, poll, log=log, watch=watch, nodes=nodes)
 
     with ledger:
         with loggers, saved:

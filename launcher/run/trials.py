@@ -1,6 +1,6 @@
 """Run many short runs, each a process of its own, as many at a time as there are slots.
 
-`python -m launcher.run.trials DIR RANKS '{options of processes.run}' [BYTES]` is such a process. Runs that an
+`python -m launcher.run.trials DIR RANKS '{fields of RankStart}' [BYTES]` is such a process. Runs that an
 earlier call ended are read and checked instead.
 """
 
@@ -39,6 +39,7 @@ from launcher.machine.environment import Environment
 from launcher.report.formats import format_duration
 from launcher.results import MeasureStatus
 from launcher.run import processes
+from launcher.run.starters import RankStart
 from launcher.watch import hangs
 
 TrialStatus = Literal["ok", "oom", "failed"]
@@ -495,13 +496,10 @@ def main(arguments: Sequence[str]) -> int:
     directory, ranks, options, *limit = arguments
     for size in map(int, limit):  # an allocation fails before the kernel has to kill
         resource.setrlimit(resource.RLIMIT_DATA, (size, size))
-    run = load_config(Path(directory) / "config.yaml").run
-    watch = hangs.Watch(
-        Path(directory), print, hang_after_s=run.hang_after_s, end_hung_after_s=run.end_hung_after_s
-    )
-    result = processes.run(
-        Path(directory), int(ranks), "never", lambda: None, watch=watch, **json.loads(options)
-    )
+    config = load_config(Path(directory) / "config.yaml")
+    start = RankStart(int(ranks), ["--resume", "never"], **json.loads(options))
+    watch = hangs.Watch(Path(directory), print, config.run)
+    result = processes.run(Path(directory), start, watch=watch)
     if result.failure is not None:
         print(result.failure.headline())  # noqa: T201 (the trial's log)
     return result.exit_code

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import psutil
 
 from bert_dp.config import ENGINES
+from bert_dp.config.schema import RunConfig
 from bert_dp.files import IN_STEP, PHASES, Heartbeat, heartbeat_path, is_own_code, read_heartbeat, read_json
 from bert_dp.files.models import Failure
 from launcher.machine.environment import read_text
@@ -138,11 +139,8 @@ class Watch:
     until a first step is done, all may be silent for PATIENT_S; also while a rank compiles, by its stack.
     """
 
-    def __init__(
-        self, run_dir: Path, log: Callable[[str], None], *, hang_after_s: float, end_hung_after_s: float
-    ) -> None:
-        self._run_dir, self._log = run_dir, log
-        self._hang_after_s, self._end_after_s = hang_after_s, end_hung_after_s
+    def __init__(self, run_dir: Path, log: Callable[[str], None], limits: RunConfig) -> None:
+        self._run_dir, self._log, self._limits = run_dir, log, limits
         self._looked = time.monotonic()
         self._clock_s = 0.0
         self._ranks: dict[int, RankActivity] = {}
@@ -210,7 +208,7 @@ class Watch:
             return False  # nothing to go by: workers that start, or that have no place for a heartbeat
         if self.others is not None and self.others.unheard_s() >= UNHEARD_S:
             return False  # a node that stays silent is lost, whatever its ranks do
-        limit = REPORT_AT * max(self._hang_after_s, 3 * statistics.median(self._steps or [0.0]))
+        limit = REPORT_AT * max(self._limits.hang_after_s, 3 * statistics.median(self._steps or [0.0]))
         phases = {PHASES[activity.heartbeat.phase] for activity in self._ranks.values()}
         patient = bool(phases & set(PATIENT)) or not self._steps
         snapshots = [self._snapshot(rank) for rank in started]
@@ -242,7 +240,8 @@ class Watch:
         self.hang = self._failure(snapshots, diagnosis, lines[1:])
         self._reported_s = self._clock_s
         self._hung_since_s = min(activity.moved_s for activity in self._ranks.values())
-        end = f"ended in {self._end_after_s:.0f} s" if self._end_after_s else "not ended"
+        end_s = self._limits.end_hung_after_s
+        end = f"ended in {end_s:.0f} s" if end_s else "not ended"
         self._tell([*lines, f"  the run is {end} unless it goes on; saved in {self._run_dir / 'hang.txt'}"])
 
     def _failure(
@@ -265,7 +264,7 @@ class Watch:
             self._tell([f"goes on after {self._clock_s - self._hung_since_s:.0f} s"])
             self.hang = None
             return None
-        self.ends = 0 < self._end_after_s <= self._clock_s - self._reported_s
+        self.ends = 0 < self._limits.end_hung_after_s <= self._clock_s - self._reported_s
         return self.hang if self.ends else None
 
     def _tell(self, lines: list[str]) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from bert_dp import files
 from launcher.run import processes
-from launcher.run.starters import LAUNCHERS
+from launcher.run.starters import LAUNCHERS, RankStart
 from launcher.watch.failure import MemoryWatch, card
 from tests.e2e.cli import members, train, write_config
 from tests.faults.harness import FULL, broken, observe, rounds
@@ -120,7 +120,7 @@ def test_row_02_a_kill_for_want_of_memory_is_told_as_such(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(processes, "MemoryWatch", lambda: MemoryWatch(root))
     threading.Thread(target=rise, daemon=True).start()
-    result = processes.run(run_dir, 2, "never", lambda: None)
+    result = processes.run(run_dir, RankStart(2, ["--resume", "never"]))
     assert result.exit_code == 1
     assert result.failure is not None
     lines = card(result.failure, run_dir)

@@ -24,6 +24,7 @@ from bert_dp import files
 from bert_dp.config import dump_config
 from bert_dp.files import reaper
 from launcher.run import processes
+from launcher.run.starters import RankStart
 from launcher.watch.display import Display
 from tests.helpers import make_config, read_json, write_files, write_lines
 
@@ -102,7 +103,7 @@ def test_a_worker_that_never_ends_is_killed_when_the_time_since_the_first_signal
 ) -> None:
     clock.waits_for = tmp_path / "signals"
     lines: list[str] = []
-    ended = processes.run(tmp_path, 1, "none", once_ready(stop), log=lines.append, grace_s=100.0)
+    ended = processes.run(tmp_path, RankStart(1, [], grace_s=100.0), once_ready(stop), log=lines.append)
     assert (ended.exit_code, ended.signal) == (128 + signal.SIGTERM, signal.SIGTERM)
     assert [line.partition(";")[0] for line in lines] == ["SIGTERM: stopping"], "at once, and once"
     assert 100 < clock.now < 110
@@ -146,7 +147,7 @@ def test_what_nohup_ignores_stops_nothing() -> None:
 def test_a_save_that_is_under_way_when_a_rank_fails_may_end(tmp_path: Path, clock: Clock) -> None:
     unfinished = [tmp_path / "checkpoints" / f"step-0000000{step}.tmp-0" for step in (2, 3)]
     unfinished[0].mkdir(parents=True)  # left behind by a rank that was killed before
-    processes.run(tmp_path, 1, "none", once_ready(lambda: raised(1)))
+    processes.run(tmp_path, RankStart(1, []), once_ready(lambda: raised(1)))
     soon = clock.now
     assert soon < processes.KILL_AFTER_FAILURE_S + 10 < processes.SAVE_AFTER_FAILURE_S
     for path in (*tmp_path.glob("logs/*.error.json"), tmp_path / "ready"):
@@ -156,7 +157,7 @@ def test_a_save_that_is_under_way_when_a_rank_fails_may_end(tmp_path: Path, cloc
         unfinished[1].mkdir()
         raised(1)
 
-    processes.run(tmp_path, 1, "none", once_ready(fail))
+    processes.run(tmp_path, RankStart(1, []), once_ready(fail))
     took = clock.now - soon
     assert processes.SAVE_AFTER_FAILURE_S < took < processes.SAVE_AFTER_FAILURE_S + 10
 
@@ -183,7 +184,7 @@ def test_a_file_server_that_does_not_answer_ends_no_run(
             begin()
             display.poll()
 
-        ended = processes.run(tmp_path, 1, "none", on_poll, grace_s=50.0)
+        ended = processes.run(tmp_path, RankStart(1, [], grace_s=50.0), on_poll)
         monkeypatch.undo()
     assert len(asked) == 20
     assert (ended.exit_code, ended.signal) == (128 + signal.SIGTERM, signal.SIGTERM)
@@ -200,7 +201,7 @@ def test_ranks_that_outlive_a_failed_one_are_ended_soon(tmp_path: Path, clock: C
         assert not list(tmp_path.glob("logs/*.error.json")), "the cause is told first"
         fail()
 
-    ended = processes.run(tmp_path, 1, "none", on_poll, grace_s=100.0)
+    ended = processes.run(tmp_path, RankStart(1, [], grace_s=100.0), on_poll)
     assert (ended.exit_code, ended.failure.headline()) == (1, "rank 1: ValueError: no")
     assert processes.KILL_AFTER_FAILURE_S < clock.now < 2 * processes.KILL_AFTER_FAILURE_S
     assert not (tmp_path / "signals").exists()
@@ -220,7 +221,7 @@ def test_what_an_earlier_start_said_is_not_this_ones(tmp_path: Path, monkeypatch
     write_files(tmp_path, {"logs/torchrun.log": "earlier\n", "heartbeats/rank-5": "earlier"})
     write_lines(tmp_path / "metrics.jsonl", [{"step": 10}, {"step": 20}])
     raised(0)
-    ended = processes.run(tmp_path, 3, "never", lambda: None, options=["--more"])
+    ended = processes.run(tmp_path, RankStart(3, ["--resume", "never"]))
     assert ended.failure.log_tail == ["now"]
     assert ended.failure.headline() == "torchrun: ended with exit code 3 and no summary"
     assert (tmp_path / "logs" / "torchrun.log").read_text() == f"earlier\n{files.STARTED_AGAIN}\nnow\n"
@@ -228,7 +229,7 @@ def test_what_an_earlier_start_said_is_not_this_ones(tmp_path: Path, monkeypatch
     assert read_json(tmp_path / "summary.json")["step"] == 20
     assert (asked[0].launcher, asked[0].nproc) == ("torchrun", 3)
     assert not asked[1].exists()
-    assert asked[2] == [str(tmp_path / "config.yaml"), "--resume", "never", "--more"]
+    assert asked[2] == [str(tmp_path / "config.yaml"), "--resume", "never"]
 
 
 def test_what_is_written_last_is_still_shown_and_memory_is_of_all_ranks(
@@ -238,12 +239,12 @@ def test_what_is_written_last_is_still_shown_and_memory_is_of_all_ranks(
     command = [sys.executable, "-I", "-S", "-c", "open('last', 'w'); raise SystemExit(3)"]
     monkeypatch.setattr(processes, "start_command", lambda *_: command)
     seen: list[bool] = []
-    processes.run(tmp_path, 2, "none", lambda: seen.append(Path("last").exists()))
+    processes.run(tmp_path, RankStart(2, []), lambda: seen.append(Path("last").exists()))
     assert seen[-1]
     (tmp_path / "config.yaml").write_text(dump_config(make_config("run.device=cpu")))
     files.write_json(tmp_path / "environment.json", {"memory_gib": 64.0})
     monkeypatch.setattr(processes, "start_command", lambda *_: [*command[:-1], f"{RAISE}; {command[-1]}"])
-    ended = processes.run(tmp_path, 2, "none", lambda: None)
+    ended = processes.run(tmp_path, RankStart(2, []))
     assert ended.failure.explanation[0] == "machine 64.00 GiB / 2 ranks = 32.00 GiB a rank"
 
 
@@ -266,7 +267,7 @@ def test_a_worker_that_ends_after_the_summary_hurries_no_other(
         if polls[0] == 60:
             Path("end").touch()
 
-    assert processes.run(tmp_path, 1, "none", on_poll).exit_code == 0
+    assert processes.run(tmp_path, RankStart(1, []), on_poll).exit_code == 0
     assert Path("over").exists()
 
 

@@ -23,6 +23,7 @@ from launcher import children
 from launcher.log import Log
 from launcher.run import processes, trials
 from launcher.run.processes import RunOutcome
+from launcher.run.starters import RankStart
 from launcher.run.trials import Runner, SearchOutcome, Slot, Stopped, Trial, TrialsFailed, run_to_end
 from launcher.watch import hangs
 from tests.helpers import failed, make_config, read_json, write_lines
@@ -257,17 +258,16 @@ def test_the_process_of_a_trial_runs_what_it_is_asked_for(
     calls: list[Any] = []
     limits: list[Any] = []
 
-    def run(directory: Path, *given: Any, watch: hangs.Watch, **options: Any) -> RunOutcome:
-        calls.append((directory, given[0], given[1], watch._hang_after_s, watch._end_after_s, options))
+    def run(directory: Path, start: RankStart, *, watch: hangs.Watch) -> RunOutcome:
+        calls.append((directory, start, watch._limits.hang_after_s))
         return RunOutcome(3, Failure(rank=1, message="ValueError: no"))
 
     monkeypatch.setattr(processes, "run", run)
     monkeypatch.setattr(trials.resource, "setrlimit", lambda *given: limits.append(given))
-    settings = ("run.hang_after_s=7", "run.end_hung_after_s=70")
-    (tmp_path / "config.yaml").write_text(dump_config(config(8, *settings)))
+    (tmp_path / "config.yaml").write_text(dump_config(config(8, "run.hang_after_s=7")))
     options = {"launcher": "deepspeed", "on_gpu": True, "cores": [4, 5]}
     assert trials.main([str(tmp_path), "2", json.dumps(options), "99"]) == 3
-    assert calls == [(tmp_path, 2, "never", 7.0, 70.0, options)]
+    assert calls == [(tmp_path, RankStart(2, ["--resume", "never"], **options), 7.0)]
     assert limits == [(resource.RLIMIT_DATA, (99, 99))]
     assert capsys.readouterr().out == "rank 1: ValueError: no\n"
 
@@ -341,7 +341,7 @@ def test_ranks_have_as_many_threads_as_the_cores_that_they_share(
     monkeypatch.setattr(processes, "start_command", lambda *_: command)
     cores = sorted(os.sched_getaffinity(0))
     for share in (1, len(cores)):
-        processes.run(tmp_path, 1, "never", lambda: None, cores=cores[:share])
+        processes.run(tmp_path, RankStart(1, [], cores=cores[:share]))
         assert (tmp_path / "logs" / "torchrun.log").read_text().splitlines()[-1] == str(share)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from bert_dp.config.schema import RunConfig
 from bert_dp.files import BEAT_SLOTS, PHASES, Heartbeat, heartbeat_path
 from bert_dp.files.models import Failure
 from launcher.watch import hangs
@@ -65,9 +66,8 @@ class Scene:
         (run_dir / "logs").mkdir()
         self.said: list[str] = []
         self.ranks = {number: Rank(run_dir, number) for number in range(num_ranks)}
-        self.watch = Watch(
-            run_dir, self.said.append, **{"hang_after_s": 30.0, "end_hung_after_s": 600.0, **options}
-        )
+        limits = RunConfig(**{"hang_after_s": 30.0, "end_hung_after_s": 600.0, **options})
+        self.watch = Watch(run_dir, self.said.append, limits)
         self.now = self.watch._looked
         self.ended: Failure | None = None
 
