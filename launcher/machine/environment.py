@@ -72,7 +72,6 @@ class Environment:
     bf16_units: tuple[str, ...]  # flags of its units that multiply bf16; without any bf16 is emulated
     affinity_cores: int
     cpu_quota_cores: float | None  # limit of the control group; None = no limit
-    numa_nodes: int
     numa_cores: dict[str, int]  # NUMA node -> cores of it that this process may use
     memory_gib: float
     memory_available_gib: float
@@ -124,7 +123,6 @@ class Environment:
 def probe(path: Path = Path(), root: Path = ROOT) -> Environment:
     """Read the machine, the versions and the git commit of `path`. Facts that are absent raise nothing."""
     gpus, present, gpu_error = find_gpus(root)
-    numa_cores = _numa_cores(root)
     processes = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     memory_limit, pids = cgroup_limit(root, "memory"), cgroup_limit(root, "pids")
     memory = psutil.virtual_memory()
@@ -143,8 +141,7 @@ def probe(path: Path = Path(), root: Path = ROOT) -> Environment:
         bf16_units=bf16_units(root),
         affinity_cores=len(os.sched_getaffinity(0)),
         cpu_quota_cores=cgroup_limit(root, "cpu"),
-        numa_nodes=max(1, len(numa_cores)),
-        numa_cores=numa_cores,
+        numa_cores=_numa_cores(root),
         memory_gib=memory.total / GIB,
         memory_available_gib=memory.available / GIB,
         memory_limit_gib=None if memory_limit is None or memory_limit > memory.total else memory_limit / GIB,

@@ -82,28 +82,25 @@ def start_command(start: RankStart, scratch: Path, worker: list[str]) -> list[st
         return _accelerate(nproc, scratch, worker)
     if start.launcher == "deepspeed":
         return _deepspeed(nproc, scratch, worker)
+    # for rendezvous.py: a file on one node, a bound socket over several
+    place = [f"--rdzv-endpoint={scratch / 'agent'}", "--rdzv-id=bert-dp"]
+    if node is not None:
+        conf = f"node={node.place.rank},nodes={node.place.nodes}"
+        if node.store is not None:
+            conf += f",socket={node.store.fileno()}"
+        endpoint = f"--rdzv-endpoint={node.place.address}:{node.store_port}"
+        place = [endpoint, f"--rdzv-conf={conf}", f"--rdzv-id=bert-dp-{node.attempt}"]
     return [
         *module_command("torch.distributed.run"),
         f"--nnodes={node.place.nodes if node else 1}",
         f"--nproc-per-node={nproc}",
         f"--log-dir={scratch / 'torchrun'}",
         f"--rdzv-backend={RENDEZVOUS}",
-        *_meeting_place(scratch, node),
+        *place,
         "-m",
         WORKER,
         *worker,
     ]
-
-
-def _meeting_place(scratch: Path, node: NodeStart | None) -> list[str]:
-    """Return torchrun's options for rendezvous.py: a file on one node, a bound socket over several."""
-    if node is None:
-        return [f"--rdzv-endpoint={scratch / 'agent'}", "--rdzv-id=bert-dp"]
-    conf = f"node={node.place.rank},nodes={node.place.nodes}"
-    if node.store is not None:
-        conf += f",socket={node.store.fileno()}"
-    endpoint = f"{node.place.address}:{node.store_port}"
-    return [f"--rdzv-endpoint={endpoint}", f"--rdzv-conf={conf}", f"--rdzv-id=bert-dp-{node.attempt}"]
 
 
 def _accelerate(nproc: int, scratch: Path, worker: list[str]) -> list[str]:

@@ -7,11 +7,10 @@ import dataclasses
 import fnmatch
 import os
 import stat
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -48,7 +47,7 @@ from bert_dp.files.ledger import EnergyCounter, Ledger, budget_issues, energy_co
 from bert_dp.files.models import Failure, Summary
 from launcher import results
 from launcher.job import Job, built_data, input_issues, lock_output_dir, place_issues, prepare_data
-from launcher.log import PLAIN, Log, logger, masked_command, show
+from launcher.log import PLAIN, Log, logger, show
 from launcher.machine.environment import Environment, precision_of
 from launcher.report.formats import count_of, format_duration, format_gib, format_percent, format_ratio
 from launcher.report.html import write_or_warn
@@ -290,10 +289,10 @@ def run_locked(
         show_report(console, of_directories([run_dir]))
         return 0
     ledger = Ledger(run_dir, ranks, config.run, counters, began_s=time.monotonic() - age_s())
-    command: dict[str, Any] = {"command": masked_command(sys.argv), "launcher": launcher}
+    machine = {**job.machine.to_json(), "launcher": launcher}  # see holds_run
     if nodes is not None:
-        command["nodes"] = {nodes.name(node): count for node, count in enumerate(nodes.counts)}
-    record.write_json(run_dir / "environment.json", {**job.machine.to_json(), **command})  # see holds_run
+        machine["nodes"] = {nodes.name(node): count for node, count in enumerate(nodes.counts)}
+    record.write_json(run_dir / "environment.json", machine)
     record.write_text(run_dir / "config.yaml", dump_config(config))
     log(f"launcher: {launcher}")
     loggers = Loggers(run_dir, config.log.to, log)
@@ -320,9 +319,14 @@ def run_locked(
 
 
 def close_run(run_dir: Path, failure: Failure | None, console: Console, **facts: object) -> None:
-    """Show the cause of a failure, add `facts` to summary.json, write the page, and show the result."""
-    if failure is not None:
-        print_failure(failure, run_dir, console)
+    """Show the cause of a failure, or the issues of bad input; add `facts` to summary.json, write the page,
+    and show the result."""
+    if failure is not None and failure.issues:
+        for fields in failure.issues:
+            show(console, f"error: {Issue(**fields)}", style="red", **PLAIN)
+    elif failure is not None:
+        for number, line in enumerate(card(failure, run_dir)):
+            show(console, line, style="bold red" if number == 0 else None, **PLAIN)
     processes.complete_summary(run_dir, **facts)
     report = of_directories([run_dir])
     page = run_dir / PAGE if write_or_warn(report, run_dir / PAGE) else None
@@ -340,16 +344,6 @@ def age_s() -> float:
 def warn(console: Console, warnings: list[str]) -> None:
     for line in warnings:
         show(console, f"warning: {line}", style="yellow", **PLAIN)
-
-
-def print_failure(cause: Failure, run_dir: Path, console: Console) -> None:
-    """Print the failure card, or the issues of bad input."""
-    if cause.issues:
-        for fields in cause.issues:
-            show(console, f"error: {Issue(**fields)}", style="red", **PLAIN)
-        return
-    for number, line in enumerate(card(cause, run_dir)):
-        show(console, line, style="bold red" if number == 0 else None, **PLAIN)
 
 
 # --- the run directory

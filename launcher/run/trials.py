@@ -99,18 +99,6 @@ def failure_kind(directory: Path) -> FailureKind:
     return summary.failure.kind if summary and summary.failure else "no_cause"
 
 
-def is_whole(directory: Path, ranks: int, config: Config) -> bool:
-    """Return False if step times or predictions that the configuration asks for are missing."""
-    if config.has_examples and not (directory / files.PREDICTIONS).is_file():
-        return False
-    try:
-        if config.log.step_times:
-            read_repeat(directory, ranks, 0, config.schedule.steps or 0)
-    except UNREADABLE:
-        return False
-    return True
-
-
 def read_repeat(directory: Path, ranks: int, warm_up: int, steps: int) -> Repeat:
     """Read the steps after the warm-up. Raises UNREADABLE if the records lack a step of a rank."""
     parts: dict[str, list[list[float]]] = {name: [] for name in PARTS}
@@ -286,11 +274,16 @@ def earlier_outcome(trial: Trial) -> TrialOutcome | None:
 def _outcome(trial: Trial) -> TrialOutcome | None:
     """Return how the run of a trial has ended; None where that says nothing of its settings: a signal or
     something outside has ended it, or its records are not whole."""
-    directory = trial.directory
+    directory, config = trial.directory, trial.config
     status, summary = ended(directory), read_summary(directory)
     if status is None or summary is None:
         return None
-    if status == "ok" and not is_whole(directory, trial.ranks, trial.config):
+    if status == "ok" and config.has_examples and not (directory / files.PREDICTIONS).is_file():
+        return None
+    try:
+        if status == "ok" and config.log.step_times:
+            read_repeat(directory, trial.ranks, 0, config.schedule.steps or 0)
+    except UNREADABLE:
         return None
     if failure := summary.failure:
         is_killed = failure.killed_by in KILLS and not (failure.memory and failure.memory.oom_kills)
@@ -395,8 +388,10 @@ class Runner:
                 sent = len(self.signals)
                 for each in [r for r in running if r.process.poll() is not None]:
                     running.remove(each)
-                    seconds = self._end(each)
-                    outcome, place = _outcome(each.trial), each.trial.directory
+                    each.log.close()
+                    seconds, place = time.monotonic() - each.started_s, each.trial.directory
+                    files.write_json(place / TRIAL_FILE, {"seconds": seconds})
+                    outcome = _outcome(each.trial)
                     tries[place] = tries.get(place, 0) + 1
                     if outcome is None and self.signals:
                         continue
@@ -468,13 +463,6 @@ class Runner:
         )
         now = time.monotonic()
         return _Running(trial, slot, process, log, now, now + PROGRESS_S)
-
-    def _end(self, each: _Running) -> float:
-        """Record the seconds of a trial that has ended, and return them."""
-        each.log.close()
-        seconds = time.monotonic() - each.started_s
-        files.write_json(each.trial.directory / TRIAL_FILE, {"seconds": seconds})
-        return seconds
 
     def _log_progress(self, running: Sequence[_Running]) -> None:
         """Log the step of each trial, every PROGRESS_S."""

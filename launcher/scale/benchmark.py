@@ -110,7 +110,7 @@ def describe(grid: Grid, folder: Path, log: Log, overrides: Sequence[str], *, co
 def measure(grid: Grid, output: Output[models.GridFile], log: Log) -> tuple[models.Scaling, SearchOutcome]:
     """Return the grid's result with its verdicts, partial if a signal came."""
     out = output.path
-    facts = output.begin(grid.config).facts()
+    facts, *_ = output.begin(grid.config)
     slots, launcher = [Slot()], grid.settings.launcher
     with trials.runner(out, slots, launcher=launcher, on_gpu=grid.on_gpu, log=log) as runs:
         outcome = run_to_end(lambda: run_grid(grid, runs, log), out, log)

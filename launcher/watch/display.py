@@ -125,7 +125,11 @@ class Display:
             done, left = 1 - (1 - done) * now_left / left, now_left
         if not activity.startswith("training"):
             left = None  # the budget says nothing of the other phases
-        text = bar_line(activity, line, done, left, self._config.training_loss_unit)
+        parts = [activity]
+        if line:
+            loss = run_page.loss_in(self._config.training_loss_unit, line.get("loss"))
+            parts += [format_percent(done), left_text(left), f"loss {loss}"]
+        text = " | ".join(filter(None, parts))
         self._bar.update(self._bar.task_ids[0], completed=done, description=text)
 
     def _describe(self, beat: files.Heartbeat | None, now: float) -> str:
@@ -175,17 +179,6 @@ def progress_line(metrics: Mapping[str, Any], *, eta: float | None = None, unit:
         format_si(get("global_steps_per_s"), "global steps/s"),
         left_text(eta),
     )
-    return " | ".join(filter(None, parts))
-
-
-def bar_line(
-    activity: str, metrics: Mapping[str, Any], progress: float | None, left: float | None, unit: str
-) -> str:
-    """Format what stands beside the bar; `metrics` is empty before the first step is logged."""
-    parts = [activity]
-    if metrics:
-        loss = f"loss {run_page.loss_in(unit, metrics.get('loss'))}"
-        parts += [format_percent(progress), left_text(left), loss]
     return " | ".join(filter(None, parts))
 
 

@@ -237,27 +237,22 @@ class Watch:
             self._next_look_s = self._clock_s + COMPILING_S
             return
         lines = report(snapshots, diagnosis)
-        self.hang = self._failure(snapshots, diagnosis, lines[1:])
-        self._reported_s = self._clock_s
-        self._hung_since_s = min(activity.moved_s for activity in self._ranks.values())
-        end_s = self._limits.end_hung_after_s
-        end = f"ended in {end_s:.0f} s" if end_s else "not ended"
-        self._tell([*lines, f"  the run is {end} unless it goes on; saved in {self._run_dir / 'hang.txt'}"])
-
-    def _failure(
-        self, snapshots: Sequence[RankSnapshot], diagnosis: HangDiagnosis, details: list[str]
-    ) -> Failure:
         named = [s for s in snapshots if s.rank in diagnosis.ranks]
         frame = named[0].where if named else None
         rank = named[0].rank if len(named) == 1 else None
-        return Failure(
+        self.hang = Failure(
             kind="hang",
             rank=rank,
             message=headline(snapshots, diagnosis, name_ranks=rank is None),
             where=f"{frame.path}:{frame.line}" if frame else None,
             log=str(self._run_dir / "logs" / f"rank-{rank or 0}.log"),
-            log_tail=details,
+            log_tail=lines[1:],
         )
+        self._reported_s = self._clock_s
+        self._hung_since_s = min(activity.moved_s for activity in self._ranks.values())
+        end_s = self._limits.end_hung_after_s
+        end = f"ended in {end_s:.0f} s" if end_s else "not ended"
+        self._tell([*lines, f"  the run is {end} unless it goes on; saved in {self._run_dir / 'hang.txt'}"])
 
     def _follow_hang(self) -> Failure | None:
         if all(activity.moved_s > self._reported_s for activity in self._ranks.values()):

@@ -49,7 +49,6 @@ GOOD = dataclasses.replace(
     python="3.12.1",
     affinity_cores=32,
     cpu_quota_cores=None,
-    numa_nodes=2,
     numa_cores={"0": 16, "1": 16},
     memory_available_gib=200.0,
     memory_limit_gib=None,

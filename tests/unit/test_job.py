@@ -165,16 +165,16 @@ def test_runs_of_another_machine_or_other_data_are_not_mixed(
     config = make_config()
     out = tmp_path / "out"
     out.mkdir()
-    first = output(out).begin(config)
-    assert first.plan == results.read(out / "grid.json", MadePlan)
-    assert first.facts()["data_hash"] == first.plan.machine["data"] == first.manifest.hash
-    facts = read_json(out / "environment.json")
-    assert facts["cpu_model"] == first.facts()["environment"]["cpu_model"]
-    results.write(out / "grid.json", first.plan.model_copy(update={"tokens": 7}))
-    later = output(out, repeats=4).begin(config).plan
+    facts, place, manifest = output(out).begin(config)
+    first = results.read(out / "grid.json", MadePlan)
+    assert (place, facts["data_hash"], first.machine["data"]) == (shards, manifest.hash, manifest.hash)
+    assert facts["command"] == read_json(out / "environment.json")["command"]
+    results.write(out / "grid.json", first.model_copy(update={"tokens": 7}))
+    output(out, repeats=4).begin(config)
+    later = results.read(out / "grid.json", MadePlan)
     assert (later.tokens, later.settings["repeats"]) == (7, 4)  # what was measured stays
-    other = {**first.plan.machine, "cores": 99}
-    results.write(out / "grid.json", first.plan.model_copy(update={"machine": other}))
+    other = {**first.machine, "cores": 99}
+    results.write(out / "grid.json", first.model_copy(update={"machine": other}))
     with pytest.raises(ConfigError, match=r"\(cores: 99 then, "):
         output(out).begin(config)
     assert results.read(out / "grid.json", MadePlan).machine == other, "it keeps the machine of the first"

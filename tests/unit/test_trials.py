@@ -113,9 +113,10 @@ def test_a_run_whose_steps_are_not_whole_is_run_again(tmp_path: Path, text: str)
 def test_a_finetuning_without_its_predictions_is_run_again(tmp_path: Path) -> None:
     """A full disk may have taken them, and the run itself ended well."""
     finetuned = make_config("objective.name=finetune", "finetune.labels=[a,b]", "data.path=x")
-    assert not trials.is_whole(tmp_path, 1, finetuned)
+    write(trial := Trial(tmp_path, finetuned, 1), {"status": "done"})
+    assert trials.earlier_outcome(trial) is None
     (tmp_path / "predictions.jsonl").write_text("")
-    assert trials.is_whole(tmp_path, 1, finetuned)
+    assert trials.earlier_outcome(trial) is not None
 
 
 @pytest.mark.parametrize(
