@@ -80,6 +80,7 @@ def diagnose(env: Environment) -> list[Finding]:
     )
     absent = "names no GPU that is there" if env.names_absent_gpus else "leaves the others idle"
     ranks, kind = gpus or 2, "GPU" if gpus else "CPU"
+    numa_nodes = len(env.numa_cores) or 1
     gpu_nodes = sorted({str(gpu.numa_node) for gpu in env.gpus if gpu.numa_node is not None})
     cores = ", ".join(f"{count} cores of node {node}" for node, count in env.numa_cores.items()) or "unknown"
     driver = []
@@ -140,7 +141,7 @@ def diagnose(env: Environment) -> list[Finding]:
         ),
         _finding(
             all(env.numa_cores.get(node) for node in gpu_nodes),
-            f"NUMA nodes: {len(env.numa_cores) or 1}, usable {cores}; of GPUs: {', '.join(gpu_nodes) or 'none'}",
+            f"NUMA nodes: {numa_nodes}, usable {cores}; of GPUs: {', '.join(gpu_nodes) or 'none'}",
             "ranks reach a GPU over the link between sockets",
             "allow cores of that node (Slurm: --cpus-per-gpu or --gpu-bind; container: --cpuset-cpus)",
         ),

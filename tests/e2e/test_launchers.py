@@ -19,7 +19,7 @@ import pytest
 from bert_dp import api
 from bert_dp.files import read_lines
 from bert_dp.files.models import Summary
-from launcher.run.starters import LAUNCHERS, RankStart, launcher_problem, start_command, start_environment
+from launcher.run.starters import LAUNCHERS, launcher_problem
 from launcher.watch.failure import NO_CAUSE
 from tests.e2e.cli import (
     begin,
@@ -103,32 +103,6 @@ def test_a_launcher_that_is_unknown_or_not_installed_is_refused(
     assert done.stderr.startswith("error: --launcher: unknown launcher mpirun")
     assert len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.quick
-def test_what_surrounds_a_launcher_does_not_change_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Variables that torchrun or accelerate take defaults from, GPUs that deepspeed would choose anew."""
-    for name in ("PET_NNODES", "ACCELERATE_USE_FSDP", "TORCHELASTIC_RESTART_COUNT", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "8")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")  # as many clusters set them
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
-    for launcher in LAUNCHERS:
-        start = RankStart(2, [], launcher, on_gpu=True, grace_s=9.0)
-        environ = start_environment(start, tmp_path, tmp_path)
-        assert not {
-            "PET_NNODES",
-            "ACCELERATE_USE_FSDP",
-            "TORCHELASTIC_RESTART_COUNT",
-            "LOCAL_WORLD_SIZE",
-            "DS_ACCELERATOR",
-        } & set(environ)
-        assert environ["GLOO_SOCKET_IFNAME"] == environ["NCCL_SOCKET_IFNAME"] == "lo"
-        assert environ["CUDA_VISIBLE_DEVICES"] == "2,3"
-        assert environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "9"  # seconds, as grace_s
-    assert "CUDA_VISIBLE_DEVICES=2,3" in start_command(RankStart(2, [], "deepspeed"), tmp_path, [])
 
 
 BY_HAND = (  # one rank of three each

@@ -252,50 +252,36 @@ def test_row_11_a_failed_save_does_not_end_the_run(tmp_path: Path, shards: Path,
     assert all(checkpoint.check(path) is None for path in checkpoint.list_checkpoints(folder))
 
 
-def test_row_11_a_failed_save_stops_the_run_when_that_is_the_policy(tmp_path: Path, shards: Path) -> None:
+EVERY_2 = "schedule.steps=4 checkpoint.every_steps=2"
+
+
+@pytest.mark.parametrize(
+    ("settings", "what", "lost", "good"),
+    [
+        (f"{EVERY_2} schedule.steps=100000 checkpoint.on_error=stop", "io_error", 6, 4),
+        ("", "read_only", 0, None),  # the first: nothing was trained
+        (EVERY_2, "io_error", 4, 2),  # the last
+    ],
+)
+def test_row_11_a_failed_save_that_ends_the_run(
+    tmp_path: Path, shards: Path, settings: str, what: str, lost: int, good: int | None
+) -> None:
     run_dir = tmp_path / "run"
-    done = train(
-        shards,
-        run_dir,
-        "schedule.steps=100000 checkpoint.every_steps=2 checkpoint.on_error=stop",
-        code=1,
-        **broken("io_error", rank=0, place="save", step=5),
-    )
+    done = train(shards, run_dir, settings, code=1, **broken(what, rank=0, place="save", step=lost - 1))
     facts = summary(run_dir)
     assert (facts["status"], facts["exit_code"]) == ("failed", 1)
-    for text in ("step-00000006 could not be saved", ERRORS["io_error"], "step-00000004"):
+    assert f"step-{lost:08d} could not be saved" in done.stdout
+    for text in (f"step-{lost:08d} could not be saved", ERRORS[what]):
         assert text in facts["failure"]["message"]
-    assert facts["failed_saves"] >= 1
-    assert "step-00000006 could not be saved" in done.stdout
-    assert checkpoint.check(run_dir / "checkpoints" / "step-00000004") is None
-
-
-def test_row_11_a_first_save_that_fails_refuses_the_run(tmp_path: Path, shards: Path) -> None:
-    run_dir = tmp_path / "run"
-    train(shards, run_dir, code=1, **broken("read_only", rank=0, place="save", step=-1))
-    facts = summary(run_dir)
-    assert facts["status"] == "failed"
-    assert "step-00000000 could not be saved" in facts["failure"]["message"]
-    assert ERRORS["read_only"] in facts["failure"]["message"]
-    assert not (run_dir / "metrics.jsonl").exists(), "before the first step"
-
-
-def test_row_11_a_last_save_that_fails_fails_the_run(tmp_path: Path, shards: Path) -> None:
-    run_dir = tmp_path / "run"
-    train(
-        shards,
-        run_dir,
-        "schedule.steps=4 checkpoint.every_steps=2",
-        code=1,
-        **broken("io_error", rank=0, place="save", step=3),
-    )
-    facts = summary(run_dir)
-    assert (facts["status"], facts["step"]) == ("failed", 4)
-    assert facts["failed_saves"] == 2, "once on time, once more at the end"
-    assert "step-00000004 could not be saved" in facts["failure"]["message"]
-    assert "newest good checkpoint is step-00000002" in facts["failure"]["message"]
-    assert facts["heldout_loss"] is not None
-    assert facts["checkpoint"] == "checkpoints/step-00000002"
+    assert (run_dir / "metrics.jsonl").exists() == (good is not None), "before the first step"
+    if good is not None:
+        assert f"newest good checkpoint is step-{good:08d}" in facts["failure"]["message"]
+        assert checkpoint.check(run_dir / "checkpoints" / f"step-{good:08d}") is None
+        assert facts["failed_saves"] >= 1
+    if settings == EVERY_2:
+        assert (facts["step"], facts["failed_saves"]) == (4, 2), "once on time, once more at the end"
+        assert facts["heldout_loss"] is not None
+        assert facts["checkpoint"] == "checkpoints/step-00000002"
 
 
 @needs_mount

@@ -113,20 +113,14 @@ def test_each_restart_stands_in_the_summary_with_its_step_and_number_of_ranks(tm
     assert (summary["exit_code"], summary.get("signal")) == (1, None)
 
 
-def test_a_signal_while_waiting_ends_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", ["while it waits", "while the run fails"])
+def test_a_stop_signal_ends_the_restarts(tmp_path: Path, when: str) -> None:
     play = Play(tmp_path, (1, RAISED, 2))
-    play.stop = signal.SIGTERM
-    assert play.go(Policy(9)).exit_code == 143
+    play.stop, play.signal = (signal.SIGTERM, 0) if when == "while it waits" else (0, signal.SIGTERM)
+    assert play.go(Policy(9)).exit_code == (143 if play.stop else 1)
     assert len(play.started) == 1
     summary = read_json(tmp_path / "summary.json")
-    assert (summary["exit_code"], summary["signal"]) == (143, signal.SIGTERM)
-
-
-def test_a_run_that_failed_while_it_was_to_stop_is_not_started_again(tmp_path: Path) -> None:
-    play = Play(tmp_path, (1, RAISED, 2))
-    play.signal = signal.SIGTERM
-    assert play.go(Policy(9)).exit_code == 1
-    assert len(play.started) == 1
+    assert (summary["exit_code"], summary.get("signal")) == ((143, 15) if play.stop else (1, None))
 
 
 @pytest.mark.parametrize(
@@ -160,12 +154,6 @@ def test_elastic_goes_on_with_the_most_ranks_that_divide(tmp_path: Path) -> None
     assert ["on 3 ranks from step 2" in line for line in play.said] == [True, False]
     restarts_ = read_json(tmp_path / "summary.json")["restarts"]
     assert [(r["ranks"], r["failure_kind"]) for r in restarts_] == [(3, "killed"), (2, "killed")]
-
-
-def test_elastic_keeps_the_ranks_after_an_exception(tmp_path: Path) -> None:
-    play = Play(tmp_path, (1, RAISED, 2), (0, None, 9))
-    play.go(Policy(9, elastic=True))
-    assert [ranks for ranks, _ in play.started] == [4, 4]
 
 
 def test_elastic_follows_the_gpus_that_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

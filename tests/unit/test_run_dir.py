@@ -83,31 +83,29 @@ def test_a_directory_that_holds_something_else_is_refused_and_stays(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_run_is_complete_while_its_newest_checkpoint_has_spent_the_budget(tmp_path: Path) -> None:
-    longer = CONFIG.model_copy(update={"schedule": CONFIG.schedule.model_copy(update={"steps": 2})})
-    checkpoint(tmp_path)
-    record.write_json(tmp_path / "summary.json", {"status": "done"})
-    assert is_complete(tmp_path, CONFIG, "auto")
-    assert not is_complete(tmp_path, longer, "auto")  # the budget was raised
-    assert not is_complete(tmp_path, CONFIG, "never")
-    record.write_json(tmp_path / "summary.json", {"status": "stopped"})
-    assert not is_complete(tmp_path, CONFIG, "auto")
-
-
-def test_a_budget_in_hours_or_tokens_is_spent_by_its_own_measure(tmp_path: Path) -> None:
-    checkpoint(tmp_path, elapsed_s=1800.0, samples=10)
-    record.write_json(tmp_path / "summary.json", {"status": "done"})
-    for budget, spent in (("hours=0.5", 1), ("hours=0.6", 0), ("tokens=1280", 1), ("tokens=1281", 0)):
-        config = make_config(f"schedule.{budget}", "data.sequence_length=128")
-        assert is_complete(tmp_path, config, "auto") == bool(spent)
-
-
-def test_a_budget_in_dollars_is_spent_until_it_is_raised(tmp_path: Path) -> None:
-    """What is left of its reserve is not trained with."""
-    checkpoint(tmp_path, config={"schedule": {"dollars": 0.5}})
-    record.write_json(tmp_path / "summary.json", {"status": "done"})
-    for budget, spent in (("dollars=0.5", True), ("dollars=0.6", False), ("kwh=0.5", False)):
-        assert is_complete(tmp_path, make_config(f"schedule.{budget}"), "auto") == spent
+@pytest.mark.parametrize(
+    ("budget", "is_spent"),
+    [
+        ("steps=1", True),
+        ("steps=2", False),  # it was raised
+        ("hours=0.5", True),
+        ("hours=0.6", False),
+        ("tokens=1280", True),
+        ("tokens=1281", False),
+        ("dollars=0.5", True),  # what is left of its reserve is not trained with
+        ("dollars=0.6", False),
+        ("kwh=0.5", False),
+    ],
+)
+def test_a_run_is_complete_while_its_newest_checkpoint_has_spent_the_budget(
+    tmp_path: Path, budget: str, is_spent: bool
+) -> None:
+    checkpoint(tmp_path, elapsed_s=1800.0, samples=10, config={"schedule": {"dollars": 0.5}})
+    config = make_config(f"schedule.{budget}", "data.sequence_length=128")
+    for status, resume in (("done", "auto"), ("done", "never"), ("stopped", "auto")):
+        record.write_json(tmp_path / "summary.json", {"status": status})
+        is_asked = (status, resume) == ("done", "auto")
+        assert is_complete(tmp_path, config, resume) == (is_spent and is_asked)
 
 
 def test_what_a_run_may_not_change_is_told_as_it_was_and_is(tmp_path: Path) -> None:

@@ -33,7 +33,8 @@ def test_ranks_share_the_cores_meet_on_loopback_and_have_their_time_to_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever an interface, a launcher around us or a limit of threads says in our own environment."""
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "PET_NNODES", "LOCAL_SIZE"):
+    foreign = ("PET_NNODES", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "ACCELERATE_USE_CPU")
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", *foreign):
         monkeypatch.setenv(name, "eth0")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
@@ -42,7 +43,10 @@ def test_ranks_share_the_cores_meet_on_loopback_and_have_their_time_to_save(
         assert environ["OMP_NUM_THREADS"] == threads
     assert environ["GLOO_SOCKET_IFNAME"] == environ["NCCL_SOCKET_IFNAME"] == "lo"
     assert (environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"], environ["DS_ACCELERATOR"]) == ("300", "cpu")
-    assert not {"PET_NNODES", "LOCAL_SIZE"} & environ.keys()
+    for tool in LAUNCHERS:
+        environ = start_environment(RankStart(1, [], tool), tmp_path, tmp_path)
+        assert not {*foreign} & environ.keys()
+        assert environ["GLOO_SOCKET_IFNAME"] == environ["NCCL_SOCKET_IFNAME"] == "lo"
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     on_gpu = start_environment(RankStart(3, [], "deepspeed", on_gpu=True), tmp_path, tmp_path)
     assert (on_gpu["OMP_NUM_THREADS"], "DS_ACCELERATOR" in on_gpu) == ("5", False)
@@ -55,13 +59,11 @@ def test_a_rank_records_its_collectives_unless_the_user_says_otherwise(
     names = (*recorded, "TORCH_FR_DUMP_TEMP_FILE")
     for name in names:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another's")
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     run_dir, scratch = tmp_path / "run", tmp_path / "scratch"
     environ = start_environment(RankStart(2, []), run_dir, scratch)
     assert [environ[name] for name in names] == ["2000", "1", "1", f"{run_dir}/logs/nccl-trace-rank-"]
     assert environ["BERT_DP_LOG_DIR"] == f"{run_dir}/logs"
-    assert not {"TORCHELASTIC_RUN_ID", "ACCELERATE_USE_CPU", "PET_RDZV_ENDPOINT"} & environ.keys()
+    assert "PET_RDZV_ENDPOINT" not in environ
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
     environ = start_environment(RankStart(2, [], "accelerate"), run_dir, scratch)
     assert environ["TORCH_FR_BUFFER_SIZE"] == "0"
