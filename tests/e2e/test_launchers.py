@@ -93,7 +93,7 @@ def test_a_stop_signal_to_the_tool_alone_checkpoints_too(tmp_path: Path, shards:
     wait_for(lambda: not members(run_dir), seconds=10)
 
 
-def test_a_launcher_that_is_unknown_or_not_installed_is_refused(
+def test_an_unknown_launcher_is_refused(
     tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

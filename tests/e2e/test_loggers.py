@@ -18,9 +18,7 @@ def is_sent(run_dir: Path) -> bool:
     return step_reached(run_dir, 2)() and any((run_dir / "tensorboard").rglob("events*"))
 
 
-def test_a_stop_signal_to_every_process_of_the_job_does_not_cost_the_summary(
-    tmp_path: Path, shards: Path
-) -> None:
+def test_a_stop_signal_to_every_process_keeps_the_summary(tmp_path: Path, shards: Path) -> None:
     run_dir = tmp_path / "run"
     process = begin(shards, run_dir, *ENDLESS)
     wait_for(lambda: is_sent(run_dir))

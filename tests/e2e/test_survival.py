@@ -49,9 +49,7 @@ def test_a_complete_run_is_shown_and_not_touched(finished: Path) -> None:
     assert files(finished) == before
 
 
-def test_going_back_to_an_earlier_checkpoint_sets_the_later_ones_aside(
-    finished: Path, tmp_path: Path
-) -> None:
+def test_going_back_to_a_checkpoint_sets_later_ones_aside(finished: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(finished, run_dir)
     early = run_dir / "checkpoints" / "step-00000002"

@@ -147,9 +147,7 @@ def test_row_09b_killed_on_a_slow_disk(tmp_path: Path, killer: Killer) -> None:
         observe(9, variant="b", killed_after_s=after_s, loaded=loaded)
 
 
-def test_row_09_a_run_killed_in_the_background_write_goes_on_from_the_one_before(
-    tmp_path: Path, shards: Path
-) -> None:
+def test_row_09_a_run_killed_in_a_save_goes_on_from_the_one_before(tmp_path: Path, shards: Path) -> None:
     run_dir = tmp_path / "run"
     settings = ("schedule.steps=8", "checkpoint.every_steps=2")
     killed = train(
@@ -361,7 +359,7 @@ def test_row_15_one_bad_rank_skips_the_step_on_all(tmp_path: Path, shards: Path,
 
 
 @pytest.mark.parametrize("rank", (1, 0)[: len(rounds(1, 2))])
-def test_row_15_five_in_a_row_stop_the_run_with_the_last_checkpoint_intact(
+def test_row_15_five_in_a_row_stop_the_run_with_a_good_checkpoint(
     tmp_path: Path, shards: Path, rank: int
 ) -> None:
     run_dir = tmp_path / "run"
@@ -436,9 +434,7 @@ def test_row_15_every_engine_stops_on_all_ranks_together(tmp_path: Path, shards:
 # --- row 16
 
 
-def test_row_16_a_spike_is_said_and_counted_and_no_rank_falls_out_of_step(
-    tmp_path: Path, shards: Path
-) -> None:
+def test_row_16_a_spike_is_reported_and_ranks_stay_in_step(tmp_path: Path, shards: Path) -> None:
     run_dir = tmp_path / "run"
     done = train(
         shards,

@@ -101,7 +101,7 @@ def test_row_02_a_killed_rank_is_named(tmp_path: Path, shards: Path, launcher: s
         assert set(facts["memory"]["peaks_gib"]) >= {"rank 0", "rank 1"}
 
 
-def test_row_02_a_kill_for_want_of_memory_is_told_as_such(
+def test_row_02_a_kill_for_want_of_memory(
     tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel's counter is a file of ours that rises when the rank is killed."""
@@ -143,7 +143,7 @@ def test_row_02_a_kill_for_want_of_memory_is_told_as_such(
         ("torchrun", "bus", "7 (SIGBUS)"),
     ][: len(rounds(3, 4))],
 )
-def test_row_03_a_crash_is_named_with_its_stack(
+def test_row_03_crashes_show_a_stack(
     tmp_path: Path, shards: Path, launcher: str, what: str, name: str
 ) -> None:
     installed(launcher)

@@ -75,9 +75,7 @@ def hang_once(tmp_path: Path, shards: Path, what: str, rank: int, ranks: int, pl
 
 
 @pytest.mark.parametrize("what", sorted(WHY) if FULL else ["gil", "stop"])  # the pause below is a sleep
-def test_row_07_the_rank_that_hangs_is_named_and_the_run_ended(
-    tmp_path: Path, shards: Path, what: str
-) -> None:
+def test_row_07_a_hung_rank_is_named_and_the_run_ended(tmp_path: Path, shards: Path, what: str) -> None:
     cases = [(rank, ranks, place) for place in ("step", "data") for ranks in (2, 4) for rank in (0, 1)]
     if not FULL:
         cases = random.Random(what).sample(cases[:2], 1)

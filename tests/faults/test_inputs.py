@@ -127,7 +127,7 @@ def test_row_22_a_pickle_in_a_checkpoint_is_refused(tmp_path: Path, finished: Pa
     ],
     ids=["another dtype", "an empty optimizer"],
 )
-def test_row_22_tensors_of_another_kind_are_refused(
+def test_row_22_odd_tensors_are_refused(
     tmp_path: Path, finished: Path, file: str, change: Any, message: str
 ) -> None:
     run_dir = shutil.copytree(finished, tmp_path / "run")
@@ -271,9 +271,7 @@ def listening(process: psutil.Process) -> set[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("launcher", TOOLS)
-def test_row_24_nothing_listens_beyond_loopback_and_a_stopped_run_goes_on(
-    tmp_path: Path, shards: Path, launcher: str
-) -> None:
+def test_row_24_only_loopback_and_a_stopped_run_goes_on(tmp_path: Path, shards: Path, launcher: str) -> None:
     """From the first process to the third step, looked at 20 times a second; then SIGTERM."""
     assert launcher in LAUNCHERS
     run_dir, options = tmp_path / "a run", ("--launcher", launcher)

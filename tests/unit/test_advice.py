@@ -112,9 +112,7 @@ def test_a_host_out_of_memory_shares_it_between_the_ranks(run_dir: Path) -> None
     ("oom_kills", "said"),
     [(2, "for want of host memory"), (0, "from outside: no"), (None, "or by the kernel")],
 )
-def test_a_kill_for_want_of_memory_is_told_from_one_by_someone(
-    run_dir: Path, oom_kills: int | None, said: str
-) -> None:
+def test_kills_by_the_kernel_and_by_others(run_dir: Path, oom_kills: int | None, said: str) -> None:
     (run_dir / "config.yaml").write_text(dump_config(config("run.device=cpu")))
     killed = Failure(rank=1, kind="killed", message="killed by signal 9", killed_by=signal.SIGKILL)
     for peaks, peaked in (({"rank 1": 3.5}, "peaked at 3.50 GiB"), ({}, "before its memory was seen")):

@@ -98,9 +98,7 @@ def stop(times: int = 1, pause_s: float = 0.0) -> None:
         time.sleep(pause_s)
 
 
-def test_a_worker_that_never_ends_is_killed_when_the_time_since_the_first_signal_is_over(
-    tmp_path: Path, clock: Clock
-) -> None:
+def test_a_worker_that_never_ends_is_killed_after_the_grace_period(tmp_path: Path, clock: Clock) -> None:
     clock.waits_for = tmp_path / "signals"
     lines: list[str] = []
     ended = processes.run(tmp_path, RankStart(1, [], grace_s=100.0), once_ready(stop), log=lines.append)
@@ -120,7 +118,7 @@ HUP, TERM, INT = signal.SIGHUP, signal.SIGTERM, signal.SIGINT
         ([(TERM, 1.0), (TERM, 1.01), (HUP, 1.1), (TERM, 1.7), (TERM, 1.8)], [TERM, TERM, TERM]),
     ],
 )
-def test_signals_beside_the_first_are_one_stop(
+def test_signals_at_once_are_one(
     monkeypatch: pytest.MonkeyPatch, sent: list[tuple[int, float]], counted: list[int]
 ) -> None:
     """A terminal that closes and `timeout` send several; a user who presses twice means it."""
@@ -162,7 +160,7 @@ def test_a_save_that_is_under_way_when_a_rank_fails_may_end(tmp_path: Path, cloc
     assert processes.SAVE_AFTER_FAILURE_S < took < processes.SAVE_AFTER_FAILURE_S + 10
 
 
-def test_a_file_server_that_does_not_answer_ends_no_run(
+def test_a_silent_file_server_ends_no_run(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rank is ended by the signal that comes when it answers again; the display looks there too."""
@@ -232,9 +230,7 @@ def test_what_an_earlier_start_said_is_not_this_ones(tmp_path: Path, monkeypatch
     assert asked[2] == [str(tmp_path / "config.yaml"), "--resume", "never"]
 
 
-def test_what_is_written_last_is_still_shown_and_memory_is_of_all_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_poll_and_the_memory_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     command = [sys.executable, "-I", "-S", "-c", "open('last', 'w'); raise SystemExit(3)"]
     monkeypatch.setattr(processes, "start_command", lambda *_: command)
@@ -248,7 +244,7 @@ def test_what_is_written_last_is_still_shown_and_memory_is_of_all_ranks(
     assert ended.failure.explanation[0] == "machine 64.00 GiB / 2 ranks = 32.00 GiB a rank"
 
 
-def test_a_worker_that_ends_after_the_summary_hurries_no_other(
+def test_the_launcher_may_end_long_after_a_worker(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The launcher is given all the time that it needs."""
@@ -308,9 +304,7 @@ class System:
         return self.now
 
 
-def test_the_reaper_looks_again_until_nothing_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_reaper_looks_until_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Something was started while the first were killed, one had gone, one needed a second time."""
     (tmp_path / "scratch").mkdir()
     system = System([404, 11], [11, 12], [])

@@ -206,9 +206,7 @@ def test_the_card_cannot_control_the_terminal(tmp_path: Path) -> None:
     assert not any("\x1b" in line for line in card(full(message="\x1b[2Jx", log_tail=["\x1b]0;t"]), tmp_path))
 
 
-def test_the_cause_is_on_disk_before_its_traceback_is_in_the_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cause_is_written_before_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(files.LOG_DIR, str(tmp_path))
     path = tmp_path / "rank-2.error.json"
     there: list[bool] = []
@@ -223,7 +221,7 @@ def test_the_cause_is_on_disk_before_its_traceback_is_in_the_log(
     # raised in the standard library, blamed on the line above
     assert facts["error_type"] == "JSONDecodeError"
     assert facts["where"].rpartition(":")[0] == __file__
-    name = "test_the_cause_is_on_disk_before_its_traceback_is_in_the_log"
+    name = "test_the_cause_is_written_before_its_traceback"
     assert facts["source"] == f'in {name}: json.loads("{{")'
 
 
@@ -236,7 +234,7 @@ def test_bad_input_is_recorded_as_such(tmp_path: Path, monkeypatch: pytest.Monke
     assert failure.issues == [WRONG]
 
 
-def test_the_message_of_an_error_holds_no_secret(
+def test_an_error_holds_no_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MY_TOKEN", "q7Zx-81kkd-Pw04ff")
@@ -262,9 +260,7 @@ def test_own_code_is_neither_pythons_nor_a_packages() -> None:
         assert not files.is_own_code(library)
 
 
-def test_what_all_ranks_decided_together_is_no_ranks_fault(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_agreed_failure_names_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(files.LOG_DIR, str(tmp_path))
     process.record_error(0, process.RunFailed("5 steps in a row were skipped", "not_finite"))
     failure = cause_of(tmp_path)
@@ -282,9 +278,7 @@ def test_what_all_ranks_decided_together_is_no_ranks_fault(
         (None, "step-00000002 could not be saved: [Errno 28] No space left on device", "disk"),
     ],
 )
-def test_a_full_disk_is_named_first_unless_another_cause_is_known(
-    tmp_path: Path, rank: int | None, message: str, kind: FailureKind
-) -> None:
+def test_a_full_disk_is_the_cause(tmp_path: Path, rank: int | None, message: str, kind: FailureKind) -> None:
     before = Failure(rank=rank, message=message, kind=kind)
     failure = of_a_disk(before, tmp_path, OSError(errno.ENOSPC, "full"))
     refused = f"No space left on device: nothing can be written to {tmp_path}"

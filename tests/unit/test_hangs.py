@@ -186,9 +186,7 @@ SAME, OLD = started("all_reduce", "broadcast"), started("broadcast", "all_reduce
         ),
     ],
 )
-def test_who_has_not_started_what_the_others_wait_in(
-    recorded: dict[int, Any], diagnosis: HangDiagnosis | None
-) -> None:
+def test_who_has_not_started_a_collective(recorded: dict[int, Any], diagnosis: HangDiagnosis | None) -> None:
     assert compare_collectives(recorded) == diagnosis
 
 

@@ -84,7 +84,7 @@ def test_ranks_need_devices(device: str, gpus: int, setting: str, ranks: int | t
         ("cpu", 0, "0", False),
     ],
 )
-def test_gpus_that_are_asked_for_and_not_there_are_warned_of(
+def test_missing_gpus_are_warned_of(
     tmp_path: Path, device: str, gpus: int, selection: str | None, warned: bool
 ) -> None:
     asked = made(device, gpus)
@@ -98,9 +98,7 @@ def test_gpus_that_are_asked_for_and_not_there_are_warned_of(
 RESTART, UNSAVED = "--max-restarts: nothing is saved", "checkpoint.keep is 0"
 
 
-def test_what_is_allowed_but_hardly_meant_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_start_warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
     for gpus, ranks, restarts, every, keep, warned in (
         (0, 3, 1, "steps=5", 2, []),
@@ -158,9 +156,7 @@ def test_another_configuration_is_told_by_its_settings(tmp_path: Path) -> None:
     assert "(data.shuffle: True then, False now; optim.lr: 0.0003 then, 0.0001 now)" in issue.message
 
 
-def test_runs_of_another_machine_or_other_data_are_not_mixed(
-    tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_machines_are_not_mixed(tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launcher.job.prepare_data", lambda config: shards)
     config = make_config()
     out = tmp_path / "out"
@@ -219,7 +215,7 @@ def test_the_configuration_of_a_directory_that_is_gone_on_with_is_its_own(tmp_pa
         ("data.sources=[{}/**/*.txt]", None),
     ],
 )
-def test_what_a_configuration_names_and_is_not_there(
+def test_missing_inputs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, kind: str | None
 ) -> None:
     monkeypatch.setattr(job, "has_package", lambda name: name != "deepspeed")
@@ -235,9 +231,7 @@ def test_a_finetuning_needs_its_packages(monkeypatch: pytest.MonkeyPatch) -> Non
     assert issues == ["objective.name"]
 
 
-def test_a_cache_that_others_write_is_refused_where_data_are_built_there(
-    monkeypatch: pytest.MonkeyPatch, shards: Path
-) -> None:
+def test_an_open_cache_is_refused_for_data_to_build(monkeypatch: pytest.MonkeyPatch, shards: Path) -> None:
     monkeypatch.setattr(job.files, "cache_issues", lambda: ["others write there"])
     ours = ("data.sources=null", f"data.path={shards}", "data.sequence_length=16", "model.vocab_size=64")
     assert job.input_issues(make_config("data.sources=[builtin,hub:some/text]")) == ["others write there"]
@@ -261,9 +255,7 @@ def test_a_directory_in_which_nothing_was_written_is_as_before(tmp_path: Path, s
     assert sorted(path.name for path in directory.iterdir()) == [".lock", "config.yaml"]
 
 
-def test_what_a_verb_makes_is_its_users_alone_and_what_it_cannot_make_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_output_directories_are_private_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with umask(0), lock_output_dir(tmp_path / "a" / "out", ".lock", "--out", "grid"):
         assert (tmp_path / "a" / "out").stat().st_mode & 0o777 == 0o700
     (tmp_path / "file").touch()
@@ -273,9 +265,7 @@ def test_what_a_verb_makes_is_its_users_alone_and_what_it_cannot_make_is_named(
     assert [(i.setting, i.kind) for i in issues] == [("--out", "not_found")] * 2
 
 
-def test_the_result_is_printed_as_json_or_as_a_report_that_names_its_page(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_result_is_printed_as_json_or_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for as_json in (True, False):
         out = io.StringIO()
         console = Console(file=out, width=200)

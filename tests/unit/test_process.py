@@ -243,9 +243,7 @@ def test_failed_writes_are_counted_and_dropped() -> None:
     assert errors.count == 2
 
 
-def test_the_first_missing_line_of_a_record_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_missing_line_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     errors = WriteErrors()
     records, real, full = Records(tmp_path, said.append, errors), files.append_line, {"metrics.jsonl"}

@@ -92,9 +92,7 @@ def test_a_failure_is_started_again_later_and_later_until_it_is_pointless(
     assert len(read_json(tmp_path / "summary.json").get("restarts") or []) == len(waits)
 
 
-def test_a_disk_that_takes_no_summary_costs_no_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_costs_no_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "full")
 

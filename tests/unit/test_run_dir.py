@@ -54,9 +54,7 @@ BESIDE = (".env", ".git/config", "slurm-123.out", "logs/job.out", ".launcher.loc
 
 
 @pytest.mark.parametrize("fill", [put(), put(*BESIDE), checkpoint, copied, killed_early])
-def test_an_empty_directory_one_with_a_run_and_what_may_stand_beside_it(
-    tmp_path: Path, fill: Callable[[Path], None]
-) -> None:
+def test_directories_that_a_run_takes(tmp_path: Path, fill: Callable[[Path], None]) -> None:
     fill(tmp_path)
     assert run_dir_issues(tmp_path, CONFIG, "auto") == []
 
@@ -72,9 +70,7 @@ def test_an_empty_directory_one_with_a_run_and_what_may_stand_beside_it(
         (put(".launcher.lock", "config.yaml", "notes.txt"), "config.yaml, notes.txt"),
     ],
 )
-def test_a_directory_that_holds_something_else_is_refused_and_stays(
-    tmp_path: Path, fill: Callable[[Path], None], named: str
-) -> None:
+def test_a_foreign_directory_is_refused(tmp_path: Path, fill: Callable[[Path], None], named: str) -> None:
     fill(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     (issue,) = run_dir_issues(tmp_path, CONFIG, "auto")
@@ -97,9 +93,7 @@ def test_a_directory_that_holds_something_else_is_refused_and_stays(
         ("kwh=0.5", False),
     ],
 )
-def test_a_run_is_complete_while_its_newest_checkpoint_has_spent_the_budget(
-    tmp_path: Path, budget: str, is_spent: bool
-) -> None:
+def test_a_run_is_complete_with_its_budget_spent(tmp_path: Path, budget: str, is_spent: bool) -> None:
     checkpoint(tmp_path, elapsed_s=1800.0, samples=10, config={"schedule": {"dollars": 0.5}})
     config = make_config(f"schedule.{budget}", "data.sequence_length=128")
     for status, resume in (("done", "auto"), ("done", "never"), ("stopped", "auto")):

@@ -79,9 +79,7 @@ def runner(out: Path, *slots: Slot, log: Log = print) -> AbstractContextManager[
         ({**failed("SIGTERM: stopped", "stopped"), "signal": 15}, None),
     ],
 )
-def test_a_trial_that_ended_is_not_run_again(
-    tmp_path: Path, summary: dict[str, Any], status: str | None
-) -> None:
+def test_an_ended_trial_is_not_repeated(tmp_path: Path, summary: dict[str, Any], status: str | None) -> None:
     trial = Trial(tmp_path / "t", config(8, "data.path=/one"), 2)
     assert trials.earlier_outcome(trial) is None
     write(trial, summary, 9.0)
@@ -123,7 +121,7 @@ def test_a_finetuning_without_its_predictions_is_run_again(tmp_path: Path) -> No
     ("compiled", "on_gpu", "expected"),
     [("auto", False, "off"), ("auto", True, "auto"), ("on", False, "on"), ("off", True, "off")],
 )
-def test_a_measured_run_keeps_the_users_settings_and_saves_and_sends_nothing(
+def test_a_timed_run_has_the_users_settings_and_saves_nothing(
     compiled: str, on_gpu: bool, expected: str
 ) -> None:
     ramp = ("batch.ramp_fraction=0.5", "batch.ramp_quantum=2")
@@ -138,9 +136,7 @@ def test_a_measured_run_keeps_the_users_settings_and_saves_and_sends_nothing(
 
 
 @pytest.mark.parametrize(("warm_up", "exposed"), [(0, [0.1, 0.2, 0.3]), (2, [0.3])])
-def test_a_measured_run_is_read_without_its_warm_up(
-    tmp_path: Path, warm_up: int, exposed: list[float]
-) -> None:
+def test_a_run_is_read_without_its_warm_up(tmp_path: Path, warm_up: int, exposed: list[float]) -> None:
     """The samples of rank 0 alone count; the memory was highest in between."""
     none = dict.fromkeys(trials.PARTS, ())
     for rank in range(2):
@@ -220,9 +216,7 @@ def test_what_ends_without_a_word_runs_twice(tmp_path: Path, started: Started) -
     assert trials.cause(trial.directory) == "both attempts ended without writing summary.json"
 
 
-def test_a_trial_gets_its_slots_devices_and_says_how_far_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trial_uses_its_slot_and_logs_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It logs a step, and ends once that was shown."""
     asked: list[Any] = []
     code = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.01)"
@@ -302,9 +296,7 @@ def test_a_stop_signal_is_passed_to_a_trial_once(tmp_path: Path, started: Starte
     assert notes.read_text() == "15\n"
 
 
-def test_a_helper_answers_in_json_on_its_cores_and_a_signal_ends_it(
-    tmp_path: Path, started: Started, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_helper_answer_and_stop(tmp_path: Path, started: Started, capsys: pytest.CaptureFixture[str]) -> None:
     core = min(os.sched_getaffinity(0))
     started.code = "import os; print('{\"cores\": %s}' % list(os.sched_getaffinity(0)), flush=True)"
     before = os.sched_getaffinity(0)
@@ -334,9 +326,7 @@ def test_a_run_tells_why_it_ended_and_of_which_kind(tmp_path: Path) -> None:
     assert trials.heldout_losses(tmp_path) == {1: 3.0, 3: None}
 
 
-def test_ranks_have_as_many_threads_as_the_cores_that_they_share(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_have_as_many_threads_as_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     command = [sys.executable, "-c", "import os; print(os.environ['OMP_NUM_THREADS'])"]
     monkeypatch.setattr(processes, "start_command", lambda *_: command)

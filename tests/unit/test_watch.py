@@ -162,9 +162,7 @@ def test_a_run_that_stays_hung_is_ended(tmp_path: Path) -> None:
     assert scene.ended.log_tail[0].startswith("  rank 1 at /p/model.py:7")
 
 
-def test_what_an_earlier_hang_or_start_left_is_no_answer(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_an_earlier_hang_left_is_no_answer(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that can write no stack has none, and is not waited for without end."""
     now, naps = itertools.count(0.0, 0.5), iter(range(50))
     clock = types.SimpleNamespace(monotonic=lambda: next(now), sleep=lambda _: next(naps), strftime=str)
@@ -221,9 +219,7 @@ def test_patience_until_a_first_step_is_done(scene: Scene, step: int, is_patient
 
 
 @pytest.mark.parametrize(("seconds", "low", "high"), [([40] * 5, 90, 121), ([1, 1, 40, 1, 1], 20, 30)])
-def test_long_steps_are_waited_for_three_times_the_median(
-    scene: Scene, seconds: list[int], low: int, high: int
-) -> None:
+def test_the_limit_is_three_median_steps(scene: Scene, seconds: list[int], low: int, high: int) -> None:
     scene.train(1)
     for each in seconds:
         scene.train(1, seconds_per_step=each)

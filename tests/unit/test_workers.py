@@ -29,9 +29,7 @@ def test_a_wait_for_workers_is_in_seconds(monkeypatch: pytest.MonkeyPatch) -> No
     assert waited == [200.0]
 
 
-def test_ranks_share_the_cores_meet_on_loopback_and_have_their_time_to_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_interfaces_and_time_to_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever an interface, a launcher around us or a limit of threads says in our own environment."""
     foreign = ("PET_NNODES", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "ACCELERATE_USE_CPU")
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", *foreign):
@@ -52,9 +50,7 @@ def test_ranks_share_the_cores_meet_on_loopback_and_have_their_time_to_save(
     assert (on_gpu["OMP_NUM_THREADS"], "DS_ACCELERATOR" in on_gpu) == ("5", False)
 
 
-def test_a_rank_records_its_collectives_unless_the_user_says_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_record_their_collectives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_ENABLE_TIMING")
     names = (*recorded, "TORCH_FR_DUMP_TEMP_FILE")
     for name in names:
