@@ -68,9 +68,8 @@ def running(run_dir: Path, launcher: str, shards: Path) -> Iterator[subprocess.P
 
 
 @pytest.mark.parametrize("launcher", TOOLS[1:])
-def test_sigkill_of_our_launcher_leaves_no_process(tmp_path: Path, shards: Path, launcher: str) -> None:
+def test_sigkill_of_our_launcher_leaves_no_process(run_dir: Path, shards: Path, launcher: str) -> None:
     """Of torchrun: row 4 of the fault table."""
-    run_dir = tmp_path / "run"
     with running(run_dir, launcher, shards) as process:
         assert len(members(run_dir)) == (4 if launcher == "deepspeed" else 3)
         process.kill()
@@ -79,9 +78,8 @@ def test_sigkill_of_our_launcher_leaves_no_process(tmp_path: Path, shards: Path,
 
 
 @pytest.mark.parametrize("launcher", TOOLS[2:])
-def test_a_stop_signal_to_the_tool_alone_checkpoints_too(tmp_path: Path, shards: Path, launcher: str) -> None:
+def test_a_stop_signal_to_the_tool_alone_checkpoints_too(run_dir: Path, shards: Path, launcher: str) -> None:
     """deepspeed's runner has no handler and dies of it at once."""
-    run_dir = tmp_path / "run"
     with running(run_dir, launcher, shards) as process:
         children = psutil.Process(process.pid).children()
         (runner,) = [child for child in children if "deepspeed.launcher.runner" in child.cmdline()]
@@ -151,8 +149,7 @@ def by_hand(config: Path) -> Iterator[list[subprocess.Popen[str]]]:
             process.communicate()
 
 
-def test_ranks_started_by_hand_stop_at_a_signal_and_name_a_failure(tmp_path: Path, shards: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_ranks_started_by_hand_stop_at_a_signal_and_name_a_failure(run_dir: Path, shards: Path) -> None:
     config = write_config(run_dir, shards, "compile=off batch.global_size=12 schedule.steps=100000")
     for number, victims in ((signal.SIGTERM, slice(3)), (signal.SIGKILL, slice(1))):
         began = len(metrics(run_dir))

@@ -18,8 +18,7 @@ def is_sent(run_dir: Path) -> bool:
     return step_reached(run_dir, 2)() and any((run_dir / "tensorboard").rglob("events*"))
 
 
-def test_a_stop_signal_to_every_process_keeps_the_summary(tmp_path: Path, shards: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_a_stop_signal_to_every_process_keeps_the_summary(run_dir: Path, shards: Path) -> None:
     process = begin(shards, run_dir, *ENDLESS)
     wait_for(lambda: is_sent(run_dir))
     family = psutil.Process(process.pid).children(recursive=True)
@@ -35,8 +34,7 @@ def test_a_stop_signal_to_every_process_keeps_the_summary(tmp_path: Path, shards
     assert processes_of(run_dir) == []
 
 
-def test_no_process_outlives_a_killed_launcher(tmp_path: Path, shards: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_no_process_outlives_a_killed_launcher(run_dir: Path, shards: Path) -> None:
     process = begin(shards, run_dir, *ENDLESS, nproc=1)
     wait_for(lambda: is_sent(run_dir))
     process.kill()

@@ -49,8 +49,7 @@ def test_a_complete_run_is_shown_and_not_touched(finished: Path) -> None:
     assert files(finished) == before
 
 
-def test_going_back_to_a_checkpoint_sets_later_ones_aside(finished: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_going_back_to_a_checkpoint_sets_later_ones_aside(finished: Path, run_dir: Path) -> None:
     shutil.copytree(finished, run_dir)
     early = run_dir / "checkpoints" / "step-00000002"
     go_on(run_dir, "schedule.steps=3", "checkpoint.keep=1", options=("--resume", str(early)))
@@ -59,8 +58,7 @@ def test_going_back_to_a_checkpoint_sets_later_ones_aside(finished: Path, tmp_pa
     assert kept == ["step-00000003"]
 
 
-def test_a_signal_during_start_up_is_not_lost(tmp_path: Path, shards: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_a_signal_during_start_up_is_not_lost(run_dir: Path, shards: Path) -> None:
     process = begin(shards, run_dir, "schedule.steps=100000")
     wait_for(lambda: (run_dir / "logs" / "torchrun.log").exists())
     process.send_signal(signal.SIGTERM)
@@ -69,8 +67,7 @@ def test_a_signal_during_start_up_is_not_lost(tmp_path: Path, shards: Path) -> N
     assert not members(run_dir)
 
 
-def test_two_launchers_on_one_directory_only_one_runs(tmp_path: Path, shards: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_two_launchers_on_one_directory_only_one_runs(run_dir: Path, shards: Path) -> None:
     both = [begin(shards, run_dir, "schedule.steps=50", nproc=1) for _ in range(2)]
     texts = [process.communicate(timeout=120) for process in both]
     codes = sorted(process.returncode for process in both)
@@ -80,8 +77,7 @@ def test_two_launchers_on_one_directory_only_one_runs(tmp_path: Path, shards: Pa
     assert read_json(run_dir / "summary.json")["status"] == "done"
 
 
-def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path, shards: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_a_reader_that_goes_away_does_not_end_the_run(run_dir: Path, shards: Path) -> None:
     process = begin(shards, run_dir, "schedule.steps=60", nproc=1)
     process.stdout.readline()
     process.stdout.close()

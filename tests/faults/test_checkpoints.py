@@ -147,8 +147,7 @@ def test_row_09b_killed_on_a_slow_disk(tmp_path: Path, killer: Killer) -> None:
         observe(9, variant="b", killed_after_s=after_s, loaded=loaded)
 
 
-def test_row_09_a_run_killed_in_a_save_goes_on_from_the_one_before(tmp_path: Path, shards: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_row_09_a_run_killed_in_a_save_goes_on_from_the_one_before(run_dir: Path, shards: Path) -> None:
     settings = ("schedule.steps=8", "checkpoint.every_steps=2")
     killed = train(
         shards, run_dir, *settings, nproc=1, code=1, **broken("kill", rank=0, place="save", step=5)
@@ -211,8 +210,7 @@ def test_row_10_no_single_bit_of_the_manifest_may_change(tmp_path: Path) -> None
             assert checkpoint.check(path) is not None, (place, bit, bytes(changed))
 
 
-def test_row_10_a_run_says_what_it_passes_over(tmp_path: Path, shards: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_row_10_a_run_says_what_it_passes_over(run_dir: Path, shards: Path) -> None:
     train(shards, run_dir, "checkpoint.every_steps=2", "schedule.steps=4", nproc=1)
     damage(run_dir / "checkpoints" / "step-00000004" / "optimizer.safetensors", random.Random(0))
     again = go_on(run_dir, "schedule.steps=6")
@@ -231,9 +229,8 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("what", list(ERRORS)[: len(rounds(1, 3))])
-def test_row_11_a_failed_save_does_not_end_the_run(tmp_path: Path, shards: Path, what: str) -> None:
+def test_row_11_a_failed_save_does_not_end_the_run(run_dir: Path, shards: Path, what: str) -> None:
     """Injected in the save after step 6; the ones before and after it are good."""
-    run_dir = tmp_path / "run"
     done = train(
         shards,
         run_dir,
@@ -262,9 +259,8 @@ EVERY_2 = "schedule.steps=4 checkpoint.every_steps=2"
     ],
 )
 def test_row_11_a_failed_save_that_ends_the_run(
-    tmp_path: Path, shards: Path, settings: str, what: str, lost: int, good: int | None
+    run_dir: Path, shards: Path, settings: str, what: str, lost: int, good: int | None
 ) -> None:
-    run_dir = tmp_path / "run"
     done = train(shards, run_dir, settings, code=1, **broken(what, rank=0, place="save", step=lost - 1))
     facts = summary(run_dir)
     assert (facts["status"], facts["exit_code"]) == ("failed", 1)
@@ -360,9 +356,8 @@ def test_row_15_one_bad_rank_skips_the_step_on_all(tmp_path: Path, shards: Path,
 
 @pytest.mark.parametrize("rank", (1, 0)[: len(rounds(1, 2))])
 def test_row_15_five_in_a_row_stop_the_run_with_a_good_checkpoint(
-    tmp_path: Path, shards: Path, rank: int
+    run_dir: Path, shards: Path, rank: int
 ) -> None:
-    run_dir = tmp_path / "run"
     train(
         shards,
         run_dir,
@@ -434,8 +429,7 @@ def test_row_15_every_engine_stops_on_all_ranks_together(tmp_path: Path, shards:
 # --- row 16
 
 
-def test_row_16_a_spike_is_reported_and_ranks_stay_in_step(tmp_path: Path, shards: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_row_16_a_spike_is_reported_and_ranks_stay_in_step(run_dir: Path, shards: Path) -> None:
     done = train(
         shards,
         run_dir,

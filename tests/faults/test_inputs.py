@@ -204,9 +204,8 @@ def leaks(run_dir: Path) -> list[str]:
     return leaked
 
 
-def test_row_23_no_file_of_a_run_holds_a_secret(tmp_path: Path, shards: Path) -> None:
+def test_row_23_no_file_of_a_run_holds_a_secret(run_dir: Path, shards: Path) -> None:
     """Nor does a word that is called one change what the run says of itself, nor is a file of the user's."""
-    run_dir = tmp_path / "run"
     run_dir.mkdir(mode=0o700)
     (run_dir / ".env").write_text(f"HF_TOKEN={SECRETS['HF_TOKEN']}\n")
     done = train(shards, run_dir, nproc=1, **SECRETS, **ORDINARY)

@@ -29,8 +29,7 @@ def test_row_18_launchers_at_once_do_not_collide(tmp_path: Path, shards: Path) -
         observe(18, launchers=count)
 
 
-def test_row_19_a_crash_loop_ends_and_keeps_its_logs(tmp_path: Path, shards: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_row_19_a_crash_loop_ends_and_keeps_its_logs(run_dir: Path, shards: Path) -> None:
     done = train(
         shards,
         run_dir,
