@@ -45,6 +45,11 @@ Root Cause (first observed failure):
 """
 
 
+@pytest.fixture(autouse=True)
+def log_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(files.LOG_DIR, str(tmp_path))
+
+
 def error(logs: Path, rank: int, message: str, time_ns: int, **facts: Any) -> None:
     message = f"RuntimeError: {message}"
     facts |= {"rank": rank, "time_ns": time_ns, "error_type": "RuntimeError", "message": message}
@@ -207,7 +212,6 @@ def test_the_card_cannot_control_the_terminal(tmp_path: Path) -> None:
 
 
 def test_the_cause_is_written_before_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(files.LOG_DIR, str(tmp_path))
     path = tmp_path / "rank-2.error.json"
     there: list[bool] = []
     monkeypatch.setattr(process, "hide", lambda text, secrets: text)
@@ -225,8 +229,7 @@ def test_the_cause_is_written_before_its_traceback(tmp_path: Path, monkeypatch: 
     assert facts["source"] == f'in {name}: json.loads("{{")'
 
 
-def test_bad_input_is_recorded_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    monkeypatch.setenv(files.LOG_DIR, str(tmp_path))
+def test_bad_input_is_recorded_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     process.record_error(0, ConfigError([Issue(**WRONG)]))
     assert json.loads((tmp_path / "rank-0.error.json").read_text())["kind"] == "bad_input"
     assert capsys.readouterr().err == "error: optim.lr: wrong\n"
@@ -238,7 +241,6 @@ def test_an_error_holds_no_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MY_TOKEN", "q7Zx-81kkd-Pw04ff")
-    monkeypatch.setenv(files.LOG_DIR, str(tmp_path))
     process.record_error(1, RuntimeError("login with q7Zx-81kkd-Pw04ff failed"))
     for text in ((tmp_path / "rank-1.error.json").read_text(), capsys.readouterr().err):
         assert "login with" in text
@@ -260,8 +262,7 @@ def test_own_code_is_neither_pythons_nor_a_packages() -> None:
         assert not files.is_own_code(library)
 
 
-def test_an_agreed_failure_names_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(files.LOG_DIR, str(tmp_path))
+def test_an_agreed_failure_names_no_rank(tmp_path: Path) -> None:
     process.record_error(0, process.RunFailed("5 steps in a row were skipped", "not_finite"))
     failure = cause_of(tmp_path)
     assert (failure.rank, failure.headline()) == (None, "5 steps in a row were skipped")
@@ -295,13 +296,14 @@ def test_a_hang_comes_before_errors(tmp_path: Path) -> None:
     log = tmp_path / "rank-2.log"
     facts = {"rank": 2, "message": "hang in step 3", "where": "mine.py:7", "log_tail": ["  | frame"]}
     hang = Failure(kind="hang", log=str(log), **facts)
-    hung = decide_cause(tmp_path, "", (), unknown, hang=hang, errors=recorded_errors(tmp_path))
+    errors = recorded_errors(tmp_path)
+    hung = decide_cause(tmp_path, "", (), unknown, hang=hang, errors=errors)
     assert (hung.kind, hung.headline(), hung.where) == ("hang", "rank 2: hang in step 3", "mine.py:7")
     assert (hung.log, hung.log_tail) == (unknown.log, unknown.log_tail), "the rank has no log"
     log.touch()
-    hung = decide_cause(tmp_path, "", (), unknown, hang=hang, errors=recorded_errors(tmp_path))
+    hung = decide_cause(tmp_path, "", (), unknown, hang=hang, errors=errors)
     assert (hung.log, hung.log_tail) == (str(log), ["  | frame"])
-    raised = decide_cause(tmp_path, "", (), unknown, hang=None, errors=recorded_errors(tmp_path))
+    raised = decide_cause(tmp_path, "", (), unknown, hang=None, errors=errors)
     assert (raised.rank, raised.where, raised.log) == (0, "a.py:1", unknown.log)
     words = f"killed by signal {signal.SIGRTMIN + 3} (real-time)"
     assert describe_exit_code(-signal.SIGRTMIN - 3, "") == words
