@@ -160,7 +160,7 @@ def input_issues(config: Config, *, allow_code: bool = False) -> list[Issue]:
         if name := files.secret_in(text or "", os.environ):
             message = f"holds the value of {name}, a secret by its name, and would be written to a file"
             issues.append(Issue(setting, "conflict", message, None, name, "use a path without it"))
-    if config.task is not None:  # what its data are only its ranks know
+    if config.task is not None:  # only its ranks know its data
         pass
     elif data.path is not None:
         try:

@@ -129,6 +129,10 @@ def probe(path: Path = Path(), root: Path = ROOT) -> Environment:
     shm = _disk(root / "dev/shm")
     disk = _disk(existing(path))
     git = ["git", "-C", str(existing(path))]
+    versions = {}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
     commit = run_command([*git, "rev-parse", "HEAD"], 2)[0]
     status = run_command([*git, "status", "--porcelain"], 2)[0] if commit else None
     return Environment(
@@ -155,19 +159,10 @@ def probe(path: Path = Path(), root: Path = ROOT) -> Environment:
         gpus_present=present,
         gpu_error=gpu_error,
         gpu_topology=run_command(["nvidia-smi", "topo", "-m"], 5)[0] if gpus else None,
-        versions=versions(),
+        versions=versions,
         git_commit=commit,
         git_dirty=None if status is None else bool(status),
     )
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the installed packages that a run depends on."""
-    installed = {}
-    for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            installed[package] = importlib.metadata.version(package)
-    return installed
 
 
 def cgroup_limit(root: Path, controller: Literal["cpu", "memory", "pids"]) -> float | None:

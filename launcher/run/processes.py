@@ -271,7 +271,7 @@ def _has_failed(run_dir: Path, workers: Workers, start: RankStart) -> bool:
 
 
 def _unfinished(run_dir: Path) -> set[Path]:
-    """List checkpoints that are being written, or were when their rank was killed."""
+    """List checkpoints that are being written, or that a killed rank has left unfinished."""
     with contextlib.suppress(OSError):
         return set((run_dir / "checkpoints").glob("step-*.tmp-*"))
     return set()
@@ -324,7 +324,7 @@ def confined(cores: Collection[int] | None) -> Iterator[None]:
 
 
 class Workers:
-    """Finds the workers below the process of the `launcher`, and notes how each ended.
+    """Finds the workers below the process of the `launcher`, and records how each ended.
 
     A pidfd wakes us the moment one ends: only while it is a zombie can anyone but its parent read how.
     """

@@ -230,7 +230,7 @@ def start_warnings(
     policy: restarts.Policy,
     manifest: Manifest | ExamplesManifest | None,
 ) -> list[str]:
-    """List what is allowed but hardly meant; one line each. `here`: ranks of this node."""
+    """List settings that are allowed but probably not intended; one line each. `here`: ranks of this node."""
     config, cores = job.config, len(os.sched_getaffinity(0))
     warnings = [
         *job.device_warnings(),
@@ -385,8 +385,8 @@ def run_dir_issues(run_dir: Path, config: Config, resume: str) -> Sequence[Issue
 
 
 def holds_run(run_dir: Path) -> bool:
-    """Return whether an earlier start has made this its run directory. A lock alone does not: a start that
-    was refused late leaves one, and what came there since is the user's."""
+    """Return whether an earlier start has used this as its run directory. A lock alone is no proof: a start
+    that was refused late leaves one, and files that came there since are the user's."""
     if (run_dir / "checkpoints").is_dir() and record.newest_checkpoint_facts(run_dir) is not None:
         return True
     return "launcher" in (record.read_json(run_dir / "environment.json") or {})
@@ -421,14 +421,14 @@ def anyone_writes(directory: Path) -> bool:
 
 
 def checkpoint_to_resume(run_dir: Path, resume: str) -> tuple[Path, record.CheckpointFacts] | None:
-    """Find the checkpoint that this run would go on from; unverified."""
+    """Find the checkpoint that this run would resume from; unverified."""
     if resume == "never":
         return None
     return record.newest_checkpoint_facts(run_dir if resume == "auto" else Path(resume))
 
 
 def data_issues(run_dir: Path, resume: str, data_hash: str) -> list[Issue]:
-    """Find whether the checkpoint that this run would go on from was trained on other data."""
+    """Check that the checkpoint to resume from was trained on the same data; at most one issue."""
     checkpoint = checkpoint_to_resume(run_dir, resume)
     if checkpoint is None or checkpoint[1].data_hash == data_hash:
         return []
@@ -438,7 +438,7 @@ def data_issues(run_dir: Path, resume: str, data_hash: str) -> list[Issue]:
 
 
 def undo(resume: str) -> str:
-    """Name the remedy for a checkpoint that does not fit."""
+    """Return the hint for a checkpoint that does not fit."""
     return f"undo it or choose another {'--run-dir' if resume == 'auto' else '--resume'}"
 
 
@@ -472,7 +472,7 @@ def is_complete(run_dir: Path, config: Config, resume: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryCheck:
-    """Memory estimate of a rank beside what it may have, GiB."""
+    """Memory estimate of a rank and its limit, in GiB."""
 
     config: Config
     precision: str
@@ -526,8 +526,8 @@ def check_memory(
     kept: str | None = None,
     here: int | None = None,
 ) -> MemoryCheck:
-    """Estimate the memory of a rank of `world_size`, beside what it may have. `kept`: see precision_of;
-    `here`: ranks that share this machine; None = all."""
+    """Estimate the memory of a rank of `world_size` and find its limit. `kept`: see precision_of; `here`:
+    ranks that share this machine; None = all."""
     precision = precision_of(config, machine.bf16_units, on_gpu=on_gpu, kept=kept)
     parts = rank_memory_gib(config, precision, world_size, on_gpu=on_gpu)
     # the size of an own task's model is not known
@@ -535,7 +535,7 @@ def check_memory(
     return MemoryCheck(config, precision, world_size, on_gpu, parts, limit, limit_of)
 
 
-# --- what a run would be, in words
+# --- the description of a run
 
 
 def expected_steps(config: Config) -> int | None:
@@ -561,8 +561,8 @@ def expected_steps(config: Config) -> int | None:
 def describe(
     config: Config, layout: BatchLayout, manifest: Manifest | ExamplesManifest | None, memory: MemoryCheck
 ) -> list[str]:
-    """Describe what a run would be: batch equation, data, model, memory, length. `manifest`: None before the
-    data is built."""
+    """Describe a run before it starts: batch equation, data, model, memory, length. `manifest`: None before
+    the data is built."""
     sequence = config.data.sequence_length
     parts = ", ".join(f"{name} {size:.2f}" for name, size in memory.parts_gib.items())
     flops = flops_per_token(config.model, sequence, config.predicted_share)
@@ -642,7 +642,7 @@ def passes_over(config: Config, manifest: Manifest | ExamplesManifest) -> float 
 
 
 def data_warnings(config: Config, manifest: Manifest | ExamplesManifest) -> list[str]:
-    """List what of the data is probably not intended; one line each."""
+    """List properties of the data that are probably not intended; one line each."""
     lines = manifest.warnings(config)
     if isinstance(manifest, Manifest) and not all(s.name.startswith("builtin:") for s in manifest.sources):
         passes = passes_over(config, manifest) or 0.0

@@ -90,7 +90,7 @@ def cause(directory: Path) -> str:
     summary = read_summary(directory)
     if summary is None:
         return "both attempts ended without writing summary.json"
-    return summary.failure.headline() if summary.failure else "its records are not whole"
+    return summary.failure.headline() if summary.failure else "its records are incomplete"
 
 
 def failure_kind(directory: Path) -> FailureKind:
@@ -126,7 +126,7 @@ def read_repeat(directory: Path, ranks: int, warm_up: int, steps: int) -> Repeat
 PROGRESS_S = 30.0
 SCRATCH = ".scratch"
 TRIAL_FILE = "trial.json"  # seconds of a trial that has ended
-TRIES = 2  # of a trial that something outside has ended, or whose records are not whole
+TRIES = 2  # of a trial that something outside it has ended, or whose records are incomplete
 LOG_LINES = 10  # of metrics.jsonl in a measured run
 
 
@@ -272,8 +272,8 @@ def earlier_outcome(trial: Trial) -> TrialOutcome | None:
 
 
 def _outcome(trial: Trial) -> TrialOutcome | None:
-    """Return how the run of a trial has ended; None where that says nothing of its settings: a signal or
-    something outside has ended it, or its records are not whole."""
+    """Return how the run of a trial has ended; None where that says nothing about its settings: a signal or
+    something outside has ended it, or its records are incomplete."""
     directory, config = trial.directory, trial.config
     status, summary = ended(directory), read_summary(directory)
     if status is None or summary is None:
@@ -396,7 +396,7 @@ class Runner:
                     if outcome is None and self.signals:
                         continue
                     if outcome is None and tries[place] < TRIES:
-                        self.log(f"  {each.trial.name}: ended from outside; once more")
+                        self.log(f"  {each.trial.name}: ended by something outside the run; started again")
                         running.append(self._start(each.trial, each.slot))
                         continue
                     free.append(each.slot)

@@ -181,7 +181,7 @@ def _consequences(
 
 
 def of_a_disk(failure: Failure, run_dir: Path, error: OSError) -> Failure:
-    """Add that the run directory takes nothing more; make it the cause unless another one is known."""
+    """Add that the run directory cannot be written; make it the cause unless another one is known."""
     refused = f"{os.strerror(error.errno or errno.EIO)}: nothing can be written to {run_dir}"
     fix = "make room there; the same command then goes on from the newest checkpoint"
     if failure.kind == "disk":
@@ -217,17 +217,17 @@ def read_end(path: Path) -> str:
 
 
 def first_line(message: str) -> str:
-    """Return the first line with text, cut to a readable length, without C++ source places."""
+    """Return the first line with text, cut to MESSAGE_CHARS, without places in C++ sources."""
     lines = [line.strip() for line in CPP_PLACE.sub("", message).splitlines() if line.strip()]
     line = lines[0] if lines else ""
     return line if len(line) <= MESSAGE_CHARS else f"{line[:MESSAGE_CHARS]} ..."
 
 
-# --- what it means, and what to do
+# --- explanations and fixes
 
 
 def explain(failure: Failure, run_dir: Path, world_size: int, memory: RunMemory) -> Failure:
-    """Add to a failure what it means and what to do, as far as that is known from RUN/config.yaml and
+    """Add explanations and fixes to a failure, as far as they follow from RUN/config.yaml and
     RUN/environment.json."""
     facts: dict[str, Any] = {}
     if failure.killed_by in MEANING:
@@ -321,8 +321,7 @@ def what_fits(
 
 
 def card(failure: Failure, run_dir: Path) -> list[str]:
-    """Lay out a failure in lines: rank, error, place and log; then why and what to do, consequences, and the
-    log's end."""
+    """Format a failure in lines: rank, error, place, log, reasons, fixes, consequences and the log's end."""
     lines = [f"failed: {first_line(failure.headline())}"]
     if failure.where:
         lines.append(f"  at {failure.where} {failure.source or ''}".rstrip())

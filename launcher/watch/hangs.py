@@ -186,16 +186,13 @@ class Watch:
             if beat.alive != activity.heartbeat.alive:
                 activity.heard_s = clock
             activity.heartbeat = beat
-        self._time_steps([activity.heartbeat for activity in self._ranks.values()])
-
-    def _time_steps(self, beats: Sequence[Heartbeat]) -> None:
-        """Note the seconds per step since the last look at which a step was complete."""
+        beats = [activity.heartbeat for activity in self._ranks.values()]
         step = min(beat.step for beat in beats)
         if any(PHASES[beat.phase] in ("setup", "compile") for beat in beats):
-            self._completed, self._completed_s = step, self._clock_s
-        elif step - 1 > self._completed:
-            self._steps.append((self._clock_s - self._completed_s) / (step - 1 - self._completed))
-            self._completed, self._completed_s = step - 1, self._clock_s
+            self._completed, self._completed_s = step, clock
+        elif step - 1 > self._completed:  # seconds per step since a look at which a step was complete
+            self._steps.append((clock - self._completed_s) / (step - 1 - self._completed))
+            self._completed, self._completed_s = step - 1, clock
 
     def _snapshot(self, rank: int) -> RankSnapshot:
         activity, clock = self._ranks[rank], self._clock_s

@@ -56,7 +56,7 @@ def out(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     os.kill(wait_for(a_rank)[0].pid, signal.SIGKILL)
     printed, errors = process.communicate(timeout=240)
     assert process.returncode == 0, printed + errors
-    assert "ended from outside; once more" in printed
+    assert "ended by something outside the run; started again" in printed
     assert (folder / "trials" / "memory-1" / "metrics.jsonl").read_text() == pilot, "a whole trial ran again"
     return folder
 

@@ -208,13 +208,6 @@ def test_how_long_a_service_has_and_how_it_ended(
     assert all(line.startswith("warning: wandb") and words in line for line in said)
 
 
-def test_without_services_no_process_is_started(tmp_path: Path) -> None:
-    before = psutil.Process().children()
-    with loggers.Loggers(tmp_path, [], pytest.fail):
-        assert psutil.Process().children() == before
-    assert list(tmp_path.iterdir()) == []
-
-
 @needs_absent
 def test_a_missing_package_is_refused_before_anything_starts(tmp_path: Path) -> None:
     config = make_config(f"log.to=[{ABSENT},tensorboard]")

@@ -131,7 +131,7 @@ def begun_with(source: Path | None) -> Config:
     return make_config("schedule.steps=1", *([f"run.init_from={source}"] if source else []))
 
 
-def test_a_run_that_began_with_other_weights_is_not_taken_for_this_one(tmp_path: Path) -> None:
+def test_the_weights_that_a_run_began_with_may_move_but_not_change(tmp_path: Path) -> None:
     one, two = weights(tmp_path / "one", "1" * 64), weights(tmp_path / "two", "2" * 64)
     init = {"checkpoint": str(one / "checkpoints/step-00000001"), "sha256": "1" * 64, "tensors": 1, "of": 1}
     for source, others in ((one, (two, None)), (None, (one,))):
@@ -142,15 +142,8 @@ def test_a_run_that_began_with_other_weights_is_not_taken_for_this_one(tmp_path:
             (issue,) = run_dir_issues(run, begun_with(other), "auto")
             assert issue.setting == "run.init_from"
             assert all(str(name or "random weights") in issue.message for name in (source, other))
-
-
-def test_the_weights_that_a_run_began_with_may_be_moved_or_removed(tmp_path: Path) -> None:
-    first, run = weights(tmp_path / "first", "1" * 64), tmp_path / "run"
-    init = {"checkpoint": str(first), "sha256": "1" * 64, "tensors": 1, "of": 1}
-    checkpoint(run, config=begun_with(first).model_dump(mode="json"), init_from=init)
-    assert run_dir_issues(run, begun_with(None), "auto") != []
-    moved = first.rename(tmp_path / "moved")
-    job = Job("run", begun_with(first), MACHINE)
+    run, moved = tmp_path / "of-one", one.rename(tmp_path / "moved")
+    job = Job("run", begun_with(one), MACHINE)
     assert start_issues(job, run, "auto") == []
     (issue,) = start_issues(job, tmp_path / "new", "auto")
     assert issue.setting == "run.init_from"

@@ -208,7 +208,7 @@ def test_what_ends_without_a_word_runs_twice(tmp_path: Path, started: Started) -
         assert runs.run_one(trial).status == "failed"
         assert runs.scratch.is_dir()
     assert not runs.scratch.exists()
-    assert [line.strip() for line in said] == ["t: ended from outside; once more"]
+    assert [line.strip() for line in said] == ["t: ended by something outside the run; started again"]
     directory, ranks, options, limit = started[0]
     assert (directory, ranks, limit) == (str(trial.directory), "2", "5")
     assert json.loads(options) == {"launcher": "torchrun", "on_gpu": False, "cores": [1]}
@@ -320,7 +320,7 @@ def test_a_run_tells_why_it_ended_and_of_which_kind(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text(json.dumps(failed("full", "disk")))
     assert (trials.cause(tmp_path), trials.failure_kind(tmp_path)) == ("full", "disk")
     (tmp_path / "summary.json").write_text(json.dumps({"status": "done"}))
-    assert trials.cause(tmp_path) == "its records are not whole"
+    assert trials.cause(tmp_path) == "its records are incomplete"
     lines = [{"step": 1, "loss": 3.0}, {"step": 2}, {"step": 3, "loss": None}]
     write_lines(tmp_path / "evals.jsonl", lines)
     assert trials.heldout_losses(tmp_path) == {1: 3.0, 3: None}
