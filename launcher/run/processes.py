@@ -37,11 +37,9 @@ ONE_STOP_S = 0.5  # signals this near to the first are the same stop: terminals 
 
 @dataclasses.dataclass(frozen=True)
 class RunOutcome:
-    exit_code: int
-    """Exit code by the summary."""
+    exit_code: int  # exit code by the summary
     failure: Failure | None
-    signal: int = 0
-    """The first stop signal that came, also when it is not what ended the run; 0 = none."""
+    signal: int = 0  # the first stop signal that came, also when it is not what ended the run; 0 = none
 
 
 @contextlib.contextmanager
@@ -73,14 +71,10 @@ def stop_signals() -> Iterator[list[int]]:
 class RanksEnded:
     """Describe the end of the ranks of this node."""
 
-    code: int
-    """Of the launcher's process."""
-    said: str
-    """The end of its output, without secrets."""
-    log: Path
-    """The file that has it."""
-    errors: list[Failure]
-    """What the ranks recorded."""
+    code: int  # of the launcher's process
+    said: str  # the end of its output, without secrets
+    log: Path  # the file that has it
+    errors: list[Failure]  # what the ranks recorded
     exits: list[RankExit]
     memory: RunMemory
 

@@ -19,15 +19,13 @@ from launcher.watch.failure import first_line
 WITHOUT_PROGRESS = 3
 """Failures in a row, without a newer checkpoint in between, after which restarting is pointless."""
 
-Start = Callable[[int, str], processes.RunOutcome]
-"""(ranks, resume) -> how that attempt ended."""
+Start = Callable[[int, str], processes.RunOutcome]  # (ranks, resume) -> how that attempt ended
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
     max_restarts: int = 0
-    elastic: bool = False
-    """Go on with fewer ranks when one was killed or a GPU has gone."""
+    elastic: bool = False  # go on with fewer ranks when one was killed or a GPU has gone
 
 
 ONCE = Policy()

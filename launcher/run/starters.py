@@ -33,31 +33,23 @@ class NodeStart:
 
     place: Place
     attempt: int
-    config: str
-    """Text of config.yaml: a view of the run directory may be stale."""
-    store_port: int
-    """Of the ranks' store, which node 0's torchrun serves."""
-    first_rank: int
-    """Rank in the run of the first one here."""
-    store: socket.socket | None = None
-    """The store's bound socket; None on other nodes."""
+    config: str  # text of config.yaml: a view of the run directory may be stale
+    store_port: int  # of the ranks' store, which node 0's torchrun serves
+    first_rank: int  # rank in the run of the first one here
+    store: socket.socket | None = None  # the store's bound socket; None on other nodes
 
 
 @dataclasses.dataclass(frozen=True)
 class RankStart:
     """Describe the start of the ranks of this node."""
 
-    nproc: int
-    """Ranks on this node."""
-    worker: Sequence[str]
-    """Arguments of each worker after its configuration."""
+    nproc: int  # ranks on this node
+    worker: Sequence[str]  # arguments of each worker after its configuration
     launcher: str = "torchrun"
     on_gpu: bool = False
     grace_s: float = 300.0
-    cores: Collection[int] | None = None
-    """Cores that the workers share; None = all that we may use."""
-    node: NodeStart | None = None
-    """None = this node is the only one."""
+    cores: Collection[int] | None = None  # cores that the workers share; None = all that we may use
+    node: NodeStart | None = None  # None = this node is the only one
 
     @property
     def ranks(self) -> range | None:

@@ -478,10 +478,8 @@ class MemoryCheck:
     precision: str
     world_size: int
     on_gpu: bool
-    parts_gib: dict[str, float]
-    """Estimate by part, by cost.rank_memory_gib."""
-    limit_gib: float | None
-    """None = not known: then the run has no issue."""
+    parts_gib: dict[str, float]  # estimate by part, by cost.rank_memory_gib
+    limit_gib: float | None  # None = not known: then the run has no issue
     limit_of: str
 
     @property

@@ -54,13 +54,11 @@ class Repeat:
     """The timed steps of one run: per rank, per step, in seconds."""
 
     name: str
-    parts: dict[str, list[list[float]]]
-    """Name of PARTS -> [rank][step]."""
+    parts: dict[str, list[list[float]]]  # name of PARTS -> [rank][step]
     memory_gib: list[float]
     exposed_s: list[float]
     """DDP's own samples: seconds of reductions that no backward pass covered, of rank 0; [] without DDP."""
-    curve: list[tuple[int, float]]
-    """(tokens, loss) of each logged step whose loss is finite."""
+    curve: list[tuple[int, float]]  # (tokens, loss) of each logged step whose loss is finite
     summary: Summary
 
 
@@ -192,10 +190,8 @@ class Trial:
     directory: Path
     config: Config
     ranks: int
-    cores: tuple[int, ...] | None = None
-    """Cores that its ranks share; None = those of its slot."""
-    data_bytes: int | None = None
-    """Limit of each process's writable private memory; None = none."""
+    cores: tuple[int, ...] | None = None  # cores that its ranks share; None = those of its slot
+    data_bytes: int | None = None  # limit of each process's writable private memory; None = none
 
     @property
     def name(self) -> str:
@@ -207,8 +203,7 @@ class TrialOutcome:
     """End of a trial."""
 
     status: TrialStatus
-    seconds: float
-    """From its start to its end."""
+    seconds: float  # from its start to its end
 
 
 def trial_precision(config: Config, machine: Environment, engines: Sequence[str], *, on_gpu: bool) -> str:
@@ -326,8 +321,7 @@ class _Running:
     process: subprocess.Popen[str]
     log: IO[str]
     started_s: float
-    due_s: float
-    """Time of its next line of progress."""
+    due_s: float  # time of its next line of progress
 
 
 @contextlib.contextmanager
@@ -351,8 +345,7 @@ class Runner:
 
     out: Path
     slots: Sequence[Slot]
-    signals: Sequence[int]
-    """Stop signals that have come, growing."""
+    signals: Sequence[int]  # stop signals that have come, growing
     launcher: str
     on_gpu: bool
     log: Log

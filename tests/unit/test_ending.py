@@ -270,50 +270,32 @@ def test_the_launcher_may_end_long_after_a_worker(
 # --- after a launcher that was killed
 
 
-class System:
-    """What the reaper asks the system for: its input is closed, and processes are there round by round."""
-
-    SIGKILL, SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIG_IGN = 9, 2, 15, 1, 10, 1
-
-    def __init__(self, *rounds: list[int]):
-        self.rounds, self.now, self.killed = list(rounds), 0.0, list[int]()
-        self.ignored = set[int]()
-
-    def marked(self, marks: tuple[str, ...]) -> list[int]:
-        return (self.rounds.pop(0) if len(self.rounds) > 1 else self.rounds[0]) if marks == ("RUN=1",) else []
-
-    def read(self, descriptor: int, count: int) -> bytes:
-        assert self.ignored == {1, 2, 10, 15}, "it must outlive what ends the launcher"
-        return b""
-
-    def signal(self, number: int, handler: int) -> None:
-        assert handler == self.SIG_IGN
-        self.ignored.add(number)
-
-    def kill(self, pid: int, number: int) -> None:
-        assert number == signal.SIGKILL
-        self.killed.append(pid)
-        if pid == 404:
-            raise ProcessLookupError
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-        assert self.now < 60
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 def test_the_reaper_looks_until_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Something was started while the first were killed, one had gone, one needed a second time."""
     (tmp_path / "scratch").mkdir()
-    system = System([404, 11], [11, 12], [])
-    for name in ("os", "signal", "time"):
-        monkeypatch.setattr(reaper, name, system)
-    monkeypatch.setattr(reaper, "marked", system.marked)
+    rounds, killed, ignored, naps = [[404, 11], [11, 12], []], list[int](), set[int](), list[float]()
+
+    def read(*_: int) -> bytes:
+        assert ignored == {HUP, INT, TERM, signal.SIGUSR1}, "it must outlive what ends the launcher"
+        return b""
+
+    def kill(pid: int, number: int) -> None:
+        assert number == signal.SIGKILL
+        killed.append(pid)
+        if pid == 404:
+            raise ProcessLookupError
+
+    def ignore(number: int, handler: signal.Handlers) -> None:
+        assert handler == signal.SIG_IGN
+        ignored.add(number)
+
+    fakes = {"os.read": read, "os.kill": kill, "signal.signal": ignore, "time.sleep": naps.append}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(f"bert_dp.files.reaper.{name}", fake)
+    monkeypatch.setattr(reaper, "marked", lambda marks: rounds.pop(0) if marks == ("RUN=1",) else [])
     reaper.reap(str(tmp_path / "scratch"), "RUN=1")
-    assert system.killed == [404, 11, 11, 12]
-    assert system.now >= reaper.PATIENCE_S  # ranks that can end by themselves had their time
+    assert killed == [404, 11, 11, 12]
+    assert naps[0] == reaper.PATIENCE_S  # ranks that can end by themselves had their time
     assert not (tmp_path / "scratch").exists()
 
 
