@@ -384,17 +384,12 @@ class VerbOptions(NamedTuple):
             return 0
         with output.lock():
             file, report, exit_code = run()
-            write_result(file, report, output.path, as_json=self.as_json, console=self.console)
+            has_page = write_or_warn(report, output.path / PAGE)
+            if self.as_json:
+                sys.stdout.write(results.to_json(file))
+            else:
+                show_report(self.console, report, output.path / PAGE if has_page else None)
         return exit_code
-
-
-def write_result(file: StoredFile, report: Report, out: Path, *, as_json: bool, console: Console) -> None:
-    """Write the page of a result to `out`, and print the file as JSON or the report."""
-    has_page = write_or_warn(report, out / PAGE)
-    if as_json:
-        sys.stdout.write(results.to_json(file))
-        return
-    show_report(console, report, out / PAGE if has_page else None)
 
 
 def identity(machine: Mapping[str, Any], data_hash: object) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from bert_dp.config import MAX_RANKS, ConfigError
 from launcher import job, results
-from launcher.job import Output, identity, lock_output_dir, place_issues, write_result
+from launcher.job import Output, VerbOptions, identity, lock_output_dir, place_issues
 from launcher.machine import environment
 from launcher.machine.environment import Gpu
 from launcher.report.page import Report
@@ -266,13 +266,15 @@ def test_output_directories_are_private_or_refused(tmp_path: Path, monkeypatch: 
 
 
 def test_a_result_is_printed_as_json_or_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for as_json in (True, False):
-        out = io.StringIO()
-        console = Console(file=out, width=200)
-        write_result(plan(), Report("a result"), tmp_path, as_json=as_json, console=console)
-        assert (f"{tmp_path}/report.html" in out.getvalue()) != as_json
-        assert capsys.readouterr().out == (results.to_json(plan()) if as_json else "")
-        assert "a result" in (tmp_path / "report.html").read_text()
-    (tmp_path / "other" / "report.html").mkdir(parents=True)
-    write_result(plan(), Report("a result"), tmp_path / "other", as_json=True, console=console)
-    assert "report.html was not written" in capsys.readouterr().err
+    """`there`: a directory stands in the place of the page."""
+    for as_json, there in ((True, False), (False, False), (True, True)):
+        out, place = io.StringIO(), output(tmp_path / f"{as_json}-{there}")
+        if there:
+            (place.path / "report.html").mkdir(parents=True)
+        how = VerbOptions(None, False, as_json, Console(file=out, width=200))
+        assert how.measure(place, lambda: (plan(), Report("a result"), 3)) == 3
+        assert (f"{place.path}/report.html" in out.getvalue()) != as_json
+        said = capsys.readouterr()
+        assert said.out == (results.to_json(plan()) if as_json else "")
+        assert ("report.html was not written" in said.err) == there
+        assert there or "a result" in (place.path / "report.html").read_text()
