@@ -67,8 +67,9 @@ def train(
     variables.
     """
     from launcher import job
-    from launcher.run import restarts, train
+    from launcher.run import train
     from launcher.run.nodes import find_place
+    from launcher.run.restarts import RunOptions
 
     config, settings = opt.split_words(words, set_)
     place = find_place(nnodes, node_rank, rendezvous, interface)
@@ -110,20 +111,20 @@ def train(
         from launcher.plan import dry_run as absent
 
         loaded = absent.on_gpus(loaded, gpu, nproc)
-    code = train.train(
-        loaded,
+    options = RunOptions(
         nproc=nproc,
         launcher=launcher,
         run_dir=run_dir,
         resume=resume,
         dry_run=dry_run,
-        console=opt.console(),
-        policy=restarts.Policy(max_restarts, elastic),
+        max_restarts=max_restarts,
+        elastic=elastic,
         force=force or searched,
         profile=plan,
         place=place,
         after_save=after_save,
     )
+    code = train.train(loaded, options, opt.console())
     if gpu is not None and code == 0:
         absent.print_speed(loaded, gpu, opt.console())
     return code
@@ -165,8 +166,8 @@ def finetune(
     """
     from launcher.evaluate import finetune as finetuning
     from launcher.report.page import show_report
-    from launcher.run import restarts
     from launcher.run import train as training
+    from launcher.run.restarts import RunOptions
 
     settings = opt.settings_after_run(words, set_)
     source = finetuning.source_of(
@@ -179,17 +180,8 @@ def finetune(
     loaded = finetuning.load(run, source, settings, nproc=nproc, random_weights=init == "random")
     planned = finetuning.by_seed(loaded, run_dir, seeds)
     for job, place in planned:
-        code = training.train(
-            job,
-            nproc=nproc,
-            launcher=launcher,
-            run_dir=place,
-            resume=resume,
-            dry_run=dry_run,
-            console=opt.console(),
-            policy=restarts.Policy(max_restarts, False),
-            force=force,
-        )
+        options = RunOptions(nproc, place, resume, dry_run, launcher, max_restarts, force=force)
+        code = training.train(job, options, opt.console())
         if code or dry_run:
             return code
     if seeds > 1:
@@ -256,6 +248,7 @@ def distill(
     from launcher.evaluate import distill as distilling
     from launcher.evaluate import finetune as finetuning
     from launcher.run import train as training
+    from launcher.run.restarts import RunOptions
 
     settings = opt.settings_after_run(words, set_)
     source = finetuning.source_of(
@@ -276,9 +269,8 @@ def distill(
         nproc=nproc,
         dry_run=dry_run,
     )
-    return training.train(
-        prepared, nproc=nproc, run_dir=run_dir, resume="auto", dry_run=dry_run, console=opt.console()
-    )
+    options = RunOptions(nproc=nproc, run_dir=run_dir, dry_run=dry_run)
+    return training.train(prepared, options, opt.console())
 
 
 def configs(

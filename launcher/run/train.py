@@ -57,6 +57,7 @@ from launcher.run import peers, processes, restarts
 from launcher.run.after_save import AfterSave
 from launcher.run.loggers import Loggers
 from launcher.run.nodes import Place
+from launcher.run.restarts import RunOptions
 from launcher.run.starters import NodeStart, RankStart
 from launcher.watch import failure, hangs
 from launcher.watch.display import Display
@@ -71,37 +72,19 @@ MEMORY_STATE = ("weights", "gradients", "optimizer")  # parts of the memory esti
 MAX_ESTIMATE_RATIO = 1.25  # of the estimate to what there is; above it the estimate's error is no excuse
 
 
-def train(
-    job: Job,
-    *,
-    nproc: str,
-    run_dir: Path | None,
-    resume: str,
-    dry_run: bool,
-    console: Console,
-    launcher: str = "torchrun",
-    policy: restarts.Policy = restarts.ONCE,
-    force: bool = False,
-    profile: ProfilePlan | None = None,
-    place: Place | None = None,
-    after_save: Sequence[str] = (),
-) -> int:
-    """Train, and return the exit code. Raises ConfigError, before any rank starts, with all issues.
-
-    `force`: start also where the memory is expected not to suffice. `profile`: steps to profile. `place`:
-    this node among several, each of which runs this. `after_save`: words of a command that gets the path of
-    each new checkpoint.
-    """
-    if place is not None and (refused := over_nodes_issues(job, run_dir, launcher, policy)):
+def train(job: Job, options: RunOptions, console: Console) -> int:
+    """Train, and return the exit code. Raises ConfigError, before any rank starts, with all issues."""
+    place, resume, profile = options.place, options.resume, options.profile
+    if place is not None and (refused := over_nodes_issues(job, options)):
         raise ConfigError(refused)
-    run_dir, log = job.directory(run_dir, "runs"), logger(console, as_json=False)
-    if place is not None and place.rank and not dry_run:
-        return follow_node_0(job, place, nproc, run_dir, log)
+    run_dir, log = job.directory(options.run_dir, "runs"), logger(console, as_json=False)
+    if place is not None and place.rank and not options.dry_run:
+        return follow_node_0(job, place, options.nproc, run_dir, log)
     with contextlib.ExitStack() as stack:
         nodes = None
-        if place is not None and not dry_run:
+        if place is not None and not options.dry_run:
             nodes = stack.enter_context(peers.coordinating(place, run_dir, log, job.config.run.hang_after_s))
-        here = job.choose_ranks(nproc)
+        here = job.choose_ranks(options.nproc)
         of_ranks = [f"node {k}" for k in range(place.nodes if place else 1) for _ in range(here)]
         if place is not None and nodes is not None:
             nodes.gather(peers.hello_of(job, place, here))
@@ -116,7 +99,7 @@ def train(
         if issues := [*start_issues(job, run_dir, resume), *budget_issues(job.config, run_dir, counters)]:
             raise ConfigError(issues)
         is_own, path = job.config.task is not None, job.config.data.path
-        data = built_data(job.config) if not is_own and (dry_run or path) else None
+        data = built_data(job.config) if not is_own and (options.dry_run or path) else None
         manifest = None if data is None else read_data(job.config, data)
         if manifest is not None:
             job = dataclasses.replace(job, config=with_budget(job.config, manifest.num_samples))
@@ -126,10 +109,10 @@ def train(
         memory = check_memory(job.config, ranks, job.machine, on_gpu=job.gpus > 0, kept=kept, here=here)
         if narrow := residual_issues(job.config, memory.precision):
             raise ConfigError(narrow)
-        too_much = [] if force else memory.issues()
+        too_much = [] if options.force else memory.issues()
         tight = [] if too_much else memory.issues(above=1.0)
-        warn(console, [*start_warnings(job, ranks, here, run_dir, policy, manifest), *map(str, tight)])
-        if dry_run:
+        warn(console, [*start_warnings(job, options, ranks, here, run_dir, manifest), *map(str, tight)])
+        if options.dry_run:
             lines = describe(job.config, layout, manifest, memory)
             if checkpoint:
                 is_done = is_complete(run_dir, job.config, resume)
@@ -140,37 +123,25 @@ def train(
         if too_much:
             forced = "or --force starts anyway"
             raise ConfigError([dataclasses.replace(i, hint=f"{i.hint}; {forced}") for i in too_much])
-        if dry_run:
+        if options.dry_run:
             return 0
         with lock_output_dir(run_dir, record.RUN_LOCK, "--run-dir", "run"):
-            code = run_locked(
-                job,
-                ranks,
-                run_dir,
-                resume,
-                counters,
-                launcher=launcher,
-                console=console,
-                policy=policy,
-                profile=profile,
-                after_save=after_save,
-                nodes=nodes,
-            )
+            code = run_locked(job, options, ranks, run_dir, counters, nodes, console)
         if nodes is not None:
             nodes.end(code)
         return code
 
 
-def over_nodes_issues(job: Job, run_dir: Path | None, launcher: str, policy: restarts.Policy) -> list[Issue]:
+def over_nodes_issues(job: Job, options: RunOptions) -> list[Issue]:
     """Find options that do not go with several nodes."""
-    issues = []
-    if run_dir is None:
+    issues, launcher = [], options.launcher
+    if options.run_dir is None:
         message, hint = "is needed over several nodes", "name a directory that all of them share"
         issues.append(Issue("--run-dir", "missing", message, None, "--nnodes", hint))
     if launcher != "torchrun":
         message = f"{launcher} is started for one host, and torchrun starts the ranks over several nodes"
         issues.append(Issue("--launcher", "unsupported", message, launcher, "--nnodes", "use torchrun"))
-    if policy.elastic:
+    if options.elastic:
         message = "a run over several nodes restarts with all of its ranks"
         issues.append(Issue("--elastic", "unsupported", message, True, "--nnodes", "leave it out"))
     if job.allow_code:
@@ -224,10 +195,10 @@ def check_profile(plan: ProfilePlan | None, config: Config, ranks: int, run_dir:
 
 def start_warnings(
     job: Job,
+    options: RunOptions,
     ranks: int,
     here: int,
     run_dir: Path,
-    policy: restarts.Policy,
     manifest: Manifest | ExamplesManifest | None,
 ) -> list[str]:
     """List settings that are allowed but probably not intended; one line each. `here`: ranks of this node."""
@@ -240,7 +211,7 @@ def start_warnings(
     if here > cores and not job.gpus:
         warnings.append(f"{count_of(here, 'CPU rank')} share {count_of(cores, 'core')}")
     saves = config.checkpoint
-    if policy.max_restarts and not (saves.keep and (saves.every_steps or saves.every_minutes)):
+    if options.max_restarts and not (saves.keep and (saves.every_steps or saves.every_minutes)):
         warnings.append("--max-restarts: nothing is saved on the way, so a restart begins at the start")
     if config.model.lstm_size and config.compile == "on":
         warnings.append("compile: on has no effect on a BiLSTM")
@@ -256,20 +227,15 @@ def start_warnings(
 
 def run_locked(
     job: Job,
+    options: RunOptions,
     ranks: int,
     run_dir: Path,
-    resume: str,
     counters: Sequence[EnergyCounter],
-    *,
-    launcher: str,
-    console: Console,
-    policy: restarts.Policy,
-    profile: ProfilePlan | None,
     nodes: peers.Coordinator | None,
-    after_save: Sequence[str],
+    console: Console,
 ) -> int:
     """Run in the locked directory. Nothing in it changes before the last check has passed."""
-    log = logger(console, as_json=False)
+    log, launcher, resume = logger(console, as_json=False), options.launcher, options.resume
     log(f"run directory: {run_dir}")
     config = job.config
     if config.task is None:
@@ -296,12 +262,13 @@ def run_locked(
     record.write_text(run_dir / "config.yaml", dump_config(config))
     log(f"launcher: {launcher}")
     loggers = Loggers(run_dir, config.log.to, log)
-    saved = AfterSave(after_save, run_dir, log)
+    saved = AfterSave(options.after_save, run_dir, log)
 
     def attempt(ranks: int, resume: str) -> processes.RunOutcome:
         ledger.use(ranks)
-        words = ["--resume", resume, *(profile.options(ranks) if profile else ())]
-        start = RankStart(ranks, [*words, *["--allow-code"] * job.allow_code], launcher, job.gpus > 0)
+        profiled = options.profile.options(ranks) if options.profile else ()
+        words = ["--resume", resume, *profiled, *["--allow-code"] * job.allow_code]
+        start = RankStart(ranks, words, launcher, job.gpus > 0)
         watch = hangs.Watch(run_dir, log, config.run)
         with Display(run_dir, console, config) as display:
 
@@ -313,7 +280,7 @@ def run_locked(
 
     with ledger:
         with loggers, saved:
-            result = restarts.supervise(attempt, config, run_dir, ranks, resume, policy, log)
+            result = restarts.supervise(attempt, config, run_dir, ranks, options, log)
         close_run(run_dir, result.failure, console, command_s=age_s(), spent=ledger.update())
     return result.exit_code
 

@@ -19,7 +19,7 @@ from launcher.machine import environment
 from launcher.machine.environment import Gpu
 from launcher.report.page import Report
 from launcher.results import PlanFile
-from launcher.run.restarts import Policy
+from launcher.run.restarts import RunOptions
 from launcher.run.train import start_warnings
 from tests.e2e.cli import umask
 from tests.helpers import make_config, raised_issues, read_json, write_files
@@ -92,7 +92,7 @@ def test_missing_gpus_are_warned_of(
     asked = dataclasses.replace(asked, machine=machine)
     lines = asked.device_warnings()
     assert [f"CUDA_VISIBLE_DEVICES={selection}" in line for line in lines] == [True] * warned
-    assert lines == start_warnings(asked, 1, 1, tmp_path, Policy(), None)[: len(lines)]
+    assert lines == start_warnings(asked, RunOptions(), 1, 1, tmp_path, None)[: len(lines)]
 
 
 RESTART, UNSAVED = "--max-restarts: nothing is saved", "checkpoint.keep is 0"
@@ -112,10 +112,10 @@ def test_start_warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     ):
         saves = make_config(f"checkpoint.every_{every}", f"checkpoint.keep={keep}")
         asked = dataclasses.replace(made("auto", gpus), config=saves)
-        said = start_warnings(asked, ranks, ranks, tmp_path, Policy(restarts), None)
+        said = start_warnings(asked, RunOptions(max_restarts=restarts), ranks, ranks, tmp_path, None)
         assert [line[: len(start)] for line, start in zip(said, warned, strict=True)] == warned
     tmp_path.chmod(0o707)
-    assert "can be written by every user" in start_warnings(asked, 1, 1, tmp_path, Policy(), None)[-1]
+    assert "can be written by every user" in start_warnings(asked, RunOptions(), 1, 1, tmp_path, None)[-1]
 
 
 def test_who_may_stand_where_a_verb_writes(tmp_path: Path) -> None:

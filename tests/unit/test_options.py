@@ -20,7 +20,8 @@ from launcher.evaluate.glue_scores import GlueOptions
 from launcher.job import VerbOptions
 from launcher.plan.dry_run import speed_here
 from launcher.plan.scaling import PlanSpec, predict_scaling, source_of_rate
-from launcher.run import loggers, restarts, train
+from launcher.run import loggers, train
+from launcher.run.restarts import RunOptions
 from launcher.tune import batch, lr
 from launcher.tune.lr_search import LrOptions
 from tests.e2e.cli import here, refused, tiny
@@ -140,19 +141,15 @@ def test_every_option_stands_in_the_plan(
 def test_a_run_is_started_as_its_options_say(
     monkeypatch: pytest.MonkeyPatch, command: str, elastic: bool
 ) -> None:
-    asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(train, "train", lambda _, **options: asked.append(options) or 3)
+    asked = asked_of(monkeypatch, train, "train")
     monkeypatch.setattr(finetune, "load", lambda *_, **__: None)
     options = (
         "--nproc 2 --launcher accelerate --run-dir place --resume never --max-restarts 5 --dry-run --force"
     )
     assert here(*command.split(), *options.split()).returncode == 3
-    (told,) = asked
-    expected = {"nproc": "2", "launcher": "accelerate", "run_dir": Path("place"), "resume": "never"}
-    assert {name: told[name] for name in expected} == expected
-    assert (told["dry_run"], told["force"], told["policy"]) == (True, True, restarts.Policy(5, elastic))
-    if elastic:
-        assert told["profile"] == parse_profile("2:4", "0")
+    profile = parse_profile("2:4", "0") if elastic else None
+    expected = RunOptions("2", Path("place"), "never", True, "accelerate", 5, elastic, True, profile)
+    assert asked[0][0][1] == expected
 
 
 def test_every_option_of_a_prediction_counts() -> None:
@@ -200,8 +197,8 @@ def test_only_what_was_asked_or_measured_starts_whatever_the_estimate(
     runs = asked_of(monkeypatch, train, "train")
     options = "--nproc 2 --launcher accelerate --run-dir place --resume never --profile 2:4 --profile-ranks 1"
     assert here("train", "quickstart", *more.split(), *options.split()).returncode == 3
-    ((job,), told) = runs[0]
-    assert (told["force"], told["profile"]) == (forced, parse_profile("2:4", "1"))
+    job, told, _ = runs[0][0]
+    assert (told.force, told.profile) == (forced, parse_profile("2:4", "1"))
     if "auto" not in more:
         assert search == []
         return
@@ -209,7 +206,7 @@ def test_only_what_was_asked_or_measured_starts_whatever_the_estimate(
     assert job.config.batch.micro_size == 4
     assert given == ("quickstart", ["batch.micro_size=auto"])
     place = {"nproc": "2", "run_dir": Path("place"), "resume": "never", "launcher": "accelerate"}
-    assert asked == {**place, "dry_run": "--dry-run" in more, "profile": told["profile"]}
+    assert asked == {**place, "dry_run": "--dry-run" in more, "profile": told.profile}
 
 
 def test_a_search_that_fails_is_the_end_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from bert_dp.files.models import Failure
 from launcher import job
 from launcher.run import processes, train
 from launcher.run.processes import RunOutcome
+from launcher.run.restarts import RunOptions
 from launcher.run.starters import RankStart
 from tests.e2e.cli import TINY
 from tests.helpers import read_json
@@ -105,8 +106,8 @@ class Verb:
         words = [*TINY, f"data.path={self.shards}", "run.device=cpu", *settings]
         loaded = job.load("quickstart", words, self.run_dir)
         console = Console(file=self.out, width=300)
-        given = {"nproc": "1", "run_dir": self.run_dir, "resume": "auto", "dry_run": False, "force": True}
-        return train.train(loaded, console=console, **{**given, **options})
+        asked = RunOptions("1", self.run_dir, **{"force": True, **options})
+        return train.train(loaded, asked, console)
 
 
 @pytest.fixture
