@@ -1,4 +1,4 @@
-"""What must not be lost: runs stopped early, refused, repeated, or left by their reader."""
+"""What must not be lost: runs stopped early, refused, repeated, sent to a service, or left by a reader."""
 
 from __future__ import annotations
 
@@ -9,7 +9,20 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.cli import begin, go_on, is_alive, members, refused, start, tiny, train, wait_for
+from tests.e2e.cli import (
+    assert_none_left,
+    begin,
+    go_on,
+    is_alive,
+    members,
+    processes_of,
+    refused,
+    start,
+    step_reached,
+    tiny,
+    train,
+    wait_for,
+)
 from tests.helpers import logged, read_json
 from tests.shards import write_shards
 
@@ -109,3 +122,35 @@ def test_the_processes_of_a_build_end_with_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", ["/proc/none", "/etc/passwd/run"])
 def test_a_directory_that_cannot_be_made_is_refused(shards: Path, where: str) -> None:
     assert "--run-dir" in refused("train", "quickstart", *tiny(shards), "--run-dir", where)
+
+
+ENDLESS = ("schedule.steps=100000", "log.to=[tensorboard]", "compile=off")
+
+
+def is_sent(run_dir: Path) -> bool:
+    """Once it is, the launcher's signals are the only ones that reach the child."""
+    return step_reached(run_dir, 2)() and any((run_dir / "tensorboard").rglob("events*"))
+
+
+def test_a_stop_signal_to_every_process_keeps_the_summary(run_dir: Path, shards: Path) -> None:
+    process = begin(shards, run_dir, *ENDLESS)
+    wait_for(lambda: is_sent(run_dir))
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert any("launcher.run.loggers" in member.cmdline() for member in family)
+    for member in (process, *family):
+        member.send_signal(signal.SIGTERM)
+    said, errors = process.communicate(timeout=120)
+    assert process.returncode == 143, said + errors
+    assert "warning" not in said + errors
+    summary = read_json(run_dir / "summary.json")
+    events = b"".join(path.read_bytes() for path in (run_dir / "tensorboard").rglob("events*"))
+    assert f"| summary/step | {summary['step']} |".encode() in events
+    assert processes_of(run_dir) == []
+
+
+def test_no_process_outlives_a_killed_launcher(run_dir: Path, shards: Path) -> None:
+    process = begin(shards, run_dir, *ENDLESS, nproc=1)
+    wait_for(lambda: is_sent(run_dir))
+    process.kill()
+    process.communicate()
+    assert_none_left(run_dir)
