@@ -79,12 +79,13 @@ class Loggers:
 
     def __exit__(self, *_: object) -> None:
         """Close the children's input, wait and leave no process behind. A stop signal cuts the wait short."""
-        for _, child, _ in self._children:
+        children = [child for _, child, _ in self._children]
+        for child in children:
             assert child.stdin is not None
             child.stdin.close()
         deadline = time.monotonic() + self._limit_s
         with stop_signals() as came:
-            while any(child.poll() is None for _, child, _ in self._children):
+            while any(child.poll() is None for child in children):
                 if came or time.monotonic() > deadline:
                     break
                 time.sleep(WAIT_S)

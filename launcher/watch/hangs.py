@@ -236,13 +236,13 @@ class Watch:
         lines = report(snapshots, diagnosis)
         named = [s for s in snapshots if s.rank in diagnosis.ranks]
         frame = named[0].where if named else None
-        rank = named[0].rank if len(named) == 1 else None
+        only = named[0].rank if len(named) == 1 else None
         self.hang = Failure(
             kind="hang",
-            rank=rank,
-            message=headline(snapshots, diagnosis, name_ranks=rank is None),
+            rank=only,
+            message=headline(snapshots, diagnosis, name_ranks=only is None),
             where=f"{frame.path}:{frame.line}" if frame else None,
-            log=str(self._run_dir / "logs" / f"rank-{rank or 0}.log"),
+            log=str(self._run_dir / "logs" / f"rank-{only or 0}.log"),
             log_tail=lines[1:],
         )
         self._reported_s = self._clock_s
