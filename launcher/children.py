@@ -70,7 +70,19 @@ def ask_modules(module: str, arguments: Sequence[list[str]], task: str) -> list[
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     try:
-        return [_answer_of(process, task) for process in processes]
+        answers = []
+        for process in processes:
+            output, _ = process.communicate()
+            code = process.returncode
+            if code == 2:
+                raise ConfigError([Issue(**issue) for issue in json.loads(output)])
+            if code:
+                hint = (
+                    "memory may have been full (bert-dp doctor)" if code == -signal.SIGKILL else "see above"
+                )
+                sys.exit(f"error: {task} {describe_exit_code(code, '')}; {hint}")
+            answers.append(output.strip())
+        return answers
     except BaseException:
         for process in processes:
             process.terminate()  # it may have files to remove; Ctrl-C has reached it already
@@ -80,17 +92,6 @@ def ask_modules(module: str, arguments: Sequence[list[str]], task: str) -> list[
             except BaseException:
                 process.kill()
         raise
-
-
-def _answer_of(process: subprocess.Popen[str], task: str) -> str:
-    output, _ = process.communicate()
-    code = process.returncode
-    if code == 2:
-        raise ConfigError([Issue(**issue) for issue in json.loads(output)])
-    if code:
-        hint = "memory may have been full (bert-dp doctor)" if code == -signal.SIGKILL else "see above"
-        sys.exit(f"error: {task} {describe_exit_code(code, '')}; {hint}")
-    return output.strip()
 
 
 def run_command(

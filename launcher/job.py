@@ -48,7 +48,7 @@ from bert_dp.config.schema import Logger
 from bert_dp.files import PAGE
 from bert_dp.files.models import StoredFile
 from launcher import children, results
-from launcher.log import Log, logger, masked_command
+from launcher.log import Log, logger
 from launcher.machine import environment
 from launcher.machine.environment import Environment
 from launcher.report.html import write_or_warn
@@ -110,8 +110,9 @@ class Job:
         ]
 
     def directory(self, given: Path | None, folder: str, kind: str = "") -> Path:
-        """Return `given`, or FOLDER/NAME-KIND-DATE-TIME."""
-        return output_directory(given, folder, self.name, kind)
+        """Return the absolute path of `given`, or of FOLDER/NAME-KIND-DATE-TIME."""
+        name = "-".join([*filter(None, (self.name, kind)), time.strftime("%Y%m%d-%H%M%S")])
+        return (given or Path(folder) / name).resolve()
 
 
 @contextlib.contextmanager
@@ -131,12 +132,6 @@ def load(
     path = find_config(name, run_dir)
     config = absolute(load_config(path, overrides))
     return Job(path.stem, config, environment.probe(run_dir or Path()), allow_code)
-
-
-def output_directory(given: Path | None, folder: str, *parts: str) -> Path:
-    """Return the absolute path of `given`, or of FOLDER/PARTS-DATE-TIME."""
-    name = "-".join([*filter(None, parts), time.strftime("%Y%m%d-%H%M%S")])
-    return (given or Path(folder) / name).resolve()
 
 
 def find_config(name: str | None, run_dir: Path | None = None) -> Path:
@@ -165,7 +160,7 @@ def input_issues(config: Config, *, allow_code: bool = False) -> list[Issue]:
         if name := files.secret_in(text or "", os.environ):
             message = f"holds the value of {name}, a secret by its name, and would be written to a file"
             issues.append(Issue(setting, "conflict", message, None, name, "use a path without it"))
-    if config.task is not None:  # what its data are only its ranks know
+    if config.task is not None:  # only its ranks know its data
         pass
     elif data.path is not None:
         try:
@@ -293,32 +288,6 @@ def lock_output_dir(directory: Path, lock: str, option: str, what: str) -> Itera
 
 
 @dataclasses.dataclass(frozen=True)
-class Session(Generic[P]):
-    """A measurement in progress."""
-
-    machine: dict[str, Any]  # `Environment.to_json()`
-    plan: P
-    data_hash: str
-
-    def facts(self) -> dict[str, Any]:
-        """Return the fields of a result file that name the machine, the configuration and the data."""
-        return {
-            "environment": self.machine,
-            "config_hash": self.plan.config_hash,
-            "data_hash": self.data_hash,
-            "command": masked_command(sys.argv),
-        }
-
-
-@dataclasses.dataclass(frozen=True)
-class DataSession(Session[P]):
-    """A measurement in progress on shards."""
-
-    shards: Path
-    manifest: Manifest
-
-
-@dataclasses.dataclass(frozen=True)
 class Output(Generic[P]):
     """The --out directory of a verb that can continue an earlier call."""
 
@@ -355,8 +324,8 @@ class Output(Generic[P]):
 
     def begin(
         self, config: Config, data_issues: Callable[[Manifest], Sequence[Issue]] = lambda manifest: ()
-    ) -> DataSession[P]:
-        """Prepare the data and begin.
+    ) -> tuple[dict[str, Any], Path, Manifest]:
+        """Prepare the data and begin; return the facts of `begin_with`, the shards and their manifest.
 
         Raises ConfigError for issues of the data, and if the machine, versions or data differ from before.
         """
@@ -364,11 +333,13 @@ class Output(Generic[P]):
         manifest = read_manifest(shards)
         if issues := data_issues(manifest):
             raise ConfigError(issues)
-        session = self.begin_with(manifest.hash)
-        return DataSession(session.machine, session.plan, session.data_hash, shards, manifest)
+        return self.begin_with(manifest.hash), shards, manifest
 
-    def begin_with(self, data_hash: str) -> Session[P]:
-        """Write the plan and the environment, with data that is prepared. Raises ConfigError as `begin`."""
+    def begin_with(self, data_hash: str) -> dict[str, Any]:
+        """Write the plan and the environment, with data that is prepared. Raises ConfigError as `begin`.
+
+        Returns the fields of a result file that name the machine, the configuration and the data.
+        """
         machine = environment.probe(self.path).to_json()
         here = identity(machine, data_hash)
         before = results.find(self.path / self.file, type(self.plan))
@@ -381,8 +352,13 @@ class Output(Generic[P]):
         options = {name: getattr(self.plan, name) for name in self.fixed}
         plan = (before or self.plan).model_copy(update={**options, "machine": here})
         results.write(self.path / self.file, plan)
-        files.write_json(self.path / "environment.json", {**machine, "command": masked_command(sys.argv)})
-        return Session(machine, plan, data_hash)
+        files.write_json(self.path / "environment.json", machine)
+        return {
+            "environment": machine,
+            "config_hash": plan.config_hash,
+            "data_hash": data_hash,
+            "command": machine["command"],
+        }
 
 
 class VerbOptions(NamedTuple):
@@ -408,17 +384,12 @@ class VerbOptions(NamedTuple):
             return 0
         with output.lock():
             file, report, exit_code = run()
-            write_result(file, report, output.path, as_json=self.as_json, console=self.console)
+            has_page = write_or_warn(report, output.path / PAGE)
+            if self.as_json:
+                sys.stdout.write(results.to_json(file))
+            else:
+                show_report(self.console, report, output.path / PAGE if has_page else None)
         return exit_code
-
-
-def write_result(file: StoredFile, report: Report, out: Path, *, as_json: bool, console: Console) -> None:
-    """Write the page of a result to `out`, and print the file as JSON or the report."""
-    has_page = write_or_warn(report, out / PAGE)
-    if as_json:
-        sys.stdout.write(results.to_json(file))
-        return
-    show_report(console, report, out / PAGE if has_page else None)
 
 
 def identity(machine: Mapping[str, Any], data_hash: object) -> dict[str, Any]:

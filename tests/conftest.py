@@ -42,3 +42,9 @@ def room(item: pytest.Item) -> str:
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Small shards that no test changes."""
     return write_shards(tmp_path_factory.mktemp("shards") / "s")
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """Where a run is to be made."""
+    return tmp_path / "run"

@@ -34,7 +34,7 @@ from bert_dp.config import Config, ConfigError, native_class, read_hf, read_yaml
 from bert_dp.exporting.check import check
 from bert_dp.model.hf import load_hf
 from bert_dp.training.process import RunFailed
-from launcher.machine.environment import versions
+from launcher.machine.environment import probe
 from tests.helpers import PRETRAINING
 from tests.resumable import ROOT, Results
 from tests.runs_to_export import write_run
@@ -154,7 +154,7 @@ def write_record(results: Sequence[dict[str, Any]], path: Path) -> None:
         "commit": commit(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
-        "versions": versions(),
+        "versions": probe().versions,
     }
     files.write_json(path, {"environment": environment, "cells": list(results)})
 

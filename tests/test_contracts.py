@@ -105,17 +105,11 @@ ONE_SHOT = {
 
 
 def test_launcher_imports_only_config_record_and_cost() -> None:
-    allowed = (
-        "bert_dp.config",
-        "bert_dp.files",
-        "bert_dp.cost",
-        "bert_dp.__version__",
-        "bert_dp.training.process",
-    )
+    allowed = [f"bert_dp.{name}" for name in "config files cost __version__ training.process".split()]
 
     def is_wrong(i: Import) -> bool:
         of_rank = within(i.module, "launcher") and within(i.target, "bert_dp") and i.target != "bert_dp"
-        one_shot = (i.in_function or i.for_types) and within(i.target, *ONE_SHOT.get(i.module, ()))
+        one_shot = is_apart(i) and within(i.target, *ONE_SHOT.get(i.module, ()))
         return of_rank and not within(i.target, *allowed) and not one_shot
 
     assert offenders(is_wrong) == []
@@ -153,20 +147,31 @@ def test_a_package_does_not_import_those_above_it(package: str) -> None:
     assert offenders(is_wrong) == []
 
 
-def test_rich_is_imported_in_functions_of_the_corpus_builder_only() -> None:
-    assert not offenders(
-        lambda i: (
-            within(i.module, "bert_dp")
-            and within(i.target, "rich")
-            and not (i.module == "bert_dp.data.build" and i.in_function)
-        )
-    )
+def is_apart(i: Import) -> bool:
+    return i.in_function or i.for_types
 
 
-@pytest.mark.parametrize("package", ["accelerate", "deepspeed"])
-def test_only_an_engines_own_file_imports_its_package(package: str) -> None:
-    own = f"bert_dp.parallel.{package}"
-    assert offenders(lambda i: within(i.target, package) and i.module != own) == []
+RULES: dict[str, Callable[[Import], bool]] = {
+    "rich: in functions of the corpus builder only": lambda i: (
+        within(i.module, "bert_dp")
+        and within(i.target, "rich")
+        and not (i.module == "bert_dp.data.build" and i.in_function)
+    ),
+    "an engine's package: in the engine's own file": lambda i: (
+        within(i.target, "accelerate", "deepspeed")
+        and i.module != f"bert_dp.parallel.{i.target.partition('.')[0]}"
+    ),
+    "worker and cli: by nobody": lambda i: (
+        within(i.target, "bert_dp.worker", "launcher.cli")
+        and not within(i.module, "launcher.cli", "launcher.__main__")
+    ),
+    "optional packages: in functions": lambda i: within(i.target, *OPTIONAL) and not is_apart(i),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_who_imports(rule: str) -> None:
+    assert offenders(RULES[rule]) == []
 
 
 def package_of(module: str) -> str:
@@ -196,15 +201,6 @@ def test_the_launchers_packages_import_each_other_in_one_direction() -> None:
             within(i.module, "launcher.plan") and within(i.target, scale) and not within(i.target, models)
         )
     )
-
-
-def test_nobody_imports_worker_or_cli() -> None:
-    entries, users = ("bert_dp.worker", "launcher.cli"), ("launcher.cli", "launcher.__main__")
-    assert offenders(lambda i: within(i.target, *entries) and not within(i.module, *users)) == []
-
-
-def test_optional_packages_are_imported_inside_functions() -> None:
-    assert not offenders(lambda i: within(i.target, *OPTIONAL) and not (i.in_function or i.for_types))
 
 
 def test_only_process_reads_the_rank_variables() -> None:

@@ -118,7 +118,14 @@ def exit_code(command: Callable[[], int | None]) -> int:
         if not_utf8 := [a for a in sys.argv[1:] if any("\ud800" <= c <= "\udfff" for c in a)]:
             # no file could hold it
             raise ConfigError([Issue("", "wrong_type", f"argument {a!a} is not UTF-8") for a in not_utf8])
-        return command() or 0
+        code = command() or 0
+        sys.stdout.flush()  # here, not at the interpreter's end: nobody may read it any more
+        return code
+    except (BrokenPipeError, SystemExit) as end:  # click turns the first into the second
+        if isinstance(end, SystemExit) and not isinstance(end.__context__, BrokenPipeError):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except ConfigError as error:
         issues = json.dumps({"issues": [issue.to_json() for issue in error.issues]}) + "\n"
         if "--json" in sys.argv:

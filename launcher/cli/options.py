@@ -79,11 +79,11 @@ def loggers(text: str) -> tuple[str, ...]:
 def seconds(text: str) -> float:
     """Parse a duration above 0."""
     try:
-        value = parse_duration(text)
+        value = 0.0 if re.match(r"\s*(-|0+\s*$)", text) else parse_duration(text)
     except ValueError as error:
         raise BadParameter(str(error)) from None
     if not 0 < value <= MAX_SECONDS:
-        raise BadParameter(f"{text!r} is not above 0 and at most {MAX_SECONDS:g} s")
+        raise BadParameter(f"{text!r} must be above 0, for example 5m, and at most {MAX_SECONDS:g} s")
     return value
 
 

@@ -67,8 +67,9 @@ def train(
     variables.
     """
     from launcher import job
-    from launcher.run import restarts, train
+    from launcher.run import train
     from launcher.run.nodes import find_place
+    from launcher.run.restarts import RunOptions
 
     config, settings = opt.split_words(words, set_)
     place = find_place(nnodes, node_rank, rendezvous, interface)
@@ -89,7 +90,6 @@ def train(
         "resume": resume,
         "launcher": launcher,
         "dry_run": dry_run,
-        "console": opt.console(),
         "profile": None if profile is None else parse_profile(profile, profile_ranks or "0"),
     }
     overrides = settings
@@ -99,7 +99,7 @@ def train(
             raise ConfigError([Issue("batch.micro_size", "unsupported", message, "auto", "--nnodes", hint)])
         from launcher.tune.batch import resolve_auto_batch
 
-        overrides, failed = resolve_auto_batch(config, settings, **how)
+        overrides, failed = resolve_auto_batch(config, settings, **how, console=opt.console())
         if failed:
             return failed
     searched = overrides != settings and not dry_run  # a micro batch that was measured needs no estimate
@@ -108,8 +108,15 @@ def train(
         from launcher.plan import dry_run as absent
 
         loaded = absent.on_gpus(loaded, gpu, nproc)
-    policy, forced = restarts.Policy(max_restarts, elastic), force or searched
-    code = train.train(loaded, **how, policy=policy, force=forced, place=place, after_save=after_save)
+    options = RunOptions(
+        **how,
+        max_restarts=max_restarts,
+        elastic=elastic,
+        force=force or searched,
+        place=place,
+        after_save=after_save,
+    )
+    code = train.train(loaded, options, opt.console())
     if gpu is not None and code == 0:
         absent.print_speed(loaded, gpu, opt.console())
     return code
@@ -151,8 +158,8 @@ def finetune(
     """
     from launcher.evaluate import finetune as finetuning
     from launcher.report.page import show_report
-    from launcher.run import restarts
     from launcher.run import train as training
+    from launcher.run.restarts import RunOptions
 
     settings = opt.settings_after_run(words, set_)
     source = finetuning.source_of(
@@ -164,10 +171,9 @@ def finetune(
     )
     loaded = finetuning.load(run, source, settings, nproc=nproc, random_weights=init == "random")
     planned = finetuning.by_seed(loaded, run_dir, seeds)
-    how: dict[str, Any] = {"nproc": nproc, "launcher": launcher, "resume": resume, "dry_run": dry_run}
-    how |= {"console": opt.console(), "policy": restarts.Policy(max_restarts, False), "force": force}
     for job, place in planned:
-        code = training.train(job, run_dir=place, **how)
+        options = RunOptions(nproc, place, resume, dry_run, launcher, max_restarts, force=force)
+        code = training.train(job, options, opt.console())
         if code or dry_run:
             return code
     if seeds > 1:
@@ -234,6 +240,7 @@ def distill(
     from launcher.evaluate import distill as distilling
     from launcher.evaluate import finetune as finetuning
     from launcher.run import train as training
+    from launcher.run.restarts import RunOptions
 
     settings = opt.settings_after_run(words, set_)
     source = finetuning.source_of(
@@ -254,9 +261,8 @@ def distill(
         nproc=nproc,
         dry_run=dry_run,
     )
-    return training.train(
-        prepared, nproc=nproc, run_dir=run_dir, resume="auto", dry_run=dry_run, console=opt.console()
-    )
+    options = RunOptions(nproc=nproc, run_dir=run_dir, dry_run=dry_run)
+    return training.train(prepared, options, opt.console())
 
 
 def configs(

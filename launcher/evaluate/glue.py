@@ -219,11 +219,11 @@ def run_trials(grid: GlueGrid, output: Output[GluePlanFile], log: Log) -> tuple[
     code."""
     out = output.path
     data = {name: task.manifest.hash for name, task in grid.tasks.items()}
-    session = output.begin_with(hash_json(data))
+    facts = output.begin_with(hash_json(data))
     slots = trials.device_slots(
         grid.options.ranks,
-        gpus=len(session.machine["gpus"]) if grid.on_gpu else 0,
-        cores=int(session.machine["usable_cores"]),
+        gpus=len(facts["environment"]["gpus"]) if grid.on_gpu else 0,
+        cores=int(facts["environment"]["usable_cores"]),
         most=len(grid.tasks) * grid.options.seeds,
     )
     with trials.runner(out, slots, launcher=grid.options.launcher, on_gpu=grid.on_gpu, log=log) as runner:
@@ -232,7 +232,7 @@ def run_trials(grid: GlueGrid, output: Output[GluePlanFile], log: Log) -> tuple[
     tasks = [glue_scores.score_task(task.manifest, ended[name]) for name, task in grid.tasks.items()]
     if outcome.status == "complete" and all(task.median_trial is None for task in tasks):
         outcome = SearchOutcome("failed", "every trial failed; see the logs below trials", 1)
-    file = result_file(grid, tasks, outcome, session.facts())
+    file = result_file(grid, tasks, outcome, facts)
     results.write(out / FILE, file)
     return file, outcome.exit_code
 

@@ -65,19 +65,28 @@ def doctor(run_dir: Path | None = None) -> tuple[Environment, list[Finding]]:
     return env, [*findings, loopback(), checkpoint(target), all_reduce()]
 
 
-def diagnose(env: Environment) -> list[Finding]:
-    """Return the findings that follow from the facts in `env` alone."""
-    return [*_package_findings(env), *_gpu_findings(env), *_host_findings(env)]
-
-
 def _finding(good: bool, message: str, consequence: str, fix: str, level: Level = "warn") -> Finding:
     """Make a finding; `level` is used where it is not good."""
     return Finding("ok", message) if good else Finding(level, message, consequence, fix)
 
 
-def _package_findings(env: Environment) -> list[Finding]:
-    torch = env.versions.get("torch")
+def diagnose(env: Environment) -> list[Finding]:
+    """Return the findings that follow from the facts in `env` alone."""
+    torch, gpus = env.versions.get("torch"), len(env.gpus)
     build = "CPU" if "+cpu" in (torch or "") else "GPU"
+    names = ", ".join(["", *sorted({gpu.name for gpu in env.gpus})])  # "(MIG)" marks an instance
+    visible = (
+        f"{gpus} of {env.gpus_present} visible{names}" if env.gpus_present else "none, ranks use the CPU"
+    )
+    absent = "names no GPU that is there" if env.names_absent_gpus else "leaves the others idle"
+    ranks, kind = gpus or 2, "GPU" if gpus else "CPU"
+    numa_nodes = len(env.numa_cores) or 1
+    gpu_nodes = sorted({str(gpu.numa_node) for gpu in env.gpus if gpu.numa_node is not None})
+    cores = ", ".join(f"{count} cores of node {node}" for node, count in env.numa_cores.items()) or "unknown"
+    driver = []
+    if env.gpu_error:
+        fix = "reboot after a driver update; in a container pass --gpus all"
+        driver = [_unmeasured("GPU driver", env.gpu_error, "ranks cannot open a GPU", fix)]
     return [
         _finding(
             torch is not None and tuple(map(int, re.findall(r"\d+", torch)[:2])) >= MIN_TORCH,
@@ -88,28 +97,16 @@ def _package_findings(env: Environment) -> list[Finding]:
         ),
         _finding(
             not (env.gpus and build == "CPU"),
-            f"torch build: {build}, {len(env.gpus)} GPUs",
+            f"torch build: {build}, {gpus} GPUs",
             "the GPUs stay unused",
             "install the CUDA build of the same version",
             "fail",
         ),
-    ]
-
-
-def _gpu_findings(env: Environment) -> list[Finding]:
-    findings = []
-    if env.gpu_error:
-        fix = "reboot after a driver update; in a container pass --gpus all"
-        findings.append(Finding("fail", f"GPU driver: {env.gpu_error}", "ranks cannot open a GPU", fix))
-    names = ", ".join(["", *sorted({gpu.name for gpu in env.gpus})])  # "(MIG)" marks an instance
-    visible = f"{len(env.gpus)} of {env.gpus_present} visible{names}"
-    return [
-        *findings,
+        *driver,
         _finding(
-            len(env.gpus) == env.gpus_present and not env.names_absent_gpus,
+            gpus == env.gpus_present and not env.names_absent_gpus,
             f"GPUs: {visible if env.gpus_present else 'none, ranks use the CPU'}",
-            f"CUDA_VISIBLE_DEVICES={env.cuda_visible_devices} "
-            + ("names no GPU that is there" if env.names_absent_gpus else "leaves the others idle"),
+            f"CUDA_VISIBLE_DEVICES={env.cuda_visible_devices} {absent}",
             "unset it to use all",
         ),
         _finding(
@@ -118,14 +115,6 @@ def _gpu_findings(env: Environment) -> list[Finding]:
             "NCCL between GPUs of one node fails with a bus error or cannot start",
             "start the container with --shm-size=8g or --ipc=host",
         ),
-    ]
-
-
-def _host_findings(env: Environment) -> list[Finding]:
-    ranks, kind = len(env.gpus) or 2, "GPU" if env.gpus else "CPU"
-    gpu_nodes = sorted({str(gpu.numa_node) for gpu in env.gpus if gpu.numa_node is not None})
-    cores = ", ".join(f"{count} cores of node {node}" for node, count in env.numa_cores.items()) or "unknown"
-    return [
         _finding(
             env.usable_memory_gib >= 4,
             f"memory: {format_gib(env.usable_memory_gib)} available",
@@ -152,7 +141,7 @@ def _host_findings(env: Environment) -> list[Finding]:
         ),
         _finding(
             all(env.numa_cores.get(node) for node in gpu_nodes),
-            f"NUMA nodes: {env.numa_nodes}, usable {cores}; of GPUs: {', '.join(gpu_nodes) or 'none'}",
+            f"NUMA nodes: {numa_nodes}, usable {cores}; of GPUs: {', '.join(gpu_nodes) or 'none'}",
             "ranks reach a GPU over the link between sockets",
             "allow cores of that node (Slurm: --cpus-per-gpu or --gpu-bind; container: --cpuset-cpus)",
         ),
@@ -165,7 +154,7 @@ def link_findings(env: Environment, p2p: str) -> list[Finding]:
     links, transfers = pairs_by_code(env.gpu_topology or "", gpus), pairs_by_code(p2p, gpus)
     findings = []
     if links:
-        shown = "; ".join(f"{code} {' '.join(pairs)}" for code, pairs in sorted(links.items()))
+        shown = "; ".join(f"{code} {pairs}" for code, pairs in sorted(links.items()))
         findings.append(
             _finding(
                 not {"SYS", "NODE"} & set(links),
@@ -179,7 +168,7 @@ def link_findings(env: Environment, p2p: str) -> list[Finding]:
         findings.append(
             Finding(
                 "warn",
-                f"P2P is off: {'; '.join(f'{code} ' + ' '.join(transfers[code]) for code in transfers)}",
+                f"P2P is off: {'; '.join(f'{code} {pairs}' for code, pairs in transfers.items())}",
                 "each transfer goes through the host's memory, or NCCL hangs",
                 "turn ACS and the IOMMU off in the BIOS; else NCCL_P2P_DISABLE=1 ends a hang",
             )
@@ -187,15 +176,15 @@ def link_findings(env: Environment, p2p: str) -> list[Finding]:
     return findings
 
 
-def pairs_by_code(text: str, gpus: Collection[int]) -> dict[str, list[str]]:
-    """Return pairs of `gpus`, as `0-1`, by the code of their cell in a table of `nvidia-smi topo`."""
+def pairs_by_code(text: str, gpus: Collection[int]) -> dict[str, str]:
+    """Return pairs of `gpus`, as `0-1 0-2`, by the code of their cell in a table of `nvidia-smi topo`."""
     rows = [line.split() for line in text.splitlines()]
     cells = {row[0]: row[1:] for row in rows if row and row[0].startswith("GPU") and "X" in row}
     pairs: dict[str, list[str]] = {}
     for a, b in itertools.combinations(sorted(gpus), 2):
         if b < len(row := cells.get(f"GPU{a}", [])):
             pairs.setdefault(row[b], []).append(f"{a}-{b}")
-    return pairs
+    return {code: " ".join(each) for code, each in pairs.items()}
 
 
 def loopback() -> Finding:

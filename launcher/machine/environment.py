@@ -72,7 +72,6 @@ class Environment:
     bf16_units: tuple[str, ...]  # flags of its units that multiply bf16; without any bf16 is emulated
     affinity_cores: int
     cpu_quota_cores: float | None  # limit of the control group; None = no limit
-    numa_nodes: int
     numa_cores: dict[str, int]  # NUMA node -> cores of it that this process may use
     memory_gib: float
     memory_available_gib: float
@@ -124,13 +123,16 @@ class Environment:
 def probe(path: Path = Path(), root: Path = ROOT) -> Environment:
     """Read the machine, the versions and the git commit of `path`. Facts that are absent raise nothing."""
     gpus, present, gpu_error = find_gpus(root)
-    numa_cores = _numa_cores(root)
     processes = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     memory_limit, pids = cgroup_limit(root, "memory"), cgroup_limit(root, "pids")
     memory = psutil.virtual_memory()
     shm = _disk(root / "dev/shm")
     disk = _disk(existing(path))
     git = ["git", "-C", str(existing(path))]
+    versions = {}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
     commit = run_command([*git, "rev-parse", "HEAD"], 2)[0]
     status = run_command([*git, "status", "--porcelain"], 2)[0] if commit else None
     return Environment(
@@ -143,8 +145,7 @@ def probe(path: Path = Path(), root: Path = ROOT) -> Environment:
         bf16_units=bf16_units(root),
         affinity_cores=len(os.sched_getaffinity(0)),
         cpu_quota_cores=cgroup_limit(root, "cpu"),
-        numa_nodes=max(1, len(numa_cores)),
-        numa_cores=numa_cores,
+        numa_cores=_numa_cores(root),
         memory_gib=memory.total / GIB,
         memory_available_gib=memory.available / GIB,
         memory_limit_gib=None if memory_limit is None or memory_limit > memory.total else memory_limit / GIB,
@@ -158,19 +159,10 @@ def probe(path: Path = Path(), root: Path = ROOT) -> Environment:
         gpus_present=present,
         gpu_error=gpu_error,
         gpu_topology=run_command(["nvidia-smi", "topo", "-m"], 5)[0] if gpus else None,
-        versions=versions(),
+        versions=versions,
         git_commit=commit,
         git_dirty=None if status is None else bool(status),
     )
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the installed packages that a run depends on."""
-    installed = {}
-    for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            installed[package] = importlib.metadata.version(package)
-    return installed
 
 
 def cgroup_limit(root: Path, controller: Literal["cpu", "memory", "pids"]) -> float | None:

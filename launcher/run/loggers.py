@@ -53,14 +53,13 @@ class Loggers:
         """Set up; `log` prints the children's lines. `wait`: at the end wait until all is sent."""
         self._run_dir, self._names, self._log = run_dir, names, log
         self._limit_s = math.inf if wait else SERVICES_S
-        self._children: dict[str, subprocess.Popen[str]] = {}
-        self._relays: list[threading.Thread] = []
+        self._children: list[tuple[str, subprocess.Popen[str], threading.Thread]] = []
         self.exit_code = 0
         """After the end: 0 = all was sent; 1 = not all; 128 + the signal that stopped the wait."""
 
     def __enter__(self) -> Loggers:
         for name in self._names:
-            self._children[name] = child = subprocess.Popen(
+            child = subprocess.Popen(
                 [*module_command("launcher.run.loggers"), str(self._run_dir), name],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -68,8 +67,9 @@ class Loggers:
                 errors="replace",
                 start_new_session=True,  # Ctrl-C of a terminal ends the run, not the child
             )
-            self._relays.append(threading.Thread(target=self._print_lines, args=(child.stdout,), daemon=True))
-            self._relays[-1].start()
+            relay = threading.Thread(target=self._print_lines, args=(child.stdout,), daemon=True)
+            relay.start()
+            self._children.append((name, child, relay))
         return self
 
     def _print_lines(self, lines: IO[str]) -> None:
@@ -79,7 +79,7 @@ class Loggers:
 
     def __exit__(self, *_: object) -> None:
         """Close the children's input, wait and leave no process behind. A stop signal cuts the wait short."""
-        children = self._children.values()
+        children = [child for _, child, _ in self._children]
         for child in children:
             assert child.stdin is not None
             child.stdin.close()
@@ -89,17 +89,17 @@ class Loggers:
                 if came or time.monotonic() > deadline:
                     break
                 time.sleep(WAIT_S)
-        late = {name for name, child in self._children.items() if child.poll() is None}
-        for name in late:
-            os.killpg(self._children[name].pid, signal.SIGKILL)
-        codes = {name: child.wait() for name, child in self._children.items()}
-        for relay in self._relays:
+        for name, child, relay in self._children:
+            if is_late := child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+            code = child.wait()
             relay.join(1.0)
-        for name, code in codes.items():
             if code not in (0, INCOMPLETE):
-                how = "it did not end" if name in late else describe_exit_code(code, "without a message")
+                how = "it did not end" if is_late else describe_exit_code(code, "without a message")
                 self._log(incomplete(self._run_dir, name, how))
-        self.exit_code = 128 + came[0] if came else int(any(codes.values()))
+            self.exit_code = int(self.exit_code or code != 0)
+        if came:
+            self.exit_code = 128 + came[0]
 
 
 def send_run(run_dir: Path, names: Sequence[str], log: Log) -> int:
@@ -202,8 +202,7 @@ def summary_facts(run_dir: Path) -> tuple[dict[str, Scalar], int]:
 class Writer(NamedTuple):
     """A new run in a service. Its functions may raise any exception."""
 
-    where: str
-    """Path or address of the run."""
+    where: str  # path or address of the run
     write: Callable[[int, Mapping[str, float]], object]
     """Send the numbers of an optimizer step; steps never decrease."""
     finish: Callable[[int, Mapping[str, Scalar], int], object]

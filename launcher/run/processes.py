@@ -37,11 +37,9 @@ ONE_STOP_S = 0.5  # signals this near to the first are the same stop: terminals 
 
 @dataclasses.dataclass(frozen=True)
 class RunOutcome:
-    exit_code: int
-    """Exit code by the summary."""
+    exit_code: int  # exit code by the summary
     failure: Failure | None
-    signal: int = 0
-    """The first stop signal that came, also when it is not what ended the run; 0 = none."""
+    signal: int = 0  # the first stop signal that came, also when it is not what ended the run; 0 = none
 
 
 @contextlib.contextmanager
@@ -73,14 +71,10 @@ def stop_signals() -> Iterator[list[int]]:
 class RanksEnded:
     """Describe the end of the ranks of this node."""
 
-    code: int
-    """Of the launcher's process."""
-    said: str
-    """The end of its output, without secrets."""
-    log: Path
-    """The file that has it."""
-    errors: list[Failure]
-    """What the ranks recorded."""
+    code: int  # of the launcher's process
+    said: str  # the end of its output, without secrets
+    log: Path  # the file that has it
+    errors: list[Failure]  # what the ranks recorded
     exits: list[RankExit]
     memory: RunMemory
 
@@ -99,34 +93,26 @@ class RanksEnded:
 
 def run(
     run_dir: Path,
-    nproc: int,
-    resume: str,
-    on_poll: Callable[[], None],
+    start: RankStart,
+    on_poll: Callable[[], None] = lambda: None,
     *,
     log: Log = print_error,
-    launcher: str = "torchrun",
-    on_gpu: bool = False,
-    grace_s: float = 300.0,
     watch: Watch | None = None,
-    cores: Collection[int] | None = None,
-    options: Sequence[str] = (),
     nodes: Coordinator | None = None,
 ) -> RunOutcome:
-    """Train RUN/config.yaml on `nproc` ranks of this node, started by `launcher`, and return how it ended.
+    """Train RUN/config.yaml on the ranks of this node that `start` describes, and return how it ended.
 
     `on_poll` is called several times a second until a rank has failed. The first stop signal is said in
-    `log` and passed to every worker, which checkpoints at its next step and ends; the second, or `grace_s`
-    seconds, kills. No process of the run is left, however it ends. Completes summary.json, or writes it when
-    the workers could not. `watch` may end a hung run. The workers share `cores`, by default all that we may
-    use. `options`: further options of each worker. `nodes`: the launchers of the other nodes, which start
-    their ranks of the run.
+    `log` and passed to every worker, which checkpoints at its next step and ends; the second, or the grace
+    period of `start`, kills. No process of the run is left, however it ends. Completes summary.json, or
+    writes it when the workers could not. `watch` may end a hung run. `nodes`: the launchers of the other
+    nodes, which start their ranks of the run.
     """
-    logs = run_dir / "logs"
+    nproc, logs = start.nproc, run_dir / "logs"
     logs.mkdir(exist_ok=True)
     of_ranks = (*logs.glob("rank-*.error.json"), *run_dir.glob("heartbeats/rank-*"))
     for stale in (*of_ranks, run_dir / "summary.json"):
         stale.unlink(missing_ok=True)
-    start = RankStart(nproc, ["--resume", resume, *options], launcher, on_gpu, grace_s, cores)
     with stop_signals() as pending:  # until all is written: one that comes last must not cost the summary
         if nodes is not None:
             start = nodes.begin(start, (run_dir / "config.yaml").read_text(encoding="utf-8"))
@@ -141,9 +127,9 @@ def run(
         place = f" at {hung.where}" if hung and hung.where else ""
         unknown = Failure(
             kind="no_cause",
-            message=f"{launcher}: {describe_exit_code(ended.code, 'and no summary')}",
+            message=f"{start.launcher}: {describe_exit_code(ended.code, 'and no summary')}",
             log=str(ended.log),
-            log_tail=failure.tail_of(ended.said),
+            log_tail=ended.said.splitlines()[-failure.TAIL_LINES :],
             explanation=[f"no progress: {hung.headline()}{place}; stacks in hang.txt"] if hung else [],
         )
         hang = hung if watch is not None and watch.ends else None
@@ -197,9 +183,9 @@ def run_ranks(
                     store.close()
             workers = Workers(process, start.nproc)
             try:
-                _follow(process, workers, run_dir, start, pending, on_poll, log, memory, watch, peers)
+                _follow(workers, run_dir, start, pending, on_poll, log, memory, watch, peers)
             finally:
-                kill_tree(process, workers)
+                kill_tree(workers)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     # summary.json quotes it
@@ -209,7 +195,6 @@ def run_ranks(
 
 
 def _follow(
-    process: subprocess.Popen[bytes],
     workers: Workers,
     run_dir: Path,
     start: RankStart,
@@ -230,7 +215,7 @@ def _follow(
     last_s = 0.0  # until then a save that is under way may end
     failed = False
     left_behind = _unfinished(run_dir)
-    while (ended := process.poll()) is None or (workers.present() and -ended in files.STOP_SIGNALS):
+    while (ended := workers.launcher.poll()) is None or (workers.present() and -ended in files.STOP_SIGNALS):
         if ended is not None and not pending:
             pending.append(-ended)
         if len(pending) >= 2:
@@ -280,7 +265,7 @@ def _has_failed(run_dir: Path, workers: Workers, start: RankStart) -> bool:
 
 
 def _unfinished(run_dir: Path) -> set[Path]:
-    """List checkpoints that are being written, or were when their rank was killed."""
+    """List checkpoints that are being written, or that a killed rank has left unfinished."""
     with contextlib.suppress(OSError):
         return set((run_dir / "checkpoints").glob("step-*.tmp-*"))
     return set()
@@ -333,13 +318,13 @@ def confined(cores: Collection[int] | None) -> Iterator[None]:
 
 
 class Workers:
-    """Finds the workers below the launcher's process, and notes how each ended.
+    """Finds the workers below the process of the `launcher`, and records how each ended.
 
     A pidfd wakes us the moment one ends: only while it is a zombie can anyone but its parent read how.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], size: int):
-        self._process, self._size = process, size
+    def __init__(self, launcher: subprocess.Popen[bytes], size: int):
+        self.launcher, self._size = launcher, size
         self._poller = select.poll()
         self._present: dict[int, tuple[psutil.Process, int]] = {}  # pidfd -> worker, rank
         self._ended: set[psutil.Process] = set()
@@ -368,7 +353,7 @@ class Workers:
 
     def _find(self) -> None:
         seen = {*self.present(), *self._ended}
-        for child in _tree(self._process):
+        for child in _tree(self.launcher):
             if child in seen or (rank := _rank(child)) is None:
                 continue
             with contextlib.suppress(OSError):  # it has ended in this moment
@@ -377,10 +362,11 @@ class Workers:
                 self._poller.register(descriptor, select.POLLIN)
 
 
-def _tree(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """List all processes below the launcher's."""
+def _tree(launcher: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """List the launcher's process, unless it has gone, and all processes below it."""
     try:
-        return psutil.Process(process.pid).children(recursive=True)
+        process = psutil.Process(launcher.pid)
+        return [process, *process.children(recursive=True)]
     except psutil.NoSuchProcess:
         return []
 
@@ -413,14 +399,12 @@ def send(worker: psutil.Process, number: int) -> None:
         worker.send_signal(number)  # psutil checks that the pid is still the same process
 
 
-def kill_tree(process: subprocess.Popen[bytes], workers: Workers) -> None:
+def kill_tree(workers: Workers) -> None:
     """Kill the launcher and every worker, and wait for their end; a killed launcher may have left workers."""
-    tree = {*_tree(process), *workers.present()}
-    with contextlib.suppress(psutil.NoSuchProcess):
-        tree.add(psutil.Process(process.pid))
+    tree = {*_tree(workers.launcher), *workers.present()}
     for member in tree:
         send(member, signal.SIGKILL)
-    process.wait()
+    workers.launcher.wait()
     looks = round(KILLED_S / KILLED_POLL_S)
     while any(_runs(member) for member in tree) and (looks := looks - 1):
         time.sleep(KILLED_POLL_S)

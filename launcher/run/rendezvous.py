@@ -17,48 +17,23 @@ ARRIVE = datetime.timedelta(minutes=5)  # for the other agents, whose launchers 
 
 def handler_factory() -> Callable[[Any], Any]:
     """Return the function RendezvousParameters -> RendezvousHandler; torchrun calls this at its start."""
-    from torch.distributed import FileStore, PrefixStore, Store, TCPStore
-    from torch.distributed.elastic.rendezvous.api import (
-        RendezvousHandler,
-        RendezvousInfo,
-        RendezvousParameters,
-        RendezvousStoreInfo,
-    )
+    from torch.distributed import FileStore, Store, TCPStore
+    from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-    class StaticRendezvous(RendezvousHandler):
-        """Each node's number is given. `host`, `port`: MASTER_ADDR and MASTER_PORT of the workers."""
+    class StaticRendezvous(StaticTCPRendezvous):
+        """Uses the given store and node number. `host`, `port`: the workers' MASTER_ADDR and MASTER_PORT."""
 
         def __init__(self, store: Store, run_id: str, node: int, nodes: int, host: str, port: int):
-            self._store, self._run_id = store, run_id
-            self._node, self._nodes, self._info = node, nodes, RendezvousStoreInfo(host, port)
-            self._round = 0
+            super().__init__(host, port, node, nodes, run_id, timeout=0)
+            self._store = store  # else the base class would open one on every interface
 
         def get_backend(self) -> str:
             return "bert-dp-file"
 
         @property
         def use_agent_store(self) -> bool:
-            return self._info.master_port != 0  # else workers meet in a file of their own
-
-        def next_rendezvous(self) -> RendezvousInfo:
-            self._round += 1
-            store = PrefixStore(f"{self._run_id}/{self._round}", self._store)
-            return RendezvousInfo(store, self._node, self._nodes, self._info)
-
-        def is_closed(self) -> bool:
-            return False
-
-        def set_closed(self) -> None:
-            pass
-
-        def num_nodes_waiting(self) -> int:
-            return 0
-
-        def get_run_id(self) -> str:
-            return self._run_id
-
-        def shutdown(self) -> bool:
-            return True
+            return self.master_port != 0  # else workers meet in a file of their own
 
     def make(params: RendezvousParameters) -> StaticRendezvous:
         """Read the endpoint: the path of a store file on one node, HOST:PORT of the store over several."""

@@ -5,32 +5,40 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bert_dp import files
 from bert_dp.config import Config, ConfigError, batch_layout
+from bert_dp.config.checks import ProfilePlan
 from bert_dp.files.models import Failure, Restart, Summary
 from launcher.machine import environment
 from launcher.report.formats import count_of
 from launcher.run import processes
+from launcher.run.nodes import Place
 from launcher.watch.failure import first_line
 
 WITHOUT_PROGRESS = 3
 """Failures in a row, without a newer checkpoint in between, after which restarting is pointless."""
 
-Start = Callable[[int, str], processes.RunOutcome]
-"""(ranks, resume) -> how that attempt ended."""
+Start = Callable[[int, str], processes.RunOutcome]  # (ranks, resume) -> how that attempt ended
 
 
 @dataclasses.dataclass(frozen=True)
-class Policy:
+class RunOptions:
+    """Options of `bert-dp train`, as its help describes them."""
+
+    nproc: str = "auto"
+    run_dir: Path | None = None
+    resume: str = "auto"
+    dry_run: bool = False
+    launcher: str = "torchrun"
     max_restarts: int = 0
-    elastic: bool = False
-    """Go on with fewer ranks when one was killed or a GPU has gone."""
-
-
-ONCE = Policy()
+    elastic: bool = False  # go on with fewer ranks when one was killed or a GPU has gone
+    force: bool = False  # start also where the memory is expected not to suffice
+    profile: ProfilePlan | None = None  # steps to profile
+    place: Place | None = None  # this node among several, each of which runs this
+    after_save: Sequence[str] = ()  # words of a command that gets the path of each new checkpoint
 
 
 def supervise(
@@ -38,8 +46,7 @@ def supervise(
     config: Config,
     run_dir: Path,
     ranks: int,
-    resume: str,
-    policy: Policy,
+    options: RunOptions,
     log: Callable[[str], None],
     sleep: Callable[[float], int] | None = None,
 ) -> processes.RunOutcome:
@@ -49,12 +56,12 @@ def supervise(
     that failed while it was to stop. `sleep(seconds)` returns the stop signal that came meanwhile, or 0.
     """
     past: list[Restart] = []
-    idle = 0
+    idle, resume = 0, options.resume
     while True:
         before = newest_checkpoint(run_dir)
         result = start(ranks, resume)
         failure = result.failure
-        if failure is None or result.exit_code != 1 or result.signal or len(past) == policy.max_restarts:
+        if failure is None or result.exit_code != 1 or result.signal or len(past) == options.max_restarts:
             break
         if failure.agreed:
             log("not started again: the ranks ended the run together, and would again")
@@ -67,14 +74,14 @@ def supervise(
         if idle == WITHOUT_PROGRESS:
             log(f"not started again: {idle} failures without a newer checkpoint")
             break
-        if policy.elastic:
+        if options.elastic:
             ranks = ranks_left(config, ranks, failure)
         wait_s = 2.0**idle
         if after != before or resume == "never":  # else the one that was named has not been read yet
             resume = "auto"
         place = f"step {after[0]}" if after[0] >= 0 else "the start"
         log(
-            f"restart {len(past) + 1} of {policy.max_restarts} in {wait_s:.0f} s on "
+            f"restart {len(past) + 1} of {options.max_restarts} in {wait_s:.0f} s on "
             f"{count_of(ranks, 'rank')} from {place}: {first_line(failure.headline())}"
         )
         past.append(

@@ -33,31 +33,23 @@ class NodeStart:
 
     place: Place
     attempt: int
-    config: str
-    """Text of config.yaml: a view of the run directory may be stale."""
-    store_port: int
-    """Of the ranks' store, which node 0's torchrun serves."""
-    first_rank: int
-    """Rank in the run of the first one here."""
-    store: socket.socket | None = None
-    """The store's bound socket; None on other nodes."""
+    config: str  # text of config.yaml: a view of the run directory may be stale
+    store_port: int  # of the ranks' store, which node 0's torchrun serves
+    first_rank: int  # rank in the run of the first one here
+    store: socket.socket | None = None  # the store's bound socket; None on other nodes
 
 
 @dataclasses.dataclass(frozen=True)
 class RankStart:
     """Describe the start of the ranks of this node."""
 
-    nproc: int
-    """Ranks on this node."""
-    worker: Sequence[str]
-    """Arguments of each worker after its configuration."""
+    nproc: int  # ranks on this node
+    worker: Sequence[str]  # arguments of each worker after its configuration
     launcher: str = "torchrun"
     on_gpu: bool = False
     grace_s: float = 300.0
-    cores: Collection[int] | None = None
-    """Cores that the workers share; None = all that we may use."""
-    node: NodeStart | None = None
-    """None = this node is the only one."""
+    cores: Collection[int] | None = None  # cores that the workers share; None = all that we may use
+    node: NodeStart | None = None  # None = this node is the only one
 
     @property
     def ranks(self) -> range | None:
@@ -82,28 +74,25 @@ def start_command(start: RankStart, scratch: Path, worker: list[str]) -> list[st
         return _accelerate(nproc, scratch, worker)
     if start.launcher == "deepspeed":
         return _deepspeed(nproc, scratch, worker)
+    # for rendezvous.py: a file on one node, a bound socket over several
+    place = [f"--rdzv-endpoint={scratch / 'agent'}", "--rdzv-id=bert-dp"]
+    if node is not None:
+        conf = f"node={node.place.rank},nodes={node.place.nodes}"
+        if node.store is not None:
+            conf += f",socket={node.store.fileno()}"
+        endpoint = f"--rdzv-endpoint={node.place.address}:{node.store_port}"
+        place = [endpoint, f"--rdzv-conf={conf}", f"--rdzv-id=bert-dp-{node.attempt}"]
     return [
         *module_command("torch.distributed.run"),
         f"--nnodes={node.place.nodes if node else 1}",
         f"--nproc-per-node={nproc}",
         f"--log-dir={scratch / 'torchrun'}",
         f"--rdzv-backend={RENDEZVOUS}",
-        *_meeting_place(scratch, node),
+        *place,
         "-m",
         WORKER,
         *worker,
     ]
-
-
-def _meeting_place(scratch: Path, node: NodeStart | None) -> list[str]:
-    """Return torchrun's options for rendezvous.py: a file on one node, a bound socket over several."""
-    if node is None:
-        return [f"--rdzv-endpoint={scratch / 'agent'}", "--rdzv-id=bert-dp"]
-    conf = f"node={node.place.rank},nodes={node.place.nodes}"
-    if node.store is not None:
-        conf += f",socket={node.store.fileno()}"
-    endpoint = f"{node.place.address}:{node.store_port}"
-    return [f"--rdzv-endpoint={endpoint}", f"--rdzv-conf={conf}", f"--rdzv-id=bert-dp-{node.attempt}"]
 
 
 def _accelerate(nproc: int, scratch: Path, worker: list[str]) -> list[str]:

@@ -7,11 +7,10 @@ import dataclasses
 import fnmatch
 import os
 import stat
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -48,7 +47,7 @@ from bert_dp.files.ledger import EnergyCounter, Ledger, budget_issues, energy_co
 from bert_dp.files.models import Failure, Summary
 from launcher import results
 from launcher.job import Job, built_data, input_issues, lock_output_dir, place_issues, prepare_data
-from launcher.log import PLAIN, Log, logger, masked_command, show
+from launcher.log import PLAIN, Log, logger, show
 from launcher.machine.environment import Environment, precision_of
 from launcher.report.formats import count_of, format_duration, format_gib, format_percent, format_ratio
 from launcher.report.html import write_or_warn
@@ -58,6 +57,7 @@ from launcher.run import peers, processes, restarts
 from launcher.run.after_save import AfterSave
 from launcher.run.loggers import Loggers
 from launcher.run.nodes import Place
+from launcher.run.restarts import RunOptions
 from launcher.run.starters import NodeStart, RankStart
 from launcher.watch import failure, hangs
 from launcher.watch.display import Display
@@ -72,37 +72,19 @@ MEMORY_STATE = ("weights", "gradients", "optimizer")  # parts of the memory esti
 MAX_ESTIMATE_RATIO = 1.25  # of the estimate to what there is; above it the estimate's error is no excuse
 
 
-def train(
-    job: Job,
-    *,
-    nproc: str,
-    run_dir: Path | None,
-    resume: str,
-    dry_run: bool,
-    console: Console,
-    launcher: str = "torchrun",
-    policy: restarts.Policy = restarts.ONCE,
-    force: bool = False,
-    profile: ProfilePlan | None = None,
-    place: Place | None = None,
-    after_save: Sequence[str] = (),
-) -> int:
-    """Train, and return the exit code. Raises ConfigError, before any rank starts, with all issues.
-
-    `force`: start also where the memory is expected not to suffice. `profile`: steps to profile. `place`:
-    this node among several, each of which runs this. `after_save`: words of a command that gets the path of
-    each new checkpoint.
-    """
-    if place is not None and (refused := over_nodes_issues(job, run_dir, launcher, policy)):
+def train(job: Job, options: RunOptions, console: Console) -> int:
+    """Train, and return the exit code. Raises ConfigError, before any rank starts, with all issues."""
+    place, resume, profile = options.place, options.resume, options.profile
+    if place is not None and (refused := over_nodes_issues(job, options)):
         raise ConfigError(refused)
-    run_dir, log = job.directory(run_dir, "runs"), logger(console, as_json=False)
-    if place is not None and place.rank and not dry_run:
-        return follow_node_0(job, place, nproc, run_dir, log)
+    run_dir, log = job.directory(options.run_dir, "runs"), logger(console, as_json=False)
+    if place is not None and place.rank and not options.dry_run:
+        return follow_node_0(job, place, options.nproc, run_dir, log)
     with contextlib.ExitStack() as stack:
         nodes = None
-        if place is not None and not dry_run:
+        if place is not None and not options.dry_run:
             nodes = stack.enter_context(peers.coordinating(place, run_dir, log, job.config.run.hang_after_s))
-        here = job.choose_ranks(nproc)
+        here = job.choose_ranks(options.nproc)
         of_ranks = [f"node {k}" for k in range(place.nodes if place else 1) for _ in range(here)]
         if place is not None and nodes is not None:
             nodes.gather(peers.hello_of(job, place, here))
@@ -117,7 +99,7 @@ def train(
         if issues := [*start_issues(job, run_dir, resume), *budget_issues(job.config, run_dir, counters)]:
             raise ConfigError(issues)
         is_own, path = job.config.task is not None, job.config.data.path
-        data = built_data(job.config) if not is_own and (dry_run or path) else None
+        data = built_data(job.config) if not is_own and (options.dry_run or path) else None
         manifest = None if data is None else read_data(job.config, data)
         if manifest is not None:
             job = dataclasses.replace(job, config=with_budget(job.config, manifest.num_samples))
@@ -127,10 +109,10 @@ def train(
         memory = check_memory(job.config, ranks, job.machine, on_gpu=job.gpus > 0, kept=kept, here=here)
         if narrow := residual_issues(job.config, memory.precision):
             raise ConfigError(narrow)
-        too_much = [] if force else memory.issues()
+        too_much = [] if options.force else memory.issues()
         tight = [] if too_much else memory.issues(above=1.0)
-        warn(console, [*start_warnings(job, ranks, here, run_dir, policy, manifest), *map(str, tight)])
-        if dry_run:
+        warn(console, [*start_warnings(job, options, ranks, here, run_dir, manifest), *map(str, tight)])
+        if options.dry_run:
             lines = describe(job.config, layout, manifest, memory)
             if checkpoint:
                 is_done = is_complete(run_dir, job.config, resume)
@@ -141,37 +123,25 @@ def train(
         if too_much:
             forced = "or --force starts anyway"
             raise ConfigError([dataclasses.replace(i, hint=f"{i.hint}; {forced}") for i in too_much])
-        if dry_run:
+        if options.dry_run:
             return 0
         with lock_output_dir(run_dir, record.RUN_LOCK, "--run-dir", "run"):
-            code = run_locked(
-                job,
-                ranks,
-                run_dir,
-                resume,
-                counters,
-                launcher=launcher,
-                console=console,
-                policy=policy,
-                profile=profile,
-                after_save=after_save,
-                nodes=nodes,
-            )
+            code = run_locked(job, options, ranks, run_dir, counters, nodes, console)
         if nodes is not None:
             nodes.end(code)
         return code
 
 
-def over_nodes_issues(job: Job, run_dir: Path | None, launcher: str, policy: restarts.Policy) -> list[Issue]:
+def over_nodes_issues(job: Job, options: RunOptions) -> list[Issue]:
     """Find options that do not go with several nodes."""
-    issues = []
-    if run_dir is None:
+    issues, launcher = [], options.launcher
+    if options.run_dir is None:
         message, hint = "is needed over several nodes", "name a directory that all of them share"
         issues.append(Issue("--run-dir", "missing", message, None, "--nnodes", hint))
     if launcher != "torchrun":
         message = f"{launcher} is started for one host, and torchrun starts the ranks over several nodes"
         issues.append(Issue("--launcher", "unsupported", message, launcher, "--nnodes", "use torchrun"))
-    if policy.elastic:
+    if options.elastic:
         message = "a run over several nodes restarts with all of its ranks"
         issues.append(Issue("--elastic", "unsupported", message, True, "--nnodes", "leave it out"))
     if job.allow_code:
@@ -225,13 +195,13 @@ def check_profile(plan: ProfilePlan | None, config: Config, ranks: int, run_dir:
 
 def start_warnings(
     job: Job,
+    options: RunOptions,
     ranks: int,
     here: int,
     run_dir: Path,
-    policy: restarts.Policy,
     manifest: Manifest | ExamplesManifest | None,
 ) -> list[str]:
-    """List what is allowed but hardly meant; one line each. `here`: ranks of this node."""
+    """List settings that are allowed but probably not intended; one line each. `here`: ranks of this node."""
     config, cores = job.config, len(os.sched_getaffinity(0))
     warnings = [
         *job.device_warnings(),
@@ -241,7 +211,7 @@ def start_warnings(
     if here > cores and not job.gpus:
         warnings.append(f"{count_of(here, 'CPU rank')} share {count_of(cores, 'core')}")
     saves = config.checkpoint
-    if policy.max_restarts and not (saves.keep and (saves.every_steps or saves.every_minutes)):
+    if options.max_restarts and not (saves.keep and (saves.every_steps or saves.every_minutes)):
         warnings.append("--max-restarts: nothing is saved on the way, so a restart begins at the start")
     if config.model.lstm_size and config.compile == "on":
         warnings.append("compile: on has no effect on a BiLSTM")
@@ -257,20 +227,15 @@ def start_warnings(
 
 def run_locked(
     job: Job,
+    options: RunOptions,
     ranks: int,
     run_dir: Path,
-    resume: str,
     counters: Sequence[EnergyCounter],
-    *,
-    launcher: str,
-    console: Console,
-    policy: restarts.Policy,
-    profile: ProfilePlan | None,
     nodes: peers.Coordinator | None,
-    after_save: Sequence[str],
+    console: Console,
 ) -> int:
     """Run in the locked directory. Nothing in it changes before the last check has passed."""
-    log = logger(console, as_json=False)
+    log, launcher, resume = logger(console, as_json=False), options.launcher, options.resume
     log(f"run directory: {run_dir}")
     config = job.config
     if config.task is None:
@@ -290,50 +255,45 @@ def run_locked(
         show_report(console, of_directories([run_dir]))
         return 0
     ledger = Ledger(run_dir, ranks, config.run, counters, began_s=time.monotonic() - age_s())
-    command: dict[str, Any] = {"command": masked_command(sys.argv), "launcher": launcher}
+    machine = {**job.machine.to_json(), "launcher": launcher}  # see holds_run
     if nodes is not None:
-        command["nodes"] = {nodes.name(node): count for node, count in enumerate(nodes.counts)}
-    record.write_json(run_dir / "environment.json", {**job.machine.to_json(), **command})  # see holds_run
+        machine["nodes"] = {nodes.name(node): count for node, count in enumerate(nodes.counts)}
+    record.write_json(run_dir / "environment.json", machine)
     record.write_text(run_dir / "config.yaml", dump_config(config))
     log(f"launcher: {launcher}")
     loggers = Loggers(run_dir, config.log.to, log)
-    saved = AfterSave(after_save, run_dir, log)
+    saved = AfterSave(options.after_save, run_dir, log)
 
     def attempt(ranks: int, resume: str) -> processes.RunOutcome:
         ledger.use(ranks)
-        watch = hangs.Watch(
-            run_dir, log, hang_after_s=config.run.hang_after_s, end_hung_after_s=config.run.end_hung_after_s
-        )
+        profiled = options.profile.options(ranks) if options.profile else ()
+        words = ["--resume", resume, *profiled, *["--allow-code"] * job.allow_code]
+        start = RankStart(ranks, words, launcher, job.gpus > 0)
+        watch = hangs.Watch(run_dir, log, config.run)
         with Display(run_dir, console, config) as display:
 
             def poll() -> None:
                 display.poll()
                 saved.poll()
 
-            return processes.run(
-                run_dir,
-                ranks,
-                resume,
-                poll,
-                log=log,
-                launcher=launcher,
-                on_gpu=job.gpus > 0,
-                watch=watch,
-                options=[*(profile.options(ranks) if profile else ()), *["--allow-code"] * job.allow_code],
-                nodes=nodes,
-            )
+            return processes.run(run_dir, start, poll, log=log, watch=watch, nodes=nodes)
 
     with ledger:
         with loggers, saved:
-            result = restarts.supervise(attempt, config, run_dir, ranks, resume, policy, log)
+            result = restarts.supervise(attempt, config, run_dir, ranks, options, log)
         close_run(run_dir, result.failure, console, command_s=age_s(), spent=ledger.update())
     return result.exit_code
 
 
 def close_run(run_dir: Path, failure: Failure | None, console: Console, **facts: object) -> None:
-    """Show the cause of a failure, add `facts` to summary.json, write the page, and show the result."""
-    if failure is not None:
-        print_failure(failure, run_dir, console)
+    """Show the cause of a failure, or the issues of bad input; add `facts` to summary.json, write the page,
+    and show the result."""
+    if failure is not None and failure.issues:
+        for fields in failure.issues:
+            show(console, f"error: {Issue(**fields)}", style="red", **PLAIN)
+    elif failure is not None:
+        for number, line in enumerate(card(failure, run_dir)):
+            show(console, line, style="bold red" if number == 0 else None, **PLAIN)
     processes.complete_summary(run_dir, **facts)
     report = of_directories([run_dir])
     page = run_dir / PAGE if write_or_warn(report, run_dir / PAGE) else None
@@ -351,16 +311,6 @@ def age_s() -> float:
 def warn(console: Console, warnings: list[str]) -> None:
     for line in warnings:
         show(console, f"warning: {line}", style="yellow", **PLAIN)
-
-
-def print_failure(cause: Failure, run_dir: Path, console: Console) -> None:
-    """Print the failure card, or the issues of bad input."""
-    if cause.issues:
-        for fields in cause.issues:
-            show(console, f"error: {Issue(**fields)}", style="red", **PLAIN)
-        return
-    for number, line in enumerate(card(cause, run_dir)):
-        show(console, line, style="bold red" if number == 0 else None, **PLAIN)
 
 
 # --- the run directory
@@ -402,8 +352,8 @@ def run_dir_issues(run_dir: Path, config: Config, resume: str) -> Sequence[Issue
 
 
 def holds_run(run_dir: Path) -> bool:
-    """Return whether an earlier start has made this its run directory. A lock alone does not: a start that
-    was refused late leaves one, and what came there since is the user's."""
+    """Return whether an earlier start has used this as its run directory. A lock alone is no proof: a start
+    that was refused late leaves one, and files that came there since are the user's."""
     if (run_dir / "checkpoints").is_dir() and record.newest_checkpoint_facts(run_dir) is not None:
         return True
     return "launcher" in (record.read_json(run_dir / "environment.json") or {})
@@ -438,14 +388,14 @@ def anyone_writes(directory: Path) -> bool:
 
 
 def checkpoint_to_resume(run_dir: Path, resume: str) -> tuple[Path, record.CheckpointFacts] | None:
-    """Find the checkpoint that this run would go on from; unverified."""
+    """Find the checkpoint that this run would resume from; unverified."""
     if resume == "never":
         return None
     return record.newest_checkpoint_facts(run_dir if resume == "auto" else Path(resume))
 
 
 def data_issues(run_dir: Path, resume: str, data_hash: str) -> list[Issue]:
-    """Find whether the checkpoint that this run would go on from was trained on other data."""
+    """Check that the checkpoint to resume from was trained on the same data; at most one issue."""
     checkpoint = checkpoint_to_resume(run_dir, resume)
     if checkpoint is None or checkpoint[1].data_hash == data_hash:
         return []
@@ -455,7 +405,7 @@ def data_issues(run_dir: Path, resume: str, data_hash: str) -> list[Issue]:
 
 
 def undo(resume: str) -> str:
-    """Name the remedy for a checkpoint that does not fit."""
+    """Return the hint for a checkpoint that does not fit."""
     return f"undo it or choose another {'--run-dir' if resume == 'auto' else '--resume'}"
 
 
@@ -489,16 +439,14 @@ def is_complete(run_dir: Path, config: Config, resume: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryCheck:
-    """Memory estimate of a rank beside what it may have, GiB."""
+    """Memory estimate of a rank and its limit, in GiB."""
 
     config: Config
     precision: str
     world_size: int
     on_gpu: bool
-    parts_gib: dict[str, float]
-    """Estimate by part, by cost.rank_memory_gib."""
-    limit_gib: float | None
-    """None = not known: then the run has no issue."""
+    parts_gib: dict[str, float]  # estimate by part, by cost.rank_memory_gib
+    limit_gib: float | None  # None = not known: then the run has no issue
     limit_of: str
 
     @property
@@ -543,8 +491,8 @@ def check_memory(
     kept: str | None = None,
     here: int | None = None,
 ) -> MemoryCheck:
-    """Estimate the memory of a rank of `world_size`, beside what it may have. `kept`: see precision_of;
-    `here`: ranks that share this machine; None = all."""
+    """Estimate the memory of a rank of `world_size` and find its limit. `kept`: see precision_of; `here`:
+    ranks that share this machine; None = all."""
     precision = precision_of(config, machine.bf16_units, on_gpu=on_gpu, kept=kept)
     parts = rank_memory_gib(config, precision, world_size, on_gpu=on_gpu)
     # the size of an own task's model is not known
@@ -552,7 +500,7 @@ def check_memory(
     return MemoryCheck(config, precision, world_size, on_gpu, parts, limit, limit_of)
 
 
-# --- what a run would be, in words
+# --- the description of a run
 
 
 def expected_steps(config: Config) -> int | None:
@@ -578,8 +526,8 @@ def expected_steps(config: Config) -> int | None:
 def describe(
     config: Config, layout: BatchLayout, manifest: Manifest | ExamplesManifest | None, memory: MemoryCheck
 ) -> list[str]:
-    """Describe what a run would be: batch equation, data, model, memory, length. `manifest`: None before the
-    data is built."""
+    """Describe a run before it starts: batch equation, data, model, memory, length. `manifest`: None before
+    the data is built."""
     sequence = config.data.sequence_length
     parts = ", ".join(f"{name} {size:.2f}" for name, size in memory.parts_gib.items())
     flops = flops_per_token(config.model, sequence, config.predicted_share)
@@ -659,7 +607,7 @@ def passes_over(config: Config, manifest: Manifest | ExamplesManifest) -> float 
 
 
 def data_warnings(config: Config, manifest: Manifest | ExamplesManifest) -> list[str]:
-    """List what of the data is probably not intended; one line each."""
+    """List properties of the data that are probably not intended; one line each."""
     lines = manifest.warnings(config)
     if isinstance(manifest, Manifest) and not all(s.name.startswith("builtin:") for s in manifest.sources):
         passes = passes_over(config, manifest) or 0.0

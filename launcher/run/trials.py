@@ -1,6 +1,6 @@
 """Run many short runs, each a process of its own, as many at a time as there are slots.
 
-`python -m launcher.run.trials DIR RANKS '{options of processes.run}' [BYTES]` is such a process. Runs that an
+`python -m launcher.run.trials DIR RANKS '{fields of RankStart}' [BYTES]` is such a process. Runs that an
 earlier call ended are read and checked instead.
 """
 
@@ -39,6 +39,7 @@ from launcher.machine.environment import Environment
 from launcher.report.formats import format_duration
 from launcher.results import MeasureStatus
 from launcher.run import processes
+from launcher.run.starters import RankStart
 from launcher.watch import hangs
 
 TrialStatus = Literal["ok", "oom", "failed"]
@@ -53,13 +54,11 @@ class Repeat:
     """The timed steps of one run: per rank, per step, in seconds."""
 
     name: str
-    parts: dict[str, list[list[float]]]
-    """Name of PARTS -> [rank][step]."""
+    parts: dict[str, list[list[float]]]  # name of PARTS -> [rank][step]
     memory_gib: list[float]
     exposed_s: list[float]
     """DDP's own samples: seconds of reductions that no backward pass covered, of rank 0; [] without DDP."""
-    curve: list[tuple[int, float]]
-    """(tokens, loss) of each logged step whose loss is finite."""
+    curve: list[tuple[int, float]]  # (tokens, loss) of each logged step whose loss is finite
     summary: Summary
 
 
@@ -89,25 +88,13 @@ def cause(directory: Path) -> str:
     summary = read_summary(directory)
     if summary is None:
         return "both attempts ended without writing summary.json"
-    return summary.failure.headline() if summary.failure else "its records are not whole"
+    return summary.failure.headline() if summary.failure else "its records are incomplete"
 
 
 def failure_kind(directory: Path) -> FailureKind:
     """Return the kind of failure of a run that did not end well."""
     summary = read_summary(directory)
     return summary.failure.kind if summary and summary.failure else "no_cause"
-
-
-def is_whole(directory: Path, ranks: int, config: Config) -> bool:
-    """Return False if step times or predictions that the configuration asks for are missing."""
-    if config.has_examples and not (directory / files.PREDICTIONS).is_file():
-        return False
-    try:
-        if config.log.step_times:
-            read_repeat(directory, ranks, 0, config.schedule.steps or 0)
-    except UNREADABLE:
-        return False
-    return True
 
 
 def read_repeat(directory: Path, ranks: int, warm_up: int, steps: int) -> Repeat:
@@ -137,7 +124,7 @@ def read_repeat(directory: Path, ranks: int, warm_up: int, steps: int) -> Repeat
 PROGRESS_S = 30.0
 SCRATCH = ".scratch"
 TRIAL_FILE = "trial.json"  # seconds of a trial that has ended
-TRIES = 2  # of a trial that something outside has ended, or whose records are not whole
+TRIES = 2  # of a trial that something outside it has ended, or whose records are incomplete
 LOG_LINES = 10  # of metrics.jsonl in a measured run
 
 
@@ -203,10 +190,8 @@ class Trial:
     directory: Path
     config: Config
     ranks: int
-    cores: tuple[int, ...] | None = None
-    """Cores that its ranks share; None = those of its slot."""
-    data_bytes: int | None = None
-    """Limit of each process's writable private memory; None = none."""
+    cores: tuple[int, ...] | None = None  # cores that its ranks share; None = those of its slot
+    data_bytes: int | None = None  # limit of each process's writable private memory; None = none
 
     @property
     def name(self) -> str:
@@ -218,8 +203,7 @@ class TrialOutcome:
     """End of a trial."""
 
     status: TrialStatus
-    seconds: float
-    """From its start to its end."""
+    seconds: float  # from its start to its end
 
 
 def trial_precision(config: Config, machine: Environment, engines: Sequence[str], *, on_gpu: bool) -> str:
@@ -283,13 +267,18 @@ def earlier_outcome(trial: Trial) -> TrialOutcome | None:
 
 
 def _outcome(trial: Trial) -> TrialOutcome | None:
-    """Return how the run of a trial has ended; None where that says nothing of its settings: a signal or
-    something outside has ended it, or its records are not whole."""
-    directory = trial.directory
+    """Return how the run of a trial has ended; None where that says nothing about its settings: a signal or
+    something outside has ended it, or its records are incomplete."""
+    directory, config = trial.directory, trial.config
     status, summary = ended(directory), read_summary(directory)
     if status is None or summary is None:
         return None
-    if status == "ok" and not is_whole(directory, trial.ranks, trial.config):
+    if status == "ok" and config.has_examples and not (directory / files.PREDICTIONS).is_file():
+        return None
+    try:
+        if status == "ok" and config.log.step_times:
+            read_repeat(directory, trial.ranks, 0, config.schedule.steps or 0)
+    except UNREADABLE:
         return None
     if failure := summary.failure:
         is_killed = failure.killed_by in KILLS and not (failure.memory and failure.memory.oom_kills)
@@ -332,8 +321,7 @@ class _Running:
     process: subprocess.Popen[str]
     log: IO[str]
     started_s: float
-    due_s: float
-    """Time of its next line of progress."""
+    due_s: float  # time of its next line of progress
 
 
 @contextlib.contextmanager
@@ -357,8 +345,7 @@ class Runner:
 
     out: Path
     slots: Sequence[Slot]
-    signals: Sequence[int]
-    """Stop signals that have come, growing."""
+    signals: Sequence[int]  # stop signals that have come, growing
     launcher: str
     on_gpu: bool
     log: Log
@@ -394,13 +381,15 @@ class Runner:
                 sent = len(self.signals)
                 for each in [r for r in running if r.process.poll() is not None]:
                     running.remove(each)
-                    seconds = self._end(each)
-                    outcome, place = _outcome(each.trial), each.trial.directory
+                    each.log.close()
+                    seconds, place = time.monotonic() - each.started_s, each.trial.directory
+                    files.write_json(place / TRIAL_FILE, {"seconds": seconds})
+                    outcome = _outcome(each.trial)
                     tries[place] = tries.get(place, 0) + 1
                     if outcome is None and self.signals:
                         continue
                     if outcome is None and tries[place] < TRIES:
-                        self.log(f"  {each.trial.name}: ended from outside; once more")
+                        self.log(f"  {each.trial.name}: ended by something outside the run; started again")
                         running.append(self._start(each.trial, each.slot))
                         continue
                     free.append(each.slot)
@@ -468,13 +457,6 @@ class Runner:
         now = time.monotonic()
         return _Running(trial, slot, process, log, now, now + PROGRESS_S)
 
-    def _end(self, each: _Running) -> float:
-        """Record the seconds of a trial that has ended, and return them."""
-        each.log.close()
-        seconds = time.monotonic() - each.started_s
-        files.write_json(each.trial.directory / TRIAL_FILE, {"seconds": seconds})
-        return seconds
-
     def _log_progress(self, running: Sequence[_Running]) -> None:
         """Log the step of each trial, every PROGRESS_S."""
         now = time.monotonic()
@@ -495,13 +477,10 @@ def main(arguments: Sequence[str]) -> int:
     directory, ranks, options, *limit = arguments
     for size in map(int, limit):  # an allocation fails before the kernel has to kill
         resource.setrlimit(resource.RLIMIT_DATA, (size, size))
-    run = load_config(Path(directory) / "config.yaml").run
-    watch = hangs.Watch(
-        Path(directory), print, hang_after_s=run.hang_after_s, end_hung_after_s=run.end_hung_after_s
-    )
-    result = processes.run(
-        Path(directory), int(ranks), "never", lambda: None, watch=watch, **json.loads(options)
-    )
+    config = load_config(Path(directory) / "config.yaml")
+    start = RankStart(int(ranks), ["--resume", "never"], **json.loads(options))
+    watch = hangs.Watch(Path(directory), print, config.run)
+    result = processes.run(Path(directory), start, watch=watch)
     if result.failure is not None:
         print(result.failure.headline())  # noqa: T201 (the trial's log)
     return result.exit_code

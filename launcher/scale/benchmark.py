@@ -102,8 +102,9 @@ def measure(
 ) -> tuple[models.Scaling, trials.SearchOutcome]:
     """Return the grid's result with its verdicts, partial if a signal came."""
     out = output.path
-    facts = output.begin(grid.config).facts()
-    with trials.runner(out, [Slot()], launcher=grid.settings.launcher, on_gpu=grid.on_gpu, log=log) as runs:
+    facts, *_ = output.begin(grid.config)
+    slots, launcher = [Slot()], grid.settings.launcher
+    with trials.runner(out, slots, launcher=launcher, on_gpu=grid.on_gpu, log=log) as runs:
         outcome = trials.run_to_end(lambda: run_grid(grid, runs, log), out, log)
     scaling = analyze(grid, out, facts=facts)
     status = {"status": outcome.status} if outcome.exit_code else {}

@@ -30,7 +30,7 @@ from bert_dp.cost import GIB
 from bert_dp.files import PAGE
 from bert_dp.files.models import NoiseScale
 from launcher import job, results
-from launcher.job import Output, Session, VerbOptions, identity
+from launcher.job import Output, VerbOptions, identity
 from launcher.log import PLAIN, Log, show
 from launcher.report.formats import format_gib, format_si
 from launcher.report.page import Report
@@ -190,12 +190,12 @@ def output_of(spec: BatchSearchSpec, folder: Path) -> Output[SearchPlan]:
 
 def measure(spec: BatchSearchSpec, output: Output[SearchPlan], log: Log) -> tuple[TuneBatch, int]:
     """Run the search, or go on with it; return tune.json and the exit code."""
-    out, session = output.path, output.begin(spec.config)
+    out, (facts, *_) = output.path, output.begin(spec.config)
     launcher = spec.options.launcher
     with trials.runner(out, [Slot()], launcher=launcher, on_gpu=spec.on_gpu, log=log) as runs:
         search = BatchSearch(spec, BatchTrials(spec, runs), log)
         outcome = run_to_end(search.run, out, log)
-    return search.result(outcome, session), outcome.exit_code
+    return search.result(outcome, facts), outcome.exit_code
 
 
 # --- trials
@@ -494,7 +494,7 @@ class BatchSearch:
             runs=len(runs),
         )
 
-    def result(self, outcome: SearchOutcome, session: Session[SearchPlan]) -> TuneBatch:
+    def result(self, outcome: SearchOutcome, facts: Mapping[str, Any]) -> TuneBatch:
         """Return tune.json."""
         rates = self.rates()
         return TuneBatch(
@@ -502,7 +502,7 @@ class BatchSearch:
             reason=outcome.reason,
             date=datetime.date.today().isoformat(),
             seconds=self.used_s,
-            **session.facts(),
+            **facts,
             config=self.spec.config.model_dump(mode="json"),
             ranks=self.spec.ranks,
             global_batch=self.spec.global_size,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from bert_dp.config import (
 )
 from bert_dp.files.models import Summary
 from launcher import job, results
-from launcher.job import DataSession, Output, VerbOptions
+from launcher.job import Output, VerbOptions
 from launcher.log import Log
 from launcher.report.formats import count_of, format_duration, format_si
 from launcher.report.page import Report
@@ -177,21 +177,21 @@ def measure(
 ) -> tuple[TuneLr, int]:
     """Run the search, or go on with it; return tune.json, partial after a signal, and the exit code."""
     config, out, on_gpu = setup.config, output.path, setup.gpus > 0
-    session = output.begin(config, lambda manifest: data_issues(config, options, manifest))
+    facts, shards, manifest = output.begin(config, lambda m: data_issues(config, options, m))
     slots = slots_of(setup, options, ranks)
     spec = LrSearchSpec(
-        with_budget(config, session.manifest.train.sequences),
+        with_budget(config, manifest.train.sequences),
         options,
         ranks,
-        session.shards,
-        session.manifest.unigram_entropy_nats,
+        shards,
+        manifest.unigram_entropy_nats,
         len(slots),
         trials.trial_precision(config, setup.machine, [config.parallel.engine], on_gpu=on_gpu),
     )
     with trials.runner(out, slots, launcher=options.launcher, on_gpu=on_gpu, log=log) as runs:
         search = LrSearch(spec, runs, log)
         outcome = run_to_end(search.run, out, log)
-    tuned = search.result(outcome, session)
+    tuned = search.result(outcome, facts)
     write_tuned(tuned, tuned_config(config, tuned.choice.lr) if tuned.choice else None, out)
     return tuned, outcome.exit_code
 
@@ -330,7 +330,7 @@ class LrSearch:
         config = config.model_copy(update={"precision": self.spec.precision})
         return Trial(self._runs.out / "trials" / name, config, self.spec.ranks)
 
-    def result(self, outcome: SearchOutcome, session: DataSession[SearchPlan]) -> TuneLr:
+    def result(self, outcome: SearchOutcome, facts: Mapping[str, Any]) -> TuneLr:
         """Return tune.json."""
         spec, test = self.spec, self.range_test
         trained = [trial for rung in self.rungs for trial in rung.trials]
@@ -339,7 +339,7 @@ class LrSearch:
             reason=outcome.reason,
             date=datetime.date.today().isoformat(),
             seconds=self._range_s + sum(trial.seconds for trial in trained),
-            **session.facts(),
+            **facts,
             config=spec.config.model_dump(mode="json"),
             settings=spec.options,
             tokens=self.tokens,

@@ -84,7 +84,7 @@ class Display:
                 self._bar.stop()
 
     def poll(self) -> None:
-        """Show what rank 0 has written since the last call."""
+        """Show what rank 0 has written since the last call; of the steps on a terminal one in STAY_S."""
         fresh, replaced = self._metrics.lines()
         evaluated = [line for line in self._evals.lines()[0] if line not in self._evaluated]
         self._show_log()  # lines before a step stand before it
@@ -93,21 +93,18 @@ class Display:
         for line in fresh:
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 self._lines = [*self._lines[-50:], json.loads(line)]
-                if not replaced:  # else they are the lines from before a resume
-                    self._show_progress()
+                if replaced:
+                    continue  # they are the lines from before a resume
+                now, hours = time.monotonic(), self._config.schedule.hours
+                self._left_s, self._line_s = eta_s(self._lines, hours), now
+                if self._bar is None or now - self._stayed >= STAY_S:
+                    self._stayed, unit = now, self._config.training_loss_unit
+                    self._note(progress_line(self._lines[-1], eta=self._left_s, unit=unit))
         self._evaluated.update(evaluated)
         for line in evaluated:
             with contextlib.suppress(ValueError, TypeError):
                 self._note(heldout_line(json.loads(line)))
         self._show_activity()
-
-    def _show_progress(self) -> None:
-        """Show the newest line, on a terminal once in STAY_S."""
-        line, now = self._lines[-1], time.monotonic()
-        self._left_s, self._line_s = eta_s(self._lines, self._config.schedule.hours), now
-        if self._bar is None or now - self._stayed >= STAY_S:
-            self._stayed = now
-            self._note(progress_line(line, eta=self._left_s, unit=self._config.training_loss_unit))
 
     def _show_activity(self) -> None:
         """Show what rank 0 does now, by its heartbeat: on the bar, or as a line after QUIET_S without one."""
@@ -125,7 +122,11 @@ class Display:
             done, left = 1 - (1 - done) * now_left / left, now_left
         if not activity.startswith("training"):
             left = None  # the budget says nothing of the other phases
-        text = bar_line(activity, line, done, left, self._config.training_loss_unit)
+        parts = [activity]
+        if line:
+            loss = run_page.loss_in(self._config.training_loss_unit, line.get("loss"))
+            parts += [format_percent(done), left_text(left), f"loss {loss}"]
+        text = " | ".join(filter(None, parts))
         self._bar.update(self._bar.task_ids[0], completed=done, description=text)
 
     def _describe(self, beat: files.Heartbeat | None, now: float) -> str:
@@ -175,17 +176,6 @@ def progress_line(metrics: Mapping[str, Any], *, eta: float | None = None, unit:
         format_si(get("global_steps_per_s"), "global steps/s"),
         left_text(eta),
     )
-    return " | ".join(filter(None, parts))
-
-
-def bar_line(
-    activity: str, metrics: Mapping[str, Any], progress: float | None, left: float | None, unit: str
-) -> str:
-    """Format what stands beside the bar; `metrics` is empty before the first step is logged."""
-    parts = [activity]
-    if metrics:
-        loss = f"loss {run_page.loss_in(unit, metrics.get('loss'))}"
-        parts += [format_percent(progress), left_text(left), loss]
     return " | ".join(filter(None, parts))
 
 

@@ -78,7 +78,8 @@ def decide_cause(
     errors: Sequence[Failure],
 ) -> Failure | None:
     """Find the cause of a run's end: the hang that it was ended for, else the earliest error of a rank, if
-    any. `unknown` has the log of a rank that ended before it opened its own."""
+    any, with its log, its consequences and like errors. `unknown` has the log of a rank that ended before it
+    opened its own."""
     cause = hang or first_cause(logs, launcher_said, exits, errors)
     if cause is not None and (cause.log is None or not Path(cause.log).exists()):
         cause = cause.model_copy(update={"log": unknown.log, "log_tail": unknown.log_tail})
@@ -101,11 +102,9 @@ def recorded_errors(logs: Path, ranks: Sequence[int] | None = None) -> list[Fail
 def first_cause(
     logs: Path, launcher_said: str, exits: Sequence[RankExit], recorded: Sequence[Failure]
 ) -> Failure | None:
-    """Find the earliest error that a rank recorded, and complete it with log, consequences and like errors.
-
-    A rank that was killed by a signal recorded none: errors of other ranks are its consequences if they came
-    later or only say that a peer has gone.
-    """
+    """Find the earliest error of a rank, and complete it with log, consequences and like errors."""
+    # a rank that was killed by a signal recorded none: errors of other ranks are its consequences if they
+    # came later or only say that a peer has gone
     in_order = sorted(recorded, key=lambda e: (not e.issues, e.time_ns))
     errors = {e.rank: e for e in in_order if e.rank is not None}
     causes = [e for e in errors.values() if e.kind != "peer_gone"]
@@ -127,7 +126,7 @@ def first_cause(
     facts = {
         "rank": None if first.agreed else first.rank,
         "log": str(log),
-        "log_tail": first.log_tail or tail_of(read_end(log)),
+        "log_tail": first.log_tail or read_end(log).splitlines()[-TAIL_LINES:],
         "same_error_ranks": sorted(same),
         "consequences": _consequences(errors, silent, {first.rank, *same}),
     }
@@ -182,7 +181,7 @@ def _consequences(
 
 
 def of_a_disk(failure: Failure, run_dir: Path, error: OSError) -> Failure:
-    """Add that the run directory takes nothing more; make it the cause unless another one is known."""
+    """Add that the run directory cannot be written; make it the cause unless another one is known."""
     refused = f"{os.strerror(error.errno or errno.EIO)}: nothing can be written to {run_dir}"
     fix = "make room there; the same command then goes on from the newest checkpoint"
     if failure.kind == "disk":
@@ -217,22 +216,18 @@ def read_end(path: Path) -> str:
     return text.rpartition(f"{files.STARTED_AGAIN}\n")[2]
 
 
-def tail_of(text: str) -> list[str]:
-    return text.splitlines()[-TAIL_LINES:]
-
-
 def first_line(message: str) -> str:
-    """Return the first line with text, cut to a readable length, without C++ source places."""
+    """Return the first line with text, cut to MESSAGE_CHARS, without places in C++ sources."""
     lines = [line.strip() for line in CPP_PLACE.sub("", message).splitlines() if line.strip()]
     line = lines[0] if lines else ""
     return line if len(line) <= MESSAGE_CHARS else f"{line[:MESSAGE_CHARS]} ..."
 
 
-# --- what it means, and what to do
+# --- explanations and fixes
 
 
 def explain(failure: Failure, run_dir: Path, world_size: int, memory: RunMemory) -> Failure:
-    """Add to a failure what it means and what to do, as far as that is known from RUN/config.yaml and
+    """Add explanations and fixes to a failure, as far as they follow from RUN/config.yaml and
     RUN/environment.json."""
     facts: dict[str, Any] = {}
     if failure.killed_by in MEANING:
@@ -326,8 +321,7 @@ def what_fits(
 
 
 def card(failure: Failure, run_dir: Path) -> list[str]:
-    """Lay out a failure in lines: rank, error, place and log; then why and what to do, consequences, and the
-    log's end."""
+    """Format a failure in lines: rank, error, place, log, reasons, fixes, consequences and the log's end."""
     lines = [f"failed: {first_line(failure.headline())}"]
     if failure.where:
         lines.append(f"  at {failure.where} {failure.source or ''}".rstrip())

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import psutil
 
 from bert_dp.config import ENGINES
+from bert_dp.config.schema import RunConfig
 from bert_dp.files import IN_STEP, PHASES, Heartbeat, heartbeat_path, is_own_code, read_heartbeat, read_json
 from bert_dp.files.models import Failure
 from launcher.machine.environment import read_text
@@ -138,11 +139,8 @@ class Watch:
     until a first step is done, all may be silent for PATIENT_S; also while a rank compiles, by its stack.
     """
 
-    def __init__(
-        self, run_dir: Path, log: Callable[[str], None], *, hang_after_s: float, end_hung_after_s: float
-    ) -> None:
-        self._run_dir, self._log = run_dir, log
-        self._hang_after_s, self._end_after_s = hang_after_s, end_hung_after_s
+    def __init__(self, run_dir: Path, log: Callable[[str], None], limits: RunConfig) -> None:
+        self._run_dir, self._log, self._limits = run_dir, log, limits
         self._looked = time.monotonic()
         self._clock_s = 0.0
         self._ranks: dict[int, RankActivity] = {}
@@ -188,16 +186,13 @@ class Watch:
             if beat.alive != activity.heartbeat.alive:
                 activity.heard_s = clock
             activity.heartbeat = beat
-        self._time_steps([activity.heartbeat for activity in self._ranks.values()])
-
-    def _time_steps(self, beats: Sequence[Heartbeat]) -> None:
-        """Note the seconds per step since the last look at which a step was complete."""
+        beats = [activity.heartbeat for activity in self._ranks.values()]
         step = min(beat.step for beat in beats)
         if any(PHASES[beat.phase] in ("setup", "compile") for beat in beats):
-            self._completed, self._completed_s = step, self._clock_s
-        elif step - 1 > self._completed:
-            self._steps.append((self._clock_s - self._completed_s) / (step - 1 - self._completed))
-            self._completed, self._completed_s = step - 1, self._clock_s
+            self._completed, self._completed_s = step, clock
+        elif step - 1 > self._completed:  # seconds per step since a look at which a step was complete
+            self._steps.append((clock - self._completed_s) / (step - 1 - self._completed))
+            self._completed, self._completed_s = step - 1, clock
 
     def _snapshot(self, rank: int) -> RankSnapshot:
         activity, clock = self._ranks[rank], self._clock_s
@@ -210,7 +205,7 @@ class Watch:
             return False  # nothing to go by: workers that start, or that have no place for a heartbeat
         if self.others is not None and self.others.unheard_s() >= UNHEARD_S:
             return False  # a node that stays silent is lost, whatever its ranks do
-        limit = REPORT_AT * max(self._hang_after_s, 3 * statistics.median(self._steps or [0.0]))
+        limit = REPORT_AT * max(self._limits.hang_after_s, 3 * statistics.median(self._steps or [0.0]))
         phases = {PHASES[activity.heartbeat.phase] for activity in self._ranks.values()}
         patient = bool(phases & set(PATIENT)) or not self._steps
         snapshots = [self._snapshot(rank) for rank in started]
@@ -239,33 +234,29 @@ class Watch:
             self._next_look_s = self._clock_s + COMPILING_S
             return
         lines = report(snapshots, diagnosis)
-        self.hang = self._failure(snapshots, diagnosis, lines[1:])
-        self._reported_s = self._clock_s
-        self._hung_since_s = min(activity.moved_s for activity in self._ranks.values())
-        end = f"ended in {self._end_after_s:.0f} s" if self._end_after_s else "not ended"
-        self._tell([*lines, f"  the run is {end} unless it goes on; saved in {self._run_dir / 'hang.txt'}"])
-
-    def _failure(
-        self, snapshots: Sequence[RankSnapshot], diagnosis: HangDiagnosis, details: list[str]
-    ) -> Failure:
         named = [s for s in snapshots if s.rank in diagnosis.ranks]
         frame = named[0].where if named else None
-        rank = named[0].rank if len(named) == 1 else None
-        return Failure(
+        only = named[0].rank if len(named) == 1 else None
+        self.hang = Failure(
             kind="hang",
-            rank=rank,
-            message=headline(snapshots, diagnosis, name_ranks=rank is None),
+            rank=only,
+            message=headline(snapshots, diagnosis, name_ranks=only is None),
             where=f"{frame.path}:{frame.line}" if frame else None,
-            log=str(self._run_dir / "logs" / f"rank-{rank or 0}.log"),
-            log_tail=details,
+            log=str(self._run_dir / "logs" / f"rank-{only or 0}.log"),
+            log_tail=lines[1:],
         )
+        self._reported_s = self._clock_s
+        self._hung_since_s = min(activity.moved_s for activity in self._ranks.values())
+        end_s = self._limits.end_hung_after_s
+        end = f"ended in {end_s:.0f} s" if end_s else "not ended"
+        self._tell([*lines, f"  the run is {end} unless it goes on; saved in {self._run_dir / 'hang.txt'}"])
 
     def _follow_hang(self) -> Failure | None:
         if all(activity.moved_s > self._reported_s for activity in self._ranks.values()):
             self._tell([f"goes on after {self._clock_s - self._hung_since_s:.0f} s"])
             self.hang = None
             return None
-        self.ends = 0 < self._end_after_s <= self._clock_s - self._reported_s
+        self.ends = 0 < self._limits.end_hung_after_s <= self._clock_s - self._reported_s
         return self.hang if self.ends else None
 
     def _tell(self, lines: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""What must not be lost: runs stopped early, refused, repeated, or left by their reader."""
+"""What must not be lost: runs stopped early, refused, repeated, sent to a service, or left by a reader."""
 
 from __future__ import annotations
 
@@ -9,7 +9,20 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.cli import begin, go_on, is_alive, members, refused, start, tiny, train, wait_for
+from tests.e2e.cli import (
+    assert_none_left,
+    begin,
+    go_on,
+    is_alive,
+    members,
+    processes_of,
+    refused,
+    start,
+    step_reached,
+    tiny,
+    train,
+    wait_for,
+)
 from tests.helpers import logged, read_json
 from tests.shards import write_shards
 
@@ -49,10 +62,7 @@ def test_a_complete_run_is_shown_and_not_touched(finished: Path) -> None:
     assert files(finished) == before
 
 
-def test_going_back_to_an_earlier_checkpoint_sets_the_later_ones_aside(
-    finished: Path, tmp_path: Path
-) -> None:
-    run_dir = tmp_path / "run"
+def test_going_back_to_a_checkpoint_sets_later_ones_aside(finished: Path, run_dir: Path) -> None:
     shutil.copytree(finished, run_dir)
     early = run_dir / "checkpoints" / "step-00000002"
     go_on(run_dir, "schedule.steps=3", "checkpoint.keep=1", options=("--resume", str(early)))
@@ -61,8 +71,7 @@ def test_going_back_to_an_earlier_checkpoint_sets_the_later_ones_aside(
     assert kept == ["step-00000003"]
 
 
-def test_a_signal_during_start_up_is_not_lost(tmp_path: Path, shards: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_a_signal_during_start_up_is_not_lost(run_dir: Path, shards: Path) -> None:
     process = begin(shards, run_dir, "schedule.steps=100000")
     wait_for(lambda: (run_dir / "logs" / "torchrun.log").exists())
     process.send_signal(signal.SIGTERM)
@@ -71,8 +80,7 @@ def test_a_signal_during_start_up_is_not_lost(tmp_path: Path, shards: Path) -> N
     assert not members(run_dir)
 
 
-def test_two_launchers_on_one_directory_only_one_runs(tmp_path: Path, shards: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_two_launchers_on_one_directory_only_one_runs(run_dir: Path, shards: Path) -> None:
     both = [begin(shards, run_dir, "schedule.steps=50", nproc=1) for _ in range(2)]
     texts = [process.communicate(timeout=120) for process in both]
     codes = sorted(process.returncode for process in both)
@@ -82,8 +90,7 @@ def test_two_launchers_on_one_directory_only_one_runs(tmp_path: Path, shards: Pa
     assert read_json(run_dir / "summary.json")["status"] == "done"
 
 
-def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path, shards: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_a_reader_that_goes_away_does_not_end_the_run(run_dir: Path, shards: Path) -> None:
     process = begin(shards, run_dir, "schedule.steps=60", nproc=1)
     process.stdout.readline()
     process.stdout.close()
@@ -115,3 +122,35 @@ def test_the_processes_of_a_build_end_with_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", ["/proc/none", "/etc/passwd/run"])
 def test_a_directory_that_cannot_be_made_is_refused(shards: Path, where: str) -> None:
     assert "--run-dir" in refused("train", "quickstart", *tiny(shards), "--run-dir", where)
+
+
+ENDLESS = ("schedule.steps=100000", "log.to=[tensorboard]", "compile=off")
+
+
+def is_sent(run_dir: Path) -> bool:
+    """Once it is, the launcher's signals are the only ones that reach the child."""
+    return step_reached(run_dir, 2)() and any((run_dir / "tensorboard").rglob("events*"))
+
+
+def test_a_stop_signal_to_every_process_keeps_the_summary(run_dir: Path, shards: Path) -> None:
+    process = begin(shards, run_dir, *ENDLESS)
+    wait_for(lambda: is_sent(run_dir))
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert any("launcher.run.loggers" in member.cmdline() for member in family)
+    for member in (process, *family):
+        member.send_signal(signal.SIGTERM)
+    said, errors = process.communicate(timeout=120)
+    assert process.returncode == 143, said + errors
+    assert "warning" not in said + errors
+    summary = read_json(run_dir / "summary.json")
+    events = b"".join(path.read_bytes() for path in (run_dir / "tensorboard").rglob("events*"))
+    assert f"| summary/step | {summary['step']} |".encode() in events
+    assert processes_of(run_dir) == []
+
+
+def test_no_process_outlives_a_killed_launcher(run_dir: Path, shards: Path) -> None:
+    process = begin(shards, run_dir, *ENDLESS, nproc=1)
+    wait_for(lambda: is_sent(run_dir))
+    process.kill()
+    process.communicate()
+    assert_none_left(run_dir)

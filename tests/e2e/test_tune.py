@@ -56,7 +56,7 @@ def out(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     os.kill(wait_for(a_rank)[0].pid, signal.SIGKILL)
     printed, errors = process.communicate(timeout=240)
     assert process.returncode == 0, printed + errors
-    assert "ended from outside; once more" in printed
+    assert "ended by something outside the run; started again" in printed
     assert (folder / "trials" / "memory-1" / "metrics.jsonl").read_text() == pilot, "a whole trial ran again"
     return folder
 
@@ -172,6 +172,10 @@ def test_out_of_memory_on_one_rank_is_the_result_of_its_size(shards: Path, tmp_p
     ("more", "said"),
     [
         (("--budget", "soon"), "--budget: 'soon' is not a duration"),
+        *(
+            (("--budget", zero), f"--budget: '{zero}' must be above 0, for example 5m")
+            for zero in ("0", "-5m", "0s")
+        ),
         (("--memory", "-1"), "--memory: -1"),
         (("--set", "batch.micro_size=0"), "batch.micro_size: "),
     ],

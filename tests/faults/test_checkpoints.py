@@ -147,10 +147,7 @@ def test_row_09b_killed_on_a_slow_disk(tmp_path: Path, killer: Killer) -> None:
         observe(9, variant="b", killed_after_s=after_s, loaded=loaded)
 
 
-def test_row_09_a_run_killed_in_the_background_write_goes_on_from_the_one_before(
-    tmp_path: Path, shards: Path
-) -> None:
-    run_dir = tmp_path / "run"
+def test_row_09_a_run_killed_in_a_save_goes_on_from_the_one_before(run_dir: Path, shards: Path) -> None:
     settings = ("schedule.steps=8", "checkpoint.every_steps=2")
     killed = train(
         shards, run_dir, *settings, nproc=1, code=1, **broken("kill", rank=0, place="save", step=5)
@@ -213,8 +210,7 @@ def test_row_10_no_single_bit_of_the_manifest_may_change(tmp_path: Path) -> None
             assert checkpoint.check(path) is not None, (place, bit, bytes(changed))
 
 
-def test_row_10_a_run_says_what_it_passes_over(tmp_path: Path, shards: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_row_10_a_run_says_what_it_passes_over(run_dir: Path, shards: Path) -> None:
     train(shards, run_dir, "checkpoint.every_steps=2", "schedule.steps=4", nproc=1)
     damage(run_dir / "checkpoints" / "step-00000004" / "optimizer.safetensors", random.Random(0))
     again = go_on(run_dir, "schedule.steps=6")
@@ -233,9 +229,8 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("what", list(ERRORS)[: len(rounds(1, 3))])
-def test_row_11_a_failed_save_does_not_end_the_run(tmp_path: Path, shards: Path, what: str) -> None:
+def test_row_11_a_failed_save_does_not_end_the_run(run_dir: Path, shards: Path, what: str) -> None:
     """Injected in the save after step 6; the ones before and after it are good."""
-    run_dir = tmp_path / "run"
     done = train(
         shards,
         run_dir,
@@ -252,50 +247,35 @@ def test_row_11_a_failed_save_does_not_end_the_run(tmp_path: Path, shards: Path,
     assert all(checkpoint.check(path) is None for path in checkpoint.list_checkpoints(folder))
 
 
-def test_row_11_a_failed_save_stops_the_run_when_that_is_the_policy(tmp_path: Path, shards: Path) -> None:
-    run_dir = tmp_path / "run"
-    done = train(
-        shards,
-        run_dir,
-        "schedule.steps=100000 checkpoint.every_steps=2 checkpoint.on_error=stop",
-        code=1,
-        **broken("io_error", rank=0, place="save", step=5),
-    )
+EVERY_2 = "schedule.steps=4 checkpoint.every_steps=2"
+
+
+@pytest.mark.parametrize(
+    ("settings", "what", "lost", "good"),
+    [
+        (f"{EVERY_2} schedule.steps=100000 checkpoint.on_error=stop", "io_error", 6, 4),
+        ("", "read_only", 0, None),  # the first: nothing was trained
+        (EVERY_2, "io_error", 4, 2),  # the last
+    ],
+)
+def test_row_11_a_failed_save_that_ends_the_run(
+    run_dir: Path, shards: Path, settings: str, what: str, lost: int, good: int | None
+) -> None:
+    done = train(shards, run_dir, settings, code=1, **broken(what, rank=0, place="save", step=lost - 1))
     facts = summary(run_dir)
     assert (facts["status"], facts["exit_code"]) == ("failed", 1)
-    for text in ("step-00000006 could not be saved", ERRORS["io_error"], "step-00000004"):
+    assert f"step-{lost:08d} could not be saved" in done.stdout
+    for text in (f"step-{lost:08d} could not be saved", ERRORS[what]):
         assert text in facts["failure"]["message"]
-    assert facts["failed_saves"] >= 1
-    assert "step-00000006 could not be saved" in done.stdout
-    assert checkpoint.check(run_dir / "checkpoints" / "step-00000004") is None
-
-
-def test_row_11_a_first_save_that_fails_refuses_the_run(tmp_path: Path, shards: Path) -> None:
-    run_dir = tmp_path / "run"
-    train(shards, run_dir, code=1, **broken("read_only", rank=0, place="save", step=-1))
-    facts = summary(run_dir)
-    assert facts["status"] == "failed"
-    assert "step-00000000 could not be saved" in facts["failure"]["message"]
-    assert ERRORS["read_only"] in facts["failure"]["message"]
-    assert not (run_dir / "metrics.jsonl").exists(), "before the first step"
-
-
-def test_row_11_a_last_save_that_fails_fails_the_run(tmp_path: Path, shards: Path) -> None:
-    run_dir = tmp_path / "run"
-    train(
-        shards,
-        run_dir,
-        "schedule.steps=4 checkpoint.every_steps=2",
-        code=1,
-        **broken("io_error", rank=0, place="save", step=3),
-    )
-    facts = summary(run_dir)
-    assert (facts["status"], facts["step"]) == ("failed", 4)
-    assert facts["failed_saves"] == 2, "once on time, once more at the end"
-    assert "step-00000004 could not be saved" in facts["failure"]["message"]
-    assert "newest good checkpoint is step-00000002" in facts["failure"]["message"]
-    assert facts["heldout_loss"] is not None
-    assert facts["checkpoint"] == "checkpoints/step-00000002"
+    assert (run_dir / "metrics.jsonl").exists() == (good is not None), "before the first step"
+    if good is not None:
+        assert f"newest good checkpoint is step-{good:08d}" in facts["failure"]["message"]
+        assert checkpoint.check(run_dir / "checkpoints" / f"step-{good:08d}") is None
+        assert facts["failed_saves"] >= 1
+    if settings == EVERY_2:
+        assert (facts["step"], facts["failed_saves"]) == (4, 2), "once on time, once more at the end"
+        assert facts["heldout_loss"] is not None
+        assert facts["checkpoint"] == "checkpoints/step-00000002"
 
 
 @needs_mount
@@ -375,10 +355,9 @@ def test_row_15_one_bad_rank_skips_the_step_on_all(tmp_path: Path, shards: Path,
 
 
 @pytest.mark.parametrize("rank", (1, 0)[: len(rounds(1, 2))])
-def test_row_15_five_in_a_row_stop_the_run_with_the_last_checkpoint_intact(
-    tmp_path: Path, shards: Path, rank: int
+def test_row_15_five_in_a_row_stop_the_run_with_a_good_checkpoint(
+    run_dir: Path, shards: Path, rank: int
 ) -> None:
-    run_dir = tmp_path / "run"
     train(
         shards,
         run_dir,
@@ -450,10 +429,7 @@ def test_row_15_every_engine_stops_on_all_ranks_together(tmp_path: Path, shards:
 # --- row 16
 
 
-def test_row_16_a_spike_is_said_and_counted_and_no_rank_falls_out_of_step(
-    tmp_path: Path, shards: Path
-) -> None:
-    run_dir = tmp_path / "run"
+def test_row_16_a_spike_is_reported_and_ranks_stay_in_step(run_dir: Path, shards: Path) -> None:
     done = train(
         shards,
         run_dir,

@@ -46,7 +46,7 @@ def test_row_12_resume_at_the_same_n_is_bit_equal(tmp_path: Path, shards: Path, 
 
 
 @pytest.mark.parametrize(("before", "after"), PAIRS)
-def test_row_13_resume_at_another_n_sees_the_same_samples(
+def test_row_13_another_n_sees_the_same_samples(
     tmp_path: Path, shards: Path, before: int, after: int
 ) -> None:
     steps = 50 if FULL else 8
@@ -76,9 +76,7 @@ def one_step(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize(("precision", "limit"), [("fp32", 1e-6), ("fp64", 1e-14)])
-def test_row_14_the_gradient_of_n_ranks_is_that_of_one(
-    one_step: Path, ranks: int, precision: str, limit: float
-) -> None:
+def test_row_14_n_ranks_have_one_gradient(one_step: Path, ranks: int, precision: str, limit: float) -> None:
     """AdamW's first moment after one step is (1 - beta1) x the gradient. All tensors together: a tensor whose
     gradient nearly cancels has a greater error relative to itself."""
     gradients = [

@@ -14,7 +14,7 @@ import pytest
 
 from bert_dp import files
 from launcher.run import processes
-from launcher.run.starters import LAUNCHERS
+from launcher.run.starters import LAUNCHERS, RankStart
 from launcher.watch.failure import MemoryWatch, card
 from tests.e2e.cli import members, train, write_config
 from tests.faults.harness import FULL, broken, observe, rounds
@@ -101,7 +101,7 @@ def test_row_02_a_killed_rank_is_named(tmp_path: Path, shards: Path, launcher: s
         assert set(facts["memory"]["peaks_gib"]) >= {"rank 0", "rank 1"}
 
 
-def test_row_02_a_kill_for_want_of_memory_is_told_as_such(
+def test_row_02_a_kill_for_want_of_memory(
     tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel's counter is a file of ours that rises when the rank is killed."""
@@ -120,7 +120,7 @@ def test_row_02_a_kill_for_want_of_memory_is_told_as_such(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(processes, "MemoryWatch", lambda: MemoryWatch(root))
     threading.Thread(target=rise, daemon=True).start()
-    result = processes.run(run_dir, 2, "never", lambda: None)
+    result = processes.run(run_dir, RankStart(2, ["--resume", "never"]))
     assert result.exit_code == 1
     assert result.failure is not None
     lines = card(result.failure, run_dir)
@@ -143,7 +143,7 @@ def test_row_02_a_kill_for_want_of_memory_is_told_as_such(
         ("torchrun", "bus", "7 (SIGBUS)"),
     ][: len(rounds(3, 4))],
 )
-def test_row_03_a_crash_is_named_with_its_stack(
+def test_row_03_crashes_show_a_stack(
     tmp_path: Path, shards: Path, launcher: str, what: str, name: str
 ) -> None:
     installed(launcher)

@@ -75,9 +75,7 @@ def hang_once(tmp_path: Path, shards: Path, what: str, rank: int, ranks: int, pl
 
 
 @pytest.mark.parametrize("what", sorted(WHY) if FULL else ["gil", "stop"])  # the pause below is a sleep
-def test_row_07_the_rank_that_hangs_is_named_and_the_run_ended(
-    tmp_path: Path, shards: Path, what: str
-) -> None:
+def test_row_07_a_hung_rank_is_named_and_the_run_ended(tmp_path: Path, shards: Path, what: str) -> None:
     cases = [(rank, ranks, place) for place in ("step", "data") for ranks in (2, 4) for rank in (0, 1)]
     if not FULL:
         cases = random.Random(what).sample(cases[:2], 1)
@@ -92,8 +90,7 @@ def test_row_07_a_hang_in_evaluation(tmp_path: Path, shards: Path, place: str) -
         hang_once(tmp_path, shards, "sleep", rank, 2, place)
 
 
-def test_row_07_a_pause_is_reported_and_its_end_too(tmp_path: Path, shards: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_row_07_a_pause_is_reported_and_its_end_too(run_dir: Path, shards: Path) -> None:
     train(shards, run_dir, *hang_limits(4.0, 600.0), "schedule.steps=6", **broken("sleep", seconds=8))
     said = (run_dir / "hang.txt").read_text()
     assert said.count("hang: rank 1 in step 4 (step") == 1
@@ -102,8 +99,7 @@ def test_row_07_a_pause_is_reported_and_its_end_too(tmp_path: Path, shards: Path
     assert read_json(run_dir / "summary.json")["status"] == "done"
 
 
-def test_row_07_a_hung_run_that_is_ended_by_hand_tells_its_hang(tmp_path: Path, shards: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_row_07_a_hung_run_that_is_ended_by_hand_tells_its_hang(run_dir: Path, shards: Path) -> None:
     process = begin(shards, run_dir, *hang_limits(end_s=600.0), "schedule.steps=100000", **broken("stop"))
     wait_for((run_dir / "hang.txt").exists)
     for _ in range(2):
@@ -118,10 +114,9 @@ def test_row_07_a_hung_run_that_is_ended_by_hand_tells_its_hang(tmp_path: Path, 
     assert "rank 1" in summary["failure"]["explanation"][0]
 
 
-def test_row_07_no_false_alarm(tmp_path: Path, shards: Path) -> None:
+def test_row_07_no_false_alarm(run_dir: Path, shards: Path) -> None:
     """Healthy steps with evaluation and saving, and in the full form with compilation."""
     steps = len(rounds(400, 10_000))
-    run_dir = tmp_path / "run"
     often = f"eval.every_steps={steps // 20} checkpoint.every_steps={steps // 10}"
     settings = (*hang_limits(10.0), f"schedule.steps={steps}", often, f"compile={'on' if FULL else 'off'}")
     done = train(shards, run_dir, *settings, timeout=3600)
@@ -133,8 +128,7 @@ def test_row_07_no_false_alarm(tmp_path: Path, shards: Path) -> None:
     assert "hang" not in done.stdout
 
 
-def test_row_07_a_straggler_is_named(tmp_path: Path, shards: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_row_07_a_straggler_is_named(run_dir: Path, shards: Path) -> None:
     done = train(
         shards, run_dir, "schedule.steps=20 log.every_steps=7", **broken("slow", rank=1, seconds=0.1)
     )

@@ -106,38 +106,38 @@ def test_the_canary_would_sing(tmp_path: Path) -> None:
     assert (tmp_path / "canary").exists()
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json"])
-def test_row_22_a_pickle_in_a_checkpoint_is_refused(tmp_path: Path, finished: Path, file: str) -> None:
-    run_dir, canary = shutil.copytree(finished, tmp_path / "run"), tmp_path / "canary"
-    checkpoint = max((run_dir / "checkpoints").glob("step-" + "[0-9]" * 8))
-    (checkpoint / file).write_bytes(pickle.dumps(Hostile(canary)))
-    made_right(checkpoint / file)
-    done = go_on(run_dir, "schedule.steps=4", options=("--resume", str(checkpoint)), code=2)
-    assert "checkpoint" in done.stdout + done.stderr
-    if file == "model.safetensors":
-        assert "resuming" not in go_on(run_dir, "schedule.steps=4", code=None).stdout
-    assert not canary.exists()
-
-
 @pytest.mark.parametrize(
     ("file", "change", "message"),
     [
-        ("model", lambda t: {k: v.double() for k, v in t.items()}, "expected float32 .* found float64"),
-        ("optimizer", lambda t: {}, r"optimizer\.safetensors is empty after 2 steps"),
+        *((f"{name}.safetensors", None, "checkpoint") for name in ("model", "optimizer")),
+        ("state.json", None, "checkpoint"),
+        (
+            "model.safetensors",
+            lambda tensors: {name: tensor.double() for name, tensor in tensors.items()},
+            "expected float32 .* found float64",
+        ),
+        ("optimizer.safetensors", lambda tensors: {}, r"optimizer\.safetensors is empty after 2 steps"),
     ],
-    ids=["another dtype", "an empty optimizer"],
 )
-def test_row_22_tensors_of_another_kind_are_refused(
+def test_row_22_a_checkpoint_with_a_pickle_or_odd_tensors_is_refused(
     tmp_path: Path, finished: Path, file: str, change: Any, message: str
 ) -> None:
-    run_dir = shutil.copytree(finished, tmp_path / "run")
+    """`change`: of the file's tensors; None: a pickle stands in its place."""
+    run_dir, canary = shutil.copytree(finished, tmp_path / "run"), tmp_path / "canary"
     checkpoint = max((run_dir / "checkpoints").glob("step-" + "[0-9]" * 8))
-    path = checkpoint / f"{file}.safetensors"
-    save_file(change(load_file(path)), path)
+    path = checkpoint / file
+    if change is None:
+        path.write_bytes(pickle.dumps(Hostile(canary)))
+    else:
+        save_file(change(load_file(path)), path)
     made_right(path)
-    done = go_on(run_dir, "schedule.steps=4", code=2)
+    named = () if change else ("--resume", str(checkpoint))
+    done = go_on(run_dir, "schedule.steps=4", options=named, code=2)
     assert re.search(message, done.stdout + done.stderr), done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
+    if file == "model.safetensors" and change is None:
+        assert "resuming" not in go_on(run_dir, "schedule.steps=4", code=None).stdout
+    assert not canary.exists()
 
 
 @pytest.mark.parametrize("tag", ["!!python/object/apply:os.system", "!!python/object/new:os.system"])
@@ -204,9 +204,8 @@ def leaks(run_dir: Path) -> list[str]:
     return leaked
 
 
-def test_row_23_no_file_of_a_run_holds_a_secret(tmp_path: Path, shards: Path) -> None:
+def test_row_23_no_file_of_a_run_holds_a_secret(run_dir: Path, shards: Path) -> None:
     """Nor does a word that is called one change what the run says of itself, nor is a file of the user's."""
-    run_dir = tmp_path / "run"
     run_dir.mkdir(mode=0o700)
     (run_dir / ".env").write_text(f"HF_TOKEN={SECRETS['HF_TOKEN']}\n")
     done = train(shards, run_dir, nproc=1, **SECRETS, **ORDINARY)
@@ -271,9 +270,7 @@ def listening(process: psutil.Process) -> set[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("launcher", TOOLS)
-def test_row_24_nothing_listens_beyond_loopback_and_a_stopped_run_goes_on(
-    tmp_path: Path, shards: Path, launcher: str
-) -> None:
+def test_row_24_only_loopback_and_a_stopped_run_goes_on(tmp_path: Path, shards: Path, launcher: str) -> None:
     """From the first process to the third step, looked at 20 times a second; then SIGTERM."""
     assert launcher in LAUNCHERS
     run_dir, options = tmp_path / "a run", ("--launcher", launcher)

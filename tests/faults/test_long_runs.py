@@ -52,8 +52,7 @@ def peak_mb():
 """
 
 
-def test_row_25_a_clock_that_jumps_changes_nothing(tmp_path: Path, shards: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_row_25_a_clock_that_jumps_changes_nothing(tmp_path: Path, run_dir: Path, shards: Path) -> None:
     train(shards, run_dir, "schedule.steps=5", "compile=off", nproc=1, PYTHONPATH=with_site(tmp_path, CLOCK))
     written = read_lines(run_dir / "metrics.jsonl")
     elapsed = [line["elapsed_s"] for line in written]

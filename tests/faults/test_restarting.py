@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from bert_dp.files import STARTED_AGAIN
-from tests.e2e.cli import begin, here, members, train, wait_for
+from tests.e2e.cli import begin, members, train, wait_for
 from tests.faults.harness import FULL, broken, observe, rounds
 from tests.helpers import logged, read_json, read_lines
 from tests.parity.runs import state, train_runs, write_run
@@ -29,8 +29,7 @@ def test_row_18_launchers_at_once_do_not_collide(tmp_path: Path, shards: Path) -
         observe(18, launchers=count)
 
 
-def test_row_19_a_crash_loop_ends_and_keeps_its_logs(tmp_path: Path, shards: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_row_19_a_crash_loop_ends_and_keeps_its_logs(run_dir: Path, shards: Path) -> None:
     done = train(
         shards,
         run_dir,
@@ -83,13 +82,6 @@ def test_row_19_elastic_goes_on_with_fewer_ranks(tmp_path: Path, shards: Path, l
     sizes = logged(run_dir, "world_size")
     assert sizes == [4] * 4 + [2] * 4  # 8 = micro 2 x accumulation x 3 has no solution
     assert {line["global_batch"] for line in read_lines(run_dir / "metrics.jsonl")} == {8}
-
-
-@pytest.mark.quick
-def test_elastic_without_restarts_is_refused() -> None:
-    done = here("train", "quickstart", "--elastic", "--dry-run")
-    assert done.returncode == 2
-    assert "--max-restarts" in done.stderr
 
 
 def test_row_26_random_kills_under_restart_reach_the_same_weights(tmp_path: Path, shards: Path) -> None:

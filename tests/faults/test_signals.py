@@ -32,7 +32,7 @@ def scratch_of(process: psutil.Process) -> list[Path]:
 @pytest.mark.parametrize(
     ("is_stopped", "full"), [pytest.param(False, 50, marks=pytest.mark.quick), (True, 10)]
 )
-def test_row_04_no_process_outlives_a_killed_launcher(
+def test_row_04_a_killed_launcher_leaves_nothing(
     tmp_path: Path, shards: Path, is_stopped: bool, full: int
 ) -> None:
     """Nor does a stopped rank, which cannot see that its launcher is gone, nor torchrun, which waits."""
@@ -107,9 +107,7 @@ PLACES = {  # the step that is slow there, so that the signal finds the run in t
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_row_06_a_stop_signal_anywhere_leaves_a_valid_checkpoint(
-    tmp_path: Path, shards: Path, place: str
-) -> None:
+def test_row_06_any_stop_leaves_a_valid_checkpoint(tmp_path: Path, shards: Path, place: str) -> None:
     step, number = PLACES[place]
     for attempt in rounds(1, 20):
         run_dir = tmp_path / f"{place}-{attempt}"

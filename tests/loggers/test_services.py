@@ -157,9 +157,7 @@ def test_a_run_is_stored_whole_and_as_failed_where_it_was_killed(tmp_path: Path,
     assert stored.ended in {"wandb": ["0"], "mlflow": ["FINISHED"], "trackio": [None]}[service]
 
 
-def test_lines_arrive_while_the_run_goes_on_and_a_lost_store_ends_nothing(
-    tmp_path: Path, service: str
-) -> None:
+def test_lines_arrive_during_the_run_and_a_lost_store_ends_nothing(tmp_path: Path, service: str) -> None:
     """The directory goes in the middle of the run, with what the service has in it."""
     run_dir, said = make_run(tmp_path / "run", 1), list[str]()
     with Loggers(run_dir, [service], said.append) as sender:

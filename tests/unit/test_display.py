@@ -208,9 +208,7 @@ def test_no_line_is_shown_once_a_rank_has_failed(tmp_path: Path) -> None:
     assert out.getvalue() == ""
 
 
-def test_a_file_far_ahead_is_followed_in_bounded_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_file_is_followed_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bert_dp.files.json_lines.READ_BYTES", 1000)
     path = tmp_path / "f"
     tail = Tail(path)
@@ -223,9 +221,7 @@ def test_a_file_far_ahead_is_followed_in_bounded_memory(
     assert [len(line) for _ in range(3) for line in tail.lines()[0]] == [1000, 1000, 500, 5]
 
 
-def test_a_console_that_knows_only_ascii_still_shows_lines_and_tables(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_ascii_console_shows_lines_and_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
     show(make_console(), "memory ▂█ peak", **PLAIN)

@@ -1,5 +1,5 @@
-"""Workers that do not end by themselves, on a clock that the test turns: the time they have to save, what a
-second signal does, and what is killed after a launcher that died."""
+"""How workers are started and end, on a clock that the test turns: the time they have to save, what a second
+signal does, and what is killed after a launcher that died."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from bert_dp import files
 from bert_dp.config import dump_config
 from bert_dp.files import reaper
 from launcher.run import processes
+from launcher.run.starters import LAUNCHERS, RankStart, start_command, start_environment
 from launcher.watch.display import Display
 from tests.helpers import make_config, read_json, write_files, write_lines
 
@@ -97,12 +98,10 @@ def stop(times: int = 1, pause_s: float = 0.0) -> None:
         time.sleep(pause_s)
 
 
-def test_a_worker_that_never_ends_is_killed_when_the_time_since_the_first_signal_is_over(
-    tmp_path: Path, clock: Clock
-) -> None:
+def test_a_worker_that_never_ends_is_killed_after_the_grace_period(tmp_path: Path, clock: Clock) -> None:
     clock.waits_for = tmp_path / "signals"
     lines: list[str] = []
-    ended = processes.run(tmp_path, 1, "none", once_ready(stop), log=lines.append, grace_s=100.0)
+    ended = processes.run(tmp_path, RankStart(1, [], grace_s=100.0), once_ready(stop), log=lines.append)
     assert (ended.exit_code, ended.signal) == (128 + signal.SIGTERM, signal.SIGTERM)
     assert [line.partition(";")[0] for line in lines] == ["SIGTERM: stopping"], "at once, and once"
     assert 100 < clock.now < 110
@@ -119,7 +118,7 @@ HUP, TERM, INT = signal.SIGHUP, signal.SIGTERM, signal.SIGINT
         ([(TERM, 1.0), (TERM, 1.01), (HUP, 1.1), (TERM, 1.7), (TERM, 1.8)], [TERM, TERM, TERM]),
     ],
 )
-def test_signals_beside_the_first_are_one_stop(
+def test_signals_at_once_are_one(
     monkeypatch: pytest.MonkeyPatch, sent: list[tuple[int, float]], counted: list[int]
 ) -> None:
     """A terminal that closes and `timeout` send several; a user who presses twice means it."""
@@ -146,7 +145,7 @@ def test_what_nohup_ignores_stops_nothing() -> None:
 def test_a_save_that_is_under_way_when_a_rank_fails_may_end(tmp_path: Path, clock: Clock) -> None:
     unfinished = [tmp_path / "checkpoints" / f"step-0000000{step}.tmp-0" for step in (2, 3)]
     unfinished[0].mkdir(parents=True)  # left behind by a rank that was killed before
-    processes.run(tmp_path, 1, "none", once_ready(lambda: raised(1)))
+    processes.run(tmp_path, RankStart(1, []), once_ready(lambda: raised(1)))
     soon = clock.now
     assert soon < processes.KILL_AFTER_FAILURE_S + 10 < processes.SAVE_AFTER_FAILURE_S
     for path in (*tmp_path.glob("logs/*.error.json"), tmp_path / "ready"):
@@ -156,12 +155,12 @@ def test_a_save_that_is_under_way_when_a_rank_fails_may_end(tmp_path: Path, cloc
         unfinished[1].mkdir()
         raised(1)
 
-    processes.run(tmp_path, 1, "none", once_ready(fail))
+    processes.run(tmp_path, RankStart(1, []), once_ready(fail))
     took = clock.now - soon
     assert processes.SAVE_AFTER_FAILURE_S < took < processes.SAVE_AFTER_FAILURE_S + 10
 
 
-def test_a_file_server_that_does_not_answer_ends_no_run(
+def test_a_silent_file_server_ends_no_run(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rank is ended by the signal that comes when it answers again; the display looks there too."""
@@ -183,7 +182,7 @@ def test_a_file_server_that_does_not_answer_ends_no_run(
             begin()
             display.poll()
 
-        ended = processes.run(tmp_path, 1, "none", on_poll, grace_s=50.0)
+        ended = processes.run(tmp_path, RankStart(1, [], grace_s=50.0), on_poll)
         monkeypatch.undo()
     assert len(asked) == 20
     assert (ended.exit_code, ended.signal) == (128 + signal.SIGTERM, signal.SIGTERM)
@@ -200,7 +199,7 @@ def test_ranks_that_outlive_a_failed_one_are_ended_soon(tmp_path: Path, clock: C
         assert not list(tmp_path.glob("logs/*.error.json")), "the cause is told first"
         fail()
 
-    ended = processes.run(tmp_path, 1, "none", on_poll, grace_s=100.0)
+    ended = processes.run(tmp_path, RankStart(1, [], grace_s=100.0), on_poll)
     assert (ended.exit_code, ended.failure.headline()) == (1, "rank 1: ValueError: no")
     assert processes.KILL_AFTER_FAILURE_S < clock.now < 2 * processes.KILL_AFTER_FAILURE_S
     assert not (tmp_path / "signals").exists()
@@ -220,7 +219,7 @@ def test_what_an_earlier_start_said_is_not_this_ones(tmp_path: Path, monkeypatch
     write_files(tmp_path, {"logs/torchrun.log": "earlier\n", "heartbeats/rank-5": "earlier"})
     write_lines(tmp_path / "metrics.jsonl", [{"step": 10}, {"step": 20}])
     raised(0)
-    ended = processes.run(tmp_path, 3, "never", lambda: None, options=["--more"])
+    ended = processes.run(tmp_path, RankStart(3, ["--resume", "never"]))
     assert ended.failure.log_tail == ["now"]
     assert ended.failure.headline() == "torchrun: ended with exit code 3 and no summary"
     assert (tmp_path / "logs" / "torchrun.log").read_text() == f"earlier\n{files.STARTED_AGAIN}\nnow\n"
@@ -228,26 +227,24 @@ def test_what_an_earlier_start_said_is_not_this_ones(tmp_path: Path, monkeypatch
     assert read_json(tmp_path / "summary.json")["step"] == 20
     assert (asked[0].launcher, asked[0].nproc) == ("torchrun", 3)
     assert not asked[1].exists()
-    assert asked[2] == [str(tmp_path / "config.yaml"), "--resume", "never", "--more"]
+    assert asked[2] == [str(tmp_path / "config.yaml"), "--resume", "never"]
 
 
-def test_what_is_written_last_is_still_shown_and_memory_is_of_all_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_poll_and_the_memory_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     command = [sys.executable, "-I", "-S", "-c", "open('last', 'w'); raise SystemExit(3)"]
     monkeypatch.setattr(processes, "start_command", lambda *_: command)
     seen: list[bool] = []
-    processes.run(tmp_path, 2, "none", lambda: seen.append(Path("last").exists()))
+    processes.run(tmp_path, RankStart(2, []), lambda: seen.append(Path("last").exists()))
     assert seen[-1]
     (tmp_path / "config.yaml").write_text(dump_config(make_config("run.device=cpu")))
     files.write_json(tmp_path / "environment.json", {"memory_gib": 64.0})
     monkeypatch.setattr(processes, "start_command", lambda *_: [*command[:-1], f"{RAISE}; {command[-1]}"])
-    ended = processes.run(tmp_path, 2, "none", lambda: None)
+    ended = processes.run(tmp_path, RankStart(2, []))
     assert ended.failure.explanation[0] == "machine 64.00 GiB / 2 ranks = 32.00 GiB a rank"
 
 
-def test_a_worker_that_ends_after_the_summary_hurries_no_other(
+def test_the_launcher_may_end_long_after_a_worker(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The launcher is given all the time that it needs."""
@@ -266,59 +263,39 @@ def test_a_worker_that_ends_after_the_summary_hurries_no_other(
         if polls[0] == 60:
             Path("end").touch()
 
-    assert processes.run(tmp_path, 1, "none", on_poll).exit_code == 0
+    assert processes.run(tmp_path, RankStart(1, []), on_poll).exit_code == 0
     assert Path("over").exists()
 
 
 # --- after a launcher that was killed
 
 
-class System:
-    """What the reaper asks the system for: its input is closed, and processes are there round by round."""
+def test_the_reaper_looks_until_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something was started while the first were killed, one had gone, one needed a second time."""
+    (tmp_path / "scratch").mkdir()
+    rounds, killed, ignored, naps = [[404, 11], [11, 12], []], list[int](), set[int](), list[float]()
 
-    SIGKILL, SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIG_IGN = 9, 2, 15, 1, 10, 1
-
-    def __init__(self, *rounds: list[int]):
-        self.rounds, self.now, self.killed = list(rounds), 0.0, list[int]()
-        self.ignored = set[int]()
-
-    def marked(self, marks: tuple[str, ...]) -> list[int]:
-        return (self.rounds.pop(0) if len(self.rounds) > 1 else self.rounds[0]) if marks == ("RUN=1",) else []
-
-    def read(self, descriptor: int, count: int) -> bytes:
-        assert self.ignored == {1, 2, 10, 15}, "it must outlive what ends the launcher"
+    def read(*_: int) -> bytes:
+        assert ignored == {HUP, INT, TERM, signal.SIGUSR1}, "it must outlive what ends the launcher"
         return b""
 
-    def signal(self, number: int, handler: int) -> None:
-        assert handler == self.SIG_IGN
-        self.ignored.add(number)
-
-    def kill(self, pid: int, number: int) -> None:
+    def kill(pid: int, number: int) -> None:
         assert number == signal.SIGKILL
-        self.killed.append(pid)
+        killed.append(pid)
         if pid == 404:
             raise ProcessLookupError
 
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-        assert self.now < 60
+    def ignore(number: int, handler: signal.Handlers) -> None:
+        assert handler == signal.SIG_IGN
+        ignored.add(number)
 
-    def monotonic(self) -> float:
-        return self.now
-
-
-def test_the_reaper_looks_again_until_nothing_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Something was started while the first were killed, one had gone, one needed a second time."""
-    (tmp_path / "scratch").mkdir()
-    system = System([404, 11], [11, 12], [])
-    for name in ("os", "signal", "time"):
-        monkeypatch.setattr(reaper, name, system)
-    monkeypatch.setattr(reaper, "marked", system.marked)
+    fakes = {"os.read": read, "os.kill": kill, "signal.signal": ignore, "time.sleep": naps.append}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(f"bert_dp.files.reaper.{name}", fake)
+    monkeypatch.setattr(reaper, "marked", lambda marks: rounds.pop(0) if marks == ("RUN=1",) else [])
     reaper.reap(str(tmp_path / "scratch"), "RUN=1")
-    assert system.killed == [404, 11, 11, 12]
-    assert system.now >= reaper.PATIENCE_S  # ranks that can end by themselves had their time
+    assert killed == [404, 11, 11, 12]
+    assert naps[0] == reaper.PATIENCE_S  # ranks that can end by themselves had their time
     assert not (tmp_path / "scratch").exists()
 
 
@@ -347,3 +324,114 @@ def test_only_what_bears_every_mark_is_ended(tmp_path: Path) -> None:
             for borne in (marks, marks[:1], marks[1:], [])
         ]
         assert reaper.marked(marks) == [bearers[0].pid]
+
+
+def test_a_wait_for_workers_is_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """poll(2) takes milliseconds; without them the launcher would look 5,000 times a second."""
+    waited: list[float] = []
+
+    class Poller:
+        def poll(self, milliseconds: float) -> list[tuple[int, int]]:
+            waited.append(milliseconds)
+            return []
+
+    monkeypatch.setattr(processes.select, "poll", Poller)
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        processes.Workers(process, 0).wait(0.2)
+    assert waited == [200.0]
+
+
+def test_threads_interfaces_and_time_to_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever an interface, a launcher around us or a limit of threads says in our own environment."""
+    foreign = ("PET_NNODES", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "ACCELERATE_USE_CPU")
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", *foreign):
+        monkeypatch.setenv(name, "eth0")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    for ranks, threads in ((1, "8"), (3, "2"), (16, "1")):
+        environ = start_environment(RankStart(ranks, [], "deepspeed", grace_s=299.7), tmp_path, tmp_path)
+        assert environ["OMP_NUM_THREADS"] == threads
+    assert environ["GLOO_SOCKET_IFNAME"] == environ["NCCL_SOCKET_IFNAME"] == "lo"
+    assert (environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"], environ["DS_ACCELERATOR"]) == ("300", "cpu")
+    for tool in LAUNCHERS:
+        environ = start_environment(RankStart(1, [], tool), tmp_path, tmp_path)
+        assert not {*foreign} & environ.keys()
+        assert environ["GLOO_SOCKET_IFNAME"] == environ["NCCL_SOCKET_IFNAME"] == "lo"
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    on_gpu = start_environment(RankStart(3, [], "deepspeed", on_gpu=True), tmp_path, tmp_path)
+    assert (on_gpu["OMP_NUM_THREADS"], "DS_ACCELERATOR" in on_gpu) == ("5", False)
+
+
+def test_ranks_record_their_collectives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_ENABLE_TIMING")
+    names = (*recorded, "TORCH_FR_DUMP_TEMP_FILE")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    run_dir, scratch = tmp_path / "run", tmp_path / "scratch"
+    environ = start_environment(RankStart(2, []), run_dir, scratch)
+    assert [environ[name] for name in names] == ["2000", "1", "1", f"{run_dir}/logs/nccl-trace-rank-"]
+    assert environ["BERT_DP_LOG_DIR"] == f"{run_dir}/logs"
+    assert "PET_RDZV_ENDPOINT" not in environ
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
+    environ = start_environment(RankStart(2, [], "accelerate"), run_dir, scratch)
+    assert environ["TORCH_FR_BUFFER_SIZE"] == "0"
+    assert (environ["PET_RDZV_ENDPOINT"], environ["PET_RDZV_ID"]) == (f"{scratch}/agent", "bert-dp")
+
+
+@pytest.mark.parametrize("visible", [None, "", "3,1"])
+def test_each_tool_starts_as_many_ranks_as_were_asked_for_on_the_gpus_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None
+) -> None:
+    """Whatever is installed here; deepspeed alone sets CUDA_VISIBLE_DEVICES itself."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    worker = ["run/config.yaml", "--resume", "auto"]
+    commands = {tool: start_command(RankStart(3, [], tool), tmp_path, worker) for tool in LAUNCHERS}
+    assert all(command[-3:] == worker and "bert_dp.worker" in command for command in commands.values())
+    assert {"--nnodes=1", "--nproc-per-node=3", f"--rdzv-endpoint={tmp_path}/agent"} < {*commands["torchrun"]}
+    assert "--rdzv-backend=bert-dp-file" in commands["torchrun"]
+    assert {f"--config_file={tmp_path}/accelerate.json", "--rdzv_backend=bert-dp-file"} < {
+        *commands["accelerate"]
+    }
+    settings = read_json(tmp_path / "accelerate.json")
+    asked = {"num_processes": 3, "num_machines": 1, "mixed_precision": "no", "main_process_ip": "127.0.0.1"}
+    assert asked.items() <= settings.items()
+    deepspeed = commands["deepspeed"]
+    assert {"--num_gpus=3", f"--hostfile={tmp_path}/none", "--master_addr=127.0.0.1"} < {*deepspeed}
+    restored = ["-u", "CUDA_VISIBLE_DEVICES"] if visible is None else [f"CUDA_VISIBLE_DEVICES={visible}"]
+    place = deepspeed.index("env") + 1
+    assert deepspeed[place : place + len(restored)] == restored
+    assert deepspeed[place + len(restored)] == sys.executable
+
+
+PARENT = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1], "-m", "bert_dp.worker"], stdin=subprocess.PIPE)
+sys.stdin.readline()
+child.stdin.close()
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize(("end", "code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", -9)])
+def test_a_worker_that_ends_leaves_its_exit_code_or_signal(end: str, code: int) -> None:
+    # it says itself that it runs: right after its start a process has no command line yet
+    worker = f"import os, sys; print('started', flush=True); sys.stdin.read(); {end}"
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, worker],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "RANK": "2"},
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout.readline() == b"started\n"
+        seen = processes.Workers(process, 1)
+        seen.wait(0.0)
+        assert list(seen.by_rank()) == [2]
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        seen.wait(60.0)
+        assert seen.by_rank() == {}
+        assert [(gone.rank, gone.code) for gone in seen.exits] == [(2, code)]
+        seen.close()

@@ -16,7 +16,7 @@ import pytest
 from bert_dp.config import ConfigError, Issue
 from bert_dp.files import CONTROL
 from launcher.cli import app
-from tests.e2e.cli import here
+from tests.e2e.cli import command, here
 
 ISSUE = Issue("optim.lr", "out_of_range", "must be above 0", value=-1.0, hint="use 1e-3")
 
@@ -119,6 +119,20 @@ def test_sigterm_ends_a_verb_with_its_number_and_what_it_began_is_tidied_up(
     finally:
         signal.signal(signal.SIGTERM, before)
     assert tidied == [True]
+
+
+PLAN = "plan scaling --model bert-base --seq-per-s 400 --micro 32 --link nvlink2 --json"
+
+
+@pytest.mark.parametrize("verb", ["configs", PLAN])
+def test_a_reader_that_goes_away_ends_a_verb_quietly(verb: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer) as closed:
+        done = subprocess.run(
+            command(*verb.split()), stdout=closed, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_ctrl_c_during_the_imports_leaves_no_traceback() -> None:

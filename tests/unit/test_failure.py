@@ -1,10 +1,11 @@
-"""The first cause among what ranks and torchrun left behind, and the card that tells it."""
+"""The first cause among what ranks and torchrun left behind, its explanation, and the card that shows it."""
 
 from __future__ import annotations
 
 import errno
 import itertools
 import json
+import re
 import signal
 import sysconfig
 from collections.abc import Sequence
@@ -14,22 +15,27 @@ from typing import Any
 import pytest
 
 from bert_dp import files
-from bert_dp.config import ConfigError, Issue
+from bert_dp.config import Config, ConfigError, Issue, batch_layout, dump_config, load_config, shipped_configs
+from bert_dp.cost import memory_estimate_gib
 from bert_dp.files import STARTED_AGAIN
 from bert_dp.files.models import Failure, FailureKind, RunMemory, kind_of_text
 from bert_dp.training import process
 from launcher.children import describe_exit_code
 from launcher.watch.failure import (
     CONSEQUENCES_SHOWN,
+    MEANING,
     NO_CAUSE,
+    SPARE,
     RankExit,
     card,
     decide_cause,
+    explain,
     first_cause,
     first_line,
     of_a_disk,
     read_end,
     recorded_errors,
+    what_fits,
 )
 
 WRONG = {"setting": "optim.lr", "kind": "out_of_range", "message": "wrong"}
@@ -43,6 +49,11 @@ Root Cause (first observed failure):
   rank      : 0 (local_rank: 0)
   exitcode  : 1 (pid: 22934)
 """
+
+
+@pytest.fixture(autouse=True)
+def log_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(files.LOG_DIR, str(tmp_path))
 
 
 def error(logs: Path, rank: int, message: str, time_ns: int, **facts: Any) -> None:
@@ -206,10 +217,7 @@ def test_the_card_cannot_control_the_terminal(tmp_path: Path) -> None:
     assert not any("\x1b" in line for line in card(full(message="\x1b[2Jx", log_tail=["\x1b]0;t"]), tmp_path))
 
 
-def test_the_cause_is_on_disk_before_its_traceback_is_in_the_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(files.LOG_DIR, str(tmp_path))
+def test_the_cause_is_written_before_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "rank-2.error.json"
     there: list[bool] = []
     monkeypatch.setattr(files, "hide", lambda text, secrets: text)
@@ -223,12 +231,11 @@ def test_the_cause_is_on_disk_before_its_traceback_is_in_the_log(
     # raised in the standard library, blamed on the line above
     assert facts["error_type"] == "JSONDecodeError"
     assert facts["where"].rpartition(":")[0] == __file__
-    name = "test_the_cause_is_on_disk_before_its_traceback_is_in_the_log"
+    name = "test_the_cause_is_written_before_its_traceback"
     assert facts["source"] == f'in {name}: json.loads("{{")'
 
 
-def test_bad_input_is_recorded_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    monkeypatch.setenv(files.LOG_DIR, str(tmp_path))
+def test_bad_input_is_recorded_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     process.record_error(0, ConfigError([Issue(**WRONG)]))
     assert json.loads((tmp_path / "rank-0.error.json").read_text())["kind"] == "bad_input"
     assert capsys.readouterr().err == "error: optim.lr: wrong\n"
@@ -236,11 +243,10 @@ def test_bad_input_is_recorded_as_such(tmp_path: Path, monkeypatch: pytest.Monke
     assert failure.issues == [WRONG]
 
 
-def test_the_message_of_an_error_holds_no_secret(
+def test_an_error_holds_no_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MY_TOKEN", "q7Zx-81kkd-Pw04ff")
-    monkeypatch.setenv(files.LOG_DIR, str(tmp_path))
     process.record_error(1, RuntimeError("login with q7Zx-81kkd-Pw04ff failed"))
     for text in ((tmp_path / "rank-1.error.json").read_text(), capsys.readouterr().err):
         assert "login with" in text
@@ -262,10 +268,7 @@ def test_own_code_is_neither_pythons_nor_a_packages() -> None:
         assert not files.is_own_code(library)
 
 
-def test_what_all_ranks_decided_together_is_no_ranks_fault(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(files.LOG_DIR, str(tmp_path))
+def test_an_agreed_failure_names_no_rank(tmp_path: Path) -> None:
     process.record_error(0, process.RunFailed("5 steps in a row were skipped", "not_finite"))
     failure = cause_of(tmp_path)
     assert (failure.rank, failure.headline()) == (None, "5 steps in a row were skipped")
@@ -282,9 +285,7 @@ def test_what_all_ranks_decided_together_is_no_ranks_fault(
         (None, "step-00000002 could not be saved: [Errno 28] No space left on device", "disk"),
     ],
 )
-def test_a_full_disk_is_named_first_unless_another_cause_is_known(
-    tmp_path: Path, rank: int | None, message: str, kind: FailureKind
-) -> None:
+def test_a_full_disk_is_the_cause(tmp_path: Path, rank: int | None, message: str, kind: FailureKind) -> None:
     before = Failure(rank=rank, message=message, kind=kind)
     failure = of_a_disk(before, tmp_path, OSError(errno.ENOSPC, "full"))
     refused = f"No space left on device: nothing can be written to {tmp_path}"
@@ -301,13 +302,138 @@ def test_a_hang_comes_before_errors(tmp_path: Path) -> None:
     log = tmp_path / "rank-2.log"
     facts = {"rank": 2, "message": "hang in step 3", "where": "mine.py:7", "log_tail": ["  | frame"]}
     hang = Failure(kind="hang", log=str(log), **facts)
-    hung = decide_cause(tmp_path, "", (), unknown, hang=hang, errors=recorded_errors(tmp_path))
+    errors = recorded_errors(tmp_path)
+    hung = decide_cause(tmp_path, "", (), unknown, hang=hang, errors=errors)
     assert (hung.kind, hung.headline(), hung.where) == ("hang", "rank 2: hang in step 3", "mine.py:7")
     assert (hung.log, hung.log_tail) == (unknown.log, unknown.log_tail), "the rank has no log"
     log.touch()
-    hung = decide_cause(tmp_path, "", (), unknown, hang=hang, errors=recorded_errors(tmp_path))
+    hung = decide_cause(tmp_path, "", (), unknown, hang=hang, errors=errors)
     assert (hung.log, hung.log_tail) == (str(log), ["  | frame"])
-    raised = decide_cause(tmp_path, "", (), unknown, hang=None, errors=recorded_errors(tmp_path))
+    raised = decide_cause(tmp_path, "", (), unknown, hang=None, errors=errors)
     assert (raised.rank, raised.where, raised.log) == (0, "a.py:1", unknown.log)
     words = f"killed by signal {signal.SIGRTMIN + 3} (real-time)"
     assert describe_exit_code(-signal.SIGRTMIN - 3, "") == words
+
+
+NONE = RunMemory(peaks_gib={}, oom_kills=0, counter="memory.events")
+CUDA = "OutOfMemoryError: CUDA out of memory. GPU 1 has a total capacity of {} of which 5 MiB is free."
+HOST = (
+    "RuntimeError: [enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory: "
+    "you tried to allocate 99 bytes."
+)
+
+
+def config(*overrides: str) -> Config:
+    batch = "batch.global_size=512 batch.micro_size=128 batch.ramp_fraction=0 batch.ramp_quantum=null"
+    return load_config(shipped_configs() / "crammed-bert.yaml", [*batch.split(), *overrides])
+
+
+def size(of: Config, world: int) -> float:
+    return sum(memory_estimate_gib(of, "bf16", world).values())
+
+
+def applied(base: Config, fix: str) -> Config:
+    """The configuration after the setting of a fix."""
+    (micro,) = re.findall(r"batch.micro_size=(\d+)", fix)
+    return base.model_copy(update={"batch": base.batch.model_copy(update={"micro_size": int(micro)})})
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("capacity", [4.0, 6.0, 10.0])
+def test_what_is_advised_fits_divides_and_keeps_the_global_batch(world: int, capacity: float) -> None:
+    base = config()
+    estimate, fix = what_fits(base, "bf16", world, capacity, on_gpu=True)
+    assert f"{size(base, world):.2f} GiB at micro batch 128; there are {capacity:.2f} GiB" in estimate
+    changed = applied(base, fix)
+    assert batch_layout(changed, world).global_size == base.batch.global_size
+    assert size(changed, world) <= (1 - SPARE) * capacity
+    before, after = (512 // (of.batch.micro_size * world) for of in (base, changed))
+    assert f" (accumulation {before} -> {after}, the" in fix
+    assert fix.endswith(f"about {size(changed, world):.2f} GiB")
+    larger = applied(base, f"batch.micro_size={2 * changed.batch.micro_size}")
+    assert size(larger, world) > (1 - SPARE) * capacity, "micro batches of 512 / world are powers of two"
+
+
+def test_an_estimate_that_fits_did_not_so_less_is_advised() -> None:
+    base = config("batch.micro_size=8")
+    for times, fits in ((1000.0, True), (1.05, True), (0.95, False)):
+        estimate, fix = what_fits(base, "bf16", 1, times * size(base, 1), on_gpu=True)
+        assert ("more was taken than the estimate counts" in estimate) == fits
+        assert size(applied(base, fix), 1) <= (1 - SPARE) * size(base, 1)
+
+
+def test_where_one_sequence_is_too_much_the_other_settings_are_named() -> None:
+    _, fix = what_fits(config(), "bf16", 4, 0.1, on_gpu=True)
+    assert fix.startswith("nothing fits")
+    assert "parallel.engine=zero1" in fix
+
+
+def raised(message: str) -> Failure:
+    return Failure(rank=0, message=message, kind=kind_of_text(message))
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    (tmp_path / "config.yaml").write_text(dump_config(config()))
+    gpus = [{"memory_gib": 12.0}, {"memory_gib": 16.0}]
+    files.write_json(
+        tmp_path / "environment.json", {"gpus": gpus, "memory_gib": 64.0, "memory_limit_gib": 20.0}
+    )
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("message", "gib"),
+    [
+        (CUDA.format("10.00 GiB"), 10),
+        (CUDA.format("8192.00 MiB"), 8),
+        ("AcceleratorError: CUDA error: out of memory", 12),
+    ],
+)
+def test_a_device_out_of_memory_says_what_to_lower(run_dir: Path, message: str, gib: int) -> None:
+    explained = explain(raised(message), run_dir, 1, NONE)
+    assert f"there are {gib:.2f} GiB" in explained.explanation[-1]
+    assert explained.fix[0].startswith("batch.micro_size=")
+    assert explained.memory is None
+
+
+def test_a_host_out_of_memory_shares_it_between_the_ranks(run_dir: Path) -> None:
+    assert "fewer ranks" in explain(raised(HOST), run_dir, 2, NONE).fix[0], "GPUs hold the model"
+    (run_dir / "config.yaml").write_text(dump_config(config("run.device=cpu")))
+    explained = explain(raised(HOST), run_dir, 2, NONE)
+    assert explained.explanation[0] == "control group limit 20.00 GiB / 2 ranks = 10.00 GiB a rank"
+    assert "there are 10.00 GiB" in explained.explanation[1]
+    assert explained.memory is NONE
+    files.write_json(run_dir / "environment.json", {"memory_gib": 64.0})
+    whole = explain(raised(HOST), run_dir, 4, NONE).explanation[0]
+    assert whole == "machine 64.00 GiB / 4 ranks = 16.00 GiB a rank"
+
+
+@pytest.mark.parametrize(
+    ("oom_kills", "said"),
+    [(2, "for want of host memory"), (0, "from outside: no"), (None, "or by the kernel")],
+)
+def test_kills_by_the_kernel_and_by_others(run_dir: Path, oom_kills: int | None, said: str) -> None:
+    (run_dir / "config.yaml").write_text(dump_config(config("run.device=cpu")))
+    killed = Failure(rank=1, kind="killed", message="killed by signal 9", killed_by=signal.SIGKILL)
+    for peaks, peaked in (({"rank 1": 3.5}, "peaked at 3.50 GiB"), ({}, "before its memory was seen")):
+        memory = RunMemory(peaks_gib=peaks, oom_kills=oom_kills, counter="memory.events")
+        explained = explain(killed, run_dir, 2, memory)
+        assert said in explained.explanation[0]
+        assert peaked in explained.explanation[0]
+        assert explained.memory is memory
+        assert explained.kind == ("host_memory" if oom_kills else "killed")
+        assert ("host out of memory" in explained.message) == bool(oom_kills)
+        assert explained.fix[0].startswith("batch.micro_size=") == bool(oom_kills)
+
+
+@pytest.mark.parametrize("number", MEANING)
+def test_a_crash_is_explained(tmp_path: Path, number: int) -> None:
+    explained = explain(Failure(rank=0, message="killed", killed_by=number), tmp_path, 1, NONE)
+    assert (*explained.explanation, *explained.fix) == MEANING[number]
+
+
+@pytest.mark.parametrize("message", ["ValueError: no", HOST])
+def test_without_a_configuration_nothing_is_made_up(tmp_path: Path, message: str) -> None:
+    explained = explain(raised(message), tmp_path, 1, NONE)
+    assert (explained.message, explained.explanation, explained.fix) == (message, [], [])

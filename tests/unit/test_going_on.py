@@ -86,9 +86,7 @@ def test_what_a_run_cannot_go_on_from_is_refused(run_dir: Path) -> None:
     assert (issue.setting, issue.kind, str(weights) in issue.message) == ("--resume", "damaged", True)
 
 
-def test_every_rank_follows_the_choice_of_rank_0_and_its_error(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_follow_rank_0_and_its_error(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it would find a newer one itself, or could read what rank 0 could not; rank 0 alone verifies."""
     monkeypatch.setattr(checkpoint, "newest_valid", lambda folder: pytest.fail("looked for"))
     old = run_dir / "checkpoints" / "step-00000003"
@@ -151,7 +149,7 @@ def test_the_environment_tells_of_this_rank_and_of_the_cores_of_each(shards: Pat
     assert (worker["config_hash"], worker["device"], worker["nccl"]) == (config.hash(), "CPU", None)
 
 
-def test_the_optimizer_is_compiled_where_the_model_is(
+def test_optimizer_and_model_compile_alike(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[bool, str]] = []
@@ -169,9 +167,7 @@ def test_the_optimizer_is_compiled_where_the_model_is(
     assert asked == [(True, precision), (False, precision)]
 
 
-def test_a_residual_stream_in_bf16_is_refused_where_auto_is_no_bf16(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bf16_residual_needs_bf16(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the ranks, which alone can ask a GPU."""
     config = lone_config(shards, precision="auto", model={**TINY_MODEL, "residual_dtype": "bf16"})
     for native in (True, False):
@@ -190,7 +186,7 @@ def test_a_synthetic_run_reads_no_samples(shards: Path, tmp_path: Path) -> None:
             assert (trainer.stream.next() is trainer.stream.next()) == synthetic
 
 
-def test_tokens_are_counted_without_padding_where_samples_differ_in_length(
+def test_padding_is_not_counted_as_tokens(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = MaskedLanguageModel.open_data

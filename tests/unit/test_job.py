@@ -14,12 +14,12 @@ from rich.console import Console
 
 from bert_dp.config import MAX_RANKS, ConfigError
 from launcher import job, results
-from launcher.job import Output, identity, lock_output_dir, place_issues, write_result
+from launcher.job import Output, VerbOptions, identity, lock_output_dir, place_issues
 from launcher.machine import environment
 from launcher.machine.environment import Gpu
 from launcher.report.page import Report
 from launcher.results import PlanFile
-from launcher.run.restarts import Policy
+from launcher.run.restarts import RunOptions
 from launcher.run.train import start_warnings
 from tests.e2e.cli import umask
 from tests.helpers import make_config, raised_issues, read_json, write_files
@@ -84,7 +84,7 @@ def test_ranks_need_devices(device: str, gpus: int, setting: str, ranks: int | t
         ("cpu", 0, "0", False),
     ],
 )
-def test_gpus_that_are_asked_for_and_not_there_are_warned_of(
+def test_missing_gpus_are_warned_of(
     tmp_path: Path, device: str, gpus: int, selection: str | None, warned: bool
 ) -> None:
     asked = made(device, gpus)
@@ -92,15 +92,13 @@ def test_gpus_that_are_asked_for_and_not_there_are_warned_of(
     asked = dataclasses.replace(asked, machine=machine)
     lines = asked.device_warnings()
     assert [f"CUDA_VISIBLE_DEVICES={selection}" in line for line in lines] == [True] * warned
-    assert lines == start_warnings(asked, 1, 1, tmp_path, Policy(), None)[: len(lines)]
+    assert lines == start_warnings(asked, RunOptions(), 1, 1, tmp_path, None)[: len(lines)]
 
 
 RESTART, UNSAVED = "--max-restarts: nothing is saved", "checkpoint.keep is 0"
 
 
-def test_what_is_allowed_but_hardly_meant_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_start_warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
     for gpus, ranks, restarts, every, keep, warned in (
         (0, 3, 1, "steps=5", 2, []),
@@ -114,10 +112,10 @@ def test_what_is_allowed_but_hardly_meant_is_a_warning(
     ):
         saves = make_config(f"checkpoint.every_{every}", f"checkpoint.keep={keep}")
         asked = dataclasses.replace(made("auto", gpus), config=saves)
-        said = start_warnings(asked, ranks, ranks, tmp_path, Policy(restarts), None)
+        said = start_warnings(asked, RunOptions(max_restarts=restarts), ranks, ranks, tmp_path, None)
         assert [line[: len(start)] for line, start in zip(said, warned, strict=True)] == warned
     tmp_path.chmod(0o707)
-    assert "can be written by every user" in start_warnings(asked, 1, 1, tmp_path, Policy(), None)[-1]
+    assert "can be written by every user" in start_warnings(asked, RunOptions(), 1, 1, tmp_path, None)[-1]
 
 
 def test_who_may_stand_where_a_verb_writes(tmp_path: Path) -> None:
@@ -158,23 +156,21 @@ def test_another_configuration_is_told_by_its_settings(tmp_path: Path) -> None:
     assert "(data.shuffle: True then, False now; optim.lr: 0.0003 then, 0.0001 now)" in issue.message
 
 
-def test_runs_of_another_machine_or_other_data_are_not_mixed(
-    tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_machines_are_not_mixed(tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launcher.job.prepare_data", lambda config: shards)
     config = make_config()
     out = tmp_path / "out"
     out.mkdir()
-    first = output(out).begin(config)
-    assert first.plan == results.read(out / "grid.json", MadePlan)
-    assert first.facts()["data_hash"] == first.plan.machine["data"] == first.manifest.hash
-    facts = read_json(out / "environment.json")
-    assert facts["cpu_model"] == first.facts()["environment"]["cpu_model"]
-    results.write(out / "grid.json", first.plan.model_copy(update={"tokens": 7}))
-    later = output(out, repeats=4).begin(config).plan
+    facts, place, manifest = output(out).begin(config)
+    first = results.read(out / "grid.json", MadePlan)
+    assert (place, facts["data_hash"], first.machine["data"]) == (shards, manifest.hash, manifest.hash)
+    assert facts["command"] == read_json(out / "environment.json")["command"]
+    results.write(out / "grid.json", first.model_copy(update={"tokens": 7}))
+    output(out, repeats=4).begin(config)
+    later = results.read(out / "grid.json", MadePlan)
     assert (later.tokens, later.settings["repeats"]) == (7, 4)  # what was measured stays
-    other = {**first.plan.machine, "cores": 99}
-    results.write(out / "grid.json", first.plan.model_copy(update={"machine": other}))
+    other = {**first.machine, "cores": 99}
+    results.write(out / "grid.json", first.model_copy(update={"machine": other}))
     with pytest.raises(ConfigError, match=r"\(cores: 99 then, "):
         output(out).begin(config)
     assert results.read(out / "grid.json", MadePlan).machine == other, "it keeps the machine of the first"
@@ -219,7 +215,7 @@ def test_the_configuration_of_a_directory_that_is_gone_on_with_is_its_own(tmp_pa
         ("data.sources=[{}/**/*.txt]", None),
     ],
 )
-def test_what_a_configuration_names_and_is_not_there(
+def test_missing_inputs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, kind: str | None
 ) -> None:
     monkeypatch.setattr(job, "has_package", lambda name: name != "deepspeed")
@@ -235,9 +231,7 @@ def test_a_finetuning_needs_its_packages(monkeypatch: pytest.MonkeyPatch) -> Non
     assert issues == ["objective.name"]
 
 
-def test_a_cache_that_others_write_is_refused_where_data_are_built_there(
-    monkeypatch: pytest.MonkeyPatch, shards: Path
-) -> None:
+def test_an_open_cache_is_refused_for_data_to_build(monkeypatch: pytest.MonkeyPatch, shards: Path) -> None:
     monkeypatch.setattr(job.files, "cache_issues", lambda: ["others write there"])
     ours = ("data.sources=null", f"data.path={shards}", "data.sequence_length=16", "model.vocab_size=64")
     assert job.input_issues(make_config("data.sources=[builtin,hub:some/text]")) == ["others write there"]
@@ -261,9 +255,7 @@ def test_a_directory_in_which_nothing_was_written_is_as_before(tmp_path: Path, s
     assert sorted(path.name for path in directory.iterdir()) == [".lock", "config.yaml"]
 
 
-def test_what_a_verb_makes_is_its_users_alone_and_what_it_cannot_make_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_output_directories_are_private_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with umask(0), lock_output_dir(tmp_path / "a" / "out", ".lock", "--out", "grid"):
         assert (tmp_path / "a" / "out").stat().st_mode & 0o777 == 0o700
     (tmp_path / "file").touch()
@@ -273,16 +265,16 @@ def test_what_a_verb_makes_is_its_users_alone_and_what_it_cannot_make_is_named(
     assert [(i.setting, i.kind) for i in issues] == [("--out", "not_found")] * 2
 
 
-def test_the_result_is_printed_as_json_or_as_a_report_that_names_its_page(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for as_json in (True, False):
-        out = io.StringIO()
-        console = Console(file=out, width=200)
-        write_result(plan(), Report("a result"), tmp_path, as_json=as_json, console=console)
-        assert (f"{tmp_path}/report.html" in out.getvalue()) != as_json
-        assert capsys.readouterr().out == (results.to_json(plan()) if as_json else "")
-        assert "a result" in (tmp_path / "report.html").read_text()
-    (tmp_path / "other" / "report.html").mkdir(parents=True)
-    write_result(plan(), Report("a result"), tmp_path / "other", as_json=True, console=console)
-    assert "report.html was not written" in capsys.readouterr().err
+def test_a_result_is_printed_as_json_or_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`there`: a directory stands in the place of the page."""
+    for as_json, there in ((True, False), (False, False), (True, True)):
+        out, place = io.StringIO(), output(tmp_path / f"{as_json}-{there}")
+        if there:
+            (place.path / "report.html").mkdir(parents=True)
+        how = VerbOptions(None, False, as_json, Console(file=out, width=200))
+        assert how.measure(place, lambda: (plan(), Report("a result"), 3)) == 3
+        assert (f"{place.path}/report.html" in out.getvalue()) != as_json
+        said = capsys.readouterr()
+        assert said.out == (results.to_json(plan()) if as_json else "")
+        assert ("report.html was not written" in said.err) == there
+        assert there or "a result" in (place.path / "report.html").read_text()

@@ -16,6 +16,7 @@ from launcher import job
 from launcher.machine import environment
 from launcher.machine.environment import Environment, Gpu
 from launcher.run import train
+from launcher.run.restarts import RunOptions
 
 OPTIONS = ("run.device=cpu", "precision=fp32", "batch.micro_size=32")
 MACHINE = environment.probe()
@@ -42,10 +43,10 @@ def dry_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         monkeypatch.setattr(environment, "probe", lambda *_: machine)
         run_dir, console = tmp_path / "run", Console(width=400)
         loaded = job.load(None, [*OPTIONS, f"run.device={device}", *more], run_dir)
-        options = {"run_dir": run_dir, "resume": "auto", "dry_run": True, "console": console, "force": force}
+        options = RunOptions(str(ranks), run_dir, dry_run=True, force=force)
         issues: tuple[str, ...] = ()
         try:
-            assert train.train(loaded, nproc=str(ranks), **options) == 0
+            assert train.train(loaded, options, console) == 0
         except ConfigError as error:
             issues = tuple(map(str, error.issues))
         assert not run_dir.exists()

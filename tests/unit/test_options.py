@@ -19,7 +19,8 @@ from launcher.evaluate import finetune, glue, text_loss
 from launcher.evaluate.glue_scores import GlueOptions
 from launcher.job import VerbOptions
 from launcher.plan.scaling import PlanSpec, predict_scaling, source_of_rate
-from launcher.run import loggers, restarts, train
+from launcher.run import loggers, train
+from launcher.run.restarts import RunOptions
 from launcher.tune import batch
 from tests.e2e.cli import here, refused, tiny
 from tests.report_fixture import make_run
@@ -131,10 +132,9 @@ def test_a_run_is_started_as_its_options_say(
     asked = asked_of(monkeypatch, train, "train")
     monkeypatch.setattr(finetune, "load", lambda *_, **__: None)
     assert here(*f"{command} {PLACE} --max-restarts 5 --dry-run --force".split()).returncode == 3
-    ((_, told),) = asked
-    expected = {**AT, "dry_run": True, "force": True, "policy": restarts.Policy(5, elastic)}
-    expected |= {"profile": parse_profile("2:4", "0")} if elastic else {}
-    assert {name: told[name] for name in expected} == expected
+    profile = parse_profile("2:4", "0") if elastic else None
+    expected = RunOptions("2", Path("place"), "never", True, "accelerate", 5, elastic, True, profile)
+    assert asked[0][0][1] == expected
 
 
 def test_every_option_of_a_prediction_counts() -> None:
@@ -176,15 +176,15 @@ def test_only_what_was_asked_or_measured_starts_whatever_the_estimate(
     search = asked_of(monkeypatch, batch, "resolve_auto_batch", (["batch.micro_size=4"], 0))
     runs = asked_of(monkeypatch, train, "train")
     assert here(*f"train quickstart {more} {PLACE} --profile 2:4 --profile-ranks 1".split()).returncode == 3
-    ((job,), told) = runs[0]
-    assert (told["force"], told["profile"]) == (forced, parse_profile("2:4", "1"))
+    job, told, _ = runs[0][0]
+    assert (told.force, told.profile) == (forced, parse_profile("2:4", "1"))
     if "auto" not in more:
         assert search == []
         return
     ((given, asked),) = search
     assert job.config.batch.micro_size == 4
     assert given == ("quickstart", ["batch.micro_size=auto"])
-    assert asked == {**AT, "dry_run": "--dry-run" in more, "profile": told["profile"]}
+    assert asked == {**AT, "dry_run": "--dry-run" in more, "profile": told.profile}
 
 
 def test_a_search_that_fails_is_the_end_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

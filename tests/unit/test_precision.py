@@ -20,6 +20,7 @@ from launcher.machine import environment
 from launcher.machine.environment import Environment, precision_of
 from launcher.report import run_files
 from launcher.run import train
+from launcher.run.restarts import RunOptions
 from launcher.run.train import check_memory
 from launcher.run.trials import trial_precision
 from launcher.scale.grid import Grid, Settings
@@ -153,8 +154,7 @@ def test_a_dry_run_names_what_auto_is_and_warns_of_what_is_emulated(
         """The precision of the estimate, and whether there is a warning."""
         monkeypatch.setattr(environment, "probe", lambda *_: machine)
         loaded, console = job.load(None, ["run.device=cpu", *settings], run_dir), Console(width=400)
-        options: Any = {"resume": "auto", "dry_run": True, "console": console}
-        assert train.train(loaded, nproc="1", run_dir=run_dir, **options) == 0
+        assert train.train(loaded, RunOptions("1", run_dir, dry_run=True), console) == 0
         shown = capsys.readouterr().out
         return shown.partition("(estimate, ")[2].partition(",")[0], "bf16 is emulated on this CPU" in shown
 

@@ -243,9 +243,7 @@ def test_failed_writes_are_counted_and_dropped(monkeypatch: pytest.MonkeyPatch) 
     assert failed_writes.count == 2
 
 
-def test_the_first_missing_line_of_a_record_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_missing_line_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(failed_writes, "count", 0)
     records, real, full = Records(tmp_path, said.append), files.append_line, {"metrics.jsonl"}

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from bert_dp.files.models import Failure
 from launcher.machine import environment
 from launcher.run import processes, restarts
 from launcher.run.processes import RunOutcome
-from launcher.run.restarts import Policy, supervise
+from launcher.run.restarts import RunOptions, supervise
 from tests.helpers import make_config, read_json
 from tests.states import FACTS
 
@@ -55,10 +56,9 @@ class Play:
         self.waits.append(seconds)
         return self.stop
 
-    def go(self, policy: Policy, ranks: int = 4, resume: str = "auto", **batch: int) -> RunOutcome:
-        return supervise(
-            self.start, config(**batch), self.run_dir, ranks, resume, policy, self.said.append, self.sleep
-        )
+    def go(self, max_restarts: int, ranks: int = 4, micro_size: int = 1, **options: Any) -> RunOutcome:
+        asked, of = RunOptions(max_restarts=max_restarts, **options), config(micro_size=micro_size)
+        return supervise(self.start, of, self.run_dir, ranks, asked, self.said.append, self.sleep)
 
 
 NONE, AGREED = (1, RAISED, None), RAISED.model_copy(update={"agreed": True})
@@ -85,48 +85,40 @@ def test_a_failure_is_started_again_later_and_later_until_it_is_pointless(
     said: str | None,
 ) -> None:
     play = Play(tmp_path, *attempts)
-    assert play.go(Policy(9)).exit_code == code
+    assert play.go(9).exit_code == code
     assert (len(play.started), play.waits) == (len(attempts), waits)
     assert (said is None) == (play.said == [])
     assert said is None or said in play.said[-1]
     assert len(read_json(tmp_path / "summary.json").get("restarts") or []) == len(waits)
 
 
-def test_a_disk_that_takes_no_summary_costs_no_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_costs_no_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "full")
 
     monkeypatch.setattr(processes.results, "write", full)
     play = Play(tmp_path, (1, RAISED, 4), (1, RAISED, 5))
-    assert play.go(Policy(1)).failure is RAISED
+    assert play.go(1).failure is RAISED
     assert len(play.started) == 2
 
 
 def test_each_restart_stands_in_the_summary_with_its_step_and_number_of_ranks(tmp_path: Path) -> None:
     play = Play(tmp_path, (1, KILLED, None), (1, RAISED, 7), (1, RAISED, 9))
-    assert play.go(Policy(2, elastic=True)).exit_code == 1
+    assert play.go(2, elastic=True).exit_code == 1
     summary = read_json(tmp_path / "summary.json")
     told = [(r["step"], r["ranks"], r["failure_kind"]) for r in summary["restarts"]]
     assert told == [(-1, 3, "killed"), (7, 3, "error")]
     assert (summary["exit_code"], summary.get("signal")) == (1, None)
 
 
-def test_a_signal_while_waiting_ends_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", ["while it waits", "while the run fails"])
+def test_a_stop_signal_ends_the_restarts(tmp_path: Path, when: str) -> None:
     play = Play(tmp_path, (1, RAISED, 2))
-    play.stop = signal.SIGTERM
-    assert play.go(Policy(9)).exit_code == 143
+    play.stop, play.signal = (signal.SIGTERM, 0) if when == "while it waits" else (0, signal.SIGTERM)
+    assert play.go(9).exit_code == (143 if play.stop else 1)
     assert len(play.started) == 1
     summary = read_json(tmp_path / "summary.json")
-    assert (summary["exit_code"], summary["signal"]) == (143, signal.SIGTERM)
-
-
-def test_a_run_that_failed_while_it_was_to_stop_is_not_started_again(tmp_path: Path) -> None:
-    play = Play(tmp_path, (1, RAISED, 2))
-    play.signal = signal.SIGTERM
-    assert play.go(Policy(9)).exit_code == 1
-    assert len(play.started) == 1
+    assert (summary["exit_code"], summary.get("signal")) == ((143, 15) if play.stop else (1, None))
 
 
 @pytest.mark.parametrize(
@@ -149,23 +141,17 @@ def test_a_named_checkpoint_is_named_again_until_it_was_read(
         (folder / "state.json").write_text(json.dumps({**FACTS, "step": newest}))
     failed = [(1, RAISED, step) for step in attempts[:-1]]
     play = Play(tmp_path, *failed, (0, None, attempts[-1]))
-    play.go(Policy(9), resume=resume)
+    play.go(9, resume=resume)
     assert [each for _, each in play.started] == [resume] * named + ["auto"] * (len(attempts) - named)
 
 
 def test_elastic_goes_on_with_the_most_ranks_that_divide(tmp_path: Path) -> None:
     play = Play(tmp_path, (1, KILLED, 2), (1, KILLED, 3), (0, None, 9))
-    assert play.go(Policy(9, elastic=True), ranks=6, micro_size=2).exit_code == 0
+    assert play.go(9, elastic=True, ranks=6, micro_size=2).exit_code == 0
     assert [ranks for ranks, _ in play.started] == [6, 3, 2]  # 12 = 2 x accumulation x 5, 4 has no solution
     assert ["on 3 ranks from step 2" in line for line in play.said] == [True, False]
     restarts_ = read_json(tmp_path / "summary.json")["restarts"]
     assert [(r["ranks"], r["failure_kind"]) for r in restarts_] == [(3, "killed"), (2, "killed")]
-
-
-def test_elastic_keeps_the_ranks_after_an_exception(tmp_path: Path) -> None:
-    play = Play(tmp_path, (1, RAISED, 2), (0, None, 9))
-    play.go(Policy(9, elastic=True))
-    assert [ranks for ranks, _ in play.started] == [4, 4]
 
 
 def test_elastic_follows_the_gpus_that_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,8 @@ from bert_dp.files.models import Failure
 from launcher import job
 from launcher.run import processes, train
 from launcher.run.processes import RunOutcome
+from launcher.run.restarts import RunOptions
+from launcher.run.starters import RankStart
 from tests.e2e.cli import TINY
 from tests.helpers import read_json
 from tests.states import FACTS
@@ -85,8 +87,8 @@ class Verb:
         monkeypatch.setattr(train, "prepare_data", lambda config: Path(config.data.path))
         monkeypatch.setattr(processes, "run", self.start)
 
-    def start(self, run_dir: Path, ranks: int, resume: str, poll: Any, **more: Any) -> RunOutcome:
-        self.asked.append({"path": run_dir, "ranks": ranks, "resume": resume, **more})
+    def start(self, run_dir: Path, start: RankStart, poll: Any, **more: Any) -> RunOutcome:
+        self.asked.append({"path": run_dir, "start": start, **more})
         poll()
         end = self.ends.pop(0)
         summary = {"status": "failed" if end.failure else "done", "exit_code": end.exit_code}
@@ -98,8 +100,8 @@ class Verb:
         words = [*TINY, f"data.path={self.shards}", "run.device=cpu", *settings]
         loaded = job.load("quickstart", words, self.run_dir)
         console = Console(file=self.out, width=300)
-        given = {"nproc": "1", "run_dir": self.run_dir, "resume": "auto", "dry_run": False, "force": True}
-        return train.train(loaded, console=console, **{**given, **options})
+        asked = RunOptions("1", self.run_dir, **{"force": True, **options})
+        return train.train(loaded, asked, console)
 
 
 @pytest.fixture
@@ -112,10 +114,9 @@ def test_the_ranks_are_started_as_the_run_is_configured(verb: Verb) -> None:
     plan = parse_profile("2:4", "0")
     assert verb.go(RunOutcome(0, None), settings=settings, launcher="accelerate", profile=plan) == 0
     (asked,) = verb.asked
-    assert (asked["path"], asked["ranks"], asked["resume"]) == (verb.run_dir, 1, "auto")
-    assert (asked["launcher"], asked["on_gpu"]) == ("accelerate", False)
-    assert list(asked["options"]) == ["--profile", "2:4", "--profile-ranks", "0"]
-    assert (asked["watch"]._hang_after_s, asked["watch"]._end_after_s) == (7.0, 70.0)
+    words = ["--resume", "auto", "--profile", "2:4", "--profile-ranks", "0"]
+    assert (asked["path"], asked["start"]) == (verb.run_dir, RankStart(1, words, "accelerate"))
+    assert (asked["watch"]._limits.hang_after_s, asked["watch"]._limits.end_hung_after_s) == (7.0, 70.0)
     facts = read_json(verb.run_dir / "environment.json")
     assert (facts["launcher"], "command" in facts, "cpu_model" in facts) == ("accelerate", True, True)
     assert "hang_after_s: 7" in (verb.run_dir / "config.yaml").read_text()

@@ -54,9 +54,7 @@ BESIDE = (".env", ".git/config", "slurm-123.out", "logs/job.out", ".launcher.loc
 
 
 @pytest.mark.parametrize("fill", [put(), put(*BESIDE), checkpoint, copied, killed_early])
-def test_an_empty_directory_one_with_a_run_and_what_may_stand_beside_it(
-    tmp_path: Path, fill: Callable[[Path], None]
-) -> None:
+def test_directories_that_a_run_takes(tmp_path: Path, fill: Callable[[Path], None]) -> None:
     fill(tmp_path)
     assert run_dir_issues(tmp_path, CONFIG, "auto") == []
 
@@ -72,9 +70,7 @@ def test_an_empty_directory_one_with_a_run_and_what_may_stand_beside_it(
         (put(".launcher.lock", "config.yaml", "notes.txt"), "config.yaml, notes.txt"),
     ],
 )
-def test_a_directory_that_holds_something_else_is_refused_and_stays(
-    tmp_path: Path, fill: Callable[[Path], None], named: str
-) -> None:
+def test_a_foreign_directory_is_refused(tmp_path: Path, fill: Callable[[Path], None], named: str) -> None:
     fill(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     (issue,) = run_dir_issues(tmp_path, CONFIG, "auto")
@@ -83,31 +79,27 @@ def test_a_directory_that_holds_something_else_is_refused_and_stays(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_run_is_complete_while_its_newest_checkpoint_has_spent_the_budget(tmp_path: Path) -> None:
-    longer = CONFIG.model_copy(update={"schedule": CONFIG.schedule.model_copy(update={"steps": 2})})
-    checkpoint(tmp_path)
-    record.write_json(tmp_path / "summary.json", {"status": "done"})
-    assert is_complete(tmp_path, CONFIG, "auto")
-    assert not is_complete(tmp_path, longer, "auto")  # the budget was raised
-    assert not is_complete(tmp_path, CONFIG, "never")
-    record.write_json(tmp_path / "summary.json", {"status": "stopped"})
-    assert not is_complete(tmp_path, CONFIG, "auto")
-
-
-def test_a_budget_in_hours_or_tokens_is_spent_by_its_own_measure(tmp_path: Path) -> None:
-    checkpoint(tmp_path, elapsed_s=1800.0, samples=10)
-    record.write_json(tmp_path / "summary.json", {"status": "done"})
-    for budget, spent in (("hours=0.5", 1), ("hours=0.6", 0), ("tokens=1280", 1), ("tokens=1281", 0)):
-        config = make_config(f"schedule.{budget}", "data.sequence_length=128")
-        assert is_complete(tmp_path, config, "auto") == bool(spent)
-
-
-def test_a_budget_in_dollars_is_spent_until_it_is_raised(tmp_path: Path) -> None:
-    """What is left of its reserve is not trained with."""
-    checkpoint(tmp_path, config={"schedule": {"dollars": 0.5}})
-    record.write_json(tmp_path / "summary.json", {"status": "done"})
-    for budget, spent in (("dollars=0.5", True), ("dollars=0.6", False), ("kwh=0.5", False)):
-        assert is_complete(tmp_path, make_config(f"schedule.{budget}"), "auto") == spent
+@pytest.mark.parametrize(
+    ("budget", "is_spent"),
+    [
+        ("steps=1", True),
+        ("steps=2", False),  # it was raised
+        ("hours=0.5", True),
+        ("hours=0.6", False),
+        ("tokens=1280", True),
+        ("tokens=1281", False),
+        ("dollars=0.5", True),  # what is left of its reserve is not trained with
+        ("dollars=0.6", False),
+        ("kwh=0.5", False),
+    ],
+)
+def test_a_run_is_complete_with_its_budget_spent(tmp_path: Path, budget: str, is_spent: bool) -> None:
+    checkpoint(tmp_path, elapsed_s=1800.0, samples=10, config={"schedule": {"dollars": 0.5}})
+    config = make_config(f"schedule.{budget}", "data.sequence_length=128")
+    for status, resume in (("done", "auto"), ("done", "never"), ("stopped", "auto")):
+        record.write_json(tmp_path / "summary.json", {"status": status})
+        is_asked = (status, resume) == ("done", "auto")
+        assert is_complete(tmp_path, config, resume) == (is_spent and is_asked)
 
 
 def test_what_a_run_may_not_change_is_told_as_it_was_and_is(tmp_path: Path) -> None:
@@ -139,7 +131,7 @@ def begun_with(source: Path | None) -> Config:
     return make_config("schedule.steps=1", *([f"run.init_from={source}"] if source else []))
 
 
-def test_a_run_that_began_with_other_weights_is_not_taken_for_this_one(tmp_path: Path) -> None:
+def test_the_weights_that_a_run_began_with_may_move_but_not_change(tmp_path: Path) -> None:
     one, two = weights(tmp_path / "one", "1" * 64), weights(tmp_path / "two", "2" * 64)
     init = {"checkpoint": str(one / "checkpoints/step-00000001"), "sha256": "1" * 64, "tensors": 1, "of": 1}
     for source, others in ((one, (two, None)), (None, (one,))):
@@ -150,15 +142,8 @@ def test_a_run_that_began_with_other_weights_is_not_taken_for_this_one(tmp_path:
             (issue,) = run_dir_issues(run, begun_with(other), "auto")
             assert issue.setting == "run.init_from"
             assert all(str(name or "random weights") in issue.message for name in (source, other))
-
-
-def test_the_weights_that_a_run_began_with_may_be_moved_or_removed(tmp_path: Path) -> None:
-    first, run = weights(tmp_path / "first", "1" * 64), tmp_path / "run"
-    init = {"checkpoint": str(first), "sha256": "1" * 64, "tensors": 1, "of": 1}
-    checkpoint(run, config=begun_with(first).model_dump(mode="json"), init_from=init)
-    assert run_dir_issues(run, begun_with(None), "auto") != []
-    moved = first.rename(tmp_path / "moved")
-    job = Job("run", begun_with(first), MACHINE)
+    run, moved = tmp_path / "of-one", one.rename(tmp_path / "moved")
+    job = Job("run", begun_with(one), MACHINE)
     assert start_issues(job, run, "auto") == []
     (issue,) = start_issues(job, tmp_path / "new", "auto")
     assert issue.setting == "run.init_from"

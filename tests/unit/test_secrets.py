@@ -92,9 +92,7 @@ def test_names_of_secrets() -> None:
         (["--secret", "--verbose", "on"], "--secret --verbose on"),
     ],
 )
-def test_a_command_line_without_its_secrets(
-    given: list[str], shown: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_masked_command_line(given: list[str], shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", "q7Zx-81kkd")
     assert " ".join(masked_command(given)) == shown
     monkeypatch.setattr(sys, "argv", given)

@@ -23,6 +23,7 @@ from launcher import children
 from launcher.log import Log
 from launcher.run import processes, trials
 from launcher.run.processes import RunOutcome
+from launcher.run.starters import RankStart
 from launcher.run.trials import Runner, SearchOutcome, Slot, Stopped, Trial, TrialsFailed, run_to_end
 from launcher.watch import hangs
 from tests.helpers import failed, make_config, read_json, write_lines
@@ -78,9 +79,7 @@ def runner(out: Path, *slots: Slot, log: Log = print) -> AbstractContextManager[
         ({**failed("SIGTERM: stopped", "stopped"), "signal": 15}, None),
     ],
 )
-def test_a_trial_that_ended_is_not_run_again(
-    tmp_path: Path, summary: dict[str, Any], status: str | None
-) -> None:
+def test_an_ended_trial_is_not_repeated(tmp_path: Path, summary: dict[str, Any], status: str | None) -> None:
     trial = Trial(tmp_path / "t", config(8, "data.path=/one"), 2)
     assert trials.earlier_outcome(trial) is None
     write(trial, summary, 9.0)
@@ -112,16 +111,17 @@ def test_a_run_whose_steps_are_not_whole_is_run_again(tmp_path: Path, text: str)
 def test_a_finetuning_without_its_predictions_is_run_again(tmp_path: Path) -> None:
     """A full disk may have taken them, and the run itself ended well."""
     finetuned = make_config("objective.name=finetune", "finetune.labels=[a,b]", "data.path=x")
-    assert not trials.is_whole(tmp_path, 1, finetuned)
+    write(trial := Trial(tmp_path, finetuned, 1), {"status": "done"})
+    assert trials.earlier_outcome(trial) is None
     (tmp_path / "predictions.jsonl").write_text("")
-    assert trials.is_whole(tmp_path, 1, finetuned)
+    assert trials.earlier_outcome(trial) is not None
 
 
 @pytest.mark.parametrize(
     ("compiled", "on_gpu", "expected"),
     [("auto", False, "off"), ("auto", True, "auto"), ("on", False, "on"), ("off", True, "off")],
 )
-def test_a_measured_run_keeps_the_users_settings_and_saves_and_sends_nothing(
+def test_a_timed_run_has_the_users_settings_and_saves_nothing(
     compiled: str, on_gpu: bool, expected: str
 ) -> None:
     ramp = ("batch.ramp_fraction=0.5", "batch.ramp_quantum=2")
@@ -136,9 +136,7 @@ def test_a_measured_run_keeps_the_users_settings_and_saves_and_sends_nothing(
 
 
 @pytest.mark.parametrize(("warm_up", "exposed"), [(0, [0.1, 0.2, 0.3]), (2, [0.3])])
-def test_a_measured_run_is_read_without_its_warm_up(
-    tmp_path: Path, warm_up: int, exposed: list[float]
-) -> None:
+def test_a_run_is_read_without_its_warm_up(tmp_path: Path, warm_up: int, exposed: list[float]) -> None:
     """The samples of rank 0 alone count; the memory was highest in between."""
     none = dict.fromkeys(trials.PARTS, ())
     for rank in range(2):
@@ -210,7 +208,7 @@ def test_what_ends_without_a_word_runs_twice(tmp_path: Path, started: Started) -
         assert runs.run_one(trial).status == "failed"
         assert runs.scratch.is_dir()
     assert not runs.scratch.exists()
-    assert [line.strip() for line in said] == ["t: ended from outside; once more"]
+    assert [line.strip() for line in said] == ["t: ended by something outside the run; started again"]
     directory, ranks, options, limit = started[0]
     assert (directory, ranks, limit) == (str(trial.directory), "2", "5")
     assert json.loads(options) == {"launcher": "torchrun", "on_gpu": False, "cores": [1]}
@@ -218,9 +216,7 @@ def test_what_ends_without_a_word_runs_twice(tmp_path: Path, started: Started) -
     assert trials.cause(trial.directory) == "both attempts ended without writing summary.json"
 
 
-def test_a_trial_gets_its_slots_devices_and_says_how_far_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trial_uses_its_slot_and_logs_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It logs a step, and ends once that was shown."""
     asked: list[Any] = []
     code = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.01)"
@@ -257,17 +253,16 @@ def test_the_process_of_a_trial_runs_what_it_is_asked_for(
     calls: list[Any] = []
     limits: list[Any] = []
 
-    def run(directory: Path, *given: Any, watch: hangs.Watch, **options: Any) -> RunOutcome:
-        calls.append((directory, given[0], given[1], watch._hang_after_s, watch._end_after_s, options))
+    def run(directory: Path, start: RankStart, *, watch: hangs.Watch) -> RunOutcome:
+        calls.append((directory, start, watch._limits.hang_after_s))
         return RunOutcome(3, Failure(rank=1, message="ValueError: no"))
 
     monkeypatch.setattr(processes, "run", run)
     monkeypatch.setattr(trials.resource, "setrlimit", lambda *given: limits.append(given))
-    settings = ("run.hang_after_s=7", "run.end_hung_after_s=70")
-    (tmp_path / "config.yaml").write_text(dump_config(config(8, *settings)))
+    (tmp_path / "config.yaml").write_text(dump_config(config(8, "run.hang_after_s=7")))
     options = {"launcher": "deepspeed", "on_gpu": True, "cores": [4, 5]}
     assert trials.main([str(tmp_path), "2", json.dumps(options), "99"]) == 3
-    assert calls == [(tmp_path, 2, "never", 7.0, 70.0, options)]
+    assert calls == [(tmp_path, RankStart(2, ["--resume", "never"], **options), 7.0)]
     assert limits == [(resource.RLIMIT_DATA, (99, 99))]
     assert capsys.readouterr().out == "rank 1: ValueError: no\n"
 
@@ -301,9 +296,7 @@ def test_a_stop_signal_is_passed_to_a_trial_once(tmp_path: Path, started: Starte
     assert notes.read_text() == "15\n"
 
 
-def test_a_helper_answers_in_json_on_its_cores_and_a_signal_ends_it(
-    tmp_path: Path, started: Started, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_helper_answer_and_stop(tmp_path: Path, started: Started, capsys: pytest.CaptureFixture[str]) -> None:
     core = min(os.sched_getaffinity(0))
     started.code = "import os; print('{\"cores\": %s}' % list(os.sched_getaffinity(0)), flush=True)"
     before = os.sched_getaffinity(0)
@@ -327,21 +320,19 @@ def test_a_run_tells_why_it_ended_and_of_which_kind(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text(json.dumps(failed("full", "disk")))
     assert (trials.cause(tmp_path), trials.failure_kind(tmp_path)) == ("full", "disk")
     (tmp_path / "summary.json").write_text(json.dumps({"status": "done"}))
-    assert trials.cause(tmp_path) == "its records are not whole"
+    assert trials.cause(tmp_path) == "its records are incomplete"
     lines = [{"step": 1, "loss": 3.0}, {"step": 2}, {"step": 3, "loss": None}]
     write_lines(tmp_path / "evals.jsonl", lines)
     assert trials.heldout_losses(tmp_path) == {1: 3.0, 3: None}
 
 
-def test_ranks_have_as_many_threads_as_the_cores_that_they_share(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_have_as_many_threads_as_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     command = [sys.executable, "-c", "import os; print(os.environ['OMP_NUM_THREADS'])"]
     monkeypatch.setattr(processes, "start_command", lambda *_: command)
     cores = sorted(os.sched_getaffinity(0))
     for share in (1, len(cores)):
-        processes.run(tmp_path, 1, "never", lambda: None, cores=cores[:share])
+        processes.run(tmp_path, RankStart(1, [], cores=cores[:share]))
         assert (tmp_path / "logs" / "torchrun.log").read_text().splitlines()[-1] == str(share)
 
 
