@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.cli import go_on, train
-from tests.nodes.harness import FULL, Cluster, ended, needs_nodes, stale_views
+from tests.nodes.harness import FULL, ROUNDS, Cluster, ended, needs_nodes, stale_views
 from tests.parity.runs import losses, state
 
 pytestmark = needs_nodes
@@ -62,7 +62,7 @@ def test_stale_views_end_no_run(shards: Path, tmp_path: Path) -> None:
     """Every second run goes on at once from where the one before it has just ended."""
     views = [tmp_path / "view0", tmp_path / "view1"]
     with stale_views(tmp_path / "shared", *views), Cluster() as cluster:
-        for k in range(20):
+        for k in range(2 * ROUNDS):
             places = [view / f"run-{k // 2}" for view in views]
             ended(cluster.train(shards, places, f"schedule.steps={2 + 2 * (k % 2)}"), 0)
 

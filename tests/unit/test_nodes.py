@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,11 @@ import pytest
 
 from bert_dp import files
 from bert_dp.config import ConfigError
+from bert_dp.files.models import Failure, RunMemory
+from launcher import results
 from launcher.run import nodes, peers
 from launcher.run.nodes import Place, find_place, first_host
+from launcher.watch.failure import RankExit, RanksEnded
 from tests.helpers import issues_of, raised_issues
 
 SLURM = {
@@ -41,6 +45,7 @@ NOTHING: Options = (None, None, None, None)
         ((2, 1, "192.0.2.7:1234", "lo"), NONE, (2, 1, "192.0.2.7", 1234)),
         ((None, None, None, "lo"), SLURM, (2, 1, "192.0.2.7", 15001)),
         ((None, None, None, "lo"), PET, (2, 1, "192.0.2.7", 1234)),
+        ((None, None, None, "lo"), {**PET, "PET_NPROC_PER_NODE": "gpu"}, (2, 1, "192.0.2.7", 1234)),
         ((None, None, None, "lo"), SKYPILOT, (2, 1, "192.0.2.7", 29400)),
         ((3, 2, None, "lo"), PET, (3, 2, "192.0.2.7", 1234)),
         ((None, None, "192.0.2.9:9", "lo"), {**PET, **SKYPILOT}, (2, 1, "192.0.2.9", 9)),
@@ -127,7 +132,7 @@ def refused_by_node_0(place: Place, run_dir: Path, *hellos: dict[str, Any]) -> t
 
     def follow(own: dict[str, Any]) -> None:
         member = peers.join(place, run_dir, own, 30.0)
-        order = member.next(lambda: False)
+        order = member.next()
         assert order is not None
         told.append(" ".join(f"{issue['setting']}: {issue['message']}" for issue in order["issues"]))
         member.link.close()
@@ -191,6 +196,58 @@ def test_a_port_that_is_taken_and_an_address_of_another_machine_are_refused(
             elsewhere = Place(2, 0, address, place.port, "lo")
             (issue,) = raised_issues(peers.Coordinator, elsewhere, tmp_path, print, 30.0)
             assert (issue.setting, issue.kind) == ("--rendezvous", "exists")
+
+
+def test_the_node_that_failed_first_is_named_by_the_clock_of_node_0(place: Place, tmp_path: Path) -> None:
+    """Node 1's clock is 1,000 s ahead."""
+    ahead_ns, now_ns = 10**12, time.monotonic_ns()
+    ours = RanksEnded(
+        code=1,
+        failed_ns=now_ns,
+        said="",
+        log="",
+        errors=[],
+        exits=[],
+        memory=RunMemory(oom_kills=0, counter=""),
+    )
+    error, rank_exit = Failure(message="no", rank=1, time_ns=now_ns - 7), RankExit(1, 1, now_ns - 5)
+    theirs = ours.model_copy(update={"failed_ns": now_ns - 3, "errors": [error], "exits": [rank_exit]})
+
+    def follow() -> None:
+        member = peers.join(place, tmp_path, hello(1), 30.0)
+        ended, there_ns = theirs.by_clock(-ahead_ns), time.monotonic_ns() + ahead_ns
+        member.link.send("ended", attempt=0, ended=results.plain(ended), now_ns=there_ns)
+        assert member.next() is not None
+        member.link.close()
+
+    thread = threading.Thread(target=follow)
+    with peers.coordinating(place, tmp_path, print, 30.0) as coordinator:
+        thread.start()
+        coordinator.gather(hello(0))
+        ended = coordinator.collect(ours)
+        unknown = Failure(message="torchrun", kind="no_cause")
+        found = [
+            coordinator.blame(*each) for each in ((None, unknown, 1), (error, unknown, 0), (None, unknown, 0))
+        ]
+    thread.join()
+    named = [(cause and cause.headline(), node) for cause, node in found]
+    assert named == [("node 1 (h1): torchrun", 1), ("rank 1 on node 1 (h1): no", 1), (None, 0)]
+    assert ended[0] == ours
+    late_ns = (ended[1].failed_ns or 0) - now_ns + 3  # what the message took
+    assert 0 <= late_ns < 10**10
+    assert ended[1] == theirs.by_clock(-late_ns)
+
+
+def test_who_sends_waits_no_longer_than_for_a_lost_node(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As over a link that is cut: the other side takes nothing."""
+    monkeypatch.setattr(peers, "SUSPENDED_S", 1.0)
+    with socket.create_server(("127.0.0.1", place.port)):
+        link = peers.Link(socket.create_connection(("127.0.0.1", place.port)), 1.0)
+        link.start(lambda message: None)
+        link.send("evidence", ranks="x" * 2**26)
+    assert "node 1 is lost: not heard of for" in str(link.lost("node 1"))
 
 
 @pytest.fixture
