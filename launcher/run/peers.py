@@ -77,8 +77,9 @@ class Link:
 
     def start(self, received: Callable[[Message], None]) -> None:
         self._socket.settimeout(None)
-        for target, arguments in ((self._read, [received]), (self._beat, [])):
-            threading.Thread(target=target, args=arguments, name="launchers", daemon=True).start()
+        self._reading = threading.Thread(target=self._read, args=[received], name="read", daemon=True)
+        self._reading.start()
+        threading.Thread(target=self._beat, name="beat", daemon=True).start()
 
     def send(self, kind: str, **facts: Any) -> None:
         """Send a message; one to a launcher that is gone is lost, which `closed_s` tells."""
@@ -117,9 +118,7 @@ class Link:
         """Close once the other side, which has read what was sent, closes: a reset would take it away."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
-        end = time.monotonic() + 2.0
-        while not self.closed_s and time.monotonic() < end:
-            time.sleep(0.02)
+        self._reading.join(2.0)
         self.drop()
         self._socket.close()
 
@@ -250,19 +249,17 @@ class Coordinator:
             if hello["kind"] == "unseen":
                 self._note(issues=[Issue(**hello["issue"])])
             elif hmac.compare_digest(hello["proof"], _proof(self._secret, nonce)):
-                link.start(lambda message: self._note(int(hello["rank"]), message))
-                self._welcome(link, hello)
-
-    def _welcome(self, link: Link, hello: Message) -> None:
-        rank, issues = int(hello["rank"]), [Issue(**fields) for fields in hello["issues"]]
-        with self._changed:
-            if rank in self._members:
-                message = f"{rank} was given to two nodes, {self._hellos[rank]['host']} and {hello['host']}"
-                issues = [Issue("--node-rank", "conflict", message, rank, hint="number the nodes from 0")]
-                self._refused.append(link)
-            else:
-                self._hellos[rank], self._members[rank] = hello, link
-            self._note(issues=issues)
+                rank, issues = int(hello["rank"]), [Issue(**fields) for fields in hello["issues"]]
+                link.start(lambda message: self._note(rank, message))
+                with self._changed:
+                    if rank in self._members:
+                        hosts = f"{self._hellos[rank]['host']} and {hello['host']}"
+                        message, hint = f"{rank} was given to two nodes, {hosts}", "number the nodes from 0"
+                        issues = [Issue("--node-rank", "conflict", message, rank, hint=hint)]
+                        self._refused.append(link)
+                    else:
+                        self._hellos[rank], self._members[rank] = hello, link
+                    self._note(issues=issues)
 
     def _note(self, rank: int = 0, message: Message | None = None, issues: Sequence[Issue] = ()) -> None:
         with self._changed:

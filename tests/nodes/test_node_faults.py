@@ -83,6 +83,16 @@ def test_a_signal_on_node_0_or_in_turn_on_each_stops_both(shards: Path, tmp_path
         assert summary["checkpoint"] == f"checkpoints/{newest(tmp_path / 'run').name}"
 
 
+def test_a_signal_between_two_attempts_stops_both(shards: Path, tmp_path: Path) -> None:
+    with Cluster() as cluster:
+        started = cluster.train(shards, tmp_path / "run", LONG, options=("--max-restarts", "1"))
+        wait_for(step_reached(tmp_path / "run", 6), 240)
+        cluster.ranks(1)[0].send_signal(signal.SIGKILL)
+        started[0].wait_for("restart 1 of 1 in", 30)
+        started[1].process.send_signal(signal.SIGTERM)
+        ended(started, 128 + signal.SIGTERM)
+
+
 def steps_since_start(node_0: Started, number: int) -> int:
     """Steps that node 0 shows since start `number` has resumed."""
     parts = node_0.said.split("resuming from")

@@ -51,6 +51,7 @@ def test_what_a_node_finds_by_itself_is_refused_there(shards: Path, tmp_path: Pa
         taken.wait_for("socket")
         for node, options, words in (
             (0, (), "--rendezvous: node 0 (host0) cannot listen"),
+            (0, ("--rendezvous", f"{cluster.address(1)}:9"), "--rendezvous: node 0 (host0) cannot listen"),
             (1, ("--interface", "eth7"), "--interface: eth7 does not exist on host1; use one of data"),
             (1, ("--rendezvous", "203.0.113.1:1"), "--rendezvous: host1 has no route"),
             (1, ("--launcher", "accelerate"), "--launcher: accelerate"),

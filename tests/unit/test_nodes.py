@@ -5,14 +5,12 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bert_dp import files
-from bert_dp.config import ConfigError
+from bert_dp.config import Issue
 from bert_dp.files.models import Failure, RunMemory
 from launcher import results
 from launcher.run import nodes, peers
@@ -120,82 +118,48 @@ def hello(rank: int, **changes: Any) -> dict[str, Any]:
 def place(monkeypatch: pytest.MonkeyPatch) -> Place:
     monkeypatch.setattr(peers, "ARRIVE_S", 1.0)
     monkeypatch.setattr(peers, "REFUSE_S", 0.2)
-    monkeypatch.setattr("bert_dp.files.io.STALE_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port: int = free.getsockname()[1]
     return Place(2, 0, "127.0.0.1", port, "lo")
 
 
-def refused_by_node_0(place: Place, run_dir: Path, *hellos: dict[str, Any]) -> tuple[str, list[str]]:
-    """What node 0 prints, and what each of the others is told."""
+@pytest.mark.parametrize(
+    ("nodes", "others", "words"),
+    [
+        (2, [{"gpus": True}], "run.device: GPUs on node 1 (h1) and CPU cores on node 0"),
+        (2, [{"nodes": 3}], "--nnodes: 3 on node 1 (h1) and 2 on node 0"),
+        (2, [{"issues": [Issue("--nproc", "out_of_range", "no").to_json()]}], "--nproc: no"),
+        (3, [{}], "--nnodes: node 2 did not come within 1 s"),
+        (3, [{}, {"host": "g"}], "--node-rank: 1 was given to two nodes, "),
+    ],
+)
+def test_what_node_0_refuses_is_told_on_every_node(
+    place: Place, tmp_path: Path, nodes: int, others: list[dict[str, Any]], words: str
+) -> None:
+    place = place._replace(nodes=nodes)
     told: list[str] = []
 
-    def follow(own: dict[str, Any]) -> None:
-        member = peers.join(place, run_dir, own, 30.0)
+    def follow(changes: dict[str, Any]) -> None:
+        member = peers.join(place, tmp_path, hello(1, **{"nodes": nodes, **changes}), 30.0)
         order = member.next()
         assert order is not None
-        told.append(" ".join(f"{issue['setting']}: {issue['message']}" for issue in order["issues"]))
+        told.extend(f"{issue['setting']}: {issue['message']}" for issue in order["issues"])
         member.link.close()
 
+    threads = [threading.Thread(target=follow, args=(changes,)) for changes in others]
+
     def coordinate() -> None:
-        with peers.coordinating(place, run_dir, print, 30.0) as coordinator:
-            threads.extend(threading.Thread(target=follow, args=(own,)) for own in hellos)
+        with peers.coordinating(place, tmp_path, print, 30.0) as coordinator:
             for thread in threads:
                 thread.start()
-            coordinator.gather(hello(0, nodes=place.nodes))
+            coordinator.gather(hello(0, nodes=nodes))
 
-    threads: list[threading.Thread] = []
     (said,) = issues_of(coordinate)
     for thread in threads:
         thread.join()
-    assert not list(run_dir.glob(".nodes-*"))
-    return said, told
-
-
-@pytest.mark.parametrize(
-    ("changes", "setting", "words"),
-    [
-        ({"config": {"optim": {"lr": 2.0}}}, "optim.lr", "2.0 on node 1 (h1) and 1.0 on node 0"),
-        ({"versions": {"torch": "3"}}, "torch", "3 on node 1 (h1) and 2 on node 0"),
-        ({"gpus": True}, "run.device", "GPUs on node 1 (h1) and CPU cores on node 0"),
-        ({"issues": [{"setting": "--nproc", "kind": "out_of_range", "message": "no"}]}, "--nproc", "no"),
-        ({"nodes": 3}, "--nnodes", "3 on node 1 (h1) and 2 on node 0"),
-    ],
-)
-def test_every_node_is_told_what_differs(
-    place: Place, tmp_path: Path, changes: dict[str, Any], setting: str, words: str
-) -> None:
-    said, told = refused_by_node_0(place, tmp_path, hello(1, **changes))
-    assert said.startswith(f"{setting}: {words}"), said
-    assert told == [f"{setting}: {words}"]
-
-
-def test_two_nodes_of_one_number_are_both_refused(place: Place, tmp_path: Path) -> None:
-    place = place._replace(nodes=3)
-    twice = [hello(1, nodes=3), hello(1, nodes=3, host="g")]
-    said, told = refused_by_node_0(place, tmp_path, *twice)
-    assert said.startswith("--node-rank: 1 was given to two nodes"), said
-    assert len(told) == 2
-
-
-def test_a_node_that_does_not_come_is_named_on_the_others(place: Place, tmp_path: Path) -> None:
-    place = place._replace(nodes=3)
-    said, told = refused_by_node_0(place, tmp_path, hello(1, nodes=3))
-    assert "node 2 did not come" in said
-    assert len(told) == 1
-    assert "node 2 did not come" in told[0]
-    (issue,) = raised_issues(peers.join, place, tmp_path, hello(1), 30.0)  # nobody listens any more
-    assert (issue.setting, issue.kind) == ("--rendezvous", "not_found")
-
-
-def test_a_port_that_is_taken_and_an_address_of_another_machine_are_refused(
-    place: Place, tmp_path: Path
-) -> None:
-    with socket.create_server(("127.0.0.1", place.port)):
-        for address in ("127.0.0.1", "192.0.2.1"):
-            elsewhere = Place(2, 0, address, place.port, "lo")
-            (issue,) = raised_issues(peers.Coordinator, elsewhere, tmp_path, print, 30.0)
-            assert (issue.setting, issue.kind) == ("--rendezvous", "exists")
+    assert len(told) == len(others)
+    assert all(line.startswith(words) for line in (said, *told)), (said, told)
+    assert not list(tmp_path.glob(".nodes-*"))
 
 
 def test_the_node_that_failed_first_is_named_by_the_clock_of_node_0(place: Place, tmp_path: Path) -> None:
@@ -250,48 +214,15 @@ def test_who_sends_waits_no_longer_than_for_a_lost_node(
     assert "node 1 is lost: not heard of for" in str(link.lost("node 1"))
 
 
-@pytest.fixture
-def stranger(place: Place) -> Iterator[Place]:
-    """Something else that listens at the rendezvous."""
+def test_what_is_not_node_0_is_refused(place: Place, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", place.port)) as server:
 
         def greet() -> None:
-            connection, _ = server.accept()
-            with connection:
+            with server.accept()[0] as connection:
                 connection.sendall(b'{"kind": "challenge", "nonce": "", "file": "../../etc/passwd"}\n')
 
         thread = threading.Thread(target=greet)
         thread.start()
-        yield place
+        (issue,) = raised_issues(peers.join, place, tmp_path, hello(1), 30.0)
         thread.join()
-
-
-def test_what_is_not_node_0_and_who_does_not_see_the_directory_are_refused(
-    stranger: Place, tmp_path: Path
-) -> None:
-    (issue,) = raised_issues(peers.join, stranger, tmp_path, hello(1), 30.0)
     assert (issue.setting, issue.kind) == ("--rendezvous", "conflict")
-
-
-def test_a_directory_that_is_not_shared_is_refused_on_both_sides(place: Place, tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    said: list[ConfigError] = []
-
-    def follow() -> None:
-        try:
-            peers.join(place, tmp_path / "other", hello(1), 30.0)
-        except ConfigError as error:
-            said.append(error)
-
-    def coordinate() -> None:
-        with peers.coordinating(place, tmp_path / "mine", print, 30.0) as coordinator:
-            thread.start()
-            coordinator.gather(hello(0, nodes=place.nodes))
-
-    thread = threading.Thread(target=follow)
-    peers.ARRIVE_S = 20.0  # restored by the fixture
-    issues = raised_issues(coordinate)
-    thread.join()
-    for issue in (*issues, *said[0].issues):
-        assert (issue.setting, issue.kind) == ("--run-dir", "not_found")
-    assert not files.appears(tmp_path / "never", lambda file: True and file.exists())
