@@ -237,28 +237,29 @@ class Coordinator:
         with contextlib.suppress(OSError):  # closed
             while True:
                 connection, _ = self._listener.accept()
-                link = Link(connection, self._limit_s)
-                threading.Thread(target=self._admit, args=[link], name="admit", daemon=True).start()
+                threading.Thread(target=self._admit, args=[connection], name="admit", daemon=True).start()
 
-    def _admit(self, link: Link) -> None:
+    def _admit(self, connection: socket.socket) -> None:
         """Let a launcher prove that it sees the shared directory, and note who it is."""
         nonce = secrets.token_hex(16)
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it is none of ours
+            link = Link(connection, self._limit_s)
             link.send("challenge", nonce=nonce, file=self._file.name)
             hello = link.next()
             if hello["kind"] == "unseen":
                 self._note(issues=[Issue(**hello["issue"])])
             elif hmac.compare_digest(hello["proof"], _proof(self._secret, nonce)):
                 rank, issues = int(hello["rank"]), [Issue(**fields) for fields in hello["issues"]]
-                link.start(lambda message: self._note(rank, message))
                 with self._changed:
                     if rank in self._members:
                         hosts = f"{self._hellos[rank]['host']} and {hello['host']}"
                         message, hint = f"{rank} was given to two nodes, {hosts}", "number the nodes from 0"
                         issues = [Issue("--node-rank", "conflict", message, rank, hint=hint)]
                         self._refused.append(link)
+                        link.start(lambda message: None)  # nor may it speak for the first one
                     else:
                         self._hellos[rank], self._members[rank] = hello, link
+                        link.start(lambda message: self._note(rank, message))
                     self._note(issues=issues)
 
     def _note(self, rank: int = 0, message: Message | None = None, issues: Sequence[Issue] = ()) -> None:
@@ -368,15 +369,18 @@ class Coordinator:
         node = NodeStart(self.place, **shared, first_rank=0, store=store)
         return dataclasses.replace(start, nproc=self.counts[0], node=node)
 
-    def exchange(self, failed: bool, signal: int) -> Order:
-        """Tell the members that a rank here has failed, and return what theirs mean for ours."""
+    def exchange(self, failed: bool, signal: int, *, left: bool) -> Order:
+        """Tell the members that a rank here has failed, and return what theirs mean for ours. One that has
+        left before there is a summary has failed too, whatever its exit code."""
         if failed and not self._told_failed:
             self._told_failed = True
             self._send("failed")
         beats = self._all("beat", self._attempt).values()
         ended = self._all("ended", self._attempt).values()
-        has_failed = any(beat["failed"] for beat in beats) or any(each["ended"]["code"] for each in ended)
-        return Order(has_failed, self.lost() is not None, max((beat["signal"] for beat in beats), default=0))
+        has_failed = any(beat.get("failed") for beat in beats) or any(each["ended"]["code"] for each in ended)
+        if any(beat.get("left") for beat in beats) and not (self._file.parent / "summary.json").exists():
+            has_failed = True
+        return Order(has_failed, self.lost() is not None, max((b.get("signal", 0) for b in beats), default=0))
 
     def unheard_s(self) -> float:
         """Return the seconds since the last message of the node that is silent longest."""
@@ -385,7 +389,9 @@ class Coordinator:
     def heartbeats(self) -> dict[int, tuple[Heartbeat, str]]:
         """Return the last heartbeat and process state of each rank of the others."""
         beats = self._all("beat", self._attempt).values()
-        return {int(k): (Heartbeat(*beat), s) for each in beats for k, (beat, s) in each["ranks"].items()}
+        return {
+            int(k): (Heartbeat(*beat), s) for each in beats for k, (beat, s) in each.get("ranks", {}).items()
+        }
 
     def ask_for_evidence(self) -> None:
         with self._changed:
@@ -484,8 +490,7 @@ class Member:
         kind = message["kind"]
         if kind == "start":
             self._heard.clear()
-            attempt = message["node"]["attempt"] if "node" in message else 0
-            self.link.status = {"attempt": attempt, "ranks": {}, "failed": False, "signal": 0}
+            self.link.status = {"attempt": message["node"]["attempt"] if "node" in message else 0}
         if kind in ("start", "end"):
             self._messages.put(message)
         elif kind == "clock":
@@ -523,9 +528,9 @@ class Member:
             ranks = {k: [[dataclasses.astuple(f) for f in stack], all_] for k, (stack, all_) in found.items()}
             self.link.send("evidence", ranks=ranks)
 
-    def exchange(self, failed: bool, signal: int) -> Order:
-        """Tell node 0 of a failure or a signal here, and return what it wants."""
-        before, now = self.link.status, {"failed": failed, "signal": signal}
+    def exchange(self, failed: bool, signal: int, *, left: bool) -> Order:
+        """Tell node 0 of a failure or a signal here, or that a rank has left; return what it wants."""
+        before, now = self.link.status, {"failed": failed, "signal": signal, "left": left}
         self.link.status = {**before, **now}
         if not now.items() <= before.items():
             self.link.send("beat", **self.link.status)

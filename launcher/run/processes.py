@@ -220,7 +220,7 @@ def _follow(
         if len(pending) >= 2:
             return
         if peers is not None:
-            order = peers.exchange(failed, pending[0] if pending else 0)
+            order = peers.exchange(failed, pending[0] if pending else 0, left=bool(workers.exits))
             failed = failed or order.failed
             if order.signal and not pending:
                 pending.append(order.signal)
@@ -258,7 +258,7 @@ def _has_failed(run_dir: Path, workers: Workers, start: RankStart) -> bool:
         if failure.error_files(run_dir / "logs", start.ranks):
             return True
         if start.node is not None and start.node.place.rank:  # its view of the summary may be stale
-            return any(rank_exit.code != 0 for rank_exit in workers.exits)
+            return any(rank_exit.code for rank_exit in workers.exits)
         return bool(workers.exits) and not (run_dir / "summary.json").exists()
     return False
 

@@ -107,10 +107,9 @@ class Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name in self.names:
-            for process in self.processes(name):
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
+        for process in (process for node in range(len(self.names)) for process in self.on(node)):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
         for popen in self.started:
             popen.wait(timeout=30)
         shutil.rmtree(self.folder)
@@ -125,12 +124,6 @@ class Cluster:
         script = 'hostname "$0" && ${BEFORE:-true} && exec "$@"'
         within = ["ip", "netns", "exec", self.names[node], "unshare", "-u", "sh", "-c", script, f"host{node}"]
         return [*within, *arguments]
-
-    def failed_command(self, command: list[str]) -> bytes:
-        """The errors of a command that fails."""
-        done = subprocess.run(command, capture_output=True, check=False)
-        assert done.returncode
-        return done.stderr
 
     def start(self, node: int, *arguments: str, **environ: str) -> Started:
         path = self.folder / f"{len(self.started)}.txt"
@@ -169,7 +162,9 @@ class Cluster:
             )
         return started
 
-    def processes(self, name: str) -> list[psutil.Process]:
+    def on(self, node: int) -> list[psutil.Process]:
+        """The processes of a node."""
+        name = self.names[node]
         pids = run("ip", "netns", "pids", name).split() if name in run("ip", "netns") else []
         found = []
         for pid in pids:
@@ -178,9 +173,6 @@ class Cluster:
                 if process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
-
-    def on(self, node: int) -> list[psutil.Process]:
-        return self.processes(self.names[node])
 
     def ranks(self, node: int) -> list[psutil.Process]:
         """The workers on a node, by rank."""

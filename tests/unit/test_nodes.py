@@ -16,6 +16,7 @@ from launcher import results
 from launcher.run import nodes, peers
 from launcher.run.nodes import Place, find_place, first_host
 from launcher.watch.failure import RankExit, RanksEnded
+from tests.e2e.cli import wait_for
 from tests.helpers import issues_of, raised_issues
 
 SLURM = {
@@ -200,6 +201,26 @@ def test_the_node_that_failed_first_is_named_by_the_clock_of_node_0(place: Place
     late_ns = (ended[1].failed_ns or 0) - now_ns + 3  # what the message took
     assert 0 <= late_ns < 10**10
     assert ended[1] == theirs.by_clock(-late_ns)
+
+
+def test_a_rank_elsewhere_that_leaves_before_the_summary_has_failed(place: Place, tmp_path: Path) -> None:
+    """Whatever its exit code; at the end of a run the summary is there first."""
+
+    def follow() -> None:
+        member = peers.join(place, tmp_path, hello(1), 30.0)
+        member.link.status = {"attempt": 0}
+        member.exchange(False, 0, left=True)
+        assert member.next() is not None
+        member.link.close()
+
+    thread = threading.Thread(target=follow)
+    with peers.coordinating(place, tmp_path, print, 30.0) as coordinator:
+        thread.start()
+        coordinator.gather(hello(0))
+        wait_for(lambda: coordinator.exchange(False, 0, left=False).failed, 10)
+        (tmp_path / "summary.json").touch()
+        assert not coordinator.exchange(False, 0, left=False).failed
+    thread.join()
 
 
 def test_who_sends_waits_no_longer_than_for_a_lost_node(
