@@ -65,7 +65,8 @@ def find_place(
     options = {"--node-rank": node_rank, "--rendezvous": rendezvous, "--interface": interface}
     named = [name for name, value in options.items() if value is not None]
     if nodes is None and named:
-        raise refusal("--nnodes", "missing", f"is needed with {' and '.join(named)}", "give their number")
+        message = f"is needed with {' and '.join(named)}"
+        raise refusal("--nnodes", "missing", message, "give the number of nodes")
     if nodes in (None, 1):
         return None
     rank = _number("--node-rank", node_rank, engine.rank)

@@ -16,7 +16,7 @@ from launcher import results
 from launcher.run import nodes, peers
 from launcher.run.nodes import Place, find_place, first_host
 from launcher.watch.failure import RankExit, RanksEnded
-from tests.e2e.cli import wait_for
+from tests.e2e.cli import here, tiny, wait_for
 from tests.helpers import issues_of, raised_issues
 
 SLURM = {
@@ -55,6 +55,16 @@ def test_options_win_over_the_variables_of_an_engine(
 ) -> None:
     found = find_place(*options, environ)
     assert found == (None if place is None else Place(*place, "lo"))
+
+
+@pytest.mark.parametrize(("nproc", "ranks"), [((), 6), (("--nproc", "1"), 2)])
+def test_kubeflow_gives_the_ranks_of_a_node(
+    shards: Path, tmp_path: Path, nproc: tuple[str, ...], ranks: int
+) -> None:
+    words = ["train", "quickstart", *tiny(shards, "batch.global_size=12"), "--dry-run", "--interface", "lo"]
+    environ = {**PET, "PET_NPROC_PER_NODE": "3"}
+    done = here(*words, "--run-dir", str(tmp_path / "run"), *nproc, **environ)
+    assert f"x dp {ranks} =" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(
