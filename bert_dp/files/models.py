@@ -129,10 +129,10 @@ class Failure(StoredFile):
     """Of a failure that may be due to memory."""
 
     def headline(self) -> str:
-        """Return the message with the rank that it is of."""
-        if self.rank is None:
-            return self.message
-        return f"rank {self.rank}{f' on {self.node}' if self.node else ''}: {self.message}"
+        """Return the message with the rank and node that it is of."""
+        rank = None if self.rank is None else f"rank {self.rank}"
+        place = " on ".join(filter(None, (rank, self.node)))
+        return f"{place}: {self.message}" if place else self.message
 
 
 STRAGGLER_RATIO = 1.2  # of own work to the others' median, from which on a rank is named

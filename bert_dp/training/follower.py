@@ -12,6 +12,7 @@ from pathlib import Path
 
 from bert_dp import files
 from bert_dp.config import Config, dump_config
+from bert_dp.training.process import World
 
 MODULE = "launcher.run.follow"  # a process of its own: its errors never reach the rank
 READY_S, CLOSE_S = 60.0, 60.0
@@ -21,8 +22,9 @@ class Follower:
     """A context on rank 0. From `start` on a process of the launcher shows the lines of the run; when rank 0
     leaves the context or is killed, it completes summary.json, writes the page and shows the result."""
 
-    def __init__(self, run_dir: Path, world_size: int):
-        self._run_dir, self._world_size = run_dir, world_size
+    def __init__(self, run_dir: Path, world: World):
+        self._arguments = [str(run_dir), str(world.size), str(world.local_size)]
+        self._run_dir = run_dir
         self._ours, self._theirs = socket.socketpair()
         self._cores = os.sched_getaffinity(0)  # before this rank is bound to some of them
         self._process: subprocess.Popen[bytes] | None = None
@@ -44,7 +46,7 @@ class Follower:
         try:
             os.sched_setaffinity(0, self._cores)
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", MODULE, str(self._run_dir), str(self._world_size)],
+                [sys.executable, "-P", "-m", MODULE, *self._arguments],
                 stdin=self._theirs.fileno(),
                 start_new_session=True,
             )

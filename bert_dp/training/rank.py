@@ -109,7 +109,7 @@ def run(
     device = devices.choose_device(config.run.device, world)
     if world.rank == 0:
         lock_run(run_dir, at_end)
-    follower = at_end.enter_context(Follower(run_dir, world.size)) if standalone and world.rank == 0 else None
+    follower = at_end.enter_context(Follower(run_dir, world)) if standalone and world.rank == 0 else None
     if world.rank == 0 and files.LAUNCHER_PID not in os.environ:  # else the launcher keeps it
         if issues := budget_issues(config, run_dir, []):
             raise ConfigError(issues)

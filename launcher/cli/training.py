@@ -74,6 +74,8 @@ def train(
     config, settings = opt.split_words(words, set_)
     place = find_place(nnodes, node_rank, rendezvous, interface)
     issues = []
+    if place is not None and nproc == "auto":
+        nproc = place.nproc
     if elastic and not max_restarts:
         hint = "add --max-restarts K"
         issues.append(Issue("--elastic", "no_effect", "no restart is allowed", hint=hint))

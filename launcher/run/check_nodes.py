@@ -75,7 +75,7 @@ def _serve(place: Place, directory: Path, data_hash: str, hello: peers.Message) 
     """Do what node 0 asks for, and return its exit code. Raises ConfigError."""
     member = peers.join(place, directory, hello, SILENT_S)
     member.link.send("data", hash=data_hash, issues=[])
-    while (order := member.next(lambda: False)) is not None and order["kind"] == "start":
+    while (order := member.next()) is not None and order["kind"] == "start":
         _measure(place, 1, order["store"], ())
     if order is None:
         return 1

@@ -1,5 +1,5 @@
-"""Show and close a run whose ranks our launcher has not started: `python -m launcher.run.follow RUN RANKS`, a
-child of rank 0, which holds the other end of standard input open while it lives."""
+"""Show and close a run whose ranks our launcher has not started: `python -m launcher.run.follow RUN RANKS
+RANKS_HERE`, a child of rank 0, which holds the other end of standard input open while it lives."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from launcher.watch import failure
 from launcher.watch.display import Display
 
 
-def main(run_dir: Path, ranks: int) -> None:
+def main(run_dir: Path, ranks: int, here: int) -> None:
     """Follow rank 0 to its end, then complete summary.json, write the page and show the result."""
     os.nice(19)  # ranks come first
     rank_0, memory, console = psutil.Process(os.getppid()), failure.MemoryWatch(), make_console()
@@ -44,7 +44,7 @@ def main(run_dir: Path, ranks: int) -> None:
     logs = run_dir / "logs"
     errors = failure.recorded_errors(logs)
     cause = failure.decide_cause(logs, "", (gone,), unknown, hang=None, errors=errors) or unknown
-    cause = failure.explain(cause, run_dir, ranks, memory.facts())
+    cause = failure.explain(cause, run_dir, ranks, memory.facts(), here)
     ended = outcome_of(run_dir, cause, unknown, ())
     facts: dict[str, object] = {"command_s": time.time() - began_s}
     try:
@@ -55,4 +55,4 @@ def main(run_dir: Path, ranks: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

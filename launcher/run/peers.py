@@ -25,14 +25,14 @@ import psutil
 from bert_dp import files
 from bert_dp.config import ConfigError, Issue, differing_settings
 from bert_dp.files import Heartbeat
-from bert_dp.files.models import Failure, RunMemory
+from bert_dp.files.models import Failure
 from launcher.job import COMPARED, Job
 from launcher.log import Log
 from launcher.report.formats import count_of
-from launcher.run.nodes import Place
+from launcher.run.nodes import Place, family, refusal
 from launcher.run.starters import NodeStart, RankStart
 from launcher.watch import hangs
-from launcher.watch.failure import RankExit, first_line
+from launcher.watch.failure import RanksEnded, first_line
 
 BEAT_S = 1.0
 ARRIVE_S = 120.0  # for every launcher to come
@@ -62,27 +62,37 @@ class Order(NamedTuple):
 class Link:
     """One connection. A thread reads messages, another sends a beat each second with `status`."""
 
-    def __init__(self, connection: socket.socket):
+    def __init__(self, connection: socket.socket, limit_s: float):
+        """`limit_s`: silence after which the other side counts as lost; at least SUSPENDED_S."""
+        self._limit_s = max(limit_s, SUSPENDED_S)
+        # nor may one who sends wait longer, where the link is cut and the buffer full
+        send_ms = round(1000 * (self._limit_s + 1))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, send_ms)
         connection.settimeout(ADMIT_S)
         self._socket, self._reader = connection, connection.makefile("rb")
         self._lock = threading.Lock()
         self.heard_s = time.monotonic()
-        self.is_closed = False
+        self.closed_s: float | None = None
         self.status: Message = {}
 
     def start(self, received: Callable[[Message], None]) -> None:
         self._socket.settimeout(None)
-        for target, arguments in ((self._read, [received]), (self._beat, [])):
-            threading.Thread(target=target, args=arguments, name="launchers", daemon=True).start()
+        self._reading = threading.Thread(target=self._read, args=[received], name="read", daemon=True)
+        self._reading.start()
+        threading.Thread(target=self._beat, name="beat", daemon=True).start()
 
     def send(self, kind: str, **facts: Any) -> None:
-        """Send a message; one to a launcher that is gone is lost, which `is_closed` tells."""
+        """Send a message; one to a launcher that is gone is lost, which `closed_s` tells."""
         line = json.dumps({"kind": kind, **facts}).encode() + b"\n"
         try:
             with self._lock:
                 self._socket.sendall(line)
         except OSError:
-            self.is_closed = True
+            self.drop()
+
+    def drop(self) -> None:
+        """Count the other side as gone."""
+        self.closed_s = self.closed_s or time.monotonic()
 
     def next(self) -> Message:
         """Read a message. Raises OSError at the end, and ValueError for what is none."""
@@ -90,42 +100,42 @@ class Link:
         if not line.endswith(b"\n"):
             raise ConnectionError("closed")
         message = files.parse_json(line)
-        if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
+        if not isinstance(message, dict) or "kind" not in message:
             raise ValueError("no message of a launcher")
         return message
 
     def silent_s(self) -> float:
-        return time.monotonic() - self.heard_s
+        """Return the seconds since its last message, at most until it closed."""
+        return (self.closed_s or time.monotonic()) - self.heard_s
 
-    def lost(self, name: str, limit_s: float) -> str | None:
+    def lost(self, name: str) -> str | None:
         """Describe why the launcher at the other end counts as lost; None = it does not."""
-        if self.is_closed:
-            return f"{name} is lost: its launcher has ended"
-        if (silent_s := self.silent_s()) >= max(limit_s, SUSPENDED_S):
+        if (silent_s := self.silent_s()) >= self._limit_s:
             return f"{name} is lost: not heard of for {silent_s:.0f} s; the machine or the link has failed"
-        return None
+        return f"{name} is lost: its launcher has ended" if self.closed_s else None
 
     def close(self) -> None:
         """Close once the other side, which has read what was sent, closes: a reset would take it away."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
-        end = time.monotonic() + 2.0
-        while not self.is_closed and time.monotonic() < end:
-            time.sleep(0.02)
-        self.is_closed = True
+        self._reading.join(2.0)
+        self.drop()
         self._socket.close()
 
     def _read(self, received: Callable[[Message], None]) -> None:
-        with contextlib.suppress(OSError, ValueError):
+        try:
             while True:
                 message = self.next()
                 self.heard_s = time.monotonic()
                 received(message)
-        self.is_closed = True
+        except (OSError, ValueError):
+            pass
+        finally:
+            self.drop()
 
     def _beat(self) -> None:
         last = time.monotonic()
-        while not self.is_closed:
+        while not self.closed_s:
             self.send("beat", **self.status)
             time.sleep(BEAT_S)
             now = time.monotonic()
@@ -185,13 +195,11 @@ def _differences(first: Message, other: Message) -> list[Issue]:
 def listen(address: str, port: int) -> socket.socket:
     """Bind a socket to one address. Raises ConfigError."""
     try:
-        return socket.create_server(
-            (address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET, backlog=128
-        )
+        return socket.create_server((address, port), family=family(address), backlog=128)
     except OSError as error:
         message = f"node 0 ({socket.gethostname()}) cannot listen at {address}:{port} ({error.strerror})"
         hint = "use an address of node 0 and a free port"
-        raise ConfigError([Issue("--rendezvous", "exists", message, port, hint=hint)]) from None
+        raise refusal("--rendezvous", "exists", message, hint, port) from None
 
 
 # --- node 0
@@ -229,32 +237,30 @@ class Coordinator:
         with contextlib.suppress(OSError):  # closed
             while True:
                 connection, _ = self._listener.accept()
-                threading.Thread(
-                    target=self._admit, args=[Link(connection)], name="admit", daemon=True
-                ).start()
+                threading.Thread(target=self._admit, args=[connection], name="admit", daemon=True).start()
 
-    def _admit(self, link: Link) -> None:
+    def _admit(self, connection: socket.socket) -> None:
         """Let a launcher prove that it sees the shared directory, and note who it is."""
         nonce = secrets.token_hex(16)
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it is none of ours
+            link = Link(connection, self._limit_s)
             link.send("challenge", nonce=nonce, file=self._file.name)
             hello = link.next()
             if hello["kind"] == "unseen":
                 self._note(issues=[Issue(**hello["issue"])])
             elif hmac.compare_digest(hello["proof"], _proof(self._secret, nonce)):
-                link.start(lambda message: self._note(int(hello["rank"]), message))
-                self._welcome(link, hello)
-
-    def _welcome(self, link: Link, hello: Message) -> None:
-        rank, issues = int(hello["rank"]), [Issue(**fields) for fields in hello["issues"]]
-        with self._changed:
-            if rank in self._members:
-                message = f"{rank} was given to two nodes, {self._hellos[rank]['host']} and {hello['host']}"
-                issues = [Issue("--node-rank", "conflict", message, rank, hint="number the nodes from 0")]
-                self._refused.append(link)
-            else:
-                self._hellos[rank], self._members[rank] = hello, link
-            self._note(issues=issues)
+                rank, issues = int(hello["rank"]), [Issue(**fields) for fields in hello["issues"]]
+                with self._changed:
+                    if rank in self._members:
+                        hosts = f"{self._hellos[rank]['host']} and {hello['host']}"
+                        message, hint = f"{rank} was given to two nodes, {hosts}", "number the nodes from 0"
+                        issues = [Issue("--node-rank", "conflict", message, rank, hint=hint)]
+                        self._refused.append(link)
+                        link.start(lambda message: None)  # nor may it speak for the first one
+                    else:
+                        self._hellos[rank], self._members[rank] = hello, link
+                        link.start(lambda message: self._note(rank, message))
+                    self._note(issues=issues)
 
     def _note(self, rank: int = 0, message: Message | None = None, issues: Sequence[Issue] = ()) -> None:
         with self._changed:
@@ -310,7 +316,7 @@ class Coordinator:
     def lost(self) -> str | None:
         """Describe a node whose launcher has gone, or was not heard of for hang_after_s."""
         links = list(self._members.items())
-        return next(filter(None, (link.lost(self.name(k), self._limit_s) for k, link in links)), None)
+        return next(filter(None, (link.lost(self.name(k)) for k, link in links)), None)
 
     def _send(self, kind: str, **facts: Any) -> None:
         for link in [*self._members.values(), *self._refused]:
@@ -363,15 +369,18 @@ class Coordinator:
         node = NodeStart(self.place, **shared, first_rank=0, store=store)
         return dataclasses.replace(start, nproc=self.counts[0], node=node)
 
-    def exchange(self, failed: bool, signal: int) -> Order:
-        """Tell the members that a rank here has failed, and return what theirs mean for ours."""
+    def exchange(self, failed: bool, signal: int, *, left: bool) -> Order:
+        """Tell the members that a rank here has failed, and return what theirs mean for ours. One that has
+        left before there is a summary has failed too, whatever its exit code."""
         if failed and not self._told_failed:
             self._told_failed = True
             self._send("failed")
         beats = self._all("beat", self._attempt).values()
         ended = self._all("ended", self._attempt).values()
-        has_failed = any(beat["failed"] for beat in beats) or any(message["code"] for message in ended)
-        return Order(has_failed, self.lost() is not None, max((beat["signal"] for beat in beats), default=0))
+        has_failed = any(beat.get("failed") for beat in beats) or any(each["ended"]["code"] for each in ended)
+        if any(beat.get("left") for beat in beats) and not (self._file.parent / "summary.json").exists():
+            has_failed = True
+        return Order(has_failed, self.lost() is not None, max((b.get("signal", 0) for b in beats), default=0))
 
     def unheard_s(self) -> float:
         """Return the seconds since the last message of the node that is silent longest."""
@@ -380,7 +389,9 @@ class Coordinator:
     def heartbeats(self) -> dict[int, tuple[Heartbeat, str]]:
         """Return the last heartbeat and process state of each rank of the others."""
         beats = self._all("beat", self._attempt).values()
-        return {int(k): (Heartbeat(*beat), s) for each in beats for k, (beat, s) in each["ranks"].items()}
+        return {
+            int(k): (Heartbeat(*beat), s) for each in beats for k, (beat, s) in each.get("ranks", {}).items()
+        }
 
     def ask_for_evidence(self) -> None:
         with self._changed:
@@ -396,42 +407,38 @@ class Coordinator:
             for rank, (stack, collectives) in message["ranks"].items()
         }
 
-    def collect(self, *, failed: bool) -> tuple[list[Failure], list[RankExit], str]:
-        """Return the errors and ends of the members' ranks, on our clock, and what their torchruns said;
-        ranks of a failed run are ended first. A node that is lost has none."""
+    def collect(self, ours: RanksEnded) -> dict[int, RanksEnded]:
+        """Return how the ranks of each node have ended, by our clock; ranks of a failed run are ended first.
+        A node that is lost has none."""
 
         def all_have_ended() -> bool:
             return len(self._all("ended", self._attempt)) == len(self._members)
 
-        if failed or not self._wait(all_have_ended, ENDING_S):
+        if ours.code or not self._wait(all_have_ended, ENDING_S):
             self._send("abort")
             self._wait(all_have_ended, ENDING_S)
-        said = self._all("ended", self._attempt)
-        errors, exits = [], []
-        for rank, link in self._members.items():
-            if rank not in said:
-                link.is_closed = True  # what it still runs must not meet another attempt
-                continue
-            offset_ns = said[rank]["now_ns"] - said[rank]["heard_ns"]
-            for fields in said[rank]["errors"]:
-                error = Failure.model_validate(fields)
-                errors.append(error.model_copy(update={"time_ns": error.time_ns - offset_ns}))
-            exits += [RankExit(number, code, ns - offset_ns) for number, code, ns in said[rank]["exits"]]
-        texts = (message["said"] for message in said.values())
-        return errors, sorted(exits, key=lambda end: end.time_ns), "".join(texts)
+        ended = {0: ours}
+        for rank, said in self._all("ended", self._attempt).items():
+            ahead_ns = said["now_ns"] - said["heard_ns"]
+            ended[rank] = RanksEnded.model_validate(said["ended"], strict=False).by_clock(ahead_ns)
+        for rank in self._members.keys() - ended:
+            self._members[rank].drop()  # what it still runs must not meet another attempt
+        return ended
 
-    def blame(self, cause: Failure | None, memory: RunMemory) -> tuple[Failure | None, RunMemory]:
-        """Name the node of the rank that failed first, or the lost node for which ranks failed; also return
-        the memory of that node's ranks, by default ours."""
-        if (lost := self.lost()) and (cause is None or cause.kind in ("peer_gone", "no_cause")):
-            cause = Failure(kind="node_lost", message=lost)
-        elif cause is not None and cause.rank is not None:
+    def blame(self, cause: Failure | None, unknown: Failure, failed_first: int) -> tuple[Failure | None, int]:
+        """Name the node that failed first, and return its number: that of the rank, or the lost one for which
+        ranks failed, or the one whose launcher's process failed before any rank knew why (`unknown`)."""
+        node = 0
+        if cause is None or cause.kind in ("peer_gone", "no_cause"):
+            if lost := self.lost():
+                cause = Failure(kind="node_lost", message=lost)
+            elif failed_first:
+                cause, node = unknown.model_copy(update={"node": self.name(failed_first)}), failed_first
+        if cause is not None and cause.rank is not None:
             node = self.nodes[cause.rank]
             cause = cause.model_copy(update={"node": self.name(node)})
-            if node in (said := self._all("ended", self._attempt)):
-                memory = RunMemory.model_validate(said[node]["memory"])
         self._cause = cause
-        return cause, memory
+        return cause, node
 
     def end(self, code: int, issues: Sequence[Issue] = ()) -> None:
         """Tell every node how the run ended, and close; later calls do nothing."""
@@ -469,8 +476,8 @@ def coordinating(place: Place, run_dir: Path, log: Log, limit_s: float) -> Itera
 class Member:
     """The side of any other node."""
 
-    def __init__(self, link: Link, run_dir: Path, limit_s: float):
-        self.link, self._run_dir, self._limit_s = link, run_dir, limit_s
+    def __init__(self, link: Link, run_dir: Path):
+        self.link, self._run_dir = link, run_dir
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._heard: set[str] = set()
         self._looked_s = 0.0
@@ -483,8 +490,7 @@ class Member:
         kind = message["kind"]
         if kind == "start":
             self._heard.clear()
-            attempt = message["node"]["attempt"] if "node" in message else 0
-            self.link.status = {"attempt": attempt, "ranks": {}, "failed": False, "signal": 0}
+            self.link.status = {"attempt": message["node"]["attempt"] if "node" in message else 0}
         if kind in ("start", "end"):
             self._messages.put(message)
         elif kind == "clock":
@@ -492,16 +498,18 @@ class Member:
         else:
             self._heard.add(kind)
 
-    def next(self, stopped: Callable[[], bool]) -> Message | None:
-        """Wait for `start` or `end`; None when node 0 is lost or `stopped`."""
+    def next(self, pending: Sequence[int] = ()) -> Message | None:
+        """Wait for `start` or `end`; None when node 0 is lost, or a stop signal came before the first start:
+        a later one is for the run, also between two attempts."""
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._messages.get(timeout=BEAT_S / 5)
-            if self.lost() or stopped():  # what it sent last may have come in this moment
+            # what it sent last may have come in this moment
+            if self.lost() or (pending and not self.link.status):
                 return None if self._messages.empty() else self._messages.get()
 
     def lost(self) -> str | None:
-        return self.link.lost("node 0", self._limit_s)
+        return self.link.lost("node 0")
 
     def poll(self, workers: Mapping[int, psutil.Process]) -> None:
         """Put what the ranks here show into the next beat, and send their stacks when node 0 asks."""
@@ -520,9 +528,9 @@ class Member:
             ranks = {k: [[dataclasses.astuple(f) for f in stack], all_] for k, (stack, all_) in found.items()}
             self.link.send("evidence", ranks=ranks)
 
-    def exchange(self, failed: bool, signal: int) -> Order:
-        """Tell node 0 of a failure or a signal here, and return what it wants."""
-        before, now = self.link.status, {"failed": failed, "signal": signal}
+    def exchange(self, failed: bool, signal: int, *, left: bool) -> Order:
+        """Tell node 0 of a failure or a signal here, or that a rank has left; return what it wants."""
+        before, now = self.link.status, {"failed": failed, "signal": signal, "left": left}
         self.link.status = {**before, **now}
         if not now.items() <= before.items():
             self.link.send("beat", **self.link.status)
@@ -535,13 +543,13 @@ def join(place: Place, run_dir: Path, hello: Message, limit_s: float) -> Member:
     end = time.monotonic() + ARRIVE_S
     while True:
         try:
-            link = Link(socket.create_connection((place.address, place.port), timeout=5.0))
+            link = Link(socket.create_connection((place.address, place.port), timeout=5.0), limit_s)
             break
         except OSError as error:
             if time.monotonic() >= end:
                 message = f"node 0 does not answer at {meet} within {ARRIVE_S:.0f} s ({error})"
                 hint = "start `bert-dp train --node-rank 0` there, and see its own message"
-                raise ConfigError([Issue("--rendezvous", "not_found", message, meet, hint=hint)]) from None
+                raise refusal("--rendezvous", "not_found", message, hint, meet) from None
             time.sleep(0.5)
     try:
         challenge = link.next()
@@ -551,13 +559,13 @@ def join(place: Place, run_dir: Path, hello: Message, limit_s: float) -> Member:
     except (OSError, ValueError, KeyError) as error:
         message = f"what answers at {meet} is not node 0 of this run ({error})"
         hint = "see the message of node 0, or choose a free port on every node"
-        raise ConfigError([Issue("--rendezvous", "conflict", message, meet, hint=hint)]) from None
+        raise refusal("--rendezvous", "conflict", message, hint, meet) from None
     file = run_dir / name
     if not files.appears(file, lambda file: bool(file.read_text())):
         message = f"{_name(place.rank, hello['host'])} does not see what node 0 writes to {run_dir}"
         hint = "use a directory that all nodes share"
-        unseen = Issue("--run-dir", "not_found", message, str(run_dir), hint=hint)
-        link.send("unseen", issue=unseen.to_json())
-        raise ConfigError([unseen])
+        unseen = refusal("--run-dir", "not_found", message, hint, str(run_dir))
+        link.send("unseen", issue=unseen.issues[0].to_json())
+        raise unseen
     link.send("hello", **hello, proof=_proof(file.read_text(), nonce))
-    return Member(link, run_dir, limit_s)
+    return Member(link, run_dir)

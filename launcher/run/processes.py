@@ -14,19 +14,18 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from bert_dp import files
-from bert_dp.files.models import Failure, RunMemory, Summary
+from bert_dp.files.models import Failure, Summary
 from bert_dp.files.reaper import describe_exit_code, reaper
 from launcher import results
 from launcher.log import Log, print_error
 from launcher.run.peers import Coordinator, Member
 from launcher.run.starters import WORKER, RankStart, start_command, start_environment
 from launcher.watch import failure
-from launcher.watch.failure import MemoryWatch, RankExit
+from launcher.watch.failure import MemoryWatch, RankExit, RanksEnded
 from launcher.watch.hangs import Watch
 
 POLL_S = 0.2
@@ -67,30 +66,6 @@ def stop_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-@dataclasses.dataclass(frozen=True)
-class RanksEnded:
-    """Describe the end of the ranks of this node."""
-
-    code: int  # of the launcher's process
-    said: str  # the end of its output, without secrets
-    log: Path  # the file that has it
-    errors: list[Failure]  # what the ranks recorded
-    exits: list[RankExit]
-    memory: RunMemory
-
-    def to_json(self, attempt: int) -> dict[str, Any]:
-        """Return the fields for node 0, which reads the logs itself."""
-        return {
-            "attempt": attempt,
-            "code": self.code,
-            "said": self.said,  # at most failure.TAIL_BYTES
-            "errors": [results.plain(error) for error in self.errors],
-            "exits": [dataclasses.astuple(rank_exit) for rank_exit in self.exits],
-            "memory": results.plain(self.memory),
-            "now_ns": time.monotonic_ns(),
-        }
-
-
 def run(
     run_dir: Path,
     start: RankStart,
@@ -119,26 +94,31 @@ def run(
             if watch is not None:
                 watch.others = nodes
         ended = run_ranks(run_dir, start, pending, log, on_poll=on_poll, watch=watch, peers=nodes)
-        errors, exits, said = ended.errors, ended.exits, ended.said
-        if nodes is not None:
-            theirs = nodes.collect(failed=ended.code != 0)
-            errors, exits, said = [*errors, *theirs[0]], [*exits, *theirs[1]], said + theirs[2]
+        by_node = {0: ended} if nodes is None else nodes.collect(ended)
+        errors = [error for each in by_node.values() for error in each.errors]
+        exits = sorted((e for each in by_node.values() for e in each.exits), key=lambda e: e.time_ns)
+        said = "".join(each.said for each in by_node.values())
+        # a process that failed though none of its ranks has said why
+        failed_ns = {each.failed_ns: k for k, each in by_node.items() if each.failed_ns and not each.errors}
+        failed_first = failed_ns[min(failed_ns)] if failed_ns else 0
+        first = by_node[failed_first]
         hung = watch.hang if watch is not None else None
         place = f" at {hung.where}" if hung and hung.where else ""
         unknown = Failure(
             kind="no_cause",
-            message=f"{start.launcher}: {describe_exit_code(ended.code, 'and no summary')}",
-            log=str(ended.log),
-            log_tail=ended.said.splitlines()[-failure.TAIL_LINES :],
+            message=f"{start.launcher}: {describe_exit_code(first.code, 'and no summary')}",
+            log=first.log,
+            log_tail=failure.tail_of(first.said),
             explanation=[f"no progress: {hung.headline()}{place}; stacks in hang.txt"] if hung else [],
         )
         hang = hung if watch is not None and watch.ends else None
         cause = failure.decide_cause(logs, said, exits, unknown, hang=hang, errors=errors)
-        memory = ended.memory
+        node, here = 0, nproc
         if nodes is not None:
-            cause, memory = nodes.blame(cause, memory)
+            cause, node = nodes.blame(cause, unknown, failed_first)
+            here = nodes.counts[node]
         if cause is not None:
-            cause = failure.explain(cause, run_dir, nproc, memory)
+            cause = failure.explain(cause, run_dir, nproc, by_node.get(node, ended).memory, here)
         return outcome_of(run_dir, cause, unknown, pending)
 
 
@@ -185,13 +165,21 @@ def run_ranks(
             try:
                 _follow(workers, run_dir, start, pending, on_poll, log, memory, watch, peers)
             finally:
+                failed_ns = time.monotonic_ns() if process.poll() else None
                 kill_tree(workers)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     # summary.json quotes it
     said = files.hide(failure.read_end(launcher_log), files.secret_values(os.environ))
-    errors = failure.recorded_errors(logs, start.ranks)
-    return RanksEnded(process.returncode, said, launcher_log, errors, workers.exits, memory.facts())
+    return RanksEnded(
+        code=process.returncode,
+        failed_ns=failed_ns,
+        said=said,
+        log=str(launcher_log),
+        errors=failure.recorded_errors(logs, start.ranks),
+        exits=workers.exits,
+        memory=memory.facts(),
+    )
 
 
 def _follow(
@@ -221,7 +209,7 @@ def _follow(
         if len(pending) >= 2:
             return
         if peers is not None:
-            order = peers.exchange(failed, pending[0] if pending else 0)
+            order = peers.exchange(failed, pending[0] if pending else 0, left=bool(workers.exits))
             failed = failed or order.failed
             if order.signal and not pending:
                 pending.append(order.signal)

@@ -138,15 +138,16 @@ def over_nodes_issues(job: Job, options: RunOptions) -> list[Issue]:
     if options.run_dir is None:
         message, hint = "is needed over several nodes", "name a directory that all of them share"
         issues.append(Issue("--run-dir", "missing", message, None, "--nnodes", hint))
-    if launcher != "torchrun":
-        message = f"{launcher} is started for one host, and torchrun starts the ranks over several nodes"
-        issues.append(Issue("--launcher", "unsupported", message, launcher, "--nnodes", "use torchrun"))
-    if options.elastic:
-        message = "a run over several nodes restarts with all of its ranks"
-        issues.append(Issue("--elastic", "unsupported", message, True, "--nnodes", "leave it out"))
-    if job.allow_code:
-        message, hint = "own code runs on one node", "leave --nnodes out"
-        issues.append(Issue("--allow-code", "unsupported", message, True, "--nnodes", hint))
+    one_host = f"{launcher} is started for one host, and torchrun starts the ranks over several nodes"
+    together = "a run over several nodes restarts with all of its ranks"
+    unsupported = (
+        ("--launcher", launcher != "torchrun", one_host, "use torchrun"),
+        ("--elastic", options.elastic, together, "leave it out"),
+        ("--allow-code", job.allow_code, "own code runs on one node", "leave --nnodes out"),
+    )
+    for option, is_given, message, hint in unsupported:
+        if is_given:
+            issues.append(Issue(option, "unsupported", message, None, "--nnodes", hint))
     return issues
 
 
@@ -166,14 +167,16 @@ def follow_node_0(job: Job, place: Place, nproc: str, run_dir: Path, log: Log) -
     except ConfigError as error:
         member.link.send("data", hash="", issues=[issue.to_json() for issue in error.issues])
     with processes.stop_signals() as pending:
-        while (order := member.next(lambda: bool(pending))) is not None and order["kind"] == "start":
+        while (order := member.next(pending)) is not None and order["kind"] == "start":
             node = NodeStart(place, **order["node"])
             start = RankStart(count, order["worker"], on_gpu=job.gpus > 0, node=node)
             (run_dir / "logs").mkdir(exist_ok=True)
             for stale in failure.error_files(run_dir / "logs", start.ranks):
                 stale.unlink(missing_ok=True)
             ended = processes.run_ranks(run_dir, start, pending, log, watch=member, peers=member)
-            member.link.send("ended", **ended.to_json(node.attempt))
+            member.link.send(
+                "ended", attempt=node.attempt, ended=results.plain(ended), now_ns=time.monotonic_ns()
+            )
         if order is None:
             log(f"error: {member.lost() or 'stopped before the run began'}")
             return 128 + pending[0] if pending else 1

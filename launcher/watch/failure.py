@@ -19,6 +19,7 @@ import psutil
 
 from bert_dp import files
 from bert_dp.config import Config, ConfigError, batch_layout, divisors, load_config
+from bert_dp.config.errors import StoredModel
 from bert_dp.cost import GIB, rank_memory_gib
 from bert_dp.files import is_own_code, safe
 from bert_dp.files.models import OUT_OF_MEMORY, Failure, RecordedEnvironment, RunMemory
@@ -66,6 +67,30 @@ class RankExit:
     rank: int
     code: int | None
     time_ns: int
+
+
+class RanksEnded(StoredModel):
+    """Describe the end of the ranks of one node. Times are of CLOCK_MONOTONIC."""
+
+    code: int
+    """Of the launcher's process."""
+    failed_ns: int | None
+    """When that process failed by itself; None: it did not, or we ended it."""
+    said: str
+    """The end of its output, at most TAIL_BYTES, without secrets."""
+    log: str
+    """The file that has it."""
+    errors: list[Failure]
+    """What the ranks recorded."""
+    exits: list[RankExit]
+    memory: RunMemory
+
+    def by_clock(self, ahead_ns: int) -> RanksEnded:
+        """Convert the times of a clock that is `ahead_ns` ahead."""
+        errors = [error.model_copy(update={"time_ns": error.time_ns - ahead_ns}) for error in self.errors]
+        exits = [dataclasses.replace(each, time_ns=each.time_ns - ahead_ns) for each in self.exits]
+        failed_ns = None if self.failed_ns is None else self.failed_ns - ahead_ns
+        return self.model_copy(update={"errors": errors, "exits": exits, "failed_ns": failed_ns})
 
 
 def decide_cause(
@@ -226,28 +251,33 @@ def first_line(message: str) -> str:
 # --- explanations and fixes
 
 
-def explain(failure: Failure, run_dir: Path, world_size: int, memory: RunMemory) -> Failure:
+def explain(
+    failure: Failure, run_dir: Path, world_size: int, memory: RunMemory, here: int | None = None
+) -> Failure:
     """Add explanations and fixes to a failure, as far as they follow from RUN/config.yaml and
-    RUN/environment.json."""
+    RUN/environment.json. `here`: ranks that share the memory of the failed one's node; None = all."""
+    here = here or world_size
     facts: dict[str, Any] = {}
     if failure.killed_by in MEANING:
         meaning, fix = MEANING[failure.killed_by]
         facts = {"explanation": [meaning], "fix": [fix]}
     elif failure.killed_by == signal.SIGKILL:
-        facts = {**_explain_kill(failure, run_dir, world_size, memory), "memory": memory}
+        facts = {**_explain_kill(failure, run_dir, world_size, memory, here), "memory": memory}
     elif failure.kind in OUT_OF_MEMORY:
         on_host = failure.kind == "host_memory"
-        reasons, fixes = what_to_lower(run_dir, world_size, failure.message, on_host=on_host)
+        reasons, fixes = what_to_lower(run_dir, world_size, failure.message, on_host=on_host, here=here)
         facts = {"explanation": reasons, "fix": fixes, "memory": memory if on_host else None}
     return failure.model_copy(update=facts)
 
 
-def _explain_kill(failure: Failure, run_dir: Path, world_size: int, memory: RunMemory) -> dict[str, Any]:
+def _explain_kill(
+    failure: Failure, run_dir: Path, world_size: int, memory: RunMemory, here: int
+) -> dict[str, Any]:
     peak = memory.peaks_gib.get(f"rank {failure.rank}")
     peaked = f"its memory peaked at {format_gib(peak)}" if peak else "it ended before its memory was seen"
     if memory.oom_kills:
         first = f"the kernel killed it for want of host memory (oom_kill in {memory.counter}); {peaked}"
-        reasons, fixes = what_to_lower(run_dir, world_size, "", on_host=True)
+        reasons, fixes = what_to_lower(run_dir, world_size, "", on_host=True, here=here)
         message = f"{failure.message}: host out of memory"
         return {"message": message, "kind": "host_memory", "explanation": [first, *reasons], "fix": fixes}
     reason = "from outside: no out-of-memory kill was counted"
@@ -258,9 +288,10 @@ def _explain_kill(failure: Failure, run_dir: Path, world_size: int, memory: RunM
 
 
 def what_to_lower(
-    run_dir: Path, world_size: int, message: str, *, on_host: bool
+    run_dir: Path, world_size: int, message: str, *, on_host: bool, here: int
 ) -> tuple[list[str], list[str]]:
-    """Explain a lack of memory, of the host or the device, and find settings that need less."""
+    """Explain a lack of memory, of the host or the device, and find settings that need less. `here`: ranks
+    that share the host."""
     try:
         config = load_config(run_dir / "config.yaml")
     except (ConfigError, OSError):
@@ -271,9 +302,9 @@ def what_to_lower(
     reasons: list[str] = []
     if on_host:
         total = machine.memory_limit_gib or machine.memory_gib
-        capacity = total / world_size if total else None
+        capacity = total / here if total else None
         if total:
-            shared = f"{format_gib(total)} / {world_size} ranks = {format_gib(capacity)} a rank"
+            shared = f"{format_gib(total)} / {here} ranks = {format_gib(capacity)} a rank"
             reasons = [f"{'control group limit' if machine.memory_limit_gib else 'machine'} {shared}"]
     elif match := re.search(r"total capacity of ([\d.]+) (GiB|MiB)", message):  # torch's words
         capacity = float(match[1]) / {"GiB": 1, "MiB": 1024}[match[2]]

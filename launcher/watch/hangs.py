@@ -228,8 +228,8 @@ class Watch:
         diagnosis = find_culprit(snapshots)
         now = self._look(workers)
         for rank in diagnosis.ranks or self._ranks:
-            if now[rank][0].progress != self._ranks[rank].heartbeat.progress:
-                return  # it went on while we looked
+            if rank not in now or now[rank][0].progress != self._ranks[rank].heartbeat.progress:
+                return  # it ended or went on while we looked
         if any(compiles(s.stack) and s.silent_s < PATIENT_S for s in snapshots):
             self._next_look_s = self._clock_s + COMPILING_S
             return

@@ -1,7 +1,7 @@
 """Nodes of our own on one machine: network and UTS namespaces joined by a bridge, views of a shared directory
 by bindfs. Each test cleans up its namespaces, mounts and processes.
 
-`make nodes` sets BERT_DP_NODES=full for the counts of the fault table; CI runs two rounds.
+BERT_DP_NODES=N, 10 for `make nodes`, runs what takes long, and N rounds of each fault; CI runs one or two.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import shutil
-import signal
 import subprocess
 import tempfile
 import time
@@ -25,13 +24,14 @@ import pytest
 
 from tests.e2e.cli import command, tiny, wait_for
 
-FULL = os.environ.get("BERT_DP_NODES") == "full"
+ROUNDS = int(os.environ.get("BERT_DP_NODES", "0"))
+FULL = ROUNDS > 0
 NUMBERS = itertools.count()
 PORT = 29400
 
 
-def rounds(short: int = 2, full: int = 10) -> range:
-    return range(full if FULL else short)
+def rounds(short: int = 2) -> range:
+    return range(ROUNDS or short)
 
 
 def observe(fault: str, **facts: Any) -> None:
@@ -107,10 +107,9 @@ class Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name in self.names:
-            for process in self.processes(name):
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
+        for process in (process for node in range(len(self.names)) for process in self.on(node)):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
         for popen in self.started:
             popen.wait(timeout=30)
         shutil.rmtree(self.folder)
@@ -121,16 +120,10 @@ class Cluster:
         return f"10.{net}.{self.net}.{node + 1}"
 
     def inside(self, node: int, *arguments: str) -> list[str]:
-        """A command in a node's namespaces, with a host name of its own."""
-        script = 'hostname "$0" && exec "$@"'
+        """A command in a node's namespaces, with a host name of its own; $BEFORE is run there first."""
+        script = 'hostname "$0" && ${BEFORE:-true} && exec "$@"'
         within = ["ip", "netns", "exec", self.names[node], "unshare", "-u", "sh", "-c", script, f"host{node}"]
         return [*within, *arguments]
-
-    def failed_command(self, command: list[str]) -> bytes:
-        """The errors of a command that fails."""
-        done = subprocess.run(command, capture_output=True, check=False)
-        assert done.returncode
-        return done.stderr
 
     def start(self, node: int, *arguments: str, **environ: str) -> Started:
         path = self.folder / f"{len(self.started)}.txt"
@@ -153,6 +146,7 @@ class Cluster:
         options: tuple[str, ...] = (),
         nodes: tuple[int, ...] = (0, 1),
         size: int | None = None,
+        **environ: str,
     ) -> list[Started]:
         """`bert-dp train` on these nodes; `run_dir` may have a path for each."""
         size = size or len(self.names)
@@ -163,10 +157,14 @@ class Cluster:
             place_options = ["--nnodes", str(size), "--node-rank", str(node)]
             place_options += ["--rendezvous", f"{self.address(0)}:{PORT}"]
             words = command("train", "quickstart", *tiny(shards, *items), "--nproc", str(nproc))
-            started.append(self.start(node, *words, "--run-dir", str(place), *place_options, *options))
+            started.append(
+                self.start(node, *words, "--run-dir", str(place), *place_options, *options, **environ)
+            )
         return started
 
-    def processes(self, name: str) -> list[psutil.Process]:
+    def on(self, node: int) -> list[psutil.Process]:
+        """The processes of a node."""
+        name = self.names[node]
         pids = run("ip", "netns", "pids", name).split() if name in run("ip", "netns") else []
         found = []
         for pid in pids:
@@ -175,9 +173,6 @@ class Cluster:
                 if process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
-
-    def on(self, node: int) -> list[psutil.Process]:
-        return self.processes(self.names[node])
 
     def ranks(self, node: int) -> list[psutil.Process]:
         """The workers on a node, by rank."""
@@ -192,9 +187,10 @@ class Cluster:
     def link(self, node: int, state: str) -> None:
         run("ip", "-n", self.bridge, "link", "set", f"data{node}", state)
 
-    def suspend(self, node: int) -> None:
+    def signal(self, node: int, number: int) -> None:
+        """Send a signal to every process of a node."""
         for process in self.on(node):
-            process.send_signal(signal.SIGSTOP)
+            process.send_signal(number)
 
     def assert_empty(self, seconds: float) -> None:
         """No process is left on any node that is not stopped."""

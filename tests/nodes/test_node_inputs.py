@@ -6,9 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.test_launchers import with_site
 from tests.nodes.harness import PORT, Cluster, ended, needs_nodes
+from tests.shards import write_shards
 
 pytestmark = needs_nodes
+OTHER_TORCH = """
+from importlib import metadata
+version = metadata.version
+metadata.version = lambda name: "0.1" if name == "torch" else version(name)
+"""
 
 
 @pytest.mark.parametrize(
@@ -44,6 +51,7 @@ def test_what_a_node_finds_by_itself_is_refused_there(shards: Path, tmp_path: Pa
         taken.wait_for("socket")
         for node, options, words in (
             (0, (), "--rendezvous: node 0 (host0) cannot listen"),
+            (0, ("--rendezvous", f"{cluster.address(1)}:9"), "--rendezvous: node 0 (host0) cannot listen"),
             (1, ("--interface", "eth7"), "--interface: eth7 does not exist on host1; use one of data"),
             (1, ("--rendezvous", "203.0.113.1:1"), "--rendezvous: host1 has no route"),
             (1, ("--launcher", "accelerate"), "--launcher: accelerate"),
@@ -53,3 +61,40 @@ def test_what_a_node_finds_by_itself_is_refused_there(shards: Path, tmp_path: Pa
             (text,) = ended(cluster.train(shards, tmp_path / "run", options=options, nodes=(node,)), 2, 60)
             assert words in text, text
         assert taken.process.poll() is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "before", "code", "words"),
+    [
+        ("", "mount --bind {other} {shards}", "", ("data: ", "on node 1 (host1)", "use the same shards")),
+        ("optim.lr=0.5", "", "", ("optim.lr: 0.5 on node 1 (host1)", "same versions and configuration")),
+        ("", "", OTHER_TORCH, ("torch: 0.1 on node 1 (host1)", "same versions and configuration")),
+    ],
+)
+def test_what_differs_between_nodes_is_told_on_both(
+    shards: Path, tmp_path: Path, settings: str, before: str, code: str, words: tuple[str, ...]
+) -> None:
+    before = before.format(other=write_shards(tmp_path / "other", seed=1), shards=shards)
+    with Cluster() as cluster:
+        path = with_site(tmp_path, code)
+        started = cluster.train(shards, tmp_path / "run", nodes=(0,))
+        environ = {"PYTHONPATH": path, "BEFORE": before}
+        started += cluster.train(shards, tmp_path / "run", settings, nodes=(1,), **environ)
+        for text in ended(started, 2, 120):
+            assert all(word in text for word in words), text
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("node", "words"),
+    [(0, "--nnodes: node 1 did not come within 2 s"), (1, "--rendezvous: node 0 does not answer at 10.77.")],
+)
+def test_a_node_that_waits_for_another_in_vain_ends(
+    shards: Path, tmp_path: Path, node: int, words: str
+) -> None:
+    """After 120 s, here 2."""
+    with Cluster() as cluster:
+        path = with_site(tmp_path, "from launcher.run import peers; peers.ARRIVE_S = peers.REFUSE_S = 2.0")
+        (text,) = ended(cluster.train(shards, tmp_path / "run", nodes=(node,), PYTHONPATH=path), 2, 60)
+    assert words in text, text
+    assert "see its own message" in text

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.cli import go_on, train
-from tests.nodes.harness import FULL, Cluster, ended, needs_nodes, stale_views
+from tests.e2e.cli import go_on, train, write_config
+from tests.e2e.test_launchers import with_site
+from tests.helpers import read_json
+from tests.nodes.harness import FULL, ROUNDS, Cluster, ended, needs_nodes, stale_views
 from tests.parity.runs import losses, state
 
 pytestmark = needs_nodes
@@ -57,23 +61,43 @@ def test_a_run_goes_on_over_two_nodes_one_and_two(shards: Path, tmp_path: Path) 
         assert_equal(tmp_path / "one", tmp_path / "shared" / "run", 1e-5, 1e-4, step=12)
 
 
+def test_ranks_that_torchrun_starts_on_two_nodes_write_a_whole_run(shards: Path, tmp_path: Path) -> None:
+    """As docs/cluster.md has it."""
+    page = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
+    (line,) = re.findall(r"^torchrun (.*)$", page, re.MULTILINE)
+    config, run_dir = write_config(tmp_path / "made", shards, "compile=off"), tmp_path / "run"
+    changes = {"8": "1", "own.yaml": str(config), "/shared/runs/own": str(run_dir)}
+    words = [changes.get(word, word) for word in line.split()]
+    with Cluster() as cluster:
+        start = [sys.executable, "-P", "-m", "torch.distributed.run"]
+        start += [cluster.address(0) if word == "10.0.0.1" else word for word in words]
+        at = start.index("--node-rank") + 1
+        environ = {"GLOO_SOCKET_IFNAME": "data"}  # nothing resolves the hosts' names
+        started = [cluster.start(k, *start[:at], str(k), *start[at + 1 :], **environ) for k in (0, 1)]
+        said = ended(started, 0)
+    assert "step 2 |" in said[0]
+    assert "step 2 |" not in said[1]
+    assert (run_dir / "report.html").exists()
+    summary = read_json(run_dir / "summary.json")
+    assert (summary["status"], summary["world_size"]) == ("done", 2)
+
+
 @pytest.mark.skipif(not FULL, reason="20 runs are part of make nodes")
 def test_stale_views_end_no_run(shards: Path, tmp_path: Path) -> None:
     """Every second run goes on at once from where the one before it has just ended."""
     views = [tmp_path / "view0", tmp_path / "view1"]
     with stale_views(tmp_path / "shared", *views), Cluster() as cluster:
-        for k in range(20):
+        for k in range(2 * ROUNDS):
             places = [view / f"run-{k // 2}" for view in views]
             ended(cluster.train(shards, places, f"schedule.steps={2 + 2 * (k % 2)}"), 0)
 
 
-@pytest.mark.skipif(
-    not FULL, reason="45 s of waiting are part of make nodes; tests/unit/test_nodes.py turns them to 1"
-)
 def test_a_directory_that_is_not_shared_is_refused(shards: Path, tmp_path: Path) -> None:
+    """After 45 s; in CI 2."""
+    path = with_site(tmp_path, "" if FULL else "from bert_dp.files import io; io.STALE_S = 2.0")
     places = [tmp_path / "a" / "run", tmp_path / "b" / "run"]
     with Cluster() as cluster:
         began = time.monotonic()
-        said = ended(cluster.train(shards, places), 2)
+        said = ended(cluster.train(shards, places, PYTHONPATH=path), 2)
     assert time.monotonic() - began < 60
-    assert all("node 1 (host1) does not see what node 0 writes" in text for text in said), said
+    assert all("--run-dir: node 1 (host1) does not see what node 0 writes" in text for text in said), said

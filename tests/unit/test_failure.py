@@ -405,8 +405,8 @@ def test_a_host_out_of_memory_shares_it_between_the_ranks(run_dir: Path) -> None
     assert "there are 10.00 GiB" in explained.explanation[1]
     assert explained.memory is NONE
     files.write_json(run_dir / "environment.json", {"memory_gib": 64.0})
-    whole = explain(raised(HOST), run_dir, 4, NONE).explanation[0]
-    assert whole == "machine 64.00 GiB / 4 ranks = 16.00 GiB a rank"
+    whole = explain(raised(HOST), run_dir, 4, NONE, here=2).explanation[0]  # of two nodes
+    assert whole == "machine 64.00 GiB / 2 ranks = 32.00 GiB a rank"
 
 
 @pytest.mark.parametrize(

@@ -500,6 +500,16 @@ def test_no_report_of_a_rank_that_goes_on_while_evidence_is_gathered(scene: Scen
     assert scene.ranks[0].signals >= 1
 
 
+def test_no_report_of_a_rank_elsewhere_that_ends_while_evidence_is_gathered(scene: Scene) -> None:
+    scene.train(5)
+    elsewhere = {2: (scene.ranks[1].beat, "S")}
+    scene.watch.others = types.SimpleNamespace(
+        unheard_s=float, heartbeats=elsewhere.copy, ask_for_evidence=elsewhere.clear, evidence=dict
+    )
+    assert scene.quiet(28) is not None
+    assert "rank 2" not in "".join(scene.said)
+
+
 def test_a_process_without_a_heartbeat_of_its_own_gets_no_signal(scene: Scene) -> None:
     """SIGUSR2 would end a worker that has not asked for it yet."""
     scene.train(5)

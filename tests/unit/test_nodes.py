@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bert_dp import files
-from bert_dp.config import ConfigError
+from bert_dp.config import Issue
+from bert_dp.files.models import Failure, RunMemory
+from launcher import results
 from launcher.run import nodes, peers
 from launcher.run.nodes import Place, find_place, first_host
+from launcher.watch.failure import RankExit, RanksEnded
+from tests.e2e.cli import here, tiny, wait_for
 from tests.helpers import issues_of, raised_issues
 
 SLURM = {
@@ -41,6 +44,7 @@ NOTHING: Options = (None, None, None, None)
         ((2, 1, "192.0.2.7:1234", "lo"), NONE, (2, 1, "192.0.2.7", 1234)),
         ((None, None, None, "lo"), SLURM, (2, 1, "192.0.2.7", 15001)),
         ((None, None, None, "lo"), PET, (2, 1, "192.0.2.7", 1234)),
+        ((None, None, None, "lo"), {**PET, "PET_NPROC_PER_NODE": "gpu"}, (2, 1, "192.0.2.7", 1234)),
         ((None, None, None, "lo"), SKYPILOT, (2, 1, "192.0.2.7", 29400)),
         ((3, 2, None, "lo"), PET, (3, 2, "192.0.2.7", 1234)),
         ((None, None, "192.0.2.9:9", "lo"), {**PET, **SKYPILOT}, (2, 1, "192.0.2.9", 9)),
@@ -51,6 +55,16 @@ def test_options_win_over_the_variables_of_an_engine(
 ) -> None:
     found = find_place(*options, environ)
     assert found == (None if place is None else Place(*place, "lo"))
+
+
+@pytest.mark.parametrize(("nproc", "ranks"), [((), 6), (("--nproc", "1"), 2)])
+def test_kubeflow_gives_the_ranks_of_a_node(
+    shards: Path, tmp_path: Path, nproc: tuple[str, ...], ranks: int
+) -> None:
+    words = ["train", "quickstart", *tiny(shards, "batch.global_size=12"), "--dry-run", "--interface", "lo"]
+    environ = {**PET, "PET_NPROC_PER_NODE": "3"}
+    done = here(*words, "--run-dir", str(tmp_path / "run"), *nproc, **environ)
+    assert f"x dp {ranks} =" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -115,126 +129,131 @@ def hello(rank: int, **changes: Any) -> dict[str, Any]:
 def place(monkeypatch: pytest.MonkeyPatch) -> Place:
     monkeypatch.setattr(peers, "ARRIVE_S", 1.0)
     monkeypatch.setattr(peers, "REFUSE_S", 0.2)
-    monkeypatch.setattr("bert_dp.files.io.STALE_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port: int = free.getsockname()[1]
     return Place(2, 0, "127.0.0.1", port, "lo")
 
 
-def refused_by_node_0(place: Place, run_dir: Path, *hellos: dict[str, Any]) -> tuple[str, list[str]]:
-    """What node 0 prints, and what each of the others is told."""
+@pytest.mark.parametrize(
+    ("nodes", "others", "words"),
+    [
+        (2, [{"gpus": True}], "run.device: GPUs on node 1 (h1) and CPU cores on node 0"),
+        (2, [{"nodes": 3}], "--nnodes: 3 on node 1 (h1) and 2 on node 0"),
+        (2, [{"issues": [Issue("--nproc", "out_of_range", "no").to_json()]}], "--nproc: no"),
+        (3, [{}], "--nnodes: node 2 did not come within 1 s"),
+        (3, [{}, {"host": "g"}], "--node-rank: 1 was given to two nodes, "),
+    ],
+)
+def test_what_node_0_refuses_is_told_on_every_node(
+    place: Place, tmp_path: Path, nodes: int, others: list[dict[str, Any]], words: str
+) -> None:
+    place = place._replace(nodes=nodes)
     told: list[str] = []
 
-    def follow(own: dict[str, Any]) -> None:
-        member = peers.join(place, run_dir, own, 30.0)
-        order = member.next(lambda: False)
+    def follow(changes: dict[str, Any]) -> None:
+        member = peers.join(place, tmp_path, hello(1, **{"nodes": nodes, **changes}), 30.0)
+        order = member.next()
         assert order is not None
-        told.append(" ".join(f"{issue['setting']}: {issue['message']}" for issue in order["issues"]))
+        told.extend(f"{issue['setting']}: {issue['message']}" for issue in order["issues"])
         member.link.close()
 
+    threads = [threading.Thread(target=follow, args=(changes,)) for changes in others]
+
     def coordinate() -> None:
-        with peers.coordinating(place, run_dir, print, 30.0) as coordinator:
-            threads.extend(threading.Thread(target=follow, args=(own,)) for own in hellos)
+        with peers.coordinating(place, tmp_path, print, 30.0) as coordinator:
             for thread in threads:
                 thread.start()
-            coordinator.gather(hello(0, nodes=place.nodes))
+            coordinator.gather(hello(0, nodes=nodes))
 
-    threads: list[threading.Thread] = []
     (said,) = issues_of(coordinate)
     for thread in threads:
         thread.join()
-    assert not list(run_dir.glob(".nodes-*"))
-    return said, told
+    assert len(told) == len(others)
+    assert all(line.startswith(words) for line in (said, *told)), (said, told)
+    assert not list(tmp_path.glob(".nodes-*"))
 
 
-@pytest.mark.parametrize(
-    ("changes", "setting", "words"),
-    [
-        ({"config": {"optim": {"lr": 2.0}}}, "optim.lr", "2.0 on node 1 (h1) and 1.0 on node 0"),
-        ({"versions": {"torch": "3"}}, "torch", "3 on node 1 (h1) and 2 on node 0"),
-        ({"gpus": True}, "run.device", "GPUs on node 1 (h1) and CPU cores on node 0"),
-        ({"issues": [{"setting": "--nproc", "kind": "out_of_range", "message": "no"}]}, "--nproc", "no"),
-        ({"nodes": 3}, "--nnodes", "3 on node 1 (h1) and 2 on node 0"),
-    ],
-)
-def test_every_node_is_told_what_differs(
-    place: Place, tmp_path: Path, changes: dict[str, Any], setting: str, words: str
+def test_the_node_that_failed_first_is_named_by_the_clock_of_node_0(place: Place, tmp_path: Path) -> None:
+    """Node 1's clock is 1,000 s ahead."""
+    ahead_ns, now_ns = 10**12, time.monotonic_ns()
+    ours = RanksEnded(
+        code=1,
+        failed_ns=now_ns,
+        said="",
+        log="",
+        errors=[],
+        exits=[],
+        memory=RunMemory(oom_kills=0, counter=""),
+    )
+    error, rank_exit = Failure(message="no", rank=1, time_ns=now_ns - 7), RankExit(1, 1, now_ns - 5)
+    theirs = ours.model_copy(update={"failed_ns": now_ns - 3, "errors": [error], "exits": [rank_exit]})
+
+    def follow() -> None:
+        member = peers.join(place, tmp_path, hello(1), 30.0)
+        ended, there_ns = theirs.by_clock(-ahead_ns), time.monotonic_ns() + ahead_ns
+        member.link.send("ended", attempt=0, ended=results.plain(ended), now_ns=there_ns)
+        assert member.next() is not None
+        member.link.close()
+
+    thread = threading.Thread(target=follow)
+    with peers.coordinating(place, tmp_path, print, 30.0) as coordinator:
+        thread.start()
+        coordinator.gather(hello(0))
+        ended = coordinator.collect(ours)
+        unknown = Failure(message="torchrun", kind="no_cause")
+        found = [
+            coordinator.blame(*each) for each in ((None, unknown, 1), (error, unknown, 0), (None, unknown, 0))
+        ]
+    thread.join()
+    named = [(cause and cause.headline(), node) for cause, node in found]
+    assert named == [("node 1 (h1): torchrun", 1), ("rank 1 on node 1 (h1): no", 1), (None, 0)]
+    assert ended[0] == ours
+    late_ns = (ended[1].failed_ns or 0) - now_ns + 3  # what the message took
+    assert 0 <= late_ns < 10**10
+    assert ended[1] == theirs.by_clock(-late_ns)
+
+
+def test_a_rank_elsewhere_that_leaves_before_the_summary_has_failed(place: Place, tmp_path: Path) -> None:
+    """Whatever its exit code; at the end of a run the summary is there first."""
+
+    def follow() -> None:
+        member = peers.join(place, tmp_path, hello(1), 30.0)
+        member.link.status = {"attempt": 0}
+        member.exchange(False, 0, left=True)
+        assert member.next() is not None
+        member.link.close()
+
+    thread = threading.Thread(target=follow)
+    with peers.coordinating(place, tmp_path, print, 30.0) as coordinator:
+        thread.start()
+        coordinator.gather(hello(0))
+        wait_for(lambda: coordinator.exchange(False, 0, left=False).failed, 10)
+        (tmp_path / "summary.json").touch()
+        assert not coordinator.exchange(False, 0, left=False).failed
+    thread.join()
+
+
+def test_who_sends_waits_no_longer_than_for_a_lost_node(
+    place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said, told = refused_by_node_0(place, tmp_path, hello(1, **changes))
-    assert said.startswith(f"{setting}: {words}"), said
-    assert told == [f"{setting}: {words}"]
-
-
-def test_two_nodes_of_one_number_are_both_refused(place: Place, tmp_path: Path) -> None:
-    place = place._replace(nodes=3)
-    twice = [hello(1, nodes=3), hello(1, nodes=3, host="g")]
-    said, told = refused_by_node_0(place, tmp_path, *twice)
-    assert said.startswith("--node-rank: 1 was given to two nodes"), said
-    assert len(told) == 2
-
-
-def test_a_node_that_does_not_come_is_named_on_the_others(place: Place, tmp_path: Path) -> None:
-    place = place._replace(nodes=3)
-    said, told = refused_by_node_0(place, tmp_path, hello(1, nodes=3))
-    assert "node 2 did not come" in said
-    assert len(told) == 1
-    assert "node 2 did not come" in told[0]
-    (issue,) = raised_issues(peers.join, place, tmp_path, hello(1), 30.0)  # nobody listens any more
-    assert (issue.setting, issue.kind) == ("--rendezvous", "not_found")
-
-
-def test_a_port_that_is_taken_and_an_address_of_another_machine_are_refused(
-    place: Place, tmp_path: Path
-) -> None:
+    """As over a link that is cut: the other side takes nothing."""
+    monkeypatch.setattr(peers, "SUSPENDED_S", 1.0)
     with socket.create_server(("127.0.0.1", place.port)):
-        for address in ("127.0.0.1", "192.0.2.1"):
-            elsewhere = Place(2, 0, address, place.port, "lo")
-            (issue,) = raised_issues(peers.Coordinator, elsewhere, tmp_path, print, 30.0)
-            assert (issue.setting, issue.kind) == ("--rendezvous", "exists")
+        link = peers.Link(socket.create_connection(("127.0.0.1", place.port)), 1.0)
+        link.start(lambda message: None)
+        link.send("evidence", ranks="x" * 2**26)
+    assert "node 1 is lost: not heard of for" in str(link.lost("node 1"))
 
 
-@pytest.fixture
-def stranger(place: Place) -> Iterator[Place]:
-    """Something else that listens at the rendezvous."""
+def test_what_is_not_node_0_is_refused(place: Place, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", place.port)) as server:
 
         def greet() -> None:
-            connection, _ = server.accept()
-            with connection:
+            with server.accept()[0] as connection:
                 connection.sendall(b'{"kind": "challenge", "nonce": "", "file": "../../etc/passwd"}\n')
 
         thread = threading.Thread(target=greet)
         thread.start()
-        yield place
+        (issue,) = raised_issues(peers.join, place, tmp_path, hello(1), 30.0)
         thread.join()
-
-
-def test_what_is_not_node_0_and_who_does_not_see_the_directory_are_refused(
-    stranger: Place, tmp_path: Path
-) -> None:
-    (issue,) = raised_issues(peers.join, stranger, tmp_path, hello(1), 30.0)
     assert (issue.setting, issue.kind) == ("--rendezvous", "conflict")
-
-
-def test_a_directory_that_is_not_shared_is_refused_on_both_sides(place: Place, tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    said: list[ConfigError] = []
-
-    def follow() -> None:
-        try:
-            peers.join(place, tmp_path / "other", hello(1), 30.0)
-        except ConfigError as error:
-            said.append(error)
-
-    def coordinate() -> None:
-        with peers.coordinating(place, tmp_path / "mine", print, 30.0) as coordinator:
-            thread.start()
-            coordinator.gather(hello(0, nodes=place.nodes))
-
-    thread = threading.Thread(target=follow)
-    peers.ARRIVE_S = 20.0  # restored by the fixture
-    issues = raised_issues(coordinate)
-    thread.join()
-    for issue in (*issues, *said[0].issues):
-        assert (issue.setting, issue.kind) == ("--run-dir", "not_found")
-    assert not files.appears(tmp_path / "never", lambda file: True and file.exists())

@@ -138,7 +138,7 @@ def test_advice_on_memory_counts_in_the_precision_of_the_machine_or_the_checkpoi
     (tmp_path / "config.yaml").write_text(dump_config(AUTO))
     for machine in (WITH, WITHOUT):
         files.write_json(tmp_path / "environment.json", machine.to_json())
-        advised = what_to_lower(tmp_path, 1, "", on_host=True)[0][-1]
+        advised = what_to_lower(tmp_path, 1, "", on_host=True, here=1)[0][-1]
         for name in ("bf16", "fp32"):
             fits = what_fits(AUTO, name, 1, MACHINE.memory_gib, on_gpu=False)[0]
             assert (advised == fits) == (name == ("bf16" if machine is WITH else "fp32"))
