@@ -13,7 +13,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, processors
 
-from bert_dp.config import Config, ConfigError, Kind, export_formats, finetuned_head, native_issues
+from bert_dp.config import Config, ConfigError, Kind, export_formats, finetuned_head
 from bert_dp.data import readers
 from bert_dp.examples.prepare import ExampleEncoder
 from bert_dp.exporting import check
@@ -188,12 +188,6 @@ def test_what_is_compared_is_whole_short_and_padded(tmp_path: Path) -> None:
     real = np.concatenate([ids[mask != 0] for ids, mask in batches])
     assert (real.min(), real.max()) == (7, VOCABULARY - 1)
     assert len({int(n) for _, mask in batches for n in mask.sum(1)}) > 10
-
-
-def test_an_encoder_leaves_a_head_out_that_no_class_has() -> None:
-    config = config_of("small-text", model={"head": "dense"})
-    assert [len(native_issues(config, kind)) for kind in ("mlm", "encoder")] == [1, 0]
-    assert native_issues(finetuned(config, "native"), "classifier") == []
 
 
 @pytest.mark.parametrize(
