@@ -46,7 +46,9 @@ def compute_share(
     file holds does not depend on `of`. Raises ConfigError and RunFailed."""
     manifest = read_examples(examples)
     train = Examples.open(examples, manifest, TRAIN)
-    compute = on_device(load_checkpoint(checkpoint).model, device)
+    loaded, special = load_checkpoint(checkpoint), manifest.special_tokens
+    sep = special.sep if loaded.config.model.takes_types else None
+    compute = on_device(loaded.model, device, sep=sep)
     out.mkdir(parents=True, exist_ok=True)
     with shown_progress() as progress:
         for part, first in enumerate(range(0, len(train), PART)):
@@ -54,7 +56,7 @@ def compute_share(
             if part % of != share or path.exists():
                 continue
             rows = [train.tokens(i) for i in range(first, min(first + PART, len(train)))]
-            logits_NL = outputs_of(compute, rows, manifest.special_tokens.pad, BATCH_TOKENS[device.type])
+            logits_NL = outputs_of(compute, rows, special.pad, BATCH_TOKENS[device.type])
             unfinished = path.with_name(f".{path.name}")
             save_file({"logits": logits_NL.astype(np.float32)}, unfinished)
             unfinished.rename(path)

@@ -24,6 +24,7 @@ from bert_dp.examples.table import LOGITS, Examples, read_logits
 from bert_dp.exporting import check, source
 from bert_dp.files import write_json
 from bert_dp.model.bilstm import BiLstm
+from bert_dp.model.classifier import pair_types
 from bert_dp.tasks.distill import Distillation, load_embeddings
 from tests.example_files import write_examples
 from tests.helpers import raised_issues, read_json
@@ -53,6 +54,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: write_run(folder / name, config) for name, config in configs.items()}
 
 
+def edit(examples: Path, part: str, **changes: Any) -> None:
+    """Change a part of the manifest of examples."""
+    content = read_json(examples / "examples.json")
+    content = {name: value for name, value in content.items() if name not in ("format", "version", "hash")}
+    entry = content["splits"]["train"] if part == "train" else content[part]
+    entry |= changes
+    write_json(examples / "examples.json", with_hash(ExamplesManifest, content))
+
+
 def rows_of(examples: Path) -> list[list[int]]:
     """The tokens of each example of train."""
     train = Examples.open(examples, read_examples(examples), "train")
@@ -77,6 +87,23 @@ def test_any_number_of_ranks_computes_the_same_logits(
     model, _ = bert_dp.load(runs["teacher"])
     expected = torch.cat([model(torch.tensor([row])) for row in rows_of(examples)]).detach()
     np.testing.assert_allclose(read_logits(tmp_path / "n1", 40, 3), expected, atol=1e-5)
+
+
+def test_a_teacher_with_token_types_reads_pairs_as_pairs(tmp_path: Path) -> None:
+    bert = config_of("bert-simple", model={"norm_position": "post", "token_types": 2, "hidden_size": 48})
+    run = write_run(tmp_path / "run", finetuned(bert, "native"))
+    examples = write_examples(tmp_path / "examples", train=9, vocab_size=VOCABULARY)
+    middle = rows_of(examples)[0][1]
+    edit(examples, "special_tokens", sep=middle)
+    teacher.compute_share(run / SAVED, examples, tmp_path / "logits", 0, 1, CPU)
+    ids_BS = torch.tensor([rows_of(examples)[0]])
+    found = read_logits(tmp_path / "logits", 9, 3)[:1]
+    with torch.no_grad():
+        plain, typed = (
+            bert_dp.load(run)[0](ids_BS, types_BS=types) for types in (None, pair_types(ids_BS, middle))
+        )
+    np.testing.assert_allclose(found, typed, atol=1e-5)
+    assert not np.allclose(found, plain, atol=1e-2)
 
 
 @pytest.mark.parametrize("values", [[[1.0, 2.0]], [[1.0, np.nan, 2.0]] * 2, None])
@@ -130,10 +157,7 @@ def test_the_loss_is_the_one_of_the_papers(distill: dict[str, Any]) -> None:
 
 def test_the_labels_of_copies_are_the_teachers_answers(tmp_path: Path) -> None:
     examples = write_examples(tmp_path, train=6, vocab_size=VOCABULARY)
-    content = read_json(examples / "examples.json")
-    content = {name: value for name, value in content.items() if name not in ("format", "version", "hash")}
-    content["splits"]["train"]["copies"] = 2
-    write_json(examples / "examples.json", with_hash(ExamplesManifest, content))
+    edit(examples, "train", copies=2)
     logits = np.eye(3, dtype=np.float32)[[2, 2, 2, 2, 1, 0]]
     save_file({"logits": logits}, examples / LOGITS.format(0))
     own = {"data": {"path": str(examples)}, "finetune": {"labels": ["a", "b", "c"]}}
