@@ -128,25 +128,18 @@ def export(
     if form == "aoti" and shutil.which("g++") is None:
         message = "compiles with g++, which is not installed"
         raise ConfigError([Issue("export aoti", "needs_package", message, hint="install it, or export onnx")])
-    with new_directory(out) as folder:
-        if form == "hf":
-            write_hf(source, folder)
-        elif form == "onnx":
-            write_onnx(source, folder, int8=precision == "int8")
-        else:
-            write_aoti(source, folder, bf16=precision == "bf16")
-        return write_about(folder, source, form, command, precision)
-
-
-@contextlib.contextmanager
-def new_directory(out: Path) -> Iterator[Path]:
-    """Make a directory that gets its name at the end. Raises ConfigError if `out` holds something."""
     with locked(out):
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             message, hint = f"{out} is not an empty directory", "name a new one"
             raise ConfigError([Issue("--out", "exists", message, str(out), hint=hint)])
         with replaced(out) as folder:
-            yield folder
+            if form == "hf":
+                write_hf(source, folder)
+            elif form == "onnx":
+                write_onnx(source, folder, int8=precision == "int8")
+            else:
+                write_aoti(source, folder, bf16=precision == "bf16")
+            return write_about(folder, source, form, command, precision)
 
 
 def describe(source: ExportSource, form: ExportFormat, precision: ExportPrecision = "fp32") -> Exported:

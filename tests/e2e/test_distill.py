@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -115,9 +114,3 @@ def test_bad_input_is_refused_before_anything_starts(
 ) -> None:
     assert told in refused("distill", *arguments, "--run-dir", str(tmp_path / "run"), cwd=folder)
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.skipif(find_spec("HanTa") is not None, reason="it is installed")
-def test_the_extra_of_the_tagger_is_named(folder: Path) -> None:
-    assert "--replace: pos needs HanTa" in refused("distill", "runs/teacher", *OWN, cwd=folder)
-    assert here("distill", "runs/teacher", *OWN, "--copies", "0", "--dry-run", cwd=folder).returncode == 0

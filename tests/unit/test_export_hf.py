@@ -20,7 +20,7 @@ from bert_dp.exporting import check
 from bert_dp.exporting import load_exported as foreign
 from bert_dp.exporting import source as write
 from bert_dp.exporting.hf import settings_of, tensors_of
-from bert_dp.exporting.source import ExportModule, describe, new_directory, open_run, write_about, write_hf
+from bert_dp.exporting.source import ExportModule, describe, open_run, write_about, write_hf
 from bert_dp.model.hf import from_modernbert
 from bert_dp.training.process import RunFailed
 from tests.helpers import issues_of, raised_issues, read_json
@@ -139,11 +139,6 @@ def test_weights_come_back_under_from_modernbert(name: str, kind: Kind) -> None:
 
 
 # --- the directory, and what proves it
-
-
-def test_a_place_that_cannot_be_written_is_an_issue() -> None:
-    (issue,) = raised_issues(new_directory(Path("/proc/out")).__enter__)
-    assert (issue.setting, issue.kind) == ("--out", "not_found")
 
 
 def test_a_file_that_is_not_what_config_json_says_is_refused(tmp_path: Path) -> None:
