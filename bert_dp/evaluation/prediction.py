@@ -95,8 +95,8 @@ def predict_file(
 
 
 def open_predictor(run: Path, precision: str = "auto") -> Predictor:
-    """Load a run, a checkpoint or an exported directory, which computes on the CPU in its own precision.
-    `precision`: of the others, see inference_precision. Raises ConfigError."""
+    """Load a run, a checkpoint or an exported directory. `precision`: of a run, see inference_precision; an
+    exported directory computes on the CPU in its own. Raises ConfigError."""
     if not is_exported(run):
         loaded = load_checkpoint(checkpoint.resolve(str(run)))
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -130,8 +130,8 @@ def open_predictor(run: Path, precision: str = "auto") -> Predictor:
 def on_device(
     model: RunModel, device: torch.device, precision: str = "auto", sep: int | None = None
 ) -> Compute:
-    """Move a model of ours to a device and return it as `Compute`. `sep`: separator that token types follow
-    from; None = the model has none."""
+    """Move a model of ours to a device and return it as `Compute`. `sep`: id of the separator, for a model
+    with token types; None = it has none."""
     chosen = inference_precision(precision, device)
     allow_tf32(chosen, device)
     model.to(device)

@@ -42,8 +42,8 @@ def main(checkpoint: str, examples: str, out: str, device: str, share: str, of: 
 def compute_share(
     checkpoint: Path, examples: Path, out: Path, share: int, of: int, device: torch.device
 ) -> None:
-    """Write every `of`-th file of the logits of train, from `share` on, where it is not there yet. What a
-    file holds does not depend on `of`. Raises ConfigError and RunFailed."""
+    """Write every `of`-th file of the logits of train, from `share` on, where it is not there yet. The
+    contents of a file do not depend on `of`. Raises ConfigError and RunFailed."""
     manifest = read_examples(examples)
     train = Examples.open(examples, manifest, TRAIN)
     loaded, special = load_checkpoint(checkpoint), manifest.special_tokens

@@ -69,7 +69,7 @@ class Text:
 
 
 def read(documents: Iterable[str], tokenizer: Tokenizer, special: dict[str, int]) -> Text:
-    """Tokenize all documents and draw. `special`: ids by role."""
+    """Tokenize all documents; draw the tokens to predict and the words to hide. `special`: ids by role."""
     tokenizer.no_padding()
     tokenizer.no_truncation()
     tokenizer.encode_special_tokens = True  # "<mask>" in a text is text
@@ -85,8 +85,9 @@ def read(documents: Iterable[str], tokenizer: Tokenizer, special: dict[str, int]
             counts.append(words)
             size += len(text.encode())
     document_T = np.repeat(np.arange(len(parts), dtype=np.int32), [len(ids_T) for ids_T, *_ in parts])
-    arrays = (np.concatenate(each) for each in zip(*parts, strict=True))
-    return Text(*arrays, document_T, size, WordCounts(*np.array(counts, np.int64).T))
+    ids_T, seen_T, drawn_T, hidden_T = (np.concatenate(each) for each in zip(*parts, strict=True))
+    counts_D = WordCounts(*np.array(counts, np.int64).T)
+    return Text(ids_T, seen_T, drawn_T, hidden_T, document_T, size, counts_D)
 
 
 def draw_tokens(
@@ -256,7 +257,7 @@ def text_loss(
 
 
 def token_losses(model: CrammedBert, text: Text, length: int, tell: Progress) -> PredictedTokens:
-    """Compute the loss of the tokens that are predicted alone."""
+    """Compute the loss of single predicted tokens."""
     loss_P, hit_P = scores(model, text.seen_T, text.ids_T, text.drawn_T, length, "tokens", tell)
     document_P = text.document_T[text.drawn_T]
     count_D = np.bincount(document_P)

@@ -42,7 +42,7 @@ Inputs = tuple[NDArray[np.int64], ...]
 
 
 class ExportBatch(StoredModel):
-    """One batch, computed by a run and by what was exported of it."""
+    """Difference between a run and its export on one batch."""
 
     batch: int
     length: int

@@ -71,8 +71,8 @@ class BiLstm(Model):
 
 
 def build_bilstm(config: ModelConfig, finetune: FinetuneConfig, seed: int) -> BiLstm:
-    """Build a whole model on the CPU, every number uniform as torch begins these layers: a pure function of
-    the arguments."""
+    """Build a whole model on the CPU with uniform weights in torch's default ranges, a pure function of the
+    arguments."""
     model = BiLstm(config, finetune)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -49,7 +49,7 @@ def load(run: str | os.PathLike[str]) -> tuple[RunModel, Tokenizer]:
     """Load the model, on the CPU and in eval mode, and the tokenizer of a run (its newest good checkpoint) or
     of one checkpoint.
 
-    `model.model(ids_BS)` gives the hidden states [B, S, H], which a BiLSTM has not; `model(ids_BS,
+    `model.model(ids_BS)` gives the hidden states [B, S, H], which a BiLSTM does not have; `model(ids_BS,
     positions_P)` of a pretrained run the logits [P, V] at the flat positions b * S + s; `model(ids_BS,
     real_BS)` of a finetuned or distilled one those of whole examples [B, L]. Models are pretrained without
     <cls>: encode with `add_special_tokens=False`.

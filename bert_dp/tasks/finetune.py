@@ -186,8 +186,8 @@ class Finetuning:
         return F.mse_loss(logits_BL[:, 0], labels, reduction="sum")
 
     def _training_batch(self, sample_ids: NDArray[np.int64]) -> LabelledBatch:
-        """Return a slice of the global batch around these positions of the stream, a random set, sorted by
-        length only inside itself."""
+        """Return the micro batch of these positions of the stream. Examples are sorted by length within their
+        global batch, which is a random set."""
         size, seed, n = self._config.batch.global_size, self._config.run.seed, len(self._train)
         first = int(sample_ids[0]) // size * size
         epoch, within = np.divmod(np.arange(first, first + size), n)
