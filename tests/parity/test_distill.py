@@ -79,10 +79,3 @@ def test_n_ranks_distil_what_one_rank_distils(
     assert summary(run)["heldout"]["examples"] == 11
     for ours, theirs in zip(*(read_lines(each / PREDICTIONS) for each in (run, base)), strict=True):
         assert ours["logits"] == pytest.approx(theirs["logits"], rel=1e-10, abs=1e-10)
-
-
-def test_a_student_learns_the_logits(examples: Path, tmp_path: Path) -> None:
-    longer = {"schedule": {"steps": 200, "name": "cosine"}, "distill": {"logits": str(examples)}}
-    config = distilling(examples, LSTM, **longer, precision="fp32")
-    steps = losses(train_run(tmp_path, config))
-    assert sum(steps[-5:]) < 0.4 * sum(steps[:5])

@@ -166,6 +166,9 @@ def test_the_labels_of_copies_are_the_teachers_answers(tmp_path: Path) -> None:
     labels = [int(row[1]) % 3 for row in rows_of(examples)]
     assert task._train.labels is not None
     assert task._train.labels.tolist() == [*labels[:4], 1, 0]
+    batch = task._batch(task._train, np.array([4, 0, 5]), np.arange(3), torch.zeros(3, dtype=torch.int32))
+    assert batch.logits_BL is not None
+    assert batch.logits_BL.tolist() == logits[[4, 0, 5]].tolist()
 
 
 def test_embeddings_come_from_a_run_or_a_file(runs: dict[str, Path], tmp_path: Path) -> None:
