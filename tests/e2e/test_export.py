@@ -158,7 +158,7 @@ def test_the_dev_score_is_that_of_the_run_in_every_format(runs: Path, tmp_path: 
         (tmp_path / f"{name}.csv").write_text("\n".join(["body,topic", *rows]) + "\n")
     run = tmp_path / "run"
     data = ["--train", "train.csv", "--dev", "dev.csv", "--text", "body", "--label", "topic"]
-    how = ["schedule.epochs=20", "optim.lr=2e-3", "--nproc", "1"]
+    how = ["schedule.epochs=20", "optim.lr=2e-3", "precision=fp32", "--nproc", "1"]
     done = bert_dp("finetune", str(runs / "rope"), *data, *how, "--run-dir", str(run), cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     score = read_json(run / "summary.json")["heldout"]["scores"]["dev/accuracy"]
