@@ -1,4 +1,4 @@
-"""One rank of a bert-dp run, and what Python users call, from the modules that have it on first use."""
+"""Export the Python API of bert-dp. Each name is imported on first use."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
@@ -27,13 +27,12 @@ from bert_dp import files
 from bert_dp.config import Config, ConfigError, Issue, Manifest, load_config
 from bert_dp.files.models import Failure, Summary, kind_of_text
 from bert_dp.files.reaper import ISSUES_FILE, child_environment, describe_exit_code, module_command, reaper
-from bert_dp.files.run_facts import EXPORTED
+from bert_dp.files.run_facts import EXPORTED, ExportFormat
 
 PathLike = str | os.PathLike[str]
 Paths = PathLike | Sequence[PathLike]
 Settings = Mapping[str, Any] | None
 OnLog = Callable[[dict[str, Any]], object]
-ExportFormat = Literal["hf", "onnx", "aoti"]
 Launcher = Literal["torchrun", "accelerate", "deepspeed"]
 ERROR, FAILED = "error: ", "failed: "  # begin a line of bad input, and the cause of a failure
 NO_TERMINAL = {"FORCE_COLOR": "", "TTY_COMPATIBLE": "0"}  # a notebook asks for colors; a bar needs a terminal
@@ -41,7 +40,7 @@ NO_TERMINAL = {"FORCE_COLOR": "", "TTY_COMPATIBLE": "0"}  # a notebook asks for 
 
 @dataclasses.dataclass(frozen=True)
 class Run(os.PathLike[str]):
-    """The files of a run directory as they were read. A Run is accepted wherever a path is."""
+    """Hold the contents of a run directory as they were read. A Run is accepted wherever a path is."""
 
     directory: Path
     config: Config | None = dataclasses.field(repr=False)
@@ -69,7 +68,7 @@ class Run(os.PathLike[str]):
 
 @dataclasses.dataclass(frozen=True)
 class Result(os.PathLike[str]):
-    """The results of a verb, as its JSON has them, and the directory that they are of or were written to."""
+    """Hold the results of a verb, as in its JSON, and the directory that they describe or were written to."""
 
     directory: Path
     results: Any = dataclasses.field(repr=False)
@@ -213,7 +212,7 @@ def runs(directory: PathLike = "runs") -> list[dict[str, Any]]:
 
 
 def read_run(directory: PathLike) -> Run:
-    """Read a run directory, also while its run goes on. Raises ConfigError if it is none."""
+    """Read a run directory, also while its run goes on. Raises ConfigError for any other path."""
     path = _absolute(directory)
     if not (path / "config.yaml").is_file():
         raise ConfigError([Issue(str(path), "not_found", "not a run directory (no config.yaml)")])
@@ -230,14 +229,13 @@ def overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a number of numpy or torch, or a path, for JSON."""
+    """Convert a number of numpy or torch, or a path, to a JSON value."""
     return value.item() if hasattr(value, "item") else os.fspath(value)
 
 
 def _read(directory: Path) -> Run:
     newest = files.newest_checkpoint_facts(directory) if (directory / "checkpoints").is_dir() else None
-    page = directory / files.PAGE
-    config = None
+    page, config = directory / files.PAGE, None
     with contextlib.suppress(ConfigError):
         config = load_config(directory / "config.yaml")
     return Run(
@@ -270,8 +268,8 @@ def _several(paths: Paths) -> list[str]:
 
 
 def _words(verb: str, names: Sequence[PathLike], settings: Settings = None, **options: Any) -> list[str]:
-    """Return the command line of a verb. Of `options` None and False leave one out, True has no value, and a
-    list repeats it."""
+    """Return the command line of a verb. In `options`, None and False omit an option, True gives it without
+    a value, and a list repeats it."""
     words = verb.split()
     for name, value in {**options, "set": [*overrides(settings or {})]}.items():
         for each in value if isinstance(value, list | tuple) else [value]:
@@ -284,7 +282,6 @@ def _train(words: list[str], directory: Path, quiet: bool, on_log: OnLog | None)
     """Run a verb that trains in `directory`, and read its run. Raises as `train` does."""
     before = _summary(directory)
     ended = _follow(words, quiet=quiet, poll=on_log and _follower(directory, on_log))
-    _raise_issues(ended)
     if ended.interrupted and ended.code != 1:
         raise KeyboardInterrupt(f"stopped; the same call with run_dir={str(directory)!r} goes on")
     run = _read(directory)
@@ -296,10 +293,9 @@ def _train(words: list[str], directory: Path, quiet: bool, on_log: OnLog | None)
 
 
 def _answer(words: list[str], quiet: bool) -> str:
-    """Run a verb that works alone, and return its standard output. Raises ConfigError, RuntimeError and
+    """Run a verb that does not train, and return its standard output. Raises ConfigError, RuntimeError and
     KeyboardInterrupt."""
     ended = _follow(words, quiet=quiet)
-    _raise_issues(ended)
     if ended.interrupted:
         raise KeyboardInterrupt
     if ended.code:
@@ -324,13 +320,6 @@ def _follower(directory: Path, call: OnLog) -> Callable[[], None]:
     return poll
 
 
-def _raise_issues(ended: _Ended) -> None:
-    if ended.code == 2:
-        lines = [line.removeprefix(ERROR) for line in ended.lines if line.startswith(ERROR)]
-        told = [Issue("", "unsupported", line) for line in lines or ended.lines]
-        raise ConfigError(ended.issues or told)
-
-
 def _printed_failure(ended: _Ended) -> Failure:
     """Describe the end of a verb by its exit code and by what it printed last."""
     if ended.code < 0:
@@ -342,18 +331,17 @@ def _printed_failure(ended: _Ended) -> Failure:
     return Failure(message=cause, kind=kind_of_text(cause))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Ended:
+class _Ended(NamedTuple):
     code: int
     """-N = killed by signal N."""
     lines: list[str]
     interrupted: bool = False
-    issues: list[Issue] = dataclasses.field(default_factory=list)
     output: str = ""
 
 
 def _follow(arguments: list[str], *, quiet: bool = False, poll: Callable[[], None] | None = None) -> _Ended:
     """Run a verb of ours and print its lines; of one whose standard output is its answer, those of stderr.
+    Raises ConfigError for exit code 2.
 
     It has a session of its own: an interrupt of the terminal or notebook reaches only us, and is passed on.
     """
@@ -394,9 +382,13 @@ def _follow(arguments: list[str], *, quiet: bool = False, poll: Callable[[], Non
                 _signal(process, signal.SIGTERM)
                 process.wait()
             stream.close()
-        found = json.loads(issues.read_text())["issues"] if issues.exists() else []
-        answer = output.read_text(errors="replace")
-    return _Ended(process.returncode, printed, interrupted, [Issue(**issue) for issue in found], answer)
+        if process.returncode == 2:
+            found = json.loads(issues.read_text())["issues"] if issues.exists() else []
+            said = [line.removeprefix(ERROR) for line in printed if line.startswith(ERROR)] or printed
+            raise ConfigError(
+                [Issue(**issue) for issue in found] or [Issue("", "unsupported", line) for line in said]
+            )
+        return _Ended(process.returncode, printed, interrupted, output.read_text(errors="replace"))
 
 
 def _signal(process: subprocess.Popen[str], number: int) -> None:

@@ -10,12 +10,8 @@ with this code is not done again. Then OUT/record.json.
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import datetime
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -23,19 +19,18 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.records import commit
+from benchmarks.records import environment, make_parser
 from bert_dp import files
 from bert_dp.config import Config, ConfigError, native_class, read_hf, read_yaml, resolve, shipped_configs
 from bert_dp.exporting.check import check
 from bert_dp.model.hf import load_hf
 from bert_dp.training.process import RunFailed
-from launcher.machine.environment import probe
-from tests.helpers import PRETRAINING
+from tests.helpers import PRETRAINING, write_files
 from tests.resumable import ROOT, Results
 from tests.runs_to_export import write_run
 
@@ -57,8 +52,7 @@ PUBLIC = {  # config.json, layers, width, heads, intermediate size
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
 
 
-@dataclasses.dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """A model in a format, loaded by one environment."""
 
     configs: tuple[str, ...]
@@ -81,8 +75,7 @@ def public_config(name: str) -> Config:
     settings, *sizes = PUBLIC[name]
     with tempfile.TemporaryDirectory() as folder:
         written = {**settings, **dict(zip(SIZES, sizes, strict=True))}
-        (Path(folder) / "config.json").write_text(json.dumps(written))
-        (Path(folder) / "model.safetensors").touch()
+        write_files(Path(folder), {"config.json": json.dumps(written), "model.safetensors": ""})
         level = read_hf(Path(folder)).level()
     return resolve([level, {"data": {"path": "shards"}, "schedule": {"steps": 1}}])
 
@@ -92,7 +85,7 @@ def models() -> dict[tuple[str, ...], Config]:
     names_of: dict[str, list[str]] = {}
     for path in PRETRAINING:
         config = config_of(path.stem)
-        key = f"{config.model.model_dump_json(exclude={'dropout', 'attention_dropout'})}"
+        key = config.model.model_dump_json(exclude={"dropout", "attention_dropout"})
         names_of.setdefault(f"{key} {config.data.sequence_length}", []).append(path.stem)
     shipped = {tuple(names): config_of(names[0]) for names in names_of.values()}
     return shipped | {(name,): public_config(name) for name in PUBLIC}
@@ -147,23 +140,10 @@ def run_all(wanted: Sequence[Cell], work: Path, results: Results) -> None:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def write_record(results: Sequence[dict[str, Any]], path: Path) -> None:
-    environment = {
-        "command": "make export",
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": commit(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "versions": probe().versions,
-    }
-    files.write_json(path, {"environment": environment, "cells": list(results)})
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument(
-        "--transformers4", type=os.path.abspath, metavar="PYTHON", help="interpreter with transformers 4.57"
-    )
+    parser = make_parser(__doc__)
+    more = {"metavar": "PYTHON", "help": "interpreter with transformers 4.57"}
+    parser.add_argument("--transformers4", type=os.path.abspath, **more)
     parser.add_argument("--only", metavar="CONFIG", action="append", help="this model; repeatable")
     parser.add_argument("--format", choices=FORMATS, action="append", help="this format; repeatable")
     parser.add_argument("--out", type=Path, default=ROOT / ".export", help="default: .export")
@@ -177,9 +157,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = options.out.resolve()
     results = Results(out, "cell", lambda result: result["ok"], code_of=("launcher", "bert_dp", "configs"))
     run_all(wanted, out / "work", results)
-    newest = results.newest
-    lines = [newest[str(cell)] for cell in wanted]
-    write_record(lines, out / "record.json")
+    lines = [results.newest[str(cell)] for cell in wanted]
+    files.write_json(out / "record.json", {"environment": environment(command="make export"), "cells": lines})
     return 0 if all(line["ok"] for line in lines) else 1
 
 

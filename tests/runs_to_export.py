@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bert_dp import files
 from bert_dp.config import Config, Kind, read_yaml, resolve
@@ -55,6 +55,13 @@ def perturbed(config: Config, seed: int = 0) -> CrammedBert | Classifier:
             spread = 0.5 * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.2
             parameter.copy_(centre + spread * torch.randn(parameter.shape, generator=generator))
     return model.eval()
+
+
+def padded_batch(length: int, vocabulary: int, pad: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids, mask and token types, 0 or 1, of three sequences, two of them padded."""
+    ids_BS = torch.randint(7, vocabulary, (3, length), generator=torch.Generator().manual_seed(1))
+    mask_BS = (torch.arange(length) < torch.tensor([[length], [2 * length // 3], [1]])).long()
+    return ids_BS * mask_BS + pad * (1 - mask_BS), mask_BS, ids_BS % 2
 
 
 def write_run(path: Path, config: Config, *, step: int = 3) -> Path:

@@ -458,7 +458,7 @@ SLIPS = (
     ),
     Slip(
         "teachers-logits-in-order-of-length",
-        "bert_dp/evaluation/teacher.py",
+        "bert_dp/evaluation/prediction.py",
         "np.concatenate(outputs)[np.argsort(np.concatenate(together))]",
         "np.concatenate(outputs)",
         "tests/unit/test_distill.py",
@@ -523,8 +523,8 @@ SLIPS = (
     Slip(
         "hf-local-layers-turn-as-global-ones",
         "bert_dp/model/bert.py",
-        "config, config.local_rope_theta)",
-        "config, config.rope_theta)",
+        '"local_rotary_2SD": config.local_rope_theta',
+        '"local_rotary_2SD": config.rope_theta',
         "tests/unit/test_hf_encoders.py",
     ),
     Slip(

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from bert_dp import files
 from bert_dp.config import ConfigError, FinetuneConfig, Issue
@@ -55,7 +56,7 @@ Compute = Callable[[Tensor, Tensor], Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Predictor:
-    """A model that predicts, as it was loaded."""
+    """Hold a model that predicts, as it was loaded."""
 
     path: Path
     """Its checkpoint or exported directory."""
@@ -95,8 +96,8 @@ def predict_file(
 
 
 def open_predictor(run: Path, precision: str = "auto") -> Predictor:
-    """Load a run, a checkpoint or an exported directory, which computes on the CPU in its own precision.
-    `precision`: of the others, see inference_precision. Raises ConfigError."""
+    """Load a run, a checkpoint or an exported directory. `precision`: of a run, see inference_precision; an
+    exported directory computes on the CPU in its own. Raises ConfigError."""
     if not (run / EXPORTED).is_file():
         loaded = load_checkpoint(checkpoint.resolve(str(run)))
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -130,8 +131,8 @@ def open_predictor(run: Path, precision: str = "auto") -> Predictor:
 def on_device(
     model: RunModel, device: torch.device, precision: str = "auto", sep: int | None = None
 ) -> Compute:
-    """Move a model of ours to a device and return it as `Compute`. `sep`: separator that token types follow
-    from; None = the model has none."""
+    """Move a model of ours to a device and return it as `Compute`. `sep`: id of the separator, for a model
+    with token types; None = it has none."""
     chosen = inference_precision(precision, device)
     allow_tf32(chosen, device)
     model.to(device)
@@ -156,10 +157,10 @@ def predict(predictor: Predictor, texts: Texts, progress: Progress) -> Iterator[
     # a pretrained run has never seen a <cls>
     encoder = dataclasses.replace(predictor.encoder, has_cls=finetune is not None)
     if not encoder.has_tokens(texts):
-        message = f"the tokenizer of {predictor.path} keeps no token of its texts"
+        message = f"the tokenizer of {predictor.path} has no token for any of the texts"
         hint = "name a run that knows their script"
         raise ConfigError([Issue("FILE", "conflict", message, other="RUN", hint=hint)])
-    truncated = done = letters = lost_letters = 0
+    truncated = letters = lost_letters = 0
     textless: set[int] = set()
     for first in range(0, len(texts), HELD):
         encoded = encoder.encode(texts[first : first + HELD])
@@ -168,14 +169,9 @@ def predict(predictor: Predictor, texts: Texts, progress: Progress) -> Iterator[
         lost_letters += encoded.lost_letters
         textless.update((first + encoded.textless).tolist())
         rows = np.split(encoded.ids, encoded.offsets[1:-1])
-        together = [*batches(np.diff(encoded.offsets), BATCH_TOKENS[predictor.device.type])]
-        outputs = []
-        for index_B in together:
-            of_batch = [rows[i] for i in index_B]
-            outputs.append(outputs_of(predictor.compute, of_batch, encoder.special["pad"]))
-            done += len(index_B)
-            progress("examples", done, len(texts))
-        outputs_NL = np.concatenate(outputs)[np.argsort(np.concatenate(together))]
+        tell = lambda done, first=first: progress("examples", first + done, len(texts))  # noqa: E731
+        most = BATCH_TOKENS[predictor.device.type]
+        outputs_NL = outputs_of(predictor.compute, rows, encoder.special["pad"], most, tell)
         for index, output_L in enumerate(outputs_NL, first):
             if index in textless:
                 yield {"index": index, "tokens": 0}
@@ -194,21 +190,36 @@ def predict(predictor: Predictor, texts: Texts, progress: Progress) -> Iterator[
         progress(f"{truncated} of {len(texts)} examples were cut to {encoder.length} tokens", 0, 0)
 
 
-def outputs_of(compute: Compute, rows: Sequence[NDArray[np.uint16]], pad: int) -> NDArray[np.float64]:
-    """Compute [B, L]: logits, or the mean of the hidden states. `rows`: the tokens of each example of a
-    batch."""
-    lengths_B = np.array([len(row) for row in rows])
-    ids_BS = np.full((len(rows), lengths_B.max()), pad, np.int64)
-    for ids_S, row in zip(ids_BS, rows, strict=True):
-        ids_S[: len(row)] = row
-    real_BS = torch.from_numpy(np.arange(ids_BS.shape[1]) < lengths_B[:, None])
-    outputs = compute(torch.from_numpy(ids_BS), real_BS)
-    if outputs.dim() == 3:
-        outputs = pool(outputs, real_BS.to(outputs.device), "mean")
-    outputs_BL = outputs.double().cpu().numpy()
-    if not np.isfinite(outputs_BL).all():
-        raise RunFailed("the outputs of some examples are not finite: the run has diverged", "not_finite")
-    return outputs_BL
+def outputs_of(
+    compute: Compute,
+    rows: Sequence[NDArray[np.uint16]],
+    pad: int,
+    most: int,
+    progress: Callable[[int], None] = lambda _: None,
+) -> NDArray[np.float64]:
+    """Compute [N, L] in the order of `rows`, the tokens of each example: logits, or the mean of the hidden
+    states. `most`: see `batches`; `progress` gets the number of examples done. Raises RunFailed for an output
+    that is not finite."""
+    together = [*batches(np.array([len(row) for row in rows], np.int64), most)]
+    outputs = []
+    for index_B in together:
+        ids_BS, real_BS = padded([rows[i] for i in index_B], pad)
+        found = compute(ids_BS, real_BS)
+        if found.dim() == 3:
+            found = pool(found, real_BS.to(found.device), "mean")
+        outputs.append(found.double().cpu().numpy())
+        if not np.isfinite(outputs[-1]).all():
+            raise RunFailed("the outputs of some examples are not finite: the run has diverged", "not_finite")
+        progress(sum(map(len, outputs)))
+    return np.concatenate(outputs)[np.argsort(np.concatenate(together))]
+
+
+def padded(rows: Sequence[NDArray[np.uint16]], pad: int) -> tuple[Tensor, Tensor]:
+    """Return token ids and a mask of the real ones, each [B, S]."""
+    tensors = [torch.from_numpy(row.astype(np.int64)) for row in rows]
+    ids_BS = pad_sequence(tensors, batch_first=True, padding_value=pad)
+    length_B1 = torch.tensor([[len(row)] for row in rows])
+    return ids_BS, torch.arange(ids_BS.shape[1]) < length_B1
 
 
 def batches(lengths_N: NDArray[np.int64], most: int) -> Iterator[NDArray[np.int64]]:

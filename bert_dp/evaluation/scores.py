@@ -34,7 +34,7 @@ def score(
     """
     if not np.isfinite(logits).all():
         raise ValueError("a logit is not finite, so there is nothing to score")
-    measures = _regression() if kind == "regression" else _classification(kind, logits.shape[1])
+    measures = _measures(kind, logits.shape[1])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of metrics that are not defined
         return {name: float(measures[name](labels, logits.astype(np.float64))) for name in metrics}
@@ -54,32 +54,30 @@ def majority(
     return score(metrics, kind, logits, dev_labels)
 
 
-def _regression() -> Mapping[Metric, Measure]:
-    stats = require("scipy.stats", "glue", "scoring")
+def _measures(kind: LabelKind, num_labels: int) -> Mapping[Metric, Measure]:
+    """Return the metrics of a kind: labels and logits to a score."""
+    if kind == "regression":
+        stats = require("scipy.stats", "glue", "scoring")
 
-    def correlation(measure: Callable[..., Any], labels: NDArray[Any], logits: NDArray[Any]) -> float:
-        return float(measure(labels, logits[:, 0]).statistic) if len(labels) > 1 else np.nan
+        def correlation(measure: Callable[..., Any], labels: NDArray[Any], logits: NDArray[Any]) -> float:
+            return float(measure(labels, logits[:, 0]).statistic) if len(labels) > 1 else np.nan
 
-    return {
-        "pearson": functools.partial(correlation, stats.pearsonr),
-        "spearman": functools.partial(correlation, stats.spearmanr),
-    }
-
-
-def _classification(kind: LabelKind, num_labels: int) -> Mapping[Metric, Measure]:
+        return {
+            "pearson": functools.partial(correlation, stats.pearsonr),
+            "spearman": functools.partial(correlation, stats.spearmanr),
+        }
     sklearn = require("sklearn.metrics", "glue", "scoring")
     if kind == "multi_label":
         return {
             "accuracy": lambda labels, logits: sklearn.accuracy_score(labels, logits > 0),
             "f1": lambda labels, logits: sklearn.f1_score(labels.ravel(), (logits > 0).ravel()),
         }
-    two = num_labels == 2
-    average = "binary" if two else "macro"
+    average = "binary" if num_labels == 2 else "macro"
     measures: dict[Metric, Measure] = {
         "accuracy": lambda labels, logits: sklearn.accuracy_score(labels, logits.argmax(axis=1)),
         "mcc": lambda labels, logits: sklearn.matthews_corrcoef(labels, logits.argmax(axis=1)),
         "f1": lambda labels, logits: sklearn.f1_score(labels, logits.argmax(axis=1), average=average),
     }
-    if two:
+    if num_labels == 2:
         measures["auc"] = lambda labels, logits: sklearn.roc_auc_score(labels, logits[:, 1] - logits[:, 0])
     return measures

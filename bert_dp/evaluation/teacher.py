@@ -21,7 +21,7 @@ from bert_dp.config import ConfigError, Issue, read_examples
 from bert_dp.config.manifest import TRAIN
 from bert_dp.data import tokenizer as tokens
 from bert_dp.data.build import run_command, shown_progress
-from bert_dp.evaluation.prediction import BATCH_TOKENS, batches, on_device, outputs_of
+from bert_dp.evaluation.prediction import BATCH_TOKENS, batches, on_device, outputs_of, padded
 from bert_dp.examples.augment import HOLE_ID
 from bert_dp.examples.table import LOGITS, Examples
 from bert_dp.model.bert import CrammedBert
@@ -42,11 +42,13 @@ def main(checkpoint: str, examples: str, out: str, device: str, share: str, of: 
 def compute_share(
     checkpoint: Path, examples: Path, out: Path, share: int, of: int, device: torch.device
 ) -> None:
-    """Write every `of`-th file of the logits of train, from `share` on, where it is not there yet. What a
-    file holds does not depend on `of`. Raises ConfigError and RunFailed."""
+    """Write every `of`-th file of the logits of train, from `share` on, where it is not there yet. The
+    contents of a file do not depend on `of`. Raises ConfigError and RunFailed."""
     manifest = read_examples(examples)
     train = Examples.open(examples, manifest, TRAIN)
-    compute = on_device(load_checkpoint(checkpoint).model, device)
+    loaded, special = load_checkpoint(checkpoint), manifest.special_tokens
+    sep = special.sep if loaded.config.model.takes_types else None
+    compute = on_device(loaded.model, device, sep=sep)
     out.mkdir(parents=True, exist_ok=True)
     with shown_progress() as progress:
         for part, first in enumerate(range(0, len(train), PART)):
@@ -54,10 +56,7 @@ def compute_share(
             if part % of != share or path.exists():
                 continue
             rows = [train.tokens(i) for i in range(first, min(first + PART, len(train)))]
-            together = [*batches(train.lengths[first : first + PART], BATCH_TOKENS[device.type])]
-            pad = manifest.special_tokens.pad
-            outputs = [outputs_of(compute, [rows[i] for i in index_B], pad) for index_B in together]
-            logits_NL = np.concatenate(outputs)[np.argsort(np.concatenate(together))]
+            logits_NL = outputs_of(compute, rows, special.pad, BATCH_TOKENS[device.type])
             unfinished = path.with_name(f".{path.name}")
             save_file({"logits": logits_NL.astype(np.float32)}, unfinished)
             unfinished.rename(path)
@@ -70,7 +69,7 @@ def fill_holes(checkpoint: Path, ids: NDArray[np.uint16], offsets: NDArray[np.in
     checkpoint draws by its probabilities. Raises ConfigError for another model."""
     loaded = load_checkpoint(checkpoint)
     if not isinstance(loaded.model, CrammedBert):
-        message = f"{checkpoint} is no masked language model"
+        message = f"{checkpoint} is not a masked language model"
         raise ConfigError([Issue("--replace", "conflict", message, "mlm", hint="use pos or none")])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, special = loaded.model.to(device), tokens.special_ids(loaded.tokenizer, str(checkpoint))
@@ -79,10 +78,8 @@ def fill_holes(checkpoint: Path, ids: NDArray[np.uint16], offsets: NDArray[np.in
     rows = [row[1:] for row in np.split(ids, offsets[1:-1]) if (row == HOLE_ID).any()]
     for index_B in batches(np.array([len(row) for row in rows], np.int64), BATCH_TOKENS[device.type]):
         chosen = [rows[i] for i in index_B]
-        ids_BS = torch.full((len(chosen), max(map(len, chosen))), special["pad"])
-        for ids_S, row in zip(ids_BS, chosen, strict=True):
-            ids_S[: len(row)] = torch.from_numpy(row.astype(np.int64))
-        real_BS, hole_BS = ids_BS != special["pad"], ids_BS == HOLE_ID
+        ids_BS, real_BS = padded(chosen, special["pad"])
+        hole_BS = ids_BS == HOLE_ID
         seen_BS = ids_BS.masked_fill(hole_BS, special["mask"])
         # a function of seed and example
         draws = [Random(seed.to_bytes(8, "little") + row.tobytes()) for row in chosen]  # noqa: S311 (no secret)

@@ -37,7 +37,6 @@ from bert_dp.training import checkpoint
 from bert_dp.training.devices import allow_tf32, inference_precision
 from bert_dp.training.process import RunFailed
 
-MASK_RATE = EVAL_MASK_RATE  # of the tokens, and of the words
 WORD = re.compile(r"\S+")
 TOKENS, WORDS = 6, 7  # streams of draws, apart from those of training
 
@@ -70,44 +69,35 @@ class Text:
 
 
 def read(documents: Iterable[str], tokenizer: Tokenizer, special: dict[str, int]) -> Text:
-    """Tokenize all documents and draw. `special`: ids by role."""
+    """Tokenize all documents; draw the tokens to predict and the words to hide. `special`: ids by role."""
     tokenizer.no_padding()
     tokenizer.no_truncation()
     tokenizer.encode_special_tokens = True  # "<mask>" in a text is text
     ordinary = (tokens.first_ordinary(tokenizer, special), tokens.size(tokenizer))
-    ids, seen, drawn, hidden, counts, size = [], [], [], [], [], 0
+    parts, counts, size = [], [], 0
     for batch in tokens.in_batches(documents):
         for text, encoded in zip(batch, tokenizer.encode_batch(batch, add_special_tokens=False), strict=True):
             key = inputs.document_key(text)
             ids_T = np.array([*encoded.ids, special["sep"]], np.uint16)
             seen_T, drawn_T = draw_tokens(ids_T, key, special["mask"], ordinary)
             hidden_T, words = hide_words(text, encoded.offsets, key)
-            ids.append(ids_T)
-            seen.append(seen_T)
-            drawn.append(drawn_T)
-            hidden.append(np.append(hidden_T, False))
+            parts.append((ids_T, seen_T, drawn_T, np.append(hidden_T, False)))
             counts.append(words)
             size += len(text.encode())
-    lengths_D = [len(ids_T) for ids_T in ids]
-    return Text(
-        ids_T=np.concatenate(ids),
-        seen_T=np.concatenate(seen),
-        drawn_T=np.concatenate(drawn),
-        hidden_T=np.concatenate(hidden),
-        document_T=np.repeat(np.arange(len(ids), dtype=np.int32), lengths_D),
-        bytes=size,
-        counts_D=WordCounts(*np.array(counts, np.int64).T),
-    )
+    document_T = np.repeat(np.arange(len(parts), dtype=np.int32), [len(ids_T) for ids_T, *_ in parts])
+    ids_T, seen_T, drawn_T, hidden_T = (np.concatenate(each) for each in zip(*parts, strict=True))
+    counts_D = WordCounts(*np.array(counts, np.int64).T)
+    return Text(ids_T, seen_T, drawn_T, hidden_T, document_T, size, counts_D)
 
 
 def draw_tokens(
     ids_T: NDArray[np.uint16], key: int, mask_id: int, ordinary: tuple[int, int]
 ) -> tuple[NDArray[np.uint16], NDArray[np.bool_]]:
     """Return the tokens of a document as the model sees them, and which it predicts: each with probability
-    MASK_RATE, seen as <mask> (80 %), as a random token of `range(*ordinary)` (10 %), or as it is."""
+    EVAL_MASK_RATE, seen as <mask> (80 %), as a random token of `range(*ordinary)` (10 %), or as it is."""
     random_T = hash64(key, TOKENS, np.arange(len(ids_T)))
     share_T = mix64(random_T + GOLDEN)
-    drawn_T = random_T < U64(int(MASK_RATE * 2.0**64))
+    drawn_T = random_T < U64(int(EVAL_MASK_RATE * 2.0**64))
     first, end = ordinary
     others_T = (mix64(share_T + GOLDEN) % U64(end - first)).astype(np.uint16) + np.uint16(first)
     tenth_T = share_T % U64(10)
@@ -119,10 +109,10 @@ def hide_words(
     text: str, offsets: Sequence[tuple[int, int]], key: int
 ) -> tuple[NDArray[np.bool_], WordCounts]:
     """Return the tokens of a document that share a character with a hidden word: a word is hidden with
-    probability MASK_RATE. `offsets`: of each token its first character and the one after its last."""
+    probability EVAL_MASK_RATE. `offsets`: of each token its first character and the one after its last."""
     spans_W2 = np.array([word.span() for word in WORD.finditer(text)], np.int64).reshape(-1, 2)
     starts_W, ends_W = spans_W2.T
-    drawn_W = hash64(key, WORDS, np.arange(len(spans_W2))) < U64(int(MASK_RATE * 2.0**64))
+    drawn_W = hash64(key, WORDS, np.arange(len(spans_W2))) < U64(int(EVAL_MASK_RATE * 2.0**64))
     begin_T, end_T = np.array(offsets, np.int64).reshape(-1, 2).T
     first_T = np.searchsorted(ends_W, begin_T, side="right")  # the words that a token shares characters with
     last_T = np.maximum(np.searchsorted(starts_W, end_T, side="left"), first_T)
@@ -229,13 +219,15 @@ def text_loss(
     with contextlib.closing(read_documents(resolved, records)) as documents:
         text = read(documents, loaded.tokenizer, special)
     lengths_D = np.bincount(text.document_T)
-    textless = int((lengths_D == 1).sum())
+    textless = int((lengths_D == 1).sum())  # of the <sep> alone
     if textless == len(lengths_D):
-        message, hint = f"the tokenizer of {path} keeps no token of its text", "name a run that knows it"
+        message, hint = (
+            f"the tokenizer of {path} has no token for any of the text",
+            "name a run that knows it",
+        )
         raise ConfigError([Issue("TEXT", "conflict", message, other="RUN", hint=hint)])
     if not text.drawn_T.any():
-        drawn = f"the {MASK_RATE:.0%} that are drawn to be predicted"
-        message = f"none of its {len(text.ids_T)} tokens is among {drawn}"
+        message = f"none of its {len(text.ids_T)} tokens is among the {EVAL_MASK_RATE:.0%} that are predicted"
         raise ConfigError([Issue("TEXT", "out_of_range", message, len(text.ids_T), hint="give more text")])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device)
@@ -258,14 +250,14 @@ def text_loss(
         tokens=len(text.ids_T),
         words=int(text.counts_D.words.sum()),
         bytes=text.bytes,
-        mask_rate=MASK_RATE,
+        mask_rate=EVAL_MASK_RATE,
         predicted=predicted,
         hidden=hidden,
     )
 
 
 def token_losses(model: CrammedBert, text: Text, length: int, tell: Progress) -> PredictedTokens:
-    """Compute the loss of the tokens that are predicted alone."""
+    """Compute the loss of single predicted tokens."""
     loss_P, hit_P = scores(model, text.seen_T, text.ids_T, text.drawn_T, length, "tokens", tell)
     document_P = text.document_T[text.drawn_T]
     count_D = np.bincount(document_P)
@@ -284,10 +276,9 @@ def word_losses(
     model: CrammedBert, text: Text, length: int, special: dict[str, int], tell: Progress
 ) -> HiddenWords:
     """Compute the loss of the hidden words, whose tokens the model sees as <mask>, over their bytes."""
-    hidden_T = text.hidden_T
+    hidden_T, counts_D = text.hidden_T, text.counts_D
     seen_T = np.where(hidden_T, np.uint16(special["mask"]), text.ids_T)
     loss_P, _ = scores(model, seen_T, text.ids_T, hidden_T, length, "words", tell)
-    counts_D = text.counts_D
     bits_D = np.bincount(text.document_T[hidden_T], loss_P / math.log(2), len(counts_D.words))
     mean, se = ratio(bits_D, counts_D.hidden_bytes)
     return HiddenWords(

@@ -1,2 +1,1 @@
-"""Runs as other programs load them: transformers' own classes, ONNX, AOTInductor; and the proof that they
-compute the same."""
+"""Export runs for other programs (transformers, ONNX, AOTInductor) and check that they compute the same."""

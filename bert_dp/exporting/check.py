@@ -42,7 +42,7 @@ Inputs = tuple[NDArray[np.int64], ...]
 
 
 class ExportBatch(StoredModel):
-    """One batch, computed by a run and by what was exported of it."""
+    """Difference between a run and its export on one batch."""
 
     batch: int
     length: int
@@ -135,7 +135,7 @@ def open_source(directory: Path, exported: Exported, run: Path | None) -> Export
         if files.weights_hash(path) == exported.weights_sha256:
             return open_run(path, encoder=exported.kind == "encoder")
     if run is not None:
-        message = f"{run} has not the weights that were exported at step {exported.step}"
+        message = f"{run} does not have the weights that were exported at step {exported.step}"
         raise ConfigError([Issue("--run", "conflict", message, str(run), "DIR")])
     message = f"no run {exported.run} with the weights of DIR here, in runs or beside DIR"
     raise ConfigError([Issue("--run", "not_found", message, hint="name the run that has them")])
@@ -194,8 +194,8 @@ def compute_apart(
 def compare(
     batch: Inputs, ours: NDArray[Any], theirs: NDArray[Any], exported: Exported, tolerance: float | None
 ) -> ExportBatch:
-    """Compare the outputs of a batch; a largest output within the tolerance of another one is the same.
-    Raises RunFailed for an output that is not finite."""
+    """Compare the outputs of a batch. A choice of ours and one of theirs are the same if their outputs differ
+    by no more than the tolerance. Raises RunFailed for an output that is not finite."""
     mask_BS = batch[1]
     if exported.kind != "classifier":
         ours, theirs = ours[mask_BS != 0], theirs[mask_BS != 0]  # what stands at padding says nothing

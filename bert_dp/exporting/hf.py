@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from bert_dp.config import Config, ConfigError, Kind, native_class, native_issues
 from bert_dp.model.bert import make_norm
-from bert_dp.model.hf import FRONTS, PROJECTIONS, block_names, decoder_bias_name, embedding_names, head_names
+from bert_dp.model.hf import DECODER_BIAS, FRONTS, PROJECTIONS, bert_names
 
 Named = Mapping[str, Tensor]
 Renamed = Iterator[tuple[str, Tensor]]
@@ -33,10 +33,11 @@ def settings_of(config: Config, special: Mapping[str, int], kind: Kind) -> dict[
 
     Raises ConfigError if no class holds the model, naming the settings.
     """
-    prefix, own_settings, _ = _class_for(config, kind)
+    prefix, model_type, own_settings, _ = _class_for(config, kind)
     model, finetune = config.model, config.finetune
     settings: dict[str, Any] = {
         "architectures": [prefix + CLASS_OF[kind]],
+        "model_type": model_type,
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
         "num_hidden_layers": model.num_layers,
@@ -63,12 +64,12 @@ def tensors_of(model: nn.Module, config: Config, special: Mapping[str, int], kin
 
     Raises ConfigError as settings_of.
     """
-    _, _, own_tensors = _class_for(config, kind)
+    *_, own_tensors = _class_for(config, kind)
     renamed = own_tensors(model.state_dict(), config, special, kind)
     return {name: tensor.to(torch.float32).clone().contiguous() for name, tensor in renamed}
 
 
-def _class_for(config: Config, kind: Kind) -> tuple[str, Any, Any]:
+def _class_for(config: Config, kind: Kind) -> tuple[str, str, Any, Any]:
     if issues := native_issues(config, kind):
         raise ConfigError(issues)
     name = native_class(config.model)
@@ -85,7 +86,6 @@ def _modernbert_settings(config: Config, special: Mapping[str, int], kind: Kind)
     has_local = model.local_attention > 0
     local_theta = model.local_rope_theta if has_local else model.rope_theta
     return {
-        "model_type": "modernbert",
         "cls_token_id": special["cls"],
         "sep_token_id": special["sep"],
         "norm_eps": model.norm_eps,
@@ -114,7 +114,6 @@ def _modernbert_settings(config: Config, special: Mapping[str, int], kind: Kind)
 def _eurobert_settings(config: Config, special: Mapping[str, int], kind: Kind) -> dict[str, Any]:
     model = config.model
     return {
-        "model_type": "eurobert",
         "mask_token_id": special["mask"],
         "rms_norm_eps": model.norm_eps,
         "attention_bias": model.bias,
@@ -131,10 +130,8 @@ def _eurobert_settings(config: Config, special: Mapping[str, int], kind: Kind) -
 def _bert_settings(config: Config, special: Mapping[str, int], kind: Kind) -> dict[str, Any]:
     """Return the settings of BERT, RoBERTa or RobertaPreLayerNorm."""
     model = config.model
-    name = native_class(model)
     rows = model.max_positions or config.data.sequence_length + model.position_offset
     return {
-        "model_type": {"BERT": "bert", "RoBERTa": "roberta"}.get(name or "", "roberta-prelayernorm"),
         "max_position_embeddings": rows - model.position_offset + _unused_positions(config, special),
         "type_vocab_size": max(1, model.token_types),
         "layer_norm_eps": model.norm_eps,
@@ -183,7 +180,7 @@ def _modernbert_tensors(state: Named, config: Config, special: Mapping[str, int]
             bias_3H = torch.cat([tensor, torch.zeros_like(tensor), state[name.replace(".q_", ".v_")]])
             yield theirs.replace(".q_bias", ".Wqkv.bias"), bias_3H
         elif name == "head.decoder_bias" and kind == "mlm":
-            yield decoder_bias_name("ModernBERT"), tensor
+            yield DECODER_BIAS["ModernBERT"], tensor
         elif not name.endswith(".v_bias") and not (kind == "encoder" and name.startswith("head.")):
             yield theirs, tensor
 
@@ -233,23 +230,20 @@ def _bert_tensors(state: Named, config: Config, special: Mapping[str, int], kind
         ),
         f"{places}token_type_embeddings.weight": state.get(f"{places}token_type_embeddings.weight", zeros_1H),
     }
-    for theirs, ours in embedding_names():
-        yield from _module(tables, f"{front}{theirs}", ours, biased=theirs.endswith("LayerNorm"))
-    for theirs, ours in block_names(model):
-        yield from _module(state, f"{front}{theirs}", ours, biased=True)
+    for theirs, ours in bert_names(model, family, front, has_head=kind == "mlm"):
+        yield from _module(tables, theirs, ours, biased=not ours.endswith("_embeddings"))
     for i in range(model.num_layers):
         attention = f"{front}encoder.layer.{i}.attention.self"
         roles = {role: f"{attention}.{word}" for role, word in PROJECTIONS.items()}
         yield from _projections(state, f"model.layers.{i}.attn", roles, biased=True)
     if kind == "mlm":
-        for theirs, ours in head_names(family):
-            yield from _module(state, theirs, ours, biased=True)
         bias_V = state.get("head.decoder_bias", zeros_1H.new_zeros(model.vocab_size))
-        yield decoder_bias_name(family), bias_V
+        yield DECODER_BIAS[family], bias_V
     elif kind == "classifier":
-        dense, last = ("bert.pooler.dense", "classifier")
-        if family != "BERT":
-            dense, last = "classifier.dense", "classifier.out_proj"
+        is_bert = family == "BERT"
+        dense, last = (
+            ("bert.pooler.dense", "classifier") if is_bert else ("classifier.dense", "classifier.out_proj")
+        )
         yield from _module(state, dense, "head.dense")
         yield from _module(state, last, "head.classifier")
     else:  # a pooler that nothing was trained for: zeros, where a reader would draw at random
@@ -258,9 +252,9 @@ def _bert_tensors(state: Named, config: Config, special: Mapping[str, int], kind
 
 
 _CLASSES = {
-    "ModernBERT": ("ModernBert", _modernbert_settings, _modernbert_tensors),
-    "EuroBERT": ("EuroBert", _eurobert_settings, _eurobert_tensors),
-    "BERT": ("Bert", _bert_settings, _bert_tensors),
-    "RoBERTa": ("Roberta", _bert_settings, _bert_tensors),
-    "RobertaPreLayerNorm": ("RobertaPreLayerNorm", _bert_settings, _bert_tensors),
+    "ModernBERT": ("ModernBert", "modernbert", _modernbert_settings, _modernbert_tensors),
+    "EuroBERT": ("EuroBert", "eurobert", _eurobert_settings, _eurobert_tensors),
+    "BERT": ("Bert", "bert", _bert_settings, _bert_tensors),
+    "RoBERTa": ("Roberta", "roberta", _bert_settings, _bert_tensors),
+    "RobertaPreLayerNorm": ("RobertaPreLayerNorm", "roberta-prelayernorm", _bert_settings, _bert_tensors),
 }

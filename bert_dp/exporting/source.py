@@ -51,7 +51,7 @@ MAX_BATCH = 2**16
 
 @dataclasses.dataclass(frozen=True)
 class ExportSource(LoadedCheckpoint):
-    """A checkpoint that is exported, its model in fp32."""
+    """Hold a checkpoint to export, its model in fp32."""
 
     kind: Kind
     """Of the model that is exported."""
@@ -73,6 +73,11 @@ class ExportSource(LoadedCheckpoint):
     def module(self) -> ExportModule:
         """Build the module that is traced, compiled and compared."""
         return ExportModule(self.model, self.kind).eval()
+
+    def example(self) -> tuple[Tensor, ...]:
+        """Return inputs to trace with: no size is 1, which would be fixed."""
+        ids_BS = torch.full((2, min(7, self.config.data.sequence_length - 1)), self.special["mask"])
+        return (ids_BS, torch.ones_like(ids_BS), torch.zeros_like(ids_BS))[: len(self.inputs)]
 
 
 def open_run(run: str | Path, *, encoder: bool) -> ExportSource:
@@ -122,39 +127,28 @@ def export(
     Raises ConfigError if `out` holds something, the format does not hold the model, or a package is missing.
     """
     if form == "aoti" and source.config.model.lstm_size:
-        message = "torch.export gives the LSTMs of a BiLSTM one length for good"
+        message = "torch.export would fix the input length of a BiLSTM"
         raise ConfigError(
             [Issue("model.lstm_size", "unsupported", message, hint="use `bert-dp export onnx`")]
         )
-    require_tools(form)  # a signal during such an import may end this process before it can clean up
-    with new_directory(out) as folder:
-        if form == "hf":
-            write_hf(source, folder)
-        elif form == "onnx":
-            write_onnx(source, folder, int8=precision == "int8")
-        else:
-            write_aoti(source, folder, bf16=precision == "bf16")
-        return write_about(folder, source, form, command, precision)
-
-
-def require_tools(form: ExportFormat) -> None:
-    """Import the packages that write a format, and find its compiler. Raises ConfigError."""
+    # first: a signal during such an import may end this process before it can clean up
     for package in ("onnx", "onnxscript", "onnxruntime") if form == "onnx" else ():
         require(package, "export", "export onnx")
     if form == "aoti" and shutil.which("g++") is None:
-        message = "compiles by g++, which is not installed"
+        message = "compiles with g++, which is not installed"
         raise ConfigError([Issue("export aoti", "needs_package", message, hint="install it, or export onnx")])
-
-
-@contextlib.contextmanager
-def new_directory(out: Path) -> Iterator[Path]:
-    """Make a directory that gets its name at the end. Raises ConfigError if `out` holds something."""
     with locked(out):
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             message, hint = f"{out} is not an empty directory", "name a new one"
             raise ConfigError([Issue("--out", "exists", message, str(out), hint=hint)])
         with replaced(out) as folder:
-            yield folder
+            if form == "hf":
+                write_hf(source, folder)
+            elif form == "onnx":
+                write_onnx(source, folder, int8=precision == "int8")
+            else:
+                write_aoti(source, folder, bf16=precision == "bf16")
+            return write_about(folder, source, form, command, precision)
 
 
 def describe(source: ExportSource, form: ExportFormat, precision: ExportPrecision = "fp32") -> Exported:
@@ -180,7 +174,7 @@ def describe(source: ExportSource, form: ExportFormat, precision: ExportPrecisio
 def write_about(
     folder: Path, source: ExportSource, form: ExportFormat, command: str, precision: ExportPrecision = "fp32"
 ) -> Exported:
-    """Write what every format has beside its model: tokenizer, export.json, README.md."""
+    """Write the files that every format has beside its model: tokenizer, export.json, README.md."""
     framed = tokens.framing_as_trained(source.tokenizer_file, source.special)
     if framed is None:
         shutil.copyfile(source.tokenizer_file, folder / files.TOKENIZER)
@@ -212,18 +206,13 @@ def write_hf(source: ExportSource, folder: Path) -> None:
 
 def trace(source: ExportSource, *, bf16: bool = False) -> ExportedProgram:
     """Return the graph; its outputs are fp32 also if it computes in bf16."""
-    most = source.config.data.sequence_length
-    ids_BS = torch.full((2, min(7, most - 1)), source.special["mask"])  # no size of 1, which would be fixed
-    given = dict(
-        zip(source.inputs, (ids_BS, torch.ones_like(ids_BS), torch.zeros_like(ids_BS)), strict=False)
-    )
-    sizes = {0: Dim("batch", max=MAX_BATCH), 1: Dim("length", max=most)}
+    sizes = {0: Dim("batch", max=MAX_BATCH), 1: Dim("length", max=source.config.data.sequence_length)}
     model: nn.Module = source.module()
     if bf16:
         model = copy.deepcopy(model).to(torch.bfloat16)  # the source keeps its own
     with torch.no_grad():
-        shapes = dict.fromkeys(given, sizes)
-        return torch.export.export(model, tuple(given.values()), dynamic_shapes=shapes)
+        shapes = dict.fromkeys(source.inputs, sizes)
+        return torch.export.export(model, source.example(), dynamic_shapes=shapes)
 
 
 @contextlib.contextmanager
@@ -247,10 +236,8 @@ def write_onnx(source: ExportSource, folder: Path, *, int8: bool) -> None:
     path = folder / "model.onnx"
     names: dict[str, Any] = {"input_names": [*source.inputs], "output_names": [*OUTPUTS[source.kind]]}
     if source.config.model.lstm_size:  # the exporter by torch.export would fix the length
-        ids_BS = torch.full((2, 7), source.special["mask"])
-        sizes = {name: {0: "batch", 1: "length"} for name in INPUTS}
-        inputs = (ids_BS, torch.ones_like(ids_BS))
-        torch.onnx.export(source.module(), inputs, path, dynamo=False, dynamic_axes=sizes, **names)
+        sizes = {name: {0: "batch", 1: "length"} for name in source.inputs}
+        torch.onnx.export(source.module(), source.example(), path, dynamo=False, dynamic_axes=sizes, **names)
     else:
         program = torch.onnx.export(trace(source), dynamo=True, verbose=False, **names)
         assert program is not None
@@ -326,7 +313,7 @@ def card(exported: Exported, source: ExportSource, command: str) -> str:
 
 
 def training_facts(source: ExportSource) -> Iterator[tuple[str, str]]:
-    """Yield what the run's directory says of the training, and of the evaluation at this step."""
+    """Yield facts of the training, and of the evaluation at this step, from the run's directory."""
     run, facts = source.path.parent.parent, source.facts
     environment = files.read_json(run / "environment.json") or {}
     if command := environment.get("command"):

@@ -50,14 +50,17 @@ def sinusoidal_table(length: int, hidden: int) -> Tensor:
     return torch.stack([angle_SH.sin(), angle_SH.cos()], dim=-1).reshape(length, hidden)
 
 
-def rotary_table(length: int, head_size: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Return cos and sin, each [S, D] float64, halves repeated (arXiv 2104.09864, the rotate-half layout)."""
+def rotary_table(length: int, head_size: int, theta: float) -> Tensor:
+    """Return [2, S, D] float64: cos and sin, halves repeated (arXiv 2104.09864, the rotate-half layout)."""
     frequency_D2 = theta ** (-torch.arange(0, head_size, 2, dtype=torch.float64) / head_size)
     angle_SD = (torch.arange(length, dtype=torch.float64)[:, None] * frequency_D2).repeat(1, 2)
-    return angle_SD.cos(), angle_SD.sin()
+    return torch.stack([angle_SD.cos(), angle_SD.sin()])
 
 
-def rotate(x_BASD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
+def rotate(x_BASD: Tensor, rotary_2SD: Tensor) -> Tensor:
+    """Turn queries or keys by the first rows of a rotary table, in their dtype."""
+    length = x_BASD.shape[-2]
+    cos_SD, sin_SD = (table_SD[:length].to(x_BASD.dtype) for table_SD in rotary_2SD)
     first, second = x_BASD.chunk(2, dim=-1)
     return x_BASD * cos_SD + torch.cat([-second, first], dim=-1) * sin_SD
 
@@ -150,8 +153,8 @@ class Embeddings(nn.Module):
 
 
 def is_slow_in_kernel(q_BASD: Tensor) -> bool:
-    """Return True in bf16 on a CPU, where torch's attention takes 2.5 to 4 times as long as written products
-    (benchmarks/RESULTS.md)."""
+    """Return True in bf16 on a CPU, where torch's attention takes 2.5 to 4 times as long as plain matrix
+    products (benchmarks/RESULTS.md)."""
     return q_BASD.device.type == "cpu" and q_BASD.dtype == torch.bfloat16
 
 
@@ -161,7 +164,7 @@ class Attention(nn.Module):
     cost. `seed_B`: see bert_dp.model.kernels."""
 
     tensor_rank = 0
-    """Which shard of the heads these are."""
+    """Index of this rank's shard of the heads."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -176,28 +179,22 @@ class Attention(nn.Module):
         self.v_bias = nn.Parameter(torch.zeros(hidden)) if config.bias else None
 
     def forward(
-        self,
-        x_BSH: Tensor,
-        cos_SD: Tensor | None,
-        sin_SD: Tensor | None,
-        seen: Tensor | None,
-        seed_B: Tensor | None,
+        self, x_BSH: Tensor, rotary_2SD: Tensor | None, seen: Tensor | None, seed_B: Tensor | None
     ) -> Tensor:
         batch, length, _ = x_BSH.shape
         qkv = self.Wqkv(x_BSH)
         if self.q_bias is not None and self.v_bias is not None:
             qkv = qkv + torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias]).to(qkv.dtype)
         drops = self.training and self.drop_probabilities.p > 0
-        plain = cos_SD is None and seen is None and not drops
+        plain = rotary_2SD is None and seen is None and not drops
         if plain and takes_gpu_kernel(qkv) and gpu_kernels.fits(length, self.head_size):
             heads = qkv.shape[-1] // 3 // self.head_size
             return self.drop(self.Wo(gpu_kernels.packed_attention(qkv, heads)), seed_B)
         q, k, v = (
             part.view(batch, length, -1, self.head_size).transpose(1, 2) for part in qkv.chunk(3, dim=-1)
         )  # each [B, A, S, D], A the heads that this rank's weights make
-        if cos_SD is not None and sin_SD is not None:
-            cos, sin = cos_SD[:length].to(q.dtype), sin_SD[:length].to(q.dtype)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if rotary_2SD is not None:
+            q, k = rotate(q, rotary_2SD), rotate(k, rotary_2SD)
         if drops or is_slow_in_kernel(q):
             out_BASD = self._attend_in_full(q, k, v, seen, seed_B)
         else:
@@ -259,25 +256,22 @@ class Layer(nn.Module):
     def forward(
         self,
         x_BSH: Tensor,
-        cos_SD: Tensor | None,
-        sin_SD: Tensor | None,
+        rotary_2SD: Tensor | None,
         seen: Tensor | None = None,
         seed_B: Tensor | None = None,
     ) -> Tensor:
         if self.post_norm:
-            x_BSH = self.attn_norm(x_BSH + self.attn(x_BSH, cos_SD, sin_SD, seen, seed_B))
+            x_BSH = self.attn_norm(x_BSH + self.attn(x_BSH, rotary_2SD, seen, seed_B))
             return self.mlp_norm(x_BSH + self.mlp(x_BSH, seed_B))
-        x_BSH = x_BSH + self.attn(self.attn_norm(x_BSH), cos_SD, sin_SD, seen, seed_B)
+        x_BSH = x_BSH + self.attn(self.attn_norm(x_BSH), rotary_2SD, seen, seed_B)
         return x_BSH + self.mlp(self.mlp_norm(x_BSH), seed_B)
 
 
 class Encoder(nn.Module):
     """Apply embeddings, blocks, final norm (of pre-norm blocks): [B, S] -> [B, S, H]."""
 
-    cos_SD: Tensor
-    sin_SD: Tensor
-    local_cos_SD: Tensor
-    local_sin_SD: Tensor
+    rotary_2SD: Tensor | None
+    local_rotary_2SD: Tensor | None
 
     def __init__(self, config: ModelConfig, sequence_length: int):
         super().__init__()
@@ -287,16 +281,13 @@ class Encoder(nn.Module):
         self.has_dropout = config.dropout > 0 or config.attention_dropout > 0
         self.reach = config.local_attention // 2
         self.is_local = [config.is_local(i) for i in range(config.num_layers)]
-        self.rope = config.position == "rope"
-        if self.rope:
-            self._add_rotary_table("", sequence_length, config, config.rope_theta)
-        if self.rope and any(self.is_local):
-            self._add_rotary_table("local_", sequence_length, config, config.local_rope_theta)
-
-    def _add_rotary_table(self, front: str, length: int, config: ModelConfig, theta: float) -> None:
-        tables = rotary_table(length, config.hidden_size // config.num_heads, theta)
-        for name, table in zip(("cos_SD", "sin_SD"), tables, strict=True):
-            self.register_buffer(f"{front}{name}", table.to(torch.get_default_dtype()), persistent=False)
+        thetas = {"rotary_2SD": config.rope_theta, "local_rotary_2SD": config.local_rope_theta}
+        for name, theta in thetas.items():
+            table_2SD = None
+            if config.position == "rope":
+                table_2SD = rotary_table(sequence_length, config.hidden_size // config.num_heads, theta)
+                table_2SD = table_2SD.to(torch.get_default_dtype())
+            self.register_buffer(name, table_2SD, persistent=False)
 
     def forward(
         self, ids_BS: Tensor, real_BS: Tensor | None = None, types_BS: Tensor | None = None
@@ -330,14 +321,9 @@ class Encoder(nn.Module):
             site_L1 = torch.arange(1, len(keys) + 1, dtype=torch.int32, device=seed_B.device)[:, None]
             keys = fold_in(seed_B, site_L1).unbind()
         for layer, is_local, layer_key_B in zip(self.layers, self.is_local, keys, strict=True):
-            cos, sin = self._rotation(is_local)
-            x_BSH = layer(x_BSH, cos, sin, nearby if is_local else everywhere, layer_key_B)
+            rotary_2SD, seen = (self.local_rotary_2SD, nearby) if is_local else (self.rotary_2SD, everywhere)
+            x_BSH = layer(x_BSH, rotary_2SD, seen, layer_key_B)
         return x_BSH
-
-    def _rotation(self, is_local: bool) -> tuple[Tensor | None, Tensor | None]:
-        if not self.rope:
-            return None, None
-        return (self.local_cos_SD, self.local_sin_SD) if is_local else (self.cos_SD, self.sin_SD)
 
     def _nearby(self, x_BSH: Tensor, real_B11S: Tensor | None) -> Tensor:
         """Return the mask of local layers, [1 or B, 1, S, S]: keys at most `reach` positions away."""

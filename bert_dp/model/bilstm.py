@@ -39,9 +39,13 @@ class BiLstm(Model):
         `seed_B`: int32 keys of the examples, for dropout in training."""
         if real_BS is None:
             real_BS = torch.ones_like(ids_BS, dtype=torch.bool)
-        length_B = real_BS.sum(1)
-        if not self.pair:
-            return self._label(self._encode(ids_BS, length_B, seed_B), seed_B)
+        encode = self._encode_pair if self.pair else self._encode
+        features_BF = encode(ids_BS, real_BS.sum(1), seed_B)
+        hidden_B1W = self.dense(self.drop(features_BF[:, None], seed_B)).relu()
+        return self.classifier(hidden_B1W)[:, 0]
+
+    def _encode_pair(self, ids_BS: Tensor, length_B: Tensor, seed_B: Tensor | None) -> Tensor:
+        """Return [B, 8H]: the states of both texts, their product and their distance."""
         # each text of <cls> A <sep> B <sep> ends with the token that is the example's last one
         separator_B1 = ids_BS.gather(1, length_B[:, None] - 1)
         first_B = (ids_BS == separator_B1).long().argmax(1) + 1
@@ -50,8 +54,7 @@ class BiLstm(Model):
         second_seed_B = None if seed_B is None else fold_in(seed_B, 1)
         one_B2H = self._encode(ids_BS, first_B, seed_B)
         two_B2H = self._encode(second_BS, (length_B - first_B).clamp(min=1), second_seed_B)
-        features = [one_B2H, two_B2H, one_B2H * two_B2H, (one_B2H - two_B2H).abs()]
-        return self._label(torch.cat(features, dim=-1), seed_B)
+        return torch.cat([one_B2H, two_B2H, one_B2H * two_B2H, (one_B2H - two_B2H).abs()], dim=-1)
 
     def _encode(self, ids_BS: Tensor, length_B: Tensor, seed_B: Tensor | None) -> Tensor:
         """Return [B, 2H], the last state of each direction, of the first `length_B` tokens."""
@@ -66,14 +69,10 @@ class BiLstm(Model):
         ]
         return torch.cat(states, dim=-1)
 
-    def _label(self, features_BF: Tensor, seed_B: Tensor | None) -> Tensor:
-        hidden_B1W = self.dense(self.drop(features_BF[:, None], seed_B)).relu()
-        return self.classifier(hidden_B1W)[:, 0]
-
 
 def build_bilstm(config: ModelConfig, finetune: FinetuneConfig, seed: int) -> BiLstm:
-    """Build a whole model on the CPU, every number uniform as torch begins these layers: a pure function of
-    the arguments."""
+    """Build a whole model on the CPU with uniform weights in torch's default ranges, a pure function of the
+    arguments."""
     model = BiLstm(config, finetune)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -5,41 +5,28 @@ Axes as in bert_dp.model.bert; W the width of a head, L labels.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bert_dp.config import FinetuneConfig, ModelConfig, finetuned_head
-from bert_dp.model.bert import EncoderModel, initialize, make_norm
+from bert_dp.model.bert import EncoderModel, make_norm
 from bert_dp.model.kernels import KeyedDropout
 
 HEAD_SITE = 1_000_000  # of the head's dropout: beyond every layer's
 
 
-class HeadShape(NamedTuple):
-    """Describe the layers between the pooled hidden state and the last linear layer."""
-
-    tanh: bool
-    """Else GELU."""
-    bias: bool
-    """Of the dense layer."""
-    norm: bool = False
-    """After the activation."""
-    drops_input: bool = False
-    drops_output: bool = True
-
-
 HEADS = {
     # crammed (JonasGeiping/cramming): Linear 1024, tanh, dropout, Linear
-    "recipe": HeadShape(tanh=True, bias=True),
+    "recipe": {"bias", "tanh", "drops output"},
     # as transformers' ...ForSequenceClassification compute them
-    "ModernBERT": HeadShape(tanh=False, bias=False, norm=True),
-    "RobertaPreLayerNorm": HeadShape(tanh=True, bias=True, drops_input=True),
-    "EuroBERT": HeadShape(tanh=False, bias=True, drops_output=False),
-    "BERT": HeadShape(tanh=True, bias=True),
-    "RoBERTa": HeadShape(tanh=True, bias=True, drops_input=True),
+    "ModernBERT": {"norm", "drops output"},
+    "RobertaPreLayerNorm": {"bias", "tanh", "drops input", "drops output"},
+    "EuroBERT": {"bias"},
+    "BERT": {"bias", "tanh", "drops output"},
+    "RoBERTa": {"bias", "tanh", "drops input", "drops output"},
 }
+"""Head -> its parts between the pooled hidden state and the last linear layer: a bias of the dense layer,
+tanh (else GELU), a norm after that, dropout before the dense layer, dropout before the last layer."""
 
 
 class ClassificationHead(nn.Module):
@@ -48,17 +35,17 @@ class ClassificationHead(nn.Module):
     def __init__(self, config: ModelConfig, finetune: FinetuneConfig):
         super().__init__()
         name = finetuned_head(config, finetune)
-        self.shape = shape = HEADS[name]
+        self.parts = parts = HEADS[name]
         width = finetune.head_size if name == "recipe" else config.hidden_size
-        self.dense = nn.Linear(config.hidden_size, width, bias=shape.bias)
-        self.norm = make_norm(config) if shape.norm else None
-        self.drop_in = KeyedDropout(config.dropout if shape.drops_input else 0.0, HEAD_SITE)
-        self.drop = KeyedDropout(config.dropout if shape.drops_output else 0.0, HEAD_SITE + 1)
+        self.dense = nn.Linear(config.hidden_size, width, bias="bias" in parts)
+        self.norm = make_norm(config) if "norm" in parts else None
+        self.drop_in = KeyedDropout(config.dropout if "drops input" in parts else 0.0, HEAD_SITE)
+        self.drop = KeyedDropout(config.dropout if "drops output" in parts else 0.0, HEAD_SITE + 1)
         self.classifier = nn.Linear(width, finetune.num_outputs)
 
     def forward(self, x_BH: Tensor, seed_B: Tensor | None) -> Tensor:
         x_B1H = self.dense(self.drop_in(x_BH[:, None], seed_B))
-        x_B1W = x_B1H.tanh() if self.shape.tanh else F.gelu(x_B1H)
+        x_B1W = x_B1H.tanh() if "tanh" in self.parts else F.gelu(x_B1H)
         if self.norm is not None:
             x_B1W = self.norm(x_B1W)
         return self.classifier(self.drop(x_B1W, seed_B))[:, 0]
@@ -102,10 +89,3 @@ class Classifier(EncoderModel):
 
     def is_pretrained(self, name: str) -> bool:
         return name.startswith("model.")
-
-
-def build_classifier(
-    config: ModelConfig, sequence_length: int, finetune: FinetuneConfig, seed: int
-) -> Classifier:
-    """Build a whole model on the CPU, a pure function of its arguments: see model.initialize."""
-    return initialize(Classifier(config, sequence_length, finetune), seed)

@@ -17,10 +17,16 @@ from torch import Tensor
 from bert_dp.config import Config, ConfigError, Issue, ModelConfig, hf_issues, native_class, tokenizer_issues
 from bert_dp.config.hf import WEIGHTS
 
-Names = Iterator[tuple[str, str]]
-"""Their name and ours of linear layers, norms and tables, without the names of their tensors."""
 FRONTS = {"BERT": "bert.", "RoBERTa": "roberta.", "RobertaPreLayerNorm": "roberta_prelayernorm."}
+DECODER_BIAS = {"ModernBERT": "decoder.bias", "BERT": "cls.predictions.bias"}
+DECODER_BIAS |= dict.fromkeys(("RoBERTa", "RobertaPreLayerNorm"), "lm_head.bias")
 PROJECTIONS = {"q": "query", "k": "key", "v": "value"}
+IN_EMBEDDINGS = {
+    "word_embeddings": "tok_embeddings",
+    "token_type_embeddings": "token_type_embeddings",
+    "position_embeddings": "position_embeddings",
+    "LayerNorm": "norm",
+}
 IN_BLOCKS = (
     ("attention.output.dense", "attn.Wo"),
     ("intermediate.dense", "mlp.Wi"),
@@ -36,37 +42,21 @@ NOT_STORED = ("position_ids", "token_type_ids", "decoder.weight", "decoder.bias"
 """Suffixes of the names of buffers, and of a tied decoder, which is the embedding and its bias."""
 
 
-def embedding_names() -> Names:
-    """Yield the names of BERT's embedding tables and of the norm after them."""
-    yield "embeddings.word_embeddings", "model.embeddings.tok_embeddings"
-    yield "embeddings.token_type_embeddings", "model.embeddings.token_type_embeddings"
-    yield "embeddings.position_embeddings", "model.embeddings.position_embeddings"
-    yield "embeddings.LayerNorm", "model.embeddings.norm"
-
-
-def block_names(model: ModelConfig) -> Names:
-    """Yield the names of BERT's blocks without query, key and value, and of the final norm where there is
-    one."""
+def bert_names(model: ModelConfig, family: str, front: str, *, has_head: bool) -> Iterator[tuple[str, str]]:
+    """Yield their name and ours of each table, norm and linear layer of BERT, RoBERTa or RobertaPreLayerNorm,
+    without the names of its tensors and without query, key and value. `front` begins their names of the
+    encoder's parts; `has_head`: with the head that predicts tokens, but for the decoder."""
+    for theirs, ours in IN_EMBEDDINGS.items():
+        yield f"{front}embeddings.{theirs}", f"model.embeddings.{ours}"
     for i in range(model.num_layers):
         for theirs, ours in (*IN_BLOCKS, *NORMS[model.norm_position]):
-            yield f"encoder.layer.{i}.{theirs}", f"model.layers.{i}.{ours}"
+            yield f"{front}encoder.layer.{i}.{theirs}", f"model.layers.{i}.{ours}"
     if model.norm_position == "pre":
-        yield "LayerNorm", "model.final_norm"
-
-
-def head_names(family: str) -> Names:
-    """Yield the names of the head that predicts tokens, without the decoder."""
-    if family == "BERT":
-        yield "cls.predictions.transform.dense", "head.dense"
-        yield "cls.predictions.transform.LayerNorm", "head.norm"
-    else:
-        yield "lm_head.dense", "head.dense"
-        yield "lm_head.layer_norm", "head.norm"
-
-
-def decoder_bias_name(family: str) -> str:
-    """Return the name of the decoder's bias."""
-    return {"ModernBERT": "decoder.bias", "BERT": "cls.predictions.bias"}.get(family, "lm_head.bias")
+        yield f"{front}LayerNorm", "model.final_norm"
+    if has_head:
+        is_bert = family == "BERT"
+        yield "cls.predictions.transform.dense" if is_bert else "lm_head.dense", "head.dense"
+        yield "cls.predictions.transform.LayerNorm" if is_bert else "lm_head.layer_norm", "head.norm"
 
 
 def load_hf(
@@ -118,11 +108,7 @@ def from_bert(
     tensors: Mapping[str, Tensor], config: Config, family: str
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Return the parameters of BERT, RoBERTa or RobertaPreLayerNorm under our names, and the names of those
-    that are left out.
-
-    A bias of the keys is left out: without rotary positions it shifts all scores of a query alike, which
-    softmax ignores. Raises ConfigError for tensors that are missing, or that the class does not have.
-    """
+    that are left out. Raises ConfigError for tensors that are missing, or that the class does not have."""
     left = {
         name.removeprefix(FRONTS[family]).replace(".gamma", ".weight").replace(".beta", ".bias"): tensor
         for name, tensor in tensors.items()
@@ -134,16 +120,10 @@ def from_bert(
             missing.append(name)
         return left.pop(name, torch.empty(0))
 
-    state: dict[str, Tensor] = {}
-    for theirs, ours in embedding_names():
-        state[f"{ours}.weight"] = take(f"{theirs}.weight")
-    state["model.embeddings.norm.bias"] = take("embeddings.LayerNorm.bias")
-    whole = [*block_names(config.model)]
-    if config.objective.name == "mlm":
-        whole += head_names(family)
-        state["head.decoder_bias"] = take(decoder_bias_name(family))
-    for theirs, ours in whole:
-        for leaf in ("weight", "bias"):
+    has_head = config.objective.name == "mlm"
+    state: dict[str, Tensor] = {"head.decoder_bias": take(DECODER_BIAS[family])} if has_head else {}
+    for theirs, ours in bert_names(config.model, family, "", has_head=has_head):
+        for leaf in ("weight",) if ours.endswith("_embeddings") else ("weight", "bias"):
             state[f"{ours}.{leaf}"] = take(f"{theirs}.{leaf}")
     dropped = []
     for i in range(config.model.num_layers):
@@ -151,15 +131,16 @@ def from_bert(
         roles = {role: f"{theirs}.{word}" for role, word in PROJECTIONS.items()}
         state[f"{ours}.Wqkv.weight"] = torch.cat([take(f"{name}.weight") for name in roles.values()])
         state |= {f"{ours}.{role}_bias": take(f"{roles[role]}.bias") for role in "qv"}
+        # without rotary positions it shifts all scores of a query alike, which softmax ignores
         if left.pop(f"{roles['k']}.bias", torch.zeros(1)).any():
             dropped.append(f"{roles['k']}.bias")
-    heads = DROPPED if config.objective.name == "mlm" else (*DROPPED, "cls.", "lm_head.")
-    dropped += [name for name in left if name.startswith(heads) and not name.endswith(NOT_STORED)]
-    surplus = [name for name in left if not name.startswith(heads) and not name.endswith(NOT_STORED)]
+    heads = DROPPED if has_head else (*DROPPED, "cls.", "lm_head.")
+    others = [name for name in left if not name.endswith(NOT_STORED)]
+    dropped += [name for name in others if name.startswith(heads)]
+    surplus = [name for name in others if not name.startswith(heads)]
     lines = [f"has no {', '.join(missing)}"] if missing else []
     lines += [f"has {', '.join(surplus)}, which {family} does not have"] if surplus else []
-    if lines:
-        raise ConfigError(
-            [Issue("run.init_from", "conflict", f"{WEIGHTS} {line[:400]}", WEIGHTS) for line in lines]
-        )
+    messages = [f"{WEIGHTS} {line[:400]}" for line in lines]
+    if messages:
+        raise ConfigError([Issue("run.init_from", "conflict", line, WEIGHTS) for line in messages])
     return state, tuple(dropped)

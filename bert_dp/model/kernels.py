@@ -67,8 +67,8 @@ def product(a_MK: Tensor, b_NK: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute F.linear. Sharded weights, autocast, other widths and devices, and what is exported take
-    torch's own way."""
+    """Compute F.linear. Sharded weights, autocast, other dtypes and devices, and exported graphs use torch's
+    own implementation."""
     if not (
         USES_ONEDNN
         and x.device.type == "cpu"
@@ -97,8 +97,8 @@ def widened(logits_PV: Tensor) -> Tensor:
 def add_row_gradients(
     grad_VH: Tensor, ids_BS: Tensor, grad_BSH: Tensor, foreign_BS: Tensor | None = None
 ) -> Tensor:
-    """Add the gradient of every looked-up row to grad_VH in place; nothing of the places that `foreign_BS`
-    marks, whose ids may be any within V."""
+    """Add the gradient of every looked-up row to grad_VH in place. Positions that `foreign_BS` marks add
+    nothing; their ids may be any below V."""
     add = add_dense if grad_VH.device.type == "cuda" else add_by_index
     return add(grad_VH, ids_BS, grad_BSH, foreign_BS)
 
@@ -135,9 +135,9 @@ def mix32(x: Tensor) -> Tensor:
 
 
 def fold_in(key: Tensor, site: int | Tensor) -> Tensor:
-    """Return the key of a site below `key`, int32 of their broadcast shape; for sites, an int32 tensor on the
-    same device, theirs."""
-    if isinstance(site, int):  # filled there: a number that is copied there makes the host wait
+    """Derive the key of a site from `key`: int32, of their broadcast shape. `site`: a number, or an int32
+    tensor on the same device."""
+    if isinstance(site, int):  # filled on the device: copying a number there would make the host wait
         site = torch.full((), site, dtype=torch.int32, device=key.device)
     return mix32(key ^ mix32(site + 1))
 
@@ -150,7 +150,7 @@ def dropped(key: Tensor, rows: int, columns: int, p: float) -> Tensor:
 
 
 class KeyedDropout(nn.Module):
-    """Zero in training what `dropped` says, with probability p, and divide the rest by 1 - p."""
+    """Zero the elements that `dropped` selects in training, and divide the rest by 1 - p."""
 
     def __init__(self, p: float, site: int):
         super().__init__()

@@ -36,7 +36,7 @@ RunModel = CrammedBert | Classifier | BiLstm
 
 @dataclasses.dataclass(frozen=True)
 class LoadedCheckpoint:
-    """A model for use, on the CPU and in eval mode, with what its checkpoint says of it."""
+    """Hold a model for inference, on the CPU and in eval mode, with the facts of its checkpoint."""
 
     path: Path
     facts: files.CheckpointFacts
@@ -49,7 +49,7 @@ def load(run: str | os.PathLike[str]) -> tuple[RunModel, Tokenizer]:
     """Load the model, on the CPU and in eval mode, and the tokenizer of a run (its newest good checkpoint) or
     of one checkpoint.
 
-    `model.model(ids_BS)` gives the hidden states [B, S, H], which a BiLSTM has not; `model(ids_BS,
+    `model.model(ids_BS)` gives the hidden states [B, S, H], which a BiLSTM does not have; `model(ids_BS,
     positions_P)` of a pretrained run the logits [P, V] at the flat positions b * S + s; `model(ids_BS,
     real_BS)` of a finetuned or distilled one those of whole examples [B, L]. Models are pretrained without
     <cls>: encode with `add_special_tokens=False`.
@@ -100,7 +100,7 @@ def prepare_model(rank: Rank, precision: Precision) -> tuple[Model, bool]:
 
 
 def is_compiled(config: Config, device: str) -> bool:
-    """Decide compile: auto = on a GPU."""
+    """Resolve the setting `compile`: auto compiles on a GPU."""
     if config.compile != "auto":
         return config.compile == "on"
     # deepspeed's hooks on every module of stage 3 make torch compile anew until it gives up
@@ -115,17 +115,17 @@ def recompute_blocks(model: Model) -> None:
 
 
 def forward_recomputed(block: nn.Module, *inputs: Any) -> Any:
-    """Recompute in a frame of ours: torch's own Dynamo passes over, with all that they call; and of the block
-    itself, so that one graph serves all blocks."""
+    """Run a block and recompute it in the backward pass. Dynamo skips torch's frames with all that they call,
+    so this one is ours; it is a method of the block, so that one graph serves all blocks."""
     return recompute(type(block).forward, block, *inputs, use_reentrant=False)
 
 
 def compile_parts(model: Model, sequence_length: int) -> None:
     """Compile in place: names stay as they are."""
-    # or inside a DDP forward Dynamo divides each part's graph at DDP's buckets, whose hooks fire as they are
+    # otherwise Dynamo splits each part's graph at DDP's buckets, whose hooks fire without that
     torch._dynamo.config.optimize_ddp = False
-    # each length of finetuning, with and without padding, in training and in evaluation, and a first block
-    # that is not like the others, and of layers that attend globally and locally
+    # a graph for each length of finetuning, with and without padding, in training and in evaluation, for a
+    # first block unlike the others, and for global and local attention
     limit = 16 * -(-sequence_length // LENGTH_MULTIPLE)
     torch._dynamo.config.recompile_limit = limit
     torch._dynamo.config.accumulated_recompile_limit = max(256, limit)
@@ -136,9 +136,10 @@ def compile_parts(model: Model, sequence_length: int) -> None:
 def first_state(
     config: Config, model: Model, data: DatasetInfo, comm: HostCollectives
 ) -> tuple[State, InitFrom | None]:
-    """Return the canonical state that a run begins with, on the host: the model's own weights, or those of
-    run.init_from (of `Model.is_pretrained`), with its optimizer's state where run.init_keeps says so; and
-    what came from there. Collective. Raises ConfigError for what does not fit.
+    """Return the canonical state that a run begins with, on the host, and a record of its source.
+
+    The weights are the model's own; those of `Model.is_pretrained` come from run.init_from, with the state of
+    its optimizer if run.init_keeps is moments. Collective. Raises ConfigError for what does not fit.
     """
     source = config.run.init_from
     own = {name: t.detach().to("cpu", copy=True) for name, t in model.state_dict().items()}
@@ -151,7 +152,7 @@ def first_state(
         state: State = {"model": weights, "optimizer": {}, "scaler": {}}
         digest = sha256(directory / WEIGHTS)
     else:
-        # rank 0's choice, as the other run may go on, and prune
+        # rank 0 chooses, because the other run may go on and remove checkpoints
         path = Path(comm.from_rank_0("run.init_from", lambda: str(checkpoint.resolve(source))))
         state = _saved_state(path, source, config, data.tokenizer)
         digest = files.weights_hash(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -13,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from bert_dp import files
 from bert_dp.config import Config
 from bert_dp.config.own_code import load_function
 from bert_dp.model.interface import Model
@@ -43,20 +45,6 @@ class Stream(Protocol):
     def next(self) -> MicroBatch: ...
 
     def close(self) -> None: ...
-
-
-class SameBatch:
-    """Yield the same micro batch over and over."""
-
-    def __init__(self, batch: MicroBatch):
-        self._batch = batch
-        self.wait_s = 0.0
-
-    def next(self) -> MicroBatch:
-        return self._batch
-
-    def close(self) -> None:
-        pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,9 +79,10 @@ class Context:
     tensor: int
     """Ranks of one replica: they see the same batches."""
     progress: Callable[[], None]
-    """To be called after each batch."""
+    """Called by the task after each batch."""
     stopped: Callable[[], bool]
-    """To be asked before each batch; alike on all ranks, which must ask equally often. Collective."""
+    """Called by the task before each batch, equally often on all ranks, which get the same answer.
+    Collective."""
     run_dir: Path | None = None
     """The directory where this rank writes predictions of single examples; None = it writes none."""
 
@@ -103,9 +92,18 @@ class Context:
         return sums
 
 
+def write_or_warn(path: Path, text: str) -> None:
+    """Replace a file of an evaluation. Where that fails, print a warning: a full disk ends no run."""
+    try:
+        path.unlink(missing_ok=True)  # older results are not those of this model
+        files.write_text(path, text)
+    except OSError as error:
+        sys.stdout.write(f"warning: {path.name} could not be written: {error}\n")
+
+
 class Task(Protocol):
-    """Define seven verbs and two numbers. Made from the configuration and the rank's device, without reading
-    data.
+    """Define the model, data, loss and evaluation of a run. A task is made from the configuration and the
+    rank's device, without reading data.
 
     A new one is a file here, its name in TASKS and in `objective.name` of `config/schema.py`, and a parity
     test of its own.

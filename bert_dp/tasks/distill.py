@@ -5,7 +5,7 @@ Axes as in bert_dp.tasks.finetune; V tokens of the vocabulary, E numbers of a ve
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,6 @@ from bert_dp.tasks.finetune import Finetuning, LabelledBatch
 from bert_dp.training import checkpoint
 
 TABLES = ("model.embeddings.tok_embeddings.weight", "embedding.weight")  # of a transformer, of a BiLSTM
-
-
-@dataclass(frozen=True)
-class DistillBatch(LabelledBatch):
-    """Hold labelled examples with the teacher's logits."""
-
-    logits_BL: Tensor
 
 
 class Distillation(Finetuning):
@@ -64,44 +57,39 @@ class Distillation(Finetuning):
         return model
 
     def loss(self, model: nn.Module, batch: LabelledBatch) -> Tensor:
-        assert isinstance(batch, DistillBatch)
         assert batch.labels is not None
+        assert batch.logits_BL is not None
         student_BL = widened(model(batch.ids_BS, batch.real_BS, batch.seed_B, **batch.types))
         teacher_BL = batch.logits_BL.to(student_BL.dtype)
         distill = self._config.distill
         if distill.loss == "mse":
             loss = (student_BL - teacher_BL).square().mean(1).sum()
         else:
-            log_student_BL, log_teacher_BL = (
-                (logits / distill.temperature).log_softmax(-1) for logits in (student_BL, teacher_BL)
-            )
+            log_student_BL = (student_BL / distill.temperature).log_softmax(-1)
+            log_teacher_BL = (teacher_BL / distill.temperature).log_softmax(-1)
             divergence = F.kl_div(log_student_BL, log_teacher_BL, reduction="sum", log_target=True)
             loss = distill.temperature**2 * divergence
-        if distill.alpha:
-            of_labels = self._loss(student_BL, batch.labels) / self._targets_of_example
-            loss = distill.alpha * of_labels + (1 - distill.alpha) * loss
-        return loss
+        of_labels = self._loss(student_BL, batch.labels) / self._targets_of_example
+        return torch.lerp(loss, of_labels, distill.alpha)
 
     def num_targets(self, first_sample: int, count: int) -> int:
         """Count one target an example."""
         return count
 
-    def example_batch(self, micro_size: int) -> DistillBatch:
-        batch = super().example_batch(micro_size)
-        return DistillBatch(
-            **vars(batch), logits_BL=torch.zeros(micro_size, self._config.finetune.num_outputs)
-        )
+    def example_batch(self, micro_size: int) -> LabelledBatch:
+        logits_BL = torch.zeros(micro_size, self._config.finetune.num_outputs)
+        return replace(super().example_batch(micro_size), logits_BL=logits_BL)
 
     def _batch(self, examples: Examples, index_B: NDArray[np.int64], *more: Any) -> LabelledBatch:
         batch = super()._batch(examples, index_B, *more)
         if examples is not self._train:
             return batch
-        return DistillBatch(**vars(batch), logits_BL=torch.from_numpy(self._logits_NL[index_B]))
+        return replace(batch, logits_BL=torch.from_numpy(self._logits_NL[index_B]))
 
 
 def load_embeddings(path: Path, tokenizer: Tokenizer, weight_VE: Tensor) -> None:
-    """Overwrite the rows of the tokens that a run or a text file has vectors for. Raises ConfigError for what
-    cannot be read, has another width, or has no token of the vocabulary."""
+    """Overwrite the rows of the tokens that a run or a text file has vectors for. Raises ConfigError for a
+    file that cannot be read, has vectors of another width, or has no token of the vocabulary."""
     setting, width = "distill.embeddings", weight_VE.shape[1]
     rows: dict[int, Tensor] = {}
     if path.is_dir():

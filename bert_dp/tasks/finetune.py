@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +23,10 @@ from bert_dp.config import Config, ConfigError, read_examples
 from bert_dp.data.stream import TensorBatch, TrainingStream, hash64, key32, permute
 from bert_dp.evaluation.scores import score
 from bert_dp.examples.table import Examples
-from bert_dp.model.classifier import Classifier, build_classifier, pair_types
+from bert_dp.model.bert import initialize
+from bert_dp.model.classifier import Classifier, pair_types
 from bert_dp.model.kernels import widened
-from bert_dp.tasks import LENGTH_MULTIPLE, Context, DatasetInfo
+from bert_dp.tasks import LENGTH_MULTIPLE, Context, DatasetInfo, write_or_warn
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class LabelledBatch(TensorBatch):
     seed_B: Tensor
     types_BS: Tensor | None
     """Token types; None of a model that has none."""
+    logits_BL: Tensor | None = None
+    """The teacher's, of a distillation."""
 
     @property
     def types(self) -> dict[str, Tensor]:
@@ -77,7 +79,7 @@ class Finetuning:
 
     def build_model(self, seed: int) -> Classifier:
         config = self._config
-        return build_classifier(config.model, config.data.sequence_length, config.finetune, seed)
+        return initialize(Classifier(config.model, config.data.sequence_length, config.finetune), seed)
 
     def stream(self, *, dp_rank: int, dp_size: int, start_sample: int) -> TrainingStream[LabelledBatch]:
         return TrainingStream(
@@ -116,12 +118,7 @@ class Finetuning:
         if context.run_dir is not None:
             lines = (_prediction_lines(name, logits[name], each) for name, each in self._splits.items())
             text = "".join(itertools.chain.from_iterable(lines))
-            path = context.run_dir / files.PREDICTIONS
-            try:
-                path.unlink(missing_ok=True)  # older answers are not those of this model
-                files.write_text(path, text)
-            except OSError as error:  # a full disk ends no run
-                sys.stdout.write(f"warning: {files.PREDICTIONS} could not be written: {error}\n")
+            write_or_warn(context.run_dir / files.PREDICTIONS, text)
         return measured
 
     def _measure(self, logits: Mapping[str, NDArray[np.float64]]) -> dict[str, Any] | None:
@@ -144,18 +141,23 @@ class Finetuning:
                     one_class.append(name)
         if not count:
             return None
-        unit = self._config.loss_unit
-        baseline = {
-            f"{name}/{metric}": value
-            for name, split in self._manifest.splits.items()
-            for metric, value in (split.baseline or {}).items()
+        result: dict[str, Any] = {
+            "loss": total / count,
+            "loss_unit": self._config.loss_unit,
+            "examples": count,
+            "scores": scores,
+            "baseline": {
+                f"{name}/{metric}": value
+                for name, split in self._manifest.splits.items()
+                for metric, value in (split.baseline or {}).items()
+            },
         }
-        more: dict[str, Any] = {"baseline": baseline, **({"one_class": one_class} if one_class else {})}
+        if one_class:
+            result["one_class"] = one_class
         if self._kind != "regression":
             binary = self._config.finetune.num_outputs == 2
-            average = "micro" if self._kind == "multi_label" else "binary" if binary else "macro"
-            more["f1_average"] = average
-        return {"loss": total / count, "loss_unit": unit, "examples": count, "scores": scores, **more}
+            result["f1_average"] = "micro" if self._kind == "multi_label" else "binary" if binary else "macro"
+        return result
 
     def example_batch(self, micro_size: int) -> LabelledBatch:
         """Return random tokens, the last one of each example padding, so that the mask is there."""
@@ -184,8 +186,8 @@ class Finetuning:
         return F.mse_loss(logits_BL[:, 0], labels, reduction="sum")
 
     def _training_batch(self, sample_ids: NDArray[np.int64]) -> LabelledBatch:
-        """Return a slice of the global batch around these positions of the stream, a random set, sorted by
-        length only inside itself."""
+        """Return the micro batch of these positions of the stream. Examples are sorted by length within their
+        global batch, which is a random set."""
         size, seed, n = self._config.batch.global_size, self._config.run.seed, len(self._train)
         first = int(sample_ids[0]) // size * size
         epoch, within = np.divmod(np.arange(first, first + size), n)
@@ -200,18 +202,17 @@ class Finetuning:
         self, examples: Examples, index_B: NDArray[np.int64], sample_ids: NDArray[np.int64], seed_B: Tensor
     ) -> LabelledBatch:
         """Return examples padded to the longest one, rounded up."""
-        length_B = examples.lengths[index_B]
+        special, length_B = self._manifest.special_tokens, examples.lengths[index_B]
         longest = -(-int(length_B.max()) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
         length = min(longest, self._config.data.sequence_length)
-        ids_BS = np.full((len(index_B), length), self._manifest.special_tokens.pad, np.int64)
-        for row, i in enumerate(index_B):
-            ids_BS[row, : length_B[row]] = examples.tokens(int(i))
-        real_BS = np.arange(length) < length_B[:, None]
+        ids_BS = torch.full((len(index_B), length), special.pad)
+        for ids_S, i in zip(ids_BS, index_B, strict=True):
+            ids_S[: examples.lengths[i]] = torch.from_numpy(examples.tokens(i).astype(np.int64))
+        real_BS = torch.from_numpy(np.arange(length) < length_B[:, None])
         labels = None if examples.labels is None else torch.from_numpy(np.asarray(examples.labels)[index_B])
-        real = None if real_BS.all() else torch.from_numpy(real_BS)
-        ids = torch.from_numpy(ids_BS)
-        types_BS = pair_types(ids, self._manifest.special_tokens.sep) if self._has_types else None
-        return LabelledBatch(sample_ids, ids, real, labels, seed_B, types_BS)
+        types_BS = pair_types(ids_BS, special.sep) if self._has_types else None
+        real = None if real_BS.all() else real_BS
+        return LabelledBatch(sample_ids, ids_BS, real, labels, seed_B, types_BS)
 
     def _evaluation_batches(self, examples: Examples, context: Context) -> Iterator[LabelledBatch]:
         """Yield this replica's batches, by length; every replica gets as many, filled up with the longest

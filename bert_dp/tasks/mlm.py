@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 import statistics
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -35,7 +35,7 @@ from bert_dp.data import stream as data
 from bert_dp.data.build import ensure
 from bert_dp.model import bert as model
 from bert_dp.model.bert import CrammedBert
-from bert_dp.tasks import Context, DatasetInfo
+from bert_dp.tasks import Context, DatasetInfo, write_or_warn
 
 EVAL_MASK_RATE = 0.15  # fixed, so that held-out losses of runs with other mask rates compare
 
@@ -105,9 +105,17 @@ class MaskedLanguageModel:
         total = min(len(self._held_out_shards), self._config.eval.max_sequences)
         loss_N = torch.zeros(total, dtype=torch.float64, device=context.device)
         hits = torch.zeros((), dtype=torch.float64, device=context.device)
-        batches = self._evaluation_batches(context)
+        if self._held_out is None:  # made once
+            self._held_out = data.held_out_batches(
+                self._held_out_shards,
+                micro_size=self._config.batch.micro_size,
+                max_sequences=total,
+                num_masked=each,
+                dp_rank=context.dp_rank,
+                dp_size=context.dp_size,
+            )
         with torch.no_grad(), context.precision.context(context.device):
-            for batch in batches:
+            for batch in self._held_out:
                 if context.stopped():
                     return None
                 on_device = batch.to(context.device)
@@ -131,32 +139,11 @@ class MaskedLanguageModel:
         if total > 1:
             measured["loss_se"] = statistics.stdev(losses) / math.sqrt(total)
         if context.run_dir is not None:
-            self._write_losses(context.run_dir, losses)
+            # SequenceLosses, by which runs are compared in pairs
+            text = hashlib.sha256(self._held_out_shards.rows(np.arange(total)).tobytes()).hexdigest()
+            facts = {"text_sha256": text, "mask_rate": EVAL_MASK_RATE, "losses": losses}
+            write_or_warn(context.run_dir / files.SEQUENCE_LOSSES, json.dumps(files.finite(facts)))
         return measured
-
-    def _write_losses(self, run_dir: Path, losses: Sequence[float]) -> None:
-        """Write the loss of each held-out sequence, by which runs are compared in pairs: SequenceLosses."""
-        rows = self._held_out_shards.rows(np.arange(len(losses)))
-        text = hashlib.sha256(rows.tobytes()).hexdigest()
-        facts = {"text_sha256": text, "mask_rate": EVAL_MASK_RATE, "losses": losses}
-        try:
-            files.write_json(run_dir / files.SEQUENCE_LOSSES, facts)
-        except OSError as error:  # a full disk ends no run
-            sys.stdout.write(f"warning: {files.SEQUENCE_LOSSES} could not be written: {error}\n")
-
-    def _evaluation_batches(self, context: Context) -> list[data.MlmBatch]:
-        """Return this replica's batches, made once."""
-        if self._held_out is None:
-            config = self._config
-            self._held_out = data.held_out_batches(
-                self._held_out_shards,
-                micro_size=config.batch.micro_size,
-                max_sequences=config.eval.max_sequences,
-                num_masked=num_masked(EVAL_MASK_RATE, config.data.sequence_length),
-                dp_rank=context.dp_rank,
-                dp_size=context.dp_size,
-            )
-        return self._held_out
 
     def example_batch(self, micro_size: int) -> data.MlmBatch:
         """Return uniformly random tokens."""
@@ -205,8 +192,8 @@ def batches(run_or_config: str | os.PathLike[str] | Config, step: int) -> Iterat
     opened = task.open_data()
     found = files.newest_checkpoint_facts(run_dir) if run_dir else None
     if found and found[1].data_hash != opened.data_hash:
-        was, here = found[1].data_hash[:16], opened.data_hash[:16]
-        message = f"the run was trained on shards {was}, these are {here}"
+        here = opened.data_hash[:16]
+        message = f"the run was trained on shards {found[1].data_hash[:16]}, these are {here}"
         raise ConfigError([Issue("data", "conflict", message, here, str(run_dir), "restore the run's data")])
     first, size = _locate(with_budget(config, opened.num_samples), step, run_dir)
     micro = batch_layout(config, world_size=1).micro_size  # raises where it does not divide the batch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,10 +21,11 @@ from bert_dp.config import (
 from bert_dp.config.checks import ProfilePlan
 from bert_dp.config.errors import sha256
 from bert_dp.config.own_code import changed_code, code_hashes
+from bert_dp.data.stream import TrainingStream
 from bert_dp.files import CheckpointFacts
 from bert_dp.model.load import first_state, prepare_model
 from bert_dp.optim import Named
-from bert_dp.tasks import DatasetInfo, SameBatch, Stream
+from bert_dp.tasks import DatasetInfo, Stream
 from bert_dp.training import checkpoint
 from bert_dp.training.checkpoint import AsyncCheckpointer, TrainState
 from bert_dp.training.devices import (
@@ -201,8 +203,11 @@ def build_trainer(
 def make_stream(rank: Rank, engine: parallel.Engine, start_sample: int) -> Stream:
     """Open the stream of this replica's micro batches."""
     if rank.config.data.synthetic:
-        batch = rank.task.example_batch(rank.config.batch.micro_size)
-        return SameBatch(batch.pin() if rank.device.type == "cuda" else batch)
+        batch: Any = rank.task.example_batch(rank.config.batch.micro_size)
+        batch = batch.pin() if rank.device.type == "cuda" else batch
+        return TrainingStream(
+            lambda _: batch, micro_size=1, dp_rank=0, dp_size=1, start_sample=0, workers=0, pin=False
+        )
     return rank.task.stream(dp_rank=engine.dp_rank, dp_size=engine.dp_size, start_sample=start_sample)
 
 

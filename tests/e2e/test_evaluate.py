@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import signal
 from pathlib import Path
@@ -107,32 +106,6 @@ def test_predict_encodes_by_a_pretrained_run(run_dir: Path, tmp_path: Path) -> N
     assert left.stderr is not None
     errors = left.stderr.read()
     assert (left.wait(60), "error" in errors) == (0, False), errors
-
-
-def test_predict_labels_by_a_finetuned_run(run_dir: Path, tmp_path: Path) -> None:
-    """As the run itself has predicted the same examples after its last step."""
-    rows = [f"{line}\t{'odd' if i % 3 else 'even'}" for i, line in enumerate(LINES)]
-    for name, part in (("train", rows[:120]), ("dev", rows[120:])):
-        (tmp_path / f"{name}.tsv").write_text("\n".join(["text\tlabel", *part]))
-    asked = "--train train.tsv --dev dev.tsv --text text --label label --init random".split()
-    asked += "--nproc 1 --run-dir tuned".split()
-    settings = "schedule.epochs=1 precision=fp32 finetune.head_size=16 batch.micro_size=16".split()
-    cache = {"BERT_DP_CACHE": str(tmp_path / "cache")}
-    done = bert_dp("finetune", str(run_dir), *settings, *asked, cwd=tmp_path, **cache)
-    assert done.returncode == 0, done.stdout + done.stderr
-    expected = read_lines(tmp_path / "tuned/predictions.jsonl")
-    predicted = bert_dp("predict", "tuned", "dev.tsv", cwd=tmp_path)
-    assert predicted.returncode == 0, predicted.stderr
-    found = [json.loads(line) for line in predicted.stdout.splitlines()]
-    assert [line["index"] for line in found] == [line["index"] for line in expected]
-    names = list(found[0]["probabilities"])
-    assert sorted(names) == ["even", "odd"]
-    for line, before in zip(found, expected, strict=True):
-        shares = [math.exp(x) / sum(map(math.exp, before["logits"])) for x in before["logits"]]
-        assert list(line["probabilities"].values()) == pytest.approx(shares, abs=2e-5)
-        assert line["probabilities"][line["label"]] == max(line["probabilities"].values())
-    errors = refused("eval", "mlm", str(tmp_path / "tuned"), "builtin")
-    assert errors.startswith("error: RUN: ")
 
 
 @pytest.mark.quick

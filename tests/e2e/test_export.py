@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import signal
@@ -160,7 +161,7 @@ def test_the_dev_score_is_that_of_the_run_in_every_format(runs: Path, tmp_path: 
         (tmp_path / f"{name}.csv").write_text("\n".join(["body,topic", *rows]) + "\n")
     run = tmp_path / "run"
     data = ["--train", "train.csv", "--dev", "dev.csv", "--text", "body", "--label", "topic"]
-    how = ["schedule.epochs=20", "optim.lr=2e-3", "--nproc", "1"]
+    how = ["schedule.epochs=20", "optim.lr=2e-3", "precision=fp32", "--nproc", "1"]
     done = bert_dp("finetune", str(runs / "rope"), *data, *how, "--run-dir", str(run), cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     score = read_json(run / "summary.json")["heldout"]["scores"]["dev/accuracy"]
@@ -174,6 +175,10 @@ def test_the_dev_score_is_that_of_the_run_in_every_format(runs: Path, tmp_path: 
             export(form, run, place)
         lines = predicted(place, tmp_path / "dev.csv", tmp_path / f"{form}.jsonl", "--text", "body")
         assert [line["label"] for line in lines] == answers, form
+        for line, before in zip(lines, told, strict=True):
+            exps = [math.exp(x) for x in before["logits"]]
+            shares = {names[str(i)]: x / sum(exps) for i, x in enumerate(exps)}
+            assert line["probabilities"] == pytest.approx(shares, abs=2e-5 if form == "run" else 1e-4)
         right = [line["label"] == topics[i % 3] for i, line in enumerate(lines)]
         assert sum(right) / len(right) == pytest.approx(score, abs=1e-9), form
 

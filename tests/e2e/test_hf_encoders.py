@@ -30,6 +30,7 @@ TEXTS = [" ".join(random.Random(i).choices(WORDS, k=30)) for i in range(120)]
 PAIRS = [(WORDS[i % 15], f"{WORDS[(i * i) % 15]} {WORDS[(3 * i) % 15]}") for i in range(48)]
 SETTINGS = "schedule.steps=3 batch.global_size=8 batch.micro_size=4 log.every_steps=1 precision=fp32".split()
 SHORT = "data.sequence_length=32"
+COLUMNS = "--text text --text-pair text_pair --out".split()
 
 
 def bert_tokenizer() -> Tokenizer:
@@ -116,13 +117,12 @@ def test_a_bert_is_trained_on_finetuned_and_exported(tmp_path: Path) -> None:
     options = [*SETTINGS, "optim.lr=2e-2"]
     done("finetune", str(run), *options, *files, "--nproc", "2", "--run-dir", str(tuned))
     out, predicted = tmp_path / "out", tmp_path / "predicted.jsonl"
-    words = ["--text", "text", "--text-pair", "text_pair", "--out"]
-    done("predict", str(tuned), str(table), *words, str(predicted))
+    done("predict", str(tuned), str(table), *COLUMNS, str(predicted))
     done("export", "hf", str(tuned), "--out", str(out))
     assert read_json(out / "config.json")["model_type"] == "bert"
     assert read_json(out / "config.json")["max_position_embeddings"] == 66
     assert_predicts_as_transformers(out, read_lines(predicted))
-    done("predict", str(out), str(table), *words, str(tmp_path / "again.jsonl"))
+    done("predict", str(out), str(table), *COLUMNS, str(tmp_path / "again.jsonl"))
     for ours, theirs in zip(read_lines(predicted), read_lines(tmp_path / "again.jsonl"), strict=True):
         assert ours["probabilities"] == pytest.approx(theirs["probabilities"], abs=1e-4)
     done("export", "check", str(out), "--run", str(tuned))
@@ -137,17 +137,7 @@ def test_a_roberta_is_finetuned_as_it_is(tmp_path: Path) -> None:
     options = [f"hf:{folder}", *SETTINGS, "optim.lr=2e-2", "--train", str(table), "--dev", str(table)]
     done("finetune", *options, "--nproc", "1", "--run-dir", str(tuned))
     predicted = tmp_path / "predicted.jsonl"
-    done(
-        "predict",
-        str(tuned),
-        str(table),
-        "--text",
-        "text",
-        "--text-pair",
-        "text_pair",
-        "--out",
-        str(predicted),
-    )
+    done("predict", str(tuned), str(table), *COLUMNS, str(predicted))
     done("export", "hf", str(tuned), "--out", str(out))
     assert (out / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
     assert_predicts_as_transformers(out, read_lines(predicted))

@@ -16,7 +16,8 @@ from bert_dp import files
 from bert_dp.config import ConfigError, FinetuneConfig, ModelConfig, resolve
 from bert_dp.data.stream import hash64, key32
 from bert_dp.measure.profile_step import ALONE
-from bert_dp.model.classifier import Classifier, build_classifier
+from bert_dp.model.bert import initialize
+from bert_dp.model.classifier import Classifier
 from bert_dp.tasks import Context, finetune
 from bert_dp.tasks.finetune import Finetuning
 from bert_dp.training.devices import precision_of
@@ -50,7 +51,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def make(variant: str, **options: Any) -> Classifier:
     head = "recipe" if variant == "crammed" else "native"
     finetuned = FinetuneConfig(labels=("a", "b", "c"), head=head, head_size=20, **options)
-    return build_classifier(ModelConfig(**SHAPE, **VARIANTS[variant]), LENGTH, finetuned, seed=1)
+    return initialize(Classifier(ModelConfig(**SHAPE, **VARIANTS[variant]), LENGTH, finetuned), seed=1)
 
 
 def make_examples(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,7 +79,7 @@ def test_logits_do_not_depend_on_padding_or_neighbours(variant: str, pooling: st
 
 def test_a_head_that_no_class_has_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"finetune\.head: native, but transformers has no class"):
-        build_classifier(ModelConfig(**SHAPE), LENGTH, FinetuneConfig(labels=("a", "b"), head="native"), 0)
+        Classifier(ModelConfig(**SHAPE), LENGTH, FinetuneConfig(labels=("a", "b"), head="native"))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_a_head_drops_where_its_class_does(variant: str, places: set[str]) -> No
         labels=("a", "b"), head="recipe" if variant == "crammed" else "native", head_size=48
     )
     config = ModelConfig(**{**SHAPE, **VARIANTS[variant], "dropout": 0.5})
-    head = build_classifier(config, LENGTH, finetuned, seed=1).head.train()
+    head = initialize(Classifier(config, LENGTH, finetuned), seed=1).head.train()
     dropped: dict[str, torch.Tensor] = {}
     for name in ("dense", "classifier"):
         layer = head.get_submodule(name)

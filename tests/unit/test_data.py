@@ -30,7 +30,6 @@ from bert_dp.data.stream import (
     training_batch,
 )
 from bert_dp.model.bert import IGNORE
-from bert_dp.tasks import SameBatch
 from tests.shards import SPECIAL, write_shards
 
 VOCABULARY = MaskVocabulary(size=64, num_special=7, mask_id=SPECIAL["mask"])
@@ -350,10 +349,6 @@ def test_a_synthetic_batch_is_random_tokens_at_positions_of_their_own_rows() -> 
         assert 0 <= int(tokens.min()) < 10
         assert 90 <= int(tokens.max()) < 100
         assert len(tokens.unique()) > 40
-    stream = SameBatch(batch)
-    assert stream.next() is stream.next() is batch
-    stream.close()
-    assert stream.wait_s == 0.0
 
 
 def test_order_and_masks_are_those_of_every_version(shards: Shards, directory: Path) -> None:

@@ -15,19 +15,24 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
 import bert_dp
-from bert_dp.config import Config, ConfigError, batch_layout, resolve
+from bert_dp.config import Config, batch_layout, read_examples, resolve
+from bert_dp.config.manifest import ExamplesManifest, with_hash
 from bert_dp.evaluation import prediction, teacher
 from bert_dp.examples.augment import HOLE, HOLE_ID, MASK
 from bert_dp.examples.prepare import ExampleEncoder
-from bert_dp.examples.table import LOGITS, read_logits
+from bert_dp.examples.table import LOGITS, Examples, read_logits
 from bert_dp.exporting import check, source
+from bert_dp.files import write_json
 from bert_dp.model.bilstm import BiLstm
+from bert_dp.model.classifier import pair_types
 from bert_dp.tasks.distill import Distillation, load_embeddings
 from tests.example_files import write_examples
+from tests.helpers import raised_issues, read_json
 from tests.runs_to_export import VOCABULARY, WORDS, config_of, finetuned, write_run
+from tests.tensors import CPU
 
-CPU = torch.device("cpu")
 LSTM = {"lstm_size": 9, "num_layers": 1, "num_heads": 1, "hidden_size": 16, "dropout": 0.1}
+SAVED = "checkpoints/step-00000003"
 
 
 def student_config(**sections: Any) -> Config:
@@ -40,16 +45,28 @@ def student_config(**sections: Any) -> Config:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("runs")
     small = config_of("crammed-bert", data={"sequence_length": 32}, model={"hidden_size": 24, "num_heads": 2})
-    return {
-        "mlm": write_run(folder / "mlm", small),
-        "teacher": write_run(folder / "teacher", finetuned(small, "recipe", head_size=12)),
-        "student": write_run(folder / "student", student_config()),
-        "of pairs": write_run(folder / "pairs", student_config(finetune={"pair": True})),
+    configs = {
+        "mlm": small,
+        "teacher": finetuned(small, "recipe", head_size=12),
+        "student": student_config(),
+        "of pairs": student_config(finetune={"pair": True}),
     }
+    return {name: write_run(folder / name, config) for name, config in configs.items()}
 
 
-def checkpoint_of(run: Path) -> Path:
-    return run / "checkpoints/step-00000003"
+def edit(examples: Path, part: str, **changes: Any) -> None:
+    """Change a part of the manifest of examples."""
+    content = read_json(examples / "examples.json")
+    content = {name: value for name, value in content.items() if name not in ("format", "version", "hash")}
+    entry = content["splits"]["train"] if part == "train" else content[part]
+    entry |= changes
+    write_json(examples / "examples.json", with_hash(ExamplesManifest, content))
+
+
+def rows_of(examples: Path) -> list[list[int]]:
+    """The tokens of each example of train."""
+    train = Examples.open(examples, read_examples(examples), "train")
+    return [train.tokens(i).tolist() for i in range(len(train))]
 
 
 def test_any_number_of_ranks_computes_the_same_logits(
@@ -57,38 +74,44 @@ def test_any_number_of_ranks_computes_the_same_logits(
 ) -> None:
     monkeypatch.setattr(teacher, "PART", 9)
     examples = write_examples(tmp_path / "examples", train=40, vocab_size=VOCABULARY)
+    files = []
     for ranks in (1, 2, 4):
+        out = tmp_path / f"n{ranks}"
         for rank in range(ranks):
-            out = tmp_path / f"n{ranks}"
-            teacher.compute_share(checkpoint_of(runs["teacher"]), examples, out, rank, ranks, CPU)
-    files = {path.name: path.read_bytes() for path in (tmp_path / "n1").iterdir()}
-    assert len(files) == 5
-    for ranks in (2, 4):
-        assert {path.name: path.read_bytes() for path in (tmp_path / f"n{ranks}").iterdir()} == files
+            teacher.compute_share(runs["teacher"] / SAVED, examples, out, rank, ranks, CPU)
+        files.append({path.name: path.read_bytes() for path in out.iterdir()})
+    assert len(files[0]) == 5
+    assert files[1] == files[2] == files[0]
     monkeypatch.setattr(teacher, "outputs_of", None)  # what is there is not computed again
-    teacher.compute_share(checkpoint_of(runs["teacher"]), examples, tmp_path / "n1", 0, 1, CPU)
-    logits = read_logits(tmp_path / "n1", 40, 3)
+    teacher.compute_share(runs["teacher"] / SAVED, examples, tmp_path / "n1", 0, 1, CPU)
     model, _ = bert_dp.load(runs["teacher"])
-    rows = write_and_read(examples)
-    expected = torch.cat([model(torch.tensor([row])) for row in rows]).detach()
-    np.testing.assert_allclose(logits, expected, atol=1e-5)
+    expected = torch.cat([model(torch.tensor([row])) for row in rows_of(examples)]).detach()
+    np.testing.assert_allclose(read_logits(tmp_path / "n1", 40, 3), expected, atol=1e-5)
 
 
-def write_and_read(examples: Path) -> list[list[int]]:
-    from bert_dp.config import read_examples
-    from bert_dp.examples.table import Examples
-
-    train = Examples.open(examples, read_examples(examples), "train")
-    return [train.tokens(i).tolist() for i in range(len(train))]
+def test_a_teacher_with_token_types_reads_pairs_as_pairs(tmp_path: Path) -> None:
+    bert = config_of("bert-simple", model={"norm_position": "post", "token_types": 2, "hidden_size": 48})
+    run = write_run(tmp_path / "run", finetuned(bert, "native"))
+    examples = write_examples(tmp_path / "examples", train=9, vocab_size=VOCABULARY)
+    middle = rows_of(examples)[0][1]
+    edit(examples, "special_tokens", sep=middle)
+    teacher.compute_share(run / SAVED, examples, tmp_path / "logits", 0, 1, CPU)
+    ids_BS = torch.tensor([rows_of(examples)[0]])
+    found = read_logits(tmp_path / "logits", 9, 3)[:1]
+    with torch.no_grad():
+        plain, typed = (
+            bert_dp.load(run)[0](ids_BS, types_BS=types) for types in (None, pair_types(ids_BS, middle))
+        )
+    np.testing.assert_allclose(found, typed, atol=1e-5)
+    assert not np.allclose(found, plain, atol=1e-2)
 
 
 @pytest.mark.parametrize("values", [[[1.0, 2.0]], [[1.0, np.nan, 2.0]] * 2, None])
 def test_logits_that_are_missing_or_not_finite_are_refused(values: Any, tmp_path: Path) -> None:
     if values is not None:
         save_file({"logits": np.array(values, np.float32)}, tmp_path / LOGITS.format(0))
-    with pytest.raises(ConfigError) as refused:
-        read_logits(tmp_path, 2, 3)
-    assert [(issue.setting, issue.kind) for issue in refused.value.issues] == [("distill.logits", "damaged")]
+    (issue,) = raised_issues(read_logits, tmp_path, 2, 3)
+    assert (issue.setting, issue.kind) == ("distill.logits", "damaged")
 
 
 def test_a_language_model_fills_the_holes(runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,21 +122,19 @@ def test_a_language_model_fills_the_holes(runs: dict[str, Path], monkeypatch: py
 
     def filled(seed: int) -> NDArray[np.uint16]:
         ids = encoded.ids.copy()
-        teacher.fill_holes(checkpoint_of(runs["mlm"]), ids, encoded.offsets, seed)
+        teacher.fill_holes(runs["mlm"] / SAVED, ids, encoded.offsets, seed)
         return ids
 
     first, holes = filled(1), encoded.ids == HOLE_ID
     assert holes.sum() == 3 + len(WORDS)
     assert (first[~holes] == encoded.ids[~holes]).all()
-    drawn = first[holes]
-    assert (drawn > max(words.special.values())).all()
-    assert (drawn < words.tokenizer.get_vocab_size()).all()
+    assert max(words.special.values()) < first[holes].min()
+    assert first[holes].max() < words.tokenizer.get_vocab_size()
     assert (first != filled(2)).any()
     monkeypatch.setattr(teacher, "BATCH_TOKENS", {"cpu": 1})
     assert (first == filled(1)).all()
-    with pytest.raises(ConfigError) as refused:
-        teacher.fill_holes(checkpoint_of(runs["teacher"]), encoded.ids, encoded.offsets, seed=1)
-    assert (refused.value.issues[0].setting, refused.value.issues[0].kind) == ("--replace", "conflict")
+    fill = (teacher.fill_holes, runs["teacher"] / SAVED, encoded.ids, encoded.offsets, 1)
+    assert raised_issues(*fill)[0].setting == "--replace"
 
 
 @pytest.mark.parametrize(
@@ -121,10 +142,8 @@ def test_a_language_model_fills_the_holes(runs: dict[str, Path], monkeypatch: py
 )
 def test_the_loss_is_the_one_of_the_papers(distill: dict[str, Any]) -> None:
     task = Distillation(student_config(distill=distill), CPU)
-    batch = task.example_batch(5)
-    logits = torch.randn(5, 3)
-    teacher_BL = torch.randn(5, 3)
-    object.__setattr__(batch, "logits_BL", teacher_BL)
+    logits, teacher_BL = torch.randn(2, 5, 3)
+    batch = dataclasses.replace(task.example_batch(5), logits_BL=teacher_BL)
     loss = task.loss(lambda *_: logits, batch)  # type: ignore[arg-type]
     if distill.get("loss") == "kl":
         soft = [(each / 2).softmax(-1) for each in (logits, teacher_BL)]
@@ -137,24 +156,19 @@ def test_the_loss_is_the_one_of_the_papers(distill: dict[str, Any]) -> None:
 
 
 def test_the_labels_of_copies_are_the_teachers_answers(tmp_path: Path) -> None:
-    from bert_dp.config.manifest import ExamplesManifest, with_hash
-    from bert_dp.files import read_json, write_json
-
     examples = write_examples(tmp_path, train=6, vocab_size=VOCABULARY)
-    content = read_json(examples / "examples.json") or {}
-    content = {name: value for name, value in content.items() if name not in ("format", "version", "hash")}
-    content["splits"]["train"]["copies"] = 2
-    write_json(examples / "examples.json", with_hash(ExamplesManifest, content))
+    edit(examples, "train", copies=2)
     logits = np.eye(3, dtype=np.float32)[[2, 2, 2, 2, 1, 0]]
     save_file({"logits": logits}, examples / LOGITS.format(0))
-    config = student_config(
-        data={"path": str(examples)}, finetune={"labels": ["a", "b", "c"]}, distill={"logits": str(examples)}
-    )
-    task = Distillation(config, CPU)
+    own = {"data": {"path": str(examples)}, "finetune": {"labels": ["a", "b", "c"]}}
+    task = Distillation(student_config(**own, distill={"logits": str(examples)}), CPU)
     task.open_data()
-    labels = [int(row[1]) % 3 for row in write_and_read(examples)]
+    labels = [int(row[1]) % 3 for row in rows_of(examples)]
     assert task._train.labels is not None
     assert task._train.labels.tolist() == [*labels[:4], 1, 0]
+    batch = task._batch(task._train, np.array([4, 0, 5]), np.arange(3), torch.zeros(3, dtype=torch.int32))
+    assert batch.logits_BL is not None
+    assert batch.logits_BL.tolist() == logits[[4, 0, 5]].tolist()
 
 
 def test_embeddings_come_from_a_run_or_a_file(runs: dict[str, Path], tmp_path: Path) -> None:
@@ -162,33 +176,31 @@ def test_embeddings_come_from_a_run_or_a_file(runs: dict[str, Path], tmp_path: P
     table, _ = bert_dp.load(runs["mlm"])
     weight = torch.zeros(VOCABULARY, 24)
     load_embeddings(runs["mlm"], words, weight)
-    torch.testing.assert_close(weight, table.model.embeddings.tok_embeddings.weight, rtol=0, atol=0)
-    (tmp_path / "vectors.txt").write_text("the 1 2 3\nnowhere 4 5 6\nrain 7 8 9.5\n")
+    assert torch.equal(weight, table.model.embeddings.tok_embeddings.weight)
+    vectors = tmp_path / "vectors.txt"
+    vectors.write_text("the 1 2 3\nnowhere 4 5 6\nrain 7 8 9.5\n")
     weight = torch.zeros(VOCABULARY, 3)
-    load_embeddings(tmp_path / "vectors.txt", words, weight)
-    the, rain = words.token_to_id("the"), words.token_to_id("rain")
-    assert weight.sum() == 6 + 24.5
-    assert (weight[the].tolist(), weight[rain].tolist()) == ([1, 2, 3], [7, 8, 9.5])
-    for path in (runs["mlm"], tmp_path / "vectors.txt", runs["mlm"] / "tokenizer.json"):
-        with pytest.raises(ConfigError) as refused:
-            load_embeddings(path, words, torch.zeros(VOCABULARY, 5))
-        assert refused.value.issues[0].setting == "distill.embeddings"
+    load_embeddings(vectors, words, weight)
+    expected = torch.zeros(VOCABULARY, 3)
+    expected[[words.token_to_id("the"), words.token_to_id("rain")]] = torch.tensor([[1, 2, 3], [7, 8, 9.5]])
+    assert torch.equal(weight, expected)
+    for path in (runs["mlm"], vectors, runs["mlm"] / "tokenizer.json"):
+        (issue,) = raised_issues(load_embeddings, path, words, torch.zeros(VOCABULARY, 5))
+        assert issue.setting == "distill.embeddings"
 
 
-REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
-    "tensor": ({"parallel": {"tensor": 2}}, 2, "parallel.tensor"),
-    "muon": ({"optim": {"name": "muon"}}, 1, "optim.name"),
-    "stage 3": ({"parallel": {"engine": "deepspeed", "zero_stage": 3}}, 1, "parallel.zero_stage"),
-    "kl": ({"finetune": {"kind": "regression", "labels": []}, "distill": {"loss": "kl"}}, 1, "distill.loss"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_a_student_cannot_do_is_refused(name: str) -> None:
-    sections, ranks, setting = REFUSED[name]
-    with pytest.raises(ConfigError) as refused:
-        batch_layout(student_config(**sections), ranks)
-    assert setting in [issue.setting for issue in refused.value.issues]
+@pytest.mark.parametrize(
+    ("sections", "ranks", "setting"),
+    [
+        ({"parallel": {"tensor": 2}}, 2, "parallel.tensor"),
+        ({"optim": {"name": "muon"}}, 1, "optim.name"),
+        ({"parallel": {"engine": "deepspeed", "zero_stage": 3}}, 1, "parallel.zero_stage"),
+        ({"finetune": {"kind": "regression", "labels": []}, "distill": {"loss": "kl"}}, 1, "distill.loss"),
+    ],
+)
+def test_what_a_student_cannot_do_is_refused(sections: dict[str, Any], ranks: int, setting: str) -> None:
+    issues = raised_issues(lambda: batch_layout(student_config(**sections), ranks))
+    assert setting in [issue.setting for issue in issues]
 
 
 @pytest.mark.parametrize("name", ["student", "of pairs"])
@@ -197,27 +209,20 @@ def test_a_student_loads_predicts_and_exports_to_onnx(
 ) -> None:
     model, _ = bert_dp.load(runs[name])
     assert isinstance(model, BiLstm)
-    opened = source.open_run(runs[name], encoder=False)
-    source.export(opened, "onnx", tmp_path / "onnx", command="")
-    found = check.check(tmp_path / "onnx", runs[name])
+    opened, out = source.open_run(runs[name], encoder=False), tmp_path / "onnx"
+    source.export(opened, "onnx", out, command="")
+    found = check.check(out, runs[name])
     assert found.ok
     assert {(row.batch, row.length) for row in found.rows} >= {(1, 5), (3, 32), (8, 5)}
     texts = [(" ".join(WORDS[: 2 + i]), "the old rain")[: 1 + model.pair] for i in range(9)]
-    lines = [
+    ours, theirs = (
         [*prediction.predict(prediction.open_predictor(place), texts, lambda *_: None)]
-        for place in (runs[name], tmp_path / "onnx")
-    ]
-    assert [line["label"] for line in lines[0]] == [line["label"] for line in lines[1]]
-    assert lines[0][3]["probabilities"] == pytest.approx(lines[1][3]["probabilities"], abs=1e-4)
-
-
-def test_exports_that_cannot_be_are_refused(runs: dict[str, Path], tmp_path: Path) -> None:
-    opened = source.open_run(runs["student"], encoder=False)
+        for place in (runs[name], out)
+    )
+    assert [line["label"] for line in ours] == [line["label"] for line in theirs]
+    assert ours[3]["probabilities"] == pytest.approx(theirs[3]["probabilities"], abs=1e-4)
     for form in ("hf", "aoti"):
-        with pytest.raises(ConfigError) as refused:
-            source.export(opened, form, tmp_path / form, command="")  # type: ignore[arg-type]
-        assert refused.value.issues[0].setting == "model.lstm_size"
+        (issue,) = raised_issues(source.export, opened, form, tmp_path / form, command="")
+        assert issue.setting == "model.lstm_size"
         assert not (tmp_path / form).exists()
-    with pytest.raises(ConfigError) as refused:
-        source.open_run(runs["student"], encoder=True)
-    assert refused.value.issues[0].setting == "--encoder"
+    assert raised_issues(source.open_run, runs[name], encoder=True)[0].setting == "--encoder"

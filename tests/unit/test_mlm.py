@@ -22,7 +22,6 @@ from bert_dp.config import Config, read_manifest
 from bert_dp.cost import flops_per_token
 from bert_dp.data.stream import MlmBatch, Shards, held_out_batches
 from bert_dp.measure.profile_step import lone_trainer
-from bert_dp.model.bert import IGNORE, TiedEmbedding
 from bert_dp.training.loop import evaluate
 from tests.helpers import issues_of, make_config, tiny_run, write_lines
 from tests.shards import SPECIAL, edited_manifest, write_shards
@@ -91,14 +90,6 @@ def by_sequence(model: nn.Module, batches: Sequence[MlmBatch]) -> tuple[list[flo
             losses.append(statistics.fmean(float(r[y]) for r, y in zip(rows, labels, strict=True)))
             hits.append(statistics.fmean(int(r.argmin()) == y for r, y in zip(rows, labels, strict=True)))
     return losses, hits
-
-
-def test_a_score_is_the_cross_entropy_and_whether_the_label_is_the_guess() -> None:
-    logits_PV = torch.tensor([[1.0, 3.0, 2.0], [4.0, 0.0, 0.0], [0.0, 0.0, 9.0]])
-    loss_P, hit_P = TiedEmbedding().score(logits_PV, torch.tensor([1, 2, IGNORE]))
-    expected = [math.log(math.exp(-2) + 1 + math.exp(-1)), math.log(math.exp(4) + 2), 0.0]
-    assert loss_P.tolist() == pytest.approx(expected)
-    assert hit_P.tolist() == [1.0, 0.0, 0.0]
 
 
 TRAIN, LENGTH, VOCAB, NUM_SPECIAL = 96, 16, 64, 7  # as write_shards makes them

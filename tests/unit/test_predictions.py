@@ -18,14 +18,14 @@ from bert_dp.evaluation import prediction
 from bert_dp.exporting import load_exported
 from bert_dp.exporting.source import open_run, write_about
 from bert_dp.files.run_facts import MODEL_FILES
-from bert_dp.model.bert import build_model
-from bert_dp.model.classifier import build_classifier
+from bert_dp.model.bert import build_model, initialize
+from bert_dp.model.classifier import Classifier
 from bert_dp.training.process import RunFailed
 from tests.helpers import TINY_MODEL, issues_of, raised_issues, read_json, write_files
 from tests.runs_to_export import WORDS, config_of, finetuned, write_run
 
 CPU = torch.device("cpu")
-LENGTH, PAD, CLS = 32, 0, 4
+LENGTH, PAD, CLS, MOST = 32, 0, 4, 10_000
 SMALL = {"hidden_size": 16, "num_heads": 2}
 ROWS = [
     np.array([CLS, *np.random.default_rng(n).integers(7, 64, n % 29 + 1), 5], np.uint16) for n in range(50)
@@ -34,7 +34,7 @@ ROWS = [
 
 def test_an_encoding_is_the_mean() -> None:
     model = build_model(ModelConfig(**TINY_MODEL), LENGTH, 0).eval()
-    encodings = prediction.outputs_of(prediction.on_device(model, CPU), ROWS, PAD)
+    encodings = prediction.outputs_of(prediction.on_device(model, CPU), ROWS, PAD, MOST)
     for row, encoding in zip(ROWS, encodings, strict=True):
         with torch.no_grad():
             expected = model.model(torch.from_numpy(row.astype(np.int64))[None])[0].mean(0)
@@ -44,13 +44,13 @@ def test_an_encoding_is_the_mean() -> None:
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 def test_an_answer_does_not_depend_on_its_neighbours(pooling: str) -> None:
     finetune = FinetuneConfig(labels=("a", "b", "c"), pooling=pooling, head_size=16)  # type: ignore[arg-type]
-    model = build_classifier(ModelConfig(**TINY_MODEL), LENGTH, finetune, 0).eval()
+    model = initialize(Classifier(ModelConfig(**TINY_MODEL), LENGTH, finetune), 0).eval()
     for weight in model.parameters():
         weight.data *= 1 if weight.dim() == 1 else 8  # or all examples are nearly alike
     compute = prediction.on_device(model, CPU)
-    together = prediction.outputs_of(compute, ROWS, PAD)
+    together = prediction.outputs_of(compute, ROWS, PAD, MOST)
     assert together.std(0).min() > 1e-3
-    alone = np.concatenate([prediction.outputs_of(compute, [row], PAD) for row in ROWS])
+    alone = np.concatenate([prediction.outputs_of(compute, [row], PAD, MOST) for row in ROWS])
     assert together == pytest.approx(alone, abs=1e-5)
 
 
@@ -116,9 +116,9 @@ def test_a_text_may_fill_all_positions_but_those_of_special_tokens(
     lengths: list[int] = []
     outputs_of = prediction.outputs_of
 
-    def noted(compute: Any, rows: Any, pad: int) -> Any:
+    def noted(compute: Any, rows: Any, *more: Any) -> Any:
         lengths.extend(map(len, rows))
-        return outputs_of(compute, rows, pad)
+        return outputs_of(compute, rows, *more)
 
     monkeypatch.setattr(prediction, "outputs_of", noted)
     for more in (0, 1):
@@ -155,9 +155,9 @@ def test_a_run_that_has_diverged_predicts_nothing() -> None:
         return torch.where(real_BS.sum(1, keepdim=True) == 9, math.nan, 1.0)
 
     fine = [row for row in ROWS if len(row) != 9]
-    assert prediction.outputs_of(compute, fine, PAD).tolist() == [[1.0]] * len(fine)
+    assert prediction.outputs_of(compute, fine, PAD, MOST).tolist() == [[1.0]] * len(fine)
     with pytest.raises(RunFailed, match="not finite") as caught:
-        prediction.outputs_of(compute, ROWS, PAD)
+        prediction.outputs_of(compute, ROWS, PAD, MOST)
     assert caught.value.failure_kind == "not_finite"
 
 

@@ -14,25 +14,14 @@ from bert_dp.data import tokenizer
 from tests.helpers import issues_of
 
 ROOT = Path(__file__).parents[1]
-RUN = ROOT / "fixtures/stopped-run"
-FP64 = ROOT / "fixtures/step-00000003"
-
-
-@pytest.fixture(scope="module")
-def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer.json."""
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    tokenizer.train(["a cat sat on a mat"], model="wordpiece", vocab_size=60, with_normalizer=True).save(
-        str(path)
-    )
-    return path
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path, words: Path) -> Path:
-    """A run of before its tokenizer lay in it, with the one it was given since."""
-    path = shutil.copytree(RUN, tmp_path / "run")
-    shutil.copyfile(words, path / "tokenizer.json")
+def run_dir(tmp_path: Path) -> Path:
+    """A run, with a tokenizer."""
+    path = shutil.copytree(ROOT / "fixtures/stopped-run", tmp_path / "run")
+    words = tokenizer.train(["a cat sat on a mat"], model="wordpiece", vocab_size=60, with_normalizer=True)
+    words.save(str(path / "tokenizer.json"))
     return path
 
 
@@ -51,7 +40,7 @@ def test_weights_mode_and_tokenizer(run_dir: Path) -> None:
     assert logits.shape == (8, len(saved["model.embeddings.tok_embeddings.weight"]))
 
 
-def test_of_a_run_the_newest_good_checkpoint_and_of_a_checkpoint_itself(run_dir: Path, words: Path) -> None:
+def test_of_a_run_the_newest_good_checkpoint_and_of_a_checkpoint_itself(run_dir: Path) -> None:
     good = run_dir / "checkpoints/step-00000012"
     torn = shutil.copytree(good, run_dir / "checkpoints/step-00000013")
     (torn / "model.safetensors").write_bytes(b"torn")
@@ -60,13 +49,8 @@ def test_of_a_run_the_newest_good_checkpoint_and_of_a_checkpoint_itself(run_dir:
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.named_parameters())
     (line,) = issues_of(bert_dp.load, torn)
     assert str(torn) in line
-
-
-def test_a_width_stays(tmp_path: Path, words: Path) -> None:
-    path = shutil.copytree(FP64, tmp_path / "run/checkpoints/step-00000003")
-    shutil.copyfile(words, tmp_path / "run/tokenizer.json")
-    model, _ = bert_dp.load(path)
-    assert {tensor.dtype for tensor in model.parameters()} == {torch.float64}
+    wide = shutil.copytree(ROOT / "fixtures/step-00000003", run_dir / "checkpoints/step-00000003")
+    assert {tensor.dtype for tensor in bert_dp.load(wide)[0].parameters()} == {torch.float64}
 
 
 def test_what_cannot_be_loaded_is_named(run_dir: Path, tmp_path: Path) -> None:
