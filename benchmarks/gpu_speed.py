@@ -92,8 +92,8 @@ def measured(row: Row) -> Measured | None:
 
 def predicted_s(row: Measured, constants: dict[str, Any]) -> float:
     """Predict the seconds of a micro batch with its share of the optimizer."""
-    time = gpu_speed.estimate(row.work, row.speed, row.framework, constants)
-    return time.micro_s + time.optimizer_s / row.accumulation
+    micro_s, optimizer_s = gpu_speed.estimate(row.work, row.speed, row.framework, constants)
+    return micro_s + optimizer_s / row.accumulation
 
 
 def nested(values: dict[str, float]) -> dict[str, Any]:

@@ -25,6 +25,11 @@ from launcher.report.page import Report, ReportSection, Table, Verdict, words
 FILE = "frontier.json"
 SAME_BUDGET = 1.25  # runs whose compute differs by less belong to one budget
 COLUMNS = ("budget_flops", "parameters", "loss", "tokens")
+SETTINGS = {
+    "mask_rate": "objective.mask_rate",
+    "data_hash": "data",
+    "sequence_length": "data.sequence_length",
+}
 CONTRADICTS = (
     "The law does not describe these runs: its best sizes are off by x {:.1f} from those of the runs of each "
     "budget. Repeated data or unfinished runs do this."
@@ -48,15 +53,15 @@ def read_runs(directories: Sequence[Path]) -> tuple[list[CompletedRun], dict[str
             continue
         checkpoint = files.newest_checkpoint_facts(directory)
         facts = {
-            "objective.mask_rate": config.objective.mask_rate,
-            "data": checkpoint[1].data_hash if checkpoint else None,
-            "data.sequence_length": config.data.sequence_length,
+            "mask_rate": config.objective.mask_rate,
+            "data_hash": checkpoint[1].data_hash if checkpoint else None,
+            "sequence_length": config.data.sequence_length,
         }
-        for setting, value in facts.items():
-            first, of = common.setdefault(setting, (value, str(directory)))
+        for name, value in facts.items():
+            first, of = common.setdefault(name, (value, str(directory)))
             if value != first:
                 message = f"{directory} has {value}, {of} {first}: their losses do not compare"
-                issues.append(Issue(setting, "conflict", message, value, of))
+                issues.append(Issue(SETTINGS[name], "conflict", message, value, of))
         objective = config.task or config.objective.name
         if summary.status != "done" or objective != "mlm" or summary.heldout_loss is None:
             message = f"{directory} is no finished pretraining run with a held-out loss ({summary.status})"
@@ -68,8 +73,7 @@ def read_runs(directories: Sequence[Path]) -> tuple[list[CompletedRun], dict[str
             runs.append(CompletedRun(6.0 * size * tokens, size, loss, tokens, directory.name, rest, rate))
     if issues:
         raise ConfigError(issues)
-    mask_rate, data_hash, length = (value for value, _ in common.values())
-    shared = {"mask_rate": mask_rate, "data_hash": data_hash, "sequence_length": length}
+    shared = {name: value for name, (value, _) in common.items()}
     return runs, {**shared, "device": summary.device, "world_size": summary.world_size}
 
 
@@ -85,10 +89,8 @@ def read_table(path: Path) -> list[CompletedRun]:
     for line, row in enumerate(rows, 2):
         with refusing("--table", f"line {line} of {path}"):
             budget, size, loss = (float(row[name] or "") for name in COLUMNS[:3])
-            if not min(budget, size, loss) > 0:
-                raise ValueError("not a number above 0")
-            tokens = float(row.get("tokens") or budget / (6 * size))
-            if not (tokens > 0 and math.isfinite(budget + size + loss + tokens)):
+            tokens = float(row.get("tokens") or (size and budget / (6 * size)))
+            if not (min(budget, size, loss, tokens) > 0 and math.isfinite(budget + size + loss + tokens)):
                 raise ValueError("not a number above 0")
             runs.append(CompletedRun(budget, size, loss, tokens, f"line {line}"))
     return runs

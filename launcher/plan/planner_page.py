@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bert_dp.config import Config
-from bert_dp.cost import num_parameters, peak_flops, student
+from bert_dp.cost import num_parameters, peak_flops
 from launcher.plan.frontier import Frontier
 from launcher.plan.gpu_speed import gpu_rate, rates_that_fit
 from launcher.plan.step_model import hardware
@@ -42,16 +41,15 @@ def planner_data(
         for name, row in hardware()["gpus"].items()
         if peak_flops(row["device"], PRECISION) is not None
     }
+    law: dict[str, Any] = {"law": None}
+    if fit is not None:
+        law = fit.model_dump(mode="json", include={"law", "draws", "left_out"}) | {"student": fit.student}
     return {
         "sizes": [num_parameters(each.model, each.data.sequence_length) for each in configs],
         "devices": devices,
         "pue": pue,
         "grams_per_kwh": grams_per_kwh,
-        "flops": fit.law.flops if fit else 6.0,
-        "law": dataclasses.asdict(fit.law) if fit else None,
-        "draws": list(map(dataclasses.asdict, fit.draws)) if fit else [],
-        "left_out": list(map(dataclasses.asdict, fit.left_out)) if fit else [],
-        "student": student(max(1, len(fit.budgets) - 2)) if fit else 0.0,
+        **law,
     }
 
 

@@ -55,7 +55,7 @@ def python_answer(state: dict, fit, rates: dict) -> dict:
     ratio = None if fit else state["ratio"]
     plan = make_plan(BASE, state["unit"], state["amount"], costs, rate_of, fit, None, ratio)
     found = {"hours": plan.hours, "flops": plan.figures["compute"].value}
-    found |= {unit: plan.hours * costs.per_hour(unit) for unit in ("dollars", "kwh")}
+    found |= {unit: plan.hours * costs.per_hour[unit] for unit in ("dollars", "kwh")}
     if fit is not None:
         middle, (low, high) = fit.estimate(lambda law: law.best_loss(plan.figures["compute"].value))
         found["loss"] = [middle, low, high]

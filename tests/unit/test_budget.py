@@ -29,15 +29,17 @@ def demo_parameters(width: float) -> float:
     return 7 / 128 * width**3 + 8 / 128 * width**2 + 3 * width + 3
 
 
-def demo_hours(gpu: str):
+def demo_width(gpu: str, hours: float) -> float:
+    """Width of the size that is the best one for so many hours."""
     k, a, c, b, batch = GPUS[gpu]
 
-    def hours(width: float) -> float:
+    def hours_of(width: float) -> float:
         depth = width / 128
         speed = k * width**a * depth / (depth + b) * math.log(batch + 1) ** c
         return ((demo_parameters(width) - F) / D) ** (1 / E) * 86400 / speed / 3600
 
-    return hours
+    widths = [16 * 10 ** (k / 300) for k in range(840)]
+    return solve_above_tip(widths, [hours_of(width) for width in widths], hours)
 
 
 @pytest.mark.parametrize(
@@ -52,14 +54,14 @@ def demo_hours(gpu: str):
     ],
 )
 def test_the_demos_answers(gpu, hours, width, flops, parameters, loss, kwh, co2_kg) -> None:
-    found = solve_above_tip(demo_hours(gpu), 16, 1e4, hours)
+    found = demo_width(gpu, hours)
     compute = ((demo_parameters(found) - F) / D) ** (1 / E)
     assert found == pytest.approx(width, rel=0.005)
     assert 86400 * compute == pytest.approx(flops, rel=0.005)
     assert demo_parameters(found) == pytest.approx(parameters, rel=0.005)
     assert A * compute**-B + C == pytest.approx(loss, rel=0.005)
     costs = Costs(1, watts=1e3 * KILOWATTS[gpu])
-    used = hours * costs.per_hour("kwh")
+    used = hours * costs.per_hour["kwh"]
     assert used == pytest.approx(kwh, rel=0.005)
     assert 0.534 * used == pytest.approx(co2_kg, rel=0.005)
 
@@ -71,16 +73,16 @@ def test_the_demos_answers(gpu, hours, width, flops, parameters, loss, kwh, co2_
 def test_a_budget_below_the_tipping_width_is_refused_with_the_least_hours(gpu, least) -> None:
     for hours in (0.01, 0.99 * least):
         with pytest.raises(ValueError, match=r"\d") as refused:
-            solve_above_tip(demo_hours(gpu), 16, 1e4, hours)
+            demo_width(gpu, hours)
         assert refused.value.args[0] == pytest.approx(least, rel=0.005)
 
 
 def test_units_of_a_budget_agree() -> None:
     costs = Costs(1, price=2.005, watts=1e3 * KILOWATTS["V100"])
-    assert 12 * costs.per_hour("kwh") == pytest.approx(1.43, abs=0.005)  # the demo's first figure was 5,432
+    assert 12 * costs.per_hour["kwh"] == pytest.approx(1.43, abs=0.005)  # the demo's first figure was 5,432
     for hours in (0.5, 3.23, 24.0):
-        assert costs.hours("dollars", hours * costs.per_hour("dollars")) == pytest.approx(hours, rel=1e-9)
-        assert costs.hours("kwh", hours * costs.per_hour("kwh")) == pytest.approx(hours, rel=1e-9)
+        assert costs.hours("dollars", hours * costs.per_hour["dollars"]) == pytest.approx(hours, rel=1e-9)
+        assert costs.hours("kwh", hours * costs.per_hour["kwh"]) == pytest.approx(hours, rel=1e-9)
     for unit, option in (("dollars", "--price"), ("kwh", "--watts")):
         with pytest.raises(ConfigError) as refused:
             Costs(1).hours(unit, 1.0)

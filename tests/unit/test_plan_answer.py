@@ -2,7 +2,9 @@
 
 import csv
 import datetime
+import functools
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,13 @@ import pytest
 from bert_dp import files
 from bert_dp.config import ConfigError, changed_settings, dump_config, load_config
 from launcher import results
-from launcher.plan import budget, fit
+from launcher.plan import budget, fit, loss_fit
 from launcher.plan.budget import BudgetOptions, plan_budget, sourced_values
 from launcher.plan.frontier import Frontier
 from launcher.plan.gpu_speed import gpu_rate, recorded_rate
 from launcher.report.formats import format_si
 from tests.e2e.cli import here
+from tests.helpers import raised_issues
 from tests.unit.test_budget import BASE, LAW, own_fit
 
 TODAY = datetime.date(2026, 6, 1)
@@ -228,18 +231,26 @@ def test_a_table_that_cannot_be_fitted_is_refused(change, kind, tmp_path: Path) 
     assert refused.value.issues[0].kind == kind
 
 
-def test_a_law_that_contradicts_its_runs_is_not_planned_with(tmp_path: Path) -> None:
+def test_a_law_that_contradicts_its_runs_is_not_planned_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss_fit, "fit", functools.partial(loss_fit.fit, draws=2))
     rows = [
         {"budget_flops": c, "parameters": n, "loss": 2 - 0.1 * i + 0.3 * (j - 1) ** 2}
         for i, c in enumerate((1e17, 1e18, 1e19))
         for j, n in enumerate((1e6, 1e8, 1e10))
     ]
     found = fit.fit_runs(fit.read_table(table(tmp_path / "runs.csv", rows)))
-    if not found.contradicts:
-        found = found.model_copy(update={"contradiction": 3.0})
+    assert found.contradicts
     results.write(tmp_path / "frontier.json", found)
     options = {"hours": 1.0, "gpu": H100, "frontier": tmp_path / "frontier.json"}
     assert issue(options, tmp_path) == ("--frontier", "unsupported")
+
+
+def test_a_fit_without_scipy_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy.ndimage", None)
+    (issue,) = raised_issues(loss_fit.fit, own_fit().runs)
+    assert (issue.kind, issue.value) == ("needs_package", "scipy")
 
 
 @pytest.mark.parametrize(
