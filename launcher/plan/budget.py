@@ -37,7 +37,7 @@ from launcher.plan.scaling import load_named, unknown_issues
 from launcher.plan.step_model import hardware, interpolate
 from launcher.report import html
 from launcher.report.formats import format_count, format_si
-from launcher.report.page import Column, Report, ReportSection, Table, TableCell, TableRow, Verdict, words
+from launcher.report.page import Computed, Quantity, Report, ReportSection, Table, Verdict, table, words
 
 Unit = Literal["hours", "dollars", "kwh"]
 Origin = Literal["published", "stated"]  # of a cost
@@ -558,27 +558,22 @@ def budget_page(plan: BudgetPlan, written: Path | None) -> Report:
         for name, f in plan.figures.items()
         if f.value is not None
     ]
-    models = [
-        TableRow(
-            model.name,
-            [
-                TableCell(f"{model.num_layers} x {model.hidden_size}"),
-                TableCell(format_si(model.parameters), exact=model.parameters),
-                TableCell(figure_text("tokens", model.tokens)),
-                TableCell(figure_text("loss", model.loss) if model.loss else ""),
-                TableCell(model.note),
-            ],
-        )
-        for model in plan.models
+    columns = [
+        Computed(lambda model: f"{model.num_layers} x {model.hidden_size}", "layers x width", "word"),
+        Quantity("parameters", "parameters"),
+        Computed(lambda model: figure_text("tokens", model.tokens), "tokens", "word"),
+        Computed(lambda model: model.loss and figure_text("loss", model.loss), "loss", "word"),
+        Quantity("note", "" if plan.is_chosen else "source", "word"),
     ]
-    last = "" if plan.is_chosen else "source"
-    columns = [Column(h) for h in ("layers x width", "parameters", "tokens", "loss", last)]
+    models = [(model.name, model) for model in plan.models]
     title = "What the budget buys" if plan.is_chosen else "Published answers, none of which is chosen"
     return Report(
         "bert-dp: plan of a budget",
         verdicts=[Verdict("warn", text) for text in plan.warnings],
         sections=[
-            ReportSection("", tables=[Table(rows, title="Plan"), Table(models, columns, title, "model")])
+            ReportSection(
+                "", tables=[Table(rows, title="Plan"), table(models, columns, title=title, corner="model")]
+            )
         ],
         next=f"bert-dp train {written} --dry-run" if written else "",
     )

@@ -303,12 +303,11 @@ def find_source(
     accumulation: int,
 ) -> PlanSource:
     """Return the source that the verb's options name, a measured file or a rate. Raises ConfigError."""
-    rate = {"--model": model, "--seq-per-s": seq_per_s, "--micro": micro, "--gpu": gpu}
     if path is not None:
+        rate = {"--model": model, "--seq-per-s": seq_per_s, "--micro": micro, "--gpu": gpu}
         message = "not used beside --from, which names a measured file"
-        given = {option: value for option, value in rate.items() if value is not None}
-        if given:
-            raise ConfigError([Issue(o, "conflict", message, value, "--from") for o, value in given.items()])
+        if issues := [Issue(o, "conflict", message, v, "--from") for o, v in rate.items() if v is not None]:
+            raise ConfigError(issues)
         try:
             return source_of(results.read(path, Scaling), str(path))
         except ConfigError as error:
@@ -405,18 +404,17 @@ def estimated_profile(
     optimizer_s: float,
 ) -> StepProfile:
     """Return the profile of a rank that was not profiled: its gradients are estimated from the layers."""
+    parameters = num_parameters(model, sequence_length)
     return StepProfile(
         device=device,
         precision=precision,
         micro_batch=micro_batch,
         sequence_length=sequence_length,
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        num_heads=model.num_heads,
+        **model.model_dump(include={"num_layers", "hidden_size", "num_heads"}),
         micro_s=micro_s,
         backward_s=BACKWARD * micro_s,
         optimizer_s=optimizer_s,
-        gradients=layer_gradients(model, num_parameters(model, sequence_length), 4.0, BACKWARD * micro_s),
+        gradients=layer_gradients(model, parameters, 4.0, BACKWARD * micro_s),
     )
 
 

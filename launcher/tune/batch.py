@@ -320,9 +320,8 @@ class BatchSearch:
             fits = self.spec.formula_gib(micro) - before_gib <= share * room_gib
             return fits and MEMORY_STEPS * 2 * micro * self._sequence_s <= most_s
 
-        if self.used_s + 2 * self._startup_s > self.spec.latest_s:  # no time for it and a size
-            larger = []
-        if cheap := [micro for micro in larger if is_cheap(micro)]:
+        has_time = self.used_s + 2 * self._startup_s <= self.spec.latest_s  # for it and for a size
+        if has_time and (cheap := [micro for micro in larger if is_cheap(micro)]):
             self._memory_trial(cheap[-1])
         if line := self.line:
             text = f"memory: {format_gib(line.intercept_gib)} + {line.gib_per_sequence:.4f} GiB a sequence"
@@ -577,23 +576,20 @@ def cache_key(spec: BatchSearchSpec, machine: Mapping[str, Any]) -> str:
 
     `machine` is `Environment.to_json()`.
     """
-    config = spec.config
-    decisive = {
-        "machine": identity(machine, None),
-        "model": config.model.model_dump(mode="json"),
-        "sequence_length": config.data.sequence_length,
-        "mask_rate": config.objective.mask_rate,
-        "precision": spec.precision,
-        "compile": config.compile,
-        "deterministic": config.run.deterministic,
-        "workers": config.data.workers,
-        "parallel": config.parallel.model_dump(mode="json"),
-        "optimizer": config.optim.name,
-        "batch": config.batch.model_dump(mode="json", exclude={"micro_size"}),
-        "noise_scale": config.log.noise_scale,  # it needs two batches
-        "ranks": spec.ranks,
-        "launcher": spec.options.launcher,
+    settings = {
+        "model": True,
+        "data": {"sequence_length", "workers"},
+        "objective": {"mask_rate"},
+        "compile": True,
+        "run": {"deterministic"},
+        "parallel": True,
+        "optim": {"name"},
+        "batch": True,
+        "log": {"noise_scale"},  # it needs two batches
     }
+    config = with_micro(spec.config, 1).model_dump(mode="json", include=settings)
+    machine = identity(machine, None)
+    decisive = [config, machine, spec.precision, spec.ranks, spec.options.launcher]
     return hash_json(decisive)[:16]
 
 

@@ -248,9 +248,10 @@ def test_a_law_that_contradicts_its_runs_is_not_planned_with(
 
 
 def test_a_fit_without_scipy_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = own_fit().runs
     monkeypatch.setitem(sys.modules, "scipy.ndimage", None)
-    (issue,) = raised_issues(loss_fit.fit, own_fit().runs)
-    assert (issue.kind, issue.value) == ("needs_package", "scipy")
+    (found,) = raised_issues(loss_fit.fit, runs)
+    assert (found.kind, found.value) == ("needs_package", "scipy")
 
 
 @pytest.mark.parametrize(
