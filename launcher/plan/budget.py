@@ -198,7 +198,7 @@ class BudgetOptions:
         if missing and (frontier is None or len(frontier.rates()) < 3):
             message = "not given, and no frontier has measured the speed of three sizes"
             issues.append(Issue("--gpu", "missing", message, hint=f"use one of {', '.join(gpus)}"))
-        if self.gpu in gpus and gpu_speed.speed_of(self.gpu, self.precision) is None:
+        if self.gpu and self.gpu in gpus and gpu_speed.speed_of(self.gpu, self.precision) is None:
             message = f"{self.gpu} does not multiply {self.precision}"
             issues.append(Issue("--precision", "unsupported", message, self.precision, "--gpu", "use fp16"))
         if self.from_ is not None and not self.keep_model:
@@ -396,9 +396,8 @@ def make_plan(
     models = list(planned.values())
     if is_chosen:
         batch = base.batch.global_size
-        steps = _rated(
-            tokens / (batch * base.data.sequence_length), rate, f"of {batch} sequences, as configured"
-        )
+        count = tokens / (batch * base.data.sequence_length)
+        steps = _rated(count, rate, f"of {batch} sequences, as configured")
         figures |= {"tokens": models[0].tokens, "steps": steps}
     return BudgetPlan(
         unit=unit,
@@ -518,10 +517,7 @@ def _rated(value: float, rate: Rate, note: str) -> PlannedFigure:
 
 
 def _fitted(
-    fit: Frontier,
-    value: Callable[[LossLaw], float],
-    more: float,
-    shown: Callable[[float], float] = lambda v: v,
+    fit: Frontier, value: Callable[[LossLaw], float], more: float, shown: Callable[[float], float] = float
 ) -> PlannedFigure:
     """Return a value of the law with its interval, widened by `more` at each end, and then `shown` of it."""
     middle, (low, high) = fit.estimate(value)
@@ -558,7 +554,7 @@ def budget_page(plan: BudgetPlan, written: Path | None) -> Report:
         for name, f in plan.figures.items()
         if f.value is not None
     ]
-    columns = [
+    columns: list[Quantity | Computed] = [
         Computed(lambda model: f"{model.num_layers} x {model.hidden_size}", "layers x width", "word"),
         Quantity("parameters", "parameters"),
         Computed(lambda model: figure_text("tokens", model.tokens), "tokens", "word"),

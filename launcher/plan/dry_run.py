@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from bert_dp.config import CLOCKED, ConfigError, Issue
@@ -73,9 +74,7 @@ def print_speed(job: Job, gpu: str, console: Console) -> None:
     def between(value: float, text: Callable[[float], str]) -> str:
         return f"{text(value)} ({text(value / factor)} to {text(value * factor)}, 95 %)"
 
-    def tokens_text(value: float) -> str:
-        return format_si(value, "tokens")
-
+    tokens_text = partial(format_si, unit="tokens")
     lines = [
         f"micro   {fits or 'none'} is the largest that divides the batch and fits 90 % of {gpu} (estimate)",
         f"speed   {between(row.tokens_per_s, tokens_text)} a second on {of}, "

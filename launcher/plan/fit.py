@@ -100,10 +100,9 @@ def grouped(runs: Iterable[CompletedRun]) -> list[CompletedRun]:
     """Give runs of nearly equal compute one budget, the geometric mean of theirs."""
     groups: list[list[CompletedRun]] = []
     for run in sorted(runs, key=lambda r: r.budget_flops):
-        if groups and run.budget_flops < SAME_BUDGET * groups[-1][0].budget_flops:
-            groups[-1].append(run)
-        else:
-            groups.append([run])
+        if not groups or run.budget_flops >= SAME_BUDGET * groups[-1][0].budget_flops:
+            groups.append([])
+        groups[-1].append(run)
     return [
         dataclasses.replace(run, budget_flops=statistics.geometric_mean(r.budget_flops for r in group))
         for group in groups
@@ -119,13 +118,12 @@ def fit_runs(runs: Iterable[CompletedRun], facts: dict[str, Any] | None = None) 
     found = loss_fit.fit(rows)
     exponent, interval = found.estimate(lambda law: law.exponent)
     without = None
-    sizes = [row.parameters_without_embedding for row in rows]
-    if all(sizes):
-        smaller = [dataclasses.replace(r, parameters=n or 0.0) for r, n in zip(rows, sizes, strict=True)]
+    if all(row.parameters_without_embedding for row in rows):
+        smaller = [dataclasses.replace(r, parameters=r.parameters_without_embedding or 0.0) for r in rows]
         without = loss_fit.fit(smaller, draws=2).law.exponent
     minima = loss_fit.parabola_minima(rows)
-    inside = {budget: minimum for budget, minimum in minima.items() if minimum[1]}
-    off = [abs(math.log(found.law.best_parameters(c) / best)) for c, (best, _) in inside.items()]
+    inside = {budget: best for budget, (best, is_inside) in minima.items() if is_inside}
+    off = [abs(math.log(found.law.best_parameters(budget) / best)) for budget, best in inside.items()]
     more = {
         "exponent": exponent,
         "exponent_ci95": list(interval),

@@ -176,7 +176,8 @@ def recorded_rate(path: Path, config: Config, precision: str, ranks: int) -> Rat
         layers = f"{of.num_layers} x {of.hidden_size} with {of.num_heads} heads" if of else "no profile"
         return f"{layers}, {count or 0:,} parameters"
 
-    rates: dict[int, float | None]
+    rates: Mapping[int | None, float | None]
+    found: tuple[str, int | None, str | None]
     if path.is_dir():
         summary = results.read(path / "summary.json", Summary)
         trained = load_config(path / "config.yaml")

@@ -7,7 +7,7 @@ searched (variable projection, Golub & Pereyra 1973).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -137,7 +137,8 @@ def _polish(logs: Floats, start: LossLaw, flops: float) -> tuple[float, LossLaw]
     found = optimize.minimize(cost, x0, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
     x = found.x
     x[1:3] += x[3:] * means
-    return float(found.fun), LossLaw(*map(float, (*np.exp(x[:3]), *x[3:])), flops)
+    E, A, B = map(float, np.exp(x[:3]))
+    return float(found.fun), LossLaw(E, A, B, float(x[3]), float(x[4]), flops)
 
 
 def _huber(residual: Floats) -> Floats:
@@ -164,7 +165,7 @@ def parabola_minima(runs: Sequence[CompletedRun]) -> dict[float, tuple[float, bo
     return minima
 
 
-def parabola_exponent(minima: dict[float, tuple[float, bool]]) -> float:
-    """Return the power of the budget by which the minima grow, by least squares of the logarithms."""
-    sizes = [math.log(parameters) for parameters, _ in minima.values()]
-    return float(np.polyfit(np.log(list(minima)), sizes, 1)[0])
+def parabola_exponent(minima: Mapping[float, float]) -> float:
+    """Return the power of the budget by which the parameters at the minima grow, by least squares of the
+    logarithms."""
+    return float(np.polyfit(np.log(list(minima)), np.log(list(minima.values())), 1)[0])

@@ -233,20 +233,20 @@ def slowest(ranks: int, spread: float) -> float:
     return 1 + spread * statistics.NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
 
-def with_micro_s(profile: StepProfile, micro_s: float) -> StepProfile:
-    """Return a profile whose micro batch takes `micro_s`, the times within it in proportion."""
+def with_micro_s(profile: StepProfile, micro_s: float, micro_batch: int | None = None) -> StepProfile:
+    """Return a profile whose micro batch takes `micro_s`, the times within it in proportion; of another size
+    where `micro_batch` is given."""
     scale = micro_s / profile.micro_s
     gradients = [
         MeasuredGradient.model_construct(bytes=g.bytes, ready_s=g.ready_s * scale) for g in profile.gradients
     ]
     changes = {"micro_s": micro_s, "backward_s": profile.backward_s * scale, "gradients": gradients}
-    return profile.model_copy(update=changes)
+    return profile.model_copy(update={**changes, "micro_batch": micro_batch or profile.micro_batch})
 
 
 def with_micro_batch(profile: StepProfile, micro_batch: int) -> StepProfile:
     """Return a profile of another micro batch that is as fast per sequence."""
-    scaled = with_micro_s(profile, profile.micro_s * micro_batch / profile.micro_batch)
-    return scaled.model_copy(update={"micro_batch": micro_batch})
+    return with_micro_s(profile, profile.micro_s * micro_batch / profile.micro_batch, micro_batch)
 
 
 def layer_gradients(

@@ -576,7 +576,7 @@ def cache_key(spec: BatchSearchSpec, machine: Mapping[str, Any]) -> str:
 
     `machine` is `Environment.to_json()`.
     """
-    settings = {
+    settings: dict[str, Any] = {
         "model": True,
         "data": {"sequence_length", "workers"},
         "objective": {"mask_rate"},

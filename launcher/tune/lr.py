@@ -397,9 +397,8 @@ def trial_config(config: Config, shards: Path, lr: float, tokens: int, seed: int
 
 def range_config(config: Config, shards: Path, steps: int) -> Config:
     """Return a run whose rate rises from 1e-4 to 1, at the full batch from the start."""
-    trial = with_settings(
-        _bare(config, shards, 1.0, config.run.seed), batch={"ramp_fraction": 0.0, "ramp_quantum": None}
-    )
+    whole = {"ramp_fraction": 0.0, "ramp_quantum": None}
+    trial = with_settings(_bare(config, shards, 1.0, config.run.seed), batch=whole)
     schedule = ScheduleConfig(name="exponential", steps=steps)
     return trial.model_copy(update={"schedule": schedule, "log": LogConfig(every_steps=1)})
 
