@@ -157,20 +157,20 @@ class PreferringRunner(MadeRunner):
 
 
 class LosingRunner(MadeRunner):
-    """Micro batches of 10 sequences and more do not run to their end."""
+    """Micro batches of 10 sequences and more are out of memory."""
 
-    least, kind = 10, "device_memory"
+    least, kind, status = 10, "device_memory", "oom"
 
     def run_one(self, trial: Trial) -> TrialOutcome:
         ended = super().run_one(trial)
         if trial.config.batch.micro_size < self.least:
             return ended
         files.write_json(trial.directory / "summary.json", failed("rank 1: no memory", self.kind))
-        return TrialOutcome("oom" if self.kind == "device_memory" else "failed", 1.0)
+        return TrialOutcome(self.status, 1.0)
 
 
 class FailingRunner(LosingRunner):
-    least, kind = 0, "error"
+    least, kind, status = 0, "error", "failed"
 
 
 def runner(kind: type[Runner], out: Path) -> Any:
