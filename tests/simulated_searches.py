@@ -66,16 +66,14 @@ class ThroughputCurve:
             out.append(((passes + self.update_s) * times, passes * times))
         return out
 
-    def best(self) -> float:
-        """Expected throughput of the best size that leaves a tenth of the memory free."""
-        return max(self.samples_per_s(m) for m in self.allowed())
-
     def allowed(self) -> list[int]:
+        """Sizes that leave a tenth of the memory free."""
         return [m for m in self.sizes if self.fits(m, 0.9)] or [self.sizes[0]]
 
     def loss(self, micro: int) -> float:
         """Share of the best throughput that this size loses; 1 where it does not fit."""
-        return 1 - self.samples_per_s(micro) / self.best() if self.fits(micro) else 1.0
+        best = max(self.samples_per_s(m) for m in self.allowed())
+        return 1 - self.samples_per_s(micro) / best if self.fits(micro) else 1.0
 
     def equally_often(self, runs: int, steps: int, samples: int) -> int:
         """The size with the best mean when `runs` runs are dealt out to all sizes in turn."""
@@ -216,5 +214,4 @@ def quality(losses: Sequence[float], bound: float) -> dict[str, float]:
     return {
         "within": sum(loss <= bound for loss in losses),
         "p95": round(sorted(losses)[math.ceil(0.95 * len(losses)) - 1], 4),
-        "mean": round(sum(losses) / len(losses), 5),
     }
