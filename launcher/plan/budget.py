@@ -198,7 +198,7 @@ class BudgetOptions:
         if missing and (frontier is None or len(frontier.rates()) < 3):
             message = "not given, and no frontier has measured the speed of three sizes"
             issues.append(Issue("--gpu", "missing", message, hint=f"use one of {', '.join(gpus)}"))
-        if self.gpu and self.gpu in gpus and gpu_speed.speed_of(self.gpu, self.precision) is None:
+        if self.gpu and self.gpu in gpus and gpu_speed.peak_of(self.gpu, self.precision) is None:
             message = f"{self.gpu} does not multiply {self.precision}"
             issues.append(Issue("--precision", "unsupported", message, self.precision, "--gpu", "use fp16"))
         if self.from_ is not None and not self.keep_model:

@@ -53,7 +53,7 @@ def speed_here(job: Job, ranks: int) -> tuple[float, float] | None:
         (len(row["device"]), -abs(gpu_speed.memory_gib(name) - (gpu.memory_gib or 0.0)), name)
         for gpu in job.machine.gpus[: min(job.gpus, 1)]
         for name, row in hardware()["gpus"].items()
-        if row["device"] in gpu.name and gpu_speed.speed_of(name, precision) is not None
+        if row["device"] in gpu.name and gpu_speed.peak_of(name, precision) is not None
     ]
     if not nearest:
         return None

@@ -32,59 +32,42 @@ MIN_SPREAD = 0.05  # half of the 95 % interval of a measured rate, in logarithms
 OPTIMIZER_BYTES = {"adamw": 28, "lamb": 52, "muon": 28}  # read and written per parameter by a fused step
 
 
-class GpuWork(NamedTuple):
-    """Work of one micro batch, and of one optimizer step, on one GPU."""
+class GpuStep(NamedTuple):
+    """One micro batch of a model and one optimizer step on one GPU."""
 
-    tokens: int
-    layers: int
-    flops: float  # forward and backward
-    memory_bytes: float  # of elementwise kernels
-    optimizer_bytes: float
-
-
-class GpuSpeed(NamedTuple):
-    """Rates of a GPU in one precision."""
-
+    model: ModelConfig
+    length: int  # tokens of a sequence
+    mask_rate: float
+    micro_batch: int  # sequences
+    precision: str
+    optimizer: str
     peak: float  # FLOP/s of matrix products
     memory: float  # bytes/s
-    precision: str
 
 
-def work_of(
-    model: ModelConfig, length: int, mask_rate: float, micro_batch: int, precision: str, optimizer: str
-) -> GpuWork:
-    """Count the work of a micro batch of `micro_batch` sequences of `length` tokens."""
-    tokens = micro_batch * length
-    width = 2 if precision in ("bf16", "fp16") else 4
-    numbers = PASSES * model.hidden_size + ATTENTION_PASSES * model.num_heads * length
-    return GpuWork(
-        tokens,
-        model.num_layers,
-        tokens * flops_per_token(model, length, mask_rate),
-        tokens * model.num_layers * width * numbers,
-        num_parameters(model, length) * OPTIMIZER_BYTES[optimizer],
-    )
-
-
-def speed_of(gpu: str, precision: str) -> GpuSpeed | None:
-    """Return the rates of a GPU of hardware.yaml; None where its peak in this precision is not known."""
-    row = hardware()["gpus"][gpu]
-    peak = peak_flops(row["device"], precision)
-    return None if peak is None else GpuSpeed(peak, row["memory_gb_s"] * GB, precision)
+def peak_of(gpu: str, precision: str) -> float | None:
+    """Return the peak of a GPU of hardware.yaml, FLOP/s; None where it is not known in this precision."""
+    return peak_flops(hardware()["gpus"][gpu]["device"], precision)
 
 
 def estimate(
-    work: GpuWork, speed: GpuSpeed, framework: str = FRAMEWORK, constants: Mapping[str, Any] | None = None
+    step: GpuStep, framework: str = FRAMEWORK, constants: Mapping[str, Any] | None = None
 ) -> tuple[float, float]:
-    """Estimate the seconds of one micro batch and of one optimizer step. `constants`: other ones than those
+    """Estimate the seconds of the micro batch and of the optimizer step. `constants`: other ones than those
     of hardware.yaml."""
-    known = constants or hardware()["gpu_speed"]
-    share = known["matmul_share"]["16-bit" if speed.precision in ("bf16", "fp16") else speed.precision]
-    matmul = work.flops / (speed.peak * share) * (1 + known["tokens"] / work.tokens)
-    bytes_s = speed.memory * constant("memory_reach")
-    memory = work.memory_bytes * known["memory_traffic"][framework] / bytes_s
-    launch = work.layers * known["launch_s"][framework]
-    return matmul + memory + launch, work.optimizer_bytes * known["optimizer_traffic"] / bytes_s
+    known, model = constants or hardware()["gpu_speed"], step.model
+    tokens = step.micro_batch * step.length
+    is_narrow = step.precision in ("bf16", "fp16")
+    share = known["matmul_share"]["16-bit" if is_narrow else step.precision]
+    flops = tokens * flops_per_token(model, step.length, step.mask_rate)
+    matmul = flops / (step.peak * share) * (1 + known["tokens"] / tokens)
+    bytes_s = step.memory * constant("memory_reach")
+    numbers = PASSES * model.hidden_size + ATTENTION_PASSES * model.num_heads * step.length
+    moved = tokens * model.num_layers * numbers * (2 if is_narrow else 4)
+    memory = moved * known["memory_traffic"][framework] / bytes_s
+    launch = model.num_layers * known["launch_s"][framework]
+    optimizer_bytes = num_parameters(model, step.length) * OPTIMIZER_BYTES[step.optimizer]
+    return matmul + memory + launch, optimizer_bytes * known["optimizer_traffic"] / bytes_s
 
 
 # --- tokens per second of a configuration
@@ -149,11 +132,11 @@ def predicted_step(
 ) -> tuple[PredictedRow, float]:
     """Predict the step of a configuration, and return it with the factor of its 95 % interval."""
     model, length = config.model, config.data.sequence_length
-    work = work_of(model, length, config.objective.mask_rate, micro, precision, config.optim.name)
-    speed = speed_of(gpu, precision)
-    assert speed is not None
-    device = hardware()["gpus"][gpu]["device"]
-    profile = estimated_profile(device, precision, micro, length, model, *estimate(work, speed))
+    row, peak = hardware()["gpus"][gpu], peak_of(gpu, precision)
+    assert peak is not None
+    work = config.objective.mask_rate, micro, precision, config.optim.name
+    times = estimate(GpuStep(model, length, *work, peak, row["memory_gb_s"] * GB))
+    profile = estimated_profile(row["device"], precision, micro, length, model, *times)
     link = link_of(gpu, gpus)
     scenario = Scenario(
         Fabric(gpus, find_link(link) if link else None),

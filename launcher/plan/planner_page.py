@@ -11,7 +11,7 @@ from typing import Any
 from bert_dp.config import Config
 from bert_dp.cost import num_parameters
 from launcher.plan.frontier import Frontier
-from launcher.plan.gpu_speed import gpu_rate, rates_that_fit, speed_of
+from launcher.plan.gpu_speed import gpu_rate, peak_of, rates_that_fit
 from launcher.plan.step_model import hardware
 from launcher.report import html
 
@@ -31,7 +31,7 @@ def planner_data(
 
     devices = {}
     for name, row in hardware()["gpus"].items():
-        if speed_of(name, PRECISION) is None:
+        if peak_of(name, PRECISION) is None:
             continue
         rates = {}
         for count in COUNTS:
