@@ -140,7 +140,7 @@ class LossCurve:
 
     index: int
     best_lr: float
-    """Of whole runs."""
+    """Best rate of whole runs."""
     shift: float
     """Octaves by which runs of 1/8 of the tokens like a higher rate."""
     below: float
@@ -210,7 +210,7 @@ def ladder(top: float, count: int = 5, extensions: int = 3) -> list[float]:
 
 
 def quality(losses: Sequence[float], bound: float) -> dict[str, float]:
-    """How often a loss is within the bound, and the 95th percentile of the losses."""
+    """Count the losses within the bound, and return their 95th percentile too."""
     return {
         "within": sum(loss <= bound for loss in losses),
         "p95": round(sorted(losses)[math.ceil(0.95 * len(losses)) - 1], 4),

@@ -205,18 +205,20 @@ class BudgetOptions:
             message, hint = "measured one model, and other sizes would be planned", "add --keep-model"
             issues.append(Issue("--from", "conflict", message, str(self.from_), "--keep-model", hint))
         if self.from_ is not None and self.gpu is not None:
-            message, hint = "the speed is the measured one", "give --price and --watts of its device"
+            message, hint = "--from has measured the speed", "give --price and --watts of its device"
             issues.append(Issue("--gpu", "conflict", message, self.gpu, "--from", hint))
         if frontier is None:
             return issues
         if self.tokens_per_parameter is not None:
-            message = "the frontier says it"
+            message = "the frontier decides the ratio"
             issues.append(Issue("--tokens-per-parameter", "conflict", message, None, "--frontier"))
         if frontier.contradicts:
             message = "its law does not describe its runs; see `bert-dp plan fit`"
             issues.append(Issue("--frontier", "unsupported", message, str(self.frontier)))
         if missing and frontier.world_size not in (None, self.gpus):
-            message = f"the runs of the frontier had {frontier.world_size}, and no other number was measured"
+            message = (
+                f"the runs of the frontier had {frontier.world_size} devices; no other number was measured"
+            )
             issues.append(Issue("--nproc", "conflict", message, self.gpus, "--frontier"))
         return issues
 
@@ -290,8 +292,8 @@ def folder_issues(option: str, path: Path) -> list[Issue]:
     """Find whether there is a folder to write a file in."""
     if path.absolute().parent.is_dir():
         return []
-    message = f"{path.parent} is no folder"
-    return [Issue(option, "not_found", message, str(path), hint="name a file in one that is")]
+    message = f"the folder {path.parent} does not exist"
+    return [Issue(option, "not_found", message, str(path), hint="create it, or name another file")]
 
 
 def sourced_values(path: Path) -> dict[str, SourcedValue]:
@@ -473,8 +475,8 @@ def _solve(
     except ValueError as error:
         bound = float(error.args[0])
         word = "least" if bound > hours else "most"
-        message = f"no size of {sizes[0]:,} to {sizes[-1]:,} parameters is the best one for it"
-        hint = f"the {word} that one is: {bound * (costs.per_hour[unit] or math.nan):.3g} {unit}"
+        message = f"no size of {sizes[0]:,} to {sizes[-1]:,} parameters is the best one for this budget"
+        hint = f"give at {word} {bound * (costs.per_hour[unit] or math.nan):.3g} {unit}"
         raise ConfigError([Issue(f"--{unit}", "out_of_range", message, hours, hint=hint)]) from None
 
 

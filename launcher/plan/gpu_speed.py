@@ -115,7 +115,7 @@ def gpu_rate(config: Config, gpu: str, gpus: int, precision: str) -> Rate:
     that fits. Raises ConfigError where not even one sequence fits."""
     micro = micro_batch_that_fits(config, precision, gpu, gpus)
     if micro is None:
-        message = f"not one sequence of this model fits {gpu}"
+        message = f"not even one sequence of this model fits the memory of {gpu}"
         raise ConfigError([Issue("--gpu", "out_of_range", message, gpu)])
     row, factor = predicted_step(config, gpu, gpus, precision, micro)
     note = f"roofline of {gpu} in {precision}, micro batch {micro}, fitted to published rows"

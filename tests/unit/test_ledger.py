@@ -1,4 +1,4 @@
-"""What a run has spent: dollars and energy over its starts, from counters that wrap and start again."""
+"""Dollars and energy of a run over its starts, from counters that wrap and start again."""
 
 import sys
 from pathlib import Path

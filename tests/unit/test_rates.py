@@ -18,7 +18,7 @@ TINY = {"vocab_size": 32, "hidden_size": 16, "num_layers": 1, "num_heads": 2, "i
 
 
 def value_of(equation: str) -> float:
-    """What the printed equation `X = A [x] [sqrt](B / C)...` amounts to; its own X stands before the sign."""
+    """Evaluate the right side of a printed equation `X = A [x] [sqrt](B / C)...` and compare it with X."""
     told, _, right = equation.partition(" = ")
     match = re.match(r"([\d.e+-]+) (?:x )?(sqrt)?\((\d+) / (\d+)\)", right)
     assert match is not None, equation
@@ -116,7 +116,7 @@ def test_nvidias_two_phases_are_as_published(phase, batch, lr, warmup, steps, le
     ("first", "second"), [("lamb-32k", "lamb-32k-phase2"), ("nvidia-64k-phase1", "nvidia-64k-phase2")]
 )
 def test_the_second_phase_can_start_from_the_first(first: str, second: str) -> None:
-    """The same model and the same tokenizer, and no tensor whose shape follows the length of a sequence."""
+    """Both have one model and one tokenizer, and no tensor whose shape follows the sequence length."""
     one, two = (load_config(CONFIGS / f"{name}.yaml") for name in (first, second))
     assert two.run.init_from == f"runs/{first}"
     assert one.model == two.model

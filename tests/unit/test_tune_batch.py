@@ -186,7 +186,7 @@ SESSION: Any = SimpleNamespace(facts=dict)
 
 
 def searched(runs: Runner, log: Log = print, **changes: Any) -> TuneBatch:
-    """What tune.json holds of a search on two ranks of 1.6 GiB."""
+    """Return tune.json of a search on two ranks of 1.6 GiB."""
     plain = {"sizes": (1, 2, 4, 8, 16, 32), "budget_s": 600.0, "limit_gib": 1.6}
     spec = spec_of(config(64), **{**plain, **changes})
     search = BatchSearch(spec, runs, log)
