@@ -1,6 +1,7 @@
 """Hours, dollars and energy into sizes and tokens: the solver on published figures, plans of our models."""
 
 import functools
+import itertools
 import math
 
 import pytest
@@ -94,18 +95,16 @@ H100 = "H100-SXM-80G"
 LAW = LossLaw(1.7, 400.0, 410.0, 0.34, 0.28)
 
 
-def h100_rate(config) -> Rate:
-    return gpu_rate(config, H100, 1, "bf16")
+h100_rate = functools.partial(gpu_rate, gpu=H100, gpus=1, precision="bf16")
 
 
 @functools.cache
 def own_fit() -> Frontier:
     runs = []
-    for flops in (1e17, 3e17, 1e18, 3e18):
-        for share in (0.2, 0.4, 0.7, 1.0, 1.4, 2.5, 5.0):
-            parameters = LAW.best_parameters(flops) * share
-            tokens = flops / 6 / parameters
-            runs.append(CompletedRun(flops, parameters, LAW.loss(parameters, tokens), tokens))
+    for flops, share in itertools.product((1e17, 3e17, 1e18, 3e18), (0.2, 0.4, 0.7, 1.0, 1.4, 2.5, 5.0)):
+        parameters = LAW.best_parameters(flops) * share
+        tokens = flops / 6 / parameters
+        runs.append(CompletedRun(flops, parameters, LAW.loss(parameters, tokens), tokens))
     return loss_fit.fit(runs, draws=3)
 
 
@@ -163,7 +162,7 @@ def test_a_budget_that_no_size_fits_is_refused_with_the_bound(hours, bound) -> N
 
 
 def test_a_small_budget_is_flagged() -> None:
-    def slow(config) -> Rate:
+    def slow(_) -> Rate:
         return Rate(20_000.0, 1.1, "measured", "here")
 
     plan = make_plan(BASE, "hours", 0.5, Costs(1), slow, keep_model=True)
